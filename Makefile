@@ -1,0 +1,52 @@
+# PYTHON makes the virtual environment (3.11 or newer); `make gpu` runs on it directly.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+MINUTES ?= 120
+
+.DEFAULT_GOAL := help
+.PHONY: help demo check test parity gpu bench models clean
+
+help: ## list these targets
+	@sed -nE 's/^([a-z]+):.*## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
+
+demo: $(VENV)/.installed-serve ## start the service on Ray, talk to it, show what speculation gains, stop it
+	$(BIN)/python -m cluster.demo
+
+check: $(VENV)/.installed-test ## lint and type-check
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+test: $(VENV)/.installed-test ## every test that needs no GPU
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu"
+
+parity: $(VENV)/.installed-test ## the full matrix of greedy comparisons with transformers (long)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_parity.py --full
+
+gpu: ## tests on a CUDA machine, with the interpreter PYTHON as it is; installs nothing
+	@$(PYTHON) -c 'import pytest, torch' || { echo 'make gpu: $(PYTHON) lacks pytest or torch; set PYTHON=...' >&2; exit 1; }
+	PYTHONPATH=. $(PYTHON) -m pytest tests/gpu
+
+bench: $(VENV)/.installed-serve ## measure acceptance length and tokens/s
+	$(BIN)/python tests/bench/run.py
+
+# The corpus is read from the packages of the virtual environment.
+models: $(VENV)/.installed-test ## train the bundled models again (MINUTES=120)
+	$(BIN)/python training/train.py --minutes $(MINUTES)
+
+clean: ## remove the virtual environment, build outputs and caches
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# Stamps: an install is repeated only when pyproject.toml has changed.
+$(VENV)/.installed-serve: pyproject.toml | $(BIN)/python
+	$(PIP) --editable '.[serve]'
+	@touch $@
+
+$(VENV)/.installed-test: pyproject.toml | $(BIN)/python
+	$(PIP) --editable '.[test]'
+	@touch $(VENV)/.installed-serve $@

@@ -1,0 +1,1 @@
+"""Places, connects and answers: the only package that imports Ray or FastAPI."""

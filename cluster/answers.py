@@ -1,0 +1,172 @@
+"""Pieces of generated text as OpenAI's objects: one shape for completions, one for chats, each whole and streamed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
+
+from cluster.generation import Piece
+from secateur.protocol import (
+    AssistantMessage,
+    ChatChoice,
+    ChatChunkChoice,
+    ChatCompletionChunk,
+    ChatCompletionResponse,
+    ChatDelta,
+    CompletionChoice,
+    CompletionChunk,
+    CompletionResponse,
+    FinishReason,
+    SamplingRequest,
+    SpeculativeStats,
+    Usage,
+    new_id,
+)
+from workers.ipc import RequestStats
+
+Whole = CompletionResponse | ChatCompletionResponse
+Chunk = CompletionChunk | ChatCompletionChunk
+
+
+@dataclass(slots=True)
+class Answer:
+    """One choice, as far as it has come."""
+
+    prompt_ids: list[int]
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    last: Piece | None = None
+
+    def add(self, piece: Piece) -> None:
+        self.text += piece.text
+        self.token_ids += piece.token_ids
+        self.last = piece
+
+
+class Shape(Protocol):
+    """Completion or chat: how a choice looks."""
+
+    def whole(self, answers: Sequence[Answer]) -> Whole: ...
+
+    def opening(self, index: int) -> Chunk | None:
+        """What a stream says before its first token."""
+        ...
+
+    def chunk(self, index: int, answer: Answer, piece: Piece) -> Chunk: ...
+
+    def closing(self, usage: Usage | None, speculative: SpeculativeStats | None) -> Chunk:
+        """The chunk without choices, after the last."""
+        ...
+
+
+class _Shape:
+    prefix: str
+
+    def __init__(self, request: SamplingRequest, model: str) -> None:
+        self.request = request
+        self.with_ids = request.return_token_ids
+        self.head: dict[str, Any] = {"id": new_id(self.prefix), "model": model}
+
+    def ending(self, index: int, piece: Piece | None, ids: list[int]) -> dict[str, Any]:
+        """What both choices of a shape share."""
+        return {
+            "index": index,
+            "finish_reason": cast("FinishReason | None", piece.finish_reason if piece else None),
+            "stop_reason": piece.stop_reason if piece else None,
+            "token_ids": list(ids) if self.with_ids else None,
+        }
+
+    def prompt_ids(self, answer: Answer, *, is_first: bool) -> list[int] | None:
+        return answer.prompt_ids if self.with_ids and is_first else None
+
+    def totals(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        stats = speculative_stats(answers) if self.request.return_speculative_stats else None
+        return {"usage": usage_of(answers), "speculative": stats}
+
+
+class CompletionShape(_Shape):
+    prefix = "cmpl"
+
+    def whole(self, answers: Sequence[Answer]) -> CompletionResponse:
+        choices = [
+            CompletionChoice(
+                text=answer.text,
+                prompt_token_ids=self.prompt_ids(answer, is_first=True),
+                **self.ending(index, answer.last, answer.token_ids),
+            )
+            for index, answer in enumerate(answers)
+        ]
+        return CompletionResponse(**self.head, choices=choices, **self.totals(answers))
+
+    def opening(self, index: int) -> None:
+        return None
+
+    def chunk(self, index: int, answer: Answer, piece: Piece) -> CompletionChunk:
+        is_first = piece.num_tokens == len(piece.token_ids)
+        choice = CompletionChoice(
+            text=piece.text,
+            prompt_token_ids=self.prompt_ids(answer, is_first=is_first),
+            **self.ending(index, piece, piece.token_ids),
+        )
+        return CompletionChunk(**self.head, choices=[choice])
+
+    def closing(self, usage: Usage | None, speculative: SpeculativeStats | None) -> CompletionChunk:
+        return CompletionChunk(**self.head, choices=[], usage=usage, speculative=speculative)
+
+
+class ChatShape(_Shape):
+    prefix = "chatcmpl"
+
+    def whole(self, answers: Sequence[Answer]) -> ChatCompletionResponse:
+        choices = [
+            ChatChoice(
+                message=AssistantMessage(content=answer.text),
+                prompt_token_ids=self.prompt_ids(answer, is_first=True),
+                **self.ending(index, answer.last, answer.token_ids),
+            )
+            for index, answer in enumerate(answers)
+        ]
+        return ChatCompletionResponse(**self.head, choices=choices, **self.totals(answers))
+
+    def opening(self, index: int) -> ChatCompletionChunk:
+        delta = ChatDelta(role="assistant", content="")
+        return ChatCompletionChunk(**self.head, choices=[ChatChunkChoice(index=index, delta=delta)])
+
+    def chunk(self, index: int, answer: Answer, piece: Piece) -> ChatCompletionChunk:
+        is_first = piece.num_tokens == len(piece.token_ids)
+        choice = ChatChunkChoice(
+            delta=ChatDelta(content=piece.text),
+            prompt_token_ids=self.prompt_ids(answer, is_first=is_first),
+            **self.ending(index, piece, piece.token_ids),
+        )
+        return ChatCompletionChunk(**self.head, choices=[choice])
+
+    def closing(self, usage: Usage | None, speculative: SpeculativeStats | None) -> ChatCompletionChunk:
+        return ChatCompletionChunk(**self.head, choices=[], usage=usage, speculative=speculative)
+
+
+def usage_of(answers: Sequence[Answer]) -> Usage:
+    """Tokens of all choices; drafted tokens where the engine told them (an answer cut by a stop string has none)."""
+    stats = _stats(answers)
+    accepted = sum(item.num_accepted_tokens for item in stats)
+    return Usage.of(
+        sum(len(answer.prompt_ids) for answer in answers),
+        sum(len(answer.token_ids) for answer in answers),
+        accepted=accepted if stats else None,
+        rejected=sum(item.num_draft_tokens for item in stats) - accepted,
+    )
+
+
+def speculative_stats(answers: Sequence[Answer]) -> SpeculativeStats:
+    stats = _stats(answers)
+    return SpeculativeStats(
+        num_drafts=sum(item.num_drafts for item in stats),
+        num_draft_tokens=sum(item.num_draft_tokens for item in stats),
+        num_accepted_tokens=sum(item.num_accepted_tokens for item in stats),
+        num_verified=sum(item.num_verified_tokens for item in stats),
+    )
+
+
+def _stats(answers: Sequence[Answer]) -> list[RequestStats]:
+    return [answer.last.stats for answer in answers if answer.last is not None and answer.last.stats is not None]

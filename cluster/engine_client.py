@@ -1,0 +1,206 @@
+"""The front's end of the engine socket: many requests in, each one's tokens out, one reader task.
+
+The front listens and the engine connects (workers.ipc). Nothing here blocks the event loop and nothing here knows
+about Ray or HTTP. All methods belong to the loop that called `listen`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import time
+from collections.abc import AsyncGenerator
+from typing import NamedTuple
+
+from workers.ipc import (
+    Abort,
+    Decoder,
+    EngineStats,
+    Message,
+    Ready,
+    StepOutput,
+    Submit,
+    TokenChunk,
+    encode,
+    unix_path_fits,
+)
+
+logger = logging.getLogger(__name__)
+
+PROGRESS_TIMEOUT_S = 120.0
+"""Work is pending and no frame came for this long: the engine hangs. Above the engine's own step timeout (60 s),
+whose error tells more."""
+
+
+class EngineDead(RuntimeError):
+    """The engine is gone; what it was doing is lost."""
+
+
+class Health(NamedTuple):
+    ok: bool
+    reason: str
+
+
+class EngineClient:
+    """One engine's front: `listen`, start the engine with `address`, `wait_ready`, `submit` as often as you like, `close`."""
+
+    def __init__(self, *, progress_timeout_s: float = PROGRESS_TIMEOUT_S) -> None:
+        self.address = ""
+        self.ready: Ready | None = None
+        self.stats = EngineStats()
+        self._progress_timeout_s = progress_timeout_s
+        self._ids = itertools.count(1)
+        self._queues: dict[int, asyncio.Queue[TokenChunk]] = {}
+        self._server: asyncio.Server | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._ready_event = asyncio.Event()
+        self._death: str | None = None
+        self._last_progress = time.monotonic()
+
+    async def listen(self, address: str) -> str:
+        """Opens the socket ("unix:/path" or "tcp:host:0") and returns the address the engine shall connect to."""
+        scheme, _, rest = address.partition(":")
+        match scheme:
+            case "unix":
+                if not unix_path_fits(rest):
+                    raise ValueError(f"socket path {rest!r} is longer than 107 bytes; use a shorter temporary folder")
+                self._server = await asyncio.start_unix_server(self._serve, rest)
+                self.address = address
+            case "tcp":
+                host, _, port = rest.rpartition(":")
+                self._server = await asyncio.start_server(self._serve, host, int(port))
+                self.address = f"tcp:{host}:{self._server.sockets[0].getsockname()[1]}"
+            case _:
+                raise ValueError(f"engine address {address!r}: write unix:/path or tcp:host:port")
+        return self.address
+
+    async def wait_ready(self, timeout_s: float) -> Ready:
+        """The engine's first frame. Raises EngineDead if it dies first, TimeoutError if it takes too long."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._ready_event.wait()
+        except TimeoutError:
+            raise TimeoutError(f"the engine was not ready after {timeout_s:.0f} s") from None
+        if self.ready is None:
+            raise EngineDead(self._death or "the engine died while it started")
+        return self.ready
+
+    def new_id(self) -> int:
+        """An id for the next Submit, unique on this socket."""
+        return next(self._ids)
+
+    @property
+    def num_pending(self) -> int:
+        """Requests submitted and not finished."""
+        return len(self._queues)
+
+    @property
+    def dead(self) -> str | None:
+        """Why the engine is gone, or None."""
+        return self._death
+
+    async def submit(self, request: Submit) -> AsyncGenerator[TokenChunk]:
+        """The request's chunks, one per engine step, until one carries a finish_reason.
+
+        Closing the iterator early (or cancelling the task in it) aborts the request in the engine. A dying engine
+        ends it with finish_reason "error". Raises EngineDead if it is gone already.
+        """
+        if self._death is not None or self._writer is None:
+            raise EngineDead(self._death or "the engine is not connected yet")
+        queue: asyncio.Queue[TokenChunk] = asyncio.Queue()  # unbounded, but max_tokens bounds what can be in it
+        if not self._queues:
+            self._last_progress = time.monotonic()
+        self._queues[request.id] = queue
+        try:
+            self._send(request)
+            while True:
+                chunk = await queue.get()
+                if chunk.finish_reason is not None:
+                    self._queues.pop(request.id, None)
+                yield chunk
+                if chunk.finish_reason is not None:
+                    return
+        finally:
+            if self._queues.pop(request.id, None) is not None:
+                self._send(Abort(id=request.id))
+
+    def health(self) -> Health:
+        """Progress, not a ping: requests are pending and no frame arrived for too long is a hang."""
+        if self._death is not None:
+            return Health(False, self._death)
+        if self.ready is None:
+            return Health(False, "the engine is starting")
+        silent_s = time.monotonic() - self._last_progress
+        if self._queues and silent_s > self._progress_timeout_s:
+            return Health(False, f"no progress for {silent_s:.0f} s with {len(self._queues)} requests pending")
+        return Health(True, "")
+
+    def fail(self, reason: str) -> None:
+        """Declares the engine dead: every waiting request gets an error chunk, `submit` raises from now on."""
+        if self._death is not None:
+            return
+        self._death = reason
+        logger.error("engine lost with %d requests in flight: %s", len(self._queues), reason)
+        for request_id, queue in list(self._queues.items()):
+            queue.put_nowait(TokenChunk(id=request_id, tokens=[], finish_reason="error", error=reason))
+        self._queues.clear()
+        self._ready_event.set()
+
+    async def close(self) -> None:
+        """Closes the socket, at which the engine stops by itself."""
+        if self._death is None:
+            self._death = "the service is shutting down"
+            for request_id, queue in list(self._queues.items()):
+                queue.put_nowait(TokenChunk(id=request_id, tokens=[], finish_reason="error", error=self._death))
+            self._queues.clear()
+            self._ready_event.set()
+        if self._writer is not None:
+            self._writer.close()
+            with contextlib.suppress(OSError):
+                await self._writer.wait_closed()
+        if self._server is not None:
+            self._server.close()
+
+    def _send(self, message: Message) -> None:
+        # No drain(): frames are small and the engine reads between any two steps.
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(encode(message))
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._writer is not None:
+            logger.warning("a second engine connected and was turned away")
+            writer.close()
+            return
+        self._writer = writer
+        decoder = Decoder()
+        reason = "the engine closed its connection"
+        try:
+            while data := await reader.read(1 << 20):
+                for message in decoder.feed(data):
+                    self._take(message)
+        except (OSError, ValueError) as error:
+            reason = f"the engine's connection broke: {error}"
+        except asyncio.CancelledError:
+            reason = "the service is shutting down"
+            raise
+        finally:
+            writer.close()
+            if self._death is None:
+                self.fail(reason)
+
+    def _take(self, message: Message) -> None:
+        self._last_progress = time.monotonic()
+        match message:
+            case StepOutput():
+                self.stats = message.stats
+                for chunk in message.chunks:
+                    # Tokens of a request aborted a moment ago may still be on the wire.
+                    if (queue := self._queues.get(chunk.id)) is not None:
+                        queue.put_nowait(chunk)
+            case Ready():
+                self.ready = message
+                self._ready_event.set()
+            case _:
+                raise ValueError(f"the engine sent a {type(message).__name__}, which only the front may send")

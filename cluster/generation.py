@@ -1,0 +1,170 @@
+"""One prompt's way through the engine: token chunks in, pieces of text out, stop strings applied, times recorded."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Protocol
+
+from cluster.metrics import Metrics
+from cluster.tokens import IncrementalDetokenizer, StopStrings, Tokenizer
+from workers.ipc import EngineStats, Ready, RequestStats, Submit, TokenChunk
+
+logger = logging.getLogger(__name__)
+
+
+class Engine(Protocol):
+    """What the ingress needs of an engine; `EngineClient` is one."""
+
+    ready: Ready | None
+    stats: EngineStats
+
+    @property
+    def num_pending(self) -> int: ...
+
+    def new_id(self) -> int: ...
+
+    def submit(self, request: Submit) -> AsyncGenerator[TokenChunk]: ...
+
+    def health(self) -> tuple[bool, str]: ...
+
+
+class EngineFailed(RuntimeError):
+    """The engine gave up on a request; its text says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One answer to be generated: what goes to the engine, and how its tokens become text."""
+
+    submit: Submit
+    request_id: str
+    arrival: float
+    """time.perf_counter() when the HTTP request came."""
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+
+
+@dataclass(slots=True, kw_only=True)
+class Piece:
+    """What one step added to an answer.
+
+    Example: the last of three: Piece(text="return", token_ids=[83, 0], num_tokens=7, finish_reason="stop")
+    """
+
+    text: str
+    token_ids: list[int]
+    num_tokens: int
+    """Generated so far, this piece included."""
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    stats: RequestStats | None = None
+
+
+@dataclass(slots=True)
+class _Clock:
+    """When a request's tokens came, in seconds since its arrival."""
+
+    arrival: float
+    first: float | None = None
+    last: float | None = None
+    reason: str = "abort"
+    num_tokens: int = 0
+
+    def now(self) -> float:
+        return time.perf_counter() - self.arrival
+
+    def saw_tokens(self) -> None:
+        self.last = self.now()
+        if self.first is None:
+            self.first = self.last
+
+
+async def generate(engine: Engine, tokenizer: Tokenizer, metrics: Metrics, prompt: Prompt) -> AsyncGenerator[Piece]:
+    """The answer piece by piece, one per engine step; the last one has a finish_reason.
+
+    Closing it early aborts the request in the engine. Raises EngineFailed, EngineDead. A stop string ends the answer
+    at the same token whatever the steps were: with stop strings, tokens are read one at a time.
+    """
+    submit = prompt.submit
+    clock = _Clock(prompt.arrival)
+    text = _AnswerText(tokenizer, prompt)
+    try:
+        async with aclosing(engine.submit(submit)) as chunks:
+            async for chunk in chunks:
+                if chunk.finish_reason == "error":
+                    clock.reason = "error"
+                    raise EngineFailed(chunk.error or "the engine failed on this request")
+                if chunk.tokens:
+                    clock.saw_tokens()
+                piece = text.feed(chunk)
+                clock.num_tokens = piece.num_tokens
+                if piece.finish_reason is not None:
+                    clock.reason = piece.finish_reason
+                yield piece
+                if piece.finish_reason is not None:
+                    return
+    finally:
+        metrics.request_ended(
+            clock.reason,
+            prompt_tokens=len(submit.prompt),
+            generation_tokens=clock.num_tokens,
+            total_s=clock.now(),
+            first_token_s=clock.first,
+            last_token_s=clock.last,
+        )
+        logger.info(
+            "request %s/%d: %s after %d prompt and %d new tokens, %.3f s, seed %d",
+            prompt.request_id,
+            submit.id,
+            clock.reason,
+            len(submit.prompt),
+            clock.num_tokens,
+            clock.now(),
+            submit.sampling.seed,
+        )
+
+
+class _AnswerText:
+    """Tokens to text for one answer: detokenizer, then stop strings."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Prompt) -> None:
+        self._prompt = prompt
+        self._detokenizer = IncrementalDetokenizer(
+            tokenizer, prompt.submit.prompt, skip_special_tokens=prompt.skip_special_tokens
+        )
+        self._stops = StopStrings(prompt.stop, include=prompt.include_stop)
+        self._num_tokens = 0
+
+    def feed(self, chunk: TokenChunk) -> Piece:
+        shown = chunk.tokens
+        if chunk.stop_token is not None and not self._prompt.include_stop:
+            shown = shown[:-1]  # the token that stopped it is counted, not shown (as in vLLM)
+        groups = [[token] for token in shown] if self._prompt.stop else [shown]
+        text = ""
+        for position, group in enumerate(groups, start=1):
+            cut = self._stops.feed(self._detokenizer.feed(group))
+            text += cut.text
+            if cut.stop is not None:
+                return self._piece(text, chunk.tokens[:position], "stop", cut.stop, chunk.stats)
+        if chunk.finish_reason is None:
+            return self._piece(text, chunk.tokens, None, None, None)
+        cut = self._stops.feed(self._detokenizer.flush())
+        text += cut.text
+        if cut.stop is not None:
+            return self._piece(text, chunk.tokens, "stop", cut.stop, chunk.stats)
+        text += self._stops.flush()
+        own_stop = chunk.stop_token if chunk.stop_token in self._prompt.submit.stop_token_ids else None
+        return self._piece(text, chunk.tokens, chunk.finish_reason, own_stop, chunk.stats)
+
+    def _piece(
+        self, text: str, ids: list[int], finish: str | None, stop: int | str | None, stats: RequestStats | None
+    ) -> Piece:
+        self._num_tokens += len(ids)
+        return Piece(
+            text=text, token_ids=ids, num_tokens=self._num_tokens, finish_reason=finish, stop_reason=stop, stats=stats
+        )

@@ -1,0 +1,384 @@
+"""The HTTP service: OpenAI's routes over one engine. Knows FastAPI, not Ray: the same app runs under both.
+
+A request's walk: model -> unsupported parameters -> tokens -> limits -> admission -> engine -> text -> answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
+from contextlib import aclosing
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Send
+
+from cluster import door, metrics
+from cluster.answers import Answer, ChatShape, CompletionShape, Shape, speculative_stats, usage_of
+from cluster.convert import BadRequest, RequestLimits, SeedSource, submit_from
+from cluster.generation import Engine, Piece, Prompt, generate
+from cluster.tokens import Tokenizer
+from secateur import __version__
+from secateur.protocol import (
+    IGNORED_HEADER,
+    SSE_DONE,
+    ChatCompletionRequest,
+    ChatCompletionResponse,
+    CompletionRequest,
+    CompletionResponse,
+    DetokenizeRequest,
+    DetokenizeResponse,
+    ErrorResponse,
+    ModelCard,
+    ModelList,
+    SamplingRequest,
+    TokenizeRequest,
+    TokenizeResponse,
+)
+from workers.config import EngineConfig
+
+logger = logging.getLogger(__name__)
+
+PENDING_PER_SEQUENCE = 8
+"""Requests the service holds per place in the running batch before it answers 429."""
+CLIENT_CLOSED_REQUEST = 499  # nginx's; nobody is left to read it
+
+T = TypeVar("T")
+
+_Indexed = tuple[int, Piece]
+
+
+@dataclass(kw_only=True)
+class Service:
+    """What the routes need: one engine, one tokenizer, one model name."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    config: EngineConfig
+    model_id: str
+    api_key: str | None = None
+    seed: int | None = None
+    max_pending: int | None = None
+    """Prompts at work or waiting before new ones get a 429; None = 8 per running sequence."""
+    created: int = field(default_factory=lambda: int(time.time()))
+    seeds: SeedSource = field(init=False)
+    metrics: metrics.Metrics = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.seeds = SeedSource(self.seed)
+        self.metrics = metrics.Metrics(self.model_id, lambda: self.engine.stats)
+        self.max_pending = self.max_pending or PENDING_PER_SEQUENCE * self.config.max_num_seqs
+
+    @property
+    def limits(self) -> RequestLimits:
+        """The engine's own word, once it is ready: it may have less room than its configuration asked for."""
+        ready = self.engine.ready
+        return RequestLimits.of(
+            self.config,
+            max_model_len=ready.max_model_len if ready else self.config.max_model_len,
+            vocab_size=ready.vocab_size if ready else self.tokenizer.vocab_size,
+        )
+
+    def admit(self, num_prompts: int) -> None:
+        """Raises Refused if the engine is down (503) or has enough to do (429)."""
+        assert self.max_pending is not None
+        if not (health := self.engine.health())[0]:
+            raise door.unavailable(f"the engine is not available: {health[1].splitlines()[0]}")
+        if num_prompts > self.max_pending:
+            raise BadRequest(
+                f"{num_prompts} prompts in one request are more than the {self.max_pending} this service holds; split them",
+                param="prompt",
+            )
+        if self.engine.num_pending + num_prompts > self.max_pending:
+            self.metrics.request_rejected()
+            raise door.too_many(f"{self.engine.num_pending} of at most {self.max_pending} requests are pending; try later")
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name != self.model_id:
+            raise door.not_found(
+                f"the model {name!r} does not exist; this service has {self.model_id!r}",
+                code="model_not_found",
+                param="model",
+            )
+
+
+def create_app(service: Service) -> FastAPI:
+    """The HTTP application of one engine."""
+    app = FastAPI(title="Secateur", version=__version__)
+    door.install(app, api_key=service.api_key)
+
+    @app.post("/v1/completions", response_model=CompletionResponse)
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        arrival = time.perf_counter()
+        check(service, body)
+        ids = await asyncio.to_thread(_prompt_ids, service.tokenizer, body)
+        prompts = _prompts(service, body, ids, request, arrival)
+        return await answer(service, CompletionShape(body, service.model_id), body, prompts, request)
+
+    @app.post("/v1/chat/completions", response_model=ChatCompletionResponse)
+    async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
+        arrival = time.perf_counter()
+        check(service, body)
+        ids = await asyncio.to_thread(_chat_ids, service.tokenizer, body)
+        prompts = _prompts(service, body, [ids], request, arrival)
+        return await answer(service, ChatShape(body, service.model_id), body, prompts, request)
+
+    @app.get("/v1/models", response_model=ModelList)
+    async def models() -> Response:
+        return _json(ModelList(data=[_card(service)]))
+
+    @app.get("/v1/models/{model:path}", response_model=ModelCard)
+    async def model(model: str) -> Response:
+        service.check_model(model)
+        return _json(_card(service))
+
+    @app.post("/tokenize", response_model=TokenizeResponse)
+    async def tokenize(body: TokenizeRequest) -> Response:
+        service.check_model(body.model)
+        ids = await asyncio.to_thread(_tokenize, service.tokenizer, body)
+        strings = service.tokenizer.token_strings(ids) if body.return_token_strs else None
+        limit = service.limits.max_model_len
+        return _json(TokenizeResponse(tokens=ids, count=len(ids), max_model_len=limit, token_strs=strings))
+
+    @app.post("/detokenize", response_model=DetokenizeResponse)
+    async def detokenize(body: DetokenizeRequest) -> Response:
+        service.check_model(body.model)
+        if body.tokens and max(body.tokens) >= service.limits.vocab_size:
+            raise BadRequest(f"token id {max(body.tokens)} is not in the vocabulary", param="tokens")
+        return _json(DetokenizeResponse(prompt=service.tokenizer.decode(body.tokens, skip_special_tokens=False)))
+
+    @app.get("/health")
+    async def health() -> Response:
+        ok, reason = service.engine.health()
+        return JSONResponse({"status": "ok"}) if ok else door.write(door.unavailable(reason))
+
+    @app.get("/metrics")
+    async def prometheus() -> Response:
+        return Response(service.metrics.render(), media_type=metrics.CONTENT_TYPE)
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": __version__}
+
+    @app.get("/server_info")
+    async def server_info() -> dict[str, Any]:
+        ready = service.engine.ready
+        return {
+            "version": __version__,
+            "model": service.model_id,
+            "front": {"role": "front", "pid": os.getpid()},
+            "topology": ready.topology if ready else [],
+            "num_pages": ready.num_pages if ready else 0,
+            "config": asdict(service.config),
+        }
+
+    return app
+
+
+def check(service: Service, body: SamplingRequest) -> None:
+    """Refuses another model and whatever is valid but not implemented."""
+    service.check_model(body.model)
+    if found := body.unsupported():
+        raise door.Refused(400, ErrorResponse.from_unsupported(found))
+
+
+async def answer(
+    service: Service, shape: Shape, body: SamplingRequest, prompts: Sequence[Prompt], request: Request
+) -> Response:
+    """Generates all choices and writes them, whole or as a stream. A client that leaves ends them in the engine."""
+    headers = {}
+    if ignored := body.ignored():
+        logger.info("request %s: ignored fields %s", request.state.request_id, ", ".join(map(repr, ignored)))
+        headers[IGNORED_HEADER] = ", ".join(ignored).encode("ascii", "backslashreplace").decode()
+    answers = [Answer(prompt.submit.prompt) for prompt in prompts]
+    pieces = _merge([generate(service.engine, service.tokenizer, service.metrics, prompt) for prompt in prompts])
+    if not body.stream:
+        whole = await _unless_client_leaves(request, _collect(pieces, answers))
+        if whole is None:
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        return _json(shape.whole(answers), headers)
+    # Waiting for the first piece lets what goes wrong before it have a status of its own.
+    first = await _unless_client_leaves(request, anext(pieces))
+    if first is None:
+        await pieces.aclose()
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+    return _EventStream(_events(shape, body, answers, first, pieces), pieces, headers)
+
+
+async def _events(
+    shape: Shape, body: SamplingRequest, answers: list[Answer], first: _Indexed, rest: AsyncGenerator[_Indexed]
+) -> AsyncGenerator[str]:
+    """Server-sent events: openings, one per piece, the totals, [DONE]; an error ends them as an event of its own."""
+    options = body.stream_options
+    running_usage = options is not None and options.continuous_usage_stats
+    told_empty = running_usage or body.return_token_ids
+    try:
+        async with aclosing(rest):
+            for index in range(len(answers)):
+                if (opening := shape.opening(index)) is not None:
+                    yield opening.sse()
+            async for index, piece in _prepend(first, rest):
+                answers[index].add(piece)
+                if not piece.text and piece.finish_reason is None and not told_empty:
+                    continue  # half a character or the beginning of a stop string: nothing to tell yet
+                chunk = shape.chunk(index, answers[index], piece)
+                if running_usage:
+                    chunk.usage = usage_of(answers)
+                yield chunk.sse()
+        usage = usage_of(answers) if options is not None and options.include_usage else None
+        stats = speculative_stats(answers) if body.return_speculative_stats else None
+        if usage is not None or stats is not None:
+            yield shape.closing(usage, stats).sse()
+    except Exception as error:
+        yield door.refusal_of(error).body.sse()
+    yield SSE_DONE
+
+
+class _EventStream(StreamingResponse):
+    """Closes its source whatever ends the response, so that the engine hears at once of a client that left."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[str], source: AsyncGenerator[_Indexed], headers: dict[str, str]) -> None:
+        super().__init__(events, headers={**headers, "Cache-Control": "no-cache"})
+        self._events = events
+        self._source = source
+
+    async def stream_response(self, send: Send) -> None:
+        async with aclosing(self._source), aclosing(self._events):
+            await super().stream_response(send)
+
+
+async def _merge(streams: Sequence[AsyncGenerator[Piece]]) -> AsyncGenerator[_Indexed]:
+    """Pieces of several answers as they come, each with its answer's index. Closing it closes all of them."""
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as only:
+            async for piece in only:
+                yield 0, piece
+        return
+    queue: asyncio.Queue[_Indexed | BaseException | None] = asyncio.Queue()
+
+    async def pump(index: int, stream: AsyncGenerator[Piece]) -> None:
+        try:
+            async with aclosing(stream):
+                async for piece in stream:
+                    queue.put_nowait((index, piece))
+        except Exception as error:
+            queue.put_nowait(error)
+        queue.put_nowait(None)
+
+    tasks = [asyncio.create_task(pump(index, stream)) for index, stream in enumerate(streams)]
+    try:
+        running = len(tasks)
+        while running:
+            match await queue.get():
+                case None:
+                    running -= 1
+                case BaseException() as error:
+                    raise error
+                case (index, piece):
+                    yield index, piece
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _prepend(first: T, rest: AsyncIterator[T]) -> AsyncIterator[T]:
+    yield first
+    async for item in rest:
+        yield item
+
+
+async def _collect(pieces: AsyncGenerator[_Indexed], answers: list[Answer]) -> bool:
+    async with aclosing(pieces):
+        async for index, piece in pieces:
+            answers[index].add(piece)
+    return True
+
+
+async def _unless_client_leaves(request: Request, work: Awaitable[T]) -> T | None:
+    """The work's result, or None if the client disconnected first; the work is then cancelled and has ended."""
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_client_left(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        for waiting in (task, gone):
+            waiting.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _client_left(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _prompts(
+    service: Service, body: SamplingRequest, ids: Sequence[list[int]], request: Request, arrival: float
+) -> list[Prompt]:
+    """One Prompt per choice, admitted. Raises BadRequest, Refused."""
+    service.admit(len(ids))
+    limits = service.limits
+    request_id = body.request_id or request.state.request_id
+    return [
+        Prompt(
+            submit=submit_from(body, prompt, id=service.engine.new_id(), seed=service.seeds.next(), limits=limits),
+            request_id=request_id,
+            arrival=arrival,
+            stop=body.stop_strings,
+            include_stop=body.include_stop_str_in_output,
+            skip_special_tokens=body.skip_special_tokens,
+        )
+        for prompt in ids
+    ]
+
+
+def _prompt_ids(tokenizer: Tokenizer, body: CompletionRequest) -> list[list[int]]:
+    special = body.add_special_tokens
+    return [
+        tokenizer.encode(prompt, add_special_tokens=special) if isinstance(prompt, str) else list(prompt)
+        for prompt in body.prompts
+    ]
+
+
+def _chat_ids(tokenizer: Tokenizer, body: ChatCompletionRequest) -> list[int]:
+    return tokenizer.encode_chat(
+        [_message(message) for message in body.messages],
+        # vLLM's rule: continuing the last message implies that no new one is opened.
+        add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
+        continue_final_message=body.continue_final_message,
+        template_kwargs=body.chat_template_kwargs,
+        add_special_tokens=body.add_special_tokens,
+    )
+
+
+def _tokenize(tokenizer: Tokenizer, body: TokenizeRequest) -> list[int]:
+    if body.messages is not None:
+        return tokenizer.encode_chat(
+            [_message(message) for message in body.messages], add_generation_prompt=body.add_generation_prompt
+        )
+    return tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens)
+
+
+def _message(message: Any) -> dict[str, Any]:
+    """Templates get text: parts are joined, fields such as `name` stay."""
+    return message.model_dump(exclude={"content"}, exclude_none=True) | {"content": message.text}
+
+
+def _card(service: Service) -> ModelCard:
+    return ModelCard(
+        id=service.model_id,
+        created=service.created,
+        root=service.config.model_path,
+        max_model_len=service.limits.max_model_len,
+    )
+
+
+def _json(model: Any, headers: dict[str, str] | None = None) -> Response:
+    return Response(model.model_dump_json(), media_type="application/json", headers=headers)

@@ -1,0 +1,139 @@
+"""Prometheus metrics of one service: vLLM's stems under our prefix, so that its dashboards need a rename only.
+
+Request metrics are observed here as requests end; engine metrics are read from the last StepOutput at scrape time.
+Acceptance length = 1 + num_accepted_tokens / num_drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from workers.ipc import EngineStats
+
+PREFIX = "secateur_"
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_TPOT_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0)
+_E2E_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+# stem -> (what it counts, how to read it)
+_COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
+    "spec_decode_num_drafts": ("Steps that verified at least one draft node.", lambda s: s.num_drafts),
+    "spec_decode_num_draft_tokens": ("Tree nodes drafted.", lambda s: s.num_draft_tokens),
+    "spec_decode_num_verified_tokens": ("Draft nodes that went through the target.", lambda s: s.num_verified_tokens),
+    "spec_decode_num_accepted_tokens": ("Draft tokens accepted.", lambda s: s.num_accepted_tokens),
+    "engine_steps": ("Engine steps.", lambda s: s.steps),
+    "engine_prompt_tokens": ("Prompt tokens computed.", lambda s: s.prompt_tokens),
+    "engine_generation_tokens": ("Tokens committed.", lambda s: s.generation_tokens),
+    "step_seconds": ("Seconds spent in steps.", lambda s: s.step_seconds),
+    "draft_seconds": ("Seconds of steps spent waiting for drafts.", lambda s: s.draft_seconds),
+    "verify_seconds": ("Seconds of steps spent in the target.", lambda s: s.verify_seconds),
+}
+_GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
+    "num_requests_running": ("Requests in the running batch.", lambda s: s.num_running),
+    "num_requests_waiting": ("Requests that wait for a place in it.", lambda s: s.num_waiting),
+    "kv_cache_usage_perc": ("Share of KV pages in use, 0 to 1.", lambda s: s.kv_usage),
+}
+
+
+class _EngineCollector(Collector):
+    def __init__(self, model_name: str, stats: Callable[[], EngineStats]) -> None:
+        self._labels = [model_name]
+        self._stats = stats
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._stats()
+        for stem, (text, read) in _COUNTERS.items():
+            counter = CounterMetricFamily(PREFIX + stem, text, labels=["model_name"])
+            counter.add_metric(self._labels, read(stats))
+            yield counter
+        per_position = CounterMetricFamily(
+            PREFIX + "spec_decode_num_accepted_tokens_per_pos",
+            "Draft tokens accepted at each depth of the tree (0 = directly below the root).",
+            labels=["model_name", "position"],
+        )
+        for position, accepted in enumerate(stats.accepted_per_depth):
+            per_position.add_metric([*self._labels, str(position)], accepted)
+        yield per_position
+        for stem, (text, read) in _GAUGES.items():
+            gauge = GaugeMetricFamily(PREFIX + stem, text, labels=["model_name"])
+            gauge.add_metric(self._labels, read(stats))
+            yield gauge
+
+
+class Metrics:
+    """One registry per service, so that several can live in one process (tests do)."""
+
+    def __init__(self, model_name: str, stats: Callable[[], EngineStats]) -> None:
+        self.registry = CollectorRegistry()
+        self._name = model_name
+        label, registry = ["model_name"], self.registry
+        self._ttft = Histogram(
+            PREFIX + "time_to_first_token_seconds",
+            "From the request's arrival to its first token.",
+            label,
+            registry=registry,
+            buckets=_TTFT_BUCKETS,
+        )
+        self._tpot = Histogram(
+            PREFIX + "request_time_per_output_token_seconds",
+            "Per request: time from the first to the last token, per further token.",
+            label,
+            registry=registry,
+            buckets=_TPOT_BUCKETS,
+        )
+        self._e2e = Histogram(
+            PREFIX + "e2e_request_latency_seconds",
+            "From arrival to the last token.",
+            label,
+            registry=registry,
+            buckets=_E2E_BUCKETS,
+        )
+        self._finished = Counter(
+            PREFIX + "request_success",
+            "Requests that ended, by reason (stop, length, abort, error).",
+            [*label, "finished_reason"],
+            registry=registry,
+        )
+        self._prompt = Counter(PREFIX + "prompt_tokens", "Prompt tokens of ended requests.", label, registry=registry)
+        self._generated = Counter(PREFIX + "generation_tokens", "Tokens answered.", label, registry=registry)
+        self._rejected = Counter(
+            PREFIX + "requests_rejected", "Requests turned away: too many were pending.", label, registry=registry
+        )
+        self._rejected.labels(model_name)
+        registry.register(_EngineCollector(model_name, stats))
+
+    def request_ended(
+        self,
+        reason: str,
+        *,
+        prompt_tokens: int,
+        generation_tokens: int,
+        total_s: float,
+        first_token_s: float | None,
+        last_token_s: float | None,
+    ) -> None:
+        """One prompt's answer ended. Times are seconds since its arrival; None = there was no token."""
+        self._finished.labels(self._name, reason).inc()
+        self._prompt.labels(self._name).inc(prompt_tokens)
+        self._generated.labels(self._name).inc(generation_tokens)
+        self._e2e.labels(self._name).observe(total_s)
+        if first_token_s is not None and last_token_s is not None:
+            self._ttft.labels(self._name).observe(first_token_s)
+            if generation_tokens > 1:
+                self._tpot.labels(self._name).observe((last_token_s - first_token_s) / (generation_tokens - 1))
+
+    def request_rejected(self) -> None:
+        self._rejected.labels(self._name).inc()
+
+    def render(self) -> bytes:
+        """The Prometheus text."""
+        return generate_latest(self.registry)

@@ -1,0 +1,162 @@
+"""Text in, tokens out, and back: the model's tokenizer, text that grows with its tokens, stop strings.
+
+The two streaming classes are functions of the token sequence alone: however an engine groups tokens into steps, the
+same text leaves and the same stop string ends it. Speculation on or off therefore cannot change an answer here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+_PRIME_TOKENS = 8
+"""Prompt tokens shown to the decoder first: SentencePiece drops the space of a text's first word otherwise."""
+
+_REPLACEMENT = "\ufffd"
+
+
+class TemplateError(ValueError):
+    """The messages cannot be rendered: no chat template, or the template refuses them."""
+
+
+class Tokenizer:
+    """A model folder's tokenizer and chat template. Loads from disk only; thread-safe for reading."""
+
+    def __init__(self, path: str, *, revision: str | None = None) -> None:
+        from transformers import AutoTokenizer  # seconds of imports: only when an engine really starts
+
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(path, revision=revision)
+        # The Rust tokenizer decodes a ten-token window in 2 us, the Python wrapper around it in 30.
+        self._fast: Any = getattr(self._tokenizer, "backend_tokenizer", None)
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self._tokenizer)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._tokenizer.chat_template)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        if self._fast is not None:
+            return self._fast.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def token_strings(self, ids: Sequence[int]) -> list[str]:
+        return list(self._tokenizer.convert_ids_to_tokens(list(ids)))
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        add_special_tokens: bool = False,
+    ) -> list[int]:
+        """Prompt ids of a conversation. Raises TemplateError for what the caller's messages or template can cause."""
+        if not (chat_template or self.has_chat_template):
+            raise TemplateError("this model has no chat template; use /v1/completions or pass chat_template")
+        try:
+            text = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                chat_template=chat_template,
+                **(template_kwargs or {}),
+            )
+        except Exception as error:  # templates are user code: Jinja raises its own tree, filters anything at all
+            raise TemplateError(f"the chat template refused the messages: {error}") from error
+        return self.encode(text, add_special_tokens=add_special_tokens)
+
+
+class IncrementalDetokenizer:
+    """The text that new tokens add.
+
+    Contract: all pieces of `feed` and the last one of `flush` joined are `tokenizer.decode(all ids)` as it continues
+    the prompt. A character whose bytes are not complete is held back, so no piece ever ends in half a character.
+    Measured on 2 cores: 4 us for a step of three tokens, as fast as tokenizers' DecodeStream, which has no flush and
+    none for slow tokenizers.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), *, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._window: list[int] = list(prompt[-_PRIME_TOKENS:])
+        self._told = len(self._window)  # the first `_told` ids of the window are out already
+
+    def feed(self, ids: Sequence[int]) -> str:
+        """Text these tokens complete; may be empty."""
+        self._window += ids
+        text, before = self._decode(self._window), self._decode(self._window[: self._told])
+        if text.endswith(_REPLACEMENT) or len(text) <= len(before):
+            return ""
+        # The next window starts where this one's told part ended: a decoder needs the tokens just before for context.
+        self._window = self._window[self._told :]
+        self._told = len(self._window)
+        return text[len(before) :]
+
+    def flush(self) -> str:
+        """What is held back, incomplete bytes as U+FFFD. Ends the stream."""
+        text, before = self._decode(self._window), self._decode(self._window[: self._told])
+        self._told = len(self._window)
+        return text[len(before) :]
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skip) if ids else ""
+
+
+class Cut(NamedTuple):
+    """What may leave now; `stop` is the stop string that ended the text."""
+
+    text: str
+    stop: str | None
+
+
+class StopStrings:
+    """Ends a growing text at the first stop string to be completed, which is cut off unless `include`.
+
+    Rule: read the text character by character; the first stop string that is complete ends it (of several completed
+    by the same character, the longest). This does not depend on how the text was cut into pieces. Text that could
+    still become a stop string is held back.
+    """
+
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+        self._stops = sorted((stop for stop in stops if stop), key=len, reverse=True)
+        self._include = include
+        self._held = ""
+
+    def feed(self, text: str) -> Cut:
+        """The text that may leave; after a Cut with a stop, feed nothing more."""
+        if not self._stops:
+            return Cut(text, None)
+        text = self._held + text
+        if found := self._first_complete(text):
+            end, stop = found
+            self._held = ""
+            return Cut(text[: end if self._include else end - len(stop)], stop)
+        keep = self._could_begin_a_stop(text)
+        self._held = text[len(text) - keep :]
+        return Cut(text[: len(text) - keep], None)
+
+    def flush(self) -> str:
+        """What was held back; no stop string came of it."""
+        text, self._held = self._held, ""
+        return text
+
+    def _first_complete(self, text: str) -> tuple[int, str] | None:
+        ends = [(at + len(stop), stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        return min(ends, key=lambda found: found[0]) if ends else None  # stable: the longest comes first
+
+    def _could_begin_a_stop(self, text: str) -> int:
+        """Length of the longest end of `text` that a stop string begins with."""
+        longest = min(len(text), max(len(stop) for stop in self._stops) - 1)
+        for size in range(longest, 0, -1):
+            if any(stop.startswith(text[-size:]) for stop in self._stops):
+                return size
+        return 0

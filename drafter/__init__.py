@@ -1,0 +1,1 @@
+"""Grows and prunes draft trees."""

@@ -1,0 +1,197 @@
+"""The EAGLE-3 head: one decoder layer that reads the target's mind and drafts the next token.
+
+    Eagle3Head.load(path, target_path, tp=SINGLE, device="cpu", dtype=float32) -> Eagle3Head        .spec
+        .plan(metadata, page_size) -> AttentionPlan                        slot 0 hidden
+        .forward(tokens_M, features_MH, positions_M, plan, kv) -> hidden_MH  the next step's features
+        .logits(hidden_MH) -> [M, draft_vocab] float32                     gathered over `tp`
+        .target_ids                                                        int64 [draft_vocab]
+        .new_kv_pool(num_slots) -> KVPool                                  one layer
+
+Legend: M packed rows, H draft hidden width. For a row with token t and feature g (Li et al., EAGLE-3, and its code):
+
+    x   = concat(input_layernorm(embed(t)), hidden_norm(g))        2 H wide, embedding first
+    r   = g + attention(x)                                         the residual is g, never the embedding
+    out = r + mlp(post_attention_layernorm(r))
+    logits = lm_head(norm(out));  the feature handed to children is `out`, before `norm`
+
+g is fc(target features of the token before t) for committed tokens, and the parent's own `out` for tree nodes. The
+caller keeps the alignment: the entry for token j lives in KV slot j with rotary position j - 1; slot 0 stays empty.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from workers.checkpoint import Weights, check_heads, read_spec
+from workers.eagle3_format import (
+    FUSION_TENSORS,
+    UNUSED_TENSORS,
+    Eagle3Spec,
+    load_target_ids,
+    open_eagle3,
+    read_eagle3_spec,
+)
+from workers.kernels.reference import AttentionPlan
+from workers.kernels.reference import plan as plan_attention
+from workers.kv import KVPool
+from workers.layers import SINGLE, Attention, HeadSplit, Mlp, TensorParallel, VocabHead, gather_vocab, rms_norm
+from workers.rope import Rope
+from workers.types import AttentionMetadata
+
+FIRST_SLOT = 1
+"""Token 0 has no feature before it, so no entry: attention never looks at slot 0."""
+
+
+class Eagle3Head:
+    """One rank's share of an EAGLE-3 head. Build it with `load`."""
+
+    def __init__(
+        self,
+        *,
+        spec: Eagle3Spec,
+        tp: TensorParallel,
+        embedding_VH: Tensor,
+        input_norm_H: Tensor,
+        hidden_norm_H: Tensor,
+        attention: Attention,
+        post_norm_H: Tensor,
+        mlp: Mlp,
+        final_norm_H: Tensor,
+        head: VocabHead,
+        target_ids: Tensor,
+    ) -> None:
+        self.spec = spec
+        self.tp = tp
+        self.device = embedding_VH.device
+        self.dtype = embedding_VH.dtype
+        self.target_ids = target_ids
+        self.heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, tp)
+        self._rope = Rope(spec.rope, self.dtype, self.device)
+        self._embedding_VH = embedding_VH
+        self._input_norm_H = input_norm_H
+        self._hidden_norm_H = hidden_norm_H
+        self._attention = attention
+        self._post_norm_H = post_norm_H
+        self._mlp = mlp
+        self._final_norm_H = final_norm_H
+        self._head = head
+
+    @staticmethod
+    @torch.inference_mode()
+    def load(
+        path: Path | str,
+        target_path: Path | str,
+        tp: TensorParallel = SINGLE,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> Eagle3Head:
+        """Read this rank's share of a head; embedding and vocabulary head come from the target where it has none.
+
+        Raises:
+            ValueError: tp.size does not fit the heads; a head for another target; a missing or unknown tensor, named.
+        """
+        spec = read_eagle3_spec(path, read_spec(target_path))
+        check_heads(spec.num_heads, spec.num_kv_heads, tp.size)
+        weights = open_eagle3(path, dtype, device)
+        target = Weights(target_path, dtype, device)
+        layer = "midlayer."
+        embedding_VH = (
+            weights.get("embed_tokens.weight")
+            if weights.has("embed_tokens.weight")
+            else target.get("model.embed_tokens.weight")
+        )
+        if embedding_VH.shape != (spec.vocab_size, spec.hidden_size):
+            raise ValueError(
+                f"{path}: the embedding is {tuple(embedding_VH.shape)}, "
+                f"the head needs {(spec.vocab_size, spec.hidden_size)}"
+            )
+        head = Eagle3Head(
+            spec=spec,
+            tp=tp,
+            embedding_VH=embedding_VH,
+            input_norm_H=weights.get(f"{layer}input_layernorm.weight"),
+            hidden_norm_H=weights.get(f"{layer}hidden_norm.weight"),
+            attention=Attention.load(
+                weights,
+                f"{layer}self_attn.",
+                heads=HeadSplit.of(spec.num_heads, spec.num_kv_heads, tp),
+                head_dim=spec.head_dim,
+                qkv_bias=spec.qkv_bias,
+                o_bias=spec.o_bias,
+                qk_norm=spec.qk_norm,
+                eps=spec.rms_norm_eps,
+                window=None,
+                tp=tp,
+            ),
+            post_norm_H=weights.get(f"{layer}post_attention_layernorm.weight"),
+            mlp=Mlp.load(weights, f"{layer}mlp.", bias=spec.mlp_bias, tp=tp),
+            final_norm_H=weights.get("norm.weight"),
+            head=_load_vocab_head(weights, target, spec, tp),
+            target_ids=load_target_ids(weights, spec),
+        )
+        weights.finish(allowed=(*FUSION_TENSORS, *UNUSED_TENSORS))
+        return head
+
+    def plan(self, metadata: AttentionMetadata, page_size: int) -> AttentionPlan:
+        """Prepare one step's attention; slot 0 is hidden."""
+        return plan_attention(
+            metadata,
+            page_size,
+            group_size=self.heads.num_heads // self.heads.num_kv_heads,
+            first_slot=FIRST_SLOT,
+            dtype=self.dtype,
+            device=self.device,
+        )
+
+    def new_kv_pool(self, num_slots: int) -> KVPool:
+        """A one-layer pool for this rank's key-value heads; num_slots = pages (the null page included) * page_size."""
+        return KVPool(1, num_slots, self.heads.num_kv_heads, self.spec.head_dim, self.dtype, self.device)
+
+    @torch.inference_mode()
+    def forward(
+        self, tokens_M: Tensor, features_MH: Tensor, positions_M: Tensor, plan: AttentionPlan, kv: KVPool
+    ) -> Tensor:
+        """One packed pass; writes every row's key and value into `kv`.
+
+        Args:
+            tokens_M: int32 or int64 target token ids.
+            features_MH: fc(f) of the token before each, or the parent's result; any float dtype.
+            positions_M: rotary positions, one less than the tokens' own.
+
+        Returns:
+            [M, H] features for the rows' children and input of `logits`; equal on every rank.
+        """
+        spec, eps = self.spec, self.spec.rms_norm_eps
+        g_MH = features_MH.to(self.dtype)
+        e_MH = rms_norm(F.embedding(tokens_M, self._embedding_VH), self._input_norm_H, eps)
+        h_MH = rms_norm(g_MH, self._hidden_norm_H, eps)
+        x_M2H = torch.cat((e_MH, h_MH), dim=-1)
+        residual_MH = h_MH if spec.norm_before_residual else g_MH
+        r_MH = residual_MH + self._attention(x_M2H, self._rope(positions_M), plan, kv, 0)
+        out_MH = r_MH + self._mlp(rms_norm(r_MH, self._post_norm_H, eps))
+        return rms_norm(out_MH, self._final_norm_H, eps) if spec.norm_output else out_MH
+
+    @torch.inference_mode()
+    def logits(self, hidden_MH: Tensor) -> Tensor:
+        """float32 [M, draft_vocab] for rows of `forward`'s result, equal on every rank; a collective over `tp`."""
+        normed_MH = (
+            hidden_MH if self.spec.norm_output else rms_norm(hidden_MH, self._final_norm_H, self.spec.rms_norm_eps)
+        )
+        return gather_vocab(self._head(normed_MH), self.tp, self.spec.draft_vocab_size)
+
+
+def _load_vocab_head(weights: Weights, target: Weights, spec: Eagle3Spec, tp: TensorParallel) -> VocabHead:
+    """The head's own lm_head; one with the full vocabulary may share the target's (tied or not)."""
+    if weights.has("lm_head.weight") or spec.draft_vocab_size != spec.vocab_size:
+        source, name = weights, "lm_head.weight"
+    else:
+        source = target
+        name = "lm_head.weight" if target.has("lm_head.weight") else "model.embed_tokens.weight"
+    rows = source.shape(name)
+    if rows != (spec.draft_vocab_size, spec.hidden_size):
+        raise ValueError(f"{weights.path}: {name} is {rows}, not {(spec.draft_vocab_size, spec.hidden_size)}")
+    return VocabHead.load(source, name, spec.draft_vocab_size, tp)

@@ -1,0 +1,145 @@
+"""Proposers: a draft model that can be fed committed tokens and asked for the logits of tree nodes.
+
+    extend   runs the newly committed rows of every request (causal, KV kept) and returns the logits at each new root
+    expand   runs one tree level; a node's KV goes to slot base + row behind the prefix and is simply overwritten by
+             the next extend, so nothing has to be cleaned up
+
+A request's row 0 is its root, whose own KV extend has just written at slot `base`. An EAGLE-3 head's entry for token j
+sits in slot j with rotary position j - 1 (slot 0 stays empty); a draft model's with position j.
+Legend: B requests of the message, G of them growing, M fed rows, F frontier nodes, R rows of a tree, H hidden width.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from drafter.eagle3 import Eagle3Head
+from drafter.grow import DraftVocabulary, Level
+from workers.kernels.reference import AttentionPlan
+from workers.kv import KVPool
+from workers.model import Decoder
+from workers.types import AttentionMetadata, DraftRequest
+
+
+class Proposer(Protocol):
+    """One draft model on one rank, between the DraftRequest it is given and `grow`."""
+
+    vocab: DraftVocabulary
+
+    def extend(self, request: DraftRequest) -> Tensor:
+        """Feeds all rows; returns the root logits [G, V] of the requests that want a tree, in order."""
+        ...
+
+    def expand(self, level: Level) -> Tensor:
+        """Logits [F, V] of one level of the trees rooted by the last extend."""
+        ...
+
+
+class _Prefix:
+    """Where the growing requests' trees start in the KV pool; lives for one step."""
+
+    def __init__(self, request: DraftRequest) -> None:
+        growing = request.num_nodes_B > 0
+        last_slot_B = request.start_B + request.offsets.diff() - 1
+        self.base_G = last_slot_B[growing]
+        self.page_table_GP = request.page_table_BP[growing]
+        self.last_row_G = (request.offsets[1:] - 1)[growing].long()
+
+    def attention(self, level: Level) -> AttentionMetadata:
+        request_F = torch.from_numpy(level.request_F)
+        base_F = self.base_G[request_F]
+        counts = np.bincount(level.request_F, minlength=len(self.base_G))
+        return AttentionMetadata(
+            query_offsets=torch.from_numpy(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)),
+            page_table_BP=self.page_table_GP,
+            base_B=self.base_G,
+            slot_N=base_F + torch.from_numpy(level.row_F.astype(np.int32)),
+            visible_N=base_F,
+            ancestors_N=torch.from_numpy(level.ancestors_F),
+        )
+
+    def position_F(self, level: Level) -> Tensor:
+        """Positions of the level's tokens: root position + depth."""
+        return self.base_G[torch.from_numpy(level.request_F)] + level.depth
+
+
+def _fed_slots(request: DraftRequest) -> Tensor:
+    """[M] int32: the slot of every fed row."""
+    rows_B = request.offsets.diff()
+    first_M = (request.start_B - request.offsets[:-1]).repeat_interleave(rows_B)
+    return first_M + torch.arange(len(request.token_M), dtype=torch.int32)
+
+
+def _fed_attention(request: DraftRequest, slot_M: Tensor) -> AttentionMetadata:
+    return AttentionMetadata(
+        query_offsets=request.offsets,
+        page_table_BP=request.page_table_BP,
+        base_B=torch.zeros_like(request.start_B),
+        slot_N=slot_M,
+        visible_N=slot_M + 1,
+        ancestors_N=torch.zeros(len(slot_M), dtype=torch.int64),
+    )
+
+
+class Eagle3Proposer:
+    """EAGLE-3: a committed token's feature comes from the target, a tree node's from its parent."""
+
+    def __init__(self, head: Eagle3Head, kv: KVPool, page_size: int, tree_rows: int) -> None:
+        self.vocab = DraftVocabulary(target_size=head.spec.vocab_size, target_ids=head.target_ids)
+        self._head, self._kv, self._page_size, self._tree_rows = head, kv, page_size, tree_rows
+        self._prefix: _Prefix
+        self._hidden_GRH: Tensor  # features that a node hands to its children
+
+    def extend(self, request: DraftRequest) -> Tensor:
+        assert request.features_MH is not None, "an EAGLE-3 drafter is fed features"
+        slot_M = _fed_slots(request)
+        plan = self._head.plan(_fed_attention(request, slot_M), self._page_size)
+        hidden_MH = self._run(request.token_M, request.features_MH, slot_M - 1, plan)
+        self._prefix = _Prefix(request)
+        root_GH = hidden_MH[self._prefix.last_row_G.to(hidden_MH.device)]
+        self._hidden_GRH = root_GH.new_empty(len(root_GH), self._tree_rows, root_GH.shape[-1])
+        self._hidden_GRH[:, 0] = root_GH
+        return self._head.logits(root_GH)
+
+    def expand(self, level: Level) -> Tensor:
+        device = self._hidden_GRH.device
+        g = torch.from_numpy(level.request_F).to(device)
+        parent, row = (torch.from_numpy(rows).long().to(device) for rows in (level.parent_row_F, level.row_F))
+        plan = self._head.plan(self._prefix.attention(level), self._page_size)
+        position_F = self._prefix.position_F(level) - 1
+        hidden_FH = self._run(torch.from_numpy(level.token_F), self._hidden_GRH[g, parent], position_F, plan)
+        self._hidden_GRH[g, row] = hidden_FH
+        return self._head.logits(hidden_FH)
+
+    def _run(self, tokens: Tensor, features: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
+        device = features.device
+        return self._head.forward(tokens.to(device), features, positions.to(device), plan, self._kv)
+
+
+class DraftModelProposer:
+    """A small language model of its own; it needs nothing of the target but the tokens."""
+
+    def __init__(self, model: Decoder, kv: KVPool, page_size: int) -> None:
+        self.vocab = DraftVocabulary(target_size=model.spec.vocab_size)
+        self._model, self._kv, self._page_size = model, kv, page_size
+        self._prefix: _Prefix
+
+    def extend(self, request: DraftRequest) -> Tensor:
+        slot_M = _fed_slots(request)
+        self._prefix = _Prefix(request)
+        hidden_MD = self._run(request.token_M, slot_M, _fed_attention(request, slot_M))
+        return self._model.full_logits(hidden_MD[self._prefix.last_row_G.to(hidden_MD.device)])
+
+    def expand(self, level: Level) -> Tensor:
+        position_F = self._prefix.position_F(level)
+        tokens_F = torch.from_numpy(level.token_F)
+        return self._model.full_logits(self._run(tokens_F, position_F, self._prefix.attention(level)))
+
+    def _run(self, tokens: Tensor, positions: Tensor, attention: AttentionMetadata) -> Tensor:
+        device = self._model.device
+        plan = self._model.plan(attention, self._page_size)
+        return self._model.forward(tokens.to(device), positions.to(device), plan, self._kv).final_ND

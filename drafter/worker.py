@@ -1,0 +1,121 @@
+"""One drafter process: answers every DraftRequest with trees; keeps no state of a request but its KV pages.
+
+Drafter 0 talks to verifier 0; with draft tensor parallelism it passes each request on to its peers, and all ranks grow
+the same trees from the same gathered logits.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+
+import torch
+
+from drafter.eagle3 import Eagle3Head
+from drafter.grow import GrowLimits, grow
+from drafter.propose import DraftModelProposer, Eagle3Proposer, Proposer
+from drafter.shape import Shape, make_shape
+from workers import groups
+from workers.channel import Received
+from workers.checkpoint import read_spec
+from workers.config import DraftConfig, EngineConfig
+from workers.groups import World
+from workers.kv import KVPool
+from workers.memory import agree_on_pages
+from workers.model import Decoder
+from workers.types import DraftReply, DraftRequest
+from workers.wire import Kind
+
+logger = logging.getLogger(__name__)
+
+
+def run(config: EngineConfig, rank: int, store_address: str) -> None:
+    """Drafts until verifier 0 says stop. Raises what ended it early, e.g. PeerLost."""
+    assert config.draft is not None
+    world = groups.join(config, rank, store_address)
+    logger.info("%s: joined a world of %d", world.role, config.world_size)
+    proposer = _load(world, config.draft)
+    world.gather_topology(
+        {"role": "drafter", "tp_rank": world.tp.rank, "rank": rank, "pid": os.getpid(), "device": str(world.device)}
+    )
+    _serve(world, proposer, make_shape(config.draft.tree))
+    groups.leave()
+    logger.info("%s: stopped", world.role)
+
+
+def _serve(world: World, proposer: Proposer, shape: Shape) -> None:
+    while (received := _next_message(world)).kind != Kind.STOP:
+        if received.kind == Kind.HEARTBEAT:
+            continue
+        assert isinstance(received.message, DraftRequest)
+        reply = draft(received.message, proposer, shape)
+        if world.link is not None:
+            world.link.send(reply, received.step)
+
+
+def _next_message(world: World) -> Received:
+    """Verifier 0's next message, on every drafter rank."""
+    if world.link is None:
+        assert world.peers is not None
+        return world.peers.receive()
+    received = world.link.receive()
+    if world.peers is not None:
+        match received.kind:
+            case Kind.STOP:
+                world.peers.stop(received.step)
+            case Kind.HEARTBEAT:
+                world.peers.heartbeat(received.step)
+            case _:
+                assert received.message is not None
+                world.peers.send(received.message, received.step)
+    return received
+
+
+@torch.inference_mode()
+def draft(request: DraftRequest, proposer: Proposer, shape: Shape) -> DraftReply:
+    """Feeds the new rows and grows one tree for each request that wants one."""
+    began = time.perf_counter()
+    root_logits_GV = proposer.extend(request)
+    growing = request.num_nodes_B > 0
+    last_row_G = (request.offsets[1:] - 1)[growing].long()
+    root_position_B = request.start_B + request.offsets.diff() - 1
+    trees, probs = grow(
+        root_logits_GV,
+        request.token_M[last_row_G].numpy(),
+        (root_position_B[growing] + 1).numpy(),
+        limits=GrowLimits(
+            num_nodes_B=request.num_nodes_B[growing].numpy(),
+            max_depth_B=request.max_depth_B[growing].numpy(),
+            min_prob_B=request.min_prob_B[growing].numpy(),
+            path_prob_B=request.path_prob_B[growing].numpy(),
+        ),
+        sampling=request.sampling.rows(growing).to(root_logits_GV.device),
+        shape=shape,
+        expand=proposer.expand,
+        vocab=proposer.vocab,
+    )
+    return DraftReply(trees=trees, probs=probs, seconds=time.perf_counter() - began)
+
+
+def _load(world: World, draft: DraftConfig) -> Proposer:
+    """This rank's proposer with a KV pool of the agreed number of pages."""
+    config = world.config
+    dtype = getattr(torch, config.dtype)
+    match draft.method:
+        case "eagle3":
+            head = Eagle3Head.load(draft.model_path, config.model_path, world.tp, world.device, dtype)
+            slot_bytes = KVPool.bytes_per_slot(1, head.heads.num_kv_heads, head.spec.head_dim, dtype)
+            kv = head.new_kv_pool(agree_on_pages(world, slot_bytes) * config.page_size)
+            return Eagle3Proposer(head, kv, config.page_size, config.tree_rows)
+        case "draft_model":
+            spec, target = read_spec(draft.model_path), read_spec(config.model_path)
+            if spec.vocab_size != target.vocab_size:
+                raise ValueError(
+                    f"target and draft model should have the same vocabulary size (target {target.vocab_size}, "
+                    f"draft {spec.vocab_size}): choose a draft model of the same family"
+                )
+            model = Decoder.load(draft.model_path, spec, world.tp, world.device, dtype)
+            slot_bytes = KVPool.bytes_per_slot(spec.num_layers, model.heads.num_kv_heads, spec.head_dim, dtype)
+            kv = model.new_kv_pool(agree_on_pages(world, slot_bytes) * config.page_size)
+            return DraftModelProposer(model, kv, config.page_size)

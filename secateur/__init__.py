@@ -1,0 +1,119 @@
+"""Secateur's public face: client, batch runner, OpenAI wire models, configuration, errors.
+
+    from secateur import Client
+    print(Client().complete("def main(", max_tokens=32).text)
+
+Names are imported on first use, so that `import secateur` costs nothing. Nothing here imports torch or ray.
+"""
+
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from secateur.batch import BatchSummary, run_batch, run_batch_async
+    from secateur.client import AsyncClient, Client
+    from secateur.config import AppArgs, EngineArgs, Speculative, SpeculativeConfig
+    from secateur.errors import (
+        APIConnectionError,
+        APIError,
+        APITimeoutError,
+        AuthenticationError,
+        BadRequestError,
+        BatchError,
+        ConfigError,
+        NotFoundError,
+        RateLimitError,
+        SecateurError,
+        ServerError,
+        ServiceUnavailableError,
+    )
+    from secateur.protocol import (
+        ChatCompletionChunk,
+        ChatCompletionRequest,
+        ChatCompletionResponse,
+        CompletionChunk,
+        CompletionRequest,
+        CompletionResponse,
+        SpeculativeStats,
+        Usage,
+    )
+
+_HOMES = {
+    "batch": ("BatchSummary", "run_batch", "run_batch_async"),
+    "client": ("AsyncClient", "Client"),
+    "config": ("AppArgs", "EngineArgs", "Speculative", "SpeculativeConfig"),
+    "errors": (
+        "APIConnectionError",
+        "APIError",
+        "APITimeoutError",
+        "AuthenticationError",
+        "BadRequestError",
+        "BatchError",
+        "ConfigError",
+        "NotFoundError",
+        "RateLimitError",
+        "SecateurError",
+        "ServerError",
+        "ServiceUnavailableError",
+    ),
+    "protocol": (
+        "ChatCompletionChunk",
+        "ChatCompletionRequest",
+        "ChatCompletionResponse",
+        "CompletionChunk",
+        "CompletionRequest",
+        "CompletionResponse",
+        "SpeculativeStats",
+        "Usage",
+    ),
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+try:
+    __version__ = version("secateur")
+except PackageNotFoundError:  # run from a checkout that is not installed
+    __version__ = "0+unknown"
+
+__all__ = [  # noqa: F822  # resolved by __getattr__
+    "APIConnectionError",
+    "APIError",
+    "APITimeoutError",
+    "AppArgs",
+    "AsyncClient",
+    "AuthenticationError",
+    "BadRequestError",
+    "BatchError",
+    "BatchSummary",
+    "ChatCompletionChunk",
+    "ChatCompletionRequest",
+    "ChatCompletionResponse",
+    "Client",
+    "CompletionChunk",
+    "CompletionRequest",
+    "CompletionResponse",
+    "ConfigError",
+    "EngineArgs",
+    "NotFoundError",
+    "RateLimitError",
+    "SecateurError",
+    "ServerError",
+    "ServiceUnavailableError",
+    "Speculative",
+    "SpeculativeConfig",
+    "SpeculativeStats",
+    "Usage",
+    "__version__",
+    "run_batch",
+    "run_batch_async",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'secateur' has no attribute {name!r}")
+    return getattr(import_module(f"secateur.{_HOME_OF[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,391 @@
+"""Batch jobs in OpenAI's file format, over the online service, that can be stopped and resumed at any moment.
+
+    run_batch("in.jsonl", "out.jsonl", base_url="http://127.0.0.1:8000")
+
+The rule: the output is append-only and flushed per line, so whatever kills the run loses at most the line being
+written. A run first rewrites the output (atomically) without torn and failed lines, then sends exactly the lines whose
+`custom_id` is not there. So every custom_id ends up in the output exactly once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import os
+import re
+import signal
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from pydantic import ValidationError
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from secateur.client import DEFAULT_BASE_URL, DEFAULT_TIMEOUT_S, AsyncClient
+from secateur.errors import APIConnectionError, APIError, AuthenticationError, BatchError
+from secateur.exchange import Call
+from secateur.protocol import (
+    REQUEST_ID_HEADER,
+    BatchInputLine,
+    BatchLineError,
+    BatchOutputLine,
+    BatchResponse,
+    ChatCompletionResponse,
+    CompletionResponse,
+)
+from secateur.schema import problems_of
+
+if sys.platform != "win32":
+    import fcntl
+
+MAX_PROBLEMS_SHOWN = 20
+READS: dict[str, type[CompletionResponse] | type[ChatCompletionResponse]] = {
+    "/v1/completions": CompletionResponse,
+    "/v1/chat/completions": ChatCompletionResponse,
+}
+
+
+@dataclass(slots=True)
+class BatchSummary:
+    """What a run did. Token counts are those of this run, not of the lines an earlier run answered."""
+
+    total: int = 0
+    resumed: int = 0
+    """Lines an earlier run had answered."""
+    succeeded: int = 0
+    failed: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    seconds: float = 0.0
+    interrupted: bool = False
+
+    @property
+    def exit_code(self) -> int:
+        """0 if every line is answered, 130 after Ctrl-C, else 1."""
+        if self.interrupted:
+            return 130
+        return 1 if self.failed else 0
+
+    def __str__(self) -> str:
+        lines = f"{self.total} lines: {self.resumed} already done, {self.succeeded} succeeded, {self.failed} failed"
+        open_lines = self.total - self.resumed - self.succeeded - self.failed
+        return (
+            lines
+            + (f", {open_lines} not sent (interrupted)" if self.interrupted else "")
+            + f"; {self.prompt_tokens} prompt and {self.completion_tokens} completion tokens in {self.seconds:.1f} s"
+        )
+
+
+class Job(NamedTuple):
+    """A validated input file. `job_id` is a digest of its content: the same file gives the same request ids."""
+
+    path: Path
+    job_id: str
+    custom_ids: frozenset[str]
+
+
+def run_batch(
+    input_path: str | Path,
+    output_path: str | Path,
+    *,
+    base_url: str = DEFAULT_BASE_URL,
+    client: AsyncClient | None = None,
+    api_key: str | None = None,
+    concurrency: int = 16,
+    resume: bool = True,
+    retries: int = 5,
+    timeout: float = DEFAULT_TIMEOUT_S,
+    progress: bool | None = None,
+) -> BatchSummary:
+    """Answer every line of `input_path` into `output_path`, `concurrency` at a time.
+
+    `client` replaces base_url, api_key, retries and timeout (seconds per read), and is closed by the caller.
+    `resume=False` starts over. `progress` None shows a bar on a terminal only. The first Ctrl-C waits for the lines in
+    flight, a second one stops at once. Raises BatchError if a file is unfit (nothing is sent then), AuthenticationError
+    and APIConnectionError if the service cannot be used at all.
+    """
+    return asyncio.run(
+        run_batch_async(
+            input_path,
+            output_path,
+            base_url=base_url,
+            client=client,
+            api_key=api_key,
+            concurrency=concurrency,
+            resume=resume,
+            retries=retries,
+            timeout=timeout,
+            progress=progress,
+        )
+    )
+
+
+async def run_batch_async(
+    input_path: str | Path,
+    output_path: str | Path,
+    *,
+    base_url: str = DEFAULT_BASE_URL,
+    client: AsyncClient | None = None,
+    api_key: str | None = None,
+    concurrency: int = 16,
+    resume: bool = True,
+    retries: int = 5,
+    timeout: float = DEFAULT_TIMEOUT_S,
+    progress: bool | None = None,
+) -> BatchSummary:
+    """`run_batch` for callers that have an event loop."""
+    if concurrency < 1:
+        raise BatchError(f"concurrency must be at least 1 (got {concurrency})")
+    job, output_path = read_job(Path(input_path)), Path(output_path)
+    if output_path.exists() and output_path.samefile(job.path):
+        raise BatchError(f"input and output are the same file, {output_path}; name another output")
+    async with contextlib.AsyncExitStack() as stack:
+        output = stack.enter_context(open_output(output_path, resume=resume))
+        summary = BatchSummary(total=len(job.custom_ids), resumed=len(output.done & job.custom_ids))
+        if summary.resumed == summary.total:
+            return summary
+        if client is None:
+            owned = AsyncClient(base_url, api_key=api_key, retries=retries, timeout=timeout)
+            client = await stack.enter_async_context(owned)
+        await client.models()  # one clear error now, rather than one per line
+        bar = stack.enter_context(_progress_bar(summary, progress))
+        stop = stack.enter_context(_stop_on_signal())
+        started = time.monotonic()
+        await _Run(client, job, output, summary, bar, stop).answer_all(concurrency)
+        summary.seconds = time.monotonic() - started
+    return summary
+
+
+class _Run:
+    """The workers of one run: they share an iterator of lines still to be answered, and one output."""
+
+    def __init__(
+        self,
+        client: AsyncClient,
+        job: Job,
+        output: Output,
+        summary: BatchSummary,
+        bar: Progress,
+        stop: asyncio.Event,
+    ) -> None:
+        self._client, self._job, self._output = client, job, output
+        self._summary, self._bar, self._stop = summary, bar, stop
+
+    async def answer_all(self, concurrency: int) -> None:
+        todo = (line for _, line in _input_lines(self._job.path) if line.custom_id not in self._output.done)
+        try:
+            async with asyncio.TaskGroup() as workers:
+                for _ in range(concurrency):
+                    workers.create_task(self._work(todo))
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None
+
+    async def _work(self, todo: Iterator[BatchInputLine]) -> None:
+        for line in todo:
+            answer = await self._answer(line)
+            self._output.append(answer)
+            self._count(answer)
+            if self._stop.is_set():
+                self._summary.interrupted = next(todo, None) is not None or self._summary.interrupted
+                return
+
+    async def _answer(self, line: BatchInputLine) -> BatchOutputLine:
+        request_id = f"batch-{self._job.job_id}-{_header_safe(line.custom_id)}"
+        call: Call[CompletionResponse | ChatCompletionResponse] = Call(
+            path=line.url, reads=READS[line.url], body=line.body, headers={REQUEST_ID_HEADER: request_id}
+        )
+        response, error = None, None
+        try:
+            answer = await self._client.call(call)
+            response = BatchResponse(status_code=200, request_id=request_id, body=answer.model_dump(mode="json"))
+        except AuthenticationError:
+            raise  # every other line would fail alike
+        except APIError as failure:
+            if failure.status is not None:
+                response = BatchResponse(status_code=failure.status, request_id=request_id, body=failure.body)
+            error = BatchLineError(code=str(failure.code or failure.status or "invalid_response"), message=str(failure))
+        except APIConnectionError as failure:
+            error = BatchLineError(code="connection_error", message=str(failure))
+        return BatchOutputLine(
+            id=f"batch_req_{uuid.uuid4().hex}", custom_id=line.custom_id, response=response, error=error
+        )
+
+    def _count(self, answer: BatchOutputLine) -> None:
+        if answer.succeeded and answer.response is not None:
+            self._summary.succeeded += 1
+            usage = answer.response.body.get("usage") or {}
+            self._summary.prompt_tokens += usage.get("prompt_tokens", 0)
+            self._summary.completion_tokens += usage.get("completion_tokens", 0)
+        else:
+            self._summary.failed += 1
+        self._bar.advance(self._bar.task_ids[0])
+
+
+# -- input -----------------------------------------------------------------------------------------------------------
+
+
+def read_job(path: Path) -> Job:
+    """Validate a whole input file. Raises BatchError that lists what is wrong, by line number."""
+    digest, line_of, problems = hashlib.sha256(), dict[str, int](), list[str]()
+    try:
+        for number, line in _input_lines(path, digest, problems):
+            first = line_of.setdefault(line.custom_id, number)
+            if first != number:
+                problems.append(f"line {number}: custom_id {line.custom_id!r} is already on line {first}")
+    except OSError as error:
+        raise BatchError(f"cannot read {path}: {error.strerror}") from None
+    if problems:
+        more = len(problems) - MAX_PROBLEMS_SHOWN
+        shown = problems[:MAX_PROBLEMS_SHOWN] + ([f"and {more} more"] if more > 0 else [])
+        raise BatchError(f"{path} is not a valid batch file, nothing was sent:", shown)
+    if not line_of:
+        raise BatchError(f"{path} holds no requests")
+    return Job(path, digest.hexdigest()[:8], frozenset(line_of))
+
+
+def _input_lines(
+    path: Path, digest: Any = None, problems: list[str] | None = None
+) -> Iterator[tuple[int, BatchInputLine]]:
+    """(line number, line) of a batch file; blank lines are skipped. Bad lines go to `problems`, where one is given."""
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, start=1):
+            if digest is not None:
+                digest.update(raw)
+            if not raw.strip():
+                continue
+            try:
+                yield number, BatchInputLine.model_validate(json.loads(raw))
+            except ValidationError as error:
+                found = [str(problem) for problem in problems_of(error, BatchInputLine.model_fields)]
+            except ValueError as error:
+                found = [f"not JSON: {error}"]
+            else:
+                continue
+            if problems is None:
+                raise BatchError(f"{path} changed while it was running", [f"line {number}: {text}" for text in found])
+            problems.extend(f"line {number}: {text}" for text in found)
+
+
+def _header_safe(custom_id: str) -> str:
+    """A custom_id as it may stand in a header: as it is, or its digest."""
+    if re.fullmatch(r"[A-Za-z0-9._:@/+=-]{1,128}", custom_id):
+        return custom_id
+    return hashlib.sha256(custom_id.encode()).hexdigest()[:32]
+
+
+# -- output ----------------------------------------------------------------------------------------------------------
+
+
+class Output:
+    """The output file, open and locked. `done`: custom_ids answered before this run."""
+
+    def __init__(self, file: IO[bytes], done: frozenset[str]) -> None:
+        self._file = file
+        self.done = done
+
+    def append(self, line: BatchOutputLine) -> None:
+        self._file.write(line.model_dump_json().encode() + b"\n")
+        self._file.flush()
+
+
+@contextlib.contextmanager
+def open_output(path: Path, *, resume: bool) -> Iterator[Output]:
+    """Open `path` for appending, after dropping its torn and failed lines (all lines without `resume`).
+
+    Raises BatchError if another run writes to it, or if it holds something else than batch output.
+    """
+    try:
+        old = path.open("a+b")
+    except OSError as error:
+        raise BatchError(f"cannot write {path}: {error.strerror}") from None
+    with old:
+        _lock(old, path)
+        old.seek(0)
+        lines = old.readlines()
+        kept = _succeeded_lines(lines, path) if resume else {}
+        done = frozenset(kept)
+        if list(kept.values()) == lines:
+            yield Output(old, done)
+            return
+        temporary = path.with_name(path.name + ".tmp")
+        with temporary.open("wb") as new:
+            _lock(new, path)
+            new.writelines(kept.values())
+            new.flush()
+            os.fsync(new.fileno())
+            temporary.replace(path)
+            yield Output(new, done)
+
+
+def _succeeded_lines(lines: list[bytes], path: Path) -> dict[str, bytes]:
+    """custom_id -> its line, for the lines that need not be sent again. Only the last line may be torn."""
+    kept: dict[str, bytes] = {}
+    for number, raw in enumerate(lines, start=1):
+        try:
+            line = BatchOutputLine.model_validate_json(raw)
+        except ValidationError:
+            if number == len(lines) and not raw.endswith(b"\n"):
+                continue
+            raise BatchError(f"{path} line {number} is no batch output; name another output file") from None
+        if line.succeeded:
+            kept.setdefault(line.custom_id, raw.rstrip(b"\n") + b"\n")
+    return kept
+
+
+def _lock(file: IO[bytes], path: Path) -> None:
+    """Two runs on one output would answer lines twice. The lock ends with the process, however it ends."""
+    if sys.platform == "win32":
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise BatchError(f"another run is writing {path}; wait for it or name another output") from None
+
+
+# -- terminal --------------------------------------------------------------------------------------------------------
+
+
+def _progress_bar(summary: BatchSummary, shown: bool | None) -> Progress:
+    console = Console(stderr=True)
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not (console.is_terminal if shown is None else shown),
+    )
+    bar.add_task("batch", total=summary.total, completed=summary.resumed)
+    return bar
+
+
+@contextlib.contextmanager
+def _stop_on_signal() -> Iterator[asyncio.Event]:
+    """An event set by the first Ctrl-C (or SIGTERM); the next one acts as usual."""
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    # Signals reach the main thread only, and Windows' loop takes none: there Ctrl-C stops at once.
+    if threading.current_thread() is not threading.main_thread() or sys.platform == "win32":
+        yield stop
+        return
+    signals = (signal.SIGINT, signal.SIGTERM)
+
+    def on_signal() -> None:
+        stop.set()
+        for number in signals:
+            loop.remove_signal_handler(number)
+
+    for number in signals:
+        loop.add_signal_handler(number, on_signal)
+    try:
+        yield stop
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)

@@ -1,0 +1,299 @@
+"""The `secateur` command.
+
+Validation comes first and is fast; what needs Ray or torch is imported inside a command's body, after it.
+Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 130 interrupted.
+"""
+
+# No `from __future__ import annotations` here: typer reads the annotations below as objects.
+import os
+import sys
+import time
+import warnings
+from collections.abc import Generator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from secateur import __version__
+from secateur.config import EngineArgs, require_supported, resolve_model
+from secateur.errors import ConfigError, SecateurError
+from secateur.flags import engine_args_from, with_engine_flags
+
+# rich's tables would fold the examples, and its tracebacks would bury our one-line errors.
+app = typer.Typer(
+    name="secateur",
+    help="Serve language models with tree speculative decoding, and talk to such a service.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+batch_app = typer.Typer(
+    help="Answer files of requests (OpenAI's batch format).", no_args_is_help=True, rich_markup_mode=None
+)
+app.add_typer(batch_app, name="batch")
+
+Stats = Annotated[bool, typer.Option("--stats", help="Print acceptance length and speed to stderr at the end.")]
+BaseUrl = Annotated[
+    str | None, typer.Option("--base-url", help="A running service; without it one is started here and stopped again.")
+]
+ApiKey = Annotated[str | None, typer.Option("--api-key", help="Default: the environment's SECATEUR_API_KEY.")]
+ModelName = Annotated[
+    str | None,
+    typer.Option("--model", help="With --base-url: the model's name there. Else the model to start [the bundled one]."),
+]
+MaxTokens = Annotated[int | None, typer.Option("--max-tokens", min=1, help="The most tokens to generate.")]
+Temperature = Annotated[float | None, typer.Option("--temperature", min=0.0, help="0 is greedy [service: 1.0].")]
+TopP = Annotated[float | None, typer.Option("--top-p", help="Keep the most probable tokens up to this mass.")]
+Seed = Annotated[int | None, typer.Option("--seed", help="The same seed gives the same text.")]
+
+
+@app.callback(invoke_without_command=True)
+def root(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+    if version:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.command()
+@with_engine_flags(server=True)
+def serve(
+    engine: dict[str, Any],
+    model: Annotated[str | None, typer.Argument(help="Folder or Hugging Face id [the bundled model].")] = None,
+) -> None:
+    """Serve a model over HTTP, on Ray, until Ctrl-C.
+
+    Example: secateur serve meta-llama/Llama-3.1-8B-Instruct -tp 2 -sc '{"method": "eagle3", "model":
+    "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", "num_speculative_tokens": 24}'
+    """
+    args = _checked(engine, model=model)
+    try:
+        from cluster.app import serve as serve_on_ray
+    except ModuleNotFoundError as error:
+        raise _needs_extra(error) from error
+    serve_on_ray(args)
+
+
+@app.command()
+@with_engine_flags(server=True)
+def plan(
+    engine: dict[str, Any],
+    model: Annotated[str | None, typer.Argument(help="Folder or Hugging Face id [the bundled model].")] = None,
+) -> None:
+    """Show where drafter and verifier would run and whether they fit. Touches no GPU and starts nothing.
+
+    Example: secateur plan -tp 2 --speculative-config '{"method": "draft_model", "model": "bundled:draft"}'
+    """
+    args = _checked(engine, model=model)
+    try:
+        from cluster.placement import plan as plan_placement
+    except ModuleNotFoundError as error:
+        raise _needs_extra(error) from error
+    typer.echo(plan_placement(args))
+
+
+@app.command()
+@with_engine_flags(server=False)
+def complete(
+    engine: dict[str, Any],
+    prompt: Annotated[str, typer.Argument(help="The text to continue.")],
+    base_url: BaseUrl = None,
+    api_key: ApiKey = None,
+    model: ModelName = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    seed: Seed = None,
+    stats: Stats = False,
+) -> None:
+    """Continue a text, streaming to stdout.
+
+    Example: secateur complete "def quicksort(items):" --max-tokens 64 --temperature 0 --stats
+    """
+    from secateur.client import Client
+
+    params = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
+    with _service(engine, base_url, model, api_key) as url, Client(url, api_key=api_key) as client:
+        chunks = client.stream_complete(prompt, model=model if base_url else None, **params, **_stats_params(stats))
+        _print_stream(chunks, stats)
+
+
+@app.command()
+@with_engine_flags(server=False)
+def chat(
+    engine: dict[str, Any],
+    message: Annotated[str | None, typer.Argument(help="One message; without it a conversation starts.")] = None,
+    base_url: BaseUrl = None,
+    api_key: ApiKey = None,
+    model: ModelName = None,
+    system: Annotated[str | None, typer.Option("--system", help="Instructions before the conversation.")] = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    seed: Seed = None,
+    stats: Stats = False,
+) -> None:
+    """Chat with a model: one message, or a conversation (Ctrl-D ends it).
+
+    Example: secateur chat "Write a loop over a list." --base-url http://127.0.0.1:8000
+    """
+    from secateur.client import Client
+
+    params = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
+    turns: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    with _service(engine, base_url, model, api_key) as url, Client(url, api_key=api_key) as client:
+        while (text := message if message is not None else _next_message()) is not None:
+            turns.append({"role": "user", "content": text})
+            chunks = client.stream_chat(turns, model=model if base_url else None, **params, **_stats_params(stats))
+            turns.append({"role": "assistant", "content": _print_stream(chunks, stats)})
+            if message is not None:
+                return
+
+
+@batch_app.callback()
+def batch_root() -> None:
+    """Answer files of requests (OpenAI's batch format)."""
+
+
+@batch_app.command("run")
+def batch_run(
+    input_path: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="One request per line.")],
+    output_path: Annotated[Path, typer.Option("-o", "--output", metavar="OUT.jsonl", help="One answer per line.")],
+    base_url: Annotated[str, typer.Option("--base-url", help="The running service.")] = "http://127.0.0.1:8000",
+    api_key: ApiKey = None,
+    concurrency: Annotated[int, typer.Option("--concurrency", min=1, help="Requests in flight.")] = 16,
+    resume: Annotated[
+        bool, typer.Option("--resume/--no-resume", help="Keep the lines already answered, or start over.")
+    ] = True,
+    retries: Annotated[int, typer.Option("--retries", min=0, help="Tries again per request.")] = 5,
+    timeout: Annotated[float, typer.Option("--timeout", help="Seconds to wait for an answer.")] = 600.0,
+) -> None:
+    """Answer every line of a file. Stop it at any moment and run it again: answered lines are not sent twice.
+
+    Example: secateur batch run questions.jsonl -o answers.jsonl --concurrency 32
+    """
+    from secateur.batch import run_batch
+
+    summary = run_batch(
+        input_path,
+        output_path,
+        base_url=base_url,
+        api_key=api_key,
+        concurrency=concurrency,
+        resume=resume,
+        retries=retries,
+        timeout=timeout,
+    )
+    typer.echo(str(summary), err=True)
+    raise typer.Exit(summary.exit_code)
+
+
+def _checked(flags: dict[str, Any], **more: Any) -> EngineArgs:
+    """Valid, supported engine arguments whose local files exist. Raises ConfigError."""
+    flags = {**flags, **{key: value for key, value in more.items() if value is not None}}
+    if flags.get("api_key") is None and (key := os.environ.get("SECATEUR_API_KEY")):
+        flags["api_key"] = key
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        args = engine_args_from(flags)
+    for warning in caught:
+        typer.echo(f"secateur: warning: {warning.message}", err=True)
+    require_supported(args)
+    resolve_model(args.model)
+    if args.speculative_config is not None and args.speculative_config.model is not None:
+        resolve_model(args.speculative_config.model)
+    return args
+
+
+def _service(
+    engine: dict[str, Any], base_url: str | None, model: str | None, api_key: str | None
+) -> AbstractContextManager[str]:
+    """The service to talk to: the given one, or one of our own for as long as the context lasts."""
+    if base_url is not None:
+        if given := sorted(name for name, value in engine.items() if value is not None):
+            flags = ", ".join("--" + name.replace("_", "-") for name in given)
+            raise ConfigError(f"{flags}: for a service started here, which --base-url replaces; remove one of them")
+        return nullcontext(base_url)
+    args = _checked(engine, model=model, port=0, api_key=api_key)
+    try:
+        from cluster.app import local_service
+    except ModuleNotFoundError as error:
+        raise _needs_extra(error) from error
+    service: AbstractContextManager[str] = local_service(args)
+    return service
+
+
+def _needs_extra(error: ModuleNotFoundError) -> SecateurError:
+    return SecateurError(
+        f"this command runs models here and needs {error.name!r}, which is not installed: "
+        "pip install 'secateur[serve]' (or talk to a running service with --base-url)"
+    )
+
+
+def _stats_params(stats: bool) -> dict[str, Any]:
+    if not stats:
+        return {}
+    return {"return_speculative_stats": True, "stream_options": {"include_usage": True}}
+
+
+def _print_stream(chunks: Generator[Any], stats: bool) -> str:
+    """Write chunks to stdout as they come; returns the whole text."""
+    started, parts, usage, speculation = time.monotonic(), [], None, None
+    for chunk in chunks:
+        sys.stdout.write(chunk.text)
+        sys.stdout.flush()
+        parts.append(chunk.text)
+        usage, speculation = chunk.usage or usage, chunk.speculative or speculation
+    sys.stdout.write("\n")
+    if stats:
+        typer.echo(_stats_line(usage, speculation, time.monotonic() - started), err=True)
+    return "".join(parts)
+
+
+def _stats_line(usage: Any, speculation: Any, seconds: float) -> str:
+    parts = []
+    if usage is not None:
+        tokens = usage.completion_tokens
+        parts.append(f"{tokens} tokens in {seconds:.2f} s ({tokens / max(seconds, 1e-9):.1f} tokens/s)")
+    if speculation is not None:
+        parts.append(
+            f"acceptance length {speculation.acceptance_length:.2f} "
+            f"({speculation.num_accepted_tokens} of {speculation.num_draft_tokens} drafted tokens accepted "
+            f"in {speculation.num_drafts} steps)"
+        )
+    return "; ".join(parts) or "the service sent no statistics"
+
+
+def _next_message() -> str | None:
+    """The next line typed, or None at the end of input."""
+    while True:
+        try:
+            text = input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            return None
+        if text.strip():
+            return text
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; errors become one message on stderr and an exit code."""
+    try:
+        app(args=argv, prog_name="secateur")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 0
+    except ConfigError as error:
+        return _fail(error, 2)
+    except SecateurError as error:
+        return _fail(error, 1)
+    return 0
+
+
+def _fail(error: Exception, code: int) -> int:
+    typer.echo(f"secateur: error: {error}", err=True)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

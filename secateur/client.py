@@ -1,0 +1,246 @@
+"""The Python client, blocking and async. What is sent and what answers mean is in `exchange.py`; here are the sockets.
+
+    with Client() as client:
+        print(client.complete("def main(", max_tokens=32).text)
+        for chunk in client.stream_chat("Write a loop."):
+            print(chunk.text, end="", flush=True)
+
+Every method raises errors of `secateur.errors`. Failed calls are tried again (`retries` times) after 408, 429, 5xx and
+broken connections, never once a stream has begun.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncGenerator, Generator
+from typing import Any, Self, TypeVar
+
+import httpx2
+from pydantic import BaseModel
+
+from secateur import exchange
+from secateur.errors import SecateurError
+from secateur.exchange import Call, Events, Messages, Retry
+from secateur.protocol import (
+    ChatCompletionChunk,
+    ChatCompletionResponse,
+    CompletionChunk,
+    CompletionResponse,
+    DetokenizeResponse,
+    ModelList,
+    TokenizeResponse,
+)
+
+DEFAULT_BASE_URL = "http://127.0.0.1:8000"
+DEFAULT_TIMEOUT_S = 600.0
+CONNECT_TIMEOUT_S = 10.0
+HEALTH_TIMEOUT_S = 10.0
+
+Prompt = str | list[str] | list[int] | list[list[int]]
+Model = TypeVar("Model", bound=BaseModel)
+
+
+class _Settings:
+    """What both clients are made of. `timeout` is in seconds, per read; connecting gets at most 10."""
+
+    def __init__(
+        self,
+        base_url: str = DEFAULT_BASE_URL,
+        *,
+        api_key: str | None = None,
+        timeout: float = DEFAULT_TIMEOUT_S,
+        retries: int = 2,
+    ) -> None:
+        self.base_url = base_url.rstrip("/").removesuffix("/v1")  # OpenAI's clients write it with /v1
+        self._retry = Retry(retries)
+        key = api_key if api_key is not None else os.environ.get("SECATEUR_API_KEY")
+        self._options: dict[str, Any] = {
+            "base_url": self.base_url,
+            "headers": {"Authorization": f"Bearer {key}"} if key else {},
+            "timeout": httpx2.Timeout(timeout, connect=min(timeout, CONNECT_TIMEOUT_S)),
+        }
+
+
+class Client(_Settings):
+    """Blocking client. `base_url` may end in /v1; `api_key` defaults to the environment's SECATEUR_API_KEY.
+
+    `transport` replaces the network (httpx2.MockTransport, a proxy). Close it, or use it in a `with`.
+    """
+
+    def __init__(
+        self, base_url: str = DEFAULT_BASE_URL, *, transport: httpx2.BaseTransport | None = None, **settings: Any
+    ) -> None:
+        super().__init__(base_url, **settings)
+        self._http = httpx2.Client(transport=transport, **self._options)
+
+    def complete(self, prompt: Prompt, **params: Any) -> CompletionResponse:
+        """POST /v1/completions; `params` are its body fields (max_tokens, temperature, speculative, ...)."""
+        return self._call(exchange.complete_call(prompt, params))
+
+    def chat(self, messages: Messages, **params: Any) -> ChatCompletionResponse:
+        """POST /v1/chat/completions; a text stands for one user message."""
+        return self._call(exchange.chat_call(messages, params))
+
+    def stream_complete(self, prompt: Prompt, **params: Any) -> Generator[CompletionChunk]:
+        """Chunks as they come. Closing the iterator closes the connection, which ends the request on the server."""
+        return self._stream(exchange.stream_complete_call(prompt, params))
+
+    def stream_chat(self, messages: Messages, **params: Any) -> Generator[ChatCompletionChunk]:
+        """As `stream_complete`, for a chat."""
+        return self._stream(exchange.stream_chat_call(messages, params))
+
+    def models(self) -> ModelList:
+        """GET /v1/models."""
+        return self._call(exchange.models_call())
+
+    def tokenize(self, prompt: Messages, **params: Any) -> TokenizeResponse:
+        """POST /tokenize; a list of messages goes through the chat template."""
+        return self._call(exchange.tokenize_call(prompt, params))
+
+    def detokenize(self, tokens: list[int]) -> DetokenizeResponse:
+        """POST /detokenize."""
+        return self._call(exchange.detokenize_call(tokens))
+
+    def health(self) -> bool:
+        """Whether the service is up and its engine makes progress. Never raises, never retries."""
+        try:
+            return self._http.get("/health", timeout=HEALTH_TIMEOUT_S).is_success
+        except httpx2.TransportError:
+            return False
+
+    def close(self) -> None:
+        self._http.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _call(self, call: Call[Model]) -> Model:
+        response = self._send(call, stream=False)
+        return exchange.read(call, response)
+
+    def _stream(self, call: Call[Model]) -> Generator[Model]:
+        response = self._send(call, stream=True)
+        events = Events(call)
+        try:
+            for line in response.iter_lines():
+                if (chunk := events.feed(line)) is not None:
+                    yield chunk
+                if events.done:
+                    return
+            events.end()
+        except httpx2.TransportError as error:
+            raise exchange.connection_error(error, self.base_url) from error
+        finally:
+            response.close()
+
+    def _send(self, call: Call[Any], *, stream: bool) -> httpx2.Response:
+        """A response with a good status; its body is read unless `stream`."""
+        request = self._http.build_request(call.method, call.path, json=call.body, headers=call.headers)
+        for attempt in range(self._retry.retries + 1):
+            failure: SecateurError
+            try:
+                response = self._http.send(request, stream=stream)
+                if response.is_success:
+                    return response
+                response.read()
+                response.close()
+                failure = exchange.error_of(response)
+            except httpx2.TransportError as error:
+                failure = exchange.connection_error(error, self.base_url)
+            delay = self._retry.delay(attempt, failure)
+            if delay is None:
+                raise failure
+            time.sleep(delay)
+        raise AssertionError("the last attempt returns or raises")
+
+
+class AsyncClient(_Settings):
+    """Async client: `Client` with `await` before calls and `async for` over streams."""
+
+    def __init__(
+        self, base_url: str = DEFAULT_BASE_URL, *, transport: httpx2.AsyncBaseTransport | None = None, **settings: Any
+    ) -> None:
+        super().__init__(base_url, **settings)
+        # The caller bounds concurrency; the pool must not do it silently a second time.
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
+        self._http = httpx2.AsyncClient(transport=transport, limits=limits, **self._options)
+
+    async def complete(self, prompt: Prompt, **params: Any) -> CompletionResponse:
+        return await self.call(exchange.complete_call(prompt, params))
+
+    async def chat(self, messages: Messages, **params: Any) -> ChatCompletionResponse:
+        return await self.call(exchange.chat_call(messages, params))
+
+    def stream_complete(self, prompt: Prompt, **params: Any) -> AsyncGenerator[CompletionChunk]:
+        return self._stream(exchange.stream_complete_call(prompt, params))
+
+    def stream_chat(self, messages: Messages, **params: Any) -> AsyncGenerator[ChatCompletionChunk]:
+        return self._stream(exchange.stream_chat_call(messages, params))
+
+    async def models(self) -> ModelList:
+        return await self.call(exchange.models_call())
+
+    async def tokenize(self, prompt: Messages, **params: Any) -> TokenizeResponse:
+        return await self.call(exchange.tokenize_call(prompt, params))
+
+    async def detokenize(self, tokens: list[int]) -> DetokenizeResponse:
+        return await self.call(exchange.detokenize_call(tokens))
+
+    async def health(self) -> bool:
+        try:
+            return (await self._http.get("/health", timeout=HEALTH_TIMEOUT_S)).is_success
+        except httpx2.TransportError:
+            return False
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def call(self, call: Call[Model]) -> Model:
+        """Send one prepared exchange (the batch runner prepares its own)."""
+        response = await self._send(call, stream=False)
+        return exchange.read(call, response)
+
+    async def _stream(self, call: Call[Model]) -> AsyncGenerator[Model]:
+        response = await self._send(call, stream=True)
+        events = Events(call)
+        try:
+            async for line in response.aiter_lines():
+                if (chunk := events.feed(line)) is not None:
+                    yield chunk
+                if events.done:
+                    return
+            events.end()
+        except httpx2.TransportError as error:
+            raise exchange.connection_error(error, self.base_url) from error
+        finally:
+            await response.aclose()
+
+    async def _send(self, call: Call[Any], *, stream: bool) -> httpx2.Response:
+        request = self._http.build_request(call.method, call.path, json=call.body, headers=call.headers)
+        for attempt in range(self._retry.retries + 1):
+            failure: SecateurError
+            try:
+                response = await self._http.send(request, stream=stream)
+                if response.is_success:
+                    return response
+                await response.aread()
+                await response.aclose()
+                failure = exchange.error_of(response)
+            except httpx2.TransportError as error:
+                failure = exchange.connection_error(error, self.base_url)
+            delay = self._retry.delay(attempt, failure)
+            if delay is None:
+                raise failure
+            await asyncio.sleep(delay)
+        raise AssertionError("the last attempt returns or raises")

@@ -1,0 +1,322 @@
+"""What users type, checked at the door: engine arguments, Serve application arguments, aliases of bundled models.
+
+Nothing here touches a GPU, a model file's content or another process; every problem is a ConfigError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from secateur.errors import ConfigError, Problem
+from secateur.schema import Strict, did_you_mean, unknown_key
+from secateur.speculative import Speculative, SpeculativeConfig, infer_method
+from secateur.token_tree import parse_token_tree
+
+__all__ = [
+    "AppArgs",
+    "EngineArgs",
+    "ModelLoadingConfig",
+    "PlacementGroupConfig",
+    "Speculative",
+    "SpeculativeConfig",
+    "infer_method",
+    "load",
+    "load_yaml",
+    "parse_token_tree",
+    "read_yaml",
+    "require_supported",
+    "resolve_model",
+]
+
+BUNDLED_TARGET = "bundled:target"
+BUNDLED_SPECULATION = {"method": "eagle3", "model": "bundled:eagle3"}
+BUNDLED_ALIASES = (BUNDLED_TARGET, "bundled:eagle3", "bundled:draft")
+BUNDLED_MODEL_ID = "secateur-bundled"
+
+PositiveInt = Annotated[int, Field(ge=1)]
+
+
+class EngineArgs(Strict):
+    """One engine: what `secateur serve` takes as flags and `--config` as YAML."""
+
+    model: str = BUNDLED_TARGET
+    """Folder, Hugging Face id or 'bundled:target' (also what a null stands for)."""
+    served_model_name: str | None = None
+    tokenizer: str | None = None
+    """Folder or id; None is the model's own."""
+    revision: str | None = None
+    tensor_parallel_size: PositiveInt = 1
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """auto: float32 on CPU, the checkpoint's on CUDA."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    seed: int | None = None
+    """Server seed for requests that bring none; None draws one per request."""
+    max_model_len: PositiveInt | None = None
+    """Prompt plus output, in tokens; None is the model's own limit."""
+    max_num_seqs: PositiveInt = 64
+    max_num_batched_tokens: PositiveInt = 2048
+    page_size: PositiveInt = 16
+    """Tokens per KV page."""
+    num_pages: PositiveInt | None = None
+    """KV pages; None fits them to memory."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] = 0.9
+    speculative_config: SpeculativeConfig | None = None
+    no_speculation: bool = False
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    """0 takes a free one."""
+    api_key: str | None = Field(default=None, repr=False)
+
+    @property
+    def model_id(self) -> str:
+        """The name clients use in `model`."""
+        return self.served_model_name or (BUNDLED_MODEL_ID if self.model == BUNDLED_TARGET else self.model)
+
+    @model_validator(mode="after")
+    def _rules(self) -> Self:
+        problems = []
+        if self.speculative_config is None and self.model == BUNDLED_TARGET and not self.no_speculation:
+            self._settle(speculative_config=SpeculativeConfig.load(BUNDLED_SPECULATION))
+        if (spec := self.speculative_config) is not None:
+            if self.no_speculation:
+                problems.append(Problem("no_speculation", "contradicts speculative_config; keep one of the two"))
+            problems += self._draft_rules(spec)
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            problems.append(
+                Problem(
+                    "max_num_batched_tokens",
+                    f"{self.max_num_batched_tokens} is less than max_num_seqs={self.max_num_seqs}: "
+                    "each running request needs a token per step; raise it or lower max_num_seqs",
+                )
+            )
+        if problems:
+            raise ConfigError(*problems)
+        return self
+
+    def _draft_rules(self, spec: SpeculativeConfig) -> list[Problem]:
+        problems = []
+        draft, target = spec.draft_tensor_parallel_size, self.tensor_parallel_size
+        if draft not in (1, target):
+            legal = "1" if target == 1 else f"1 or {target}"
+            problems.append(
+                Problem(
+                    "",
+                    "draft_tensor_parallel_size must be 1 or equal to tensor_parallel_size "
+                    f"(got draft_tensor_parallel_size={draft}, tensor_parallel_size={target}): use {legal}",
+                )
+            )
+        if self.max_model_len is not None and (spec.max_model_len or 0) > self.max_model_len:
+            problems.append(
+                Problem(
+                    "speculative_config.max_model_len",
+                    f"{spec.max_model_len} is more than the target's max_model_len={self.max_model_len}; lower it",
+                )
+            )
+        return problems
+
+
+class ModelLoadingConfig(Strict):
+    """Which model, under which name. As in ray.serve.llm, `model_id` alone is the source too; nothing is the default."""
+
+    model_id: str | None = None
+    model_source: str | None = None
+    tokenizer_source: str | None = None
+
+
+class PlacementGroupConfig(Strict):
+    """The Ray bundles of one replica: one shape repeated per worker, or the full list."""
+
+    bundle_per_worker: dict[str, Annotated[float, Field(ge=0)]] | None = None
+    bundles: list[dict[str, Annotated[float, Field(ge=0)]]] | None = None
+    strategy: Literal["STRICT_PACK", "PACK"] = "STRICT_PACK"
+
+    @model_validator(mode="after")
+    def _one_shape(self) -> Self:
+        if self.bundle_per_worker is not None and self.bundles is not None:
+            raise ConfigError(Problem("bundles", "contradicts bundle_per_worker; keep one of the two"))
+        return self
+
+
+# The options of @serve.deployment that make sense here; Serve itself ignores a misspelt one in a config file.
+DEPLOYMENT_OPTIONS = (
+    "name",
+    "num_replicas",
+    "ray_actor_options",
+    "user_config",
+    "max_ongoing_requests",
+    "max_queued_requests",
+    "backpressure_config",
+    "autoscaling_config",
+    "graceful_shutdown_wait_loop_s",
+    "graceful_shutdown_timeout_s",
+    "health_check_period_s",
+    "health_check_timeout_s",
+    "logging_config",
+    "request_router_config",
+    "max_constructor_retry_count",
+    "rolling_update_percentage",
+    "max_surge_percent",
+)
+
+# Engine arguments that have another home in a Serve application.
+ELSEWHERE = {
+    "model": "model_loading_config.model_source",
+    "served_model_name": "model_loading_config.model_id",
+    "tokenizer": "model_loading_config.tokenizer_source",
+    "host": "http_options.host of the Serve config",
+    "port": "http_options.port of the Serve config",
+}
+
+
+class AppArgs(Strict):
+    """The one argument of the Serve builder `cluster.app:build`: the `args:` of an application in a Serve config.
+
+    Example: {"model_loading_config": {"model_id": "llama", "model_source": "meta-llama/Llama-3.1-8B-Instruct"},
+    "engine_kwargs": {"tensor_parallel_size": 2}, "accelerator_type": "H100", "deployment_config": {"num_replicas": 1}}
+    """
+
+    model_loading_config: ModelLoadingConfig = ModelLoadingConfig()
+    # Not in the repr: it may hold the API key.
+    engine_kwargs: dict[str, Any] = Field(default_factory=dict, repr=False)
+    accelerator_type: str | None = None
+    placement_group_config: PlacementGroupConfig = PlacementGroupConfig()
+    deployment_config: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _rules(self) -> Self:
+        problems = [*self._engine_problems(), *self._deployment_problems()]
+        if problems:
+            raise ConfigError(*problems)
+        return self
+
+    def _engine_problems(self) -> list[Problem]:
+        kwargs = {key.replace("-", "_") for key in self.engine_kwargs}
+        if moved := sorted(kwargs & ELSEWHERE.keys()):
+            return [Problem(f"engine_kwargs.{key}", f"does not belong here; set {ELSEWHERE[key]}") for key in moved]
+        try:
+            self.engine_args()
+        except ConfigError as error:
+            return list(error.under("engine_kwargs").problems)
+        return []
+
+    def _deployment_problems(self) -> list[Problem]:
+        options, problems = self.deployment_config, []
+        for key in options:
+            if key.startswith("placement_group_"):
+                problems.append(Problem(f"deployment_config.{key}", "does not belong here; use placement_group_config"))
+            elif key not in DEPLOYMENT_OPTIONS:
+                problems.append(Problem("deployment_config", unknown_key(key, DEPLOYMENT_OPTIONS)))
+        for key in ("num_replicas", "max_ongoing_requests"):
+            value = options.get(key)
+            if key == "num_replicas" and value == "auto":
+                continue
+            if value is not None and (type(value) is not int or value < 1):
+                problems.append(Problem(f"deployment_config.{key}", f"must be an integer >= 1 (got {value!r})"))
+        if options.get("autoscaling_config") and options.get("num_replicas") not in (None, "auto"):
+            problems.append(
+                Problem("deployment_config.num_replicas", "contradicts autoscaling_config; remove it or write 'auto'")
+            )
+        return problems
+
+    def engine_args(self) -> EngineArgs:
+        """The engine these arguments describe; host and port stay at their defaults, Serve owns them."""
+        loading = self.model_loading_config
+        model = {
+            "model": loading.model_source or loading.model_id,
+            "served_model_name": loading.model_id,
+            "tokenizer": loading.tokenizer_source,
+        }
+        return EngineArgs.load({**self.engine_kwargs, **model})
+
+    @classmethod
+    def from_engine_args(cls, args: EngineArgs) -> Self:
+        """The application that serves `args`. Only what was typed is written, so `engine_args()` gives it back.
+
+        Host and port are left out: they belong to Serve's own configuration.
+        """
+        typed = args.model_dump(exclude_unset=True)
+        return cls(
+            model_loading_config=ModelLoadingConfig(
+                model_id=args.served_model_name, model_source=args.model, tokenizer_source=args.tokenizer
+            ),
+            engine_kwargs={key: value for key, value in typed.items() if key not in ELSEWHERE and value is not None},
+        )
+
+
+def load(mapping: Mapping[str, Any]) -> EngineArgs:
+    """Engine arguments from a mapping. Raises ConfigError."""
+    return EngineArgs.load(mapping)
+
+
+def load_yaml(path: str | Path) -> EngineArgs:
+    """Engine arguments from a YAML file. Raises ConfigError."""
+    return EngineArgs.load(read_yaml(path))
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """The mapping a YAML file holds, {} for an empty one. Raises ConfigError if it is unreadable or no mapping."""
+    import yaml  # type: ignore[import-untyped, unused-ignore]  # stubs are optional
+
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must hold a mapping of settings, for example 'tensor_parallel_size: 2'")
+    return content
+
+
+def resolve_model(name: str) -> str:
+    """Where a model's files are: an alias becomes its folder in this package, a path must exist, an id stays an id.
+
+    Raises ConfigError for an unknown alias, a bundled model this installation lacks, or a path that does not exist.
+    """
+    if name.startswith("bundled:"):
+        if name not in BUNDLED_ALIASES:
+            raise ConfigError(f"unknown bundled model {name!r}{did_you_mean(name, BUNDLED_ALIASES)}")
+        folder = Path(__file__).parent / "bundled" / name.removeprefix("bundled:")
+        if not folder.is_dir():
+            raise ConfigError(f"{name!r} is not in this installation (no folder {folder}); reinstall secateur")
+        return str(folder)
+    if name.startswith(("/", "./", "../", "~")):
+        path = Path(name).expanduser()
+        if not path.exists():
+            raise ConfigError(f"no model at {name}; give an existing folder or a Hugging Face id")
+        return str(path)
+    return name
+
+
+def require_supported(args: EngineArgs) -> None:
+    """Raise ConfigError for what is valid to write but not implemented in this version, naming what to use instead."""
+    spec = args.speculative_config
+    if spec is None:
+        return
+    problems = []
+    if spec.method not in ("eagle3", "draft_model"):
+        problems.append(
+            Problem(
+                "speculative_config.method",
+                f"{spec.method!r} is not implemented in this version; use 'eagle3' or 'draft_model'",
+            )
+        )
+    if spec.acceptance == "rejection":
+        problems.append(
+            Problem("speculative_config.acceptance", "'rejection' is not implemented in this version; use 'coupled'")
+        )
+    if spec.speculative_tree_prune == "auto":
+        problems.append(
+            Problem(
+                "speculative_config.speculative_tree_prune",
+                "'auto' is not implemented in this version; use 'thresholds' or 'off'",
+            )
+        )
+    if problems:
+        raise ConfigError(*problems)

@@ -1,0 +1,116 @@
+"""Every error the public face raises, as one tree.
+
+    SecateurError
+    ├── ConfigError (also a ValueError)       what was typed is wrong; `problems` holds one entry per field
+    ├── APIError                              the server answered with an error: status, code, param, type, body
+    │   ├── BadRequestError                   400, 409, 413, 422: the request itself is wrong
+    │   ├── AuthenticationError               401, 403: the API key is missing or wrong
+    │   ├── NotFoundError                     404: no such model or path
+    │   ├── RateLimitError                    429: too many requests; `retry_after` seconds, if the server said
+    │   ├── ServiceUnavailableError           503: starting, draining or full; `retry_after` likewise
+    │   └── ServerError                       any other 5xx
+    ├── APIConnectionError (also a ConnectionError)   no answer, or the answer broke off
+    │   └── APITimeoutError (also a TimeoutError)     no answer in time
+    └── BatchError                            a batch file cannot be run; `problems` holds one entry per line
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+
+class Problem(NamedTuple):
+    """One thing that is wrong: `field` is a dotted path ('' when the message says it all)."""
+
+    field: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.message}" if self.field else self.message
+
+
+class SecateurError(Exception):
+    """Base of everything below."""
+
+
+class ConfigError(SecateurError, ValueError):
+    """A wrong configuration; its text has one line per problem, each saying what to write instead."""
+
+    def __init__(self, *problems: Problem | str) -> None:
+        self.problems = tuple(p if isinstance(p, Problem) else Problem("", p) for p in problems)
+        super().__init__("\n".join(str(p) for p in self.problems))
+
+    def under(self, field: str) -> ConfigError:
+        """The same problems, seen from the object that holds this one as `field`."""
+        return ConfigError(*(Problem(".".join(filter(None, (field, p.field))), p.message) for p in self.problems))
+
+
+class APIError(SecateurError):
+    """An OpenAI-style error answer. `body` is the decoded JSON, or the text where it was none."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int | None = None,
+        code: str | int | None = None,
+        param: str | None = None,
+        type: str | None = None,
+        body: Any = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.status = status
+        self.code = code
+        self.param = param
+        self.type = type
+        self.body = body
+
+
+class BadRequestError(APIError):
+    """The request is wrong and will stay wrong: do not retry."""
+
+
+class AuthenticationError(APIError):
+    """The API key is missing, wrong, or not allowed to do this."""
+
+
+class NotFoundError(APIError):
+    """No such model or path."""
+
+
+class RateLimitError(APIError):
+    """Too many requests at once."""
+
+    def __init__(self, message: str, *, retry_after: float | None = None, **fields: Any) -> None:
+        super().__init__(message, **fields)
+        self.retry_after = retry_after
+
+
+class ServiceUnavailableError(APIError):
+    """The service is starting, draining or full."""
+
+    def __init__(self, message: str, *, retry_after: float | None = None, **fields: Any) -> None:
+        super().__init__(message, **fields)
+        self.retry_after = retry_after
+
+
+class ServerError(APIError):
+    """The service failed on a request that may be right."""
+
+
+class APIConnectionError(SecateurError, ConnectionError):
+    """The service could not be reached, or the connection broke before the answer was complete."""
+
+
+class APITimeoutError(APIConnectionError, TimeoutError):
+    """The service did not answer in time."""
+
+
+class BatchError(SecateurError):
+    """A batch file that cannot be run as it is; nothing was sent."""
+
+    def __init__(self, message: str, problems: Sequence[str] = ()) -> None:
+        self.problems = tuple(problems)
+        super().__init__("\n".join([message, *(f"  {p}" for p in problems)]))

@@ -1,0 +1,236 @@
+"""One exchange with the service, as pure functions: what to send, what an answer means, when to try again.
+
+`client.py` adds the sockets and the clocks, once blocking and once async.
+"""
+
+from __future__ import annotations
+
+import email.utils
+import json
+import random
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import httpx2
+from pydantic import BaseModel, ValidationError
+
+from secateur import errors, protocol
+
+Model = TypeVar("Model", bound=BaseModel)
+Messages = str | list[dict[str, Any]]
+
+MAX_RETRY_AFTER_S = 120.0  # a service that asks for more is told no: the caller decides
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call(Generic[Model]):
+    """A request still to be sent, and the model that reads its answer (or each chunk of its stream)."""
+
+    path: str
+    reads: type[Model]
+    body: dict[str, Any] | None = None
+    method: str = "POST"
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+def complete_call(prompt: Any, params: Mapping[str, Any]) -> Call[protocol.CompletionResponse]:
+    return _generation("/v1/completions", protocol.CompletionResponse, {"prompt": prompt}, params, stream=False)
+
+
+def stream_complete_call(prompt: Any, params: Mapping[str, Any]) -> Call[protocol.CompletionChunk]:
+    return _generation("/v1/completions", protocol.CompletionChunk, {"prompt": prompt}, params, stream=True)
+
+
+def chat_call(messages: Messages, params: Mapping[str, Any]) -> Call[protocol.ChatCompletionResponse]:
+    return _generation(
+        "/v1/chat/completions", protocol.ChatCompletionResponse, {"messages": _turns(messages)}, params, stream=False
+    )
+
+
+def stream_chat_call(messages: Messages, params: Mapping[str, Any]) -> Call[protocol.ChatCompletionChunk]:
+    return _generation(
+        "/v1/chat/completions", protocol.ChatCompletionChunk, {"messages": _turns(messages)}, params, stream=True
+    )
+
+
+def models_call() -> Call[protocol.ModelList]:
+    return Call(path="/v1/models", reads=protocol.ModelList, method="GET")
+
+
+def tokenize_call(prompt: Messages, params: Mapping[str, Any]) -> Call[protocol.TokenizeResponse]:
+    content = {"prompt": prompt} if isinstance(prompt, str) else {"messages": prompt}
+    return Call(path="/tokenize", reads=protocol.TokenizeResponse, body={**content, **_given(params)})
+
+
+def detokenize_call(tokens: list[int]) -> Call[protocol.DetokenizeResponse]:
+    return Call(path="/detokenize", reads=protocol.DetokenizeResponse, body={"tokens": tokens})
+
+
+def _generation(
+    path: str, reads: type[Model], content: dict[str, Any], params: Mapping[str, Any], *, stream: bool
+) -> Call[Model]:
+    if "stream" in params:
+        raise TypeError("stream is chosen by the method: use stream_complete or stream_chat")
+    given = _given(params)
+    request_id = given.get("request_id")
+    headers = {protocol.REQUEST_ID_HEADER: str(request_id)} if request_id else {}
+    return Call(path=path, reads=reads, body={**content, **given, "stream": stream}, headers=headers)
+
+
+def _given(params: Mapping[str, Any]) -> dict[str, Any]:
+    """None means "not given"; models (such as Speculative) become plain objects."""
+    return {
+        key: value.model_dump(exclude_none=True) if isinstance(value, BaseModel) else value
+        for key, value in params.items()
+        if value is not None
+    }
+
+
+def _turns(messages: Messages) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+
+
+# -- what an answer means --------------------------------------------------------------------------------------------
+
+
+def read(call: Call[Model], response: httpx2.Response) -> Model:
+    """The parsed answer of a response whose body was read. Raises APIError."""
+    if not response.is_success:
+        raise error_of(response)
+    return _parse(call.reads, response.content)
+
+
+def error_of(response: httpx2.Response) -> errors.APIError:
+    """The error of a response whose body was read."""
+    try:
+        body: Any = response.json()
+    except ValueError:
+        body = response.text
+    detail = body.get("error", body.get("detail")) if isinstance(body, dict) else body
+    if not isinstance(detail, dict):
+        detail = {"message": str(detail or response.reason_phrase or "no message")}
+    return api_error(response.status_code, detail, body, retry_after(response.headers))
+
+
+def api_error(
+    status: int | None, detail: Mapping[str, Any], body: Any, retry_after: float | None = None
+) -> errors.APIError:
+    """`detail` is OpenAI's error object {message, type, param, code}."""
+    message = str(detail.get("message") or "no message")
+    fields: dict[str, Any] = {
+        "status": status,
+        "code": detail.get("code"),
+        "param": detail.get("param"),
+        "type": detail.get("type"),
+        "body": body,
+    }
+    text = f"{status}: {message}" if status else message
+    match status:
+        case 429:
+            return errors.RateLimitError(text, retry_after=retry_after, **fields)
+        case 503:
+            return errors.ServiceUnavailableError(text, retry_after=retry_after, **fields)
+        case 400 | 409 | 413 | 422:
+            return errors.BadRequestError(text, **fields)
+        case 401 | 403:
+            return errors.AuthenticationError(text, **fields)
+        case 404:
+            return errors.NotFoundError(text, **fields)
+        case int() if status >= 500:
+            return errors.ServerError(text, **fields)
+        case _:
+            return errors.APIError(text, **fields)
+
+
+def connection_error(error: httpx2.TransportError, url: str) -> errors.APIConnectionError:
+    if isinstance(error, httpx2.TimeoutException):
+        return errors.APITimeoutError(f"{url} did not answer in time ({type(error).__name__})")
+    return errors.APIConnectionError(f"no answer from {url}: {error or type(error).__name__}")
+
+
+class Events(Generic[Model]):
+    """Lines of a server-sent event stream in, chunks out. `done` is set by the closing `[DONE]`."""
+
+    def __init__(self, call: Call[Model]) -> None:
+        self._call = call
+        self._data: list[str] = []
+        self.done = False
+
+    def feed(self, line: str) -> Model | None:
+        """The chunk this line completes, if any. Raises APIError for an error sent inside the stream."""
+        if line:
+            name, _, value = line.partition(":")
+            if name == "data":  # comments (": ping"), event names and ids are of no use here
+                self._data.append(value.removeprefix(" "))
+            return None
+        data, self._data = "\n".join(self._data), []
+        if not data or self.done:
+            return None
+        if data == "[DONE]":
+            self.done = True
+            return None
+        return self._chunk(data)
+
+    def end(self) -> None:
+        """Call at the end of the stream. Raises APIConnectionError if it broke off."""
+        if not self.done:
+            raise errors.APIConnectionError("the stream broke off before [DONE]")
+
+    def _chunk(self, data: str) -> Model:
+        if '"error"' in data:
+            body = json.loads(data)
+            if isinstance(detail := body.get("error"), dict):
+                code = detail.get("code")
+                raise api_error(code if isinstance(code, int) else None, detail, body)
+        return _parse(self._call.reads, data)
+
+
+def _parse(model: type[Model], data: str | bytes) -> Model:
+    try:
+        return model.model_validate_json(data)
+    except ValidationError as error:
+        raise errors.APIError(f"the service sent no {model.__name__}: {error}", body=data) from None
+
+
+# -- when to try again -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """Exponential backoff with jitter: 0.5, 1, 2, ... up to 30 seconds, each times 0.5 to 1."""
+
+    retries: int = 2
+    first_s: float = 0.5
+    longest_s: float = 30.0
+
+    def delay(self, attempt: int, error: errors.SecateurError) -> float | None:
+        """Seconds to wait after failed attempt number `attempt` (from 0), or None: give up."""
+        if attempt >= self.retries or not is_transient(error):
+            return None
+        asked = getattr(error, "retry_after", None)
+        if asked is not None:
+            return asked if asked <= MAX_RETRY_AFTER_S else None
+        return min(self.longest_s, self.first_s * 2**attempt) * random.uniform(0.5, 1.0)
+
+
+def is_transient(error: errors.SecateurError) -> bool:
+    """Whether trying again may help: 408, 429, 5xx except 501, no connection. A timeout means overload already."""
+    if isinstance(error, errors.APIError):
+        status = error.status or 0
+        return status in (408, 429) or (status >= 500 and status != 501)
+    return isinstance(error, errors.APIConnectionError) and not isinstance(error, errors.APITimeoutError)
+
+
+def retry_after(headers: Mapping[str, str]) -> float | None:
+    """The Retry-After header in seconds, from now on (it may hold seconds or a date)."""
+    value = headers.get("retry-after", "").strip()
+    try:
+        return max(0.0, float(value))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
+    except ValueError:
+        return None

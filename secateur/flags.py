@@ -1,0 +1,170 @@
+"""The engine flags shared by the commands, and how flags, a `--config` file and defaults become EngineArgs.
+
+Precedence: flag, then file, then default. The pruning flags are merged into the speculative configuration; two flags
+of one command line that contradict each other are an error.
+"""
+
+# No `from __future__ import annotations` here: typer reads the annotations below as objects.
+import functools
+import inspect
+import json
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from secateur.config import BUNDLED_SPECULATION, BUNDLED_TARGET, EngineArgs, read_yaml
+from secateur.errors import ConfigError, Problem
+from secateur.schema import normalise_keys
+
+
+class Device(StrEnum):
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Dtype(StrEnum):
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+def _flag(kind: Any, *names: str, help: str, **extra: Any) -> Any:
+    # Ranges are checked by EngineArgs alone, in one wording, so nothing here has bounds or defaults.
+    return Annotated[kind | None, typer.Option(*names, help=help, **extra)]
+
+
+PRUNING = {
+    "speculative_tree_prune_min_prob": "Do not expand a node whose best next token is less probable than this.",
+    "speculative_tree_prune_path_prob": "Do not expand a node whose path from the root is less probable than this.",
+    "speculative_tree_prune_threshold": "One number for both thresholds.",
+}
+
+ENGINE_FLAGS: dict[str, Any] = {
+    "config": _flag(Path, "--config", help="YAML file of these settings; flags override it.", metavar="FILE"),
+    "tokenizer": _flag(str, "--tokenizer", help="Folder or id [the model's own]."),
+    "revision": _flag(str, "--revision", help="Branch, tag or commit of a Hugging Face id."),
+    "tensor_parallel_size": _flag(int, "--tensor-parallel-size", "-tp", help="Devices of the verifier [1]."),
+    "speculative_config": _flag(
+        str,
+        "--speculative-config",
+        "-sc",
+        metavar="JSON",
+        help="How to draft, e.g. '{\"method\": \"eagle3\", \"model\": \"FOLDER\", \"num_speculative_tokens\": 16}'.",
+    ),
+    **{
+        name: _flag(float, "--" + name.replace("_", "-"), help=text + " 0 is off [0].", metavar="X")
+        for name, text in PRUNING.items()
+    },
+    "no_speculation": _flag(bool, "--no-speculation", help="Decode without a drafter."),
+    "max_model_len": _flag(int, "--max-model-len", help="Prompt plus output, in tokens [the model's]."),
+    "max_num_seqs": _flag(int, "--max-num-seqs", help="Requests running at once [64]."),
+    "max_num_batched_tokens": _flag(int, "--max-num-batched-tokens", help="Tokens per step [2048]."),
+    "page_size": _flag(int, "--page-size", help="Tokens per KV page [16]."),
+    "num_pages": _flag(int, "--num-pages", help="KV pages [as many as fit]."),
+    "gpu_memory_utilization": _flag(float, "--gpu-memory-utilization", help="Share of each GPU to use [0.9]."),
+    "dtype": _flag(Dtype, "--dtype", help="[auto: float32 on CPU, the checkpoint's on CUDA]"),
+    "device": _flag(Device, "--device", help="[auto]"),
+}
+SERVER_FLAGS: dict[str, Any] = {
+    "seed": _flag(int, "--seed", help="Server seed, for requests that bring none."),
+    "served_model_name": _flag(str, "--served-model-name", help="The name clients use [the model's]."),
+    "host": _flag(str, "--host", help="Address to listen on [127.0.0.1]."),
+    "port": _flag(int, "--port", help="Port to listen on; 0 takes a free one [8000]."),
+    "api_key": _flag(str, "--api-key", help="Require this key [the environment's SECATEUR_API_KEY, else none]."),
+}
+
+
+def with_engine_flags(*, server: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a command the engine flags. They arrive as its argument `engine`: a dict, None for what was not given."""
+    flags = {**ENGINE_FLAGS, **(SERVER_FLAGS if server else {})}
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(command)
+        def run(**given: Any) -> Any:
+            engine = {name: given.pop(name) for name in flags}
+            return command(engine=engine, **given)
+
+        signature = inspect.signature(command)
+        own = [
+            parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+            for parameter in signature.parameters.values()
+            if parameter.name != "engine"
+        ]
+        more = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+            for name, annotation in flags.items()
+        ]
+        run.__signature__ = signature.replace(parameters=own + more)  # type: ignore[attr-defined]  # typer reads it
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in own + more}
+        return run
+
+    return decorate
+
+
+def engine_args_from(flags: dict[str, Any]) -> EngineArgs:
+    """EngineArgs from given flags (None: not given), including `config`. Raises ConfigError."""
+    given = {name: _plain(value) for name, value in flags.items() if value is not None}
+    settings = normalise_keys(read_yaml(given.pop("config"))) if "config" in given else {}
+    pruning = {name: given.pop(name) for name in PRUNING if name in given}
+    if "speculative_config" in given:
+        given["speculative_config"] = _add(pruning, _parse_json(given["speculative_config"]))
+        settings.pop("no_speculation", None)
+    if given.get("no_speculation"):
+        settings.pop("speculative_config", None)
+    settings.update(given)
+    if pruning and "speculative_config" not in given:
+        settings["speculative_config"] = _override(pruning, _speculation_of(settings, next(iter(pruning))))
+    return EngineArgs.load(settings)
+
+
+def _plain(value: Any) -> Any:
+    return value.value if isinstance(value, StrEnum) else value
+
+
+def _parse_json(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(Problem("--speculative-config", f"not JSON: {error}; quote it with '...'")) from None
+    if not isinstance(value, dict):
+        raise ConfigError(Problem("--speculative-config", f"must be a JSON object, got {text}"))
+    return normalise_keys(value)
+
+
+def _speculation_of(settings: dict[str, Any], flag: str) -> dict[str, Any]:
+    """The file's speculative configuration, or the bundled model's, for a pruning flag to be merged into."""
+    if settings.get("no_speculation"):
+        raise ConfigError(Problem(_spelt(flag), "contradicts --no-speculation; keep one of the two"))
+    if isinstance(found := settings.get("speculative_config"), dict):
+        return normalise_keys(found)
+    if settings.get("model", BUNDLED_TARGET) == BUNDLED_TARGET:
+        return dict(BUNDLED_SPECULATION)
+    raise ConfigError(Problem(_spelt(flag), "prunes a draft tree, but nothing drafts: add --speculative-config"))
+
+
+def _add(pruning: dict[str, Any], speculation: dict[str, Any]) -> dict[str, Any]:
+    """Pruning flags beside a --speculative-config flag: neither overrides the other, so they must agree."""
+    for name, value in pruning.items():
+        if speculation.get(name, value) != value:
+            other = f"{name}={speculation[name]} in --speculative-config"
+            raise ConfigError(Problem(_spelt(name), f"{value} contradicts {other}; keep one"))
+    return {**speculation, **pruning}
+
+
+def _override(pruning: dict[str, Any], speculation: dict[str, Any]) -> dict[str, Any]:
+    """Pruning flags over a file's configuration, whose own threshold is spelt out as the two it stands for."""
+    base = dict(speculation)
+    if (both := base.pop("speculative_tree_prune_threshold", None)) is not None:
+        base = {"speculative_tree_prune_min_prob": both, "speculative_tree_prune_path_prob": both} | base
+    if "speculative_tree_prune_threshold" in pruning:
+        base = {name: value for name, value in base.items() if name not in PRUNING}
+    return {**base, **pruning}
+
+
+def _spelt(name: str) -> str:
+    return "--" + name.replace("_", "-")

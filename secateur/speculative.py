@@ -1,0 +1,263 @@
+"""The speculative configuration: one dictionary, the single source of truth, with vLLM's keys plus ours."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from secateur.errors import ConfigError, Problem
+from secateur.schema import Strict, normalise_keys
+from secateur.token_tree import MAX_NODES, Path, parse_token_tree
+
+Method = Literal["ngram", "draft_model", "eagle", "eagle3", "mtp"]
+Probability = Annotated[float, Field(ge=0.0, le=1.0)]
+
+NEED_MODEL = ("draft_model", "eagle", "eagle3")
+OFF_WITH_THRESHOLDS = "'off' contradicts the thresholds; write 'thresholds' or remove them"
+UNUSED_BY_COUPLED = ("enable_draft_probs", "draft_sample_method", "rejection_method", "draft_probs_min_temperature")
+
+
+class SpeculativeConfig(Strict):
+    """How to draft and how to verify, for the whole service.
+
+    Unset fields hold their resolved value after validation (method inferred, lookup bounds mirrored, tree counted);
+    `model_fields_set` still tells which ones were typed.
+    """
+
+    method: Method
+    """Inferred from `model` when not given: a name with 'eagle3', then 'eagle-', else draft_model."""
+    model: str | None = None
+    """Drafter checkpoint: folder, Hugging Face id or alias ('bundled:eagle3', 'bundled:draft')."""
+    num_speculative_tokens: Annotated[int, Field(gt=0, le=MAX_NODES)] = 16
+    """Tree nodes drafted per step, without the root."""
+    speculative_tree: Literal["dynamic", "chain", "static"] = "dynamic"
+    speculative_token_tree: str | None = None
+    speculative_tree_max_depth: Annotated[int, Field(ge=1, le=MAX_NODES)] = 8
+    speculative_tree_max_children: Annotated[int, Field(ge=1, le=MAX_NODES)] = 8
+    speculative_tree_prune: Literal["off", "thresholds", "auto"] = "off"
+    speculative_tree_prune_min_prob: Probability = 0.0
+    """A node is not expanded if its best next token is less probable than this; 0.0 is off."""
+    speculative_tree_prune_path_prob: Probability = 0.0
+    """A node is not expanded if the product of draft probabilities from the root is below this; 0.0 is off."""
+    speculative_tree_prune_threshold: Probability | None = None
+    """One number for both thresholds above."""
+    acceptance: Literal["coupled", "rejection"] = "coupled"
+    rejection_method: Literal["traversal", "recursive"] = "traversal"
+    enable_draft_probs: bool = True
+    draft_sample_method: Literal["probabilistic", "greedy"] = "probabilistic"
+    draft_probs_min_temperature: Annotated[float, Field(ge=0.0)] = 0.3
+    draft_tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
+    draft_placement: Literal["dedicated", "colocated"] | None = None
+    """None chooses: dedicated devices when there are enough."""
+    prompt_lookup_max: Annotated[int, Field(ge=1)] | None = None
+    prompt_lookup_min: Annotated[int, Field(ge=1)] | None = None
+    max_model_len: Annotated[int, Field(ge=1)] | None = None
+    """Longest sequence the drafter follows, in tokens; beyond it decoding goes on without speculation."""
+
+    @property
+    def token_tree(self) -> tuple[Path, ...] | None:
+        """The static tree, breadth-first, or None."""
+        return None if self.speculative_token_tree is None else parse_token_tree(self.speculative_token_tree)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _infer_method(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        data = normalise_keys(data)
+        if "tensor_parallel_size" in data:
+            raise ConfigError(
+                "tensor_parallel_size belongs to the target model; for the drafter write draft_tensor_parallel_size"
+            )
+        method, model = data.get("method"), data.get("model")
+        if method is None:
+            if not isinstance(model, str):
+                raise ConfigError(_no_drafter(data))
+            method = infer_method(model)
+        elif isinstance(method, str):
+            method = _canonical_method(method)
+        data["method"] = method
+        if method == "ngram" and _is_ngram(model):
+            del data["model"]
+        return data
+
+    @field_validator("speculative_token_tree", mode="before")
+    @classmethod
+    def _canonical_tree(cls, value: Any) -> Any:
+        # A YAML file may hold the list itself: [[0], [1], [0, 0]].
+        if isinstance(value, list | tuple):
+            value = str([tuple(path) if isinstance(path, list | tuple) else path for path in value])
+        return str(list(parse_token_tree(value))) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _rules(self) -> Self:
+        problems = [*self._model_rule(), *self._tree_rules(), *self._pruning_rules(), *self._lookup_rules()]
+        if problems:
+            raise ConfigError(*problems)
+        self._warn_unused()
+        return self
+
+    def _model_rule(self) -> list[Problem]:
+        if self.method in NEED_MODEL and self.model is None:
+            return [Problem("model", f"method {self.method!r} needs a model; give the drafter's folder or id")]
+        if self.method == "ngram" and self.model is not None:
+            return [Problem("model", "method 'ngram' drafts from the prompt and takes no model; remove it")]
+        return []
+
+    def _tree_rules(self) -> list[Problem]:
+        given = self.model_fields_set
+        tree = self.token_tree
+        if tree is None:
+            if self.speculative_tree == "static":
+                return [Problem("speculative_tree", "'static' needs speculative_token_tree, e.g. '[(0,), (1,)]'")]
+            return self._chain_rules() if self.speculative_tree == "chain" else []
+        problems = []
+        if "speculative_tree" in given and self.speculative_tree != "static":
+            problems.append(
+                Problem(
+                    "speculative_tree",
+                    f"{self.speculative_tree!r} contradicts speculative_token_tree; write 'static' or remove one",
+                )
+            )
+        if "num_speculative_tokens" in given and self.num_speculative_tokens != len(tree):
+            problems.append(
+                Problem(
+                    "speculative_token_tree",
+                    f"has {len(tree)} nodes but num_speculative_tokens={self.num_speculative_tokens}; "
+                    f"write num_speculative_tokens={len(tree)} or leave it out",
+                )
+            )
+        self._settle(
+            speculative_tree="static",
+            num_speculative_tokens=len(tree),
+            speculative_tree_max_depth=max(len(path) for path in tree),
+            speculative_tree_max_children=max(path[-1] for path in tree) + 1,
+        )
+        return problems
+
+    def _chain_rules(self) -> list[Problem]:
+        """A chain of n tokens is n deep and one wide, whatever the defaults of the dynamic tree are."""
+        given, num = self.model_fields_set, self.num_speculative_tokens
+        problems = []
+        if "speculative_tree_max_depth" in given and self.speculative_tree_max_depth < num:
+            depth = self.speculative_tree_max_depth
+            problems.append(
+                Problem(
+                    "speculative_tree_max_depth",
+                    f"is {depth}, but a chain of num_speculative_tokens={num} is {num} deep; "
+                    f"write num_speculative_tokens={depth} for a chain of {depth}",
+                )
+            )
+        if "speculative_tree_max_children" in given and self.speculative_tree_max_children != 1:
+            problems.append(Problem("speculative_tree_max_children", "a chain has one child per node; remove it"))
+        self._settle(speculative_tree_max_depth=num, speculative_tree_max_children=1)
+        return problems
+
+    def _pruning_rules(self) -> list[Problem]:
+        both = self.speculative_tree_prune_threshold
+        problems = []
+        if both is not None:
+            for name in ("speculative_tree_prune_min_prob", "speculative_tree_prune_path_prob"):
+                if name in self.model_fields_set and getattr(self, name) != both:
+                    value = getattr(self, name)
+                    problems.append(
+                        Problem(name, f"{value} contradicts speculative_tree_prune_threshold={both}; keep one")
+                    )
+            self._settle(speculative_tree_prune_min_prob=both, speculative_tree_prune_path_prob=both)
+        if max(self.speculative_tree_prune_min_prob, self.speculative_tree_prune_path_prob) > 0:
+            if "speculative_tree_prune" not in self.model_fields_set:
+                self._settle(speculative_tree_prune="thresholds")
+            elif self.speculative_tree_prune == "off":
+                problems.append(Problem("speculative_tree_prune", OFF_WITH_THRESHOLDS))
+        return problems
+
+    def _lookup_rules(self) -> list[Problem]:
+        low, high = self.prompt_lookup_min, self.prompt_lookup_max
+        if self.method != "ngram":
+            return [
+                Problem(name, f"applies to method 'ngram' only, not {self.method!r}; remove it")
+                for name in ("prompt_lookup_max", "prompt_lookup_min")
+                if name in self.model_fields_set
+            ]
+        if low is None and high is None:
+            low = high = 5
+        low, high = (high if low is None else low), (low if high is None else high)
+        self._settle(prompt_lookup_min=low, prompt_lookup_max=high)
+        if low is not None and high is not None and low > high:
+            return [Problem("", f"prompt_lookup_min={low} must be <= prompt_lookup_max={high}")]
+        return []
+
+    def _warn_unused(self) -> None:
+        unused = [name for name in UNUSED_BY_COUPLED if name in self.model_fields_set]
+        if self.acceptance == "coupled" and unused:
+            warnings.warn(
+                f"{' and '.join(unused)} {'has' if len(unused) == 1 else 'have'} no effect with acceptance 'coupled' "
+                "(drafts follow the target's own noise); they belong to acceptance 'rejection'",
+                UserWarning,
+                stacklevel=2,
+            )
+
+
+class Speculative(Strict):
+    """The per-request `speculative` body object: any subset; what is left out follows the service."""
+
+    enabled: bool | None = None
+    num_speculative_tokens: Annotated[int, Field(gt=0, le=MAX_NODES)] | None = None
+    tree_prune: Literal["off", "thresholds", "auto"] | None = None
+    tree_prune_min_prob: Probability | None = None
+    tree_prune_path_prob: Probability | None = None
+    acceptance: Literal["coupled", "rejection"] | None = None
+    enable_draft_probs: bool | None = None
+
+    @model_validator(mode="after")
+    def _rules(self) -> Self:
+        problems = []
+        if self.tree_prune == "auto":
+            problems.append(Problem("tree_prune", "'auto' is not available in this version; write 'thresholds'"))
+        if self.tree_prune == "off" and max(self.tree_prune_min_prob or 0.0, self.tree_prune_path_prob or 0.0) > 0:
+            problems.append(Problem("tree_prune", OFF_WITH_THRESHOLDS))
+        if self.acceptance == "rejection":
+            problems.append(Problem("acceptance", "'rejection' is not available in this version; write 'coupled'"))
+        if self.enable_draft_probs is not None:
+            problems.append(Problem("enable_draft_probs", "is not available in this version; leave it out"))
+        if problems:
+            raise ConfigError(*problems)
+        return self
+
+
+def infer_method(model: str) -> str:
+    """The method a drafter's name implies, as vLLM infers it.
+
+    'eagle3' is looked for first, so that a head kept in a folder such as 'eagle-heads/x-eagle3' is what it says.
+    """
+    name = model.lower()
+    if _is_ngram(model):
+        return "ngram"
+    if name == "mtp" or name.endswith("_mtp"):
+        return _canonical_method(model)
+    if "eagle3" in name:
+        return "eagle3"
+    return "eagle" if "eagle-" in name else "draft_model"
+
+
+def _canonical_method(method: str) -> str:
+    if _is_ngram(method):
+        return "ngram"
+    if method.endswith("_mtp"):
+        warnings.warn(f"method {method!r} is deprecated; write 'mtp'", DeprecationWarning, stacklevel=2)
+        return "mtp"
+    return method
+
+
+def _is_ngram(name: object) -> bool:
+    return name in ("ngram", "[ngram]")
+
+
+def _no_drafter(data: dict[str, Any]) -> str:
+    given = "num_speculative_tokens" if "num_speculative_tokens" in data else next(iter(data), "speculative_config")
+    return (
+        f"{given} was provided but without speculative model. "
+        "Give 'model' (the drafter's folder or id), or 'method': 'ngram' or 'mtp'"
+    )

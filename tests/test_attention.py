@@ -1,0 +1,215 @@
+"""Tree attention over paged KV says what dense attention on each row's own keys says."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from workers.kernels.reference import plan, tree_attention
+from workers.types import AttentionMetadata
+
+torch.set_num_threads(1)
+
+CHAIN = [-1, 0, 1, 2]
+TWO_BY_TWO = [-1, 0, 0, 1, 1, 2, 2]
+RAGGED = [-1, 0, 0, 1, 1, 1, 2, 3]
+LONG_CHAIN = [-1, *range(63)]
+
+
+def paths_of(parents: list[int]) -> list[list[int]]:
+    paths: list[list[int]] = []
+    for row, parent in enumerate(parents):
+        paths.append([*(paths[parent] if parent >= 0 else []), row])
+    return paths
+
+
+class Batch:
+    """Requests of (prefix length, tree parents) or (first position, number of prompt rows) on shuffled pages.
+
+    `keys[n]` lists the logical slots of row n in path order: the rule spelled out, for the dense oracle.
+    """
+
+    def __init__(self, requests: list[tuple[int, list[int] | int]], page_size: int, seed: int = 42) -> None:
+        self.page_size = page_size
+        self.keys: list[list[int]] = []
+        self.owner: list[int] = []
+        offsets, base, slots, visible, ancestors = [0], [], [], [], []
+        lengths = []
+        for request, (start, shape) in enumerate(requests):
+            if isinstance(shape, int):
+                rows = [(start + i, start + i + 1, 0, list(range(start + i + 1))) for i in range(shape)]
+                base.append(0)
+            else:
+                rows = [
+                    (start + row, start, sum(1 << r for r in path), [*range(start), *(start + r for r in path)])
+                    for row, path in enumerate(paths_of(shape))
+                ]
+                base.append(start)
+            for slot, seen, mask, keys in rows:
+                slots.append(slot)
+                visible.append(seen)
+                ancestors.append(mask - (1 << 64) if mask >> 63 else mask)
+                self.keys.append(keys)
+                self.owner.append(request)
+            offsets.append(len(slots))
+            lengths.append(start + len(rows))
+        pages_each = max(-(-length // page_size) for length in lengths)
+        order = list(range(1, len(requests) * pages_each + 1))
+        random.Random(seed).shuffle(order)
+        self.table = torch.tensor(order, dtype=torch.int32).view(len(requests), pages_each)
+        self.num_slots = (len(order) + 1) * page_size
+        self.metadata = AttentionMetadata(
+            query_offsets=torch.tensor(offsets, dtype=torch.int32),
+            page_table_BP=self.table,
+            base_B=torch.tensor(base, dtype=torch.int32),
+            slot_N=torch.tensor(slots, dtype=torch.int32),
+            visible_N=torch.tensor(visible, dtype=torch.int32),
+            ancestors_N=torch.tensor(ancestors, dtype=torch.int64),
+        )
+
+    def physical(self, request: int, logical: list[int]) -> Tensor:
+        slot = torch.tensor(logical)
+        return self.table[request].long()[slot // self.page_size] * self.page_size + slot % self.page_size
+
+    def dense(self, q: Tensor, kv: Tensor, scale: float, window: int | None = None, first_slot: int = 0) -> Tensor:
+        """Each row alone, in float64, over its own keys laid out contiguously."""
+        rows = []
+        groups = q.shape[1] // kv.shape[2]
+        for row, keys in enumerate(self.keys):
+            kept = [slot for slot in keys[-(window or len(keys)) :] if slot >= first_slot]
+            own = kv[self.physical(self.owner[row], kept)].double().repeat_interleave(groups, dim=2)
+            score = torch.einsum("hd,shd->hs", q[row].double(), own[:, 0]) * scale
+            rows.append(torch.einsum("hs,shd->hd", score.softmax(-1), own[:, 1]).flatten())
+        return torch.stack(rows)
+
+
+def compare(
+    batch: Batch,
+    *,
+    q_heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 16,
+    dtype: torch.dtype = torch.float32,
+    tolerance: float = 1e-5,
+    window: int | None = None,
+    first_slot: int = 0,
+) -> None:
+    generator = torch.Generator().manual_seed(42)
+    kv = torch.randn(batch.num_slots, 2, kv_heads, head_dim, generator=generator).to(dtype)
+    q = torch.randn(len(batch.keys), q_heads, head_dim, generator=generator).to(dtype)
+    prepared = plan(
+        batch.metadata,
+        batch.page_size,
+        windows=(None, window),
+        group_size=q_heads // kv_heads,
+        first_slot=first_slot,
+        dtype=dtype,
+    )
+    scale = head_dim**-0.5
+    actual = tree_attention(q, kv, prepared, scale, window)
+    expected = batch.dense(q, kv, scale, window, first_slot)
+    assert actual.dtype == dtype
+    assert (actual.double() - expected).abs().max().item() < tolerance
+
+
+@pytest.mark.parametrize(
+    ("parents", "expected"),
+    [
+        (CHAIN, ["1000", "1100", "1110", "1111"]),
+        (TWO_BY_TWO, ["1000000", "1100000", "1010000", "1101000", "1100100", "1010010", "1010001"]),
+    ],
+    ids=["chain", "2x2"],
+)
+def test_a_node_sees_its_ancestors_and_itself(parents: list[int], expected: list[str]) -> None:
+    (group,) = plan(Batch([(0, parents)], 16).metadata, 16).groups
+    seen = group.masks[None][0, 0] == 0
+    assert ["".join(str(int(bit)) for bit in row) for row in seen.tolist()] == expected
+
+
+@pytest.mark.parametrize("parents", [CHAIN, TWO_BY_TWO], ids=["chain", "2x2"])
+@pytest.mark.parametrize("q_heads", [2, 4])
+@pytest.mark.parametrize(("batch_size", "prefix"), [(1, 16), (16, 16), (32, 16), (1, 1024), (16, 1024), (1, 2048)])
+def test_nodes_equal_causal_attention_on_their_path(
+    parents: list[int], q_heads: int, batch_size: int, prefix: int
+) -> None:
+    compare(Batch([(prefix, parents)] * batch_size, 32), q_heads=q_heads, head_dim=128)
+
+
+def test_the_largest_batch_of_long_prefixes_in_bfloat16() -> None:
+    batch = Batch([(2048, TWO_BY_TWO)] * 32, 32)
+    compare(batch, head_dim=128, dtype=torch.bfloat16, tolerance=7.81e-3)
+
+
+MIXED: list[tuple[int, list[int] | int]] = [
+    (33, CHAIN),
+    (700, TWO_BY_TWO),
+    (40, [-1]),
+    (0, 50),
+    (31, RAGGED),
+    (64, 20),
+    (5, LONG_CHAIN),
+    (0, 1),
+    (700, RAGGED),
+]
+
+
+@pytest.mark.parametrize("first_slot", [0, 1])
+@pytest.mark.parametrize("window", [None, 3, 40])
+def test_mixed_trees_and_prompt_rows_share_one_batch(window: int | None, first_slot: int) -> None:
+    requests = MIXED[:-2] + MIXED[-1:] if first_slot else MIXED  # a lone token in slot 0 would see nothing
+    requests = [(max(start, first_slot), shape) for start, shape in requests]
+    compare(Batch(requests, 16), window=window, first_slot=first_slot)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_batches(seed: int) -> None:
+    rng = random.Random(seed)
+    requests: list[tuple[int, list[int] | int]] = []
+    for _ in range(rng.randint(1, 12)):
+        start = rng.choice([1, rng.randint(1, 60), rng.randint(60, 300)])
+        if rng.random() < 0.3:
+            requests.append((start, rng.randint(1, 40)))
+            continue
+        parents, floor = [-1], 0
+        for row in range(1, rng.randint(1, 64)):
+            floor = rng.randint(floor, row - 1)
+            parents.append(floor)
+        requests.append((start, parents))
+    heads = rng.choice([(1, 1), (4, 2), (6, 2), (3, 3)])
+    compare(
+        Batch(requests, rng.choice([1, 4, 16]), seed), q_heads=heads[0], kv_heads=heads[1], window=rng.choice([None, 9])
+    )
+
+
+def test_rows_are_written_to_the_slot_of_their_page() -> None:
+    batch = Batch([(33, CHAIN), (0, 5)], 16)
+    prepared = plan(batch.metadata, 16)
+    expected = [int(batch.physical(batch.owner[n], [int(s)])) for n, s in enumerate(batch.metadata.slot_N)]
+    assert prepared.write_slots_N.tolist() == expected
+
+
+def test_a_spoilt_neighbour_spoils_nobody_else() -> None:
+    """NaN in one request's keys and in the null page stays with that request, padding or not."""
+    batch = Batch([(33, CHAIN), (40, RAGGED)], 16)
+    kv = torch.randn(batch.num_slots, 2, 2, 8)
+    kv[:16] = float("nan")
+    kv[batch.physical(0, list(range(37)))] = float("nan")
+    out = tree_attention(torch.randn(12, 4, 8), kv, plan(batch.metadata, 16, group_size=2), 0.3)
+    assert len(plan(batch.metadata, 16).groups) == 1, "the two requests should share a padded group"
+    assert out[:4].isnan().all() and not out[4:].isnan().any()
+
+
+def test_an_empty_batch_is_empty() -> None:
+    empty = torch.zeros(0, dtype=torch.int32)
+    metadata = AttentionMetadata(
+        query_offsets=torch.zeros(1, dtype=torch.int32),
+        page_table_BP=torch.zeros(0, 1, dtype=torch.int32),
+        base_B=empty,
+        slot_N=empty,
+        visible_N=empty,
+        ancestors_N=empty.long(),
+    )
+    assert tree_attention(torch.zeros(0, 4, 8), torch.zeros(16, 2, 2, 8), plan(metadata, 16), 1.0).shape == (0, 32)

@@ -1,0 +1,136 @@
+"""Who may import whom, read from the source files themselves.
+
+secateur and workers are leaves; drafter and verifier import workers; cluster may import all. secateur.cli may import
+cluster inside a function body. Only cluster imports ray and the web framework; secateur imports no torch either.
+"""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = {"secateur", "workers", "drafter", "verifier", "cluster"}
+MAY_IMPORT = {
+    "secateur": {"secateur"},
+    "workers": {"workers"},
+    "drafter": {"drafter", "workers"},
+    "verifier": {"verifier", "workers"},
+    "cluster": FOLDERS,
+}
+ONLY_CLUSTER = {"ray", "fastapi", "starlette", "uvicorn"}
+NEVER_IN_SECATEUR = {"torch", "transformers", "safetensors", "triton", "numpy"} | ONLY_CLUSTER
+LATE_IMPORTS = {"secateur.cli": {"cluster"}}  # inside a function body only
+
+
+def imports_of(source: str) -> list[tuple[str, bool, int]]:
+    """(top-level package, inside a function body, line) of every absolute import."""
+    found: list[tuple[str, bool, int]] = []
+
+    def visit(node: ast.AST, in_function: bool) -> None:
+        match node:
+            case ast.Import(names=names):
+                found.extend((alias.name.split(".")[0], in_function, node.lineno) for alias in names)
+            case ast.ImportFrom(module=str(module), level=0):
+                found.append((module.split(".")[0], in_function, node.lineno))
+        inside = in_function or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for child in ast.iter_child_nodes(node):
+            visit(child, inside)
+
+    visit(ast.parse(source), False)
+    return found
+
+
+def broken_rules(module: str, source: str) -> list[str]:
+    """What the file of dotted name `module` imports against the rules above."""
+    folder = module.split(".")[0]
+    broken = []
+    for name, in_function, line in imports_of(source):
+        allowed = MAY_IMPORT[folder] | (LATE_IMPORTS.get(module, set()) if in_function else set())
+        if name in FOLDERS and name not in allowed:
+            broken.append(f"{module}:{line} imports {name}")
+        if name in ONLY_CLUSTER and folder != "cluster":
+            broken.append(f"{module}:{line} imports {name}; only cluster may")
+        elif folder == "secateur" and name in NEVER_IN_SECATEUR:
+            broken.append(f"{module}:{line} imports {name}; secateur never does")
+    return broken
+
+
+def source_files() -> list[tuple[str, Path]]:
+    files = [path for folder in sorted(FOLDERS) for path in sorted((ROOT / folder).rglob("*.py"))]
+    return [(".".join(path.relative_to(ROOT).with_suffix("").parts), path) for path in files]
+
+
+def test_every_file_keeps_the_import_direction():
+    files = source_files()
+    assert any(module == "secateur.cli" for module, _ in files)
+    assert [rule for module, path in files for rule in broken_rules(module, path.read_text())] == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("secateur.client", "import torch"),
+        ("secateur.client", "import ray.serve"),
+        ("secateur.client", "def f():\n    from cluster.app import serve"),
+        ("secateur.cli", "from cluster.app import serve"),
+        ("secateur.cli", "def f():\n    import torch"),
+        ("secateur.cli", "def f():\n    import verifier.engine"),
+        ("workers.wire", "import secateur.config"),
+        ("workers.wire", "if True:\n    import drafter"),
+        ("drafter.grow", "from verifier.tree import tree_metadata"),
+        ("verifier.engine", "from drafter import grow"),
+        ("verifier.engine", "class A:\n    def f(self):\n        import ray"),
+        ("drafter.loop", "import fastapi"),
+    ],
+)
+def test_the_checker_sees_a_forbidden_import(module, source):
+    assert broken_rules(module, source)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("secateur.cli", "def f():\n    from cluster.app import serve"),
+        ("drafter.grow", "from workers.types import TreeBatch"),
+        ("drafter.grow", "from . import prune"),
+        ("cluster.app", "import ray, verifier, drafter, workers, secateur"),
+    ],
+)
+def test_the_checker_allows_what_the_map_allows(module, source):
+    assert broken_rules(module, source) == []
+
+
+def test_importing_every_module_of_secateur_loads_no_heavy_package():
+    modules = [module for module, _ in source_files() if module.startswith("secateur") and ".bundled" not in module]
+    heavy = sorted(NEVER_IN_SECATEUR)
+    code = "\n".join(
+        ["import importlib, sys"]
+        + [f"importlib.import_module({module!r})" for module in modules]
+        + [f"sys.exit(' '.join(sorted(set({heavy!r}) & sys.modules.keys())) or 0)"]
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_importing_secateur_loads_none_of_its_dependencies():
+    code = "import sys, secateur; sys.exit(' '.join({'pydantic', 'httpx2', 'rich', 'typer'} & sys.modules.keys()) or 0)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_all_public_names_exist_and_are_listed_once():
+    import secateur
+
+    assert sorted(secateur.__all__) == sorted(set(secateur.__all__))
+    assert [name for name in secateur.__all__ if getattr(secateur, name, None) is None] == []
+    assert set(secateur._HOME_OF) | {"__version__"} == set(secateur.__all__)
+
+
+def test_an_unknown_public_name_is_an_attribute_error():
+    import secateur
+
+    with pytest.raises(AttributeError, match="Clent"):
+        _ = secateur.Clent

@@ -1,0 +1,175 @@
+"""The package as it is installed: extras and pins, what the wheel ships, and the commands the README names."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from setuptools import find_packages
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = {"secateur", "workers", "drafter", "verifier", "cluster"}
+README = (ROOT / "README.md").read_text()
+PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
+BUNDLED = ROOT / "secateur" / "bundled"
+MAX_BUNDLED_BYTES = 20_000_000
+
+
+def requirements(lines: list[str]) -> dict[str, Requirement]:
+    return {requirement.name: requirement for requirement in map(Requirement, lines)}
+
+
+def extra(name: str) -> dict[str, Requirement]:
+    """What an extra installs beyond the base, with the extras of our own it includes."""
+    found = requirements(PROJECT["optional-dependencies"][name])
+    if own := found.pop("secateur", None):
+        for included in own.extras:
+            found |= extra(included)
+    return found
+
+
+def phony_targets() -> set[str]:
+    [line] = re.findall(r"^\.PHONY:(.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    return set(line.split())
+
+
+# Requirements
+
+
+def test_a_client_installs_neither_torch_nor_ray() -> None:
+    base = requirements(PROJECT["dependencies"])
+    assert not {"torch", "ray", "transformers", "numpy", "fastapi"} & set(base)
+    assert {"httpx2", "pydantic", "pyyaml", "rich", "typer"} == set(base)
+
+
+@pytest.mark.parametrize(("extra_name", "package"), [("engine", "torch"), ("engine", "transformers"), ("serve", "ray")])
+def test_what_the_results_depend_on_is_pinned_exactly(extra_name: str, package: str) -> None:
+    [specifier] = extra(extra_name)[package].specifier
+    assert specifier.operator == "==" and "*" not in specifier.version
+
+
+def test_an_extra_includes_the_smaller_ones() -> None:
+    assert set(extra("engine")) < set(extra("serve")) < set(extra("test"))
+    assert extra("serve")["ray"].extras == {"serve"}
+
+
+def test_triton_comes_with_torch_and_is_not_asked_for() -> None:
+    assert "triton" not in extra("test")
+
+
+def test_nothing_says_where_packages_come_from() -> None:
+    for path in ("pyproject.toml", "Makefile", ".ci/run"):
+        assert not re.search(r"index-url|find-links|file://|https?://", (ROOT / path).read_text()), path
+
+
+# The wheel
+
+
+def test_discovery_finds_our_five_packages_and_everything_in_them() -> None:
+    settings = PYPROJECT["tool"]["setuptools"]
+    found = set(find_packages(str(ROOT), include=settings["packages"]["find"]["include"]))
+    assert {name.split(".")[0] for name in found} == PACKAGES
+    folders = {path.parent for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
+    assert found == {".".join(folder.relative_to(ROOT).parts) for folder in folders}
+    assert settings["package-dir"] == {"": "."}
+
+
+@pytest.fixture(scope="module")
+def shipped(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """The names in a wheel, built from a copy with the setuptools that is installed."""
+    copy = tmp_path_factory.mktemp("copy")
+    for name in ("pyproject.toml", "README.md", "LICENSE", "NOTICE"):
+        shutil.copy(ROOT / name, copy)
+    for package in (*PACKAGES, "tests"):
+        shutil.copytree(ROOT / package, copy / package, ignore=shutil.ignore_patterns("__pycache__", ".*"))
+    build = "import setuptools.build_meta as backend; print(backend.build_wheel('.'))"
+    done = subprocess.run([sys.executable, "-c", build], cwd=copy, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    with zipfile.ZipFile(copy / done.stdout.split()[-1]) as wheel:
+        return set(wheel.namelist())
+
+
+def test_the_wheel_ships_the_five_packages_and_nothing_else(shipped: set[str]) -> None:
+    assert {name.split("/")[0] for name in shipped if ".dist-info/" not in name} == PACKAGES
+
+
+def test_the_wheel_ships_every_file_of_the_bundled_models(shipped: set[str]) -> None:
+    files = {str(path.relative_to(ROOT)) for path in BUNDLED.rglob("*") if path.is_file() and path.suffix != ".pyc"}
+    assert files <= shipped
+    assert "secateur/py.typed" in shipped
+
+
+def test_the_wheel_ships_licence_and_notice(shipped: set[str]) -> None:
+    assert {name.split("/")[-1] for name in shipped if "/licenses/" in name} == {"LICENSE", "NOTICE"}
+
+
+@pytest.mark.parametrize("model", ["target", "eagle3", "draft"])
+def test_a_bundled_model_is_complete(model: str) -> None:
+    folder = BUNDLED / model
+    assert (folder / "config.json").is_file()
+    assert list(folder.glob("*.safetensors")) or list(folder.glob("pytorch_model*.bin"))
+
+
+def test_the_bundled_models_are_small_and_documented() -> None:
+    assert sum(path.stat().st_size for path in BUNDLED.rglob("*") if path.is_file()) < MAX_BUNDLED_BYTES
+    card = (BUNDLED / "MODEL_CARD.md").read_text()
+    assert "PSF" in card or "Python Software Foundation" in card
+
+
+def test_the_licence_is_the_whole_standard_text() -> None:
+    digest = hashlib.sha256((ROOT / "LICENSE").read_bytes()).hexdigest()
+    assert digest == "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30"
+    assert "Python Software Foundation" in (ROOT / "NOTICE").read_text()
+
+
+def test_the_console_script_exists() -> None:
+    module, function = PROJECT["scripts"]["secateur"].split(":")
+    assert callable(getattr(importlib.import_module(module), function))
+
+
+# Commands
+
+
+def test_make_lists_its_targets() -> None:
+    shown = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert {line.split()[1] for line in shown.splitlines() if line.startswith("make ")} == phony_targets()
+
+
+def test_every_make_command_in_the_readme_exists() -> None:
+    named = set(re.findall(r"`make (\w+)|^make (\w+)", README, re.MULTILINE))
+    assert {"demo", "test"} <= {a or b for a, b in named} <= phony_targets()
+
+
+def test_every_secateur_command_in_the_readme_exists() -> None:
+    from typer.main import get_command
+
+    from secateur.cli import app
+
+    commands = set(get_command(app).commands)
+    named = set(re.findall(r"^(?:SECATEUR_API_KEY=\S+ )?secateur (\w+)", README, re.MULTILINE))
+    assert {"serve", "complete", "batch"} <= named <= commands
+
+
+def test_every_link_in_a_readme_leads_somewhere() -> None:
+    for path in [ROOT / "README.md", *(ROOT / "manifests").glob("*.md")]:
+        for link in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
+            assert link.startswith("https://") or (path.parent / link).exists(), f"{path.name}: {link}"
+
+
+def test_ci_runs_the_commands_of_the_readme() -> None:
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    assert re.findall(r"^make (.*)$", script.read_text(), re.MULTILINE) == ["check", "test"]
+    assert "CI runs `make check` and `make test`" in README

@@ -1,0 +1,304 @@
+"""The OpenAI wire: what requests are accepted, and that OpenAI's own types read our answers."""
+
+import json
+
+import openai.types
+import openai.types.chat
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from secateur.protocol import (
+    UNSUPPORTED,
+    AssistantMessage,
+    BatchOutputLine,
+    ChatChoice,
+    ChatChunkChoice,
+    ChatCompletionChunk,
+    ChatCompletionRequest,
+    ChatCompletionResponse,
+    ChatDelta,
+    CompletionChoice,
+    CompletionChunk,
+    CompletionRequest,
+    CompletionResponse,
+    DetokenizeRequest,
+    ErrorResponse,
+    ModelCard,
+    ModelList,
+    SpeculativeStats,
+    TokenizeRequest,
+    Usage,
+)
+
+
+def completion(**fields) -> CompletionRequest:
+    return CompletionRequest.model_validate({"prompt": "a", **fields})
+
+
+def chat(**fields) -> ChatCompletionRequest:
+    return ChatCompletionRequest.model_validate({"messages": [{"role": "user", "content": "a"}], **fields})
+
+
+def refusal(build, **fields) -> ErrorResponse:
+    with pytest.raises(ValidationError) as caught:
+        build(**fields)
+    return ErrorResponse.from_validation(caught.value, CompletionRequest if build is completion else ChatCompletionRequest)
+
+
+def read_as(model: type[BaseModel], answer: BaseModel) -> BaseModel:
+    """`answer` through JSON into OpenAI's type, which is strict on literals and required fields."""
+    return model.model_validate_json(answer.model_dump_json())
+
+
+# -- requests --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("request_", [completion(), chat()])
+def test_defaults_are_openais(request_):
+    assert (request_.temperature, request_.top_p, request_.top_k, request_.min_p) == (1.0, 1.0, 0, 0.0)
+    assert request_.unsupported() == [] and request_.ignored() == []
+
+
+def test_a_completion_stops_after_16_tokens_and_a_chat_at_the_context():
+    assert completion().max_output_tokens == 16
+    assert chat().max_output_tokens is None
+    assert chat(max_tokens=5).max_output_tokens == 5
+    assert chat(max_tokens=5, max_completion_tokens=7).max_output_tokens == 7
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [("ab", ["ab"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]]), ("", [""])],
+)
+def test_a_prompt_has_four_shapes(prompt, prompts):
+    assert completion(prompt=prompt).prompts == prompts
+
+
+@pytest.mark.parametrize("prompt", [3, [], [[]], [1, "a"], [-1], {"a": 1}, [True]])
+def test_another_prompt_is_refused(prompt):
+    assert refusal(completion, prompt=prompt).error.param == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", float("inf")),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("top_k", -2),
+        ("top_k", 1.5),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("max_tokens", 0),
+        ("max_completion_tokens", -1),
+        ("n", 0),
+        ("seed", 2**63),
+        ("seed", "abc"),
+        ("stop", [""]),
+        ("stop", 3),
+        ("stop_token_ids", [-1]),
+        ("presence_penalty", 3.0),
+        ("frequency_penalty", -2.5),
+        ("repetition_penalty", 0.0),
+        ("min_tokens", -1),
+        ("stream", "yes"),
+        ("stream_options", {"include_usage": True}),
+        ("speculative", {"num_speculative_tokens": 0}),
+        ("speculative", {"acceptance": "rejection"}),
+        ("speculative", {"enable_draft_probs": False}),
+        ("speculative", {"prune": 1}),
+        ("speculative", 3),
+    ],
+)
+@pytest.mark.parametrize("build", [completion, chat])
+def test_a_value_out_of_range_is_refused_and_named(build, field, value):
+    error = refusal(build, **{field: value}).error
+    assert error.param == field and field in error.message
+
+
+@pytest.mark.parametrize("top_k", [-1, 0, 1, 2048])
+def test_top_k_off_and_on(top_k):
+    assert completion(top_k=top_k).top_k == top_k
+
+
+def test_a_null_means_not_given():
+    request = chat(temperature=None, stop=None, n=None, logit_bias=None, tools=None)
+    assert request.temperature == 1.0 and request.unsupported() == []
+
+
+def test_stop_is_one_text_or_many():
+    assert completion(stop="x").stop_strings == ("x",)
+    assert completion(stop=["x", "y"]).stop_strings == ("x", "y")
+
+
+def test_fields_nobody_knows_are_kept_and_named():
+    request = completion(zebra=1, apple=None, mango="x")
+    assert request.ignored() == ["mango", "zebra"] and request.unsupported() == []
+
+
+NOT_NEUTRAL = {
+    "n": 2,
+    "best_of": 2,
+    "logprobs": 1,
+    "prompt_logprobs": 0,
+    "echo": True,
+    "suffix": "x",
+    "logit_bias": {"5": 1},
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.5,
+    "repetition_penalty": 1.1,
+    "min_tokens": 1,
+    "bad_words": ["x"],
+    "allowed_token_ids": [1],
+    "response_format": {"type": "json_object"},
+    "tools": [{"type": "function", "function": {"name": "f"}}],
+    "tool_choice": "required",
+    "structured_outputs": {"json": {}},
+    "guided_json": {},
+    "guided_regex": "a",
+    "regex": "a",
+    "ebnf": "a",
+    "use_beam_search": True,
+    "truncate_prompt_tokens": 5,
+    "cache_salt": "x",
+    "priority": 1,
+    "spaces_between_special_tokens": False,
+}
+
+
+@pytest.mark.parametrize("param", NOT_NEUTRAL)
+def test_a_known_parameter_we_do_not_implement_is_named(param):
+    found = completion(**{param: NOT_NEUTRAL[param]}).unsupported()
+    assert [item.param for item in found] == [param]
+    error = ErrorResponse.from_unsupported(found).error
+    assert error.param == param and param in error.message and error.code == "unsupported_parameter"
+
+
+@pytest.mark.parametrize("param", [param for param in UNSUPPORTED if UNSUPPORTED[param][0]])
+def test_a_neutral_value_of_it_is_fine(param):
+    value = UNSUPPORTED[param][0][0]
+    assert completion(**{param: value}).unsupported() == []
+
+
+def test_zero_log_probabilities_are_not_the_same_as_none():
+    assert [item.param for item in completion(logprobs=0).unsupported()] == ["logprobs"]
+    assert completion(logprobs=False).unsupported() == []
+    assert [item.param for item in chat(logprobs=True, top_logprobs=3).unsupported()] == ["logprobs", "top_logprobs"]
+    assert chat(logprobs=False, top_logprobs=0).unsupported() == []
+
+
+def test_message_content_is_a_text_or_text_parts():
+    request = chat(messages=[{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}])
+    assert request.messages[0].text == "ab"
+    assert "image_url" in refusal(chat, messages=[{"role": "user", "content": [{"type": "image_url"}]}]).error.message
+
+
+def test_a_chat_needs_a_message():
+    assert refusal(chat, messages=[]).error.param == "messages"
+
+
+def test_continuing_a_message_turns_the_generation_prompt_off():
+    assert chat(continue_final_message=True).add_generation_prompt is False
+    assert "contradicts" in refusal(chat, continue_final_message=True, add_generation_prompt=True).error.message
+
+
+def test_what_a_benchmark_client_sends_is_accepted():
+    request = chat(
+        messages=[{"role": "user", "content": [{"type": "text", "text": "a"}]}],
+        stream=True,
+        stream_options={"include_usage": True, "continuous_usage_stats": True},
+        max_completion_tokens=16,
+        ignore_eos=True,
+    )
+    assert request.unsupported() == [] and request.ignored() == []
+
+
+def test_tokenize_takes_a_prompt_or_messages():
+    assert TokenizeRequest(prompt="a").prompt == "a"
+    for wrong in ({}, {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}):
+        with pytest.raises(ValidationError, match="either prompt or messages"):
+            TokenizeRequest.model_validate(wrong)
+    with pytest.raises(ValidationError):
+        DetokenizeRequest.model_validate({"tokens": [-1]})
+
+
+# -- responses -------------------------------------------------------------------------------------------------------
+
+STATS = SpeculativeStats(num_drafts=5, num_draft_tokens=15, num_accepted_tokens=9, num_verified=15)
+
+
+def test_openai_reads_a_completion():
+    answer = CompletionResponse(
+        model="m",
+        choices=[CompletionChoice(text="x", finish_reason="stop", token_ids=[1])],
+        usage=Usage.of(3, 10, accepted=9, rejected=6),
+        speculative=STATS,
+    )
+    read = read_as(openai.types.Completion, answer)
+    assert isinstance(read, openai.types.Completion)
+    assert read.usage and read.usage.total_tokens == 13
+    assert read.usage.completion_tokens_details
+    assert read.usage.completion_tokens_details.accepted_prediction_tokens == 9
+    assert read.model_extra and read.model_extra["speculative"]["acceptance_length"] == 2.8
+
+
+def test_openai_reads_a_chat_completion():
+    choice = ChatChoice(message=AssistantMessage(content="x"), finish_reason="length")
+    read = read_as(openai.types.chat.ChatCompletion, ChatCompletionResponse(model="m", choices=[choice]))
+    assert isinstance(read, openai.types.chat.ChatCompletion)
+    assert read.choices[0].message.content == "x" and read.id.startswith("chatcmpl-")
+
+
+@pytest.mark.parametrize("finish_reason", [None, "stop", "length"])
+def test_openai_reads_chat_chunks(finish_reason):
+    choice = ChatChunkChoice(delta=ChatDelta(role="assistant", content="x"), finish_reason=finish_reason)
+    read = read_as(openai.types.chat.ChatCompletionChunk, ChatCompletionChunk(model="m", choices=[choice]))
+    assert isinstance(read, openai.types.chat.ChatCompletionChunk) and read.choices[0].delta.content == "x"
+
+
+def test_openai_reads_the_usage_chunk_and_the_model_list():
+    usage = read_as(
+        openai.types.chat.ChatCompletionChunk, ChatCompletionChunk(model="m", choices=[], usage=Usage.of(1, 2))
+    )
+    assert isinstance(usage, openai.types.chat.ChatCompletionChunk) and usage.usage and usage.choices == []
+    for card in ModelList(data=[ModelCard(id="m", max_model_len=5)]).data:
+        assert isinstance(read_as(openai.types.Model, card), openai.types.Model)
+
+
+def test_a_streamed_completion_is_called_text_completion_as_openai_calls_it():
+    chunk = json.loads(CompletionChunk(model="m", choices=[CompletionChoice(text="x")]).model_dump_json())
+    assert chunk["object"] == "text_completion"
+    assert chunk["choices"] == [{"index": 0, "finish_reason": None, "logprobs": None, "text": "x"}]
+    assert "usage" not in chunk and "speculative" not in chunk
+
+
+def test_a_chunk_is_one_server_sent_event():
+    event = CompletionChunk(model="m", choices=[CompletionChoice(text="a\n\nb")]).sse()
+    assert event.startswith("data: {") and event.endswith("}\n\n") and event.count("\n") == 2
+
+
+def test_an_error_has_openais_shape():
+    body = json.loads(ErrorResponse.of("no", param="n").model_dump_json())
+    assert body == {"error": {"message": "no", "type": "invalid_request_error", "param": "n", "code": None}}
+
+
+def test_the_schema_of_a_response_names_its_fields():
+    schema = ChatCompletionResponse.model_json_schema(mode="serialization")
+    assert {"id", "choices", "usage", "speculative"} <= schema["properties"].keys()
+
+
+def test_acceptance_length_is_one_plus_accepted_per_draft():
+    assert STATS.acceptance_length == 2.8 and STATS.acceptance_rate == 0.6
+    assert SpeculativeStats().acceptance_length == 1.0 and SpeculativeStats().acceptance_rate == 0.0
+
+
+def test_statistics_survive_the_wire():
+    assert SpeculativeStats.model_validate_json(STATS.model_dump_json()) == STATS
+
+
+def test_a_batch_line_succeeded_only_without_error():
+    good = {"id": "a", "custom_id": "b", "response": {"status_code": 200, "request_id": "c", "body": {}}, "error": None}
+    assert BatchOutputLine.model_validate(good).succeeded
+    assert not BatchOutputLine.model_validate({**good, "error": {"code": "x", "message": "y"}}).succeeded
+    assert not BatchOutputLine.model_validate({**good, "response": None}).succeeded

@@ -1,0 +1,259 @@
+"""The EAGLE-3 head: its network, its training-time test and its checkpoint (SafeAILab layout).
+
+Letters: B rows, T starts, S unrolled steps, H hidden, D draft vocabulary, V target vocabulary.
+At start i, step s reads token i + 1 + s with rotary position i + s, and predicts token i + 2 + s. Its feature is
+fc(target features at i) for s = 0 and the head's own pre-norm output of step s - 1 otherwise.
+Source: Li et al., "EAGLE-3: Scaling up Inference Acceleration of LLMs via Training-Time Test" (2025).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from data import Corpus
+from language_model import BatchShape, Shapes, Trained, mixed_batch, mixed_precision
+from safetensors.torch import save_file
+from schedule import Budget, Optimisers
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+DRAFT_VOCAB_SIZE = 1536
+ALWAYS_DRAFTED = (0, 2)
+STEP_DISCOUNT = 0.8
+"""Weight of step s in the loss is STEP_DISCOUNT ** s."""
+
+
+def feature_layers(num_layers: int) -> tuple[int, int, int]:
+    """Features are the residual stream before these decoder layers, i.e. Hugging Face's `hidden_states[layer]`."""
+    return 2, num_layers // 2, num_layers - 3
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(dim)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+
+
+class Attention(nn.Module):
+    """Projections only: the training-time test mixes keys of several steps, see `Eagle3Head.step`."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        width, dim = 2 * config.hidden_size, config.head_dim
+        self.q_proj = nn.Linear(width, config.num_attention_heads * dim, bias=False)
+        self.k_proj = nn.Linear(width, config.num_key_value_heads * dim, bias=False)
+        self.v_proj = nn.Linear(width, config.num_key_value_heads * dim, bias=False)
+        self.o_proj = nn.Linear(config.num_attention_heads * dim, config.hidden_size, bias=False)
+
+
+class MLP(nn.Module):
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class MidLayer(nn.Module):
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.self_attn, self.mlp = Attention(config), MLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class KeyValue(NamedTuple):
+    """Rotated keys and values of one step, repeated to all query heads: each [B, heads, T, head_dim]."""
+
+    keys: Tensor
+    values: Tensor
+
+
+class StepOutput(NamedTuple):
+    """What one unrolled step says and should say."""
+
+    logits_BTD: Tensor
+    target_logits_BTV: Tensor
+
+
+def rotate(x: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
+    """Rotary embedding, rotate-half style. x: [B, heads, T, head_dim], positions: [T]."""
+    half = x.shape[-1] // 2
+    frequencies = base ** (-torch.arange(half, device=x.device) / half)
+    angles = (positions[:, None] * frequencies).repeat(1, 2)
+    return x * angles.cos() + torch.cat([-x[..., half:], x[..., :half]], -1) * angles.sin()
+
+
+class Eagle3Head(nn.Module):
+    """Parameter names are the keys of the checkpoint."""
+
+    def __init__(self, config: LlamaConfig, draft_ids: Tensor):
+        """`config`: the target's; `draft_ids`: the target ids of the draft vocabulary, ascending [D]."""
+        super().__init__()
+        self.config = config
+        self.fc = nn.Linear(3 * config.hidden_size, config.hidden_size, bias=False)
+        self.midlayer = MidLayer(config)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, len(draft_ids), bias=False)
+        in_draft = torch.zeros(config.vocab_size, dtype=torch.bool, device=draft_ids.device)
+        self.register_buffer("d2t", draft_ids - torch.arange(len(draft_ids), device=draft_ids.device))
+        self.register_buffer("t2d", in_draft.index_fill(0, draft_ids, True))
+
+    @property
+    def draft_ids(self) -> Tensor:
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    def key_value_query(self, x: Tensor, offset: int) -> tuple[KeyValue, Tensor]:
+        """Project and rotate x [B, T, 2H] at positions offset .. offset + T - 1."""
+        attention, repeats = self.midlayer.self_attn, self.config.num_attention_heads // self.config.num_key_value_heads
+        positions = torch.arange(x.shape[1], device=x.device) + offset
+
+        def heads(y: Tensor) -> Tensor:
+            return y.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
+
+        keys = rotate(heads(attention.k_proj(x)), positions).repeat_interleave(repeats, 1)
+        values = heads(attention.v_proj(x)).repeat_interleave(repeats, 1)
+        return KeyValue(keys, values), rotate(heads(attention.q_proj(x)), positions)
+
+    def step(self, embeds_BTH: Tensor, features_BTH: Tensor, cache: list[KeyValue]) -> Tensor:
+        """One step for all T starts at once; appends this step to `cache`, returns the pre-norm output [B, T, H].
+
+        Start i attends to step 0 of starts 0..i and to its own later steps, exactly as when drafting from i.
+        """
+        layer, num_starts = self.midlayer, embeds_BTH.shape[1]
+        x = torch.cat([layer.input_layernorm(embeds_BTH), layer.hidden_norm(features_BTH)], -1)
+        key_value, queries = self.key_value_query(x, offset=len(cache))
+        cache.append(key_value)
+        scale = 1 / math.sqrt(self.config.head_dim)
+        future = torch.ones(num_starts, num_starts, dtype=torch.bool, device=x.device).triu(1)
+        scores = [(queries @ cache[0].keys.transpose(2, 3) * scale).masked_fill(future, -torch.inf)]
+        scores += [(queries * own.keys).sum(-1, keepdim=True) * scale for own in cache[1:]]
+        weights = torch.cat(scores, -1).softmax(-1)
+        mixed = weights[..., :num_starts] @ cache[0].values
+        for n, own in enumerate(cache[1:]):
+            mixed = mixed + weights[..., num_starts + n, None] * own.values
+        residual = features_BTH + layer.self_attn.o_proj(mixed.transpose(1, 2).flatten(2))
+        return residual + layer.mlp(layer.post_attention_layernorm(residual))
+
+    def unroll(
+        self, features_BTF: Tensor, embeds_BTH: Tensor, target_logits: Tensor, num_steps: int
+    ) -> list[StepOutput]:
+        """Draft `num_steps` tokens from every start of rows of N tokens; T = N - 1 - num_steps.
+
+        features_BTF: [B, N, 3H], embeds_BTH: [B, N, H], target_logits: [B, N, V].
+        """
+        num_starts = features_BTF.shape[1] - 1 - num_steps
+        hidden, cache, outputs = self.fc(features_BTF[:, :num_starts]), [], []
+        for s in range(num_steps):
+            window = slice(1 + s, 1 + s + num_starts)
+            hidden = self.step(embeds_BTH[:, window], hidden, cache)
+            outputs.append(StepOutput(self.lm_head(self.norm(hidden)), target_logits[:, window]))
+        return outputs
+
+
+class TargetView(NamedTuple):
+    """What the head sees of the target on rows of tokens."""
+
+    features_BTF: Tensor
+    embeds_BTH: Tensor
+    logits_BTV: Tensor
+
+
+@torch.no_grad()
+def view_target(target: LlamaForCausalLM, tokens_BT: Tensor) -> TargetView:
+    """Features, embeddings and logits of the target in fp32."""
+    output = target(input_ids=tokens_BT, output_hidden_states=True, use_cache=False)
+    layers = feature_layers(target.config.num_hidden_layers)
+    features = torch.cat([output.hidden_states[layer] for layer in layers], -1)
+    return TargetView(features, target.model.embed_tokens(tokens_BT), output.logits)
+
+
+def unrolled_loss(outputs: list[StepOutput], t2d: Tensor, draft_ids: Tensor) -> Tensor:
+    """Cross-entropy against the target's law restricted to the draft vocabulary.
+
+    Positions where the target's favourite token is outside that vocabulary do not count.
+    """
+    total = outputs[0].logits_BTD.new_zeros(())
+    for s, (logits, target_logits) in enumerate(outputs):
+        is_counted = t2d[target_logits.argmax(-1)]
+        law = target_logits[..., draft_ids].softmax(-1)
+        entropy = F.cross_entropy(logits.flatten(0, 1).float(), law.flatten(0, 1), reduction="none")
+        total = total + STEP_DISCOUNT**s * (entropy * is_counted.flatten()).sum() / is_counted.sum().clamp(min=1)
+    return total
+
+
+def most_frequent_ids(corpus: Corpus, own_text: Tensor, vocab_size: int) -> Tensor:
+    """The `DRAFT_VOCAB_SIZE` most frequent target ids of the mixture, the ends of text among them, ascending [D]."""
+    counts = torch.bincount(corpus.code.tokens, minlength=vocab_size).float()
+    counts += torch.bincount(corpus.chat.tokens, minlength=vocab_size)
+    counts /= counts.sum()
+    counts += torch.bincount(own_text.flatten(), minlength=vocab_size) / own_text.numel()
+    counts[list(ALWAYS_DRAFTED)] = torch.inf
+    return counts.topk(DRAFT_VOCAB_SIZE).indices.sort().values
+
+
+def train_head(target: LlamaForCausalLM, corpus: Corpus, own_text: Tensor, shapes: Shapes, budget: Budget) -> Trained:
+    """Train against the shipped (rounded) target, every other batch on text it wrote itself [num_texts, length]."""
+    torch.manual_seed(2)
+    draft_ids = most_frequent_ids(corpus, own_text, target.config.vocab_size)
+    head = Eagle3Head(target.config, draft_ids).to(own_text.device)
+    head.lm_head.weight.data.copy_(target.lm_head.weight[draft_ids])
+    optimisers = Optimisers(head, budget, "eagle3")
+    shape = BatchShape(num_rows=shapes.head.num_rows, length=min(shapes.head.length, own_text.shape[1]))
+    while budget.fraction() < 1:
+        tokens = mixed_batch(corpus, own_text, shape, optimisers.num_steps, own_every=2)
+        view = view_target(target, tokens)
+        with mixed_precision(tokens.device):
+            outputs = head.unroll(*view, num_steps=shapes.num_unrolled)
+        optimisers.step(unrolled_loss(outputs, head.t2d, head.draft_ids), tokens.numel())
+    return Trained(head, optimisers.num_steps, optimisers.num_tokens)
+
+
+def head_config(config: LlamaConfig) -> dict:
+    """The head's config.json: Llama fields of the one layer and the size of its vocabulary."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "attention_bias": False,
+        "bos_token_id": 0,
+        "eos_token_id": config.eos_token_id,
+        "pad_token_id": 3,
+        "draft_vocab_size": DRAFT_VOCAB_SIZE,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+    }
+
+
+def save_head(head: Eagle3Head, folder: Path) -> None:
+    """Write config.json and model.safetensors: bf16 weights, d2t int64 (differences), t2d bool."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        name: (tensor.bfloat16() if tensor.is_floating_point() else tensor).detach().cpu().contiguous()
+        for name, tensor in head.state_dict().items()
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)
+    (folder / "config.json").write_text(json.dumps(head_config(head.config), indent=2) + "\n")

@@ -1,0 +1,85 @@
+"""Wall-clock budgets, the learning-rate schedule on them, and the pair of optimisers every model here trains with."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+
+import torch
+from muon import Muon
+from torch import Tensor, nn
+
+logger = logging.getLogger(__name__)
+
+MUON_LR = 0.02
+ADAMW_LR = 0.003
+MUON_WEIGHT_DECAY = 0.05
+WARMUP_STEPS = 30
+DECAY_FROM = 0.4
+"""Constant up to this fraction of the budget, then linear to nearly zero."""
+LOG_SECONDS = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """A span of wall-clock time. Example: `Budget.from_now(60).fraction()` is 0.5 after half a minute."""
+
+    start: float
+    seconds: float
+
+    @classmethod
+    def from_now(cls, seconds: float) -> Budget:
+        return cls(start=time.monotonic(), seconds=max(seconds, 1e-3))
+
+    def fraction(self) -> float:
+        return (time.monotonic() - self.start) / self.seconds
+
+    def remaining(self) -> float:
+        return self.start + self.seconds - time.monotonic()
+
+
+def lr_factor(step: int, fraction: float) -> float:
+    """Warm-up by steps, decay by time."""
+    decay = 1.0 if fraction < DECAY_FROM else max(0.02, (1 - fraction) / (1 - DECAY_FROM))
+    return min(1.0, (step + 1) / WARMUP_STEPS) * decay
+
+
+class Optimisers:
+    """Muon for hidden matrices, AdamW for embeddings, output heads and gains; both follow a `Budget`."""
+
+    def __init__(self, model: nn.Module, budget: Budget, name: str):
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        hidden = [p for n, p in named if p.ndim == 2 and "embed" not in n and "lm_head" not in n]
+        others = [p for n, p in named if p.ndim != 2 or "embed" in n or "lm_head" in n]
+        self.optimisers = (
+            Muon(hidden, lr=MUON_LR, weight_decay=MUON_WEIGHT_DECAY),
+            torch.optim.AdamW(others, lr=ADAMW_LR, betas=(0.9, 0.95), weight_decay=0.0),
+        )
+        self.budget, self.name = budget, name
+        self.num_steps, self.num_tokens, self.last_log = 0, 0, time.monotonic()
+
+    def step(self, loss: Tensor, num_tokens: int) -> None:
+        """Backward, clip, update both; now and then logs, and waits for the device so that the clock is honest."""
+        factor = lr_factor(self.num_steps, self.budget.fraction())
+        for optimiser, lr in zip(self.optimisers, (MUON_LR, ADAMW_LR), strict=True):
+            optimiser.param_groups[0]["lr"] = lr * factor
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        for optimiser in self.optimisers:
+            optimiser.step()
+            optimiser.zero_grad(set_to_none=True)
+        self.num_steps += 1
+        self.num_tokens += num_tokens
+        if self.num_steps % 20 == 0:
+            if loss.is_cuda:
+                torch.cuda.synchronize()
+            self._maybe_log(loss)
+
+    def _maybe_log(self, loss: Tensor) -> None:
+        if time.monotonic() - self.last_log > LOG_SECONDS:
+            self.last_log = time.monotonic()
+            rate = self.num_tokens / (self.last_log - self.budget.start)
+            logger.info("%s: step %d, loss %.3f, %.0f tokens/s, %.0f %% of the time",
+                        self.name, self.num_steps, loss.item(), rate, 100 * self.budget.fraction())  # fmt: skip

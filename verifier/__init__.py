@@ -1,0 +1,1 @@
+"""Tells the truth: schedules, verifies draft trees with the target model, and commits what it would have said."""

@@ -1,0 +1,278 @@
+"""The engine loop, on verifier rank 0: take -> schedule -> draft -> verify -> commit -> emit.
+
+It owns every request's state and the page table that indexes the target's and the drafter's KV pools alike. Requests
+join and leave between steps. Nothing here blocks but the drafter's answer and the target's forward.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from verifier.accept import walk
+from verifier.pack import Move, next_feed, pack_draft, pack_target
+from verifier.request import Request
+from verifier.scheduler import Limits, Step, schedule
+from verifier.target import Target
+from verifier.tree import with_bare_roots
+from workers.channel import Channel
+from workers.config import EngineConfig
+from workers.ipc import Abort, EngineStats, FrameSocket, StepOutput, Submit, TokenChunk
+from workers.kv import PageAllocator
+from workers.types import DraftReply, TreeBatch, TreeLimits
+from workers.wire import Kind
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_S = 1.0
+"""While idle, peers and the front hear from the engine this often, so that silence means death."""
+
+
+@dataclass(slots=True)
+class Counters:
+    """Running totals behind EngineStats; same names, same units."""
+
+    steps: int = 0
+    requests_finished: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_verified_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_per_depth: list[int] = field(default_factory=list)
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    step_seconds: float = 0.0
+
+
+class Engine:
+    """Runs steps until its front disconnects.
+
+    drafter: the link to drafter rank 0, or None when nothing is drafted. num_pages counts the null page.
+    """
+
+    def __init__(
+        self, config: EngineConfig, target: Target, drafter: Channel | None, front: FrameSocket, num_pages: int
+    ) -> None:
+        self._config = config
+        self._target = target
+        self._drafter = drafter
+        self._front = front
+        self._allocator = PageAllocator(num_pages)
+        self._limits = Limits(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            tree_rows=config.tree_rows,
+            page_size=config.page_size,
+        )
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request] = []
+        self._moves: list[Move] = []  # accepted paths to compact before the next forward
+        self._chunks: list[TokenChunk] = []  # what this step tells the front
+        self._counters = Counters()
+        self._last_sign = 0.0  # when the front last heard from us
+        self._last_draft = 0.0  # when the drafter did
+
+    def run(self) -> None:
+        """Steps until the front is gone. Raises FrontGone then, PeerLost when a rank is."""
+        while True:
+            self.step()
+
+    def step(self) -> None:
+        self._take()
+        step = schedule(self._waiting, self._running, self._allocator.num_free, self._limits)
+        if step.is_empty:
+            return self._emit()
+        began = time.perf_counter()
+        self._admit(step)
+        trees = self._draft(step)
+        drawn = self._verify(step, trees)
+        self._commit(step, trees, drawn)
+        self._counters.steps += 1
+        self._counters.step_seconds += time.perf_counter() - began
+        self._emit()
+
+    def stop(self) -> None:
+        """Tells every other rank to leave."""
+        self._target.stop(self._counters.steps)
+        if self._drafter is not None:
+            self._drafter.stop(self._counters.steps)
+
+    def _take(self) -> None:
+        """Reads the front's messages; when there is nothing to do, waits for one, with a heartbeat to all."""
+        idle = not self._waiting and not self._running
+        for message in self._front.poll(HEARTBEAT_S if idle else 0.0):
+            match message:
+                case Submit():
+                    self._submit(message)
+                case Abort(id=id):
+                    self._abort(id)
+        if idle and time.monotonic() - self._last_sign >= HEARTBEAT_S:
+            self._target.heartbeat(self._counters.steps)
+        if self._drafter is not None and time.monotonic() - self._last_draft >= HEARTBEAT_S:
+            self._drafter.heartbeat(self._counters.steps)
+            self._last_draft = time.monotonic()
+
+    def _submit(self, submit: Submit) -> None:
+        request = Request(submit, self._tree_limits(submit), self._first_draft_slot)
+        total = request.num_prompt + submit.max_tokens
+        problem = None
+        if not submit.prompt or submit.max_tokens < 1:
+            problem = "a request needs at least one prompt token and max_tokens of at least 1"
+        elif total > self._config.max_model_len:
+            problem = (
+                f"prompt of {request.num_prompt} tokens + max_tokens {submit.max_tokens} exceeds max_model_len "
+                f"{self._config.max_model_len}"
+            )
+        elif self._limits.pages_for(request) > self._allocator.num_pages - 1:
+            problem = f"{total} tokens do not fit the KV cache of {self._allocator.num_pages - 1} pages"
+        if problem:
+            self._chunks.append(TokenChunk(id=submit.id, tokens=[], finish_reason="error", error=problem))
+        else:
+            self._waiting.append(request)
+
+    def _tree_limits(self, submit: Submit) -> TreeLimits | None:
+        """The server's tree limits narrowed by the request's `speculative` object."""
+        asked, draft = submit.speculation, self._config.draft
+        if draft is None or not asked.enabled:
+            return None
+        tree = draft.tree
+        return TreeLimits(
+            num_nodes=tree.num_nodes if asked.num_tokens is None else min(asked.num_tokens, tree.num_nodes),
+            min_prob=tree.prune.min_prob if asked.min_prob is None else asked.min_prob,
+            path_prob=tree.prune.path_prob if asked.path_prob is None else asked.path_prob,
+        )
+
+    @property
+    def _first_draft_slot(self) -> int:
+        return int(self._config.draft is not None and self._config.draft.method == "eagle3")
+
+    def _abort(self, id: int) -> None:
+        for request in [r for r in (*self._waiting, *self._running) if r.id == id]:
+            self._release(request)
+
+    def _release(self, request: Request) -> None:
+        if request in self._waiting:
+            self._waiting.remove(request)
+        else:
+            self._running.remove(request)
+        self._moves = [move for move in self._moves if move.request is not request]
+        self._allocator.free(request.pages)
+        request.pages = []
+
+    def _admit(self, step: Step) -> None:
+        for request in step.admitted:
+            request.pages = self._allocator.alloc(self._limits.pages_for(request))
+            self._waiting.remove(request)
+            self._running.append(request)
+
+    def _draft(self, step: Step) -> TreeBatch:
+        """Feeds the drafter what was committed since it last heard, and gets the trees of all decoding requests."""
+        feeds = {r.id: feed for r in self._running if (feed := next_feed(r, self._config)) is not None}
+        trees = None
+        if feeds:
+            assert self._drafter is not None
+            began = time.perf_counter()
+            fed = [r for r in self._running if r.id in feeds]
+            self._drafter.send(pack_draft(fed, list(feeds.values())), self._counters.steps)
+            for request in fed:
+                request.num_fed, request.features = request.num_feedable, None
+            received = self._drafter.receive()
+            assert received.kind == Kind.DRAFT_REPLY and isinstance(received.message, DraftReply)
+            trees = received.message.trees
+            self._last_draft = time.monotonic()
+            self._counters.draft_seconds += time.perf_counter() - began
+        drafted = [r.id in feeds and feeds[r.id].num_nodes > 0 for r in step.decode]
+        return with_bare_roots(trees, drafted, [r.tokens[-1] for r in step.decode])
+
+    def _verify(self, step: Step, trees: TreeBatch) -> list[int]:
+        """The target's own token after every tree row, then after every prompt that is now complete."""
+        began = time.perf_counter()
+        packed = pack_target(trees, step.decode, step.prefill, self._moves, self._config.page_size)
+        self._moves = []
+        drawn = self._target.run(packed, self._counters.steps)
+        self._counters.verify_seconds += time.perf_counter() - began
+        return drawn
+
+    def _commit(self, step: Step, trees: TreeBatch, drawn: list[int]) -> None:
+        """Applies the verdicts: tokens, KV moves of accepted paths, features for the drafter, finished requests."""
+        num_tree_rows = len(trees.token_N)
+        after_prompt = iter(drawn[num_tree_rows:])
+        row = num_tree_rows
+        features: list[tuple[Request, list[int]]] = []  # rows whose features the drafter is owed
+        for request, chunk in step.prefill:
+            features.append((request, list(range(row, row + chunk.stop - chunk.start))))
+            row += chunk.stop - chunk.start
+            request.num_computed = chunk.stop
+            if chunk.stop == request.num_prompt:
+                self._counters.prompt_tokens += request.num_prompt
+                self._append(request, (next(after_prompt),))
+        begins = trees.offsets.tolist()
+        for request, begin, verdict in zip(step.decode, begins, walk(trees, drawn[:num_tree_rows]), strict=False):
+            root = len(request.tokens) - 1
+            features.append((request, [begin, *(begin + row for row in verdict.path)]))
+            self._moves += [
+                Move(request, root + row, root + 1 + i) for i, row in enumerate(verdict.path) if row != i + 1
+            ]
+            request.num_computed = root + len(verdict.tokens)
+            request.count(verdict)
+            self._count(request, len(verdict.path), verdict.num_drafted, verdict.num_verified)
+            self._append(request, verdict.tokens)
+        self._owe_features([(r, rows) for r, rows in features if r.limits is not None and r.pages])
+
+    def _owe_features(self, owed: list[tuple[Request, list[int]]]) -> None:
+        fused = self._target.features([row for _, rows in owed for row in rows]) if owed else None
+        if fused is not None:
+            for (request, rows), part in zip(owed, fused.split([len(rows) for _, rows in owed]), strict=True):
+                request.features = part
+
+    def _append(self, request: Request, tokens: tuple[int, ...]) -> None:
+        """Commits tokens up to a stop token or the length limit, and releases the request if it is finished."""
+        submit, kept, reason, stop_token = request.submit, [], None, None
+        for token in tokens:
+            kept.append(token)
+            is_eos = token in self._config.eos_token_ids and not submit.ignore_eos
+            if is_eos or token in submit.stop_token_ids:
+                reason, stop_token = "stop", token
+            elif request.num_output + len(kept) == submit.max_tokens:
+                reason = "length"
+            if reason:
+                break
+        request.tokens += kept
+        self._counters.generation_tokens += len(kept)
+        stats = None
+        if reason:
+            self._counters.requests_finished += 1
+            stats = request.stats()
+            self._release(request)
+        self._chunks.append(
+            TokenChunk(id=request.id, tokens=kept, finish_reason=reason, stop_token=stop_token, stats=stats)
+        )
+
+    def _count(self, request: Request, accepted: int, drafted: int, verified: int) -> None:
+        totals = self._counters
+        totals.num_drafts += verified > 0
+        totals.num_draft_tokens += drafted
+        totals.num_verified_tokens += verified
+        totals.num_accepted_tokens += accepted
+        totals.accepted_per_depth += [0] * (accepted - len(totals.accepted_per_depth))
+        for depth in range(accepted):
+            totals.accepted_per_depth[depth] += 1
+
+    def _emit(self) -> None:
+        """One frame with everything this step has to tell; while idle, a sign of life each heartbeat."""
+        now = time.monotonic()
+        if not self._chunks and now - self._last_sign < HEARTBEAT_S:
+            return
+        totals, pages = self._counters, self._allocator.num_pages - 1
+        stats = EngineStats(
+            **{name: getattr(totals, name) for name in Counters.__slots__},
+            num_running=len(self._running),
+            num_waiting=len(self._waiting),
+            kv_usage=1 - self._allocator.num_free / pages,
+        )
+        self._front.send(StepOutput(chunks=self._chunks, stats=stats))
+        self._chunks, self._last_sign = [], now

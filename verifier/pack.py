@@ -1,0 +1,139 @@
+"""Packs a scheduled step into the two messages that leave rank 0: DraftRequest and TargetStep.
+
+Rows of a step are ordered: the trees of all decoding requests, then the prompt chunks. Legend: B requests, N rows.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verifier.request import Request
+from verifier.tree import Chunk, chunk_metadata, tree_metadata
+from workers.config import EngineConfig
+from workers.types import DraftRequest, SamplingBatch, TargetStep, TreeBatch
+
+
+class Move(NamedTuple):
+    """One accepted token's KV on its way from a tree row's slot to its place, as logical slots of a request."""
+
+    request: Request
+    source: int
+    target: int
+
+
+class Feed(NamedTuple):
+    """What one request sends the drafter this step: its new rows, and the tree it asks for (0 nodes = none yet)."""
+
+    tokens: list[int]
+    num_nodes: int
+    max_depth: int
+
+
+def next_feed(request: Request, config: EngineConfig) -> Feed | None:
+    """The request's next feed; None if it never speculates, has nothing new, or will emit only one more token."""
+    if request.limits is None or config.draft is None or not request.num_computed:
+        return None
+    tokens = request.tokens[request.num_fed : request.num_feedable]
+    if not request.is_decoding:
+        return Feed(tokens, 0, 0) if tokens else None
+    still = min(request.submit.max_tokens - request.num_output, config.max_model_len - len(request.tokens))
+    depth = still - 1  # the bonus token always comes on top of an accepted path
+    tree = config.draft.tree
+    if tree.kind == "dynamic":
+        depth = min(depth, tree.max_depth)
+    return Feed(tokens, request.limits.num_nodes, depth) if depth > 0 else None
+
+
+def pack_draft(requests: list[Request], feeds: list[Feed]) -> DraftRequest:
+    """One message to the drafter for these requests, in this order."""
+    features = [request.features for request in requests if request.features is not None]
+    sampling = SamplingBatch.stack([request.submit.sampling for request in requests])
+    limits = [request.limits for request in requests]
+    assert all(limit is not None for limit in limits), "only requests that speculate are sent to the drafter"
+    return DraftRequest(
+        offsets=_offsets([len(feed.tokens) for feed in feeds]),
+        start_B=_int32([request.num_fed for request in requests]),
+        token_M=_int32([token for feed in feeds for token in feed.tokens]),
+        page_table_BP=page_table(requests),
+        accepted_B=_int32([request.accepted for request in requests]),
+        num_nodes_B=_int32([feed.num_nodes for feed in feeds]),
+        max_depth_B=_int32([feed.max_depth for feed in feeds]),
+        min_prob_B=torch.tensor([limit.min_prob for limit in limits if limit], dtype=torch.float32),
+        path_prob_B=torch.tensor([limit.path_prob for limit in limits if limit], dtype=torch.float32),
+        temperature_B=sampling.temperature_B,
+        top_k_B=sampling.top_k_B,
+        top_p_B=sampling.top_p_B,
+        min_p_B=sampling.min_p_B,
+        seed_B=sampling.seed_B,
+        features_MH=torch.cat(features) if features else None,
+    )
+
+
+def pack_target(
+    trees: TreeBatch,
+    decode: list[Request],
+    prefill: list[tuple[Request, Chunk]],
+    moves: list[Move],
+    page_size: int,
+) -> TargetStep:
+    """One forward over all trees and chunks. Tokens are drawn at every tree row and after each finished prompt."""
+    root_B = _int32([len(request.tokens) - 1 for request in decode])
+    chunks = [chunk for _, chunk in prefill]
+    tree_meta, chunk_meta = tree_metadata(trees, root_B), chunk_metadata(chunks)
+    num_tree_rows = len(trees.token_N)
+    rows = trees.offsets.diff().tolist() + [chunk.stop - chunk.start for chunk in chunks]
+    prompt_tokens = [token for request, chunk in prefill for token in request.tokens[chunk.start : chunk.stop]]
+
+    ends = num_tree_rows + np.cumsum([chunk.stop - chunk.start for chunk in chunks], dtype=np.int64)
+    finishing = [i for i, (request, chunk) in enumerate(prefill) if chunk.stop == request.num_prompt]
+    finishing_requests = [prefill[i][0] for i in finishing]
+    request_R = torch.cat([
+        torch.arange(len(decode)).repeat_interleave(trees.offsets.diff()),
+        len(decode) + torch.arange(len(finishing)),
+    ])
+    sampling = SamplingBatch.stack([r.submit.sampling for r in decode + finishing_requests]).rows(request_R)
+    position_N = torch.cat([tree_meta.position_N, chunk_meta.position_N])
+    sample_row_R = torch.cat([torch.arange(num_tree_rows, dtype=torch.int32), _int32([int(ends[i]) - 1 for i in finishing])])
+    return TargetStep(
+        copy_source=_int32([_physical(move.request, move.source, page_size) for move in moves]),
+        copy_target=_int32([_physical(move.request, move.target, page_size) for move in moves]),
+        token_N=torch.cat([trees.token_N, _int32(prompt_tokens)]),
+        position_N=position_N,
+        query_offsets=_offsets(rows),
+        page_table_BP=page_table(decode + [request for request, _ in prefill]),
+        base_B=torch.cat([root_B, torch.zeros(len(chunks), dtype=torch.int32)]),
+        slot_N=torch.cat([tree_meta.slot_N, chunk_meta.slot_N]),
+        visible_N=torch.cat([tree_meta.visible_N, chunk_meta.visible_N]),
+        ancestors_N=torch.cat([tree_meta.ancestors_N, chunk_meta.ancestors_N]),
+        sample_row_R=sample_row_R,
+        draw_index_R=position_N[sample_row_R] + 1,
+        temperature_R=sampling.temperature_B,
+        top_k_R=sampling.top_k_B,
+        top_p_R=sampling.top_p_B,
+        min_p_R=sampling.min_p_B,
+        seed_R=sampling.seed_B,
+    )
+
+
+def page_table(requests: list[Request]) -> Tensor:
+    """[B, P] int32, padded with the null page 0."""
+    table = np.zeros((len(requests), max((len(r.pages) for r in requests), default=0)), dtype=np.int32)
+    for row, request in zip(table, requests, strict=True):
+        row[: len(request.pages)] = request.pages
+    return torch.from_numpy(table)
+
+
+def _physical(request: Request, slot: int, page_size: int) -> int:
+    return request.pages[slot // page_size] * page_size + slot % page_size
+
+
+def _int32(values: list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def _offsets(counts: list[int]) -> Tensor:
+    return torch.from_numpy(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32))

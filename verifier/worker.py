@@ -1,0 +1,73 @@
+"""One verifier process: rank 0 runs the engine loop, the others follow it."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import torch
+
+from verifier.engine import Engine
+from verifier.target import Target
+from workers import groups, ipc
+from workers.checkpoint import read_spec
+from workers.config import EngineConfig
+from workers.eagle3_format import FeatureFusion, read_eagle3_spec
+from workers.groups import World
+from workers.kv import KVPool
+from workers.memory import agree_on_pages
+from workers.model import Decoder
+
+logger = logging.getLogger(__name__)
+
+
+def run(config: EngineConfig, rank: int, store_address: str, *, front: str | None = None) -> None:
+    """Serves until the engine stops. Rank 0 needs `front`, the address its service front listens on.
+
+    Raises what ended the engine early: PeerLost, or a ValueError that says what is wrong with the configuration.
+    """
+    assert (rank == 0) == (front is not None), "exactly rank 0 has a front"
+    world = groups.join(config, rank, store_address)
+    logger.info("%s: joined a world of %d", world.role, config.world_size)
+    target, num_pages, vocab_size = _load(world)
+    entry: dict[str, str | int] = {
+        "role": "verifier", "tp_rank": world.tp.rank, "rank": rank, "pid": os.getpid(), "device": str(world.device)
+    }
+    topology = world.gather_topology(entry)
+    if front is None:
+        target.follow()
+    else:
+        socket = ipc.FrameSocket(ipc.connect(front))
+        socket.send(
+            ipc.Ready(
+                topology=topology, max_model_len=config.max_model_len, vocab_size=vocab_size, num_pages=num_pages
+            )
+        )
+        engine = Engine(config, target, world.link, socket, num_pages)
+        try:
+            engine.run()
+        except ipc.FrontGone:
+            engine.stop()
+        finally:
+            socket.close()
+    groups.leave()
+    logger.info("%s: stopped", world.role)
+
+
+def _load(world: World) -> tuple[Target, int, int]:
+    """This rank's target, the agreed number of KV pages, and the vocabulary size."""
+    config = world.config
+    dtype = getattr(torch, config.dtype)
+    spec = read_spec(config.model_path)
+    taps: tuple[int, ...] = ()
+    fusion = None
+    if config.draft is not None and config.draft.method == "eagle3":
+        eagle = read_eagle3_spec(config.draft.model_path, spec)
+        taps = eagle.tap_layers if world.leads else ()
+        if world.leads:
+            fusion = FeatureFusion.load(config.draft.model_path, eagle, device=world.device, dtype=dtype)
+    decoder = Decoder.load(config.model_path, spec, world.tp, world.device, dtype, tap_layers=taps)
+    slot_bytes = KVPool.bytes_per_slot(spec.num_layers, decoder.heads.num_kv_heads, spec.head_dim, dtype)
+    num_pages = agree_on_pages(world, slot_bytes)
+    kv = decoder.new_kv_pool(num_pages * config.page_size)
+    return Target(decoder, kv, config.page_size, world.peers, fusion), num_pages, spec.vocab_size

@@ -1,0 +1,137 @@
+"""Moves one message between ranks: drafter <-> verifier 0 (`link`), and rank 0 -> its tensor-parallel peers (`fan_out`).
+
+A frame starts on the CPU (gloo): header [kind, step, meta bytes, bulk bytes] and, on CPU devices, the body's first
+bytes inline, so that most messages are one send. On CUDA the header is the doorbell and the body, meta and bulk fused,
+goes over NCCL from one device buffer. Nothing is pickled; buffers are reused and only ever grow.
+
+A peer that dies or stays silent for longer than the group's timeout raises PeerLost, which names it. Idle owners send
+`heartbeat` so that silence means death.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from workers import wire
+from workers.wire import Kind, Message, Packed
+
+_HEADER_BYTES = 32  # 4 int64
+_INLINE_BYTES = 8192
+
+
+class PeerLost(ConnectionError):
+    """A rank is gone or stuck; the engine cannot go on and must be replaced as a whole."""
+
+
+class Received(NamedTuple):
+    kind: Kind
+    step: int
+    message: Message | None  # None for STOP and HEARTBEAT
+
+
+class Channel:
+    """One direction-agnostic pipe to a peer; see `link` and `fan_out` for who may send and who receives.
+
+    `put` and `take` move one tensor. A received message's bulk tensor is a view of this channel's buffer and is valid
+    until the next `receive`.
+    """
+
+    def __init__(
+        self, *, me: str, peer: str, device: torch.device, put: Callable[[Tensor], None], take: Callable[[Tensor], None]
+    ) -> None:
+        self._me, self._peer, self._device = me, peer, device
+        self._put, self._take = put, take
+        self._on_cuda = device.type == "cuda"
+        self._frame_bytes = _HEADER_BYTES + (0 if self._on_cuda else _INLINE_BYTES)
+        self._host = torch.zeros(self._frame_bytes, dtype=torch.uint8)
+        self._body = torch.zeros(0, dtype=torch.uint8, device=device)  # CUDA only
+
+    def send(self, message: Message, step: int) -> None:
+        self._send(wire.pack(message), step)
+
+    def heartbeat(self, step: int) -> None:
+        self._send(Packed(Kind.HEARTBEAT, torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)), step)
+
+    def stop(self, step: int) -> None:
+        self._send(Packed(Kind.STOP, torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)), step)
+
+    def receive(self) -> Received:
+        """The next frame, waiting for it. Raises PeerLost."""
+        self._move(self._take, self._host[: self._frame_bytes], step=-1)
+        kind, step, meta_bytes, bulk_bytes = self._host[:_HEADER_BYTES].view(torch.int64).tolist()
+        size = meta_bytes + bulk_bytes
+        if size == 0:
+            return Received(Kind(kind), step, None)
+        if self._on_cuda:
+            body = self._device_body(size)
+            self._move(self._take, body, step)
+            meta, bulk = body[:meta_bytes].cpu(), body[meta_bytes:]
+        else:
+            self._reserve_host(_HEADER_BYTES + size)
+            if _HEADER_BYTES + size > self._frame_bytes:
+                self._move(self._take, self._host[self._frame_bytes : _HEADER_BYTES + size], step)
+            body = self._host[_HEADER_BYTES : _HEADER_BYTES + size]
+            meta, bulk = body[:meta_bytes], body[meta_bytes:]
+        return Received(Kind(kind), step, wire.unpack(Kind(kind), meta, bulk))
+
+    def _send(self, packed: Packed, step: int) -> None:
+        meta_bytes, bulk_bytes = packed.meta.numel(), packed.bulk.numel()
+        size = meta_bytes + bulk_bytes
+        header = torch.tensor([packed.kind, step, meta_bytes, bulk_bytes], dtype=torch.int64)
+        self._reserve_host(_HEADER_BYTES if self._on_cuda else _HEADER_BYTES + size)
+        self._host[:_HEADER_BYTES] = header.view(torch.uint8)
+        body = self._device_body(size) if self._on_cuda else self._host[_HEADER_BYTES : _HEADER_BYTES + size]
+        body[:meta_bytes].copy_(packed.meta)
+        body[meta_bytes:].copy_(packed.bulk)
+        self._move(self._put, self._host[: self._frame_bytes], step)
+        if self._on_cuda and size:
+            self._move(self._put, body, step)
+        elif not self._on_cuda and _HEADER_BYTES + size > self._frame_bytes:
+            self._move(self._put, self._host[self._frame_bytes : _HEADER_BYTES + size], step)
+
+    def _move(self, operation: Callable[[Tensor], None], tensor: Tensor, step: int) -> None:
+        try:
+            operation(tensor)
+        except RuntimeError as error:  # what gloo and NCCL raise for a lost peer and for a timeout
+            when = f" at step {step}" if step >= 0 else ""
+            raise PeerLost(f"{self._me} lost {self._peer}{when}: {error}") from error
+
+    def _reserve_host(self, size: int) -> None:
+        if self._host.numel() < size:
+            grown = torch.zeros(2 * size, dtype=torch.uint8)
+            grown[: self._host.numel()] = self._host
+            self._host = grown
+
+    def _device_body(self, size: int) -> Tensor:
+        if self._body.numel() < size:
+            self._body = torch.zeros(2 * size, dtype=torch.uint8, device=self._device)
+        return self._body[:size]
+
+
+def link(group: dist.ProcessGroup, peer_rank: int, *, me: str, peer: str, device: torch.device) -> Channel:
+    """Point to point, both ways; each side knows whose turn it is."""
+    return Channel(
+        me=me,
+        peer=peer,
+        device=device,
+        put=lambda tensor: dist.send(tensor, dst=peer_rank, group=group),
+        take=lambda tensor: _ignore(dist.recv(tensor, src=peer_rank, group=group)),
+    )
+
+
+def fan_out(group: dist.ProcessGroup, source_rank: int, *, me: str, peer: str, device: torch.device) -> Channel:
+    """One source, every other rank of the group receives: all ranks see the same bytes."""
+
+    def broadcast(tensor: Tensor) -> None:
+        dist.broadcast(tensor, src=source_rank, group=group)
+
+    return Channel(me=me, peer=peer, device=device, put=broadcast, take=broadcast)
+
+
+def _ignore(_: object) -> None:
+    return None

@@ -1,0 +1,287 @@
+"""Checkpoints: what a model is (`ModelSpec`, from config.json) and where its tensors are (`Weights`, slice by slice).
+
+    resolve_path(name, revision=None) -> Path          local folder or hub id
+    read_spec(path) -> ModelSpec                       frozen, plain numbers; ValueError for what we cannot run
+    check_parallel(spec, size) -> None                 ValueError unless `size` ranks can share the model
+    Weights(path, dtype=None, device="cpu")
+        .get(name, dim=None, rank=0, size=1) -> Tensor   .get_range(name, dim, start, end)   .has(name)
+        .finish(allowed=...)                           ValueError naming tensors that nobody asked for
+    split(total, rank, size) -> (start, end)           the range of a dimension that a rank owns
+
+Importing this file imports neither torch nor transformers: both wait until a checkpoint is opened, so that the rules
+which need no model files can be checked first.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from workers.rope import RopeSpec
+
+SUPPORTED_ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """A decoder of one of the supported families, in plain values."""
+
+    family: str  # llama, mistral, qwen2, qwen3
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    rms_norm_eps: float
+    tie_embeddings: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    rope: RopeSpec
+    windows: tuple[int | None, ...]  # per layer; None = full attention
+    max_position_embeddings: int
+    dtype: str  # float32, bfloat16 or float16: the checkpoint's own
+    eos_token_ids: tuple[int, ...]
+
+
+def split(total: int, rank: int, size: int) -> tuple[int, int]:
+    """The contiguous part of `total` items that a rank owns; parts differ by at most one item."""
+    return total * rank // size, total * (rank + 1) // size
+
+
+def check_parallel(spec: ModelSpec, size: int) -> None:
+    """Raise ValueError unless `size` tensor-parallel ranks can share this model's attention heads.
+
+    Intermediate and vocabulary dimensions may be uneven, so heads are the only limit.
+    """
+    check_heads(spec.num_heads, spec.num_kv_heads, size)
+
+
+def check_heads(heads: int, kv_heads: int, size: int) -> None:
+    """`check_parallel` for bare head counts (draft heads have no ModelSpec)."""
+    legal = [t for t in range(1, heads + 1) if heads % t == 0 and (kv_heads % t == 0 or t % kv_heads == 0)]
+    if size not in legal:
+        raise ValueError(
+            f"tensor_parallel_size {size} does not fit a model with {heads} attention heads and {kv_heads} key-value "
+            f"heads: it must divide the attention heads, and divide the key-value heads or be a multiple of them; "
+            f"use one of {', '.join(map(str, legal))}"
+        )
+
+
+def resolve_path(name: str, revision: str | None = None) -> Path:
+    """The local folder of a checkpoint; a hub id is fetched (config, tokenizer and weight files) or found in the cache.
+
+    Raises:
+        FileNotFoundError: neither a folder nor something the hub can give; the message keeps the hub's reason.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
+        raise FileNotFoundError(f"no checkpoint folder at {name!r} (a hub id looks like 'organisation/model')")
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.model", "merges.txt", "vocab.txt"]
+    try:
+        folder = Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+        if not any(folder.glob("*.safetensors")):  # EAGLE heads are often published as .bin only
+            folder = Path(snapshot_download(name, revision=revision, allow_patterns=[*patterns, "*.bin"]))
+    except Exception as error:
+        raise FileNotFoundError(f"cannot find checkpoint {name!r}, neither a folder nor on the hub: {error}") from error
+    return folder
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON file as a dict, {} if it does not exist."""
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def read_spec(path: Path | str) -> ModelSpec:
+    """Read a target's or a draft model's config.json (and the end-of-text ids of generation_config.json).
+
+    Raises:
+        FileNotFoundError: no config.json.
+        ValueError: an architecture, activation, quantisation or rope variant that we do not run; it says what we do.
+    """
+    path = Path(path)
+    raw = read_json(path / "config.json")
+    if not raw:
+        raise FileNotFoundError(f"no config.json in {path}")
+    family = _family(raw, path)
+    from transformers import AutoConfig
+
+    from workers.rope import rope_spec
+
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except Exception as error:  # whatever transformers' own validation raises, KeyError included
+        raise ValueError(f"{path}/config.json is not a valid {family} configuration: {error}") from error
+    if config.hidden_act != "silu":
+        raise ValueError(f"{path}: activation {config.hidden_act!r} is not supported; supported: silu")
+    bias = bool(getattr(config, "attention_bias", False))
+    return ModelSpec(
+        family=family,
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        intermediate_size=config.intermediate_size,
+        vocab_size=config.vocab_size,
+        rms_norm_eps=config.rms_norm_eps,
+        tie_embeddings=bool(config.tie_word_embeddings),
+        qkv_bias=bias or family == "qwen2",  # Qwen2 has biases on q, k, v and no flag for them
+        o_bias=bias and family != "qwen2",
+        mlp_bias=bool(getattr(config, "mlp_bias", False)) and family == "llama",
+        qk_norm=family == "qwen3",
+        rope=rope_spec(config),
+        windows=_windows(config, family),
+        max_position_embeddings=config.max_position_embeddings,
+        dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch."),
+        eos_token_ids=_eos_ids(raw, read_json(path / "generation_config.json")),
+    )
+
+
+def _family(raw: dict[str, Any], path: Path) -> str:
+    """Checked on the raw JSON: AutoConfig's own error for a stranger would not say what we do support."""
+    quantization = raw.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method", "unknown")
+        raise ValueError(f"{path}: quantized checkpoints are not supported (quantization_config: {method})")
+    if "draft_vocab_size" in raw or "speculators_model_type" in raw:
+        raise ValueError(f"{path} is an EAGLE-3 draft head, not a model that can run by itself")
+    architectures = raw.get("architectures") or []
+    by_type = {family: family for family in SUPPORTED_ARCHITECTURES.values()}
+    family = SUPPORTED_ARCHITECTURES.get(architectures[0]) if architectures else by_type.get(raw.get("model_type", ""))
+    if family is None or raw.get("model_type", family) != family:
+        found = architectures[0] if architectures else raw.get("model_type")
+        raise ValueError(
+            f"{path}: architecture {found!r} is not supported; supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
+        )
+    return family
+
+
+def _windows(config: Any, family: str) -> tuple[int | None, ...]:
+    window = getattr(config, "sliding_window", None)
+    if family == "mistral":
+        return (window,) * config.num_hidden_layers
+    if family == "llama" or window is None:
+        return (None,) * config.num_hidden_layers
+    return tuple(window if kind == "sliding_attention" else None for kind in config.layer_types)
+
+
+def _eos_ids(*configs: dict[str, Any]) -> tuple[int, ...]:
+    """End-of-text ids of config.json and generation_config.json together: chat models name theirs in either."""
+    ids: dict[int, None] = {}
+    for config in configs:
+        value = config.get("eos_token_id")
+        ids.update(dict.fromkeys(value if isinstance(value, list) else [] if value is None else [value]))
+    return tuple(ids)
+
+
+class Weights:
+    """The tensors of one checkpoint folder: safetensors (single, sharded) or, failing that, pytorch_model.bin.
+
+    Files are memory-mapped and only the slices asked for are read, then cast and moved one tensor at a time; a rank
+    never holds more than its own share plus one tensor. Every returned tensor owns its memory.
+
+    Args:
+        path: the checkpoint folder.
+        dtype: floating tensors are cast to it (None = as stored); integer and boolean ones keep theirs.
+        device: where the slices go.
+        rename: applied to every stored name first, so that formats differing by a prefix load alike.
+    """
+
+    def __init__(
+        self,
+        path: Path | str,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+        rename: Callable[[str], str] = str,
+    ) -> None:
+        import torch
+        from safetensors import safe_open
+
+        self.path = Path(path)
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self._slices: dict[str, Any] = {}
+        self._used: set[str] = set()
+        for file in _weight_files(self.path):
+            if file.suffix == ".bin":
+                tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+                self._slices.update({rename(name): tensor for name, tensor in tensors.items()})
+                continue
+            handle = safe_open(file, framework="pt", device="cpu")
+            self._slices.update({rename(name): handle.get_slice(name) for name in handle.keys()})  # noqa: SIM118
+
+    def has(self, name: str) -> bool:
+        return name in self._slices
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Full shape of a stored tensor. Raises ValueError if it is missing."""
+        stored = self._find(name)
+        return tuple(stored.shape if hasattr(stored, "shape") else stored.get_shape())
+
+    def get(self, name: str, dim: int | None = None, rank: int = 0, size: int = 1) -> Tensor:
+        """A tensor, or the `rank`-th of `size` parts of it along `dim` (0 or 1). Raises ValueError if it is missing."""
+        if dim is None or size == 1:
+            return self.get_range(name, 0, 0, None)
+        return self.get_range(name, dim, *split(self.shape(name)[dim], rank, size))
+
+    def get_range(self, name: str, dim: int, start: int, end: int | None) -> Tensor:
+        """Items start:end along `dim` (0 or 1) of a tensor. Raises ValueError if it is missing."""
+        import torch
+
+        stored = self._find(name)
+        self._used.add(name)
+        part = stored[start:end] if dim == 0 else stored[:, start:end]
+        dtype = self.dtype if self.dtype is not None and part.is_floating_point() else part.dtype
+        # A fresh tensor: the mapped file may be misaligned, and one slice would keep all of it mapped.
+        return torch.empty(part.shape, dtype=dtype, device=self.device).copy_(part)
+
+    def finish(self, allowed: Callable[[str], bool] | Iterable[str] = ()) -> None:
+        """Raise ValueError if the checkpoint holds tensors that were never asked for, other than the allowed names.
+
+        A tensor that nobody reads means a model that is not the one we built: silently skipping it would only show
+        as bad text.
+        """
+        known = allowed if callable(allowed) else set(allowed).__contains__
+        unknown = sorted(name for name in self._slices if name not in self._used and not known(name))
+        if unknown:
+            raise ValueError(f"{self.path}: {len(unknown)} unknown tensors: {', '.join(unknown[:8])}")
+
+    def _find(self, name: str) -> Any:
+        if name not in self._slices:
+            raise ValueError(f"{self.path}: tensor {name!r} is missing")
+        return self._slices[name]
+
+
+def _weight_files(path: Path) -> list[Path]:
+    index = read_json(path / "model.safetensors.index.json") or read_json(path / "pytorch_model.bin.index.json")
+    if index:
+        files = [path / name for name in sorted(set(index["weight_map"].values()))]
+    elif (path / "model.safetensors").exists():
+        files = [path / "model.safetensors"]
+    else:  # "consolidated" files repeat the same weights under Mistral's own names
+        files = [file for file in sorted(path.glob("*.safetensors")) if not file.name.startswith("consolidated")]
+        files = files or [path / "pytorch_model.bin"]
+    missing = [file.name for file in files if not file.exists()]
+    if missing:
+        raise FileNotFoundError(f"no weights in {path}: {', '.join(missing)} not found")
+    return files

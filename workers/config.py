@@ -1,0 +1,103 @@
+"""Engine configuration: what a worker process is told once, at the door.
+
+`secateur.config` validates what users type; `cluster.convert` turns it into these frozen dataclasses; they travel to
+every process as JSON (`to_json` / `from_json`) and are passed down as the part each piece needs.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+MAX_TREE_NODES = 64
+"""Rows of one request's tree, root included: ancestors are one 64-bit mask per node."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PruneConfig:
+    """Thresholds of dynamic pruning; 0.0 switches one off (design: a value equal to the threshold is kept)."""
+
+    min_prob: float = 0.0
+    path_prob: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeConfig:
+    """The shape a draft tree may take. `num_nodes` and `max_depth` count without the root."""
+
+    kind: Literal["dynamic", "chain", "static"] = "dynamic"
+    num_nodes: int = 16
+    max_depth: int = 8
+    max_children: int = 8
+    static_paths: tuple[tuple[int, ...], ...] = ()
+    """Static trees only: breadth-first paths, e.g. ((0,), (1,), (0, 0))."""
+    prune: PruneConfig = PruneConfig()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftConfig:
+    """The drafter: where its weights are, over how many ranks it is split, and the trees it grows."""
+
+    method: Literal["eagle3", "draft_model"]
+    model_path: str
+    tensor_parallel_size: int = 1
+    placement: Literal["dedicated", "colocated"] = "dedicated"
+    tree: TreeConfig = TreeConfig()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """One engine: a tensor-parallel target and, unless `draft` is None, its drafter.
+
+    World ranks are [verifier 0 .. T-1, drafter 0 .. D-1]; rank 0 runs the engine loop.
+    """
+
+    model_path: str
+    tensor_parallel_size: int = 1
+    device: Literal["cpu", "cuda"] = "cpu"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    max_model_len: int = 2048
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    page_size: int = 16
+    num_pages: int | None = None
+    """KV pages per pool; None = as many as memory allows, and no more than can ever be used."""
+    memory_utilization: float = 0.9
+    eos_token_ids: tuple[int, ...] = ()
+    step_timeout_s: float = 60.0
+    """A peer that is silent for this long inside a step is lost."""
+    draft: DraftConfig | None = None
+
+    @property
+    def draft_ranks(self) -> int:
+        return self.draft.tensor_parallel_size if self.draft else 0
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor_parallel_size + self.draft_ranks
+
+    @property
+    def tree_rows(self) -> int:
+        """Most rows one request can have in a verification step, root included."""
+        return 1 + (self.draft.tree.num_nodes if self.draft else 0)
+
+    def role_of(self, rank: int) -> str:
+        """Name of a world rank for logs and errors, e.g. "verifier 0" or "drafter 1"."""
+        tp = self.tensor_parallel_size
+        return f"verifier {rank}" if rank < tp else f"drafter {rank - tp}"
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> EngineConfig:
+        raw: dict[str, Any] = json.loads(text)
+        draft = raw.pop("draft")
+        if draft is not None:
+            tree = draft.pop("tree")
+            tree["prune"] = PruneConfig(**tree["prune"])
+            tree["static_paths"] = tuple(tuple(path) for path in tree["static_paths"])
+            draft = DraftConfig(**draft, tree=TreeConfig(**tree))
+        raw["eos_token_ids"] = tuple(raw["eos_token_ids"])
+        return EngineConfig(**raw, draft=draft)

@@ -1,0 +1,101 @@
+"""Rendezvous and process groups: who is in the engine and over which group they talk.
+
+Rank 0 opens a TCPStore on a free port for each engine start, so a restarted engine can never meet a stale rank. All
+ranks then create the same groups in the same order: verifier tensor parallelism, drafter tensor parallelism, and the
+link between verifier 0 and drafter 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from workers.channel import Channel, fan_out, link
+from workers.config import EngineConfig
+from workers.layers import TensorParallel
+
+_START_TIMEOUT = timedelta(minutes=30)  # loading weights from a cold disk happens inside the first collectives
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """This process's place in the engine."""
+
+    config: EngineConfig
+    rank: int
+    role: str
+    device: torch.device
+    tp: TensorParallel  # of this rank's own side
+    peers: Channel | None  # rank 0 of this side -> its other ranks; None when the side has one rank
+    link: Channel | None  # verifier 0 <-> drafter 0, on those two ranks only
+
+    @property
+    def leads(self) -> bool:
+        """True on the first rank of each side."""
+        return self.tp.rank == 0
+
+    def gather_topology(self, entry: dict[str, str | int]) -> list[dict[str, str | int]]:
+        """Every rank's entry, on every rank; a start-up collective that also proves all are connected."""
+        entries: list[dict[str, str | int]] = [{} for _ in range(self.config.world_size)]
+        dist.all_gather_object(entries, entry)
+        return entries
+
+    def agree_on_minimum(self, value: int) -> int:
+        """The smallest of every rank's values."""
+        tensor = torch.tensor([value], dtype=torch.int64)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
+        return int(tensor)
+
+
+def open_store(host: str = "127.0.0.1") -> tuple[dist.TCPStore, str]:
+    """A rendezvous store on a free port of `host`: (the store to keep alive, its "host:port"). Called by rank 0."""
+    store = dist.TCPStore(host_name=host, port=0, is_master=True, wait_for_workers=False, multi_tenant=True)
+    return store, f"{host}:{store.port}"
+
+
+def join(config: EngineConfig, rank: int, store_address: str) -> World:
+    """Connects this rank to the engine's world. Blocks until every rank has joined."""
+    host, _, port = store_address.rpartition(":")
+    device = torch.device(config.device, 0) if config.device == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    store = dist.TCPStore(host_name=host, port=int(port), is_master=False, wait_for_workers=False)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=config.world_size, timeout=_START_TIMEOUT
+    )
+    size = config.tensor_parallel_size
+    sides = [list(range(size)), list(range(size, config.world_size))]
+    step_timeout = timedelta(seconds=config.step_timeout_s)
+    # Every rank creates every group, in this order.
+    side_groups = [dist.new_group(ranks, timeout=step_timeout) if len(ranks) > 1 else None for ranks in sides]
+    link_group = dist.new_group([0, size], timeout=step_timeout) if sides[1] else None
+
+    side = 0 if rank < size else 1
+    ranks, group = sides[side], side_groups[side]
+    role = config.role_of(rank)
+    peers = None
+    if group is not None:
+        others = "its tensor-parallel peers" if rank == ranks[0] else config.role_of(ranks[0])
+        peers = fan_out(group, ranks[0], me=role, peer=others, device=device)
+    to_peer = None
+    if link_group is not None and rank in (0, size):
+        other = size if rank == 0 else 0
+        to_peer = link(link_group, other, me=role, peer=config.role_of(other), device=device)
+    return World(
+        config=config,
+        rank=rank,
+        role=role,
+        device=device,
+        tp=TensorParallel(rank=rank - ranks[0], size=len(ranks), group=group),
+        peers=peers,
+        link=to_peer,
+    )
+
+
+def leave() -> None:
+    """Closes the groups after a clean stop. Never call it after an error: a collective's teardown can hang."""
+    dist.destroy_process_group()

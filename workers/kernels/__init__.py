@@ -1,0 +1,1 @@
+"""Device kernels; every kernel has a torch twin of the same signature in ``reference.py``."""

@@ -1,0 +1,248 @@
+"""The bricks of a decoder: norm, attention, MLP, embedding and vocabulary head, each holding one rank's share.
+
+    TensorParallel(rank, size, group); SINGLE
+    rms_norm(x, weight, eps)
+    HeadSplit.of(num_heads, num_kv_heads, tp)
+    Attention.load(...)(x_ND, rotation, plan, kv, layer) -> [N, D]     Mlp.load(...)(x_ND) -> [N, D]
+    VocabHead.load(...)(x_ND) -> [N, W] float32 shard                  gather_vocab(shard_NW, tp, vocab_size) -> [N, V]
+
+Legend: N packed rows, D hidden width, H heads, d head width, I intermediate width, V vocabulary, W a shard's width.
+Column-parallel weights (q, k, v, gate, up, vocabulary) keep this rank's output rows, row-parallel ones (o, down) its
+input columns, followed by one all-reduce over the group that is passed in. With size 1 no collective is ever called.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from workers.checkpoint import Weights
+from workers.kernels.reference import AttentionPlan, tree_attention
+from workers.kv import KVPool
+from workers.rope import Rotation, rotate_
+
+
+@dataclass(frozen=True, slots=True)
+class TensorParallel:
+    """This rank's place among the `size` ranks that share one model, and the group they reduce over."""
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup | None = None
+
+    def all_reduce_(self, x: Tensor) -> Tensor:
+        """Sum over the ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(x, group=self.group)
+        return x
+
+
+SINGLE = TensorParallel(0, 1)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm over the last dimension: computed in float32, cast back, then times weight (transformers' order)."""
+    if x.dtype is torch.float32 and weight.dim() == 1:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    return F.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype) * weight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadSplit:
+    """One rank's heads. Key-value heads are replicated when there are more ranks than heads."""
+
+    num_heads: int
+    num_kv_heads: int
+    kv_rank: int  # part of the key-value heads, of `kv_parts`
+    kv_parts: int
+
+    @staticmethod
+    def of(num_heads: int, num_kv_heads: int, tp: TensorParallel) -> HeadSplit:
+        """Call `check_parallel` before: sizes that do not divide are a bug here."""
+        parts = min(tp.size, num_kv_heads)
+        assert num_heads % tp.size == 0 and num_kv_heads % parts == 0 and tp.size % parts == 0
+        return HeadSplit(
+            num_heads=num_heads // tp.size,
+            num_kv_heads=num_kv_heads // parts,
+            kv_rank=tp.rank * parts // tp.size,
+            kv_parts=parts,
+        )
+
+
+class Attention:
+    """Self-attention of one layer: fused q, k, v projection, Qwen3's head norms, rope, paged KV, output projection."""
+
+    def __init__(
+        self,
+        *,
+        heads: HeadSplit,
+        head_dim: int,
+        qkv_weight: Tensor,
+        qkv_bias: Tensor | None,
+        o_weight: Tensor,
+        o_bias: Tensor | None,
+        qk_norm_Hd: Tensor | None,
+        eps: float,
+        window: int | None,
+        tp: TensorParallel,
+    ) -> None:
+        self.num_heads = heads.num_heads
+        self.num_rotated = heads.num_heads + heads.num_kv_heads
+        self.kv_shape = (2, heads.num_kv_heads, head_dim)
+        self.qkv_shape = (self.num_rotated + heads.num_kv_heads, head_dim)
+        self.qkv_weight, self.qkv_bias = qkv_weight, qkv_bias
+        self.o_weight, self.o_bias = o_weight, o_bias
+        self.qk_norm_Hd = qk_norm_Hd
+        self.eps = eps
+        self.scale = head_dim**-0.5
+        self.window = window
+        self.tp = tp
+
+    @staticmethod
+    def load(
+        weights: Weights,
+        prefix: str,
+        *,
+        heads: HeadSplit,
+        head_dim: int,
+        qkv_bias: bool,
+        o_bias: bool,
+        qk_norm: bool,
+        eps: float,
+        window: int | None,
+        tp: TensorParallel,
+    ) -> Attention:
+        """Read this rank's slices of `prefix`{q,k,v,o}_proj and, if asked for, {q,k}_norm."""
+
+        def fused(kind: str) -> Tensor:
+            kv = (0, heads.kv_rank, heads.kv_parts)
+            return torch.cat(
+                (
+                    weights.get(f"{prefix}q_proj.{kind}", 0, tp.rank, tp.size),
+                    weights.get(f"{prefix}k_proj.{kind}", *kv),
+                    weights.get(f"{prefix}v_proj.{kind}", *kv),
+                )
+            )
+
+        norm = None
+        if qk_norm:  # one weight row per rotated head, so that queries and keys are normed together
+            q_norm, k_norm = weights.get(f"{prefix}q_norm.weight"), weights.get(f"{prefix}k_norm.weight")
+            norm = torch.cat((q_norm.expand(heads.num_heads, -1), k_norm.expand(heads.num_kv_heads, -1)))
+        return Attention(
+            heads=heads,
+            head_dim=head_dim,
+            qkv_weight=fused("weight"),
+            qkv_bias=fused("bias") if qkv_bias else None,
+            o_weight=weights.get(f"{prefix}o_proj.weight", 1, tp.rank, tp.size),
+            o_bias=row_parallel_bias(weights, f"{prefix}o_proj.bias", tp) if o_bias else None,
+            qk_norm_Hd=norm,
+            eps=eps,
+            window=window,
+            tp=tp,
+        )
+
+    def __call__(self, x_ND: Tensor, rotation: Rotation, plan: AttentionPlan, kv: KVPool, layer: int) -> Tensor:
+        """x_ND is already normed; returns [N, D] summed over the ranks, without the residual. Writes the rows' KV."""
+        qkv_NHd = F.linear(x_ND, self.qkv_weight, self.qkv_bias).view(-1, *self.qkv_shape)
+        qk_NHd = qkv_NHd[:, : self.num_rotated]
+        if self.qk_norm_Hd is not None:
+            qk_NHd.copy_(rms_norm(qk_NHd, self.qk_norm_Hd, self.eps))
+        rotate_(qk_NHd, rotation)
+        kv.write(layer, qkv_NHd[:, self.num_heads :].view(-1, *self.kv_shape), plan.write_slots_N)
+        out = tree_attention(qkv_NHd[:, : self.num_heads], kv.layer(layer), plan, self.scale, self.window)
+        return self.tp.all_reduce_(F.linear(out, self.o_weight, self.o_bias))
+
+
+class Mlp:
+    """down(silu(gate(x)) * up(x)) with gate and up fused."""
+
+    def __init__(
+        self,
+        gate_up_weight: Tensor,
+        gate_up_bias: Tensor | None,
+        down_weight: Tensor,
+        down_bias: Tensor | None,
+        tp: TensorParallel,
+    ) -> None:
+        self.gate_up_weight, self.gate_up_bias = gate_up_weight, gate_up_bias
+        self.down_weight, self.down_bias = down_weight, down_bias
+        self.width = down_weight.shape[1]
+        self.tp = tp
+
+    @staticmethod
+    def load(weights: Weights, prefix: str, *, bias: bool, tp: TensorParallel) -> Mlp:
+        """Read this rank's slices of `prefix`{gate,up,down}_proj; the intermediate width may split unevenly."""
+
+        def fused(kind: str) -> Tensor:
+            names = (f"{prefix}gate_proj.{kind}", f"{prefix}up_proj.{kind}")
+            return torch.cat([weights.get(name, 0, tp.rank, tp.size) for name in names])
+
+        return Mlp(
+            fused("weight"),
+            fused("bias") if bias else None,
+            weights.get(f"{prefix}down_proj.weight", 1, tp.rank, tp.size),
+            row_parallel_bias(weights, f"{prefix}down_proj.bias", tp) if bias else None,
+            tp,
+        )
+
+    def __call__(self, x_ND: Tensor) -> Tensor:
+        """x_ND is already normed; returns [N, D] summed over the ranks, without the residual."""
+        gate_up = F.linear(x_ND, self.gate_up_weight, self.gate_up_bias)
+        inner = F.silu(gate_up[:, : self.width]).mul_(gate_up[:, self.width :])
+        return self.tp.all_reduce_(F.linear(inner, self.down_weight, self.down_bias))
+
+
+def row_parallel_bias(weights: Weights, name: str, tp: TensorParallel) -> Tensor | None:
+    """A row-parallel layer's bias belongs to the sum, so only rank 0 adds it."""
+    bias = weights.get(name)
+    return bias if tp.rank == 0 else None
+
+
+class VocabHead:
+    """One rank's rows of the output embedding: tokens start .. end - 1, in a shard of `width` columns.
+
+    Every shard is equally wide so that shards can be gathered; where the vocabulary does not divide, the columns past
+    its end hold -inf.
+    """
+
+    def __init__(self, weight_WD: Tensor, start: int, width: int) -> None:
+        self.weight_WD = weight_WD
+        self.start = start
+        self.end = start + weight_WD.shape[0]
+        self.num_padding = width - weight_WD.shape[0]
+
+    @staticmethod
+    def load(weights: Weights, name: str, vocab_size: int, tp: TensorParallel) -> VocabHead:
+        start, end, width = shard_vocab(vocab_size, tp)
+        return VocabHead(weights.get_range(name, 0, start, end), start, width)
+
+    @staticmethod
+    def tied(embedding_VD: Tensor, tp: TensorParallel) -> VocabHead:
+        """The same rows of a (replicated) input embedding: a view, no memory of its own."""
+        start, end, width = shard_vocab(embedding_VD.shape[0], tp)
+        return VocabHead(embedding_VD[start:end], start, width)
+
+    def __call__(self, x_ND: Tensor) -> Tensor:
+        """float32 logits shard [N, W] of final hidden states."""
+        logits = F.linear(x_ND, self.weight_WD).float()
+        return logits if not self.num_padding else F.pad(logits, (0, self.num_padding), value=float("-inf"))
+
+
+def shard_vocab(vocab_size: int, tp: TensorParallel) -> tuple[int, int, int]:
+    """(start, end, width) of this rank's tokens; all widths are equal, the last shards may own fewer tokens."""
+    width = -(-vocab_size // tp.size)
+    start = min(tp.rank * width, vocab_size)
+    return start, min(start + width, vocab_size), width
+
+
+def gather_vocab(shard_NW: Tensor, tp: TensorParallel, vocab_size: int) -> Tensor:
+    """All ranks' logits shards side by side: [N, V] on every rank."""
+    if tp.size == 1:
+        return shard_NW
+    shards = [torch.empty_like(shard_NW) for _ in range(tp.size)]
+    dist.all_gather(shards, shard_NW.contiguous(), group=tp.group)
+    return torch.cat(shards, dim=1)[:, :vocab_size]

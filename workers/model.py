@@ -1,0 +1,193 @@
+"""The target and the draft model: one config-driven decoder for the Llama, Mistral, Qwen2 and Qwen3 families.
+
+    Decoder.load(source, spec, tp=SINGLE, device="cpu", dtype=float32, tap_layers=()) -> Decoder
+        .plan(metadata, page_size, first_slot=0) -> AttentionPlan      once per step
+        .forward(tokens_N, positions_N, plan, kv) -> Hidden            every rank of `tp` together
+        .logits(hidden_ND) -> [N, W] float32 shard                     tokens vocab_range[0] .. vocab_range[1] - 1
+        .full_logits(hidden_ND) -> [N, V] float32                      gathered over `tp`
+        .new_kv_pool(num_slots) -> KVPool                              of this rank's kv heads
+
+Legend: N packed rows (no batch axis), D hidden width, V vocabulary, W = ceil(V / T) columns of a logits shard.
+A rank's share is read straight from the checkpoint's slices; the input embedding is replicated, which saves one
+all-reduce per step for V * D values of memory.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from workers.checkpoint import ModelSpec, Weights, check_parallel
+from workers.kernels.reference import AttentionPlan
+from workers.kernels.reference import plan as plan_attention
+from workers.kv import KVPool
+from workers.layers import SINGLE, Attention, HeadSplit, Mlp, TensorParallel, VocabHead, gather_vocab, rms_norm
+from workers.rope import Rope
+from workers.types import AttentionMetadata, Hidden
+
+
+class DecoderLayer(NamedTuple):
+    """x += attention(norm(x)); x += mlp(norm(x))."""
+
+    input_norm_D: Tensor
+    attention: Attention
+    post_norm_D: Tensor
+    mlp: Mlp
+
+
+class Decoder:
+    """A decoder-only model over flat packed tokens and paged KV. Build it with `load`."""
+
+    def __init__(
+        self,
+        *,
+        spec: ModelSpec,
+        tp: TensorParallel,
+        embedding_VD: Tensor,
+        layers: tuple[DecoderLayer, ...],
+        final_norm_D: Tensor,
+        head: VocabHead,
+        rope: Rope,
+        tap_layers: tuple[int, ...],
+    ) -> None:
+        self.spec = spec
+        self.tp = tp
+        self.device = embedding_VD.device
+        self.dtype = embedding_VD.dtype
+        self.heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, tp)
+        self.vocab_range = (head.start, head.end)
+        self.tap_layers = tap_layers
+        self._embedding_VD = embedding_VD
+        self._layers = layers
+        self._final_norm_D = final_norm_D
+        self._head = head
+        self._rope = rope
+
+    @staticmethod
+    @torch.inference_mode()
+    def load(
+        source: Path | str | Weights,
+        spec: ModelSpec,
+        tp: TensorParallel = SINGLE,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        tap_layers: tuple[int, ...] = (),
+    ) -> Decoder:
+        """Read this rank's share of a checkpoint folder.
+
+        Args:
+            source: the folder, or Weights already opened with the same dtype and device.
+            tap_layers: capture the residual stream before these layers (0 .. L), for EAGLE-3.
+
+        Raises:
+            ValueError: tp.size does not fit the heads; a tap outside the model; a missing or unknown tensor, named.
+        """
+        check_parallel(spec, tp.size)
+        for tap in tap_layers:
+            if not 0 <= tap <= spec.num_layers:
+                raise ValueError(f"feature layer {tap} is outside a model of {spec.num_layers} layers")
+        weights = source if isinstance(source, Weights) else Weights(source, dtype, device)
+        embedding_VD = weights.get("model.embed_tokens.weight")
+        layers = tuple(_load_layer(weights, spec, tp, index) for index in range(spec.num_layers))
+        final_norm_D = weights.get("model.norm.weight")
+        if spec.tie_embeddings:
+            head = VocabHead.tied(embedding_VD, tp)
+        else:
+            head = VocabHead.load(weights, "lm_head.weight", spec.vocab_size, tp)
+        weights.finish(allowed=_is_redundant if spec.tie_embeddings else _is_legacy)
+        return Decoder(
+            spec=spec,
+            tp=tp,
+            embedding_VD=embedding_VD,
+            layers=layers,
+            final_norm_D=final_norm_D,
+            head=head,
+            rope=Rope(spec.rope, dtype, device),
+            tap_layers=tuple(tap_layers),
+        )
+
+    def plan(self, metadata: AttentionMetadata, page_size: int, first_slot: int = 0) -> AttentionPlan:
+        """Prepare one step's attention for this model's heads, windows, dtype and device."""
+        return plan_attention(
+            metadata,
+            page_size,
+            windows=self.spec.windows,
+            group_size=self.heads.num_heads // self.heads.num_kv_heads,
+            first_slot=first_slot,
+            dtype=self.dtype,
+            device=self.device,
+        )
+
+    def new_kv_pool(self, num_slots: int) -> KVPool:
+        """A pool for this rank's key-value heads; num_slots = pages (the null page included) * page_size."""
+        spec = self.spec
+        kv_heads = self.heads.num_kv_heads
+        return KVPool(spec.num_layers, num_slots, kv_heads, spec.head_dim, self.dtype, self.device)
+
+    @torch.inference_mode()
+    def forward(self, tokens_N: Tensor, positions_N: Tensor, plan: AttentionPlan, kv: KVPool) -> Hidden:
+        """One packed pass; writes every row's key and value into `kv` and attends as the plan says.
+
+        Args:
+            tokens_N, positions_N: int32 or int64 [N] on the model's device.
+
+        Returns:
+            Hidden: final_ND after the final norm; taps_N3D in tap order, or None without taps. Equal on every rank.
+        """
+        rotation = self._rope(positions_N)
+        eps = self.spec.rms_norm_eps
+        captured: dict[int, Tensor] = {}
+        x_ND = F.embedding(tokens_N, self._embedding_VD)
+        for index, layer in enumerate(self._layers):
+            if index in self.tap_layers:
+                captured[index] = x_ND
+            x_ND = x_ND + layer.attention(rms_norm(x_ND, layer.input_norm_D, eps), rotation, plan, kv, index)
+            x_ND = x_ND + layer.mlp(rms_norm(x_ND, layer.post_norm_D, eps))
+        captured[len(self._layers)] = x_ND
+        taps_N3D = torch.cat([captured[tap] for tap in self.tap_layers], dim=-1) if self.tap_layers else None
+        return Hidden(rms_norm(x_ND, self._final_norm_D, eps), taps_N3D)
+
+    @torch.inference_mode()
+    def logits(self, hidden_ND: Tensor) -> Tensor:
+        """float32 [N, W] logits of this rank's tokens; columns past the vocabulary's end (if any) are -inf."""
+        return self._head(hidden_ND)
+
+    @torch.inference_mode()
+    def full_logits(self, hidden_ND: Tensor) -> Tensor:
+        """float32 [N, V] logits on every rank; a collective over `tp`."""
+        return gather_vocab(self._head(hidden_ND), self.tp, self.spec.vocab_size)
+
+
+def _load_layer(weights: Weights, spec: ModelSpec, tp: TensorParallel, index: int) -> DecoderLayer:
+    prefix = f"model.layers.{index}."
+    return DecoderLayer(
+        input_norm_D=weights.get(f"{prefix}input_layernorm.weight"),
+        attention=Attention.load(
+            weights,
+            f"{prefix}self_attn.",
+            heads=HeadSplit.of(spec.num_heads, spec.num_kv_heads, tp),
+            head_dim=spec.head_dim,
+            qkv_bias=spec.qkv_bias,
+            o_bias=spec.o_bias,
+            qk_norm=spec.qk_norm,
+            eps=spec.rms_norm_eps,
+            window=spec.windows[index],
+            tp=tp,
+        ),
+        post_norm_D=weights.get(f"{prefix}post_attention_layernorm.weight"),
+        mlp=Mlp.load(weights, f"{prefix}mlp.", bias=spec.mlp_bias, tp=tp),
+    )
+
+
+def _is_legacy(name: str) -> bool:
+    """Buffers that old checkpoints stored although they follow from the config."""
+    return name.endswith("rotary_emb.inv_freq")
+
+
+def _is_redundant(name: str) -> bool:
+    """With tied embeddings some checkpoints repeat the head."""
+    return _is_legacy(name) or name == "lm_head.weight"

@@ -1,0 +1,75 @@
+"""Counter-based noise: the same numbers for the same keys, on any rank, in any batch, in any order.
+
+Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). The key is the request's 64-bit
+seed; the four counter words say which draw it is. Nothing here touches torch's global generator.
+
+Legend: R rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+_MASK = 0xFFFFFFFF
+_M0, _M1 = 0xD2511F53, 0xCD9E8D57
+_W0, _W1 = 0x9E3779B9, 0xBB67AE85
+_ROUNDS = 10
+
+
+class Stream(IntEnum):
+    """The fourth counter word: streams are disjoint by construction."""
+
+    TARGET_GUMBEL = 0
+    DRAFT = 1
+    ACCEPT = 2
+    RESIDUAL = 3
+
+
+def philox(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, stream: Stream) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Four 32-bit words (as int64 in [0, 2^32)) per broadcast element of the key and counter words.
+
+    seed: int64, all 64 bits are used. c0, c1, c2: int64 in [0, 2^32). Products of two 32-bit numbers fill 64 bits;
+    int64 wraps, and an arithmetic shift followed by the mask still yields the exact high word.
+    """
+    k0, k1 = seed & _MASK, (seed >> 32) & _MASK
+    c3 = torch.full_like(c0, int(stream))
+    for _ in range(_ROUNDS):
+        p0, p1 = c0 * _M0, c2 * _M1
+        c0, c1, c2, c3 = ((p1 >> 32) & _MASK) ^ c1 ^ k0, p1 & _MASK, ((p0 >> 32) & _MASK) ^ c3 ^ k1, p0 & _MASK
+        k0, k1 = (k0 + _W0) & _MASK, (k1 + _W1) & _MASK
+    return c0, c1, c2, c3
+
+
+def gumbel(seed_R: Tensor, index_R: Tensor, start: int, stop: int) -> Tensor:
+    """Gumbel noise [R, stop - start] float32 for target token ids [start, stop).
+
+    Row r's noise is keyed on (seed_R[r], index_R[r], token id), where index is the index of the token being drawn:
+    after an n-token prefix it is n, in prefill, decode and replay alike. One Philox call serves four neighbouring
+    token ids, so the counter holds id // 4 and id % 4 picks the word.
+    """
+    first, last = start // 4, (stop + 3) // 4
+    c0 = torch.arange(first, last, dtype=torch.int64, device=seed_R.device)[None, :].expand(len(seed_R), -1)
+    c1 = (index_R.to(torch.int64) & _MASK)[:, None].expand_as(c0)
+    words = philox(seed_R[:, None], c0, c1, torch.zeros_like(c0), Stream.TARGET_GUMBEL)
+    r = torch.stack(words, dim=-1).reshape(len(seed_R), -1)[:, start - 4 * first : stop - 4 * first]
+    # -log(-log u) with u = (r + 0.5) 2^-32. In float32 u rounds to 1 for large r, so the upper half uses
+    # log1p of the exact distance to 1.
+    upper = r >= 2**31
+    distance = torch.where(upper, (2**32 - r) - 0.5, r + 0.5) * 2.0**-32
+    distance = distance.to(torch.float32)
+    return -torch.log(-torch.where(upper, torch.log1p(-distance), torch.log(distance)))
+
+
+def split_seed(seed: int, index: int) -> int:
+    """H(seed, index), the seed of a request's index-th sample or a server's index-th request; H(seed, 0) = seed."""
+    if index == 0:
+        return seed
+    words = philox(
+        torch.tensor([seed if seed < 2**63 else seed - 2**64]),
+        *(torch.tensor([w]) for w in (index & _MASK, (index >> 32) & _MASK, 0x5EED)),
+        Stream.DRAFT,
+    )
+    return int(words[0]) | int(words[1]) << 32

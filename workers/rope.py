@@ -1,0 +1,85 @@
+"""Rotary position embedding: from a config's rope fields to the cos and sin of one step.
+
+    rope_spec(config) -> RopeSpec                      every stateless variant that transformers computes
+    Rope(spec, dtype, device)(positions_N) -> Rotation  once per step, shared by all layers
+    rotate_(qk_NHd, rotation)                          in place, "rotate half" layout
+
+Legend: N packed rows, H heads (queries then keys), d head width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+SUPPORTED_ROPE = ("default", "linear", "dynamic", "yarn", "llama3")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeSpec:
+    """Inverse frequencies (head_dim / 2 of them, exact float32 values) and the factor on cos and sin (YaRN)."""
+
+    inv_freq: tuple[float, ...]
+    scaling: float = 1.0
+
+
+class Rotation(NamedTuple):
+    """cos and sin of one step's positions; sin carries the minus sign of `rotate_half` in its first half."""
+
+    cos_N1d: Tensor
+    sin_N1d: Tensor
+
+
+def rope_spec(config: Any) -> RopeSpec:
+    """RopeSpec of a transformers config (`rope_parameters`, into which transformers folds `rope_scaling`).
+
+    "dynamic" only changes frequencies beyond max_position_embeddings, which is our limit for any request, so its
+    start value is exact here. "longrope" switches factors as a sequence grows, which would invalidate cached keys.
+
+    Raises:
+        ValueError: a rope type that is not in SUPPORTED_ROPE, or one that rotates only a part of the head.
+    """
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    parameters = config.rope_parameters
+    kind = parameters.get("rope_type", "default")
+    if kind not in SUPPORTED_ROPE:
+        raise ValueError(f"rope type {kind!r} is not supported; supported: {', '.join(SUPPORTED_ROPE)}")
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if kind == "default":
+        exponent = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+        inv_freq, scaling = 1.0 / (parameters["rope_theta"] ** exponent), 1.0
+    else:
+        inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    if parameters.get("partial_rotary_factor", 1.0) != 1.0 or 2 * inv_freq.numel() != head_dim:
+        raise ValueError("partial_rotary_factor is not supported: the whole head must be rotated")
+    return RopeSpec(inv_freq=tuple(inv_freq.tolist()), scaling=float(scaling))
+
+
+class Rope:
+    """Turns positions into a Rotation. No table: a few small operations per step serve every layer."""
+
+    def __init__(self, spec: RopeSpec, dtype: torch.dtype, device: torch.device | str) -> None:
+        inv_freq = torch.tensor(spec.inv_freq, dtype=torch.float32, device=device)
+        self.inv_freq_d = torch.cat((inv_freq, inv_freq))
+        self.cos_scale = spec.scaling
+        half = torch.full_like(inv_freq, spec.scaling)
+        self.sin_scale_d = torch.cat((-half, half))
+        self.dtype = dtype
+
+    def __call__(self, positions_N: Tensor) -> Rotation:
+        """Rotation of int positions [N], computed in float32 and then cast, as transformers does."""
+        angle_N1d = positions_N.to(torch.float32)[:, None, None] * self.inv_freq_d
+        cos_N1d = angle_N1d.cos() * self.cos_scale
+        sin_N1d = angle_N1d.sin() * self.sin_scale_d
+        return Rotation(cos_N1d.to(self.dtype), sin_N1d.to(self.dtype))
+
+
+def rotate_(qk_NHd: Tensor, rotation: Rotation) -> None:
+    """Rotate queries and keys in place: x cos + rotate_half(x) sin, three kernels for all heads together."""
+    half = qk_NHd.shape[-1] // 2
+    swapped_NHd = torch.cat((qk_NHd[..., half:], qk_NHd[..., :half]), dim=-1)
+    qk_NHd.mul_(rotation.cos_N1d).addcmul_(swapped_NHd, rotation.sin_N1d)

@@ -1,0 +1,103 @@
+"""Logits -> the processed target distribution: the one definition that drafter and verifier share.
+
+Order: temperature, min-p, top-k, top-p (as vLLM). Every cut is a threshold on values, so equal logits share their
+fate and no result depends on sort order. Legend: R rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from workers.random import gumbel
+from workers.types import SamplingBatch
+
+
+def process_logits(logits_RV: Tensor, params: SamplingBatch) -> Tensor:
+    """Log-probabilities up to a constant, float32, with -inf where the request's parameters forbid a token.
+
+    Rows with temperature 0 keep their raw logits: the target takes their argmax, the drafter reads them at
+    temperature 1. `params` has one entry per row.
+    """
+    sampled = params.temperature_B > 0
+    x = logits_RV.float()
+    if not bool(sampled.any()):
+        return x
+    x = x / torch.where(sampled, params.temperature_B, 1.0)[:, None]
+    if bool((sampled & (params.min_p_B > 0)).any()):
+        x = x.masked_fill(x < (x.amax(-1, keepdim=True) + _min_p_offset(params)[:, None]), -torch.inf)
+    if needs_whole_rows(params):
+        x = _top_k_top_p(x, params, sampled)
+    return x
+
+
+def needs_whole_rows(params: SamplingBatch) -> bool:
+    """True if some row has top-k or top-p, which no vocabulary shard can apply alone."""
+    cuts = (params.top_k_B > 0) | (params.top_p_B < 1)
+    return bool((cuts & (params.temperature_B > 0)).any())
+
+
+def coupled_scores(processed_RV: Tensor, params: SamplingBatch, index_R: Tensor, start: int = 0) -> Tensor:
+    """log p + G per token: its argmax is a draw from p (Gumbel-max); temperature-0 rows get no noise.
+
+    index_R: index of the token each row draws. start: first target id of this vocabulary shard.
+    """
+    sampled = params.temperature_B > 0
+    if not bool(sampled.any()):
+        return processed_RV
+    noise = gumbel(params.seed_B, index_R, start, start + processed_RV.shape[-1])
+    # A masked token stays masked: -inf + G is -inf, G being finite.
+    return torch.where(sampled[:, None], processed_RV + noise, processed_RV)
+
+
+def draw(logits_RV: Tensor, params: SamplingBatch, index_R: Tensor) -> Tensor:
+    """The target's own token per row, int64 [R]: a function of (logits, parameters, seed, index) alone."""
+    return coupled_scores(process_logits(logits_RV, params), params, index_R).argmax(-1)
+
+
+def shard_best(
+    logits_RV: Tensor, params: SamplingBatch, index_R: Tensor, start: int, row_max_R: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """One vocabulary shard's (best score [R] float32, target id [R] int64), for rows without top-k and top-p.
+
+    The shard with the largest score holds `draw`'s token. row_max_R: each row's largest logit over *all* shards,
+    needed when some row has min-p.
+    """
+    x = process_logits(logits_RV, _without_cuts(params))
+    if row_max_R is not None:
+        t = torch.where(params.temperature_B > 0, params.temperature_B, 1.0)
+        floor = torch.where(params.temperature_B > 0, row_max_R / t + _min_p_offset(params), -torch.inf)
+        x = x.masked_fill(x < floor[:, None], -torch.inf)
+    best = coupled_scores(x, params, index_R, start).max(-1)
+    return best.values, best.indices + start
+
+
+def _without_cuts(params: SamplingBatch) -> SamplingBatch:
+    return SamplingBatch(
+        temperature_B=params.temperature_B,
+        top_k_B=torch.zeros_like(params.top_k_B),
+        top_p_B=torch.ones_like(params.top_p_B),
+        min_p_B=torch.zeros_like(params.min_p_B),
+        seed_B=params.seed_B,
+    )
+
+
+def _min_p_offset(params: SamplingBatch) -> Tensor:
+    return torch.log(params.min_p_B)  # log 0 = -inf: off
+
+
+def _top_k_top_p(x: Tensor, params: SamplingBatch, sampled: Tensor) -> Tensor:
+    descending = x.sort(-1, descending=True).values
+    vocab = x.shape[-1]
+    top_k = torch.where(sampled & (params.top_k_B > 0), params.top_k_B, vocab).clamp(max=vocab).long()
+    kth = descending.gather(-1, (top_k - 1)[:, None])
+    descending = descending.masked_fill(descending < kth, -torch.inf)
+    # top-p keeps the smallest prefix of the sorted tokens whose mass reaches p: a token stays while the mass
+    # before it is below p. The first always stays.
+    probs = descending.softmax(-1)
+    before = probs.cumsum(-1) - probs
+    top_p = torch.where(sampled, params.top_p_B, 1.0)[:, None]
+    keep = (before < top_p) | (top_p >= 1)
+    keep[:, 0] = True
+    cut = torch.where(keep, descending, torch.inf).amin(-1, keepdim=True)
+    return x.masked_fill(x < torch.maximum(kth, cut), -torch.inf)

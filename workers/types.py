@@ -1,0 +1,254 @@
+"""The nouns that travel between processes and between the pieces of a step. Read this file first.
+
+Legend: B requests, N packed rows, M packed drafter rows, V vocabulary, D hidden width, K children, S sparse entries.
+A packed batch of B ragged requests keeps request i's rows at ``offsets[i]:offsets[i+1]``. In memory integers are
+int32/int64 and reals float32; `workers.wire` narrows them to their wire widths.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class NodeKind(IntEnum):
+    """How a node's own token was chosen; decides which acceptance rule may touch it."""
+
+    ROOT = 0
+    DETERMINISTIC = 1
+    COUPLED = 2
+    SAMPLED = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeBatch:
+    """Draft trees of B requests, packed breadth-first; row 0 of each is the root = its last committed token.
+
+    Example: one request whose root (token 7) has children 9 and 4, and 9 has child 5:
+    offsets [0, 4], token [7, 9, 4, 5], parent [-1, 0, 0, 1], depth [0, 1, 1, 2],
+    ancestors [0b0001, 0b0011, 0b0101, 0b1011] (a node is its own ancestor).
+    """
+
+    offsets: Tensor  # [B+1] int32
+    token_N: Tensor  # [N] int32
+    parent_N: Tensor  # [N] int32, row within the request, -1 at the root
+    depth_N: Tensor  # [N] int32
+    ancestors_N: Tensor  # [N] int64 bitmask over the request's rows
+    kind_N: Tensor  # [N] uint8, NodeKind
+    weight_N: Tensor  # [N] float32, estimated probability that the node survives verification
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftProbs:
+    """Sparse draft distributions q(.|node) of the nodes whose children were sampled.
+
+    q(id | node n) = weight / sum of the node's weights, exactly, on both sides of the wire.
+    Example: two rows, only the first with a distribution: offsets [0, 2, 2], id [5, 9], weight [3, 1].
+    """
+
+    offsets: Tensor  # [N+1] int32
+    id_S: Tensor  # [S] int32
+    weight_S: Tensor  # [S] int32, 1 .. 65535
+
+
+class Verdict(NamedTuple):
+    """What verification decided about one request's tree."""
+
+    path: tuple[int, ...]  # accepted rows below the root, in order
+    tokens: tuple[int, ...]  # tokens committed: those of `path`, then the bonus token
+    num_drafted: int  # draft nodes the drafter sent
+    num_verified: int  # draft nodes that went through the target
+
+    @property
+    def bonus_token(self) -> int:
+        return self.tokens[-1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """One request's sampling, already validated. temperature 0 is greedy; top_k 0 and top_p 1 are off."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0  # 64 bit, any value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingBatch:
+    """SamplingParams of B rows as tensors, for `workers.sampling`."""
+
+    temperature_B: Tensor  # float32
+    top_k_B: Tensor  # int32
+    top_p_B: Tensor  # float32
+    min_p_B: Tensor  # float32
+    seed_B: Tensor  # int64
+
+    @staticmethod
+    def stack(params: list[SamplingParams], device: torch.device | str = "cpu") -> SamplingBatch:
+        return SamplingBatch(
+            temperature_B=torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device),
+            top_k_B=torch.tensor([p.top_k for p in params], dtype=torch.int32, device=device),
+            top_p_B=torch.tensor([p.top_p for p in params], dtype=torch.float32, device=device),
+            min_p_B=torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device),
+            seed_B=torch.tensor([as_signed64(p.seed) for p in params], dtype=torch.int64, device=device),
+        )
+
+    def rows(self, index_N: Tensor) -> SamplingBatch:
+        """The same parameters repeated per row: row n takes those of request index_N[n]."""
+        return SamplingBatch(
+            temperature_B=self.temperature_B[index_N],
+            top_k_B=self.top_k_B[index_N],
+            top_p_B=self.top_p_B[index_N],
+            min_p_B=self.min_p_B[index_N],
+            seed_B=self.seed_B[index_N],
+        )
+
+    def to(self, device: torch.device | str) -> SamplingBatch:
+        return SamplingBatch(
+            temperature_B=self.temperature_B.to(device),
+            top_k_B=self.top_k_B.to(device),
+            top_p_B=self.top_p_B.to(device),
+            min_p_B=self.min_p_B.to(device),
+            seed_B=self.seed_B.to(device),
+        )
+
+
+def as_signed64(value: int) -> int:
+    """The int64 with the same 64 bits (torch has no uint64 arithmetic on CPU)."""
+    value &= (1 << 64) - 1
+    return value - (1 << 64) if value >> 63 else value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeLimits:
+    """What one request allows its trees: the server's TreeConfig narrowed by the request's `speculative` object."""
+
+    num_nodes: int
+    min_prob: float = 0.0
+    path_prob: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionMetadata:
+    """Who sees what in one packed forward over paged KV.
+
+    Each request owns logical KV slots 0, 1, 2, ...; slot s lives at ``page_table[b, s // page_size] * page_size +
+    s % page_size``. Row n of request b writes its own key and value to slot ``slot_N[n]`` and then attends to
+
+    - slots ``[0, visible_N[n])``: the committed prefix (for a prompt row also the chunk up to and with itself), and
+    - slot ``base_B[b] + r`` for every bit r set in ``ancestors_N[n]``: its path inside the tree, itself included.
+
+    Example: a request with 10 committed tokens before its root and the tree of `TreeBatch`'s example:
+    base 10, slot [10, 11, 12, 13], visible [10, 10, 10, 10], ancestors [0b0001, 0b0011, 0b0101, 0b1011].
+    A prompt chunk of positions 4..6 of another request: base 0, slot [4, 5, 6], visible [5, 6, 7], ancestors [0, 0, 0].
+    """
+
+    query_offsets: Tensor  # [B+1] int32, rows of request b
+    page_table_BP: Tensor  # [B, P] int32, padded with page 0
+    base_B: Tensor  # [B] int32
+    slot_N: Tensor  # [N] int32, logical slot the row writes
+    visible_N: Tensor  # [N] int32
+    ancestors_N: Tensor  # [N] int64
+
+
+class Hidden(NamedTuple):
+    """A forward pass's result."""
+
+    final_ND: Tensor  # [N, D] after the final norm: the head's input
+    taps_N3D: Tensor | None  # [N, 3 D] residual stream at the EAGLE-3 tap layers, concatenated low, mid, high
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftRequest:
+    """Everything the drafter needs for one step, for B requests with M new rows; it keeps no per-request state but KV.
+
+    Row m of request b is (token t_j, feature f_{j-1}) for slot j = start_B[b] + m: the tokens committed since the
+    drafter last heard of the request, in order. Draft models get no features. Requests with num_nodes 0 only feed
+    rows (a prompt chunk that is not the last, or too little room left to draft); the others get a tree rooted at
+    their last row, in this order.
+    """
+
+    offsets: Tensor  # [B+1] int32, rows of request b
+    start_B: Tensor  # [B] int32, slot of the request's first row
+    token_M: Tensor  # [M] int32
+    page_table_BP: Tensor  # [B, P] int32
+    accepted_B: Tensor  # [B] int32, accepted path length of the request's last verdict; -1 = none yet
+    num_nodes_B: Tensor  # [B] int32, node budget of this step, root excluded
+    max_depth_B: Tensor  # [B] int32
+    min_prob_B: Tensor  # [B] float32
+    path_prob_B: Tensor  # [B] float32
+    temperature_B: Tensor  # float32
+    top_k_B: Tensor  # int32
+    top_p_B: Tensor  # float32
+    min_p_B: Tensor  # float32
+    seed_B: Tensor  # int64
+    features_MH: Tensor | None  # [M, H] in the drafter's dtype
+
+    @property
+    def sampling(self) -> SamplingBatch:
+        return SamplingBatch(
+            temperature_B=self.temperature_B,
+            top_k_B=self.top_k_B,
+            top_p_B=self.top_p_B,
+            min_p_B=self.min_p_B,
+            seed_B=self.seed_B,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftReply:
+    """The drafter's answer to a DraftRequest: one tree per request with num_nodes > 0."""
+
+    trees: TreeBatch
+    probs: DraftProbs | None
+    seconds: float  # the drafter's own time for this step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetStep:
+    """One forward of the target over N packed rows, R of which are sampled. Rank 0 sends it to its TP peers."""
+
+    copy_source: Tensor  # [C] int32 physical KV slots: accepted paths of the last step ...
+    copy_target: Tensor  # [C] int32 ... move to their places before this forward
+    token_N: Tensor  # [N] int32
+    position_N: Tensor  # [N] int32
+    query_offsets: Tensor  # [B+1] int32
+    page_table_BP: Tensor  # [B, P] int32
+    base_B: Tensor  # [B] int32
+    slot_N: Tensor  # [N] int32
+    visible_N: Tensor  # [N] int32
+    ancestors_N: Tensor  # [N] int64
+    sample_row_R: Tensor  # [R] int32, rows whose next token is drawn
+    draw_index_R: Tensor  # [R] int32, index of the token drawn there
+    temperature_R: Tensor  # float32
+    top_k_R: Tensor  # int32
+    top_p_R: Tensor  # float32
+    min_p_R: Tensor  # float32
+    seed_R: Tensor  # int64
+
+    @property
+    def attention(self) -> AttentionMetadata:
+        return AttentionMetadata(
+            query_offsets=self.query_offsets,
+            page_table_BP=self.page_table_BP,
+            base_B=self.base_B,
+            slot_N=self.slot_N,
+            visible_N=self.visible_N,
+            ancestors_N=self.ancestors_N,
+        )
+
+    @property
+    def sampling(self) -> SamplingBatch:
+        return SamplingBatch(
+            temperature_B=self.temperature_R,
+            top_k_B=self.top_k_R,
+            top_p_B=self.top_p_R,
+            min_p_B=self.min_p_R,
+            seed_B=self.seed_R,
+        )

@@ -1,0 +1,198 @@
+"""The only place that knows field order and width on the wire: message <-> one flat uint8 buffer.
+
+Layout of a body: a table of int32 dims (scalars, then every field's shape, -1 for an
+absent part), then each tensor's bytes, each aligned to 16. A message's one bulk field (features) comes last, so
+that on CUDA it can stay on the device while the rest is read on the host. Collectives refuse uint16, int16 and
+uint64, so everything travels as bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from workers.types import DraftProbs, DraftReply, DraftRequest, TargetStep, TreeBatch
+
+_ALIGN = 16
+_I32, _I64, _F32 = np.dtype(np.int32), np.dtype(np.int64), np.dtype(np.float32)
+
+
+class Kind(IntEnum):
+    """What a frame carries."""
+
+    STOP = 0
+    HEARTBEAT = 1
+    DRAFT_REQUEST = 2
+    DRAFT_REPLY = 3
+    TARGET_STEP = 4
+
+
+class Field(NamedTuple):
+    """One tensor field: its width on the wire, its dtype in memory, its rank."""
+
+    name: str
+    wire: np.dtype
+    memory: np.dtype
+    ndim: int = 1
+
+
+def _ints(*names: str) -> list[Field]:
+    return [Field(name, _I32, _I32) for name in names]
+
+
+_SAMPLING_TAIL = [  # suffixes shared by DraftRequest (_B) and TargetStep (_R)
+    ("temperature", _F32),
+    ("top_k", _I32),
+    ("top_p", _F32),
+    ("min_p", _F32),
+    ("seed", _I64),
+]
+
+
+def _sampling(suffix: str) -> list[Field]:
+    return [Field(f"{name}_{suffix}", dtype, dtype) for name, dtype in _SAMPLING_TAIL]
+
+
+TREE_FIELDS = [
+    *_ints("offsets", "token_N"),
+    Field("parent_N", np.dtype(np.int16), _I32),
+    Field("depth_N", np.dtype(np.int8), _I32),
+    Field("ancestors_N", _I64, _I64),
+    Field("kind_N", np.dtype(np.uint8), np.dtype(np.uint8)),
+    Field("weight_N", np.dtype(np.float16), _F32),
+]
+PROBS_FIELDS = [*_ints("offsets", "id_S"), Field("weight_S", np.dtype(np.uint16), _I32)]
+REQUEST_FIELDS = [
+    *_ints("offsets", "start_B", "token_M"),
+    Field("page_table_BP", _I32, _I32, ndim=2),
+    *_ints("accepted_B", "num_nodes_B", "max_depth_B"),
+    Field("min_prob_B", _F32, _F32),
+    Field("path_prob_B", _F32, _F32),
+    *_sampling("B"),
+]
+STEP_FIELDS = [
+    *_ints("copy_source", "copy_target", "token_N", "position_N", "query_offsets"),
+    Field("page_table_BP", _I32, _I32, ndim=2),
+    *_ints("base_B", "slot_N", "visible_N"),
+    Field("ancestors_N", _I64, _I64),
+    *_ints("sample_row_R", "draw_index_R"),
+    *_sampling("R"),
+]
+
+Message = DraftRequest | DraftReply | TargetStep
+
+
+class Packed(NamedTuple):
+    """A message as bytes: `meta` on the CPU, `bulk` (maybe empty) on the device its tensor was on."""
+
+    kind: Kind
+    meta: Tensor
+    bulk: Tensor
+
+
+def pack(message: Message) -> Packed:
+    """Message -> bytes. Raises OverflowError if a value does not fit its wire width."""
+    empty = torch.empty(0, dtype=torch.uint8)
+    match message:
+        case DraftRequest():
+            features = message.features_MH
+            bulk = empty if features is None else features.contiguous().view(torch.uint8).reshape(-1)
+            width = [-1, 0] if features is None else [features.shape[1], _DTYPES.index(features.dtype)]
+            return Packed(Kind.DRAFT_REQUEST, _pack_fields([(REQUEST_FIELDS, message)], width), bulk)
+        case DraftReply():
+            parts = [(TREE_FIELDS, message.trees), (PROBS_FIELDS, message.probs)]
+            microseconds = min(int(message.seconds * 1e6), 2**31 - 1)
+            return Packed(Kind.DRAFT_REPLY, _pack_fields(parts, [microseconds]), empty)
+        case TargetStep():
+            return Packed(Kind.TARGET_STEP, _pack_fields([(STEP_FIELDS, message)], []), empty)
+
+
+def unpack(kind: Kind, meta: Tensor, bulk: Tensor) -> Message:
+    """Bytes -> message; tensors are copies on the CPU, except the bulk field, which stays where `bulk` is."""
+    match kind:
+        case Kind.DRAFT_REQUEST:
+            (fields,), (width, dtype) = _unpack_fields([REQUEST_FIELDS], meta, num_scalars=2)
+            assert fields is not None
+            features = None if width < 0 else bulk.view(_DTYPES[dtype]).reshape(-1, width)
+            return DraftRequest(**fields, features_MH=features)
+        case Kind.DRAFT_REPLY:
+            (tree, probs), (microseconds,) = _unpack_fields([TREE_FIELDS, PROBS_FIELDS], meta, num_scalars=1)
+            assert tree is not None
+            return DraftReply(
+                trees=TreeBatch(**tree), probs=DraftProbs(**probs) if probs else None, seconds=microseconds * 1e-6
+            )
+        case Kind.TARGET_STEP:
+            (fields,), _ = _unpack_fields([STEP_FIELDS], meta, num_scalars=0)
+            assert fields is not None
+            return TargetStep(**fields)
+        case _:
+            raise ValueError(f"a {kind.name} frame carries no message")
+
+
+_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def _pack_fields(parts: list[tuple[list[Field], Any]], scalars: list[int]) -> Tensor:
+    dims: list[int] = list(scalars)
+    pieces: list[np.ndarray] = []
+    for fields, value in parts:
+        for spec in fields:
+            tensor = None if value is None else getattr(value, spec.name)
+            if tensor is None:
+                dims += [-1] * spec.ndim
+                continue
+            dims += tensor.shape
+            pieces.append(_narrow(spec, tensor.cpu().numpy()))
+    table = np.array(dims, dtype=np.int32).view(np.uint8)
+    ends = [_aligned(table.size)]
+    for piece in pieces:
+        ends.append(_aligned(ends[-1] + piece.size))
+    out = np.zeros(ends[-1], dtype=np.uint8)
+    out[: table.size] = table
+    for begin, piece in zip(ends, pieces, strict=False):
+        out[begin : begin + piece.size] = piece
+    return torch.from_numpy(out)
+
+
+def _unpack_fields(
+    parts: list[list[Field]], meta: Tensor, num_scalars: int
+) -> tuple[list[dict[str, Tensor] | None], list[int]]:
+    data = meta.numpy()
+    num_dims = num_scalars + sum(spec.ndim for fields in parts for spec in fields)
+    table = data[: 4 * num_dims].view(np.int32).tolist()
+    scalars, dims = table[:num_scalars], table[num_scalars:]
+    begin = _aligned(4 * num_dims)
+    values: list[dict[str, Tensor] | None] = []
+    for fields in parts:
+        value: dict[str, Tensor] | None = {}
+        for spec in fields:
+            shape, dims = dims[: spec.ndim], dims[spec.ndim :]
+            if shape[0] < 0:
+                value = None
+                continue
+            assert value is not None
+            size = math.prod(shape) * spec.wire.itemsize
+            array = data[begin : begin + size].view(spec.wire).reshape(shape)
+            value[spec.name] = torch.from_numpy(array.astype(spec.memory))  # astype copies: the buffer is reused
+            begin = _aligned(begin + size)
+        values.append(value)
+    return values, scalars
+
+
+def _narrow(spec: Field, array: np.ndarray) -> np.ndarray:
+    assert array.dtype == spec.memory and array.ndim == spec.ndim, (spec, array.dtype, array.shape)
+    if spec.wire == spec.memory:
+        return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    narrow = array.astype(spec.wire)
+    if spec.wire.kind in "iu" and not np.array_equal(narrow, array):
+        raise OverflowError(f"{spec.name} holds a value that does not fit {spec.wire}")
+    return narrow.reshape(-1).view(np.uint8)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN
