@@ -11,6 +11,7 @@ import os
 import runpy
 import signal
 import sys
+import traceback
 
 _PR_SET_PDEATHSIG = 1
 
@@ -24,8 +25,26 @@ def die_with_parent(parent: int) -> None:
         sys.exit("the parent process is gone")
 
 
-if __name__ == "__main__":
-    _, parent_pid, module, *arguments = sys.argv
-    die_with_parent(int(parent_pid))
+def run(module: str, arguments: list[str]) -> int:
+    """Runs the module as `python -m` would; its exit code."""
     sys.argv = [module, *arguments]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as ending:
+        if isinstance(ending.code, str):
+            print(ending.code, file=sys.stderr)
+            return 1
+        return ending.code or 0
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    die_with_parent(int(sys.argv[1]))
+    code = run(sys.argv[2], sys.argv[3:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: taking torch and transformers apart in order costs 4 s of a loaded core and gains nothing.
+    os._exit(code)

@@ -34,32 +34,38 @@ def visible_gpus() -> int:
     return min(installed, len([name for name in visible.split(",") if name.strip()]))
 
 
-def layout_config(args: EngineArgs, *, num_gpus: int | None = None) -> EngineConfig:
-    """All of the engine's configuration that needs no model file: enough to place it. Raises ConfigError.
+def settle(args: EngineArgs, *, num_gpus: int | None) -> EngineArgs:
+    """The arguments with device and draft placement decided. Raises ConfigError for what we lack or what cannot fit.
 
-    `num_gpus`: devices there are for one engine; None = not known (a cluster), which trusts what was asked.
+    `num_gpus`: the devices there are for one engine. None = not known (a cluster): what was asked is trusted, and
+    `auto` means CPU.
     """
     require_supported(args)
-    spec = args.speculative_config
-    device: Literal["cpu", "cuda"]
     if args.device == "auto":
-        device = "cuda" if num_gpus else "cpu"
-    else:
-        device = args.device
-    draft = _draft(spec, _placement(args, num_gpus) if device == "cuda" else None) if spec else None
-    config = EngineConfig(
+        args = args.model_copy(update={"device": "cuda" if num_gpus else "cpu"})
+    spec = args.speculative_config
+    if args.device == "cpu" or spec is None:
+        return args
+    placement = _placement(args.tensor_parallel_size, spec, num_gpus)
+    return args.model_copy(update={"speculative_config": spec.model_copy(update={"draft_placement": placement})})
+
+
+def layout_config(args: EngineArgs) -> EngineConfig:
+    """All that placing the engine needs, without reading a model file. `args` are settled."""
+    assert args.device != "auto"
+    spec = args.speculative_config
+    return EngineConfig(
         model_path=args.model,
         tensor_parallel_size=args.tensor_parallel_size,
-        device=device,
+        device=args.device,
         max_model_len=args.max_model_len or _UNKNOWN_MODEL_LEN,
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
         page_size=args.page_size,
         num_pages=args.num_pages,
         memory_utilization=args.gpu_memory_utilization,
-        draft=draft,
+        draft=_draft(spec) if spec else None,
     )
-    return config
 
 
 def engine_config(args: EngineArgs, *, num_gpus: int | None = None) -> EngineConfig:
@@ -67,7 +73,8 @@ def engine_config(args: EngineArgs, *, num_gpus: int | None = None) -> EngineCon
 
     A Hugging Face id is fetched here unless it is in the local cache.
     """
-    config = layout_config(args, num_gpus=num_gpus)
+    args = settle(args, num_gpus=num_gpus)
+    config = layout_config(args)
     path = model_folder(args.model, args.revision)
     spec = _read_spec(path, config.tensor_parallel_size, "tensor_parallel_size")
     config = replace(
@@ -107,14 +114,10 @@ def _read_spec(path: Path, size: int, parameter: str) -> ModelSpec:
     return spec
 
 
-def _placement(args: EngineArgs, num_gpus: int | None) -> Literal["dedicated", "colocated"]:
+def _placement(target: int, spec: SpeculativeConfig, num_gpus: int | None) -> Literal["dedicated", "colocated"]:
     """Dedicated devices for the drafter when there are enough. Raises ConfigError if not even colocated fits."""
-    spec = args.speculative_config
-    assert spec is not None
-    target, draft = args.tensor_parallel_size, spec.draft_tensor_parallel_size
-    chosen: Literal["dedicated", "colocated"] = spec.draft_placement or (
-        "dedicated" if num_gpus is None or num_gpus >= target + draft else "colocated"
-    )
+    draft = spec.draft_tensor_parallel_size
+    chosen = spec.draft_placement or ("dedicated" if num_gpus is None or num_gpus >= target + draft else "colocated")
     need = target + draft if chosen == "dedicated" else target
     if num_gpus is not None and num_gpus < need:
         hint = "draft_placement='colocated', " if chosen == "dedicated" and num_gpus >= target else ""
@@ -125,13 +128,13 @@ def _placement(args: EngineArgs, num_gpus: int | None) -> Literal["dedicated", "
     return chosen
 
 
-def _draft(spec: SpeculativeConfig, placement: Literal["dedicated", "colocated"] | None) -> DraftConfig:
+def _draft(spec: SpeculativeConfig) -> DraftConfig:
     assert spec.method in ("eagle3", "draft_model") and spec.model is not None  # require_supported, the schema's rules
     return DraftConfig(
         method=spec.method,
         model_path=spec.model,
         tensor_parallel_size=spec.draft_tensor_parallel_size,
-        placement=placement or spec.draft_placement or "dedicated",
+        placement=spec.draft_placement or "dedicated",
         tree=TreeConfig(
             kind=spec.speculative_tree,
             num_nodes=spec.num_speculative_tokens,

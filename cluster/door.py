@@ -120,7 +120,8 @@ async def _invalid(request: Request, error: Exception) -> Response:
         message = f"send the body as JSON, with Content-Type: application/json (got {content_type or 'none'!r})"
         return write(Refused(400, ErrorResponse.of(message)))
     # Both kinds of error have the same `errors()`, which is all that is read.
-    problems = [_without_body(problem) for problem in problems_of(cast(ValidationError, error), Speculative.model_fields)]
+    found = problems_of(cast(ValidationError, error), Speculative.model_fields)
+    problems = [_without_body(problem) for problem in found]
     param = re.split(r"[.:]", problems[0].field or problems[0].message)[0]
     message = "; ".join(dict.fromkeys(map(str, problems)))
     return write(Refused(400, ErrorResponse.of(message, param=param if param.isidentifier() else None)))

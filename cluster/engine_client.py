@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncGenerator
 from typing import NamedTuple
 
+from secateur.errors import SecateurError
 from workers.ipc import (
     Abort,
     Decoder,
@@ -34,7 +35,7 @@ PROGRESS_TIMEOUT_S = 120.0
 whose error tells more."""
 
 
-class EngineDead(RuntimeError):
+class EngineDead(SecateurError, RuntimeError):
     """The engine is gone; what it was doing is lost."""
 
 
@@ -44,7 +45,7 @@ class Health(NamedTuple):
 
 
 class EngineClient:
-    """One engine's front: `listen`, start the engine with `address`, `wait_ready`, `submit` as often as you like, `close`."""
+    """One engine's front: `listen`, start the engine with `address`, `wait_ready`, `submit`, ..., `close`."""
 
     def __init__(self, *, progress_timeout_s: float = PROGRESS_TIMEOUT_S) -> None:
         self.address = ""

@@ -91,12 +91,13 @@ class Service:
             raise door.unavailable(f"the engine is not available: {health[1].splitlines()[0]}")
         if num_prompts > self.max_pending:
             raise BadRequest(
-                f"{num_prompts} prompts in one request are more than the {self.max_pending} this service holds; split them",
+                f"{num_prompts} prompts in one request are more than this service's {self.max_pending}; split them",
                 param="prompt",
             )
         if self.engine.num_pending + num_prompts > self.max_pending:
             self.metrics.request_rejected()
-            raise door.too_many(f"{self.engine.num_pending} of at most {self.max_pending} requests are pending; try later")
+            pending = self.engine.num_pending
+            raise door.too_many(f"{pending} of at most {self.max_pending} requests are pending; try later")
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self.model_id:

@@ -24,7 +24,8 @@ from typing import IO
 
 import workers
 from cluster.engine_client import EngineClient, EngineDead
-from cluster.placement import num_bundles, seats, worker_env
+from cluster.seats import num_bundles, seats, worker_env
+from secateur.errors import ConfigError
 from workers.config import EngineConfig
 
 logger = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ class EngineProcesses:
         return [child.process.pid for child in self._children]
 
     def start_first(self) -> None:
-        """Starts rank 0. Raises EngineDead if there are too few devices."""
+        """Starts rank 0. Raises ConfigError if there are too few devices."""
         self._spawn(0, "--front", self._front)
 
     def read_store(self) -> str:
@@ -78,9 +79,13 @@ class EngineProcesses:
             self._spawn(rank, "--store", store)
         threading.Thread(target=self._watch, name="engine-watch", daemon=True).start()
 
+    def expect_end(self) -> None:
+        """From now on a process that ends is no death."""
+        self._closing.set()
+
     def close(self) -> None:
         """SIGTERM, a few seconds, SIGKILL; returns when every process is gone. May be called twice."""
-        self._closing.set()
+        self.expect_end()
         with self._lock:
             children = list(self._children)
         for child in children:
@@ -112,7 +117,7 @@ class EngineProcesses:
             self._children.append(_Child(seat.role, command, env))
 
     def _devices(self) -> list[str]:
-        """Physical devices for the bundles; [] on CPU. Raises EngineDead if fewer are visible."""
+        """Physical devices for the bundles; [] on CPU. Raises ConfigError if fewer are visible."""
         if self._config.device == "cpu":
             return []
         need, visible = num_bundles(self._config), self._env.get("CUDA_VISIBLE_DEVICES")
@@ -120,7 +125,7 @@ class EngineProcesses:
             return [str(index) for index in range(need)]
         have = [name.strip() for name in visible.split(",") if name.strip()]
         if len(have) < need:
-            raise EngineDead(f"the engine needs {need} devices, CUDA_VISIBLE_DEVICES={visible!r} has {len(have)}")
+            raise ConfigError(f"the engine needs {need} devices, CUDA_VISIBLE_DEVICES={visible!r} has {len(have)}")
         return have[:need]
 
     def _watch(self) -> None:
@@ -246,6 +251,8 @@ class LocalEngine:
 
     async def close(self) -> None:
         """Stops the engine and returns when nothing of it is left. May be called twice."""
+        if self._processes is not None:
+            self._processes.expect_end()
         await self.client.close()
         if self._processes is not None:
             await asyncio.to_thread(self._processes.close)

@@ -17,7 +17,7 @@ import numpy as np
 from workers.config import MAX_TREE_NODES, TreeConfig
 
 TYPICAL_CHILDREN = (0.62, 0.13, 0.06, 0.03, 0.02, 0.015, 0.01, 0.01)
-"""Survival of a node's best, second best, ... child on the bundled pair: what a subtree not yet seen is taken to hold."""
+"""Survival of a node's best, second best, ... child: what a subtree not yet seen is taken to hold."""
 
 
 class Dealt(NamedTuple):

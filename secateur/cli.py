@@ -42,9 +42,11 @@ BaseUrl = Annotated[
 ApiKey = Annotated[str | None, typer.Option("--api-key", help="Default: the environment's SECATEUR_API_KEY.")]
 ModelName = Annotated[
     str | None,
-    typer.Option("--model", help="With --base-url: the model's name there. Else the model to start [the bundled one]."),
+    typer.Option("--model", help="The model to start [the bundled one]; with --base-url, its name there."),
 ]
-MaxTokens = Annotated[int | None, typer.Option("--max-tokens", min=1, help="The most tokens to generate.")]
+MaxTokens = Annotated[
+    int | None, typer.Option("--max-tokens", min=1, help="The most tokens to generate [complete: 16].")
+]
 Temperature = Annotated[float | None, typer.Option("--temperature", min=0.0, help="0 is greedy [service: 1.0].")]
 TopP = Annotated[float | None, typer.Option("--top-p", help="Keep the most probable tokens up to this mass.")]
 Seed = Annotated[int | None, typer.Option("--seed", help="The same seed gives the same text.")]

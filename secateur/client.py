@@ -127,9 +127,8 @@ class Client(_Settings):
         response = self._send(call, stream=True)
         events = Events(call)
         try:
-            for line in response.iter_lines():
-                if (chunk := events.feed(line)) is not None:
-                    yield chunk
+            for data in response.iter_bytes():
+                yield from events.feed(data)
                 if events.done:
                     return
             events.end()
@@ -147,8 +146,7 @@ class Client(_Settings):
                 response = self._http.send(request, stream=stream)
                 if response.is_success:
                     return response
-                response.read()
-                response.close()
+                response.read()  # which closes it
                 failure = exchange.error_of(response)
             except httpx2.TransportError as error:
                 failure = exchange.connection_error(error, self.base_url)
@@ -215,8 +213,8 @@ class AsyncClient(_Settings):
         response = await self._send(call, stream=True)
         events = Events(call)
         try:
-            async for line in response.aiter_lines():
-                if (chunk := events.feed(line)) is not None:
+            async for data in response.aiter_bytes():
+                for chunk in events.feed(data):
                     yield chunk
                 if events.done:
                     return
@@ -235,7 +233,6 @@ class AsyncClient(_Settings):
                 if response.is_success:
                     return response
                 await response.aread()
-                await response.aclose()
                 failure = exchange.error_of(response)
             except httpx2.TransportError as error:
                 failure = exchange.connection_error(error, self.base_url)

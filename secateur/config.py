@@ -120,7 +120,7 @@ class EngineArgs(Strict):
 
 
 class ModelLoadingConfig(Strict):
-    """Which model, under which name. As in ray.serve.llm, `model_id` alone is the source too; nothing is the default."""
+    """Which model, under which name. As in ray.serve.llm, `model_id` alone is the source too."""
 
     model_id: str | None = None
     model_source: str | None = None

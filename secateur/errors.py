@@ -1,17 +1,17 @@
 """Every error the public face raises, as one tree.
 
-    SecateurError
-    ├── ConfigError (also a ValueError)       what was typed is wrong; `problems` holds one entry per field
-    ├── APIError                              the server answered with an error: status, code, param, type, body
-    │   ├── BadRequestError                   400, 409, 413, 422: the request itself is wrong
-    │   ├── AuthenticationError               401, 403: the API key is missing or wrong
-    │   ├── NotFoundError                     404: no such model or path
-    │   ├── RateLimitError                    429: too many requests; `retry_after` seconds, if the server said
-    │   ├── ServiceUnavailableError           503: starting, draining or full; `retry_after` likewise
-    │   └── ServerError                       any other 5xx
-    ├── APIConnectionError (also a ConnectionError)   no answer, or the answer broke off
-    │   └── APITimeoutError (also a TimeoutError)     no answer in time
-    └── BatchError                            a batch file cannot be run; `problems` holds one entry per line
+SecateurError
+├── ConfigError (also a ValueError)       what was typed is wrong; `problems` holds one entry per field
+├── APIError                              the server answered with an error: status, code, param, type, body
+│   ├── BadRequestError                   400, 409, 413, 422: the request itself is wrong
+│   ├── AuthenticationError               401, 403: the API key is missing or wrong
+│   ├── NotFoundError                     404: no such model or path
+│   ├── RateLimitError                    429: too many requests; `retry_after` seconds, if the server said
+│   ├── ServiceUnavailableError           503: starting, draining or full; `retry_after` likewise
+│   └── ServerError                       any other 5xx
+├── APIConnectionError (also a ConnectionError)   no answer, or the answer broke off
+│   └── APITimeoutError (also a TimeoutError)     no answer in time
+└── BatchError                            a batch file cannot be run; `problems` holds one entry per line
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import email.utils
 import json
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -151,37 +151,48 @@ def connection_error(error: httpx2.TransportError, url: str) -> errors.APIConnec
 
 
 class Events(Generic[Model]):
-    """Lines of a server-sent event stream in, chunks out. `done` is set by the closing `[DONE]`."""
+    """Bytes of a server-sent event stream in, chunks out. `done` is set by the closing `[DONE]`.
+
+    Lines are split here, at newlines alone: the HTTP library's line iterator also splits at U+2028 and U+0085, which
+    a model may well write and which JSON does not escape.
+    """
 
     def __init__(self, call: Call[Model]) -> None:
         self._call = call
-        self._data: list[str] = []
+        self._rest = b""
+        self._data: list[bytes] = []
         self.done = False
 
-    def feed(self, line: str) -> Model | None:
-        """The chunk this line completes, if any. Raises APIError for an error sent inside the stream."""
+    def feed(self, data: bytes) -> Iterator[Model]:
+        """The chunks these bytes complete. Raises APIError for an error sent inside the stream."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            if (event := self._line(line.removesuffix(b"\r"))) is None:
+                continue
+            if event == b"[DONE]":
+                self.done = True
+                return
+            yield self._chunk(event)
+
+    def _line(self, line: bytes) -> bytes | None:
+        """The data of the event this line ends, if it ends one that has any."""
         if line:
-            name, _, value = line.partition(":")
-            if name == "data":  # comments (": ping"), event names and ids are of no use here
-                self._data.append(value.removeprefix(" "))
+            name, _, value = line.partition(b":")
+            if name == b"data":  # comments (": ping"), event names and ids are of no use here
+                self._data.append(value.removeprefix(b" "))
             return None
-        data, self._data = "\n".join(self._data), []
-        if not data or self.done:
-            return None
-        if data == "[DONE]":
-            self.done = True
-            return None
-        return self._chunk(data)
+        data, self._data = b"\n".join(self._data), []
+        return data or None
 
     def end(self) -> None:
         """Call at the end of the stream. Raises APIConnectionError if it broke off."""
         if not self.done:
             raise errors.APIConnectionError("the stream broke off before [DONE]")
 
-    def _chunk(self, data: str) -> Model:
-        if '"error"' in data:
+    def _chunk(self, data: bytes) -> Model:
+        if b'"error"' in data:
             body = json.loads(data)
-            if isinstance(detail := body.get("error"), dict):
+            if isinstance(body, dict) and isinstance(detail := body.get("error"), dict):
                 code = detail.get("code")
                 raise api_error(code if isinstance(code, int) else None, detail, body)
         return _parse(self._call.reads, data)

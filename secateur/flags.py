@@ -54,7 +54,7 @@ ENGINE_FLAGS: dict[str, Any] = {
         "--speculative-config",
         "-sc",
         metavar="JSON",
-        help="How to draft, e.g. '{\"method\": \"eagle3\", \"model\": \"FOLDER\", \"num_speculative_tokens\": 16}'.",
+        help='How to draft, e.g. \'{"method": "eagle3", "model": "FOLDER", "num_speculative_tokens": 16}\'.',
     ),
     **{
         name: _flag(float, "--" + name.replace("_", "-"), help=text + " 0 is off [0].", metavar="X")

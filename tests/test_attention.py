@@ -60,6 +60,8 @@ class Batch:
         order = list(range(1, len(requests) * pages_each + 1))
         random.Random(seed).shuffle(order)
         self.table = torch.tensor(order, dtype=torch.int32).view(len(requests), pages_each)
+        for request, length in enumerate(lengths):
+            self.table[request, -(-length // page_size) :] = 0  # as the scheduler pads it
         self.num_slots = (len(order) + 1) * page_size
         self.metadata = AttentionMetadata(
             query_offsets=torch.tensor(offsets, dtype=torch.int32),
@@ -192,14 +194,15 @@ def test_rows_are_written_to_the_slot_of_their_page() -> None:
 
 
 def test_a_spoilt_neighbour_spoils_nobody_else() -> None:
-    """NaN in one request's keys and in the null page stays with that request, padding or not."""
-    batch = Batch([(33, CHAIN), (40, RAGGED)], 16)
-    kv = torch.randn(batch.num_slots, 2, 2, 8)
-    kv[:16] = float("nan")
-    kv[batch.physical(0, list(range(37)))] = float("nan")
-    out = tree_attention(torch.randn(12, 4, 8), kv, plan(batch.metadata, 16, group_size=2), 0.3)
-    assert len(plan(batch.metadata, 16).groups) == 1, "the two requests should share a padded group"
-    assert out[:4].isnan().all() and not out[4:].isnan().any()
+    """NaN in one request's keys, in the null page and in slots not yet written stays out of the others' padding."""
+    batch = Batch([(15, CHAIN), (40, RAGGED), (33, CHAIN)], 16)
+    prepared = plan(batch.metadata, 16, group_size=2)
+    assert len(prepared.groups) == 1, "the requests should share one padded group"
+    kv = torch.full((batch.num_slots, 2, 2, 8), float("nan"))
+    for request, length in ((0, 19), (2, 37)):
+        kv[batch.physical(request, list(range(length)))] = 1.0
+    out = tree_attention(torch.randn(16, 4, 8), kv, prepared, 0.3)
+    assert out[4:12].isnan().all() and not out[:4].isnan().any() and not out[12:].isnan().any()
 
 
 def test_an_empty_batch_is_empty() -> None:

@@ -261,6 +261,21 @@ def test_an_error_inside_a_stream_is_raised():
         next(chunks)
 
 
+@pytest.mark.parametrize("text", ["a\u2028b", "a\x85b", "a\r\nb\x0cc", "é😀"])
+def test_any_character_survives_a_stream_cut_anywhere(text):
+    events = exchange.Events(exchange.stream_complete_call("x", {}))
+    wire = (CompletionChunk(model="m", choices=[CompletionChoice(text=text)]).sse() + SSE_DONE).encode()
+    chunks = [chunk for at in range(len(wire)) for chunk in events.feed(wire[at : at + 1])]
+    assert [chunk.text for chunk in chunks] == [text] and events.done
+    assert [chunk.text for chunk in Service(stream_of(text)).client().stream_complete("x")] == [text]
+
+
+def test_a_stream_may_end_its_lines_with_crlf():
+    wire = (CompletionChunk(model="m", choices=[CompletionChoice(text="a")]).sse() + SSE_DONE).replace("\n", "\r\n")
+    service = Service(httpx2.Response(200, text=wire))
+    assert [chunk.text for chunk in service.client().stream_complete("x")] == ["a"]
+
+
 def test_text_that_speaks_of_an_error_is_no_error():
     chunks = Service(stream_of('{"error": 1}')).client().stream_complete("x")
     assert [chunk.text for chunk in chunks] == ['{"error": 1}']

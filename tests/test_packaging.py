@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib
 import os
@@ -25,6 +26,8 @@ PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
 BUNDLED = ROOT / "secateur" / "bundled"
 MAX_BUNDLED_BYTES = 20_000_000
+IMPORTED_AS = {"yaml": "pyyaml"}
+"""Distributions whose name is not their module's."""
 
 
 def requirements(lines: list[str]) -> dict[str, Requirement]:
@@ -38,6 +41,19 @@ def extra(name: str) -> dict[str, Requirement]:
         for included in own.extras:
             found |= extra(included)
     return found
+
+
+def imported(package: str) -> set[str]:
+    """Top-level names of the modules from elsewhere that a package of ours imports, anywhere in its files."""
+    names: set[str] = set()
+    for path in (ROOT / package).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Import(names=modules):
+                    names |= {module.name.split(".")[0] for module in modules}
+                case ast.ImportFrom(module=str(module), level=0):
+                    names.add(module.split(".")[0])
+    return names - set(sys.stdlib_module_names) - PACKAGES
 
 
 def phony_targets() -> set[str]:
@@ -58,6 +74,18 @@ def test_a_client_installs_neither_torch_nor_ray() -> None:
 def test_what_the_results_depend_on_is_pinned_exactly(extra_name: str, package: str) -> None:
     [specifier] = extra(extra_name)[package].specifier
     assert specifier.operator == "==" and "*" not in specifier.version
+
+
+@pytest.mark.parametrize(
+    ("package", "extra_name"),
+    [("secateur", None), ("workers", "engine"), ("drafter", "engine"), ("verifier", "engine"), ("cluster", "serve")],
+)
+def test_everything_a_package_imports_is_declared(package: str, extra_name: str | None) -> None:
+    allowed = requirements(PROJECT["dependencies"]) if package in ("secateur", "cluster") else {}
+    if extra_name is not None:
+        allowed |= extra(extra_name) | {"triton": Requirement("triton")}  # the CUDA build of torch brings it
+    distributions = {IMPORTED_AS.get(name, name.replace("_", "-")) for name in imported(package)}
+    assert distributions <= set(allowed)
 
 
 def test_an_extra_includes_the_smaller_ones() -> None:

@@ -42,7 +42,8 @@ def chat(**fields) -> ChatCompletionRequest:
 def refusal(build, **fields) -> ErrorResponse:
     with pytest.raises(ValidationError) as caught:
         build(**fields)
-    return ErrorResponse.from_validation(caught.value, CompletionRequest if build is completion else ChatCompletionRequest)
+    model = CompletionRequest if build is completion else ChatCompletionRequest
+    return ErrorResponse.from_validation(caught.value, model)
 
 
 def read_as(model: type[BaseModel], answer: BaseModel) -> BaseModel:
@@ -189,7 +190,8 @@ def test_zero_log_probabilities_are_not_the_same_as_none():
 
 
 def test_message_content_is_a_text_or_text_parts():
-    request = chat(messages=[{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}])
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    request = chat(messages=[{"role": "user", "content": parts}])
     assert request.messages[0].text == "ab"
     assert "image_url" in refusal(chat, messages=[{"role": "user", "content": [{"type": "image_url"}]}]).error.message
 

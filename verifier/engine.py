@@ -226,7 +226,8 @@ class Engine:
     def _owe_features(self, owed: list[tuple[Request, list[int]]]) -> None:
         fused = self._target.features([row for _, rows in owed for row in rows]) if owed else None
         if fused is not None:
-            for (request, rows), part in zip(owed, fused.split([len(rows) for _, rows in owed]), strict=True):
+            parts = fused.split([len(rows) for _, rows in owed])
+            for (request, _), part in zip(owed, parts, strict=True):
                 request.features = part
 
     def _append(self, request: Request, tokens: tuple[int, ...]) -> None:

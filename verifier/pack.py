@@ -97,7 +97,8 @@ def pack_target(
     ])
     sampling = SamplingBatch.stack([r.submit.sampling for r in decode + finishing_requests]).rows(request_R)
     position_N = torch.cat([tree_meta.position_N, chunk_meta.position_N])
-    sample_row_R = torch.cat([torch.arange(num_tree_rows, dtype=torch.int32), _int32([int(ends[i]) - 1 for i in finishing])])
+    last_rows = _int32([int(ends[i]) - 1 for i in finishing])
+    sample_row_R = torch.cat([torch.arange(num_tree_rows, dtype=torch.int32), last_rows])
     return TargetStep(
         copy_source=_int32([_physical(move.request, move.source, page_size) for move in moves]),
         copy_target=_int32([_physical(move.request, move.target, page_size) for move in moves]),

@@ -7,6 +7,7 @@ Legend: B requests, N packed rows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -71,7 +72,7 @@ def with_bare_roots(trees: TreeBatch | None, drafted: list[bool], root_tokens: l
         spans.append((offsets[next_tree], offsets[next_tree + 1]) if is_drafted else None)
         next_tree += is_drafted
 
-    def merge(name: str, root_values: list[int] | list[float], dtype: type) -> Tensor:
+    def merge(name: str, root_values: Sequence[float], dtype: type) -> Tensor:
         source = getattr(trees, name).numpy() if trees is not None else None
         pieces = [
             np.array([value], dtype=dtype) if span is None else source[span[0] : span[1]]  # type: ignore[index]

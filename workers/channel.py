@@ -1,4 +1,4 @@
-"""Moves one message between ranks: drafter <-> verifier 0 (`link`), and rank 0 -> its tensor-parallel peers (`fan_out`).
+"""Moves one message between ranks: drafter 0 <-> verifier 0 (`link`), and a side's first rank -> its peers (`fan_out`).
 
 A frame starts on the CPU (gloo): header [kind, step, meta bytes, bulk bytes] and, on CPU devices, the body's first
 bytes inline, so that most messages are one send. On CUDA the header is the doorbell and the body, meta and bulk fused,

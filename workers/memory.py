@@ -9,7 +9,7 @@ import torch
 from workers.groups import World
 
 _CPU_SHARE = 0.25
-"""Part of the machine's free memory that all ranks' pools together may take on CPU; pages are only touched when used."""
+"""Part of the machine's free memory that all pools together may take on CPU; pages cost nothing until used."""
 
 
 def agree_on_pages(world: World, bytes_per_slot: int) -> int:

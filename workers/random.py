@@ -13,10 +13,13 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from workers.types import as_signed64
+
 _MASK = 0xFFFFFFFF
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _ROUNDS = 10
+_SPLIT_TAG = 0x5EED  # keeps split seeds apart from draft draws, whose third word is a tree row (< 64)
 
 
 class Stream(IntEnum):
@@ -67,9 +70,6 @@ def split_seed(seed: int, index: int) -> int:
     """H(seed, index), the seed of a request's index-th sample or a server's index-th request; H(seed, 0) = seed."""
     if index == 0:
         return seed
-    words = philox(
-        torch.tensor([seed if seed < 2**63 else seed - 2**64]),
-        *(torch.tensor([w]) for w in (index & _MASK, (index >> 32) & _MASK, 0x5EED)),
-        Stream.DRAFT,
-    )
+    low, high, tag = (torch.tensor([word]) for word in (index & _MASK, (index >> 32) & _MASK, _SPLIT_TAG))
+    words = philox(torch.tensor([as_signed64(seed)]), low, high, tag, Stream.DRAFT)
     return int(words[0]) | int(words[1]) << 32

@@ -66,8 +66,7 @@ def shard_best(
     x = process_logits(logits_RV, _without_cuts(params))
     if row_max_R is not None:
         t = torch.where(params.temperature_B > 0, params.temperature_B, 1.0)
-        floor = torch.where(params.temperature_B > 0, row_max_R / t + _min_p_offset(params), -torch.inf)
-        x = x.masked_fill(x < floor[:, None], -torch.inf)
+        x = x.masked_fill(x < (row_max_R / t + _min_p_offset(params))[:, None], -torch.inf)
     best = coupled_scores(x, params, index_R, start).max(-1)
     return best.values, best.indices + start
 
@@ -83,7 +82,7 @@ def _without_cuts(params: SamplingBatch) -> SamplingBatch:
 
 
 def _min_p_offset(params: SamplingBatch) -> Tensor:
-    return torch.log(params.min_p_B)  # log 0 = -inf: off
+    return torch.log(torch.where(params.temperature_B > 0, params.min_p_B, 0.0))  # log 0 = -inf: off
 
 
 def _top_k_top_p(x: Tensor, params: SamplingBatch, sampled: Tensor) -> Tensor:

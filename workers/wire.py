@@ -45,7 +45,7 @@ def _ints(*names: str) -> list[Field]:
     return [Field(name, _I32, _I32) for name in names]
 
 
-_SAMPLING_TAIL = [  # suffixes shared by DraftRequest (_B) and TargetStep (_R)
+_SAMPLING_TAIL: list[tuple[str, np.dtype]] = [  # suffixes shared by DraftRequest (_B) and TargetStep (_R)
     ("temperature", _F32),
     ("top_k", _I32),
     ("top_p", _F32),

@@ -1,0 +1,76 @@
+"""One worker rank as a Ray actor. Imports no torch: the actor sets its environment first, and torch reads it once."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TypedDict
+
+import ray
+
+import workers
+from workers.config import EngineConfig
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerInfo(TypedDict):
+    pid: int
+    node_id: str
+    node_ip: str
+
+
+class Worker:
+    """One rank in one process. The environment is set before anything imports torch, which reads it only then."""
+
+    def __init__(self, config: str, rank: int, packages: str, env: Mapping[str, str]) -> None:
+        os.environ.update(env)
+        check_packages(packages)
+        self._config = EngineConfig.from_json(config)
+        self._rank = rank
+        self._store: object | None = None
+
+    def info(self) -> WorkerInfo:
+        context = ray.get_runtime_context()
+        return WorkerInfo(pid=os.getpid(), node_id=context.get_node_id(), node_ip=ray.util.get_node_ip_address())
+
+    def open_store(self) -> str:
+        """Rank 0: opens the rendezvous store and keeps it alive; its address."""
+        from workers.groups import open_store
+
+        self._store, address = open_store(ray.util.get_node_ip_address())
+        return address
+
+    def run(self, store: str, front: str | None) -> None:
+        """The engine's life, or this rank's part in it. Returns when the engine was told to stop; raises if it died."""
+        if self._rank < self._config.tensor_parallel_size:
+            from verifier.worker import run as run_verifier
+
+            run_verifier(self._config, self._rank, store, front=front)
+        else:
+            from drafter.worker import run as run_drafter
+
+            run_drafter(self._config, self._rank, store)
+
+
+def packages_folder() -> str:
+    """Where the flat packages are imported from."""
+    return str(Path(workers.__file__).resolve().parents[1])
+
+
+def check_packages(expected: str) -> None:
+    """Ray puts the current folder first on a worker's path: a folder named `workers` there would shadow ours.
+
+    Only a warning when just the place differs (another node, another checkout): what must hold is that it is ours.
+    """
+    found = packages_folder()
+    if not (Path(found) / "workers" / "ipc.py").exists():
+        raise ImportError(
+            f"'workers' is imported from {found}, which is not Secateur's (expected {expected}); "
+            f"start Ray from another folder. sys.path begins with {sys.path[:3]}"
+        )
+    if found != expected:
+        logger.warning("the packages come from %s here and from %s on the replica", found, expected)

@@ -1,0 +1,244 @@
+"""Secateur on Ray Serve: one deployment, one replica = one engine = one placement group.
+
+`build` is the builder a Serve config names (`import_path: cluster.app:build`); `serve` is the command.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from types import FrameType
+from typing import Any
+
+import ray
+from ray import serve as ray_serve
+
+from cluster.actors import packages_folder
+from cluster.convert import engine_config, layout_config, settle, visible_gpus
+from cluster.engine_client import EngineClient
+from cluster.gang import Gang
+from cluster.ingress import PENDING_PER_SEQUENCE, create_app
+from cluster.placement import REPLICA_CPUS, group_bundles
+from cluster.service import base_url, listening_socket, load_tokenizer, local_service, service_of
+from secateur.config import AppArgs, EngineArgs
+from secateur.errors import ConfigError, SecateurError
+
+__all__ = ["APP_NAME", "Replica", "build", "local_cluster", "local_service", "serve"]
+
+logger = logging.getLogger(__name__)
+
+APP_NAME = "secateur"
+EXIT_GRACE_S = 1.0
+"""Between the death of an engine and that of its replica: time for the in-flight answers to say so."""
+OBJECT_STORE_BYTES = 128 << 20  # nothing of ours goes through it
+SERVE_HEADROOM = 64
+"""Requests Serve lets through beyond what the ingress admits, so that the ingress answers, in OpenAI's shape."""
+
+
+class Replica:
+    """The engine's front: a CPU-only driver that places the ranks, feeds them and answers HTTP. Never touches CUDA."""
+
+    async def __init__(self, args: dict[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits it
+        _log_through_serve()
+        self._args = EngineArgs.load({"api_key": os.environ.get("SECATEUR_API_KEY") or None, **args})
+        self._client = EngineClient()
+        self._config = await asyncio.to_thread(engine_config, self._args)
+        self._gang = Gang(self._config, self._client, on_death=self._engine_died)
+        self._serving = False
+        tokenizer = asyncio.create_task(asyncio.to_thread(load_tokenizer, self._args, self._config))
+        try:
+            await self._gang.start(ray.util.get_current_placement_group())
+            self._tokenizer = await tokenizer
+        except BaseException:
+            self._gang.close()
+            raise
+        self._serving = True
+
+    async def __serve_build_asgi_app__(self) -> Any:
+        return create_app(service_of(self._args, self._config, self._client, self._tokenizer))
+
+    async def check_health(self) -> None:
+        """Raises when the engine is gone or makes no progress; Serve replaces the replica then."""
+        ok, reason = self._client.health()
+        if not ok:
+            raise RuntimeError(reason)
+
+    async def __del__(self) -> None:
+        self._gang.close()
+        await self._client.close()
+
+    def _engine_died(self, reason: str) -> None:
+        """In-flight requests end with an error, then this process ends: Serve replaces a dead replica in about half
+        the time it takes to find one unhealthy (three failed checks and a drain)."""
+        self._client.fail(reason)
+        if self._serving:
+            asyncio.get_running_loop().call_later(EXIT_GRACE_S, os._exit, 1)
+
+
+def build(args: AppArgs | Mapping[str, Any]) -> ray_serve.Application:
+    """The Serve application of one model. Raises ConfigError.
+
+    Validates for itself: Serve converts the dict of a config file only if the annotation is a class at run time.
+    """
+    app = args if isinstance(args, AppArgs) else AppArgs.load(args)
+    engine_args = app.engine_args()
+    if engine_args.device == "auto":
+        engine_args = engine_args.model_copy(update={"device": _cluster_device(app)})
+    engine_args = settle(engine_args, num_gpus=None)
+    config = layout_config(engine_args)
+    options: dict[str, Any] = {
+        "name": APP_NAME,
+        "max_ongoing_requests": PENDING_PER_SEQUENCE * config.max_num_seqs + SERVE_HEADROOM,
+        "health_check_period_s": 5,
+        "health_check_timeout_s": 30,
+        **app.deployment_config,
+    }
+    actor_options = {"num_cpus": REPLICA_CPUS, "num_gpus": 0, **options.pop("ray_actor_options", {})}
+    if actor_options["num_gpus"]:
+        raise ConfigError("deployment_config.ray_actor_options.num_gpus: the replica itself uses no GPU; remove it")
+    group = app.placement_group_config
+    deployment = ray_serve.deployment(
+        **options,
+        ray_actor_options=actor_options,
+        placement_group_strategy=group.strategy,
+        placement_group_bundles=group_bundles(
+            config,
+            per_worker=group.bundle_per_worker,
+            given=group.bundles,
+            replica_cpus=actor_options["num_cpus"],
+            accelerator_type=app.accelerator_type,
+        ),
+    )
+    return deployment(ray_serve.ingress()(Replica)).bind(engine_args.model_dump(exclude_unset=True))
+
+
+def serve(args: EngineArgs) -> None:
+    """Serves until SIGINT or SIGTERM, on a Ray of its own or on the cluster RAY_ADDRESS names; then cleans up.
+
+    Raises ConfigError before Ray starts, SecateurError if the engine does not come up.
+    """
+    remote = os.environ.get("RAY_ADDRESS")
+    args = settle(args, num_gpus=None if remote else visible_gpus())
+    if not remote:
+        engine_config(args)  # reads the models' configs: a wrong one is told now, not after half a minute
+    with _terminate_as_interrupt():
+        try:
+            with running(args, address=remote) as url:
+                print(f"Secateur serves {args.model_id} at {url}/v1 (Ctrl-C stops it)", flush=True)
+                signal.pause()
+        except KeyboardInterrupt:
+            print("Secateur has stopped", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def running(args: EngineArgs, *, address: str | None = None) -> Iterator[str]:
+    """The service on Ray as long as the context lasts; gives its base URL. Without `address` on a Ray of its own."""
+    with local_cluster() if address is None else _remote_cluster(address):
+        port = args.port or _free_port(args.host)
+        if address is None:
+            listening_socket(args.host, port).close()  # a port in use is told now, in plain words
+        ray_serve.start(proxy_location="HeadOnly", http_options={"host": args.host, "port": port})
+        app = AppArgs.from_engine_args(args)
+        # A wrong configuration does not get better by trying it twenty times, Serve's default.
+        app = app.model_copy(update={"deployment_config": {"max_constructor_retry_count": 1}})
+        try:
+            ray_serve.run(build(app), name=APP_NAME, route_prefix="/")
+        except RuntimeError as error:
+            raise SecateurError(f"the service did not start: {error}") from error
+        try:
+            yield base_url(args.host, port)
+        finally:
+            if address is not None:
+                ray_serve.delete(APP_NAME)
+
+
+@contextmanager
+def local_cluster() -> Iterator[None]:
+    """A Ray of this machine's own, which ends with the context. Never joins one that is there already."""
+    environment = {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+        # The workers import what we imported, from whatever folder this was started.
+        "PYTHONPATH": os.pathsep.join(filter(None, [packages_folder(), os.environ.get("PYTHONPATH")])),
+    }
+    if not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
+        # Ray turns token authentication on by itself and would write a token to the user's home without this one.
+        environment |= {"RAY_AUTH_TOKEN": _token()}
+    saved = {name: os.environ.get(name) for name in (*environment, "RAY_AUTH_MODE")}
+    os.environ.update(environment)
+    try:
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            object_store_memory=OBJECT_STORE_BYTES,
+        )
+        yield
+    finally:
+        if ray.is_initialized():
+            ray_serve.shutdown()
+            ray.shutdown()
+        for name, value in saved.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@cache
+def _token() -> str:
+    """One per process: Ray reads it once and keeps it."""
+    return secrets.token_hex(32)
+
+
+@contextmanager
+def _remote_cluster(address: str) -> Iterator[None]:
+    ray.init(address=address, logging_level=logging.WARNING)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def _terminate_as_interrupt() -> Iterator[None]:
+    """SIGTERM unwinds like Ctrl-C, so that the same `finally` blocks clean up."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _cluster_device(app: AppArgs) -> str:
+    """Where `auto` runs in a cluster: the builder's own node (often a head without GPU) says nothing about it."""
+    if app.accelerator_type or (ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0):
+        return "cuda"
+    return "cpu"
+
+
+def _free_port(host: str) -> int:
+    with listening_socket(host, 0) as sock:
+        return sock.getsockname()[1]
+
+
+def _log_through_serve() -> None:
+    """Our log lines go where Serve's go, with its request ids and format."""
+    serve_logger = logging.getLogger("ray.serve")
+    for name in ("cluster", "secateur"):
+        ours = logging.getLogger(name)
+        ours.setLevel(logging.INFO)
+        ours.handlers = serve_logger.handlers
+        ours.propagate = False

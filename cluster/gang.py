@@ -1,0 +1,103 @@
+"""The worker actors of one engine: placed together, watched together, killed together.
+
+Ray places, starts and kills; a step never meets it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from cluster.actors import Worker, WorkerInfo, packages_folder
+from cluster.engine_client import EngineClient
+from cluster.seats import seats, worker_env
+from workers.config import EngineConfig
+
+START_TIMEOUT_S = 3600.0
+"""Loading a large checkpoint from cold storage."""
+_WATCH_PERIOD_S = 1.0
+
+
+class Gang:
+    """All ranks of one engine, placed in the bundles of the replica's placement group.
+
+    They are this process's children in Ray's sense: if it dies, however, they are gone too (0.1 s after a SIGKILL).
+    `on_death` is called once in the event loop of `start`, with the reason, when the ranks have been killed already.
+    """
+
+    def __init__(self, config: EngineConfig, client: EngineClient, *, on_death: Callable[[str], None]) -> None:
+        self._config = config
+        self._client = client
+        self._on_death = on_death
+        self._workers: list[Any] = []  # handles: Ray ends an actor that nobody holds
+        self._folder = ""
+        self._closing = threading.Event()
+
+    async def start(self, group: PlacementGroup) -> list[WorkerInfo]:
+        """Returns when the engine serves. Raises if a rank dies first; call `close` then."""
+        config = self._config
+        remote = ray.remote(Worker)
+        for seat in seats(config):
+            strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=seat.bundle)
+            # num_cpus=0: the bundle is the reservation. The index is given, or Ray might swap devices.
+            options = remote.options(num_cpus=0, num_gpus=seat.num_gpus, scheduling_strategy=strategy, max_restarts=0)
+            env = worker_env(config, seat.rank)
+            self._workers.append(options.remote(config.to_json(), seat.rank, packages_folder(), env))
+        infos: list[WorkerInfo] = await asyncio.gather(*(worker.info.remote() for worker in self._workers))
+        front = await self._listen(infos[0])
+        store = await self._workers[0].open_store.remote()
+        runs = [
+            worker.run.remote(store, front if rank == 0 else None) for rank, worker in enumerate(self._workers)
+        ]
+        loop = asyncio.get_running_loop()
+        threading.Thread(target=self._watch, args=(runs, loop), name="gang-watch", daemon=True).start()
+        await self._client.wait_ready(START_TIMEOUT_S)
+        return infos
+
+    def close(self) -> None:
+        """Kills every rank (SIGKILL: one that waits in a collective for a dead peer hears nothing else)."""
+        self._closing.set()
+        self._kill()
+
+    async def _listen(self, rank_0: WorkerInfo) -> str:
+        if rank_0["node_id"] == ray.get_runtime_context().get_node_id():
+            self._folder = tempfile.mkdtemp(prefix="secateur-")
+            return await self._client.listen(f"unix:{self._folder}/engine.sock")
+        return await self._client.listen(f"tcp:{ray.util.get_node_ip_address()}:0")
+
+    def _kill(self) -> None:
+        for worker in self._workers:
+            ray.kill(worker)
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _watch(self, runs: list[Any], loop: asyncio.AbstractEventLoop) -> None:
+        # A loop with a timeout: a ray.wait without one can crash the process when Ray goes down under it.
+        while not self._closing.is_set():
+            done, _ = ray.wait(runs, num_returns=1, timeout=_WATCH_PERIOD_S)
+            if not done or self._closing.is_set():
+                continue
+            reason = f"{self._config.role_of(runs.index(done[0]))} {_ending_of(done[0])}"
+            self._kill()
+            with contextlib.suppress(RuntimeError):  # the loop closed first: nobody is left to tell
+                loop.call_soon_threadsafe(self._on_death, reason)
+            return
+
+
+def _ending_of(run: Any) -> str:
+    try:
+        ray.get(run)
+    except ray.exceptions.RayTaskError as error:
+        return f"failed: {error.cause!r}"
+    except ray.exceptions.RayError as error:
+        return f"died: {str(error).strip().splitlines()[0]}"
+    return "stopped by itself"

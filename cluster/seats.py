@@ -1,0 +1,77 @@
+"""Who sits where: one seat per world rank, for plain processes and for a Ray placement group alike.
+
+Imports no torch: a worker actor reads its environment from here before torch may be imported.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from workers.config import EngineConfig
+
+COLOCATED_GPUS = 0.5
+"""Two processes on one device: equal halves are exact in Ray's arithmetic and fit one {"GPU": 1} bundle. Ray does not
+enforce memory either; the engine divides it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """Where one rank lives.
+
+    Example: drafter 0 beside verifier 0 on one GPU, T = 2:
+    Seat(rank=2, role="drafter 0", bundle=0, num_gpus=0.5, is_shared=True)
+    """
+
+    rank: int
+    role: str
+    bundle: int
+    """Index of the Ray bundle, and of the device among the engine's devices."""
+    num_gpus: float
+    is_shared: bool
+    """Another rank has the same device."""
+
+
+def seats(config: EngineConfig) -> list[Seat]:
+    """One seat per world rank, in rank order."""
+    on_cuda = config.device == "cuda"
+    colocated = config.draft is not None and config.draft.placement == "colocated"
+    tp = config.tensor_parallel_size
+    result = []
+    for rank in range(config.world_size):
+        is_shared = colocated and (rank >= tp or rank < config.draft_ranks)
+        result.append(
+            Seat(
+                rank=rank,
+                role=config.role_of(rank),
+                bundle=rank - tp if colocated and rank >= tp else rank,
+                num_gpus=(COLOCATED_GPUS if is_shared else 1.0) if on_cuda else 0.0,
+                is_shared=is_shared,
+            )
+        )
+    return result
+
+
+def num_bundles(config: EngineConfig) -> int:
+    """Devices (CUDA) or slots (CPU) the engine takes."""
+    return max(seat.bundle for seat in seats(config)) + 1
+
+
+def worker_env(config: EngineConfig, rank: int) -> dict[str, str]:
+    """Environment every worker process of this rank needs, however it is started. Devices are the starter's matter.
+
+    On CPU each worker gets one thread: two busy multi-threaded processes on two cores fall to a tenth of their speed.
+    Two NCCL ranks on one device would be refused as duplicates: NCCL compares host id + bus id, so each gets a host id
+    of its own and talks over loopback sockets.
+    """
+    seat = seats(config)[rank]
+    env = {"TOKENIZERS_PARALLELISM": "false"}
+    if config.device == "cpu":
+        env |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    elif seat.is_shared:
+        env |= {
+            "NCCL_HOSTID": f"secateur-{os.getpid()}-{rank}",
+            "NCCL_SOCKET_IFNAME": "lo",
+            "NCCL_IB_DISABLE": "1",
+        }
+    return env

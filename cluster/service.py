@@ -1,0 +1,141 @@
+"""The HTTP service without Ray: an engine as plain processes, its ingress under uvicorn in one background thread."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+
+from cluster.convert import engine_config, visible_gpus
+from cluster.engine_client import EngineClient
+from cluster.ingress import Service, create_app
+from cluster.local import LocalEngine
+from cluster.tokens import Tokenizer
+from secateur.config import EngineArgs, resolve_model
+from secateur.errors import ConfigError
+from workers.config import EngineConfig
+
+_GRACE_S = 5
+
+
+def service_of(args: EngineArgs, config: EngineConfig, engine: EngineClient, tokenizer: Tokenizer) -> Service:
+    """The service of a running engine, with the settings of `args`."""
+    return Service(
+        engine=engine,
+        tokenizer=tokenizer,
+        config=config,
+        model_id=args.model_id,
+        api_key=args.api_key,
+        seed=args.seed,
+    )
+
+
+def load_tokenizer(args: EngineArgs, config: EngineConfig) -> Tokenizer:
+    """The tokenizer asked for, else the model's own."""
+    if args.tokenizer is None:
+        return Tokenizer(config.model_path)
+    return Tokenizer(resolve_model(args.tokenizer), revision=args.revision)
+
+
+@contextmanager
+def local_service(args: EngineArgs) -> Iterator[str]:
+    """A running service on this machine as long as the context lasts; gives its base URL. No Ray.
+
+    Raises ConfigError before anything starts, EngineDead if the engine does not come up. Afterwards nothing is left.
+    """
+    config = engine_config(args, num_gpus=visible_gpus())
+    sock = listening_socket(args.host, args.port)
+    thread = _ServiceThread(args, config, sock)
+    thread.start()
+    try:
+        thread.wait_started()
+        yield base_url(args.host, sock.getsockname()[1])
+    finally:
+        thread.stop()
+        sock.close()
+
+
+def listening_socket(host: str, port: int) -> socket.socket:
+    """Bound, so that a port in use is known before an engine starts. Raises ConfigError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        message = f"cannot listen on {host}:{port} ({error.strerror}); choose another --host or --port"
+        raise ConfigError(message) from error
+    return sock
+
+
+def base_url(host: str, port: int) -> str:
+    """Where to reach a service that listens on `host`; the wildcard addresses are reached as loopback."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class _ServiceThread(threading.Thread):
+    """Owns the event loop in which engine client and HTTP server live, and with it the engine's processes."""
+
+    def __init__(self, args: EngineArgs, config: EngineConfig, sock: socket.socket) -> None:
+        super().__init__(name="secateur-service", daemon=True)
+        self._args = args
+        self._config = config
+        self._sock = sock
+        self._up = threading.Event()
+        self._failure: BaseException | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._main: asyncio.Task[None] | None = None
+        self._server: uvicorn.Server | None = None
+
+    def run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except asyncio.CancelledError:
+            pass  # stopped while it started
+        except BaseException as error:
+            self._failure = error
+        finally:
+            self._up.set()
+
+    def wait_started(self) -> None:
+        """Raises what kept it from starting."""
+        self._up.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def stop(self) -> None:
+        """Lets running answers end for a moment, then stops everything and waits for it."""
+        if self._server is not None:
+            self._server.should_exit = True
+        elif self._loop is not None and self._main is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended by itself
+                self._loop.call_soon_threadsafe(self._main.cancel)
+        self.join()
+
+    async def _serve(self) -> None:
+        self._loop, self._main = asyncio.get_running_loop(), asyncio.current_task()
+        tokenizer = asyncio.create_task(asyncio.to_thread(load_tokenizer, self._args, self._config))
+        try:
+            async with LocalEngine(self._config) as client:
+                app = create_app(service_of(self._args, self._config, client, await tokenizer))
+                server = uvicorn.Server(
+                    uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=_GRACE_S)
+                )
+                serving = asyncio.create_task(server.serve(sockets=[self._sock]))
+                while not (server.started or serving.done()):
+                    await asyncio.sleep(0.01)
+                if serving.done():
+                    serving.result()
+                    raise RuntimeError("the HTTP server ended while it started")
+                self._server = server
+                self._up.set()
+                await serving
+        finally:
+            tokenizer.cancel()

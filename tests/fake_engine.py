@@ -1,0 +1,110 @@
+"""An engine that speaks workers.ipc and says what a test wants, in a thread: no model, no torch.distributed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from workers.ipc import (
+    Abort,
+    EngineStats,
+    FrameSocket,
+    FrontGone,
+    Ready,
+    RequestStats,
+    StepOutput,
+    Submit,
+    TokenChunk,
+    connect,
+)
+
+Script = Callable[[Submit], list[list[int]]]
+"""The steps of a request: one list of tokens each."""
+
+
+@dataclass
+class _Live:
+    submit: Submit
+    steps: list[list[int]]
+    sent: int = 0
+
+
+@dataclass
+class FakeEngine:
+    """Answers each Submit with its script's steps, one per turn of its loop.
+
+    `hold`: while set, no step is made (requests stay pending). `aborted` and `submitted` tell what it was asked.
+    """
+
+    address: str
+    script: Script
+    eos: tuple[int, ...] = ()
+    max_model_len: int = 2048
+    vocab_size: int = 2048
+    step_s: float = 0.0
+    submitted: list[Submit] = field(default_factory=list)
+    aborted: list[int] = field(default_factory=list)
+    hold: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self._stop = threading.Event()
+        self._live: dict[int, _Live] = {}
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def die(self) -> None:
+        """Closes the socket, as the kernel does for a dead process."""
+        self._stop.set()
+        self._thread.join(5)
+
+    def _run(self) -> None:
+        socket = FrameSocket(connect(self.address))
+        topology: list[dict[str, str | int]] = [{"role": "verifier 0", "rank": 0, "pid": 1, "device": "fake"}]
+        socket.send(
+            Ready(topology=topology, max_model_len=self.max_model_len, vocab_size=self.vocab_size, num_pages=8)
+        )
+        with suppress(FrontGone):
+            while not self._stop.is_set():
+                for message in socket.poll(0.005):
+                    match message:
+                        case Submit():
+                            self.submitted.append(message)
+                            self._live[message.id] = _Live(message, self.script(message))
+                        case Abort(id=id):
+                            self.aborted.append(id)
+                            self._live.pop(id, None)
+                if self.hold.is_set():
+                    continue
+                if chunks := [self._step(live) for live in list(self._live.values())]:
+                    self._stop.wait(self.step_s)
+                    socket.send(StepOutput(chunks=chunks, stats=EngineStats(num_running=len(self._live), num_drafts=3)))
+        socket.close()
+
+    def _step(self, live: _Live) -> TokenChunk:
+        submit = live.submit
+        tokens = live.steps.pop(0) if live.steps else []
+        reason, stop = None, None
+        for position, token in enumerate(tokens, start=1):
+            is_eos = token in self.eos and not submit.ignore_eos
+            if is_eos or token in submit.stop_token_ids:
+                tokens, reason, stop = tokens[:position], "stop", token
+                break
+            if live.sent + position == submit.max_tokens:
+                tokens, reason = tokens[:position], "length"
+                break
+        live.sent += len(tokens)
+        if reason is None and not live.steps:
+            reason = "length"
+        if reason is not None:
+            del self._live[submit.id]
+        return TokenChunk(
+            id=submit.id,
+            tokens=tokens,
+            finish_reason=reason,
+            stop_token=stop,
+            stats=RequestStats(num_drafts=2, num_draft_tokens=8, num_verified_tokens=8, num_accepted_tokens=3)
+            if reason
+            else None,
+        )

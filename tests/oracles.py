@@ -1,0 +1,217 @@
+"""Slow, obvious versions of the clever functions: plain Python and float64, one value at a time."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from workers.types import NodeKind, TreeBatch
+
+Path = tuple[int, ...]
+
+# ---- noise
+
+
+def philox(key: tuple[int, int], counter: tuple[int, int, int, int]) -> tuple[int, ...]:
+    """Philox4x32-10 with Python's big integers, as in the paper's figure: multiply, swap, xor, bump the key."""
+    a, b, c, d = counter
+    k0, k1 = key
+    for _ in range(10):
+        high0, low0 = divmod(0xD2511F53 * a, 2**32)
+        high1, low1 = divmod(0xCD9E8D57 * c, 2**32)
+        a, b, c, d = high1 ^ b ^ k0, low1, high0 ^ d ^ k1, low0
+        k0, k1 = (k0 + 0x9E3779B9) % 2**32, (k1 + 0xBB67AE85) % 2**32
+    return a, b, c, d
+
+
+def gumbel_of_word(r: int) -> float:
+    """-log(-log u), u = (r + 1/2) / 2^32, in float64 without cancellation near u = 1."""
+    if r < 2**31:
+        return -math.log(-math.log((r + 0.5) / 2**32))
+    return -math.log(-math.log1p(-(2**32 - r - 0.5) / 2**32))
+
+
+def gumbel(seed: int, index: int, token: int) -> float:
+    """The target noise of one (seed, index of the drawn token, target token id)."""
+    key = (seed % 2**32, seed // 2**32 % 2**32)
+    return gumbel_of_word(philox(key, (token // 4, index, 0, 0))[token % 4])
+
+
+# ---- sampling
+
+
+def process(logits: Sequence[float], temperature: float, top_k: int, top_p: float, min_p: float) -> list[float]:
+    """Temperature, then min-p, top-k, top-p, each cut keeping everything tied with what it must keep."""
+    x = [float(v) for v in logits]
+    if temperature == 0:
+        return x
+    x = [v / temperature for v in x]
+
+    def keep(is_kept: Callable[[float], bool]) -> list[float]:
+        return [v if is_kept(v) else -math.inf for v in x]
+
+    if min_p > 0:
+        x = keep(lambda v: math.exp(v - max(x)) >= min_p)
+    if top_k > 0:
+        kth = sorted(x, reverse=True)[min(top_k, len(x)) - 1]
+        x = keep(lambda v: v >= kth)
+    if top_p < 1:
+        probs = softmax(x)
+        mass, lowest = 0.0, max(x)
+        for v, p in sorted(zip(x, probs, strict=True), reverse=True):
+            if mass >= top_p:
+                break
+            mass, lowest = mass + p, v
+        x = keep(lambda v: v >= lowest)
+    return x
+
+
+def softmax(x: Sequence[float]) -> list[float]:
+    top = max(x)
+    weights = [math.exp(v - top) for v in x]
+    return [w / sum(weights) for w in weights]
+
+
+# ---- trees
+
+
+@dataclass
+class Node:
+    """A tree node with everything the growing rule needs to know of it."""
+
+    path: Path  # tokens below the root
+    parent: int  # row
+    weight: float
+    path_prob: float
+    slots: int
+    place: Path = ()  # ranks below the root
+
+
+Model = Callable[[Path], Sequence[float]]
+"""Draft logits after a path of tokens below the root."""
+
+
+def typical_subtree(room: int, typical: Sequence[float]) -> list[float]:
+    """All products of typical survivals in a subtree of `room` levels below its root, largest first."""
+    weights = [1.0]
+    for levels in range(1, room + 1):
+        weights += [math.prod(choice) for choice in itertools.product(typical, repeat=levels)]
+    return sorted(weights, reverse=True)
+
+
+def deal_best_first(slots: int, room: int, weights: Sequence[float], typical: Sequence[float]) -> list[int]:
+    """Slots per child: the `slots` largest w * h, h over the child's typical subtree of room - 1 more levels."""
+    values = [(w * h, k) for k, w in enumerate(weights) for h in typical_subtree(room - 1, typical) if w * h > 0]
+    taken = sorted(values, key=lambda value: -value[0])[:slots]
+    return [sum(k == child for _, k in taken) for child in range(len(weights))]
+
+
+def grow(
+    model: Model,
+    deal: Callable[[Node, int, Sequence[float]], list[int]],
+    *,
+    num_nodes: int,
+    max_depth: int,
+    max_children: int,
+    min_prob: float = 0.0,
+    path_prob: float = 0.0,
+    temperature: float = 0.0,
+    cuts: tuple[int, float, float] = (0, 1.0, 0.0),
+    seed: int = 0,
+    root_index: int = 0,
+) -> list[Node]:
+    """One tree, node by node in breadth-first order. `deal` gets (node, levels left, child weights)."""
+    nodes = [Node(path=(), parent=-1, weight=1.0, path_prob=1.0, slots=num_nodes)]
+    row = 0
+    while row < len(nodes):
+        node, depth = nodes[row], len(nodes[row].path)
+        if node.slots > 0 and depth < max_depth and node.path_prob >= path_prob:
+            x = process(model(node.path), temperature, *cuts)
+            q = softmax(x)
+            if max(q) >= min_prob:
+                noise = [gumbel(seed, root_index + depth, t) if temperature > 0 else 0.0 for t in range(len(q))]
+                score = [math.log(p) + g if p > 0 else -math.inf for p, g in zip(q, noise, strict=True)]
+                total = sum(map(math.exp, score))
+                best = sorted(range(len(q)), key=lambda t: -score[t])[:max_children]
+                weights = [math.exp(score[t]) / total for t in best]
+                for rank, (t, w, s) in enumerate(
+                    zip(best, weights, deal(node, max_depth - depth, weights), strict=True)
+                ):
+                    if s > 0:
+                        nodes.append(
+                            Node((*node.path, t), row, node.weight * w, node.path_prob * q[t], s - 1, (*node.place, rank))
+                        )
+        row += 1
+    return nodes
+
+
+def without_descendants(paths: Iterable[Path], is_expanded: Callable[[Path], bool]) -> list[Path]:
+    """The paths all of whose proper ancestors (the root () included) are expanded."""
+    return [p for p in paths if all(is_expanded(p[:n]) for n in range(len(p)))]
+
+
+# ---- trees as TreeBatch
+
+
+def tree(parents: Sequence[int], tokens: Sequence[int], kind: NodeKind = NodeKind.COUPLED) -> TreeBatch:
+    return trees([(parents, tokens)], kind)
+
+
+def trees(each: Sequence[tuple[Sequence[int], Sequence[int]]], kind: NodeKind = NodeKind.COUPLED) -> TreeBatch:
+    """Packed trees from (parents, tokens) per request, depths and ancestor masks spelled out."""
+    offsets, tokens, parents, depths, masks, kinds = [0], [], [], [], [], []
+    for parent, token in each:
+        begin = len(tokens)
+        for row, p in enumerate(parent):
+            assert p < row and (p < 0) == (row == 0)
+            depths.append(0 if p < 0 else depths[begin + p] + 1)
+            masks.append((masks[begin + p] if p >= 0 else 0) | 1 << row)
+            kinds.append(NodeKind.ROOT if p < 0 else kind)
+        tokens += token
+        parents += parent
+        offsets.append(len(tokens))
+    return TreeBatch(
+        offsets=torch.tensor(offsets, dtype=torch.int32),
+        token_N=torch.tensor(tokens, dtype=torch.int32),
+        parent_N=torch.tensor(parents, dtype=torch.int32),
+        depth_N=torch.tensor(depths, dtype=torch.int32),
+        ancestors_N=torch.from_numpy(np.array(masks, dtype=np.uint64).view(np.int64)),
+        kind_N=torch.tensor(kinds, dtype=torch.uint8),
+        weight_N=torch.ones(len(tokens)),
+    )
+
+
+def chain(drafts: Sequence[int], root: int = 0) -> tuple[list[int], list[int]]:
+    """(parents, tokens) of a chain of drafts below a root token."""
+    return list(range(-1, len(drafts))), [root, *drafts]
+
+
+def paths_of(batch: TreeBatch, request: int = 0) -> list[Path]:
+    """Token paths below the root, row by row; the root's is ()."""
+    begin, end = batch.offsets[request], batch.offsets[request + 1]
+    tokens, parents = batch.token_N[begin:end].tolist(), batch.parent_N[begin:end].tolist()
+    paths: list[Path] = [()]
+    for token, parent in zip(tokens[1:], parents[1:], strict=True):
+        paths.append((*paths[parent], token))
+    return paths
+
+
+# ---- the output law
+
+
+def product_law(p: Callable[[Path], np.ndarray], length: int) -> dict[Path, float]:
+    """The target's own law of its first `length` tokens."""
+    law: dict[Path, float] = {(): 1.0}
+    for _ in range(length):
+        law = {(*x, t): w * w_t for x, w in law.items() for t, w_t in enumerate(p(x))}
+    return law
+
+
+def distance(law: dict[Path, float], other: dict[Path, float]) -> float:
+    """Largest difference of two laws at one outcome."""
+    return max(abs(law.get(x, 0.0) - other.get(x, 0.0)) for x in law.keys() | other.keys())

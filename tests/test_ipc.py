@@ -1,0 +1,175 @@
+"""The socket between front and engine: any pieces, any message, never a blocked step loop."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from workers import ipc
+from workers.ipc import (
+    Abort,
+    Decoder,
+    EngineStats,
+    FrameSocket,
+    FrontGone,
+    Ready,
+    RequestStats,
+    Speculation,
+    StepOutput,
+    Submit,
+    TokenChunk,
+    encode,
+)
+from workers.types import SamplingParams
+
+MESSAGES = [
+    Submit(id=0, prompt=[], max_tokens=1),
+    Submit(
+        id=2**40,
+        prompt=[0, 2**31 - 1],
+        max_tokens=7,
+        sampling=SamplingParams(temperature=0.7, top_k=3, top_p=0.9, min_p=0.05, seed=2**64 - 1),
+        stop_token_ids=[4, 5],
+        ignore_eos=True,
+        speculation=Speculation(enabled=False, num_tokens=0, min_prob=0.1, path_prob=0.0),
+    ),
+    Abort(id=3),
+    StepOutput(chunks=[], stats=EngineStats()),
+    StepOutput(
+        chunks=[
+            TokenChunk(id=1, tokens=[1, 2]),
+            TokenChunk(id=2, tokens=[9], finish_reason="stop", stop_token=9, stats=RequestStats(num_drafts=4)),
+            TokenChunk(id=3, tokens=[], finish_reason="error", error="prompt too long: 7 > 5 – ü"),
+        ],
+        stats=EngineStats(steps=5, accepted_per_depth=[3, 2, 1], kv_usage=0.25, step_seconds=1.5),
+    ),
+    Ready(topology=[{"role": "verifier", "rank": 0}], max_model_len=2048, vocab_size=512, num_pages=9),
+]
+
+
+@pytest.fixture
+def ends():
+    engine, front = socket.socketpair()
+    yield FrameSocket(engine), front
+    engine.close()
+    front.close()
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda m: type(m).__name__)
+def test_every_message_survives_byte_by_byte(message):
+    decoder = Decoder()
+    got = [m for byte in encode(message) for m in decoder.feed(bytes([byte]))]
+    assert got == [message]
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(st.lists(st.sampled_from(MESSAGES), max_size=6), st.lists(st.integers(1, 200), min_size=1))
+def test_a_stream_decodes_the_same_in_any_pieces(messages, sizes):
+    stream, decoder, got = b"".join(map(encode, messages)), Decoder(), []
+    for i in range(len(stream)):
+        if not stream:
+            break
+        size = sizes[i % len(sizes)]
+        got += decoder.feed(stream[:size])
+        stream = stream[size:]
+    assert got == messages
+
+
+def test_a_stranger_on_the_socket_is_refused():
+    with pytest.raises(ValueError, match="protocol"):
+        Decoder().feed(b"GET / HTTP/1.1\r\n\r\n")
+
+
+def test_poll_returns_at_once_when_nothing_has_arrived(ends):
+    began = time.monotonic()
+    assert ends[0].poll(0.0) == []
+    assert time.monotonic() - began < 0.5
+
+
+def test_poll_waits_for_the_first_message(ends):
+    engine, front = ends
+    front.sendall(encode(Abort(id=1)) + encode(Abort(id=2)))
+    assert engine.poll(5.0) == [Abort(id=1), Abort(id=2)]
+
+
+def test_a_front_that_does_not_read_never_blocks_the_engine(ends):
+    engine, front = ends
+    big = StepOutput(chunks=[TokenChunk(id=i, tokens=[i] * 5000) for i in range(20)], stats=EngineStats())
+    began = time.monotonic()
+    for _ in range(20):
+        engine.send(big)
+        assert engine.poll(0.0) == []
+    assert time.monotonic() - began < 5
+
+    front.setblocking(False)
+    decoder, got = Decoder(), []
+    deadline = time.monotonic() + 20
+    while len(got) < 20 and time.monotonic() < deadline:
+        engine.poll(0.0)  # flushes what did not fit
+        try:
+            got += decoder.feed(front.recv(1 << 20))
+        except BlockingIOError:
+            pass
+    assert got == [big] * 20
+
+
+def test_messages_still_arrive_while_the_other_way_is_full(ends):
+    engine, front = ends
+    for _ in range(50):
+        engine.send(StepOutput(chunks=[TokenChunk(id=0, tokens=[1] * 50000)], stats=EngineStats()))
+    front.sendall(encode(Abort(id=8)))
+    assert engine.poll(1.0) == [Abort(id=8)]
+
+
+def test_end_of_file_is_a_gone_front(ends):
+    engine, front = ends
+    front.close()
+    with pytest.raises(FrontGone):
+        engine.poll(1.0)
+
+
+def test_the_last_words_of_a_front_are_heard_before_it_is_gone(ends):
+    engine, front = ends
+    front.sendall(encode(Abort(id=4)))
+    front.close()
+    assert engine.poll(1.0) == [Abort(id=4)]
+    with pytest.raises(FrontGone):
+        engine.poll(1.0)
+
+
+def test_writing_to_a_gone_front_says_so(ends):
+    engine, front = ends
+    front.close()
+    with pytest.raises(FrontGone):
+        for _ in range(3):
+            engine.send(Abort(id=1))
+
+
+@pytest.mark.parametrize("scheme", ["unix", "tcp"])
+def test_the_engine_connects_to_either_kind_of_address(scheme, tmp_path):
+    listener = socket.socket(socket.AF_UNIX if scheme == "unix" else socket.AF_INET)
+    listener.bind(str(tmp_path / "s") if scheme == "unix" else ("127.0.0.1", 0))
+    listener.listen()
+    address = f"unix:{tmp_path}/s" if scheme == "unix" else f"tcp:127.0.0.1:{listener.getsockname()[1]}"
+    with ipc.connect(address) as engine, listener, listener.accept()[0] as front:
+        FrameSocket(engine).send(Abort(id=6))
+        assert Decoder().feed(front.recv(100)) == [Abort(id=6)]
+
+
+def test_an_unknown_address_says_what_to_write():
+    with pytest.raises(ValueError, match="unix:/path or tcp:host:port"):
+        ipc.connect("http://host")
+
+
+def test_unix_paths_have_107_bytes():
+    assert ipc.unix_path_fits("a" * 107) and not ipc.unix_path_fits("a" * 108) and not ipc.unix_path_fits("ü" * 54)
+
+
+def test_a_frame_opens_with_its_length():
+    frame = encode(Abort(id=1))
+    assert struct.unpack("<I", frame[:4]) == (len(frame) - 4,)

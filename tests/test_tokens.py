@@ -1,0 +1,138 @@
+"""Text that grows with its tokens, and stop strings: functions of the sequence alone, however it is cut into steps."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+import secateur
+from cluster.tokens import IncrementalDetokenizer, StopStrings, TemplateError, Tokenizer
+
+MODEL = Path(secateur.__file__).parent / "bundled" / "target"
+TEXT = 'def greet(name):\n    return f"héllo, {name} 🌳 日本語 العربية 👩‍🔬"\n'
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(str(MODEL))
+
+
+def pieces_of(ids: list[int], seed: int) -> list[list[int]]:
+    """The same tokens in steps of 1 to 5."""
+    chance, steps = random.Random(seed), []
+    while ids:
+        size = chance.randint(1, 5)
+        steps.append(ids[:size])
+        ids = ids[size:]
+    return steps
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_pieces_join_to_the_decoded_text(tokenizer: Tokenizer, seed: int) -> None:
+    ids = tokenizer.encode(TEXT)
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    pieces = [detokenizer.feed(step) for step in pieces_of(ids, seed)] + [detokenizer.flush()]
+    assert "".join(pieces) == tokenizer.decode(ids) == TEXT
+    assert "\ufffd" not in "".join(pieces)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_any_tokens_at_all_join_to_their_decoded_text(tokenizer: Tokenizer, seed: int) -> None:
+    chance = random.Random(seed)
+    ids = [chance.randrange(tokenizer.vocab_size) for _ in range(60)]
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    pieces = [detokenizer.feed(step) for step in pieces_of(ids, seed)]
+    assert not any(piece.endswith("\ufffd") for piece in pieces)
+    assert "".join(pieces) + detokenizer.flush() == tokenizer.decode(ids)
+
+
+def test_a_character_cut_short_is_flushed_as_a_replacement(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("🌳")
+    assert len(ids) > 1
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    assert detokenizer.feed(ids[:-1]) == ""
+    assert set(detokenizer.flush()) == {"\ufffd"}
+
+
+def test_the_prompt_s_text_is_not_repeated(tokenizer: Tokenizer) -> None:
+    prompt = tokenizer.encode("def f(x):\n")
+    ids = tokenizer.encode("    return x")
+    detokenizer = IncrementalDetokenizer(tokenizer, prompt)
+    assert detokenizer.feed(ids) + detokenizer.flush() == "    return x"
+
+
+def test_special_tokens_are_left_out_unless_wanted(tokenizer: Tokenizer) -> None:
+    ids = [*tokenizer.encode("a"), 0]
+    assert tokenizer.decode(ids) == "a"
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "a<|endoftext|>"
+
+
+def test_a_chat_is_rendered_by_the_model_s_template(tokenizer: Tokenizer) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    with_prompt = tokenizer.encode_chat(messages)
+    without = tokenizer.encode_chat(messages, add_generation_prompt=False)
+    assert with_prompt[: len(without)] == without
+    assert len(with_prompt) > len(without)
+    assert "Hi" in tokenizer.decode(with_prompt)
+
+
+def test_continuing_the_last_message_leaves_it_open(tokenizer: Tokenizer) -> None:
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello, wor"}]
+    ids = tokenizer.encode_chat(messages, add_generation_prompt=False, continue_final_message=True)
+    assert tokenizer.decode(ids, skip_special_tokens=False).endswith("Hello, wor")
+
+
+def test_a_broken_template_is_the_caller_s_error(tokenizer: Tokenizer) -> None:
+    with pytest.raises(TemplateError, match="chat template refused"):
+        tokenizer.encode_chat([{"role": "user", "content": "x"}], chat_template="{{ raise_exception('no') }}")
+
+
+def cut(text: str, stops: list[str], *, seed: int, include: bool = False) -> tuple[str, str | None]:
+    chance, stop_strings, result = random.Random(seed), StopStrings(stops, include=include), ""
+    while text:
+        size = chance.randint(1, 4)
+        piece, stop = stop_strings.feed(text[:size])
+        result += piece
+        if stop is not None:
+            return result, stop
+        text = text[size:]
+    return result + stop_strings.flush(), None
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "expected"),
+    [
+        ("one two three", ["two"], ("one ", "two")),
+        ("one two three", ["four"], ("one two three", None)),
+        ("aab", ["ab"], ("a", "ab")),
+        ("xabcdy", ["abcd", "bc"], ("xa", "bc")),  # "bc" is complete before "abcd" is
+        ("xabcdy", ["cd", "abcd"], ("x", "abcd")),  # complete together: the longest
+        ("ends with \n\nde", ["\n\ndef"], ("ends with \n\nde", None)),
+        ("stop", ["stop"], ("", "stop")),
+    ],
+)
+@pytest.mark.parametrize("seed", range(8))
+def test_the_first_stop_string_to_be_complete_ends_the_text(
+    text: str, stops: list[str], expected: tuple[str, str | None], seed: int
+) -> None:
+    assert cut(text, stops, seed=seed) == expected
+
+
+def test_a_stop_string_may_stay_in_the_text() -> None:
+    assert cut("one two three", ["two"], seed=0, include=True) == ("one two", "two")
+
+
+def test_what_could_become_a_stop_string_is_held_back() -> None:
+    stops = StopStrings(["###"])
+    assert stops.feed("text ##").text == "text "
+    assert stops.feed("not").text == "##not"
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_the_cut_does_not_depend_on_the_pieces(seed: int) -> None:
+    chance = random.Random(seed)
+    text = "".join(chance.choices("ab", k=30))
+    stops = ["".join(chance.choices("ab", k=chance.randint(2, 6))) for _ in range(3)]
+    assert len({cut(text, stops, seed=other) for other in range(5)}) == 1

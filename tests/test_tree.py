@@ -1,0 +1,68 @@
+"""Trees and prompt chunks as one packed forward: positions by depth, slots by row."""
+
+from __future__ import annotations
+
+import oracles
+import torch
+
+from verifier.tree import Chunk, chunk_metadata, tree_metadata, with_bare_roots
+from workers.types import NodeKind, TreeBatch
+
+torch.set_num_threads(1)
+
+TWO_BY_TWO = ([-1, 0, 0, 1, 1, 2, 2], [50, 7, 9, 5, 6, 8, 4])
+CHAIN = oracles.chain([3, 4], root=1)
+BARE = ([-1], [8])
+
+
+def same(a: TreeBatch, b: TreeBatch) -> bool:
+    return all(torch.equal(getattr(a, n), getattr(b, n)) for n in TreeBatch.__slots__)
+
+
+def test_positions_follow_depth_and_slots_follow_rows():
+    meta = tree_metadata(oracles.trees([TWO_BY_TWO, BARE, CHAIN]), torch.tensor([10, 0, 30], dtype=torch.int32))
+    assert meta.position_N.tolist() == [10, 11, 11, 12, 12, 12, 12, 0, 30, 31, 32]
+    assert meta.slot_N.tolist() == [10, 11, 12, 13, 14, 15, 16, 0, 30, 31, 32]
+    assert meta.visible_N.tolist() == [10] * 7 + [0] + [30] * 3
+    assert meta.ancestors_N.tolist() == [1, 3, 5, 11, 19, 37, 69, 1, 1, 3, 7]
+    assert {t.dtype for t in meta[:3]} == {torch.int32} and meta.ancestors_N.dtype == torch.int64
+
+
+def test_a_prompt_row_sees_itself_and_all_before_it():
+    meta = chunk_metadata([Chunk(0, 3), Chunk(7, 9)])
+    assert meta.position_N.tolist() == meta.slot_N.tolist() == [0, 1, 2, 7, 8]
+    assert meta.visible_N.tolist() == [1, 2, 3, 8, 9]
+    assert meta.ancestors_N.tolist() == [0] * 5
+
+
+def test_nothing_at_all_is_empty_metadata():
+    for meta in (chunk_metadata([]), tree_metadata(oracles.trees([]), torch.zeros(0, dtype=torch.int32))):
+        assert [len(t) for t in meta] == [0, 0, 0, 0]
+        assert {t.dtype for t in meta[:3]} == {torch.int32} and meta.ancestors_N.dtype == torch.int64
+
+
+def test_requests_without_a_tree_get_their_bare_root_in_place():
+    merged = with_bare_roots(oracles.trees([TWO_BY_TWO, CHAIN]), [False, True, False, True, False], [8, 50, 9, 1, 7])
+    bare = [([-1], [token]) for token in (8, 9, 7)]
+    assert same(merged, oracles.trees([bare[0], TWO_BY_TWO, bare[1], CHAIN, bare[2]]))
+
+
+def test_a_batch_where_nobody_drafts_is_all_bare_roots():
+    assert same(with_bare_roots(None, [False, False], [8, 9]), oracles.trees([([-1], [8]), ([-1], [9])]))
+    assert same(with_bare_roots(oracles.trees([]), [False], [8]), oracles.trees([BARE]))
+
+
+def test_a_batch_where_all_draft_is_left_as_it_is():
+    batch = oracles.trees([TWO_BY_TWO, CHAIN])
+    assert with_bare_roots(batch, [True, True], [50, 1]) is batch
+
+
+def test_a_step_without_decoding_requests_has_no_tree_rows():
+    for trees in (None, oracles.trees([])):
+        assert with_bare_roots(trees, [], []).offsets.tolist() == [0]
+
+
+def test_a_bare_root_has_the_kind_and_weight_of_a_root():
+    merged = with_bare_roots(oracles.trees([CHAIN]), [True, False], [1, 8])
+    assert merged.kind_N.tolist() == [NodeKind.ROOT, NodeKind.COUPLED, NodeKind.COUPLED, NodeKind.ROOT]
+    assert merged.weight_N.tolist() == [1.0] * 4

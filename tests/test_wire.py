@@ -1,0 +1,182 @@
+"""Every message survives the wire: same values, same dtypes, same absences; what does not fit is refused."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import numpy as np
+import oracles
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from workers import wire
+from workers.config import MAX_TREE_NODES
+from workers.types import DraftProbs, DraftReply, DraftRequest, TargetStep, TreeBatch
+
+torch.set_num_threads(1)
+
+SMALL = st.integers(0, 4)
+
+
+def round_trip(message: wire.Message) -> wire.Message:
+    packed = wire.pack(message)
+    return wire.unpack(packed.kind, packed.meta, packed.bulk)
+
+
+def assert_equal(got: object, expected: object) -> None:
+    """Field by field, dtype and shape included; weights to half precision, seconds to the microsecond."""
+    assert type(got) is type(expected)
+    for name in [f.name for f in fields(expected)]:  # type: ignore[arg-type]
+        a, b = getattr(got, name), getattr(expected, name)
+        if isinstance(b, Tensor):
+            assert a.dtype == b.dtype and a.shape == b.shape, name
+            b = b.half().float() if name == "weight_N" else b
+            assert torch.equal(a, b), name
+        elif name == "seconds":
+            assert a == pytest.approx(b, abs=1e-6)
+        elif b is None:
+            assert a is None, name
+        else:
+            assert_equal(a, b)
+
+
+def ints(rng: np.random.Generator, *shape: int, low: int = -(2**31), high: int = 2**31) -> Tensor:
+    return torch.from_numpy(rng.integers(low, high, size=shape).astype(np.int32))
+
+
+def long_ints(rng: np.random.Generator, size: int) -> Tensor:
+    return torch.from_numpy(rng.integers(-(2**63), 2**63 - 1, size=size, endpoint=True))
+
+
+def reals(rng: np.random.Generator, *shape: int) -> Tensor:
+    return torch.from_numpy(rng.normal(size=shape).astype(np.float32))
+
+
+def draft_request(seed: int, num: int, rows: int, width: int | None, dtype: torch.dtype = torch.float32) -> DraftRequest:
+    rng = np.random.default_rng(seed)
+    return DraftRequest(
+        offsets=ints(rng, num + 1),
+        token_M=ints(rng, rows),
+        page_table_BP=ints(rng, num, seed % 5),
+        **{name: ints(rng, num) for name in ("start_B", "accepted_B", "num_nodes_B", "max_depth_B", "top_k_B")},
+        **{name: reals(rng, num) for name in ("min_prob_B", "path_prob_B", "temperature_B", "top_p_B", "min_p_B")},
+        seed_B=long_ints(rng, num),
+        features_MH=None if width is None else reals(rng, rows, width).to(dtype),
+    )
+
+
+def target_step(seed: int, num: int, rows: int, sampled: int, moves: int) -> TargetStep:
+    rng = np.random.default_rng(seed)
+    return TargetStep(
+        copy_source=ints(rng, moves),
+        copy_target=ints(rng, moves),
+        query_offsets=ints(rng, num + 1),
+        page_table_BP=ints(rng, num, seed % 5),
+        base_B=ints(rng, num),
+        **{name: ints(rng, rows) for name in ("token_N", "position_N", "slot_N", "visible_N")},
+        ancestors_N=long_ints(rng, rows),
+        **{name: ints(rng, sampled) for name in ("sample_row_R", "draw_index_R", "top_k_R")},
+        **{name: reals(rng, sampled) for name in ("temperature_R", "top_p_R", "min_p_R")},
+        seed_R=long_ints(rng, sampled),
+    )
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    st.integers(0, 999), SMALL, st.integers(0, 9), st.none() | st.integers(1, 7),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+)  # fmt: skip
+def test_draft_requests_survive(seed, num, rows, width, dtype):
+    message = draft_request(seed, num, rows, width, dtype)
+    assert_equal(round_trip(message), message)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.integers(0, 999), SMALL, st.integers(0, 9), st.integers(0, 9), SMALL)
+def test_target_steps_survive(seed, num, rows, sampled, moves):
+    message = target_step(seed, num, rows, sampled, moves)
+    assert_equal(round_trip(message), message)
+
+
+@st.composite
+def tree_batches(draw) -> TreeBatch:
+    sizes = draw(st.lists(st.integers(1, 9), max_size=4))
+    each = []
+    for size in sizes:
+        parents = [-1] + [draw(st.integers(0, row - 1)) for row in range(1, size)]
+        each.append((parents, draw(st.lists(st.integers(0, 2**31 - 1), min_size=size, max_size=size))))
+    batch = oracles.trees(each)
+    weights = draw(st.lists(st.floats(0, 1, width=32), min_size=sum(sizes), max_size=sum(sizes)))
+    return replace(batch, weight_N=torch.tensor(weights, dtype=torch.float32))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(tree_batches(), st.none() | st.lists(st.tuples(st.integers(0, 2**31 - 1), st.integers(1, 65535))), st.floats(0, 99))
+def test_draft_replies_survive(trees, entries, seconds):
+    probs = None
+    if entries is not None:
+        rows = len(trees.token_N)
+        probs = DraftProbs(
+            offsets=torch.tensor([0] + [len(entries)] * rows, dtype=torch.int32),
+            id_S=torch.tensor([id for id, _ in entries], dtype=torch.int32),
+            weight_S=torch.tensor([weight for _, weight in entries], dtype=torch.int32),
+        )
+    message = DraftReply(trees=trees, probs=probs, seconds=seconds)
+    assert_equal(round_trip(message), message)
+
+
+def test_a_reply_without_a_single_tree_survives():
+    message = DraftReply(trees=oracles.trees([]), probs=None, seconds=0.0)
+    assert_equal(round_trip(message), message)
+
+
+@pytest.mark.parametrize("shape", ["chain", "star"])
+def test_the_largest_tree_survives_with_bit_63(shape):
+    parents = list(range(-1, MAX_TREE_NODES - 1)) if shape == "chain" else [-1] + [0] * (MAX_TREE_NODES - 1)
+    trees = oracles.tree(parents, list(range(MAX_TREE_NODES)))
+    assert trees.ancestors_N[-1] < 0
+    message = DraftReply(trees=trees, probs=None, seconds=0.0)
+    assert_equal(round_trip(message), message)
+
+
+def test_unpacked_messages_do_not_look_into_the_reused_buffer():
+    message = target_step(1, 2, 3, 3, 1)
+    packed = wire.pack(message)
+    got = wire.unpack(packed.kind, packed.meta, packed.bulk)
+    packed.meta.zero_()
+    assert_equal(got, message)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "dtype"), [("parent_N", 2**15, torch.int32), ("depth_N", 128, torch.int32), ("depth_N", -129, torch.int32)]
+)
+def test_a_tree_value_that_does_not_fit_is_refused_by_name(name, value, dtype):
+    trees = replace(oracles.tree([-1], [7]), **{name: torch.tensor([value], dtype=dtype)})
+    with pytest.raises(OverflowError, match=name):
+        wire.pack(DraftReply(trees=trees, probs=None, seconds=0.0))
+
+
+@pytest.mark.parametrize("weight", [65536, -1])
+def test_a_draft_weight_that_does_not_fit_is_refused(weight):
+    probs = DraftProbs(
+        offsets=torch.tensor([0, 1], dtype=torch.int32),
+        id_S=torch.tensor([3], dtype=torch.int32),
+        weight_S=torch.tensor([weight], dtype=torch.int32),
+    )
+    with pytest.raises(OverflowError, match="weight_S"):
+        wire.pack(DraftReply(trees=oracles.tree([-1], [7]), probs=probs, seconds=0.0))
+
+
+@pytest.mark.parametrize("kind", [wire.Kind.STOP, wire.Kind.HEARTBEAT])
+def test_bare_frames_carry_no_message(kind):
+    with pytest.raises(ValueError, match=kind.name):
+        wire.unpack(kind, torch.zeros(0, dtype=torch.uint8), torch.zeros(0, dtype=torch.uint8))
+
+
+def test_every_field_of_every_message_is_on_the_wire():
+    for kind, table in [(TreeBatch, wire.TREE_FIELDS), (DraftProbs, wire.PROBS_FIELDS), (TargetStep, wire.STEP_FIELDS)]:
+        assert {f.name for f in fields(kind)} == {field.name for field in table}
+    assert {f.name for f in fields(DraftRequest)} - {"features_MH"} == {field.name for field in wire.REQUEST_FIELDS}
