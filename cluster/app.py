@@ -62,7 +62,8 @@ class Replica:
         self._serving = True
 
     async def __serve_build_asgi_app__(self) -> Any:
-        return create_app(service_of(self._args, self._config, self._client, self._tokenizer))
+        service = service_of(self._args, self._config, self._client, self._tokenizer)
+        return create_app(service, echo_request_id=False)
 
     async def check_health(self) -> None:
         """Raises when the engine is gone or makes no progress; Serve replaces the replica then."""

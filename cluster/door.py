@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cluster.convert import BadRequest
 from cluster.engine_client import EngineDead
 from cluster.generation import EngineFailed
-from cluster.tokens import TemplateError
+from cluster.tokens import PromptError
 from secateur.errors import Problem
 from secateur.protocol import REQUEST_ID_HEADER, ErrorResponse
 from secateur.schema import problems_of
@@ -65,8 +65,8 @@ def refusal_of(error: Exception) -> Refused:
             return error
         case BadRequest():
             return Refused(400, ErrorResponse.of(str(error), param=error.param, code=error.code))
-        case TemplateError():
-            return Refused(400, ErrorResponse.of(str(error), param="messages"))
+        case PromptError():
+            return Refused(400, ErrorResponse.of(str(error), param=error.param))
         case EngineDead():
             return unavailable(f"the engine is not available: {_first_line(error)}")
         case EngineFailed():
@@ -84,20 +84,20 @@ def write(refusal: Refused) -> Response:
     )
 
 
-def install(app: FastAPI, *, api_key: str | None) -> None:
+def install(app: FastAPI, *, api_key: str | None, echo_request_id: bool) -> None:
     """Error handlers and middlewares."""
 
     async def known(_: Request, error: Exception) -> Response:
         return write(refusal_of(error))
 
-    for kind in (Refused, BadRequest, TemplateError, EngineDead, EngineFailed):
+    for kind in (Refused, BadRequest, PromptError, EngineDead, EngineFailed):
         app.add_exception_handler(kind, known)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)
     # The last one added is the outermost: a request without a key has an id too.
     if api_key is not None:
         app.add_middleware(_ApiKey, key=api_key)
-    app.add_middleware(_Outermost)
+    app.add_middleware(_Outermost, echo=echo_request_id)
 
 
 async def _http(_: Request, error: Exception) -> Response:
@@ -135,13 +135,14 @@ def _without_body(problem: Problem) -> Problem:
 
 
 class _Outermost:
-    """X-Request-ID: the caller's if it is sane, else a new one; echoed, and `request.state.request_id`.
+    """X-Request-ID: the caller's if it is sane, else a new one; `request.state.request_id`, and echoed.
 
     Also the last resort for bugs: a 500 without a traceback, with the id under which the log has it.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, echo: bool) -> None:
         self._app = app
+        self._echo = echo
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -158,7 +159,8 @@ class _Outermost:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                MutableHeaders(scope=message)[REQUEST_ID_HEADER] = request_id
+                if self._echo:
+                    MutableHeaders(scope=message)[REQUEST_ID_HEADER] = request_id
             await send(message)
 
         try:

@@ -108,10 +108,10 @@ class Service:
             )
 
 
-def create_app(service: Service) -> FastAPI:
-    """The HTTP application of one engine."""
+def create_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
+    """The HTTP application of one engine. `echo_request_id=False` where a proxy in front does it (Ray Serve's)."""
     app = FastAPI(title="Secateur", version=__version__)
-    door.install(app, api_key=service.api_key)
+    door.install(app, api_key=service.api_key, echo_request_id=echo_request_id)
 
     @app.post("/v1/completions", response_model=CompletionResponse)
     async def completions(body: CompletionRequest, request: Request) -> Response:
@@ -195,7 +195,7 @@ async def answer(
     headers = {}
     if ignored := body.ignored():
         logger.info("request %s: ignored fields %s", request.state.request_id, ", ".join(map(repr, ignored)))
-        headers[IGNORED_HEADER] = ", ".join(ignored).encode("ascii", "backslashreplace").decode()
+        headers[IGNORED_HEADER] = _header_text(", ".join(ignored))
     answers = [Answer(prompt.submit.prompt) for prompt in prompts]
     pieces = _merge([generate(service.engine, service.tokenizer, service.metrics, prompt) for prompt in prompts])
     if not body.stream:
@@ -370,6 +370,11 @@ def _tokenize(tokenizer: Tokenizer, body: TokenizeRequest) -> list[int]:
 def _message(message: Any) -> dict[str, Any]:
     """Templates get text: parts are joined, fields such as `name` stay."""
     return message.model_dump(exclude={"content"}, exclude_none=True) | {"content": message.text}
+
+
+def _header_text(text: str) -> str:
+    """Names are the caller's: nothing that could end a header or make it endless."""
+    return "".join(char if char.isascii() and char.isprintable() else "?" for char in text[:1024])
 
 
 def _card(service: Service) -> ModelCard:

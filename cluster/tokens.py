@@ -15,8 +15,12 @@ _PRIME_TOKENS = 8
 _REPLACEMENT = "\ufffd"
 
 
-class TemplateError(ValueError):
-    """The messages cannot be rendered: no chat template, or the template refuses them."""
+class PromptError(ValueError):
+    """What a caller sent cannot become tokens: broken text, or messages that the chat template refuses."""
+
+    def __init__(self, message: str, *, param: str) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class Tokenizer:
@@ -38,6 +42,11 @@ class Tokenizer:
         return bool(self._tokenizer.chat_template)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Raises PromptError for a text that is no Unicode (JSON can spell half a surrogate pair)."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise PromptError(f"the text is not valid Unicode: {error.reason}", param="prompt") from error
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -58,9 +67,9 @@ class Tokenizer:
         template_kwargs: Mapping[str, Any] | None = None,
         add_special_tokens: bool = False,
     ) -> list[int]:
-        """Prompt ids of a conversation. Raises TemplateError for what the caller's messages or template can cause."""
+        """Prompt ids of a conversation. Raises PromptError for what the caller's messages or template can cause."""
         if not (chat_template or self.has_chat_template):
-            raise TemplateError("this model has no chat template; use /v1/completions or pass chat_template")
+            raise PromptError("this model has no chat template; use /v1/completions", param="messages")
         try:
             text = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
@@ -71,7 +80,7 @@ class Tokenizer:
                 **(template_kwargs or {}),
             )
         except Exception as error:  # templates are user code: Jinja raises its own tree, filters anything at all
-            raise TemplateError(f"the chat template refused the messages: {error}") from error
+            raise PromptError(f"the chat template refused the messages: {error}", param="messages") from error
         return self.encode(text, add_special_tokens=add_special_tokens)
 
 

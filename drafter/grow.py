@@ -23,8 +23,7 @@ from torch import Tensor
 
 from drafter.prune import passes_min, passes_path
 from drafter.shape import Shape
-from workers.random import gumbel
-from workers.sampling import process_logits
+from workers.sampling import process_logits, shared_gumbel
 from workers.types import DraftProbs, NodeKind, SamplingBatch, TreeBatch
 
 
@@ -125,13 +124,12 @@ def score_children(
 
 
 def _noise(params: SamplingBatch, index_F: np.ndarray, vocab: DraftVocabulary) -> Tensor:
-    """G [F, V], zero in temperature-0 rows. Nodes of one request at one depth share it: computed once per pair."""
-    keys = torch.stack([params.seed_B, torch.from_numpy(index_F).to(params.seed_B)])
-    unique, inverse = keys.unique_consecutive(dim=1, return_inverse=True)
-    noise = gumbel(unique[0], unique[1], 0, vocab.target_size)
+    """The target's noise for the draft's tokens [F, V], zero in temperature-0 rows."""
+    index = torch.from_numpy(index_F).to(params.seed_B.device)
+    noise = shared_gumbel(params.seed_B, index, 0, vocab.target_size)
     if vocab.target_ids is not None:
         noise = noise[:, vocab.target_ids]
-    return noise[inverse] * (params.temperature_B > 0)[:, None]
+    return noise * (params.temperature_B > 0)[:, None]
 
 
 class _Trees:

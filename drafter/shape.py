@@ -91,7 +91,7 @@ class StaticShape:
     def deal(self, slots_F: np.ndarray, label_F: np.ndarray, room_F: np.ndarray, weight_FK: np.ndarray) -> Dealt:
         # A label says where in the static tree a node is and, above 2^8, the request's budget.
         budget_F = np.where(label_F == 0, slots_F, label_F >> 8)
-        child_FK = self._child[label_F & 0xFF]
+        child_FK = self._child[label_F & 0xFF, : weight_FK.shape[1]]  # a tiny vocabulary has fewer children
         slots_FK = self._subtree[budget_F[:, None], child_FK] * (child_FK > 0)
         dealt = (weight_FK > 0) & (slots_F[:, None] > 0)
         return Dealt(np.where(dealt, slots_FK, 0), child_FK | budget_F[:, None] << 8)

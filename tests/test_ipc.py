@@ -99,7 +99,7 @@ def test_poll_waits_for_the_first_message(ends):
 
 def test_a_front_that_does_not_read_never_blocks_the_engine(ends):
     engine, front = ends
-    big = StepOutput(chunks=[TokenChunk(id=i, tokens=[i] * 5000) for i in range(20)], stats=EngineStats())
+    big = StepOutput(chunks=[TokenChunk(id=1, tokens=[1], error="x" * 200_000)], stats=EngineStats())
     began = time.monotonic()
     for _ in range(20):
         engine.send(big)
@@ -121,7 +121,7 @@ def test_a_front_that_does_not_read_never_blocks_the_engine(ends):
 def test_messages_still_arrive_while_the_other_way_is_full(ends):
     engine, front = ends
     for _ in range(50):
-        engine.send(StepOutput(chunks=[TokenChunk(id=0, tokens=[1] * 50000)], stats=EngineStats()))
+        engine.send(StepOutput(chunks=[TokenChunk(id=0, tokens=[], error="x" * 100_000)], stats=EngineStats()))
     front.sendall(encode(Abort(id=8)))
     assert engine.poll(1.0) == [Abort(id=8)]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import secateur
-from cluster.tokens import IncrementalDetokenizer, StopStrings, TemplateError, Tokenizer
+from cluster.tokens import IncrementalDetokenizer, StopStrings, PromptError, Tokenizer
 
 MODEL = Path(secateur.__file__).parent / "bundled" / "target"
 TEXT = 'def greet(name):\n    return f"héllo, {name} 🌳 日本語 العربية 👩‍🔬"\n'
@@ -85,7 +85,7 @@ def test_continuing_the_last_message_leaves_it_open(tokenizer: Tokenizer) -> Non
 
 
 def test_a_broken_template_is_the_caller_s_error(tokenizer: Tokenizer) -> None:
-    with pytest.raises(TemplateError, match="chat template refused"):
+    with pytest.raises(PromptError, match="chat template refused"):
         tokenizer.encode_chat([{"role": "user", "content": "x"}], chat_template="{{ raise_exception('no') }}")
 
 

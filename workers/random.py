@@ -9,12 +9,14 @@ Legend: R rows, V vocabulary.
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from workers.types import as_signed64
 
+Array = Any  # torch.Tensor or numpy.ndarray of int64
 _MASK = 0xFFFFFFFF
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
@@ -31,14 +33,15 @@ class Stream(IntEnum):
     RESIDUAL = 3
 
 
-def philox(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, stream: Stream) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def philox(seed: Array, c0: Array, c1: Array, c2: Array, stream: Stream) -> tuple[Array, Array, Array, Array]:
     """Four 32-bit words (as int64 in [0, 2^32)) per broadcast element of the key and counter words.
 
-    seed: int64, all 64 bits are used. c0, c1, c2: int64 in [0, 2^32). Products of two 32-bit numbers fill 64 bits;
-    int64 wraps, and an arithmetic shift followed by the mask still yields the exact high word.
+    seed: int64, all 64 bits are used. c0, c1, c2: int64 in [0, 2^32). torch tensors and numpy arrays alike: products
+    of two 32-bit numbers fill 64 bits, int64 wraps, and an arithmetic shift followed by the mask still yields the
+    exact high word.
     """
     k0, k1 = seed & _MASK, (seed >> 32) & _MASK
-    c3 = torch.full_like(c0, int(stream))
+    c3 = c0 * 0 + int(stream)
     for _ in range(_ROUNDS):
         p0, p1 = c0 * _M0, c2 * _M1
         c0, c1, c2, c3 = ((p1 >> 32) & _MASK) ^ c1 ^ k0, p1 & _MASK, ((p0 >> 32) & _MASK) ^ c3 ^ k1, p0 & _MASK
@@ -55,15 +58,20 @@ def gumbel(seed_R: Tensor, index_R: Tensor, start: int, stop: int) -> Tensor:
     """
     first, last = start // 4, (stop + 3) // 4
     c0 = torch.arange(first, last, dtype=torch.int64, device=seed_R.device)[None, :].expand(len(seed_R), -1)
-    c1 = (index_R.to(torch.int64) & _MASK)[:, None].expand_as(c0)
-    words = philox(seed_R[:, None], c0, c1, torch.zeros_like(c0), Stream.TARGET_GUMBEL)
+    c1 = (index_R.to(torch.int64) & _MASK)[:, None]
+    keys = (seed_R[:, None], c0, c1, torch.zeros_like(c1))
+    if seed_R.device.type == "cpu":
+        # The same words from numpy, whose small operations cost a third of torch's.
+        k, w0, w1, w2 = (key.numpy() for key in keys)
+        words = [torch.from_numpy(word) for word in philox(k, w0, w1, w2, Stream.TARGET_GUMBEL)]
+    else:
+        words = list(philox(*keys, Stream.TARGET_GUMBEL))
     r = torch.stack(words, dim=-1).reshape(len(seed_R), -1)[:, start - 4 * first : stop - 4 * first]
     # -log(-log u) with u = (r + 0.5) 2^-32. In float32 u rounds to 1 for large r, so the upper half uses
     # log1p of the exact distance to 1.
     upper = r >= 2**31
-    distance = torch.where(upper, (2**32 - r) - 0.5, r + 0.5) * 2.0**-32
-    distance = distance.to(torch.float32)
-    return -torch.log(-torch.where(upper, torch.log1p(-distance), torch.log(distance)))
+    distance = torch.where(upper, 2**32 - 1 - r, r).to(torch.float32).add_(0.5).mul_(2.0**-32)
+    return torch.where(upper, torch.log1p(-distance), torch.log(distance)).neg_().log_().neg_()
 
 
 def split_seed(seed: int, index: int) -> int:

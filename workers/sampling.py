@@ -45,9 +45,17 @@ def coupled_scores(processed_RV: Tensor, params: SamplingBatch, index_R: Tensor,
     sampled = params.temperature_B > 0
     if not bool(sampled.any()):
         return processed_RV
-    noise = gumbel(params.seed_B, index_R, start, start + processed_RV.shape[-1])
+    noise = shared_gumbel(params.seed_B, index_R, start, start + processed_RV.shape[-1])
     # A masked token stays masked: -inf + G is -inf, G being finite.
     return torch.where(sampled[:, None], processed_RV + noise, processed_RV)
+
+
+def shared_gumbel(seed_R: Tensor, index_R: Tensor, start: int, stop: int) -> Tensor:
+    """`gumbel`, computed once for neighbouring rows with the same keys, as the rows of one tree level have."""
+    keys = torch.stack([seed_R, index_R.to(seed_R)])
+    unique, inverse = keys.unique_consecutive(dim=1, return_inverse=True)
+    noise = gumbel(unique[0], unique[1], start, stop)
+    return noise if len(noise) == len(seed_R) else noise[inverse]
 
 
 def draw(logits_RV: Tensor, params: SamplingBatch, index_R: Tensor) -> Tensor:

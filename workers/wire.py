@@ -101,7 +101,7 @@ def pack(message: Message) -> Packed:
     match message:
         case DraftRequest():
             features = message.features_MH
-            bulk = empty if features is None else features.contiguous().view(torch.uint8).reshape(-1)
+            bulk = empty if features is None else features.contiguous().reshape(-1).view(torch.uint8)
             width = [-1, 0] if features is None else [features.shape[1], _DTYPES.index(features.dtype)]
             return Packed(Kind.DRAFT_REQUEST, _pack_fields([(REQUEST_FIELDS, message)], width), bulk)
         case DraftReply():

@@ -23,7 +23,7 @@ from torch import Tensor
 from workers.types import AttentionMetadata
 
 _GROUP_OVERHEAD = 2048
-"""What one more group costs, in (row, key) pairs: about 50 us of calls, measured on one CPU thread (2026-01)."""
+"""What one more group costs, in (row, key) pairs: about 50 us of calls, as measured on one CPU thread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,78 @@
+"""The whole HTTP service over a FakeEngine: real sockets on both sides, no model and no process."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import uvicorn
+
+from cluster.engine_client import EngineClient
+from cluster.ingress import Service, create_app
+from cluster.service import listening_socket
+from cluster.tokens import Tokenizer
+from fake_engine import FakeEngine, Script
+from workers.config import DraftConfig, EngineConfig
+
+CONFIG = EngineConfig(
+    model_path="model", max_num_seqs=4, draft=DraftConfig(method="eagle3", model_path="head"), eos_token_ids=(0, 2)
+)
+
+
+@dataclass
+class FakeService:
+    url: str
+    engine: FakeEngine
+    client: EngineClient
+    service: Service
+
+    def http(self, **options: Any) -> httpx2.Client:
+        return httpx2.Client(base_url=self.url, timeout=20, **options)
+
+
+@contextmanager
+def fake_service(
+    tokenizer: Tokenizer,
+    folder: Path,
+    script: Script,
+    *,
+    config: EngineConfig = CONFIG,
+    engine: dict[str, Any] | None = None,
+    **settings: Any,
+) -> Iterator[FakeService]:
+    """`engine` goes to the FakeEngine, `settings` to the Service."""
+    sock = listening_socket("127.0.0.1", 0)
+    started, parts, server_box = threading.Event(), [], []
+
+    async def main() -> None:
+        client = EngineClient()
+        address = await client.listen(f"unix:{folder}/engine.sock")
+        fake = FakeEngine(address, script, eos=config.eos_token_ids, **(engine or {}))
+        await client.wait_ready(10)
+        service = Service(engine=client, tokenizer=tokenizer, config=config, model_id="fake-model", **settings)
+        server = uvicorn.Server(uvicorn.Config(create_app(service), log_level="warning", timeout_graceful_shutdown=1))
+        server_box.append(server)
+        parts.append(FakeService(f"http://127.0.0.1:{sock.getsockname()[1]}", fake, client, service))
+        serving = asyncio.create_task(server.serve(sockets=[sock]))
+        while not server.started:
+            await asyncio.sleep(0.005)
+        started.set()
+        await serving
+        fake.die()
+        await client.close()
+
+    thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
+    thread.start()
+    assert started.wait(20)
+    try:
+        yield parts[0]
+    finally:
+        server_box[0].should_exit = True
+        thread.join(10)
+        sock.close()

@@ -1,0 +1,589 @@
+"""The HTTP service over a fake engine: OpenAI's shapes, its errors, streams, limits, disconnects."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from openai import OpenAI
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from prometheus_client.parser import text_string_to_metric_families
+
+import secateur
+from cluster.tokens import Tokenizer
+from fake_service import CONFIG, FakeService, fake_service
+from secateur import AsyncClient, Client
+from workers.config import EngineConfig
+from workers.ipc import Submit
+
+MODEL = Path(secateur.__file__).parent / "bundled" / "target"
+ANSWER = "def f(x):\n    return '🌳', x + 1\n"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(str(MODEL))
+
+
+@pytest.fixture(scope="module")
+def script(tokenizer: Tokenizer) -> Callable[[Submit], list[list[int]]]:
+    """ANSWER in steps of three tokens, then the end of text."""
+    ids = [*tokenizer.encode(ANSWER), 0]
+    return lambda submit: [ids[i : i + 3] for i in range(0, len(ids), 3)]
+
+
+@pytest.fixture(scope="module")
+def service(tokenizer: Tokenizer, script: Any) -> Iterator[FakeService]:
+    with tempfile.TemporaryDirectory() as folder, fake_service(tokenizer, Path(folder), script) as running:
+        yield running
+
+
+@pytest.fixture
+def http(service: FakeService) -> Iterator[httpx2.Client]:
+    with service.http() as client:
+        yield client
+
+
+@pytest.fixture
+def own(tokenizer: Tokenizer, script: Any, tmp_path: Path) -> Iterator[Callable[..., FakeService]]:
+    """A service of one's own, with settings."""
+    contexts = []
+
+    def start(**settings: Any) -> FakeService:
+        context = fake_service(tokenizer, Path(tempfile.mkdtemp(dir="/tmp")), settings.pop("script", script), **settings)
+        contexts.append(context)
+        return context.__enter__()
+
+    yield start
+    for context in contexts:
+        context.__exit__(None, None, None)
+
+
+def events(response: httpx2.Response) -> list[Any]:
+    """The decoded `data:` lines of a stream; [DONE] as it is."""
+    payloads = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+    return [text if text == "[DONE]" else json.loads(text) for text in payloads]
+
+
+def stream(http: httpx2.Client, path: str, **body: Any) -> list[Any]:
+    with http.stream("POST", path, json={**body, "stream": True}) as response:
+        assert response.status_code == 200
+        assert response.headers["content-type"].startswith("text/event-stream")
+        return events(response)
+
+
+def error_of(response: httpx2.Response) -> dict[str, Any]:
+    """The error object, which always has these keys."""
+    error = response.json()["error"]
+    assert {"message", "type", "param", "code"} <= error.keys()
+    assert "Traceback" not in response.text
+    return error
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+# Answers
+
+
+def test_a_completion_is_openai_s(http: httpx2.Client) -> None:
+    response = http.post("/v1/completions", json={"prompt": "def", "max_tokens": 64})
+    parsed = Completion.model_validate(response.json())
+    assert parsed.choices[0].text == ANSWER
+    assert parsed.choices[0].finish_reason == "stop"
+    assert parsed.usage is not None
+    assert parsed.usage.total_tokens == parsed.usage.prompt_tokens + parsed.usage.completion_tokens
+    assert parsed.usage.completion_tokens_details.accepted_prediction_tokens == 3
+    assert parsed.usage.completion_tokens_details.rejected_prediction_tokens == 5
+
+
+def test_a_chat_is_openai_s(http: httpx2.Client) -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": "Write "}, {"type": "text", "text": "f."}]}]
+    parsed = ChatCompletion.model_validate(http.post("/v1/chat/completions", json={"messages": messages}).json())
+    assert parsed.choices[0].message.content == ANSWER
+    assert parsed.choices[0].message.role == "assistant"
+    assert parsed.object == "chat.completion"
+
+
+def test_a_completion_without_max_tokens_gets_sixteen(http: httpx2.Client, service: FakeService) -> None:
+    response = http.post("/v1/completions", json={"prompt": "def"})
+    assert response.json()["usage"]["completion_tokens"] == 16
+    assert response.json()["choices"][0]["finish_reason"] == "length"
+    assert service.engine.submitted[-1].max_tokens == 16
+
+
+def test_a_chat_without_max_tokens_may_fill_the_context(http: httpx2.Client, service: FakeService) -> None:
+    http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "Hi"}]})
+    submit = service.engine.submitted[-1]
+    assert submit.max_tokens == service.engine.max_model_len - len(submit.prompt)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "choices"), [("def", 1), (["def", "class"], 2), ([300, 301], 1), ([[300], [301], [302]], 3)]
+)
+def test_every_prompt_gets_a_choice(http: httpx2.Client, prompt: Any, choices: int) -> None:
+    body = http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 64}).json()
+    assert [choice["index"] for choice in body["choices"]] == list(range(choices))
+    assert all(choice["text"] == ANSWER for choice in body["choices"])
+
+
+def test_token_ids_are_told_on_request(http: httpx2.Client, tokenizer: Tokenizer) -> None:
+    body = {"prompt": [300, 301], "max_tokens": 4, "return_token_ids": True}
+    choice = http.post("/v1/completions", json=body).json()["choices"][0]
+    assert choice["prompt_token_ids"] == [300, 301]
+    assert choice["token_ids"] == tokenizer.encode(ANSWER)[:4]
+
+
+def test_speculative_statistics_are_told_on_request(http: httpx2.Client) -> None:
+    body = {"prompt": "def", "return_speculative_stats": True}
+    stats = http.post("/v1/completions", json=body).json()["speculative"]
+    assert stats["acceptance_length"] == 2.5
+    assert stats["num_verified"] == 8
+
+
+def test_sampling_parameters_reach_the_engine(http: httpx2.Client, service: FakeService) -> None:
+    body = {"prompt": "def", "temperature": 0.5, "top_k": -1, "top_p": 0.9, "min_p": 0.1, "seed": -7}
+    body |= {"stop_token_ids": [5], "ignore_eos": True}
+    body |= {"speculative": {"num_speculative_tokens": 4, "tree_prune_min_prob": 0.2}}
+    assert http.post("/v1/completions", json=body).status_code == 200
+    submit = service.engine.submitted[-1]
+    assert (submit.sampling.temperature, submit.sampling.top_k, submit.sampling.top_p) == (0.5, 0, 0.9)
+    assert (submit.sampling.min_p, submit.sampling.seed) == (0.1, -7)
+    assert (submit.stop_token_ids, submit.ignore_eos) == ([5], True)
+    assert (submit.speculation.num_tokens, submit.speculation.min_prob) == (4, 0.2)
+    assert (submit.speculation.enabled, submit.speculation.path_prob) == (True, None)
+
+
+def test_speculation_can_be_switched_off_per_request(http: httpx2.Client, service: FakeService) -> None:
+    http.post("/v1/completions", json={"prompt": "def", "speculative": {"enabled": False}})
+    assert service.engine.submitted[-1].speculation.enabled is False
+
+
+def test_a_server_seed_makes_seeds_repeat(own: Callable[..., FakeService]) -> None:
+    seeds = []
+    for _ in range(2):
+        running = own(seed=11)
+        with running.http() as http:
+            for _ in range(2):
+                http.post("/v1/completions", json={"prompt": "def"})
+        seeds.append([submit.sampling.seed for submit in running.engine.submitted])
+    assert seeds[0] == seeds[1]
+    assert seeds[0][0] != seeds[0][1]
+
+
+def test_unseeded_requests_differ(http: httpx2.Client, service: FakeService) -> None:
+    before = len(service.engine.submitted)
+    http.post("/v1/completions", json={"prompt": ["a", "b", "c"]})
+    assert len({submit.sampling.seed for submit in service.engine.submitted[before:]}) == 3
+
+
+# Stopping
+
+
+def test_a_stop_string_is_cut_off_and_ends_the_request_in_the_engine(own: Callable[..., FakeService]) -> None:
+    running = own(engine={"step_s": 0.05})
+    with running.http() as http:
+        body = http.post("/v1/completions", json={"prompt": "def", "max_tokens": 64, "stop": ["return"]}).json()
+    [choice] = body["choices"]
+    assert choice["text"] == ANSWER.split("return")[0]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "return")
+    wait_for(lambda: running.engine.aborted == [running.engine.submitted[0].id])
+
+
+def test_a_stop_string_costs_the_same_tokens_whatever_the_steps(
+    own: Callable[..., FakeService], tokenizer: Tokenizer
+) -> None:
+    counts = set()
+    for size in (1, 2, 50):
+        ids = tokenizer.encode(ANSWER)
+        steps = [ids[i : i + size] for i in range(0, len(ids), size)]
+        running = own(script=lambda submit, steps=steps: [list(step) for step in steps])
+        with running.http() as http:
+            body = http.post("/v1/completions", json={"prompt": "def", "max_tokens": 64, "stop": "return"}).json()
+        counts.add((body["usage"]["completion_tokens"], body["choices"][0]["text"]))
+    assert len(counts) == 1
+
+
+def test_a_stop_token_is_named_and_not_shown(http: httpx2.Client, tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode(ANSWER)
+    body = {"prompt": "def", "max_tokens": 64, "stop_token_ids": [ids[4]]}
+    [choice] = http.post("/v1/completions", json=body).json()["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", ids[4])
+    assert choice["text"] == tokenizer.decode(ids[:4])
+
+
+# Streams
+
+
+def test_a_stream_of_a_chat_is_openai_s(http: httpx2.Client) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    *chunks, usage, done = stream(
+        http, "/v1/chat/completions", messages=messages, stream_options={"include_usage": True}
+    )
+    assert done == "[DONE]"
+    parsed = [ChatCompletionChunk.model_validate(chunk) for chunk in chunks]
+    assert parsed[0].choices[0].delta.role == "assistant"
+    assert all(chunk.choices[0].delta.role is None for chunk in parsed[1:])
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in parsed) == ANSWER
+    assert [chunk.choices[0].finish_reason for chunk in parsed] == [None] * (len(parsed) - 1) + ["stop"]
+    assert len({chunk.id for chunk in parsed}) == 1
+    assert usage["choices"] == []
+    assert ChatCompletionChunk.model_validate(usage).usage.completion_tokens > 0
+
+
+def test_a_stream_of_completions_tells_every_choice(http: httpx2.Client) -> None:
+    *chunks, done = stream(http, "/v1/completions", prompt=["a", "b"], max_tokens=64)
+    texts = ["", ""]
+    for chunk in chunks:
+        assert chunk["object"] == "text_completion"
+        [choice] = chunk["choices"]
+        texts[choice["index"]] += choice["text"]
+    assert texts == [ANSWER, ANSWER]
+    assert done == "[DONE]"
+
+
+def test_a_step_is_one_event_at_once(own: Callable[..., FakeService], tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("one two three four five six")
+    running = own(engine={"step_s": 0.15}, script=lambda submit: [ids[:2], ids[2:4], ids[4:]])
+    times = []
+    with running.http() as http:
+        body = {"prompt": "x", "max_tokens": 64, "stream": True}
+        with http.stream("POST", "/v1/completions", json=body) as response:
+            for line in response.iter_lines():
+                if line.startswith("data: {"):
+                    times.append(time.monotonic())
+    assert len(times) == 3
+    assert all(later - earlier > 0.1 for earlier, later in zip(times, times[1:], strict=False))
+
+
+def test_usage_may_come_with_every_chunk(http: httpx2.Client) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, _ = stream(http, "/v1/completions", prompt="a", max_tokens=12, stream_options=options)
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert counts[-1] == 12
+
+
+def test_a_stream_and_the_whole_answer_agree(http: httpx2.Client) -> None:
+    whole = http.post("/v1/completions", json={"prompt": "a", "max_tokens": 64, "stop": "x +"}).json()
+    chunks = stream(http, "/v1/completions", prompt="a", max_tokens=64, stop="x +")[:-1]
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole["choices"][0]["text"]
+
+
+def test_statistics_end_a_stream(http: httpx2.Client) -> None:
+    *_, last, done = stream(http, "/v1/completions", prompt="a", return_speculative_stats=True)
+    assert last["speculative"]["num_drafts"] == 2
+    assert done == "[DONE]"
+
+
+# Clients
+
+
+def test_openai_s_own_client_is_content(service: FakeService) -> None:
+    client = OpenAI(base_url=f"{service.url}/v1", api_key="unused")
+    assert client.models.list().data[0].id == "fake-model"
+    chunks = client.chat.completions.create(
+        model="fake-model",
+        messages=[{"role": "user", "content": "Hi"}],
+        stream=True,
+        extra_body={"min_p": 0.1, "speculative": {"enabled": False}},
+    )
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == ANSWER
+
+
+def test_our_own_client_is_content(service: FakeService) -> None:
+    with Client(service.url) as client:
+        assert client.health()
+        assert client.complete("def", max_tokens=64).text == ANSWER
+        assert "".join(chunk.text for chunk in client.stream_chat("Hi")) == ANSWER
+        assert client.detokenize(client.tokenize("def f").tokens).prompt == "def f"
+
+
+async def test_many_clients_at_once_get_their_own_answers(service: FakeService) -> None:
+    import asyncio
+
+    async with AsyncClient(service.url) as client:
+        answers = await asyncio.gather(*(client.complete("def", max_tokens=64) for _ in range(24)))
+    assert all(answer.text == ANSWER for answer in answers)
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": "a", "temperature": -1}, "temperature"),
+        ({"prompt": "a", "top_p": 0}, "top_p"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
+        ({"prompt": "a", "max_tokens": "many"}, "max_tokens"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": [5000]}, "prompt"),
+        ({"prompt": {"a": 1}}, "prompt"),
+        ({}, "prompt"),
+        ({"prompt": "a", "n": 2}, "n"),
+        ({"prompt": "a", "logprobs": 1}, "logprobs"),
+        ({"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias"),
+        ({"prompt": "a", "guided_json": {}}, "guided_json"),
+        ({"prompt": "a", "max_tokens": 2048}, "max_tokens"),
+        ({"prompt": [5] * 2048}, "prompt"),
+        ({"prompt": "a", "speculative": {"num_speculative_tokens": 17}}, "speculative"),
+        ({"prompt": "a", "speculative": {"acceptance": "rejection"}}, "speculative"),
+        ({"prompt": "a", "speculative": {"enabeld": True}}, "speculative"),
+        ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
+        ({"prompt": "a", "stop": [""]}, "stop"),
+        ({"prompt": ["a"] * 33}, "prompt"),
+    ],
+)
+def test_a_wrong_request_is_a_400_that_names_the_parameter(http: httpx2.Client, body: Any, param: str) -> None:
+    response = http.post("/v1/completions", json=body)
+    assert response.status_code == 400
+    error = error_of(response)
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+
+
+def test_too_long_a_request_is_told_in_numbers(http: httpx2.Client) -> None:
+    message = error_of(http.post("/v1/completions", json={"prompt": [5] * 2000, "max_tokens": 100}))["message"]
+    assert "2048" in message
+    assert "2000" in message
+    assert "2100" in message
+    assert "at most 48" in message
+
+
+@pytest.mark.parametrize("content", [b"{", b"[1]", b"null", b"\xff\xfe", b'{"prompt": "\\ud800"}', b"[" * 3000])
+def test_a_body_that_is_no_request_is_a_400(http: httpx2.Client, content: bytes) -> None:
+    response = http.post("/v1/completions", content=content, headers={"content-type": "application/json"})
+    assert response.status_code == 400
+    error_of(response)
+
+
+def test_a_body_of_another_type_is_told_which_to_send(http: httpx2.Client) -> None:
+    response = http.post("/v1/completions", content=b'{"prompt": "a"}', headers={"content-type": "text/plain"})
+    assert response.status_code == 400
+    assert "application/json" in error_of(response)["message"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/nowhere", 404), ("GET", "/v1/completions", 405), ("GET", "/v1/models/gpt", 404)],
+)
+def test_a_wrong_path_is_openai_s_error_too(http: httpx2.Client, method: str, path: str, status: int) -> None:
+    response = http.request(method, path)
+    assert response.status_code == status
+    error_of(response)
+
+
+def test_another_model_is_a_404_that_names_ours(http: httpx2.Client) -> None:
+    response = http.post("/v1/completions", json={"prompt": "a", "model": "gpt-4"})
+    assert response.status_code == 404
+    error = error_of(response)
+    assert (error["param"], error["code"]) == ("model", "model_not_found")
+    assert "fake-model" in error["message"]
+
+
+def test_a_chat_the_template_cannot_render_is_a_400(http: httpx2.Client) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"add_generation_prompt": 1}}
+    assert http.post("/v1/chat/completions", json=body).status_code == 400
+
+
+def test_unknown_fields_are_accepted_and_named(http: httpx2.Client) -> None:
+    response = http.post("/v1/completions", json={"prompt": "a", "zeta": 1, "alpha\r\nx: y": 2})
+    assert response.status_code == 200
+    assert "zeta" in response.headers["x-secateur-ignored"]
+
+
+def test_without_a_drafter_asking_for_one_is_a_400(own: Callable[..., FakeService]) -> None:
+    running = own(config=EngineConfig(model_path="model", max_num_seqs=4))
+    with running.http() as http:
+        assert http.post("/v1/completions", json={"prompt": "a", "speculative": {"enabled": False}}).status_code == 200
+        response = http.post("/v1/completions", json={"prompt": "a", "speculative": {"enabled": True}})
+    assert error_of(response)["param"] == "speculative"
+
+
+# Keys and ids
+
+
+def test_a_key_guards_what_generates_or_tells(own: Callable[..., FakeService]) -> None:
+    running = own(api_key="sesame")
+    with running.http() as http:
+        for path in ("/v1/models", "/server_info", "/v1/models/fake-model"):
+            assert http.get(path).status_code == 401
+            assert http.get(path, headers={"Authorization": "Bearer sesam"}).status_code == 401
+            assert http.get(path, headers={"Authorization": "Bearer sesame"}).status_code == 200
+        for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+            response = http.post(path, json={"prompt": "a"})
+            assert response.status_code == 401
+            assert error_of(response)["code"] == "invalid_api_key"
+        assert http.get("/health").status_code == 200
+        assert http.get("/metrics").status_code == 200
+
+
+def test_the_request_id_comes_back(http: httpx2.Client) -> None:
+    assert http.get("/health", headers={"X-Request-ID": "mine-1"}).headers["x-request-id"] == "mine-1"
+    drawn = {http.get("/health").headers["x-request-id"] for _ in range(3)}
+    assert len(drawn) == 3
+    assert http.get("/nowhere", headers={"X-Request-ID": "mine-2"}).headers["x-request-id"] == "mine-2"
+
+
+# Load, loss, leaving
+
+
+def test_too_many_requests_are_told_to_come_back(own: Callable[..., FakeService]) -> None:
+    running = own(max_pending=1)
+    running.engine.hold.set()
+    with running.http() as http, running.http() as other:
+        body = {"prompt": "a", "stream": True}
+        request = http.build_request("POST", "/v1/completions", json=body)
+        import threading
+
+        first: list[httpx2.Response] = []
+        waiting = threading.Thread(target=lambda: first.append(http.send(request)))
+        waiting.start()
+        wait_for(lambda: running.client.num_pending == 1)
+        response = other.post("/v1/completions", json={"prompt": "b"})
+        assert response.status_code == 429
+        assert int(response.headers["Retry-After"]) >= 1
+        assert error_of(response)["type"] == "rate_limit_error"
+        running.engine.hold.clear()
+        waiting.join()
+        assert first[0].status_code == 200
+        assert other.post("/v1/completions", json={"prompt": "b"}).status_code == 200
+        assert "secateur_requests_rejected_total" in other.get("/metrics").text
+
+
+def test_a_dead_engine_is_a_503(own: Callable[..., FakeService]) -> None:
+    running = own()
+    running.engine.die()
+    wait_for(lambda: running.client.dead is not None)
+    with running.http() as http:
+        response = http.post("/v1/completions", json={"prompt": "a"})
+        assert response.status_code == 503
+        assert "Retry-After" in response.headers
+        assert error_of(response)["type"] == "service_unavailable_error"
+        assert http.get("/health").status_code == 503
+
+
+def test_an_engine_that_dies_under_a_stream_ends_it_with_an_error(
+    own: Callable[..., FakeService], tokenizer: Tokenizer
+) -> None:
+    ids = tokenizer.encode(ANSWER)
+    running = own(script=lambda submit: [ids[:3]] + [[ids[3]]] * 500, engine={"step_s": 0.05})
+    with running.http() as http:
+        body = {"prompt": "a", "max_tokens": 500, "stream": True}
+        with http.stream("POST", "/v1/completions", json=body) as response:
+            lines = response.iter_lines()
+            assert next(lines).startswith("data: {")
+            running.engine.die()
+            payloads = [line.removeprefix("data: ") for line in lines if line]
+    assert payloads[-1] == "[DONE]"
+    assert "engine" in json.loads(payloads[-2])["error"]["message"]
+
+
+def test_an_engine_that_dies_before_the_first_token_is_a_500(own: Callable[..., FakeService]) -> None:
+    running = own()
+    running.engine.hold.set()
+    import threading
+
+    with running.http() as http:
+        threading.Timer(0.3, running.engine.die).start()
+        response = http.post("/v1/completions", json={"prompt": "a", "stream": True})
+    assert response.status_code == 500
+    assert error_of(response)["code"] == "engine_error"
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_a_client_that_leaves_ends_its_requests_in_the_engine(
+    own: Callable[..., FakeService], tokenizer: Tokenizer, streamed: bool
+) -> None:
+    running = own(script=lambda submit: [[5]] * 1000, engine={"step_s": 0.02})
+    body = {"prompt": ["a", "b"], "max_tokens": 1000, "stream": streamed}
+    if streamed:
+        with running.http() as http, http.stream("POST", "/v1/completions", json=body) as response:
+            next(response.iter_lines())
+    else:
+        with running.http() as http, pytest.raises(httpx2.ReadTimeout):
+            http.post("/v1/completions", json=body, timeout=0.3)
+    wait_for(lambda: sorted(running.engine.aborted) == sorted(submit.id for submit in running.engine.submitted))
+    assert len(running.engine.aborted) == 2
+    assert running.client.num_pending == 0
+
+
+def test_a_client_that_leaves_while_it_waits_for_its_turn_is_forgotten(own: Callable[..., FakeService]) -> None:
+    running = own()
+    running.engine.hold.set()
+    with running.http() as http, pytest.raises(httpx2.ReadTimeout):
+        http.post("/v1/completions", json={"prompt": "a", "stream": True}, timeout=0.3)
+    wait_for(lambda: len(running.engine.aborted) == 1)
+
+
+# What tells
+
+
+def test_health_metrics_version_and_info(http: httpx2.Client) -> None:
+    http.post("/v1/completions", json={"prompt": "a", "max_tokens": 64})
+    assert http.get("/health").json() == {"status": "ok"}
+    assert http.get("/version").json()["version"]
+    info = http.get("/server_info").json()
+    assert info["topology"][0]["role"] == "verifier 0"
+    assert info["config"]["draft"]["tree"]["num_nodes"] == CONFIG.draft.tree.num_nodes
+
+
+def test_the_metrics_have_vllm_s_stems(http: httpx2.Client) -> None:
+    http.post("/v1/completions", json={"prompt": "a", "max_tokens": 64})
+    families = {family.name: family for family in text_string_to_metric_families(http.get("/metrics").text)}
+    for stem in (
+        "spec_decode_num_drafts",
+        "spec_decode_num_draft_tokens",
+        "spec_decode_num_accepted_tokens",
+        "spec_decode_num_accepted_tokens_per_pos",
+        "time_to_first_token_seconds",
+        "request_time_per_output_token_seconds",
+        "e2e_request_latency_seconds",
+        "request_success",
+        "prompt_tokens",
+        "generation_tokens",
+        "num_requests_running",
+        "num_requests_waiting",
+        "kv_cache_usage_perc",
+    ):
+        assert f"secateur_{stem}" in families, stem
+    labels = families["secateur_request_success"].samples[0].labels
+    assert labels["model_name"] == "fake-model"
+    assert families["secateur_spec_decode_num_drafts"].samples[0].value == 3
+
+
+def test_no_prompt_gets_into_the_log(service: FakeService, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG")
+    with service.http() as http:
+        http.post("/v1/completions", json={"prompt": "a very secret prompt", "max_tokens": 3, "temperatur": 1})
+    assert "secret" not in caplog.text
+    assert "temperatur" in caplog.text
+
+
+def test_tokenize_renders_chats_too(http: httpx2.Client, tokenizer: Tokenizer) -> None:
+    body = {"messages": [{"role": "user", "content": "Hi"}], "return_token_strs": True}
+    answer = http.post("/tokenize", json=body).json()
+    assert answer["tokens"] == tokenizer.encode_chat([{"role": "user", "content": "Hi"}])
+    assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
+    assert answer["max_model_len"] == 2048
+
+
+def test_detokenizing_an_unknown_id_is_a_400(http: httpx2.Client) -> None:
+    assert http.post("/detokenize", json={"tokens": [99999]}).status_code == 400
+
+
+def test_the_schema_of_all_this_is_served(http: httpx2.Client) -> None:
+    paths = http.get("/openapi.json").json()["paths"]
+    assert {"/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics"} <= paths.keys()
