@@ -12,12 +12,12 @@ from typing import Any
 
 import httpx2
 import uvicorn
+from fake_engine import FakeEngine, Script
 
 from cluster.engine_client import EngineClient
 from cluster.ingress import Service, create_app
 from cluster.service import listening_socket
 from cluster.tokens import Tokenizer
-from fake_engine import FakeEngine, Script
 from workers.config import DraftConfig, EngineConfig
 
 CONFIG = EngineConfig(

@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx2
 import pytest
+from fake_service import CONFIG, FakeService, fake_service
 from openai import OpenAI
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
@@ -18,7 +19,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import secateur
 from cluster.tokens import Tokenizer
-from fake_service import CONFIG, FakeService, fake_service
 from secateur import AsyncClient, Client
 from workers.config import EngineConfig
 from workers.ipc import Submit
@@ -52,12 +52,13 @@ def http(service: FakeService) -> Iterator[httpx2.Client]:
 
 
 @pytest.fixture
-def own(tokenizer: Tokenizer, script: Any, tmp_path: Path) -> Iterator[Callable[..., FakeService]]:
+def own(tokenizer: Tokenizer, script: Any) -> Iterator[Callable[..., FakeService]]:
     """A service of one's own, with settings."""
     contexts = []
 
     def start(**settings: Any) -> FakeService:
-        context = fake_service(tokenizer, Path(tempfile.mkdtemp(dir="/tmp")), settings.pop("script", script), **settings)
+        folder = Path(tempfile.mkdtemp(prefix="secateur-test-"))
+        context = fake_service(tokenizer, folder, settings.pop("script", script), **settings)
         contexts.append(context)
         return context.__enter__()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import secateur
-from cluster.tokens import IncrementalDetokenizer, StopStrings, PromptError, Tokenizer
+from cluster.tokens import IncrementalDetokenizer, PromptError, StopStrings, Tokenizer
 
 MODEL = Path(secateur.__file__).parent / "bundled" / "target"
 TEXT = 'def greet(name):\n    return f"héllo, {name} 🌳 日本語 العربية 👩‍🔬"\n'

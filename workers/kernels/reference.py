@@ -15,7 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -64,36 +66,34 @@ def plan(
         first_slot: logical slots below it are never attended to (1 for an EAGLE drafter, whose slot 0 is empty).
         dtype: that of the queries; masks are additive in it.
     """
-    host = _to_host(metadata)
-    offsets: list[int] = host.query_offsets.tolist()
+    host = _Host.of(metadata)
+    offsets = host.query_offsets
     num_requests = len(offsets) - 1
-    page_table = host.page_table_BP.long()
-    owner_N = torch.repeat_interleave(torch.arange(num_requests), host.query_offsets.diff().long())
-    slot_N = host.slot_N.long()
-    write_slots_N = page_table[owner_N, slot_N // page_size] * page_size + slot_N % page_size
+    owner_N = np.repeat(np.arange(num_requests), np.diff(offsets))
+    write_slots_N = host.physical(owner_N, host.slot_N, page_size)
 
     # Keys of a request: logical slots 0 .. last one any of its rows may see.
-    last_N = torch.maximum(host.visible_N.long(), _highest_visible(host, owner_N)).tolist()
+    last_N = np.maximum(host.visible_N, _highest_visible(host, owner_N))
     sizes = {
-        b: (offsets[b + 1] - offsets[b], max(last_N[offsets[b] : offsets[b + 1]]))
+        b: (int(offsets[b + 1] - offsets[b]), int(last_N[offsets[b] : offsets[b + 1]].max()))
         for b in range(num_requests)
         if offsets[b + 1] > offsets[b]
     }
     groups: list[RowGroup] = []
-    order_N = torch.empty(len(slot_N), dtype=torch.int64)
+    order_N = np.empty(len(owner_N), dtype=np.int64)
     start = 0
     for members in _group_by_size(sizes):
         group, real_rows, places = _plan_group(
-            members, sizes, offsets, host, page_table, page_size, windows, group_size, first_slot, dtype, device
+            members, sizes, host, page_size, windows, group_size, first_slot, dtype, device
         )
         groups.append(group)
         order_N[real_rows] = places + start
         start += group.shape[0] * group.shape[1]
     in_order = len(groups) <= 1 and all(isinstance(group.rows, slice) for group in groups)
     return AttentionPlan(
-        write_slots_N=write_slots_N.to(device),
+        write_slots_N=torch.from_numpy(write_slots_N).to(device),
         groups=tuple(groups),
-        order_N=None if in_order else order_N.to(device),
+        order_N=None if in_order else torch.from_numpy(order_N).to(device),
     )
 
 
@@ -128,26 +128,39 @@ def tree_attention(
     return torch.cat(outputs).index_select(0, plan.order_N)
 
 
-def _to_host(metadata: AttentionMetadata) -> AttentionMetadata:
-    return AttentionMetadata(
-        query_offsets=metadata.query_offsets.cpu(),
-        page_table_BP=metadata.page_table_BP.cpu(),
-        base_B=metadata.base_B.cpu(),
-        slot_N=metadata.slot_N.cpu(),
-        visible_N=metadata.visible_N.cpu(),
-        ancestors_N=metadata.ancestors_N.cpu(),
-    )
+class _Host(NamedTuple):
+    """AttentionMetadata as numpy arrays: a plan is many small operations, each a third of its cost in torch."""
+
+    query_offsets: np.ndarray
+    page_table_BP: np.ndarray
+    base_B: np.ndarray
+    slot_N: np.ndarray
+    visible_N: np.ndarray
+    ancestors_N: np.ndarray
+
+    @staticmethod
+    def of(metadata: AttentionMetadata) -> _Host:
+        return _Host(*(getattr(metadata, name).cpu().numpy().astype(np.int64) for name in _Host._fields))
+
+    def physical(self, owner: np.ndarray, slot: np.ndarray, page_size: int) -> np.ndarray:
+        """Physical slots of logical ones of requests `owner` (broadcast together)."""
+        return self.page_table_BP[owner, slot // page_size] * page_size + slot % page_size
 
 
-def _bits(mask: Tensor) -> Tensor:
+_BITS = np.arange(64)
+
+
+def _bits(mask: np.ndarray) -> np.ndarray:
     """int64 [...] bitmasks -> int64 [..., 64] of 0 and 1 (an arithmetic shift keeps bit 63 right)."""
-    return (mask[..., None] >> torch.arange(64)) & 1
+    return (mask[..., None] >> _BITS) & 1
 
 
-def _highest_visible(metadata: AttentionMetadata, owner_N: Tensor) -> Tensor:
+def _highest_visible(host: _Host, owner_N: np.ndarray) -> np.ndarray:
     """One past the highest tree slot that each row sees, 0 without ancestors."""
-    highest_N = (_bits(metadata.ancestors_N) * torch.arange(1, 65)).amax(dim=-1)
-    return torch.where(highest_N > 0, metadata.base_B.long()[owner_N] + highest_N, 0)
+    if not host.ancestors_N.any():
+        return np.zeros_like(owner_N)
+    highest_N = (_bits(host.ancestors_N) * (_BITS + 1)).max(axis=-1)
+    return np.where(highest_N > 0, host.base_B[owner_N] + highest_N, 0)
 
 
 def _group_by_size(sizes: dict[int, tuple[int, int]]) -> list[list[int]]:
@@ -168,75 +181,68 @@ def _group_by_size(sizes: dict[int, tuple[int, int]]) -> list[list[int]]:
 def _plan_group(
     members: list[int],
     sizes: dict[int, tuple[int, int]],
-    offsets: list[int],
-    metadata: AttentionMetadata,
-    page_table: Tensor,
+    host: _Host,
     page_size: int,
     windows: Sequence[int | None],
     group_size: int,
     first_slot: int,
     dtype: torch.dtype,
     device: torch.device | str,
-) -> tuple[RowGroup, Tensor, Tensor]:
+) -> tuple[RowGroup, np.ndarray, np.ndarray]:
     """The RowGroup of these requests, their packed rows, and each such row's place in the group's [B*R] output."""
     B = len(members)
-    R = max(sizes[b][0] for b in members)
-    S = max(sizes[b][1] for b in members)
-    member_B = torch.tensor(members)
-    start_B = torch.tensor([offsets[b] for b in members])
-    rows_B = torch.tensor([sizes[b][0] for b in members])
-    keys_B = torch.tensor([sizes[b][1] for b in members])
-    row_R = torch.arange(R)
-    row_BR = start_B[:, None] + torch.minimum(row_R, rows_B[:, None] - 1)
-    key_S = torch.arange(S)
+    rows_B, keys_B = (np.array([sizes[b][i] for b in members]) for i in (0, 1))
+    R, S = int(rows_B.max()), int(keys_B.max())
+    member_B = np.array(members)
+    start_B = host.query_offsets[member_B]
+    row_R, key_S = np.arange(R), np.arange(S)
+    row_BR = start_B[:, None] + np.minimum(row_R, rows_B[:, None] - 1)
     # Padding repeats the request's own last key, so that nothing of another request is ever touched.
-    key_BS = torch.minimum(key_S, keys_B[:, None] - 1)
-    slots_BS = page_table[member_B[:, None], key_BS // page_size] * page_size + key_BS % page_size
+    key_BS = np.minimum(key_S, keys_B[:, None] - 1)
+    slots_BS = host.physical(member_B[:, None], key_BS, page_size)
     masks = {
-        window: torch.zeros(B, R, S, dtype=dtype)
-        .masked_fill_(~_visible(metadata, member_B, row_BR, key_S, window, first_slot), float("-inf"))
-        .repeat_interleave(group_size, dim=1)[:, None]
-        .to(device)
+        window: _additive(_visible(host, member_B, row_BR, key_S, window, first_slot), group_size, dtype).to(device)
         for window in dict.fromkeys(windows)
     }
-    first = offsets[members[0]]
-    is_plain = members[-1] - members[0] == B - 1 and all(sizes[b][0] == R for b in members)
-    is_plain = is_plain and offsets[members[-1] + 1] - first == B * R
+    first = int(start_B[0])
+    is_plain = members[-1] - members[0] == B - 1 and bool((rows_B == R).all())
+    is_plain = is_plain and host.query_offsets[members[-1] + 1] - first == B * R
     group = RowGroup(
-        rows=slice(first, first + B * R) if is_plain else row_BR.view(-1).to(device),
-        slots=slots_BS.view(-1).to(device),
+        rows=slice(first, first + B * R) if is_plain else torch.from_numpy(row_BR.reshape(-1)).to(device),
+        slots=torch.from_numpy(slots_BS.reshape(-1)).to(device),
         shape=(B, R, S),
         masks=masks,
     )
     is_real_BR = row_R < rows_B[:, None]
-    return group, row_BR[is_real_BR], is_real_BR.view(-1).nonzero()[:, 0]
+    return group, row_BR[is_real_BR], np.flatnonzero(is_real_BR)
+
+
+def _additive(visible_BRS: np.ndarray, group_size: int, dtype: torch.dtype) -> Tensor:
+    """0 where visible, -inf elsewhere, each row once per query head of its group: [B, 1, R*G, S]."""
+    mask = np.where(visible_BRS, np.float32(0), np.float32(-np.inf))
+    return torch.from_numpy(np.repeat(mask, group_size, axis=1)[:, None]).to(dtype)
 
 
 def _visible(
-    metadata: AttentionMetadata,
-    member_B: Tensor,
-    row_BR: Tensor,
-    key_S: Tensor,
-    window: int | None,
-    first_slot: int,
-) -> Tensor:
+    host: _Host, member_B: np.ndarray, row_BR: np.ndarray, key_S: np.ndarray, window: int | None, first_slot: int
+) -> np.ndarray:
     """Boolean [B, R, S]: may the row see the key? The rule of `AttentionMetadata`, then the window."""
-    visible_BR1 = metadata.visible_N.long()[row_BR][..., None]
-    ancestors_BR = metadata.ancestors_N[row_BR]
+    visible_BR1 = host.visible_N[row_BR][..., None]
+    ancestors_BR = host.ancestors_N[row_BR]
     is_prefix_BRS = key_S < visible_BR1
-    has_tree = bool((ancestors_BR != 0).any())
-    if not has_tree:
+    if not ancestors_BR.any():
         allowed_BRS = is_prefix_BRS & (key_S >= first_slot)
         return allowed_BRS if window is None else allowed_BRS & (key_S > visible_BR1 - 1 - window)
     bit_BR64 = _bits(ancestors_BR)
-    node_BS = key_S - metadata.base_B.long()[member_B][:, None]
-    index_BRS = node_BS.clamp(0, 63)[:, None].expand(-1, row_BR.shape[1], -1)
-    is_tree_BRS = bit_BR64.gather(2, index_BRS).bool() & ((node_BS >= 0) & (node_BS < 64))[:, None]
+    node_BS = key_S - host.base_B[member_B][:, None]
+    index_B1S = np.clip(node_BS, 0, 63)[:, None]
+    is_tree_BRS = np.take_along_axis(bit_BR64, index_B1S, axis=2).astype(bool)
+    is_tree_BRS &= ((node_BS >= 0) & (node_BS < 64))[:, None]
     allowed_BRS = (is_prefix_BRS | is_tree_BRS) & (key_S >= first_slot)
     if window is None:
         return allowed_BRS
     # Along the row's path the prefix has places 0 .. visible - 1 and its ancestors follow in row order.
-    count_BR64 = bit_BR64.cumsum(dim=-1)
-    place_BRS = torch.where(is_prefix_BRS, key_S, visible_BR1 + count_BR64.gather(2, index_BRS) - 1)
+    count_BR64 = bit_BR64.cumsum(axis=-1)
+    place_BRS = np.where(is_prefix_BRS, key_S, visible_BR1 + np.take_along_axis(count_BR64, index_B1S, axis=2) - 1)
     own_BR1 = visible_BR1 + count_BR64[..., -1:] - 1
     return allowed_BRS & (place_BRS > own_BR1 - window)

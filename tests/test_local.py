@@ -1,0 +1,229 @@
+"""An engine as plain processes: it comes up, it answers, its death is told, and nothing is ever left of it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+
+import httpx2
+import pytest
+from fake_engine import FakeEngine
+
+import secateur
+from cluster.convert import engine_config
+from cluster.engine_client import EngineClient, EngineDead
+from cluster.local import LocalEngine
+from cluster.service import local_service
+from secateur.config import EngineArgs
+from secateur.errors import ConfigError
+from workers.config import EngineConfig
+from workers.ipc import Submit, TokenChunk
+
+BUNDLED = Path(secateur.__file__).parent / "bundled"
+needs_models = pytest.mark.skipif(not (BUNDLED / "target").is_dir(), reason="the bundled models are not there yet")
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def assert_gone(pids: list[int], within_s: float = 5.0) -> None:
+    deadline = time.monotonic() + within_s
+    while any(is_running(pid) for pid in pids):
+        assert time.monotonic() < deadline, f"still running: {[pid for pid in pids if is_running(pid)]}"
+        time.sleep(0.05)
+
+
+async def collect(client: EngineClient, submit: Submit) -> list[TokenChunk]:
+    return [chunk async for chunk in client.submit(submit)]
+
+
+@pytest.fixture
+def config() -> EngineConfig:
+    return engine_config(EngineArgs.load({"max_num_seqs": 4, "max_model_len": 256}))
+
+
+# The client alone
+
+
+def with_fake(folder: Path, body: Callable[[EngineClient, FakeEngine], Awaitable[None]], **client: float) -> None:
+    async def main() -> None:
+        front = EngineClient(**client)
+        fake = FakeEngine(await front.listen(f"unix:{folder}/socket"), lambda submit: [[1, 2], [3], [4, 5, 6]])
+        await front.wait_ready(5)
+        try:
+            await body(front, fake)
+        finally:
+            await front.close()
+            fake.die()
+
+    asyncio.run(main())
+
+
+def test_each_step_is_one_chunk(tmp_path: Path) -> None:
+    async def body(client: EngineClient, fake: FakeEngine) -> None:
+        chunks = await collect(client, Submit(id=client.new_id(), prompt=[1], max_tokens=10))
+        assert [chunk.tokens for chunk in chunks] == [[1, 2], [3], [4, 5, 6]]
+        assert [chunk.finish_reason for chunk in chunks] == [None, None, "length"]
+        assert client.num_pending == 0
+
+    with_fake(tmp_path, body)
+
+
+def test_an_iterator_left_early_aborts_its_request(tmp_path: Path) -> None:
+    async def body(client: EngineClient, fake: FakeEngine) -> None:
+        chunks = client.submit(Submit(id=7, prompt=[1], max_tokens=10))
+        await anext(chunks)
+        await chunks.aclose()
+        assert client.num_pending == 0
+        async with asyncio.timeout(5):
+            while fake.aborted != [7]:
+                await asyncio.sleep(0.01)
+
+    fake_steps_slowly = tmp_path
+    with_fake(fake_steps_slowly, body)
+
+
+def test_a_dead_engine_fails_what_was_waiting_and_what_comes_later(tmp_path: Path) -> None:
+    async def body(client: EngineClient, fake: FakeEngine) -> None:
+        fake.hold.set()
+        waiting = asyncio.create_task(collect(client, Submit(id=1, prompt=[1], max_tokens=10)))
+        while client.num_pending == 0:
+            await asyncio.sleep(0.01)
+        await asyncio.to_thread(fake.die)
+        [chunk] = await waiting
+        assert chunk.finish_reason == "error"
+        assert not client.health().ok
+        with pytest.raises(EngineDead, match="closed its connection"):
+            await collect(client, Submit(id=2, prompt=[1], max_tokens=10))
+
+    with_fake(tmp_path, body)
+
+
+def test_work_without_progress_is_ill_and_idleness_is_not(tmp_path: Path) -> None:
+    async def body(client: EngineClient, fake: FakeEngine) -> None:
+        fake.hold.set()
+        await asyncio.sleep(0.3)
+        assert client.health().ok
+        waiting = asyncio.create_task(collect(client, Submit(id=1, prompt=[1], max_tokens=10)))
+        await asyncio.sleep(0.3)
+        assert "no progress" in client.health().reason
+        fake.hold.clear()
+        await waiting
+        assert client.health().ok
+
+    with_fake(tmp_path, body, progress_timeout_s=0.2)
+
+
+# Real processes
+
+
+@needs_models
+def test_an_engine_answers_and_leaves_nothing_behind(config: EngineConfig) -> None:
+    async def main() -> list[int]:
+        engine = LocalEngine(config)
+        async with engine as client:
+            assert [entry["rank"] for entry in client.ready.topology] == [0, 1]
+            assert [entry["pid"] for entry in client.ready.topology] == engine.pids
+            chunks = await collect(client, Submit(id=1, prompt=[300, 301, 302], max_tokens=12, ignore_eos=True))
+            assert sum(len(chunk.tokens) for chunk in chunks) == 12
+            assert client.health().ok
+        return engine.pids
+
+    assert_gone(asyncio.run(main()))
+
+
+@needs_models
+def test_one_dead_rank_is_the_death_of_all_and_is_named(config: EngineConfig) -> None:
+    async def main() -> list[int]:
+        engine = LocalEngine(config)
+        async with engine as client:
+            submit = Submit(id=1, prompt=[300], max_tokens=250, ignore_eos=True)
+            waiting = asyncio.create_task(collect(client, submit))
+            await asyncio.sleep(0.05)
+            os.kill(engine.pids[1], signal.SIGKILL)
+            chunks = await asyncio.wait_for(waiting, 10)
+            assert chunks[-1].finish_reason in ("error", "length")
+            async with asyncio.timeout(10):
+                while client.dead is None:
+                    await asyncio.sleep(0.05)
+            assert_gone(engine.pids)
+        return engine.pids
+
+    assert_gone(asyncio.run(main()))
+
+
+@needs_models
+def test_a_start_that_fails_says_why_and_leaves_nothing_behind(config: EngineConfig, tmp_path: Path) -> None:
+    async def main() -> list[int]:
+        engine = LocalEngine(replace(config, model_path=str(tmp_path)))
+        with pytest.raises(EngineDead, match="config.json"):
+            await engine.start()
+        return engine.pids
+
+    assert_gone(asyncio.run(main()))
+
+
+@needs_models
+def test_the_engine_does_not_outlive_a_killed_parent(config: EngineConfig, tmp_path: Path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(
+        "import asyncio, sys\n"
+        "from cluster.local import LocalEngine\n"
+        "from workers.config import EngineConfig\n"
+        "async def main():\n"
+        "    engine = LocalEngine(EngineConfig.from_json(sys.argv[1]))\n"
+        "    async with engine:\n"
+        "        print(*engine.pids, flush=True)\n"
+        "        await asyncio.sleep(60)\n"
+        "asyncio.run(main())\n"
+    )
+    root = str(Path(secateur.__file__).parents[1])
+    parent = subprocess.Popen(
+        [sys.executable, str(script), config.to_json()],
+        env={**os.environ, "PYTHONPATH": root},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(pids) == 2
+    finally:
+        parent.kill()
+        parent.wait()
+        parent.stdout.close()
+    assert_gone(pids)
+
+
+@needs_models
+def test_a_local_service_answers_over_http_and_leaves_nothing_behind() -> None:
+    with local_service(EngineArgs.load({"port": 0, "max_model_len": 256})) as url:
+        pids = [entry["pid"] for entry in httpx2.get(f"{url}/server_info").json()["topology"]]
+        body = {"prompt": "def f(", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        with_drafts = httpx2.post(f"{url}/v1/completions", json=body, timeout=60).json()
+        without = httpx2.post(f"{url}/v1/completions", json=body | {"speculative": {"enabled": False}}, timeout=60).json()
+        assert with_drafts["usage"]["completion_tokens"] == 8
+        assert with_drafts["choices"][0]["text"] == without["choices"][0]["text"]
+    assert_gone(pids)
+
+
+def test_a_port_in_use_is_told_before_anything_starts() -> None:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match="cannot listen"), local_service(EngineArgs.load({"port": port})):
+            pass

@@ -1,0 +1,237 @@
+"""Arguments to engine configuration, seats, bundles, the plan: all before any process starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import secateur
+from cluster.convert import BadRequest, RequestLimits, SeedSource, engine_config, settle, submit_from
+from cluster.placement import group_bundles, plan, tensor_shapes
+from cluster.seats import num_bundles, seats, worker_env
+from secateur.config import EngineArgs
+from secateur.errors import ConfigError
+from secateur.protocol import CompletionRequest
+from workers.config import DraftConfig, EngineConfig
+
+BUNDLED = Path(secateur.__file__).parent / "bundled"
+
+
+def config(tp: int = 1, draft: int = 1, placement: str = "dedicated", device: str = "cuda") -> EngineConfig:
+    drafter = DraftConfig(
+        method="eagle3",
+        model_path="head",
+        tensor_parallel_size=draft,
+        placement=placement,  # type: ignore[arg-type]
+    )
+    return EngineConfig(model_path="model", tensor_parallel_size=tp, device=device, draft=drafter)  # type: ignore[arg-type]
+
+
+def args(**fields: Any) -> EngineArgs:
+    return EngineArgs.load(fields)
+
+
+def draft_args(**spec: Any) -> dict[str, Any]:
+    return {"speculative_config": {"method": "eagle3", "model": "bundled:eagle3", **spec}}
+
+
+# Seats
+
+
+def test_dedicated_ranks_have_a_device_each() -> None:
+    found = seats(config(tp=2, draft=1))
+    assert [(seat.role, seat.bundle, seat.num_gpus) for seat in found] == [
+        ("verifier 0", 0, 1.0),
+        ("verifier 1", 1, 1.0),
+        ("drafter 0", 2, 1.0),
+    ]
+    assert not any(seat.is_shared for seat in found)
+
+
+def test_a_colocated_drafter_shares_its_verifier_s_device() -> None:
+    found = seats(config(tp=2, draft=1, placement="colocated"))
+    assert [(seat.bundle, seat.num_gpus, seat.is_shared) for seat in found] == [
+        (0, 0.5, True),
+        (1, 1.0, False),
+        (0, 0.5, True),
+    ]
+
+
+@pytest.mark.parametrize(("tp", "draft"), [(1, 1), (2, 1), (2, 2), (4, 4)])
+@pytest.mark.parametrize("placement", ["dedicated", "colocated"])
+def test_no_device_is_promised_twice(tp: int, draft: int, placement: str) -> None:
+    engine = config(tp, draft, placement)
+    per_bundle = [0.0] * num_bundles(engine)
+    for seat in seats(engine):
+        per_bundle[seat.bundle] += seat.num_gpus
+    assert all(0 < total <= 1 for total in per_bundle)
+    assert num_bundles(engine) == (tp + draft if placement == "dedicated" else tp)
+
+
+def test_ranks_on_one_device_get_host_ids_of_their_own() -> None:
+    engine = config(tp=1, placement="colocated")
+    ids = {worker_env(engine, rank)["NCCL_HOSTID"] for rank in range(2)}
+    assert len(ids) == 2
+    assert "NCCL_HOSTID" not in worker_env(config(tp=1), 0)
+
+
+def test_a_worker_on_cpu_gets_one_thread() -> None:
+    assert worker_env(config(device="cpu"), 0)["OMP_NUM_THREADS"] == "1"
+
+
+# Bundles
+
+
+def test_the_replica_lives_in_the_first_bundle() -> None:
+    assert group_bundles(config(tp=1), replica_cpus=0.5) == [{"GPU": 1.0, "CPU": 1.5}, {"GPU": 1.0, "CPU": 1.0}]
+
+
+def test_an_accelerator_type_is_asked_of_every_bundle() -> None:
+    assert all("accelerator_type:H100" in bundle for bundle in group_bundles(config(), accelerator_type="H100"))
+
+
+def test_a_cpu_engine_asks_for_no_gpu_and_little_cpu() -> None:
+    bundles = group_bundles(config(tp=2, device="cpu"))
+    assert not any("GPU" in bundle for bundle in bundles)
+    assert sum(bundle["CPU"] for bundle in bundles) < 1
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([{"GPU": 1, "CPU": 1}], "has 1 bundles, the engine needs 2"),
+        ([{"GPU": 1}, {"GPU": 1}], "the first one also holds the replica"),
+        ([{"GPU": 1, "CPU": 1}, {"CPU": 1}], "every bundle needs GPU: 1"),
+    ],
+)
+def test_bundles_that_do_not_fit_are_refused(given: list[dict[str, float]], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        group_bundles(config(), given=given)
+
+
+# Arguments
+
+
+def test_the_bundled_default_is_a_target_and_its_head_on_cpu() -> None:
+    engine = engine_config(args(), num_gpus=0)
+    assert (engine.device, engine.dtype, engine.tensor_parallel_size) == ("cpu", "float32", 1)
+    assert engine.draft is not None
+    assert engine.draft.method == "eagle3"
+    assert Path(engine.model_path) == BUNDLED / "target"
+    assert engine.eos_token_ids
+    assert EngineConfig.from_json(engine.to_json()) == engine
+
+
+def test_on_cuda_the_checkpoint_s_dtype_is_kept() -> None:
+    assert engine_config(args(device="cuda")).dtype == "bfloat16"
+
+
+def test_max_model_len_defaults_to_the_model_s_and_may_not_exceed_it() -> None:
+    limit = engine_config(args()).max_model_len
+    assert engine_config(args(max_model_len=100)).max_model_len == 100
+    with pytest.raises(ConfigError, match=f"max_model_len: {limit + 1} is more than the model's {limit}"):
+        engine_config(args(max_model_len=limit + 1))
+
+
+def test_a_tree_is_carried_over() -> None:
+    spec = draft_args(speculative_token_tree="[(0,), (1,), (0, 0)]", speculative_tree_prune_threshold=0.25)
+    tree = engine_config(args(**spec)).draft.tree
+    assert (tree.kind, tree.num_nodes, tree.max_depth) == ("static", 3, 2)
+    assert tree.static_paths == ((0,), (1,), (0, 0))
+    assert (tree.prune.min_prob, tree.prune.path_prob) == (0.25, 0.25)
+
+
+def test_a_size_the_heads_do_not_allow_is_refused() -> None:
+    with pytest.raises(ConfigError, match="tensor_parallel_size 3 does not fit"):
+        engine_config(args(tensor_parallel_size=3, no_speculation=True))
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    text = (BUNDLED / "draft" / "config.json").read_text()
+    (tmp_path / "config.json").write_text(text.replace('"vocab_size": 2048', '"vocab_size": 999'))
+    with pytest.raises(ConfigError, match="same vocabulary size"):
+        engine_config(args(speculative_config={"method": "draft_model", "model": str(tmp_path)}))
+
+
+def test_what_is_not_implemented_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'ngram' is not implemented"):
+        engine_config(args(speculative_config={"method": "ngram"}))
+
+
+def test_an_unknown_folder_is_a_configuration_error() -> None:
+    with pytest.raises(ConfigError, match="/nowhere"):
+        engine_config(args(model="/nowhere"))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "placement"), [(None, "dedicated"), (3, "dedicated"), (4, "dedicated"), (2, "colocated")]
+)
+def test_a_drafter_gets_its_own_device_where_there_are_enough(gpus: int | None, placement: str) -> None:
+    settled = settle(args(tensor_parallel_size=2, device="cuda", **draft_args()), num_gpus=gpus)
+    assert settled.speculative_config.draft_placement == placement
+    assert settle(settled, num_gpus=None) == settled
+
+
+def test_too_few_devices_are_told_at_the_door() -> None:
+    with pytest.raises(ConfigError, match="need 2 GPUs, 1 can be used"):
+        settle(args(tensor_parallel_size=2, device="cuda", **draft_args()), num_gpus=1)
+    with pytest.raises(ConfigError, match="write draft_placement='colocated'"):
+        settle(args(device="cuda", **draft_args(draft_placement="dedicated")), num_gpus=1)
+
+
+# Requests
+
+
+LIMITS = RequestLimits(max_model_len=100, vocab_size=50, num_draft_tokens=16)
+
+
+def test_a_default_never_runs_into_the_limit_and_a_wish_does() -> None:
+    prompt = [1] * 95
+    assert submit_from(CompletionRequest(prompt="x"), prompt, id=1, seed=5, limits=LIMITS).max_tokens == 5
+    with pytest.raises(BadRequest, match="ask for at most 5"):
+        submit_from(CompletionRequest(prompt="x", max_tokens=6), prompt, id=1, seed=5, limits=LIMITS)
+
+
+def test_a_request_s_own_seed_wins() -> None:
+    assert submit_from(CompletionRequest(prompt="x"), [1], id=1, seed=5, limits=LIMITS).sampling.seed == 5
+    assert submit_from(CompletionRequest(prompt="x", seed=0), [1], id=1, seed=5, limits=LIMITS).sampling.seed == 0
+
+
+def test_pruning_can_be_switched_off_per_request() -> None:
+    request = CompletionRequest(prompt="x", speculative={"tree_prune": "off"})
+    speculation = submit_from(request, [1], id=1, seed=5, limits=LIMITS).speculation
+    assert (speculation.min_prob, speculation.path_prob) == (0.0, 0.0)
+
+
+def test_server_seeds_repeat_and_drawn_ones_do_not() -> None:
+    def first(seed: int | None) -> list[int]:
+        source = SeedSource(seed)
+        return [source.next() for _ in range(5)]
+
+    assert first(3) == first(3)
+    assert first(3) != first(4)
+    assert first(None) != first(None)
+    assert all(0 <= seed < 2**63 for seed in first(3))
+
+
+# The plan
+
+
+def test_the_plan_names_every_rank_and_bundle() -> None:
+    text = plan(args(tensor_parallel_size=2, device="cuda", **draft_args(draft_tensor_parallel_size=2)))
+    for role in ("verifier 0", "verifier 1", "drafter 0", "drafter 1"):
+        assert role in text
+    assert "bundles  4, STRICT_PACK" in text
+
+
+def test_the_plan_counts_the_weights_there_are() -> None:
+    shapes = tensor_shapes(BUNDLED / "target")
+    items = 0
+    for shape in shapes.values():
+        count = 1
+        for size in shape:
+            count *= size
+        items += count
+    assert f"{items * 4 / 1e6:.3g} MB" in plan(args())
