@@ -24,9 +24,12 @@ test: $(VENV)/.installed-test ## every test that needs no GPU
 parity: $(VENV)/.installed-test ## the full matrix of greedy comparisons with transformers (long)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_parity.py --full
 
-gpu: ## tests on a CUDA machine, with the interpreter PYTHON as it is; installs nothing
+gpu: ## tests and benchmarks on a CUDA machine, with the interpreter PYTHON as it is; installs nothing
 	@$(PYTHON) -c 'import pytest, torch' || { echo 'make gpu: $(PYTHON) lacks pytest or torch; set PYTHON=...' >&2; exit 1; }
 	PYTHONPATH=. $(PYTHON) -m pytest tests/gpu
+	@if $(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; \
+	then PYTHONPATH=. $(PYTHON) tests/bench/run.py --device cuda; \
+	else echo 'make gpu: no CUDA device here, so nothing was measured'; fi
 
 bench: $(VENV)/.installed-serve ## measure acceptance length and tokens/s
 	$(BIN)/python tests/bench/run.py

@@ -156,8 +156,7 @@ def running(args: EngineArgs, *, address: str | None = None) -> Iterator[str]:
         try:
             yield base_url(args.host, port)
         finally:
-            if address is not None:
-                ray_serve.delete(APP_NAME)
+            ray_serve.delete(APP_NAME)  # drains; what else runs on a cluster that is not ours stays
 
 
 @contextmanager
@@ -182,11 +181,10 @@ def local_cluster() -> Iterator[None]:
             logging_level=logging.ERROR,
             object_store_memory=OBJECT_STORE_BYTES,
         )
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
         yield
     finally:
-        if ray.is_initialized():
-            ray_serve.shutdown()
-            ray.shutdown()
+        ray.shutdown()  # takes Serve's controller and proxy along
         for name, value in saved.items():
             if value is None:
                 os.environ.pop(name, None)

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +19,7 @@ import secateur
 from cluster.convert import engine_config
 from cluster.engine_client import EngineClient, EngineDead
 from cluster.local import LocalEngine
+from cluster.processes import wait_gone
 from cluster.service import local_service
 from secateur.config import EngineArgs
 from secateur.errors import ConfigError
@@ -30,18 +30,8 @@ BUNDLED = Path(secateur.__file__).parent / "bundled"
 needs_models = pytest.mark.skipif(not (BUNDLED / "target").is_dir(), reason="the bundled models are not there yet")
 
 
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def assert_gone(pids: list[int], within_s: float = 5.0) -> None:
-    deadline = time.monotonic() + within_s
-    while any(is_running(pid) for pid in pids):
-        assert time.monotonic() < deadline, f"still running: {[pid for pid in pids if is_running(pid)]}"
-        time.sleep(0.05)
+def assert_gone(pids: list[int]) -> None:
+    assert wait_gone(pids, timeout_s=5.0) == []
 
 
 async def collect(client: EngineClient, submit: Submit) -> list[TokenChunk]:
@@ -90,8 +80,7 @@ def test_an_iterator_left_early_aborts_its_request(tmp_path: Path) -> None:
             while fake.aborted != [7]:
                 await asyncio.sleep(0.01)
 
-    fake_steps_slowly = tmp_path
-    with_fake(fake_steps_slowly, body)
+    with_fake(tmp_path, body)
 
 
 def test_a_dead_engine_fails_what_was_waiting_and_what_comes_later(tmp_path: Path) -> None:
@@ -212,7 +201,8 @@ def test_a_local_service_answers_over_http_and_leaves_nothing_behind() -> None:
         pids = [entry["pid"] for entry in httpx2.get(f"{url}/server_info").json()["topology"]]
         body = {"prompt": "def f(", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
         with_drafts = httpx2.post(f"{url}/v1/completions", json=body, timeout=60).json()
-        without = httpx2.post(f"{url}/v1/completions", json=body | {"speculative": {"enabled": False}}, timeout=60).json()
+        body["speculative"] = {"enabled": False}
+        without = httpx2.post(f"{url}/v1/completions", json=body, timeout=60).json()
         assert with_drafts["usage"]["completion_tokens"] == 8
         assert with_drafts["choices"][0]["text"] == without["choices"][0]["text"]
     assert_gone(pids)

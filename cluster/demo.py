@@ -1,0 +1,113 @@
+"""`make demo`: the service on Ray from nothing, a prompt through HTTP, what speculation gains, nothing left behind."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from typing import Any, NamedTuple
+
+import httpx2
+
+from cluster.app import running
+from cluster.processes import descendants, wait_gone
+from secateur import Client
+from secateur.config import EngineArgs
+
+PROMPTS = (
+    "def binary_search(items, target):\n    low, high =",
+    "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):",
+    "import argparse\n\n\ndef main():\n    parser = argparse.ArgumentParser(",
+    "def read_lines(path):\n    with open(path) as",
+)
+QUESTION = "Write a function that reads a file."
+MAX_TOKENS = 64
+REPETITIONS = 3
+END_TIMEOUT_S = 15.0
+
+
+class Run(NamedTuple):
+    """One prompt answered once."""
+
+    text: str
+    tokens_per_s: float
+    acceptance_length: float
+
+
+def main() -> int:
+    """Exit status 0 if the service came up, answered, gave equal texts with and without drafts, and left nothing."""
+    began = time.monotonic()
+    print("Starting the service on Ray: one verifier, one drafter, the bundled models, on CPU ...", flush=True)
+    with running(EngineArgs.load({"device": "cpu", "port": 0})) as url:
+        print(f"Ready after {time.monotonic() - began:.0f} s at {url}\n")
+        _print_topology(url)
+        with Client(url) as client:
+            _stream(client)
+            same = _compare(client)
+        ours = descendants()
+    left = wait_gone(ours, timeout_s=END_TIMEOUT_S)
+    print(f"\nStopped; {len(ours)} processes ended, {len(left)} left. {time.monotonic() - began:.0f} s in all.")
+    if left:
+        print(f"Still running: {left}", file=sys.stderr)
+    if not same:
+        print("Greedy texts differ with and without speculation", file=sys.stderr)
+    return 0 if same and not left else 1
+
+
+def _print_topology(url: str) -> None:
+    info = httpx2.get(f"{url}/server_info").raise_for_status().json()
+    print(f"{'role':<12}{'rank':<6}{'pid':<9}device")
+    for entry in [{"role": "front", "pid": info["front"]["pid"], "device": "cpu"}, *info["topology"]]:
+        print(f"{entry['role']:<12}{entry.get('rank', '-')!s:<6}{entry['pid']:<9}{entry['device']}")
+
+
+def _stream(client: Client) -> None:
+    print(f"\n> {QUESTION}")
+    for chunk in client.stream_chat(QUESTION, max_tokens=MAX_TOKENS, temperature=0):
+        print(chunk.text, end="", flush=True)
+    print(f"\n\n> {PROMPTS[0]}", end="")
+    for part in client.stream_complete(PROMPTS[0], max_tokens=MAX_TOKENS, temperature=0):
+        print(part.text, end="", flush=True)
+    print()
+
+
+def _compare(client: Client) -> bool:
+    """Prints both speeds; whether every greedy text was the same with and without drafts."""
+    on: list[list[Run]] = [[] for _ in PROMPTS]
+    off: list[list[Run]] = [[] for _ in PROMPTS]
+    for _ in range(REPETITIONS):
+        for index, prompt in enumerate(PROMPTS):  # interleaved: a machine that slows down slows both
+            on[index].append(_run(client, prompt, {"enabled": True}))
+            off[index].append(_run(client, prompt, {"enabled": False}))
+    same = all(len({run.text for run in both}) == 1 for both in map(list.__add__, on, off))
+    print(f"\n{len(PROMPTS)} prompts, greedy, {MAX_TOKENS} tokens each, medians of {REPETITIONS} interleaved repetitions:")
+    print(f"{'speculation':<13}{'tokens/s':<11}acceptance length")
+    speed_on, speed_off = _median(on), _median(off)
+    length = statistics.mean(run.acceptance_length for runs in on for run in runs)
+    print(f"{'on':<13}{speed_on:<11.1f}{length:.2f}")
+    print(f"{'off':<13}{speed_off:<11.1f}1.00")
+    print(f"ratio {speed_on / speed_off:.2f}, greedy texts {'equal' if same else 'DIFFERENT'}")
+    return same
+
+
+def _run(client: Client, prompt: str, speculative: dict[str, Any]) -> Run:
+    began = time.perf_counter()
+    answer = client.complete(
+        prompt,
+        max_tokens=MAX_TOKENS,
+        temperature=0,
+        ignore_eos=True,
+        speculative=speculative,
+        return_speculative_stats=True,
+    )
+    seconds = time.perf_counter() - began
+    assert answer.usage is not None and answer.speculative is not None
+    return Run(answer.text, answer.usage.completion_tokens / seconds, answer.speculative.acceptance_length)
+
+
+def _median(runs: list[list[Run]]) -> float:
+    return statistics.median(run.tokens_per_s for per_prompt in runs for run in per_prompt)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

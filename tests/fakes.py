@@ -1,0 +1,405 @@
+"""Stand-ins with chosen logits: a target and a draft model that truly read their prefix out of paged memory.
+
+A fake forward writes each row's token where the real one writes key and value, and a row's context is whatever the
+slots it may see hold. A wrong slot, page, move or mask therefore shows as a wrong token, or fails an assertion here.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import socket
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from drafter import worker
+from drafter.grow import DraftVocabulary, Level
+from drafter.shape import Shape, make_shape
+from verifier.engine import Engine
+from verifier.request import Request
+from workers import groups, wire
+from workers.channel import Received
+from workers.config import DraftConfig, EngineConfig, TreeConfig
+from workers.groups import World
+from workers.ipc import Abort, Decoder, FrameSocket, Speculation, StepOutput, Submit, TokenChunk, encode
+from workers.kv import KVPool
+from workers.sampling import draw
+from workers.types import AttentionMetadata, DraftReply, DraftRequest, SamplingBatch, SamplingParams, TargetStep
+from workers.wire import Kind
+
+# ---- languages
+
+
+class RandomLanguage:
+    """Logits from the last two tokens and the length; the draft's are the same with an error on top."""
+
+    def __init__(self, vocab: int = 32, error: float = 0.7, seed: int = 0) -> None:
+        rng = np.random.default_rng(seed)
+        self.vocab = vocab
+        self._last, self._before = (rng.normal(scale=s, size=(vocab, vocab)).astype(np.float32) for s in (1.5, 1.0))
+        self._length = rng.normal(scale=0.7, size=(16, vocab)).astype(np.float32)
+        self._wrong = rng.normal(scale=error, size=(vocab, vocab)).astype(np.float32)
+
+    def target(self, context: list[int]) -> np.ndarray:
+        before = self._before[context[-2]] if len(context) > 1 else 0
+        return self._last[context[-1]] + before + self._length[len(context) % 16]
+
+    def draft(self, context: list[int]) -> np.ndarray:
+        return self.target(context) + self._wrong[context[-1]]
+
+
+class Counting:
+    """After token t comes t + 1, beyond any noise; the draft knows it too, unless it `errs` at some tokens."""
+
+    def __init__(self, vocab: int = 64, errs: tuple[int, ...] = ()) -> None:
+        self.vocab, self._errs = vocab, errs
+
+    def target(self, context: list[int]) -> np.ndarray:
+        return np.where(np.arange(self.vocab) == (context[-1] + 1) % self.vocab, 200, 0).astype(np.float32)
+
+    def draft(self, context: list[int]) -> np.ndarray:
+        step = 2 if (context[-1] + 1) % self.vocab in self._errs else 1
+        return np.where(np.arange(self.vocab) == (context[-1] + step) % self.vocab, 200, 0).astype(np.float32)
+
+
+Language = RandomLanguage | Counting
+
+
+def say(language: Language, prompt: list[int], num: int, params: SamplingParams) -> list[int]:
+    """What the target says after the prompt, one token at a time."""
+    tokens, batch = list(prompt), SamplingBatch.stack([params])
+    for _ in range(num):
+        logits_1V = torch.from_numpy(language.target(tokens))[None]
+        tokens.append(int(draw(logits_1V, batch, torch.tensor([len(tokens)]))))
+    return tokens[len(prompt) :]
+
+
+# ---- memory and the two models
+
+
+class Memory:
+    """Paged slots that hold (position, token); reading what was never written is an error."""
+
+    def __init__(self, page_size: int) -> None:
+        self._page_size = page_size
+        self.held: dict[int, tuple[int, int]] = {}
+
+    def place(self, pages: list[int], slot: int) -> int:
+        page = pages[slot // self._page_size]
+        assert page > 0, "page 0 is nobody's"
+        return page * self._page_size + slot % self._page_size
+
+    def forward(self, attention: AttentionMetadata, position_N: Tensor, token_N: Tensor, first_slot: int) -> list[list[int]]:
+        """Writes every row, then reads every row's context in the order of its positions."""
+        tables = attention.page_table_BP.tolist()
+        owner = torch.arange(len(tables)).repeat_interleave(attention.query_offsets.diff()).tolist()
+        rows = list(zip(owner, attention.slot_N.tolist(), position_N.tolist(), token_N.tolist(), strict=True))
+        places = [self.place(tables[b], slot) for b, slot, _, _ in rows]
+        assert len(set(places)) == len(places), "two rows write one slot"
+        self.held |= {place: (position, token) for place, (_, _, position, token) in zip(places, rows, strict=True)}
+        contexts = []
+        for n, (b, _, position, _) in enumerate(rows):
+            mask, base = int(attention.ancestors_N[n]), int(attention.base_B[b])
+            slots = [*range(first_slot, int(attention.visible_N[n]))]
+            slots += [base + r for r in range(64) if mask >> r & 1]
+            seen = [self.held[self.place(tables[b], slot)] for slot in slots]
+            assert [p for p, _ in seen] == list(range(position - len(seen) + 1, position + 1)), "a hole in the context"
+            contexts.append([token for _, token in seen])
+        return contexts
+
+
+class FakeTarget:
+    """`verifier.target.Target` over a language; `features` are (position, token) of a row, to prove their alignment."""
+
+    def __init__(self, language: Language, page_size: int, max_model_len: int, has_features: bool) -> None:
+        self._language, self._max_model_len, self._has_features = language, max_model_len, has_features
+        self.memory = Memory(page_size)
+        self.steps: list[TargetStep] = []
+        self.heartbeats = 0
+        self.stopped = False
+
+    def run(self, step: TargetStep, number: int) -> list[int]:
+        assert number == len(self.steps)
+        self.steps.append(step)
+        held = self.memory.held
+        moved = [held[source] for source in step.copy_source.tolist()]
+        held |= dict(zip(step.copy_target.tolist(), moved, strict=True))
+        assert int(step.position_N.max()) < self._max_model_len
+        contexts = self.memory.forward(step.attention, step.position_N, step.token_N, first_slot=0)
+        rows = step.sample_row_R.tolist()
+        assert step.draw_index_R.tolist() == [len(contexts[row]) for row in rows], "noise is keyed on the prefix length"
+        if not rows:
+            return []
+        logits_RV = torch.from_numpy(np.stack([self._language.target(contexts[row]) for row in rows]))
+        return draw(logits_RV, step.sampling, step.draw_index_R).tolist()
+
+    def features(self, rows: list[int]) -> Tensor | None:
+        if not self._has_features:
+            return None
+        last = self.steps[-1]
+        return torch.stack([last.position_N[rows].float(), last.token_N[rows].float()], dim=1)
+
+    def heartbeat(self, number: int) -> None:
+        self.heartbeats += 1
+
+    def stop(self, number: int) -> None:
+        self.stopped = True
+
+
+class FakeProposer:
+    """`drafter.propose.Proposer` over a language, fed as an EAGLE head (with features) or as a draft model."""
+
+    def __init__(self, language: Language, page_size: int) -> None:
+        self.vocab = DraftVocabulary(target_size=language.vocab)
+        self._language = language
+        self.memory = Memory(page_size)
+
+    def extend(self, request: DraftRequest) -> Tensor:
+        slot_M = worker_slots(request)
+        first_slot = 0 if request.features_MH is None else 1
+        attention = AttentionMetadata(
+            query_offsets=request.offsets,
+            page_table_BP=request.page_table_BP,
+            base_B=request.start_B,
+            slot_N=slot_M,
+            visible_N=slot_M + 1,
+            ancestors_N=torch.zeros(len(slot_M), dtype=torch.int64),
+        )
+        contexts = self.memory.forward(attention, slot_M, request.token_M, first_slot)
+        if request.features_MH is not None:  # f_{j-1} comes with t_j: position and token of the one before
+            for context, slot, (position, token) in zip(contexts, slot_M, request.features_MH.tolist(), strict=True):
+                assert position == slot - 1 and (len(context) < 2 or token == context[-2]), "a feature of another token"
+        self._growing = (request.num_nodes_B > 0).nonzero()[:, 0]
+        self._pages = request.page_table_BP[self._growing]
+        self._base = slot_M[(request.offsets[1:] - 1)[self._growing]]
+        self._first_slot = first_slot
+        roots = (request.offsets[1:] - 1)[self._growing].tolist()
+        return self._logits([contexts[row] for row in roots])
+
+    def expand(self, level: Level) -> Tensor:
+        request_F = torch.from_numpy(level.request_F)
+        counts = np.bincount(level.request_F, minlength=len(self._base))
+        base_F = self._base[request_F]
+        attention = AttentionMetadata(
+            query_offsets=torch.from_numpy(np.concatenate([[0], np.cumsum(counts)])),
+            page_table_BP=self._pages,
+            base_B=self._base,
+            slot_N=base_F + torch.from_numpy(level.row_F),
+            visible_N=base_F,
+            ancestors_N=torch.from_numpy(level.ancestors_F),
+        )
+        return self._logits(
+            self.memory.forward(attention, base_F + level.depth, torch.from_numpy(level.token_F), self._first_slot)
+        )
+
+    def _logits(self, contexts: list[list[int]]) -> Tensor:
+        rows = [self._language.draft(context) for context in contexts]
+        return torch.from_numpy(np.stack(rows)) if rows else torch.zeros(0, self._language.vocab)
+
+
+def worker_slots(request: DraftRequest) -> Tensor:
+    """[M]: request b's rows go to slots start_B[b], start_B[b] + 1, ..."""
+    ends = request.offsets.tolist()
+    starts = request.start_B.tolist()
+    slots = [start + i for start, a, b in zip(starts, ends, ends[1:], strict=False) for i in range(b - a)]
+    return torch.tensor(slots, dtype=torch.int32)
+
+
+class FakeChannel:
+    """The link to a drafter in this very process; both messages still travel as bytes."""
+
+    def __init__(self, proposer: FakeProposer, shape: Shape) -> None:
+        self._proposer, self._shape = proposer, shape
+        self._answers: list[Received] = []
+        self.requests: list[DraftRequest] = []
+        self.heartbeats = 0
+        self.stopped = False
+
+    def send(self, message: wire.Message, step: int) -> None:
+        assert not self._answers, "the last answer was not read"
+        request = over_the_wire(message)
+        assert isinstance(request, DraftRequest)
+        self.requests.append(request)
+        reply = over_the_wire(worker.draft(request, self._proposer, self._shape))
+        self._answers.append(Received(Kind.DRAFT_REPLY, step, reply))
+
+    def receive(self) -> Received:
+        return self._answers.pop()
+
+    def heartbeat(self, step: int) -> None:
+        self.heartbeats += 1
+
+    def stop(self, step: int) -> None:
+        self.stopped = True
+
+
+def over_the_wire(message: wire.Message) -> wire.Message:
+    packed = wire.pack(message)
+    return wire.unpack(packed.kind, packed.meta, packed.bulk)
+
+
+# ---- an engine with a front
+
+
+@dataclass
+class Answer:
+    tokens: list[int]
+    last: TokenChunk | None = None  # the chunk with the finish reason
+    num_chunks: int = 0
+
+
+class Bench:
+    """An Engine over fakes, and the front that talks to it. Memory is checked after every step."""
+
+    def __init__(
+        self,
+        language: Language,
+        method: Literal["eagle3", "draft_model"] | None = None,
+        tree: TreeConfig = TreeConfig(),  # noqa: B008
+        num_pages: int = 65,
+        **settings: Any,
+    ) -> None:
+        draft = DraftConfig(method=method, model_path="fake", tree=tree) if method else None
+        config = EngineConfig(model_path="fake", draft=draft, **{"page_size": 4, "max_model_len": 256} | settings)
+        self.target = FakeTarget(language, config.page_size, config.max_model_len, method == "eagle3")
+        self.proposer = FakeProposer(language, config.page_size)
+        self.drafter = FakeChannel(self.proposer, make_shape(tree)) if method else None
+        engine_end, self.front = socket.socketpair()
+        self.front.setblocking(False)
+        self.engine = Engine(config, self.target, self.drafter, FrameSocket(engine_end), num_pages)  # type: ignore[arg-type]
+        self._decoder = Decoder()
+        self.frames: list[StepOutput] = []
+        self.answers: dict[int, Answer] = {}
+        self.open: set[int] = set()
+
+    def __enter__(self) -> Bench:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.front.close()
+        self.engine._front.close()
+
+    def submit(self, prompt: list[int], max_tokens: int, params: SamplingParams | None = None, **more: Any) -> int:
+        id = len(self.answers)
+        self.front.sendall(
+            encode(Submit(id=id, prompt=prompt, max_tokens=max_tokens, sampling=params or SamplingParams(), **more))
+        )
+        self.answers[id] = Answer([])
+        self.open.add(id)
+        return id
+
+    def abort(self, id: int) -> None:
+        self.front.sendall(encode(Abort(id=id)))
+        self.open.discard(id)
+
+    def step(self) -> None:
+        self.engine.step()
+        self._read()
+        for request in self.engine._running:
+            self._check(request)
+
+    def run(self) -> None:
+        for _ in range(5000):
+            if not self.open:
+                return
+            self.step()
+        raise AssertionError("requests that never finish")
+
+    def ask(self, prompt: list[int], max_tokens: int, params: SamplingParams | None = None, **more: Any) -> Answer:
+        """One request, alone."""
+        id = self.submit(prompt, max_tokens, params, **more)
+        self.run()
+        return self.answers[id]
+
+    @property
+    def num_free(self) -> int:
+        return self.engine._allocator.num_free
+
+    def _read(self) -> None:
+        try:
+            data = self.front.recv(1 << 20)
+        except BlockingIOError:
+            return
+        for frame in self._decoder.feed(data):
+            assert isinstance(frame, StepOutput)
+            self.frames.append(frame)
+            for chunk in frame.chunks:
+                answer = self.answers[chunk.id]
+                assert answer.last is None, "nothing follows the last chunk"
+                answer.tokens += chunk.tokens
+                answer.num_chunks += 1
+                if chunk.finish_reason:
+                    answer.last = chunk
+                    self.open.discard(chunk.id)
+
+    def _check(self, request: Request) -> None:
+        """Slots 0 .. num_computed - 1 hold the committed tokens, once pending moves are made; the drafter's too."""
+        if request.is_decoding:
+            assert request.num_computed == len(request.tokens) - 1
+        held, place = self.target.memory.held, functools.partial(self.target.memory.place, request.pages)
+        view = {slot: held[place(slot)] for slot in range(request.num_computed) if place(slot) in held}
+        moves = [move for move in self.engine._moves if move.request is request]
+        view |= {move.target: held[place(move.source)] for move in moves}
+        wanted = {slot: (slot, request.tokens[slot]) for slot in range(request.num_computed)}
+        assert view == wanted, "the target's memory is not what was committed"
+        if self.drafter is not None and request.limits is not None:
+            mine = self.proposer.memory.held
+            for slot in range(request.first_draft_slot, request.num_fed):
+                assert mine[place(slot)] == (slot, request.tokens[slot]), "the drafter's memory is not what was committed"
+
+
+# ---- real processes for the channel
+
+
+def in_processes(body: Callable[[World, str], str], config: EngineConfig, seconds: float = 60.0) -> Iterator[tuple[int, str]]:
+    """Runs body(world, note) on every rank of an engine's world, each in its own process; yields (rank, what it
+    returned) as they finish. A rank that dies without a word yields nothing."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "msgpack", "numpy"])
+    store, address = groups.open_store()
+    queue = context.Queue()
+    processes = [
+        context.Process(target=_rank, args=(body, config.to_json(), rank, address, queue), daemon=True)
+        for rank in range(config.world_size)
+    ]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + seconds
+    try:
+        while time.monotonic() < deadline:
+            alive = any(process.is_alive() for process in processes)
+            try:
+                yield queue.get(timeout=0.1)
+            except Exception:
+                if not alive:
+                    return
+        raise AssertionError("ranks that never finish")
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+        del store
+
+
+def _rank(body: Callable[[World, str], str], config: str, rank: int, address: str, queue: Any) -> None:
+    torch.set_num_threads(1)
+    try:
+        world = groups.join(EngineConfig.from_json(config), rank, address)
+        queue.put((rank, body(world, address)))
+        queue.close()
+        queue.join_thread()
+    except BaseException:
+        queue.put((rank, traceback.format_exc()))
+
+
+__all__ = [
+    "Answer", "Bench", "Counting", "FakeChannel", "FakeProposer", "FakeTarget", "KVPool", "Memory", "RandomLanguage",
+    "Speculation", "DraftReply", "in_processes", "over_the_wire", "replace", "say",
+]  # fmt: skip

@@ -1,0 +1,104 @@
+"""On a CUDA machine: drafter and verifier as plain processes over NCCL, and the numbers of bfloat16.
+
+One GPU is enough: the drafter is colocated with the verifier (two NCCL ranks on one device). Run with `make gpu`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from engines import BUNDLED, CHAIN, DYNAMIC, STATIC, Job, Runner, bundled, prompts
+
+from workers.checkpoint import read_spec
+from workers.config import EngineConfig, TreeConfig
+from workers.model import Decoder
+from workers.types import AttentionMetadata, SamplingParams
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: nothing was shown about GPUs here"),
+]
+needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+NUM_TOKENS = 64
+
+
+def on_cuda(tree: TreeConfig | None, **options: object) -> EngineConfig:
+    config = bundled(tree, device="cuda", dtype="float32", memory_utilization=0.5, **options)
+    if config.draft is None or torch.cuda.device_count() >= config.world_size:
+        return config
+    return replace(config, draft=replace(config.draft, placement="colocated"))
+
+
+@pytest.fixture(scope="module")
+def truth() -> list[list[int]]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(BUNDLED / "target", dtype=torch.float32).cuda()
+    texts = []
+    for prompt in prompts(12):
+        ids = torch.tensor([prompt], device="cuda")
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=NUM_TOKENS,
+            min_new_tokens=NUM_TOKENS,
+            do_sample=False,
+            pad_token_id=3,
+            eos_token_id=None,
+        )
+        texts.append(out[0, len(prompt) :].tolist())
+    return texts
+
+
+@pytest.mark.parametrize("tree", [None, CHAIN, STATIC, DYNAMIC], ids=["off", "chain", "static", "dynamic"])
+def test_greedy_tokens_equal_transformers_generate_over_nccl(
+    tree: TreeConfig | None, truth: list[list[int]]
+) -> None:
+    jobs = [Job(prompt=prompt, max_tokens=NUM_TOKENS) for prompt in prompts(12)]
+    with Runner(on_cuda(tree)) as runner:
+        for concurrency in (1, 8):
+            assert [answer.tokens for answer in runner.run(jobs, concurrency)] == truth
+
+
+def test_seeded_tokens_do_not_depend_on_speculation_over_nccl() -> None:
+    sampling = SamplingParams(temperature=1.0, top_p=0.9, seed=5)
+    jobs = [Job(prompt=prompt, sampling=sampling) for prompt in prompts(12)]
+    with Runner(on_cuda(None)) as plain, Runner(on_cuda(DYNAMIC)) as drafted:
+        alone = [answer.tokens for answer in plain.run(jobs)]
+        assert [answer.tokens for answer in drafted.run(jobs, concurrency=8)] == alone
+
+
+@needs_two
+@pytest.mark.parametrize("draft_tp", [1, 2])
+def test_two_gpus_give_the_tokens_of_one(draft_tp: int, truth: list[list[int]]) -> None:
+    jobs = [Job(prompt=prompt, max_tokens=NUM_TOKENS) for prompt in prompts(12)]
+    with Runner(on_cuda(DYNAMIC, tp=2, draft_tp=draft_tp)) as runner:
+        assert [answer.tokens for answer in runner.run(jobs, concurrency=8)] == truth
+
+
+def test_bfloat16_logits_stay_within_five_percent_of_float32() -> None:
+    logits = [prompt_logits(dtype) for dtype in (torch.float32, torch.bfloat16)]
+    error = (logits[1] - logits[0]).norm() / logits[0].norm()
+    assert error < 5e-2
+
+
+def prompt_logits(dtype: torch.dtype) -> torch.Tensor:
+    """Logits [N, V] of one prompt, run as a single chunk."""
+    path, tokens = BUNDLED / "target", torch.tensor(prompts(6)[0], dtype=torch.int32)
+    model = Decoder.load(path, read_spec(path), device="cuda", dtype=dtype)
+    count, page_size = len(tokens), 16
+    position = torch.arange(count, dtype=torch.int32)
+    num_pages = -(-count // page_size)
+    metadata = AttentionMetadata(
+        query_offsets=torch.tensor([0, count], dtype=torch.int32),
+        page_table_BP=torch.arange(1, 1 + num_pages, dtype=torch.int32)[None],
+        base_B=torch.zeros(1, dtype=torch.int32),
+        slot_N=position,
+        visible_N=position + 1,
+        ancestors_N=torch.zeros(count, dtype=torch.int64),
+    )
+    pool = model.new_kv_pool((1 + num_pages) * page_size)
+    hidden = model.forward(tokens.cuda(), position.cuda(), model.plan(metadata, page_size), pool)
+    return model.logits(hidden.final_ND)
