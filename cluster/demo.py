@@ -80,7 +80,7 @@ def _compare(client: Client) -> bool:
             on[index].append(_run(client, prompt, {"enabled": True}))
             off[index].append(_run(client, prompt, {"enabled": False}))
     same = all(len({run.text for run in both}) == 1 for both in map(list.__add__, on, off))
-    print(f"\n{len(PROMPTS)} prompts, greedy, {MAX_TOKENS} tokens each, medians of {REPETITIONS} interleaved repetitions:")
+    print(f"\n{len(PROMPTS)} prompts, greedy, {MAX_TOKENS} tokens each; medians of {REPETITIONS} interleaved runs")
     print(f"{'speculation':<13}{'tokens/s':<11}acceptance length")
     speed_on, speed_off = _median(on), _median(off)
     length = statistics.mean(run.acceptance_length for runs in on for run in runs)

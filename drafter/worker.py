@@ -17,7 +17,7 @@ from drafter.grow import GrowLimits, grow
 from drafter.propose import DraftModelProposer, Eagle3Proposer, Proposer
 from drafter.shape import Shape, make_shape
 from workers import groups
-from workers.channel import Received
+from workers.channel import Received, naming_lost_peers
 from workers.checkpoint import read_spec
 from workers.config import DraftConfig, EngineConfig
 from workers.groups import World
@@ -49,7 +49,8 @@ def _serve(world: World, proposer: Proposer, shape: Shape) -> None:
         if received.kind == Kind.HEARTBEAT:
             continue
         assert isinstance(received.message, DraftRequest)
-        reply = draft(received.message, proposer, shape)
+        with naming_lost_peers(world.role, received.step):
+            reply = draft(received.message, proposer, shape)
         if world.link is not None:
             world.link.send(reply, received.step)
 

@@ -12,7 +12,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -28,10 +28,9 @@ from workers import groups, wire
 from workers.channel import Received
 from workers.config import DraftConfig, EngineConfig, TreeConfig
 from workers.groups import World
-from workers.ipc import Abort, Decoder, FrameSocket, Speculation, StepOutput, Submit, TokenChunk, encode
-from workers.kv import KVPool
+from workers.ipc import Abort, Decoder, FrameSocket, StepOutput, Submit, TokenChunk, encode
 from workers.sampling import draw
-from workers.types import AttentionMetadata, DraftReply, DraftRequest, SamplingBatch, SamplingParams, TargetStep
+from workers.types import AttentionMetadata, DraftRequest, SamplingBatch, SamplingParams, TargetStep
 from workers.wire import Kind
 
 # ---- languages
@@ -96,7 +95,7 @@ class Memory:
         assert page > 0, "page 0 is nobody's"
         return page * self._page_size + slot % self._page_size
 
-    def forward(self, attention: AttentionMetadata, position_N: Tensor, token_N: Tensor, first_slot: int) -> list[list[int]]:
+    def forward(self, attention: AttentionMetadata, position_N: Tensor, token_N: Tensor) -> list[list[int]]:
         """Writes every row, then reads every row's context in the order of its positions."""
         tables = attention.page_table_BP.tolist()
         owner = torch.arange(len(tables)).repeat_interleave(attention.query_offsets.diff()).tolist()
@@ -107,7 +106,7 @@ class Memory:
         contexts = []
         for n, (b, _, position, _) in enumerate(rows):
             mask, base = int(attention.ancestors_N[n]), int(attention.base_B[b])
-            slots = [*range(first_slot, int(attention.visible_N[n]))]
+            slots = [*range(int(attention.visible_N[n]))]
             slots += [base + r for r in range(64) if mask >> r & 1]
             seen = [self.held[self.place(tables[b], slot)] for slot in slots]
             assert [p for p, _ in seen] == list(range(position - len(seen) + 1, position + 1)), "a hole in the context"
@@ -132,7 +131,7 @@ class FakeTarget:
         moved = [held[source] for source in step.copy_source.tolist()]
         held |= dict(zip(step.copy_target.tolist(), moved, strict=True))
         assert int(step.position_N.max()) < self._max_model_len
-        contexts = self.memory.forward(step.attention, step.position_N, step.token_N, first_slot=0)
+        contexts = self.memory.forward(step.attention, step.position_N, step.token_N)
         rows = step.sample_row_R.tolist()
         assert step.draw_index_R.tolist() == [len(contexts[row]) for row in rows], "noise is keyed on the prefix length"
         if not rows:
@@ -163,7 +162,8 @@ class FakeProposer:
 
     def extend(self, request: DraftRequest) -> Tensor:
         slot_M = worker_slots(request)
-        first_slot = 0 if request.features_MH is None else 1
+        if request.features_MH is not None:
+            self._take_features(request, slot_M)
         attention = AttentionMetadata(
             query_offsets=request.offsets,
             page_table_BP=request.page_table_BP,
@@ -172,14 +172,13 @@ class FakeProposer:
             visible_N=slot_M + 1,
             ancestors_N=torch.zeros(len(slot_M), dtype=torch.int64),
         )
-        contexts = self.memory.forward(attention, slot_M, request.token_M, first_slot)
-        if request.features_MH is not None:  # f_{j-1} comes with t_j: position and token of the one before
-            for context, slot, (position, token) in zip(contexts, slot_M, request.features_MH.tolist(), strict=True):
-                assert position == slot - 1 and (len(context) < 2 or token == context[-2]), "a feature of another token"
+        contexts = self.memory.forward(attention, slot_M, request.token_M)
+        if request.features_MH is not None:
+            told = [int(token) for _, token in request.features_MH.tolist()]
+            assert told == [context[-2] for context in contexts], "a feature of another token"
         self._growing = (request.num_nodes_B > 0).nonzero()[:, 0]
         self._pages = request.page_table_BP[self._growing]
         self._base = slot_M[(request.offsets[1:] - 1)[self._growing]]
-        self._first_slot = first_slot
         roots = (request.offsets[1:] - 1)[self._growing].tolist()
         return self._logits([contexts[row] for row in roots])
 
@@ -195,9 +194,16 @@ class FakeProposer:
             visible_N=base_F,
             ancestors_N=torch.from_numpy(level.ancestors_F),
         )
-        return self._logits(
-            self.memory.forward(attention, base_F + level.depth, torch.from_numpy(level.token_F), self._first_slot)
-        )
+        return self._logits(self.memory.forward(attention, base_F + level.depth, torch.from_numpy(level.token_F)))
+
+    def _take_features(self, request: DraftRequest, slot_M: Tensor) -> None:
+        """f_{j-1} comes with t_j. An EAGLE head knows token 0 by its feature alone: here it goes to the empty slot 0."""
+        assert request.features_MH is not None
+        tables = request.page_table_BP.repeat_interleave(request.offsets.diff(), dim=0).tolist()
+        for pages, slot, (position, token) in zip(tables, slot_M.tolist(), request.features_MH.tolist(), strict=True):
+            assert position == slot - 1, "a feature of another position"
+            if slot == 1:
+                self.memory.held[self.memory.place(pages, 0)] = (0, int(token))
 
     def _logits(self, contexts: list[list[int]]) -> Tensor:
         rows = [self._language.draft(context) for context in contexts]
@@ -398,8 +404,3 @@ def _rank(body: Callable[[World, str], str], config: str, rank: int, address: st
     except BaseException:
         queue.put((rank, traceback.format_exc()))
 
-
-__all__ = [
-    "Answer", "Bench", "Counting", "FakeChannel", "FakeProposer", "FakeTarget", "KVPool", "Memory", "RandomLanguage",
-    "Speculation", "DraftReply", "in_processes", "over_the_wire", "replace", "say",
-]  # fmt: skip

@@ -78,14 +78,14 @@ def test_requests_join_and_leave_between_steps():
         first = bench.submit([1], 60, PARAMS[1])
         for _ in range(3):
             bench.step()
-        second = bench.submit([9, 9, 9], 4, PARAMS[2])
+        second = bench.submit([9, 9, 9], 30, PARAMS[2])
         bench.step()
         assert second in bench.open and first in bench.open
         bench.step()
         assert len(bench.engine._running) == 2
         bench.run()
         assert bench.answers[first].tokens == say(language, [1], 60, PARAMS[1])
-        assert bench.answers[second].tokens == say(language, [9, 9, 9], 4, PARAMS[2])
+        assert bench.answers[second].tokens == say(language, [9, 9, 9], 30, PARAMS[2])
 
 
 # ---- when a request ends
@@ -177,7 +177,7 @@ def test_the_drafter_is_fed_every_token_exactly_once():
         bench.ask(list(range(25)) * 2, 30, PARAMS[1])
         spans = [(int(r.start_B), int(r.start_B) + len(r.token_M)) for r in bench.drafter.requests]
         assert spans[0][0] == 1 and all(a[1] == b[0] for a, b in zip(spans, spans[1:], strict=False))
-        assert [int(r.accepted_B) for r in bench.drafter.requests][:3] == [-1, -1, -1]
+        assert [int(r.accepted_B) for r in bench.drafter.requests][:2] == [-1, -1]
 
 
 # ---- the request's own speculation

@@ -180,7 +180,7 @@ class Engine:
             self._drafter.send(pack_draft(fed, list(feeds.values())), self._counters.steps)
             for request in fed:
                 request.num_fed, request.features = request.num_feedable, None
-            received = self._drafter.receive()
+            received = self._drafter.receive(self._counters.steps)
             assert received.kind == Kind.DRAFT_REPLY and isinstance(received.message, DraftReply)
             trees = received.message.trees
             self._last_draft = time.monotonic()

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from workers.channel import Channel, PeerLost
+from workers.channel import Channel, naming_lost_peers
 from workers.eagle3_format import FeatureFusion
 from workers.kv import KVPool
 from workers.layers import gather_vocab
@@ -34,13 +34,15 @@ class Target:
         self._page_size = page_size
         self._peers = peers
         self._fusion = fusion
+        self._role = f"verifier {decoder.tp.rank}"
         self._taps_N3D: Tensor | None = None
 
     def run(self, step: TargetStep, number: int) -> list[int]:
         """Rank 0: one step on all ranks; returns the token drawn at each sampled row."""
         if self._peers is not None:
             self._peers.send(step, number)
-        drawn = self._execute(step)
+        with naming_lost_peers(self._role, number):
+            drawn = self._execute(step)
         assert drawn is not None
         return drawn
 
@@ -54,7 +56,8 @@ class Target:
                     return
                 case Kind.TARGET_STEP:
                     assert isinstance(received.message, TargetStep)
-                    self._execute(received.message)
+                    with naming_lost_peers(self._role, received.step):
+                        self._execute(received.message)
 
     def heartbeat(self, number: int) -> None:
         if self._peers is not None:
@@ -93,22 +96,17 @@ class Target:
         tp = self._decoder.tp
         params = step.sampling.to(shard_RW.device)
         index_R = step.draw_index_R.to(shard_RW.device)
-        if tp.size == 1:
-            return draw(shard_RW, params, index_R).tolist()
-        try:
-            if needs_whole_rows(params):
-                whole_RV = gather_vocab(shard_RW, tp, self._decoder.spec.vocab_size)
-                return draw(whole_RV, params, index_R).tolist() if tp.rank == 0 else None
-            row_max_R = None
-            if bool((params.min_p_B > 0).any()):
-                row_max_R = shard_RW.amax(-1)
-                dist.all_reduce(row_max_R, op=dist.ReduceOp.MAX, group=tp.group)
-            score_R, id_R = shard_best(shard_RW, params, index_R, self._decoder.vocab_range[0], row_max_R)
-            mine = torch.stack([score_R.double(), id_R.double()])  # ids are exact in float64
-            every = torch.empty(tp.size, *mine.shape, dtype=mine.dtype, device=mine.device)
-            dist.all_gather_into_tensor(every.view(-1), mine.view(-1), group=tp.group)
-        except RuntimeError as error:
-            raise PeerLost(f"verifier {tp.rank} lost a tensor-parallel peer while drawing tokens: {error}") from error
+        if tp.size == 1 or needs_whole_rows(params):
+            whole_RV = gather_vocab(shard_RW, tp, self._decoder.spec.vocab_size)
+            return draw(whole_RV, params, index_R).tolist() if tp.rank == 0 else None
+        row_max_R = None
+        if bool((params.min_p_B > 0).any()):
+            row_max_R = shard_RW.amax(-1)
+            dist.all_reduce(row_max_R, op=dist.ReduceOp.MAX, group=tp.group)
+        score_R, id_R = shard_best(shard_RW, params, index_R, self._decoder.vocab_range[0], row_max_R)
+        mine = torch.stack([score_R.double(), id_R.double()])  # ids are exact in float64
+        every = torch.empty(tp.size, *mine.shape, dtype=mine.dtype, device=mine.device)
+        dist.all_gather_into_tensor(every.view(-1), mine.view(-1), group=tp.group)
         # The first shard among equals holds the lowest id, which is what argmax over the whole row picks.
         best = every[:, 0].argmax(0)
         return every[:, 1].gather(0, best[None])[0].long().tolist() if tp.rank == 0 else None

@@ -10,7 +10,8 @@ A peer that dies or stays silent for longer than the group's timeout raises Peer
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -26,6 +27,17 @@ _INLINE_BYTES = 8192
 
 class PeerLost(ConnectionError):
     """A rank is gone or stuck; the engine cannot go on and must be replaced as a whole."""
+
+
+@contextmanager
+def naming_lost_peers(me: str, step: int) -> Iterator[None]:
+    """Around a model's collectives: a failed one becomes PeerLost, which says who noticed it and in which step."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, dist.DistError) or "gloo" in str(error):
+            raise PeerLost(f"{me} lost a tensor-parallel peer at step {step}: {error}") from error
+        raise
 
 
 class Received(NamedTuple):
@@ -60,9 +72,9 @@ class Channel:
     def stop(self, step: int) -> None:
         self._send(Packed(Kind.STOP, torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)), step)
 
-    def receive(self) -> Received:
-        """The next frame, waiting for it. Raises PeerLost."""
-        self._move(self._take, self._host[: self._frame_bytes], step=-1)
+    def receive(self, step: int = -1) -> Received:
+        """The next frame, waiting for it; `step` is the caller's, for the error. Raises PeerLost."""
+        self._move(self._take, self._host[: self._frame_bytes], step)
         kind, step, meta_bytes, bulk_bytes = self._host[:_HEADER_BYTES].view(torch.int64).tolist()
         size = meta_bytes + bulk_bytes
         if size == 0:

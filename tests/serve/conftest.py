@@ -1,0 +1,32 @@
+"""One Ray and one service for all tests here: a start costs 20 to 60 s."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import secateur
+from secateur.config import EngineArgs
+
+BUNDLED = Path(secateur.__file__).parent / "bundled"
+
+
+@pytest.fixture(scope="session")
+def url() -> Iterator[str]:
+    """The service `secateur serve -tp 2` would start; afterwards nothing of it may be left."""
+    if not (BUNDLED / "target").is_dir():
+        pytest.skip("the bundled models are not there yet (secateur/bundled/target)")
+    os.environ.pop("RAY_ADDRESS", None)
+    from cluster.app import running
+    from cluster.processes import descendants, wait_gone
+
+    before = set(descendants())
+    args = EngineArgs.load({"tensor_parallel_size": 2, "device": "cpu", "port": 0, "max_num_seqs": 8})
+    with running(args) as base_url:
+        yield base_url
+        ours = set(descendants()) - before
+    assert ours, "the service ran in no process of its own"
+    assert wait_gone(ours, timeout_s=15) == []

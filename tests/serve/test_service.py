@@ -1,0 +1,118 @@
+"""End to end on a real Ray: HTTP -> Serve -> replica -> engine with two verifier ranks and a drafter, and back."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx2
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from secateur import Client
+from secateur.errors import APIError
+
+PROMPT = "def read_lines(path):\n    with open(path) as"
+GREEDY = {"max_tokens": 32, "temperature": 0, "ignore_eos": True}
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.2)
+
+
+def topology(url: str) -> list[dict[str, Any]]:
+    return httpx2.get(f"{url}/server_info", timeout=10).raise_for_status().json()["topology"]
+
+
+def metric(url: str, name: str, **labels: str) -> float:
+    """Sum of a metric's samples with these labels."""
+    families = text_string_to_metric_families(httpx2.get(f"{url}/metrics", timeout=10).text)
+    samples = [sample for family in families for sample in family.samples if sample.name == f"secateur_{name}"]
+    return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
+
+
+def test_every_rank_is_a_process_of_its_own(url: str) -> None:
+    ranks = topology(url)
+    assert [entry["role"].split()[0] for entry in ranks] == ["verifier", "verifier", "drafter"]
+    assert len({entry["pid"] for entry in ranks} | {os.getpid()}) == 4
+
+
+def test_speculation_changes_no_greedy_answer(url: str) -> None:
+    with Client(url) as client:
+        drafted = client.complete(PROMPT, **GREEDY, return_speculative_stats=True)
+        plain = client.complete(PROMPT, **GREEDY, speculative={"enabled": False})
+    assert drafted.text == plain.text
+    assert drafted.usage.completion_tokens == 32
+    assert drafted.speculative.num_drafts > 0
+    assert drafted.speculative.acceptance_length > 1
+
+
+def test_a_seeded_answer_is_the_same_with_and_without_drafts(url: str) -> None:
+    params = {"max_tokens": 32, "temperature": 0.8, "top_p": 0.9, "seed": 42, "ignore_eos": True}
+    with Client(url) as client:
+        texts = {client.complete(PROMPT, **params, speculative={"enabled": on}).text for on in (True, False, True)}
+    assert len(texts) == 1
+
+
+def test_a_stream_is_the_whole_answer_in_pieces(url: str) -> None:
+    with Client(url) as client:
+        whole = client.chat("Write a loop.", **GREEDY)
+        chunks = list(client.stream_chat("Write a loop.", **GREEDY))
+    assert "".join(chunk.text for chunk in chunks) == whole.text
+    assert len(chunks) > 2
+    assert chunks[-1].choices[0].finish_reason == "length"
+
+
+def test_the_proxy_leaves_our_errors_and_ids_alone(url: str) -> None:
+    with pytest.raises(APIError, match="logit_bias"), Client(url) as client:
+        client.complete(PROMPT, logit_bias={"5": 1})
+    response = httpx2.get(f"{url}/health", headers={"X-Request-ID": "mine"})
+    assert response.headers.get_list("x-request-id") == ["mine"]
+    assert httpx2.get(f"{url}/nowhere").json()["error"]["type"] == "not_found_error"
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_a_client_that_leaves_ends_its_request(url: str, streamed: bool) -> None:
+    aborted = metric(url, "request_success_total", finished_reason="abort")
+    body = {"prompt": PROMPT, "max_tokens": 2000, "ignore_eos": True, "stream": streamed}
+    if streamed:
+        with httpx2.stream("POST", f"{url}/v1/completions", json=body, timeout=20) as response:
+            next(response.iter_lines())
+    else:
+        with pytest.raises(httpx2.ReadTimeout):
+            httpx2.post(f"{url}/v1/completions", json=body, timeout=httpx2.Timeout(20, read=1))
+    wait_for(lambda: metric(url, "request_success_total", finished_reason="abort") == aborted + 1, 10)
+    wait_for(lambda: metric(url, "num_requests_running") == 0, 10)
+
+
+def test_a_lost_rank_fails_what_runs_and_the_service_comes_back(url: str) -> None:
+    """Last in this file: it replaces the engine."""
+    ranks = topology(url)
+    body = {"prompt": PROMPT, "max_tokens": 2000, "ignore_eos": True, "stream": True}
+    payloads = []
+    with httpx2.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
+        for line in response.iter_lines():
+            if not line:
+                continue
+            if not payloads:
+                os.kill(ranks[-1]["pid"], signal.SIGKILL)
+            payloads.append(line.removeprefix("data: "))
+    assert payloads[-1] == "[DONE]"
+    assert "engine" in json.loads(payloads[-2])["error"]["message"]
+
+    def is_back() -> bool:
+        try:
+            return {entry["pid"] for entry in topology(url)}.isdisjoint({entry["pid"] for entry in ranks})
+        except (httpx2.HTTPError, KeyError, ValueError):
+            return False
+
+    wait_for(is_back, 120)
+    with Client(url) as client:
+        assert client.complete(PROMPT, **GREEDY).usage.completion_tokens == 32
