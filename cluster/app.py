@@ -11,8 +11,9 @@ import os
 import secrets
 import signal
 import sys
+import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from types import FrameType
 from typing import Any
@@ -26,6 +27,7 @@ from cluster.engine_client import EngineClient
 from cluster.gang import Gang
 from cluster.ingress import PENDING_PER_SEQUENCE, create_app
 from cluster.placement import REPLICA_CPUS, group_bundles
+from cluster.processes import descendants, wait_gone
 from cluster.service import base_url, listening_socket, load_tokenizer, local_service, service_of
 from secateur.config import AppArgs, EngineArgs
 from secateur.errors import ConfigError, SecateurError
@@ -38,6 +40,7 @@ APP_NAME = "secateur"
 EXIT_GRACE_S = 1.0
 """Between the death of an engine and that of its replica: time for the in-flight answers to say so."""
 OBJECT_STORE_BYTES = 128 << 20  # nothing of ours goes through it
+END_TIMEOUT_S = 5.0
 SERVE_HEADROOM = 64
 """Requests Serve lets through beyond what the ingress admits, so that the ingress answers, in OpenAI's shape."""
 
@@ -134,7 +137,7 @@ def serve(args: EngineArgs) -> None:
             with running(args, address=remote) as url:
                 print(f"Secateur serves {args.model_id} at {url}/v1 (Ctrl-C stops it)", flush=True)
                 signal.pause()
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, SystemExit):  # SystemExit: Ray's own SIGTERM handler, while ray.init runs
             print("Secateur has stopped", file=sys.stderr, flush=True)
 
 
@@ -173,6 +176,7 @@ def local_cluster() -> Iterator[None]:
         environment |= {"RAY_AUTH_TOKEN": _token()}
     saved = {name: os.environ.get(name) for name in (*environment, "RAY_AUTH_MODE")}
     os.environ.update(environment)
+    others, on_terminate = set(descendants()), signal.getsignal(signal.SIGTERM)
     try:
         ray.init(
             address="local",
@@ -181,15 +185,27 @@ def local_cluster() -> Iterator[None]:
             logging_level=logging.ERROR,
             object_store_memory=OBJECT_STORE_BYTES,
         )
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, on_terminate)  # ray.init lets SIGTERM abort the process
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         yield
     finally:
+        ours = set(descendants()) - others
         ray.shutdown()  # takes Serve's controller and proxy along
+        _sweep(ours)
         for name, value in saved.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+def _sweep(pids: set[int]) -> None:
+    """Ends what a Ray that was interrupted while it started leaves behind (its agents live on for half a minute)."""
+    for pid in wait_gone(pids, timeout_s=END_TIMEOUT_S):
+        logger.warning("process %d had not ended and is killed", pid)
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 @cache

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import multiprocessing
+import queue as queues
 import socket
 import time
 import traceback
@@ -197,7 +198,7 @@ class FakeProposer:
         return self._logits(self.memory.forward(attention, base_F + level.depth, torch.from_numpy(level.token_F)))
 
     def _take_features(self, request: DraftRequest, slot_M: Tensor) -> None:
-        """f_{j-1} comes with t_j. An EAGLE head knows token 0 by its feature alone: here it goes to the empty slot 0."""
+        """f_{j-1} comes with t_j. An EAGLE head knows token 0 by its feature alone: it goes to the empty slot 0."""
         assert request.features_MH is not None
         tables = request.page_table_BP.repeat_interleave(request.offsets.diff(), dim=0).tolist()
         for pages, slot, (position, token) in zip(tables, slot_M.tolist(), request.features_MH.tolist(), strict=True):
@@ -236,7 +237,7 @@ class FakeChannel:
         reply = over_the_wire(worker.draft(request, self._proposer, self._shape))
         self._answers.append(Received(Kind.DRAFT_REPLY, step, reply))
 
-    def receive(self) -> Received:
+    def receive(self, step: int = -1) -> Received:
         return self._answers.pop()
 
     def heartbeat(self, step: int) -> None:
@@ -354,19 +355,21 @@ class Bench:
         moves = [move for move in self.engine._moves if move.request is request]
         view |= {move.target: held[place(move.source)] for move in moves}
         wanted = {slot: (slot, request.tokens[slot]) for slot in range(request.num_computed)}
-        assert view == wanted, "the target's memory is not what was committed"
+        assert view == wanted, "the target's memory is wrong"
         if self.drafter is not None and request.limits is not None:
             mine = self.proposer.memory.held
             for slot in range(request.first_draft_slot, request.num_fed):
-                assert mine[place(slot)] == (slot, request.tokens[slot]), "the drafter's memory is not what was committed"
+                assert mine[place(slot)] == (slot, request.tokens[slot]), "the drafter's memory is wrong"
 
 
 # ---- real processes for the channel
 
 
-def in_processes(body: Callable[[World, str], str], config: EngineConfig, seconds: float = 60.0) -> Iterator[tuple[int, str]]:
-    """Runs body(world, note) on every rank of an engine's world, each in its own process; yields (rank, what it
-    returned) as they finish. A rank that dies without a word yields nothing."""
+def in_processes(
+    body: Callable[[World], str], config: EngineConfig, seconds: float = 60.0
+) -> Iterator[tuple[int, str]]:
+    """Runs body(world) on every rank of an engine's world, each in its own process; yields (rank, what it returned) as
+    they finish. A rank that dies without a word yields nothing."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "msgpack", "numpy"])
     store, address = groups.open_store()
@@ -383,7 +386,7 @@ def in_processes(body: Callable[[World, str], str], config: EngineConfig, second
             alive = any(process.is_alive() for process in processes)
             try:
                 yield queue.get(timeout=0.1)
-            except Exception:
+            except queues.Empty:
                 if not alive:
                     return
         raise AssertionError("ranks that never finish")
@@ -394,13 +397,12 @@ def in_processes(body: Callable[[World, str], str], config: EngineConfig, second
         del store
 
 
-def _rank(body: Callable[[World, str], str], config: str, rank: int, address: str, queue: Any) -> None:
+def _rank(body: Callable[[World], str], config: str, rank: int, address: str, queue: Any) -> None:
     torch.set_num_threads(1)
     try:
         world = groups.join(EngineConfig.from_json(config), rank, address)
-        queue.put((rank, body(world, address)))
+        queue.put((rank, body(world)))
         queue.close()
         queue.join_thread()
     except BaseException:
         queue.put((rank, traceback.format_exc()))
-

@@ -89,7 +89,6 @@ class Node:
     weight: float
     path_prob: float
     slots: int
-    place: Path = ()  # ranks below the root
 
 
 Model = Callable[[Path], Sequence[float]]
@@ -139,13 +138,9 @@ def grow(
                 total = sum(map(math.exp, score))
                 best = sorted(range(len(q)), key=lambda t: -score[t])[:max_children]
                 weights = [math.exp(score[t]) / total for t in best]
-                for rank, (t, w, s) in enumerate(
-                    zip(best, weights, deal(node, max_depth - depth, weights), strict=True)
-                ):
+                for t, w, s in zip(best, weights, deal(node, max_depth - depth, weights), strict=True):
                     if s > 0:
-                        nodes.append(
-                            Node((*node.path, t), row, node.weight * w, node.path_prob * q[t], s - 1, (*node.place, rank))
-                        )
+                        nodes.append(Node((*node.path, t), row, node.weight * w, node.path_prob * q[t], s - 1))
         row += 1
     return nodes
 

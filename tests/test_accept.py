@@ -21,7 +21,9 @@ def one_hot(tokens: list[int]) -> torch.Tensor:
     return logits
 
 
-def emitted_by_chains(spec: list[list[int]], target: list[list[int]], params: SamplingParams = GREEDY) -> list[list[int]]:
+def emitted_by_chains(
+    spec: list[list[int]], target: list[list[int]], params: SamplingParams = GREEDY
+) -> list[list[int]]:
     batch = oracles.trees([oracles.chain(drafts) for drafts in spec])
     logits_NV = one_hot([token for row in target for token in row])
     roots = torch.arange(len(spec)) + 40
@@ -104,9 +106,7 @@ def ragged_batch():
 
 def test_a_ragged_batch_gives_everybody_what_they_get_alone():
     each, params, positions, logits = ragged_batch()
-    together = accept(
-        oracles.trees(each), torch.cat(logits), SamplingBatch.stack(params), torch.tensor(positions)
-    )
+    together = accept(oracles.trees(each), torch.cat(logits), SamplingBatch.stack(params), torch.tensor(positions))
     for one, p, position, rows, verdict in zip(each, params, positions, logits, together, strict=True):
         assert accept(oracles.tree(*one), rows, SamplingBatch.stack([p]), torch.tensor([position])) == [verdict]
 

@@ -75,7 +75,7 @@ def assert_same(got: object, expected: object) -> None:
 # ---- what each rank does, in its own process
 
 
-def exchange(world: World, _: str) -> str:
+def exchange(world: World) -> str:
     """Verifier 0 sends, drafter 0 answers with the number of rows it got; its peer is told the same bytes."""
     for step, (rows, width) in enumerate(SIZES):
         if world.rank == 0:
@@ -104,25 +104,25 @@ def exchange(world: World, _: str) -> str:
     return f"{world.role} saw all"
 
 
-def lose_the_drafter(world: World, _: str) -> str:
+def lose_the_drafter(world: World) -> str:
     """Drafter 0 dies over step 41."""
     if world.rank == 1:
         world.link.receive()
         os._exit(9)
     world.link.send(draft_request(3, 8), 41)
-    return what_is_said(world)
+    return what_is_said(world, 41)
 
 
-def wait_for_a_silent_drafter(world: World, _: str) -> str:
+def wait_for_a_silent_drafter(world: World) -> str:
     if world.rank == 1:
         world.link.receive()
         time.sleep(8)  # far beyond the step timeout
         return "awake"
     world.link.send(draft_request(3, 8), 42)
-    return what_is_said(world)
+    return what_is_said(world, 42)
 
 
-def lose_the_source(world: World, _: str) -> str:
+def lose_the_source(world: World) -> str:
     """Verifier 0 dies between two steps: its peer must notice."""
     if world.rank == 0:
         world.peers.send(target_step(2), 43)
@@ -130,18 +130,18 @@ def lose_the_source(world: World, _: str) -> str:
         os._exit(9)
     if world.rank == 2:
         return "the drafter is not concerned"
-    world.peers.receive()
+    step = world.peers.receive().step
     try:
-        world.peers.receive()
+        world.peers.receive(step)
     except PeerLost as error:
         return str(error)
     return "nothing"
 
 
-def what_is_said(world: World) -> str:
+def what_is_said(world: World, step: int) -> str:
     began = time.monotonic()
     try:
-        world.link.receive()
+        world.link.receive(step)
     except PeerLost as error:
         return f"{time.monotonic() - began:.1f} {error}"
     return "nothing"

@@ -19,7 +19,9 @@ torch.set_num_threads(1)
 CHAIN_3 = TreeConfig(kind="chain", num_nodes=3)
 TREES = {
     "chain": CHAIN_3,
-    "static": TreeConfig(kind="static", num_nodes=7, static_paths=((0,), (1,), (0, 0), (0, 1), (0, 2), (1, 0), (0, 0, 0))),
+    "static": TreeConfig(
+        kind="static", num_nodes=7, static_paths=((0,), (1,), (0, 0), (0, 1), (0, 2), (1, 0), (0, 0, 0))
+    ),
     "dynamic": TreeConfig(num_nodes=12, max_depth=5, max_children=4),
     "pruned": TreeConfig(num_nodes=12, max_depth=5, max_children=4, prune=PruneConfig(min_prob=0.2, path_prob=0.05)),
 }
@@ -211,7 +213,8 @@ def test_drafted_and_plain_requests_share_a_batch():
     language = RandomLanguage()
     with Bench(language, "eagle3", TREES["dynamic"]) as bench:
         ids = [
-            bench.submit([3 + i], 25, PARAMS[1], speculation=Speculation(enabled=i % 2 == 1, num_tokens=i)) for i in range(6)
+            bench.submit([3 + i], 25, PARAMS[1], speculation=Speculation(enabled=i % 2 == 1, num_tokens=i))
+            for i in range(6)
         ]
         bench.run()
         for i, id in enumerate(ids):
@@ -296,7 +299,9 @@ def test_all_tokens_of_a_step_leave_as_one_frame_with_one_chunk_each():
         bench.submit([1], 9)
         bench.submit([30], 9)
         bench.run()
-        assert [[(c.id, len(c.tokens)) for c in f.chunks] for f in bench.frames] == [[(0, n), (1, n)] for n in (1, 4, 4)]
+        assert [[(c.id, len(c.tokens)) for c in f.chunks] for f in bench.frames] == [
+            [(0, n), (1, n)] for n in (1, 4, 4)
+        ]
 
 
 # ---- life and death

@@ -18,7 +18,7 @@ from oracles import Path
 from drafter.grow import DraftVocabulary, GrowLimits, Level, grow
 from drafter.shape import DynamicShape, Shape, StaticShape, make_shape
 from workers.config import MAX_TREE_NODES, TreeConfig
-from workers.types import NodeKind, SamplingParams, SamplingBatch, TreeBatch
+from workers.types import NodeKind, SamplingBatch, SamplingParams, TreeBatch
 
 torch.set_num_threads(1)
 
@@ -113,7 +113,9 @@ def assert_well_formed(batch: TreeBatch, asks: list[Ask]) -> None:
         assert len(set(zip(parents, tokens, strict=True))) == len(tokens)
         assert len(tokens) - 1 <= ask.num_nodes and max(got["depth_N"]) <= ask.max_depth
         weights = got["weight_N"]
-        assert weights[0] == 1 and all(0 < w <= weights[p] * 1.00001 for w, p in zip(weights[1:], parents[1:], strict=True))
+        assert weights[0] == 1 and all(
+            0 < w <= weights[p] * 1.00001 for w, p in zip(weights[1:], parents[1:], strict=True)
+        )
 
 
 # ---- static shapes
@@ -149,7 +151,9 @@ def test_a_node_may_attend_to_its_path(paths, rows):
     assert [f"{mask:0{len(rows)}b}"[::-1] for mask in batch.ancestors_N.tolist()] == rows
 
 
-@pytest.mark.parametrize("paths", [((0,),), CHAIN_3, ((0,), (1,), (2,)), THREE_BY_TWO], ids=["1", "chain", "star", "3x2"])
+@pytest.mark.parametrize(
+    "paths", [((0,),), CHAIN_3, ((0,), (1,), (2,)), THREE_BY_TWO], ids=["1", "chain", "star", "3x2"]
+)
 def test_greedy_children_are_proposed_in_breadth_first_order(paths):
     """Logits rank base + 0, 1, 2, ... so that a right tree counts up from base in row order."""
     bases = [42, 60]
@@ -246,10 +250,18 @@ def test_a_dynamic_tree_is_what_the_rule_grows_node_by_node(seed, temperature):
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
-@given(st.integers(0, 10**6), st.integers(0, MAX_TREE_NODES - 1), st.integers(0, 8), st.integers(1, 8), st.sampled_from([0.0, 1.0]))
+@given(
+    st.integers(0, 10**6),
+    st.integers(0, MAX_TREE_NODES - 1),
+    st.integers(0, 8),
+    st.integers(1, 8),
+    st.sampled_from([0.0, 1.0]),
+)
 def test_no_tree_ever_exceeds_its_budget_or_depth(seed, num_nodes, depth, children, temperature):
     asks = [
-        Ask(num_nodes=num_nodes, max_depth=depth, model=seed, params=SamplingParams(temperature=temperature, seed=seed)),
+        Ask(
+            num_nodes=num_nodes, max_depth=depth, model=seed, params=SamplingParams(temperature=temperature, seed=seed)
+        ),
         Ask(num_nodes=5, max_depth=2, model=seed + 1),
     ]
     assert_well_formed(Grower(asks, DynamicShape(children, 8)).run(), asks)
@@ -341,7 +353,9 @@ def test_the_draft_model_runs_once_per_level_and_only_for_nodes_that_need_logits
 
 def probabilities(ask: Ask, path: Path) -> list[float]:
     p = ask.params
-    return oracles.softmax(oracles.process(model_logits(ask.model, path).tolist(), p.temperature, p.top_k, p.top_p, p.min_p))
+    return oracles.softmax(
+        oracles.process(model_logits(ask.model, path).tolist(), p.temperature, p.top_k, p.top_p, p.min_p)
+    )
 
 
 def top_probability(ask: Ask, path: Path) -> float:
@@ -370,7 +384,13 @@ def test_pruning_removes_exactly_the_descendants_of_failing_nodes(seed, shape, m
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
-@given(st.integers(0, 10**6), SHAPES, st.lists(THRESHOLD, min_size=2, max_size=2), st.booleans(), st.sampled_from([0.0, 1.0]))
+@given(
+    st.integers(0, 10**6),
+    SHAPES,
+    st.lists(THRESHOLD, min_size=2, max_size=2),
+    st.booleans(),
+    st.sampled_from([0.0, 1.0]),
+)
 def test_a_higher_threshold_gives_a_subset(seed, shape, values, is_min, temperature):
     low, high = sorted(values)
     params = SamplingParams(temperature=temperature, seed=seed)

@@ -97,7 +97,9 @@ SHAPES: dict[str, Growth] = {
 LOOKING_AT_THE_NOISE: dict[str, Growth] = {
     "only what will be accepted": lambda rng, winner: pruned(full_tree([3, 3]), lambda n: not is_winner(n, winner)),
     "never what would be accepted": lambda rng, winner: pruned(full_tree([3, 3]), lambda n: is_winner(n, winner)),
-    "winners but token 0": lambda rng, winner: pruned(full_tree([3, 3]), lambda n: is_winner(n, winner) == (n[-1] == 0)),
+    "winners but token 0": lambda rng, winner: pruned(
+        full_tree([3, 3]), lambda n: is_winner(n, winner) == (n[-1] == 0)
+    ),
     "cut at random by the noise ahead": lambda rng, winner: pruned(
         random_tree(rng, 8, 3), lambda n: (winner(n) + winner(n[:-1]) + n[-1]) % 3 == 0
     ),
@@ -390,7 +392,9 @@ def draft_logits(prefix: Path, error: float) -> np.ndarray:
     return target_logits(prefix) + wrong.astype(np.float32)
 
 
-def generate(params: SamplingParams, length: int, shape: Shape | None, error: float, limits: tuple[int, float, float]) -> Path:
+def generate(
+    params: SamplingParams, length: int, shape: Shape | None, error: float, limits: tuple[int, float, float]
+) -> Path:
     """Tokens after the prompt (1,), by rounds of the real grow and the real accept; shape None = no speculation."""
     tokens: Path = (1,)
     batch = SamplingBatch.stack([params])
@@ -433,7 +437,11 @@ def generate(params: SamplingParams, length: int, shape: Shape | None, error: fl
 )
 def test_speculation_never_changes_a_token(params):
     plain = generate(params, 25, None, 0.0, (0, 0.0, 0.0))
-    for shape in (DynamicShape(4, 4), StaticShape(((0,), (0, 0), (0, 0, 0))), StaticShape(((0,), (1,), (0, 0), (1, 0)))):
+    for shape in (
+        DynamicShape(4, 4),
+        StaticShape(((0,), (0, 0), (0, 0, 0))),
+        StaticShape(((0,), (1,), (0, 0), (1, 0))),
+    ):
         for error in (0.0, 0.8, 50.0):
             for limits in ((8, 0.0, 0.0), (8, 0.4, 0.05), (2, 0.0, 0.3), (1, 0.9, 0.0)):
                 assert generate(params, 25, shape, error, limits) == plain

@@ -12,7 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.sampling import draw, needs_whole_rows, process_logits, shard_best
+from workers.random import gumbel
+from workers.sampling import draw, needs_whole_rows, process_logits, shard_best, shared_gumbel
 from workers.types import SamplingBatch, SamplingParams
 
 torch.set_num_threads(1)
@@ -78,7 +79,9 @@ def test_a_row_draws_the_same_token_alone_and_in_a_batch(params, seed):
     logits_RV = torch.from_numpy(rng.normal(scale=2, size=(len(params), 37)).astype(np.float32))
     index_R = torch.from_numpy(rng.integers(0, 5000, size=len(params)))
     together = draw(logits_RV, SamplingBatch.stack(params), index_R).tolist()
-    alone = [draw(logits_RV[i : i + 1], SamplingBatch.stack([p]), index_R[i : i + 1]).item() for i, p in enumerate(params)]
+    alone = [
+        draw(logits_RV[i : i + 1], SamplingBatch.stack([p]), index_R[i : i + 1]).item() for i, p in enumerate(params)
+    ]
     assert together == alone
 
 
@@ -102,6 +105,12 @@ def test_the_best_shard_holds_the_drawn_token_for_any_cut_of_the_vocabulary(para
     winner = torch.stack([score for score, _ in best]).argmax(0)
     ids = torch.stack([id for _, id in best]).gather(0, winner[None])[0]
     assert torch.equal(ids, draw(logits_RV, batch, index_R))
+
+
+def test_noise_shared_between_rows_is_each_rows_own():
+    seeds = torch.tensor([1, 1, 1, 2, 2, -1, 1])
+    indices = torch.tensor([5, 5, 6, 6, 6, 6, 5], dtype=torch.int32)
+    assert torch.equal(shared_gumbel(seeds, indices, 3, 30), gumbel(seeds, indices, 3, 30))
 
 
 def test_only_sampling_rows_with_a_cut_need_whole_rows():

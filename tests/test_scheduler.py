@@ -114,7 +114,9 @@ def test_scheduling_changes_nothing_it_is_shown():
     st.integers(0, 2**32 - 1), st.integers(1, 6), st.integers(1, 64), st.integers(1, 17), st.sampled_from([1, 4, 16]),
     st.integers(8, 60),
 )  # fmt: skip
-def test_a_long_life_of_arrivals_ends_with_every_page_free_and_nobody_left(seed, seats, budget, tree_rows, page_size, pages):
+def test_a_long_life_of_arrivals_ends_with_every_page_free_and_nobody_left(
+    seed, seats, budget, tree_rows, page_size, pages
+):
     rng = random.Random(seed)
     limits = Limits(max_num_seqs=seats, max_num_batched_tokens=budget, tree_rows=tree_rows, page_size=page_size)
     allocator = PageAllocator(pages + 1)

@@ -55,7 +55,9 @@ def reals(rng: np.random.Generator, *shape: int) -> Tensor:
     return torch.from_numpy(rng.normal(size=shape).astype(np.float32))
 
 
-def draft_request(seed: int, num: int, rows: int, width: int | None, dtype: torch.dtype = torch.float32) -> DraftRequest:
+def draft_request(
+    seed: int, num: int, rows: int, width: int | None, dtype: torch.dtype = torch.float32
+) -> DraftRequest:
     rng = np.random.default_rng(seed)
     return DraftRequest(
         offsets=ints(rng, num + 1),
@@ -114,7 +116,9 @@ def tree_batches(draw) -> TreeBatch:
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(tree_batches(), st.none() | st.lists(st.tuples(st.integers(0, 2**31 - 1), st.integers(1, 65535))), st.floats(0, 99))
+@given(
+    tree_batches(), st.none() | st.lists(st.tuples(st.integers(0, 2**31 - 1), st.integers(1, 65535))), st.floats(0, 99)
+)
 def test_draft_replies_survive(trees, entries, seconds):
     probs = None
     if entries is not None:
@@ -151,7 +155,8 @@ def test_unpacked_messages_do_not_look_into_the_reused_buffer():
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "dtype"), [("parent_N", 2**15, torch.int32), ("depth_N", 128, torch.int32), ("depth_N", -129, torch.int32)]
+    ("name", "value", "dtype"),
+    [("parent_N", 2**15, torch.int32), ("depth_N", 128, torch.int32), ("depth_N", -129, torch.int32)],
 )
 def test_a_tree_value_that_does_not_fit_is_refused_by_name(name, value, dtype):
     trees = replace(oracles.tree([-1], [7]), **{name: torch.tensor([value], dtype=dtype)})

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from workers.checkpoint import ModelSpec, Weights, read_json
+from workers.kernels.linear import Linear
 from workers.layers import rms_norm
 from workers.rope import RopeSpec, rope_spec
 
@@ -168,7 +168,7 @@ class FeatureFusion:
     """fc(features), with EAGLE-3.1's norms before it: the first operation of the head, run by the verifier."""
 
     def __init__(self, fc_H3D: Tensor, norm: Callable[[Tensor], Tensor] | None) -> None:
-        self.fc_H3D = fc_H3D
+        self._fc = Linear(fc_H3D)
         self.norm = norm
 
     @staticmethod
@@ -189,7 +189,7 @@ class FeatureFusion:
     @torch.inference_mode()
     def __call__(self, taps_N3D: Tensor) -> Tensor:
         """The decoder's taps [N, 3 D] -> features [N, H], in the weights' dtype."""
-        return F.linear(taps_N3D if self.norm is None else self.norm(taps_N3D), self.fc_H3D)
+        return self._fc(taps_N3D if self.norm is None else self.norm(taps_N3D))
 
 
 def _fusion_norm(weights: Weights, spec: Eagle3Spec) -> Callable[[Tensor], Tensor] | None:

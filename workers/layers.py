@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from workers.checkpoint import Weights
+from workers.kernels.linear import Linear
 from workers.kernels.reference import AttentionPlan, tree_attention
 from workers.kv import KVPool
 from workers.rope import Rotation, rotate_
@@ -81,10 +82,8 @@ class Attention:
         *,
         heads: HeadSplit,
         head_dim: int,
-        qkv_weight: Tensor,
-        qkv_bias: Tensor | None,
-        o_weight: Tensor,
-        o_bias: Tensor | None,
+        qkv: Linear,
+        o: Linear,
         qk_norm_Hd: Tensor | None,
         eps: float,
         window: int | None,
@@ -94,8 +93,7 @@ class Attention:
         self.num_rotated = heads.num_heads + heads.num_kv_heads
         self.kv_shape = (2, heads.num_kv_heads, head_dim)
         self.qkv_shape = (self.num_rotated + heads.num_kv_heads, head_dim)
-        self.qkv_weight, self.qkv_bias = qkv_weight, qkv_bias
-        self.o_weight, self.o_bias = o_weight, o_bias
+        self.qkv, self.o = qkv, o
         self.qk_norm_Hd = qk_norm_Hd
         self.eps = eps
         self.scale = head_dim**-0.5
@@ -135,10 +133,11 @@ class Attention:
         return Attention(
             heads=heads,
             head_dim=head_dim,
-            qkv_weight=fused("weight"),
-            qkv_bias=fused("bias") if qkv_bias else None,
-            o_weight=weights.get(f"{prefix}o_proj.weight", 1, tp.rank, tp.size),
-            o_bias=row_parallel_bias(weights, f"{prefix}o_proj.bias", tp) if o_bias else None,
+            qkv=Linear(fused("weight"), fused("bias") if qkv_bias else None),
+            o=Linear(
+                weights.get(f"{prefix}o_proj.weight", 1, tp.rank, tp.size),
+                row_parallel_bias(weights, f"{prefix}o_proj.bias", tp) if o_bias else None,
+            ),
             qk_norm_Hd=norm,
             eps=eps,
             window=window,
@@ -147,30 +146,22 @@ class Attention:
 
     def __call__(self, x_ND: Tensor, rotation: Rotation, plan: AttentionPlan, kv: KVPool, layer: int) -> Tensor:
         """x_ND is already normed; returns [N, D] summed over the ranks, without the residual. Writes the rows' KV."""
-        qkv_NHd = F.linear(x_ND, self.qkv_weight, self.qkv_bias).view(-1, *self.qkv_shape)
+        qkv_NHd = self.qkv(x_ND).view(-1, *self.qkv_shape)
         qk_NHd = qkv_NHd[:, : self.num_rotated]
         if self.qk_norm_Hd is not None:
             qk_NHd.copy_(rms_norm(qk_NHd, self.qk_norm_Hd, self.eps))
         rotate_(qk_NHd, rotation)
         kv.write(layer, qkv_NHd[:, self.num_heads :].view(-1, *self.kv_shape), plan.write_slots_N)
         out = tree_attention(qkv_NHd[:, : self.num_heads], kv.layer(layer), plan, self.scale, self.window)
-        return self.tp.all_reduce_(F.linear(out, self.o_weight, self.o_bias))
+        return self.tp.all_reduce_(self.o(out))
 
 
 class Mlp:
     """down(silu(gate(x)) * up(x)) with gate and up fused."""
 
-    def __init__(
-        self,
-        gate_up_weight: Tensor,
-        gate_up_bias: Tensor | None,
-        down_weight: Tensor,
-        down_bias: Tensor | None,
-        tp: TensorParallel,
-    ) -> None:
-        self.gate_up_weight, self.gate_up_bias = gate_up_weight, gate_up_bias
-        self.down_weight, self.down_bias = down_weight, down_bias
-        self.width = down_weight.shape[1]
+    def __init__(self, gate_up: Linear, down: Linear, tp: TensorParallel) -> None:
+        self.gate_up, self.down = gate_up, down
+        self.width = down.weight_OI.shape[1]
         self.tp = tp
 
     @staticmethod
@@ -182,18 +173,19 @@ class Mlp:
             return torch.cat([weights.get(name, 0, tp.rank, tp.size) for name in names])
 
         return Mlp(
-            fused("weight"),
-            fused("bias") if bias else None,
-            weights.get(f"{prefix}down_proj.weight", 1, tp.rank, tp.size),
-            row_parallel_bias(weights, f"{prefix}down_proj.bias", tp) if bias else None,
+            Linear(fused("weight"), fused("bias") if bias else None),
+            Linear(
+                weights.get(f"{prefix}down_proj.weight", 1, tp.rank, tp.size),
+                row_parallel_bias(weights, f"{prefix}down_proj.bias", tp) if bias else None,
+            ),
             tp,
         )
 
     def __call__(self, x_ND: Tensor) -> Tensor:
         """x_ND is already normed; returns [N, D] summed over the ranks, without the residual."""
-        gate_up = F.linear(x_ND, self.gate_up_weight, self.gate_up_bias)
+        gate_up = self.gate_up(x_ND)
         inner = F.silu(gate_up[:, : self.width]).mul_(gate_up[:, self.width :])
-        return self.tp.all_reduce_(F.linear(inner, self.down_weight, self.down_bias))
+        return self.tp.all_reduce_(self.down(inner))
 
 
 def row_parallel_bias(weights: Weights, name: str, tp: TensorParallel) -> Tensor | None:
@@ -210,7 +202,7 @@ class VocabHead:
     """
 
     def __init__(self, weight_WD: Tensor, start: int, width: int) -> None:
-        self.weight_WD = weight_WD
+        self._linear = Linear(weight_WD)
         self.start = start
         self.end = start + weight_WD.shape[0]
         self.num_padding = width - weight_WD.shape[0]
@@ -228,7 +220,7 @@ class VocabHead:
 
     def __call__(self, x_ND: Tensor) -> Tensor:
         """float32 logits shard [N, W] of final hidden states."""
-        logits = F.linear(x_ND, self.weight_WD).float()
+        logits = self._linear(x_ND).float()
         return logits if not self.num_padding else F.pad(logits, (0, self.num_padding), value=float("-inf"))
 
 
