@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import secrets
 import signal
 import sys
@@ -155,7 +156,7 @@ def running(args: EngineArgs, *, address: str | None = None) -> Iterator[str]:
         try:
             ray_serve.run(build(app), name=APP_NAME, route_prefix="/")
         except RuntimeError as error:
-            raise SecateurError(f"the service did not start: {error}") from error
+            raise SecateurError(f"the service did not start: {_reason() or error}") from error
         try:
             yield base_url(args.host, port)
         finally:
@@ -235,6 +236,15 @@ def _terminate_as_interrupt() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _reason() -> str:
+    """Why the deployment failed: the last exception in what Serve kept of its constructor's traceback."""
+    application = ray_serve.status().applications.get(APP_NAME)
+    texts = [deployment.message for deployment in application.deployments.values()] if application else []
+    lines = [line.strip() for text in texts for line in text.splitlines()]
+    found = [line for line in lines if re.match(r"[\w.]*(Error|EngineDead|Exception)\b.*: ", line)]
+    return found[-1] if found else "\n".join(texts)
 
 
 def _cluster_device(app: AppArgs) -> str:
