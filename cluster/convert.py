@@ -17,7 +17,7 @@ from typing import Literal
 from secateur.config import EngineArgs, Speculative, SpeculativeConfig, require_supported, resolve_model
 from secateur.errors import ConfigError, Problem
 from secateur.protocol import SamplingRequest
-from workers.checkpoint import ModelSpec, check_parallel, read_spec, resolve_path
+from workers.checkpoint import ModelSpec, check_heads, check_parallel, read_spec, resolve_path
 from workers.config import DraftConfig, EngineConfig, PruneConfig, TreeConfig
 from workers.ipc import Speculation, Submit
 from workers.types import SamplingParams
@@ -87,7 +87,9 @@ def engine_config(args: EngineArgs, *, num_gpus: int | None = None) -> EngineCon
     if config.draft is None:
         return config
     draft_path = model_folder(config.draft.model_path)
-    if config.draft.method == "draft_model":
+    if config.draft.method == "eagle3":
+        _check_head(draft_path, spec, config.draft_ranks)
+    else:
         draft = _read_spec(draft_path, config.draft_ranks, "draft_tensor_parallel_size")
         if draft.vocab_size != spec.vocab_size:
             raise ConfigError(
@@ -112,6 +114,16 @@ def _read_spec(path: Path, size: int, parameter: str) -> ModelSpec:
     except (ValueError, FileNotFoundError) as error:
         raise ConfigError(str(error).replace("tensor_parallel_size", parameter)) from error
     return spec
+
+
+def _check_head(path: Path, target: ModelSpec, size: int) -> None:
+    from workers.eagle3_format import read_eagle3_spec  # imports torch: seconds, and most errors come before it
+
+    try:
+        head = read_eagle3_spec(path, target)
+        check_heads(head.num_heads, head.num_kv_heads, size)
+    except (ValueError, FileNotFoundError) as error:
+        raise ConfigError(str(error).replace("tensor_parallel_size", "draft_tensor_parallel_size")) from error
 
 
 def _placement(target: int, spec: SpeculativeConfig, num_gpus: int | None) -> Literal["dedicated", "colocated"]:

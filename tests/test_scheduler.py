@@ -95,11 +95,12 @@ def test_joining_requests_fill_the_token_budget_and_no_more():
     assert [r.id for r in step.admitted] == [1, 2, 3]
 
 
-def test_decoding_goes_on_when_its_trees_alone_exceed_the_budget():
+def test_prompts_advance_by_a_page_even_when_the_trees_alone_exceed_the_budget():
     small = Limits(max_num_seqs=4, max_num_batched_tokens=7, tree_rows=4, page_size=16)
     running = [decoding(1), decoding(2), request(3)]
     step = schedule([request(4)], running, 99, small)
-    assert ([r.id for r in step.decode], step.prefill, step.admitted) == ([1, 2], [], [])
+    assert [r.id for r in step.decode] == [1, 2]
+    assert chunks(step) == [(3, 0, 10), (4, 0, 6)]
 
 
 def test_scheduling_changes_nothing_it_is_shown():
@@ -144,7 +145,7 @@ def test_a_long_life_of_arrivals_ends_with_every_page_free_and_nobody_left(
         assert len(running) <= seats
         assert step.decode == [r for r in running if r.is_decoding]
         computed = sum(chunk.stop - chunk.start for _, chunk in step.prefill)
-        assert computed <= max(0, budget - len(step.decode) * tree_rows)
+        assert computed <= max(page_size, budget - len(step.decode) * tree_rows)
         for r, chunk in step.prefill:
             assert chunk == Chunk(r.num_computed, chunk.stop) and chunk.start < chunk.stop <= r.num_prompt
             r.num_computed = chunk.stop

@@ -1,7 +1,7 @@
 """Decides one step: who decodes, whose prompt advances, who joins. A pure function of what it is shown.
 
-Decoding requests always go first: each verifies one tree. What is left of the step's token budget goes to prompts,
-oldest first, in chunks; then waiting requests join while a seat and pages for their whole life are free. Reserving a
+Every decoding request verifies one tree. What is left of the step's token budget, or one page if less is left, goes
+to prompts, oldest first, in chunks; then waiting requests join while a seat and pages for their whole life are free. Reserving a
 life at admission (prompt + max_tokens + one tree) means that a running request can never run out of pages.
 """
 
@@ -45,7 +45,8 @@ class Step:
 def schedule(waiting: Sequence[Request], running: Sequence[Request], num_free_pages: int, limits: Limits) -> Step:
     """The next step. `waiting` and `running` are in order of arrival; neither is changed."""
     decode = [request for request in running if request.is_decoding]
-    budget = limits.max_num_batched_tokens - len(decode) * limits.tree_rows
+    # However many trees there are, prompts advance by a page at least: nobody starves.
+    budget = max(limits.page_size, limits.max_num_batched_tokens - len(decode) * limits.tree_rows)
     prefill: list[tuple[Request, Chunk]] = []
 
     def take(request: Request) -> None:
