@@ -74,7 +74,6 @@ class StaticShape:
     def __init__(self, paths: tuple[tuple[int, ...], ...]) -> None:
         self.max_children = 1 + max(path[-1] for path in paths)
         self._num_nodes = len(paths)
-        self._max_depth = max(len(path) for path in paths)
         place = {(): 0} | {path: 1 + i for i, path in enumerate(paths)}
         size = 1 + len(paths)
         self._child = np.zeros((size, self.max_children), dtype=np.int64)

@@ -237,7 +237,7 @@ class FakeChannel:
         reply = over_the_wire(worker.draft(request, self._proposer, self._shape))
         self._answers.append(Received(Kind.DRAFT_REPLY, step, reply))
 
-    def receive(self, step: int = -1) -> Received:
+    def receive(self) -> Received:
         return self._answers.pop()
 
     def heartbeat(self, step: int) -> None:

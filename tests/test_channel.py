@@ -110,7 +110,7 @@ def lose_the_drafter(world: World) -> str:
         world.link.receive()
         os._exit(9)
     world.link.send(draft_request(3, 8), 41)
-    return what_is_said(world, 41)
+    return what_is_said(world)
 
 
 def wait_for_a_silent_drafter(world: World) -> str:
@@ -119,7 +119,7 @@ def wait_for_a_silent_drafter(world: World) -> str:
         time.sleep(8)  # far beyond the step timeout
         return "awake"
     world.link.send(draft_request(3, 8), 42)
-    return what_is_said(world, 42)
+    return what_is_said(world)
 
 
 def lose_the_source(world: World) -> str:
@@ -130,18 +130,18 @@ def lose_the_source(world: World) -> str:
         os._exit(9)
     if world.rank == 2:
         return "the drafter is not concerned"
-    step = world.peers.receive().step
+    world.peers.receive()
     try:
-        world.peers.receive(step)
+        world.peers.receive()
     except PeerLost as error:
         return str(error)
     return "nothing"
 
 
-def what_is_said(world: World, step: int) -> str:
+def what_is_said(world: World) -> str:
     began = time.monotonic()
     try:
-        world.link.receive(step)
+        world.link.receive()
     except PeerLost as error:
         return f"{time.monotonic() - began:.1f} {error}"
     return "nothing"

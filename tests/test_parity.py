@@ -23,7 +23,7 @@ SEEDED = [
     SamplingParams(temperature=1.0, seed=(1 << 64) - 3),
     SamplingParams(temperature=1.3, top_k=20, min_p=0.02, seed=14),
 ]
-"""Beyond 0.7 and 1.0 with top-p 0.9: plain temperature (decided by shards under TP), a seed of 64 bits, top-k, min-p."""
+"""Beyond top-p: plain temperature (which the shards decide alone under TP), a seed of 64 bits, top-k with min-p."""
 
 ENGINES = {
     "no speculation": bundled(),

@@ -11,7 +11,7 @@ import scipy.stats
 import torch
 
 import workers.random
-from workers.random import Stream, gumbel, philox, split_seed
+from workers.random import Stream, gumbel, philox
 
 torch.set_num_threads(1)
 
@@ -123,11 +123,4 @@ def test_streams_do_not_share_words():
 def test_torchs_global_generator_is_left_alone():
     before = torch.random.get_rng_state()
     gumbel(torch.tensor([1]), torch.tensor([1]), 0, 100)
-    split_seed(3, 4)
     assert torch.equal(torch.random.get_rng_state(), before)
-
-
-def test_split_seeds_start_with_the_seed_itself_and_differ():
-    seeds = {split_seed(seed, index) for seed in (0, 1, 2**63, 2**64 - 1) for index in range(200)}
-    assert split_seed(2**63, 0) == 2**63
-    assert len(seeds) == 800 and all(0 <= seed < 2**64 for seed in seeds)

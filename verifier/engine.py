@@ -118,21 +118,22 @@ class Engine:
 
     def _submit(self, submit: Submit) -> None:
         request = Request(submit, self._tree_limits(submit), self._first_draft_slot)
-        total = request.num_prompt + submit.max_tokens
-        problem = None
-        if not submit.prompt or submit.max_tokens < 1:
-            problem = "a request needs at least one prompt token and max_tokens of at least 1"
-        elif total > self._config.max_model_len:
-            problem = (
-                f"prompt of {request.num_prompt} tokens + max_tokens {submit.max_tokens} exceeds max_model_len "
-                f"{self._config.max_model_len}"
-            )
-        elif self._limits.pages_for(request) > self._allocator.num_pages - 1:
-            problem = f"{total} tokens do not fit the KV cache of {self._allocator.num_pages - 1} pages"
-        if problem:
-            self._chunks.append(TokenChunk(id=submit.id, tokens=[], finish_reason="error", error=problem))
-        else:
+        problem = self._misfit(request)
+        if problem is None:
             self._waiting.append(request)
+        else:
+            self._chunks.append(TokenChunk(id=submit.id, tokens=[], finish_reason="error", error=problem))
+
+    def _misfit(self, request: Request) -> str | None:
+        """Why this engine can never serve the request; None if it can."""
+        prompt, asked, longest = request.num_prompt, request.submit.max_tokens, self._config.max_model_len
+        if prompt < 1 or asked < 1:
+            return "a request needs at least one prompt token and max_tokens of at least 1"
+        if prompt + asked > longest:
+            return f"prompt of {prompt} tokens + max_tokens {asked} exceeds max_model_len {longest}"
+        if self._limits.pages_for(request) > self._allocator.num_pages - 1:
+            return f"{prompt + asked} tokens do not fit the KV cache of {self._allocator.num_pages - 1} pages"
+        return None
 
     def _tree_limits(self, submit: Submit) -> TreeLimits | None:
         """The server's tree limits narrowed by the request's `speculative` object."""
@@ -180,7 +181,7 @@ class Engine:
             self._drafter.send(pack_draft(fed, list(feeds.values())), self._counters.steps)
             for request in fed:
                 request.num_fed, request.features = request.num_feedable, None
-            received = self._drafter.receive(self._counters.steps)
+            received = self._drafter.receive()
             assert received.kind == Kind.DRAFT_REPLY and isinstance(received.message, DraftReply)
             trees = received.message.trees
             self._last_draft = time.monotonic()

@@ -1,8 +1,8 @@
 """Decides one step: who decodes, whose prompt advances, who joins. A pure function of what it is shown.
 
 Every decoding request verifies one tree. What is left of the step's token budget, or one page if less is left, goes
-to prompts, oldest first, in chunks; then waiting requests join while a seat and pages for their whole life are free. Reserving a
-life at admission (prompt + max_tokens + one tree) means that a running request can never run out of pages.
+to prompts, oldest first, in chunks; then waiting requests join while a seat and pages for their whole life are free.
+Reserving a life at admission (prompt + max_tokens + one tree) means that a running request can never run out of pages.
 """
 
 from __future__ import annotations

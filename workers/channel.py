@@ -60,6 +60,7 @@ class Channel:
         self._put, self._take = put, take
         self._on_cuda = device.type == "cuda"
         self._frame_bytes = _HEADER_BYTES + (0 if self._on_cuda else _INLINE_BYTES)
+        self._step = -1  # of the last frame either way, for errors
         self._host = torch.zeros(self._frame_bytes, dtype=torch.uint8)
         self._body = torch.zeros(0, dtype=torch.uint8, device=device)  # CUDA only
 
@@ -72,26 +73,28 @@ class Channel:
     def stop(self, step: int) -> None:
         self._send(Packed(Kind.STOP, torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)), step)
 
-    def receive(self, step: int = -1) -> Received:
-        """The next frame, waiting for it; `step` is the caller's, for the error. Raises PeerLost."""
-        self._move(self._take, self._host[: self._frame_bytes], step)
+    def receive(self) -> Received:
+        """The next frame, waiting for it. Raises PeerLost."""
+        self._move(self._take, self._host[: self._frame_bytes])
         kind, step, meta_bytes, bulk_bytes = self._host[:_HEADER_BYTES].view(torch.int64).tolist()
+        self._step = step
         size = meta_bytes + bulk_bytes
         if size == 0:
             return Received(Kind(kind), step, None)
         if self._on_cuda:
             body = self._device_body(size)
-            self._move(self._take, body, step)
+            self._move(self._take, body)
             meta, bulk = body[:meta_bytes].cpu(), body[meta_bytes:]
         else:
             self._reserve_host(_HEADER_BYTES + size)
             if _HEADER_BYTES + size > self._frame_bytes:
-                self._move(self._take, self._host[self._frame_bytes : _HEADER_BYTES + size], step)
+                self._move(self._take, self._host[self._frame_bytes : _HEADER_BYTES + size])
             body = self._host[_HEADER_BYTES : _HEADER_BYTES + size]
             meta, bulk = body[:meta_bytes], body[meta_bytes:]
         return Received(Kind(kind), step, wire.unpack(Kind(kind), meta, bulk))
 
     def _send(self, packed: Packed, step: int) -> None:
+        self._step = step
         meta_bytes, bulk_bytes = packed.meta.numel(), packed.bulk.numel()
         size = meta_bytes + bulk_bytes
         header = torch.tensor([packed.kind, step, meta_bytes, bulk_bytes], dtype=torch.int64)
@@ -100,18 +103,18 @@ class Channel:
         body = self._device_body(size) if self._on_cuda else self._host[_HEADER_BYTES : _HEADER_BYTES + size]
         body[:meta_bytes].copy_(packed.meta)
         body[meta_bytes:].copy_(packed.bulk)
-        self._move(self._put, self._host[: self._frame_bytes], step)
+        self._move(self._put, self._host[: self._frame_bytes])
         if self._on_cuda and size:
-            self._move(self._put, body, step)
+            self._move(self._put, body)
         elif not self._on_cuda and _HEADER_BYTES + size > self._frame_bytes:
-            self._move(self._put, self._host[self._frame_bytes : _HEADER_BYTES + size], step)
+            self._move(self._put, self._host[self._frame_bytes : _HEADER_BYTES + size])
 
-    def _move(self, operation: Callable[[Tensor], None], tensor: Tensor, step: int) -> None:
+    def _move(self, operation: Callable[[Tensor], None], tensor: Tensor) -> None:
         try:
             operation(tensor)
         except RuntimeError as error:  # what gloo and NCCL raise for a lost peer and for a timeout
-            when = f" at step {step}" if step >= 0 else ""
-            raise PeerLost(f"{self._me} lost {self._peer}{when}: {error}") from error
+            when = f"at step {self._step}" if self._step >= 0 else "before the first step"
+            raise PeerLost(f"{self._me} lost {self._peer} {when}: {error}") from error
 
     def _reserve_host(self, size: int) -> None:
         if self._host.numel() < size:

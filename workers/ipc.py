@@ -11,7 +11,7 @@ import os
 import select
 import socket
 import struct
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 
 import msgpack
 
@@ -118,8 +118,13 @@ _KINDS: dict[str, type] = {kind.__name__: kind for kind in (Submit, Abort, StepO
 
 def encode(message: Message) -> bytes:
     """One frame: 4 bytes little-endian length, then msgpack [kind, fields]."""
-    body = msgpack.packb([type(message).__name__, asdict(message)])
+    body = msgpack.packb([type(message).__name__, _fields(message)], default=_fields)
     return _LENGTH.pack(len(body)) + body
+
+
+def _fields(value: object) -> dict[str, object]:
+    """A dataclass's fields, not copied (`dataclasses.asdict` copies every token of a prompt)."""
+    return {spec.name: getattr(value, spec.name) for spec in fields(value)}  # type: ignore[arg-type]
 
 
 def _rebuild(kind: str, raw: dict) -> Message:
@@ -153,9 +158,12 @@ class Decoder:
             end = _LENGTH.size + length
             if len(self._buffer) < end:
                 break
-            kind, raw = msgpack.unpackb(bytes(self._buffer[_LENGTH.size : end]), strict_map_key=False)
+            try:
+                kind, raw = msgpack.unpackb(bytes(self._buffer[_LENGTH.size : end]), strict_map_key=False)
+                messages.append(_rebuild(kind, raw))
+            except (KeyError, TypeError, ValueError) as error:
+                raise ValueError(f"a frame that is no message of ours: {error!r}") from error
             del self._buffer[:end]
-            messages.append(_rebuild(kind, raw))
         return messages
 
 
@@ -173,8 +181,11 @@ class FrameSocket:
         self._unsent = bytearray()
 
     def send(self, message: Message) -> None:
+        """Raises FrontGone if the front has closed, or has stopped reading."""
         self._unsent += encode(message)
         self._flush()
+        if len(self._unsent) > MAX_FRAME_BYTES:
+            raise FrontGone(f"the service front has left {len(self._unsent)} bytes unread")
 
     def poll(self, timeout: float = 0.0) -> list[Message]:
         """Messages that have arrived; waits up to `timeout` seconds for the first. Raises FrontGone at EOF."""

@@ -14,14 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workers.types import as_signed64
-
 Array = Any  # torch.Tensor or numpy.ndarray of int64
 _MASK = 0xFFFFFFFF
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _ROUNDS = 10
-_SPLIT_TAG = 0x5EED  # keeps split seeds apart from draft draws, whose third word is a tree row (< 64)
 
 
 class Stream(IntEnum):
@@ -72,12 +69,3 @@ def gumbel(seed_R: Tensor, index_R: Tensor, start: int, stop: int) -> Tensor:
     upper = r >= 2**31
     distance = torch.where(upper, 2**32 - 1 - r, r).to(torch.float32).add_(0.5).mul_(2.0**-32)
     return torch.where(upper, torch.log1p(-distance), torch.log(distance)).neg_().log_().neg_()
-
-
-def split_seed(seed: int, index: int) -> int:
-    """H(seed, index), the seed of a request's index-th sample or a server's index-th request; H(seed, 0) = seed."""
-    if index == 0:
-        return seed
-    low, high, tag = (torch.tensor([word]) for word in (index & _MASK, (index >> 32) & _MASK, _SPLIT_TAG))
-    words = philox(torch.tensor([as_signed64(seed)]), low, high, tag, Stream.DRAFT)
-    return int(words[0]) | int(words[1]) << 32
