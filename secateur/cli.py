@@ -220,7 +220,7 @@ def _service(
         return nullcontext(base_url)
     args = _checked(engine, model=model, port=0, api_key=api_key)
     try:
-        from cluster.app import local_service
+        from cluster.service import local_service
     except ModuleNotFoundError as error:
         raise _needs_extra(error) from error
     service: AbstractContextManager[str] = local_service(args)

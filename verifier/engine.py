@@ -245,13 +245,11 @@ class Engine:
                 break
         request.tokens += kept
         self._counters.generation_tokens += len(kept)
-        stats = None
         if reason:
             self._counters.requests_finished += 1
-            stats = request.stats()
             self._release(request)
         self._chunks.append(
-            TokenChunk(id=request.id, tokens=kept, finish_reason=reason, stop_token=stop_token, stats=stats)
+            TokenChunk(id=request.id, tokens=kept, finish_reason=reason, stop_token=stop_token, stats=request.stats())
         )
 
     def _count(self, request: Request, accepted: int, drafted: int, verified: int) -> None:

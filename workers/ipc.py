@@ -70,7 +70,7 @@ class TokenChunk:
     finish_reason: str | None = None  # "stop" | "length" | "error"; None = goes on
     stop_token: int | None = None  # the stop or EOS token, when finish_reason is "stop" (it is in `tokens`)
     error: str | None = None
-    stats: RequestStats | None = None  # with the finish_reason
+    stats: RequestStats | None = None  # so far; absent with an error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
