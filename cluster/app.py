@@ -29,11 +29,11 @@ from cluster.gang import Gang
 from cluster.ingress import PENDING_PER_SEQUENCE, create_app
 from cluster.placement import REPLICA_CPUS, group_bundles
 from cluster.processes import descendants, wait_gone
-from cluster.service import base_url, listening_socket, load_tokenizer, local_service, service_of
+from cluster.service import base_url, listening_socket, load_tokenizer, service_of
 from secateur.config import AppArgs, EngineArgs
 from secateur.errors import ConfigError, SecateurError
 
-__all__ = ["APP_NAME", "Replica", "build", "local_cluster", "local_service", "serve"]
+__all__ = ["APP_NAME", "Replica", "build", "local_cluster", "running", "serve"]
 
 logger = logging.getLogger(__name__)
 

@@ -49,11 +49,13 @@ def cluster(monkeypatch):
 
     app = types.ModuleType("cluster.app")
     app.serve = lambda args: calls.append(("serve", args))  # type: ignore[attr-defined]
-    app.local_service = local_service  # type: ignore[attr-defined]
+    service = types.ModuleType("cluster.service")
+    service.local_service = local_service  # type: ignore[attr-defined]
     placement = types.ModuleType("cluster.placement")
     placement.plan = lambda args: f"plan of {args.model}"  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "cluster", types.ModuleType("cluster"))
     monkeypatch.setitem(sys.modules, "cluster.app", app)
+    monkeypatch.setitem(sys.modules, "cluster.service", service)
     monkeypatch.setitem(sys.modules, "cluster.placement", placement)
     monkeypatch.setattr(cli, "resolve_model", lambda name: name)
     monkeypatch.delenv("SECATEUR_API_KEY", raising=False)
