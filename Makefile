@@ -31,7 +31,8 @@ gpu: ## tests and benchmarks on a CUDA machine, with the interpreter PYTHON as i
 	then PYTHONPATH=. $(PYTHON) tests/bench/run.py --device cuda; \
 	else echo 'make gpu: no CUDA device here, so nothing was measured'; fi
 
-bench: $(VENV)/.installed-serve ## measure acceptance length and tokens/s
+bench: $(VENV)/.installed-serve ## measure acceptance length, tokens/s and what the pruning thresholds do
+	$(BIN)/python tests/bench/pruning.py
 	$(BIN)/python tests/bench/run.py
 
 # The corpus is read from the packages of the virtual environment.

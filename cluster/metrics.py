@@ -31,7 +31,8 @@ _COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "engine_prompt_tokens": ("Prompt tokens computed.", lambda s: s.prompt_tokens),
     "engine_generation_tokens": ("Tokens committed.", lambda s: s.generation_tokens),
     "step_seconds": ("Seconds spent in steps.", lambda s: s.step_seconds),
-    "draft_seconds": ("Seconds of steps spent waiting for drafts.", lambda s: s.draft_seconds),
+    "draft_seconds": ("Seconds of steps spent in the drafter.", lambda s: s.draft_seconds),
+    "transfer_seconds": ("Seconds of steps between the two, both ways.", lambda s: s.transfer_seconds),
     "verify_seconds": ("Seconds of steps spent in the target.", lambda s: s.verify_seconds),
 }
 _GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {

@@ -44,6 +44,7 @@ class Counters:
     num_accepted_tokens: int = 0
     accepted_per_depth: list[int] = field(default_factory=list)
     draft_seconds: float = 0.0
+    transfer_seconds: float = 0.0
     verify_seconds: float = 0.0
     step_seconds: float = 0.0
 
@@ -185,7 +186,8 @@ class Engine:
             assert received.kind == Kind.DRAFT_REPLY and isinstance(received.message, DraftReply)
             trees = received.message.trees
             self._last_draft = time.monotonic()
-            self._counters.draft_seconds += time.perf_counter() - began
+            self._counters.draft_seconds += received.message.seconds
+            self._counters.transfer_seconds += time.perf_counter() - began - received.message.seconds
         drafted = [r.id in feeds and feeds[r.id].num_nodes > 0 for r in step.decode]
         return with_bare_roots(trees, drafted, [r.tokens[-1] for r in step.decode])
 

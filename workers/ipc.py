@@ -86,7 +86,8 @@ class EngineStats:
     num_verified_tokens: int = 0
     num_accepted_tokens: int = 0
     accepted_per_depth: list[int] = field(default_factory=list)
-    draft_seconds: float = 0.0
+    draft_seconds: float = 0.0  # by the drafter's clock
+    transfer_seconds: float = 0.0  # rank 0's wait for drafts beyond that: packing, both ways, waking up
     verify_seconds: float = 0.0
     step_seconds: float = 0.0
     num_running: int = 0

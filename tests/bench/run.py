@@ -63,6 +63,7 @@ def measure(runner: Runner, jobs: list[Job], batch: int) -> dict[str, float]:
         "acceptance_length": 1 + accepted / drafts if drafts else 1.0,
         "verified_per_token": sum(answer.stats.num_verified_tokens for answer in answers) / num_tokens,
         "draft_ms_per_step": 1e3 * (after.draft_seconds - before.draft_seconds) / steps,
+        "transfer_ms_per_step": 1e3 * (after.transfer_seconds - before.transfer_seconds) / steps,
         "verify_ms_per_step": 1e3 * (after.verify_seconds - before.verify_seconds) / steps,
         "step_ms": 1e3 * (after.step_seconds - before.step_seconds) / steps,
     }
