@@ -6,10 +6,8 @@ join and leave between steps. Nothing here blocks but the drafter's answer and t
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
-from dataclasses import dataclass, field
 
 from verifier.accept import walk
 from verifier.pack import Move, next_feed, pack_draft, pack_target
@@ -24,29 +22,8 @@ from workers.kv import PageAllocator
 from workers.types import DraftReply, TreeBatch, TreeLimits
 from workers.wire import Kind
 
-logger = logging.getLogger(__name__)
-
 HEARTBEAT_S = 1.0
 """While idle, peers and the front hear from the engine this often, so that silence means death."""
-
-
-@dataclass(slots=True)
-class Counters:
-    """Running totals behind EngineStats; same names, same units."""
-
-    steps: int = 0
-    requests_finished: int = 0
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
-    num_verified_tokens: int = 0
-    num_accepted_tokens: int = 0
-    accepted_per_depth: list[int] = field(default_factory=list)
-    draft_seconds: float = 0.0
-    transfer_seconds: float = 0.0
-    verify_seconds: float = 0.0
-    step_seconds: float = 0.0
 
 
 class Engine:
@@ -73,7 +50,7 @@ class Engine:
         self._running: list[Request] = []
         self._moves: list[Move] = []  # accepted paths to compact before the next forward
         self._chunks: list[TokenChunk] = []  # what this step tells the front
-        self._counters = Counters()
+        self._stats = EngineStats()
         self._last_sign = 0.0  # when the front last heard from us
         self._last_draft = 0.0  # when the drafter did
 
@@ -92,15 +69,15 @@ class Engine:
         trees = self._draft(step)
         drawn = self._verify(step, trees)
         self._commit(step, trees, drawn)
-        self._counters.steps += 1
-        self._counters.step_seconds += time.perf_counter() - began
+        self._stats.steps += 1
+        self._stats.step_seconds += time.perf_counter() - began
         self._emit()
 
     def stop(self) -> None:
         """Tells every other rank to leave."""
-        self._target.stop(self._counters.steps)
+        self._target.stop(self._stats.steps)
         if self._drafter is not None:
-            self._drafter.stop(self._counters.steps)
+            self._drafter.stop(self._stats.steps)
 
     def _take(self) -> None:
         """Reads the front's messages; when there is nothing to do, waits for one, with a heartbeat to all."""
@@ -112,9 +89,9 @@ class Engine:
                 case Abort(id=id):
                     self._abort(id)
         if idle and time.monotonic() - self._last_sign >= HEARTBEAT_S:
-            self._target.heartbeat(self._counters.steps)
+            self._target.heartbeat(self._stats.steps)
         if self._drafter is not None and time.monotonic() - self._last_draft >= HEARTBEAT_S:
-            self._drafter.heartbeat(self._counters.steps)
+            self._drafter.heartbeat(self._stats.steps)
             self._last_draft = time.monotonic()
 
     def _submit(self, submit: Submit) -> None:
@@ -179,15 +156,15 @@ class Engine:
             assert self._drafter is not None
             began = time.perf_counter()
             fed = [r for r in self._running if r.id in feeds]
-            self._drafter.send(pack_draft(fed, list(feeds.values())), self._counters.steps)
+            self._drafter.send(pack_draft(fed, list(feeds.values())), self._stats.steps)
             for request in fed:
                 request.num_fed, request.features = request.num_feedable, None
             received = self._drafter.receive()
             assert received.kind == Kind.DRAFT_REPLY and isinstance(received.message, DraftReply)
             trees = received.message.trees
             self._last_draft = time.monotonic()
-            self._counters.draft_seconds += received.message.seconds
-            self._counters.transfer_seconds += time.perf_counter() - began - received.message.seconds
+            self._stats.draft_seconds += received.message.seconds
+            self._stats.transfer_seconds += time.perf_counter() - began - received.message.seconds
         drafted = [r.id in feeds and feeds[r.id].num_nodes > 0 for r in step.decode]
         return with_bare_roots(trees, drafted, [r.tokens[-1] for r in step.decode])
 
@@ -196,8 +173,8 @@ class Engine:
         began = time.perf_counter()
         packed = pack_target(trees, step.decode, step.prefill, self._moves, self._config.page_size)
         self._moves = []
-        drawn = self._target.run(packed, self._counters.steps)
-        self._counters.verify_seconds += time.perf_counter() - began
+        drawn = self._target.run(packed, self._stats.steps)
+        self._stats.verify_seconds += time.perf_counter() - began
         return drawn
 
     def _commit(self, step: Step, trees: TreeBatch, drawn: list[int]) -> None:
@@ -211,7 +188,7 @@ class Engine:
             row += chunk.stop - chunk.start
             request.num_computed = chunk.stop
             if chunk.stop == request.num_prompt:
-                self._counters.prompt_tokens += request.num_prompt
+                self._stats.prompt_tokens += request.num_prompt
                 self._append(request, (next(after_prompt),))
         begins = trees.offsets.tolist()
         for request, begin, verdict in zip(step.decode, begins, walk(trees, drawn[:num_tree_rows]), strict=False):
@@ -246,16 +223,16 @@ class Engine:
             if reason:
                 break
         request.tokens += kept
-        self._counters.generation_tokens += len(kept)
+        self._stats.generation_tokens += len(kept)
         if reason:
-            self._counters.requests_finished += 1
+            self._stats.requests_finished += 1
             self._release(request)
         self._chunks.append(
             TokenChunk(id=request.id, tokens=kept, finish_reason=reason, stop_token=stop_token, stats=request.stats())
         )
 
     def _count(self, request: Request, accepted: int, drafted: int, verified: int) -> None:
-        totals = self._counters
+        totals = self._stats
         totals.num_drafts += verified > 0
         totals.num_draft_tokens += drafted
         totals.num_verified_tokens += verified
@@ -269,12 +246,7 @@ class Engine:
         now = time.monotonic()
         if not self._chunks and now - self._last_sign < HEARTBEAT_S:
             return
-        totals, pages = self._counters, self._allocator.num_pages - 1
-        stats = EngineStats(
-            **{name: getattr(totals, name) for name in Counters.__slots__},
-            num_running=len(self._running),
-            num_waiting=len(self._waiting),
-            kv_usage=1 - self._allocator.num_free / pages,
-        )
-        self._front.send(StepOutput(chunks=self._chunks, stats=stats))
+        self._stats.num_running, self._stats.num_waiting = len(self._running), len(self._waiting)
+        self._stats.kv_usage = 1 - self._allocator.num_free / (self._allocator.num_pages - 1)
+        self._front.send(StepOutput(chunks=self._chunks, stats=self._stats))
         self._chunks, self._last_sign = [], now

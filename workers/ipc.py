@@ -73,9 +73,12 @@ class TokenChunk:
     stats: RequestStats | None = None  # so far; absent with an error
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class EngineStats:
-    """Cumulative counters since the engine started, and gauges of this moment. Times are seconds."""
+    """Cumulative counters since the engine started, and gauges of this moment. Times are seconds.
+
+    The engine counts in its own; what arrives in a StepOutput is a copy of that moment.
+    """
 
     steps: int = 0
     requests_finished: int = 0
