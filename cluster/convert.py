@@ -23,6 +23,7 @@ from workers.ipc import Speculation, Submit
 from workers.types import SamplingParams
 
 _UNKNOWN_MODEL_LEN = 2048  # placing an engine does not depend on it
+_GREEDY_BELOW = 1e-5  # as in vLLM: dividing logits by less overflows, and the result is the argmax anyway
 
 
 def visible_gpus() -> int:
@@ -223,7 +224,7 @@ def submit_from(request: SamplingRequest, prompt: list[int], *, id: int, seed: i
         prompt=prompt,
         max_tokens=_max_tokens(request, prompt, limits),
         sampling=SamplingParams(
-            temperature=request.temperature,
+            temperature=request.temperature if request.temperature >= _GREEDY_BELOW else 0.0,
             top_k=max(request.top_k, 0),
             top_p=request.top_p,
             min_p=request.min_p,

@@ -57,6 +57,8 @@ class Scores(NamedTuple):
     top_prob_F: np.ndarray  # max q
 
 
+CONFIDENCE_TAU = 1.0
+
 Expand = Callable[[Level], Tensor]
 """Runs one level through the draft model and returns its logits [F, V]."""
 
@@ -113,7 +115,7 @@ def score_children(
     if bool((params.temperature_B > 0).any()):
         score = log_q + _noise(params, index_F, vocab)
     best = score.topk(min(num_children, score.shape[-1]), dim=-1)
-    weight = torch.exp(best.values - score.logsumexp(-1, keepdim=True))
+    weight = torch.exp((best.values - (score / CONFIDENCE_TAU).logsumexp(-1, keepdim=True) * CONFIDENCE_TAU) / CONFIDENCE_TAU)
     token = best.indices if vocab.target_ids is None else vocab.target_ids[best.indices]
     return Scores(
         token_FK=token.cpu().numpy(),

@@ -235,3 +235,8 @@ def test_the_plan_counts_the_weights_there_are() -> None:
             count *= size
         items += count
     assert f"{items * 4 / 1e6:.3g} MB" in plan(args())
+
+
+def test_a_vanishing_temperature_is_greedy() -> None:
+    request = CompletionRequest(prompt="x", temperature=1e-7)
+    assert submit_from(request, [1], id=1, seed=5, limits=LIMITS).sampling.temperature == 0
