@@ -4,7 +4,7 @@ One level:
   1. score     the draft's processed distribution q at every frontier node; children = the best of log q + G, where G
                is the target's own Gumbel noise for that position (the coupled rule; G = 0 at temperature 0)
   2. prune     nodes whose most likely token is below the min threshold get no children
-  3. deal      the node's slots go to children by weight = softmax(log q + G), see `drafter.shape`
+  3. deal      the node's slots go to children by weight = softmax((log q + G) / tau), see `drafter.shape`
   4. next      children that hold slots, have room below and pass the path threshold are the next frontier
 
 Probabilities and noise live on the logits' device; the tree's few integers live on the host, in numpy.
@@ -52,12 +52,16 @@ class Scores(NamedTuple):
     """The best children of F nodes, as host arrays; children in order of weight."""
 
     token_FK: np.ndarray  # target ids
-    weight_FK: np.ndarray  # softmax(log q + G)
+    weight_FK: np.ndarray  # softmax((log q + G) / tau)
     prob_FK: np.ndarray  # q
     top_prob_F: np.ndarray  # max q
 
 
-CONFIDENCE_TAU = 1.0
+CONFIDENCE_TAU = 0.6
+"""How far log q is from log p, in units of the Gumbel noise: the weight of a child, softmax((log q + G) / tau), is the
+probability that it is the target's draw if the difference is Gumbel noise of that scale. On the bundled EAGLE-3 head
+0.5 fits best at temperature 0 (best child: weight .86, accepted .85) and 0.7 at temperature 1 (.67 and .65); with 1.0
+a tree of 16 nodes accepts 5.12 tokens a step instead of 5.47."""
 
 Expand = Callable[[Level], Tensor]
 """Runs one level through the draft model and returns its logits [F, V]."""
@@ -115,7 +119,8 @@ def score_children(
     if bool((params.temperature_B > 0).any()):
         score = log_q + _noise(params, index_F, vocab)
     best = score.topk(min(num_children, score.shape[-1]), dim=-1)
-    weight = torch.exp((best.values - (score / CONFIDENCE_TAU).logsumexp(-1, keepdim=True) * CONFIDENCE_TAU) / CONFIDENCE_TAU)
+    confidence = score / CONFIDENCE_TAU
+    weight = torch.exp(best.values / CONFIDENCE_TAU - confidence.logsumexp(-1, keepdim=True))
     token = best.indices if vocab.target_ids is None else vocab.target_ids[best.indices]
     return Scores(
         token_FK=token.cpu().numpy(),

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from drafter.grow import CONFIDENCE_TAU
 from workers.types import NodeKind, TreeBatch
 
 Path = tuple[int, ...]
@@ -135,9 +136,9 @@ def grow(
             if max(q) >= min_prob:
                 noise = [gumbel(seed, root_index + depth, t) if temperature > 0 else 0.0 for t in range(len(q))]
                 score = [math.log(p) + g if p > 0 else -math.inf for p, g in zip(q, noise, strict=True)]
-                total = sum(map(math.exp, score))
+                total = sum(math.exp(s / CONFIDENCE_TAU) for s in score)
                 best = sorted(range(len(q)), key=lambda t: -score[t])[:max_children]
-                weights = [math.exp(score[t]) / total for t in best]
+                weights = [math.exp(score[t] / CONFIDENCE_TAU) / total for t in best]
                 for t, w, s in zip(best, weights, deal(node, max_depth - depth, weights), strict=True):
                     if s > 0:
                         nodes.append(Node((*node.path, t), row, node.weight * w, node.path_prob * q[t], s - 1))
