@@ -43,6 +43,28 @@ def prompts(count: int = 50) -> list[list[int]]:
     ]
 
 
+def transformers_greedy(some_prompts: list[list[int]], num_tokens: int, device: str = "cpu") -> list[list[int]]:
+    """transformers' own greedy continuations of the bundled target in float32, never stopping early."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(BUNDLED / "target", dtype=torch.float32).to(device)
+    texts = []
+    for prompt in some_prompts:
+        ids = torch.tensor([prompt], device=device)
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=num_tokens,
+            min_new_tokens=num_tokens,
+            do_sample=False,
+            pad_token_id=3,
+            eos_token_id=None,
+        )
+        texts.append(out[0, len(prompt) :].tolist())
+    return texts
+
+
 def bundled(
     tree: TreeConfig | None = None, *, method: str = "eagle3", tp: int = 1, draft_tp: int = 1, **options: object
 ) -> EngineConfig:

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from engines import BUNDLED, CHAIN, DYNAMIC, STATIC, Job, Runner, bundled, prompts
+from engines import CHAIN, DYNAMIC, STATIC, Job, Runner, bundled, prompts, transformers_greedy
 
 from workers.ipc import Speculation
 from workers.types import SamplingParams
@@ -55,25 +55,8 @@ def some_prompts(request: pytest.FixtureRequest) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def truth(some_prompts: list[list[int]]) -> list[list[int]]:
-    """transformers' greedy continuations in float32."""
-    from transformers import AutoModelForCausalLM
-
     torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_pretrained(BUNDLED / "target", dtype=torch.float32)
-    texts = []
-    for prompt in some_prompts:
-        ids = torch.tensor([prompt])
-        out = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=NUM_TOKENS,
-            min_new_tokens=NUM_TOKENS,
-            do_sample=False,
-            pad_token_id=3,
-            eos_token_id=None,
-        )
-        texts.append(out[0, len(prompt) :].tolist())
-    return texts
+    return transformers_greedy(some_prompts, NUM_TOKENS)
 
 
 @pytest.fixture(scope="module")

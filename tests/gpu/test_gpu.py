@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from engines import BUNDLED, CHAIN, DYNAMIC, STATIC, Job, Runner, bundled, prompts
+from engines import BUNDLED, CHAIN, DYNAMIC, STATIC, Job, Runner, bundled, prompts, transformers_greedy
 
 from workers.checkpoint import read_spec
 from workers.config import EngineConfig, TreeConfig
@@ -33,23 +33,7 @@ def on_cuda(tree: TreeConfig | None, **options: object) -> EngineConfig:
 
 @pytest.fixture(scope="module")
 def truth() -> list[list[int]]:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(BUNDLED / "target", dtype=torch.float32).cuda()
-    texts = []
-    for prompt in prompts(12):
-        ids = torch.tensor([prompt], device="cuda")
-        out = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=NUM_TOKENS,
-            min_new_tokens=NUM_TOKENS,
-            do_sample=False,
-            pad_token_id=3,
-            eos_token_id=None,
-        )
-        texts.append(out[0, len(prompt) :].tolist())
-    return texts
+    return transformers_greedy(prompts(12), NUM_TOKENS, device="cuda")
 
 
 @pytest.mark.parametrize("tree", [None, CHAIN, STATIC, DYNAMIC], ids=["off", "chain", "static", "dynamic"])

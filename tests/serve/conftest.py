@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-import secateur
 from secateur.config import EngineArgs
-
-BUNDLED = Path(secateur.__file__).parent / "bundled"
-
 
 @pytest.fixture(scope="session")
 def url() -> Iterator[str]:
     """The service `secateur serve -tp 2` would start; afterwards nothing of it may be left."""
-    if not (BUNDLED / "target").is_dir():
-        pytest.skip("the bundled models are not there yet (secateur/bundled/target)")
     os.environ.pop("RAY_ADDRESS", None)
     from cluster.app import running
     from cluster.processes import descendants, wait_gone
