@@ -9,6 +9,7 @@ import pytest
 
 from secateur.config import EngineArgs
 
+
 @pytest.fixture(scope="session")
 def url() -> Iterator[str]:
     """The service `secateur serve -tp 2` would start; afterwards nothing of it may be left."""
