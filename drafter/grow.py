@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from drafter.level import DraftVocabulary, Level
 from drafter.prune import passes_min, passes_path
 from drafter.shape import Shape
 from workers.sampling import process_logits, shared_gumbel
@@ -35,17 +36,6 @@ class GrowLimits:
     max_depth_B: np.ndarray
     min_prob_B: np.ndarray
     path_prob_B: np.ndarray
-
-
-class Level(NamedTuple):
-    """Nodes to run through the draft model, sorted by request, then row. Host arrays [F]."""
-
-    depth: int
-    request_F: np.ndarray
-    row_F: np.ndarray
-    parent_row_F: np.ndarray
-    token_F: np.ndarray
-    ancestors_F: np.ndarray  # int64 bitmask
 
 
 class Scores(NamedTuple):
@@ -98,14 +88,6 @@ def grow(
         if len(frontier.request_F):
             logits_FV = expand(frontier)
     return trees.pack(sampling), None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DraftVocabulary:
-    """What the draft's logits mean: `target_ids` [V] int64, or None when draft and target ids are the same."""
-
-    target_size: int
-    target_ids: Tensor | None = None
 
 
 def score_children(

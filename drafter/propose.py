@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from drafter.eagle3 import Eagle3Head
-from drafter.grow import DraftVocabulary, Level
+from drafter.level import DraftVocabulary, Level
 from workers.kernels.reference import AttentionPlan
 from workers.kv import KVPool
 from workers.model import Decoder

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from drafter import worker
-from drafter.grow import DraftVocabulary, Level
+from drafter.level import DraftVocabulary, Level
 from drafter.shape import Shape, make_shape
 from verifier.engine import Engine
 from verifier.request import Request

@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import Path
 
-from drafter.grow import DraftVocabulary, GrowLimits, Level, grow
+from drafter.grow import GrowLimits, grow
+from drafter.level import DraftVocabulary, Level
 from drafter.shape import DynamicShape, Shape, StaticShape, make_shape
 from workers.config import MAX_TREE_NODES, TreeConfig
 from workers.types import NodeKind, SamplingBatch, SamplingParams, TreeBatch

@@ -25,7 +25,8 @@ import scipy.stats
 import torch
 from oracles import Path, distance, product_law
 
-from drafter.grow import DraftVocabulary, GrowLimits, Level, grow
+from drafter.grow import GrowLimits, grow
+from drafter.level import DraftVocabulary, Level
 from drafter.shape import DynamicShape, Shape, StaticShape
 from verifier.accept import accept, walk
 from workers.sampling import draw
