@@ -1,17 +1,18 @@
-"""The EAGLE-3 head: one decoder layer that reads the target's mind and drafts the next token.
+"""The EAGLE-3 head: a decoder layer (rarely more) that reads the target's mind and drafts the next token.
 
     Eagle3Head.load(path, target_path, tp=SINGLE, device="cpu", dtype=float32) -> Eagle3Head        .spec
         .plan(metadata, page_size) -> AttentionPlan                        slot 0 hidden
         .forward(tokens_M, features_MH, positions_M, plan, kv) -> hidden_MH  the next step's features
         .logits(hidden_MH) -> [M, draft_vocab] float32                     gathered over `tp`
-        .target_ids                                                        int64 [draft_vocab]
-        .new_kv_pool(num_slots) -> KVPool                                  one layer
+        .vocab                                                             target ids of the draft vocabulary
+        .new_kv_pool(num_slots) -> KVPool
 
 Legend: M packed rows, H draft hidden width. For a row with token t and feature g (Li et al., EAGLE-3, and its code):
 
     x   = concat(input_layernorm(embed(t)), hidden_norm(g))        2 H wide, embedding first
     r   = g + attention(x)                                         the residual is g, never the embedding
     out = r + mlp(post_attention_layernorm(r))
+    out = plain decoder layers(out), if the head has more than one
     logits = lm_head(norm(out));  the feature handed to children is `out`, before `norm`
 
 g is fc(target features of the token before t) for committed tokens, and the parent's own `out` for tree nodes. The
@@ -26,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from drafter.level import DraftVocabulary
 from workers.checkpoint import Weights, check_heads, read_spec
 from workers.eagle3_format import (
     FUSION_TENSORS,
@@ -39,6 +41,7 @@ from workers.kernels.reference import AttentionPlan
 from workers.kernels.reference import plan as plan_attention
 from workers.kv import KVPool
 from workers.layers import SINGLE, Attention, HeadSplit, Mlp, TensorParallel, VocabHead, gather_vocab, rms_norm
+from workers.model import DecoderLayer, load_layer
 from workers.rope import Rope
 from workers.types import AttentionMetadata
 
@@ -60,6 +63,7 @@ class Eagle3Head:
         attention: Attention,
         post_norm_H: Tensor,
         mlp: Mlp,
+        more_layers: tuple[DecoderLayer, ...],
         final_norm_H: Tensor,
         head: VocabHead,
         target_ids: Tensor,
@@ -68,7 +72,7 @@ class Eagle3Head:
         self.tp = tp
         self.device = embedding_VH.device
         self.dtype = embedding_VH.dtype
-        self.target_ids = target_ids
+        self.vocab = DraftVocabulary(target_size=spec.vocab_size, target_ids=target_ids)
         self.heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, tp)
         self._rope = Rope(spec.rope, self.dtype, self.device)
         self._embedding_VH = embedding_VH
@@ -77,6 +81,7 @@ class Eagle3Head:
         self._attention = attention
         self._post_norm_H = post_norm_H
         self._mlp = mlp
+        self._more_layers = more_layers
         self._final_norm_H = final_norm_H
         self._head = head
 
@@ -129,6 +134,7 @@ class Eagle3Head:
             ),
             post_norm_H=weights.get(f"{layer}post_attention_layernorm.weight"),
             mlp=Mlp.load(weights, f"{layer}mlp.", bias=spec.mlp_bias, tp=tp),
+            more_layers=tuple(load_layer(weights, f"layers.{i}.", spec, tp) for i in range(1, spec.num_layers)),
             final_norm_H=weights.get("norm.weight"),
             head=_load_vocab_head(weights, target, spec, tp),
             target_ids=load_target_ids(weights, spec),
@@ -147,9 +153,16 @@ class Eagle3Head:
             device=self.device,
         )
 
+    @property
+    def bytes_per_slot(self) -> int:
+        """Bytes that one token's entry takes on this rank."""
+        spec = self.spec
+        return KVPool.bytes_per_slot(spec.num_layers, self.heads.num_kv_heads, spec.head_dim, self.dtype)
+
     def new_kv_pool(self, num_slots: int) -> KVPool:
-        """A one-layer pool for this rank's key-value heads; num_slots = pages (the null page included) * page_size."""
-        return KVPool(1, num_slots, self.heads.num_kv_heads, self.spec.head_dim, self.dtype, self.device)
+        """A pool for this rank's key-value heads; num_slots = pages (the null page included) * page_size."""
+        spec = self.spec
+        return KVPool(spec.num_layers, num_slots, self.heads.num_kv_heads, spec.head_dim, self.dtype, self.device)
 
     @torch.inference_mode()
     def forward(
@@ -171,8 +184,11 @@ class Eagle3Head:
         h_MH = rms_norm(g_MH, self._hidden_norm_H, eps)
         x_M2H = torch.cat((e_MH, h_MH), dim=-1)
         residual_MH = h_MH if spec.norm_before_residual else g_MH
-        r_MH = residual_MH + self._attention(x_M2H, self._rope(positions_M), plan, kv, 0)
+        rotation = self._rope(positions_M)
+        r_MH = residual_MH + self._attention(x_M2H, rotation, plan, kv, 0)
         out_MH = r_MH + self._mlp(rms_norm(r_MH, self._post_norm_H, eps))
+        for index, layer in enumerate(self._more_layers, start=1):
+            out_MH = layer(out_MH, rotation, plan, kv, index)
         return rms_norm(out_MH, self._final_norm_H, eps) if spec.norm_output else out_MH
 
     @torch.inference_mode()

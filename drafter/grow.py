@@ -1,64 +1,63 @@
-"""Grows draft trees level by level for a batch of requests: `grow` is a pure function of draft logits.
+"""Grows draft trees level by level for a batch of requests: `grow` is a pure function of draft distributions.
 
 One level:
-  1. score     the draft's processed distribution q at every frontier node; children = the best of log q + G, where G
-               is the target's own Gumbel noise for that position (the coupled rule; G = 0 at temperature 0)
-  2. prune     nodes whose most likely token is below the min threshold get no children
-  3. deal      the node's slots go to children by weight = softmax((log q + G) / tau), see `drafter.shape`
-  4. next      children that hold slots, have room below and pass the path threshold are the next frontier
+  1. read      the draft's distribution q at every frontier node (`expand`), edited by the request's constraints
+  2. score     the candidate children and their chance to survive            (`drafter.score`)
+  3. take      each request's growth picks children and the next frontier    (`drafter.dealt`, `drafter.search`)
+and at the end, for requests under `auto`, one cut through all trees of the batch where a further node costs more than
+it is worth (`drafter.budget`). Sampled trees are never cut: their budgets are settled before anything is drawn.
 
-Probabilities and noise live on the logits' device; the tree's few integers live on the host, in numpy.
-Legend: B requests, R rows of a request, F frontier nodes, K children, V draft vocabulary.
+Probabilities and noise live on the logits' device; the trees' few integers live on the host, in numpy.
+Legend: B requests, R rows of a request, F frontier nodes, K children, N nodes, V draft vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from drafter.level import DraftVocabulary, Level
-from drafter.prune import passes_min, passes_path
-from drafter.shape import Shape
-from workers.sampling import process_logits, shared_gumbel
-from workers.types import DraftProbs, NodeKind, SamplingBatch, TreeBatch
+from drafter.budget import Budget
+from drafter.dealt import Dealt
+from drafter.level import Candidates, DraftVocabulary, GrowLimits, Level, Nodes, SampledNode
+from drafter.score import Scores, score
+from drafter.search import Search
+from drafter.shape import DynamicShape, Shape
+from workers.constraints import ConstrainedRow, Standing, constrain
+from workers.types import DraftCosts, DraftProbs, Rule, SamplingBatch, TreeBatch
+
+Expand = Callable[[Level], Tensor | Candidates]
+"""Runs one level through the draft model and returns its logits [F, V], or n-gram candidates."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GrowLimits:
-    """What each request allows its tree, as host arrays [B]."""
+class Growth(Protocol):
+    """How some requests' trees grow."""
 
-    num_nodes_B: np.ndarray
-    max_depth_B: np.ndarray
-    min_prob_B: np.ndarray
-    path_prob_B: np.ndarray
+    def frontier(self) -> Level:
+        """The nodes to be read next; none = this growth is done."""
+        ...
 
+    def take(self, level: Level, scores: Scores) -> None:
+        """The scores of the frontier's candidate children."""
+        ...
 
-class Scores(NamedTuple):
-    """The best children of F nodes, as host arrays; children in order of weight."""
-
-    token_FK: np.ndarray  # target ids
-    weight_FK: np.ndarray  # softmax((log q + G) / tau)
-    prob_FK: np.ndarray  # q
-    top_prob_F: np.ndarray  # max q
+    def nodes(self) -> Nodes:
+        """Every node of every tree, the roots included."""
+        ...
 
 
-CONFIDENCE_TAU = 0.6
-"""How far log q is from log p, in units of the Gumbel noise: the weight of a child, softmax((log q + G) / tau), is the
-probability that it is the target's draw if the difference is Gumbel noise of that scale. On the bundled EAGLE-3 head
-0.5 fits best at temperature 0 (best child: weight .86, accepted .85) and 0.7 at temperature 1 (.67 and .65); with 1.0
-a tree of 16 nodes accepts 5.12 tokens a step instead of 5.47."""
-
-Expand = Callable[[Level], Tensor]
-"""Runs one level through the draft model and returns its logits [F, V]."""
+class Grown(NamedTuple):
+    trees: TreeBatch
+    probs: DraftProbs | None  # None = nothing was sampled
+    pruned_BD: np.ndarray  # int32: nodes of depth 1 .. D that pruning kept out
+    num_levels: int  # levels read, the roots' included
 
 
 def grow(
-    root_logits_BV: Tensor,
+    roots: Tensor | Candidates,
     root_token_B: np.ndarray,
     root_index_B: np.ndarray,
     *,
@@ -67,127 +66,164 @@ def grow(
     shape: Shape,
     expand: Expand,
     vocab: DraftVocabulary,
-) -> tuple[TreeBatch, DraftProbs | None]:
-    """One tree per request, and None: neither coupled nor deterministic drafts need draft probabilities.
+    standings: dict[int, Standing] | None = None,
+    costs: DraftCosts | None = None,
+) -> Grown:
+    """One tree per request.
 
-    root_index_B: index of the token drawn at the root (the root's position + 1); a child of a depth-d node is drawn
-    with index root_index + d. `expand` is called once per level below the root, only with nodes that need logits.
+    roots: the draft's distribution at each root. root_index_B: index of the token drawn at the root (the root's
+    position + 1); a child of a depth-d node stands for index root_index + d. `expand` is called once per level below
+    the roots, only with nodes that need it. standings: requests with constraints. costs: needed by `limits.auto_B`.
     """
-    trees = _Trees(root_token_B, shape.root_slots(limits.num_nodes_B))
-    frontier = trees.root_level(limits)
-    logits_FV = root_logits_BV[torch.from_numpy(frontier.request_F)]
-    while len(frontier.request_F):
-        request_F = frontier.request_F
-        params = sampling.rows(torch.from_numpy(request_F).to(logits_FV.device))
-        index_F = root_index_B[request_F] + frontier.depth
-        scores = score_children(logits_FV, params, index_F, shape.max_children, vocab)
-        room_F = limits.max_depth_B[request_F] - frontier.depth
-        slots_F = trees.slots[request_F, frontier.row_F] * passes_min(scores.top_prob_F, limits.min_prob_B[request_F])
-        dealt = shape.deal(slots_F, trees.label[request_F, frontier.row_F], room_F, scores.weight_FK)
-        frontier = trees.add_level(frontier, scores, dealt.slots_FK, dealt.label_FK, limits)
-        if len(frontier.request_F):
-            logits_FV = expand(frontier)
-    return trees.pack(sampling), None
+    budget = Budget(costs) if costs is not None else None
+    pruned_BD = np.zeros((len(root_token_B), int(limits.max_depth_B.max(initial=0))), dtype=np.int32)
+    growths = _growths(root_token_B, root_index_B, limits, sampling, shape, budget, pruned_BD)
+    editor = _Editor(standings or {}, vocab)
+    num_levels = 0
+    while True:
+        level, owner_F = _merge([growth.frontier() for growth in growths])
+        if not len(level.request_F):
+            break
+        draft = expand(level) if num_levels else _take_rows(roots, level.request_F)
+        num_levels += 1
+        if editor.is_needed:
+            draft = editor.edit(draft, level)
+        params = sampling.rows(torch.from_numpy(level.request_F).to(sampling.seed_B.device))
+        index_F = root_index_B[level.request_F] + level.depth
+        scores = score(draft, params, limits.rule_B[level.request_F], index_F, shape.max_children, vocab)
+        for i, growth in enumerate(growths):
+            if len(growths) == 1:
+                growth.take(level, scores)
+            elif (owner_F == i).any():
+                growth.take(level.rows(owner_F == i), scores.rows(owner_F == i))
+    nodes = Nodes.concatenate([growth.nodes() for growth in growths])
+    if budget is not None:
+        nodes = _cut(nodes, limits, budget, num_levels, pruned_BD)
+    trees = _pack(nodes, len(root_token_B))
+    sampled = [node for growth in growths if isinstance(growth, Dealt) for node in growth.sampled]
+    return Grown(trees, _pack_probs(sampled, trees), pruned_BD, num_levels)
 
 
-def score_children(
-    logits_FV: Tensor, params: SamplingBatch, index_F: np.ndarray, num_children: int, vocab: DraftVocabulary
-) -> Scores:
-    """The best children of each node under log q + G. Noise is keyed on target ids, so a reduced draft vocabulary
-    sees the noise the verifier will see."""
-    processed = process_logits(logits_FV, params)
-    log_q = processed.log_softmax(-1)
-    score = log_q
-    if bool((params.temperature_B > 0).any()):
-        score = log_q + _noise(params, index_F, vocab)
-    best = score.topk(min(num_children, score.shape[-1]), dim=-1)
-    confidence = score / CONFIDENCE_TAU
-    weight = torch.exp(best.values / CONFIDENCE_TAU - confidence.logsumexp(-1, keepdim=True))
-    token = best.indices if vocab.target_ids is None else vocab.target_ids[best.indices]
-    return Scores(
-        token_FK=token.cpu().numpy(),
-        weight_FK=weight.cpu().numpy(),
-        prob_FK=log_q.gather(-1, best.indices).exp().cpu().numpy(),
-        top_prob_F=log_q.amax(-1).exp().cpu().numpy(),
+def _growths(
+    root_token_B: np.ndarray,
+    root_index_B: np.ndarray,
+    limits: GrowLimits,
+    sampling: SamplingBatch,
+    shape: Shape,
+    budget: Budget | None,
+    pruned_BD: np.ndarray,
+) -> list[Growth]:
+    """`auto` searches dynamic trees best-first, if children may be reconsidered; all other trees are dealt."""
+    is_searched_B = (limits.auto_B > 0) & (limits.rule_B < Rule.TRAVERSAL) & isinstance(shape, DynamicShape)
+    growths: list[Growth] = []
+    if not is_searched_B.all() or not len(is_searched_B):
+        growths.append(
+            Dealt(
+                np.flatnonzero(~is_searched_B), root_token_B, root_index_B, limits, sampling, shape, budget, pruned_BD
+            )
+        )
+    if is_searched_B.any():
+        assert budget is not None, "auto needs costs"
+        growths.append(Search(np.flatnonzero(is_searched_B), root_token_B, limits, budget))
+    return growths
+
+
+def _merge(levels: list[Level]) -> tuple[Level, np.ndarray]:
+    """One level sorted by request, and which of `levels` each row came from."""
+    if len(levels) == 1:
+        return levels[0], np.zeros(len(levels[0].request_F), dtype=np.int64)
+    owner_F = np.repeat(np.arange(len(levels)), [len(level.request_F) for level in levels])
+    arrays = (np.concatenate(parts) for parts in zip(*(level[1:] for level in levels), strict=True))
+    both = Level(max(level.depth for level in levels if len(level.request_F)) if len(owner_F) else 0, *arrays)
+    order = np.argsort(both.request_F, kind="stable")
+    return both.rows(order), owner_F[order]
+
+
+def _take_rows(draft: Tensor | Candidates, rows: np.ndarray) -> Tensor | Candidates:
+    if isinstance(draft, Candidates):
+        return Candidates(draft.token_FK[rows], draft.log_q_FK[rows])
+    return draft[torch.from_numpy(rows).to(draft.device)]
+
+
+class _Editor:
+    """Applies constraints to draft logits, along each node's own path."""
+
+    def __init__(self, standings: dict[int, Standing], vocab: DraftVocabulary) -> None:
+        self.is_needed = bool(standings)
+        self._standings = standings
+        self._path: dict[tuple[int, int], list[int]] = {}  # tokens below the root, by request and row
+        self._vocab = vocab
+
+    def edit(self, draft: Tensor | Candidates, level: Level) -> Tensor | Candidates:
+        rows = []
+        columns = (level.request_F, level.row_F, level.parent_row_F, level.token_F)
+        nodes = zip(*(column.tolist() for column in columns), strict=True)
+        for i, (request, row, parent, token) in enumerate(nodes):
+            if request in self._standings:
+                path = [*self._path[request, parent], token] if row else []
+                self._path[request, row] = path
+                rows.append(ConstrainedRow(i, self._standings[request], path))
+        if isinstance(draft, Candidates):
+            return draft  # what lookup found is proposed as it is; the target's own constraints decide
+        return constrain(draft, rows, self._vocab.columns)
+
+
+def _cut(nodes: Nodes, limits: GrowLimits, budget: Budget, num_levels: int, pruned_BD: np.ndarray) -> Nodes:
+    """Without the nodes that are not worth their verification; the best of each request stays, so that none starves."""
+    may_cut_N = (limits.auto_B > 0)[nodes.request_N] & (limits.rule_B < Rule.TRAVERSAL)[nodes.request_N]
+    open_N = may_cut_N & (nodes.row_N > 0)
+    if not open_N.any():
+        return nodes
+    entries = np.flatnonzero(open_N)
+    order = np.lexsort((nodes.row_N[entries], nodes.request_N[entries], -nodes.weight_N[entries]))
+    ranked = entries[order]
+    # Nodes that stay whatever the budget says: other requests' trees.
+    fixed = nodes.weight_N[(nodes.row_N > 0) & ~may_cut_N]
+    count = budget.best_count(nodes.weight_N[ranked], num_levels, fixed)
+    keep_N = ~open_N
+    keep_N[ranked[:count]] = True
+    first_of_request = np.unique(nodes.request_N[ranked], return_index=True)[1]
+    keep_N[ranked[first_of_request]] = True
+    cut = np.flatnonzero(~keep_N)
+    np.add.at(pruned_BD, (nodes.request_N[cut], nodes.depth_N[cut] - 1), 1)
+    return nodes.rows(keep_N)
+
+
+def _pack(nodes: Nodes, num_requests: int) -> TreeBatch:
+    """Rows renumbered without gaps, by request, then row."""
+    order = np.lexsort((nodes.row_N, nodes.request_N))
+    nodes = nodes.rows(order)
+    count_B = np.bincount(nodes.request_N, minlength=num_requests)
+    offsets = np.concatenate([[0], np.cumsum(count_B)])
+    row_N = np.arange(len(order)) - offsets[nodes.request_N]
+    new_row = np.full((num_requests, int(nodes.row_N.max(initial=0)) + 1), -1, dtype=np.int64)
+    new_row[nodes.request_N, nodes.row_N] = row_N
+    parent_N = np.where(nodes.parent_row_N < 0, -1, new_row[nodes.request_N, nodes.parent_row_N])
+    ancestors_N = np.uint64(1) << row_N.astype(np.uint64)
+    for depth in range(1, int(nodes.depth_N.max(initial=0)) + 1):
+        at = np.flatnonzero(nodes.depth_N == depth)
+        ancestors_N[at] |= ancestors_N[offsets[nodes.request_N[at]] + parent_N[at]]
+    return TreeBatch(
+        offsets=torch.from_numpy(offsets.astype(np.int32)),
+        token_N=torch.from_numpy(nodes.token_N.astype(np.int32)),
+        parent_N=torch.from_numpy(parent_N.astype(np.int32)),
+        depth_N=torch.from_numpy(nodes.depth_N.astype(np.int32)),
+        ancestors_N=torch.from_numpy(ancestors_N.view(np.int64)),
+        kind_N=torch.from_numpy(nodes.kind_N),
+        weight_N=torch.from_numpy(nodes.weight_N.astype(np.float32)),
     )
 
 
-def _noise(params: SamplingBatch, index_F: np.ndarray, vocab: DraftVocabulary) -> Tensor:
-    """The target's noise for the draft's tokens [F, V], zero in temperature-0 rows."""
-    index = torch.from_numpy(index_F).to(params.seed_B.device)
-    noise = shared_gumbel(params.seed_B, index, 0, vocab.target_size)
-    if vocab.target_ids is not None:
-        noise = noise[:, vocab.target_ids]
-    return noise * (params.temperature_B > 0)[:, None]
-
-
-class _Trees:
-    """The growing trees as host arrays [B, R]; row 0 is the root, rows are handed out breadth-first."""
-
-    def __init__(self, root_token_B: np.ndarray, slots_B: np.ndarray) -> None:
-        size = (len(root_token_B), 1 + int(slots_B.max(initial=0)))
-        self.token = np.zeros(size, dtype=np.int32)
-        self.parent = np.full(size, -1, dtype=np.int32)
-        self.depth = np.zeros(size, dtype=np.int32)
-        self.ancestors = np.ones(size, dtype=np.uint64)
-        self.weight = np.ones(size, dtype=np.float32)
-        self.path_prob = np.ones(size, dtype=np.float64)
-        self.slots = np.zeros(size, dtype=np.int64)  # descendants the node may have
-        self.label = np.zeros(size, dtype=np.int64)
-        self.count = np.ones(len(root_token_B), dtype=np.int64)
-        self.token[:, 0] = root_token_B
-        self.slots[:, 0] = slots_B
-
-    def root_level(self, limits: GrowLimits) -> Level:
-        requests = np.arange(len(self.count))
-        return self._level(0, requests, np.zeros_like(requests), limits)
-
-    def add_level(
-        self, frontier: Level, scores: Scores, slots_FK: np.ndarray, label_FK: np.ndarray, limits: GrowLimits
-    ) -> Level:
-        """Adds every child that was dealt a slot, ordered by parent row then rank; returns the next frontier."""
-        f, k = np.nonzero(slots_FK)
-        b, parent = frontier.request_F[f], frontier.row_F[f]
-        added_B = np.bincount(b, minlength=len(self.count))
-        first_of_b = np.cumsum(added_B) - added_B
-        row = self.count[b] + np.arange(len(b)) - first_of_b[b]
-        self.count += added_B
-        depth = frontier.depth + 1
-        self.token[b, row] = scores.token_FK[f, k]
-        self.parent[b, row] = parent
-        self.depth[b, row] = depth
-        self.ancestors[b, row] = self.ancestors[b, parent] | np.left_shift(np.uint64(1), row.astype(np.uint64))
-        self.weight[b, row] = self.weight[b, parent] * scores.weight_FK[f, k]
-        self.path_prob[b, row] = self.path_prob[b, parent] * scores.prob_FK[f, k]
-        self.slots[b, row] = slots_FK[f, k] - 1
-        self.label[b, row] = label_FK[f, k]
-        return self._level(depth, b, row, limits)
-
-    def _level(self, depth: int, b: np.ndarray, row: np.ndarray, limits: GrowLimits) -> Level:
-        go_on = (self.slots[b, row] > 0) & (depth < limits.max_depth_B[b])
-        go_on &= passes_path(self.path_prob[b, row], limits.path_prob_B[b])
-        b, row = b[go_on], row[go_on]
-        return Level(
-            depth=depth,
-            request_F=b,
-            row_F=row,
-            parent_row_F=self.parent[b, row],
-            token_F=self.token[b, row],
-            ancestors_F=self.ancestors[b, row].view(np.int64),
-        )
-
-    def pack(self, sampling: SamplingBatch) -> TreeBatch:
-        used = np.arange(self.token.shape[1]) < self.count[:, None]
-        sampled_B = (sampling.temperature_B > 0).cpu().numpy()
-        kind = np.where(sampled_B, NodeKind.COUPLED, NodeKind.DETERMINISTIC).astype(np.uint8)
-        kind = np.repeat(kind[:, None], used.shape[1], axis=1)
-        kind[:, 0] = NodeKind.ROOT
-        return TreeBatch(
-            offsets=torch.from_numpy(np.concatenate([[0], np.cumsum(self.count)]).astype(np.int32)),
-            token_N=torch.from_numpy(self.token[used]),
-            parent_N=torch.from_numpy(self.parent[used]),
-            depth_N=torch.from_numpy(self.depth[used]),
-            ancestors_N=torch.from_numpy(self.ancestors[used].view(np.int64)),
-            kind_N=torch.from_numpy(kind[used]),
-            weight_N=torch.from_numpy(self.weight[used]),
-        )
+def _pack_probs(sampled: Sequence[SampledNode], trees: TreeBatch) -> DraftProbs | None:
+    """The distributions of the nodes whose children were sampled, by the rows of `trees` (which keep their places)."""
+    if not sampled:
+        return None
+    at = [int(trees.offsets[node.request]) + node.row for node in sampled]
+    size_N = np.zeros(len(trees.token_N), dtype=np.int64)
+    size_N[at] = [len(node.ids) for node in sampled]
+    in_order = [sampled[i] for i in np.argsort(at)]
+    return DraftProbs(
+        offsets=torch.from_numpy(np.concatenate([[0], np.cumsum(size_N)]).astype(np.int32)),
+        id_S=torch.from_numpy(np.concatenate([node.ids for node in in_order]).astype(np.int32)),
+        weight_S=torch.from_numpy(np.concatenate([node.weights for node in in_order]).astype(np.int32)),
+    )

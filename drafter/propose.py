@@ -4,8 +4,9 @@
     expand   runs one tree level; a node's KV goes to slot base + row behind the prefix and is simply overwritten by
              the next extend, so nothing has to be cleaned up
 
-A request's row 0 is its root, whose own KV extend has just written at slot `base`. An EAGLE-3 head's entry for token j
-sits in slot j with rotary position j - 1 (slot 0 stays empty); a draft model's with position j.
+A request's row 0 is its root, whose own KV extend has just written at slot `base`. A feature head's entry for token j
+sits in slot j with rotary position j - 1 (slot 0 stays empty); a draft model's with position j. `drafter.ngram` is a
+proposer too: its memory holds the tokens themselves, and it knows a few candidates instead of logits.
 Legend: B requests of the message, G of them growing, M fed rows, F frontier nodes, R rows of a tree, H hidden width.
 """
 
@@ -17,8 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drafter.eagle3 import Eagle3Head
-from drafter.level import DraftVocabulary, Level
+from drafter.level import Candidates, DraftVocabulary, Level
 from workers.kernels.reference import AttentionPlan
 from workers.kv import KVPool
 from workers.model import Decoder
@@ -30,13 +30,35 @@ class Proposer(Protocol):
 
     vocab: DraftVocabulary
 
-    def extend(self, request: DraftRequest) -> Tensor:
+    def extend(self, request: DraftRequest) -> Tensor | Candidates:
         """Feeds all rows; returns the root logits [G, V] of the requests that want a tree, in order."""
         ...
 
-    def expand(self, level: Level) -> Tensor:
+    def expand(self, level: Level) -> Tensor | Candidates:
         """Logits [F, V] of one level of the trees rooted by the last extend."""
         ...
+
+
+class FeatureHead(Protocol):
+    """A head that drafts from the target's features: an entry is a token with the feature of the one before it.
+
+    See `drafter.eagle3.Eagle3Head` and `drafter.fc_head.FcHead` for the rules of the methods.
+    """
+
+    vocab: DraftVocabulary
+
+    @property
+    def bytes_per_slot(self) -> int: ...
+
+    def new_kv_pool(self, num_slots: int) -> KVPool: ...
+
+    def plan(self, metadata: AttentionMetadata, page_size: int) -> AttentionPlan: ...
+
+    def forward(
+        self, tokens_M: Tensor, features_MH: Tensor, positions_M: Tensor, plan: AttentionPlan, kv: KVPool
+    ) -> Tensor: ...
+
+    def logits(self, hidden_MH: Tensor) -> Tensor: ...
 
 
 class _Prefix:
@@ -67,7 +89,7 @@ class _Prefix:
         return self.base_G[torch.from_numpy(level.request_F)] + level.depth
 
 
-def _fed_slots(request: DraftRequest) -> Tensor:
+def fed_slots(request: DraftRequest) -> Tensor:
     """[M] int32: the slot of every fed row."""
     rows_B = request.offsets.diff()
     first_M = (request.start_B - request.offsets[:-1]).repeat_interleave(rows_B)
@@ -85,18 +107,18 @@ def _fed_attention(request: DraftRequest, slot_M: Tensor) -> AttentionMetadata:
     )
 
 
-class Eagle3Proposer:
-    """EAGLE-3: a committed token's feature comes from the target, a tree node's from its parent."""
+class FeatureProposer:
+    """EAGLE and MTP heads: a committed token's feature comes from the target, a tree node's from its parent."""
 
-    def __init__(self, head: Eagle3Head, kv: KVPool, page_size: int, tree_rows: int) -> None:
-        self.vocab = DraftVocabulary(target_size=head.spec.vocab_size, target_ids=head.target_ids)
+    def __init__(self, head: FeatureHead, kv: KVPool, page_size: int, tree_rows: int) -> None:
+        self.vocab = head.vocab
         self._head, self._kv, self._page_size, self._tree_rows = head, kv, page_size, tree_rows
         self._prefix: _Prefix
         self._hidden_GRH: Tensor  # features that a node hands to its children
 
     def extend(self, request: DraftRequest) -> Tensor:
-        assert request.features_MH is not None, "an EAGLE-3 drafter is fed features"
-        slot_M = _fed_slots(request)
+        assert request.features_MH is not None, "a feature head is fed features"
+        slot_M = fed_slots(request)
         plan = self._head.plan(_fed_attention(request, slot_M), self._page_size)
         hidden_MH = self._run(request.token_M, request.features_MH, slot_M - 1, plan)
         self._prefix = _Prefix(request)
@@ -129,7 +151,7 @@ class DraftModelProposer:
         self._prefix: _Prefix
 
     def extend(self, request: DraftRequest) -> Tensor:
-        slot_M = _fed_slots(request)
+        slot_M = fed_slots(request)
         self._prefix = _Prefix(request)
         hidden_MD = self._run(request.token_M, slot_M, _fed_attention(request, slot_M))
         return self._model.full_logits(hidden_MD[self._prefix.last_row_G.to(hidden_MD.device)])

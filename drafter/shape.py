@@ -31,6 +31,8 @@ class Shape(Protocol):
     """A policy that deals slots. `label` is the shape's own note on a node (root 0); `room` levels may follow it."""
 
     max_children: int
+    expected_J: np.ndarray
+    """Survival of a typical tree's nodes, the root excluded, in the order in which a smaller budget drops them last."""
 
     def root_slots(self, num_nodes_B: np.ndarray) -> np.ndarray: ...
 
@@ -48,6 +50,7 @@ class DynamicShape:
         self.max_children = max_children
         self._max_depth = max_depth
         self._profile = np.array([_typical_subtree(room, typical[:max_children]) for room in range(max_depth)])
+        self.expected_J = np.array(_typical_subtree(max_depth, typical[:max_children])[1:], dtype=np.float32)
 
     def root_slots(self, num_nodes_B: np.ndarray) -> np.ndarray:
         return num_nodes_B
@@ -74,6 +77,8 @@ class StaticShape:
     def __init__(self, paths: tuple[tuple[int, ...], ...]) -> None:
         self.max_children = 1 + max(path[-1] for path in paths)
         self._num_nodes = len(paths)
+        survival = (*TYPICAL_CHILDREN, *(0.0,) * self.max_children)
+        self.expected_J = np.array([np.prod([survival[rank] for rank in path]) for path in paths], dtype=np.float32)
         place = {(): 0} | {path: 1 + i for i, path in enumerate(paths)}
         size = 1 + len(paths)
         self._child = np.zeros((size, self.max_children), dtype=np.int64)

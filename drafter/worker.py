@@ -11,15 +11,21 @@ import os
 import time
 
 import torch
+from torch import Tensor
 
 from drafter.eagle3 import Eagle3Head
-from drafter.grow import GrowLimits, grow
-from drafter.propose import DraftModelProposer, Eagle3Proposer, Proposer
+from drafter.fc_head import FcHead
+from drafter.grow import grow
+from drafter.level import GrowLimits
+from drafter.ngram import Lengths, NgramProposer
+from drafter.propose import DraftModelProposer, FeatureHead, FeatureProposer, Proposer
 from drafter.shape import Shape, make_shape
 from workers import groups
 from workers.channel import Received, naming_lost_peers
 from workers.checkpoint import read_spec
 from workers.config import DraftConfig, EngineConfig
+from workers.constraints import Standing, unpack_standings
+from workers.fc_head_format import read_eagle_spec, read_mtp_spec
 from workers.groups import World
 from workers.kv import KVPool
 from workers.memory import agree_on_pages
@@ -39,18 +45,19 @@ def run(config: EngineConfig, rank: int, store_address: str) -> None:
     world.gather_topology(
         {"role": "drafter", "tp_rank": world.tp.rank, "rank": rank, "pid": os.getpid(), "device": str(world.device)}
     )
-    _serve(world, proposer, make_shape(config.draft.tree))
+    is_hybrid = config.draft.acceptance.sample_method == "hybrid"
+    _serve(world, proposer, make_shape(config.draft.tree), is_hybrid)
     groups.leave()
     logger.info("%s: stopped", world.role)
 
 
-def _serve(world: World, proposer: Proposer, shape: Shape) -> None:
+def _serve(world: World, proposer: Proposer, shape: Shape, is_hybrid: bool) -> None:
     while (received := _next_message(world)).kind != Kind.STOP:
         if received.kind == Kind.HEARTBEAT:
             continue
         assert isinstance(received.message, DraftRequest)
         with naming_lost_peers(world.role, received.step):
-            reply = draft(received.message, proposer, shape)
+            reply = draft(received.message, proposer, shape, is_hybrid=is_hybrid)
         if world.link is not None:
             world.link.send(reply, received.step)
 
@@ -74,29 +81,46 @@ def _next_message(world: World) -> Received:
 
 
 @torch.inference_mode()
-def draft(request: DraftRequest, proposer: Proposer, shape: Shape) -> DraftReply:
+def draft(request: DraftRequest, proposer: Proposer, shape: Shape, *, is_hybrid: bool = False) -> DraftReply:
     """Feeds the new rows and grows one tree for each request that wants one."""
     began = time.perf_counter()
-    root_logits_GV = proposer.extend(request)
+    roots = proposer.extend(request)
     growing = request.num_nodes_B > 0
     last_row_G = (request.offsets[1:] - 1)[growing].long()
     root_position_B = request.start_B + request.offsets.diff() - 1
-    trees, probs = grow(
-        root_logits_GV,
+    grown = grow(
+        roots,
         request.token_M[last_row_G].numpy(),
-        (root_position_B[growing] + 1).numpy(),
+        (root_position_B[growing] + 1).long().numpy(),
         limits=GrowLimits(
             num_nodes_B=request.num_nodes_B[growing].numpy(),
             max_depth_B=request.max_depth_B[growing].numpy(),
             min_prob_B=request.min_prob_B[growing].numpy(),
             path_prob_B=request.path_prob_B[growing].numpy(),
+            rule_B=request.rule_B[growing].numpy(),
+            auto_B=request.auto_B[growing].numpy(),
+            is_hybrid=is_hybrid,
         ),
-        sampling=request.sampling.rows(growing).to(root_logits_GV.device),
+        sampling=request.sampling.rows(growing).to(roots.device if isinstance(roots, Tensor) else "cpu"),
         shape=shape,
         expand=proposer.expand,
         vocab=proposer.vocab,
+        standings=_standings(request.constraints_U, growing),
+        costs=request.costs,
     )
-    return DraftReply(trees=trees, probs=probs, seconds=time.perf_counter() - began)
+    return DraftReply(
+        trees=grown.trees,
+        probs=grown.probs,
+        pruned_GD=torch.from_numpy(grown.pruned_BD),
+        num_levels=grown.num_levels,
+        seconds=time.perf_counter() - began,
+    )
+
+
+def _standings(constraints_U: Tensor, growing: Tensor) -> dict[int, Standing]:
+    """The constrained requests by their place among the growing ones."""
+    place_B = growing.cumsum(0) - 1
+    return {int(place_B[b]): standing for b, standing in unpack_standings(constraints_U).items() if growing[b]}
 
 
 def _load(world: World, draft: DraftConfig) -> Proposer:
@@ -104,11 +128,15 @@ def _load(world: World, draft: DraftConfig) -> Proposer:
     config = world.config
     dtype = getattr(torch, config.dtype)
     match draft.method:
-        case "eagle3":
-            head = Eagle3Head.load(draft.model_path, config.model_path, world.tp, world.device, dtype)
-            slot_bytes = KVPool.bytes_per_slot(1, head.heads.num_kv_heads, head.spec.head_dim, dtype)
-            kv = head.new_kv_pool(agree_on_pages(world, slot_bytes) * config.page_size)
-            return Eagle3Proposer(head, kv, config.page_size, config.tree_rows)
+        case "eagle3" | "eagle" | "mtp":
+            head = _load_head(world, draft, dtype)
+            kv = head.new_kv_pool(agree_on_pages(world, head.bytes_per_slot) * config.page_size)
+            return FeatureProposer(head, kv, config.page_size, config.tree_rows)
+        case "ngram":
+            num_pages = agree_on_pages(world, NgramProposer.BYTES_PER_SLOT)
+            lengths = Lengths(draft.prompt_lookup_min, draft.prompt_lookup_max)
+            vocab_size = read_spec(config.model_path).vocab_size
+            return NgramProposer(lengths, vocab_size, num_pages, config.page_size)
         case "draft_model":
             spec, target = read_spec(draft.model_path), read_spec(config.model_path)
             if spec.vocab_size != target.vocab_size:
@@ -120,3 +148,13 @@ def _load(world: World, draft: DraftConfig) -> Proposer:
             slot_bytes = KVPool.bytes_per_slot(spec.num_layers, model.heads.num_kv_heads, spec.head_dim, dtype)
             kv = model.new_kv_pool(agree_on_pages(world, slot_bytes) * config.page_size)
             return DraftModelProposer(model, kv, config.page_size)
+
+
+def _load_head(world: World, draft: DraftConfig, dtype: torch.dtype) -> FeatureHead:
+    """This rank's share of the head that reads the target's features."""
+    target_path = world.config.model_path
+    if draft.method == "eagle3":
+        return Eagle3Head.load(draft.model_path, target_path, world.tp, world.device, dtype)
+    read = read_mtp_spec if draft.method == "mtp" else read_eagle_spec
+    spec = read(draft.model_path, read_spec(target_path))
+    return FcHead.load(spec, draft.model_path, target_path, world.tp, world.device, dtype)

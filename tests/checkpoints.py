@@ -2,6 +2,8 @@
 
 write_model(path, "llama" | "mistral" | "qwen2" | "qwen3", legacy_rope=False, shards=1, seed=0, **config) -> path
 write_eagle3(path, style="safeailab" | "specforge" | "speculators", seed=0, bin_file=False, **config) -> path
+write_eagle(path, bias=True, with_embedding=False, with_head=False, seed=0, **config) -> path      EAGLE-1/2
+add_mtp(path, "qwen3" | "mimo", seed=0) -> path                     to a "qwen3" or "qwen2" model of write_model
 """
 
 from __future__ import annotations
@@ -98,6 +100,7 @@ def write_eagle3(
     norm_output: bool = False,
     norm_before_residual: bool = False,
     qk_norm: bool = False,
+    num_hidden_layers: int = 1,
     aux_layer_ids: tuple[int, ...] | None = None,
     **overrides: Any,
 ) -> Path:
@@ -128,6 +131,8 @@ def write_eagle3(
         shapes["embed_tokens.weight"] = (vocab, hidden)
     if qk_norm:
         shapes |= {f"{layer}.self_attn.q_norm.weight": (head_dim,), f"{layer}.self_attn.k_norm.weight": (head_dim,)}
+    for index in range(1, num_hidden_layers):
+        shapes |= _layer_shapes(f"layers.{index}.", config, qk_norm=qk_norm)
     target_hidden = target_hidden_size or hidden
     if fc_norm:
         shapes |= {f"fc_norm.{i}.weight": (target_hidden,) for i in range(3)}
@@ -143,7 +148,7 @@ def write_eagle3(
         torch.save(tensors, path / "pytorch_model.bin")
     else:
         save_file(tensors, path / "model.safetensors")
-    config |= {"num_hidden_layers": 1, "model_type": "llama", "hidden_act": "silu"}
+    config |= {"num_hidden_layers": num_hidden_layers, "model_type": "llama", "hidden_act": "silu"}
     config |= {"draft_vocab_size": draft_vocab_size}
     if target_hidden_size:
         config["target_hidden_size"] = target_hidden_size
@@ -179,3 +184,82 @@ def write_eagle3(
             }
     (path / "config.json").write_text(json.dumps(config))
     return path
+
+
+def write_eagle(
+    path: Path,
+    *,
+    seed: int = 0,
+    bias: bool = True,
+    with_embedding: bool = False,
+    with_head: bool = False,
+    num_hidden_layers: int = 1,
+    **overrides: Any,
+) -> Path:
+    """A random EAGLE-1/2 head as SafeAILab publishes it, for a target of `write_model`."""
+    path.mkdir(parents=True, exist_ok=True)
+    config = {**BASE, "num_hidden_layers": num_hidden_layers, **overrides}
+    hidden, vocab = config["hidden_size"], config["vocab_size"]
+    shapes = {"fc.weight": (hidden, 2 * hidden)} | ({"fc.bias": (hidden,)} if bias else {})
+    for index in range(num_hidden_layers):
+        shapes |= _layer_shapes(f"layers.{index}.", config, qkv_bias=config.get("qkv_bias", False))
+    del shapes["layers.0.input_layernorm.weight"]
+    shapes |= {"embed_tokens.weight": (vocab, hidden)} if with_embedding else {}
+    shapes |= {"lm_head.weight": (vocab, hidden)} if with_head else {}
+    generator = torch.Generator().manual_seed(seed)
+    save_file({name: randomise(shape, name, generator) for name, shape in shapes.items()}, path / "model.safetensors")
+    config |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "bias": bias}
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def add_mtp(path: Path, layout: str, *, seed: int = 0) -> Path:
+    """Gives a single-file model one multi-token prediction layer; "mimo" makes a Qwen2 model a MiMo."""
+    config = json.loads((path / "config.json").read_text())
+    hidden = config["hidden_size"]
+    match layout:
+        case "qwen3":
+            names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+            shapes = {"mtp.fc.weight": (hidden, 2 * hidden)} | {f"mtp.{name}.weight": (hidden,) for name in names}
+            shapes |= _layer_shapes("mtp.layers.0.", config, qk_norm=True)
+            edit_config(path, mtp_num_hidden_layers=1)
+        case "mimo":
+            own = "model.mtp_layers.0."
+            names = ("token_layernorm", "hidden_layernorm", "final_layernorm")
+            shapes = {f"{own}input_proj.weight": (hidden, 2 * hidden)} | {
+                f"{own}{name}.weight": (hidden,) for name in names
+            }
+            shapes |= _layer_shapes(own, config, qkv_bias=True)
+            auto_map = {"AutoConfig": "configuration_mimo.MiMoConfig"}
+            edit_config(
+                path,
+                architectures=["MiMoForCausalLM"],
+                model_type="mimo",
+                auto_map=auto_map,
+                num_nextn_predict_layers=1,
+            )
+    generator = torch.Generator().manual_seed(seed + 1)
+    edit_weights(path, add={name: randomise(shape, name, generator) for name, shape in shapes.items()})
+    return path
+
+
+def _layer_shapes(
+    prefix: str, config: dict[str, Any], *, qkv_bias: bool = False, qk_norm: bool = False
+) -> dict[str, tuple[int, ...]]:
+    """The tensors of an ordinary decoder layer."""
+    hidden, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+    head_dim = config.get("head_dim") or hidden // heads
+    rows = {"q": heads * head_dim, "k": config["num_key_value_heads"] * head_dim}
+    rows["v"] = rows["k"]
+    shapes: dict[str, tuple[int, ...]] = {f"self_attn.{n}_proj.weight": (rows[n], hidden) for n in rows}
+    shapes |= {f"self_attn.{n}_proj.bias": (rows[n],) for n in rows} if qkv_bias else {}
+    shapes |= {f"self_attn.{n}_norm.weight": (head_dim,) for n in "qk"} if qk_norm else {}
+    shapes |= {
+        "self_attn.o_proj.weight": (hidden, rows["q"]),
+        "mlp.gate_proj.weight": (inner, hidden),
+        "mlp.up_proj.weight": (inner, hidden),
+        "mlp.down_proj.weight": (hidden, inner),
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+    }
+    return {f"{prefix}{name}": shape for name, shape in shapes.items()}

@@ -1,30 +1,18 @@
-"""Runs real engines (plain processes) on lists of requests, and keeps the bundled prompts and their references."""
+"""Configurations of real engines (plain processes) on the bundled pair, its prompts and their references."""
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from cluster.local import LocalEngine
+from cluster.bench.runner import Answer, Job, Runner
 from workers.config import DraftConfig, EngineConfig, PruneConfig, TreeConfig
-from workers.ipc import EngineStats, RequestStats, Speculation, Submit
-from workers.types import SamplingParams
+
+__all__ = ["Answer", "Job", "Runner", "bundled", "prompts", "transformers_greedy"]
 
 ROOT = Path(__file__).parent.parent
 BUNDLED = ROOT / "secateur" / "bundled"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """One request's outcome."""
-
-    tokens: list[int]
-    finish_reason: str
-    stats: RequestStats
 
 
 @cache
@@ -87,61 +75,3 @@ STATIC = TreeConfig(kind="static", num_nodes=len(STATIC_PATHS), static_paths=STA
 
 def pruned(min_prob: float = 0.0, path_prob: float = 0.0) -> TreeConfig:
     return TreeConfig(kind="dynamic", num_nodes=16, prune=PruneConfig(min_prob=min_prob, path_prob=path_prob))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """One request to run."""
-
-    prompt: list[int]
-    max_tokens: int = 64
-    sampling: SamplingParams = SamplingParams(temperature=0.0)
-    ignore_eos: bool = True
-    speculation: Speculation = Speculation()
-
-
-class Runner:
-    """A running engine that answers batches of jobs from synchronous tests."""
-
-    def __init__(self, config: EngineConfig) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._engine = LocalEngine(config)
-        self.config = config
-
-    def __enter__(self) -> Runner:
-        self._loop.run_until_complete(self._engine.__aenter__())
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._loop.run_until_complete(self._engine.__aexit__(None, None, None))
-        self._loop.close()
-
-    @property
-    def stats(self) -> EngineStats:
-        return self._engine.client.stats
-
-    def run(self, jobs: Sequence[Job], concurrency: int = 1) -> list[Answer]:
-        """Answers in the order of the jobs, `concurrency` at a time."""
-        return self._loop.run_until_complete(self._run(jobs, concurrency))
-
-    async def _run(self, jobs: Sequence[Job], concurrency: int) -> list[Answer]:
-        seats = asyncio.Semaphore(concurrency)
-
-        async def one(job: Job) -> Answer:
-            async with seats:
-                submit = Submit(
-                    id=self._engine.client.new_id(),
-                    prompt=job.prompt,
-                    max_tokens=job.max_tokens,
-                    sampling=job.sampling,
-                    ignore_eos=job.ignore_eos,
-                    speculation=job.speculation,
-                )
-                tokens: list[int] = []
-                async for chunk in self._engine.client.submit(submit):
-                    tokens += chunk.tokens
-                    last = chunk
-                assert last.finish_reason is not None and last.stats is not None, last
-                return Answer(tokens=tokens, finish_reason=last.finish_reason, stats=last.stats)
-
-        return await asyncio.gather(*(one(job) for job in jobs))

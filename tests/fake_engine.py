@@ -17,11 +17,21 @@ from workers.ipc import (
     StepOutput,
     Submit,
     TokenChunk,
+    TokenLogprobs,
     connect,
 )
 
 Script = Callable[[Submit], list[list[int]]]
 """The steps of a request: one list of tokens each."""
+
+
+STATS = RequestStats(num_drafts=2, pruned_per_depth=[2, 1, 1], verified_per_depth=[5, 3], accepted_per_depth=[2, 1])
+
+
+def score(token: int, num: int) -> TokenLogprobs:
+    """What the engine says of a token: always the second most likely one, behind the next id."""
+    ranking = [(token + 1, -0.5), (token, -1.0), *((token + place, -float(place)) for place in range(2, 20))]
+    return TokenLogprobs(logprob=-1.0, rank=2, top=ranking[:num])
 
 
 @dataclass
@@ -62,9 +72,7 @@ class FakeEngine:
     def _run(self) -> None:
         socket = FrameSocket(connect(self.address))
         topology: list[dict[str, str | int]] = [{"role": "verifier 0", "rank": 0, "pid": 1, "device": "fake"}]
-        socket.send(
-            Ready(topology=topology, max_model_len=self.max_model_len, vocab_size=self.vocab_size, num_pages=8)
-        )
+        socket.send(Ready(topology=topology, max_model_len=self.max_model_len, vocab_size=self.vocab_size, num_pages=8))
         with suppress(FrontGone):
             while not self._stop.is_set():
                 for message in socket.poll(0.005):
@@ -79,7 +87,7 @@ class FakeEngine:
                     continue
                 if chunks := [self._step(live) for live in list(self._live.values())]:
                     self._stop.wait(self.step_s)
-                    socket.send(StepOutput(chunks=chunks, stats=EngineStats(num_running=len(self._live), num_drafts=3)))
+                    socket.send(StepOutput(chunks=chunks, stats=self._stats()))
         socket.close()
 
     def _step(self, live: _Live) -> TokenChunk:
@@ -99,12 +107,22 @@ class FakeEngine:
             reason = "length"
         if reason is not None:
             del self._live[submit.id]
+        num_logprobs = submit.sampling.num_logprobs
         return TokenChunk(
             id=submit.id,
             tokens=tokens,
             finish_reason=reason,
             stop_token=stop,
-            stats=RequestStats(num_drafts=2, num_draft_tokens=8, num_verified_tokens=8, num_accepted_tokens=3)
-            if reason
-            else None,
+            logprobs=None if num_logprobs is None else [score(token, num_logprobs) for token in tokens],
+            stats=STATS,
+        )
+
+    def _stats(self) -> EngineStats:
+        return EngineStats(
+            num_running=len(self._live),
+            num_drafts=3,
+            pruned_per_depth=[4, 2, 1],
+            verified_per_depth=[6, 3],
+            accepted_per_depth=[3, 2],
+            num_preemptions=5,
         )

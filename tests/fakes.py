@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
@@ -25,6 +26,7 @@ from drafter.level import DraftVocabulary, Level
 from drafter.shape import Shape, make_shape
 from verifier.engine import Engine
 from verifier.request import Request
+from verifier.target import Target
 from workers import groups, wire
 from workers.channel import Received
 from workers.config import DraftConfig, EngineConfig, TreeConfig
@@ -96,6 +98,11 @@ class Memory:
         assert page > 0, "page 0 is nobody's"
         return page * self._page_size + slot % self._page_size
 
+    def wipe(self, pages: list[int]) -> None:
+        for page in pages:
+            for place in range(page * self._page_size, (page + 1) * self._page_size):
+                self.held.pop(place, None)
+
     def forward(self, attention: AttentionMetadata, position_N: Tensor, token_N: Tensor) -> list[list[int]]:
         """Writes every row, then reads every row's context in the order of its positions."""
         tables = attention.page_table_BP.tolist()
@@ -115,10 +122,16 @@ class Memory:
         return contexts
 
 
-class FakeTarget:
-    """`verifier.target.Target` over a language; `features` are (position, token) of a row, to prove their alignment."""
+class FakeTarget(Target):
+    """A target over a language; `features` are (position, token) of a row, to prove their alignment. What is drawn
+    from the logits, and how, is the real one's."""
 
     def __init__(self, language: Language, page_size: int, max_model_len: int, has_features: bool) -> None:
+        vocab = language.vocab
+        alone = SimpleNamespace(rank=0, size=1)
+        decoder: Any = SimpleNamespace(tp=alone, spec=SimpleNamespace(vocab_size=vocab), vocab_range=(0, vocab))
+        kv: Any = None
+        super().__init__(decoder, kv, page_size, None, None)
         self._language, self._max_model_len, self._has_features = language, max_model_len, has_features
         self.memory = Memory(page_size)
         self.steps: list[TargetStep] = []
@@ -138,7 +151,9 @@ class FakeTarget:
         if not rows:
             return []
         logits_RV = torch.from_numpy(np.stack([self._language.target(contexts[row]) for row in rows]))
-        return draw(logits_RV, step.sampling, step.draw_index_R).tolist()
+        drawn = self._draw(logits_RV, step)
+        assert drawn is not None
+        return drawn
 
     def features(self, rows: list[int]) -> Tensor | None:
         if not self._has_features:
@@ -281,6 +296,8 @@ class Bench:
         engine_end, self.front = socket.socketpair()
         self.front.setblocking(False)
         self.engine = Engine(config, self.target, self.drafter, FrameSocket(engine_end), num_pages)  # type: ignore[arg-type]
+        self._free_pages = self.engine._allocator.free
+        self.engine._allocator.free = self._free_and_wipe  # type: ignore[method-assign]
         self._decoder = Decoder()
         self.frames: list[StepOutput] = []
         self.answers: dict[int, Answer] = {}
@@ -309,6 +326,9 @@ class Bench:
     def step(self) -> None:
         self.engine.step()
         self._read()
+        held = [page for request in self.engine._running for page in request.pages]
+        assert len(set(held)) == len(held) == self.engine._allocator.num_pages - 1 - self.num_free, "whose page is it?"
+        assert not any(request.pages for request in self.engine._waiting)
         for request in self.engine._running:
             self._check(request)
 
@@ -328,6 +348,12 @@ class Bench:
     @property
     def num_free(self) -> int:
         return self.engine._allocator.num_free
+
+    def _free_and_wipe(self, pages: list[int]) -> None:
+        """Nobody finds anything in a page that another has left."""
+        self._free_pages(pages)
+        self.target.memory.wipe(pages)
+        self.proposer.memory.wipe(pages)
 
     def _read(self) -> None:
         try:

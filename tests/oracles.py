@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from drafter.grow import CONFIDENCE_TAU
-from workers.types import NodeKind, TreeBatch
+from drafter.level import GrowLimits
+from drafter.score import CONFIDENCE_TAU
+from workers.types import Constraints, NodeKind, Rule, TreeBatch
 
 Path = tuple[int, ...]
 
@@ -76,6 +77,37 @@ def softmax(x: Sequence[float]) -> list[float]:
     top = max(x)
     weights = [math.exp(v - top) for v in x]
     return [w / sum(weights) for w in weights]
+
+
+# ---- constraints
+
+
+def constrain(
+    logits: dict[int, float], constraints: Constraints, end_token_ids: Sequence[int], prompt: Path, output: Path
+) -> dict[int, float]:
+    """Edited logits of the token that follows prompt and output; `logits` spans the vocabulary, by token id. A mask
+    that would leave nothing is not applied."""
+    x = dict(logits)
+
+    def mask(is_kept: Callable[[int], bool]) -> None:
+        if any(is_kept(t) and x[t] > -math.inf for t in x):
+            for t in x:
+                x[t] = x[t] if is_kept(t) else -math.inf
+
+    text = [*prompt, *output]
+    if constraints.allowed_token_ids is not None:
+        mask(lambda t: t in constraints.allowed_token_ids)
+    mask(lambda t: not any([*output, t][-len(word) :] == word for word in constraints.bad_words))
+    if len(output) < constraints.min_tokens:
+        mask(lambda t: t not in end_token_ids)
+    for t in x:
+        x[t] += constraints.logit_bias.get(t, 0.0)
+        if t in text:
+            r = constraints.repetition_penalty
+            x[t] = x[t] / r if x[t] > 0 else x[t] * r
+        x[t] -= constraints.frequency_penalty * output.count(t)
+        x[t] -= constraints.presence_penalty * (t in output)
+    return x
 
 
 # ---- trees
@@ -151,6 +183,29 @@ def without_descendants(paths: Iterable[Path], is_expanded: Callable[[Path], boo
     return [p for p in paths if all(is_expanded(p[:n]) for n in range(len(p)))]
 
 
+def limits(
+    num_nodes: Sequence[int],
+    max_depth: Sequence[int],
+    min_prob: Sequence[float] | None = None,
+    path_prob: Sequence[float] | None = None,
+    rule: Sequence[int] | None = None,
+    auto: Sequence[bool] | None = None,
+    *,
+    is_hybrid: bool = False,
+) -> GrowLimits:
+    """Limits of as many requests; what is left out is off."""
+    nothing = [0] * len(num_nodes)
+    return GrowLimits(
+        num_nodes_B=np.array(num_nodes, dtype=np.int64),
+        max_depth_B=np.array(max_depth, dtype=np.int64),
+        min_prob_B=np.array(min_prob or nothing, dtype=np.float32),
+        path_prob_B=np.array(path_prob or nothing, dtype=np.float32),
+        rule_B=np.array(rule or nothing, dtype=np.int64),
+        auto_B=np.array(auto or nothing, dtype=np.int64),
+        is_hybrid=is_hybrid,
+    )
+
+
 # ---- trees as TreeBatch
 
 
@@ -195,6 +250,47 @@ def paths_of(batch: TreeBatch, request: int = 0) -> list[Path]:
     for token, parent in zip(tokens[1:], parents[1:], strict=True):
         paths.append((*paths[parent], token))
     return paths
+
+
+# ---- ratio tests
+
+
+def reject(
+    parents: Sequence[int],
+    tokens: Sequence[int],
+    kinds: Sequence[int],
+    p_rows: Sequence[Sequence[float]],
+    q_rows: Sequence[Sequence[int]],
+    rule: Rule,
+    uniforms: Sequence[float],
+) -> tuple[Path, list[float]]:
+    """(accepted rows, law of the next token) of one tree; whole distributions, q as integers, one uniform a row."""
+
+    def visit(v: int, a: float) -> tuple[Path, list[float]] | None:
+        p, q = list(p_rows[v]), list(q_rows[v])
+        for child in range(len(parents)):
+            if parents[child] != v:
+                continue
+            x = tokens[child]
+            is_sampled = kinds[child] == NodeKind.SAMPLED
+            law = [w / sum(q) for w in q] if is_sampled else [float(t == x) for t in range(len(p))]
+            r = min(1.0, a * p[x] / law[x])
+            below = None
+            if rule == Rule.TRAVERSAL or uniforms[child] < r:
+                below = visit(child, r if rule == Rule.TRAVERSAL else 1.0)
+            if below is not None:
+                return (child, *below[0]), below[1]
+            rest = [max(a * p_t - q_t, 0.0) for p_t, q_t in zip(p, law, strict=True)]
+            p = [r_t / sum(rest) for r_t in rest] if sum(rest) > 0 else p
+            a = sum(rest) / (sum(rest) + 1 - a) if a < 1 else 1.0
+            if is_sampled:
+                q[x] = 0
+        is_accepted = v == 0 or rule == Rule.RECURSIVE or uniforms[v] < a
+        return ((), p) if is_accepted else None
+
+    result = visit(0, 1.0)
+    assert result is not None
+    return result
 
 
 # ---- the output law

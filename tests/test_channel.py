@@ -31,15 +31,16 @@ def config(tensor_parallel_size: int = 1, step_timeout_s: float = 20.0) -> Engin
 def draft_request(rows: int, width: int | None) -> DraftRequest:
     rng = np.random.default_rng(rows)
     sampling = SamplingBatch.stack([SamplingParams(seed=2**64 - 1 - rows)])
-    one = torch.ones(1, dtype=torch.int32)
+    one, none = torch.ones(1, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
     return DraftRequest(
         offsets=torch.tensor([0, rows], dtype=torch.int32),
-        start_B=one, accepted_B=one, num_nodes_B=one, max_depth_B=one,
+        start_B=one, rule_B=one, auto_B=one, num_nodes_B=one, max_depth_B=one,
         token_M=torch.from_numpy(rng.integers(0, 2**31, size=rows).astype(np.int32)),
         page_table_BP=torch.zeros(1, 3, dtype=torch.int32),
         min_prob_B=torch.zeros(1), path_prob_B=torch.zeros(1),
         temperature_B=sampling.temperature_B, top_k_B=sampling.top_k_B, top_p_B=sampling.top_p_B,
         min_p_B=sampling.min_p_B, seed_B=sampling.seed_B,
+        constraints_U=none.byte(), costs=None,
         features_MH=None if width is None else torch.from_numpy(rng.normal(size=(rows, width)).astype(np.float32)),
     )  # fmt: skip
 
@@ -50,7 +51,7 @@ def draft_reply(seconds: float) -> DraftReply:
         offsets=torch.zeros(1, dtype=torch.int32), token_N=none, parent_N=none, depth_N=none,
         ancestors_N=none.long(), kind_N=none.byte(), weight_N=none.float(),
     )  # fmt: skip
-    return DraftReply(trees=trees, probs=None, seconds=seconds)
+    return DraftReply(trees=trees, probs=None, pruned_GD=none.reshape(0, 0), num_levels=0, seconds=seconds)
 
 
 def target_step(rows: int) -> TargetStep:
@@ -59,9 +60,10 @@ def target_step(rows: int) -> TargetStep:
     return TargetStep(
         copy_source=ints[:0], copy_target=ints[:0], token_N=request.token_M, position_N=ints,
         query_offsets=request.offsets, page_table_BP=request.page_table_BP, base_B=request.start_B, slot_N=ints,
-        visible_N=ints, ancestors_N=torch.full((rows,), -(2**63)), sample_row_R=ints, draw_index_R=ints,
+        visible_N=ints, ancestors_N=torch.full((rows,), -(2**63)), sample_row_R=ints, request_R=ints,
+        draw_index_R=ints, rule_R=ints, num_logprobs_R=ints,
         temperature_R=sampling.temperature_B, top_k_R=sampling.top_k_B, top_p_R=sampling.top_p_B,
-        min_p_R=sampling.min_p_B, seed_R=sampling.seed_B,
+        min_p_R=sampling.min_p_B, seed_R=sampling.seed_B, constraints_U=ints[:0].byte(),
     )  # fmt: skip
 
 

@@ -70,7 +70,8 @@ def service(monkeypatch):
     def answer(request: httpx2.Request) -> httpx2.Response:
         body = json.loads(request.content)
         bodies.append(body)
-        stats = {"usage": Usage.of(2, 4), "speculative": SpeculativeStats(num_drafts=2, num_accepted_tokens=3)}
+        counts = SpeculativeStats(num_drafts=2, num_draft_tokens=9, num_pruned=2, num_verified=7, num_accepted_tokens=3)
+        stats = {"usage": Usage.of(2, 4), "speculative": counts}
         if request.url.path == "/v1/completions":
             chunks = [CompletionChunk(model="m", choices=[CompletionChoice(text=text)]) for text in ("he", "llo")]
             chunks.append(CompletionChunk(model="m", choices=[], **stats))
@@ -108,7 +109,6 @@ def test_an_illegal_draft_tp_ends_serve_at_once_with_both_sizes_and_the_legal_va
         (["-sc", '{"model": "x", "speculative_token_tree": "[(0, 0)]"}'], "has no parent"),
         (["-sc", "{"], "not JSON"),
         (["-sc", "[1]"], "must be a JSON object"),
-        (["-sc", '{"method": "ngram"}'], "not implemented in this version"),
         (["-sc", '{"model": "x"}', "--no-speculation"], "contradicts speculative_config"),
         (["-tp", "0"], "tensor_parallel_size: must be greater than or equal to 1"),
         (["--speculative-tree-prune-threshold", "2"], "speculative_tree_prune_threshold: must be less than or equal"),
@@ -249,7 +249,16 @@ def test_complete_streams_to_stdout_and_statistics_to_stderr(service, capsys):
     shown = capsys.readouterr()
     assert shown.out == "hello\n"
     assert "4 tokens in" in shown.err and "acceptance length 2.50" in shown.err
+    assert "9 tokens drafted, 7 verified, 3 accepted in 2 steps" in shown.err
     assert service[0]["max_tokens"] == 4 and service[0]["seed"] == 1 and service[0]["return_speculative_stats"] is True
+
+
+@pytest.mark.parametrize("command", ["complete", "chat"])
+def test_penalties_are_sent_as_typed_and_nothing_else_is(command, service):
+    flags = ["--presence-penalty", "0.5", "--frequency-penalty", "-1", "--repetition-penalty", "1.1", "--top-p", "0.9"]
+    assert cli.main([command, "abc", "--base-url", "http://there", *flags]) == 0
+    body = {key: value for key, value in service[0].items() if key not in ("prompt", "messages", "stream")}
+    assert body == {"presence_penalty": 0.5, "frequency_penalty": -1.0, "repetition_penalty": 1.1, "top_p": 0.9}
 
 
 def test_complete_without_a_url_starts_a_service_of_its_own(service, cluster, capsys):

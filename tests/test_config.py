@@ -12,10 +12,10 @@ from secateur.config import (
     infer_method,
     load_yaml,
     parse_token_tree,
-    require_supported,
     resolve_model,
 )
 from secateur.errors import ConfigError
+from secateur.speculative import DEFAULT_TREE_PRUNE
 from secateur.token_tree import chain, check_paths
 
 
@@ -136,6 +136,20 @@ def test_deepseek_mtp_is_mtp_with_a_deprecation_warning(where):
         assert SpeculativeConfig(**{where: "deepseek_mtp"}).method == "mtp"
 
 
+@pytest.mark.parametrize("name", ["mtp", "deepseek_mtp"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_name_that_only_says_mtp_is_no_model(name):
+    assert SpeculativeConfig(model=name).model is None
+
+
+def test_mtp_takes_no_model_but_the_target():
+    spec = {"method": "mtp", "model": "org/a"}
+    assert EngineArgs.load({"model": "org/a", "speculative_config": spec}).speculative_config.method == "mtp"
+    assert "method 'mtp' drafts with the target's own prediction layers, not with 'org/a'" in refusal(
+        EngineArgs.load, {"model": "org/b", "speculative_config": spec}
+    )
+
+
 def test_an_unknown_method_is_refused_with_the_valid_ones():
     text = refusal(SpeculativeConfig, method="medusa", model="x")
     assert text.startswith("method: must be 'ngram', 'draft_model', 'eagle', 'eagle3' or 'mtp' (got 'medusa')")
@@ -143,7 +157,8 @@ def test_an_unknown_method_is_refused_with_the_valid_ones():
 
 def test_draft_sample_method_follows_the_schema():
     assert SpeculativeConfig(model="x", acceptance="rejection", draft_sample_method="probabilistic")
-    assert "must be 'probabilistic' or 'greedy' (got 'gumbel')" in refusal(
+    assert SpeculativeConfig(model="x", acceptance="rejection", draft_sample_method="hybrid")
+    assert "must be 'probabilistic', 'hybrid' or 'greedy' (got 'gumbel')" in refusal(
         SpeculativeConfig, model="x", draft_sample_method="gumbel"
     )
 
@@ -175,7 +190,7 @@ def test_defaults_are_those_of_the_manual():
         "speculative_token_tree": None,
         "speculative_tree_max_depth": 8,
         "speculative_tree_max_children": 8,
-        "speculative_tree_prune": "off",
+        "speculative_tree_prune": "auto",
         "speculative_tree_prune_min_prob": 0.0,
         "speculative_tree_prune_path_prob": 0.0,
         "speculative_tree_prune_threshold": None,
@@ -199,10 +214,18 @@ def test_draft_probability_settings_warn_under_coupled_acceptance(key):
         SpeculativeConfig(model="x", **{key: value})
 
 
+@pytest.mark.parametrize("key", ["rejection_method", "draft_sample_method"])
+def test_ways_to_use_draft_probabilities_warn_where_there_are_none(key):
+    value = {"rejection_method": "recursive", "draft_sample_method": "hybrid"}[key]
+    with pytest.warns(UserWarning, match=f"{key} has no effect with enable_draft_probs=false"):
+        SpeculativeConfig(model="x", acceptance="rejection", enable_draft_probs=False, **{key: value})
+
+
 def test_draft_probability_settings_are_silent_under_rejection():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         SpeculativeConfig(model="x", acceptance="rejection", enable_draft_probs=False)
+        SpeculativeConfig(model="x", acceptance="rejection", draft_sample_method="hybrid", rejection_method="recursive")
 
 
 # -- trees -----------------------------------------------------------------------------------------------------------
@@ -290,9 +313,20 @@ def test_a_threshold_turns_pruning_on():
     assert SpeculativeConfig(model="x", speculative_tree_prune_min_prob=0.1).speculative_tree_prune == "thresholds"
 
 
-def test_thresholds_of_zero_leave_pruning_off():
+def test_thresholds_of_zero_are_as_good_as_none():
     spec = SpeculativeConfig(model="x", speculative_tree_prune_min_prob=0.0, speculative_tree_prune_path_prob=0)
-    assert spec.speculative_tree_prune == "off"
+    assert spec.speculative_tree_prune == DEFAULT_TREE_PRUNE
+
+
+def test_automatic_pruning_may_have_thresholds():
+    spec = SpeculativeConfig(model="x", speculative_tree_prune="auto", speculative_tree_prune_threshold=0.1)
+    assert (spec.speculative_tree_prune, spec.speculative_tree_prune_path_prob) == ("auto", 0.1)
+
+
+@pytest.mark.parametrize("chosen", [None, "off", "thresholds", "auto"])
+def test_a_static_tree_is_grown_as_written_unless_something_else_is_asked(chosen):
+    spec = SpeculativeConfig(model="x", speculative_token_tree=TREE, speculative_tree_prune=chosen)
+    assert spec.speculative_tree_prune == (chosen or "off")
 
 
 def test_one_number_stands_for_both_thresholds():
@@ -446,33 +480,6 @@ def test_an_unknown_alias_is_refused_with_the_nearest():
     assert "did you mean 'bundled:eagle3'?" in refusal(resolve_model, "bundled:eagle")
 
 
-# -- what this version does --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("spec", [{"method": "eagle3", "model": "x"}, {"method": "draft_model", "model": "x"}])
-def test_these_methods_are_supported(spec):
-    require_supported(EngineArgs.load({"speculative_config": spec}))
-
-
-@pytest.mark.parametrize(
-    ("spec", "says"),
-    [
-        ({"method": "ngram"}, "use 'eagle3' or 'draft_model'"),
-        ({"method": "eagle", "model": "x"}, "use 'eagle3' or 'draft_model'"),
-        ({"method": "mtp"}, "use 'eagle3' or 'draft_model'"),
-        ({"model": "x", "acceptance": "rejection"}, "use 'coupled'"),
-        ({"model": "x", "speculative_tree_prune": "auto"}, "use 'thresholds' or 'off'"),
-    ],
-)
-def test_what_is_valid_but_missing_says_what_to_use(spec, says):
-    text = refusal(require_supported, EngineArgs.load({"speculative_config": spec}))
-    assert "not implemented in this version" in text and says in text
-
-
-def test_no_speculation_is_supported():
-    require_supported(EngineArgs(no_speculation=True))
-
-
 # -- per request -----------------------------------------------------------------------------------------------------
 
 
@@ -480,15 +487,15 @@ def test_any_subset_of_the_request_object_is_fine():
     assert Speculative().model_dump(exclude_none=True) == {}
     assert Speculative(enabled=False).enabled is False
     assert Speculative(num_speculative_tokens=4, tree_prune="thresholds", tree_prune_min_prob=0.1, acceptance="coupled")
+    assert Speculative(tree_prune="auto", tree_prune_min_prob=0.1, acceptance="rejection", enable_draft_probs=False)
 
 
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"acceptance": "rejection"}, "acceptance: 'rejection' is not available in this version"),
-        ({"enable_draft_probs": True}, "enable_draft_probs: is not available in this version"),
-        ({"enable_draft_probs": False}, "enable_draft_probs: is not available in this version"),
-        ({"tree_prune": "auto"}, "not available in this version"),
+        ({"acceptance": "exact"}, "acceptance: must be 'coupled' or 'rejection' (got 'exact')"),
+        ({"enable_draft_probs": 1}, "enable_draft_probs: must be"),
+        ({"tree_prune": "on"}, "tree_prune: must be 'off', 'thresholds' or 'auto' (got 'on')"),
         ({"tree_prune": "off", "tree_prune_path_prob": 0.1}, "'off' contradicts"),
         ({"num_speculative_tokens": 64}, "less than or equal to 63"),
         ({"num_speculative_tokens": 0}, "greater than 0"),

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import Path
 
-from drafter.grow import GrowLimits, grow
+from drafter.grow import grow
 from drafter.level import DraftVocabulary, Level
 from drafter.shape import DynamicShape, Shape, StaticShape, make_shape
 from workers.config import MAX_TREE_NODES, TreeConfig
@@ -64,23 +64,23 @@ class Grower:
     def run(self) -> TreeBatch:
         asks = self.asks
         self.path = {(b, 0): () for b in range(len(asks))}
-        trees, probs = grow(
+        grown = grow(
             torch.from_numpy(np.stack([self.logits_of(ask.model, ()) for ask in asks])),
             np.array([ask.root for ask in asks]),
             np.array([ask.index for ask in asks]),
-            limits=GrowLimits(
-                num_nodes_B=np.array([ask.num_nodes for ask in asks]),
-                max_depth_B=np.array([ask.max_depth for ask in asks]),
-                min_prob_B=np.array([ask.min_prob for ask in asks], dtype=np.float32),
-                path_prob_B=np.array([ask.path_prob for ask in asks], dtype=np.float32),
+            limits=oracles.limits(
+                [ask.num_nodes for ask in asks],
+                [ask.max_depth for ask in asks],
+                [ask.min_prob for ask in asks],
+                [ask.path_prob for ask in asks],
             ),
             sampling=SamplingBatch.stack([ask.params for ask in asks]),
             shape=self.shape,
             expand=self.expand,
             vocab=self.vocab,
         )
-        assert probs is None
-        return trees
+        assert grown.probs is None
+        return grown.trees
 
     def expand(self, level: Level) -> torch.Tensor:
         self.levels.append(level)
@@ -172,13 +172,11 @@ def test_greedy_children_are_proposed_in_breadth_first_order(paths):
         return logits(np.array(bases)[level.request_F] + np.array(first))
 
     count = len(paths)
-    batch, _ = grow(
+    batch, *_ = grow(
         logits(np.array(bases)),
         np.array([1, 2]),
         np.array([5, 9]),
-        limits=GrowLimits(
-            num_nodes_B=np.full(2, count), max_depth_B=np.full(2, 9), min_prob_B=np.zeros(2), path_prob_B=np.zeros(2)
-        ),
+        limits=oracles.limits([count] * 2, [9] * 2),
         sampling=SamplingBatch.stack([SamplingParams(temperature=0.0)] * 2),
         shape=StaticShape(paths),
         expand=expand,
@@ -309,14 +307,11 @@ def test_requests_get_the_same_tree_together_and_alone_bit_for_bit(shape):
 
 def test_an_empty_batch_grows_nothing():
     grower = Grower([], DynamicShape(4, 8), vocab=DraftVocabulary(target_size=V))
-    trees, _ = grow(
+    trees, *_ = grow(
         torch.zeros(0, V),
         np.zeros(0, dtype=np.int32),
         np.zeros(0, dtype=np.int32),
-        limits=GrowLimits(
-            num_nodes_B=np.zeros(0, dtype=np.int32), max_depth_B=np.zeros(0, dtype=np.int32),
-            min_prob_B=np.zeros(0), path_prob_B=np.zeros(0),
-        ),
+        limits=oracles.limits([], []),
         sampling=SamplingBatch.stack([]),
         shape=grower.shape,
         expand=grower.expand,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from typing import Any
 
 import httpx2
 import pytest
+from fake_engine import STATS
 from fake_service import CONFIG, FakeService, fake_service
 from openai import OpenAI
 from openai.types import Completion
@@ -18,10 +20,13 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from prometheus_client.parser import text_string_to_metric_families
 
 import secateur
+from cluster.generation import ScoredToken
+from cluster.logprobs import chat_logprobs, completion_logprobs
+from cluster.submit import derive_seed
 from cluster.tokens import Tokenizer
 from secateur import AsyncClient, Client
 from workers.config import EngineConfig
-from workers.ipc import Submit
+from workers.ipc import Submit, TokenLogprobs
 
 MODEL = Path(secateur.__file__).parent / "bundled" / "target"
 ANSWER = "def f(x):\n    return '🌳', x + 1\n"
@@ -153,6 +158,23 @@ def test_speculative_statistics_are_told_on_request(http: httpx2.Client) -> None
     assert stats["num_verified"] == 8
 
 
+def test_speculative_statistics_tell_pruned_verified_and_accepted_apart(http: httpx2.Client) -> None:
+    body = {"prompt": ["a", "b"], "n": 2, "return_speculative_stats": True}
+    stats = http.post("/v1/completions", json=body).json()["speculative"]
+    assert stats["num_drafts"] == 4 * STATS.num_drafts
+    assert (stats["num_draft_tokens"], stats["num_pruned"]) == (48, 16)
+    assert (stats["num_verified"], stats["num_accepted_tokens"]) == (32, 12)
+    assert stats["drafted_per_depth"] == [28, 16, 4]
+    assert stats["pruned_per_depth"] == [8, 4, 4]
+    assert stats["verified_per_depth"] == [20, 12]
+    assert stats["accepted_per_depth"] == [8, 4]
+
+
+def test_an_answer_cut_by_a_stop_string_has_its_statistics_too(http: httpx2.Client) -> None:
+    body = {"prompt": "def", "stop": "return", "return_speculative_stats": True}
+    assert http.post("/v1/completions", json=body).json()["speculative"]["num_verified"] == 8
+
+
 def test_sampling_parameters_reach_the_engine(http: httpx2.Client, service: FakeService) -> None:
     body = {"prompt": "def", "temperature": 0.5, "top_k": -1, "top_p": 0.9, "min_p": 0.1, "seed": -7}
     body |= {"stop_token_ids": [5], "ignore_eos": True}
@@ -164,6 +186,27 @@ def test_sampling_parameters_reach_the_engine(http: httpx2.Client, service: Fake
     assert (submit.stop_token_ids, submit.ignore_eos) == ([5], True)
     assert (submit.speculation.num_tokens, submit.speculation.min_prob) == (4, 0.2)
     assert (submit.speculation.enabled, submit.speculation.path_prob) == (True, None)
+
+
+def test_what_a_request_forbids_and_favours_reaches_the_engine(
+    http: httpx2.Client, service: FakeService, tokenizer: Tokenizer
+) -> None:
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8, "min_tokens": 2}
+    body |= {"presence_penalty": 0.5, "frequency_penalty": 0.25, "repetition_penalty": 1.5}
+    body |= {"logit_bias": {"5": -100}, "allowed_token_ids": [5, 6], "bad_words": ["return"]}
+    assert http.post("/v1/chat/completions", json=body).status_code == 200
+    constraints = service.engine.submitted[-1].sampling.constraints
+    assert (constraints.presence_penalty, constraints.frequency_penalty) == (0.5, 0.25)
+    assert (constraints.repetition_penalty, constraints.min_tokens) == (1.5, 2)
+    assert (constraints.logit_bias, constraints.allowed_token_ids) == ({5: -100.0}, [5, 6])
+    assert constraints.bad_words == tokenizer.bad_words(["return"])
+
+
+def test_a_request_may_choose_its_acceptance_rule_and_pruning(http: httpx2.Client, service: FakeService) -> None:
+    asked = {"acceptance": "rejection", "enable_draft_probs": True, "tree_prune": "auto"}
+    assert http.post("/v1/completions", json={"prompt": "def", "speculative": asked}).status_code == 200
+    speculation = service.engine.submitted[-1].speculation
+    assert (speculation.acceptance, speculation.draft_probs, speculation.auto) == ("rejection", True, True)
 
 
 def test_speculation_can_be_switched_off_per_request(http: httpx2.Client, service: FakeService) -> None:
@@ -187,6 +230,153 @@ def test_unseeded_requests_differ(http: httpx2.Client, service: FakeService) -> 
     before = len(service.engine.submitted)
     http.post("/v1/completions", json={"prompt": ["a", "b", "c"]})
     assert len({submit.sampling.seed for submit in service.engine.submitted[before:]}) == 3
+
+
+# Several answers
+
+
+def test_n_answers_per_prompt_are_told_prompt_by_prompt(http: httpx2.Client, service: FakeService) -> None:
+    before = len(service.engine.submitted)
+    prompts = [[300], [301, 302]]
+    body = http.post(
+        "/v1/completions", json={"prompt": prompts, "n": 3, "max_tokens": 64, "seed": 7, "return_token_ids": True}
+    ).json()
+    parsed = Completion.model_validate(body)
+    assert [choice.index for choice in parsed.choices] == list(range(6))
+    assert all(choice.text == ANSWER for choice in parsed.choices)
+    assert [choice["prompt_token_ids"] for choice in body["choices"]] == [[300]] * 3 + [[301, 302]] * 3
+    submitted = service.engine.submitted[before:]
+    assert len({submit.id for submit in submitted}) == 6
+    seeds = [submit.sampling.seed for submit in sorted(submitted, key=lambda submit: submit.id)]
+    assert seeds == [7, derive_seed(7, 1), derive_seed(7, 2)] * 2
+    assert parsed.usage is not None
+    assert parsed.usage.prompt_tokens == 3  # each prompt once
+    assert parsed.usage.completion_tokens == sum(len(choice["token_ids"]) for choice in body["choices"])
+
+
+def test_n_answers_are_streamed_side_by_side(http: httpx2.Client) -> None:
+    *chunks, usage, done = stream(
+        http,
+        "/v1/chat/completions",
+        messages=[{"role": "user", "content": "Hi"}],
+        n=3,
+        stream_options={"include_usage": True},
+    )
+    texts, ends = ["", "", ""], [0, 0, 0]
+    for chunk in chunks:
+        [choice] = ChatCompletionChunk.model_validate(chunk).choices
+        texts[choice.index] += choice.delta.content or ""
+        ends[choice.index] += choice.finish_reason is not None
+    assert (texts, ends, done) == ([ANSWER] * 3, [1, 1, 1], "[DONE]")
+    alone = http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "Hi"}]}).json()["usage"]
+    assert usage["usage"]["prompt_tokens"] == alone["prompt_tokens"]
+    assert usage["usage"]["completion_tokens"] == 3 * alone["completion_tokens"]
+
+
+def test_every_answer_counts_for_admission(own: Callable[..., FakeService]) -> None:
+    running = own(max_pending=4)
+    with running.http() as http:
+        assert http.post("/v1/completions", json={"prompt": ["a", "b"], "n": 2}).status_code == 200
+        error = error_of(http.post("/v1/completions", json={"prompt": ["a", "b"], "n": 3}))
+        assert error["param"] == "n"
+        assert "2 prompts with 3 answers each are more than this service's 4" in error["message"]
+
+
+def test_a_client_that_leaves_ends_all_its_answers(own: Callable[..., FakeService]) -> None:
+    running = own(script=lambda submit: [[5]] * 1000, engine={"step_s": 0.02})
+    body = {"prompt": "a", "n": 3, "max_tokens": 999, "stream": True}
+    with running.http() as http, http.stream("POST", "/v1/completions", json=body) as response:
+        next(response.iter_lines())
+    wait_for(lambda: len(running.engine.aborted) == 3)
+    assert running.client.num_pending == 0
+
+
+# Log probabilities
+
+
+def test_a_chat_s_log_probabilities_are_openai_s(http: httpx2.Client, tokenizer: Tokenizer) -> None:
+    body = {"messages": [{"role": "user", "content": "Hi"}], "logprobs": True, "top_logprobs": 2}
+    parsed = ChatCompletion.model_validate(http.post("/v1/chat/completions", json=body).json())
+    assert parsed.choices[0].logprobs is not None
+    content = parsed.choices[0].logprobs.content
+    assert content is not None
+    ids = tokenizer.encode(ANSWER)
+    assert [entry.token for entry in content] == [tokenizer.token_text(id).text for id in ids]
+    assert bytes(byte for entry in content for byte in entry.bytes or ()).decode() == ANSWER
+    assert {entry.logprob for entry in content} == {-1.0}
+    best = content[0].top_logprobs
+    assert [(item.token, item.logprob) for item in best] == [
+        (tokenizer.token_text(ids[0] + 1).text, -0.5),
+        (tokenizer.token_text(ids[0]).text, -1.0),
+    ]
+
+
+def test_a_completion_s_log_probabilities_are_openai_s(http: httpx2.Client, tokenizer: Tokenizer) -> None:
+    body = {"prompt": "def", "max_tokens": 64, "logprobs": 1}
+    parsed = Completion.model_validate(http.post("/v1/completions", json=body).json())
+    found = parsed.choices[0].logprobs
+    assert found is not None and found.tokens and found.text_offset and found.top_logprobs
+    ids = tokenizer.encode(ANSWER)
+    assert found.tokens == [tokenizer.token_text(id).text for id in ids]
+    assert found.token_logprobs == [-1.0] * len(ids)
+    # One was asked for; the token that came is told beside it.
+    assert found.top_logprobs[0] == {tokenizer.token_text(ids[0] + 1).text: -0.5, found.tokens[0]: -1.0}
+    for token, offset in zip(found.tokens, found.text_offset, strict=True):
+        assert token.startswith("bytes:") or ANSWER[offset:].startswith(token)
+
+
+def test_log_probabilities_are_left_out_unless_asked_for(http: httpx2.Client, service: FakeService) -> None:
+    choice = http.post("/v1/completions", json={"prompt": "def"}).json()["choices"][0]
+    assert choice["logprobs"] is None
+    assert service.engine.submitted[-1].sampling.num_logprobs is None
+    choice = http.post("/v1/completions", json={"prompt": "def", "logprobs": 0}).json()["choices"][0]
+    assert [len(top) for top in choice["logprobs"]["top_logprobs"]] == [1] * 16
+
+
+def test_minus_infinity_is_written_as_a_number() -> None:
+    entry = ScoredToken(5, TokenLogprobs(logprob=-math.inf, rank=9, top=[(5, -math.inf)]), 0)
+    tokenizer = Tokenizer(str(MODEL))
+    assert chat_logprobs(tokenizer, [entry]).content[0].logprob == -9999.0
+    assert completion_logprobs(tokenizer, [entry]).token_logprobs == [-9999.0]
+
+
+@pytest.mark.parametrize("settings", [{}, {"stop": "x +"}, {"stop": "x +", "include_stop_str_in_output": True}])
+@pytest.mark.parametrize("size", [1, 2, 50])
+def test_log_probabilities_follow_the_text_whatever_the_steps(
+    own: Callable[..., FakeService], tokenizer: Tokenizer, settings: Any, size: int
+) -> None:
+    ids = [*tokenizer.encode(ANSWER), 0]
+    running = own(script=lambda submit: [ids[i : i + size] for i in range(0, len(ids), size)])
+    asked = {"prompt": "def", "max_tokens": 64, "logprobs": 0, **settings}
+    with running.http() as http:
+        choice = http.post("/v1/completions", json=asked).json()["choices"][0]
+        chunks = [chunk["choices"][0] for chunk in stream(http, "/v1/completions", **asked)[:-1]]
+    whole = choice["logprobs"]
+    shown = b"".join(tokenizer.token_text(id).utf8 for id in ids[: len(whole["tokens"])]).decode()
+    assert shown.startswith(choice["text"])  # the last token may be shown in part
+    assert whole["text_offset"][-1] < len(choice["text"])
+    joined: dict[str, list[Any]] = {key: [] for key in whole}
+    for chunk in chunks:
+        for key, values in (chunk["logprobs"] or {}).items():
+            joined[key] += values
+    assert joined == whole
+    if not settings:
+        assert len(whole["tokens"]) == len(ids) - 1  # the hidden end of text has none
+
+
+def test_a_shown_stop_token_has_its_log_probability(http: httpx2.Client) -> None:
+    body = {"prompt": "def", "max_tokens": 64, "logprobs": 0}
+    body |= {"include_stop_str_in_output": True, "skip_special_tokens": False}
+    choice = http.post("/v1/completions", json=body).json()["choices"][0]
+    assert choice["text"] == ANSWER + "<|endoftext|>"
+    assert choice["logprobs"]["tokens"][-1] == "<|endoftext|>"
+
+
+def test_every_answer_has_its_own_log_probabilities(http: httpx2.Client) -> None:
+    body = {"messages": [{"role": "user", "content": "Hi"}], "logprobs": True, "n": 2}
+    choices = http.post("/v1/chat/completions", json=body).json()["choices"]
+    assert choices[0]["logprobs"] == choices[1]["logprobs"]
+    assert choices[0]["logprobs"]["content"][0]["top_logprobs"] == []
 
 
 # Stopping
@@ -214,6 +404,18 @@ def test_a_stop_string_costs_the_same_tokens_whatever_the_steps(
             body = http.post("/v1/completions", json={"prompt": "def", "max_tokens": 64, "stop": "return"}).json()
         counts.add((body["usage"]["completion_tokens"], body["choices"][0]["text"]))
     assert len(counts) == 1
+
+
+@pytest.mark.parametrize("size", [1, 3, 50])
+def test_a_stop_string_within_the_first_tokens_is_text(
+    own: Callable[..., FakeService], tokenizer: Tokenizer, size: int
+) -> None:
+    ids = tokenizer.encode("a b a b a b")
+    running = own(script=lambda submit: [ids[i : i + size] for i in range(0, len(ids), size)])
+    body = {"prompt": "def", "max_tokens": 64, "stop": "b", "min_tokens": 3}
+    with running.http() as http:
+        assert http.post("/v1/completions", json=body).json()["choices"][0]["text"] == "a b a "
+        assert http.post("/v1/completions", json=body | {"min_tokens": 0}).json()["choices"][0]["text"] == "a "
 
 
 def test_a_stop_token_is_named_and_not_shown(http: httpx2.Client, tokenizer: Tokenizer) -> None:
@@ -309,6 +511,11 @@ def test_our_own_client_is_content(service: FakeService) -> None:
         assert client.complete("def", max_tokens=64).text == ANSWER
         assert "".join(chunk.text for chunk in client.stream_chat("Hi")) == ANSWER
         assert client.detokenize(client.tokenize("def f").tokens).prompt == "def f"
+        answer = client.chat("Hi", n=2, logprobs=True, top_logprobs=1)
+        assert [choice.index for choice in answer.choices] == [0, 1]
+        assert answer.choices[1].logprobs.content[0].top_logprobs[0].logprob == -0.5
+        chunks = client.stream_complete("def", max_tokens=64, logprobs=0)
+        assert sum(len(chunk.choices[0].logprobs.tokens) for chunk in chunks if chunk.choices[0].logprobs) > 0
 
 
 async def test_many_clients_at_once_get_their_own_answers(service: FakeService) -> None:
@@ -334,14 +541,27 @@ async def test_many_clients_at_once_get_their_own_answers(service: FakeService) 
         ({"prompt": [5000]}, "prompt"),
         ({"prompt": {"a": 1}}, "prompt"),
         ({}, "prompt"),
-        ({"prompt": "a", "n": 2}, "n"),
-        ({"prompt": "a", "logprobs": 1}, "logprobs"),
-        ({"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias"),
+        ({"prompt": "a", "n": 2, "temperature": 0}, "n"),
+        ({"prompt": "a", "n": 33}, "n"),
+        ({"prompt": "a", "best_of": 2}, "best_of"),
+        ({"prompt": "a", "logprobs": 21}, "logprobs"),
+        ({"prompt": "a", "top_logprobs": 2}, "top_logprobs"),
+        ({"prompt": "a", "prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"prompt": "a", "echo": True}, "echo"),
+        ({"prompt": "a", "logit_bias": {"5": 101}}, "logit_bias"),
+        ({"prompt": "a", "logit_bias": {"five": 1}}, "logit_bias"),
+        ({"prompt": "a", "logit_bias": {"2048": 1}}, "logit_bias"),
+        ({"prompt": "a", "allowed_token_ids": []}, "allowed_token_ids"),
+        ({"prompt": "a", "allowed_token_ids": [2048]}, "allowed_token_ids"),
+        ({"prompt": "a", "allowed_token_ids": [0, 2], "min_tokens": 1}, "allowed_token_ids"),
+        ({"prompt": "a", "bad_words": [""]}, "bad_words"),
+        ({"prompt": "a", "min_tokens": 17}, "min_tokens"),
+        ({"prompt": "a", "presence_penalty": 2.5}, "presence_penalty"),
         ({"prompt": "a", "guided_json": {}}, "guided_json"),
         ({"prompt": "a", "max_tokens": 2048}, "max_tokens"),
         ({"prompt": [5] * 2048}, "prompt"),
         ({"prompt": "a", "speculative": {"num_speculative_tokens": 17}}, "speculative"),
-        ({"prompt": "a", "speculative": {"acceptance": "rejection"}}, "speculative"),
+        ({"prompt": "a", "speculative": {"acceptance": "exact"}}, "speculative"),
         ({"prompt": "a", "speculative": {"enabeld": True}}, "speculative"),
         ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
         ({"prompt": "a", "stop": [""]}, "stop"),
@@ -547,8 +767,10 @@ def test_the_metrics_have_vllm_s_stems(http: httpx2.Client) -> None:
     for stem in (
         "spec_decode_num_drafts",
         "spec_decode_num_draft_tokens",
+        "spec_decode_num_pruned_tokens",
+        "spec_decode_num_verified_tokens",
         "spec_decode_num_accepted_tokens",
-        "spec_decode_num_accepted_tokens_per_pos",
+        "num_preemptions",
         "time_to_first_token_seconds",
         "request_time_per_output_token_seconds",
         "e2e_request_latency_seconds",
@@ -563,6 +785,18 @@ def test_the_metrics_have_vllm_s_stems(http: httpx2.Client) -> None:
     labels = families["secateur_request_success"].samples[0].labels
     assert labels["model_name"] == "fake-model"
     assert families["secateur_spec_decode_num_drafts"].samples[0].value == 3
+    assert families["secateur_spec_decode_num_pruned_tokens"].samples[0].value == 7
+    assert families["secateur_num_preemptions"].samples[0].value == 5
+    for kind, expected in (
+        ("draft", [10, 5, 1]),
+        ("pruned", [4, 2, 1]),
+        ("verified", [6, 3]),
+        ("accepted", [3, 2]),
+    ):
+        samples = families[f"secateur_spec_decode_num_{kind}_tokens_per_pos"].samples
+        assert [(sample.labels["position"], sample.value) for sample in samples] == [
+            (str(position), value) for position, value in enumerate(expected)
+        ]
 
 
 def test_no_prompt_gets_into_the_log(service: FakeService, caplog: pytest.LogCaptureFixture) -> None:

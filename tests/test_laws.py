@@ -25,7 +25,7 @@ import scipy.stats
 import torch
 from oracles import Path, distance, product_law
 
-from drafter.grow import GrowLimits, grow
+from drafter.grow import grow
 from drafter.level import DraftVocabulary, Level
 from drafter.shape import DynamicShape, Shape, StaticShape
 from verifier.accept import accept, walk
@@ -410,14 +410,11 @@ def generate(
                 return torch.from_numpy(np.stack([draft_logits(prefix + paths[int(r)], error) for r in level.row_F]))
 
             num_nodes, min_prob, path_prob = limits
-            trees, _ = grow(
+            trees, *_ = grow(
                 torch.from_numpy(draft_logits(tokens, error))[None],
                 np.array([tokens[-1]]),
                 np.array([len(tokens)]),
-                limits=GrowLimits(
-                    num_nodes_B=np.array([num_nodes]), max_depth_B=np.array([4]),
-                    min_prob_B=np.array([min_prob]), path_prob_B=np.array([path_prob]),
-                ),
+                limits=oracles.limits([num_nodes], [4], [min_prob], [path_prob]),
                 sampling=batch, shape=shape, expand=expand, vocab=DraftVocabulary(target_size=SMALL_V),
             )  # fmt: skip
         logits = np.stack([target_logits(tokens + path) for path in oracles.paths_of(trees)])

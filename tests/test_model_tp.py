@@ -13,8 +13,11 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from drafter.eagle3 import Eagle3Head
+from drafter.fc_head import FcHead
+from drafter.propose import FeatureHead
 from workers.checkpoint import read_spec
 from workers.eagle3_format import FeatureFusion, read_eagle3_spec
+from workers.fc_head_format import read_eagle_spec, read_mtp_spec
 from workers.layers import SINGLE, TensorParallel, shard_vocab
 from workers.model import Decoder
 from workers.types import AttentionMetadata
@@ -54,7 +57,7 @@ def tokens() -> Tensor:
 
 
 def run_models(folder: Path, tp: TensorParallel) -> dict[str, Tensor]:
-    """Full logits and taps of every model, then the EAGLE-3 head's outputs on the llama's features."""
+    """Full logits and taps of every model, then the draft heads' outputs on the last one's features."""
     results = {}
     metadata = packed()
     taps = torch.zeros(0)
@@ -68,13 +71,20 @@ def run_models(folder: Path, tp: TensorParallel) -> dict[str, Tensor]:
         assert torch.equal(shard[:, : end - start], results[name][:, start:end])
         assert hidden.taps_N3D is not None
         results[f"{name} taps"] = taps = hidden.taps_N3D
-    path, target = folder / "eagle3", folder / "qwen3"
-    head = Eagle3Head.load(path, target, tp)
-    features = FeatureFusion.load(path, read_eagle3_spec(path, read_spec(target)))(taps)
+    target, spec = folder / "qwen3", read_spec(folder / "qwen3")
+    path = folder / "eagle3"
+    fused = FeatureFusion.load(path, read_eagle3_spec(path, spec))(taps)
+    heads: dict[str, tuple[FeatureHead, Tensor]] = {
+        "eagle3": (Eagle3Head.load(path, target, tp), fused),
+        "eagle": (FcHead.load(read_eagle_spec(folder / "eagle", spec), folder / "eagle", target, tp), taps[:, :64]),
+        "mtp": (FcHead.load(read_mtp_spec(target, spec), target, target, tp), taps[:, :64]),
+    }
     metadata = packed(first_slot=1)
-    kv = head.new_kv_pool(8 * PAGE)
-    out = head.forward(tokens(), features, metadata.slot_N - 1, head.plan(metadata, PAGE), kv)
-    return results | {"eagle3": out, "eagle3 logits": head.logits(out)}
+    for name, (head, features) in heads.items():
+        kv = head.new_kv_pool(8 * PAGE)
+        out = head.forward(tokens(), features, metadata.slot_N - 1, head.plan(metadata, PAGE), kv)
+        results |= {name: out, f"{name} logits": head.logits(out)}
+    return results
 
 
 def worker(rank: int, size: int, folder: Path) -> None:
@@ -92,7 +102,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models")
     for name, overrides in MODELS.items():
         checkpoints.write_model(path / name, name, **overrides)
-    checkpoints.write_eagle3(path / "eagle3", draft_vocab_size=41, head_dim=20)
+    checkpoints.write_eagle3(
+        path / "eagle3", draft_vocab_size=41, head_dim=20, num_hidden_layers=2, style="speculators"
+    )
+    checkpoints.write_eagle(path / "eagle", num_hidden_layers=2, intermediate_size=98, num_key_value_heads=2)
+    checkpoints.add_mtp(path / "qwen3", "qwen3")
     return path
 
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import checkpoints
 import pytest
 
 import secateur
-from cluster.convert import BadRequest, RequestLimits, SeedSource, engine_config, settle, submit_from
+from cluster.convert import engine_config, settle
 from cluster.placement import group_bundles, plan, tensor_shapes
 from cluster.seats import num_bundles, seats, worker_env
 from secateur.config import EngineArgs
 from secateur.errors import ConfigError
-from secateur.protocol import CompletionRequest
-from workers.config import DraftConfig, EngineConfig
+from workers.config import AcceptanceConfig, DraftConfig, EngineConfig
 
 BUNDLED = Path(secateur.__file__).parent / "bundled"
 
@@ -143,6 +143,25 @@ def test_a_tree_is_carried_over() -> None:
     assert (tree.prune.min_prob, tree.prune.path_prob) == (0.25, 0.25)
 
 
+def test_the_acceptance_rule_and_automatic_pruning_are_carried_over() -> None:
+    spec = draft_args(
+        acceptance="rejection",
+        rejection_method="recursive",
+        draft_sample_method="hybrid",
+        draft_probs_min_temperature=0.5,
+        speculative_tree_prune="auto",
+        speculative_tree_prune_min_prob=0.1,
+    )
+    draft = engine_config(args(**spec)).draft
+    assert draft.acceptance == AcceptanceConfig(
+        kind="rejection", rejection_method="recursive", sample_method="hybrid", draft_probs=True, min_temperature=0.5
+    )
+    assert (draft.tree.prune.auto, draft.tree.prune.min_prob) == (True, 0.1)
+    without = draft_args(acceptance="rejection", enable_draft_probs=False)
+    assert engine_config(args(**without)).draft.acceptance.draft_probs is False
+    assert not engine_config(args(**draft_args(speculative_tree_prune="off"))).draft.tree.prune.auto
+
+
 def test_a_size_the_heads_do_not_allow_is_refused() -> None:
     with pytest.raises(ConfigError, match="tensor_parallel_size 3 does not fit"):
         engine_config(args(tensor_parallel_size=3, no_speculation=True))
@@ -155,9 +174,50 @@ def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
         engine_config(args(speculative_config={"method": "draft_model", "model": str(tmp_path)}))
 
 
-def test_what_is_not_implemented_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'ngram' is not implemented"):
-        engine_config(args(speculative_config={"method": "ngram"}))
+def test_ngram_lookup_needs_no_checkpoint_and_no_device() -> None:
+    spec = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+    engine = engine_config(args(device="cuda", speculative_config=spec), num_gpus=2)
+    draft = engine.draft
+    assert (draft.method, draft.model_path, draft.placement) == ("ngram", "", "colocated")
+    assert (draft.prompt_lookup_min, draft.prompt_lookup_max) == (2, 4)
+    assert num_bundles(engine) == 1
+    assert EngineConfig.from_json(engine.to_json()) == engine
+    text = plan(args(speculative_config=spec))
+    assert "drafter  n-gram lookup, matches of 2 to 4 tokens" in text
+    assert "0 B       4 B" in text
+
+
+def test_an_eagle_head_is_checked_against_its_target(tmp_path: Path) -> None:
+    target = str(checkpoints.write_model(tmp_path / "target", "llama"))
+    head = checkpoints.write_eagle(tmp_path / "head")
+    given = {"model": target, "speculative_config": {"method": "eagle", "model": str(head)}}
+    assert engine_config(args(**given)).draft.model_path == str(head)
+    assert f"{head} (eagle" in plan(args(**given))
+    checkpoints.edit_config(head, hidden_size=32)
+    with pytest.raises(ConfigError, match="a hidden size of 32, this one has 64"):
+        engine_config(args(**given))
+
+
+@pytest.mark.parametrize(("family", "layout"), [("qwen3", "qwen3"), ("qwen2", "mimo")])
+def test_mtp_drafts_with_the_target_s_own_folder(tmp_path: Path, family: str, layout: str) -> None:
+    model = str(checkpoints.add_mtp(checkpoints.write_model(tmp_path, family), layout))
+    given = {"model": model, "speculative_config": {"method": "mtp"}}
+    assert engine_config(args(**given)).draft.model_path == model
+    assert f"{model} (mtp" in plan(args(**given))
+
+
+def test_mtp_needs_a_target_with_prediction_layers() -> None:
+    with pytest.raises(ConfigError, match="must natively support multi-token prediction.*num_nextn_predict_layers"):
+        engine_config(args(speculative_config={"method": "mtp"}))
+
+
+@pytest.mark.parametrize(("num", "says"), [(4, "4 must be divisible by n_predict=3"), (6, "only one, which is used")])
+def test_a_chain_uses_every_prediction_layer_equally_often(tmp_path: Path, num: int, says: str) -> None:
+    model = checkpoints.add_mtp(checkpoints.write_model(tmp_path, "qwen3"), "qwen3")
+    checkpoints.edit_config(model, mtp_num_hidden_layers=3)
+    spec = {"method": "mtp", "num_speculative_tokens": num, "speculative_tree": "chain"}
+    with pytest.raises(ConfigError, match=says):
+        engine_config(args(model=str(model), speculative_config=spec))
 
 
 def test_an_unknown_folder_is_a_configuration_error() -> None:
@@ -181,41 +241,6 @@ def test_too_few_devices_are_told_at_the_door() -> None:
         settle(args(device="cuda", **draft_args(draft_placement="dedicated")), num_gpus=1)
 
 
-# Requests
-
-
-LIMITS = RequestLimits(max_model_len=100, vocab_size=50, num_draft_tokens=16)
-
-
-def test_a_default_never_runs_into_the_limit_and_a_wish_does() -> None:
-    prompt = [1] * 95
-    assert submit_from(CompletionRequest(prompt="x"), prompt, id=1, seed=5, limits=LIMITS).max_tokens == 5
-    with pytest.raises(BadRequest, match="ask for at most 5"):
-        submit_from(CompletionRequest(prompt="x", max_tokens=6), prompt, id=1, seed=5, limits=LIMITS)
-
-
-def test_a_request_s_own_seed_wins() -> None:
-    assert submit_from(CompletionRequest(prompt="x"), [1], id=1, seed=5, limits=LIMITS).sampling.seed == 5
-    assert submit_from(CompletionRequest(prompt="x", seed=0), [1], id=1, seed=5, limits=LIMITS).sampling.seed == 0
-
-
-def test_pruning_can_be_switched_off_per_request() -> None:
-    request = CompletionRequest(prompt="x", speculative={"tree_prune": "off"})
-    speculation = submit_from(request, [1], id=1, seed=5, limits=LIMITS).speculation
-    assert (speculation.min_prob, speculation.path_prob) == (0.0, 0.0)
-
-
-def test_server_seeds_repeat_and_drawn_ones_do_not() -> None:
-    def first(seed: int | None) -> list[int]:
-        source = SeedSource(seed)
-        return [source.next() for _ in range(5)]
-
-    assert first(3) == first(3)
-    assert first(3) != first(4)
-    assert first(None) != first(None)
-    assert all(0 <= seed < 2**63 for seed in first(3))
-
-
 # The plan
 
 
@@ -235,8 +260,3 @@ def test_the_plan_counts_the_weights_there_are() -> None:
             count *= size
         items += count
     assert f"{items * 4 / 1e6:.3g} MB" in plan(args())
-
-
-def test_a_vanishing_temperature_is_greedy() -> None:
-    request = CompletionRequest(prompt="x", temperature=1e-7)
-    assert submit_from(request, [1], id=1, seed=5, limits=LIMITS).sampling.temperature == 0

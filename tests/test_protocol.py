@@ -7,6 +7,7 @@ import openai.types.chat
 import pytest
 from pydantic import BaseModel, ValidationError
 
+from secateur.errors import Problem
 from secateur.protocol import (
     UNSUPPORTED,
     AssistantMessage,
@@ -17,18 +18,24 @@ from secateur.protocol import (
     ChatCompletionRequest,
     ChatCompletionResponse,
     ChatDelta,
+    ChatLogprobs,
     CompletionChoice,
     CompletionChunk,
+    CompletionLogprobs,
     CompletionRequest,
     CompletionResponse,
     DetokenizeRequest,
     ErrorResponse,
     ModelCard,
     ModelList,
+    SamplingRequest,
     SpeculativeStats,
     TokenizeRequest,
+    TokenLogprob,
+    TopLogprob,
     Usage,
 )
+from secateur.schema import problems_of
 
 
 def completion(**fields) -> CompletionRequest:
@@ -39,11 +46,11 @@ def chat(**fields) -> ChatCompletionRequest:
     return ChatCompletionRequest.model_validate({"messages": [{"role": "user", "content": "a"}], **fields})
 
 
-def refusal(build, **fields) -> ErrorResponse:
+def refusal(build, **fields) -> Problem:
+    """The first thing that is wrong."""
     with pytest.raises(ValidationError) as caught:
         build(**fields)
-    model = CompletionRequest if build is completion else ChatCompletionRequest
-    return ErrorResponse.from_validation(caught.value, model)
+    return problems_of(caught.value, SamplingRequest.model_fields)[0]
 
 
 def read_as(model: type[BaseModel], answer: BaseModel) -> BaseModel:
@@ -77,7 +84,7 @@ def test_a_prompt_has_four_shapes(prompt, prompts):
 
 @pytest.mark.parametrize("prompt", [3, [], [[]], [1, "a"], [-1], {"a": 1}, [True]])
 def test_another_prompt_is_refused(prompt):
-    assert refusal(completion, prompt=prompt).error.param == "prompt"
+    assert refusal(completion, prompt=prompt).field == "prompt"
 
 
 @pytest.mark.parametrize(
@@ -94,6 +101,8 @@ def test_another_prompt_is_refused(prompt):
         ("max_tokens", 0),
         ("max_completion_tokens", -1),
         ("n", 0),
+        ("n", 129),
+        ("n", True),
         ("seed", 2**63),
         ("seed", "abc"),
         ("stop", [""]),
@@ -102,20 +111,40 @@ def test_another_prompt_is_refused(prompt):
         ("presence_penalty", 3.0),
         ("frequency_penalty", -2.5),
         ("repetition_penalty", 0.0),
+        ("repetition_penalty", -1.0),
+        ("repetition_penalty", 1e-9),
         ("min_tokens", -1),
+        ("logit_bias", {"5": 101}),
+        ("logit_bias", {"5": -100.5}),
+        ("logit_bias", {"-5": 1}),
+        ("logit_bias", {"five": 1}),
+        ("logit_bias", {"05": 1}),
+        ("logit_bias", {"5": float("nan")}),
+        ("logit_bias", [5]),
+        ("bad_words", "word"),
+        ("bad_words", [""]),
+        ("bad_words", [5]),
+        ("bad_words", ["x"] * 129),
+        ("allowed_token_ids", []),
+        ("allowed_token_ids", [-1]),
+        ("allowed_token_ids", ["5"]),
+        ("logprobs", 21),
+        ("logprobs", -1),
+        ("logprobs", "yes"),
+        ("top_logprobs", 21),
+        ("top_logprobs", 3),
         ("stream", "yes"),
         ("stream_options", {"include_usage": True}),
         ("speculative", {"num_speculative_tokens": 0}),
-        ("speculative", {"acceptance": "rejection"}),
-        ("speculative", {"enable_draft_probs": False}),
+        ("speculative", {"acceptance": "gumbel"}),
+        ("speculative", {"tree_prune": "off", "tree_prune_min_prob": 0.1}),
         ("speculative", {"prune": 1}),
         ("speculative", 3),
     ],
 )
 @pytest.mark.parametrize("build", [completion, chat])
 def test_a_value_out_of_range_is_refused_and_named(build, field, value):
-    error = refusal(build, **{field: value}).error
-    assert error.param == field and field in error.message
+    assert refusal(build, **{field: value}).field.split(".")[0] == field
 
 
 @pytest.mark.parametrize("top_k", [-1, 0, 1, 2048])
@@ -138,20 +167,77 @@ def test_fields_nobody_knows_are_kept_and_named():
     assert request.ignored() == ["mango", "zebra"] and request.unsupported() == []
 
 
+@pytest.mark.parametrize("build", [completion, chat])
+def test_what_a_request_forbids_and_favours_is_read(build):
+    request = build(
+        n=2,
+        presence_penalty=-2,
+        frequency_penalty=2.0,
+        repetition_penalty=1.2,
+        logit_bias={"0": -100, "7": 2.5},
+        bad_words=["no"],
+        allowed_token_ids=[5, 0],
+        min_tokens=3,
+    )
+    assert (request.n, request.presence_penalty, request.frequency_penalty) == (2, -2.0, 2.0)
+    assert request.logit_bias == {0: -100.0, 7: 2.5}
+    assert (request.bad_words, request.allowed_token_ids, request.min_tokens) == (["no"], [5, 0], 3)
+    assert request.unsupported() == [] and request.ignored() == []
+
+
+@pytest.mark.parametrize("temperature", [0, 1e-6])
+@pytest.mark.parametrize("build", [completion, chat])
+def test_greedy_sampling_has_one_answer(build, temperature):
+    assert build(temperature=temperature).is_greedy
+    problem = refusal(build, n=2, temperature=temperature)
+    assert problem.field == "n" and "must be 1 when using greedy sampling" in problem.message
+    assert build(n=2, temperature=1e-4).n == 2
+
+
+def test_min_tokens_may_reach_max_tokens_and_not_pass_it():
+    assert completion(min_tokens=16).min_tokens == 16
+    assert chat(min_tokens=5000).min_tokens == 5000
+    assert "17 is more than max_tokens=16" in refusal(completion, min_tokens=17).message
+    assert "6 is more than max_tokens=5" in refusal(chat, min_tokens=6, max_tokens=99, max_completion_tokens=5).message
+
+
+@pytest.mark.parametrize(
+    ("request_", "num"),
+    [
+        (completion(), None),
+        (completion(logprobs=None), None),
+        (completion(logprobs=0), 0),
+        (completion(logprobs=20), 20),
+        (completion(logprobs=True), 1),
+        (completion(logprobs=False), None),
+        (chat(), None),
+        (chat(logprobs=False, top_logprobs=0), None),
+        (chat(logprobs=True), 0),
+        (chat(logprobs=True, top_logprobs=20), 20),
+    ],
+)
+def test_log_probabilities_are_asked_for_in_two_ways(request_, num):
+    assert request_.num_logprobs == num
+
+
+def test_the_other_way_of_asking_is_told():
+    assert "write logprobs=true and top_logprobs=5" in refusal(chat, logprobs=5).message
+    assert "write logprobs=5" in refusal(completion, top_logprobs=5).message
+    assert "only allowed with logprobs=true" in refusal(chat, top_logprobs=5).message
+
+
+@pytest.mark.parametrize("build", [completion, chat])
+def test_best_of_is_fine_where_all_answers_are_returned(build):
+    assert build(n=3, best_of=3).unsupported() == [] and build(best_of=1).unsupported() == []
+    assert [item.param for item in build(n=2, best_of=3).unsupported()] == ["best_of"]
+
+
 NOT_NEUTRAL = {
-    "n": 2,
     "best_of": 2,
-    "logprobs": 1,
+    "length_penalty": 1.5,
     "prompt_logprobs": 0,
     "echo": True,
     "suffix": "x",
-    "logit_bias": {"5": 1},
-    "presence_penalty": 0.5,
-    "frequency_penalty": 0.5,
-    "repetition_penalty": 1.1,
-    "min_tokens": 1,
-    "bad_words": ["x"],
-    "allowed_token_ids": [1],
     "response_format": {"type": "json_object"},
     "tools": [{"type": "function", "function": {"name": "f"}}],
     "tool_choice": "required",
@@ -182,27 +268,22 @@ def test_a_neutral_value_of_it_is_fine(param):
     assert completion(**{param: value}).unsupported() == []
 
 
-def test_zero_log_probabilities_are_not_the_same_as_none():
-    assert [item.param for item in completion(logprobs=0).unsupported()] == ["logprobs"]
-    assert completion(logprobs=False).unsupported() == []
-    assert [item.param for item in chat(logprobs=True, top_logprobs=3).unsupported()] == ["logprobs", "top_logprobs"]
-    assert chat(logprobs=False, top_logprobs=0).unsupported() == []
-
-
 def test_message_content_is_a_text_or_text_parts():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     request = chat(messages=[{"role": "user", "content": parts}])
     assert request.messages[0].text == "ab"
-    assert "image_url" in refusal(chat, messages=[{"role": "user", "content": [{"type": "image_url"}]}]).error.message
+    wrong = {"role": "user", "content": [{"type": "image_url"}]}
+    with pytest.raises(ValidationError, match="image_url"):
+        chat(messages=[wrong])
 
 
 def test_a_chat_needs_a_message():
-    assert refusal(chat, messages=[]).error.param == "messages"
+    assert refusal(chat, messages=[]).field == "messages"
 
 
 def test_continuing_a_message_turns_the_generation_prompt_off():
     assert chat(continue_final_message=True).add_generation_prompt is False
-    assert "contradicts" in refusal(chat, continue_final_message=True, add_generation_prompt=True).error.message
+    assert "contradicts" in refusal(chat, continue_final_message=True, add_generation_prompt=True).message
 
 
 def test_what_a_benchmark_client_sends_is_accepted():
@@ -227,7 +308,15 @@ def test_tokenize_takes_a_prompt_or_messages():
 
 # -- responses -------------------------------------------------------------------------------------------------------
 
-STATS = SpeculativeStats(num_drafts=5, num_draft_tokens=15, num_accepted_tokens=9, num_verified=15)
+STATS = SpeculativeStats(
+    num_drafts=5,
+    num_draft_tokens=15,
+    num_verified=15,
+    num_accepted_tokens=9,
+    drafted_per_depth=[5, 5, 5],
+    verified_per_depth=[5, 5, 5],
+    accepted_per_depth=[4, 3, 2],
+)
 
 
 def test_openai_reads_a_completion():
@@ -250,6 +339,29 @@ def test_openai_reads_a_chat_completion():
     read = read_as(openai.types.chat.ChatCompletion, ChatCompletionResponse(model="m", choices=[choice]))
     assert isinstance(read, openai.types.chat.ChatCompletion)
     assert read.choices[0].message.content == "x" and read.id.startswith("chatcmpl-")
+
+
+SCORED = TokenLogprob(
+    token="x", logprob=-1.0, bytes=[120], top_logprobs=[TopLogprob(token="y", logprob=-0.5, bytes=[121])]
+)
+
+
+def test_openai_reads_log_probabilities():
+    choice = ChatChoice(
+        message=AssistantMessage(content="x"), finish_reason="stop", logprobs=ChatLogprobs(content=[SCORED])
+    )
+    chat_read = read_as(openai.types.chat.ChatCompletion, ChatCompletionResponse(model="m", choices=[choice]))
+    assert isinstance(chat_read, openai.types.chat.ChatCompletion)
+    assert chat_read.choices[0].logprobs and chat_read.choices[0].logprobs.content
+    assert chat_read.choices[0].logprobs.content[0].model_dump() == SCORED.model_dump()
+    four = CompletionLogprobs(
+        tokens=["x"], token_logprobs=[-1.0], top_logprobs=[{"y": -0.5, "x": -1.0}], text_offset=[0]
+    )
+    answer = CompletionResponse(model="m", choices=[CompletionChoice(text="x", finish_reason="stop", logprobs=four)])
+    read = read_as(openai.types.Completion, answer)
+    assert isinstance(read, openai.types.Completion) and read.choices[0].logprobs
+    assert read.choices[0].logprobs.model_dump() == four.model_dump()
+    assert CompletionResponse.model_validate_json(answer.model_dump_json()).choices[0].logprobs == four
 
 
 @pytest.mark.parametrize("finish_reason", [None, "stop", "length"])

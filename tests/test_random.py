@@ -11,7 +11,7 @@ import scipy.stats
 import torch
 
 import workers.random
-from workers.random import Stream, gumbel, philox
+from workers.random import Stream, gumbel, philox, residual_gumbel, uniform, uniform_below
 
 torch.set_num_threads(1)
 
@@ -90,6 +90,27 @@ def test_noise_does_not_know_its_batch():
     together = gumbel(seeds, indices, 0, 50)
     alone = torch.cat([gumbel(seeds[i : i + 1], indices[i : i + 1], 0, 50) for i in range(40)])
     assert torch.equal(together, alone)
+
+
+def test_residual_gumbel_is_keyed_on_seed_root_position_row_and_target_id():
+    noise = residual_gumbel(torch.tensor([-3, 5]), torch.tensor([7, 70000]), torch.tensor([0, 63]), 1, 11)
+    for row, (key, root, tree_row) in enumerate([((2**32 - 3, ALL_ONES), 7, 0), ((5, 0), 70000, 63)]):
+        words = [oracles.philox(key, (t // 4, root, tree_row, Stream.RESIDUAL))[t % 4] for t in range(1, 11)]
+        expected = torch.tensor([oracles.gumbel_of_word(word) for word in words])
+        torch.testing.assert_close(noise[row], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_uniforms_take_all_of_their_64_bits():
+    limits = np.array([1, 2, 3, 1000, 64 * 65535, 2**31, *[2**31 - 1] * 50], dtype=np.int64)
+    seeds = -np.arange(len(limits))
+    keys = (np.int64(9), np.int64(2), np.int64(1))  # root position, row, index
+    words = [oracles.philox((s % 2**32, s % 2**64 >> 32), (1, 9, 2, Stream.DRAFT)) for s in seeds.tolist()]
+    bits = [high << 32 | low for high, low, _, _ in words]
+    below = uniform_below(limits, seeds, *keys, Stream.DRAFT)
+    assert below.tolist() == [u * limit >> 64 for u, limit in zip(bits, limits.tolist(), strict=True)]
+    assert uniform(seeds, *keys, Stream.DRAFT).tolist() == [(u >> 11) / 2**53 for u in bits]
+    many = uniform(np.arange(20000), *keys, Stream.ACCEPT)
+    assert many.max() < 1 and scipy.stats.kstest(many, "uniform").pvalue > 1e-3
 
 
 def test_gumbel_follows_the_gumbel_law():

@@ -13,20 +13,32 @@ from verifier.scheduler import Limits, Step, schedule
 from verifier.tree import Chunk
 from workers.ipc import Submit
 from workers.kv import PageAllocator
-from workers.types import TreeLimits
+from workers.types import Rule, TreeLimits
 
-LIMITS = Limits(max_num_seqs=4, max_num_batched_tokens=50, tree_rows=4, page_size=16)
+LIMITS = Limits(max_num_seqs=4, max_num_batched_tokens=50, page_size=16)
 
 
-def request(id: int, prompt: int = 10, max_tokens: int = 20, computed: int = 0, output: int = 0) -> Request:
-    made = Request(Submit(id=id, prompt=[1] * prompt, max_tokens=max_tokens), TreeLimits(num_nodes=3), 1)
+def request(
+    id: int, prompt: int = 10, max_tokens: int = 20, computed: int = 0, output: int = 0, pages: int = 0, nodes: int = 3
+) -> Request:
+    """A request that holds so many pages; 0 nodes: it is never drafted for."""
+    limits = TreeLimits(num_nodes=nodes) if nodes else None
+    made = Request(Submit(id=id, prompt=[1] * prompt, max_tokens=max_tokens), Rule.COUPLED, limits, 1)
     made.num_computed = computed
     made.tokens += [2] * output
+    made.pages = [100 * id + i for i in range(pages)]
     return made
 
 
-def decoding(id: int, **more: int) -> Request:
-    return request(id, computed=10, output=1, **more)
+def decoding(id: int, output: int = 1, **more: int) -> Request:
+    """A request with a prompt of 10 that has said so many tokens, and holds the pages of its next tree but for some."""
+    made = request(id, computed=9 + output, output=output, **more)
+    made.pages = made.pages or [100 * id + i for i in range(LIMITS.pages_for(made))]
+    return made
+
+
+def ids(requests: list[Request]) -> list[int]:
+    return [r.id for r in requests]
 
 
 def chunks(step: Step) -> list[tuple[int, int, int]]:
@@ -63,25 +75,110 @@ def test_older_prompts_are_served_before_newer_ones():
     assert chunks(step) == [(1, 0, 20), (2, 0, 25), (3, 0, 5)]
 
 
-def test_a_request_joins_only_if_pages_for_its_whole_life_are_free():
-    waiting = request(1, prompt=10, max_tokens=20)  # 10 + 20 + 4 slots = 3 pages of 16
-    assert LIMITS.pages_for(waiting) == 3
-    assert schedule([waiting], [], 2, LIMITS).is_empty
-    assert schedule([waiting], [], 3, LIMITS).admitted == [waiting]
+# ---- pages
 
 
-def test_pages_round_up_at_the_last_slot():
-    assert LIMITS.pages_for(request(1, prompt=8, max_tokens=20)) == 2
-    assert LIMITS.pages_for(request(1, prompt=9, max_tokens=20)) == 3
+def test_a_request_joins_if_its_prompt_and_one_tree_fit():
+    waiting = request(1, prompt=13, max_tokens=500)  # 13 + 4 slots = 2 pages of 16
+    assert schedule([waiting], [], 1, LIMITS).is_empty
+    step = schedule([waiting], [], 2, LIMITS)
+    assert (step.admitted, step.pages) == ([waiting], [(waiting, 2)])
+
+
+def test_pages_reach_to_the_last_row_of_the_tree_and_no_further():
+    assert LIMITS.pages_for(request(1, prompt=12)) == 1 and LIMITS.pages_for(request(1, prompt=13)) == 2
+    assert LIMITS.pages_for(request(1, prompt=15, nodes=0)) == 1, "a root alone has one row"
+    assert LIMITS.pages_for(request(1, prompt=10, output=3)) == 1, "the root is the last token: 12 + 4 slots"
+    assert LIMITS.pages_for(request(1, prompt=10, output=4)) == 2
+
+
+@given(st.integers(1, 99), st.integers(1, 99), st.integers(0, 63), st.sampled_from([1, 2, 16]))
+def test_the_pages_of_a_life_suffice_at_every_moment_of_it(prompt, max_tokens, nodes, page_size):
+    limits = Limits(max_num_seqs=1, max_num_batched_tokens=1, page_size=page_size)
+    life = limits.pages_for_life(request(1, prompt=prompt, max_tokens=max_tokens))
+    assert all(
+        limits.pages_for(request(1, prompt=prompt, max_tokens=max_tokens, output=n)) <= life for n in range(max_tokens)
+    )
 
 
 def test_pages_promised_to_one_are_not_promised_to_the_next():
-    step = schedule([request(1), request(2), request(3)], [], 7, LIMITS)
-    assert [r.id for r in step.admitted] == [1, 2]
+    step = schedule([request(i, prompt=20) for i in range(3)], [], 5, LIMITS)
+    assert ids(step.admitted) == [0, 1] and [count for _, count in step.pages] == [2, 2]
+
+
+def test_a_running_request_takes_a_page_when_its_tree_reaches_into_it():
+    inside, beyond = decoding(1, output=3), decoding(2, output=4, pages=1)
+    step = schedule([], [inside, beyond], 1, LIMITS)
+    assert (step.decode, step.pages, step.preempted) == ([inside, beyond], [(beyond, 1)], [])
+
+
+def test_a_prompt_holds_its_pages_from_the_first_chunk_on():
+    long = request(1, prompt=80, pages=6, computed=50)
+    step = schedule([], [long], 0, LIMITS)
+    assert (chunks(step), step.pages, step.preempted) == ([(1, 50, 80)], [], [])
+
+
+def test_the_last_to_arrive_gives_way_when_the_next_trees_do_not_fit():
+    old, middle, young = decoding(1, output=4, pages=1), decoding(2), decoding(3)
+    step = schedule([], [old, middle, young], 0, LIMITS)
+    assert (ids(step.preempted), ids(step.decode), step.pages) == ([3], [1, 2], [(old, 1)])
+
+
+def test_a_request_gives_way_to_its_own_tree_if_it_is_the_last():
+    old, young = decoding(1), decoding(2, output=4, pages=1)
+    step = schedule([], [old, young], 0, LIMITS)
+    assert (ids(step.preempted), ids(step.decode), step.pages) == ([2], [1], [])
+
+
+def test_as_many_give_way_as_it_takes_and_no_more():
+    running = [decoding(i, output=20, pages=1) for i in range(1, 5)]  # 29 + 4 slots: each wants two more pages
+    assert ids(schedule([], running, 5, LIMITS).preempted) == [4]
+    assert ids(schedule([], running, 4, LIMITS).preempted) == [4, 3]
+    assert ids(schedule([], running, 0, LIMITS).preempted) == [4, 3, 2]
+    assert ids(schedule([], running, 8, LIMITS).preempted) == []
+
+
+def test_a_half_computed_prompt_can_be_preempted_too():
+    old, young = decoding(1, output=4, pages=1), request(2, prompt=60, pages=4, computed=50)
+    step = schedule([], [old, young], 0, LIMITS)
+    assert (ids(step.preempted), step.prefill, step.pages) == ([2], [], [(old, 1)])
+
+
+def test_nobody_joins_in_a_step_that_preempts():
+    old, young = decoding(1, output=4, pages=1), request(2, prompt=60, pages=4, computed=50)
+    step = schedule([request(3, prompt=1)], [old, young], 0, LIMITS)
+    assert (ids(step.preempted), step.admitted) == ([2], [])
+
+
+def test_who_joins_leaves_room_for_the_trees_that_the_others_verify_next():
+    running = decoding(1, output=3)  # 12 + 4 slots, a full page; if all is accepted the next tree needs another
+    assert schedule([request(2)], [running], 1, LIMITS).admitted == []
+    assert ids(schedule([request(2)], [running], 2, LIMITS).admitted) == [2]
+
+
+def test_a_preempted_request_computes_all_but_its_last_token_and_draws_nothing():
+    back = request(1, prompt=40, output=31)
+    step = schedule([back], [], 99, LIMITS)
+    assert (chunks(step), step.finishing, step.pages) == ([(1, 0, 50)], [], [(back, 5)])
+    back.num_computed, back.pages = 50, [1] * 5
+    step = schedule([], [back], 99, LIMITS)
+    assert (chunks(step), step.finishing, step.decode) == ([(1, 50, 70)], [], [])
+    back.num_computed = 70
+    assert schedule([], [back], 99, LIMITS).decode == [back]
+
+
+def test_a_chunk_that_happens_to_end_with_the_prompt_of_a_preempted_request_draws_nothing():
+    step = schedule([request(1, prompt=50, output=9)], [], 99, LIMITS)
+    assert (chunks(step), step.finishing) == ([(1, 0, 50)], [])
+    step = schedule([request(1, prompt=50)], [], 99, LIMITS)
+    assert [r.id for r, _ in step.finishing] == [1]
+
+
+# ---- seats and the order of arrival
 
 
 def test_nobody_overtakes_a_large_request_at_the_head_of_the_line():
-    assert schedule([request(1, max_tokens=500), request(2)], [], 10, LIMITS).is_empty
+    assert schedule([request(1, prompt=500), request(2)], [], 10, LIMITS).is_empty
 
 
 def test_there_are_only_so_many_seats():
@@ -96,7 +193,7 @@ def test_joining_requests_fill_the_token_budget_and_no_more():
 
 
 def test_prompts_advance_by_a_page_even_when_the_trees_alone_exceed_the_budget():
-    small = Limits(max_num_seqs=4, max_num_batched_tokens=7, tree_rows=4, page_size=16)
+    small = Limits(max_num_seqs=4, max_num_batched_tokens=7, page_size=16)
     running = [decoding(1), decoding(2), request(3)]
     step = schedule([request(4)], running, 99, small)
     assert [r.id for r in step.decode] == [1, 2]
@@ -108,69 +205,92 @@ def test_scheduling_changes_nothing_it_is_shown():
     first = schedule(waiting, running, 99, LIMITS)
     again = schedule(waiting, running, 99, LIMITS)
     assert first == again and [len(waiting), len(running)] == [1, 2] and waiting[0].pages == []
+    full = [decoding(1, output=4, pages=1), decoding(2)]
+    assert schedule(waiting, full, 0, LIMITS).preempted == [full[1]] and len(full) == 2 and len(full[1].pages) == 1
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(
-    st.integers(0, 2**32 - 1), st.integers(1, 6), st.integers(1, 64), st.integers(1, 17), st.sampled_from([1, 4, 16]),
+    st.integers(0, 2**32 - 1), st.integers(1, 6), st.integers(1, 64), st.integers(0, 16), st.sampled_from([1, 4, 16]),
     st.integers(8, 60),
 )  # fmt: skip
 def test_a_long_life_of_arrivals_ends_with_every_page_free_and_nobody_left(
-    seed, seats, budget, tree_rows, page_size, pages
+    seed, seats, budget, nodes, page_size, pages
 ):
     rng = random.Random(seed)
-    limits = Limits(max_num_seqs=seats, max_num_batched_tokens=budget, tree_rows=tree_rows, page_size=page_size)
+    limits = Limits(max_num_seqs=seats, max_num_batched_tokens=budget, page_size=page_size)
     allocator = PageAllocator(pages + 1)
     waiting: list[Request] = []
     running: list[Request] = []
-    joined: list[int] = []
-    num_sent, num_steps, idle = 0, 0, 0
+    num_sent, num_steps, num_left, num_preempted = 0, 0, 0, 0
     to_send = rng.randint(5, 40)
+
+    def leave(r: Request) -> None:
+        nonlocal num_left
+        (running if r in running else waiting).remove(r)
+        allocator.free(r.pages)
+        r.forget()
+        num_left += 1
+
     while num_sent < to_send or waiting or running:
         num_steps += 1
         assert num_steps < 20000, "deadlock"
         if num_sent < to_send and rng.random() < 0.4:
-            new = request(num_sent, prompt=rng.randint(1, 90), max_tokens=rng.randint(1, 40))
-            if limits.pages_for(new) <= pages:
+            new = request(
+                num_sent, prompt=rng.randint(1, 90), max_tokens=rng.randint(1, 40), nodes=rng.randint(0, nodes)
+            )
+            if limits.pages_for_life(new) <= pages:
                 waiting.append(new)
             num_sent += 1
         step = schedule(waiting, running, allocator.num_free, limits)
-        idle = idle + 1 if step.is_empty and (waiting or running) else 0
-        assert idle == 0, "there is work and nobody does it"
+        assert not step.is_empty or not (waiting or running), "there is work and nobody does it"
+
+        for r in step.preempted:
+            assert r is running.pop() and running, "the last to arrive, never the oldest"
+            allocator.free(r.pages)
+            r.forget()
+            waiting.insert(0, r)
+            num_preempted += 1
+        assert not (step.preempted and step.admitted)
         for r in step.admitted:
             assert r is waiting.pop(0)
-            r.pages = allocator.alloc(limits.pages_for(r))
             running.append(r)
-            joined.append(r.id)
+        for r, count in step.pages:
+            assert r in running and count > 0
+            r.pages += allocator.alloc(count)
         assert len(running) <= seats
+        assert ids(running + waiting) == sorted(ids(running + waiting))
+        for r in running:
+            assert len(r.pages) == limits.pages_for(r), "what it needs, to the page"
+
         assert step.decode == [r for r in running if r.is_decoding]
-        computed = sum(chunk.stop - chunk.start for _, chunk in step.prefill)
-        assert computed <= max(page_size, budget - len(step.decode) * tree_rows)
+        trees = sum(r.tree_rows for r in step.decode)
+        assert sum(chunk.stop - chunk.start for _, chunk in step.prefill) <= max(page_size, budget - trees)
+        assert not running or running[0] in [*step.decode, *(r for r, _ in step.prefill)], "the oldest advances"
+        finishing = [r for r, _ in step.finishing]
         for r, chunk in step.prefill:
-            assert chunk == Chunk(r.num_computed, chunk.stop) and chunk.start < chunk.stop <= r.num_prompt
+            assert chunk == Chunk(r.num_computed, chunk.stop) and chunk.start < chunk.stop <= r.root
             r.num_computed = chunk.stop
-            if chunk.stop == r.num_prompt:
-                r.tokens.append(5)
+        for r in finishing:
+            assert r.num_computed == r.num_prompt and r.num_output == 0
+            r.tokens.append(5)
         for r in step.decode:
-            assert r.num_computed == len(r.tokens) - 1
-            assert len(r.tokens) - 1 + tree_rows <= len(r.pages) * page_size, "a tree's rows have a place"
-            gained = min(rng.randint(1, tree_rows), r.submit.max_tokens - r.num_output)
+            gained = min(rng.randint(1, r.tree_rows), r.submit.max_tokens - r.num_output)
             r.num_computed += gained
             r.tokens += [5] * gained
         for r in list(running):
-            if r.num_output >= r.submit.max_tokens or (rng.random() < 0.02):  # finished or aborted
-                running.remove(r)
-                allocator.free(r.pages)
+            if r.num_output >= r.submit.max_tokens or rng.random() < 0.02:  # finished or aborted
+                leave(r)
         if waiting and rng.random() < 0.02:
-            waiting.pop(rng.randrange(len(waiting)))
+            leave(rng.choice(waiting))
     assert allocator.num_free == pages
-    assert joined == sorted(joined)
+    assert num_preempted <= seats * (num_left + 1), "whoever comes back waited for somebody to leave"
 
 
-@pytest.mark.parametrize("tree_rows", [1, 17])
-def test_one_request_alone_in_a_tiny_engine_still_finishes(tree_rows):
-    limits = Limits(max_num_seqs=1, max_num_batched_tokens=1, tree_rows=tree_rows, page_size=1)
-    lonely = request(1, prompt=3, max_tokens=2)
+@pytest.mark.parametrize("nodes", [0, 16])
+def test_one_request_alone_in_a_tiny_engine_still_finishes(nodes):
+    limits = Limits(max_num_seqs=1, max_num_batched_tokens=1, page_size=1)
+    lonely = request(1, prompt=3, max_tokens=2, nodes=nodes)
     starts = []
     for _ in range(3):
         (_, chunk), *_ = schedule([lonely], [], 99, limits).prefill

@@ -6,6 +6,8 @@ import random
 from pathlib import Path
 
 import pytest
+import tokenizers
+from transformers import PreTrainedTokenizerFast
 
 import secateur
 from cluster.tokens import IncrementalDetokenizer, PromptError, StopStrings, Tokenizer
@@ -84,6 +86,60 @@ def test_continuing_the_last_message_leaves_it_open(tokenizer: Tokenizer) -> Non
     assert tokenizer.decode(ids, skip_special_tokens=False).endswith("Hello, wor")
 
 
+@pytest.mark.parametrize("text", [TEXT, " a", "\ufffd"])
+def test_the_bytes_of_the_tokens_join_to_those_of_the_text(tokenizer: Tokenizer, text: str) -> None:
+    texts = [tokenizer.token_text(id) for id in tokenizer.encode(text)]
+    assert b"".join(token.utf8 for token in texts) == text.encode()
+
+
+def test_a_token_that_is_no_text_by_itself_is_escaped(tokenizer: Tokenizer) -> None:
+    first, *_ = tokenizer.encode("🌳")
+    assert tokenizer.token_text(first) == ("bytes:\\xf0\\x9f", b"\xf0\x9f")
+    assert tokenizer.token_text(tokenizer.encode(" return")[0]) == (" return", b" return")
+    assert tokenizer.token_text(0).text == "<|endoftext|>"
+
+
+def test_no_two_tokens_have_one_text(tokenizer: Tokenizer) -> None:
+    assert len({tokenizer.token_text(id).text for id in range(tokenizer.vocab_size)}) == tokenizer.vocab_size
+
+
+@pytest.fixture(scope="module")
+def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A tokenizer as Llama 2's: spaces are part of words, unknown characters become byte tokens."""
+    vocab = {"<unk>": 0, "<s>": 1, "<0xC3>": 2, "<0xA9>": 3, "▁": 4, "a": 5, "b": 6, "▁a": 7, "▁ab": 8}
+    merges = [("▁", "a"), ("▁a", "b")]
+    fast = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True))
+    normalizers, decoders = tokenizers.normalizers, tokenizers.decoders
+    fast.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    fast.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    folder = tmp_path_factory.mktemp("sentencepiece")
+    PreTrainedTokenizerFast(tokenizer_object=fast, unk_token="<unk>", bos_token="<s>").save_pretrained(folder)
+    return Tokenizer(str(folder))
+
+
+def test_a_word_keeps_its_space_and_a_byte_its_value(sentencepiece: Tokenizer) -> None:
+    assert sentencepiece.encode("ab é") == [8, 4, 2, 3]
+    texts = [sentencepiece.token_text(id) for id in (8, 6, 2, 3)]
+    assert texts == [(" ab", b" ab"), ("b", b"b"), ("bytes:\\xc3", b"\xc3"), ("bytes:\\xa9", b"\xa9")]
+
+
+def test_a_bad_word_is_bad_with_and_without_a_space(tokenizer: Tokenizer, sentencepiece: Tokenizer) -> None:
+    alone, spaced = tokenizer.bad_words([" return"])
+    assert tokenizer.decode(alone) == "return"
+    assert tokenizer.decode(spaced) == " return"
+    assert tokenizer.bad_words(["return", "  return"]) == [alone, spaced]
+    assert tokenizer.bad_words(["\n"])[0] == tokenizer.encode("\n")
+    assert sentencepiece.bad_words(["ab"]) == [[8]]  # the space is in it already
+
+
+def test_a_bad_word_that_is_no_unicode_is_the_caller_s_error(tokenizer: Tokenizer) -> None:
+    with pytest.raises(PromptError) as caught:
+        tokenizer.bad_words(["\ud800"])
+    assert caught.value.param == "bad_words"
+
+
 def test_a_broken_template_is_the_caller_s_error(tokenizer: Tokenizer) -> None:
     with pytest.raises(PromptError, match="chat template refused"):
         tokenizer.encode_chat([{"role": "user", "content": "x"}], chat_template="{{ raise_exception('no') }}")
@@ -128,6 +184,24 @@ def test_what_could_become_a_stop_string_is_held_back() -> None:
     stops = StopStrings(["###"])
     assert stops.feed("text ##").text == "text "
     assert stops.feed("not").text == "##not"
+
+
+@pytest.mark.parametrize(
+    ("early", "late", "expected"),
+    [
+        ("one two", " three two", ("one two three ", "two")),  # an early one is text like any other
+        ("one t", "wo", ("one ", "two")),  # it begins early and is complete late
+        ("twot", "wo", ("two", "two")),
+        ("ab", "x", ("abx", None)),  # the end of a longer one is held back, the short one in it came early
+        ("ab", "c", ("", "abc")),
+    ],
+)
+def test_a_stop_string_complete_too_early_ends_nothing(early: str, late: str, expected: tuple[str, str | None]) -> None:
+    stops = StopStrings(["two", "b", "abc"])
+    first = stops.feed(early, may_stop=False)
+    second = stops.feed(late)
+    rest = "" if second.stop else stops.flush()
+    assert (first.text + second.text + rest, second.stop) == expected
 
 
 @pytest.mark.parametrize("seed", range(200))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from workers import wire
 from workers.config import MAX_TREE_NODES
-from workers.types import DraftProbs, DraftReply, DraftRequest, TargetStep, TreeBatch
+from workers.types import DraftCosts, DraftProbs, DraftReply, DraftRequest, TargetStep, TreeBatch
 
 torch.set_num_threads(1)
 
@@ -37,8 +38,8 @@ def assert_equal(got: object, expected: object) -> None:
             assert torch.equal(a, b), name
         elif name == "seconds":
             assert a == pytest.approx(b, abs=1e-6)
-        elif b is None:
-            assert a is None, name
+        elif b is None or isinstance(b, int):
+            assert a == b, name
         else:
             assert_equal(a, b)
 
@@ -55,6 +56,23 @@ def reals(rng: np.random.Generator, *shape: int) -> Tensor:
     return torch.from_numpy(rng.normal(size=shape).astype(np.float32))
 
 
+def draft_costs(rng: np.random.Generator, size: int) -> DraftCosts:
+    return DraftCosts(
+        nodes_T=ints(rng, size),
+        verify_ms_T=reals(rng, size),
+        draft_ms_2=reals(rng, 2),
+        sure_1=reals(rng, 1),
+        calibration_D2=reals(rng, size, 2),
+    )
+
+
+def draft_reply(
+    trees: TreeBatch, probs: DraftProbs | None = None, *, seconds: float = 0.0, pruned: Sequence[Sequence[int]] = ()
+) -> DraftReply:
+    pruned_GD = torch.tensor(pruned, dtype=torch.int32).reshape(len(pruned), -1 if pruned else 0)
+    return DraftReply(trees=trees, probs=probs, pruned_GD=pruned_GD, num_levels=len(pruned), seconds=seconds)
+
+
 def draft_request(
     seed: int, num: int, rows: int, width: int | None, dtype: torch.dtype = torch.float32
 ) -> DraftRequest:
@@ -63,11 +81,16 @@ def draft_request(
         offsets=ints(rng, num + 1),
         token_M=ints(rng, rows),
         page_table_BP=ints(rng, num, seed % 5),
-        **{name: ints(rng, num) for name in ("start_B", "accepted_B", "num_nodes_B", "max_depth_B", "top_k_B")},
+        **{name: ints(rng, num) for name in ("start_B", "rule_B", "auto_B", "num_nodes_B", "max_depth_B", "top_k_B")},
         **{name: reals(rng, num) for name in ("min_prob_B", "path_prob_B", "temperature_B", "top_p_B", "min_p_B")},
         seed_B=long_ints(rng, num),
+        constraints_U=torch.from_numpy(rng.integers(0, 256, size=seed % 7).astype(np.uint8)),
+        costs=None if seed % 2 else draft_costs(rng, seed % 4),
         features_MH=None if width is None else reals(rng, rows, width).to(dtype),
     )
+
+
+SAMPLED_INTS = ("sample_row_R", "request_R", "draw_index_R", "rule_R", "num_logprobs_R", "top_k_R")
 
 
 def target_step(seed: int, num: int, rows: int, sampled: int, moves: int) -> TargetStep:
@@ -80,9 +103,10 @@ def target_step(seed: int, num: int, rows: int, sampled: int, moves: int) -> Tar
         base_B=ints(rng, num),
         **{name: ints(rng, rows) for name in ("token_N", "position_N", "slot_N", "visible_N")},
         ancestors_N=long_ints(rng, rows),
-        **{name: ints(rng, sampled) for name in ("sample_row_R", "draw_index_R", "top_k_R")},
+        **{name: ints(rng, sampled) for name in SAMPLED_INTS},
         **{name: reals(rng, sampled) for name in ("temperature_R", "top_p_R", "min_p_R")},
         seed_R=long_ints(rng, sampled),
+        constraints_U=torch.from_numpy(rng.integers(0, 256, size=seed % 7).astype(np.uint8)),
     )
 
 
@@ -128,12 +152,12 @@ def test_draft_replies_survive(trees, entries, seconds):
             id_S=torch.tensor([id for id, _ in entries], dtype=torch.int32),
             weight_S=torch.tensor([weight for _, weight in entries], dtype=torch.int32),
         )
-    message = DraftReply(trees=trees, probs=probs, seconds=seconds)
+    message = draft_reply(trees, probs, seconds=seconds, pruned=[[1, 2]] * (len(trees.offsets) - 1))
     assert_equal(round_trip(message), message)
 
 
 def test_a_reply_without_a_single_tree_survives():
-    message = DraftReply(trees=oracles.trees([]), probs=None, seconds=0.0)
+    message = draft_reply(oracles.trees([]))
     assert_equal(round_trip(message), message)
 
 
@@ -142,7 +166,7 @@ def test_the_largest_tree_survives_with_bit_63(shape):
     parents = list(range(-1, MAX_TREE_NODES - 1)) if shape == "chain" else [-1] + [0] * (MAX_TREE_NODES - 1)
     trees = oracles.tree(parents, list(range(MAX_TREE_NODES)))
     assert trees.ancestors_N[-1] < 0
-    message = DraftReply(trees=trees, probs=None, seconds=0.0)
+    message = draft_reply(trees)
     assert_equal(round_trip(message), message)
 
 
@@ -161,7 +185,7 @@ def test_unpacked_messages_do_not_look_into_the_reused_buffer():
 def test_a_tree_value_that_does_not_fit_is_refused_by_name(name, value, dtype):
     trees = replace(oracles.tree([-1], [7]), **{name: torch.tensor([value], dtype=dtype)})
     with pytest.raises(OverflowError, match=name):
-        wire.pack(DraftReply(trees=trees, probs=None, seconds=0.0))
+        wire.pack(draft_reply(trees))
 
 
 @pytest.mark.parametrize("weight", [65536, -1])
@@ -172,7 +196,7 @@ def test_a_draft_weight_that_does_not_fit_is_refused(weight):
         weight_S=torch.tensor([weight], dtype=torch.int32),
     )
     with pytest.raises(OverflowError, match="weight_S"):
-        wire.pack(DraftReply(trees=oracles.tree([-1], [7]), probs=probs, seconds=0.0))
+        wire.pack(draft_reply(oracles.tree([-1], [7]), probs))
 
 
 @pytest.mark.parametrize("kind", [wire.Kind.STOP, wire.Kind.HEARTBEAT])
@@ -182,6 +206,12 @@ def test_bare_frames_carry_no_message(kind):
 
 
 def test_every_field_of_every_message_is_on_the_wire():
-    for kind, table in [(TreeBatch, wire.TREE_FIELDS), (DraftProbs, wire.PROBS_FIELDS), (TargetStep, wire.STEP_FIELDS)]:
-        assert {f.name for f in fields(kind)} == {field.name for field in table}
-    assert {f.name for f in fields(DraftRequest)} - {"features_MH"} == {field.name for field in wire.REQUEST_FIELDS}
+    for kind, table, elsewhere in [
+        (TreeBatch, wire.TREE_FIELDS, set()),
+        (DraftProbs, wire.PROBS_FIELDS, set()),
+        (TargetStep, wire.STEP_FIELDS, set()),
+        (DraftCosts, wire.COST_FIELDS, set()),
+        (DraftRequest, wire.REQUEST_FIELDS, {"features_MH", "costs"}),
+        (DraftReply, wire.PRUNED_FIELDS, {"trees", "probs", "num_levels", "seconds"}),
+    ]:
+        assert {f.name for f in fields(kind)} - elsewhere == {field.name for field in table}

@@ -1,23 +1,27 @@
 """Acceptance: which path of a draft tree the target would have said itself.
 
-The coupled rule (default; Daliri et al. 2408.07978 for one draft, here one noise for a whole tree). At every node v the
-target draws its own next token
+The walk, for coupled and for deterministic drafts (Daliri et al. 2408.07978 for one draft, here one noise for a whole
+tree). At every node v the target draws its own next token
     y(v) = argmax_x [ log p(x | v) + G(seed, index of the token, x) ]        (temperature 0: G = 0)
 Walk from the root: if y(v) is a child of v, descend to it; else emit y(v) and stop.
 
 Losslessness: y depends on the prefix and G alone, and G is independent between indices, so the emitted tokens follow
 the target's law whatever the tree is, also when the drafter saw G. A deterministic tree under a sampling target is the
-same walk (target-only acceptance: draw y ~ p, descend if it is a child).
+same walk (target-only acceptance: draw y ~ p, descend if it is a child). Sampled drafts: `verifier.rejection`.
 Legend: B requests, N packed rows, V vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
-from workers.sampling import draw
-from workers.types import DraftProbs, SamplingBatch, TreeBatch, Verdict
+from verifier.rejection import accept_rejection
+from verifier.tree import select
+from workers.sampling import coupled_scores, process_logits
+from workers.types import DraftProbs, Rule, SamplingBatch, TreeBatch, Verdict
 
 
 def accept(
@@ -25,19 +29,61 @@ def accept(
     logits_NV: Tensor,
     params: SamplingBatch,
     root_position_B: Tensor,
+    rules: Sequence[Rule] | None = None,
     probs: DraftProbs | None = None,
 ) -> list[Verdict]:
-    """Verdicts of B trees from the target's raw logits at every row, root included.
+    """Verdicts of B trees from the target's (constrained) logits at every row, root included.
 
-    params: one entry per request. root_position_B: int64, position of each root. Raises ValueError for draft
-    probabilities: neither coupled nor deterministic trees have any.
+    params: one entry per request. root_position_B: int64, position of each root. rules: None = all coupled.
+    Raises ValueError for draft probabilities that no request's rule reads.
     """
-    if probs is not None:
-        raise ValueError("coupled acceptance takes no draft probabilities; they belong to sampled drafts")
+    rules = [Rule.COUPLED] * len(root_position_B) if rules is None else list(rules)
+    if probs is not None and not any(rule.is_sampled for rule in rules):
+        raise ValueError("coupled and target-only acceptance take no draft probabilities; they belong to sampled ones")
     assert logits_NV.shape[0] == len(trees.token_N), "one row of logits per tree row, no more and no fewer"
     request_N = torch.arange(len(root_position_B)).repeat_interleave(trees.offsets.diff())
+    params_N = params.rows(request_N)
+    processed_NV = process_logits(logits_NV, params_N)
     index_N = root_position_B[request_N] + trees.depth_N + 1
-    return walk(trees, draw(logits_NV, params.rows(request_N), index_N).tolist())
+    drawn = coupled_scores(processed_NV, params_N, index_N).argmax(-1).tolist()
+    return judge(
+        trees,
+        probs,
+        drawn,
+        rules=rules,
+        params=params,
+        root_position_B=root_position_B,
+        processed=lambda rows: processed_NV[rows],
+    )
+
+
+def judge(
+    trees: TreeBatch,
+    probs: DraftProbs | None,
+    drawn_N: list[int],
+    *,
+    rules: Sequence[Rule],
+    params: SamplingBatch,
+    root_position_B: Tensor,
+    processed: Callable[[Tensor], Tensor],
+) -> list[Verdict]:
+    """Each request's verdict by its own rule.
+
+    drawn_N: the target's own token at every row. processed(rows): log p there up to a constant, float32 [rows, V];
+    asked only for the rows of requests whose drafts are sampled.
+    """
+    verdicts = walk(trees, drawn_N)
+    sampled = [i for i, rule in enumerate(rules) if rule.is_sampled]
+    if sampled:
+        own_trees, own_probs, rows = select(trees, probs, sampled)
+        own = torch.tensor(sampled)
+        processed_NV = processed(rows)
+        own_params = params.rows(own.to(params.seed_B.device)).to(processed_NV.device)
+        own_rules = [rules[i] for i in sampled]
+        judged = accept_rejection(own_trees, processed_NV, own_params, root_position_B[own], own_probs, own_rules)
+        for i, verdict in zip(sampled, judged, strict=True):
+            verdicts[i] = verdict
+    return verdicts
 
 
 def walk(trees: TreeBatch, winner_N: list[int]) -> list[Verdict]:

@@ -9,9 +9,13 @@ from __future__ import annotations
 import time
 from collections import deque
 
-from verifier.accept import walk
+import torch
+
+from verifier.accept import judge
+from verifier.drafts import Drafts
 from verifier.pack import Move, next_feed, pack_draft, pack_target
 from verifier.request import Request
+from verifier.rules import rule_of
 from verifier.scheduler import Limits, Step, schedule
 from verifier.target import Target
 from verifier.tree import with_bare_roots
@@ -19,7 +23,7 @@ from workers.channel import Channel
 from workers.config import EngineConfig
 from workers.ipc import Abort, EngineStats, FrameSocket, StepOutput, Submit, TokenChunk
 from workers.kv import PageAllocator
-from workers.types import DraftReply, TreeBatch, TreeLimits
+from workers.types import DraftReply, SamplingBatch, TreeLimits, Verdict
 from workers.wire import Kind
 
 HEARTBEAT_S = 1.0
@@ -43,7 +47,6 @@ class Engine:
         self._limits = Limits(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            tree_rows=config.tree_rows,
             page_size=config.page_size,
         )
         self._waiting: deque[Request] = deque()
@@ -65,10 +68,10 @@ class Engine:
         if step.is_empty:
             return self._emit()
         began = time.perf_counter()
-        self._admit(step)
-        trees = self._draft(step)
-        drawn = self._verify(step, trees)
-        self._commit(step, trees, drawn)
+        self._make_room(step)
+        drafts = self._draft(step)
+        verdicts = self._verify(step, drafts)
+        self._commit(step, drafts, verdicts)
         self._stats.steps += 1
         self._stats.step_seconds += time.perf_counter() - began
         self._emit()
@@ -95,7 +98,8 @@ class Engine:
             self._last_draft = time.monotonic()
 
     def _submit(self, submit: Submit) -> None:
-        request = Request(submit, self._tree_limits(submit), self._first_draft_slot)
+        rule = rule_of(submit, self._config.draft)
+        request = Request(submit, rule, self._tree_limits(submit), self._first_draft_slot)
         problem = self._misfit(request)
         if problem is None:
             self._waiting.append(request)
@@ -109,7 +113,7 @@ class Engine:
             return "a request needs at least one prompt token and max_tokens of at least 1"
         if prompt + asked > longest:
             return f"prompt of {prompt} tokens + max_tokens {asked} exceeds max_model_len {longest}"
-        if self._limits.pages_for(request) > self._allocator.num_pages - 1:
+        if self._limits.pages_for_life(request) > self._allocator.num_pages - 1:
             return f"{prompt + asked} tokens do not fit the KV cache of {self._allocator.num_pages - 1} pages"
         return None
 
@@ -121,13 +125,14 @@ class Engine:
         tree = draft.tree
         return TreeLimits(
             num_nodes=tree.num_nodes if asked.num_tokens is None else min(asked.num_tokens, tree.num_nodes),
+            auto=tree.prune.auto if asked.auto is None else asked.auto,
             min_prob=tree.prune.min_prob if asked.min_prob is None else asked.min_prob,
             path_prob=tree.prune.path_prob if asked.path_prob is None else asked.path_prob,
         )
 
     @property
     def _first_draft_slot(self) -> int:
-        return int(self._config.draft is not None and self._config.draft.method == "eagle3")
+        return int(self._config.draft is not None and self._config.draft.reads_features)
 
     def _abort(self, id: int) -> None:
         for request in [r for r in (*self._waiting, *self._running) if r.id == id]:
@@ -140,67 +145,97 @@ class Engine:
             self._running.remove(request)
         self._moves = [move for move in self._moves if move.request is not request]
         self._allocator.free(request.pages)
-        request.pages = []
+        request.forget()
 
-    def _admit(self, step: Step) -> None:
+    def preempt(self, request: Request) -> None:
+        """Takes a running request's pages and seat; first in line, it computes them again when it rejoins. Its tokens
+        stay, so that it goes on as if nothing had happened. Between steps only."""
+        self._release(request)
+        self._waiting.appendleft(request)
+        self._stats.num_preemptions += 1
+
+    def _make_room(self, step: Step) -> None:
+        for request in step.preempted:
+            self.preempt(request)
         for request in step.admitted:
-            request.pages = self._allocator.alloc(self._limits.pages_for(request))
             self._waiting.remove(request)
             self._running.append(request)
+        for request, count in step.pages:
+            request.pages += self._allocator.alloc(count)
 
-    def _draft(self, step: Step) -> TreeBatch:
+    def _draft(self, step: Step) -> Drafts:
         """Feeds the drafter what was committed since it last heard, and gets the trees of all decoding requests."""
         feeds = {r.id: feed for r in self._running if (feed := next_feed(r, self._config)) is not None}
-        trees = None
+        reply = None
         if feeds:
             assert self._drafter is not None
             began = time.perf_counter()
             fed = [r for r in self._running if r.id in feeds]
-            self._drafter.send(pack_draft(fed, list(feeds.values())), self._stats.steps)
-            for request in fed:
-                request.num_fed, request.features = request.num_feedable, None
+            request = pack_draft(fed, list(feeds.values()), self._config.eos_token_ids, None)
+            self._drafter.send(request, self._stats.steps)
+            for r in fed:
+                r.num_fed, r.features = r.num_feedable, None
             received = self._drafter.receive()
             assert received.kind == Kind.DRAFT_REPLY and isinstance(received.message, DraftReply)
-            trees = received.message.trees
+            reply = received.message
             self._last_draft = time.monotonic()
-            self._stats.draft_seconds += received.message.seconds
-            self._stats.transfer_seconds += time.perf_counter() - began - received.message.seconds
+            self._stats.draft_seconds += reply.seconds
+            self._stats.transfer_seconds += time.perf_counter() - began - reply.seconds
         drafted = [r.id in feeds and feeds[r.id].num_nodes > 0 for r in step.decode]
-        return with_bare_roots(trees, drafted, [r.tokens[-1] for r in step.decode])
+        return Drafts.of(reply, drafted, [r.tokens[-1] for r in step.decode])
 
-    def _verify(self, step: Step, trees: TreeBatch) -> list[int]:
-        """The target's own token after every tree row, then after every prompt that is now complete."""
+    def _verify(self, step: Step, drafts: Drafts) -> list[Verdict]:
+        """The verdicts on all trees, then on every prompt that is now complete: a root without a tree."""
         began = time.perf_counter()
-        packed = pack_target(trees, step.decode, step.prefill, self._moves, self._config.page_size)
+        packed = pack_target(
+            drafts.trees, step.decode, step.prefill, self._moves, self._config.page_size, self._config.eos_token_ids
+        )
         self._moves = []
         drawn = self._target.run(packed, self._stats.steps)
+        finishing = [request for request, _ in step.finishing]
+        trees, probs = drafts.trees, drafts.probs
+        if finishing:
+            drafted = [True] * len(step.decode) + [False] * len(finishing)
+            trees, probs = with_bare_roots(trees, probs, drafted, [r.tokens[-1] for r in step.decode + finishing])
+        requests = step.decode + finishing
+        verdicts = judge(
+            trees,
+            probs,
+            drawn,
+            rules=[r.rule for r in requests],
+            params=SamplingBatch.stack([r.submit.sampling for r in requests]),
+            root_position_B=torch.tensor([len(r.tokens) - 1 for r in requests]),
+            processed=self._target.processed,
+        )
         self._stats.verify_seconds += time.perf_counter() - began
-        return drawn
+        return verdicts
 
-    def _commit(self, step: Step, trees: TreeBatch, drawn: list[int]) -> None:
+    def _commit(self, step: Step, drafts: Drafts, verdicts: list[Verdict]) -> None:
         """Applies the verdicts: tokens, KV moves of accepted paths, features for the drafter, finished requests."""
-        num_tree_rows = len(trees.token_N)
-        after_prompt = iter(drawn[num_tree_rows:])
-        row = num_tree_rows
+        begins = drafts.trees.offsets.tolist()
+        num_decode = len(step.decode)
+        row = begins[-1]
         features: list[tuple[Request, list[int]]] = []  # rows whose features the drafter is owed
         for request, chunk in step.prefill:
             features.append((request, list(range(row, row + chunk.stop - chunk.start))))
             row += chunk.stop - chunk.start
             request.num_computed = chunk.stop
-            if chunk.stop == request.num_prompt:
-                self._stats.prompt_tokens += request.num_prompt
-                self._append(request, (next(after_prompt),))
-        begins = trees.offsets.tolist()
-        for request, begin, verdict in zip(step.decode, begins, walk(trees, drawn[:num_tree_rows]), strict=False):
+        after_prompt = zip(step.finishing, range(begins[-1], row), verdicts[num_decode:], strict=False)
+        for (request, _), sampled_row, verdict in after_prompt:
+            self._stats.prompt_tokens += request.num_prompt
+            self._append(request, verdict.tokens, [sampled_row])
+        for i, (request, begin, verdict) in enumerate(zip(step.decode, begins, verdicts, strict=False)):
             root = len(request.tokens) - 1
-            features.append((request, [begin, *(begin + row for row in verdict.path)]))
+            rows = [begin, *(begin + row for row in verdict.path)]
+            features.append((request, rows))
             self._moves += [
                 Move(request, root + row, root + 1 + i) for i, row in enumerate(verdict.path) if row != i + 1
             ]
             request.num_computed = root + len(verdict.tokens)
-            request.count(verdict)
-            self._count(request, len(verdict.path), verdict.num_drafted, verdict.num_verified)
-            self._append(request, verdict.tokens)
+            for stats in (request.stats, self._stats):
+                stats.num_drafts += any(drafts.verified[i])
+                stats.count_nodes(drafts.pruned[i], drafts.verified[i], len(verdict.path))
+            self._append(request, verdict.tokens, rows)
         self._owe_features([(r, rows) for r, rows in features if r.limits is not None and r.pages])
 
     def _owe_features(self, owed: list[tuple[Request, list[int]]]) -> None:
@@ -210,8 +245,9 @@ class Engine:
             for (request, _), part in zip(owed, parts, strict=True):
                 request.features = part
 
-    def _append(self, request: Request, tokens: tuple[int, ...]) -> None:
-        """Commits tokens up to a stop token or the length limit, and releases the request if it is finished."""
+    def _append(self, request: Request, tokens: tuple[int, ...], rows: list[int]) -> None:
+        """Commits tokens, drawn at these sampled rows, up to a stop token or the length limit; releases a finished
+        request."""
         submit, kept, reason, stop_token = request.submit, [], None, None
         for token in tokens:
             kept.append(token)
@@ -222,24 +258,22 @@ class Engine:
                 reason = "length"
             if reason:
                 break
-        request.tokens += kept
+        asked = submit.sampling.num_logprobs
+        request.append(kept)
         self._stats.generation_tokens += len(kept)
         if reason:
             self._stats.requests_finished += 1
             self._release(request)
         self._chunks.append(
-            TokenChunk(id=request.id, tokens=kept, finish_reason=reason, stop_token=stop_token, stats=request.stats())
+            TokenChunk(
+                id=request.id,
+                tokens=kept,
+                finish_reason=reason,
+                stop_token=stop_token,
+                logprobs=None if asked is None else self._target.logprobs(rows[: len(kept)], kept, asked),
+                stats=request.stats,
+            )
         )
-
-    def _count(self, request: Request, accepted: int, drafted: int, verified: int) -> None:
-        totals = self._stats
-        totals.num_drafts += verified > 0
-        totals.num_draft_tokens += drafted
-        totals.num_verified_tokens += verified
-        totals.num_accepted_tokens += accepted
-        totals.accepted_per_depth += [0] * (accepted - len(totals.accepted_per_depth))
-        for depth in range(accepted):
-            totals.accepted_per_depth[depth] += 1
 
     def _emit(self) -> None:
         """One frame with everything this step has to tell; while idle, a sign of life each heartbeat."""

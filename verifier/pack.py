@@ -14,7 +14,8 @@ from torch import Tensor
 from verifier.request import Request
 from verifier.tree import Chunk, chunk_metadata, tree_metadata
 from workers.config import EngineConfig
-from workers.types import DraftRequest, SamplingBatch, TargetStep, TreeBatch
+from workers.constraints import pack_standings
+from workers.types import DraftCosts, DraftRequest, SamplingBatch, TargetStep, TreeBatch
 
 
 class Move(NamedTuple):
@@ -48,27 +49,32 @@ def next_feed(request: Request, config: EngineConfig) -> Feed | None:
     return Feed(tokens, request.limits.num_nodes, depth) if depth > 0 else None
 
 
-def pack_draft(requests: list[Request], feeds: list[Feed]) -> DraftRequest:
+def pack_draft(
+    requests: list[Request], feeds: list[Feed], eos_token_ids: tuple[int, ...], costs: DraftCosts | None
+) -> DraftRequest:
     """One message to the drafter for these requests, in this order."""
     features = [request.features for request in requests if request.features is not None]
     sampling = SamplingBatch.stack([request.submit.sampling for request in requests])
-    limits = [request.limits for request in requests]
-    assert all(limit is not None for limit in limits), "only requests that speculate are sent to the drafter"
+    limits = [request.limits for request in requests if request.limits is not None]
+    assert len(limits) == len(requests), "only requests that speculate are sent to the drafter"
     return DraftRequest(
         offsets=_offsets([len(feed.tokens) for feed in feeds]),
         start_B=_int32([request.num_fed for request in requests]),
         token_M=_int32([token for feed in feeds for token in feed.tokens]),
         page_table_BP=page_table(requests),
-        accepted_B=_int32([request.accepted for request in requests]),
+        rule_B=_int32([request.rule for request in requests]),
+        auto_B=_int32([limit.auto for limit in limits]),
         num_nodes_B=_int32([feed.num_nodes for feed in feeds]),
         max_depth_B=_int32([feed.max_depth for feed in feeds]),
-        min_prob_B=torch.tensor([limit.min_prob for limit in limits if limit], dtype=torch.float32),
-        path_prob_B=torch.tensor([limit.path_prob for limit in limits if limit], dtype=torch.float32),
+        min_prob_B=torch.tensor([limit.min_prob for limit in limits], dtype=torch.float32),
+        path_prob_B=torch.tensor([limit.path_prob for limit in limits], dtype=torch.float32),
         temperature_B=sampling.temperature_B,
         top_k_B=sampling.top_k_B,
         top_p_B=sampling.top_p_B,
         min_p_B=sampling.min_p_B,
         seed_B=sampling.seed_B,
+        constraints_U=pack_standings([request.standing(eos_token_ids) for request in requests]),
+        costs=costs,
         features_MH=torch.cat(features) if features else None,
     )
 
@@ -79,6 +85,7 @@ def pack_target(
     prefill: list[tuple[Request, Chunk]],
     moves: list[Move],
     page_size: int,
+    eos_token_ids: tuple[int, ...],
 ) -> TargetStep:
     """One forward over all trees and chunks. Tokens are drawn at every tree row and after each finished prompt."""
     root_B = _int32([len(request.tokens) - 1 for request in decode])
@@ -89,13 +96,13 @@ def pack_target(
     prompt_tokens = [token for request, chunk in prefill for token in request.tokens[chunk.start : chunk.stop]]
 
     ends = num_tree_rows + np.cumsum([chunk.stop - chunk.start for chunk in chunks], dtype=np.int64)
-    finishing = [i for i, (request, chunk) in enumerate(prefill) if chunk.stop == request.num_prompt]
-    finishing_requests = [prefill[i][0] for i in finishing]
+    finishing = [i for i, (request, chunk) in enumerate(prefill) if chunk.stop == len(request.tokens)]
+    requests = decode + [request for request, _ in prefill]
     request_R = torch.cat([
         torch.arange(len(decode)).repeat_interleave(trees.offsets.diff()),
-        len(decode) + torch.arange(len(finishing)),
+        len(decode) + torch.tensor(finishing, dtype=torch.int64),
     ])
-    sampling = SamplingBatch.stack([r.submit.sampling for r in decode + finishing_requests]).rows(request_R)
+    sampling = SamplingBatch.stack([request.submit.sampling for request in requests]).rows(request_R)
     position_N = torch.cat([tree_meta.position_N, chunk_meta.position_N])
     last_rows = _int32([int(ends[i]) - 1 for i in finishing])
     sample_row_R = torch.cat([torch.arange(num_tree_rows, dtype=torch.int32), last_rows])
@@ -105,18 +112,22 @@ def pack_target(
         token_N=torch.cat([trees.token_N, _int32(prompt_tokens)]),
         position_N=position_N,
         query_offsets=_offsets(rows),
-        page_table_BP=page_table(decode + [request for request, _ in prefill]),
+        page_table_BP=page_table(requests),
         base_B=torch.cat([root_B, torch.zeros(len(chunks), dtype=torch.int32)]),
         slot_N=torch.cat([tree_meta.slot_N, chunk_meta.slot_N]),
         visible_N=torch.cat([tree_meta.visible_N, chunk_meta.visible_N]),
         ancestors_N=torch.cat([tree_meta.ancestors_N, chunk_meta.ancestors_N]),
         sample_row_R=sample_row_R,
+        request_R=request_R.to(torch.int32),
         draw_index_R=position_N[sample_row_R] + 1,
+        rule_R=_int32([request.rule for request in requests])[request_R],
+        num_logprobs_R=_int32([_num_logprobs(request) for request in requests])[request_R],
         temperature_R=sampling.temperature_B,
         top_k_R=sampling.top_k_B,
         top_p_R=sampling.top_p_B,
         min_p_R=sampling.min_p_B,
         seed_R=sampling.seed_B,
+        constraints_U=pack_standings([request.standing(eos_token_ids) for request in requests]),
     )
 
 
@@ -130,6 +141,11 @@ def page_table(requests: list[Request]) -> Tensor:
 
 def _physical(request: Request, slot: int, page_size: int) -> int:
     return request.pages[slot // page_size] * page_size + slot % page_size
+
+
+def _num_logprobs(request: Request) -> int:
+    asked = request.submit.sampling.num_logprobs
+    return -1 if asked is None else asked
 
 
 def _int32(values: list[int]) -> Tensor:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from workers.constraints import Standing
 from workers.ipc import RequestStats, Submit
-from workers.types import TreeLimits, Verdict
+from workers.types import Rule, TreeLimits
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """Invariant once decoding: num_computed == len(tokens) - 1, the last token being the root of the next tree."""
+    """Lives through prefill -> decoding, again from the start after each preemption: what lived in pages is computed
+    anew from the tokens, which stay.
+
+    Invariant while decoding: num_computed == len(tokens) - 1, the last token being the root of the next tree.
+    """
 
     submit: Submit
+    rule: Rule
     limits: TreeLimits | None  # None: never drafted for
     first_draft_slot: int  # 1 for an EAGLE drafter, whose slot 0 stays empty; 0 for a draft model
     tokens: list[int] = field(init=False)  # prompt and output
@@ -22,15 +29,39 @@ class Request:
     num_computed: int = 0  # positions whose KV the target holds
     num_fed: int = field(init=False)  # drafter slots filled
     features: Tensor | None = None  # [fed next, H] fused features of the newest computed positions
-    accepted: int = -1  # path length of the last verdict
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
-    num_verified_tokens: int = 0
-    num_accepted_tokens: int = 0
+    stats: RequestStats = field(default_factory=RequestStats)
+    _counts: Counter[int] = field(default_factory=Counter)  # output occurrences, prompt tokens with 0
 
     def __post_init__(self) -> None:
         self.tokens = list(self.submit.prompt)
         self.num_fed = self.first_draft_slot
+        if not self.submit.sampling.constraints.is_empty:
+            self._counts.update(dict.fromkeys(self.submit.prompt, 0))
+
+    def forget(self) -> None:
+        """Lets go of everything that lives in its pages or was on its way there."""
+        self.pages = []
+        self.num_computed, self.num_fed, self.features = 0, self.first_draft_slot, None
+
+    def append(self, tokens: list[int]) -> None:
+        self.tokens += tokens
+        if not self.submit.sampling.constraints.is_empty:
+            self._counts.update(tokens)
+
+    def standing(self, eos_token_ids: tuple[int, ...]) -> Standing | None:
+        """What drafter and target need to constrain the next tokens; None if the request has no constraints."""
+        constraints = self.submit.sampling.constraints
+        if constraints.is_empty:
+            return None
+        longest = max(map(len, constraints.bad_words), default=1)
+        return Standing(
+            constraints=constraints,
+            # As in vLLM, min_tokens keeps the end token away also where it would not end the answer.
+            end_token_ids=[*self.submit.stop_token_ids, *eos_token_ids],
+            counts=self._counts,
+            tail=self.tokens[max(self.num_prompt, len(self.tokens) - longest + 1) :],
+            num_output=self.num_output,
+        )
 
     @property
     def id(self) -> int:
@@ -45,25 +76,20 @@ class Request:
         return len(self.tokens) - self.num_prompt
 
     @property
+    def root(self) -> int:
+        """Position of the next tree's root. All before it is computed first, in chunks."""
+        return max(self.num_prompt, len(self.tokens) - 1)
+
+    @property
     def is_decoding(self) -> bool:
-        return self.num_output > 0
+        return self.num_computed == self.root
+
+    @property
+    def tree_rows(self) -> int:
+        """Most rows of one of its trees, root included."""
+        return 1 + (self.limits.num_nodes if self.limits else 0)
 
     @property
     def num_feedable(self) -> int:
         """Drafter slots that can be filled now: slot j needs token j and, for EAGLE, the feature of position j - 1."""
         return min(self.num_computed + 1, len(self.tokens))
-
-    def count(self, verdict: Verdict) -> None:
-        self.accepted = len(verdict.path)
-        self.num_drafts += verdict.num_verified > 0
-        self.num_draft_tokens += verdict.num_drafted
-        self.num_verified_tokens += verdict.num_verified
-        self.num_accepted_tokens += len(verdict.path)
-
-    def stats(self) -> RequestStats:
-        return RequestStats(
-            num_drafts=self.num_drafts,
-            num_draft_tokens=self.num_draft_tokens,
-            num_verified_tokens=self.num_verified_tokens,
-            num_accepted_tokens=self.num_accepted_tokens,
-        )

@@ -1,8 +1,15 @@
-"""Decides one step: who decodes, whose prompt advances, who joins. A pure function of what it is shown.
+"""Decides one step: who decodes, whose prompt advances, who joins, who gives way. A pure function of what it is shown.
 
 Every decoding request verifies one tree. What is left of the step's token budget, or one page if less is left, goes
-to prompts, oldest first, in chunks; then waiting requests join while a seat and pages for their whole life are free.
-Reserving a life at admission (prompt + max_tokens + one tree) means that a running request can never run out of pages.
+to prompts, oldest first, in chunks; then waiting requests join while there is a seat and room.
+
+Pages are taken as they are needed. A running request holds those up to the end of its next tree. When the next trees
+do not fit, the last to arrive are preempted until they do: a preempted request gives back its pages, goes to the head
+of the line and later computes its tokens' KV again, in chunks like a prompt's.
+
+No deadlock: whatever fits the pool alone can finish, because the oldest is never preempted. No ping-pong: what a
+preempted request gave back is less than it needs, so it rejoins only after somebody has left; and nobody joins unless
+the trees that the others verify a step later fit as well.
 """
 
 from __future__ import annotations
@@ -20,22 +27,36 @@ class Limits:
 
     max_num_seqs: int
     max_num_batched_tokens: int
-    tree_rows: int  # most rows of one tree, root included
     page_size: int
 
-    def pages_for(self, request: Request) -> int:
-        """Pages of the request's whole life: its tokens, and a tree's rows beyond the last one."""
-        slots = request.num_prompt + request.submit.max_tokens + self.tree_rows
-        return -(-slots // self.page_size)
+    def pages_for(self, request: Request, num_trees: int = 1) -> int:
+        """Pages up to the end of its next tree, or of the last of several if each is accepted whole."""
+        return self._pages(request.root + num_trees * request.tree_rows)
+
+    def pages_for_life(self, request: Request) -> int:
+        """The most that it can ever need at once."""
+        return self._pages(request.num_prompt + request.submit.max_tokens - 1 + request.tree_rows)
+
+    def _pages(self, num_slots: int) -> int:
+        return -(-num_slots // self.page_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One step's work. `admitted` requests take their pages before it starts; they are among `prefill`."""
+    """One step's work. Before it starts, `preempted` give back their pages, `admitted` take their seats, and `pages`
+    are taken; the admitted are among `prefill`."""
 
+    preempted: list[Request]  # last to arrive first
     admitted: list[Request]
+    pages: list[tuple[Request, int]]  # how many more a request takes
     decode: list[Request]
     prefill: list[tuple[Request, Chunk]]
+
+    @property
+    def finishing(self) -> list[tuple[Request, Chunk]]:
+        """The prompts that this step completes: their first token is drawn. A preempted request stops before its last
+        token, the root of its next tree."""
+        return [(request, chunk) for request, chunk in self.prefill if chunk.stop == len(request.tokens)]
 
     @property
     def is_empty(self) -> bool:
@@ -43,27 +64,43 @@ class Step:
 
 
 def schedule(waiting: Sequence[Request], running: Sequence[Request], num_free_pages: int, limits: Limits) -> Step:
-    """The next step. `waiting` and `running` are in order of arrival; neither is changed."""
-    decode = [request for request in running if request.is_decoding]
+    """The next step. `waiting` and `running` are in order of arrival; neither is changed.
+
+    Every request should fit the pool alone for its whole life.
+    """
+    kept, preempted = list(running), []
+    num_free_pages -= sum(limits.pages_for(request) - len(request.pages) for request in kept)
+    while num_free_pages < 0:
+        preempted.append(kept.pop())
+        num_free_pages += limits.pages_for(preempted[-1])
+
+    decode = [request for request in kept if request.is_decoding]
     # However many trees there are, prompts advance by a page at least: nobody starves.
-    budget = max(limits.page_size, limits.max_num_batched_tokens - len(decode) * limits.tree_rows)
+    budget = max(limits.page_size, limits.max_num_batched_tokens - sum(request.tree_rows for request in decode))
     prefill: list[tuple[Request, Chunk]] = []
 
     def take(request: Request) -> None:
         nonlocal budget
-        stop = min(request.num_prompt, request.num_computed + budget)
+        stop = min(request.root, request.num_computed + budget)
         prefill.append((request, Chunk(request.num_computed, stop)))
         budget -= stop - request.num_computed
 
-    for request in running:
+    for request in kept:
         if not request.is_decoding and budget > 0:
             take(request)
     admitted: list[Request] = []
-    for request in waiting:
-        pages = limits.pages_for(request)
-        if budget <= 0 or pages > num_free_pages or len(running) + len(admitted) >= limits.max_num_seqs:
+    room = num_free_pages - sum(limits.pages_for(request, 2) - limits.pages_for(request) for request in decode)
+    for request in [] if preempted else waiting:
+        room -= limits.pages_for(request)
+        if budget <= 0 or room < 0 or len(kept) + len(admitted) >= limits.max_num_seqs:
             break  # first come, first served: nobody overtakes
-        num_free_pages -= pages
         admitted.append(request)
         take(request)
-    return Step(admitted=admitted, decode=decode, prefill=prefill)
+    taken = [(request, limits.pages_for(request) - len(request.pages)) for request in kept + admitted]
+    return Step(
+        preempted=preempted,
+        admitted=admitted,
+        pages=[(request, count) for request, count in taken if count],
+        decode=decode,
+        prefill=prefill,
+    )

@@ -6,36 +6,45 @@ Legend: N packed rows, R sampled rows, V vocabulary, W shard width, H draft hidd
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from workers.channel import Channel, naming_lost_peers
-from workers.eagle3_format import FeatureFusion
+from workers.constraints import Columns, ConstrainedRow, constrain, unpack_standings
+from workers.ipc import TokenLogprobs
 from workers.kv import KVPool
 from workers.layers import gather_vocab
 from workers.model import Decoder
-from workers.sampling import draw, needs_whole_rows, shard_best
-from workers.types import TargetStep
+from workers.sampling import coupled_scores, needs_whole_rows, process_logits, shard_best
+from workers.types import Hidden, Rule, TargetStep
 from workers.wire import Kind
+
+Feature = Callable[[Hidden], Tensor]
+"""Rows of a forward pass -> their features [N, H] in the model's dtype."""
 
 
 class Target:
     """One rank's share of the target with its KV pool.
 
-    fusion: rank 0's fc of the EAGLE-3 head, applied here so that the drafter is sent H, not 3 D, wide features.
+    feature: rank 0's choice of what a feature drafter is told of some rows: the final hidden state, or for EAGLE-3
+    its head's fc of the taps, applied here so that the drafter is sent H, not 3 D, wide features.
     """
 
     def __init__(
-        self, decoder: Decoder, kv: KVPool, page_size: int, peers: Channel | None, fusion: FeatureFusion | None
+        self, decoder: Decoder, kv: KVPool, page_size: int, peers: Channel | None, feature: Feature | None
     ) -> None:
         self._decoder = decoder
         self._kv = kv
         self._page_size = page_size
         self._peers = peers
-        self._fusion = fusion
+        self._feature = feature
         self._role = f"verifier {decoder.tp.rank}"
-        self._taps_N3D: Tensor | None = None
+        self._hidden: Hidden | None = None
+        self._processed_RV: Tensor | None = None
+        self._raw_RV: Tensor | None = None
 
     def run(self, step: TargetStep, number: int) -> list[int]:
         """Rank 0: one step on all ranks; returns the token drawn at each sampled row."""
@@ -69,11 +78,36 @@ class Target:
 
     @torch.inference_mode()
     def features(self, rows: list[int]) -> Tensor | None:
-        """Fused features [len(rows), H] of rows of the last step; None without an EAGLE drafter."""
-        if self._fusion is None:
+        """Features [len(rows), H] of rows of the last step; None without a drafter that reads them."""
+        if self._feature is None:
             return None
-        assert self._taps_N3D is not None
-        return self._fusion(self._taps_N3D[torch.tensor(rows, device=self._taps_N3D.device)])
+        assert self._hidden is not None
+        final_ND, taps_N3D = self._hidden
+        index = torch.tensor(rows, device=final_ND.device)
+        return self._feature(Hidden(final_ND[index], None if taps_N3D is None else taps_N3D[index]))
+
+    def processed(self, rows_R: Tensor) -> Tensor:
+        """Rank 0: the processed distribution at some of the last step's sampled rows, when drafts were sampled.
+
+        Log-probabilities up to a constant, float32 [len(rows), V].
+        """
+        assert self._processed_RV is not None
+        return self._processed_RV[rows_R.to(self._processed_RV.device)]
+
+    @torch.inference_mode()
+    def logprobs(self, rows: list[int], tokens: list[int], num_top: int) -> list[TokenLogprobs]:
+        """Rank 0: tokens in the model's own distribution at sampled rows of the last step that asked for it."""
+        assert self._raw_RV is not None
+        logp_NV = self._raw_RV[torch.tensor(rows, device=self._raw_RV.device)].log_softmax(-1)
+        own_N1 = logp_NV.gather(1, torch.tensor(tokens, device=logp_NV.device)[:, None])
+        rank_N = (logp_NV > own_N1).sum(-1) + 1
+        top = logp_NV.topk(num_top, dim=-1)
+        return [
+            TokenLogprobs(logprob=own, rank=rank, top=list(zip(ids, values, strict=True)))
+            for own, rank, ids, values in zip(
+                own_N1[:, 0].tolist(), rank_N.tolist(), top.indices.tolist(), top.values.tolist(), strict=True
+            )
+        ]
 
     @torch.inference_mode()
     def _execute(self, step: TargetStep) -> list[int] | None:
@@ -82,7 +116,7 @@ class Target:
             self._kv.copy(step.copy_source.long().to(device), step.copy_target.long().to(device))
         plan = self._decoder.plan(step.attention, self._page_size)
         hidden = self._decoder.forward(step.token_N.to(device), step.position_N.to(device), plan, self._kv)
-        self._taps_N3D = hidden.taps_N3D
+        self._hidden = hidden
         if len(step.sample_row_R) == 0:
             return []
         if len(step.sample_row_R) == len(step.token_N):
@@ -91,19 +125,30 @@ class Target:
             sampled = hidden.final_ND[step.sample_row_R.to(device)]
         return self._draw(self._decoder.logits(sampled), step)
 
-    def _draw(self, shard_RW: Tensor, step: TargetStep) -> list[int] | None:
-        """The drawn tokens on rank 0, None elsewhere. Shards exchange 16 bytes per row unless a row needs top-k/p."""
-        tp = self._decoder.tp
-        params = step.sampling.to(shard_RW.device)
-        index_R = step.draw_index_R.to(shard_RW.device)
-        if tp.size == 1 or needs_whole_rows(params):
-            whole_RV = gather_vocab(shard_RW, tp, self._decoder.spec.vocab_size)
-            return draw(whole_RV, params, index_R).tolist() if tp.rank == 0 else None
+    def _draw(self, raw_RW: Tensor, step: TargetStep) -> list[int] | None:
+        """The drawn tokens on rank 0, None elsewhere. Shards exchange 16 bytes per row unless whole rows are needed:
+        for top-k and top-p, for sampled drafts, and for log-probabilities."""
+        tp, vocab_size = self._decoder.tp, self._decoder.spec.vocab_size
+        params = step.sampling.to(raw_RW.device)
+        index_R = step.draw_index_R.to(raw_RW.device)
+        start, end = self._decoder.vocab_range
+        logits_RW = constrain(raw_RW, _constrained_rows(step), Columns(start, end - start))
+        has_logprobs = bool((step.num_logprobs_R >= 0).any())
+        has_sampled = bool((step.rule_R >= Rule.TRAVERSAL).any())
+        if has_logprobs:
+            raw_RV = gather_vocab(raw_RW, tp, vocab_size)
+            self._raw_RV = raw_RV if tp.rank == 0 else None
+        if tp.size == 1 or has_sampled or needs_whole_rows(params):
+            whole_RV = gather_vocab(logits_RW, tp, vocab_size)
+            if tp.rank > 0:
+                return None
+            self._processed_RV = process_logits(whole_RV, params)
+            return coupled_scores(self._processed_RV, params, index_R).argmax(-1).tolist()
         row_max_R = None
         if bool((params.min_p_B > 0).any()):
-            row_max_R = shard_RW.amax(-1)
+            row_max_R = logits_RW.amax(-1)
             dist.all_reduce(row_max_R, op=dist.ReduceOp.MAX, group=tp.group)
-        score_R, id_R = shard_best(shard_RW, params, index_R, self._decoder.vocab_range[0], row_max_R)
+        score_R, id_R = shard_best(logits_RW, params, index_R, start, row_max_R)
         mine = torch.stack([score_R.double(), id_R.double()])  # ids are exact in float64
         every = torch.empty(tp.size, *mine.shape, dtype=mine.dtype, device=mine.device)
         dist.all_gather_into_tensor(every.view(-1), mine.view(-1), group=tp.group)
@@ -111,3 +156,18 @@ class Target:
         best = every[:, 0].argmax(0)
         return every[:, 1].gather(0, best[None])[0].long().tolist() if tp.rank == 0 else None
 
+
+def _constrained_rows(step: TargetStep) -> list[ConstrainedRow]:
+    """The sampled rows whose request has constraints, each with the tokens on its way from the root."""
+    standings = unpack_standings(step.constraints_U)
+    if not standings:
+        return []
+    rows = []
+    request_R, sample_row_R = step.request_R.tolist(), step.sample_row_R.tolist()
+    begins = step.query_offsets.tolist()
+    for r, (request, row) in enumerate(zip(request_R, sample_row_R, strict=True)):
+        if request in standings:
+            ancestors = int(step.ancestors_N[row]) & (1 << 64) - 1
+            path = [begins[request] + bit for bit in range(1, 64) if ancestors >> bit & 1]
+            rows.append(ConstrainedRow(r, standings[request], step.token_N[path].tolist()))
+    return rows

@@ -8,14 +8,14 @@ Legend: B requests, N packed rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from workers.types import NodeKind, TreeBatch
+from workers.types import DraftProbs, NodeKind, TreeBatch
 
 
 class TreeMetadata(NamedTuple):
@@ -62,10 +62,12 @@ def chunk_metadata(chunks: list[Chunk]) -> TreeMetadata:
 _NONE = torch.zeros(0, dtype=torch.int32)
 
 
-def with_bare_roots(trees: TreeBatch | None, drafted: list[bool], root_tokens: list[int]) -> TreeBatch:
+def with_bare_roots(
+    trees: TreeBatch | None, probs: DraftProbs | None, drafted: list[bool], root_tokens: list[int]
+) -> tuple[TreeBatch, DraftProbs | None]:
     """The trees of a whole batch: request i has the next of `trees` if drafted[i], else only its root."""
     if trees is not None and all(drafted):
-        return trees
+        return trees, probs
     spans, next_tree = [], 0
     offsets = trees.offsets.tolist() if trees is not None else [0]
     for is_drafted in drafted:
@@ -82,7 +84,7 @@ def with_bare_roots(trees: TreeBatch | None, drafted: list[bool], root_tokens: l
 
     count = len(drafted)
     rows = [1 if span is None else span[1] - span[0] for span in spans]
-    return TreeBatch(
+    merged = TreeBatch(
         offsets=torch.from_numpy(np.concatenate([[0], np.cumsum(rows)]).astype(np.int32)),
         token_N=merge("token_N", root_tokens, np.int32),
         parent_N=merge("parent_N", [-1] * count, np.int32),
@@ -91,3 +93,36 @@ def with_bare_roots(trees: TreeBatch | None, drafted: list[bool], root_tokens: l
         kind_N=merge("kind_N", [NodeKind.ROOT] * count, np.uint8),
         weight_N=merge("weight_N", [1.0] * count, np.float32),
     )
+    if probs is None:
+        return merged, None
+    sizes = probs.offsets.diff().tolist()
+    sizes_N = [size for span in spans for size in ([0] if span is None else sizes[span[0] : span[1]])]
+    return merged, replace(probs, offsets=_offsets(torch.tensor(sizes_N, dtype=torch.int32)))
+
+
+def select(
+    trees: TreeBatch, probs: DraftProbs | None, requests: list[int]
+) -> tuple[TreeBatch, DraftProbs | None, Tensor]:
+    """The trees of some requests with their draft probabilities, and the rows [int64] they had."""
+    offsets = trees.offsets.tolist()
+    rows = torch.cat([torch.arange(offsets[i], offsets[i + 1]) for i in requests])
+    counts = trees.offsets.diff()[torch.tensor(requests)]
+    kept = TreeBatch(
+        offsets=_offsets(counts),
+        token_N=trees.token_N[rows],
+        parent_N=trees.parent_N[rows],
+        depth_N=trees.depth_N[rows],
+        ancestors_N=trees.ancestors_N[rows],
+        kind_N=trees.kind_N[rows],
+        weight_N=trees.weight_N[rows],
+    )
+    if probs is None:
+        return kept, None, rows
+    sizes = probs.offsets.diff()[rows]
+    begins = probs.offsets[:-1][rows]
+    entries = torch.cat([torch.arange(b, b + n) for b, n in zip(begins.tolist(), sizes.tolist(), strict=True)])
+    return kept, DraftProbs(offsets=_offsets(sizes), id_S=probs.id_S[entries], weight_S=probs.weight_S[entries]), rows
+
+
+def _offsets(counts: Tensor) -> Tensor:
+    return torch.cat([torch.zeros(1, dtype=torch.int32), counts.cumsum(0, dtype=torch.int32)])

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import logging
 import os
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from verifier.engine import Engine
-from verifier.target import Target
+from verifier.target import Feature, Target
 from workers import groups, ipc
-from workers.checkpoint import read_spec
+from workers.checkpoint import ModelSpec, read_spec
 from workers.config import EngineConfig
 from workers.eagle3_format import FeatureFusion, read_eagle3_spec
 from workers.groups import World
 from workers.kv import KVPool
 from workers.memory import agree_on_pages
 from workers.model import Decoder
+from workers.types import Hidden
 
 logger = logging.getLogger(__name__)
 
@@ -59,15 +62,32 @@ def _load(world: World) -> tuple[Target, int, int]:
     config = world.config
     dtype = getattr(torch, config.dtype)
     spec = read_spec(config.model_path)
-    taps: tuple[int, ...] = ()
-    fusion = None
-    if config.draft is not None and config.draft.method == "eagle3":
-        eagle = read_eagle3_spec(config.draft.model_path, spec)
-        taps = eagle.tap_layers if world.leads else ()
-        if world.leads:
-            fusion = FeatureFusion.load(config.draft.model_path, eagle, device=world.device, dtype=dtype)
-    decoder = Decoder.load(config.model_path, spec, world.tp, world.device, dtype, tap_layers=taps)
+    features = _features(world, spec, dtype)
+    decoder = Decoder.load(config.model_path, spec, world.tp, world.device, dtype, tap_layers=features.tap_layers)
     slot_bytes = KVPool.bytes_per_slot(spec.num_layers, decoder.heads.num_kv_heads, spec.head_dim, dtype)
     num_pages = agree_on_pages(world, slot_bytes)
     kv = decoder.new_kv_pool(num_pages * config.page_size)
-    return Target(decoder, kv, config.page_size, world.peers, fusion), num_pages, spec.vocab_size
+    return Target(decoder, kv, config.page_size, world.peers, features.of), num_pages, spec.vocab_size
+
+
+class _Features(NamedTuple):
+    """What the drafter is told of a row, and the layers whose input the decoder must keep for it."""
+
+    of: Feature | None = None
+    tap_layers: tuple[int, ...] = ()
+
+
+def _features(world: World, target: ModelSpec, dtype: torch.dtype) -> _Features:
+    draft = world.config.draft
+    if not world.leads or draft is None or not draft.reads_features:
+        return _Features()
+    if draft.method != "eagle3":
+        return _Features(of=lambda hidden: hidden.final_ND)
+    head = read_eagle3_spec(draft.model_path, target)
+    fusion = FeatureFusion.load(draft.model_path, head, device=world.device, dtype=dtype)
+
+    def fused_taps(hidden: Hidden) -> Tensor:
+        assert hidden.taps_N3D is not None
+        return fusion(hidden.taps_N3D)
+
+    return _Features(fused_taps, head.tap_layers)

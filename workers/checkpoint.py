@@ -31,15 +31,20 @@ SUPPORTED_ARCHITECTURES = {
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "MiMoForCausalLM": "mimo",  # Qwen2 with a multi-token prediction layer
 }
+
+MTP_PREFIXES = ("mtp.", "model.mtp_layers.")
+"""Multi-token prediction layers in a target's checkpoint: the drafter's, see `workers.fc_head_format`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """A decoder of one of the supported families, in plain values."""
 
-    family: str  # llama, mistral, qwen2, qwen3
+    family: str  # llama, mistral, qwen2, qwen3, mimo
     num_layers: int
+    num_mtp_layers: int  # multi-token prediction layers in the same checkpoint
     hidden_size: int
     num_heads: int
     num_kv_heads: int
@@ -123,12 +128,13 @@ def read_spec(path: Path | str) -> ModelSpec:
     if not raw:
         raise FileNotFoundError(f"no config.json in {path}")
     family = _family(raw, path)
-    from transformers import AutoConfig
+    from transformers import AutoConfig, Qwen2Config
 
     from workers.rope import rope_spec
 
     try:
-        config = AutoConfig.from_pretrained(path)
+        # transformers does not know MiMo, whose own code derives from Qwen2's.
+        config = Qwen2Config(**raw) if family == "mimo" else AutoConfig.from_pretrained(path)
     except Exception as error:  # whatever transformers' own validation raises, KeyError included
         raise ValueError(f"{path}/config.json is not a valid {family} configuration: {error}") from error
     if config.hidden_act != "silu":
@@ -137,6 +143,7 @@ def read_spec(path: Path | str) -> ModelSpec:
     return ModelSpec(
         family=family,
         num_layers=config.num_hidden_layers,
+        num_mtp_layers=raw.get("num_nextn_predict_layers") or raw.get("mtp_num_hidden_layers") or 0,
         hidden_size=config.hidden_size,
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
@@ -145,8 +152,8 @@ def read_spec(path: Path | str) -> ModelSpec:
         vocab_size=config.vocab_size,
         rms_norm_eps=config.rms_norm_eps,
         tie_embeddings=bool(config.tie_word_embeddings),
-        qkv_bias=bias or family == "qwen2",  # Qwen2 has biases on q, k, v and no flag for them
-        o_bias=bias and family != "qwen2",
+        qkv_bias=bias or family in ("qwen2", "mimo"),  # Qwen2 has biases on q, k, v and no flag for them
+        o_bias=bias and family not in ("qwen2", "mimo"),
         mlp_bias=bool(getattr(config, "mlp_bias", False)) and family == "llama",
         qk_norm=family == "qwen3",
         rope=rope_spec(config),

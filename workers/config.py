@@ -16,8 +16,12 @@ MAX_TREE_NODES = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PruneConfig:
-    """Thresholds of dynamic pruning; 0.0 switches one off (design: a value equal to the threshold is kept)."""
+    """Dynamic pruning. Thresholds: 0.0 switches one off, a value equal to it is kept.
 
+    `auto` chooses budgets by calibrated survival and measured costs, within the thresholds.
+    """
+
+    auto: bool = False
     min_prob: float = 0.0
     path_prob: float = 0.0
 
@@ -36,14 +40,36 @@ class TreeConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AcceptanceConfig:
+    """The service's acceptance rule; a request may choose its own kind and switch its draft probabilities off."""
+
+    kind: Literal["coupled", "rejection"] = "coupled"
+    rejection_method: Literal["traversal", "recursive"] = "traversal"
+    sample_method: Literal["probabilistic", "hybrid", "greedy"] = "probabilistic"
+    draft_probs: bool = True
+    min_temperature: float = 0.3
+    """Below it `rejection` drafts the most likely tokens instead of sampling."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DraftConfig:
     """The drafter: where its weights are, over how many ranks it is split, and the trees it grows."""
 
-    method: Literal["eagle3", "draft_model"]
+    method: Literal["ngram", "draft_model", "eagle", "eagle3", "mtp"]
     model_path: str
+    """The drafter's checkpoint; the target's own for MTP, whose heads lie in it; empty for n-gram lookup."""
+    prompt_lookup_min: int = 0
+    prompt_lookup_max: int = 0
+    """N-gram lookup only: shortest and longest match, in tokens."""
     tensor_parallel_size: int = 1
     placement: Literal["dedicated", "colocated"] = "dedicated"
     tree: TreeConfig = TreeConfig()
+    acceptance: AcceptanceConfig = AcceptanceConfig()
+
+    @property
+    def reads_features(self) -> bool:
+        """Whether each fed token comes with the target's feature of the token before it."""
+        return self.method in ("eagle", "eagle3", "mtp")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +124,7 @@ class EngineConfig:
             tree = draft.pop("tree")
             tree["prune"] = PruneConfig(**tree["prune"])
             tree["static_paths"] = tuple(tuple(path) for path in tree["static_paths"])
-            draft = DraftConfig(**draft, tree=TreeConfig(**tree))
+            acceptance = AcceptanceConfig(**draft.pop("acceptance"))
+            draft = DraftConfig(**draft, tree=TreeConfig(**tree), acceptance=acceptance)
         raw["eos_token_ids"] = tuple(raw["eos_token_ids"])
         return EngineConfig(**raw, draft=draft)

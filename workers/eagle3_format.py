@@ -37,6 +37,7 @@ UNUSED_TENSORS = ("t2d",)
 class Eagle3Spec:
     """One EAGLE-3 head, in plain values. H = hidden_size, D = target_hidden_size."""
 
+    num_layers: int  # the first reads embedding and feature, any others are plain decoder layers
     hidden_size: int
     target_hidden_size: int
     num_heads: int
@@ -71,7 +72,7 @@ def read_eagle3_spec(path: Path | str, target: ModelSpec) -> Eagle3Spec:
 
     Raises:
         FileNotFoundError: no config.json.
-        ValueError: not an EAGLE-3 head, a head of several layers, or one made for another target.
+        ValueError: not an EAGLE-3 head, or one made for another target.
     """
     path = Path(path)
     raw = read_json(path / "config.json")
@@ -80,8 +81,6 @@ def read_eagle3_spec(path: Path | str, target: ModelSpec) -> Eagle3Spec:
     inner: dict[str, Any] = raw.get("transformer_layer_config") or raw
     if "draft_vocab_size" not in raw and not any("Eagle3" in name for name in raw.get("architectures") or []):
         raise ValueError(f"{path} is not an EAGLE-3 head: its config.json has no draft_vocab_size")
-    if inner.get("num_hidden_layers", 1) != 1:
-        raise ValueError(f"{path}: EAGLE-3 heads of {inner['num_hidden_layers']} layers are not supported, only of one")
     if inner.get("hidden_act", "silu") != "silu":
         raise ValueError(f"{path}: activation {inner['hidden_act']!r} is not supported; supported: silu")
     config = _layer_config(inner, path)
@@ -93,6 +92,7 @@ def read_eagle3_spec(path: Path | str, target: ModelSpec) -> Eagle3Spec:
         raise ValueError(f"{path} is for a target of hidden size {target_hidden}, this one has {target.hidden_size}")
     bias = bool(inner.get("attention_bias", False))
     return Eagle3Spec(
+        num_layers=inner.get("num_hidden_layers", 1),
         hidden_size=config.hidden_size,
         target_hidden_size=target_hidden,
         num_heads=config.num_attention_heads,

@@ -11,11 +11,12 @@ import os
 import select
 import socket
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
 import msgpack
 
-from workers.types import SamplingParams
+from workers.types import Constraints, SamplingParams
 
 _LENGTH = struct.Struct("<I")
 MAX_FRAME_BYTES = 64 << 20
@@ -27,8 +28,11 @@ class Speculation:
 
     enabled: bool = True
     num_tokens: int | None = None
+    auto: bool | None = None
     min_prob: float | None = None
     path_prob: float | None = None
+    acceptance: str | None = None  # "coupled" | "rejection"
+    draft_probs: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,14 +55,55 @@ class Abort:
     id: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestStats:
+class _NodeCounts:
+    """Node counts by depth, the first entry being depth 1. Drafted = pruned + verified; accepted are verified too."""
+
+    __slots__ = ()
+    pruned_per_depth: list[int]
+    verified_per_depth: list[int]
+    accepted_per_depth: list[int]
+
+    def count_nodes(self, pruned: Sequence[int], verified: Sequence[int], num_accepted: int) -> None:
+        """Adds one tree: nodes by depth, and the length of its accepted path."""
+        for total, added in (
+            (self.pruned_per_depth, pruned),
+            (self.verified_per_depth, verified),
+            (self.accepted_per_depth, [1] * num_accepted),
+        ):
+            total += [0] * (len(added) - len(total))
+            for depth, number in enumerate(added):
+                total[depth] += number
+
+    @property
+    def num_draft_tokens(self) -> int:
+        return sum(self.pruned_per_depth) + sum(self.verified_per_depth)
+
+    @property
+    def num_verified_tokens(self) -> int:
+        return sum(self.verified_per_depth)
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        return sum(self.accepted_per_depth)
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestStats(_NodeCounts):
     """What speculation did for one request so far."""
 
     num_drafts: int = 0  # steps that verified at least one draft node
-    num_draft_tokens: int = 0  # nodes the drafter sent
-    num_verified_tokens: int = 0  # draft nodes that went through the target
-    num_accepted_tokens: int = 0
+    pruned_per_depth: list[int] = field(default_factory=list)  # the tree had room for them, pruning kept them out
+    verified_per_depth: list[int] = field(default_factory=list)  # went through the target
+    accepted_per_depth: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprobs:
+    """One emitted token in the target's own distribution, before any of the request's parameters touch it."""
+
+    logprob: float
+    rank: int  # 1 = the most likely token
+    top: list[tuple[int, float]]  # (token, logprob) of the most likely tokens, best first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,11 +115,12 @@ class TokenChunk:
     finish_reason: str | None = None  # "stop" | "length" | "error"; None = goes on
     stop_token: int | None = None  # the stop or EOS token, when finish_reason is "stop" (it is in `tokens`)
     error: str | None = None
+    logprobs: list[TokenLogprobs] | None = None  # one per token, if the request asked for them
     stats: RequestStats | None = None  # so far; absent with an error
 
 
 @dataclass(slots=True, kw_only=True)
-class EngineStats:
+class EngineStats(_NodeCounts):
     """Cumulative counters since the engine started, and gauges of this moment. Times are seconds.
 
     The engine counts in its own; what arrives in a StepOutput is a copy of that moment.
@@ -85,10 +131,10 @@ class EngineStats:
     prompt_tokens: int = 0
     generation_tokens: int = 0
     num_drafts: int = 0
-    num_draft_tokens: int = 0
-    num_verified_tokens: int = 0
-    num_accepted_tokens: int = 0
+    pruned_per_depth: list[int] = field(default_factory=list)
+    verified_per_depth: list[int] = field(default_factory=list)
     accepted_per_depth: list[int] = field(default_factory=list)
+    num_preemptions: int = 0
     draft_seconds: float = 0.0  # by the drafter's clock
     transfer_seconds: float = 0.0  # rank 0's wait for drafts beyond that: packing, both ways, waking up
     verify_seconds: float = 0.0
@@ -134,15 +180,24 @@ def _fields(value: object) -> dict[str, object]:
 def _rebuild(kind: str, raw: dict) -> Message:
     match kind:
         case "Submit":
-            raw["sampling"] = SamplingParams(**raw["sampling"])
+            sampling = raw["sampling"]
+            raw["sampling"] = SamplingParams(**sampling | {"constraints": Constraints(**sampling["constraints"])})
             raw["speculation"] = Speculation(**raw["speculation"])
         case "StepOutput":
             raw["stats"] = EngineStats(**raw["stats"])
-            raw["chunks"] = [
-                TokenChunk(**(chunk | {"stats": RequestStats(**chunk["stats"]) if chunk["stats"] else None}))
-                for chunk in raw["chunks"]
-            ]
+            raw["chunks"] = [_chunk(chunk) for chunk in raw["chunks"]]
     return _KINDS[kind](**raw)
+
+
+def _chunk(raw: dict) -> TokenChunk:
+    if raw["stats"] is not None:
+        raw["stats"] = RequestStats(**raw["stats"])
+    if raw["logprobs"] is not None:
+        raw["logprobs"] = [
+            TokenLogprobs(**entry | {"top": [(token, value) for token, value in entry["top"]]})
+            for entry in raw["logprobs"]
+        ]
+    return TokenChunk(**raw)
 
 
 class Decoder:

@@ -37,6 +37,7 @@ def _free_bytes(world: World) -> float:
     config = world.config
     if world.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(world.device)
-        shares = 2 if config.draft is not None and config.draft.placement == "colocated" else 1
+        draft = config.draft
+        shares = 2 if draft is not None and draft.placement == "colocated" and draft.method != "ngram" else 1
         return max(0.0, free - (1 - config.memory_utilization) * total) / shares
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * _CPU_SHARE / config.world_size

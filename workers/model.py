@@ -1,4 +1,4 @@
-"""The target and the draft model: one config-driven decoder for the Llama, Mistral, Qwen2 and Qwen3 families.
+"""The target and the draft model: one config-driven decoder for the Llama, Mistral, Qwen2, Qwen3 and MiMo families.
 
     Decoder.load(source, spec, tp=SINGLE, device="cpu", dtype=float32, tap_layers=()) -> Decoder
         .plan(metadata, page_size, first_slot=0) -> AttentionPlan      once per step
@@ -6,6 +6,7 @@
         .logits(hidden_ND) -> [N, W] float32 shard                     tokens vocab_range[0] .. vocab_range[1] - 1
         .full_logits(hidden_ND) -> [N, V] float32                      gathered over `tp`
         .new_kv_pool(num_slots) -> KVPool                              of this rank's kv heads
+    load_layer(weights, prefix, spec, tp) -> DecoderLayer              for draft heads too
 
 Legend: N packed rows (no batch axis), D hidden width, V vocabulary, W = ceil(V / T) columns of a logits shard.
 A rank's share is read straight from the checkpoint's slices; the input embedding is replicated, which saves one
@@ -15,28 +16,37 @@ all-reduce per step for V * D values of memory.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workers.checkpoint import ModelSpec, Weights, check_parallel
+from workers.checkpoint import MTP_PREFIXES, ModelSpec, Weights, check_parallel
 from workers.kernels.reference import AttentionPlan
 from workers.kernels.reference import plan as plan_attention
 from workers.kv import KVPool
 from workers.layers import SINGLE, Attention, HeadSplit, Mlp, TensorParallel, VocabHead, gather_vocab, rms_norm
-from workers.rope import Rope
+from workers.rope import Rope, Rotation
 from workers.types import AttentionMetadata, Hidden
+
+if TYPE_CHECKING:
+    from workers.eagle3_format import Eagle3Spec
 
 
 class DecoderLayer(NamedTuple):
     """x += attention(norm(x)); x += mlp(norm(x))."""
 
-    input_norm_D: Tensor
+    input_norm_D: Tensor | None  # None: the first layer of an EAGLE head reads x as it is
     attention: Attention
     post_norm_D: Tensor
     mlp: Mlp
+
+    def __call__(self, x_ND: Tensor, rotation: Rotation, plan: AttentionPlan, kv: KVPool, index: int) -> Tensor:
+        eps = self.attention.eps
+        normed_ND = x_ND if self.input_norm_D is None else rms_norm(x_ND, self.input_norm_D, eps)
+        x_ND = x_ND + self.attention(normed_ND, rotation, plan, kv, index)
+        return x_ND + self.mlp(rms_norm(x_ND, self.post_norm_D, eps))
 
 
 class Decoder:
@@ -92,13 +102,16 @@ class Decoder:
                 raise ValueError(f"feature layer {tap} is outside a model of {spec.num_layers} layers")
         weights = source if isinstance(source, Weights) else Weights(source, dtype, device)
         embedding_VD = weights.get("model.embed_tokens.weight")
-        layers = tuple(_load_layer(weights, spec, tp, index) for index in range(spec.num_layers))
+        layers = tuple(
+            load_layer(weights, f"model.layers.{index}.", spec, tp, window=window)
+            for index, window in enumerate(spec.windows)
+        )
         final_norm_D = weights.get("model.norm.weight")
         if spec.tie_embeddings:
             head = VocabHead.tied(embedding_VD, tp)
         else:
             head = VocabHead.load(weights, "lm_head.weight", spec.vocab_size, tp)
-        weights.finish(allowed=_is_redundant if spec.tie_embeddings else _is_legacy)
+        weights.finish(allowed=lambda name: _is_no_part(name, spec))
         return Decoder(
             spec=spec,
             tp=tp,
@@ -139,17 +152,15 @@ class Decoder:
             Hidden: final_ND after the final norm; taps_N3D in tap order, or None without taps. Equal on every rank.
         """
         rotation = self._rope(positions_N)
-        eps = self.spec.rms_norm_eps
         captured: dict[int, Tensor] = {}
         x_ND = F.embedding(tokens_N, self._embedding_VD)
         for index, layer in enumerate(self._layers):
             if index in self.tap_layers:
                 captured[index] = x_ND
-            x_ND = x_ND + layer.attention(rms_norm(x_ND, layer.input_norm_D, eps), rotation, plan, kv, index)
-            x_ND = x_ND + layer.mlp(rms_norm(x_ND, layer.post_norm_D, eps))
+            x_ND = layer(x_ND, rotation, plan, kv, index)
         captured[len(self._layers)] = x_ND
         taps_N3D = torch.cat([captured[tap] for tap in self.tap_layers], dim=-1) if self.tap_layers else None
-        return Hidden(rms_norm(x_ND, self._final_norm_D, eps), taps_N3D)
+        return Hidden(rms_norm(x_ND, self._final_norm_D, self.spec.rms_norm_eps), taps_N3D)
 
     @torch.inference_mode()
     def logits(self, hidden_ND: Tensor) -> Tensor:
@@ -162,10 +173,18 @@ class Decoder:
         return gather_vocab(self._head(hidden_ND), self.tp, self.spec.vocab_size)
 
 
-def _load_layer(weights: Weights, spec: ModelSpec, tp: TensorParallel, index: int) -> DecoderLayer:
-    prefix = f"model.layers.{index}."
+def load_layer(
+    weights: Weights,
+    prefix: str,
+    spec: ModelSpec | Eagle3Spec,
+    tp: TensorParallel,
+    *,
+    window: int | None = None,
+    has_input_norm: bool = True,
+) -> DecoderLayer:
+    """This rank's share of the decoder layer whose tensors start with `prefix`. ValueError names a missing one."""
     return DecoderLayer(
-        input_norm_D=weights.get(f"{prefix}input_layernorm.weight"),
+        input_norm_D=weights.get(f"{prefix}input_layernorm.weight") if has_input_norm else None,
         attention=Attention.load(
             weights,
             f"{prefix}self_attn.",
@@ -175,7 +194,7 @@ def _load_layer(weights: Weights, spec: ModelSpec, tp: TensorParallel, index: in
             o_bias=spec.o_bias,
             qk_norm=spec.qk_norm,
             eps=spec.rms_norm_eps,
-            window=spec.windows[index],
+            window=window,
             tp=tp,
         ),
         post_norm_D=weights.get(f"{prefix}post_attention_layernorm.weight"),
@@ -183,11 +202,13 @@ def _load_layer(weights: Weights, spec: ModelSpec, tp: TensorParallel, index: in
     )
 
 
-def _is_legacy(name: str) -> bool:
+def is_legacy(name: str) -> bool:
     """Buffers that old checkpoints stored although they follow from the config."""
     return name.endswith("rotary_emb.inv_freq")
 
 
-def _is_redundant(name: str) -> bool:
-    """With tied embeddings some checkpoints repeat the head."""
-    return _is_legacy(name) or name == "lm_head.weight"
+def _is_no_part(name: str, spec: ModelSpec) -> bool:
+    """What a checkpoint may hold beside the decoder: old buffers, a tied head once more, prediction layers."""
+    is_repeated = spec.tie_embeddings and name == "lm_head.weight"
+    is_mtp = spec.num_mtp_layers > 0 and name.startswith(MTP_PREFIXES)
+    return is_legacy(name) or is_repeated or is_mtp

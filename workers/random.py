@@ -11,6 +11,7 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -50,22 +51,69 @@ def gumbel(seed_R: Tensor, index_R: Tensor, start: int, stop: int) -> Tensor:
     """Gumbel noise [R, stop - start] float32 for target token ids [start, stop).
 
     Row r's noise is keyed on (seed_R[r], index_R[r], token id), where index is the index of the token being drawn:
-    after an n-token prefix it is n, in prefill, decode and replay alike. One Philox call serves four neighbouring
-    token ids, so the counter holds id // 4 and id % 4 picks the word.
+    after an n-token prefix it is n, in prefill, decode and replay alike.
     """
+    return _gumbel(seed_R, index_R, torch.zeros_like(index_R), start, stop, Stream.TARGET_GUMBEL)
+
+
+def gumbel_at(seed: Array, index: Array, token: Array) -> np.ndarray:
+    """`gumbel` at single target token ids, float32 per broadcast element of int64 numpy arrays."""
+    seed, index, token = np.broadcast_arrays(seed, index, token)
+    words = np.stack(philox(seed, token // 4, index & _MASK, np.zeros_like(index), Stream.TARGET_GUMBEL), axis=-1)
+    return _gumbel_of_words(torch.from_numpy(np.take_along_axis(words, (token % 4)[..., None], -1)[..., 0])).numpy()
+
+
+def residual_gumbel(seed_R: Tensor, root_position_R: Tensor, row_R: Tensor, start: int, stop: int) -> Tensor:
+    """Gumbel noise [R, stop - start] float32 for the token after a rejection, for target token ids [start, stop).
+
+    Keyed on (seed, position of this step's root, tree row, token id): rows at one position share nothing.
+    """
+    return _gumbel(seed_R, root_position_R, row_R, start, stop, Stream.RESIDUAL)
+
+
+def uniform(seed: Array, root_position: Array, row: Array, index: Array, stream: Stream) -> np.ndarray:
+    """Uniforms in [0, 1), float64 with all 53 bits, per broadcast element of the keys; int64 numpy arrays."""
+    high, low = _words64(seed, root_position, row, index, stream)
+    return (high * 2.0**21 + (low >> 11)) * 2.0**-53
+
+
+def uniform_below(
+    limit: Array, seed: Array, root_position: Array, row: Array, index: Array, stream: Stream
+) -> np.ndarray:
+    """Uniform integers in [0, limit), keyed like `uniform`; limit at most 2^31.
+
+    floor(u limit / 2^64) of a 64-bit u: no integer's probability is off by more than 2^-64.
+    """
+    high, low = _words64(seed, root_position, row, index, stream)
+    return (high * limit + (low * limit >> 32)) >> 32
+
+
+def _words64(seed: Array, root_position: Array, row: Array, index: Array, stream: Stream) -> tuple[Array, Array]:
+    """High and low halves of 64 random bits, int64 in [0, 2^32) each."""
+    seed, c0, c1, c2 = np.broadcast_arrays(seed, index, root_position, row)
+    high, low, _, _ = philox(seed, c0, c1, c2, stream)
+    return high, low
+
+
+def _gumbel(seed_R: Tensor, c1_R: Tensor, c2_R: Tensor, start: int, stop: int, stream: Stream) -> Tensor:
+    """One Philox call serves four neighbouring token ids: counter word 0 is id // 4, and id % 4 picks the word."""
     first, last = start // 4, (stop + 3) // 4
     c0 = torch.arange(first, last, dtype=torch.int64, device=seed_R.device)[None, :].expand(len(seed_R), -1)
-    c1 = (index_R.to(torch.int64) & _MASK)[:, None]
-    keys = (seed_R[:, None], c0, c1, torch.zeros_like(c1))
+    c1, c2 = ((c.to(torch.int64) & _MASK)[:, None] for c in (c1_R, c2_R))
+    keys = (seed_R[:, None], c0, c1, c2)
     if seed_R.device.type == "cpu":
         # The same words from numpy, whose small operations cost a third of torch's.
         k, w0, w1, w2 = (key.numpy() for key in keys)
-        words = [torch.from_numpy(word) for word in philox(k, w0, w1, w2, Stream.TARGET_GUMBEL)]
+        words = [torch.from_numpy(word) for word in philox(k, w0, w1, w2, stream)]
     else:
-        words = list(philox(*keys, Stream.TARGET_GUMBEL))
+        words = list(philox(*keys, stream))
     r = torch.stack(words, dim=-1).reshape(len(seed_R), -1)[:, start - 4 * first : stop - 4 * first]
-    # -log(-log u) with u = (r + 0.5) 2^-32. In float32 u rounds to 1 for large r, so the upper half uses
-    # log1p of the exact distance to 1.
+    return _gumbel_of_words(r)
+
+
+def _gumbel_of_words(r: Tensor) -> Tensor:
+    """-log(-log u) with u = (r + 0.5) 2^-32. In float32 u rounds to 1 for large r, so the upper half uses log1p of the
+    exact distance to 1."""
     upper = r >= 2**31
     distance = torch.where(upper, 2**32 - 1 - r, r).to(torch.float32).add_(0.5).mul_(2.0**-32)
     return torch.where(upper, torch.log1p(-distance), torch.log(distance)).neg_().log_().neg_()

@@ -7,7 +7,7 @@ int32/int64 and reals float32; `workers.wire` narrows them to their wire widths.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -22,6 +22,20 @@ class NodeKind(IntEnum):
     DETERMINISTIC = 1
     COUPLED = 2
     SAMPLED = 3
+
+
+class Rule(IntEnum):
+    """How a request's drafts are chosen and verified. Fixed at admission: switching inside a request is biased."""
+
+    COUPLED = 0  # children follow the target's own noise; what the target draws is accepted
+    TARGET_ONLY = 1  # children are the draft's most likely tokens; what the target draws is accepted
+    TRAVERSAL = 2  # children are sampled from the draft; traversal verification (on chains: block verification)
+    RECURSIVE = 3  # children are sampled from the draft; recursive rejection
+
+    @property
+    def is_sampled(self) -> bool:
+        """True for rules that need draft probabilities."""
+        return self >= Rule.TRAVERSAL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +83,26 @@ class Verdict(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Constraints:
+    """What one request forbids or favours, as edits of the raw logits that depend on the tokens so far."""
+
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    bad_words: list[list[int]] = field(default_factory=list)  # token sequences that may not be completed
+    allowed_token_ids: list[int] | None = None  # None = all
+    min_tokens: int = 0  # before that many output tokens no end token may come
+
+    @property
+    def is_empty(self) -> bool:
+        return self == _UNCONSTRAINED
+
+
+_UNCONSTRAINED = Constraints()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """One request's sampling, already validated. temperature 0 is greedy; top_k 0 and top_p 1 are off."""
 
@@ -77,6 +111,8 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0  # 64 bit, any value
+    constraints: Constraints = _UNCONSTRAINED
+    num_logprobs: int | None = None  # most likely tokens to report beside each emitted one; None = report nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +168,7 @@ class TreeLimits:
     num_nodes: int
     min_prob: float = 0.0
     path_prob: float = 0.0
+    auto: bool = False  # budgets follow calibrated survival and measured costs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +202,22 @@ class Hidden(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DraftCosts:
+    """What a step costs here and how far draft confidence can be trusted, for budgets chosen by `auto`.
+
+    Measured by the engine and sent along, so that every drafter rank decides alike. The time to verify n draft nodes on
+    top of what the step holds anyway is piecewise linear. A child's calibrated confidence at depth d is
+    sigmoid(a logit(c) + b).
+    """
+
+    nodes_T: Tensor  # [T] int32, ascending from 0
+    verify_ms_T: Tensor  # [T] float32
+    draft_ms_2: Tensor  # [2] float32: feeding and the roots' level; each further level
+    sure_1: Tensor  # [1] float32: tokens the step yields without any draft
+    calibration_D2: Tensor  # [D, 2] float32: (a, b) for depth 1 .. D; deeper nodes use the last
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DraftRequest:
     """Everything the drafter needs for one step, for B requests with M new rows; it keeps no per-request state but KV.
 
@@ -178,7 +231,8 @@ class DraftRequest:
     start_B: Tensor  # [B] int32, slot of the request's first row
     token_M: Tensor  # [M] int32
     page_table_BP: Tensor  # [B, P] int32
-    accepted_B: Tensor  # [B] int32, accepted path length of the request's last verdict; -1 = none yet
+    rule_B: Tensor  # [B] int32, Rule
+    auto_B: Tensor  # [B] int32, 1 = budgets are chosen by `costs`
     num_nodes_B: Tensor  # [B] int32, node budget of this step, root excluded
     max_depth_B: Tensor  # [B] int32
     min_prob_B: Tensor  # [B] float32
@@ -188,6 +242,8 @@ class DraftRequest:
     top_p_B: Tensor  # float32
     min_p_B: Tensor  # float32
     seed_B: Tensor  # int64
+    constraints_U: Tensor  # uint8, see `workers.constraints`; empty = nobody has any
+    costs: DraftCosts | None  # None = nobody asks for `auto`
     features_MH: Tensor | None  # [M, H] in the drafter's dtype
 
     @property
@@ -203,10 +259,12 @@ class DraftRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftReply:
-    """The drafter's answer to a DraftRequest: one tree per request with num_nodes > 0."""
+    """The drafter's answer to a DraftRequest: one tree for each of the G requests with num_nodes > 0."""
 
     trees: TreeBatch
-    probs: DraftProbs | None
+    probs: DraftProbs | None  # None = no node was sampled
+    pruned_GD: Tensor  # [G, D] int32: nodes of depth 1 .. D that pruning kept out of the tree
+    num_levels: int  # levels grown, the root's included
     seconds: float  # the drafter's own time for this step
 
 
@@ -225,12 +283,16 @@ class TargetStep:
     visible_N: Tensor  # [N] int32
     ancestors_N: Tensor  # [N] int64
     sample_row_R: Tensor  # [R] int32, rows whose next token is drawn
+    request_R: Tensor  # [R] int32, the request (of the B) that the row belongs to
     draw_index_R: Tensor  # [R] int32, index of the token drawn there
+    rule_R: Tensor  # [R] int32, Rule: sampled drafts need the whole distribution, the others one draw
+    num_logprobs_R: Tensor  # [R] int32, most likely tokens to report; -1 = none
     temperature_R: Tensor  # float32
     top_k_R: Tensor  # int32
     top_p_R: Tensor  # float32
     min_p_R: Tensor  # float32
     seed_R: Tensor  # int64
+    constraints_U: Tensor  # uint8, see `workers.constraints`; empty = nobody has any
 
     @property
     def attention(self) -> AttentionMetadata:

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.types import DraftProbs, DraftReply, DraftRequest, TargetStep, TreeBatch
+from workers.types import DraftCosts, DraftProbs, DraftReply, DraftRequest, TargetStep, TreeBatch
 
 _ALIGN = 16
-_I32, _I64, _F32 = np.dtype(np.int32), np.dtype(np.int64), np.dtype(np.float32)
+_I32, _I64, _F32, _U8 = np.dtype(np.int32), np.dtype(np.int64), np.dtype(np.float32), np.dtype(np.uint8)
 
 
 class Kind(IntEnum):
@@ -63,25 +63,35 @@ TREE_FIELDS = [
     Field("parent_N", np.dtype(np.int16), _I32),
     Field("depth_N", np.dtype(np.int8), _I32),
     Field("ancestors_N", _I64, _I64),
-    Field("kind_N", np.dtype(np.uint8), np.dtype(np.uint8)),
+    Field("kind_N", _U8, _U8),
     Field("weight_N", np.dtype(np.float16), _F32),
 ]
 PROBS_FIELDS = [*_ints("offsets", "id_S"), Field("weight_S", np.dtype(np.uint16), _I32)]
 REQUEST_FIELDS = [
     *_ints("offsets", "start_B", "token_M"),
     Field("page_table_BP", _I32, _I32, ndim=2),
-    *_ints("accepted_B", "num_nodes_B", "max_depth_B"),
+    *_ints("rule_B", "auto_B", "num_nodes_B", "max_depth_B"),
     Field("min_prob_B", _F32, _F32),
     Field("path_prob_B", _F32, _F32),
     *_sampling("B"),
+    Field("constraints_U", _U8, _U8),
 ]
+COST_FIELDS = [
+    *_ints("nodes_T"),
+    Field("verify_ms_T", _F32, _F32),
+    Field("draft_ms_2", _F32, _F32),
+    Field("sure_1", _F32, _F32),
+    Field("calibration_D2", _F32, _F32, ndim=2),
+]
+PRUNED_FIELDS = [Field("pruned_GD", _I32, _I32, ndim=2)]
 STEP_FIELDS = [
     *_ints("copy_source", "copy_target", "token_N", "position_N", "query_offsets"),
     Field("page_table_BP", _I32, _I32, ndim=2),
     *_ints("base_B", "slot_N", "visible_N"),
     Field("ancestors_N", _I64, _I64),
-    *_ints("sample_row_R", "draw_index_R"),
+    *_ints("sample_row_R", "request_R", "draw_index_R", "rule_R", "num_logprobs_R"),
     *_sampling("R"),
+    Field("constraints_U", _U8, _U8),
 ]
 
 Message = DraftRequest | DraftReply | TargetStep
@@ -103,11 +113,12 @@ def pack(message: Message) -> Packed:
             features = message.features_MH
             bulk = empty if features is None else features.contiguous().reshape(-1).view(torch.uint8)
             width = [-1, 0] if features is None else [features.shape[1], _DTYPES.index(features.dtype)]
-            return Packed(Kind.DRAFT_REQUEST, _pack_fields([(REQUEST_FIELDS, message)], width), bulk)
+            body = _pack_fields([(REQUEST_FIELDS, message), (COST_FIELDS, message.costs)], width)
+            return Packed(Kind.DRAFT_REQUEST, body, bulk)
         case DraftReply():
-            parts = [(TREE_FIELDS, message.trees), (PROBS_FIELDS, message.probs)]
+            parts = [(TREE_FIELDS, message.trees), (PROBS_FIELDS, message.probs), (PRUNED_FIELDS, message)]
             microseconds = min(int(message.seconds * 1e6), 2**31 - 1)
-            return Packed(Kind.DRAFT_REPLY, _pack_fields(parts, [microseconds]), empty)
+            return Packed(Kind.DRAFT_REPLY, _pack_fields(parts, [microseconds, message.num_levels]), empty)
         case TargetStep():
             return Packed(Kind.TARGET_STEP, _pack_fields([(STEP_FIELDS, message)], []), empty)
 
@@ -116,15 +127,20 @@ def unpack(kind: Kind, meta: Tensor, bulk: Tensor) -> Message:
     """Bytes -> message; tensors are copies on the CPU, except the bulk field, which stays where `bulk` is."""
     match kind:
         case Kind.DRAFT_REQUEST:
-            (fields,), (width, dtype) = _unpack_fields([REQUEST_FIELDS], meta, num_scalars=2)
+            (fields, costs), (width, dtype) = _unpack_fields([REQUEST_FIELDS, COST_FIELDS], meta, num_scalars=2)
             assert fields is not None
             features = None if width < 0 else bulk.view(_DTYPES[dtype]).reshape(-1, width)
-            return DraftRequest(**fields, features_MH=features)
+            return DraftRequest(**fields, costs=DraftCosts(**costs) if costs else None, features_MH=features)
         case Kind.DRAFT_REPLY:
-            (tree, probs), (microseconds,) = _unpack_fields([TREE_FIELDS, PROBS_FIELDS], meta, num_scalars=1)
-            assert tree is not None
+            parts = [TREE_FIELDS, PROBS_FIELDS, PRUNED_FIELDS]
+            (tree, probs, pruned), (microseconds, num_levels) = _unpack_fields(parts, meta, num_scalars=2)
+            assert tree is not None and pruned is not None
             return DraftReply(
-                trees=TreeBatch(**tree), probs=DraftProbs(**probs) if probs else None, seconds=microseconds * 1e-6
+                trees=TreeBatch(**tree),
+                probs=DraftProbs(**probs) if probs else None,
+                pruned_GD=pruned["pruned_GD"],
+                num_levels=num_levels,
+                seconds=microseconds * 1e-6,
             )
         case Kind.TARGET_STEP:
             (fields,), _ = _unpack_fields([STEP_FIELDS], meta, num_scalars=0)

@@ -1,0 +1,176 @@
+"""EAGLE-1/2 and multi-token prediction heads: mix a token with the feature before it, run ordinary layers.
+
+    FcHead.load(spec, path, target_path, tp=SINGLE, device="cpu", dtype=float32) -> FcHead
+        .plan, .forward, .logits, .vocab, .new_kv_pool         as `drafter.eagle3.Eagle3Head`
+
+Legend: M packed rows, H hidden width (the target's). For a row with token t and feature g:
+
+    x      = fc(concat(norm(embed(t)), norm(g)))       norms and order as in workers.fc_head_format
+    out    = norm(layers(x))                           EAGLE: no norm at all
+    logits = lm_head(out);  the feature handed to children is `out`
+
+g is the target's last hidden state, after its final norm, at the token before t; for tree nodes the parent's `out`.
+Alignment is EAGLE-3's: the entry for token j lives in KV slot j with rotary position j - 1; slot 0 stays empty.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from drafter.eagle3 import FIRST_SLOT
+from drafter.level import DraftVocabulary
+from workers.checkpoint import Weights, check_parallel
+from workers.fc_head_format import FcHeadSpec
+from workers.kernels.linear import Linear
+from workers.kernels.reference import AttentionPlan
+from workers.kernels.reference import plan as plan_attention
+from workers.kv import KVPool
+from workers.layers import SINGLE, HeadSplit, TensorParallel, VocabHead, gather_vocab, rms_norm
+from workers.model import DecoderLayer, is_legacy, load_layer
+from workers.rope import Rope
+from workers.types import AttentionMetadata
+
+
+class FcHead:
+    """One rank's share of a head. Build it with `load`."""
+
+    def __init__(
+        self,
+        *,
+        spec: FcHeadSpec,
+        tp: TensorParallel,
+        embedding_VH: Tensor,
+        embedding_norm_H: Tensor | None,
+        feature_norm_H: Tensor | None,
+        fc: Linear,
+        layers: tuple[DecoderLayer, ...],
+        final_norm_H: Tensor | None,
+        head: VocabHead,
+    ) -> None:
+        self.spec = spec
+        self.tp = tp
+        self.device = embedding_VH.device
+        self.dtype = embedding_VH.dtype
+        self.vocab = DraftVocabulary(target_size=spec.layers.vocab_size)
+        self.heads = HeadSplit.of(spec.layers.num_heads, spec.layers.num_kv_heads, tp)
+        self._rope = Rope(spec.layers.rope, self.dtype, self.device)
+        self._embedding_VH = embedding_VH
+        self._embedding_norm_H = embedding_norm_H
+        self._feature_norm_H = feature_norm_H
+        self._fc = fc
+        self._layers = layers
+        self._final_norm_H = final_norm_H
+        self._head = head
+
+    @staticmethod
+    @torch.inference_mode()
+    def load(
+        spec: FcHeadSpec,
+        path: Path | str,
+        target_path: Path | str,
+        tp: TensorParallel = SINGLE,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> FcHead:
+        """Read this rank's share of a head; embedding and vocabulary head come from the target where it has none.
+
+        Raises:
+            ValueError: tp.size does not fit the heads; a missing or, under the head's prefix, unknown tensor, named.
+        """
+        layers = spec.layers
+        check_parallel(layers, tp.size)
+        weights, target = Weights(path, dtype, device), Weights(target_path, dtype, device)
+        embedding = _first((weights, f"{spec.prefix}embed_tokens.weight"), (target, "model.embed_tokens.weight"))
+        output = _first((weights, f"{spec.prefix}lm_head.weight"), (target, "lm_head.weight"), embedding)
+        for (source, name), wanted in (
+            (embedding, (layers.vocab_size, layers.hidden_size)),
+            (output, (layers.vocab_size, layers.hidden_size)),
+            ((weights, f"{spec.fc}.weight"), (layers.hidden_size, 2 * layers.hidden_size)),
+        ):
+            if source.shape(name) != wanted:
+                raise ValueError(f"{source.path}: {name} is {source.shape(name)}, the head needs {wanted}")
+
+        def norm(name: str | None) -> Tensor | None:
+            return None if name is None else weights.get(f"{name}.weight")
+
+        embedding_VH = embedding[0].get(embedding[1])
+        head = FcHead(
+            spec=spec,
+            tp=tp,
+            embedding_VH=embedding_VH,
+            embedding_norm_H=norm(spec.embedding_norm),
+            feature_norm_H=norm(spec.feature_norm),
+            fc=Linear(weights.get(f"{spec.fc}.weight"), weights.get(f"{spec.fc}.bias") if spec.fc_bias else None),
+            layers=tuple(
+                load_layer(weights, prefix, layers, tp, has_input_norm=index > 0 or spec.first_layer_norm)
+                for index, prefix in enumerate(spec.layer_prefixes)
+            ),
+            final_norm_H=norm(spec.final_norm),
+            head=VocabHead.tied(embedding_VH, tp)
+            if output == embedding
+            else VocabHead.load(*output, layers.vocab_size, tp),
+        )
+        weights.finish(allowed=lambda name: not name.startswith(spec.prefix) or is_legacy(name))
+        return head
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Bytes that one token's entry takes on this rank."""
+        layers = self.spec.layers
+        return KVPool.bytes_per_slot(layers.num_layers, self.heads.num_kv_heads, layers.head_dim, self.dtype)
+
+    def new_kv_pool(self, num_slots: int) -> KVPool:
+        """A pool for this rank's key-value heads; num_slots = pages (the null page included) * page_size."""
+        layers = self.spec.layers
+        kv_heads = self.heads.num_kv_heads
+        return KVPool(layers.num_layers, num_slots, kv_heads, layers.head_dim, self.dtype, self.device)
+
+    def plan(self, metadata: AttentionMetadata, page_size: int) -> AttentionPlan:
+        """Prepare one step's attention; slot 0 is hidden."""
+        return plan_attention(
+            metadata,
+            page_size,
+            group_size=self.heads.num_heads // self.heads.num_kv_heads,
+            first_slot=FIRST_SLOT,
+            dtype=self.dtype,
+            device=self.device,
+        )
+
+    @torch.inference_mode()
+    def forward(
+        self, tokens_M: Tensor, features_MH: Tensor, positions_M: Tensor, plan: AttentionPlan, kv: KVPool
+    ) -> Tensor:
+        """One packed pass; writes every row's key and value into `kv`.
+
+        Args:
+            tokens_M: int32 or int64 target token ids.
+            features_MH: the target's final hidden state at the token before each, or the parent's result; any float.
+            positions_M: rotary positions, one less than the tokens' own.
+
+        Returns:
+            [M, H] features for the rows' children and input of `logits`; equal on every rank.
+        """
+        e_MH = self._norm(F.embedding(tokens_M, self._embedding_VH), self._embedding_norm_H)
+        g_MH = self._norm(features_MH.to(self.dtype), self._feature_norm_H)
+        x_MH = self._fc(torch.cat((g_MH, e_MH) if self.spec.feature_first else (e_MH, g_MH), dim=-1))
+        rotation = self._rope(positions_M)
+        for index, layer in enumerate(self._layers):
+            x_MH = layer(x_MH, rotation, plan, kv, index)
+        return self._norm(x_MH, self._final_norm_H)
+
+    @torch.inference_mode()
+    def logits(self, hidden_MH: Tensor) -> Tensor:
+        """float32 [M, V] for rows of `forward`'s result, equal on every rank; a collective over `tp`."""
+        return gather_vocab(self._head(hidden_MH), self.tp, self.vocab.target_size)
+
+    def _norm(self, x_MH: Tensor, weight_H: Tensor | None) -> Tensor:
+        return x_MH if weight_H is None else rms_norm(x_MH, weight_H, self.spec.layers.rms_norm_eps)
+
+
+def _first(*places: tuple[Weights, str]) -> tuple[Weights, str]:
+    """The first of these tensors that is stored, else the last, whose absence its reader reports."""
+    return next(((source, name) for source, name in places if source.has(name)), places[-1])

@@ -1,0 +1,141 @@
+"""From a draft distribution to a node's candidate children: which they are, and how likely each is to survive.
+
+    coupled        the best of log q + G, G being the target's own noise for that position (none at temperature 0);
+                   weight = softmax((log q + G) / tau)
+    target-only    the most likely tokens; weight = q, the chance that a target like the draft draws the child
+    sampled        drawn later, once the number of children is settled; weight = what q alone says about the i-th draw
+
+Probabilities and noise live on the logits' device; the result is on the host. N-gram candidates never leave it.
+Legend: F frontier nodes, K children, V draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from drafter.level import Candidates, DraftVocabulary
+from drafter.sample import Support, expected_survival, quantise
+from workers.random import gumbel_at
+from workers.sampling import process_logits, shared_gumbel
+from workers.types import NodeKind, Rule, SamplingBatch
+
+CONFIDENCE_TAU = 0.6
+"""How far log q is from log p, in units of the Gumbel noise: the weight of a coupled child, softmax((log q + G) / tau),
+is the probability that it is the target's draw if the difference is Gumbel noise of that scale. On the bundled EAGLE-3
+head 0.5 fits best at temperature 0 (best child: weight .86, accepted .85) and 0.7 at temperature 1 (.67 and .65); with
+1.0 a tree of 16 nodes accepts 5.12 tokens a step instead of 5.47."""
+
+
+class Scores(NamedTuple):
+    """The candidate children of F nodes, best first; host arrays. Rows of sampled rules have no tokens yet."""
+
+    token_FK: np.ndarray  # int64 target ids
+    weight_FK: np.ndarray  # float32: chance to survive, given that the node does; 0 = no such candidate
+    prob_FK: np.ndarray  # float32 q
+    top_prob_F: np.ndarray  # float32 max q
+    kind_F: np.ndarray  # uint8 NodeKind of the children
+    support: Support | None  # of the rows whose rule is sampled, in order
+
+    def rows(self, is_row_F: np.ndarray) -> Scores:
+        """The same for some of the nodes."""
+        sampled_F = self.kind_F == NodeKind.SAMPLED
+        support = self.support
+        if support is not None:
+            own = is_row_F[sampled_F]
+            support = Support(support.id_FS[own], support.weight_FS[own])
+        token_FK, weight_FK, prob_FK, top_prob_F, kind_F = (array[is_row_F] for array in self[:5])
+        return Scores(token_FK, weight_FK, prob_FK, top_prob_F, kind_F, support)
+
+
+def score(
+    draft: Tensor | Candidates,
+    params: SamplingBatch,
+    rule_F: np.ndarray,
+    index_F: np.ndarray,
+    num_children: int,
+    vocab: DraftVocabulary,
+) -> Scores:
+    """Candidates of each node, at most num_children.
+
+    draft: (constrained) logits [F, V] or n-gram candidates. params: one entry per node, on the logits' device.
+    index_F: index of the token that the children stand for. Noise is keyed on target ids, so a reduced draft
+    vocabulary sees the noise the verifier will see.
+    """
+    if isinstance(draft, Candidates):
+        return _score_candidates(draft, params, rule_F, index_F, num_children)
+    log_q = process_logits(draft, params).log_softmax(-1)
+    hot = params.temperature_B > 0
+    is_coupled_F = rule_F == Rule.COUPLED
+    scored: Tensor = log_q
+    tau: Tensor | float = CONFIDENCE_TAU
+    if bool(hot.any()):
+        noisy = hot & torch.from_numpy(is_coupled_F).to(hot.device)
+        if bool(noisy.any()):
+            scored = log_q + _noise(params, index_F, vocab) * noisy[:, None]
+        if not is_coupled_F.all():
+            tau = torch.where(hot & ~noisy, 1.0, CONFIDENCE_TAU)[:, None]
+    best = scored.topk(min(num_children, scored.shape[-1]), dim=-1)
+    weight_FK = torch.exp(best.values / tau - (scored / tau).logsumexp(-1, keepdim=True)).cpu().numpy()
+    token = best.indices if vocab.target_ids is None else vocab.target_ids[best.indices]
+    kind_F = _kinds(rule_F, hot)
+    support, is_sampled_F = None, kind_F == NodeKind.SAMPLED
+    if is_sampled_F.any():
+        rows = torch.from_numpy(is_sampled_F).to(log_q.device)
+        support = quantise(log_q if is_sampled_F.all() else log_q[rows], vocab)
+        none_fixed_F = np.zeros(len(support.id_FS), dtype=np.int64)
+        weight_FK[is_sampled_F] = expected_survival(support, none_fixed_F, weight_FK.shape[1])
+    return Scores(
+        token_FK=token.cpu().numpy(),
+        weight_FK=weight_FK,
+        prob_FK=log_q.gather(-1, best.indices).exp().cpu().numpy(),
+        top_prob_F=log_q.amax(-1).exp().cpu().numpy(),
+        kind_F=kind_F,
+        support=support,
+    )
+
+
+def _kinds(rule_F: np.ndarray, hot: Tensor) -> np.ndarray:
+    kind_F = np.full(len(rule_F), NodeKind.DETERMINISTIC, dtype=np.uint8)
+    kind_F[(rule_F == Rule.COUPLED) & hot.cpu().numpy()] = NodeKind.COUPLED
+    kind_F[rule_F >= Rule.TRAVERSAL] = NodeKind.SAMPLED
+    return kind_F
+
+
+def _noise(params: SamplingBatch, index_F: np.ndarray, vocab: DraftVocabulary) -> Tensor:
+    """The target's noise for the draft's tokens [F, V]."""
+    index = torch.from_numpy(index_F).to(params.seed_B.device)
+    noise = shared_gumbel(params.seed_B, index, 0, vocab.target_size)
+    return noise if vocab.target_ids is None else noise[:, vocab.target_ids]
+
+
+def _score_candidates(
+    draft: Candidates, params: SamplingBatch, rule_F: np.ndarray, index_F: np.ndarray, num_children: int
+) -> Scores:
+    log_q_FK = draft.log_q_FK
+    kind_F = _kinds(rule_F, params.temperature_B > 0)
+    scored_FK = log_q_FK
+    noisy_F = kind_F == NodeKind.COUPLED
+    if noisy_F.any():
+        noise_FK = gumbel_at(params.seed_B.cpu().numpy()[:, None], index_F[:, None], draft.token_FK)
+        scored_FK = np.where(noisy_F[:, None], log_q_FK + noise_FK, log_q_FK)
+    order_FK = np.argsort(-scored_FK, axis=1, kind="stable")[:, :num_children]
+    hot_F = params.temperature_B.cpu().numpy() > 0
+    tau_F1 = np.where(hot_F & ~noisy_F, 1.0, CONFIDENCE_TAU)[:, None]
+    weight_FK = np.exp((scored_FK - scored_FK.max(1, keepdims=True, initial=-1e30)) / tau_F1)
+    # What lookup does not know of is the rest of the mass: the candidates share no more than their probability.
+    known_F1 = np.exp(log_q_FK).sum(1, keepdims=True)
+    weight_FK *= known_F1 / np.maximum(weight_FK.sum(1, keepdims=True), 1e-30)
+    prob_FK = np.exp(log_q_FK)
+    take = lambda array: np.take_along_axis(array, order_FK, axis=1)  # noqa: E731
+    return Scores(
+        token_FK=take(draft.token_FK),
+        weight_FK=take(weight_FK).astype(np.float32),
+        prob_FK=take(prob_FK),
+        top_prob_F=prob_FK.max(1, initial=0.0),
+        kind_F=kind_F,
+        support=None,
+    )

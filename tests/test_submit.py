@@ -1,0 +1,130 @@
+"""One HTTP request to what the engine reads: limits, seeds, constraints, the speculative object."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from cluster.submit import BadRequest, RequestLimits, SeedSource, derive_seed, further_answer, submit_from
+from secateur.protocol import ChatCompletionRequest, CompletionRequest
+from workers.ipc import Speculation, Submit
+from workers.types import Constraints
+
+LIMITS = RequestLimits(max_model_len=100, vocab_size=50, num_draft_tokens=16, eos_token_ids=(0,))
+
+
+def submit(prompt_length: int = 1, *, bad_words: Any = (), **fields: Any) -> Submit:
+    request = CompletionRequest(prompt="x", **fields)
+    return submit_from(request, [1] * prompt_length, id=1, seed=5, limits=LIMITS, bad_words=bad_words)
+
+
+def test_a_default_never_runs_into_the_limit_and_a_wish_does() -> None:
+    prompt = [1] * 95
+    assert submit_from(CompletionRequest(prompt="x"), prompt, id=1, seed=5, limits=LIMITS).max_tokens == 5
+    with pytest.raises(BadRequest, match="ask for at most 5"):
+        submit_from(CompletionRequest(prompt="x", max_tokens=6), prompt, id=1, seed=5, limits=LIMITS)
+
+
+def test_a_request_s_own_seed_wins() -> None:
+    assert submit_from(CompletionRequest(prompt="x"), [1], id=1, seed=5, limits=LIMITS).sampling.seed == 5
+    assert submit_from(CompletionRequest(prompt="x", seed=0), [1], id=1, seed=5, limits=LIMITS).sampling.seed == 0
+
+
+@pytest.mark.parametrize("fields", [{}, {"seed": 7}])
+def test_the_first_answer_has_the_request_s_seed_and_the_others_derived_ones(fields: dict[str, int]) -> None:
+    first = submit(n=3, logprobs=2, **fields)
+    base = fields.get("seed", 5)
+    assert first.sampling.seed == base
+    for number in (1, 2):
+        further = further_answer(first, number, id=10 + number)
+        assert (further.id, further.sampling.seed) == (10 + number, derive_seed(base, number))
+        assert replace(further, id=1, sampling=replace(further.sampling, seed=base)) == first
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({}, Speculation()),
+        ({"tree_prune": "off"}, Speculation(auto=False, min_prob=0.0, path_prob=0.0)),
+        ({"tree_prune": "auto"}, Speculation(auto=True)),
+        ({"tree_prune": "auto", "tree_prune_path_prob": 0.1}, Speculation(auto=True, path_prob=0.1)),
+        ({"tree_prune": "thresholds", "tree_prune_min_prob": 0.1}, Speculation(auto=False, min_prob=0.1)),
+        ({"tree_prune_min_prob": 0.1}, Speculation(min_prob=0.1)),
+        ({"acceptance": "rejection"}, Speculation(acceptance="rejection")),
+        ({"enable_draft_probs": False}, Speculation(draft_probs=False)),
+        ({"enabled": False}, Speculation(enabled=False)),
+    ],
+)
+def test_the_speculative_object_reaches_the_engine(asked: dict[str, Any], expected: Speculation) -> None:
+    assert submit(speculative=asked).speculation == expected
+
+
+def test_what_a_request_forbids_and_favours_reaches_the_engine() -> None:
+    asked = {"presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.2, "min_tokens": 4}
+    sampling = submit(logit_bias={"7": -3}, allowed_token_ids=[9, 7, 9], bad_words=[[3], [4, 5]], **asked).sampling
+    assert sampling.constraints == Constraints(
+        **asked, logit_bias={7: -3.0}, bad_words=[[3], [4, 5]], allowed_token_ids=[9, 7]
+    )
+    assert submit().sampling.constraints.is_empty
+
+
+def test_log_probabilities_reach_the_engine_as_a_number() -> None:
+    assert submit().sampling.num_logprobs is None
+    assert submit(logprobs=0).sampling.num_logprobs == 0
+    chat = ChatCompletionRequest(messages=[{"role": "user", "content": "x"}], logprobs=True, top_logprobs=4)
+    assert submit_from(chat, [1], id=1, seed=5, limits=LIMITS).sampling.num_logprobs == 4
+
+
+@pytest.mark.parametrize(
+    ("param", "fields"),
+    [
+        ("logit_bias", {"logit_bias": {"50": 1}}),
+        ("allowed_token_ids", {"allowed_token_ids": [1, 50]}),
+        ("bad_words", {"bad_words": [[1, 50]]}),
+    ],
+)
+def test_ids_outside_the_vocabulary_are_refused(param: str, fields: dict[str, Any]) -> None:
+    with pytest.raises(BadRequest, match="token id 50 is not in the vocabulary of 50") as caught:
+        submit(**fields)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"allowed_token_ids": [3, 4], "bad_words": [[3], [4]]},
+        {"allowed_token_ids": [0], "min_tokens": 1},
+        {"allowed_token_ids": [0, 3, 4], "bad_words": [[3]], "stop_token_ids": [4], "min_tokens": 2},
+    ],
+)
+def test_a_request_that_forbids_every_token_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(BadRequest, match="forbid all of them"):
+        submit(**fields)
+
+
+def test_a_request_that_leaves_one_token_is_taken() -> None:
+    assert submit(allowed_token_ids=[0], min_tokens=1, ignore_eos=True)
+    assert submit(allowed_token_ids=[3, 4], bad_words=[[3], [4, 3]])
+
+
+def test_min_tokens_that_the_context_cannot_hold_are_told_in_numbers() -> None:
+    with pytest.raises(BadRequest, match="min_tokens=6 is more than the 5 that 95 prompt tokens leave"):
+        submit(95, min_tokens=6)
+
+
+def test_server_seeds_repeat_and_drawn_ones_do_not() -> None:
+    def first(seed: int | None) -> list[int]:
+        source = SeedSource(seed)
+        return [source.next() for _ in range(5)]
+
+    assert first(3) == first(3)
+    assert first(3) != first(4)
+    assert first(None) != first(None)
+    assert all(0 <= seed < 2**63 for seed in first(3))
+
+
+def test_a_vanishing_temperature_is_greedy() -> None:
+    request = CompletionRequest(prompt="x", temperature=1e-7)
+    assert submit_from(request, [1], id=1, seed=5, limits=LIMITS).sampling.temperature == 0

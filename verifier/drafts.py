@@ -1,0 +1,36 @@
+"""What the drafter handed in for one step, completed to one tree per decoding request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from verifier.tree import with_bare_roots
+from workers.types import DraftProbs, DraftReply, TreeBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """One tree per decoding request, a bare root where nothing was drafted; node counts by depth, depth 1 first."""
+
+    trees: TreeBatch
+    probs: DraftProbs | None
+    verified: list[list[int]]
+    pruned: list[list[int]]
+
+    @staticmethod
+    def of(reply: DraftReply | None, drafted: list[bool], root_tokens: list[int]) -> Drafts:
+        """drafted[i]: the i-th decoding request has the reply's next tree."""
+        trees, probs = with_bare_roots(
+            reply.trees if reply else None, reply.probs if reply else None, drafted, root_tokens
+        )
+        offsets, depth_N = trees.offsets.numpy(), trees.depth_N.numpy()
+        # The reply pads to the deepest tree of the batch, which is not the request's concern.
+        cut = iter([np.trim_zeros(pruned, "b") for pruned in reply.pruned_GD.tolist()] if reply else ())
+        return Drafts(
+            trees=trees,
+            probs=probs,
+            verified=[np.bincount(depth_N[a:b])[1:].tolist() for a, b in zip(offsets, offsets[1:], strict=False)],
+            pruned=[next(cut) if is_drafted else [] for is_drafted in drafted],
+        )

@@ -1,0 +1,334 @@
+"""What requests forbid or favour, as edits of raw logits: penalties, biases, bad words, allowed ids, minimum length.
+
+One definition for drafter and verifier, exact along each path of a tree: a row's edits count the tokens on its own way
+from the root as output. They come before temperature, in vLLM's order (its v1 sampler; x is a row's logits):
+
+    1. allowed ids     x[t] = -inf for every other t
+    2. bad words       x[t] = -inf if t would complete one
+    3. min_tokens      x[t] = -inf for end tokens while there are fewer output tokens than that
+    4. logit bias      x[t] += bias[t]
+    5. repetition      x[t] = x[t] / r if x[t] > 0 else x[t] * r, for every t in prompt or output
+    6. frequency       x[t] -= f * (occurrences of t in the output)
+    7. presence        x[t] -= p, for every t in the output
+
+A mask (1, 2, 3) that would leave nothing of the vocabulary is not applied to that row: a request gets a token that it
+did not want rather than a row without any. A reduced draft vocabulary is such a vocabulary of its own, so allowed ids
+that the draft does not know leave its logits as they are, and the verifier rejects what comes of it.
+
+Legend: R rows, W columns, C distinct tokens of a request, I token ids, L columns in lists (one list serves all rows of
+a request), Q lists laid over rows, E entries of rows that they cover, X values per item, P tokens on paths.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import NamedTuple
+
+import msgpack
+import numpy as np
+import torch
+from torch import Tensor
+
+from workers.types import Constraints
+
+
+class Counts(NamedTuple):
+    """A request's distinct tokens and how often each is in the output, as host arrays."""
+
+    id_C: np.ndarray  # int64
+    count_C: np.ndarray  # int64, 0 = in the prompt only
+
+
+@dataclass(frozen=True, kw_only=True)  # no slots: they leave no room for a cached property
+class Standing:
+    """One constrained request as it stands at the root of its next tree (the root being its last token).
+
+    Good for one step: `counts` may be the request's own and must not change while the standing is in use.
+    """
+
+    constraints: Constraints
+    end_token_ids: list[int]  # what min_tokens keeps away
+    counts: dict[int, int]  # output occurrences of each token seen; 0 = in the prompt only
+    tail: list[int]  # the last output tokens, the root included, as far back as bad words look
+    num_output: int
+
+    @cached_property
+    def count_arrays(self) -> Counts:
+        """`counts`, converted once for all levels of a tree."""
+        size = len(self.counts)
+        return Counts(
+            id_C=np.fromiter(self.counts.keys(), np.int64, size),
+            count_C=np.fromiter(self.counts.values(), np.int64, size),
+        )
+
+
+class ConstrainedRow(NamedTuple):
+    """A row of logits that is to be edited."""
+
+    row: int
+    standing: Standing
+    path: Sequence[int]  # tokens below the root on the way to this row
+
+
+class Columns(NamedTuple):
+    """Which column of the logits holds which target token: ids [start, start + width), or a reduced vocabulary.
+
+    A range is a shard of a vocabulary larger than anybody's forbidden ids. `column_of_V` belongs on the host, where the
+    edits are planned; elsewhere every call copies it.
+    """
+
+    start: int
+    width: int
+    column_of_V: Tensor | None = None  # int64 [target vocabulary], -1 = not in the draft vocabulary
+
+
+def pack_standings(standings: Sequence[Standing | None]) -> Tensor:
+    """uint8 bytes for a message; empty if nobody is constrained. Position = index of the request in the message."""
+    constrained = {index: _fields(standing) for index, standing in enumerate(standings) if standing is not None}
+    if not constrained:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(msgpack.packb(constrained, default=_fields)), dtype=torch.uint8)
+
+
+def unpack_standings(packed_U: Tensor) -> dict[int, Standing]:
+    """The constrained requests by their index in the message."""
+    if not len(packed_U):
+        return {}
+    raw = msgpack.unpackb(packed_U.numpy().tobytes(), strict_map_key=False)
+    return {
+        index: Standing(**standing | {"constraints": Constraints(**standing["constraints"])})
+        for index, standing in raw.items()
+    }
+
+
+def constrain(logits_RW: Tensor, rows: Sequence[ConstrainedRow], columns: Columns) -> Tensor:
+    """The logits with the edits of `rows` applied, float32; the argument is left alone. No rows = the argument.
+
+    Each row may be named once. Rows that share a Standing (the same object) share the work on it. The edits are planned
+    on the host and copied to the logits' device at once; nothing waits for that device.
+    """
+    if not rows:
+        return logits_RW
+    plan = _plan(rows, columns)
+    on_path_P, *laid = plan.to(logits_RW.device)
+    allowed, forbidden, biased, penalized = laid
+    x_RW = logits_RW.to(torch.float32, copy=True)
+    if allowed is not None:
+        kept_E = x_RW[allowed.row_E, allowed.column_E]
+        x_RW.index_fill_(0, allowed.row_Q, -torch.inf)
+        x_RW[allowed.row_E, allowed.column_E] = kept_E
+    if forbidden is not None:
+        x_RW[forbidden.row_E, forbidden.column_E] = -torch.inf
+    if biased is not None:
+        x_RW[biased.row_E, biased.column_E] += biased.value_XE[0]
+    if penalized is not None:
+        x_E = x_RW[penalized.row_E, penalized.column_E]
+        x_RW[penalized.row_E, penalized.column_E] = _penalize(x_E, penalized, on_path_P)
+    return x_RW
+
+
+def _penalize(x_E: Tensor, laid: _Laid, on_path_P: Tensor) -> Tensor:
+    """on_path_P: for each token of each row's path, the entry that it counts in."""
+    (base_E,), (repetition_E, frequency_E, presence_E) = laid.value_XE, laid.setting_XE
+    path_E = torch.zeros_like(x_E).index_add_(0, on_path_P, torch.ones_like(on_path_P, dtype=x_E.dtype))
+    count_E = base_E.clamp(min=0) + path_E
+    is_seen_E = (base_E != _UNSEEN) | (path_E > 0)
+    x_E = torch.where(is_seen_E, torch.where(x_E > 0, x_E / repetition_E, x_E * repetition_E), x_E)
+    return x_E - frequency_E * count_E - presence_E * (count_E > 0)
+
+
+# ---- the plan, on the host
+
+_UNSEEN = -1
+"""Count of a token that only the path of some other row has."""
+
+
+class _Laid(NamedTuple):
+    """An `_Overlay` on the logits' device: the entries (row, column) that it touches, each of them once."""
+
+    row_Q: Tensor  # int64
+    row_E: Tensor  # int64
+    column_E: Tensor  # int64
+    value_XE: Tensor  # float32, of the column in its list
+    setting_XE: Tensor  # float32, of the list
+
+
+class _Overlay:
+    """Edits of one kind: lists of columns with values, each laid over several rows."""
+
+    def __init__(self) -> None:
+        self.num_entries = 0
+        self._num_listed = 0
+        self._lists: list[np.ndarray] = []  # [1 + X, l]: column, values
+        self._pairs: list[np.ndarray] = []  # [3 + X, q]: row, begin and length of its list, settings
+
+    def lay(self, rows: Sequence[int], list_XL: np.ndarray, settings: Sequence[float] = ()) -> np.ndarray:
+        """Lays one list of (column, values ...) over `rows`; returns the number of each row's first entry [rows]."""
+        length = list_XL.shape[1]
+        pairs = np.empty((3 + len(settings), len(rows)))
+        pairs[0], pairs[1], pairs[2] = rows, self._num_listed, length
+        pairs[3:] = np.array(settings)[:, None]
+        self._lists.append(list_XL)
+        self._pairs.append(pairs)
+        first = self.num_entries + length * np.arange(len(rows))
+        self._num_listed += length
+        self.num_entries += length * len(rows)
+        return first
+
+    def arrays(self) -> list[np.ndarray]:
+        """Everything laid so far [3 + X, Q] and [1 + X, L]; empty arrays if nothing was."""
+        if not self._pairs:
+            return [np.empty((3, 0)), np.empty((1, 0))]
+        return [np.concatenate(self._pairs, 1), np.concatenate(self._lists, 1)]
+
+
+class _Plan(NamedTuple):
+    allowed: _Overlay
+    forbidden: _Overlay
+    biased: _Overlay
+    penalized: _Overlay
+    on_path: list[np.ndarray]  # entries of `penalized`, one per token of a path
+
+    def to(self, device: torch.device) -> tuple[Tensor, _Laid | None, _Laid | None, _Laid | None, _Laid | None]:
+        """on_path_P and the four overlays, None for kinds without edits."""
+        overlays = self[:4]
+        arrays = [np.concatenate([np.empty(0), *self.on_path])]
+        for overlay in overlays:
+            arrays += overlay.arrays()
+        # One buffer, one copy. Columns, rows and counts are exact in float64.
+        flat = torch.from_numpy(np.concatenate([array.reshape(-1) for array in arrays])).to(device, non_blocking=True)
+        on_path_P, *parts = (
+            part.view(array.shape) for part, array in zip(flat.split([a.size for a in arrays]), arrays, strict=True)
+        )
+        allowed, forbidden, biased, penalized = (
+            _spread(pairs_XQ, list_XL, overlay.num_entries)
+            for overlay, pairs_XQ, list_XL in zip(overlays, parts[::2], parts[1::2], strict=True)
+        )
+        return on_path_P.long(), allowed, forbidden, biased, penalized
+
+
+def _spread(pairs_XQ: Tensor, list_XL: Tensor, num_entries: int) -> _Laid | None:
+    if pairs_XQ.shape[1] == 0:
+        return None
+    row_Q, begin_Q, length_Q = pairs_XQ[:3].long()
+    pair_E = torch.repeat_interleave(length_Q, output_size=num_entries)
+    item_E = torch.arange(num_entries, device=pair_E.device) + (begin_Q - length_Q.cumsum(0) + length_Q)[pair_E]
+    return _Laid(
+        row_Q=row_Q,
+        row_E=row_Q[pair_E],
+        column_E=list_XL[0].long()[item_E],
+        value_XE=list_XL[1:].float()[:, item_E],
+        setting_XE=pairs_XQ[3:].float()[:, pair_E],
+    )
+
+
+def _plan(rows: Sequence[ConstrainedRow], columns: Columns) -> _Plan:
+    plan = _Plan(_Overlay(), _Overlay(), _Overlay(), _Overlay(), [])
+    vocabulary = _Vocabulary(columns)
+    of_request: dict[int, list[ConstrainedRow]] = defaultdict(list)
+    for row in rows:
+        of_request[id(row.standing)].append(row)
+    for some in of_request.values():
+        _plan_masks(plan, some, vocabulary)
+        _plan_biases(plan, some, vocabulary)
+        _plan_penalties(plan, some, vocabulary)
+    return plan
+
+
+def _plan_masks(plan: _Plan, rows: list[ConstrainedRow], vocabulary: _Vocabulary) -> None:
+    """Allowed ids; then what is forbidden, worked out once for all rows whose paths end alike."""
+    standing = rows[0].standing
+    constraints = standing.constraints
+    allowed: set[int] | None = None
+    if constraints.allowed_token_ids is not None:
+        allowed = vocabulary.known(constraints.allowed_token_ids) or None
+    if allowed is not None:
+        plan.allowed.lay([row.row for row in rows], vocabulary.columns_of(_ids(allowed)).column_L[None])
+    always = {word[-1] for word in constraints.bad_words if len(word) == 1}
+    longer = [word for word in constraints.bad_words if len(word) > 1]
+    rows_of: dict[tuple[frozenset[int], bool], list[int]] = defaultdict(list)
+    for row in rows:
+        past = [*standing.tail, *row.path]
+        completing = frozenset(word[-1] for word in longer if past[1 - len(word) :] == word[:-1])
+        rows_of[completing, standing.num_output + len(row.path) < constraints.min_tokens].append(row.row)
+    for (completing, is_too_short), numbers in rows_of.items():
+        forbidden: set[int] = set()
+        for mask in (always | completing, standing.end_token_ids if is_too_short else ()):
+            more = forbidden | vocabulary.known(mask)
+            if vocabulary.has_more_than(more, allowed):
+                forbidden = more
+        if forbidden:
+            plan.forbidden.lay(numbers, vocabulary.columns_of(_ids(forbidden)).column_L[None])
+
+
+def _plan_biases(plan: _Plan, rows: list[ConstrainedRow], vocabulary: _Vocabulary) -> None:
+    bias = rows[0].standing.constraints.logit_bias
+    if bias:
+        column_L, is_here_I = vocabulary.columns_of(_ids(bias))
+        value_L = np.fromiter(bias.values(), np.float64, len(bias))[is_here_I]
+        plan.biased.lay([row.row for row in rows], np.stack([column_L, value_L]))
+
+
+def _plan_penalties(plan: _Plan, rows: list[ConstrainedRow], vocabulary: _Vocabulary) -> None:
+    """One list per request: the columns of all its tokens and of all its paths, with their counts at the root."""
+    standing = rows[0].standing
+    constraints = standing.constraints
+    settings = (constraints.repetition_penalty, constraints.frequency_penalty, constraints.presence_penalty)
+    if settings == (1, 0, 0):
+        return
+    base = vocabulary.columns_of(standing.count_arrays.id_C)
+    path = vocabulary.columns_of(_ids([token for row in rows for token in row.path]))
+    column_L = np.union1d(base.column_L, path.column_L)
+    count_L = np.full(len(column_L), _UNSEEN)
+    count_L[np.searchsorted(column_L, base.column_L)] = standing.count_arrays.count_C[base.is_here_I]
+    first_Q = plan.penalized.lay([row.row for row in rows], np.stack([column_L, count_L]), settings)
+    first_I = first_Q.repeat([len(row.path) for row in rows])
+    plan.on_path.append(first_I[path.is_here_I] + np.searchsorted(column_L, path.column_L))
+
+
+class _Held(NamedTuple):
+    column_L: np.ndarray  # int64, of the ids that have a column here
+    is_here_I: np.ndarray  # bool, which of the ids asked for they are
+
+
+class _Vocabulary:
+    """What `Columns` mean, on the host."""
+
+    def __init__(self, columns: Columns) -> None:
+        self._columns = columns
+        self._column_of_V = None if columns.column_of_V is None else columns.column_of_V.cpu().numpy()
+
+    def columns_of(self, id_I: np.ndarray) -> _Held:
+        """Ids of other shards, and ids that a reduced vocabulary lacks, have none."""
+        if self._column_of_V is None:
+            column_I = id_I - self._columns.start
+            is_here_I = (column_I >= 0) & (column_I < self._columns.width)
+        else:
+            is_id_I = id_I < len(self._column_of_V)  # a checkpoint may name end tokens beyond its vocabulary
+            column_I = np.where(is_id_I, self._column_of_V[np.where(is_id_I, id_I, 0)], -1)
+            is_here_I = column_I >= 0
+        return _Held(column_I[is_here_I], is_here_I)
+
+    def known(self, ids: Collection[int]) -> set[int]:
+        """Those that the vocabulary has, in whatever shard."""
+        if self._column_of_V is None:
+            return set(ids)
+        id_I = _ids(ids)
+        return set(id_I[self.columns_of(id_I).is_here_I].tolist())
+
+    def has_more_than(self, forbidden: set[int], allowed: set[int] | None) -> bool:
+        """True if something is left. The same on every shard: it must not depend on what this one holds."""
+        if allowed is not None:
+            return not allowed <= forbidden
+        return self._column_of_V is None or len(forbidden) < self._columns.width
+
+
+def _ids(ids: Collection[int]) -> np.ndarray:
+    return np.fromiter(ids, np.int64, len(ids))
+
+
+def _fields(value: object) -> dict[str, object]:
+    return {spec.name: getattr(value, spec.name) for spec in fields(value)}  # type: ignore[arg-type]

@@ -1,0 +1,118 @@
+"""Draft heads of the shape fc(embedding, feature) -> decoder layers -> norm: EAGLE-1/2 and multi-token prediction.
+
+    read_eagle_spec(path, target) -> FcHeadSpec        a checkpoint of its own
+    read_mtp_spec(path, target) -> FcHeadSpec          inside the target's checkpoint
+
+The feature of a token is the target's last hidden state, after its final norm. Layouts, names without `.weight`:
+
+    EAGLE-1/2 (SafeAILab)   fc(+ bias), layers.{i}.*; layer 0 has no input_layernorm; [embed_tokens] [lm_head]
+    MTP, Qwen3 type         mtp.{fc, pre_fc_norm_embedding, pre_fc_norm_hidden, norm}, mtp.layers.0.*
+    MTP, MiMo               model.mtp_layers.0.{input_proj, token_layernorm, hidden_layernorm, final_layernorm}, and
+                            the names of a Qwen2 layer beside them; input_proj reads the feature first
+Sources: SafeAILab's cnets1.py, vLLM's qwen3_next_mtp.py and mimo_mtp.py. Qwen3-Next's zero-centred norms (1 + w) belong
+to a target that we do not run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from workers.checkpoint import ModelSpec, read_json, read_spec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FcHeadSpec:
+    """One head: its layers in plain values, and its tensors by name (None = the layout has no such tensor)."""
+
+    layers: ModelSpec  # shapes of the decoder layers, `num_layers` of them; vocabulary and width are the target's
+    prefix: str  # of every name the head owns
+    fc: str
+    fc_bias: bool
+    feature_first: bool  # fc reads (feature, embedding) instead of (embedding, feature)
+    embedding_norm: str | None
+    feature_norm: str | None
+    layer_prefixes: tuple[str, ...]
+    first_layer_norm: bool  # layer 0 has an input_layernorm
+    final_norm: str | None  # its result is what the head's next step is fed, too
+
+
+def read_eagle_spec(path: Path | str, target: ModelSpec) -> FcHeadSpec:
+    """Read and check an EAGLE-1/2 head's config.json: a Llama configuration, "bias" (of fc, default true), "qkv_bias".
+
+    Raises:
+        FileNotFoundError: no config.json.
+        ValueError: another kind of head, or one made for another target.
+    """
+    raw = read_json(Path(path) / "config.json")
+    if "draft_vocab_size" in raw:
+        raise ValueError(f"{path} is an EAGLE-3 head: write method 'eagle3'")
+    layers = replace(
+        read_spec(path), qkv_bias=bool(raw.get("qkv_bias", False)), o_bias=False, mlp_bias=False, qk_norm=False
+    )
+    for what, own, wanted in (
+        ("a vocabulary", layers.vocab_size, target.vocab_size),
+        ("a hidden size", layers.hidden_size, target.hidden_size),
+    ):
+        if own != wanted:
+            raise ValueError(f"{path} is for a target with {what} of {own}, this one has {wanted}")
+    return FcHeadSpec(
+        layers=layers,
+        prefix="",
+        fc="fc",
+        fc_bias=bool(raw.get("bias", True)),
+        feature_first=False,
+        embedding_norm=None,
+        feature_norm=None,
+        layer_prefixes=tuple(f"layers.{index}." for index in range(layers.num_layers)),
+        first_layer_norm=False,
+        final_norm=None,
+    )
+
+
+def read_mtp_spec(path: Path | str, target: ModelSpec) -> FcHeadSpec:
+    """The multi-token prediction layer of a target, read from its configuration; its layout follows from its family.
+
+    One layer serves every depth: its result is the next depth's feature. A second layer would read the first one's
+    results at the committed tokens, which a drafter without state of its own does not have.
+
+    Raises:
+        ValueError: a target without such a layer, or with several.
+    """
+    if target.num_mtp_layers == 0:
+        raise ValueError(
+            f"method 'mtp': the target must natively support multi-token prediction, and {path}/config.json has "
+            "neither num_nextn_predict_layers nor mtp_num_hidden_layers; use 'eagle3', 'draft_model' or 'ngram'"
+        )
+    if target.num_mtp_layers > 1:
+        raise ValueError(
+            f"{path}: {target.num_mtp_layers} multi-token prediction layers are not supported, only one, which is "
+            "used at every depth"
+        )
+    layers = replace(target, num_layers=1)
+    if target.family == "mimo":
+        own = "model.mtp_layers.0."
+        return FcHeadSpec(
+            layers=layers,
+            prefix="model.mtp_layers.",
+            fc=f"{own}input_proj",
+            fc_bias=False,
+            feature_first=True,
+            embedding_norm=f"{own}token_layernorm",
+            feature_norm=f"{own}hidden_layernorm",
+            layer_prefixes=(own,),
+            first_layer_norm=True,
+            final_norm=f"{own}final_layernorm",
+        )
+    return FcHeadSpec(
+        layers=layers,
+        prefix="mtp.",
+        fc="mtp.fc",
+        fc_bias=False,
+        feature_first=False,
+        embedding_norm="mtp.pre_fc_norm_embedding",
+        feature_norm="mtp.pre_fc_norm_hidden",
+        layer_prefixes=("mtp.layers.0.",),
+        first_layer_norm=True,
+        final_norm="mtp.norm",
+    )
