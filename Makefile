@@ -31,9 +31,10 @@ gpu: ## tests and benchmarks on a CUDA machine, with the interpreter PYTHON as i
 	then PYTHONPATH=. $(PYTHON) tests/bench/run.py --device cuda; \
 	else echo 'make gpu: no CUDA device here, so nothing was measured'; fi
 
-bench: $(VENV)/.installed-serve ## measure acceptance length, tokens/s and what the pruning thresholds do
+bench: $(VENV)/.installed-test ## measure acceptance length, tokens/s and what pruning does (half an hour)
 	$(BIN)/python tests/bench/pruning.py
 	$(BIN)/python tests/bench/run.py
+	$(BIN)/secateur bench acceptance --output tests/bench/results
 
 # The corpus is read from the packages of the virtual environment.
 models: $(VENV)/.installed-test ## train the bundled models again (MINUTES=120)

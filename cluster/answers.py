@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
-from cluster.generation import Piece
+from cluster.generation import Piece, ScoredToken
+from cluster.logprobs import chat_logprobs, completion_logprobs
+from cluster.metrics import by_depth
+from cluster.tokens import Tokenizer
 from secateur.protocol import (
     AssistantMessage,
     ChatChoice,
@@ -34,14 +37,20 @@ class Answer:
     """One choice, as far as it has come."""
 
     prompt_ids: list[int]
+    number: int = 0
+    """Which of the `n` answers to its prompt it is."""
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
+    scored: list[ScoredToken] = field(default_factory=list)
     last: Piece | None = None
+    stats: RequestStats | None = None
 
     def add(self, piece: Piece) -> None:
         self.text += piece.text
         self.token_ids += piece.token_ids
+        self.scored += piece.scored
         self.last = piece
+        self.stats = piece.stats or self.stats
 
 
 class Shape(Protocol):
@@ -63,9 +72,11 @@ class Shape(Protocol):
 class _Shape:
     prefix: str
 
-    def __init__(self, request: SamplingRequest, model: str) -> None:
+    def __init__(self, request: SamplingRequest, model: str, tokenizer: Tokenizer) -> None:
         self.request = request
+        self.tokenizer = tokenizer
         self.with_ids = request.return_token_ids
+        self.with_logprobs = request.num_logprobs is not None
         self.head: dict[str, Any] = {"id": new_id(self.prefix), "model": model}
 
     def ending(self, index: int, piece: Piece | None, ids: list[int]) -> dict[str, Any]:
@@ -92,6 +103,7 @@ class CompletionShape(_Shape):
         choices = [
             CompletionChoice(
                 text=answer.text,
+                logprobs=completion_logprobs(self.tokenizer, answer.scored) if self.with_logprobs else None,
                 prompt_token_ids=self.prompt_ids(answer, is_first=True),
                 **self.ending(index, answer.last, answer.token_ids),
             )
@@ -106,6 +118,7 @@ class CompletionShape(_Shape):
         is_first = piece.num_tokens == len(piece.token_ids)
         choice = CompletionChoice(
             text=piece.text,
+            logprobs=completion_logprobs(self.tokenizer, piece.scored) if piece.scored else None,
             prompt_token_ids=self.prompt_ids(answer, is_first=is_first),
             **self.ending(index, piece, piece.token_ids),
         )
@@ -122,6 +135,7 @@ class ChatShape(_Shape):
         choices = [
             ChatChoice(
                 message=AssistantMessage(content=answer.text),
+                logprobs=chat_logprobs(self.tokenizer, answer.scored) if self.with_logprobs else None,
                 prompt_token_ids=self.prompt_ids(answer, is_first=True),
                 **self.ending(index, answer.last, answer.token_ids),
             )
@@ -137,6 +151,7 @@ class ChatShape(_Shape):
         is_first = piece.num_tokens == len(piece.token_ids)
         choice = ChatChunkChoice(
             delta=ChatDelta(content=piece.text),
+            logprobs=chat_logprobs(self.tokenizer, piece.scored) if piece.scored else None,
             prompt_token_ids=self.prompt_ids(answer, is_first=is_first),
             **self.ending(index, piece, piece.token_ids),
         )
@@ -147,26 +162,35 @@ class ChatShape(_Shape):
 
 
 def usage_of(answers: Sequence[Answer]) -> Usage:
-    """Tokens of all choices; drafted tokens where the engine told them (an answer cut by a stop string has none)."""
+    """Tokens of all choices, each prompt counted once; what became of verified draft tokens, as far as is known."""
     stats = _stats(answers)
     accepted = sum(item.num_accepted_tokens for item in stats)
     return Usage.of(
-        sum(len(answer.prompt_ids) for answer in answers),
+        sum(len(answer.prompt_ids) for answer in answers if answer.number == 0),
         sum(len(answer.token_ids) for answer in answers),
         accepted=accepted if stats else None,
-        rejected=sum(item.num_draft_tokens for item in stats) - accepted,
+        rejected=sum(item.num_verified_tokens for item in stats) - accepted,
     )
 
 
 def speculative_stats(answers: Sequence[Answer]) -> SpeculativeStats:
     stats = _stats(answers)
+    pruned = by_depth(*(item.pruned_per_depth for item in stats))
+    verified = by_depth(*(item.verified_per_depth for item in stats))
+    accepted = by_depth(*(item.accepted_per_depth for item in stats))
+    drafted = by_depth(pruned, verified)
     return SpeculativeStats(
         num_drafts=sum(item.num_drafts for item in stats),
-        num_draft_tokens=sum(item.num_draft_tokens for item in stats),
-        num_accepted_tokens=sum(item.num_accepted_tokens for item in stats),
-        num_verified=sum(item.num_verified_tokens for item in stats),
+        num_draft_tokens=sum(drafted),
+        num_pruned=sum(pruned),
+        num_verified=sum(verified),
+        num_accepted_tokens=sum(accepted),
+        drafted_per_depth=drafted,
+        pruned_per_depth=pruned,
+        verified_per_depth=verified,
+        accepted_per_depth=accepted,
     )
 
 
 def _stats(answers: Sequence[Answer]) -> list[RequestStats]:
-    return [answer.last.stats for answer in answers if answer.last is not None and answer.last.stats is not None]
+    return [answer.stats for answer in answers if answer.stats is not None]

@@ -1,29 +1,21 @@
-"""From what users type to what the engine reads: EngineArgs -> EngineConfig, one HTTP request -> Submit.
+"""From what users type to what the engine reads: EngineArgs -> EngineConfig.
 
-The first half is done once, before any process starts, and never initialises CUDA. The second half knows the limits of
-the running engine and answers what does not fit with a BadRequest that says the numbers.
+Done once, before any process starts, and never initialises CUDA.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
-import secrets
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from secateur.config import EngineArgs, Speculative, SpeculativeConfig, require_supported, resolve_model
+from secateur.config import EngineArgs, SpeculativeConfig, resolve_model
 from secateur.errors import ConfigError, Problem
-from secateur.protocol import SamplingRequest
 from workers.checkpoint import ModelSpec, check_heads, check_parallel, read_spec, resolve_path
-from workers.config import DraftConfig, EngineConfig, PruneConfig, TreeConfig
-from workers.ipc import Speculation, Submit
-from workers.types import SamplingParams
+from workers.config import AcceptanceConfig, DraftConfig, EngineConfig, PruneConfig, TreeConfig
 
 _UNKNOWN_MODEL_LEN = 2048  # placing an engine does not depend on it
-_GREEDY_BELOW = 1e-5  # as in vLLM: dividing logits by less overflows, and the result is the argmax anyway
 
 
 def visible_gpus() -> int:
@@ -36,12 +28,11 @@ def visible_gpus() -> int:
 
 
 def settle(args: EngineArgs, *, num_gpus: int | None) -> EngineArgs:
-    """The arguments with device and draft placement decided. Raises ConfigError for what we lack or what cannot fit.
+    """The arguments with device and draft placement decided. Raises ConfigError for what cannot fit.
 
     `num_gpus`: the devices there are for one engine. None = not known (a cluster): what was asked is trusted, and
     `auto` means CPU.
     """
-    require_supported(args)
     if args.device == "auto":
         args = args.model_copy(update={"device": "cuda" if num_gpus else "cpu"})
     spec = args.speculative_config
@@ -65,7 +56,7 @@ def layout_config(args: EngineArgs) -> EngineConfig:
         page_size=args.page_size,
         num_pages=args.num_pages,
         memory_utilization=args.gpu_memory_utilization,
-        draft=_draft(spec) if spec else None,
+        draft=_draft(spec, args.model) if spec else None,
     )
 
 
@@ -87,17 +78,7 @@ def engine_config(args: EngineArgs, *, num_gpus: int | None = None) -> EngineCon
     )
     if config.draft is None:
         return config
-    draft_path = model_folder(config.draft.model_path)
-    if config.draft.method == "eagle3":
-        _check_head(draft_path, spec, config.draft_ranks)
-    else:
-        draft = _read_spec(draft_path, config.draft_ranks, "draft_tensor_parallel_size")
-        if draft.vocab_size != spec.vocab_size:
-            raise ConfigError(
-                "the target and the draft model should have the same vocabulary size "
-                f"(got {spec.vocab_size} and {draft.vocab_size}); use a draft model of the target's family"
-            )
-    return replace(config, draft=replace(config.draft, model_path=str(draft_path)))
+    return replace(config, draft=_checked_draft(config.draft, path, spec))
 
 
 def model_folder(name: str, revision: str | None = None) -> Path:
@@ -117,20 +98,63 @@ def _read_spec(path: Path, size: int, parameter: str) -> ModelSpec:
     return spec
 
 
-def _check_head(path: Path, target: ModelSpec, size: int) -> None:
-    from workers.eagle3_format import read_eagle3_spec  # imports torch: seconds, and most errors come before it
+def _checked_draft(draft: DraftConfig, target_path: Path, target: ModelSpec) -> DraftConfig:
+    """The drafter with its folder, whose configuration fits the target. Raises ConfigError."""
+    match draft.method:
+        case "ngram":
+            return draft
+        case "mtp":
+            path = target_path
+            _check_chain_of(draft.tree, target.num_mtp_layers)
+            _check_head(draft, path, target)
+        case "eagle" | "eagle3":
+            path = model_folder(draft.model_path)
+            _check_head(draft, path, target)
+        case "draft_model":
+            path = model_folder(draft.model_path)
+            model = _read_spec(path, draft.tensor_parallel_size, "draft_tensor_parallel_size")
+            if model.vocab_size != target.vocab_size:
+                raise ConfigError(
+                    "the target and the draft model should have the same vocabulary size "
+                    f"(got {target.vocab_size} and {model.vocab_size}); use a draft model of the target's family"
+                )
+    return replace(draft, model_path=str(path))
+
+
+def _check_head(draft: DraftConfig, path: Path, target: ModelSpec) -> None:
+    # Imports torch: seconds, and most errors come before it.
+    from workers.eagle3_format import read_eagle3_spec
+    from workers.fc_head_format import read_eagle_spec, read_mtp_spec
 
     try:
-        head = read_eagle3_spec(path, target)
-        check_heads(head.num_heads, head.num_kv_heads, size)
+        match draft.method:
+            case "eagle3":
+                head = read_eagle3_spec(path, target)
+                check_heads(head.num_heads, head.num_kv_heads, draft.tensor_parallel_size)
+            case "eagle":
+                check_parallel(read_eagle_spec(path, target).layers, draft.tensor_parallel_size)
+            case "mtp":
+                check_parallel(read_mtp_spec(path, target).layers, draft.tensor_parallel_size)
     except (ValueError, FileNotFoundError) as error:
         raise ConfigError(str(error).replace("tensor_parallel_size", "draft_tensor_parallel_size")) from error
+
+
+def _check_chain_of(tree: TreeConfig, num_layers: int) -> None:
+    """A chain that is longer than the prediction layers must use each of them equally often, as in vLLM."""
+    if tree.kind == "chain" and tree.num_nodes > num_layers > 0 and tree.num_nodes % num_layers:
+        raise ConfigError(
+            Problem(
+                "speculative_config.num_speculative_tokens",
+                f"{tree.num_nodes} must be divisible by n_predict={num_layers}, the target's prediction layers",
+            )
+        )
 
 
 def _placement(target: int, spec: SpeculativeConfig, num_gpus: int | None) -> Literal["dedicated", "colocated"]:
     """Dedicated devices for the drafter when there are enough. Raises ConfigError if not even colocated fits."""
     draft = spec.draft_tensor_parallel_size
-    chosen = spec.draft_placement or ("dedicated" if num_gpus is None or num_gpus >= target + draft else "colocated")
+    has_room = num_gpus is None or num_gpus >= target + draft
+    chosen = spec.draft_placement or ("dedicated" if has_room and spec.method != "ngram" else "colocated")
     need = target + draft if chosen == "dedicated" else target
     if num_gpus is not None and num_gpus < need:
         hint = "draft_placement='colocated', " if chosen == "dedicated" and num_gpus >= target else ""
@@ -141,13 +165,15 @@ def _placement(target: int, spec: SpeculativeConfig, num_gpus: int | None) -> Li
     return chosen
 
 
-def _draft(spec: SpeculativeConfig) -> DraftConfig:
-    assert spec.method in ("eagle3", "draft_model") and spec.model is not None  # require_supported, the schema's rules
+def _draft(spec: SpeculativeConfig, target: str) -> DraftConfig:
     return DraftConfig(
         method=spec.method,
-        model_path=spec.model,
+        model_path=target if spec.method == "mtp" else spec.model or "",
+        prompt_lookup_min=spec.prompt_lookup_min or 0,
+        prompt_lookup_max=spec.prompt_lookup_max or 0,
         tensor_parallel_size=spec.draft_tensor_parallel_size,
-        placement=spec.draft_placement or "dedicated",
+        # N-gram lookup needs no device.
+        placement=spec.draft_placement or ("colocated" if spec.method == "ngram" else "dedicated"),
         tree=TreeConfig(
             kind=spec.speculative_tree,
             num_nodes=spec.num_speculative_tokens,
@@ -155,8 +181,17 @@ def _draft(spec: SpeculativeConfig) -> DraftConfig:
             max_children=spec.speculative_tree_max_children,
             static_paths=spec.token_tree or (),
             prune=PruneConfig(
-                min_prob=spec.speculative_tree_prune_min_prob, path_prob=spec.speculative_tree_prune_path_prob
+                auto=spec.speculative_tree_prune == "auto",
+                min_prob=spec.speculative_tree_prune_min_prob,
+                path_prob=spec.speculative_tree_prune_path_prob,
             ),
+        ),
+        acceptance=AcceptanceConfig(
+            kind=spec.acceptance,
+            rejection_method=spec.rejection_method,
+            sample_method=spec.draft_sample_method,
+            draft_probs=spec.enable_draft_probs,
+            min_temperature=spec.draft_probs_min_temperature,
         ),
     )
 
@@ -188,116 +223,3 @@ def _max_model_len(args: EngineArgs, spec: ModelSpec) -> int:
             )
         )
     return length
-
-
-class BadRequest(ValueError):
-    """A request this engine cannot take; `param` is the field at fault. Becomes a 400."""
-
-    def __init__(self, message: str, *, param: str | None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.param = param
-        self.code = code
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestLimits:
-    """What a request may ask of this engine."""
-
-    max_model_len: int
-    vocab_size: int
-    num_draft_tokens: int
-    """Nodes of the largest tree, without the root; 0 = the service has no drafter."""
-
-    @classmethod
-    def of(cls, config: EngineConfig, *, max_model_len: int, vocab_size: int) -> RequestLimits:
-        nodes = config.draft.tree.num_nodes if config.draft else 0
-        return cls(max_model_len=max_model_len, vocab_size=vocab_size, num_draft_tokens=nodes)
-
-
-def submit_from(request: SamplingRequest, prompt: list[int], *, id: int, seed: int, limits: RequestLimits) -> Submit:
-    """One prompt of a validated request as the engine takes it. Raises BadRequest.
-
-    `seed` is used when the request brings none: see `SeedSource`.
-    """
-    return Submit(
-        id=id,
-        prompt=prompt,
-        max_tokens=_max_tokens(request, prompt, limits),
-        sampling=SamplingParams(
-            temperature=request.temperature if request.temperature >= _GREEDY_BELOW else 0.0,
-            top_k=max(request.top_k, 0),
-            top_p=request.top_p,
-            min_p=request.min_p,
-            seed=seed if request.seed is None else request.seed,
-        ),
-        stop_token_ids=list(request.stop_token_ids),
-        ignore_eos=request.ignore_eos,
-        speculation=_speculation(request.speculative, limits),
-    )
-
-
-def _max_tokens(request: SamplingRequest, prompt: list[int], limits: RequestLimits) -> int:
-    if not prompt:
-        raise BadRequest("the prompt has no tokens", param="prompt")
-    if max(prompt) >= limits.vocab_size:
-        raise BadRequest(f"token id {max(prompt)} is not in the vocabulary of {limits.vocab_size}", param="prompt")
-    room, context = limits.max_model_len - len(prompt), limits.max_model_len
-    if room < 1:
-        raise BadRequest(
-            f"this model's maximum context length is {context} tokens and the prompt has {len(prompt)}; shorten it",
-            param="prompt",
-            code="context_length_exceeded",
-        )
-    asked = request.max_completion_tokens or request.max_tokens
-    if asked is None:  # a default is no promise: it ends where the context does
-        return min(request.max_output_tokens or room, room)
-    if asked > room:
-        param = "max_completion_tokens" if request.max_completion_tokens else "max_tokens"
-        raise BadRequest(
-            f"this model's maximum context length is {context} tokens, but {len(prompt)} prompt tokens and "
-            f"{param}={asked} make {len(prompt) + asked}; ask for at most {room}",
-            param=param,
-            code="context_length_exceeded",
-        )
-    return asked
-
-
-def _speculation(asked: Speculative | None, limits: RequestLimits) -> Speculation:
-    if asked is None:
-        return Speculation()
-    if limits.num_draft_tokens == 0 and asked.enabled is not False and asked.model_fields_set:
-        raise BadRequest("speculative: this service runs without a drafter; leave it out", param="speculative")
-    nodes = asked.num_speculative_tokens
-    if nodes is not None and nodes > limits.num_draft_tokens:
-        raise BadRequest(
-            f"speculative.num_speculative_tokens: {nodes} is more than this service's {limits.num_draft_tokens}",
-            param="speculative",
-        )
-    off = asked.tree_prune == "off"
-    return Speculation(
-        enabled=asked.enabled is not False,
-        num_tokens=nodes,
-        min_prob=0.0 if off else asked.tree_prune_min_prob,
-        path_prob=0.0 if off else asked.tree_prune_path_prob,
-    )
-
-
-class SeedSource:
-    """Seeds for requests that bring none: H(server seed, arrival number), or drawn if the server has none either."""
-
-    def __init__(self, server_seed: int | None, *, draw: Callable[[int], int] = secrets.randbits) -> None:
-        self._server_seed = server_seed
-        self._draw = draw
-        self._arrivals = 0
-
-    def next(self) -> int:
-        arrival, self._arrivals = self._arrivals, self._arrivals + 1
-        if self._server_seed is None:
-            return self._draw(63)
-        return derive_seed(self._server_seed, arrival)
-
-
-def derive_seed(seed: int, number: int) -> int:
-    """H(seed, number): 63 bits of BLAKE2b, the same on every machine and in every version."""
-    digest = hashlib.blake2b(f"{seed}:{number}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1

@@ -17,9 +17,9 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.convert import BadRequest
 from cluster.engine_client import EngineDead
 from cluster.generation import EngineFailed
+from cluster.submit import BadRequest
 from cluster.tokens import PromptError
 from secateur.errors import Problem
 from secateur.protocol import REQUEST_ID_HEADER, ErrorResponse

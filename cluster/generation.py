@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 from cluster.metrics import Metrics
-from cluster.tokens import IncrementalDetokenizer, StopStrings, Tokenizer
-from workers.ipc import EngineStats, Ready, RequestStats, Submit, TokenChunk
+from cluster.tokens import Cut, IncrementalDetokenizer, StopStrings, Tokenizer
+from workers.ipc import EngineStats, Ready, RequestStats, Submit, TokenChunk, TokenLogprobs
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +50,14 @@ class Prompt:
     skip_special_tokens: bool = True
 
 
+class ScoredToken(NamedTuple):
+    """A token of the answer with its log probabilities; its text begins at `offset` of the answer's text."""
+
+    token: int
+    score: TokenLogprobs
+    offset: int
+
+
 @dataclass(slots=True, kw_only=True)
 class Piece:
     """What one step added to an answer.
@@ -62,7 +71,10 @@ class Piece:
     """Generated so far, this piece included."""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    scored: list[ScoredToken] = field(default_factory=list)
+    """Of the tokens whose text began to leave with this piece, if the request asked for log probabilities."""
     stats: RequestStats | None = None
+    """The request's so far."""
 
 
 @dataclass(slots=True)
@@ -88,7 +100,8 @@ async def generate(engine: Engine, tokenizer: Tokenizer, metrics: Metrics, promp
     """The answer piece by piece, one per engine step; the last one has a finish_reason.
 
     Closing it early aborts the request in the engine. Raises EngineFailed, EngineDead. A stop string ends the answer
-    at the same token whatever the steps were: with stop strings, tokens are read one at a time.
+    at the same token whatever the steps were: with stop strings, tokens are read one at a time. One that is complete
+    within the first min_tokens tokens ends nothing, as in vLLM.
     """
     submit = prompt.submit
     clock = _Clock(prompt.arrival)
@@ -130,7 +143,11 @@ async def generate(engine: Engine, tokenizer: Tokenizer, metrics: Metrics, promp
 
 
 class _AnswerText:
-    """Tokens to text for one answer: detokenizer, then stop strings."""
+    """Tokens to text for one answer: detokenizer, then stop strings.
+
+    Log probabilities follow the text: a token's leave with its first character. What is held back holds them back, and
+    those of a text that a stop string cuts off, or of a stop token that is not shown, never leave.
+    """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Prompt) -> None:
         self._prompt = prompt
@@ -138,33 +155,62 @@ class _AnswerText:
             tokenizer, prompt.submit.prompt, skip_special_tokens=prompt.skip_special_tokens
         )
         self._stops = StopStrings(prompt.stop, include=prompt.include_stop)
+        self._min_tokens = prompt.submit.sampling.constraints.min_tokens
         self._num_tokens = 0
+        self._num_decoded = 0  # characters that came out of the detokenizer ...
+        self._num_shown = 0  # ... and those that have left
+        self._scored: deque[ScoredToken] = deque()  # whose text has not left yet
 
     def feed(self, chunk: TokenChunk) -> Piece:
         shown = chunk.tokens
         if chunk.stop_token is not None and not self._prompt.include_stop:
             shown = shown[:-1]  # the token that stopped it is counted, not shown (as in vLLM)
-        groups = [[token] for token in shown] if self._prompt.stop else [shown]
+        one_by_one = self._prompt.stop or chunk.logprobs is not None
+        groups = [[token] for token in shown] if one_by_one else [shown]
         text = ""
         for position, group in enumerate(groups, start=1):
-            cut = self._stops.feed(self._detokenizer.feed(group))
+            if chunk.logprobs is not None:
+                self._scored.append(ScoredToken(shown[position - 1], chunk.logprobs[position - 1], self._num_decoded))
+            cut = self._cut(self._detokenizer.feed(group), self._num_tokens + position)
             text += cut.text
             if cut.stop is not None:
-                return self._piece(text, chunk.tokens[:position], "stop", cut.stop, chunk.stats)
+                return self._piece(chunk, text, chunk.tokens[:position], "stop", cut.stop)
         if chunk.finish_reason is None:
-            return self._piece(text, chunk.tokens, None, None, None)
-        cut = self._stops.feed(self._detokenizer.flush())
+            return self._piece(chunk, text, chunk.tokens)
+        cut = self._cut(self._detokenizer.flush(), self._num_tokens + len(chunk.tokens))
         text += cut.text
         if cut.stop is not None:
-            return self._piece(text, chunk.tokens, "stop", cut.stop, chunk.stats)
+            return self._piece(chunk, text, chunk.tokens, "stop", cut.stop)
         text += self._stops.flush()
         own_stop = chunk.stop_token if chunk.stop_token in self._prompt.submit.stop_token_ids else None
-        return self._piece(text, chunk.tokens, chunk.finish_reason, own_stop, chunk.stats)
+        piece = self._piece(chunk, text, chunk.tokens, chunk.finish_reason, own_stop)
+        piece.scored += self._scored  # tokens without text at the end of an answer that nothing cut
+        return piece
+
+    def _cut(self, text: str, num_tokens: int) -> Cut:
+        """`text` came with token number `num_tokens`, counted from 1."""
+        self._num_decoded += len(text)
+        return self._stops.feed(text, may_stop=num_tokens > self._min_tokens)
 
     def _piece(
-        self, text: str, ids: list[int], finish: str | None, stop: int | str | None, stats: RequestStats | None
+        self,
+        chunk: TokenChunk,
+        text: str,
+        ids: list[int],
+        finish_reason: str | None = None,
+        stop_reason: int | str | None = None,
     ) -> Piece:
         self._num_tokens += len(ids)
+        self._num_shown += len(text)
+        scored = []
+        while self._scored and self._scored[0].offset < self._num_shown:
+            scored.append(self._scored.popleft())
         return Piece(
-            text=text, token_ids=ids, num_tokens=self._num_tokens, finish_reason=finish, stop_reason=stop, stats=stats
+            text=text,
+            token_ids=ids,
+            num_tokens=self._num_tokens,
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+            scored=scored,
+            stats=chunk.stats,
         )

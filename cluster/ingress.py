@@ -20,8 +20,8 @@ from starlette.types import Send
 
 from cluster import door, metrics
 from cluster.answers import Answer, ChatShape, CompletionShape, Shape, speculative_stats, usage_of
-from cluster.convert import BadRequest, RequestLimits, SeedSource, submit_from
 from cluster.generation import Engine, Piece, Prompt, generate
+from cluster.submit import BadRequest, RequestLimits, SeedSource, further_answer, submit_from
 from cluster.tokens import Tokenizer
 from secateur import __version__
 from secateur.protocol import (
@@ -41,6 +41,7 @@ from secateur.protocol import (
     TokenizeResponse,
 )
 from workers.config import EngineConfig
+from workers.ipc import Submit
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ class Service:
     api_key: str | None = None
     seed: int | None = None
     max_pending: int | None = None
-    """Prompts at work or waiting before new ones get a 429; None = 8 per running sequence."""
+    """Answers at work or waiting before new ones get a 429; None = 8 per running sequence."""
     created: int = field(default_factory=lambda: int(time.time()))
     seeds: SeedSource = field(init=False)
     metrics: metrics.Metrics = field(init=False)
@@ -84,17 +85,19 @@ class Service:
             vocab_size=ready.vocab_size if ready else self.tokenizer.vocab_size,
         )
 
-    def admit(self, num_prompts: int) -> None:
-        """Raises Refused if the engine is down (503) or has enough to do (429)."""
+    def admit(self, num_prompts: int, answers_each: int = 1) -> None:
+        """Raises Refused if the engine is down (503) or has enough to do (429). Every answer counts."""
         assert self.max_pending is not None
         if not (health := self.engine.health())[0]:
             raise door.unavailable(f"the engine is not available: {health[1].splitlines()[0]}")
-        if num_prompts > self.max_pending:
+        num_answers = num_prompts * answers_each
+        if num_answers > self.max_pending:
             raise BadRequest(
-                f"{num_prompts} prompts in one request are more than this service's {self.max_pending}; split them",
-                param="prompt",
+                f"{num_prompts} x {answers_each} answers (prompts x n) are more than the {self.max_pending} that this "
+                "service holds at once; split the request",
+                param="prompt" if answers_each == 1 else "n",
             )
-        if self.engine.num_pending + num_prompts > self.max_pending:
+        if self.engine.num_pending + num_answers > self.max_pending:
             self.metrics.request_rejected()
             pending = self.engine.num_pending
             raise door.too_many(f"{pending} of at most {self.max_pending} requests are pending; try later")
@@ -118,16 +121,18 @@ def create_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
         arrival = time.perf_counter()
         check(service, body)
         ids = await asyncio.to_thread(_prompt_ids, service.tokenizer, body)
-        prompts = _prompts(service, body, ids, request, arrival)
-        return await answer(service, CompletionShape(body, service.model_id), body, prompts, request)
+        prompts = await _prompts(service, body, ids, request, arrival)
+        shape = CompletionShape(body, service.model_id, service.tokenizer)
+        return await answer(service, shape, body, prompts, request)
 
     @app.post("/v1/chat/completions", response_model=ChatCompletionResponse)
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
         arrival = time.perf_counter()
         check(service, body)
         ids = await asyncio.to_thread(_chat_ids, service.tokenizer, body)
-        prompts = _prompts(service, body, [ids], request, arrival)
-        return await answer(service, ChatShape(body, service.model_id), body, prompts, request)
+        prompts = await _prompts(service, body, [ids], request, arrival)
+        shape = ChatShape(body, service.model_id, service.tokenizer)
+        return await answer(service, shape, body, prompts, request)
 
     @app.get("/v1/models", response_model=ModelList)
     async def models() -> Response:
@@ -196,13 +201,16 @@ async def answer(
     if ignored := body.ignored():
         logger.info("request %s: ignored fields %s", request.state.request_id, ", ".join(map(repr, ignored)))
         headers[IGNORED_HEADER] = _header_text(", ".join(ignored))
-    answers = [Answer(prompt.submit.prompt) for prompt in prompts]
+    answers = [Answer(prompt.submit.prompt, index % body.n) for index, prompt in enumerate(prompts)]
     pieces = _merge([generate(service.engine, service.tokenizer, service.metrics, prompt) for prompt in prompts])
     if not body.stream:
         whole = await _unless_client_leaves(request, _collect(pieces, answers))
         if whole is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
-        return _json(shape.whole(answers), headers)
+        if body.num_logprobs is None:
+            return _json(shape.whole(answers), headers)
+        # 4096 tokens with 20 alternatives are 10^5 objects: a second that the other streams need not wait for.
+        return await asyncio.to_thread(lambda: _json(shape.whole(answers), headers))
     # Waiting for the first piece lets what goes wrong before it have a status of its own.
     first = await _unless_client_leaves(request, anext(pieces))
     if first is None:
@@ -320,23 +328,30 @@ async def _client_left(request: Request) -> None:
         pass
 
 
-def _prompts(
+async def _prompts(
     service: Service, body: SamplingRequest, ids: Sequence[list[int]], request: Request, arrival: float
 ) -> list[Prompt]:
-    """One Prompt per choice, admitted. Raises BadRequest, Refused."""
-    service.admit(len(ids))
-    limits = service.limits
-    request_id = body.request_id or request.state.request_id
+    """One Prompt per choice, admitted: the `n` answers to the first prompt, then those to the next.
+
+    Raises BadRequest, Refused, PromptError.
+    """
+    bad_words = await asyncio.to_thread(service.tokenizer.bad_words, body.bad_words) if body.bad_words else []
+    service.admit(len(ids), body.n)
+    limits, new_id = service.limits, service.engine.new_id
+    submits: list[Submit] = []
+    for prompt in ids:
+        first = submit_from(body, prompt, id=new_id(), seed=service.seeds.next(), limits=limits, bad_words=bad_words)
+        submits += [first, *(further_answer(first, number, id=new_id()) for number in range(1, body.n))]
     return [
         Prompt(
-            submit=submit_from(body, prompt, id=service.engine.new_id(), seed=service.seeds.next(), limits=limits),
-            request_id=request_id,
+            submit=submit,
+            request_id=body.request_id or request.state.request_id,
             arrival=arrival,
             stop=body.stop_strings,
             include_stop=body.include_stop_str_in_output,
             skip_special_tokens=body.skip_special_tokens,
         )
-        for prompt in ids
+        for submit in submits
     ]
 
 

@@ -6,7 +6,8 @@ Acceptance length = 1 + num_accepted_tokens / num_drafts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import zip_longest
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -24,9 +25,11 @@ _E2E_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120
 # stem -> (what it counts, how to read it)
 _COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "spec_decode_num_drafts": ("Steps that verified at least one draft node.", lambda s: s.num_drafts),
-    "spec_decode_num_draft_tokens": ("Tree nodes drafted.", lambda s: s.num_draft_tokens),
+    "spec_decode_num_draft_tokens": ("Tree nodes drafted: pruned or verified.", lambda s: s.num_draft_tokens),
+    "spec_decode_num_pruned_tokens": ("Draft nodes that pruning kept out.", lambda s: sum(s.pruned_per_depth)),
     "spec_decode_num_verified_tokens": ("Draft nodes that went through the target.", lambda s: s.num_verified_tokens),
     "spec_decode_num_accepted_tokens": ("Draft tokens accepted.", lambda s: s.num_accepted_tokens),
+    "num_preemptions": ("Requests that lost their KV pages to others.", lambda s: s.num_preemptions),
     "engine_steps": ("Engine steps.", lambda s: s.steps),
     "engine_prompt_tokens": ("Prompt tokens computed.", lambda s: s.prompt_tokens),
     "engine_generation_tokens": ("Tokens committed.", lambda s: s.generation_tokens),
@@ -35,11 +38,26 @@ _COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "transfer_seconds": ("Seconds of steps between the two, both ways.", lambda s: s.transfer_seconds),
     "verify_seconds": ("Seconds of steps spent in the target.", lambda s: s.verify_seconds),
 }
+# The same by depth of the tree, which stands for vLLM's position in a chain.
+_PER_POSITION: dict[str, tuple[str, Callable[[EngineStats], list[int]]]] = {
+    "spec_decode_num_draft_tokens_per_pos": (
+        "Tree nodes drafted at each depth (0 = directly below the root).",
+        lambda s: by_depth(s.pruned_per_depth, s.verified_per_depth),
+    ),
+    "spec_decode_num_pruned_tokens_per_pos": ("Draft nodes pruned at each depth.", lambda s: s.pruned_per_depth),
+    "spec_decode_num_verified_tokens_per_pos": ("Draft nodes verified at each depth.", lambda s: s.verified_per_depth),
+    "spec_decode_num_accepted_tokens_per_pos": ("Draft tokens accepted at each depth.", lambda s: s.accepted_per_depth),
+}
 _GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "num_requests_running": ("Requests in the running batch.", lambda s: s.num_running),
     "num_requests_waiting": ("Requests that wait for a place in it.", lambda s: s.num_waiting),
     "kv_cache_usage_perc": ("Share of KV pages in use, 0 to 1.", lambda s: s.kv_usage),
 }
+
+
+def by_depth(*counts: Sequence[int]) -> list[int]:
+    """The sum of lists that each have an entry per depth. Example: by_depth([3, 1], [2]) == [5, 1]."""
+    return [sum(level) for level in zip_longest(*counts, fillvalue=0)]
 
 
 class _EngineCollector(Collector):
@@ -56,14 +74,11 @@ class _EngineCollector(Collector):
             counter = CounterMetricFamily(PREFIX + stem, text, labels=["model_name"])
             counter.add_metric(self._labels, read(stats))
             yield counter
-        per_position = CounterMetricFamily(
-            PREFIX + "spec_decode_num_accepted_tokens_per_pos",
-            "Draft tokens accepted at each depth of the tree (0 = directly below the root).",
-            labels=["model_name", "position"],
-        )
-        for position, accepted in enumerate(stats.accepted_per_depth):
-            per_position.add_metric([*self._labels, str(position)], accepted)
-        yield per_position
+        for stem, (text, per_depth) in _PER_POSITION.items():
+            counter = CounterMetricFamily(PREFIX + stem, text, labels=["model_name", "position"])
+            for position, number in enumerate(per_depth(stats)):
+                counter.add_metric([*self._labels, str(position)], number)
+            yield counter
         for stem, (text, read) in _GAUGES.items():
             gauge = GaugeMetricFamily(PREFIX + stem, text, labels=["model_name"])
             gauge.add_metric(self._labels, read(stats))

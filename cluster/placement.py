@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cluster.convert import engine_config, visible_gpus
 from cluster.seats import num_bundles, seats
 from secateur.config import EngineArgs
 from secateur.errors import ConfigError, Problem
-from workers.checkpoint import read_json, read_spec
+from workers.checkpoint import MTP_PREFIXES, ModelSpec, read_spec
 from workers.config import EngineConfig
+
+if TYPE_CHECKING:
+    from workers.eagle3_format import Eagle3Spec
 
 REPLICA_CPUS = 0.1
 CPU_WORKER_CPUS = 0.1
@@ -66,11 +70,7 @@ def plan(args: EngineArgs) -> str:
     Weights are counted from the files' headers; nothing is loaded and no device is touched.
     """
     config = engine_config(args, num_gpus=visible_gpus() or None)
-    target = read_spec(config.model_path)
-    item = _ITEM_BYTES[config.dtype]
-    sides = [_Side(config.model_path, target.num_kv_heads, config.tensor_parallel_size)]
-    if config.draft is not None:
-        sides.append(_Side(config.draft.model_path, _kv_heads(config.draft.model_path), config.draft_ranks))
+    sides = _sides(config)
     lines = [
         f"{args.model_id}: device {config.device}, {config.dtype}, up to {config.max_model_len} tokens "
         f"and {config.max_num_seqs} requests at once",
@@ -80,14 +80,15 @@ def plan(args: EngineArgs) -> str:
         _row("rank", "role", "bundle", "device", "weights", "KV per token"),
     ]
     for seat in seats(config):
-        side = sides[0] if seat.rank < config.tensor_parallel_size else sides[-1]
+        side = sides[seat.rank >= config.tensor_parallel_size]
         device = f"gpu {seat.bundle}" + (" (shared)" if seat.is_shared else "") if config.device == "cuda" else "cpu"
-        weights = _bytes(side.weight_items() * item)
-        lines.append(_row(seat.rank, seat.role, seat.bundle, device, weights, _bytes(side.kv_items() * item)))
+        lines.append(
+            _row(seat.rank, seat.role, seat.bundle, device, _bytes(side.weight_bytes), _bytes(side.token_bytes))
+        )
     bundles = group_bundles(config)
     pages_per_request = -(-(config.max_model_len + config.tree_rows) // config.page_size)
     pages = config.num_pages or 1 + config.max_num_seqs * pages_per_request
-    kv_bytes = [pages * config.page_size * side.kv_items() * item for side in sides]
+    kv_bytes = [pages * config.page_size * side.token_bytes for side in sides]
     lines += [
         "",
         f"bundles  {len(bundles)}, STRICT_PACK (all on one node): " + ", ".join(map(_bundle_text, bundles)),
@@ -101,57 +102,76 @@ def plan(args: EngineArgs) -> str:
 
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_REPLICATED = ("embed_tokens.weight", "fc.weight")
-"""Matrices every rank holds whole (see workers.model, workers.eagle3_format)."""
+_TOKEN_ID_BYTES = 4
+_REPLICATED = ("embed_tokens.weight", "fc.weight", "input_proj.weight")
+"""Matrices every rank holds whole (see workers.model, workers.eagle3_format, drafter.fc_head)."""
 
 
-@dataclass(frozen=True)
+Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
 class _Side:
-    """One model and the ranks it is split over."""
+    """What one rank of the target, or of the drafter, holds."""
 
-    path: str
-    num_kv_heads: int
-    ranks: int
+    weight_bytes: int
+    token_bytes: int  # in its KV pool
 
-    def weight_items(self) -> int:
-        """Numbers one rank holds. Matrices are split, vectors and the input embedding are not."""
-        total = 0
-        for name, shape in tensor_shapes(Path(self.path)).items():
-            items = _product(shape)
-            if len(shape) < 2 or name.endswith(_REPLICATED):
-                total += items
-            elif name.endswith(("k_proj.weight", "v_proj.weight")):
-                total += items // min(self.ranks, self.num_kv_heads)
-            else:
-                total += items // self.ranks
-        return total
 
-    def kv_items(self) -> int:
-        """Numbers one token takes in one rank's KV pool."""
-        config = read_json(Path(self.path) / "config.json")
-        if "draft_vocab_size" in config or "speculators_model_type" in config:
-            layers, config = 1, config.get("transformer_layer_config", config)
+def _sides(config: EngineConfig) -> list[_Side]:
+    """The target's side and, if there is one, the drafter's."""
+    from workers.eagle3_format import read_eagle3_spec
+    from workers.fc_head_format import read_eagle_spec, read_mtp_spec
+
+    target, stored = read_spec(config.model_path), tensor_shapes(Path(config.model_path))
+    item, draft = _ITEM_BYTES[config.dtype], config.draft
+    own = {name: shape for name, shape in stored.items() if not name.startswith(MTP_PREFIXES)}
+    sides = [_side(own, target, config.tensor_parallel_size, item)]
+    if draft is None:
+        return sides
+    shapes = tensor_shapes(Path(draft.model_path)) if draft.model_path else {}
+    match draft.method:
+        case "ngram":
+            return [*sides, _Side(weight_bytes=0, token_bytes=_TOKEN_ID_BYTES)]
+        case "draft_model":
+            return [*sides, _side(shapes, read_spec(draft.model_path), config.draft_ranks, item)]
+        case "eagle3":
+            head: ModelSpec | Eagle3Spec = read_eagle3_spec(draft.model_path, target)
+        case "eagle":
+            head = read_eagle_spec(draft.model_path, target).layers
+        case "mtp":
+            head = read_mtp_spec(draft.model_path, target).layers
+            shapes = {name: shape for name, shape in stored.items() if name.startswith(MTP_PREFIXES)}
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        if name in stored and name.removeprefix("model.") not in shapes:
+            shapes[name] = stored[name]
+    return [*sides, _side(shapes, head, config.draft_ranks, item)]
+
+
+def _side(shapes: Shapes, spec: ModelSpec | Eagle3Spec, ranks: int, item: int) -> _Side:
+    """Matrices are split, vectors and the input embedding are not."""
+    weights = 0
+    for name, shape in shapes.items():
+        items = _product(shape)
+        if len(shape) < 2 or name.endswith(_REPLICATED):
+            weights += items
+        elif name.endswith(("k_proj.weight", "v_proj.weight")):
+            weights += items // min(ranks, spec.num_kv_heads)
         else:
-            layers = config["num_hidden_layers"]
-        head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-        return layers * 2 * -(-self.num_kv_heads // self.ranks) * head_dim
+            weights += items // ranks
+    token = spec.num_layers * 2 * -(-spec.num_kv_heads // ranks) * spec.head_dim
+    return _Side(weight_bytes=weights * item, token_bytes=token * item)
 
 
-def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(folder: Path) -> Shapes:
     """Name -> shape of every tensor in a folder's safetensors files, from their headers."""
     from safetensors import safe_open
 
-    shapes: dict[str, tuple[int, ...]] = {}
+    shapes: Shapes = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="np") as handle:
             shapes |= {name: tuple(handle.get_slice(name).get_shape()) for name in handle.keys()}  # noqa: SIM118
     return shapes
-
-
-def _kv_heads(path: str) -> int:
-    config = read_json(Path(path) / "config.json")
-    config = config.get("transformer_layer_config", config)
-    return config.get("num_key_value_heads") or config["num_attention_heads"]
 
 
 def _describe_draft(config: EngineConfig) -> str:
@@ -160,6 +180,9 @@ def _describe_draft(config: EngineConfig) -> str:
         return "none: no speculation"
     tree = draft.tree
     shape = f"{tree.kind} trees of up to {tree.num_nodes} nodes, depth {tree.max_depth}"
+    if draft.method == "ngram":
+        lengths = f"{draft.prompt_lookup_min} to {draft.prompt_lookup_max} tokens"
+        return f"n-gram lookup, matches of {lengths} (ngram, {draft.placement}, {shape})"
     return f"{draft.model_path} ({draft.method}, {draft.placement}, {shape})"
 
 

@@ -6,7 +6,8 @@ same text leaves and the same stop string ends it. Speculation on or off therefo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 _PRIME_TOKENS = 8
@@ -23,15 +24,26 @@ class PromptError(ValueError):
         self.param = param
 
 
+class TokenText(NamedTuple):
+    """One token by itself. Example, the first byte of an emoji: TokenText("bytes:\\xf0", b"\xf0")."""
+
+    text: str
+    """As it stands inside a text; OpenAI's escapes if its bytes are no text yet."""
+    utf8: bytes
+
+
 class Tokenizer:
     """A model folder's tokenizer and chat template. Loads from disk only; thread-safe for reading."""
 
     def __init__(self, path: str, *, revision: str | None = None) -> None:
         from transformers import AutoTokenizer  # seconds of imports: only when an engine really starts
 
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(path, revision=revision)
+        # Left open, transformers would ask at the terminal about a folder that names code of its own (MiMo's does).
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
         # The Rust tokenizer decodes a ten-token window in 2 us, the Python wrapper around it in 30.
         self._fast: Any = getattr(self._tokenizer, "backend_tokenizer", None)
+        self._texts: dict[int, TokenText] = {}  # filled as tokens come by, so never larger than the vocabulary
+        self._before = self.encode("a", add_special_tokens=False)
 
     @property
     def vocab_size(self) -> int:
@@ -56,6 +68,42 @@ class Tokenizer:
 
     def token_strings(self, ids: Sequence[int]) -> list[str]:
         return list(self._tokenizer.convert_ids_to_tokens(list(ids)))
+
+    def token_text(self, id: int) -> TokenText:
+        """What one token stands for; special tokens have their names."""
+        if (found := self._texts.get(id)) is None:
+            found = self._texts[id] = self._token_text(id)
+        return found
+
+    def _token_text(self, id: int) -> TokenText:
+        # After another token: SentencePiece drops the space of a text's first word.
+        around = self.decode([*self._before, id], skip_special_tokens=False)
+        text = around[len(self.decode(self._before, skip_special_tokens=False)) :]
+        if _REPLACEMENT not in text:
+            return TokenText(text, text.encode())
+        utf8 = _bytes_of(self.token_strings([id])[0] or "")
+        try:
+            return TokenText(utf8.decode(), utf8)
+        except UnicodeDecodeError:
+            return TokenText("bytes:" + "".join(f"\\x{byte:02x}" for byte in utf8), utf8)
+
+    def bad_words(self, words: Iterable[str]) -> list[list[int]]:
+        """The token sequences that write these words, at the beginning of a text and after a space.
+
+        vLLM's rule, but for one thing: it forgets the form after a space if that has more or fewer tokens. Raises
+        PromptError for a word that is no Unicode.
+        """
+        found: list[list[int]] = []
+        for word in words:
+            bare = word.lstrip(" ") or word
+            try:
+                alone, spaced = (self.encode(text, add_special_tokens=False) for text in (bare, " " + bare))
+            except PromptError as error:
+                raise PromptError(str(error), param="bad_words") from error
+            found.append(alone)
+            if spaced[-len(alone) :] != alone:  # otherwise forbidding the first forbids the second
+                found.append(spaced)
+        return [ids for position, ids in enumerate(found) if ids and ids not in found[:position]]
 
     def encode_chat(
         self,
@@ -82,6 +130,26 @@ class Tokenizer:
         except Exception as error:  # templates are user code: Jinja raises its own tree, filters anything at all
             raise PromptError(f"the chat template refused the messages: {error}", param="messages") from error
         return self.encode(text, add_special_tokens=add_special_tokens)
+
+
+def _bytes_of(token: str) -> bytes:
+    """The bytes of a token that is no text by itself: "<0xE2>" (SentencePiece) or byte-level BPE's letters."""
+    if match := re.fullmatch("<0x([0-9A-Fa-f]{2})>", token):
+        return bytes([int(match[1], 16)])
+    try:
+        return bytes(_BYTE_OF[letter] for letter in token)
+    except KeyError:  # a tokenizer of a third kind: the replacement character is what it shows
+        return _REPLACEMENT.encode()
+
+
+def _byte_letters() -> dict[str, int]:
+    """Byte-level BPE spells every byte as a visible letter (GPT-2's `bytes_to_unicode`, backwards)."""
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {chr(256 + place): byte for place, byte in enumerate(hidden)}
+
+
+_BYTE_OF = _byte_letters()
 
 
 class IncrementalDetokenizer:
@@ -140,12 +208,15 @@ class StopStrings:
         self._include = include
         self._held = ""
 
-    def feed(self, text: str) -> Cut:
-        """The text that may leave; after a Cut with a stop, feed nothing more."""
+    def feed(self, text: str, *, may_stop: bool = True) -> Cut:
+        """The text that may leave; after a Cut with a stop, feed nothing more.
+
+        Without `may_stop`, stop strings that this text completes end nothing.
+        """
         if not self._stops:
             return Cut(text, None)
-        text = self._held + text
-        if found := self._first_complete(text):
+        old, text = len(self._held), self._held + text
+        if may_stop and (found := self._first_complete(text, old)):
             end, stop = found
             self._held = ""
             return Cut(text[: end if self._include else end - len(stop)], stop)
@@ -158,8 +229,10 @@ class StopStrings:
         text, self._held = self._held, ""
         return text
 
-    def _first_complete(self, text: str) -> tuple[int, str] | None:
-        ends = [(at + len(stop), stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+    def _first_complete(self, text: str, old: int) -> tuple[int, str] | None:
+        """(end, stop string) of the first one to end behind the first `old` characters, which ended nothing."""
+        starts = ((max(0, old - len(stop) + 1), stop) for stop in self._stops)
+        ends = [(at + len(stop), stop) for start, stop in starts if (at := text.find(stop, start)) >= 0]
         return min(ends, key=lambda found: found[0]) if ends else None  # stable: the longest comes first
 
     def _could_begin_a_stop(self, text: str) -> int:

@@ -79,7 +79,8 @@ class Dealt:
         weight_FK = scores.weight_FK
         if self._budget is not None:
             calibrated_FK = self._budget.calibrated(weight_FK, depth + 1)
-            weight_FK = np.where((self._limits.auto_B[b] > 0)[:, None], calibrated_FK, weight_FK)
+            is_fitted_F = (self._limits.auto_B[b] > 0) & (scores.kind_F != NodeKind.SAMPLED)
+            weight_FK = np.where(is_fitted_F[:, None], calibrated_FK, weight_FK)
         dealt = self._shape.deal(slots_F * passes_F, self._label[b, row], room_F, weight_FK)
         token_FK, prob_FK, kind_FK = self._children(level, scores, (dealt.slots_FK > 0).sum(1))
         f, k = np.nonzero(dealt.slots_FK)
@@ -113,9 +114,7 @@ class Dealt:
         self._label[b, row] = label
         self._frontier = self._open(level.depth + 1, b, row)
 
-    def _children(
-        self, level: Level, scores: Scores, count_F: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _children(self, level: Level, scores: Scores, count_F: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Tokens, draft probabilities and kinds [F, K]; sampled rows draw their `count` children now."""
         kind_FK = np.broadcast_to(scores.kind_F[:, None], scores.token_FK.shape)
         if scores.support is None:

@@ -73,7 +73,6 @@ class SampledNode(NamedTuple):
     weights: np.ndarray  # integers; q = weight / sum
 
 
-
 @dataclass(frozen=True, kw_only=True)
 class DraftVocabulary:
     """What the draft's logits mean: `target_ids` [V] int64, or None when draft and target ids are the same."""

@@ -17,9 +17,11 @@ from typing import Annotated, Any
 import typer
 
 from secateur import __version__
-from secateur.config import EngineArgs, require_supported, resolve_model
+from secateur.bench import AcceptancePlan, check_drafter
+from secateur.config import EngineArgs, resolve_model
 from secateur.errors import ConfigError, SecateurError
-from secateur.flags import engine_args_from, with_engine_flags
+from secateur.flags import ManyNumbers, engine_args_from, with_engine_flags, with_sampling_flags
+from secateur.prompts import BUNDLED_PROMPTS, read_prompts
 
 # rich's tables would fold the examples, and its tracebacks would bury our one-line errors.
 app = typer.Typer(
@@ -34,6 +36,8 @@ batch_app = typer.Typer(
     help="Answer files of requests (OpenAI's batch format).", no_args_is_help=True, rich_markup_mode=None
 )
 app.add_typer(batch_app, name="batch")
+bench_app = typer.Typer(help="Measure what speculation gains.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(bench_app, name="bench")
 
 Stats = Annotated[bool, typer.Option("--stats", help="Print acceptance length and speed to stderr at the end.")]
 BaseUrl = Annotated[
@@ -44,12 +48,6 @@ ModelName = Annotated[
     str | None,
     typer.Option("--model", help="The model to start [the bundled one]; with --base-url, its name there."),
 ]
-MaxTokens = Annotated[
-    int | None, typer.Option("--max-tokens", min=1, help="The most tokens to generate [complete: 16].")
-]
-Temperature = Annotated[float | None, typer.Option("--temperature", min=0.0, help="0 is greedy [service: 1.0].")]
-TopP = Annotated[float | None, typer.Option("--top-p", help="Keep the most probable tokens up to this mass.")]
-Seed = Annotated[int | None, typer.Option("--seed", help="The same seed gives the same text.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -98,16 +96,14 @@ def plan(
 
 @app.command()
 @with_engine_flags(server=False)
+@with_sampling_flags()
 def complete(
     engine: dict[str, Any],
+    sampling: dict[str, Any],
     prompt: Annotated[str, typer.Argument(help="The text to continue.")],
     base_url: BaseUrl = None,
     api_key: ApiKey = None,
     model: ModelName = None,
-    max_tokens: MaxTokens = None,
-    temperature: Temperature = None,
-    top_p: TopP = None,
-    seed: Seed = None,
     stats: Stats = False,
 ) -> None:
     """Continue a text, streaming to stdout.
@@ -116,25 +112,22 @@ def complete(
     """
     from secateur.client import Client
 
-    params = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
     with _service(engine, base_url, model, api_key) as url, Client(url, api_key=api_key) as client:
-        chunks = client.stream_complete(prompt, model=model if base_url else None, **params, **_stats_params(stats))
+        chunks = client.stream_complete(prompt, model=model if base_url else None, **sampling, **_stats_params(stats))
         _print_stream(chunks, stats)
 
 
 @app.command()
 @with_engine_flags(server=False)
+@with_sampling_flags()
 def chat(
     engine: dict[str, Any],
+    sampling: dict[str, Any],
     message: Annotated[str | None, typer.Argument(help="One message; without it a conversation starts.")] = None,
     base_url: BaseUrl = None,
     api_key: ApiKey = None,
     model: ModelName = None,
     system: Annotated[str | None, typer.Option("--system", help="Instructions before the conversation.")] = None,
-    max_tokens: MaxTokens = None,
-    temperature: Temperature = None,
-    top_p: TopP = None,
-    seed: Seed = None,
     stats: Stats = False,
 ) -> None:
     """Chat with a model: one message, or a conversation (Ctrl-D ends it).
@@ -143,12 +136,11 @@ def chat(
     """
     from secateur.client import Client
 
-    params = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
     turns: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     with _service(engine, base_url, model, api_key) as url, Client(url, api_key=api_key) as client:
         while (text := message if message is not None else _next_message()) is not None:
             turns.append({"role": "user", "content": text})
-            chunks = client.stream_chat(turns, model=model if base_url else None, **params, **_stats_params(stats))
+            chunks = client.stream_chat(turns, model=model if base_url else None, **sampling, **_stats_params(stats))
             turns.append({"role": "assistant", "content": _print_stream(chunks, stats)})
             if message is not None:
                 return
@@ -192,8 +184,62 @@ def batch_run(
     raise typer.Exit(summary.exit_code)
 
 
+@bench_app.callback()
+def bench_root() -> None:
+    """Measure what speculation gains."""
+
+
+@bench_app.command("acceptance", cls=ManyNumbers)
+@with_engine_flags(server=False)
+def bench_acceptance(
+    engine: dict[str, Any],
+    model: Annotated[str | None, typer.Argument(help="Folder or Hugging Face id [the bundled model].")] = None,
+    temperatures: Annotated[
+        list[float] | None, typer.Option("--temperatures", metavar="T ...", help="[0 0.3 0.5 0.7 1 1.3 1.5 2]")
+    ] = None,
+    nodes: Annotated[
+        list[int] | None, typer.Option("--nodes", metavar="N ...", help="Draft nodes per step [4 8 16 32].")
+    ] = None,
+    num_prompts: Annotated[int | None, typer.Option("--num-prompts", help="Prompts per cell [24].")] = None,
+    max_tokens: Annotated[int | None, typer.Option("--max-tokens", help="Tokens per answer [48].")] = None,
+    concurrency: Annotated[int | None, typer.Option("--concurrency", help="Requests in flight [8].")] = None,
+    seed: Annotated[
+        int | None, typer.Option("--seed", help="Every cell has the same seeds, made from this one [0].")
+    ] = None,
+    prompts: Annotated[
+        Path, typer.Option("--prompts", metavar="FILE", help='JSONL of {"text": ...} or {"messages": [...]}.')
+    ] = BUNDLED_PROMPTS,
+    output: Annotated[Path, typer.Option("--output", metavar="DIR", help="Where the results go.")] = Path("results"),
+    quick: Annotated[bool, typer.Option("--quick", help="A few cells, in a minute.")] = False,
+) -> None:
+    """Acceptance by temperature, tree, acceptance rule, node budget and pruning: JSON, Markdown and plots.
+
+    Starts its own engines, one after the other, on this machine and without Ray.
+
+    Example: secateur bench acceptance --temperatures 0 1 --nodes 8 16 --output results
+    """
+    asked = {
+        "temperatures": tuple(temperatures) if temperatures else None,
+        "nodes": tuple(nodes) if nodes else None,
+        "num_prompts": num_prompts,
+        "max_tokens": max_tokens,
+        "concurrency": concurrency,
+        "seed": seed,
+    }
+    base = AcceptancePlan.quick() if quick else AcceptancePlan()
+    plan = AcceptancePlan.load(base.model_dump() | {key: value for key, value in asked.items() if value is not None})
+    args = _checked(engine, model=model)
+    check_drafter(args)
+    texts = read_prompts(prompts, plan.num_prompts)
+    try:
+        from cluster.bench.acceptance import run
+    except ModuleNotFoundError as error:
+        raise _needs_extra(error) from error
+    typer.echo(run(args, plan, texts, output, say=lambda line: typer.echo(line, err=True)))
+
+
 def _checked(flags: dict[str, Any], **more: Any) -> EngineArgs:
-    """Valid, supported engine arguments whose local files exist. Raises ConfigError."""
+    """Valid engine arguments whose local files exist. Raises ConfigError."""
     flags = {**flags, **{key: value for key, value in more.items() if value is not None}}
     if flags.get("api_key") is None and (key := os.environ.get("SECATEUR_API_KEY")):
         flags["api_key"] = key
@@ -202,7 +248,6 @@ def _checked(flags: dict[str, Any], **more: Any) -> EngineArgs:
         args = engine_args_from(flags)
     for warning in caught:
         typer.echo(f"secateur: warning: {warning.message}", err=True)
-    require_supported(args)
     resolve_model(args.model)
     if args.speculative_config is not None and args.speculative_config.model is not None:
         resolve_model(args.speculative_config.model)
@@ -262,8 +307,8 @@ def _stats_line(usage: Any, speculation: Any, seconds: float) -> str:
     if speculation is not None:
         parts.append(
             f"acceptance length {speculation.acceptance_length:.2f} "
-            f"({speculation.num_accepted_tokens} of {speculation.num_draft_tokens} drafted tokens accepted "
-            f"in {speculation.num_drafts} steps)"
+            f"({speculation.num_draft_tokens} tokens drafted, {speculation.num_verified} verified, "
+            f"{speculation.num_accepted_tokens} accepted in {speculation.num_drafts} steps)"
         )
     return "; ".join(parts) or "the service sent no statistics"
 

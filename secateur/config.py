@@ -28,7 +28,6 @@ __all__ = [
     "load_yaml",
     "parse_token_tree",
     "read_yaml",
-    "require_supported",
     "resolve_model",
 ]
 
@@ -107,6 +106,13 @@ class EngineArgs(Strict):
                     "",
                     "draft_tensor_parallel_size must be 1 or equal to tensor_parallel_size "
                     f"(got draft_tensor_parallel_size={draft}, tensor_parallel_size={target}): use {legal}",
+                )
+            )
+        if spec.method == "mtp" and spec.model not in (None, self.model):
+            problems.append(
+                Problem(
+                    "speculative_config.model",
+                    f"method 'mtp' drafts with the target's own prediction layers, not with {spec.model!r}; remove it",
                 )
             )
         if self.max_model_len is not None and (spec.max_model_len or 0) > self.max_model_len:
@@ -292,31 +298,3 @@ def resolve_model(name: str) -> str:
             raise ConfigError(f"no model at {name}; give an existing folder or a Hugging Face id")
         return str(path)
     return name
-
-
-def require_supported(args: EngineArgs) -> None:
-    """Raise ConfigError for what is valid to write but not implemented in this version, naming what to use instead."""
-    spec = args.speculative_config
-    if spec is None:
-        return
-    problems = []
-    if spec.method not in ("eagle3", "draft_model"):
-        problems.append(
-            Problem(
-                "speculative_config.method",
-                f"{spec.method!r} is not implemented in this version; use 'eagle3' or 'draft_model'",
-            )
-        )
-    if spec.acceptance == "rejection":
-        problems.append(
-            Problem("speculative_config.acceptance", "'rejection' is not implemented in this version; use 'coupled'")
-        )
-    if spec.speculative_tree_prune == "auto":
-        problems.append(
-            Problem(
-                "speculative_config.speculative_tree_prune",
-                "'auto' is not implemented in this version; use 'thresholds' or 'off'",
-            )
-        )
-    if problems:
-        raise ConfigError(*problems)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from secateur.config import BUNDLED_SPECULATION, BUNDLED_TARGET, EngineArgs, read_yaml
 from secateur.errors import ConfigError, Problem
@@ -79,21 +80,65 @@ SERVER_FLAGS: dict[str, Any] = {
 }
 
 
-def with_engine_flags(*, server: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Give a command the engine flags. They arrive as its argument `engine`: a dict, None for what was not given."""
-    flags = {**ENGINE_FLAGS, **(SERVER_FLAGS if server else {})}
+# The service knows all ranges; those that are easily mistyped are told before one is started.
+SAMPLING_FLAGS: dict[str, Any] = {
+    "max_tokens": _flag(int, "--max-tokens", help="The most tokens to generate [complete: 16].", min=1),
+    "temperature": _flag(float, "--temperature", help="0 is greedy [service: 1.0].", min=0.0),
+    "top_p": _flag(float, "--top-p", help="Keep the most probable tokens up to this mass."),
+    "presence_penalty": _flag(float, "--presence-penalty", help="Taken off the logits of tokens that came [0]."),
+    "frequency_penalty": _flag(float, "--frequency-penalty", help="The same, once for every time they came [0]."),
+    "repetition_penalty": _flag(float, "--repetition-penalty", help="Above 1 makes what came less likely [1]."),
+    "seed": _flag(int, "--seed", help="The same seed gives the same text."),
+}
 
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+class ManyNumbers(TyperCommand):
+    """A command whose repeatable options also take several numbers at once: `--nodes 4 8` is `--nodes 4 --nodes 8`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        repeatable = {name for option in self.params if getattr(option, "multiple", False) for name in option.opts}
+        spread: list[str] = []
+        option = None  # the repeatable option whose numbers we are among
+        for arg in args:
+            if option is None or not _is_number(arg):
+                option = arg if arg in repeatable else None
+            elif spread[-1] != option:
+                spread.append(option)
+            spread.append(arg)
+        return super().parse_args(ctx, spread)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def with_engine_flags(*, server: bool) -> Decorator:
+    """Give a command the engine flags. They arrive as its argument `engine`: a dict, None for what was not given."""
+    return _with_flags("engine", {**ENGINE_FLAGS, **(SERVER_FLAGS if server else {})})
+
+
+def with_sampling_flags() -> Decorator:
+    """Give a command the fields of a request. They arrive as its argument `sampling`, in the same way."""
+    return _with_flags("sampling", SAMPLING_FLAGS)
+
+
+def _with_flags(group: str, flags: dict[str, Any]) -> Decorator:
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(command)
         def run(**given: Any) -> Any:
-            engine = {name: given.pop(name) for name in flags}
-            return command(engine=engine, **given)
+            return command(**{group: {name: given.pop(name) for name in flags}}, **given)
 
         signature = inspect.signature(command)
         own = [
             parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
             for parameter in signature.parameters.values()
-            if parameter.name != "engine"
+            if parameter.name != group
         ]
         more = [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)

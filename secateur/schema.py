@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
@@ -42,8 +43,8 @@ def _problems_of_item(item: Any, known: Iterable[str]) -> list[Problem]:
         case "missing":
             return [Problem(field, "is required")]
         case _:
-            # "Input should be greater than 0" -> "must be greater than 0 (got -1)"
-            message = item["msg"].replace("Input should be", "must be")
+            # "Input should be greater than 0" -> "must be greater than 0 (got -1)", "List should have" -> "must have"
+            message = re.sub("^(Input|List|String) should ", "must ", item["msg"]).replace(" after validation", "")
             value = item["input"]
             shown = "" if isinstance(value, dict | BaseModel) else f" (got {value!r})"
             return [Problem(field, message + shown)]

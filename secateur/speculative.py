@@ -12,11 +12,15 @@ from secateur.schema import Strict, normalise_keys
 from secateur.token_tree import MAX_NODES, Path, parse_token_tree
 
 Method = Literal["ngram", "draft_model", "eagle", "eagle3", "mtp"]
+TreePrune = Literal["off", "thresholds", "auto"]
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 
 NEED_MODEL = ("draft_model", "eagle", "eagle3")
+DEFAULT_TREE_PRUNE: TreePrune = "auto"
+"""How trees are pruned when neither the way nor a threshold is given. A static tree is grown as it was written."""
 OFF_WITH_THRESHOLDS = "'off' contradicts the thresholds; write 'thresholds' or remove them"
-UNUSED_BY_COUPLED = ("enable_draft_probs", "draft_sample_method", "rejection_method", "draft_probs_min_temperature")
+# What decides how drafts are sampled and verified, once there are draft probabilities at all.
+USES_DRAFT_PROBS = ("draft_sample_method", "rejection_method", "draft_probs_min_temperature")
 
 
 class SpeculativeConfig(Strict):
@@ -36,7 +40,9 @@ class SpeculativeConfig(Strict):
     speculative_token_tree: str | None = None
     speculative_tree_max_depth: Annotated[int, Field(ge=1, le=MAX_NODES)] = 8
     speculative_tree_max_children: Annotated[int, Field(ge=1, le=MAX_NODES)] = 8
-    speculative_tree_prune: Literal["off", "thresholds", "auto"] = "off"
+    speculative_tree_prune: TreePrune = DEFAULT_TREE_PRUNE
+    """'auto' sets budgets by calibrated survival and measured costs, within the thresholds if there are any. A
+    threshold alone means 'thresholds'."""
     speculative_tree_prune_min_prob: Probability = 0.0
     """A node is not expanded if its best next token is less probable than this; 0.0 is off."""
     speculative_tree_prune_path_prob: Probability = 0.0
@@ -46,8 +52,11 @@ class SpeculativeConfig(Strict):
     acceptance: Literal["coupled", "rejection"] = "coupled"
     rejection_method: Literal["traversal", "recursive"] = "traversal"
     enable_draft_probs: bool = True
-    draft_sample_method: Literal["probabilistic", "greedy"] = "probabilistic"
+    """Under 'rejection': sample children from the draft and verify against its probabilities; else take the likely."""
+    draft_sample_method: Literal["probabilistic", "hybrid", "greedy"] = "probabilistic"
+    """'probabilistic' samples every child, 'hybrid' all but the last are the most likely ones, 'greedy' all are."""
     draft_probs_min_temperature: Annotated[float, Field(ge=0.0)] = 0.3
+    """At lower temperatures 'rejection' takes the most likely children instead of sampling them."""
     draft_tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
     draft_placement: Literal["dedicated", "colocated"] | None = None
     """None chooses: dedicated devices when there are enough."""
@@ -79,7 +88,7 @@ class SpeculativeConfig(Strict):
         elif isinstance(method, str):
             method = _canonical_method(method)
         data["method"] = method
-        if method == "ngram" and _is_ngram(model):
+        if (method == "ngram" and _is_ngram(model)) or (method == "mtp" and _is_mtp(model)):
             del data["model"]
         return data
 
@@ -166,11 +175,14 @@ class SpeculativeConfig(Strict):
                         Problem(name, f"{value} contradicts speculative_tree_prune_threshold={both}; keep one")
                     )
             self._settle(speculative_tree_prune_min_prob=both, speculative_tree_prune_path_prob=both)
-        if max(self.speculative_tree_prune_min_prob, self.speculative_tree_prune_path_prob) > 0:
-            if "speculative_tree_prune" not in self.model_fields_set:
+        has_threshold = max(self.speculative_tree_prune_min_prob, self.speculative_tree_prune_path_prob) > 0
+        if "speculative_tree_prune" not in self.model_fields_set:
+            if has_threshold:
                 self._settle(speculative_tree_prune="thresholds")
-            elif self.speculative_tree_prune == "off":
-                problems.append(Problem("speculative_tree_prune", OFF_WITH_THRESHOLDS))
+            elif self.speculative_tree == "static":
+                self._settle(speculative_tree_prune="off")
+        elif has_threshold and self.speculative_tree_prune == "off":
+            problems.append(Problem("speculative_tree_prune", OFF_WITH_THRESHOLDS))
         return problems
 
     def _lookup_rules(self) -> list[Problem]:
@@ -190,14 +202,16 @@ class SpeculativeConfig(Strict):
         return []
 
     def _warn_unused(self) -> None:
-        unused = [name for name in UNUSED_BY_COUPLED if name in self.model_fields_set]
-        if self.acceptance == "coupled" and unused:
-            warnings.warn(
-                f"{' and '.join(unused)} {'has' if len(unused) == 1 else 'have'} no effect with acceptance 'coupled' "
-                "(drafts follow the target's own noise); they belong to acceptance 'rejection'",
-                UserWarning,
-                stacklevel=2,
-            )
+        if self.acceptance == "coupled":
+            names = ["enable_draft_probs", *USES_DRAFT_PROBS]
+            why = "with acceptance 'coupled' (drafts follow the target's own noise), but on requests with 'rejection'"
+        elif not self.enable_draft_probs:
+            names, why = [*USES_DRAFT_PROBS], "with enable_draft_probs=false, but on requests that set it"
+        else:
+            return
+        if unused := [name for name in names if name in self.model_fields_set]:
+            has = "has" if len(unused) == 1 else "have"
+            warnings.warn(f"{' and '.join(unused)} {has} no effect {why}", UserWarning, stacklevel=2)
 
 
 class Speculative(Strict):
@@ -205,25 +219,17 @@ class Speculative(Strict):
 
     enabled: bool | None = None
     num_speculative_tokens: Annotated[int, Field(gt=0, le=MAX_NODES)] | None = None
-    tree_prune: Literal["off", "thresholds", "auto"] | None = None
+    tree_prune: TreePrune | None = None
     tree_prune_min_prob: Probability | None = None
     tree_prune_path_prob: Probability | None = None
     acceptance: Literal["coupled", "rejection"] | None = None
     enable_draft_probs: bool | None = None
+    """Concerns acceptance 'rejection' alone."""
 
     @model_validator(mode="after")
     def _rules(self) -> Self:
-        problems = []
-        if self.tree_prune == "auto":
-            problems.append(Problem("tree_prune", "'auto' is not available in this version; write 'thresholds'"))
         if self.tree_prune == "off" and max(self.tree_prune_min_prob or 0.0, self.tree_prune_path_prob or 0.0) > 0:
-            problems.append(Problem("tree_prune", OFF_WITH_THRESHOLDS))
-        if self.acceptance == "rejection":
-            problems.append(Problem("acceptance", "'rejection' is not available in this version; write 'coupled'"))
-        if self.enable_draft_probs is not None:
-            problems.append(Problem("enable_draft_probs", "is not available in this version; leave it out"))
-        if problems:
-            raise ConfigError(*problems)
+            raise ConfigError(Problem("tree_prune", OFF_WITH_THRESHOLDS))
         return self
 
 
@@ -235,7 +241,7 @@ def infer_method(model: str) -> str:
     name = model.lower()
     if _is_ngram(model):
         return "ngram"
-    if name == "mtp" or name.endswith("_mtp"):
+    if _is_mtp(name):
         return _canonical_method(model)
     if "eagle3" in name:
         return "eagle3"
@@ -253,6 +259,10 @@ def _canonical_method(method: str) -> str:
 
 def _is_ngram(name: object) -> bool:
     return name in ("ngram", "[ngram]")
+
+
+def _is_mtp(name: object) -> bool:
+    return isinstance(name, str) and (name.lower() == "mtp" or name.lower().endswith("_mtp"))
 
 
 def _no_drafter(data: dict[str, Any]) -> str:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from functools import cache
 from pathlib import Path
 
-from cluster.bench.runner import Answer, Job, Runner
+from cluster.bench.prompts import encode_prompts
+from cluster.bench.runner import Answer, Job, Runner  # noqa: F401  # the tests' door to running engines
+from cluster.tokens import Tokenizer
+from secateur.prompts import BUNDLED_PROMPTS, read_prompts
 from workers.config import DraftConfig, EngineConfig, PruneConfig, TreeConfig
-
-__all__ = ["Answer", "Job", "Runner", "bundled", "prompts", "transformers_greedy"]
 
 ROOT = Path(__file__).parent.parent
 BUNDLED = ROOT / "secateur" / "bundled"
@@ -18,17 +18,7 @@ BUNDLED = ROOT / "secateur" / "bundled"
 @cache
 def prompts(count: int = 50) -> list[list[int]]:
     """The bundled held-out prompts as token ids; chat prompts through the chat template."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(BUNDLED / "target")
-    rows = [json.loads(line) for line in (ROOT / "tests/data/prompts.jsonl").read_text().splitlines()]
-    step = max(1, len(rows) // count)
-    return [
-        tokenizer.apply_chat_template(row["messages"], add_generation_prompt=True, return_dict=False)
-        if "messages" in row
-        else tokenizer.encode(row["text"], add_special_tokens=False)
-        for row in rows[::step][:count]
-    ]
+    return encode_prompts(Tokenizer(str(BUNDLED / "target")), read_prompts(BUNDLED_PROMPTS, count))
 
 
 def transformers_greedy(some_prompts: list[list[int]], num_tokens: int, device: str = "cpu") -> list[list[int]]:

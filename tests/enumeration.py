@@ -11,16 +11,22 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from typing import NamedTuple, TypeVar
 from unittest import mock
 
 import numpy as np
-from oracles import Path
+import torch
+from oracles import Path, paths_of
 
+import drafter.dealt
 import drafter.sample
-from drafter.sample import Support, draw_children, drawn_from
+from drafter.grow import grow
+from drafter.level import DraftVocabulary, GrowLimits, Level
+from drafter.sample import Children, Support, draw_children, drawn_from
+from drafter.shape import Shape
 from verifier.rejection import Decision, Residual, RowLaw, Tree, decide
-from workers.types import NodeKind, Rule
+from workers.types import DraftCosts, DraftProbs, NodeKind, Rule, SamplingBatch, SamplingParams, TreeBatch
 
 Choose = Callable[[list[float]], int]
 """choose(probabilities) -> which happened."""
@@ -64,13 +70,13 @@ class Slots(NamedTuple):
 
 
 class Node(NamedTuple):
-    """One row of a draft; `slots` are its own children's."""
+    """One row of a draft."""
 
     parent: int
     path: Path
     kind: NodeKind
-    noise: Interval  # the uniform it was drawn with
-    slots: Slots = Slots(0)
+    noise: Interval = (0.0, 1.0)  # the uniform it was drawn with
+    told: tuple[tuple[int, int], ...] = ()  # (token, weight) its sampled children were drawn from, says the drafter
 
 
 Draft = tuple[Node, ...]
@@ -120,6 +126,13 @@ def every_draw(weights: Weights, slots: Slots, keeps_noise: bool) -> list[tuple[
     return [(weight, drawn) for drawn, weight in law.items()]
 
 
+@cache
+def told_of(weights: Weights, num_fixed: int) -> tuple[tuple[int, int], ...]:
+    support = support_of(weights)
+    drawn = drawn_from(support, np.array([num_fixed]))[0].tolist()
+    return tuple((token, weight) for token, weight in zip(support.id_FS[0].tolist(), drawn, strict=True) if weight)
+
+
 # ---- scenarios
 
 CoinKey = Callable[[int, int, int], int]
@@ -132,8 +145,8 @@ class Scenario:
 
     p: Callable[[Path], np.ndarray]
     q: Callable[[Path], Weights]
-    policy: Policy
     rule: Rule
+    policy: Policy = lambda history, draft, row: Slots(0)
 
     edit: Callable[[Draft, Callable[[Path], Weights]], Draft] = lambda draft, q: draft
     """What is done to a tree after it was drawn."""
@@ -155,25 +168,21 @@ class Scenario:
                 return
             node = draft[row]
             slots = self.policy(history, draft, row)
-            expanded = (*draft[:row], node._replace(slots=slots), *draft[row + 1 :])
-            for chance, drawn in every_draw(self.q((*prefix, *node.path)), slots, self.draws_toss):
+            weights = self.q((*prefix, *node.path))
+            told = told_of(weights, slots.num_fixed if self.is_zeroed else 0)
+            expanded = (*draft[:row], node._replace(told=told), *draft[row + 1 :])
+            for chance, drawn in every_draw(weights, slots, self.draws_toss):
                 children = (Node(row, (*node.path, token), kind, noise) for token, kind, noise in drawn)
                 yield from grow((*expanded, *children), row + 1, weight * chance)
 
-        yield from grow((Node(-1, (), NodeKind.ROOT, (0.0, 1.0)),), 0, 1.0)
+        yield from grow((Node(-1, (), NodeKind.ROOT),), 0, 1.0)
 
     def row_law(self, prefix: Path, draft: Draft, row: int) -> RowLaw:
         """What the verifier is told of a row: the weights its sampled children were drawn from, its fixed children."""
-        support = support_of(self.q((*prefix, *draft[row].path)))
-        num_fixed = draft[row].slots.num_fixed if self.is_zeroed else 0
-        weight = {
-            token: w
-            for token, w in zip(support.id_FS[0].tolist(), drawn_from(support, np.array([num_fixed]))[0], strict=True)
-            if w > 0
-        }
+        weight = dict(draft[row].told)
         for node in draft:
             if node.parent == row:
-                weight.setdefault(node.path[-1], np.int64(0))
+                weight.setdefault(node.path[-1], 0)
         ids = np.array(list(weight), dtype=np.int64)
         return RowLaw(ids, self.p((*prefix, *draft[row].path))[ids], np.array(list(weight.values()), dtype=np.int64))
 
@@ -256,3 +265,74 @@ def without(draft: Draft, is_removed: Callable[[Draft, int], bool]) -> Draft:
             new_row[row] = len(kept)
             kept.append(node._replace(parent=new_row[node.parent]))
     return tuple(kept)
+
+
+# ---- trees of the real `grow`
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrownScenario(Scenario):
+    """A scenario whose trees, budgets and thresholds are those of `drafter.grow`; only the draws are enumerated."""
+
+    shape: Shape
+    limits: GrowLimits
+    costs: DraftCosts | None = None
+
+    def drafts(self, history: History) -> Iterator[tuple[float, Draft]]:
+        prefix = sum(history, ())
+
+        def run(choose: Choose) -> Draft:
+            paths: dict[int, Path] = {0: ()}
+
+            def logits(rows: list[int]) -> torch.Tensor:
+                weights = [self.q((*prefix, *paths[row])) for row in rows]
+                return torch.tensor(weights, dtype=torch.float32).log()
+
+            def expand(level: Level) -> torch.Tensor:
+                for row, parent, token in zip(level.row_F, level.parent_row_F, level.token_F, strict=True):
+                    paths[int(row)] = (*paths[int(parent)], int(token))
+                return logits(level.row_F.tolist())
+
+            def draw(support: Support, count_F: np.ndarray, num_fixed_F: np.ndarray, *_: object) -> Children:
+                return draw_by(choose, support, count_F, num_fixed_F, self.shape.max_children)
+
+            with mock.patch.object(drafter.dealt, "draw_children", draw):
+                grown = grow(
+                    logits([0]),
+                    np.zeros(1, dtype=np.int64),
+                    np.array([len(prefix) + 1]),
+                    limits=self.limits,
+                    sampling=SamplingBatch.stack([SamplingParams()]),
+                    shape=self.shape,
+                    expand=expand,
+                    vocab=DraftVocabulary(target_size=len(self.q(prefix))),
+                    costs=self.costs,
+                )
+            return as_draft(grown.trees, grown.probs)
+
+        return explore(run)
+
+
+def draw_by(
+    choose: Choose, support: Support, count_F: np.ndarray, num_fixed_F: np.ndarray, max_children: int
+) -> Children:
+    """`draw_children` with every draw made by `choose`."""
+    place_FK = np.full((len(count_F), max_children), -1)
+    kind_FK = np.full(place_FK.shape, NodeKind.SAMPLED, dtype=np.uint8)
+    for f, (count, num_fixed) in enumerate(zip(count_F.tolist(), num_fixed_F.tolist(), strict=True)):
+        left = drawn_from(support, num_fixed_F)[f]
+        for k in range(min(count, int((support.weight_FS[f] > 0).sum()))):
+            place_FK[f, k] = k if k < num_fixed else choose((left / left.sum()).tolist())
+            kind_FK[f, k] = NodeKind.DETERMINISTIC if k < num_fixed else NodeKind.SAMPLED
+            left[place_FK[f, k]] = 0
+    return Children(place_FK, kind_FK)
+
+
+def as_draft(trees: TreeBatch, probs: DraftProbs | None) -> Draft:
+    told: list[tuple[tuple[int, int], ...]] = [()] * len(trees.token_N)
+    if probs is not None:
+        pairs = list(zip(probs.id_S.tolist(), probs.weight_S.tolist(), strict=True))
+        told = [tuple(pairs[a:b]) for a, b in pairwise(probs.offsets.tolist())]
+    kinds = [NodeKind(kind) for kind in trees.kind_N.tolist()]
+    fields = zip(trees.parent_N.tolist(), paths_of(trees), kinds, told, strict=True)
+    return tuple(Node(parent, path, kind, told=told) for parent, path, kind, told in fields)

@@ -279,7 +279,7 @@ def test_every_answer_counts_for_admission(own: Callable[..., FakeService]) -> N
         assert http.post("/v1/completions", json={"prompt": ["a", "b"], "n": 2}).status_code == 200
         error = error_of(http.post("/v1/completions", json={"prompt": ["a", "b"], "n": 3}))
         assert error["param"] == "n"
-        assert "2 prompts with 3 answers each are more than this service's 4" in error["message"]
+        assert "2 x 3 answers (prompts x n) are more than the 4" in error["message"]
 
 
 def test_a_client_that_leaves_ends_all_its_answers(own: Callable[..., FakeService]) -> None:

@@ -8,7 +8,7 @@ gives the exact law of the first L tokens, to be compared with the product of p.
                    function of all the noise there is
     deterministic  the tree is any function of the history; the target draws y ~ p at every row
 
-Planted mutants of the walk, and a pruning rule for sampled drafts, must fail the very same comparison.
+Planted mutants of the walk must fail the very same comparison. Sampled drafts: `test_rejection_laws.py`.
 """
 
 from __future__ import annotations
@@ -321,50 +321,6 @@ def test_a_wrong_walk_is_caught(mutant):
     deterministic = deterministic_law(p, 3, lambda history: full_tree([2, 2]), MUTANTS[mutant])
     assert distance(coupled, product_law(p, 3)) > VISIBLE
     assert distance(deterministic, product_law(p, 3)) > VISIBLE
-
-
-# ---- why sampled drafts may not be pruned by their own probability
-
-
-def ratio_test_law(
-    p: Callable[[Path], np.ndarray], q: np.ndarray, length: int, is_dropped: Callable[[float], bool]
-) -> dict[Path, float]:
-    """Recursive rejection without replacement: two children drawn from q, each tested with p / q, the residual if both
-    fail. Children with is_dropped(q) are deleted after they were drawn: the planted mutant."""
-    law: dict[Path, float] = defaultdict(float)
-
-    def rounds(prefix: Path, weight: float) -> None:
-        if len(prefix) >= length:
-            law[prefix[:length]] += weight
-            return
-        for a, b in itertools.permutations(range(V), 2):
-            drawn = weight * q[a] * q[b] / (1 - q[a])
-            residual, proposal, left = p(prefix).copy(), q.copy(), drawn
-            for child in (a, b):
-                if is_dropped(q[child]):
-                    continue
-                accepted = left * min(1.0, residual[child] / proposal[child])
-                for y, p_y in enumerate(p((*prefix, child))):  # accepted: the child and a token after it
-                    rounds((*prefix, child, y), accepted * p_y)
-                left -= accepted
-                if left <= 0:
-                    break
-                residual = np.maximum(residual - proposal, 0)
-                residual /= residual.sum()
-                proposal[child] = 0
-                proposal /= proposal.sum()
-            if left > 0:
-                for y, p_y in enumerate(residual):
-                    rounds((*prefix, y), left * p_y)
-
-    rounds((), 1.0)
-    return law
-
-
-def test_dropping_sampled_children_by_their_own_probability_is_biased():
-    p, q = language(2), np.array([0.5, 0.3, 0.2])
-    assert distance(ratio_test_law(p, q, 2, lambda chance: False), product_law(p, 2)) < TOLERANCE
-    assert distance(ratio_test_law(p, q, 2, lambda chance: chance < 0.25), product_law(p, 2)) > VISIBLE
 
 
 # ---- the real pieces together: logits, noise, grow, accept

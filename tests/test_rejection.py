@@ -167,6 +167,26 @@ def test_the_token_after_a_rejection_follows_the_residual():
     assert scipy.stats.binomtest(int(rest.sum()), num, 0.5).pvalue > 1e-3
 
 
+def test_last_tokens_of_different_rounds_and_rows_are_independent():
+    num, p = 5000, np.array([0.4, 0.3, 0.2, 0.1])
+    params = [SamplingParams(seed=i) for i in range(num)]
+    weights = [np.zeros(4, dtype=np.int64)] * 2
+    bare = [Drafted([-1], [0], [NodeKind.ROOT], weights[:1])] * num
+    # A fixed child that is always accepted: the last token is drawn at row 1.
+    deeper = [Drafted([-1, 0], [0, 0], [NodeKind.ROOT, NodeKind.DETERMINISTIC], weights)] * num
+    log_p, sure = torch.tensor(np.log(p)), torch.tensor([0.0, *[-torch.inf] * 3])
+    rules = [Rule.TRAVERSAL] * num
+    draws = [
+        np.array([v.bonus_token for v in judge(bare, log_p.expand(num, -1), params, [position] * num, rules)])
+        for position in (3, 4)
+    ]
+    rows = torch.stack([sure, log_p]).repeat(num, 1)
+    draws.append(np.array([v.bonus_token for v in judge(deeper, rows, params, [3] * num, rules)]))
+    for i, j in ((0, 1), (0, 2), (1, 2)):
+        count = np.bincount(4 * draws[i] + draws[j], minlength=16)
+        assert scipy.stats.chisquare(count, np.outer(p, p).ravel() * num).pvalue > 1e-3
+
+
 # ---- the arithmetic
 
 

@@ -15,13 +15,15 @@ from functools import cache
 import numpy as np
 import oracles
 import pytest
-from enumeration import Draft, History, Policy, Scenario, Slots, Weights, support_of, without
+import torch
+from enumeration import Draft, GrownScenario, History, Policy, Scenario, Slots, Weights, support_of, without
 from oracles import Path, distance, product_law
 
 from drafter.sample import expected_survival
+from drafter.shape import DynamicShape, Shape, StaticShape
 from verifier.accept import walk
 from verifier.rejection import Residual
-from workers.types import NodeKind, Rule
+from workers.types import DraftCosts, NodeKind, Rule
 
 TOLERANCE = 1e-12
 VISIBLE = 0.005  # what a wrong rule must be off by
@@ -263,6 +265,50 @@ def test_coins_keyed_on_root_and_row_are_as_good_as_fresh_ones(rule):
         ),
         2,
     )
+
+
+# ---- the trees of the real grow
+
+
+DYNAMIC, CHAIN = DynamicShape(3, 3), StaticShape(((0,), (0, 0), (0, 0, 0)))
+STATIC = StaticShape(((0,), (1,), (0, 0), (1, 0), (1, 1)))
+COSTS = DraftCosts(
+    nodes_T=torch.tensor([0, 9], dtype=torch.int32),
+    verify_ms_T=torch.tensor([1.0, 1.3]),
+    draft_ms_2=torch.tensor([0.2, 0.45]),
+    sure_1=torch.ones(1),
+    calibration_D2=torch.tensor([[0.8, 0.3], [1.1, -0.2]]),
+)
+"""A level costs enough that it depends on the tree so far whether another one is drawn."""
+
+GROWN: dict[str, tuple[Shape, dict[str, object]]] = {
+    "chain": (CHAIN, {}),
+    "chain with thresholds": (CHAIN, {"min_prob": [0.5], "path_prob": [0.3]}),
+    "chain on a budget": (CHAIN, {"auto": [True]}),
+    "static": (STATIC, {}),
+    "static hybrid": (STATIC, {"is_hybrid": True}),
+    "dynamic": (DYNAMIC, {}),
+    "dynamic hybrid": (DYNAMIC, {"is_hybrid": True}),
+    "dynamic with thresholds": (DYNAMIC, {"min_prob": [0.5], "path_prob": [0.3]}),
+    "dynamic hybrid on a budget with thresholds": (
+        DYNAMIC,
+        {"auto": [True], "min_prob": [0.4], "path_prob": [0.2], "is_hybrid": True},
+    ),
+    "dynamic on a budget": (DYNAMIC, {"auto": [True]}),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("grown", GROWN)
+def test_trees_of_the_real_grow_are_lossless(grown, rule):
+    shape, options = GROWN[grown]
+    limits = oracles.limits([5], [3], rule=[rule], **options)  # type: ignore[arg-type]
+    costs = COSTS if "auto" in options else None
+    scenario = GrownScenario(p=target(9), q=drafter(9), rule=rule, shape=shape, limits=limits, costs=costs)
+    drafts = [draft for history in HISTORIES for _, draft in scenario.drafts(history)]
+    assert NodeKind.SAMPLED in {node.kind for draft in drafts for node in draft}
+    assert ("prob" in str(options) or "auto" in options) <= (len({len(draft) for draft in drafts}) > 1)
+    check(scenario)
 
 
 # ---- traversal accepts more

@@ -49,7 +49,7 @@ On text the target writes greedily, the mean number of drafted tokens accepted p
 {accepted_rows}
 
 The head was run token by token with a key-value cache; its logits differ from the training-time unroll by at most
-{max_difference:.1e}. Of the held-out chat prompts of `tests/data/prompts.jsonl`, {chats_ended:.0%} of the greedy
+{max_difference:.1e}. Of the held-out chat prompts of `secateur/bundled/prompts.jsonl`, {chats_ended:.0%} of the greedy
 answers end by themselves within 160 tokens.
 
 ## What it writes
@@ -158,6 +158,6 @@ def write_card(data: Path, models: Path, num_texts: int = 16) -> None:
     """Evaluate `models`, add the result to its metrics.json and write its MODEL_CARD.md."""
     file = models / "metrics.json"
     metrics = json.loads(file.read_text())
-    metrics["evaluation"] = evaluate(data, models, REPOSITORY / "tests" / "data" / "prompts.jsonl")
+    metrics["evaluation"] = evaluate(data, models, REPOSITORY / "secateur" / "bundled" / "prompts.jsonl")
     file.write_text(json.dumps(metrics, indent=2) + "\n")
     (models / "MODEL_CARD.md").write_text(render_card(metrics, models, num_texts))

@@ -1,4 +1,4 @@
-"""Python sources -> tokenizer, token arrays, chats and the prompts of the tests.
+"""Python sources -> tokenizer, token arrays, chats and the held-out prompts.
 
 The walk: `find_files` -> split by hash of path -> `train_tokenizer` -> `encode_documents` (code) and `chat.make_chats`
 -> `.data/{train,val,chat,chat_val}.npy` (uint16, every document followed by <|endoftext|>) and `corpus.json`.

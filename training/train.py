@@ -120,7 +120,7 @@ def main() -> None:
         from corpus import build_corpus
 
         arguments.data.mkdir(parents=True, exist_ok=True)
-        build_corpus(arguments.data, REPOSITORY / "tests" / "data" / "prompts.jsonl")
+        build_corpus(arguments.data, REPOSITORY / "secateur" / "bundled" / "prompts.jsonl")
     if stage in ("all", *STAGES):
         torch.set_float32_matmul_precision("high")
         shapes = CUDA_SHAPES if arguments.device == "cuda" else CPU_SHAPES

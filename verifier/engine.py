@@ -12,7 +12,9 @@ from collections import deque
 import torch
 
 from verifier.accept import judge
+from verifier.costs import UNPROFILED, RowCosts
 from verifier.drafts import Drafts
+from verifier.economy import Economy
 from verifier.pack import Move, next_feed, pack_draft, pack_target
 from verifier.request import Request
 from verifier.rules import rule_of
@@ -33,17 +35,25 @@ HEARTBEAT_S = 1.0
 class Engine:
     """Runs steps until its front disconnects.
 
-    drafter: the link to drafter rank 0, or None when nothing is drafted. num_pages counts the null page.
+    drafter: the link to drafter rank 0, or None when nothing is drafted. num_pages counts the null page. row_costs:
+    what the target was seen to take, for `auto`.
     """
 
     def __init__(
-        self, config: EngineConfig, target: Target, drafter: Channel | None, front: FrameSocket, num_pages: int
+        self,
+        config: EngineConfig,
+        target: Target,
+        drafter: Channel | None,
+        front: FrameSocket,
+        num_pages: int,
+        row_costs: RowCosts = UNPROFILED,
     ) -> None:
         self._config = config
         self._target = target
         self._drafter = drafter
         self._front = front
         self._allocator = PageAllocator(num_pages)
+        self._economy = Economy(row_costs)
         self._limits = Limits(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -72,8 +82,10 @@ class Engine:
         drafts = self._draft(step)
         verdicts = self._verify(step, drafts)
         self._commit(step, drafts, verdicts)
+        seconds = time.perf_counter() - began
+        self._economy.learn(step, drafts, verdicts, seconds)
         self._stats.steps += 1
-        self._stats.step_seconds += time.perf_counter() - began
+        self._stats.step_seconds += seconds
         self._emit()
 
     def stop(self) -> None:
@@ -165,23 +177,26 @@ class Engine:
 
     def _draft(self, step: Step) -> Drafts:
         """Feeds the drafter what was committed since it last heard, and gets the trees of all decoding requests."""
-        feeds = {r.id: feed for r in self._running if (feed := next_feed(r, self._config)) is not None}
+        feeds = {r: feed for r in self._running if (feed := next_feed(r, self._config)) is not None}
+        feeds = self._economy.worthwhile(feeds, step)
         reply = None
         if feeds:
             assert self._drafter is not None
             began = time.perf_counter()
-            fed = [r for r in self._running if r.id in feeds]
-            request = pack_draft(fed, list(feeds.values()), self._config.eos_token_ids, None)
+            costs = self._economy.costs(feeds, step)
+            request = pack_draft(list(feeds), list(feeds.values()), self._config.eos_token_ids, costs)
             self._drafter.send(request, self._stats.steps)
-            for r in fed:
+            for r in feeds:
                 r.num_fed, r.features = r.num_feedable, None
             received = self._drafter.receive()
             assert received.kind == Kind.DRAFT_REPLY and isinstance(received.message, DraftReply)
             reply = received.message
             self._last_draft = time.monotonic()
+            seconds = time.perf_counter() - began
+            self._economy.learn_draft(feeds, reply.num_levels, seconds)
             self._stats.draft_seconds += reply.seconds
-            self._stats.transfer_seconds += time.perf_counter() - began - reply.seconds
-        drafted = [r.id in feeds and feeds[r.id].num_nodes > 0 for r in step.decode]
+            self._stats.transfer_seconds += seconds - reply.seconds
+        drafted = [r in feeds and feeds[r].num_nodes > 0 for r in step.decode]
         return Drafts.of(reply, drafted, [r.tokens[-1] for r in step.decode])
 
     def _verify(self, step: Step, drafts: Drafts) -> list[Verdict]:
@@ -243,7 +258,7 @@ class Engine:
         if fused is not None:
             parts = fused.split([len(rows) for _, rows in owed])
             for (request, _), part in zip(owed, parts, strict=True):
-                request.features = part
+                request.features = part if request.features is None else torch.cat([request.features, part])
 
     def _append(self, request: Request, tokens: tuple[int, ...], rows: list[int]) -> None:
         """Commits tokens, drawn at these sampled rows, up to a stop token or the length limit; releases a finished

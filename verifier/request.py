@@ -29,6 +29,7 @@ class Request:
     num_computed: int = 0  # positions whose KV the target holds
     num_fed: int = field(init=False)  # drafter slots filled
     features: Tensor | None = None  # [fed next, H] fused features of the newest computed positions
+    draft_gain: float | None = None  # tokens that a draft of its own lately added, see `verifier.economy`
     stats: RequestStats = field(default_factory=RequestStats)
     _counts: Counter[int] = field(default_factory=Counter)  # output occurrences, prompt tokens with 0
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from verifier.costs import UNPROFILED, profile
 from verifier.engine import Engine
 from verifier.target import Feature, Target
 from workers import groups, ipc
@@ -40,13 +41,14 @@ def run(config: EngineConfig, rank: int, store_address: str, *, front: str | Non
     if front is None:
         target.follow()
     else:
+        row_costs = profile(target, config, num_pages) if config.draft is not None else UNPROFILED
         socket = ipc.FrameSocket(ipc.connect(front))
         socket.send(
             ipc.Ready(
                 topology=topology, max_model_len=config.max_model_len, vocab_size=vocab_size, num_pages=num_pages
             )
         )
-        engine = Engine(config, target, world.link, socket, num_pages)
+        engine = Engine(config, target, world.link, socket, num_pages, row_costs)
         try:
             engine.run()
         except ipc.FrontGone:

@@ -1,0 +1,1 @@
+"""`secateur bench`: measurements on real engines, as plain processes of this machine."""

@@ -1,0 +1,274 @@
+"""What a drafter is worth: acceptance by temperature, tree, acceptance rule, node budget and pruning, measured.
+
+Every cell answers the same prompts with the same seeds. Budget, temperature, rule and pruning are a request's, so one
+engine serves all cells of a kind of tree; only each static tree needs an engine of its own. In this order:
+
+    chain    also tells how acceptance falls with depth
+    star     a root and its children: how often a child of each rank is the one
+    static   Sequoia's tree for each cell, from the two measurements
+    dynamic  without pruning, then with thresholds, then `auto`
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from cluster.bench.prompts import encode_prompts
+from cluster.bench.report import render
+from cluster.bench.rows import ACCEPTANCES, Acceptance, Cell, Pruning, Row, row_of
+from cluster.bench.runner import Answer, Job, Runner
+from cluster.bench.sequoia import Path as NodePath
+from cluster.bench.sequoia import acceptance_table, best_tree, expected_accepted
+from cluster.convert import engine_config, visible_gpus
+from cluster.service import load_tokenizer
+from cluster.submit import derive_seed
+from secateur.bench import AcceptancePlan
+from secateur.config import EngineArgs
+from secateur.errors import ConfigError, Problem, SecateurError
+from secateur.prompts import Prompt
+from workers.config import EngineConfig, PruneConfig, TreeConfig
+from workers.types import SamplingParams
+
+PRUNINGS = (
+    *(Pruning(prune="thresholds", min_prob=value) for value in (0.05, 0.1, 0.2, 0.4)),
+    *(Pruning(prune="thresholds", path_prob=value) for value in (0.02, 0.05, 0.1, 0.2)),
+    Pruning(prune="auto"),
+)
+PRUNED_TEMPERATURES = (0.0, 1.0)
+SAME_TREE = 0.99
+"""A static tree serves another cell too if it is expected to accept this share of what that cell's own tree would."""
+SMOOTHING = 8
+"""Trials that a depth's acceptance rate is shrunk by towards that of the depth above: few paths get deep."""
+
+Say = Callable[[str], None]
+Regime = tuple[Acceptance, float]
+
+
+def run(args: EngineArgs, plan: AcceptancePlan, prompts: Sequence[Prompt], output: Path, say: Say) -> str:
+    """Measures the whole table and writes it as DATE-acceptance.json, .md and two .png; returns the Markdown.
+
+    An engine that dies, or Ctrl-C, leaves the rows measured until then in the JSON. Raises ConfigError before anything
+    is started, EngineDead, and SecateurError at the very end if matplotlib is missing.
+    """
+    config = _engine(args, plan)
+    tokens = encode_prompts(load_tokenizer(args, config), prompts)
+    longest, limit = max(map(len, tokens)), config.max_model_len
+    if longest + plan.max_tokens > limit:
+        asked = f"{plan.max_tokens} with a prompt of {longest} tokens"
+        raise ConfigError(Problem("--max-tokens", f"{asked} exceeds max_model_len={limit}; ask for less"))
+    output.mkdir(parents=True, exist_ok=True)
+    stem = output / f"{datetime.date.today().isoformat()}-acceptance"
+    table = _Table(config, plan, tokens, say)
+    rows: list[Row] = []
+    try:
+        for row in table.rows():
+            rows.append(row)
+    finally:
+        header = _header(args, config, plan)
+        stem.with_suffix(".json").write_text(_json(header, rows))
+    text = render(header, rows)
+    stem.with_suffix(".md").write_text(text)
+    try:
+        from cluster.bench.plots import draw
+    except ModuleNotFoundError as error:
+        raise SecateurError(
+            f"the table is in {stem}.json and .md; its plots need matplotlib: pip install 'secateur[bench]'"
+        ) from error
+    draw(rows, stem)
+    return text
+
+
+def _engine(args: EngineArgs, plan: AcceptancePlan) -> EngineConfig:
+    """The engine that the trees are put into: no larger than the benchmark fills."""
+    config = engine_config(args, num_gpus=visible_gpus())
+    return replace(config, max_num_seqs=min(config.max_num_seqs, plan.concurrency))
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    answers: list[Answer]
+    seconds: float
+
+
+class _Table:
+    """Measures cell after cell."""
+
+    def __init__(self, config: EngineConfig, plan: AcceptancePlan, prompts: list[list[int]], say: Say) -> None:
+        assert config.draft is not None
+        self._config, self._draft, self._plan, self._say = config, config.draft, plan, say
+        self._prompts = prompts
+        self._depth = config.draft.tree.max_depth
+        self._regimes: list[Regime] = [(rule, t) for t in plan.temperatures for rule in ACCEPTANCES]
+        self._chain_D: dict[Regime, list[float]] = {}  # acceptance of the first child by depth
+
+    def rows(self) -> Iterator[Row]:
+        yield from self._chains()
+        yield from self._statics()
+        yield from self._dynamics()
+
+    def _chains(self) -> Iterator[Row]:
+        """Full-depth chains, and the dynamic trees' own: of the same budget, cut at the same depth."""
+        own = {num: min(num, self._depth) for num in self._plan.nodes}
+        deepest = max(own.values())
+        sizes = sorted({*self._plan.nodes, *own.values()})
+        with self._running(TreeConfig(kind="chain", num_nodes=max(sizes), max_depth=max(sizes))) as runner:
+            for rule, temperature in self._regimes:
+                measured = {}
+                for size in sizes:
+                    cell = Cell(tree="chain", acceptance=rule, num_nodes=size, temperature=temperature)
+                    measured[size] = (cell, self._measure(runner, cell))
+                self._chain_D[rule, temperature] = _acceptance_by_depth(measured[deepest][1].answers, deepest)
+                for budget in self._plan.nodes:
+                    # One row if the cap is not reached; else the full chain, then the dynamic tree's own.
+                    for size, cap in {budget: max(budget, self._depth), own[budget]: self._depth}.items():
+                        cell, result = measured[size]
+                        yield self._row(cell, result, budget=budget, max_depth=cap)
+
+    def _statics(self) -> Iterator[Row]:
+        star = self._stars()
+        trees: dict[tuple[NodePath, ...], list[Regime]] = {}
+        for num in self._plan.nodes:
+            for regime in self._regimes:
+                accept_DK = acceptance_table(self._chain_D[regime], star[regime], self._draft.tree.max_children)
+                own = best_tree(num, accept_DK)
+                enough = SAME_TREE * expected_accepted(own, accept_DK)
+                usable = (t for t in trees if len(t) == num and expected_accepted(t, accept_DK) >= enough)
+                trees.setdefault(next(usable, own), []).append(regime)
+        for paths, regimes in trees.items():
+            tree = TreeConfig(kind="static", num_nodes=len(paths), max_depth=len(paths[-1]), static_paths=paths)
+            with self._running(tree) as runner:
+                for rule, temperature in regimes:
+                    cell = Cell(tree="static", acceptance=rule, num_nodes=len(paths), temperature=temperature)
+                    yield self._row(cell, self._measure(runner, cell), static_tree=str(list(paths)))
+
+    def _stars(self) -> dict[Regime, dict[int, float]]:
+        """For each regime, how often one of a root's first k children is accepted; shorter runs than a cell's."""
+        most = self._draft.tree.max_children
+        widths = sorted({width for width in (1, 2, 4, 8, 16, 32) if width < most} | {most})
+        star = TreeConfig(kind="static", num_nodes=most, max_depth=1, static_paths=tuple((k,) for k in range(most)))
+        found: dict[Regime, dict[int, float]] = {}
+        with self._running(star) as runner:
+            for rule, temperature in self._regimes:
+                cells = [
+                    Cell(tree="static", acceptance=rule, num_nodes=width, temperature=temperature) for width in widths
+                ]
+                found[rule, temperature] = {
+                    cell.num_nodes: _acceptance_by_depth(self._measure(runner, cell, share=0.5).answers, 1)[0]
+                    for cell in cells
+                }
+        return found
+
+    def _dynamics(self) -> Iterator[Row]:
+        plan = self._plan
+        tree = replace(self._draft.tree, kind="dynamic", num_nodes=max(plan.nodes), prune=PruneConfig(auto=True))
+        cells = [
+            Cell(tree="dynamic", acceptance=rule, num_nodes=num, temperature=temperature)
+            for rule, temperature in self._regimes
+            for num in plan.nodes
+        ]
+        pruned = [t for t in plan.temperatures if t in PRUNED_TEMPERATURES] or list(plan.temperatures[:1])
+        cells += [
+            Cell(tree="dynamic", acceptance=rule, num_nodes=num, temperature=temperature, pruning=pruning)
+            for pruning in PRUNINGS
+            for temperature in pruned
+            for rule in ("coupled", "rejection")
+            for num in sorted(plan.nodes)[-2:]
+        ]
+        with self._running(tree) as runner:
+            for cell in cells:
+                yield self._row(cell, self._measure(runner, cell))
+
+    def _row(
+        self,
+        cell: Cell,
+        measured: _Measured,
+        *,
+        budget: int | None = None,
+        max_depth: int | None = None,
+        static_tree: str | None = None,
+    ) -> Row:
+        return row_of(
+            cell,
+            measured.answers,
+            measured.seconds,
+            method=self._draft.method,
+            budget=budget or cell.num_nodes,
+            max_depth=max_depth or self._depth,
+            static_tree=static_tree,
+        )
+
+    @contextmanager
+    def _running(self, tree: TreeConfig) -> Iterator[Runner]:
+        """A warm engine with these trees."""
+        self._say(f"starting an engine for {tree.kind} trees of {tree.num_nodes} nodes")
+        with Runner(replace(self._config, draft=replace(self._draft, tree=tree))) as runner:
+            runner.run([Job(prompt=prompt, max_tokens=8) for prompt in self._prompts], self._plan.concurrency)
+            yield runner
+
+    def _measure(self, runner: Runner, cell: Cell, share: float = 1.0) -> _Measured:
+        """Answers of all prompts, or to begin with of a share of the tokens."""
+        max_tokens = max(2, round(share * self._plan.max_tokens))
+        jobs = [
+            Job(
+                prompt=prompt,
+                max_tokens=max_tokens,
+                sampling=SamplingParams(temperature=cell.temperature, seed=derive_seed(self._plan.seed, i)),
+                speculation=cell.speculation,
+            )
+            for i, prompt in enumerate(self._prompts)
+        ]
+        began = time.perf_counter()
+        answers = runner.run(jobs, self._plan.concurrency)
+        seconds = time.perf_counter() - began
+        self._say(f"{cell}: {seconds:.1f} s")
+        return _Measured(answers, seconds)
+
+
+def _acceptance_by_depth(answers: Sequence[Answer], max_depth: int) -> list[float]:
+    """[D] how often a node's draft was accepted if its parent was; the first level's rate stands for unseen ones."""
+    reached = float(sum(answer.stats.num_drafts for answer in answers))
+    rates: list[float] = []
+    for depth in range(max_depth):
+        accepted = sum(
+            answer.stats.accepted_per_depth[depth] for answer in answers if depth < len(answer.stats.accepted_per_depth)
+        )
+        before, weight = (rates[-1], SMOOTHING) if rates else (0.0, 0)
+        rates.append((accepted + weight * before) / max(reached + weight, 1.0))
+        reached = accepted
+    return rates
+
+
+def _header(args: EngineArgs, config: EngineConfig, plan: AcceptancePlan) -> dict[str, object]:
+    import torch
+
+    assert config.draft is not None
+    device = f"{os.cpu_count()} CPU cores, {platform.machine()}"
+    if config.device == "cuda":
+        device = f"{config.device}, {args.tensor_parallel_size} verifier and {config.draft_ranks} drafter ranks"
+    spec = args.speculative_config
+    assert spec is not None
+    return {
+        "date": datetime.date.today().isoformat(),
+        "hardware": device,
+        "torch": torch.__version__,
+        "model": args.model,
+        "speculative_config": spec.model_dump(exclude_unset=True),
+        "max_depth": config.draft.tree.max_depth,
+        "max_children": config.draft.tree.max_children,
+        **plan.model_dump(),
+        "tokens_per_second_is": f"as measured with {plan.concurrency} requests in flight, on an engine just started",
+    }
+
+
+def _json(header: dict[str, object], rows: Sequence[Row]) -> str:
+    """One line per row, so that two runs can be compared by eye."""
+    head = json.dumps(header, indent=1)[:-2]
+    return head + ',\n "rows": [\n  ' + ",\n  ".join(json.dumps(asdict(row)) for row in rows) + "\n ]\n}\n"

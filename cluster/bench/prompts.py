@@ -1,0 +1,20 @@
+"""Prompts as the engine takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cluster.tokens import PromptError, Tokenizer
+from secateur.errors import ConfigError, Problem
+from secateur.prompts import Prompt
+
+
+def encode_prompts(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> list[list[int]]:
+    """Token ids; conversations through the chat template. Raises ConfigError for what the tokenizer refuses."""
+    try:
+        return [
+            tokenizer.encode_chat(prompt.messages) if prompt.messages else tokenizer.encode(prompt.text or "")
+            for prompt in prompts
+        ]
+    except PromptError as error:
+        raise ConfigError(Problem("--prompts", str(error))) from error

@@ -1,0 +1,60 @@
+"""What `secateur bench acceptance` is asked to measure, checked before anything is loaded."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from secateur.config import EngineArgs
+from secateur.errors import ConfigError, Problem
+from secateur.schema import Strict
+from secateur.token_tree import MAX_NODES
+
+VARIED = (
+    "num_speculative_tokens",
+    "speculative_tree",
+    "speculative_token_tree",
+    "speculative_tree_prune",
+    "speculative_tree_prune_min_prob",
+    "speculative_tree_prune_path_prob",
+    "speculative_tree_prune_threshold",
+    "acceptance",
+    "enable_draft_probs",
+)
+"""Settings of the speculative configuration that the benchmark itself goes through."""
+
+PositiveInt = Annotated[int, Field(ge=1)]
+
+
+class AcceptancePlan(Strict):
+    """The cells of the table, and the requests that each of them answers."""
+
+    temperatures: Annotated[tuple[Annotated[float, Field(ge=0.0)], ...], Field(min_length=1)] = (
+        *(0.0, 0.3, 0.5, 0.7),
+        *(1.0, 1.3, 1.5, 2.0),
+    )
+    nodes: Annotated[tuple[Annotated[int, Field(ge=1, le=MAX_NODES)], ...], Field(min_length=1)] = (4, 8, 16, 32)
+    """Tree nodes per step, without the root."""
+    num_prompts: PositiveInt = 24
+    max_tokens: Annotated[int, Field(ge=2)] = 48
+    """Per answer; it does not end earlier."""
+    concurrency: PositiveInt = 8
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Answer i of every cell has the seed H(seed, i)."""
+
+    @classmethod
+    def quick(cls) -> AcceptancePlan:
+        """Under a minute: enough to see that everything works, and no more."""
+        return cls(temperatures=(0.0, 1.0), nodes=(12,), num_prompts=4, max_tokens=24, concurrency=4)
+
+
+def check_drafter(args: EngineArgs) -> None:
+    """Raises ConfigError unless there is a drafter, whose trees and rules are left to the benchmark."""
+    spec = args.speculative_config
+    if spec is None:
+        raise ConfigError("without a drafter nothing is accepted: give --speculative-config '{\"model\": ...}'")
+    if typed := [name for name in VARIED if name in spec.model_fields_set]:
+        raise ConfigError(
+            *(Problem(f"speculative_config.{name}", "is what the benchmark varies; remove it") for name in typed)
+        )

@@ -1,0 +1,46 @@
+"""Files of prompts for benchmarks, and the bundled one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from secateur.errors import ConfigError, Problem
+
+BUNDLED_PROMPTS = Path(__file__).parent / "bundled" / "prompts.jsonl"
+"""Held-out texts and chats of the kind the bundled models know."""
+
+
+class Prompt(NamedTuple):
+    """A text to continue, or a conversation to answer."""
+
+    text: str | None
+    messages: list[dict[str, Any]] | None
+
+
+def read_prompts(path: Path, count: int) -> list[Prompt]:
+    """`count` prompts, evenly spread over a JSONL file of {"text": ...} and {"messages": [...]}. Raises ConfigError."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(Problem("--prompts", f"cannot read {path}: {error}")) from None
+    prompts = [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+    if len(prompts) < count:
+        raise ConfigError(
+            Problem("--num-prompts", f"{path} has {len(prompts)} prompts; ask for at most that many, not {count}")
+        )
+    return prompts[:: len(prompts) // count][:count]
+
+
+def _parse(line: str, place: str) -> Prompt:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ConfigError(Problem("--prompts", f"{place}: not JSON: {error}")) from None
+    match row:
+        case {"text": str(text)} if text:
+            return Prompt(text, None)
+        case {"messages": [*messages]} if messages:
+            return Prompt(None, messages)
+    raise ConfigError(Problem("--prompts", f'{place}: must be {{"text": "..."}} or {{"messages": [...]}}'))

@@ -1,0 +1,360 @@
+"""What may be asked: every request body of the OpenAI wire as a model, with its ranges and its contradictions.
+
+Fields nobody knows are kept in `model_extra` (the server names them in the header `x-secateur-ignored`); fields we know
+but do not implement are named by `unsupported()` (the server answers 400).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal, NamedTuple, Self
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictInt,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+    model_validator,
+)
+
+from secateur.errors import ConfigError, Problem
+from secateur.speculative import Speculative
+
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; chat runs to the end of the context
+MAX_ANSWERS = 128  # OpenAI's limit of `n`
+MAX_LOGPROBS = 20  # OpenAI's for chats, vLLM's for both
+MAX_BAD_WORDS = 128
+GREEDY_BELOW = 1e-5
+"""A temperature below this is greedy, as in vLLM: dividing logits by less overflows, and the argmax is left anyway."""
+
+TokenId = Annotated[StrictInt, Field(ge=0)]
+Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
+Bias = Annotated[float, Field(ge=-100.0, le=100.0)]
+NumLogprobs = Annotated[StrictInt, Field(ge=0, le=MAX_LOGPROBS)]
+
+
+class Unsupported(NamedTuple):
+    """A parameter we know, set to something this version does not do."""
+
+    param: str
+    why: str
+
+
+def _wrong(field: str, message: str) -> ConfigError:
+    """For validators that look at several fields: an error that still names the one at fault."""
+    return ConfigError(Problem(field, message))
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    include_usage: StrictBool = False
+    """One more chunk at the end, without choices, with the usage."""
+    continuous_usage_stats: StrictBool = False
+    """The usage so far in every chunk."""
+
+
+# param -> (values that change nothing, why others are refused). None always changes nothing.
+_STRUCTURED = "structured outputs are not implemented in this version"
+_TOOLS = "tools are not implemented in this version"
+UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "best_of": ((), "choosing among more answers than are returned is not implemented; leave it out and set n"),
+    "use_beam_search": ((False,), "beam search is not implemented"),
+    "length_penalty": ((1,), "belongs to beam search, which is not implemented"),
+    "prompt_logprobs": ((), "log probabilities of the prompt are not implemented; logprobs gives the answer's"),
+    "echo": ((False,), "echo is not implemented in this version"),
+    "suffix": (("",), "insertion is not implemented"),
+    "logits_processors": (([],), "custom logits processors are not implemented"),
+    "response_format": (({"type": "text"},), _STRUCTURED),
+    "structured_outputs": ((), _STRUCTURED),
+    "guided_json": ((), _STRUCTURED),
+    "guided_regex": ((), _STRUCTURED),
+    "guided_choice": ((), _STRUCTURED),
+    "guided_grammar": ((), _STRUCTURED),
+    "json_schema": ((), _STRUCTURED),
+    "regex": ((), _STRUCTURED),
+    "ebnf": ((), _STRUCTURED),
+    "structural_tag": ((), _STRUCTURED),
+    "tools": (([],), _TOOLS),
+    "tool_choice": (("none", "auto"), _TOOLS),
+    "functions": (([],), _TOOLS),
+    "function_call": (("none", "auto"), _TOOLS),
+    "parallel_tool_calls": ((True, False), _TOOLS),
+    "reasoning_effort": (("none",), "reasoning effort is not implemented"),
+    "modalities": ((["text"],), "only text is produced"),
+    "audio": ((), "only text is produced"),
+    "prediction": ((), "predicted outputs are not implemented"),
+    "truncate_prompt_tokens": ((), "prompts are never truncated here; shorten the prompt"),
+    "cache_salt": ((), "salted prefix caching is not implemented in this version"),
+    "chat_template": ((), "the model's own chat template is used; it cannot be replaced per request"),
+    "documents": (([],), "documents are not implemented; put them into the messages"),
+    "priority": ((0,), "priorities are not implemented in this version"),
+    "lora_path": ((), "adapters are not implemented"),
+    "kv_transfer_params": ((), "KV transfer is not implemented"),
+    "spaces_between_special_tokens": ((True,), "is not implemented; leave it out"),
+    "return_tokens_as_token_ids": ((False,), "use return_token_ids"),
+    "return_spec_tokens_details": ((False,), "use return_speculative_stats"),
+    "no_stop_trim": ((False,), "use include_stop_str_in_output"),
+    "rid": ((), "use request_id"),
+}
+
+
+class SamplingRequest(BaseModel):
+    """What both generation requests share. A null means "not given"."""
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False, protected_namespaces=())
+
+    model: str | None = None
+    """None takes the one model the service has."""
+    n: Annotated[StrictInt, Field(ge=1, le=MAX_ANSWERS)] = 1
+    """Answers per prompt."""
+    temperature: Annotated[float, Field(ge=0.0)] = 1.0
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    top_k: Annotated[StrictInt, Field(ge=-1)] = 0
+    """-1 and 0 are off."""
+    min_p: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    seed: Annotated[StrictInt, Field(ge=-(2**63), lt=2**63)] | None = None
+    max_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
+    """The newer name; wins over max_tokens."""
+    min_tokens: Annotated[StrictInt, Field(ge=0)] = 0
+    """Tokens before the end of text, a stop token or a stop string may end the answer."""
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] = []
+    include_stop_str_in_output: StrictBool = False
+    ignore_eos: StrictBool = False
+    skip_special_tokens: StrictBool = True
+
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    # Any positive number means something, but float32 logits divided by 1e-40 do not.
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100.0)] = 1.0
+    """1.0 is off."""
+    logit_bias: dict[TokenId, Bias] = {}
+    """Token id -> what is added to its logit. On the wire the ids are strings, as JSON keys are."""
+    bad_words: Annotated[list[str], Field(max_length=MAX_BAD_WORDS)] = []
+    """Words that may not come, with or without a space before them."""
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
+    """Nothing but these may come."""
+
+    stream: StrictBool = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: StrictBool = False
+    return_speculative_stats: StrictBool = False
+    speculative: Speculative | None = None
+    request_id: Annotated[str, Field(min_length=1, max_length=512)] | None = None
+    user: str | None = None
+    priority: StrictInt = 0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, data: Any) -> Any:
+        return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _ids_are_written_as_strings(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        if strange := [key for key in value if not _is_token_id(key)]:
+            raise ValueError(f'keys are token ids, as in {{"50256": -100}} (got {strange[0]!r})')
+        return {int(key): bias for key, bias in value.items()}
+
+    @model_validator(mode="after")
+    def _rules(self) -> Self:
+        if any(not text for text in self.stop_strings):
+            raise _wrong("stop", "an empty string stops nothing; remove it")
+        if any(not text for text in self.bad_words):
+            raise _wrong("bad_words", "an empty string forbids nothing; remove it")
+        if self.stream_options is not None and not self.stream:
+            raise _wrong("stream_options", "only allowed with stream=true")
+        if self.n > 1 and self.is_greedy:
+            raise _wrong(
+                "n", f"must be 1 when using greedy sampling, where all {self.n} answers are the same; raise temperature"
+            )
+        limit = self.max_output_tokens
+        if limit is not None and self.min_tokens > limit:
+            raise _wrong("min_tokens", f"{self.min_tokens} is more than max_tokens={limit}; lower it or raise that")
+        return self
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def max_output_tokens(self) -> int | None:
+        """The most tokens to generate; None is up to the end of the context."""
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Most likely tokens to report beside each token of the answer; None = report no log probabilities."""
+        raise NotImplementedError
+
+    def unsupported(self) -> list[Unsupported]:
+        """Every known parameter with a value this version does not implement. Empty means: go ahead."""
+        values = {**(self.model_extra or {}), **{name: getattr(self, name) for name in type(self).model_fields}}
+        if values.get("best_of") == self.n:
+            del values["best_of"]  # all answers are returned
+        return [
+            Unsupported(param, why)
+            for param, (neutral, why) in UNSUPPORTED.items()
+            if values.get(param) is not None and values[param] not in neutral
+        ]
+
+    def ignored(self) -> list[str]:
+        """Fields nobody knows, sorted: accepted, without effect, to be named in `x-secateur-ignored`."""
+        return sorted((self.model_extra or {}).keys() - UNSUPPORTED.keys())
+
+
+def _is_token_id(key: object) -> bool:
+    """Whether a JSON key spells an id, in the one way that keeps two keys from meaning the same."""
+    return re.fullmatch("0|[1-9][0-9]{0,9}", str(key)) is not None
+
+
+class CompletionRequest(SamplingRequest):
+    """POST /v1/completions. `prompt`: a text, a list of texts, token ids, or a list of lists of token ids."""
+
+    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    add_special_tokens: StrictBool = True
+    echo: StrictBool = False
+    best_of: Annotated[StrictInt, Field(ge=1)] | None = None
+    logprobs: NumLogprobs | None = None
+    """Most likely tokens to report per token; `true` is 1."""
+    suffix: str | None = None
+
+    @field_validator("prompt", mode="wrap")
+    @classmethod
+    def _one_of_four_shapes(cls, value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return handler(value)
+        except ValidationError:  # pydantic would list what is wrong with each of the four
+            raise ValueError("must be a text, a list of texts, token ids, or a list of lists of token ids") from None
+
+    @field_validator("logprobs", mode="before")
+    @classmethod
+    def _a_chats_spelling(cls, value: Any) -> Any:
+        return (1 if value else None) if isinstance(value, bool) else value
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """One entry per prompt to be answered, `n` times. A prompt is a text or its token ids."""
+        match self.prompt:
+            case str() as text:
+                return [text]
+            case [int(), *_] as ids:
+                return [ids]  # type: ignore[list-item]  # mypy does not narrow list items by pattern
+            case many:
+                return list(many)  # type: ignore[arg-type]  # same
+
+    @property
+    def max_output_tokens(self) -> int | None:
+        return super().max_output_tokens or DEFAULT_COMPLETION_TOKENS
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @model_validator(mode="after")
+    def _some_prompt(self) -> Self:
+        if isinstance(self.prompt, list) and (not self.prompt or any(item == [] for item in self.prompt)):
+            raise _wrong("prompt", "an empty list has nothing to complete; give a text or token ids")
+        if top := (self.model_extra or {}).get("top_logprobs"):
+            raise _wrong("top_logprobs", f"belongs to chats; for a completion write logprobs={top}")
+        return self
+
+
+class ContentPart(BaseModel):
+    """A part of a message; only text is understood."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(BaseModel):
+    """One message. `content` is a text or a list of text parts; `text` is both as one string."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: Annotated[str, Field(min_length=1)]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, list):
+            return "".join(part.text for part in self.content)
+        return self.content or ""
+
+
+class ChatCompletionRequest(SamplingRequest):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    chat_template_kwargs: dict[str, Any] = {}
+    add_generation_prompt: StrictBool = True
+    continue_final_message: StrictBool = False
+    add_special_tokens: StrictBool = False
+    """Off, as chat templates write them already."""
+    logprobs: StrictBool = False
+    top_logprobs: NumLogprobs = 0
+    """Most likely tokens to report per token, with logprobs=true."""
+
+    @field_validator("logprobs", mode="before")
+    @classmethod
+    def _not_a_number(cls, value: Any) -> Any:
+        if type(value) is int:
+            raise ValueError(f"is true or false in a chat; write logprobs=true and top_logprobs={value}")
+        return value
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.top_logprobs if self.logprobs else None
+
+    @model_validator(mode="after")
+    def _one_ending(self) -> Self:
+        if self.continue_final_message and self.add_generation_prompt:
+            if "add_generation_prompt" in self.model_fields_set:
+                raise _wrong("continue_final_message", "contradicts add_generation_prompt=true; set one to false")
+            self.add_generation_prompt = False
+        if self.top_logprobs and not self.logprobs:
+            raise _wrong("top_logprobs", "only allowed with logprobs=true")
+        return self
+
+
+class TokenizeRequest(BaseModel):
+    """POST /tokenize: `prompt`, or `messages` through the chat template."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _one_input(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise _wrong("prompt", "give either prompt or messages")
+        return self
+
+
+class DetokenizeRequest(BaseModel):
+    """POST /detokenize."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    model: str | None = None
+    tokens: list[TokenId]

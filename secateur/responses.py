@@ -1,0 +1,287 @@
+"""What is answered: responses, stream chunks and errors of the OpenAI wire. The server writes, the client reads.
+
+Responses carry one vendor object, `speculative`, when the request sets `return_speculative_stats`.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import ClassVar, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    computed_field,
+    model_serializer,
+)
+
+from secateur.requests import Unsupported
+
+
+def new_id(prefix: str) -> str:
+    """`cmpl-...`, `chatcmpl-...`: unique, not guessable."""
+    return f"{prefix}-{uuid.uuid4().hex}"
+
+
+def _now() -> int:
+    return int(time.time())
+
+
+class Response(BaseModel):
+    """Base of what the server writes: an unset optional field is left out, unless OpenAI's clients expect its null."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+    nullable: ClassVar[frozenset[str]] = frozenset()
+
+    # No return type: with one, the JSON schema of every response would shrink to "an object".
+    @model_serializer(mode="wrap")
+    def _leave_out_unset(self, handler: SerializerFunctionWrapHandler):  # type: ignore[no-untyped-def, unused-ignore]
+        return {key: value for key, value in handler(self).items() if value is not None or key in self.nullable}
+
+    def sse(self) -> str:
+        """This object as one server-sent event."""
+        return f"data: {self.model_dump_json()}\n\n"
+
+
+class CompletionTokensDetails(Response):
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
+
+
+class Usage(Response):
+    """Token counts. `completion_tokens_details` counts the verified draft tokens that were accepted and rejected."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    total_tokens: int = 0
+    completion_tokens_details: CompletionTokensDetails | None = None
+
+    @classmethod
+    def of(cls, prompt: int, completion: int, *, accepted: int | None = None, rejected: int = 0) -> Self:
+        details = None
+        if accepted is not None:
+            details = CompletionTokensDetails(accepted_prediction_tokens=accepted, rejected_prediction_tokens=rejected)
+        return cls(
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            total_tokens=prompt + completion,
+            completion_tokens_details=details,
+        )
+
+
+class SpeculativeStats(BaseModel):
+    """What speculation did for one request, over all its answers.
+
+    A drafted node was either pruned, so that the target never saw it, or verified; accepted ones are among the
+    verified. The lists tell the same by depth, the children of the root first.
+    """
+
+    num_drafts: int = 0
+    """Steps that verified at least one drafted node."""
+    num_draft_tokens: int = 0
+    num_pruned: int = 0
+    num_verified: int = 0
+    num_accepted_tokens: int = 0
+    drafted_per_depth: list[int] = []
+    pruned_per_depth: list[int] = []
+    verified_per_depth: list[int] = []
+    accepted_per_depth: list[int] = []
+
+    @computed_field  # type: ignore[prop-decorator]  # pydantic documents this order
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens per verification: 1 + accepted / drafts; 1.0 when nothing was drafted."""
+        return 1.0 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
+
+    @computed_field  # type: ignore[prop-decorator]  # same
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted share of the drafted tokens; 0.0 when nothing was drafted."""
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+
+
+FinishReason = Literal["stop", "length"]
+
+
+class CompletionLogprobs(BaseModel):
+    """Log probabilities of a completion: four lists with an entry per token of the text."""
+
+    model_config = ConfigDict(extra="allow")
+
+    tokens: list[str] = []
+    token_logprobs: list[float | None] = []
+    top_logprobs: list[dict[str, float] | None] = []
+    """The most likely tokens there, and the one that came."""
+    text_offset: list[int] = []
+    """Where in the answer's text the token begins, in characters."""
+
+
+class TopLogprob(BaseModel):
+    """A token and its log probability. `bytes` are its UTF-8 bytes, of which a character may need several tokens."""
+
+    model_config = ConfigDict(extra="allow")
+
+    token: str
+    logprob: float
+    bytes: list[int] | None = None
+
+
+class TokenLogprob(TopLogprob):
+    """A token of the answer; `top_logprobs` are the most likely ones there, best first."""
+
+    top_logprobs: list[TopLogprob] = []
+
+
+class ChatLogprobs(Response):
+    """Log probabilities of a chat's answer, an entry per token of the text."""
+
+    nullable = frozenset({"content", "refusal"})
+
+    content: list[TokenLogprob] | None = None
+    refusal: list[TokenLogprob] | None = None
+
+
+class Choice(Response):
+    nullable = frozenset({"finish_reason", "logprobs"})
+
+    index: int = 0
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    """The stop string or stop token id that ended it (vLLM's field)."""
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class CompletionChoice(Choice):
+    text: str = ""
+    logprobs: CompletionLogprobs | None = None
+
+
+class AssistantMessage(Response):
+    nullable = frozenset({"content", "refusal"})
+
+    role: Literal["assistant"] = "assistant"
+    content: str | None = None
+    refusal: str | None = None
+
+
+class ChatChoice(Choice):
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None = None
+
+
+class ChatDelta(Response):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChatChunkChoice(Choice):
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+
+
+class Answer(Response):
+    """Fields common to both responses and both stream chunks."""
+
+    id: str
+    created: int = Field(default_factory=_now)
+    model: str
+    usage: Usage | None = None
+    speculative: SpeculativeStats | None = None
+
+
+class CompletionResponse(Answer):
+    id: str = Field(default_factory=lambda: new_id("cmpl"))
+    object: Literal["text_completion"] = "text_completion"
+    choices: list[CompletionChoice]
+
+    @property
+    def text(self) -> str:
+        """The first choice's text."""
+        return self.choices[0].text if self.choices else ""
+
+
+class CompletionChunk(CompletionResponse):
+    """A stream chunk of /v1/completions, of one choice: OpenAI gives it the same `object` as the whole response."""
+
+
+class ChatCompletionResponse(Answer):
+    id: str = Field(default_factory=lambda: new_id("chatcmpl"))
+    object: Literal["chat.completion"] = "chat.completion"
+    choices: list[ChatChoice]
+
+    @property
+    def text(self) -> str:
+        """The first choice's content."""
+        return (self.choices[0].message.content or "") if self.choices else ""
+
+
+class ChatCompletionChunk(Answer):
+    id: str = Field(default_factory=lambda: new_id("chatcmpl"))
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    choices: list[ChatChunkChoice]
+
+    @property
+    def text(self) -> str:
+        """What the chunk's choice gained (`choices[0].index` says which one it is)."""
+        return (self.choices[0].delta.content or "") if self.choices else ""
+
+
+class TokenizeResponse(Response):
+    tokens: list[int]
+    count: int
+    max_model_len: int | None = None
+    token_strs: list[str] | None = None
+
+
+class DetokenizeResponse(Response):
+    prompt: str
+
+
+class ModelCard(Response):
+    id: str
+    object: Literal["model"] = "model"
+    created: int = Field(default_factory=_now)
+    owned_by: str = "secateur"
+    root: str | None = None
+    max_model_len: int | None = None
+
+
+class ModelList(Response):
+    object: Literal["list"] = "list"
+    data: list[ModelCard] = []
+
+
+class ErrorDetail(Response):
+    nullable = frozenset({"param", "code"})
+
+    message: str
+    type: str = "invalid_request_error"
+    param: str | None = None
+    code: str | int | None = None
+
+
+class ErrorResponse(Response):
+    """`{"error": {message, type, param, code}}`, the body of every answer that is not 2xx."""
+
+    error: ErrorDetail
+
+    @classmethod
+    def of(
+        cls,
+        message: str,
+        *,
+        type: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | int | None = None,
+    ) -> Self:
+        return cls(error=ErrorDetail(message=message, type=type, param=param, code=code))
+
+    @classmethod
+    def from_unsupported(cls, found: list[Unsupported]) -> Self:
+        """A 400 body that names every parameter of `found`, which holds at least one."""
+        message = "; ".join(f"{param}: {why}" for param, why in found)
+        return cls.of(message, param=found[0].param, code="unsupported_parameter")

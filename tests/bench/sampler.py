@@ -1,0 +1,105 @@
+"""What draft probabilities cost: time per emitted token with and without them, side by side in one engine.
+
+    python tests/bench/sampler.py [--rounds 9] [--prompts 6] [--out tests/bench/results]
+
+The same requests take turns under `rejection` with draft probabilities (minimum temperature 0), without them
+(deterministic drafts), and under `coupled`, one at a time. Medians over the rounds; ratios to "without".
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import platform
+import statistics
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent.parent)]
+
+from engines import DYNAMIC, Job, Runner, bundled, prompts  # noqa: E402
+
+from workers.config import AcceptanceConfig, EngineConfig  # noqa: E402
+from workers.ipc import Speculation  # noqa: E402
+from workers.types import SamplingParams  # noqa: E402
+
+WAYS = {
+    "without": Speculation(acceptance="rejection", draft_probs=False),
+    "with": Speculation(acceptance="rejection", draft_probs=True),
+    "coupled": Speculation(acceptance="coupled"),
+}
+TEMPERATURES = (0.0, 0.3, 0.5, 0.7)
+NUM_TOKENS = 64
+
+
+def engine() -> EngineConfig:
+    config = bundled(DYNAMIC)
+    assert config.draft is not None
+    return replace(config, draft=replace(config.draft, acceptance=AcceptanceConfig(min_temperature=0.0)))
+
+
+def run(rounds: int, num_prompts: int) -> list[dict[str, float | str]]:
+    rows: list[dict[str, float | str]] = []
+    with Runner(engine()) as runner:
+        for temperature in TEMPERATURES:
+            seen: dict[str, list[tuple[float, float, float]]] = {way: [] for way in WAYS}
+            for round_ in range(rounds + 1):
+                sampling = SamplingParams(temperature=temperature, seed=round_)
+                for way, speculation in WAYS.items():
+                    jobs = [
+                        Job(prompt=prompt, max_tokens=NUM_TOKENS, sampling=sampling, speculation=speculation)
+                        for prompt in prompts(num_prompts)
+                    ]
+                    steps, began = runner.stats.steps, time.perf_counter()
+                    answers = runner.run(jobs)
+                    seconds = time.perf_counter() - began
+                    drafts = sum(answer.stats.num_drafts for answer in answers)
+                    accepted = sum(answer.stats.num_accepted_tokens for answer in answers)
+                    if round_:  # the first round warms up
+                        step_ms = 1e3 * seconds / (runner.stats.steps - steps)
+                        token_ms = 1e3 * seconds / (NUM_TOKENS * num_prompts)
+                        seen[way].append((token_ms, step_ms, 1 + accepted / max(1, drafts)))
+            medians = {
+                way: [statistics.median(values) for values in zip(*rounds_seen, strict=True)]
+                for way, rounds_seen in seen.items()
+            }
+            for way, (token_ms, step_ms, length) in medians.items():
+                rows.append(
+                    {
+                        "temperature": temperature,
+                        "draft_probabilities": way,
+                        "ms_per_token": token_ms,
+                        "ratio": token_ms / medians["without"][0],
+                        "ms_per_step": step_ms,
+                        "acceptance_length": length,
+                    }
+                )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9, help="measured rounds; the median counts")
+    parser.add_argument("--prompts", type=int, default=6, help="held-out prompts per round")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    args = parser.parse_args()
+    rows = run(args.rounds, args.prompts)
+    date = datetime.date.today().isoformat()
+    report = {
+        "date": date,
+        "hardware": f"{platform.machine()} CPU, 1 thread a rank",
+        "command": f"python tests/bench/sampler.py --rounds {args.rounds} --prompts {args.prompts}",
+        "rows": rows,
+    }
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / f"{date}-sampler-cpu.json").write_text(json.dumps(report, indent=1) + "\n")
+    print("| T | draft probabilities | ms/token | ratio | ms/step | acceptance length |\n|---|---|---|---|---|---|")
+    for row in rows:
+        print("| " + " | ".join(f"{c:.3f}" if isinstance(c, float) else c for c in row.values()) + " |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,250 @@
+"""`secateur bench acceptance`: Sequoia's trees against all trees, the claims read from known rows, a real quick run."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from cluster.bench import acceptance
+from cluster.bench.report import Key, Table, render
+from cluster.bench.rows import ACCEPTANCES, Row
+from cluster.bench.sequoia import acceptance_table, best_tree, expected_accepted
+from cluster.engine_client import EngineDead
+from secateur import cli
+from secateur.bench import AcceptancePlan
+from secateur.config import EngineArgs
+from secateur.errors import SecateurError
+from secateur.prompts import BUNDLED_PROMPTS, read_prompts
+from secateur.token_tree import parse_token_tree
+
+# -- Sequoia's dynamic program ---------------------------------------------------------------------------------------
+
+
+def all_trees(num_nodes: int, max_depth: int, max_children: int) -> set[tuple]:
+    """Every tree of so many nodes, grown node by node."""
+    trees: set[frozenset] = {frozenset()}
+    for _ in range(num_nodes):
+        grown = set()
+        for tree in trees:
+            for parent in [(), *tree]:
+                rank = sum(len(path) == len(parent) + 1 and path[:-1] == parent for path in tree)
+                if len(parent) < max_depth and rank < max_children:
+                    grown.add(tree | {(*parent, rank)})
+        trees = grown
+    return {tuple(sorted(tree, key=lambda path: (len(path), path))) for tree in trees}
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("max_depth", "max_children"), [(3, 3), (2, 4), (5, 2)])
+def test_no_tree_of_the_same_size_is_expected_to_accept_more(seed: int, max_depth: int, max_children: int) -> None:
+    rng = random.Random(seed)
+    table = [[rng.random() * (0.8 if rank == 0 else 0.2) for rank in range(max_children)] for depth in range(max_depth)]
+    for num_nodes in range(1, 7):
+        tree = best_tree(num_nodes, table)
+        others = all_trees(num_nodes, max_depth, max_children)
+        assert tree in others and tree == parse_token_tree(str(list(tree)))
+        best = max(expected_accepted(other, table) for other in others)
+        assert expected_accepted(tree, table) == pytest.approx(best, abs=1e-12)
+
+
+def test_a_sure_draft_makes_a_chain_and_a_hopeless_second_level_a_star() -> None:
+    assert best_tree(3, [[1.0, 0.0]] * 4) == ((0,), (0, 0), (0, 0, 0))
+    assert best_tree(3, [[0.3, 0.2, 0.1], [0.0, 0.0, 0.0]]) == ((0,), (1,), (2,))
+
+
+def test_more_nodes_than_the_table_has_room_for_are_refused() -> None:
+    assert len(best_tree(6, [[0.5, 0.1]] * 2)) == 6
+    with pytest.raises(ValueError, match="no tree of 7 nodes"):
+        best_tree(7, [[0.5, 0.1]] * 2)
+
+
+def test_later_ranks_share_what_the_first_misses_at_every_depth() -> None:
+    table = acceptance_table([0.6, 0.2], {1: 0.5, 2: 0.7, 4: 0.8}, 4)
+    assert table[0] == pytest.approx([0.6, 0.4 * 0.4, 0.4 * 0.1, 0.4 * 0.1])
+    assert table[1] == pytest.approx([0.2, 0.8 * 0.4, 0.8 * 0.1, 0.8 * 0.1])
+
+
+# -- the report ------------------------------------------------------------------------------------------------------
+
+
+def row(tree: str, kind: str, lengths: list[float], **changes: object) -> Row:
+    settings: dict[str, object] = {
+        "method": "eagle3",
+        "num_speculative_tokens": 16,
+        "temperature": 1.0,
+        "max_depth": 8,
+        "num_nodes": 16,
+        "static_tree": None,
+        "prune": "off",
+        "prune_min_prob": 0.0,
+        "prune_path_prob": 0.0,
+        "acceptance_length_se": 0.1,
+        "tokens_per_step": sum(lengths) / len(lengths),
+        "verified_per_token": 4.0,
+        "drafted_per_token": 4.0,
+        "tokens_per_second": 100.0,
+        "num_prompts": len(lengths),
+        "num_tokens": 99,
+    }
+    mean = sum(lengths) / len(lengths)
+    return Row(tree=tree, acceptance=kind, acceptance_length=mean, acceptance_lengths=lengths, **settings | changes)  # type: ignore[arg-type]
+
+
+ROWS = [
+    row("chain", "coupled", [9.0, 9.0], max_depth=16),  # the full chain is nobody's own
+    row("chain", "coupled", [2.0, 3.0], num_nodes=8),
+    row("static", "coupled", [2.9, 4.1]),
+    row("dynamic", "coupled", [3.0, 4.01]),
+    row("dynamic", "rejection", [3.0, 3.0]),
+    row("dynamic", "none", [1.75, 1.755]),
+    row("dynamic", "coupled", [2.9, 4.0], prune="thresholds", prune_min_prob=0.1, verified_per_token=1.0),
+    row("dynamic", "coupled", [1.0, 1.5], prune="auto", verified_per_token=0.5),
+]
+
+
+def test_draft_probabilities_are_credited_with_the_better_rule() -> None:
+    assert Table(ROWS).gain("dynamic", 1.0, 16) == pytest.approx(2.0)
+    assert Table(ROWS).gain("chain", 1.0, 16) is None
+
+
+def test_differences_are_paired_by_prompt_and_against_the_own_chain() -> None:
+    ahead = Table(ROWS).ahead("chain", "coupled", 1.0, 16)
+    assert ahead is not None and ahead.mean == pytest.approx(1.005) and ahead.error == pytest.approx(0.005)
+    assert ahead.sign == 1 and Key("chain", "coupled", 16, 1.0, is_full=True) in Table(ROWS).by_key
+    even = Table(ROWS).ahead("static", "coupled", 1.0, 16)
+    assert even is not None and even.sign == 0
+
+
+def test_the_report_says_what_pruning_saves_and_keeps() -> None:
+    text = render({"model": "m"}, ROWS)
+    assert "`coupled`, T = 1, 16 nodes: min_prob 0.1 saves 75%, keeps 99%" in text
+    assert "| coupled | 1 | 16 | auto | 0.50 | 1.25 | 1.25 | 88% | 36% | 100 |" in text
+
+
+# -- results that are not lost ---------------------------------------------------------------------------------------
+
+
+def run_without_engines(monkeypatch: pytest.MonkeyPatch, output: Path, rows) -> str:
+    monkeypatch.setattr(acceptance._Table, "rows", lambda self: rows())
+    prompts = read_prompts(BUNDLED_PROMPTS, 2)
+    return acceptance.run(EngineArgs.load({"device": "cpu"}), AcceptancePlan.quick(), prompts, output, print)
+
+
+def written(output: Path) -> dict:
+    [file] = output.glob("*-acceptance.json")
+    return json.loads(file.read_text())
+
+
+def test_without_matplotlib_the_table_is_written_and_the_extra_named(monkeypatch, tmp_path) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "cluster.bench.plots", raising=False)
+    with pytest.raises(SecateurError, match=r"plots need matplotlib: pip install 'secateur\[bench\]'"):
+        run_without_engines(monkeypatch, tmp_path, lambda: iter(ROWS))
+    assert len(written(tmp_path)["rows"]) == len(ROWS)
+
+
+def test_an_engine_that_dies_leaves_what_was_measured(monkeypatch, tmp_path) -> None:
+    def rows():
+        yield ROWS[0]
+        raise EngineDead("drafter 0 (pid 1) exited with code 1")
+
+    with pytest.raises(EngineDead):
+        run_without_engines(monkeypatch, tmp_path, rows)
+    assert [Row(**raw) for raw in written(tmp_path)["rows"]] == ROWS[:1]
+
+
+# -- the command -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
+    """What the command would have measured."""
+    calls: list[tuple] = []
+    stand_in = types.ModuleType("cluster.bench.acceptance")
+    stand_in.run = lambda *args, say: calls.append(args) or "done"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cluster.bench.acceptance", stand_in)
+    return calls
+
+
+def test_options_take_several_numbers_before_or_after_the_model(asked, capsys, tmp_path) -> None:
+    flags = ["--temperatures", "0", "0.7", "--nodes", "4", "8", "bundled:target", "--output", str(tmp_path)]
+    assert cli.main(["bench", "acceptance", *flags, "--nodes", "16", "--num-prompts", "5"]) == 0
+    [(args, plan, prompts, output)] = asked
+    assert (plan.temperatures, plan.nodes, plan.num_prompts) == ((0.0, 0.7), (4, 8, 16), 5)
+    assert args.model == "bundled:target" and len(prompts) == 5 and output == tmp_path
+    assert capsys.readouterr().out == "done\n"
+
+
+def test_alone_it_measures_the_bundled_pair_on_its_held_out_prompts(asked) -> None:
+    assert cli.main(["bench", "acceptance"]) == 0
+    [(args, plan, prompts, _)] = asked
+    assert args.speculative_config.model == "bundled:eagle3" and plan == AcceptancePlan()
+    assert any(prompt.messages for prompt in prompts) and any(prompt.text for prompt in prompts)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--nodes", "4", "99"], "nodes.1: must be less than or equal to 63 (got 99)"),
+        (["--temperatures", "-1"], "temperatures.0: must be greater than or equal to 0"),
+        (["--num-prompts", "99"], "has 50 prompts; ask for at most that many, not 99"),
+        (["--prompts", "/nowhere.jsonl"], "--prompts: cannot read /nowhere.jsonl"),
+        (["--no-speculation"], "give --speculative-config"),
+        (["org/model"], "give --speculative-config"),
+        (["-sc", '{"model": "x", "acceptance": "coupled"}'], "speculative_config.acceptance: is what the benchmark"),
+        (["--speculative-tree-prune-threshold", "0.1"], "prune_threshold: is what the benchmark varies; remove it"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_is_loaded(flags, says, asked, capsys) -> None:
+    assert cli.main(["bench", "acceptance", *flags]) == 2
+    assert says in capsys.readouterr().err and asked == []
+
+
+@pytest.mark.parametrize("line", ["{", '"text"', '{"text": ""}', '{"messages": []}', '{"prompt": "a"}'])
+def test_a_bad_line_of_prompts_is_named(line, asked, capsys, tmp_path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"text": "a"}\n' + line + "\n")
+    assert cli.main(["bench", "acceptance", "--prompts", str(file), "--num-prompts", "1"]) == 2
+    assert f"--prompts: {file}, line 2: " in capsys.readouterr().err
+
+
+def test_help_has_an_example(capsys) -> None:
+    assert cli.main(["bench", "acceptance", "--help"]) == 0
+    assert "Example: secateur bench acceptance" in capsys.readouterr().out
+
+
+# -- a real run ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_quick_run_on_the_bundled_pair(tmp_path, capsys) -> None:
+    assert cli.main(["bench", "acceptance", "--quick", "--output", str(tmp_path)]) == 0
+    table = written(tmp_path)
+    rows = [Row(**raw) for raw in table["rows"]]
+    assert table["tokens_per_second_is"].startswith("as measured with 4 requests in flight")
+    unpruned = [row for row in rows if row.prune == "off"]
+    cells = {(row.tree, row.acceptance, row.temperature, row.max_depth) for row in unpruned}
+    assert len(cells) == len(unpruned) == (1 + 3) * len(ACCEPTANCES) * 2  # the full chain, and three trees
+    for row in unpruned:
+        assert (
+            row.num_speculative_tokens == 12
+            and row.num_nodes == (8 if row.tree == "chain" else 12)
+            or (row.max_depth == 12)
+        )
+        assert 1 < row.acceptance_length <= 1 + row.max_depth and row.tokens_per_second > 0
+        assert row.drafted_per_token == row.verified_per_token > 0
+        assert row.num_tokens == 4 * 24 and len(row.acceptance_lengths) == row.num_prompts == 4
+        assert (row.static_tree is not None) == (row.tree == "static")
+    greedy = {row.acceptance_length for row in unpruned if row.tree == "dynamic" and row.temperature == 0}
+    assert len(greedy) == 1, "every rule is the same at temperature 0"
+    assert {str(row.pruning) for row in rows} >= {"min_prob 0.1", "path_prob 0.05", "auto"}
+    [markdown] = tmp_path.glob("*.md")
+    assert capsys.readouterr().out.strip() == markdown.read_text().strip()
+    plots = sorted(path.name.removesuffix(".png").rsplit("-", 1)[1] for path in tmp_path.glob("*.png"))
+    assert plots == ["length", "pruning"]

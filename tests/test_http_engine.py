@@ -1,0 +1,86 @@
+"""What may be asked of a real engine over HTTP: log probabilities, several answers, forbidden and forced tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import secateur
+from cluster.service import local_service
+from cluster.tokens import Tokenizer
+from secateur import Client
+from secateur.config import EngineArgs
+from secateur.protocol import CompletionResponse
+
+pytestmark = pytest.mark.slow
+
+PROMPT = "def f(x):\n    return"
+OFF = {"enabled": False}
+DRAFTED = {"tree_prune": "off"}  # `auto` may find that drafting costs more than it gains here
+REJECTION = {**DRAFTED, "acceptance": "rejection"}
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Client]:
+    with local_service(EngineArgs.load({"port": 0, "device": "cpu", "max_num_seqs": 8})) as url, Client(url) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(str(Path(secateur.__file__).parent / "bundled" / "target"))
+
+
+def complete(client: Client, **asked: Any) -> CompletionResponse:
+    return client.complete(PROMPT, **{"max_tokens": 12, "speculative": DRAFTED, **asked})
+
+
+def test_log_probabilities_are_the_target_s_whether_it_drafts_or_not(client: Client) -> None:
+    drafted, plain = (complete(client, temperature=0, logprobs=2, speculative=how) for how in (DRAFTED, OFF))
+    assert drafted.usage.completion_tokens_details.accepted_prediction_tokens > 0
+    first, second = drafted.choices[0].logprobs, plain.choices[0].logprobs
+    assert first.tokens == second.tokens
+    assert first.token_logprobs == pytest.approx(second.token_logprobs, abs=1e-4)
+    for token, logprob, top in zip(first.tokens, first.token_logprobs, first.top_logprobs, strict=True):
+        assert max(top, key=top.get) == token  # greedy
+        assert top[token] == logprob
+
+
+def test_the_first_of_n_answers_is_the_only_one_s(client: Client) -> None:
+    three, one = (complete(client, seed=3, n=n) for n in (3, 1))
+    assert three.choices[0].text == one.choices[0].text
+    assert len({choice.text for choice in three.choices}) == 3
+    assert three.usage.prompt_tokens == one.usage.prompt_tokens
+
+
+@pytest.mark.parametrize("how", [DRAFTED, OFF, REJECTION], ids=["coupled", "off", "rejection"])
+def test_what_is_forbidden_does_not_come_and_what_is_forced_does(
+    client: Client, tokenizer: Tokenizer, how: dict[str, Any]
+) -> None:
+    usual = complete(client, temperature=0, speculative=how).text
+    word = usual.split(".")[0].strip()
+    assert word not in complete(client, temperature=0, speculative=how, bad_words=[word]).text
+    letters = tokenizer.encode("xyz")
+    assert set(complete(client, seed=1, speculative=how, allowed_token_ids=letters).text) <= set("xyz")
+    forced = complete(client, seed=1, speculative=how, logit_bias={str(letters[0]): 100}).text
+    assert forced == tokenizer.decode([letters[0]]) * 12
+
+
+def test_min_tokens_keeps_an_answer_from_ending(client: Client) -> None:
+    usual, ended, kept = (
+        complete(client, temperature=0, **asked)
+        for asked in ({}, {"logit_bias": {"0": 100}}, {"logit_bias": {"0": 100}, "min_tokens": 5})
+    )
+    assert [answer.choices[0].finish_reason for answer in (ended, kept)] == ["stop", "stop"]
+    assert [answer.usage.completion_tokens for answer in (ended, kept)] == [1, 6]  # the end counts
+    assert kept.text and usual.text.startswith(kept.text)
+
+
+def test_a_request_whose_words_leave_no_token_is_still_answered(client: Client, tokenizer: Tokenizer) -> None:
+    x, y = (tokenizer.encode(letter)[0] for letter in "xy")
+    answer = complete(client, allowed_token_ids=[x, y], bad_words=["xx", "xy", "yx", "yy"])
+    assert answer.usage.completion_tokens == 12
+    assert complete(client, temperature=0).text  # and the engine lives

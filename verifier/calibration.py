@@ -1,0 +1,76 @@
+"""How far draft confidence can be trusted here, learnt from the verdicts.
+
+A child of conditional confidence c at depth d survives, if its parent does, with probability
+    sigmoid(a_d logit(c) + b_d)                                                                     (Platt scaling)
+(a_d, b_d) are fitted by online Newton steps on the log-likelihood of recent verdicts (recursive logistic regression
+with forgetting). What a depth has not shown yet it takes from a fit shared by all depths, and that from the identity.
+
+Every node below an accepted one is an observation, whether it was accepted or not: the tree was chosen by the same
+confidences, so the choice does not change what they mean. Legend: D depths, N packed rows, O observations.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from workers.types import TreeBatch, Verdict
+
+_NUM_DEPTHS = 8
+_MEMORY = 0.995  # per step
+_TRUST_SHARED = np.diag([20.0, 10.0])  # how many observations' curvature the shared fit is worth to one depth ...
+_TRUST_IDENTITY = np.diag([4.0, 2.0])  # ... and the identity to the shared fit
+_BOUNDS = np.array([[0.3, -4.0], [3.0, 4.0]])
+_MAX_LOGIT = 7.0  # weights travel as float16
+
+
+class Calibration:
+    """Starts as the identity."""
+
+    def __init__(self) -> None:
+        self._shared_2 = np.array([1.0, 0.0])
+        self._fit_D2 = np.tile(self._shared_2, (_NUM_DEPTHS, 1))
+        self._curvature_D22 = np.zeros((_NUM_DEPTHS, 2, 2))
+
+    @property
+    def fit_D2(self) -> np.ndarray:
+        """(a, b) for depth 1 .. D; deeper nodes use the last."""
+        return self._fit_D2.astype(np.float32)
+
+    def learn(self, trees: TreeBatch, verdicts: list[Verdict], is_shown_B: np.ndarray) -> None:
+        """From the trees of one step whose weights were calibrated by the present fit; is_shown_B: the requests to
+        learn from."""
+        offsets, depth_N = trees.offsets.numpy(), trees.depth_N.numpy()
+        weight_N = trees.weight_N.numpy().astype(np.float64)
+        begin_N = np.repeat(offsets[:-1], np.diff(offsets))
+        parent_N = begin_N + np.maximum(trees.parent_N.numpy(), 0)
+        accepted_N = np.zeros(len(depth_N), dtype=bool)
+        accepted_N[offsets[:-1]] = True
+        for begin, verdict in zip(offsets, verdicts, strict=False):
+            accepted_N[[begin + row for row in verdict.path]] = True
+        is_seen_N = (depth_N > 0) & accepted_N[parent_N] & (weight_N[parent_N] > 1e-3)
+        at = np.flatnonzero(is_seen_N & np.repeat(is_shown_B, np.diff(offsets)))
+        if len(at):
+            self._step(_logit(weight_N[at] / weight_N[parent_N[at]]), accepted_N[at], depth_N[at] - 1)
+
+    def _step(self, calibrated_O: np.ndarray, survived_O: np.ndarray, depth_O: np.ndarray) -> None:
+        depth_O = np.minimum(depth_O, _NUM_DEPTHS - 1)
+        a_O, b_O = self._fit_D2[depth_O].T
+        x_O2 = np.stack([(calibrated_O - b_O) / a_O, np.ones(len(depth_O))], axis=1)
+        p_O = 1 / (1 + np.exp(-calibrated_O))
+        shared_p_O = 1 / (1 + np.exp(-(x_O2 @ self._shared_2)))
+        is_depth_DO = depth_O == np.arange(_NUM_DEPTHS)[:, None]
+        slope_D2 = is_depth_DO @ ((survived_O - p_O)[:, None] * x_O2)
+        curved_O22 = (p_O * (1 - p_O))[:, None, None] * x_O2[:, :, None] * x_O2[:, None, :]
+        self._curvature_D22 = _MEMORY * self._curvature_D22 + np.einsum("do,oij->dij", is_depth_DO, curved_O22)
+        forgotten = 1 - _MEMORY
+        pull_2 = (survived_O - shared_p_O) @ x_O2 + forgotten * _TRUST_IDENTITY @ ([1.0, 0.0] - self._shared_2)
+        self._shared_2 = self._shared_2 + np.linalg.solve(self._curvature_D22.sum(0) + _TRUST_IDENTITY, pull_2)
+        self._shared_2 = np.clip(self._shared_2, *_BOUNDS)
+        pull_D2 = slope_D2 + forgotten * (self._shared_2 - self._fit_D2) @ _TRUST_SHARED
+        step_D2 = np.linalg.solve(self._curvature_D22 + _TRUST_SHARED, pull_D2[:, :, None])[:, :, 0]
+        self._fit_D2 = np.clip(self._fit_D2 + step_D2, *_BOUNDS)
+
+
+def _logit(p: np.ndarray) -> np.ndarray:
+    clipped = np.clip(p, 1e-6, 1 - 1e-6)
+    return np.clip(np.log(clipped / (1 - clipped)), -_MAX_LOGIT, _MAX_LOGIT)

@@ -1,0 +1,113 @@
+"""What a step costs on this machine: a table of the target's forward timed at start-up, corrected by every step since.
+
+Legend: T table entries, J terms of a cost.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from verifier.pack import pack_target
+from verifier.request import Request
+from verifier.target import Target
+from workers.config import EngineConfig
+from workers.ipc import Submit
+from workers.types import NodeKind, Rule, TreeBatch
+
+_PROFILE_S = 1.0
+"""Start-up time spent on the table, more or less: larger steps than fit are extrapolated."""
+_PROFILE_CONTEXT = 128
+_TREE_ROWS = 8
+
+
+class RowCosts(NamedTuple):
+    """Milliseconds of a forward over so many rows, never falling."""
+
+    rows_T: np.ndarray  # ascending from 1
+    ms_T: np.ndarray
+
+    def ms(self, num_rows: np.ndarray | int) -> np.ndarray:
+        """Linear between the entries; beyond the last as steep as the table is from its middle."""
+        rows = np.asarray(num_rows, dtype=np.float64)
+        middle = len(self.rows_T) // 2
+        slope = (self.ms_T[-1] - self.ms_T[middle]) / max(1, self.rows_T[-1] - self.rows_T[middle])
+        return np.interp(rows, self.rows_T, self.ms_T) + slope * np.maximum(rows - self.rows_T[-1], 0)
+
+
+UNPROFILED = RowCosts(np.array([1.0, 1024.0]), np.array([10.0, 60.0]))
+"""Some machine. The first steps put its scale right, not its shape."""
+
+
+def profile(target: Target, config: EngineConfig, num_pages: int) -> RowCosts:
+    """Times forwards of a growing number of rows, on pages that nobody owns yet. Rank 0; its peers follow."""
+    began = time.perf_counter()
+    rows: list[int] = []
+    milliseconds: list[float] = []
+    count, most = 1, config.max_num_batched_tokens
+    while count <= most and (time.perf_counter() - began < _PROFILE_S or len(rows) < 2):
+        rows.append(count)
+        milliseconds.append(min(_timed(target, config, num_pages, count) for _ in range(4)))
+        count += max(1, count // 2)
+    return RowCosts(np.array(rows, dtype=np.float64), np.maximum.accumulate(milliseconds))
+
+
+def _timed(target: Target, config: EngineConfig, num_pages: int, num_rows: int) -> float:
+    """One forward of so many rows, in trees behind a context of modest length. All share the same pages: what they
+    write there is never read."""
+    num_slots = min(_PROFILE_CONTEXT, config.max_model_len) + _TREE_ROWS
+    sizes = [_TREE_ROWS] * (num_rows // _TREE_ROWS) + [num_rows % _TREE_ROWS] * (num_rows % _TREE_ROWS > 0)
+    request = Request(Submit(id=0, prompt=[0] * (num_slots - _TREE_ROWS), max_tokens=1), Rule.COUPLED, None, 0)
+    request.pages = list(range(1, min(num_pages, 1 + -(-num_slots // config.page_size))))
+    step = pack_target(_chains(sizes), [request] * len(sizes), [], [], config.page_size, ())
+    began = time.perf_counter()
+    target.run(step, 0)
+    return 1e3 * (time.perf_counter() - began)
+
+
+def _chains(sizes: list[int]) -> TreeBatch:
+    row_N = np.concatenate([np.arange(size, dtype=np.int32) for size in sizes])
+    count = len(row_N)
+    return TreeBatch(
+        offsets=torch.tensor([0, *np.cumsum(sizes)], dtype=torch.int32),
+        token_N=torch.zeros(count, dtype=torch.int32),
+        parent_N=torch.from_numpy(row_N - 1),
+        depth_N=torch.from_numpy(row_N),
+        ancestors_N=torch.from_numpy((np.int64(2) << row_N.astype(np.int64)) - 1),
+        kind_N=torch.where(torch.from_numpy(row_N) > 0, NodeKind.DETERMINISTIC, NodeKind.ROOT).to(torch.uint8),
+        weight_N=torch.ones(count),
+    )
+
+
+class Bill:
+    """A cost as a sum of terms, price x quantity, whose prices follow what was really paid.
+
+    Each measurement moves the prices by the least change, large terms before small ones, that explains part of its
+    error (normalised LMS). Errors count up to half the estimate, so that a hiccup of the machine passes unnoticed and
+    the estimate tends to the median.
+    """
+
+    _RATE = 0.08
+    _MAX_ERROR = 0.5
+
+    def __init__(self, *prices: float) -> None:
+        self._price_J = np.array(prices)
+        self._num_paid = 0
+
+    def price(self, *quantities: np.ndarray | float) -> np.ndarray:
+        """Of one bill, or of several if some quantities are arrays."""
+        return sum((price * np.asarray(q) for price, q in zip(self._price_J, quantities, strict=True)), np.zeros(()))
+
+    def paid(self, amount: float, *quantities: float) -> None:
+        term_J = self._price_J * quantities
+        estimate = float(term_J.sum())
+        if not self._num_paid:
+            self._price_J *= amount / estimate  # the first measurement tells the scale
+        else:
+            error = np.clip(amount / estimate - 1, -self._MAX_ERROR, self._MAX_ERROR)
+            rate = max(self._RATE, 0.5 / self._num_paid)
+            self._price_J *= 1 + rate * error * estimate * term_J / float(term_J @ term_J)
+        self._num_paid += 1
