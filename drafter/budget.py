@@ -1,9 +1,9 @@
 """What a tree node is worth: expected tokens per millisecond on measured cost tables.
 
-A step that verifies n draft nodes after growing `levels` levels yields `sure` tokens without any draft and, in
+A step that verifies n draft nodes yields `sure` tokens without any draft and, in
 expectation, the nodes' survival weights on top. The best budget maximises
 
-    (sure + sum of the n best weights) / (draft_ms(levels) + verify_ms(n))
+    (sure + sum of the n best weights) / (draft_ms + verify_ms(n))
 
 Weights never grow down a tree, so the n best are rooted subtrees. Everything is float32 and a function of the message,
 so that every drafter rank decides alike.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from drafter.shape import TYPICAL_CHILDREN
 from workers.types import DraftCosts
 
 
@@ -22,7 +23,7 @@ class Budget:
     def __init__(self, costs: DraftCosts) -> None:
         self._nodes_T = costs.nodes_T.numpy().astype(np.float32)
         self._verify_ms_T = costs.verify_ms_T.numpy()
-        self._first_ms, self._level_ms = costs.draft_ms_2.numpy()
+        self._first_ms, self._level_ms, self._node_ms = costs.draft_ms_3.numpy()
         self._sure = np.float32(costs.sure_1[0])
         self._calibration_D2 = costs.calibration_D2.numpy()
 
@@ -36,28 +37,41 @@ class Budget:
         chance = 1 / (1 + np.exp(-(a * np.log(clipped / (1 - clipped)) + b)))
         return np.where(weight_FK > 0, chance, 0).astype(np.float32)
 
-    def draft_ms(self, num_levels: int | np.ndarray) -> np.ndarray:
-        return np.asarray(self._first_ms + (np.maximum(num_levels, 1) - 1) * self._level_ms, dtype=np.float32)
+    def draft_ms(self, num_levels: int, num_run: int) -> float:
+        """Of so many levels, on which so many nodes were run."""
+        return float(self._first_ms + max(num_levels - 1, 0) * self._level_ms + num_run * self._node_ms)
 
     def verify_ms(self, num_nodes: np.ndarray) -> np.ndarray:
         return np.interp(num_nodes, self._nodes_T, self._verify_ms_T).astype(np.float32)
 
-    def rates(self, ranked_N: np.ndarray, num_levels: int, fixed: np.ndarray) -> np.ndarray:
+    def rates(self, ranked_N: np.ndarray, draft_ms: float, fixed: np.ndarray) -> np.ndarray:
         """Tokens per millisecond with the n best of `ranked` (descending weights), n = 0 .. N. fixed: weights of nodes
         that are verified in any case."""
         gain = np.concatenate([[0], np.cumsum(ranked_N, dtype=np.float32)]).astype(np.float32)
         nodes = len(fixed) + np.arange(len(gain))
-        return (self._sure + fixed.sum(dtype=np.float32) + gain) / (self.draft_ms(num_levels) + self.verify_ms(nodes))
+        return (self._sure + fixed.sum(dtype=np.float32) + gain) / (np.float32(draft_ms) + self.verify_ms(nodes))
 
-    def best_count(self, ranked_N: np.ndarray, num_levels: int, fixed: np.ndarray) -> int:
+    def best_count(self, ranked_N: np.ndarray, draft_ms: float, fixed: np.ndarray) -> int:
         """How many of `ranked` to verify; the smallest of equals."""
-        return int(self.rates(ranked_N, num_levels, fixed).argmax())
+        return int(self.rates(ranked_N, draft_ms, fixed).argmax())
 
-    def pays(self, gain: float, weights: np.ndarray, num_levels: int) -> bool:
-        """Whether a further level that is expected to add `gain` tokens is worth its time, given the trees so far."""
-        ranked = np.sort(weights)[::-1]
-        rate = self.rates(ranked, num_levels, np.zeros(0, dtype=np.float32)).max()
-        return gain >= rate * self._level_ms
+    def worth_running(
+        self, weight_F: np.ndarray, least_F: np.ndarray, weights: np.ndarray, draft_ms: float
+    ) -> np.ndarray:
+        """bool [F]: nodes worth one more level, none if all together are not.
+
+        A node's children are expected at typical survival. What one brings is its weight less what a node must weigh
+        to be verified: as much as the time of its row is worth and, where its request has no place left, `least_F`, the
+        weight that gives way. weights: every node of the batch so far.
+        """
+        rates = self.rates(np.sort(weights)[::-1], draft_ms, np.zeros(0, dtype=np.float32))
+        count, rate = int(rates.argmax()), rates.max()
+        row_ms = self.verify_ms(np.array(count + 1)) - self.verify_ms(np.array(count))
+        must_F = np.maximum(least_F, rate * row_ms)
+        gain_F = np.maximum(weight_F[:, None] * _CHILDREN - must_F[:, None], 0).sum(1)
+        runs_F = gain_F >= rate * self._node_ms
+        pays = (gain_F - rate * self._node_ms)[runs_F].sum() >= rate * self._level_ms
+        return runs_F & pays
 
     def slots_before_drawing(self, expected_J: np.ndarray, num_requests: int, max_depth: int) -> int:
         """Slots per request for trees that may not be cut once they are drawn; at least 1.
@@ -66,5 +80,9 @@ class Budget:
         """
         count = np.arange(1, len(expected_J) + 1)
         gain = num_requests * np.cumsum(expected_J, dtype=np.float32)
-        cost = self.draft_ms(np.minimum(count, max_depth)) + self.verify_ms(num_requests * count)
+        draft_ms = [self.draft_ms(min(n, max_depth), num_requests * (n - 1)) for n in count.tolist()]
+        cost = np.array(draft_ms, dtype=np.float32) + self.verify_ms(num_requests * count)
         return 1 + int(((self._sure + gain) / cost).argmax())
+
+
+_CHILDREN = np.array(TYPICAL_CHILDREN, dtype=np.float32)

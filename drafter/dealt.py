@@ -14,7 +14,7 @@ from drafter.level import GrowLimits, Level, Nodes, SampledNode
 from drafter.prune import passes_min, passes_path
 from drafter.sample import draw_children, drawn_from
 from drafter.score import Scores
-from drafter.shape import TYPICAL_CHILDREN, Shape
+from drafter.shape import Shape
 from workers.types import NodeKind, Rule, SamplingBatch
 
 
@@ -51,7 +51,7 @@ class Dealt:
         self._count[own] = 1
         self._token[:, 0] = root_token_B
         self._slots[:, 0] = slots_B
-        self._num_levels = 0
+        self._num_levels = self._num_run = 0
         self._frontier = self._open(0, own, np.zeros_like(own))
 
     def _root_slots(self) -> np.ndarray:
@@ -70,6 +70,7 @@ class Dealt:
 
     def take(self, level: Level, scores: Scores) -> None:
         """Deals every node's slots to its children, adds them ordered by parent row then rank, opens the next level."""
+        self._num_run += len(level.request_F) if self._num_levels else 0
         self._num_levels += 1
         b, row, depth = level.request_F, level.row_F, level.depth
         slots_F = self._slots[b, row]
@@ -162,10 +163,11 @@ class Dealt:
         if not is_auto.any() or (is_open & ~is_auto).any():
             return np.ones(len(b), dtype=bool)
         assert self._budget is not None
-        gain = float(self._weight[b[is_open], row[is_open]].sum()) * sum(TYPICAL_CHILDREN)
         rows = np.arange(self._weight.shape[1])
         weights = self._weight[(rows < self._count[:, None]) & (rows > 0)]
-        return np.full(len(b), self._budget.pays(gain, weights, self._num_levels))
+        draft_ms = self._budget.draft_ms(self._num_levels, self._num_run)
+        frontier = self._weight[b[is_open], row[is_open]]
+        return np.full(len(b), self._budget.worth_running(frontier, np.zeros_like(frontier), weights, draft_ms).any())
 
     def nodes(self) -> Nodes:
         b, row = np.nonzero(np.arange(self._token.shape[1]) < self._count[:, None])

@@ -54,6 +54,7 @@ class Grown(NamedTuple):
     probs: DraftProbs | None  # None = nothing was sampled
     pruned_BD: np.ndarray  # int32: nodes of depth 1 .. D that pruning kept out
     num_levels: int  # levels read, the roots' included
+    num_run: int  # nodes run through the draft model, the roots not counted
 
 
 def grow(
@@ -79,12 +80,13 @@ def grow(
     pruned_BD = np.zeros((len(root_token_B), int(limits.max_depth_B.max(initial=0))), dtype=np.int32)
     growths = _growths(root_token_B, root_index_B, limits, sampling, shape, budget, pruned_BD)
     editor = _Editor(standings or {}, vocab)
-    num_levels = 0
+    num_levels = num_run = 0
     while True:
         level, owner_F = _merge([growth.frontier() for growth in growths])
         if not len(level.request_F):
             break
         draft = expand(level) if num_levels else _take_rows(roots, level.request_F)
+        num_run += len(level.request_F) if num_levels else 0
         num_levels += 1
         if editor.is_needed:
             draft = editor.edit(draft, level)
@@ -98,10 +100,10 @@ def grow(
                 growth.take(level.rows(owner_F == i), scores.rows(owner_F == i))
     nodes = Nodes.concatenate([growth.nodes() for growth in growths])
     if budget is not None:
-        nodes = _cut(nodes, limits, budget, num_levels, pruned_BD)
+        nodes = _cut(nodes, limits, budget, budget.draft_ms(num_levels, num_run), pruned_BD)
     trees = _pack(nodes, len(root_token_B))
     sampled = [node for growth in growths if isinstance(growth, Dealt) for node in growth.sampled]
-    return Grown(trees, _pack_probs(sampled, trees), pruned_BD, num_levels)
+    return Grown(trees, _pack_probs(sampled, trees), pruned_BD, num_levels, num_run)
 
 
 def _growths(
@@ -168,7 +170,7 @@ class _Editor:
         return constrain(draft, rows, self._vocab.columns)
 
 
-def _cut(nodes: Nodes, limits: GrowLimits, budget: Budget, num_levels: int, pruned_BD: np.ndarray) -> Nodes:
+def _cut(nodes: Nodes, limits: GrowLimits, budget: Budget, draft_ms: float, pruned_BD: np.ndarray) -> Nodes:
     """Without the nodes that are not worth their verification; the best of each request stays, so that none starves."""
     may_cut_N = (limits.auto_B > 0)[nodes.request_N] & (limits.rule_B < Rule.TRAVERSAL)[nodes.request_N]
     open_N = may_cut_N & (nodes.row_N > 0)
@@ -179,7 +181,7 @@ def _cut(nodes: Nodes, limits: GrowLimits, budget: Budget, num_levels: int, prun
     ranked = entries[order]
     # Nodes that stay whatever the budget says: other requests' trees.
     fixed = nodes.weight_N[(nodes.row_N > 0) & ~may_cut_N]
-    count = budget.best_count(nodes.weight_N[ranked], num_levels, fixed)
+    count = budget.best_count(nodes.weight_N[ranked], draft_ms, fixed)
     keep_N = ~open_N
     keep_N[ranked[:count]] = True
     first_of_request = np.unique(nodes.request_N[ranked], return_index=True)[1]

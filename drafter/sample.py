@@ -16,7 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from drafter.level import DraftVocabulary
-from workers.random import Stream, uniform_below
+from workers.random import Stream, below, words64
 from workers.types import NodeKind
 
 SUPPORT = 64
@@ -88,9 +88,11 @@ def draw_children(
     rows = np.arange(len(count_F))
     left_FS = drawn_from(support, num_fixed_F)
     place_FK = np.full((len(rows), max_children), -1, dtype=np.int64)
-    for k in range(max_children):
+    seed_F1, root_position_F1, row_F1 = (key_F[:, None] for key_F in (seed_F, root_position_F, row_F))
+    high_FK, low_FK = words64(seed_F1, root_position_F1, row_F1, np.arange(max_children), Stream.DRAFT)
+    for k in range(int(count_F.max(initial=0))):
         total_F = left_FS.sum(-1)
-        drawn_F = uniform_below(total_F, seed_F, root_position_F, row_F, np.int64(k), Stream.DRAFT)
+        drawn_F = below(total_F, high_FK[:, k], low_FK[:, k])
         place_F = (left_FS.cumsum(-1) > drawn_F[:, None]).argmax(-1)
         is_fixed_F = k < num_fixed_F
         has_drawn_F = ~is_fixed_F & (total_F > 0)

@@ -14,7 +14,6 @@ from drafter.budget import Budget
 from drafter.level import GrowLimits, Level, Nodes
 from drafter.prune import passes_min, passes_path
 from drafter.score import Scores
-from drafter.shape import TYPICAL_CHILDREN
 from workers.config import MAX_TREE_NODES
 from workers.types import NodeKind
 
@@ -84,11 +83,21 @@ class Search:
         may_open = is_new & (self._depth < self._limits.max_depth_B[self._request])
         may_open &= passes_path(self._path_prob, self._limits.path_prob_B[self._request])
         at = np.flatnonzero(may_open)
-        gain = float(self._weight[at].sum()) * sum(TYPICAL_CHILDREN)
-        if not len(at) or not self._budget.pays(gain, self._weight[self._depth > 0], self._num_levels):
-            self._open = at[:0]
+        if len(at):
+            draft_ms = self._budget.draft_ms(self._num_levels, int(self._num_rows_B.sum()) - len(self._num_rows_B))
+            weights = self._weight[self._depth > 0]
+            at = at[self._budget.worth_running(self._weight[at], self._least(at), weights, draft_ms)]
+        if not len(at):
+            self._open = at
             return
         self._open = self._give_rows(at)
+
+    def _least(self, at: np.ndarray) -> np.ndarray:
+        """What gives way to a further candidate of these ones' requests: nothing (0) while there is a place left."""
+        count_B = np.bincount(self._request, minlength=len(self._num_rows_B)) - 1
+        least_B = np.ones(len(count_B), dtype=np.float32)
+        np.minimum.at(least_B, self._request, self._weight)
+        return np.where(count_B < self._limits.num_nodes_B, 0, least_B)[self._request[at]]
 
     def _best(self) -> np.ndarray:
         """Indices, ascending, of each request's root and its num_nodes best candidates; the earlier of equals."""

@@ -113,6 +113,7 @@ def draft(request: DraftRequest, proposer: Proposer, shape: Shape, *, is_hybrid:
         probs=grown.probs,
         pruned_GD=torch.from_numpy(grown.pruned_BD),
         num_levels=grown.num_levels,
+        num_run=grown.num_run,
         seconds=time.perf_counter() - began,
     )
 

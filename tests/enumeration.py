@@ -103,20 +103,20 @@ def every_draw(weights: Weights, slots: Slots, keeps_noise: bool) -> list[tuple[
     def draw(choose: Choose) -> tuple[Drawn, ...]:
         noises: list[Interval] = []
 
-        def uniform_below(limit: np.ndarray, *_: object) -> np.ndarray:
+        def below(limit: np.ndarray, *_: object) -> np.ndarray:
             total = int(limit[0])
             drawn = choose([1 / total] * total) if total and slots.num_fixed <= len(noises) < slots.count else 0
             noises.append((drawn / total, (drawn + 1) / total) if total and keeps_noise else (0.0, 1.0))
             return np.array([drawn])
 
-        with mock.patch.object(drafter.sample, "uniform_below", uniform_below):
+        with mock.patch.object(drafter.sample, "below", below):
             fields = (np.array([field]) for field in slots)
             children = draw_children(support, *fields, zero, zero, zero, max_children=max(slots.count, 1))
         places, kinds = children.place_FK[0].tolist(), children.kind_FK[0].tolist()
         ids = support.id_FS[0].tolist()
         return tuple(
             Drawn(ids[place], NodeKind(kind), noise)
-            for place, kind, noise in zip(places, kinds, noises, strict=True)
+            for place, kind, noise in zip(places, kinds, noises, strict=False)
             if place >= 0
         )
 

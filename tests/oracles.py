@@ -178,6 +178,38 @@ def grow(
     return nodes
 
 
+def candidates(
+    model: Model,
+    *,
+    max_depth: int,
+    max_children: int,
+    min_prob: float,
+    path_prob: float,
+    temperature: float,
+    seed: int,
+    root_index: int,
+    calibration: Sequence[tuple[float, float]],
+) -> dict[Path, float]:
+    """Every node that the thresholds allow a tree to have, with its calibrated weight."""
+    found: dict[Path, float] = {}
+
+    def below(path: Path, weight: float, prob: float) -> None:
+        x = process(model(path), temperature, 0, 1.0, 0.0)
+        q = softmax(x)
+        if len(path) == max_depth or prob < path_prob or max(q) < min_prob:
+            return
+        noise = [gumbel(seed, root_index + len(path), t) if temperature > 0 else 0.0 for t in range(len(q))]
+        confidence = softmax([(math.log(p) + g) / CONFIDENCE_TAU for p, g in zip(q, noise, strict=True)])
+        a, b = calibration[min(len(path), len(calibration) - 1)]
+        for t in sorted(range(len(q)), key=lambda t: -confidence[t])[:max_children]:
+            odds = (confidence[t] / (1 - confidence[t])) ** a * math.exp(b)
+            found[*path, t] = weight * odds / (1 + odds)
+            below((*path, t), found[*path, t], prob * q[t])
+
+    below((), 1.0, 1.0)
+    return found
+
+
 def without_descendants(paths: Iterable[Path], is_expanded: Callable[[Path], bool]) -> list[Path]:
     """The paths all of whose proper ancestors (the root () included) are expanded."""
     return [p for p in paths if all(is_expanded(p[:n]) for n in range(len(p)))]

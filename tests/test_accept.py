@@ -141,4 +141,5 @@ def test_logits_have_one_row_per_tree_row_exactly():
 def test_draft_probabilities_are_refused():
     probs = DraftProbs(offsets=torch.zeros(2), id_S=torch.zeros(0), weight_S=torch.zeros(0))
     with pytest.raises(ValueError, match="draft probabilities"):
-        accept(oracles.tree([-1], [1]), torch.zeros(1, V), SamplingBatch.stack([GREEDY]), torch.tensor([0]), probs=probs)
+        greedy = SamplingBatch.stack([GREEDY])
+        accept(oracles.tree([-1], [1]), torch.zeros(1, V), greedy, torch.tensor([0]), probs=probs)

@@ -194,6 +194,10 @@ def test_alone_it_measures_the_bundled_pair_on_its_held_out_prompts(asked) -> No
         (["--temperatures", "-1"], "temperatures.0: must be greater than or equal to 0"),
         (["--num-prompts", "99"], "has 50 prompts; ask for at most that many, not 99"),
         (["--prompts", "/nowhere.jsonl"], "--prompts: cannot read /nowhere.jsonl"),
+        (
+            ["-sc", '{"model": "x", "speculative_tree_max_depth": 1}'],
+            "no tree of depth 1 with 8 children per node has 32",
+        ),
         (["--no-speculation"], "give --speculative-config"),
         (["org/model"], "give --speculative-config"),
         (["-sc", '{"model": "x", "acceptance": "coupled"}'], "speculative_config.acceptance: is what the benchmark"),
@@ -227,7 +231,7 @@ def test_a_quick_run_on_the_bundled_pair(tmp_path, capsys) -> None:
     assert cli.main(["bench", "acceptance", "--quick", "--output", str(tmp_path)]) == 0
     table = written(tmp_path)
     rows = [Row(**raw) for raw in table["rows"]]
-    assert table["tokens_per_second_is"].startswith("as measured with 4 requests in flight")
+    assert "tokens_per_second is as measured with 4 requests in flight" in table["notes"]
     unpruned = [row for row in rows if row.prune == "off"]
     cells = {(row.tree, row.acceptance, row.temperature, row.max_depth) for row in unpruned}
     assert len(cells) == len(unpruned) == (1 + 3) * len(ACCEPTANCES) * 2  # the full chain, and three trees

@@ -51,7 +51,7 @@ def draft_reply(seconds: float) -> DraftReply:
         offsets=torch.zeros(1, dtype=torch.int32), token_N=none, parent_N=none, depth_N=none,
         ancestors_N=none.long(), kind_N=none.byte(), weight_N=none.float(),
     )  # fmt: skip
-    return DraftReply(trees=trees, probs=None, pruned_GD=none.reshape(0, 0), num_levels=0, seconds=seconds)
+    return DraftReply(trees=trees, probs=None, pruned_GD=none.reshape(0, 0), num_levels=0, num_run=0, seconds=seconds)
 
 
 def target_step(rows: int) -> TargetStep:

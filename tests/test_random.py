@@ -11,7 +11,7 @@ import scipy.stats
 import torch
 
 import workers.random
-from workers.random import Stream, gumbel, philox, residual_gumbel, uniform, uniform_below
+from workers.random import Stream, below, gumbel, philox, residual_gumbel, uniform, words64
 
 torch.set_num_threads(1)
 
@@ -106,8 +106,8 @@ def test_uniforms_take_all_of_their_64_bits():
     keys = (np.int64(9), np.int64(2), np.int64(1))  # root position, row, index
     words = [oracles.philox((s % 2**32, s % 2**64 >> 32), (1, 9, 2, Stream.DRAFT)) for s in seeds.tolist()]
     bits = [high << 32 | low for high, low, _, _ in words]
-    below = uniform_below(limits, seeds, *keys, Stream.DRAFT)
-    assert below.tolist() == [u * limit >> 64 for u, limit in zip(bits, limits.tolist(), strict=True)]
+    drawn = below(limits, *words64(seeds, *keys, Stream.DRAFT))
+    assert drawn.tolist() == [u * limit >> 64 for u, limit in zip(bits, limits.tolist(), strict=True)]
     assert uniform(seeds, *keys, Stream.DRAFT).tolist() == [(u >> 11) / 2**53 for u in bits]
     many = uniform(np.arange(20000), *keys, Stream.ACCEPT)
     assert many.max() < 1 and scipy.stats.kstest(many, "uniform").pvalue > 1e-3

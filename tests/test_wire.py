@@ -60,7 +60,7 @@ def draft_costs(rng: np.random.Generator, size: int) -> DraftCosts:
     return DraftCosts(
         nodes_T=ints(rng, size),
         verify_ms_T=reals(rng, size),
-        draft_ms_2=reals(rng, 2),
+        draft_ms_3=reals(rng, 3),
         sure_1=reals(rng, 1),
         calibration_D2=reals(rng, size, 2),
     )
@@ -70,7 +70,7 @@ def draft_reply(
     trees: TreeBatch, probs: DraftProbs | None = None, *, seconds: float = 0.0, pruned: Sequence[Sequence[int]] = ()
 ) -> DraftReply:
     pruned_GD = torch.tensor(pruned, dtype=torch.int32).reshape(len(pruned), -1 if pruned else 0)
-    return DraftReply(trees=trees, probs=probs, pruned_GD=pruned_GD, num_levels=len(pruned), seconds=seconds)
+    return DraftReply(trees=trees, probs=probs, pruned_GD=pruned_GD, num_levels=len(pruned), num_run=7, seconds=seconds)
 
 
 def draft_request(
@@ -212,6 +212,6 @@ def test_every_field_of_every_message_is_on_the_wire():
         (TargetStep, wire.STEP_FIELDS, set()),
         (DraftCosts, wire.COST_FIELDS, set()),
         (DraftRequest, wire.REQUEST_FIELDS, {"features_MH", "costs"}),
-        (DraftReply, wire.PRUNED_FIELDS, {"trees", "probs", "num_levels", "seconds"}),
+        (DraftReply, wire.PRUNED_FIELDS, {"trees", "probs", "num_levels", "num_run", "seconds"}),
     ]:
         assert {f.name for f in fields(kind)} - elsewhere == {field.name for field in table}

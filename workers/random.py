@@ -73,26 +73,23 @@ def residual_gumbel(seed_R: Tensor, root_position_R: Tensor, row_R: Tensor, star
 
 def uniform(seed: Array, root_position: Array, row: Array, index: Array, stream: Stream) -> np.ndarray:
     """Uniforms in [0, 1), float64 with all 53 bits, per broadcast element of the keys; int64 numpy arrays."""
-    high, low = _words64(seed, root_position, row, index, stream)
+    high, low = words64(seed, root_position, row, index, stream)
     return (high * 2.0**21 + (low >> 11)) * 2.0**-53
 
 
-def uniform_below(
-    limit: Array, seed: Array, root_position: Array, row: Array, index: Array, stream: Stream
-) -> np.ndarray:
-    """Uniform integers in [0, limit), keyed like `uniform`; limit at most 2^31.
-
-    floor(u limit / 2^64) of a 64-bit u: no integer's probability is off by more than 2^-64.
-    """
-    high, low = _words64(seed, root_position, row, index, stream)
-    return (high * limit + (low * limit >> 32)) >> 32
-
-
-def _words64(seed: Array, root_position: Array, row: Array, index: Array, stream: Stream) -> tuple[Array, Array]:
-    """High and low halves of 64 random bits, int64 in [0, 2^32) each."""
+def words64(seed: Array, root_position: Array, row: Array, index: Array, stream: Stream) -> tuple[Array, Array]:
+    """High and low halves of 64 random bits, int64 in [0, 2^32) each, keyed like `uniform`."""
     seed, c0, c1, c2 = np.broadcast_arrays(seed, index, root_position, row)
     high, low, _, _ = philox(seed, c0, c1, c2, stream)
     return high, low
+
+
+def below(limit: Array, high: Array, low: Array) -> np.ndarray:
+    """Uniform integers in [0, limit) from 64 random bits u; limit at most 2^31.
+
+    floor(u limit / 2^64): no integer's probability is off by more than 2^-64.
+    """
+    return (high * limit + (low * limit >> 32)) >> 32
 
 
 def _gumbel(seed_R: Tensor, c1_R: Tensor, c2_R: Tensor, start: int, stop: int, stream: Stream) -> Tensor:

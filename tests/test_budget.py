@@ -1,0 +1,231 @@
+"""Trees under `auto`: the best nodes by calibrated survival, as many as their time is worth."""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import oracles
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import Path
+
+from drafter.budget import Budget
+from drafter.grow import Grown, grow
+from drafter.level import DraftVocabulary, Level
+from drafter.shape import DynamicShape, Shape, StaticShape
+from workers.types import DraftCosts, SamplingBatch, SamplingParams
+
+torch.set_num_threads(1)
+
+V, CHILDREN, DEPTH = 8, 3, 3
+SHAPE = DynamicShape(CHILDREN, DEPTH)
+CALIBRATION = ((0.8, 0.3), (1.2, -0.4))
+STATIC = StaticShape(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
+CHAIN = StaticShape(((0,), (0, 0), (0, 0, 0)))
+
+
+def costs(
+    node: float = 0.0, level: float = 0.0, run: float = 0.0, first: float = 1.0, sure: float = 1.0
+) -> DraftCosts:
+    """Verification takes 10 ms and `node` more for each node."""
+    return DraftCosts(
+        nodes_T=torch.tensor([0, 1000], dtype=torch.int32),
+        verify_ms_T=torch.tensor([10.0, 10.0 + 1000 * node]),
+        draft_ms_3=torch.tensor([first, level, run]),
+        sure_1=torch.tensor([sure]),
+        calibration_D2=torch.tensor(CALIBRATION),
+    )
+
+
+FREE = costs()
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request's part of a batch."""
+
+    model: int = 0
+    num_nodes: int = 8
+    max_depth: int = DEPTH
+    min_prob: float = 0.0
+    path_prob: float = 0.0
+    temperature: float = 1.0
+    auto: bool = True
+
+    @property
+    def candidates(self) -> dict[Path, float]:
+        return oracles.candidates(
+            lambda path: model_logits(self.model, path).tolist(),
+            max_depth=self.max_depth, max_children=CHILDREN, min_prob=self.min_prob, path_prob=self.path_prob,
+            temperature=self.temperature, seed=self.model, root_index=20, calibration=CALIBRATION,
+        )  # fmt: skip
+
+    @property
+    def best(self) -> dict[Path, float]:
+        ranked = sorted(self.candidates.items(), key=lambda item: -item[1])
+        return dict(ranked[: self.num_nodes])
+
+
+@functools.cache
+def model_logits(model: int, path: Path) -> np.ndarray:
+    rng = np.random.default_rng([model, zlib.crc32(repr(path).encode())])
+    return rng.normal(scale=1.0 + 2.0 * rng.random(), size=V).astype(np.float32)
+
+
+def grown(asks: Sequence[Ask], prices: DraftCosts = FREE, shape: Shape = SHAPE) -> Grown:
+    paths: dict[tuple[int, int], Path] = {(b, 0): () for b in range(len(asks))}
+
+    def expand(level: Level) -> torch.Tensor:
+        for b, row, parent, token in zip(*level[1:5], strict=True):
+            paths[b, row] = (*paths[b, parent], int(token))
+        keys = zip(level.request_F, level.row_F, strict=True)
+        return torch.from_numpy(np.stack([model_logits(asks[b].model, paths[b, row]) for b, row in keys]))
+
+    return grow(
+        torch.from_numpy(np.stack([model_logits(ask.model, ()) for ask in asks])),
+        np.zeros(len(asks), dtype=np.int64),
+        np.full(len(asks), 20),
+        limits=oracles.limits(
+            [ask.num_nodes for ask in asks],
+            [ask.max_depth for ask in asks],
+            [ask.min_prob for ask in asks],
+            [ask.path_prob for ask in asks],
+            auto=[ask.auto for ask in asks],
+        ),
+        sampling=SamplingBatch.stack([SamplingParams(temperature=ask.temperature, seed=ask.model) for ask in asks]),
+        shape=shape,
+        expand=expand,
+        vocab=DraftVocabulary(target_size=V),
+        costs=prices,
+    )
+
+
+def weights(trees: Grown, request: int = 0) -> dict[Path, float]:
+    begin, end = trees.trees.offsets[request : request + 2].tolist()
+    return dict(
+        zip(oracles.paths_of(trees.trees, request)[1:], trees.trees.weight_N[begin + 1 : end].tolist(), strict=True)
+    )
+
+
+def assert_rooted(nodes: dict[Path, float]) -> None:
+    assert all(path[:-1] in nodes or len(path) == 1 for path in nodes)
+
+
+# ---- the search
+
+
+THRESHOLD = st.one_of(st.just(0.0), st.floats(0, 0.6, width=32))
+ASK = st.builds(
+    Ask,
+    model=st.integers(0, 10**6),
+    num_nodes=st.integers(1, 30),
+    max_depth=st.integers(1, DEPTH),
+    min_prob=THRESHOLD,
+    path_prob=THRESHOLD,
+    temperature=st.sampled_from([0.0, 1.0]),
+)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(ASK)
+def test_where_nothing_costs_anything_a_tree_is_the_best_of_all_that_the_thresholds_allow(ask):
+    got = weights(grown([ask]))
+    assert got == {path: pytest.approx(weight, rel=1e-3) for path, weight in ask.best.items()}
+
+
+def test_what_a_threshold_frees_is_refilled():
+    whole, pruned = (Ask(model=3, num_nodes=6, path_prob=p) for p in (0.0, 0.2))
+    assert set(pruned.best) != set(whole.best) and len(weights(grown([pruned]))) == 6
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(st.lists(ASK, min_size=2, max_size=4), st.lists(st.booleans(), min_size=4, max_size=4))
+def test_requests_get_the_same_tree_together_and_alone_while_nothing_costs_anything(asks, autos):
+    asks = [replace(ask, auto=auto) for ask, auto in zip(asks, autos, strict=False)]
+    together = grown(asks)
+    for b, ask in enumerate(asks):
+        assert weights(together, b) == pytest.approx(weights(grown([ask])), rel=1e-6)
+
+
+def test_rows_are_breadth_first_and_parents_in_order():
+    trees = grown([Ask(model=m, num_nodes=14) for m in range(5)]).trees
+    for begin, end in zip(trees.offsets, trees.offsets[1:], strict=False):
+        parents = trees.parent_N[begin:end].tolist()
+        assert parents == sorted(parents)
+
+
+def test_a_level_is_not_grown_if_it_does_not_pay():
+    def depth(level: float) -> int:
+        return int(grown([Ask(model=1, num_nodes=16)], costs(level=level)).trees.depth_N.max())
+
+    depths = [depth(level) for level in (0.0, 2.0, 5.0, 100.0)]
+    assert depths == sorted(depths, reverse=True) and depths[0] == DEPTH and depths[-1] == 1
+
+
+def test_the_dearer_a_node_of_the_draft_model_is_the_fewer_are_run():
+    asks = [Ask(model=m, num_nodes=16) for m in range(4)]
+    run = [grown(asks, costs(run=run)).num_run for run in (0.0, 0.3, 1.0, 100.0)]
+    assert run == sorted(run, reverse=True) and run[0] > run[1] > run[-1] == 0
+
+
+# ---- the cut
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.integers(0, 10**6), st.integers(0, 30), st.integers(0, 5), st.floats(0, 2), st.floats(0, 20))
+def test_the_best_budget_is_the_one_that_trying_all_finds(seed, count, num_fixed, node, draft_ms):
+    rng = np.random.default_rng(seed)
+    ranked = np.sort(rng.random(count).astype(np.float32))[::-1]
+    fixed = rng.random(num_fixed).astype(np.float32)
+    prices = costs(node=node, sure=2.0)
+    rates = [
+        (2 + fixed.sum() + ranked[:n].sum()) / (draft_ms + 10 + node * (num_fixed + n)) for n in range(count + 1)
+    ]
+    got = Budget(prices).best_count(ranked, draft_ms, fixed)
+    assert rates[got] == pytest.approx(max(rates), rel=1e-5)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.lists(ASK, min_size=1, max_size=4), st.floats(0, 6, width=32))
+def test_one_cut_goes_through_the_whole_batch(asks, node):
+    free, cut = grown(asks), grown(asks, costs(node=node))
+    before, after = ([weights(trees, b) for b in range(len(asks))] for trees in (free, cut))
+    least_kept, most_cut = 1.0, 0.0
+    for tree, whole in zip(after, before, strict=True):
+        assert_rooted(tree)
+        assert bool(tree) == bool(whole), "none starves"
+        kept = sorted(tree.values(), reverse=True)
+        least_kept = min([least_kept, *kept[1:]])  # the best of each request stays in any case
+        most_cut = max([most_cut, *(weight for path, weight in whole.items() if path not in tree)])
+    assert most_cut <= least_kept * 1.001
+
+
+def test_the_dearer_verification_is_the_fewer_nodes_are_verified():
+    asks = [Ask(model=m, num_nodes=20) for m in range(4)]
+    sizes = [len(grown(asks, costs(node=node)).trees.token_N) for node in (0.0, 0.3, 1.0, 3.0, 1000.0)]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] == 4 * 21 > sizes[1] and sizes[-1] == 4 * 2
+
+
+@pytest.mark.parametrize("shape", [STATIC, CHAIN])
+def test_static_trees_are_cut_too_and_keep_their_shape(shape):
+    asks = [Ask(model=m, num_nodes=6) for m in range(6)]
+    whole = grown([replace(ask, auto=False) for ask in asks], shape=shape)
+    cut = grown(asks, costs(node=1.0), shape=shape)
+    for b in range(len(asks)):
+        assert set(weights(cut, b)) <= set(weights(whole, b))
+        assert_rooted(weights(cut, b))
+    assert len(cut.trees.token_N) < len(whole.trees.token_N)
+    assert cut.pruned_BD.sum() + len(cut.trees.token_N) <= len(whole.trees.token_N)
+
+
+def test_trees_without_auto_are_never_cut():
+    asks = [Ask(model=1, num_nodes=9, auto=False), Ask(model=2, num_nodes=9)]
+    together = grown(asks, costs(node=5.0))
+    assert len(weights(together, 0)) == 9 > len(weights(together, 1))
