@@ -37,7 +37,7 @@ class AcceptancePlan(Strict):
     nodes: Annotated[tuple[Annotated[int, Field(ge=1, le=MAX_NODES)], ...], Field(min_length=1)] = (4, 8, 16, 32)
     """Tree nodes per step, without the root."""
     num_prompts: PositiveInt = 24
-    max_tokens: Annotated[int, Field(ge=2)] = 48
+    max_tokens: Annotated[int, Field(ge=2)] = 32
     """Per answer; it does not end earlier."""
     concurrency: PositiveInt = 8
     seed: Annotated[int, Field(ge=0)] = 0
@@ -49,7 +49,7 @@ class AcceptancePlan(Strict):
         return cls(temperatures=(0.0, 1.0), nodes=(12,), num_prompts=4, max_tokens=24, concurrency=4)
 
 
-def check_drafter(args: EngineArgs) -> None:
+def check_drafter(args: EngineArgs, plan: AcceptancePlan) -> None:
     """Raises ConfigError unless there is a drafter, whose trees and rules are left to the benchmark."""
     spec = args.speculative_config
     if spec is None:
@@ -57,4 +57,11 @@ def check_drafter(args: EngineArgs) -> None:
     if typed := [name for name in VARIED if name in spec.model_fields_set]:
         raise ConfigError(
             *(Problem(f"speculative_config.{name}", "is what the benchmark varies; remove it") for name in typed)
+        )
+    depth, children = spec.speculative_tree_max_depth, spec.speculative_tree_max_children
+    if sum(children**level for level in range(1, depth + 1)) < max(plan.nodes):
+        raise ConfigError(
+            Problem(
+                "--nodes", f"no tree of depth {depth} with {children} children per node has {max(plan.nodes)} nodes"
+            )
         )

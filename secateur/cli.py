@@ -201,7 +201,7 @@ def bench_acceptance(
         list[int] | None, typer.Option("--nodes", metavar="N ...", help="Draft nodes per step [4 8 16 32].")
     ] = None,
     num_prompts: Annotated[int | None, typer.Option("--num-prompts", help="Prompts per cell [24].")] = None,
-    max_tokens: Annotated[int | None, typer.Option("--max-tokens", help="Tokens per answer [48].")] = None,
+    max_tokens: Annotated[int | None, typer.Option("--max-tokens", help="Tokens per answer [32].")] = None,
     concurrency: Annotated[int | None, typer.Option("--concurrency", help="Requests in flight [8].")] = None,
     seed: Annotated[
         int | None, typer.Option("--seed", help="Every cell has the same seeds, made from this one [0].")
@@ -209,7 +209,9 @@ def bench_acceptance(
     prompts: Annotated[
         Path, typer.Option("--prompts", metavar="FILE", help='JSONL of {"text": ...} or {"messages": [...]}.')
     ] = BUNDLED_PROMPTS,
-    output: Annotated[Path, typer.Option("--output", metavar="DIR", help="Where the results go.")] = Path("results"),
+    output: Annotated[
+        Path, typer.Option("--output", metavar="DIR", file_okay=False, help="Where the results go.")
+    ] = Path("results"),
     quick: Annotated[bool, typer.Option("--quick", help="A few cells, in a minute.")] = False,
 ) -> None:
     """Acceptance by temperature, tree, acceptance rule, node budget and pruning: JSON, Markdown and plots.
@@ -229,7 +231,7 @@ def bench_acceptance(
     base = AcceptancePlan.quick() if quick else AcceptancePlan()
     plan = AcceptancePlan.load(base.model_dump() | {key: value for key, value in asked.items() if value is not None})
     args = _checked(engine, model=model)
-    check_drafter(args)
+    check_drafter(args, plan)
     texts = read_prompts(prompts, plan.num_prompts)
     try:
         from cluster.bench.acceptance import run

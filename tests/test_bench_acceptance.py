@@ -228,25 +228,20 @@ def test_help_has_an_example(capsys) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_quick_run_on_the_bundled_pair(tmp_path, capsys) -> None:
-    assert cli.main(["bench", "acceptance", "--quick", "--output", str(tmp_path)]) == 0
+    assert cli.main(["bench", "acceptance", "--quick", "--temperatures", "1", "--output", str(tmp_path)]) == 0
     table = written(tmp_path)
     rows = [Row(**raw) for raw in table["rows"]]
     assert "tokens_per_second is as measured with 4 requests in flight" in table["notes"]
     unpruned = [row for row in rows if row.prune == "off"]
     cells = {(row.tree, row.acceptance, row.temperature, row.max_depth) for row in unpruned}
-    assert len(cells) == len(unpruned) == (1 + 3) * len(ACCEPTANCES) * 2  # the full chain, and three trees
+    assert len(cells) == len(unpruned) == (1 + 3) * len(ACCEPTANCES)  # the full chain, and three trees
     for row in unpruned:
-        assert (
-            row.num_speculative_tokens == 12
-            and row.num_nodes == (8 if row.tree == "chain" else 12)
-            or (row.max_depth == 12)
-        )
+        assert row.num_speculative_tokens == 12
+        assert row.num_nodes == (row.max_depth if row.tree == "chain" else 12)
         assert 1 < row.acceptance_length <= 1 + row.max_depth and row.tokens_per_second > 0
         assert row.drafted_per_token == row.verified_per_token > 0
         assert row.num_tokens == 4 * 24 and len(row.acceptance_lengths) == row.num_prompts == 4
         assert (row.static_tree is not None) == (row.tree == "static")
-    greedy = {row.acceptance_length for row in unpruned if row.tree == "dynamic" and row.temperature == 0}
-    assert len(greedy) == 1, "every rule is the same at temperature 0"
     assert {str(row.pruning) for row in rows} >= {"min_prob 0.1", "path_prob 0.05", "auto"}
     [markdown] = tmp_path.glob("*.md")
     assert capsys.readouterr().out.strip() == markdown.read_text().strip()

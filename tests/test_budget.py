@@ -120,7 +120,7 @@ def assert_rooted(nodes: dict[Path, float]) -> None:
 # ---- the search
 
 
-THRESHOLD = st.one_of(st.just(0.0), st.floats(0, 0.6, width=32))
+THRESHOLD = st.one_of(st.just(0.0), st.floats(0, 0.5, width=32))
 ASK = st.builds(
     Ask,
     model=st.integers(0, 10**6),

@@ -22,14 +22,13 @@ from verifier.drafts import Drafts
 from verifier.pack import Feed
 from verifier.request import Request
 from verifier.scheduler import Step
-from workers.types import DraftCosts, Rule, Verdict
+from workers.types import DraftCosts, DraftReply, Rule, Verdict
 
 MAX_BACKLOG = 256
 """Tokens that the drafter may be owed by a request that it does not draft for. Feeding later costs no more, and often
 the request is finished before."""
 _FIRST_PATIENCE, _MAX_PATIENCE = 8, 64  # steps between two tries of what is not chosen
 _HYSTERESIS = 1.02
-_FIRST_GAIN = 2.0
 _RATE_OF_REQUEST, _RATE_OF_ALL = 0.2, 0.05
 
 
@@ -39,18 +38,18 @@ class Economy:
     def __init__(self, verify: RowCosts) -> None:
         self._verify = verify
         row = float(verify.ms(1))
-        # Prices: of a message, of a row fed, of a further level, and of a request on that level.
+        # Prices: of a message, of a row fed, of a further level, and of a node run on one.
         self._draft_bill = Bill(0.2 * row, 0.01 * row, 0.1 * row, 0.01 * row)
         # Of a step, of a millisecond of the table, and of a request.
         self._rest_bill = Bill(0.05 * row, 1.0, 0.02 * row)
         self._calibration = Calibration()
-        self._gain = _FIRST_GAIN  # tokens that a tree adds, and what it takes
-        self._num_nodes = 8.0
-        self._num_levels = 4.0
+        # What a tree adds and what it takes; hopeful until seen.
+        self._tree = _Average(np.array([2.0, 4.0]))  # tokens gained, nodes verified
+        self._growth = _Average(np.array([3.0, 4.0]))  # levels of a batch, nodes run per tree
         self._is_on = True
         self._is_trial = False
         self._waited, self._patience = 0, _FIRST_PATIENCE
-        self._rate_off = 0.0  # expected of this step without drafts
+        self._gain_needed = 0.0  # by each request, for drafting to pay in this step
         self._draft_ms = 0.0  # paid in this step
 
     # ---- before a step
@@ -70,24 +69,26 @@ class Economy:
         return kept
 
     def _choose(self, auto: list[Request], others: list[Request], step: Step) -> list[Request]:
+        _, num_nodes = self._tree.mean
+        num_levels, num_run = self._growth.mean
         ranked = sorted(auto, key=self._gain_of, reverse=True)
         count_K = np.arange(len(ranked) + 1)
         gain_K = np.cumsum([sum(map(self._gain_of, others)), *map(self._gain_of, ranked)])
         other_nodes = sum(r.limits.num_nodes for r in others if r.limits)
         trees_K = count_K + len(others)
         num_rows = _num_rows(step)
-        rest_ms_K = self._rest_ms(num_rows + other_nodes + count_K * self._num_nodes, len(step.decode))
-        fed_K = trees_K + gain_K  # an old backlog has to be paid for in any case
-        draft_ms_K = self._draft_bill.price(1, fed_K, self._num_levels - 1, (self._num_levels - 1) * trees_K)
-        rate_K = (len(step.decode) + gain_K) / (rest_ms_K + draft_ms_K * (trees_K > 0))
+        rest_ms_K = self._rest_ms(num_rows + other_nodes + count_K * num_nodes, len(step.decode))
+        fed_K = np.cumsum([sum(map(self._fed_per_step, others)), *map(self._fed_per_step, ranked)])
+        draft_ms_K = self._draft_bill.price(1, fed_K, num_levels - 1, num_run * trees_K)
+        ms_K = rest_ms_K + draft_ms_K * (trees_K > 0)
+        rate_K = (len(step.decode) + gain_K) / ms_K
         best = 1 + int(rate_K[1:].argmax())
-        self._rate_off = float(rate_K[0])
+        self._gain_needed = float(rate_K[0] * ms_K[-1] - len(step.decode)) / len(trees_K)
         if self._tries(rate_K[best] / rate_K[0]):
             return ranked[:best]
         if not self._is_trial:
             return []
-        # A trial among few, and of those that owe the drafter least.
-        return sorted(auto, key=lambda r: r.num_feedable - r.num_fed)[: -(-len(auto) // 4)]
+        return [min(auto, key=_backlog)]  # the cheapest trial
 
     def _tries(self, advantage: float) -> bool:
         """Whether to draft for the best, `advantage` being the expected rate with drafts over the one without."""
@@ -102,7 +103,13 @@ class Economy:
         return self._is_on and not self._is_trial
 
     def _gain_of(self, request: Request) -> float:
-        return self._gain if request.draft_gain is None else request.draft_gain
+        return float(self._tree.mean[0]) if request.draft_gain is None else request.draft_gain
+
+    def _fed_per_step(self, request: Request) -> float:
+        """Rows: the tokens it gains, and what the drafter is owed, spread over the steps that it may still take."""
+        num_tokens = 1 + self._gain_of(request)
+        num_steps = (request.submit.max_tokens - request.num_output) / num_tokens
+        return num_tokens + _backlog(request) / max(1.0, num_steps)
 
     def _rest_ms(self, num_rows: np.ndarray, num_requests: int) -> np.ndarray:
         return self._rest_bill.price(1, self._verify.ms(num_rows), num_requests)
@@ -114,27 +121,24 @@ class Economy:
         num_rows, most = _num_rows(step), sum(feed.num_nodes for feed in feeds.values())
         knots = self._verify.rows_T - num_rows
         nodes_T = np.array([0, *knots[(knots > 0) & (knots < most)], most])
-        num_fed, num_trees = _fed(feeds)
-        first_ms = self._draft_bill.price(1, num_fed, 0, 0)
-        level_ms = self._draft_bill.price(0, 0, 1, num_trees)
+        prices = [self._draft_bill.price(*bill) for bill in ((1, _num_fed(feeds), 0, 0), (0, 0, 1, 0), (0, 0, 0, 1))]
         return DraftCosts(
             nodes_T=torch.from_numpy(nodes_T.astype(np.int32)),
             verify_ms_T=torch.from_numpy(self._rest_ms(num_rows + nodes_T, len(step.decode)).astype(np.float32)),
-            draft_ms_2=torch.tensor([float(first_ms), float(level_ms)]),
+            draft_ms_3=torch.tensor(prices, dtype=torch.float32),
             sure_1=torch.tensor([len(step.decode)], dtype=torch.float32),
             calibration_D2=torch.from_numpy(self._calibration.fit_D2),
         )
 
     # ---- after it
 
-    def learn_draft(self, feeds: dict[Request, Feed], num_levels: int, seconds: float) -> None:
+    def learn_draft(self, feeds: dict[Request, Feed], reply: DraftReply, seconds: float) -> None:
         """What an exchange with the drafter took."""
-        num_fed, num_trees = _fed(feeds)
-        further = max(num_levels - 1, 0)
         self._draft_ms = 1e3 * seconds
-        self._draft_bill.paid(self._draft_ms, 1, num_fed, further, further * num_trees)
+        self._draft_bill.paid(self._draft_ms, 1, _num_fed(feeds), max(reply.num_levels - 1, 0), reply.num_run)
+        num_trees = len(reply.trees.offsets) - 1
         if num_trees:
-            self._num_levels += _RATE_OF_ALL * (num_levels - self._num_levels)
+            self._growth.add(np.array([reply.num_levels, reply.num_run / num_trees]))
 
     def learn(self, step: Step, drafts: Drafts, verdicts: list[Verdict], seconds: float) -> None:
         """What a step brought, and what it took."""
@@ -146,21 +150,30 @@ class Economy:
         if not auto_B.any():
             for request in step.decode:
                 if request.draft_gain is not None:
-                    request.draft_gain += 0.1 * _RATE_OF_REQUEST * (self._gain - request.draft_gain)
+                    request.draft_gain += 0.1 * _RATE_OF_REQUEST * (self._tree.mean[0] - request.draft_gain)
             return
         for request, verdict, is_drafted in zip(step.decode, verdicts, auto_B, strict=False):
             if is_drafted:
                 gain = self._gain_of(request)
                 request.draft_gain = gain + _RATE_OF_REQUEST * (len(verdict.path) - gain)
-        mine = [(len(v.path), v.num_verified) for v, is_mine in zip(verdicts, auto_B, strict=False) if is_mine]
-        accepted, verified = np.mean(mine, axis=0)
-        self._gain += _RATE_OF_ALL * (accepted - self._gain)
-        self._num_nodes += _RATE_OF_ALL * (verified - self._num_nodes)
-        num_tokens = sum(len(verdict.tokens) for verdict in verdicts)
-        if self._is_trial and num_tokens > self._rate_off * 1e3 * seconds:
-            self._patience = 1  # try it again at once
+        drafted = [(len(v.path), v.num_verified) for v, is_mine in zip(verdicts, auto_B, strict=False) if is_mine]
+        mean = np.mean(drafted, axis=0)
+        self._tree.add(mean)
+        if self._is_trial and mean[0] >= self._gain_needed:
+            self._patience = max(_FIRST_PATIENCE, self._patience // 4)  # worth another look soon
         is_exact_B = np.array([r.rule < Rule.TRAVERSAL for r in step.decode])
         self._calibration.learn(drafts.trees, verdicts[: len(step.decode)], auto_B & is_exact_B)
+
+
+class _Average:
+    """Of all values so far while they are few, then of recent ones; `first` counts as one."""
+
+    def __init__(self, first: np.ndarray) -> None:
+        self.mean, self._count = first, 1
+
+    def add(self, value: np.ndarray) -> None:
+        self._count += 1
+        self.mean = self.mean + max(_RATE_OF_ALL, 1 / self._count) * (value - self.mean)
 
 
 def _is_auto(request: Request) -> bool:
@@ -172,6 +185,10 @@ def _num_rows(step: Step) -> int:
     return len(step.decode) + sum(chunk.stop - chunk.start for _, chunk in step.prefill)
 
 
-def _fed(feeds: dict[Request, Feed]) -> tuple[int, int]:
-    """Rows fed and trees asked for."""
-    return sum(len(feed.tokens) for feed in feeds.values()), sum(feed.num_nodes > 0 for feed in feeds.values())
+def _num_fed(feeds: dict[Request, Feed]) -> int:
+    return sum(len(feed.tokens) for feed in feeds.values())
+
+
+def _backlog(request: Request) -> int:
+    """Rows that the drafter has not been fed."""
+    return request.num_feedable - request.num_fed

@@ -193,7 +193,7 @@ class Engine:
             reply = received.message
             self._last_draft = time.monotonic()
             seconds = time.perf_counter() - began
-            self._economy.learn_draft(feeds, reply.num_levels, seconds)
+            self._economy.learn_draft(feeds, reply, seconds)
             self._stats.draft_seconds += reply.seconds
             self._stats.transfer_seconds += seconds - reply.seconds
         drafted = [r in feeds and feeds[r].num_nodes > 0 for r in step.decode]

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -184,7 +185,7 @@ def accept_rejection(
     for begin, end, rule in zip(offsets, offsets[1:], rule_B, strict=False):
         rows = slice(begin, end)
         tree = Tree(*(field_N[rows].tolist() for field_N in (trees.parent_N, trees.token_N, trees.kind_N)))
-        coin: Coin = lambda row, probability, u_R=u_N[rows]: bool(u_R[row] < probability)  # type: ignore[misc]  # noqa: E731
+        coin = partial(_toss, u_N[rows])
         decisions.append(decide(tree, laws_N[rows].__getitem__, rule, coin))
     verdicts = []
     bonus_B = _draw_residual(decisions, offsets, processed_NV, params, root_position_B)
@@ -193,6 +194,10 @@ def accept_rejection(
         count = int(end - begin) - 1
         verdicts.append(Verdict(decision.path, (*tokens, bonus), num_drafted=count, num_verified=count))
     return verdicts
+
+
+def _toss(u_R: np.ndarray, row: int, probability: float) -> bool:
+    return bool(u_R[row] < probability)
 
 
 def _row_laws(

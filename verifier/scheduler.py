@@ -55,7 +55,7 @@ class Step:
     @property
     def finishing(self) -> list[tuple[Request, Chunk]]:
         """The prompts that this step completes: their first token is drawn. A preempted request stops before its last
-        token, the root of its next tree."""
+        token, the root of its next tree. To be asked before tokens are committed."""
         return [(request, chunk) for request, chunk in self.prefill if chunk.stop == len(request.tokens)]
 
     @property

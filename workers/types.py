@@ -212,7 +212,7 @@ class DraftCosts:
 
     nodes_T: Tensor  # [T] int32, ascending from 0
     verify_ms_T: Tensor  # [T] float32
-    draft_ms_2: Tensor  # [2] float32: feeding and the roots' level; each further level
+    draft_ms_3: Tensor  # [3] float32: feeding and the roots' level; each further level; each node run on one
     sure_1: Tensor  # [1] float32: tokens the step yields without any draft
     calibration_D2: Tensor  # [D, 2] float32: (a, b) for depth 1 .. D; deeper nodes use the last
 
@@ -265,6 +265,7 @@ class DraftReply:
     probs: DraftProbs | None  # None = no node was sampled
     pruned_GD: Tensor  # [G, D] int32: nodes of depth 1 .. D that pruning kept out of the tree
     num_levels: int  # levels grown, the root's included
+    num_run: int  # nodes that were run through the draft model, the roots not counted
     seconds: float  # the drafter's own time for this step
 
 

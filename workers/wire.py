@@ -79,7 +79,7 @@ REQUEST_FIELDS = [
 COST_FIELDS = [
     *_ints("nodes_T"),
     Field("verify_ms_T", _F32, _F32),
-    Field("draft_ms_2", _F32, _F32),
+    Field("draft_ms_3", _F32, _F32),
     Field("sure_1", _F32, _F32),
     Field("calibration_D2", _F32, _F32, ndim=2),
 ]
@@ -118,7 +118,7 @@ def pack(message: Message) -> Packed:
         case DraftReply():
             parts = [(TREE_FIELDS, message.trees), (PROBS_FIELDS, message.probs), (PRUNED_FIELDS, message)]
             microseconds = min(int(message.seconds * 1e6), 2**31 - 1)
-            return Packed(Kind.DRAFT_REPLY, _pack_fields(parts, [microseconds, message.num_levels]), empty)
+            return Packed(Kind.DRAFT_REPLY, _pack_fields(parts, [microseconds, message.num_levels, message.num_run]), empty)
         case TargetStep():
             return Packed(Kind.TARGET_STEP, _pack_fields([(STEP_FIELDS, message)], []), empty)
 
@@ -133,13 +133,14 @@ def unpack(kind: Kind, meta: Tensor, bulk: Tensor) -> Message:
             return DraftRequest(**fields, costs=DraftCosts(**costs) if costs else None, features_MH=features)
         case Kind.DRAFT_REPLY:
             parts = [TREE_FIELDS, PROBS_FIELDS, PRUNED_FIELDS]
-            (tree, probs, pruned), (microseconds, num_levels) = _unpack_fields(parts, meta, num_scalars=2)
+            (tree, probs, pruned), (microseconds, num_levels, num_run) = _unpack_fields(parts, meta, num_scalars=3)
             assert tree is not None and pruned is not None
             return DraftReply(
                 trees=TreeBatch(**tree),
                 probs=DraftProbs(**probs) if probs else None,
                 pruned_GD=pruned["pruned_GD"],
                 num_levels=num_levels,
+                num_run=num_run,
                 seconds=microseconds * 1e-6,
             )
         case Kind.TARGET_STEP:

@@ -43,8 +43,9 @@ PRUNINGS = (
     Pruning(prune="auto"),
 )
 PRUNED_TEMPERATURES = (0.0, 1.0)
-SAME_TREE = 0.99
-"""A static tree serves another cell too if it is expected to accept this share of what that cell's own tree would."""
+SAME_TREE = 0.98
+"""A static tree serves another cell too if it is expected to accept this share of what that cell's own tree would: the
+rates that both are made from are no better known, and every tree costs the start of an engine."""
 SMOOTHING = 8
 """Trials that a depth's acceptance rate is shrunk by towards that of the depth above: few paths get deep."""
 
@@ -233,7 +234,7 @@ class _Table:
 
 
 def _acceptance_by_depth(answers: Sequence[Answer], max_depth: int) -> list[float]:
-    """[D] how often a node's draft was accepted if its parent was; the first level's rate stands for unseen ones."""
+    """[D] how often a chain's node was accepted if its parent was; shrunk towards the rate of the depth above."""
     reached = float(sum(answer.stats.num_drafts for answer in answers))
     rates: list[float] = []
     for depth in range(max_depth):
@@ -264,7 +265,12 @@ def _header(args: EngineArgs, config: EngineConfig, plan: AcceptancePlan) -> dic
         "max_depth": config.draft.tree.max_depth,
         "max_children": config.draft.tree.max_children,
         **plan.model_dump(),
-        "tokens_per_second_is": f"as measured with {plan.concurrency} requests in flight, on an engine just started",
+        "notes": [
+            f"tokens_per_second is as measured with {plan.concurrency} requests in flight",
+            "acceptance none is rejection with enable_draft_probs false: the most likely children, target-only",
+            "a chain is cut at max_depth, as the dynamic tree is; one with a larger max_depth is in full depth",
+            "a static tree is Sequoia's for its cell's measured acceptance, or one expected to accept 98 % of that",
+        ],
     }
 
 

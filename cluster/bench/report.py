@@ -82,10 +82,12 @@ class Table:
 def render(header: Mapping[str, object], rows: Sequence[Row]) -> str:
     """The whole report."""
     table = Table(rows)
-    about = "; ".join(f"{name} {value}" for name, value in header.items() if name not in ("nodes", "temperatures"))
+    about = [f"- {name}: {value}" for name, value in header.items() if name not in ("nodes", "temperatures", "notes")]
+    notes = header.get("notes")
+    about += [f"- {note}" for note in notes] if isinstance(notes, list) else []
     parts = [
         "# Acceptance",
-        about + ".",
+        "\n".join(about),
         "## Claims",
         *_gains(table),
         *_comparison(table, "chain", "its own chain (same budget, cut at the same depth)"),
