@@ -103,31 +103,27 @@ class Search:
         """Indices, ascending, of each request's root and its num_nodes best candidates; the earlier of equals."""
         order = np.lexsort((np.arange(len(self._weight)), -self._weight, self._request))
         request = self._request[order]
-        is_first = np.concatenate([[True], request[1:] != request[:-1]])
-        rank = np.arange(len(order)) - np.maximum.accumulate(np.where(is_first, np.arange(len(order)), 0))
-        return np.sort(order[rank <= self._limits.num_nodes_B[request]])
+        return np.sort(order[_rank(request) <= self._limits.num_nodes_B[request]])
 
     def _give_rows(self, at: np.ndarray) -> np.ndarray:
-        """The candidates that get a row in the draft model, best first per request while there are any; ascending."""
+        """The candidates that get a row in the draft model, the best of each request while there are any; by request,
+        then row. Rows follow the order of the candidates, so that children come in the order of their parents."""
+        most_B = np.minimum(1 + self._limits.num_nodes_B, MAX_TREE_NODES) - self._num_rows_B
         at = at[np.lexsort((at, -self._weight[at], self._request[at]))]
+        at = at[_rank(self._request[at]) < most_B[self._request[at]]]
+        at = at[np.lexsort((at, self._request[at]))]
         request = self._request[at]
-        is_first = np.concatenate([[True], request[1:] != request[:-1]])
-        rank = np.arange(len(at)) - np.maximum.accumulate(np.where(is_first, np.arange(len(at)), 0))
-        row = self._num_rows_B[request] + rank
-        most = np.minimum(1 + self._limits.num_nodes_B, MAX_TREE_NODES)[request]
-        at, row, request = at[row < most], row[row < most], request[row < most]
+        row = self._num_rows_B[request] + _rank(request)
         self._num_rows_B += np.bincount(request, minlength=len(self._num_rows_B))
         self._row[at] = row
         self._ancestors[at] = self._ancestors[self._parent[at]] | np.left_shift(np.uint64(1), row.astype(np.uint64))
         return at
 
     def nodes(self) -> Nodes:
-        """Rows by depth, then by parent, then best first."""
-        order = np.arange(len(self._request))  # candidates were appended level by level, parents before children
-        order = order[np.argsort(self._request, kind="stable")]
+        """Rows by depth, then by parent, then best first: the order in which candidates were appended."""
+        order = np.argsort(self._request, kind="stable")
         request = self._request[order]
-        is_first = np.concatenate([[True], request[1:] != request[:-1]])
-        row = np.arange(len(order)) - np.maximum.accumulate(np.where(is_first, np.arange(len(order)), 0))
+        row = _rank(request)
         row_of = np.empty(len(order), dtype=np.int64)
         row_of[order] = row
         parent = self._parent[order]
@@ -140,3 +136,9 @@ class Search:
             weight_N=self._weight[order],
             kind_N=self._kind[order],
         )
+
+
+def _rank(request: np.ndarray) -> np.ndarray:
+    """Each entry's place among those of its request; entries are sorted by request."""
+    is_first = np.concatenate([[True], request[1:] != request[:-1]])[: len(request)]
+    return np.arange(len(request)) - np.maximum.accumulate(np.where(is_first, np.arange(len(request)), 0))

@@ -59,6 +59,7 @@ def bundled(
 
 CHAIN = TreeConfig(kind="chain", num_nodes=5)
 DYNAMIC = TreeConfig(kind="dynamic", num_nodes=16)
+AUTO = TreeConfig(kind="dynamic", num_nodes=16, prune=PruneConfig(auto=True))
 STATIC_PATHS = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (0, 0, 0, 0))
 STATIC = TreeConfig(kind="static", num_nodes=len(STATIC_PATHS), static_paths=STATIC_PATHS)
 

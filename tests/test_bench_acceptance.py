@@ -135,7 +135,7 @@ def run_without_engines(monkeypatch: pytest.MonkeyPatch, output: Path, rows) -> 
     return acceptance.run(EngineArgs.load({"device": "cpu"}), AcceptancePlan.quick(), prompts, output, print)
 
 
-def written(output: Path) -> dict:
+def written(output: Path) -> list[dict]:
     [file] = output.glob("*-acceptance.json")
     return json.loads(file.read_text())
 
@@ -145,7 +145,7 @@ def test_without_matplotlib_the_table_is_written_and_the_extra_named(monkeypatch
     monkeypatch.delitem(sys.modules, "cluster.bench.plots", raising=False)
     with pytest.raises(SecateurError, match=r"plots need matplotlib: pip install 'secateur\[bench\]'"):
         run_without_engines(monkeypatch, tmp_path, lambda: iter(ROWS))
-    assert len(written(tmp_path)["rows"]) == len(ROWS)
+    assert len(written(tmp_path)) == len(ROWS)
 
 
 def test_an_engine_that_dies_leaves_what_was_measured(monkeypatch, tmp_path) -> None:
@@ -155,7 +155,7 @@ def test_an_engine_that_dies_leaves_what_was_measured(monkeypatch, tmp_path) -> 
 
     with pytest.raises(EngineDead):
         run_without_engines(monkeypatch, tmp_path, rows)
-    assert [Row(**raw) for raw in written(tmp_path)["rows"]] == ROWS[:1]
+    assert [Row(**raw) for raw in written(tmp_path)] == ROWS[:1]
 
 
 # -- the command -----------------------------------------------------------------------------------------------------
@@ -229,9 +229,9 @@ def test_help_has_an_example(capsys) -> None:
 @pytest.mark.timeout(600)
 def test_a_quick_run_on_the_bundled_pair(tmp_path, capsys) -> None:
     assert cli.main(["bench", "acceptance", "--quick", "--temperatures", "1", "--output", str(tmp_path)]) == 0
-    table = written(tmp_path)
-    rows = [Row(**raw) for raw in table["rows"]]
-    assert "tokens_per_second is as measured with 4 requests in flight" in table["notes"]
+    rows = [Row(**raw) for raw in written(tmp_path)]
+    [report] = tmp_path.glob("*-acceptance.md")
+    assert "tokens_per_second is as measured with 4 requests in flight" in report.read_text()
     unpruned = [row for row in rows if row.prune == "off"]
     cells = {(row.tree, row.acceptance, row.temperature, row.max_depth) for row in unpruned}
     assert len(cells) == len(unpruned) == (1 + 3) * len(ACCEPTANCES)  # the full chain, and three trees

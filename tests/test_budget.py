@@ -30,9 +30,7 @@ STATIC = StaticShape(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
 CHAIN = StaticShape(((0,), (0, 0), (0, 0, 0)))
 
 
-def costs(
-    node: float = 0.0, level: float = 0.0, run: float = 0.0, first: float = 1.0, sure: float = 1.0
-) -> DraftCosts:
+def costs(node: float = 0.0, level: float = 0.0, run: float = 0.0, first: float = 1.0, sure: float = 1.0) -> DraftCosts:
     """Verification takes 10 ms and `node` more for each node."""
     return DraftCosts(
         nodes_T=torch.tensor([0, 1000], dtype=torch.int32),
@@ -184,9 +182,7 @@ def test_the_best_budget_is_the_one_that_trying_all_finds(seed, count, num_fixed
     ranked = np.sort(rng.random(count).astype(np.float32))[::-1]
     fixed = rng.random(num_fixed).astype(np.float32)
     prices = costs(node=node, sure=2.0)
-    rates = [
-        (2 + fixed.sum() + ranked[:n].sum()) / (draft_ms + 10 + node * (num_fixed + n)) for n in range(count + 1)
-    ]
+    rates = [(2 + fixed.sum() + ranked[:n].sum()) / (draft_ms + 10 + node * (num_fixed + n)) for n in range(count + 1)]
     got = Budget(prices).best_count(ranked, draft_ms, fixed)
     assert rates[got] == pytest.approx(max(rates), rel=1e-5)
 

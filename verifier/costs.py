@@ -20,7 +20,7 @@ from workers.types import NodeKind, Rule, TreeBatch
 
 _PROFILE_S = 1.0
 """Start-up time spent on the table, more or less: larger steps than fit are extrapolated."""
-_PROFILE_CONTEXT = 128
+_PROFILE_SLOTS = 128
 _TREE_ROWS = 8
 
 
@@ -58,10 +58,11 @@ def profile(target: Target, config: EngineConfig, num_pages: int) -> RowCosts:
 def _timed(target: Target, config: EngineConfig, num_pages: int, num_rows: int) -> float:
     """One forward of so many rows, in trees behind a context of modest length. All share the same pages: what they
     write there is never read."""
-    num_slots = min(_PROFILE_CONTEXT, config.max_model_len) + _TREE_ROWS
-    sizes = [_TREE_ROWS] * (num_rows // _TREE_ROWS) + [num_rows % _TREE_ROWS] * (num_rows % _TREE_ROWS > 0)
-    request = Request(Submit(id=0, prompt=[0] * (num_slots - _TREE_ROWS), max_tokens=1), Rule.COUPLED, None, 0)
-    request.pages = list(range(1, min(num_pages, 1 + -(-num_slots // config.page_size))))
+    num_slots = min(_PROFILE_SLOTS, config.max_model_len, (num_pages - 1) * config.page_size)
+    size = min(_TREE_ROWS, num_slots)
+    sizes = [size] * (num_rows // size) + [num_rows % size] * (num_rows % size > 0)
+    request = Request(Submit(id=0, prompt=[0] * (num_slots - size + 1), max_tokens=1), Rule.COUPLED, None, 0)
+    request.pages = list(range(1, 1 + -(-num_slots // config.page_size)))
     step = pack_target(_chains(sizes), [request] * len(sizes), [], [], config.page_size, ())
     began = time.perf_counter()
     target.run(step, 0)
@@ -87,10 +88,10 @@ class Bill:
 
     Each measurement moves the prices by the least change, large terms before small ones, that explains part of its
     error (normalised LMS). Errors count up to half the estimate, so that a hiccup of the machine passes unnoticed and
-    the estimate tends to the median.
+    the estimate tends to the median. What is measured rarely counts for more.
     """
 
-    _RATE = 0.08
+    _RATE, _RARE_RATE = 0.08, 0.4
     _MAX_ERROR = 0.5
 
     def __init__(self, *prices: float) -> None:
@@ -101,13 +102,13 @@ class Bill:
         """Of one bill, or of several if some quantities are arrays."""
         return sum((price * np.asarray(q) for price, q in zip(self._price_J, quantities, strict=True)), np.zeros(()))
 
-    def paid(self, amount: float, *quantities: float) -> None:
+    def paid(self, amount: float, *quantities: float, is_rare: bool = False) -> None:
         term_J = self._price_J * quantities
         estimate = float(term_J.sum())
         if not self._num_paid:
             self._price_J *= amount / estimate  # the first measurement tells the scale
         else:
             error = np.clip(amount / estimate - 1, -self._MAX_ERROR, self._MAX_ERROR)
-            rate = max(self._RATE, 0.5 / self._num_paid)
+            rate = max(self._RARE_RATE if is_rare else self._RATE, 0.5 / self._num_paid)
             self._price_J *= 1 + rate * error * estimate * term_J / float(term_J @ term_J)
         self._num_paid += 1

@@ -27,8 +27,9 @@ from workers.types import DraftCosts, DraftReply, Rule, Verdict
 MAX_BACKLOG = 256
 """Tokens that the drafter may be owed by a request that it does not draft for. Feeding later costs no more, and often
 the request is finished before."""
-_FIRST_PATIENCE, _MAX_PATIENCE = 8, 64  # steps between two tries of what is not chosen
-_HYSTERESIS = 1.02
+_FIRST_PATIENCE, _MAX_PATIENCE = 8, 128  # steps between two tries of what is not chosen
+_HYSTERESIS = 1.05
+_PROMISING = 1.05  # a trial that improves the prospects so much is soon repeated
 _RATE_OF_REQUEST, _RATE_OF_ALL = 0.2, 0.05
 
 
@@ -49,7 +50,7 @@ class Economy:
         self._is_on = True
         self._is_trial = False
         self._waited, self._patience = 0, _FIRST_PATIENCE
-        self._gain_needed = 0.0  # by each request, for drafting to pay in this step
+        self._advantage = 1.0  # of drafting, as expected of the last step
         self._draft_ms = 0.0  # paid in this step
 
     # ---- before a step
@@ -80,19 +81,20 @@ class Economy:
         rest_ms_K = self._rest_ms(num_rows + other_nodes + count_K * num_nodes, len(step.decode))
         fed_K = np.cumsum([sum(map(self._fed_per_step, others)), *map(self._fed_per_step, ranked)])
         draft_ms_K = self._draft_bill.price(1, fed_K, num_levels - 1, num_run * trees_K)
-        ms_K = rest_ms_K + draft_ms_K * (trees_K > 0)
-        rate_K = (len(step.decode) + gain_K) / ms_K
+        rate_K = (len(step.decode) + gain_K) / (rest_ms_K + draft_ms_K * (trees_K > 0))
         best = 1 + int(rate_K[1:].argmax())
-        self._gain_needed = float(rate_K[0] * ms_K[-1] - len(step.decode)) / len(trees_K)
-        if self._tries(rate_K[best] / rate_K[0]):
-            return ranked[:best]
-        if not self._is_trial:
-            return []
-        return [min(auto, key=_backlog)]  # the cheapest trial
+        self._weigh(rate_K[best] / rate_K[0])
+        if self._is_on != self._is_trial:
+            return ranked[:best] if self._is_on else [min(auto, key=_backlog)]  # the cheapest trial
+        return []
 
-    def _tries(self, advantage: float) -> bool:
-        """Whether to draft for the best, `advantage` being the expected rate with drafts over the one without."""
-        self._is_trial = False
+    def _weigh(self, advantage: float) -> None:
+        """Settles whether drafting is on and whether this step tries the opposite. `advantage`: the expected rate with
+        drafts over the one without."""
+        moved = advantage / self._advantage if not self._is_on else self._advantage / advantage
+        if self._is_trial and moved > _PROMISING:
+            self._patience = _FIRST_PATIENCE
+        self._advantage, self._is_trial = advantage, False
         prefers = advantage * _HYSTERESIS > 1 if self._is_on else advantage > _HYSTERESIS
         if prefers != self._is_on:
             self._is_on, self._waited, self._patience = prefers, 0, _FIRST_PATIENCE
@@ -100,7 +102,6 @@ class Economy:
         if self._waited > self._patience:
             self._is_trial = True
             self._waited, self._patience = 0, min(2 * self._patience, _MAX_PATIENCE)
-        return self._is_on and not self._is_trial
 
     def _gain_of(self, request: Request) -> float:
         return float(self._tree.mean[0]) if request.draft_gain is None else request.draft_gain
@@ -135,16 +136,20 @@ class Economy:
     def learn_draft(self, feeds: dict[Request, Feed], reply: DraftReply, seconds: float) -> None:
         """What an exchange with the drafter took."""
         self._draft_ms = 1e3 * seconds
-        self._draft_bill.paid(self._draft_ms, 1, _num_fed(feeds), max(reply.num_levels - 1, 0), reply.num_run)
+        self._draft_bill.paid(
+            self._draft_ms, 1, _num_fed(feeds), max(reply.num_levels - 1, 0), reply.num_run, is_rare=self._is_trial
+        )
         num_trees = len(reply.trees.offsets) - 1
         if num_trees:
             self._growth.add(np.array([reply.num_levels, reply.num_run / num_trees]))
 
     def learn(self, step: Step, drafts: Drafts, verdicts: list[Verdict], seconds: float) -> None:
-        """What a step brought, and what it took."""
+        """What a step brought, and what it took. Costs nothing where nobody asks for `auto`."""
+        if not any(map(_is_auto, step.decode)):
+            return
         rest_ms = 1e3 * seconds - self._draft_ms
         num_rows = len(drafts.trees.token_N) + _num_rows(step) - len(step.decode)
-        if step.decode and not step.prefill:  # prompts would blur what a tree's rows cost
+        if not step.prefill:  # prompts would blur what a tree's rows cost
             self._rest_bill.paid(rest_ms, 1, float(self._verify.ms(num_rows)), len(step.decode))
         auto_B = np.array([_is_auto(r) and any(nodes) for r, nodes in zip(step.decode, drafts.verified, strict=True)])
         if not auto_B.any():
@@ -157,10 +162,7 @@ class Economy:
                 gain = self._gain_of(request)
                 request.draft_gain = gain + _RATE_OF_REQUEST * (len(verdict.path) - gain)
         drafted = [(len(v.path), v.num_verified) for v, is_mine in zip(verdicts, auto_B, strict=False) if is_mine]
-        mean = np.mean(drafted, axis=0)
-        self._tree.add(mean)
-        if self._is_trial and mean[0] >= self._gain_needed:
-            self._patience = max(_FIRST_PATIENCE, self._patience // 4)  # worth another look soon
+        self._tree.add(np.mean(drafted, axis=0))
         is_exact_B = np.array([r.rule < Rule.TRAVERSAL for r in step.decode])
         self._calibration.learn(drafts.trees, verdicts[: len(step.decode)], auto_B & is_exact_B)
 

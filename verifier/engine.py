@@ -187,7 +187,7 @@ class Engine:
             request = pack_draft(list(feeds), list(feeds.values()), self._config.eos_token_ids, costs)
             self._drafter.send(request, self._stats.steps)
             for r in feeds:
-                r.num_fed, r.features = r.num_feedable, None
+                r.num_fed, r.features = r.num_feedable, []
             received = self._drafter.receive()
             assert received.kind == Kind.DRAFT_REPLY and isinstance(received.message, DraftReply)
             reply = received.message
@@ -258,7 +258,7 @@ class Engine:
         if fused is not None:
             parts = fused.split([len(rows) for _, rows in owed])
             for (request, _), part in zip(owed, parts, strict=True):
-                request.features = part if request.features is None else torch.cat([request.features, part])
+                request.features.append(part)
 
     def _append(self, request: Request, tokens: tuple[int, ...], rows: list[int]) -> None:
         """Commits tokens, drawn at these sampled rows, up to a stop token or the length limit; releases a finished

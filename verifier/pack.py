@@ -53,7 +53,7 @@ def pack_draft(
     requests: list[Request], feeds: list[Feed], eos_token_ids: tuple[int, ...], costs: DraftCosts | None
 ) -> DraftRequest:
     """One message to the drafter for these requests, in this order."""
-    features = [request.features for request in requests if request.features is not None]
+    features = [part for request in requests for part in request.features]
     sampling = SamplingBatch.stack([request.submit.sampling for request in requests])
     limits = [request.limits for request in requests if request.limits is not None]
     assert len(limits) == len(requests), "only requests that speculate are sent to the drafter"

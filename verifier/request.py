@@ -28,7 +28,7 @@ class Request:
     pages: list[int] = field(default_factory=list)
     num_computed: int = 0  # positions whose KV the target holds
     num_fed: int = field(init=False)  # drafter slots filled
-    features: Tensor | None = None  # [fed next, H] fused features of the newest computed positions
+    features: list[Tensor] = field(default_factory=list)  # [fed next, H] in parts: of the newest computed positions
     draft_gain: float | None = None  # tokens that a draft of its own lately added, see `verifier.economy`
     stats: RequestStats = field(default_factory=RequestStats)
     _counts: Counter[int] = field(default_factory=Counter)  # output occurrences, prompt tokens with 0
@@ -42,7 +42,7 @@ class Request:
     def forget(self) -> None:
         """Lets go of everything that lives in its pages or was on its way there."""
         self.pages = []
-        self.num_computed, self.num_fed, self.features = 0, self.first_draft_slot, None
+        self.num_computed, self.num_fed, self.features = 0, self.first_draft_slot, []
 
     def append(self, tokens: list[int]) -> None:
         self.tokens += tokens

@@ -117,8 +117,8 @@ def pack(message: Message) -> Packed:
             return Packed(Kind.DRAFT_REQUEST, body, bulk)
         case DraftReply():
             parts = [(TREE_FIELDS, message.trees), (PROBS_FIELDS, message.probs), (PRUNED_FIELDS, message)]
-            microseconds = min(int(message.seconds * 1e6), 2**31 - 1)
-            return Packed(Kind.DRAFT_REPLY, _pack_fields(parts, [microseconds, message.num_levels, message.num_run]), empty)
+            scalars = [min(int(message.seconds * 1e6), 2**31 - 1), message.num_levels, message.num_run]
+            return Packed(Kind.DRAFT_REPLY, _pack_fields(parts, scalars), empty)
         case TargetStep():
             return Packed(Kind.TARGET_STEP, _pack_fields([(STEP_FIELDS, message)], []), empty)
 

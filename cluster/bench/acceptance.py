@@ -73,9 +73,8 @@ def run(args: EngineArgs, plan: AcceptancePlan, prompts: Sequence[Prompt], outpu
         for row in table.rows():
             rows.append(row)
     finally:
-        header = _header(args, config, plan)
-        stem.with_suffix(".json").write_text(_json(header, rows))
-    text = render(header, rows)
+        stem.with_suffix(".json").write_text(_json(rows))
+    text = render(_header(args, config, plan), rows)
     stem.with_suffix(".md").write_text(text)
     try:
         from cluster.bench.plots import draw
@@ -274,7 +273,6 @@ def _header(args: EngineArgs, config: EngineConfig, plan: AcceptancePlan) -> dic
     }
 
 
-def _json(header: dict[str, object], rows: Sequence[Row]) -> str:
-    """One line per row, so that two runs can be compared by eye."""
-    head = json.dumps(header, indent=1)[:-2]
-    return head + ',\n "rows": [\n  ' + ",\n  ".join(json.dumps(asdict(row)) for row in rows) + "\n ]\n}\n"
+def _json(rows: Sequence[Row]) -> str:
+    """A list with one line per row, so that two runs can be compared by eye."""
+    return "[\n " + ",\n ".join(json.dumps(asdict(row)) for row in rows) + "\n]\n"

@@ -1,15 +1,12 @@
 """The acceptance table read: what draft probabilities, dynamic trees and pruning gain, as Markdown.
 
-Only reports; nothing here fails on a number. `python -m cluster.bench.report FILE.json` reads a table again.
+Only reports; nothing here fails on a number.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from cluster.bench.rows import ACCEPTANCES, Acceptance, Row, Tree, standard_error
@@ -193,8 +190,3 @@ def _pivot(table: Table, show: Callable[[Row], str]) -> str:
 def _markdown(header: Sequence[str], lines: Iterable[Iterable[object]]) -> str:
     rows = [header, ["---"] * len(header), *lines]
     return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in rows)
-
-
-if __name__ == "__main__":
-    table = json.loads(Path(sys.argv[1]).read_text())
-    print(render(table, [Row(**row) for row in table.pop("rows")]))

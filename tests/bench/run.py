@@ -23,7 +23,7 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent.parent)]
 
 import torch  # noqa: E402
-from engines import CHAIN, DYNAMIC, STATIC, Job, Runner, bundled, prompts  # noqa: E402
+from engines import AUTO, CHAIN, DYNAMIC, STATIC, Job, Runner, bundled, prompts  # noqa: E402
 
 from workers.config import EngineConfig  # noqa: E402
 from workers.types import SamplingParams  # noqa: E402
@@ -33,6 +33,7 @@ SHAPES = {
     "chain of 5": ("eagle3", CHAIN),
     "static tree of 9": ("eagle3", STATIC),
     "dynamic tree of 16": ("eagle3", DYNAMIC),
+    "dynamic tree of 16, auto": ("eagle3", AUTO),
     "dynamic tree of 16, draft model": ("draft_model", DYNAMIC),
 }
 TEMPERATURES = (0.0, 1.0)

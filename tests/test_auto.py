@@ -1,0 +1,199 @@
+"""What `auto` learns and decides in the engine: costs, calibration, whether to draft; and that no output changes."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import oracles
+import pytest
+import torch
+from clockwork import AUTO, FIXED, OFF, Prices, bench
+from fakes import Bench, Counting, RandomLanguage, say
+
+from verifier import economy
+from verifier.calibration import Calibration
+from verifier.costs import Bill, RowCosts, profile
+from workers.config import PruneConfig, TreeConfig
+from workers.ipc import Speculation
+from workers.types import SamplingParams, Verdict
+
+torch.set_num_threads(1)
+
+TREE = TreeConfig(kind="dynamic", num_nodes=7, max_depth=3, prune=PruneConfig(auto=True))
+
+
+# ---- costs
+
+
+def test_a_bill_follows_what_was_paid_through_noise_and_hiccups():
+    rng, bill = np.random.default_rng(0), Bill(1.0, 1.0, 1.0)
+    quantities = np.stack([np.ones(600), rng.integers(1, 9, 600), rng.integers(0, 40, 600)], axis=1)
+    true = quantities @ [2.0, 1.5, 0.1]
+    paid = true * rng.lognormal(0, 0.1, 600) * np.where(rng.random(600) < 0.05, 10, 1)
+    for amount, row in zip(paid, quantities, strict=True):
+        bill.paid(amount, *row)
+    estimate = bill.price(*quantities.T)
+    assert np.abs(estimate / true - 1).mean() < 0.12
+
+
+def test_one_measurement_puts_the_scale_right():
+    bill = Bill(1.0, 2.0)
+    bill.paid(50.0, 1, 2)
+    assert float(bill.price(1, 2)) == pytest.approx(50.0)
+
+
+def test_beyond_its_last_entry_the_table_goes_on_as_steep():
+    table = RowCosts(np.array([1.0, 2.0, 4.0, 8.0]), np.array([5.0, 5.0, 6.0, 10.0]))
+    assert table.ms(np.array([1, 3, 8, 16])).tolist() == [5.0, 5.5, 10.0, 18.0]
+
+
+def test_start_up_times_the_target_on_a_few_sizes():
+    with bench(Prices(fixed=1, row=1, message=1, fed=0, level=1, node=0)) as b:
+        began = time.perf_counter()
+        table = profile(b.engine._target, b.engine._config, b.engine._allocator.num_pages)
+        assert time.perf_counter() - began < 20
+    assert len(table.rows_T) >= 2 and table.rows_T[0] == 1
+    assert (np.diff(table.rows_T) > 0).all() and (np.diff(table.ms_T) >= 0).all() and table.ms_T[0] > 0
+
+
+# ---- calibration
+
+
+def verdicts_of(a: float, b: float, num_steps: int, seed: int = 0) -> Calibration:
+    """A calibration shown trees of a root with three children, of which each has three, that survive by (a, b)."""
+    rng, calibration = np.random.default_rng(seed), Calibration()
+    parents = [-1, 0, 0, 0, *[1] * 3, *[2] * 3, *[3] * 3]
+    for _ in range(num_steps):
+        raw = np.concatenate([-np.sort(-rng.dirichlet([1.0, 0.5, 0.3, 0.3]))[:3] for _ in range(4)])
+        logit = np.log(raw / (1 - raw))
+        depth = np.array([1] * 3 + [2] * 9)
+        used = calibration.fit_D2[depth - 1].astype(np.float64)
+        shown = 1 / (1 + np.exp(-(used[:, 0] * logit + used[:, 1])))
+        chance = 1 / (1 + np.exp(-(a * logit + b)))
+        weight = np.concatenate([[1.0], shown])
+        weight[4:] *= weight[[parents[row] for row in range(4, 13)]]
+        path: list[int] = []
+        for first in (1, None):
+            start = first if first is not None else 1 + 3 * path[-1]
+            ends = np.cumsum(chance[start - 1 : start + 2])
+            survives = [start + int(np.searchsorted(ends, draw))] if (draw := rng.random()) < ends[-1] else []
+            if not survives:
+                break
+            path.append(survives[0])
+        tree = oracles.tree(parents, list(range(13)))
+        object.__setattr__(tree, "weight_N", torch.tensor(weight, dtype=torch.float32))
+        calibration.learn(tree, [Verdict(tuple(path), (0,), 12, 12)], np.array([True]))
+    return calibration
+
+
+@pytest.mark.parametrize(("a", "b"), [(1.0, 0.0), (0.7, -0.3), (1.4, -0.5)])
+def test_calibration_recovers_how_confidence_and_survival_relate(a, b):
+    fit_2 = verdicts_of(a, b, 1500).fit_D2[0]
+    for raw in (0.1, 0.3, 0.6, 0.8):
+        logit = np.log(raw / (1 - raw))
+        chances = [1 / (1 + np.exp(-(x * logit + y))) for x, y in ((a, b), fit_2)]
+        assert abs(chances[0] - chances[1]) < 0.07
+
+
+def test_a_depth_never_seen_takes_the_shared_fit_and_the_first_fit_is_the_identity():
+    assert Calibration().fit_D2.tolist() == [[1.0, 0.0]] * 8
+    fit_D2 = verdicts_of(0.6, -0.5, 600).fit_D2
+    assert np.abs(fit_D2[7] - fit_D2[:2].mean(0)).max() < 0.4 and not np.allclose(fit_D2[7], [1, 0], atol=0.1)
+
+
+def test_learning_is_cheap():
+    calibration = verdicts_of(1.0, 0.0, 3)
+    tree = oracles.tree([-1, 0, 0, 1], [0, 1, 2, 3])
+    args = (tree, [Verdict((1,), (1, 2), 3, 3)], np.array([True]))
+    best = min(_timed(calibration, args) for _ in range(300))
+    assert best < 0.5e-3, "a few hundred microseconds even on a busy machine"
+
+
+def _timed(calibration: Calibration, args: tuple) -> float:
+    began = time.perf_counter()
+    calibration.learn(*args)
+    return time.perf_counter() - began
+
+
+# ---- the engine
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("method", ["eagle3", "draft_model"])
+def test_tokens_are_those_of_the_target_whatever_auto_decides(monkeypatch, method, temperature):
+    """Requests are drafted for at random, and owed feeds of any length: memory, features and tokens stay right."""
+    rng = np.random.default_rng(5)
+    monkeypatch.setattr(economy, "MAX_BACKLOG", 6)
+    monkeypatch.setattr(
+        economy.Economy, "_choose", lambda self, auto, others, step: [r for r in auto if rng.random() < 0.4]
+    )
+    language = RandomLanguage(error=0.3)
+    with Bench(language, method, TREE, max_num_batched_tokens=24) as b:
+        asked = []
+        for n in range(6):
+            params = SamplingParams(temperature=temperature, seed=n)
+            prompt = [int(t) for t in rng.integers(0, 32, 3 + 5 * n)]
+            speculation = Speculation(auto=n != 3)
+            asked.append((b.submit(prompt, 30, params, speculation=speculation), prompt, params))
+        b.run()
+        for id, prompt, params in asked:
+            assert b.answers[id].tokens == say(language, prompt, 30, params)
+        assert any((request.num_nodes_B == 0).all() for request in b.drafter.requests), "some messages only feed"
+        assert len(b.drafter.requests) < len(b.target.steps)
+
+
+def test_while_nothing_is_drafted_the_drafter_hears_nothing():
+    prices = Prices(fixed=1, row=1, message=200, fed=0.01, level=200, node=1)
+    with bench(prices) as b:
+        b.run(AUTO, 1, 0.0, num_prompts=1, num_tokens=16)
+        sent = len(b.engine._drafter.requests)
+        stats = b.run(AUTO, 1, 0.0, num_prompts=1, num_tokens=64).stats
+        assert len(b.engine._drafter.requests) - sent <= 4 and stats.num_drafts <= 4
+
+
+def test_auto_asks_for_costs_and_others_do_not():
+    with Bench(Counting(), "eagle3", TREE) as b:
+        b.ask([1, 2, 3], 12, SamplingParams(temperature=0.0))
+        assert any(request.costs is not None for request in b.drafter.requests)
+    with Bench(Counting(), "eagle3", TREE) as b:
+        b.ask([1, 2, 3], 12, SamplingParams(temperature=0.0), speculation=Speculation(auto=False))
+        assert all(request.costs is None for request in b.drafter.requests)
+
+
+# ---- the bundled pair on a clock of chosen prices
+
+CHEAP_DRAFTS = Prices(fixed=20, row=0.05, message=0.5, fed=0.01, level=1.0, node=0.01)
+DEAR_DRAFTS = Prices(fixed=3, row=0.5, message=4, fed=0.05, level=3, node=0.3)
+DEAR_ROWS = Prices(fixed=3, row=1.0, message=0.2, fed=0.02, level=0.2, node=0.02)
+
+
+@pytest.mark.parametrize(
+    ("prices", "batch"), [(CHEAP_DRAFTS, 1), (DEAR_DRAFTS, 8), (DEAR_ROWS, 1)], ids=["drafts", "no drafts", "rows"]
+)
+def test_auto_is_as_fast_as_the_better_of_drafting_and_not(prices, batch):
+    with bench(prices) as b:
+        off, fixed = (b.run(asked, batch, 0.0, num_prompts=batch + 3, num_tokens=32) for asked in (OFF, FIXED))
+        b.run(AUTO, batch, 0.0, num_prompts=batch, num_tokens=128)  # learns
+        auto = b.run(AUTO, batch, 0.0, num_prompts=batch + 3, num_tokens=32)
+    assert auto.tokens == fixed.tokens == off.tokens
+    assert auto.rate > 0.95 * max(off.rate, fixed.rate)
+
+
+def test_auto_verifies_far_fewer_nodes_than_a_full_tree_and_accepts_as_much():
+    with bench(Prices(fixed=20, row=0.5, message=0.2, fed=0.01, level=0.2, node=0)) as b:
+        b.run(AUTO, 1, 0.0, num_prompts=3, num_tokens=64)  # learns
+        fixed, auto = (b.run(asked, 1, 0.0, num_prompts=6, num_tokens=64) for asked in (FIXED, AUTO))
+    assert auto.tokens == fixed.tokens and auto.rate > fixed.rate
+    assert auto.verified_per_token < 0.8 * fixed.verified_per_token
+    assert auto.acceptance_length > 0.95 * fixed.acceptance_length
+
+
+def test_auto_comes_back_when_drafting_pays_again():
+    with bench(DEAR_DRAFTS) as b:
+        b.run(AUTO, 4, 0.0, num_prompts=8, num_tokens=32)
+        assert b.run(AUTO, 4, 0.0, num_prompts=8, num_tokens=32).stats.num_drafts < 30
+        b.clock.prices = CHEAP_DRAFTS
+        b.run(AUTO, 4, 0.0, num_prompts=8, num_tokens=64)
+        fast = b.run(AUTO, 4, 0.0, num_prompts=8, num_tokens=32)
+    assert fast.stats.num_drafts > 30
