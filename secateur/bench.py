@@ -42,11 +42,14 @@ class AcceptancePlan(Strict):
     concurrency: PositiveInt = 8
     seed: Annotated[int, Field(ge=0)] = 0
     """Answer i of every cell has the seed H(seed, i)."""
+    row_prices: tuple[Annotated[float, Field(gt=0.0)], ...] = (0.01, 0.02, 0.03, 0.04, 0.06)
+    """`auto` is also shown apart from the machine: shares of a step that a verified row costs, drafting being free."""
 
     @classmethod
     def quick(cls) -> AcceptancePlan:
         """Under a minute: enough to see that everything works, and no more."""
-        return cls(temperatures=(0.0, 1.0), nodes=(12,), num_prompts=4, max_tokens=24, concurrency=4)
+        small = {"num_prompts": 4, "max_tokens": 24, "concurrency": 4}
+        return cls(temperatures=(0.0, 1.0), nodes=(12,), row_prices=(0.03,), **small)
 
 
 def check_drafter(args: EngineArgs, plan: AcceptancePlan) -> None:

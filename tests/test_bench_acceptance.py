@@ -83,6 +83,7 @@ def row(tree: str, kind: str, lengths: list[float], **changes: object) -> Row:
         "prune": "off",
         "prune_min_prob": 0.0,
         "prune_path_prob": 0.0,
+        "prune_row_price": None,
         "acceptance_length_se": 0.1,
         "tokens_per_step": sum(lengths) / len(lengths),
         "verified_per_token": 4.0,
@@ -242,7 +243,7 @@ def test_a_quick_run_on_the_bundled_pair(tmp_path, capsys) -> None:
         assert row.drafted_per_token == row.verified_per_token > 0
         assert row.num_tokens == 4 * 24 and len(row.acceptance_lengths) == row.num_prompts == 4
         assert (row.static_tree is not None) == (row.tree == "static")
-    assert {str(row.pruning) for row in rows} >= {"min_prob 0.1", "path_prob 0.05", "auto"}
+    assert {str(row.pruning) for row in rows} >= {"min_prob 0.1", "path_prob 0.05", "auto", "auto at 0.03 a row"}
     [markdown] = tmp_path.glob("*.md")
     assert capsys.readouterr().out.strip() == markdown.read_text().strip()
     plots = sorted(path.name.removesuffix(".png").rsplit("-", 1)[1] for path in tmp_path.glob("*.png"))

@@ -14,7 +14,7 @@ import torch
 from verifier.pack import pack_target
 from verifier.request import Request
 from verifier.target import Target
-from workers.config import EngineConfig
+from workers.config import EngineConfig, Prices
 from workers.ipc import Submit
 from workers.types import NodeKind, Rule, TreeBatch
 
@@ -83,6 +83,12 @@ def _chains(sizes: list[int]) -> TreeBatch:
     )
 
 
+def given(prices: Prices) -> RowCosts:
+    """The table of a target whose forward is one step and so many rows."""
+    rows_T = np.array([1.0, 4096.0])
+    return RowCosts(rows_T, prices.step + rows_T * prices.row)
+
+
 class Bill:
     """A cost as a sum of terms, price x quantity, whose prices follow what was really paid.
 
@@ -94,8 +100,9 @@ class Bill:
     _RATE, _RARE_RATE = 0.08, 0.4
     _MAX_ERROR = 0.5
 
-    def __init__(self, *prices: float) -> None:
+    def __init__(self, *prices: float, is_given: bool = False) -> None:
         self._price_J = np.array(prices)
+        self._is_given = is_given  # then it follows nothing
         self._num_paid = 0
 
     def price(self, *quantities: np.ndarray | float) -> np.ndarray:
@@ -103,6 +110,8 @@ class Bill:
         return sum((price * np.asarray(q) for price, q in zip(self._price_J, quantities, strict=True)), np.zeros(()))
 
     def paid(self, amount: float, *quantities: float, is_rare: bool = False) -> None:
+        if self._is_given:
+            return
         term_J = self._price_J * quantities
         estimate = float(term_J.sum())
         if not self._num_paid:

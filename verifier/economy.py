@@ -17,11 +17,12 @@ import numpy as np
 import torch
 
 from verifier.calibration import Calibration
-from verifier.costs import Bill, RowCosts
+from verifier.costs import Bill, RowCosts, given
 from verifier.drafts import Drafts
 from verifier.pack import Feed
 from verifier.request import Request
 from verifier.scheduler import Step
+from workers.config import Prices
 from workers.types import DraftCosts, DraftReply, Rule, Verdict
 
 MAX_BACKLOG = 256
@@ -30,19 +31,26 @@ the request is finished before."""
 _FIRST_PATIENCE, _MAX_PATIENCE = 8, 128  # steps between two tries of what is not chosen
 _HYSTERESIS = 1.05
 _PROMISING = 1.05  # a trial that improves the prospects so much is soon repeated
+_LOOK_EVERY = 4  # while drafting is off, steps between two looks at whether it would pay
 _RATE_OF_REQUEST, _RATE_OF_ALL = 0.2, 0.05
+_FADE = 0.08  # per look: what a request that is not drafted for gained is forgotten in favour of the average
 
 
 class Economy:
-    """Owned by the engine; `verify` is what start-up measured."""
+    """Owned by the engine; `verify` is what start-up measured, `prices` what is to be believed instead."""
 
-    def __init__(self, verify: RowCosts) -> None:
-        self._verify = verify
-        row = float(verify.ms(1))
-        # Prices: of a message, of a row fed, of a further level, and of a node run on one.
-        self._draft_bill = Bill(0.2 * row, 0.01 * row, 0.1 * row, 0.01 * row)
-        # Of a step, of a millisecond of the table, and of a request.
-        self._rest_bill = Bill(0.05 * row, 1.0, 0.02 * row)
+    def __init__(self, verify: RowCosts, prices: Prices | None = None) -> None:
+        # Drafting is billed by message, row fed, further level, and node run on one; the rest of a step by itself, by
+        # millisecond of the table, and by request.
+        if prices is not None:
+            self._verify = given(prices)
+            self._draft_bill = Bill(prices.draft, 0.0, prices.level, 0.0, is_given=True)
+            self._rest_bill = Bill(0.0, 1.0, 0.0, is_given=True)
+        else:
+            self._verify = verify
+            row = float(verify.ms(1))
+            self._draft_bill = Bill(0.2 * row, 0.01 * row, 0.1 * row, 0.01 * row)
+            self._rest_bill = Bill(0.05 * row, 1.0, 0.02 * row)
         self._calibration = Calibration()
         # What a tree adds and what it takes; hopeful until seen.
         self._tree = _Average(np.array([2.0, 4.0]))  # tokens gained, nodes verified
@@ -70,6 +78,9 @@ class Economy:
         return kept
 
     def _choose(self, auto: list[Request], others: list[Request], step: Step) -> list[Request]:
+        if not self._is_on and self._waited % _LOOK_EVERY:
+            self._waited += 1
+            return []
         _, num_nodes = self._tree.mean
         num_levels, num_run = self._growth.mean
         ranked = sorted(auto, key=self._gain_of, reverse=True)
@@ -147,6 +158,8 @@ class Economy:
         """What a step brought, and what it took. Costs nothing where nobody asks for `auto`."""
         if not any(map(_is_auto, step.decode)):
             return
+        if not self._draft_ms and self._waited % _LOOK_EVERY:
+            return
         rest_ms = 1e3 * seconds - self._draft_ms
         num_rows = len(drafts.trees.token_N) + _num_rows(step) - len(step.decode)
         if not step.prefill:  # prompts would blur what a tree's rows cost
@@ -155,7 +168,7 @@ class Economy:
         if not auto_B.any():
             for request in step.decode:
                 if request.draft_gain is not None:
-                    request.draft_gain += 0.1 * _RATE_OF_REQUEST * (self._tree.mean[0] - request.draft_gain)
+                    request.draft_gain += _FADE * (self._tree.mean[0] - request.draft_gain)
             return
         for request, verdict, is_drafted in zip(step.decode, verdicts, auto_B, strict=False):
             if is_drafted:

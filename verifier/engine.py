@@ -53,7 +53,7 @@ class Engine:
         self._drafter = drafter
         self._front = front
         self._allocator = PageAllocator(num_pages)
-        self._economy = Economy(row_costs)
+        self._economy = Economy(row_costs, config.draft.tree.prune.prices if config.draft else None)
         self._limits = Limits(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,

@@ -41,7 +41,8 @@ def run(config: EngineConfig, rank: int, store_address: str, *, front: str | Non
     if front is None:
         target.follow()
     else:
-        row_costs = profile(target, config, num_pages) if config.draft is not None else UNPROFILED
+        is_priced = config.draft is None or config.draft.tree.prune.prices is not None
+        row_costs = UNPROFILED if is_priced else profile(target, config, num_pages)
         socket = ipc.FrameSocket(ipc.connect(front))
         socket.send(
             ipc.Ready(

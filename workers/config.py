@@ -15,13 +15,24 @@ MAX_TREE_NODES = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Prices:
+    """What things cost, in milliseconds, where that is not to be measured: to study `auto` apart from a machine."""
+
+    step: float
+    row: float
+    draft: float = 0.0
+    level: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PruneConfig:
     """Dynamic pruning. Thresholds: 0.0 switches one off, a value equal to it is kept.
 
-    `auto` chooses budgets by calibrated survival and measured costs, within the thresholds.
+    `auto` chooses budgets by calibrated survival and costs (None = measured here), within the thresholds.
     """
 
     auto: bool = False
+    prices: Prices | None = None
     min_prob: float = 0.0
     path_prob: float = 0.0
 
@@ -122,7 +133,9 @@ class EngineConfig:
         draft = raw.pop("draft")
         if draft is not None:
             tree = draft.pop("tree")
-            tree["prune"] = PruneConfig(**tree["prune"])
+            prune = tree["prune"]
+            prices = Prices(**prune["prices"]) if prune["prices"] else None
+            tree["prune"] = PruneConfig(**prune | {"prices": prices})
             tree["static_paths"] = tuple(tuple(path) for path in tree["static_paths"])
             acceptance = AcceptanceConfig(**draft.pop("acceptance"))
             draft = DraftConfig(**draft, tree=TreeConfig(**tree), acceptance=acceptance)

@@ -34,7 +34,7 @@ from secateur.bench import AcceptancePlan
 from secateur.config import EngineArgs
 from secateur.errors import ConfigError, Problem, SecateurError
 from secateur.prompts import Prompt
-from workers.config import EngineConfig, PruneConfig, TreeConfig
+from workers.config import EngineConfig, Prices, PruneConfig, TreeConfig
 from workers.types import SamplingParams
 
 PRUNINGS = (
@@ -42,6 +42,7 @@ PRUNINGS = (
     *(Pruning(prune="thresholds", path_prob=value) for value in (0.02, 0.05, 0.1, 0.2)),
     Pruning(prune="auto"),
 )
+STEP_MS = 20.0
 PRUNED_TEMPERATURES = (0.0, 1.0)
 SAME_TREE = 0.98
 """A static tree serves another cell too if it is expected to accept this share of what that cell's own tree would: the
@@ -185,6 +186,13 @@ class _Table:
         with self._running(tree) as runner:
             for cell in cells:
                 yield self._row(cell, self._measure(runner, cell))
+        for price in plan.row_prices:
+            prices = Prices(step=STEP_MS, row=price * STEP_MS)
+            with self._running(replace(tree, prune=PruneConfig(auto=True, prices=prices))) as runner:
+                for cell in cells:
+                    if cell.pruning.prune == "auto":
+                        priced = replace(cell, pruning=replace(cell.pruning, row_price=price))
+                        yield self._row(priced, self._measure(runner, priced))
 
     def _row(
         self,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from cluster.bench.rows import ACCEPTANCES, Acceptance, Row, Tree, standard_error
 
-KEPT = 0.95
+KEPT = 0.98
 """Share of the unpruned tokens per step that a pruning must keep to be called free."""
 
 

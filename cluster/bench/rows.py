@@ -22,8 +22,12 @@ class Pruning:
     prune: Literal["off", "thresholds", "auto"] = "off"
     min_prob: float = 0.0
     path_prob: float = 0.0
+    row_price: float | None = None
+    """`auto` by given costs: what a verified row costs, as a share of a step. None = by what is measured here."""
 
     def __str__(self) -> str:
+        if self.row_price is not None:
+            return f"auto at {self.row_price:g} a row"
         if self.prune != "thresholds":
             return self.prune
         return f"min_prob {self.min_prob:g}" if self.min_prob else f"path_prob {self.path_prob:g}"
@@ -77,6 +81,8 @@ class Row:
     prune: Literal["off", "thresholds", "auto"]
     prune_min_prob: float
     prune_path_prob: float
+    prune_row_price: float | None
+    """See `Pruning`."""
     acceptance_length: float
     """1 + accepted / drafts, over all prompts: tokens per step that verified at least one draft node."""
     acceptance_length_se: float | None
@@ -93,7 +99,12 @@ class Row:
 
     @property
     def pruning(self) -> Pruning:
-        return Pruning(prune=self.prune, min_prob=self.prune_min_prob, path_prob=self.prune_path_prob)
+        return Pruning(
+            prune=self.prune,
+            min_prob=self.prune_min_prob,
+            path_prob=self.prune_path_prob,
+            row_price=self.prune_row_price,
+        )
 
 
 def row_of(
@@ -121,6 +132,7 @@ def row_of(
         prune=cell.pruning.prune,
         prune_min_prob=cell.pruning.min_prob,
         prune_path_prob=cell.pruning.path_prob,
+        prune_row_price=cell.pruning.row_price,
         acceptance_length=round(acceptance_length(answers), 4),
         acceptance_length_se=round(standard_error(lengths), 4) if len(lengths) > 1 else None,
         acceptance_lengths=[round(length, 4) for length in lengths],
