@@ -21,8 +21,8 @@ check: $(VENV)/.installed-test ## lint and type-check
 test: $(VENV)/.installed-test ## every test that needs no GPU
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu"
 
-parity: $(VENV)/.installed-test ## the full matrix of greedy comparisons with transformers (long)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_parity.py --full
+parity: $(VENV)/.installed-test ## the full matrix of comparisons on real engines (long)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --full $(addprefix tests/test_, parity.py constraints_engine.py preemption.py mixed_batch.py)
 
 gpu: ## tests and benchmarks on a CUDA machine, with the interpreter PYTHON as it is; installs nothing
 	@$(PYTHON) -c 'import pytest, torch' || { echo 'make gpu: $(PYTHON) lacks pytest or torch; set PYTHON=...' >&2; exit 1; }

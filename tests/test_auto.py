@@ -102,20 +102,6 @@ def test_a_depth_never_seen_takes_the_shared_fit_and_the_first_fit_is_the_identi
     assert np.abs(fit_D2[7] - fit_D2[:2].mean(0)).max() < 0.4 and not np.allclose(fit_D2[7], [1, 0], atol=0.1)
 
 
-def test_learning_is_cheap():
-    calibration = verdicts_of(1.0, 0.0, 3)
-    tree = oracles.tree([-1, 0, 0, 1], [0, 1, 2, 3])
-    args = (tree, [Verdict((1,), (1, 2), 3, 3)], np.array([True]))
-    best = min(_timed(calibration, args) for _ in range(300))
-    assert best < 0.5e-3, "a few hundred microseconds even on a busy machine"
-
-
-def _timed(calibration: Calibration, args: tuple) -> float:
-    began = time.perf_counter()
-    calibration.learn(*args)
-    return time.perf_counter() - began
-
-
 # ---- the engine
 
 

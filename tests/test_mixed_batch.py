@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from engines import CHAIN, DYNAMIC, Answer, Job, Runner, bundled, prompts
 
+from workers.config import DraftConfig
 from workers.ipc import Speculation
 from workers.types import Constraints, SamplingParams
 
@@ -32,11 +33,20 @@ ENGINES = {
     "chain": lambda: bundled(CHAIN, max_num_batched_tokens=128),
     "dynamic": lambda: bundled(DYNAMIC, max_num_batched_tokens=256),
     "dynamic, draft model": lambda: bundled(DYNAMIC, method="draft_model", max_num_batched_tokens=256),
+    "n-gram": lambda: replace(
+        bundled(max_num_batched_tokens=256),
+        draft=DraftConfig(method="ngram", model_path="", prompt_lookup_min=1, prompt_lookup_max=3, tree=DYNAMIC),
+    ),
     "dynamic, TP 2": lambda: bundled(DYNAMIC, tp=2, max_num_batched_tokens=256),
 }
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+FEW = ("dynamic", "n-gram", "dynamic, TP 2")
+
+
+@pytest.mark.parametrize(
+    "engine", [pytest.param(name, marks=[] if name in FEW else pytest.mark.full) for name in ENGINES]
+)
 def test_each_of_a_mixed_batch_gets_what_it_gets_alone(engine):
     texts = prompts(len(KINDS))
     jobs = [

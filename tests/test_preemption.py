@@ -57,7 +57,13 @@ KINDS = {
     ),
     "not drafted for": Asked(params=SamplingParams(seed=8), more={"speculation": Speculation(enabled=False)}),
 }
-SHAPES = [(None, "chain"), ("eagle3", "chain"), ("eagle3", "static"), ("eagle3", "dynamic"), ("draft_model", "static")]
+SHAPES = [
+    (None, "chain"),
+    pytest.param("eagle3", "chain", marks=pytest.mark.full),
+    pytest.param("eagle3", "static", marks=pytest.mark.full),
+    ("eagle3", "dynamic"),
+    ("draft_model", "static"),
+]
 
 
 def bench_of(method: Any, tree: str, **settings: Any) -> Bench:
@@ -252,7 +258,9 @@ ENGINES: dict[str, EngineConfig] = {
 }
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    "engine", [pytest.param(name, marks=[] if name == "dynamic" else pytest.mark.full) for name in ENGINES]
+)
 def test_a_real_engine_short_of_pages_says_the_same(engine):
     """Texts of many lengths under both rules, which together need several times the pages of the small pool."""
     samplings = [

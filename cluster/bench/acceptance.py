@@ -187,7 +187,7 @@ class _Table:
             for cell in cells:
                 yield self._row(cell, self._measure(runner, cell))
         for price in plan.row_prices:
-            prices = Prices(step=STEP_MS, row=price * STEP_MS)
+            prices = Prices(step=STEP_MS, row=price * STEP_MS / plan.concurrency)  # as if each request were alone
             with self._running(replace(tree, prune=PruneConfig(auto=True, prices=prices))) as runner:
                 for cell in cells:
                     if cell.pruning.prune == "auto":

@@ -54,7 +54,7 @@ def test_a_bundle_per_worker_shapes_every_bundle() -> None:
     ("args", "message"),
     [
         ({"engine_kwarg": {}}, "did you mean 'engine_kwargs'"),
-        ({"engine_kwargs": {"speculative_config": {"method": "ngram"}}}, "'ngram' is not implemented"),
+        ({"engine_kwargs": {"speculative_config": {"method": "ngram", "model": "x"}}}, "takes no model"),
         ({"deployment_config": {"ray_actor_options": {"num_gpus": 1}}}, "uses no GPU"),
         ({"placement_group_config": {"bundles": [{"CPU": 1}]}}, "needs 2"),
     ],
