@@ -68,6 +68,8 @@ def score(
     if isinstance(draft, Candidates):
         return _score_candidates(draft, params, rule_F, index_F, num_children)
     log_q = process_logits(draft, params).log_softmax(-1)
+    if (rule_F >= Rule.TRAVERSAL).all():
+        return _score_sampled(log_q, num_children, vocab)
     hot = params.temperature_B > 0
     is_coupled_F = rule_F == Rule.COUPLED
     scored: Tensor = log_q
@@ -85,15 +87,28 @@ def score(
     support, is_sampled_F = None, kind_F == NodeKind.SAMPLED
     if is_sampled_F.any():
         rows = torch.from_numpy(is_sampled_F).to(log_q.device)
-        support = quantise(log_q if is_sampled_F.all() else log_q[rows], vocab)
-        none_fixed_F = np.zeros(len(support.id_FS), dtype=np.int64)
-        weight_FK[is_sampled_F] = expected_survival(support, none_fixed_F, weight_FK.shape[1])
+        sampled = _score_sampled(log_q[rows], weight_FK.shape[1], vocab)
+        support, weight_FK[is_sampled_F] = sampled.support, sampled.weight_FK
     return Scores(
         token_FK=token.cpu().numpy(),
         weight_FK=weight_FK,
         prob_FK=log_q.gather(-1, best.indices).exp().cpu().numpy(),
         top_prob_F=log_q.amax(-1).exp().cpu().numpy(),
         kind_F=kind_F,
+        support=support,
+    )
+
+
+def _score_sampled(log_q: Tensor, num_children: int, vocab: DraftVocabulary) -> Scores:
+    """Scores of nodes whose children are yet to be drawn: there are no tokens to tell."""
+    support = quantise(log_q, vocab)
+    size = (len(log_q), min(num_children, log_q.shape[-1]))
+    return Scores(
+        token_FK=np.zeros(size, dtype=np.int64),
+        weight_FK=expected_survival(support, np.zeros(size[0], dtype=np.int64), size[1]),
+        prob_FK=np.zeros(size, dtype=np.float32),
+        top_prob_F=log_q.amax(-1).exp().cpu().numpy(),
+        kind_F=np.full(size[0], NodeKind.SAMPLED, dtype=np.uint8),
         support=support,
     )
 
