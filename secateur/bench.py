@@ -42,7 +42,7 @@ class AcceptancePlan(Strict):
     concurrency: PositiveInt = 8
     seed: Annotated[int, Field(ge=0)] = 0
     """Answer i of every cell has the seed H(seed, i)."""
-    row_prices: tuple[Annotated[float, Field(gt=0.0)], ...] = (0.01, 0.02, 0.03, 0.04, 0.06)
+    row_prices: tuple[Annotated[float, Field(gt=0.0)], ...] = (0.01, 0.02, 0.03, 0.04, 0.05, 0.06)
     """`auto` is also shown apart from the machine: shares of a step that a request's verified row costs if drafting is
     free and the step shared by as many requests as are in flight."""
 

@@ -225,3 +225,11 @@ def test_trees_without_auto_are_never_cut():
     asks = [Ask(model=1, num_nodes=9, auto=False), Ask(model=2, num_nodes=9)]
     together = grown(asks, costs(node=5.0))
     assert len(weights(together, 0)) == 9 > len(weights(together, 1))
+
+
+def test_free_drafting_runs_no_node_whose_children_would_not_be_verified():
+    """Rows in the draft model are few: what brings nothing must not take them from deeper levels."""
+    budget = Budget(costs(node=0.5))
+    sure, hopeless = np.float32(0.9), np.float32(0.01)
+    weights = np.array([sure, hopeless, hopeless], dtype=np.float32)
+    assert budget.worth_running(weights, np.zeros(3), weights, 1.0).tolist() == [True, False, False]
