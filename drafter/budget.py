@@ -69,7 +69,8 @@ class Budget:
         row_ms = self.verify_ms(np.array(count + 1)) - self.verify_ms(np.array(count))
         must_F = np.maximum(least_F, rate * row_ms)
         gain_F = np.maximum(weight_F[:, None] * _CHILDREN - must_F[:, None], 0).sum(1)
-        runs_F = (gain_F > 0) & (gain_F >= rate * self._node_ms)  # also where drafting is free
+        # Where drafting is free a node still has to be able to have a child that is verified: rows are few.
+        runs_F = (weight_F > must_F) & (gain_F >= rate * self._node_ms)
         pays = (gain_F - rate * self._node_ms)[runs_F].sum() >= rate * self._level_ms
         return runs_F & pays
 

@@ -33,7 +33,7 @@ class Dealt:
         pruned_BD: np.ndarray,
     ) -> None:
         self.sampled: list[SampledNode] = []
-        self._own, self._limits, self._shape, self._budget, self._pruned_BD = own, limits, shape, budget, pruned_BD
+        self._limits, self._shape, self._budget, self._pruned_BD = limits, shape, budget, pruned_BD
         self._root_position_B = root_index_B.astype(np.int64) - 1
         self._seed_B = sampling.seed_B
         slots_B = self._root_slots()

@@ -11,7 +11,7 @@ import numpy as np
 import oracles
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from oracles import Path
 
@@ -132,9 +132,11 @@ ASK = st.builds(
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(ASK)
+@example(Ask(num_nodes=2, max_depth=2, temperature=0.0))  # a child may be likelier than children typically are
 def test_where_nothing_costs_anything_a_tree_is_the_best_of_all_that_the_thresholds_allow(ask):
-    got = weights(grown([ask]))
-    assert got == {path: pytest.approx(weight, rel=1e-3) for path, weight in ask.best.items()}
+    # What weighs less than a rounding error of the sum raises no rate: it may come or not.
+    got = {path: weight for path, weight in weights(grown([ask])).items() if weight > 1e-6}
+    assert got == {path: pytest.approx(weight, rel=1e-3) for path, weight in ask.best.items() if weight > 1e-6}
 
 
 def test_what_a_threshold_frees_is_refilled():
