@@ -21,7 +21,7 @@ from starlette.types import Send
 from cluster import door, metrics
 from cluster.answers import Answer, ChatShape, CompletionShape, Shape, speculative_stats, usage_of
 from cluster.generation import Engine, Piece, Prompt, generate
-from cluster.submit import BadRequest, RequestLimits, SeedSource, further_answer, submit_from
+from cluster.submit import BadRequest, RequestLimits, SeedSource, further_answer, submit_from, without_effect
 from cluster.tokens import Tokenizer
 from secateur import __version__
 from secateur.protocol import (
@@ -198,7 +198,7 @@ async def answer(
 ) -> Response:
     """Generates all choices and writes them, whole or as a stream. A client that leaves ends them in the engine."""
     headers = {}
-    if ignored := body.ignored():
+    if ignored := [*body.ignored(), *without_effect(body.speculative, service.limits)]:
         logger.info("request %s: ignored fields %s", request.state.request_id, ", ".join(map(repr, ignored)))
         headers[IGNORED_HEADER] = _header_text(", ".join(ignored))
     answers = [Answer(prompt.submit.prompt, index % body.n) for index, prompt in enumerate(prompts)]

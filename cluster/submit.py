@@ -35,6 +35,8 @@ class RequestLimits:
     num_draft_tokens: int
     """Nodes of the largest tree, without the root; 0 = the service has no drafter."""
     eos_token_ids: tuple[int, ...] = ()
+    acceptance: str = "coupled"
+    """The rule of requests that choose none."""
 
     @classmethod
     def of(cls, config: EngineConfig, *, max_model_len: int, vocab_size: int) -> RequestLimits:
@@ -44,6 +46,7 @@ class RequestLimits:
             vocab_size=vocab_size,
             num_draft_tokens=nodes,
             eos_token_ids=config.eos_token_ids,
+            acceptance=config.draft.acceptance.kind if config.draft else "coupled",
         )
 
 
@@ -171,6 +174,13 @@ def _speculation(asked: Speculative | None, limits: RequestLimits) -> Speculatio
         acceptance=asked.acceptance,
         draft_probs=asked.enable_draft_probs,
     )
+
+
+def without_effect(asked: Speculative | None, limits: RequestLimits) -> list[str]:
+    """Settings of a `speculative` object that its acceptance rule does not read."""
+    if asked is None or asked.enable_draft_probs is None or (asked.acceptance or limits.acceptance) != "coupled":
+        return []
+    return ["speculative.enable_draft_probs"]
 
 
 class SeedSource:

@@ -625,6 +625,14 @@ def test_unknown_fields_are_accepted_and_named(http: httpx2.Client) -> None:
     assert "zeta" in response.headers["x-secateur-ignored"]
 
 
+@pytest.mark.parametrize(("acceptance", "is_named"), [(None, True), ("coupled", True), ("rejection", False)])
+def test_draft_probabilities_under_coupling_are_named_as_without_effect(http, acceptance, is_named) -> None:
+    speculative = {"enable_draft_probs": False} | ({"acceptance": acceptance} if acceptance else {})
+    response = http.post("/v1/completions", json={"prompt": "a", "speculative": speculative})
+    assert response.status_code == 200
+    assert response.headers.get("x-secateur-ignored") == ("speculative.enable_draft_probs" if is_named else None)
+
+
 def test_without_a_drafter_asking_for_one_is_a_400(own: Callable[..., FakeService]) -> None:
     running = own(config=EngineConfig(model_path="model", max_num_seqs=4))
     with running.http() as http:
