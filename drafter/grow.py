@@ -157,6 +157,8 @@ class _Editor:
         self._vocab = vocab
 
     def edit(self, draft: Tensor | Candidates, level: Level) -> Tensor | Candidates:
+        if isinstance(draft, Candidates):
+            return draft  # what lookup found is proposed as it is; the target's own constraints decide
         rows = []
         columns = (level.request_F, level.row_F, level.parent_row_F, level.token_F)
         nodes = zip(*(column.tolist() for column in columns), strict=True)
@@ -165,8 +167,6 @@ class _Editor:
                 path = [*self._path[request, parent], token] if row else []
                 self._path[request, row] = path
                 rows.append(ConstrainedRow(i, self._standings[request], path))
-        if isinstance(draft, Candidates):
-            return draft  # what lookup found is proposed as it is; the target's own constraints decide
         return constrain(draft, rows, self._vocab.columns)
 
 

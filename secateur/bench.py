@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from secateur.config import EngineArgs
 from secateur.errors import ConfigError, Problem
@@ -30,11 +30,11 @@ PositiveInt = Annotated[int, Field(ge=1)]
 class AcceptancePlan(Strict):
     """The cells of the table, and the requests that each of them answers."""
 
-    temperatures: Annotated[tuple[Annotated[float, Field(ge=0.0)], ...], Field(min_length=1)] = (
+    temperatures: tuple[Annotated[float, Field(ge=0.0)], ...] = (
         *(0.0, 0.3, 0.5, 0.7),
         *(1.0, 1.3, 1.5, 2.0),
     )
-    nodes: Annotated[tuple[Annotated[int, Field(ge=1, le=MAX_NODES)], ...], Field(min_length=1)] = (4, 8, 16, 32)
+    nodes: tuple[Annotated[int, Field(ge=1, le=MAX_NODES)], ...] = (4, 8, 16, 32)
     """Tree nodes per step, without the root."""
     num_prompts: PositiveInt = 24
     max_tokens: Annotated[int, Field(ge=2)] = 32
@@ -45,6 +45,14 @@ class AcceptancePlan(Strict):
     row_prices: tuple[Annotated[float, Field(gt=0.0)], ...] = (0.01, 0.02, 0.03, 0.04, 0.05, 0.06)
     """`auto` is also shown apart from the machine: shares of a step that a request's verified row costs if drafting is
     free and the step shared by as many requests as are in flight."""
+
+    @field_validator("temperatures", "nodes")
+    @classmethod
+    def _some(cls, values: tuple[float, ...]) -> tuple[float, ...]:
+        # `min_length` would complain of an empty tuple whenever an entry is wrong.
+        if not values:
+            raise ValueError("must have at least one entry")
+        return values
 
     @classmethod
     def quick(cls) -> AcceptancePlan:
