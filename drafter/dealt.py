@@ -12,7 +12,7 @@ import numpy as np
 from drafter.budget import Budget
 from drafter.level import GrowLimits, Level, Nodes, SampledNode
 from drafter.prune import passes_min, passes_path
-from drafter.sample import draw_children, drawn_from
+from drafter.sample import DrawBits, draw_children, drawn_from
 from drafter.score import Scores
 from drafter.shape import Shape
 from workers.types import NodeKind, Rule, SamplingBatch
@@ -34,8 +34,6 @@ class Dealt:
     ) -> None:
         self.sampled: list[SampledNode] = []
         self._limits, self._shape, self._budget, self._pruned_BD = limits, shape, budget, pruned_BD
-        self._root_position_B = root_index_B.astype(np.int64) - 1
-        self._seed_B = sampling.seed_B
         slots_B = self._root_slots()
         size = (len(root_token_B), 1 + int(slots_B.max(initial=0)))
         self._token = np.zeros(size, dtype=np.int32)
@@ -51,6 +49,11 @@ class Dealt:
         self._count[own] = 1
         self._token[:, 0] = root_token_B
         self._slots[:, 0] = slots_B
+        self._bits_BRK: DrawBits | None = None
+        if (limits.rule_B[own] >= Rule.TRAVERSAL).any():
+            # For all rows at once: Philox costs many small operations, whatever it is asked for.
+            keys = (sampling.seed_B.cpu().numpy()[:, None], root_index_B.astype(np.int64)[:, None] - 1, np.arange(size[1]))
+            self._bits_BRK = DrawBits.of(*keys, shape.max_children)
         self._num_levels = self._num_run = 0
         self._frontier = self._open(0, own, np.zeros_like(own))
 
@@ -118,15 +121,16 @@ class Dealt:
     def _children(self, level: Level, scores: Scores, count_F: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Tokens, draft probabilities and kinds [F, K]; sampled rows draw their `count` children now."""
         kind_FK = np.broadcast_to(scores.kind_F[:, None], scores.token_FK.shape)
-        if scores.support is None:
+        support = scores.support
+        if support is None:
             return scores.token_FK, scores.prob_FK, kind_FK
-        support, max_children = scores.support, scores.token_FK.shape[1]
         token_FK, prob_FK, kind_FK = scores.token_FK.copy(), scores.prob_FK.copy(), kind_FK.copy()
         at = np.flatnonzero(scores.kind_F == NodeKind.SAMPLED)
         b, row = level.request_F[at], level.row_F[at]
         fixed_F = np.maximum(count_F[at] - 1, 0) if self._limits.is_hybrid else np.zeros(len(at), dtype=np.int64)
-        seed_F = self._seed_B.cpu().numpy()[b]
-        drawn = draw_children(support, count_F[at], fixed_F, seed_F, self._root_position_B[b], row, max_children)
+        assert self._bits_BRK is not None
+        bits = DrawBits(*(words_BRK[b, row, : token_FK.shape[1]] for words_BRK in self._bits_BRK))
+        drawn = draw_children(support, count_F[at], fixed_F, bits)
         place = np.maximum(drawn.place_FK, 0)
         token_FK[at] = np.take_along_axis(support.id_FS, place, axis=1)
         total_F = np.maximum(support.weight_FS.sum(1, keepdims=True), 1)

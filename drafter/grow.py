@@ -78,6 +78,7 @@ def grow(
     """
     budget = Budget(costs) if costs is not None else None
     pruned_BD = np.zeros((len(root_token_B), int(limits.max_depth_B.max(initial=0))), dtype=np.int32)
+    _prepare_noise(roots, root_index_B, limits, sampling, vocab)
     growths = _growths(root_token_B, root_index_B, limits, sampling, shape, budget, pruned_BD)
     editor = _Editor(standings or {}, vocab)
     num_levels = num_run = 0
@@ -104,6 +105,21 @@ def grow(
     trees = _pack(nodes, len(root_token_B))
     sampled = [node for growth in growths if isinstance(growth, Dealt) for node in growth.sampled]
     return Grown(trees, _pack_probs(sampled, trees), pruned_BD, num_levels, num_run)
+
+
+def _prepare_noise(
+    roots: Tensor | Candidates,
+    root_index_B: np.ndarray,
+    limits: GrowLimits,
+    sampling: SamplingBatch,
+    vocab: DraftVocabulary,
+) -> None:
+    """The noise of all levels in one call. What a shallow tree does not read, the next steps' trees do."""
+    if isinstance(roots, Candidates):
+        return  # noise at single tokens is cheaper than a row of it
+    needs_B = (limits.rule_B == Rule.COUPLED) & (sampling.temperature_B > 0).cpu().numpy()
+    seeds = sampling.seed_B.cpu().numpy()[needs_B].tolist()
+    vocab.noise.prepare(seeds, root_index_B[needs_B].tolist(), limits.max_depth_B[needs_B].tolist(), roots.device)
 
 
 def _growths(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from workers.constraints import Columns
+from workers.noise import NoiseBook
 
 
 class Level(NamedTuple):
@@ -88,6 +89,11 @@ class DraftVocabulary:
         column_of_V = torch.full((self.target_size,), -1, dtype=torch.int64)
         column_of_V[self.target_ids.cpu()] = torch.arange(len(self.target_ids))
         return Columns(0, len(self.target_ids), column_of_V)
+
+    @cached_property
+    def noise(self) -> NoiseBook:
+        """The target's noise for the draft's tokens."""
+        return NoiseBook(0, self.target_size, self.target_ids)
 
 
 class Candidates(NamedTuple):

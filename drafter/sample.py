@@ -77,45 +77,48 @@ def drawn_from(support: Support, num_fixed_F: np.ndarray) -> np.ndarray:
     return np.where(np.arange(support.weight_FS.shape[-1]) < num_fixed_F[:, None], 0, support.weight_FS)
 
 
-def draw_children(
-    support: Support,
-    count_F: np.ndarray,
-    num_fixed_F: np.ndarray,
-    seed_F: np.ndarray,
-    root_position_F: np.ndarray,
-    row_F: np.ndarray,
-    max_children: int,
-) -> Children:
+class DrawBits(NamedTuple):
+    """64 random bits for each child that a node may draw, keyed on (seed, position of this step's root, the node's row,
+    child); so a node with more children begins with the same ones."""
+
+    high_FK: np.ndarray  # int64 in [0, 2^32)
+    low_FK: np.ndarray
+
+    @staticmethod
+    def of(seed: np.ndarray, root_position: np.ndarray, row: np.ndarray, max_children: int) -> DrawBits:
+        """int64 arrays of one shape, or of shapes that broadcast; the children become the last axis."""
+        keys = (key[..., None] for key in (seed, root_position, row))
+        return DrawBits(*words64(*keys, np.arange(max_children), Stream.DRAFT))
+
+
+def draw_children(support: Support, count_F: np.ndarray, num_fixed_F: np.ndarray, bits: DrawBits) -> Children:
     """`count` children per node: the `num_fixed` most likely, then draws without replacement from the rest.
 
-    Fewer where the weight runs out. Child k's draw is keyed on (seed, position of this step's root, the node's row, k),
-    so a node with more children begins with the same ones. All arguments [F] are int64; count at most max_children.
+    Fewer where the weight runs out. Counts are int64 [F], at most K, the children that there are bits for.
     """
     rows = np.arange(len(count_F))
     left_FS = drawn_from(support, num_fixed_F)
-    place_FK = np.full((len(rows), max_children), -1, dtype=np.int64)
-    seed_F1, root_position_F1, row_F1 = (key_F[:, None] for key_F in (seed_F, root_position_F, row_F))
-    high_FK, low_FK = words64(seed_F1, root_position_F1, row_F1, np.arange(max_children), Stream.DRAFT)
+    total_F = left_FS.sum(-1)
+    place_FK = np.full(bits.high_FK.shape, -1, dtype=np.int64)
     for k in range(int(count_F.max(initial=0))):
-        total_F = left_FS.sum(-1)
-        drawn_F = below(total_F, high_FK[:, k], low_FK[:, k])
+        drawn_F = below(total_F, bits.high_FK[:, k], bits.low_FK[:, k])
         place_F = (left_FS.cumsum(-1) > drawn_F[:, None]).argmax(-1)
         is_fixed_F = k < num_fixed_F
         has_drawn_F = ~is_fixed_F & (total_F > 0)
+        total_F = total_F - np.where(has_drawn_F, left_FS[rows, place_F], 0)
         left_FS[rows[has_drawn_F], place_F[has_drawn_F]] = 0
         place_FK[:, k] = np.where(is_fixed_F, k, np.where(has_drawn_F, place_F, -1))
-    ordinal = np.arange(max_children)
+    ordinal = np.arange(place_FK.shape[1])
     exists_FK = ordinal < np.minimum(count_F, num_children(support))[:, None]
     kind_FK = np.where(ordinal < num_fixed_F[:, None], NodeKind.DETERMINISTIC, NodeKind.SAMPLED).astype(np.uint8)
     return Children(np.where(exists_FK, place_FK, -1), kind_FK)
 
 
-def expected_survival(support: Support, num_fixed_F: np.ndarray, max_children: int) -> np.ndarray:
-    """[F, K] float32: how likely each child is the accepted one, before any is drawn; sorted: it never rises with k.
+def expected_survival(support: Support, max_children: int) -> np.ndarray:
+    """[F, K] float32: how likely each drawn child is the accepted one, before any is drawn; it never rises with k.
 
-    A fixed child survives with its probability q. Of what is left, the first drawn child takes
-    0.58 + 0.42 exp(-0.85 H), H the entropy of the law it is drawn from in nats; the k-th after it
-    (0.12 + 0.5 m) 0.72^(k-1) of what is left then, m that law's largest probability. Fitted to recursive rejection on
+    The first child survives with 0.58 + 0.42 exp(-0.85 H), H the entropy of q in nats; the k-th after it takes
+    (0.12 + 0.5 m) 0.72^(k-1) of what is left then, m q's largest probability. Fitted to recursive rejection on
     the bundled EAGLE-3 head, four levels of chains along the target's own samples, 816 nodes at each of the
     temperatures 0.5, 1, 1.5 and 2; survival of the first child by H, and the second's share of the rest by m:
 
@@ -127,21 +130,15 @@ def expected_survival(support: Support, num_fixed_F: np.ndarray, max_children: i
         measured   0.12   0.25   0.23   0.37   0.28   0.43   0.54   0.62
         formula    0.15   0.20   0.26   0.33   0.39   0.46   0.50   0.57
     """
-    all_FS, drawn_FS = support.weight_FS.astype(np.float64), drawn_from(support, num_fixed_F).astype(np.float64)
-    q_FS = all_FS / np.maximum(all_FS.sum(-1, keepdims=True), 1)
-    law_FS = drawn_FS / np.maximum(drawn_FS.sum(-1, keepdims=True), 1)
-    entropy_F = -(law_FS * np.log(np.where(law_FS > 0, law_FS, 1))).sum(-1)
-    first_F = FIRST_FLOOR + (1 - FIRST_FLOOR) * np.exp(-SURPRISE * entropy_F)
-    second_F = SECOND_FLOOR + SECOND_SLOPE * law_FS.max(-1)
+    weight_FS = support.weight_FS
+    total_F = np.maximum(weight_FS.sum(-1), 1)
+    # H = log W - (sum of w log w) / W for integer weights w of sum W.
+    entropy_F = np.log(total_F) - (weight_FS * np.log(np.maximum(weight_FS, 1))).sum(-1) / total_F
+    share_FK = np.empty((len(weight_FS), max_children))
+    share_FK[:, 0] = FIRST_FLOOR + (1 - FIRST_FLOOR) * np.exp(-SURPRISE * entropy_F)
+    second_F = SECOND_FLOOR + SECOND_SLOPE * weight_FS[:, 0] / total_F
+    share_FK[:, 1:] = second_F[:, None] * DECAY ** np.arange(max_children - 1)
+    left_FK = np.cumprod(1 - share_FK, axis=-1)
+    share_FK[:, 1:] *= left_FK[:, :-1]
     exists_FK = np.arange(max_children) < num_children(support)[:, None]
-    survival_FK = np.zeros(exists_FK.shape)
-    left_F = np.ones(len(exists_FK))
-    for k in range(max_children):
-        ordinal_F = k - num_fixed_F
-        share_F = np.where(
-            ordinal_F > 0, second_F * DECAY ** np.maximum(ordinal_F - 1, 0), first_F
-        )
-        fixed_F = q_FS[:, min(k, q_FS.shape[-1] - 1)]
-        survival_FK[:, k] = np.where(ordinal_F < 0, fixed_F, left_F * share_F) * exists_FK[:, k]
-        left_F = left_F - survival_FK[:, k]
-    return -np.sort(-survival_FK, axis=-1).astype(np.float32)
+    return (share_FK * exists_FK).astype(np.float32)

@@ -20,7 +20,7 @@ from torch import Tensor
 from drafter.level import Candidates, DraftVocabulary
 from drafter.sample import Support, expected_survival, quantise
 from workers.random import gumbel_at
-from workers.sampling import process_logits, shared_gumbel
+from workers.sampling import process_logits
 from workers.types import NodeKind, Rule, SamplingBatch
 
 CONFIDENCE_TAU = 0.6
@@ -77,7 +77,8 @@ def score(
     if bool(hot.any()):
         noisy = hot & torch.from_numpy(is_coupled_F).to(hot.device)
         if bool(noisy.any()):
-            scored = log_q + _noise(params, index_F, vocab) * noisy[:, None]
+            G = vocab.noise.rows(params.seed_B.tolist(), index_F.tolist(), log_q.device)
+            scored = torch.where(noisy[:, None], log_q + G, log_q)
         if not is_coupled_F.all():
             tau = torch.where(hot & ~noisy, 1.0, CONFIDENCE_TAU)[:, None]
     best = scored.topk(min(num_children, scored.shape[-1]), dim=-1)
@@ -105,7 +106,7 @@ def _score_sampled(log_q: Tensor, num_children: int, vocab: DraftVocabulary) -> 
     size = (len(log_q), min(num_children, log_q.shape[-1]))
     return Scores(
         token_FK=np.zeros(size, dtype=np.int64),
-        weight_FK=expected_survival(support, np.zeros(size[0], dtype=np.int64), size[1]),
+        weight_FK=expected_survival(support, size[1]),
         prob_FK=np.zeros(size, dtype=np.float32),
         top_prob_F=log_q.amax(-1).exp().cpu().numpy(),
         kind_F=np.full(size[0], NodeKind.SAMPLED, dtype=np.uint8),
@@ -118,13 +119,6 @@ def _kinds(rule_F: np.ndarray, hot: Tensor) -> np.ndarray:
     kind_F[(rule_F == Rule.COUPLED) & hot.cpu().numpy()] = NodeKind.COUPLED
     kind_F[rule_F >= Rule.TRAVERSAL] = NodeKind.SAMPLED
     return kind_F
-
-
-def _noise(params: SamplingBatch, index_F: np.ndarray, vocab: DraftVocabulary) -> Tensor:
-    """The target's noise for the draft's tokens [F, V]."""
-    index = torch.from_numpy(index_F).to(params.seed_B.device)
-    noise = shared_gumbel(params.seed_B, index, 0, vocab.target_size)
-    return noise if vocab.target_ids is None else noise[:, vocab.target_ids]
 
 
 def _score_candidates(

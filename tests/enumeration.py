@@ -23,7 +23,7 @@ import drafter.dealt
 import drafter.sample
 from drafter.grow import grow
 from drafter.level import DraftVocabulary, GrowLimits, Level
-from drafter.sample import Children, Support, draw_children, drawn_from
+from drafter.sample import Children, DrawBits, Support, draw_children, drawn_from
 from drafter.shape import Shape
 from verifier.rejection import Decision, Residual, RowLaw, Tree, decide
 from workers.types import DraftCosts, DraftProbs, NodeKind, Rule, SamplingBatch, SamplingParams, TreeBatch
@@ -111,7 +111,7 @@ def every_draw(weights: Weights, slots: Slots, keeps_noise: bool) -> list[tuple[
 
         with mock.patch.object(drafter.sample, "below", below):
             fields = (np.array([field]) for field in slots)
-            children = draw_children(support, *fields, zero, zero, zero, max_children=max(slots.count, 1))
+            children = draw_children(support, *fields, DrawBits.of(zero, zero, zero, max(slots.count, 1)))
         places, kinds = children.place_FK[0].tolist(), children.kind_FK[0].tolist()
         ids = support.id_FS[0].tolist()
         return tuple(

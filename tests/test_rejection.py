@@ -13,7 +13,7 @@ import torch
 from oracles import Path
 
 import verifier.rejection
-from drafter.sample import Support, draw_children, drawn_from
+from drafter.sample import DrawBits, Support, draw_children, drawn_from
 from verifier.accept import walk
 from verifier.rejection import Residual, RowLaw, Tree, accept_rejection, decide
 from workers.sampling import process_logits
@@ -46,8 +46,9 @@ def draft(
             weight = np.rint(q / q.max() * 65535).astype(np.int64)
             order = np.lexsort((np.arange(vocab), -weight))
             support = Support(order[None], weight[order][None])
-            keys = (np.array([key]) for key in (count, num_fixed, seed, root_position, row))
-            children = draw_children(support, *keys, max_children=count)
+            counts, keys = (count, num_fixed), (seed, root_position, row)
+            bits = DrawBits.of(*(np.array([key]) for key in keys), count)
+            children = draw_children(support, *(np.array([number]) for number in counts), bits)
             if num_fixed < count:
                 tree.weights[row][order] = drawn_from(support, np.array([num_fixed]))[0]
             for place, kind in zip(children.place_FK[0].tolist(), children.kind_FK[0].tolist(), strict=True):
@@ -120,7 +121,7 @@ def test_text_follows_the_targets_law_over_several_rounds(num_fixed, rule):
 
     def children(of: np.ndarray, seeds: np.ndarray, roots: np.ndarray, row: int, count: int, fixed: int) -> np.ndarray:
         own, one = Support(support.id_FS[of], support.weight_FS[of]), np.ones(len(of), dtype=np.int64)
-        places = draw_children(own, count * one, fixed * one, seeds, roots, row * one, count).place_FK
+        places = draw_children(own, count * one, fixed * one, DrawBits.of(seeds, roots, row * one, count)).place_FK
         return np.take_along_axis(own.id_FS, places, 1)
 
     def weights_below(token: int, fixed: int) -> np.ndarray:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workers.random import gumbel
-from workers.sampling import draw, needs_whole_rows, process_logits, shard_best, shared_gumbel
+from workers.sampling import draw, needs_whole_rows, process_logits, shard_best
 from workers.types import SamplingBatch, SamplingParams
 
 torch.set_num_threads(1)
@@ -105,12 +105,6 @@ def test_the_best_shard_holds_the_drawn_token_for_any_cut_of_the_vocabulary(para
     winner = torch.stack([score for score, _ in best]).argmax(0)
     ids = torch.stack([id for _, id in best]).gather(0, winner[None])[0]
     assert torch.equal(ids, draw(logits_RV, batch, index_R))
-
-
-def test_noise_shared_between_rows_is_each_rows_own():
-    seeds = torch.tensor([1, 1, 1, 2, 2, -1, 1])
-    indices = torch.tensor([5, 5, 6, 6, 6, 6, 5], dtype=torch.int32)
-    assert torch.equal(shared_gumbel(seeds, indices, 3, 30), gumbel(seeds, indices, 3, 30))
 
 
 def test_only_sampling_rows_with_a_cut_need_whole_rows():

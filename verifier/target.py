@@ -18,6 +18,7 @@ from workers.ipc import TokenLogprobs
 from workers.kv import KVPool
 from workers.layers import gather_vocab
 from workers.model import Decoder
+from workers.noise import NoiseBook
 from workers.sampling import coupled_scores, needs_whole_rows, process_logits, shard_best
 from workers.types import Hidden, Rule, TargetStep
 from workers.wire import Kind
@@ -42,6 +43,7 @@ class Target:
         self._peers = peers
         self._feature = feature
         self._role = f"verifier {decoder.tp.rank}"
+        self._noise = NoiseBook(0, decoder.spec.vocab_size)
         self._hidden: Hidden | None = None
         self._processed_RV: Tensor | None = None
         self._raw_RV: Tensor | None = None
@@ -143,7 +145,7 @@ class Target:
             if tp.rank > 0:
                 return None
             self._processed_RV = process_logits(whole_RV, params)
-            return coupled_scores(self._processed_RV, params, index_R).argmax(-1).tolist()
+            return coupled_scores(self._processed_RV, params, index_R, noise=self._noise).argmax(-1).tolist()
         row_max_R = None
         if bool((params.min_p_B > 0).any()):
             row_max_R = logits_RW.amax(-1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from workers.random import gumbel
+from workers.noise import NoiseBook
 from workers.types import SamplingBatch
 
 
@@ -37,25 +37,22 @@ def needs_whole_rows(params: SamplingBatch) -> bool:
     return bool((cuts & (params.temperature_B > 0)).any())
 
 
-def coupled_scores(processed_RV: Tensor, params: SamplingBatch, index_R: Tensor, start: int = 0) -> Tensor:
+def coupled_scores(
+    processed_RV: Tensor, params: SamplingBatch, index_R: Tensor, start: int = 0, noise: NoiseBook | None = None
+) -> Tensor:
     """log p + G per token: its argmax is a draw from p (Gumbel-max); temperature-0 rows get no noise.
 
-    index_R: index of the token each row draws. start: first target id of this vocabulary shard.
+    index_R: index of the token each row draws. start: first target id of this vocabulary shard. noise: what keeps G
+    of these ids from one step to the next.
     """
     sampled = params.temperature_B > 0
     if not bool(sampled.any()):
         return processed_RV
-    noise = shared_gumbel(params.seed_B, index_R, start, start + processed_RV.shape[-1])
+    if noise is None:
+        noise = NoiseBook(start, start + processed_RV.shape[-1])
+    G_RV = noise.rows(params.seed_B.tolist(), index_R.tolist(), processed_RV.device)
     # A masked token stays masked: -inf + G is -inf, G being finite.
-    return torch.where(sampled[:, None], processed_RV + noise, processed_RV)
-
-
-def shared_gumbel(seed_R: Tensor, index_R: Tensor, start: int, stop: int) -> Tensor:
-    """`gumbel`, computed once for neighbouring rows with the same keys, as the rows of one tree level have."""
-    keys = torch.stack([seed_R, index_R.to(seed_R)])
-    unique, inverse = keys.unique_consecutive(dim=1, return_inverse=True)
-    noise = gumbel(unique[0], unique[1], start, stop)
-    return noise if len(noise) == len(seed_R) else noise[inverse]
+    return torch.where(sampled[:, None], processed_RV + G_RV, processed_RV)
 
 
 def draw(logits_RV: Tensor, params: SamplingBatch, index_R: Tensor) -> Tensor:

@@ -1,0 +1,57 @@
+"""The noise book gives `gumbel`'s numbers, whatever was asked before."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import workers.noise
+from workers.noise import NoiseBook
+from workers.random import gumbel
+
+torch.set_num_threads(1)
+
+SEEDS, INDICES = [1, 1, 1, 2, 2, -1, 1], [5, 5, 6, 6, 6, 6, 5]
+
+
+def truth(seeds: list[int], indices: list[int], start: int = 3, stop: int = 30) -> torch.Tensor:
+    return gumbel(torch.tensor(seeds), torch.tensor(indices), start, stop)
+
+
+def test_rows_are_each_keys_own_noise():
+    assert torch.equal(NoiseBook(3, 30).rows(SEEDS, INDICES, "cpu"), truth(SEEDS, INDICES))
+
+
+def test_rows_that_are_all_the_same_are_one():
+    assert torch.equal(NoiseBook(3, 30).rows([4, 4], [9, 9], "cpu"), truth([4], [9]))
+
+
+def test_some_ids_see_the_noise_of_the_whole_vocabulary():
+    ids = torch.tensor([7, 2, 40])
+    rows = NoiseBook(0, 50, ids).rows(SEEDS, INDICES, "cpu")
+    assert torch.equal(rows, truth(SEEDS, INDICES, 0, 50)[:, ids])
+
+
+@pytest.mark.parametrize("most", [1, 3, 1000])
+def test_what_was_kept_or_forgotten_changes_nothing(most, monkeypatch):
+    monkeypatch.setattr(workers.noise, "MAX_BYTES", most * 4 * 27)
+    book = NoiseBook(3, 30)
+    for step in range(5):
+        book.prepare([8, 9], [step, 2 * step], [4, 0], "cpu")
+        seeds, indices = [8, 9, 8], [step + 3, 2 * step, step]
+        assert torch.equal(book.rows(seeds, indices, "cpu"), truth(seeds, indices))
+
+
+def test_prepared_noise_is_not_computed_again(monkeypatch):
+    book = NoiseBook(3, 30)
+    book.prepare([8], [5], [4], "cpu")
+    monkeypatch.setattr(workers.noise, "gumbel", None)
+    assert torch.equal(book.rows([8, 8], [5, 8], "cpu"), truth([8, 8], [5, 8]))
+
+
+def test_memory_is_bounded(monkeypatch):
+    monkeypatch.setattr(workers.noise, "MAX_BYTES", 10 * 4 * 27)
+    book = NoiseBook(3, 30)
+    for index in range(100):
+        book.rows([1], [index], "cpu")
+    assert len(book._row) == 10

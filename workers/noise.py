@@ -1,0 +1,52 @@
+"""The target's noise, computed once: every index is needed on several tree levels and in several steps.
+
+Drafter and verifier read G(seed, index, token) for the same few indices behind each request's root, and the root moves
+by fewer indices per step than a tree is deep. Legend: R rows, W token ids of one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from workers.random import gumbel
+
+MAX_BYTES = 64 << 20
+"""About as much noise is kept: 8,192 rows of a vocabulary of 2,048, 106 of 151,936."""
+
+Key = tuple[int, int]
+
+
+class NoiseBook:
+    """`workers.random.gumbel` for target ids [start, stop), or for some `ids` of them, by (seed, index)."""
+
+    def __init__(self, start: int, stop: int, ids: Tensor | None = None) -> None:
+        self._range, self._ids = (start, stop), ids
+        self._most = max(1, MAX_BYTES // (4 * max(1, stop - start if ids is None else len(ids))))
+        self._row: dict[Key, Tensor] = {}  # oldest first
+
+    def rows(self, seeds: Sequence[int], indices: Sequence[int], device: torch.device | str) -> Tensor:
+        """float32 [R, W] on the device, the same in every call; [1, W] where all rows are one."""
+        keys = list(zip(seeds, indices, strict=True))
+        different = dict.fromkeys(keys)
+        self._compute(different, device)
+        noise = self._row[keys[0]][None] if len(different) == 1 else torch.stack([self._row[key] for key in keys])
+        while len(self._row) > self._most:
+            del self._row[next(iter(self._row))]
+        return noise
+
+    def prepare(
+        self, seeds: Sequence[int], first: Sequence[int], counts: Sequence[int], device: torch.device | str
+    ) -> None:
+        """Computes at once what `rows` will be asked for: `counts` indices from `first` on for each seed."""
+        spans = zip(seeds, first, counts, strict=True)
+        self._compute([(seed, start + i) for seed, start, count in spans for i in range(count)], device)
+
+    def _compute(self, keys: Iterable[Key], device: torch.device | str) -> None:
+        missing = [key for key in keys if key not in self._row]
+        if missing:
+            columns = torch.tensor(missing, dtype=torch.int64, device=device)
+            noise = gumbel(columns[:, 0], columns[:, 1], *self._range)
+            self._row.update(zip(missing, noise if self._ids is None else noise[:, self._ids], strict=True))
