@@ -52,8 +52,10 @@ class Dealt:
         self._bits_BRK: DrawBits | None = None
         if (limits.rule_B[own] >= Rule.TRAVERSAL).any():
             # For all rows at once: Philox costs many small operations, whatever it is asked for.
-            keys = (sampling.seed_B.cpu().numpy()[:, None], root_index_B.astype(np.int64)[:, None] - 1, np.arange(size[1]))
-            self._bits_BRK = DrawBits.of(*keys, shape.max_children)
+            seed_B, root_position_B = sampling.seed_B.cpu().numpy(), root_index_B.astype(np.int64) - 1
+            self._bits_BRK = DrawBits.of(
+                seed_B[:, None], root_position_B[:, None], np.arange(size[1]), shape.max_children
+            )
         self._num_levels = self._num_run = 0
         self._frontier = self._open(0, own, np.zeros_like(own))
 
