@@ -87,8 +87,9 @@ class DrawBits(NamedTuple):
     @staticmethod
     def of(seed: np.ndarray, root_position: np.ndarray, row: np.ndarray, max_children: int) -> DrawBits:
         """int64 arrays of one shape, or of shapes that broadcast; the children become the last axis."""
-        keys = (key[..., None] for key in (seed, root_position, row))
-        return DrawBits(*words64(*keys, np.arange(max_children), Stream.DRAFT))
+        child_K = np.arange(max_children)
+        high, low = words64(seed[..., None], root_position[..., None], row[..., None], child_K, Stream.DRAFT)
+        return DrawBits(high, low)
 
 
 def draw_children(support: Support, count_F: np.ndarray, num_fixed_F: np.ndarray, bits: DrawBits) -> Children:
@@ -96,10 +97,10 @@ def draw_children(support: Support, count_F: np.ndarray, num_fixed_F: np.ndarray
 
     Fewer where the weight runs out. Counts are int64 [F], at most K, the children that there are bits for.
     """
-    rows = np.arange(len(count_F))
+    rows, ordinal = np.arange(len(count_F)), np.arange(bits.high_FK.shape[1])
     left_FS = drawn_from(support, num_fixed_F)
     total_F = left_FS.sum(-1)
-    place_FK = np.full(bits.high_FK.shape, -1, dtype=np.int64)
+    place_FK = np.full((len(rows), len(ordinal)), -1, dtype=np.int64)
     for k in range(int(count_F.max(initial=0))):
         drawn_F = below(total_F, bits.high_FK[:, k], bits.low_FK[:, k])
         place_F = (left_FS.cumsum(-1) > drawn_F[:, None]).argmax(-1)
@@ -108,7 +109,6 @@ def draw_children(support: Support, count_F: np.ndarray, num_fixed_F: np.ndarray
         total_F = total_F - np.where(has_drawn_F, left_FS[rows, place_F], 0)
         left_FS[rows[has_drawn_F], place_F[has_drawn_F]] = 0
         place_FK[:, k] = np.where(is_fixed_F, k, np.where(has_drawn_F, place_F, -1))
-    ordinal = np.arange(place_FK.shape[1])
     exists_FK = ordinal < np.minimum(count_F, num_children(support))[:, None]
     kind_FK = np.where(ordinal < num_fixed_F[:, None], NodeKind.DETERMINISTIC, NodeKind.SAMPLED).astype(np.uint8)
     return Children(np.where(exists_FK, place_FK, -1), kind_FK)
