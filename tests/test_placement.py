@@ -10,10 +10,13 @@ import pytest
 
 import secateur
 from cluster.convert import engine_config, settle
-from cluster.placement import group_bundles, plan, tensor_shapes
+from cluster.placement import group_bundles
+from cluster.plan.memory import tensor_shapes
+from cluster.plan.report import run
 from cluster.seats import num_bundles, seats, worker_env
 from secateur.config import EngineArgs
 from secateur.errors import ConfigError
+from secateur.plan import PlanRequest
 from workers.config import AcceptanceConfig, DraftConfig, EngineConfig
 
 BUNDLED = Path(secateur.__file__).parent / "bundled"
@@ -31,6 +34,11 @@ def config(tp: int = 1, draft: int = 1, placement: str = "dedicated", device: st
 
 def args(**fields: Any) -> EngineArgs:
     return EngineArgs.load(fields)
+
+
+def plan(given: EngineArgs) -> str:
+    """What `secateur plan` prints when nothing is to be predicted."""
+    return run(given, PlanRequest())
 
 
 def draft_args(**spec: Any) -> dict[str, Any]:
@@ -126,6 +134,14 @@ def test_the_bundled_default_is_a_target_and_its_head_on_cpu() -> None:
 
 def test_on_cuda_the_checkpoint_s_dtype_is_kept() -> None:
     assert engine_config(args(device="cuda")).dtype == "bfloat16"
+
+
+def test_kernels_and_graphs_are_carried_over_and_triton_needs_cuda() -> None:
+    engine = engine_config(args(device="cuda", kernels="torch", enforce_eager=True))
+    assert (engine.kernels, engine.enforce_eager) == ("torch", True)
+    assert (engine_config(args()).kernels, engine_config(args()).enforce_eager) == ("auto", False)
+    with pytest.raises(ConfigError, match="kernels: triton needs device 'cuda'; on CPU write torch, or leave it out"):
+        engine_config(args(device="cpu", kernels="triton"))
 
 
 def test_max_model_len_defaults_to_the_model_s_and_may_not_exceed_it() -> None:

@@ -12,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.random import gumbel
 from workers.sampling import draw, needs_whole_rows, process_logits, shard_best
 from workers.types import SamplingBatch, SamplingParams
 

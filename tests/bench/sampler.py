@@ -1,9 +1,10 @@
 """What draft probabilities cost: time per emitted token with and without them, side by side in one engine.
 
-    python tests/bench/sampler.py [--rounds 9] [--prompts 6] [--out tests/bench/results]
+    python tests/bench/sampler.py [--rounds 9] [--prompts 6] [--target-cost 300m] [--out tests/bench/results]
 
-The same requests take turns under `rejection` with draft probabilities (minimum temperature 0), without them
-(deterministic drafts), and under `coupled`, one at a time. Medians over the rounds; ratios to "without".
+With a target cost, the target computes the bundled one's function at the cost of a larger model. The same requests take
+turns under `rejection` with draft probabilities (minimum temperature 0), without them (deterministic drafts), and under
+`coupled`, one at a time. Medians over the rounds; ratios to "without".
 """
 
 from __future__ import annotations
@@ -12,16 +13,21 @@ import argparse
 import datetime
 import json
 import platform
+import shlex
 import statistics
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent.parent)]
 
+import torch  # noqa: E402
 from engines import DYNAMIC, Job, Runner, bundled, prompts  # noqa: E402
 
+from cluster.bench.scaled import ScaledPair, scaled_pair  # noqa: E402
+from secateur.bench import TargetSize  # noqa: E402
 from workers.config import AcceptanceConfig, EngineConfig  # noqa: E402
 from workers.ipc import Speculation  # noqa: E402
 from workers.types import SamplingParams  # noqa: E402
@@ -35,15 +41,19 @@ TEMPERATURES = (0.0, 0.3, 0.5, 0.7)
 NUM_TOKENS = 64
 
 
-def engine() -> EngineConfig:
+def engine(cost: TargetSize | None, cache: Path) -> EngineConfig:
     config = bundled(DYNAMIC)
     assert config.draft is not None
-    return replace(config, draft=replace(config.draft, acceptance=AcceptanceConfig(min_temperature=0.0)))
+    pair = ScaledPair(Path(config.model_path), Path(config.draft.model_path))
+    if cost is not None:
+        pair = scaled_pair(*pair, cost, cache, torch.float32)
+    draft = replace(config.draft, model_path=str(pair.head), acceptance=AcceptanceConfig(min_temperature=0.0))
+    return replace(config, model_path=str(pair.target), draft=draft)
 
 
-def run(rounds: int, num_prompts: int) -> list[dict[str, float | str]]:
+def run(config: EngineConfig, rounds: int, num_prompts: int) -> list[dict[str, float | str]]:
     rows: list[dict[str, float | str]] = []
-    with Runner(engine()) as runner:
+    with Runner(config) as runner:
         for temperature in TEMPERATURES:
             seen: dict[str, list[tuple[float, float, float]]] = {way: [] for way in WAYS}
             for round_ in range(rounds + 1):
@@ -84,18 +94,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9, help="measured rounds; the median counts")
     parser.add_argument("--prompts", type=int, default=6, help="held-out prompts per round")
+    parser.add_argument("--target-cost", metavar="COST", type=TargetSize.parse, help="300m, 8b or HIDDENxLAYERS")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
-    rows = run(args.rounds, args.prompts)
+    with tempfile.TemporaryDirectory() as cache:
+        rows = run(engine(args.target_cost, Path(cache)), args.rounds, args.prompts)
+    label = "" if args.target_cost is None else f"-{args.target_cost}"
     date = datetime.date.today().isoformat()
     report = {
         "date": date,
         "hardware": f"{platform.machine()} CPU, 1 thread a rank",
-        "command": f"python tests/bench/sampler.py --rounds {args.rounds} --prompts {args.prompts}",
+        "command": shlex.join(["python", "tests/bench/sampler.py", *sys.argv[1:]]),
+        "target": "the bundled one"
+        if args.target_cost is None
+        else f"cost-scaled to {args.target_cost}, same function",
         "rows": rows,
     }
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / f"{date}-sampler-cpu.json").write_text(json.dumps(report, indent=1) + "\n")
+    (args.out / f"{date}-sampler{label}-cpu.json").write_text(json.dumps(report, indent=1) + "\n")
     print("| T | draft probabilities | ms/token | ratio | ms/step | acceptance length |\n|---|---|---|---|---|---|")
     for row in rows:
         print("| " + " | ".join(f"{c:.3f}" if isinstance(c, float) else c for c in row.values()) + " |")

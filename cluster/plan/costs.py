@@ -1,0 +1,124 @@
+"""What a step takes by a cost table, in milliseconds (see `secateur.plan.CostTable` for the terms)."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from secateur.errors import ConfigError
+from secateur.plan import CostTable, DraftCosts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    """Where a step's milliseconds go; one after the other, as in the engine."""
+
+    verify_ms: float
+    draft_ms: float
+    transfer_ms: float
+    host_ms: float
+
+    @property
+    def ms(self) -> float:
+        return self.verify_ms + self.draft_ms + self.transfer_ms + self.host_ms
+
+
+class Chunk(NamedTuple):
+    """Part of a prompt."""
+
+    rows: int
+    cached: int
+    """Tokens of the prompt in the cache when it is computed."""
+
+    @property
+    def pairs(self) -> float:
+        """Rows x tokens they see: all but, on average, half of the chunk."""
+        return self.rows * (self.cached - self.rows / 2)
+
+
+class Costs:
+    """A cost table, read between its entries."""
+
+    def __init__(self, table: CostTable) -> None:
+        self.table = table
+        self._middle = (len(table.verify.rows) - 1) // 2
+
+    def step(self, requests: int, nodes: int, kv: float, chunks: Sequence[Chunk] = ()) -> StepTime:
+        """Of one step that verifies a tree of `nodes` for each of `requests` with `kv` cached tokens together, and
+        computes `chunks` of prompts."""
+        drafted = requests if nodes else 0
+        prompt_rows = sum(chunk.rows for chunk in chunks)
+        return StepTime(
+            verify_ms=self.verify_ms(
+                rows=requests * (1 + nodes) + prompt_rows,
+                requests=requests + len(chunks),
+                kv=kv + sum(chunk.cached for chunk in chunks),
+                pairs=kv * (1 + nodes) + sum(chunk.pairs for chunk in chunks),
+            ),
+            draft_ms=self._draft_ms(drafted, nodes, kv) + self._feed_ms * prompt_rows,
+            transfer_ms=self._transfer_ms(drafted, nodes),
+            host_ms=self._host_ms(requests + len(chunks), drafted),
+        )
+
+    def verify_ms(self, *, rows: float, requests: int, kv: float, pairs: float) -> float:
+        verify = self.table.verify
+        return (
+            along(verify.rows, verify.ms, rows, steep_from=self._middle)
+            + verify.request_ms * requests
+            + verify.kv_token_ms * kv
+            + verify.row_kv_token_ms * pairs
+        )
+
+    def decode(self, batch: int, nodes: int, context: float) -> StepTime:
+        """Of a step of nothing but `batch` trees, each behind `context` cached tokens."""
+        return self.step(batch, nodes, batch * context)
+
+    def kv_slope(self, nodes: int) -> float:
+        """How a step grows with each token in the cache of its requests: costs are linear in that."""
+        return self.step(1, nodes, 1.0).ms - self.step(1, nodes, 0.0).ms
+
+    @property
+    def _feed_ms(self) -> float:
+        return self.table.draft.prompt_token_ms if self.table.draft else 0.0
+
+    def _draft_ms(self, requests: int, nodes: int, kv: float) -> float:
+        if not requests:
+            return 0.0
+        draft = self._drafter()
+        slope = 0.0 if draft.kv_token_ms is None else float(np.interp(nodes, draft.nodes, draft.kv_token_ms))
+        return on_grid(draft.requests, draft.nodes, draft.ms, requests, nodes) + slope * kv
+
+    def _transfer_ms(self, requests: int, nodes: int) -> float:
+        if not requests:
+            return 0.0
+        draft = self._drafter()
+        return on_grid(draft.requests, draft.nodes, draft.transfer_ms, requests, nodes)
+
+    def _host_ms(self, requests: int, drafted: int) -> float:
+        more_ms = self._drafter().host_ms if drafted else 0.0
+        return self.table.host_ms + self.table.host_request_ms * (requests - 1) + more_ms
+
+    def _drafter(self) -> DraftCosts:
+        if self.table.draft is None:
+            raise ConfigError("the cost table has no `draft`: it can only tell of --nodes 0")
+        return self.table.draft
+
+
+def on_grid(xs: Sequence[float], ys: Sequence[float], grid: Sequence[Sequence[float]], x: float, y: float) -> float:
+    """A table read at (x, y), see `along`; beyond the last entry as steep as between the last two."""
+    return along(xs, [along(ys, line, y) for line in grid], x)
+
+
+def along(xs: Sequence[float], values: Sequence[float], x: float, steep_from: int = -2) -> float:
+    """Linear between the entries, flat below the first, beyond the last as steep as since `steep_from`; it never
+    falls there."""
+    if x <= xs[0] or len(xs) == 1:
+        return values[0]
+    right = bisect_left(xs, x)
+    low, high = (right - 1, right) if right < len(xs) else (steep_from, -1)
+    slope = (values[high] - values[low]) / (xs[high] - xs[low])
+    return values[high] + (x - xs[high]) * (slope if right < len(xs) else max(0.0, slope))

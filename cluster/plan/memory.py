@@ -1,0 +1,154 @@
+"""What one rank of the target or of the drafter holds and computes: counted from files' headers, nothing is loaded."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from workers.checkpoint import MTP_PREFIXES, SUPPORTED_ARCHITECTURES, ModelSpec, read_spec
+from workers.config import EngineConfig
+
+if TYPE_CHECKING:
+    from workers.eagle3_format import Eagle3Spec
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_TOKEN_ID_BYTES = 4
+_REPLICATED = ("embed_tokens.weight", "fc.weight", "input_proj.weight")
+"""Matrices every rank holds whole (see workers.model, workers.eagle3_format, drafter.fc_head)."""
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """One rank's share of a model; nothing of n-gram lookup but its KV pool, which holds token ids."""
+
+    weight_bytes: int = 0
+    token_bytes: int = 0
+    """Of one token in its KV pool."""
+    matmul_items: int = 0
+    """Weights that every row is multiplied with: all matrices but the input embedding."""
+    num_layers: int = 0
+    hidden_size: int = 0
+    attention_width: int = 0
+    """Query heads x head size."""
+    item_bytes: int = 4
+
+
+def sides(config: EngineConfig) -> list[Side]:
+    """The target's side and, if there is one, the drafter's."""
+    from workers.eagle3_format import read_eagle3_spec
+    from workers.fc_head_format import read_eagle_spec, read_mtp_spec
+
+    target = read_spec(config.model_path)
+    stored = tensor_shapes(Path(config.model_path)) or expected_shapes(target)
+    item, draft = ITEM_BYTES[config.dtype], config.draft
+    own = {name: shape for name, shape in stored.items() if not name.startswith(MTP_PREFIXES)}
+    found = [side(own, target, config.tensor_parallel_size, item)]
+    if draft is None:
+        return found
+    shapes = tensor_shapes(Path(draft.model_path)) if draft.model_path else {}
+    match draft.method:
+        case "ngram":
+            return [*found, Side(token_bytes=_TOKEN_ID_BYTES)]
+        case "draft_model":
+            spec = read_spec(draft.model_path)
+            return [*found, side(shapes or expected_shapes(spec), spec, config.draft_ranks, item)]
+        case "eagle3":
+            head: ModelSpec | Eagle3Spec = read_eagle3_spec(draft.model_path, target)
+        case "eagle":
+            head = read_eagle_spec(draft.model_path, target).layers
+        case "mtp":
+            head = read_mtp_spec(draft.model_path, target).layers
+            shapes = {name: shape for name, shape in stored.items() if name.startswith(MTP_PREFIXES)}
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        if name in stored and name.removeprefix("model.") not in shapes:
+            shapes[name] = stored[name]
+    return [*found, side(shapes, head, config.draft_ranks, item)]
+
+
+def side(shapes: Shapes, spec: ModelSpec | Eagle3Spec, ranks: int, item: int) -> Side:
+    """Matrices are split, vectors and the input embedding are not; a tied head multiplies with the embedding."""
+    held = multiplied = 0
+    for name, shape in shapes.items():
+        if name.endswith("_scale_inv"):
+            continue  # 8-bit weights are kept as the engine's dtype, without their scales
+        items = share = math.prod(shape)
+        if name.endswith(("k_proj.weight", "v_proj.weight")):
+            share = items // min(ranks, spec.num_kv_heads)
+        elif len(shape) > 1 and not name.endswith(_REPLICATED):
+            share = items // ranks
+        held += share
+        if name.endswith("embed_tokens.weight"):
+            is_head = not any(other.endswith("lm_head.weight") for other in shapes)
+            multiplied += is_head * items // ranks
+        elif len(shape) > 1:
+            multiplied += share
+    token = spec.num_layers * 2 * -(-spec.num_kv_heads // ranks) * spec.head_dim
+    return Side(
+        weight_bytes=held * item,
+        token_bytes=token * item,
+        matmul_items=multiplied,
+        num_layers=spec.num_layers,
+        hidden_size=spec.hidden_size,
+        attention_width=spec.num_heads * spec.head_dim // ranks,
+        item_bytes=item,
+    )
+
+
+def tensor_shapes(folder: Path) -> Shapes:
+    """Name -> shape of every tensor in a folder's safetensors files, from their headers."""
+    from safetensors import safe_open
+
+    shapes: Shapes = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="np") as handle:
+            shapes |= {name: tuple(handle.get_slice(name).get_shape()) for name in handle.keys()}  # noqa: SIM118
+    return shapes
+
+
+def expected_shapes(spec: ModelSpec) -> Shapes:
+    """The matrices of a checkpoint of which only config.json is at hand; none of a family that we do not know."""
+    if spec.family not in SUPPORTED_ARCHITECTURES.values():
+        return {}
+    heads, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+    layer = {
+        "self_attn.q_proj": (heads, hidden),
+        "self_attn.k_proj": (kv, hidden),
+        "self_attn.v_proj": (kv, hidden),
+        "self_attn.o_proj": (hidden, heads),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    shapes: Shapes = {"model.embed_tokens.weight": (spec.vocab_size, hidden)}
+    if not spec.tie_embeddings:
+        shapes["lm_head.weight"] = (spec.vocab_size, hidden)
+    for number in range(spec.num_layers):
+        shapes |= {f"model.layers.{number}.{name}.weight": shape for name, shape in layer.items()}
+    return shapes
+
+
+def pages_per_request(config: EngineConfig, num_tokens: int) -> int:
+    """Pages of a request with so many tokens and its next tree."""
+    return -(-(num_tokens + config.tree_rows) // config.page_size)
+
+
+def pages_on_device(config: EngineConfig, found: list[Side], memory_bytes: float) -> int:
+    """KV pages that a device of such a size has room for beside the weights; the smaller of both sides' counts.
+
+    As `workers.memory` divides it: a colocated drafter's pages lie beside the target's, as many of them.
+    """
+    target, draft = found[0], found[1] if len(found) > 1 else Side()
+    usable, page = memory_bytes * config.memory_utilization, config.page_size
+    is_shared = config.draft is not None and config.draft.placement == "colocated"
+    devices = [[target, draft]] if is_shared else [[target], [draft]]
+    counts = [
+        (usable - sum(part.weight_bytes for part in parts)) // (page * sum(part.token_bytes for part in parts))
+        for parts in devices
+        if any(part.token_bytes for part in parts)
+    ]
+    return max(0, int(min(counts)))

@@ -1,0 +1,370 @@
+"""What `secateur plan` is asked to predict, and the files it reads, checked before anything is loaded.
+
+A cost table (`CostTable`) says what a step takes, an `AcceptanceTable` what it brings, `Hardware` what a device can do
+where nothing was measured. All are JSON; `cluster.plan` computes with them.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import Field, field_validator, model_validator
+
+from secateur.errors import ConfigError, Problem
+from secateur.schema import Strict, did_you_mean
+from secateur.token_tree import MAX_NODES
+
+Positive = Annotated[float, Field(gt=0.0)]
+NotNegative = Annotated[float, Field(ge=0.0)]
+Probability = Annotated[float, Field(ge=0.0, le=1.0)]
+PositiveInt = Annotated[int, Field(ge=1)]
+Nodes = Annotated[int, Field(ge=0, le=MAX_NODES)]
+"""Draft nodes of one tree, without its root; 0 = no speculation."""
+
+
+class _File(Strict):
+    """A model read from a JSON file: numbers may be whole, arrays are tuples."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _tuples(cls, data: Any) -> Any:
+        return {key: _frozen(value) for key, value in data.items()} if isinstance(data, dict) else data
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+
+
+# -- what a step takes -----------------------------------------------------------------------------------------------
+
+
+class VerifyCosts(_File):
+    """The target's part of a step, in milliseconds: packing, the forward over all rows, drawing, judging.
+
+        table(rows) + request_ms * requests + kv_token_ms * kv + row_kv_token_ms * pairs
+
+    kv: tokens that the requests have in the cache, together. pairs: the same weighted with each request's rows, what
+    attention computes. The table is linear between its entries, never falls, and beyond its end goes on as steep as
+    it is from its middle.
+    """
+
+    rows: tuple[Positive, ...]
+    ms: tuple[NotNegative, ...]
+    request_ms: NotNegative = 0.0
+    kv_token_ms: NotNegative = 0.0
+    row_kv_token_ms: NotNegative = 0.0
+
+    @model_validator(mode="after")
+    def _is_table(self) -> Self:
+        _check_axis("rows", self.rows)
+        if len(self.ms) != len(self.rows):
+            raise ConfigError(Problem("ms", f"has {len(self.ms)} entries, rows has {len(self.rows)}"))
+        if any(late < early for early, late in zip(self.ms, self.ms[1:], strict=False)):
+            raise ConfigError(Problem("ms", "may never fall: more rows cannot take less time"))
+        return self
+
+
+class DraftCosts(_File):
+    """The drafter's part of a step, in milliseconds, by requests (down) and nodes of each one's tree (across)."""
+
+    requests: tuple[PositiveInt, ...]
+    nodes: tuple[Annotated[int, Field(ge=1, le=MAX_NODES)], ...]
+    ms: tuple[tuple[NotNegative, ...], ...]
+    """By the drafter's own clock."""
+    transfer_ms: tuple[tuple[NotNegative, ...], ...]
+    """What the exchange takes beyond that."""
+    kv_token_ms: tuple[NotNegative, ...] | None = None
+    """By nodes: growing such a tree, for each token its request has in the cache."""
+    prompt_token_ms: NotNegative = 0.0
+    """Feeding one prompt token."""
+    host_ms: NotNegative = 0.0
+    """What the rest of a step takes longer if it has drafts."""
+
+    @model_validator(mode="after")
+    def _is_grid(self) -> Self:
+        _check_axis("requests", self.requests)
+        _check_axis("nodes", self.nodes)
+        for name, grid in (("ms", self.ms), ("transfer_ms", self.transfer_ms)):
+            if len(grid) != len(self.requests) or any(len(line) != len(self.nodes) for line in grid):
+                raise ConfigError(Problem(name, f"must be {len(self.requests)} lines of {len(self.nodes)}: see above"))
+        if self.kv_token_ms is not None and len(self.kv_token_ms) != len(self.nodes):
+            raise ConfigError(Problem("kv_token_ms", f"must have {len(self.nodes)} entries, one for each of nodes"))
+        return self
+
+
+class AcceptancePoint(_File):
+    """Draft tokens accepted per drafted step, without the bonus token."""
+
+    nodes: Annotated[int, Field(ge=1, le=MAX_NODES)]
+    accepted: NotNegative
+    temperature: NotNegative = 0.0
+    context: NotNegative | None = None
+    """Cached tokens of a request; None = any."""
+    tree: str | None = None
+    acceptance: str | None = None
+    """The tree and the rule it was measured with; None = any."""
+
+
+class AcceptanceTable(_File):
+    """What trees bring: either measured points, or the chance of each child.
+
+    probabilities[d][k]: chance that the child of rank k of a node at depth d is accepted if that node was.
+    """
+
+    points: tuple[AcceptancePoint, ...] = ()
+    probabilities: tuple[tuple[Probability, ...], ...] = ()
+
+    @model_validator(mode="after")
+    def _is_one_of_two(self) -> Self:
+        if bool(self.points) == bool(self.probabilities):
+            raise ConfigError("give either points or probabilities")
+        if any(not ranks for ranks in self.probabilities):
+            raise ConfigError(Problem("probabilities", "each depth needs at least one child"))
+        return self
+
+
+class CostTable(_File):
+    """What a step takes, and if it was measured what it brought."""
+
+    source: Literal["measured", "predicted", "given"] = "given"
+    hardware: str = ""
+    model: str = ""
+    drafter: str = ""
+    temperature: NotNegative = 0.0
+    verify: VerifyCosts
+    draft: DraftCosts | None = None
+    host_ms: NotNegative = 0.0
+    """The rest of a step and what lies between two: scheduling, bookkeeping, telling the front."""
+    host_request_ms: NotNegative = 0.0
+    """The same, for each request more."""
+    acceptance: AcceptanceTable | None = None
+    fit_error: NotNegative | None = None
+    """Measured tables: median relative error of a step against the points it was fitted to."""
+
+
+def _check_axis(name: str, values: tuple[float, ...]) -> None:
+    if not values or any(late <= early for early, late in zip(values, values[1:], strict=False)):
+        raise ConfigError(Problem(name, "must have at least one entry and rise from each to the next"))
+
+
+# -- what a device can do --------------------------------------------------------------------------------------------
+
+
+class Hardware(_File):
+    """One device and its links, for predictions where nothing was measured."""
+
+    name: str = "given"
+    memory_gb: Positive
+    bandwidth_gbs: Positive
+    """Memory, GB/s."""
+    tflops: Positive
+    """Dense matrix arithmetic in the model's dtype, TFLOP/s."""
+    link_gbs: Positive
+    """To its neighbours, one way, GB/s."""
+    link_latency_us: NotNegative = 15.0
+    """Of one all-reduce of little. An assumption."""
+    bandwidth_share: Probability = 0.8
+    flops_share: Probability = 0.6
+    """Shares of the published figures that real kernels reach. Assumptions."""
+    layer_us: NotNegative = 8.0
+    """What a transformer layer takes beyond its matrices: launches, norms, copies. An assumption."""
+    host_ms: NotNegative = 1.0
+    host_request_ms: NotNegative = 0.02
+    transfer_ms: NotNegative = 0.15
+    """Of a step: what is computed on the host, and the exchange with the drafter. Assumptions."""
+
+
+HARDWARE = {
+    # NVIDIA's data sheets: A100 80GB SXM; L4; L40S; H100 SXM; H200 SXM; HGX B200 (per GPU). Dense bfloat16, half of
+    # what is printed "with sparsity"; NVLink and PCIe one way, half of what is printed "bidirectional".
+    "a100": Hardware(name="a100", memory_gb=80, bandwidth_gbs=2039, tflops=312, link_gbs=300),
+    "l4": Hardware(name="l4", memory_gb=24, bandwidth_gbs=300, tflops=121, link_gbs=32),
+    "l40s": Hardware(name="l40s", memory_gb=48, bandwidth_gbs=864, tflops=362, link_gbs=32),
+    "h100": Hardware(name="h100", memory_gb=80, bandwidth_gbs=3350, tflops=989, link_gbs=450),
+    "h200": Hardware(name="h200", memory_gb=141, bandwidth_gbs=4800, tflops=989, link_gbs=450),
+    "b200": Hardware(name="b200", memory_gb=180, bandwidth_gbs=7700, tflops=2250, link_gbs=900),
+}
+
+
+# -- what is asked ---------------------------------------------------------------------------------------------------
+
+
+class Lengths(Strict):
+    """A distribution of token counts: all `low`, evenly from `low` to `high`, or exponential of mean `low`."""
+
+    low: PositiveInt
+    high: PositiveInt | None = None
+    is_exponential: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> Lengths:
+        """Of "512", "64-512" or "exp:512". Raises ValueError."""
+        head, colon, mean = text.rpartition(":")
+        low, dash, high = mean.partition("-")
+        if not low.isdecimal() or (dash and not high.isdecimal()) or head not in ("", "exp") or (colon and dash):
+            raise ValueError(f"write 512, 64-512 or exp:512 tokens (got {text!r})")
+        if int(low) < 1 or (dash and int(high) < int(low)):
+            raise ValueError(f"must be at least 1, and the second number not less than the first (got {text!r})")
+        return cls(low=int(low), high=int(high) if dash else None, is_exponential=head == "exp")
+
+    @property
+    def mean(self) -> float:
+        return self.low if self.high is None else (self.low + self.high) / 2
+
+
+class Arrival(_File):
+    """One line of a trace."""
+
+    seconds: NotNegative
+    prompt_tokens: PositiveInt
+    output_tokens: PositiveInt
+
+
+class PlanRequest(Strict):
+    """What is to be predicted; without costs, hardware or profile nothing is, and the topology is shown alone."""
+
+    costs: CostTable | None = None
+    hardware: Hardware | None = None
+    profile: bool = False
+    costs_output: Path | None = None
+    acceptance: AcceptanceTable | None = None
+    batches: tuple[PositiveInt, ...] = (1, 2, 4, 8, 16, 32, 64)
+    """Requests that decode together."""
+    context: PositiveInt = 512
+    """Tokens that each of them has in the cache."""
+    temperature: NotNegative = 0.0
+    nodes: Nodes | None = None
+    """Of every tree; None = the best for each batch."""
+    replicas: PositiveInt | None = None
+    request_rate: Positive | None = None
+    """Requests per second to all replicas, as a Poisson process."""
+    num_requests: PositiveInt = 10_000
+    prompt_tokens: Lengths = Lengths(low=512)
+    output_tokens: Lengths = Lengths(low=128)
+    trace: tuple[Arrival, ...] = ()
+    """Replaces rate and lengths."""
+
+    @field_validator("prompt_tokens", "output_tokens", mode="before")
+    @classmethod
+    def _lengths(cls, value: Any) -> Any:
+        return Lengths.parse(value) if isinstance(value, str) else value
+
+    @field_validator("batches")
+    @classmethod
+    def _rising(cls, values: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(sorted(set(values)))
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        sources = {"--costs": self.costs, "--hardware": self.hardware, "--profile": self.profile or None}
+        given = [name for name, value in sources.items() if value is not None]
+        problems = []
+        if len(given) > 1:
+            problems.append(Problem(" and ".join(given), "each say what a step takes; keep one"))
+        if self.costs_output is not None and not self.profile:
+            problems.append(Problem("--costs-output", "needs --profile, which measures what it shall hold"))
+        if self.costs_output is not None and not self.costs_output.absolute().parent.is_dir():
+            problems.append(Problem("--costs-output", f"there is no folder {self.costs_output.parent}"))
+        asked = [f"--{name.replace('_', '-')}" for name in _SIMULATED if name in self.model_fields_set]
+        if self.is_simulated and self.trace and (more := [name for name in asked if name not in _BESIDE_TRACE]):
+            problems.append(Problem(", ".join(more), "come from the --trace; keep one"))
+        if asked and not self.is_simulated:
+            problems.append(Problem(asked[0], "describes a fleet under load: add --request-rate or --trace"))
+        predicted = [f"--{_SPELT.get(name, name)}" for name in _PREDICTED if name in self.model_fields_set]
+        if not given and (told := predicted + asked):
+            problems.append(Problem(told[0], "predicts from costs: add --costs FILE, --profile or --hardware NAME"))
+        if problems:
+            raise ConfigError(*problems)
+        return self
+
+    @property
+    def predicts(self) -> bool:
+        return self.costs is not None or self.hardware is not None or self.profile
+
+    @property
+    def is_simulated(self) -> bool:
+        return self.request_rate is not None or bool(self.trace)
+
+
+_SIMULATED = ("replicas", "request_rate", "num_requests", "prompt_tokens", "output_tokens", "trace")
+_BESIDE_TRACE = ("--replicas", "--trace")
+_PREDICTED = ("acceptance", "batches", "context", "temperature", "nodes")
+_SPELT = {"batches": "batch"}
+
+
+# -- files -----------------------------------------------------------------------------------------------------------
+
+
+def read_costs(path: Path) -> CostTable:
+    """Raises ConfigError naming the file and every problem in it."""
+    return _load(CostTable, _read_json(path, "--costs"), f"--costs {path}")
+
+
+def read_hardware(name: str) -> Hardware:
+    """A device we know by name, or a JSON file."""
+    if name.lower() in HARDWARE:
+        return HARDWARE[name.lower()]
+    if not (name.endswith(".json") or "/" in name):
+        near = did_you_mean(name, HARDWARE)
+        raise ConfigError(Problem("--hardware", f"{name!r} is not known{near}; or write the name of a .json file"))
+    return _load(Hardware, _read_json(Path(name), "--hardware"), f"--hardware {name}")
+
+
+def read_acceptance(path: Path) -> AcceptanceTable:
+    """An AcceptanceTable, or the rows that `secateur bench acceptance` writes: the unpruned ones."""
+    raw = _read_json(path, "--acceptance")
+    if isinstance(raw, list):
+        try:
+            raw = {"points": [_point(row) for row in raw if row["prune"] == "off"]}
+        except (KeyError, TypeError) as error:
+            message = f"not rows of `secateur bench acceptance`: {error!r}"
+            raise ConfigError(Problem(f"--acceptance {path}", message)) from None
+    return _load(AcceptanceTable, raw, f"--acceptance {path}")
+
+
+def _point(row: dict[str, Any]) -> dict[str, Any]:
+    names = ("temperature", "tree", "acceptance")
+    accepted = row["acceptance_length"] - 1
+    return {"nodes": row["num_nodes"], "accepted": accepted} | {name: row[name] for name in names}
+
+
+def read_trace(path: Path) -> tuple[Arrival, ...]:
+    """A JSONL file of {"seconds", "prompt_tokens", "output_tokens"}, in order of arrival."""
+    arrivals = []
+    for number, line in enumerate(_read_text(path, "--trace").splitlines(), 1):
+        if line.strip():
+            place = f"--trace {path}, line {number}"
+            try:
+                arrivals.append(_load(Arrival, json.loads(line), place))
+            except json.JSONDecodeError as error:
+                raise ConfigError(Problem(place, f"not JSON: {error}")) from None
+    if not arrivals:
+        raise ConfigError(Problem(f"--trace {path}", "holds no arrivals"))
+    return tuple(sorted(arrivals, key=lambda arrival: arrival.seconds))
+
+
+def _read_text(path: Path, flag: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(Problem(flag, f"cannot read {path}: {error}")) from None
+
+
+def _read_json(path: Path, flag: str) -> Any:
+    try:
+        return json.loads(_read_text(path, flag))
+    except json.JSONDecodeError as error:
+        raise ConfigError(Problem(f"{flag} {path}", f"not JSON: {error}")) from None
+
+
+M = TypeVar("M", bound=Strict)
+
+
+def _load(kind: type[M], raw: Any, place: str) -> M:
+    try:
+        return kind.load(raw)
+    except ConfigError as error:
+        problems = (Problem(f"{place}: {p.field}" if p.field else place, p.message) for p in error.problems)
+        raise ConfigError(*problems) from None

@@ -1,0 +1,247 @@
+"""Cost tables read between their entries, and the roofline against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from engines import BUNDLED, DYNAMIC, bundled
+
+from cluster.plan.costs import Chunk, Costs
+from cluster.plan.memory import expected_shapes, pages_on_device, side, sides, tensor_shapes
+from cluster.plan.roofline import cost_table, forward_ms
+from secateur.errors import ConfigError
+from secateur.plan import HARDWARE, CostTable, DraftCosts, Hardware, VerifyCosts
+from workers.checkpoint import read_spec
+from workers.config import EngineConfig
+
+TABLE = CostTable(
+    verify=VerifyCosts(
+        rows=(1, 5, 9, 17), ms=(10, 10, 12, 20), request_ms=0.5, kv_token_ms=0.01, row_kv_token_ms=0.001
+    ),
+    draft=DraftCosts(
+        requests=(1, 4),
+        nodes=(2, 8),
+        ms=((3, 6), (6, 15)),
+        transfer_ms=((1, 1), (2, 2)),
+        kv_token_ms=(0.01, 0.04),
+        prompt_token_ms=0.1,
+        host_ms=0.25,
+    ),
+    host_ms=2,
+    host_request_ms=0.5,
+)
+PLAIN = Hardware(
+    memory_gb=80,
+    bandwidth_gbs=2000,
+    tflops=400,
+    link_gbs=100,
+    link_latency_us=20,
+    bandwidth_share=1.0,
+    flops_share=1.0,
+    layer_us=0,
+    host_ms=0,
+    host_request_ms=0,
+    transfer_ms=0,
+)
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 32,
+    "vocab_size": 128256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "hidden_act": "silu",
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.fixture
+def llama_8b(tmp_path: Path) -> EngineConfig:
+    """Of which there is only config.json."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    return EngineConfig(model_path=str(tmp_path), device="cuda", dtype="bfloat16", max_model_len=8192)
+
+
+# -- a table between its entries -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("rows", "ms"), [(1, 10), (3, 10), (7, 11), (13, 16), (17, 20), (29, 30)])
+def test_rows_are_read_linearly_and_beyond_the_end_as_steep_as_from_the_middle(rows: int, ms: float) -> None:
+    assert Costs(TABLE).verify_ms(rows=rows, requests=0, kv=0, pairs=0) == pytest.approx(ms)
+
+
+def test_a_step_without_trees_is_paid_by_term() -> None:
+    step = Costs(TABLE).decode(3, 0, context=100)
+    assert step.verify_ms == pytest.approx(10 + 3 * 0.5 + 300 * 0.01 + 300 * 0.001)
+    assert (step.draft_ms, step.transfer_ms, step.host_ms) == (0, 0, 3)
+    assert step.ms == pytest.approx(step.verify_ms + 3)
+
+
+@pytest.mark.parametrize(
+    ("batch", "nodes", "draft_ms", "transfer_ms"),
+    [
+        (1, 2, 3, 1),
+        (4, 8, 15, 2),
+        (1, 5, 4.5, 1),  # halfway across
+        (2, 2, 4, 1 + 1 / 3),  # a third down
+        (2, 5, 4.5 + (10.5 - 4.5) / 3, 1 + 1 / 3),
+        (1, 1, 3, 1),  # flat below the first entry
+        (7, 8, 24, 3),  # as steep beyond the last as before
+        (1, 11, 7.5, 1),
+    ],
+)
+def test_drafting_is_read_linearly_in_requests_and_nodes(
+    batch: int, nodes: int, draft_ms: float, transfer_ms: float
+) -> None:
+    step = Costs(TABLE).decode(batch, nodes, context=0)
+    assert (step.draft_ms, step.transfer_ms) == (pytest.approx(draft_ms), pytest.approx(transfer_ms))
+    assert step.host_ms == pytest.approx(2 + 0.5 * (batch - 1) + 0.25)
+
+
+def test_prompts_share_a_step_with_trees() -> None:
+    costs = Costs(TABLE)
+    step = costs.step(2, 2, 50, [Chunk(rows=4, cached=4), Chunk(rows=3, cached=10)])
+    pairs = 50 * 3 + 4 * 2 + 3 * 8.5
+    assert step.verify_ms == pytest.approx(16 + 4 * 0.5 + (50 + 14) * 0.01 + pairs * 0.001)  # 2 x 3 + 7 = 13 rows
+    assert step.draft_ms == pytest.approx(costs.step(2, 2, 50).draft_ms + 7 * 0.1)
+
+
+def test_a_step_is_linear_in_the_cache() -> None:
+    costs = Costs(TABLE)
+    for nodes in (0, 2, 5, 8):
+        expected = costs.decode(3, nodes, 0).ms + 3 * 400 * costs.kv_slope(nodes)
+        assert costs.decode(3, nodes, 400).ms == pytest.approx(expected)
+
+
+def test_within_a_table_more_of_anything_never_takes_less() -> None:
+    rng = random.Random(0)
+    for _ in range(200):
+        rows = tuple(sorted(rng.sample(range(1, 400), 4)))
+        few = sorted(rng.random() for _ in range(3))
+        lines = (tuple(few), tuple(sorted(ms + rng.random() for ms in few)))
+        draft = DraftCosts(requests=(1, 6), nodes=(1, 4, 16), ms=lines, transfer_ms=lines)
+        ms = tuple(sorted(rng.random() for _ in rows))
+        costs = Costs(CostTable(verify=VerifyCosts(rows=rows, ms=ms, kv_token_ms=rng.random()), draft=draft))
+        batch, nodes, context = rng.randint(1, 5), rng.randint(1, 15), rng.randint(0, 99)
+        here = costs.decode(batch, nodes, context).ms
+        for more in ((batch + 1, nodes, context), (batch, nodes + 1, context), (batch, nodes, context + 1)):
+            assert costs.decode(*more).ms >= here - 1e-9
+
+
+def test_a_table_without_a_drafter_says_so_when_trees_are_asked_for() -> None:
+    costs = Costs(CostTable(verify=TABLE.verify))
+    assert costs.decode(2, 0, 0).draft_ms == 0
+    with pytest.raises(ConfigError, match="no `draft`"):
+        costs.decode(2, 1, 0)
+
+
+# -- what models hold and compute ------------------------------------------------------------------------------------
+
+
+def test_the_matrices_told_by_a_config_are_those_of_the_checkpoint() -> None:
+    stored = {name: shape for name, shape in tensor_shapes(BUNDLED / "target").items() if len(shape) == 2}
+    assert expected_shapes(read_spec(BUNDLED / "target")) == stored
+
+
+def test_llama_3_8b_from_its_config_alone(llama_8b: EngineConfig) -> None:
+    [target] = sides(llama_8b)
+    layer = 4096 * (4096 + 1024 + 1024 + 4096) + 3 * 4096 * 14336
+    assert target.matmul_items == 32 * layer + 128256 * 4096
+    assert target.weight_bytes == 2 * (32 * layer + 2 * 128256 * 4096)
+    assert target.weight_bytes / 2 == pytest.approx(8.03e9, rel=1e-3)  # as published
+    assert target.token_bytes == 2 * 32 * 8 * 128 * 2
+    assert (target.attention_width, target.num_layers) == (4096, 32)
+
+
+def test_ranks_share_matrices_but_not_the_embedding_nor_few_kv_heads() -> None:
+    shapes, spec = tensor_shapes(BUNDLED / "target"), read_spec(BUNDLED / "target")
+    embedding = math.prod(shapes["model.embed_tokens.weight"])
+    layers = sum(math.prod(shape) for name, shape in shapes.items() if len(shape) == 2) - embedding
+    assert side(shapes, spec, 1, 4).matmul_items == layers + embedding  # the head is tied to it
+    assert side(shapes, spec, 2, 4).matmul_items == (layers + embedding) / 2
+    keys = sum(math.prod(shape) for name, shape in shapes.items() if name.endswith(("k_proj.weight", "v_proj.weight")))
+    # Four key-value heads on eight ranks: each holds a quarter of them.
+    assert side(shapes, spec, 8, 4).matmul_items == (layers - keys + embedding) / 8 + keys / 4
+
+
+def test_pages_are_what_weights_leave_of_a_device(llama_8b: EngineConfig) -> None:
+    [target] = sides(llama_8b)
+    pages = pages_on_device(llama_8b, [target], 80e9)
+    assert pages == (0.9 * 80e9 - target.weight_bytes) // (16 * target.token_bytes)
+    assert pages_on_device(llama_8b, [target], 16e9) == 0
+
+
+def test_a_colocated_drafter_takes_its_weights_and_a_place_for_every_page() -> None:
+    config = bundled(DYNAMIC, device="cuda", dtype="bfloat16")
+    assert config.draft is not None
+    found = sides(config)
+    together = replace(config, draft=replace(config.draft, placement="colocated"))
+    left = 0.9 * 1e9 - found[0].weight_bytes - found[1].weight_bytes
+    assert pages_on_device(together, found, 1e9) == left // (16 * (found[0].token_bytes + found[1].token_bytes))
+    assert pages_on_device(config, found, 1e9) == (0.9 * 1e9 - found[0].weight_bytes) // (16 * found[0].token_bytes)
+
+
+# -- roofline --------------------------------------------------------------------------------------------------------
+
+
+def test_the_roofline_of_llama_3_8b_by_hand(llama_8b: EngineConfig) -> None:
+    """7.50e9 weights: 15.0 GB at 2 TB/s take 7.505 ms; a row's 15.0 GFLOP at 400 TFLOP/s 0.0375 ms, so 200 rows."""
+    costs = Costs(cost_table(llama_8b, sides(llama_8b), PLAIN))
+    items = 7_504_658_432
+    assert costs.decode(1, 0, 0).ms == pytest.approx(2 * items / 2e12 * 1e3)
+    assert costs.decode(199, 0, 0).ms == pytest.approx(2 * items / 2e12 * 1e3)
+    for rows in (250, 800, 3000):
+        assert costs.decode(rows, 0, 0).ms == pytest.approx(2 * items * rows / 400e12 * 1e3)
+    # 131 072 bytes per cached token, and 4 x 4096 x 32 operations per row and token.
+    more = costs.decode(4, 0, 1000).ms - costs.decode(4, 0, 0).ms
+    assert more == pytest.approx(4000 * (131072 / 2e12 + 4 * 4096 * 32 / 400e12) * 1e3)
+
+
+def test_a_model_of_unknown_weights_is_not_predicted(tmp_path: Path) -> None:
+    checkpoint = {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "hidden_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(checkpoint | {"num_hidden_layers": 2, "num_attention_heads": 4}))
+    config = EngineConfig(model_path=str(tmp_path), device="cuda", dtype="bfloat16")
+    with pytest.raises(ConfigError, match="holds no weights"):
+        cost_table(config, sides(config), PLAIN)
+
+
+def test_two_ranks_halve_the_reading_and_pay_two_all_reduces_a_layer(llama_8b: EngineConfig) -> None:
+    both = replace(llama_8b, tensor_parallel_size=2)
+    [rank] = sides(both)
+    assert rank.matmul_items == 7_504_658_432 / 2
+    reduces = 32 * 2 * (20e-6 + 3 * 4096 * 2 / 100e9) * 1e3  # with two ranks each row travels once
+    assert forward_ms(rank, 3, 2, PLAIN) == pytest.approx(7_504_658_432 / 2e12 * 1e3 + reduces)
+    table = cost_table(both, [rank], PLAIN)
+    assert Costs(table).decode(3, 0, 0).ms == pytest.approx(forward_ms(rank, 3, 2, PLAIN))
+    assert (table.source, table.hardware) == ("predicted", "given")
+
+
+def test_a_tree_is_drafted_level_by_level() -> None:
+    config = bundled(DYNAMIC, device="cuda", dtype="bfloat16")
+    found = sides(config)
+    hardware = PLAIN.model_copy(update={"layer_us": 5.0, "transfer_ms": 0.5})
+    costs = Costs(cost_table(config, found, hardware))
+    level_ms = found[1].matmul_items * 2 / 2e12 * 1e3 + 0.005  # a head of one layer, bound by reading
+    for nodes, levels in ((1, 1), (4, 4), (8, 8), (32, 8)):
+        step = costs.decode(1, nodes, 0)
+        assert step.draft_ms == pytest.approx(levels * level_ms, rel=1e-6)
+        assert step.transfer_ms == 0.5
+
+
+def test_published_devices_are_ordered_as_they_should_be(llama_8b: EngineConfig) -> None:
+    found = sides(llama_8b)
+    speed = {
+        name: 1 / Costs(cost_table(llama_8b, found, device)).decode(1, 0, 1000).ms for name, device in HARDWARE.items()
+    }
+    assert sorted(speed, key=speed.__getitem__) == ["l4", "l40s", "a100", "h100", "h200", "b200"]
