@@ -45,6 +45,11 @@ class Answer:
     last: Piece | None = None
     stats: RequestStats | None = None
 
+    @property
+    def num_cached(self) -> int:
+        """Prompt tokens found in the prefix cache."""
+        return self.last.num_cached_tokens if self.last else 0
+
     def add(self, piece: Piece) -> None:
         self.text += piece.text
         self.token_ids += piece.token_ids
@@ -168,6 +173,7 @@ def usage_of(answers: Sequence[Answer]) -> Usage:
     return Usage.of(
         sum(len(answer.prompt_ids) for answer in answers if answer.number == 0),
         sum(len(answer.token_ids) for answer in answers),
+        cached=sum(answer.num_cached for answer in answers if answer.number == 0),
         accepted=accepted if stats else None,
         rejected=sum(item.num_verified_tokens for item in stats) - accepted,
     )

@@ -73,6 +73,8 @@ class Piece:
     stop_reason: int | str | None = None
     scored: list[ScoredToken] = field(default_factory=list)
     """Of the tokens whose text began to leave with this piece, if the request asked for log probabilities."""
+    num_cached_tokens: int = 0
+    """Of the prompt, found in the prefix cache."""
     stats: RequestStats | None = None
     """The request's so far."""
 
@@ -212,5 +214,6 @@ class _AnswerText:
             finish_reason=finish_reason,
             stop_reason=stop_reason,
             scored=scored,
+            num_cached_tokens=chunk.num_cached_tokens,
             stats=chunk.stats,
         )

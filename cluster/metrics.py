@@ -30,8 +30,10 @@ _COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "spec_decode_num_verified_tokens": ("Draft nodes that went through the target.", lambda s: s.num_verified_tokens),
     "spec_decode_num_accepted_tokens": ("Draft tokens accepted.", lambda s: s.num_accepted_tokens),
     "num_preemptions": ("Requests that lost their KV pages to others.", lambda s: s.num_preemptions),
+    "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", lambda s: s.prefix_cache_queries),
+    "prefix_cache_hits": ("Prompt tokens found there.", lambda s: s.prefix_cache_hits),
     "engine_steps": ("Engine steps.", lambda s: s.steps),
-    "engine_prompt_tokens": ("Prompt tokens computed.", lambda s: s.prompt_tokens),
+    "engine_prompt_tokens": ("Prompt tokens computed or found in the prefix cache.", lambda s: s.prompt_tokens),
     "engine_generation_tokens": ("Tokens committed.", lambda s: s.generation_tokens),
     "step_seconds": ("Seconds spent in steps.", lambda s: s.step_seconds),
     "draft_seconds": ("Seconds of steps spent in the drafter.", lambda s: s.draft_seconds),
@@ -51,7 +53,7 @@ _PER_POSITION: dict[str, tuple[str, Callable[[EngineStats], list[int]]]] = {
 _GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "num_requests_running": ("Requests in the running batch.", lambda s: s.num_running),
     "num_requests_waiting": ("Requests that wait for a place in it.", lambda s: s.num_waiting),
-    "kv_cache_usage_perc": ("Share of KV pages in use, 0 to 1.", lambda s: s.kv_usage),
+    "kv_cache_usage_perc": ("Share of KV pages that requests hold, 0 to 1.", lambda s: s.kv_usage),
 }
 
 

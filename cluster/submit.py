@@ -86,6 +86,7 @@ def submit_from(
         ),
         stop_token_ids=list(request.stop_token_ids),
         ignore_eos=request.ignore_eos,
+        cache_salt=request.cache_salt,
         speculation=_speculation(request.speculative, limits),
     )
 

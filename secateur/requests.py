@@ -89,7 +89,6 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "audio": ((), "only text is produced"),
     "prediction": ((), "predicted outputs are not implemented"),
     "truncate_prompt_tokens": ((), "prompts are never truncated here; shorten the prompt"),
-    "cache_salt": ((), "salted prefix caching is not implemented in this version"),
     "chat_template": ((), "the model's own chat template is used; it cannot be replaced per request"),
     "documents": (([],), "documents are not implemented; put them into the messages"),
     "priority": ((0,), "priorities are not implemented in this version"),
@@ -148,6 +147,8 @@ class SamplingRequest(BaseModel):
     speculative: Speculative | None = None
     request_id: Annotated[str, Field(min_length=1, max_length=512)] | None = None
     user: str | None = None
+    cache_salt: Annotated[str, Field(min_length=1)] | None = None
+    """Prompts are shared in the prefix cache among requests of one salt only."""
     priority: StrictInt = 0
 
     @model_validator(mode="before")

@@ -51,16 +51,30 @@ class CompletionTokensDetails(Response):
     rejected_prediction_tokens: int = 0
 
 
+class PromptTokensDetails(Response):
+    cached_tokens: int = 0
+
+
 class Usage(Response):
-    """Token counts. `completion_tokens_details` counts the verified draft tokens that were accepted and rejected."""
+    """Token counts. `prompt_tokens_details` counts the prompt's tokens that were found in the prefix cache,
+    `completion_tokens_details` the verified draft tokens that were accepted and rejected."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     total_tokens: int = 0
+    prompt_tokens_details: PromptTokensDetails | None = None
     completion_tokens_details: CompletionTokensDetails | None = None
 
     @classmethod
-    def of(cls, prompt: int, completion: int, *, accepted: int | None = None, rejected: int = 0) -> Self:
+    def of(
+        cls,
+        prompt: int,
+        completion: int,
+        *,
+        cached: int | None = None,
+        accepted: int | None = None,
+        rejected: int = 0,
+    ) -> Self:
         details = None
         if accepted is not None:
             details = CompletionTokensDetails(accepted_prediction_tokens=accepted, rejected_prediction_tokens=rejected)
@@ -68,6 +82,7 @@ class Usage(Response):
             prompt_tokens=prompt,
             completion_tokens=completion,
             total_tokens=prompt + completion,
+            prompt_tokens_details=None if cached is None else PromptTokensDetails(cached_tokens=cached),
             completion_tokens_details=details,
         )
 

@@ -114,6 +114,7 @@ class FakeEngine:
             finish_reason=reason,
             stop_token=stop,
             logprobs=None if num_logprobs is None else [score(token, num_logprobs) for token in tokens],
+            num_cached_tokens=1,
             stats=STATS,
         )
 
@@ -125,4 +126,6 @@ class FakeEngine:
             verified_per_depth=[6, 3],
             accepted_per_depth=[3, 2],
             num_preemptions=5,
+            prefix_cache_queries=40,
+            prefix_cache_hits=16,
         )

@@ -12,6 +12,7 @@ import queue as queues
 import socket
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -32,6 +33,7 @@ from workers.channel import Received
 from workers.config import DraftConfig, EngineConfig, TreeConfig
 from workers.groups import World
 from workers.ipc import Abort, Decoder, FrameSocket, StepOutput, Submit, TokenChunk, encode
+from workers.kernels.choose import TORCH
 from workers.sampling import draw
 from workers.types import AttentionMetadata, DraftRequest, SamplingBatch, SamplingParams, TargetStep
 from workers.wire import Kind
@@ -129,7 +131,8 @@ class FakeTarget(Target):
     def __init__(self, language: Language, page_size: int, max_model_len: int, has_features: bool) -> None:
         vocab = language.vocab
         alone = SimpleNamespace(rank=0, size=1)
-        decoder: Any = SimpleNamespace(tp=alone, spec=SimpleNamespace(vocab_size=vocab), vocab_range=(0, vocab))
+        spec = SimpleNamespace(vocab_size=vocab)
+        decoder: Any = SimpleNamespace(tp=alone, spec=spec, vocab_range=(0, vocab), kernels=TORCH)
         kv: Any = None
         super().__init__(decoder, kv, page_size, None, None)
         self._language, self._max_model_len, self._has_features = language, max_model_len, has_features
@@ -296,8 +299,10 @@ class Bench:
         engine_end, self.front = socket.socketpair()
         self.front.setblocking(False)
         self.engine = Engine(config, self.target, self.drafter, FrameSocket(engine_end), num_pages)  # type: ignore[arg-type]
-        self._free_pages = self.engine._allocator.free
-        self.engine._allocator.free = self._free_and_wipe  # type: ignore[method-assign]
+        self._allocator = self.engine._allocator
+        self._free_pages, self._alloc_pages = self._allocator.free, self._allocator.alloc
+        self._allocator.free = self._free_and_wipe  # type: ignore[method-assign]
+        self._allocator.alloc = self._alloc_and_wipe  # type: ignore[method-assign]
         self._decoder = Decoder()
         self.frames: list[StepOutput] = []
         self.answers: dict[int, Answer] = {}
@@ -326,10 +331,15 @@ class Bench:
     def step(self) -> None:
         self.engine.step()
         self._read()
-        held = [page for request in self.engine._running for page in request.pages]
-        assert len(set(held)) == len(held) == self.engine._allocator.num_pages - 1 - self.num_free, "whose page is it?"
+        running = self.engine._running
+        holders = Counter(page for request in running for page in request.pages)
+        counted = {page: n for page in range(self._allocator.num_pages) if (n := self._allocator.num_holders(page))}
+        assert counted == holders, "whose page is it?"
+        assert len(holders) + self.num_free == self._allocator.num_pages - 1
         assert not any(request.pages for request in self.engine._waiting)
-        for request in self.engine._running:
+        written = [page for request in running for page in request.pages[self._first_written(request) :]]
+        assert len(set(written)) == len(written), "two requests write one page"
+        for request in running:
             self._check(request)
 
     def run(self) -> None:
@@ -347,13 +357,27 @@ class Bench:
 
     @property
     def num_free(self) -> int:
-        return self.engine._allocator.num_free
+        return self._allocator.num_free
 
     def _free_and_wipe(self, pages: list[int]) -> None:
-        """Nobody finds anything in a page that another has left."""
+        """Nobody finds anything in a page that another has left, unless it was published."""
         self._free_pages(pages)
+        self._wipe([p for p in pages if not self._allocator.num_holders(p) and not self._allocator.is_published(p)])
+
+    def _alloc_and_wipe(self, count: int) -> list[int]:
+        pages = self._alloc_pages(count)
+        self._wipe(pages)
+        return pages
+
+    def _wipe(self, pages: list[int]) -> None:
         self.target.memory.wipe(pages)
         self.proposer.memory.wipe(pages)
+
+    def _first_written(self, request: Request) -> int:
+        """Index of the first page that its next steps may write, in either pool."""
+        moved = [move.target for move in self.engine._moves if move.request is request]
+        fed = [request.num_fed] if request.limits is not None else []
+        return min([request.num_computed, *moved, *fed]) // self.engine._config.page_size
 
     def _read(self) -> None:
         try:

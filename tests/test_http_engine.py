@@ -56,6 +56,18 @@ def test_the_first_of_n_answers_is_the_only_one_s(client: Client) -> None:
     assert three.usage.prompt_tokens == one.usage.prompt_tokens
 
 
+def test_usage_says_what_of_a_prompt_was_found_in_the_cache(client: Client) -> None:
+    prompt = "class Cache:\n    def find(self, key):\n        return self.pages[key]\n\n    def drop(self):" * 3
+    answers = [
+        client.complete(prompt, max_tokens=8, temperature=0, speculative=DRAFTED, cache_salt=salt)
+        for salt in (None, None, "mine", "mine", "another")
+    ]
+    assert len({answer.text for answer in answers}) == 1
+    cached = [answer.usage.prompt_tokens_details.cached_tokens for answer in answers]
+    shared = (answers[0].usage.prompt_tokens - 1) // 16 * 16
+    assert cached == [0, shared, 0, shared, 0] and shared > 0
+
+
 @pytest.mark.parametrize("how", [DRAFTED, OFF, REJECTION], ids=["coupled", "off", "rejection"])
 def test_what_is_forbidden_does_not_come_and_what_is_forced_does(
     client: Client, tokenizer: Tokenizer, how: dict[str, Any]

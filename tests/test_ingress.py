@@ -112,6 +112,7 @@ def test_a_completion_is_openai_s(http: httpx2.Client) -> None:
     assert parsed.usage.total_tokens == parsed.usage.prompt_tokens + parsed.usage.completion_tokens
     assert parsed.usage.completion_tokens_details.accepted_prediction_tokens == 3
     assert parsed.usage.completion_tokens_details.rejected_prediction_tokens == 5
+    assert parsed.usage.prompt_tokens_details.cached_tokens == 1
 
 
 def test_a_chat_is_openai_s(http: httpx2.Client) -> None:
@@ -779,6 +780,8 @@ def test_the_metrics_have_vllm_s_stems(http: httpx2.Client) -> None:
         "spec_decode_num_verified_tokens",
         "spec_decode_num_accepted_tokens",
         "num_preemptions",
+        "prefix_cache_queries",
+        "prefix_cache_hits",
         "time_to_first_token_seconds",
         "request_time_per_output_token_seconds",
         "e2e_request_latency_seconds",
@@ -795,6 +798,8 @@ def test_the_metrics_have_vllm_s_stems(http: httpx2.Client) -> None:
     assert families["secateur_spec_decode_num_drafts"].samples[0].value == 3
     assert families["secateur_spec_decode_num_pruned_tokens"].samples[0].value == 7
     assert families["secateur_num_preemptions"].samples[0].value == 5
+    assert families["secateur_prefix_cache_queries"].samples[0].value == 40
+    assert families["secateur_prefix_cache_hits"].samples[0].value == 16
     for kind, expected in (
         ("draft", [10, 5, 1]),
         ("pruned", [4, 2, 1]),

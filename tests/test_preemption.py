@@ -42,8 +42,8 @@ class Asked:
     params: SamplingParams
     more: dict[str, Any] = field(default_factory=dict)
 
-    def submit(self, bench: Bench) -> int:
-        return bench.submit(self.prompt, self.max_tokens, self.params, **self.more)
+    def submit(self, bench: Bench, **more: Any) -> int:
+        return bench.submit(self.prompt, self.max_tokens, self.params, **self.more | more)
 
 
 KINDS = {
@@ -73,18 +73,21 @@ def bench_of(method: Any, tree: str, **settings: Any) -> Bench:
 
 
 def chunks(bench: Bench, id: int) -> list[TokenChunk]:
-    return [chunk for frame in bench.frames for chunk in frame.chunks if chunk.id == id]
+    """Everything the front was told of a request, with its id made 0."""
+    told = [chunk for frame in bench.frames for chunk in frame.chunks if chunk.id == id]
+    return [replace(chunk, id=0, num_cached_tokens=0) for chunk in told]
 
 
 def alone(bench: Bench, asked: Asked, disturb: Callable[[int], None] = lambda step: None) -> list[TokenChunk]:
-    """Everything the front is told of one request, with its id made 0. disturb(k) is called before step k."""
-    id, step = asked.submit(bench), 0
+    """`chunks` of one request that finds in the cache what it has left there itself, if anything. disturb(k) is called
+    before step k."""
+    id, step = asked.submit(bench, cache_salt=str(len(bench.answers))), 0
     while id in bench.open:
         disturb(step)
         bench.step()
         step += 1
         assert step < 500, "a request that never finishes"
-    return [replace(chunk, id=0) for chunk in chunks(bench, id)]
+    return chunks(bench, id)
 
 
 def preempt_all(bench: Bench) -> None:
@@ -95,11 +98,12 @@ def preempt_all(bench: Bench) -> None:
 # ---- one request
 
 
+@pytest.mark.parametrize("is_cached", [False, True], ids=["computed again", "cached"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("method", "tree"), SHAPES)
-def test_a_preemption_before_any_step_changes_no_token_no_tree_and_no_logprob(method, tree, kind):
+def test_a_preemption_before_any_step_changes_no_token_no_tree_and_no_logprob(method, tree, kind, is_cached):
     asked = KINDS[kind]
-    with bench_of(method, tree) as bench:
+    with bench_of(method, tree, enable_prefix_caching=is_cached) as bench:
         undisturbed = alone(bench, asked)
         num_steps = len(bench.target.steps)
         for k in range(1, num_steps):
@@ -130,7 +134,7 @@ def test_a_request_preempted_whenever_it_has_said_something_says_the_same(method
 
 
 def test_a_resumed_request_is_computed_in_chunks_up_to_its_root_and_drafted_for_at_once():
-    with bench_of("eagle3", "chain") as bench:
+    with bench_of("eagle3", "chain", enable_prefix_caching=False) as bench:
         id = KINDS["greedy"].submit(bench)
         while len(bench.answers[id].tokens) < 5:
             bench.step()
@@ -239,7 +243,7 @@ def test_a_restless_crowd_in_a_tiny_pool_says_what_each_says_alone(method, tree)
         finished = [id for id in crowd if bench.answers[id].last is not None]
         for id in finished:
             expected = alone(quiet, crowd[id])
-            assert [replace(chunk, id=0) for chunk in chunks(bench, id)] == expected
+            assert chunks(bench, id) == expected
         assert len(finished) > 50 and bench.frames[-1].stats.num_preemptions > num_forced + 10
 
 

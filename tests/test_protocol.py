@@ -248,7 +248,6 @@ NOT_NEUTRAL = {
     "ebnf": "a",
     "use_beam_search": True,
     "truncate_prompt_tokens": 5,
-    "cache_salt": "x",
     "priority": 1,
     "spaces_between_special_tokens": False,
 }

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from verifier.prefixes import Prefixes
 from verifier.request import Request
 from verifier.scheduler import Limits, Step, schedule
 from verifier.tree import Chunk
 from workers.ipc import Submit
-from workers.kv import PageAllocator
+from workers.kv import Found, PageAllocator
 from workers.types import Rule, TreeLimits
 
 LIMITS = Limits(max_num_seqs=4, max_num_batched_tokens=50, page_size=16)
@@ -174,6 +176,54 @@ def test_a_chunk_that_happens_to_end_with_the_prompt_of_a_preempted_request_draw
     assert [r.id for r, _ in step.finishing] == [1]
 
 
+# ---- shared pages
+
+
+def finds(pages: list[int], num_held: int):
+    return lambda request: Found(pages, num_held)
+
+
+def test_a_request_joins_behind_the_pages_that_it_shares():
+    waiting = request(1, prompt=70)  # 70 + 4 slots = 5 pages
+    step = schedule([waiting], [], 5, LIMITS, finds([7, 8], 0))
+    assert (step.shared, step.pages, chunks(step)) == ([(waiting, [7, 8])], [(waiting, 3)], [(1, 32, 70)])
+    assert waiting.pages == [] and waiting.num_computed == 0
+
+
+def test_only_pages_that_others_hold_cost_nothing():
+    waiting = request(1, prompt=70)
+    assert schedule([waiting], [], 4, LIMITS, finds([7, 8], 0)).is_empty, "idle pages are among the four"
+    assert schedule([waiting], [], 3, LIMITS, finds([7, 8], 1)).is_empty
+    assert schedule([waiting], [], 4, LIMITS, finds([7, 8], 1)).admitted == [waiting]
+    assert schedule([waiting], [], 3, LIMITS, finds([7, 8], 2)).admitted == [waiting]
+
+
+def test_shared_tokens_take_nothing_from_the_token_budget():
+    step = schedule([request(1, prompt=70), request(2, prompt=70)], [], 99, LIMITS, finds([7, 8, 9], 3))
+    assert chunks(step) == [(1, 48, 70), (2, 48, 70)]
+
+
+def test_nobody_is_looked_up_who_cannot_join():
+    asked: list[int] = []
+
+    def find(request: Request) -> Found:
+        asked.append(request.id)
+        return Found([], 0)
+
+    schedule([request(i) for i in range(3, 9)], [decoding(1), decoding(2)], 99, LIMITS, find)
+    assert asked == [3, 4], "two seats"
+
+
+def test_a_preempted_request_gives_back_only_what_nobody_else_holds():
+    old, middle, young = decoding(1, output=20, pages=1), decoding(2, output=20), decoding(3, output=20)
+    assert len(middle.pages) == len(young.pages) == 3  # and old wants two more
+    assert ids(schedule([], [old, middle, young], 0, LIMITS).preempted) == [3]
+    young.pages[:1] = middle.pages[:1]
+    assert ids(schedule([], [old, middle, young], 0, LIMITS).preempted) == [3], "two pages are enough"
+    young.pages[:2] = middle.pages[:2]
+    assert ids(schedule([], [old, middle, young], 0, LIMITS).preempted) == [3, 2], "the first of them gave one page"
+
+
 # ---- seats and the order of arrival
 
 
@@ -212,24 +262,30 @@ def test_scheduling_changes_nothing_it_is_shown():
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     st.integers(0, 2**32 - 1), st.integers(1, 6), st.integers(1, 64), st.integers(0, 16), st.sampled_from([1, 4, 16]),
-    st.integers(8, 60),
+    st.integers(8, 60), st.booleans(),
 )  # fmt: skip
 def test_a_long_life_of_arrivals_ends_with_every_page_free_and_nobody_left(
-    seed, seats, budget, nodes, page_size, pages
+    seed, seats, budget, nodes, page_size, pages, is_cached
 ):
+    """All prompts are beginnings of one text, so that with a cache everybody shares pages with everybody."""
     rng = random.Random(seed)
     limits = Limits(max_num_seqs=seats, max_num_batched_tokens=budget, page_size=page_size)
     allocator = PageAllocator(pages + 1)
+    prefixes = Prefixes(allocator, page_size, is_enabled=is_cached)
     waiting: list[Request] = []
     running: list[Request] = []
     num_sent, num_steps, num_left, num_preempted = 0, 0, 0, 0
     to_send = rng.randint(5, 40)
 
+    def let_go(r: Request) -> None:
+        prefixes.publish(r, r.num_computed)
+        allocator.free(r.pages)
+        r.forget()
+
     def leave(r: Request) -> None:
         nonlocal num_left
         (running if r in running else waiting).remove(r)
-        allocator.free(r.pages)
-        r.forget()
+        let_go(r)
         num_left += 1
 
     while num_sent < to_send or waiting or running:
@@ -242,19 +298,19 @@ def test_a_long_life_of_arrivals_ends_with_every_page_free_and_nobody_left(
             if limits.pages_for_life(new) <= pages:
                 waiting.append(new)
             num_sent += 1
-        step = schedule(waiting, running, allocator.num_free, limits)
+        step = schedule(waiting, running, allocator.num_free, limits, prefixes.find)
         assert not step.is_empty or not (waiting or running), "there is work and nobody does it"
 
         for r in step.preempted:
             assert r is running.pop() and running, "the last to arrive, never the oldest"
-            allocator.free(r.pages)
-            r.forget()
+            let_go(r)
             waiting.insert(0, r)
             num_preempted += 1
         assert not (step.preempted and step.admitted)
-        for r in step.admitted:
+        for r, found in step.shared:
             assert r is waiting.pop(0)
             running.append(r)
+            prefixes.adopt(r, found)
         for r, count in step.pages:
             assert r in running and count > 0
             r.pages += allocator.alloc(count)
@@ -262,6 +318,10 @@ def test_a_long_life_of_arrivals_ends_with_every_page_free_and_nobody_left(
         assert ids(running + waiting) == sorted(ids(running + waiting))
         for r in running:
             assert len(r.pages) == limits.pages_for(r), "what it needs, to the page"
+            r.num_fed = r.num_feedable if r.limits else r.num_fed
+        holders = Counter(page for r in running for page in r.pages)
+        assert all(allocator.num_holders(page) == holders[page] for page in range(pages + 1))
+        assert allocator.num_free == pages - len(holders)
 
         assert step.decode == [r for r in running if r.is_decoding]
         trees = sum(r.tree_rows for r in step.decode)
@@ -279,6 +339,7 @@ def test_a_long_life_of_arrivals_ends_with_every_page_free_and_nobody_left(
             r.num_computed += gained
             r.tokens += [5] * gained
         for r in list(running):
+            prefixes.publish(r, r.num_computed)
             if r.num_output >= r.submit.max_tokens or rng.random() < 0.02:  # finished or aborted
                 leave(r)
         if waiting and rng.random() < 0.02:
@@ -293,7 +354,8 @@ def test_one_request_alone_in_a_tiny_engine_still_finishes(nodes):
     lonely = request(1, prompt=3, max_tokens=2, nodes=nodes)
     starts = []
     for _ in range(3):
-        (_, chunk), *_ = schedule([lonely], [], 99, limits).prefill
+        is_new = not lonely.num_computed
+        (_, chunk), *_ = schedule([lonely] * is_new, [lonely] * (not is_new), 99, limits).prefill
         starts.append(chunk.start)
         lonely.num_computed = chunk.stop
     assert starts == [0, 1, 2]

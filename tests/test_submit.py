@@ -27,6 +27,12 @@ def test_a_default_never_runs_into_the_limit_and_a_wish_does() -> None:
         submit_from(CompletionRequest(prompt="x", max_tokens=6), prompt, id=1, seed=5, limits=LIMITS)
 
 
+def test_a_salt_is_passed_on_and_is_no_empty_word() -> None:
+    assert submit().cache_salt is None and submit(cache_salt="tenant 1").cache_salt == "tenant 1"
+    with pytest.raises(ValueError, match="cache_salt"):
+        submit(cache_salt="")
+
+
 def test_a_request_s_own_seed_wins() -> None:
     assert submit_from(CompletionRequest(prompt="x"), [1], id=1, seed=5, limits=LIMITS).sampling.seed == 5
     assert submit_from(CompletionRequest(prompt="x", seed=0), [1], id=1, seed=5, limits=LIMITS).sampling.seed == 0

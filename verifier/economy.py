@@ -73,7 +73,7 @@ class Economy:
         for request, feed in feeds.items():
             if request in chosen or not _is_auto(request):
                 kept[request] = feed
-            elif len(feed.tokens) > MAX_BACKLOG:
+            elif len(feed.tokens) > MAX_BACKLOG or request.is_repeated and request.num_fed < request.num_prompt:
                 kept[request] = Feed(feed.tokens, 0, 0)
         return kept
 

@@ -16,6 +16,7 @@ from verifier.costs import UNPROFILED, RowCosts
 from verifier.drafts import Drafts
 from verifier.economy import Economy
 from verifier.pack import Move, next_feed, pack_draft, pack_target
+from verifier.prefixes import Prefixes
 from verifier.request import Request
 from verifier.rules import rule_of
 from verifier.scheduler import Limits, Step, schedule
@@ -30,6 +31,9 @@ from workers.wire import Kind
 
 HEARTBEAT_S = 1.0
 """While idle, peers and the front hear from the engine this often, so that silence means death."""
+
+_DRAFTABLE_TOKENS = 3
+"""The first token comes from the prompt, and what a draft brings are at least two."""
 
 
 class Engine:
@@ -53,6 +57,7 @@ class Engine:
         self._drafter = drafter
         self._front = front
         self._allocator = PageAllocator(num_pages)
+        self._prefixes = Prefixes(self._allocator, config.page_size, is_enabled=config.enable_prefix_caching)
         self._economy = Economy(row_costs, config.draft.tree.prune.prices if config.draft else None)
         self._limits = Limits(
             max_num_seqs=config.max_num_seqs,
@@ -74,7 +79,7 @@ class Engine:
 
     def step(self) -> None:
         self._take()
-        step = schedule(self._waiting, self._running, self._allocator.num_free, self._limits)
+        step = schedule(self._waiting, self._running, self._allocator.num_free, self._limits, self._prefixes.find)
         if step.is_empty:
             return self._emit()
         began = time.perf_counter()
@@ -130,9 +135,9 @@ class Engine:
         return None
 
     def _tree_limits(self, submit: Submit) -> TreeLimits | None:
-        """The server's tree limits narrowed by the request's `speculative` object."""
+        """The server's tree limits narrowed by the request's `speculative` object; None if it is never drafted for."""
         asked, draft = submit.speculation, self._config.draft
-        if draft is None or not asked.enabled:
+        if draft is None or not asked.enabled or submit.max_tokens < _DRAFTABLE_TOKENS:
             return None
         tree = draft.tree
         return TreeLimits(
@@ -155,13 +160,14 @@ class Engine:
             self._waiting.remove(request)
         else:
             self._running.remove(request)
+        self._publish([request])
         self._moves = [move for move in self._moves if move.request is not request]
         self._allocator.free(request.pages)
         request.forget()
 
     def preempt(self, request: Request) -> None:
-        """Takes a running request's pages and seat; first in line, it computes them again when it rejoins. Its tokens
-        stay, so that it goes on as if nothing had happened. Between steps only."""
+        """Takes a running request's pages and seat; first in line, it computes again what was not kept when it rejoins.
+        Its tokens stay, so that it goes on as if nothing had happened. Between steps only."""
         self._release(request)
         self._waiting.appendleft(request)
         self._stats.num_preemptions += 1
@@ -169,9 +175,14 @@ class Engine:
     def _make_room(self, step: Step) -> None:
         for request in step.preempted:
             self.preempt(request)
-        for request in step.admitted:
+        for request, pages in step.shared:
             self._waiting.remove(request)
             self._running.append(request)
+            self._prefixes.adopt(request, pages)
+            if request.num_cached is None:  # preemption asks again, but that is no prompt's luck
+                request.num_cached = request.num_computed
+                self._stats.prefix_cache_queries += request.num_prompt * self._config.enable_prefix_caching
+                self._stats.prefix_cache_hits += request.num_cached
         for request, count in step.pages:
             request.pages += self._allocator.alloc(count)
 
@@ -206,7 +217,9 @@ class Engine:
             drafts.trees, step.decode, step.prefill, self._moves, self._config.page_size, self._config.eos_token_ids
         )
         self._moves = []
+        packed_at = time.perf_counter()
         drawn = self._target.run(packed, self._stats.steps)
+        drawn_at = time.perf_counter()
         finishing = [request for request, _ in step.finishing]
         trees, probs = drafts.trees, drafts.probs
         if finishing:
@@ -222,27 +235,26 @@ class Engine:
             root_position_B=torch.tensor([len(r.tokens) - 1 for r in requests]),
             processed=self._target.processed,
         )
-        self._stats.verify_seconds += time.perf_counter() - began
+        judged_at = time.perf_counter()
+        self._stats.verify_seconds += judged_at - began
+        self._stats.forward_seconds += drawn_at - packed_at
+        self._stats.accept_seconds += judged_at - drawn_at
         return verdicts
 
     def _commit(self, step: Step, drafts: Drafts, verdicts: list[Verdict]) -> None:
-        """Applies the verdicts: tokens, KV moves of accepted paths, features for the drafter, finished requests."""
+        """Applies the verdicts: KV moves of accepted paths, features for the drafter, tokens, finished requests."""
         begins = drafts.trees.offsets.tolist()
         num_decode = len(step.decode)
+        finishing = [request for request, _ in step.finishing]
         row = begins[-1]
-        features: list[tuple[Request, list[int]]] = []  # rows whose features the drafter is owed
+        computed: list[tuple[Request, list[int]]] = []  # the rows of each request's new positions
         for request, chunk in step.prefill:
-            features.append((request, list(range(row, row + chunk.stop - chunk.start))))
+            computed.append((request, list(range(row, row + chunk.stop - chunk.start))))
             row += chunk.stop - chunk.start
             request.num_computed = chunk.stop
-        after_prompt = zip(step.finishing, range(begins[-1], row), verdicts[num_decode:], strict=False)
-        for (request, _), sampled_row, verdict in after_prompt:
-            self._stats.prompt_tokens += request.num_prompt
-            self._append(request, verdict.tokens, [sampled_row])
         for i, (request, begin, verdict) in enumerate(zip(step.decode, begins, verdicts, strict=False)):
             root = len(request.tokens) - 1
-            rows = [begin, *(begin + row for row in verdict.path)]
-            features.append((request, rows))
+            computed.append((request, [begin, *(begin + row for row in verdict.path)]))
             self._moves += [
                 Move(request, root + row, root + 1 + i) for i, row in enumerate(verdict.path) if row != i + 1
             ]
@@ -250,15 +262,31 @@ class Engine:
             for stats in (request.stats, self._stats):
                 stats.num_drafts += any(drafts.verified[i])
                 stats.count_nodes(drafts.pruned[i], drafts.verified[i], len(verdict.path))
+        self._owe_features([(r, rows) for r, rows in computed if r.limits is not None])
+        for request, sampled_row, verdict in zip(
+            finishing, range(begins[-1], row), verdicts[num_decode:], strict=False
+        ):
+            self._stats.prompt_tokens += request.num_prompt
+            self._append(request, verdict.tokens, [sampled_row])
+        for (request, rows), verdict in zip(computed[len(step.prefill) :], verdicts, strict=False):
             self._append(request, verdict.tokens, rows)
-        self._owe_features([(r, rows) for r, rows in features if r.limits is not None and r.pages])
+        self._publish(self._running)
 
     def _owe_features(self, owed: list[tuple[Request, list[int]]]) -> None:
         fused = self._target.features([row for _, rows in owed for row in rows]) if owed else None
         if fused is not None:
+            self._prefixes.keep_features([(request, len(rows)) for request, rows in owed], fused)
             parts = fused.split([len(rows) for _, rows in owed])
             for (request, _), part in zip(owed, parts, strict=True):
                 request.features.append(part)
+
+    def _publish(self, requests: list[Request]) -> None:
+        """Lets others share what these hold, but no slot that still waits for a move."""
+        settled: dict[Request, int] = {}
+        for move in self._moves:
+            settled[move.request] = min(move.target, settled.get(move.request, move.target))
+        for request in requests:
+            self._prefixes.publish(request, settled.get(request, request.num_computed))
 
     def _append(self, request: Request, tokens: tuple[int, ...], rows: list[int]) -> None:
         """Commits tokens, drawn at these sampled rows, up to a stop token or the length limit; releases a finished
@@ -286,6 +314,7 @@ class Engine:
                 finish_reason=reason,
                 stop_token=stop_token,
                 logprobs=None if asked is None else self._target.logprobs(rows[: len(kept)], kept, asked),
+                num_cached_tokens=request.num_cached or 0,
                 stats=request.stats,
             )
         )

@@ -40,7 +40,8 @@ def next_feed(request: Request, config: EngineConfig) -> Feed | None:
         return None
     tokens = request.tokens[request.num_fed : request.num_feedable]
     if not request.is_decoding:
-        return Feed(tokens, 0, 0) if tokens else None
+        # One row alone can wait: the first behind a shared prefix, before anything of the request was computed.
+        return Feed(tokens, 0, 0) if len(tokens) > 1 else None
     still = min(request.submit.max_tokens - request.num_output, config.max_model_len - len(request.tokens))
     depth = still - 1  # the bonus token always comes on top of an accepted path
     tree = config.draft.tree

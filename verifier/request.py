@@ -26,11 +26,16 @@ class Request:
     first_draft_slot: int  # 1 for an EAGLE drafter, whose slot 0 stays empty; 0 for a draft model
     tokens: list[int] = field(init=False)  # prompt and output
     pages: list[int] = field(default_factory=list)
+    num_published: int = 0  # leading pages that others may share ...
+    num_published_drafted: int = 0  # ... and that the drafter holds too
     num_computed: int = 0  # positions whose KV the target holds
     num_fed: int = field(init=False)  # drafter slots filled
     features: list[Tensor] = field(default_factory=list)  # [fed next, H] in parts: of the newest computed positions
     draft_gain: float | None = None  # tokens that a draft of its own lately added, see `verifier.economy`
+    num_cached: int | None = None  # prompt tokens that were found computed when it first joined; None: it has not
+    is_repeated: bool = False  # begins like others, who left no drafted pages: those who come next shall find some
     stats: RequestStats = field(default_factory=RequestStats)
+    keys: list[bytes] = field(default_factory=list)  # of its leading full pages, see `verifier.prefixes`
     _counts: Counter[int] = field(default_factory=Counter)  # output occurrences, prompt tokens with 0
 
     def __post_init__(self) -> None:
@@ -41,7 +46,7 @@ class Request:
 
     def forget(self) -> None:
         """Lets go of everything that lives in its pages or was on its way there."""
-        self.pages = []
+        self.pages, self.num_published, self.num_published_drafted = [], 0, 0
         self.num_computed, self.num_fed, self.features = 0, self.first_draft_slot, []
 
     def append(self, tokens: list[int]) -> None:

@@ -43,6 +43,12 @@ class World:
         dist.all_gather_object(entries, entry)
         return entries
 
+    def gather_number(self, value: int) -> list[int]:
+        """Every rank's value, on every rank."""
+        every = [torch.zeros(1, dtype=torch.int64) for _ in range(self.config.world_size)]
+        dist.all_gather(every, torch.tensor([value], dtype=torch.int64))
+        return [int(number) for number in every]
+
     def agree_on_minimum(self, value: int) -> int:
         """The smallest of every rank's values."""
         tensor = torch.tensor([value], dtype=torch.int64)

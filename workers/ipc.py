@@ -45,6 +45,7 @@ class Submit:
     sampling: SamplingParams = SamplingParams()
     stop_token_ids: list[int] = field(default_factory=list)
     ignore_eos: bool = False
+    cache_salt: str | None = None  # prefixes are shared among requests of one salt only
     speculation: Speculation = Speculation()
 
 
@@ -116,6 +117,7 @@ class TokenChunk:
     stop_token: int | None = None  # the stop or EOS token, when finish_reason is "stop" (it is in `tokens`)
     error: str | None = None
     logprobs: list[TokenLogprobs] | None = None  # one per token, if the request asked for them
+    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache instead of computed
     stats: RequestStats | None = None  # so far; absent with an error
 
 
@@ -135,9 +137,13 @@ class EngineStats(_NodeCounts):
     verified_per_depth: list[int] = field(default_factory=list)
     accepted_per_depth: list[int] = field(default_factory=list)
     num_preemptions: int = 0
+    prefix_cache_queries: int = 0  # prompt tokens looked up ...
+    prefix_cache_hits: int = 0  # ... and found
     draft_seconds: float = 0.0  # by the drafter's clock
     transfer_seconds: float = 0.0  # rank 0's wait for drafts beyond that: packing, both ways, waking up
-    verify_seconds: float = 0.0
+    verify_seconds: float = 0.0  # packing, forward, acceptance
+    forward_seconds: float = 0.0  # of these the target's: forward and drawing, until the tokens are on the host
+    accept_seconds: float = 0.0  # ... and judging the trees by them
     step_seconds: float = 0.0
     num_running: int = 0
     num_waiting: int = 0

@@ -1,15 +1,19 @@
 """Paged key-value memory: the pool of one rank and the allocator that rank 0 keeps.
 
     KVPool(num_layers, num_slots, kv_heads, head_dim, dtype, device)
-        .layer(i) -> [slots, 2, Hkv, d]   .write(i, kv_N2Hd, slots_N)   .copy(src_slots, dst_slots)
+        .layer(i) -> [slots, 2, Hkv, d]   .write(i, kv_N2Hd, slots_N)
         KVPool.bytes_per_slot(num_layers, kv_heads, head_dim, dtype) -> int
     PageAllocator(num_pages)   .alloc(n) -> list[int]   .free(pages)   .num_free
+        .publish(page, key, is_drafted)   .find(keys, is_drafted) -> Found   .share(pages)
 
 Legend: N packed rows, H = Hkv local key-value heads, d head width. A slot is one token's place in the pool; a page is
 page_size consecutive slots. Page 0 is the null page: never allocated, so padding may point to it.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,43 +55,108 @@ class KVPool:
         """Store row n's key and value in physical slot slots_N[n] (int64) of one layer."""
         self._layers[index].index_copy_(0, slots_N, kv_N2Hd)
 
-    def copy(self, src_slots: Tensor, dst_slots: Tensor) -> None:
-        """Move tokens between physical slots (int64 [n] each) in every layer; all reads happen before any write.
-
-        This is path compaction: an accepted tree path becomes consecutive slots, which may overlap the old ones.
-        """
-        self.data.index_copy_(1, dst_slots, self.data.index_select(1, src_slots))
-
 
 class OutOfPages(RuntimeError):
     """Fewer free pages than asked for; nothing was allocated."""
 
 
+class Found(NamedTuple):
+    """Published pages that hold the beginning of some tokens."""
+
+    pages: list[int]
+    num_held: int  # of these, held by others now; the rest are among the free ones until somebody takes them
+
+
+NOTHING_FOUND = Found([], 0)
+
+
 class PageAllocator:
-    """A free list over pages 1 .. num_pages - 1, owned by rank 0. Lowest unused page first, then last freed first."""
+    """Pages 1 .. num_pages - 1 and how many hold each, owned by rank 0.
+
+    A page whose content is final may be published under a key that names the content; then others may hold it too.
+    When its last holder lets go, it stays as it is until its room is needed: longest idle first, and of pages let go
+    together the last ones first, since nobody finds a page without those before it. A page is drafted if the drafter's
+    pool holds its tokens as well. Free pages go out lowest unused first, then last freed first.
+    """
 
     def __init__(self, num_pages: int) -> None:
         assert num_pages >= 1, "page 0 is the null page and must exist"
         self.num_pages = num_pages
         self._free = list(range(num_pages - 1, 0, -1))
-        self._is_free = [False] + [True] * (num_pages - 1)
+        self._num_holders = [0] * num_pages
+        self._idle: dict[int, None] = {}  # published, held by nobody; longest idle first
+        self._page_of: dict[bytes, int] = {}
+        self._key_of: dict[int, bytes] = {}
+        self._drafted: set[int] = set()
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        """Pages held by nobody, idle ones included."""
+        return len(self._free) + len(self._idle)
+
+    def num_holders(self, page: int) -> int:
+        return self._num_holders[page]
+
+    def is_published(self, page: int) -> bool:
+        return page in self._key_of
 
     def alloc(self, count: int) -> list[int]:
-        """`count` pages, all or none. Raises OutOfPages."""
-        if count > len(self._free):
-            raise OutOfPages(f"{count} KV pages wanted, {len(self._free)} of {self.num_pages - 1} free")
+        """`count` pages, all or none, to be written by their only holder. Raises OutOfPages."""
+        if count > self.num_free:
+            raise OutOfPages(f"{count} KV pages wanted, {self.num_free} of {self.num_pages - 1} free")
+        while len(self._free) < count:
+            self._unpublish(next(iter(self._idle)))
         pages = [self._free.pop() for _ in range(count)]
         for page in pages:
-            self._is_free[page] = False
+            self._num_holders[page] = 1
         return pages
 
     def free(self, pages: list[int]) -> None:
-        """Give pages back. Freeing a page twice, or page 0, is a bug of ours."""
+        """One holder lets go of its pages, in the order of its tokens. To free more than was held is a bug of ours."""
+        for page in reversed(pages):
+            assert 0 < page < self.num_pages and self._num_holders[page], f"page {page} is not allocated"
+            self._num_holders[page] -= 1
+            if not self._num_holders[page]:
+                if page in self._key_of:
+                    self._idle[page] = None
+                else:
+                    self._free.append(page)
+
+    def find(self, keys: Sequence[bytes], *, is_drafted: bool) -> Found:
+        """The pages published under the first of these keys, up to the first that is missing, or not drafted if that is
+        asked for."""
+        pages: list[int] = []
+        for key in keys:
+            page = self._page_of.get(key)
+            if page is None or is_drafted and page not in self._drafted:
+                break
+            pages.append(page)
+        return Found(pages, sum(self._num_holders[page] > 0 for page in pages))
+
+    def share(self, pages: list[int]) -> None:
+        """One more holder for pages that were found. They are not to be written any more."""
         for page in pages:
-            assert 0 < page < self.num_pages and not self._is_free[page], f"page {page} is not allocated"
-            self._is_free[page] = True
+            assert page in self._key_of, f"page {page} is not published"
+            self._idle.pop(page, None)
+            self._num_holders[page] += 1
+
+    def publish(self, page: int, key: bytes, *, is_drafted: bool) -> None:
+        """A holder's page holds what `key` names, for good. Of two pages with one content the first is kept, unless
+        only the second is drafted."""
+        assert self._num_holders[page], f"page {page} is not allocated"
+        known = self._page_of.setdefault(key, page)
+        if known != page:
+            if not is_drafted or known in self._drafted:
+                return
+            self._unpublish(known)
+            self._page_of[key] = page
+        self._key_of[page] = key
+        if is_drafted:
+            self._drafted.add(page)
+
+    def _unpublish(self, page: int) -> None:
+        del self._page_of[self._key_of.pop(page)]
+        self._drafted.discard(page)
+        if page in self._idle:
+            del self._idle[page]
             self._free.append(page)

@@ -1,4 +1,9 @@
-"""How many KV pages fit: sized on every rank at start-up, and the smallest answer counts for all."""
+"""How many KV pages fit: sized on every rank at start-up, and the smallest answer counts for all.
+
+Target and drafter share one page table, so a page costs its bytes in every pool. Ranks that share a device, a
+colocated drafter and its verifier or all ranks on CPU, divide that device's free memory by the sum of what a page
+costs each of them; a drafter on its own device must have room for as many pages as the target has.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,7 @@ import os
 
 import torch
 
+from workers.config import EngineConfig
 from workers.groups import World
 
 _CPU_SHARE = 0.25
@@ -13,17 +19,20 @@ _CPU_SHARE = 0.25
 
 
 def agree_on_pages(world: World, bytes_per_slot: int) -> int:
-    """Pages of every pool, null page included: as configured, else what fits and can be used. Collective.
+    """Pages of every pool, null page included: as configured, else what fits and can be used. Collective, to be called
+    when this rank's weights are loaded.
 
     bytes_per_slot: of this rank's own pool. Raises ValueError if not even one request of max_model_len fits.
     """
     config = world.config
     slots_per_request = config.max_model_len + config.tree_rows
     pages_per_request = -(-slots_per_request // config.page_size)
+    every = world.gather_number(bytes_per_slot)  # after it all weights are loaded, those of ranks on this device too
     if config.num_pages is not None:
         fits = config.num_pages
     else:
-        fits = int(_free_bytes(world) // (bytes_per_slot * config.page_size))
+        bytes_here = sum(every[rank] for rank in ranks_on_device_of(config, world.rank))
+        fits = int(_free_bytes(world) // (bytes_here * config.page_size))
     pages = world.agree_on_minimum(min(fits, 1 + config.max_num_seqs * pages_per_request))
     if pages < 1 + pages_per_request:
         raise ValueError(
@@ -33,11 +42,20 @@ def agree_on_pages(world: World, bytes_per_slot: int) -> int:
     return pages
 
 
+def ranks_on_device_of(config: EngineConfig, rank: int) -> list[int]:
+    """The ranks whose pools lie in the same memory as this one's, itself included."""
+    ranks = list(range(config.world_size))
+    if config.device == "cpu":
+        return ranks
+    if config.draft is None or config.draft.placement != "colocated":
+        return [rank]
+    tp = config.tensor_parallel_size
+    return [other for other in ranks if other % tp == rank % tp]
+
+
 def _free_bytes(world: World) -> float:
-    config = world.config
+    """Of this rank's device, for all pools on it."""
     if world.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(world.device)
-        draft = config.draft
-        shares = 2 if draft is not None and draft.placement == "colocated" and draft.method != "ngram" else 1
-        return max(0.0, free - (1 - config.memory_utilization) * total) / shares
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * _CPU_SHARE / config.world_size
+        return max(0.0, free - (1 - world.config.memory_utilization) * total)
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * _CPU_SHARE

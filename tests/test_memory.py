@@ -1,0 +1,80 @@
+"""How many KV pages there are: what a page costs in the pools of target and drafter together."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from workers import memory
+from workers.config import DraftConfig, EngineConfig
+from workers.memory import agree_on_pages, ranks_on_device_of
+
+GIB = 1 << 30
+
+
+def engine(tp: int = 1, draft_tp: int = 0, placement: Any = "dedicated", **more: Any) -> EngineConfig:
+    draft = DraftConfig(method="eagle3", model_path="", tensor_parallel_size=draft_tp, placement=placement)
+    return EngineConfig(
+        model_path="", tensor_parallel_size=tp, draft=draft if draft_tp else None, page_size=16, max_num_seqs=10**6,
+        **{"device": "cuda"} | more,
+    )  # fmt: skip
+
+
+def pages(monkeypatch: pytest.MonkeyPatch, config: EngineConfig, slot_bytes: list[int], free: list[float]) -> int:
+    """The agreed number of pages, of ranks with such slots and so much free memory on their devices."""
+
+    def of(rank: int, agreed: int) -> int:
+        world: Any = SimpleNamespace(
+            config=config,
+            rank=rank,
+            device=torch.device("cpu"),
+            gather_number=lambda value: slot_bytes,
+            agree_on_minimum=lambda value: min(value, agreed),
+        )
+        monkeypatch.setattr(memory, "_free_bytes", lambda world: free[rank])
+        return agree_on_pages(world, slot_bytes[rank])
+
+    agreed = 1 << 40
+    for rank in range(config.world_size):
+        agreed = of(rank, agreed)
+    return agreed
+
+
+@pytest.mark.parametrize(
+    ("config", "sharing"),
+    [
+        (engine(tp=2), [[0], [1]]),
+        (engine(tp=2, draft_tp=1), [[0], [1], [2]]),
+        (engine(tp=2, draft_tp=1, placement="colocated"), [[0, 2], [1], [0, 2]]),
+        (engine(tp=2, draft_tp=2, placement="colocated"), [[0, 2], [1, 3], [0, 2], [1, 3]]),
+        (engine(tp=2, draft_tp=1, device="cpu"), [[0, 1, 2]] * 3),
+    ],
+)
+def test_who_shares_a_device(config, sharing):
+    assert [ranks_on_device_of(config, rank) for rank in range(config.world_size)] == sharing
+
+
+def test_a_colocated_drafter_is_paid_from_the_same_memory(monkeypatch):
+    config = engine(tp=1, draft_tp=1, placement="colocated")
+    assert pages(monkeypatch, config, [120_000, 8_000], [8 * GIB, 8 * GIB]) == 8 * GIB // (128_000 * 16)
+
+
+def test_a_dedicated_drafter_takes_nothing_from_the_target_unless_it_has_less_room(monkeypatch):
+    config = engine(tp=2, draft_tp=1)
+    slots = [64_000, 60_000, 16_000]
+    assert pages(monkeypatch, config, slots, [8 * GIB, 8 * GIB, 8 * GIB]) == 8 * GIB // (64_000 * 16)
+    assert pages(monkeypatch, config, slots, [8 * GIB, 8 * GIB, 1 * GIB]) == GIB // (16_000 * 16)
+
+
+def test_what_is_configured_is_taken_and_more_than_can_be_used_is_not(monkeypatch):
+    assert pages(monkeypatch, engine(num_pages=200, max_model_len=1024), [1], [0.0]) == 200
+    few = EngineConfig(model_path="", max_num_seqs=3, max_model_len=100, page_size=16)
+    assert pages(monkeypatch, few, [1], [float(GIB)]) == 1 + 3 * 7  # 100 tokens and a root
+
+
+def test_too_little_for_one_request_is_an_error_with_numbers(monkeypatch):
+    with pytest.raises(ValueError, match="room for 15 pages of 16 tokens.*max_model_len 1024 needs 65"):
+        pages(monkeypatch, engine(max_model_len=1024), [1 << 20], [0.25 * GIB])
