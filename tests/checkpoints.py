@@ -1,6 +1,9 @@
 """Small random checkpoints in the published formats, for tests: config.json + model.safetensors, EAGLE-3 heads.
 
-write_model(path, "llama" | "mistral" | "qwen2" | "qwen3", legacy_rope=False, shards=1, seed=0, **config) -> path
+write_model(path, model_type, legacy_rope=False, shards=1, seed=0, **config) -> path      ARCHITECTURES: types to write
+write_multimodal(path, prefix, **config) -> path                    Gemma-3's text model as in its vision checkpoints
+quantise_fp8(path, block) -> path                                   its layers' matrices, with block scales
+dequantise_fp8(path, to) -> to                                      the same checkpoint in float32
 write_eagle3(path, style="safeailab" | "specforge" | "speculators", seed=0, bin_file=False, **config) -> path
 write_eagle(path, bias=True, with_embedding=False, with_head=False, seed=0, **config) -> path      EAGLE-1/2
 add_mtp(path, "qwen3" | "mimo", seed=0) -> path                     to a "qwen3" or "qwen2" model of write_model
@@ -62,6 +65,9 @@ def write_model(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(randomise(tuple(parameter.shape), name, generator))
+        for name in model.state_dict().keys() & dict(model.named_buffers()).keys():  # a router's correction bias
+            if (buffer := model.get_buffer(name)).dim() == 1:
+                buffer.copy_(randomise(tuple(buffer.shape), name, generator))
     size = sum(parameter.numel() * 4 for parameter in model.parameters())
     model.save_pretrained(path, max_shard_size=size // shards + 4096)
     if legacy_rope:
@@ -71,6 +77,171 @@ def write_model(
         raw["rope_scaling"] = rope if rope["rope_type"] != "default" else None
         (path / "config.json").write_text(json.dumps(raw))
     return path
+
+
+_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 56}
+_GROUPED_MOE = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 56, "n_shared_experts": 1}
+_GROUPED_MOE |= {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+_TIED = {"tie_word_embeddings": True, "head_dim": 16}
+
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "aria": ("aria_text", {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1, "pad_token_id": 0}),
+    "afmoe": ("afmoe", {**_MOE, "sliding_window": 7, "head_dim": 8, "num_dense_layers": 1, "num_shared_experts": 1}),
+    "apertus": ("apertus", {}),
+    "arcee": ("arcee", {}),
+    "beam": ("beam", {**_MOE, "head_dim": 8, "sliding_window": 7}),
+    "cohere": ("cohere", {"logit_scale": 0.2}),
+    "cohere (norms of heads)": ("cohere", {"use_qk_norm": True, "logit_scale": 0.2}),
+    "cohere-2": ("cohere2", {"logit_scale": 0.2, "sliding_window": 7, "num_hidden_layers": 4, "head_dim": 8}),
+    "cohere-2-moe": ("cohere2_moe", {**_MOE, "logit_scale": 0.2, "sliding_window": 7, "head_dim": 8}),
+    "cwm": ("cwm", {"head_dim": 8, "sliding_window": 7}),
+    "dots1": ("dots1", {**_GROUPED_MOE, "head_dim": 8}),
+    "ernie-4.5": ("ernie4_5", {"head_dim": 16}),
+    "ernie-4.5-moe": (
+        "ernie4_5_moe",
+        {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 56, "moe_num_shared_experts": 1},
+    ),
+    "exaone-4": ("exaone4", {"sliding_window": 7, "sliding_window_pattern": 2}),
+    "exaone-moe": ("exaone_moe", {**_GROUPED_MOE, "num_experts": 4, "sliding_window": 7, "num_shared_experts": 1}),
+    "flex-olmo": ("flex_olmo", {**_MOE, "pad_token_id": 0}),
+    "flint": ("flint", {**_MOE, "head_dim": 8, "sliding_window": 7}),
+    "gemma": ("gemma", {**_TIED, "num_key_value_heads": 1}),
+    "gemma-2": (
+        "gemma2",
+        {
+            **_TIED,
+            "sliding_window": 7,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 20.0,
+        },
+    ),
+    "gemma-3": ("gemma3_text", {**_TIED, "sliding_window": 7, "query_pre_attn_scalar": 24, "num_hidden_layers": 6}),
+    "gemma-3n": (
+        "gemma3n_text",
+        {
+            **_TIED,
+            "num_hidden_layers": 4,
+            "num_kv_shared_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "sliding_window": 7,
+            "vocab_size_per_layer_input": 96,
+            "hidden_size_per_layer_input": 8,
+            "laurel_rank": 8,
+            "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+        },
+    ),
+    "glm": ("glm", {"head_dim": 16, "pad_token_id": 0}),
+    "glm-4": ("glm4", {"head_dim": 16, "pad_token_id": 0}),
+    "glm-4-moe": ("glm4_moe", {**_GROUPED_MOE, "head_dim": 16, "pad_token_id": 0}),
+    "gpt-neox": ("gpt_neox", {}),
+    "granite": (
+        "granite",
+        {"logits_scaling": 4.0, "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2},
+    ),
+    "granite-moe": ("granitemoe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "granite-moe-shared": (
+        "granitemoeshared",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 40},
+    ),
+    "granite-moe-swa": ("granitemoe_swa", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 7}),
+    "granite-swa (sinks)": ("granite_swa", {"sliding_window": 7}),
+    "helium": ("helium", {"head_dim": 8}),
+    "hunyuan-moe": ("hunyuan_v1_moe", {"num_experts": 4, "moe_topk": 2, "head_dim": 8}),
+    "hy-v3": ("hy_v3", {**_MOE, "head_dim": 8}),
+    "hyperclovax": ("hyperclovax", {}),
+    "internlm-3": ("internlm3", {"head_dim": 8}),
+    "iquest-coder": ("iquestcoder", {"head_dim": 8}),
+    "jais-2": ("jais2", {"head_dim": 8}),
+    "kolibri": ("kolibri1", {**_MOE, "head_dim": 8}),
+    "laguna": ("laguna", {**_MOE, "head_dim": 8, "sliding_window": 7}),
+    "mellum": ("mellum", {**_MOE, "head_dim": 8}),
+    "minimax-m2": ("minimax_m2", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}),
+    "ministral-3": ("ministral3", {"head_dim": 8}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "sliding_window": 7, "intermediate_size": 56}),
+    "nanochat": ("nanochat", {}),
+    "olmo": ("olmo", {"clip_qkv": 2.0}),
+    "olmo-2": ("olmo2", {}),
+    "olmo-3": ("olmo3", {"sliding_window": 7, "num_hidden_layers": 4}),
+    "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "phi": ("phi", {"vocab_size": 97}),
+    "phi-3": ("phi3", {"pad_token_id": 0, "sliding_window": 7, "vocab_size": 97}),
+    "phi-3.5-moe": ("phimoe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2-moe": ("qwen2_moe", {**_MOE, "shared_expert_intermediate_size": 56}),
+    "qwen3-moe": ("qwen3_moe", {**_MOE, "head_dim": 16}),
+    "seed-oss": ("seed_oss", {"head_dim": 16}),
+    "smollm-3": ("smollm3", {"pad_token_id": 0, "num_hidden_layers": 4}),
+    "solar-open": ("solar_open", {**_GROUPED_MOE, "head_dim": 8}),
+    "starcoder-2": ("starcoder2", {"sliding_window": 7}),
+    "vaultgemma": ("vaultgemma", {"head_dim": 16, "sliding_window": 7}),
+}
+"""What the tests write of the architectures that run through transformers' classes: (model_type, configuration)."""
+
+
+def write_multimodal(path: Path, prefix: str, **overrides: Any) -> Path:
+    """A Gemma-3 text model as in its vision checkpoints, with `prefix` for "model.", beside a tensor of a tower."""
+    write_model(path, "gemma3_text", **_TIED, **overrides)
+    stored = load_file(path / "model.safetensors")
+    tensors = {prefix + name.removeprefix("model."): tensor for name, tensor in stored.items()}
+    tensors["vision_tower.vision_model.post_layernorm.weight"] = torch.ones(4)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    text = json.loads((path / "config.json").read_text())
+    config = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": text}
+    config |= {"vision_config": {"model_type": "siglip_vision_model", "hidden_size": 4, "num_attention_heads": 1}}
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def quantise_fp8(path: Path, block: tuple[int, int]) -> Path:
+    """Store the matrices of a single-file checkpoint's layers as DeepSeek and Qwen do: float8 blocks, scales beside."""
+    rows, columns = block
+    tensors = {}
+    for name, tensor in load_file(path / "model.safetensors").items():
+        if tensor.dim() != 2 or ".layers." not in name or "gate.weight" in name:
+            tensors[name] = tensor
+            continue
+        scale = torch.stack(
+            [
+                torch.stack(
+                    [part.abs().max() / torch.finfo(torch.float8_e4m3fn).max for part in band.split(columns, 1)]
+                )
+                for band in tensor.split(rows)
+            ]
+        )
+        tensors[name] = (tensor / _spread(scale, block, tensor.shape)).to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = scale
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    edit_config(
+        path,
+        quantization_config={
+            "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(block)
+        },
+    )  # fmt: skip
+    return path
+
+
+def dequantise_fp8(path: Path, to: Path) -> Path:
+    """The checkpoint of `quantise_fp8` with every float8 matrix multiplied out, in a folder of its own."""
+    raw = json.loads((path / "config.json").read_text())
+    block = tuple(raw.pop("quantization_config")["weight_block_size"])
+    stored = load_file(path / "model.safetensors")
+    tensors = {
+        name: tensor.float() * _spread(stored[f"{name}_scale_inv"], block, tensor.shape)
+        if tensor.dtype == torch.float8_e4m3fn
+        else tensor
+        for name, tensor in stored.items()
+        if not name.endswith("_scale_inv")
+    }
+    to.mkdir(parents=True)
+    save_file(tensors, to / "model.safetensors", metadata={"format": "pt"})
+    (to / "config.json").write_text(json.dumps(raw))
+    return to
+
+
+def _spread(scale: Tensor, block: tuple[int, ...], shape: torch.Size) -> Tensor:
+    """One scale per element."""
+    whole = scale.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+    return whole[: shape[0], : shape[1]]
 
 
 def edit_config(path: Path, **changes: Any) -> None:

@@ -4,7 +4,7 @@
     read_spec(path) -> ModelSpec                       frozen, plain numbers; ValueError for what we cannot run
     check_parallel(spec, size) -> None                 ValueError unless `size` ranks can share the model
     Weights(path, dtype=None, device="cpu")
-        .get(name, dim=None, rank=0, size=1) -> Tensor   .get_range(name, dim, start, end)   .has(name)
+        .get(name, dim=None, rank=0, size=1) -> Tensor   .get_range(name, dim, start, end)   .has(name)   .names()
         .finish(allowed=...)                           ValueError naming tensors that nobody asked for
     split(total, rank, size) -> (start, end)           the range of a dimension that a rank owns
 
@@ -37,12 +37,19 @@ SUPPORTED_ARCHITECTURES = {
 MTP_PREFIXES = ("mtp.", "model.mtp_layers.")
 """Multi-token prediction layers in a target's checkpoint: the drafter's, see `workers.fc_head_format`."""
 
+FP8_SCALE = "_scale_inv"
+"""Ends the name of the block scales of a float8 tensor, as DeepSeek, Qwen and others publish them."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A decoder of one of the supported families, in plain values."""
+    """A decoder in plain values.
 
-    family: str  # llama, mistral, qwen2, qwen3, mimo
+    `rms_norm_eps`, the biases, `qk_norm` and `rope` describe the layers of `workers.model`; they are empty for a model
+    that runs through transformers' own class (`workers.transformers_spec.TransformersSpec`), which knows its own.
+    """
+
+    family: str  # llama, mistral, qwen2, qwen3, mimo; else transformers' model_type
     num_layers: int
     num_mtp_layers: int  # multi-token prediction layers in the same checkpoint
     hidden_size: int
@@ -62,6 +69,7 @@ class ModelSpec:
     max_position_embeddings: int
     dtype: str  # float32, bfloat16 or float16: the checkpoint's own
     eos_token_ids: tuple[int, ...]
+    can_split: bool = True  # between tensor-parallel ranks
 
 
 def split(total: int, rank: int, size: int) -> tuple[int, int]:
@@ -72,8 +80,10 @@ def split(total: int, rank: int, size: int) -> tuple[int, int]:
 def check_parallel(spec: ModelSpec, size: int) -> None:
     """Raise ValueError unless `size` tensor-parallel ranks can share this model's attention heads.
 
-    Intermediate and vocabulary dimensions may be uneven, so heads are the only limit.
+    Intermediate and vocabulary dimensions may be uneven, so heads are the only limit (but for `can_split`).
     """
+    if size > 1 and not spec.can_split:
+        raise ValueError(f"tensor_parallel_size {size} does not fit a {spec.family} model: it runs on one rank only")
     check_heads(spec.num_heads, spec.num_kv_heads, size)
 
 
@@ -122,12 +132,20 @@ def read_spec(path: Path | str) -> ModelSpec:
     Raises:
         FileNotFoundError: no config.json.
         ValueError: an architecture, activation, quantisation or rope variant that we do not run; it says what we do.
+
+    Returns:
+        ModelSpec: of an architecture other than SUPPORTED_ARCHITECTURES a `TransformersSpec`.
     """
     path = Path(path)
     raw = read_json(path / "config.json")
     if not raw:
         raise FileNotFoundError(f"no config.json in {path}")
-    family = _family(raw, path)
+    _check_kind(raw, path)
+    family = _family(raw)
+    if family is None:
+        from workers.transformers_spec import read_transformers_spec
+
+        return read_transformers_spec(path, raw)
     from transformers import AutoConfig, Qwen2Config
 
     from workers.rope import rope_spec
@@ -160,27 +178,44 @@ def read_spec(path: Path | str) -> ModelSpec:
         windows=_windows(config, family),
         max_position_embeddings=config.max_position_embeddings,
         dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch."),
-        eos_token_ids=_eos_ids(raw, read_json(path / "generation_config.json")),
+        eos_token_ids=eos_ids(raw, read_json(path / "generation_config.json")),
     )
 
 
-def _family(raw: dict[str, Any], path: Path) -> str:
-    """Checked on the raw JSON: AutoConfig's own error for a stranger would not say what we do support."""
+def _check_kind(raw: dict[str, Any], path: Path) -> None:
+    """Raise ValueError for a checkpoint that is no model by itself, or that is quantised otherwise than in FP8 blocks.
+
+    Checked on the raw JSON: transformers' own error for a stranger would not say what we do support.
+    """
     quantization = raw.get("quantization_config")
     if quantization:
-        method = quantization.get("quant_method", "unknown")
-        raise ValueError(f"{path}: quantized checkpoints are not supported (quantization_config: {method})")
+        fp8_block(quantization, path)
     if "draft_vocab_size" in raw or "speculators_model_type" in raw:
         raise ValueError(f"{path} is an EAGLE-3 draft head, not a model that can run by itself")
+
+
+def _family(raw: dict[str, Any]) -> str | None:
+    """The family of `workers.model` that a config belongs to; None = none of them."""
     architectures = raw.get("architectures") or []
     by_type = {family: family for family in SUPPORTED_ARCHITECTURES.values()}
     family = SUPPORTED_ARCHITECTURES.get(architectures[0]) if architectures else by_type.get(raw.get("model_type", ""))
-    if family is None or raw.get("model_type", family) != family:
-        found = architectures[0] if architectures else raw.get("model_type")
+    return family if raw.get("model_type", family) == family else None
+
+
+def fp8_block(quantization: dict[str, Any], path: Path) -> tuple[int, int]:
+    """(rows, columns) that share one scale in a float8 checkpoint, from config.json's `quantization_config`.
+
+    Raises:
+        ValueError: any other quantisation, by its name.
+    """
+    method, block = quantization.get("quant_method", "unknown"), quantization.get("weight_block_size")
+    if method != "fp8" or not block:
+        kind = f"{method} without weight_block_size" if method == "fp8" else method
         raise ValueError(
-            f"{path}: architecture {found!r} is not supported; supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
+            f"{path}: quantized checkpoints are not supported (quantization_config: {kind}), except fp8 with "
+            "weight_block_size: use such a one, or the original weights"
         )
-    return family
+    return int(block[0]), int(block[1])
 
 
 def _windows(config: Any, family: str) -> tuple[int | None, ...]:
@@ -192,7 +227,7 @@ def _windows(config: Any, family: str) -> tuple[int | None, ...]:
     return tuple(window if kind == "sliding_attention" else None for kind in config.layer_types)
 
 
-def _eos_ids(*configs: dict[str, Any]) -> tuple[int, ...]:
+def eos_ids(*configs: dict[str, Any]) -> tuple[int, ...]:
     """End-of-text ids of config.json and generation_config.json together: chat models name theirs in either."""
     ids: dict[int, None] = {}
     for config in configs:
@@ -206,6 +241,8 @@ class Weights:
 
     Files are memory-mapped and only the slices asked for are read, then cast and moved one tensor at a time; a rank
     never holds more than its own share plus one tensor. Every returned tensor owns its memory.
+    Tensors quantised in FP8 blocks are dequantised as they are read, so a model takes the memory of `dtype` (in
+    bfloat16 twice its files) and runs at the speed of `dtype`; the rounding of its weights is all that stays of FP8.
 
     Args:
         path: the checkpoint folder.
@@ -229,6 +266,8 @@ class Weights:
         self.device = torch.device(device)
         self._slices: dict[str, Any] = {}
         self._used: set[str] = set()
+        quantization = read_json(self.path / "config.json").get("quantization_config")
+        self._fp8_block = fp8_block(quantization, self.path) if quantization else None
         for file in _weight_files(self.path):
             if file.suffix == ".bin":
                 tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
@@ -240,27 +279,53 @@ class Weights:
     def has(self, name: str) -> bool:
         return name in self._slices
 
+    def names(self) -> list[str]:
+        """All tensors but the scales of others."""
+        scales = {name + FP8_SCALE for name in self._slices}
+        return [name for name in self._slices if name not in scales]
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Full shape of a stored tensor. Raises ValueError if it is missing."""
         stored = self._find(name)
         return tuple(stored.shape if hasattr(stored, "shape") else stored.get_shape())
 
     def get(self, name: str, dim: int | None = None, rank: int = 0, size: int = 1) -> Tensor:
-        """A tensor, or the `rank`-th of `size` parts of it along `dim` (0 or 1). Raises ValueError if it is missing."""
+        """A tensor, or the `rank`-th of `size` parts of it along `dim`. Raises ValueError if it is missing."""
         if dim is None or size == 1:
             return self.get_range(name, 0, 0, None)
         return self.get_range(name, dim, *split(self.shape(name)[dim], rank, size))
 
-    def get_range(self, name: str, dim: int, start: int, end: int | None) -> Tensor:
-        """Items start:end along `dim` (0 or 1) of a tensor. Raises ValueError if it is missing."""
+    def get_range(self, name: str, dim: int, start: int, end: int | None, dtype: torch.dtype | None = None) -> Tensor:
+        """Items start:end along `dim` of a tensor, in `dtype` (None = ours). Raises ValueError if it is missing."""
         import torch
 
         stored = self._find(name)
         self._used.add(name)
-        part = stored[start:end] if dim == 0 else stored[:, start:end]
-        dtype = self.dtype if self.dtype is not None and part.is_floating_point() else part.dtype
+        part = stored[(slice(None),) * dim + (slice(start, end),)] if self.shape(name) else stored[...]
+        if part.dtype is torch.float8_e4m3fn:
+            part = self._dequantise(name, part.to(self.device), dim, start)
+        dtype = (dtype or self.dtype or part.dtype) if part.is_floating_point() else part.dtype
         # A fresh tensor: the mapped file may be misaligned, and one slice would keep all of it mapped.
         return torch.empty(part.shape, dtype=dtype, device=self.device).copy_(part)
+
+    def _dequantise(self, name: str, part: Tensor, dim: int, start: int) -> Tensor:
+        """float32 values of a float8 slice [..., R, C] that begins at `start` along `dim`.
+
+        A block of rows x columns shares the factor `name`_scale_inv[..., row // rows, column // columns].
+        """
+        import torch
+
+        scale_name = name + FP8_SCALE
+        if self._fp8_block is None or scale_name not in self._slices:
+            raise ValueError(f"{self.path}: float8 tensor {name!r} has no block scales {scale_name!r}")
+        scale = self._find(scale_name)[...].to(self.device, torch.float32)
+        self._used.add(scale_name)
+        for axis in range(part.dim()):
+            block = self._fp8_block[axis - part.dim() + 2] if axis >= part.dim() - 2 else 1
+            first = start if axis == dim else 0
+            index = torch.arange(first, first + part.shape[axis], device=self.device) // block
+            scale = scale.index_select(axis, index)
+        return scale.mul_(part.to(torch.float32))
 
     def finish(self, allowed: Callable[[str], bool] | Iterable[str] = ()) -> None:
         """Raise ValueError if the checkpoint holds tensors that were never asked for, other than the allowed names.

@@ -1,0 +1,48 @@
+"""Which of the two decoders runs a checkpoint.
+
+load_decoder(path, spec, tp, device, dtype, tap_layers=(), kernels=TORCH) -> AnyDecoder
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+
+from workers.checkpoint import ModelSpec
+from workers.kernels.choose import TORCH, Kernels
+from workers.layers import SINGLE, TensorParallel
+from workers.model import Decoder
+
+if TYPE_CHECKING:
+    from workers.transformers_model import TransformersDecoder
+
+AnyDecoder: TypeAlias = "Decoder | TransformersDecoder"
+"""Both have plan, forward, logits, full_logits, new_kv_pool, spec, tp, heads, vocab_range, device, dtype, kernels."""
+
+
+def load_decoder(
+    path: Path | str,
+    spec: ModelSpec,
+    tp: TensorParallel = SINGLE,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    tap_layers: tuple[int, ...] = (),
+    kernels: Kernels = TORCH,
+) -> AnyDecoder:
+    """This rank's share of a checkpoint folder: our own decoder for the families it knows, else transformers' class.
+
+    Args:
+        spec: what `read_spec` says of the same folder; its kind decides.
+
+    Raises:
+        ValueError: see `Decoder.load` and `TransformersDecoder.load`.
+    """
+    from workers.transformers_spec import TransformersSpec
+
+    if not isinstance(spec, TransformersSpec):
+        return Decoder.load(path, spec, tp, device, dtype, tap_layers, kernels)
+    from workers.transformers_model import TransformersDecoder  # only here: its imports take seconds
+
+    return TransformersDecoder.load(path, spec, tp, device, dtype, tap_layers, kernels)

@@ -1,0 +1,336 @@
+"""The door for architectures without a decoder of our own: may transformers' model class serve this checkpoint?
+
+    read_transformers_spec(path, raw) -> TransformersSpec     ValueError names what we cannot run
+    model_config(path) -> Any                                 the text model's transformers configuration
+    build(config, attention, dtype) -> model                  its causal language model with an attention of ours
+
+The class answers for itself. Built on the meta device (no memory, well under a second for most) it runs two tokens with
+an attention function and a mask function that only write down what they are asked for: heads, widths, which keys are
+visible, extra arguments. So a window, a chunked mask, a softcap or an attention sink is seen as the class really uses
+it, whatever its config calls it, and what we do not implement is refused here, before any process starts.
+Only parts of transformers that are alike in 5.17 and 5.23 are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workers.checkpoint import SUPPORTED_ARCHITECTURES, ModelSpec, eos_ids, read_json
+from workers.rope import RopeSpec
+
+PARAMETER_STYLES = {
+    "colwise", "colwise_gather_output", "colwise_rep", "rowwise", "rowwise_split_input", "rowwise_rep",
+    "packed_colwise", "packed_rowwise",
+}  # fmt: skip
+"""Styles of a tensor-parallel plan that split a parameter."""
+
+WHOLE_STYLES = {
+    "all_reduce", "embedding_colwise", "embedding_rowwise", "local_params", "moe_tp_experts", "replicate",
+    "replicated_with_grad_allreduce",
+}  # fmt: skip
+"""Styles that leave parameters whole on every rank (embeddings are replicated here)."""
+
+TESTED = frozenset(
+    """
+    afmoe apertus arcee aria_text beam cohere cohere2 cohere2_moe cwm dots1 ernie4_5 ernie4_5_moe exaone4
+    exaone_moe flex_olmo flint gemma gemma2 gemma3_text gemma3n_text glm glm4 glm4_moe gpt_neox granite
+    granite_swa granitemoe granitemoe_swa granitemoeshared helium hunyuan_v1_moe hy_v3 hyperclovax internlm3
+    iquestcoder jais2 kolibri1 laguna mellum minimax_m2 ministral3 mixtral nanochat olmo olmo2 olmo3 olmoe phi
+    phi3 phimoe qwen2_moe qwen3_moe seed_oss smollm3 solar_open starcoder2 vaultgemma
+    """.split()
+)
+"""Model types whose logits are compared with transformers' own in tests/test_architectures.py."""
+
+_GENERATING = ("ForCausalLM", "ForConditionalGeneration")
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_HANDLED = {"sliding_window", "softcap", "s_aux", "position_ids", "cache_position"}
+_PROBE = "secateur_probe"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransformersSpec(ModelSpec):
+    """A model that runs through transformers' own class; `ModelSpec` says which fields are then empty."""
+
+    class_name: str
+    tp_plan: tuple[tuple[str, str], ...]  # name pattern inside the base model -> style
+    attention_name: str  # the first layer's attention, relative to the base model
+    has_softcap: bool
+    has_sinks: bool
+    has_taps: bool  # layers hand on one residual stream [1, N, D], which EAGLE-3 can read
+
+
+def read_transformers_spec(path: Path, raw: dict[str, Any]) -> TransformersSpec:
+    """Read what a folder's config.json (`raw`) describes.
+
+    Raises:
+        ValueError: an architecture without a tensor-parallel plan in transformers, or whose class asks for something
+            that tree attention over a paged cache does not give: it is named.
+    """
+    found = (raw.get("architectures") or [raw.get("model_type")])[0]
+    config = model_config(path, found)
+    plan = dict(getattr(config, "base_model_tp_plan", None) or {})
+    if not plan:
+        raise _refusal(found, "its class in transformers has no tensor-parallel plan (base_model_tp_plan)", path)
+    for pattern, style in plan.items():
+        if style == "mla_kv_a_proj":
+            raise _refusal(found, f"multi-head latent attention ({pattern}) is not implemented", path)
+        if style not in PARAMETER_STYLES | WHOLE_STYLES:
+            raise _refusal(found, f"style {style!r} of its tensor-parallel plan ({pattern}) is not implemented", path)
+    others = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
+    if others:
+        raise _refusal(found, f"layers of type {', '.join(sorted(others))} are not implemented", path)
+    if not str(found).endswith(_GENERATING):
+        raise _refusal(found, f"it does not generate text, as {' and '.join(_GENERATING)} do", path)
+    try:
+        observed = _observe(config)
+    except _Unsupported as error:
+        raise _refusal(found, str(error), path) from error
+    return _spec(config, plan, observed, raw, path)
+
+
+def model_config(path: Path | str, found: object) -> Any:
+    """The configuration of the text model in a folder; of a model with vision or audio towers, its text part."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(path).get_text_config(decoder=True)
+    except Exception as error:  # whatever transformers' own validation raises, KeyError included
+        reason = " ".join(str(error).split())[:200]
+        raise _refusal(found, f"transformers cannot read its config.json: {reason}", Path(path)) from error
+
+
+def build(config: Any, attention: str, dtype: torch.dtype) -> Any:
+    """The causal model of a configuration (which is changed), in inference mode, with an attention of ours.
+
+    Where parameters and buffers go is the caller's matter (`torch.device("meta")`, `parameters_on_meta`).
+    """
+    config._attn_implementation = attention
+    config.use_cache = False
+    config.quantization_config = None  # `Weights` undoes it
+    for name in ("output_router_logits", "output_attentions", "output_hidden_states"):
+        if getattr(config, name, False):
+            setattr(config, name, False)
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    freeze_rope(model)
+    return model
+
+
+def freeze_rope(model: Any) -> None:
+    """Keep every rotary embedding's first frequencies, however far a position reaches.
+
+    "dynamic" and "longrope" change frequencies for the whole batch once one position passes a limit, under which keys
+    that are already cached would be wrong; `_max_positions` keeps requests below it.
+    """
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        if isinstance(kinds, dict):
+            module.rope_type = dict.fromkeys(kinds, "default")
+        elif kinds is not None:
+            module.rope_type = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One layer's call of the attention function."""
+
+    layer: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window: int | None
+    has_softcap: bool
+    has_sinks: bool
+    module: nn.Module
+
+
+@dataclass(frozen=True, slots=True)
+class _Observed:
+    """What one forward pass on the meta device showed."""
+
+    calls: tuple[_Call, ...]  # by layer
+    attention_name: str
+    class_name: str
+    tie_embeddings: bool
+    hidden_dims: int  # of what the layers hand on
+
+
+class _Unsupported(ValueError):
+    """Something that the class asks of attention and that we do not give."""
+
+
+def _observe(config: Any) -> _Observed:
+    """Run two tokens through the class on the meta device."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(_PROBE, _record)
+    AttentionMaskInterface.register(_PROBE, _window_of)
+    # Experts as batched products: the other implementations look at values, which meta tensors have not.
+    config._experts_implementation = "batched_mm"
+    with torch.device("meta"):
+        try:
+            model = build(config, _PROBE, torch.float32)
+        except Exception as error:
+            raise _Unsupported(f"transformers cannot build it: {error}") from error
+    base = model.base_model
+    calls: list[_Call] = []
+    dims: list[int] = []
+    base.get_submodule("layers.0").register_forward_pre_hook(
+        lambda _, inputs, named: dims.append((inputs[0] if inputs else named["hidden_states"]).dim()), with_kwargs=True
+    )
+    two = torch.zeros(1, 2, dtype=torch.long, device="meta")
+    inputs = {"input_ids": two, "position_ids": two, "attention_mask": torch.ones_like(two), "use_cache": False}
+    try:
+        with torch.no_grad():
+            base(**inputs, secateur_probe=calls)
+    except _Unsupported:
+        raise
+    except Exception as error:
+        raise _Unsupported(
+            f"its forward pass needs more than attention over cached keys and values ({type(error).__name__}: {error})"
+        ) from error
+    calls.sort(key=lambda call: call.layer)
+    _check(config, base, calls)
+    names = {module: name for name, module in base.named_modules()}
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    return _Observed(tuple(calls), names[calls[0].module], type(model).__name__, tied, dims[0])
+
+
+def _check(config: Any, base: nn.Module, calls: list[_Call]) -> None:
+    """Every layer attends exactly once, all alike, and nothing else looks at other tokens."""
+    layers = [call.layer for call in calls]
+    if layers != list(range(config.num_hidden_layers)) or len(getattr(base, "layers", ())) != len(layers):
+        raise _Unsupported(f"{len(set(layers))} of its {config.num_hidden_layers} layers attend, some not just once")
+    shapes = {(call.num_heads, call.num_kv_heads, call.head_dim) for call in calls}
+    if len(shapes) > 1:
+        raise _Unsupported(f"layers of different (heads, key-value heads, head width): {sorted(shapes)}")
+    convolutions = [name for name, module in base.named_modules() if isinstance(module, nn.Conv1d)]
+    if convolutions:
+        raise _Unsupported(f"convolutions over tokens ({convolutions[0]}) are not implemented")
+
+
+def _record(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: object, **arguments: Any
+) -> tuple[Tensor, None]:
+    """The attention function of the probe: [1, H, n, d] each. Raises _Unsupported."""
+    calls: list[_Call] | None = arguments.pop("secateur_probe", None)
+    if calls is None:
+        raise _Unsupported("attention that does not hand on the arguments of a step is not implemented")
+    for name in ("scaling", "dropout"):
+        arguments.pop(name, None)
+    given = {name for name, argument in arguments.items() if argument is not None and argument is not False}
+    if given - _HANDLED:
+        raise _Unsupported(f"attention with {', '.join(sorted(given - _HANDLED))} is not implemented")
+    if key.shape[-1] != value.shape[-1]:
+        raise _Unsupported(f"keys of {key.shape[-1]} and values of {value.shape[-1]} (multi-head latent attention)")
+    if not getattr(module, "is_causal", True):
+        raise _Unsupported("attention that looks ahead is not implemented")
+    if not isinstance(attention_mask, _Window) or not isinstance(getattr(module, "layer_idx", None), int):
+        raise _Unsupported("attention that does not say its layer and mask is not implemented")
+    calls.append(
+        _Call(
+            layer=module.layer_idx,
+            num_heads=query.shape[1],
+            num_kv_heads=key.shape[1],
+            head_dim=query.shape[-1],
+            window=attention_mask.size,
+            has_softcap="softcap" in given,
+            has_sinks="s_aux" in given,
+            module=module,
+        )
+    )
+    return query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1]), None
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """Stands for a mask: the number of positions a token sees, itself included; None = all before it."""
+
+    size: int | None
+
+
+_GRID = 1 << 20
+"""Keys that a mask is tried on: no window is longer."""
+
+
+def _window_of(*_: Any, mask_function: Callable[..., Tensor], **__: Any) -> _Window:
+    """The mask function of the probe: tries the class' rule "does query q see key k" on whole rows."""
+    with torch.device("cpu"):
+        zero, keys = torch.zeros((), dtype=torch.long), torch.arange(_GRID)
+
+        def row(query: int) -> Tensor:
+            return mask_function(zero, zero, zero + query, keys).expand(_GRID)
+
+        seen = int(row(_GRID - 1).sum())
+        size = None if seen == _GRID else seen
+        for query in (0, 5, 1000, _GRID // 2 + 1, _GRID - 1):
+            expected = (keys <= query) & (keys > query - seen)
+            if not torch.equal(row(query), expected):
+                raise _Unsupported("a mask that is neither causal nor a sliding window is not implemented")
+        return _Window(size)
+
+
+def _spec(config: Any, plan: dict[str, str], observed: _Observed, raw: dict[str, Any], path: Path) -> TransformersSpec:
+    first = observed.calls[0]
+    return TransformersSpec(
+        family=config.model_type,
+        num_layers=config.num_hidden_layers,
+        num_mtp_layers=0,  # such layers are skipped as transformers skips them
+        hidden_size=config.hidden_size,
+        num_heads=first.num_heads,
+        num_kv_heads=first.num_kv_heads,
+        head_dim=first.head_dim,
+        intermediate_size=getattr(config, "intermediate_size", None) or config.hidden_size,
+        vocab_size=config.vocab_size,
+        rms_norm_eps=getattr(config, "rms_norm_eps", 0.0),
+        tie_embeddings=observed.tie_embeddings,
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        rope=RopeSpec(inv_freq=()),
+        windows=tuple(call.window for call in observed.calls),
+        max_position_embeddings=_max_positions(config),
+        dtype=_dtype(raw),
+        # Gemma-3n cuts activations by their mean over the whole inner width, of which a rank sees a part.
+        can_split=not any(getattr(config, "activation_sparsity_pattern", None) or ()),
+        eos_token_ids=eos_ids(raw, raw.get("text_config") or {}, read_json(path / "generation_config.json")),
+        class_name=observed.class_name,
+        tp_plan=tuple(plan.items()),
+        attention_name=observed.attention_name,
+        has_softcap=any(call.has_softcap for call in observed.calls),
+        has_sinks=any(call.has_sinks for call in observed.calls),
+        has_taps=observed.hidden_dims == 3,
+    )
+
+
+def _max_positions(config: Any) -> int:
+    """Positions that a request may reach. A "longrope" model is served up to the length it was first trained for."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    kinds = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+    limit: int = config.max_position_embeddings
+    for kind in kinds:
+        if kind.get("rope_type") == "longrope":
+            original = kind.get("original_max_position_embeddings")
+            limit = min(limit, original or getattr(config, "original_max_position_embeddings", None) or limit)
+    return limit
+
+
+def _dtype(raw: dict[str, Any]) -> str:
+    text = raw.get("text_config") or {}
+    name = raw.get("dtype") or raw.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype") or "float32"
+    return str(name).removeprefix("torch.")
+
+
+def _refusal(found: object, reason: str, path: Path) -> ValueError:
+    return ValueError(
+        f"{path}: architecture {found!r} is not supported: {reason}; supported: {', '.join(SUPPORTED_ARCHITECTURES)}, "
+        "and what transformers can split between ranks"
+    )
