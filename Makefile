@@ -4,6 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 MINUTES ?= 120
+RESULTS := tests/bench/results
+# Targets of the bundled one's function at a larger one's cost; make clean removes their files.
+ON_300M := --target-cost 300m --cache build/bench
+ON_8B := --target-cost 8b --cache build/bench
 
 .DEFAULT_GOAL := help
 .PHONY: help demo check test parity gpu bench models clean
@@ -28,13 +32,22 @@ gpu: ## tests and benchmarks on a CUDA machine, with the interpreter PYTHON as i
 	@$(PYTHON) -c 'import pytest, torch' || { echo 'make gpu: $(PYTHON) lacks pytest or torch; set PYTHON=...' >&2; exit 1; }
 	PYTHONPATH=. $(PYTHON) -m pytest tests/gpu
 	@if $(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; \
-	then PYTHONPATH=. $(PYTHON) tests/bench/run.py --device cuda; \
+	then set -e; for command in latency throughput step 'latency $(ON_8B) --contestants off,dynamic,auto,generate,assisted' \
+		'throughput $(ON_8B) --contestants off,dynamic,auto --temperatures 0' 'step $(ON_8B)'; \
+	do PYTHONPATH=. $(PYTHON) -m secateur.cli bench $$command --device cuda --output $(RESULTS); done; \
 	else echo 'make gpu: no CUDA device here, so nothing was measured'; fi
 
-bench: $(VENV)/.installed-test ## measure acceptance length, tokens/s and what pruning does (half an hour)
+bench: $(VENV)/.installed-test ## measure acceptance, speed, the parts of a step and a service (40 minutes)
 	$(BIN)/python tests/bench/pruning.py
-	$(BIN)/python tests/bench/run.py
-	$(BIN)/secateur bench acceptance --output tests/bench/results
+	$(BIN)/secateur bench acceptance --output $(RESULTS)
+	$(BIN)/secateur bench latency --output $(RESULTS)
+	$(BIN)/secateur bench throughput --output $(RESULTS)
+	$(BIN)/secateur bench step --output $(RESULTS)
+	$(BIN)/secateur bench serve --output $(RESULTS)
+	$(BIN)/secateur bench latency $(ON_300M) --batches 1 --rounds 2 --output $(RESULTS)
+	$(BIN)/secateur bench throughput $(ON_300M) --contestants off,dynamic,auto,generate --batches 1 8 32 --temperatures 0 \
+		--max-tokens 32 --rounds 2 --output $(RESULTS)
+	$(BIN)/secateur bench step $(ON_300M) --batches 1 8 --nodes 0 4 8 16 --rounds 2 --output $(RESULTS)
 
 # The corpus is read from the packages of the virtual environment.
 models: $(VENV)/.installed-test ## train the bundled models again (MINUTES=120)

@@ -45,6 +45,8 @@ def settle(args: EngineArgs, *, num_gpus: int | None) -> EngineArgs:
 def layout_config(args: EngineArgs) -> EngineConfig:
     """All that placing the engine needs, without reading a model file. `args` are settled."""
     assert args.device != "auto"
+    if args.kernels == "triton" and args.device == "cpu":
+        raise ConfigError(Problem("kernels", "triton needs device 'cuda'; on CPU write torch, or leave it out"))
     spec = args.speculative_config
     return EngineConfig(
         model_path=args.model,
@@ -55,7 +57,10 @@ def layout_config(args: EngineArgs) -> EngineConfig:
         max_num_batched_tokens=args.max_num_batched_tokens,
         page_size=args.page_size,
         num_pages=args.num_pages,
+        enable_prefix_caching=args.enable_prefix_caching,
         memory_utilization=args.gpu_memory_utilization,
+        kernels=args.kernels,
+        enforce_eager=args.enforce_eager,
         draft=_draft(spec, args.model) if spec else None,
     )
 

@@ -17,11 +17,15 @@ from typing import Annotated, Any
 import typer
 
 from secateur import __version__
-from secateur.bench import AcceptancePlan, check_drafter
+from secateur.bench import AcceptancePlan, ServePlan, SpeedPlan, StepPlan, check_drafter
 from secateur.config import EngineArgs, resolve_model
 from secateur.errors import ConfigError, SecateurError
-from secateur.flags import ManyNumbers, engine_args_from, with_engine_flags, with_sampling_flags
+from secateur.flags import ManyNumbers, engine_args_from, with_engine_flags, with_sampling_flags, with_speed_flags
+from secateur.plan import HARDWARE, PlanRequest, read_acceptance, read_costs, read_hardware, read_trace
 from secateur.prompts import BUNDLED_PROMPTS, read_prompts
+
+MAX_PROMPTS = 32
+"""Read for the benchmarks of speed; more requests than that ask the same again."""
 
 # rich's tables would fold the examples, and its tracebacks would bury our one-line errors.
 app = typer.Typer(
@@ -47,6 +51,28 @@ ApiKey = Annotated[str | None, typer.Option("--api-key", help="Default: the envi
 ModelName = Annotated[
     str | None,
     typer.Option("--model", help="The model to start [the bundled one]; with --base-url, its name there."),
+]
+
+BenchModel = Annotated[str | None, typer.Argument(help="Folder or Hugging Face id [the bundled model].")]
+PromptsFile = Annotated[
+    Path, typer.Option("--prompts", metavar="FILE", help='JSONL of {"text": ...} or {"messages": [...]}.')
+]
+Output = Annotated[Path, typer.Option("--output", metavar="DIR", file_okay=False, help="Where the results go.")]
+Quick = Annotated[bool, typer.Option("--quick", help="A few cells, in a minute.")]
+Batches = Annotated[list[int] | None, typer.Option("--batches", metavar="N ...", help="Requests at a time.")]
+MaxTokens = Annotated[int | None, typer.Option("--max-tokens", help="Tokens per answer [48].")]
+Rounds = Annotated[int | None, typer.Option("--rounds", help="Turns of everybody; medians count [3].")]
+TargetCost = Annotated[
+    str | None,
+    typer.Option(
+        "--target-cost",
+        metavar="300m|8b|HIDDENxLAYERS",
+        help="Pad the target with zeros to the cost of a larger model: the same function, tokens and acceptance.",
+    ),
+]
+Cache = Annotated[
+    Path | None,
+    typer.Option("--cache", metavar="DIR", file_okay=False, help="Keep the padded models there [not kept]."),
 ]
 
 
@@ -76,22 +102,85 @@ def serve(
     serve_on_ray(args)
 
 
-@app.command()
+@app.command(cls=ManyNumbers)
 @with_engine_flags(server=True)
 def plan(
     engine: dict[str, Any],
     model: Annotated[str | None, typer.Argument(help="Folder or Hugging Face id [the bundled model].")] = None,
+    costs: Annotated[
+        Path | None, typer.Option("--costs", metavar="FILE", help="Predict from a cost table (JSON).")
+    ] = None,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Predict from this machine's costs: starts an engine for a minute.")
+    ] = False,
+    costs_output: Annotated[
+        Path | None, typer.Option("--costs-output", metavar="FILE", help="Write the profiled cost table.")
+    ] = None,
+    hardware: Annotated[
+        str | None,
+        typer.Option(
+            "--hardware", metavar="NAME|FILE", help=f"Predict from published figures: {', '.join(HARDWARE)}, or JSON."
+        ),
+    ] = None,
+    acceptance: Annotated[
+        Path | None,
+        typer.Option("--acceptance", metavar="FILE", help="Rows of `secateur bench acceptance`, or chances by child."),
+    ] = None,
+    batch: Annotated[
+        list[int] | None, typer.Option("--batch", metavar="B ...", help="Requests that decode together [1 2 4 .. 64].")
+    ] = None,
+    context: Annotated[int | None, typer.Option("--context", help="Tokens each has in the cache [512].")] = None,
+    temperature: Annotated[float | None, typer.Option("--temperature", help="Of the requests [0].")] = None,
+    nodes: Annotated[
+        int | None, typer.Option("--nodes", help="Draft nodes of every tree; 0 is none [the best for each batch].")
+    ] = None,
+    request_rate: Annotated[
+        float | None, typer.Option("--request-rate", metavar="X", help="Simulate so many requests per second.")
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option("--trace", metavar="FILE", help="Simulate JSONL of seconds, prompt_tokens, output_tokens."),
+    ] = None,
+    replicas: Annotated[int | None, typer.Option("--replicas", help="Simulated engines [1].")] = None,
+    num_requests: Annotated[int | None, typer.Option("--num-requests", help="Simulated requests [10000].")] = None,
+    prompt_tokens: Annotated[
+        str | None, typer.Option("--prompt-tokens", metavar="N", help="Such as 512, 64-512 or exp:512 [512].")
+    ] = None,
+    output_tokens: Annotated[str | None, typer.Option("--output-tokens", metavar="N", help="Likewise [128].")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show where drafter and verifier would run and whether they fit. Touches no GPU and starts nothing.
+    """Show where drafter and verifier would run and whether they fit; predict speed, tree sizes and whole fleets.
+
+    Touches no GPU and starts nothing, but for --profile.
 
     Example: secateur plan -tp 2 --speculative-config '{"method": "draft_model", "model": "bundled:draft"}'
+
+    Example: secateur plan --hardware h100 --batch 1 8 64 --replicas 100 --request-rate 5000
     """
+    asked = {
+        "costs": read_costs(costs) if costs else None,
+        "profile": profile or None,
+        "costs_output": costs_output,
+        "hardware": read_hardware(hardware) if hardware else None,
+        "acceptance": read_acceptance(acceptance) if acceptance else None,
+        "batches": tuple(batch) if batch else None,
+        "context": context,
+        "temperature": temperature,
+        "nodes": nodes,
+        "request_rate": request_rate,
+        "trace": read_trace(trace) if trace else None,
+        "replicas": replicas,
+        "num_requests": num_requests,
+        "prompt_tokens": prompt_tokens,
+        "output_tokens": output_tokens,
+    }
+    request = PlanRequest.load({key: value for key, value in asked.items() if value is not None})
     args = _checked(engine, model=model)
     try:
-        from cluster.placement import plan as plan_placement
+        from cluster.plan.report import run
     except ModuleNotFoundError as error:
         raise _needs_extra(error) from error
-    typer.echo(plan_placement(args))
+    typer.echo(run(args, request, as_json=as_json, say=lambda line: typer.echo(line, err=True)))
 
 
 @app.command()
@@ -221,23 +310,220 @@ def bench_acceptance(
     Example: secateur bench acceptance --temperatures 0 1 --nodes 8 16 --output results
     """
     asked = {
-        "temperatures": tuple(temperatures) if temperatures else None,
-        "nodes": tuple(nodes) if nodes else None,
+        "temperatures": temperatures,
+        "nodes": nodes,
         "num_prompts": num_prompts,
         "max_tokens": max_tokens,
         "concurrency": concurrency,
         "seed": seed,
     }
     base = AcceptancePlan.quick() if quick else AcceptancePlan()
-    plan = AcceptancePlan.load(base.model_dump() | {key: value for key, value in asked.items() if value is not None})
+    plan = AcceptancePlan.load(base.model_dump() | _given(asked))
     args = _checked(engine, model=model)
-    check_drafter(args, plan)
+    check_drafter(args, max(plan.nodes))
     texts = read_prompts(prompts, plan.num_prompts)
     try:
         from cluster.bench.acceptance import run
     except ModuleNotFoundError as error:
         raise _needs_extra(error) from error
-    typer.echo(run(args, plan, texts, output, say=lambda line: typer.echo(line, err=True)))
+    typer.echo(run(args, plan, texts, output, say=_say))
+
+
+@bench_app.command("latency", cls=ManyNumbers)
+@with_engine_flags(server=False)
+@with_speed_flags()
+def bench_latency(
+    engine: dict[str, Any],
+    asked: dict[str, Any],
+    model: BenchModel = None,
+    target_cost: TargetCost = None,
+    cache: Cache = None,
+    prompts: PromptsFile = BUNDLED_PROMPTS,
+    output: Output = Path("results"),
+    quick: Quick = False,
+) -> None:
+    """Time per output token, without and with speculation and beside transformers: JSON, Markdown and a plot.
+
+    All contestants stay up and take turns, on this machine and without Ray.
+
+    Example: secateur bench latency --target-cost 300m --batches 1 4 --output results
+    """
+    base = SpeedPlan.quick() if quick else SpeedPlan()
+    plan = _speed_plan(base, asked | {"target_cost": target_cost})
+    args = _checked(engine, model=model)
+    _bench_speed("latency", args, plan, cache, prompts, output)
+
+
+@bench_app.command("throughput", cls=ManyNumbers)
+@with_engine_flags(server=False)
+@with_speed_flags()
+def bench_throughput(
+    engine: dict[str, Any],
+    asked: dict[str, Any],
+    model: BenchModel = None,
+    target_cost: TargetCost = None,
+    cache: Cache = None,
+    prompts: PromptsFile = BUNDLED_PROMPTS,
+    output: Output = Path("results"),
+    quick: Quick = False,
+) -> None:
+    """Tokens per second of many requests, by how many run at a time: JSON, Markdown and a plot.
+
+    All contestants stay up and take turns, on this machine and without Ray.
+
+    Example: secateur bench throughput --batches 1 8 32 --contestants off,dynamic,auto,generate --output results
+    """
+    base = SpeedPlan.quick() if quick else SpeedPlan.throughput()
+    plan = _speed_plan(base, asked | {"target_cost": target_cost})
+    args = _checked(engine, model=model)
+    _bench_speed("throughput", args, plan, cache, prompts, output)
+
+
+def _speed_plan(base: SpeedPlan, asked: dict[str, Any]) -> SpeedPlan:
+    if asked["contestants"] is not None:
+        names = [name.strip().replace("-", "_") for name in asked["contestants"].split(",")]
+        asked = asked | {"contestants": names}
+    return SpeedPlan.load(base.model_dump() | _given(asked))
+
+
+def _bench_speed(name: str, args: EngineArgs, plan: SpeedPlan, cache: Path | None, prompts: Path, output: Path) -> None:
+    check_drafter(args, plan.nodes)
+    texts = read_prompts(prompts, min(max(plan.num_prompts, *plan.batches), MAX_PROMPTS))
+    try:
+        from cluster.bench.speed import run
+    except ModuleNotFoundError as error:
+        raise _needs_extra(error) from error
+    typer.echo(run(args, plan, texts, output, _say, name=name, cache=cache))
+
+
+@bench_app.command("step", cls=ManyNumbers)
+@with_engine_flags(server=False)
+def bench_step(
+    engine: dict[str, Any],
+    model: BenchModel = None,
+    rows: Annotated[
+        list[int] | None, typer.Option("--rows", metavar="N ...", help="Rows per forward [1 2 4 5 8 9 17 33].")
+    ] = None,
+    batches: Batches = None,
+    contexts: Annotated[
+        list[int] | None, typer.Option("--contexts", metavar="N ...", help="Tokens of context [128 512 1024].")
+    ] = None,
+    nodes: Annotated[
+        list[int] | None, typer.Option("--nodes", metavar="N ...", help="Draft nodes per step [0 4 8 16].")
+    ] = None,
+    max_tokens: MaxTokens = None,
+    rounds: Rounds = None,
+    target_cost: TargetCost = None,
+    cache: Cache = None,
+    prompts: PromptsFile = BUNDLED_PROMPTS,
+    output: Output = Path("results"),
+    quick: Quick = False,
+) -> None:
+    """Where the time of a step goes, and its cost by nodes, requests and context: JSON, Markdown and plots.
+
+    On CUDA also the memory bandwidth, and how close a forward comes to reading the weights once.
+
+    Example: secateur bench step --target-cost 300m --batches 1 8 --nodes 0 8 16 --output results
+    """
+    asked = {
+        "rows": rows,
+        "batches": batches,
+        "contexts": contexts,
+        "nodes": nodes,
+        "max_tokens": max_tokens,
+        "rounds": rounds,
+        "target_cost": target_cost,
+    }
+    base = StepPlan.quick() if quick else StepPlan()
+    plan = StepPlan.load(base.model_dump() | _given(asked))
+    args = _checked(engine, model=model)
+    check_drafter(args, max(plan.nodes))
+    texts = read_prompts(prompts, min(max(plan.batches), MAX_PROMPTS))
+    try:
+        from cluster.bench.step import run
+    except ModuleNotFoundError as error:
+        raise _needs_extra(error) from error
+    typer.echo(run(args, plan, texts, output, _say, cache=cache))
+
+
+@bench_app.command("serve", cls=ManyNumbers)
+@with_engine_flags(server=False)
+def bench_serve(
+    engine: dict[str, Any],
+    base_url: BaseUrl = None,
+    api_key: ApiKey = None,
+    model: ModelName = None,
+    num_requests: Annotated[int | None, typer.Option("--num-requests", help="Requests per load [32].")] = None,
+    concurrency: Annotated[
+        list[int] | None, typer.Option("--concurrency", metavar="N ...", help="Clients at a time [1 4 16].")
+    ] = None,
+    request_rate: Annotated[
+        list[float] | None,
+        typer.Option("--request-rate", metavar="R ...", help="Instead: arrivals per second, a Poisson process."),
+    ] = None,
+    max_tokens: MaxTokens = None,
+    temperature: Annotated[float | None, typer.Option("--temperature", help="[0]")] = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="Of arrivals and sampling [0].")] = None,
+    compare: Annotated[
+        bool | None,
+        typer.Option("--compare/--no-compare", help="Each load again without speculation [only where started here]."),
+    ] = None,
+    goodput_ttft_ms: Annotated[
+        float | None, typer.Option("--goodput-ttft-ms", help="A good request's first token comes within this.")
+    ] = None,
+    goodput_tpot_ms: Annotated[
+        float | None, typer.Option("--goodput-tpot-ms", help="... and its further tokens take at most this each.")
+    ] = None,
+    target_cost: TargetCost = None,
+    cache: Cache = None,
+    prompts: PromptsFile = BUNDLED_PROMPTS,
+    output: Output = Path("results"),
+    quick: Quick = False,
+) -> None:
+    """A service under load: TTFT, TPOT, ITL, E2E percentiles and goodput: JSON, Markdown and plots.
+
+    Example: secateur bench serve --base-url http://127.0.0.1:8000 --request-rate 1 4 --goodput-tpot-ms 50
+    """
+    if compare is None:
+        compare = base_url is None
+    asked = {
+        "num_requests": num_requests,
+        "concurrency": concurrency,
+        "request_rates": request_rate,
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "seed": seed,
+        "compare": compare,
+        "goodput_ttft_ms": goodput_ttft_ms,
+        "goodput_tpot_ms": goodput_tpot_ms,
+        "target_cost": target_cost,
+    }
+    base = ServePlan.quick() if quick else ServePlan()
+    plan = ServePlan.load(base.model_dump() | _given(asked))
+    if concurrency and request_rate:
+        raise ConfigError("--concurrency and --request-rate are two kinds of load; give one of them")
+    args = None
+    if base_url is None:
+        args = _checked(engine, model=model, port=0, api_key=api_key)
+    else:
+        _check_none_given(engine | {"target_cost": target_cost})
+    texts = read_prompts(prompts, min(plan.num_requests, MAX_PROMPTS))
+    try:
+        from cluster.bench.load import run
+    except ModuleNotFoundError as error:
+        raise _needs_extra(error) from error
+    name = model if base_url else None
+    typer.echo(run(args, plan, texts, output, _say, base_url=base_url, api_key=api_key, model=name, cache=cache))
+
+
+def _given(asked: dict[str, Any]) -> dict[str, Any]:
+    """What was typed, lists as the plans' tuples."""
+    values = {key: tuple(value) if isinstance(value, list) else value for key, value in asked.items()}
+    return {key: value for key, value in values.items() if value is not None and value != ()}
+
+
+def _say(line: str) -> None:
+    typer.echo(line, err=True)
 
 
 def _checked(flags: dict[str, Any], **more: Any) -> EngineArgs:
@@ -256,14 +542,18 @@ def _checked(flags: dict[str, Any], **more: Any) -> EngineArgs:
     return args
 
 
+def _check_none_given(engine: dict[str, Any]) -> None:
+    if given := sorted(name for name, value in engine.items() if value is not None):
+        flags = ", ".join("--" + name.replace("_", "-") for name in given)
+        raise ConfigError(f"{flags}: for a service started here, which --base-url replaces; remove one of them")
+
+
 def _service(
     engine: dict[str, Any], base_url: str | None, model: str | None, api_key: str | None
 ) -> AbstractContextManager[str]:
     """The service to talk to: the given one, or one of our own for as long as the context lasts."""
     if base_url is not None:
-        if given := sorted(name for name, value in engine.items() if value is not None):
-            flags = ", ".join("--" + name.replace("_", "-") for name in given)
-            raise ConfigError(f"{flags}: for a service started here, which --base-url replaces; remove one of them")
+        _check_none_given(engine)
         return nullcontext(base_url)
     args = _checked(engine, model=model, port=0, api_key=api_key)
     try:

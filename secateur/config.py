@@ -52,6 +52,10 @@ class EngineArgs(Strict):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """auto: float32 on CPU, the checkpoint's on CUDA."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    kernels: Literal["auto", "torch", "triton"] = "auto"
+    """auto: Triton on CUDA, torch on CPU."""
+    enforce_eager: bool = False
+    """On CUDA: no captured graphs."""
     seed: int | None = None
     """Server seed for requests that bring none; None draws one per request."""
     max_model_len: PositiveInt | None = None
@@ -62,6 +66,8 @@ class EngineArgs(Strict):
     """Tokens per KV page."""
     num_pages: PositiveInt | None = None
     """KV pages; None fits them to memory."""
+    enable_prefix_caching: bool = True
+    """Requests that begin alike compute their common beginning once."""
     gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] = 0.9
     speculative_config: SpeculativeConfig | None = None
     no_speculation: bool = False

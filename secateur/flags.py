@@ -27,6 +27,12 @@ class Device(StrEnum):
     cuda = "cuda"
 
 
+class KernelSet(StrEnum):
+    auto = "auto"
+    torch = "torch"
+    triton = "triton"
+
+
 class Dtype(StrEnum):
     auto = "auto"
     float32 = "float32"
@@ -67,9 +73,16 @@ ENGINE_FLAGS: dict[str, Any] = {
     "max_num_batched_tokens": _flag(int, "--max-num-batched-tokens", help="Tokens per step [2048]."),
     "page_size": _flag(int, "--page-size", help="Tokens per KV page [16]."),
     "num_pages": _flag(int, "--num-pages", help="KV pages [as many as fit]."),
+    "enable_prefix_caching": _flag(
+        bool,
+        "--enable-prefix-caching/--no-enable-prefix-caching",
+        help="Compute what requests begin alike with only once [on].",
+    ),
     "gpu_memory_utilization": _flag(float, "--gpu-memory-utilization", help="Share of each GPU to use [0.9]."),
     "dtype": _flag(Dtype, "--dtype", help="[auto: float32 on CPU, the checkpoint's on CUDA]"),
     "device": _flag(Device, "--device", help="[auto]"),
+    "kernels": _flag(KernelSet, "--kernels", help="[auto: triton on CUDA, torch on CPU]"),
+    "enforce_eager": _flag(bool, "--enforce-eager", help="On CUDA: launch kernels one by one, capture no graphs."),
 }
 SERVER_FLAGS: dict[str, Any] = {
     "seed": _flag(int, "--seed", help="Server seed, for requests that bring none."),
@@ -89,6 +102,23 @@ SAMPLING_FLAGS: dict[str, Any] = {
     "frequency_penalty": _flag(float, "--frequency-penalty", help="The same, once for every time they came [0]."),
     "repetition_penalty": _flag(float, "--repetition-penalty", help="Above 1 makes what came less likely [1]."),
     "seed": _flag(int, "--seed", help="The same seed gives the same text."),
+}
+
+# Two benchmarks have these; `secateur.bench` has the ranges and the defaults.
+SPEED_FLAGS: dict[str, Any] = {
+    "contestants": _flag(
+        str,
+        "--contestants",
+        help="Of off, chain, static, dynamic, auto, draft_model (ours); generate, generate_2_threads, assisted, "
+        "prompt_lookup (transformers) [all that make sense].",
+        metavar="NAME,...",
+    ),
+    "batches": _flag(list[int], "--batches", help="Requests at a time.", metavar="N ..."),
+    "temperatures": _flag(list[float], "--temperatures", help="[0 1]", metavar="T ..."),
+    "nodes": _flag(int, "--nodes", help="Draft nodes per step [16]."),
+    "num_prompts": _flag(int, "--num-prompts", help="Requests, and at least a batch [latency 4, throughput 8]."),
+    "max_tokens": _flag(int, "--max-tokens", help="Tokens per answer [48]."),
+    "rounds": _flag(int, "--rounds", help="Turns of everybody; medians count [3]."),
 }
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -126,6 +156,11 @@ def with_engine_flags(*, server: bool) -> Decorator:
 def with_sampling_flags() -> Decorator:
     """Give a command the fields of a request. They arrive as its argument `sampling`, in the same way."""
     return _with_flags("sampling", SAMPLING_FLAGS)
+
+
+def with_speed_flags() -> Decorator:
+    """Give a command what `latency` and `throughput` can vary. It arrives as its argument `asked`, in the same way."""
+    return _with_flags("asked", SPEED_FLAGS)
 
 
 def _with_flags(group: str, flags: dict[str, Any]) -> Decorator:

@@ -18,7 +18,6 @@ from cluster.engine_client import EngineDead
 from secateur import cli
 from secateur.bench import AcceptancePlan
 from secateur.config import EngineArgs
-from secateur.errors import SecateurError
 from secateur.prompts import BUNDLED_PROMPTS, read_prompts
 from secateur.token_tree import parse_token_tree
 
@@ -141,11 +140,12 @@ def written(output: Path) -> list[dict]:
     return json.loads(file.read_text())
 
 
-def test_without_matplotlib_the_table_is_written_and_the_extra_named(monkeypatch, tmp_path) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+def test_without_matplotlib_the_table_is_written_and_the_extra_named(monkeypatch, tmp_path, capsys) -> None:
+    for name in ["matplotlib", *(name for name in sys.modules if name.startswith("matplotlib."))]:
+        monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, "cluster.bench.plots", raising=False)
-    with pytest.raises(SecateurError, match=r"plots need matplotlib: pip install 'secateur\[bench\]'"):
-        run_without_engines(monkeypatch, tmp_path, lambda: iter(ROWS))
+    run_without_engines(monkeypatch, tmp_path, lambda: iter(ROWS))
+    assert "their plots need matplotlib: pip install 'secateur[bench]'" in capsys.readouterr().out
     assert len(written(tmp_path)) == len(ROWS)
 
 

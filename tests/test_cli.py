@@ -51,12 +51,13 @@ def cluster(monkeypatch):
     app.serve = lambda args: calls.append(("serve", args))  # type: ignore[attr-defined]
     service = types.ModuleType("cluster.service")
     service.local_service = local_service  # type: ignore[attr-defined]
-    placement = types.ModuleType("cluster.placement")
-    placement.plan = lambda args: f"plan of {args.model}"  # type: ignore[attr-defined]
+    report = types.ModuleType("cluster.plan.report")
+    report.run = lambda args, request, **_: f"plan of {args.model}"  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "cluster", types.ModuleType("cluster"))
     monkeypatch.setitem(sys.modules, "cluster.app", app)
     monkeypatch.setitem(sys.modules, "cluster.service", service)
-    monkeypatch.setitem(sys.modules, "cluster.placement", placement)
+    monkeypatch.setitem(sys.modules, "cluster.plan", types.ModuleType("cluster.plan"))
+    monkeypatch.setitem(sys.modules, "cluster.plan.report", report)
     monkeypatch.setattr(cli, "resolve_model", lambda name: name)
     monkeypatch.delenv("SECATEUR_API_KEY", raising=False)
     return calls
@@ -174,7 +175,7 @@ def test_serve_alone_is_the_bundled_model(cluster):
     assert args.model == "bundled:target" and args.speculative_config.method == "eagle3"
 
 
-def test_plan_prints_what_placement_says(cluster, capsys):
+def test_plan_prints_what_the_planner_says(cluster, capsys):
     assert cli.main(["plan"]) == 0
     assert capsys.readouterr().out == "plan of bundled:target\n"
 
@@ -227,6 +228,11 @@ def test_a_pruning_flag_overrides_the_files_threshold(config_file):
     spec = engine_args_from({"config": config_file, "speculative_tree_prune_path_prob": 0.1}).speculative_config
     assert spec is not None and spec.num_speculative_tokens == 4
     assert (spec.speculative_tree_prune_min_prob, spec.speculative_tree_prune_path_prob) == (0.3, 0.1)
+
+
+def test_prefix_caching_is_on_unless_it_is_switched_off():
+    given = [engine_args_from(flags) for flags in ({}, {"enable_prefix_caching": False})]
+    assert [args.enable_prefix_caching for args in given] == [True, False]
 
 
 def test_no_speculation_overrides_the_files_drafter(config_file):

@@ -11,16 +11,14 @@ engine serves all cells of a kind of tree; only each static tree needs an engine
 
 from __future__ import annotations
 
-import datetime
 import json
-import os
-import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from cluster.bench.output import About, Say, about, draw, stem_of, write_text
 from cluster.bench.prompts import encode_prompts
 from cluster.bench.report import render
 from cluster.bench.rows import ACCEPTANCES, Acceptance, Cell, Pruning, Row, row_of
@@ -32,7 +30,7 @@ from cluster.service import load_tokenizer
 from cluster.submit import derive_seed
 from secateur.bench import AcceptancePlan
 from secateur.config import EngineArgs
-from secateur.errors import ConfigError, Problem, SecateurError
+from secateur.errors import ConfigError, Problem
 from secateur.prompts import Prompt
 from workers.config import EngineConfig, Prices, PruneConfig, TreeConfig
 from workers.types import SamplingParams
@@ -50,7 +48,6 @@ rates that both are made from are no better known, and every tree costs the star
 SMOOTHING = 8
 """Trials that a depth's acceptance rate is shrunk by towards that of the depth above: few paths get deep."""
 
-Say = Callable[[str], None]
 Regime = tuple[Acceptance, float]
 
 
@@ -58,7 +55,7 @@ def run(args: EngineArgs, plan: AcceptancePlan, prompts: Sequence[Prompt], outpu
     """Measures the whole table and writes it as DATE-acceptance.json, .md and two .png; returns the Markdown.
 
     An engine that dies, or Ctrl-C, leaves the rows measured until then in the JSON. Raises ConfigError before anything
-    is started, EngineDead, and SecateurError at the very end if matplotlib is missing.
+    is started, EngineDead.
     """
     config = _engine(args, plan)
     tokens = encode_prompts(load_tokenizer(args, config), prompts)
@@ -66,8 +63,7 @@ def run(args: EngineArgs, plan: AcceptancePlan, prompts: Sequence[Prompt], outpu
     if longest + plan.max_tokens > limit:
         asked = f"{plan.max_tokens} with a prompt of {longest} tokens"
         raise ConfigError(Problem("--max-tokens", f"{asked} exceeds max_model_len={limit}; ask for less"))
-    output.mkdir(parents=True, exist_ok=True)
-    stem = output / f"{datetime.date.today().isoformat()}-acceptance"
+    stem = stem_of(output, "acceptance")
     table = _Table(config, plan, tokens, say)
     rows: list[Row] = []
     try:
@@ -76,14 +72,8 @@ def run(args: EngineArgs, plan: AcceptancePlan, prompts: Sequence[Prompt], outpu
     finally:
         stem.with_suffix(".json").write_text(_json(rows))
     text = render(_header(args, config, plan), rows)
-    stem.with_suffix(".md").write_text(text)
-    try:
-        from cluster.bench.plots import draw
-    except ModuleNotFoundError as error:
-        raise SecateurError(
-            f"the table is in {stem}.json and .md; its plots need matplotlib: pip install 'secateur[bench]'"
-        ) from error
-    draw(rows, stem)
+    write_text(stem, text)
+    draw(say, stem, "acceptance", rows)
     return text
 
 
@@ -254,31 +244,17 @@ def _acceptance_by_depth(answers: Sequence[Answer], max_depth: int) -> list[floa
     return rates
 
 
-def _header(args: EngineArgs, config: EngineConfig, plan: AcceptancePlan) -> dict[str, object]:
-    import torch
-
+def _header(args: EngineArgs, config: EngineConfig, plan: AcceptancePlan) -> About:
     assert config.draft is not None
-    device = f"{os.cpu_count()} CPU cores, {platform.machine()}"
-    if config.device == "cuda":
-        device = f"{config.device}, {args.tensor_parallel_size} verifier and {config.draft_ranks} drafter ranks"
-    spec = args.speculative_config
-    assert spec is not None
-    return {
-        "date": datetime.date.today().isoformat(),
-        "hardware": device,
-        "torch": torch.__version__,
-        "model": args.model,
-        "speculative_config": spec.model_dump(exclude_unset=True),
-        "max_depth": config.draft.tree.max_depth,
-        "max_children": config.draft.tree.max_children,
-        **plan.model_dump(),
-        "notes": [
-            f"tokens_per_second is as measured with {plan.concurrency} requests in flight",
-            "acceptance none is rejection with enable_draft_probs false: the most likely children, target-only",
-            "a chain is cut at max_depth, as the dynamic tree is; one with a larger max_depth is in full depth",
-            "a static tree is Sequoia's for its cell's measured acceptance, or one expected to accept 98 % of that",
-        ],
-    }
+    notes = (
+        f"tokens_per_second is as measured with {plan.concurrency} requests in flight",
+        "acceptance none is rejection with enable_draft_probs false: the most likely children, target-only",
+        "a chain is cut at max_depth, as the dynamic tree is; one with a larger max_depth is in full depth",
+        "a static tree is Sequoia's for its cell's measured acceptance, or one expected to accept 98 % of that",
+    )
+    tree = config.draft.tree
+    settings = {"max_depth": tree.max_depth, "max_children": tree.max_children, **plan.model_dump()}
+    return about(args, config, settings, notes)
 
 
 def _json(rows: Sequence[Row]) -> str:

@@ -1,9 +1,10 @@
-"""Two figures of the acceptance table. The only module that needs matplotlib."""
+"""The figures of all benchmarks. The only module that needs matplotlib."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -11,12 +12,17 @@ from matplotlib.figure import Figure
 from cluster.bench.report import Key, Table
 from cluster.bench.rows import ACCEPTANCES, Row
 
+if TYPE_CHECKING:
+    from cluster.bench.load import LoadRow
+    from cluster.bench.speed import SpeedRow
+    from cluster.bench.step import StepRow, VerifyRow
+
 COLOURS = {"coupled": "tab:blue", "rejection": "tab:orange", "none": "tab:gray"}
 LINES = {"dynamic": "-", "static": "--", "chain": ":"}
 MARKERS = {"static": "x", "off": "o", "thresholds": ".", "auto": "*"}
 
 
-def draw(rows: Sequence[Row], stem: Path) -> None:
+def acceptance(rows: Sequence[Row], stem: Path) -> None:
     """Writes STEM-length.png and, if anything was pruned, STEM-pruning.png."""
     table = Table(rows)
     _lengths(table).savefig(stem.with_name(f"{stem.name}-length.png"), dpi=120)
@@ -76,6 +82,75 @@ def _pruning(table: Table) -> Figure:
         _label(axes, f"temperature {temperature:g}", "nodes verified per token", "acceptance length")
     panels[-1].legend(fontsize="xx-small")
     return figure
+
+
+def speed(rows: Sequence[SpeedRow], stem: Path) -> None:
+    """Writes STEM.png: times no speculation per token, and tokens per second, over the batch; a column per
+    temperature."""
+    temperatures = sorted({row.temperature for row in rows})
+    figure = Figure(figsize=(5 * len(temperatures), 8), layout="constrained")
+    panels = figure.subplots(2, len(temperatures), squeeze=False)
+    for column, temperature in enumerate(temperatures):
+        above, below = panels[0][column], panels[1][column]
+        chosen = [row for row in rows if row.temperature == temperature]
+        for contestant in dict.fromkeys(row.contestant for row in chosen):
+            line = [row for row in chosen if row.contestant == contestant]
+            batches = [row.batch for row in line]
+            style = {"marker": "o" if line[0].forward_ms else "x", "linestyle": "-" if line[0].forward_ms else ":"}
+            above.plot(batches, [row.tpot_ratio for row in line], label=contestant, **style)
+            below.plot(batches, [row.tokens_per_second for row in line], label=contestant, **style)
+        batches = sorted({row.batch for row in chosen})
+        for axes in (above, below):
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(batches, [str(batch) for batch in batches])
+            axes.set_ylim(bottom=0)
+        _label(above, f"temperature {temperature:g}", "requests at a time", "time per token: times no speculation")
+        _label(below, f"temperature {temperature:g}", "requests at a time", "tokens per second, all together")
+    panels[0][-1].legend(fontsize="x-small")
+    figure.savefig(stem.with_suffix(".png"), dpi=120)
+
+
+STEP_PARTS = ("draft", "transfer", "pack", "forward", "accept", "commit", "between")
+
+
+def step(forwards: Sequence[VerifyRow], steps: Sequence[StepRow], stem: Path) -> None:
+    """Writes STEM.png: where the time of a step goes, and the target's forward over rows and over context."""
+    figure = Figure(figsize=(16, 4.5), layout="constrained")
+    bars, by_rows, by_context = figure.subplots(1, 3)
+    labels = [f"{row.batch} x {row.nodes}" for row in steps]
+    bottom = [0.0] * len(steps)
+    for part in STEP_PARTS:
+        heights = [max(0.0, getattr(row, f"{part}_ms")) for row in steps]
+        bars.bar(labels, heights, bottom=bottom, label=part)
+        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+    bars.legend(fontsize="x-small")
+    _label(bars, "a decoding step", "requests x nodes", "milliseconds")
+    short, long = min(row.context for row in forwards), max(row.rows for row in forwards)
+    for batch in sorted({row.batch for row in forwards}):
+        line = [row for row in forwards if row.batch == batch and row.context == short]
+        by_rows.plot([row.rows for row in line], [row.ms for row in line], marker="o", label=f"{batch} requests")
+        line = [row for row in forwards if row.batch == batch and row.rows == long]
+        by_context.plot([row.context for row in line], [row.ms for row in line], marker="o", label=f"{batch} requests")
+    by_rows.legend(fontsize="x-small")
+    _label(by_rows, f"the target's forward behind {short} tokens", "rows of each request", "milliseconds")
+    _label(by_context, f"the target's forward, {long} rows each", "tokens of context", "milliseconds")
+    figure.savefig(stem.with_suffix(".png"), dpi=120)
+
+
+def load(rows: Sequence[LoadRow], stem: Path) -> None:
+    """Writes STEM.png: what a request waits for its first token and for each further one, by load."""
+    figure = Figure(figsize=(12, 4.2), layout="constrained")
+    panels: Mapping[str, Axes] = dict(zip(("ttft", "tpot", "e2e"), figure.subplots(1, 3), strict=True))
+    for name, axes in panels.items():
+        for mode in dict.fromkeys(row.mode for row in rows):
+            line = [row for row in rows if row.mode == mode]
+            labels = [row.load for row in line]
+            for percentile, style in (("p50", "-"), ("p99", ":")):
+                values = [getattr(row, f"{name}_ms")[percentile] for row in line]
+                axes.plot(labels, values, style, marker="o", label=f"{mode}, {percentile}")
+        _label(axes, name.upper(), "load", "milliseconds")
+    panels["e2e"].legend(fontsize="x-small")
+    figure.savefig(stem.with_suffix(".png"), dpi=120)
 
 
 def _label(axes: Axes, title: str, x: str, y: str) -> None:

@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from cluster.bench.output import heading, markdown
 from cluster.bench.rows import ACCEPTANCES, Acceptance, Row, Tree, standard_error
 
 KEPT = 0.98
@@ -79,12 +80,8 @@ class Table:
 def render(header: Mapping[str, object], rows: Sequence[Row]) -> str:
     """The whole report."""
     table = Table(rows)
-    about = [f"- {name}: {value}" for name, value in header.items() if name not in ("nodes", "temperatures", "notes")]
-    notes = header.get("notes")
-    about += [f"- {note}" for note in notes] if isinstance(notes, list) else []
     parts = [
-        "# Acceptance",
-        "\n".join(about),
+        heading("Acceptance", header, hidden=("nodes", "temperatures")),
         "## Claims",
         *_gains(table),
         *_comparison(table, "chain", "its own chain (same budget, cut at the same depth)"),
@@ -156,7 +153,7 @@ def _pruning(table: Table) -> Iterable[str]:
         else:
             best.append(f"- `{acceptance}`, T = {t:g}, {n} nodes: no pruning keeps {KEPT:.0%}")
     yield f"The most saved by a pruning that keeps {KEPT:.0%}:\n\n" + "\n".join(best)
-    yield _markdown(
+    yield markdown(
         ["acceptance", "T", "nodes", "pruning", "verified/token", "acceptance length", "tokens/step", "saved", "kept"]
         + ["tokens/s"],
         lines,
@@ -174,7 +171,7 @@ def _saved(row: Row, static: Row) -> float:
 def _grid(table: Table, cells: Mapping[tuple[float, int], str]) -> str:
     """Temperatures down, budgets across."""
     lines = [[f"{t:g}", *(cells.get((t, n), "") for n in table.nodes)] for t in table.temperatures]
-    return _markdown(["T", *(f"{n} nodes" for n in table.nodes)], lines)
+    return markdown(["T", *(f"{n} nodes" for n in table.nodes)], lines)
 
 
 def _pivot(table: Table, show: Callable[[Row], str]) -> str:
@@ -184,9 +181,4 @@ def _pivot(table: Table, show: Callable[[Row], str]) -> str:
         found = [table.by_key.get(key._replace(temperature=t)) for t in table.temperatures]
         tree = "chain, full depth" if key.is_full else key.tree
         lines.append([tree, key.acceptance, key.num_nodes, *(show(row) if row else "" for row in found)])
-    return _markdown(["tree", "acceptance", "nodes", *(f"T={t:g}" for t in table.temperatures)], lines)
-
-
-def _markdown(header: Sequence[str], lines: Iterable[Iterable[object]]) -> str:
-    rows = [header, ["---"] * len(header), *lines]
-    return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in rows)
+    return markdown(["tree", "acceptance", "nodes", *(f"T={t:g}" for t in table.temperatures)], lines)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from cluster.engine_client import EngineDead
 from cluster.local import LocalEngine
@@ -35,6 +37,17 @@ class Answer:
     """Decoding steps that gave it tokens; the prompt's, which gives the first, is not among them."""
     logprobs: list[TokenLogprobs]
     """One per token, if the job asked for them."""
+    first_seconds: float
+    """From asking to the first token."""
+    seconds: float
+    """From asking to the last."""
+
+
+class Frame(NamedTuple):
+    """What the engine had counted when it was heard."""
+
+    at: float
+    stats: EngineStats
 
 
 class Runner:
@@ -44,6 +57,8 @@ class Runner:
         self._loop = asyncio.new_event_loop()
         self._engine = LocalEngine(config)
         self.config = config
+        self.frames: list[Frame] = []
+        """Of the latest `run`: one before the first step, then one after each."""
 
     def __enter__(self) -> Runner:
         self._loop.run_until_complete(self._engine.__aenter__())
@@ -59,6 +74,7 @@ class Runner:
 
     def run(self, jobs: Sequence[Job], concurrency: int = 1) -> list[Answer]:
         """Answers in the order of the jobs, `concurrency` at a time. Raises EngineDead if one ends in an error."""
+        self.frames = [Frame(time.perf_counter(), self.stats)]
         return self._loop.run_until_complete(self._run(jobs, concurrency))
 
     async def _run(self, jobs: Sequence[Job], concurrency: int) -> list[Answer]:
@@ -74,7 +90,14 @@ class Runner:
                     ignore_eos=job.ignore_eos,
                     speculation=job.speculation,
                 )
-                chunks = [chunk async for chunk in self._engine.client.submit(submit)]
+                began = now = time.perf_counter()
+                first, chunks = 0.0, []
+                async for chunk in self._engine.client.submit(submit):
+                    now = time.perf_counter()
+                    first = first or now - began
+                    chunks.append(chunk)
+                    if self.stats is not self.frames[-1].stats:  # every step replaces them
+                        self.frames.append(Frame(now, self.stats))
                 last = chunks[-1]
                 if last.finish_reason is None or last.stats is None:
                     raise EngineDead(f"a request was not answered: {last.error}")
@@ -84,6 +107,8 @@ class Runner:
                     stats=last.stats,
                     num_steps=len(chunks) - 1,
                     logprobs=[entry for chunk in chunks for entry in chunk.logprobs or []],
+                    first_seconds=first,
+                    seconds=now - began,
                 )
 
         return await asyncio.gather(*(one(job) for job in jobs))

@@ -1,0 +1,88 @@
+"""The target's forward alone, timed in this process: milliseconds by rows, requests and context length.
+
+Pages hold whatever memory held: time does not depend on it. Legend: B requests, N rows of each request.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from verifier.pack import pack_target
+from verifier.request import Request
+from verifier.worker import load
+from workers import groups
+from workers.config import EngineConfig
+from workers.ipc import Submit
+from workers.types import NodeKind, Rule, TreeBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """One step: `batch` requests, each with a tree of `rows` rows (the root is one) behind `context` tokens."""
+
+    rows: int
+    batch: int = 1
+    context: int = 128
+
+
+class Forwards:
+    """A loaded target. `milliseconds(shape)` runs one step of it and tells what that took."""
+
+    def __init__(self, config: EngineConfig, run: Callable[..., object]) -> None:
+        self._config, self._run = config, run
+
+    def milliseconds(self, shape: Shape) -> float:
+        page_size = self._config.page_size
+        num_pages = -(-(shape.context + shape.rows) // page_size)
+        requests = []
+        for b in range(shape.batch):
+            submit = Submit(id=b, prompt=[0] * shape.context, max_tokens=1)
+            requests.append(Request(submit, Rule.COUPLED, None, 0))
+            requests[b].pages = list(range(1 + b * num_pages, 1 + (b + 1) * num_pages))
+        step = pack_target(_chains(shape), requests, [], [], page_size, ())
+        began = time.perf_counter()
+        self._run(step, 0)  # ends with the drawn tokens on the host, so nothing is still under way on a GPU
+        return 1e3 * (time.perf_counter() - began)
+
+
+@contextmanager
+def loaded(config: EngineConfig, shapes: list[Shape]) -> Iterator[Forwards]:
+    """The target of `config` on one rank of this process, with pages for all of `shapes`, one at a time."""
+    tokens = [(shape.context + shape.rows + config.page_size, shape.batch) for shape in shapes]
+    pages = max(batch * -(-length // config.page_size) for length, batch in tokens)
+    alone = replace(
+        config,
+        draft=None,
+        tensor_parallel_size=1,
+        max_num_seqs=max(shape.batch for shape in shapes),
+        max_model_len=max(length for length, _ in tokens),
+        num_pages=1 + pages,
+    )
+    store, address = groups.open_store()
+    try:
+        target, _, _ = load(groups.join(alone, 0, address))
+        yield Forwards(alone, target.run)
+    finally:
+        groups.leave()
+        del store
+
+
+def _chains(shape: Shape) -> TreeBatch:
+    """`batch` trees without branches: what a row costs does not depend on where in the tree it is."""
+    row_N = np.tile(np.arange(shape.rows, dtype=np.int32), shape.batch)
+    count = len(row_N)
+    return TreeBatch(
+        offsets=torch.arange(0, count + 1, shape.rows, dtype=torch.int32),
+        token_N=torch.zeros(count, dtype=torch.int32),
+        parent_N=torch.from_numpy(row_N - 1),
+        depth_N=torch.from_numpy(row_N),
+        ancestors_N=torch.from_numpy((np.int64(2) << row_N.astype(np.int64)) - 1),
+        kind_N=torch.where(torch.from_numpy(row_N) > 0, NodeKind.DETERMINISTIC, NodeKind.ROOT).to(torch.uint8),
+        weight_N=torch.ones(count),
+    )

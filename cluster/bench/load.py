@@ -1,0 +1,308 @@
+"""`secateur bench serve`: a service under load, as its clients see it. Figures are named and defined as vLLM's.
+
+TTFT: from sending a request to its first token. TPOT: time per output token after the first. ITL: time between two
+chunks of a stream, of which speculation makes fewer with more tokens each. E2E: to the last token. Goodput: requests
+per second that kept the asked limits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import itertools
+import math
+import os
+import platform
+import random
+import statistics
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cluster.bench.output import About, Say, draw, heading, markdown, stem_of, target_label, write_json, write_text
+from cluster.bench.setup import scaled
+from cluster.service import local_service
+from secateur.bench import ServePlan
+from secateur.client import AsyncClient
+from secateur.config import EngineArgs
+from secateur.errors import SecateurError
+from secateur.prompts import Prompt
+
+HIDDEN = ("concurrency", "request_rates", "target_cost")
+PERCENTILES = (50, 90, 99)
+WARM_REQUESTS = 2
+SPECULATION, PLAIN = "speculation", "no speculation"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """One request. Seconds count from when it was sent."""
+
+    num_prompt: int = 0
+    num_tokens: int = 0
+    first_seconds: float = 0.0
+    seconds: float = 0.0
+    gaps: list[float] = field(default_factory=list)
+    """Between two chunks."""
+    error: str | None = None
+
+    @property
+    def seconds_per_token(self) -> float:
+        return (self.seconds - self.first_seconds) / max(1, self.num_tokens - 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadRow:
+    """One load. Each latency is {"mean": ..., "p50": ..., "p90": ..., "p99": ...} in milliseconds."""
+
+    mode: str
+    load: str
+    num_requests: int
+    num_failed: int
+    seconds: float
+    requests_per_second: float
+    goodput: float | None
+    input_tokens: int
+    output_tokens: int
+    tokens_per_second: float
+    ttft_ms: dict[str, float]
+    tpot_ms: dict[str, float]
+    itl_ms: dict[str, float]
+    e2e_ms: dict[str, float]
+
+
+def run(
+    args: EngineArgs | None,
+    plan: ServePlan,
+    prompts: Sequence[Prompt],
+    output: Path,
+    say: Say,
+    *,
+    base_url: str | None = None,
+    api_key: str | None = None,
+    model: str | None = None,
+    cache: Path | None = None,
+) -> str:
+    """Measures and writes DATE-serve.json, .md and .png; returns the Markdown. `args`: the service to start, unless
+    `base_url` is one that runs. What was measured is kept if it breaks off. Raises ConfigError, EngineDead."""
+    stem = stem_of(output, "serve", plan.target_cost)
+    head = _about(args, plan, base_url)
+    rows: list[LoadRow] = []
+    try:
+        with _service(args, plan, base_url, cache, say) as url:
+            settings = {"max_tokens": plan.max_tokens, "temperature": plan.temperature, "seed": plan.seed}
+            client = _Client(url, api_key, settings | ({"model": model} if model else {}))
+            for row in _measure(client, plan, prompts, _modes(args, plan), say):
+                rows.append(row)
+    finally:
+        write_json(stem, head, {"rows": [asdict(row) for row in rows]})
+    text = "\n\n".join([heading("Serve", head, HIDDEN), _summary(rows), *_latencies(rows)]) + "\n"
+    write_text(stem, text)
+    draw(say, stem, "load", rows)
+    return text
+
+
+def _about(args: EngineArgs | None, plan: ServePlan, base_url: str | None) -> About:
+    spec = args.speculative_config if args else None
+    settings = plan.model_dump()
+    return {
+        "date": datetime.date.today().isoformat(),
+        "hardware": f"{os.cpu_count()} CPU cores, {platform.machine()}; the client runs on them too",
+        "service": base_url or "started for this, without Ray",
+        "model": args.model if args else None,
+        "target": target_label(settings),
+        "speculative_config": spec.model_dump(exclude_unset=True) if spec else None,
+        **settings,
+        "notes": [
+            "TPOT: per output token after the first; ITL: between two chunks, which may hold several tokens",
+            "all loads answer the same prompts with the same number of tokens; no prompt is found in a prefix cache",
+        ],
+    }
+
+
+def _modes(args: EngineArgs | None, plan: ServePlan) -> tuple[str, ...]:
+    """As the service is set up, and for comparison with every request opting out."""
+    if args is not None and args.speculative_config is None:
+        return (PLAIN,)
+    return (SPECULATION, PLAIN) if plan.compare else (SPECULATION,)
+
+
+@contextmanager
+def _service(
+    args: EngineArgs | None, plan: ServePlan, base_url: str | None, cache: Path | None, say: Say
+) -> Iterator[str]:
+    if base_url is not None:
+        yield base_url
+        return
+    assert args is not None
+    with scaled(args, plan.size, cache, say) as sized:
+        say("starting the service")
+        # Its name for clients is the model's that was asked for, not that of a folder of scaled weights.
+        with local_service(sized.model_copy(update={"served_model_name": args.model_id})) as url:
+            yield url
+
+
+# -- requests --------------------------------------------------------------------------------------------------------
+
+
+class _Client(NamedTuple):
+    """Where requests go, and the settings that all of them share."""
+
+    url: str
+    api_key: str | None
+    settings: dict[str, Any]
+
+
+def _measure(
+    client: _Client, plan: ServePlan, prompts: Sequence[Prompt], modes: Sequence[str], say: Say
+) -> Iterator[LoadRow]:
+    asyncio.run(_closed(client._replace(settings=client.settings | {"cache_salt": "warm"}), prompts[:WARM_REQUESTS], 1))
+    chosen = [prompts[i % len(prompts)] for i in range(plan.num_requests)]
+    for load in plan.request_rates or plan.concurrency:
+        for mode in modes:
+            name = f"{load:g} requests/s" if plan.request_rates else f"{load:g} clients"
+            settings = client.settings | {"cache_salt": f"{name}, {mode}"}
+            if mode == PLAIN:
+                settings["speculative"] = {"enabled": False}
+            asked = client._replace(settings=settings)
+            began = time.perf_counter()
+            if plan.request_rates:
+                outcomes = asyncio.run(_open(asked, chosen, load, plan.seed))
+            else:
+                outcomes = asyncio.run(_closed(asked, chosen, int(load)))
+            row = row_of(mode, name, outcomes, time.perf_counter() - began, plan)
+            say(f"{name}, {mode}: {row.tokens_per_second:.0f} tokens/s, TPOT {row.tpot_ms['p50']:.1f} ms")
+            yield row
+
+
+async def _closed(client: _Client, prompts: Sequence[Prompt], concurrency: int) -> list[Outcome]:
+    """So many clients, each of whom asks again as soon as it is answered."""
+    seats = asyncio.Semaphore(concurrency)
+
+    async def one(http: AsyncClient, index: int, prompt: Prompt) -> Outcome:
+        async with seats:
+            return await _ask(http, client, index, prompt)
+
+    async with AsyncClient(client.url, api_key=client.api_key, retries=0) as http:
+        return await asyncio.gather(*(one(http, i, prompt) for i, prompt in enumerate(prompts)))
+
+
+async def _open(client: _Client, prompts: Sequence[Prompt], rate: float, seed: int) -> list[Outcome]:
+    """Requests arrive as a Poisson process, whether or not earlier ones are answered."""
+    gaps = random.Random(seed)
+    async with AsyncClient(client.url, api_key=client.api_key, retries=0) as http:
+        under_way = []
+        for i, prompt in enumerate(prompts):
+            under_way.append(asyncio.create_task(_ask(http, client, i, prompt)))
+            await asyncio.sleep(gaps.expovariate(rate))
+        return await asyncio.gather(*under_way)
+
+
+async def _ask(http: AsyncClient, client: _Client, index: int, prompt: Prompt) -> Outcome:
+    params = client.settings | {
+        "seed": client.settings["seed"] + index,
+        "cache_salt": f"{client.settings['cache_salt']}, {index}",
+        "stream_options": {"include_usage": True},
+        "ignore_eos": True,
+    }
+    began, at, usage = time.perf_counter(), [], None
+    try:
+        chunks: AsyncIterator[Any] = (
+            http.stream_chat(prompt.messages, **params)
+            if prompt.messages
+            else http.stream_complete(prompt.text or "", **params)
+        )
+        async for chunk in chunks:
+            usage = chunk.usage or usage
+            if chunk.text:
+                at.append(time.perf_counter() - began)
+    except SecateurError as error:
+        return Outcome(error=str(error))
+    if usage is None or not at:
+        return Outcome(error="the service streamed no text, or no usage at the end")
+    return Outcome(
+        num_prompt=usage.prompt_tokens,
+        num_tokens=usage.completion_tokens,
+        first_seconds=at[0],
+        seconds=at[-1],
+        gaps=[late - early for early, late in itertools.pairwise(at)],
+    )
+
+
+# -- figures ---------------------------------------------------------------------------------------------------------
+
+
+def row_of(mode: str, load: str, outcomes: Sequence[Outcome], seconds: float, plan: ServePlan) -> LoadRow:
+    """Figures of one load. Raises SecateurError if no request was answered."""
+    answered = [outcome for outcome in outcomes if outcome.error is None]
+    if not answered:
+        raise SecateurError(f"none of {len(outcomes)} requests was answered: {outcomes[0].error}")
+    output_tokens = sum(outcome.num_tokens for outcome in answered)
+    return LoadRow(
+        mode=mode,
+        load=load,
+        num_requests=len(answered),
+        num_failed=len(outcomes) - len(answered),
+        seconds=round(seconds, 3),
+        requests_per_second=round(len(answered) / seconds, 3),
+        goodput=_goodput(answered, seconds, plan),
+        input_tokens=sum(outcome.num_prompt for outcome in answered),
+        output_tokens=output_tokens,
+        tokens_per_second=round(output_tokens / seconds, 2),
+        ttft_ms=_spread([outcome.first_seconds for outcome in answered]),
+        tpot_ms=_spread([outcome.seconds_per_token for outcome in answered]),
+        itl_ms=_spread([gap for outcome in answered for gap in outcome.gaps]),
+        e2e_ms=_spread([outcome.seconds for outcome in answered]),
+    )
+
+
+def _goodput(answered: Sequence[Outcome], seconds: float, plan: ServePlan) -> float | None:
+    if plan.goodput_ttft_ms is None and plan.goodput_tpot_ms is None:
+        return None
+    first, each = plan.goodput_ttft_ms or math.inf, plan.goodput_tpot_ms or math.inf
+    good = [o for o in answered if 1e3 * o.first_seconds <= first and 1e3 * o.seconds_per_token <= each]
+    return round(len(good) / seconds, 3)
+
+
+def _spread(seconds: Sequence[float]) -> dict[str, float]:
+    """Mean and percentiles in milliseconds; linear between two values, as numpy's."""
+    if not seconds:
+        return dict.fromkeys(("mean", *(f"p{p}" for p in PERCENTILES)), 0.0)
+    ordered = sorted(seconds)
+
+    def at(percent: int) -> float:
+        place = (len(ordered) - 1) * percent / 100
+        low = int(place)
+        high = min(low + 1, len(ordered) - 1)
+        return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+    values = {"mean": statistics.mean(ordered), **{f"p{p}": at(p) for p in PERCENTILES}}
+    return {name: round(1e3 * value, 3) for name, value in values.items()}
+
+
+# -- the report ------------------------------------------------------------------------------------------------------
+
+
+def _summary(rows: Sequence[LoadRow]) -> str:
+    lines = [
+        [row.load, row.mode, row.num_requests, row.num_failed, f"{row.seconds:.1f}", f"{row.requests_per_second:.2f}"]
+        + ["" if row.goodput is None else f"{row.goodput:.2f}", row.input_tokens, row.output_tokens]
+        + [f"{row.tokens_per_second:.1f}"]
+        for row in rows
+    ]
+    names = ["load", "mode", "answered", "failed", "seconds", "requests/s", "goodput", "input tokens", "output tokens"]
+    return "## Throughput\n\n" + markdown([*names, "output tokens/s"], lines)
+
+
+def _latencies(rows: Sequence[LoadRow]) -> Iterator[str]:
+    for name, title in (
+        ("ttft_ms", "Time to the first token (TTFT)"),
+        ("tpot_ms", "Time per output token after the first (TPOT)"),
+        ("itl_ms", "Time between chunks (ITL)"),
+        ("e2e_ms", "Time to the last token (E2E)"),
+    ):
+        lines = [[row.load, row.mode, *(f"{value:.1f}" for value in getattr(row, name).values())] for row in rows]
+        yield f"## {title}, ms\n\n" + markdown(["load", "mode", "mean", *(f"p{p}" for p in PERCENTILES)], lines)

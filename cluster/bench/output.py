@@ -1,0 +1,105 @@
+"""Where a benchmark's results go, and what they are headed by."""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import json
+import os
+import platform
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+import transformers
+
+from secateur.config import EngineArgs
+from workers.config import EngineConfig
+
+Say = Callable[[str], None]
+About = Mapping[str, object]
+
+
+def stem_of(output: Path, name: str, *marks: str | None) -> Path:
+    """OUTPUT/DATE-name-mark...; makes the folder."""
+    output.mkdir(parents=True, exist_ok=True)
+    return output / "-".join([datetime.date.today().isoformat(), name, *(mark for mark in marks if mark)])
+
+
+def about(args: EngineArgs, config: EngineConfig, plan: Mapping[str, object], notes: Sequence[str]) -> About:
+    """What was measured, on what."""
+    spec = args.speculative_config
+    return {
+        "date": datetime.date.today().isoformat(),
+        "hardware": hardware(config),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "model": args.model,
+        "target": target_label(plan),
+        "dtype": config.dtype,
+        "speculative_config": spec.model_dump(exclude_unset=True) if spec else None,
+        **plan,
+        "notes": list(notes),
+    }
+
+
+def device_mark(config: EngineConfig) -> str | None:
+    """Part of a file's name: CPU is not mentioned."""
+    return "cuda" if config.device == "cuda" else None
+
+
+def target_label(plan: Mapping[str, object]) -> str:
+    cost = plan.get("target_cost")
+    return f"cost-scaled (same function as the bundled target, cost of a {cost} model)" if cost else "as it is"
+
+
+def hardware(config: EngineConfig) -> str:
+    """What the engine runs on."""
+    if config.device == "cpu":
+        return f"{os.cpu_count()} CPU cores, {platform.machine()}, one thread per process"
+    shared = ", drafter on the verifier's" if config.draft and config.draft.placement == "colocated" else ""
+    count = config.tensor_parallel_size + (0 if shared else config.draft_ranks)
+    return f"{count} x {torch.cuda.get_device_name()}{shared}"
+
+
+def write_json(stem: Path, head: About, tables: Mapping[str, Sequence[Mapping[str, object]]]) -> None:
+    """STEM.json: {"about": {...}, table: [row, ...]}, a line per row so that two runs can be compared by eye."""
+    parts = [f' "about": {json.dumps(head)}']
+    for name, rows in tables.items():
+        lines = ",\n  ".join(json.dumps(row) for row in rows)
+        parts.append(f' "{name}": [\n  {lines}\n ]')
+    stem.with_suffix(".json").write_text("{\n" + ",\n".join(parts) + "\n}\n")
+
+
+def write_text(stem: Path, text: str) -> None:
+    stem.with_suffix(".md").write_text(text)
+
+
+def draw(say: Say, stem: Path, plot: str, *args: object) -> None:
+    """Calls a function of `cluster.bench.plots`, which needs matplotlib; says so where there is none."""
+    try:
+        plots = importlib.import_module("cluster.bench.plots")
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "matplotlib":
+            raise
+        say(f"the results are in {stem}.json and .md; their plots need matplotlib: pip install 'secateur[bench]'")
+    else:
+        getattr(plots, plot)(*args, stem)
+
+
+def heading(title: str, about: About, hidden: Iterable[str] = ()) -> str:
+    """Title, settings and notes as Markdown."""
+    lines = [f"- {name}: {value}" for name, value in about.items() if name not in (*hidden, "notes")]
+    notes = about.get("notes")
+    lines += [f"- {note}" for note in notes] if isinstance(notes, list) else []
+    return f"# {title}\n\n" + "\n".join(lines)
+
+
+def markdown(header: Sequence[str], lines: Iterable[Iterable[object]]) -> str:
+    rows = [header, ["---"] * len(header), *lines]
+    return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in rows)
+
+
+def rounded(value: float) -> float:
+    """Four digits: more is noise, and lines get long."""
+    return float(f"{value:.4g}")

@@ -1,0 +1,72 @@
+"""From what was asked for to the engines that are measured."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from cluster.bench.output import Say
+from cluster.bench.prompts import encode_prompts
+from cluster.bench.scaled import scaled_pair
+from cluster.convert import engine_config, settle, visible_gpus
+from cluster.service import load_tokenizer
+from secateur.bench import TargetSize
+from secateur.config import EngineArgs, resolve_model
+from secateur.errors import ConfigError, Problem
+from secateur.prompts import Prompt
+from workers.config import EngineConfig
+
+
+@contextmanager
+def scaled(args: EngineArgs, size: TargetSize | None, cache: Path | None, say: Say) -> Iterator[EngineArgs]:
+    """The arguments with target and head as costly as asked; their files live in `cache`, or as long as the context."""
+    if size is None:
+        yield args
+        return
+    with tempfile.TemporaryDirectory(prefix="secateur-bench-") as folder:
+        yield _with_scaled(args, size, cache or Path(folder), say)
+
+
+def _with_scaled(args: EngineArgs, size: TargetSize, folder: Path, say: Say) -> EngineArgs:
+    args = settle(args, num_gpus=visible_gpus())
+    spec = args.speculative_config
+    if spec is None or spec.method != "eagle3" or spec.model is None:
+        raise ConfigError(Problem("--target-cost", "scales a target and its EAGLE-3 head; leave the drafter out"))
+    name = args.dtype if args.dtype != "auto" else "float32" if args.device == "cpu" else "bfloat16"
+    say(f"writing a target of {size} ({size.layer_parameters / 1e6:.0f} M parameters) unless {folder} holds it")
+    try:
+        pair = scaled_pair(
+            Path(resolve_model(args.model)), Path(resolve_model(spec.model)), size, folder, getattr(torch, name)
+        )
+    except ValueError as error:
+        raise ConfigError(Problem("--target-cost", str(error))) from error
+    head = spec.model_copy(update={"model": str(pair.head)})
+    return args.model_copy(update={"model": str(pair.target), "speculative_config": head})
+
+
+class Workload(NamedTuple):
+    """An engine, and the prompts as it takes them."""
+
+    config: EngineConfig
+    prompts: list[list[int]]
+
+
+def workload(args: EngineArgs, texts: Sequence[Prompt], *, max_tokens: int, max_num_seqs: int) -> Workload:
+    """The engine no larger than the benchmark fills, and computing every prompt anew. Raises ConfigError."""
+    config = engine_config(args, num_gpus=visible_gpus())
+    prompts = encode_prompts(load_tokenizer(args, config), texts)
+    longest, limit = max(map(len, prompts)) + max_tokens, config.max_model_len
+    if longest > limit:
+        raise ConfigError(
+            Problem("--max-tokens", f"the longest request takes {longest} tokens, max_model_len is {limit}")
+        )
+    config = replace(config, max_model_len=longest, max_num_seqs=max_num_seqs, enable_prefix_caching=False)
+    # Without a number, each of several engines on one GPU would take all of it.
+    pages = 1 + max_num_seqs * -(-(longest + config.tree_rows) // config.page_size)
+    return Workload(replace(config, num_pages=pages), prompts)

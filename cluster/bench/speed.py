@@ -1,0 +1,277 @@
+"""`secateur bench latency` and `throughput`: one measurement, read in two ways.
+
+All contestants stay up and take turns, so that whatever else the machine does hits them alike; every round goes the
+other way round. Medians over the rounds, of ratios too: each round gives one.
+
+A contestant's ceiling is what its drafts would gain if nothing but the two models took time: tokens per step x V(1) /
+(V(N+1) + D), against our own engine without speculation. V are its and that engine's forwards, D is its drafting.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cluster.bench.contestants import Contestant, Generate, Ours, Turn, assistant, load_model, median_steps
+from cluster.bench.output import Say, about, device_mark, draw, rounded, stem_of, write_json, write_text
+from cluster.bench.runner import Job, Runner
+from cluster.bench.sequoia import acceptance_table, best_tree
+from cluster.bench.setup import scaled, workload
+from cluster.bench.speed_report import render
+from cluster.convert import model_folder
+from cluster.submit import derive_seed
+from secateur.bench import ALONE, PEERS, SpeedPlan
+from secateur.bench import Contestant as Name
+from secateur.config import BUNDLED_TARGET, EngineArgs
+from secateur.prompts import Prompt
+from workers.config import DraftConfig, EngineConfig, PruneConfig, TreeConfig
+from workers.ipc import Speculation
+from workers.types import SamplingParams
+
+CHAIN_ACCEPTANCE = (0.78, 0.77, 0.77, 0.77, 0.75, 0.75, 0.72, 0.7)
+STAR_ACCEPTANCE = {1: 0.78, 2: 0.89, 4: 0.95, 8: 0.98}
+"""Of the bundled pair at temperature 0, as `secateur bench acceptance` measures them: the static tree is Sequoia's for
+these. By depth that of the first child, and by number of children that of any of them."""
+
+WARM_TOKENS = 8
+SMALL: tuple[Name, ...] = ("assisted", "draft_model")
+"""These need a small model of the target's family."""
+
+NOTES = (
+    "all contestants answer the same prompts with the same number of tokens and take turns; medians over the rounds",
+    "TPOT is time per output token after the first, mean over the requests; ratios are to our own engine without "
+    "speculation in the same round",
+    "on CPU everybody has one thread per process: ours is two processes, drafter and verifier; generate_2_threads is "
+    "transformers with as many cores",
+    "generate answers requests in full batches, padded on the left; assisted generation and prompt lookup one by one",
+    "gain in decoding: by steps in which all requests decode, no prompt is computed and none has finished; ceiling: "
+    "tokens/step x V(1) / (V(N+1) + D), from the same steps; share: of the ceiling that they reach",
+    "same: requests whose tokens are those without speculation; transformers draws other noise at T > 0",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeedRow:
+    """One contestant at one temperature and number of requests."""
+
+    contestant: str
+    temperature: float
+    batch: int
+    ttft_ms: float
+    tpot_ms: float
+    tpot_ratio: float
+    """Of no speculation's over its own: above 1 is faster."""
+    tokens_per_second: float
+    throughput_ratio: float
+    same_tokens: float
+    tokens_per_step: float | None = None
+    acceptance_length: float | None = None
+    verified_per_step: float | None = None
+    draft_ms: float | None = None
+    transfer_ms: float | None = None
+    pack_ms: float | None = None
+    forward_ms: float | None = None
+    accept_ms: float | None = None
+    commit_ms: float | None = None
+    between_ms: float | None = None
+    step_ms: float | None = None
+    outside_models: float | None = None
+    """Share of a step in which neither model computes."""
+    step_gain: float | None = None
+    """Tokens per time of these steps over no speculation's."""
+    ceiling: float | None = None
+    ceiling_share: float | None = None
+
+
+def run(
+    args: EngineArgs,
+    plan: SpeedPlan,
+    prompts: Sequence[Prompt],
+    output: Path,
+    say: Say,
+    *,
+    name: str,
+    cache: Path | None = None,
+) -> str:
+    """Measures and writes DATE-name.json, .md and .png; returns the Markdown. What was measured is kept if it breaks
+    off. Raises ConfigError before anything is started, EngineDead."""
+    with scaled(args, plan.size, cache, say) as args_:
+        config, tokens = workload(args_, prompts, max_tokens=plan.max_tokens, max_num_seqs=max(plan.batches))
+        stem = stem_of(output, name, plan.target_cost, device_mark(config))
+        head = about(args, config, plan.model_dump(), NOTES)
+        rows: list[SpeedRow] = []
+        try:
+            with _contestants(config, plan, _assistant_folder(args, plan), say) as contestants:
+                for row in _measure(contestants, plan, tokens, say):
+                    rows.append(row)
+        finally:
+            write_json(stem, head, {"rows": [asdict(row) for row in rows]})
+    text = render(name, head, rows)
+    write_text(stem, text)
+    draw(say, stem, "speed", rows)
+    return text
+
+
+def _assistant_folder(args: EngineArgs, plan: SpeedPlan) -> Path | None:
+    """The small model of assisted generation and of our draft model; None if there is none for this target."""
+    spec = args.speculative_config
+    if spec is not None and spec.method == "draft_model" and spec.model is not None:
+        return model_folder(spec.model)
+    return model_folder("bundled:draft") if args.model == BUNDLED_TARGET else None
+
+
+# -- who takes part --------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _contestants(config: EngineConfig, plan: SpeedPlan, small: Path | None, say: Say) -> Iterator[list[Contestant]]:
+    """All that were asked for, up and warm. On CPU this process computes with one thread, as the engines do."""
+    assert config.draft is not None
+    threads = torch.get_num_threads()
+    asked = [name for name in plan.contestants if small is not None or name not in SMALL]
+    if len(asked) < len(plan.contestants):
+        say(f"{' and '.join(SMALL)} draft with a small model, and none belongs to this target: left out")
+    with ExitStack() as stack:
+        if config.device == "cpu":
+            torch.set_num_threads(1)
+            stack.callback(torch.set_num_threads, threads)
+        engines: dict[DraftConfig | None, Runner] = {}
+        found: list[Contestant] = []
+        for name in asked:
+            if name in PEERS:
+                continue
+            drafter = _drafter(name, config.draft, plan, small)
+            if drafter not in engines:
+                say(f"starting {name}")
+                engines[drafter] = stack.enter_context(Runner(replace(config, draft=drafter)))
+            found.append(Ours(name=name, runner=engines[drafter], speculation=Speculation(auto=name == "auto")))
+        if peers := [name for name in asked if name in PEERS]:
+            say(f"loading {', '.join(peers)}")
+            found += _peers(peers, config, plan, small)
+        yield found
+
+
+def _drafter(name: Name, draft: DraftConfig, plan: SpeedPlan, small: Path | None) -> DraftConfig | None:
+    """`dynamic` and `auto` have the same, so that one engine serves both: its requests ask for either."""
+    match name:
+        case "off":
+            return None
+        case "draft_model":
+            return replace(draft, method="draft_model", model_path=str(small), tree=TreeConfig(num_nodes=plan.nodes))
+        case _:
+            return replace(draft, tree=_tree(name, draft, plan))
+
+
+def _tree(name: Name, draft: DraftConfig, plan: SpeedPlan) -> TreeConfig:
+    own = draft.tree
+    match name:
+        case "chain":
+            return TreeConfig(kind="chain", num_nodes=plan.chain, max_depth=plan.chain)
+        case "static":
+            table = acceptance_table(CHAIN_ACCEPTANCE, STAR_ACCEPTANCE, max(STAR_ACCEPTANCE))
+            paths = best_tree(plan.nodes, table)
+            return TreeConfig(kind="static", num_nodes=len(paths), max_depth=len(paths[-1]), static_paths=paths)
+        case _:
+            return replace(own, kind="dynamic", num_nodes=plan.nodes, prune=PruneConfig(auto=True))
+
+
+def _peers(names: Sequence[Name], config: EngineConfig, plan: SpeedPlan, small: Path | None) -> Iterator[Generate]:
+    """One copy of the target for all."""
+    model = load_model(config.model_path, config.dtype, config.device)
+    for name in names:
+        alone = 1 if name in ALONE else None
+        match name:
+            case "generate":
+                yield Generate(name, model, max_batch=alone)
+            case "generate_2_threads" if config.device == "cpu":  # on a GPU it would be the same again
+                yield Generate(name, model, threads=2, max_batch=alone)
+            case "assisted":
+                assert small is not None
+                helper = assistant(load_model(small, config.dtype, config.device), plan.chain)
+                yield Generate(name, model, max_batch=alone, assistant_model=helper)
+            case "prompt_lookup":
+                yield Generate(name, model, max_batch=alone, prompt_lookup_num_tokens=plan.chain)
+
+
+# -- turns -----------------------------------------------------------------------------------------------------------
+
+
+def _measure(
+    contestants: Sequence[Contestant], plan: SpeedPlan, prompts: Sequence[list[int]], say: Say
+) -> Iterator[SpeedRow]:
+    for contestant in contestants:
+        contestant.take_turn(_jobs(prompts[:1], WARM_TOKENS, 0.0, plan.seed), 1)
+    for temperature in plan.temperatures:
+        for batch in plan.batches:
+            chosen = [prompts[i % len(prompts)] for i in range(max(batch, plan.num_prompts))]
+            jobs = _jobs(chosen, plan.max_tokens, temperature, plan.seed)
+            present = [c for c in contestants if c.max_batch is None or batch <= c.max_batch]
+            rounds = [_round(present if i % 2 == 0 else present[::-1], jobs, batch) for i in range(plan.rounds)]
+            for contestant in present:
+                row = row_of(contestant.name, temperature, batch, rounds)
+                say(f"T={temperature:g}, batch {batch}, {row.contestant}: {row.tpot_ms:.1f} ms per token")
+                yield row
+
+
+def _jobs(prompts: Sequence[list[int]], max_tokens: int, temperature: float, seed: int) -> list[Job]:
+    return [
+        Job(
+            prompt=prompt,
+            max_tokens=max_tokens,
+            sampling=SamplingParams(temperature=temperature, seed=derive_seed(seed, i)),
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def _round(contestants: Sequence[Contestant], jobs: Sequence[Job], batch: int) -> dict[str, Turn]:
+    return {contestant.name: contestant.take_turn(jobs, batch) for contestant in contestants}
+
+
+def row_of(name: str, temperature: float, batch: int, rounds: Sequence[dict[str, Turn]]) -> SpeedRow:
+    """A contestant's medians; `rounds` hold everybody's turns, "off" among them."""
+    own, off = [turns[name] for turns in rounds], [turns["off"] for turns in rounds]
+    pairs = list(zip(own, off, strict=True))
+    ratio = statistics.median(_tpot(plain) / _tpot(turn) for turn, plain in pairs)
+    same = [
+        mine.tokens == theirs.tokens
+        for turn, plain in pairs
+        for mine, theirs in zip(turn.timings, plain.timings, strict=True)
+    ]
+    row = SpeedRow(
+        contestant=name,
+        temperature=temperature,
+        batch=batch,
+        ttft_ms=rounded(1e3 * statistics.median(t.first_seconds for turn in own for t in turn.timings)),
+        tpot_ms=rounded(1e3 * statistics.median(map(_tpot, own))),
+        tpot_ratio=rounded(ratio),
+        tokens_per_second=rounded(statistics.median(turn.tokens_per_second for turn in own)),
+        throughput_ratio=rounded(statistics.median(t.tokens_per_second / p.tokens_per_second for t, p in pairs)),
+        same_tokens=rounded(statistics.mean(same)),
+    )
+    steps = median_steps([turn.steps for turn in own if turn.steps is not None])
+    plain = median_steps([turn.steps for turn in off if turn.steps is not None])
+    if steps is None or plain is None:
+        return row
+    ceiling = steps.tokens_per_step * plain.forward_ms / (steps.forward_ms + steps.draft_ms)
+    gain = steps.tokens_per_step * plain.total_ms / steps.total_ms
+    parts: dict[str, Any] = {key: rounded(value) for key, value in asdict(steps).items() if key != "num_steps"}
+    return replace(
+        row,
+        **parts,
+        step_ms=rounded(steps.total_ms),
+        outside_models=rounded((steps.host_ms + steps.transfer_ms) / steps.total_ms),
+        step_gain=rounded(gain),
+        ceiling=rounded(ceiling) if name != "off" else None,
+        ceiling_share=rounded(gain / ceiling) if name != "off" else None,
+    )
+
+
+def _tpot(turn: Turn) -> float:
+    return statistics.mean(timing.seconds_per_token for timing in turn.timings)
