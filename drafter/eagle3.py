@@ -22,6 +22,7 @@ caller keeps the alignment: the entry for token j lives in KV slot j with rotary
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -37,8 +38,7 @@ from workers.eagle3_format import (
     open_eagle3,
     read_eagle3_spec,
 )
-from workers.kernels.reference import AttentionPlan
-from workers.kernels.reference import plan as plan_attention
+from workers.kernels.choose import TORCH, AttentionPlan, Kernels
 from workers.kv import KVPool
 from workers.layers import SINGLE, Attention, HeadSplit, Mlp, TensorParallel, VocabHead, gather_vocab, rms_norm
 from workers.model import DecoderLayer, load_layer
@@ -67,9 +67,11 @@ class Eagle3Head:
         final_norm_H: Tensor,
         head: VocabHead,
         target_ids: Tensor,
+        kernels: Kernels = TORCH,
     ) -> None:
         self.spec = spec
         self.tp = tp
+        self.kernels = kernels
         self.device = embedding_VH.device
         self.dtype = embedding_VH.dtype
         self.vocab = DraftVocabulary(target_size=spec.vocab_size, target_ids=target_ids)
@@ -93,6 +95,7 @@ class Eagle3Head:
         tp: TensorParallel = SINGLE,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
+        kernels: Kernels = TORCH,
     ) -> Eagle3Head:
         """Read this rank's share of a head; embedding and vocabulary head come from the target where it has none.
 
@@ -131,26 +134,36 @@ class Eagle3Head:
                 eps=spec.rms_norm_eps,
                 window=None,
                 tp=tp,
+                kernels=kernels,
             ),
             post_norm_H=weights.get(f"{layer}post_attention_layernorm.weight"),
             mlp=Mlp.load(weights, f"{layer}mlp.", bias=spec.mlp_bias, tp=tp),
-            more_layers=tuple(load_layer(weights, f"layers.{i}.", spec, tp) for i in range(1, spec.num_layers)),
+            more_layers=tuple(
+                load_layer(weights, f"layers.{i}.", spec, tp, kernels=kernels) for i in range(1, spec.num_layers)
+            ),
             final_norm_H=weights.get("norm.weight"),
             head=_load_vocab_head(weights, target, spec, tp),
             target_ids=load_target_ids(weights, spec),
+            kernels=kernels,
         )
         weights.finish(allowed=(*FUSION_TENSORS, *UNUSED_TENSORS))
         return head
 
-    def plan(self, metadata: AttentionMetadata, page_size: int) -> AttentionPlan:
-        """Prepare one step's attention; slot 0 is hidden."""
-        return plan_attention(
+    @property
+    def width(self) -> int:
+        """H, the features'."""
+        return self.spec.hidden_size
+
+    def plan(self, metadata: AttentionMetadata, page_size: int, into: Any = None) -> AttentionPlan:
+        """Prepare one step's attention, see `Kernels.plan`; slot 0 is hidden."""
+        return self.kernels.plan(
             metadata,
             page_size,
             group_size=self.heads.num_heads // self.heads.num_kv_heads,
             first_slot=FIRST_SLOT,
             dtype=self.dtype,
             device=self.device,
+            into=into,
         )
 
     @property

@@ -16,6 +16,7 @@ Alignment is EAGLE-3's: the entry for token j lives in KV slot j with rotary pos
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,9 +26,8 @@ from drafter.eagle3 import FIRST_SLOT
 from drafter.level import DraftVocabulary
 from workers.checkpoint import Weights, check_parallel
 from workers.fc_head_format import FcHeadSpec
+from workers.kernels.choose import TORCH, AttentionPlan, Kernels
 from workers.kernels.linear import Linear
-from workers.kernels.reference import AttentionPlan
-from workers.kernels.reference import plan as plan_attention
 from workers.kv import KVPool
 from workers.layers import SINGLE, HeadSplit, TensorParallel, VocabHead, gather_vocab, rms_norm
 from workers.model import DecoderLayer, is_legacy, load_layer
@@ -50,9 +50,11 @@ class FcHead:
         layers: tuple[DecoderLayer, ...],
         final_norm_H: Tensor | None,
         head: VocabHead,
+        kernels: Kernels = TORCH,
     ) -> None:
         self.spec = spec
         self.tp = tp
+        self.kernels = kernels
         self.device = embedding_VH.device
         self.dtype = embedding_VH.dtype
         self.vocab = DraftVocabulary(target_size=spec.layers.vocab_size)
@@ -75,6 +77,7 @@ class FcHead:
         tp: TensorParallel = SINGLE,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
+        kernels: Kernels = TORCH,
     ) -> FcHead:
         """Read this rank's share of a head; embedding and vocabulary head come from the target where it has none.
 
@@ -106,13 +109,16 @@ class FcHead:
             feature_norm_H=norm(spec.feature_norm),
             fc=Linear(weights.get(f"{spec.fc}.weight"), weights.get(f"{spec.fc}.bias") if spec.fc_bias else None),
             layers=tuple(
-                load_layer(weights, prefix, layers, tp, has_input_norm=index > 0 or spec.first_layer_norm)
+                load_layer(
+                    weights, prefix, layers, tp, has_input_norm=index > 0 or spec.first_layer_norm, kernels=kernels
+                )
                 for index, prefix in enumerate(spec.layer_prefixes)
             ),
             final_norm_H=norm(spec.final_norm),
             head=VocabHead.tied(embedding_VH, tp)
             if output == embedding
             else VocabHead.load(*output, layers.vocab_size, tp),
+            kernels=kernels,
         )
         weights.finish(allowed=lambda name: not name.startswith(spec.prefix) or is_legacy(name))
         return head
@@ -129,15 +135,21 @@ class FcHead:
         kv_heads = self.heads.num_kv_heads
         return KVPool(layers.num_layers, num_slots, kv_heads, layers.head_dim, self.dtype, self.device)
 
-    def plan(self, metadata: AttentionMetadata, page_size: int) -> AttentionPlan:
-        """Prepare one step's attention; slot 0 is hidden."""
-        return plan_attention(
+    @property
+    def width(self) -> int:
+        """H, the features'."""
+        return self.spec.layers.hidden_size
+
+    def plan(self, metadata: AttentionMetadata, page_size: int, into: Any = None) -> AttentionPlan:
+        """Prepare one step's attention, see `Kernels.plan`; slot 0 is hidden."""
+        return self.kernels.plan(
             metadata,
             page_size,
             group_size=self.heads.num_heads // self.heads.num_kv_heads,
             first_slot=FIRST_SLOT,
             dtype=self.dtype,
             device=self.device,
+            into=into,
         )
 
     @torch.inference_mode()

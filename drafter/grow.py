@@ -27,6 +27,7 @@ from drafter.score import Scores, score
 from drafter.search import Search
 from drafter.shape import DynamicShape, Shape
 from workers.constraints import ConstrainedRow, Standing, constrain
+from workers.kernels.choose import TORCH, Kernels
 from workers.types import DraftCosts, DraftProbs, Rule, SamplingBatch, TreeBatch
 
 Expand = Callable[[Level], Tensor | Candidates]
@@ -69,6 +70,7 @@ def grow(
     vocab: DraftVocabulary,
     standings: dict[int, Standing] | None = None,
     costs: DraftCosts | None = None,
+    kernels: Kernels = TORCH,
 ) -> Grown:
     """One tree per request.
 
@@ -93,7 +95,7 @@ def grow(
             draft = editor.edit(draft, level)
         params = sampling.rows(torch.from_numpy(level.request_F).to(sampling.seed_B.device))
         index_F = root_index_B[level.request_F] + level.depth
-        scores = score(draft, params, limits.rule_B[level.request_F], index_F, shape.max_children, vocab)
+        scores = score(draft, params, limits.rule_B[level.request_F], index_F, shape.max_children, vocab, kernels)
         for i, growth in enumerate(growths):
             if len(growths) == 1:
                 growth.take(level, scores)

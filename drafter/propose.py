@@ -12,16 +12,19 @@ Legend: B requests of the message, G of them growing, M fed rows, F frontier nod
 
 from __future__ import annotations
 
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from drafter.level import Candidates, DraftVocabulary, Level
-from workers.kernels.reference import AttentionPlan
+from workers.config import EngineConfig
+from workers.decoders import AnyDecoder
+from workers.graphs import Graphs, most_pages, sizes
+from workers.kernels.choose import AttentionPlan
 from workers.kv import KVPool
-from workers.model import Decoder
 from workers.types import AttentionMetadata, DraftRequest
 
 
@@ -46,13 +49,18 @@ class FeatureHead(Protocol):
     """
 
     vocab: DraftVocabulary
+    device: torch.device
+    dtype: torch.dtype
 
     @property
     def bytes_per_slot(self) -> int: ...
 
+    @property
+    def width(self) -> int: ...
+
     def new_kv_pool(self, num_slots: int) -> KVPool: ...
 
-    def plan(self, metadata: AttentionMetadata, page_size: int) -> AttentionPlan: ...
+    def plan(self, metadata: AttentionMetadata, page_size: int, into: Any = None) -> AttentionPlan: ...
 
     def forward(
         self, tokens_M: Tensor, features_MH: Tensor, positions_M: Tensor, plan: AttentionPlan, kv: KVPool
@@ -108,10 +116,16 @@ def _fed_attention(request: DraftRequest, slot_M: Tensor) -> AttentionMetadata:
 
 
 class FeatureProposer:
-    """EAGLE and MTP heads: a committed token's feature comes from the target, a tree node's from its parent."""
+    """EAGLE and MTP heads: a committed token's feature comes from the target, a tree node's from its parent.
 
-    def __init__(self, head: FeatureHead, kv: KVPool, page_size: int, tree_rows: int) -> None:
+    graphs: see `head_graphs`; None = every kernel is launched by itself.
+    """
+
+    def __init__(
+        self, head: FeatureHead, kv: KVPool, page_size: int, tree_rows: int, graphs: Graphs | None = None
+    ) -> None:
         self.vocab = head.vocab
+        self.graphs = graphs
         self._head, self._kv, self._page_size, self._tree_rows = head, kv, page_size, tree_rows
         self._prefix: _Prefix
         self._hidden_GRH: Tensor  # features that a node hands to its children
@@ -119,8 +133,7 @@ class FeatureProposer:
     def extend(self, request: DraftRequest) -> Tensor:
         assert request.features_MH is not None, "a feature head is fed features"
         slot_M = fed_slots(request)
-        plan = self._head.plan(_fed_attention(request, slot_M), self._page_size)
-        hidden_MH = self._run(request.token_M, request.features_MH, slot_M - 1, plan)
+        hidden_MH = self._run(request.token_M, request.features_MH, slot_M - 1, _fed_attention(request, slot_M))
         self._prefix = _Prefix(request)
         root_GH = hidden_MH[self._prefix.last_row_G.to(hidden_MH.device)]
         self._hidden_GRH = root_GH.new_empty(len(root_GH), self._tree_rows, root_GH.shape[-1])
@@ -131,21 +144,41 @@ class FeatureProposer:
         device = self._hidden_GRH.device
         g = torch.from_numpy(level.request_F).to(device)
         parent, row = (torch.from_numpy(rows).long().to(device) for rows in (level.parent_row_F, level.row_F))
-        plan = self._head.plan(self._prefix.attention(level), self._page_size)
-        position_F = self._prefix.position_F(level) - 1
-        hidden_FH = self._run(torch.from_numpy(level.token_F), self._hidden_GRH[g, parent], position_F, plan)
+        position_F, attention = self._prefix.position_F(level) - 1, self._prefix.attention(level)
+        hidden_FH = self._run(torch.from_numpy(level.token_F), self._hidden_GRH[g, parent], position_F, attention)
         self._hidden_GRH[g, row] = hidden_FH
         return self._head.logits(hidden_FH)
 
-    def _run(self, tokens: Tensor, features: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
+    def _run(self, tokens: Tensor, features: Tensor, positions: Tensor, attention: AttentionMetadata) -> Tensor:
+        if self.graphs is not None:
+            return self.graphs(attention, tokens, features, positions)[0]
         device = features.device
+        plan = self._head.plan(attention, self._page_size)
         return self._head.forward(tokens.to(device), features, positions.to(device), plan, self._kv)
+
+
+def head_graphs(head: FeatureHead, kv: KVPool, config: EngineConfig, *, is_captured: bool = True) -> Graphs:
+    """A head's forward pass, (tokens_M, features_MH, positions_M) -> (hidden_MH,), for fed rows and levels alike."""
+
+    def run(plan: AttentionPlan, tokens_M: Tensor, features_MH: Tensor, positions_M: Tensor) -> tuple[Tensor]:
+        return (head.forward(tokens_M, features_MH, positions_M, plan, kv),)
+
+    one = torch.zeros(1, dtype=torch.int32, device=head.device)
+    return Graphs(
+        run,
+        partial(head.plan, page_size=config.page_size),
+        (one, torch.zeros(1, head.width, dtype=head.dtype, device=head.device), one),
+        buckets=sizes(config.max_num_seqs, config.tree_rows),
+        table_width=most_pages(config),
+        is_captured=is_captured,
+    )
 
 
 class DraftModelProposer:
     """A small language model of its own; it needs nothing of the target but the tokens."""
 
-    def __init__(self, model: Decoder, kv: KVPool, page_size: int) -> None:
+    def __init__(self, model: AnyDecoder, kv: KVPool, page_size: int, graphs: Graphs | None = None) -> None:
+        self.graphs = graphs
         self.vocab = DraftVocabulary(target_size=model.spec.vocab_size)
         self._model, self._kv, self._page_size = model, kv, page_size
         self._prefix: _Prefix
@@ -162,6 +195,8 @@ class DraftModelProposer:
         return self._model.full_logits(self._run(tokens_F, position_F, self._prefix.attention(level)))
 
     def _run(self, tokens: Tensor, positions: Tensor, attention: AttentionMetadata) -> Tensor:
+        if self.graphs is not None:
+            return self.graphs(attention, tokens, positions)[0]
         device = self._model.device
         plan = self._model.plan(attention, self._page_size)
         return self._model.forward(tokens.to(device), positions.to(device), plan, self._kv).final_ND

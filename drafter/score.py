@@ -19,6 +19,7 @@ from torch import Tensor
 
 from drafter.level import Candidates, DraftVocabulary
 from drafter.sample import Support, expected_survival, quantise
+from workers.kernels.choose import TORCH, Kernels
 from workers.random import gumbel_at
 from workers.sampling import process_logits
 from workers.types import NodeKind, Rule, SamplingBatch
@@ -58,6 +59,7 @@ def score(
     index_F: np.ndarray,
     num_children: int,
     vocab: DraftVocabulary,
+    kernels: Kernels = TORCH,
 ) -> Scores:
     """Candidates of each node, at most num_children.
 
@@ -80,10 +82,11 @@ def score(
             G = vocab.noise.rows(params.seed_B.tolist(), index_F.tolist(), log_q.device)
             scored = torch.where(noisy[:, None], log_q + G, log_q)
         if not is_coupled_F.all():
-            tau = torch.where(hot & ~noisy, 1.0, CONFIDENCE_TAU)[:, None]
-    best = scored.topk(min(num_children, scored.shape[-1]), dim=-1)
-    weight_FK = torch.exp(best.values / tau - (scored / tau).logsumexp(-1, keepdim=True)).cpu().numpy()
-    token = best.indices if vocab.target_ids is None else vocab.target_ids[best.indices]
+            tau = torch.where(hot & ~noisy, 1.0, CONFIDENCE_TAU)
+    best = kernels.top_k(scored, num_children, tau)
+    tau_F1 = tau[:, None] if isinstance(tau, Tensor) else tau
+    weight_FK = torch.exp(best.value_RK / tau_F1 - best.lse_R[:, None]).cpu().numpy()
+    token = best.index_RK if vocab.target_ids is None else vocab.target_ids[best.index_RK]
     kind_F = _kinds(rule_F, hot)
     support, is_sampled_F = None, kind_F == NodeKind.SAMPLED
     if is_sampled_F.any():
@@ -93,7 +96,7 @@ def score(
     return Scores(
         token_FK=token.cpu().numpy(),
         weight_FK=weight_FK,
-        prob_FK=log_q.gather(-1, best.indices).exp().cpu().numpy(),
+        prob_FK=log_q.gather(-1, best.index_RK).exp().cpu().numpy(),
         top_prob_F=log_q.amax(-1).exp().cpu().numpy(),
         kind_F=kind_F,
         support=support,

@@ -18,15 +18,18 @@ from drafter.fc_head import FcHead
 from drafter.grow import grow
 from drafter.level import GrowLimits
 from drafter.ngram import Lengths, NgramProposer
-from drafter.propose import DraftModelProposer, FeatureHead, FeatureProposer, Proposer
+from drafter.propose import DraftModelProposer, FeatureHead, FeatureProposer, Proposer, head_graphs
 from drafter.shape import Shape, make_shape
 from workers import groups
 from workers.channel import Received, naming_lost_peers
 from workers.checkpoint import read_spec
 from workers.config import DraftConfig, EngineConfig
 from workers.constraints import Standing, unpack_standings
+from workers.decoders import load_decoder
 from workers.fc_head_format import read_eagle_spec, read_mtp_spec
+from workers.graphs import can_capture, decoder_graphs
 from workers.groups import World
+from workers.kernels.choose import TORCH, Kernels, kernels_for
 from workers.kv import KVPool
 from workers.memory import agree_on_pages
 from workers.model import Decoder
@@ -41,23 +44,28 @@ def run(config: EngineConfig, rank: int, store_address: str) -> None:
     assert config.draft is not None
     world = groups.join(config, rank, store_address)
     logger.info("%s: joined a world of %d", world.role, config.world_size)
-    proposer = _load(world, config.draft)
-    world.gather_topology(
-        {"role": "drafter", "tp_rank": world.tp.rank, "rank": rank, "pid": os.getpid(), "device": str(world.device)}
-    )
+    kernels = TORCH if config.draft.method == "ngram" else kernels_for(world.device, config.kernels)
+    proposer = _load(world, config.draft, kernels)
+    entry: dict[str, str | int] = {
+        "role": "drafter", "tp_rank": world.tp.rank, "rank": rank, "pid": os.getpid(), "device": str(world.device)
+    }
+    if not isinstance(proposer, NgramProposer) and proposer.graphs is not None:
+        entry |= proposer.graphs.report
+        logger.info("%s: captured graphs, %s", world.role, proposer.graphs.report)
+    world.gather_topology(entry)
     is_hybrid = config.draft.acceptance.sample_method == "hybrid"
-    _serve(world, proposer, make_shape(config.draft.tree), is_hybrid)
+    _serve(world, proposer, make_shape(config.draft.tree), is_hybrid, kernels)
     groups.leave()
     logger.info("%s: stopped", world.role)
 
 
-def _serve(world: World, proposer: Proposer, shape: Shape, is_hybrid: bool) -> None:
+def _serve(world: World, proposer: Proposer, shape: Shape, is_hybrid: bool, kernels: Kernels) -> None:
     while (received := _next_message(world)).kind != Kind.STOP:
         if received.kind == Kind.HEARTBEAT:
             continue
         assert isinstance(received.message, DraftRequest)
         with naming_lost_peers(world.role, received.step):
-            reply = draft(received.message, proposer, shape, is_hybrid=is_hybrid)
+            reply = draft(received.message, proposer, shape, is_hybrid=is_hybrid, kernels=kernels)
         if world.link is not None:
             world.link.send(reply, received.step)
 
@@ -81,7 +89,9 @@ def _next_message(world: World) -> Received:
 
 
 @torch.inference_mode()
-def draft(request: DraftRequest, proposer: Proposer, shape: Shape, *, is_hybrid: bool = False) -> DraftReply:
+def draft(
+    request: DraftRequest, proposer: Proposer, shape: Shape, *, is_hybrid: bool = False, kernels: Kernels = TORCH
+) -> DraftReply:
     """Feeds the new rows and grows one tree for each request that wants one."""
     began = time.perf_counter()
     roots = proposer.extend(request)
@@ -107,6 +117,7 @@ def draft(request: DraftRequest, proposer: Proposer, shape: Shape, *, is_hybrid:
         vocab=proposer.vocab,
         standings=_standings(request.constraints_U, growing),
         costs=request.costs,
+        kernels=kernels,
     )
     return DraftReply(
         trees=grown.trees,
@@ -124,15 +135,19 @@ def _standings(constraints_U: Tensor, growing: Tensor) -> dict[int, Standing]:
     return {int(place_B[b]): standing for b, standing in unpack_standings(constraints_U).items() if growing[b]}
 
 
-def _load(world: World, draft: DraftConfig) -> Proposer:
+def _load(
+    world: World, draft: DraftConfig, kernels: Kernels
+) -> FeatureProposer | DraftModelProposer | NgramProposer:
     """This rank's proposer with a KV pool of the agreed number of pages."""
     config = world.config
     dtype = getattr(torch, config.dtype)
+    has_graphs = can_capture(kernels, world.device, config.enforce_eager)
     match draft.method:
         case "eagle3" | "eagle" | "mtp":
-            head = _load_head(world, draft, dtype)
+            head = _load_head(world, draft, dtype, kernels)
             kv = head.new_kv_pool(agree_on_pages(world, head.bytes_per_slot) * config.page_size)
-            return FeatureProposer(head, kv, config.page_size, config.tree_rows)
+            graphs = head_graphs(head, kv, config) if has_graphs else None
+            return FeatureProposer(head, kv, config.page_size, config.tree_rows, graphs)
         case "ngram":
             num_pages = agree_on_pages(world, NgramProposer.BYTES_PER_SLOT)
             lengths = Lengths(draft.prompt_lookup_min, draft.prompt_lookup_max)
@@ -145,17 +160,18 @@ def _load(world: World, draft: DraftConfig) -> Proposer:
                     f"target and draft model should have the same vocabulary size (target {target.vocab_size}, "
                     f"draft {spec.vocab_size}): choose a draft model of the same family"
                 )
-            model = Decoder.load(draft.model_path, spec, world.tp, world.device, dtype)
+            model = load_decoder(draft.model_path, spec, world.tp, world.device, dtype, kernels=kernels)
             slot_bytes = KVPool.bytes_per_slot(spec.num_layers, model.heads.num_kv_heads, spec.head_dim, dtype)
             kv = model.new_kv_pool(agree_on_pages(world, slot_bytes) * config.page_size)
-            return DraftModelProposer(model, kv, config.page_size)
+            graphs = decoder_graphs(model, kv, config) if has_graphs and isinstance(model, Decoder) else None
+            return DraftModelProposer(model, kv, config.page_size, graphs)
 
 
-def _load_head(world: World, draft: DraftConfig, dtype: torch.dtype) -> FeatureHead:
+def _load_head(world: World, draft: DraftConfig, dtype: torch.dtype, kernels: Kernels) -> FeatureHead:
     """This rank's share of the head that reads the target's features."""
     target_path = world.config.model_path
     if draft.method == "eagle3":
-        return Eagle3Head.load(draft.model_path, target_path, world.tp, world.device, dtype)
+        return Eagle3Head.load(draft.model_path, target_path, world.tp, world.device, dtype, kernels)
     read = read_mtp_spec if draft.method == "mtp" else read_eagle_spec
     spec = read(draft.model_path, read_spec(target_path))
-    return FcHead.load(spec, draft.model_path, target_path, world.tp, world.device, dtype)
+    return FcHead.load(spec, draft.model_path, target_path, world.tp, world.device, dtype, kernels)

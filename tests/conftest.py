@@ -1,11 +1,21 @@
 """Shared by all tests: helpers beside the tests are imported by their plain name (`import checkpoints`)."""
 
+import importlib.util
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+# Without a GPU Triton's kernels run in Python; Triton reads this when it is first imported, by whomever.
+if not any(Path("/dev").glob("nvidia[0-9]*")):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+if importlib.util.find_spec("hypothesis"):  # no test of tests/gpu needs it
+    from hypothesis import settings
+
+    settings.register_profile("patient", deadline=None)  # a busy machine is no failure
+    settings.load_profile("patient")
 
 
 def pytest_addoption(parser):

@@ -3,118 +3,20 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
+import attention_cases
 import pytest
 import torch
-from torch import Tensor
+from attention_cases import CHAIN, LONG_CHAIN, RAGGED, TWO_BY_TWO, Batch
 
+from workers.kernels import reference
 from workers.kernels.reference import plan, tree_attention
 from workers.types import AttentionMetadata
 
 torch.set_num_threads(1)
 
-CHAIN = [-1, 0, 1, 2]
-TWO_BY_TWO = [-1, 0, 0, 1, 1, 2, 2]
-RAGGED = [-1, 0, 0, 1, 1, 1, 2, 3]
-LONG_CHAIN = [-1, *range(63)]
-
-
-def paths_of(parents: list[int]) -> list[list[int]]:
-    paths: list[list[int]] = []
-    for row, parent in enumerate(parents):
-        paths.append([*(paths[parent] if parent >= 0 else []), row])
-    return paths
-
-
-class Batch:
-    """Requests of (prefix length, tree parents) or (first position, number of prompt rows) on shuffled pages.
-
-    `keys[n]` lists the logical slots of row n in path order: the rule spelled out, for the dense oracle.
-    """
-
-    def __init__(self, requests: list[tuple[int, list[int] | int]], page_size: int, seed: int = 42) -> None:
-        self.page_size = page_size
-        self.keys: list[list[int]] = []
-        self.owner: list[int] = []
-        offsets, base, slots, visible, ancestors = [0], [], [], [], []
-        lengths = []
-        for request, (start, shape) in enumerate(requests):
-            if isinstance(shape, int):
-                rows = [(start + i, start + i + 1, 0, list(range(start + i + 1))) for i in range(shape)]
-                base.append(0)
-            else:
-                rows = [
-                    (start + row, start, sum(1 << r for r in path), [*range(start), *(start + r for r in path)])
-                    for row, path in enumerate(paths_of(shape))
-                ]
-                base.append(start)
-            for slot, seen, mask, keys in rows:
-                slots.append(slot)
-                visible.append(seen)
-                ancestors.append(mask - (1 << 64) if mask >> 63 else mask)
-                self.keys.append(keys)
-                self.owner.append(request)
-            offsets.append(len(slots))
-            lengths.append(start + len(rows))
-        pages_each = max(-(-length // page_size) for length in lengths)
-        order = list(range(1, len(requests) * pages_each + 1))
-        random.Random(seed).shuffle(order)
-        self.table = torch.tensor(order, dtype=torch.int32).view(len(requests), pages_each)
-        for request, length in enumerate(lengths):
-            self.table[request, -(-length // page_size) :] = 0  # as the scheduler pads it
-        self.num_slots = (len(order) + 1) * page_size
-        self.metadata = AttentionMetadata(
-            query_offsets=torch.tensor(offsets, dtype=torch.int32),
-            page_table_BP=self.table,
-            base_B=torch.tensor(base, dtype=torch.int32),
-            slot_N=torch.tensor(slots, dtype=torch.int32),
-            visible_N=torch.tensor(visible, dtype=torch.int32),
-            ancestors_N=torch.tensor(ancestors, dtype=torch.int64),
-        )
-
-    def physical(self, request: int, logical: list[int]) -> Tensor:
-        slot = torch.tensor(logical)
-        return self.table[request].long()[slot // self.page_size] * self.page_size + slot % self.page_size
-
-    def dense(self, q: Tensor, kv: Tensor, scale: float, window: int | None = None, first_slot: int = 0) -> Tensor:
-        """Each row alone, in float64, over its own keys laid out contiguously."""
-        rows = []
-        groups = q.shape[1] // kv.shape[2]
-        for row, keys in enumerate(self.keys):
-            kept = [slot for slot in keys[-(window or len(keys)) :] if slot >= first_slot]
-            own = kv[self.physical(self.owner[row], kept)].double().repeat_interleave(groups, dim=2)
-            score = torch.einsum("hd,shd->hs", q[row].double(), own[:, 0]) * scale
-            rows.append(torch.einsum("hs,shd->hd", score.softmax(-1), own[:, 1]).flatten())
-        return torch.stack(rows)
-
-
-def compare(
-    batch: Batch,
-    *,
-    q_heads: int = 4,
-    kv_heads: int = 2,
-    head_dim: int = 16,
-    dtype: torch.dtype = torch.float32,
-    tolerance: float = 1e-5,
-    window: int | None = None,
-    first_slot: int = 0,
-) -> None:
-    generator = torch.Generator().manual_seed(42)
-    kv = torch.randn(batch.num_slots, 2, kv_heads, head_dim, generator=generator).to(dtype)
-    q = torch.randn(len(batch.keys), q_heads, head_dim, generator=generator).to(dtype)
-    prepared = plan(
-        batch.metadata,
-        batch.page_size,
-        windows=(None, window),
-        group_size=q_heads // kv_heads,
-        first_slot=first_slot,
-        dtype=dtype,
-    )
-    scale = head_dim**-0.5
-    actual = tree_attention(q, kv, prepared, scale, window)
-    expected = batch.dense(q, kv, scale, window, first_slot)
-    assert actual.dtype == dtype
-    assert (actual.double() - expected).abs().max().item() < tolerance
+compare = partial(attention_cases.compare, reference)
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from workers.channel import Channel, naming_lost_peers
 from workers.constraints import Columns, ConstrainedRow, constrain, unpack_standings
+from workers.decoders import AnyDecoder
+from workers.graphs import Graphs
 from workers.ipc import TokenLogprobs
 from workers.kv import KVPool
-from workers.layers import gather_vocab
-from workers.model import Decoder
+from workers.layers import gather_vocab, shard_vocab
 from workers.noise import NoiseBook
-from workers.sampling import coupled_scores, needs_whole_rows, process_logits, shard_best
+from workers.sampling import coupled_scores, needs_whole_rows, process_logits
 from workers.types import Hidden, Rule, TargetStep
 from workers.wire import Kind
 
@@ -32,18 +33,29 @@ class Target:
 
     feature: rank 0's choice of what a feature drafter is told of some rows: the final hidden state, or for EAGLE-3
     its head's fc of the taps, applied here so that the drafter is sent H, not 3 D, wide features.
+    graphs: of the decoder over this pool (`workers.graphs.decoder_graphs`); None = every kernel is launched by itself.
     """
 
     def __init__(
-        self, decoder: Decoder, kv: KVPool, page_size: int, peers: Channel | None, feature: Feature | None
+        self,
+        decoder: AnyDecoder,
+        kv: KVPool,
+        page_size: int,
+        peers: Channel | None,
+        feature: Feature | None,
+        graphs: Graphs | None = None,
     ) -> None:
         self._decoder = decoder
         self._kv = kv
         self._page_size = page_size
         self._peers = peers
         self._feature = feature
+        self.graphs = graphs
         self._role = f"verifier {decoder.tp.rank}"
-        self._noise = NoiseBook(0, decoder.spec.vocab_size)
+        vocab_size = decoder.spec.vocab_size
+        start, _, width = shard_vocab(vocab_size, decoder.tp)
+        self._noise = NoiseBook(0, vocab_size)  # of whole rows
+        self._shard_noise = self._noise if decoder.tp.size == 1 else NoiseBook(start, start + width)
         self._hidden: Hidden | None = None
         self._processed_RV: Tensor | None = None
         self._raw_RV: Tensor | None = None
@@ -115,9 +127,15 @@ class Target:
     def _execute(self, step: TargetStep) -> list[int] | None:
         device = self._decoder.device
         if len(step.copy_source):
-            self._kv.copy(step.copy_source.long().to(device), step.copy_target.long().to(device))
-        plan = self._decoder.plan(step.attention, self._page_size)
-        hidden = self._decoder.forward(step.token_N.to(device), step.position_N.to(device), plan, self._kv)
+            self._decoder.kernels.copy_slots(
+                self._kv.data, step.copy_source.long().to(device), step.copy_target.long().to(device)
+            )
+        if self.graphs is None:
+            plan = self._decoder.plan(step.attention, self._page_size)
+            hidden = self._decoder.forward(step.token_N.to(device), step.position_N.to(device), plan, self._kv)
+        else:
+            final_ND, *taps = self.graphs(step.attention, step.token_N, step.position_N)
+            hidden = Hidden(final_ND, taps[0] if taps else None)
         self._hidden = hidden
         if len(step.sample_row_R) == 0:
             return []
@@ -140,7 +158,7 @@ class Target:
         if has_logprobs:
             raw_RV = gather_vocab(raw_RW, tp, vocab_size)
             self._raw_RV = raw_RV if tp.rank == 0 else None
-        if tp.size == 1 or has_sampled or needs_whole_rows(params):
+        if has_sampled or needs_whole_rows(params):
             whole_RV = gather_vocab(logits_RW, tp, vocab_size)
             if tp.rank > 0:
                 return None
@@ -149,8 +167,13 @@ class Target:
         row_max_R = None
         if bool((params.min_p_B > 0).any()):
             row_max_R = logits_RW.amax(-1)
-            dist.all_reduce(row_max_R, op=dist.ReduceOp.MAX, group=tp.group)
-        score_R, id_R = shard_best(logits_RW, params, index_R, start, row_max_R)
+            if tp.size > 1:
+                dist.all_reduce(row_max_R, op=dist.ReduceOp.MAX, group=tp.group)
+        score_R, id_R = self._decoder.kernels.coupled_argmax(
+            logits_RW, params, index_R, start, row_max_R, self._shard_noise
+        )
+        if tp.size == 1:
+            return id_R.tolist()
         mine = torch.stack([score_R.double(), id_R.double()])  # ids are exact in float64
         every = torch.empty(tp.size, *mine.shape, dtype=mine.dtype, device=mine.device)
         dist.all_gather_into_tensor(every.view(-1), mine.view(-1), group=tp.group)

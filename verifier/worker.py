@@ -15,8 +15,11 @@ from verifier.target import Feature, Target
 from workers import groups, ipc
 from workers.checkpoint import ModelSpec, read_spec
 from workers.config import EngineConfig
+from workers.decoders import load_decoder
 from workers.eagle3_format import FeatureFusion, read_eagle3_spec
+from workers.graphs import can_capture, decoder_graphs
 from workers.groups import World
+from workers.kernels.choose import kernels_for
 from workers.kv import KVPool
 from workers.memory import agree_on_pages
 from workers.model import Decoder
@@ -33,10 +36,12 @@ def run(config: EngineConfig, rank: int, store_address: str, *, front: str | Non
     assert (rank == 0) == (front is not None), "exactly rank 0 has a front"
     world = groups.join(config, rank, store_address)
     logger.info("%s: joined a world of %d", world.role, config.world_size)
-    target, num_pages, vocab_size = _load(world)
+    target, num_pages, vocab_size = load(world)
     entry: dict[str, str | int] = {
         "role": "verifier", "tp_rank": world.tp.rank, "rank": rank, "pid": os.getpid(), "device": str(world.device)
     }
+    if target.graphs is not None:
+        entry |= target.graphs.report
     topology = world.gather_topology(entry)
     if front is None:
         target.follow()
@@ -60,23 +65,33 @@ def run(config: EngineConfig, rank: int, store_address: str, *, front: str | Non
     logger.info("%s: stopped", world.role)
 
 
-def _load(world: World) -> tuple[Target, int, int]:
+def load(world: World) -> tuple[Target, int, int]:
     """This rank's target, the agreed number of KV pages, and the vocabulary size."""
     config = world.config
     dtype = getattr(torch, config.dtype)
     spec = read_spec(config.model_path)
     features = _features(world, spec, dtype)
-    decoder = Decoder.load(config.model_path, spec, world.tp, world.device, dtype, tap_layers=features.tap_layers)
+    kernels = kernels_for(world.device, config.kernels)
+    logger.info("%s: %s kernels on %s", world.role, kernels.NAME, world.device)
+    decoder = load_decoder(
+        config.model_path, spec, world.tp, world.device, dtype, tap_layers=features.tap_layers, kernels=kernels
+    )
     slot_bytes = KVPool.bytes_per_slot(spec.num_layers, decoder.heads.num_kv_heads, spec.head_dim, dtype)
-    num_pages = agree_on_pages(world, slot_bytes)
+    page_bytes = features.width * dtype.itemsize  # rank 0 keeps one feature a page, see verifier.prefixes
+    num_pages = agree_on_pages(world, slot_bytes + -(-page_bytes // config.page_size))
     kv = decoder.new_kv_pool(num_pages * config.page_size)
-    return Target(decoder, kv, config.page_size, world.peers, features.of), num_pages, spec.vocab_size
+    graphs = None
+    if isinstance(decoder, Decoder) and can_capture(kernels, world.device, config.enforce_eager):
+        graphs = decoder_graphs(decoder, kv, config)
+        logger.info("%s: captured graphs, %s", world.role, graphs.report)
+    return Target(decoder, kv, config.page_size, world.peers, features.of, graphs), num_pages, spec.vocab_size
 
 
 class _Features(NamedTuple):
-    """What the drafter is told of a row, and the layers whose input the decoder must keep for it."""
+    """What the drafter is told of a row, how wide that is, and the layers whose input the decoder must keep for it."""
 
     of: Feature | None = None
+    width: int = 0
     tap_layers: tuple[int, ...] = ()
 
 
@@ -85,7 +100,7 @@ def _features(world: World, target: ModelSpec, dtype: torch.dtype) -> _Features:
     if not world.leads or draft is None or not draft.reads_features:
         return _Features()
     if draft.method != "eagle3":
-        return _Features(of=lambda hidden: hidden.final_ND)
+        return _Features(lambda hidden: hidden.final_ND, target.hidden_size)
     head = read_eagle3_spec(draft.model_path, target)
     fusion = FeatureFusion.load(draft.model_path, head, device=world.device, dtype=dtype)
 
@@ -93,4 +108,4 @@ def _features(world: World, target: ModelSpec, dtype: torch.dtype) -> _Features:
         assert hidden.taps_N3D is not None
         return fusion(hidden.taps_N3D)
 
-    return _Features(fused_taps, head.tap_layers)
+    return _Features(fused_taps, head.hidden_size, head.tap_layers)

@@ -100,8 +100,13 @@ class EngineConfig:
     page_size: int = 16
     num_pages: int | None = None
     """KV pages per pool; None = as many as memory allows, and no more than can ever be used."""
+    enable_prefix_caching: bool = True
     memory_utilization: float = 0.9
     eos_token_ids: tuple[int, ...] = ()
+    kernels: Literal["auto", "torch", "triton"] = "auto"
+    """auto: Triton on CUDA, torch on CPU."""
+    enforce_eager: bool = False
+    """On CUDA: launch every kernel by itself instead of replaying captured graphs."""
     step_timeout_s: float = 60.0
     """A peer that is silent for this long inside a step is lost."""
     draft: DraftConfig | None = None

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from workers.checkpoint import Weights
+from workers.kernels.choose import TORCH, AttentionPlan, Kernels
 from workers.kernels.linear import Linear
-from workers.kernels.reference import AttentionPlan, tree_attention
 from workers.kv import KVPool
 from workers.rope import Rotation, rotate_
 
@@ -88,6 +88,7 @@ class Attention:
         eps: float,
         window: int | None,
         tp: TensorParallel,
+        kernels: Kernels = TORCH,
     ) -> None:
         self.num_heads = heads.num_heads
         self.num_rotated = heads.num_heads + heads.num_kv_heads
@@ -99,6 +100,7 @@ class Attention:
         self.scale = head_dim**-0.5
         self.window = window
         self.tp = tp
+        self.kernels = kernels
 
     @staticmethod
     def load(
@@ -113,6 +115,7 @@ class Attention:
         eps: float,
         window: int | None,
         tp: TensorParallel,
+        kernels: Kernels = TORCH,
     ) -> Attention:
         """Read this rank's slices of `prefix`{q,k,v,o}_proj and, if asked for, {q,k}_norm."""
 
@@ -142,6 +145,7 @@ class Attention:
             eps=eps,
             window=window,
             tp=tp,
+            kernels=kernels,
         )
 
     def __call__(self, x_ND: Tensor, rotation: Rotation, plan: AttentionPlan, kv: KVPool, layer: int) -> Tensor:
@@ -152,7 +156,8 @@ class Attention:
             qk_NHd.copy_(rms_norm(qk_NHd, self.qk_norm_Hd, self.eps))
         rotate_(qk_NHd, rotation)
         kv.write(layer, qkv_NHd[:, self.num_heads :].view(-1, *self.kv_shape), plan.write_slots_N)
-        out = tree_attention(qkv_NHd[:, : self.num_heads], kv.layer(layer), plan, self.scale, self.window)
+        q_NHd = qkv_NHd[:, : self.num_heads]
+        out = self.kernels.tree_attention(q_NHd, kv.layer(layer), plan, self.scale, self.window)
         return self.tp.all_reduce_(self.o(out))
 
 

@@ -1,6 +1,6 @@
 """The target and the draft model: one config-driven decoder for the Llama, Mistral, Qwen2, Qwen3 and MiMo families.
 
-    Decoder.load(source, spec, tp=SINGLE, device="cpu", dtype=float32, tap_layers=()) -> Decoder
+    Decoder.load(source, spec, tp=SINGLE, device="cpu", dtype=float32, tap_layers=(), kernels=TORCH) -> Decoder
         .plan(metadata, page_size, first_slot=0) -> AttentionPlan      once per step
         .forward(tokens_N, positions_N, plan, kv) -> Hidden            every rank of `tp` together
         .logits(hidden_ND) -> [N, W] float32 shard                     tokens vocab_range[0] .. vocab_range[1] - 1
@@ -16,15 +16,14 @@ all-reduce per step for V * D values of memory.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from workers.checkpoint import MTP_PREFIXES, ModelSpec, Weights, check_parallel
-from workers.kernels.reference import AttentionPlan
-from workers.kernels.reference import plan as plan_attention
+from workers.kernels.choose import TORCH, AttentionPlan, Kernels
 from workers.kv import KVPool
 from workers.layers import SINGLE, Attention, HeadSplit, Mlp, TensorParallel, VocabHead, gather_vocab, rms_norm
 from workers.rope import Rope, Rotation
@@ -63,6 +62,7 @@ class Decoder:
         head: VocabHead,
         rope: Rope,
         tap_layers: tuple[int, ...],
+        kernels: Kernels = TORCH,
     ) -> None:
         self.spec = spec
         self.tp = tp
@@ -71,6 +71,7 @@ class Decoder:
         self.heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, tp)
         self.vocab_range = (head.start, head.end)
         self.tap_layers = tap_layers
+        self.kernels = kernels
         self._embedding_VD = embedding_VD
         self._layers = layers
         self._final_norm_D = final_norm_D
@@ -86,12 +87,14 @@ class Decoder:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         tap_layers: tuple[int, ...] = (),
+        kernels: Kernels = TORCH,
     ) -> Decoder:
         """Read this rank's share of a checkpoint folder.
 
         Args:
             source: the folder, or Weights already opened with the same dtype and device.
             tap_layers: capture the residual stream before these layers (0 .. L), for EAGLE-3.
+            kernels: what attention runs on.
 
         Raises:
             ValueError: tp.size does not fit the heads; a tap outside the model; a missing or unknown tensor, named.
@@ -103,7 +106,7 @@ class Decoder:
         weights = source if isinstance(source, Weights) else Weights(source, dtype, device)
         embedding_VD = weights.get("model.embed_tokens.weight")
         layers = tuple(
-            load_layer(weights, f"model.layers.{index}.", spec, tp, window=window)
+            load_layer(weights, f"model.layers.{index}.", spec, tp, window=window, kernels=kernels)
             for index, window in enumerate(spec.windows)
         )
         final_norm_D = weights.get("model.norm.weight")
@@ -121,11 +124,14 @@ class Decoder:
             head=head,
             rope=Rope(spec.rope, dtype, device),
             tap_layers=tuple(tap_layers),
+            kernels=kernels,
         )
 
-    def plan(self, metadata: AttentionMetadata, page_size: int, first_slot: int = 0) -> AttentionPlan:
-        """Prepare one step's attention for this model's heads, windows, dtype and device."""
-        return plan_attention(
+    def plan(
+        self, metadata: AttentionMetadata, page_size: int, first_slot: int = 0, into: Any = None
+    ) -> AttentionPlan:
+        """Prepare one step's attention for this model's heads, windows, dtype and device, see `Kernels.plan`."""
+        return self.kernels.plan(
             metadata,
             page_size,
             windows=self.spec.windows,
@@ -133,6 +139,7 @@ class Decoder:
             first_slot=first_slot,
             dtype=self.dtype,
             device=self.device,
+            into=into,
         )
 
     def new_kv_pool(self, num_slots: int) -> KVPool:
@@ -181,6 +188,7 @@ def load_layer(
     *,
     window: int | None = None,
     has_input_norm: bool = True,
+    kernels: Kernels = TORCH,
 ) -> DecoderLayer:
     """This rank's share of the decoder layer whose tensors start with `prefix`. ValueError names a missing one."""
     return DecoderLayer(
@@ -196,6 +204,7 @@ def load_layer(
             eps=spec.rms_norm_eps,
             window=window,
             tp=tp,
+            kernels=kernels,
         ),
         post_norm_D=weights.get(f"{prefix}post_attention_layernorm.weight"),
         mlp=Mlp.load(weights, f"{prefix}mlp.", bias=spec.mlp_bias, tp=tp),

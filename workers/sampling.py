@@ -61,18 +61,24 @@ def draw(logits_RV: Tensor, params: SamplingBatch, index_R: Tensor) -> Tensor:
 
 
 def shard_best(
-    logits_RV: Tensor, params: SamplingBatch, index_R: Tensor, start: int, row_max_R: Tensor | None
+    logits_RV: Tensor,
+    params: SamplingBatch,
+    index_R: Tensor,
+    start: int,
+    row_max_R: Tensor | None,
+    noise: NoiseBook | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One vocabulary shard's (best score [R] float32, target id [R] int64), for rows without top-k and top-p.
 
     The shard with the largest score holds `draw`'s token. row_max_R: each row's largest logit over *all* shards,
-    needed when some row has min-p.
+    needed when some row has min-p. noise: as in `coupled_scores`.
     """
-    x = process_logits(logits_RV, _without_cuts(params))
+    # This shard's own largest logit would cut too little.
+    x = process_logits(logits_RV, params if row_max_R is None else _without_cuts(params))
     if row_max_R is not None:
         t = torch.where(params.temperature_B > 0, params.temperature_B, 1.0)
         x = x.masked_fill(x < (row_max_R / t + _min_p_offset(params))[:, None], -torch.inf)
-    best = coupled_scores(x, params, index_R, start).max(-1)
+    best = coupled_scores(x, params, index_R, start, noise).max(-1)
     return best.values, best.indices + start
 
 

@@ -46,6 +46,14 @@ def test_greedy_tokens_equal_transformers_generate_over_nccl(
             assert [answer.tokens for answer in runner.run(jobs, concurrency)] == truth
 
 
+@pytest.mark.parametrize("options", [{"enforce_eager": True}, {"kernels": "torch"}], ids=["eager", "torch"])
+def test_neither_graphs_nor_kernels_change_a_token(options: dict[str, object], truth: list[list[int]]) -> None:
+    """Above they are Triton's, replayed from graphs."""
+    jobs = [Job(prompt=prompt, max_tokens=NUM_TOKENS) for prompt in prompts(12)]
+    with Runner(on_cuda(DYNAMIC, **options)) as runner:
+        assert [answer.tokens for answer in runner.run(jobs, concurrency=8)] == truth
+
+
 def test_seeded_tokens_do_not_depend_on_speculation_over_nccl() -> None:
     sampling = SamplingParams(temperature=1.0, top_p=0.9, seed=5)
     jobs = [Job(prompt=prompt, sampling=sampling) for prompt in prompts(12)]

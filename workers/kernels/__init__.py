@@ -1,1 +1,1 @@
-"""Device kernels; every kernel has a torch twin of the same signature in ``reference.py``."""
+"""Device kernels in two sets of the same signatures, torch and Triton; `choose.py` says which runs."""

@@ -1,0 +1,139 @@
+"""Batches for attention and what dense attention says about them: shared by the tests of all kernels."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from workers.kernels.choose import Kernels
+from workers.types import AttentionMetadata
+
+CHAIN = [-1, 0, 1, 2]
+TWO_BY_TWO = [-1, 0, 0, 1, 1, 2, 2]
+RAGGED = [-1, 0, 0, 1, 1, 1, 2, 3]
+LONG_CHAIN = [-1, *range(63)]
+
+
+def paths_of(parents: list[int]) -> list[list[int]]:
+    paths: list[list[int]] = []
+    for row, parent in enumerate(parents):
+        paths.append([*(paths[parent] if parent >= 0 else []), row])
+    return paths
+
+
+class Batch:
+    """Requests of (prefix length, tree parents) or (first position, number of prompt rows) on shuffled pages.
+
+    `keys[n]` lists the logical slots of row n in path order: the rule spelled out, for the dense oracle.
+    """
+
+    def __init__(self, requests: list[tuple[int, list[int] | int]], page_size: int, seed: int = 42) -> None:
+        self.page_size = page_size
+        self.keys: list[list[int]] = []
+        self.owner: list[int] = []
+        offsets, base, slots, visible, ancestors = [0], [], [], [], []
+        lengths = []
+        for request, (start, shape) in enumerate(requests):
+            if isinstance(shape, int):
+                rows = [(start + i, start + i + 1, 0, list(range(start + i + 1))) for i in range(shape)]
+                base.append(0)
+            else:
+                rows = [
+                    (start + row, start, sum(1 << r for r in path), [*range(start), *(start + r for r in path)])
+                    for row, path in enumerate(paths_of(shape))
+                ]
+                base.append(start)
+            for slot, seen, mask, keys in rows:
+                slots.append(slot)
+                visible.append(seen)
+                ancestors.append(mask - (1 << 64) if mask >> 63 else mask)
+                self.keys.append(keys)
+                self.owner.append(request)
+            offsets.append(len(slots))
+            lengths.append(start + len(rows))
+        pages_each = max(-(-length // page_size) for length in lengths)
+        order = list(range(1, len(requests) * pages_each + 1))
+        random.Random(seed).shuffle(order)
+        self.table = torch.tensor(order, dtype=torch.int32).view(len(requests), pages_each)
+        for request, length in enumerate(lengths):
+            self.table[request, -(-length // page_size) :] = 0  # as the scheduler pads it
+        self.num_slots = (len(order) + 1) * page_size
+        self.metadata = AttentionMetadata(
+            query_offsets=torch.tensor(offsets, dtype=torch.int32),
+            page_table_BP=self.table,
+            base_B=torch.tensor(base, dtype=torch.int32),
+            slot_N=torch.tensor(slots, dtype=torch.int32),
+            visible_N=torch.tensor(visible, dtype=torch.int32),
+            ancestors_N=torch.tensor(ancestors, dtype=torch.int64),
+        )
+
+    def physical(self, request: int, logical: list[int]) -> Tensor:
+        slot = torch.tensor(logical)
+        return self.table[request].long()[slot // self.page_size] * self.page_size + slot % self.page_size
+
+    def dense(self, q: Tensor, kv: Tensor, scale: float, window: int | None = None, first_slot: int = 0) -> Tensor:
+        """Each row alone, in float64, over its own keys laid out contiguously."""
+        rows = []
+        groups = q.shape[1] // kv.shape[2]
+        for row, keys in enumerate(self.keys):
+            kept = [slot for slot in keys[-(window or len(keys)) :] if slot >= first_slot]
+            own = kv[self.physical(self.owner[row], kept)].double().repeat_interleave(groups, dim=2)
+            score = torch.einsum("hd,shd->hs", q[row].double(), own[:, 0]) * scale
+            rows.append(torch.einsum("hs,shd->hd", score.softmax(-1), own[:, 1]).flatten())
+        return torch.stack(rows)
+
+    def causal(self, q: Tensor, kv: Tensor, scale: float) -> Tensor:
+        """Plain causal attention in float64 over each root-to-leaf path as one sequence, prefix included."""
+        groups = q.shape[1] // kv.shape[2]
+        row_of = {(self.owner[row], keys[-1]): row for row, keys in enumerate(self.keys)}
+        rows = torch.full((len(self.keys), q.shape[1] * q.shape[2]), torch.nan, dtype=torch.float64)
+        for row, keys in reversed(list(enumerate(self.keys))):
+            if not rows[row].isnan().any():
+                continue  # on the path of a row below it
+            request = self.owner[row]
+            k_HSd, v_HSd = kv[self.physical(request, keys)].double().repeat_interleave(groups, 2).permute(1, 2, 0, 3)
+            q_HSd = torch.zeros_like(k_HSd)  # what committed tokens ask does not matter
+            own = [(place, row_of[request, key]) for place, key in enumerate(keys) if (request, key) in row_of]
+            for place, other in own:
+                q_HSd[:, place] = q[other].double()
+            out_HSd = F.scaled_dot_product_attention(q_HSd, k_HSd, v_HSd, is_causal=True, scale=scale)
+            for place, other in own:
+                rows[other] = out_HSd[:, place].flatten()
+        return rows
+
+
+def compare(
+    kernels: Kernels,
+    batch: Batch,
+    *,
+    device: torch.device | str = "cpu",
+    q_heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 16,
+    dtype: torch.dtype = torch.float32,
+    tolerance: float = 1e-5,
+    window: int | None = None,
+    first_slot: int = 0,
+    causal: bool = False,
+) -> None:
+    """One set's attention equals, within `tolerance`, what each row's own keys say, or causal attention on paths."""
+    generator = torch.Generator().manual_seed(42)
+    kv = torch.randn(batch.num_slots, 2, kv_heads, head_dim, generator=generator).to(dtype)
+    q = torch.randn(len(batch.keys), q_heads, head_dim, generator=generator).to(dtype)
+    prepared = kernels.plan(
+        batch.metadata,
+        batch.page_size,
+        windows=(None, window),
+        group_size=q_heads // kv_heads,
+        first_slot=first_slot,
+        dtype=dtype,
+        device=device,
+    )
+    scale = head_dim**-0.5
+    actual = kernels.tree_attention(q.to(device), kv.to(device), prepared, scale, window).cpu()
+    expected = batch.causal(q, kv, scale) if causal else batch.dense(q, kv, scale, window, first_slot)
+    assert actual.dtype == dtype
+    assert (actual.double() - expected).abs().max().item() < tolerance

@@ -1,0 +1,107 @@
+"""Microseconds of each kernel in torch and in Triton, and of a forward pass launched and replayed. Needs CUDA.
+
+    python tests/bench/kernels.py
+
+Trees have 17 rows; attention has 32 query and 8 key-value heads of width 128 in bfloat16.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent.parent)]
+
+import torch  # noqa: E402
+from attention_cases import Batch  # noqa: E402
+from engines import BUNDLED, DYNAMIC, bundled  # noqa: E402
+
+from workers.checkpoint import read_spec  # noqa: E402
+from workers.graphs import decoder_graphs  # noqa: E402
+from workers.kernels import fused, reference  # noqa: E402
+from workers.model import Decoder  # noqa: E402
+from workers.types import SamplingBatch, SamplingParams  # noqa: E402
+
+SETS = (reference, fused)
+
+
+def main() -> None:
+    if not torch.cuda.is_available():
+        sys.exit("kernels.py: no CUDA device here, so nothing was measured")
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    generator = torch.Generator("cuda").manual_seed(0)
+    for requests, prefix in ((1, 500), (1, 8000), (16, 500), (16, 4000), (64, 1000)):
+        step = batch(requests, prefix)
+        kv = torch.randn(step.num_slots, 2, 8, 128, dtype=torch.bfloat16, device="cuda", generator=generator)
+        q = torch.randn(17 * requests, 32, 128, dtype=torch.bfloat16, device="cuda", generator=generator)
+        plans = [kernels.plan(step.metadata, 16, group_size=4, dtype=q.dtype, device="cuda") for kernels in SETS]
+        report(
+            f"attention, {requests} requests behind {prefix}",
+            [partial(k.tree_attention, q, kv, p, 128**-0.5) for k, p in zip(SETS, plans, strict=True)],
+        )
+    pool = torch.zeros(32, 8192, 2, 8, 128, dtype=torch.bfloat16, device="cuda")
+    for count in (4, 256):
+        source = torch.randperm(8192, device="cuda")[:count]
+        target = torch.randperm(8192, device="cuda")[:count]
+        report(f"copy of {count} tokens, 32 layers", [partial(k.copy_slots, pool, source, target) for k in SETS])
+    for rows, vocab in ((17, 128_256), (272, 128_256)):
+        logits = torch.randn(rows, vocab, device="cuda", generator=generator)
+        params = SamplingBatch.stack([SamplingParams(seed=row // 17) for row in range(rows)], device="cuda")
+        index = torch.arange(rows, device="cuda") % 17 // 3
+        draws = [partial(k.coupled_argmax, logits, params, index, 0, None) for k in SETS]
+        report(f"coupled argmax, {rows} rows of {vocab}", draws)
+        report(f"top 8 and sum, {rows} rows of {vocab}", [partial(k.top_k, logits, 8, 0.6) for k in SETS])
+    forward_pass()
+
+
+def forward_pass() -> None:
+    """The bundled target: small, so launches are all that it costs."""
+    path, config = BUNDLED / "target", bundled(DYNAMIC)
+    model = Decoder.load(path, read_spec(path), device="cuda", kernels=fused)
+    pool = model.new_kv_pool(4096)
+    graphs = decoder_graphs(model, pool, config)
+    print(graphs.report)
+    for requests in (1, 8):
+        step = batch(requests, 100)
+        tokens = torch.zeros(17 * requests, dtype=torch.int32)
+
+        def launched(step: Batch = step, tokens: torch.Tensor = tokens) -> None:
+            on_device = tokens.cuda()
+            model.forward(on_device, on_device, model.plan(step.metadata, 16), pool)
+
+        def replayed(step: Batch = step, tokens: torch.Tensor = tokens) -> None:
+            graphs(step.metadata, tokens, tokens)
+
+        report(f"forward of {requests} requests, plan included: launched, replayed", [launched, replayed])
+
+
+def batch(requests: int, prefix: int) -> Batch:
+    rng, parents, floor = random.Random(1), [-1], 0
+    for row in range(1, 17):
+        floor = rng.randint(floor, row - 1)
+        parents.append(floor)
+    return Batch([(prefix, parents)] * requests, 16)
+
+
+def report(name: str, calls: list[Callable[[], object]]) -> None:
+    print(f"{name:60}" + "".join(f"{microseconds(call):10.1f}" for call in calls), flush=True)
+
+
+def microseconds(call: Callable[[], object], repeat: int = 50) -> float:
+    """Of one call among many, host and device together."""
+    for _ in range(3):
+        call()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(repeat):
+        call()
+    end.record()
+    end.synchronize()
+    return 1e3 * begin.elapsed_time(end) / repeat
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""On a CUDA machine: replayed steps say what the same steps say kernel by kernel."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attention_cases import Batch
+from engines import BUNDLED, DYNAMIC, bundled
+from test_graphs import STEPS
+
+from workers.checkpoint import read_spec
+from workers.graphs import decoder_graphs
+from workers.kernels.choose import kernels_for
+from workers.model import Decoder
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: nothing was shown about graphs here"),
+]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-3), (torch.bfloat16, 0.25)], ids=str)
+def test_replayed_steps_equal_the_same_steps_launched_one_by_one(dtype: torch.dtype, tolerance: float) -> None:
+    spec = read_spec(BUNDLED / "target")
+    model = Decoder.load(
+        BUNDLED / "target", spec, device="cuda", dtype=dtype, tap_layers=(0, 2), kernels=kernels_for("cuda")
+    )
+    config = bundled(DYNAMIC, max_num_seqs=8, max_model_len=128)
+    pools = [model.new_kv_pool(32 * 16) for _ in range(2)]
+    replayed = decoder_graphs(model, pools[1], config)
+    print(replayed.report)
+    context = torch.randn(pools[0].data[:, 16:].shape, generator=torch.Generator().manual_seed(1))
+    for pool in pools:
+        pool.data[:, 16:] = context.to("cuda", dtype)
+    for number, step in enumerate([*STEPS, *STEPS, Batch([(60, 12)], 16)]):
+        tokens = torch.randint(0, 2048, (len(step.keys),), generator=torch.Generator().manual_seed(number))
+        positions = torch.tensor([len(keys) - 1 for keys in step.keys], dtype=torch.int32)
+        alone = model.forward(tokens.cuda(), positions.cuda(), model.plan(step.metadata, 16), pools[0])
+        final_ND, taps_N3D = replayed(step.metadata, tokens, positions)
+        assert (final_ND - alone.final_ND).abs().max() < tolerance
+        assert (taps_N3D - alone.taps_N3D).abs().max() < tolerance
+    assert (pools[1].data[:, 16:] - pools[0].data[:, 16:]).abs().max() < tolerance

@@ -1,0 +1,87 @@
+"""On a CUDA machine: the tests of `test_kernels.py` again, compiled, and shapes that no interpreter reaches."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from attention_cases import CHAIN, LONG_CHAIN, RAGGED, TWO_BY_TWO, Batch, compare
+from test_kernels import *  # noqa: F403  # the tests
+from test_kernels import TOLERANCE
+
+from workers.kernels import fused, reference
+from workers.kernels.choose import kernels_for
+from workers.types import SamplingBatch, SamplingParams
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: nothing was shown about kernels here"),
+]
+
+
+def test_cuda_runs_triton() -> None:
+    assert kernels_for("cuda") is fused
+
+
+@pytest.mark.parametrize("parents", [CHAIN, TWO_BY_TWO], ids=["chain", "2x2"])
+@pytest.mark.parametrize("q_heads", [2, 4])
+@pytest.mark.parametrize(("batch_size", "prefix"), [(1, 16), (16, 16), (32, 16), (1, 1024), (16, 1024), (1, 2048)])
+def test_nodes_equal_attention_on_their_path(parents: list[int], q_heads: int, batch_size: int, prefix: int) -> None:
+    batch = Batch([(prefix, parents)] * batch_size, 32)
+    compare(fused, batch, device="cuda", q_heads=q_heads, head_dim=128, tolerance=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+def test_every_head_width_in_every_type(head_dim: int, dtype: torch.dtype) -> None:
+    batch = Batch([(2048, TWO_BY_TWO), (700, RAGGED), (0, 300), (5, LONG_CHAIN), (0, 0), (90, [-1])], 16)
+    for heads in ((32, 8), (7, 1)):
+        compare(
+            fused, batch, device="cuda", q_heads=heads[0], kv_heads=heads[1], head_dim=head_dim, dtype=dtype,
+            tolerance=TOLERANCE[dtype],
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_batches_with_windows(seed: int) -> None:
+    rng = random.Random(seed)
+    requests: list[tuple[int, list[int] | int]] = []
+    for _ in range(rng.randint(1, 40)):
+        parents, floor = [-1], 0
+        for row in range(1, rng.randint(1, 64)):
+            floor = rng.randint(floor, row - 1)
+            parents.append(floor)
+        requests.append((rng.randint(1, 600), rng.choice([parents, rng.randint(0, 200)])))
+    compare(
+        fused, Batch(requests, rng.choice([16, 32]), seed), device="cuda", head_dim=64, tolerance=1e-4,
+        window=rng.choice([None, 9, 128]), first_slot=rng.randint(0, 1),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("num_tokens", [1, 17, 300, 2000])
+def test_overlapping_moves_of_real_pools(num_tokens: int) -> None:
+    """Many at once, for a race between the threads of a program would not show with few."""
+    pool = torch.randn(8, 4096, 2, 8, 128, dtype=torch.bfloat16, device="cuda")
+    expected = pool.clone()
+    order = torch.randperm(4096, generator=torch.Generator().manual_seed(num_tokens)).cuda()
+    source, target = order[:num_tokens].contiguous(), order.roll(1)[:num_tokens].contiguous()
+    reference.copy_slots(expected, source, target)
+    fused.copy_slots(pool, source, target)
+    assert torch.equal(pool, expected)
+
+
+@pytest.mark.parametrize(("rows", "vocab"), [(1, 128_256), (17, 151_936), (300, 32_000)])
+def test_whole_vocabularies_are_drawn_from_as_torch_does(rows: int, vocab: int) -> None:
+    logits = 4 * torch.randn(rows, vocab, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+    params = SamplingBatch.stack(
+        [SamplingParams(temperature=(0.0, 0.6, 1.0)[row % 3], seed=row, min_p=0.05 * (row % 2)) for row in range(rows)],
+        device="cuda",
+    )
+    index = torch.arange(rows, device="cuda") // 2
+    results = [kernels.coupled_argmax(logits, params, index, 0, logits.amax(-1)) for kernels in (reference, fused)]
+    (score, ids), (fused_score, fused_ids) = results
+    assert (score - fused_score).abs().max() < 1e-4 and torch.equal(ids, fused_ids)
+    tau = torch.full((rows,), 0.6, device="cuda")
+    plain, found = reference.top_k(logits, 8, tau), fused.top_k(logits, 8, tau)
+    assert torch.equal(plain.value_RK, found.value_RK) and (plain.lse_R - found.lse_R).abs().max() < 1e-4

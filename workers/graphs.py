@@ -1,0 +1,219 @@
+"""CUDA graphs: a forward pass captured once per bucket of sizes and replayed by one launch.
+
+    bucket(n) -> int                                    the rows that a forward of n rows really runs
+    sizes(max_requests, rows_each) -> list[Size]        the buckets of an engine
+    Graphs(run, plan, example, buckets, table_width)    captures at start-up
+        (metadata, *inputs_N) -> tuple of outputs       [N, ...] each, until the next call
+
+A step is rounded up to its bucket: its inputs are copied into the same static buffers every time, its plan is filled
+in place (`Kernels.plan(into=...)`), and the rows added are those of one more request, whose only page is the null page:
+they write there and see nothing but what they wrote. Rows never look at each other across requests, so what the real
+rows say does not change. A step that is larger than every bucket, such as a long prompt chunk, runs as it is.
+
+Legend: N packed rows, B requests.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from workers.config import EngineConfig
+from workers.kernels.choose import AttentionPlan, Kernels
+from workers.kv import KVPool
+from workers.model import Decoder
+from workers.types import AttentionMetadata
+
+MAX_ROWS = 512
+"""Larger steps keep a GPU busy for longer than their kernels take to launch."""
+
+Run = Callable[..., tuple[Tensor, ...]]
+"""(plan, *inputs [N, ...]) -> outputs [N, ...], on the device, without looking at a value on the host."""
+
+
+class Planner(Protocol):
+    """A model's `plan` for its own pages."""
+
+    def __call__(self, metadata: AttentionMetadata, *, into: Any = None) -> AttentionPlan: ...
+
+
+class Size(NamedTuple):
+    """What one graph is captured for: rows, and requests that may have some."""
+
+    rows: int
+    requests: int
+
+    @staticmethod
+    def of(num_rows: int, num_requests: int) -> Size:
+        """The smallest bucket that holds them. Requests without a row count too, so rows are at least as many."""
+        return Size(bucket(max(1, num_rows, num_requests)), 1 << max(0, num_requests - 1).bit_length())
+
+
+def bucket(n: int) -> int:
+    """The smallest of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... that is not below n >= 1: at most a third is padding."""
+    power = 1 << (n - 1).bit_length()
+    return power // 4 * 3 if n <= power // 4 * 3 else power
+
+
+def sizes(max_requests: int, rows_each: int, max_rows: int = MAX_ROWS) -> list[Size]:
+    """Every bucket that steps of up to max_requests with up to rows_each rows each may need, up to max_rows; the
+    largest first, so that the others find room in its memory."""
+    top = Size.of(1, max_requests).requests
+    steps = [rows for rows in range(bucket(max_rows), 0, -1) if bucket(rows) == rows]
+    return [
+        Size(rows, requests)
+        for requests in (top >> i for i in range(top.bit_length()))
+        for rows in steps
+        if requests // 2 < rows <= bucket(requests * rows_each)
+    ]
+
+
+def padded(metadata: AttentionMetadata, size: Size) -> AttentionMetadata:
+    """The same step with size.rows rows and size.requests + 1 requests, the last of which owns the rows added."""
+    num_rows, num_requests = len(metadata.slot_N), len(metadata.base_B)
+    rows, requests = size.rows - num_rows, size.requests + 1 - num_requests
+    offsets = F.pad(metadata.query_offsets, (0, requests), value=num_rows)
+    offsets[-1] = size.rows
+    return AttentionMetadata(
+        query_offsets=offsets,
+        page_table_BP=F.pad(metadata.page_table_BP, (0, 0, 0, requests)),
+        base_B=F.pad(metadata.base_B, (0, requests)),
+        slot_N=F.pad(metadata.slot_N, (0, rows)),
+        visible_N=F.pad(metadata.visible_N, (0, rows), value=1),
+        ancestors_N=F.pad(metadata.ancestors_N, (0, rows)),
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class _Bucket:
+    """One size: views of the static buffers, and what is replayed over them."""
+
+    inputs: tuple[Tensor, ...]
+    plan: AttentionPlan
+    graph: torch.cuda.CUDAGraph | None = None
+    outputs: tuple[Tensor, ...] = ()
+
+
+class Graphs:
+    """A forward pass that is replayed. All ranks of a tensor-parallel group make theirs together and use it together.
+
+    run, plan: the pass, and how its attention is planned. example: inputs of one row each, on the device; only their
+    types and widths count. table_width: pages of the longest request. is_captured: False runs the same padded steps
+    over the same buffers without graphs, which shows on a CPU that padding changes nothing.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        plan: Planner,
+        example: tuple[Tensor, ...],
+        *,
+        buckets: list[Size],
+        table_width: int,
+        is_captured: bool = True,
+    ) -> None:
+        self._run, self._plan = run, plan
+        self._device = example[0].device
+        most = max(size.rows for size in buckets)
+        self._buffers = [one.new_zeros(most, *one.shape[1:]) for one in example]
+        began, free = time.perf_counter(), _free_bytes(self._device)
+        self._buckets: dict[Size, _Bucket] = {}
+        pool = None  # one for all graphs: they never run at the same time, and outputs are kept apart by being held
+        for size in buckets:
+            made = self._buckets[size] = self._bucket(size, table_width)
+            if is_captured:
+                self._capture(made, pool)
+                assert made.graph is not None
+                pool = made.graph.pool()
+        self.seconds, self.num_bytes = time.perf_counter() - began, free - _free_bytes(self._device)
+
+    @property
+    def report(self) -> dict[str, str | int]:
+        """What capturing took, for the topology that a rank tells."""
+        return {"graphs": len(self._buckets), "graph_ms": round(1e3 * self.seconds), "graph_bytes": self.num_bytes}
+
+    @torch.inference_mode()
+    def __call__(self, metadata: AttentionMetadata, *inputs_N: Tensor) -> tuple[Tensor, ...]:
+        """One forward pass. Inputs [N, ...] on any device. What it returns is overwritten by the next call."""
+        num_rows, num_requests = len(metadata.slot_N), len(metadata.base_B)
+        size = Size.of(num_rows, num_requests)
+        chosen = self._buckets.get(size)
+        if chosen is None:
+            return self._run(self._plan(metadata), *(given.to(self._device) for given in inputs_N))
+        # Rows beyond the step's keep what an earlier step left: valid tokens of nobody.
+        for static, given in zip(chosen.inputs, inputs_N, strict=True):
+            static[:num_rows].copy_(given)
+        plan = self._plan(padded(metadata, size), into=chosen.plan)
+        if chosen.graph is None:
+            outputs = self._run(plan, *chosen.inputs)
+        else:
+            chosen.graph.replay()
+            outputs = chosen.outputs
+        return tuple(output[:num_rows] for output in outputs)
+
+    def _bucket(self, size: Size, table_width: int) -> _Bucket:
+        nobody = torch.zeros(0, dtype=torch.int32)
+        empty = AttentionMetadata(
+            query_offsets=torch.zeros(1, dtype=torch.int32),
+            page_table_BP=torch.zeros(0, table_width, dtype=torch.int32),
+            base_B=nobody,
+            slot_N=nobody,
+            visible_N=nobody,
+            ancestors_N=nobody.long(),
+        )
+        inputs = tuple(static[: size.rows] for static in self._buffers)
+        return _Bucket(inputs=inputs, plan=self._plan(padded(empty, size)))
+
+    @torch.inference_mode()
+    def _capture(self, made: _Bucket, pool: Any) -> None:
+        side = torch.cuda.Stream(self._device)
+        side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(side):  # kernels are compiled and libraries initialised before anything is recorded
+            self._run(made.plan, *made.inputs)
+        torch.cuda.current_stream(self._device).wait_stream(side)
+        made.graph = torch.cuda.CUDAGraph()
+        # thread_local: NCCL's watchdog thread may ask the device about its own events meanwhile.
+        with torch.cuda.graph(made.graph, pool=pool, capture_error_mode="thread_local"):
+            made.outputs = self._run(made.plan, *made.inputs)
+
+
+def decoder_graphs(decoder: Decoder, kv: KVPool, config: EngineConfig, *, is_captured: bool = True) -> Graphs:
+    """The forward pass of a whole model, (tokens_N, positions_N) -> the fields of `Hidden` that there are."""
+
+    def run(plan: AttentionPlan, tokens_N: Tensor, positions_N: Tensor) -> tuple[Tensor, ...]:
+        return tuple(rows for rows in decoder.forward(tokens_N, positions_N, plan, kv) if rows is not None)
+
+    one = torch.zeros(1, dtype=torch.int32, device=decoder.device)
+    plan = partial(decoder.plan, page_size=config.page_size)
+    return Graphs(
+        run,
+        plan,
+        (one, one),
+        buckets=sizes(config.max_num_seqs, config.tree_rows),
+        table_width=most_pages(config),
+        is_captured=is_captured,
+    )
+
+
+def most_pages(config: EngineConfig) -> int:
+    """Pages that one request may have: its tokens and a tree behind them."""
+    return -(-(config.max_model_len + config.tree_rows) // config.page_size)
+
+
+def can_capture(kernels: Kernels, device: torch.device, enforce_eager: bool) -> bool:
+    """Only Triton's plans stay in one place, and only CUDA has graphs."""
+    return device.type == "cuda" and kernels.NAME == "triton" and not enforce_eager
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    return torch.cuda.mem_get_info(device)[0]

@@ -1,0 +1,14 @@
+"""The kernels in Triton: the twin of `workers.kernels.reference`, for CUDA.
+
+`workers.kernels.choose.Kernels` says what each function means. Importing this needs triton.
+"""
+
+from __future__ import annotations
+
+from workers.kernels.triton_attention import plan, tree_attention
+from workers.kernels.triton_copy import copy_slots
+from workers.kernels.triton_sampling import coupled_argmax, top_k
+
+__all__ = ["NAME", "copy_slots", "coupled_argmax", "plan", "top_k", "tree_attention"]
+
+NAME = "triton"

@@ -1,0 +1,60 @@
+"""What both attention plans compute on the host: `AttentionMetadata` as numpy arrays, and bitmasks.
+
+A plan is many small integer operations on the critical path of every step, each a third of its cost in torch.
+Legend: N packed rows, B requests, P pages of a request.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from workers.types import AttentionMetadata
+
+BITS = np.arange(64)
+
+
+class HostMetadata(NamedTuple):
+    """`AttentionMetadata`, all int64. Metadata on CUDA costs a synchronisation."""
+
+    query_offsets: np.ndarray
+    page_table_BP: np.ndarray
+    base_B: np.ndarray
+    slot_N: np.ndarray
+    visible_N: np.ndarray
+    ancestors_N: np.ndarray
+
+    @staticmethod
+    def of(metadata: AttentionMetadata) -> HostMetadata:
+        return HostMetadata(
+            *(getattr(metadata, name).cpu().numpy().astype(np.int64) for name in HostMetadata._fields)
+        )
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.query_offsets) - 1
+
+    @property
+    def owner_N(self) -> np.ndarray:
+        """The request of each row."""
+        return np.repeat(np.arange(self.num_requests), np.diff(self.query_offsets))
+
+    def physical(self, owner: np.ndarray, slot: np.ndarray, page_size: int) -> np.ndarray:
+        """Physical slots of logical ones of requests `owner` (broadcast together)."""
+        return self.page_table_BP[owner, slot // page_size] * page_size + slot % page_size
+
+
+def bits_of(mask: np.ndarray) -> np.ndarray:
+    """int64 [...] bitmasks -> int64 [..., 64] of 0 and 1 (an arithmetic shift keeps bit 63 right)."""
+    return (mask[..., None] >> BITS) & 1
+
+
+def keys_N(host: HostMetadata, owner_N: np.ndarray) -> np.ndarray:
+    """One past the last slot that each row may see."""
+    if not host.ancestors_N.any():
+        return host.visible_N
+    # Halves are exact as float64, whose exponent tells the highest bit: a tenth of the time of looking at all 64.
+    high_N, low_N = host.ancestors_N >> 32 & 0xFFFFFFFF, host.ancestors_N & 0xFFFFFFFF
+    highest_N = np.where(high_N > 0, 32 + np.frexp(high_N)[1], np.frexp(low_N)[1])  # from 1; 0 = none
+    return np.maximum(host.visible_N, np.where(highest_N > 0, host.base_B[owner_N] + highest_N, 0))

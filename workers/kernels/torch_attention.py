@@ -1,0 +1,195 @@
+"""Tree attention over paged KV in plain torch, on CPU and CUDA alike: the twin of `workers.kernels.triton_attention`.
+
+    plan(metadata, page_size, *, windows=(None,), group_size=1, first_slot=0, dtype, device) -> MaskedPlan
+    tree_attention(q_NHd, kv_slots, plan, scale, window=None) -> [N, Hq * d]
+
+Legend: N packed rows, B requests of one group, R rows and S key slots of a request (padded to the group's widest),
+H = Hkv key-value heads, G = Hq / Hkv query heads per key-value head, d head width.
+
+`plan` runs once per step and turns `AttentionMetadata` into index tensors and additive masks; `tree_attention` runs
+once per layer and does one gather and one scaled_dot_product_attention per group. Query heads that share a key-value
+head are folded into the rows (R * G of them), so keys are never repeated and any SDPA that takes a mask will do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from workers.kernels.host import HostMetadata, bits_of, keys_N
+from workers.types import AttentionMetadata
+
+_GROUP_OVERHEAD = 2048
+"""What one more group costs, in (row, key) pairs: about 50 us of calls, as measured on one CPU thread."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowGroup:
+    """Requests of similar size that share one padded attention call."""
+
+    rows: slice | Tensor  # the packed rows, [B*R]; padding repeats a request's last row
+    slots: Tensor  # [B*S] int64 physical slots; padding repeats a request's last slot
+    shape: tuple[int, int, int]  # B, R, S
+    masks: dict[int | None, Tensor]  # per window: additive [B, 1, R*G, S]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaskedPlan:
+    """One step's attention, ready for every layer. Read-only; lives until the step ends."""
+
+    write_slots_N: Tensor  # int64, physical slot that each row writes
+    groups: tuple[RowGroup, ...]
+    order_N: Tensor | None  # where row n lies in the groups' concatenated outputs; None = already in order
+
+
+def plan(
+    metadata: AttentionMetadata,
+    page_size: int,
+    *,
+    windows: Sequence[int | None] = (None,),
+    group_size: int = 1,
+    first_slot: int = 0,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    into: MaskedPlan | None = None,
+) -> MaskedPlan:
+    """See `workers.kernels.choose.Kernels.plan`. Masks are additive in `dtype`."""
+    host = HostMetadata.of(metadata)
+    offsets = host.query_offsets
+    owner_N = host.owner_N
+    write_slots_N = host.physical(owner_N, host.slot_N, page_size)
+
+    # Keys of a request: logical slots 0 .. last one any of its rows may see.
+    last_N = keys_N(host, owner_N)
+    sizes = {
+        b: (int(offsets[b + 1] - offsets[b]), int(last_N[offsets[b] : offsets[b + 1]].max()))
+        for b in range(host.num_requests)
+        if offsets[b + 1] > offsets[b]
+    }
+    groups: list[RowGroup] = []
+    order_N = np.empty(len(owner_N), dtype=np.int64)
+    start = 0
+    for members in _group_by_size(sizes):
+        group, real_rows, places = _plan_group(
+            members, sizes, host, page_size, windows, group_size, first_slot, dtype, device
+        )
+        groups.append(group)
+        order_N[real_rows] = places + start
+        start += group.shape[0] * group.shape[1]
+    in_order = len(groups) <= 1 and all(isinstance(group.rows, slice) for group in groups)
+    return MaskedPlan(
+        write_slots_N=torch.from_numpy(write_slots_N).to(device),
+        groups=tuple(groups),
+        order_N=None if in_order else torch.from_numpy(order_N).to(device),
+    )
+
+
+def tree_attention(
+    q_NHd: Tensor, kv_slots: Tensor, plan: MaskedPlan, scale: float, window: int | None = None
+) -> Tensor:
+    """See `workers.kernels.choose.Kernels.tree_attention`; softmax in float32 inside SDPA."""
+    num_rows, num_heads, d = q_NHd.shape
+    H = kv_slots.shape[2]
+    G = num_heads // H
+    outputs = []
+    for group in plan.groups:
+        B, R, S = group.shape
+        rows = group.rows
+        q = q_NHd[rows] if isinstance(rows, slice) else q_NHd.index_select(0, rows)
+        q_BHRd = q.view(B, R, H, G, d).transpose(1, 2).reshape(B, H, R * G, d)
+        k_BHSd, v_BHSd = kv_slots.index_select(0, group.slots).view(B, S, 2, H, d).permute(2, 0, 3, 1, 4).unbind(0)
+        out = F.scaled_dot_product_attention(q_BHRd, k_BHSd, v_BHSd, attn_mask=group.masks[window], scale=scale)
+        outputs.append(out.view(B, H, R, G, d).transpose(1, 2).reshape(B * R, num_heads * d))
+    if plan.order_N is None:
+        return outputs[0] if outputs else q_NHd.reshape(0, num_heads * d)
+    return torch.cat(outputs).index_select(0, plan.order_N)
+
+
+def _group_by_size(sizes: dict[int, tuple[int, int]]) -> list[list[int]]:
+    """Greedy grouping by (keys, rows): join a neighbour when padding costs less than one more group would."""
+    groups: list[list[int]] = []
+    rows = keys = cost = 0
+    for b, (R, S) in sorted(sizes.items(), key=lambda item: (item[1][1], item[1][0], item[0])):
+        merged = (len(groups[-1]) + 1) * max(rows, R) * max(keys, S) if groups else 0
+        if groups and merged <= cost + R * S + _GROUP_OVERHEAD:
+            groups[-1].append(b)
+            rows, keys, cost = max(rows, R), max(keys, S), merged
+        else:
+            groups.append([b])
+            rows, keys, cost = R, S, R * S
+    return [sorted(members) for members in groups]
+
+
+def _plan_group(
+    members: list[int],
+    sizes: dict[int, tuple[int, int]],
+    host: HostMetadata,
+    page_size: int,
+    windows: Sequence[int | None],
+    group_size: int,
+    first_slot: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> tuple[RowGroup, np.ndarray, np.ndarray]:
+    """The RowGroup of these requests, their packed rows, and each such row's place in the group's [B*R] output."""
+    B = len(members)
+    rows_B, keys_B = (np.array([sizes[b][i] for b in members]) for i in (0, 1))
+    R, S = int(rows_B.max()), int(keys_B.max())
+    member_B = np.array(members)
+    start_B = host.query_offsets[member_B]
+    row_R, key_S = np.arange(R), np.arange(S)
+    row_BR = start_B[:, None] + np.minimum(row_R, rows_B[:, None] - 1)
+    # Padding repeats the request's own last key, so that nothing of another request is ever touched.
+    key_BS = np.minimum(key_S, keys_B[:, None] - 1)
+    slots_BS = host.physical(member_B[:, None], key_BS, page_size)
+    masks = {
+        window: _additive(_visible(host, member_B, row_BR, key_S, window, first_slot), group_size, dtype).to(device)
+        for window in dict.fromkeys(windows)
+    }
+    first = int(start_B[0])
+    is_plain = members[-1] - members[0] == B - 1 and bool((rows_B == R).all())
+    is_plain = is_plain and host.query_offsets[members[-1] + 1] - first == B * R
+    group = RowGroup(
+        rows=slice(first, first + B * R) if is_plain else torch.from_numpy(row_BR.reshape(-1)).to(device),
+        slots=torch.from_numpy(slots_BS.reshape(-1)).to(device),
+        shape=(B, R, S),
+        masks=masks,
+    )
+    is_real_BR = row_R < rows_B[:, None]
+    return group, row_BR[is_real_BR], np.flatnonzero(is_real_BR)
+
+
+def _additive(visible_BRS: np.ndarray, group_size: int, dtype: torch.dtype) -> Tensor:
+    """0 where visible, -inf elsewhere, each row once per query head of its group: [B, 1, R*G, S]."""
+    mask = np.where(visible_BRS, np.float32(0), np.float32(-np.inf))
+    return torch.from_numpy(np.repeat(mask, group_size, axis=1)[:, None]).to(dtype)
+
+
+def _visible(
+    host: HostMetadata, member_B: np.ndarray, row_BR: np.ndarray, key_S: np.ndarray, window: int | None, first_slot: int
+) -> np.ndarray:
+    """Boolean [B, R, S]: may the row see the key? The rule of `AttentionMetadata`, then the window."""
+    visible_BR1 = host.visible_N[row_BR][..., None]
+    ancestors_BR = host.ancestors_N[row_BR]
+    is_prefix_BRS = key_S < visible_BR1
+    if not ancestors_BR.any():
+        allowed_BRS = is_prefix_BRS & (key_S >= first_slot)
+        return allowed_BRS if window is None else allowed_BRS & (key_S > visible_BR1 - 1 - window)
+    bit_BR64 = bits_of(ancestors_BR)
+    node_BS = key_S - host.base_B[member_B][:, None]
+    index_B1S = np.clip(node_BS, 0, 63)[:, None]
+    is_tree_BRS = np.take_along_axis(bit_BR64, index_B1S, axis=2).astype(bool)
+    is_tree_BRS &= ((node_BS >= 0) & (node_BS < 64))[:, None]
+    allowed_BRS = (is_prefix_BRS | is_tree_BRS) & (key_S >= first_slot)
+    if window is None:
+        return allowed_BRS
+    # Along the row's path the prefix has places 0 .. visible - 1 and its ancestors follow in row order.
+    count_BR64 = bit_BR64.cumsum(axis=-1)
+    place_BRS = np.where(is_prefix_BRS, key_S, visible_BR1 + np.take_along_axis(count_BR64, index_B1S, axis=2) - 1)
+    own_BR1 = visible_BR1 + count_BR64[..., -1:] - 1
+    return allowed_BRS & (place_BRS > own_BR1 - window)

@@ -1,0 +1,325 @@
+"""Tree attention over paged KV in Triton: the twin of `workers.kernels.torch_attention`.
+
+Split-KV over the sequence as in Flash-Decoding (Dao et al. 2023), with the online softmax of FlashAttention-2
+(Dao 2023). A *tile* is a few packed rows of one request; a program takes one tile, one key-value head and one *split*
+of the tile's keys, and the query heads that share this key-value head are folded into the rows:
+
+    m, l, o  =  running max, sum and weighted values over the split's blocks of keys, per (row, query head)
+    S = q K^T scale     a row sees slot s if  low <= s < visible  or  bit s - base of its ancestors is set
+    m' = max(m, S)      l = l e^(m - m') + sum e^(S - m')      o = o e^(m - m') + e^(S - m') V
+    combine:            out = sum_i w_i o_i / l_i,   w = softmax_i (m_i + log l_i)  over the splits i
+
+Sliding windows cost the kernel nothing: the plan turns a window along a row's path into a higher `low` and an ancestor
+mask without the oldest bits. Everything that a launch depends on but for data is in `PlanShape`, so a captured launch
+serves every step of that shape: its plan lies in the same tensors, filled in place.
+
+Legend: N packed rows, B requests, P pages of a request, T tiles, M (row, query head) pairs of a tile, H key-value
+heads, G query heads of each, d head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from workers.kernels.choose import is_interpreted
+from workers.kernels.host import BITS, HostMetadata, bits_of, keys_N
+from workers.types import AttentionMetadata
+
+_PROGRAMS = 256
+"""Work is split until so many programs share it: about two for each multiprocessor of an H100 or H200."""
+_KEYS_PER_SPLIT = 256
+"""No split is made for fewer keys than this."""
+_MAX_SPLITS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanShape:
+    """What a launch is compiled and captured for. All else in a plan may change without either."""
+
+    num_rows: int
+    num_requests: int
+    table_width: int
+    page_size: int
+    group_size: int
+    windows: tuple[int | None, ...]
+
+    @property
+    def tile_pairs(self) -> int:
+        """M: (row, query head) pairs of a tile. What one request holds on average, between 16 and 64."""
+        rows = -(-self.num_rows // max(1, self.num_requests))
+        return max(16, min(64, _power_of_2(rows * self.group_size)), _power_of_2(self.group_size))
+
+    @property
+    def tile_rows(self) -> int:
+        return self.tile_pairs // self.group_size
+
+    @property
+    def num_tiles(self) -> int:
+        """Enough for any way to deal the rows to the requests."""
+        return self.num_rows // self.tile_rows + self.num_requests
+
+    def num_splits(self, kv_heads: int) -> int:
+        """Splits of the keys of each tile."""
+        most = self.table_width * self.page_size // _KEYS_PER_SPLIT
+        wanted = _PROGRAMS // max(1, self.num_tiles * kv_heads)
+        return _power_of_2(max(1, min(most, wanted, _MAX_SPLITS)))
+
+
+class TiledPlan:
+    """One step's attention, ready for every layer: int64 on the device, all but the page table in one buffer."""
+
+    def __init__(self, shape: PlanShape, device: torch.device | str) -> None:
+        # Even widths: every row then begins at a multiple of 16 bytes, and one compiled kernel serves all steps.
+        N, T, W = _even(shape.num_rows), _even(shape.num_tiles), len(shape.windows)
+        sizes = {
+            "write_slots": N,
+            "visible": N,
+            "lows": W * N,  # first slot that a row sees of its prefix
+            "ancestors": W * N,
+            "tiles": 5 * T,  # first row, number of rows, request, its base, one past the last slot seen
+            "tile_lows": W * T,  # first slot seen
+        }
+        self.shape = shape
+        self.buffer = torch.zeros(sum(sizes.values()), dtype=torch.int64, device=device)
+        parts = dict(zip(sizes, self.buffer.split(list(sizes.values())), strict=True))
+        self.write_slots_N = parts["write_slots"][: shape.num_rows]
+        self.visible_N = parts["visible"]
+        self.lows_WN, self.ancestors_WN = parts["lows"].view(W, N), parts["ancestors"].view(W, N)
+        self.tiles_5T, self.tile_lows_WT = parts["tiles"].view(5, T), parts["tile_lows"].view(W, T)
+        self.table_BP = torch.zeros(shape.num_requests, shape.table_width, dtype=torch.int64, device=device)
+
+    def fill(self, metadata: AttentionMetadata, first_slot: int) -> None:
+        """Describe another step of the same shape, whose page table may be narrower. Two copies to the device."""
+        shape, host = self.shape, HostMetadata.of(metadata)
+        owner_N = host.owner_N
+        seen = [_narrowed(host, owner_N, window, first_slot) for window in shape.windows]
+        low_WN, ancestors_WN = (np.array(rows).reshape(len(seen), -1) for rows in zip(*seen, strict=True))
+        write_slots_N = host.physical(owner_N, host.slot_N, shape.page_size)
+        of_rows = np.vstack([write_slots_N[None], host.visible_N[None], low_WN, ancestors_WN])
+        of_tiles = np.vstack(_tiles(host, owner_N, low_WN, shape))
+        parts = [np.pad(part, ((0, 0), (0, part.shape[1] % 2))).reshape(-1) for part in (of_rows, of_tiles)]
+        self.buffer.copy_(torch.from_numpy(np.concatenate(parts)))
+        # Pages beyond a request's own are never looked up, so older entries there do no harm.
+        self.table_BP[:, : host.page_table_BP.shape[1]].copy_(torch.from_numpy(host.page_table_BP))
+
+
+def plan(
+    metadata: AttentionMetadata,
+    page_size: int,
+    *,
+    windows: Sequence[int | None] = (None,),
+    group_size: int = 1,
+    first_slot: int = 0,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    into: TiledPlan | None = None,
+) -> TiledPlan:
+    """See `workers.kernels.choose.Kernels.plan`."""
+    num_requests, table_width = metadata.page_table_BP.shape
+    shape = PlanShape(
+        num_rows=len(metadata.slot_N),
+        num_requests=num_requests,
+        table_width=table_width,
+        page_size=page_size,
+        group_size=group_size,
+        windows=tuple(dict.fromkeys(windows)),
+    )
+    prepared = TiledPlan(shape, device) if into is None else into
+    room = replace(shape, table_width=max(table_width, prepared.shape.table_width))
+    assert prepared.shape == room, f"a plan for {prepared.shape} cannot be filled for {shape}"
+    prepared.fill(metadata, first_slot)
+    return prepared
+
+
+def tree_attention(
+    q_NHd: Tensor, kv_slots: Tensor, plan: TiledPlan, scale: float, window: int | None = None
+) -> Tensor:
+    """See `workers.kernels.choose.Kernels.tree_attention`. A row that sees nothing gets 0."""
+    shape = plan.shape
+    N, num_heads, d = q_NHd.shape
+    H = kv_slots.shape[2]
+    assert num_heads == H * shape.group_size and q_NHd.stride(2) == 1 and kv_slots.is_contiguous()
+    out_NHd = q_NHd.new_empty(N, num_heads, d)
+    if not N:
+        return out_NHd.view(0, num_heads * d)
+    w = shape.windows.index(window)
+    splits = shape.num_splits(H)
+    partial, lse = out_NHd, out_NHd  # not written to
+    if splits > 1:
+        partial = torch.empty(splits, N, num_heads, d, dtype=torch.float32, device=q_NHd.device)
+        lse = torch.empty(splits, N, num_heads, dtype=torch.float32, device=q_NHd.device)
+    padded_d = max(16, _power_of_2(d))
+    wide = padded_d * q_NHd.element_size() > 512  # keys and values of a block must fit the shared memory
+    _attend[(shape.num_tiles, H, splits)](
+        q_NHd, kv_slots, out_NHd, partial, lse,
+        plan.tiles_5T, plan.tile_lows_WT[w], plan.table_BP, plan.visible_N, plan.lows_WN[w], plan.ancestors_WN[w],
+        scale, N, plan.tiles_5T.shape[1], shape.table_width, splits, q_NHd.stride(0), q_NHd.stride(1),
+        KV_HEADS=H, GROUP=shape.group_size, WIDTH=d, PADDED_WIDTH=padded_d, PAGE=shape.page_size,
+        PAIRS=shape.tile_pairs, KEYS=32 if wide else 64, IS_SPLIT=splits > 1,
+        UPCAST=is_interpreted(), num_warps=4, num_stages=2,
+    )  # fmt: skip
+    if splits > 1:
+        _combine[(N * num_heads,)](
+            partial, lse, out_NHd, N * num_heads, WIDTH=d, PADDED_WIDTH=padded_d, SPLITS=splits, num_warps=1
+        )
+    return out_NHd.view(N, num_heads * d)
+
+
+def _even(value: int) -> int:
+    return value + value % 2
+
+
+def _power_of_2(value: int) -> int:
+    """The smallest power of 2 that is no less."""
+    return 1 << max(0, value - 1).bit_length()
+
+
+def _narrowed(
+    host: HostMetadata, owner_N: np.ndarray, window: int | None, first_slot: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """(low_N, ancestors_N): what a window and the first slot leave each row of its prefix and of its ancestors.
+
+    Along a row's path the prefix has places 0 .. visible - 1 and its ancestors follow in row order; the row's own is
+    the last. A window w keeps the last w places.
+    """
+    low_N, ancestors_N = np.full_like(host.visible_N, first_slot), host.ancestors_N
+    if window is None and (not ancestors_N.any() or (host.base_B >= first_slot).all()):
+        return low_N, ancestors_N
+    bit_N64 = bits_of(ancestors_N)
+    keep_N64 = host.base_B[owner_N][:, None] + BITS >= first_slot
+    if window is not None:
+        low_N = np.maximum(low_N, host.visible_N + bit_N64.sum(-1) - window)
+        keep_N64 &= bit_N64[:, ::-1].cumsum(-1)[:, ::-1] <= window
+    kept_N64 = (bit_N64 & keep_N64).astype(np.uint64) << BITS.astype(np.uint64)
+    return low_N, np.bitwise_or.reduce(kept_N64, axis=-1).view(np.int64)
+
+
+def _tiles(
+    host: HostMetadata, owner_N: np.ndarray, low_WN: np.ndarray, shape: PlanShape
+) -> tuple[np.ndarray, np.ndarray]:
+    """`TiledPlan`'s tiles [5, T] and their lows [W, T]; tiles that are not needed have no rows and see nothing."""
+    R = shape.tile_rows
+    count_B = np.diff(host.query_offsets)
+    tiles_B = -(-count_B // R)
+    request = np.repeat(np.arange(host.num_requests), tiles_B)
+    ordinal = np.arange(len(request)) - np.repeat(np.cumsum(tiles_B) - tiles_B, tiles_B)
+    first = host.query_offsets[request] + ordinal * R
+    tiles_5T = np.zeros((5, shape.num_tiles), dtype=np.int64)
+    tile_lows_WT = np.zeros((len(low_WN), shape.num_tiles), dtype=np.int64)
+    if len(first):
+        # The tiles are consecutive and hold every row once, so each is a run between two firsts.
+        last = np.maximum.reduceat(keys_N(host, owner_N), first)
+        count = np.minimum(R, count_B[request] - ordinal * R)
+        tiles_5T[:, : len(first)] = first, count, request, host.base_B[request], last
+        tile_lows_WT[:, : len(first)] = np.minimum.reduceat(_lowest(host, owner_N, low_WN), first, axis=1)
+    return tiles_5T, tile_lows_WT
+
+
+def _lowest(host: HostMetadata, owner_N: np.ndarray, low_WN: np.ndarray) -> np.ndarray:
+    """[W, N] the first slot a row may see: `low`, or its tree's base where the window has left the prefix."""
+    return np.where(host.ancestors_N != 0, np.minimum(low_WN, host.base_B[owner_N]), low_WN)
+
+
+# Numbers that change from step to step are not specialised: their value would choose another compiled kernel.
+@triton.jit(do_not_specialize=["num_rows", "num_tiles", "table_width", "num_splits"])
+def _attend(
+    q_ptr, kv_ptr, out_ptr, partial_ptr, lse_ptr,
+    tiles_ptr, tile_lows_ptr, table_ptr, visible_ptr, lows_ptr, ancestors_ptr,
+    scale, num_rows, num_tiles, table_width, num_splits, q_row_stride, q_head_stride,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, PAGE: tl.constexpr,
+    PAIRS: tl.constexpr, KEYS: tl.constexpr, IS_SPLIT: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first_row = tl.load(tiles_ptr + tile)
+    tile_rows = tl.load(tiles_ptr + num_tiles + tile)
+    request = tl.load(tiles_ptr + 2 * num_tiles + tile)
+    base = tl.load(tiles_ptr + 3 * num_tiles + tile)
+    last_slot = tl.load(tiles_ptr + 4 * num_tiles + tile)
+    first_slot = tl.load(tile_lows_ptr + tile)
+
+    pair = tl.arange(0, PAIRS)
+    is_row = pair // GROUP < tile_rows
+    row = first_row + pair // GROUP
+    q_head = head * GROUP + pair % GROUP
+    dim = tl.arange(0, PADDED_WIDTH)
+    is_dim = dim < WIDTH
+    q = tl.load(
+        q_ptr + row[:, None] * q_row_stride + q_head[:, None] * q_head_stride + dim[None, :],
+        mask=is_row[:, None] & is_dim[None, :],
+        other=0.0,
+    )
+    if UPCAST:  # 16-bit arithmetic is silently wrong under Triton 3.9's interpreter; loads, stores and casts are right
+        q = q.to(tl.float32)
+    visible = tl.load(visible_ptr + row, mask=is_row, other=0)
+    low = tl.load(lows_ptr + row, mask=is_row, other=0)
+    ancestors = tl.load(ancestors_ptr + row, mask=is_row, other=0)
+
+    blocks_each = tl.cdiv(tl.cdiv(last_slot - first_slot, KEYS), num_splits)
+    begin = first_slot + split * blocks_each * KEYS
+    end = tl.minimum(last_slot, begin + blocks_each * KEYS)
+    m = tl.full([PAIRS], float("-inf"), tl.float32)
+    total = tl.zeros([PAIRS], tl.float32)
+    out = tl.zeros([PAIRS, PADDED_WIDTH], tl.float32)
+    for start in range(begin, end, KEYS):
+        slot = start + tl.arange(0, KEYS)
+        is_slot = slot < end
+        page = tl.load(table_ptr + request * table_width + slot // PAGE, mask=is_slot, other=0)
+        place = (page * PAGE + slot % PAGE) * (2 * KV_HEADS * WIDTH) + head * WIDTH
+        here = is_slot[:, None] & is_dim[None, :]
+        k = tl.load(kv_ptr + place[:, None] + dim[None, :], mask=here, other=0.0)
+        v = tl.load(kv_ptr + KV_HEADS * WIDTH + place[:, None] + dim[None, :], mask=here, other=0.0)
+        if UPCAST:
+            k = k.to(tl.float32)
+            v = v.to(tl.float32)
+        score = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * 1.4426950408889634)  # in powers of 2
+        node = slot - base
+        bit = tl.minimum(tl.maximum(node, 0), 63)
+        is_ancestor = ((ancestors[:, None] >> bit[None, :]) & 1) == 1
+        is_ancestor = is_ancestor & ((node >= 0) & (node < 64))[None, :]
+        is_prefix = (slot[None, :] >= low[:, None]) & (slot[None, :] < visible[:, None])
+        score = tl.where((is_prefix | is_ancestor) & is_slot[None, :], score, float("-inf"))
+        new_m = tl.maximum(m, tl.max(score, 1))
+        anchor = tl.where(new_m == float("-inf"), 0.0, new_m)  # nothing seen yet: -inf - -inf is not a number
+        weight = tl.exp2(score - anchor[:, None])
+        shrink = tl.exp2(m - anchor)
+        total = total * shrink + tl.sum(weight, 1)
+        out = out * shrink[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
+        m = new_m
+    is_blind = total == 0.0  # sees nothing in this split
+    total = tl.where(is_blind, 1.0, total)
+    out = out / total[:, None]
+
+    place = row * (KV_HEADS * GROUP) + q_head
+    is_out = is_row[:, None] & is_dim[None, :]
+    if IS_SPLIT:
+        place += split.to(tl.int64) * num_rows * (KV_HEADS * GROUP)
+        tl.store(partial_ptr + place[:, None] * WIDTH + dim[None, :], out, mask=is_out)
+        tl.store(lse_ptr + place, tl.where(is_blind, float("-inf"), m + tl.log2(total)), mask=is_row)
+    else:
+        tl.store(out_ptr + place[:, None] * WIDTH + dim[None, :], out.to(out_ptr.dtype.element_ty), mask=is_out)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _combine(
+    partial_ptr, lse_ptr, out_ptr, num_pairs,
+    WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    pair = tl.program_id(0).to(tl.int64)
+    split = tl.arange(0, SPLITS)
+    dim = tl.arange(0, PADDED_WIDTH)
+    is_dim = dim < WIDTH
+    place = split * num_pairs + pair
+    lse = tl.load(lse_ptr + place)
+    best = tl.max(lse, 0)
+    weight = tl.exp2(lse - tl.where(best == float("-inf"), 0.0, best))
+    partial = tl.load(partial_ptr + place[:, None] * WIDTH + dim[None, :], mask=is_dim[None, :], other=0.0)
+    total = tl.sum(weight, 0)
+    out = tl.sum(partial * weight[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+    tl.store(out_ptr + pair * WIDTH + dim, out.to(out_ptr.dtype.element_ty), mask=is_dim)
