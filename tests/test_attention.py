@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import partial
 
 import attention_cases
@@ -105,6 +106,19 @@ def test_a_spoilt_neighbour_spoils_nobody_else() -> None:
         kv[batch.physical(request, list(range(length)))] = 1.0
     out = tree_attention(torch.randn(16, 4, 8), kv, prepared, 0.3)
     assert out[4:12].isnan().all() and not out[:4].isnan().any() and not out[12:].isnan().any()
+
+
+def test_pages_that_follow_one_another_are_read_in_place() -> None:
+    batch = Batch([(70, RAGGED)], 16)
+    pages = batch.metadata.page_table_BP
+    in_order = replace(batch.metadata, page_table_BP=torch.arange(3, 3 + pages.shape[1], dtype=torch.int32)[None])
+    scattered, run = plan(batch.metadata, 16), plan(in_order, 16)
+    assert isinstance(scattered.groups[0].slots, torch.Tensor) and isinstance(run.groups[0].slots, slice)
+    kv = torch.randn(16 * (3 + pages.shape[1]), 2, 1, 8)
+    moved = torch.zeros(batch.num_slots, 2, 1, 8)
+    moved[scattered.groups[0].slots] = kv[run.groups[0].slots]
+    q = torch.randn(len(batch.owner), 1, 8)
+    assert torch.equal(tree_attention(q, kv, run, 0.3), tree_attention(q, moved, scattered, 0.3))
 
 
 def test_an_empty_batch_is_empty() -> None:

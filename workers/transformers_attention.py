@@ -90,8 +90,7 @@ def capped_attention(
     outputs = []
     for group in plan.groups:
         B, R, S = group.shape
-        q_BHXd = q_NHd[group.rows].reshape(B, R, H, G, d).transpose(1, 2).reshape(B, H, R * G, d)
-        k_BHSd, v_BHSd = kv_slots.index_select(0, group.slots).view(B, S, 2, H, d).permute(2, 0, 3, 1, 4).unbind(0)
+        q_BHXd, (k_BHSd, v_BHSd) = group.queries(q_NHd, H), group.keys_values(kv_slots)
         score_BHXS = q_BHXd @ k_BHSd.transpose(2, 3) * scale
         if softcap is not None:
             score_BHXS = softcap * (score_BHXS / softcap).tanh()

@@ -33,9 +33,24 @@ class RowGroup:
     """Requests of similar size that share one padded attention call."""
 
     rows: slice | Tensor  # the packed rows, [B*R]; padding repeats a request's last row
-    slots: Tensor  # [B*S] int64 physical slots; padding repeats a request's last slot
+    slots: slice | Tensor  # [B*S] physical slots; padding repeats a request's last slot; a slice is read in place
     shape: tuple[int, int, int]  # B, R, S
     masks: dict[int | None, Tensor]  # per window: additive [B, 1, R*G, S]
+
+    def queries(self, q_NHd: Tensor, num_kv_heads: int) -> Tensor:
+        """[B, H, R*G, d]"""
+        B, R, _ = self.shape
+        num_heads, d = q_NHd.shape[1:]
+        q = q_NHd[self.rows] if isinstance(self.rows, slice) else q_NHd.index_select(0, self.rows)
+        q_BRHGd = q.view(B, R, num_kv_heads, num_heads // num_kv_heads, d)
+        return q_BRHGd.transpose(1, 2).reshape(B, num_kv_heads, -1, d)
+
+    def keys_values(self, kv_slots: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, H, S, d] each, of one layer [slots, 2, H, d]."""
+        B, _, S = self.shape
+        kv = kv_slots[self.slots] if isinstance(self.slots, slice) else kv_slots.index_select(0, self.slots)
+        k_BHSd, v_BHSd = kv.view(B, S, *kv.shape[1:]).permute(2, 0, 3, 1, 4).unbind(0)
+        return k_BHSd, v_BHSd
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,11 +113,8 @@ def tree_attention(
     G = num_heads // H
     outputs = []
     for group in plan.groups:
-        B, R, S = group.shape
-        rows = group.rows
-        q = q_NHd[rows] if isinstance(rows, slice) else q_NHd.index_select(0, rows)
-        q_BHRd = q.view(B, R, H, G, d).transpose(1, 2).reshape(B, H, R * G, d)
-        k_BHSd, v_BHSd = kv_slots.index_select(0, group.slots).view(B, S, 2, H, d).permute(2, 0, 3, 1, 4).unbind(0)
+        B, R, _ = group.shape
+        q_BHRd, (k_BHSd, v_BHSd) = group.queries(q_NHd, H), group.keys_values(kv_slots)
         out = F.scaled_dot_product_attention(q_BHRd, k_BHSd, v_BHSd, attn_mask=group.masks[window], scale=scale)
         outputs.append(out.view(B, H, R, G, d).transpose(1, 2).reshape(B * R, num_heads * d))
     if plan.order_N is None:
@@ -156,12 +168,20 @@ def _plan_group(
     is_plain = is_plain and host.query_offsets[members[-1] + 1] - first == B * R
     group = RowGroup(
         rows=slice(first, first + B * R) if is_plain else torch.from_numpy(row_BR.reshape(-1)).to(device),
-        slots=torch.from_numpy(slots_BS.reshape(-1)).to(device),
+        slots=_one_run(slots_BS) or torch.from_numpy(slots_BS.reshape(-1)).to(device),
         shape=(B, R, S),
         masks=masks,
     )
     is_real_BR = row_R < rows_B[:, None]
     return group, row_BR[is_real_BR], np.flatnonzero(is_real_BR)
+
+
+def _one_run(slots_BS: np.ndarray) -> slice | None:
+    """The slots as a slice, if they follow one another: a request alone on an idle machine often has such pages."""
+    slots = slots_BS.reshape(-1)
+    if slots[-1] - slots[0] != len(slots) - 1 or not (np.diff(slots) == 1).all():
+        return None
+    return slice(int(slots[0]), int(slots[-1]) + 1)
 
 
 def _additive(visible_BRS: np.ndarray, group_size: int, dtype: torch.dtype) -> Tensor:
