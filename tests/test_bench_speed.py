@@ -18,6 +18,7 @@ from cluster.bench.runner import Frame, Job
 from cluster.bench.speed import CHAIN_ACCEPTANCE, STAR_ACCEPTANCE, SpeedRow, row_of
 from secateur import cli
 from secateur.bench import SpeedPlan, StepPlan
+from secateur.cli.bench import MAX_PROMPTS
 from workers.ipc import EngineStats
 from workers.types import SamplingParams
 
@@ -137,7 +138,7 @@ def test_latency_and_throughput_are_one_measurement_with_defaults_of_their_own(a
     ((_, plan, texts, _, _), latency), ((_, other, more, _, _), throughput) = asked
     assert (latency["name"], throughput["name"], throughput["cache"]) == ("latency", "throughput", tmp_path)
     assert plan.contestants == ("off", "prompt_lookup") and plan.temperatures == (0.0, 0.7) and len(texts) == 4
-    assert other == SpeedPlan.throughput().model_copy(update={"batches": (1, 40)}) and len(more) == cli.MAX_PROMPTS
+    assert other == SpeedPlan.throughput().model_copy(update={"batches": (1, 40)}) and len(more) == MAX_PROMPTS
 
 
 def test_step_takes_its_lists(asked) -> None:

@@ -13,6 +13,7 @@ import httpx2
 import pytest
 
 from secateur import cli
+from secateur.cli import checks
 from secateur.client import Client
 from secateur.config import EngineArgs
 from secateur.errors import ConfigError
@@ -58,7 +59,7 @@ def cluster(monkeypatch):
     monkeypatch.setitem(sys.modules, "cluster.service", service)
     monkeypatch.setitem(sys.modules, "cluster.plan", types.ModuleType("cluster.plan"))
     monkeypatch.setitem(sys.modules, "cluster.plan.report", report)
-    monkeypatch.setattr(cli, "resolve_model", lambda name: name)
+    monkeypatch.setattr(checks, "resolve_model", lambda name: name)
     monkeypatch.delenv("SECATEUR_API_KEY", raising=False)
     return calls
 

@@ -1,7 +1,8 @@
 """Who may import whom, read from the source files themselves.
 
-secateur and workers are leaves; drafter and verifier import workers; cluster may import all. secateur.cli may import
-cluster inside a function body. Only cluster imports ray and the web framework; secateur imports no torch either.
+secateur and workers are leaves; drafter and verifier import workers; cluster may import all. The commands of
+secateur.cli that run models may import cluster inside a function body. Only cluster imports ray and the web framework;
+secateur imports no torch either.
 """
 
 import ast
@@ -22,7 +23,11 @@ MAY_IMPORT = {
 }
 ONLY_CLUSTER = {"ray", "fastapi", "starlette", "uvicorn"}
 NEVER_IN_SECATEUR = {"torch", "transformers", "safetensors", "triton", "numpy"} | ONLY_CLUSTER
-LATE_IMPORTS = {"secateur.cli": {"cluster"}}  # inside a function body only
+LATE_IMPORTS = {  # inside a function body only
+    "secateur.cli.bench": {"cluster"},
+    "secateur.cli.serving": {"cluster"},
+    "secateur.cli.talking": {"cluster"},
+}
 
 
 def imports_of(source: str) -> list[tuple[str, bool, int]]:
@@ -65,8 +70,13 @@ def source_files() -> list[tuple[str, Path]]:
 
 def test_every_file_keeps_the_import_direction():
     files = source_files()
-    assert any(module == "secateur.cli" for module, _ in files)
     assert [rule for module, path in files for rule in broken_rules(module, path.read_text())] == []
+
+
+def test_only_the_commands_that_run_models_import_cluster():
+    others = [(module, path) for module, path in source_files() if not module.startswith("cluster.")]
+    users = {module for module, path in others for name, *_ in imports_of(path.read_text()) if name == "cluster"}
+    assert users == LATE_IMPORTS.keys()
 
 
 @pytest.mark.parametrize(
@@ -75,9 +85,15 @@ def test_every_file_keeps_the_import_direction():
         ("secateur.client", "import torch"),
         ("secateur.client", "import ray.serve"),
         ("secateur.client", "def f():\n    from cluster.app import serve"),
-        ("secateur.cli", "from cluster.app import serve"),
-        ("secateur.cli", "def f():\n    import torch"),
-        ("secateur.cli", "def f():\n    import verifier.engine"),
+        ("secateur.cli.serving", "from cluster.app import serve"),
+        ("secateur.cli.serving", "def f():\n    import torch"),
+        ("secateur.cli.serving", "def f():\n    import verifier.engine"),
+        ("secateur.cli.talking", "from cluster.service import local_service"),
+        ("secateur.cli.talking", "def f():\n    import ray"),
+        ("secateur.cli.bench", "from cluster.bench.step import run"),
+        ("secateur.cli.bench", "if True:\n    import cluster.bench.step"),
+        ("secateur.cli.__init__", "def f():\n    from cluster.app import serve"),
+        ("secateur.cli.checks", "def f():\n    import cluster"),
         ("workers.wire", "import secateur.config"),
         ("workers.wire", "if True:\n    import drafter"),
         ("drafter.grow", "from verifier.tree import tree_metadata"),
@@ -93,7 +109,9 @@ def test_the_checker_sees_a_forbidden_import(module, source):
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("secateur.cli", "def f():\n    from cluster.app import serve"),
+        ("secateur.cli.serving", "def f():\n    from cluster.app import serve"),
+        ("secateur.cli.talking", "def f():\n    from cluster.service import local_service"),
+        ("secateur.cli.bench", "def f():\n    if True:\n        from cluster.bench.step import run"),
         ("drafter.grow", "from workers.types import TreeBatch"),
         ("drafter.grow", "from . import prune"),
         ("cluster.app", "import ray, verifier, drafter, workers, secateur"),

@@ -1,0 +1,59 @@
+"""The `secateur` command: its subcommands, and how it ends.
+
+Validation comes first and is fast; what needs Ray or torch is imported inside a command's body, after it.
+Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 130 interrupted.
+"""
+
+# No `from __future__ import annotations` here: typer reads the annotations below as objects.
+from typing import Annotated
+
+import typer
+
+from secateur import __version__
+from secateur.cli.batch import batch_app
+from secateur.cli.bench import bench_app
+from secateur.cli.serving import plan, serve
+from secateur.cli.talking import chat, complete
+from secateur.errors import ConfigError, SecateurError
+from secateur.flags import ManyNumbers
+
+# rich's tables would fold the examples, and its tracebacks would bury our one-line errors.
+app = typer.Typer(
+    name="secateur",
+    help="Serve language models with tree speculative decoding, and talk to such a service.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.command()(serve)
+app.command(cls=ManyNumbers)(plan)
+app.command()(complete)
+app.command()(chat)
+app.add_typer(batch_app, name="batch")
+app.add_typer(bench_app, name="bench")
+
+
+@app.callback(invoke_without_command=True)
+def root(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+    if version:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; errors become one message on stderr and an exit code."""
+    try:
+        app(args=argv, prog_name="secateur")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 0
+    except ConfigError as error:
+        return _fail(error, 2)
+    except SecateurError as error:
+        return _fail(error, 1)
+    return 0
+
+
+def _fail(error: Exception, code: int) -> int:
+    typer.echo(f"secateur: error: {error}", err=True)
+    return code

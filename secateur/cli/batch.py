@@ -1,0 +1,51 @@
+"""`secateur batch run`: answer a file of requests with a running service; `secateur.batch` does the work."""
+
+# No `from __future__ import annotations` here: typer reads the annotations below as objects.
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from secateur.cli.options import ApiKey
+
+batch_app = typer.Typer(
+    help="Answer files of requests (OpenAI's batch format).", no_args_is_help=True, rich_markup_mode=None
+)
+
+
+@batch_app.callback()
+def batch_root() -> None:
+    """Answer files of requests (OpenAI's batch format)."""
+
+
+@batch_app.command("run")
+def batch_run(
+    input_path: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="One request per line.")],
+    output_path: Annotated[Path, typer.Option("-o", "--output", metavar="OUT.jsonl", help="One answer per line.")],
+    base_url: Annotated[str, typer.Option("--base-url", help="The running service.")] = "http://127.0.0.1:8000",
+    api_key: ApiKey = None,
+    concurrency: Annotated[int, typer.Option("--concurrency", min=1, help="Requests in flight.")] = 16,
+    resume: Annotated[
+        bool, typer.Option("--resume/--no-resume", help="Keep the lines already answered, or start over.")
+    ] = True,
+    retries: Annotated[int, typer.Option("--retries", min=0, help="Tries again per request.")] = 5,
+    timeout: Annotated[float, typer.Option("--timeout", help="Seconds to wait for an answer.")] = 600.0,
+) -> None:
+    """Answer every line of a file. Stop it at any moment and run it again: answered lines are not sent twice.
+
+    Example: secateur batch run questions.jsonl -o answers.jsonl --concurrency 32
+    """
+    from secateur.batch import run_batch
+
+    summary = run_batch(
+        input_path,
+        output_path,
+        base_url=base_url,
+        api_key=api_key,
+        concurrency=concurrency,
+        resume=resume,
+        retries=retries,
+        timeout=timeout,
+    )
+    typer.echo(str(summary), err=True)
+    raise typer.Exit(summary.exit_code)

@@ -1,0 +1,42 @@
+"""What commands check before they start anything, and what they say where the serving packages are missing."""
+
+import os
+import warnings
+from typing import Any
+
+import typer
+
+from secateur.config import EngineArgs, resolve_model
+from secateur.errors import ConfigError, SecateurError
+from secateur.flags import engine_args_from
+
+
+def checked(flags: dict[str, Any], **more: Any) -> EngineArgs:
+    """Valid engine arguments whose local files exist. Raises ConfigError."""
+    flags = {**flags, **{key: value for key, value in more.items() if value is not None}}
+    if flags.get("api_key") is None and (key := os.environ.get("SECATEUR_API_KEY")):
+        flags["api_key"] = key
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        args = engine_args_from(flags)
+    for warning in caught:
+        typer.echo(f"secateur: warning: {warning.message}", err=True)
+    resolve_model(args.model)
+    if args.speculative_config is not None and args.speculative_config.model is not None:
+        resolve_model(args.speculative_config.model)
+    return args
+
+
+def check_none_given(engine: dict[str, Any]) -> None:
+    """A running service has its flags already. Raises ConfigError."""
+    if given := sorted(name for name, value in engine.items() if value is not None):
+        flags = ", ".join("--" + name.replace("_", "-") for name in given)
+        raise ConfigError(f"{flags}: for a service started here, which --base-url replaces; remove one of them")
+
+
+def needs_extra(error: ModuleNotFoundError) -> SecateurError:
+    """The error to raise for a package that only the extra installs."""
+    return SecateurError(
+        f"this command runs models here and needs {error.name!r}, which is not installed: "
+        "pip install 'secateur[serve]' (or talk to a running service with --base-url)"
+    )

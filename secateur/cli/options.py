@@ -1,0 +1,15 @@
+"""Options that several commands have, spelt once; the engine's are in `secateur.flags`."""
+
+from typing import Annotated
+
+import typer
+
+ModelArgument = Annotated[str | None, typer.Argument(help="Folder or Hugging Face id [the bundled model].")]
+BaseUrl = Annotated[
+    str | None, typer.Option("--base-url", help="A running service; without it one is started here and stopped again.")
+]
+ApiKey = Annotated[str | None, typer.Option("--api-key", help="Default: the environment's SECATEUR_API_KEY.")]
+ModelName = Annotated[
+    str | None,
+    typer.Option("--model", help="The model to start [the bundled one]; with --base-url, its name there."),
+]

@@ -1,0 +1,107 @@
+"""`secateur serve` starts a service on Ray; `secateur plan` says beforehand where it would run, and how fast."""
+
+# No `from __future__ import annotations` here: typer reads the annotations below as objects.
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from secateur.cli.checks import checked, needs_extra
+from secateur.cli.options import ModelArgument
+from secateur.flags import with_engine_flags
+from secateur.plan import HARDWARE, PlanRequest, read_acceptance, read_costs, read_hardware, read_trace
+
+
+@with_engine_flags(server=True)
+def serve(engine: dict[str, Any], model: ModelArgument = None) -> None:
+    """Serve a model over HTTP, on Ray, until Ctrl-C.
+
+    Example: secateur serve meta-llama/Llama-3.1-8B-Instruct -tp 2 -sc '{"method": "eagle3", "model":
+    "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", "num_speculative_tokens": 24}'
+    """
+    args = checked(engine, model=model)
+    try:
+        from cluster.app import serve as serve_on_ray
+    except ModuleNotFoundError as error:
+        raise needs_extra(error) from error
+    serve_on_ray(args)
+
+
+@with_engine_flags(server=True)
+def plan(
+    engine: dict[str, Any],
+    model: ModelArgument = None,
+    costs: Annotated[
+        Path | None, typer.Option("--costs", metavar="FILE", help="Predict from a cost table (JSON).")
+    ] = None,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Predict from this machine's costs: starts an engine for a minute.")
+    ] = False,
+    costs_output: Annotated[
+        Path | None, typer.Option("--costs-output", metavar="FILE", help="Write the profiled cost table.")
+    ] = None,
+    hardware: Annotated[
+        str | None,
+        typer.Option(
+            "--hardware", metavar="NAME|FILE", help=f"Predict from published figures: {', '.join(HARDWARE)}, or JSON."
+        ),
+    ] = None,
+    acceptance: Annotated[
+        Path | None,
+        typer.Option("--acceptance", metavar="FILE", help="Rows of `secateur bench acceptance`, or chances by child."),
+    ] = None,
+    batch: Annotated[
+        list[int] | None, typer.Option("--batch", metavar="B ...", help="Requests that decode together [1 2 4 .. 64].")
+    ] = None,
+    context: Annotated[int | None, typer.Option("--context", help="Tokens each has in the cache [512].")] = None,
+    temperature: Annotated[float | None, typer.Option("--temperature", help="Of the requests [0].")] = None,
+    nodes: Annotated[
+        int | None, typer.Option("--nodes", help="Draft nodes of every tree; 0 is none [the best for each batch].")
+    ] = None,
+    request_rate: Annotated[
+        float | None, typer.Option("--request-rate", metavar="X", help="Simulate so many requests per second.")
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option("--trace", metavar="FILE", help="Simulate JSONL of seconds, prompt_tokens, output_tokens."),
+    ] = None,
+    replicas: Annotated[int | None, typer.Option("--replicas", help="Simulated engines [1].")] = None,
+    num_requests: Annotated[int | None, typer.Option("--num-requests", help="Simulated requests [10000].")] = None,
+    prompt_tokens: Annotated[
+        str | None, typer.Option("--prompt-tokens", metavar="N", help="Such as 512, 64-512 or exp:512 [512].")
+    ] = None,
+    output_tokens: Annotated[str | None, typer.Option("--output-tokens", metavar="N", help="Likewise [128].")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show where drafter and verifier would run and whether they fit; predict speed, tree sizes and whole fleets.
+
+    Touches no GPU and starts nothing, but for --profile.
+
+    Example: secateur plan -tp 2 --speculative-config '{"method": "draft_model", "model": "bundled:draft"}'
+
+    Example: secateur plan --hardware h100 --batch 1 8 64 --replicas 100 --request-rate 5000
+    """
+    asked = {
+        "costs": read_costs(costs) if costs else None,
+        "profile": profile or None,
+        "costs_output": costs_output,
+        "hardware": read_hardware(hardware) if hardware else None,
+        "acceptance": read_acceptance(acceptance) if acceptance else None,
+        "batches": tuple(batch) if batch else None,
+        "context": context,
+        "temperature": temperature,
+        "nodes": nodes,
+        "request_rate": request_rate,
+        "trace": read_trace(trace) if trace else None,
+        "replicas": replicas,
+        "num_requests": num_requests,
+        "prompt_tokens": prompt_tokens,
+        "output_tokens": output_tokens,
+    }
+    request = PlanRequest.load({key: value for key, value in asked.items() if value is not None})
+    args = checked(engine, model=model)
+    try:
+        from cluster.plan.report import run
+    except ModuleNotFoundError as error:
+        raise needs_extra(error) from error
+    typer.echo(run(args, request, as_json=as_json, say=lambda line: typer.echo(line, err=True)))
