@@ -44,6 +44,12 @@ class Budget:
     def verify_ms(self, num_nodes: np.ndarray) -> np.ndarray:
         return np.interp(num_nodes, self._nodes_T, self._verify_ms_T).astype(np.float32)
 
+    def row_ms(self, num_nodes: int) -> float:
+        """Of one node more. Where it buys a whole flight of rows (a bucket of CUDA graphs), its share of the price."""
+        before, after = self.verify_ms(np.array([num_nodes, num_nodes + 1]))
+        last = self._nodes_T[np.searchsorted(self._verify_ms_T, after, side="right") - 1]  # of the same price
+        return (after - before) / max(np.float32(1), last - num_nodes)
+
     def rates(self, ranked_N: np.ndarray, draft_ms: float, fixed: np.ndarray) -> np.ndarray:
         """Tokens per millisecond with the n best of `ranked` (descending weights), n = 0 .. N. fixed: weights of nodes
         that are verified in any case."""
@@ -66,8 +72,7 @@ class Budget:
         """
         rates = self.rates(np.sort(weights)[::-1], draft_ms, np.zeros(0, dtype=np.float32))
         count, rate = int(rates.argmax()), rates.max()
-        row_ms = self.verify_ms(np.array(count + 1)) - self.verify_ms(np.array(count))
-        must_F = np.maximum(least_F, rate * row_ms)
+        must_F = np.maximum(least_F, rate * self.row_ms(count))
         gain_F = np.maximum(weight_F[:, None] * _CHILDREN - must_F[:, None], 0).sum(1)
         # Where drafting is free a node still has to be able to have a child that is verified: rows are few.
         runs_F = (weight_F > must_F) & (gain_F >= rate * self._node_ms)

@@ -15,6 +15,8 @@ from verifier.pack import pack_target
 from verifier.request import Request
 from verifier.target import Target
 from workers.config import EngineConfig, Prices
+from workers.graphs import bucket
+from workers.graphs import sizes as graph_sizes
 from workers.ipc import Submit
 from workers.types import NodeKind, Rule, TreeBatch
 
@@ -37,29 +39,48 @@ class RowCosts(NamedTuple):
         slope = (self.ms_T[-1] - self.ms_T[middle]) / max(1, self.rows_T[-1] - self.rows_T[middle])
         return np.interp(rows, self.rows_T, self.ms_T) + slope * np.maximum(rows - self.rows_T[-1], 0)
 
+    def in_buckets(self, largest: int) -> RowCosts:
+        """The same target where n rows run as bucket(n), up to the bucket `largest`: a staircase, flat from the first
+        row of every bucket to its last. Between two buckets it stays linear, for numbers of rows that are averages."""
+        ends = [n for n in range(1, largest + 1) if bucket(n) == n]
+        edges = sorted({*ends, *(end + 1 for end in ends[:-1])})
+        is_beyond_T = self.rows_T > largest
+        return RowCosts(
+            np.concatenate([np.array(edges, dtype=np.float64), self.rows_T[is_beyond_T]]),
+            np.concatenate([self.ms(np.array([bucket(n) for n in edges])), self.ms_T[is_beyond_T]]),
+        )
+
 
 UNPROFILED = RowCosts(np.array([1.0, 1024.0]), np.array([10.0, 60.0]))
 """Some machine. The first steps put its scale right, not its shape."""
 
 
 def profile(target: Target, config: EngineConfig, num_pages: int) -> RowCosts:
-    """Times forwards of a growing number of rows, on pages that nobody owns yet. Rank 0; its peers follow."""
+    """Times forwards of a growing number of rows, on pages that nobody owns yet. Rank 0; its peers follow.
+
+    Where graphs are replayed these are their buckets, and the table is a staircase up to the largest of them.
+    """
     began = time.perf_counter()
     rows: list[int] = []
     milliseconds: list[float] = []
     count, most = 1, config.max_num_batched_tokens
+    has_graphs = target.graphs is not None
     while count <= most and (time.perf_counter() - began < _PROFILE_S or len(rows) < 2):
         rows.append(count)
         milliseconds.append(min(_timed(target, config, num_pages, count) for _ in range(4)))
-        count += max(1, count // 2)
-    return RowCosts(np.array(rows, dtype=np.float64), np.maximum.accumulate(milliseconds))
+        count = bucket(count + 1) if has_graphs else count + max(1, count // 2)
+    timed = RowCosts(np.array(rows, dtype=np.float64), np.maximum.accumulate(milliseconds))
+    if not has_graphs:
+        return timed
+    return timed.in_buckets(max(size.rows for size in graph_sizes(config.max_num_seqs, config.tree_rows)))
 
 
 def _timed(target: Target, config: EngineConfig, num_pages: int, num_rows: int) -> float:
     """One forward of so many rows, in trees behind a context of modest length. All share the same pages: what they
     write there is never read."""
     num_slots = min(_PROFILE_SLOTS, config.max_model_len, (num_pages - 1) * config.page_size)
-    size = min(_TREE_ROWS, num_slots)
+    # A graph is captured for rows and requests: there is one for as few requests as can have so many rows.
+    size = min(_TREE_ROWS if target.graphs is None else bucket(config.tree_rows), num_slots)
     sizes = [size] * (num_rows // size) + [num_rows % size] * (num_rows % size > 0)
     request = Request(Submit(id=0, prompt=[0] * (num_slots - size + 1), max_tokens=1), Rule.COUPLED, None, 0)
     request.pages = list(range(1, 1 + -(-num_slots // config.page_size)))
