@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import oracles
@@ -11,7 +12,7 @@ import torch
 from clockwork import AUTO, FIXED, OFF, Prices, bench
 from fakes import Bench, Counting, RandomLanguage, say
 
-from verifier import economy
+from verifier import costs, economy
 from verifier.calibration import Calibration
 from verifier.costs import Bill, RowCosts, profile
 from workers.config import PruneConfig, TreeConfig
@@ -55,6 +56,23 @@ def test_start_up_times_the_target_on_a_few_sizes():
         assert time.perf_counter() - began < 20
     assert len(table.rows_T) >= 2 and table.rows_T[0] == 1
     assert (np.diff(table.rows_T) > 0).all() and (np.diff(table.ms_T) >= 0).all() and table.ms_T[0] > 0
+
+
+def test_a_slow_target_on_a_busy_machine_is_timed_well_beyond_a_tree(monkeypatch):
+    """A second per forward, and for a while everything takes twice as long: the table shows neither."""
+    clock = iter(range(10**6))
+    monkeypatch.setattr(costs.time, "perf_counter", lambda: 100.0 * next(clock))
+    calls: list[int] = []
+
+    def took(target: object, config: object, num_pages: int, num_rows: int) -> float:
+        calls.append(num_rows)
+        return (1000 + 10 * num_rows) * (2 if 5 < len(calls) < 25 else 1)
+
+    monkeypatch.setattr(costs, "_timed", took)
+    config = SimpleNamespace(max_num_batched_tokens=2048, max_num_seqs=4, tree_rows=17)
+    table = profile(SimpleNamespace(graphs=None), config, 9)  # type: ignore[arg-type]
+    assert table.rows_T.tolist() == [1, 2, 3, 4, 6, 9, 13, 19, 28]
+    assert table.ms_T.tolist() == [1000 + 10 * rows for rows in table.rows_T]
 
 
 # ---- calibration

@@ -20,8 +20,9 @@ from workers.graphs import sizes as graph_sizes
 from workers.ipc import Submit
 from workers.types import NodeKind, Rule, TreeBatch
 
-_PROFILE_S = 1.0
-"""Start-up time spent on the table, more or less: larger steps than fit are extrapolated."""
+_FIRST_ROUND_S, _PROFILE_S = 0.4, 1.2
+"""Start-up time spent on the table's sizes and on all of it, more or less; a slow target takes what two rounds take."""
+_MIN_ROUNDS, _MAX_ROUNDS = 2, 8
 _PROFILE_SLOTS = 128
 _TREE_ROWS = 8
 
@@ -58,18 +59,26 @@ UNPROFILED = RowCosts(np.array([1.0, 1024.0]), np.array([10.0, 60.0]))
 def profile(target: Target, config: EngineConfig, num_pages: int) -> RowCosts:
     """Times forwards of a growing number of rows, on pages that nobody owns yet. Rank 0; its peers follow.
 
-    Where graphs are replayed these are their buckets, and the table is a staircase up to the largest of them.
+    Round after round, so that a busy moment of the machine does not tilt the table; the least time counts, and no size
+    costs more than a larger one. As many sizes as the first round's share of the time allows, but always some beyond a
+    single tree: what is not timed is extrapolated. Where graphs are replayed the sizes are their buckets, and the table
+    is a staircase up to the largest of them.
     """
     began = time.perf_counter()
-    rows: list[int] = []
-    milliseconds: list[float] = []
-    count, most = 1, config.max_num_batched_tokens
     has_graphs = target.graphs is not None
-    while count <= most and (time.perf_counter() - began < _PROFILE_S or len(rows) < 2):
-        rows.append(count)
-        milliseconds.append(min(_timed(target, config, num_pages, count) for _ in range(4)))
+    least_ms: dict[int, float] = {}
+    count, most = 1, config.max_num_batched_tokens
+    while count <= most and (time.perf_counter() - began < _FIRST_ROUND_S or count <= 2 * config.tree_rows):
+        _timed(target, config, num_pages, count)  # the first of its size prepares what later ones find
+        least_ms[count] = _timed(target, config, num_pages, count)
         count = bucket(count + 1) if has_graphs else count + max(1, count // 2)
-    timed = RowCosts(np.array(rows, dtype=np.float64), np.maximum.accumulate(milliseconds))
+    for number in range(_MAX_ROUNDS):
+        if number >= _MIN_ROUNDS and time.perf_counter() - began > _PROFILE_S:
+            break
+        for size in least_ms:
+            least_ms[size] = min(least_ms[size], _timed(target, config, num_pages, size))
+    ms_T = np.minimum.accumulate(list(least_ms.values())[::-1])[::-1]
+    timed = RowCosts(np.array(list(least_ms), dtype=np.float64), ms_T)
     if not has_graphs:
         return timed
     return timed.in_buckets(max(size.rows for size in graph_sizes(config.max_num_seqs, config.tree_rows)))
