@@ -139,6 +139,11 @@ class Bill:
         """Of one bill, or of several if some quantities are arrays."""
         return sum((price * np.asarray(q) for price, q in zip(self._price_J, quantities, strict=True)), np.zeros(()))
 
+    def follow(self, other: Bill) -> None:
+        """Until something was paid on it, what another bill has learnt is the best guess."""
+        if not self._num_paid:
+            self._price_J = other._price_J.copy()
+
     def paid(self, amount: float, *quantities: float, is_rare: bool = False) -> None:
         if self._is_given:
             return

@@ -41,16 +41,17 @@ class Economy:
 
     def __init__(self, verify: RowCosts, prices: Prices | None = None) -> None:
         # Drafting is billed by message, row fed, further level, and node run on one; the rest of a step by itself, by
-        # millisecond of the table, and by request.
+        # millisecond of the table, and by request. Steps with and without trees have bills of their own: what the table
+        # does not know of, such as how attention copes with many requests of several rows, differs between them.
         if prices is not None:
             self._verify = given(prices)
             self._draft_bill = Bill(prices.draft, 0.0, prices.level, 0.0, is_given=True)
-            self._rest_bill = Bill(0.0, 1.0, 0.0, is_given=True)
+            self._plain_bill = self._tree_bill = Bill(0.0, 1.0, 0.0, is_given=True)
         else:
             self._verify = verify
             row = float(verify.ms(1))
             self._draft_bill = Bill(0.2 * row, 0.01 * row, 0.1 * row, 0.01 * row)
-            self._rest_bill = Bill(0.05 * row, 1.0, 0.02 * row)
+            self._plain_bill, self._tree_bill = (Bill(0.05 * row, 1.0, 0.02 * row) for _ in range(2))
         self._calibration = Calibration()
         # What a tree adds and what it takes; hopeful until seen.
         self._tree = _Average(np.array([2.0, 4.0]))  # tokens gained, nodes verified
@@ -89,7 +90,12 @@ class Economy:
         other_nodes = sum(r.limits.num_nodes for r in others if r.limits)
         trees_K = count_K + len(others)
         num_rows = _num_rows(step)
-        rest_ms_K = self._rest_ms(num_rows + other_nodes + count_K * num_nodes, len(step.decode))
+        rows_K = num_rows + other_nodes + count_K * num_nodes
+        rest_ms_K = np.where(
+            trees_K > 0,
+            self._rest_ms(self._tree_bill, rows_K, len(step.decode)),
+            self._rest_ms(self._plain_bill, rows_K, len(step.decode)),
+        )
         fed_K = np.cumsum([sum(map(self._fed_per_step, others)), *map(self._fed_per_step, ranked)])
         draft_ms_K = self._draft_bill.price(1, fed_K, num_levels - 1, num_run * trees_K)
         rate_K = (len(step.decode) + gain_K) / (rest_ms_K + draft_ms_K * (trees_K > 0))
@@ -123,8 +129,8 @@ class Economy:
         num_steps = (request.submit.max_tokens - request.num_output) / num_tokens
         return num_tokens + _backlog(request) / max(1.0, num_steps)
 
-    def _rest_ms(self, num_rows: np.ndarray, num_requests: int) -> np.ndarray:
-        return self._rest_bill.price(1, self._verify.ms(num_rows), num_requests)
+    def _rest_ms(self, bill: Bill, num_rows: np.ndarray, num_requests: int) -> np.ndarray:
+        return bill.price(1, self._verify.ms(num_rows), num_requests)
 
     def costs(self, feeds: dict[Request, Feed], step: Step) -> DraftCosts | None:
         """For the drafter; None if nobody asks for `auto`."""
@@ -136,7 +142,9 @@ class Economy:
         prices = [self._draft_bill.price(*bill) for bill in ((1, _num_fed(feeds), 0, 0), (0, 0, 1, 0), (0, 0, 0, 1))]
         return DraftCosts(
             nodes_T=torch.from_numpy(nodes_T.astype(np.int32)),
-            verify_ms_T=torch.from_numpy(self._rest_ms(num_rows + nodes_T, len(step.decode)).astype(np.float32)),
+            verify_ms_T=torch.from_numpy(
+                self._rest_ms(self._tree_bill, num_rows + nodes_T, len(step.decode)).astype(np.float32)
+            ),
             draft_ms_3=torch.tensor(prices, dtype=torch.float32),
             sure_1=torch.tensor([len(step.decode)], dtype=torch.float32),
             calibration_D2=torch.from_numpy(self._calibration.fit_D2),
@@ -163,7 +171,11 @@ class Economy:
         rest_ms = 1e3 * seconds - self._draft_ms
         num_rows = len(drafts.trees.token_N) + _num_rows(step) - len(step.decode)
         if not step.prefill:  # prompts would blur what a tree's rows cost
-            self._rest_bill.paid(rest_ms, 1, float(self._verify.ms(num_rows)), len(step.decode))
+            own, other = self._plain_bill, self._tree_bill
+            if num_rows > _num_rows(step):
+                own, other = other, own
+            own.paid(rest_ms, 1, float(self._verify.ms(num_rows)), len(step.decode))
+            other.follow(own)
         auto_B = np.array([_is_auto(r) and any(nodes) for r, nodes in zip(step.decode, drafts.verified, strict=True)])
         if not auto_B.any():
             for request in step.decode:
