@@ -34,7 +34,7 @@ OFF, FIXED, AUTO = Speculation(enabled=False), Speculation(auto=False), Speculat
 @dataclass(frozen=True, kw_only=True)
 class Prices:
     """Milliseconds. A step takes fixed + row x rows of the target, and the drafter message + fed x rows fed + level x
-    levels + node x nodes run."""
+    levels + node x nodes run. What no start-up table tells: a request with a tree takes `tree` more."""
 
     fixed: float
     row: float
@@ -42,6 +42,7 @@ class Prices:
     fed: float
     level: float
     node: float
+    tree: float = 0.0
 
     @property
     def rows(self) -> RowCosts:
@@ -84,7 +85,9 @@ class _Target(Target):
     clock: Clock
 
     def run(self, step: TargetStep, number: int) -> list[int]:
-        self.clock.ms += self.clock.prices.fixed + self.clock.prices.row * len(step.token_N)
+        prices, first_rows = self.clock.prices, step.query_offsets[:-1].long()
+        has_tree_B = (step.ancestors_N[first_rows] != 0) & (step.query_offsets.diff() > 1)
+        self.clock.ms += prices.fixed + prices.row * len(step.token_N) + prices.tree * int(has_tree_B.sum())
         return super().run(step, number)
 
 

@@ -170,10 +170,13 @@ def test_auto_asks_for_costs_and_others_do_not():
 CHEAP_DRAFTS = Prices(fixed=20, row=0.05, message=0.5, fed=0.01, level=1.0, node=0.01)
 DEAR_DRAFTS = Prices(fixed=3, row=0.5, message=4, fed=0.05, level=3, node=0.3)
 DEAR_ROWS = Prices(fixed=3, row=1.0, message=0.2, fed=0.02, level=0.2, node=0.02)
+DEAR_TREES = Prices(fixed=30, row=2.0, message=0.2, fed=0.01, level=0.2, node=0.02, tree=12)
 
 
 @pytest.mark.parametrize(
-    ("prices", "batch"), [(CHEAP_DRAFTS, 1), (DEAR_DRAFTS, 8), (DEAR_ROWS, 1)], ids=["drafts", "no drafts", "rows"]
+    ("prices", "batch"),
+    [(CHEAP_DRAFTS, 1), (DEAR_DRAFTS, 8), (DEAR_ROWS, 1), (DEAR_TREES, 8)],
+    ids=["drafts", "no drafts", "rows", "what the table does not tell"],
 )
 def test_auto_is_as_fast_as_the_better_of_drafting_and_not(prices, batch):
     with bench(prices) as b:
