@@ -78,9 +78,10 @@ def run(args: EngineArgs, plan: AcceptancePlan, prompts: Sequence[Prompt], outpu
 
 
 def _engine(args: EngineArgs, plan: AcceptancePlan) -> EngineConfig:
-    """The engine that the trees are put into: no larger than the benchmark fills."""
+    """The engine that the trees are put into: no larger than the benchmark fills, and no prompt computed once for all
+    cells."""
     config = engine_config(args, num_gpus=visible_gpus())
-    return replace(config, max_num_seqs=min(config.max_num_seqs, plan.concurrency))
+    return replace(config, max_num_seqs=min(config.max_num_seqs, plan.concurrency), enable_prefix_caching=False)
 
 
 @dataclass(frozen=True, slots=True)
