@@ -28,20 +28,38 @@ TREE = TreeConfig(kind="dynamic", num_nodes=7, max_depth=3, prune=PruneConfig(au
 
 
 def test_a_bill_follows_what_was_paid_through_noise_and_hiccups():
-    rng, bill = np.random.default_rng(0), Bill(1.0, 1.0, 1.0)
+    rng, bill = np.random.default_rng(0), Bill([1.0, 1.0, 1.0], doubts=[1.0, 1.0, 1.0])
     quantities = np.stack([np.ones(600), rng.integers(1, 9, 600), rng.integers(0, 40, 600)], axis=1)
     true = quantities @ [2.0, 1.5, 0.1]
     paid = true * rng.lognormal(0, 0.1, 600) * np.where(rng.random(600) < 0.05, 10, 1)
-    for amount, row in zip(paid, quantities, strict=True):
-        bill.paid(amount, *row)
+    for step, (amount, row) in enumerate(zip(paid, quantities, strict=True)):
+        bill.paid(step, amount, *row)
     estimate = bill.price(*quantities.T)
     assert np.abs(estimate / true - 1).mean() < 0.12
 
 
 def test_one_measurement_puts_the_scale_right():
-    bill = Bill(1.0, 2.0)
-    bill.paid(50.0, 1, 2)
+    bill = Bill([1.0, 2.0], doubts=[1.0, 1.0])
+    bill.paid(0, 50.0, 1, 2)
     assert float(bill.price(1, 2)) == pytest.approx(50.0)
+
+
+def test_what_is_rarely_paid_is_soon_known_and_not_forgotten():
+    """Steps cost 60 and 10 a tree; after 20 plain steps three with a few trees tell what eight would cost, and 200
+    further plain steps take nothing of that away."""
+    rng, bill = np.random.default_rng(1), Bill([50.0, 1.0], doubts=[10.0, 5.0])
+
+    learnt = []
+    for step, num_trees in enumerate([0] * 20 + [1, 4, 4] + [0] * 200):
+        bill.paid(step, (60 + 10 * num_trees) * rng.lognormal(0, 0.03), 1, num_trees)
+        learnt.append(float(bill.price(0, 8)))
+    assert learnt[22] == pytest.approx(80, rel=0.2) and learnt[-1] == pytest.approx(learnt[22], rel=0.1)
+
+
+def test_given_prices_stay():
+    bill = Bill([1.0, 2.0])
+    bill.paid(0, 50.0, 1, 2)
+    assert float(bill.price(1, 2)) == 5.0
 
 
 def test_beyond_its_last_entry_the_table_goes_on_as_steep():

@@ -122,7 +122,8 @@ def test_the_batch_fills_its_bucket_or_has_no_nodes_left(seed, num_requests, num
     assert bucket(num_requests + count) == num_requests + count or count in (0, num_nodes)
     assert count == num_nodes or count == 0 or ranked[count] <= ranked[count - 1]
     rows = num_requests + np.arange(num_nodes + 1)
-    first = Economy(flat)._tree_bill.price(1, 0, num_requests)  # what a step takes beside its forward
+    # What a step takes beside its forward.
+    first = Economy(flat)._rest_bill.price(1, 0, num_requests, 1, num_requests)
     ms = draft_ms + first + flat.ms(np.array([bucket(n) for n in rows.tolist()]))
     rate_N = (num_requests + np.concatenate([[0], np.cumsum(ranked, dtype=np.float64)])) / ms
     assert rate_N[count] == pytest.approx(rate_N.max(), rel=1e-5)
@@ -192,9 +193,9 @@ def test_what_a_step_took_counts_for_its_whole_bucket():
         drafts = Drafts(trees=tree, probs=None, verified=[[num_rows - 1]], pruned=[[]])
         for seconds in (0.020, 0.025, 0.031):
             economy.learn(step_of(decode), drafts, [Verdict((1,), (0, 0), num_rows - 1, num_rows - 1)], seconds)
-        learnt.append(economy._rest_ms(economy._tree_bill, np.arange(1, 65), 1))
+        learnt.append(economy._rest_ms(np.arange(1, 65), 1, 1))
     unlearnt = Economy(timed(0.5))
-    unlearnt_ms = unlearnt._rest_ms(unlearnt._tree_bill, np.arange(1, 65), 1)
+    unlearnt_ms = unlearnt._rest_ms(np.arange(1, 65), 1, 1)
     assert (learnt[0] == learnt[1]).all() and (learnt[0] != unlearnt_ms).any()
     for begin, end in itertools.pairwise(n for n in ENDS if n <= 64):
         assert len(set(learnt[0][begin:end])) == 1 and learnt[0][begin] > learnt[0][begin - 1]

@@ -6,6 +6,7 @@ Legend: T table entries, J terms of a cost.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -122,37 +123,56 @@ def given(prices: Prices) -> RowCosts:
 class Bill:
     """A cost as a sum of terms, price x quantity, whose prices follow what was really paid.
 
-    Each measurement moves the prices by the least change, large terms before small ones, that explains part of its
-    error (normalised LMS). Errors count up to half the estimate, so that a hiccup of the machine passes unnoticed and
-    the estimate tends to the median. What is measured rarely counts for more.
+    A Kalman filter: every price has its doubt, and a measurement moves most what is least known of what it contains.
+    So a term that is rarely paid (a tree, in a try after many steps without) is not blamed for what the others explain,
+    nor they for it; it keeps what it has learnt and, the longer ago that was, the more readily it learns anew. Errors
+    count up to half the estimate: a hiccup of the machine passes unnoticed, and the estimate tends to the median.
+
+    prices: first guesses; doubts: their standard deviations.
     """
 
-    _RATE, _RARE_RATE = 0.08, 0.4
+    _NOISE = 0.15  # of a measurement, relative
+    _DRIFT = 0.03  # how much a price may change in a step, in doubts
     _MAX_ERROR = 0.5
+    _LEAST = 0.05  # of its first guess; a term is never for nothing
 
-    def __init__(self, *prices: float, is_given: bool = False) -> None:
-        self._price_J = np.array(prices)
-        self._is_given = is_given  # then it follows nothing
-        self._num_paid = 0
+    def __init__(self, prices: Sequence[float], doubts: Sequence[float] = ()) -> None:
+        """Without doubts prices stay as they are."""
+        self._price_J = np.array(prices, dtype=np.float64)
+        self._doubt_J = np.array(doubts, dtype=np.float64)
+        self._covariance_JJ = np.diag(self._doubt_J**2)
+        self._least_J = self._LEAST * self._price_J
+        self._paid_at: int | None = None
 
     def price(self, *quantities: np.ndarray | float) -> np.ndarray:
         """Of one bill, or of several if some quantities are arrays."""
         return sum((price * np.asarray(q) for price, q in zip(self._price_J, quantities, strict=True)), np.zeros(()))
 
-    def follow(self, other: Bill) -> None:
-        """Until something was paid on it, what another bill has learnt is the best guess."""
-        if not self._num_paid:
-            self._price_J = other._price_J.copy()
-
-    def paid(self, amount: float, *quantities: float, is_rare: bool = False) -> None:
-        if self._is_given:
+    def paid(self, step: int, amount: float, *quantities: float) -> None:
+        """In this step, of an ever growing number."""
+        if not len(self._doubt_J):
             return
-        term_J = self._price_J * quantities
-        estimate = float(term_J.sum())
-        if not self._num_paid:
-            self._price_J *= amount / estimate  # the first measurement tells the scale
-        else:
-            error = np.clip(amount / estimate - 1, -self._MAX_ERROR, self._MAX_ERROR)
-            rate = max(self._RARE_RATE if is_rare else self._RATE, 0.5 / self._num_paid)
-            self._price_J *= 1 + rate * error * estimate * term_J / float(term_J @ term_J)
-        self._num_paid += 1
+        quantity_J = np.array(quantities, dtype=np.float64)
+        estimate = float(self._price_J @ quantity_J)
+        last, self._paid_at = self._paid_at, step
+        if last is None:
+            return self._rescale(amount / estimate)
+        error = np.clip(amount - estimate, -self._MAX_ERROR * estimate, self._MAX_ERROR * estimate)
+        self._forget(step - last)
+        spread_J = self._covariance_JJ @ quantity_J
+        gain_J = spread_J / (quantity_J @ spread_J + (self._NOISE * estimate) ** 2)
+        self._price_J = np.maximum(self._price_J + gain_J * error, self._least_J)
+        self._covariance_JJ -= np.outer(gain_J, spread_J)
+
+    def _rescale(self, factor: float) -> None:
+        """The first measurement tells how fast the machine is; the proportions are still those guessed."""
+        self._price_J *= factor
+        self._doubt_J *= factor
+        self._least_J *= factor
+        self._covariance_JJ *= factor**2
+
+    def _forget(self, num_steps: int) -> None:
+        """No price becomes less certain than its first guess was."""
+        variance_J = self._covariance_JJ.diagonal()
+        room_J = np.maximum(self._doubt_J**2 - variance_J, 0)
+        self._covariance_JJ += np.diag(np.minimum(num_steps * (self._DRIFT * self._doubt_J) ** 2, room_J))

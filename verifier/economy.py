@@ -1,14 +1,17 @@
 """What `auto` knows and decides before a step: what things cost here, how far drafts can be trusted, whether to draft.
 
-Measured goodput steers. From what past steps were paid and brought, a step that drafts for the k most promising of the
-requests under `auto` is expected to yield
+Measured time steers. From what past steps were paid and brought, a step that drafts for the k most promising of the
+requests under `auto` is expected to take draft_ms(k) + rest_ms(k), and to bring request r 1 + gain_r tokens, gain_r = 0
+without drafts. Chosen is the k for which a token more for everybody takes least:
 
-    (R + sum of their gains) / (draft_ms(k) + rest_ms(R + nodes of k))        tokens per millisecond
+    (draft_ms(k) + rest_ms(k)) x sum over requests of 1 / (1 + gain_r)
 
-and k = 0, plain decoding, is one of the choices. The choice between drafting and not drafting is put to the test: the
-other one is tried for a step now and then, ever more rarely while it keeps losing. How large the trees of those k are
-is then up to the drafter (`drafter.budget`), by the same numbers. Everything here depends on past steps alone, so that
-it may decide about sampled trees too. Legend: B requests, N packed rows, K choices.
+k = 0, plain decoding, is one of the choices. This is what makes n requests of a length finish soonest. (Tokens per
+millisecond of the step at hand would not: they are most if a few easy requests are drafted for at the expense of the
+others, which then go on alone.) The choice between drafting and not drafting is put to the test: the other one is tried
+for a step now and then, ever more rarely while it keeps losing. How large the trees of those k are is then up to the
+drafter (`drafter.budget`), by the same numbers. Everything here depends on past steps alone, so that it may decide
+about sampled trees too. Legend: B requests, N packed rows, K choices.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ _FIRST_PATIENCE, _MAX_PATIENCE = 8, 128  # steps between two tries of what is no
 _HYSTERESIS = 1.05
 _PROMISING = 1.05  # a trial that improves the prospects so much is soon repeated
 _LOOK_EVERY = 4  # while drafting is off, steps between two looks at whether it would pay
-_RATE_OF_REQUEST, _RATE_OF_ALL = 0.2, 0.05
+_RATE_OF_REQUEST, _RATE_OF_ALL = 0.1, 0.05
 _FADE = 0.08  # per look: what a request that is not drafted for gained is forgotten in favour of the average
 
 
@@ -40,18 +43,22 @@ class Economy:
     """Owned by the engine; `verify` is what start-up measured, `prices` what is to be believed instead."""
 
     def __init__(self, verify: RowCosts, prices: Prices | None = None) -> None:
-        # Drafting is billed by message, row fed, further level, and node run on one; the rest of a step by itself, by
-        # millisecond of the table, and by request. Steps with and without trees have bills of their own: what the table
-        # does not know of, such as how attention copes with many requests of several rows, differs between them.
+        # Drafting is billed by message, row fed, further level, and node run on one. The rest of a step is billed by
+        # itself, by millisecond of the table and by request, and for what the table does not know of, such as how
+        # attention copes with many requests of several rows, by having trees at all and by tree.
         if prices is not None:
             self._verify = given(prices)
-            self._draft_bill = Bill(prices.draft, 0.0, prices.level, 0.0, is_given=True)
-            self._plain_bill = self._tree_bill = Bill(0.0, 1.0, 0.0, is_given=True)
+            self._draft_bill = Bill([prices.draft, 0.0, prices.level, 0.0])
+            self._rest_bill = Bill([0.0, 1.0, 0.0, 0.0, 0.0])
         else:
             self._verify = verify
             row = float(verify.ms(1))
-            self._draft_bill = Bill(0.2 * row, 0.01 * row, 0.1 * row, 0.01 * row)
-            self._plain_bill, self._tree_bill = (Bill(0.05 * row, 1.0, 0.02 * row) for _ in range(2))
+            draft = [0.2 * row, 0.01 * row, 0.1 * row, 0.01 * row]
+            self._draft_bill = Bill(draft, doubts=draft)
+            self._rest_bill = Bill(
+                [0.05 * row, 1.0, 0.02 * row, 0.02 * row, 0.02 * row],
+                doubts=[0.1 * row, 0.25, 0.05 * row, 0.1 * row, 0.1 * row],
+            )
         self._calibration = Calibration()
         # What a tree adds and what it takes; hopeful until seen.
         self._tree = _Average(np.array([2.0, 4.0]))  # tokens gained, nodes verified
@@ -60,13 +67,14 @@ class Economy:
         self._is_trial = False
         self._waited, self._patience = 0, _FIRST_PATIENCE
         self._advantage = 1.0  # of drafting, as expected of the last step
+        self._num_steps = 0
         self._draft_ms = 0.0  # paid in this step
 
     # ---- before a step
 
     def worthwhile(self, feeds: dict[Request, Feed], step: Step) -> dict[Request, Feed]:
         """What the drafter shall hear of: no trees that do not pay, and no feeds without trees that can wait."""
-        self._draft_ms = 0.0
+        self._num_steps, self._draft_ms = self._num_steps + 1, 0.0
         auto = [r for r, feed in feeds.items() if feed.num_nodes and _is_auto(r)]
         others = [r for r, feed in feeds.items() if feed.num_nodes and not _is_auto(r)]
         chosen = set(self._choose(auto, others, step)) if auto else set()
@@ -86,27 +94,23 @@ class Economy:
         num_levels, num_run = self._growth.mean
         ranked = sorted(auto, key=self._gain_of, reverse=True)
         count_K = np.arange(len(ranked) + 1)
-        gain_K = np.cumsum([sum(map(self._gain_of, others)), *map(self._gain_of, ranked)])
+        saved_K = np.cumsum([sum(map(self._saving_of, others)), *map(self._saving_of, ranked)])
         other_nodes = sum(r.limits.num_nodes for r in others if r.limits)
         trees_K = count_K + len(others)
         num_rows = _num_rows(step)
         rows_K = num_rows + other_nodes + count_K * num_nodes
-        rest_ms_K = np.where(
-            trees_K > 0,
-            self._rest_ms(self._tree_bill, rows_K, len(step.decode)),
-            self._rest_ms(self._plain_bill, rows_K, len(step.decode)),
-        )
+        rest_ms_K = self._rest_ms(rows_K, len(step.decode), trees_K)
         fed_K = np.cumsum([sum(map(self._fed_per_step, others)), *map(self._fed_per_step, ranked)])
         draft_ms_K = self._draft_bill.price(1, fed_K, num_levels - 1, num_run * trees_K)
-        rate_K = (len(step.decode) + gain_K) / (rest_ms_K + draft_ms_K * (trees_K > 0))
-        best = 1 + int(rate_K[1:].argmax())
-        self._weigh(rate_K[best] / rate_K[0])
+        pace_K = 1 / ((len(step.decode) - saved_K) * (rest_ms_K + draft_ms_K * (trees_K > 0)))
+        best = 1 + int(pace_K[1:].argmax())
+        self._weigh(pace_K[best] / pace_K[0])
         if self._is_on != self._is_trial:
             return ranked[:best] if self._is_on else [min(auto, key=_backlog)]  # the cheapest trial
         return []
 
     def _weigh(self, advantage: float) -> None:
-        """Settles whether drafting is on and whether this step tries the opposite. `advantage`: the expected rate with
+        """Settles whether drafting is on and whether this step tries the opposite. `advantage`: the expected pace with
         drafts over the one without."""
         moved = advantage / self._advantage if not self._is_on else self._advantage / advantage
         if self._is_trial and moved > _PROMISING:
@@ -123,27 +127,33 @@ class Economy:
     def _gain_of(self, request: Request) -> float:
         return float(self._tree.mean[0]) if request.draft_gain is None else request.draft_gain
 
+    def _saving_of(self, request: Request) -> float:
+        """Steps that a token needs less with drafts."""
+        return 1 - 1 / (1 + self._gain_of(request))
+
     def _fed_per_step(self, request: Request) -> float:
         """Rows: the tokens it gains, and what the drafter is owed, spread over the steps that it may still take."""
         num_tokens = 1 + self._gain_of(request)
         num_steps = (request.submit.max_tokens - request.num_output) / num_tokens
         return num_tokens + _backlog(request) / max(1.0, num_steps)
 
-    def _rest_ms(self, bill: Bill, num_rows: np.ndarray, num_requests: int) -> np.ndarray:
-        return bill.price(1, self._verify.ms(num_rows), num_requests)
+    def _rest_ms(self, num_rows: np.ndarray, num_requests: int, num_trees: np.ndarray | int) -> np.ndarray:
+        """What a step of so many rows takes beside drafting."""
+        return self._rest_bill.price(1, self._verify.ms(num_rows), num_requests, np.sign(num_trees), num_trees)
 
     def costs(self, feeds: dict[Request, Feed], step: Step) -> DraftCosts | None:
         """For the drafter; None if nobody asks for `auto`."""
         if not any(feed.num_nodes and _is_auto(r) for r, feed in feeds.items()):
             return None
         num_rows, most = _num_rows(step), sum(feed.num_nodes for feed in feeds.values())
+        num_trees = sum(feed.num_nodes > 0 for feed in feeds.values())
         knots = self._verify.rows_T - num_rows
         nodes_T = np.array([0, *knots[(knots > 0) & (knots < most)], most])
         prices = [self._draft_bill.price(*bill) for bill in ((1, _num_fed(feeds), 0, 0), (0, 0, 1, 0), (0, 0, 0, 1))]
         return DraftCosts(
             nodes_T=torch.from_numpy(nodes_T.astype(np.int32)),
             verify_ms_T=torch.from_numpy(
-                self._rest_ms(self._tree_bill, num_rows + nodes_T, len(step.decode)).astype(np.float32)
+                self._rest_ms(num_rows + nodes_T, len(step.decode), num_trees).astype(np.float32)
             ),
             draft_ms_3=torch.tensor(prices, dtype=torch.float32),
             sure_1=torch.tensor([len(step.decode)], dtype=torch.float32),
@@ -155,9 +165,8 @@ class Economy:
     def learn_draft(self, feeds: dict[Request, Feed], reply: DraftReply, seconds: float) -> None:
         """What an exchange with the drafter took."""
         self._draft_ms = 1e3 * seconds
-        self._draft_bill.paid(
-            self._draft_ms, 1, _num_fed(feeds), max(reply.num_levels - 1, 0), reply.num_run, is_rare=self._is_trial
-        )
+        num_more = max(reply.num_levels - 1, 0)
+        self._draft_bill.paid(self._num_steps, self._draft_ms, 1, _num_fed(feeds), num_more, reply.num_run)
         num_trees = len(reply.trees.offsets) - 1
         if num_trees:
             self._growth.add(np.array([reply.num_levels, reply.num_run / num_trees]))
@@ -171,11 +180,9 @@ class Economy:
         rest_ms = 1e3 * seconds - self._draft_ms
         num_rows = len(drafts.trees.token_N) + _num_rows(step) - len(step.decode)
         if not step.prefill:  # prompts would blur what a tree's rows cost
-            own, other = self._plain_bill, self._tree_bill
-            if num_rows > _num_rows(step):
-                own, other = other, own
-            own.paid(rest_ms, 1, float(self._verify.ms(num_rows)), len(step.decode))
-            other.follow(own)
+            num_trees = sum(map(any, drafts.verified))
+            table_ms = float(self._verify.ms(num_rows))
+            self._rest_bill.paid(self._num_steps, rest_ms, 1, table_ms, len(step.decode), num_trees > 0, num_trees)
         auto_B = np.array([_is_auto(r) and any(nodes) for r, nodes in zip(step.decode, drafts.verified, strict=True)])
         if not auto_B.any():
             for request in step.decode:
