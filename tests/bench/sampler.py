@@ -4,7 +4,8 @@
 
 With a target cost, the target computes the bundled one's function at the cost of a larger model. The same requests take
 turns under `rejection` with draft probabilities (minimum temperature 0), without them (deterministic drafts), and under
-`coupled`, one at a time. Medians over the rounds; ratios to "without".
+`coupled`, one at a time, each of them first in turn as often as the others. Medians over the rounds; ratios to
+"without".
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ def run(config: EngineConfig, rounds: int, num_prompts: int) -> list[dict[str, f
             seen: dict[str, list[tuple[float, float, float]]] = {way: [] for way in WAYS}
             for round_ in range(rounds + 1):
                 sampling = SamplingParams(temperature=temperature, seed=round_)
-                for way, speculation in WAYS.items():
+                first = round_ % len(WAYS)
+                for way, speculation in [*WAYS.items()][first:] + [*WAYS.items()][:first]:
                     jobs = [
                         Job(prompt=prompt, max_tokens=NUM_TOKENS, sampling=sampling, speculation=speculation)
                         for prompt in prompts(num_prompts)
