@@ -1,6 +1,6 @@
 """What draft probabilities cost: time per emitted token with and without them, side by side in one engine.
 
-    python tests/bench/sampler.py [--rounds 9] [--prompts 6] [--target-cost 300m] [--out tests/bench/results]
+    python tests/bench/sampler.py [--rounds 9] [--prompts 6] [--temperatures 0.3] [--target-cost 300m] [--out FOLDER]
 
 With a target cost, the target computes the bundled one's function at the cost of a larger model. The same requests take
 turns under `rejection` with draft probabilities (minimum temperature 0), without them (deterministic drafts), and under
@@ -38,7 +38,6 @@ WAYS = {
     "with": Speculation(acceptance="rejection", draft_probs=True),
     "coupled": Speculation(acceptance="coupled"),
 }
-TEMPERATURES = (0.0, 0.3, 0.5, 0.7)
 NUM_TOKENS = 64
 
 
@@ -52,10 +51,10 @@ def engine(cost: TargetSize | None, cache: Path) -> EngineConfig:
     return replace(config, model_path=str(pair.target), draft=draft)
 
 
-def run(config: EngineConfig, rounds: int, num_prompts: int) -> list[dict[str, float | str]]:
+def run(config: EngineConfig, temperatures: list[float], rounds: int, num_prompts: int) -> list[dict[str, float | str]]:
     rows: list[dict[str, float | str]] = []
     with Runner(config) as runner:
-        for temperature in TEMPERATURES:
+        for temperature in temperatures:
             seen: dict[str, list[tuple[float, float, float]]] = {way: [] for way in WAYS}
             for round_ in range(rounds + 1):
                 sampling = SamplingParams(temperature=temperature, seed=round_)
@@ -96,11 +95,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9, help="measured rounds; the median counts")
     parser.add_argument("--prompts", type=int, default=6, help="held-out prompts per round")
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.3, 0.5, 0.7])
     parser.add_argument("--target-cost", metavar="COST", type=TargetSize.parse, help="300m, 8b or HIDDENxLAYERS")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as cache:
-        rows = run(engine(args.target_cost, Path(cache)), args.rounds, args.prompts)
+        rows = run(engine(args.target_cost, Path(cache)), args.temperatures, args.rounds, args.prompts)
     label = "" if args.target_cost is None else f"-{args.target_cost}"
     date = datetime.date.today().isoformat()
     report = {
