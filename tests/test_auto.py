@@ -39,7 +39,7 @@ def test_a_bill_follows_what_was_paid_through_noise_and_hiccups():
 
 
 def test_one_measurement_puts_the_scale_right():
-    bill = Bill([1.0, 2.0], doubts=[1.0, 1.0])
+    bill = Bill([1.0, 2.0], doubts=[1.0, 1.0], has_scale=False)
     bill.paid(0, 50.0, 1, 2)
     assert float(bill.price(1, 2)) == pytest.approx(50.0)
 

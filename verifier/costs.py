@@ -128,7 +128,8 @@ class Bill:
     nor they for it; it keeps what it has learnt and, the longer ago that was, the more readily it learns anew. Errors
     count up to half the estimate: a hiccup of the machine passes unnoticed, and the estimate tends to the median.
 
-    prices: first guesses; doubts: their standard deviations.
+    prices: first guesses; doubts: their standard deviations, none for prices that stay as they are. has_scale: whether
+    the guesses are in milliseconds of this machine; if not, the first measurement puts them all to scale.
     """
 
     _NOISE = 0.15  # of a measurement, relative
@@ -136,13 +137,13 @@ class Bill:
     _MAX_ERROR = 0.5
     _LEAST = 0.05  # of its first guess; a term is never for nothing
 
-    def __init__(self, prices: Sequence[float], doubts: Sequence[float] = ()) -> None:
-        """Without doubts prices stay as they are."""
+    def __init__(self, prices: Sequence[float], doubts: Sequence[float] = (), *, has_scale: bool = True) -> None:
         self._price_J = np.array(prices, dtype=np.float64)
         self._doubt_J = np.array(doubts, dtype=np.float64)
         self._covariance_JJ = np.diag(self._doubt_J**2)
         self._least_J = self._LEAST * self._price_J
-        self._paid_at: int | None = None
+        self._has_scale = has_scale
+        self._last_step = 0
 
     def price(self, *quantities: np.ndarray | float) -> np.ndarray:
         """Of one bill, or of several if some quantities are arrays."""
@@ -154,18 +155,18 @@ class Bill:
             return
         quantity_J = np.array(quantities, dtype=np.float64)
         estimate = float(self._price_J @ quantity_J)
-        last, self._paid_at = self._paid_at, step
-        if last is None:
+        passed, self._last_step = step - self._last_step, step
+        if not self._has_scale:
             return self._rescale(amount / estimate)
         error = np.clip(amount - estimate, -self._MAX_ERROR * estimate, self._MAX_ERROR * estimate)
-        self._forget(step - last)
+        self._forget(passed)
         spread_J = self._covariance_JJ @ quantity_J
         gain_J = spread_J / (quantity_J @ spread_J + (self._NOISE * estimate) ** 2)
         self._price_J = np.maximum(self._price_J + gain_J * error, self._least_J)
         self._covariance_JJ -= np.outer(gain_J, spread_J)
 
     def _rescale(self, factor: float) -> None:
-        """The first measurement tells how fast the machine is; the proportions are still those guessed."""
+        self._has_scale = True
         self._price_J *= factor
         self._doubt_J *= factor
         self._least_J *= factor

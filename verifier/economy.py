@@ -36,7 +36,7 @@ _HYSTERESIS = 1.05
 _PROMISING = 1.05  # a trial that improves the prospects so much is soon repeated
 _LOOK_EVERY = 4  # while drafting is off, steps between two looks at whether it would pay
 _RATE_OF_REQUEST, _RATE_OF_ALL = 0.1, 0.05
-_FADE = 0.08  # per look: what a request that is not drafted for gained is forgotten in favour of the average
+_FADE = 0.08  # per look: what sets a request apart is forgotten while nothing is drafted
 
 
 class Economy:
@@ -54,7 +54,7 @@ class Economy:
             self._verify = verify
             row = float(verify.ms(1))
             draft = [0.2 * row, 0.01 * row, 0.1 * row, 0.01 * row]
-            self._draft_bill = Bill(draft, doubts=draft)
+            self._draft_bill = Bill(draft, doubts=draft, has_scale=False)
             self._rest_bill = Bill(
                 [0.05 * row, 1.0, 0.02 * row, 0.02 * row, 0.02 * row],
                 doubts=[0.1 * row, 0.25, 0.05 * row, 0.1 * row, 0.1 * row],
@@ -65,7 +65,7 @@ class Economy:
         self._growth = _Average(np.array([3.0, 4.0]))  # levels of a batch, nodes run per tree
         self._is_on = True
         self._is_trial = False
-        self._waited, self._patience = 0, _FIRST_PATIENCE
+        self._waited, self._patience = _FIRST_PATIENCE - 2, _FIRST_PATIENCE  # the first try is soon: all is guessed yet
         self._advantage = 1.0  # of drafting, as expected of the last step
         self._num_steps = 0
         self._draft_ms = 0.0  # paid in this step
@@ -125,7 +125,7 @@ class Economy:
             self._waited, self._patience = 0, min(2 * self._patience, _MAX_PATIENCE)
 
     def _gain_of(self, request: Request) -> float:
-        return float(self._tree.mean[0]) if request.draft_gain is None else request.draft_gain
+        return max(0.0, float(self._tree.mean[0]) + request.draft_bonus)
 
     def _saving_of(self, request: Request) -> float:
         """Steps that a token needs less with drafts."""
@@ -186,13 +186,11 @@ class Economy:
         auto_B = np.array([_is_auto(r) and any(nodes) for r, nodes in zip(step.decode, drafts.verified, strict=True)])
         if not auto_B.any():
             for request in step.decode:
-                if request.draft_gain is not None:
-                    request.draft_gain += _FADE * (self._tree.mean[0] - request.draft_gain)
+                request.draft_bonus *= 1 - _FADE
             return
         for request, verdict, is_drafted in zip(step.decode, verdicts, auto_B, strict=False):
             if is_drafted:
-                gain = self._gain_of(request)
-                request.draft_gain = gain + _RATE_OF_REQUEST * (len(verdict.path) - gain)
+                request.draft_bonus += _RATE_OF_REQUEST * (len(verdict.path) - self._gain_of(request))
         drafted = [(len(v.path), v.num_verified) for v, is_mine in zip(verdicts, auto_B, strict=False) if is_mine]
         self._tree.add(np.mean(drafted, axis=0))
         is_exact_B = np.array([r.rule < Rule.TRAVERSAL for r in step.decode])

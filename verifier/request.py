@@ -31,7 +31,7 @@ class Request:
     num_computed: int = 0  # positions whose KV the target holds
     num_fed: int = field(init=False)  # drafter slots filled
     features: list[Tensor] = field(default_factory=list)  # [fed next, H] in parts: of the newest computed positions
-    draft_gain: float | None = None  # tokens that a draft of its own lately added, see `verifier.economy`
+    draft_bonus: float = 0.0  # tokens that its drafts lately added beyond the average, see `verifier.economy`
     num_cached: int | None = None  # prompt tokens that were found computed when it first joined; None: it has not
     is_repeated: bool = False  # begins like others, who left no drafted pages: those who come next shall find some
     stats: RequestStats = field(default_factory=RequestStats)
