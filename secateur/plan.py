@@ -44,10 +44,11 @@ class VerifyCosts(_File):
     """The target's part of a step, in milliseconds: packing, the forward over all rows, drawing, judging.
 
         table(rows) + request_ms * requests + kv_token_ms * kv + row_kv_token_ms * pairs
+        + tree_request_ms * trees + (tree_ms if trees > 0)
 
     kv: tokens that the requests have in the cache, together. pairs: the same weighted with each request's rows, what
-    attention computes. The table is linear between its entries, never falls, and beyond its end goes on as steep as
-    it is from its middle.
+    attention computes. trees: requests with a tree. The table is linear between its entries, never falls, and beyond
+    its end goes on as steep as it is from its middle.
     """
 
     rows: tuple[Positive, ...]
@@ -55,6 +56,10 @@ class VerifyCosts(_File):
     request_ms: NotNegative = 0.0
     kv_token_ms: NotNegative = 0.0
     row_kv_token_ms: NotNegative = 0.0
+    tree_ms: NotNegative = 0.0
+    """What a step with trees takes beyond one without, rows and all else being equal: it waited for the drafter."""
+    tree_request_ms: NotNegative = 0.0
+    """The same, for each request with a tree: packing and judging it."""
 
     @model_validator(mode="after")
     def _is_table(self) -> Self:
@@ -67,7 +72,10 @@ class VerifyCosts(_File):
 
 
 class DraftCosts(_File):
-    """The drafter's part of a step, in milliseconds, by requests (down) and nodes of each one's tree (across)."""
+    """The drafter's part of a step, in milliseconds, by requests (down) and nodes of each one's tree (across).
+
+    Read linearly in the requests and in log(1 + nodes) between the entries.
+    """
 
     requests: tuple[PositiveInt, ...]
     nodes: tuple[Annotated[int, Field(ge=1, le=MAX_NODES)], ...]

@@ -21,7 +21,13 @@ from workers.config import EngineConfig
 
 TABLE = CostTable(
     verify=VerifyCosts(
-        rows=(1, 5, 9, 17), ms=(10, 10, 12, 20), request_ms=0.5, kv_token_ms=0.01, row_kv_token_ms=0.001
+        rows=(1, 5, 9, 17),
+        ms=(10, 10, 12, 20),
+        request_ms=0.5,
+        kv_token_ms=0.01,
+        row_kv_token_ms=0.001,
+        tree_ms=0.75,
+        tree_request_ms=0.125,
     ),
     draft=DraftCosts(
         requests=(1, 4),
@@ -88,20 +94,24 @@ def test_a_step_without_trees_is_paid_by_term() -> None:
     assert step.ms == pytest.approx(step.verify_ms + 3)
 
 
+ACROSS = math.log(6 / 3) / math.log(9 / 3)
+"""Of the way from trees of 2 nodes to 8: where 5 are."""
+
+
 @pytest.mark.parametrize(
     ("batch", "nodes", "draft_ms", "transfer_ms"),
     [
         (1, 2, 3, 1),
         (4, 8, 15, 2),
-        (1, 5, 4.5, 1),  # halfway across
+        (1, 5, 3 + 3 * ACROSS, 1),
         (2, 2, 4, 1 + 1 / 3),  # a third down
-        (2, 5, 4.5 + (10.5 - 4.5) / 3, 1 + 1 / 3),
+        (2, 5, 4 + 5 * ACROSS, 1 + 1 / 3),
         (1, 1, 3, 1),  # flat below the first entry
         (7, 8, 24, 3),  # as steep beyond the last as before
-        (1, 11, 7.5, 1),
+        (1, 26, 9, 1),  # 3 to 9 rows, 9 to 27
     ],
 )
-def test_drafting_is_read_linearly_in_requests_and_nodes(
+def test_drafting_is_read_linearly_in_requests_and_the_logarithm_of_tree_sizes(
     batch: int, nodes: int, draft_ms: float, transfer_ms: float
 ) -> None:
     step = Costs(TABLE).decode(batch, nodes, context=0)
@@ -111,10 +121,21 @@ def test_drafting_is_read_linearly_in_requests_and_nodes(
 
 def test_prompts_share_a_step_with_trees() -> None:
     costs = Costs(TABLE)
-    step = costs.step(2, 2, 50, [Chunk(rows=4, cached=4), Chunk(rows=3, cached=10)])
+    chunks = [Chunk(rows=4, cached=4), Chunk(rows=3, cached=10)]
+    step = costs.step(2, 2, 50, chunks)
     pairs = 50 * 3 + 4 * 2 + 3 * 8.5
-    assert step.verify_ms == pytest.approx(16 + 4 * 0.5 + (50 + 14) * 0.01 + pairs * 0.001)  # 2 x 3 + 7 = 13 rows
+    trees_ms = 0.75 + 2 * 0.125  # prompts have none
+    # 2 x 3 + 7 = 13 rows.
+    assert step.verify_ms == pytest.approx(16 + 4 * 0.5 + (50 + 14) * 0.01 + pairs * 0.001 + trees_ms)
     assert step.draft_ms == pytest.approx(costs.step(2, 2, 50).draft_ms + 7 * 0.1)
+    assert costs.step(2, 2, 50, chunks, feeds=False).draft_ms == costs.step(2, 2, 50).draft_ms
+
+
+def test_a_step_with_trees_takes_more_than_their_rows() -> None:
+    """Six requests and three with a node have as many rows."""
+    costs = Costs(TABLE)
+    plain, trees = costs.decode(6, 0, context=0), costs.decode(3, 1, context=0)
+    assert trees.verify_ms - plain.verify_ms == pytest.approx(0.75 + 3 * 0.125 - 3 * 0.5)
 
 
 def test_a_step_is_linear_in_the_cache() -> None:

@@ -17,7 +17,15 @@ from secateur.plan import Arrival, CostTable, DraftCosts, Lengths, VerifyCosts
 
 GRID = ((2.0, 4.0), (3.0, 8.0))
 TABLE = CostTable(
-    verify=VerifyCosts(rows=(1, 64, 512), ms=(5, 6, 40), request_ms=0.05, kv_token_ms=1e-3, row_kv_token_ms=1e-4),
+    verify=VerifyCosts(
+        rows=(1, 64, 512),
+        ms=(5, 6, 40),
+        request_ms=0.05,
+        kv_token_ms=1e-3,
+        row_kv_token_ms=1e-4,
+        tree_ms=0.7,
+        tree_request_ms=0.1,
+    ),
     draft=DraftCosts(
         requests=(1, 8), nodes=(1, 16), ms=GRID, transfer_ms=GRID, kv_token_ms=(1e-4, 1e-3), prompt_token_ms=0.01
     ),
@@ -78,7 +86,8 @@ def stepwise(load: Load, one: Replica) -> tuple[np.ndarray, np.ndarray]:
                 prompt[1] += rows
                 budget -= rows
                 chunks.append(Chunk(int(rows), int(prompt[1])))
-        now += 1e-3 * one.costs.step(batch, nodes, sum(r.cached for r in running), chunks).ms
+        cached = sum(r.cached for r in running)
+        now += 1e-3 * one.costs.step(batch, nodes, cached, chunks, feeds=any(one.nodes_by_batch)).ms
         gain = 1 + one.accepted[nodes]
         running = [Running(r.job, r.cached + gain, r.left - gain) for r in running]
         for r in running:
@@ -209,6 +218,16 @@ def test_the_seed_decides_everything() -> None:
     once, again, other = run(1), run(1), run(2)
     assert (once.finish_J == again.finish_J).all() and (once.replica_J == again.replica_J).all()
     assert not np.array_equal(once.finish_J, other.finish_J)
+
+
+def test_without_trees_no_prompt_is_fed_to_a_drafter() -> None:
+    load = poisson(1.0, 40)._replace(arrival_J=10.0 * np.arange(40))  # one at a time
+    assert TABLE.draft is not None
+    dear = TABLE.model_copy(update={"draft": TABLE.draft.model_copy(update={"prompt_token_ms": 1.0})})
+    assert simulate(load, replica(dear)).seconds == simulate(load, replica()).seconds
+    trees = [0, *[4] * 8]
+    fed = simulate(load, replica(dear, trees)).busy_seconds - simulate(load, replica(TABLE, trees)).busy_seconds
+    assert fed == pytest.approx(load.prompt_J.sum() * (1.0 - 0.01) / 1e3)
 
 
 def test_accepted_tokens_save_steps() -> None:

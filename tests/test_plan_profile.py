@@ -56,7 +56,13 @@ def truth() -> CostTable:
     ms = ((3.0, 6.0, 9.0), (4.0, 8.0, 14.0), (5.0, 11.0, 20.0))
     return CostTable(
         verify=VerifyCosts(
-            rows=(1, 8, 32, 512), ms=(10, 10.7, 15, 110), request_ms=0.2, kv_token_ms=2e-3, row_kv_token_ms=2e-4
+            rows=(1, 8, 32, 512),
+            ms=(10, 10.7, 15, 110),
+            request_ms=0.2,
+            kv_token_ms=2e-3,
+            row_kv_token_ms=2e-4,
+            tree_ms=3.0,
+            tree_request_ms=0.5,
         ),
         draft=DraftCosts(
             requests=(1, 4, 8),
@@ -110,6 +116,26 @@ def test_a_table_is_found_again_from_its_steps() -> None:
     assert table.draft.host_ms == pytest.approx(0.5) and table.host_request_ms == pytest.approx(0.05)
     assert table.acceptance is not None and CONFIG.draft is not None
     assert curve(table.acceptance, CONFIG.draft, 0.0, 250)[4] == pytest.approx(0.4 + 0.25)
+
+
+def test_steps_with_and_without_trees_are_told_apart() -> None:
+    """Billed by rows alone, plain steps would pay for what only steps with trees take: 14 % too much."""
+    costs = Costs(truth())
+    table = fit(samples_of(costs), CONFIG, "here", temperature=0.0)
+    assert table.verify.tree_ms == pytest.approx(3.0, rel=0.1)
+    assert table.verify.tree_request_ms == pytest.approx(0.5, rel=0.1)
+    found = Costs(table)
+    for batch, nodes, context in ((2, 0, 150), (6, 0, 250), (8, 0, 300), (3, 2, 50), (6, 10, 300), (2, 6, 250)):
+        known = costs.decode(batch, nodes, context)
+        assert found.decode(batch, nodes, context).verify_ms == pytest.approx(known.verify_ms, rel=0.03)
+
+
+def test_one_request_alone_cannot_tell_what_each_one_takes() -> None:
+    exact = samples_of(Costs(truth()))
+    alone = tuple(s for s in exact.samples_C if s.requests == 1)
+    table = fit(replace(exact, samples_C=alone), CONFIG, "here", 0.0)
+    assert (table.verify.request_ms, table.verify.tree_request_ms) == (0.0, 0.0)
+    assert table.fit_error is not None and table.fit_error < 0.01
 
 
 def test_noise_bends_a_table_little_and_never_the_wrong_way() -> None:
@@ -199,7 +225,7 @@ def test_a_profile_that_saw_nothing_says_so() -> None:
 
 # -- a real engine on a clock ----------------------------------------------------------------------------------------
 
-PRICES = clockwork.Prices(fixed=12.0, row=0.25, message=1.0, fed=0.02, level=0.8, node=0.04)
+PRICES = clockwork.Prices(fixed=12.0, row=0.25, message=1.0, fed=0.02, level=0.8, node=0.04, tree=1.0)
 
 
 class ClockProbe:
@@ -276,4 +302,5 @@ def test_what_is_predicted_of_unseen_configurations_is_what_the_engine_then_does
         )
         load = Load(np.zeros(count), np.full(count, cell.prompt), np.full(count, cell.output))
         predicted = np.mean([simulate(load, replica, seed=seed).tokens_per_second for seed in range(20)])
-        assert predicted == pytest.approx(rate, rel=0.12), cell
+        # Without trees there is no luck; other texts have other tokens accepted.
+        assert predicted == pytest.approx(rate, rel=0.12 if cell.nodes else 1e-3), cell

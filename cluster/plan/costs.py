@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,10 +47,13 @@ class Costs:
     def __init__(self, table: CostTable) -> None:
         self.table = table
         self._middle = (len(table.verify.rows) - 1) // 2
+        self._sizes = np.log1p(table.draft.nodes).tolist() if table.draft else []
 
-    def step(self, requests: int, nodes: int, kv: float, chunks: Sequence[Chunk] = ()) -> StepTime:
+    def step(
+        self, requests: int, nodes: int, kv: float, chunks: Sequence[Chunk] = (), *, feeds: bool = True
+    ) -> StepTime:
         """Of one step that verifies a tree of `nodes` for each of `requests` with `kv` cached tokens together, and
-        computes `chunks` of prompts."""
+        computes `chunks` of prompts. feeds: whether a drafter, if there is one, reads those too."""
         drafted = requests if nodes else 0
         prompt_rows = sum(chunk.rows for chunk in chunks)
         return StepTime(
@@ -58,19 +62,21 @@ class Costs:
                 requests=requests + len(chunks),
                 kv=kv + sum(chunk.cached for chunk in chunks),
                 pairs=kv * (1 + nodes) + sum(chunk.pairs for chunk in chunks),
+                trees=drafted,
             ),
-            draft_ms=self._draft_ms(drafted, nodes, kv) + self._feed_ms * prompt_rows,
+            draft_ms=self._draft_ms(drafted, nodes, kv) + (self._feed_ms * prompt_rows if feeds else 0.0),
             transfer_ms=self._transfer_ms(drafted, nodes),
             host_ms=self._host_ms(requests + len(chunks), drafted),
         )
 
-    def verify_ms(self, *, rows: float, requests: int, kv: float, pairs: float) -> float:
+    def verify_ms(self, *, rows: float, requests: int, kv: float, pairs: float, trees: int = 0) -> float:
         verify = self.table.verify
         return (
             along(verify.rows, verify.ms, rows, steep_from=self._middle)
             + verify.request_ms * requests
             + verify.kv_token_ms * kv
             + verify.row_kv_token_ms * pairs
+            + (verify.tree_ms + verify.tree_request_ms * trees if trees else 0.0)
         )
 
     def decode(self, batch: int, nodes: int, context: float) -> StepTime:
@@ -89,14 +95,21 @@ class Costs:
         if not requests:
             return 0.0
         draft = self._drafter()
-        slope = 0.0 if draft.kv_token_ms is None else float(np.interp(nodes, draft.nodes, draft.kv_token_ms))
-        return on_grid(draft.requests, draft.nodes, draft.ms, requests, nodes) + slope * kv
+        slope_ms = 0.0
+        if draft.kv_token_ms is not None:
+            slope_ms = float(np.interp(math.log1p(nodes), self._sizes, draft.kv_token_ms))
+        return self._on_grid(draft.ms, requests, nodes) + slope_ms * kv
 
     def _transfer_ms(self, requests: int, nodes: int) -> float:
         if not requests:
             return 0.0
-        draft = self._drafter()
-        return on_grid(draft.requests, draft.nodes, draft.transfer_ms, requests, nodes)
+        return self._on_grid(self._drafter().transfer_ms, requests, nodes)
+
+    def _on_grid(self, grid: Sequence[Sequence[float]], requests: int, nodes: int) -> float:
+        """Linear in the requests and in the logarithm of 1 + nodes, as accepted tokens are: a drafter is paid by the
+        level, and the larger trees are, the fewer levels further nodes add."""
+        size = math.log1p(nodes)
+        return along(self._drafter().requests, [along(self._sizes, line, size) for line in grid], requests)
 
     def _host_ms(self, requests: int, drafted: int) -> float:
         more_ms = self._drafter().host_ms if drafted else 0.0
@@ -108,14 +121,9 @@ class Costs:
         return self.table.draft
 
 
-def on_grid(xs: Sequence[float], ys: Sequence[float], grid: Sequence[Sequence[float]], x: float, y: float) -> float:
-    """A table read at (x, y), see `along`; beyond the last entry as steep as between the last two."""
-    return along(xs, [along(ys, line, y) for line in grid], x)
-
-
 def along(xs: Sequence[float], values: Sequence[float], x: float, steep_from: int = -2) -> float:
-    """Linear between the entries, flat below the first, beyond the last as steep as since `steep_from`; it never
-    falls there."""
+    """Linear between the entries, flat below the first, beyond the last as steep as since `steep_from` (by default as
+    between the last two); it never falls there."""
     if x <= xs[0] or len(xs) == 1:
         return values[0]
     right = bisect_left(xs, x)

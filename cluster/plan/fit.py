@@ -48,20 +48,22 @@ def _verify(profile: Profile) -> VerifyCosts:
     by_rows: dict[int, list[float]] = {}
     for prompt in profile.prompts:
         by_rows.setdefault(prompt.rows, []).append(prompt.verify_ms)
-    terms = [(s.rows, s.requests, s.kv, s.pairs, s.verify_ms) for s in profile.samples_C]
-    terms += [(rows, 1, rows, rows * rows / 2, statistics.median(ms)) for rows, ms in by_rows.items()]
-    rows_C, requests_C, kv_C, pairs_C, ms_C = (np.array(column, dtype=float) for column in zip(*terms, strict=True))
+    terms = [(s.rows, s.requests, s.kv, s.pairs, s.requests * bool(s.nodes), s.verify_ms) for s in profile.samples_C]
+    terms += [(rows, 1, rows, rows * rows / 2, 0, statistics.median(ms)) for rows, ms in by_rows.items()]
+    columns = (np.array(column, dtype=float) for column in zip(*terms, strict=True))
+    rows_C, requests_C, kv_C, pairs_C, trees_C, ms_C = columns
+    has_trees_C = np.sign(trees_C)
     if requests_C.min() == requests_C.max():
-        requests_C = np.zeros_like(requests_C)  # or they could not be told from what every step takes
+        requests_C = trees_C = np.zeros_like(requests_C)  # or they could not be told from what every step takes
     knots = _knots(rows_C)
     ends = [*knots[1:], np.inf]
     rising = [np.clip(rows_C - low, 0, high - low) for low, high in zip(knots, ends, strict=True)]
-    terms_CJ = np.stack([np.ones_like(ms_C), requests_C, kv_C, pairs_C, *rising], axis=1)
+    terms_CJ = np.stack([np.ones_like(ms_C), requests_C, kv_C, pairs_C, has_trees_C, trees_C, *rising], axis=1)
     price_J = nonnegative_least_squares(terms_CJ / ms_C[:, None], np.ones_like(ms_C))
     # Once more, relative to the fit: relative to the measurements, disturbed ones would count for too little.
     guess_C = terms_CJ @ price_J
     price_J = nonnegative_least_squares(terms_CJ / guess_C[:, None], ms_C / guess_C)
-    base, request_ms, kv_ms, pair_ms, *slopes = price_J.tolist()
+    base, request_ms, kv_ms, pair_ms, tree_ms, tree_request_ms, *slopes = price_J.tolist()
     steps = [0.0, *(slope * (high - low) for slope, low, high in zip(slopes, knots, knots[1:], strict=False))]
     return VerifyCosts(
         rows=tuple(knots),
@@ -69,6 +71,8 @@ def _verify(profile: Profile) -> VerifyCosts:
         request_ms=request_ms,
         kv_token_ms=kv_ms,
         row_kv_token_ms=pair_ms,
+        tree_ms=tree_ms,
+        tree_request_ms=tree_request_ms,
     )
 
 

@@ -85,6 +85,11 @@ class Replica:
         return len(self.nodes_by_batch) - 1
 
     @property
+    def drafts(self) -> bool:
+        """At some batch; then every prompt is fed to the drafter."""
+        return any(self.nodes_by_batch)
+
+    @property
     def tree_rows(self) -> int:
         return 1 + max(self.nodes_by_batch)
 
@@ -313,7 +318,8 @@ class _Member:
                 break
             self._chunks.append((prompt, Chunk(rows, prompt.done + rows)))
             budget -= rows
-        step = self.replica.costs.step(batch, nodes, self._kv, [chunk for _, chunk in self._chunks])
+        chunks = [chunk for _, chunk in self._chunks]
+        step = self.replica.costs.step(batch, nodes, self._kv, chunks, feeds=self.replica.drafts)
         self._gain = 1 + float(self.replica.accepted[nodes])
         self._steps, self._first, self._growth = 1, 1e-3 * step.ms, 0.0
 

@@ -25,7 +25,7 @@ from workers.ipc import EngineStats, Speculation, Submit
 from workers.types import SamplingParams
 
 OUTPUT_TOKENS = 96
-PLAIN_OUTPUT_TOKENS = 32  # a step gives one
+PLAIN_OUTPUT_TOKENS = 64  # a step gives one
 WARM_TOKENS = 8
 WARM_STEPS = 1  # the first after the prompts: it also feeds them to the drafter
 
