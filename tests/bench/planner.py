@@ -29,7 +29,7 @@ from engines import BUNDLED, DYNAMIC, bundled, prompts  # noqa: E402
 from cluster.plan.acceptance import curve  # noqa: E402
 from cluster.plan.costs import Costs  # noqa: E402
 from cluster.plan.fit import fit  # noqa: E402
-from cluster.plan.fleet import SPREAD, Load, Replica, simulate  # noqa: E402
+from cluster.plan.fleet import SPREAD, Fleet, Load, Replica, simulate  # noqa: E402
 from cluster.plan.outlook import hardware_name  # noqa: E402
 from cluster.plan.profile import (  # noqa: E402
     Cell,
@@ -47,6 +47,8 @@ from secateur.plan import CostTable  # noqa: E402
 from workers.config import EngineConfig  # noqa: E402
 
 BATCHES_PER_RUN = 4
+A_MOMENT = 1e-6
+"""Seconds, less than any step takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,13 +101,25 @@ def predict(table: CostTable, config: EngineConfig, cell: Cell) -> Seen:
         max_num_batched_tokens=config.max_num_batched_tokens,
         spread=SPREAD,
     )
-    count = BATCHES_PER_RUN * cell.requests
-    load = Load(np.zeros(count), np.full(count, cell.prompt), np.full(count, cell.output))
     return Seen(
-        tokens_per_second=statistics.mean(simulate(load, replica, seed=seed).tokens_per_second for seed in range(20)),
+        tokens_per_second=statistics.mean(closed_loop(cell, replica, seed).tokens_per_second for seed in range(20)),
         step_ms=costs.decode(cell.requests, cell.nodes, cell.context).ms,
         tokens_per_step=1 + float(gained[cell.nodes]),
     )
+
+
+def closed_loop(cell: Cell, replica: Replica, seed: int) -> Fleet:
+    """As many clients as requests at a time. One that has its answer asks again at once, but the engine's next step has
+    begun by then: the request joins the one after. Each simulation puts at least one more arrival right."""
+    count = BATCHES_PER_RUN * cell.requests
+    load = Load(np.zeros(count), np.full(count, cell.prompt), np.full(count, cell.output))
+    while True:
+        fleet = simulate(load, replica, seed=seed)
+        again_J = np.sort(fleet.finish_J)[: count - cell.requests] + A_MOMENT
+        arrival_J = np.concatenate([np.zeros(cell.requests), again_J])
+        if np.array_equal(arrival_J, load.arrival_J):
+            return fleet
+        load = load._replace(arrival_J=arrival_J)
 
 
 def run(config: EngineConfig, grid: Grid, rounds: int) -> tuple[CostTable, list[dict[str, object]]]:
