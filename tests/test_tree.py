@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import oracles
 import torch
 
@@ -20,12 +21,12 @@ def same(a: TreeBatch, b: TreeBatch) -> bool:
 
 
 def test_positions_follow_depth_and_slots_follow_rows():
-    meta = tree_metadata(oracles.trees([TWO_BY_TWO, BARE, CHAIN]), torch.tensor([10, 0, 30], dtype=torch.int32))
+    meta = tree_metadata(oracles.trees([TWO_BY_TWO, BARE, CHAIN]), np.array([10, 0, 30], dtype=np.int32))
     assert meta.position_N.tolist() == [10, 11, 11, 12, 12, 12, 12, 0, 30, 31, 32]
     assert meta.slot_N.tolist() == [10, 11, 12, 13, 14, 15, 16, 0, 30, 31, 32]
     assert meta.visible_N.tolist() == [10] * 7 + [0] + [30] * 3
     assert meta.ancestors_N.tolist() == [1, 3, 5, 11, 19, 37, 69, 1, 1, 3, 7]
-    assert {t.dtype for t in meta[:3]} == {torch.int32} and meta.ancestors_N.dtype == torch.int64
+    assert {t.dtype for t in meta[:3]} == {np.dtype(np.int32)} and meta.ancestors_N.dtype == np.int64
 
 
 def test_a_prompt_row_sees_itself_and_all_before_it():
@@ -36,9 +37,9 @@ def test_a_prompt_row_sees_itself_and_all_before_it():
 
 
 def test_nothing_at_all_is_empty_metadata():
-    for meta in (chunk_metadata([]), tree_metadata(oracles.trees([]), torch.zeros(0, dtype=torch.int32))):
+    for meta in (chunk_metadata([]), tree_metadata(oracles.trees([]), np.zeros(0, dtype=np.int32))):
         assert [len(t) for t in meta] == [0, 0, 0, 0]
-        assert {t.dtype for t in meta[:3]} == {torch.int32} and meta.ancestors_N.dtype == torch.int64
+        assert {t.dtype for t in meta[:3]} == {np.dtype(np.int32)} and meta.ancestors_N.dtype == np.int64
 
 
 def bare_roots(trees: TreeBatch | None, drafted: list[bool], root_tokens: list[int]) -> TreeBatch:

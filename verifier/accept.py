@@ -51,8 +51,8 @@ def accept(
         probs,
         drawn,
         rules=rules,
-        params=params,
-        root_position_B=root_position_B,
+        params=lambda own: params.rows(torch.tensor(own)),
+        root_position_B=root_position_B.tolist(),
         processed=lambda rows: processed_NV[rows],
     )
 
@@ -63,24 +63,24 @@ def judge(
     drawn_N: list[int],
     *,
     rules: Sequence[Rule],
-    params: SamplingBatch,
-    root_position_B: Tensor,
+    params: Callable[[list[int]], SamplingBatch],
+    root_position_B: Sequence[int],
     processed: Callable[[Tensor], Tensor],
 ) -> list[Verdict]:
     """Each request's verdict by its own rule.
 
-    drawn_N: the target's own token at every row. processed(rows): log p there up to a constant, float32 [rows, V];
-    asked only for the rows of requests whose drafts are sampled.
+    drawn_N: the target's own token at every row. params(requests): their sampling. processed(rows): log p there up to a
+    constant, float32 [rows, V]. Both are asked only of requests whose drafts are sampled.
     """
     verdicts = walk(trees, drawn_N)
     sampled = [i for i, rule in enumerate(rules) if rule.is_sampled]
     if sampled:
         own_trees, own_probs, rows = select(trees, probs, sampled)
-        own = torch.tensor(sampled)
         processed_NV = processed(rows)
-        own_params = params.rows(own.to(params.seed_B.device)).to(processed_NV.device)
+        own_params = params(sampled).to(processed_NV.device)
+        root_position = torch.tensor([root_position_B[i] for i in sampled])
         own_rules = [rules[i] for i in sampled]
-        judged = accept_rejection(own_trees, processed_NV, own_params, root_position_B[own], own_probs, own_rules)
+        judged = accept_rejection(own_trees, processed_NV, own_params, root_position, own_probs, own_rules)
         for i, verdict in zip(sampled, judged, strict=True):
             verdicts[i] = verdict
     return verdicts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -25,12 +26,12 @@ class Drafts:
         trees, probs = with_bare_roots(
             reply.trees if reply else None, reply.probs if reply else None, drafted, root_tokens
         )
-        offsets, depth_N = trees.offsets.numpy(), trees.depth_N.numpy()
+        offsets, depth_N = trees.offsets.tolist(), trees.depth_N.numpy()
         # The reply pads to the deepest tree of the batch, which is not the request's concern.
         cut = iter([np.trim_zeros(pruned, "b") for pruned in reply.pruned_GD.tolist()] if reply else ())
         return Drafts(
             trees=trees,
             probs=probs,
-            verified=[np.bincount(depth_N[a:b])[1:].tolist() for a, b in zip(offsets, offsets[1:], strict=False)],
+            verified=[np.bincount(depth_N[a:b])[1:].tolist() if b - a > 1 else [] for a, b in pairwise(offsets)],
             pruned=[next(cut) if is_drafted else [] for is_drafted in drafted],
         )

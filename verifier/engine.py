@@ -9,8 +9,6 @@ from __future__ import annotations
 import time
 from collections import deque
 
-import torch
-
 from verifier.accept import judge
 from verifier.costs import UNPROFILED, RowCosts
 from verifier.drafts import Drafts
@@ -231,8 +229,8 @@ class Engine:
             probs,
             drawn,
             rules=[r.rule for r in requests],
-            params=SamplingBatch.stack([r.submit.sampling for r in requests]),
-            root_position_B=torch.tensor([len(r.tokens) - 1 for r in requests]),
+            params=lambda own: SamplingBatch.stack([requests[i].submit.sampling for i in own]),
+            root_position_B=[len(r.tokens) - 1 for r in requests],
             processed=self._target.processed,
         )
         judged_at = time.perf_counter()

@@ -5,6 +5,7 @@ Rows of a step are ordered: the trees of all decoding requests, then the prompt 
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from verifier.request import Request
-from verifier.tree import Chunk, chunk_metadata, tree_metadata
+from verifier.tree import Chunk, TreeMetadata, chunk_metadata, tree_metadata
 from workers.config import EngineConfig
 from workers.constraints import pack_standings
 from workers.types import DraftCosts, DraftRequest, SamplingBatch, TargetStep, TreeBatch
@@ -59,7 +60,7 @@ def pack_draft(
     limits = [request.limits for request in requests if request.limits is not None]
     assert len(limits) == len(requests), "only requests that speculate are sent to the drafter"
     return DraftRequest(
-        offsets=_offsets([len(feed.tokens) for feed in feeds]),
+        offsets=_int32(list(accumulate((len(feed.tokens) for feed in feeds), initial=0))),
         start_B=_int32([request.num_fed for request in requests]),
         token_M=_int32([token for feed in feeds for token in feed.tokens]),
         page_table_BP=page_table(requests),
@@ -89,40 +90,38 @@ def pack_target(
     eos_token_ids: tuple[int, ...],
 ) -> TargetStep:
     """One forward over all trees and chunks. Tokens are drawn at every tree row and after each finished prompt."""
-    root_B = _int32([len(request.tokens) - 1 for request in decode])
-    chunks = [chunk for _, chunk in prefill]
-    tree_meta, chunk_meta = tree_metadata(trees, root_B), chunk_metadata(chunks)
-    num_tree_rows = len(trees.token_N)
-    rows = trees.offsets.diff().tolist() + [chunk.stop - chunk.start for chunk in chunks]
+    rows_B = np.diff(trees.offsets.numpy()).tolist() + [chunk.stop - chunk.start for _, chunk in prefill]
+    root_B = np.array([len(request.tokens) - 1 for request in decode], dtype=np.int32)
+    meta = tree_metadata(trees, root_B)
+    if prefill:
+        chunk_meta = chunk_metadata([chunk for _, chunk in prefill])
+        meta = TreeMetadata(*map(np.concatenate, zip(meta, chunk_meta, strict=True)))
     prompt_tokens = [token for request, chunk in prefill for token in request.tokens[chunk.start : chunk.stop]]
 
-    ends = num_tree_rows + np.cumsum([chunk.stop - chunk.start for chunk in chunks], dtype=np.int64)
-    finishing = [i for i, (request, chunk) in enumerate(prefill) if chunk.stop == len(request.tokens)]
     requests = decode + [request for request, _ in prefill]
-    request_R = torch.cat([
-        torch.arange(len(decode)).repeat_interleave(trees.offsets.diff()),
-        len(decode) + torch.tensor(finishing, dtype=torch.int64),
-    ])
-    sampling = SamplingBatch.stack([request.submit.sampling for request in requests]).rows(request_R)
-    position_N = torch.cat([tree_meta.position_N, chunk_meta.position_N])
-    last_rows = _int32([int(ends[i]) - 1 for i in finishing])
-    sample_row_R = torch.cat([torch.arange(num_tree_rows, dtype=torch.int32), last_rows])
+    offsets = list(accumulate(rows_B, initial=0))
+    finishing = [i for i, (request, chunk) in enumerate(prefill, len(decode)) if chunk.stop == len(request.tokens)]
+    sample_row_R = _joined(np.arange(len(trees.token_N), dtype=np.int32), [offsets[i + 1] - 1 for i in finishing])
+    request_R = _joined(np.repeat(np.arange(len(decode), dtype=np.int32), rows_B[: len(decode)]), finishing)
+    sampling = SamplingBatch.stack([request.submit.sampling for request in requests])
+    if request_R.tolist() != list(range(len(requests))):
+        sampling = sampling.rows(torch.from_numpy(request_R))
     return TargetStep(
         copy_source=_int32([_physical(move.request, move.source, page_size) for move in moves]),
         copy_target=_int32([_physical(move.request, move.target, page_size) for move in moves]),
-        token_N=torch.cat([trees.token_N, _int32(prompt_tokens)]),
-        position_N=position_N,
-        query_offsets=_offsets(rows),
+        token_N=torch.from_numpy(_joined(trees.token_N.numpy(), prompt_tokens)),
+        position_N=torch.from_numpy(meta.position_N),
+        query_offsets=_int32(offsets),
         page_table_BP=page_table(requests),
-        base_B=torch.cat([root_B, torch.zeros(len(chunks), dtype=torch.int32)]),
-        slot_N=torch.cat([tree_meta.slot_N, chunk_meta.slot_N]),
-        visible_N=torch.cat([tree_meta.visible_N, chunk_meta.visible_N]),
-        ancestors_N=torch.cat([tree_meta.ancestors_N, chunk_meta.ancestors_N]),
-        sample_row_R=sample_row_R,
-        request_R=request_R.to(torch.int32),
-        draw_index_R=position_N[sample_row_R] + 1,
-        rule_R=_int32([request.rule for request in requests])[request_R],
-        num_logprobs_R=_int32([_num_logprobs(request) for request in requests])[request_R],
+        base_B=torch.from_numpy(_joined(root_B, [0] * len(prefill))),
+        slot_N=torch.from_numpy(meta.slot_N),
+        visible_N=torch.from_numpy(meta.visible_N),
+        ancestors_N=torch.from_numpy(meta.ancestors_N),
+        sample_row_R=torch.from_numpy(sample_row_R),
+        request_R=torch.from_numpy(request_R),
+        draw_index_R=torch.from_numpy(meta.position_N[sample_row_R] + 1),
+        rule_R=_int32([requests[i].rule for i in request_R.tolist()]),
+        num_logprobs_R=_int32([_num_logprobs(requests[i]) for i in request_R.tolist()]),
         temperature_R=sampling.temperature_B,
         top_k_R=sampling.top_k_B,
         top_p_R=sampling.top_p_B,
@@ -149,9 +148,10 @@ def _num_logprobs(request: Request) -> int:
     return -1 if asked is None else asked
 
 
+def _joined(array: np.ndarray, more: list[int]) -> np.ndarray:
+    """The array, and more of its type behind it."""
+    return np.concatenate([array, np.array(more, dtype=array.dtype)]) if more else array
+
+
 def _int32(values: list[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
-
-
-def _offsets(counts: list[int]) -> Tensor:
-    return torch.from_numpy(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32))

@@ -153,19 +153,20 @@ class Target:
         index_R = step.draw_index_R.to(raw_RW.device)
         start, end = self._decoder.vocab_range
         logits_RW = constrain(raw_RW, _constrained_rows(step), Columns(start, end - start))
-        has_logprobs = bool((step.num_logprobs_R >= 0).any())
-        has_sampled = bool((step.rule_R >= Rule.TRAVERSAL).any())
+        # Asked of the step itself, which lies on the host: a device would first finish its forward pass.
+        has_logprobs = int(step.num_logprobs_R.max()) >= 0
+        has_sampled = int(step.rule_R.max()) >= Rule.TRAVERSAL
         if has_logprobs:
             raw_RV = gather_vocab(raw_RW, tp, vocab_size)
             self._raw_RV = raw_RV if tp.rank == 0 else None
-        if has_sampled or needs_whole_rows(params):
+        if has_sampled or needs_whole_rows(step.sampling):
             whole_RV = gather_vocab(logits_RW, tp, vocab_size)
             if tp.rank > 0:
                 return None
             self._processed_RV = process_logits(whole_RV, params)
             return coupled_scores(self._processed_RV, params, index_R, noise=self._noise).argmax(-1).tolist()
         row_max_R = None
-        if bool((params.min_p_B > 0).any()):
+        if bool(step.min_p_R.any()):
             row_max_R = logits_RW.amax(-1)
             if tp.size > 1:
                 dist.all_reduce(row_max_R, op=dist.ReduceOp.MAX, group=tp.group)

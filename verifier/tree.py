@@ -7,24 +7,29 @@ Legend: B requests, N packed rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from workers.types import DraftProbs, NodeKind, TreeBatch
 
 
 class TreeMetadata(NamedTuple):
-    """What the target needs to know of packed trees; fields as in `AttentionMetadata`."""
+    """What the target needs to know of packed rows; fields as in `AttentionMetadata`.
 
-    position_N: Tensor  # int32
-    slot_N: Tensor  # int32
-    visible_N: Tensor  # int32
-    ancestors_N: Tensor  # int64
+    In numpy, whose small operations cost a third of torch's: this is on the critical path of every step.
+    """
+
+    position_N: np.ndarray  # int32
+    slot_N: np.ndarray  # int32
+    visible_N: np.ndarray  # int32
+    ancestors_N: np.ndarray  # int64
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,31 +40,52 @@ class Chunk:
     stop: int
 
 
-def tree_metadata(trees: TreeBatch, root_position_B: Tensor) -> TreeMetadata:
+def tree_metadata(trees: TreeBatch, root_position_B: np.ndarray) -> TreeMetadata:
     """Positions and visibility of every tree row. root_position_B: int32, = tokens committed before the root."""
-    rows_B = trees.offsets.diff()
-    root_N = root_position_B.repeat_interleave(rows_B)
-    row_N = torch.arange(len(root_N), dtype=torch.int32) - trees.offsets[:-1].repeat_interleave(rows_B)
+    offsets = trees.offsets.numpy()
+    rows_B = np.diff(offsets)
+    root_N = np.repeat(root_position_B, rows_B)
+    # Where the tree would begin if it went on before the first row: slots then follow the packed order.
+    slot_N = np.repeat(root_position_B - offsets[:-1], rows_B) + np.arange(len(root_N), dtype=np.int32)
     return TreeMetadata(
-        position_N=root_N + trees.depth_N,
-        slot_N=root_N + row_N,
+        position_N=root_N + trees.depth_N.numpy(),
+        slot_N=slot_N,
         visible_N=root_N,
-        ancestors_N=trees.ancestors_N,
+        ancestors_N=trees.ancestors_N.numpy(),
     )
 
 
 def chunk_metadata(chunks: list[Chunk]) -> TreeMetadata:
     """The same for prompt chunks: row at position p writes slot p and sees [0, p]."""
-    position_N = torch.cat([torch.arange(c.start, c.stop, dtype=torch.int32) for c in chunks] or [_NONE])
+    position_N = np.array([position for c in chunks for position in range(c.start, c.stop)], dtype=np.int32)
     return TreeMetadata(
         position_N=position_N,
         slot_N=position_N,
         visible_N=position_N + 1,
-        ancestors_N=torch.zeros(len(position_N), dtype=torch.int64),
+        ancestors_N=np.zeros(len(position_N), dtype=np.int64),
     )
 
 
-_NONE = torch.zeros(0, dtype=torch.int32)
+_ROW_FIELDS = [field for field in TreeBatch.__slots__ if field.endswith("_N")]
+
+
+def bare_roots(tokens: list[int]) -> TreeBatch:
+    """Trees of nothing but these roots: plain decoding."""
+    return replace(_bare_roots(len(tokens)), token_N=torch.tensor(tokens, dtype=torch.int32))
+
+
+@cache
+def _bare_roots(count: int) -> TreeBatch:
+    """So many roots, always the same tensors. Nobody changes a TreeBatch."""
+    return TreeBatch(
+        offsets=torch.arange(count + 1, dtype=torch.int32),
+        token_N=torch.zeros(count, dtype=torch.int32),
+        parent_N=torch.full((count,), -1, dtype=torch.int32),
+        depth_N=torch.zeros(count, dtype=torch.int32),
+        ancestors_N=torch.ones(count, dtype=torch.int64),
+        kind_N=torch.full((count,), int(NodeKind.ROOT), dtype=torch.uint8),
+        weight_N=torch.ones(count),
+    )
 
 
 def with_bare_roots(
@@ -68,36 +94,20 @@ def with_bare_roots(
     """The trees of a whole batch: request i has the next of `trees` if drafted[i], else only its root."""
     if trees is not None and all(drafted):
         return trees, probs
-    spans, next_tree = [], 0
-    offsets = trees.offsets.tolist() if trees is not None else [0]
-    for is_drafted in drafted:
-        spans.append((offsets[next_tree], offsets[next_tree + 1]) if is_drafted else None)
-        next_tree += is_drafted
-
-    def merge(name: str, root_values: Sequence[float], dtype: type) -> Tensor:
-        source = getattr(trees, name).numpy() if trees is not None else None
-        pieces = [
-            np.array([value], dtype=dtype) if span is None else source[span[0] : span[1]]  # type: ignore[index]
-            for span, value in zip(spans, root_values, strict=True)
-        ]
-        return torch.from_numpy(np.concatenate(pieces) if pieces else np.zeros(0, dtype=dtype))
-
-    count = len(drafted)
-    rows = [1 if span is None else span[1] - span[0] for span in spans]
-    merged = TreeBatch(
-        offsets=torch.from_numpy(np.concatenate([[0], np.cumsum(rows)]).astype(np.int32)),
-        token_N=merge("token_N", root_tokens, np.int32),
-        parent_N=merge("parent_N", [-1] * count, np.int32),
-        depth_N=merge("depth_N", [0] * count, np.int32),
-        ancestors_N=merge("ancestors_N", [1] * count, np.int64),
-        kind_N=merge("kind_N", [NodeKind.ROOT] * count, np.uint8),
-        weight_N=merge("weight_N", [1.0] * count, np.float32),
-    )
+    bare = bare_roots(root_tokens)
+    if trees is None:
+        return bare, None
+    # All rows there may be are the drafted trees' and then the bare roots'.
+    own, first_bare = pairwise(trees.offsets.tolist()), len(trees.token_N)
+    spans = [next(own) if is_drafted else (first_bare + i, first_bare + i + 1) for i, is_drafted in enumerate(drafted)]
+    rows = torch.cat([torch.arange(begin, end) for begin, end in spans])
+    counts = torch.tensor([end - begin for begin, end in spans])
+    every = replace(trees, **{name: torch.cat((getattr(trees, name), getattr(bare, name))) for name in _ROW_FIELDS})
+    merged = _rows(every, counts, rows)
     if probs is None:
         return merged, None
-    sizes = probs.offsets.diff().tolist()
-    sizes_N = [size for span in spans for size in ([0] if span is None else sizes[span[0] : span[1]])]
-    return merged, replace(probs, offsets=_offsets(torch.tensor(sizes_N, dtype=torch.int32)))
+    sizes = F.pad(probs.offsets.diff(), (0, len(drafted)))[rows]
+    return merged, replace(probs, offsets=_offsets(sizes))
 
 
 def select(
@@ -106,22 +116,18 @@ def select(
     """The trees of some requests with their draft probabilities, and the rows [int64] they had."""
     offsets = trees.offsets.tolist()
     rows = torch.cat([torch.arange(offsets[i], offsets[i + 1]) for i in requests])
-    counts = trees.offsets.diff()[torch.tensor(requests)]
-    kept = TreeBatch(
-        offsets=_offsets(counts),
-        token_N=trees.token_N[rows],
-        parent_N=trees.parent_N[rows],
-        depth_N=trees.depth_N[rows],
-        ancestors_N=trees.ancestors_N[rows],
-        kind_N=trees.kind_N[rows],
-        weight_N=trees.weight_N[rows],
-    )
+    kept = _rows(trees, trees.offsets.diff()[torch.tensor(requests)], rows)
     if probs is None:
         return kept, None, rows
     sizes = probs.offsets.diff()[rows]
     begins = probs.offsets[:-1][rows]
     entries = torch.cat([torch.arange(b, b + n) for b, n in zip(begins.tolist(), sizes.tolist(), strict=True)])
     return kept, DraftProbs(offsets=_offsets(sizes), id_S=probs.id_S[entries], weight_S=probs.weight_S[entries]), rows
+
+
+def _rows(trees: TreeBatch, counts: Tensor, rows: Tensor) -> TreeBatch:
+    """Trees of `counts` rows each, made of these rows."""
+    return TreeBatch(offsets=_offsets(counts), **{name: getattr(trees, name)[rows] for name in _ROW_FIELDS})
 
 
 def _offsets(counts: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _LARGE = 1 << 17  # elements
-_SMALL_PACKED_FROM_ROWS = 8
+_SMALL_PACKED_FROM_ROWS = 3
 _TYPICAL_ROWS = 16  # what oneDNN lays the packed weight out for; laid out for 1, it is half as fast with any number
 
 
