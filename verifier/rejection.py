@@ -187,10 +187,10 @@ def accept_rejection(
         tree = Tree(*(field_N[rows].tolist() for field_N in (trees.parent_N, trees.token_N, trees.kind_N)))
         coin = partial(_toss, u_N[rows])
         decisions.append(decide(tree, laws_N[rows].__getitem__, rule, coin))
-    verdicts = []
+    verdicts, token_N = [], trees.token_N.tolist()
     bonus_B = _draw_residual(decisions, offsets, processed_NV, params, root_position_B)
     for decision, begin, end, bonus in zip(decisions, offsets, offsets[1:], bonus_B, strict=False):
-        tokens = [int(trees.token_N[begin + row]) for row in decision.path]
+        tokens = [token_N[begin + row] for row in decision.path]
         count = int(end - begin) - 1
         verdicts.append(Verdict(decision.path, (*tokens, bonus), num_drafted=count, num_verified=count))
     return verdicts

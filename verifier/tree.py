@@ -115,6 +115,8 @@ def select(
 ) -> tuple[TreeBatch, DraftProbs | None, Tensor]:
     """The trees of some requests with their draft probabilities, and the rows [int64] they had."""
     offsets = trees.offsets.tolist()
+    if len(requests) == len(offsets) - 1:
+        return trees, probs, torch.arange(offsets[-1])
     rows = torch.cat([torch.arange(offsets[i], offsets[i + 1]) for i in requests])
     kept = _rows(trees, trees.offsets.diff()[torch.tensor(requests)], rows)
     if probs is None:
