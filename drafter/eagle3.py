@@ -40,7 +40,7 @@ from workers.eagle3_format import (
 )
 from workers.kernels.choose import TORCH, AttentionPlan, Kernels
 from workers.kv import KVPool
-from workers.layers import SINGLE, Attention, HeadSplit, Mlp, TensorParallel, VocabHead, gather_vocab, rms_norm
+from workers.layers import SINGLE, Attention, HeadSplit, Mlp, TensorParallel, VocabHead, gather_vocab
 from workers.model import DecoderLayer, load_layer
 from workers.rope import Rope
 from workers.types import AttentionMetadata
@@ -137,7 +137,7 @@ class Eagle3Head:
                 kernels=kernels,
             ),
             post_norm_H=weights.get(f"{layer}post_attention_layernorm.weight"),
-            mlp=Mlp.load(weights, f"{layer}mlp.", bias=spec.mlp_bias, tp=tp),
+            mlp=Mlp.load(weights, f"{layer}mlp.", bias=spec.mlp_bias, tp=tp, kernels=kernels),
             more_layers=tuple(
                 load_layer(weights, f"layers.{i}.", spec, tp, kernels=kernels) for i in range(1, spec.num_layers)
             ),
@@ -191,26 +191,26 @@ class Eagle3Head:
         Returns:
             [M, H] features for the rows' children and input of `logits`; equal on every rank.
         """
-        spec, eps = self.spec, self.spec.rms_norm_eps
+        spec, eps, kernels = self.spec, self.spec.rms_norm_eps, self.kernels
         g_MH = features_MH.to(self.dtype)
-        e_MH = rms_norm(F.embedding(tokens_M, self._embedding_VH), self._input_norm_H, eps)
-        h_MH = rms_norm(g_MH, self._hidden_norm_H, eps)
+        e_MH = kernels.rms_norm(F.embedding(tokens_M, self._embedding_VH), self._input_norm_H, eps)
+        h_MH = kernels.rms_norm(g_MH, self._hidden_norm_H, eps)
         x_M2H = torch.cat((e_MH, h_MH), dim=-1)
         residual_MH = h_MH if spec.norm_before_residual else g_MH
         rotation = self._rope(positions_M)
-        r_MH = residual_MH + self._attention(x_M2H, rotation, plan, kv, 0)
-        out_MH = r_MH + self._mlp(rms_norm(r_MH, self._post_norm_H, eps))
+        delta_MH = self._attention(x_M2H, rotation, plan, kv, 0)
+        r_MH, normed_MH = kernels.add_rms_norm(residual_MH, delta_MH, self._post_norm_H, eps)
+        out_MH = r_MH + self._mlp(normed_MH)
         for index, layer in enumerate(self._more_layers, start=1):
             out_MH = layer(out_MH, rotation, plan, kv, index)
-        return rms_norm(out_MH, self._final_norm_H, eps) if spec.norm_output else out_MH
+        return kernels.rms_norm(out_MH, self._final_norm_H, eps) if spec.norm_output else out_MH
 
     @torch.inference_mode()
     def logits(self, hidden_MH: Tensor) -> Tensor:
         """float32 [M, draft_vocab] for rows of `forward`'s result, equal on every rank; a collective over `tp`."""
-        normed_MH = (
-            hidden_MH if self.spec.norm_output else rms_norm(hidden_MH, self._final_norm_H, self.spec.rms_norm_eps)
-        )
-        return gather_vocab(self._head(normed_MH), self.tp, self.spec.draft_vocab_size)
+        if not self.spec.norm_output:
+            hidden_MH = self.kernels.rms_norm(hidden_MH, self._final_norm_H, self.spec.rms_norm_eps)
+        return gather_vocab(self._head(hidden_MH), self.tp, self.spec.draft_vocab_size)
 
 
 def _load_vocab_head(weights: Weights, target: Weights, spec: Eagle3Spec, tp: TensorParallel) -> VocabHead:

@@ -29,7 +29,7 @@ from workers.fc_head_format import FcHeadSpec
 from workers.kernels.choose import TORCH, AttentionPlan, Kernels
 from workers.kernels.linear import Linear
 from workers.kv import KVPool
-from workers.layers import SINGLE, HeadSplit, TensorParallel, VocabHead, gather_vocab, rms_norm
+from workers.layers import SINGLE, HeadSplit, TensorParallel, VocabHead, gather_vocab
 from workers.model import DecoderLayer, is_legacy, load_layer
 from workers.rope import Rope
 from workers.types import AttentionMetadata
@@ -180,7 +180,7 @@ class FcHead:
         return gather_vocab(self._head(hidden_MH), self.tp, self.vocab.target_size)
 
     def _norm(self, x_MH: Tensor, weight_H: Tensor | None) -> Tensor:
-        return x_MH if weight_H is None else rms_norm(x_MH, weight_H, self.spec.layers.rms_norm_eps)
+        return x_MH if weight_H is None else self.kernels.rms_norm(x_MH, weight_H, self.spec.layers.rms_norm_eps)
 
 
 def _first(*places: tuple[Weights, str]) -> tuple[Weights, str]:

@@ -44,7 +44,8 @@ def run(config: EngineConfig, rank: int, store_address: str) -> None:
     assert config.draft is not None
     world = groups.join(config, rank, store_address)
     logger.info("%s: joined a world of %d", world.role, config.world_size)
-    kernels = TORCH if config.draft.method == "ngram" else kernels_for(world.device, config.kernels)
+    is_model = config.draft.method != "ngram"
+    kernels = kernels_for(world.device, config.kernels, config.enforce_eager) if is_model else TORCH
     proposer = _load(world, config.draft, kernels)
     entry: dict[str, str | int] = {
         "role": "drafter", "tp_rank": world.tp.rank, "rank": rank, "pid": os.getpid(), "device": str(world.device)

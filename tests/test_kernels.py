@@ -19,7 +19,7 @@ pytest.importorskip("triton", reason="Triton is not installed: nothing was shown
 import triton
 import triton.language as tl
 
-from workers.kernels import fused, reference
+from workers.kernels import compiled, fused, reference
 from workers.kernels.choose import TORCH, Kernels, is_interpreted, kernels_for
 from workers.kernels.triton_attention import PlanShape
 from workers.kernels.triton_sampling import _gumbel, _philox
@@ -39,10 +39,16 @@ NEIGHBOURS: list[tuple[int, list[int] | int]] = [(20, CHAIN), (0, 0), (0, 5), (3
 
 def test_cpu_runs_torch_unless_triton_is_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernels_for("cpu") is TORCH and kernels_for("cuda", "torch") is TORCH
-    assert kernels_for("cuda") is fused
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert kernels_for("cpu", "triton") is kernels_for("cuda") is fused
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     with pytest.raises(ValueError, match="need a CUDA device, not cpu: set kernels='torch'"):
         kernels_for("cpu", "triton")
+
+
+def test_cuda_runs_triton_with_chains_compiled_unless_told_not_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    assert kernels_for("cuda") is compiled and kernels_for("cuda", enforce_eager=True) is fused
 
 
 def test_missing_triton_is_an_error_and_not_another_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,7 +71,7 @@ def load(world: World) -> tuple[Target, int, int]:
     dtype = getattr(torch, config.dtype)
     spec = read_spec(config.model_path)
     features = _features(world, spec, dtype)
-    kernels = kernels_for(world.device, config.kernels)
+    kernels = kernels_for(world.device, config.kernels, config.enforce_eager)
     logger.info("%s: %s kernels on %s", world.role, kernels.NAME, world.device)
     decoder = load_decoder(
         config.model_path, spec, world.tp, world.device, dtype, tap_layers=features.tap_layers, kernels=kernels

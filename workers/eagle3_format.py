@@ -23,7 +23,7 @@ from torch import Tensor
 
 from workers.checkpoint import ModelSpec, Weights, read_json
 from workers.kernels.linear import Linear
-from workers.layers import rms_norm
+from workers.kernels.pointwise import rms_norm
 from workers.rope import RopeSpec, rope_spec
 
 FUSION_TENSORS = ("fc.weight", "input_norm.weight", "fc_norm.0.weight", "fc_norm.1.weight", "fc_norm.2.weight")

@@ -1,7 +1,6 @@
 """The bricks of a decoder: norm, attention, MLP, embedding and vocabulary head, each holding one rank's share.
 
     TensorParallel(rank, size, group); SINGLE
-    rms_norm(x, weight, eps)
     HeadSplit.of(num_heads, num_kv_heads, tp)
     Attention.load(...)(x_ND, rotation, plan, kv, layer) -> [N, D]     Mlp.load(...)(x_ND) -> [N, D]
     VocabHead.load(...)(x_ND) -> [N, W] float32 shard                  gather_vocab(shard_NW, tp, vocab_size) -> [N, V]
@@ -24,7 +23,7 @@ from workers.checkpoint import Weights
 from workers.kernels.choose import TORCH, AttentionPlan, Kernels
 from workers.kernels.linear import Linear
 from workers.kv import KVPool
-from workers.rope import Rotation, rotate_
+from workers.rope import Rotation
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +42,6 @@ class TensorParallel:
 
 
 SINGLE = TensorParallel(0, 1)
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm over the last dimension: computed in float32, cast back, then times weight (transformers' order)."""
-    if x.dtype is torch.float32 and weight.dim() == 1:
-        return F.rms_norm(x, weight.shape, weight, eps)
-    return F.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype) * weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,9 +144,7 @@ class Attention:
         """x_ND is already normed; returns [N, D] summed over the ranks, without the residual. Writes the rows' KV."""
         qkv_NHd = self.qkv(x_ND).view(-1, *self.qkv_shape)
         qk_NHd = qkv_NHd[:, : self.num_rotated]
-        if self.qk_norm_Hd is not None:
-            qk_NHd.copy_(rms_norm(qk_NHd, self.qk_norm_Hd, self.eps))
-        rotate_(qk_NHd, rotation)
+        self.kernels.rotate_(qk_NHd, rotation, self.qk_norm_Hd, self.eps)
         kv.write(layer, qkv_NHd[:, self.num_heads :].view(-1, *self.kv_shape), plan.write_slots_N)
         q_NHd = qkv_NHd[:, : self.num_heads]
         out = self.kernels.tree_attention(q_NHd, kv.layer(layer), plan, self.scale, self.window)
@@ -164,13 +154,13 @@ class Attention:
 class Mlp:
     """down(silu(gate(x)) * up(x)) with gate and up fused."""
 
-    def __init__(self, gate_up: Linear, down: Linear, tp: TensorParallel) -> None:
+    def __init__(self, gate_up: Linear, down: Linear, tp: TensorParallel, kernels: Kernels = TORCH) -> None:
         self.gate_up, self.down = gate_up, down
-        self.width = down.weight_OI.shape[1]
         self.tp = tp
+        self.kernels = kernels
 
     @staticmethod
-    def load(weights: Weights, prefix: str, *, bias: bool, tp: TensorParallel) -> Mlp:
+    def load(weights: Weights, prefix: str, *, bias: bool, tp: TensorParallel, kernels: Kernels = TORCH) -> Mlp:
         """Read this rank's slices of `prefix`{gate,up,down}_proj; the intermediate width may split unevenly."""
 
         def fused(kind: str) -> Tensor:
@@ -184,13 +174,12 @@ class Mlp:
                 row_parallel_bias(weights, f"{prefix}down_proj.bias", tp) if bias else None,
             ),
             tp,
+            kernels,
         )
 
     def __call__(self, x_ND: Tensor) -> Tensor:
         """x_ND is already normed; returns [N, D] summed over the ranks, without the residual."""
-        gate_up = self.gate_up(x_ND)
-        inner = F.silu(gate_up[:, : self.width]).mul_(gate_up[:, self.width :])
-        return self.tp.all_reduce_(self.down(inner))
+        return self.tp.all_reduce_(self.down(self.kernels.silu_mul(self.gate_up(x_ND))))
 
 
 def row_parallel_bias(weights: Weights, name: str, tp: TensorParallel) -> Tensor | None:

@@ -25,7 +25,7 @@ from torch import Tensor
 from workers.checkpoint import MTP_PREFIXES, ModelSpec, Weights, check_parallel
 from workers.kernels.choose import TORCH, AttentionPlan, Kernels
 from workers.kv import KVPool
-from workers.layers import SINGLE, Attention, HeadSplit, Mlp, TensorParallel, VocabHead, gather_vocab, rms_norm
+from workers.layers import SINGLE, Attention, HeadSplit, Mlp, TensorParallel, VocabHead, gather_vocab
 from workers.rope import Rope, Rotation
 from workers.types import AttentionMetadata, Hidden
 
@@ -42,10 +42,11 @@ class DecoderLayer(NamedTuple):
     mlp: Mlp
 
     def __call__(self, x_ND: Tensor, rotation: Rotation, plan: AttentionPlan, kv: KVPool, index: int) -> Tensor:
-        eps = self.attention.eps
-        normed_ND = x_ND if self.input_norm_D is None else rms_norm(x_ND, self.input_norm_D, eps)
-        x_ND = x_ND + self.attention(normed_ND, rotation, plan, kv, index)
-        return x_ND + self.mlp(rms_norm(x_ND, self.post_norm_D, eps))
+        eps, kernels = self.attention.eps, self.attention.kernels
+        normed_ND = x_ND if self.input_norm_D is None else kernels.rms_norm(x_ND, self.input_norm_D, eps)
+        delta_ND = self.attention(normed_ND, rotation, plan, kv, index)
+        x_ND, normed_ND = kernels.add_rms_norm(x_ND, delta_ND, self.post_norm_D, eps)
+        return x_ND + self.mlp(normed_ND)
 
 
 class Decoder:
@@ -167,7 +168,7 @@ class Decoder:
             x_ND = layer(x_ND, rotation, plan, kv, index)
         captured[len(self._layers)] = x_ND
         taps_N3D = torch.cat([captured[tap] for tap in self.tap_layers], dim=-1) if self.tap_layers else None
-        return Hidden(rms_norm(x_ND, self._final_norm_D, self.spec.rms_norm_eps), taps_N3D)
+        return Hidden(self.kernels.rms_norm(x_ND, self._final_norm_D, self.spec.rms_norm_eps), taps_N3D)
 
     @torch.inference_mode()
     def logits(self, hidden_ND: Tensor) -> Tensor:
@@ -207,7 +208,7 @@ def load_layer(
             kernels=kernels,
         ),
         post_norm_D=weights.get(f"{prefix}post_attention_layernorm.weight"),
-        mlp=Mlp.load(weights, f"{prefix}mlp.", bias=spec.mlp_bias, tp=tp),
+        mlp=Mlp.load(weights, f"{prefix}mlp.", bias=spec.mlp_bias, tp=tp, kernels=kernels),
     )
 
 

@@ -2,9 +2,8 @@
 
     rope_spec(config) -> RopeSpec                      every stateless variant that transformers computes
     Rope(spec, dtype, device)(positions_N) -> Rotation  once per step, shared by all layers
-    rotate_(qk_NHd, rotation)                          in place, "rotate half" layout
 
-Legend: N packed rows, H heads (queries then keys), d head width.
+Legend: N packed rows, d head width. `workers.kernels.pointwise.rotate_` applies it.
 """
 
 from __future__ import annotations
@@ -76,10 +75,3 @@ class Rope:
         cos_N1d = angle_N1d.cos() * self.cos_scale
         sin_N1d = angle_N1d.sin() * self.sin_scale_d
         return Rotation(cos_N1d.to(self.dtype), sin_N1d.to(self.dtype))
-
-
-def rotate_(qk_NHd: Tensor, rotation: Rotation) -> None:
-    """Rotate queries and keys in place: x cos + rotate_half(x) sin, three kernels for all heads together."""
-    half = qk_NHd.shape[-1] // 2
-    swapped_NHd = torch.cat((qk_NHd[..., half:], qk_NHd[..., :half]), dim=-1)
-    qk_NHd.mul_(rotation.cos_N1d).addcmul_(swapped_NHd, rotation.sin_N1d)

@@ -9,19 +9,15 @@ import torch
 from attention_cases import CHAIN, LONG_CHAIN, RAGGED, TWO_BY_TWO, Batch, compare
 from test_kernels import *  # noqa: F403  # the tests
 from test_kernels import TOLERANCE
+from test_pointwise import *  # noqa: F403  # the tests
 
 from workers.kernels import fused, reference
-from workers.kernels.choose import kernels_for
 from workers.types import SamplingBatch, SamplingParams
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: nothing was shown about kernels here"),
 ]
-
-
-def test_cuda_runs_triton() -> None:
-    assert kernels_for("cuda") is fused
 
 
 @pytest.mark.parametrize("parents", [CHAIN, TWO_BY_TWO], ids=["chain", "2x2"])

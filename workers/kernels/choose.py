@@ -1,10 +1,11 @@
 """Which kernels this process runs, chosen once at start-up: plain torch or Triton.
 
-    kernels_for(device, name="auto") -> Kernels        TORCH
+    kernels_for(device, name="auto", enforce_eager=False) -> Kernels        TORCH
 
 A set of kernels is a module that has all of the functions below: `workers.kernels.reference` in torch, which runs
-everywhere, and `workers.kernels.fused` in Triton. They have the same signatures and the same meaning.
-Legend: N packed rows, L layers, d head width, R rows of logits, V columns of them.
+everywhere, `workers.kernels.fused` in Triton, and `workers.kernels.compiled`, which is that with its pointwise chains
+compiled. They have the same signatures and the same meaning.
+Legend: N packed rows, I intermediate width, H heads, L layers, d head width, R rows of logits, V columns of them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor
 from workers.kernels import reference
 from workers.kernels.reference import TopK
 from workers.noise import NoiseBook
+from workers.rope import Rotation
 from workers.types import AttentionMetadata, SamplingBatch
 
 KernelsName = Literal["auto", "torch", "triton"]
@@ -109,12 +111,29 @@ class Kernels(Protocol):
         """The k largest of each row, best first, and log sum exp(x / tau) over the row. tau > 0: [R], or for all."""
         ...
 
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x / rms(x) over the last dimension in float32, cast back, then times weight."""
+        ...
+
+    def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """x + delta, and its `rms_norm`."""
+        ...
+
+    def silu_mul(self, gate_up_N2I: Tensor) -> Tensor:
+        """silu(gate) * up, [N, I], of gate and up side by side."""
+        ...
+
+    def rotate_(self, qk_NHd: Tensor, rotation: Rotation, norm_Hd: Tensor | None = None, eps: float = 0.0) -> None:
+        """Rotate the heads of queries and keys in place (any stride between rows), after `rms_norm` of each if there
+        are weights for it."""
+        ...
+
 
 TORCH: Kernels = reference
 
 
-def kernels_for(device: torch.device | str, name: KernelsName = "auto") -> Kernels:
-    """The kernels to run on `device`; auto = Triton on CUDA, torch elsewhere.
+def kernels_for(device: torch.device | str, name: KernelsName = "auto", enforce_eager: bool = False) -> Kernels:
+    """The kernels to run on `device`; auto = Triton on CUDA, torch elsewhere. enforce_eager: compile no chains.
 
     Raises:
         ValueError: Triton is asked for (or meant by auto) and is not installed, or cannot run on this device.
@@ -126,9 +145,14 @@ def kernels_for(device: torch.device | str, name: KernelsName = "auto") -> Kerne
         raise ValueError(f"Triton kernels for {device} need the package triton: install it, or set kernels='torch'")
     if device.type != "cuda" and not is_interpreted():
         raise ValueError(f"Triton kernels need a CUDA device, not {device}: set kernels='torch'")
-    from workers.kernels import fused  # only here: triton need not be installed for torch kernels
+    # Only here: Triton need not be installed for torch kernels, and getting the compiler ready takes seconds.
+    if enforce_eager or is_interpreted():
+        from workers.kernels import fused
 
-    return fused
+        return fused
+    from workers.kernels import compiled
+
+    return compiled
 
 
 def is_interpreted() -> bool:

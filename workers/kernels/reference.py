@@ -9,10 +9,23 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from workers.kernels.pointwise import add_rms_norm, rms_norm, rotate_, silu_mul
 from workers.kernels.torch_attention import plan, tree_attention
 from workers.sampling import shard_best as coupled_argmax
 
-__all__ = ["NAME", "TopK", "copy_slots", "coupled_argmax", "plan", "top_k", "tree_attention"]
+__all__ = [
+    "NAME",
+    "TopK",
+    "add_rms_norm",
+    "copy_slots",
+    "coupled_argmax",
+    "plan",
+    "rms_norm",
+    "rotate_",
+    "silu_mul",
+    "top_k",
+    "tree_attention",
+]
 
 NAME = "torch"
 
