@@ -45,7 +45,7 @@ SMALL: tuple[Name, ...] = ("assisted", "draft_model")
 
 NOTES = (
     "all contestants answer the same prompts with the same number of tokens and take turns; medians over the rounds",
-    "before each new number of requests or temperature ours take one turn that does not count: auto learns what it costs",
+    "before each new number of requests or temperature ours take a turn that does not count: auto learns what it costs",
     "TPOT is time per output token after the first, mean over the requests; ratios are to our own engine without "
     "speculation in the same round",
     "on CPU everybody has one thread per process: ours is two processes, drafter and verifier; generate_2_threads is "
