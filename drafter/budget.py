@@ -12,9 +12,17 @@ so that every drafter rank decides alike.
 from __future__ import annotations
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from drafter.shape import TYPICAL_CHILDREN
 from workers.types import DraftCosts
+
+
+def calibrated(weight: Tensor, fit_2: Tensor) -> Tensor:
+    """sigmoid(a logit(w) + b), with a and b fitted to this engine's own verdicts; 0 stays 0. Any shape, float32."""
+    a, b = fit_2.unbind()
+    return torch.where(weight > 0, torch.sigmoid(a * torch.logit(weight, 1e-6) + b), 0.0)
 
 
 class Budget:
@@ -25,17 +33,12 @@ class Budget:
         self._verify_ms_T = costs.verify_ms_T.numpy()
         self._first_ms, self._level_ms, self._node_ms = costs.draft_ms_3.numpy()
         self._sure = np.float32(costs.sure_1[0])
-        self._calibration_D2 = costs.calibration_D2.numpy()
+        self._calibration_D2 = costs.calibration_D2
 
     def calibrated(self, weight_FK: np.ndarray, depth: int) -> np.ndarray:
-        """Chance that a child of this depth (1 = below the root) survives if its parent does, float32.
-
-        sigmoid(a logit(w) + b), with a and b fitted to this engine's own verdicts; 0 stays 0.
-        """
-        a, b = self._calibration_D2[min(depth, len(self._calibration_D2)) - 1]
-        clipped = np.clip(weight_FK, 1e-6, 1 - 1e-6).astype(np.float32)
-        chance = 1 / (1 + np.exp(-(a * np.log(clipped / (1 - clipped)) + b)))
-        return np.where(weight_FK > 0, chance, 0).astype(np.float32)
+        """Chance that a child of this depth (1 = below the root) survives if its parent does, float32."""
+        fit_2 = self._calibration_D2[min(depth, len(self._calibration_D2)) - 1]
+        return calibrated(torch.from_numpy(weight_FK), fit_2).numpy()
 
     def draft_ms(self, num_levels: int, num_run: int) -> float:
         """Of so many levels, on which so many nodes were run."""

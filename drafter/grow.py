@@ -7,6 +7,8 @@ One level:
 and at the end, for requests under `auto`, one cut through all trees of the batch where a further node costs more than
 it is worth (`drafter.budget`). Sampled trees are never cut: their budgets are settled before anything is drawn.
 
+Requests that are all searched may grow in one go instead (`drafter.unrolled`), up to that cut.
+
 Probabilities and noise live on the logits' device; the trees' few integers live on the host, in numpy.
 Legend: B requests, R rows of a request, F frontier nodes, K children, N nodes, V draft vocabulary.
 """
@@ -22,10 +24,11 @@ from torch import Tensor
 
 from drafter.budget import Budget
 from drafter.dealt import Dealt
-from drafter.level import Candidates, DraftVocabulary, GrowLimits, Level, Nodes, SampledNode
+from drafter.level import Candidates, DraftVocabulary, GrowLimits, Level, Nodes, SampledNode, Uncut
 from drafter.score import Scores, score
 from drafter.search import Search
 from drafter.shape import DynamicShape, Shape
+from drafter.unrolled import Unrolled
 from workers.constraints import ConstrainedRow, Standing, constrain
 from workers.kernels.choose import TORCH, Kernels
 from workers.types import DraftCosts, DraftProbs, Rule, SamplingBatch, TreeBatch
@@ -71,15 +74,24 @@ def grow(
     standings: dict[int, Standing] | None = None,
     costs: DraftCosts | None = None,
     kernels: Kernels = TORCH,
+    unrolled: Unrolled | None = None,
 ) -> Grown:
     """One tree per request.
 
     roots: the draft's distribution at each root. root_index_B: index of the token drawn at the root (the root's
-    position + 1); a child of a depth-d node stands for index root_index + d. `expand` is called once per level below
-    the roots, only with nodes that need it. standings: requests with constraints. costs: needed by `limits.auto_B`.
+    position + 1); a child of a depth-d node stands for index root_index + d. sampling: on the host. `expand` is called
+    once per level below the roots, only with nodes that need it. standings: requests with constraints. costs: needed by
+    `limits.auto_B`. unrolled: grows all levels at once where it can; then nothing is expanded.
     """
     budget = Budget(costs) if costs is not None else None
     pruned_BD = np.zeros((len(root_token_B), int(limits.max_depth_B.max(initial=0))), dtype=np.int32)
+    if unrolled is not None and costs is not None and not standings and _is_searched(limits, shape).all():
+        assert isinstance(roots, Tensor), "only draft models are unrolled"
+        uncut = unrolled(roots, root_token_B, root_index_B, limits, sampling, costs.calibration_D2)
+        if uncut is not None:
+            return _grown(uncut, [], limits, budget, pruned_BD)
+    device = roots.device if isinstance(roots, Tensor) else torch.device("cpu")
+    on_device = sampling.to(device)
     _prepare_noise(roots, root_index_B, limits, sampling, vocab)
     growths = _growths(root_token_B, root_index_B, limits, sampling, shape, budget, pruned_BD)
     editor = _Editor(standings or {}, vocab)
@@ -93,7 +105,7 @@ def grow(
         num_levels += 1
         if editor.is_needed:
             draft = editor.edit(draft, level)
-        params = sampling.rows(torch.from_numpy(level.request_F).to(sampling.seed_B.device))
+        params = on_device.rows(torch.from_numpy(level.request_F).to(device))
         index_F = root_index_B[level.request_F] + level.depth
         scores = score(draft, params, limits.rule_B[level.request_F], index_F, shape.max_children, vocab, kernels)
         for i, growth in enumerate(growths):
@@ -101,11 +113,18 @@ def grow(
                 growth.take(level, scores)
             elif (owner_F == i).any():
                 growth.take(level.rows(owner_F == i), scores.rows(owner_F == i))
-    nodes = Nodes.concatenate([growth.nodes() for growth in growths])
+    uncut = Uncut(Nodes.concatenate([growth.nodes() for growth in growths]), num_levels, num_run)
+    sampled = [node for growth in growths if isinstance(growth, Dealt) for node in growth.sampled]
+    return _grown(uncut, sampled, limits, budget, pruned_BD)
+
+
+def _grown(
+    uncut: Uncut, sampled: Sequence[SampledNode], limits: GrowLimits, budget: Budget | None, pruned_BD: np.ndarray
+) -> Grown:
+    nodes, num_levels, num_run = uncut
     if budget is not None:
         nodes = _cut(nodes, limits, budget, budget.draft_ms(num_levels, num_run), pruned_BD)
-    trees = _pack(nodes, len(root_token_B))
-    sampled = [node for growth in growths if isinstance(growth, Dealt) for node in growth.sampled]
+    trees = _pack(nodes, len(pruned_BD))
     return Grown(trees, _pack_probs(sampled, trees), pruned_BD, num_levels, num_run)
 
 
@@ -119,9 +138,14 @@ def _prepare_noise(
     """The noise of all levels in one call. What a shallow tree does not read, the next steps' trees do."""
     if isinstance(roots, Candidates):
         return  # noise at single tokens is cheaper than a row of it
-    needs_B = (limits.rule_B == Rule.COUPLED) & (sampling.temperature_B > 0).cpu().numpy()
-    seeds = sampling.seed_B.cpu().numpy()[needs_B].tolist()
+    needs_B = (limits.rule_B == Rule.COUPLED) & (sampling.temperature_B > 0).numpy()
+    seeds = sampling.seed_B.numpy()[needs_B].tolist()
     vocab.noise.prepare(seeds, root_index_B[needs_B].tolist(), limits.max_depth_B[needs_B].tolist(), roots.device)
+
+
+def _is_searched(limits: GrowLimits, shape: Shape) -> np.ndarray:
+    """bool [B]: `auto` searches dynamic trees best-first, if children may be reconsidered; other trees are dealt."""
+    return (limits.auto_B > 0) & (limits.rule_B < Rule.TRAVERSAL) & isinstance(shape, DynamicShape)
 
 
 def _growths(
@@ -133,8 +157,7 @@ def _growths(
     budget: Budget | None,
     pruned_BD: np.ndarray,
 ) -> list[Growth]:
-    """`auto` searches dynamic trees best-first, if children may be reconsidered; all other trees are dealt."""
-    is_searched_B = (limits.auto_B > 0) & (limits.rule_B < Rule.TRAVERSAL) & isinstance(shape, DynamicShape)
+    is_searched_B = _is_searched(limits, shape)
     growths: list[Growth] = []
     if not is_searched_B.all() or not len(is_searched_B):
         growths.append(

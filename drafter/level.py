@@ -65,6 +65,14 @@ class Nodes(NamedTuple):
         return parts[0] if len(parts) == 1 else Nodes(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
 
 
+class Uncut(NamedTuple):
+    """Trees before the cut, and what growing them took."""
+
+    nodes: Nodes
+    num_levels: int  # levels read, the roots' included
+    num_run: int  # nodes run through the draft model, the roots not counted
+
+
 class SampledNode(NamedTuple):
     """A node whose children were sampled, and what they were drawn from."""
 
@@ -80,6 +88,11 @@ class DraftVocabulary:
 
     target_size: int
     target_ids: Tensor | None = None
+
+    @property
+    def size(self) -> int:
+        """V, columns of the logits."""
+        return self.target_size if self.target_ids is None else len(self.target_ids)
 
     @cached_property
     def columns(self) -> Columns:

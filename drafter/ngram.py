@@ -78,6 +78,7 @@ class NgramProposer:
     """Every drafter rank finds the same candidates by itself: nothing is sent, nothing is computed on a device."""
 
     BYTES_PER_SLOT = np.dtype(np.int32).itemsize
+    unrolled = None
 
     def __init__(self, lengths: Lengths, vocab_size: int, num_pages: int, page_size: int) -> None:
         self.vocab = DraftVocabulary(target_size=vocab_size)

@@ -20,11 +20,13 @@ import torch
 from torch import Tensor
 
 from drafter.level import Candidates, DraftVocabulary, Level
+from drafter.unrolled import Start, Unrolled
 from workers.config import EngineConfig
 from workers.decoders import AnyDecoder
 from workers.graphs import Graphs, most_pages, sizes
-from workers.kernels.choose import AttentionPlan
+from workers.kernels.choose import AttentionPlan, Kernels
 from workers.kv import KVPool
+from workers.model import Decoder
 from workers.types import AttentionMetadata, DraftRequest
 
 
@@ -32,6 +34,11 @@ class Proposer(Protocol):
     """One draft model on one rank, between the DraftRequest it is given and `grow`."""
 
     vocab: DraftVocabulary
+
+    @property
+    def unrolled(self) -> Unrolled | None:
+        """Grows all levels of the trees rooted by the last extend; None = they are expanded one by one."""
+        ...
 
     def extend(self, request: DraftRequest) -> Tensor | Candidates:
         """Feeds all rows; returns the root logits [G, V] of the requests that want a tree, in order."""
@@ -51,6 +58,7 @@ class FeatureHead(Protocol):
     vocab: DraftVocabulary
     device: torch.device
     dtype: torch.dtype
+    kernels: Kernels
 
     @property
     def bytes_per_slot(self) -> int: ...
@@ -118,14 +126,20 @@ def _fed_attention(request: DraftRequest, slot_M: Tensor) -> AttentionMetadata:
 class FeatureProposer:
     """EAGLE and MTP heads: a committed token's feature comes from the target, a tree node's from its parent.
 
-    graphs: see `head_graphs`; None = every kernel is launched by itself.
+    graphs: see `head_graphs`; None = every kernel is launched by itself. unrolled: see `unrolled_head`.
     """
 
     def __init__(
-        self, head: FeatureHead, kv: KVPool, page_size: int, tree_rows: int, graphs: Graphs | None = None
+        self,
+        head: FeatureHead,
+        kv: KVPool,
+        page_size: int,
+        tree_rows: int,
+        graphs: Graphs | None = None,
+        unrolled: Unrolled | None = None,
     ) -> None:
         self.vocab = head.vocab
-        self.graphs = graphs
+        self.graphs, self.unrolled = graphs, unrolled
         self._head, self._kv, self._page_size, self._tree_rows = head, kv, page_size, tree_rows
         self._prefix: _Prefix
         self._hidden_GRH: Tensor  # features that a node hands to its children
@@ -138,6 +152,8 @@ class FeatureProposer:
         root_GH = hidden_MH[self._prefix.last_row_G.to(hidden_MH.device)]
         self._hidden_GRH = root_GH.new_empty(len(root_GH), self._tree_rows, root_GH.shape[-1])
         self._hidden_GRH[:, 0] = root_GH
+        if self.unrolled is not None:
+            self.unrolled.start = Start(self._prefix.base_G, self._prefix.page_table_GP, root_GH)
         return self._head.logits(root_GH)
 
     def expand(self, level: Level) -> Tensor:
@@ -174,11 +190,36 @@ def head_graphs(head: FeatureHead, kv: KVPool, config: EngineConfig, *, is_captu
     )
 
 
+def unrolled_head(head: FeatureHead, kv: KVPool, config: EngineConfig, *, is_captured: bool = True) -> Unrolled:
+    """Whole trees of a head; its kernels' plans stay in place."""
+
+    def run(plan: AttentionPlan, tokens_N: Tensor, features_NH: Tensor, positions_N: Tensor) -> tuple[Tensor, Tensor]:
+        hidden_NH = head.forward(tokens_N, features_NH, positions_N - 1, plan, kv)
+        return hidden_NH, head.logits(hidden_NH)
+
+    return Unrolled(
+        run,
+        partial(head.plan, page_size=config.page_size),
+        torch.zeros(1, head.width, dtype=head.dtype, device=head.device),
+        head.vocab,
+        head.kernels,
+        config,
+        is_captured=is_captured,
+    )
+
+
 class DraftModelProposer:
     """A small language model of its own; it needs nothing of the target but the tokens."""
 
-    def __init__(self, model: AnyDecoder, kv: KVPool, page_size: int, graphs: Graphs | None = None) -> None:
-        self.graphs = graphs
+    def __init__(
+        self,
+        model: AnyDecoder,
+        kv: KVPool,
+        page_size: int,
+        graphs: Graphs | None = None,
+        unrolled: Unrolled | None = None,
+    ) -> None:
+        self.graphs, self.unrolled = graphs, unrolled
         self.vocab = DraftVocabulary(target_size=model.spec.vocab_size)
         self._model, self._kv, self._page_size = model, kv, page_size
         self._prefix: _Prefix
@@ -187,7 +228,10 @@ class DraftModelProposer:
         slot_M = fed_slots(request)
         self._prefix = _Prefix(request)
         hidden_MD = self._run(request.token_M, slot_M, _fed_attention(request, slot_M))
-        return self._model.full_logits(hidden_MD[self._prefix.last_row_G.to(hidden_MD.device)])
+        root_GD = hidden_MD[self._prefix.last_row_G.to(hidden_MD.device)]
+        if self.unrolled is not None:
+            self.unrolled.start = Start(self._prefix.base_G, self._prefix.page_table_GP, root_GD[:, :0])
+        return self._model.full_logits(root_GD)
 
     def expand(self, level: Level) -> Tensor:
         position_F = self._prefix.position_F(level)
@@ -200,3 +244,20 @@ class DraftModelProposer:
         device = self._model.device
         plan = self._model.plan(attention, self._page_size)
         return self._model.forward(tokens.to(device), positions.to(device), plan, self._kv).final_ND
+
+
+def unrolled_decoder(model: Decoder, kv: KVPool, config: EngineConfig, *, is_captured: bool = True) -> Unrolled:
+    """Whole trees of a draft model without windows. A node hands nothing to its children: features have no width."""
+
+    def run(plan: AttentionPlan, tokens_N: Tensor, features_N0: Tensor, positions_N: Tensor) -> tuple[Tensor, Tensor]:
+        return features_N0, model.full_logits(model.forward(tokens_N, positions_N, plan, kv).final_ND)
+
+    return Unrolled(
+        run,
+        partial(model.plan, page_size=config.page_size),
+        torch.zeros(1, 0, device=model.device),
+        DraftVocabulary(target_size=model.spec.vocab_size),
+        model.kernels,
+        config,
+        is_captured=is_captured,
+    )

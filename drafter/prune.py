@@ -14,14 +14,20 @@ sampled node that fails is still verified itself; only what would hang below it 
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import numpy as np
+from torch import Tensor
+
+Values = TypeVar("Values", np.ndarray, Tensor)
+"""[F], or any shapes that go together."""
 
 
-def passes_path(path_prob_F: np.ndarray, threshold_F: np.ndarray) -> np.ndarray:
+def passes_path(path_prob_F: Values, threshold_F: Values) -> Values:
     """bool [F]: the node may be expanded as far as its path is concerned."""
     return path_prob_F >= threshold_F
 
 
-def passes_min(top_prob_F: np.ndarray, threshold_F: np.ndarray) -> np.ndarray:
+def passes_min(top_prob_F: Values, threshold_F: Values) -> Values:
     """bool [F]: the node may be expanded, given the probability of its most likely next token."""
     return top_prob_F >= threshold_F

@@ -52,6 +52,15 @@ class Scores(NamedTuple):
         return Scores(token_FK, weight_FK, prob_FK, top_prob_F, kind_F, support)
 
 
+class Best(NamedTuple):
+    """The same before it comes to the host: tensors on the logits' device."""
+
+    token_FK: Tensor
+    weight_FK: Tensor
+    prob_FK: Tensor
+    top_prob_F: Tensor
+
+
 def score(
     draft: Tensor | Candidates,
     params: SamplingBatch,
@@ -83,23 +92,40 @@ def score(
             scored = torch.where(noisy[:, None], log_q + G, log_q)
         if not is_coupled_F.all():
             tau = torch.where(hot & ~noisy, 1.0, CONFIDENCE_TAU)
-    best = kernels.top_k(scored, num_children, tau)
-    tau_F1 = tau[:, None] if isinstance(tau, Tensor) else tau
-    weight_FK = torch.exp(best.value_RK / tau_F1 - best.lse_R[:, None]).cpu().numpy()
-    token = best.index_RK if vocab.target_ids is None else vocab.target_ids[best.index_RK]
-    kind_F = _kinds(rule_F, hot)
+    best = best_children(log_q, scored, tau, num_children, vocab, kernels)
+    weight_FK = best.weight_FK.cpu().numpy()
+    kind_F = kinds(rule_F, hot)
     support, is_sampled_F = None, kind_F == NodeKind.SAMPLED
     if is_sampled_F.any():
         rows = torch.from_numpy(is_sampled_F).to(log_q.device)
         sampled = _score_sampled(log_q[rows], weight_FK.shape[1], vocab)
         support, weight_FK[is_sampled_F] = sampled.support, sampled.weight_FK
     return Scores(
-        token_FK=token.cpu().numpy(),
+        token_FK=best.token_FK.cpu().numpy(),
         weight_FK=weight_FK,
-        prob_FK=log_q.gather(-1, best.index_RK).exp().cpu().numpy(),
-        top_prob_F=log_q.amax(-1).exp().cpu().numpy(),
+        prob_FK=best.prob_FK.cpu().numpy(),
+        top_prob_F=best.top_prob_F.cpu().numpy(),
         kind_F=kind_F,
         support=support,
+    )
+
+
+def best_children(
+    log_q_FV: Tensor,
+    scored_FV: Tensor,
+    tau: Tensor | float,
+    num_children: int,
+    vocab: DraftVocabulary,
+    kernels: Kernels,
+) -> Best:
+    """The children of largest score, with weights softmax(score / tau); no value is looked at on the host."""
+    best = kernels.top_k(scored_FV, num_children, tau)
+    tau_F1 = tau[:, None] if isinstance(tau, Tensor) else tau
+    return Best(
+        token_FK=best.index_RK if vocab.target_ids is None else vocab.target_ids[best.index_RK],
+        weight_FK=torch.exp(best.value_RK / tau_F1 - best.lse_R[:, None]),
+        prob_FK=log_q_FV.gather(-1, best.index_RK).exp(),
+        top_prob_F=log_q_FV.amax(-1).exp(),
     )
 
 
@@ -117,7 +143,8 @@ def _score_sampled(log_q: Tensor, num_children: int, vocab: DraftVocabulary) -> 
     )
 
 
-def _kinds(rule_F: np.ndarray, hot: Tensor) -> np.ndarray:
+def kinds(rule_F: np.ndarray, hot: Tensor) -> np.ndarray:
+    """uint8 NodeKind of the children of nodes whose requests have these rules, hot = temperature above 0."""
     kind_F = np.full(len(rule_F), NodeKind.DETERMINISTIC, dtype=np.uint8)
     kind_F[(rule_F == Rule.COUPLED) & hot.cpu().numpy()] = NodeKind.COUPLED
     kind_F[rule_F >= Rule.TRAVERSAL] = NodeKind.SAMPLED
@@ -128,7 +155,7 @@ def _score_candidates(
     draft: Candidates, params: SamplingBatch, rule_F: np.ndarray, index_F: np.ndarray, num_children: int
 ) -> Scores:
     log_q_FK = draft.log_q_FK
-    kind_F = _kinds(rule_F, params.temperature_B > 0)
+    kind_F = kinds(rule_F, params.temperature_B > 0)
     scored_FK = log_q_FK
     noisy_F = kind_F == NodeKind.COUPLED
     if noisy_F.any():

@@ -18,7 +18,15 @@ from drafter.fc_head import FcHead
 from drafter.grow import grow
 from drafter.level import GrowLimits
 from drafter.ngram import Lengths, NgramProposer
-from drafter.propose import DraftModelProposer, FeatureHead, FeatureProposer, Proposer, head_graphs
+from drafter.propose import (
+    DraftModelProposer,
+    FeatureHead,
+    FeatureProposer,
+    Proposer,
+    head_graphs,
+    unrolled_decoder,
+    unrolled_head,
+)
 from drafter.shape import Shape, make_shape
 from workers import groups
 from workers.channel import Received, naming_lost_peers
@@ -50,9 +58,11 @@ def run(config: EngineConfig, rank: int, store_address: str) -> None:
     entry: dict[str, str | int] = {
         "role": "drafter", "tp_rank": world.tp.rank, "rank": rank, "pid": os.getpid(), "device": str(world.device)
     }
-    if not isinstance(proposer, NgramProposer) and proposer.graphs is not None:
-        entry |= proposer.graphs.report
-        logger.info("%s: captured graphs, %s", world.role, proposer.graphs.report)
+    if not isinstance(proposer, NgramProposer):
+        for graphs in (proposer.graphs, proposer.unrolled):
+            if graphs is not None:
+                entry |= graphs.report
+                logger.info("%s: captured graphs, %s", world.role, graphs.report)
     world.gather_topology(entry)
     is_hybrid = config.draft.acceptance.sample_method == "hybrid"
     _serve(world, proposer, make_shape(config.draft.tree), is_hybrid, kernels)
@@ -112,13 +122,14 @@ def draft(
             auto_B=request.auto_B[growing].numpy(),
             is_hybrid=is_hybrid,
         ),
-        sampling=request.sampling.rows(growing).to(roots.device if isinstance(roots, Tensor) else "cpu"),
+        sampling=request.sampling.rows(growing),
         shape=shape,
         expand=proposer.expand,
         vocab=proposer.vocab,
         standings=_standings(request.constraints_U, growing),
         costs=request.costs,
         kernels=kernels,
+        unrolled=proposer.unrolled,
     )
     return DraftReply(
         trees=grown.trees,
@@ -143,12 +154,15 @@ def _load(
     config = world.config
     dtype = getattr(torch, config.dtype)
     has_graphs = can_capture(kernels, world.device, config.enforce_eager)
+    # Only `auto` grows dynamic trees at once. Ranks of a group would have to capture their collectives too.
+    is_unrolled = has_graphs and draft.tree.kind == "dynamic" and world.tp.size == 1
     match draft.method:
         case "eagle3" | "eagle" | "mtp":
             head = _load_head(world, draft, dtype, kernels)
             kv = head.new_kv_pool(agree_on_pages(world, head.bytes_per_slot) * config.page_size)
             graphs = head_graphs(head, kv, config) if has_graphs else None
-            return FeatureProposer(head, kv, config.page_size, config.tree_rows, graphs)
+            unrolled = unrolled_head(head, kv, config) if is_unrolled else None
+            return FeatureProposer(head, kv, config.page_size, config.tree_rows, graphs, unrolled)
         case "ngram":
             num_pages = agree_on_pages(world, NgramProposer.BYTES_PER_SLOT)
             lengths = Lengths(draft.prompt_lookup_min, draft.prompt_lookup_max)
@@ -164,8 +178,11 @@ def _load(
             model = load_decoder(draft.model_path, spec, world.tp, world.device, dtype, kernels=kernels)
             slot_bytes = KVPool.bytes_per_slot(spec.num_layers, model.heads.num_kv_heads, spec.head_dim, dtype)
             kv = model.new_kv_pool(agree_on_pages(world, slot_bytes) * config.page_size)
-            graphs = decoder_graphs(model, kv, config) if has_graphs and isinstance(model, Decoder) else None
-            return DraftModelProposer(model, kv, config.page_size, graphs)
+            graphs = unrolled = None
+            if has_graphs and isinstance(model, Decoder):
+                graphs = decoder_graphs(model, kv, config)
+                unrolled = unrolled_decoder(model, kv, config) if is_unrolled and not any(spec.windows) else None
+            return DraftModelProposer(model, kv, config.page_size, graphs, unrolled)
 
 
 def _load_head(world: World, draft: DraftConfig, dtype: torch.dtype, kernels: Kernels) -> FeatureHead:

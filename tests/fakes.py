@@ -176,6 +176,7 @@ class FakeProposer:
 
     def __init__(self, language: Language, page_size: int) -> None:
         self.vocab = DraftVocabulary(target_size=language.vocab)
+        self.unrolled = None
         self._language = language
         self.memory = Memory(page_size)
 

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +36,9 @@ MAX_ROWS = 512
 
 Run = Callable[..., tuple[Tensor, ...]]
 """(plan, *inputs [N, ...]) -> outputs [N, ...], on the device, without looking at a value on the host."""
+
+
+Outputs = TypeVar("Outputs")
 
 
 class Planner(Protocol):
@@ -97,8 +100,48 @@ class _Bucket:
 
     inputs: tuple[Tensor, ...]
     plan: AttentionPlan
-    graph: torch.cuda.CUDAGraph | None = None
-    outputs: tuple[Tensor, ...] = ()
+    replay: Callable[[], tuple[Tensor, ...]] | None = None
+
+
+class Recorder:
+    """Captures graphs that share one memory pool: they never run at the same time, and what they return is kept apart
+    by being held."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool: Any = None
+        self._num_graphs, self._seconds, self._num_bytes = 0, 0.0, 0
+
+    @torch.inference_mode()
+    def record(self, run: Callable[[], Outputs]) -> Callable[[], Outputs]:
+        """`run` as a graph: the same call, which always returns the same tensors."""
+        began, free = time.perf_counter(), _free_bytes(self._device)
+        side = torch.cuda.Stream(self._device)
+        side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(side):  # kernels are compiled and libraries initialised before anything is recorded
+            run()
+        torch.cuda.current_stream(self._device).wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: NCCL's watchdog thread may ask the device about its own events meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            outputs = run()
+        self._pool = graph.pool()
+        self._num_graphs += 1
+        self._num_bytes += free - _free_bytes(self._device)
+        self._seconds += time.perf_counter() - began
+
+        def replay() -> Outputs:
+            graph.replay()
+            return outputs
+
+        return replay
+
+    @property
+    def report(self) -> dict[str, str | int]:
+        """What capturing took."""
+        return {
+            "graphs": self._num_graphs, "graph_ms": round(1e3 * self._seconds), "graph_bytes": self._num_bytes
+        }  # fmt: skip
 
 
 class Graphs:
@@ -123,21 +166,17 @@ class Graphs:
         self._device = example[0].device
         most = max(size.rows for size in buckets)
         self._buffers = [one.new_zeros(most, *one.shape[1:]) for one in example]
-        began, free = time.perf_counter(), _free_bytes(self._device)
+        self._recorder = Recorder(self._device)
         self._buckets: dict[Size, _Bucket] = {}
-        pool = None  # one for all graphs: they never run at the same time, and outputs are kept apart by being held
         for size in buckets:
             made = self._buckets[size] = self._bucket(size, table_width)
             if is_captured:
-                self._capture(made, pool)
-                assert made.graph is not None
-                pool = made.graph.pool()
-        self.seconds, self.num_bytes = time.perf_counter() - began, free - _free_bytes(self._device)
+                made.replay = self._recorder.record(partial(run, made.plan, *made.inputs))
 
     @property
     def report(self) -> dict[str, str | int]:
         """What capturing took, for the topology that a rank tells."""
-        return {"graphs": len(self._buckets), "graph_ms": round(1e3 * self.seconds), "graph_bytes": self.num_bytes}
+        return self._recorder.report
 
     @torch.inference_mode()
     def __call__(self, metadata: AttentionMetadata, *inputs_N: Tensor) -> tuple[Tensor, ...]:
@@ -151,11 +190,7 @@ class Graphs:
         for static, given in zip(chosen.inputs, inputs_N, strict=True):
             static[:num_rows].copy_(given)
         plan = self._plan(padded(metadata, size), into=chosen.plan)
-        if chosen.graph is None:
-            outputs = self._run(plan, *chosen.inputs)
-        else:
-            chosen.graph.replay()
-            outputs = chosen.outputs
+        outputs = self._run(plan, *chosen.inputs) if chosen.replay is None else chosen.replay()
         return tuple(output[:num_rows] for output in outputs)
 
     def _bucket(self, size: Size, table_width: int) -> _Bucket:
@@ -170,18 +205,6 @@ class Graphs:
         )
         inputs = tuple(static[: size.rows] for static in self._buffers)
         return _Bucket(inputs=inputs, plan=self._plan(padded(empty, size)))
-
-    @torch.inference_mode()
-    def _capture(self, made: _Bucket, pool: Any) -> None:
-        side = torch.cuda.Stream(self._device)
-        side.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(side):  # kernels are compiled and libraries initialised before anything is recorded
-            self._run(made.plan, *made.inputs)
-        torch.cuda.current_stream(self._device).wait_stream(side)
-        made.graph = torch.cuda.CUDAGraph()
-        # thread_local: NCCL's watchdog thread may ask the device about its own events meanwhile.
-        with torch.cuda.graph(made.graph, pool=pool, capture_error_mode="thread_local"):
-            made.outputs = self._run(made.plan, *made.inputs)
 
 
 def decoder_graphs(decoder: Decoder, kv: KVPool, config: EngineConfig, *, is_captured: bool = True) -> Graphs:

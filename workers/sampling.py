@@ -20,21 +20,31 @@ def process_logits(logits_RV: Tensor, params: SamplingBatch) -> Tensor:
     temperature 1. `params` has one entry per row.
     """
     sampled = params.temperature_B > 0
-    x = logits_RV.float()
     if not bool(sampled.any()):
-        return x
-    x = x / torch.where(sampled, params.temperature_B, 1.0)[:, None]
-    if bool((sampled & (params.min_p_B > 0)).any()):
+        return logits_RV.float()
+    has_min_p = bool((sampled & (params.min_p_B > 0)).any())
+    return process_blindly(logits_RV, params, has_min_p=has_min_p, has_top=needs_whole_rows(params))
+
+
+def process_blindly(logits_RV: Tensor, params: SamplingBatch, *, has_min_p: bool, has_top: bool) -> Tensor:
+    """`process_logits` without a look at any value: the caller knows whether some row may have min-p, or top-k or
+    top-p. Rows that have not are none the worse for it."""
+    sampled = params.temperature_B > 0
+    x = logits_RV.float() / torch.where(sampled, params.temperature_B, 1.0)[:, None]
+    if has_min_p:
         x = x.masked_fill(x < (x.amax(-1, keepdim=True) + _min_p_offset(params)[:, None]), -torch.inf)
-    if needs_whole_rows(params):
-        x = _top_k_top_p(x, params, sampled)
-    return x
+    return _top_k_top_p(x, params, sampled) if has_top else x
 
 
 def needs_whole_rows(params: SamplingBatch) -> bool:
     """True if some row has top-k or top-p, which no vocabulary shard can apply alone."""
     cuts = (params.top_k_B > 0) | (params.top_p_B < 1)
     return bool((cuts & (params.temperature_B > 0)).any())
+
+
+def any_cuts(params: SamplingBatch) -> bool:
+    """True if some row's distribution is cut at all, by min-p, top-k or top-p."""
+    return needs_whole_rows(params) or bool(((params.min_p_B > 0) & (params.temperature_B > 0)).any())
 
 
 def coupled_scores(

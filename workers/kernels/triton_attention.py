@@ -109,6 +109,12 @@ class TiledPlan:
         # Pages beyond a request's own are never looked up, so older entries there do no harm.
         self.table_BP[:, : host.page_table_BP.shape[1]].copy_(torch.from_numpy(host.page_table_BP))
 
+    def set_ancestors(self, ancestors_N: Tensor) -> None:
+        """Other ancestors (int64, on the device) for the rows of the last `fill`, no slot of which is hidden: all else
+        stays, so that must have been told of every ancestor that a row may come to have."""
+        assert self.shape.windows == (None,), "what a window leaves of a path is worked out on the host"
+        self.ancestors_WN[0, : self.shape.num_rows].copy_(ancestors_N)
+
 
 def plan(
     metadata: AttentionMetadata,
