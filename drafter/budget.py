@@ -22,7 +22,7 @@ from workers.types import DraftCosts
 def calibrated(weight: Tensor, fit_2: Tensor) -> Tensor:
     """sigmoid(a logit(w) + b), with a and b fitted to this engine's own verdicts; 0 stays 0. Any shape, float32."""
     a, b = fit_2.unbind()
-    return torch.where(weight > 0, torch.sigmoid(a * torch.logit(weight, 1e-6) + b), 0.0)
+    return torch.sigmoid(torch.addcmul(b, a, torch.logit(weight, 1e-6))) * (weight > 0)
 
 
 class Budget:

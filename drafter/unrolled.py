@@ -35,7 +35,7 @@ from torch import Tensor
 from drafter.budget import calibrated
 from drafter.level import DraftVocabulary, GrowLimits, Nodes, Uncut
 from drafter.prune import passes_min, passes_path
-from drafter.score import CONFIDENCE_TAU, best_children, kinds
+from drafter.score import CONFIDENCE_TAU, Best, best_children, kinds
 from workers.config import EngineConfig, TreeConfig
 from workers.graphs import MAX_ROWS, Planner, Recorder, Size, most_pages
 from workers.kernels.choose import Kernels
@@ -79,16 +79,26 @@ class Asks(NamedTuple):
         columns = (*map(torch.as_tensor, (token_B, base_B, has_noise_B, *of_limits)), *of_sampling)
         return torch.stack([column.double() for column in columns], dim=1)
 
-    def sampling(self, rows_each: int) -> SamplingBatch:
-        """Of so many rows of each request. There are no seeds: noise is given."""
-        temperature_B, top_k_B, top_p_B, min_p_B = (column.repeat_interleave(rows_each) for column in self[7:])
-        return SamplingBatch(
-            temperature_B=temperature_B.float(),
-            top_k_B=top_k_B.int(),
-            top_p_B=top_p_B.float(),
-            min_p_B=min_p_B.float(),
-            seed_B=torch.zeros_like(top_k_B, dtype=torch.int64),
+    def scoring(self, rows_each: int) -> Scoring:
+        """For so many rows of each request."""
+        is_plain_B = (self.temperature_B > 0) & (self.has_noise_B == 0)
+        columns = (*self[7:], torch.where(is_plain_B, 1.0, CONFIDENCE_TAU))
+        temperature_F, top_k_F, top_p_F, min_p_F, tau_F = (column.repeat_interleave(rows_each) for column in columns)
+        params = SamplingBatch(
+            temperature_B=temperature_F.float(),
+            top_k_B=top_k_F.int(),
+            top_p_B=top_p_F.float(),
+            min_p_B=min_p_F.float(),
+            seed_B=torch.zeros_like(top_k_F, dtype=torch.int64),  # of no use: noise is given
         )
+        return Scoring(params, tau_F)
+
+
+class Scoring(NamedTuple):
+    """How logits [F, V] become scores and weights, see `drafter.score`."""
+
+    params: SamplingBatch
+    tau_F: Tensor
 
 
 class Rows(NamedTuple):
@@ -119,77 +129,81 @@ def grow_unrolled(
     roots_BV, features_BH: the draft's logits at each root, and what the root hands to its children. noise_BDV: the
     target's noise for the children of each level. fit_D2: calibration of each level's children.
     """
-    num_rows = 1 + rules.tree.num_nodes
-    is_root_R = torch.arange(num_rows, device=roots_BV.device) == 0
+    num_nodes = rules.tree.num_nodes
+    is_root_R = torch.arange(1 + num_nodes, device=roots_BV.device) == 0
     is_root_BR = is_root_R.expand(len(roots_BV), -1)
     none_BR = torch.zeros_like(is_root_BR, dtype=torch.int64)
     rows = Rows(asks.token_B.long()[:, None] * is_root_R, none_BR, none_BR, is_root_BR.float(), is_root_BR.double())
-    rows, source_BR = _keep(rows, _children(rows, 0, roots_BV[:, None], noise_BDV, asks, fit_D2, rules), asks)
-    hidden_BRH = features_BH[:, None]
-    for depth in range(1, rules.tree.max_depth):
-        feature_BRH = hidden_BRH.gather(1, source_BR[:, :, None].expand(-1, -1, hidden_BRH.shape[-1]))
-        given = (rows.token, feature_BRH, rows.depth, _ancestors(rows.parent, depth))
-        hidden_BNH, logits_BNV = read(*(field[:, 1:] for field in given))
-        hidden_BRH = torch.cat((features_BH[:, None], hidden_BNH), dim=1)
-        rows, source_BR = _keep(rows, _children(rows, depth, logits_BNV, noise_BDV, asks, fit_D2, rules), asks)
+    # What an earlier step left there is nobody's.
+    noise_BDV = noise_BDV * asks.has_noise_B.float()[:, None, None]
+    hidden_BRH, source_BR = features_BH[:, None], none_BR
+    logits_BFV, scoring, of_rows = roots_BV[:, None], asks.scoring(1), asks.scoring(num_nodes)
+    for depth in range(rules.tree.max_depth):
+        if depth > 0:
+            feature_BRH = hidden_BRH.gather(1, source_BR[:, :, None].expand(-1, -1, hidden_BRH.shape[-1]))
+            given = (rows.token, feature_BRH, rows.depth, _ancestors(rows.parent, depth))
+            hidden_BNH, logits_BFV = read(*(field[:, 1:] for field in given))
+            hidden_BRH, scoring = torch.cat((features_BH[:, None], hidden_BNH), dim=1), of_rows
+        best = _score(logits_BFV, noise_BDV[:, depth], scoring, rules)
+        rows, source_BR = _keep(rows, _children(rows, depth, best, asks, fit_D2[depth]), asks.num_nodes_B)
     return rows
 
 
-def _children(
-    rows: Rows, depth: int, logits_BFV: Tensor, noise_BDV: Tensor, asks: Asks, fit_D2: Tensor, rules: Rules
-) -> Rows:
-    """The candidates that the rows of this depth bring, in the order of their parents, best first; [B, F K].
+def _score(logits_BFV: Tensor, noise_BV: Tensor, scoring: Scoring, rules: Rules) -> Best:
+    """The candidate children of each row, [B, F, ...]."""
+    is_cut = rules.has_cuts
+    log_q_FV = process_blindly(logits_BFV.flatten(0, 1), scoring.params, has_min_p=is_cut, has_top=is_cut)
+    log_q_FV = log_q_FV.log_softmax(-1)
+    scored_FV = (log_q_FV.view_as(logits_BFV) + noise_BV[:, None]).flatten(0, 1)
+    best = best_children(log_q_FV, scored_FV, scoring.tau_F, rules.tree.max_children, rules.vocab, rules.kernels)
+    return Best(*(field.unflatten(0, logits_BFV.shape[:2]) for field in best))
 
-    logits_BFV: of the root (depth 0), or of all other rows.
+
+def _children(rows: Rows, depth: int, best: Best, asks: Asks, fit_2: Tensor) -> Rows:
+    """The candidates [B, F K] that the rows of this depth bring, in the order of their parents, best first.
+
+    best: of the root (depth 0), or of all other rows.
     """
-    B, num_read, _ = logits_BFV.shape
-    first = min(depth, 1)
-    parents = Rows(*(field[:, first : first + num_read] for field in rows))
-    params, has_noise_B = asks.sampling(num_read), asks.has_noise_B.float()
-    log_q_FV = process_blindly(
-        logits_BFV.flatten(0, 1), params, has_min_p=rules.has_cuts, has_top=rules.has_cuts
-    ).log_softmax(-1)
-    scored_BFV = torch.addcmul(log_q_FV.view_as(logits_BFV), noise_BDV[:, None, depth], has_noise_B[:, None, None])
-    is_plain_F = (params.temperature_B > 0) & (has_noise_B.repeat_interleave(num_read) == 0)
-    tau_F = torch.where(is_plain_F, 1.0, CONFIDENCE_TAU)
-    best = best_children(log_q_FV, scored_BFV.flatten(0, 1), tau_F, rules.tree.max_children, rules.vocab, rules.kernels)
+    first, num_scored = min(depth, 1), best.top_prob_F.shape[1]
+    parents = Rows(*(field[:, first : first + num_scored] for field in rows))
     is_open_BF = (
         (parents.depth == depth)
         & (depth < asks.max_depth_B[:, None])
         & passes_path(parents.path_prob, asks.path_prob_B[:, None])
-        & passes_min(best.top_prob_F.view(B, -1), asks.min_prob_B[:, None])
+        & passes_min(best.top_prob_F, asks.min_prob_B[:, None])
     )
-    weight_BFK = parents.weight[:, :, None] * calibrated(best.weight_FK, fit_D2[depth]).view(B, num_read, -1)
-    row_F1 = torch.arange(first, first + num_read, device=logits_BFV.device)[:, None]
+    weight_BFK = parents.weight[:, :, None] * calibrated(best.weight_FK, fit_2)
+    is_weight_BFK = is_open_BF[:, :, None] & (weight_BFK > 0)  # what is not a number is none
+    row_F1 = torch.arange(first, first + num_scored, device=weight_BFK.device)[:, None]
     return Rows(
-        token=best.token_FK.view(B, -1),
+        token=best.token_FK.flatten(1),
         parent=row_F1.expand_as(weight_BFK).flatten(1),
         depth=torch.full_like(weight_BFK, depth + 1, dtype=torch.int64).flatten(1),
-        # Not a number is no weight either.
-        weight=torch.where(is_open_BF[:, :, None] & (weight_BFK > 0), weight_BFK, 0.0).flatten(1),
-        path_prob=(parents.path_prob[:, :, None] * best.prob_FK.view_as(weight_BFK)).flatten(1),
+        weight=torch.where(is_weight_BFK, weight_BFK, 0.0).flatten(1),
+        path_prob=(parents.path_prob[:, :, None] * best.prob_FK).flatten(1),
     )
 
 
-def _keep(rows: Rows, children: Rows, asks: Asks) -> tuple[Rows, Tensor]:
+def _keep(rows: Rows, children: Rows, num_nodes_B: Tensor) -> tuple[Rows, Tensor]:
     """The root and the num_nodes best of each request, in their order; the earlier of equals. Also [B, R] the row that
     each one's parent had in `rows`."""
     pool = Rows(*(torch.cat(pair, dim=1) for pair in zip(rows, children, strict=True)))
     (_, R), (_, C) = rows.weight.shape, pool.weight.shape
     best = pool.weight.sort(dim=1, descending=True, stable=True)
     rank_R = torch.arange(R, device=pool.weight.device)
-    is_kept_BR = (best.values[:, :R] > 0) & (rank_R <= asks.num_nodes_B[:, None])
+    is_kept_BR = (best.values[:, :R] > 0) & (rank_R <= num_nodes_B[:, None])
     kept_BR = torch.where(is_kept_BR, best.indices[:, :R], C).sort(dim=1).values  # C = none
     at_BR = kept_BR.clamp(max=C - 1)
     chosen = Rows(*(field.gather(1, at_BR) for field in pool))
     row_BC = torch.zeros_like(pool.parent).scatter(1, at_BR, rank_R.expand_as(at_BR))
-    weight_BR = torch.where(kept_BR < C, chosen.weight, 0.0)
-    return chosen._replace(parent=row_BC.gather(1, chosen.parent), weight=weight_BR), chosen.parent
+    parent_BR, weight_BR = row_BC.gather(1, chosen.parent), chosen.weight * (kept_BR < C)
+    return chosen._replace(parent=parent_BR, weight=weight_BR), chosen.parent
 
 
 def _ancestors(parent_BR: Tensor, depth: int) -> Tensor:
     """int64 bitmasks [B, R] of each row's path, itself included, in trees of that depth; twice as far each time."""
-    mask_BR = (1 << torch.arange(parent_BR.shape[1], device=parent_BR.device)).expand_as(parent_BR)
+    row_R = torch.arange(parent_BR.shape[1], device=parent_BR.device)
+    mask_BR = (torch.ones_like(row_R) << row_R).expand_as(parent_BR)
     for _ in range(depth.bit_length()):
         mask_BR = mask_BR | mask_BR.gather(1, parent_BR)
         parent_BR = parent_BR.gather(1, parent_BR)
@@ -282,10 +296,11 @@ class Unrolled:
         kind_G = kinds(limits.rule_B, sampling.temperature_B > 0)
         asks = Asks.table(root_token_G, self.start.base_G, kind_G == NodeKind.COUPLED, limits, sampling)
         # Requests beyond the step's ask for nothing; what else an earlier step left of them is of no account.
-        self._asks[:num_requests].copy_(F.pad(asks, (0, 0, 0, num_requests - num_trees)))
+        self._asks[:num_requests].copy_(F.pad(asks, (0, 0, 0, num_requests - num_trees)), non_blocking=True)
         self._roots_BV[:num_trees].copy_(roots_GV)
         self._features_BH[:num_trees].copy_(self.start.features_GH)
-        self._fit_D2.copy_(fit_D2[torch.arange(self._tree.max_depth).clamp(max=len(fit_D2) - 1)])
+        level_D = torch.arange(self._tree.max_depth).clamp(max=len(fit_D2) - 1)
+        self._fit_D2.copy_(fit_D2[level_D], non_blocking=True)
         self._fill_noise(np.flatnonzero(kind_G == NodeKind.COUPLED), root_index_G, sampling)
         self._plan(self._attention(self.start, num_requests), into=self._plans[num_requests])
         token, parent, depth, weight = self._grow[size]().cpu().numpy()[:, :num_trees]

@@ -1,4 +1,4 @@
-"""On a CUDA machine: replayed steps say what the same steps say kernel by kernel."""
+"""On a CUDA machine: replayed steps and trees are what they are kernel by kernel."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 from attention_cases import Batch
 from engines import BUNDLED, DYNAMIC, bundled
 from test_graphs import STEPS
+from test_unrolled_models import assert_same_trees, proposers
 
 from workers.checkpoint import read_spec
 from workers.graphs import decoder_graphs
@@ -40,3 +41,11 @@ def test_replayed_steps_equal_the_same_steps_launched_one_by_one(dtype: torch.dt
         assert (final_ND - alone.final_ND).abs().max() < tolerance
         assert (taps_N3D - alone.taps_N3D).abs().max() < tolerance
     assert (pools[1].data[:, 16:] - pools[0].data[:, 16:]).abs().max() < tolerance
+
+
+@pytest.mark.parametrize("method", ["eagle3", "draft_model"])
+def test_replayed_trees_are_those_that_grow_level_by_level(method: str) -> None:
+    by_level, at_once = proposers(method, "cuda", is_captured=True)
+    print(at_once.unrolled.report)
+    for _ in range(2):  # the second time over buffers that hold other steps
+        assert_same_trees(by_level, at_once, "cuda")

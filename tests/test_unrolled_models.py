@@ -1,0 +1,159 @@
+"""Real draft models grow whole trees as they grow them level by level; without a GPU Triton runs in its interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from clockwork import AUTO, Prices, bench
+from engines import BUNDLED, DYNAMIC, bundled
+from test_budget import FREE
+from torch import Tensor
+
+from drafter.eagle3 import Eagle3Head
+from drafter.propose import DraftModelProposer, FeatureProposer, unrolled_decoder, unrolled_head
+from drafter.shape import make_shape
+from drafter.worker import draft
+from workers.checkpoint import read_spec
+from workers.config import TreeConfig
+from workers.kernels.choose import TORCH, is_interpreted
+from workers.kv import KVPool
+from workers.model import Decoder
+from workers.types import AttentionMetadata, DraftRequest, Rule, SamplingBatch, SamplingParams, TreeBatch
+
+pytest.importorskip("triton")
+torch.set_num_threads(1)
+
+PAGE, TREE = 16, TreeConfig(num_nodes=14, max_depth=4, max_children=2)
+"""As many nodes as three levels may have, so that a search level by level never lacks rows."""
+CONFIG = bundled(TREE, max_num_seqs=3, max_model_len=64)
+SAMPLING = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0, seed=3),
+    SamplingParams(temperature=0.8, top_p=0.9, seed=4),
+]
+STEPS: list[dict[int, tuple[int, int, int]]] = [
+    {0: (9, 14, 4), 1: (20, 14, 4), 2: (31, 6, 3)},
+    {1: (2, 14, 4)},
+    {0: (1, 14, 3), 2: (3, 0, 0)},
+    {2: (1, 14, 4), 0: (4, 1, 1), 1: (1, 14, 4)},
+]
+"""Per step, of each request: tokens fed, nodes and depth that its tree may have. Most need padding."""
+
+
+def messages(width: int | None, device: str) -> Iterator[DraftRequest]:
+    """The requests of STEPS, on no more pages than each needs. width: of the features that a head reads."""
+    generator = torch.Generator().manual_seed(7)
+    fed = [1 if width else 0] * len(SAMPLING)  # a head's slot 0 stays empty
+    for step in STEPS:
+        counts, nodes, depths = (torch.tensor(column, dtype=torch.int32) for column in zip(*step.values(), strict=True))
+        sampling = SamplingBatch.stack([SAMPLING[b] for b in step])
+        start_B = torch.tensor([fed[b] for b in step], dtype=torch.int32)
+        table_BP = torch.zeros(len(step), 5, dtype=torch.int32)
+        for row, b in enumerate(step):
+            fed[b] += int(counts[row])
+            num_pages = -(-(fed[b] + int(nodes[row])) // PAGE)
+            table_BP[row, :num_pages] = torch.arange(num_pages) * len(SAMPLING) + b + 1
+        num_rows, size = int(counts.sum()), len(step)
+        yield DraftRequest(
+            offsets=F.pad(counts.cumsum(0), (1, 0)).int(),
+            start_B=start_B,
+            token_M=torch.randint(0, 2048, (num_rows,), generator=generator, dtype=torch.int32),
+            page_table_BP=table_BP,
+            rule_B=torch.full((size,), Rule.COUPLED, dtype=torch.int32),
+            auto_B=torch.ones(size, dtype=torch.int32),
+            num_nodes_B=nodes,
+            max_depth_B=depths,
+            min_prob_B=torch.zeros(size),
+            path_prob_B=torch.zeros(size),
+            temperature_B=sampling.temperature_B,
+            top_k_B=sampling.top_k_B,
+            top_p_B=sampling.top_p_B,
+            min_p_B=sampling.min_p_B,
+            seed_B=sampling.seed_B,
+            constraints_U=torch.zeros(0, dtype=torch.uint8),
+            costs=FREE,
+            features_MH=torch.randn(num_rows, width, generator=generator).to(device) if width else None,
+        )
+
+
+def proposers(method: str, device: str = "cpu", *, is_captured: bool = False) -> tuple[Any, Any]:
+    """One that grows level by level on torch kernels, and one that grows at once on Triton's."""
+    from workers.kernels import fused
+
+    if method == "eagle3":
+        heads = [
+            Eagle3Head.load(BUNDLED / "eagle3", BUNDLED / "target", device=device, kernels=kernels)
+            for kernels in (TORCH, fused)
+        ]
+        pools = [head.new_kv_pool(16 * PAGE) for head in heads]
+        by_level, at_once = (FeatureProposer(heads[0], pool, PAGE, CONFIG.tree_rows) for pool in pools)
+        at_once.unrolled = unrolled_head(heads[1], pools[1], CONFIG, is_captured=is_captured)
+    else:
+        path, spec = BUNDLED / "draft", read_spec(BUNDLED / "draft")
+        models = [Decoder.load(path, spec, device=device, kernels=kernels) for kernels in (TORCH, fused)]
+        pools = [model.new_kv_pool(16 * PAGE) for model in models]
+        by_level, at_once = (DraftModelProposer(models[0], pool, PAGE) for pool in pools)
+        at_once.unrolled = unrolled_decoder(models[1], pools[1], CONFIG, is_captured=is_captured)
+    at_once.expand = None
+    if is_interpreted():
+        at_once.unrolled._kernels = TORCH  # Triton's top-k takes seconds there, and test_kernels.py has it
+    return by_level, at_once
+
+
+def assert_same_trees(by_level: Any, at_once: Any, device: str = "cpu") -> None:
+    """In every one of STEPS, over the same buffers."""
+    shape = make_shape(TREE)
+    for message in messages(by_level._head.width if isinstance(by_level, FeatureProposer) else None, device):
+        expected, got = (draft(message, proposer, shape) for proposer in (by_level, at_once))
+        for name in TreeBatch.__slots__:
+            torch.testing.assert_close(getattr(got.trees, name), getattr(expected.trees, name), atol=1e-4, rtol=0)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the GPU in gpu/")
+@pytest.mark.parametrize("method", ["eagle3", "draft_model"])
+def test_trees_of_step_after_step_are_those_that_grow_level_by_level(method: str) -> None:
+    assert_same_trees(*proposers(method))
+
+
+class Replanning:
+    """A head on torch kernels, whose plans do not stay in place: they are made anew for other ancestors."""
+
+    def __init__(self, head: Eagle3Head) -> None:
+        self._head = head
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._head, name)
+
+    def plan(self, metadata: AttentionMetadata, page_size: int, into: Any = None) -> SimpleNamespace:
+        plan = into or SimpleNamespace()
+
+        def set_ancestors(ancestors_N: Tensor) -> None:
+            plan.made = self._head.plan(replace(metadata, ancestors_N=ancestors_N), page_size)
+
+        plan.set_ancestors = set_ancestors
+        return plan
+
+    def forward(self, tokens_M: Tensor, features_MH: Tensor, positions_M: Tensor, plan: Any, kv: KVPool) -> Tensor:
+        return self._head.forward(tokens_M, features_MH, positions_M, plan.made, kv)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_engines_emit_the_same_tokens_and_accept_as_many(temperature: float) -> None:
+    """The bundled pair; all trees grow at once, over the same buffers."""
+    work: dict[str, Any] = dict(batch=3, temperature=temperature, num_prompts=8, num_tokens=48)
+    prices = Prices(fixed=20, row=0.5, message=2, fed=0.1, level=0.1, node=0.01)
+    with bench(prices) as plain:
+        expected = plain.run(AUTO, **work)
+    with bench(prices) as at_once:
+        proposer = at_once.engine._drafter._proposer  # type: ignore[union-attr]
+        proposer.unrolled = unrolled_head(Replanning(proposer._head), proposer._kv, bundled(DYNAMIC), is_captured=False)
+        proposer.expand = None
+        got = at_once.run(AUTO, **work)
+    assert got.tokens == expected.tokens
+    assert got.acceptance_length > 0.95 * expected.acceptance_length > 1
