@@ -70,7 +70,7 @@ class Uncut(NamedTuple):
 
     nodes: Nodes
     num_levels: int  # levels read, the roots' included
-    num_run: int  # nodes run through the draft model, the roots not counted
+    num_run: int  # rows run through the draft model, with a node or without; not the roots
 
 
 class SampledNode(NamedTuple):

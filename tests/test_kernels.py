@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,17 @@ def test_a_plan_filled_in_place_is_the_plan_of_the_new_step() -> None:
     assert fused.plan(second.metadata, 16, **options, into=plan) is plan
     assert before == {name: tensor.data_ptr() for name, tensor in vars(plan).items() if name in before}
     assert torch.equal(plan.buffer, fused.plan(second.metadata, 16, **options).buffer)
+
+
+def test_a_plan_takes_other_ancestors_than_it_was_filled_with() -> None:
+    """A captured graph that grows trees tells who stands above whom from level to level."""
+    batch = Batch([(17, CHAIN), (3, 0), (40, RAGGED)], 16)
+    whole_tree_N = torch.full_like(batch.metadata.ancestors_N, 0xFF)
+    plan = fused.plan(replace(batch.metadata, ancestors_N=whole_tree_N), 16, group_size=2, device=DEVICE)
+    q, kv = torch.randn(12, 4, 8), torch.randn(batch.num_slots, 2, 2, 8)
+    plan.set_ancestors(batch.metadata.ancestors_N.to(DEVICE))
+    out = fused.tree_attention(q.to(DEVICE), kv.to(DEVICE), plan, 0.3).cpu()
+    assert (out - batch.dense(q, kv, 0.3)).abs().max() < 1e-5
 
 
 def test_a_spoilt_neighbour_spoils_nobody_else() -> None:

@@ -25,12 +25,14 @@ from drafter.unrolled import Start, Unrolled, buckets
 from workers.config import DraftConfig, EngineConfig, TreeConfig
 from workers.constraints import Standing
 from workers.kernels.choose import TORCH
-from workers.kernels.host import HostMetadata
+from workers.kernels.host import HostMetadata, keys_N
 from workers.types import AttentionMetadata, Constraints, DraftCosts, Rule, SamplingBatch, SamplingParams
 
 torch.set_num_threads(1)
 
 V, CHILDREN, DEPTH, NODES, PAGE = 9, 3, 4, 14, 4
+FLAT = 10**7
+"""The draft model to which every token is as likely as any other."""
 WHOLE, REDUCED = DraftVocabulary(target_size=V), DraftVocabulary(target_size=24, target_ids=torch.arange(V) * 2 + 3)
 SHAPE = DynamicShape(CHILDREN, DEPTH)
 CONFIG = EngineConfig(
@@ -63,6 +65,8 @@ class Ask:
 @functools.cache
 def model_logits(model: int, path: Path, told: int) -> Tensor:
     """After a path of target tokens below the root, of whose last one but one the draft model has been `told`."""
+    if model == FLAT:
+        return torch.zeros(V)
     rng = np.random.default_rng([model, told, zlib.crc32(repr(path).encode())])
     return torch.from_numpy(rng.normal(scale=1.0 + 2.0 * rng.random(), size=V).astype(np.float32))
 
@@ -282,6 +286,7 @@ def test_rows_write_to_pages_of_their_own_request_or_to_the_null_page(bench):
     bench.grown([Ask(base=base) for base in bases])
     host = HostMetadata.of(bench.metadata)
     assert host.query_offsets.tolist() == [0, NODES, 2 * NODES, 3 * NODES, 4 * NODES]
+    assert (keys_N(host, host.owner_N) == host.base_B[host.owner_N] + 1 + NODES).all(), "any row may be an ancestor"
     slots = host.physical(host.owner_N, host.slot_N, PAGE).reshape(4, NODES)
     for b, base in enumerate(bases):
         own = PAGE - 1 - base % PAGE  # rows behind the root on the last page that the request has
@@ -320,6 +325,13 @@ def test_what_is_not_searched_alone_grows_level_by_level(bench, options):
 def test_more_requests_than_any_bucket_has_grow_level_by_level(bench):
     asks = [Ask(model=m) for m in range(9)]
     assert tree(bench.grown(asks), 8) == tree(grown(Draft(asks)), 8) and any(bench.draft.last_row_B)
+
+
+def test_of_equals_the_earlier_is_kept(bench):
+    """All children of all nodes are equally likely."""
+    asks = [Ask(model=FLAT, num_nodes=n, sampling=SamplingParams(temperature=0.0)) for n in (1, 2, 5, 11)]
+    at_once, by_level = bench.grown(asks), grown(Draft(asks))
+    assert [tree(at_once, b) for b in range(4)] == [tree(by_level, b) for b in range(4)]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@
     sizes(max_requests, rows_each) -> list[Size]        the buckets of an engine
     Graphs(run, plan, example, buckets, table_width)    captures at start-up
         (metadata, *inputs_N) -> tuple of outputs       [N, ...] each, until the next call
+    Recorder(device)                                    what captures
+        .record(run) -> run                             over buffers of the caller's
 
 A step is rounded up to its bucket: its inputs are copied into the same static buffers every time, its plan is filled
 in place (`Kernels.plan(into=...)`), and the rows added are those of one more request, whose only page is the null page:

@@ -265,7 +265,7 @@ class DraftReply:
     probs: DraftProbs | None  # None = no node was sampled
     pruned_GD: Tensor  # [G, D] int32: nodes of depth 1 .. D that pruning kept out of the tree
     num_levels: int  # levels grown, the root's included
-    num_run: int  # nodes that were run through the draft model, the roots not counted
+    num_run: int  # rows that were run through the draft model for it, those that held no node included; not the roots
     seconds: float  # the drafter's own time for this step
 
 

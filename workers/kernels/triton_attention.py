@@ -105,9 +105,10 @@ class TiledPlan:
         of_rows = np.vstack([write_slots_N[None], host.visible_N[None], low_WN, ancestors_WN])
         of_tiles = np.vstack(_tiles(host, owner_N, low_WN, shape))
         parts = [np.pad(part, ((0, 0), (0, part.shape[1] % 2))).reshape(-1) for part in (of_rows, of_tiles)]
-        self.buffer.copy_(torch.from_numpy(np.concatenate(parts)))
+        # The driver keeps pageable memory for the copy before it returns: nobody has to wait for the device.
+        self.buffer.copy_(torch.from_numpy(np.concatenate(parts)), non_blocking=True)
         # Pages beyond a request's own are never looked up, so older entries there do no harm.
-        self.table_BP[:, : host.page_table_BP.shape[1]].copy_(torch.from_numpy(host.page_table_BP))
+        self.table_BP[:, : host.page_table_BP.shape[1]].copy_(torch.from_numpy(host.page_table_BP), non_blocking=True)
 
     def set_ancestors(self, ancestors_N: Tensor) -> None:
         """Other ancestors (int64, on the device) for the rows of the last `fill`, no slot of which is hidden: all else
