@@ -3,7 +3,7 @@
     grow_unrolled(...) -> Rows            the growth: a function of tensors that looks at no value on the host
     Unrolled(run, plan, ...)              the buffers that it reads, and its graphs
         .start = Start(...)               where this step's trees begin, told by the draft model's `extend`
-        (roots, ...) -> Uncut | None    one replay, one copy to the host
+        (roots, ...) -> Uncut | None      one replay, one copy to the host
 
 A tree has 1 + N rows, whatever it holds; what is not there weighs nothing. A level is
 
@@ -74,24 +74,25 @@ class Asks(NamedTuple):
         token_B: np.ndarray, base_B: Tensor, has_noise_B: np.ndarray, limits: GrowLimits, sampling: SamplingBatch
     ) -> Tensor:
         """[B, columns] on the host: `Asks(*table.unbind(1))` is what it tells."""
-        of_limits = (getattr(limits, name) for name in Asks._fields[3:7])
-        of_sampling = (getattr(sampling, name) for name in Asks._fields[7:])
-        columns = (*map(torch.as_tensor, (token_B, base_B, has_noise_B, *of_limits)), *of_sampling)
-        return torch.stack([column.double() for column in columns], dim=1)
+        columns = (
+            token_B, base_B, has_noise_B,
+            limits.num_nodes_B, limits.max_depth_B, limits.min_prob_B, limits.path_prob_B,
+            sampling.temperature_B, sampling.top_k_B, sampling.top_p_B, sampling.min_p_B,
+        )  # fmt: skip
+        return torch.stack([torch.as_tensor(column).double() for column in columns], dim=1)
 
     def scoring(self, rows_each: int) -> Scoring:
         """For so many rows of each request."""
         is_plain_B = (self.temperature_B > 0) & (self.has_noise_B == 0)
-        columns = (*self[7:], torch.where(is_plain_B, 1.0, CONFIDENCE_TAU))
-        temperature_F, top_k_F, top_p_F, min_p_F, tau_F = (column.repeat_interleave(rows_each) for column in columns)
+        tau_B = torch.where(is_plain_B, 1.0, CONFIDENCE_TAU)
         params = SamplingBatch(
-            temperature_B=temperature_F.float(),
-            top_k_B=top_k_F.int(),
-            top_p_B=top_p_F.float(),
-            min_p_B=min_p_F.float(),
-            seed_B=torch.zeros_like(top_k_F, dtype=torch.int64),  # of no use: noise is given
+            temperature_B=self.temperature_B.float().repeat_interleave(rows_each),
+            top_k_B=self.top_k_B.int().repeat_interleave(rows_each),
+            top_p_B=self.top_p_B.float().repeat_interleave(rows_each),
+            min_p_B=self.min_p_B.float().repeat_interleave(rows_each),
+            seed_B=self.token_B.long().repeat_interleave(rows_each),  # of no use: noise is given
         )
-        return Scoring(params, tau_F)
+        return Scoring(params, tau_B.repeat_interleave(rows_each))
 
 
 class Scoring(NamedTuple):

@@ -46,40 +46,47 @@ STEPS: list[dict[int, tuple[int, int, int]]] = [
 """Per step, of each request: tokens fed, nodes and depth that its tree may have. Most need padding."""
 
 
+def message(
+    step: dict[int, tuple[int, int, int]], fed: list[int], width: int | None, generator: torch.Generator, device: str
+) -> DraftRequest:
+    """One of STEPS, on no more pages than each request needs. fed: tokens that the drafter has of each of them, or one
+    more; width: of the features that a head reads."""
+    counts, nodes, depths = (torch.tensor(column, dtype=torch.int32) for column in zip(*step.values(), strict=True))
+    sampling = SamplingBatch.stack([SAMPLING[b % len(SAMPLING)] for b in step])
+    num_pages = [-(-(fed[b] + num_fed + num_nodes) // PAGE) for b, (num_fed, num_nodes, _) in step.items()]
+    table_BP = torch.zeros(len(step), max(num_pages), dtype=torch.int32)
+    for row, (b, count) in enumerate(zip(step, num_pages, strict=True)):
+        table_BP[row, :count] = torch.arange(count) * len(fed) + b + 1
+    num_rows, size = int(counts.sum()), len(step)
+    return DraftRequest(
+        offsets=F.pad(counts.cumsum(0), (1, 0)).int(),
+        start_B=torch.tensor([fed[b] for b in step], dtype=torch.int32),
+        token_M=torch.randint(0, 2048, (num_rows,), generator=generator, dtype=torch.int32),
+        page_table_BP=table_BP,
+        rule_B=torch.full((size,), Rule.COUPLED, dtype=torch.int32),
+        auto_B=torch.ones(size, dtype=torch.int32),
+        num_nodes_B=nodes,
+        max_depth_B=depths,
+        min_prob_B=torch.zeros(size),
+        path_prob_B=torch.zeros(size),
+        temperature_B=sampling.temperature_B,
+        top_k_B=sampling.top_k_B,
+        top_p_B=sampling.top_p_B,
+        min_p_B=sampling.min_p_B,
+        seed_B=sampling.seed_B,
+        constraints_U=torch.zeros(0, dtype=torch.uint8),
+        costs=FREE,
+        features_MH=torch.randn(num_rows, width, generator=generator).to(device) if width else None,
+    )
+
+
 def messages(width: int | None, device: str) -> Iterator[DraftRequest]:
-    """The requests of STEPS, on no more pages than each needs. width: of the features that a head reads."""
     generator = torch.Generator().manual_seed(7)
     fed = [1 if width else 0] * len(SAMPLING)  # a head's slot 0 stays empty
     for step in STEPS:
-        counts, nodes, depths = (torch.tensor(column, dtype=torch.int32) for column in zip(*step.values(), strict=True))
-        sampling = SamplingBatch.stack([SAMPLING[b] for b in step])
-        start_B = torch.tensor([fed[b] for b in step], dtype=torch.int32)
-        table_BP = torch.zeros(len(step), 5, dtype=torch.int32)
-        for row, b in enumerate(step):
-            fed[b] += int(counts[row])
-            num_pages = -(-(fed[b] + int(nodes[row])) // PAGE)
-            table_BP[row, :num_pages] = torch.arange(num_pages) * len(SAMPLING) + b + 1
-        num_rows, size = int(counts.sum()), len(step)
-        yield DraftRequest(
-            offsets=F.pad(counts.cumsum(0), (1, 0)).int(),
-            start_B=start_B,
-            token_M=torch.randint(0, 2048, (num_rows,), generator=generator, dtype=torch.int32),
-            page_table_BP=table_BP,
-            rule_B=torch.full((size,), Rule.COUPLED, dtype=torch.int32),
-            auto_B=torch.ones(size, dtype=torch.int32),
-            num_nodes_B=nodes,
-            max_depth_B=depths,
-            min_prob_B=torch.zeros(size),
-            path_prob_B=torch.zeros(size),
-            temperature_B=sampling.temperature_B,
-            top_k_B=sampling.top_k_B,
-            top_p_B=sampling.top_p_B,
-            min_p_B=sampling.min_p_B,
-            seed_B=sampling.seed_B,
-            constraints_U=torch.zeros(0, dtype=torch.uint8),
-            costs=FREE,
-            features_MH=torch.randn(num_rows, width, generator=generator).to(device) if width else None,
-        )
+        yield message(step, fed, width, generator, device)
+        for b, (count, _, _) in step.items():
+            fed[b] += count
 
 
 def proposers(method: str, device: str = "cpu", *, is_captured: bool = False) -> tuple[Any, Any]:

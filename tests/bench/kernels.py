@@ -1,4 +1,4 @@
-"""Microseconds of each kernel in torch and in Triton, and of a forward pass launched and replayed. Needs CUDA.
+"""Microseconds of each kernel in torch and in Triton, and of passes and trees launched and replayed. Needs CUDA.
 
     python tests/bench/kernels.py
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +19,12 @@ sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.par
 import torch  # noqa: E402
 from attention_cases import Batch  # noqa: E402
 from engines import BUNDLED, DYNAMIC, bundled  # noqa: E402
+from test_unrolled_models import message  # noqa: E402
 
+from drafter.eagle3 import Eagle3Head  # noqa: E402
+from drafter.propose import FeatureProposer, head_graphs, unrolled_head  # noqa: E402
+from drafter.shape import make_shape  # noqa: E402
+from drafter.worker import draft  # noqa: E402
 from workers.checkpoint import read_spec  # noqa: E402
 from workers.graphs import decoder_graphs  # noqa: E402
 from workers.kernels import fused, reference  # noqa: E402
@@ -55,6 +61,7 @@ def main() -> None:
         report(f"coupled argmax, {rows} rows of {vocab}", draws)
         report(f"top 8 and sum, {rows} rows of {vocab}", [partial(k.top_k, logits, 8, 0.6) for k in SETS])
     forward_pass()
+    trees()
 
 
 def forward_pass() -> None:
@@ -76,6 +83,25 @@ def forward_pass() -> None:
             graphs(step.metadata, tokens, tokens)
 
         report(f"forward of {requests} requests, plan included: launched, replayed", [launched, replayed])
+
+
+def trees() -> None:
+    """A drafter's whole answer by the bundled EAGLE-3 head, which is small: launches are all that it costs. With one
+    child a node, every way takes all eight levels."""
+    tree = replace(DYNAMIC, max_children=1)
+    config = bundled(tree)
+    head = Eagle3Head.load(BUNDLED / "eagle3", BUNDLED / "target", device="cuda", kernels=fused)
+    pool = head.new_kv_pool(4096)
+    graphs, unrolled = head_graphs(head, pool, config), unrolled_head(head, pool, config)
+    print(graphs.report, unrolled.report)
+    ways = [(None, None), (graphs, None), (graphs, unrolled)]
+    proposers = [FeatureProposer(head, pool, config.page_size, config.tree_rows, *way) for way in ways]
+    for requests in (1, 8):
+        step = dict.fromkeys(range(requests), (4, 16, 8))
+        request = message(step, [100] * requests, head.width, torch.Generator().manual_seed(0), "cuda")
+        answers = [partial(draft, request, proposer, make_shape(tree), kernels=fused) for proposer in proposers]
+        assert {answer().num_levels for answer in answers} == {8}
+        report(f"{requests} trees of 8 levels: launched, replayed, replayed at once", answers)
 
 
 def batch(requests: int, prefix: int) -> Batch:

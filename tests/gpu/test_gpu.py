@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from engines import BUNDLED, CHAIN, DYNAMIC, STATIC, Job, Runner, bundled, prompts, transformers_greedy
+from engines import AUTO, BUNDLED, CHAIN, DYNAMIC, STATIC, Job, Runner, bundled, prompts, transformers_greedy
 
 from workers.checkpoint import read_spec
 from workers.config import EngineConfig, TreeConfig
@@ -36,7 +36,9 @@ def truth() -> list[list[int]]:
     return transformers_greedy(prompts(12), NUM_TOKENS, device="cuda")
 
 
-@pytest.mark.parametrize("tree", [None, CHAIN, STATIC, DYNAMIC], ids=["off", "chain", "static", "dynamic"])
+@pytest.mark.parametrize(
+    "tree", [None, CHAIN, STATIC, DYNAMIC, AUTO], ids=["off", "chain", "static", "dynamic", "auto"]
+)
 def test_greedy_tokens_equal_transformers_generate_over_nccl(
     tree: TreeConfig | None, truth: list[list[int]]
 ) -> None:
