@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from attention_cases import Batch
@@ -10,9 +12,11 @@ from test_graphs import STEPS
 from test_unrolled_models import assert_same_trees, proposers
 
 from workers.checkpoint import read_spec
-from workers.graphs import decoder_graphs
+from workers.graphs import Recorder, decoder_graphs
 from workers.kernels.choose import kernels_for
 from workers.model import Decoder
+from workers.sampling import process_blindly
+from workers.types import SamplingBatch, SamplingParams
 
 pytestmark = [
     pytest.mark.gpu,
@@ -49,3 +53,13 @@ def test_replayed_trees_are_those_that_grow_level_by_level(method: str) -> None:
     print(at_once.unrolled.report)
     for _ in range(2):  # the second time over buffers that hold other steps
         assert_same_trees(by_level, at_once, "cuda")
+
+
+def test_top_k_and_top_p_of_a_large_vocabulary_are_replayed() -> None:
+    """They sort, which torch does differently beyond 4,096 columns."""
+    logits_RV = torch.zeros(64, 32_000, device="cuda")
+    params = SamplingBatch.stack([SamplingParams(temperature=0.7, top_k=50, top_p=0.9, min_p=0.01)] * 64, "cuda")
+    run = partial(process_blindly, logits_RV, params, has_min_p=True, has_top=True)
+    replay = Recorder(logits_RV.device).record(run)
+    logits_RV.copy_(torch.randn(64, 32_000, generator=torch.Generator().manual_seed(0)))
+    assert torch.equal(replay(), run())
