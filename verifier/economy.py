@@ -43,10 +43,10 @@ class Economy:
     """Owned by the engine; `verify` is what start-up measured, `prices` what is to be believed instead."""
 
     def __init__(self, verify: RowCosts, prices: Prices | None = None) -> None:
-        # Drafting is billed by message, row fed, further level, and node run on one (all levels and rows there are, where
-        # trees grow at once). The rest of a step is billed by itself, by millisecond of the table and by request, and for
-        # what the table does not know of, such as how attention copes with many requests of several rows, by having
-        # trees at all and by tree.
+        # Drafting is billed by message, row fed, further level, and node run on one (all there are, where trees grow at
+        # once). The rest of a step is billed by itself, by millisecond of the table and by request, and for what the
+        # table does not know of, such as how attention copes with many requests of several rows, by having trees at all
+        # and by tree.
         if prices is not None:
             self._verify = given(prices)
             self._draft_bill = Bill([prices.draft, 0.0, prices.level, 0.0])
