@@ -257,9 +257,10 @@ class Engine:
                 Move(request, root + row, root + 1 + i) for i, row in enumerate(verdict.path) if row != i + 1
             ]
             request.num_computed = root + len(verdict.tokens)
-            for stats in (request.stats, self._stats):
-                stats.num_drafts += any(drafts.verified[i])
-                stats.count_nodes(drafts.pruned[i], drafts.verified[i], len(verdict.path))
+            if drafts.verified[i] or drafts.pruned[i]:
+                for stats in (request.stats, self._stats):
+                    stats.num_drafts += any(drafts.verified[i])
+                    stats.count_nodes(drafts.pruned[i], drafts.verified[i], len(verdict.path))
         self._owe_features([(r, rows) for r, rows in computed if r.limits is not None])
         for request, sampled_row, verdict in zip(
             finishing, range(begins[-1], row), verdicts[num_decode:], strict=False

@@ -25,6 +25,7 @@ class Request:
     limits: TreeLimits | None  # None: never drafted for
     first_draft_slot: int  # 1 for an EAGLE drafter, whose slot 0 stays empty; 0 for a draft model
     tokens: list[int] = field(init=False)  # prompt and output
+    is_constrained: bool = field(init=False)
     pages: list[int] = field(default_factory=list)
     num_published: int = 0  # leading pages that others may share ...
     num_published_drafted: int = 0  # ... and that the drafter holds too
@@ -41,7 +42,8 @@ class Request:
     def __post_init__(self) -> None:
         self.tokens = list(self.submit.prompt)
         self.num_fed = self.first_draft_slot
-        if not self.submit.sampling.constraints.is_empty:
+        self.is_constrained = not self.submit.sampling.constraints.is_empty
+        if self.is_constrained:
             self._counts.update(dict.fromkeys(self.submit.prompt, 0))
 
     def forget(self) -> None:
@@ -51,14 +53,14 @@ class Request:
 
     def append(self, tokens: list[int]) -> None:
         self.tokens += tokens
-        if not self.submit.sampling.constraints.is_empty:
+        if self.is_constrained:
             self._counts.update(tokens)
 
     def standing(self, eos_token_ids: tuple[int, ...]) -> Standing | None:
         """What drafter and target need to constrain the next tokens; None if the request has no constraints."""
-        constraints = self.submit.sampling.constraints
-        if constraints.is_empty:
+        if not self.is_constrained:
             return None
+        constraints = self.submit.sampling.constraints
         longest = max(map(len, constraints.bad_words), default=1)
         return Standing(
             constraints=constraints,

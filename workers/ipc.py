@@ -12,7 +12,8 @@ import select
 import socket
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
+from typing import Any
 
 import msgpack
 
@@ -178,9 +179,9 @@ def encode(message: Message) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
-def _fields(value: object) -> dict[str, object]:
+def _fields(value: Any) -> dict[str, object]:
     """A dataclass's fields, not copied (`dataclasses.asdict` copies every token of a prompt)."""
-    return {spec.name: getattr(value, spec.name) for spec in fields(value)}  # type: ignore[arg-type]
+    return {name: getattr(value, name) for name in value.__dataclass_fields__}
 
 
 def _rebuild(kind: str, raw: dict) -> Message:
