@@ -32,21 +32,25 @@ gpu: ## tests and benchmarks on a CUDA machine, with the interpreter PYTHON as i
 	@$(PYTHON) -c 'import pytest, torch' || { echo 'make gpu: $(PYTHON) lacks pytest or torch; set PYTHON=...' >&2; exit 1; }
 	PYTHONPATH=. $(PYTHON) -m pytest tests/gpu
 	@if $(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; \
-	then set -e; for command in latency throughput step 'latency $(ON_8B) --contestants off,dynamic,auto,generate,assisted' \
+	then set -e; PYTHONPATH=. $(PYTHON) tests/bench/kernels.py; \
+	for command in latency throughput step 'latency $(ON_8B) --contestants off,dynamic,auto,generate,assisted' \
 		'throughput $(ON_8B) --contestants off,dynamic,auto --temperatures 0' 'step $(ON_8B)'; \
 	do PYTHONPATH=. $(PYTHON) -m secateur.cli bench $$command --device cuda --output $(RESULTS); done; \
 	else echo 'make gpu: no CUDA device here, so nothing was measured'; fi
 
-bench: $(VENV)/.installed-test ## measure acceptance, speed, the parts of a step and a service (40 minutes)
+bench: $(VENV)/.installed-test ## measure acceptance, speed, the parts of a step, a service and predictions (90 minutes)
 	$(BIN)/python tests/bench/pruning.py
+	$(BIN)/python tests/bench/sampler.py
+	$(BIN)/python tests/bench/sampler.py --target-cost 300m --rounds 6
+	$(BIN)/python tests/bench/planner.py --rounds 5
 	$(BIN)/secateur bench acceptance --output $(RESULTS)
 	$(BIN)/secateur bench latency --output $(RESULTS)
 	$(BIN)/secateur bench throughput --output $(RESULTS)
 	$(BIN)/secateur bench step --output $(RESULTS)
 	$(BIN)/secateur bench serve --output $(RESULTS)
 	$(BIN)/secateur bench latency $(ON_300M) --batches 1 --rounds 2 --output $(RESULTS)
-	$(BIN)/secateur bench throughput $(ON_300M) --contestants off,dynamic,auto,generate --batches 1 8 32 --temperatures 0 \
-		--max-tokens 32 --rounds 2 --output $(RESULTS)
+	$(BIN)/secateur bench throughput $(ON_300M) --contestants off,chain,static,auto --batches 2 4 8 16 32 \
+		--max-tokens 32 --output $(RESULTS)
 	$(BIN)/secateur bench step $(ON_300M) --batches 1 8 --nodes 0 4 8 16 --rounds 2 --output $(RESULTS)
 
 # The corpus is read from the packages of the virtual environment.

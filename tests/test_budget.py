@@ -14,6 +14,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from oracles import Path
+from prices import CALIBRATION, FREE, costs
 
 from drafter.budget import Budget
 from drafter.grow import Grown, grow
@@ -25,23 +26,8 @@ torch.set_num_threads(1)
 
 V, CHILDREN, DEPTH = 8, 3, 3
 SHAPE = DynamicShape(CHILDREN, DEPTH)
-CALIBRATION = ((0.8, 0.3), (1.2, -0.4))
 STATIC = StaticShape(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
 CHAIN = StaticShape(((0,), (0, 0), (0, 0, 0)))
-
-
-def costs(node: float = 0.0, level: float = 0.0, run: float = 0.0, first: float = 1.0, sure: float = 1.0) -> DraftCosts:
-    """Verification takes 10 ms and `node` more for each node."""
-    return DraftCosts(
-        nodes_T=torch.tensor([0, 1000], dtype=torch.int32),
-        verify_ms_T=torch.tensor([10.0, 10.0 + 1000 * node]),
-        draft_ms_3=torch.tensor([first, level, run]),
-        sure_1=torch.tensor([sure]),
-        calibration_D2=torch.tensor(CALIBRATION),
-    )
-
-
-FREE = costs()
 
 
 @dataclass(frozen=True)

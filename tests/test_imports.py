@@ -152,3 +152,16 @@ def test_an_unknown_public_name_is_an_attribute_error():
 
     with pytest.raises(AttributeError, match="Clent"):
         _ = secateur.Clent
+
+
+def test_gpu_tests_need_no_package_that_a_gpu_machine_may_lack():
+    """`make gpu` installs nothing."""
+    lacking = {"hypothesis", "scipy", "openai", "jsonschema", "matplotlib", "ray", "fastapi"}
+    code = (
+        "import os, sys, pytest\n"
+        "os.environ['PYTEST_DISABLE_PLUGIN_AUTOLOAD'] = '1'\n"
+        f"sys.modules.update(dict.fromkeys({sorted(lacking)!r}))\n"
+        "sys.exit(pytest.main(['--collect-only', '-q', 'tests/gpu']))\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert run.returncode == 0, run.stdout + run.stderr

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import Path
-from test_budget import CALIBRATION, FREE, costs
+from prices import CALIBRATION, FREE, costs
 from torch import Tensor
 
 from drafter.grow import Grown, grow

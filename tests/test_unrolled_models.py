@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from clockwork import AUTO, Prices, bench
 from engines import BUNDLED, DYNAMIC, bundled
-from test_budget import FREE
+from prices import FREE
 from torch import Tensor
 
 from drafter.eagle3 import Eagle3Head

@@ -1,0 +1,23 @@
+"""Made-up prices, as the engine tells them to the drafter."""
+
+from __future__ import annotations
+
+import torch
+
+from workers.types import DraftCosts
+
+CALIBRATION = ((0.8, 0.3), (1.2, -0.4))
+
+
+def costs(node: float = 0.0, level: float = 0.0, run: float = 0.0, first: float = 1.0, sure: float = 1.0) -> DraftCosts:
+    """Verification takes 10 ms and `node` more for each node."""
+    return DraftCosts(
+        nodes_T=torch.tensor([0, 1000], dtype=torch.int32),
+        verify_ms_T=torch.tensor([10.0, 10.0 + 1000 * node]),
+        draft_ms_3=torch.tensor([first, level, run]),
+        sure_1=torch.tensor([sure]),
+        calibration_D2=torch.tensor(CALIBRATION),
+    )
+
+
+FREE = costs()
