@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 MINUTES ?= 120
+# Test files run side by side.
+JOBS ?= 2
 RESULTS := tests/bench/results
 # Targets of the bundled one's function at a larger one's cost; make clean removes their files.
 ON_300M := --target-cost 300m --cache build/bench
@@ -23,7 +25,7 @@ check: $(VENV)/.installed-test ## lint and type-check
 	$(BIN)/mypy
 
 test: $(VENV)/.installed-test ## every test that needs no GPU
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n $(JOBS) --dist loadfile
 
 parity: $(VENV)/.installed-test ## the full matrix of comparisons on real engines (long)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --full $(addprefix tests/test_, parity.py constraints_engine.py preemption.py mixed_batch.py)
