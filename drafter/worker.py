@@ -16,7 +16,7 @@ from torch import Tensor
 from drafter.eagle3 import Eagle3Head
 from drafter.fc_head import FcHead
 from drafter.grow import grow
-from drafter.level import GrowLimits
+from drafter.level import DraftVocabulary, GrowLimits
 from drafter.ngram import Lengths, NgramProposer
 from drafter.propose import (
     DraftModelProposer,
@@ -41,7 +41,7 @@ from workers.kernels.choose import TORCH, Kernels, kernels_for
 from workers.kv import KVPool
 from workers.memory import agree_on_pages
 from workers.model import Decoder
-from workers.types import DraftReply, DraftRequest
+from workers.types import DraftReply, DraftRequest, Rule
 from workers.wire import Kind
 
 logger = logging.getLogger(__name__)
@@ -79,6 +79,8 @@ def _serve(world: World, proposer: Proposer, shape: Shape, is_hybrid: bool, kern
             reply = draft(received.message, proposer, shape, is_hybrid=is_hybrid, kernels=kernels)
         if world.link is not None:
             world.link.send(reply, received.step)
+        if not isinstance(proposer, NgramProposer):
+            look_ahead(received.message, proposer.vocab, world.device)
 
 
 def _next_message(world: World) -> Received:
@@ -139,6 +141,17 @@ def draft(
         num_run=grown.num_run,
         seconds=time.perf_counter() - began,
     )
+
+
+@torch.inference_mode()
+def look_ahead(request: DraftRequest, vocab: DraftVocabulary, device: torch.device) -> None:
+    """While the target verifies: the noise that the next trees will read, wherever their roots come to stand."""
+    noisy = (request.num_nodes_B > 0) & (request.rule_B == Rule.COUPLED) & (request.temperature_B > 0)
+    root_index_B = request.start_B + request.offsets.diff()
+    # The next root is at most a tree's depth and one token further on, and its tree as deep again.
+    counts = 2 * request.max_depth_B + 1
+    seeds, first, num = (values_B[noisy].tolist() for values_B in (request.seed_B, root_index_B, counts))
+    vocab.noise.prepare(seeds, first, num, device)
 
 
 def _standings(constraints_U: Tensor, growing: Tensor) -> dict[int, Standing]:

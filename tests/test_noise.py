@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import workers.noise
+from drafter.level import DraftVocabulary
+from drafter.worker import look_ahead
 from workers.noise import NoiseBook
 from workers.random import gumbel
+from workers.types import Rule
 
 torch.set_num_threads(1)
 
@@ -55,3 +60,23 @@ def test_memory_is_bounded(monkeypatch):
     for index in range(100):
         book.rows([1], [index], "cpu")
     assert len(book._row) == 10
+
+
+def test_a_drafter_that_looks_ahead_has_the_noise_of_the_next_trees(monkeypatch):
+    """Three requests with roots at 9, 19 and 29, of which the last two need no noise: sampled drafts, temperature 0."""
+    request = SimpleNamespace(
+        num_nodes_B=torch.tensor([4, 4, 4]),
+        rule_B=torch.tensor([Rule.COUPLED, Rule.TRAVERSAL, Rule.COUPLED]),
+        temperature_B=torch.tensor([1.0, 1.0, 0.0]),
+        start_B=torch.tensor([7, 17, 27]),
+        offsets=torch.tensor([0, 3, 6, 9]),
+        max_depth_B=torch.tensor([3, 3, 3]),
+        seed_B=torch.tensor([1, 2, 3]),
+    )
+    vocab = DraftVocabulary(target_size=30)
+    look_ahead(request, vocab, torch.device("cpu"))  # type: ignore[arg-type]
+    monkeypatch.setattr(workers.noise, "gumbel", None)
+    for root in range(9, 9 + 3 + 2):  # the next root: all, some or nothing of the tree was accepted
+        indices = [root + depth for depth in (1, 2, 3)]
+        assert torch.equal(vocab.noise.rows([1] * 3, indices, "cpu"), truth([1] * 3, indices, 0, 30))
+    assert {seed for seed, _ in vocab.noise._row} == {1}

@@ -40,9 +40,11 @@ class NoiseBook:
     def prepare(
         self, seeds: Sequence[int], first: Sequence[int], counts: Sequence[int], device: torch.device | str
     ) -> None:
-        """Computes at once what `rows` will be asked for: `counts` indices from `first` on for each seed."""
-        spans = zip(seeds, first, counts, strict=True)
-        self._compute([(seed, start + i) for seed, start, count in spans for i in range(count)], device)
+        """Computes at once what `rows` will be asked for: `counts` indices from `first` on for each seed. Nothing if it
+        would crowd out what is in use."""
+        if sum(counts) <= self._most // 2:
+            spans = zip(seeds, first, counts, strict=True)
+            self._compute([(seed, start + i) for seed, start, count in spans for i in range(count)], device)
 
     def _compute(self, keys: Iterable[Key], device: torch.device | str) -> None:
         missing = [key for key in keys if key not in self._row]
