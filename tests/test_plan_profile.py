@@ -19,7 +19,7 @@ from scipy.optimize import nnls
 
 from cluster.plan.acceptance import curve
 from cluster.plan.costs import Costs
-from cluster.plan.fit import fit, nonnegative_least_squares
+from cluster.plan.fit import _verify, fit, nonnegative_least_squares
 from cluster.plan.fleet import SPREAD, Load, Replica, simulate
 from cluster.plan.profile import (
     Accepted,
@@ -304,3 +304,13 @@ def test_what_is_predicted_of_unseen_configurations_is_what_the_engine_then_does
         predicted = np.mean([simulate(load, replica, seed=seed).tokens_per_second for seed in range(20)])
         # Without trees there is no luck; other texts have other tokens accepted.
         assert predicted == pytest.approx(rate, rel=0.12 if cell.nodes else 1e-3), cell
+
+
+def test_with_one_context_nothing_is_blamed_on_the_cache() -> None:
+    """Of a profile so small nobody can tell what the cache costs from what a step does: rows must not come for free."""
+    plain = Sample(
+        requests=1, nodes=0, context=100, rows=1, kv=130, wall_ms=4, verify_ms=3.0, draft_ms=0, transfer_ms=0
+    )
+    tree = replace(plain, nodes=1, rows=2, kv=100, verify_ms=2.2)
+    costs = _verify(Profile(samples_C=(plain, tree), prompts=(), accepted=()))
+    assert costs.ms[0] > 2 and costs.kv_token_ms == costs.row_kv_token_ms == 0

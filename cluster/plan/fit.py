@@ -55,6 +55,8 @@ def _verify(profile: Profile) -> VerifyCosts:
     has_trees_C = np.sign(trees_C)
     if requests_C.min() == requests_C.max():
         requests_C = trees_C = np.zeros_like(requests_C)  # or they could not be told from what every step takes
+    if len({s.context for s in profile.samples_C}) == 1:
+        kv_C = pairs_C = np.zeros_like(kv_C)  # likewise
     knots = _knots(rows_C)
     ends = [*knots[1:], np.inf]
     rising = [np.clip(rows_C - low, 0, high - low) for low, high in zip(knots, ends, strict=True)]
