@@ -14,6 +14,10 @@ COLOCATED_GPUS = 0.5
 """Two processes on one device: equal halves are exact in Ray's arithmetic and fit one {"GPU": 1} bundle. Ray does not
 enforce memory either; the engine divides it."""
 
+HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
+"""torch asks Linux for 2 MiB pages under tensors as large: on CPU a forward of 300 M parameters is 5 to 8 % faster, and
+equally fast in every process instead of by the luck of where its 4 KiB pages lie. Read at torch's first allocation."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
@@ -67,7 +71,7 @@ def worker_env(config: EngineConfig, rank: int) -> dict[str, str]:
     seat = seats(config)[rank]
     env = {"TOKENIZERS_PARALLELISM": "false"}
     if config.device == "cpu":
-        env |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        env |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **HUGE_PAGES}
     elif seat.is_shared:
         env |= {
             "NCCL_HOSTID": f"secateur-{os.getpid()}-{rank}",

@@ -26,7 +26,7 @@ from workers.eagle3_format import FeatureFusion, read_eagle3_spec
 from workers.ipc import Decoder as Frames
 from workers.ipc import EngineStats, FrameSocket, Speculation, StepOutput, Submit, encode
 from workers.model import Decoder
-from workers.types import DraftRequest, Hidden, SamplingParams, TargetStep
+from workers.types import DraftRequest, SamplingParams, TargetStep
 
 OFF, FIXED, AUTO = Speculation(enabled=False), Speculation(auto=False), Speculation(auto=True)
 
@@ -166,12 +166,8 @@ def bench(prices: Prices, row_costs: RowCosts | None = None) -> Iterator[Bench]:
     num_pages = 1 + config.max_num_seqs * (config.max_model_len // config.page_size)
     clock = Clock(prices)
     decoder, fusion, head = _pair()
-
-    def features(hidden: Hidden):  # type: ignore[no-untyped-def]
-        return fusion(hidden.taps_N3D)
-
     kv, draft_kv = (model.new_kv_pool(num_pages * config.page_size) for model in (decoder, head))
-    target = _Target(decoder, kv, config.page_size, None, features)
+    target = _Target(decoder, kv, config.page_size, None, fusion)
     proposer = _Proposer(head, draft_kv, config.page_size, config.tree_rows)
     target.clock = proposer.clock = clock
     engine_end, front = socket.socketpair()

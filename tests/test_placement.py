@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +90,18 @@ def test_ranks_on_one_device_get_host_ids_of_their_own() -> None:
 
 def test_a_worker_on_cpu_gets_one_thread() -> None:
     assert worker_env(config(device="cpu"), 0)["OMP_NUM_THREADS"] == "1"
+
+
+GRANTS = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+@pytest.mark.skipif(not GRANTS.exists() or "[never]" in GRANTS.read_text(), reason="no huge pages are granted here")
+def test_a_worker_on_cpu_keeps_its_weights_in_huge_pages() -> None:
+    program = "import torch; weight = torch.ones(1 << 24); print(open('/proc/self/smaps_rollup').read())"
+    environment = os.environ | worker_env(config(device="cpu"), 0)
+    told = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    kib = next(int(line.split()[1]) for line in told.stdout.splitlines() if line.startswith("AnonHugePages"))
+    assert kib >= 32 << 10, "of 64 MiB"
 
 
 # Bundles

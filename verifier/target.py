@@ -24,8 +24,9 @@ from workers.sampling import coupled_scores, needs_whole_rows, process_logits
 from workers.types import Hidden, Rule, TargetStep
 from workers.wire import Kind
 
-Feature = Callable[[Hidden], Tensor]
-"""Rows of a forward pass -> their features [N, H] in the model's dtype."""
+Feature = Callable[[Tensor], Tensor]
+"""Rows of a forward pass -> their features [N, H] in the model's dtype. Reads the taps where there are some, else the
+final hidden states."""
 
 
 class Target:
@@ -97,8 +98,8 @@ class Target:
             return None
         assert self._hidden is not None
         final_ND, taps_N3D = self._hidden
-        index = torch.tensor(rows, device=final_ND.device)
-        return self._feature(Hidden(final_ND[index], None if taps_N3D is None else taps_N3D[index]))
+        read_NX = final_ND if taps_N3D is None else taps_N3D
+        return self._feature(read_NX.index_select(0, torch.tensor(rows, device=read_NX.device)))
 
     def processed(self, rows_R: Tensor) -> Tensor:
         """Rank 0: the processed distribution at some of the last step's sampled rows, when drafts were sampled.

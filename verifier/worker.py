@@ -7,7 +7,6 @@ import os
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from verifier.costs import UNPROFILED, profile
 from verifier.engine import Engine
@@ -23,7 +22,6 @@ from workers.kernels.choose import kernels_for
 from workers.kv import KVPool
 from workers.memory import agree_on_pages
 from workers.model import Decoder
-from workers.types import Hidden
 
 logger = logging.getLogger(__name__)
 
@@ -100,12 +98,7 @@ def _features(world: World, target: ModelSpec, dtype: torch.dtype) -> _Features:
     if not world.leads or draft is None or not draft.reads_features:
         return _Features()
     if draft.method != "eagle3":
-        return _Features(lambda hidden: hidden.final_ND, target.hidden_size)
+        return _Features(lambda final_ND: final_ND, target.hidden_size)
     head = read_eagle3_spec(draft.model_path, target)
     fusion = FeatureFusion.load(draft.model_path, head, device=world.device, dtype=dtype)
-
-    def fused_taps(hidden: Hidden) -> Tensor:
-        assert hidden.taps_N3D is not None
-        return fusion(hidden.taps_N3D)
-
-    return _Features(fused_taps, head.hidden_size, head.tap_layers)
+    return _Features(fusion, head.hidden_size, head.tap_layers)
