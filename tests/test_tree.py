@@ -36,6 +36,17 @@ def test_a_prompt_row_sees_itself_and_all_before_it():
     assert meta.ancestors_N.tolist() == [0] * 5
 
 
+def test_bare_roots_see_alone_what_they_see_beside_trees():
+    base = np.array([10, 0, 30], dtype=np.int32)
+    beside = tree_metadata(oracles.trees([BARE, BARE, BARE, CHAIN]), np.append(base, np.int32(5)))
+    alone = tree_metadata(oracles.trees([BARE, BARE, BARE]), base)
+    for position, slot, visible, ancestors in zip(*(field[:3] for field in beside), strict=True):
+        seen = {*range(visible), *(slot + bit for bit in range(64) if ancestors >> bit & 1)}
+        i = base.tolist().index(slot)
+        assert (alone.position_N[i], alone.slot_N[i]) == (position, slot)
+        assert set(range(alone.visible_N[i])) == seen and not alone.ancestors_N[i]
+
+
 def test_nothing_at_all_is_empty_metadata():
     for meta in (chunk_metadata([]), tree_metadata(oracles.trees([]), np.zeros(0, dtype=np.int32))):
         assert [len(t) for t in meta] == [0, 0, 0, 0]

@@ -154,4 +154,4 @@ def _joined(array: np.ndarray, more: list[int]) -> np.ndarray:
 
 
 def _int32(values: list[int]) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
+    return torch.from_numpy(np.array(values, dtype=np.int32))

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import DTypeLike
 from torch import Tensor
 
 
@@ -127,12 +129,15 @@ class SamplingBatch:
 
     @staticmethod
     def stack(params: list[SamplingParams], device: torch.device | str = "cpu") -> SamplingBatch:
+        def column(values: list[float] | list[int], dtype: DTypeLike) -> Tensor:
+            return torch.from_numpy(np.array(values, dtype=dtype)).to(device)
+
         return SamplingBatch(
-            temperature_B=torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device),
-            top_k_B=torch.tensor([p.top_k for p in params], dtype=torch.int32, device=device),
-            top_p_B=torch.tensor([p.top_p for p in params], dtype=torch.float32, device=device),
-            min_p_B=torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device),
-            seed_B=torch.tensor([as_signed64(p.seed) for p in params], dtype=torch.int64, device=device),
+            temperature_B=column([p.temperature for p in params], np.float32),
+            top_k_B=column([p.top_k for p in params], np.int32),
+            top_p_B=column([p.top_p for p in params], np.float32),
+            min_p_B=column([p.min_p for p in params], np.float32),
+            seed_B=column([as_signed64(p.seed) for p in params], np.int64),
         )
 
     def rows(self, index_N: Tensor) -> SamplingBatch:
