@@ -6,7 +6,7 @@ import numpy as np
 import oracles
 import torch
 
-from verifier.tree import Chunk, chunk_metadata, tree_metadata, with_bare_roots
+from verifier.tree import Chunk, bare_roots, chunk_metadata, tree_metadata, with_bare_roots
 from workers.types import NodeKind, TreeBatch
 
 torch.set_num_threads(1)
@@ -53,34 +53,34 @@ def test_nothing_at_all_is_empty_metadata():
         assert {t.dtype for t in meta[:3]} == {np.dtype(np.int32)} and meta.ancestors_N.dtype == np.int64
 
 
-def bare_roots(trees: TreeBatch | None, drafted: list[bool], root_tokens: list[int]) -> TreeBatch:
+def completed(trees: TreeBatch, drafted: list[bool], root_tokens: list[int]) -> TreeBatch:
     merged, probs = with_bare_roots(trees, None, drafted, root_tokens)
     assert probs is None
     return merged
 
 
 def test_requests_without_a_tree_get_their_bare_root_in_place():
-    merged = bare_roots(oracles.trees([TWO_BY_TWO, CHAIN]), [False, True, False, True, False], [8, 50, 9, 1, 7])
+    merged = completed(oracles.trees([TWO_BY_TWO, CHAIN]), [False, True, False, True, False], [8, 50, 9, 1, 7])
     bare = [([-1], [token]) for token in (8, 9, 7)]
     assert same(merged, oracles.trees([bare[0], TWO_BY_TWO, bare[1], CHAIN, bare[2]]))
 
 
 def test_a_batch_where_nobody_drafts_is_all_bare_roots():
-    assert same(bare_roots(None, [False, False], [8, 9]), oracles.trees([([-1], [8]), ([-1], [9])]))
-    assert same(bare_roots(oracles.trees([]), [False], [8]), oracles.trees([BARE]))
+    assert same(bare_roots([8, 9]), oracles.trees([([-1], [8]), ([-1], [9])]))
+    assert same(completed(oracles.trees([]), [False], [8]), oracles.trees([BARE]))
 
 
 def test_a_batch_where_all_draft_is_left_as_it_is():
     batch = oracles.trees([TWO_BY_TWO, CHAIN])
-    assert bare_roots(batch, [True, True], [50, 1]) is batch
+    assert completed(batch, [True, True], [50, 1]) is batch
 
 
 def test_a_step_without_decoding_requests_has_no_tree_rows():
-    for trees in (None, oracles.trees([])):
-        assert bare_roots(trees, [], []).offsets.tolist() == [0]
+    for trees in (bare_roots([]), completed(oracles.trees([]), [], [])):
+        assert trees.offsets.tolist() == [0]
 
 
 def test_a_bare_root_has_the_kind_and_weight_of_a_root():
-    merged = bare_roots(oracles.trees([CHAIN]), [True, False], [1, 8])
+    merged = completed(oracles.trees([CHAIN]), [True, False], [1, 8])
     assert merged.kind_N.tolist() == [NodeKind.ROOT, NodeKind.COUPLED, NodeKind.COUPLED, NodeKind.ROOT]
     assert merged.weight_N.tolist() == [1.0] * 4

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from verifier.tree import with_bare_roots
+from verifier.tree import bare_roots, with_bare_roots
 from workers.types import DraftProbs, DraftReply, TreeBatch
 
 
@@ -23,12 +23,13 @@ class Drafts:
     @staticmethod
     def of(reply: DraftReply | None, drafted: list[bool], root_tokens: list[int]) -> Drafts:
         """drafted[i]: the i-th decoding request has the reply's next tree."""
-        trees, probs = with_bare_roots(
-            reply.trees if reply else None, reply.probs if reply else None, drafted, root_tokens
-        )
+        if reply is None:
+            none: list[list[int]] = [[] for _ in drafted]
+            return Drafts(bare_roots(root_tokens), None, verified=none, pruned=none)
+        trees, probs = with_bare_roots(reply.trees, reply.probs, drafted, root_tokens)
         offsets, depth_N = trees.offsets.tolist(), trees.depth_N.numpy()
         # The reply pads to the deepest tree of the batch, which is not the request's concern.
-        cut = iter([np.trim_zeros(pruned, "b") for pruned in reply.pruned_GD.tolist()] if reply else ())
+        cut = iter([np.trim_zeros(pruned, "b") for pruned in reply.pruned_GD.tolist()])
         return Drafts(
             trees=trees,
             probs=probs,

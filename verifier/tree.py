@@ -95,14 +95,12 @@ def _bare_roots(count: int) -> TreeBatch:
 
 
 def with_bare_roots(
-    trees: TreeBatch | None, probs: DraftProbs | None, drafted: list[bool], root_tokens: list[int]
+    trees: TreeBatch, probs: DraftProbs | None, drafted: list[bool], root_tokens: list[int]
 ) -> tuple[TreeBatch, DraftProbs | None]:
     """The trees of a whole batch: request i has the next of `trees` if drafted[i], else only its root."""
-    if trees is not None and all(drafted):
+    if all(drafted):
         return trees, probs
     bare = bare_roots(root_tokens)
-    if trees is None:
-        return bare, None
     # All rows there may be are the drafted trees' and then the bare roots'.
     own, first_bare = pairwise(trees.offsets.tolist()), len(trees.token_N)
     spans = [next(own) if is_drafted else (first_bare + i, first_bare + i + 1) for i, is_drafted in enumerate(drafted)]
