@@ -125,7 +125,7 @@ class Memory:
 
 
 class FakeTarget(Target):
-    """A target over a language; `features` are (position, token) of a row, to prove their alignment. What is drawn
+    """A target over a language; a row's state is its (position, token), to prove their alignment. What is drawn
     from the logits, and how, is the real one's."""
 
     def __init__(self, language: Language, page_size: int, max_model_len: int, has_features: bool) -> None:
@@ -134,8 +134,8 @@ class FakeTarget(Target):
         spec = SimpleNamespace(vocab_size=vocab)
         decoder: Any = SimpleNamespace(tp=alone, spec=spec, vocab_range=(0, vocab), kernels=TORCH)
         kv: Any = None
-        super().__init__(decoder, kv, page_size, None, None)
-        self._language, self._max_model_len, self._has_features = language, max_model_len, has_features
+        super().__init__(decoder, kv, page_size, None, (lambda states: states) if has_features else None)
+        self._language, self._max_model_len = language, max_model_len
         self.memory = Memory(page_size)
         self.steps: list[TargetStep] = []
         self.heartbeats = 0
@@ -158,8 +158,8 @@ class FakeTarget(Target):
         assert drawn is not None
         return drawn
 
-    def features(self, rows: list[int]) -> Tensor | None:
-        if not self._has_features:
+    def states(self, rows: list[int]) -> Tensor | None:
+        if self._fuse is None:
             return None
         last = self.steps[-1]
         return torch.stack([last.position_N[rows].float(), last.token_N[rows].float()], dim=1)

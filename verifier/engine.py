@@ -193,10 +193,11 @@ class Engine:
             assert self._drafter is not None
             began = time.perf_counter()
             costs = self._economy.costs(feeds, step)
-            request = pack_draft(list(feeds), list(feeds.values()), self._config.eos_token_ids, costs)
+            features_MH = self._target.features([state for r in feeds for state in r.states])
+            request = pack_draft(list(feeds), list(feeds.values()), features_MH, self._config.eos_token_ids, costs)
             self._drafter.send(request, self._stats.steps)
             for r in feeds:
-                r.num_fed, r.features = r.num_feedable, []
+                r.num_fed, r.states = r.num_feedable, []
             received = self._drafter.receive()
             assert received.kind == Kind.DRAFT_REPLY and isinstance(received.message, DraftReply)
             reply = received.message
@@ -240,7 +241,7 @@ class Engine:
         return verdicts
 
     def _commit(self, step: Step, drafts: Drafts, verdicts: list[Verdict]) -> None:
-        """Applies the verdicts: KV moves of accepted paths, features for the drafter, tokens, finished requests."""
+        """Applies the verdicts: KV moves of accepted paths, states for the drafter, tokens, finished requests."""
         begins = drafts.trees.offsets.tolist()
         num_decode = len(step.decode)
         finishing = [request for request, _ in step.finishing]
@@ -261,7 +262,7 @@ class Engine:
                 for stats in (request.stats, self._stats):
                     stats.num_drafts += any(drafts.verified[i])
                     stats.count_nodes(drafts.pruned[i], drafts.verified[i], len(verdict.path))
-        self._owe_features([(r, rows) for r, rows in computed if r.limits is not None])
+        self._owe_states([(r, rows) for r, rows in computed if r.limits is not None])
         for request, sampled_row, verdict in zip(
             finishing, range(begins[-1], row), verdicts[num_decode:], strict=False
         ):
@@ -271,13 +272,13 @@ class Engine:
             self._append(request, verdict.tokens, rows)
         self._publish(self._running)
 
-    def _owe_features(self, owed: list[tuple[Request, list[int]]]) -> None:
-        fused = self._target.features([row for _, rows in owed for row in rows]) if owed else None
-        if fused is not None:
-            self._prefixes.keep_features([(request, len(rows)) for request, rows in owed], fused)
-            parts = fused.split([len(rows) for _, rows in owed])
+    def _owe_states(self, owed: list[tuple[Request, list[int]]]) -> None:
+        states = self._target.states([row for _, rows in owed for row in rows]) if owed else None
+        if states is not None:
+            self._prefixes.keep_states([(request, len(rows)) for request, rows in owed], states)
+            parts = states.split([len(rows) for _, rows in owed])
             for (request, _), part in zip(owed, parts, strict=True):
-                request.features.append(part)
+                request.states.append(part)
 
     def _publish(self, requests: list[Request]) -> None:
         """Lets others share what these hold, but no slot that still waits for a move."""

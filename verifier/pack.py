@@ -52,10 +52,13 @@ def next_feed(request: Request, config: EngineConfig) -> Feed | None:
 
 
 def pack_draft(
-    requests: list[Request], feeds: list[Feed], eos_token_ids: tuple[int, ...], costs: DraftCosts | None
+    requests: list[Request],
+    feeds: list[Feed],
+    features_MH: Tensor | None,
+    eos_token_ids: tuple[int, ...],
+    costs: DraftCosts | None,
 ) -> DraftRequest:
-    """One message to the drafter for these requests, in this order."""
-    features = [part for request in requests for part in request.features]
+    """One message to the drafter for these requests, in this order. features_MH: of all rows fed, if it reads any."""
     sampling = SamplingBatch.stack([request.submit.sampling for request in requests])
     limits = [request.limits for request in requests if request.limits is not None]
     assert len(limits) == len(requests), "only requests that speculate are sent to the drafter"
@@ -77,7 +80,7 @@ def pack_draft(
         seed_B=sampling.seed_B,
         constraints_U=pack_standings([request.standing(eos_token_ids) for request in requests]),
         costs=costs,
-        features_MH=torch.cat(features) if features else None,
+        features_MH=features_MH,
     )
 
 

@@ -4,9 +4,9 @@ A page is named by the chained digest of all tokens up to its end (and of the re
 that two prompts are never mixed up. It is published as soon as its slots hold final KV; from then on nobody writes it.
 It is drafted once the drafter's pool holds its tokens too. A request that never drafts shares any published page, one
 that drafts only drafted ones: shared pages are never written, and what an EAGLE head would need to fill them in, the
-target's features, was not kept.
+target's states, was not kept.
 
-The one feature that is kept of a page is that of its last token: the drafter's entry for the first token behind a
+The one state that is kept of a page is that of its last token: the drafter's entry for the first token behind a
 shared prefix is (token h, feature of token h - 1). It lives here, on verifier rank 0, from the step that computed it.
 """
 
@@ -29,7 +29,7 @@ class Prefixes:
         self._allocator = allocator
         self._page_size = page_size
         self._is_enabled = is_enabled
-        self._feature_PH: Tensor | None = None  # of each page's last token; the first features tell width and dtype
+        self._state_PX: Tensor | None = None  # of each page's last token; the first states tell width and dtype
 
     def find(self, request: Request) -> Found:
         """The pages that a waiting request may share; what it computes itself is at least the token before its root,
@@ -51,11 +51,11 @@ class Prefixes:
         request.num_computed = len(pages) * self._page_size
         if request.limits is not None:
             request.num_published_drafted, request.num_fed = len(pages), request.num_computed
-            if self._feature_PH is not None:
-                request.features = [self._feature_PH[pages[-1] : pages[-1] + 1]]
+            if self._state_PX is not None:
+                request.states = [self._state_PX[pages[-1] : pages[-1] + 1]]
 
-    def keep_features(self, owed: list[tuple[Request, int]], fused_NH: Tensor) -> None:
-        """The features of each request's `owed` newest computed positions, packed, of which pages' last ones stay."""
+    def keep_states(self, owed: list[tuple[Request, int]], state_NX: Tensor) -> None:
+        """The states of each request's `owed` newest computed positions, packed, of which pages' last ones stay."""
         if not self._is_enabled:
             return
         rows, pages, begin = [], [], 0
@@ -65,15 +65,15 @@ class Prefixes:
                 rows.append(begin + (index + 1) * self._page_size - 1 - first)
                 pages.append(request.pages[index])
             begin += count
-        if self._feature_PH is None:
-            self._feature_PH = fused_NH.new_zeros(self._allocator.num_pages, fused_NH.shape[1])
+        if self._state_PX is None:
+            self._state_PX = state_NX.new_zeros(self._allocator.num_pages, state_NX.shape[1])
         if pages:
-            device = fused_NH.device
-            self._feature_PH[torch.tensor(pages, device=device)] = fused_NH[torch.tensor(rows, device=device)]
+            device = state_NX.device
+            self._state_PX[torch.tensor(pages, device=device)] = state_NX[torch.tensor(rows, device=device)]
 
     def publish(self, request: Request, num_settled: int) -> None:
         """Lets others share the request's full pages among its first `num_settled` slots, whose KV is where it stays.
-        Also before it leaves; its features of those slots are kept by then."""
+        Also before it leaves; its states of those slots are kept by then."""
         if not self._is_enabled:
             return
         full = min(num_settled, len(request.tokens)) // self._page_size

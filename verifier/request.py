@@ -31,7 +31,7 @@ class Request:
     num_published_drafted: int = 0  # ... and that the drafter holds too
     num_computed: int = 0  # positions whose KV the target holds
     num_fed: int = field(init=False)  # drafter slots filled
-    features: list[Tensor] = field(default_factory=list)  # [fed next, H] in parts: of the newest computed positions
+    states: list[Tensor] = field(default_factory=list)  # [fed next, X] in parts: of the newest computed positions
     draft_bonus: float = 0.0  # tokens that its drafts lately added beyond the average, see `verifier.economy`
     num_cached: int | None = None  # prompt tokens that were found computed when it first joined; None: it has not
     is_repeated: bool = False  # begins like others, who left no drafted pages: those who come next shall find some
@@ -49,7 +49,7 @@ class Request:
     def forget(self) -> None:
         """Lets go of everything that lives in its pages or was on its way there."""
         self.pages, self.num_published, self.num_published_drafted = [], 0, 0
-        self.num_computed, self.num_fed, self.features = 0, self.first_draft_slot, []
+        self.num_computed, self.num_fed, self.states = 0, self.first_draft_slot, []
 
     def append(self, tokens: list[int]) -> None:
         self.tokens += tokens

@@ -24,16 +24,15 @@ from workers.sampling import coupled_scores, needs_whole_rows, process_logits
 from workers.types import Hidden, Rule, TargetStep
 from workers.wire import Kind
 
-Feature = Callable[[Tensor], Tensor]
-"""Rows of a forward pass -> their features [N, H] in the model's dtype. Reads the taps where there are some, else the
-final hidden states."""
+Fuse = Callable[[Tensor], Tensor]
+"""States of rows [N, X] -> their features [N, H], in the model's dtype."""
 
 
 class Target:
     """One rank's share of the target with its KV pool.
 
-    feature: rank 0's choice of what a feature drafter is told of some rows: the final hidden state, or for EAGLE-3
-    its head's fc of the taps, applied here so that the drafter is sent H, not 3 D, wide features.
+    fuse: on rank 0, what turns the states of rows into what a feature drafter is told of them. A state is the final
+    hidden state, or for EAGLE-3 the taps, whose fc is applied here: the drafter is sent H, not 3 D, wide features.
     graphs: of the decoder over this pool (`workers.graphs.decoder_graphs`); None = every kernel is launched by itself.
     """
 
@@ -43,14 +42,14 @@ class Target:
         kv: KVPool,
         page_size: int,
         peers: Channel | None,
-        feature: Feature | None,
+        fuse: Fuse | None,
         graphs: Graphs | None = None,
     ) -> None:
         self._decoder = decoder
         self._kv = kv
         self._page_size = page_size
         self._peers = peers
-        self._feature = feature
+        self._fuse = fuse
         self.graphs = graphs
         self._role = f"verifier {decoder.tp.rank}"
         vocab_size = decoder.spec.vocab_size
@@ -92,14 +91,20 @@ class Target:
             self._peers.stop(number)
 
     @torch.inference_mode()
-    def features(self, rows: list[int]) -> Tensor | None:
-        """Features [len(rows), H] of rows of the last step; None without a drafter that reads them."""
-        if self._feature is None:
+    def states(self, rows: list[int]) -> Tensor | None:
+        """States [len(rows), X] of rows of the last step; None without a drafter that reads features."""
+        if self._fuse is None:
             return None
         assert self._hidden is not None
         final_ND, taps_N3D = self._hidden
-        read_NX = final_ND if taps_N3D is None else taps_N3D
-        return self._feature(read_NX.index_select(0, torch.tensor(rows, device=read_NX.device)))
+        state_NX = final_ND if taps_N3D is None else taps_N3D
+        return state_NX.index_select(0, torch.tensor(rows, device=state_NX.device))
+
+    @torch.inference_mode()
+    def features(self, states: list[Tensor]) -> Tensor | None:
+        """The features [N, H] of states, in parts: fused when they are fed, as most of a request that is never drafted
+        for never are."""
+        return None if self._fuse is None or not states else self._fuse(torch.cat(states))
 
     def processed(self, rows_R: Tensor) -> Tensor:
         """Rank 0: the processed distribution at some of the last step's sampled rows, when drafts were sampled.

@@ -10,7 +10,7 @@ import torch
 
 from verifier.costs import UNPROFILED, profile
 from verifier.engine import Engine
-from verifier.target import Feature, Target
+from verifier.target import Fuse, Target
 from workers import groups, ipc
 from workers.checkpoint import ModelSpec, read_spec
 from workers.config import EngineConfig
@@ -68,37 +68,37 @@ def load(world: World) -> tuple[Target, int, int]:
     config = world.config
     dtype = getattr(torch, config.dtype)
     spec = read_spec(config.model_path)
-    features = _features(world, spec, dtype)
+    reading = _reading(world, spec, dtype)
     kernels = kernels_for(world.device, config.kernels, config.enforce_eager)
     logger.info("%s: %s kernels on %s", world.role, kernels.NAME, world.device)
     decoder = load_decoder(
-        config.model_path, spec, world.tp, world.device, dtype, tap_layers=features.tap_layers, kernels=kernels
+        config.model_path, spec, world.tp, world.device, dtype, tap_layers=reading.tap_layers, kernels=kernels
     )
     slot_bytes = KVPool.bytes_per_slot(spec.num_layers, decoder.heads.num_kv_heads, spec.head_dim, dtype)
-    page_bytes = features.width * dtype.itemsize  # rank 0 keeps one feature a page, see verifier.prefixes
+    page_bytes = reading.width * dtype.itemsize  # rank 0 keeps one state a page, see verifier.prefixes
     num_pages = agree_on_pages(world, slot_bytes + -(-page_bytes // config.page_size))
     kv = decoder.new_kv_pool(num_pages * config.page_size)
     graphs = None
     if isinstance(decoder, Decoder) and can_capture(kernels, world.device, config.enforce_eager):
         graphs = decoder_graphs(decoder, kv, config)
         logger.info("%s: captured graphs, %s", world.role, graphs.report)
-    return Target(decoder, kv, config.page_size, world.peers, features.of, graphs), num_pages, spec.vocab_size
+    return Target(decoder, kv, config.page_size, world.peers, reading.fuse, graphs), num_pages, spec.vocab_size
 
 
-class _Features(NamedTuple):
-    """What the drafter is told of a row, how wide that is, and the layers whose input the decoder must keep for it."""
+class _Reading(NamedTuple):
+    """How features are made of a row's state, how wide that is, and the layers whose input the decoder keeps for it."""
 
-    of: Feature | None = None
+    fuse: Fuse | None = None
     width: int = 0
     tap_layers: tuple[int, ...] = ()
 
 
-def _features(world: World, target: ModelSpec, dtype: torch.dtype) -> _Features:
+def _reading(world: World, target: ModelSpec, dtype: torch.dtype) -> _Reading:
     draft = world.config.draft
     if not world.leads or draft is None or not draft.reads_features:
-        return _Features()
+        return _Reading()
     if draft.method != "eagle3":
-        return _Features(lambda final_ND: final_ND, target.hidden_size)
+        return _Reading(lambda state_ND: state_ND, target.hidden_size)
     head = read_eagle3_spec(draft.model_path, target)
     fusion = FeatureFusion.load(draft.model_path, head, device=world.device, dtype=dtype)
-    return _Features(fusion, head.hidden_size, head.tap_layers)
+    return _Reading(fusion, 3 * target.hidden_size, head.tap_layers)
