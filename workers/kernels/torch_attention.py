@@ -200,16 +200,17 @@ def _visible(
     if not ancestors_BR.any():
         allowed_BRS = is_prefix_BRS & (key_S >= first_slot)
         return allowed_BRS if window is None else allowed_BRS & (key_S > visible_BR1 - 1 - window)
-    bit_BR64 = bits_of(ancestors_BR)
-    node_BS = key_S - host.base_B[member_B][:, None]
-    index_B1S = np.clip(node_BS, 0, 63)[:, None]
-    is_tree_BRS = np.take_along_axis(bit_BR64, index_B1S, axis=2).astype(bool)
-    is_tree_BRS &= ((node_BS >= 0) & (node_BS < 64))[:, None]
-    allowed_BRS = (is_prefix_BRS | is_tree_BRS) & (key_S >= first_slot)
+    base_B = host.base_B[member_B]
+    allowed_BRS, first = is_prefix_BRS.copy(), int(base_B.min())
+    node_B1T = key_S[first:] - base_B[:, None, None]  # of the keys that may be in a tree
+    shift_B1T = np.clip(node_B1T, 0, 63)
+    allowed_BRS[..., first:] |= (ancestors_BR[..., None] >> shift_B1T & 1).astype(bool) & (node_B1T == shift_B1T)
+    allowed_BRS &= key_S >= first_slot
     if window is None:
         return allowed_BRS
     # Along the row's path the prefix has places 0 .. visible - 1 and its ancestors follow in row order.
-    count_BR64 = bit_BR64.cumsum(axis=-1)
+    count_BR64 = bits_of(ancestors_BR).cumsum(axis=-1)
+    index_B1S = np.clip(key_S - base_B[:, None], 0, 63)[:, None]
     place_BRS = np.where(is_prefix_BRS, key_S, visible_BR1 + np.take_along_axis(count_BR64, index_B1S, axis=2) - 1)
     own_BR1 = visible_BR1 + count_BR64[..., -1:] - 1
     return allowed_BRS & (place_BRS > own_BR1 - window)
