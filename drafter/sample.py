@@ -2,7 +2,7 @@
 
 The `rejection` rule tests a drawn child by the law it was drawn from, so both sides must know that law exactly. First
 `quantise` makes q sparse, integer weights; then `draw_children` draws from these integers and nothing else. Everything
-that decides whether a child exists (`num_children`, `expected_survival`) looks at q alone, never at what was drawn.
+that decides whether a child exists (`num_children`, `expected_survival`) looks at q and the temperature, never at what was drawn.
 
 At a hybrid node (Hu et al. 2502.18779) the first children are fixed, the most likely tokens; q is zeroed on them
 before the others are drawn. Legend: F frontier nodes, V draft vocabulary, S support places, K children.
@@ -28,6 +28,7 @@ are, and with 0.80, 0.71, 0.65, 0.69 if all 2048 are."""
 MAX_WEIGHT = 65535  # 16 bits on the wire
 
 FIRST_FLOOR, SURPRISE, SECOND_FLOOR, SECOND_SLOPE, DECAY = 0.58, 0.85, 0.12, 0.5, 0.72
+WARM, COLDEST = 0.7, 0.4
 """See `expected_survival`."""
 
 
@@ -115,13 +116,17 @@ def draw_children(support: Support, count_F: np.ndarray, num_fixed_F: np.ndarray
     return Children(np.where(exists_FK, place_FK, -1), kind_FK)
 
 
-def expected_survival(support: Support, max_children: int) -> np.ndarray:
+def expected_survival(support: Support, temperature_F: np.ndarray, max_children: int) -> np.ndarray:
     """[F, K] float32: how likely each drawn child is the accepted one, before any is drawn; it never rises with k.
 
-    The first child survives with 0.58 + 0.42 exp(-0.85 H), H the entropy of q in nats; the k-th after it takes
-    (0.12 + 0.5 m) 0.72^(k-1) of what is left then, m q's largest probability. Fitted to recursive rejection on
-    the bundled EAGLE-3 head, four levels of chains along the target's own samples, 816 nodes at each of the
-    temperatures 0.5, 1, 1.5 and 2; survival of the first child by H, and the second's share of the rest by m:
+    The first child survives with f + (1 - f) exp(-0.85 H / c), H the entropy of q in nats and f = 0.58 sqrt(c), where
+    c = T / 0.7, between 0.4 and 1: a cold law is sharp in draft and target alike, but the draft's error is sharpened
+    with it, so that the same entropy promises less. The k-th child after it takes (0.12 + 0.5 m) 0.72^(k-1) of what
+    is left then, m q's largest probability.
+
+    Fitted on the bundled EAGLE-3 head. For T >= 0.7 to recursive rejection, four levels of chains along the target's
+    own samples, 816 nodes at each of the temperatures 0.5, 1, 1.5 and 2; survival of the first child by H, and the
+    second's share of the rest by m:
 
         H          0.05   0.20   0.44   0.78   1.24   1.75   2.5    3.5    4.5    5.6
         measured   0.94   0.90   0.86   0.79   0.70   0.62   0.63   0.59   0.60   0.58
@@ -130,13 +135,23 @@ def expected_survival(support: Support, max_children: int) -> np.ndarray:
         m          0.05   0.15   0.27   0.41   0.54   0.67   0.75   0.90
         measured   0.12   0.25   0.23   0.37   0.28   0.43   0.54   0.62
         formula    0.15   0.20   0.26   0.33   0.39   0.46   0.50   0.57
+
+    Below, to the accepted paths of traversal through trees of 16 nodes, 2,800 nodes at each temperature:
+
+        H          0.01   0.05   0.20   0.45   0.8    1.2    2.0    3
+        T = 0.3    0.95   0.89   0.73   0.65   0.57   0.49   0.26   0.37
+        formula    0.99   0.94   0.81   0.64   0.52   0.44   0.40   0.38
+        T = 0.5    0.99   0.96   0.92   0.81   0.76   0.59   0.61   0.56
+        formula    1.00   0.97   0.90   0.79   0.69   0.61   0.55   0.51
     """
     weight_FS = support.weight_FS
     total_F = np.maximum(weight_FS.sum(-1), 1)
     # H = log W - (sum of w log w) / W for integer weights w of sum W.
     entropy_F = np.log(total_F) - (weight_FS * np.log(np.maximum(weight_FS, 1))).sum(-1) / total_F
+    warmth_F = np.clip(temperature_F / WARM, COLDEST, 1)
+    floor_F = FIRST_FLOOR * np.sqrt(warmth_F)
     share_FK = np.empty((len(weight_FS), max_children))
-    share_FK[:, 0] = FIRST_FLOOR + (1 - FIRST_FLOOR) * np.exp(-SURPRISE * entropy_F)
+    share_FK[:, 0] = floor_F + (1 - floor_F) * np.exp(-SURPRISE * entropy_F / warmth_F)
     second_F = SECOND_FLOOR + SECOND_SLOPE * weight_FS[:, 0] / total_F
     share_FK[:, 1:] = second_F[:, None] * DECAY ** np.arange(max_children - 1)
     left_FK = np.cumprod(1 - share_FK, axis=-1)

@@ -3,7 +3,7 @@
     coupled        the best of log q + G, G being the target's own noise for that position (none at temperature 0);
                    weight = softmax((log q + G) / tau)
     target-only    the most likely tokens; weight = q, the chance that a target like the draft draws the child
-    sampled        drawn later, once the number of children is settled; weight = what q alone says about the i-th draw
+    sampled        drawn later, once the number of children is settled; weight = what q and T say about the i-th draw
 
 Probabilities and noise live on the logits' device; the result is on the host. N-gram candidates never leave it.
 Legend: F frontier nodes, K children, V draft vocabulary.
@@ -80,7 +80,7 @@ def score(
         return _score_candidates(draft, params, rule_F, index_F, num_children)
     log_q = process_logits(draft, params).log_softmax(-1)
     if (rule_F >= Rule.TRAVERSAL).all():
-        return _score_sampled(log_q, num_children, vocab)
+        return _score_sampled(log_q, params.temperature_B, num_children, vocab)
     hot = params.temperature_B > 0
     is_coupled_F = rule_F == Rule.COUPLED
     scored: Tensor = log_q
@@ -98,7 +98,7 @@ def score(
     support, is_sampled_F = None, kind_F == NodeKind.SAMPLED
     if is_sampled_F.any():
         rows = torch.from_numpy(is_sampled_F).to(log_q.device)
-        sampled = _score_sampled(log_q[rows], weight_FK.shape[1], vocab)
+        sampled = _score_sampled(log_q[rows], params.temperature_B[rows], weight_FK.shape[1], vocab)
         support, weight_FK[is_sampled_F] = sampled.support, sampled.weight_FK
     return Scores(
         token_FK=best.token_FK.cpu().numpy(),
@@ -129,13 +129,13 @@ def best_children(
     )
 
 
-def _score_sampled(log_q: Tensor, num_children: int, vocab: DraftVocabulary) -> Scores:
+def _score_sampled(log_q: Tensor, temperature_F: Tensor, num_children: int, vocab: DraftVocabulary) -> Scores:
     """Scores of nodes whose children are yet to be drawn: there are no tokens to tell."""
     support = quantise(log_q, vocab)
     size = (len(log_q), min(num_children, log_q.shape[-1]))
     return Scores(
         token_FK=np.zeros(size, dtype=np.int64),
-        weight_FK=expected_survival(support, size[1]),
+        weight_FK=expected_survival(support, temperature_F.cpu().numpy(), size[1]),
         prob_FK=np.zeros(size, dtype=np.float32),
         top_prob_F=log_q.amax(-1).exp().cpu().numpy(),
         kind_F=np.full(size[0], NodeKind.SAMPLED, dtype=np.uint8),

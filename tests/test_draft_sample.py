@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 import oracles
@@ -172,18 +172,24 @@ def test_no_global_generator_is_touched():
 
 
 def test_survival_falls_and_shares_out_at_most_one():
-    for scale in (0.1, 1.0, 3.0, 10.0):
+    for scale, temperature in product((0.1, 1.0, 3.0, 10.0), (0.01, 0.3, 0.5, 1.0, 2.0)):
         log_q_FV = torch.randn(50, 200, generator=torch.Generator().manual_seed(4)) * scale
-        survival = expected_survival(quantise(log_q_FV, vocabulary(200)), 8)
+        survival = expected_survival(quantise(log_q_FV, vocabulary(200)), np.full(50, temperature), 8)
         assert survival.dtype == np.float32 and survival.shape == (50, 8)
         assert (np.diff(survival) <= 0).all() and (survival >= 0).all() and (survival.sum(-1) <= 1 + 1e-6).all()
 
 
 def test_a_child_that_cannot_exist_is_worth_nothing():
-    survival = expected_survival(support_of(5, 2, 0, 0), 6)[0]
+    survival = expected_survival(support_of(5, 2, 0, 0), np.ones(1), 6)[0]
     assert (survival[:2] > 0).all() and (survival[2:] == 0).all()
 
 
 def test_a_sure_draft_expects_to_be_accepted():
-    survival = expected_survival(support_of(MAX_WEIGHT, 1), 2)[0]
-    assert survival[0] > 0.99 > 0.6 > expected_survival(support_of(*[1] * 64), 2)[0, 0]
+    sure, lost = support_of(MAX_WEIGHT, 1), support_of(*[1] * 64)
+    assert expected_survival(sure, np.ones(1), 2)[0, 0] > 0.99 > 0.6 > expected_survival(lost, np.ones(1), 2)[0, 0]
+
+
+def test_what_is_as_open_at_a_lower_temperature_is_trusted_less():
+    support = support_of(5, 2, rows=3)
+    first = expected_survival(support, np.array([0.3, 0.5, 1.0]), 2)[:, 0]
+    assert first[0] < first[1] < first[2]

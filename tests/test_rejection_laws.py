@@ -176,7 +176,7 @@ def counts_by_value(q: Drafter) -> Policy:
     def policy(history: History, draft: Draft, row: int) -> Slots:
         path = draft[row].path
         support = support_of(q((*sum(history, ()), *path)))
-        survival = expected_survival(support, 3)[0]
+        survival = expected_survival(support, np.ones(1), 3)[0]
         return Slots(int((survival * 0.6 ** len(path) > 0.03).sum()) if len(path) < 2 else 0)
 
     return policy
