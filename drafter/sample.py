@@ -2,7 +2,8 @@
 
 The `rejection` rule tests a drawn child by the law it was drawn from, so both sides must know that law exactly. First
 `quantise` makes q sparse, integer weights; then `draw_children` draws from these integers and nothing else. Everything
-that decides whether a child exists (`num_children`, `expected_survival`) looks at q and the temperature, never at what was drawn.
+that decides whether a child exists (`num_children`, `expected_survival`) looks at q and the temperature, never at what
+was drawn.
 
 At a hybrid node (Hu et al. 2502.18779) the first children are fixed, the most likely tokens; q is zeroed on them
 before the others are drawn. Legend: F frontier nodes, V draft vocabulary, S support places, K children.

@@ -87,7 +87,7 @@ def judge(
     rows = torch.arange(len(each)).repeat_interleave(trees.offsets.diff())
     processed_NV = process_logits(logits_NV, batch.rows(rows))
     return accept_rejection(
-        trees, processed_NV, batch, torch.tensor(root_positions), probs if with_probs else None, rules
+        trees, processed_NV, batch, np.array(root_positions), probs if with_probs else None, rules
     )
 
 
@@ -353,7 +353,7 @@ def test_logits_have_one_row_per_tree_row_exactly():
             trees,
             torch.zeros(6, 9),
             SamplingBatch.stack([SamplingParams()]),
-            torch.tensor([0]),
+            np.array([0]),
             probs,
             [Rule.TRAVERSAL],
         )
@@ -362,7 +362,7 @@ def test_logits_have_one_row_per_tree_row_exactly():
 def test_coupled_drafts_are_refused():
     with pytest.raises(AssertionError, match="coupled"):
         params = SamplingBatch.stack([SamplingParams()])
-        accept_rejection(oracles.tree([-1, 0], [0, 1]), torch.zeros(2, 9), params, torch.tensor([0]), None, RULES[:1])
+        accept_rejection(oracles.tree([-1, 0], [0, 1]), torch.zeros(2, 9), params, np.array([0]), None, RULES[:1])
 
 
 def test_no_global_generator_is_touched():

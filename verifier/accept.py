@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,7 +35,8 @@ def accept(
 ) -> list[Verdict]:
     """Verdicts of B trees from the target's (constrained) logits at every row, root included.
 
-    params: one entry per request. root_position_B: int64, position of each root. rules: None = all coupled.
+    params: one entry per request, on the host. root_position_B: int64, position of each root. rules: None = all
+    coupled.
     Raises ValueError for draft probabilities that no request's rule reads.
     """
     rules = [Rule.COUPLED] * len(root_position_B) if rules is None else list(rules)
@@ -76,11 +78,9 @@ def judge(
     sampled = [i for i, rule in enumerate(rules) if rule.is_sampled]
     if sampled:
         own_trees, own_probs, rows = select(trees, probs, sampled)
-        processed_NV = processed(rows)
-        own_params = params(sampled).to(processed_NV.device)
-        root_position = torch.tensor([root_position_B[i] for i in sampled])
+        root_position = np.array([root_position_B[i] for i in sampled])
         own_rules = [rules[i] for i in sampled]
-        judged = accept_rejection(own_trees, processed_NV, own_params, root_position, own_probs, own_rules)
+        judged = accept_rejection(own_trees, processed(rows), params(sampled), root_position, own_probs, own_rules)
         for i, verdict in zip(sampled, judged, strict=True):
             verdicts[i] = verdict
     return verdicts

@@ -127,24 +127,29 @@ class _Tests:
         self._id_E = law.id_E
         self._prob_E = law.prob_E
         self._left_E = law.weight_E  # integer weights of what is not drawn yet
+        self._num_left = int(law.weight_E.sum())
         self._elsewhere = max(0.0, 1.0 - float(law.prob_E.sum()))  # P's mass off id_E
         self._scale = 1.0
-        self._proposal_E: np.ndarray
+        self._place: int  # of the child that is tested
+        self._is_sampled: bool
 
     def ratio(self, token: int, kind: int) -> float:
-        """r of the next child, whose proposal is remembered for `reject`."""
-        is_child_E = self._id_E == token
-        if kind == NodeKind.SAMPLED:
-            self._proposal_E = self._left_E / self._left_E.sum()
-            self._left_E = np.where(is_child_E, 0, self._left_E)
-        else:
-            self._proposal_E = is_child_E.astype(np.float64)
-        place = int(is_child_E.argmax())
-        return min(1.0, self.carry * float(self._prob_E[place]) / float(self._proposal_E[place]))
+        """r of the next child, which is remembered for `reject`."""
+        self._place, self._is_sampled = int((self._id_E == token).argmax()), kind == NodeKind.SAMPLED
+        proposal = int(self._left_E[self._place]) / self._num_left if self._is_sampled else 1.0
+        return min(1.0, self.carry * float(self._prob_E[self._place]) / proposal)
 
     def reject(self) -> None:
         """Takes the tested child, and all it stood for, out of P."""
-        rest_E = np.maximum(self.carry * self._prob_E - self._proposal_E, 0.0)
+        if self._is_sampled:
+            rest_E = self.carry * self._prob_E - self._left_E / self._num_left
+            self._num_left -= int(self._left_E[self._place])
+            self._left_E = self._left_E.copy()
+            self._left_E[self._place] = 0
+        else:
+            rest_E = self.carry * self._prob_E
+            rest_E[self._place] -= 1.0
+        rest_E = np.maximum(rest_E, 0.0)
         rest = self.carry * self._elsewhere
         total = float(rest_E.sum()) + rest
         if total > 0:  # else P = Q up to rounding, and the child could not be rejected
@@ -162,103 +167,116 @@ def accept_rejection(
     trees: TreeBatch,
     processed_NV: Tensor,
     params: SamplingBatch,
-    root_position_B: Tensor,
+    root_position_B: np.ndarray,
     probs: DraftProbs | None,
     rule_B: Sequence[Rule],
 ) -> list[Verdict]:
     """Verdicts of B trees from the target's processed logits at every row, root included.
 
     processed_NV: `workers.sampling.process_logits` of all rows, log p up to a constant; rows of temperature 0 stand for
-    their argmax. params: one entry per request, on that device. root_position_B: int64, position of each root.
+    their argmax. params: one entry per request, on the host. root_position_B: int64, position of each root.
     probs: weights as they were drawn from; a row without sampled children may be empty, and None is all rows empty.
     Noise is keyed on (seed, root position, row): a request's verdict does not depend on its batch.
+
+    The vocabulary stays on its device, which is asked twice: for p where the tests need it, and for the last tokens.
     """
     assert processed_NV.shape[0] == len(trees.token_N), "one row of logits per tree row, no more and no fewer"
-    assert not bool((trees.kind_N == NodeKind.COUPLED).any()), "coupled drafts are not verified by ratio tests"
-    offsets = trees.offsets.numpy()
+    assert not (trees.kind_N.numpy() == NodeKind.COUPLED).any(), "coupled drafts are not verified by ratio tests"
+    offsets, token_N = trees.offsets.numpy(), trees.token_N.tolist()
     request_N = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
     row_N = np.arange(len(request_N)) - offsets[request_N]
-    seed_N, root_position_N = (key_B.cpu().numpy()[request_N] for key_B in (params.seed_B, root_position_B))
-    u_N = uniform(seed_N, root_position_N, row_N, np.int64(0), Stream.ACCEPT)
-    laws_N = _row_laws(trees, processed_NV, params.temperature_B <= 0, probs, request_N)
+    u_N = uniform(params.seed_B.numpy()[request_N], root_position_B[request_N], row_N, np.int64(0), Stream.ACCEPT)
+    mass_N = processed_NV.logsumexp(-1)
+    laws_N = _row_laws(trees, processed_NV, mass_N, params.temperature_B.numpy() <= 0, probs, request_N)
+    bounds = list(itertools.pairwise(offsets.tolist()))
     decisions = []
-    for begin, end, rule in zip(offsets, offsets[1:], rule_B, strict=False):
+    for (begin, end), rule in zip(bounds, rule_B, strict=True):
         rows = slice(begin, end)
-        tree = Tree(*(field_N[rows].tolist() for field_N in (trees.parent_N, trees.token_N, trees.kind_N)))
-        coin = partial(_toss, u_N[rows])
-        decisions.append(decide(tree, laws_N[rows].__getitem__, rule, coin))
-    verdicts, token_N = [], trees.token_N.tolist()
-    bonus_B = _draw_residual(decisions, offsets, processed_NV, params, root_position_B)
-    for decision, begin, end, bonus in zip(decisions, offsets, offsets[1:], bonus_B, strict=False):
+        tree = Tree(trees.parent_N[rows].tolist(), token_N[rows], trees.kind_N[rows].tolist())
+        decisions.append(decide(tree, laws_N[rows].__getitem__, rule, partial(_toss, u_N[rows].tolist())))
+    bonus_B = _draw_residual(decisions, offsets[:-1], processed_NV, mass_N, params, root_position_B)
+    verdicts = []
+    for decision, (begin, end), bonus in zip(decisions, bounds, bonus_B, strict=True):
         tokens = [token_N[begin + row] for row in decision.path]
-        count = int(end - begin) - 1
+        count = end - begin - 1
         verdicts.append(Verdict(decision.path, (*tokens, bonus), num_drafted=count, num_verified=count))
     return verdicts
 
 
-def _toss(u_R: np.ndarray, row: int, probability: float) -> bool:
-    return bool(u_R[row] < probability)
+def _toss(u_R: list[float], row: int, probability: float) -> bool:
+    return u_R[row] < probability
 
 
 def _row_laws(
-    trees: TreeBatch, processed_NV: Tensor, is_greedy_B: Tensor, probs: DraftProbs | None, request_N: np.ndarray
+    trees: TreeBatch,
+    processed_NV: Tensor,
+    mass_N: Tensor,
+    is_greedy_B: np.ndarray,
+    probs: DraftProbs | None,
+    request_N: np.ndarray,
 ) -> list[RowLaw]:
-    """Every row's law, with p fetched from the device in one gather and one copy."""
-    is_fixed_N = (trees.kind_N == NodeKind.DETERMINISTIC).numpy()
+    """Every row's law. mass_N: logsumexp of each row."""
+    is_fixed_N = trees.kind_N.numpy() == NodeKind.DETERMINISTIC
     parent_N = trees.offsets.numpy()[request_N] + trees.parent_N.numpy()
     row_E, id_E = parent_N[is_fixed_N], trees.token_N.numpy()[is_fixed_N].astype(np.int64)
     weight_E = np.zeros(len(id_E), dtype=np.int64)
     if probs is not None:
-        row_E = np.concatenate([row_E, np.repeat(np.arange(len(request_N)), probs.offsets.diff().numpy())])
-        id_E = np.concatenate([id_E, probs.id_S.numpy().astype(np.int64)])
-        weight_E = np.concatenate([weight_E, probs.weight_S.numpy().astype(np.int64)])
-    order = row_E.argsort(kind="stable")
-    row_E, id_E, weight_E = row_E[order], id_E[order], weight_E[order]
-    prob_E = _probabilities(processed_NV, is_greedy_B, request_N, row_E, id_E)
+        row_E = np.concatenate([row_E, np.repeat(np.arange(len(request_N)), np.diff(probs.offsets.numpy()))])
+        id_E = np.concatenate([id_E, probs.id_S.numpy()])
+        weight_E = np.concatenate([weight_E, probs.weight_S.numpy()])
+        if is_fixed_N.any():
+            order = row_E.argsort(kind="stable")
+            row_E, id_E, weight_E = row_E[order], id_E[order], weight_E[order]
+    prob_E = _probabilities(processed_NV, mass_N, is_greedy_B[request_N], row_E, id_E)
     bounds = np.searchsorted(row_E, np.arange(len(request_N) + 1)).tolist()
     return [RowLaw(id_E[a:b], prob_E[a:b], weight_E[a:b]) for a, b in itertools.pairwise(bounds)]
 
 
 def _probabilities(
-    processed_NV: Tensor, is_greedy_B: Tensor, request_N: np.ndarray, row_E: np.ndarray, id_E: np.ndarray
+    processed_NV: Tensor, mass_N: Tensor, is_greedy_N: np.ndarray, row_E: np.ndarray, id_E: np.ndarray
 ) -> np.ndarray:
     """p(id | row) [E] float64; 0 for ids outside the vocabulary (placeholders) and where logits are not numbers."""
-    device = processed_NV.device
-    row, token, request = (torch.from_numpy(x).to(device) for x in (row_E, id_E, request_N[row_E]))
-    is_token = (token >= 0) & (token < processed_NV.shape[-1])
-    log_p = processed_NV[row, torch.where(is_token, token, 0)] - processed_NV.logsumexp(-1)[row]
-    prob = log_p.double().exp()
-    is_greedy = is_greedy_B[request]
-    if bool(is_greedy.any()):
-        prob = torch.where(is_greedy, (token == processed_NV.argmax(-1)[row]).double(), prob)
-    return torch.where(is_token, prob, 0.0).nan_to_num(0.0).cpu().numpy()
+    is_token_E = (id_E >= 0) & (id_E < processed_NV.shape[-1])
+    row, token = torch.from_numpy(np.stack([row_E, np.where(is_token_E, id_E, 0)])).to(processed_NV.device)
+    log_p_E = (processed_NV[row, token] - mass_N[row]).cpu().numpy()
+    prob_E = np.where(is_token_E & ~np.isnan(log_p_E), np.exp(log_p_E.astype(np.float64)), 0.0)
+    is_greedy_E = is_greedy_N[row_E]
+    if is_greedy_E.any():
+        prob_E = np.where(is_greedy_E, id_E == processed_NV.argmax(-1).cpu().numpy()[row_E], prob_E)
+    return prob_E
 
 
 def _draw_residual(
     decisions: list[Decision],
-    offsets: np.ndarray,
+    root_B: np.ndarray,
     processed_NV: Tensor,
+    mass_N: Tensor,
     params: SamplingBatch,
-    root_position_B: Tensor,
+    root_position_B: np.ndarray,
 ) -> list[int]:
-    """Each request's last token: argmax of log P + Gumbel noise, keyed on the final row (temperature 0: no noise)."""
+    """Each request's last token: argmax of log P + Gumbel noise, keyed on the final row (temperature 0: no noise).
+
+    root_B: each root's place among the packed rows.
+    """
     device, vocab = processed_NV.device, processed_NV.shape[-1]
-    final_B = np.array([decision.final_row for decision in decisions])
-    log_p_BV = processed_NV[torch.from_numpy(offsets[:-1] + final_B).to(device)]
+    laws = [decision.residual for decision in decisions]
+    row_B = np.array([decision.final_row for decision in decisions])
+    final_B = torch.from_numpy(root_B + row_B).to(device)
+    log_rest_BV = processed_NV[final_B]
     with np.errstate(divide="ignore"):  # log 0 = -inf: never drawn
-        log_ratio_E = np.concatenate([np.log(d.residual.prob_E / d.residual.scale) for d in decisions])
-    id_E = np.concatenate([d.residual.id_E for d in decisions])
-    b_E = np.repeat(np.arange(len(decisions)), [len(d.residual.id_E) for d in decisions])
-    is_token = (id_E >= 0) & (id_E < vocab)
-    b, token, log_ratio = (torch.from_numpy(x[is_token]).to(device) for x in (b_E, id_E, log_ratio_E))
-    log_rest_BV = log_p_BV.clone()
-    log_rest_BV[b, token] = log_p_BV.logsumexp(-1)[b] + log_ratio.to(log_p_BV.dtype)
-    # Rounding may reject a child where P = Q and leave nothing: p itself is then the nearest legal law.
-    is_empty = log_rest_BV.isneginf().all(-1, keepdim=True)
-    log_rest_BV = torch.where(is_empty, log_p_BV, log_rest_BV)
-    sampled_B = params.temperature_B > 0
-    if bool(sampled_B.any()):
-        row_B = torch.from_numpy(final_B).to(device)
-        noise_BV = residual_gumbel(params.seed_B, root_position_B.to(device), row_B, 0, vocab)
-        log_rest_BV = torch.where(sampled_B[:, None], log_rest_BV + noise_BV, log_rest_BV)
+        log_ratio_E = np.concatenate([np.log(law.prob_E / law.scale) for law in laws])
+    id_E = np.concatenate([law.id_E for law in laws])
+    b_E = np.repeat(np.arange(len(laws)), [len(law.id_E) for law in laws])
+    is_token_E = (id_E >= 0) & (id_E < vocab)
+    b, token, log_ratio = (torch.from_numpy(x[is_token_E]).to(device) for x in (b_E, id_E, log_ratio_E))
+    log_rest_BV[b, token] = mass_N[final_B[b]] + log_ratio.to(log_rest_BV.dtype)
+    if any(len(law.prob_E) and not law.prob_E.any() for law in laws):
+        # Rounding may reject a child where P = Q and leave nothing: p itself is then the nearest legal law.
+        is_empty_B1 = log_rest_BV.isneginf().all(-1, keepdim=True)
+        log_rest_BV = torch.where(is_empty_B1, processed_NV[final_B], log_rest_BV)
+    is_sampled_B = params.temperature_B > 0
+    if bool(is_sampled_B.any()):
+        root_position, row = (torch.from_numpy(key_B).to(device) for key_B in (root_position_B, row_B))
+        noise_BV = residual_gumbel(params.seed_B.to(device), root_position, row, 0, vocab)
+        log_rest_BV += torch.where(is_sampled_B.to(device)[:, None], noise_BV, 0.0)
     return log_rest_BV.argmax(-1).tolist()
