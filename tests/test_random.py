@@ -49,11 +49,20 @@ def test_philox_agrees_with_big_integer_arithmetic_on_random_keys():
         assert words((k0, k1), tuple(counter)) == oracles.philox((k0, k1), tuple(counter))
 
 
-def test_philox_says_the_same_of_arrays_and_tensors():
+def test_philox_says_the_same_of_tensors_arrays_and_integers():
     keys = torch.from_numpy(np.random.default_rng(1).integers(0, 2**32, size=(4, 100)))
     tensors = philox(*keys, Stream.RESIDUAL)
     arrays = philox(*keys.numpy(), Stream.RESIDUAL)
     assert all(np.array_equal(a, t.numpy()) for a, t in zip(arrays, tensors, strict=True))
+    integers = zip(*(philox(*key, Stream.RESIDUAL) for key in keys.T.tolist()), strict=True)
+    assert all(list(i) == t.tolist() for i, t in zip(integers, tensors, strict=True))
+
+
+def test_philox_broadcasts_its_keys():
+    seeds, c0, c1, c2 = np.array([[-1], [2**62]]), np.arange(3), np.array([[7], [8]]), np.array([5])
+    together = philox(seeds, c0, c1, c2, Stream.DRAFT)
+    apart = philox(*(torch.from_numpy(key.copy()) for key in np.broadcast_arrays(seeds, c0, c1, c2)), Stream.DRAFT)
+    assert all(np.array_equal(a, t.numpy()) for a, t in zip(together, apart, strict=True))
 
 
 def test_gumbel_is_keyed_on_seed_index_and_target_id():

@@ -184,16 +184,15 @@ def accept_rejection(
     assert not (trees.kind_N.numpy() == NodeKind.COUPLED).any(), "coupled drafts are not verified by ratio tests"
     offsets, token_N = trees.offsets.numpy(), trees.token_N.tolist()
     request_N = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
-    row_N = np.arange(len(request_N)) - offsets[request_N]
-    u_N = uniform(params.seed_B.numpy()[request_N], root_position_B[request_N], row_N, np.int64(0), Stream.ACCEPT)
     mass_N = processed_NV.logsumexp(-1)
     laws_N = _row_laws(trees, processed_NV, mass_N, params.temperature_B.numpy() <= 0, probs, request_N)
     bounds = list(itertools.pairwise(offsets.tolist()))
     decisions = []
-    for (begin, end), rule in zip(bounds, rule_B, strict=True):
+    keys = zip(params.seed_B.tolist(), root_position_B.tolist(), strict=True)
+    for (begin, end), rule, key in zip(bounds, rule_B, keys, strict=True):
         rows = slice(begin, end)
         tree = Tree(trees.parent_N[rows].tolist(), token_N[rows], trees.kind_N[rows].tolist())
-        decisions.append(decide(tree, laws_N[rows].__getitem__, rule, partial(_toss, u_N[rows].tolist())))
+        decisions.append(decide(tree, laws_N[rows].__getitem__, rule, partial(_toss, *key)))
     bonus_B = _draw_residual(decisions, offsets[:-1], processed_NV, mass_N, params, root_position_B)
     verdicts = []
     for decision, (begin, end), bonus in zip(decisions, bounds, bonus_B, strict=True):
@@ -203,8 +202,9 @@ def accept_rejection(
     return verdicts
 
 
-def _toss(u_R: list[float], row: int, probability: float) -> bool:
-    return u_R[row] < probability
+def _toss(seed: int, root_position: int, row: int, probability: float) -> bool:
+    # Few coins are tossed in a step: Philox in plain integers is done before numpy has begun.
+    return uniform(seed, root_position, row, 0, Stream.ACCEPT) < probability
 
 
 def _row_laws(

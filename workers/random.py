@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-Array = Any  # torch.Tensor or numpy.ndarray of int64
+Array = Any  # torch.Tensor or numpy.ndarray of int64, or int
 _MASK = 0xFFFFFFFF
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
@@ -34,16 +34,38 @@ class Stream(IntEnum):
 def philox(seed: Array, c0: Array, c1: Array, c2: Array, stream: Stream) -> tuple[Array, Array, Array, Array]:
     """Four 32-bit words (as int64 in [0, 2^32)) per broadcast element of the key and counter words.
 
-    seed: int64, all 64 bits are used. c0, c1, c2: int64 in [0, 2^32). torch tensors and numpy arrays alike: products
-    of two 32-bit numbers fill 64 bits, int64 wraps, and an arithmetic shift followed by the mask still yields the
-    exact high word.
+    seed: int64, all 64 bits are used. c0, c1, c2: int64 in [0, 2^32). Tensors, arrays and plain integers alike:
+    products of two 32-bit numbers fill 64 bits, int64 wraps, and an arithmetic shift followed by the mask still yields
+    the exact high word.
     """
+    if any(isinstance(word, np.ndarray) for word in (seed, c0, c1, c2)):
+        return _philox_in_numpy(seed, c0, c1, c2, stream)
     k0, k1 = seed & _MASK, (seed >> 32) & _MASK
     c3 = c0 * 0 + int(stream)
     for _ in range(_ROUNDS):
         p0, p1 = c0 * _M0, c2 * _M1
         c0, c1, c2, c3 = ((p1 >> 32) & _MASK) ^ c1 ^ k0, p1 & _MASK, ((p0 >> 32) & _MASK) ^ c3 ^ k1, p0 & _MASK
         k0, k1 = (k0 + _W0) & _MASK, (k1 + _W1) & _MASK
+    return c0, c1, c2, c3
+
+
+def _philox_in_numpy(seed: Array, c0: Array, c1: Array, c2: Array, stream: Stream) -> tuple[Array, Array, Array, Array]:
+    """The same in a third of the operations, which is what small arrays cost: both halves of a round go side by side,
+    (c0, c2) and (c1, c3), and words of 32 bits need no shifts and masks."""
+    shape = np.broadcast_shapes(*map(np.shape, (seed, c0, c1, c2)))
+    pair = (2,) + (1,) * len(shape)
+    even, odd = np.empty((2, *shape), dtype=np.uint32), np.empty((2, *shape), dtype=np.uint32)
+    even[0], even[1], odd[0], odd[1] = c0, c2, c1, int(stream)
+    key = np.stack([seed & _MASK, (seed >> 32) & _MASK]).astype(np.uint32)
+    key = key.reshape(2, *(1,) * (len(shape) - np.ndim(seed)), *np.shape(seed))
+    factor = np.array([_M0, _M1], dtype="<u8").reshape(pair)
+    step = np.array([_W0, _W1], dtype=np.uint32).reshape(pair)
+    for _ in range(_ROUNDS):
+        halves = (even * factor)[::-1].view("<u4")  # low and high word of each product in turn
+        even, odd = halves[..., 1::2] ^ odd ^ key, halves[..., ::2]
+        key = key + step
+    c0, c2 = even.astype(np.int64)
+    c1, c3 = odd.astype(np.int64)
     return c0, c1, c2, c3
 
 
@@ -71,16 +93,15 @@ def residual_gumbel(seed_R: Tensor, root_position_R: Tensor, row_R: Tensor, star
     return _gumbel(seed_R, root_position_R, row_R, start, stop, Stream.RESIDUAL)
 
 
-def uniform(seed: Array, root_position: Array, row: Array, index: Array, stream: Stream) -> np.ndarray:
-    """Uniforms in [0, 1), float64 with all 53 bits, per broadcast element of the keys; int64 numpy arrays."""
+def uniform(seed: Array, root_position: Array, row: Array, index: Array, stream: Stream) -> Array:
+    """Uniforms in [0, 1), float64 with all 53 bits, per broadcast element of the keys: int64 numpy arrays, or ints."""
     high, low = words64(seed, root_position, row, index, stream)
     return (high * 2.0**21 + (low >> 11)) * 2.0**-53
 
 
 def words64(seed: Array, root_position: Array, row: Array, index: Array, stream: Stream) -> tuple[Array, Array]:
     """High and low halves of 64 random bits, int64 in [0, 2^32) each, keyed like `uniform`."""
-    seed, c0, c1, c2 = np.broadcast_arrays(seed, index, root_position, row)
-    high, low, _, _ = philox(seed, c0, c1, c2, stream)
+    high, low, _, _ = philox(seed, index, root_position, row, stream)
     return high, low
 
 
@@ -95,7 +116,7 @@ def below(limit: Array, high: Array, low: Array) -> np.ndarray:
 def _gumbel(seed_R: Tensor, c1_R: Tensor, c2_R: Tensor, start: int, stop: int, stream: Stream) -> Tensor:
     """One Philox call serves four neighbouring token ids: counter word 0 is id // 4, and id % 4 picks the word."""
     first, last = start // 4, (stop + 3) // 4
-    c0 = torch.arange(first, last, dtype=torch.int64, device=seed_R.device)[None, :].expand(len(seed_R), -1)
+    c0 = torch.arange(first, last, dtype=torch.int64, device=seed_R.device)[None, :]
     c1, c2 = ((c.to(torch.int64) & _MASK)[:, None] for c in (c1_R, c2_R))
     keys = (seed_R[:, None], c0, c1, c2)
     if seed_R.device.type == "cpu":
