@@ -133,10 +133,9 @@ class Dealt:
         assert self._bits_BRK is not None
         bits = DrawBits(*(words_BRK[b, row, : token_FK.shape[1]] for words_BRK in self._bits_BRK))
         drawn = draw_children(support, count_F[at], fixed_F, bits)
-        place = np.maximum(drawn.place_FK, 0)
-        token_FK[at] = np.take_along_axis(support.id_FS, place, axis=1)
-        total_F = np.maximum(support.weight_FS.sum(1, keepdims=True), 1)
-        prob_FK[at] = np.take_along_axis(support.weight_FS, place, axis=1) / total_F
+        f, place = np.arange(len(at))[:, None], np.maximum(drawn.place_FK, 0)
+        token_FK[at] = support.id_FS[f, place]
+        prob_FK[at] = support.weight_FS[f, place] / np.maximum(support.weight_FS.sum(1, keepdims=True), 1)
         kind_FK[at] = drawn.kind_FK
         weights_FS = drawn_from(support, fixed_F)
         for i in np.flatnonzero(count_F[at] > fixed_F):

@@ -11,6 +11,7 @@ before the others are drawn. Legend: F frontier nodes, V draft vocabulary, S sup
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +28,7 @@ survives with 0.80, 0.68, 0.48, 0.31 at temperatures 0.5, 1, 1.5, 2 if 64 are ke
 are, and with 0.80, 0.71, 0.65, 0.69 if all 2048 are."""
 
 MAX_WEIGHT = 65535  # 16 bits on the wire
+NOTHING = math.log(2 * MAX_WEIGHT)  # so far below the likeliest token, a log-probability rounds to weight 0
 
 FIRST_FLOOR, SURPRISE, SECOND_FLOOR, SECOND_SLOPE, DECAY = 0.58, 0.85, 0.12, 0.5, 0.72
 WARM, COLDEST = 0.7, 0.4
@@ -59,13 +61,13 @@ def quantise(log_q_FV: Tensor, vocab: DraftVocabulary, size: int = SUPPORT) -> S
     best = log_q_FV.topk(min(size, log_q_FV.shape[-1]), dim=-1)
     token = best.indices if vocab.target_ids is None else vocab.target_ids[best.indices]
     id_FS, log_q_FS = token.cpu().numpy(), best.values.cpu().numpy().astype(np.float64)
-    is_kept = np.isfinite(log_q_FS)
-    ratio_FS = np.exp(np.where(is_kept, log_q_FS, -np.inf) - np.where(is_kept, log_q_FS, 0.0)[:, :1])
-    weight_FS = np.rint(ratio_FS * MAX_WEIGHT).astype(np.int64)
     # Peaked laws keep few tokens: the rest rounds to nothing and need not be sorted, drawn from or sent.
-    width = max(1, int((weight_FS > 0).sum(-1).max(initial=0)))
+    width = max(1, int((log_q_FS > log_q_FS[:, :1] - NOTHING).sum(-1).max(initial=0)))
+    with np.errstate(invalid="ignore"):  # of rows that are masked everywhere
+        ratio_FS = np.exp(log_q_FS[:, :width] - log_q_FS[:, :1])
     # By weight, then id, in one sort of whole numbers that hold both.
-    key_FS = (MAX_WEIGHT - weight_FS[:, :width] << 32) + id_FS[:, :width]
+    weight_FS = np.rint(np.where(ratio_FS > 0, ratio_FS, 0.0) * MAX_WEIGHT).astype(np.int64)
+    key_FS = (MAX_WEIGHT - weight_FS << 32) + id_FS[:, :width]
     key_FS.sort(axis=-1)
     return Support(key_FS & 0xFFFFFFFF, MAX_WEIGHT - (key_FS >> 32))
 
@@ -100,18 +102,18 @@ def draw_children(support: Support, count_F: np.ndarray, num_fixed_F: np.ndarray
 
     Fewer where the weight runs out. Counts are int64 [F], at most K, the children that there are bits for.
     """
-    rows, ordinal = np.arange(len(count_F)), np.arange(bits.high_FK.shape[1])
+    row_F, ordinal = np.arange(len(count_F)), np.arange(bits.high_FK.shape[1])
     left_FS = drawn_from(support, num_fixed_F)
     total_F = left_FS.sum(-1)
-    place_FK = np.full((len(rows), len(ordinal)), -1, dtype=np.int64)
+    place_FK = np.where(ordinal < num_fixed_F[:, None], ordinal, -1)
     for k in range(int(count_F.max(initial=0))):
         drawn_F = below(total_F, bits.high_FK[:, k], bits.low_FK[:, k])
         place_F = (left_FS.cumsum(-1) > drawn_F[:, None]).argmax(-1)
-        is_fixed_F = k < num_fixed_F
-        has_drawn_F = ~is_fixed_F & (total_F > 0)
-        total_F = total_F - np.where(has_drawn_F, left_FS[rows, place_F], 0)
-        left_FS[rows[has_drawn_F], place_F[has_drawn_F]] = 0
-        place_FK[:, k] = np.where(is_fixed_F, k, np.where(has_drawn_F, place_F, -1))
+        # Nothing where k is a fixed child, or nothing is left.
+        weight_F = np.where(k < num_fixed_F, 0, left_FS[row_F, place_F])
+        total_F = total_F - weight_F
+        left_FS[row_F, place_F] -= weight_F
+        place_FK[:, k] = np.where(weight_F > 0, place_F, place_FK[:, k])
     exists_FK = ordinal < np.minimum(count_F, num_children(support))[:, None]
     kind_FK = np.where(ordinal < num_fixed_F[:, None], NodeKind.DETERMINISTIC, NodeKind.SAMPLED).astype(np.uint8)
     return Children(np.where(exists_FK, place_FK, -1), kind_FK)
