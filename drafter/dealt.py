@@ -80,7 +80,8 @@ class Dealt:
         b, row, depth = level.request_F, level.row_F, level.depth
         slots_F = self._slots[b, row]
         passes_F = passes_min(scores.top_prob_F, self._limits.min_prob_B[b])
-        np.add.at(self._pruned_BD, (b[~passes_F], depth), slots_F[~passes_F])
+        if not passes_F.all():
+            np.add.at(self._pruned_BD, (b[~passes_F], depth), slots_F[~passes_F])
         room_F = self._limits.max_depth_B[b] - depth
         weight_FK = scores.weight_FK
         if self._budget is not None:

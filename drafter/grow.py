@@ -31,6 +31,7 @@ from drafter.shape import DynamicShape, Shape
 from drafter.unrolled import Unrolled
 from workers.constraints import ConstrainedRow, Standing, constrain
 from workers.kernels.choose import TORCH, Kernels
+from workers.sampling import any_cuts
 from workers.types import DraftCosts, DraftProbs, Rule, SamplingBatch, TreeBatch
 
 Expand = Callable[[Level], Tensor | Candidates]
@@ -95,6 +96,7 @@ def grow(
     _prepare_noise(roots, root_index_B, limits, sampling, vocab)
     growths = _growths(root_token_B, root_index_B, limits, sampling, shape, budget, pruned_BD)
     editor = _Editor(standings or {}, vocab)
+    has_cuts = any_cuts(sampling)  # asked on the host, once for all levels
     num_levels = num_run = 0
     while True:
         level, owner_F = _merge([growth.frontier() for growth in growths])
@@ -107,7 +109,8 @@ def grow(
             draft = editor.edit(draft, level)
         params = on_device.rows(torch.from_numpy(level.request_F).to(device))
         index_F = root_index_B[level.request_F] + level.depth
-        scores = score(draft, params, limits.rule_B[level.request_F], index_F, shape.max_children, vocab, kernels)
+        rule_F = limits.rule_B[level.request_F]
+        scores = score(draft, params, rule_F, index_F, shape.max_children, vocab, kernels, has_cuts=has_cuts)
         for i, growth in enumerate(growths):
             if len(growths) == 1:
                 growth.take(level, scores)

@@ -151,13 +151,11 @@ def expected_survival(support: Support, temperature_F: np.ndarray, max_children:
     total_F = np.maximum(weight_FS.sum(-1), 1)
     # H = log W - (sum of w log w) / W for integer weights w of sum W.
     entropy_F = np.log(total_F) - (weight_FS * np.log(np.maximum(weight_FS, 1))).sum(-1) / total_F
-    warmth_F = np.clip(temperature_F / WARM, COLDEST, 1)
+    warmth_F = np.minimum(np.maximum(temperature_F / WARM, COLDEST), 1)
     floor_F = FIRST_FLOOR * np.sqrt(warmth_F)
-    share_FK = np.empty((len(weight_FS), max_children))
-    share_FK[:, 0] = floor_F + (1 - floor_F) * np.exp(-SURPRISE * entropy_F / warmth_F)
     second_F = SECOND_FLOOR + SECOND_SLOPE * weight_FS[:, 0] / total_F
-    share_FK[:, 1:] = second_F[:, None] * DECAY ** np.arange(max_children - 1)
-    left_FK = np.cumprod(1 - share_FK, axis=-1)
-    share_FK[:, 1:] *= left_FK[:, :-1]
-    exists_FK = np.arange(max_children) < num_children(support)[:, None]
-    return (share_FK * exists_FK).astype(np.float32)
+    ordinal = np.arange(max_children)
+    share_FK = second_F[:, None] * DECAY ** (ordinal - 1)
+    share_FK[:, 0] = floor_F + (1 - floor_F) * np.exp(-SURPRISE * entropy_F / warmth_F)
+    share_FK[:, 1:] *= np.cumprod(1 - share_FK[:, :-1], axis=-1)
+    return np.where(ordinal < num_children(support)[:, None], share_FK, 0).astype(np.float32)

@@ -21,7 +21,7 @@ from drafter.level import Candidates, DraftVocabulary
 from drafter.sample import Support, expected_survival, quantise
 from workers.kernels.choose import TORCH, Kernels
 from workers.random import gumbel_at
-from workers.sampling import process_logits
+from workers.sampling import process_blindly
 from workers.types import NodeKind, Rule, SamplingBatch
 
 CONFIDENCE_TAU = 0.6
@@ -69,16 +69,18 @@ def score(
     num_children: int,
     vocab: DraftVocabulary,
     kernels: Kernels = TORCH,
+    *,
+    has_cuts: bool = True,
 ) -> Scores:
     """Candidates of each node, at most num_children.
 
     draft: (constrained) logits [F, V] or n-gram candidates. params: one entry per node, on the logits' device.
     index_F: index of the token that the children stand for. Noise is keyed on target ids, so a reduced draft
-    vocabulary sees the noise the verifier will see.
+    vocabulary sees the noise the verifier will see. has_cuts: some node may have min-p, top-k or top-p.
     """
     if isinstance(draft, Candidates):
         return _score_candidates(draft, params, rule_F, index_F, num_children)
-    log_q = process_logits(draft, params).log_softmax(-1)
+    log_q = process_blindly(draft, params, has_min_p=has_cuts, has_top=has_cuts).log_softmax(-1)
     if (rule_F >= Rule.TRAVERSAL).all():
         return _score_sampled(log_q, params.temperature_B, num_children, vocab)
     hot = params.temperature_B > 0
