@@ -184,8 +184,8 @@ def accept_rejection(
     assert not (trees.kind_N.numpy() == NodeKind.COUPLED).any(), "coupled drafts are not verified by ratio tests"
     offsets, token_N = trees.offsets.numpy(), trees.token_N.tolist()
     request_N = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
-    mass_N = processed_NV.logsumexp(-1)
-    laws_N = _row_laws(trees, processed_NV, mass_N, params.temperature_B.numpy() <= 0, probs, request_N)
+    log_p_NV = processed_NV.log_softmax(-1)
+    laws_N = _row_laws(trees, log_p_NV, params.temperature_B.numpy() <= 0, probs, request_N)
     bounds = list(itertools.pairwise(offsets.tolist()))
     decisions = []
     keys = zip(params.seed_B.tolist(), root_position_B.tolist(), strict=True)
@@ -193,7 +193,7 @@ def accept_rejection(
         rows = slice(begin, end)
         tree = Tree(trees.parent_N[rows].tolist(), token_N[rows], trees.kind_N[rows].tolist())
         decisions.append(decide(tree, laws_N[rows].__getitem__, rule, partial(_toss, *key)))
-    bonus_B = _draw_residual(decisions, offsets[:-1], processed_NV, mass_N, params, root_position_B)
+    bonus_B = _draw_residual(decisions, offsets[:-1], log_p_NV, params, root_position_B)
     verdicts = []
     for decision, (begin, end), bonus in zip(decisions, bounds, bonus_B, strict=True):
         tokens = [token_N[begin + row] for row in decision.path]
@@ -209,13 +209,12 @@ def _toss(seed: int, root_position: int, row: int, probability: float) -> bool:
 
 def _row_laws(
     trees: TreeBatch,
-    processed_NV: Tensor,
-    mass_N: Tensor,
+    log_p_NV: Tensor,
     is_greedy_B: np.ndarray,
     probs: DraftProbs | None,
     request_N: np.ndarray,
 ) -> list[RowLaw]:
-    """Every row's law. mass_N: logsumexp of each row."""
+    """Every row's law, with p fetched from the device in one gather and one copy."""
     is_fixed_N = trees.kind_N.numpy() == NodeKind.DETERMINISTIC
     parent_N = trees.offsets.numpy()[request_N] + trees.parent_N.numpy()
     row_E, id_E = parent_N[is_fixed_N], trees.token_N.numpy()[is_fixed_N].astype(np.int64)
@@ -227,30 +226,27 @@ def _row_laws(
         if is_fixed_N.any():
             order = row_E.argsort(kind="stable")
             row_E, id_E, weight_E = row_E[order], id_E[order], weight_E[order]
-    prob_E = _probabilities(processed_NV, mass_N, is_greedy_B[request_N], row_E, id_E)
+    prob_E = _probabilities(log_p_NV, is_greedy_B[request_N], row_E, id_E)
     bounds = np.searchsorted(row_E, np.arange(len(request_N) + 1)).tolist()
     return [RowLaw(id_E[a:b], prob_E[a:b], weight_E[a:b]) for a, b in itertools.pairwise(bounds)]
 
 
-def _probabilities(
-    processed_NV: Tensor, mass_N: Tensor, is_greedy_N: np.ndarray, row_E: np.ndarray, id_E: np.ndarray
-) -> np.ndarray:
+def _probabilities(log_p_NV: Tensor, is_greedy_N: np.ndarray, row_E: np.ndarray, id_E: np.ndarray) -> np.ndarray:
     """p(id | row) [E] float64; 0 for ids outside the vocabulary (placeholders) and where logits are not numbers."""
-    is_token_E = (id_E >= 0) & (id_E < processed_NV.shape[-1])
-    row, token = torch.from_numpy(np.stack([row_E, np.where(is_token_E, id_E, 0)])).to(processed_NV.device)
-    log_p_E = (processed_NV[row, token] - mass_N[row]).cpu().numpy()
+    is_token_E = (id_E >= 0) & (id_E < log_p_NV.shape[-1])
+    row, token = torch.from_numpy(np.stack([row_E, np.where(is_token_E, id_E, 0)])).to(log_p_NV.device)
+    log_p_E = log_p_NV[row, token].cpu().numpy()
     prob_E = np.where(is_token_E & ~np.isnan(log_p_E), np.exp(log_p_E.astype(np.float64)), 0.0)
     is_greedy_E = is_greedy_N[row_E]
     if is_greedy_E.any():
-        prob_E = np.where(is_greedy_E, id_E == processed_NV.argmax(-1).cpu().numpy()[row_E], prob_E)
+        prob_E = np.where(is_greedy_E, id_E == log_p_NV.argmax(-1).cpu().numpy()[row_E], prob_E)
     return prob_E
 
 
 def _draw_residual(
     decisions: list[Decision],
     root_B: np.ndarray,
-    processed_NV: Tensor,
-    mass_N: Tensor,
+    log_p_NV: Tensor,
     params: SamplingBatch,
     root_position_B: np.ndarray,
 ) -> list[int]:
@@ -258,22 +254,22 @@ def _draw_residual(
 
     root_B: each root's place among the packed rows.
     """
-    device, vocab = processed_NV.device, processed_NV.shape[-1]
+    device, vocab = log_p_NV.device, log_p_NV.shape[-1]
     laws = [decision.residual for decision in decisions]
     row_B = np.array([decision.final_row for decision in decisions])
     final_B = torch.from_numpy(root_B + row_B).to(device)
-    log_rest_BV = processed_NV[final_B]
+    log_rest_BV = log_p_NV[final_B]
     with np.errstate(divide="ignore"):  # log 0 = -inf: never drawn
         log_ratio_E = np.concatenate([np.log(law.prob_E / law.scale) for law in laws])
     id_E = np.concatenate([law.id_E for law in laws])
     b_E = np.repeat(np.arange(len(laws)), [len(law.id_E) for law in laws])
     is_token_E = (id_E >= 0) & (id_E < vocab)
     b, token, log_ratio = (torch.from_numpy(x[is_token_E]).to(device) for x in (b_E, id_E, log_ratio_E))
-    log_rest_BV[b, token] = mass_N[final_B[b]] + log_ratio.to(log_rest_BV.dtype)
+    log_rest_BV[b, token] = log_ratio.to(log_rest_BV.dtype)
     if any(len(law.prob_E) and not law.prob_E.any() for law in laws):
         # Rounding may reject a child where P = Q and leave nothing: p itself is then the nearest legal law.
         is_empty_B1 = log_rest_BV.isneginf().all(-1, keepdim=True)
-        log_rest_BV = torch.where(is_empty_B1, processed_NV[final_B], log_rest_BV)
+        log_rest_BV = torch.where(is_empty_B1, log_p_NV[final_B], log_rest_BV)
     is_sampled_B = params.temperature_B > 0
     if bool(is_sampled_B.any()):
         root_position, row = (torch.from_numpy(key_B).to(device) for key_B in (root_position_B, row_B))

@@ -116,16 +116,15 @@ def below(limit: Array, high: Array, low: Array) -> np.ndarray:
 def _gumbel(seed_R: Tensor, c1_R: Tensor, c2_R: Tensor, start: int, stop: int, stream: Stream) -> Tensor:
     """One Philox call serves four neighbouring token ids: counter word 0 is id // 4, and id % 4 picks the word."""
     first, last = start // 4, (stop + 3) // 4
-    c0 = torch.arange(first, last, dtype=torch.int64, device=seed_R.device)[None, :]
-    c1, c2 = ((c.to(torch.int64) & _MASK)[:, None] for c in (c1_R, c2_R))
-    keys = (seed_R[:, None], c0, c1, c2)
+    seed, c1, c2 = seed_R[:, None], (c1_R.long() & _MASK)[:, None], (c2_R.long() & _MASK)[:, None]
     if seed_R.device.type == "cpu":
         # The same words from numpy, whose small operations cost a third of torch's.
-        k, w0, w1, w2 = (key.numpy() for key in keys)
-        words = [torch.from_numpy(word) for word in philox(k, w0, w1, w2, stream)]
+        each = philox(seed.numpy(), np.arange(first, last), c1.numpy(), c2.numpy(), stream)
+        words = torch.from_numpy(np.stack(each, axis=-1))
     else:
-        words = list(philox(*keys, stream))
-    r = torch.stack(words, dim=-1).reshape(len(seed_R), -1)[:, start - 4 * first : stop - 4 * first]
+        c0 = torch.arange(first, last, device=seed_R.device)
+        words = torch.stack(philox(seed, c0, c1, c2, stream), dim=-1)
+    r = words.reshape(len(seed_R), -1)[:, start - 4 * first : stop - 4 * first]
     return _gumbel_of_words(r)
 
 
