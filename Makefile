@@ -50,9 +50,9 @@ bench: $(VENV)/.installed-test ## measure acceptance, speed, the parts of a step
 	$(BIN)/secateur bench throughput --output $(RESULTS)
 	$(BIN)/secateur bench step --output $(RESULTS)
 	$(BIN)/secateur bench serve --output $(RESULTS)
-	$(BIN)/secateur bench latency $(ON_300M) --batches 1 --rounds 2 --output $(RESULTS)
+	$(BIN)/secateur bench latency $(ON_300M) --batches 1 --num-prompts 1 --rounds 8 --output $(RESULTS)
 	$(BIN)/secateur bench throughput $(ON_300M) --contestants off,chain,static,auto --batches 2 4 8 16 32 \
-		--max-tokens 32 --output $(RESULTS)
+		--max-tokens 32 --rounds 7 --output $(RESULTS)
 	$(BIN)/secateur bench step $(ON_300M) --batches 1 8 --nodes 0 4 8 16 --rounds 2 --output $(RESULTS)
 
 # The corpus is read from the packages of the virtual environment.

@@ -149,17 +149,18 @@ class SpeedPlan(_Scalable):
 
     contestants: tuple[Contestant, ...] = get_args(Contestant)
     batches: tuple[PositiveInt, ...] = (1, 4)
-    """Requests in flight; as many are answered as are asked for, and at least one batch."""
+    """Requests in flight."""
     temperatures: tuple[Annotated[float, Field(ge=0.0)], ...] = (0.0, 1.0)
     nodes: Annotated[int, Field(ge=1, le=MAX_NODES)] = 16
     """Of dynamic and static trees."""
     chain: Annotated[int, Field(ge=1, le=MAX_NODES)] = 5
     """Length of chains, theirs and ours."""
-    num_prompts: PositiveInt = 4
+    num_prompts: PositiveInt = 2
+    """In a turn, and at least one batch: a short turn is over before the machine's own speed changes."""
     max_tokens: Annotated[int, Field(ge=2)] = 48
     """Per answer; it does not end earlier."""
-    rounds: PositiveInt = 3
-    """In each, all take their turn; medians count."""
+    rounds: PositiveInt = 6
+    """In each, all take their turn with the next prompts; medians count."""
     seed: Annotated[int, Field(ge=0)] = 0
 
     @field_validator("batches", "temperatures", "contestants")
@@ -176,7 +177,7 @@ class SpeedPlan(_Scalable):
     @classmethod
     def throughput(cls) -> SpeedPlan:
         ours: tuple[Contestant, ...] = ("off", "chain", "static", "dynamic", "auto", "generate")
-        return cls(contestants=ours, batches=(1, 2, 4, 8, 16, 32), num_prompts=8, rounds=3)
+        return cls(contestants=ours, batches=(1, 2, 4, 8, 16, 32), num_prompts=1, rounds=8)
 
     @classmethod
     def quick(cls) -> SpeedPlan:

@@ -116,9 +116,9 @@ SPEED_FLAGS: dict[str, Any] = {
     "batches": _flag(list[int], "--batches", help="Requests at a time.", metavar="N ..."),
     "temperatures": _flag(list[float], "--temperatures", help="[0 1]", metavar="T ..."),
     "nodes": _flag(int, "--nodes", help="Draft nodes per step [16]."),
-    "num_prompts": _flag(int, "--num-prompts", help="Requests, and at least a batch [latency 4, throughput 8]."),
+    "num_prompts": _flag(int, "--num-prompts", help="Requests in a turn; at least a batch [latency 2, throughput 1]."),
     "max_tokens": _flag(int, "--max-tokens", help="Tokens per answer [48]."),
-    "rounds": _flag(int, "--rounds", help="Turns of everybody; medians count [3]."),
+    "rounds": _flag(int, "--rounds", help="Turns of everybody; medians count [latency 6, throughput 8]."),
 }
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]

@@ -11,12 +11,16 @@ confidences, so the choice does not change what they mean. Legend: D depths, N p
 
 from __future__ import annotations
 
+from itertools import starmap
+
 import numpy as np
 
 from workers.types import TreeBatch, Verdict
 
 _NUM_DEPTHS = 8
-_MEMORY = 0.995  # per step
+_STEPS_AT_ONCE = 4
+"""The engine's steps that one Newton step learns from: the fit costs by the call, and most while its code is cold."""
+_MEMORY = 0.995**_STEPS_AT_ONCE
 _TRUST_SHARED = np.diag([20.0, 10.0])  # how many observations' curvature the shared fit is worth to one depth ...
 _TRUST_IDENTITY = np.diag([4.0, 2.0])  # ... and the identity to the shared fit
 _BOUNDS = np.array([[0.3, -4.0], [3.0, 4.0]])
@@ -30,6 +34,7 @@ class Calibration:
         self._shared_2 = np.array([1.0, 0.0])
         self._fit_D2 = np.tile(self._shared_2, (_NUM_DEPTHS, 1))
         self._curvature_D22 = np.zeros((_NUM_DEPTHS, 2, 2))
+        self._waiting: list[tuple[TreeBatch, list[Verdict], np.ndarray]] = []  # all calibrated by the present fit
 
     @property
     def fit_D2(self) -> np.ndarray:
@@ -38,21 +43,16 @@ class Calibration:
 
     def learn(self, trees: TreeBatch, verdicts: list[Verdict], is_shown_B: np.ndarray) -> None:
         """From the trees of one step whose weights were calibrated by the present fit; is_shown_B: the requests to
-        learn from."""
-        offsets, depth_N = trees.offsets.numpy(), trees.depth_N.numpy()
-        weight_N = trees.weight_N.numpy().astype(np.float64)
-        begin_N = np.repeat(offsets[:-1], np.diff(offsets))
-        parent_N = begin_N + np.maximum(trees.parent_N.numpy(), 0)
-        accepted_N = np.zeros(len(depth_N), dtype=bool)
-        accepted_N[offsets[:-1]] = True
-        for begin, verdict in zip(offsets, verdicts, strict=False):
-            accepted_N[[begin + row for row in verdict.path]] = True
-        is_seen_N = (depth_N > 0) & accepted_N[parent_N] & (weight_N[parent_N] > 1e-3)
-        at = np.flatnonzero(is_seen_N & np.repeat(is_shown_B, np.diff(offsets)))
-        if len(at):
-            self._step(_logit(weight_N[at] / weight_N[parent_N[at]]), accepted_N[at], depth_N[at] - 1)
+        learn from. The fit moves every few steps."""
+        self._waiting.append((trees, verdicts, is_shown_B))
+        if len(self._waiting) == _STEPS_AT_ONCE:
+            seen = zip(*starmap(_observed, self._waiting), strict=True)
+            self._waiting = []
+            self._step(*map(np.concatenate, seen))
 
     def _step(self, calibrated_O: np.ndarray, survived_O: np.ndarray, depth_O: np.ndarray) -> None:
+        if not len(depth_O):
+            return
         depth_O = np.minimum(depth_O, _NUM_DEPTHS - 1)
         a_O, b_O = self._fit_D2[depth_O].T
         x_O2 = np.stack([(calibrated_O - b_O) / a_O, np.ones(len(depth_O))], axis=1)
@@ -69,6 +69,23 @@ class Calibration:
         pull_D2 = slope_D2 + forgotten * (self._shared_2 - self._fit_D2) @ _TRUST_SHARED
         step_D2 = np.linalg.solve(self._curvature_D22 + _TRUST_SHARED, pull_D2[:, :, None])[:, :, 0]
         self._fit_D2 = np.clip(self._fit_D2 + step_D2, *_BOUNDS)
+
+
+def _observed(
+    trees: TreeBatch, verdicts: list[Verdict], is_shown_B: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(logit of the calibrated confidence, whether it survived, depth - 1) of every node below an accepted one."""
+    offsets, depth_N = trees.offsets.numpy(), trees.depth_N.numpy()
+    weight_N = trees.weight_N.numpy().astype(np.float64)
+    begin_N = np.repeat(offsets[:-1], np.diff(offsets))
+    parent_N = begin_N + np.maximum(trees.parent_N.numpy(), 0)
+    accepted_N = np.zeros(len(depth_N), dtype=bool)
+    accepted_N[offsets[:-1]] = True
+    for begin, verdict in zip(offsets, verdicts, strict=False):
+        accepted_N[[begin + row for row in verdict.path]] = True
+    is_seen_N = (depth_N > 0) & accepted_N[parent_N] & (weight_N[parent_N] > 1e-3)
+    at = np.flatnonzero(is_seen_N & np.repeat(is_shown_B, np.diff(offsets)))
+    return _logit(weight_N[at] / weight_N[parent_N[at]]), accepted_N[at], depth_N[at] - 1
 
 
 def _logit(p: np.ndarray) -> np.ndarray:

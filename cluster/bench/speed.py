@@ -1,7 +1,7 @@
 """`secateur bench latency` and `throughput`: one measurement, read in two ways.
 
-All contestants stay up and take turns, so that whatever else the machine does hits them alike; every round goes the
-other way round. Medians over the rounds, of ratios too: each round gives one.
+All contestants stay up and take turns, so that whatever else the machine does hits them alike; every round asks the
+next prompts and goes the other way round. Medians over the rounds, of ratios too: each round gives one.
 
 A contestant's ceiling is what its drafts would gain if nothing but the two models took time: tokens per step x V(1) /
 (V(N+1) + D), against our own engine without speculation. V are its and that engine's forwards, D is its drafting.
@@ -13,6 +13,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,8 @@ SMALL: tuple[Name, ...] = ("assisted", "draft_model")
 """These need a small model of the target's family."""
 
 NOTES = (
-    "all contestants answer the same prompts with the same number of tokens and take turns; medians over the rounds",
+    "all contestants answer the same prompts with the same number of tokens and take turns, each round the next "
+    "prompts; medians over the rounds",
     "before each new number of requests or temperature ours take a turn that does not count: auto learns what it costs",
     "TPOT is time per output token after the first, mean over the requests; ratios are to our own engine without "
     "speculation in the same round",
@@ -210,15 +212,23 @@ def _measure(
         contestant.take_turn(_jobs(prompts[:1], WARM_TOKENS, 0.0, plan.seed), 1)
     for temperature in plan.temperatures:
         for batch in plan.batches:
-            chosen = [prompts[i % len(prompts)] for i in range(max(batch, plan.num_prompts))]
-            jobs = _jobs(chosen, plan.max_tokens, temperature, plan.seed)
+            turns = _turns(prompts, max(batch, plan.num_prompts), plan, temperature)
             present = [c for c in contestants if c.max_batch is None or batch <= c.max_batch]
-            _round([c for c in present if isinstance(c, Ours)], jobs, batch)  # `auto` learns what this load takes
-            rounds = [_round(present if i % 2 == 0 else present[::-1], jobs, batch) for i in range(plan.rounds)]
+            _round([c for c in present if isinstance(c, Ours)], turns[0], batch)  # `auto` learns what this load takes
+            orders = (present, present[::-1])
+            rounds = [_round(orders[i % 2], jobs, batch) for i, jobs in enumerate(turns)]
             for contestant in present:
                 row = row_of(contestant.name, temperature, batch, rounds)
                 say(f"T={temperature:g}, batch {batch}, {row.contestant}: {row.tpot_ms:.1f} ms per token")
                 yield row
+
+
+def _turns(prompts: Sequence[list[int]], size: int, plan: SpeedPlan, temperature: float) -> list[list[Job]]:
+    """What is asked in each round: the next prompts, so that turns can be short and still all kinds are asked."""
+    endless = cycle(prompts)
+    return [
+        _jobs(list(islice(endless, size)), plan.max_tokens, temperature, plan.seed) for _ in range(plan.rounds)
+    ]
 
 
 def _jobs(prompts: Sequence[list[int]], max_tokens: int, temperature: float, seed: int) -> list[Job]:

@@ -152,7 +152,7 @@ def _speed_plan(base: SpeedPlan, asked: dict[str, Any]) -> SpeedPlan:
 
 def _bench_speed(name: str, args: EngineArgs, plan: SpeedPlan, cache: Path | None, prompts: Path, output: Path) -> None:
     check_drafter(args, plan.nodes)
-    texts = read_prompts(prompts, min(max(plan.num_prompts, *plan.batches), MAX_PROMPTS))
+    texts = read_prompts(prompts, min(max(plan.num_prompts, *plan.batches) * plan.rounds, MAX_PROMPTS))
     try:
         from cluster.bench.speed import run
     except ModuleNotFoundError as error:
