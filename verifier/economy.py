@@ -28,7 +28,7 @@ from verifier.scheduler import Step
 from workers.config import Prices
 from workers.types import DraftCosts, DraftReply, Rule, Verdict
 
-MAX_BACKLOG = 128
+MAX_BACKLOG = 256
 """Tokens that the drafter may be owed by a request that it does not draft for. Feeding later costs no more, and often
 the request is finished before."""
 _FIRST_PATIENCE, _MAX_PATIENCE = 8, 128  # steps between two tries of what is not chosen
