@@ -16,6 +16,8 @@ about sampled trees too. Legend: B requests, N packed rows, K choices.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
@@ -33,10 +35,10 @@ MAX_BACKLOG = 256
 the request is finished before."""
 _FIRST_PATIENCE, _MAX_PATIENCE = 8, 128  # steps between two tries of what is not chosen
 _HYSTERESIS = 1.05
-_PROMISING = 1.05  # a trial that improves the prospects so much is soon repeated
-_LOOK_EVERY = 4  # while drafting is off, steps between two looks at whether it would pay
+_PROMISING = 1.1  # a trial that improves the prospects by more than the machine does itself is soon repeated
+_LOOKS = 8  # while drafting is off, looks between two tries at whether it would pay
 _RATE_OF_REQUEST, _RATE_OF_ALL = 0.1, 0.05
-_FADE = 0.08  # per look: what sets a request apart is forgotten while nothing is drafted
+_FADE = 0.3  # per look: what sets a request apart is forgotten while nothing is drafted
 
 
 class Economy:
@@ -73,24 +75,28 @@ class Economy:
 
     # ---- before a step
 
-    def worthwhile(self, feeds: dict[Request, Feed], step: Step) -> dict[Request, Feed]:
+    def worthwhile(
+        self, requests: list[Request], next_feed: Callable[[Request], Feed | None], step: Step
+    ) -> dict[Request, Feed]:
         """What the drafter shall hear of: no trees that do not pay, and no feeds without trees that can wait."""
         self._num_steps, self._draft_ms = self._num_steps + 1, 0.0
+        rests = not self._is_on and not self._is_time_to_look
+        if rests:
+            self._waited += 1
+            requests = [r for r in requests if not _is_auto(r) or _is_due(r)]
+        feeds = {r: feed for r in requests if (feed := next_feed(r)) is not None}
         auto = [r for r, feed in feeds.items() if feed.num_nodes and _is_auto(r)]
         others = [r for r, feed in feeds.items() if feed.num_nodes and not _is_auto(r)]
-        chosen = set(self._choose(auto, others, step)) if auto else set()
+        chosen = set(self._choose(auto, others, step)) if auto and not rests else set()
         kept = {}
         for request, feed in feeds.items():
             if request in chosen or not _is_auto(request):
                 kept[request] = feed
-            elif len(feed.tokens) > MAX_BACKLOG or request.is_repeated and request.num_fed < request.num_prompt:
+            elif _is_due(request):
                 kept[request] = Feed(feed.tokens, 0, 0)
         return kept
 
     def _choose(self, auto: list[Request], others: list[Request], step: Step) -> list[Request]:
-        if not self._is_on and self._waited % _LOOK_EVERY:
-            self._waited += 1
-            return []
         _, num_nodes = self._tree.mean
         num_levels, num_run = self._growth.mean
         ranked = sorted(auto, key=self._gain_of, reverse=True)
@@ -124,6 +130,11 @@ class Economy:
         if self._waited > self._patience:
             self._is_trial = True
             self._waited, self._patience = 0, min(2 * self._patience, _MAX_PATIENCE)
+
+    @property
+    def _is_time_to_look(self) -> bool:
+        """At costs, prospects and the batch while drafting is off: rarely, as it takes time itself."""
+        return self._waited % max(1, self._patience // _LOOKS) == 0
 
     def _gain_of(self, request: Request) -> float:
         return max(0.0, float(self._tree.mean[0]) + request.draft_bonus)
@@ -176,7 +187,7 @@ class Economy:
         """What a step brought, and what it took. Costs nothing where nobody asks for `auto`."""
         if not any(map(_is_auto, step.decode)):
             return
-        if not self._draft_ms and self._waited % _LOOK_EVERY:
+        if not self._draft_ms and not self._is_time_to_look:
             return
         rest_ms = 1e3 * seconds - self._draft_ms
         num_rows = len(drafts.trees.token_N) + _num_rows(step) - len(step.decode)
@@ -207,6 +218,11 @@ class _Average:
     def add(self, value: np.ndarray) -> None:
         self._count += 1
         self.mean = self.mean + max(_RATE_OF_ALL, 1 / self._count) * (value - self.mean)
+
+
+def _is_due(request: Request) -> bool:
+    """Whether a request must be fed even without a tree."""
+    return _backlog(request) > MAX_BACKLOG or request.is_repeated and request.num_fed < request.num_prompt
 
 
 def _is_auto(request: Request) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from functools import partial
 
 from verifier.accept import judge
 from verifier.costs import UNPROFILED, RowCosts
@@ -186,8 +187,7 @@ class Engine:
 
     def _draft(self, step: Step) -> Drafts:
         """Feeds the drafter what was committed since it last heard, and gets the trees of all decoding requests."""
-        feeds = {r: feed for r in self._running if (feed := next_feed(r, self._config)) is not None}
-        feeds = self._economy.worthwhile(feeds, step)
+        feeds = self._economy.worthwhile(self._running, partial(next_feed, config=self._config), step)
         reply = None
         if feeds:
             assert self._drafter is not None

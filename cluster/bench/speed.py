@@ -149,7 +149,7 @@ def _contestants(config: EngineConfig, plan: SpeedPlan, small: Path | None, say:
         for name in asked:
             if name in PEERS:
                 continue
-            drafter = _drafter(name, config.draft, plan, small)
+            drafter = drafter_of(name, config.draft, plan, small)
             if drafter not in engines:
                 say(f"starting {name}")
                 engines[drafter] = stack.enter_context(Runner(replace(config, draft=drafter)))
@@ -160,7 +160,7 @@ def _contestants(config: EngineConfig, plan: SpeedPlan, small: Path | None, say:
         yield found
 
 
-def _drafter(name: Name, draft: DraftConfig, plan: SpeedPlan, small: Path | None) -> DraftConfig | None:
+def drafter_of(name: Name, draft: DraftConfig, plan: SpeedPlan, small: Path | None = None) -> DraftConfig | None:
     """`dynamic` and `auto` have the same, so that one engine serves both: its requests ask for either."""
     match name:
         case "off":

@@ -1,0 +1,172 @@
+"""`auto` beside no speculation and the fixed shapes, all in one process on one copy of the weights.
+
+    python tests/bench/one_process.py [--target-cost 300m] [--batches 2 8] [--temperatures 0] [--rounds 6] [--out DIR]
+
+`secateur bench throughput` compares running services, each with its own copy of the target. On a shared machine such
+copies are not equal: the same forward takes up to a fifth longer in one process than in another, for as long as they
+live. Here nothing differs but the shape. The drafter answers in the engine's process, over the wire's format; a second
+core is not used, nor needed, since one side always waits for the other. Everybody answers the same prompts in a round,
+each round the next ones; a first round does not count. Time per output token after the first, medians over the rounds
+of ratios to no speculation. Prints Markdown; --out also writes JSON named after the date and the target.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import cycle, islice
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent.parent)]
+
+import cluster.bench  # noqa: E402, F401, I001  # memory as workers have it, before torch is asked for any
+import torch  # noqa: E402
+from cluster.bench.setup import scaled, workload  # noqa: E402
+from cluster.bench.speed import drafter_of  # noqa: E402
+from drafter.eagle3 import Eagle3Head  # noqa: E402
+from drafter.propose import FeatureProposer  # noqa: E402
+from drafter.shape import make_shape  # noqa: E402
+from fakes import FakeChannel  # noqa: E402
+from secateur.bench import SpeedPlan, TargetSize  # noqa: E402
+from secateur.config import EngineArgs  # noqa: E402
+from secateur.prompts import BUNDLED_PROMPTS, read_prompts  # noqa: E402
+from verifier.costs import RowCosts, profile  # noqa: E402
+from verifier.engine import Engine  # noqa: E402
+from verifier.target import Target  # noqa: E402
+from workers.checkpoint import read_spec  # noqa: E402
+from workers.config import EngineConfig  # noqa: E402
+from workers.eagle3_format import FeatureFusion, read_eagle3_spec  # noqa: E402
+from workers.ipc import Decoder as Frames  # noqa: E402
+from workers.ipc import FrameSocket, Speculation, StepOutput, Submit, encode  # noqa: E402
+from workers.model import Decoder  # noqa: E402
+from workers.types import SamplingParams  # noqa: E402
+
+SHAPES = ("off", "chain", "static", "auto")
+"""As `secateur bench throughput` has them."""
+
+
+@dataclass(frozen=True)
+class Models:
+    """What all engines share."""
+
+    decoder: Decoder
+    fusion: FeatureFusion
+    head: Eagle3Head
+
+    @staticmethod
+    def load(config: EngineConfig) -> Models:
+        assert config.draft is not None
+        spec = read_spec(config.model_path)
+        head = read_eagle3_spec(config.draft.model_path, spec)
+        return Models(
+            Decoder.load(config.model_path, spec, tap_layers=head.tap_layers),
+            FeatureFusion.load(config.draft.model_path, head),
+            Eagle3Head.load(config.draft.model_path, config.model_path),
+        )
+
+
+@dataclass
+class Contestant:
+    """One engine and its front."""
+
+    engine: Engine
+    front: socket.socket
+    speculation: Speculation
+    frames: Frames = field(default_factory=Frames)
+
+    def seconds_per_token(self, prompts: list[list[int]], num_tokens: int, temperature: float) -> float:
+        """After the first, mean over the prompts, all asked at once."""
+        for number, prompt in enumerate(prompts):
+            sampling = SamplingParams(temperature=temperature, seed=number)
+            submit = Submit(
+                id=number, prompt=prompt, max_tokens=num_tokens, sampling=sampling, ignore_eos=True,
+                speculation=self.speculation,
+            )  # fmt: skip
+            self.front.sendall(encode(submit))
+        first: dict[int, float] = {}
+        last: dict[int, float] = {}
+        while len(last) < len(prompts):
+            self.engine.step()
+            now = time.perf_counter()
+            for frame in self.frames.feed(self.front.recv(1 << 20)):
+                assert isinstance(frame, StepOutput)
+                for chunk in frame.chunks:
+                    first.setdefault(chunk.id, now)
+                    if chunk.finish_reason is not None:
+                        last[chunk.id] = now
+        return statistics.mean((last[i] - first[i]) / (num_tokens - 1) for i in first)
+
+
+@contextmanager
+def contestant(name: str, config: EngineConfig, models: Models, costs: RowCosts | None) -> Iterator[Contestant]:
+    assert config.draft is not None and config.num_pages is not None
+    draft = drafter_of(name, config.draft, SpeedPlan.throughput())  # type: ignore[arg-type]
+    config = replace(config, draft=draft)
+    num_slots = config.num_pages * config.page_size
+    target = Target(
+        models.decoder, models.decoder.new_kv_pool(num_slots), config.page_size, None, models.fusion if draft else None
+    )
+    drafter = None
+    if draft is not None:
+        proposer = FeatureProposer(models.head, models.head.new_kv_pool(num_slots), config.page_size, config.tree_rows)
+        drafter = FakeChannel(proposer, make_shape(draft.tree))  # type: ignore[arg-type]
+    engine_end, front = socket.socketpair()
+    with engine_end, front:
+        engine = Engine(
+            config, target, drafter, FrameSocket(engine_end), config.num_pages,  # type: ignore[arg-type]
+            costs or profile(target, config, config.num_pages),
+        )  # fmt: skip
+        yield Contestant(engine, front, Speculation(auto=name == "auto"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target-cost", type=TargetSize.parse)
+    parser.add_argument("--cache", type=Path)
+    parser.add_argument("--batches", type=int, nargs="+", default=[2, 4, 8, 16, 32])
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--max-tokens", type=int, default=32)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = []
+    with scaled(EngineArgs(), args.target_cost, args.cache, print) as engine_args, ExitStack() as stack:
+        texts = read_prompts(BUNDLED_PROMPTS, 50)
+        config, prompts = workload(engine_args, texts, max_tokens=args.max_tokens, max_num_seqs=max(args.batches))
+        models = Models.load(config)
+        contestants = {name: stack.enter_context(contestant(name, config, models, None)) for name in SHAPES}
+        print(f"| T | requests | ms per token, off | {' | '.join(SHAPES[1:])} |\n|---|---|---{'|---' * 3}|")
+        for temperature in args.temperatures:
+            for batch in args.batches:
+                endless = cycle(prompts)
+                seen: list[dict[str, float]] = []
+                for number in range(args.rounds + 1):
+                    chosen = list(islice(endless, batch))
+                    order = SHAPES if number % 2 else SHAPES[::-1]
+                    seen.append(
+                        {n: contestants[n].seconds_per_token(chosen, args.max_tokens, temperature) for n in order}
+                    )
+                ratio = {n: statistics.median(turn["off"] / turn[n] for turn in seen[1:]) for n in SHAPES[1:]}
+                off_ms = 1e3 * statistics.median(turn["off"] for turn in seen[1:])
+                rows.append({"temperature": temperature, "batch": batch, "off_ms": round(off_ms, 2)} | ratio)
+                cells = " | ".join(f"{ratio[name]:.2f}" for name in SHAPES[1:])
+                print(f"| {temperature:g} | {batch} | {off_ms:.1f} | {cells} |", flush=True)
+    if args.out is not None:
+        about = {"hardware": "CPU, one thread", "torch": torch.__version__, "dtype": "float32"}
+        about |= {"target": str(args.target_cost or "bundled"), "rounds": args.rounds, "max_tokens": args.max_tokens}
+        mark = args.target_cost or "bundled"
+        path = args.out / f"{datetime.date.today()}-one-process-{mark}.json"
+        path.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
