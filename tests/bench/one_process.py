@@ -155,7 +155,7 @@ def main() -> None:
                     seen.append(
                         {n: contestants[n].seconds_per_token(chosen, args.max_tokens, temperature) for n in order}
                     )
-                ratio = {n: statistics.median(turn["off"] / turn[n] for turn in seen[1:]) for n in SHAPES[1:]}
+                ratio = {n: round(statistics.median(t["off"] / t[n] for t in seen[1:]), 3) for n in SHAPES[1:]}
                 off_ms = 1e3 * statistics.median(turn["off"] for turn in seen[1:])
                 rows.append({"temperature": temperature, "batch": batch, "off_ms": round(off_ms, 2)} | ratio)
                 cells = " | ".join(f"{ratio[name]:.2f}" for name in SHAPES[1:])
