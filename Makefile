@@ -40,7 +40,7 @@ gpu: ## tests and benchmarks on a CUDA machine, with the interpreter PYTHON as i
 	do PYTHONPATH=. $(PYTHON) -m secateur.cli bench $$command --device cuda --output $(RESULTS); done; \
 	else echo 'make gpu: no CUDA device here, so nothing was measured'; fi
 
-bench: $(VENV)/.installed-test ## measure acceptance, speed, the parts of a step, a service and predictions (90 minutes)
+bench: $(VENV)/.installed-test ## measure acceptance, speed, the parts of a step, a service and predictions (some three hours)
 	$(BIN)/python tests/bench/pruning.py
 	$(BIN)/python tests/bench/sampler.py
 	$(BIN)/python tests/bench/sampler.py --target-cost 300m --rounds 6
