@@ -18,6 +18,11 @@ HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
 """torch asks Linux for 2 MiB pages under tensors as large: forwards of 300 M parameters on CPU take 3 to 10 % less, and
 it matters less where the 4 KiB pages of a process happen to lie. Read at the first allocation."""
 
+KEPT_BYTES, KEPT_BLOCK_BYTES = 1 << 30, 32 << 20
+"""What glibc may keep of freed memory, and the largest blocks it does so with (it allows no more). Left to itself it
+gives blocks aligned for huge pages back at once, and each layer's gathered keys fault their pages in anew: with 32
+requests of 100 tokens a forward of the bundled target took 18 ms instead of 6."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
@@ -72,6 +77,7 @@ def worker_env(config: EngineConfig, rank: int) -> dict[str, str]:
     env = {"TOKENIZERS_PARALLELISM": "false"}
     if config.device == "cpu":
         env |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **HUGE_PAGES}
+        env |= {"MALLOC_TRIM_THRESHOLD_": str(KEPT_BYTES), "MALLOC_MMAP_THRESHOLD_": str(KEPT_BLOCK_BYTES)}
     elif seat.is_shared:
         env |= {
             "NCCL_HOSTID": f"secateur-{os.getpid()}-{rank}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -90,6 +91,24 @@ def test_ranks_on_one_device_get_host_ids_of_their_own() -> None:
 
 def test_a_worker_on_cpu_gets_one_thread() -> None:
     assert worker_env(config(device="cpu"), 0)["OMP_NUM_THREADS"] == "1"
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators have other habits")
+def test_a_worker_on_cpu_keeps_the_memory_it_has_freed() -> None:
+    # As attention does in each layer: gather some MiB, and let go of them.
+    program = """if True:
+        import resource, torch
+        pool, slots = torch.ones(4096, 256), torch.arange(3200)
+        def faults():
+            return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(8): pool.index_select(0, slots).relu()
+        before = faults()
+        for _ in range(64): pool.index_select(0, slots).relu()
+        print(faults() - before)
+    """
+    environment = os.environ | worker_env(config(device="cpu"), 0)
+    told = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert int(told.stdout) < 64
 
 
 GRANTS = Path("/sys/kernel/mm/transparent_hugepage/enabled")
