@@ -14,10 +14,15 @@ from fakes import Bench, Counting, RandomLanguage, say
 
 from verifier import costs, economy
 from verifier.calibration import Calibration
-from verifier.costs import Bill, RowCosts, profile
+from verifier.costs import UNPROFILED, Bill, RowCosts, profile
+from verifier.economy import Economy
+from verifier.pack import Feed
+from verifier.request import Request
+from verifier.scheduler import Step
+from workers import config
 from workers.config import PruneConfig, TreeConfig
-from workers.ipc import Speculation
-from workers.types import SamplingParams, Verdict
+from workers.ipc import Speculation, Submit
+from workers.types import Rule, SamplingParams, TreeLimits, Verdict
 
 torch.set_num_threads(1)
 
@@ -212,6 +217,28 @@ def test_auto_verifies_far_fewer_nodes_than_a_full_tree_and_accepts_as_much():
     assert auto.tokens == fixed.tokens and auto.rate > fixed.rate
     assert auto.verified_per_token < 0.8 * fixed.verified_per_token
     assert auto.acceptance_length > 0.95 * fixed.acceptance_length
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_where_drafting_never_pays_tries_take_a_hundredth_of_the_time(batch):
+    with bench(DEAR_DRAFTS) as b:
+        b.run(AUTO, batch, 0.0, num_prompts=8, num_tokens=64)  # learns
+        off, auto = (b.run(asked, batch, 0.0, num_prompts=16, num_tokens=64) for asked in (OFF, AUTO))
+    assert auto.tokens == off.tokens
+    assert auto.rate > 0.98 * off.rate and auto.stats.num_drafts > 0
+
+
+@pytest.mark.parametrize(("draft", "pays"), [(10.0, False), (1.0, True)])
+@pytest.mark.parametrize("num_prompt_rows", [0, 2000])
+def test_prompts_of_the_same_step_do_not_make_drafting_pay(draft, pays, num_prompt_rows):
+    deciding = Economy(UNPROFILED, config.Prices(step=3, row=0.5, draft=draft, level=0.1))
+    decode, joining = [
+        Request(Submit(id=n, prompt=[1] * 2000, max_tokens=64), Rule.COUPLED, TreeLimits(num_nodes=16, auto=True), 0)
+        for n in range(2)
+    ]
+    prefill = [(joining, slice(0, num_prompt_rows))] if num_prompt_rows else []
+    step = Step(preempted=[], shared=[], pages=[], decode=[decode], prefill=prefill)
+    assert bool(deciding.worthwhile([decode], {decode: Feed([1], 16, 8)}.get, step)) == pays
 
 
 def test_auto_comes_back_when_drafting_pays_again():

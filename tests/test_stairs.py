@@ -193,9 +193,9 @@ def test_what_a_step_took_counts_for_its_whole_bucket():
         drafts = Drafts(trees=tree, probs=None, verified=[[num_rows - 1]], pruned=[[]])
         for seconds in (0.020, 0.025, 0.031):
             economy.learn(step_of(decode), drafts, [Verdict((1,), (0, 0), num_rows - 1, num_rows - 1)], seconds)
-        learnt.append(economy._rest_ms(np.arange(1, 65), 1, 1))
+        learnt.append(economy._step_ms(step_of(decode), np.arange(64), 1))
     unlearnt = Economy(timed(0.5))
-    unlearnt_ms = unlearnt._rest_ms(np.arange(1, 65), 1, 1)
+    unlearnt_ms = unlearnt._step_ms(step_of(decode), np.arange(64), 1)
     assert (learnt[0] == learnt[1]).all() and (learnt[0] != unlearnt_ms).any()
     for begin, end in itertools.pairwise(n for n in ENDS if n <= 64):
         assert len(set(learnt[0][begin:end])) == 1 and learnt[0][begin] > learnt[0][begin - 1]

@@ -9,9 +9,9 @@ without drafts. Chosen is the k for which a token more for everybody takes least
 k = 0, plain decoding, is one of the choices. This is what makes n requests of a length finish soonest. (Tokens per
 millisecond of the step at hand would not: they are most if a few easy requests are drafted for at the expense of the
 others, which then go on alone.) The choice between drafting and not drafting is put to the test: the other one is tried
-for a step now and then, ever more rarely while it keeps losing. How large the trees of those k are is then up to the
-drafter (`drafter.budget`), by the same numbers. Everything here depends on past steps alone, so that it may decide
-about sampled trees too. Legend: B requests, N packed rows, K choices.
+for a step now and then, as often as a hundredth of the time pays for what is lost by it. How large the trees of those k
+are is then up to the drafter (`drafter.budget`), by the same numbers. Everything here depends on past steps alone, so
+that it may decide about sampled trees too. Legend: B requests, N packed rows, K choices.
 """
 
 from __future__ import annotations
@@ -33,10 +33,9 @@ from workers.types import DraftCosts, DraftReply, Rule, Verdict
 MAX_BACKLOG = 256
 """Tokens that the drafter may be owed by a request that it does not draft for. Feeding later costs no more, and often
 the request is finished before."""
-_FIRST_PATIENCE, _MAX_PATIENCE = 8, 128  # steps between two tries of what is not chosen
+_TRY_SHARE = 0.01  # of all time may be lost to tries of what is not chosen
+_LOOK_EVERY = 8  # steps; between two tries, and while drafting is off between two looks at whether it would pay
 _HYSTERESIS = 1.05
-_PROMISING = 1.1  # a trial that improves the prospects by more than the machine does itself is soon repeated
-_LOOKS = 8  # while drafting is off, looks between two tries at whether it would pay
 _RATE_OF_REQUEST, _RATE_OF_ALL = 0.1, 0.05
 _FADE = 0.3  # per look: what sets a request apart is forgotten while nothing is drafted
 
@@ -60,7 +59,7 @@ class Economy:
             self._draft_bill = Bill(draft, doubts=draft, has_scale=False)
             self._rest_bill = Bill(
                 [0.05 * row, 1.0, 0.02 * row, 0.02 * row, 0.02 * row],
-                doubts=[0.1 * row, 0.25, 0.05 * row, 0.1 * row, 0.1 * row],
+                doubts=[0.1 * row, 0.25, 0.05 * row, 0.3 * row, 0.1 * row],
             )
         self._calibration = Calibration()
         # What a tree adds and what it takes; hopeful until seen.
@@ -68,7 +67,8 @@ class Economy:
         self._growth = _Average(np.array([3.0, 4.0]))  # levels of a batch, nodes run per tree
         self._is_on = True
         self._is_trial = False
-        self._waited, self._patience = _FIRST_PATIENCE - 2, _FIRST_PATIENCE  # the first try is soon: all is guessed yet
+        self._waited = _LOOK_EVERY - 2  # the first try is soon: all is guessed yet
+        self._owed_ms = 0.0  # lost to tries, beyond their share so far
         self._advantage = 1.0  # of drafting, as expected of the last step
         self._num_steps = 0
         self._draft_ms = 0.0  # paid in this step
@@ -79,7 +79,7 @@ class Economy:
         self, requests: list[Request], next_feed: Callable[[Request], Feed | None], step: Step
     ) -> dict[Request, Feed]:
         """What the drafter shall hear of: no trees that do not pay, and no feeds without trees that can wait."""
-        self._num_steps, self._draft_ms = self._num_steps + 1, 0.0
+        self._num_steps, self._draft_ms, self._is_trial = self._num_steps + 1, 0.0, False
         rests = not self._is_on and not self._is_time_to_look
         if rests:
             self._waited += 1
@@ -104,9 +104,7 @@ class Economy:
         saved_K = np.cumsum([sum(map(self._saving_of, others)), *map(self._saving_of, ranked)])
         other_nodes = sum(r.limits.num_nodes for r in others if r.limits)
         trees_K = count_K + len(others)
-        num_rows = _num_rows(step)
-        rows_K = num_rows + other_nodes + count_K * num_nodes
-        rest_ms_K = self._rest_ms(rows_K, len(step.decode), trees_K)
+        rest_ms_K = self._step_ms(step, other_nodes + count_K * num_nodes, trees_K)
         fed_K = np.cumsum([sum(map(self._fed_per_step, others)), *map(self._fed_per_step, ranked)])
         draft_ms_K = self._draft_bill.price(1, fed_K, num_levels - 1, num_run * trees_K)
         pace_K = 1 / ((len(step.decode) - saved_K) * (rest_ms_K + draft_ms_K * (trees_K > 0)))
@@ -119,22 +117,19 @@ class Economy:
     def _weigh(self, advantage: float) -> None:
         """Settles whether drafting is on and whether this step tries the opposite. `advantage`: the expected pace with
         drafts over the one without."""
-        moved = advantage / self._advantage if not self._is_on else self._advantage / advantage
-        if self._is_trial and moved > _PROMISING:
-            self._patience = _FIRST_PATIENCE
-        self._advantage, self._is_trial = advantage, False
+        self._advantage = advantage
         prefers = advantage * _HYSTERESIS > 1 if self._is_on else advantage > _HYSTERESIS
         if prefers != self._is_on:
-            self._is_on, self._waited, self._patience = prefers, 0, _FIRST_PATIENCE
+            self._is_on, self._waited = prefers, 0
         self._waited += 1
-        if self._waited > self._patience:
-            self._is_trial = True
-            self._waited, self._patience = 0, min(2 * self._patience, _MAX_PATIENCE)
+        self._is_trial = self._waited > _LOOK_EVERY and not self._owed_ms
+        if self._is_trial:
+            self._waited = 0
 
     @property
     def _is_time_to_look(self) -> bool:
         """At costs, prospects and the batch while drafting is off: rarely, as it takes time itself."""
-        return self._waited % max(1, self._patience // _LOOKS) == 0
+        return self._waited % _LOOK_EVERY == 0
 
     def _gain_of(self, request: Request) -> float:
         return max(0.0, float(self._tree.mean[0]) + request.draft_bonus)
@@ -149,9 +144,22 @@ class Economy:
         num_steps = (request.submit.max_tokens - request.num_output) / num_tokens
         return num_tokens + _backlog(request) / max(1.0, num_steps)
 
-    def _rest_ms(self, num_rows: np.ndarray, num_requests: int, num_trees: np.ndarray | int) -> np.ndarray:
-        """What a step of so many rows takes beside drafting."""
-        return self._rest_bill.price(1, self._verify.ms(num_rows), num_requests, np.sign(num_trees), num_trees)
+    def _step_ms(self, step: Step, num_nodes: np.ndarray | int, num_trees: np.ndarray | int) -> np.ndarray:
+        """What a step with so many nodes takes beside drafting and prompts: those must be computed some time whatever
+        is drafted, and make no token of this step dearer."""
+        table_ms = self._verify.ms(_num_rows(step) + num_nodes)
+        with_prompts = self._rest_bill.price(1, table_ms, len(step.decode), np.sign(num_trees), num_trees)
+        return with_prompts - self._prompts_ms(step)
+
+    def _prompts_ms(self, step: Step) -> float:
+        table_ms = self._verify.ms(_num_rows(step)) - self._verify.ms(len(step.decode))
+        return float(self._rest_bill.price(0, table_ms, 0, 0, 0))
+
+    def _otherwise_ms(self, step: Step, verdicts: list[Verdict]) -> float:
+        """What a try's tokens would have taken without it."""
+        num_tokens = sum(len(verdict.tokens) for verdict in verdicts[: len(step.decode)]) / len(step.decode)
+        usual_ms = float(self._step_ms(step, 0, 0)) / (self._advantage if self._is_on else 1)
+        return self._prompts_ms(step) + num_tokens * usual_ms
 
     def costs(self, feeds: dict[Request, Feed], step: Step) -> DraftCosts | None:
         """For the drafter; None if nobody asks for `auto`."""
@@ -164,9 +172,7 @@ class Economy:
         prices = [self._draft_bill.price(*bill) for bill in ((1, _num_fed(feeds), 0, 0), (0, 0, 1, 0), (0, 0, 0, 1))]
         return DraftCosts(
             nodes_T=torch.from_numpy(nodes_T.astype(np.int32)),
-            verify_ms_T=torch.from_numpy(
-                self._rest_ms(num_rows + nodes_T, len(step.decode), num_trees).astype(np.float32)
-            ),
+            verify_ms_T=torch.from_numpy(self._step_ms(step, nodes_T, num_trees).astype(np.float32)),
             draft_ms_3=torch.tensor(prices, dtype=torch.float32),
             sure_1=torch.tensor([len(step.decode)], dtype=torch.float32),
             calibration_D2=torch.from_numpy(self._calibration.fit_D2),
@@ -187,6 +193,9 @@ class Economy:
         """What a step brought, and what it took. Costs nothing where nobody asks for `auto`."""
         if not any(map(_is_auto, step.decode)):
             return
+        self._owed_ms = max(0.0, self._owed_ms - _TRY_SHARE * 1e3 * seconds)
+        if self._is_trial:
+            self._owed_ms += max(0.0, 1e3 * seconds - self._otherwise_ms(step, verdicts))
         if not self._draft_ms and not self._is_time_to_look:
             return
         rest_ms = 1e3 * seconds - self._draft_ms
