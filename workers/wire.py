@@ -1,9 +1,8 @@
 """The only place that knows field order and width on the wire: message <-> one flat uint8 buffer.
 
-Layout of a body: a table of int32 dims (scalars, then every field's shape, -1 for an
-absent part), then each tensor's bytes, each aligned to 16. A message's one bulk field (features) comes last, so
-that on CUDA it can stay on the device while the rest is read on the host. Collectives refuse uint16, int16 and
-uint64, so everything travels as bytes.
+Layout of a body: a table of int32 dims (scalars, then every field's shape, -1 for an absent part), then each tensor's
+bytes, each aligned to 16. A message's one bulk field (features) comes last, so that on CUDA it can stay on the device
+while the rest is read on the host. Collectives refuse uint16, int16 and uint64, so everything travels as bytes.
 """
 
 from __future__ import annotations
