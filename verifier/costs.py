@@ -10,16 +10,16 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from verifier.pack import pack_target
 from verifier.request import Request
 from verifier.target import Target
+from verifier.tree import chains
 from workers.config import EngineConfig, Prices
 from workers.graphs import bucket
 from workers.graphs import sizes as graph_sizes
 from workers.ipc import Submit
-from workers.types import NodeKind, Rule, TreeBatch
+from workers.types import Rule
 
 _FIRST_ROUND_S, _PROFILE_S = 0.4, 1.2
 """Start-up time spent on the table's sizes and on all of it, more or less; a slow target takes what two rounds take."""
@@ -94,24 +94,10 @@ def _timed(target: Target, config: EngineConfig, num_pages: int, num_rows: int) 
     sizes = [size] * (num_rows // size) + [num_rows % size] * (num_rows % size > 0)
     request = Request(Submit(id=0, prompt=[0] * (num_slots - size + 1), max_tokens=1), Rule.COUPLED, None, 0)
     request.pages = list(range(1, 1 + -(-num_slots // config.page_size)))
-    step = pack_target(_chains(sizes), [request] * len(sizes), [], [], config.page_size, ())
+    step = pack_target(chains(sizes), [request] * len(sizes), [], [], config.page_size, ())
     began = time.perf_counter()
     target.run(step, 0)
     return 1e3 * (time.perf_counter() - began)
-
-
-def _chains(sizes: list[int]) -> TreeBatch:
-    row_N = np.concatenate([np.arange(size, dtype=np.int32) for size in sizes])
-    count = len(row_N)
-    return TreeBatch(
-        offsets=torch.tensor([0, *np.cumsum(sizes)], dtype=torch.int32),
-        token_N=torch.zeros(count, dtype=torch.int32),
-        parent_N=torch.from_numpy(row_N - 1),
-        depth_N=torch.from_numpy(row_N),
-        ancestors_N=torch.from_numpy((np.int64(2) << row_N.astype(np.int64)) - 1),
-        kind_N=torch.where(torch.from_numpy(row_N) > 0, NodeKind.DETERMINISTIC, NodeKind.ROOT).to(torch.uint8),
-        weight_N=torch.ones(count),
-    )
 
 
 def given(prices: Prices) -> RowCosts:

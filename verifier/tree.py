@@ -94,6 +94,22 @@ def _bare_roots(count: int) -> TreeBatch:
     )
 
 
+def chains(sizes: list[int]) -> TreeBatch:
+    """Trees without branches, of so many rows each, roots included: what a step of them takes is any tree's time. All
+    tokens are 0."""
+    row_N = np.concatenate([np.arange(size, dtype=np.int32) for size in sizes])
+    count = len(row_N)
+    return TreeBatch(
+        offsets=torch.tensor([0, *np.cumsum(sizes)], dtype=torch.int32),
+        token_N=torch.zeros(count, dtype=torch.int32),
+        parent_N=torch.from_numpy(row_N - 1),
+        depth_N=torch.from_numpy(row_N),
+        ancestors_N=torch.from_numpy((np.int64(2) << row_N.astype(np.int64)) - 1),
+        kind_N=torch.where(torch.from_numpy(row_N) > 0, NodeKind.DETERMINISTIC, NodeKind.ROOT).to(torch.uint8),
+        weight_N=torch.ones(count),
+    )
+
+
 def with_bare_roots(
     trees: TreeBatch, probs: DraftProbs | None, drafted: list[bool], root_tokens: list[int]
 ) -> tuple[TreeBatch, DraftProbs | None]:

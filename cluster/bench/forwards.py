@@ -10,16 +10,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-import numpy as np
-import torch
-
 from verifier.pack import pack_target
 from verifier.request import Request
+from verifier.tree import chains
 from verifier.worker import load
 from workers import groups
 from workers.config import EngineConfig
 from workers.ipc import Submit
-from workers.types import NodeKind, Rule, TreeBatch
+from workers.types import Rule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +43,7 @@ class Forwards:
             submit = Submit(id=b, prompt=[0] * shape.context, max_tokens=1)
             requests.append(Request(submit, Rule.COUPLED, None, 0))
             requests[b].pages = list(range(1 + b * num_pages, 1 + (b + 1) * num_pages))
-        step = pack_target(_chains(shape), requests, [], [], page_size, ())
+        step = pack_target(chains([shape.rows] * shape.batch), requests, [], [], page_size, ())
         began = time.perf_counter()
         self._run(step, 0)  # ends with the drawn tokens on the host, so nothing is still under way on a GPU
         return 1e3 * (time.perf_counter() - began)
@@ -71,18 +69,3 @@ def loaded(config: EngineConfig, shapes: list[Shape]) -> Iterator[Forwards]:
     finally:
         groups.leave()
         del store
-
-
-def _chains(shape: Shape) -> TreeBatch:
-    """`batch` trees without branches: what a row costs does not depend on where in the tree it is."""
-    row_N = np.tile(np.arange(shape.rows, dtype=np.int32), shape.batch)
-    count = len(row_N)
-    return TreeBatch(
-        offsets=torch.arange(0, count + 1, shape.rows, dtype=torch.int32),
-        token_N=torch.zeros(count, dtype=torch.int32),
-        parent_N=torch.from_numpy(row_N - 1),
-        depth_N=torch.from_numpy(row_N),
-        ancestors_N=torch.from_numpy((np.int64(2) << row_N.astype(np.int64)) - 1),
-        kind_N=torch.where(torch.from_numpy(row_N) > 0, NodeKind.DETERMINISTIC, NodeKind.ROOT).to(torch.uint8),
-        weight_N=torch.ones(count),
-    )
