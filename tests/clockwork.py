@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import numpy as np
+from engine_here import EngineHere, Pair, engine_here
 from engines import BUNDLED, DYNAMIC, bundled, prompts
-from fakes import FakeChannel
 
-from drafter.eagle3 import Eagle3Head
 from drafter.level import Level
 from drafter.propose import FeatureProposer
-from drafter.shape import make_shape
 from verifier import engine
 from verifier.costs import RowCosts
 from verifier.target import Target
-from workers.checkpoint import read_spec
-from workers.eagle3_format import FeatureFusion, read_eagle3_spec
-from workers.ipc import Decoder as Frames
-from workers.ipc import EngineStats, FrameSocket, Speculation, StepOutput, Submit, encode
-from workers.model import Decoder
+from workers.ipc import EngineStats, Speculation, Submit
 from workers.types import DraftRequest, SamplingParams, TargetStep
 
 OFF, FIXED, AUTO = Speculation(enabled=False), Speculation(auto=False), Speculation(auto=True)
@@ -82,7 +76,9 @@ class Clock:
 
 
 class _Target(Target):
-    clock: Clock
+    def __init__(self, clock: Clock, *own: Any) -> None:
+        super().__init__(*own)
+        self.clock = clock
 
     def run(self, step: TargetStep, number: int) -> list[int]:
         prices, first_rows = self.clock.prices, step.query_offsets[:-1].long()
@@ -92,7 +88,9 @@ class _Target(Target):
 
 
 class _Proposer(FeatureProposer):
-    clock: Clock
+    def __init__(self, clock: Clock, *own: Any) -> None:
+        super().__init__(*own)
+        self.clock = clock
 
     def extend(self, request: DraftRequest):  # type: ignore[no-untyped-def]
         prices = self.clock.prices
@@ -105,23 +103,21 @@ class _Proposer(FeatureProposer):
 
 
 @cache
-def _pair() -> tuple[Decoder, FeatureFusion, Eagle3Head]:
-    target = BUNDLED / "target"
-    head = read_eagle3_spec(BUNDLED / "eagle3", read_spec(target))
-    decoder = Decoder.load(target, read_spec(target), tap_layers=head.tap_layers)
-    fusion = FeatureFusion.load(BUNDLED / "eagle3", head, device=decoder.device, dtype=decoder.dtype)
-    return decoder, fusion, Eagle3Head.load(BUNDLED / "eagle3", target)
+def _pair() -> Pair:
+    return Pair.load(BUNDLED / "target", BUNDLED / "eagle3")
 
 
 @dataclass
 class Bench:
-    """One engine and its front; see `bench`."""
+    """An engine and its clock; see `bench`."""
 
-    engine: engine.Engine
-    front: socket.socket
+    here: EngineHere
     clock: Clock
-    _frames: Frames = field(default_factory=Frames)
     _num_submitted: int = 0
+
+    @property
+    def engine(self) -> engine.Engine:
+        return self.here.engine
 
     def run(
         self, speculation: Speculation, batch: int, temperature: float, num_prompts: int = 12, num_tokens: int = 64
@@ -139,46 +135,25 @@ class Bench:
                     id=self._num_submitted, prompt=prompt, max_tokens=num_tokens, sampling=sampling, ignore_eos=True,
                     speculation=speculation,
                 )  # fmt: skip
-                self.front.sendall(encode(submit))
+                self.here.submit(submit)
                 tokens[self._num_submitted] = []
                 self._num_submitted += 1
                 num_open += 1
-            self.engine.step()
-            for chunk in self._chunks():
+            for chunk in self.here.step():
                 tokens[chunk.id] += chunk.tokens
                 num_open -= chunk.finish_reason is not None
         return Run(list(tokens.values()), self.clock.ms - began, self.engine._stats)
-
-    def _chunks(self):  # type: ignore[no-untyped-def]
-        try:
-            data = self.front.recv(1 << 20)
-        except BlockingIOError:
-            return
-        for frame in self._frames.feed(data):
-            assert isinstance(frame, StepOutput)
-            yield from frame.chunks
 
 
 @contextmanager
 def bench(prices: Prices, row_costs: RowCosts | None = None) -> Iterator[Bench]:
     """An engine with trees of 16 nodes. row_costs: what start-up measured, if not the truth."""
     config = bundled(DYNAMIC, enable_prefix_caching=False)  # the same prompts come again and again
-    num_pages = 1 + config.max_num_seqs * (config.max_model_len // config.page_size)
+    config = replace(config, num_pages=1 + config.max_num_seqs * (config.max_model_len // config.page_size))
     clock = Clock(prices)
-    decoder, fusion, head = _pair()
-    kv, draft_kv = (model.new_kv_pool(num_pages * config.page_size) for model in (decoder, head))
-    target = _Target(decoder, kv, config.page_size, None, fusion)
-    proposer = _Proposer(head, draft_kv, config.page_size, config.tree_rows)
-    target.clock = proposer.clock = clock
-    engine_end, front = socket.socketpair()
-    front.setblocking(False)
-    socket_end = FrameSocket(engine_end)
-    channel = FakeChannel(proposer, make_shape(DYNAMIC))  # type: ignore[arg-type]
-    with mock.patch.object(engine, "time", SimpleNamespace(perf_counter=clock.seconds, monotonic=clock.seconds)):
-        yield Bench(
-            engine.Engine(config, target, channel, socket_end, num_pages, row_costs or prices.rows),
-            front,
-            clock,  # type: ignore[arg-type]
-        )
-    front.close()
-    socket_end.close()
+    target, proposer = partial(_Target, clock), partial(_Proposer, clock)
+    with (
+        mock.patch.object(engine, "time", SimpleNamespace(perf_counter=clock.seconds, monotonic=clock.seconds)),
+        engine_here(config, _pair(), row_costs or prices.rows, target=target, proposer=proposer) as here,
+    ):
+        yield Bench(here, clock)

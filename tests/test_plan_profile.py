@@ -37,7 +37,7 @@ from cluster.plan.profile import (
 )
 from secateur.errors import SecateurError
 from secateur.plan import CostTable, DraftCosts, VerifyCosts
-from workers.ipc import EngineStats, Speculation, Submit, encode
+from workers.ipc import EngineStats, Speculation, Submit
 from workers.types import SamplingParams
 
 CONFIG = bundled(DYNAMIC)
@@ -244,7 +244,7 @@ class ClockProbe:
         temperature: float = 0.0,
         concurrency: int = 0,
     ) -> list[Frame]:
-        engine, waiting, num_open = self._bench.engine, list(asked), 0
+        waiting, num_open = list(asked), 0
         seen = [self._frame()]
         while waiting or num_open:
             while waiting and num_open < (concurrency or len(asked)):
@@ -257,11 +257,10 @@ class ClockProbe:
                     sampling=SamplingParams(temperature=temperature),
                     speculation=speculation,
                 )
-                self._bench.front.sendall(encode(submit))
+                self._bench.here.submit(submit)
                 self._next_id += 1
                 num_open += 1
-            engine.step()
-            num_open -= sum(chunk.finish_reason is not None for chunk in self._bench._chunks())
+            num_open -= sum(chunk.finish_reason is not None for chunk in self._bench.here.step())
             seen.append(self._frame())
         return seen
 

@@ -15,13 +15,12 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import socket
 import statistics
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from pathlib import Path
 
@@ -31,56 +30,25 @@ import cluster.bench  # noqa: E402, F401, I001  # memory as workers have it, bef
 import torch  # noqa: E402
 from cluster.bench.setup import scaled, workload  # noqa: E402
 from cluster.bench.speed import drafter_of  # noqa: E402
-from drafter.eagle3 import Eagle3Head  # noqa: E402
-from drafter.propose import FeatureProposer  # noqa: E402
-from drafter.shape import make_shape  # noqa: E402
-from fakes import FakeChannel  # noqa: E402
+from engine_here import EngineHere, Pair, engine_here  # noqa: E402
+from secateur.bench import Contestant as Name  # noqa: E402
 from secateur.bench import SpeedPlan, TargetSize  # noqa: E402
 from secateur.config import EngineArgs  # noqa: E402
 from secateur.prompts import BUNDLED_PROMPTS, read_prompts  # noqa: E402
-from verifier.costs import RowCosts, profile  # noqa: E402
-from verifier.engine import Engine  # noqa: E402
-from verifier.target import Target  # noqa: E402
-from workers.checkpoint import read_spec  # noqa: E402
 from workers.config import EngineConfig  # noqa: E402
-from workers.eagle3_format import FeatureFusion, read_eagle3_spec  # noqa: E402
-from workers.ipc import Decoder as Frames  # noqa: E402
-from workers.ipc import FrameSocket, Speculation, StepOutput, Submit, encode  # noqa: E402
-from workers.model import Decoder  # noqa: E402
+from workers.ipc import Speculation, Submit  # noqa: E402
 from workers.types import SamplingParams  # noqa: E402
 
-SHAPES = ("off", "chain", "static", "auto")
+SHAPES: tuple[Name, ...] = ("off", "chain", "static", "auto")
 """As `secateur bench throughput` has them."""
 
 
 @dataclass(frozen=True)
-class Models:
-    """What all engines share."""
-
-    decoder: Decoder
-    fusion: FeatureFusion
-    head: Eagle3Head
-
-    @staticmethod
-    def load(config: EngineConfig) -> Models:
-        assert config.draft is not None
-        spec = read_spec(config.model_path)
-        head = read_eagle3_spec(config.draft.model_path, spec)
-        return Models(
-            Decoder.load(config.model_path, spec, tap_layers=head.tap_layers),
-            FeatureFusion.load(config.draft.model_path, head),
-            Eagle3Head.load(config.draft.model_path, config.model_path),
-        )
-
-
-@dataclass
 class Contestant:
-    """One engine and its front."""
+    """One shape's engine."""
 
-    engine: Engine
-    front: socket.socket
+    here: EngineHere
     speculation: Speculation
-    frames: Frames = field(default_factory=Frames)
 
     def seconds_per_token(self, prompts: list[list[int]], num_tokens: int, temperature: float) -> float:
         """After the first, mean over the prompts, all asked at once."""
@@ -90,41 +58,25 @@ class Contestant:
                 id=number, prompt=prompt, max_tokens=num_tokens, sampling=sampling, ignore_eos=True,
                 speculation=self.speculation,
             )  # fmt: skip
-            self.front.sendall(encode(submit))
+            self.here.submit(submit)
         first: dict[int, float] = {}
         last: dict[int, float] = {}
         while len(last) < len(prompts):
-            self.engine.step()
+            chunks = self.here.step()
             now = time.perf_counter()
-            for frame in self.frames.feed(self.front.recv(1 << 20)):
-                assert isinstance(frame, StepOutput)
-                for chunk in frame.chunks:
-                    first.setdefault(chunk.id, now)
-                    if chunk.finish_reason is not None:
-                        last[chunk.id] = now
+            for chunk in chunks:
+                first.setdefault(chunk.id, now)
+                if chunk.finish_reason is not None:
+                    last[chunk.id] = now
         return statistics.mean((last[i] - first[i]) / (num_tokens - 1) for i in first)
 
 
 @contextmanager
-def contestant(name: str, config: EngineConfig, models: Models, costs: RowCosts | None) -> Iterator[Contestant]:
-    assert config.draft is not None and config.num_pages is not None
-    draft = drafter_of(name, config.draft, SpeedPlan.throughput())  # type: ignore[arg-type]
-    config = replace(config, draft=draft)
-    num_slots = config.num_pages * config.page_size
-    target = Target(
-        models.decoder, models.decoder.new_kv_pool(num_slots), config.page_size, None, models.fusion if draft else None
-    )
-    drafter = None
-    if draft is not None:
-        proposer = FeatureProposer(models.head, models.head.new_kv_pool(num_slots), config.page_size, config.tree_rows)
-        drafter = FakeChannel(proposer, make_shape(draft.tree))  # type: ignore[arg-type]
-    engine_end, front = socket.socketpair()
-    with engine_end, front:
-        engine = Engine(
-            config, target, drafter, FrameSocket(engine_end), config.num_pages,  # type: ignore[arg-type]
-            costs or profile(target, config, config.num_pages),
-        )  # fmt: skip
-        yield Contestant(engine, front, Speculation(auto=name == "auto"))
+def contestant(name: Name, config: EngineConfig, pair: Pair) -> Iterator[Contestant]:
+    assert config.draft is not None
+    draft = drafter_of(name, config.draft, SpeedPlan.throughput())
+    with engine_here(replace(config, draft=draft), pair) as here:
+        yield Contestant(here, Speculation(auto=name == "auto"))
 
 
 def main() -> None:
@@ -142,8 +94,9 @@ def main() -> None:
     with scaled(EngineArgs(), args.target_cost, args.cache, print) as engine_args, ExitStack() as stack:
         texts = read_prompts(BUNDLED_PROMPTS, 50)
         config, prompts = workload(engine_args, texts, max_tokens=args.max_tokens, max_num_seqs=max(args.batches))
-        models = Models.load(config)
-        contestants = {name: stack.enter_context(contestant(name, config, models, None)) for name in SHAPES}
+        assert config.draft is not None
+        pair = Pair.load(config.model_path, config.draft.model_path)
+        contestants = {name: stack.enter_context(contestant(name, config, pair)) for name in SHAPES}
         print(f"| T | requests | ms per token, off | {' | '.join(SHAPES[1:])} |\n|---|---|---{'|---' * 3}|")
         for temperature in args.temperatures:
             for batch in args.batches:
