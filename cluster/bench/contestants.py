@@ -73,6 +73,11 @@ class StepCosts:
     def host_ms(self) -> float:
         return self.pack_ms + self.accept_ms + self.commit_ms + self.between_ms
 
+    @property
+    def outside_models(self) -> float:
+        """Share of the step in which neither model computes."""
+        return (self.host_ms + self.transfer_ms) / self.total_ms
+
 
 class Contestant(Protocol):
     @property

@@ -73,6 +73,7 @@ class SpeedRow:
     tokens_per_second: float
     throughput_ratio: float
     same_tokens: float
+    # Of our own engine's steps, see `StepCosts`; transformers' ways have none.
     tokens_per_step: float | None = None
     acceptance_length: float | None = None
     verified_per_step: float | None = None
@@ -85,7 +86,6 @@ class SpeedRow:
     between_ms: float | None = None
     step_ms: float | None = None
     outside_models: float | None = None
-    """Share of a step in which neither model computes."""
     step_gain: float | None = None
     """Tokens per time of these steps over no speculation's."""
     ceiling: float | None = None
@@ -110,7 +110,7 @@ def run(
         head = about(args, config, plan.model_dump(), NOTES)
         rows: list[SpeedRow] = []
         try:
-            with _contestants(config, plan, _assistant_folder(args, plan), say) as contestants:
+            with _contestants(config, plan, _assistant_folder(args), say) as contestants:
                 for row in _measure(contestants, plan, tokens, say):
                     rows.append(row)
         finally:
@@ -121,7 +121,7 @@ def run(
     return text
 
 
-def _assistant_folder(args: EngineArgs, plan: SpeedPlan) -> Path | None:
+def _assistant_folder(args: EngineArgs) -> Path | None:
     """The small model of assisted generation and of our draft model; None if there is none for this target."""
     spec = args.speculative_config
     if spec is not None and spec.method == "draft_model" and spec.model is not None:
@@ -278,7 +278,7 @@ def row_of(name: str, temperature: float, batch: int, rounds: Sequence[dict[str,
         row,
         **parts,
         step_ms=rounded(steps.total_ms),
-        outside_models=rounded((steps.host_ms + steps.transfer_ms) / steps.total_ms),
+        outside_models=rounded(steps.outside_models),
         step_gain=rounded(gain),
         ceiling=rounded(ceiling) if name != "off" else None,
         ceiling_share=rounded(gain / ceiling) if name != "off" else None,

@@ -79,7 +79,6 @@ class StepRow:
     between_ms: float
     total_ms: float
     outside_models: float
-    """Share of the step in which neither model computes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,12 +215,11 @@ def _steps(config: EngineConfig, plan: StepPlan, prompts: Sequence[list[int]], s
 
 def _row(batch: int, nodes: int, costs: StepCosts) -> StepRow:
     values: dict[str, Any] = {key: rounded(value) for key, value in asdict(costs).items() if key != "acceptance_length"}
-    outside = (costs.host_ms + costs.transfer_ms) / costs.total_ms
     return StepRow(
         batch=batch,
         nodes=nodes,
         total_ms=rounded(costs.total_ms),
-        outside_models=rounded(outside),
+        outside_models=rounded(costs.outside_models),
         **values | {"num_steps": costs.num_steps},
     )
 
