@@ -20,7 +20,6 @@ logger = logging.getLogger(__name__)
 class WorkerInfo(TypedDict):
     pid: int
     node_id: str
-    node_ip: str
 
 
 class Worker:
@@ -34,8 +33,7 @@ class Worker:
         self._store: object | None = None
 
     def info(self) -> WorkerInfo:
-        context = ray.get_runtime_context()
-        return WorkerInfo(pid=os.getpid(), node_id=context.get_node_id(), node_ip=ray.util.get_node_ip_address())
+        return WorkerInfo(pid=os.getpid(), node_id=ray.get_runtime_context().get_node_id())
 
     def open_store(self) -> str:
         """Rank 0: opens the rendezvous store and keeps it alive; its address."""

@@ -45,18 +45,10 @@ class EngineProcesses:
     of its stderr; not after `close`.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        front: str,
-        *,
-        on_death: Callable[[str], None] | None = None,
-        env: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, config: EngineConfig, front: str, *, on_death: Callable[[str], None]) -> None:
         self._config = config
         self._front = front
         self._on_death = on_death
-        self._env = {**os.environ, **(env or {})}
         self._children: list[_Child] = []
         self._closing = threading.Event()
         self._lock = threading.Lock()
@@ -111,7 +103,7 @@ class EngineProcesses:
         module = "verifier" if rank < self._config.tensor_parallel_size else "drafter"
         command = [sys.executable, "-P", "-m", "cluster.child", str(os.getpid()), module]
         command += ["--rank", str(rank), "--config", self._config.to_json(), *where]
-        env = self._env | worker_env(self._config, rank) | {"PYTHONPATH": _python_path(self._env)}
+        env = os.environ | worker_env(self._config, rank) | {"PYTHONPATH": _python_path()}
         env["CUDA_VISIBLE_DEVICES"] = devices[seat.bundle] if devices else ""
         with self._lock:
             self._children.append(_Child(seat.role, command, env))
@@ -120,7 +112,7 @@ class EngineProcesses:
         """Physical devices for the bundles; [] on CPU. Raises ConfigError if fewer are visible."""
         if self._config.device == "cpu":
             return []
-        need, visible = num_bundles(self._config), self._env.get("CUDA_VISIBLE_DEVICES")
+        need, visible = num_bundles(self._config), os.environ.get("CUDA_VISIBLE_DEVICES")
         if visible is None:
             return [str(index) for index in range(need)]
         have = [name.strip() for name in visible.split(",") if name.strip()]
@@ -137,8 +129,7 @@ class EngineProcesses:
                         other.join()
                     reason = f"{child.role} (pid {child.process.pid}) {_ending(code)}{child.last_words()}"
                     logger.error("%s", reason)
-                    if self._on_death is not None:
-                        self._on_death(reason)
+                    self._on_death(reason)
                     return
 
 
@@ -213,17 +204,9 @@ class _Child:
 class LocalEngine:
     """Socket, processes and supervision of one engine; an async context manager that gives its EngineClient."""
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        *,
-        ready_timeout_s: float = READY_TIMEOUT_S,
-        env: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.client = EngineClient()
-        self._ready_timeout_s = ready_timeout_s
-        self._env = env
         self._processes: EngineProcesses | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
@@ -239,12 +222,12 @@ class LocalEngine:
         try:
             front = await self.client.listen(f"unix:{self._folder.name}/engine.sock")
             self._processes = EngineProcesses(
-                self.config, front, env=self._env, on_death=lambda reason: _call(loop, self.client.fail, reason)
+                self.config, front, on_death=lambda reason: _call(loop, self.client.fail, reason)
             )
             # Started in this thread, not in an executor's: children live as long as the thread that starts them.
             self._processes.start_first()
             self._processes.start_others(await asyncio.to_thread(self._processes.read_store))
-            await self.client.wait_ready(self._ready_timeout_s)
+            await self.client.wait_ready(READY_TIMEOUT_S)
         except BaseException:
             await self.close()
             raise
@@ -276,7 +259,7 @@ def _ending(code: int) -> str:
     return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
 
-def _python_path(env: Mapping[str, str]) -> str:
+def _python_path() -> str:
     """PYTHONPATH that lets children import the same packages we did, from whatever folder they are started."""
     root = str(Path(workers.__file__).parents[1])
-    return os.pathsep.join(dict.fromkeys([root, *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]))
+    return os.pathsep.join(dict.fromkeys([root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]))

@@ -8,13 +8,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 
-def descendants(root: int | None = None) -> list[int]:
-    """Process ids below `root` (default: this process), from /proc; [] where there is none."""
+def descendants() -> list[int]:
+    """Process ids below this process, from /proc; [] where there is none."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*"):
         if (fields := _stat(int(entry.name))) is not None:
             children.setdefault(int(fields[1]), []).append(int(entry.name))
-    found, frontier = [], [os.getpid() if root is None else root]
+    found, frontier = [], [os.getpid()]
     while frontier:
         below = children.get(frontier.pop(), [])
         found += below

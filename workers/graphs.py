@@ -67,11 +67,11 @@ def bucket(n: int) -> int:
     return power // 4 * 3 if n <= power // 4 * 3 else power
 
 
-def sizes(max_requests: int, rows_each: int, max_rows: int = MAX_ROWS) -> list[Size]:
-    """Every bucket that steps of up to max_requests with up to rows_each rows each may need, up to max_rows; the
+def sizes(max_requests: int, rows_each: int) -> list[Size]:
+    """Every bucket that steps of up to max_requests with up to rows_each rows each may need, up to MAX_ROWS; the
     largest first, so that the others find room in its memory."""
     top = Size.of(1, max_requests).requests
-    steps = [rows for rows in range(bucket(max_rows), 0, -1) if bucket(rows) == rows]
+    steps = [rows for rows in range(MAX_ROWS, 0, -1) if bucket(rows) == rows]
     return [
         Size(rows, requests)
         for requests in (top >> i for i in range(top.bit_length()))
