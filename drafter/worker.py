@@ -7,7 +7,6 @@ the same trees from the same gathered logits.
 from __future__ import annotations
 
 import logging
-import os
 import time
 
 import torch
@@ -55,15 +54,13 @@ def run(config: EngineConfig, rank: int, store_address: str) -> None:
     is_model = config.draft.method != "ngram"
     kernels = kernels_for(world.device, config.kernels, config.enforce_eager) if is_model else TORCH
     proposer = _load(world, config.draft, kernels)
-    entry: dict[str, str | int] = {
-        "role": "drafter", "tp_rank": world.tp.rank, "rank": rank, "pid": os.getpid(), "device": str(world.device)
-    }
+    report: dict[str, str | int] = {}
     if not isinstance(proposer, NgramProposer):
         for graphs in (proposer.graphs, proposer.unrolled):
             if graphs is not None:
-                entry |= graphs.report
+                report |= graphs.report
                 logger.info("%s: captured graphs, %s", world.role, graphs.report)
-    world.gather_topology(entry)
+    world.gather_topology(report)
     is_hybrid = config.draft.acceptance.sample_method == "hybrid"
     _serve(world, proposer, make_shape(config.draft.tree), is_hybrid, kernels)
     groups.leave()

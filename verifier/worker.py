@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from typing import NamedTuple
 
 import torch
@@ -35,12 +34,7 @@ def run(config: EngineConfig, rank: int, store_address: str, *, front: str | Non
     world = groups.join(config, rank, store_address)
     logger.info("%s: joined a world of %d", world.role, config.world_size)
     target, num_pages, vocab_size = load(world)
-    entry: dict[str, str | int] = {
-        "role": "verifier", "tp_rank": world.tp.rank, "rank": rank, "pid": os.getpid(), "device": str(world.device)
-    }
-    if target.graphs is not None:
-        entry |= target.graphs.report
-    topology = world.gather_topology(entry)
+    topology = world.gather_topology({} if target.graphs is None else target.graphs.report)
     if front is None:
         target.follow()
     else:

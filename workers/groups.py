@@ -7,6 +7,7 @@ link between verifier 0 and drafter 0.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -37,10 +38,15 @@ class World:
         """True on the first rank of each side."""
         return self.tp.rank == 0
 
-    def gather_topology(self, entry: dict[str, str | int]) -> list[dict[str, str | int]]:
-        """Every rank's entry, on every rank; a start-up collective that also proves all are connected."""
+    def gather_topology(self, report: dict[str, str | int]) -> list[dict[str, str | int]]:
+        """Who every rank is, and what it reports beyond that, on every rank; a start-up collective that also proves all
+        are connected."""
+        side, _ = self.role.split()
+        entry: dict[str, str | int] = {
+            "role": side, "tp_rank": self.tp.rank, "rank": self.rank, "pid": os.getpid(), "device": str(self.device)
+        }  # fmt: skip
         entries: list[dict[str, str | int]] = [{} for _ in range(self.config.world_size)]
-        dist.all_gather_object(entries, entry)
+        dist.all_gather_object(entries, entry | report)
         return entries
 
     def gather_number(self, value: int) -> list[int]:
