@@ -6,6 +6,8 @@ fate and no result depends on sort order. Legend: R rows, V vocabulary.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -93,12 +95,11 @@ def shard_best(
 
 
 def _without_cuts(params: SamplingBatch) -> SamplingBatch:
-    return SamplingBatch(
-        temperature_B=params.temperature_B,
+    return replace(
+        params,
         top_k_B=torch.zeros_like(params.top_k_B),
         top_p_B=torch.ones_like(params.top_p_B),
         min_p_B=torch.zeros_like(params.min_p_B),
-        seed_B=params.seed_B,
     )
 
 
