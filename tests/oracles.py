@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -339,3 +340,20 @@ def product_law(p: Callable[[Path], np.ndarray], length: int) -> dict[Path, floa
 def distance(law: dict[Path, float], other: dict[Path, float]) -> float:
     """Largest difference of two laws at one outcome."""
     return max(abs(law.get(x, 0.0) - other.get(x, 0.0)) for x in law.keys() | other.keys())
+
+
+# ---- a language of a few tokens for the real pieces together
+
+SMALL_V = 12
+
+
+@cache
+def target_logits(prefix: Path) -> np.ndarray:
+    return np.random.default_rng([*prefix, 1]).normal(scale=1.5, size=SMALL_V).astype(np.float32)
+
+
+@cache
+def draft_logits(prefix: Path, error: float) -> np.ndarray:
+    """The target's, with an error on top."""
+    wrong = np.random.default_rng([*prefix, 2]).normal(scale=error, size=SMALL_V)
+    return target_logits(prefix) + wrong.astype(np.float32)

@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 
 import msgpack
 import numpy as np
@@ -15,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import Path
+from oracles import SMALL_V, Path, draft_logits, target_logits
 
 from workers.constraints import Columns, ConstrainedRow, Standing, constrain, pack_standings, unpack_standings
 from workers.random import gumbel
@@ -317,20 +316,6 @@ def test_each_branch_has_penalties_of_its_own():
 
 
 # ---- speculation never changes a token
-
-SMALL_V = 12
-
-
-@cache
-def target_logits(prefix: Path) -> np.ndarray:
-    return np.random.default_rng([*prefix, 1]).normal(scale=1.5, size=SMALL_V).astype(np.float32)
-
-
-@cache
-def draft_logits(prefix: Path, error: float) -> np.ndarray:
-    wrong = np.random.default_rng([*prefix, 2]).normal(scale=error, size=SMALL_V)
-    return target_logits(prefix) + wrong.astype(np.float32)
-
 
 PROMPT = (1, 4)
 ENDS = [0, 3]

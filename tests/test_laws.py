@@ -23,7 +23,7 @@ import oracles
 import pytest
 import scipy.stats
 import torch
-from oracles import Path, distance, product_law
+from oracles import SMALL_V, Path, distance, draft_logits, product_law, target_logits
 
 from drafter.grow import grow
 from drafter.level import DraftVocabulary, Level
@@ -333,20 +333,6 @@ def test_the_argmax_of_log_p_plus_noise_follows_p():
     logits_RV = torch.tensor(np.log(p), dtype=torch.float32).expand(num, -1)
     count = np.bincount(draw(logits_RV, params, torch.arange(num)).numpy(), minlength=V)
     assert scipy.stats.chisquare(count, p * num).pvalue > 1e-3
-
-
-SMALL_V = 12
-
-
-@cache
-def target_logits(prefix: Path) -> np.ndarray:
-    return np.random.default_rng([*prefix, 1]).normal(scale=1.5, size=SMALL_V).astype(np.float32)
-
-
-@cache
-def draft_logits(prefix: Path, error: float) -> np.ndarray:
-    wrong = np.random.default_rng([*prefix, 2]).normal(scale=error, size=SMALL_V)
-    return target_logits(prefix) + wrong.astype(np.float32)
 
 
 def generate(
