@@ -9,12 +9,12 @@ from workers.types import DraftCosts
 CALIBRATION = ((0.8, 0.3), (1.2, -0.4))
 
 
-def costs(node: float = 0.0, level: float = 0.0, run: float = 0.0, first: float = 1.0, sure: float = 1.0) -> DraftCosts:
-    """Verification takes 10 ms and `node` more for each node."""
+def costs(node: float = 0.0, level: float = 0.0, run: float = 0.0, sure: float = 1.0) -> DraftCosts:
+    """Verification takes 10 ms and `node` more for each node, feeding and the roots' level 1."""
     return DraftCosts(
         nodes_T=torch.tensor([0, 1000], dtype=torch.int32),
         verify_ms_T=torch.tensor([10.0, 10.0 + 1000 * node]),
-        draft_ms_3=torch.tensor([first, level, run]),
+        draft_ms_3=torch.tensor([1.0, level, run]),
         sure_1=torch.tensor([sure]),
         calibration_D2=torch.tensor(CALIBRATION),
     )

@@ -51,11 +51,11 @@ def cached(bench: Bench, id: int) -> int:
 # ---- the allocator
 
 
-def allocator_with(*keys: bytes, num_pages: int = 9, is_drafted: bool = False) -> tuple[PageAllocator, list[int]]:
+def allocator_with(*keys: bytes, num_pages: int = 9) -> tuple[PageAllocator, list[int]]:
     allocator = PageAllocator(num_pages)
     pages = allocator.alloc(len(keys))
     for page, key in zip(pages, keys, strict=True):
-        allocator.publish(page, key, is_drafted=is_drafted)
+        allocator.publish(page, key, is_drafted=False)
     return allocator, pages
 
 

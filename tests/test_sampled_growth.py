@@ -37,10 +37,10 @@ FREE = DraftCosts(
 )
 
 
-def log_law(seed: int, prefixes: list[Path], sharpness: float = 1.0) -> torch.Tensor:
+def log_law(seed: int, prefixes: list[Path]) -> torch.Tensor:
     """Log-probabilities after each prefix, the same for the same prefix; float32 [len, V]."""
     rows = [np.log(np.random.default_rng([seed, 77, *prefix]).dirichlet(np.full(V, 0.8)) + 1e-4) for prefix in prefixes]
-    return torch.from_numpy(np.stack(rows).astype(np.float32)) * sharpness
+    return torch.from_numpy(np.stack(rows).astype(np.float32))
 
 
 def grow_all(

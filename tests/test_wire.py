@@ -44,8 +44,8 @@ def assert_equal(got: object, expected: object) -> None:
             assert_equal(a, b)
 
 
-def ints(rng: np.random.Generator, *shape: int, low: int = -(2**31), high: int = 2**31) -> Tensor:
-    return torch.from_numpy(rng.integers(low, high, size=shape).astype(np.int32))
+def ints(rng: np.random.Generator, *shape: int) -> Tensor:
+    return torch.from_numpy(rng.integers(-(2**31), 2**31, size=shape).astype(np.int32))
 
 
 def long_ints(rng: np.random.Generator, size: int) -> Tensor:
