@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TypedDict
 
 import ray
 
@@ -15,11 +14,6 @@ import workers
 from workers.config import EngineConfig
 
 logger = logging.getLogger(__name__)
-
-
-class WorkerInfo(TypedDict):
-    pid: int
-    node_id: str
 
 
 class Worker:
@@ -32,8 +26,8 @@ class Worker:
         self._rank = rank
         self._store: object | None = None
 
-    def info(self) -> WorkerInfo:
-        return WorkerInfo(pid=os.getpid(), node_id=ray.get_runtime_context().get_node_id())
+    def node_id(self) -> str:
+        return ray.get_runtime_context().get_node_id()
 
     def open_store(self) -> str:
         """Rank 0: opens the rendezvous store and keeps it alive; its address."""

@@ -17,7 +17,7 @@ import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cluster.actors import Worker, WorkerInfo, packages_folder
+from cluster.actors import Worker, packages_folder
 from cluster.engine_client import EngineClient
 from cluster.seats import seats, worker_env
 from workers.config import EngineConfig
@@ -42,7 +42,7 @@ class Gang:
         self._folder = ""
         self._closing = threading.Event()
 
-    async def start(self, group: PlacementGroup) -> list[WorkerInfo]:
+    async def start(self, group: PlacementGroup) -> None:
         """Returns when the engine serves. Raises if a rank dies first; call `close` then."""
         config = self._config
         remote = ray.remote(Worker)
@@ -52,8 +52,8 @@ class Gang:
             options = remote.options(num_cpus=0, num_gpus=seat.num_gpus, scheduling_strategy=strategy, max_restarts=0)
             env = worker_env(config, seat.rank)
             self._workers.append(options.remote(config.to_json(), seat.rank, packages_folder(), env))
-        infos: list[WorkerInfo] = await asyncio.gather(*(worker.info.remote() for worker in self._workers))
-        front = await self._listen(infos[0])
+        nodes: list[str] = await asyncio.gather(*(worker.node_id.remote() for worker in self._workers))
+        front = await self._listen(nodes[0])
         store = await self._workers[0].open_store.remote()
         runs = [
             worker.run.remote(store, front if rank == 0 else None) for rank, worker in enumerate(self._workers)
@@ -61,15 +61,14 @@ class Gang:
         loop = asyncio.get_running_loop()
         threading.Thread(target=self._watch, args=(runs, loop), name="gang-watch", daemon=True).start()
         await self._client.wait_ready(START_TIMEOUT_S)
-        return infos
 
     def close(self) -> None:
         """Kills every rank (SIGKILL: one that waits in a collective for a dead peer hears nothing else)."""
         self._closing.set()
         self._kill()
 
-    async def _listen(self, rank_0: WorkerInfo) -> str:
-        if rank_0["node_id"] == ray.get_runtime_context().get_node_id():
+    async def _listen(self, node_of_rank_0: str) -> str:
+        if node_of_rank_0 == ray.get_runtime_context().get_node_id():
             self._folder = tempfile.mkdtemp(prefix="secateur-")
             return await self._client.listen(f"unix:{self._folder}/engine.sock")
         return await self._client.listen(f"tcp:{ray.util.get_node_ip_address()}:0")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from secateur.protocol import SamplingRequest
@@ -187,15 +187,14 @@ def without_effect(asked: Speculative | None, limits: RequestLimits) -> list[str
 class SeedSource:
     """Seeds for requests that bring none: H(server seed, arrival number), or drawn if the server has none either."""
 
-    def __init__(self, server_seed: int | None, *, draw: Callable[[int], int] = secrets.randbits) -> None:
+    def __init__(self, server_seed: int | None) -> None:
         self._server_seed = server_seed
-        self._draw = draw
         self._arrivals = 0
 
     def next(self) -> int:
         arrival, self._arrivals = self._arrivals, self._arrivals + 1
         if self._server_seed is None:
-            return self._draw(63)
+            return secrets.randbits(63)
         return derive_seed(self._server_seed, arrival)
 
 
