@@ -140,29 +140,27 @@ class EngineClient:
 
     def fail(self, reason: str) -> None:
         """Declares the engine dead: every waiting request gets an error chunk, `submit` raises from now on."""
-        if self._death is not None:
-            return
-        self._death = reason
-        logger.error("engine lost with %d requests in flight: %s", len(self._queues), reason)
-        for request_id, queue in list(self._queues.items()):
-            queue.put_nowait(TokenChunk(id=request_id, tokens=[], finish_reason="error", error=reason))
-        self._queues.clear()
-        self._ready_event.set()
+        if self._death is None:
+            logger.error("engine lost with %d requests in flight: %s", len(self._queues), reason)
+            self._end(reason)
 
     async def close(self) -> None:
         """Closes the socket, at which the engine stops by itself."""
         if self._death is None:
-            self._death = "the service is shutting down"
-            for request_id, queue in list(self._queues.items()):
-                queue.put_nowait(TokenChunk(id=request_id, tokens=[], finish_reason="error", error=self._death))
-            self._queues.clear()
-            self._ready_event.set()
+            self._end("the service is shutting down")
         if self._writer is not None:
             self._writer.close()
             with contextlib.suppress(OSError):
                 await self._writer.wait_closed()
         if self._server is not None:
             self._server.close()
+
+    def _end(self, reason: str) -> None:
+        self._death = reason
+        for request_id, queue in self._queues.items():
+            queue.put_nowait(TokenChunk(id=request_id, tokens=[], finish_reason="error", error=reason))
+        self._queues.clear()
+        self._ready_event.set()
 
     def _send(self, message: Message) -> None:
         # No drain(): frames are small and the engine reads between any two steps.
