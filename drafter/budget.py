@@ -1,7 +1,7 @@
 """What a tree node is worth: expected tokens per millisecond on measured cost tables.
 
-A step that verifies n draft nodes yields `sure` tokens without any draft and, in
-expectation, the nodes' survival weights on top. The best budget maximises
+A step that verifies n draft nodes yields `sure` tokens without any draft and, in expectation, the nodes' survival
+weights on top. The best budget maximises
 
     (sure + sum of the n best weights) / (draft_ms + verify_ms(n))
 
