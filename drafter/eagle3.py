@@ -41,7 +41,7 @@ from workers.eagle3_format import (
 from workers.kernels.choose import TORCH, AttentionPlan, Kernels
 from workers.kv import KVPool
 from workers.layers import SINGLE, Attention, HeadSplit, Mlp, TensorParallel, VocabHead, gather_vocab
-from workers.model import DecoderLayer, load_layer
+from workers.model import DecoderLayer, load_attention, load_layer
 from workers.rope import Rope
 from workers.types import AttentionMetadata
 
@@ -123,19 +123,7 @@ class Eagle3Head:
             embedding_VH=embedding_VH,
             input_norm_H=weights.get(f"{layer}input_layernorm.weight"),
             hidden_norm_H=weights.get(f"{layer}hidden_norm.weight"),
-            attention=Attention.load(
-                weights,
-                f"{layer}self_attn.",
-                heads=HeadSplit.of(spec.num_heads, spec.num_kv_heads, tp),
-                head_dim=spec.head_dim,
-                qkv_bias=spec.qkv_bias,
-                o_bias=spec.o_bias,
-                qk_norm=spec.qk_norm,
-                eps=spec.rms_norm_eps,
-                window=None,
-                tp=tp,
-                kernels=kernels,
-            ),
+            attention=load_attention(weights, f"{layer}self_attn.", spec, tp, kernels=kernels),
             post_norm_H=weights.get(f"{layer}post_attention_layernorm.weight"),
             mlp=Mlp.load(weights, f"{layer}mlp.", bias=spec.mlp_bias, tp=tp, kernels=kernels),
             more_layers=tuple(

@@ -194,21 +194,34 @@ def load_layer(
     """This rank's share of the decoder layer whose tensors start with `prefix`. ValueError names a missing one."""
     return DecoderLayer(
         input_norm_D=weights.get(f"{prefix}input_layernorm.weight") if has_input_norm else None,
-        attention=Attention.load(
-            weights,
-            f"{prefix}self_attn.",
-            heads=HeadSplit.of(spec.num_heads, spec.num_kv_heads, tp),
-            head_dim=spec.head_dim,
-            qkv_bias=spec.qkv_bias,
-            o_bias=spec.o_bias,
-            qk_norm=spec.qk_norm,
-            eps=spec.rms_norm_eps,
-            window=window,
-            tp=tp,
-            kernels=kernels,
-        ),
+        attention=load_attention(weights, f"{prefix}self_attn.", spec, tp, window=window, kernels=kernels),
         post_norm_D=weights.get(f"{prefix}post_attention_layernorm.weight"),
         mlp=Mlp.load(weights, f"{prefix}mlp.", bias=spec.mlp_bias, tp=tp, kernels=kernels),
+    )
+
+
+def load_attention(
+    weights: Weights,
+    prefix: str,
+    spec: ModelSpec | Eagle3Spec,
+    tp: TensorParallel,
+    *,
+    window: int | None = None,
+    kernels: Kernels = TORCH,
+) -> Attention:
+    """This rank's heads of the attention whose tensors start with `prefix`."""
+    return Attention.load(
+        weights,
+        prefix,
+        heads=HeadSplit.of(spec.num_heads, spec.num_kv_heads, tp),
+        head_dim=spec.head_dim,
+        qkv_bias=spec.qkv_bias,
+        o_bias=spec.o_bias,
+        qk_norm=spec.qk_norm,
+        eps=spec.rms_norm_eps,
+        window=window,
+        tp=tp,
+        kernels=kernels,
     )
 
 
