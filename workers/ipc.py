@@ -163,7 +163,7 @@ class StepOutput:
 class Ready:
     """The engine's first frame: it has loaded its weights and serves."""
 
-    topology: list[dict[str, str | int]]  # one per rank: role, rank, pid, device
+    topology: list[dict[str, str | int]]  # one per rank: see `World.gather_topology`
     max_model_len: int
     vocab_size: int
     num_pages: int
