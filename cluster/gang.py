@@ -55,9 +55,7 @@ class Gang:
         nodes: list[str] = await asyncio.gather(*(worker.node_id.remote() for worker in self._workers))
         front = await self._listen(nodes[0])
         store = await self._workers[0].open_store.remote()
-        runs = [
-            worker.run.remote(store, front if rank == 0 else None) for rank, worker in enumerate(self._workers)
-        ]
+        runs = [worker.run.remote(store, front if rank == 0 else None) for rank, worker in enumerate(self._workers)]
         loop = asyncio.get_running_loop()
         threading.Thread(target=self._watch, args=(runs, loop), name="gang-watch", daemon=True).start()
         await self._client.wait_ready(START_TIMEOUT_S)

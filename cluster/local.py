@@ -1,8 +1,10 @@
-"""An engine as plain processes of this machine, without Ray: for tests, benchmarks and machines that have none.
+"""An engine as plain processes of this machine, without Ray:
 
     async with LocalEngine(config) as client:
         async for chunk in client.submit(Submit(id=client.new_id(), prompt=[1, 2, 3], max_tokens=8)):
             ...
+
+For tests, benchmarks and machines that have none.
 """
 
 from __future__ import annotations

@@ -33,6 +33,7 @@ _CANDIDATE = np.dtype(
     align=True,
 )
 
+
 class Search:
     """The candidates [C] of the requests `own`; a request's root is its first."""
 

@@ -157,9 +157,7 @@ def _standings(constraints_U: Tensor, growing: Tensor) -> dict[int, Standing]:
     return {int(place_B[b]): standing for b, standing in unpack_standings(constraints_U).items() if growing[b]}
 
 
-def _load(
-    world: World, draft: DraftConfig, kernels: Kernels
-) -> FeatureProposer | DraftModelProposer | NgramProposer:
+def _load(world: World, draft: DraftConfig, kernels: Kernels) -> FeatureProposer | DraftModelProposer | NgramProposer:
     """This rank's proposer with a KV pool of the agreed number of pages."""
     config = world.config
     dtype = getattr(torch, config.dtype)

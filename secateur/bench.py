@@ -255,7 +255,5 @@ def check_drafter(args: EngineArgs, nodes: int) -> None:
     depth, children = spec.speculative_tree_max_depth, spec.speculative_tree_max_children
     if sum(children**level for level in range(1, depth + 1)) < nodes:
         raise ConfigError(
-            Problem(
-                "--nodes", f"no tree of depth {depth} with {children} children per node has {nodes} nodes"
-            )
+            Problem("--nodes", f"no tree of depth {depth} with {children} children per node has {nodes} nodes")
         )

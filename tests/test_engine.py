@@ -266,9 +266,7 @@ def test_the_counters_tell_what_happened():
         answer = bench.ask([9], 11)
         # 10 | 11 12 13 14 | 15 (16 was drafted wrong) 16 | 17 18 19 20
         assert answer.tokens == list(range(10, 21))
-        expected = RequestStats(
-            num_drafts=3, verified_per_depth=[3, 3, 3], accepted_per_depth=[3, 2, 2]
-        )
+        expected = RequestStats(num_drafts=3, verified_per_depth=[3, 3, 3], accepted_per_depth=[3, 2, 2])
         assert answer.last.stats == expected and answer.num_chunks == 4
         stats = bench.frames[-1].stats
         assert (stats.steps, stats.requests_finished, stats.prompt_tokens, stats.generation_tokens) == (4, 1, 1, 11)

@@ -77,9 +77,7 @@ def test_every_row_of_a_mixed_batch_equals_causal_attention_on_its_path(
     kernels: Kernels, head_dim: int, dtype: torch.dtype, page_size: int
 ) -> None:
     batch = Batch(NEIGHBOURS, page_size)
-    compare(
-        kernels, batch, device=DEVICE, head_dim=head_dim, dtype=dtype, tolerance=TOLERANCE[dtype], causal=True
-    )
+    compare(kernels, batch, device=DEVICE, head_dim=head_dim, dtype=dtype, tolerance=TOLERANCE[dtype], causal=True)
 
 
 @both

@@ -112,8 +112,6 @@ def test_seeded_tokens_do_not_depend_on_the_request_s_own_speculation(
         Speculation(min_prob=1.0),
         Speculation(min_prob=0.2, path_prob=0.05, num_tokens=9),
     ]
-    jobs = [
-        replace(job, speculation=settings[i % len(settings)]) for i, job in enumerate(seeded_jobs(some_prompts))
-    ]
+    jobs = [replace(job, speculation=settings[i % len(settings)]) for i, job in enumerate(seeded_jobs(some_prompts))]
     with Runner(bundled(DYNAMIC)) as running:
         assert [answer.tokens for answer in running.run(jobs, concurrency=8)] == seeded_truth

@@ -86,9 +86,7 @@ def judge(
     batch = SamplingBatch.stack(params)
     rows = torch.arange(len(each)).repeat_interleave(trees.offsets.diff())
     processed_NV = process_logits(logits_NV, batch.rows(rows))
-    return accept_rejection(
-        trees, processed_NV, batch, np.array(root_positions), probs if with_probs else None, rules
-    )
+    return accept_rejection(trees, processed_NV, batch, np.array(root_positions), probs if with_probs else None, rules)
 
 
 CHAIN = [[(1, 0)]] * 4

@@ -88,9 +88,7 @@ def emitted(rule: Rule, shape: Shape, count: int, length: int, **settings: objec
         open_ = [i for i, x in enumerate(tokens) if len(x) < length]
         seeds = np.array([1000 + i for i in open_])
         grown = grow_all([tokens[i] for i in open_], seeds, shape, rule=rule, **settings)  # type: ignore[arg-type]
-        rows = [
-            (*tokens[i], *path) for place, i in enumerate(open_) for path in oracles.paths_of(grown.trees, place)
-        ]
+        rows = [(*tokens[i], *path) for place, i in enumerate(open_) for path in oracles.paths_of(grown.trees, place)]
         verdicts = accept(
             grown.trees,
             log_law(1, rows),
@@ -174,9 +172,7 @@ def test_thresholds_keep_every_drawn_node_and_only_expand_less():
         for request in range(len(prefixes)):
             kept, all_ = oracles.paths_of(cut, request), oracles.paths_of(whole, request)
             q = {path: log_law(2, [prefixes[request] + path]).softmax(-1)[0] for path in all_}
-            chance = {
-                path: float(np.prod([q[path[:n]][token] for n, token in enumerate(path)])) for path in all_
-            }
+            chance = {path: float(np.prod([q[path[:n]][token] for n, token in enumerate(path)])) for path in all_}
             assert kept == oracles.without_descendants(all_, lambda path, chance=chance: chance[path] >= 0.2)
             fewer += len(kept) < len(all_)
         assert fewer

@@ -42,9 +42,7 @@ def run(config: EngineConfig, rank: int, store_address: str, *, front: str | Non
         row_costs = UNPROFILED if is_priced else profile(target, config, num_pages)
         socket = ipc.FrameSocket(ipc.connect(front))
         socket.send(
-            ipc.Ready(
-                topology=topology, max_model_len=config.max_model_len, vocab_size=vocab_size, num_pages=num_pages
-            )
+            ipc.Ready(topology=topology, max_model_len=config.max_model_len, vocab_size=vocab_size, num_pages=num_pages)
         )
         engine = Engine(config, target, world.link, socket, num_pages, row_costs)
         try:

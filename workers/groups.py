@@ -76,9 +76,7 @@ def join(config: EngineConfig, rank: int, store_address: str) -> World:
         torch.cuda.set_device(device)
     store = dist.TCPStore(host_name=host, port=int(port), is_master=False, wait_for_workers=False)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(
-        backend, store=store, rank=rank, world_size=config.world_size, timeout=_START_TIMEOUT
-    )
+    dist.init_process_group(backend, store=store, rank=rank, world_size=config.world_size, timeout=_START_TIMEOUT)
     size = config.tensor_parallel_size
     sides = [list(range(size)), list(range(size, config.world_size))]
     step_timeout = timedelta(seconds=config.step_timeout_s)

@@ -128,9 +128,7 @@ class Decoder:
             kernels=kernels,
         )
 
-    def plan(
-        self, metadata: AttentionMetadata, page_size: int, first_slot: int = 0, into: Any = None
-    ) -> AttentionPlan:
+    def plan(self, metadata: AttentionMetadata, page_size: int, first_slot: int = 0, into: Any = None) -> AttentionPlan:
         """Prepare one step's attention for this model's heads, windows, dtype and device, see `Kernels.plan`."""
         return self.kernels.plan(
             metadata,

@@ -226,9 +226,7 @@ def _measure(
 def _turns(prompts: Sequence[list[int]], size: int, plan: SpeedPlan, temperature: float) -> list[list[Job]]:
     """What is asked in each round: the next prompts, so that turns can be short and still all kinds are asked."""
     endless = cycle(prompts)
-    return [
-        _jobs(list(islice(endless, size)), plan.max_tokens, temperature, plan.seed) for _ in range(plan.rounds)
-    ]
+    return [_jobs(list(islice(endless, size)), plan.max_tokens, temperature, plan.seed) for _ in range(plan.rounds)]
 
 
 def _jobs(prompts: Sequence[list[int]], max_tokens: int, temperature: float, seed: int) -> list[Job]:

@@ -1,6 +1,8 @@
-"""Prints what the two pruning thresholds cost and save on the bundled pair, and that they change no output.
+"""What the two pruning thresholds cost and save on the bundled pair, and that they change no output:
 
     python tests/bench/pruning.py
+
+prints a table for each.
 """
 
 from __future__ import annotations
@@ -44,9 +46,7 @@ class Row(NamedTuple):
     def __str__(self) -> str:
         asked = self.speculation
         name = f"path_prob {asked.path_prob}" if asked.min_prob is None else f"min_prob {asked.min_prob}"
-        return (
-            f"{name:24} {self.verified_per_token:14.2f} {self.drafted_per_step:12.2f} {self.acceptance_length:17.2f}"
-        )
+        return f"{name:24} {self.verified_per_token:14.2f} {self.drafted_per_step:12.2f} {self.acceptance_length:17.2f}"
 
 
 def sweep(name: str, num_prompts: int = 20, thresholds: tuple[float, ...] = THRESHOLDS) -> list[Row]:

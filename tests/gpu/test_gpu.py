@@ -39,9 +39,7 @@ def truth() -> list[list[int]]:
 @pytest.mark.parametrize(
     "tree", [None, CHAIN, STATIC, DYNAMIC, AUTO], ids=["off", "chain", "static", "dynamic", "auto"]
 )
-def test_greedy_tokens_equal_transformers_generate_over_nccl(
-    tree: TreeConfig | None, truth: list[list[int]]
-) -> None:
+def test_greedy_tokens_equal_transformers_generate_over_nccl(tree: TreeConfig | None, truth: list[list[int]]) -> None:
     jobs = [Job(prompt=prompt, max_tokens=NUM_TOKENS) for prompt in prompts(12)]
     with Runner(on_cuda(tree)) as runner:
         for concurrency in (1, 8):

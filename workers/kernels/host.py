@@ -27,9 +27,7 @@ class HostMetadata(NamedTuple):
 
     @staticmethod
     def of(metadata: AttentionMetadata) -> HostMetadata:
-        return HostMetadata(
-            *(getattr(metadata, name).cpu().numpy().astype(np.int64) for name in HostMetadata._fields)
-        )
+        return HostMetadata(*(getattr(metadata, name).cpu().numpy().astype(np.int64) for name in HostMetadata._fields))
 
     @property
     def num_requests(self) -> int:

@@ -145,9 +145,7 @@ def plan(
     return prepared
 
 
-def tree_attention(
-    q_NHd: Tensor, kv_slots: Tensor, plan: TiledPlan, scale: float, window: int | None = None
-) -> Tensor:
+def tree_attention(q_NHd: Tensor, kv_slots: Tensor, plan: TiledPlan, scale: float, window: int | None = None) -> Tensor:
     """See `workers.kernels.choose.Kernels.tree_attention`. A row that sees nothing gets 0."""
     shape = plan.shape
     N, num_heads, d = q_NHd.shape
