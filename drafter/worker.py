@@ -63,6 +63,8 @@ def run(config: EngineConfig, rank: int, store_address: str) -> None:
     world.gather_topology(report)
     is_hybrid = config.draft.acceptance.sample_method == "hybrid"
     _serve(world, proposer, make_shape(config.draft.tree), is_hybrid, kernels)
+    if not isinstance(proposer, NgramProposer) and proposer.graphs is not None:
+        proposer.graphs.release()
     groups.leave()
     logger.info("%s: stopped", world.role)
 

@@ -51,6 +51,8 @@ def run(config: EngineConfig, rank: int, store_address: str, *, front: str | Non
             engine.stop()
         finally:
             socket.close()
+    if target.graphs is not None:
+        target.graphs.release()
     groups.leave()
     logger.info("%s: stopped", world.role)
 

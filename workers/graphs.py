@@ -6,6 +6,7 @@
         (metadata, *inputs_N) -> tuple of outputs       [N, ...] each, until the next call
     Recorder(device)                                    what captures
         .record(run) -> run                             over buffers of the caller's
+        .release()                                      before the process groups are left
 
 A step is rounded up to its bucket: its inputs are copied into the same static buffers every time, its plan is filled
 in place (`Kernels.plan(into=...)`), and the rows added are those of one more request, whose only page is the null page:
@@ -112,7 +113,8 @@ class Recorder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool: Any = None
-        self._num_graphs, self._seconds, self._num_bytes = 0, 0.0, 0
+        self._graphs: list[torch.cuda.CUDAGraph] = []
+        self._seconds, self._num_bytes = 0.0, 0
 
     @torch.inference_mode()
     def record(self, run: Callable[[], Outputs]) -> Callable[[], Outputs]:
@@ -128,7 +130,7 @@ class Recorder:
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             outputs = run()
         self._pool = graph.pool()
-        self._num_graphs += 1
+        self._graphs.append(graph)
         self._num_bytes += free - _free_bytes(self._device)
         self._seconds += time.perf_counter() - began
 
@@ -138,11 +140,19 @@ class Recorder:
 
         return replay
 
+    def release(self) -> None:
+        """Destroys the graphs; nothing is replayed any more. NCCL waits for that, for ever, before it lets go of a
+        communicator whose collectives they hold."""
+        if self._graphs:
+            torch.cuda.synchronize(self._device)
+        for graph in self._graphs:
+            graph.reset()
+
     @property
     def report(self) -> dict[str, str | int]:
         """What capturing took."""
         return {
-            "graphs": self._num_graphs, "graph_ms": round(1e3 * self._seconds), "graph_bytes": self._num_bytes
+            "graphs": len(self._graphs), "graph_ms": round(1e3 * self._seconds), "graph_bytes": self._num_bytes
         }  # fmt: skip
 
 
@@ -179,6 +189,10 @@ class Graphs:
     def report(self) -> dict[str, str | int]:
         """What capturing took, for the topology that a rank tells."""
         return self._recorder.report
+
+    def release(self) -> None:
+        """See `Recorder.release`."""
+        self._recorder.release()
 
     @torch.inference_mode()
     def __call__(self, metadata: AttentionMetadata, *inputs_N: Tensor) -> tuple[Tensor, ...]:

@@ -107,5 +107,6 @@ def join(config: EngineConfig, rank: int, store_address: str) -> World:
 
 
 def leave() -> None:
-    """Closes the groups after a clean stop. Never call it after an error: a collective's teardown can hang."""
+    """Closes the groups after a clean stop, when graphs are released. Never call it after an error: a collective's
+    teardown can hang."""
     dist.destroy_process_group()
