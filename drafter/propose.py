@@ -168,9 +168,9 @@ class FeatureProposer:
     def _run(self, tokens: Tensor, features: Tensor, positions: Tensor, attention: AttentionMetadata) -> Tensor:
         if self.graphs is not None:
             return self.graphs(attention, tokens, features, positions)[0]
-        device = features.device
+        device = self._head.device
         plan = self._head.plan(attention, self._page_size)
-        return self._head.forward(tokens.to(device), features, positions.to(device), plan, self._kv)
+        return self._head.forward(tokens.to(device), features.to(device), positions.to(device), plan, self._kv)
 
 
 def head_graphs(head: FeatureHead, kv: KVPool, config: EngineConfig, *, is_captured: bool = True) -> Graphs:

@@ -89,6 +89,13 @@ def test_ranks_on_one_device_get_host_ids_of_their_own() -> None:
     assert "NCCL_HOSTID" not in worker_env(config(tp=1), 0)
 
 
+@pytest.mark.parametrize("draft", [1, 2])
+def test_tensor_parallel_ranks_that_share_devices_stay_on_one_host_for_nccl(draft: int) -> None:
+    engine = config(2, draft, "colocated")
+    assert not any(name.startswith("NCCL") for rank in range(engine.world_size) for name in worker_env(engine, rank))
+    assert engine.has_host_link and not config(2, draft).has_host_link and not config(1, 1, "colocated").has_host_link
+
+
 def test_a_worker_on_cpu_gets_one_thread() -> None:
     assert worker_env(config(device="cpu"), 0)["OMP_NUM_THREADS"] == "1"
 

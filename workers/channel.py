@@ -2,7 +2,8 @@
 
 A frame starts on the CPU (gloo): header [kind, step, meta bytes, bulk bytes] and, on CPU devices, the body's first
 bytes inline, so that most messages are one send. On CUDA the header is the doorbell and the body, meta and bulk fused,
-goes over NCCL from one device buffer. Nothing is pickled; buffers are reused and only ever grow.
+goes over NCCL from one device buffer. A channel may be on the CPU although the model is not: features are then copied
+there, and received there. Nothing is pickled; buffers are reused and only ever grow.
 
 A peer that dies or stays silent for longer than the group's timeout raises PeerLost, which names it. Idle owners send
 `heartbeat` so that silence means death.

@@ -120,6 +120,13 @@ class EngineConfig:
         return self.tensor_parallel_size + self.draft_ranks
 
     @property
+    def has_host_link(self) -> bool:
+        """Whether messages between verifier 0 and drafter 0 pass through host memory: on CPU, and where the two share a
+        device, which NCCL refuses. A host id each would persuade it, but also keep a tensor-parallel group apart."""
+        is_shared = self.draft is not None and self.draft.placement == "colocated"
+        return self.device == "cpu" or is_shared and self.tensor_parallel_size > 1
+
+    @property
     def tree_rows(self) -> int:
         """Most rows one request can have in a verification step, root included."""
         return 1 + (self.draft.tree.num_nodes if self.draft else 0)

@@ -94,7 +94,8 @@ def join(config: EngineConfig, rank: int, store_address: str) -> World:
     to_peer = None
     if link_group is not None and rank in (0, size):
         other = size if rank == 0 else 0
-        to_peer = link(link_group, other, me=role, peer=config.role_of(other), device=device)
+        where = torch.device("cpu") if config.has_host_link else device
+        to_peer = link(link_group, other, me=role, peer=config.role_of(other), device=where)
     return World(
         config=config,
         rank=rank,
