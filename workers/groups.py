@@ -95,6 +95,8 @@ def join(config: EngineConfig, rank: int, store_address: str) -> World:
     if link_group is not None and rank in (0, size):
         other = size if rank == 0 else 0
         where = torch.device("cpu") if config.has_host_link else device
+        if where.type == "cuda":
+            _connect(link_group, rank, other, device)
         to_peer = link(link_group, other, me=role, peer=config.role_of(other), device=where)
     return World(
         config=config,
@@ -105,6 +107,18 @@ def join(config: EngineConfig, rank: int, store_address: str) -> World:
         peers=peers,
         link=to_peer,
     )
+
+
+def _connect(group: dist.ProcessGroup, rank: int, other: int, device: torch.device) -> None:
+    """NCCL connects two ranks, each way, when they first exchange something. That takes up to seconds, which `auto`
+    would take for the price of a draft if the first step paid them."""
+    nothing = torch.zeros(1, dtype=torch.uint8, device=device)
+    for source in sorted((rank, other)):
+        if rank == source:
+            dist.send(nothing, dst=other, group=group)
+        else:
+            dist.recv(nothing, src=other, group=group)
+    torch.cuda.synchronize(device)
 
 
 def leave() -> None:
