@@ -136,11 +136,11 @@ class Target:
         device = self._decoder.device
         if len(step.copy_source):
             self._decoder.kernels.copy_slots(
-                self._kv.data, step.copy_source.long().to(device), step.copy_target.long().to(device)
+                self._kv.data, _sent(step.copy_source.long(), device), _sent(step.copy_target.long(), device)
             )
         if self.graphs is None:
             plan = self._decoder.plan(step.attention, self._page_size)
-            hidden = self._decoder.forward(step.token_N.to(device), step.position_N.to(device), plan, self._kv)
+            hidden = self._decoder.forward(_sent(step.token_N, device), _sent(step.position_N, device), plan, self._kv)
         else:
             final_ND, *taps = self.graphs(step.attention, step.token_N, step.position_N)
             hidden = Hidden(final_ND, taps[0] if taps else None)
@@ -150,7 +150,7 @@ class Target:
         if len(step.sample_row_R) == len(step.token_N):
             sampled = hidden.final_ND
         else:
-            sampled = hidden.final_ND[step.sample_row_R.to(device)]
+            sampled = hidden.final_ND[_sent(step.sample_row_R, device)]
         return self._draw(self._decoder.logits(sampled), step)
 
     def _draw(self, raw_RW: Tensor, step: TargetStep) -> list[int] | None:
@@ -158,7 +158,7 @@ class Target:
         for top-k and top-p, for sampled drafts, and for log-probabilities."""
         tp, vocab_size = self._decoder.tp, self._decoder.spec.vocab_size
         params = step.sampling.to(raw_RW.device)
-        index_R = step.draw_index_R.to(raw_RW.device)
+        index_R = _sent(step.draw_index_R, raw_RW.device)
         start, end = self._decoder.vocab_range
         logits_RW = constrain(raw_RW, _constrained_rows(step), Columns(start, end - start))
         # Asked of the step itself, which lies on the host: a device would first finish its forward pass.
@@ -189,6 +189,11 @@ class Target:
         # The first shard among equals holds the lowest id, which is what argmax over the whole row picks.
         best = every[:, 0].argmax(0)
         return every[:, 1].gather(0, best[None])[0].long().tolist() if tp.rank == 0 else None
+
+
+def _sent(host: Tensor, device: torch.device) -> Tensor:
+    """On the device, without waiting for what that is doing: the driver keeps pageable memory for the copy."""
+    return host.to(device, non_blocking=True)
 
 
 def _constrained_rows(step: TargetStep) -> list[ConstrainedRow]:

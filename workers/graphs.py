@@ -201,10 +201,10 @@ class Graphs:
         size = Size.of(num_rows, num_requests)
         chosen = self._buckets.get(size)
         if chosen is None:
-            return self._run(self._plan(metadata), *(given.to(self._device) for given in inputs_N))
+            return self._run(self._plan(metadata), *(given.to(self._device, non_blocking=True) for given in inputs_N))
         # Rows beyond the step's keep what an earlier step left: valid tokens of nobody.
         for static, given in zip(chosen.inputs, inputs_N, strict=True):
-            static[:num_rows].copy_(given)
+            static[:num_rows].copy_(given, non_blocking=True)
         plan = self._plan(padded(metadata, size), into=chosen.plan)
         outputs = self._run(plan, *chosen.inputs) if chosen.replay is None else chosen.replay()
         return tuple(output[:num_rows] for output in outputs)

@@ -151,12 +151,13 @@ class SamplingBatch:
         )
 
     def to(self, device: torch.device | str) -> SamplingBatch:
+        """From the host to a device, without waiting for what that is doing."""
         return SamplingBatch(
-            temperature_B=self.temperature_B.to(device),
-            top_k_B=self.top_k_B.to(device),
-            top_p_B=self.top_p_B.to(device),
-            min_p_B=self.min_p_B.to(device),
-            seed_B=self.seed_B.to(device),
+            temperature_B=self.temperature_B.to(device, non_blocking=True),
+            top_k_B=self.top_k_B.to(device, non_blocking=True),
+            top_p_B=self.top_p_B.to(device, non_blocking=True),
+            min_p_B=self.min_p_B.to(device, non_blocking=True),
+            seed_B=self.seed_B.to(device, non_blocking=True),
         )
 
 
