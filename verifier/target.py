@@ -20,7 +20,7 @@ from workers.ipc import TokenLogprobs
 from workers.kv import KVPool
 from workers.layers import gather_vocab, shard_vocab
 from workers.noise import NoiseBook
-from workers.sampling import coupled_scores, needs_whole_rows, process_logits
+from workers.sampling import needs_whole_rows, of_processed, process_logits
 from workers.types import Hidden, Rule, TargetStep
 from workers.wire import Kind
 
@@ -172,7 +172,8 @@ class Target:
             if tp.rank > 0:
                 return None
             self._processed_RV = process_logits(whole_RV, params)
-            return coupled_scores(self._processed_RV, params, index_R, noise=self._noise).argmax(-1).tolist()
+            draw = self._decoder.kernels.coupled_argmax
+            return draw(self._processed_RV, of_processed(params), index_R, 0, None, self._noise)[1].tolist()
         row_max_R = None
         if bool(step.min_p_R.any()):
             row_max_R = logits_RW.amax(-1)

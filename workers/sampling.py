@@ -94,6 +94,11 @@ def shard_best(
     return best.values, best.indices + start
 
 
+def of_processed(params: SamplingBatch) -> SamplingBatch:
+    """What `process_logits` leaves to be done with rows that went through it: a draw, or at temperature 0 an argmax."""
+    return replace(_without_cuts(params), temperature_B=(params.temperature_B > 0).float())
+
+
 def _without_cuts(params: SamplingBatch) -> SamplingBatch:
     return replace(
         params,
