@@ -89,6 +89,8 @@ def join(config: EngineConfig, rank: int, store_address: str) -> World:
     role = config.role_of(rank)
     peers = None
     if group is not None:
+        if device.type == "cuda":  # NCCL takes memory as it connects: before pages are given what is free
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
         others = "its tensor-parallel peers" if rank == ranks[0] else config.role_of(ranks[0])
         peers = fan_out(group, ranks[0], me=role, peer=others, device=device)
     to_peer = None
