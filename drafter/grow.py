@@ -91,8 +91,6 @@ def grow(
         uncut = unrolled(roots, root_token_B, root_index_B, limits, sampling, costs.calibration_D2)
         if uncut is not None:
             return _grown(uncut, [], limits, budget, pruned_BD)
-    device = roots.device if isinstance(roots, Tensor) else torch.device("cpu")
-    on_device = sampling.to(device)
     _prepare_noise(roots, root_index_B, limits, sampling, vocab)
     growths = _growths(root_token_B, root_index_B, limits, sampling, shape, budget, pruned_BD)
     editor = _Editor(standings or {}, vocab)
@@ -107,7 +105,7 @@ def grow(
         num_levels += 1
         if editor.is_needed:
             draft = editor.edit(draft, level)
-        params = on_device.rows(torch.from_numpy(level.request_F).to(device))
+        params = sampling.rows(torch.from_numpy(level.request_F))
         index_F = root_index_B[level.request_F] + level.depth
         rule_F = limits.rule_B[level.request_F]
         scores = score(draft, params, rule_F, index_F, shape.max_children, vocab, kernels, has_cuts=has_cuts)

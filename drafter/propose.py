@@ -158,8 +158,8 @@ class FeatureProposer:
 
     def expand(self, level: Level) -> Tensor:
         device = self._hidden_GRH.device
-        g = torch.from_numpy(level.request_F).to(device)
-        parent, row = (torch.from_numpy(rows).long().to(device) for rows in (level.parent_row_F, level.row_F))
+        places = (level.request_F, level.parent_row_F, level.row_F)
+        g, parent, row = (torch.from_numpy(rows).long().to(device, non_blocking=True) for rows in places)
         position_F, attention = self._prefix.position_F(level) - 1, self._prefix.attention(level)
         hidden_FH = self._run(torch.from_numpy(level.token_F), self._hidden_GRH[g, parent], position_F, attention)
         self._hidden_GRH[g, row] = hidden_FH

@@ -74,13 +74,15 @@ def score(
 ) -> Scores:
     """Candidates of each node, at most num_children.
 
-    draft: (constrained) logits [F, V] or n-gram candidates. params: one entry per node, on the logits' device.
+    draft: (constrained) logits [F, V] or n-gram candidates. params: one entry per node, on the host, so that nothing is
+    asked of a device that is not done with the logits.
     index_F: index of the token that the children stand for. Noise is keyed on target ids, so a reduced draft
     vocabulary sees the noise the verifier will see. has_cuts: some node may have min-p, top-k or top-p.
     """
     if isinstance(draft, Candidates):
         return _score_candidates(draft, params, rule_F, index_F, num_children)
-    log_q = process_blindly(draft, params, has_min_p=has_cuts, has_top=has_cuts).log_softmax(-1)
+    device = draft.device
+    log_q = process_blindly(draft, params.to(device), has_min_p=has_cuts, has_top=has_cuts).log_softmax(-1)
     if (rule_F >= Rule.TRAVERSAL).all():
         return _score_sampled(log_q, params.temperature_B, num_children, vocab)
     hot = params.temperature_B > 0
@@ -88,19 +90,19 @@ def score(
     scored: Tensor = log_q
     tau: Tensor | float = CONFIDENCE_TAU
     if bool(hot.any()):
-        noisy = hot & torch.from_numpy(is_coupled_F).to(hot.device)
+        noisy = hot & torch.from_numpy(is_coupled_F)
         if bool(noisy.any()):
-            G = vocab.noise.rows(params.seed_B.tolist(), index_F.tolist(), log_q.device)
-            scored = torch.where(noisy[:, None], log_q + G, log_q)
+            G = vocab.noise.rows(params.seed_B.tolist(), index_F.tolist(), device)
+            scored = torch.where(noisy.to(device, non_blocking=True)[:, None], log_q + G, log_q)
         if not is_coupled_F.all():
-            tau = torch.where(hot & ~noisy, 1.0, CONFIDENCE_TAU)
+            tau = torch.where(hot & ~noisy, 1.0, CONFIDENCE_TAU).to(device, non_blocking=True)
     best = best_children(log_q, scored, tau, num_children, vocab, kernels)
     weight_FK = best.weight_FK.cpu().numpy()
     kind_F = kinds(rule_F, hot)
     support, is_sampled_F = None, kind_F == NodeKind.SAMPLED
     if is_sampled_F.any():
-        rows = torch.from_numpy(is_sampled_F).to(log_q.device)
-        sampled = _score_sampled(log_q[rows], params.temperature_B[rows], weight_FK.shape[1], vocab)
+        rows = torch.from_numpy(np.flatnonzero(is_sampled_F))
+        sampled = _score_sampled(log_q[rows.to(device)], params.temperature_B[rows], weight_FK.shape[1], vocab)
         support, weight_FK[is_sampled_F] = sampled.support, sampled.weight_FK
     return Scores(
         token_FK=best.token_FK.cpu().numpy(),
@@ -137,7 +139,7 @@ def _score_sampled(log_q: Tensor, temperature_F: Tensor, num_children: int, voca
     size = (len(log_q), min(num_children, log_q.shape[-1]))
     return Scores(
         token_FK=np.zeros(size, dtype=np.int64),
-        weight_FK=expected_survival(support, temperature_F.cpu().numpy(), size[1]),
+        weight_FK=expected_survival(support, temperature_F.numpy(), size[1]),
         prob_FK=np.zeros(size, dtype=np.float32),
         top_prob_F=log_q.amax(-1).exp().cpu().numpy(),
         kind_F=np.full(size[0], NodeKind.SAMPLED, dtype=np.uint8),
@@ -146,9 +148,9 @@ def _score_sampled(log_q: Tensor, temperature_F: Tensor, num_children: int, voca
 
 
 def kinds(rule_F: np.ndarray, hot: Tensor) -> np.ndarray:
-    """uint8 NodeKind of the children of nodes whose requests have these rules, hot = temperature above 0."""
+    """uint8 NodeKind of the children of nodes whose requests have these rules, hot = temperature > 0; on the host."""
     kind_F = np.full(len(rule_F), NodeKind.DETERMINISTIC, dtype=np.uint8)
-    kind_F[(rule_F == Rule.COUPLED) & hot.cpu().numpy()] = NodeKind.COUPLED
+    kind_F[(rule_F == Rule.COUPLED) & hot.numpy()] = NodeKind.COUPLED
     kind_F[rule_F >= Rule.TRAVERSAL] = NodeKind.SAMPLED
     return kind_F
 
@@ -161,10 +163,10 @@ def _score_candidates(
     scored_FK = log_q_FK
     noisy_F = kind_F == NodeKind.COUPLED
     if noisy_F.any():
-        noise_FK = gumbel_at(params.seed_B.cpu().numpy()[:, None], index_F[:, None], draft.token_FK)
+        noise_FK = gumbel_at(params.seed_B.numpy()[:, None], index_F[:, None], draft.token_FK)
         scored_FK = np.where(noisy_F[:, None], log_q_FK + noise_FK, log_q_FK)
     order_FK = np.argsort(-scored_FK, axis=1, kind="stable")[:, :num_children]
-    hot_F = params.temperature_B.cpu().numpy() > 0
+    hot_F = params.temperature_B.numpy() > 0
     tau_F1 = np.where(hot_F & ~noisy_F, 1.0, CONFIDENCE_TAU)[:, None]
     weight_FK = np.exp((scored_FK - scored_FK.max(1, keepdims=True, initial=-1e30)) / tau_F1)
     # What lookup does not know of is the rest of the mass: the candidates share no more than their probability.
