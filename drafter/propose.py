@@ -154,7 +154,8 @@ class FeatureProposer:
         self._hidden_GRH[:, 0] = root_GH
         if self.unrolled is not None:
             self.unrolled.start = Start(self._prefix.base_G, self._prefix.page_table_GP, root_GH)
-        return self._head.logits(root_GH)
+        # What is compiled would be compiled once more for no rows.
+        return self._head.logits(root_GH) if len(root_GH) else root_GH.new_zeros(0, self.vocab.size).float()
 
     def expand(self, level: Level) -> Tensor:
         device = self._hidden_GRH.device
