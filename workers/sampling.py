@@ -14,6 +14,10 @@ from torch import Tensor
 from workers.noise import NoiseBook
 from workers.types import SamplingBatch
 
+MOST_SORTED = 1 << 24
+"""Logits that are cut at once. It takes some 40 bytes each, of memory that the KV cache was not told to leave: 5 GiB
+for 64 trees of 17 rows over 128,256 tokens."""
+
 
 def process_logits(logits_RV: Tensor, params: SamplingBatch) -> Tensor:
     """Log-probabilities up to a constant, float32, with -inf where the request's parameters forbid a token.
@@ -35,7 +39,13 @@ def process_blindly(logits_RV: Tensor, params: SamplingBatch, *, has_min_p: bool
     x = logits_RV.float() / torch.where(sampled, params.temperature_B, 1.0)[:, None]
     if has_min_p:
         x = x.masked_fill(x < (x.amax(-1, keepdim=True) + _min_p_offset(params)[:, None]), -torch.inf)
-    return _top_k_top_p(x, params, sampled) if has_top else x
+    if not has_top:
+        return x
+    at_once = max(1, MOST_SORTED // x.shape[-1])
+    if len(x) <= at_once:
+        return _top_k_top_p(x, params, sampled)
+    parts = torch.arange(len(x), device=x.device).split(at_once)
+    return torch.cat([_top_k_top_p(x[rows], params.rows(rows), sampled[rows]) for rows in parts])
 
 
 def needs_whole_rows(params: SamplingBatch) -> bool:
