@@ -23,13 +23,13 @@ import ray
 from ray import serve as ray_serve
 
 from cluster.actors import packages_folder
-from cluster.convert import engine_config, layout_config, settle, visible_gpus
+from cluster.convert import engine_config, layout_config, load_tokenizer, settle, visible_gpus
 from cluster.engine_client import EngineClient
 from cluster.gang import Gang
 from cluster.ingress import PENDING_PER_SEQUENCE, create_app
 from cluster.placement import REPLICA_CPUS, group_bundles
 from cluster.processes import descendants, wait_gone
-from cluster.service import base_url, listening_socket, load_tokenizer, service_of
+from cluster.service import base_url, listening_socket, service_of
 from secateur.config import AppArgs, EngineArgs
 from secateur.errors import ConfigError, SecateurError
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
+from cluster.tokens import Tokenizer
 from secateur.config import EngineArgs, SpeculativeConfig, resolve_model
 from secateur.errors import ConfigError, Problem
 from workers.checkpoint import ModelSpec, check_heads, check_parallel, read_spec, resolve_path
@@ -84,6 +85,13 @@ def engine_config(args: EngineArgs, *, num_gpus: int | None = None) -> EngineCon
     if config.draft is None:
         return config
     return replace(config, draft=_checked_draft(config.draft, path, spec))
+
+
+def load_tokenizer(args: EngineArgs, config: EngineConfig) -> Tokenizer:
+    """The tokenizer asked for, else the model's own."""
+    if args.tokenizer is None:
+        return Tokenizer(config.model_path)
+    return Tokenizer(resolve_model(args.tokenizer), revision=args.revision)
 
 
 def model_folder(name: str, revision: str | None = None) -> Path:

@@ -11,12 +11,12 @@ from contextlib import contextmanager
 
 import uvicorn
 
-from cluster.convert import engine_config, visible_gpus
+from cluster.convert import engine_config, load_tokenizer, visible_gpus
 from cluster.engine_client import EngineClient
 from cluster.ingress import Service, create_app
 from cluster.local import LocalEngine
 from cluster.tokens import Tokenizer
-from secateur.config import EngineArgs, resolve_model
+from secateur.config import EngineArgs
 from secateur.errors import ConfigError
 from workers.config import EngineConfig
 
@@ -33,13 +33,6 @@ def service_of(args: EngineArgs, config: EngineConfig, engine: EngineClient, tok
         api_key=args.api_key,
         seed=args.seed,
     )
-
-
-def load_tokenizer(args: EngineArgs, config: EngineConfig) -> Tokenizer:
-    """The tokenizer asked for, else the model's own."""
-    if args.tokenizer is None:
-        return Tokenizer(config.model_path)
-    return Tokenizer(resolve_model(args.tokenizer), revision=args.revision)
 
 
 @contextmanager

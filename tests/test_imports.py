@@ -165,3 +165,14 @@ def test_gpu_tests_need_no_package_that_a_gpu_machine_may_lack():
     )
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_benchmarks_of_make_gpu_need_no_web_framework():
+    """It installs nothing."""
+    code = (
+        "import sys\n"
+        "sys.modules.update(dict.fromkeys(['fastapi', 'prometheus_client', 'ray', 'starlette', 'uvicorn']))\n"
+        "import secateur.cli, cluster.bench.speed, cluster.bench.step\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert run.returncode == 0, run.stderr

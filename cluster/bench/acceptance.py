@@ -25,8 +25,7 @@ from cluster.bench.rows import ACCEPTANCES, Acceptance, Cell, Pruning, Row, row_
 from cluster.bench.runner import Answer, Job, Runner
 from cluster.bench.sequoia import Path as NodePath
 from cluster.bench.sequoia import acceptance_table, best_tree, expected_accepted
-from cluster.convert import engine_config, visible_gpus
-from cluster.service import load_tokenizer
+from cluster.convert import engine_config, load_tokenizer, visible_gpus
 from cluster.submit import derive_seed
 from secateur.bench import AcceptancePlan
 from secateur.config import EngineArgs

@@ -14,8 +14,7 @@ import torch
 from cluster.bench.output import Say
 from cluster.bench.prompts import encode_prompts
 from cluster.bench.scaled import scaled_pair
-from cluster.convert import engine_config, settle, visible_gpus
-from cluster.service import load_tokenizer
+from cluster.convert import engine_config, load_tokenizer, settle, visible_gpus
 from secateur.bench import TargetSize
 from secateur.config import EngineArgs, resolve_model
 from secateur.errors import ConfigError, Problem

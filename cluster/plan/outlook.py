@@ -139,9 +139,9 @@ def _table(args: EngineArgs, request: PlanRequest, config: EngineConfig, found: 
 def profile(args: EngineArgs, config: EngineConfig, max_batch: int, temperature: float, say: Say) -> CostTable:
     """This machine's table for an engine, of up to so many requests. Starts it, and stops it again."""
     from cluster.bench.prompts import encode_prompts
+    from cluster.convert import load_tokenizer
     from cluster.plan.fit import fit
     from cluster.plan.profile import OUTPUT_TOKENS, Grid, Probe, Profiler, Prompts, profiled
-    from cluster.service import load_tokenizer
     from secateur.prompts import BUNDLED_PROMPTS, read_prompts
 
     if config.max_model_len < 2 * OUTPUT_TOKENS:
