@@ -246,5 +246,6 @@ def _top_of_row(
         value = tl.max(tl.where(is_left, values, float("-inf")), 0)
         chosen = tl.min(tl.where(is_left & (values == value), indices, 0x7FFFFFFF), 0)
         tl.store(value_ptr + row * k + i, value)
-        tl.store(index_ptr + row * k + i, chosen)
+        # Where logits are no numbers none is the largest; whoever gathers by the index still needs a column.
+        tl.store(index_ptr + row * k + i, tl.where(chosen == 0x7FFFFFFF, 0, chosen))
         is_left = is_left & (indices != chosen)
