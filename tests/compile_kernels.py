@@ -3,7 +3,8 @@
     python tests/compile_kernels.py
 
 Triton must not be interpreted in this process. Shapes are those of common models. An argument that is 1 at run time
-may be a constant to the compiler, so the narrowest cases are compiled too.
+may be a constant to the compiler, so the narrowest cases are compiled too. Pointers are aligned and strides even, as
+they are at run time: only then are loads of keys and values vectors, and staged in shared memory.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ def compile_kernel(kernel: Any, constants: dict[str, Any], types: dict[str, str]
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     places = {(names.index(name),): value for name, value in constants.items()}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=places)
+    aligned = [name for name in names if name.endswith(("_ptr", "_stride")) and name not in constants]
+    attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=places, attrs=attrs)
     compiled = triton.compile(source, target=HOPPER, options={"num_warps": num_warps, "num_stages": 2})
     assert compiled.asm["cubin"] and compiled.metadata.shared <= SHARED_BYTES
     print(f"{kernel.__name__:15} {compiled.metadata.shared / 1024:6.1f} KiB shared  {constants}")
