@@ -16,6 +16,8 @@ from torch import Tensor
 
 _WORDS_IN_REGISTERS = 8192
 """Words that a program holds: 32 for each of its 256 threads."""
+_FEWEST_TOKENS = 32
+"""Up to so many share one compiled kernel: every power of 2 of its own would be compiled while requests wait."""
 
 
 def copy_slots(pool: Tensor, source_C: Tensor, target_C: Tensor) -> None:
@@ -29,7 +31,7 @@ def copy_slots(pool: Tensor, source_C: Tensor, target_C: Tensor) -> None:
     assert num_bytes % 4 == 0, "a token's keys and values fill whole words: heads have even widths"
     words = pool.view(num_layers, num_slots, -1).view(torch.int32 if num_bytes % 8 else torch.int64)
     num_words = words.shape[2]
-    tokens = triton.next_power_of_2(num_tokens)
+    tokens = max(_FEWEST_TOKENS, triton.next_power_of_2(num_tokens))
     block = max(1, min(triton.next_power_of_2(num_words), _WORDS_IN_REGISTERS // tokens))
     _copy[(num_layers, triton.cdiv(num_words, block))](
         words, source_C, target_C, num_tokens, num_words, words.stride(0), TOKENS=tokens, BLOCK=block, num_warps=8

@@ -22,7 +22,7 @@ from workers.types import SamplingBatch
 
 _DRAW_BLOCK = 1024
 _PROGRAMS = 512
-"""Rows are split until so many programs share them, or each has one block."""
+"""Rows are split until so many programs share them, or each has one block. A power of 2, and the most splits."""
 _TOP_BLOCK = 2048
 
 
@@ -57,7 +57,7 @@ def coupled_argmax(
         logits_RV, params.temperature_B, params.seed_B, index_R.to(torch.int64), floor_R, scores_RS, ids_RS,
         V, logits_RV.stride(0), start, first, triton.cdiv(blocks, splits), splits, BLOCK=_DRAW_BLOCK,
     )  # fmt: skip
-    _choose[(R,)](scores_RS, ids_RS, score_R, id_R, splits, SPLITS=triton.next_power_of_2(splits), num_warps=1)
+    _choose[(R,)](scores_RS, ids_RS, score_R, id_R, splits, SPLITS=_PROGRAMS, num_warps=1)
     return score_R, id_R
 
 
