@@ -50,8 +50,7 @@ class Gang:
             strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=seat.bundle)
             # num_cpus=0: the bundle is the reservation. The index is given, or Ray might swap devices.
             options = remote.options(num_cpus=0, num_gpus=seat.num_gpus, scheduling_strategy=strategy, max_restarts=0)
-            env = worker_env(config, seat.rank)
-            self._workers.append(options.remote(config.to_json(), seat.rank, packages_folder(), env))
+            self._workers.append(options.remote(config.to_json(), seat.rank, packages_folder(), worker_env(config)))
         nodes: list[str] = await asyncio.gather(*(worker.node_id.remote() for worker in self._workers))
         front = await self._listen(nodes[0])
         store = await self._workers[0].open_store.remote()

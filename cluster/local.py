@@ -105,7 +105,7 @@ class EngineProcesses:
         module = "verifier" if rank < self._config.tensor_parallel_size else "drafter"
         command = [sys.executable, "-P", "-m", "cluster.child", str(os.getpid()), module]
         command += ["--rank", str(rank), "--config", self._config.to_json(), *where]
-        env = os.environ | worker_env(self._config, rank) | {"PYTHONPATH": _python_path()}
+        env = os.environ | worker_env(self._config) | {"PYTHONPATH": _python_path()}
         env["CUDA_VISIBLE_DEVICES"] = devices[seat.bundle] if devices else ""
         with self._lock:
             self._children.append(_Child(seat.role, command, env))

@@ -5,7 +5,6 @@ Imports no torch: a worker actor reads its environment from here before torch ma
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 from workers.config import EngineConfig
@@ -66,23 +65,13 @@ def num_bundles(config: EngineConfig) -> int:
     return max(seat.bundle for seat in seats(config)) + 1
 
 
-def worker_env(config: EngineConfig, rank: int) -> dict[str, str]:
-    """Environment every worker process of this rank needs, however it is started. Devices are the starter's matter.
+def worker_env(config: EngineConfig) -> dict[str, str]:
+    """Environment every worker process needs, however it is started. Devices are the starter's matter.
 
     On CPU each worker gets one thread: two busy multi-threaded processes on two cores fall to a tenth of their speed.
-    Two NCCL ranks on one device would be refused as duplicates: NCCL compares host id + bus id, so each gets a host id
-    of its own and talks over loopback sockets. Not where a rank has tensor-parallel peers too, whom it would then look
-    for on other hosts: those two ranks do without NCCL (`EngineConfig.has_host_link`).
     """
-    seat = seats(config)[rank]
     env = {"TOKENIZERS_PARALLELISM": "false"}
     if config.device == "cpu":
         env |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **HUGE_PAGES}
         env |= {"MALLOC_TRIM_THRESHOLD_": str(KEPT_BYTES), "MALLOC_MMAP_THRESHOLD_": str(KEPT_BLOCK_BYTES)}
-    elif seat.is_shared and not config.has_host_link:
-        env |= {
-            "NCCL_HOSTID": f"secateur-{os.getpid()}-{rank}",
-            "NCCL_SOCKET_IFNAME": "lo",
-            "NCCL_IB_DISABLE": "1",
-        }
     return env

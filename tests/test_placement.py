@@ -82,22 +82,14 @@ def test_no_device_is_promised_twice(tp: int, draft: int, placement: str) -> Non
     assert num_bundles(engine) == (tp + draft if placement == "dedicated" else tp)
 
 
-def test_ranks_on_one_device_get_host_ids_of_their_own() -> None:
-    engine = config(tp=1, placement="colocated")
-    ids = {worker_env(engine, rank)["NCCL_HOSTID"] for rank in range(2)}
-    assert len(ids) == 2
-    assert "NCCL_HOSTID" not in worker_env(config(tp=1), 0)
-
-
-@pytest.mark.parametrize("draft", [1, 2])
-def test_tensor_parallel_ranks_that_share_devices_stay_on_one_host_for_nccl(draft: int) -> None:
-    engine = config(2, draft, "colocated")
-    assert not any(name.startswith("NCCL") for rank in range(engine.world_size) for name in worker_env(engine, rank))
-    assert engine.has_host_link and not config(2, draft).has_host_link and not config(1, 1, "colocated").has_host_link
+@pytest.mark.parametrize(("placement", "is_through_host"), [("colocated", True), ("dedicated", False)])
+def test_nccl_never_hears_of_two_ranks_on_one_device(placement: str, is_through_host: bool) -> None:
+    for tp, draft in ((1, 1), (2, 1), (2, 2)):
+        assert config(tp, draft, placement).has_host_link == is_through_host
 
 
 def test_a_worker_on_cpu_gets_one_thread() -> None:
-    assert worker_env(config(device="cpu"), 0)["OMP_NUM_THREADS"] == "1"
+    assert worker_env(config(device="cpu"))["OMP_NUM_THREADS"] == "1"
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators have other habits")
@@ -113,7 +105,7 @@ def test_a_worker_on_cpu_keeps_the_memory_it_has_freed() -> None:
         for _ in range(64): pool.index_select(0, slots).relu()
         print(faults() - before)
     """
-    environment = os.environ | worker_env(config(device="cpu"), 0)
+    environment = os.environ | worker_env(config(device="cpu"))
     told = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert int(told.stdout) < 64
 
@@ -124,7 +116,7 @@ GRANTS = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 @pytest.mark.skipif(not GRANTS.exists() or "[never]" in GRANTS.read_text(), reason="no huge pages are granted here")
 def test_a_worker_on_cpu_keeps_its_weights_in_huge_pages() -> None:
     program = "import torch; weight = torch.ones(1 << 24); print(open('/proc/self/smaps_rollup').read())"
-    environment = os.environ | worker_env(config(device="cpu"), 0)
+    environment = os.environ | worker_env(config(device="cpu"))
     told = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     kib = next(int(line.split()[1]) for line in told.stdout.splitlines() if line.startswith("AnonHugePages"))
     assert kib >= 32 << 10, "of 64 MiB"

@@ -122,9 +122,9 @@ class EngineConfig:
     @property
     def has_host_link(self) -> bool:
         """Whether messages between verifier 0 and drafter 0 pass through host memory: on CPU, and where the two share a
-        device, which NCCL refuses. A host id each would persuade it, but also keep a tensor-parallel group apart."""
-        is_shared = self.draft is not None and self.draft.placement == "colocated"
-        return self.device == "cpu" or is_shared and self.tensor_parallel_size > 1
+        device. NCCL refuses such ranks; a host id each would persuade it to use sockets, and keep a tensor-parallel
+        group apart."""
+        return self.device == "cpu" or self.draft is not None and self.draft.placement == "colocated"
 
     @property
     def tree_rows(self) -> int:

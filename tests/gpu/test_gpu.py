@@ -1,16 +1,19 @@
-"""On a CUDA machine: drafter and verifier as plain processes over NCCL, and the numbers of bfloat16.
+"""On a CUDA machine: drafter and verifier as plain processes, and the numbers of bfloat16.
 
-One GPU is enough: the drafter is colocated with the verifier (two NCCL ranks on one device). Run with `make gpu`.
+One GPU is enough: the drafter is colocated with the verifier. NCCL is run there too, by two ranks on one device that it
+is made to take for two machines. Run with `make gpu`.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from uuid import uuid4
 
 import pytest
 import torch
 from engines import AUTO, BUNDLED, CHAIN, DYNAMIC, STATIC, Job, Runner, bundled, prompts, transformers_greedy
 
+from cluster import local, seats
 from workers.checkpoint import read_spec
 from workers.config import EngineConfig, TreeConfig
 from workers.model import Decoder
@@ -39,7 +42,7 @@ def truth() -> list[list[int]]:
 @pytest.mark.parametrize(
     "tree", [None, CHAIN, STATIC, DYNAMIC, AUTO], ids=["off", "chain", "static", "dynamic", "auto"]
 )
-def test_greedy_tokens_equal_transformers_generate_over_nccl(tree: TreeConfig | None, truth: list[list[int]]) -> None:
+def test_greedy_tokens_equal_transformers_generate(tree: TreeConfig | None, truth: list[list[int]]) -> None:
     jobs = [Job(prompt=prompt, max_tokens=NUM_TOKENS) for prompt in prompts(12)]
     with Runner(on_cuda(tree)) as runner:
         for concurrency in (1, 8):
@@ -54,12 +57,30 @@ def test_neither_graphs_nor_kernels_change_a_token(options: dict[str, object], t
         assert [answer.tokens for answer in runner.run(jobs, concurrency=8)] == truth
 
 
-def test_seeded_tokens_do_not_depend_on_speculation_over_nccl() -> None:
+def test_seeded_tokens_do_not_depend_on_speculation() -> None:
     sampling = SamplingParams(temperature=1.0, top_p=0.9, seed=5)
     jobs = [Job(prompt=prompt, sampling=sampling) for prompt in prompts(12)]
     with Runner(on_cuda(None)) as plain, Runner(on_cuda(DYNAMIC)) as drafted:
         alone = [answer.tokens for answer in plain.run(jobs)]
         assert [answer.tokens for answer in drafted.run(jobs, concurrency=8)] == alone
+
+
+@pytest.mark.parametrize("tree", [CHAIN, AUTO], ids=["chain", "auto"])
+def test_nccl_carries_the_same_tokens(
+    monkeypatch: pytest.MonkeyPatch, tree: TreeConfig, truth: list[list[int]]
+) -> None:
+    def worker_env(config: EngineConfig) -> dict[str, str]:
+        own_machine = {"NCCL_HOSTID": str(uuid4()), "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+        return seats.worker_env(config) | own_machine
+
+    monkeypatch.setattr(local, "worker_env", worker_env)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,0")
+    config = on_cuda(tree, num_pages=1000)
+    assert config.draft is not None
+    config = replace(config, draft=replace(config.draft, placement="dedicated"))
+    jobs = [Job(prompt=prompt, max_tokens=NUM_TOKENS) for prompt in prompts(12)]
+    with Runner(config) as runner:
+        assert [answer.tokens for answer in runner.run(jobs, concurrency=8)] == truth
 
 
 @needs_two
