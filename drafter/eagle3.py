@@ -74,7 +74,7 @@ class Eagle3Head:
         self.kernels = kernels
         self.device = embedding_VH.device
         self.dtype = embedding_VH.dtype
-        self.vocab = DraftVocabulary(target_size=spec.vocab_size, target_ids=target_ids)
+        self.vocab = DraftVocabulary(target_size=spec.vocab_size, target_ids=target_ids, kernels=kernels)
         self.heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, tp)
         self._rope = Rope(spec.rope, self.dtype, self.device)
         self._embedding_VH = embedding_VH

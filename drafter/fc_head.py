@@ -57,7 +57,7 @@ class FcHead:
         self.kernels = kernels
         self.device = embedding_VH.device
         self.dtype = embedding_VH.dtype
-        self.vocab = DraftVocabulary(target_size=spec.layers.vocab_size)
+        self.vocab = DraftVocabulary(target_size=spec.layers.vocab_size, kernels=kernels)
         self.heads = HeadSplit.of(spec.layers.num_heads, spec.layers.num_kv_heads, tp)
         self._rope = Rope(spec.layers.rope, self.dtype, self.device)
         self._embedding_VH = embedding_VH

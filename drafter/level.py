@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from workers.constraints import Columns
+from workers.kernels.choose import TORCH, Kernels
 from workers.noise import NoiseBook
 
 
@@ -88,6 +89,7 @@ class DraftVocabulary:
 
     target_size: int
     target_ids: Tensor | None = None
+    kernels: Kernels = TORCH
 
     @property
     def size(self) -> int:
@@ -106,7 +108,7 @@ class DraftVocabulary:
     @cached_property
     def noise(self) -> NoiseBook:
         """The target's noise for the draft's tokens."""
-        return NoiseBook(0, self.target_size, self.target_ids)
+        return NoiseBook(0, self.target_size, self.target_ids, self.kernels.gumbel)
 
 
 class Candidates(NamedTuple):

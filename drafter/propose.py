@@ -221,7 +221,7 @@ class DraftModelProposer:
         unrolled: Unrolled | None = None,
     ) -> None:
         self.graphs, self.unrolled = graphs, unrolled
-        self.vocab = DraftVocabulary(target_size=model.spec.vocab_size)
+        self.vocab = DraftVocabulary(target_size=model.spec.vocab_size, kernels=model.kernels)
         self._model, self._kv, self._page_size = model, kv, page_size
         self._prefix: _Prefix
 
@@ -257,7 +257,7 @@ def unrolled_decoder(model: Decoder, kv: KVPool, config: EngineConfig, *, is_cap
         run,
         partial(model.plan, page_size=config.page_size),
         torch.zeros(1, 0, device=model.device),
-        DraftVocabulary(target_size=model.spec.vocab_size),
+        DraftVocabulary(target_size=model.spec.vocab_size, kernels=model.kernels),
         model.kernels,
         config,
         is_captured=is_captured,

@@ -68,10 +68,13 @@ def main() -> None:
     for tokens, block in ((32, 256), (512, 16)):
         slots = dict(words_ptr=INT64, source_ptr=INT64, target_ptr=INT64, layer_stride="i64")
         compile_kernel(triton_copy._copy, dict(TOKENS=tokens, BLOCK=block), slots, num_warps=8)
-    rows = dict(logits_ptr=FLOAT, temperature_ptr=FLOAT, floor_ptr=FLOAT, scores_ptr=FLOAT, score_ptr=FLOAT)
+    rows = dict(
+        logits_ptr=FLOAT, temperature_ptr=FLOAT, floor_ptr=FLOAT, scores_ptr=FLOAT, score_ptr=FLOAT, out_ptr=FLOAT
+    )
     rows |= dict(seed_ptr=INT64, index_ptr=INT64, ids_ptr=INT64, id_ptr=INT64)
     compile_kernel(triton_sampling._draw, dict(BLOCK=1024), rows)
     compile_kernel(triton_sampling._draw, dict(BLOCK=1024, num_columns=1, row_stride=1, start=1), rows)
+    compile_kernel(triton_sampling._fill, dict(BLOCK=1024), rows)
     compile_kernel(triton_sampling._choose, dict(SPLITS=512), rows, num_warps=1)
     top = dict(x_ptr=FLOAT, tau_ptr=FLOAT, values_ptr=FLOAT, value_ptr=FLOAT, lse_ptr=FLOAT, lses_ptr=FLOAT)
     top |= dict(indices_ptr=INT64, index_ptr=INT64)

@@ -20,6 +20,7 @@ pytest.importorskip("triton", reason="Triton is not installed: nothing was shown
 import triton
 import triton.language as tl
 
+from drafter.level import DraftVocabulary
 from workers.kernels import compiled, fused, reference
 from workers.kernels.choose import TORCH, Kernels, is_interpreted, kernels_for
 from workers.kernels.triton_attention import PlanShape
@@ -265,6 +266,18 @@ def test_shards_draw_what_the_whole_row_draws(kernels: Kernels, start: int) -> N
     scores, ids = (torch.stack([pair[i].cpu() for pair in best]) for i in (0, 1))
     drawn = ids.gather(0, scores.argmax(0)[None])[0]
     assert torch.equal(drawn, draw(logits, params, index))
+
+
+@both
+@pytest.mark.parametrize(("start", "stop"), [(0, 2050), (3, 4), (1023, 1026), (6, 5003), (9, 9)])
+def test_noise_for_drafts_is_the_targets(kernels: Kernels, start: int, stop: int) -> None:
+    keys = torch.tensor([[5, 0], [-1, 7], [1 << 62, 100_000], [5, 1]])
+    made = kernels.gumbel(*keys.to(DEVICE).unbind(1), start, stop)
+    expected = gumbel(keys[:, 0], keys[:, 1], start, stop)
+    assert made.shape == (4, stop - start) and made.dtype == torch.float32
+    assert ((made.cpu() - expected).abs() <= 2e-6 * expected.abs().clamp(min=1)).all()
+    vocab = DraftVocabulary(target_size=5003, target_ids=torch.arange(start, stop).to(DEVICE), kernels=kernels)
+    assert torch.equal(vocab.noise.rows(*keys.T.tolist(), DEVICE), made)
 
 
 @both

@@ -6,7 +6,7 @@ by fewer indices per step than a tree is deep. Legend: R rows, W token ids of on
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,10 +20,10 @@ Key = tuple[int, int]
 
 
 class NoiseBook:
-    """`workers.random.gumbel` for target ids [start, stop), or for some `ids` of them, by (seed, index)."""
+    """Noise of target ids [start, stop), or of some `ids` of them, by (seed, index). make: `Kernels.gumbel`."""
 
-    def __init__(self, start: int, stop: int, ids: Tensor | None = None) -> None:
-        self._range, self._ids = (start, stop), ids
+    def __init__(self, start: int, stop: int, ids: Tensor | None = None, make: Callable[..., Tensor] = gumbel) -> None:
+        self._range, self._ids, self._make = (start, stop), ids, make
         self._most = max(1, MAX_BYTES // (4 * max(1, stop - start if ids is None else len(ids))))
         self._row: dict[Key, Tensor] = {}  # oldest first
 
@@ -50,5 +50,5 @@ class NoiseBook:
         missing = [key for key in keys if key not in self._row]
         if missing:
             columns = torch.tensor(missing, dtype=torch.int64, device=device)
-            noise = gumbel(columns[:, 0], columns[:, 1], *self._range)
+            noise = self._make(columns[:, 0], columns[:, 1], *self._range)
             self._row.update(zip(missing, noise if self._ids is None else noise[:, self._ids], strict=True))

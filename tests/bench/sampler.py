@@ -2,10 +2,10 @@
 
     python tests/bench/sampler.py [--rounds 9] [--prompts 6] [--temperatures 0.3] [--target-cost 300m] [--out FOLDER]
 
-With a target cost, the target computes the bundled one's function at the cost of a larger model. The same requests take
-turns under `rejection` with draft probabilities (minimum temperature 0), without them (deterministic drafts), and under
-`coupled`, one at a time, each of them first in turn as often as the others. Medians over the rounds; ratios to
-"without".
+With a target cost, the target computes the bundled one's function at the cost of a larger model. Each prompt is
+answered under `rejection` with draft probabilities (minimum temperature 0), without them (deterministic drafts), and
+under `coupled`, one after the other, each of them first as often as the others. Medians over the rounds, of ratios to
+"without" too.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent.parent)]
 
@@ -55,40 +56,53 @@ def run(config: EngineConfig, temperatures: list[float], rounds: int, num_prompt
     rows: list[dict[str, float | str]] = []
     with Runner(config) as runner:
         for temperature in temperatures:
-            seen: dict[str, list[tuple[float, float, float]]] = {way: [] for way in WAYS}
-            for round_ in range(rounds + 1):
-                sampling = SamplingParams(temperature=temperature, seed=round_)
-                first = round_ % len(WAYS)
-                for way, speculation in [*WAYS.items()][first:] + [*WAYS.items()][:first]:
-                    jobs = [
-                        Job(prompt=prompt, max_tokens=NUM_TOKENS, sampling=sampling, speculation=speculation)
-                        for prompt in prompts(num_prompts)
-                    ]
-                    steps, began = runner.stats.steps, time.perf_counter()
-                    answers = runner.run(jobs)
-                    seconds = time.perf_counter() - began
-                    drafts = sum(answer.stats.num_drafts for answer in answers)
-                    accepted = sum(answer.stats.num_accepted_tokens for answer in answers)
-                    if round_:  # the first round warms up
-                        step_ms = 1e3 * seconds / (runner.stats.steps - steps)
-                        token_ms = 1e3 * seconds / (NUM_TOKENS * num_prompts)
-                        seen[way].append((token_ms, step_ms, 1 + accepted / max(1, drafts)))
-            medians = {
-                way: [statistics.median(values) for values in zip(*rounds_seen, strict=True)]
-                for way, rounds_seen in seen.items()
-            }
-            for way, (token_ms, step_ms, length) in medians.items():
+            seen = [_round(runner, temperature, round_, prompts(num_prompts)) for round_ in range(rounds + 1)][1:]
+            for way in WAYS:
+                token_ms, step_ms, length = map(statistics.median, zip(*(turn[way] for turn in seen), strict=True))
                 rows.append(
                     {
                         "temperature": temperature,
                         "draft_probabilities": way,
                         "ms_per_token": token_ms,
-                        "ratio": token_ms / medians["without"][0],
+                        "ratio": statistics.median(turn[way].token_ms / turn["without"].token_ms for turn in seen),
                         "ms_per_step": step_ms,
                         "acceptance_length": length,
                     }
                 )
     return rows
+
+
+class Turn(NamedTuple):
+    """What one way took for all prompts of a round."""
+
+    token_ms: float
+    step_ms: float
+    acceptance_length: float
+
+
+def _round(runner: Runner, temperature: float, number: int, asked: list[list[int]]) -> dict[str, Turn]:
+    """Each prompt is answered in all ways before the next: the machine's own speed changes more slowly."""
+    ways = list(WAYS.items())
+    seconds, steps, drafts, accepted = ({way: 0.0 for way in WAYS} for _ in range(4))
+    for i, prompt in enumerate(asked):
+        first = (number + i) % len(ways)
+        for way, speculation in ways[first:] + ways[:first]:
+            sampling = SamplingParams(temperature=temperature, seed=number)
+            job = Job(prompt=prompt, max_tokens=NUM_TOKENS, sampling=sampling, speculation=speculation)
+            steps_before, began = runner.stats.steps, time.perf_counter()
+            (answer,) = runner.run([job])
+            seconds[way] += time.perf_counter() - began
+            steps[way] += runner.stats.steps - steps_before
+            drafts[way] += answer.stats.num_drafts
+            accepted[way] += answer.stats.num_accepted_tokens
+    return {
+        way: Turn(
+            token_ms=1e3 * seconds[way] / (NUM_TOKENS * len(asked)),
+            step_ms=1e3 * seconds[way] / steps[way],
+            acceptance_length=1 + accepted[way] / max(1, drafts[way]),
+        )
+        for way in WAYS
+    }
 
 
 def main() -> None:

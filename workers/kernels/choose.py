@@ -107,6 +107,10 @@ class Kernels(Protocol):
         """
         ...
 
+    def gumbel(self, seed_R: Tensor, index_R: Tensor, start: int, stop: int) -> Tensor:
+        """The target's noise G(seed, index, token) of target ids [start, stop), float32 [R, stop - start]."""
+        ...
+
     def top_k(self, x_RV: Tensor, k: int, tau: Tensor | float) -> TopK:
         """The k largest of each row, best first, and log sum exp(x / tau) over the row. tau > 0: [R], or for all."""
         ...

@@ -8,13 +8,14 @@ from __future__ import annotations
 from workers.kernels.pointwise import add_rms_norm, rms_norm, rotate_, silu_mul
 from workers.kernels.triton_attention import plan, tree_attention
 from workers.kernels.triton_copy import copy_slots
-from workers.kernels.triton_sampling import coupled_argmax, top_k
+from workers.kernels.triton_sampling import coupled_argmax, gumbel, top_k
 
 __all__ = [
     "NAME",
     "add_rms_norm",
     "copy_slots",
     "coupled_argmax",
+    "gumbel",
     "plan",
     "rms_norm",
     "rotate_",

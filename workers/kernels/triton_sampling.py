@@ -2,9 +2,10 @@
 
     coupled_argmax     argmax_x [log p(x) + G(seed, index, x)], G made where it is used (see `workers.random`)
     top_k              the k largest and log sum exp (x / tau), for draft children
+    gumbel             G itself, for drafts that follow it
 
-Both deal a row's columns to several programs and let a second, small launch choose among what these found. Among
-equals the lowest column wins, as in torch's argmax on CPU.
+The first two deal a row's columns to several programs and let a second, small launch choose among what these found.
+Among equals the lowest column wins, as in torch's argmax on CPU.
 
 Legend: R rows, V columns, S splits of a row, K kept.
 """
@@ -87,6 +88,17 @@ def top_k(x_RV: Tensor, k: int, tau: Tensor | float) -> TopK:
     return TopK(value_RK, index_RK, lse_R)
 
 
+def gumbel(seed_R: Tensor, index_R: Tensor, start: int, stop: int) -> Tensor:
+    """See `workers.kernels.choose.Kernels.gumbel`."""
+    out_RV = torch.empty(len(seed_R), stop - start, dtype=torch.float32, device=seed_R.device)
+    if out_RV.numel():
+        first = start // 4 * 4
+        grid = (len(seed_R), triton.cdiv(stop - first, _DRAW_BLOCK))
+        seeds, indices = seed_R.contiguous(), index_R.to(torch.int64).contiguous()
+        _fill[grid](seeds, indices, out_RV, stop - start, start, first, BLOCK=_DRAW_BLOCK)
+    return out_RV
+
+
 @triton.jit
 def _philox(seed, index, group):
     """The four words of Philox4x32-10 that `workers.random.gumbel` reads for token ids 4 group .. 4 group + 3.
@@ -135,6 +147,19 @@ def _gumbel(word):
     series = 1.0 / 3 + y * series
     upper = 2.0 * (z + z * y * series)
     return -tl.log(tl.where(is_upper, upper, -tl.log(v)))
+
+
+@triton.jit
+def _fill(seed_ptr, index_ptr, out_ptr, num_columns, start, first, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    id0 = first + tl.program_id(1) * BLOCK + 4 * tl.arange(0, BLOCK // 4)
+    r0, r1, r2, r3 = _philox(tl.load(seed_ptr + row), tl.load(index_ptr + row), id0 // 4)
+    out_ptr += row.to(tl.int64) * num_columns
+    column = id0 - start
+    tl.store(out_ptr + column, _gumbel(r0), mask=(column >= 0) & (column < num_columns))
+    tl.store(out_ptr + column + 1, _gumbel(r1), mask=(column >= -1) & (column + 1 < num_columns))
+    tl.store(out_ptr + column + 2, _gumbel(r2), mask=(column >= -2) & (column + 2 < num_columns))
+    tl.store(out_ptr + column + 3, _gumbel(r3), mask=(column >= -3) & (column + 3 < num_columns))
 
 
 @triton.jit
