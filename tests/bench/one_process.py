@@ -1,13 +1,15 @@
 """`auto` beside no speculation and the fixed shapes, all in one process on one copy of the weights.
 
-    python tests/bench/one_process.py [--target-cost 300m] [--batches 2 8] [--temperatures 0] [--rounds 6] [--out DIR]
+    python tests/bench/one_process.py [--target-cost 300m] [--batches 2 8] [--rounds 6] [--processes 3] [--out DIR]
 
 `secateur bench throughput` compares running services, each with its own copy of the target. On a shared machine such
 copies are not equal: the same forward takes up to a fifth longer in one process than in another, for as long as they
 live. Here nothing differs but the shape. The drafter answers in the engine's process, over the wire's format; a second
 core is not used, nor needed, since one side always waits for the other. Everybody answers the same prompts in a round,
 each round the next ones; a first round does not count. Time per output token after the first, medians over the rounds
-of ratios to no speculation. Prints Markdown; --out also writes JSON named after the date and the target.
+of ratios to no speculation. The engines still have KV memory of their own, which moves ratios by some hundredths for as
+long as a process lives: with --processes all is measured anew so often, and medians are taken. Prints Markdown; --out
+also writes JSON named after the date and the target.
 """
 
 from __future__ import annotations
@@ -19,9 +21,11 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
+from multiprocessing import get_context
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent.parent)]
@@ -79,25 +83,17 @@ def contestant(name: Name, config: EngineConfig, pair: Pair) -> Iterator[Contest
         yield Contestant(here, Speculation(auto=name == "auto"))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target-cost", type=TargetSize.parse)
-    parser.add_argument("--cache", type=Path)
-    parser.add_argument("--batches", type=int, nargs="+", default=[2, 4, 8, 16, 32])
-    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--max-tokens", type=int, default=32)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+def measure(args: argparse.Namespace) -> list[dict[str, float]]:
+    """Prints each row as it is known."""
     torch.set_num_threads(1)
-    rows = []
+    rows: list[dict[str, float]] = []
     with scaled(EngineArgs(), args.target_cost, args.cache, print) as engine_args, ExitStack() as stack:
         texts = read_prompts(BUNDLED_PROMPTS, 50)
         config, prompts = workload(engine_args, texts, max_tokens=args.max_tokens, max_num_seqs=max(args.batches))
         assert config.draft is not None
         pair = Pair.load(config.model_path, config.draft.model_path)
         contestants = {name: stack.enter_context(contestant(name, config, pair)) for name in SHAPES}
-        print(f"| T | requests | ms per token, off | {' | '.join(SHAPES[1:])} |\n|---|---|---{'|---' * 3}|")
+        print(HEAD)
         for temperature in args.temperatures:
             for batch in args.batches:
                 endless = cycle(prompts)
@@ -108,15 +104,44 @@ def main() -> None:
                     seen.append(
                         {n: contestants[n].seconds_per_token(chosen, args.max_tokens, temperature) for n in order}
                     )
-                ratio = {n: round(statistics.median(t["off"] / t[n] for t in seen[1:]), 3) for n in SHAPES[1:]}
                 off_ms = 1e3 * statistics.median(turn["off"] for turn in seen[1:])
-                rows.append({"temperature": temperature, "batch": batch, "off_ms": round(off_ms, 2)} | ratio)
-                cells = " | ".join(f"{ratio[name]:.2f}" for name in SHAPES[1:])
-                print(f"| {temperature:g} | {batch} | {off_ms:.1f} | {cells} |", flush=True)
+                ratios = {n: statistics.median(t["off"] / t[n] for t in seen[1:]) for n in SHAPES[1:]}
+                rows.append({"temperature": temperature, "batch": batch, "off_ms": off_ms} | ratios)
+                print(line(rows[-1]), flush=True)
+    return rows
+
+
+HEAD = f"| T | requests | ms per token, off | {' | '.join(SHAPES[1:])} |\n|---|---|---{'|---' * 3}|"
+
+
+def line(row: dict[str, float]) -> str:
+    cells = " | ".join(f"{row[name]:.2f}" for name in SHAPES[1:])
+    return f"| {row['temperature']:g} | {row['batch']:g} | {row['off_ms']:.1f} | {cells} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target-cost", type=TargetSize.parse)
+    parser.add_argument("--cache", type=Path)
+    parser.add_argument("--batches", type=int, nargs="+", default=[2, 4, 8, 16, 32])
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--max-tokens", type=int, default=32)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as fresh:
+        runs = [fresh.submit(measure, args).result() for _ in range(args.processes)]
+    rows = [
+        {key: round(statistics.median(row[key] for row in same), 3) for key in same[0]}
+        for same in zip(*runs, strict=True)
+    ]
+    if len(runs) > 1:
+        print(f"\nMedians over {len(runs)} processes\n\n{HEAD}", *map(line, rows), sep="\n")
     if args.out is not None:
-        about = {"hardware": "CPU, one thread", "torch": torch.__version__, "dtype": "float32"}
-        about |= {"target": str(args.target_cost or "bundled"), "rounds": args.rounds, "max_tokens": args.max_tokens}
         mark = args.target_cost or "bundled"
+        about = {"hardware": "CPU, one thread", "torch": torch.__version__, "dtype": "float32", "target": str(mark)}
+        about |= {"processes": len(runs), "rounds": args.rounds, "max_tokens": args.max_tokens}
         path = args.out / f"{datetime.date.today()}-one-process-{mark}.json"
         path.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
 
