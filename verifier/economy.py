@@ -48,6 +48,7 @@ class Economy:
         # once). The rest of a step is billed by itself, by millisecond of the table and by request, and for what the
         # table does not know of, such as how attention copes with many requests of several rows, by having trees at all
         # and by tree.
+        self._is_given = prices is not None
         if prices is not None:
             self._verify = given(prices)
             self._draft_bill = Bill([prices.draft, 0.0, prices.level, 0.0])
@@ -182,9 +183,9 @@ class Economy:
 
     def learn_draft(self, feeds: dict[Request, Feed], reply: DraftReply, seconds: float) -> None:
         """What an exchange with the drafter took."""
-        self._draft_ms = 1e3 * seconds
-        num_more = max(reply.num_levels - 1, 0)
-        self._draft_bill.paid(self._num_steps, self._draft_ms, 1, _num_fed(feeds), num_more, reply.num_run)
+        bill = 1, _num_fed(feeds), max(reply.num_levels - 1, 0), reply.num_run
+        self._draft_ms = float(self._draft_bill.price(*bill)) if self._is_given else 1e3 * seconds
+        self._draft_bill.paid(self._num_steps, self._draft_ms, *bill)
         num_trees = len(reply.trees.offsets) - 1
         if num_trees:
             self._growth.add(np.array([reply.num_levels, reply.num_run / num_trees]))
@@ -193,16 +194,18 @@ class Economy:
         """What a step brought, and what it took. Costs nothing where nobody asks for `auto`."""
         if not any(map(_is_auto, step.decode)):
             return
-        self._owed_ms = max(0.0, self._owed_ms - _TRY_SHARE * 1e3 * seconds)
+        num_nodes, num_trees = len(drafts.trees.token_N) - len(step.decode), sum(map(any, drafts.verified))
+        rest_ms = 1e3 * seconds - self._draft_ms
+        if self._is_given:
+            rest_ms = float(self._step_ms(step, num_nodes, num_trees)) + self._prompts_ms(step)
+        step_ms = self._draft_ms + rest_ms
+        self._owed_ms = max(0.0, self._owed_ms - _TRY_SHARE * step_ms)
         if self._is_trial:
-            self._owed_ms += max(0.0, 1e3 * seconds - self._otherwise_ms(step, verdicts))
+            self._owed_ms += max(0.0, step_ms - self._otherwise_ms(step, verdicts))
         if not self._draft_ms and not self._is_time_to_look:
             return
-        rest_ms = 1e3 * seconds - self._draft_ms
-        num_rows = len(drafts.trees.token_N) + _num_rows(step) - len(step.decode)
         if not step.prefill:  # prompts would blur what a tree's rows cost
-            num_trees = sum(map(any, drafts.verified))
-            table_ms = float(self._verify.ms(num_rows))
+            table_ms = float(self._verify.ms(len(step.decode) + num_nodes))
             self._rest_bill.paid(self._num_steps, rest_ms, 1, table_ms, len(step.decode), num_trees > 0, num_trees)
         auto_B = np.array([_is_auto(r) and any(nodes) for r, nodes in zip(step.decode, drafts.verified, strict=True)])
         if not auto_B.any():
