@@ -93,7 +93,9 @@ def score(
         noisy = hot & torch.from_numpy(is_coupled_F)
         if bool(noisy.any()):
             G = vocab.noise.rows(params.seed_B.tolist(), index_F.tolist(), device)
-            scored = torch.where(noisy.to(device, non_blocking=True)[:, None], log_q + G, log_q)
+            scored = log_q + G
+            if not bool(noisy.all()):
+                scored = torch.where(noisy.to(device, non_blocking=True)[:, None], scored, log_q)
         if not is_coupled_F.all():
             tau = torch.where(hot & ~noisy, 1.0, CONFIDENCE_TAU).to(device, non_blocking=True)
     best = best_children(log_q, scored, tau, num_children, vocab, kernels)
