@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -239,6 +240,14 @@ def test_prompts_of_the_same_step_do_not_make_drafting_pay(draft, pays, num_prom
     prefill = [(joining, slice(0, num_prompt_rows))] if num_prompt_rows else []
     step = Step(preempted=[], shared=[], pages=[], decode=[decode], prefill=prefill)
     assert bool(deciding.worthwhile([decode], {decode: Feed([1], 16, 8)}.get, step)) == pays
+
+
+def test_where_prices_are_given_tries_are_charged_by_them():
+    """However quick this machine is: one try at the price of 1000 steps is paid off in 100,000."""
+    dear = PruneConfig(auto=True, prices=config.Prices(step=1e3, row=0, draft=1e6))
+    with Bench(RandomLanguage(), "eagle3", replace(TREE, prune=dear)) as b:
+        b.ask([1, 2, 3], 120, SamplingParams(temperature=0.0))
+        assert sum(bool((request.num_nodes_B > 0).any()) for request in b.drafter.requests) == 1
 
 
 def test_auto_comes_back_when_drafting_pays_again():

@@ -153,6 +153,7 @@ class Economy:
         return with_prompts - self._prompts_ms(step)
 
     def _prompts_ms(self, step: Step) -> float:
+        """What the step's prompts add to it."""
         table_ms = self._verify.ms(_num_rows(step)) - self._verify.ms(len(step.decode))
         return float(self._rest_bill.price(0, table_ms, 0, 0, 0))
 
