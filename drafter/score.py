@@ -1,7 +1,7 @@
 """From a draft distribution to a node's candidate children: which they are, and how likely each is to survive.
 
     coupled        the best of log q + G, G being the target's own noise for that position (none at temperature 0);
-                   weight = softmax((log q + G) / tau)
+                   weight = softmax((log q + G) / tau), see `confidence_tau`
     target-only    the most likely tokens; weight = q, the chance that a target like the draft draws the child
     sampled        drawn later, once the number of children is settled; weight = what q and T say about the i-th draw
 
@@ -24,11 +24,8 @@ from workers.random import gumbel_at
 from workers.sampling import process_blindly
 from workers.types import NodeKind, Rule, SamplingBatch
 
-CONFIDENCE_TAU = 0.6
-"""How far log q is from log p, in units of the Gumbel noise: the weight of a coupled child, softmax((log q + G) / tau),
-is the probability that it is the target's draw if the difference is Gumbel noise of that scale. On the bundled EAGLE-3
-head 0.5 fits best at temperature 0 (best child: weight .86, accepted .85) and 0.7 at temperature 1 (.67 and .65); with
-1.0 a tree of 16 nodes accepts 5.12 tokens a step instead of 5.47."""
+CONFIDENCE_TAU, COLD_TAU = 0.6, 0.45
+"""See `confidence_tau`."""
 
 
 class Scores(NamedTuple):
@@ -85,22 +82,17 @@ def score(
     log_q = process_blindly(draft, params.to(device), has_min_p=has_cuts, has_top=has_cuts).log_softmax(-1)
     if (rule_F >= Rule.TRAVERSAL).all():
         return _score_sampled(log_q, params.temperature_B, num_children, vocab)
-    hot = params.temperature_B > 0
-    is_coupled_F = rule_F == Rule.COUPLED
+    hot_F, is_coupled_F = params.temperature_B.numpy() > 0, rule_F == Rule.COUPLED
+    noisy_F = hot_F & is_coupled_F
     scored: Tensor = log_q
-    tau: Tensor | float = CONFIDENCE_TAU
-    if bool(hot.any()):
-        noisy = hot & torch.from_numpy(is_coupled_F)
-        if bool(noisy.any()):
-            G = vocab.noise.rows(params.seed_B.tolist(), index_F.tolist(), device)
-            scored = log_q + G
-            if not bool(noisy.all()):
-                scored = torch.where(noisy.to(device, non_blocking=True)[:, None], scored, log_q)
-        if not is_coupled_F.all():
-            tau = torch.where(hot & ~noisy, 1.0, CONFIDENCE_TAU).to(device, non_blocking=True)
-    best = best_children(log_q, scored, tau, num_children, vocab, kernels)
+    if noisy_F.any():
+        scored = log_q + vocab.noise.rows(params.seed_B.tolist(), index_F.tolist(), device)
+        if not noisy_F.all():
+            scored = torch.where(torch.from_numpy(noisy_F).to(device, non_blocking=True)[:, None], scored, log_q)
+    tau_F = torch.from_numpy(confidence_tau(params.temperature_B.numpy(), is_coupled_F))
+    best = best_children(log_q, scored, tau_F.to(device, non_blocking=True), num_children, vocab, kernels)
     weight_FK = best.weight_FK.cpu().numpy()
-    kind_F = kinds(rule_F, hot)
+    kind_F = kinds(rule_F, hot_F)
     support, is_sampled_F = None, kind_F == NodeKind.SAMPLED
     if is_sampled_F.any():
         rows = torch.from_numpy(np.flatnonzero(is_sampled_F))
@@ -116,20 +108,33 @@ def score(
     )
 
 
+def confidence_tau(temperature_F: np.ndarray, is_coupled_F: np.ndarray) -> np.ndarray:
+    """float32 [F]: how far log q is from log p, in units of the Gumbel noise. A coupled child's weight,
+    softmax((log q + G) / tau), is the chance that it is the target's draw if the difference is noise of that scale.
+
+    Logits are divided by the temperature, and so is what the draft's differ by from the target's. On the bundled EAGLE-3
+    head trees of 16 nodes accept most with tau = 1.5, 0.9 and 0.7 at temperatures 0.3, 0.5 and 0.7 (5.22, 4.85 and 4.44
+    tokens a step; with 0.6 they are up to a level deeper and accept 4.98, 4.77 and 4.44), with 0.6 at 1 and 1.5, and
+    with 0.5 to 0.6 at 0, where logits are taken as they are. Without noise the weight at a temperature is q itself.
+    """
+    is_hot_F = temperature_F > 0
+    tau_F = np.maximum(COLD_TAU / np.where(is_hot_F, temperature_F, 1), CONFIDENCE_TAU)
+    return np.where(is_hot_F & ~is_coupled_F, 1, tau_F).astype(np.float32)
+
+
 def best_children(
     log_q_FV: Tensor,
     scored_FV: Tensor,
-    tau: Tensor | float,
+    tau_F: Tensor,
     num_children: int,
     vocab: DraftVocabulary,
     kernels: Kernels,
 ) -> Best:
     """The children of largest score, with weights softmax(score / tau); no value is looked at on the host."""
-    best = kernels.top_k(scored_FV, num_children, tau)
-    tau_F1 = tau[:, None] if isinstance(tau, Tensor) else tau
+    best = kernels.top_k(scored_FV, num_children, tau_F)
     return Best(
         token_FK=best.index_RK if vocab.target_ids is None else vocab.target_ids[best.index_RK],
-        weight_FK=torch.exp(best.value_RK / tau_F1 - best.lse_R[:, None]),
+        weight_FK=torch.exp(best.value_RK / tau_F[:, None] - best.lse_R[:, None]),
         prob_FK=log_q_FV.gather(-1, best.index_RK).exp(),
         top_prob_F=log_q_FV.amax(-1).exp(),
     )
@@ -149,10 +154,10 @@ def _score_sampled(log_q: Tensor, temperature_F: Tensor, num_children: int, voca
     )
 
 
-def kinds(rule_F: np.ndarray, hot: Tensor) -> np.ndarray:
-    """uint8 NodeKind of the children of nodes whose requests have these rules, hot = temperature > 0; on the host."""
+def kinds(rule_F: np.ndarray, hot_F: np.ndarray) -> np.ndarray:
+    """uint8 NodeKind of the children of nodes whose requests have these rules, hot = temperature > 0."""
     kind_F = np.full(len(rule_F), NodeKind.DETERMINISTIC, dtype=np.uint8)
-    kind_F[(rule_F == Rule.COUPLED) & hot.numpy()] = NodeKind.COUPLED
+    kind_F[(rule_F == Rule.COUPLED) & hot_F] = NodeKind.COUPLED
     kind_F[rule_F >= Rule.TRAVERSAL] = NodeKind.SAMPLED
     return kind_F
 
@@ -161,14 +166,14 @@ def _score_candidates(
     draft: Candidates, params: SamplingBatch, rule_F: np.ndarray, index_F: np.ndarray, num_children: int
 ) -> Scores:
     log_q_FK = draft.log_q_FK
-    kind_F = kinds(rule_F, params.temperature_B > 0)
+    hot_F = params.temperature_B.numpy() > 0
+    kind_F = kinds(rule_F, hot_F)
     scored_FK = log_q_FK
     noisy_F = kind_F == NodeKind.COUPLED
     if noisy_F.any():
         noise_FK = gumbel_at(params.seed_B.numpy()[:, None], index_F[:, None], draft.token_FK)
         scored_FK = np.where(noisy_F[:, None], log_q_FK + noise_FK, log_q_FK)
     order_FK = np.argsort(-scored_FK, axis=1, kind="stable")[:, :num_children]
-    hot_F = params.temperature_B.numpy() > 0
     tau_F1 = np.where(hot_F & ~noisy_F, 1.0, CONFIDENCE_TAU)[:, None]
     weight_FK = np.exp((scored_FK - scored_FK.max(1, keepdims=True, initial=-1e30)) / tau_F1)
     # What lookup does not know of is the rest of the mass: the candidates share no more than their probability.

@@ -35,12 +35,12 @@ from torch import Tensor
 from drafter.budget import calibrated
 from drafter.level import DraftVocabulary, GrowLimits, Nodes, Uncut
 from drafter.prune import passes_min, passes_path
-from drafter.score import CONFIDENCE_TAU, Best, best_children, kinds
+from drafter.score import Best, best_children, confidence_tau, kinds
 from workers.config import EngineConfig, TreeConfig
 from workers.graphs import MAX_ROWS, Planner, Recorder, Size, most_pages
 from workers.kernels.choose import Kernels
 from workers.sampling import any_cuts, process_blindly
-from workers.types import AttentionMetadata, NodeKind, SamplingBatch, as_signed64
+from workers.types import AttentionMetadata, NodeKind, Rule, SamplingBatch, as_signed64
 
 MAX_LOGITS, MAX_SORTED = 1 << 24, 1 << 21
 """Logits of one level, those of rows without a node included: beyond, work outweighs the launches that a graph saves.
@@ -68,6 +68,7 @@ class Asks(NamedTuple):
     top_k_B: Tensor
     top_p_B: Tensor
     min_p_B: Tensor
+    tau_B: Tensor  # see `drafter.score.confidence_tau`
 
     @staticmethod
     def table(
@@ -78,13 +79,12 @@ class Asks(NamedTuple):
             token_B, base_B, has_noise_B,
             limits.num_nodes_B, limits.max_depth_B, limits.min_prob_B, limits.path_prob_B,
             sampling.temperature_B, sampling.top_k_B, sampling.top_p_B, sampling.min_p_B,
+            confidence_tau(sampling.temperature_B.numpy(), limits.rule_B == Rule.COUPLED),
         )  # fmt: skip
         return torch.stack([torch.as_tensor(column).double() for column in columns], dim=1)
 
     def scoring(self, rows_each: int) -> Scoring:
         """For so many rows of each request."""
-        is_plain_B = (self.temperature_B > 0) & (self.has_noise_B == 0)
-        tau_B = torch.where(is_plain_B, 1.0, CONFIDENCE_TAU)
         params = SamplingBatch(
             temperature_B=self.temperature_B.float().repeat_interleave(rows_each),
             top_k_B=self.top_k_B.int().repeat_interleave(rows_each),
@@ -92,6 +92,7 @@ class Asks(NamedTuple):
             min_p_B=self.min_p_B.float().repeat_interleave(rows_each),
             seed_B=self.token_B.long().repeat_interleave(rows_each),  # of no use: noise is given
         )
+        tau_B = torch.where(self.tau_B > 0, self.tau_B, 1).float()  # nobody's rows must not be NaN
         return Scoring(params, tau_B.repeat_interleave(rows_each))
 
 
@@ -294,7 +295,7 @@ class Unrolled:
         if not len(roots_GV) or size not in self._grow:
             return None
         num_trees, num_requests = len(roots_GV), size[0]
-        kind_G = kinds(limits.rule_B, sampling.temperature_B > 0)
+        kind_G = kinds(limits.rule_B, sampling.temperature_B.numpy() > 0)
         asks = Asks.table(root_token_G, self.start.base_G, kind_G == NodeKind.COUPLED, limits, sampling)
         # Requests beyond the step's ask for nothing; what else an earlier step left of them is of no account.
         self._asks[:num_requests].copy_(F.pad(asks, (0, 0, 0, num_requests - num_trees)), non_blocking=True)

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from drafter.level import GrowLimits
-from drafter.score import CONFIDENCE_TAU
 from workers.types import Constraints, NodeKind, Rule, TreeBatch
 
 Path = tuple[int, ...]
@@ -137,6 +136,11 @@ def typical_subtree(room: int, typical: Sequence[float]) -> list[float]:
     return sorted(weights, reverse=True)
 
 
+def confidence_tau(temperature: float) -> float:
+    """Of coupled children: logits are divided by the temperature, and a draft's errors with them."""
+    return max(0.6, 0.45 / temperature) if temperature else 0.6
+
+
 def deal_best_first(slots: int, room: int, weights: Sequence[float], typical: Sequence[float]) -> list[int]:
     """Slots per child: the `slots` largest w * h, h over the child's typical subtree of room - 1 more levels."""
     values = [(w * h, k) for k, w in enumerate(weights) for h in typical_subtree(room - 1, typical) if w * h > 0]
@@ -169,9 +173,10 @@ def grow(
             if max(q) >= min_prob:
                 noise = [gumbel(seed, root_index + depth, t) if temperature > 0 else 0.0 for t in range(len(q))]
                 score = [math.log(p) + g if p > 0 else -math.inf for p, g in zip(q, noise, strict=True)]
-                total = sum(math.exp(s / CONFIDENCE_TAU) for s in score)
+                tau = confidence_tau(temperature)
+                total = sum(math.exp(s / tau) for s in score)
                 best = sorted(range(len(q)), key=lambda t: -score[t])[:max_children]
-                weights = [math.exp(score[t] / CONFIDENCE_TAU) / total for t in best]
+                weights = [math.exp(score[t] / tau) / total for t in best]
                 for t, w, s in zip(best, weights, deal(node, max_depth - depth, weights), strict=True):
                     if s > 0:
                         nodes.append(Node((*node.path, t), row, node.weight * w, node.path_prob * q[t], s - 1))
@@ -200,7 +205,8 @@ def candidates(
         if len(path) == max_depth or prob < path_prob or max(q) < min_prob:
             return
         noise = [gumbel(seed, root_index + len(path), t) if temperature > 0 else 0.0 for t in range(len(q))]
-        confidence = softmax([(math.log(p) + g) / CONFIDENCE_TAU for p, g in zip(q, noise, strict=True)])
+        tau = confidence_tau(temperature)
+        confidence = softmax([(math.log(p) + g) / tau for p, g in zip(q, noise, strict=True)])
         a, b = calibration[min(len(path), len(calibration) - 1)]
         for t in sorted(range(len(q)), key=lambda t: -confidence[t])[:max_children]:
             odds = (confidence[t] / (1 - confidence[t])) ** a * math.exp(b)

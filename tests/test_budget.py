@@ -112,7 +112,7 @@ ASK = st.builds(
     max_depth=st.integers(1, DEPTH),
     min_prob=THRESHOLD,
     path_prob=THRESHOLD,
-    temperature=st.sampled_from([0.0, 1.0]),
+    temperature=st.sampled_from([0.0, 0.4, 1.0]),
 )
 
 

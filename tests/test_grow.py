@@ -222,7 +222,7 @@ def test_slots_go_to_the_largest_expected_values(seed, children, room, slots):
     assert dealt.slots_FK[0].tolist() == oracles.deal_best_first(slots, room, weights, TYPICAL[:children])
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", [0.0, 0.3, 0.8])
 @pytest.mark.parametrize("seed", range(12))
 def test_a_dynamic_tree_is_what_the_rule_grows_node_by_node(seed, temperature):
     rng = np.random.default_rng(seed)

@@ -318,7 +318,7 @@ def test_the_best_of_a_row_and_its_sum(kernels: Kernels, width: int, k: int) -> 
 def test_a_row_of_no_numbers_has_no_weight_and_columns_that_exist(kernels: Kernels) -> None:
     """The best columns are gathered by, and a column out of range ends a process on CUDA."""
     x = torch.stack([torch.full((7,), torch.nan), torch.arange(7.0)]).to(DEVICE)
-    found = kernels.top_k(x, 3, 0.6)
+    found = kernels.top_k(x, 3, torch.full((2,), 0.6, device=DEVICE))
     assert ((found.index_RK >= 0) & (found.index_RK < 7)).all() and found.index_RK[1].tolist() == [6, 5, 4]
     weight_RK = torch.exp(found.value_RK / 0.6 - found.lse_R[:, None])
     assert not (weight_RK[0] > 0).any() and (weight_RK[1] > 0).all()

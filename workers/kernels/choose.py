@@ -111,8 +111,8 @@ class Kernels(Protocol):
         """The target's noise G(seed, index, token) of target ids [start, stop), float32 [R, stop - start]."""
         ...
 
-    def top_k(self, x_RV: Tensor, k: int, tau: Tensor | float) -> TopK:
-        """The k largest of each row, best first, and log sum exp(x / tau) over the row. tau > 0: [R], or for all."""
+    def top_k(self, x_RV: Tensor, k: int, tau_R: Tensor) -> TopK:
+        """The k largest of each row, best first, and log sum exp(x / tau) over the row. tau > 0."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -44,6 +44,6 @@ def copy_slots(pool: Tensor, source_C: Tensor, target_C: Tensor) -> None:
     pool.index_copy_(1, target_C, pool.index_select(1, source_C))
 
 
-def top_k(x_RV: Tensor, k: int, tau: Tensor | float) -> TopK:
+def top_k(x_RV: Tensor, k: int, tau_R: Tensor) -> TopK:
     best = x_RV.topk(min(k, x_RV.shape[-1]), dim=-1)
-    return TopK(best.values, best.indices, (x_RV / (tau[:, None] if isinstance(tau, Tensor) else tau)).logsumexp(-1))
+    return TopK(best.values, best.indices, (x_RV / tau_R[:, None]).logsumexp(-1))

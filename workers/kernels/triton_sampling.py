@@ -62,7 +62,7 @@ def coupled_argmax(
     return score_R, id_R
 
 
-def top_k(x_RV: Tensor, k: int, tau: Tensor | float) -> TopK:
+def top_k(x_RV: Tensor, k: int, tau_R: Tensor) -> TopK:
     """See `workers.kernels.choose.Kernels.top_k`."""
     R, V = x_RV.shape
     device = x_RV.device
@@ -73,7 +73,6 @@ def top_k(x_RV: Tensor, k: int, tau: Tensor | float) -> TopK:
     lse_R = torch.empty(R, dtype=torch.float32, device=device)
     if not R or not k:
         return TopK(value_RK, index_RK, x_RV.new_full((R,), -torch.inf))
-    tau_R = tau if isinstance(tau, Tensor) else x_RV.new_full((R,), tau)
     splits = triton.cdiv(V, _TOP_BLOCK)
     values_RSK = torch.empty(R, splits, k, dtype=torch.float32, device=device)
     indices_RSK = torch.empty(R, splits, k, dtype=torch.int64, device=device)
