@@ -112,10 +112,10 @@ def confidence_tau(temperature_F: np.ndarray, is_coupled_F: np.ndarray) -> np.nd
     """float32 [F]: how far log q is from log p, in units of the Gumbel noise. A coupled child's weight,
     softmax((log q + G) / tau), is the chance that it is the target's draw if the difference is noise of that scale.
 
-    Logits are divided by the temperature, and so is what the draft's differ by from the target's. On the bundled EAGLE-3
-    head trees of 16 nodes accept most with tau = 1.5, 0.9 and 0.7 at temperatures 0.3, 0.5 and 0.7 (5.22, 4.85 and 4.44
-    tokens a step; with 0.6 they are up to a level deeper and accept 4.98, 4.77 and 4.44), with 0.6 at 1 and 1.5, and
-    with 0.5 to 0.6 at 0, where logits are taken as they are. Without noise the weight at a temperature is q itself.
+    Logits are divided by the temperature, and with them what the draft's differ by from the target's. On the bundled
+    EAGLE-3 head trees of 16 nodes accept most with tau = 1.5, 0.9 and 0.7 at temperatures 0.3, 0.5 and 0.7 (5.22, 4.85
+    and 4.44 tokens a step; with 0.6 they are up to a level deeper and accept 4.98, 4.77 and 4.44), with 0.6 at 1 and
+    1.5, and with 0.5 to 0.6 at 0, where logits are taken as they are. Without noise the weight of a child is q itself.
     """
     is_hot_F = temperature_F > 0
     tau_F = np.maximum(COLD_TAU / np.where(is_hot_F, temperature_F, 1), CONFIDENCE_TAU)
