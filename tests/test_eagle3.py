@@ -105,7 +105,8 @@ class Run:
         self.head = head
         self.table = torch.tensor([[9, 2, 11, 5, 1, 8, 3]], dtype=torch.int32)
         self.kv = head.new_kv_pool(12 * PAGE)
-        self.kv.data.fill_(7.0)  # whoever reads slot 0 or a slot nobody wrote will show
+        with torch.inference_mode():
+            self.kv.data.fill_(7.0)  # whoever reads slot 0 or a slot nobody wrote will show
 
     def step(
         self,

@@ -196,7 +196,8 @@ def test_a_head_equals_a_straightforward_implementation(tmp_path: Path, make: An
     histories = [torch.randint(0, 96, (n,), generator=generator).tolist() for n in (12, 8)]
     features = [torch.randn(len(history) - 1, 64, generator=generator) for history in histories]
     kv = head.new_kv_pool(12 * PAGE)
-    kv.data.fill_(7.0)  # whoever reads slot 0 or a slot that nobody wrote will show
+    with torch.inference_mode():
+        kv.data.fill_(7.0)  # whoever reads slot 0 or a slot that nobody wrote will show
     proposer = FeatureProposer(head, kv, PAGE, tree_rows=5)
 
     proposer.extend(feed(histories, features, [1, 1], [7, 3]))

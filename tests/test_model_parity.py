@@ -230,7 +230,8 @@ def test_an_accepted_path_is_compacted_into_consecutive_slots(tmp_path: Path) ->
     P = tree.start
 
     source, target = [run.slot(0, P + row) for row in (2, 6)], [run.slot(0, P + 1), run.slot(0, P + 2)]
-    TORCH.copy_slots(run.kv.data, torch.tensor(source), torch.tensor(target))
+    with torch.inference_mode():
+        TORCH.copy_slots(run.kv.data, torch.tensor(source), torch.tensor(target))
 
     logits, _ = run.forward([Chunk([bonus], P + 3)])
     expected = oracle_logits(oracle(path), [*prompt, root, 9, 4, bonus])[-1:]

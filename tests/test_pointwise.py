@@ -137,6 +137,7 @@ def test_a_model_with_compiled_chains_says_what_it_says_without() -> None:
         said = []
         for model in models:
             kv = model.new_kv_pool(16 * 16)
-            kv.data.normal_(generator=torch.Generator(DEVICE).manual_seed(1))
+            with torch.inference_mode():
+                kv.data.normal_(generator=torch.Generator(DEVICE).manual_seed(1))
             said.append(model.forward(tokens, tokens, model.plan(step.metadata, 16), kv).final_ND)
         torch.testing.assert_close(said[1], said[0], rtol=1e-4, atol=1e-4)

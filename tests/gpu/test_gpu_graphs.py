@@ -35,8 +35,9 @@ def test_replayed_steps_equal_the_same_steps_launched_one_by_one(dtype: torch.dt
     replayed = decoder_graphs(model, pools[1], config)
     print(replayed.report)
     context = torch.randn(pools[0].data[:, 16:].shape, generator=torch.Generator().manual_seed(1))
-    for pool in pools:
-        pool.data[:, 16:] = context.to("cuda", dtype)
+    with torch.inference_mode():
+        for pool in pools:
+            pool.data[:, 16:] = context.to("cuda", dtype)
     for number, step in enumerate([*STEPS, *STEPS, Batch([(60, 12)], 16)]):
         tokens = torch.randint(0, 2048, (len(step.keys),), generator=torch.Generator().manual_seed(number))
         positions = torch.tensor([len(keys) - 1 for keys in step.keys], dtype=torch.int32)
