@@ -145,11 +145,11 @@ def draft(
 @torch.inference_mode()
 def look_ahead(request: DraftRequest, vocab: DraftVocabulary, device: torch.device) -> None:
     """While the target verifies: the noise that the next trees will read, wherever their roots come to stand."""
-    noisy = (request.num_nodes_B > 0) & (request.rule_B == Rule.COUPLED) & (request.temperature_B > 0)
+    noisy = (request.num_nodes_B > 0) & (request.rule_B == Rule.COUPLED) & (request.sampling.temperature_B > 0)
     root_index_B = request.start_B + request.offsets.diff()
     # The next root is at most a tree's depth and one token further on, and its tree as deep again.
     counts = 2 * request.max_depth_B + 1
-    seeds, first, num = (values_B[noisy].tolist() for values_B in (request.seed_B, root_index_B, counts))
+    seeds, first, num = (values_B[noisy].tolist() for values_B in (request.sampling.seed_B, root_index_B, counts))
     vocab.noise.prepare(seeds, first, num, device)
 
 

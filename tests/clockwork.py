@@ -81,8 +81,9 @@ class _Target(Target):
         self.clock = clock
 
     def run(self, step: TargetStep, number: int) -> list[int]:
-        prices, first_rows = self.clock.prices, step.query_offsets[:-1].long()
-        has_tree_B = (step.ancestors_N[first_rows] != 0) & (step.query_offsets.diff() > 1)
+        prices, attention = self.clock.prices, step.attention
+        first_rows = attention.query_offsets[:-1].long()
+        has_tree_B = (attention.ancestors_N[first_rows] != 0) & (attention.query_offsets.diff() > 1)
         self.clock.ms += prices.fixed + prices.row * len(step.token_N) + prices.tree * int(has_tree_B.sum())
         return super().run(step, number)
 

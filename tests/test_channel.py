@@ -14,7 +14,15 @@ from fakes import in_processes
 from workers.channel import PeerLost
 from workers.config import DraftConfig, EngineConfig
 from workers.groups import World
-from workers.types import DraftReply, DraftRequest, SamplingBatch, SamplingParams, TargetStep, TreeBatch
+from workers.types import (
+    AttentionMetadata,
+    DraftReply,
+    DraftRequest,
+    SamplingBatch,
+    SamplingParams,
+    TargetStep,
+    TreeBatch,
+)
 from workers.wire import Kind
 
 SIZES = [(0, None), (1, 4), (60, 16), (63, 16), (400, 64), (5000, None), (3, 8), (20000, 32)]
@@ -38,9 +46,7 @@ def draft_request(rows: int, width: int | None) -> DraftRequest:
         token_M=torch.from_numpy(rng.integers(0, 2**31, size=rows).astype(np.int32)),
         page_table_BP=torch.zeros(1, 3, dtype=torch.int32),
         min_prob_B=torch.zeros(1), path_prob_B=torch.zeros(1),
-        temperature_B=sampling.temperature_B, top_k_B=sampling.top_k_B, top_p_B=sampling.top_p_B,
-        min_p_B=sampling.min_p_B, seed_B=sampling.seed_B,
-        constraints_U=none.byte(), costs=None,
+        constraints_U=none.byte(), sampling=sampling, costs=None,
         features_MH=None if width is None else torch.from_numpy(rng.normal(size=(rows, width)).astype(np.float32)),
     )  # fmt: skip
 
@@ -57,13 +63,14 @@ def draft_reply(seconds: float) -> DraftReply:
 def target_step(rows: int) -> TargetStep:
     request = draft_request(rows, None)
     ints, sampling = torch.arange(rows, dtype=torch.int32), SamplingBatch.stack([SamplingParams()] * rows)
+    attention = AttentionMetadata(
+        query_offsets=request.offsets, page_table_BP=request.page_table_BP, base_B=request.start_B, slot_N=ints,
+        visible_N=ints, ancestors_N=torch.full((rows,), -(2**63)),
+    )  # fmt: skip
     return TargetStep(
         copy_source=ints[:0], copy_target=ints[:0], token_N=request.token_M, position_N=ints,
-        query_offsets=request.offsets, page_table_BP=request.page_table_BP, base_B=request.start_B, slot_N=ints,
-        visible_N=ints, ancestors_N=torch.full((rows,), -(2**63)), sample_row_R=ints, request_R=ints,
-        draw_index_R=ints, rule_R=ints, num_logprobs_R=ints,
-        temperature_R=sampling.temperature_B, top_k_R=sampling.top_k_B, top_p_R=sampling.top_p_B,
-        min_p_R=sampling.min_p_B, seed_R=sampling.seed_B, constraints_U=ints[:0].byte(),
+        sample_row_R=ints, request_R=ints, draw_index_R=ints, rule_R=ints, num_logprobs_R=ints,
+        constraints_U=ints[:0].byte(), attention=attention, sampling=sampling,
     )  # fmt: skip
 
 
@@ -71,7 +78,10 @@ def assert_same(got: object, expected: object) -> None:
     assert type(got) is type(expected)
     for field in dataclasses.fields(expected):  # type: ignore[arg-type]
         a, b = getattr(got, field.name), getattr(expected, field.name)
-        assert torch.equal(a, b) if isinstance(b, torch.Tensor) else a == b, field.name
+        if dataclasses.is_dataclass(b):
+            assert_same(a, b)
+        else:
+            assert torch.equal(a, b) if isinstance(b, torch.Tensor) else a == b, field.name
 
 
 # ---- what each rank does, in its own process

@@ -67,11 +67,10 @@ def test_a_drafter_that_looks_ahead_has_the_noise_of_the_next_trees(monkeypatch)
     request = SimpleNamespace(
         num_nodes_B=torch.tensor([4, 4, 4]),
         rule_B=torch.tensor([Rule.COUPLED, Rule.TRAVERSAL, Rule.COUPLED]),
-        temperature_B=torch.tensor([1.0, 1.0, 0.0]),
         start_B=torch.tensor([7, 17, 27]),
         offsets=torch.tensor([0, 3, 6, 9]),
         max_depth_B=torch.tensor([3, 3, 3]),
-        seed_B=torch.tensor([1, 2, 3]),
+        sampling=SimpleNamespace(temperature_B=torch.tensor([1.0, 1.0, 0.0]), seed_B=torch.tensor([1, 2, 3])),
     )
     vocab = DraftVocabulary(target_size=30)
     look_ahead(request, vocab, torch.device("cpu"))  # type: ignore[arg-type]

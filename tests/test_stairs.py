@@ -159,7 +159,7 @@ def test_an_engine_that_is_told_of_buckets_fills_them(monkeypatch):
 
             def charged(step, number):
                 num_rows = len(step.token_N)
-                if num_rows > len(step.base_B):
+                if num_rows > len(step.attention.base_B):
                     is_full.append(bucket(num_rows) == num_rows)
                 b.clock.ms += prices.row * (bucket(num_rows) - num_rows)
                 return run(step, number)

@@ -15,7 +15,16 @@ from torch import Tensor
 
 from workers import wire
 from workers.config import MAX_TREE_NODES
-from workers.types import DraftCosts, DraftProbs, DraftReply, DraftRequest, TargetStep, TreeBatch
+from workers.types import (
+    AttentionMetadata,
+    DraftCosts,
+    DraftProbs,
+    DraftReply,
+    DraftRequest,
+    SamplingBatch,
+    TargetStep,
+    TreeBatch,
+)
 
 torch.set_num_threads(1)
 
@@ -73,6 +82,14 @@ def draft_reply(
     return DraftReply(trees=trees, probs=probs, pruned_GD=pruned_GD, num_levels=len(pruned), num_run=7, seconds=seconds)
 
 
+def sampling_batch(rng: np.random.Generator, size: int) -> SamplingBatch:
+    return SamplingBatch(
+        top_k_B=ints(rng, size),
+        **{name: reals(rng, size) for name in ("temperature_B", "top_p_B", "min_p_B")},
+        seed_B=long_ints(rng, size),
+    )
+
+
 def draft_request(
     seed: int, num: int, rows: int, width: int | None, dtype: torch.dtype = torch.float32
 ) -> DraftRequest:
@@ -81,16 +98,13 @@ def draft_request(
         offsets=ints(rng, num + 1),
         token_M=ints(rng, rows),
         page_table_BP=ints(rng, num, seed % 5),
-        **{name: ints(rng, num) for name in ("start_B", "rule_B", "auto_B", "num_nodes_B", "max_depth_B", "top_k_B")},
-        **{name: reals(rng, num) for name in ("min_prob_B", "path_prob_B", "temperature_B", "top_p_B", "min_p_B")},
-        seed_B=long_ints(rng, num),
+        **{name: ints(rng, num) for name in ("start_B", "rule_B", "auto_B", "num_nodes_B", "max_depth_B")},
+        **{name: reals(rng, num) for name in ("min_prob_B", "path_prob_B")},
         constraints_U=torch.from_numpy(rng.integers(0, 256, size=seed % 7).astype(np.uint8)),
+        sampling=sampling_batch(rng, num),
         costs=None if seed % 2 else draft_costs(rng, seed % 4),
         features_MH=None if width is None else reals(rng, rows, width).to(dtype),
     )
-
-
-SAMPLED_INTS = ("sample_row_R", "request_R", "draw_index_R", "rule_R", "num_logprobs_R", "top_k_R")
 
 
 def target_step(seed: int, num: int, rows: int, sampled: int, moves: int) -> TargetStep:
@@ -98,15 +112,19 @@ def target_step(seed: int, num: int, rows: int, sampled: int, moves: int) -> Tar
     return TargetStep(
         copy_source=ints(rng, moves),
         copy_target=ints(rng, moves),
-        query_offsets=ints(rng, num + 1),
-        page_table_BP=ints(rng, num, seed % 5),
-        base_B=ints(rng, num),
-        **{name: ints(rng, rows) for name in ("token_N", "position_N", "slot_N", "visible_N")},
-        ancestors_N=long_ints(rng, rows),
-        **{name: ints(rng, sampled) for name in SAMPLED_INTS},
-        **{name: reals(rng, sampled) for name in ("temperature_R", "top_p_R", "min_p_R")},
-        seed_R=long_ints(rng, sampled),
+        token_N=ints(rng, rows),
+        position_N=ints(rng, rows),
+        **{f"{name}_R": ints(rng, sampled) for name in ("sample_row", "request", "draw_index", "rule", "num_logprobs")},
         constraints_U=torch.from_numpy(rng.integers(0, 256, size=seed % 7).astype(np.uint8)),
+        attention=AttentionMetadata(
+            query_offsets=ints(rng, num + 1),
+            page_table_BP=ints(rng, num, seed % 5),
+            base_B=ints(rng, num),
+            slot_N=ints(rng, rows),
+            visible_N=ints(rng, rows),
+            ancestors_N=long_ints(rng, rows),
+        ),
+        sampling=sampling_batch(rng, sampled),
     )
 
 
@@ -209,9 +227,11 @@ def test_every_field_of_every_message_is_on_the_wire():
     for kind, table, elsewhere in [
         (TreeBatch, wire.TREE_FIELDS, set()),
         (DraftProbs, wire.PROBS_FIELDS, set()),
-        (TargetStep, wire.STEP_FIELDS, set()),
+        (AttentionMetadata, wire.ATTENTION_FIELDS, set()),
+        (SamplingBatch, wire.SAMPLING_FIELDS, set()),
+        (TargetStep, wire.STEP_FIELDS, {"attention", "sampling"}),
         (DraftCosts, wire.COST_FIELDS, set()),
-        (DraftRequest, wire.REQUEST_FIELDS, {"features_MH", "costs"}),
+        (DraftRequest, wire.REQUEST_FIELDS, {"features_MH", "sampling", "costs"}),
         (DraftReply, wire.PRUNED_FIELDS, {"trees", "probs", "num_levels", "num_run", "seconds"}),
     ]:
         assert {f.name for f in fields(kind)} - elsewhere == {field.name for field in table}

@@ -5,7 +5,8 @@ Rows of a step are ordered: the trees of all decoding requests, then the prompt 
 
 from __future__ import annotations
 
-from itertools import accumulate
+from functools import lru_cache
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ from verifier.request import Request
 from verifier.tree import Chunk, TreeMetadata, chunk_metadata, tree_metadata
 from workers.config import EngineConfig
 from workers.constraints import pack_standings
-from workers.types import DraftCosts, DraftRequest, SamplingBatch, TargetStep, TreeBatch
+from workers.types import AttentionMetadata, DraftCosts, DraftRequest, SamplingBatch, TargetStep, TreeBatch
 
 
 class Move(NamedTuple):
@@ -59,7 +60,6 @@ def pack_draft(
     costs: DraftCosts | None,
 ) -> DraftRequest:
     """One message to the drafter for these requests, in this order. features_MH: of all rows fed, if it reads any."""
-    sampling = SamplingBatch.stack([request.submit.sampling for request in requests])
     limits = [request.limits for request in requests if request.limits is not None]
     assert len(limits) == len(requests), "only requests that speculate are sent to the drafter"
     return DraftRequest(
@@ -67,18 +67,14 @@ def pack_draft(
         start_B=_int32([request.num_fed for request in requests]),
         token_M=_int32([token for feed in feeds for token in feed.tokens]),
         page_table_BP=page_table(requests),
-        rule_B=_int32([request.rule for request in requests]),
+        rule_B=torch.from_numpy(_lasting(tuple(requests)).rule_B),
         auto_B=_int32([limit.auto for limit in limits]),
         num_nodes_B=_int32([feed.num_nodes for feed in feeds]),
         max_depth_B=_int32([feed.max_depth for feed in feeds]),
         min_prob_B=torch.tensor([limit.min_prob for limit in limits], dtype=torch.float32),
         path_prob_B=torch.tensor([limit.path_prob for limit in limits], dtype=torch.float32),
-        temperature_B=sampling.temperature_B,
-        top_k_B=sampling.top_k_B,
-        top_p_B=sampling.top_p_B,
-        min_p_B=sampling.min_p_B,
-        seed_B=sampling.seed_B,
         constraints_U=pack_standings([request.standing(eos_token_ids) for request in requests]),
+        sampling=_lasting(tuple(requests)).sampling,
         costs=costs,
         features_MH=features_MH,
     )
@@ -93,7 +89,9 @@ def pack_target(
     eos_token_ids: tuple[int, ...],
 ) -> TargetStep:
     """One forward over all trees and chunks. Tokens are drawn at every tree row and after each finished prompt."""
-    rows_B = np.diff(trees.offsets.numpy()).tolist() + [chunk.stop - chunk.start for _, chunk in prefill]
+    sizes = [end - begin for begin, end in pairwise(trees.offsets.tolist())]
+    num_trees = len(sizes)
+    sizes += [chunk.stop - chunk.start for _, chunk in prefill]
     root_B = np.array([len(request.tokens) - 1 for request in decode], dtype=np.int32)
     meta = tree_metadata(trees, root_B)
     if prefill:
@@ -102,53 +100,63 @@ def pack_target(
     prompt_tokens = [token for request, chunk in prefill for token in request.tokens[chunk.start : chunk.stop]]
 
     requests = decode + [request for request, _ in prefill]
-    offsets = list(accumulate(rows_B, initial=0))
-    finishing = [i for i, (request, chunk) in enumerate(prefill, len(decode)) if chunk.stop == len(request.tokens)]
-    sample_row_R = _joined(np.arange(len(trees.token_N), dtype=np.int32), [offsets[i + 1] - 1 for i in finishing])
-    request_R = _joined(np.repeat(np.arange(len(decode), dtype=np.int32), rows_B[: len(decode)]), finishing)
-    sampling = SamplingBatch.stack([request.submit.sampling for request in requests])
-    if request_R.tolist() != list(range(len(requests))):
-        sampling = sampling.rows(torch.from_numpy(request_R))
+    offsets = list(accumulate(sizes, initial=0))
+    finishing = [i for i, (request, chunk) in enumerate(prefill, num_trees) if chunk.stop == len(request.tokens)]
+    sample_row_R = _joined(np.arange(offsets[num_trees], dtype=np.int32), [offsets[i + 1] - 1 for i in finishing])
+    request_R = _joined(np.repeat(np.arange(num_trees, dtype=np.int32), sizes[:num_trees]), finishing)
+    lasting = _lasting(tuple(requests))
+    is_row_each = not prefill and len(request_R) == num_trees
     return TargetStep(
         copy_source=_int32([_physical(move.request, move.source, page_size) for move in moves]),
         copy_target=_int32([_physical(move.request, move.target, page_size) for move in moves]),
         token_N=torch.from_numpy(_joined(trees.token_N.numpy(), prompt_tokens)),
         position_N=torch.from_numpy(meta.position_N),
-        query_offsets=_int32(offsets),
-        page_table_BP=page_table(requests),
-        base_B=torch.from_numpy(_joined(root_B, [0] * len(prefill))),
-        slot_N=torch.from_numpy(meta.slot_N),
-        visible_N=torch.from_numpy(meta.visible_N),
-        ancestors_N=torch.from_numpy(meta.ancestors_N),
         sample_row_R=torch.from_numpy(sample_row_R),
         request_R=torch.from_numpy(request_R),
         draw_index_R=torch.from_numpy(meta.position_N[sample_row_R] + 1),
-        rule_R=_int32([requests[i].rule for i in request_R.tolist()]),
-        num_logprobs_R=_int32([_num_logprobs(requests[i]) for i in request_R.tolist()]),
-        temperature_R=sampling.temperature_B,
-        top_k_R=sampling.top_k_B,
-        top_p_R=sampling.top_p_B,
-        min_p_R=sampling.min_p_B,
-        seed_R=sampling.seed_B,
+        rule_R=torch.from_numpy(lasting.rule_B[request_R]),
+        num_logprobs_R=torch.from_numpy(lasting.num_logprobs_B[request_R]),
         constraints_U=pack_standings([request.standing(eos_token_ids) for request in requests]),
+        attention=AttentionMetadata(
+            query_offsets=_int32(offsets),
+            page_table_BP=page_table(requests),
+            base_B=torch.from_numpy(_joined(root_B, [0] * len(prefill))),
+            slot_N=torch.from_numpy(meta.slot_N),
+            visible_N=torch.from_numpy(meta.visible_N),
+            ancestors_N=torch.from_numpy(meta.ancestors_N),
+        ),
+        sampling=lasting.sampling if is_row_each else lasting.sampling.rows(torch.from_numpy(request_R)),
+    )
+
+
+class _Lasting(NamedTuple):
+    """What requests asked for, which never changes."""
+
+    sampling: SamplingBatch
+    rule_B: np.ndarray  # int32
+    num_logprobs_B: np.ndarray  # int32, -1 = none
+
+
+@lru_cache(maxsize=2)
+def _lasting(requests: tuple[Request, ...]) -> _Lasting:
+    """Kept for the last drafter's and the last target's requests: mostly they are those of the step before."""
+    asked = [request.submit.sampling for request in requests]
+    return _Lasting(
+        SamplingBatch.stack(asked),
+        np.array([request.rule for request in requests], dtype=np.int32),
+        np.array([-1 if a.num_logprobs is None else a.num_logprobs for a in asked], dtype=np.int32),
     )
 
 
 def page_table(requests: list[Request]) -> Tensor:
     """[B, P] int32, padded with the null page 0."""
-    table = np.zeros((len(requests), max((len(r.pages) for r in requests), default=0)), dtype=np.int32)
-    for row, request in zip(table, requests, strict=True):
-        row[: len(request.pages)] = request.pages
-    return torch.from_numpy(table)
+    width = max((len(request.pages) for request in requests), default=0)
+    rows = [request.pages + [0] * (width - len(request.pages)) for request in requests]
+    return torch.from_numpy(np.array(rows, dtype=np.int32).reshape(len(requests), width))
 
 
 def _physical(request: Request, slot: int, page_size: int) -> int:
     return request.pages[slot // page_size] * page_size + slot % page_size
-
-
-def _num_logprobs(request: Request) -> int:
-    asked = request.submit.sampling.num_logprobs
-    return -1 if asked is None else asked
 
 
 def _joined(array: np.ndarray, more: list[int]) -> np.ndarray:

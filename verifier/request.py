@@ -25,6 +25,8 @@ class Request:
     limits: TreeLimits | None  # None: never drafted for
     first_draft_slot: int  # 1 for an EAGLE drafter, whose slot 0 stays empty; 0 for a draft model
     tokens: list[int] = field(init=False)  # prompt and output
+    num_prompt: int = field(init=False)
+    tree_rows: int = field(init=False)  # most rows of one of its trees, root included
     is_constrained: bool = field(init=False)
     pages: list[int] = field(default_factory=list)
     num_published: int = 0  # leading pages that others may share ...
@@ -41,6 +43,8 @@ class Request:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.submit.prompt)
+        self.num_prompt = len(self.tokens)
+        self.tree_rows = 1 + (self.limits.num_nodes if self.limits else 0)
         self.num_fed = self.first_draft_slot
         self.is_constrained = not self.submit.sampling.constraints.is_empty
         if self.is_constrained:
@@ -76,10 +80,6 @@ class Request:
         return self.submit.id
 
     @property
-    def num_prompt(self) -> int:
-        return len(self.submit.prompt)
-
-    @property
     def num_output(self) -> int:
         return len(self.tokens) - self.num_prompt
 
@@ -91,11 +91,6 @@ class Request:
     @property
     def is_decoding(self) -> bool:
         return self.num_computed == self.root
-
-    @property
-    def tree_rows(self) -> int:
-        """Most rows of one of its trees, root included."""
-        return 1 + (self.limits.num_nodes if self.limits else 0)
 
     @property
     def num_feedable(self) -> int:

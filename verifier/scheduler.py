@@ -108,8 +108,11 @@ def schedule(
         if not request.is_decoding and budget > 0:
             take(request, request.num_computed)
     shared: list[tuple[Request, list[int]]] = []
-    room = num_free_pages - sum(limits.pages_for(request, 2) - limits.pages_for(request) for request in decode)
-    for request in [] if preempted else waiting:
+    candidates = [] if preempted else waiting
+    room = num_free_pages
+    if candidates:
+        room -= sum(limits.pages_for(request, 2) - limits.pages_for(request) for request in decode)
+    for request in candidates:
         if budget <= 0 or len(kept) + len(shared) >= limits.max_num_seqs:
             break
         found = find(request)

@@ -77,7 +77,7 @@ _ROW_FIELDS = [field for field in TreeBatch.__slots__ if field.endswith("_N")]
 
 def bare_roots(tokens: list[int]) -> TreeBatch:
     """Trees of nothing but these roots: plain decoding."""
-    return replace(_bare_roots(len(tokens)), token_N=torch.tensor(tokens, dtype=torch.int32))
+    return replace(_bare_roots(len(tokens)), token_N=torch.from_numpy(np.array(tokens, dtype=np.int32)))
 
 
 @cache

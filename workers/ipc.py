@@ -11,8 +11,10 @@ import os
 import select
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import msgpack
@@ -174,37 +176,49 @@ _KINDS: dict[str, type] = {kind.__name__: kind for kind in (Submit, Abort, StepO
 
 
 def encode(message: Message) -> bytes:
-    """One frame: 4 bytes little-endian length, then msgpack [kind, fields]."""
-    body = msgpack.packb([type(message).__name__, _fields(message)], default=_fields)
+    """One frame: 4 bytes little-endian length, then msgpack [kind, fields in the order of the class]."""
+    body = msgpack.packb((type(message).__name__, _values(message)), default=_values)
     return _LENGTH.pack(len(body)) + body
 
 
-def _fields(value: Any) -> dict[str, object]:
-    """A dataclass's fields, not copied (`dataclasses.asdict` copies every token of a prompt)."""
-    return {name: getattr(value, name) for name in value.__dataclass_fields__}
+def _values(value: Any) -> tuple[object, ...]:
+    """A dataclass's fields in order, not copied (`dataclasses.asdict` copies every token of a prompt)."""
+    return _getter(type(value))(value)  # type: ignore[arg-type]  # types are hashable
 
 
-def _rebuild(kind: str, raw: dict) -> Message:
+@cache
+def _getter(kind: type) -> Callable[[object], tuple[object, ...]]:
+    names = tuple(kind.__dataclass_fields__)  # type: ignore[attr-defined]
+    get = attrgetter(*names)
+    return get if len(names) > 1 else lambda value: (get(value),)
+
+
+def _rebuild(kind: str, raw: list[Any]) -> Message:
+    fields = _named(_KINDS[kind], raw)
     match kind:
         case "Submit":
-            sampling = raw["sampling"]
-            raw["sampling"] = SamplingParams(**sampling | {"constraints": Constraints(**sampling["constraints"])})
-            raw["speculation"] = Speculation(**raw["speculation"])
+            sampling = _named(SamplingParams, fields["sampling"])
+            sampling["constraints"] = Constraints(**_named(Constraints, sampling["constraints"]))
+            fields["sampling"] = SamplingParams(**sampling)
+            fields["speculation"] = Speculation(**_named(Speculation, fields["speculation"]))
         case "StepOutput":
-            raw["stats"] = EngineStats(**raw["stats"])
-            raw["chunks"] = [_chunk(chunk) for chunk in raw["chunks"]]
-    return _KINDS[kind](**raw)
+            fields["stats"] = EngineStats(**_named(EngineStats, fields["stats"]))
+            fields["chunks"] = [_chunk(chunk) for chunk in fields["chunks"]]
+    return _KINDS[kind](**fields)
 
 
-def _chunk(raw: dict) -> TokenChunk:
-    if raw["stats"] is not None:
-        raw["stats"] = RequestStats(**raw["stats"])
-    if raw["logprobs"] is not None:
-        raw["logprobs"] = [
-            TokenLogprobs(**entry | {"top": [(token, value) for token, value in entry["top"]]})
-            for entry in raw["logprobs"]
-        ]
-    return TokenChunk(**raw)
+def _chunk(raw: list[Any]) -> TokenChunk:
+    fields = _named(TokenChunk, raw)
+    if fields["stats"] is not None:
+        fields["stats"] = RequestStats(**_named(RequestStats, fields["stats"]))
+    if fields["logprobs"] is not None:
+        entries = [_named(TokenLogprobs, entry) for entry in fields["logprobs"]]
+        fields["logprobs"] = [TokenLogprobs(**entry | {"top": list(map(tuple, entry["top"]))}) for entry in entries]
+    return TokenChunk(**fields)
+
+
+def _named(kind: type, raw: list[Any]) -> dict[str, Any]:
+    return dict(zip(kind.__dataclass_fields__, raw, strict=True))  # type: ignore[attr-defined]
 
 
 class Decoder:

@@ -63,15 +63,14 @@ class Rope:
 
     def __init__(self, spec: RopeSpec, dtype: torch.dtype, device: torch.device | str) -> None:
         inv_freq = torch.tensor(spec.inv_freq, dtype=torch.float32, device=device)
-        self.inv_freq_d = torch.cat((inv_freq, inv_freq))
-        self.cos_scale = spec.scaling
-        half = torch.full_like(inv_freq, spec.scaling)
-        self.sin_scale_d = torch.cat((-half, half))
+        self.signed_freq_d = torch.cat((-inv_freq, inv_freq))  # cos(-x) = cos x, and sin(-x) = -sin x is what is wanted
+        self.scaling = spec.scaling
         self.dtype = dtype
 
     def __call__(self, positions_N: Tensor) -> Rotation:
         """Rotation of int positions [N], computed in float32 and then cast, as transformers does."""
-        angle_N1d = positions_N.to(torch.float32)[:, None, None] * self.inv_freq_d
-        cos_N1d = angle_N1d.cos() * self.cos_scale
-        sin_N1d = angle_N1d.sin() * self.sin_scale_d
+        angle_N1d = positions_N[:, None, None] * self.signed_freq_d
+        cos_N1d, sin_N1d = angle_N1d.cos(), angle_N1d.sin()
+        if self.scaling != 1:
+            cos_N1d, sin_N1d = cos_N1d * self.scaling, sin_N1d * self.scaling
         return Rotation(cos_N1d.to(self.dtype), sin_N1d.to(self.dtype))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,10 +26,9 @@ def process_logits(logits_RV: Tensor, params: SamplingBatch) -> Tensor:
     Rows with temperature 0 keep their raw logits: the target takes their argmax, the drafter reads them at
     temperature 1. `params` has one entry per row.
     """
-    sampled = params.temperature_B > 0
-    if not bool(sampled.any()):
+    if not _is_hot(params).any():
         return logits_RV.float()
-    has_min_p = bool((sampled & (params.min_p_B > 0)).any())
+    has_min_p = bool((_is_hot(params) & (_host(params.min_p_B) > 0)).any())
     return process_blindly(logits_RV, params, has_min_p=has_min_p, has_top=needs_whole_rows(params))
 
 
@@ -50,13 +50,21 @@ def process_blindly(logits_RV: Tensor, params: SamplingBatch, *, has_min_p: bool
 
 def needs_whole_rows(params: SamplingBatch) -> bool:
     """True if some row has top-k or top-p, which no vocabulary shard can apply alone."""
-    cuts = (params.top_k_B > 0) | (params.top_p_B < 1)
-    return bool((cuts & (params.temperature_B > 0)).any())
+    return bool((((_host(params.top_k_B) > 0) | (_host(params.top_p_B) < 1)) & _is_hot(params)).any())
 
 
 def any_cuts(params: SamplingBatch) -> bool:
     """True if some row's distribution is cut at all, by min-p, top-k or top-p."""
-    return needs_whole_rows(params) or bool(((params.min_p_B > 0) & (params.temperature_B > 0)).any())
+    return needs_whole_rows(params) or bool(((_host(params.min_p_B) > 0) & _is_hot(params)).any())
+
+
+def _is_hot(params: SamplingBatch) -> np.ndarray:
+    return _host(params.temperature_B) > 0
+
+
+def _host(column_R: Tensor) -> np.ndarray:
+    """For questions to parameters: mostly they are on the host, where numpy answers in a third of torch's time."""
+    return column_R.cpu().numpy()
 
 
 def coupled_scores(
@@ -67,14 +75,15 @@ def coupled_scores(
     index_R: index of the token each row draws. start: first target id of this vocabulary shard. noise: what keeps G
     of these ids from one step to the next.
     """
-    sampled = params.temperature_B > 0
-    if not bool(sampled.any()):
+    is_hot = _is_hot(params)
+    if not is_hot.any():
         return processed_RV
     if noise is None:
         noise = NoiseBook(start, start + processed_RV.shape[-1])
     G_RV = noise.rows(params.seed_B.tolist(), index_R.tolist(), processed_RV.device)
     # A masked token stays masked: -inf + G is -inf, G being finite.
-    return torch.where(sampled[:, None], processed_RV + G_RV, processed_RV)
+    noisy_RV = processed_RV + G_RV
+    return noisy_RV if is_hot.all() else torch.where(params.temperature_B[:, None] > 0, noisy_RV, processed_RV)
 
 
 def draw(logits_RV: Tensor, params: SamplingBatch, index_R: Tensor) -> Tensor:

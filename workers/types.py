@@ -152,6 +152,8 @@ class SamplingBatch:
 
     def to(self, device: torch.device | str) -> SamplingBatch:
         """From the host to a device, without waiting for what that is doing."""
+        if self.seed_B.device == torch.device(device):
+            return self
         return SamplingBatch(
             temperature_B=self.temperature_B.to(device, non_blocking=True),
             top_k_B=self.top_k_B.to(device, non_blocking=True),
@@ -243,24 +245,10 @@ class DraftRequest:
     max_depth_B: Tensor  # [B] int32
     min_prob_B: Tensor  # [B] float32
     path_prob_B: Tensor  # [B] float32
-    temperature_B: Tensor  # float32
-    top_k_B: Tensor  # int32
-    top_p_B: Tensor  # float32
-    min_p_B: Tensor  # float32
-    seed_B: Tensor  # int64
     constraints_U: Tensor  # uint8, see `workers.constraints`; empty = nobody has any
+    sampling: SamplingBatch  # of the B requests
     costs: DraftCosts | None  # None = nobody asks for `auto`
     features_MH: Tensor | None  # [M, H] in the drafter's dtype
-
-    @property
-    def sampling(self) -> SamplingBatch:
-        return SamplingBatch(
-            temperature_B=self.temperature_B,
-            top_k_B=self.top_k_B,
-            top_p_B=self.top_p_B,
-            min_p_B=self.min_p_B,
-            seed_B=self.seed_B,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -283,41 +271,11 @@ class TargetStep:
     copy_target: Tensor  # [C] int32 ... move to their places before this forward
     token_N: Tensor  # [N] int32
     position_N: Tensor  # [N] int32
-    query_offsets: Tensor  # [B+1] int32
-    page_table_BP: Tensor  # [B, P] int32
-    base_B: Tensor  # [B] int32
-    slot_N: Tensor  # [N] int32
-    visible_N: Tensor  # [N] int32
-    ancestors_N: Tensor  # [N] int64
     sample_row_R: Tensor  # [R] int32, rows whose next token is drawn
     request_R: Tensor  # [R] int32, the request (of the B) that the row belongs to
     draw_index_R: Tensor  # [R] int32, index of the token drawn there
     rule_R: Tensor  # [R] int32, Rule: sampled drafts need the whole distribution, the others one draw
     num_logprobs_R: Tensor  # [R] int32, most likely tokens to report; -1 = none
-    temperature_R: Tensor  # float32
-    top_k_R: Tensor  # int32
-    top_p_R: Tensor  # float32
-    min_p_R: Tensor  # float32
-    seed_R: Tensor  # int64
     constraints_U: Tensor  # uint8, see `workers.constraints`; empty = nobody has any
-
-    @property
-    def attention(self) -> AttentionMetadata:
-        return AttentionMetadata(
-            query_offsets=self.query_offsets,
-            page_table_BP=self.page_table_BP,
-            base_B=self.base_B,
-            slot_N=self.slot_N,
-            visible_N=self.visible_N,
-            ancestors_N=self.ancestors_N,
-        )
-
-    @property
-    def sampling(self) -> SamplingBatch:
-        return SamplingBatch(
-            temperature_B=self.temperature_R,
-            top_k_B=self.top_k_R,
-            top_p_B=self.top_p_R,
-            min_p_B=self.min_p_R,
-            seed_B=self.seed_R,
-        )
+    attention: AttentionMetadata  # of the N rows
+    sampling: SamplingBatch  # of the R sampled rows

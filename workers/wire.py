@@ -15,7 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.types import DraftCosts, DraftProbs, DraftReply, DraftRequest, TargetStep, TreeBatch
+from workers.types import (
+    AttentionMetadata,
+    DraftCosts,
+    DraftProbs,
+    DraftReply,
+    DraftRequest,
+    SamplingBatch,
+    TargetStep,
+    TreeBatch,
+)
 
 _ALIGN = 16
 _I32, _I64, _F32, _U8 = np.dtype(np.int32), np.dtype(np.int64), np.dtype(np.float32), np.dtype(np.uint8)
@@ -44,19 +53,6 @@ def _ints(*names: str) -> list[Field]:
     return [Field(name, _I32, _I32) for name in names]
 
 
-_SAMPLING_TAIL: list[tuple[str, np.dtype]] = [  # suffixes shared by DraftRequest (_B) and TargetStep (_R)
-    ("temperature", _F32),
-    ("top_k", _I32),
-    ("top_p", _F32),
-    ("min_p", _F32),
-    ("seed", _I64),
-]
-
-
-def _sampling(suffix: str) -> list[Field]:
-    return [Field(f"{name}_{suffix}", dtype, dtype) for name, dtype in _SAMPLING_TAIL]
-
-
 TREE_FIELDS = [
     *_ints("offsets", "token_N"),
     Field("parent_N", np.dtype(np.int16), _I32),
@@ -65,6 +61,19 @@ TREE_FIELDS = [
     Field("kind_N", _U8, _U8),
     Field("weight_N", np.dtype(np.float16), _F32),
 ]
+SAMPLING_FIELDS = [
+    Field("temperature_B", _F32, _F32),
+    Field("top_k_B", _I32, _I32),
+    Field("top_p_B", _F32, _F32),
+    Field("min_p_B", _F32, _F32),
+    Field("seed_B", _I64, _I64),
+]
+ATTENTION_FIELDS = [
+    *_ints("query_offsets"),
+    Field("page_table_BP", _I32, _I32, ndim=2),
+    *_ints("base_B", "slot_N", "visible_N"),
+    Field("ancestors_N", _I64, _I64),
+]
 PROBS_FIELDS = [*_ints("offsets", "id_S"), Field("weight_S", np.dtype(np.uint16), _I32)]
 REQUEST_FIELDS = [
     *_ints("offsets", "start_B", "token_M"),
@@ -72,7 +81,6 @@ REQUEST_FIELDS = [
     *_ints("rule_B", "auto_B", "num_nodes_B", "max_depth_B"),
     Field("min_prob_B", _F32, _F32),
     Field("path_prob_B", _F32, _F32),
-    *_sampling("B"),
     Field("constraints_U", _U8, _U8),
 ]
 COST_FIELDS = [
@@ -84,12 +92,8 @@ COST_FIELDS = [
 ]
 PRUNED_FIELDS = [Field("pruned_GD", _I32, _I32, ndim=2)]
 STEP_FIELDS = [
-    *_ints("copy_source", "copy_target", "token_N", "position_N", "query_offsets"),
-    Field("page_table_BP", _I32, _I32, ndim=2),
-    *_ints("base_B", "slot_N", "visible_N"),
-    Field("ancestors_N", _I64, _I64),
+    *_ints("copy_source", "copy_target", "token_N", "position_N"),
     *_ints("sample_row_R", "request_R", "draw_index_R", "rule_R", "num_logprobs_R"),
-    *_sampling("R"),
     Field("constraints_U", _U8, _U8),
 ]
 
@@ -112,24 +116,30 @@ def pack(message: Message) -> Packed:
             features = message.features_MH
             bulk = empty if features is None else features.contiguous().reshape(-1).view(torch.uint8)
             width = [-1, 0] if features is None else [features.shape[1], _DTYPES.index(features.dtype)]
-            body = _pack_fields([(REQUEST_FIELDS, message), (COST_FIELDS, message.costs)], width)
-            return Packed(Kind.DRAFT_REQUEST, body, bulk)
+            parts = [(REQUEST_FIELDS, message), (SAMPLING_FIELDS, message.sampling), (COST_FIELDS, message.costs)]
+            return Packed(Kind.DRAFT_REQUEST, _pack_fields(parts, width), bulk)
         case DraftReply():
             parts = [(TREE_FIELDS, message.trees), (PROBS_FIELDS, message.probs), (PRUNED_FIELDS, message)]
             scalars = [min(int(message.seconds * 1e6), 2**31 - 1), message.num_levels, message.num_run]
             return Packed(Kind.DRAFT_REPLY, _pack_fields(parts, scalars), empty)
         case TargetStep():
-            return Packed(Kind.TARGET_STEP, _pack_fields([(STEP_FIELDS, message)], []), empty)
+            parts = [(STEP_FIELDS, message), (ATTENTION_FIELDS, message.attention), (SAMPLING_FIELDS, message.sampling)]
+            return Packed(Kind.TARGET_STEP, _pack_fields(parts, []), empty)
 
 
 def unpack(kind: Kind, meta: Tensor, bulk: Tensor) -> Message:
     """Bytes -> message; tensors are copies on the CPU, except the bulk field, which stays where `bulk` is."""
     match kind:
         case Kind.DRAFT_REQUEST:
-            (fields, costs), (width, dtype) = _unpack_fields([REQUEST_FIELDS, COST_FIELDS], meta, num_scalars=2)
-            assert fields is not None
-            features = None if width < 0 else bulk.view(_DTYPES[dtype]).reshape(-1, width)
-            return DraftRequest(**fields, costs=DraftCosts(**costs) if costs else None, features_MH=features)
+            parts = [REQUEST_FIELDS, SAMPLING_FIELDS, COST_FIELDS]
+            (fields, sampling, costs), (width, dtype) = _unpack_fields(parts, meta, num_scalars=2)
+            assert fields is not None and sampling is not None
+            return DraftRequest(
+                **fields,
+                sampling=SamplingBatch(**sampling),
+                costs=DraftCosts(**costs) if costs else None,
+                features_MH=None if width < 0 else bulk.view(_DTYPES[dtype]).reshape(-1, width),
+            )
         case Kind.DRAFT_REPLY:
             parts = [TREE_FIELDS, PROBS_FIELDS, PRUNED_FIELDS]
             (tree, probs, pruned), (microseconds, num_levels, num_run) = _unpack_fields(parts, meta, num_scalars=3)
@@ -143,9 +153,10 @@ def unpack(kind: Kind, meta: Tensor, bulk: Tensor) -> Message:
                 seconds=microseconds * 1e-6,
             )
         case Kind.TARGET_STEP:
-            (fields,), _ = _unpack_fields([STEP_FIELDS], meta, num_scalars=0)
-            assert fields is not None
-            return TargetStep(**fields)
+            parts = [STEP_FIELDS, ATTENTION_FIELDS, SAMPLING_FIELDS]
+            (fields, attention, sampling), _ = _unpack_fields(parts, meta, num_scalars=0)
+            assert fields is not None and attention is not None and sampling is not None
+            return TargetStep(**fields, attention=AttentionMetadata(**attention), sampling=SamplingBatch(**sampling))
         case _:
             raise ValueError(f"a {kind.name} frame carries no message")
 

@@ -80,28 +80,27 @@ def plan(
     write_slots_N = host.physical(owner_N, host.slot_N, page_size)
 
     # Keys of a request: logical slots 0 .. last one any of its rows may see.
-    last_N = keys_N(host, owner_N)
-    sizes = {
-        b: (int(offsets[b + 1] - offsets[b]), int(last_N[offsets[b] : offsets[b + 1]].max()))
-        for b in range(host.num_requests)
-        if offsets[b + 1] > offsets[b]
-    }
-    groups: list[RowGroup] = []
-    order_N = np.empty(len(owner_N), dtype=np.int64)
-    start = 0
-    for members in _group_by_size(sizes):
-        group, real_rows, places = _plan_group(
-            members, sizes, host, page_size, windows, group_size, first_slot, dtype, device
-        )
-        groups.append(group)
-        order_N[real_rows] = places + start
-        start += group.shape[0] * group.shape[1]
-    in_order = len(groups) <= 1 and all(isinstance(group.rows, slice) for group in groups)
+    rows_B = offsets[1:] - offsets[:-1]
+    some = np.flatnonzero(rows_B)
+    last = np.maximum.reduceat(keys_N(host, owner_N), offsets[some]) if len(some) else some
+    sizes = dict(zip(some.tolist(), zip(rows_B[some].tolist(), last.tolist(), strict=True), strict=True))
+    parts = [
+        _plan_group(members, sizes, host, page_size, windows, group_size, first_slot, dtype, device)
+        for members in _group_by_size(sizes)
+    ]
+    in_order = len(parts) <= 1 and all(isinstance(group.rows, slice) for group, _ in parts)
     return MaskedPlan(
         write_slots_N=torch.from_numpy(write_slots_N).to(device),
-        groups=tuple(groups),
-        order_N=None if in_order else torch.from_numpy(order_N).to(device),
+        groups=tuple(group for group, _ in parts),
+        order_N=None if in_order else _order(np.concatenate([row_N for _, row_N in parts]), len(owner_N)).to(device),
     )
+
+
+def _order(row_P: np.ndarray, num_rows: int) -> Tensor:
+    """Where each packed row lies among the groups' outputs, given the row of every place; padding repeats rows."""
+    order_N = np.empty(num_rows, dtype=np.int64)
+    order_N[row_P[::-1]] = np.arange(len(row_P))[::-1]
+    return torch.from_numpy(order_N)
 
 
 def tree_attention(
@@ -147,8 +146,8 @@ def _plan_group(
     first_slot: int,
     dtype: torch.dtype,
     device: torch.device | str,
-) -> tuple[RowGroup, np.ndarray, np.ndarray]:
-    """The RowGroup of these requests, their packed rows, and each such row's place in the group's [B*R] output."""
+) -> tuple[RowGroup, np.ndarray]:
+    """The RowGroup of these requests, and the packed row of every place [B*R] in its output."""
     B = len(members)
     rows_B, keys_B = (np.array([sizes[b][i] for b in members]) for i in (0, 1))
     R, S = int(rows_B.max()), int(keys_B.max())
@@ -172,8 +171,7 @@ def _plan_group(
         shape=(B, R, S),
         masks=masks,
     )
-    is_real_BR = row_R < rows_B[:, None]
-    return group, row_BR[is_real_BR], np.flatnonzero(is_real_BR)
+    return group, row_BR.reshape(-1)
 
 
 def _one_run(slots_BS: np.ndarray) -> slice | None:
