@@ -31,7 +31,6 @@ from drafter.shape import DynamicShape, Shape
 from drafter.unrolled import Unrolled
 from workers.constraints import ConstrainedRow, Standing, constrain
 from workers.kernels.choose import TORCH, Kernels
-from workers.sampling import any_cuts
 from workers.types import DraftCosts, DraftProbs, Rule, SamplingBatch, TreeBatch
 
 Expand = Callable[[Level], Tensor | Candidates]
@@ -94,7 +93,7 @@ def grow(
     _prepare_noise(roots, root_index_B, limits, sampling, vocab)
     growths = _growths(root_token_B, root_index_B, limits, sampling, shape, budget, pruned_BD)
     editor = _Editor(standings or {}, vocab)
-    has_cuts = any_cuts(sampling)  # asked on the host, once for all levels
+    has_cuts = sampling.asked.cuts  # asked on the host, once for all levels
     num_levels = num_run = 0
     while True:
         level, owner_F = _merge([growth.frontier() for growth in growths])

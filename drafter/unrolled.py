@@ -39,7 +39,7 @@ from drafter.score import Best, best_children, confidence_tau, kinds
 from workers.config import EngineConfig, TreeConfig
 from workers.graphs import MAX_ROWS, Planner, Recorder, Size, most_pages
 from workers.kernels.choose import Kernels
-from workers.sampling import any_cuts, process_blindly
+from workers.sampling import process_blindly
 from workers.types import AttentionMetadata, NodeKind, Rule, SamplingBatch, as_signed64
 
 MAX_LOGITS, MAX_SORTED = 1 << 24, 1 << 21
@@ -291,7 +291,7 @@ class Unrolled:
         None = there is no graph for them. All levels and rows of the trees count as run, whatever they hold: that is
         what was paid for.
         """
-        size = Size.of(1, len(roots_GV)).requests, any_cuts(sampling)
+        size = Size.of(1, len(roots_GV)).requests, sampling.asked.cuts
         if not len(roots_GV) or size not in self._grow:
             return None
         num_trees, num_requests = len(roots_GV), size[0]

@@ -69,8 +69,8 @@ def target_step(rows: int) -> TargetStep:
     )  # fmt: skip
     return TargetStep(
         copy_source=ints[:0], copy_target=ints[:0], token_N=request.token_M, position_N=ints,
-        sample_row_R=ints, request_R=ints, draw_index_R=ints, rule_R=ints, num_logprobs_R=ints,
-        constraints_U=ints[:0].byte(), attention=attention, sampling=sampling,
+        sample_row_R=ints, request_R=ints, draw_index_R=ints, constraints_U=ints[:0].byte(),
+        attention=attention, sampling=sampling, has_logprobs=True, has_sampled=False,
     )  # fmt: skip
 
 

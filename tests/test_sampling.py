@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.sampling import draw, needs_whole_rows, process_logits, shard_best
+from workers.sampling import draw, process_logits, shard_best
 from workers.types import SamplingBatch, SamplingParams
 
 torch.set_num_threads(1)
@@ -95,7 +95,7 @@ def test_the_best_shard_holds_the_drawn_token_for_any_cut_of_the_vocabulary(para
     rng = np.random.default_rng(seed)
     logits_RV = torch.from_numpy(rng.normal(scale=2, size=(len(params), 53)).astype(np.float32))
     batch, index_R = SamplingBatch.stack(params), torch.from_numpy(rng.integers(0, 5000, size=len(params)))
-    assert not needs_whole_rows(batch)
+    assert not batch.asked.top
     edges = [0, *sorted(cuts), 53]
     best = [
         shard_best(logits_RV[:, a:b], batch, index_R, a, logits_RV.amax(-1))
@@ -108,7 +108,7 @@ def test_the_best_shard_holds_the_drawn_token_for_any_cut_of_the_vocabulary(para
 
 def test_only_sampling_rows_with_a_cut_need_whole_rows():
     def needs(*params: SamplingParams) -> bool:
-        return needs_whole_rows(SamplingBatch.stack(list(params)))
+        return SamplingBatch.stack(list(params)).asked.top
 
     assert needs(SamplingParams(), SamplingParams(top_k=5)) and needs(SamplingParams(top_p=0.9))
     assert not needs(SamplingParams(temperature=0, top_k=5, top_p=0.5), SamplingParams(min_p=0.5))

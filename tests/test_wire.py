@@ -114,7 +114,7 @@ def target_step(seed: int, num: int, rows: int, sampled: int, moves: int) -> Tar
         copy_target=ints(rng, moves),
         token_N=ints(rng, rows),
         position_N=ints(rng, rows),
-        **{f"{name}_R": ints(rng, sampled) for name in ("sample_row", "request", "draw_index", "rule", "num_logprobs")},
+        **{f"{name}_R": ints(rng, sampled) for name in ("sample_row", "request", "draw_index")},
         constraints_U=torch.from_numpy(rng.integers(0, 256, size=seed % 7).astype(np.uint8)),
         attention=AttentionMetadata(
             query_offsets=ints(rng, num + 1),
@@ -125,6 +125,8 @@ def target_step(seed: int, num: int, rows: int, sampled: int, moves: int) -> Tar
             ancestors_N=long_ints(rng, rows),
         ),
         sampling=sampling_batch(rng, sampled),
+        has_logprobs=bool(seed % 2),
+        has_sampled=bool(seed % 3),
     )
 
 
@@ -229,7 +231,7 @@ def test_every_field_of_every_message_is_on_the_wire():
         (DraftProbs, wire.PROBS_FIELDS, set()),
         (AttentionMetadata, wire.ATTENTION_FIELDS, set()),
         (SamplingBatch, wire.SAMPLING_FIELDS, set()),
-        (TargetStep, wire.STEP_FIELDS, {"attention", "sampling"}),
+        (TargetStep, wire.STEP_FIELDS, {"attention", "sampling", "has_logprobs", "has_sampled"}),
         (DraftCosts, wire.COST_FIELDS, set()),
         (DraftRequest, wire.REQUEST_FIELDS, {"features_MH", "sampling", "costs"}),
         (DraftReply, wire.PRUNED_FIELDS, {"trees", "probs", "num_levels", "num_run", "seconds"}),

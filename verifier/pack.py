@@ -60,6 +60,7 @@ def pack_draft(
     costs: DraftCosts | None,
 ) -> DraftRequest:
     """One message to the drafter for these requests, in this order. features_MH: of all rows fed, if it reads any."""
+    lasting = _lasting(tuple(requests))
     limits = [request.limits for request in requests if request.limits is not None]
     assert len(limits) == len(requests), "only requests that speculate are sent to the drafter"
     return DraftRequest(
@@ -67,14 +68,14 @@ def pack_draft(
         start_B=_int32([request.num_fed for request in requests]),
         token_M=_int32([token for feed in feeds for token in feed.tokens]),
         page_table_BP=page_table(requests),
-        rule_B=torch.from_numpy(_lasting(tuple(requests)).rule_B),
+        rule_B=lasting.rule_B,
         auto_B=_int32([limit.auto for limit in limits]),
         num_nodes_B=_int32([feed.num_nodes for feed in feeds]),
         max_depth_B=_int32([feed.max_depth for feed in feeds]),
         min_prob_B=torch.tensor([limit.min_prob for limit in limits], dtype=torch.float32),
         path_prob_B=torch.tensor([limit.path_prob for limit in limits], dtype=torch.float32),
         constraints_U=pack_standings([request.standing(eos_token_ids) for request in requests]),
-        sampling=_lasting(tuple(requests)).sampling,
+        sampling=lasting.sampling,
         costs=costs,
         features_MH=features_MH,
     )
@@ -114,8 +115,6 @@ def pack_target(
         sample_row_R=torch.from_numpy(sample_row_R),
         request_R=torch.from_numpy(request_R),
         draw_index_R=torch.from_numpy(meta.position_N[sample_row_R] + 1),
-        rule_R=torch.from_numpy(lasting.rule_B[request_R]),
-        num_logprobs_R=torch.from_numpy(lasting.num_logprobs_B[request_R]),
         constraints_U=pack_standings([request.standing(eos_token_ids) for request in requests]),
         attention=AttentionMetadata(
             query_offsets=_int32(offsets),
@@ -126,6 +125,8 @@ def pack_target(
             ancestors_N=torch.from_numpy(meta.ancestors_N),
         ),
         sampling=lasting.sampling if is_row_each else lasting.sampling.rows(torch.from_numpy(request_R)),
+        has_logprobs=lasting.has_logprobs,
+        has_sampled=lasting.has_sampled,
     )
 
 
@@ -133,18 +134,20 @@ class _Lasting(NamedTuple):
     """What requests asked for, which never changes."""
 
     sampling: SamplingBatch
-    rule_B: np.ndarray  # int32
-    num_logprobs_B: np.ndarray  # int32, -1 = none
+    rule_B: Tensor  # int32
+    has_logprobs: bool
+    has_sampled: bool
 
 
 @lru_cache(maxsize=2)
 def _lasting(requests: tuple[Request, ...]) -> _Lasting:
     """Kept for the last drafter's and the last target's requests: mostly they are those of the step before."""
-    asked = [request.submit.sampling for request in requests]
+    params = [request.submit.sampling for request in requests]
     return _Lasting(
-        SamplingBatch.stack(asked),
-        np.array([request.rule for request in requests], dtype=np.int32),
-        np.array([-1 if a.num_logprobs is None else a.num_logprobs for a in asked], dtype=np.int32),
+        sampling=SamplingBatch.stack(params),
+        rule_B=_int32([request.rule for request in requests]),
+        has_logprobs=any(own.num_logprobs is not None for own in params),
+        has_sampled=any(request.rule.is_sampled for request in requests),
     )
 
 

@@ -20,8 +20,8 @@ from workers.ipc import TokenLogprobs
 from workers.kv import KVPool
 from workers.layers import gather_vocab, shard_vocab
 from workers.noise import NoiseBook
-from workers.sampling import needs_whole_rows, of_processed, process_blindly
-from workers.types import Hidden, Rule, TargetStep
+from workers.sampling import of_processed, process_blindly
+from workers.types import Hidden, TargetStep
 from workers.wire import Kind
 
 Fuse = Callable[[Tensor], Tensor]
@@ -157,26 +157,24 @@ class Target:
         """The drawn tokens on rank 0, None elsewhere. Shards exchange 16 bytes per row unless whole rows are needed:
         for top-k and top-p, for sampled drafts, and for log-probabilities."""
         tp, vocab_size = self._decoder.tp, self._decoder.spec.vocab_size
-        sampling, params = step.sampling, step.sampling.to(raw_RW.device)
+        params = step.sampling.to(raw_RW.device)
         index_R = _sent(step.draw_index_R, raw_RW.device)
         start, end = self._decoder.vocab_range
         logits_RW = constrain(raw_RW, _constrained_rows(step), Columns(start, end - start))
         # Asked of the step itself, which lies on the host: a device would first finish its forward pass.
-        has_logprobs = step.num_logprobs_R.numpy().max() >= 0
-        has_sampled = step.rule_R.numpy().max() >= Rule.TRAVERSAL
-        if has_logprobs:
+        asked = step.sampling.asked
+        if step.has_logprobs:
             raw_RV = gather_vocab(raw_RW, tp, vocab_size)
             self._raw_RV = raw_RV if tp.rank == 0 else None
-        has_top, has_min_p = needs_whole_rows(sampling), bool(sampling.min_p_B.numpy().any())
-        if has_sampled or has_top:
+        if step.has_sampled or asked.top:
             whole_RV = gather_vocab(logits_RW, tp, vocab_size)
             if tp.rank > 0:
                 return None
-            self._processed_RV = process_blindly(whole_RV, params, has_min_p=has_min_p, has_top=has_top)
+            self._processed_RV = process_blindly(whole_RV, params, has_min_p=asked.min_p, has_top=asked.top)
             draw = self._decoder.kernels.coupled_argmax
             return draw(self._processed_RV, of_processed(params), index_R, 0, None, self._noise)[1].tolist()
         row_max_R = None
-        if has_min_p:
+        if asked.min_p:
             row_max_R = logits_RW.amax(-1)
             if tp.size > 1:
                 dist.all_reduce(row_max_R, op=dist.ReduceOp.MAX, group=tp.group)

@@ -77,15 +77,14 @@ _ROW_FIELDS = [field for field in TreeBatch.__slots__ if field.endswith("_N")]
 
 def bare_roots(tokens: list[int]) -> TreeBatch:
     """Trees of nothing but these roots: plain decoding."""
-    return replace(_bare_roots(len(tokens)), token_N=torch.from_numpy(np.array(tokens, dtype=np.int32)))
+    return TreeBatch(token_N=torch.from_numpy(np.array(tokens, dtype=np.int32)), **_bare_roots(len(tokens)))
 
 
 @cache
-def _bare_roots(count: int) -> TreeBatch:
-    """So many roots, always the same tensors. Nobody changes a TreeBatch."""
-    return TreeBatch(
+def _bare_roots(count: int) -> dict[str, Tensor]:
+    """All of so many roots but their tokens, always the same tensors. Nobody changes a TreeBatch."""
+    return dict(
         offsets=torch.arange(count + 1, dtype=torch.int32),
-        token_N=torch.zeros(count, dtype=torch.int32),
         parent_N=torch.full((count,), -1, dtype=torch.int32),
         depth_N=torch.zeros(count, dtype=torch.int32),
         ancestors_N=torch.ones(count, dtype=torch.int64),

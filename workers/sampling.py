@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,10 +25,10 @@ def process_logits(logits_RV: Tensor, params: SamplingBatch) -> Tensor:
     Rows with temperature 0 keep their raw logits: the target takes their argmax, the drafter reads them at
     temperature 1. `params` has one entry per row.
     """
-    if not _is_hot(params).any():
+    asked = params.asked
+    if not asked.is_sampled:
         return logits_RV.float()
-    has_min_p = bool((_is_hot(params) & (_host(params.min_p_B) > 0)).any())
-    return process_blindly(logits_RV, params, has_min_p=has_min_p, has_top=needs_whole_rows(params))
+    return process_blindly(logits_RV, params, has_min_p=asked.min_p, has_top=asked.top)
 
 
 def process_blindly(logits_RV: Tensor, params: SamplingBatch, *, has_min_p: bool, has_top: bool) -> Tensor:
@@ -48,25 +47,6 @@ def process_blindly(logits_RV: Tensor, params: SamplingBatch, *, has_min_p: bool
     return torch.cat([_top_k_top_p(x[rows], params.rows(rows), sampled[rows]) for rows in parts])
 
 
-def needs_whole_rows(params: SamplingBatch) -> bool:
-    """True if some row has top-k or top-p, which no vocabulary shard can apply alone."""
-    return bool((((_host(params.top_k_B) > 0) | (_host(params.top_p_B) < 1)) & _is_hot(params)).any())
-
-
-def any_cuts(params: SamplingBatch) -> bool:
-    """True if some row's distribution is cut at all, by min-p, top-k or top-p."""
-    return needs_whole_rows(params) or bool(((_host(params.min_p_B) > 0) & _is_hot(params)).any())
-
-
-def _is_hot(params: SamplingBatch) -> np.ndarray:
-    return _host(params.temperature_B) > 0
-
-
-def _host(column_R: Tensor) -> np.ndarray:
-    """For questions to parameters: mostly they are on the host, where numpy answers in a third of torch's time."""
-    return column_R.cpu().numpy()
-
-
 def coupled_scores(
     processed_RV: Tensor, params: SamplingBatch, index_R: Tensor, start: int = 0, noise: NoiseBook | None = None
 ) -> Tensor:
@@ -75,15 +55,16 @@ def coupled_scores(
     index_R: index of the token each row draws. start: first target id of this vocabulary shard. noise: what keeps G
     of these ids from one step to the next.
     """
-    is_hot = _is_hot(params)
-    if not is_hot.any():
+    if not params.asked.is_sampled:
         return processed_RV
     if noise is None:
         noise = NoiseBook(start, start + processed_RV.shape[-1])
     G_RV = noise.rows(params.seed_B.tolist(), index_R.tolist(), processed_RV.device)
     # A masked token stays masked: -inf + G is -inf, G being finite.
     noisy_RV = processed_RV + G_RV
-    return noisy_RV if is_hot.all() else torch.where(params.temperature_B[:, None] > 0, noisy_RV, processed_RV)
+    if not params.asked.is_greedy:
+        return noisy_RV
+    return torch.where(params.temperature_B[:, None] > 0, noisy_RV, processed_RV)
 
 
 def draw(logits_RV: Tensor, params: SamplingBatch, index_R: Tensor) -> Tensor:
@@ -110,7 +91,7 @@ def shard_best(
         t = torch.where(params.temperature_B > 0, params.temperature_B, 1.0)
         x = x.masked_fill(x < (row_max_R / t + _min_p_offset(params))[:, None], -torch.inf)
     best = coupled_scores(x, params, index_R, start, noise).max(-1)
-    return best.values, best.indices + start
+    return best.values, best.indices + start if start else best.indices
 
 
 def of_processed(params: SamplingBatch) -> SamplingBatch:

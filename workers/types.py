@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -117,7 +118,20 @@ class SamplingParams:
     num_logprobs: int | None = None  # most likely tokens to report beside each emitted one; None = report nothing
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked(NamedTuple):
+    """What some of a SamplingBatch's rows ask for. Greedy rows ask for no cut, whatever they say."""
+
+    is_greedy: bool
+    is_sampled: bool
+    min_p: bool
+    top: bool  # top-k or top-p, which no vocabulary shard can apply alone
+
+    @property
+    def cuts(self) -> bool:
+        return self.min_p or self.top
+
+
+@dataclass(frozen=True, kw_only=True)  # no slots: they leave no room for a cached property
 class SamplingBatch:
     """SamplingParams of B rows as tensors, for `workers.sampling`."""
 
@@ -138,6 +152,20 @@ class SamplingBatch:
             top_p_B=column([p.top_p for p in params], np.float32),
             min_p_B=column([p.min_p for p in params], np.float32),
             seed_B=column([as_signed64(p.seed) for p in params], np.int64),
+        )
+
+    @cached_property
+    def asked(self) -> Asked:
+        """Looks at values: on a device this waits for it."""
+        hot_B = self.temperature_B.cpu().numpy() > 0
+        if not hot_B.any():
+            return Asked(is_greedy=True, is_sampled=False, min_p=False, top=False)
+        top_B = (self.top_k_B.cpu().numpy() > 0) | (self.top_p_B.cpu().numpy() < 1)
+        return Asked(
+            is_greedy=not hot_B.all(),
+            is_sampled=True,
+            min_p=bool((hot_B & (self.min_p_B.cpu().numpy() > 0)).any()),
+            top=bool((hot_B & top_B).any()),
         )
 
     def rows(self, index_N: Tensor) -> SamplingBatch:
@@ -274,8 +302,8 @@ class TargetStep:
     sample_row_R: Tensor  # [R] int32, rows whose next token is drawn
     request_R: Tensor  # [R] int32, the request (of the B) that the row belongs to
     draw_index_R: Tensor  # [R] int32, index of the token drawn there
-    rule_R: Tensor  # [R] int32, Rule: sampled drafts need the whole distribution, the others one draw
-    num_logprobs_R: Tensor  # [R] int32, most likely tokens to report; -1 = none
     constraints_U: Tensor  # uint8, see `workers.constraints`; empty = nobody has any
     attention: AttentionMetadata  # of the N rows
     sampling: SamplingBatch  # of the R sampled rows
+    has_logprobs: bool  # some request reports log-probabilities: rank 0 keeps the rows' logits
+    has_sampled: bool  # some request's drafts are sampled: rank 0 keeps the rows' whole distributions

@@ -93,7 +93,7 @@ COST_FIELDS = [
 PRUNED_FIELDS = [Field("pruned_GD", _I32, _I32, ndim=2)]
 STEP_FIELDS = [
     *_ints("copy_source", "copy_target", "token_N", "position_N"),
-    *_ints("sample_row_R", "request_R", "draw_index_R", "rule_R", "num_logprobs_R"),
+    *_ints("sample_row_R", "request_R", "draw_index_R"),
     Field("constraints_U", _U8, _U8),
 ]
 
@@ -124,7 +124,8 @@ def pack(message: Message) -> Packed:
             return Packed(Kind.DRAFT_REPLY, _pack_fields(parts, scalars), empty)
         case TargetStep():
             parts = [(STEP_FIELDS, message), (ATTENTION_FIELDS, message.attention), (SAMPLING_FIELDS, message.sampling)]
-            return Packed(Kind.TARGET_STEP, _pack_fields(parts, []), empty)
+            scalars = [int(message.has_logprobs), int(message.has_sampled)]
+            return Packed(Kind.TARGET_STEP, _pack_fields(parts, scalars), empty)
 
 
 def unpack(kind: Kind, meta: Tensor, bulk: Tensor) -> Message:
@@ -154,9 +155,15 @@ def unpack(kind: Kind, meta: Tensor, bulk: Tensor) -> Message:
             )
         case Kind.TARGET_STEP:
             parts = [STEP_FIELDS, ATTENTION_FIELDS, SAMPLING_FIELDS]
-            (fields, attention, sampling), _ = _unpack_fields(parts, meta, num_scalars=0)
+            (fields, attention, sampling), (has_logprobs, has_sampled) = _unpack_fields(parts, meta, num_scalars=2)
             assert fields is not None and attention is not None and sampling is not None
-            return TargetStep(**fields, attention=AttentionMetadata(**attention), sampling=SamplingBatch(**sampling))
+            return TargetStep(
+                **fields,
+                attention=AttentionMetadata(**attention),
+                sampling=SamplingBatch(**sampling),
+                has_logprobs=bool(has_logprobs),
+                has_sampled=bool(has_sampled),
+            )
         case _:
             raise ValueError(f"a {kind.name} frame carries no message")
 
