@@ -223,16 +223,12 @@ def _write_words_at(out_ptr, seed_ptr, index_ptr, BLOCK: tl.constexpr):
     _write_words(out_ptr, tl.load(seed_ptr), tl.load(index_ptr), BLOCK)
 
 
-def test_noise_is_that_of_workers_random_at_every_kind_of_word() -> None:
-    from workers.random import _gumbel_of_words
-
+def test_noise_is_exact_at_every_kind_of_word() -> None:
     edges = [0, 1, 2**31 - 1, 2**31, 2**31 + 1, 2**32 - 2, 2**32 - 1, 2**32 - 2**20, 2**24]
     random_words = torch.randint(0, 2**32, (1024 - len(edges),), generator=torch.Generator().manual_seed(1))
     words = torch.cat([torch.tensor(edges), random_words])
     actual = torch.empty(1024, device=DEVICE)
     _write_gumbel[(1,)](actual, words.to(DEVICE), BLOCK=1024)
-    expected = _gumbel_of_words(words)
-    assert ((actual.cpu() - expected).abs() <= 2e-6 * expected.abs().clamp(min=1)).all()
     u = (words.double() + 0.5) * 2.0**-32
     exact = -torch.log(-torch.log(u))
     assert ((actual.cpu() - exact).abs() <= 2e-6 * exact.abs().clamp(min=1)).all()
