@@ -145,12 +145,13 @@ class Bill:
         passed, self._last_step = step - self._last_step, step
         if not self._has_scale:
             return self._rescale(amount / estimate)
-        error = np.clip(amount - estimate, -self._MAX_ERROR * estimate, self._MAX_ERROR * estimate)
+        most = self._MAX_ERROR * estimate
+        error = min(max(amount - estimate, -most), most)
         self._forget(passed)
         spread_J = self._covariance_JJ @ quantity_J
         gain_J = spread_J / (quantity_J @ spread_J + (self._NOISE * estimate) ** 2)
         self._price_J = np.maximum(self._price_J + gain_J * error, self._least_J)
-        self._covariance_JJ -= np.outer(gain_J, spread_J)
+        self._covariance_JJ -= gain_J[:, None] * spread_J
 
     def _rescale(self, factor: float) -> None:
         self._has_scale = True
@@ -161,6 +162,6 @@ class Bill:
 
     def _forget(self, num_steps: int) -> None:
         """No price becomes less certain than its first guess was."""
-        variance_J = self._covariance_JJ.diagonal()
-        room_J = np.maximum(self._doubt_J**2 - variance_J, 0)
-        self._covariance_JJ += np.diag(np.minimum(num_steps * (self._DRIFT * self._doubt_J) ** 2, room_J))
+        most_J = self._doubt_J**2
+        variance_J = np.einsum("jj->j", self._covariance_JJ)  # a view
+        variance_J += np.minimum(num_steps * self._DRIFT**2 * most_J, np.maximum(most_J - variance_J, 0))
