@@ -221,10 +221,10 @@ def test_auto_verifies_far_fewer_nodes_than_a_full_tree_and_accepts_as_much():
 
 
 @pytest.mark.parametrize("batch", [1, 8])
-def test_where_drafting_never_pays_tries_take_a_hundredth_of_the_time(batch):
+def test_where_drafting_never_pays_tries_take_no_more_than_a_hundredth_of_the_time(batch):
     with bench(DEAR_DRAFTS) as b:
         b.run(AUTO, batch, 0.0, num_prompts=8, num_tokens=64)  # learns
-        off, auto = (b.run(asked, batch, 0.0, num_prompts=16, num_tokens=64) for asked in (OFF, AUTO))
+        off, auto = (b.run(asked, batch, 0.0, num_prompts=max(16, 5 * batch), num_tokens=64) for asked in (OFF, AUTO))
     assert auto.tokens == off.tokens
     assert auto.rate > 0.98 * off.rate and auto.stats.num_drafts > 0
 

@@ -9,9 +9,10 @@ without drafts. Chosen is the k for which a token more for everybody takes least
 k = 0, plain decoding, is one of the choices. This is what makes n requests of a length finish soonest. (Tokens per
 millisecond of the step at hand would not: they are most if a few easy requests are drafted for at the expense of the
 others, which then go on alone.) The choice between drafting and not drafting is put to the test: the other one is tried
-for a step now and then, as often as a hundredth of the time pays for what is lost by it. How large the trees of those k
-are is then up to the drafter (`drafter.budget`), by the same numbers. Everything here depends on past steps alone, so
-that it may decide about sampled trees too. Legend: B requests, N packed rows, K choices.
+for a step now and then, as often as a hundredth of the time, or less where there is little hope, pays for what is lost
+by it. How large the trees of those k are is then up to the drafter (`drafter.budget`), by the same numbers. Everything
+here depends on past steps alone, so that it may decide about sampled trees too.
+Legend: B requests, N packed rows, K choices.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from workers.types import DraftCosts, DraftReply, Rule, Verdict
 MAX_BACKLOG = 256
 """Tokens that the drafter may be owed by a request that it does not draft for. Feeding later costs no more, and often
 the request is finished before."""
-_TRY_SHARE = 0.01  # of all time may be lost to tries of what is not chosen
+_TRY_SHARE = 0.01  # of all time may be lost to tries of what is expected to be nearly as good as what is chosen
 _LOOK_EVERY = 8  # steps; between two tries, and while drafting is off between two looks at whether it would pay
 _HYSTERESIS = 1.05
 _RATE_OF_REQUEST, _RATE_OF_ALL = 0.1, 0.05
@@ -200,7 +201,8 @@ class Economy:
         if self._is_given:
             rest_ms = float(self._step_ms(step, num_nodes, num_trees)) + self._prompts_ms(step)
         step_ms = self._draft_ms + rest_ms
-        self._owed_ms = max(0.0, self._owed_ms - _TRY_SHARE * step_ms)
+        hope = min(self._advantage, 1 / self._advantage)
+        self._owed_ms = max(0.0, self._owed_ms - _TRY_SHARE * hope * step_ms)
         if self._is_trial:
             self._owed_ms += max(0.0, step_ms - self._otherwise_ms(step, verdicts))
         if not self._draft_ms and not self._is_time_to_look:
