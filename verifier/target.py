@@ -90,7 +90,6 @@ class Target:
         if self._peers is not None:
             self._peers.stop(number)
 
-    @torch.inference_mode()
     def states(self, rows: list[int]) -> Tensor | None:
         """States [len(rows), X] of rows of the last step; None without a drafter that reads features."""
         if self._fuse is None:
