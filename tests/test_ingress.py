@@ -7,6 +7,7 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -59,17 +60,13 @@ def http(service: FakeService) -> Iterator[httpx2.Client]:
 @pytest.fixture
 def own(tokenizer: Tokenizer, script: Any) -> Iterator[Callable[..., FakeService]]:
     """A service of one's own, with settings."""
-    contexts = []
+    with ExitStack() as stack:
 
-    def start(**settings: Any) -> FakeService:
-        folder = Path(tempfile.mkdtemp(prefix="secateur-test-"))
-        context = fake_service(tokenizer, folder, settings.pop("script", script), **settings)
-        contexts.append(context)
-        return context.__enter__()
+        def start(**settings: Any) -> FakeService:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            return stack.enter_context(fake_service(tokenizer, folder, settings.pop("script", script), **settings))
 
-    yield start
-    for context in contexts:
-        context.__exit__(None, None, None)
+        yield start
 
 
 def events(response: httpx2.Response) -> list[Any]:
