@@ -242,6 +242,26 @@ def test_prompts_of_the_same_step_do_not_make_drafting_pay(draft, pays, num_prom
     assert bool(deciding.worthwhile([decode], {decode: Feed([1], 16, 8)}.get, step)) == pays
 
 
+def test_with_little_hope_auto_looks_rarely_until_the_batch_changes(monkeypatch):
+    deciding = Economy(UNPROFILED, config.Prices(step=3, row=0.5, draft=10.0, level=0.1))
+    deciding._owed_ms = 1e9  # no tries
+    choose, looks = deciding._choose, []
+    monkeypatch.setattr(deciding, "_choose", lambda *asked: (looks.append(1), choose(*asked))[1])
+    limits = TreeLimits(num_nodes=16, auto=True)
+    requests = [Request(Submit(id=n, prompt=[1] * 9, max_tokens=64), Rule.COUPLED, limits, 0) for n in range(2)]
+
+    def num_looks(decode: list[Request], num_steps: int) -> int:
+        looks.clear()
+        for _ in range(num_steps):
+            step = Step(preempted=[], shared=[], pages=[], decode=decode, prefill=[])
+            deciding.worthwhile(decode, lambda request: Feed([1], 16, 8), step)
+        return len(looks)
+
+    num_looks(requests[:1], 10)  # turns drafting off
+    assert num_looks(requests[:1], 96) == 3
+    assert num_looks(requests, 8) == 1
+
+
 def test_where_prices_are_given_tries_are_charged_by_them():
     """However quick this machine is: one try at the price of 1000 steps is paid off in 100,000."""
     dear = PruneConfig(auto=True, prices=config.Prices(step=1e3, row=0, draft=1e6))

@@ -97,9 +97,10 @@ def plan(
 
 
 def _order(row_P: np.ndarray, num_rows: int) -> Tensor:
-    """Where each packed row lies among the groups' outputs, given the row of every place; padding repeats rows."""
+    """Where each packed row lies among the groups' outputs, given the row of every place. Padding repeats a row, and so
+    its output: either place will do."""
     order_N = np.empty(num_rows, dtype=np.int64)
-    order_N[row_P[::-1]] = np.arange(len(row_P))[::-1]
+    order_N[row_P] = np.arange(len(row_P))
     return torch.from_numpy(order_N)
 
 
