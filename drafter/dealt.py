@@ -10,12 +10,14 @@ from __future__ import annotations
 import numpy as np
 
 from drafter.budget import Budget
-from drafter.level import GrowLimits, Level, Nodes, SampledNode
+from drafter.level import GrowLimits, Level, Nodes, SampledNodes
 from drafter.prune import passes_min, passes_path
 from drafter.sample import DrawBits, draw_children, drawn_from
 from drafter.score import Scores
 from drafter.shape import Shape
 from workers.types import NodeKind, Rule, SamplingBatch
+
+_SAMPLED = int(NodeKind.SAMPLED)  # numpy takes ten times as long to compare with a member of an enum
 
 
 class Dealt:
@@ -32,7 +34,7 @@ class Dealt:
         budget: Budget | None,
         pruned_BD: np.ndarray,
     ) -> None:
-        self.sampled: list[SampledNode] = []
+        self.sampled: list[SampledNodes] = []
         self._limits, self._shape, self._budget, self._pruned_BD = limits, shape, budget, pruned_BD
         slots_B = self._root_slots()
         size = (len(root_token_B), 1 + int(slots_B.max(initial=0)))
@@ -86,7 +88,7 @@ class Dealt:
         weight_FK = scores.weight_FK
         if self._budget is not None:
             calibrated_FK = self._budget.calibrated(weight_FK, depth + 1)
-            is_fitted_F = (self._limits.auto_B[b] > 0) & (scores.kind_F != NodeKind.SAMPLED)
+            is_fitted_F = (self._limits.auto_B[b] > 0) & (scores.kind_F != _SAMPLED)
             weight_FK = np.where(is_fitted_F[:, None], calibrated_FK, weight_FK)
         dealt = self._shape.deal(slots_F * passes_F, self._label[b, row], room_F, weight_FK)
         token_FK, prob_FK, kind_FK = self._children(level, scores, (dealt.slots_FK > 0).sum(1))
@@ -128,7 +130,7 @@ class Dealt:
         if support is None:
             return scores.token_FK, scores.prob_FK, kind_FK
         token_FK, prob_FK, kind_FK = scores.token_FK.copy(), scores.prob_FK.copy(), kind_FK.copy()
-        at = np.flatnonzero(scores.kind_F == NodeKind.SAMPLED)
+        at = np.flatnonzero(scores.kind_F == _SAMPLED)
         b, row = level.request_F[at], level.row_F[at]
         fixed_F = np.maximum(count_F[at] - 1, 0) if self._limits.is_hybrid else np.zeros(len(at), dtype=np.int64)
         assert self._bits_BRK is not None
@@ -138,10 +140,9 @@ class Dealt:
         token_FK[at] = support.id_FS[f, place]
         prob_FK[at] = support.weight_FS[f, place] / np.maximum(support.weight_FS.sum(1, keepdims=True), 1)
         kind_FK[at] = drawn.kind_FK
-        weights_FS = drawn_from(support, fixed_F)
-        for i in np.flatnonzero(count_F[at] > fixed_F):
-            kept = weights_FS[i] > 0
-            self.sampled.append(SampledNode(int(b[i]), int(row[i]), support.id_FS[i][kept], weights_FS[i][kept]))
+        draws_F = count_F[at] > fixed_F
+        nodes = SampledNodes(b, row, support.id_FS, drawn_from(support, fixed_F))
+        self.sampled.append(nodes if draws_F.all() else SampledNodes(*(array[draws_F] for array in nodes)))
         return token_FK, prob_FK, kind_FK
 
     def _open(self, depth: int, b: np.ndarray, row: np.ndarray) -> Level:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from drafter.budget import Budget
 from drafter.dealt import Dealt
-from drafter.level import Candidates, DraftVocabulary, GrowLimits, Level, Nodes, SampledNode, Uncut
+from drafter.level import Candidates, DraftVocabulary, GrowLimits, Level, Nodes, SampledNodes, Uncut
 from drafter.score import Scores, score
 from drafter.search import Search
 from drafter.shape import DynamicShape, Shape
@@ -114,12 +114,12 @@ def grow(
             elif (owner_F == i).any():
                 growth.take(level.rows(owner_F == i), scores.rows(owner_F == i))
     uncut = Uncut(Nodes.concatenate([growth.nodes() for growth in growths]), num_levels, num_run)
-    sampled = [node for growth in growths if isinstance(growth, Dealt) for node in growth.sampled]
+    sampled = [nodes for growth in growths if isinstance(growth, Dealt) for nodes in growth.sampled]
     return _grown(uncut, sampled, limits, budget, pruned_BD)
 
 
 def _grown(
-    uncut: Uncut, sampled: Sequence[SampledNode], limits: GrowLimits, budget: Budget | None, pruned_BD: np.ndarray
+    uncut: Uncut, sampled: Sequence[SampledNodes], limits: GrowLimits, budget: Budget | None, pruned_BD: np.ndarray
 ) -> Grown:
     nodes, num_levels, num_run = uncut
     if budget is not None:
@@ -257,16 +257,22 @@ def _pack(nodes: Nodes, num_requests: int) -> TreeBatch:
     )
 
 
-def _pack_probs(sampled: Sequence[SampledNode], trees: TreeBatch) -> DraftProbs | None:
+def _pack_probs(sampled: Sequence[SampledNodes], trees: TreeBatch) -> DraftProbs | None:
     """The distributions of the nodes whose children were sampled, by the rows of `trees` (which keep their places)."""
     if not sampled:
         return None
-    at = [int(trees.offsets[node.request]) + node.row for node in sampled]
-    size_N = np.zeros(len(trees.token_N), dtype=np.int64)
-    size_N[at] = [len(node.ids) for node in sampled]
-    in_order = [sampled[i] for i in np.argsort(at)]
+    at_F = np.concatenate([trees.offsets.numpy()[nodes.request_F] + nodes.row_F for nodes in sampled])
+    has_FS = [nodes.weight_FS > 0 for nodes in sampled]
+    size_F = np.concatenate([has.sum(1) for has in has_FS])
+    id_S = np.concatenate([nodes.id_FS[has] for nodes, has in zip(sampled, has_FS, strict=True)])
+    weight_S = np.concatenate([nodes.weight_FS[has] for nodes, has in zip(sampled, has_FS, strict=True)])
+    if (at_F[1:] < at_F[:-1]).any():  # of several requests, level by level
+        order = np.argsort(np.repeat(at_F, size_F), kind="stable")
+        id_S, weight_S = id_S[order], weight_S[order]
+    offsets = np.zeros(len(trees.token_N) + 1, dtype=np.int32)
+    offsets[at_F + 1] = size_F
     return DraftProbs(
-        offsets=torch.from_numpy(np.concatenate([[0], np.cumsum(size_N)]).astype(np.int32)),
-        id_S=torch.from_numpy(np.concatenate([node.ids for node in in_order]).astype(np.int32)),
-        weight_S=torch.from_numpy(np.concatenate([node.weights for node in in_order]).astype(np.int32)),
+        offsets=torch.from_numpy(offsets.cumsum(dtype=np.int32)),
+        id_S=torch.from_numpy(id_S.astype(np.int32)),
+        weight_S=torch.from_numpy(weight_S.astype(np.int32)),
     )

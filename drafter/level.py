@@ -74,13 +74,13 @@ class Uncut(NamedTuple):
     num_run: int  # rows run through the draft model, with a node or without; not the roots
 
 
-class SampledNode(NamedTuple):
-    """A node whose children were sampled, and what they were drawn from."""
+class SampledNodes(NamedTuple):
+    """Nodes of one level whose children were sampled, and what they were drawn from."""
 
-    request: int
-    row: int
-    ids: np.ndarray  # target ids
-    weights: np.ndarray  # integers; q = weight / sum
+    request_F: np.ndarray
+    row_F: np.ndarray
+    id_FS: np.ndarray  # target ids
+    weight_FS: np.ndarray  # int64; q = weight / sum of the row; 0 = not drawable, and not told to the verifier
 
 
 @dataclass(frozen=True, kw_only=True)

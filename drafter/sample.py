@@ -15,6 +15,7 @@ import math
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from drafter.level import DraftVocabulary
@@ -58,17 +59,24 @@ def quantise(log_q_FV: Tensor, vocab: DraftVocabulary, size: int = SUPPORT) -> S
     log_q_FV: log-probabilities up to a constant per row, -inf where masked. A row that is masked everywhere, or not a
     number, has no support. Equal input gives equal output, so tensor-parallel drafter ranks agree.
     """
-    best = log_q_FV.topk(min(size, log_q_FV.shape[-1]), dim=-1)
-    token = best.indices if vocab.target_ids is None else vocab.target_ids[best.indices]
-    id_FS, log_q_FS = token.cpu().numpy(), best.values.cpu().numpy().astype(np.float64)
+    if log_q_FV.device.type == "cpu":
+        token = torch.arange(vocab.size) if vocab.target_ids is None else vocab.target_ids
+        log_q_FS, id_FS = log_q_FV.numpy(), np.broadcast_to(token.numpy(), log_q_FV.shape)
+    else:  # no more than can be needed is copied
+        best = log_q_FV.topk(min(size, log_q_FV.shape[-1]), dim=-1)
+        token = best.indices if vocab.target_ids is None else vocab.target_ids[best.indices]
+        log_q_FS, id_FS = best.values.cpu().numpy(), token.cpu().numpy()
     # Peaked laws keep few tokens: the rest rounds to nothing and need not be sorted, drawn from or sent.
-    width = max(1, int((log_q_FS > log_q_FS[:, :1] - NOTHING).sum(-1).max(initial=0)))
-    with np.errstate(invalid="ignore"):  # of rows that are masked everywhere
-        ratio_FS = np.exp(log_q_FS[:, :width] - log_q_FS[:, :1])
+    most_F1 = log_q_FS.max(-1, keepdims=True)
+    entry = np.nonzero(log_q_FS > most_F1 - NOTHING)
+    ratio = np.exp(log_q_FS[entry].astype(np.float64) - most_F1[entry[0], 0])
     # By weight, then id, in one sort of whole numbers that hold both.
-    weight_FS = np.rint(np.where(ratio_FS > 0, ratio_FS, 0.0) * MAX_WEIGHT).astype(np.int64)
-    key_FS = (MAX_WEIGHT - weight_FS << 32) + id_FS[:, :width]
+    key = (MAX_WEIGHT - np.rint(ratio * MAX_WEIGHT).astype(np.int64) << 32) + id_FS[entry]
+    count_F = np.bincount(entry[0], minlength=len(log_q_FS))
+    key_FS = np.full((len(count_F), count_F.max(initial=1)), MAX_WEIGHT << 32)
+    key_FS[np.arange(key_FS.shape[1]) < count_F[:, None]] = key
     key_FS.sort(axis=-1)
+    key_FS = key_FS[:, :size]
     return Support(key_FS & 0xFFFFFFFF, MAX_WEIGHT - (key_FS >> 32))
 
 

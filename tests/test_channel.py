@@ -70,7 +70,7 @@ def target_step(rows: int) -> TargetStep:
     return TargetStep(
         copy_source=ints[:0], copy_target=ints[:0], token_N=request.token_M, position_N=ints,
         sample_row_R=ints, request_R=ints, draw_index_R=ints, constraints_U=ints[:0].byte(),
-        attention=attention, sampling=sampling, has_logprobs=True, has_sampled=False,
+        attention=attention, sampling=sampling, has_logprobs=True, has_sampled=False, has_draws=True,
     )  # fmt: skip
 
 

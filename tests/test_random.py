@@ -11,7 +11,7 @@ import scipy.stats
 import torch
 
 import workers.random
-from workers.random import Stream, below, gumbel, philox, residual_gumbel, uniform, words64
+from workers.random import Stream, below, gumbel, philox, uniform, words64
 
 torch.set_num_threads(1)
 
@@ -99,14 +99,6 @@ def test_noise_does_not_know_its_batch():
     together = gumbel(seeds, indices, 0, 50)
     alone = torch.cat([gumbel(seeds[i : i + 1], indices[i : i + 1], 0, 50) for i in range(40)])
     assert torch.equal(together, alone)
-
-
-def test_residual_gumbel_is_keyed_on_seed_root_position_row_and_target_id():
-    noise = residual_gumbel(torch.tensor([-3, 5]), torch.tensor([7, 70000]), torch.tensor([0, 63]), 1, 11)
-    for row, (key, root, tree_row) in enumerate([((2**32 - 3, ALL_ONES), 7, 0), ((5, 0), 70000, 63)]):
-        words = [oracles.philox(key, (t // 4, root, tree_row, Stream.RESIDUAL))[t % 4] for t in range(1, 11)]
-        expected = torch.tensor([oracles.gumbel_of_word(word) for word in words])
-        torch.testing.assert_close(noise[row], expected, rtol=1e-5, atol=1e-6)
 
 
 def test_uniforms_take_all_of_their_64_bits():

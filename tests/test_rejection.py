@@ -16,6 +16,7 @@ import verifier.rejection
 from drafter.sample import DrawBits, Support, draw_children, drawn_from
 from verifier.accept import walk
 from verifier.rejection import Residual, RowLaw, Tree, accept_rejection, decide
+from workers.random import Stream, uniform
 from workers.sampling import process_logits
 from workers.types import DraftProbs, NodeKind, Rule, SamplingBatch, SamplingParams, TreeBatch, Verdict
 
@@ -186,6 +187,29 @@ def test_last_tokens_of_different_rounds_and_rows_are_independent():
         assert scipy.stats.chisquare(count, np.outer(p, p).ravel() * num).pvalue > 1e-3
 
 
+def test_the_last_token_is_where_a_uniform_of_its_own_row_falls():
+    p = torch.tensor([0.1, 0.0, 0.4, 0.3, 0.2])
+    # A fixed child that is always accepted, so that the last token is drawn at row 1.
+    tree = Drafted([-1, 0], [0, 2], [NodeKind.ROOT, NodeKind.DETERMINISTIC], [np.zeros(5, dtype=np.int64)] * 2)
+    logits = torch.stack([torch.tensor([0, 0, 1.0, 0, 0]), p]).log()
+    for seed in range(200):
+        (verdict,) = judge([tree], logits, [SamplingParams(seed=seed)], [7], [Rule.TRAVERSAL])
+        u = uniform(seed, 7, 1, 0, Stream.RESIDUAL)
+        assert verdict.tokens == (2, int(np.searchsorted(np.cumsum([0.1, 0.0, 0.4, 0.3, 0.2]), u, side="right")))
+
+
+def test_last_tokens_are_drawn_from_touched_ids_and_the_scaled_rest():
+    log_p = torch.tensor([0.1, 0.2, 0.4, 0.3, 0.0]).log()
+    touched = Residual(np.array([9, 2, 0]), np.array([0.0, 0.0, 0.25]), 1.5)  # ids of another vocabulary count nothing
+    most = 1 - 2.0**-53
+    u = [0.0, 0.249, 0.251, 0.549, 0.551, most]
+    assert verifier.rejection._draw_residual([touched] * 6, log_p.expand(6, -1), u) == [0, 0, 1, 1, 3, 3]
+    nothing = Residual(np.array([0, 1, 2, 3]), np.zeros(4), 1.0)
+    untouched = Residual(np.array([], dtype=np.int64), np.array([]), 1.0)
+    drawn = verifier.rejection._draw_residual([nothing, untouched, touched], log_p.expand(3, -1), [0.31, 0.09, most])
+    assert drawn == [2, 0, 3]
+
+
 # ---- the arithmetic
 
 
@@ -226,7 +250,7 @@ def test_what_rounding_should_never_reject_still_leaves_a_law(rule):
 
 @pytest.mark.parametrize("rule", RULES)
 def test_the_last_token_is_legal_even_then(rule, monkeypatch):
-    monkeypatch.setattr(verifier.rejection, "uniform", lambda *_: 1.0)
+    monkeypatch.setattr(verifier.rejection, "_toss", lambda *_: False)
     weights = np.array([0, 0, 7, 5, 3, 0])
     tree = Drafted([-1, 0], [0, 2], [NodeKind.ROOT, NodeKind.SAMPLED], [weights, 0 * weights])
     logits = (

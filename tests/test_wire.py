@@ -127,6 +127,7 @@ def target_step(seed: int, num: int, rows: int, sampled: int, moves: int) -> Tar
         sampling=sampling_batch(rng, sampled),
         has_logprobs=bool(seed % 2),
         has_sampled=bool(seed % 3),
+        has_draws=bool(seed % 5),
     )
 
 
@@ -231,7 +232,7 @@ def test_every_field_of_every_message_is_on_the_wire():
         (DraftProbs, wire.PROBS_FIELDS, set()),
         (AttentionMetadata, wire.ATTENTION_FIELDS, set()),
         (SamplingBatch, wire.SAMPLING_FIELDS, set()),
-        (TargetStep, wire.STEP_FIELDS, {"attention", "sampling", "has_logprobs", "has_sampled"}),
+        (TargetStep, wire.STEP_FIELDS, {"attention", "sampling", "has_logprobs", "has_sampled", "has_draws"}),
         (DraftCosts, wire.COST_FIELDS, set()),
         (DraftRequest, wire.REQUEST_FIELDS, {"features_MH", "sampling", "costs"}),
         (DraftReply, wire.PRUNED_FIELDS, {"trees", "probs", "num_levels", "num_run", "seconds"}),

@@ -71,18 +71,22 @@ def judge(
 ) -> list[Verdict]:
     """Each request's verdict by its own rule.
 
-    drawn_N: the target's own token at every row. params(requests): their sampling. processed(rows): log p there up to a
-    constant, float32 [rows, V]. Both are asked only of requests whose drafts are sampled.
+    drawn_N: the target's own token at every row; empty if all drafts are sampled. params(requests): their sampling.
+    processed(rows): log p there up to a constant, float32 [rows, V]. Both are asked only of requests whose drafts are
+    sampled.
     """
-    verdicts = walk(trees, drawn_N)
     sampled = [i for i, rule in enumerate(rules) if rule.is_sampled]
-    if sampled:
-        own_trees, own_probs, rows = select(trees, probs, sampled)
-        root_position = np.array([root_position_B[i] for i in sampled])
-        own_rules = [rules[i] for i in sampled]
-        judged = accept_rejection(own_trees, processed(rows), params(sampled), root_position, own_probs, own_rules)
-        for i, verdict in zip(sampled, judged, strict=True):
-            verdicts[i] = verdict
+    if not sampled:
+        return walk(trees, drawn_N)
+    own_trees, own_probs, rows = select(trees, probs, sampled)
+    root_position = np.array([root_position_B[i] for i in sampled])
+    own_rules = [rules[i] for i in sampled]
+    judged = accept_rejection(own_trees, processed(rows), params(sampled), root_position, own_probs, own_rules)
+    if len(sampled) == len(rules):
+        return judged
+    verdicts = walk(trees, drawn_N)
+    for i, verdict in zip(sampled, judged, strict=True):
+        verdicts[i] = verdict
     return verdicts
 
 

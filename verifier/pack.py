@@ -127,6 +127,7 @@ def pack_target(
         sampling=lasting.sampling if is_row_each else lasting.sampling.rows(torch.from_numpy(request_R)),
         has_logprobs=lasting.has_logprobs,
         has_sampled=lasting.has_sampled,
+        has_draws=lasting.has_draws,
     )
 
 
@@ -137,6 +138,7 @@ class _Lasting(NamedTuple):
     rule_B: Tensor  # int32
     has_logprobs: bool
     has_sampled: bool
+    has_draws: bool
 
 
 @lru_cache(maxsize=2)
@@ -148,6 +150,7 @@ def _lasting(requests: tuple[Request, ...]) -> _Lasting:
         rule_B=_int32([request.rule for request in requests]),
         has_logprobs=any(own.num_logprobs is not None for own in params),
         has_sampled=any(request.rule.is_sampled for request in requests),
+        has_draws=any(not request.rule.is_sampled for request in requests),
     )
 
 

@@ -26,9 +26,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from workers.random import Stream, residual_gumbel, uniform
+from workers.random import Stream, uniform
 from workers.types import DraftProbs, NodeKind, Rule, SamplingBatch, TreeBatch, Verdict
 
 
@@ -181,19 +182,21 @@ def accept_rejection(
     The vocabulary stays on its device, which is asked twice: for p where the tests need it, and for the last tokens.
     """
     assert processed_NV.shape[0] == len(trees.token_N), "one row of logits per tree row, no more and no fewer"
-    assert not (trees.kind_N.numpy() == NodeKind.COUPLED).any(), "coupled drafts are not verified by ratio tests"
+    assert not (trees.kind_N.numpy() == int(NodeKind.COUPLED)).any(), "coupled drafts are not verified by ratio tests"
     offsets, token_N = trees.offsets.numpy(), trees.token_N.tolist()
     request_N = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
-    log_p_NV = processed_NV.log_softmax(-1)
-    laws_N = _row_laws(trees, log_p_NV, params.temperature_B.numpy() <= 0, probs, request_N)
+    log_p_NV = _log_p(processed_NV, params.temperature_B.numpy()[request_N] <= 0)
+    laws_N = _row_laws(trees, log_p_NV, probs, request_N)
     bounds = list(itertools.pairwise(offsets.tolist()))
+    keys = list(zip(params.seed_B.tolist(), root_position_B.tolist(), strict=True))
     decisions = []
-    keys = zip(params.seed_B.tolist(), root_position_B.tolist(), strict=True)
     for (begin, end), rule, key in zip(bounds, rule_B, keys, strict=True):
         rows = slice(begin, end)
         tree = Tree(trees.parent_N[rows].tolist(), token_N[rows], trees.kind_N[rows].tolist())
         decisions.append(decide(tree, laws_N[rows].__getitem__, rule, partial(_toss, *key)))
-    bonus_B = _draw_residual(decisions, offsets[:-1], log_p_NV, params, root_position_B)
+    final_B = [begin + decision.final_row for (begin, _), decision in zip(bounds, decisions, strict=True)]
+    u_B = [uniform(*key, decision.final_row, 0, Stream.RESIDUAL) for key, decision in zip(keys, decisions, strict=True)]
+    bonus_B = _draw_residual([decision.residual for decision in decisions], log_p_NV[final_B], u_B)
     verdicts = []
     for decision, (begin, end), bonus in zip(decisions, bounds, bonus_B, strict=True):
         tokens = [token_N[begin + row] for row in decision.path]
@@ -202,20 +205,26 @@ def accept_rejection(
     return verdicts
 
 
+def _log_p(processed_NV: Tensor, is_greedy_N: np.ndarray) -> Tensor:
+    """log p [N, V]; at temperature 0 all of it lies on the largest logit."""
+    log_p_NV = processed_NV.log_softmax(-1)
+    if not is_greedy_N.any():
+        return log_p_NV
+    is_best_NV = F.one_hot(processed_NV.argmax(-1), processed_NV.shape[-1])
+    is_greedy_N1 = torch.from_numpy(is_greedy_N).to(processed_NV.device)[:, None]
+    return torch.where(is_greedy_N1, is_best_NV.to(log_p_NV.dtype).log(), log_p_NV)
+
+
 def _toss(seed: int, root_position: int, row: int, probability: float) -> bool:
+    if not 0 < probability < 1:
+        return probability > 0  # what is certain needs no coin
     # Few coins are tossed in a step: Philox in plain integers is done before numpy has begun.
     return uniform(seed, root_position, row, 0, Stream.ACCEPT) < probability
 
 
-def _row_laws(
-    trees: TreeBatch,
-    log_p_NV: Tensor,
-    is_greedy_B: np.ndarray,
-    probs: DraftProbs | None,
-    request_N: np.ndarray,
-) -> list[RowLaw]:
+def _row_laws(trees: TreeBatch, log_p_NV: Tensor, probs: DraftProbs | None, request_N: np.ndarray) -> list[RowLaw]:
     """Every row's law, with p fetched from the device in one gather and one copy."""
-    is_fixed_N = trees.kind_N.numpy() == NodeKind.DETERMINISTIC
+    is_fixed_N = trees.kind_N.numpy() == int(NodeKind.DETERMINISTIC)
     parent_N = trees.offsets.numpy()[request_N] + trees.parent_N.numpy()
     row_E, id_E = parent_N[is_fixed_N], trees.token_N.numpy()[is_fixed_N].astype(np.int64)
     weight_E = np.zeros(len(id_E), dtype=np.int64)
@@ -226,53 +235,36 @@ def _row_laws(
         if is_fixed_N.any():
             order = row_E.argsort(kind="stable")
             row_E, id_E, weight_E = row_E[order], id_E[order], weight_E[order]
-    prob_E = _probabilities(log_p_NV, is_greedy_B[request_N], row_E, id_E)
+    prob_E = _probabilities(log_p_NV, row_E, id_E)
     bounds = np.searchsorted(row_E, np.arange(len(request_N) + 1)).tolist()
     return [RowLaw(id_E[a:b], prob_E[a:b], weight_E[a:b]) for a, b in itertools.pairwise(bounds)]
 
 
-def _probabilities(log_p_NV: Tensor, is_greedy_N: np.ndarray, row_E: np.ndarray, id_E: np.ndarray) -> np.ndarray:
+def _probabilities(log_p_NV: Tensor, row_E: np.ndarray, id_E: np.ndarray) -> np.ndarray:
     """p(id | row) [E] float64; 0 for ids outside the vocabulary (placeholders) and where logits are not numbers."""
     is_token_E = (id_E >= 0) & (id_E < log_p_NV.shape[-1])
     row, token = torch.from_numpy(np.stack([row_E, np.where(is_token_E, id_E, 0)])).to(log_p_NV.device)
     log_p_E = log_p_NV[row, token].cpu().numpy()
-    prob_E = np.where(is_token_E & ~np.isnan(log_p_E), np.exp(log_p_E.astype(np.float64)), 0.0)
-    is_greedy_E = is_greedy_N[row_E]
-    if is_greedy_E.any():
-        prob_E = np.where(is_greedy_E, id_E == log_p_NV.argmax(-1).cpu().numpy()[row_E], prob_E)
-    return prob_E
+    return np.where(is_token_E & ~np.isnan(log_p_E), np.exp(log_p_E.astype(np.float64)), 0.0)
 
 
-def _draw_residual(
-    decisions: list[Decision],
-    root_B: np.ndarray,
-    log_p_NV: Tensor,
-    params: SamplingBatch,
-    root_position_B: np.ndarray,
-) -> list[int]:
-    """Each request's last token: argmax of log P + Gumbel noise, keyed on the final row (temperature 0: no noise).
+def _draw_residual(laws: list[Residual], log_p_BV: Tensor, u_B: list[float]) -> list[int]:
+    """Each request's last token: where u falls in its residual law's mass, told by the target ids' order.
 
-    root_B: each root's place among the packed rows.
+    log_p_BV: at the final rows. u_B: in [0, 1), 53 bits: u times the mass is less than the mass.
     """
-    device, vocab = log_p_NV.device, log_p_NV.shape[-1]
-    laws = [decision.residual for decision in decisions]
-    row_B = np.array([decision.final_row for decision in decisions])
-    final_B = torch.from_numpy(root_B + row_B).to(device)
-    log_rest_BV = log_p_NV[final_B]
-    with np.errstate(divide="ignore"):  # log 0 = -inf: never drawn
-        log_ratio_E = np.concatenate([np.log(law.prob_E / law.scale) for law in laws])
+    device, vocab = log_p_BV.device, log_p_BV.shape[-1]
+    p_BV = log_p_BV.double().exp()
+    scale_B1 = torch.tensor([[law.scale] for law in laws], dtype=torch.float64, device=device)
     id_E = np.concatenate([law.id_E for law in laws])
+    prob_E = np.concatenate([law.prob_E for law in laws])
     b_E = np.repeat(np.arange(len(laws)), [len(law.id_E) for law in laws])
     is_token_E = (id_E >= 0) & (id_E < vocab)
-    b, token, log_ratio = (torch.from_numpy(x[is_token_E]).to(device) for x in (b_E, id_E, log_ratio_E))
-    log_rest_BV[b, token] = log_ratio.to(log_rest_BV.dtype)
+    b, token, prob = (torch.from_numpy(x[is_token_E]).to(device) for x in (b_E, id_E, prob_E))
+    mass_BV = (p_BV * scale_B1).index_put_((b, token), prob).cumsum(-1)
     if any(len(law.prob_E) and not law.prob_E.any() for law in laws):
         # Rounding may reject a child where P = Q and leave nothing: p itself is then the nearest legal law.
-        is_empty_B1 = log_rest_BV.isneginf().all(-1, keepdim=True)
-        log_rest_BV = torch.where(is_empty_B1, log_p_NV[final_B], log_rest_BV)
-    is_sampled_B = params.temperature_B > 0
-    if bool(is_sampled_B.any()):
-        root_position, row = (torch.from_numpy(key_B).to(device) for key_B in (root_position_B, row_B))
-        noise_BV = residual_gumbel(params.seed_B.to(device), root_position, row, 0, vocab)
-        log_rest_BV += torch.where(is_sampled_B.to(device)[:, None], noise_BV, 0.0)
-    return log_rest_BV.argmax(-1).tolist()
+        mass_BV = torch.where(mass_BV[:, -1:] > 0, mass_BV, p_BV.cumsum(-1))
+    u_B1 = torch.tensor(u_B, dtype=torch.float64, device=device)[:, None]
+    place_B1 = torch.searchsorted(mass_BV, u_B1 * mass_BV[:, -1:], right=True)
+    return place_B1[:, 0].clamp(max=vocab - 1).tolist()  # rows that are not numbers have no mass

@@ -61,7 +61,7 @@ class Target:
         self._raw_RV: Tensor | None = None
 
     def run(self, step: TargetStep, number: int) -> list[int]:
-        """Rank 0: one step on all ranks; returns the token drawn at each sampled row."""
+        """Rank 0: one step on all ranks; returns the token drawn at each sampled row, or nothing if nobody asks."""
         if self._peers is not None:
             self._peers.send(step, number)
         with naming_lost_peers(self._role, number):
@@ -170,6 +170,8 @@ class Target:
             if tp.rank > 0:
                 return None
             self._processed_RV = process_blindly(whole_RV, params, has_min_p=asked.min_p, has_top=asked.top)
+            if not step.has_draws:
+                return []
             draw = self._decoder.kernels.coupled_argmax
             return draw(self._processed_RV, of_processed(params), index_R, 0, None, self._noise)[1].tolist()
         row_max_R = None

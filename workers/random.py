@@ -73,24 +73,26 @@ def gumbel(seed_R: Tensor, index_R: Tensor, start: int, stop: int) -> Tensor:
     """Gumbel noise [R, stop - start] float32 for target token ids [start, stop).
 
     Row r's noise is keyed on (seed_R[r], index_R[r], token id), where index is the index of the token being drawn:
-    after an n-token prefix it is n, in prefill, decode and replay alike.
+    after an n-token prefix it is n, in prefill, decode and replay alike. One Philox call serves four neighbouring
+    token ids: counter word 0 is id // 4, and id % 4 picks the word.
     """
-    return _gumbel(seed_R, index_R, torch.zeros_like(index_R), start, stop, Stream.TARGET_GUMBEL)
+    first, last = start // 4, (stop + 3) // 4
+    device, stream = seed_R.device, Stream.TARGET_GUMBEL
+    seed, index = seed_R[:, None], (index_R.long() & _MASK)[:, None]
+    own = slice(start - 4 * first, stop - 4 * first)
+    if device.type == "cpu":  # numpy's small operations take a third of torch's time, and its logarithm a half
+        each = philox(seed.numpy(), np.arange(first, last), index.numpy(), 0, stream)
+        return torch.from_numpy(_gumbel_of_words(np.stack(each, axis=-1).reshape(len(seed_R), -1)[:, own]))
+    words = torch.stack(philox(seed, torch.arange(first, last, device=device), index, 0, stream), dim=-1)
+    u = (words.reshape(len(seed_R), -1)[:, own].double() + 0.5) * 2.0**-32
+    return (-(-u.log()).log()).float()
 
 
 def gumbel_at(seed: Array, index: Array, token: Array) -> np.ndarray:
     """`gumbel` at single target token ids, float32 per broadcast element of int64 numpy arrays."""
     seed, index, token = np.broadcast_arrays(seed, index, token)
-    words = np.stack(philox(seed, token // 4, index & _MASK, np.zeros_like(index), Stream.TARGET_GUMBEL), axis=-1)
+    words = np.stack(philox(seed, token // 4, index & _MASK, 0, Stream.TARGET_GUMBEL), axis=-1)
     return _gumbel_of_words(np.take_along_axis(words, (token % 4)[..., None], -1)[..., 0])
-
-
-def residual_gumbel(seed_R: Tensor, root_position_R: Tensor, row_R: Tensor, start: int, stop: int) -> Tensor:
-    """Gumbel noise [R, stop - start] float32 for the token after a rejection, for target token ids [start, stop).
-
-    Keyed on (seed, position of this step's root, tree row, token id): rows at one position share nothing.
-    """
-    return _gumbel(seed_R, root_position_R, row_R, start, stop, Stream.RESIDUAL)
 
 
 def uniform(seed: Array, root_position: Array, row: Array, index: Array, stream: Stream) -> Array:
@@ -111,19 +113,6 @@ def below(limit: Array, high: Array, low: Array) -> np.ndarray:
     floor(u limit / 2^64): no integer's probability is off by more than 2^-64.
     """
     return (high * limit + (low * limit >> 32)) >> 32
-
-
-def _gumbel(seed_R: Tensor, c1_R: Tensor, c2_R: Tensor, start: int, stop: int, stream: Stream) -> Tensor:
-    """One Philox call serves four neighbouring token ids: counter word 0 is id // 4, and id % 4 picks the word."""
-    first, last = start // 4, (stop + 3) // 4
-    seed, c1, c2 = seed_R[:, None], (c1_R.long() & _MASK)[:, None], (c2_R.long() & _MASK)[:, None]
-    own = slice(start - 4 * first, stop - 4 * first)
-    if seed_R.device.type == "cpu":  # numpy's small operations take a third of torch's time, and its logarithm a half
-        each = philox(seed.numpy(), np.arange(first, last), c1.numpy(), c2.numpy(), stream)
-        return torch.from_numpy(_gumbel_of_words(np.stack(each, axis=-1).reshape(len(seed_R), -1)[:, own]))
-    words = torch.stack(philox(seed, torch.arange(first, last, device=seed_R.device), c1, c2, stream), dim=-1)
-    u = (words.reshape(len(seed_R), -1)[:, own].double() + 0.5) * 2.0**-32
-    return (-(-u.log()).log()).float()
 
 
 def _gumbel_of_words(r: np.ndarray) -> np.ndarray:

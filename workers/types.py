@@ -307,3 +307,4 @@ class TargetStep:
     sampling: SamplingBatch  # of the R sampled rows
     has_logprobs: bool  # some request reports log-probabilities: rank 0 keeps the rows' logits
     has_sampled: bool  # some request's drafts are sampled: rank 0 keeps the rows' whole distributions
+    has_draws: bool  # some request follows the target's own draws: one is made at every sampled row

@@ -124,7 +124,7 @@ def pack(message: Message) -> Packed:
             return Packed(Kind.DRAFT_REPLY, _pack_fields(parts, scalars), empty)
         case TargetStep():
             parts = [(STEP_FIELDS, message), (ATTENTION_FIELDS, message.attention), (SAMPLING_FIELDS, message.sampling)]
-            scalars = [int(message.has_logprobs), int(message.has_sampled)]
+            scalars = [int(message.has_logprobs), int(message.has_sampled), int(message.has_draws)]
             return Packed(Kind.TARGET_STEP, _pack_fields(parts, scalars), empty)
 
 
@@ -155,14 +155,15 @@ def unpack(kind: Kind, meta: Tensor, bulk: Tensor) -> Message:
             )
         case Kind.TARGET_STEP:
             parts = [STEP_FIELDS, ATTENTION_FIELDS, SAMPLING_FIELDS]
-            (fields, attention, sampling), (has_logprobs, has_sampled) = _unpack_fields(parts, meta, num_scalars=2)
+            (fields, attention, sampling), flags = _unpack_fields(parts, meta, num_scalars=3)
             assert fields is not None and attention is not None and sampling is not None
             return TargetStep(
                 **fields,
                 attention=AttentionMetadata(**attention),
                 sampling=SamplingBatch(**sampling),
-                has_logprobs=bool(has_logprobs),
-                has_sampled=bool(has_sampled),
+                has_logprobs=bool(flags[0]),
+                has_sampled=bool(flags[1]),
+                has_draws=bool(flags[2]),
             )
         case _:
             raise ValueError(f"a {kind.name} frame carries no message")
