@@ -17,9 +17,6 @@ from drafter.score import Scores
 from drafter.shape import Shape
 from workers.types import NodeKind, Rule, SamplingBatch
 
-_SAMPLED = int(NodeKind.SAMPLED)  # numpy takes ten times as long to compare with a member of an enum
-
-
 class Dealt:
     """The trees of the requests `own` as host arrays [B, R]; row 0 is the root, rows are handed out breadth-first."""
 
@@ -52,7 +49,7 @@ class Dealt:
         self._token[:, 0] = root_token_B
         self._slots[:, 0] = slots_B
         self._bits_BRK: DrawBits | None = None
-        if (limits.rule_B[own] >= Rule.TRAVERSAL).any():
+        if (limits.rule_B[own] >= Rule.TRAVERSAL.value).any():
             # For all rows at once: Philox costs many small operations, whatever it is asked for.
             seed_B, root_position_B = sampling.seed_B.cpu().numpy(), root_index_B.astype(np.int64) - 1
             self._bits_BRK = DrawBits.of(
@@ -64,7 +61,7 @@ class Dealt:
     def _root_slots(self) -> np.ndarray:
         """[B]; under `auto`, sampled trees get as many as pay in expectation: they cannot be cut afterwards."""
         slots_B = self._shape.root_slots(self._limits.num_nodes_B)
-        is_budgeted_B = (self._limits.auto_B > 0) & (self._limits.rule_B >= Rule.TRAVERSAL)
+        is_budgeted_B = (self._limits.auto_B > 0) & (self._limits.rule_B >= Rule.TRAVERSAL.value)
         if self._budget is not None and is_budgeted_B.any():
             most = self._budget.slots_before_drawing(
                 self._shape.expected_J, int(is_budgeted_B.sum()), int(self._limits.max_depth_B.max())
@@ -88,7 +85,7 @@ class Dealt:
         weight_FK = scores.weight_FK
         if self._budget is not None:
             calibrated_FK = self._budget.calibrated(weight_FK, depth + 1)
-            is_fitted_F = (self._limits.auto_B[b] > 0) & (scores.kind_F != _SAMPLED)
+            is_fitted_F = (self._limits.auto_B[b] > 0) & (scores.kind_F != NodeKind.SAMPLED.value)
             weight_FK = np.where(is_fitted_F[:, None], calibrated_FK, weight_FK)
         dealt = self._shape.deal(slots_F * passes_F, self._label[b, row], room_F, weight_FK)
         token_FK, prob_FK, kind_FK = self._children(level, scores, (dealt.slots_FK > 0).sum(1))
@@ -130,7 +127,7 @@ class Dealt:
         if support is None:
             return scores.token_FK, scores.prob_FK, kind_FK
         token_FK, prob_FK, kind_FK = scores.token_FK.copy(), scores.prob_FK.copy(), kind_FK.copy()
-        at = np.flatnonzero(scores.kind_F == _SAMPLED)
+        at = np.flatnonzero(scores.kind_F == NodeKind.SAMPLED.value)
         b, row = level.request_F[at], level.row_F[at]
         fixed_F = np.maximum(count_F[at] - 1, 0) if self._limits.is_hybrid else np.zeros(len(at), dtype=np.int64)
         assert self._bits_BRK is not None

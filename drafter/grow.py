@@ -138,14 +138,14 @@ def _prepare_noise(
     """The noise of all levels in one call. What a shallow tree does not read, the next steps' trees do."""
     if isinstance(roots, Candidates):
         return  # noise at single tokens is cheaper than a row of it
-    needs_B = (limits.rule_B == Rule.COUPLED) & (sampling.temperature_B > 0).numpy()
+    needs_B = (limits.rule_B == Rule.COUPLED.value) & (sampling.temperature_B > 0).numpy()
     seeds = sampling.seed_B.numpy()[needs_B].tolist()
     vocab.noise.prepare(seeds, root_index_B[needs_B].tolist(), limits.max_depth_B[needs_B].tolist(), roots.device)
 
 
 def _is_searched(limits: GrowLimits, shape: Shape) -> np.ndarray:
     """bool [B]: `auto` searches dynamic trees best-first, if children may be reconsidered; other trees are dealt."""
-    return (limits.auto_B > 0) & (limits.rule_B < Rule.TRAVERSAL) & isinstance(shape, DynamicShape)
+    return (limits.auto_B > 0) & (limits.rule_B < Rule.TRAVERSAL.value) & isinstance(shape, DynamicShape)
 
 
 def _growths(
@@ -213,7 +213,7 @@ class _Editor:
 
 def _cut(nodes: Nodes, limits: GrowLimits, budget: Budget, draft_ms: float, pruned_BD: np.ndarray) -> Nodes:
     """Without the nodes that are not worth their verification; the best of each request stays, so that none starves."""
-    may_cut_N = (limits.auto_B > 0)[nodes.request_N] & (limits.rule_B < Rule.TRAVERSAL)[nodes.request_N]
+    may_cut_N = (limits.auto_B > 0)[nodes.request_N] & (limits.rule_B < Rule.TRAVERSAL.value)[nodes.request_N]
     open_N = may_cut_N & (nodes.row_N > 0)
     if not open_N.any():
         return nodes

@@ -123,7 +123,8 @@ def draw_children(support: Support, count_F: np.ndarray, num_fixed_F: np.ndarray
         left_FS[row_F, place_F] -= weight_F
         place_FK[:, k] = np.where(weight_F > 0, place_F, place_FK[:, k])
     exists_FK = ordinal < np.minimum(count_F, num_children(support))[:, None]
-    kind_FK = np.where(ordinal < num_fixed_F[:, None], NodeKind.DETERMINISTIC, NodeKind.SAMPLED).astype(np.uint8)
+    kind_FK = np.full(place_FK.shape, NodeKind.SAMPLED.value, dtype=np.uint8)
+    kind_FK[ordinal < num_fixed_F[:, None]] = NodeKind.DETERMINISTIC.value
     return Children(np.where(exists_FK, place_FK, -1), kind_FK)
 
 

@@ -40,7 +40,7 @@ class Scores(NamedTuple):
 
     def rows(self, is_row_F: np.ndarray) -> Scores:
         """The same for some of the nodes."""
-        sampled_F = self.kind_F == NodeKind.SAMPLED
+        sampled_F = self.kind_F == NodeKind.SAMPLED.value
         support = self.support
         if support is not None:
             own = is_row_F[sampled_F]
@@ -80,9 +80,9 @@ def score(
         return _score_candidates(draft, params, rule_F, index_F, num_children)
     device = draft.device
     log_q = process_blindly(draft, params.to(device), has_min_p=has_cuts, has_top=has_cuts).log_softmax(-1)
-    if (rule_F >= Rule.TRAVERSAL).all():
+    if (rule_F >= Rule.TRAVERSAL.value).all():
         return _score_sampled(log_q, params.temperature_B, num_children, vocab)
-    hot_F, is_coupled_F = params.temperature_B.numpy() > 0, rule_F == Rule.COUPLED
+    hot_F, is_coupled_F = params.temperature_B.numpy() > 0, rule_F == Rule.COUPLED.value
     noisy_F = hot_F & is_coupled_F
     scored: Tensor = log_q
     if noisy_F.any():
@@ -93,7 +93,7 @@ def score(
     best = best_children(log_q, scored, tau_F.to(device, non_blocking=True), num_children, vocab, kernels)
     weight_FK = best.weight_FK.cpu().numpy()
     kind_F = kinds(rule_F, hot_F)
-    support, is_sampled_F = None, kind_F == NodeKind.SAMPLED
+    support, is_sampled_F = None, kind_F == NodeKind.SAMPLED.value
     if is_sampled_F.any():
         rows = torch.from_numpy(np.flatnonzero(is_sampled_F))
         sampled = _score_sampled(log_q[rows.to(device)], params.temperature_B[rows], weight_FK.shape[1], vocab)
@@ -149,16 +149,16 @@ def _score_sampled(log_q: Tensor, temperature_F: Tensor, num_children: int, voca
         weight_FK=expected_survival(support, temperature_F.numpy(), size[1]),
         prob_FK=np.zeros(size, dtype=np.float32),
         top_prob_F=log_q.amax(-1).exp().cpu().numpy(),
-        kind_F=np.full(size[0], NodeKind.SAMPLED, dtype=np.uint8),
+        kind_F=np.full(size[0], NodeKind.SAMPLED.value, dtype=np.uint8),
         support=support,
     )
 
 
 def kinds(rule_F: np.ndarray, hot_F: np.ndarray) -> np.ndarray:
     """uint8 NodeKind of the children of nodes whose requests have these rules, hot = temperature > 0."""
-    kind_F = np.full(len(rule_F), NodeKind.DETERMINISTIC, dtype=np.uint8)
-    kind_F[(rule_F == Rule.COUPLED) & hot_F] = NodeKind.COUPLED
-    kind_F[rule_F >= Rule.TRAVERSAL] = NodeKind.SAMPLED
+    kind_F = np.full(len(rule_F), NodeKind.DETERMINISTIC.value, dtype=np.uint8)
+    kind_F[(rule_F == Rule.COUPLED.value) & hot_F] = NodeKind.COUPLED.value
+    kind_F[rule_F >= Rule.TRAVERSAL.value] = NodeKind.SAMPLED.value
     return kind_F
 
 
@@ -169,7 +169,7 @@ def _score_candidates(
     hot_F = params.temperature_B.numpy() > 0
     kind_F = kinds(rule_F, hot_F)
     scored_FK = log_q_FK
-    noisy_F = kind_F == NodeKind.COUPLED
+    noisy_F = kind_F == NodeKind.COUPLED.value
     if noisy_F.any():
         noise_FK = gumbel_at(params.seed_B.numpy()[:, None], index_F[:, None], draft.token_FK)
         scored_FK = np.where(noisy_F[:, None], log_q_FK + noise_FK, log_q_FK)

@@ -79,7 +79,7 @@ class Asks(NamedTuple):
             token_B, base_B, has_noise_B,
             limits.num_nodes_B, limits.max_depth_B, limits.min_prob_B, limits.path_prob_B,
             sampling.temperature_B, sampling.top_k_B, sampling.top_p_B, sampling.min_p_B,
-            confidence_tau(sampling.temperature_B.numpy(), limits.rule_B == Rule.COUPLED),
+            confidence_tau(sampling.temperature_B.numpy(), limits.rule_B == Rule.COUPLED.value),
         )  # fmt: skip
         return torch.stack([torch.as_tensor(column).double() for column in columns], dim=1)
 
@@ -296,14 +296,14 @@ class Unrolled:
             return None
         num_trees, num_requests = len(roots_GV), size[0]
         kind_G = kinds(limits.rule_B, sampling.temperature_B.numpy() > 0)
-        asks = Asks.table(root_token_G, self.start.base_G, kind_G == NodeKind.COUPLED, limits, sampling)
+        asks = Asks.table(root_token_G, self.start.base_G, kind_G == NodeKind.COUPLED.value, limits, sampling)
         # Requests beyond the step's ask for nothing; what else an earlier step left of them is of no account.
         self._asks[:num_requests].copy_(F.pad(asks, (0, 0, 0, num_requests - num_trees)), non_blocking=True)
         self._roots_BV[:num_trees].copy_(roots_GV)
         self._features_BH[:num_trees].copy_(self.start.features_GH)
         level_D = torch.arange(self._tree.max_depth).clamp(max=len(fit_D2) - 1)
         self._fit_D2.copy_(fit_D2[level_D], non_blocking=True)
-        self._fill_noise(np.flatnonzero(kind_G == NodeKind.COUPLED), root_index_G, sampling)
+        self._fill_noise(np.flatnonzero(kind_G == NodeKind.COUPLED.value), root_index_G, sampling)
         self._plan(self._attention(self.start, num_requests), into=self._plans[num_requests])
         token, parent, depth, weight = self._grow[size]().cpu().numpy()[:, :num_trees]
         b, row = np.nonzero(weight > 0)

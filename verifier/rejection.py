@@ -182,7 +182,7 @@ def accept_rejection(
     The vocabulary stays on its device, which is asked twice: for p where the tests need it, and for the last tokens.
     """
     assert processed_NV.shape[0] == len(trees.token_N), "one row of logits per tree row, no more and no fewer"
-    assert not (trees.kind_N.numpy() == int(NodeKind.COUPLED)).any(), "coupled drafts are not verified by ratio tests"
+    assert not (trees.kind_N.numpy() == NodeKind.COUPLED.value).any(), "coupled drafts are not verified by ratio tests"
     offsets, token_N = trees.offsets.numpy(), trees.token_N.tolist()
     request_N = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
     log_p_NV = _log_p(processed_NV, params.temperature_B.numpy()[request_N] <= 0)
@@ -224,7 +224,7 @@ def _toss(seed: int, root_position: int, row: int, probability: float) -> bool:
 
 def _row_laws(trees: TreeBatch, log_p_NV: Tensor, probs: DraftProbs | None, request_N: np.ndarray) -> list[RowLaw]:
     """Every row's law, with p fetched from the device in one gather and one copy."""
-    is_fixed_N = trees.kind_N.numpy() == int(NodeKind.DETERMINISTIC)
+    is_fixed_N = trees.kind_N.numpy() == NodeKind.DETERMINISTIC.value
     parent_N = trees.offsets.numpy()[request_N] + trees.parent_N.numpy()
     row_E, id_E = parent_N[is_fixed_N], trees.token_N.numpy()[is_fixed_N].astype(np.int64)
     weight_E = np.zeros(len(id_E), dtype=np.int64)
