@@ -17,6 +17,7 @@ from drafter.score import Scores
 from drafter.shape import Shape
 from workers.types import NodeKind, Rule, SamplingBatch
 
+
 class Dealt:
     """The trees of the requests `own` as host arrays [B, R]; row 0 is the root, rows are handed out breadth-first."""
 
@@ -89,7 +90,7 @@ class Dealt:
             weight_FK = np.where(is_fitted_F[:, None], calibrated_FK, weight_FK)
         dealt = self._shape.deal(slots_F * passes_F, self._label[b, row], room_F, weight_FK)
         token_FK, prob_FK, kind_FK = self._children(level, scores, (dealt.slots_FK > 0).sum(1))
-        f, k = np.nonzero(dealt.slots_FK)
+        f, k = dealt.slots_FK.nonzero()
         taken = (array[f, k] for array in (token_FK, weight_FK, prob_FK, kind_FK, *dealt))
         self._add(level, f, *taken)
 
@@ -106,7 +107,7 @@ class Dealt:
     ) -> None:
         b, parent = level.request_F[f], level.row_F[f]
         added_B = np.bincount(b, minlength=len(self._count))
-        first_of_b = np.cumsum(added_B) - added_B
+        first_of_b = added_B.cumsum() - added_B
         row = self._count[b] + np.arange(len(b)) - first_of_b[b]
         self._count += added_B
         self._token[b, row] = token
@@ -122,12 +123,12 @@ class Dealt:
 
     def _children(self, level: Level, scores: Scores, count_F: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Tokens, draft probabilities and kinds [F, K]; sampled rows draw their `count` children now."""
-        kind_FK = np.broadcast_to(scores.kind_F[:, None], scores.token_FK.shape)
+        kind_FK = scores.kind_F[:, None].repeat(scores.token_FK.shape[1], axis=1)
         support = scores.support
         if support is None:
             return scores.token_FK, scores.prob_FK, kind_FK
-        token_FK, prob_FK, kind_FK = scores.token_FK.copy(), scores.prob_FK.copy(), kind_FK.copy()
-        at = np.flatnonzero(scores.kind_F == NodeKind.SAMPLED.value)
+        token_FK, prob_FK = scores.token_FK.copy(), scores.prob_FK.copy()
+        (at,) = (scores.kind_F == NodeKind.SAMPLED.value).nonzero()
         b, row = level.request_F[at], level.row_F[at]
         fixed_F = np.maximum(count_F[at] - 1, 0) if self._limits.is_hybrid else np.zeros(len(at), dtype=np.int64)
         assert self._bits_BRK is not None
@@ -174,7 +175,7 @@ class Dealt:
         return np.full(len(b), self._budget.worth_running(frontier, np.zeros_like(frontier), weights, draft_ms).any())
 
     def nodes(self) -> Nodes:
-        b, row = np.nonzero(np.arange(self._token.shape[1]) < self._count[:, None])
+        b, row = (np.arange(self._token.shape[1]) < self._count[:, None]).nonzero()
         return Nodes(
             request_N=b,
             row_N=row,

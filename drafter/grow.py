@@ -237,14 +237,14 @@ def _pack(nodes: Nodes, num_requests: int) -> TreeBatch:
     order = np.lexsort((nodes.row_N, nodes.request_N))
     nodes = nodes.rows(order)
     count_B = np.bincount(nodes.request_N, minlength=num_requests)
-    offsets = np.concatenate([[0], np.cumsum(count_B)])
+    offsets = np.concatenate([[0], count_B.cumsum()])
     row_N = np.arange(len(order)) - offsets[nodes.request_N]
     new_row = np.full((num_requests, int(nodes.row_N.max(initial=0)) + 1), -1, dtype=np.int64)
     new_row[nodes.request_N, nodes.row_N] = row_N
     parent_N = np.where(nodes.parent_row_N < 0, -1, new_row[nodes.request_N, nodes.parent_row_N])
     ancestors_N = np.uint64(1) << row_N.astype(np.uint64)
     for depth in range(1, int(nodes.depth_N.max(initial=0)) + 1):
-        at = np.flatnonzero(nodes.depth_N == depth)
+        (at,) = (nodes.depth_N == depth).nonzero()
         ancestors_N[at] |= ancestors_N[offsets[nodes.request_N[at]] + parent_N[at]]
     return TreeBatch(
         offsets=torch.from_numpy(offsets.astype(np.int32)),

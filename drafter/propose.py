@@ -92,7 +92,7 @@ class _Prefix:
         base_F = self.base_G[request_F]
         counts = np.bincount(level.request_F, minlength=len(self.base_G))
         return AttentionMetadata(
-            query_offsets=torch.from_numpy(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)),
+            query_offsets=torch.from_numpy(np.concatenate([[0], counts.cumsum()]).astype(np.int32)),
             page_table_BP=self.page_table_GP,
             base_B=self.base_G,
             slot_N=base_F + torch.from_numpy(level.row_F.astype(np.int32)),

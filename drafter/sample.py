@@ -68,7 +68,7 @@ def quantise(log_q_FV: Tensor, vocab: DraftVocabulary, size: int = SUPPORT) -> S
         log_q_FS, id_FS = best.values.cpu().numpy(), token.cpu().numpy()
     # Peaked laws keep few tokens: the rest rounds to nothing and need not be sorted, drawn from or sent.
     most_F1 = log_q_FS.max(-1, keepdims=True)
-    entry = np.nonzero(log_q_FS > most_F1 - NOTHING)
+    entry = (log_q_FS > most_F1 - NOTHING).nonzero()
     ratio = np.exp(log_q_FS[entry].astype(np.float64) - most_F1[entry[0], 0])
     # By weight, then id, in one sort of whole numbers that hold both.
     key = (MAX_WEIGHT - np.rint(ratio * MAX_WEIGHT).astype(np.int64) << 32) + id_FS[entry]
@@ -166,5 +166,5 @@ def expected_survival(support: Support, temperature_F: np.ndarray, max_children:
     ordinal = np.arange(max_children)
     share_FK = second_F[:, None] * DECAY ** (ordinal - 1)
     share_FK[:, 0] = floor_F + (1 - floor_F) * np.exp(-SURPRISE * entropy_F / warmth_F)
-    share_FK[:, 1:] *= np.cumprod(1 - share_FK[:, :-1], axis=-1)
+    share_FK[:, 1:] *= (1 - share_FK[:, :-1]).cumprod(axis=-1)
     return np.where(ordinal < num_children(support)[:, None], share_FK, 0).astype(np.float32)

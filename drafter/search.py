@@ -62,7 +62,7 @@ class Search:
     def take(self, level: Level, scores: Scores) -> None:
         passes_F = passes_min(scores.top_prob_F, self._limits.min_prob_B[level.request_F])
         weight_FK = self._budget.calibrated(scores.weight_FK, level.depth + 1)
-        f, k = np.nonzero((weight_FK > 0) & passes_F[:, None])
+        f, k = ((weight_FK > 0) & passes_F[:, None]).nonzero()
         at = self._open[f]
         first_new = len(self._seen)
         seen = np.zeros(first_new + len(f), dtype=_CANDIDATE)
@@ -86,7 +86,7 @@ class Search:
         request, depth = self._seen["request"], self._seen["depth"]
         may_open = (kept >= first_new) & (depth < self._limits.max_depth_B[request])
         may_open &= passes_path(self._seen["path_prob"], self._limits.path_prob_B[request])
-        at = np.flatnonzero(may_open)
+        (at,) = may_open.nonzero()
         if len(at):
             draft_ms = self._budget.draft_ms(self._num_levels, int(self._num_rows_B.sum()) - len(self._num_rows_B))
             weight = self._seen["weight"]
@@ -125,7 +125,7 @@ class Search:
 
     def nodes(self) -> Nodes:
         """Rows by depth, then by parent, then best first: the order in which candidates were appended."""
-        order = np.argsort(self._seen["request"], kind="stable")
+        order = self._seen["request"].argsort(kind="stable")
         nodes = self._seen[order]
         row = _rank(nodes["request"])
         row_of = np.empty(len(order), dtype=np.int64)

@@ -60,12 +60,13 @@ class DynamicShape:
         below_FJ = self._profile[np.minimum(room_F, self._max_depth) - 1, :most]
         value_FKJ = weight_FK[:, :, None] * below_FJ[:, None, :]
         flat = value_FKJ.reshape(len(slots_F), -1)
-        best_first = np.argsort(-flat, axis=1, kind="stable")[:, :most]
+        best_first = (-flat).argsort(axis=1, kind="stable")[:, :most]
+        f, place = (np.arange(best_first.shape[1]) < slots_F[:, None]).nonzero()
         taken = np.zeros(flat.shape, dtype=bool)
-        np.put_along_axis(taken, best_first, np.arange(best_first.shape[1]) < slots_F[:, None], axis=1)
+        taken[f, best_first[f, place]] = True
         taken &= flat > 0
         slots_FK = taken.reshape(value_FKJ.shape).sum(-1)
-        return Dealt(slots_FK, np.zeros_like(slots_FK))
+        return Dealt(slots_FK, np.zeros(slots_FK.shape, dtype=np.int64))
 
 
 class StaticShape:

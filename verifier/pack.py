@@ -104,7 +104,7 @@ def pack_target(
     offsets = list(accumulate(sizes, initial=0))
     finishing = [i for i, (request, chunk) in enumerate(prefill, num_trees) if chunk.stop == len(request.tokens)]
     sample_row_R = _joined(np.arange(offsets[num_trees], dtype=np.int32), [offsets[i + 1] - 1 for i in finishing])
-    request_R = _joined(np.repeat(np.arange(num_trees, dtype=np.int32), sizes[:num_trees]), finishing)
+    request_R = _joined(np.arange(num_trees, dtype=np.int32).repeat(sizes[:num_trees]), finishing)
     lasting = _lasting(tuple(requests))
     is_row_each = not prefill and len(request_R) == num_trees
     return TargetStep(

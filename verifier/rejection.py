@@ -184,7 +184,7 @@ def accept_rejection(
     assert processed_NV.shape[0] == len(trees.token_N), "one row of logits per tree row, no more and no fewer"
     assert not (trees.kind_N.numpy() == NodeKind.COUPLED.value).any(), "coupled drafts are not verified by ratio tests"
     offsets, token_N = trees.offsets.numpy(), trees.token_N.tolist()
-    request_N = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
+    request_N = np.arange(len(offsets) - 1).repeat(offsets[1:] - offsets[:-1])
     log_p_NV = _log_p(processed_NV, params.temperature_B.numpy()[request_N] <= 0)
     laws_N = _row_laws(trees, log_p_NV, probs, request_N)
     bounds = list(itertools.pairwise(offsets.tolist()))
@@ -229,7 +229,7 @@ def _row_laws(trees: TreeBatch, log_p_NV: Tensor, probs: DraftProbs | None, requ
     row_E, id_E = parent_N[is_fixed_N], trees.token_N.numpy()[is_fixed_N].astype(np.int64)
     weight_E = np.zeros(len(id_E), dtype=np.int64)
     if probs is not None:
-        row_E = np.concatenate([row_E, np.repeat(np.arange(len(request_N)), np.diff(probs.offsets.numpy()))])
+        row_E = np.concatenate([row_E, np.arange(len(request_N)).repeat(probs.offsets.diff().numpy())])
         id_E = np.concatenate([id_E, probs.id_S.numpy()])
         weight_E = np.concatenate([weight_E, probs.weight_S.numpy()])
         if is_fixed_N.any():
@@ -243,7 +243,7 @@ def _row_laws(trees: TreeBatch, log_p_NV: Tensor, probs: DraftProbs | None, requ
 def _probabilities(log_p_NV: Tensor, row_E: np.ndarray, id_E: np.ndarray) -> np.ndarray:
     """p(id | row) [E] float64; 0 for ids outside the vocabulary (placeholders) and where logits are not numbers."""
     is_token_E = (id_E >= 0) & (id_E < log_p_NV.shape[-1])
-    row, token = torch.from_numpy(np.stack([row_E, np.where(is_token_E, id_E, 0)])).to(log_p_NV.device)
+    row, token = torch.from_numpy(np.array([row_E, np.where(is_token_E, id_E, 0)])).to(log_p_NV.device)
     log_p_E = log_p_NV[row, token].cpu().numpy()
     return np.where(is_token_E & ~np.isnan(log_p_E), np.exp(log_p_E.astype(np.float64)), 0.0)
 
@@ -258,7 +258,7 @@ def _draw_residual(laws: list[Residual], log_p_BV: Tensor, u_B: list[float]) -> 
     scale_B1 = torch.tensor([[law.scale] for law in laws], dtype=torch.float64, device=device)
     id_E = np.concatenate([law.id_E for law in laws])
     prob_E = np.concatenate([law.prob_E for law in laws])
-    b_E = np.repeat(np.arange(len(laws)), [len(law.id_E) for law in laws])
+    b_E = np.arange(len(laws)).repeat([len(law.id_E) for law in laws])
     is_token_E = (id_E >= 0) & (id_E < vocab)
     b, token, prob = (torch.from_numpy(x[is_token_E]).to(device) for x in (b_E, id_E, prob_E))
     mass_BV = (p_BV * scale_B1).index_put_((b, token), prob).cumsum(-1)

@@ -45,10 +45,10 @@ def tree_metadata(trees: TreeBatch, root_position_B: np.ndarray) -> TreeMetadata
     if len(trees.token_N) == len(root_position_B):  # bare roots
         return _causal(root_position_B)
     offsets = trees.offsets.numpy()
-    rows_B = np.diff(offsets)
-    root_N = np.repeat(root_position_B, rows_B)
+    rows_B = offsets[1:] - offsets[:-1]
+    root_N = root_position_B.repeat(rows_B)
     # Where the tree would begin if it went on before the first row: slots then follow the packed order.
-    slot_N = np.repeat(root_position_B - offsets[:-1], rows_B) + np.arange(len(root_N), dtype=np.int32)
+    slot_N = (root_position_B - offsets[:-1]).repeat(rows_B) + np.arange(len(root_N), dtype=np.int32)
     return TreeMetadata(
         position_N=root_N + trees.depth_N.numpy(),
         slot_N=slot_N,

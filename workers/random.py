@@ -56,7 +56,7 @@ def _philox_in_numpy(seed: Array, c0: Array, c1: Array, c2: Array, stream: Strea
     pair = (2,) + (1,) * len(shape)
     even, odd = np.empty((2, *shape), dtype=np.uint32), np.empty((2, *shape), dtype=np.uint32)
     even[0], even[1], odd[0], odd[1] = c0, c2, c1, int(stream)
-    key = np.stack([seed & _MASK, (seed >> 32) & _MASK]).astype(np.uint32)
+    key = np.array([seed & _MASK, (seed >> 32) & _MASK], dtype=np.uint32)
     key = key.reshape(2, *(1,) * (len(shape) - np.ndim(seed)), *np.shape(seed))
     factor = np.array([_M0, _M1], dtype="<u8").reshape(pair)
     step = np.array([_W0, _W1], dtype=np.uint32).reshape(pair)

@@ -36,7 +36,7 @@ class HostMetadata(NamedTuple):
     @property
     def owner_N(self) -> np.ndarray:
         """The request of each row."""
-        return np.repeat(np.arange(self.num_requests), self.query_offsets[1:] - self.query_offsets[:-1])
+        return np.arange(self.num_requests).repeat(self.query_offsets[1:] - self.query_offsets[:-1])
 
     def physical(self, owner: np.ndarray, slot: np.ndarray, page_size: int) -> np.ndarray:
         """Physical slots of logical ones of requests `owner` (broadcast together)."""

@@ -81,7 +81,7 @@ def plan(
 
     # Keys of a request: logical slots 0 .. last one any of its rows may see.
     rows_B = offsets[1:] - offsets[:-1]
-    some = np.flatnonzero(rows_B)
+    (some,) = rows_B.nonzero()
     last = np.maximum.reduceat(keys_N(host, owner_N), offsets[some]) if len(some) else some
     sizes = dict(zip(some.tolist(), zip(rows_B[some].tolist(), last.tolist(), strict=True), strict=True))
     parts = [
@@ -178,7 +178,7 @@ def _plan_group(
 def _one_run(slots_BS: np.ndarray) -> slice | None:
     """The slots as a slice, if they follow one another: a request alone on an idle machine often has such pages."""
     slots = slots_BS.reshape(-1)
-    if slots[-1] - slots[0] != len(slots) - 1 or not (np.diff(slots) == 1).all():
+    if slots[-1] - slots[0] != len(slots) - 1 or not (slots[1:] - slots[:-1] == 1).all():
         return None
     return slice(int(slots[0]), int(slots[-1]) + 1)
 
@@ -186,7 +186,7 @@ def _one_run(slots_BS: np.ndarray) -> slice | None:
 def _additive(visible_BRS: np.ndarray, group_size: int, dtype: torch.dtype) -> Tensor:
     """0 where visible, -inf elsewhere, each row once per query head of its group: [B, 1, R*G, S]."""
     mask = np.where(visible_BRS, np.float32(0), np.float32(-np.inf))
-    return torch.from_numpy(np.repeat(mask, group_size, axis=1)[:, None]).to(dtype)
+    return torch.from_numpy(mask.repeat(group_size, axis=1)[:, None]).to(dtype)
 
 
 def _visible(
@@ -202,7 +202,7 @@ def _visible(
     base_B = host.base_B[member_B]
     allowed_BRS, first = is_prefix_BRS.copy(), int(base_B.min())
     node_B1T = key_S[first:] - base_B[:, None, None]  # of the keys that may be in a tree
-    shift_B1T = np.clip(node_B1T, 0, 63)
+    shift_B1T = np.minimum(np.maximum(node_B1T, 0), 63)  # numpy's clip takes three times as long
     allowed_BRS[..., first:] |= (ancestors_BR[..., None] >> shift_B1T & 1).astype(bool) & (node_B1T == shift_B1T)
     allowed_BRS &= key_S >= first_slot
     if window is None:
