@@ -37,9 +37,12 @@ class RowCosts(NamedTuple):
     def ms(self, num_rows: np.ndarray | int) -> np.ndarray:
         """Linear between the entries; beyond the last as steep as the table is from its middle."""
         rows = np.asarray(num_rows, dtype=np.float64)
+        ms = np.interp(rows, self.rows_T, self.ms_T)
+        if rows.max(initial=0) <= self.rows_T[-1]:
+            return ms
         middle = len(self.rows_T) // 2
         slope = (self.ms_T[-1] - self.ms_T[middle]) / max(1, self.rows_T[-1] - self.rows_T[middle])
-        return np.interp(rows, self.rows_T, self.ms_T) + slope * np.maximum(rows - self.rows_T[-1], 0)
+        return ms + slope * np.maximum(rows - self.rows_T[-1], 0)
 
     def in_buckets(self, largest: int) -> RowCosts:
         """The same target where n rows run as bucket(n), up to the bucket `largest`: a staircase, flat from the first
@@ -134,7 +137,7 @@ class Bill:
 
     def price(self, *quantities: np.ndarray | float) -> np.ndarray:
         """Of one bill, or of several if some quantities are arrays."""
-        return sum((price * np.asarray(q) for price, q in zip(self._price_J, quantities, strict=True)), np.zeros(()))
+        return sum((price * q for price, q in zip(self._price_J, quantities, strict=True)), np.zeros(()))
 
     def paid(self, step: int, amount: float, *quantities: float) -> None:
         """In this step, of an ever growing number."""
@@ -163,5 +166,5 @@ class Bill:
     def _forget(self, num_steps: int) -> None:
         """No price becomes less certain than its first guess was."""
         most_J = self._doubt_J**2
-        variance_J = np.einsum("jj->j", self._covariance_JJ)  # a view
+        variance_J = self._covariance_JJ.reshape(-1)[:: len(most_J) + 1]  # its diagonal, to be written to
         variance_J += np.minimum(num_steps * self._DRIFT**2 * most_J, np.maximum(most_J - variance_J, 0))

@@ -28,11 +28,18 @@ class Drafts:
             return Drafts(bare_roots(root_tokens), None, verified=none, pruned=none)
         trees, probs = with_bare_roots(reply.trees, reply.probs, drafted, root_tokens)
         offsets, depth_N = trees.offsets.tolist(), trees.depth_N.numpy()
-        # The reply pads to the deepest tree of the batch, which is not the request's concern.
-        cut = iter([np.trim_zeros(pruned, "b") for pruned in reply.pruned_GD.tolist()])
+        cut = map(_without_padding, reply.pruned_GD.tolist())
         return Drafts(
             trees=trees,
             probs=probs,
             verified=[np.bincount(depth_N[a:b])[1:].tolist() if b - a > 1 else [] for a, b in pairwise(offsets)],
             pruned=[next(cut) if is_drafted else [] for is_drafted in drafted],
         )
+
+
+def _without_padding(pruned: list[int]) -> list[int]:
+    """The reply pads to the deepest tree of the batch, which is not the request's concern."""
+    depth = len(pruned)
+    while depth and not pruned[depth - 1]:
+        depth -= 1
+    return pruned[:depth]

@@ -107,11 +107,11 @@ class Economy:
         num_levels, num_run = self._growth.mean
         ranked = sorted(auto, key=self._gain_of, reverse=True)
         count_K = np.arange(len(ranked) + 1)
-        saved_K = np.cumsum([sum(map(self._saving_of, others)), *map(self._saving_of, ranked)])
+        saved_K = np.array([sum(map(self._saving_of, others)), *map(self._saving_of, ranked)]).cumsum()
         other_nodes = sum(r.limits.num_nodes for r in others if r.limits)
         trees_K = count_K + len(others)
         rest_ms_K = self._step_ms(step, other_nodes + count_K * num_nodes, trees_K)
-        fed_K = np.cumsum([sum(map(self._fed_per_step, others)), *map(self._fed_per_step, ranked)])
+        fed_K = np.array([sum(map(self._fed_per_step, others)), *map(self._fed_per_step, ranked)]).cumsum()
         draft_ms_K = self._draft_bill.price(1, fed_K, num_levels - 1, num_run * trees_K)
         pace_K = 1 / ((len(step.decode) - saved_K) * (rest_ms_K + draft_ms_K * (trees_K > 0)))
         best = 1 + int(pace_K[1:].argmax())
@@ -224,7 +224,7 @@ class Economy:
             if is_drafted:
                 request.draft_bonus += _RATE_OF_REQUEST * (len(verdict.path) - self._gain_of(request))
         drafted = [(len(v.path), v.num_verified) for v, is_mine in zip(verdicts, auto_B, strict=False) if is_mine]
-        self._tree.add(np.mean(drafted, axis=0))
+        self._tree.add(np.array(drafted).mean(axis=0))
         is_exact_B = np.array([r.rule < Rule.TRAVERSAL for r in step.decode])
         self._calibration.learn(drafts.trees, verdicts[: len(step.decode)], auto_B & is_exact_B)
 
