@@ -115,7 +115,7 @@ class Economy:
         draft_ms_K = self._draft_bill.price(1, fed_K, num_levels - 1, num_run * trees_K)
         pace_K = 1 / ((len(step.decode) - saved_K) * (rest_ms_K + draft_ms_K * (trees_K > 0)))
         best = 1 + int(pace_K[1:].argmax())
-        self._weigh(pace_K[best] / pace_K[0])
+        self._weigh(float(pace_K[best] / pace_K[0]))
         if self._is_on != self._is_trial:
             return ranked[:best] if self._is_on else [min(auto, key=_backlog)]  # the cheapest trial
         return []
@@ -201,7 +201,8 @@ class Economy:
         """What a step brought, and what it took. Costs nothing where nobody asks for `auto`."""
         if not any(map(_is_auto, step.decode)):
             return
-        num_nodes, num_trees = len(drafts.trees.token_N) - len(step.decode), sum(map(any, drafts.verified))
+        num_nodes = len(drafts.trees.token_N) - len(step.decode)
+        num_trees = sum(map(any, drafts.verified)) if num_nodes else 0
         rest_ms = 1e3 * seconds - self._draft_ms
         if self._is_given:
             rest_ms = float(self._step_ms(step, num_nodes, num_trees)) + self._prompts_ms(step)

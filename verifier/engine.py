@@ -16,7 +16,7 @@ from verifier.drafts import Drafts
 from verifier.economy import Economy
 from verifier.pack import Move, next_feed, pack_draft, pack_target
 from verifier.prefixes import Prefixes
-from verifier.request import Request
+from verifier.request import Request, States
 from verifier.rules import rule_of
 from verifier.scheduler import Limits, Step, schedule
 from verifier.target import Target
@@ -276,9 +276,10 @@ class Engine:
         states = self._target.states([row for _, rows in owed for row in rows]) if owed else None
         if states is not None:
             self._prefixes.keep_states([(request, len(rows)) for request, rows in owed], states)
-            parts = states.split([len(rows) for _, rows in owed])
-            for (request, _), part in zip(owed, parts, strict=True):
-                request.states.append(part)
+            begin = 0
+            for request, rows in owed:
+                request.states.append(States(states, begin, begin + len(rows)))
+                begin += len(rows)
 
     def _publish(self, requests: list[Request]) -> None:
         """Lets others share what these hold, but no slot that still waits for a move."""

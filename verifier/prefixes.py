@@ -18,7 +18,7 @@ from array import array
 import torch
 from torch import Tensor
 
-from verifier.request import Request
+from verifier.request import Request, States
 from workers.kv import NOTHING_FOUND, Found, PageAllocator
 
 
@@ -52,7 +52,7 @@ class Prefixes:
         if request.limits is not None:
             request.num_published_drafted, request.num_fed = len(pages), request.num_computed
             if self._state_PX is not None:
-                request.states = [self._state_PX[pages[-1] : pages[-1] + 1]]
+                request.states = [States(self._state_PX, pages[-1], pages[-1] + 1)]
 
     def keep_states(self, owed: list[tuple[Request, int]], state_NX: Tensor) -> None:
         """The states of each request's `owed` newest computed positions, packed, of which pages' last ones stay."""

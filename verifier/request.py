@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor
 
 from workers.constraints import Standing
 from workers.ipc import RequestStats, Submit
 from workers.types import Rule, TreeLimits
+
+
+class States(NamedTuple):
+    """Rows begin .. end - 1 of a step's states: one tensor for all requests, sliced when it is read."""
+
+    step_NX: Tensor
+    begin: int
+    end: int
 
 
 @dataclass(slots=True, eq=False)
@@ -33,7 +42,7 @@ class Request:
     num_published_drafted: int = 0  # ... and that the drafter holds too
     num_computed: int = 0  # positions whose KV the target holds
     num_fed: int = field(init=False)  # drafter slots filled
-    states: list[Tensor] = field(default_factory=list)  # [fed next, X] in parts: of the newest computed positions
+    states: list[States] = field(default_factory=list)  # of the newest computed positions: those fed next
     draft_bonus: float = 0.0  # tokens that its drafts lately added beyond the average, see `verifier.economy`
     num_cached: int | None = None  # prompt tokens that were found computed when it first joined; None: it has not
     is_repeated: bool = False  # begins like others, who left no drafted pages: those who come next shall find some

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from verifier.request import States
 from workers.channel import Channel, naming_lost_peers
 from workers.constraints import Columns, ConstrainedRow, constrain, unpack_standings
 from workers.decoders import AnyDecoder
@@ -102,10 +103,12 @@ class Target:
         return state_NX.index_select(0, torch.tensor(rows, device=state_NX.device))
 
     @torch.inference_mode()
-    def features(self, states: list[Tensor]) -> Tensor | None:
-        """The features [N, H] of states, in parts: fused when they are fed, as most of a request that is never drafted
-        for never are."""
-        return None if self._fuse is None or not states else self._fuse(torch.cat(states))
+    def features(self, states: list[States]) -> Tensor | None:
+        """The features [N, H] of states: fused when they are fed, as most of a request that is never drafted for never
+        are."""
+        if self._fuse is None or not states:
+            return None
+        return self._fuse(torch.cat([step_NX[begin:end] for step_NX, begin, end in states]))
 
     def processed(self, rows_R: Tensor) -> Tensor:
         """Rank 0: the processed distribution at some of the last step's sampled rows, when drafts were sampled.
