@@ -31,6 +31,8 @@ class Budget:
     def __init__(self, costs: DraftCosts) -> None:
         self._nodes_T = costs.nodes_T.numpy().astype(np.float32)
         self._verify_ms_T = costs.verify_ms_T.numpy()
+        self._most = int(self._nodes_T[-1])
+        self._verify_ms_N = np.interp(np.arange(1 + self._most), self._nodes_T, self._verify_ms_T).astype(np.float32)
         self._first_ms, self._level_ms, self._node_ms = costs.draft_ms_3.numpy()
         self._sure = np.float32(costs.sure_1[0])
         self._calibration_D2 = costs.calibration_D2
@@ -44,21 +46,20 @@ class Budget:
         """Of so many levels, on which so many nodes were run."""
         return float(self._first_ms + max(num_levels - 1, 0) * self._level_ms + num_run * self._node_ms)
 
-    def verify_ms(self, num_nodes: np.ndarray) -> np.ndarray:
-        return np.interp(num_nodes, self._nodes_T, self._verify_ms_T).astype(np.float32)
-
-    def row_ms(self, num_nodes: int) -> float:
+    def row_ms(self, num_nodes: int) -> np.float32:
         """Of one node more. Where it buys a whole flight of rows (a bucket of CUDA graphs), its share of the price."""
-        before, after = self.verify_ms(np.array([num_nodes, num_nodes + 1]))
+        before, after = self._verify_ms_N[min(num_nodes, self._most)], self._verify_ms_N[min(num_nodes + 1, self._most)]
         last = self._nodes_T[np.searchsorted(self._verify_ms_T, after, side="right") - 1]  # of the same price
         return (after - before) / max(np.float32(1), last - num_nodes)
 
     def rates(self, ranked_N: np.ndarray, draft_ms: float, fixed: np.ndarray) -> np.ndarray:
         """Tokens per millisecond with the n best of `ranked` (descending weights), n = 0 .. N. fixed: weights of nodes
         that are verified in any case."""
-        gain = np.concatenate([[0], np.cumsum(ranked_N, dtype=np.float32)]).astype(np.float32)
+        gain = np.zeros(1 + len(ranked_N), dtype=np.float32)
+        ranked_N.cumsum(out=gain[1:])
         nodes = len(fixed) + np.arange(len(gain))
-        return (self._sure + fixed.sum(dtype=np.float32) + gain) / (np.float32(draft_ms) + self.verify_ms(nodes))
+        verify_ms = self._verify_ms_N[np.minimum(nodes, self._most)]
+        return (self._sure + fixed.sum(dtype=np.float32) + gain) / (np.float32(draft_ms) + verify_ms)
 
     def best_count(self, ranked_N: np.ndarray, draft_ms: float, fixed: np.ndarray) -> int:
         """How many of `ranked` to verify; the smallest of equals."""
@@ -90,7 +91,8 @@ class Budget:
         count = np.arange(1, len(expected_J) + 1)
         gain = num_requests * np.cumsum(expected_J, dtype=np.float32)
         draft_ms = [self.draft_ms(min(n, max_depth), num_requests * (n - 1)) for n in count.tolist()]
-        cost = np.array(draft_ms, dtype=np.float32) + self.verify_ms(num_requests * count)
+        nodes = np.minimum(num_requests * count, self._most)
+        cost = np.array(draft_ms, dtype=np.float32) + self._verify_ms_N[nodes]
         return 1 + int(((self._sure + gain) / cost).argmax())
 
 

@@ -97,6 +97,8 @@ class Search:
         """What gives way to a further candidate of these ones' requests: nothing (0) while there is a place left."""
         request = self._seen["request"]
         count_B = np.bincount(request, minlength=len(self._num_rows_B)) - 1
+        if (count_B < self._limits.num_nodes_B).all():
+            return np.zeros(len(at), dtype=np.float32)
         least_B = np.ones(len(count_B), dtype=np.float32)
         np.minimum.at(least_B, request, self._seen["weight"])
         return np.where(count_B < self._limits.num_nodes_B, 0, least_B)[request[at]]
@@ -105,7 +107,9 @@ class Search:
         """Indices, ascending, of each request's root and its num_nodes best candidates; the earlier of equals."""
         order = np.lexsort((-seen["weight"], seen["request"]))
         request = seen["request"][order]
-        return np.sort(order[_rank(request) <= self._limits.num_nodes_B[request]])
+        kept = order[_rank(request) <= self._limits.num_nodes_B[request]]
+        kept.sort()
+        return kept
 
     def _give_rows(self, at: np.ndarray) -> np.ndarray:
         """The candidates that get a row in the draft model, the best of each request while there are any; by request,
@@ -143,5 +147,4 @@ class Search:
 
 def _rank(request: np.ndarray) -> np.ndarray:
     """Each entry's place among those of its request; entries are sorted by request."""
-    is_first = np.concatenate([[True], request[1:] != request[:-1]])[: len(request)]
-    return np.arange(len(request)) - np.maximum.accumulate(np.where(is_first, np.arange(len(request)), 0))
+    return np.arange(len(request)) - request.searchsorted(request)
