@@ -96,7 +96,7 @@ class Search:
     def _least(self, at: np.ndarray) -> np.ndarray:
         """What gives way to a further candidate of these ones' requests: nothing (0) while there is a place left."""
         request = self._seen["request"]
-        count_B = np.bincount(request, minlength=len(self._num_rows_B)) - 1
+        count_B = self._count_of(request) - 1
         if (count_B < self._limits.num_nodes_B).all():
             return np.zeros(len(at), dtype=np.float32)
         least_B = np.ones(len(count_B), dtype=np.float32)
@@ -105,6 +105,8 @@ class Search:
 
     def _best(self, seen: np.ndarray) -> np.ndarray:
         """Indices, ascending, of each request's root and its num_nodes best candidates; the earlier of equals."""
+        if not (self._count_of(seen["request"]) > 1 + self._limits.num_nodes_B).any():
+            return np.arange(len(seen))
         order = np.lexsort((-seen["weight"], seen["request"]))
         request = seen["request"][order]
         kept = order[_rank(request) <= self._limits.num_nodes_B[request]]
@@ -116,16 +118,22 @@ class Search:
         then row. Rows follow the order of the candidates, so that children come in the order of their parents."""
         most_B = np.minimum(1 + self._limits.num_nodes_B, MAX_TREE_NODES) - self._num_rows_B
         request, weight = self._seen["request"], self._seen["weight"]
-        at = at[np.lexsort((-weight[at], request[at]))]
-        at = at[_rank(request[at]) < most_B[request[at]]]
-        at = at[np.lexsort((at, request[at]))]
+        if (self._count_of(request[at]) > most_B).any():
+            at = at[np.lexsort((-weight[at], request[at]))]
+            at = at[_rank(request[at]) < most_B[request[at]]]
+            at.sort()
+        at = at[request[at].argsort(kind="stable")]
         own = request[at]
         row = self._num_rows_B[own] + _rank(own)
-        self._num_rows_B += np.bincount(own, minlength=len(self._num_rows_B))
+        self._num_rows_B += self._count_of(own)
         self._seen["row"][at] = row
         inherited = self._seen["ancestors"][self._seen["parent"][at]]
         self._seen["ancestors"][at] = inherited | np.left_shift(np.uint64(1), row.astype(np.uint64))
         return at
+
+    def _count_of(self, request: np.ndarray) -> np.ndarray:
+        """How many entries each request has, int64 [B]."""
+        return np.bincount(request, minlength=len(self._num_rows_B))
 
     def nodes(self) -> Nodes:
         """Rows by depth, then by parent, then best first: the order in which candidates were appended."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from verifier.pack import pack_target
+from verifier.pack import Move, pack_target
 from verifier.request import Request
 from verifier.target import Target
 from verifier.tree import chains
@@ -98,7 +98,8 @@ def _timed(target: Target, config: EngineConfig, num_pages: int, num_rows: int) 
     sizes = [size] * (num_rows // size) + [num_rows % size] * (num_rows % size > 0)
     request = Request(Submit(id=0, prompt=[0] * (num_slots - size + 1), max_tokens=1), Rule.COUPLED, None, 0)
     request.pages = list(range(1, 1 + -(-num_slots // config.page_size)))
-    step = pack_target(chains(sizes), [request] * len(sizes), [], [], config.page_size, ())
+    moves = [Move(request, 0, 0)]  # so that what moves accepted paths is compiled too
+    step = pack_target(chains(sizes), [request] * len(sizes), [], moves, config.page_size, ())
     began = time.perf_counter()
     target.run(step, 0)
     return 1e3 * (time.perf_counter() - began)
