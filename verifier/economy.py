@@ -35,8 +35,8 @@ MAX_BACKLOG = 256
 """Tokens that the drafter may be owed by a request that it does not draft for. Feeding later costs no more, and often
 the request is finished before."""
 _TRY_SHARE = 0.01  # of all time may be lost to tries of what is expected to be nearly as good as what is chosen
-_LOOK_EVERY = 8  # steps; between two tries, and while drafting is off between two looks at whether it would pay
-_LITTLE_HOPE, _LOOK_RARELY = 0.8, 32  # and while it is expected to be so much slower, in a batch of unchanged size
+_TRY_EVERY = 8  # steps, at most; and while drafting is off so many pass until a plain step is priced again,
+_LOOK_EVERY = 16  # and so many, in a batch of unchanged size, until it is asked whether drafting would pay
 _HYSTERESIS = 1.05
 _RATE_OF_REQUEST, _RATE_OF_ALL = 0.1, 0.05
 _FADE = 0.3  # per look: what sets a request apart is forgotten while nothing is drafted
@@ -70,10 +70,10 @@ class Economy:
         self._growth = _Average(np.array([3.0, 4.0]))  # levels of a batch, nodes run per tree
         self._is_on = True
         self._is_trial = False
-        self._waited = _LOOK_EVERY - 2  # the first try is soon: all is guessed yet
+        self._waited = _TRY_EVERY - 2  # the first try is soon: all is guessed yet
         self._owed_ms = 0.0  # lost to tries, beyond their share so far
         self._advantage = 1.0  # of drafting, as expected of the last step
-        self._look_every, self._num_decoding = _LOOK_EVERY, 0
+        self._num_decoding = 0
         self._num_steps = 0
         self._draft_ms = 0.0  # paid in this step
 
@@ -84,9 +84,8 @@ class Economy:
     ) -> dict[Request, Feed]:
         """What the drafter shall hear of: no trees that do not pay, and no feeds without trees that can wait."""
         self._num_steps, self._draft_ms, self._is_trial = self._num_steps + 1, 0.0, False
-        if len(step.decode) != self._num_decoding:
-            self._num_decoding, self._look_every = len(step.decode), _LOOK_EVERY
-        rests = not self._is_on and not self._is_time_to_look
+        is_other_batch, self._num_decoding = len(step.decode) != self._num_decoding, len(step.decode)
+        rests = not (self._is_on or is_other_batch or self._is_time_to_look or self._may_try)
         if rests:
             self._waited += 1
             requests = [r for r in requests if not _is_auto(r) or _is_due(r)]
@@ -128,15 +127,18 @@ class Economy:
         if prefers != self._is_on:
             self._is_on, self._waited = prefers, 0
         self._waited += 1
-        self._look_every = _LOOK_RARELY if advantage < _LITTLE_HOPE else _LOOK_EVERY
-        self._is_trial = self._waited > _LOOK_EVERY and not self._owed_ms
+        self._is_trial = self._may_try
         if self._is_trial:
             self._waited = 0
 
     @property
+    def _may_try(self) -> bool:
+        return self._waited > _TRY_EVERY and not self._owed_ms
+
+    @property
     def _is_time_to_look(self) -> bool:
-        """At costs, prospects and the batch while drafting is off: rarely, as it takes time itself."""
-        return self._waited % self._look_every == 0
+        """At whether drafting would pay while it is off: rarely, as that takes time itself."""
+        return self._waited % _LOOK_EVERY == 0
 
     def _gain_of(self, request: Request) -> float:
         return max(0.0, float(self._tree.mean[0]) + request.draft_bonus)
@@ -211,7 +213,7 @@ class Economy:
         self._owed_ms = max(0.0, self._owed_ms - _TRY_SHARE * hope * step_ms)
         if self._is_trial:
             self._owed_ms += max(0.0, step_ms - self._otherwise_ms(step, verdicts))
-        if not self._draft_ms and not self._is_time_to_look:
+        if not self._draft_ms and self._waited % _TRY_EVERY:
             return
         if not step.prefill:  # prompts would blur what a tree's rows cost
             table_ms = float(self._verify.ms(len(step.decode) + num_nodes))
