@@ -218,8 +218,8 @@ class Economy:
         if not step.prefill:  # prompts would blur what a tree's rows cost
             table_ms = float(self._verify.ms(len(step.decode) + num_nodes))
             self._rest_bill.paid(self._num_steps, rest_ms, 1, table_ms, len(step.decode), num_trees > 0, num_trees)
-        auto_B = np.array([_is_auto(r) and any(nodes) for r, nodes in zip(step.decode, drafts.verified, strict=True)])
-        if not auto_B.any():
+        auto_B = [_is_auto(r) and any(nodes) for r, nodes in zip(step.decode, drafts.verified, strict=True)]
+        if not any(auto_B):
             for request in step.decode:
                 request.draft_bonus *= 1 - _FADE
             return
@@ -228,8 +228,8 @@ class Economy:
                 request.draft_bonus += _RATE_OF_REQUEST * (len(verdict.path) - self._gain_of(request))
         drafted = [(len(v.path), v.num_verified) for v, is_mine in zip(verdicts, auto_B, strict=False) if is_mine]
         self._tree.add(np.array(drafted).mean(axis=0))
-        is_exact_B = np.array([r.rule < Rule.TRAVERSAL for r in step.decode])
-        self._calibration.learn(drafts.trees, verdicts[: len(step.decode)], auto_B & is_exact_B)
+        is_shown_B = [is_auto and r.rule < Rule.TRAVERSAL for r, is_auto in zip(step.decode, auto_B, strict=True)]
+        self._calibration.learn(drafts.trees, verdicts[: len(step.decode)], np.array(is_shown_B))
 
 
 class _Average:
