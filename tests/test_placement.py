@@ -100,10 +100,12 @@ def test_a_worker_on_cpu_keeps_the_memory_it_has_freed() -> None:
         pool, slots = torch.ones(4096, 256), torch.arange(3200)
         def faults():
             return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        for _ in range(8): pool.index_select(0, slots).relu()
-        before = faults()
-        for _ in range(64): pool.index_select(0, slots).relu()
-        print(faults() - before)
+        def faults_of(times):
+            before = faults()
+            for _ in range(times): pool.index_select(0, slots).relu()
+            return faults() - before
+        faults_of(8)
+        print(min(faults_of(64) for _ in range(5)))  # a kernel that moves pages makes faults of its own
     """
     environment = os.environ | worker_env(config(device="cpu"))
     told = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
