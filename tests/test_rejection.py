@@ -153,6 +153,8 @@ def test_last_tokens_are_drawn_from_touched_ids_and_the_scaled_rest():
     untouched = Residual(np.array([], dtype=np.int64), np.array([]), 1.0)
     drawn = verifier.rejection._draw_residual([nothing, untouched, touched], log_p.expand(3, -1), [0.31, 0.09, most])
     assert drawn == [2, 0, 3]
+    rest = Residual(np.array([0]), np.zeros(1), 1.0)  # nothing is left of id 0, and 0 is where its mass would begin
+    assert verifier.rejection._draw_residual([rest], log_p[None], [0.0]) == [1]
 
 
 # ---- the arithmetic
