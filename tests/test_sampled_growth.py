@@ -124,8 +124,10 @@ def children_of(trees: TreeBatch, request: int, row: int) -> list[int]:
 
 
 @pytest.mark.parametrize("is_hybrid", [False, True])
-def test_every_sampled_child_comes_with_the_very_law_it_was_drawn_from(is_hybrid):
-    grown = grow_all([(t,) for t in range(V)], np.arange(V), SHAPES["2x2"], rule=Rule.TRAVERSAL, is_hybrid=is_hybrid)
+@pytest.mark.parametrize("min_prob", [0.0, 0.4])
+def test_every_sampled_child_comes_with_the_very_law_it_was_drawn_from(is_hybrid, min_prob):
+    prefixes = [(t,) for t in range(V)]
+    grown = grow_all(prefixes, np.arange(V), SHAPES["2x2"], rule=Rule.TRAVERSAL, is_hybrid=is_hybrid, min_prob=min_prob)
     trees, probs = grown.trees, grown.probs
     assert probs is not None
     for request in range(V):
