@@ -35,8 +35,8 @@ MAX_BACKLOG = 256
 """Tokens that the drafter may be owed by a request that it does not draft for. Feeding later costs no more, and often
 the request is finished before."""
 _TRY_SHARE = 0.01  # of all time may be lost to tries of what is expected to be nearly as good as what is chosen
-_TRY_EVERY = 8  # steps, at most; and while drafting is off so many pass until a plain step is priced again,
-_LOOK_EVERY = 16  # and so many, in a batch of unchanged size, until it is asked whether drafting would pay
+_TRY_EVERY = 8  # steps between two tries, at least; while drafting is off, between two plain steps that are priced
+_LOOK_EVERY = 16  # steps between two looks at whether drafting would pay, while it is off and the batch stays as large
 _HYSTERESIS = 1.05
 _RATE_OF_REQUEST, _RATE_OF_ALL = 0.1, 0.05
 _FADE = 0.3  # per look: what sets a request apart is forgotten while nothing is drafted

@@ -31,7 +31,10 @@ class NodeKind(IntEnum):
 
 
 class Rule(IntEnum):
-    """How a request's drafts are chosen and verified. Fixed at admission: switching inside a request is biased."""
+    """How a request's drafts are chosen and verified. Fixed at admission: switching inside a request is biased.
+
+    Arrays are compared with `.value`, as with `NodeKind`.
+    """
 
     COUPLED = 0  # children follow the target's own noise; what the target draws is accepted
     TARGET_ONLY = 1  # children are the draft's most likely tokens; what the target draws is accepted
