@@ -140,7 +140,9 @@ def test_the_last_token_is_where_a_uniform_of_its_own_row_falls():
     for seed in range(200):
         (verdict,) = judge([tree], logits, [SamplingParams(seed=seed)], [7], [Rule.TRAVERSAL])
         u = uniform(seed, 7, 1, 0, Stream.RESIDUAL)
-        assert verdict.tokens == (2, int(np.searchsorted(np.cumsum([0.1, 0.0, 0.4, 0.3, 0.2]), u, side="right")))
+        heaviest_first = [2, 3, 4, 0]
+        place = int(np.searchsorted(np.cumsum([0.4, 0.3, 0.2, 0.1]), u, side="right"))
+        assert verdict.tokens == (2, heaviest_first[place])
 
 
 def test_last_tokens_are_drawn_from_touched_ids_and_the_scaled_rest():
@@ -152,9 +154,23 @@ def test_last_tokens_are_drawn_from_touched_ids_and_the_scaled_rest():
     nothing = Residual(np.array([0, 1, 2, 3]), np.zeros(4), 1.0)
     untouched = Residual(np.array([], dtype=np.int64), np.array([]), 1.0)
     drawn = verifier.rejection._draw_residual([nothing, untouched, touched], log_p.expand(3, -1), [0.31, 0.09, most])
-    assert drawn == [2, 0, 3]
-    rest = Residual(np.array([0]), np.zeros(1), 1.0)  # nothing is left of id 0, and 0 is where its mass would begin
-    assert verifier.rejection._draw_residual([rest], log_p[None], [0.0]) == [1]
+    assert drawn == [2, 2, 3]
+    rest = Residual(np.array([2]), np.zeros(1), 1.0)  # nothing is left of id 2, and 0 is where its mass would begin
+    assert verifier.rejection._draw_residual([rest], log_p[None], [0.0]) == [3]
+
+
+def test_rounding_of_a_likely_token_hardly_moves_the_edges_between_unlikely_ones():
+    """Two likely tokens with 1,000 between them that have a hundredth of the mass: told by id, an error of the first
+    would move each draw among the 1,000 to another."""
+    rng, num_draws = np.random.default_rng(0), 4000
+    u = rng.random(num_draws).tolist()
+    laws = [Residual(np.array([], dtype=np.int64), np.array([]), 1.0)] * num_draws
+    drawn = []
+    for error in (0.0, 1e-4):
+        mass = torch.tensor([0.5 * (1 + error), *[1e-5] * 1000, 0.49], dtype=torch.float64)
+        drawn.append(verifier.rejection._draw_residual(laws, mass.log().expand(num_draws, -1), u))
+    assert sum(0 < token < 1001 for token in drawn[0]) > 20
+    assert sum(a != b for a, b in zip(*drawn, strict=True)) < 10
 
 
 # ---- the arithmetic

@@ -249,8 +249,10 @@ def _probabilities(log_p_NV: Tensor, row_E: np.ndarray, id_E: np.ndarray) -> np.
 
 
 def _draw_residual(laws: list[Residual], log_p_BV: Tensor, u_B: list[float]) -> list[int]:
-    """Each request's last token: where u falls in its residual law's mass, told by the target ids' order.
+    """Each request's last token: where u falls in its residual law's mass, heaviest tokens first.
 
+    Rounding, which differs between batches, moves every edge between two tokens by as much as it adds up to before it.
+    Heaviest first few edges lie where most draws fall; by powers of two, so that rounding hardly changes the order.
     log_p_BV: at the final rows. u_B: in [0, 1), 53 bits: u times the mass is less than the mass.
     """
     device, vocab = log_p_BV.device, log_p_BV.shape[-1]
@@ -261,10 +263,13 @@ def _draw_residual(laws: list[Residual], log_p_BV: Tensor, u_B: list[float]) -> 
     b_E = np.arange(len(laws)).repeat([len(law.id_E) for law in laws])
     is_token_E = (id_E >= 0) & (id_E < vocab)
     b, token, prob = (torch.from_numpy(x[is_token_E]).to(device) for x in (b_E, id_E, prob_E))
-    mass_BV = (p_BV * scale_B1).index_put_((b, token), prob).cumsum(-1)
+    mass_BV = (p_BV * scale_B1).index_put_((b, token), prob)
     if any(len(law.prob_E) and not law.prob_E.any() for law in laws):
         # Rounding may reject a child where P = Q and leave nothing: p itself is then the nearest legal law.
-        mass_BV = torch.where(mass_BV[:, -1:] > 0, mass_BV, p_BV.cumsum(-1))
+        mass_BV = torch.where(mass_BV.any(-1, keepdim=True), mass_BV, p_BV)
+    exponent_BV = mass_BV.view(torch.int64) >> 52  # of a float64 that is not negative
+    id_BV = exponent_BV.sort(dim=-1, descending=True, stable=True).indices
+    sum_BV = mass_BV.gather(-1, id_BV).cumsum(-1)
     u_B1 = torch.tensor(u_B, dtype=torch.float64, device=device)[:, None]
-    place_B1 = torch.searchsorted(mass_BV, u_B1 * mass_BV[:, -1:], right=True)
-    return place_B1[:, 0].clamp(max=vocab - 1).tolist()  # rows that are not numbers have no mass
+    place_B1 = torch.searchsorted(sum_BV, u_B1 * sum_BV[:, -1:], right=True)
+    return id_BV.gather(-1, place_B1.clamp(max=vocab - 1))[:, 0].tolist()  # rows that are not numbers have no mass
