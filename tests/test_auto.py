@@ -239,7 +239,7 @@ def test_prompts_of_the_same_step_do_not_make_drafting_pay(draft, pays, num_prom
     ]
     prefill = [(joining, slice(0, num_prompt_rows))] if num_prompt_rows else []
     step = Step(preempted=[], shared=[], pages=[], decode=[decode], prefill=prefill)
-    assert bool(deciding.worthwhile([decode], {decode: Feed([1], 16, 8)}.get, step)) == pays
+    assert bool(deciding.worthwhile([decode], {decode: Feed([1], 16, 8)}.get, step, lambda request: 0)) == pays
 
 
 def test_while_drafting_is_off_auto_looks_rarely_until_the_batch_changes(monkeypatch):
@@ -254,7 +254,7 @@ def test_while_drafting_is_off_auto_looks_rarely_until_the_batch_changes(monkeyp
         looks.clear()
         for _ in range(num_steps):
             step = Step(preempted=[], shared=[], pages=[], decode=decode, prefill=[])
-            deciding.worthwhile(decode, lambda request: Feed([1], 16, 8), step)
+            deciding.worthwhile(decode, lambda request: Feed([1], 16, 8), step, lambda request: 0)
         return len(looks)
 
     num_looks(requests[:1], 10)  # turns drafting off

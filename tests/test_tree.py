@@ -6,7 +6,7 @@ import numpy as np
 import oracles
 import torch
 
-from verifier.tree import Chunk, bare_roots, chunk_metadata, tree_metadata, with_bare_roots
+from verifier.tree import Chunk, bare_roots, chains, chunk_metadata, tree_metadata, with_chains
 from workers.types import NodeKind, TreeBatch
 
 torch.set_num_threads(1)
@@ -53,26 +53,35 @@ def test_nothing_at_all_is_empty_metadata():
         assert {t.dtype for t in meta[:3]} == {np.dtype(np.int32)} and meta.ancestors_N.dtype == np.int64
 
 
-def completed(trees: TreeBatch, drafted: list[bool], root_tokens: list[int]) -> TreeBatch:
-    merged, probs = with_bare_roots(trees, None, drafted, root_tokens)
+def completed(trees: TreeBatch, drafted: list[bool], tokens: list[list[int]]) -> TreeBatch:
+    merged, probs = with_chains(trees, None, drafted, tokens)
     assert probs is None
     return merged
 
 
-def test_requests_without_a_tree_get_their_bare_root_in_place():
-    merged = completed(oracles.trees([TWO_BY_TWO, CHAIN]), [False, True, False, True, False], [8, 50, 9, 1, 7])
-    bare = [([-1], [token]) for token in (8, 9, 7)]
-    assert same(merged, oracles.trees([bare[0], TWO_BY_TWO, bare[1], CHAIN, bare[2]]))
+def test_requests_without_a_tree_get_their_chain_or_bare_root_in_place():
+    drafted, tokens = [False, True, False, True, False], [[8], [50], [9, 5, 6], [1], [7, 2]]
+    merged = completed(oracles.trees([TWO_BY_TWO, CHAIN]), drafted, tokens)
+    others = [oracles.chain(own[1:], root=own[0]) for own in tokens]
+    expected = oracles.trees([others[0], TWO_BY_TWO, others[2], CHAIN, others[4]])
+    expected.kind_N[[9, 10, 15]] = NodeKind.DETERMINISTIC.value
+    assert same(merged, expected)
+
+
+def test_chains_are_trees_of_deterministic_nodes():
+    tokens = [[9, 5, 6], [8], [7, 2]]
+    expected = oracles.trees([oracles.chain(own[1:], root=own[0]) for own in tokens], NodeKind.DETERMINISTIC)
+    assert same(chains(tokens), expected)
 
 
 def test_a_batch_where_nobody_drafts_is_all_bare_roots():
     assert same(bare_roots([8, 9]), oracles.trees([([-1], [8]), ([-1], [9])]))
-    assert same(completed(oracles.trees([]), [False], [8]), oracles.trees([BARE]))
+    assert same(completed(oracles.trees([]), [False], [[8]]), oracles.trees([BARE]))
 
 
 def test_a_batch_where_all_draft_is_left_as_it_is():
     batch = oracles.trees([TWO_BY_TWO, CHAIN])
-    assert completed(batch, [True, True], [50, 1]) is batch
+    assert completed(batch, [True, True], [[50], [1]]) is batch
 
 
 def test_a_step_without_decoding_requests_has_no_tree_rows():
@@ -81,6 +90,6 @@ def test_a_step_without_decoding_requests_has_no_tree_rows():
 
 
 def test_a_bare_root_has_the_kind_and_weight_of_a_root():
-    merged = completed(oracles.trees([CHAIN]), [True, False], [1, 8])
+    merged = completed(oracles.trees([CHAIN]), [True, False], [[1], [8]])
     assert merged.kind_N.tolist() == [NodeKind.ROOT, NodeKind.COUPLED, NodeKind.COUPLED, NodeKind.ROOT]
     assert merged.weight_N.tolist() == [1.0] * 4

@@ -7,13 +7,14 @@ from itertools import pairwise
 
 import numpy as np
 
-from verifier.tree import bare_roots, with_bare_roots
+from verifier.tree import chains, with_chains
 from workers.types import DraftProbs, DraftReply, TreeBatch
 
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """One tree per decoding request, a bare root where nothing was drafted; node counts by depth, depth 1 first."""
+    """One tree per decoding request, a chain or a bare root where the drafter handed in none; node counts by depth,
+    depth 1 first."""
 
     trees: TreeBatch
     probs: DraftProbs | None
@@ -21,12 +22,13 @@ class Drafts:
     pruned: list[list[int]]
 
     @staticmethod
-    def of(reply: DraftReply | None, drafted: list[bool], root_tokens: list[int]) -> Drafts:
-        """drafted[i]: the i-th decoding request has the reply's next tree."""
+    def of(reply: DraftReply | None, drafted: list[bool], tokens: list[list[int]]) -> Drafts:
+        """drafted[i]: the i-th decoding request has the reply's next tree; else it has the chain tokens[i], root
+        first."""
         if reply is None:
-            none: list[list[int]] = [[] for _ in drafted]
-            return Drafts(bare_roots(root_tokens), None, verified=none, pruned=none)
-        trees, probs = with_bare_roots(reply.trees, reply.probs, drafted, root_tokens)
+            verified = [[1] * (len(own) - 1) for own in tokens]
+            return Drafts(chains(tokens), None, verified=verified, pruned=[[] for _ in tokens])
+        trees, probs = with_chains(reply.trees, reply.probs, drafted, tokens)
         offsets, depth_N = trees.offsets.tolist(), trees.depth_N.numpy()
         cut = map(_without_padding, reply.pruned_GD.tolist())
         return Drafts(

@@ -17,6 +17,7 @@ Legend: B requests, N packed rows, K choices.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -25,11 +26,12 @@ import torch
 from verifier.calibration import Calibration
 from verifier.costs import Bill, RowCosts, given
 from verifier.drafts import Drafts
+from verifier.lookup import Lookup
 from verifier.pack import Feed
 from verifier.request import Request
 from verifier.scheduler import Step
 from workers.config import Prices
-from workers.types import DraftCosts, DraftReply, Rule, Verdict
+from workers.types import DraftCosts, DraftReply, Verdict
 
 MAX_BACKLOG = 256
 """Tokens that the drafter may be owed by a request that it does not draft for. Feeding later costs no more, and often
@@ -65,6 +67,10 @@ class Economy:
                 doubts=[0.1 * row, 0.25, 0.05 * row, 0.3 * row, 0.1 * row],
             )
         self._calibration = Calibration()
+        self._lookup = Lookup()
+        self._drafted: set[Request] = set()  # in this step
+        self._looking_ms: float | None = None  # for copies in this step; None: it did not
+        self._priced: tuple[int, int, int] | None = None  # the step that `_prices` was last worked out for
         # What a tree adds and what it takes; hopeful until seen.
         self._tree = _Average(np.array([2.0, 4.0]))  # tokens gained, nodes verified
         self._growth = _Average(np.array([3.0, 4.0]))  # levels of a batch, nodes run per tree
@@ -80,10 +86,17 @@ class Economy:
     # ---- before a step
 
     def worthwhile(
-        self, requests: list[Request], next_feed: Callable[[Request], Feed | None], step: Step
+        self,
+        requests: list[Request],
+        next_feed: Callable[[Request], Feed | None],
+        step: Step,
+        depth_of: Callable[[Request], int],
     ) -> dict[Request, Feed]:
-        """What the drafter shall hear of: no trees that do not pay, and no feeds without trees that can wait."""
+        """What the drafter shall hear of: no trees that do not pay, and no feeds without trees that can wait. depth_of:
+        how long a request's draft may be."""
         self._num_steps, self._draft_ms, self._is_trial = self._num_steps + 1, 0.0, False
+        self._drafted = set()
+        self._look(step, depth_of)
         is_other_batch, self._num_decoding = len(step.decode) != self._num_decoding, len(step.decode)
         rests = not (self._is_on or is_other_batch or self._is_time_to_look or self._may_try)
         if rests:
@@ -101,23 +114,54 @@ class Economy:
                 kept[request] = Feed(feed.tokens, 0, 0)
         return kept
 
+    def copies(self) -> dict[Request, list[int]]:
+        """Drafts for the step's requests under `auto` that the drafter made none for, as far as they pay: what followed
+        the same tokens earlier in their text."""
+        return {r: tokens for r, tokens in self._lookup.chosen.items() if r not in self._drafted}
+
+    def _look(self, step: Step, depth_of: Callable[[Request], int]) -> None:
+        """For something to copy; rarely, while that brings less than it takes."""
+        self._lookup.forget()
+        self._looking_ms = None
+        if not self._lookup.pays and self._num_steps % _LOOK_EVERY:
+            return
+        able = [request for request in step.decode if _is_auto(request) and not request.rule.is_sampled]
+        if able:
+            began = time.perf_counter()
+            self._lookup.look(able, depth_of, len(step.decode), self._prices(step))
+            self._looking_ms = 0.0 if self._is_given else 1e3 * (time.perf_counter() - began)
+
     def _choose(self, auto: list[Request], others: list[Request], step: Step) -> list[Request]:
-        _, num_nodes = self._tree.mean
-        num_levels, num_run = self._growth.mean
+        copies = self._lookup.chosen
         ranked = sorted(auto, key=self._gain_of, reverse=True)
-        count_K = np.arange(len(ranked) + 1)
-        saved_K = np.array([sum(map(self._saving_of, others)), *map(self._saving_of, ranked)]).cumsum()
-        other_nodes = sum(r.limits.num_nodes for r in others if r.limits)
-        trees_K = count_K + len(others)
-        rest_ms_K = self._step_ms(step, other_nodes + count_K * num_nodes, trees_K)
-        fed_K = np.array([sum(map(self._fed_per_step, others)), *map(self._fed_per_step, ranked)]).cumsum()
-        draft_ms_K = self._draft_bill.price(1, fed_K, num_levels - 1, num_run * trees_K)
-        pace_K = 1 / ((len(step.decode) - saved_K) * (rest_ms_K + draft_ms_K * (trees_K > 0)))
+        pace_K = self._paces(ranked, others, step, copying=False)
         best = 1 + int(pace_K[1:].argmax())
         self._weigh(float(pace_K[best] / pace_K[0]))
-        if self._is_on != self._is_trial:
-            return ranked[:best] if self._is_on else [min(auto, key=_backlog)]  # the cheapest trial
-        return []
+        if self._is_on == self._is_trial:
+            return []
+        if not self._is_on:
+            return [min(auto, key=lambda request: (request in copies, _backlog(request)))]  # the cheapest trial
+        if copies:
+            ranked = sorted(auto, key=lambda r: self._saving_of(r) - self._saving_of_copy(r), reverse=True)
+            best = int(self._paces(ranked, others, step, copying=True).argmax())
+        return ranked[:best]
+
+    def _paces(self, ranked: list[Request], others: list[Request], step: Step, *, copying: bool) -> np.ndarray:
+        """Relative to each other, with the first 0 .. K requests drafted for and, when copying, copies for the rest."""
+        _, num_nodes = self._tree.mean
+        num_levels, num_run = self._growth.mean
+        count_K = np.arange(len(ranked) + 1)
+        saved_K = np.array([sum(map(self._saving_of, others)), *map(self._saving_of, ranked)]).cumsum()
+        trees_K = count_K + len(others)
+        nodes_K = sum(r.limits.num_nodes for r in others if r.limits) + count_K * num_nodes
+        fed_K = np.array([sum(map(self._fed_per_step, others)), *map(self._fed_per_step, ranked)]).cumsum()
+        draft_ms_K = self._draft_bill.price(1, fed_K, num_levels - 1, num_run * trees_K) * (trees_K > 0)
+        if copying:
+            copies = self._lookup.chosen
+            own = [(self._saving_of_copy(r), len(copies.get(r, ())), r in copies) for r in ranked]
+            saved_by_copies_K, copied_K, chains_K = np.cumsum([(0.0, 0, False), *own[::-1]], axis=0)[::-1].T
+            saved_K, nodes_K, trees_K = saved_K + saved_by_copies_K, nodes_K + copied_K, trees_K + chains_K
+        return 1 / ((len(step.decode) - saved_K) * (self._step_ms(step, nodes_K, trees_K) + draft_ms_K))
 
     def _weigh(self, advantage: float) -> None:
         """Settles whether drafting is on and whether this step tries the opposite. `advantage`: the expected pace with
@@ -144,8 +188,11 @@ class Economy:
         return max(0.0, float(self._tree.mean[0]) + request.draft_bonus)
 
     def _saving_of(self, request: Request) -> float:
-        """Steps that a token needs less with drafts."""
-        return 1 - 1 / (1 + self._gain_of(request))
+        """With drafts."""
+        return _saving(self._gain_of(request))
+
+    def _saving_of_copy(self, request: Request) -> float:
+        return _saving(self._lookup.expected(request)) if request in self._lookup.chosen else 0.0
 
     def _fed_per_step(self, request: Request) -> float:
         """Rows: the tokens it gains, and what the drafter is owed, spread over the steps that it may still take."""
@@ -153,11 +200,11 @@ class Economy:
         num_steps = (request.submit.max_tokens - request.num_output) / num_tokens
         return num_tokens + _backlog(request) / max(1.0, num_steps)
 
-    def _step_ms(self, step: Step, num_nodes: np.ndarray | int, num_trees: np.ndarray | int) -> np.ndarray:
+    def _step_ms(self, step: Step, num_nodes: np.ndarray | float, num_trees: np.ndarray | float) -> np.ndarray:
         """What a step with so many nodes takes beside drafting and prompts: those must be computed some time whatever
         is drafted, and make no token of this step dearer."""
         table_ms = self._verify.ms(_num_rows(step) + num_nodes)
-        with_prompts = self._rest_bill.price(1, table_ms, len(step.decode), np.sign(num_trees), num_trees)
+        with_prompts = self._rest_bill.price(1, table_ms, len(step.decode), np.minimum(num_trees, 1), num_trees)
         return with_prompts - self._prompts_ms(step)
 
     def _prompts_ms(self, step: Step) -> float:
@@ -168,7 +215,7 @@ class Economy:
     def _otherwise_ms(self, step: Step, verdicts: list[Verdict]) -> float:
         """What a try's tokens would have taken without it."""
         num_tokens = sum(len(verdict.tokens) for verdict in verdicts[: len(step.decode)]) / len(step.decode)
-        usual_ms = float(self._step_ms(step, 0, 0)) / (self._advantage if self._is_on else 1)
+        usual_ms = float(self._step_ms(step, 0, 0)) / (self._advantage if self._is_on else self._lookup.gain)
         return self._prompts_ms(step) + num_tokens * usual_ms
 
     def costs(self, feeds: dict[Request, Feed], step: Step) -> DraftCosts | None:
@@ -188,6 +235,18 @@ class Economy:
             calibration_D2=torch.from_numpy(self._calibration.fit_D2),
         )
 
+    def _prices(self, step: Step) -> Callable[[int, int], float]:
+        """What a step takes with so many nodes in so many trees: `_step_ms`, worked out anew now and then."""
+        key = _num_rows(step), len(step.decode), self._num_steps // _LOOK_EVERY
+        if key != self._priced:
+            self._priced = key
+            most = sum(r.limits.num_nodes for r in step.decode if r.limits)
+            self._ms_N = self._step_ms(step, np.arange(most + 1), 0).tolist()
+            self._trees_ms, self._tree_ms = (float(self._rest_bill.price(0, 0, 0, *t)) for t in ((1, 0), (0, 1)))
+        ms_N, trees_ms, tree_ms = self._ms_N, self._trees_ms, self._tree_ms
+
+        return lambda num_nodes, num_trees: ms_N[num_nodes] + (trees_ms + num_trees * tree_ms if num_trees else 0.0)
+
     # ---- after it
 
     def learn_draft(self, feeds: dict[Request, Feed], reply: DraftReply, seconds: float) -> None:
@@ -196,6 +255,7 @@ class Economy:
         self._draft_ms = float(self._draft_bill.price(*bill)) if self._is_given else 1e3 * seconds
         self._draft_bill.paid(self._num_steps, self._draft_ms, *bill)
         num_trees = len(reply.trees.offsets) - 1
+        self._drafted = {r for r, feed in feeds.items() if feed.num_nodes}
         if num_trees:
             self._growth.add(np.array([reply.num_levels, reply.num_run / num_trees]))
 
@@ -209,16 +269,23 @@ class Economy:
         if self._is_given:
             rest_ms = float(self._step_ms(step, num_nodes, num_trees)) + self._prompts_ms(step)
         step_ms = self._draft_ms + rest_ms
+        if self._looking_ms is not None:
+            said = {request: verdict.tokens for request, verdict in zip(step.decode, verdicts, strict=False)}
+            share = len(self.copies()) / max(1, len(self._lookup.chosen))
+            brought = share * (1 - 1 / self._lookup.gain)
+            self._lookup.learn(said, profit=brought - self._looking_ms / step_ms)
         hope = min(self._advantage, 1 / self._advantage)
         self._owed_ms = max(0.0, self._owed_ms - _TRY_SHARE * hope * step_ms)
         if self._is_trial:
             self._owed_ms += max(0.0, step_ms - self._otherwise_ms(step, verdicts))
-        if not self._draft_ms and self._waited % _TRY_EVERY:
+        if not self._draft_ms and self._looking_ms is None and self._waited % _TRY_EVERY:
             return
         if not step.prefill:  # prompts would blur what a tree's rows cost
             table_ms = float(self._verify.ms(len(step.decode) + num_nodes))
             self._rest_bill.paid(self._num_steps, rest_ms, 1, table_ms, len(step.decode), num_trees > 0, num_trees)
-        auto_B = [_is_auto(r) and any(nodes) for r, nodes in zip(step.decode, drafts.verified, strict=True)]
+        auto_B = [
+            r in self._drafted and _is_auto(r) and any(n) for r, n in zip(step.decode, drafts.verified, strict=True)
+        ]
         if not any(auto_B):
             for request in step.decode:
                 request.draft_bonus *= 1 - _FADE
@@ -228,7 +295,7 @@ class Economy:
                 request.draft_bonus += _RATE_OF_REQUEST * (len(verdict.path) - self._gain_of(request))
         drafted = [(len(v.path), v.num_verified) for v, is_mine in zip(verdicts, auto_B, strict=False) if is_mine]
         self._tree.add(np.array(drafted).mean(axis=0))
-        is_shown_B = [is_auto and r.rule < Rule.TRAVERSAL for r, is_auto in zip(step.decode, auto_B, strict=True)]
+        is_shown_B = [is_auto and not r.rule.is_sampled for r, is_auto in zip(step.decode, auto_B, strict=True)]
         self._calibration.learn(drafts.trees, verdicts[: len(step.decode)], np.array(is_shown_B))
 
 
@@ -241,6 +308,11 @@ class _Average:
     def add(self, value: np.ndarray) -> None:
         self._count += 1
         self.mean = self.mean + max(_RATE_OF_ALL, 1 / self._count) * (value - self.mean)
+
+
+def _saving(gain: float) -> float:
+    """Steps that a token needs less if each brings so many more."""
+    return 1 - 1 / (1 + gain)
 
 
 def _is_due(request: Request) -> bool:

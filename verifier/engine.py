@@ -14,13 +14,13 @@ from verifier.accept import judge
 from verifier.costs import UNPROFILED, RowCosts
 from verifier.drafts import Drafts
 from verifier.economy import Economy
-from verifier.pack import Move, next_feed, pack_draft, pack_target
+from verifier.pack import Move, draft_depth, next_feed, pack_draft, pack_target
 from verifier.prefixes import Prefixes
 from verifier.request import Request, States
 from verifier.rules import rule_of
 from verifier.scheduler import Limits, Step, schedule
 from verifier.target import Target
-from verifier.tree import with_bare_roots
+from verifier.tree import with_chains
 from workers.channel import Channel
 from workers.config import EngineConfig
 from workers.ipc import Abort, EngineStats, FrameSocket, StepOutput, Submit, TokenChunk
@@ -57,6 +57,8 @@ class Engine:
         self._front = front
         self._allocator = PageAllocator(num_pages)
         self._prefixes = Prefixes(self._allocator, config.page_size, is_enabled=config.enable_prefix_caching)
+        self._next_feed = partial(next_feed, config=config)
+        self._draft_depth = partial(draft_depth, config=config)
         self._economy = Economy(row_costs, config.draft.tree.prune.prices if config.draft else None)
         self._limits = Limits(
             max_num_seqs=config.max_num_seqs,
@@ -187,7 +189,7 @@ class Engine:
 
     def _draft(self, step: Step) -> Drafts:
         """Feeds the drafter what was committed since it last heard, and gets the trees of all decoding requests."""
-        feeds = self._economy.worthwhile(self._running, partial(next_feed, config=self._config), step)
+        feeds = self._economy.worthwhile(self._running, self._next_feed, step, self._draft_depth)
         reply = None
         if feeds:
             assert self._drafter is not None
@@ -207,7 +209,8 @@ class Engine:
             self._stats.draft_seconds += reply.seconds
             self._stats.transfer_seconds += seconds - reply.seconds
         drafted = [r in feeds and feeds[r].num_nodes > 0 for r in step.decode]
-        return Drafts.of(reply, drafted, [r.tokens[-1] for r in step.decode])
+        copies = self._economy.copies()
+        return Drafts.of(reply, drafted, [[r.tokens[-1], *copies.get(r, ())] for r in step.decode])
 
     def _verify(self, step: Step, drafts: Drafts) -> list[Verdict]:
         """The verdicts on all trees, then on every prompt that is now complete: a root without a tree."""
@@ -223,7 +226,7 @@ class Engine:
         trees, probs = drafts.trees, drafts.probs
         if finishing:
             drafted = [True] * len(step.decode) + [False] * len(finishing)
-            trees, probs = with_bare_roots(trees, probs, drafted, [r.tokens[-1] for r in step.decode + finishing])
+            trees, probs = with_chains(trees, probs, drafted, [r.tokens[-1:] for r in step.decode + finishing])
         requests = step.decode + finishing
         verdicts = judge(
             trees,

@@ -44,12 +44,16 @@ def next_feed(request: Request, config: EngineConfig) -> Feed | None:
     if not request.is_decoding:
         # One row alone can wait: the first behind a shared prefix, before anything of the request was computed.
         return Feed(tokens, 0, 0) if len(tokens) > 1 else None
+    depth = draft_depth(request, config)
+    return Feed(tokens, request.limits.num_nodes, depth) if depth > 0 else None
+
+
+def draft_depth(request: Request, config: EngineConfig) -> int:
+    """How many tokens a draft for this request may be long."""
     still = min(request.submit.max_tokens - request.num_output, config.max_model_len - len(request.tokens))
     depth = still - 1  # the bonus token always comes on top of an accepted path
-    tree = config.draft.tree
-    if tree.kind == "dynamic":
-        depth = min(depth, tree.max_depth)
-    return Feed(tokens, request.limits.num_nodes, depth) if depth > 0 else None
+    assert config.draft is not None
+    return min(depth, config.draft.tree.max_depth) if config.draft.tree.kind == "dynamic" else depth
 
 
 def pack_draft(

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from verifier.lookup import Passages
 from workers.constraints import Standing
 from workers.ipc import RequestStats, Submit
 from workers.types import Rule, TreeLimits
@@ -44,6 +45,7 @@ class Request:
     num_fed: int = field(init=False)  # drafter slots filled
     states: list[States] = field(default_factory=list)  # of the newest computed positions: those fed next
     draft_bonus: float = 0.0  # tokens that its drafts lately added beyond the average, see `verifier.economy`
+    passages: Passages = field(default_factory=Passages)  # of its text, as far as it was asked for
     num_cached: int | None = None  # prompt tokens that were found computed when it first joined; None: it has not
     is_repeated: bool = False  # begins like others, who left no drafted pages: those who come next shall find some
     stats: RequestStats = field(default_factory=RequestStats)

@@ -7,9 +7,10 @@ Legend: B requests, N packed rows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import pairwise
+from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -93,39 +94,41 @@ def _bare_roots(count: int) -> dict[str, Tensor]:
     )
 
 
-def chains(sizes: list[int]) -> TreeBatch:
-    """Trees without branches, of so many rows each, roots included: what a step of them takes is any tree's time. All
-    tokens are 0."""
-    row_N = np.concatenate([np.arange(size, dtype=np.int32) for size in sizes])
-    count = len(row_N)
+def chains(tokens: Sequence[Sequence[int]]) -> TreeBatch:
+    """Trees without branches, a root and what follows it for each request. Nothing was estimated: weights are 1."""
+    if all(len(own) == 1 for own in tokens):
+        return bare_roots([root for (root,) in tokens])
+    row_N = np.concatenate([np.arange(len(own), dtype=np.int32) for own in tokens])
+    kind_N = np.where(row_N > 0, np.uint8(NodeKind.DETERMINISTIC), np.uint8(NodeKind.ROOT))
     return TreeBatch(
-        offsets=torch.tensor([0, *np.cumsum(sizes)], dtype=torch.int32),
-        token_N=torch.zeros(count, dtype=torch.int32),
+        offsets=torch.from_numpy(np.array([0, *accumulate(map(len, tokens))], dtype=np.int32)),
+        token_N=torch.from_numpy(np.array(list(chain.from_iterable(tokens)), dtype=np.int32)),
         parent_N=torch.from_numpy(row_N - 1),
         depth_N=torch.from_numpy(row_N),
         ancestors_N=torch.from_numpy((np.int64(2) << row_N.astype(np.int64)) - 1),
-        kind_N=torch.where(torch.from_numpy(row_N) > 0, NodeKind.DETERMINISTIC, NodeKind.ROOT).to(torch.uint8),
-        weight_N=torch.ones(count),
+        kind_N=torch.from_numpy(kind_N),
+        weight_N=torch.ones(len(row_N)),
     )
 
 
-def with_bare_roots(
-    trees: TreeBatch, probs: DraftProbs | None, drafted: list[bool], root_tokens: list[int]
+def with_chains(
+    trees: TreeBatch, probs: DraftProbs | None, drafted: list[bool], tokens: Sequence[Sequence[int]]
 ) -> tuple[TreeBatch, DraftProbs | None]:
-    """The trees of a whole batch: request i has the next of `trees` if drafted[i], else only its root."""
+    """The trees of a whole batch: request i has the next of `trees` if drafted[i], else the chain of its tokens, root
+    first."""
     if all(drafted):
         return trees, probs
-    bare = bare_roots(root_tokens)
-    # All rows there may be are the drafted trees' and then the bare roots'.
-    own, first_bare = pairwise(trees.offsets.tolist()), len(trees.token_N)
-    spans = [next(own) if is_drafted else (first_bare + i, first_bare + i + 1) for i, is_drafted in enumerate(drafted)]
+    others = chains(tokens)
+    # All rows there may be are the drafted trees' and then the chains'.
+    own, theirs = pairwise(trees.offsets.tolist()), pairwise((len(trees.token_N) + others.offsets).tolist())
+    spans = [next(own) if is_drafted else span for is_drafted, span in zip(drafted, theirs, strict=True)]
     rows = torch.cat([torch.arange(begin, end) for begin, end in spans])
     counts = torch.tensor([end - begin for begin, end in spans])
-    every = replace(trees, **{name: torch.cat((getattr(trees, name), getattr(bare, name))) for name in _ROW_FIELDS})
+    every = replace(trees, **{name: torch.cat((getattr(trees, name), getattr(others, name))) for name in _ROW_FIELDS})
     merged = _rows(every, counts, rows)
     if probs is None:
         return merged, None
-    sizes = F.pad(probs.offsets.diff(), (0, len(drafted)))[rows]
+    sizes = F.pad(probs.offsets.diff(), (0, len(others.token_N)))[rows]
     return merged, replace(probs, offsets=_offsets(sizes))
 
 

@@ -43,7 +43,7 @@ class Forwards:
             submit = Submit(id=b, prompt=[0] * shape.context, max_tokens=1)
             requests.append(Request(submit, Rule.COUPLED, None, 0))
             requests[b].pages = list(range(1 + b * num_pages, 1 + (b + 1) * num_pages))
-        step = pack_target(chains([shape.rows] * shape.batch), requests, [], [], page_size, ())
+        step = pack_target(chains([[0] * shape.rows] * shape.batch), requests, [], [], page_size, ())
         began = time.perf_counter()
         self._run(step, 0)  # ends with the drawn tokens on the host, so nothing is still under way on a GPU
         return 1e3 * (time.perf_counter() - began)
