@@ -16,7 +16,7 @@ from engines import BUNDLED, DYNAMIC, bundled, prompts
 
 from drafter.level import Level
 from drafter.propose import FeatureProposer
-from verifier import engine
+from verifier import economy, engine
 from verifier.costs import RowCosts
 from verifier.target import Target
 from workers.ipc import EngineStats, Speculation, Submit
@@ -50,6 +50,7 @@ class Run:
     tokens: list[list[int]]
     milliseconds: float
     stats: EngineStats
+    num_trees: int  # that the drafter was asked for
 
     @property
     def rate(self) -> float:
@@ -125,6 +126,8 @@ class Bench:
     ) -> Run:
         """Answers to the bundled prompts, `batch` at a time."""
         began, self.engine._stats = self.clock.ms, EngineStats(steps=self.engine._stats.steps)
+        requests: list[DraftRequest] = self.engine._drafter.requests  # type: ignore[union-attr]
+        requests.clear()
         waiting = list(enumerate(prompts(num_prompts)))
         tokens: dict[int, list[int]] = {}
         num_open = 0
@@ -143,7 +146,8 @@ class Bench:
             for chunk in self.here.step():
                 tokens[chunk.id] += chunk.tokens
                 num_open -= chunk.finish_reason is not None
-        return Run(list(tokens.values()), self.clock.ms - began, self.engine._stats)
+        num_trees = sum(int((request.num_nodes_B > 0).sum()) for request in requests)
+        return Run(list(tokens.values()), self.clock.ms - began, self.engine._stats, num_trees)
 
 
 @contextmanager
@@ -152,9 +156,11 @@ def bench(prices: Prices, row_costs: RowCosts | None = None) -> Iterator[Bench]:
     config = bundled(DYNAMIC, enable_prefix_caching=False)  # the same prompts come again and again
     config = replace(config, num_pages=1 + config.max_num_seqs * (config.max_model_len // config.page_size))
     clock = Clock(prices)
+    time = SimpleNamespace(perf_counter=clock.seconds, monotonic=clock.seconds)
     target, proposer = partial(_Target, clock), partial(_Proposer, clock)
     with (
-        mock.patch.object(engine, "time", SimpleNamespace(perf_counter=clock.seconds, monotonic=clock.seconds)),
+        mock.patch.object(engine, "time", time),
+        mock.patch.object(economy, "time", time),
         engine_here(config, _pair(), row_costs or prices.rows, target=target, proposer=proposer) as here,
     ):
         yield Bench(here, clock)

@@ -175,9 +175,8 @@ def test_while_nothing_is_drafted_the_drafter_hears_nothing():
     prices = Prices(fixed=1, row=1, message=200, fed=0.01, level=200, node=1)
     with bench(prices) as b:
         b.run(AUTO, 1, 0.0, num_prompts=1, num_tokens=16)
-        sent = len(b.engine._drafter.requests)
-        stats = b.run(AUTO, 1, 0.0, num_prompts=1, num_tokens=64).stats
-        assert len(b.engine._drafter.requests) - sent <= 4 and stats.num_drafts <= 4
+        b.run(AUTO, 1, 0.0, num_prompts=1, num_tokens=64)
+        assert len(b.engine._drafter.requests) <= 4
 
 
 def test_auto_asks_for_costs_and_others_do_not():
@@ -226,7 +225,7 @@ def test_where_drafting_never_pays_tries_take_no_more_than_a_hundredth_of_the_ti
         b.run(AUTO, batch, 0.0, num_prompts=8, num_tokens=64)  # learns
         off, auto = (b.run(asked, batch, 0.0, num_prompts=max(16, 5 * batch), num_tokens=64) for asked in (OFF, AUTO))
     assert auto.tokens == off.tokens
-    assert auto.rate > 0.98 * off.rate and auto.stats.num_drafts > 0
+    assert auto.rate > 0.98 * off.rate and auto.num_trees > 0
 
 
 @pytest.mark.parametrize(("draft", "pays"), [(10.0, False), (1.0, True)])
@@ -273,8 +272,8 @@ def test_where_prices_are_given_tries_are_charged_by_them():
 def test_auto_comes_back_when_drafting_pays_again():
     with bench(DEAR_DRAFTS) as b:
         b.run(AUTO, 4, 0.0, num_prompts=8, num_tokens=32)
-        assert b.run(AUTO, 4, 0.0, num_prompts=8, num_tokens=32).stats.num_drafts < 30
+        assert b.run(AUTO, 4, 0.0, num_prompts=8, num_tokens=32).num_trees < 30
         b.clock.prices = CHEAP_DRAFTS
         b.run(AUTO, 4, 0.0, num_prompts=8, num_tokens=96)
         fast = b.run(AUTO, 4, 0.0, num_prompts=8, num_tokens=32)
-    assert fast.stats.num_drafts > 30
+    assert fast.num_trees > 30

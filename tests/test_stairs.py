@@ -170,7 +170,7 @@ def test_an_engine_that_is_told_of_buckets_fills_them(monkeypatch):
             return b.run(AUTO, 4, 0.0, num_prompts=8, num_tokens=48).tokens, float(np.mean(is_full))
 
     (tokens, told), (same, untold) = ran(prices.rows.in_buckets(512)), ran(prices.rows)
-    assert tokens == same and told > 0.7 > 0.4 > untold
+    assert tokens == same and told > 0.6 > 0.4 > untold
 
 
 # ---- the engine's part
@@ -181,7 +181,7 @@ def test_whether_drafting_pays_is_asked_at_the_price_of_the_bucket():
     flat = RowCosts(np.array([1.0, 2, 3, 4, 6, 8]), np.array([10.0, 10, 10, 10, 40, 40]))
     decode = requests(1)
     for table, is_drafted in ((flat, True), (flat.in_buckets(8), False)):
-        assert bool(Economy(table).worthwhile(decode, feeds_of(decode).get, step_of(decode))) == is_drafted
+        assert bool(Economy(table).worthwhile(decode, feeds_of(decode).get, step_of(decode), lambda request: 0)) == is_drafted
 
 
 def test_what_a_step_took_counts_for_its_whole_bucket():
