@@ -41,8 +41,8 @@ class SpeculativeConfig(Strict):
     speculative_tree_max_depth: Annotated[int, Field(ge=1, le=MAX_NODES)] = 8
     speculative_tree_max_children: Annotated[int, Field(ge=1, le=MAX_NODES)] = 8
     speculative_tree_prune: TreePrune = DEFAULT_TREE_PRUNE
-    """'auto' sets budgets by calibrated survival and measured costs, within the thresholds if there are any. A
-    threshold alone means 'thresholds'."""
+    """'auto' sets budgets by calibrated survival and measured costs, within the thresholds if there are any, and drafts
+    by n-gram lookup where asking the drafter does not pay. A threshold alone means 'thresholds'."""
     speculative_tree_prune_min_prob: Probability = 0.0
     """A node is not expanded if its best next token is less probable than this; 0.0 is off."""
     speculative_tree_prune_path_prob: Probability = 0.0

@@ -10,8 +10,12 @@ k = 0, plain decoding, is one of the choices. This is what makes n requests of a
 millisecond of the step at hand would not: they are most if a few easy requests are drafted for at the expense of the
 others, which then go on alone.) The choice between drafting and not drafting is put to the test: the other one is tried
 for a step now and then, as often as a hundredth of the time, or less where there is little hope, pays for what is lost
-by it. How large the trees of those k are is then up to the drafter (`drafter.budget`), by the same numbers. Everything
-here depends on past steps alone, so that it may decide about sampled trees too.
+by it. How large the trees of those k are is then up to the drafter (`drafter.budget`), by the same numbers.
+
+Who is not drafted for may have a copy of earlier text instead (`verifier.lookup`), which costs no message and no draft.
+Whether drafting is on is decided without regard to copies; in a step in which it is on, whoever has a copy that is
+expected to bring more gets the copy. Everything here depends on past steps alone, so that it may decide about sampled
+trees too.
 Legend: B requests, N packed rows, K choices.
 """
 
@@ -93,7 +97,7 @@ class Economy:
         depth_of: Callable[[Request], int],
     ) -> dict[Request, Feed]:
         """What the drafter shall hear of: no trees that do not pay, and no feeds without trees that can wait. depth_of:
-        how long a request's draft may be."""
+        how long a copy for a request may be."""
         self._num_steps, self._draft_ms, self._is_trial = self._num_steps + 1, 0.0, False
         self._drafted = set()
         self._look(step, depth_of)
@@ -270,10 +274,10 @@ class Economy:
             rest_ms = float(self._step_ms(step, num_nodes, num_trees)) + self._prompts_ms(step)
         step_ms = self._draft_ms + rest_ms
         if self._looking_ms is not None:
-            said = {request: verdict.tokens for request, verdict in zip(step.decode, verdicts, strict=False)}
-            share = len(self.copies()) / max(1, len(self._lookup.chosen))
-            brought = share * (1 - 1 / self._lookup.gain)
-            self._lookup.learn(said, profit=brought - self._looking_ms / step_ms)
+            copies = self.copies()
+            brought = len(copies) / max(1, len(self._lookup.chosen)) * (1 - 1 / self._lookup.gain)
+            own = dict(zip(step.decode, verdicts, strict=False))
+            self._lookup.learn(own, verified=copies, profit=brought - self._looking_ms / step_ms)
         hope = min(self._advantage, 1 / self._advantage)
         self._owed_ms = max(0.0, self._owed_ms - _TRY_SHARE * hope * step_ms)
         if self._is_trial:

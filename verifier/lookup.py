@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from verifier.request import Request
+    from workers.types import Verdict
 
 _LONGEST = 8
 """Longer agreements are all alike."""
@@ -28,6 +29,7 @@ _MOST_PLACES = 64
 """Places looked at, so that a text of nothing but commas takes no longer than others."""
 _FIRST_COUNT, _RATE = 4, 0.02  # what the first guess counts for, in tokens; how fast old ones are forgotten
 _FIRST_EXPECTED = 4.0  # the same of a request's own factor
+_FIRST_PROMISE = 20.0  # and of what copies brought of what they promised
 _TEMPERATURES = (0.0, 0.5)  # the hotter a text, the less it repeats itself: up to each of these it is a kind of its own
 _LEAST_WEIGHT = 0.03  # no row is as cheap as this
 _PROFIT_RATE = 0.05
@@ -88,6 +90,17 @@ class Trust:
     def __init__(self) -> None:
         self._chance_L = [first_chance(length) for length in range(_LONGEST + 1)]
         self._count_L = [_FIRST_COUNT] * (_LONGEST + 1)
+        self._promised = self._kept = _FIRST_PROMISE
+
+    @property
+    def faith(self) -> float:
+        """What verified copies bring of what they promised: those that look best are overrated."""
+        return min(1.0, self._kept / self._promised)
+
+    def verified(self, promised: float, kept: int) -> None:
+        """A copy was a draft that was expected to bring so many tokens, and brought so many."""
+        self._promised += promised - _RATE * self._promised
+        self._kept += kept - _RATE * self._kept
 
     def chance(self, length: int) -> float:
         return self._chance_L[min(length, _LONGEST)]
@@ -110,7 +123,7 @@ class Copy:
     weights: list[float]  # never rising
 
     def learn(self, said: Sequence[int]) -> None:
-        """What was said in its place, as far as it goes and until the first difference."""
+        """From what was said in its place, as far as it goes and until the first difference."""
         for length, (copied, token) in enumerate(zip(self.tokens, said, strict=False), self.length):
             goes_on = copied == token
             self.passages.expected += self.trust.chance(length)
@@ -192,11 +205,13 @@ class Lookup:
         """Tokens that a chosen copy is expected to add."""
         return sum(self._found[request].weights[: len(self.chosen[request])])
 
-    def learn(self, said: Mapping[Request, Sequence[int]], profit: float) -> None:
-        """From what was said, where there was something to copy; profit: what looking brought, as a share of the step,
-        less what it took."""
+    def learn(self, verdicts: Mapping[Request, Verdict], verified: Collection[Request], profit: float) -> None:
+        """From what was said where there was something to copy. verified: whose copy was its draft; profit: what
+        looking brought, as a share of the step, less what it took."""
         for request, copy in self._found.items():
-            copy.learn(said[request])
+            copy.learn(verdicts[request].tokens)
+        for request in verified:
+            self._found[request].trust.verified(self.expected(request), len(verdicts[request].path))
         self._profit += _PROFIT_RATE * (profit - self._profit)
 
     def _find(self, request: Request, most: int) -> Copy | None:
@@ -210,11 +225,11 @@ class Lookup:
         trust = self._trusts[bisect_left(_TEMPERATURES, request.submit.sampling.temperature)]
         factor = (_FIRST_EXPECTED + passages.hits) / (_FIRST_EXPECTED + passages.expected)
         weights: list[float] = []
-        weight = 1.0
+        weight, faith = 1.0, trust.faith
         for length in range(passage.length, passage.length + most):
             chance = min(1.0, factor * trust.chance(length))
             if weight * chance < _LEAST_WEIGHT or chance < limits.min_prob or weight < limits.path_prob:
                 break
             weight *= chance
-            weights.append(weight)
+            weights.append(faith * weight)
         return Copy(passages, trust, passage.length, tokens, weights)
