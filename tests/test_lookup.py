@@ -254,6 +254,14 @@ def test_nothing_is_copied_for_who_did_not_ask_for_it(speculation, monkeypatch):
         assert looked
 
 
+def test_requests_may_allow_trees_of_different_size():
+    with Bench(Counting(8), "eagle3", TREE) as b:
+        for num_tokens in (1, 7, 2):
+            answer = b.ask(LOOP, 12, SamplingParams(temperature=0.0), speculation=Speculation(num_tokens=num_tokens))
+            assert answer.tokens == [(2 + n) % 8 for n in range(12)]
+            assert 1 < max(len(step.sample_row_R) for step in b.target.steps[-3:]) <= 1 + num_tokens
+
+
 def test_a_drafter_that_costs_nothing_is_asked_where_there_is_nothing_to_copy():
     """First nothing was seen before, so the drafter is asked; then the text is in its second round and is copied."""
     cheap = replace(TREE, prune=PruneConfig(auto=True, prices=Prices(step=10, row=0.01, draft=1.0)))

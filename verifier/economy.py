@@ -45,7 +45,7 @@ _TRY_EVERY = 8  # steps between two tries, at least; while drafting is off, betw
 _LOOK_EVERY = 16  # steps between two looks at whether drafting would pay, while it is off and the batch stays as large
 _HYSTERESIS = 1.05
 _RATE_OF_REQUEST, _RATE_OF_ALL = 0.1, 0.05
-_FADE = 0.3  # per look: what sets a request apart is forgotten while nothing is drafted
+_FADE = 0.3  # every 8 steps: what sets a request apart is forgotten while nothing is drafted
 
 
 class Economy:
@@ -74,7 +74,7 @@ class Economy:
         self._lookup = Lookup()
         self._drafted: set[Request] = set()  # in this step
         self._looking_ms: float | None = None  # for copies in this step; None: it did not
-        self._priced: tuple[int, int, int] | None = None  # the step that `_prices` was last worked out for
+        self._priced: tuple[tuple[int, ...], Callable[[int, int], float]] | None = None  # the last of `_prices`
         # What a tree adds and what it takes; hopeful until seen.
         self._tree = _Average(np.array([2.0, 4.0]))  # tokens gained, nodes verified
         self._growth = _Average(np.array([3.0, 4.0]))  # levels of a batch, nodes run per tree
@@ -241,15 +241,13 @@ class Economy:
 
     def _prices(self, step: Step) -> Callable[[int, int], float]:
         """What a step takes with so many nodes in so many trees: `_step_ms`, worked out anew now and then."""
-        key = _num_rows(step), len(step.decode), self._num_steps // _LOOK_EVERY
-        if key != self._priced:
-            self._priced = key
-            most = sum(r.limits.num_nodes for r in step.decode if r.limits)
-            self._ms_N = self._step_ms(step, np.arange(most + 1), 0).tolist()
-            self._trees_ms, self._tree_ms = (float(self._rest_bill.price(0, 0, 0, *t)) for t in ((1, 0), (0, 1)))
-        ms_N, trees_ms, tree_ms = self._ms_N, self._trees_ms, self._tree_ms
-
-        return lambda num_nodes, num_trees: ms_N[num_nodes] + (trees_ms + num_trees * tree_ms if num_trees else 0.0)
+        most = sum(r.limits.num_nodes for r in step.decode if r.limits)
+        key = _num_rows(step), len(step.decode), most, self._num_steps // _LOOK_EVERY
+        if self._priced is None or self._priced[0] != key:
+            ms_N = self._step_ms(step, np.arange(most + 1), 0).tolist()
+            trees_ms, tree_ms = (float(self._rest_bill.price(0, 0, 0, *trees)) for trees in ((1, 0), (0, 1)))
+            self._priced = key, lambda nodes, trees: ms_N[nodes] + (trees_ms + trees * tree_ms if trees else 0.0)
+        return self._priced[1]
 
     # ---- after it
 
@@ -291,8 +289,9 @@ class Economy:
             r in self._drafted and _is_auto(r) and any(n) for r, n in zip(step.decode, drafts.verified, strict=True)
         ]
         if not any(auto_B):
-            for request in step.decode:
-                request.draft_bonus *= 1 - _FADE
+            if self._waited % _TRY_EVERY == 0:
+                for request in step.decode:
+                    request.draft_bonus *= 1 - _FADE
             return
         for request, verdict, is_drafted in zip(step.decode, verdicts, auto_B, strict=False):
             if is_drafted:
