@@ -74,6 +74,7 @@ class Economy:
         self._lookup = Lookup()
         self._drafted: set[Request] = set()  # in this step
         self._looking_ms: float | None = None  # for copies in this step; None: it did not
+        self._missed = [1.0, 1.0]  # what steps took over their price lately: without and with copies
         self._priced: tuple[tuple[int, ...], Callable[[int, int], float]] | None = None  # the last of `_prices`
         # What a tree adds and what it takes; hopeful until seen.
         self._tree = _Average(np.array([2.0, 4.0]))  # tokens gained, nodes verified
@@ -132,7 +133,8 @@ class Economy:
         able = [request for request in step.decode if _is_auto(request) and not request.rule.is_sampled]
         if able:
             began = time.perf_counter()
-            self._lookup.look(able, depth_of, len(step.decode), self._prices(step))
+            ms_of, excess = self._prices(step), self._missed[True] / self._missed[False]
+            self._lookup.look(able, depth_of, len(step.decode), lambda n, trees: ms_of(n, trees) * (excess if n else 1))
             self._looking_ms = 0.0 if self._is_given else 1e3 * (time.perf_counter() - began)
 
     def _choose(self, auto: list[Request], others: list[Request], step: Step) -> list[Request]:
@@ -272,10 +274,7 @@ class Economy:
             rest_ms = float(self._step_ms(step, num_nodes, num_trees)) + self._prompts_ms(step)
         step_ms = self._draft_ms + rest_ms
         if self._looking_ms is not None:
-            copies = self.copies()
-            brought = len(copies) / max(1, len(self._lookup.chosen)) * (1 - 1 / self._lookup.gain)
-            own = dict(zip(step.decode, verdicts, strict=False))
-            self._lookup.learn(own, verified=copies, profit=brought - self._looking_ms / step_ms)
+            self._learn_copies(step, verdicts, rest_ms, num_nodes, num_trees)
         hope = min(self._advantage, 1 / self._advantage)
         self._owed_ms = max(0.0, self._owed_ms - _TRY_SHARE * hope * step_ms)
         if self._is_trial:
@@ -300,6 +299,22 @@ class Economy:
         self._tree.add(np.array(drafted).mean(axis=0))
         is_shown_B = [is_auto and not r.rule.is_sampled for r, is_auto in zip(step.decode, auto_B, strict=True)]
         self._calibration.learn(drafts.trees, verdicts[: len(step.decode)], np.array(is_shown_B))
+
+    def _learn_copies(
+        self, step: Step, verdicts: list[Verdict], rest_ms: float, num_nodes: int, num_trees: int
+    ) -> None:
+        copies, brought = self.copies(), 0.0
+        if not self._drafted and not step.prefill:
+            price = self._prices(step)
+            missed = self._missed[num_nodes > 0]
+            self._missed[num_nodes > 0] += _RATE_OF_ALL * (min(rest_ms / price(num_nodes, num_trees), 2.0) - missed)
+            if copies:
+                usual_ms = price(0, 0) * self._missed[False] / (self._advantage if self._is_on else 1)
+                num_tokens = sum(len(verdict.tokens) for verdict in verdicts[: len(step.decode)]) / len(step.decode)
+                brought = num_tokens * usual_ms / rest_ms - 1
+        assert self._looking_ms is not None
+        own = dict(zip(step.decode, verdicts, strict=False))
+        self._lookup.learn(own, verified=copies, profit=brought - self._looking_ms / rest_ms)
 
 
 class _Average:

@@ -32,7 +32,7 @@ _FIRST_EXPECTED = 4.0  # the same of a request's own factor
 _FIRST_PROMISE = 20.0  # and of what copies brought of what they promised
 _TEMPERATURES = (0.0, 0.5)  # the hotter a text, the less it repeats itself: up to each of these it is a kind of its own
 _LEAST_WEIGHT = 0.03  # no row is as cheap as this
-_PROFIT_RATE = 0.05
+_PROFIT_RATE = 0.02
 _MARGIN = 1.03  # how much better copies have to look: what looks best was mostly overrated
 
 

@@ -123,18 +123,29 @@ def tree_attention(
 
 
 def _group_by_size(sizes: dict[int, tuple[int, int]]) -> list[list[int]]:
-    """Greedy grouping by (keys, rows): join a neighbour when padding costs less than one more group would."""
+    """The cheaper of two groupings: with neighbours by keys, or, so that single rows stay together, by rows."""
+    by_keys = _groups(sorted(sizes.items(), key=lambda item: (item[1][1], item[1][0], item[0])))
+    if len({R for R, _ in sizes.values()}) <= 1:
+        return by_keys[0]
+    by_rows = _groups(sorted(sizes.items(), key=lambda item: (item[1], item[0])))
+    return min(by_keys, by_rows, key=lambda grouping: grouping[1])[0]
+
+
+def _groups(ordered: list[tuple[int, tuple[int, int]]]) -> tuple[list[list[int]], int]:
+    """Greedy grouping: join the group before when padding costs less than one more group would; and what it costs."""
     groups: list[list[int]] = []
-    rows = keys = cost = 0
-    for b, (R, S) in sorted(sizes.items(), key=lambda item: (item[1][1], item[1][0], item[0])):
+    rows = keys = cost = total = 0
+    for b, (R, S) in ordered:
         merged = (len(groups[-1]) + 1) * max(rows, R) * max(keys, S) if groups else 0
         if groups and merged <= cost + R * S + _GROUP_OVERHEAD:
             groups[-1].append(b)
+            total += merged - cost
             rows, keys, cost = max(rows, R), max(keys, S), merged
         else:
             groups.append([b])
             rows, keys, cost = R, S, R * S
-    return [sorted(members) for members in groups]
+            total += cost + _GROUP_OVERHEAD
+    return [sorted(members) for members in groups], total
 
 
 def _plan_group(
