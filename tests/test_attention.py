@@ -108,6 +108,16 @@ def test_a_spoilt_neighbour_spoils_nobody_else() -> None:
     assert out[4:12].isnan().all() and not out[:4].isnan().any() and not out[12:].isnan().any()
 
 
+@pytest.mark.parametrize("where", [(4,), (2, 9)])
+def test_single_rows_stay_together_beside_chains_of_any_context(where: tuple[int, ...]) -> None:
+    """Sorted by keys, the chains would cut the single rows of long contexts into several groups."""
+    requests = [(600 + 20 * n, LONG_CHAIN[:9] if n in where else [-1]) for n in range(12)]
+    batch = Batch(requests, 16)
+    shapes = sorted(group.shape[:2] for group in plan(batch.metadata, 16).groups)
+    assert shapes == [(len(where), 9), (12 - len(where), 1)]
+    compare(batch)
+
+
 def test_pages_that_follow_one_another_are_read_in_place() -> None:
     batch = Batch([(70, RAGGED)], 16)
     pages = batch.metadata.page_table_BP

@@ -277,7 +277,7 @@ def test_a_drafter_that_costs_nothing_is_asked_where_there_is_nothing_to_copy():
 def test_looking_that_brings_nothing_becomes_rare_and_comes_back():
     found = Lookup()
     request = request_of([1, 2, 3, 1, 2, 3])
-    for _ in range(100):
+    for _ in range(300):
         found.look([request], lambda _: 4, 1.0, free)
         found.learn({request: said(9)}, [], profit=-0.01)
     assert not found.pays
