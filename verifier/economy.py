@@ -42,7 +42,7 @@ MAX_BACKLOG = 256
 the request is finished before."""
 _TRY_SHARE = 0.01  # of all time may be lost to tries of what is expected to be nearly as good as what is chosen
 _TRY_EVERY = 8  # steps between two tries, at least; while drafting is off, between two plain steps that are priced
-_LOOK_EVERY = 16  # steps between two looks at whether drafting would pay, while it is off and the batch stays as large
+_LOOK_EVERY = 16  # steps between two looks at whether drafting would pay, while it is off, or copies, while they do not
 _HYSTERESIS = 1.05
 _RATE_OF_REQUEST, _RATE_OF_ALL = 0.1, 0.05
 _FADE = 0.3  # every 8 steps: what sets a request apart is forgotten while nothing is drafted
@@ -84,7 +84,7 @@ class Economy:
         self._waited = _TRY_EVERY - 2  # the first try is soon: all is guessed yet
         self._owed_ms = 0.0  # lost to tries, beyond their share so far
         self._advantage = 1.0  # of drafting, as expected of the last step
-        self._num_decoding = 0
+        self._num_weighed = 0  # requests of the last step that was weighed
         self._num_steps = 0
         self._draft_ms = 0.0  # paid in this step
 
@@ -102,8 +102,7 @@ class Economy:
         self._num_steps, self._draft_ms, self._is_trial = self._num_steps + 1, 0.0, False
         self._drafted = set()
         self._look(step, depth_of)
-        is_other_batch, self._num_decoding = len(step.decode) != self._num_decoding, len(step.decode)
-        rests = not (self._is_on or is_other_batch or self._is_time_to_look or self._may_try)
+        rests = not (self._is_on or self._may_try or self._is_time_to_weigh(len(step.decode)))
         if rests:
             self._waited += 1
             requests = [r for r in requests if not _is_auto(r) or _is_due(r)]
@@ -138,7 +137,7 @@ class Economy:
             self._looking_ms = 0.0 if self._is_given else 1e3 * (time.perf_counter() - began)
 
     def _choose(self, auto: list[Request], others: list[Request], step: Step) -> list[Request]:
-        copies = self._lookup.chosen
+        copies, self._num_weighed = self._lookup.chosen, len(step.decode)
         ranked = sorted(auto, key=self._gain_of, reverse=True)
         pace_K = self._paces(ranked, others, step, copying=False)
         best = 1 + int(pace_K[1:].argmax())
@@ -185,10 +184,10 @@ class Economy:
     def _may_try(self) -> bool:
         return self._waited > _TRY_EVERY and not self._owed_ms
 
-    @property
-    def _is_time_to_look(self) -> bool:
-        """At whether drafting would pay while it is off: rarely, as that takes time itself."""
-        return self._waited % _LOOK_EVERY == 0
+    def _is_time_to_weigh(self, num_decoding: int) -> bool:
+        """Whether drafting would pay, while it is off: rarely, as that takes time itself."""
+        is_other_batch = num_decoding > 0 and 4 * abs(num_decoding - self._num_weighed) > self._num_weighed
+        return is_other_batch or self._waited % _LOOK_EVERY == 0
 
     def _gain_of(self, request: Request) -> float:
         return max(0.0, float(self._tree.mean[0]) + request.draft_bonus)
@@ -279,7 +278,7 @@ class Economy:
         self._owed_ms = max(0.0, self._owed_ms - _TRY_SHARE * hope * step_ms)
         if self._is_trial:
             self._owed_ms += max(0.0, step_ms - self._otherwise_ms(step, verdicts))
-        if not self._draft_ms and self._looking_ms is None and self._waited % _TRY_EVERY:
+        if not self._draft_ms and not num_nodes and self._waited % _TRY_EVERY:
             return
         if not step.prefill:  # prompts would blur what a tree's rows cost
             table_ms = float(self._verify.ms(len(step.decode) + num_nodes))
