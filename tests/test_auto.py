@@ -247,7 +247,7 @@ def test_while_drafting_is_off_auto_looks_rarely_until_the_batch_changes(monkeyp
     choose, looks = deciding._choose, []
     monkeypatch.setattr(deciding, "_choose", lambda *asked: (looks.append(1), choose(*asked))[1])
     limits = TreeLimits(num_nodes=16, auto=True)
-    requests = [Request(Submit(id=n, prompt=[1] * 9, max_tokens=64), Rule.COUPLED, limits, 0) for n in range(2)]
+    requests = [Request(Submit(id=n, prompt=[1] * 9, max_tokens=64), Rule.COUPLED, limits, 0) for n in range(8)]
 
     def num_looks(decode: list[Request], num_steps: int) -> int:
         looks.clear()
@@ -256,9 +256,11 @@ def test_while_drafting_is_off_auto_looks_rarely_until_the_batch_changes(monkeyp
             deciding.worthwhile(decode, lambda request: Feed([1], 16, 8), step, lambda request: 0)
         return len(looks)
 
-    num_looks(requests[:1], 10)  # turns drafting off
-    assert num_looks(requests[:1], 96) == 6
-    assert num_looks(requests, 1) == 1
+    num_looks(requests, 10)  # turns drafting off
+    assert num_looks(requests, 96) == 6
+    assert num_looks(requests[:6], 1) == 0, "a quarter less is still the same batch"
+    assert num_looks(requests[:5], 1) == 1
+    assert num_looks(requests[:4], 1) == 0
 
 
 def test_where_prices_are_given_tries_are_charged_by_them():
