@@ -15,6 +15,7 @@ from collections.abc import AsyncGenerator
 from typing import NamedTuple
 
 from secateur.errors import SecateurError
+from workers.heap import freeze_start_up
 from workers.ipc import (
     Abort,
     Decoder,
@@ -86,6 +87,7 @@ class EngineClient:
             raise TimeoutError(f"the engine was not ready after {timeout_s:.0f} s") from None
         if self.ready is None:
             raise EngineDead(self._death or "the engine died while it started")
+        freeze_start_up()
         return self.ready
 
     def new_id(self) -> int:

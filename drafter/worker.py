@@ -36,6 +36,7 @@ from workers.decoders import load_decoder
 from workers.fc_head_format import read_eagle_spec, read_mtp_spec
 from workers.graphs import can_capture, decoder_graphs
 from workers.groups import World
+from workers.heap import freeze_start_up
 from workers.kernels.choose import TORCH, Kernels, kernels_for
 from workers.kv import KVPool
 from workers.memory import agree_on_pages
@@ -62,6 +63,7 @@ def run(config: EngineConfig, rank: int, store_address: str) -> None:
                 logger.info("%s: captured graphs, %s", world.role, graphs.report)
     world.gather_topology(report)
     is_hybrid = config.draft.acceptance.sample_method == "hybrid"
+    freeze_start_up()
     _serve(world, proposer, make_shape(config.draft.tree), is_hybrid, kernels)
     if not isinstance(proposer, NgramProposer) and proposer.graphs is not None:
         proposer.graphs.release()

@@ -17,6 +17,7 @@ from workers.decoders import load_decoder
 from workers.eagle3_format import FeatureFusion, read_eagle3_spec
 from workers.graphs import can_capture, decoder_graphs
 from workers.groups import World
+from workers.heap import freeze_start_up
 from workers.kernels.choose import kernels_for
 from workers.kv import KVPool
 from workers.memory import agree_on_pages
@@ -36,6 +37,7 @@ def run(config: EngineConfig, rank: int, store_address: str, *, front: str | Non
     target, num_pages, vocab_size = load(world)
     topology = world.gather_topology({} if target.graphs is None else target.graphs.report)
     if front is None:
+        freeze_start_up()
         target.follow()
     else:
         is_priced = config.draft is None or config.draft.tree.prune.prices is not None
@@ -45,6 +47,7 @@ def run(config: EngineConfig, rank: int, store_address: str, *, front: str | Non
             ipc.Ready(topology=topology, max_model_len=config.max_model_len, vocab_size=vocab_size, num_pages=num_pages)
         )
         engine = Engine(config, target, world.link, socket, num_pages, row_costs)
+        freeze_start_up()
         try:
             engine.run()
         except ipc.FrontGone:

@@ -32,6 +32,7 @@ from secateur.bench import Contestant as Name
 from secateur.config import BUNDLED_TARGET, EngineArgs
 from secateur.prompts import Prompt
 from workers.config import DraftConfig, EngineConfig, PruneConfig, TreeConfig
+from workers.heap import freeze_start_up
 from workers.ipc import Speculation
 from workers.types import SamplingParams
 
@@ -157,6 +158,7 @@ def _contestants(config: EngineConfig, plan: SpeedPlan, small: Path | None, say:
         if peers := [name for name in asked if name in PEERS]:
             say(f"loading {', '.join(peers)}")
             found += _peers(peers, config, plan, small)
+            freeze_start_up()  # as our processes do
         yield found
 
 

@@ -40,6 +40,7 @@ from secateur.bench import SpeedPlan, TargetSize  # noqa: E402
 from secateur.config import EngineArgs  # noqa: E402
 from secateur.prompts import BUNDLED_PROMPTS, read_prompts  # noqa: E402
 from workers.config import EngineConfig  # noqa: E402
+from workers.heap import freeze_start_up  # noqa: E402
 from workers.ipc import Speculation, Submit  # noqa: E402
 from workers.types import SamplingParams  # noqa: E402
 
@@ -93,6 +94,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, float]]:
         assert config.draft is not None
         pair = Pair.load(config.model_path, config.draft.model_path)
         contestants = {name: stack.enter_context(contestant(name, config, pair)) for name in SHAPES}
+        freeze_start_up()  # as workers do
         print(HEAD)
         for temperature in args.temperatures:
             for batch in args.batches:
