@@ -7,9 +7,10 @@ copies are not equal: the same forward takes up to a fifth longer in one process
 live. Here nothing differs but the shape. The drafter answers in the engine's process, over the wire's format; a second
 core is not used, nor needed, since one side always waits for the other. Everybody answers the same prompts in a round,
 each round the next ones; a first round does not count. Time per output token after the first, medians over the rounds
-of ratios to no speculation. The engines still have KV memory of their own, which moves ratios by some hundredths for as
-long as a process lives: with --processes all is measured anew so often, and medians are taken. Prints Markdown; --out
-also writes JSON named after the date and the target.
+of ratios to no speculation, which two engines are asked for: the mean of both counts, and `off again`, one over the
+other, is how far equals are apart. The engines still have KV memory of their own, which moves ratios by some hundredths
+for as long as a process lives: with --processes all is measured anew so often, and medians are taken. Prints Markdown;
+--out also writes JSON named after the date and the target.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ from workers.heap import freeze_start_up  # noqa: E402
 from workers.ipc import Speculation, Submit  # noqa: E402
 from workers.types import SamplingParams  # noqa: E402
 
-SHAPES: tuple[Name, ...] = ("off", "chain", "static", "auto")
+SHAPES: dict[str, Name] = {
+    "off": "off", "chain": "chain", "static": "static", "auto": "auto", "off again": "off"
+}  # fmt: skip
 """As `secateur bench throughput` has them."""
 
 
@@ -93,7 +96,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, float]]:
         config, prompts = workload(engine_args, texts, max_tokens=args.max_tokens, max_num_seqs=max(args.batches))
         assert config.draft is not None
         pair = Pair.load(config.model_path, config.draft.model_path)
-        contestants = {name: stack.enter_context(contestant(name, config, pair)) for name in SHAPES}
+        contestants = {name: stack.enter_context(contestant(shape, config, pair)) for name, shape in SHAPES.items()}
         freeze_start_up()  # as workers do
         print(HEAD)
         for temperature in args.temperatures:
@@ -102,22 +105,28 @@ def measure(args: argparse.Namespace) -> list[dict[str, float]]:
                 seen: list[dict[str, float]] = []
                 for number in range(args.rounds + 1):
                     chosen = list(islice(endless, batch))
-                    order = SHAPES if number % 2 else SHAPES[::-1]
+                    order = list(SHAPES) if number % 2 else list(SHAPES)[::-1]
                     seen.append(
                         {n: contestants[n].seconds_per_token(chosen, args.max_tokens, temperature) for n in order}
                     )
                 off_ms = 1e3 * statistics.median(turn["off"] for turn in seen[1:])
-                ratios = {n: statistics.median(t["off"] / t[n] for t in seen[1:]) for n in SHAPES[1:]}
+                ratios = {n: statistics.median(_off(t, n) / t[n] for t in seen[1:]) for n in COLUMNS}
                 rows.append({"temperature": temperature, "batch": batch, "off_ms": off_ms} | ratios)
                 print(line(rows[-1]), flush=True)
     return rows
 
 
-HEAD = f"| T | requests | ms per token, off | {' | '.join(SHAPES[1:])} |\n|---|---|---{'|---' * 3}|"
+def _off(turn: dict[str, float], name: str) -> float:
+    """What `name` is compared with."""
+    return turn["off"] if name == "off again" else (turn["off"] + turn["off again"]) / 2
+
+
+COLUMNS = list(SHAPES)[1:]
+HEAD = f"| T | requests | ms per token, off | {' | '.join(COLUMNS)} |\n|---|---|---{'|---' * len(COLUMNS)}|"
 
 
 def line(row: dict[str, float]) -> str:
-    cells = " | ".join(f"{row[name]:.2f}" for name in SHAPES[1:])
+    cells = " | ".join(f"{row[name]:.2f}" for name in COLUMNS)
     return f"| {row['temperature']:g} | {row['batch']:g} | {row['off_ms']:.1f} | {cells} |"
 
 
