@@ -79,7 +79,10 @@ class EngineClient:
         return self.address
 
     async def wait_ready(self, timeout_s: float) -> Ready:
-        """The engine's first frame. Raises EngineDead if it dies first, TimeoutError if it takes too long."""
+        """The engine's first frame, with which this process has started, too (`freeze_start_up`).
+
+        Raises EngineDead if the engine dies first, TimeoutError if it takes too long.
+        """
         try:
             async with asyncio.timeout(timeout_s):
                 await self._ready_event.wait()

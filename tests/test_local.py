@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import subprocess
@@ -67,6 +68,15 @@ def test_each_step_is_one_chunk(tmp_path: Path) -> None:
         assert [chunk.finish_reason for chunk in chunks] == [None, None, "length"]
         assert client.num_pending == 0
 
+    with_fake(tmp_path, body)
+
+
+def test_once_its_engine_is_ready_the_collector_looks_at_nothing_of_the_front(tmp_path: Path) -> None:
+    async def body(client: EngineClient, fake: FakeEngine) -> None:
+        assert gc.get_freeze_count() > 10_000
+
+    gc.unfreeze()
+    assert gc.get_freeze_count() == 0
     with_fake(tmp_path, body)
 
 

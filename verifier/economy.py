@@ -185,7 +185,7 @@ class Economy:
         return self._waited > _TRY_EVERY and not self._owed_ms
 
     def _is_time_to_weigh(self, num_decoding: int) -> bool:
-        """Whether drafting would pay, while it is off: rarely, as that takes time itself."""
+        """While drafting is off: rarely, as that takes time itself, or when the batch has become another one."""
         is_other_batch = num_decoding > 0 and 4 * abs(num_decoding - self._num_weighed) > self._num_weighed
         return is_other_batch or self._waited % _LOOK_EVERY == 0
 

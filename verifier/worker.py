@@ -42,12 +42,12 @@ def run(config: EngineConfig, rank: int, store_address: str, *, front: str | Non
     else:
         is_priced = config.draft is None or config.draft.tree.prune.prices is not None
         row_costs = UNPROFILED if is_priced else profile(target, config, num_pages)
+        freeze_start_up()  # before it says that it is ready
         socket = ipc.FrameSocket(ipc.connect(front))
         socket.send(
             ipc.Ready(topology=topology, max_model_len=config.max_model_len, vocab_size=vocab_size, num_pages=num_pages)
         )
         engine = Engine(config, target, world.link, socket, num_pages, row_costs)
-        freeze_start_up()
         try:
             engine.run()
         except ipc.FrontGone:

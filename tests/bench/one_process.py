@@ -48,7 +48,7 @@ from workers.types import SamplingParams  # noqa: E402
 SHAPES: dict[str, Name] = {
     "off": "off", "chain": "chain", "static": "static", "auto": "auto", "off again": "off"
 }  # fmt: skip
-"""As `secateur bench throughput` has them."""
+"""Who takes turns, and with which of the shapes of `secateur bench throughput`."""
 
 
 @dataclass(frozen=True)

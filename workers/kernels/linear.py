@@ -36,7 +36,7 @@ class Linear:
             return
         if not _HAS_AVX512:
             self.weight_OI = weight_OI.t().contiguous().t()
-        if from_rows := _packed_from_rows(weight_OI.numel()):
+        if from_rows := _worth_packing_from(weight_OI.numel()):
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI.contiguous(), _TYPICAL_ROWS)
             self._packed_from_rows = from_rows
             if from_rows == 1:
@@ -51,8 +51,8 @@ class Linear:
         return torch.ops.mkldnn._linear_pointwise(x_NI.contiguous(), self._packed, self.bias_O, "none", [], "")
 
 
-def _packed_from_rows(num_elements: int) -> int | None:
-    """From how many rows the packed product is faster; 1: the weight is not kept in any other form."""
+def _worth_packing_from(num_elements: int) -> int | None:
+    """From how many rows the packed product is faster, None = never; 1: the weight is kept in no other form."""
     if _HAS_AVX512:
         return 1 if num_elements >= 1 << 17 else 3
     if num_elements < 1 << 18:
