@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from fakes import FakeChannel
 
 from drafter.eagle3 import Eagle3Head
@@ -15,6 +16,7 @@ from drafter.propose import FeatureProposer
 from drafter.shape import make_shape
 from verifier.costs import RowCosts, profile
 from verifier.engine import Engine
+from verifier.states import WaitingStates, most_waiting
 from verifier.target import Target
 from workers.checkpoint import read_spec
 from workers.config import EngineConfig
@@ -81,7 +83,9 @@ def engine_here(
     assert config.num_pages is not None
     num_slots = config.num_pages * config.page_size
     fusion = pair.fusion if config.draft else None
-    verifier = target(pair.decoder, pair.decoder.new_kv_pool(num_slots), config.page_size, None, fusion)
+    width, cpu = 3 * pair.decoder.spec.hidden_size, torch.device("cpu")
+    waiting = WaitingStates(most_waiting(config), width, dtype=torch.float32, device=cpu)
+    verifier = target(pair.decoder, pair.decoder.new_kv_pool(num_slots), config.page_size, None, fusion, waiting)
     drafter = None
     if config.draft is not None:
         own = proposer(pair.head, pair.head.new_kv_pool(num_slots), config.page_size, config.tree_rows)

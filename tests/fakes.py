@@ -27,6 +27,7 @@ from drafter.level import DraftVocabulary, Level
 from drafter.shape import Shape, make_shape
 from verifier.engine import Engine
 from verifier.request import Request
+from verifier.states import WaitingStates, most_waiting
 from verifier.target import Target
 from workers import groups, wire
 from workers.channel import Received
@@ -126,15 +127,15 @@ class Memory:
 
 class FakeTarget(Target):
     """A target over a language; a row's state is its (position, token), to prove their alignment. What is drawn
-    from the logits, and how, is the real one's."""
+    from the logits, and how, is the real one's. waiting: for a drafter that reads features."""
 
-    def __init__(self, language: Language, page_size: int, max_model_len: int, has_features: bool) -> None:
+    def __init__(self, language: Language, page_size: int, max_model_len: int, waiting: WaitingStates | None) -> None:
         vocab = language.vocab
         alone = SimpleNamespace(rank=0, size=1)
         spec = SimpleNamespace(vocab_size=vocab)
         decoder: Any = SimpleNamespace(tp=alone, spec=spec, vocab_range=(0, vocab), kernels=TORCH)
         kv: Any = None
-        super().__init__(decoder, kv, page_size, None, (lambda states: states) if has_features else None)
+        super().__init__(decoder, kv, page_size, None, (lambda states: states) if waiting else None, waiting)
         self._language, self._max_model_len = language, max_model_len
         self.memory = Memory(page_size)
         self.steps: list[TargetStep] = []
@@ -294,7 +295,10 @@ class Bench:
     ) -> None:
         draft = DraftConfig(method=method, model_path="fake", tree=tree) if method else None
         config = EngineConfig(model_path="fake", draft=draft, **{"page_size": 4, "max_model_len": 256} | settings)
-        self.target = FakeTarget(language, config.page_size, config.max_model_len, method == "eagle3")
+        waiting = None
+        if method == "eagle3":
+            waiting = WaitingStates(most_waiting(config), 2, dtype=torch.float32, device=torch.device("cpu"))
+        self.target = FakeTarget(language, config.page_size, config.max_model_len, waiting)
         self.proposer = FakeProposer(language, config.page_size)
         self.drafter = FakeChannel(self.proposer, make_shape(tree)) if method else None
         engine_end, self.front = socket.socketpair()
@@ -340,6 +344,11 @@ class Bench:
         assert not any(request.pages for request in self.engine._waiting)
         written = [page for request in running for page in request.pages[self._first_written(request) :]]
         assert len(set(written)) == len(written), "two requests write one page"
+        if (waiting := self.target.waiting) is not None:
+            rows = [row for request in running for row in request.states]
+            assert len(set(rows)) == len(rows), "two requests wait in one row"
+            assert len(rows) + waiting.num_free == most_waiting(self.engine._config)
+            assert not any(request.states for request in self.engine._waiting)
         for request in running:
             self._check(request)
 

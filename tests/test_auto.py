@@ -157,7 +157,8 @@ def test_tokens_are_those_of_the_target_whatever_auto_decides(monkeypatch, metho
         economy.Economy, "_choose", lambda self, auto, others, step: [r for r in auto if rng.random() < 0.4]
     )
     language = RandomLanguage(error=0.3)
-    with Bench(language, method, TREE, max_num_batched_tokens=24) as b:
+    with Bench(language, method, TREE, max_num_batched_tokens=24, max_num_seqs=4) as b:
+        b.engine._economy._most_fed = 10
         asked = []
         for n in range(6):
             params = SamplingParams(temperature=temperature, seed=n)
@@ -168,6 +169,8 @@ def test_tokens_are_those_of_the_target_whatever_auto_decides(monkeypatch, metho
         for id, prompt, params in asked:
             assert b.answers[id].tokens == say(language, prompt, 30, params)
         assert any((request.num_nodes_B == 0).all() for request in b.drafter.requests), "some messages only feed"
+        sent = [len(request.token_M) for request in b.drafter.requests]
+        assert max(sent) == 10, "some messages are cut"
         assert len(b.drafter.requests) < len(b.target.steps)
 
 

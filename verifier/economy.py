@@ -34,12 +34,10 @@ from verifier.lookup import Lookup
 from verifier.pack import Feed
 from verifier.request import Request
 from verifier.scheduler import Step
+from verifier.states import MAX_BACKLOG
 from workers.config import Prices
 from workers.types import DraftCosts, DraftReply, Verdict
 
-MAX_BACKLOG = 256
-"""Tokens that the drafter may be owed by a request that it does not draft for. Feeding later costs no more, and often
-the request is finished before."""
 _TRY_SHARE = 0.01  # of all time may be lost to tries of what is expected to be nearly as good as what is chosen
 _TRY_EVERY = 8  # steps between two tries, at least; while drafting is off, between two plain steps that are priced
 _LOOK_EVERY = 16  # steps between two looks at whether drafting would pay, while it is off, or copies, while they do not
@@ -49,9 +47,11 @@ _FADE = 0.3  # every 8 steps: what sets a request apart is forgotten while nothi
 
 
 class Economy:
-    """Owned by the engine; `verify` is what start-up measured, `prices` what is to be believed instead."""
+    """Owned by the engine; `verify` is what start-up measured, `prices` what is to be believed instead. most_fed: rows
+    of one message to the drafter."""
 
-    def __init__(self, verify: RowCosts, prices: Prices | None = None) -> None:
+    def __init__(self, verify: RowCosts, prices: Prices | None = None, *, most_fed: int = 2048) -> None:
+        self._most_fed = most_fed
         # Drafting is billed by message, row fed, further level, and node run on one (all there are, where trees grow at
         # once). The rest of a step is billed by itself, by millisecond of the table and by request, and for what the
         # table does not know of, such as how attention copes with many requests of several rows, by having trees at all
@@ -116,7 +116,19 @@ class Economy:
                 kept[request] = feed
             elif _is_due(request):
                 kept[request] = Feed(feed.tokens, 0, 0)
-        return kept
+        return kept if _num_fed(kept) <= self._most_fed else self._within_a_message(kept)
+
+    def _within_a_message(self, feeds: dict[Request, Feed]) -> dict[Request, Feed]:
+        """As much of them as may be sent at once, what is due first. Who is not fed whole gets no tree."""
+        room, sent = self._most_fed, {}
+        for request in sorted(feeds, key=lambda r: (_is_auto(r), not _is_due(r))):
+            feed = feeds[request]
+            if len(feed.tokens) <= room:
+                sent[request] = feed
+            elif room > 0:
+                sent[request] = Feed(feed.tokens[:room], 0, 0)
+            room -= len(feed.tokens)
+        return {request: sent[request] for request in feeds if request in sent}
 
     def copies(self) -> dict[Request, list[int]]:
         """Drafts for the step's requests under `auto` that the drafter made none for, as far as they pay: what followed

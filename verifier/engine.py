@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from functools import partial
+from itertools import islice
 
 from verifier.accept import judge
 from verifier.costs import UNPROFILED, RowCosts
@@ -16,9 +17,10 @@ from verifier.drafts import Drafts
 from verifier.economy import Economy
 from verifier.pack import Move, draft_depth, next_feed, pack_draft, pack_target
 from verifier.prefixes import Prefixes
-from verifier.request import Request, States
+from verifier.request import Request
 from verifier.rules import rule_of
 from verifier.scheduler import Limits, Step, schedule
+from verifier.states import most_fed
 from verifier.target import Target
 from verifier.tree import with_chains
 from workers.channel import Channel
@@ -56,10 +58,13 @@ class Engine:
         self._drafter = drafter
         self._front = front
         self._allocator = PageAllocator(num_pages)
-        self._prefixes = Prefixes(self._allocator, config.page_size, is_enabled=config.enable_prefix_caching)
+        self._prefixes = Prefixes(
+            self._allocator, config.page_size, target.waiting, is_enabled=config.enable_prefix_caching
+        )
         self._next_feed = partial(next_feed, config=config)
         self._draft_depth = partial(draft_depth, config=config)
-        self._economy = Economy(row_costs, config.draft.tree.prune.prices if config.draft else None)
+        prices = config.draft.tree.prune.prices if config.draft else None
+        self._economy = Economy(row_costs, prices, most_fed=most_fed(config))
         self._limits = Limits(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -164,6 +169,8 @@ class Engine:
         self._publish([request])
         self._moves = [move for move in self._moves if move.request is not request]
         self._allocator.free(request.pages)
+        if self._target.waiting is not None:
+            self._target.waiting.free(request.states)
         request.forget()
 
     def preempt(self, request: Request) -> None:
@@ -195,11 +202,13 @@ class Engine:
             assert self._drafter is not None
             began = time.perf_counter()
             costs = self._economy.costs(feeds, step)
-            features_MH = self._target.features([state for r in feeds for state in r.states])
+            fed = [row for r, feed in feeds.items() for row in r.states[: len(feed.tokens)]]
+            features_MH = self._target.features(fed)
             request = pack_draft(list(feeds), list(feeds.values()), features_MH, self._config.eos_token_ids, costs)
             self._drafter.send(request, self._stats.steps)
-            for r in feeds:
-                r.num_fed, r.states = r.num_feedable, []
+            for r, feed in feeds.items():
+                r.num_fed += len(feed.tokens)
+                del r.states[: len(feed.tokens)]
             received = self._drafter.receive()
             assert received.kind == Kind.DRAFT_REPLY and isinstance(received.message, DraftReply)
             reply = received.message
@@ -276,13 +285,18 @@ class Engine:
         self._publish(self._running)
 
     def _owe_states(self, owed: list[tuple[Request, list[int]]]) -> None:
-        states = self._target.states([row for _, rows in owed for row in rows]) if owed else None
-        if states is not None:
-            self._prefixes.keep_states([(request, len(rows)) for request, rows in owed], states)
-            begin = 0
-            for request, rows in owed:
-                request.states.append(States(states, begin, begin + len(rows)))
-                begin += len(rows)
+        state_NX = self._target.states([row for _, rows in owed for row in rows]) if owed else None
+        if state_NX is None:
+            return
+        assert self._target.waiting is not None
+        self._prefixes.keep_states([(request, len(rows)) for request, rows in owed], state_NX)
+        waiting = iter(self._target.waiting.keep(state_NX))
+        for request, rows in owed:
+            own = islice(waiting, len(rows))
+            if self._draft_depth(request) > 0:
+                request.states += own
+            else:  # it will not be drafted for again
+                self._target.waiting.free(list(own))
 
     def _publish(self, requests: list[Request]) -> None:
         """Lets others share what these hold, but no slot that still waits for a move."""

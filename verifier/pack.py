@@ -40,12 +40,14 @@ def next_feed(request: Request, config: EngineConfig) -> Feed | None:
     """The request's next feed; None if it never speculates, has nothing new, or will emit only one more token."""
     if request.limits is None or config.draft is None or not request.num_computed:
         return None
-    tokens = request.tokens[request.num_fed : request.num_feedable]
-    if not request.is_decoding:
-        # One row alone can wait: the first behind a shared prefix, before anything of the request was computed.
-        return Feed(tokens, 0, 0) if len(tokens) > 1 else None
     depth = draft_depth(request, config)
-    return Feed(tokens, request.limits.num_nodes, depth) if depth > 0 else None
+    if depth <= 0:
+        return None
+    tokens = request.tokens[request.num_fed : request.num_feedable]
+    if request.is_decoding:
+        return Feed(tokens, request.limits.num_nodes, depth)
+    # One row alone can wait: the first behind a shared prefix, before anything of the request was computed.
+    return Feed(tokens, 0, 0) if len(tokens) > 1 else None
 
 
 def draft_depth(request: Request, config: EngineConfig) -> int:
@@ -53,7 +55,8 @@ def draft_depth(request: Request, config: EngineConfig) -> int:
     still = min(request.submit.max_tokens - request.num_output, config.max_model_len - len(request.tokens))
     depth = still - 1  # the bonus token always comes on top of an accepted path
     assert config.draft is not None
-    return min(depth, config.draft.tree.max_depth) if config.draft.tree.kind == "dynamic" else depth
+    tree = config.draft.tree
+    return min(depth, tree.max_depth if tree.kind == "dynamic" else tree.num_nodes)
 
 
 def pack_draft(

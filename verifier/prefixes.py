@@ -18,16 +18,20 @@ from array import array
 import torch
 from torch import Tensor
 
-from verifier.request import Request, States
+from verifier.request import Request
+from verifier.states import WaitingStates
 from workers.kv import NOTHING_FOUND, Found, PageAllocator
 
 
 class Prefixes:
     """What the pages hold. Owned by the engine, beside the allocator that it publishes to."""
 
-    def __init__(self, allocator: PageAllocator, page_size: int, *, is_enabled: bool) -> None:
+    def __init__(
+        self, allocator: PageAllocator, page_size: int, waiting: WaitingStates | None = None, *, is_enabled: bool
+    ) -> None:
         self._allocator = allocator
         self._page_size = page_size
+        self._waiting = waiting
         self._is_enabled = is_enabled
         self._state_PX: Tensor | None = None  # of each page's last token; the first states tell width and dtype
 
@@ -51,8 +55,8 @@ class Prefixes:
         request.num_computed = len(pages) * self._page_size
         if request.limits is not None:
             request.num_published_drafted, request.num_fed = len(pages), request.num_computed
-            if self._state_PX is not None:
-                request.states = [States(self._state_PX, pages[-1], pages[-1] + 1)]
+            if self._state_PX is not None and self._waiting is not None:
+                request.states = self._waiting.keep(self._state_PX.narrow(0, pages[-1], 1))
 
     def keep_states(self, owed: list[tuple[Request, int]], state_NX: Tensor) -> None:
         """The states of each request's `owed` newest computed positions, packed, of which pages' last ones stay."""

@@ -4,22 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import NamedTuple
-
-from torch import Tensor
 
 from verifier.lookup import Passages
 from workers.constraints import Standing
 from workers.ipc import RequestStats, Submit
 from workers.types import Rule, TreeLimits
-
-
-class States(NamedTuple):
-    """Rows begin .. end - 1 of a step's states: one tensor for all requests, sliced when it is read."""
-
-    step_NX: Tensor
-    begin: int
-    end: int
 
 
 @dataclass(slots=True, eq=False)
@@ -43,7 +32,7 @@ class Request:
     num_published_drafted: int = 0  # ... and that the drafter holds too
     num_computed: int = 0  # positions whose KV the target holds
     num_fed: int = field(init=False)  # drafter slots filled
-    states: list[States] = field(default_factory=list)  # of the newest computed positions: those fed next
+    states: list[int] = field(default_factory=list)  # where those of the newest computed positions wait
     draft_bonus: float = 0.0  # tokens that its drafts lately added beyond the average, see `verifier.economy`
     passages: Passages = field(default_factory=Passages)  # of its text, as far as it was asked for
     num_cached: int | None = None  # prompt tokens that were found computed when it first joined; None: it has not

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verifier.request import States
+from verifier.states import WaitingStates
 from workers.channel import Channel, naming_lost_peers
 from workers.constraints import Columns, ConstrainedRow, constrain, unpack_standings
 from workers.decoders import AnyDecoder
@@ -34,7 +34,8 @@ class Target:
 
     fuse: on rank 0, what turns the states of rows into what a feature drafter is told of them. A state is the final
     hidden state, or for EAGLE-3 the taps, whose fc is applied here: the drafter is sent H, not 3 D, wide features.
-    graphs: of the decoder over this pool (`workers.graphs.decoder_graphs`); None = every kernel is launched by itself.
+    waiting: then, where states wait to be fed. graphs: of the decoder over this pool (`workers.graphs.decoder_graphs`);
+    None = every kernel is launched by itself.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Target:
         page_size: int,
         peers: Channel | None,
         fuse: Fuse | None,
+        waiting: WaitingStates | None = None,
         graphs: Graphs | None = None,
     ) -> None:
         self._decoder = decoder
@@ -51,6 +53,7 @@ class Target:
         self._page_size = page_size
         self._peers = peers
         self._fuse = fuse
+        self.waiting = waiting
         self.graphs = graphs
         self._role = f"verifier {decoder.tp.rank}"
         vocab_size = decoder.spec.vocab_size
@@ -103,12 +106,13 @@ class Target:
         return state_NX.index_select(0, torch.tensor(rows, device=state_NX.device))
 
     @torch.inference_mode()
-    def features(self, states: list[States]) -> Tensor | None:
-        """The features [N, H] of states: fused when they are fed, as most of a request that is never drafted for never
-        are."""
-        if self._fuse is None or not states:
+    def features(self, waiting: list[int]) -> Tensor | None:
+        """The features [N, H] of states that wait in these rows, which are free then. Fused only now, because most of a
+        request that is never drafted for never are."""
+        if self._fuse is None or not waiting:
             return None
-        return self._fuse(torch.cat([step_NX[begin:end] for step_NX, begin, end in states]))
+        assert self.waiting is not None
+        return self._fuse(self.waiting.take(waiting))
 
     def processed(self, rows_R: Tensor) -> Tensor:
         """Rank 0: the processed distribution at some of the last step's sampled rows, when drafts were sampled.

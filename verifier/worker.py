@@ -9,6 +9,7 @@ import torch
 
 from verifier.costs import UNPROFILED, profile
 from verifier.engine import Engine
+from verifier.states import WaitingStates, most_waiting
 from verifier.target import Fuse, Target
 from workers import groups, ipc
 from workers.checkpoint import ModelSpec, read_spec
@@ -40,8 +41,8 @@ def run(config: EngineConfig, rank: int, store_address: str, *, front: str | Non
         freeze_start_up()
         target.follow()
     else:
-        is_priced = config.draft is None or config.draft.tree.prune.prices is not None
-        row_costs = UNPROFILED if is_priced else profile(target, config, num_pages)
+        needs_profile = config.draft is not None and config.draft.tree.prune.prices is None
+        row_costs = profile(target, config, num_pages) if needs_profile else UNPROFILED
         freeze_start_up()  # before it says that it is ready
         socket = ipc.FrameSocket(ipc.connect(front))
         socket.send(
@@ -71,6 +72,9 @@ def load(world: World) -> tuple[Target, int, int]:
     decoder = load_decoder(
         config.model_path, spec, world.tp, world.device, dtype, tap_layers=reading.tap_layers, kernels=kernels
     )
+    waiting = None
+    if reading.fuse is not None:
+        waiting = WaitingStates(most_waiting(config), reading.width, dtype=dtype, device=world.device)
     slot_bytes = KVPool.bytes_per_slot(spec.num_layers, decoder.heads.num_kv_heads, spec.head_dim, dtype)
     page_bytes = reading.width * dtype.itemsize  # rank 0 keeps one state a page, see verifier.prefixes
     num_pages = agree_on_pages(world, slot_bytes + -(-page_bytes // config.page_size))
@@ -79,7 +83,8 @@ def load(world: World) -> tuple[Target, int, int]:
     if isinstance(decoder, Decoder) and can_capture(kernels, world.device, config.enforce_eager):
         graphs = decoder_graphs(decoder, kv, config)
         logger.info("%s: captured graphs, %s", world.role, graphs.report)
-    return Target(decoder, kv, config.page_size, world.peers, reading.fuse, graphs), num_pages, spec.vocab_size
+    target = Target(decoder, kv, config.page_size, world.peers, reading.fuse, waiting, graphs)
+    return target, num_pages, spec.vocab_size
 
 
 class _Reading(NamedTuple):

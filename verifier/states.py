@@ -1,0 +1,64 @@
+"""What the drafter will be told of positions that it has not been fed yet: the target's states, until they are fed.
+
+While drafting does not pay they wait by the hundred for every request. They lie in one tensor that is made at start-up,
+before memory is divided among KV pages, so that however many wait, what they take is known.
+Legend: N rows, X width of a state.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from workers.config import EngineConfig
+
+MAX_BACKLOG = 256
+"""Tokens that the drafter may be owed by a request that it does not draft for. Feeding later costs no more, and often
+the request is finished before."""
+
+
+def most_fed(config: EngineConfig) -> int:
+    """Rows of one message to the drafter: as many as a step may compute, and any one request's backlog with its tree.
+
+    So a prompt never waits for another, and who is owed more than MAX_BACKLOG tokens is fed as fast as tokens come.
+    """
+    trees = config.max_num_seqs * config.tree_rows
+    return max(config.max_num_batched_tokens, trees + config.page_size, MAX_BACKLOG + 2 * config.tree_rows)
+
+
+def most_waiting(config: EngineConfig) -> int:
+    """States that wait at most: a step adds no more rows than a message may feed, and those of requests that are owed
+    more than MAX_BACKLOG tokens are fed first. A last tree's rows may stay behind, when nothing is drafted any more."""
+    return config.max_num_seqs * (MAX_BACKLOG + config.tree_rows) + 2 * most_fed(config)
+
+
+class WaitingStates:
+    """On verifier rank 0. The caller keeps which rows are whose."""
+
+    def __init__(self, num_rows: int, width: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        self._state_NX = torch.empty(num_rows, width, dtype=dtype, device=device)
+        self._free = list(range(num_rows - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def keep(self, state_NX: Tensor) -> list[int]:
+        """The rows where these wait from now on, in their order."""
+        count = len(state_NX)
+        assert count <= len(self._free), "more states wait than ever can"
+        rows = self._free[len(self._free) - count :]
+        del self._free[len(self._free) - count :]
+        self._state_NX.index_copy_(0, self._index(rows), state_NX)
+        return rows
+
+    def take(self, rows: list[int]) -> Tensor:
+        """The states [N, X] of these rows, which are free then."""
+        self.free(rows)
+        return self._state_NX.index_select(0, self._index(rows))
+
+    def free(self, rows: list[int]) -> None:
+        self._free += rows
+
+    def _index(self, rows: list[int]) -> Tensor:
+        return torch.tensor(rows, dtype=torch.int64).to(self._state_NX.device, non_blocking=True)
