@@ -66,7 +66,8 @@ class Replica:
         self._serving = True
 
     async def __serve_build_asgi_app__(self) -> Any:
-        service = service_of(self._args, self._config, self._client, self._tokenizer)
+        replica = ray_serve.get_replica_context().replica_tag  # what Serve's own metrics call `replica` too
+        service = service_of(self._args, self._config, self._client, self._tokenizer, replica=replica)
         return create_app(service, echo_request_id=False)
 
     async def check_health(self) -> None:

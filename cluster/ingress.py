@@ -62,6 +62,8 @@ class Service:
     tokenizer: Tokenizer
     config: EngineConfig
     model_id: str
+    replica: str
+    """Which of the replicas of this model, for the metrics."""
     api_key: str | None = None
     seed: int | None = None
     max_pending: int | None = None
@@ -72,7 +74,7 @@ class Service:
 
     def __post_init__(self) -> None:
         self.seeds = SeedSource(self.seed)
-        self.metrics = metrics.Metrics(self.model_id, lambda: self.engine.stats)
+        self.metrics = metrics.Metrics(self.model_id, self.replica, lambda: self.engine.stats)
         self.max_pending = self.max_pending or PENDING_PER_SEQUENCE * self.config.max_num_seqs
 
     @property

@@ -1,12 +1,13 @@
 """Prometheus metrics of one service: vLLM's stems under our prefix, so that its dashboards need a rename only.
 
 Request metrics are observed here as requests end; engine metrics are read from the last StepOutput at scrape time.
-Acceptance length = 1 + num_accepted_tokens / num_drafts.
+Every sample says its model and replica: behind one address a scrape may reach any replica, and without the label their
+counters would take turns in one series. Acceptance length = 1 + num_accepted_tokens / num_drafts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -63,8 +64,9 @@ def by_depth(*counts: Sequence[int]) -> list[int]:
 
 
 class _EngineCollector(Collector):
-    def __init__(self, model_name: str, stats: Callable[[], EngineStats]) -> None:
-        self._labels = [model_name]
+    def __init__(self, labels: Mapping[str, str], stats: Callable[[], EngineStats]) -> None:
+        self._names = list(labels)
+        self._values = list(labels.values())
         self._stats = stats
 
     def describe(self) -> list[Metric]:
@@ -73,61 +75,61 @@ class _EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         stats = self._stats()
         for stem, (text, read) in _COUNTERS.items():
-            counter = CounterMetricFamily(PREFIX + stem, text, labels=["model_name"])
-            counter.add_metric(self._labels, read(stats))
+            counter = CounterMetricFamily(PREFIX + stem, text, labels=self._names)
+            counter.add_metric(self._values, read(stats))
             yield counter
         for stem, (text, per_depth) in _PER_POSITION.items():
-            counter = CounterMetricFamily(PREFIX + stem, text, labels=["model_name", "position"])
+            counter = CounterMetricFamily(PREFIX + stem, text, labels=[*self._names, "position"])
             for position, number in enumerate(per_depth(stats)):
-                counter.add_metric([*self._labels, str(position)], number)
+                counter.add_metric([*self._values, str(position)], number)
             yield counter
         for stem, (text, read) in _GAUGES.items():
-            gauge = GaugeMetricFamily(PREFIX + stem, text, labels=["model_name"])
-            gauge.add_metric(self._labels, read(stats))
+            gauge = GaugeMetricFamily(PREFIX + stem, text, labels=self._names)
+            gauge.add_metric(self._values, read(stats))
             yield gauge
 
 
 class Metrics:
     """One registry per service, so that several can live in one process (tests do)."""
 
-    def __init__(self, model_name: str, stats: Callable[[], EngineStats]) -> None:
+    def __init__(self, model_name: str, replica: str, stats: Callable[[], EngineStats]) -> None:
         self.registry = CollectorRegistry()
-        self._name = model_name
-        label, registry = ["model_name"], self.registry
+        self._labels = {"model_name": model_name, "replica": replica}
+        names, registry = list(self._labels), self.registry
         self._ttft = Histogram(
             PREFIX + "time_to_first_token_seconds",
             "From the request's arrival to its first token.",
-            label,
+            names,
             registry=registry,
             buckets=_TTFT_BUCKETS,
         )
         self._tpot = Histogram(
             PREFIX + "request_time_per_output_token_seconds",
             "Per request: time from the first to the last token, per further token.",
-            label,
+            names,
             registry=registry,
             buckets=_TPOT_BUCKETS,
         )
         self._e2e = Histogram(
             PREFIX + "e2e_request_latency_seconds",
             "From arrival to the last token.",
-            label,
+            names,
             registry=registry,
             buckets=_E2E_BUCKETS,
         )
         self._finished = Counter(
             PREFIX + "request_success",
             "Requests that ended, by reason (stop, length, abort, error).",
-            [*label, "finished_reason"],
+            [*names, "finished_reason"],
             registry=registry,
         )
-        self._prompt = Counter(PREFIX + "prompt_tokens", "Prompt tokens of ended requests.", label, registry=registry)
-        self._generated = Counter(PREFIX + "generation_tokens", "Tokens answered.", label, registry=registry)
+        self._prompt = Counter(PREFIX + "prompt_tokens", "Prompt tokens of ended requests.", names, registry=registry)
+        self._generated = Counter(PREFIX + "generation_tokens", "Tokens answered.", names, registry=registry)
         self._rejected = Counter(
-            PREFIX + "requests_rejected", "Requests turned away: too many were pending.", label, registry=registry
+            PREFIX + "requests_rejected", "Requests turned away: too many were pending.", names, registry=registry
         )
-        self._rejected.labels(model_name)
-        registry.register(_EngineCollector(model_name, stats))
+        self._rejected.labels(**self._labels)
+        registry.register(_EngineCollector(self._labels, stats))
 
     def request_ended(
         self,
@@ -140,17 +142,17 @@ class Metrics:
         last_token_s: float | None,
     ) -> None:
         """One prompt's answer ended. Times are seconds since its arrival; None = there was no token."""
-        self._finished.labels(self._name, reason).inc()
-        self._prompt.labels(self._name).inc(prompt_tokens)
-        self._generated.labels(self._name).inc(generation_tokens)
-        self._e2e.labels(self._name).observe(total_s)
+        self._finished.labels(**self._labels, finished_reason=reason).inc()
+        self._prompt.labels(**self._labels).inc(prompt_tokens)
+        self._generated.labels(**self._labels).inc(generation_tokens)
+        self._e2e.labels(**self._labels).observe(total_s)
         if first_token_s is not None and last_token_s is not None:
-            self._ttft.labels(self._name).observe(first_token_s)
+            self._ttft.labels(**self._labels).observe(first_token_s)
             if generation_tokens > 1:
-                self._tpot.labels(self._name).observe((last_token_s - first_token_s) / (generation_tokens - 1))
+                self._tpot.labels(**self._labels).observe((last_token_s - first_token_s) / (generation_tokens - 1))
 
     def request_rejected(self) -> None:
-        self._rejected.labels(self._name).inc()
+        self._rejected.labels(**self._labels).inc()
 
     def render(self) -> bytes:
         """The Prometheus text."""

@@ -23,13 +23,16 @@ from workers.config import EngineConfig
 _GRACE_S = 5
 
 
-def service_of(args: EngineArgs, config: EngineConfig, engine: EngineClient, tokenizer: Tokenizer) -> Service:
+def service_of(
+    args: EngineArgs, config: EngineConfig, engine: EngineClient, tokenizer: Tokenizer, *, replica: str
+) -> Service:
     """The service of a running engine, with the settings of `args`."""
     return Service(
         engine=engine,
         tokenizer=tokenizer,
         config=config,
         model_id=args.model_id,
+        replica=replica,
         api_key=args.api_key,
         seed=args.seed,
     )
@@ -117,7 +120,8 @@ class _ServiceThread(threading.Thread):
         tokenizer = asyncio.create_task(asyncio.to_thread(load_tokenizer, self._args, self._config))
         try:
             async with LocalEngine(self._config) as client:
-                app = create_app(service_of(self._args, self._config, client, await tokenizer))
+                service = service_of(self._args, self._config, client, await tokenizer, replica="local")
+                app = create_app(service)
                 server = uvicorn.Server(
                     uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=_GRACE_S)
                 )

@@ -55,7 +55,8 @@ def fake_service(
         address = await client.listen(f"unix:{folder}/engine.sock")
         fake = FakeEngine(address, script, eos=config.eos_token_ids, **(engine or {}))
         await client.wait_ready(10)
-        service = Service(engine=client, tokenizer=tokenizer, config=config, model_id="fake-model", **settings)
+        names = {"model_id": "fake-model", "replica": "fake-replica"}
+        service = Service(engine=client, tokenizer=tokenizer, config=config, **names, **settings)
         server = uvicorn.Server(uvicorn.Config(create_app(service), log_level="warning", timeout_graceful_shutdown=1))
         server_box.append(server)
         parts.append(FakeService(f"http://127.0.0.1:{sock.getsockname()[1]}", fake, client, service))

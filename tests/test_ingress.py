@@ -790,8 +790,6 @@ def test_the_metrics_have_vllm_s_stems(http: httpx2.Client) -> None:
         "kv_cache_usage_perc",
     ):
         assert f"secateur_{stem}" in families, stem
-    labels = families["secateur_request_success"].samples[0].labels
-    assert labels["model_name"] == "fake-model"
     assert families["secateur_spec_decode_num_drafts"].samples[0].value == 3
     assert families["secateur_spec_decode_num_pruned_tokens"].samples[0].value == 7
     assert families["secateur_num_preemptions"].samples[0].value == 5
@@ -807,6 +805,19 @@ def test_the_metrics_have_vllm_s_stems(http: httpx2.Client) -> None:
         assert [(sample.labels["position"], sample.value) for sample in samples] == [
             (str(position), value) for position, value in enumerate(expected)
         ]
+
+
+def test_every_sample_says_which_replica_of_which_model_it_is(own: Callable[..., FakeService]) -> None:
+    running = own()
+    with running.http() as http:
+        http.post("/v1/completions", json={"prompt": "a", "max_tokens": 64})
+        text = http.get("/metrics").text
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    assert {sample.name.split("_")[0] for sample in samples} == {"secateur"}
+    assert {(s.labels["model_name"], s.labels["replica"]) for s in samples} == {("fake-model", "fake-replica")}
+    # One metric observed here, one read from the engine, as Prometheus reads them.
+    assert 'secateur_prompt_tokens_total{model_name="fake-model",replica="fake-replica"} ' in text
+    assert 'secateur_engine_steps_total{model_name="fake-model",replica="fake-replica"} ' in text
 
 
 def test_no_prompt_gets_into_the_log(service: FakeService, caplog: pytest.LogCaptureFixture) -> None:

@@ -375,6 +375,45 @@ def test_policies_and_budgets_select_the_pods_of_the_service(service: dict[str, 
     assert budgets == ["head", "worker"]
 
 
+def pod_monitor() -> dict[str, Any]:
+    [only] = documents(MANIFESTS / "monitoring" / "podmonitor.yaml")
+    return only["spec"]
+
+
+def scraped(endpoint: dict[str, Any], service: dict[str, Any]) -> list[dict[str, Any]]:
+    """The groups whose pods an endpoint keeps, by its relabeling."""
+    groups = {"head": head(service), "worker": worker_group(service)}
+    label = "__meta_kubernetes_pod_label_ray_io_node_type"
+    keep = [r["regex"] for r in endpoint["relabelings"] if (r["action"], r["sourceLabels"]) == ("keep", [label])]
+    return [group for name, group in groups.items() if all(re.fullmatch(regex, name) for regex in keep)]
+
+
+def test_the_pod_monitor_finds_the_pods_and_every_port(service: dict[str, Any]) -> None:
+    """A name that no container declares is no error anywhere: Prometheus would find no target."""
+    assert pod_monitor()["selector"]["matchLabels"]["ray.io/originated-from-cr-name"] == service["metadata"]["name"]
+    for endpoint in pod_monitor()["podMetricsEndpoints"]:
+        groups = scraped(endpoint, service)
+        assert groups
+        assert all(endpoint["port"] in ports(ray_container(group)) for group in groups)
+
+
+def test_our_metrics_are_collected_where_a_replica_runs(service: dict[str, Any]) -> None:
+    [ours] = [endpoint for endpoint in pod_monitor()["podMetricsEndpoints"] if endpoint.get("path") == "/metrics"]
+    assert scraped(ours, service) == [worker_group(service)]
+    assert ports(ray_container(worker_group(service)))[ours["port"]] == SERVE_PORT
+
+
+def test_prometheus_may_reach_every_port_it_scrapes(service: dict[str, Any], overlay: Path) -> None:
+    policies = [document for document in applied_with(overlay) if document["kind"] == "NetworkPolicy"]
+    rules = [rule for policy in policies for rule in policy["spec"].get("ingress", [])]
+    [allowed] = [{port["port"] for port in rule["ports"]} for rule in rules if '"monitoring"' in json.dumps(rule)]
+    assert allowed == {
+        ports(ray_container(group))[endpoint["port"]]
+        for endpoint in pod_monitor()["podMetricsEndpoints"]
+        for group in scraped(endpoint, service)
+    }
+
+
 def test_every_mounted_volume_and_claim_exists(overlay: Path) -> None:
     objects = list(applied_with(overlay))
     claims = {document["metadata"]["name"] for document in objects if document["kind"] == "PersistentVolumeClaim"}

@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx2
 import pytest
+import ray
 from prometheus_client.parser import text_string_to_metric_families
 
 from secateur import Client
@@ -36,6 +37,23 @@ def metric(url: str, name: str, **labels: str) -> float:
     families = text_string_to_metric_families(httpx2.get(f"{url}/metrics", timeout=10).text)
     samples = [sample for family in families for sample in family.samples if sample.name == f"secateur_{name}"]
     return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
+
+
+def replica(url: str) -> str:
+    """The one value of the label `replica`."""
+    families = text_string_to_metric_families(httpx2.get(f"{url}/metrics", timeout=10).text)
+    [only] = {sample.labels["replica"] for family in families for sample in family.samples}
+    return only
+
+
+def serve_replicas() -> set[str]:
+    """Ids of the live replicas, from the names Serve gives their actors (SERVE_REPLICA::application#deployment#id)."""
+    actors = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
+    return {name.rpartition("#")[2] for name in actors if name.startswith("SERVE_REPLICA::")}
+
+
+def test_metrics_name_the_replica_as_serve_does(url: str) -> None:
+    assert {replica(url)} == serve_replicas()
 
 
 def test_every_rank_is_a_process_of_its_own(url: str) -> None:
@@ -94,7 +112,7 @@ def test_a_client_that_leaves_ends_its_request(url: str, streamed: bool) -> None
 
 def test_a_lost_rank_fails_what_runs_and_the_service_comes_back(url: str) -> None:
     """Last in this file: it replaces the engine."""
-    ranks = topology(url)
+    ranks, before = topology(url), replica(url)
     body = {"prompt": PROMPT, "max_tokens": 2000, "ignore_eos": True, "stream": True}
     payloads = []
     with httpx2.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
@@ -116,3 +134,4 @@ def test_a_lost_rank_fails_what_runs_and_the_service_comes_back(url: str) -> Non
     wait_for(is_back, 120)
     with Client(url) as client:
         assert client.complete(PROMPT, **GREEDY).usage.completion_tokens == 32
+    assert replica(url) != before, "its counters begin again, under another name"
