@@ -191,6 +191,8 @@ def speculative_stats(answers: Sequence[Answer]) -> SpeculativeStats:
         num_pruned=sum(pruned),
         num_verified=sum(verified),
         num_accepted_tokens=sum(accepted),
+        num_copied_tokens=sum(item.num_copied_tokens for item in stats),
+        num_accepted_copied_tokens=sum(item.num_accepted_copied_tokens for item in stats),
         drafted_per_depth=drafted,
         pruned_per_depth=pruned,
         verified_per_depth=verified,

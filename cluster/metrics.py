@@ -26,10 +26,18 @@ _E2E_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120
 # stem -> (what it counts, how to read it)
 _COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "spec_decode_num_drafts": ("Steps that verified at least one draft node.", lambda s: s.num_drafts),
-    "spec_decode_num_draft_tokens": ("Tree nodes drafted: pruned or verified.", lambda s: s.num_draft_tokens),
+    "spec_decode_num_draft_tokens": ("Tree nodes drafted or copied: pruned or verified.", lambda s: s.num_draft_tokens),
     "spec_decode_num_pruned_tokens": ("Draft nodes that pruning kept out.", lambda s: sum(s.pruned_per_depth)),
     "spec_decode_num_verified_tokens": ("Draft nodes that went through the target.", lambda s: s.num_verified_tokens),
     "spec_decode_num_accepted_tokens": ("Draft tokens accepted.", lambda s: s.num_accepted_tokens),
+    "spec_decode_num_copied_tokens": (
+        "Of the verified: copied from earlier text instead of drafted.",
+        lambda s: s.num_copied_tokens,
+    ),
+    "spec_decode_num_accepted_copied_tokens": (
+        "Of the accepted: copied from earlier text.",
+        lambda s: s.num_accepted_copied_tokens,
+    ),
     "num_preemptions": ("Requests that lost their KV pages to others.", lambda s: s.num_preemptions),
     "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", lambda s: s.prefix_cache_queries),
     "prefix_cache_hits": ("Prompt tokens found there.", lambda s: s.prefix_cache_hits),

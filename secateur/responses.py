@@ -100,6 +100,9 @@ class SpeculativeStats(BaseModel):
     num_pruned: int = 0
     num_verified: int = 0
     num_accepted_tokens: int = 0
+    num_copied_tokens: int = 0
+    """Of the verified: copied from earlier text, no drafter made them."""
+    num_accepted_copied_tokens: int = 0
     drafted_per_depth: list[int] = []
     pruned_per_depth: list[int] = []
     verified_per_depth: list[int] = []

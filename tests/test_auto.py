@@ -234,7 +234,7 @@ def test_where_drafting_never_pays_tries_take_no_more_than_a_hundredth_of_the_ti
 @pytest.mark.parametrize(("draft", "pays"), [(10.0, False), (1.0, True)])
 @pytest.mark.parametrize("num_prompt_rows", [0, 2000])
 def test_prompts_of_the_same_step_do_not_make_drafting_pay(draft, pays, num_prompt_rows):
-    deciding = Economy(UNPROFILED, config.Prices(step=3, row=0.5, draft=draft, level=0.1))
+    deciding = Economy(UNPROFILED, PruneConfig(prices=config.Prices(step=3, row=0.5, draft=draft, level=0.1)))
     decode, joining = [
         Request(Submit(id=n, prompt=[1] * 2000, max_tokens=64), Rule.COUPLED, TreeLimits(num_nodes=16, auto=True), 0)
         for n in range(2)
@@ -245,7 +245,7 @@ def test_prompts_of_the_same_step_do_not_make_drafting_pay(draft, pays, num_prom
 
 
 def test_while_drafting_is_off_auto_looks_rarely_until_the_batch_changes(monkeypatch):
-    deciding = Economy(UNPROFILED, config.Prices(step=3, row=0.5, draft=10.0, level=0.1))
+    deciding = Economy(UNPROFILED, PruneConfig(prices=config.Prices(step=3, row=0.5, draft=10.0, level=0.1)))
     deciding._owed_ms = 1e9  # no tries
     choose, looks = deciding._choose, []
     monkeypatch.setattr(deciding, "_choose", lambda *asked: (looks.append(1), choose(*asked))[1])

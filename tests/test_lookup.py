@@ -285,3 +285,44 @@ def test_looking_that_brings_nothing_becomes_rare_and_comes_back():
         found.look([request], lambda _: 4, 1.0, free)
         found.learn({request: said(1, 2, 3)}, [], profit=0.1)
     assert found.pays
+
+
+def test_looking_is_not_blamed_where_what_it_brings_cannot_be_told():
+    found = Lookup()
+    request = request_of([1, 2, 3, 1, 2, 3])
+    for _ in range(300):
+        found.look([request], lambda _: 4, 1.0, free)
+        found.learn({request: said(9)}, [], profit=None)
+    assert found.pays
+
+
+def test_a_step_with_a_prompt_does_not_tell_what_looking_brings():
+    """Or steady traffic would end looking: it takes its time in every step."""
+    with Bench(Counting(8), "eagle3", TREE, max_num_batched_tokens=12) as b:
+        economy, looked = b.engine._economy, 0
+        b.submit(LOOP, 60, SamplingParams(temperature=0.0))
+        b.step()
+        b.submit([n % 8 for n in range(200)], 3, SamplingParams(temperature=0.0))
+        for _ in range(15):
+            before = economy._lookup._profit
+            b.step()
+            if economy._looking_ms is not None and not economy._drafted:
+                assert any(not request.is_decoding for request in b.engine._running)
+                assert economy._lookup._profit == before
+                looked += 1
+        assert looked > 3
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_copies_are_counted_apart_from_drafts(copies):
+    tree = replace(TREE, prune=PruneConfig(auto=True, copies=copies, prices=Prices(step=10, row=0.01, draft=1e6)))
+    with Bench(Counting(8), "eagle3", tree) as b:
+        answer = b.ask(LOOP, 30, SamplingParams(temperature=0.0))
+        stats, total = answer.last.stats, b.frames[-1].stats
+        for counts in (stats, total):
+            drafted = sum(int((request.num_nodes_B > 0).sum()) for request in b.drafter.requests)
+            assert (counts.num_copied_tokens > 0) == copies
+            assert counts.num_accepted_copied_tokens <= counts.num_copied_tokens <= counts.num_verified_tokens
+            if not drafted:
+                assert counts.num_copied_tokens == counts.num_verified_tokens
+                assert counts.num_accepted_copied_tokens == counts.num_accepted_tokens

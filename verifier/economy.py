@@ -35,7 +35,7 @@ from verifier.pack import Feed
 from verifier.request import Request
 from verifier.scheduler import Step
 from verifier.states import MAX_BACKLOG
-from workers.config import Prices
+from workers.config import PruneConfig
 from workers.types import DraftCosts, DraftReply, Verdict
 
 _TRY_SHARE = 0.01  # of all time may be lost to tries of what is expected to be nearly as good as what is chosen
@@ -45,19 +45,21 @@ _HYSTERESIS = 1.05
 _RATE_OF_REQUEST, _RATE_OF_ALL = 0.1, 0.05
 _FADE = 0.3  # every 8 steps: what sets a request apart is forgotten while nothing is drafted
 
+_MEASURED = PruneConfig()
+
 
 class Economy:
-    """Owned by the engine; `verify` is what start-up measured, `prices` what is to be believed instead. most_fed: rows
-    of one message to the drafter."""
+    """Owned by the engine; `verify` is what start-up measured, the prices of `prune` what is to be believed instead.
+    most_fed: rows of one message to the drafter."""
 
-    def __init__(self, verify: RowCosts, prices: Prices | None = None, *, most_fed: int = 2048) -> None:
-        self._most_fed = most_fed
+    def __init__(self, verify: RowCosts, prune: PruneConfig = _MEASURED, *, most_fed: int = 2048) -> None:
+        self._most_fed, self._copies = most_fed, prune.copies
         # Drafting is billed by message, row fed, further level, and node run on one (all there are, where trees grow at
         # once). The rest of a step is billed by itself, by millisecond of the table and by request, and for what the
         # table does not know of, such as how attention copes with many requests of several rows, by having trees at all
         # and by tree.
-        self._is_given = prices is not None
-        if prices is not None:
+        self._is_given = prune.prices is not None
+        if (prices := prune.prices) is not None:
             self._verify = given(prices)
             self._draft_bill = Bill([prices.draft, 0.0, prices.level, 0.0])
             self._rest_bill = Bill([0.0, 1.0, 0.0, 0.0, 0.0])
@@ -139,7 +141,7 @@ class Economy:
         """For something to copy; rarely, while that brings less than it takes."""
         self._lookup.forget()
         self._looking_ms = None
-        if not self._lookup.pays and self._num_steps % _LOOK_EVERY:
+        if not self._copies or not self._lookup.pays and self._num_steps % _LOOK_EVERY:
             return
         able = [request for request in step.decode if _is_auto(request) and not request.rule.is_sampled]
         if able:
@@ -314,18 +316,20 @@ class Economy:
     def _learn_copies(
         self, step: Step, verdicts: list[Verdict], rest_ms: float, num_nodes: int, num_trees: int
     ) -> None:
-        copies, brought = self.copies(), 0.0
-        if not self._drafted and not step.prefill:
+        copies, brought = self.copies(), None
+        num_tokens = sum(len(verdict.tokens) for verdict in verdicts[: len(step.decode)])
+        own = dict(zip(step.decode, verdicts, strict=False))
+        if self._drafted:  # what copies bring beyond the drafts in whose place they are
+            brought = sum(len(own[r].path) - self._gain_of(r) for r in copies) / num_tokens
+        elif not step.prefill:  # prompts would blur what a copy's rows cost
             price = self._prices(step)
             missed = self._missed[num_nodes > 0]
             self._missed[num_nodes > 0] += _RATE_OF_ALL * (min(rest_ms / price(num_nodes, num_trees), 2.0) - missed)
-            if copies:
-                usual_ms = price(0, 0) * self._missed[False] / (self._advantage if self._is_on else 1)
-                num_tokens = sum(len(verdict.tokens) for verdict in verdicts[: len(step.decode)]) / len(step.decode)
-                brought = num_tokens * usual_ms / rest_ms - 1
+            usual_ms = price(0, 0) * self._missed[False] / (self._advantage if self._is_on else 1)
+            brought = num_tokens / len(step.decode) * usual_ms / rest_ms - 1 if copies else 0.0
         assert self._looking_ms is not None
-        own = dict(zip(step.decode, verdicts, strict=False))
-        self._lookup.learn(own, verified=copies, profit=brought - self._looking_ms / rest_ms)
+        profit = None if brought is None else brought - self._looking_ms / rest_ms
+        self._lookup.learn(own, verified=copies, profit=profit)
 
 
 class _Average:

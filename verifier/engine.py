@@ -24,7 +24,7 @@ from verifier.states import most_fed
 from verifier.target import Target
 from verifier.tree import with_chains
 from workers.channel import Channel
-from workers.config import EngineConfig
+from workers.config import EngineConfig, PruneConfig
 from workers.ipc import Abort, EngineStats, FrameSocket, StepOutput, Submit, TokenChunk
 from workers.kv import PageAllocator
 from workers.types import DraftReply, SamplingBatch, TreeLimits, Verdict
@@ -63,8 +63,8 @@ class Engine:
         )
         self._next_feed = partial(next_feed, config=config)
         self._draft_depth = partial(draft_depth, config=config)
-        prices = config.draft.tree.prune.prices if config.draft else None
-        self._economy = Economy(row_costs, prices, most_fed=most_fed(config))
+        prune = config.draft.tree.prune if config.draft else PruneConfig()
+        self._economy = Economy(row_costs, prune, most_fed=most_fed(config))
         self._limits = Limits(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -254,7 +254,7 @@ class Engine:
 
     def _commit(self, step: Step, drafts: Drafts, verdicts: list[Verdict]) -> None:
         """Applies the verdicts: KV moves of accepted paths, states for the drafter, tokens, finished requests."""
-        begins = drafts.trees.offsets.tolist()
+        begins, copies = drafts.trees.offsets.tolist(), self._economy.copies()
         num_decode = len(step.decode)
         finishing = [request for request, _ in step.finishing]
         row = begins[-1]
@@ -274,6 +274,9 @@ class Engine:
                 for stats in (request.stats, self._stats):
                     stats.num_drafts += any(drafts.verified[i])
                     stats.count_nodes(drafts.pruned[i], drafts.verified[i], len(verdict.path))
+                    if request in copies:
+                        stats.num_copied_tokens += sum(drafts.verified[i])
+                        stats.num_accepted_copied_tokens += len(verdict.path)
         self._owe_states([(r, rows) for r, rows in computed if r.limits is not None])
         for request, sampled_row, verdict in zip(
             finishing, range(begins[-1], row), verdicts[num_decode:], strict=False

@@ -205,14 +205,15 @@ class Lookup:
         """Tokens that a chosen copy is expected to add."""
         return sum(self._found[request].weights[: len(self.chosen[request])])
 
-    def learn(self, verdicts: Mapping[Request, Verdict], verified: Collection[Request], profit: float) -> None:
+    def learn(self, verdicts: Mapping[Request, Verdict], verified: Collection[Request], profit: float | None) -> None:
         """From what was said where there was something to copy. verified: whose copy was its draft; profit: what
-        looking brought, as a share of the step, less what it took."""
+        looking brought, as a share of the step, less what it took; None where that cannot be told."""
         for request, copy in self._found.items():
             copy.learn(verdicts[request].tokens)
         for request in verified:
             self._found[request].trust.verified(self.expected(request), len(verdicts[request].path))
-        self._profit += _PROFIT_RATE * (profit - self._profit)
+        if profit is not None:
+            self._profit += _PROFIT_RATE * (profit - self._profit)
 
     def _find(self, request: Request, most: int) -> Copy | None:
         """A copy of at most so many tokens, within the limits' thresholds; None if there is nothing to copy."""

@@ -5,6 +5,7 @@ Rows of a step are ordered: the trees of all decoding requests, then the prompt 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -112,7 +113,9 @@ def pack_target(
     finishing = [i for i, (request, chunk) in enumerate(prefill, num_trees) if chunk.stop == len(request.tokens)]
     sample_row_R = _joined(np.arange(offsets[num_trees], dtype=np.int32), [offsets[i + 1] - 1 for i in finishing])
     request_R = _joined(np.arange(num_trees, dtype=np.int32).repeat(sizes[:num_trees]), finishing)
-    lasting = _lasting(tuple(requests))
+    lasting = drawing = _lasting(tuple(requests))
+    if len(finishing) < len(prefill):  # who computes but a part of his prompt draws nothing
+        drawing = _made_lasting([*decode, *(requests[i] for i in finishing)])
     is_row_each = not prefill and len(request_R) == num_trees
     return TargetStep(
         copy_source=_int32([_physical(move.request, move.source, page_size) for move in moves]),
@@ -132,9 +135,9 @@ def pack_target(
             ancestors_N=torch.from_numpy(meta.ancestors_N),
         ),
         sampling=lasting.sampling if is_row_each else lasting.sampling.rows(torch.from_numpy(request_R)),
-        has_logprobs=lasting.has_logprobs,
-        has_sampled=lasting.has_sampled,
-        has_draws=lasting.has_draws,
+        has_logprobs=drawing.has_logprobs,
+        has_sampled=drawing.has_sampled,
+        has_draws=drawing.has_draws,
     )
 
 
@@ -151,6 +154,10 @@ class _Lasting(NamedTuple):
 @lru_cache(maxsize=2)
 def _lasting(requests: tuple[Request, ...]) -> _Lasting:
     """Kept for the last drafter's and the last target's requests: mostly they are those of the step before."""
+    return _made_lasting(requests)
+
+
+def _made_lasting(requests: Sequence[Request]) -> _Lasting:
     params = [request.submit.sampling for request in requests]
     return _Lasting(
         sampling=SamplingBatch.stack(params),

@@ -243,7 +243,8 @@ def _row_laws(trees: TreeBatch, log_p_NV: Tensor, probs: DraftProbs | None, requ
 def _probabilities(log_p_NV: Tensor, row_E: np.ndarray, id_E: np.ndarray) -> np.ndarray:
     """p(id | row) [E] float64; 0 for ids outside the vocabulary (placeholders) and where logits are not numbers."""
     is_token_E = (id_E >= 0) & (id_E < log_p_NV.shape[-1])
-    row, token = torch.from_numpy(np.array([row_E, np.where(is_token_E, id_E, 0)])).to(log_p_NV.device)
+    index_2E = torch.from_numpy(np.array([row_E, np.where(is_token_E, id_E, 0)]))
+    row, token = index_2E.to(log_p_NV.device, non_blocking=True)
     log_p_E = log_p_NV[row, token].cpu().numpy()
     return np.where(is_token_E & ~np.isnan(log_p_E), np.exp(log_p_E.astype(np.float64)), 0.0)
 
@@ -257,12 +258,15 @@ def _draw_residual(laws: list[Residual], log_p_BV: Tensor, u_B: list[float]) -> 
     """
     device, vocab = log_p_BV.device, log_p_BV.shape[-1]
     p_BV = log_p_BV.double().exp()
-    scale_B1 = torch.tensor([[law.scale] for law in laws], dtype=torch.float64, device=device)
+    scale_B1, u_B1 = (
+        torch.tensor(values, dtype=torch.float64)[:, None].to(device, non_blocking=True)
+        for values in ([law.scale for law in laws], u_B)
+    )
     id_E = np.concatenate([law.id_E for law in laws])
     prob_E = np.concatenate([law.prob_E for law in laws])
     b_E = np.arange(len(laws)).repeat([len(law.id_E) for law in laws])
     is_token_E = (id_E >= 0) & (id_E < vocab)
-    b, token, prob = (torch.from_numpy(x[is_token_E]).to(device) for x in (b_E, id_E, prob_E))
+    b, token, prob = (torch.from_numpy(x[is_token_E]).to(device, non_blocking=True) for x in (b_E, id_E, prob_E))
     mass_BV = (p_BV * scale_B1).index_put_((b, token), prob)
     if any(len(law.prob_E) and not law.prob_E.any() for law in laws):
         # Rounding may reject a child where P = Q and leave nothing: p itself is then the nearest legal law.
@@ -270,6 +274,5 @@ def _draw_residual(laws: list[Residual], log_p_BV: Tensor, u_B: list[float]) -> 
     exponent_BV = mass_BV.view(torch.int64) >> 52  # of a float64 that is not negative
     id_BV = exponent_BV.sort(dim=-1, descending=True, stable=True).indices
     sum_BV = mass_BV.gather(-1, id_BV).cumsum(-1)
-    u_B1 = torch.tensor(u_B, dtype=torch.float64, device=device)[:, None]
     place_B1 = torch.searchsorted(sum_BV, u_B1 * sum_BV[:, -1:], right=True)
     return id_BV.gather(-1, place_B1.clamp(max=vocab - 1))[:, 0].tolist()  # rows that are not numbers have no mass

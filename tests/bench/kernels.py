@@ -57,9 +57,10 @@ def main() -> None:
         logits = torch.randn(rows, vocab, device="cuda", generator=generator)
         params = SamplingBatch.stack([SamplingParams(seed=row // 17) for row in range(rows)], device="cuda")
         index = torch.arange(rows, device="cuda") % 17 // 3
+        tau = torch.full((rows,), 0.6, device="cuda")
         draws = [partial(k.coupled_argmax, logits, params, index, 0, None) for k in SETS]
         report(f"coupled argmax, {rows} rows of {vocab}", draws)
-        report(f"top 8 and sum, {rows} rows of {vocab}", [partial(k.top_k, logits, 8, 0.6) for k in SETS])
+        report(f"top 8 and sum, {rows} rows of {vocab}", [partial(k.top_k, logits, 8, tau) for k in SETS])
     forward_pass()
     trees()
 
