@@ -42,19 +42,19 @@ gpu: ## tests and benchmarks on a CUDA machine, with the interpreter PYTHON as i
 
 bench: $(VENV)/.installed-test ## measure acceptance, speed, the parts of a step, a service and predictions (some three hours)
 	$(BIN)/python tests/bench/pruning.py
-	$(BIN)/python tests/bench/sampler.py
-	$(BIN)/python tests/bench/sampler.py --target-cost 300m --rounds 6
-	$(BIN)/python tests/bench/planner.py --rounds 5
-	$(BIN)/secateur bench acceptance --output $(RESULTS)
+	$(BIN)/python tests/bench/sampler.py --prompts 30 --rounds 4 --temperatures 0.3 0.5 0.7
+	$(BIN)/python tests/bench/sampler.py --target-cost 300m --prompts 12 --rounds 4
+	$(BIN)/python tests/bench/planner.py --rounds 3
+	$(BIN)/secateur bench acceptance --concurrency 16 --output $(RESULTS)
 	$(BIN)/secateur bench latency --output $(RESULTS)
 	$(BIN)/secateur bench throughput --output $(RESULTS)
 	$(BIN)/secateur bench step --output $(RESULTS)
 	$(BIN)/secateur bench serve --output $(RESULTS)
 	$(BIN)/secateur bench latency $(ON_300M) --batches 1 --num-prompts 1 --rounds 8 --output $(RESULTS)
 	$(BIN)/secateur bench throughput $(ON_300M) --contestants off,chain,static,auto --batches 2 4 8 16 32 \
-		--max-tokens 32 --rounds 7 --output $(RESULTS)
-	$(BIN)/python tests/bench/one_process.py --batches 1 2 4 8 16 32 --rounds 8 --processes 3 --out $(RESULTS)
-	$(BIN)/python tests/bench/one_process.py $(ON_300M) --rounds 4 --out $(RESULTS)
+		--temperatures 0 --max-tokens 32 --rounds 6 --output $(RESULTS)
+	$(BIN)/python tests/bench/one_process.py --batches 1 2 4 8 16 32 --rounds 12 --processes 2 --out $(RESULTS)
+	$(BIN)/python tests/bench/one_process.py $(ON_300M) --batches 2 4 8 16 --rounds 4 --out $(RESULTS)
 	$(BIN)/secateur bench step $(ON_300M) --batches 1 8 --nodes 0 4 8 16 --rounds 2 --output $(RESULTS)
 
 # The corpus is read from the packages of the virtual environment.

@@ -110,17 +110,21 @@ def build(args: AppArgs | Mapping[str, Any]) -> ray_serve.Application:
     if actor_options["num_gpus"]:
         raise ConfigError("deployment_config.ray_actor_options.num_gpus: the replica itself uses no GPU; remove it")
     group = app.placement_group_config
+    bundles = group_bundles(
+        config,
+        per_worker=group.bundle_per_worker,
+        given=group.bundles,
+        replica_cpus=actor_options["num_cpus"],
+        accelerator_type=app.accelerator_type,
+    )
+    need, found = sum(bundle.get("GPU", 0) for bundle in bundles), _cluster_gpus()
+    if ray.is_initialized() and need > found:  # no error: clusters grow
+        logger.warning("a replica needs %g GPUs, the cluster has %g: it waits until there are more", need, found)
     deployment = ray_serve.deployment(
         **options,
         ray_actor_options=actor_options,
         placement_group_strategy=group.strategy,
-        placement_group_bundles=group_bundles(
-            config,
-            per_worker=group.bundle_per_worker,
-            given=group.bundles,
-            replica_cpus=actor_options["num_cpus"],
-            accelerator_type=app.accelerator_type,
-        ),
+        placement_group_bundles=bundles,
     )
     return deployment(ray_serve.ingress()(Replica)).bind(engine_args.model_dump(exclude_unset=True))
 
@@ -128,11 +132,12 @@ def build(args: AppArgs | Mapping[str, Any]) -> ray_serve.Application:
 def serve(args: EngineArgs) -> None:
     """Serves until SIGINT or SIGTERM, on a Ray of its own or on the cluster RAY_ADDRESS names; then cleans up.
 
-    Raises ConfigError before Ray starts, SecateurError if the engine does not come up.
+    Raises ConfigError before anything is started, SecateurError if the engine does not come up. On a cluster the
+    arguments are settled by `build`: this machine's devices say nothing about it, nor do the models' folders here.
     """
     remote = os.environ.get("RAY_ADDRESS")
-    args = settle(args, num_gpus=None if remote else visible_gpus())
     if not remote:
+        args = settle(args, num_gpus=visible_gpus())
         engine_config(args)  # reads the models' configs: a wrong one is told now, not after half a minute
     with _terminate_as_interrupt():
         try:
@@ -147,15 +152,16 @@ def serve(args: EngineArgs) -> None:
 def running(args: EngineArgs, *, address: str | None = None) -> Iterator[str]:
     """The service on Ray as long as the context lasts; gives its base URL. Without `address` on a Ray of its own."""
     with local_cluster() if address is None else _remote_cluster(address):
+        app = AppArgs.from_engine_args(args)
+        # A wrong configuration does not get better by trying it twenty times, Serve's default.
+        app = app.model_copy(update={"deployment_config": {"max_constructor_retry_count": 1}})
+        application = build(app)  # before Serve starts: on a cluster that would stay
         port = args.port or _free_port(args.host)
         if address is None:
             listening_socket(args.host, port).close()  # a port in use is told now, in plain words
         ray_serve.start(proxy_location="HeadOnly", http_options={"host": args.host, "port": port})
-        app = AppArgs.from_engine_args(args)
-        # A wrong configuration does not get better by trying it twenty times, Serve's default.
-        app = app.model_copy(update={"deployment_config": {"max_constructor_retry_count": 1}})
         try:
-            ray_serve.run(build(app), name=APP_NAME, route_prefix="/")
+            ray_serve.run(application, name=APP_NAME, route_prefix="/")
         except RuntimeError as error:
             raise SecateurError(f"the service did not start: {_reason() or error}") from error
         try:
@@ -250,9 +256,12 @@ def _reason() -> str:
 
 def _cluster_device(app: AppArgs) -> str:
     """Where `auto` runs in a cluster: the builder's own node (often a head without GPU) says nothing about it."""
-    if app.accelerator_type or (ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0):
-        return "cuda"
-    return "cpu"
+    return "cuda" if app.accelerator_type or _cluster_gpus() else "cpu"
+
+
+def _cluster_gpus() -> float:
+    """How many the connected cluster has now; 0 without one."""
+    return ray.cluster_resources().get("GPU", 0) if ray.is_initialized() else 0
 
 
 def _free_port(host: str) -> int:

@@ -31,13 +31,18 @@ def visible_gpus() -> int:
 def settle(args: EngineArgs, *, num_gpus: int | None) -> EngineArgs:
     """The arguments with device and draft placement decided. Raises ConfigError for what cannot fit.
 
-    `num_gpus`: the devices there are for one engine. None = not known (a cluster): what was asked is trusted, and
-    `auto` means CPU.
+    `num_gpus`: the devices there are for one engine. None = not known (a cluster, whose `auto` the builder has decided
+    before): what was asked is trusted, and `auto` means CPU.
     """
     if args.device == "auto":
         args = args.model_copy(update={"device": "cuda" if num_gpus else "cpu"})
     spec = args.speculative_config
-    if args.device == "cpu" or spec is None:
+    if args.device == "cpu":
+        return args
+    if spec is None:
+        size = args.tensor_parallel_size
+        if num_gpus is not None and num_gpus < size:
+            raise _too_few(f"tensor_parallel_size={size} needs", size, num_gpus, "a smaller size" if num_gpus else "")
         return args
     placement = _placement(args.tensor_parallel_size, spec, num_gpus)
     return args.model_copy(update={"speculative_config": spec.model_copy(update={"draft_placement": placement})})
@@ -171,11 +176,15 @@ def _placement(target: int, spec: SpeculativeConfig, num_gpus: int | None) -> Li
     need = target + draft if chosen == "dedicated" else target
     if num_gpus is not None and num_gpus < need:
         hint = "draft_placement='colocated', " if chosen == "dedicated" and num_gpus >= target else ""
-        raise ConfigError(
-            f"tensor_parallel_size={target} and draft_tensor_parallel_size={draft} ({chosen}) need {need} GPUs, "
-            f"{num_gpus} can be used; write {hint}smaller sizes or device='cpu'"
-        )
+        what = f"tensor_parallel_size={target} and draft_tensor_parallel_size={draft} ({chosen}) need"
+        raise _too_few(what, need, num_gpus, f"{hint}smaller sizes")
     return chosen
+
+
+def _too_few(what: str, need: int, num_gpus: int, instead: str) -> ConfigError:
+    """At the door, because a cluster without them waits for more, for ever."""
+    remedies = " or ".join(filter(None, [instead, "device='cpu'"]))
+    return ConfigError(f"{what} {need} GPU{'s' * (need > 1)}, {num_gpus} can be used; write {remedies}")
 
 
 def _draft(spec: SpeculativeConfig, target: str) -> DraftConfig:

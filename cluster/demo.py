@@ -24,7 +24,7 @@ QUESTION = "Write a function that reads a file."
 WAYS: dict[str, dict[str, Any]] = {
     "off": {"enabled": False},
     "whole trees": {"tree_prune": "off"},
-    "auto (default)": {"tree_prune": "auto"},  # drafts as much as pays on this machine, which may be nothing
+    "auto (default)": {"tree_prune": "auto"},  # as much as pays on this machine, or a copy of earlier text
 }
 MAX_TOKENS = 64
 REPETITIONS = 3

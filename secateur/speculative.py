@@ -42,7 +42,7 @@ class SpeculativeConfig(Strict):
     speculative_tree_max_children: Annotated[int, Field(ge=1, le=MAX_NODES)] = 8
     speculative_tree_prune: TreePrune = DEFAULT_TREE_PRUNE
     """'auto' sets budgets by calibrated survival and measured costs, within the thresholds if there are any, and drafts
-    by n-gram lookup where asking the drafter does not pay. A threshold alone means 'thresholds'."""
+    by n-gram lookup where that looks better than asking the drafter. A threshold alone means 'thresholds'."""
     speculative_tree_prune_min_prob: Probability = 0.0
     """A node is not expanded if its best next token is less probable than this; 0.0 is off."""
     speculative_tree_prune_path_prob: Probability = 0.0
@@ -63,7 +63,8 @@ class SpeculativeConfig(Strict):
     prompt_lookup_max: Annotated[int, Field(ge=1)] | None = None
     prompt_lookup_min: Annotated[int, Field(ge=1)] | None = None
     max_model_len: Annotated[int, Field(ge=1)] | None = None
-    """Longest sequence the drafter follows, in tokens; beyond it decoding goes on without speculation."""
+    """Longest sequence the drafter follows, in tokens. It follows every sequence the target does: any value but the
+    target's own `max_model_len` is refused."""
 
     @property
     def token_tree(self) -> tuple[Path, ...] | None:

@@ -29,8 +29,10 @@ SIZES = [(0, None), (1, 4), (60, 16), (63, 16), (400, 64), (5000, None), (3, 8),
 """(fed rows, feature width): bodies around, below and far beyond the 8 KiB that travel with a header."""
 
 
-def config(tensor_parallel_size: int = 1, step_timeout_s: float = 20.0) -> EngineConfig:
-    draft = DraftConfig(method="eagle3", model_path="")
+def config(
+    tensor_parallel_size: int = 1, step_timeout_s: float = 20.0, draft_tensor_parallel_size: int = 1
+) -> EngineConfig:
+    draft = DraftConfig(method="eagle3", model_path="", tensor_parallel_size=draft_tensor_parallel_size)
     return EngineConfig(
         model_path="", tensor_parallel_size=tensor_parallel_size, step_timeout_s=step_timeout_s, draft=draft
     )
@@ -134,6 +136,27 @@ def wait_for_a_silent_drafter(world: World) -> str:
     return what_is_said(world)
 
 
+def wait_for_a_busy_verifier(world: World) -> str:
+    """Verifier 0 works for three step timeouts before it sends anything; drafter 0 passes on what it is told."""
+    if world.rank == 0:
+        time.sleep(3)
+        world.peers.send(target_step(2), 44)
+        world.link.send(draft_request(3, 8), 44)
+        return f"answered with {world.link.receive().kind.name}"
+    received = (world.link or world.peers).receive()
+    if world.role == "drafter 0":
+        world.peers.send(received.message, received.step)
+        world.link.send(draft_reply(1.0), received.step)
+    return f"got {received.kind.name}"
+
+
+def wait_for_a_silent_verifier(world: World) -> str:
+    if world.rank == 0:
+        time.sleep(30)  # far beyond the idle timeout
+        return "awake"
+    return what_is_said(world)
+
+
 def lose_the_source(world: World) -> str:
     """Verifier 0 dies between two steps: its peer must notice."""
     if world.rank == 0:
@@ -180,6 +203,26 @@ def test_a_silent_drafter_is_lost_after_the_step_timeout():
     seconds, _, words = said[1].partition(" ")
     assert words.startswith("verifier 0 lost drafter 0 at step 42:"), said[1]
     assert 0.8 < float(seconds) < 5
+
+
+def test_who_waits_for_its_next_message_waits_longer_than_a_step_timeout():
+    asked = config(tensor_parallel_size=2, draft_tensor_parallel_size=2, step_timeout_s=1.0)
+    said = dict(in_processes(wait_for_a_busy_verifier, asked))
+    assert said == {
+        0: "answered with DRAFT_REPLY",
+        1: "got TARGET_STEP",
+        2: "got DRAFT_REQUEST",
+        3: "got DRAFT_REQUEST",
+    }
+
+
+def test_a_silent_verifier_is_lost_after_the_idle_timeout():
+    asked = config(step_timeout_s=1.0)
+    said = next(in_processes(wait_for_a_silent_verifier, asked))
+    assert said[0] == 1
+    seconds, _, words = said[1].partition(" ")
+    assert words.startswith("drafter 0 lost verifier 0 before the first step:"), said[1]
+    assert asked.idle_timeout_s - 1 < float(seconds) < asked.idle_timeout_s + 10
 
 
 def test_a_killed_verifier_is_noticed_by_its_peer():

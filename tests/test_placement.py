@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -292,6 +293,25 @@ def test_too_few_devices_are_told_at_the_door() -> None:
         settle(args(device="cuda", **draft_args(draft_placement="dedicated")), num_gpus=1)
 
 
+@pytest.mark.parametrize(
+    ("size", "device", "gpus", "says"),
+    [
+        (4, "cuda", 1, "tensor_parallel_size=4 needs 4 GPUs, 1 can be used; write a smaller size or device='cpu'"),
+        (4, "auto", 1, "needs 4 GPUs, 1 can be used"),
+        (1, "cuda", 0, "tensor_parallel_size=1 needs 1 GPU, 0 can be used; write device='cpu'"),
+    ],
+)
+def test_too_few_devices_are_told_without_a_drafter_too(size: int, device: str, gpus: int, says: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        settle(args(tensor_parallel_size=size, device=device, no_speculation=True), num_gpus=gpus)
+
+
+def test_without_a_drafter_what_fits_or_is_not_known_passes_the_door() -> None:
+    asked = args(tensor_parallel_size=4, device="cuda", no_speculation=True)
+    assert [settle(asked, num_gpus=gpus) for gpus in (4, 8, None)] == 3 * [asked]
+    assert settle(args(tensor_parallel_size=4, no_speculation=True), num_gpus=0).device == "cpu"
+
+
 # The plan
 
 
@@ -310,4 +330,6 @@ def test_the_plan_counts_the_weights_there_are() -> None:
         for size in shape:
             count *= size
         items += count
-    assert f"{items * 4 / 1e6:.3g} MB" in plan(args())
+    text = plan(args())
+    assert f"{items * 4 / 1e6:.3g} MB" in text
+    assert "weights are counted once" in text and "counted once" not in plan(args(dtype="bfloat16"))

@@ -1,8 +1,9 @@
 """Drafts for nothing: what followed the same tokens earlier in a request's own text (prompt lookup decoding).
 
-This is how requests under `auto` are drafted for while asking the drafter does not pay. The places where the text's
-last token occurred before are walked back, latest first, as LZ77 compressors do; the occurrence that agrees with the
-text for longest counts. What followed it is copied, over and over where the copy reaches the text's end.
+This is how requests under `auto` are drafted for where asking the drafter does not pay and, while it is asked, where a
+copy looks better than their tree. The places where the text's last token occurred before are walked back, latest first,
+as LZ77 compressors do; the occurrence that agrees with the text for longest counts. What followed it is copied, over
+and over where the copy reaches the text's end.
 
 The more tokens agree, the likelier the copy goes on. How likely is learnt, for each length and with a factor for each
 request, from every token said behind a place that was found, verified as a draft or not. A copy is a chain of

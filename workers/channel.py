@@ -5,8 +5,8 @@ bytes inline, so that most messages are one send. On CUDA the header is the door
 goes over NCCL from one device buffer. A channel may be on the CPU although the model is not: features are then copied
 there, and received there. Nothing is pickled; buffers are reused and only ever grow.
 
-A peer that dies or stays silent for longer than the group's timeout raises PeerLost, which names it. Idle owners send
-`heartbeat` so that silence means death.
+A peer that dies, or stays silent for longer than this process's timeout for the group, raises PeerLost, which names it
+(`workers/README.md`, "Silence in one paragraph"). Idle owners send `heartbeat` so that silence means death.
 """
 
 from __future__ import annotations

@@ -110,8 +110,14 @@ class EngineConfig:
     enforce_eager: bool = False
     """On CUDA: launch every kernel by itself instead of replaying captured graphs."""
     step_timeout_s: float = 60.0
-    """A peer that is silent for this long inside a step is lost."""
+    """A rank that owes its group's leader an answer, and is silent for this long, is lost."""
     draft: DraftConfig | None = None
+
+    @property
+    def idle_timeout_s(self) -> float:
+        """A rank that waits for its next message gives its sender up after this long. The sender may honestly take long
+        over work of its own: rank 0 over a prompt chunk on a CPU, or over its start-up profile."""
+        return 10 * self.step_timeout_s
 
     @property
     def draft_ranks(self) -> int:

@@ -79,10 +79,9 @@ def join(config: EngineConfig, rank: int, store_address: str) -> World:
     dist.init_process_group(backend, store=store, rank=rank, world_size=config.world_size, timeout=_START_TIMEOUT)
     size = config.tensor_parallel_size
     sides = [list(range(size)), list(range(size, config.world_size))]
-    step_timeout = timedelta(seconds=config.step_timeout_s)
     # Every rank creates every group, in this order.
-    side_groups = [dist.new_group(ranks, timeout=step_timeout) if len(ranks) > 1 else None for ranks in sides]
-    link_group = dist.new_group([0, size], timeout=step_timeout) if sides[1] else None
+    side_groups = [_new_group(config, rank, ranks) for ranks in sides]
+    link_group = _new_group(config, rank, [0, size]) if sides[1] else None
 
     side = 0 if rank < size else 1
     ranks, group = sides[side], side_groups[side]
@@ -109,6 +108,15 @@ def join(config: EngineConfig, rank: int, store_address: str) -> World:
         peers=peers,
         link=to_peer,
     )
+
+
+def _new_group(config: EngineConfig, rank: int, ranks: list[int]) -> dist.ProcessGroup | None:
+    """None for fewer than two ranks. A timeout is each process's own: the first rank waits for answers only, the others
+    also for their next message."""
+    if len(ranks) < 2:
+        return None
+    seconds = config.step_timeout_s if rank == ranks[0] else config.idle_timeout_s
+    return dist.new_group(ranks, timeout=timedelta(seconds=seconds))
 
 
 def _connect(group: dist.ProcessGroup, rank: int, other: int, device: torch.device) -> None:

@@ -208,7 +208,8 @@ class VocabHead:
 
     @staticmethod
     def tied(embedding_VD: Tensor, tp: TensorParallel) -> VocabHead:
-        """The same rows of a (replicated) input embedding: a view, no memory of its own."""
+        """The same rows of a (replicated) input embedding: a view, whose only memory of its own is what `Linear` lays
+        out anew (in float32 on a CPU)."""
         start, end, width = shard_vocab(embedding_VD.shape[0], tp)
         return VocabHead(embedding_VD[start:end], start, width)
 

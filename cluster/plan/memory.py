@@ -26,6 +26,7 @@ class Side:
     """One rank's share of a model; nothing of n-gram lookup but its KV pool, which holds token ids."""
 
     weight_bytes: int = 0
+    """Each weight once, see `topology.describe` for the forms that a CPU adds."""
     token_bytes: int = 0
     """Of one token in its KV pool."""
     matmul_items: int = 0

@@ -37,6 +37,11 @@ def describe(name: str, config: EngineConfig, sides: list[Side]) -> str:
         + f"{pages} pages take {bytes_text(kv_bytes[0])} per verifier rank"
         + (f" and {bytes_text(kv_bytes[1])} per drafter rank" if len(kv_bytes) > 1 else ""),
     ]
+    if config.device == "cpu" and config.dtype == "float32":
+        lines.append(
+            "note     weights are counted once: here a head that is tied to the embedding has memory of its own, and "
+            "without AVX-512 large matrices are kept in two forms"
+        )
     if config.device == "cuda" and not visible_gpus():
         lines.append(f"note     no GPU is visible here: whether a node has {len(bundles)} is not checked")
     return "\n".join(lines)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 from ray import serve
 
+import cluster.app
 from cluster.app import build
 from cluster.ingress import PENDING_PER_SEQUENCE
 from secateur.config import AppArgs, EngineArgs
@@ -70,3 +73,54 @@ def test_engine_arguments_survive_the_way_to_the_replica() -> None:
     assert EngineArgs.load(args).model_dump(exclude={"served_model_name"}) == given.model_dump(
         exclude={"served_model_name"}
     )
+
+
+@pytest.fixture
+def on_cluster(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """`secateur serve` on a cluster that says it has so many GPUs: the deployment it is given. Ray does nothing."""
+
+    def run(gpus: int, **fields: Any) -> Any:
+        given: list[Any] = []
+
+        def leave() -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+        monkeypatch.setattr(cluster.app, "visible_gpus", lambda: pytest.fail("this machine's devices do not matter"))
+        monkeypatch.setattr(cluster.app, "_remote_cluster", lambda address: nullcontext())
+        monkeypatch.setattr(cluster.app.ray, "is_initialized", lambda: True)
+        monkeypatch.setattr(cluster.app.ray, "cluster_resources", lambda: {"GPU": gpus} if gpus else {})
+        monkeypatch.setattr(cluster.app.ray_serve, "start", lambda **options: None)
+        monkeypatch.setattr(cluster.app.ray_serve, "run", lambda application, **options: given.append(application))
+        monkeypatch.setattr(cluster.app.ray_serve, "delete", lambda name: None)
+        monkeypatch.setattr(cluster.app.signal, "pause", leave)
+        cluster.app.serve(EngineArgs.load({"port": 0, **fields}))
+        return given[0]._bound_deployment
+
+    return run
+
+
+@pytest.mark.parametrize(("gpus", "device"), [(0, "cpu"), (4, "cuda")])
+def test_auto_is_the_cluster_s_device_and_not_this_machine_s(
+    on_cluster: Callable[..., Any], gpus: int, device: str
+) -> None:
+    found = on_cluster(gpus)
+    assert found.init_args[0]["device"] == device
+    assert [bundle.get("GPU", 0) for bundle in found._replica_config.placement_group_bundles] == 2 * [int(gpus > 0)]
+
+
+def test_the_device_asked_for_is_what_a_cluster_is_asked_for(
+    on_cluster: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert on_cluster(4, device="cpu").init_args[0]["device"] == "cpu"
+    assert "waits" not in caplog.text
+    assert on_cluster(0, device="cuda").init_args[0]["device"] == "cuda"
+    assert "needs 2 GPUs, the cluster has 0: it waits until there are more" in caplog.text
+
+
+def test_what_no_cluster_could_serve_is_told_before_serve_starts(
+    on_cluster: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster.app, "_free_port", lambda host: pytest.fail("too late"))
+    with pytest.raises(ConfigError, match="triton needs device 'cuda'"):
+        on_cluster(0, kernels="triton")

@@ -129,10 +129,11 @@ def _philox(seed, index, group):
 
 @triton.jit
 def _gumbel(word):
-    """-log(-log u) with u = (r + 0.5) 2^-32 for a 32-bit word r, as `workers.random` computes it in float32.
+    """-log(-log u) with u = (r + 0.5) 2^-32 for a 32-bit word r, in float32; `workers.random` goes through float64.
 
-    For r >= 2^31 u would round to 1, and log u = log1p(-v) with the exact v = 1 - u. That is -2 artanh(v / (2 - v)),
-    whose series in z = v / (2 - v) <= 1/3 is exact to float32 after z^15 and needs no logarithm near 1.
+    For r >= 2^31 u would round to 1 here, and log u = log1p(-v) with the exact v = 1 - u. That is
+    -2 artanh(v / (2 - v)), whose series in z = v / (2 - v) <= 1/3 is exact to float32 after z^15 and needs no
+    logarithm near 1.
     """
     is_upper = word >= 0x80000000
     v = (tl.where(is_upper, 0xFFFFFFFF - word, word).to(tl.float32) + 0.5) * 2.3283064365386963e-10
