@@ -302,7 +302,7 @@ def test_a_step_with_a_prompt_does_not_tell_what_looking_brings():
         economy, looked = b.engine._economy, 0
         b.submit(LOOP, 60, SamplingParams(temperature=0.0))
         b.step()
-        b.submit([n % 8 for n in range(200)], 3, SamplingParams(temperature=0.0))
+        b.submit([n % 8 for n in range(120)], 3, SamplingParams(temperature=0.0))
         for _ in range(15):
             before = economy._lookup._profit
             b.step()
