@@ -296,9 +296,9 @@ class Engine:
         waiting = iter(self._target.waiting.keep(state_NX))
         for request, rows in owed:
             own = islice(waiting, len(rows))
-            if self._draft_depth(request) > 0:
+            if request.may_be_drafted_for:
                 request.states += own
-            else:  # it will not be drafted for again
+            else:
                 self._target.waiting.free(list(own))
 
     def _publish(self, requests: list[Request]) -> None:

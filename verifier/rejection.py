@@ -271,7 +271,8 @@ def _draw_residual(laws: list[Residual], log_p_BV: Tensor, u_B: list[float]) -> 
     if any(len(law.prob_E) and not law.prob_E.any() for law in laws):
         # Rounding may reject a child where P = Q and leave nothing: p itself is then the nearest legal law.
         mass_BV = torch.where(mass_BV.any(-1, keepdim=True), mass_BV, p_BV)
-    exponent_BV = mass_BV.view(torch.int64) >> 52  # of a float64 that is not negative
+    # Of a float64 that is not negative; a quarter of the bits, by which CUDA sorts.
+    exponent_BV = (mass_BV.view(torch.int64) >> 52).to(torch.int16)
     id_BV = exponent_BV.sort(dim=-1, descending=True, stable=True).indices
     sum_BV = mass_BV.gather(-1, id_BV).cumsum(-1)
     place_B1 = torch.searchsorted(sum_BV, u_B1 * sum_BV[:, -1:], right=True)

@@ -84,6 +84,11 @@ class Request:
         return len(self.tokens) - self.num_prompt
 
     @property
+    def may_be_drafted_for(self) -> bool:
+        """A draft brings a token or more, and another comes behind it."""
+        return self.limits is not None and self.submit.max_tokens - self.num_output > 1
+
+    @property
     def root(self) -> int:
         """Position of the next tree's root. All before it is computed first, in chunks."""
         return max(self.num_prompt, len(self.tokens) - 1)

@@ -1,0 +1,86 @@
+"""States that wait for the drafter: what is kept is what is read, and however requests come and go, they fit."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from fakes import Bench, RandomLanguage
+
+from verifier import economy, states
+from verifier.states import WaitingStates, most_fed, most_waiting
+from workers.config import DraftConfig, EngineConfig, PruneConfig, TreeConfig
+from workers.ipc import Speculation
+from workers.types import SamplingParams
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_kept_is_what_is_read_whoever_leaves_in_between(seed):
+    rng = random.Random(seed)
+    waiting = WaitingStates(200, 3, dtype=torch.float32, device=CPU)
+    held: list[tuple[list[int], torch.Tensor]] = []
+    for number in range(400):
+        count = rng.choice([1, 2, 5, 70])
+        if rng.random() < 0.6 and count <= waiting.num_free:
+            kept = torch.full((count, 3), float(number)) + torch.arange(count)[:, None] / 128
+            held.append((waiting.keep(kept), kept))
+        elif held:
+            rows, kept = held.pop(rng.randrange(len(held)))
+            if rng.random() < 0.3:
+                waiting.free(rows)
+            else:
+                assert torch.equal(waiting.take(rows), kept)
+        own = [row for rows, _ in held for row in rows]
+        assert len(set(own)) == len(own) == 200 - waiting.num_free
+    for rows, kept in held:
+        assert torch.equal(waiting.take(rows), kept)
+    assert waiting.num_free == 200
+
+
+def test_more_than_there_is_room_for_is_a_mistake():
+    waiting = WaitingStates(4, 1, dtype=torch.float32, device=CPU)
+    waiting.keep(torch.zeros(3, 1))
+    with pytest.raises(AssertionError, match="more states wait"):
+        waiting.keep(torch.zeros(2, 1))
+
+
+def test_how_many_wait_follows_the_limits():
+    draft = DraftConfig(method="eagle3", model_path="", tree=TreeConfig(num_nodes=16))
+    config = EngineConfig(model_path="", max_num_seqs=64, max_num_batched_tokens=2048, page_size=16, draft=draft)
+    assert most_fed(config) == 2048 and most_waiting(config) == 64 * (256 + 17) + 2 * 2048
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_waits_fits(seed, monkeypatch):
+    """Requests of all lengths come, leave and are preempted, and are drafted for at random or not at all. The engine
+    asserts that states find room; `Bench` counts them after every step."""
+    rng = np.random.default_rng(seed)
+    monkeypatch.setattr(economy, "MAX_BACKLOG", 6)
+    monkeypatch.setattr(states, "MAX_BACKLOG", 6)
+    share = (0.0, 0.02, 0.2, 0.5)[seed]
+    monkeypatch.setattr(
+        economy.Economy, "_choose", lambda self, auto, others, step: [r for r in auto if rng.random() < share]
+    )
+    tree = TreeConfig(kind="dynamic", num_nodes=3, max_depth=2, prune=PruneConfig(auto=True))
+    num_preempted = 0
+    with Bench(RandomLanguage(error=0.3), "eagle3", tree, 40, max_num_seqs=8, max_num_batched_tokens=20) as b:
+        waiting = b.target.waiting
+        assert waiting is not None
+        least = waiting.num_free
+        for _ in range(40):
+            prompt = [int(t) for t in rng.integers(0, 32, rng.integers(1, 90))]
+            b.submit(
+                prompt, int(rng.integers(1, 40)), SamplingParams(temperature=0.0),
+                speculation=Speculation(auto=bool(rng.random() < 0.8)),
+            )  # fmt: skip
+            for _ in range(int(rng.integers(0, 6))):
+                b.step()
+                least = min(least, waiting.num_free)
+        b.run()
+        num_preempted = b.frames[-1].stats.num_preemptions
+        assert waiting.num_free == most_waiting(b.engine._config) > least
+    assert num_preempted > 0
