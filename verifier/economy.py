@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -47,36 +48,58 @@ _FADE = 0.3  # every 8 steps: what sets a request apart is forgotten while nothi
 
 _MEASURED = PruneConfig()
 
+Amount = Any  # a number or, for several bills at once, an array
+
+
+class _Drafting(NamedTuple):
+    """What drafting is billed by."""
+
+    messages: Amount = 0.0
+    fed: Amount = 0.0  # rows
+    levels: Amount = 0.0  # beyond the first
+    run: Amount = 0.0  # nodes on those; all there are, where trees grow at once
+
+
+class _Rest(NamedTuple):
+    """What the rest of a step is billed by. What the table of rows does not know, such as how attention copes with many
+    requests of several rows, is billed by having trees at all and by tree."""
+
+    steps: Amount = 0.0
+    table_ms: Amount = 0.0
+    requests: Amount = 0.0
+    has_trees: Amount = 0.0
+    trees: Amount = 0.0
+
 
 class Economy:
-    """Owned by the engine; `verify` is what start-up measured, the prices of `prune` what is to be believed instead.
-    most_fed: rows of one message to the drafter."""
+    """Owned by the engine, which asks of every step: `worthwhile`; `costs` and `learn_draft`, if the drafter is to hear
+    anything; `copies`; `learn`.
+
+    verify: what start-up measured; the prices of `prune` are believed instead. most_fed: rows of one message to the
+    drafter.
+    """
 
     def __init__(self, verify: RowCosts, prune: PruneConfig = _MEASURED, *, most_fed: int = 2048) -> None:
         self._most_fed, self._copies = most_fed, prune.copies
-        # Drafting is billed by message, row fed, further level, and node run on one (all there are, where trees grow at
-        # once). The rest of a step is billed by itself, by millisecond of the table and by request, and for what the
-        # table does not know of, such as how attention copes with many requests of several rows, by having trees at all
-        # and by tree.
         self._is_given = prune.prices is not None
         if (prices := prune.prices) is not None:
             self._verify = given(prices)
-            self._draft_bill = Bill([prices.draft, 0.0, prices.level, 0.0])
-            self._rest_bill = Bill([0.0, 1.0, 0.0, 0.0, 0.0])
+            self._draft_bill = Bill(_Drafting(messages=prices.draft, levels=prices.level))
+            self._rest_bill = Bill(_Rest(table_ms=1.0))
         else:
             self._verify = verify
             row = float(verify.ms(1))
-            draft = [0.2 * row, 0.01 * row, 0.1 * row, 0.01 * row]
+            draft = _Drafting(messages=0.2 * row, fed=0.01 * row, levels=0.1 * row, run=0.01 * row)
             self._draft_bill = Bill(draft, doubts=draft, has_scale=False)
             self._rest_bill = Bill(
-                [0.05 * row, 1.0, 0.02 * row, 0.02 * row, 0.02 * row],
-                doubts=[0.1 * row, 0.25, 0.05 * row, 0.3 * row, 0.1 * row],
+                _Rest(steps=0.05 * row, table_ms=1.0, requests=0.02 * row, has_trees=0.02 * row, trees=0.02 * row),
+                doubts=_Rest(steps=0.1 * row, table_ms=0.25, requests=0.05 * row, has_trees=0.3 * row, trees=0.1 * row),
             )
         self._calibration = Calibration()
         self._lookup = Lookup()
         self._drafted: set[Request] = set()  # in this step
         self._looking_ms: float | None = None  # for copies in this step; None: it did not
-        self._missed = [1.0, 1.0]  # what steps took over their price lately: without and with copies
+        self._missed = [1.0, 1.0]  # what steps took over their price lately: without copies and, at 1 = True, with some
         self._priced: tuple[tuple[int, ...], Callable[[int, int], float]] | None = None  # the last of `_prices`
         # What a tree adds and what it takes; hopeful until seen.
         self._tree = _Average(np.array([2.0, 4.0]))  # tokens gained, nodes verified
@@ -174,7 +197,8 @@ class Economy:
         trees_K = count_K + len(others)
         nodes_K = sum(r.limits.num_nodes for r in others if r.limits) + count_K * num_nodes
         fed_K = np.array([sum(map(self._fed_per_step, others)), *map(self._fed_per_step, ranked)]).cumsum()
-        draft_ms_K = self._draft_bill.price(1, fed_K, num_levels - 1, num_run * trees_K) * (trees_K > 0)
+        bill_K = _Drafting(messages=1, fed=fed_K, levels=num_levels - 1, run=num_run * trees_K)
+        draft_ms_K = self._draft_bill.price(*bill_K) * (trees_K > 0)
         if copying:
             copies = self._lookup.chosen
             own = [(self._saving_of_copy(r), len(copies.get(r, ())), r in copies) for r in ranked]
@@ -223,13 +247,14 @@ class Economy:
         """What a step with so many nodes takes beside drafting and prompts: those must be computed some time whatever
         is drafted, and make no token of this step dearer."""
         table_ms = self._verify.ms(_num_rows(step) + num_nodes)
-        with_prompts = self._rest_bill.price(1, table_ms, len(step.decode), np.minimum(num_trees, 1), num_trees)
-        return with_prompts - self._prompts_ms(step)
+        has_trees = np.minimum(num_trees, 1)
+        bill = _Rest(steps=1, table_ms=table_ms, requests=len(step.decode), has_trees=has_trees, trees=num_trees)
+        return self._rest_bill.price(*bill) - self._prompts_ms(step)
 
     def _prompts_ms(self, step: Step) -> float:
         """What the step's prompts add to it."""
         table_ms = self._verify.ms(_num_rows(step)) - self._verify.ms(len(step.decode))
-        return float(self._rest_bill.price(0, table_ms, 0, 0, 0))
+        return float(self._rest_bill.price(*_Rest(table_ms=table_ms)))
 
     def _otherwise_ms(self, step: Step, verdicts: list[Verdict]) -> float:
         """What a try's tokens would have taken without it."""
@@ -245,7 +270,8 @@ class Economy:
         num_trees = sum(feed.num_nodes > 0 for feed in feeds.values())
         knots = self._verify.rows_T - num_rows
         nodes_T = np.array([0, *knots[(knots > 0) & (knots < most)], most])
-        prices = [self._draft_bill.price(*bill) for bill in ((1, _num_fed(feeds), 0, 0), (0, 0, 1, 0), (0, 0, 0, 1))]
+        bills = _Drafting(messages=1, fed=_num_fed(feeds)), _Drafting(levels=1), _Drafting(run=1)
+        prices = [self._draft_bill.price(*bill) for bill in bills]
         return DraftCosts(
             nodes_T=torch.from_numpy(nodes_T.astype(np.int32)),
             verify_ms_T=torch.from_numpy(self._step_ms(step, nodes_T, num_trees).astype(np.float32)),
@@ -260,7 +286,7 @@ class Economy:
         key = _num_rows(step), len(step.decode), most, self._num_steps // _LOOK_EVERY
         if self._priced is None or self._priced[0] != key:
             ms_N = self._step_ms(step, np.arange(most + 1), 0).tolist()
-            trees_ms, tree_ms = (float(self._rest_bill.price(0, 0, 0, *trees)) for trees in ((1, 0), (0, 1)))
+            trees_ms, tree_ms = (float(self._rest_bill.price(*bill)) for bill in (_Rest(has_trees=1), _Rest(trees=1)))
             self._priced = key, lambda nodes, trees: ms_N[nodes] + (trees_ms + trees * tree_ms if trees else 0.0)
         return self._priced[1]
 
@@ -268,7 +294,7 @@ class Economy:
 
     def learn_draft(self, feeds: dict[Request, Feed], reply: DraftReply, seconds: float) -> None:
         """What an exchange with the drafter took."""
-        bill = 1, _num_fed(feeds), max(reply.num_levels - 1, 0), reply.num_run
+        bill = _Drafting(messages=1, fed=_num_fed(feeds), levels=max(reply.num_levels - 1, 0), run=reply.num_run)
         self._draft_ms = float(self._draft_bill.price(*bill)) if self._is_given else 1e3 * seconds
         self._draft_bill.paid(self._num_steps, self._draft_ms, *bill)
         num_trees = len(reply.trees.offsets) - 1
@@ -296,7 +322,8 @@ class Economy:
             return
         if not step.prefill:  # prompts would blur what a tree's rows cost
             table_ms = float(self._verify.ms(len(step.decode) + num_nodes))
-            self._rest_bill.paid(self._num_steps, rest_ms, 1, table_ms, len(step.decode), num_trees > 0, num_trees)
+            bill = _Rest(1, table_ms, len(step.decode), num_trees > 0, num_trees)
+            self._rest_bill.paid(self._num_steps, rest_ms, *bill)
         auto_B = [
             r in self._drafted and _is_auto(r) and any(n) for r, n in zip(step.decode, drafts.verified, strict=True)
         ]

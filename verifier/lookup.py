@@ -28,9 +28,10 @@ _LONGEST = 8
 """Longer agreements are all alike."""
 _MOST_PLACES = 64
 """Places looked at, so that a text of nothing but commas takes no longer than others."""
-_FIRST_COUNT, _RATE = 4, 0.02  # what the first guess counts for, in tokens; how fast old ones are forgotten
-_FIRST_EXPECTED = 4.0  # the same of a request's own factor
-_FIRST_PROMISE = 20.0  # and of what copies brought of what they promised
+# How many tokens the first guess counts for: of the chance that a passage goes on, of a request's factor to it, and of
+# what copies bring of what they promise.
+_FIRST_COUNT, _FIRST_EXPECTED, _FIRST_PROMISE = 4, 4.0, 20.0
+_RATE = 0.02  # how fast old tokens are forgotten
 _TEMPERATURES = (0.0, 0.5)  # the hotter a text, the less it repeats itself: up to each of these it is a kind of its own
 _LEAST_WEIGHT = 0.03  # no row is as cheap as this
 _PROFIT_RATE = 0.02
@@ -172,7 +173,7 @@ class Lookup:
         """The factor by which tokens per millisecond rise with all of them."""
         self._found: dict[Request, Copy] = {}
         self._trusts = [Trust() for _ in range(len(_TEMPERATURES) + 1)]
-        self._profit = 0.1  # of looking, as a share of the step: recent mean
+        self._profit = 0.1  # of looking, as a share of the step: recent mean, hopeful at first
 
     def forget(self) -> None:
         """Nothing was looked for in this step."""
