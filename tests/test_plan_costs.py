@@ -16,6 +16,7 @@ from cluster.plan.memory import expected_shapes, pages_on_device, side, sides, t
 from cluster.plan.roofline import cost_table, forward_ms
 from secateur.errors import ConfigError
 from secateur.plan import HARDWARE, CostTable, DraftCosts, Hardware, VerifyCosts
+from verifier.states import most_waiting
 from workers.checkpoint import read_spec
 from workers.config import EngineConfig
 
@@ -203,14 +204,16 @@ def test_pages_are_what_weights_leave_of_a_device(llama_8b: EngineConfig) -> Non
     assert pages_on_device(llama_8b, [target], 16e9) == 0
 
 
-def test_a_colocated_drafter_takes_its_weights_and_a_place_for_every_page() -> None:
+def test_a_drafter_takes_weights_states_and_where_it_is_colocated_a_place_for_every_page() -> None:
     config = bundled(DYNAMIC, device="cuda", dtype="bfloat16")
     assert config.draft is not None
     found = sides(config)
     together = replace(config, draft=replace(config.draft, placement="colocated"))
-    left = 0.9 * 1e9 - found[0].weight_bytes - found[1].weight_bytes
-    assert pages_on_device(together, found, 1e9) == left // (16 * (found[0].token_bytes + found[1].token_bytes))
-    assert pages_on_device(config, found, 1e9) == (0.9 * 1e9 - found[0].weight_bytes) // (16 * found[0].token_bytes)
+    target, head = found
+    assert target.state_bytes == 3 * 192 * 2 and head.state_bytes == 0
+    left, page = 0.9 * 1e9 - target.weight_bytes - most_waiting(config) * 1152, 16 * target.token_bytes + 1152
+    assert pages_on_device(config, found, 1e9) == left // page
+    assert pages_on_device(together, found, 1e9) == (left - head.weight_bytes) // (page + 16 * head.token_bytes)
 
 
 # -- roofline --------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +29,8 @@ class Side:
     """Each weight once, see `topology.describe` for the forms that a CPU adds."""
     token_bytes: int = 0
     """Of one token in its KV pool."""
+    state_bytes: int = 0
+    """Of one state that the target's first rank keeps for a drafter: the last of every page, and those that wait."""
     matmul_items: int = 0
     """Weights that every row is multiplied with: all matrices but the input embedding."""
     num_layers: int = 0
@@ -48,6 +50,9 @@ def sides(config: EngineConfig) -> list[Side]:
     item, draft = ITEM_BYTES[config.dtype], config.draft
     own = {name: shape for name, shape in stored.items() if not name.startswith(MTP_PREFIXES)}
     found = [side(own, target, config.tensor_parallel_size, item)]
+    if draft is not None and draft.reads_features:
+        num_taps = 3 if draft.method == "eagle3" else 1
+        found = [replace(found[0], state_bytes=num_taps * target.hidden_size * item)]
     if draft is None:
         return found
     shapes = tensor_shapes(Path(draft.model_path)) if draft.model_path else {}
@@ -141,15 +146,21 @@ def pages_per_request(config: EngineConfig, num_tokens: int) -> int:
 def pages_on_device(config: EngineConfig, found: list[Side], memory_bytes: float) -> int:
     """KV pages that a device of such a size has room for beside the weights; the smaller of both sides' counts.
 
-    As `workers.memory` divides it: a colocated drafter's pages lie beside the target's, as many of them.
+    As `workers.memory` divides it: a colocated drafter's pages lie beside the target's, as many of them. The target's
+    first rank, which keeps states for the drafter, has the least room.
     """
+    from verifier.states import most_waiting
+
     target, draft = found[0], found[1] if len(found) > 1 else Side()
-    usable, page = memory_bytes * config.memory_utilization, config.page_size
+    usable = memory_bytes * config.memory_utilization
+
+    def held(part: Side) -> int:
+        return part.weight_bytes + most_waiting(config) * part.state_bytes
+
+    def page(part: Side) -> int:
+        return part.token_bytes * config.page_size + part.state_bytes
+
     is_shared = config.draft is not None and config.draft.placement == "colocated"
     devices = [[target, draft]] if is_shared else [[target], [draft]]
-    counts = [
-        (usable - sum(part.weight_bytes for part in parts)) // (page * sum(part.token_bytes for part in parts))
-        for parts in devices
-        if any(part.token_bytes for part in parts)
-    ]
+    counts = [(usable - sum(map(held, parts))) // sum(map(page, parts)) for parts in devices if any(map(page, parts))]
     return max(0, int(min(counts)))

@@ -11,6 +11,8 @@ from workers.config import EngineConfig
 
 def describe(name: str, config: EngineConfig, sides: list[Side]) -> str:
     """Every rank with its device, weights and KV; the bundles Ray is asked for; what the KV pools may take."""
+    from verifier.states import most_waiting
+
     lines = [
         f"{name}: device {config.device}, {config.dtype}, up to {config.max_model_len} tokens "
         f"and {config.max_num_seqs} requests at once",
@@ -37,6 +39,9 @@ def describe(name: str, config: EngineConfig, sides: list[Side]) -> str:
         + f"{pages} pages take {bytes_text(kv_bytes[0])} per verifier rank"
         + (f" and {bytes_text(kv_bytes[1])} per drafter rank" if len(kv_bytes) > 1 else ""),
     ]
+    if sides[0].state_bytes:
+        waiting = most_waiting(config) * sides[0].state_bytes
+        lines.append(f"states   of tokens that wait for the drafter take up to {bytes_text(waiting)} on verifier 0")
     if config.device == "cpu" and config.dtype == "float32":
         lines.append(
             "note     weights are counted once: here a head that is tied to the embedding has memory of its own, and "
