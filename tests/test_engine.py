@@ -284,6 +284,28 @@ def test_no_more_is_drafted_than_can_still_be_said():
         assert bench.frames[-1].stats.num_draft_tokens == 1
 
 
+@pytest.mark.parametrize("tree", [CHAIN_3, TREES["static"], TREES["dynamic"]], ids=["chain", "static", "dynamic"])
+def test_no_tree_is_asked_to_be_deeper_than_it_can_be(tree):
+    """What a message says of depths is as long as the deepest: not all that a request may still say."""
+    with Bench(RandomLanguage(), "eagle3", tree) as bench:
+        bench.ask([5, 6], 150, SamplingParams(temperature=0.0))
+        most = tree.max_depth if tree.kind == "dynamic" else tree.num_nodes
+        assert max(int(request.max_depth_B.max()) for request in bench.drafter.requests) == most
+
+
+def test_a_prompt_that_is_not_done_asks_nothing_of_the_rows_that_are_drawn():
+    """Whole rows of the vocabulary are gathered and kept for those alone who draw."""
+    wants_all = SamplingParams(temperature=1.0, seed=1, num_logprobs=2)
+    with Bench(RandomLanguage(), "eagle3", CHAIN_3, max_num_batched_tokens=12) as bench:
+        bench.submit([5, 6], 40, SamplingParams(temperature=0.0))
+        bench.step()
+        bench.submit(list(range(32)), 4, wants_all, speculation=Speculation(acceptance="rejection"))
+        bench.run()
+        first, *_ = [n for n, step in enumerate(bench.target.steps) if step.has_logprobs or step.has_sampled]
+        chunks = [n for n, step in enumerate(bench.target.steps) if len(step.token_N) > len(step.sample_row_R)]
+        assert len(chunks) > 3 and first == chunks[-1], "from the step on that ends the prompt"
+
+
 def test_gauges_show_who_runs_and_who_waits():
     with Bench(Counting(), max_num_seqs=2, num_pages=41) as bench:
         for _ in range(5):
