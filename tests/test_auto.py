@@ -152,13 +152,12 @@ def test_a_depth_never_seen_takes_the_shared_fit_and_the_first_fit_is_the_identi
 def test_tokens_are_those_of_the_target_whatever_auto_decides(monkeypatch, method, temperature):
     """Requests are drafted for at random, and owed feeds of any length: memory, features and tokens stay right."""
     rng = np.random.default_rng(5)
-    monkeypatch.setattr(economy, "MAX_BACKLOG", 6)
     monkeypatch.setattr(
         economy.Economy, "_choose", lambda self, auto, others, step: [r for r in auto if rng.random() < 0.4]
     )
     language = RandomLanguage(error=0.3)
     with Bench(language, method, TREE, max_num_batched_tokens=24, max_num_seqs=4) as b:
-        b.engine._economy._most_fed = 10
+        b.engine._economy._most_fed, b.engine._economy._max_backlog = 10, 6
         asked = []
         for n in range(6):
             params = SamplingParams(temperature=temperature, seed=n)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 from fakes import Bench, RandomLanguage
 
 from verifier import economy, states
-from verifier.states import WaitingStates, most_fed, most_waiting
+from verifier.states import WaitingStates, max_backlog, most_fed, most_waiting
 from workers.config import DraftConfig, EngineConfig, PruneConfig, TreeConfig
 from workers.ipc import Speculation
 from workers.types import SamplingParams
@@ -51,7 +52,11 @@ def test_more_than_there_is_room_for_is_a_mistake():
 def test_how_many_wait_follows_the_limits():
     draft = DraftConfig(method="eagle3", model_path="", tree=TreeConfig(num_nodes=16))
     config = EngineConfig(model_path="", max_num_seqs=64, max_num_batched_tokens=2048, page_size=16, draft=draft)
-    assert most_fed(config) == 2048 and most_waiting(config) == 64 * (256 + 17) + 2 * 2048
+    assert (max_backlog(config), most_fed(config)) == (256, 2048)
+    assert most_waiting(config) == 64 * (256 + 17) + 2 * 2048
+    many = replace(config, max_num_seqs=1024)
+    assert (max_backlog(many), most_fed(many)) == (32, 1024 * 17 + 16)
+    assert most_waiting(many) == 1024 * (32 + 17) + 2 * (1024 * 17 + 16)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -59,8 +64,7 @@ def test_whatever_waits_fits(seed, monkeypatch):
     """Requests of all lengths come, leave and are preempted, and are drafted for at random or not at all. The engine
     asserts that states find room; `Bench` counts them after every step."""
     rng = np.random.default_rng(seed)
-    monkeypatch.setattr(economy, "MAX_BACKLOG", 6)
-    monkeypatch.setattr(states, "MAX_BACKLOG", 6)
+    monkeypatch.setattr(states, "_MAX_BACKLOG", 6)
     share = (0.0, 0.02, 0.2, 0.5)[seed]
     monkeypatch.setattr(
         economy.Economy, "_choose", lambda self, auto, others, step: [r for r in auto if rng.random() < share]

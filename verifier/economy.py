@@ -35,7 +35,6 @@ from verifier.lookup import Lookup
 from verifier.pack import Feed
 from verifier.request import Request
 from verifier.scheduler import Step
-from verifier.states import MAX_BACKLOG
 from workers.config import PruneConfig
 from workers.types import DraftCosts, DraftReply, Verdict
 
@@ -76,11 +75,13 @@ class Economy:
     anything; `copies`; `learn`.
 
     verify: what start-up measured; the prices of `prune` are believed instead. most_fed: rows of one message to the
-    drafter.
+    drafter. max_backlog: tokens that it may be owed by a request that it does not draft for.
     """
 
-    def __init__(self, verify: RowCosts, prune: PruneConfig = _MEASURED, *, most_fed: int = 2048) -> None:
-        self._most_fed, self._copies = most_fed, prune.copies
+    def __init__(
+        self, verify: RowCosts, prune: PruneConfig = _MEASURED, *, most_fed: int = 2048, max_backlog: int = 256
+    ) -> None:
+        self._most_fed, self._max_backlog, self._copies = most_fed, max_backlog, prune.copies
         self._is_given = prune.prices is not None
         if (prices := prune.prices) is not None:
             self._verify = given(prices)
@@ -130,7 +131,7 @@ class Economy:
         rests = not (self._is_on or self._may_try or self._is_time_to_weigh(len(step.decode)))
         if rests:
             self._waited += 1
-            requests = [r for r in requests if not _is_auto(r) or _is_due(r)]
+            requests = [r for r in requests if not _is_auto(r) or self._is_due(r)]
         feeds = {r: feed for r in requests if (feed := next_feed(r)) is not None}
         auto = [r for r, feed in feeds.items() if feed.num_nodes and _is_auto(r)]
         others = [r for r, feed in feeds.items() if feed.num_nodes and not _is_auto(r)]
@@ -139,14 +140,19 @@ class Economy:
         for request, feed in feeds.items():
             if request in chosen or not _is_auto(request):
                 kept[request] = feed
-            elif _is_due(request):
+            elif self._is_due(request):
                 kept[request] = Feed(feed.tokens, 0, 0)
         return kept if _num_fed(kept) <= self._most_fed else self._within_a_message(kept)
+
+    def _is_due(self, request: Request) -> bool:
+        """Whether a request must be fed even without a tree."""
+        has_sharers = request.is_repeated and request.num_fed < request.num_prompt
+        return has_sharers or _backlog(request) > self._max_backlog
 
     def _within_a_message(self, feeds: dict[Request, Feed]) -> dict[Request, Feed]:
         """As much of them as may be sent at once, what is due first. Who is not fed whole gets no tree."""
         room, sent = self._most_fed, {}
-        for request in sorted(feeds, key=lambda r: (_is_auto(r), not _is_due(r))):
+        for request in sorted(feeds, key=lambda r: (_is_auto(r), not self._is_due(r))):
             feed = feeds[request]
             if len(feed.tokens) <= room:
                 sent[request] = feed
@@ -373,11 +379,6 @@ class _Average:
 def _saving(gain: float) -> float:
     """Steps that a token needs less if each brings so many more."""
     return 1 - 1 / (1 + gain)
-
-
-def _is_due(request: Request) -> bool:
-    """Whether a request must be fed even without a tree."""
-    return _backlog(request) > MAX_BACKLOG or request.is_repeated and request.num_fed < request.num_prompt
 
 
 def _is_auto(request: Request) -> bool:

@@ -20,7 +20,7 @@ from verifier.prefixes import Prefixes
 from verifier.request import Request
 from verifier.rules import rule_of
 from verifier.scheduler import Limits, Step, schedule
-from verifier.states import most_fed
+from verifier.states import max_backlog, most_fed
 from verifier.target import Target
 from verifier.tree import with_chains
 from workers.channel import Channel
@@ -64,7 +64,7 @@ class Engine:
         self._next_feed = partial(next_feed, config=config)
         self._draft_depth = partial(draft_depth, config=config)
         prune = config.draft.tree.prune if config.draft else PruneConfig()
-        self._economy = Economy(row_costs, prune, most_fed=most_fed(config))
+        self._economy = Economy(row_costs, prune, most_fed=most_fed(config), max_backlog=max_backlog(config))
         self._limits = Limits(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,

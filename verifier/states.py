@@ -12,24 +12,28 @@ from torch import Tensor
 
 from workers.config import EngineConfig
 
-MAX_BACKLOG = 256
-"""Tokens that the drafter may be owed by a request that it does not draft for. Feeding later costs no more, and often
-the request is finished before."""
+_MAX_BACKLOG, _MAX_WAITING = 256, 32768
+
+
+def max_backlog(config: EngineConfig) -> int:
+    """Tokens that the drafter may be owed by a request that it does not draft for. Feeding later costs no more, and the
+    request is often finished before; but many requests would keep many states."""
+    return min(_MAX_BACKLOG, _MAX_WAITING // config.max_num_seqs)
 
 
 def most_fed(config: EngineConfig) -> int:
     """Rows of one message to the drafter: as many as a step may compute, and any one request's backlog with its tree.
 
-    So a prompt never waits for another, and who is owed more than MAX_BACKLOG tokens is fed as fast as tokens come.
+    So a prompt never waits for another, and who is owed too much is fed as fast as tokens come.
     """
     trees = config.max_num_seqs * config.tree_rows
-    return max(config.max_num_batched_tokens, trees + config.page_size, MAX_BACKLOG + 2 * config.tree_rows)
+    return max(config.max_num_batched_tokens, trees + config.page_size, max_backlog(config) + 2 * config.tree_rows)
 
 
 def most_waiting(config: EngineConfig) -> int:
     """States that wait at most: a step adds no more rows than a message may feed, and those of requests that are owed
-    more than MAX_BACKLOG tokens are fed first. A last tree's rows may stay behind, when nothing is drafted any more."""
-    return config.max_num_seqs * (MAX_BACKLOG + config.tree_rows) + 2 * most_fed(config)
+    too much are fed first. A last tree's rows may stay behind, when nothing is drafted any more."""
+    return config.max_num_seqs * (max_backlog(config) + config.tree_rows) + 2 * most_fed(config)
 
 
 _STEPS_AT_ONCE = 16
