@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from functools import partial
-from itertools import islice
 
 from verifier.accept import judge
 from verifier.costs import UNPROFILED, RowCosts
@@ -293,13 +292,13 @@ class Engine:
             return
         assert self._target.waiting is not None
         self._prefixes.keep_states([(request, len(rows)) for request, rows in owed], state_NX)
-        waiting = iter(self._target.waiting.keep(state_NX))
+        kept, begin = self._target.waiting.keep(state_NX), 0
         for request, rows in owed:
-            own = islice(waiting, len(rows))
+            own, begin = kept[begin : begin + len(rows)], begin + len(rows)
             if request.may_be_drafted_for:
                 request.states += own
             else:
-                self._target.waiting.free(list(own))
+                self._target.waiting.free(own)
 
     def _publish(self, requests: list[Request]) -> None:
         """Lets others share what these hold, but no slot that still waits for a move."""
