@@ -11,10 +11,13 @@ import torch
 from fakes import Bench, RandomLanguage
 
 from verifier import economy, states
+from verifier.costs import UNPROFILED
+from verifier.pack import Feed
+from verifier.request import Request
 from verifier.states import WaitingStates, max_backlog, most_fed, most_waiting
 from workers.config import DraftConfig, EngineConfig, PruneConfig, TreeConfig
-from workers.ipc import Speculation
-from workers.types import SamplingParams
+from workers.ipc import Speculation, Submit
+from workers.types import Rule, SamplingParams, TreeLimits
 
 CPU = torch.device("cpu")
 
@@ -71,7 +74,7 @@ def test_whatever_waits_fits(seed, monkeypatch):
     )
     tree = TreeConfig(kind="dynamic", num_nodes=3, max_depth=2, prune=PruneConfig(auto=True))
     num_preempted = 0
-    with Bench(RandomLanguage(error=0.3), "eagle3", tree, 40, max_num_seqs=8, max_num_batched_tokens=20) as b:
+    with Bench(RandomLanguage(error=0.3), "eagle3", tree, 70, max_num_seqs=8, max_num_batched_tokens=20) as b:
         waiting = b.target.waiting
         assert waiting is not None
         least = waiting.num_free
@@ -88,3 +91,28 @@ def test_whatever_waits_fits(seed, monkeypatch):
         num_preempted = b.frames[-1].stats.num_preemptions
         assert waiting.num_free == most_waiting(b.engine._config) > least
     assert num_preempted > 0
+
+
+def test_what_is_due_is_fed_first_and_nobody_changes_places():
+    """Requests that insist on their own trees, then those that are owed too much, then those that could wait."""
+    asked = {"waits": 5, "due": 9, "insists": 4, "also due": 8}
+    requests = {name: _owed(name, count) for name, count in asked.items()}
+    feeds = {request: Feed([1] * asked[name], 3, 2) for name, request in requests.items()}
+    for room, sent in [
+        (26, {"waits": (5, 3), "due": (9, 3), "insists": (4, 3), "also due": (8, 3)}),
+        (23, {"waits": (2, 0), "due": (9, 3), "insists": (4, 3), "also due": (8, 3)}),
+        (21, {"due": (9, 3), "insists": (4, 3), "also due": (8, 3)}),
+        (15, {"due": (9, 3), "insists": (4, 3), "also due": (2, 0)}),
+        (3, {"insists": (3, 0)}),
+    ]:
+        cut = economy.Economy(UNPROFILED, most_fed=room, max_backlog=7)._within_a_message(feeds)
+        assert [(requests[name], size) for name, size in sent.items()] == [
+            (request, (len(feed.tokens), feed.num_nodes)) for request, feed in cut.items()
+        ]
+
+
+def _owed(name: str, count: int) -> Request:
+    limits = TreeLimits(num_nodes=3, auto=name != "insists", min_prob=0.0, path_prob=0.0)
+    request = Request(Submit(id=0, prompt=[1] * 20, max_tokens=9), Rule.COUPLED, limits, 0)
+    request.num_computed, request.num_fed = 19, 20 - count
+    return request

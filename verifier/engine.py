@@ -203,6 +203,7 @@ class Engine:
             costs = self._economy.costs(feeds, step)
             fed = [row for r, feed in feeds.items() for row in r.states[: len(feed.tokens)]]
             features_MH = self._target.features(fed)
+            assert features_MH is None or len(fed) == sum(len(feed.tokens) for feed in feeds.values())
             request = pack_draft(list(feeds), list(feeds.values()), features_MH, self._config.eos_token_ids, costs)
             self._drafter.send(request, self._stats.steps)
             for r, feed in feeds.items():

@@ -89,7 +89,7 @@ class WaitingStates:
         self._new, self._new_rows, self._left = [], [], []
 
     def _put(self, rows: list[int], state_NX: Tensor) -> None:
-        self._state_NX.index_copy_(0, self._index(rows), state_NX)
+        self._state_NX.index_copy_(0, self._index(rows), state_NX.to(self._state_NX.dtype))
 
     def _index(self, rows: list[int]) -> Tensor:
         return torch.tensor(rows, dtype=torch.int64).to(self._state_NX.device, non_blocking=True)
