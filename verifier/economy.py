@@ -47,27 +47,27 @@ _FADE = 0.3  # every 8 steps: what sets a request apart is forgotten while nothi
 
 _MEASURED = PruneConfig()
 
-Amount = Any  # a number or, for several bills at once, an array
+_Amount = Any  # a number or, for several bills at once, an array
 
 
 class _Drafting(NamedTuple):
     """What drafting is billed by."""
 
-    messages: Amount = 0.0
-    fed: Amount = 0.0  # rows
-    levels: Amount = 0.0  # beyond the first
-    run: Amount = 0.0  # nodes on those; all there are, where trees grow at once
+    messages: _Amount = 0.0
+    fed: _Amount = 0.0  # rows
+    levels: _Amount = 0.0  # beyond the first
+    run: _Amount = 0.0  # nodes on those; all there are, where trees grow at once
 
 
 class _Rest(NamedTuple):
     """What the rest of a step is billed by. What the table of rows does not know, such as how attention copes with many
     requests of several rows, is billed by having trees at all and by tree."""
 
-    steps: Amount = 0.0
-    table_ms: Amount = 0.0
-    requests: Amount = 0.0
-    has_trees: Amount = 0.0
-    trees: Amount = 0.0
+    steps: _Amount = 0.0
+    table_ms: _Amount = 0.0
+    requests: _Amount = 0.0
+    has_trees: _Amount = 0.0
+    trees: _Amount = 0.0
 
 
 class Economy:
@@ -328,7 +328,8 @@ class Economy:
             return
         if not step.prefill:  # prompts would blur what a tree's rows cost
             table_ms = float(self._verify.ms(len(step.decode) + num_nodes))
-            bill = _Rest(1, table_ms, len(step.decode), num_trees > 0, num_trees)
+            has_trees = num_trees > 0
+            bill = _Rest(steps=1, table_ms=table_ms, requests=len(step.decode), has_trees=has_trees, trees=num_trees)
             self._rest_bill.paid(self._num_steps, rest_ms, *bill)
         auto_B = [
             r in self._drafted and _is_auto(r) and any(n) for r, n in zip(step.decode, drafts.verified, strict=True)

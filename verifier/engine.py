@@ -296,9 +296,9 @@ class Engine:
         kept, begin = self._target.waiting.keep(state_NX), 0
         for request, rows in owed:
             own, begin = kept[begin : begin + len(rows)], begin + len(rows)
-            if request.may_be_drafted_for:
+            if request.draft_room > 0:
                 request.states += own
-            else:
+            else:  # nor fed
                 self._target.waiting.free(own)
 
     def _publish(self, requests: list[Request]) -> None:

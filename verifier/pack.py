@@ -39,25 +39,20 @@ class Feed(NamedTuple):
 
 def next_feed(request: Request, config: EngineConfig) -> Feed | None:
     """The request's next feed; None if it never speculates, has nothing new, or will emit only one more token."""
-    if request.limits is None or config.draft is None or not request.num_computed:
-        return None
-    depth = draft_depth(request, config)
-    if depth <= 0:
+    if request.limits is None or not request.num_computed or request.draft_room <= 0:
         return None
     tokens = request.tokens[request.num_fed : request.num_feedable]
     if request.is_decoding:
-        return Feed(tokens, request.limits.num_nodes, depth)
+        return Feed(tokens, request.limits.num_nodes, draft_depth(request, config))
     # One row alone can wait: the first behind a shared prefix, before anything of the request was computed.
     return Feed(tokens, 0, 0) if len(tokens) > 1 else None
 
 
 def draft_depth(request: Request, config: EngineConfig) -> int:
-    """How many tokens a draft for this request may be long."""
-    still = min(request.submit.max_tokens - request.num_output, config.max_model_len - len(request.tokens))
-    depth = still - 1  # the bonus token always comes on top of an accepted path
+    """How many tokens a draft for this request may be long. The engine admits none that could outgrow max_model_len."""
     assert config.draft is not None
     tree = config.draft.tree
-    return min(depth, tree.max_depth if tree.kind == "dynamic" else tree.num_nodes)
+    return min(request.draft_room, tree.max_depth if tree.kind == "dynamic" else tree.num_nodes)
 
 
 def pack_draft(

@@ -84,9 +84,9 @@ class Request:
         return len(self.tokens) - self.num_prompt
 
     @property
-    def may_be_drafted_for(self) -> bool:
-        """A draft brings a token or more, and another comes behind it."""
-        return self.limits is not None and self.submit.max_tokens - self.num_output > 1
+    def draft_room(self) -> int:
+        """Tokens that a draft may bring, as another always comes behind them. Never grows: at 0 it drafts no more."""
+        return self.submit.max_tokens - self.num_output - 1
 
     @property
     def root(self) -> int:
