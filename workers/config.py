@@ -28,8 +28,8 @@ class Prices:
 class PruneConfig:
     """Dynamic pruning. Thresholds: 0.0 switches one off, a value equal to it is kept.
 
-    `auto` chooses budgets by calibrated survival and costs, within the thresholds. For it alone: `copies`, whether it may
-    also draft by copying earlier text, for nothing; `prices`, what things cost, None = as measured here.
+    `auto` chooses budgets by calibrated survival and costs, within the thresholds. For it alone: `copies`, whether it
+    may also draft by copying earlier text, for nothing; `prices`, what things cost, None = as measured here.
     """
 
     auto: bool = False
