@@ -73,8 +73,7 @@ def test_whatever_waits_fits(seed, monkeypatch):
         economy.Economy, "_choose", lambda self, auto, others, step: [r for r in auto if rng.random() < share]
     )
     tree = TreeConfig(kind="dynamic", num_nodes=3, max_depth=2, prune=PruneConfig(auto=True))
-    num_preempted = 0
-    with Bench(RandomLanguage(error=0.3), "eagle3", tree, 70, max_num_seqs=8, max_num_batched_tokens=20) as b:
+    with Bench(RandomLanguage(error=0.3), "eagle3", tree, 40, max_num_seqs=8, max_num_batched_tokens=20) as b:
         waiting = b.target.waiting
         assert waiting is not None
         least = waiting.num_free
@@ -87,6 +86,8 @@ def test_whatever_waits_fits(seed, monkeypatch):
             for _ in range(int(rng.integers(0, 6))):
                 b.step()
                 least = min(least, waiting.num_free)
+        for token in range(2):  # 80 tokens fit into 39 pages of 4, 200 do not, whoever is drafted for
+            b.submit([token] * 40, 60, SamplingParams(temperature=0.0), ignore_eos=True)
         b.run()
         num_preempted = b.frames[-1].stats.num_preemptions
         assert waiting.num_free == most_waiting(b.engine._config) > least
