@@ -14,8 +14,8 @@ from engines import BUNDLED, prompts, transformers_greedy
 from cluster.bench import step
 from cluster.bench.contestants import Generate, StepCosts, Timing, Turn, assistant, decoding_steps, load_model
 from cluster.bench.plots import STEP_PARTS
-from cluster.bench.runner import Frame, Job
 from cluster.bench.speed import CHAIN_ACCEPTANCE, STAR_ACCEPTANCE, SpeedRow, row_of
+from cluster.runner import Frame, Job
 from secateur import cli
 from secateur.bench import SpeedPlan, StepPlan
 from secateur.cli.bench import MAX_PROMPTS

@@ -10,6 +10,7 @@ import copy
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import clockwork
 import numpy as np
@@ -24,7 +25,6 @@ from cluster.plan.fleet import SPREAD, Load, Replica, simulate
 from cluster.plan.profile import (
     Accepted,
     Cell,
-    Frame,
     Grid,
     Profile,
     Profiler,
@@ -34,11 +34,12 @@ from cluster.plan.profile import (
     accepted,
     decoding_steps,
     profiled,
+    watch,
 )
+from cluster.runner import Frame, Job
 from secateur.errors import SecateurError
 from secateur.plan import CostTable, DraftCosts, VerifyCosts
-from workers.ipc import EngineStats, Speculation, Submit
-from workers.types import SamplingParams
+from workers.ipc import EngineStats, Submit
 
 CONFIG = bundled(DYNAMIC)
 
@@ -171,7 +172,7 @@ def frames(*steps: dict[str, float]) -> list[Frame]:
         if "nodes" in step:
             stats.num_drafts += int(step["nodes"]) // 3 if step["nodes"] != 5 else 2
             stats.count_nodes([], [int(step["nodes"])], int(step.get("accepted", 0)))
-        found.append(Frame(found[-1].seconds + 0.005, stats))
+        found.append(Frame(found[-1].at + 0.005, stats))
     return found
 
 
@@ -214,8 +215,9 @@ def test_a_grid_is_what_the_engine_can_do() -> None:
 
 def test_a_profile_that_saw_nothing_says_so() -> None:
     class Silent:
-        def run(self, *_: object, **__: object) -> list[Frame]:
-            return frames({"running": 1, "prompt": 1})
+        frames = frames({"running": 1, "prompt": 1})
+
+        def run(self, *_: object) -> None: ...
 
     profiler = Profiler(Silent(), Grid(requests=(1,), nodes=(0,), contexts=(64,)), Prompts(prompts(2)), 0.0)  # type: ignore[arg-type]
     profiler.round()
@@ -228,41 +230,29 @@ def test_a_profile_that_saw_nothing_says_so() -> None:
 PRICES = clockwork.Prices(fixed=12.0, row=0.25, message=1.0, fed=0.02, level=0.8, node=0.04, tree=1.0)
 
 
-class ClockProbe:
-    """`profile.Probe` for an engine in this process, whose clock moves by prices."""
+class ClockRunner:
+    """A `Runner` whose engine is in this process; the engine's clock moves by prices."""
 
     def __init__(self, bench: clockwork.Bench) -> None:
         self._bench = bench
         self._next_id = 0
+        self.frames: list[Frame] = []
 
-    def run(
-        self,
-        asked: Sequence[list[int]],
-        nodes: int,
-        output: int,
-        *,
-        temperature: float = 0.0,
-        concurrency: int = 0,
-    ) -> list[Frame]:
-        waiting, num_open = list(asked), 0
-        seen = [self._frame()]
+    def run(self, jobs: Sequence[Job], concurrency: int) -> None:
+        waiting, num_open = list(jobs), 0
+        self.frames = [self._frame()]
         while waiting or num_open:
-            while waiting and num_open < (concurrency or len(asked)):
-                speculation = Speculation(enabled=nodes > 0, num_tokens=nodes or None, auto=False)
+            while waiting and num_open < concurrency:
+                job = waiting.pop(0)
                 submit = Submit(
-                    id=self._next_id,
-                    prompt=waiting.pop(0),
-                    max_tokens=output,
-                    ignore_eos=True,
-                    sampling=SamplingParams(temperature=temperature),
-                    speculation=speculation,
-                )
+                    id=self._next_id, prompt=job.prompt, max_tokens=job.max_tokens, ignore_eos=job.ignore_eos,
+                    sampling=job.sampling, speculation=job.speculation,
+                )  # fmt: skip
                 self._bench.here.submit(submit)
                 self._next_id += 1
                 num_open += 1
             num_open -= sum(chunk.finish_reason is not None for chunk in self._bench.here.step())
-            seen.append(self._frame())
-        return seen
+            self.frames.append(self._frame())
 
     def _frame(self) -> Frame:
         stats = copy.deepcopy(self._bench.engine._stats)
@@ -278,16 +268,16 @@ def test_what_is_predicted_of_unseen_configurations_is_what_the_engine_then_does
     texts = prompts(50)
     unseen = [Cell(3, 10, 110), Cell(2, 6, 100), Cell(3, 0, 120)]
     with clockwork.bench(PRICES) as bench:
-        probe = ClockProbe(bench)
-        profiler = Profiler(probe, grid, Prompts(texts[::2]), temperature=0.0)  # type: ignore[arg-type]
+        runner: Any = ClockRunner(bench)
+        profiler = Profiler(runner, grid, Prompts(texts[::2]), temperature=0.0)
         profiler.round()
         table = fit(profiler.profile, config, "the clock", 0.0)
         measured = []
         new = Prompts(texts[1::2])
         for cell in unseen:
             asked = [new.take(cell.prompt) for _ in range(2 * cell.requests)]
-            run = probe.run(asked, cell.nodes, cell.output, concurrency=cell.requests)
-            measured.append(len(asked) * cell.output / (run[-1].seconds - run[0].seconds))
+            run = watch(runner, asked, cell.nodes, cell.output, concurrency=cell.requests)
+            measured.append(len(asked) * cell.output / (run[-1].at - run[0].at))
     assert table.fit_error is not None and table.fit_error < 0.02
     assert table.acceptance is not None
     for cell, rate in zip(unseen, measured, strict=True):

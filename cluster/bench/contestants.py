@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from cluster.bench.runner import Frame, Job, Runner
+from cluster.runner import Frame, Job, Runner
 from workers.ipc import Speculation
 
 

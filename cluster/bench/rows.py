@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from cluster.bench.runner import Answer
+from cluster.runner import Answer
 from workers.ipc import Speculation
 
 Tree = Literal["chain", "static", "dynamic"]

@@ -21,11 +21,11 @@ import torch
 
 from cluster.bench.contestants import Contestant, Generate, Ours, Turn, assistant, load_model, median_steps
 from cluster.bench.output import Say, about, device_mark, draw, rounded, stem_of, write_json, write_text
-from cluster.bench.runner import Job, Runner
 from cluster.bench.sequoia import acceptance_table, best_tree
 from cluster.bench.setup import scaled, workload
 from cluster.bench.speed_report import render
 from cluster.convert import model_folder
+from cluster.runner import Job, Runner
 from cluster.submit import derive_seed
 from secateur.bench import ALONE, PEERS, SpeedPlan
 from secateur.bench import Contestant as Name

@@ -32,8 +32,8 @@ from cluster.bench.output import (
     write_json,
     write_text,
 )
-from cluster.bench.runner import Job, Runner
 from cluster.bench.setup import scaled, workload
+from cluster.runner import Job, Runner
 from secateur.bench import StepPlan
 from secateur.config import EngineArgs
 from secateur.prompts import Prompt

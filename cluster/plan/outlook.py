@@ -141,7 +141,8 @@ def profile(args: EngineArgs, config: EngineConfig, max_batch: int, temperature:
     from cluster.bench.prompts import encode_prompts
     from cluster.convert import load_tokenizer
     from cluster.plan.fit import fit
-    from cluster.plan.profile import OUTPUT_TOKENS, Grid, Probe, Profiler, Prompts, profiled
+    from cluster.plan.profile import OUTPUT_TOKENS, Grid, Profiler, Prompts, profiled
+    from cluster.runner import Runner
     from secateur.prompts import BUNDLED_PROMPTS, read_prompts
 
     if config.max_model_len < 2 * OUTPUT_TOKENS:
@@ -149,8 +150,8 @@ def profile(args: EngineArgs, config: EngineConfig, max_batch: int, temperature:
     texts = encode_prompts(load_tokenizer(args, config), read_prompts(BUNDLED_PROMPTS, 50))
     config = profiled(config, min(max_batch, PROFILE_BATCH if config.device == "cuda" else CPU_PROFILE_BATCH))
     say("profile: starting an engine")
-    with Probe(config) as probe:
-        profiler = Profiler(probe, Grid.of(config), Prompts(texts), temperature)
+    with Runner(config) as runner:
+        profiler = Profiler(runner, Grid.of(config), Prompts(texts), temperature)
         profiler.warm_up()
         for number in range(1, PROFILE_ROUNDS + 1):
             say(f"profile: round {number} of {PROFILE_ROUNDS}")

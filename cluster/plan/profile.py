@@ -9,19 +9,16 @@ Legend: C cells, J terms.
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import statistics
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from cluster.engine_client import EngineClient, EngineDead
-from cluster.local import LocalEngine
+from cluster.runner import Frame, Job, Runner
 from secateur.errors import SecateurError
 from workers.config import EngineConfig, PruneConfig
-from workers.ipc import EngineStats, Speculation, Submit
+from workers.ipc import Speculation
 from workers.types import SamplingParams
 
 OUTPUT_TOKENS = 96
@@ -43,13 +40,6 @@ class Cell(NamedTuple):
     @property
     def prompt(self) -> int:
         return max(2, self.context - self.output // 2)
-
-
-class Frame(NamedTuple):
-    """What the engine told after a step, and when it was heard."""
-
-    seconds: float
-    stats: EngineStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,54 +134,29 @@ class Prompts:
         return [self._texts[0][number % len(self._texts[0])], *text[len(text) - length + 1 :]]
 
 
-class Probe:
-    """A running engine whose steps are watched; a context manager."""
-
-    def __init__(self, config: EngineConfig) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._engine = LocalEngine(config)
-
-    def __enter__(self) -> Probe:
-        self._loop.run_until_complete(self._engine.__aenter__())
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._loop.run_until_complete(self._engine.__aexit__(None, None, None))
-        self._loop.close()
-
-    def run(
-        self, prompts: Sequence[list[int]], nodes: int, output: int, *, temperature: float = 0.0, concurrency: int = 0
-    ) -> list[Frame]:
-        """Frames, the first from before the first step. concurrency 0: all at once. Raises EngineDead."""
-        client = self._engine.client
-        submits = [
-            Submit(
-                id=client.new_id(),
-                prompt=prompt,
-                max_tokens=output,
-                ignore_eos=True,
-                sampling=SamplingParams(temperature=temperature, seed=number),
-                speculation=Speculation(enabled=nodes > 0, num_tokens=nodes or None, auto=False),
-            )
-            for number, prompt in enumerate(prompts)
-        ]
-        return self._loop.run_until_complete(_watch(client, submits, concurrency or len(submits)))
-
-
-async def _watch(client: EngineClient, submits: Sequence[Submit], concurrency: int) -> list[Frame]:
-    frames = [Frame(time.perf_counter(), client.stats)]
-    seats = asyncio.Semaphore(concurrency)
-
-    async def one(submit: Submit) -> None:
-        async with seats:
-            async for chunk in client.submit(submit):
-                if chunk.error is not None:
-                    raise EngineDead(f"a request was not answered: {chunk.error}")
-                if frames[-1].stats is not client.stats:
-                    frames.append(Frame(time.perf_counter(), client.stats))
-
-    await asyncio.gather(*map(one, submits))
-    return frames
+def watch(
+    runner: Runner,
+    prompts: Sequence[list[int]],
+    nodes: int,
+    output: int,
+    *,
+    temperature: float = 0.0,
+    concurrency: int = 0,
+) -> list[Frame]:
+    """What the engine counts while it answers; the first frame is from before the first step. concurrency 0: all at
+    once. Raises EngineDead."""
+    speculation = Speculation(enabled=nodes > 0, num_tokens=nodes or None, auto=False)
+    jobs = [
+        Job(
+            prompt=prompt,
+            max_tokens=output,
+            sampling=SamplingParams(temperature=temperature, seed=number),
+            speculation=speculation,
+        )
+        for number, prompt in enumerate(prompts)
+    ]
+    runner.run(jobs, concurrency or len(jobs))
+    return runner.frames
 
 
 def profiled(config: EngineConfig, max_batch: int) -> EngineConfig:
@@ -206,8 +171,8 @@ def profiled(config: EngineConfig, max_batch: int) -> EngineConfig:
 class Profiler:
     """Goes through a grid's cells, round by round."""
 
-    def __init__(self, probe: Probe, grid: Grid, prompts: Prompts, temperature: float) -> None:
-        self._probe, self._grid, self._prompts, self._temperature = probe, grid, prompts, temperature
+    def __init__(self, runner: Runner, grid: Grid, prompts: Prompts, temperature: float) -> None:
+        self._runner, self._grid, self._prompts, self._temperature = runner, grid, prompts, temperature
         self._samples: dict[Cell, list[Sample]] = {cell: [] for cell in grid.cells}
         self._alone: list[PromptSample] = []
         self._accepted: list[Accepted] = []
@@ -234,7 +199,7 @@ class Profiler:
 
     def _run(self, cell: Cell, output: int) -> list[Frame]:
         prompts = [self._prompts.take(cell.prompt) for _ in range(cell.requests)]
-        return self._probe.run(prompts, cell.nodes, output, temperature=self._temperature)
+        return watch(self._runner, prompts, cell.nodes, output, temperature=self._temperature)
 
 
 def decoding_steps(frames: Sequence[Frame], cell: Cell) -> list[Sample]:
@@ -255,7 +220,7 @@ def decoding_steps(frames: Sequence[Frame], cell: Cell) -> list[Sample]:
                     context=cell.context,
                     rows=cell.requests + new.num_verified_tokens - old.num_verified_tokens,
                     kv=prompt_tokens + old.generation_tokens - began.generation_tokens,
-                    wall_ms=1e3 * (after.seconds - before.seconds),
+                    wall_ms=1e3 * (after.at - before.at),
                     verify_ms=1e3 * (new.verify_seconds - old.verify_seconds),
                     draft_ms=1e3 * (new.draft_seconds - old.draft_seconds),
                     transfer_ms=1e3 * (new.transfer_seconds - old.transfer_seconds),

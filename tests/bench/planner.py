@@ -33,16 +33,16 @@ from cluster.plan.fleet import SPREAD, Fleet, Load, Replica, simulate  # noqa: E
 from cluster.plan.outlook import hardware_name  # noqa: E402
 from cluster.plan.profile import (  # noqa: E402
     Cell,
-    Frame,
     Grid,
-    Probe,
     Profiler,
     Prompts,
     Sample,
     accepted,
     decoding_steps,
     profiled,
+    watch,
 )
+from cluster.runner import Frame, Runner  # noqa: E402
 from secateur.plan import CostTable  # noqa: E402
 from workers.config import EngineConfig  # noqa: E402
 
@@ -72,13 +72,13 @@ def unseen(grid: Grid) -> list[Cell]:
     ]
 
 
-def measure(probe: Probe, cell: Cell, texts: Prompts) -> Seen:
+def measure(runner: Runner, cell: Cell, texts: Prompts) -> Seen:
     asked = [texts.take(cell.prompt) for _ in range(BATCHES_PER_RUN * cell.requests)]
-    frames = probe.run(asked, cell.nodes, cell.output, concurrency=cell.requests)
+    frames = watch(runner, asked, cell.nodes, cell.output, concurrency=cell.requests)
     tokens = len(asked) * cell.output
     steps, trees = full_steps(frames, cell), accepted(frames, cell)
     return Seen(
-        tokens_per_second=tokens / (frames[-1].seconds - frames[0].seconds),
+        tokens_per_second=tokens / (frames[-1].at - frames[0].at),
         step_ms=statistics.mean(step.wall_ms for step in steps),
         tokens_per_step=1 + trees.num_accepted / max(1, trees.num_drafts),
     )
@@ -127,14 +127,14 @@ def run(config: EngineConfig, grid: Grid, rounds: int) -> tuple[CostTable, list[
     seen: dict[Cell, list[Seen]] = {cell: [] for cell in cells}
     # What is predicted continues other texts than what was profiled.
     known, new = Prompts(texts[::2]), Prompts(texts[1::2])
-    with Probe(config) as probe:
-        profiler = Profiler(probe, grid, known, temperature=0.0)
+    with Runner(config) as runner:
+        profiler = Profiler(runner, grid, known, temperature=0.0)
         profiler.warm_up()
         for number in range(1, rounds + 1):
             print(f"round {number} of {rounds}", file=sys.stderr)
             profiler.round()
             for cell in cells:
-                seen[cell].append(measure(probe, cell, new))
+                seen[cell].append(measure(runner, cell, new))
     table = fit(profiler.profile, config, hardware_name(config), 0.0)
     rows = []
     for cell in cells:

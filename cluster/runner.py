@@ -1,4 +1,4 @@
-"""A running engine for synchronous callers: lists of requests in, answers with their statistics out."""
+"""A running engine for synchronous callers: lists of requests in, answers and the engine's counts out."""
 
 from __future__ import annotations
 
