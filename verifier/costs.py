@@ -45,6 +45,10 @@ class RowCosts(NamedTuple):
         slope = (self.ms_T[-1] - self.ms_T[middle]) / max(1, self.rows_T[-1] - self.rows_T[middle])
         return ms + slope * np.maximum(rows - self.rows_T[-1], 0)
 
+    def ms_up_to(self, num_rows: int, more: int) -> list[float]:
+        """With none to so many more rows than these."""
+        return self.ms(np.arange(num_rows, num_rows + more + 1)).tolist()
+
     def in_buckets(self, largest: int) -> RowCosts:
         """The same target where n rows run as bucket(n), up to the bucket `largest`: a staircase, flat from the first
         row of every bucket to its last. Between two buckets it stays linear, for numbers of rows that are averages."""

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,7 +41,8 @@ from workers.types import DraftCosts, DraftReply, Verdict
 
 _TRY_SHARE = 0.01  # of all time may be lost to tries of what is expected to be nearly as good as what is chosen
 _TRY_EVERY = 8  # steps between two tries, at least; while drafting is off, between two plain steps that are priced
-_LOOK_EVERY = 16  # steps between two looks at whether drafting would pay, while it is off, or copies, while they do not
+_WEIGH_EVERY = 32  # steps between two looks at whether drafting would pay, while it is off
+_LOOK_EVERY = 16  # steps between two looks for copies, while they do not pay
 _HYSTERESIS = 1.05
 _RATE_OF_REQUEST, _RATE_OF_ALL = 0.1, 0.05
 _FADE = 0.3  # every 8 steps: what sets a request apart is forgotten while nothing is drafted
@@ -101,7 +103,7 @@ class Economy:
         self._drafted: set[Request] = set()  # in this step
         self._looking_ms: float | None = None  # for copies in this step; None: it did not
         self._missed = [1.0, 1.0]  # what steps took over their price lately: without copies and, at 1 = True, with some
-        self._priced: tuple[tuple[int, ...], Callable[[int, int], float]] | None = None  # the last of `_prices`
+        self._table_ms = lru_cache(maxsize=2)(self._verify.ms_up_to)  # the batch is mostly that of the step before
         # What a tree adds and what it takes; hopeful until seen.
         self._tree = _Average(np.array([2.0, 4.0]))  # tokens gained, nodes verified
         self._growth = _Average(np.array([3.0, 4.0]))  # levels of a batch, nodes run per tree
@@ -231,7 +233,7 @@ class Economy:
     def _is_time_to_weigh(self, num_decoding: int) -> bool:
         """While drafting is off: rarely, as that takes time itself, or when the batch has become another one."""
         is_other_batch = num_decoding > 0 and 4 * abs(num_decoding - self._num_weighed) > self._num_weighed
-        return is_other_batch or self._waited % _LOOK_EVERY == 0
+        return is_other_batch or self._waited % _WEIGH_EVERY == 0
 
     def _gain_of(self, request: Request) -> float:
         return max(0.0, float(self._tree.mean[0]) + request.draft_bonus)
@@ -259,6 +261,8 @@ class Economy:
 
     def _prompts_ms(self, step: Step) -> float:
         """What the step's prompts add to it."""
+        if not step.prefill:
+            return 0.0
         table_ms = self._verify.ms(_num_rows(step)) - self._verify.ms(len(step.decode))
         return float(self._rest_bill.price(*_Rest(table_ms=table_ms)))
 
@@ -287,14 +291,16 @@ class Economy:
         )
 
     def _prices(self, step: Step) -> Callable[[int, int], float]:
-        """What a step takes with so many nodes in so many trees: `_step_ms`, worked out anew now and then."""
+        """What a step takes with so many nodes in so many trees: `_step_ms`, for one at a time and many of them."""
         most = sum(r.limits.num_nodes for r in step.decode if r.limits)
-        key = _num_rows(step), len(step.decode), most, self._num_steps // _LOOK_EVERY
-        if self._priced is None or self._priced[0] != key:
-            ms_N = self._step_ms(step, np.arange(most + 1), 0).tolist()
-            trees_ms, tree_ms = (float(self._rest_bill.price(*bill)) for bill in (_Rest(has_trees=1), _Rest(trees=1)))
-            self._priced = key, lambda nodes, trees: ms_N[nodes] + (trees_ms + trees * tree_ms if trees else 0.0)
-        return self._priced[1]
+        table_ms_N = self._table_ms(_num_rows(step), most)
+        plain = _Rest(steps=1, requests=len(step.decode))
+        terms = plain, _Rest(table_ms=1), _Rest(has_trees=1), _Rest(trees=1)
+        plain_ms, scale, trees_ms, tree_ms = (float(self._rest_bill.price(*bill)) for bill in terms)
+        plain_ms -= self._prompts_ms(step)
+        return lambda nodes, trees: (
+            plain_ms + scale * table_ms_N[nodes] + (trees_ms + trees * tree_ms if trees else 0.0)
+        )
 
     # ---- after it
 
