@@ -72,6 +72,13 @@ class _Rest(NamedTuple):
     trees: _Amount = 0.0
 
 
+class _Looked(NamedTuple):
+    """What looking for copies took, and what the step takes with so many nodes in so many trees."""
+
+    took_ms: float
+    ms_of: Callable[[int, int], float]
+
+
 class Economy:
     """Owned by the engine, which asks of every step: `worthwhile`; `costs` and `learn_draft`, if the drafter is to hear
     anything; `copies`; `learn`.
@@ -101,8 +108,8 @@ class Economy:
         self._calibration = Calibration()
         self._lookup = Lookup()
         self._drafted: set[Request] = set()  # in this step
-        self._looking_ms: float | None = None  # for copies in this step; None: it did not
-        self._missed = [1.0, 1.0]  # what steps took over their price lately: without copies and, at 1 = True, with some
+        self._looked: _Looked | None = None  # for copies in this step
+        self._missed = {False: 1.0, True: 1.0}  # what steps took over their price lately, without and with copies
         self._table_ms = lru_cache(maxsize=2)(self._verify.ms_up_to)  # the batch is mostly that of the step before
         # What a tree adds and what it takes; hopeful until seen.
         self._tree = _Average(np.array([2.0, 4.0]))  # tokens gained, nodes verified
@@ -171,7 +178,7 @@ class Economy:
     def _look(self, step: Step, depth_of: Callable[[Request], int]) -> None:
         """For something to copy; rarely, while that brings less than it takes."""
         self._lookup.forget()
-        self._looking_ms = None
+        self._looked = None
         if not self._copies or not self._lookup.pays and self._num_steps % _LOOK_EVERY:
             return
         able = [request for request in step.decode if _is_auto(request) and not request.rule.is_sampled]
@@ -179,7 +186,7 @@ class Economy:
             began = time.perf_counter()
             ms_of, excess = self._prices(step), self._missed[True] / self._missed[False]
             self._lookup.look(able, depth_of, len(step.decode), lambda n, trees: ms_of(n, trees) * (excess if n else 1))
-            self._looking_ms = 0.0 if self._is_given else 1e3 * (time.perf_counter() - began)
+            self._looked = _Looked(0.0 if self._is_given else 1e3 * (time.perf_counter() - began), ms_of)
 
     def _choose(self, auto: list[Request], others: list[Request], step: Step) -> list[Request]:
         copies, self._num_weighed = self._lookup.chosen, len(step.decode)
@@ -324,8 +331,8 @@ class Economy:
         if self._is_given:
             rest_ms = float(self._step_ms(step, num_nodes, num_trees)) + self._prompts_ms(step)
         step_ms = self._draft_ms + rest_ms
-        if self._looking_ms is not None:
-            self._learn_copies(step, verdicts, rest_ms, num_nodes, num_trees)
+        if self._looked is not None:
+            self._learn_copies(self._looked, step, verdicts, rest_ms, num_nodes, num_trees)
         hope = min(self._advantage, 1 / self._advantage)
         self._owed_ms = max(0.0, self._owed_ms - _TRY_SHARE * hope * step_ms)
         if self._is_trial:
@@ -354,7 +361,7 @@ class Economy:
         self._calibration.learn(drafts.trees, verdicts[: len(step.decode)], np.array(is_shown_B))
 
     def _learn_copies(
-        self, step: Step, verdicts: list[Verdict], rest_ms: float, num_nodes: int, num_trees: int
+        self, looked: _Looked, step: Step, verdicts: list[Verdict], rest_ms: float, num_nodes: int, num_trees: int
     ) -> None:
         copies, brought = self.copies(), None
         num_tokens = sum(len(verdict.tokens) for verdict in verdicts[: len(step.decode)])
@@ -362,13 +369,12 @@ class Economy:
         if self._drafted:  # what copies bring beyond the drafts in whose place they are
             brought = sum(len(own[r].path) - self._gain_of(r) for r in copies) / num_tokens
         elif not step.prefill:  # prompts would blur what a copy's rows cost
-            price = self._prices(step)
             missed = self._missed[num_nodes > 0]
-            self._missed[num_nodes > 0] += _RATE_OF_ALL * (min(rest_ms / price(num_nodes, num_trees), 2.0) - missed)
-            usual_ms = price(0, 0) * self._missed[False] / (self._advantage if self._is_on else 1)
+            excess = min(rest_ms / looked.ms_of(num_nodes, num_trees), 2.0) - missed
+            self._missed[num_nodes > 0] += _RATE_OF_ALL * excess
+            usual_ms = looked.ms_of(0, 0) * self._missed[False] / (self._advantage if self._is_on else 1)
             brought = num_tokens / len(step.decode) * usual_ms / rest_ms - 1 if copies else 0.0
-        assert self._looking_ms is not None
-        profit = None if brought is None else brought - self._looking_ms / rest_ms
+        profit = None if brought is None else brought - looked.took_ms / rest_ms
         self._lookup.learn(own, verified=copies, profit=profit)
 
 
