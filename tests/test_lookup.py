@@ -306,7 +306,7 @@ def test_a_step_with_a_prompt_does_not_tell_what_looking_brings():
         for _ in range(15):
             before = economy._lookup._profit
             b.step()
-            if economy._looking_ms is not None and not economy._drafted:
+            if economy._looked is not None and not economy._drafted:
                 assert any(not request.is_decoding for request in b.engine._running)
                 assert economy._lookup._profit == before
                 looked += 1

@@ -41,8 +41,7 @@ from workers.types import DraftCosts, DraftReply, Verdict
 
 _TRY_SHARE = 0.01  # of all time may be lost to tries of what is expected to be nearly as good as what is chosen
 _TRY_EVERY = 8  # steps between two tries, at least; while drafting is off, between two plain steps that are priced
-_WEIGH_EVERY = 32  # steps between two looks at whether drafting would pay, while it is off
-_LOOK_EVERY = 16  # steps between two looks for copies, while they do not pay
+_LOOK_EVERY = 16  # steps between two looks at whether drafting would pay, while it is off, or copies, while they do not
 _HYSTERESIS = 1.05
 _RATE_OF_REQUEST, _RATE_OF_ALL = 0.1, 0.05
 _FADE = 0.3  # every 8 steps: what sets a request apart is forgotten while nothing is drafted
@@ -240,7 +239,7 @@ class Economy:
     def _is_time_to_weigh(self, num_decoding: int) -> bool:
         """While drafting is off: rarely, as that takes time itself, or when the batch has become another one."""
         is_other_batch = num_decoding > 0 and 4 * abs(num_decoding - self._num_weighed) > self._num_weighed
-        return is_other_batch or self._waited % _WEIGH_EVERY == 0
+        return is_other_batch or self._waited % _LOOK_EVERY == 0
 
     def _gain_of(self, request: Request) -> float:
         return max(0.0, float(self._tree.mean[0]) + request.draft_bonus)
