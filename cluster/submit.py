@@ -77,14 +77,14 @@ def submit_from(
         max_tokens=max_tokens,
         sampling=SamplingParams(
             temperature=0.0 if request.is_greedy else request.temperature,
-            top_k=max(request.top_k, 0),
+            top_k=request.top_k if 0 < request.top_k < limits.vocab_size else 0,
             top_p=request.top_p,
             min_p=request.min_p,
             seed=seed if request.seed is None else request.seed,
             constraints=_constraints(request, bad_words, limits),
             num_logprobs=request.num_logprobs,
         ),
-        stop_token_ids=list(request.stop_token_ids),
+        stop_token_ids=list(dict.fromkeys(request.stop_token_ids)),
         ignore_eos=request.ignore_eos,
         cache_salt=request.cache_salt,
         speculation=_speculation(request.speculative, limits),
@@ -99,6 +99,7 @@ def further_answer(first: Submit, number: int, *, id: int) -> Submit:
 
 def _constraints(request: SamplingRequest, bad_words: Sequence[list[int]], limits: RequestLimits) -> Constraints:
     for param, ids in (
+        ("stop_token_ids", request.stop_token_ids),
         ("logit_bias", request.logit_bias),
         ("allowed_token_ids", request.allowed_token_ids or ()),
         ("bad_words", [id for word in bad_words for id in word]),

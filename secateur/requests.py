@@ -31,6 +31,10 @@ MAX_BAD_WORDS = 128
 GREEDY_BELOW = 1e-5
 """A temperature below this is greedy, as in vLLM: dividing logits by less overflows, and the argmax is left anyway."""
 
+MAX_TEMPERATURE = 1e6  # all tokens are alike long before; float32 logits divided by infinity are no numbers
+MAX_WORD_CHARS = 1024
+MAX_SALT_CHARS = 512
+
 TokenId = Annotated[StrictInt, Field(ge=0)]
 Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
 Bias = Annotated[float, Field(ge=-100.0, le=100.0)]
@@ -111,10 +115,10 @@ class SamplingRequest(BaseModel):
     """None takes the one model the service has."""
     n: Annotated[StrictInt, Field(ge=1, le=MAX_ANSWERS)] = 1
     """Answers per prompt."""
-    temperature: Annotated[float, Field(ge=0.0)] = 1.0
+    temperature: Annotated[float, Field(ge=0.0, le=MAX_TEMPERATURE)] = 1.0
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     top_k: Annotated[StrictInt, Field(ge=-1)] = 0
-    """-1 and 0 are off."""
+    """-1 and 0 are off, and so is more than the vocabulary has."""
     min_p: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     seed: Annotated[StrictInt, Field(ge=-(2**63), lt=2**63)] | None = None
     max_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
@@ -135,7 +139,7 @@ class SamplingRequest(BaseModel):
     """1.0 is off."""
     logit_bias: dict[TokenId, Bias] = {}
     """Token id -> what is added to its logit. On the wire the ids are strings, as JSON keys are."""
-    bad_words: Annotated[list[str], Field(max_length=MAX_BAD_WORDS)] = []
+    bad_words: Annotated[list[Annotated[str, Field(max_length=MAX_WORD_CHARS)]], Field(max_length=MAX_BAD_WORDS)] = []
     """Words that may not come, with or without a space before them."""
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
     """Nothing but these may come."""
@@ -147,7 +151,7 @@ class SamplingRequest(BaseModel):
     speculative: Speculative | None = None
     request_id: Annotated[str, Field(min_length=1, max_length=512)] | None = None
     user: str | None = None
-    cache_salt: Annotated[str, Field(min_length=1)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
     """Prompts are shared in the prefix cache among requests of one salt only."""
     priority: StrictInt = 0
 

@@ -96,3 +96,31 @@ def test_a_request_whose_words_leave_no_token_is_still_answered(client: Client, 
     answer = complete(client, allowed_token_ids=[x, y], bad_words=["xx", "xy", "yx", "yy"])
     assert answer.usage.completion_tokens == 12
     assert complete(client, temperature=0).text  # and the engine lives
+
+
+@pytest.mark.parametrize("how", [OFF, DRAFTED, REJECTION, None], ids=["off", "coupled", "rejection", "auto"])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"top_k": 2**31},
+        {"top_k": 1, "temperature": 1e6},
+        {"temperature": 1e6, "bad_words": ["return"]},
+        {"temperature": 1e-5},
+        {"top_p": 1e-300, "min_p": 1e-300},
+        {"min_p": 1.0},
+        {"seed": 2**63 - 1},
+        {"seed": -(2**63)},
+        {"repetition_penalty": 100.0, "presence_penalty": 2.0, "frequency_penalty": -2.0},
+        {"repetition_penalty": 0.01, "temperature": 1e6},
+        {"logit_bias": {str(id): 100.0 for id in range(2048)}},
+        {"stop_token_ids": list(range(2047)), "min_tokens": 12},
+    ],
+    ids="+".join,
+)
+def test_the_outermost_that_the_door_lets_through_is_answered(
+    client: Client, how: dict[str, Any] | None, asked: dict[str, Any]
+) -> None:
+    """What the engine cannot hold would end it, and everybody's answers."""
+    answer = complete(client, **{"ignore_eos": True, "speculative": how, **asked})
+    assert answer.usage.completion_tokens == 12
+    assert "bad_words" not in asked or "return" not in answer.choices[0].text

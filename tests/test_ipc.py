@@ -85,6 +85,11 @@ def test_a_stranger_on_the_socket_is_refused():
         Decoder().feed(b"GET / HTTP/1.1\r\n\r\n")
 
 
+def test_a_frame_that_nobody_would_read_is_not_written():
+    with pytest.raises(ValueError, match="a Submit of 67108"):
+        encode(Submit(id=1, prompt=[], max_tokens=1, cache_salt="a" * ipc.MAX_FRAME_BYTES))
+
+
 def test_poll_returns_at_once_when_nothing_has_arrived(ends):
     began = time.monotonic()
     assert ends[0].poll(0.0) == []

@@ -92,6 +92,7 @@ def test_another_prompt_is_refused(prompt):
     [
         ("temperature", -0.1),
         ("temperature", float("inf")),
+        ("temperature", 1e39),
         ("top_p", 0.0),
         ("top_p", 1.1),
         ("top_k", -2),
@@ -108,6 +109,8 @@ def test_another_prompt_is_refused(prompt):
         ("stop", [""]),
         ("stop", 3),
         ("stop_token_ids", [-1]),
+        ("cache_salt", "a" * 513),
+        ("bad_words", ["a" * 1025]),
         ("presence_penalty", 3.0),
         ("frequency_penalty", -2.5),
         ("repetition_penalty", 0.0),

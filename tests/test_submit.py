@@ -33,6 +33,11 @@ def test_a_salt_is_passed_on_and_is_no_empty_word() -> None:
         submit(cache_salt="")
 
 
+@pytest.mark.parametrize(("asked", "engine_s"), [(-1, 0), (0, 0), (1, 1), (49, 49), (50, 0), (2**31, 0), (10**30, 0)])
+def test_top_k_is_off_where_it_cuts_nothing(asked: int, engine_s: int) -> None:
+    assert submit(top_k=asked).sampling.top_k == engine_s
+
+
 def test_a_request_s_own_seed_wins() -> None:
     assert submit_from(CompletionRequest(prompt="x"), [1], id=1, seed=5, limits=LIMITS).sampling.seed == 5
     assert submit_from(CompletionRequest(prompt="x", seed=0), [1], id=1, seed=5, limits=LIMITS).sampling.seed == 0
@@ -87,6 +92,7 @@ def test_log_probabilities_reach_the_engine_as_a_number() -> None:
     ("param", "fields"),
     [
         ("logit_bias", {"logit_bias": {"50": 1}}),
+        ("stop_token_ids", {"stop_token_ids": [1, 50]}),
         ("allowed_token_ids", {"allowed_token_ids": [1, 50]}),
         ("bad_words", {"bad_words": [[1, 50]]}),
     ],

@@ -180,8 +180,13 @@ _KINDS: dict[str, type] = {kind.__name__: kind for kind in (Submit, Abort, StepO
 
 
 def encode(message: Message) -> bytes:
-    """One frame: 4 bytes little-endian length, then msgpack [kind, fields in the order of the class]."""
+    """One frame: 4 bytes little-endian length, then msgpack [kind, fields in the order of the class].
+
+    Raises ValueError if it is longer than any frame may be: its sender's mistake shall not be its reader's end.
+    """
     body = msgpack.packb((type(message).__name__, _values(message)), default=_values)
+    if len(body) > MAX_FRAME_BYTES:
+        raise ValueError(f"a {type(message).__name__} of {len(body)} bytes, where {MAX_FRAME_BYTES} is the most")
     return _LENGTH.pack(len(body)) + body
 
 
