@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from os.path import commonprefix
 from typing import Any, NamedTuple
 
 _PRIME_TOKENS = 8
@@ -170,19 +171,26 @@ class IncrementalDetokenizer:
     def feed(self, ids: Sequence[int]) -> str:
         """Text these tokens complete; may be empty."""
         self._window += ids
-        text, before = self._decode(self._window), self._decode(self._window[: self._told])
-        if text.endswith(_REPLACEMENT) or len(text) <= len(before):
+        text, told = self._read()
+        if text.endswith(_REPLACEMENT) or len(text) <= told:
             return ""
         # The next window starts where this one's told part ended: a decoder needs the tokens just before for context.
         self._window = self._window[self._told :]
         self._told = len(self._window)
-        return text[len(before) :]
+        return text[told:]
 
     def flush(self) -> str:
         """What is held back, incomplete bytes as U+FFFD. Ends the stream."""
-        text, before = self._decode(self._window), self._decode(self._window[: self._told])
+        text, told = self._read()
         self._told = len(self._window)
-        return text[len(before) :]
+        return text[told:]
+
+    def _read(self) -> tuple[str, int]:
+        """The window's text, and how much of it is out."""
+        text, before = self._decode(self._window), self._decode(self._window[: self._told])
+        if before.endswith(_REPLACEMENT):  # a prompt may end within a character, and the answer begin with the rest
+            return text, len(commonprefix([text, before]))
+        return text, len(before)
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skip) if ids else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from os.path import commonprefix
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,16 @@ def test_the_prompt_s_text_is_not_repeated(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("    return x")
     detokenizer = IncrementalDetokenizer(tokenizer, prompt)
     assert detokenizer.feed(ids) + detokenizer.flush() == "    return x"
+
+
+@pytest.mark.parametrize("text", ["ab🌳🌳c", "a\ufffdb"])
+def test_a_character_begun_in_the_prompt_is_completed(tokenizer: Tokenizer, text: str) -> None:
+    ids = tokenizer.encode(text)
+    assert len(ids) > len(text)
+    for cut in range(1, len(ids)):
+        detokenizer = IncrementalDetokenizer(tokenizer, ids[:cut])
+        pieces = [detokenizer.feed([id]) for id in ids[cut:]] + [detokenizer.flush()]
+        assert "".join(pieces) == text.removeprefix(commonprefix([tokenizer.decode(ids[:cut]), text])), cut
 
 
 def test_special_tokens_are_left_out_unless_wanted(tokenizer: Tokenizer) -> None:
