@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import shutil
 import tempfile
 import threading
@@ -21,6 +22,8 @@ from cluster.actors import Worker, packages_folder
 from cluster.engine_client import EngineClient
 from cluster.seats import seats, worker_env
 from workers.config import EngineConfig
+
+logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 3600.0
 """Loading a large checkpoint from cold storage."""
@@ -83,6 +86,7 @@ class Gang:
             if not done or self._closing.is_set():
                 continue
             reason = f"{self._config.role_of(runs.index(done[0]))} {_ending_of(done[0])}"
+            logger.error("%s", reason)  # the front may have seen the socket close before it hears why
             self._kill()
             with contextlib.suppress(RuntimeError):  # the loop closed first: nobody is left to tell
                 loop.call_soon_threadsafe(self._on_death, reason)
