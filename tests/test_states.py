@@ -55,8 +55,8 @@ def test_more_than_there_is_room_for_is_a_mistake():
 def test_how_many_wait_follows_the_limits():
     draft = DraftConfig(method="eagle3", model_path="", tree=TreeConfig(num_nodes=16))
     config = EngineConfig(model_path="", max_num_seqs=64, max_num_batched_tokens=2048, page_size=16, draft=draft)
-    assert (max_backlog(config), most_fed(config)) == (256, 2048)
-    assert most_waiting(config) == 64 * (256 + 17) + 2 * 2048
+    assert (max_backlog(config), most_fed(config)) == (256, 2048 + 64)
+    assert most_waiting(config) == 64 * (256 + 17) + 2 * (2048 + 64)
     many = replace(config, max_num_seqs=1024)
     assert (max_backlog(many), most_fed(many)) == (32, 1024 * 17 + 16)
     assert most_waiting(many) == 1024 * (32 + 17) + 2 * (1024 * 17 + 16)

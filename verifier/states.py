@@ -22,12 +22,14 @@ def max_backlog(config: EngineConfig) -> int:
 
 
 def most_fed(config: EngineConfig) -> int:
-    """Rows of one message to the drafter: as many as a step may compute, and any one request's backlog with its tree.
+    """Rows of one message to the drafter: as many as a step may compute and a row more for each request that it begins,
+    and any one request's backlog with its tree.
 
     So a prompt never waits for another, and who is owed too much is fed as fast as tokens come.
     """
-    trees = config.max_num_seqs * config.tree_rows
-    return max(config.max_num_batched_tokens, trees + config.page_size, max_backlog(config) + 2 * config.tree_rows)
+    step = config.max_num_batched_tokens + config.max_num_seqs
+    trees = config.max_num_seqs * config.tree_rows + config.page_size
+    return max(step, trees, max_backlog(config) + 2 * config.tree_rows)
 
 
 def most_waiting(config: EngineConfig) -> int:
