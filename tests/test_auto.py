@@ -273,6 +273,23 @@ def test_where_prices_are_given_tries_are_charged_by_them():
         assert sum(bool((request.num_nodes_B > 0).any()) for request in b.drafter.requests) == 1
 
 
+def test_code_that_is_compiled_in_the_first_exchanges_is_not_the_price_of_drafting():
+    num_trees = []
+    for late_ms in ([], [5000.0, 800.0]):
+        with bench(CHEAP_DRAFTS) as b:
+            proposer = b.engine._drafter._proposer
+            extend = proposer.extend
+
+            def late(request, extend=extend, clock=b.clock, late_ms=late_ms):
+                clock.ms += late_ms.pop(0) if late_ms else 0.0
+                return extend(request)
+
+            proposer.extend = late
+            num_trees.append(b.run(AUTO, 4, 0.0, num_prompts=8, num_tokens=32).num_trees)
+    on_time, compiling = num_trees
+    assert compiling > 0.8 * on_time > 20
+
+
 def test_auto_comes_back_when_drafting_pays_again():
     with bench(DEAR_DRAFTS) as b:
         b.run(AUTO, 4, 0.0, num_prompts=8, num_tokens=32)
