@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch
 
 from workers import memory
 from workers.config import DraftConfig, EngineConfig
-from workers.memory import agree_on_pages, ranks_on_device_of
+from workers.memory import agree_on_pages, logits_bytes, ranks_on_device_of
 
 GIB = 1 << 30
 
@@ -23,19 +25,26 @@ def engine(tp: int = 1, draft_tp: int = 0, placement: Any = "dedicated", **more:
     )  # fmt: skip
 
 
-def pages(monkeypatch: pytest.MonkeyPatch, config: EngineConfig, slot_bytes: list[int], free: list[float]) -> int:
+def pages(
+    monkeypatch: pytest.MonkeyPatch,
+    config: EngineConfig,
+    slot_bytes: list[int],
+    free: list[float],
+    beside: list[int] | None = None,
+) -> int:
     """The agreed number of pages, of ranks with such slots and so much free memory on their devices."""
+    beside = beside or [0] * config.world_size
 
     def of(rank: int, agreed: int) -> int:
         world: Any = SimpleNamespace(
             config=config,
             rank=rank,
             device=torch.device("cpu"),
-            gather_number=lambda value: slot_bytes,
+            gather_number=partial(next, iter([slot_bytes, beside])),
             agree_on_minimum=lambda value: min(value, agreed),
         )
-        monkeypatch.setattr(memory, "_free_bytes", lambda world: free[rank])
-        return agree_on_pages(world, slot_bytes[rank])
+        monkeypatch.setattr(memory, "_free_bytes", lambda world, beside: free[rank] - beside)
+        return agree_on_pages(world, slot_bytes[rank], bytes_beside=beside[rank])
 
     agreed = 1 << 40
     for rank in range(config.world_size):
@@ -67,6 +76,15 @@ def test_a_dedicated_drafter_takes_nothing_from_the_target_unless_it_has_less_ro
     slots = [64_000, 60_000, 16_000]
     assert pages(monkeypatch, config, slots, [8 * GIB, 8 * GIB, 8 * GIB]) == 8 * GIB // (64_000 * 16)
     assert pages(monkeypatch, config, slots, [8 * GIB, 8 * GIB, 1 * GIB]) == GIB // (16_000 * 16)
+
+
+def test_what_comes_and_goes_beside_the_pages_has_room_of_its_own(monkeypatch):
+    free = [8 * GIB, 8 * GIB]
+    apart, together = engine(tp=1, draft_tp=1), engine(tp=1, draft_tp=1, placement="colocated")
+    assert pages(monkeypatch, apart, [64_000, 8_000], free, [GIB, 0]) == 7 * GIB // (64_000 * 16)
+    assert pages(monkeypatch, together, [64_000, 8_000], free, [GIB, 0]) == 7 * GIB // (72_000 * 16)
+    # 64 trees of 17 rows over 128,256 tokens, four times in float32
+    assert logits_bytes(replace(apart, max_num_seqs=64), 128_256) == 64 * 17 * 128_256 * 16
 
 
 def test_what_is_configured_is_taken_and_more_than_can_be_used_is_not(monkeypatch):

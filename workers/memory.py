@@ -14,25 +14,36 @@ import torch
 from workers.config import EngineConfig
 from workers.groups import World
 
+_LOGITS_COPIES = 4
+"""Of a step's logits that lie beside each other in float32: the model's, with constraints, processed, being cut."""
 _CPU_SHARE = 0.25
 """Part of the machine's free memory that all pools together may take on CPU; pages cost nothing until used."""
 
 
-def agree_on_pages(world: World, bytes_per_slot: int) -> int:
+def logits_bytes(config: EngineConfig, vocab_size: int) -> int:
+    """What a full step needs on a verifier rank to draw at all its trees' rows: the largest thing that comes and goes
+    beside the pages."""
+    return _LOGITS_COPIES * 4 * vocab_size * config.max_num_seqs * config.tree_rows
+
+
+def agree_on_pages(world: World, bytes_per_slot: int, *, bytes_beside: int = 0) -> int:
     """Pages of every pool, null page included: as configured, else what fits and can be used. Collective, to be called
     when this rank's weights are loaded.
 
-    bytes_per_slot: of this rank's own pool. Raises ValueError if not even one request of max_model_len fits.
+    bytes_per_slot: of this rank's own pool. bytes_beside: what else this rank will need of a GPU. Raises ValueError if
+    not even one request of max_model_len fits.
     """
     config = world.config
     slots_per_request = config.max_model_len + config.tree_rows
     pages_per_request = -(-slots_per_request // config.page_size)
     every = world.gather_number(bytes_per_slot)  # after it all weights are loaded, those of ranks on this device too
+    beside = world.gather_number(bytes_beside)
     if config.num_pages is not None:
         fits = config.num_pages
     else:
-        bytes_here = sum(every[rank] for rank in ranks_on_device_of(config, world.rank))
-        fits = int(_free_bytes(world) // (bytes_here * config.page_size))
+        here = ranks_on_device_of(config, world.rank)
+        free = _free_bytes(world, sum(beside[rank] for rank in here))
+        fits = int(free // (sum(every[rank] for rank in here) * config.page_size))
     pages = world.agree_on_minimum(min(fits, 1 + config.max_num_seqs * pages_per_request))
     if pages < 1 + pages_per_request:
         raise ValueError(
@@ -53,9 +64,10 @@ def ranks_on_device_of(config: EngineConfig, rank: int) -> list[int]:
     return [other for other in ranks if other % tp == rank % tp]
 
 
-def _free_bytes(world: World) -> float:
-    """Of this rank's device, for all pools on it."""
+def _free_bytes(world: World, beside: int) -> float:
+    """Of this rank's device, for all pools on it. beside: what else its ranks will need; on CPU the share that pools
+    leave has room for that."""
     if world.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(world.device)
-        return max(0.0, free - (1 - world.config.memory_utilization) * total)
+        return max(0.0, free - beside - (1 - world.config.memory_utilization) * total)
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * _CPU_SHARE

@@ -31,6 +31,8 @@ class Side:
     """Of one token in its KV pool."""
     state_bytes: int = 0
     """Of one state that the target's first rank keeps for a drafter: the last of every page, and those that wait."""
+    logits_bytes: int = 0
+    """Of a full step, see `workers.memory`; the target's."""
     matmul_items: int = 0
     """Weights that every row is multiplied with: all matrices but the input embedding."""
     num_layers: int = 0
@@ -44,12 +46,17 @@ def sides(config: EngineConfig) -> list[Side]:
     """The target's side and, if there is one, the drafter's."""
     from workers.eagle3_format import read_eagle3_spec
     from workers.fc_head_format import read_eagle_spec, read_mtp_spec
+    from workers.memory import logits_bytes
 
     target = read_spec(config.model_path)
     stored = tensor_shapes(Path(config.model_path)) or expected_shapes(target)
     item, draft = ITEM_BYTES[config.dtype], config.draft
     own = {name: shape for name, shape in stored.items() if not name.startswith(MTP_PREFIXES)}
-    found = [side(own, target, config.tensor_parallel_size, item)]
+    found = [
+        replace(
+            side(own, target, config.tensor_parallel_size, item), logits_bytes=logits_bytes(config, target.vocab_size)
+        )
+    ]
     if draft is not None and draft.reads_features:
         num_taps = 3 if draft.method == "eagle3" else 1
         found = [replace(found[0], state_bytes=num_taps * target.hidden_size * item)]
@@ -155,7 +162,7 @@ def pages_on_device(config: EngineConfig, found: list[Side], memory_bytes: float
     usable = memory_bytes * config.memory_utilization
 
     def held(part: Side) -> int:
-        return part.weight_bytes + most_waiting(config) * part.state_bytes
+        return part.weight_bytes + part.logits_bytes + most_waiting(config) * part.state_bytes
 
     def page(part: Side) -> int:
         return part.token_bytes * config.page_size + part.state_bytes

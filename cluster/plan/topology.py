@@ -39,6 +39,7 @@ def describe(name: str, config: EngineConfig, sides: list[Side]) -> str:
         + f"{pages} pages take {bytes_text(kv_bytes[0])} per verifier rank"
         + (f" and {bytes_text(kv_bytes[1])} per drafter rank" if len(kv_bytes) > 1 else ""),
     ]
+    lines.append(f"logits   of a full step take up to {bytes_text(sides[0].logits_bytes)} on each verifier")
     if sides[0].state_bytes:
         waiting = most_waiting(config) * sides[0].state_bytes
         lines.append(f"states   of tokens that wait for the drafter take up to {bytes_text(waiting)} on verifier 0")
