@@ -19,9 +19,9 @@ from workers.eagle3_format import FeatureFusion, read_eagle3_spec
 from workers.graphs import can_capture, decoder_graphs
 from workers.groups import World
 from workers.heap import freeze_start_up
-from workers.kernels.choose import kernels_for
+from workers.kernels.choose import Kernels, kernels_for
 from workers.kv import KVPool
-from workers.memory import agree_on_pages
+from workers.memory import agree_on_pages, logits_bytes
 from workers.model import Decoder
 
 logger = logging.getLogger(__name__)
@@ -61,8 +61,9 @@ def run(config: EngineConfig, rank: int, store_address: str, *, front: str | Non
     logger.info("%s: stopped", world.role)
 
 
-def load(world: World) -> tuple[Target, int, int]:
-    """This rank's target, the agreed number of KV pages, and the vocabulary size."""
+def load(world: World, graphs_of: EngineConfig | None = None) -> tuple[Target, int, int]:
+    """This rank's target, the agreed number of KV pages, and the vocabulary size. graphs_of: the engine whose steps are
+    captured, if not the world's."""
     config = world.config
     dtype = getattr(torch, config.dtype)
     spec = read_spec(config.model_path)
@@ -77,14 +78,28 @@ def load(world: World) -> tuple[Target, int, int]:
         waiting = WaitingStates(most_waiting(config), reading.width, dtype=dtype, device=world.device)
     slot_bytes = KVPool.bytes_per_slot(spec.num_layers, decoder.heads.num_kv_heads, spec.head_dim, dtype)
     page_bytes = reading.width * dtype.itemsize  # rank 0 keeps one state a page, see verifier.prefixes
-    num_pages = agree_on_pages(world, slot_bytes + -(-page_bytes // config.page_size))
+    num_pages = agree_on_pages(
+        world, slot_bytes + -(-page_bytes // config.page_size), bytes_beside=logits_bytes(config, spec.vocab_size)
+    )
     kv = decoder.new_kv_pool(num_pages * config.page_size)
+    _compile_moves(kernels, kv, config)
     graphs = None
     if isinstance(decoder, Decoder) and can_capture(kernels, world.device, config.enforce_eager):
-        graphs = decoder_graphs(decoder, kv, config)
+        graphs = decoder_graphs(decoder, kv, graphs_of or config)
         logger.info("%s: captured graphs, %s", world.role, graphs.report)
     target = Target(decoder, kv, config.page_size, world.peers, reading.fuse, waiting, graphs)
     return target, num_pages, spec.vocab_size
+
+
+def _compile_moves(kernels: Kernels, kv: KVPool, config: EngineConfig) -> None:
+    """Moving accepted paths, for as many tokens as a step may move, before requests wait for it: `copy_slots` has code
+    of its own for every power of 2."""
+    if config.draft is None:
+        return
+    most = config.max_num_seqs * config.draft.tree.max_depth
+    for count in (1 << power for power in range((most - 1).bit_length() + 1)):
+        slots = torch.zeros(count, dtype=torch.int64, device=kv.data.device)
+        kernels.copy_slots(kv.data, slots, slots)
 
 
 class _Reading(NamedTuple):

@@ -15,7 +15,7 @@ from verifier.request import Request
 from verifier.tree import chains
 from verifier.worker import load
 from workers import groups
-from workers.config import EngineConfig
+from workers.config import DraftConfig, EngineConfig, TreeConfig
 from workers.ipc import Submit
 from workers.types import Rule
 
@@ -64,7 +64,9 @@ def loaded(config: EngineConfig, shapes: list[Shape]) -> Iterator[Forwards]:
     )
     store, address = groups.open_store()
     try:
-        target, _, _ = load(groups.join(alone, 0, address))
+        most = max(shape.rows for shape in shapes)
+        trees = DraftConfig(method="ngram", model_path="", tree=TreeConfig(num_nodes=max(1, most - 1)))
+        target, _, _ = load(groups.join(alone, 0, address), graphs_of=replace(alone, draft=trees))
         yield Forwards(alone, target.run)
     finally:
         groups.leave()
