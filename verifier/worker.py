@@ -91,6 +91,7 @@ def load(world: World, graphs_of: EngineConfig | None = None) -> tuple[Target, i
     return target, num_pages, spec.vocab_size
 
 
+@torch.inference_mode()
 def _compile_moves(kernels: Kernels, kv: KVPool, config: EngineConfig) -> None:
     """Moving accepted paths, for as many tokens as a step may move, before requests wait for it: `copy_slots` has code
     of its own for every power of 2."""
