@@ -139,6 +139,7 @@ class FeatureProposer:
         unrolled: Unrolled | None = None,
     ) -> None:
         self.vocab = head.vocab
+        self.width = head.width  # the features'
         self.graphs, self.unrolled = graphs, unrolled
         self._head, self._kv, self._page_size, self._tree_rows = head, kv, page_size, tree_rows
         self._prefix: _Prefix
@@ -222,6 +223,7 @@ class DraftModelProposer:
     ) -> None:
         self.graphs, self.unrolled = graphs, unrolled
         self.vocab = DraftVocabulary(target_size=model.spec.vocab_size, kernels=model.kernels)
+        self.width = 0  # it is fed no features
         self._model, self._kv, self._page_size = model, kv, page_size
         self._prefix: _Prefix
 

@@ -31,7 +31,7 @@ from workers import groups
 from workers.channel import Received, naming_lost_peers
 from workers.checkpoint import read_spec
 from workers.config import DraftConfig, EngineConfig
-from workers.constraints import Standing, unpack_standings
+from workers.constraints import Standing, pack_standings, unpack_standings
 from workers.decoders import load_decoder
 from workers.fc_head_format import read_eagle_spec, read_mtp_spec
 from workers.graphs import can_capture, decoder_graphs
@@ -41,7 +41,7 @@ from workers.kernels.choose import TORCH, Kernels, kernels_for
 from workers.kv import KVPool
 from workers.memory import agree_on_pages
 from workers.model import Decoder
-from workers.types import DraftReply, DraftRequest, Rule
+from workers.types import DraftCosts, DraftReply, DraftRequest, Rule, SamplingBatch, SamplingParams
 from workers.wire import Kind
 
 logger = logging.getLogger(__name__)
@@ -61,10 +61,13 @@ def run(config: EngineConfig, rank: int, store_address: str) -> None:
             if graphs is not None:
                 report |= graphs.report
                 logger.info("%s: captured graphs, %s", world.role, graphs.report)
+    is_hybrid, shape = config.draft.acceptance.sample_method == "hybrid", make_shape(config.draft.tree)
+    if not isinstance(proposer, NgramProposer):
+        for request in nobody(config, proposer.width):
+            draft(request, proposer, shape, is_hybrid=is_hybrid, kernels=kernels)
     world.gather_topology(report)
-    is_hybrid = config.draft.acceptance.sample_method == "hybrid"
     freeze_start_up()
-    _serve(world, proposer, make_shape(config.draft.tree), is_hybrid, kernels)
+    _serve(world, proposer, shape, is_hybrid, kernels)
     if not isinstance(proposer, NgramProposer) and proposer.graphs is not None:
         proposer.graphs.release()
     groups.leave()
@@ -142,6 +145,42 @@ def draft(
         num_run=grown.num_run,
         seconds=time.perf_counter() - began,
     )
+
+
+def nobody(config: EngineConfig, width: int) -> list[DraftRequest]:
+    """A tree of every rule on the null page, which nobody reads: what is loaded and compiled when it is first used is
+    there before somebody waits for it. width: of the features; 0 = none."""
+    assert config.draft is not None
+    tree = config.draft.tree
+    depth = tree.max_depth if tree.kind == "dynamic" else tree.num_nodes
+    num_pages = -(-(2 + config.tree_rows) // config.page_size)
+    zero_1, none = torch.zeros(1), torch.zeros(1, dtype=torch.int32)
+    costs = DraftCosts(
+        nodes_T=torch.tensor([0, tree.num_nodes], dtype=torch.int32),
+        verify_ms_T=torch.ones(2),
+        draft_ms_3=torch.zeros(3),
+        sure_1=torch.ones(1),
+        calibration_D2=torch.tensor([[1.0, 0.0]]),
+    )
+    return [
+        DraftRequest(
+            offsets=torch.tensor([0, 1], dtype=torch.int32),
+            start_B=none + 1,
+            token_M=none,
+            page_table_BP=none.expand(1, num_pages).contiguous(),
+            rule_B=none + rule.value,
+            auto_B=none + tree.prune.auto,
+            num_nodes_B=none + tree.num_nodes,
+            max_depth_B=none + depth,
+            min_prob_B=zero_1,
+            path_prob_B=zero_1,
+            constraints_U=pack_standings([None]),
+            sampling=SamplingBatch.stack([SamplingParams(temperature=temperature)]),
+            costs=costs if tree.prune.auto else None,
+            features_MH=torch.zeros(1, width, dtype=getattr(torch, config.dtype)) if width else None,
+        )
+        for rule, temperature in ((Rule.COUPLED, 0.0), (Rule.COUPLED, 1.0), (Rule.TRAVERSAL, 1.0))
+    ]
 
 
 @torch.inference_mode()
