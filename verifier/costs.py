@@ -75,7 +75,7 @@ def profile(target: Target, config: EngineConfig, num_pages: int) -> RowCosts:
     single tree: what is not timed is extrapolated. Where graphs are replayed the sizes are their buckets, and the table
     is a staircase up to the largest of them.
     """
-    _timed(target, config, num_pages, 1)  # on CUDA the first of all compiles
+    warm_up(target, config, num_pages)
     began = time.perf_counter()
     has_graphs = target.graphs is not None
     least_ms: dict[int, float] = {}
@@ -94,6 +94,11 @@ def profile(target: Target, config: EngineConfig, num_pages: int) -> RowCosts:
     if not has_graphs:
         return timed
     return timed.in_buckets(max(size.rows for size in graph_sizes(config.max_num_seqs, config.tree_rows)))
+
+
+def warm_up(target: Target, config: EngineConfig, num_pages: int) -> None:
+    """A forward on pages that nobody owns yet: on CUDA the first of all compiles. Rank 0; its peers follow."""
+    _timed(target, config, num_pages, 1)
 
 
 def _timed(target: Target, config: EngineConfig, num_pages: int, num_rows: int) -> float:

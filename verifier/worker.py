@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from verifier.costs import UNPROFILED, profile
+from verifier.costs import UNPROFILED, profile, warm_up
 from verifier.engine import Engine
 from verifier.states import WaitingStates, most_waiting
 from verifier.target import Fuse, Target
@@ -42,7 +42,11 @@ def run(config: EngineConfig, rank: int, store_address: str, *, front: str | Non
         target.follow()
     else:
         needs_profile = config.draft is not None and config.draft.tree.prune.prices is None
-        row_costs = profile(target, config, num_pages) if needs_profile else UNPROFILED
+        row_costs = UNPROFILED
+        if needs_profile:
+            row_costs = profile(target, config, num_pages)
+        else:
+            warm_up(target, config, num_pages)
         freeze_start_up()  # before it says that it is ready
         socket = ipc.FrameSocket(ipc.connect(front))
         socket.send(
