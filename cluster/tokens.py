@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from os.path import commonprefix
 from typing import Any, NamedTuple
 
-_PRIME_TOKENS = 8
+_PRIME_TOKENS, _MOST_PRIME_TOKENS = 8, 128
 """Prompt tokens shown to the decoder first: SentencePiece drops the space of a text's first word otherwise."""
 
 _REPLACEMENT = "\ufffd"
@@ -165,34 +165,42 @@ class IncrementalDetokenizer:
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
-        self._window: list[int] = list(prompt[-_PRIME_TOKENS:])
+        self._window = self._end_of(prompt)
         self._told = len(self._window)  # the first `_told` ids of the window are out already
 
     def feed(self, ids: Sequence[int]) -> str:
         """Text these tokens complete; may be empty."""
         self._window += ids
-        text, told = self._read()
+        text, before, told = self._read()
         if text.endswith(_REPLACEMENT) or len(text) <= told:
             return ""
         # The next window starts where this one's told part ended: a decoder needs the tokens just before for context.
-        self._window = self._window[self._told :]
+        if not before.endswith(_REPLACEMENT):
+            self._window = self._window[self._told :]
         self._told = len(self._window)
         return text[told:]
 
     def flush(self) -> str:
         """What is held back, incomplete bytes as U+FFFD. Ends the stream."""
-        text, told = self._read()
+        text, _, told = self._read()
         self._told = len(self._window)
         return text[told:]
 
-    def _read(self) -> tuple[str, int]:
-        """The window's text, and how much of it is out."""
+    def _read(self) -> tuple[str, str, int]:
+        """The window's text, that of its told part, and how many characters of the text are out."""
         text, before = self._decode(self._window), self._decode(self._window[: self._told])
         if before.endswith(_REPLACEMENT):  # a prompt may end within a character, and the answer begin with the rest
-            return text, len(commonprefix([text, before]))
-        return text, len(before)
+            return text, before, len(commonprefix([text, before]))
+        return text, before, len(before)
 
-    def _decode(self, ids: list[int]) -> str:
+    def _end_of(self, prompt: Sequence[int]) -> list[int]:
+        """As many of its last tokens as there is context in, from a character's beginning."""
+        size = _PRIME_TOKENS
+        while size < min(len(prompt), _MOST_PRIME_TOKENS) and self._decode(prompt[-size:]).startswith(_REPLACEMENT):
+            size *= 2
+        return list(prompt[-size:])
+
+    def _decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skip) if ids else ""
 
 

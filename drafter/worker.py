@@ -55,14 +55,13 @@ def run(config: EngineConfig, rank: int, store_address: str) -> None:
     is_model = config.draft.method != "ngram"
     kernels = kernels_for(world.device, config.kernels, config.enforce_eager) if is_model else TORCH
     proposer = _load(world, config.draft, kernels)
+    is_hybrid, shape = config.draft.acceptance.sample_method == "hybrid", make_shape(config.draft.tree)
     report: dict[str, str | int] = {}
     if not isinstance(proposer, NgramProposer):
         for graphs in (proposer.graphs, proposer.unrolled):
             if graphs is not None:
                 report |= graphs.report
                 logger.info("%s: captured graphs, %s", world.role, graphs.report)
-    is_hybrid, shape = config.draft.acceptance.sample_method == "hybrid", make_shape(config.draft.tree)
-    if not isinstance(proposer, NgramProposer):
         for request in nobody(config, proposer.width):
             draft(request, proposer, shape, is_hybrid=is_hybrid, kernels=kernels)
     world.gather_topology(report)
@@ -148,11 +147,10 @@ def draft(
 
 
 def nobody(config: EngineConfig, width: int) -> list[DraftRequest]:
-    """A tree of every rule on the null page, which nobody reads: what is loaded and compiled when it is first used is
-    there before somebody waits for it. width: of the features; 0 = none."""
+    """A tree of every kind of node on the null page, which nobody reads: most of what is loaded and compiled when it is
+    first used is there before somebody waits for it. width: of the features; 0 = none."""
     assert config.draft is not None
     tree = config.draft.tree
-    depth = tree.max_depth if tree.kind == "dynamic" else tree.num_nodes
     num_pages = -(-(2 + config.tree_rows) // config.page_size)
     zero_1, none = torch.zeros(1), torch.zeros(1, dtype=torch.int32)
     costs = DraftCosts(
@@ -171,7 +169,7 @@ def nobody(config: EngineConfig, width: int) -> list[DraftRequest]:
             rule_B=none + rule.value,
             auto_B=none + tree.prune.auto,
             num_nodes_B=none + tree.num_nodes,
-            max_depth_B=none + depth,
+            max_depth_B=none + tree.longest_path,
             min_prob_B=zero_1,
             path_prob_B=zero_1,
             constraints_U=pack_standings([None]),

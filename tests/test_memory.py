@@ -83,8 +83,8 @@ def test_what_comes_and_goes_beside_the_pages_has_room_of_its_own(monkeypatch):
     apart, together = engine(tp=1, draft_tp=1), engine(tp=1, draft_tp=1, placement="colocated")
     assert pages(monkeypatch, apart, [64_000, 8_000], free, [GIB, 0]) == 7 * GIB // (64_000 * 16)
     assert pages(monkeypatch, together, [64_000, 8_000], free, [GIB, 0]) == 7 * GIB // (72_000 * 16)
-    # 64 trees of 17 rows over 128,256 tokens, four times in float32
-    assert logits_bytes(replace(apart, max_num_seqs=64), 128_256) == 64 * 17 * 128_256 * 16
+    # 64 trees of 17 rows over 128,256 tokens, three times in float32
+    assert logits_bytes(replace(apart, max_num_seqs=64), 128_256) == 64 * 17 * 128_256 * 12
 
 
 def test_what_is_configured_is_taken_and_more_than_can_be_used_is_not(monkeypatch):
@@ -94,5 +94,7 @@ def test_what_is_configured_is_taken_and_more_than_can_be_used_is_not(monkeypatc
 
 
 def test_too_little_for_one_request_is_an_error_with_numbers(monkeypatch):
-    with pytest.raises(ValueError, match="room for 15 pages of 16 tokens.*max_model_len 1024 needs 65"):
+    with pytest.raises(
+        ValueError, match="room for 15 pages of 16 tokens.*max_model_len 1024 needs 65.*num_speculative_tokens"
+    ):
         pages(monkeypatch, engine(max_model_len=1024), [1 << 20], [0.25 * GIB])

@@ -200,7 +200,7 @@ def test_ranks_share_matrices_but_not_the_embedding_nor_few_kv_heads() -> None:
 def test_pages_are_what_weights_leave_of_a_device(llama_8b: EngineConfig) -> None:
     [target] = sides(llama_8b)
     pages = pages_on_device(llama_8b, [target], 80e9)
-    assert target.logits_bytes == 4 * 4 * 128256 * 64
+    assert target.logits_bytes == 3 * 4 * 128256 * 64
     assert pages == (0.9 * 80e9 - target.weight_bytes - target.logits_bytes) // (16 * target.token_bytes)
     assert pages_on_device(llama_8b, [target], 16e9) == 0
 
@@ -212,7 +212,7 @@ def test_a_drafter_takes_weights_states_and_where_it_is_colocated_a_place_for_ev
     together = replace(config, draft=replace(config.draft, placement="colocated"))
     target, head = found
     assert target.state_bytes == 3 * 192 * 2 and head.state_bytes == 0
-    assert target.logits_bytes == 4 * 4 * 2048 * config.max_num_seqs * 17 and head.logits_bytes == 0
+    assert target.logits_bytes == 3 * 4 * 2048 * config.max_num_seqs * 17 and head.logits_bytes == 0
     left = 0.9 * 1e9 - target.weight_bytes - target.logits_bytes - most_waiting(config) * 1152
     page = 16 * target.token_bytes + 1152
     assert pages_on_device(config, found, 1e9) == left // page

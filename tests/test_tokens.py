@@ -22,6 +22,20 @@ def tokenizer() -> Tokenizer:
     return Tokenizer(str(MODEL))
 
 
+@pytest.fixture(scope="module")
+def bytewise(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """As Llama 2's, of a vocabulary so small that most characters are bytes."""
+    words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "c"]
+    vocab = {word: id for id, word in enumerate(words)}
+    fast = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    decoders = tokenizers.decoders
+    fast.normalizer = tokenizers.normalizers.Replace(" ", "▁")
+    fast.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    folder = tmp_path_factory.mktemp("bytewise")
+    PreTrainedTokenizerFast(tokenizer_object=fast, unk_token="<unk>").save_pretrained(folder)
+    return Tokenizer(str(folder))
+
+
 def pieces_of(ids: list[int], seed: int) -> list[list[int]]:
     """The same tokens in steps of 1 to 5."""
     chance, steps = random.Random(seed), []
@@ -66,14 +80,15 @@ def test_the_prompt_s_text_is_not_repeated(tokenizer: Tokenizer) -> None:
     assert detokenizer.feed(ids) + detokenizer.flush() == "    return x"
 
 
-@pytest.mark.parametrize("text", ["ab🌳🌳c", "a\ufffdb"])
-def test_a_character_begun_in_the_prompt_is_completed(tokenizer: Tokenizer, text: str) -> None:
-    ids = tokenizer.encode(text)
-    assert len(ids) > len(text)
+@pytest.mark.parametrize("kind", ["tokenizer", "bytewise"])
+@pytest.mark.parametrize("text", ["ab🌳🌳c", "a\ufffdb", "a አማርኛ አማርኛ b"])
+def test_a_character_begun_in_the_prompt_is_completed(request: pytest.FixtureRequest, kind: str, text: str) -> None:
+    split: Tokenizer = request.getfixturevalue(kind)
+    ids = split.encode(text)
     for cut in range(1, len(ids)):
-        detokenizer = IncrementalDetokenizer(tokenizer, ids[:cut])
+        detokenizer = IncrementalDetokenizer(split, ids[:cut])
         pieces = [detokenizer.feed([id]) for id in ids[cut:]] + [detokenizer.flush()]
-        assert "".join(pieces) == text.removeprefix(commonprefix([tokenizer.decode(ids[:cut]), text])), cut
+        assert "".join(pieces) == text.removeprefix(commonprefix([split.decode(ids[:cut]), text])), cut
 
 
 def test_special_tokens_are_left_out_unless_wanted(tokenizer: Tokenizer) -> None:

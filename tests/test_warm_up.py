@@ -1,4 +1,4 @@
-"""What a drafter does before anybody asks: it drafts by every rule, and leaves nothing behind that is ever read."""
+"""What a drafter does before anybody asks: it drafts every kind of node, and leaves nothing behind that is read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from workers.types import NodeKind, Rule
 
 @pytest.mark.parametrize("tree", [DYNAMIC, AUTO, CHAIN, STATIC], ids=["dynamic", "auto", "chain", "static"])
 @pytest.mark.parametrize("method", ["eagle3", "draft_model"])
-def test_trees_of_every_rule_are_drafted_for_nobody_on_the_null_page(method, tree):
+def test_every_kind_of_node_is_drafted_for_nobody_on_the_null_page(method, tree):
     config = bundled(tree, method=method)
     proposer: FeatureProposer | DraftModelProposer
     if method == "eagle3":

@@ -75,7 +75,6 @@ def profile(target: Target, config: EngineConfig, num_pages: int) -> RowCosts:
     single tree: what is not timed is extrapolated. Where graphs are replayed the sizes are their buckets, and the table
     is a staircase up to the largest of them.
     """
-    warm_up(target, config, num_pages)
     began = time.perf_counter()
     has_graphs = target.graphs is not None
     least_ms: dict[int, float] = {}

@@ -44,7 +44,7 @@ _TRY_EVERY = 8  # steps between two tries, at least; while drafting is off, betw
 _LOOK_EVERY = 16  # steps between two looks at whether drafting would pay, while it is off, or copies, while they do not
 _HYSTERESIS = 1.05
 _RATE_OF_REQUEST, _RATE_OF_ALL = 0.1, 0.05
-_UNPAID = 2  # first exchanges with the drafter: code is loaded and compiled in them
+_UNPAID = 2  # first exchanges that bring trees: what the drafter has not met yet is loaded and compiled in them
 _FADE = 0.3  # every 8 steps: what sets a request apart is forgotten while nothing is drafted
 
 _MEASURED = PruneConfig()
@@ -315,10 +315,10 @@ class Economy:
         """What an exchange with the drafter took."""
         bill = _Drafting(messages=1, fed=_num_fed(feeds), levels=max(reply.num_levels - 1, 0), run=reply.num_run)
         self._draft_ms = float(self._draft_bill.price(*bill)) if self._is_given else 1e3 * seconds
-        self._num_exchanges += 1
+        num_trees = len(reply.trees.offsets) - 1
+        self._num_exchanges += num_trees > 0
         if self._num_exchanges > _UNPAID:
             self._draft_bill.paid(self._num_steps, self._draft_ms, *bill)
-        num_trees = len(reply.trees.offsets) - 1
         self._drafted = {r for r, feed in feeds.items() if feed.num_nodes}
         if num_trees:
             self._growth.add(np.array([reply.num_levels, reply.num_run / num_trees]))

@@ -51,8 +51,7 @@ def next_feed(request: Request, config: EngineConfig) -> Feed | None:
 def draft_depth(request: Request, config: EngineConfig) -> int:
     """How many tokens a draft for this request may be long. The engine admits none that could outgrow max_model_len."""
     assert config.draft is not None
-    tree = config.draft.tree
-    return min(request.draft_room, tree.max_depth if tree.kind == "dynamic" else tree.num_nodes)
+    return min(request.draft_room, config.draft.tree.longest_path)
 
 
 def pack_draft(

@@ -42,11 +42,8 @@ def run(config: EngineConfig, rank: int, store_address: str, *, front: str | Non
         target.follow()
     else:
         needs_profile = config.draft is not None and config.draft.tree.prune.prices is None
-        row_costs = UNPROFILED
-        if needs_profile:
-            row_costs = profile(target, config, num_pages)
-        else:
-            warm_up(target, config, num_pages)
+        warm_up(target, config, num_pages)
+        row_costs = profile(target, config, num_pages) if needs_profile else UNPROFILED
         freeze_start_up()  # before it says that it is ready
         socket = ipc.FrameSocket(ipc.connect(front))
         socket.send(
@@ -97,11 +94,11 @@ def load(world: World, graphs_of: EngineConfig | None = None) -> tuple[Target, i
 
 @torch.inference_mode()
 def _compile_moves(kernels: Kernels, kv: KVPool, config: EngineConfig) -> None:
-    """Moving accepted paths, for as many tokens as a step may move, before requests wait for it: `copy_slots` has code
-    of its own for every power of 2."""
+    """Moving accepted paths, for as many tokens as a step may move, before requests wait for it: beyond a few tokens
+    `copy_slots` has code of its own for every power of 2."""
     if config.draft is None:
         return
-    most = config.max_num_seqs * config.draft.tree.max_depth
+    most = config.max_num_seqs * config.draft.tree.longest_path
     for count in (1 << power for power in range((most - 1).bit_length() + 1)):
         slots = torch.zeros(count, dtype=torch.int64, device=kv.data.device)
         kernels.copy_slots(kv.data, slots, slots)

@@ -51,6 +51,11 @@ class TreeConfig:
     """Static trees only: breadth-first paths, e.g. ((0,), (1,), (0, 0))."""
     prune: PruneConfig = PruneConfig()
 
+    @property
+    def longest_path(self) -> int:
+        """Tokens that can be accepted of one tree at most; no tree of this shape is deeper."""
+        return self.max_depth if self.kind == "dynamic" else self.num_nodes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcceptanceConfig:

@@ -14,15 +14,15 @@ import torch
 from workers.config import EngineConfig
 from workers.groups import World
 
-_LOGITS_COPIES = 4
-"""Of a step's logits that lie beside each other in float32: the model's, with constraints, processed, being cut."""
+_LOGITS_COPIES = 3
+"""Of a step's logits that lie beside each other in float32: the model's, with constraints, processed."""
 _CPU_SHARE = 0.25
 """Part of the machine's free memory that all pools together may take on CPU; pages cost nothing until used."""
 
 
 def logits_bytes(config: EngineConfig, vocab_size: int) -> int:
-    """What a full step needs on a verifier rank to draw at all its trees' rows: the largest thing that comes and goes
-    beside the pages."""
+    """What a full step needs on a verifier rank to draw at all its trees' rows: with large trees the largest thing that
+    comes and goes beside the pages."""
     return _LOGITS_COPIES * 4 * vocab_size * config.max_num_seqs * config.tree_rows
 
 
@@ -47,8 +47,9 @@ def agree_on_pages(world: World, bytes_per_slot: int, *, bytes_beside: int = 0) 
     pages = world.agree_on_minimum(min(fits, 1 + config.max_num_seqs * pages_per_request))
     if pages < 1 + pages_per_request:
         raise ValueError(
-            f"the KV cache has room for {pages - 1} pages of {config.page_size} tokens, but one request of "
-            f"max_model_len {config.max_model_len} needs {pages_per_request}: lower max_model_len, or give more memory"
+            f"the KV cache has room for {max(0, pages - 1)} pages of {config.page_size} tokens, but one request of "
+            f"max_model_len {config.max_model_len} needs {pages_per_request}: lower max_model_len, lower max_num_seqs "
+            "or num_speculative_tokens, whose product is what a step's logits take, or give more memory"
         )
     return pages
 

@@ -177,8 +177,8 @@ def _room(request: PlanRequest, config: EngineConfig, found: list[Side]) -> Room
     if fits < 1:
         name = request.hardware.name if request.hardware else "num_pages"
         raise ConfigError(
-            f"{name}: weights and a request of {request.context} tokens do not fit; "
-            "write a larger --tensor-parallel-size or a smaller --context"
+            f"{name}: weights, a full step's logits and a request of {request.context} tokens do not fit; "
+            "write a larger --tensor-parallel-size, a smaller --context, a smaller --max-num-seqs or smaller trees"
         )
     if fits < config.max_num_seqs:
         return Room(pages=pages, batch=fits, reason=f"memory: {pages} KV pages, --context {request.context}")

@@ -17,7 +17,7 @@ from torch import Tensor
 _WORDS_IN_REGISTERS = 8192
 """Words that a program holds: 32 for each of its 256 threads."""
 _FEWEST_TOKENS = 32
-"""Up to so many share one compiled kernel: every power of 2 of its own would be compiled while requests wait."""
+"""Up to so many share one compiled kernel; beyond, every power of 2 has its own."""
 
 
 def copy_slots(pool: Tensor, source_C: Tensor, target_C: Tensor) -> None:
