@@ -29,6 +29,9 @@ from secateur.speculative import Speculative
 logger = logging.getLogger(__name__)
 
 PROTECTED = ("/v1/", "/tokenize", "/detokenize", "/server_info")
+MAX_BODY_BYTES = 16 << 20
+"""Of a request: a million token ids, or a text several times as long as any context. It is read before anything of it
+can be refused."""
 RETRY_WHEN_FULL_S = 1
 RETRY_WHEN_DOWN_S = 10
 """About what a replica takes to be replaced."""
@@ -153,7 +156,15 @@ class _Outermost:
         request_id = given if given.isprintable() and 0 < len(given) <= 512 else f"req-{secrets.token_hex(12)}"
         scope.setdefault("state", {})["request_id"] = request_id
 
-        started = False
+        started, num_bytes = False, 0
+
+        async def receive_limited() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > MAX_BODY_BYTES:
+                raise HTTPException(413, f"the body is larger than {MAX_BODY_BYTES >> 20} MiB; send less at once")
+            return message
 
         async def send_with_id(message: Message) -> None:
             nonlocal started
@@ -164,7 +175,7 @@ class _Outermost:
             await send(message)
 
         try:
-            await self._app(scope, receive, send_with_id)
+            await self._app(scope, receive_limited, send_with_id)
         except Exception as error:
             if started:
                 raise

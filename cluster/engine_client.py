@@ -123,8 +123,6 @@ class EngineClient:
             self._send(request)
             while True:
                 chunk = await queue.get()
-                if chunk.finish_reason is not None:
-                    self._queues.pop(request.id, None)
                 yield chunk
                 if chunk.finish_reason is not None:
                     return
@@ -203,6 +201,8 @@ class EngineClient:
                     # Tokens of a request aborted a moment ago may still be on the wire.
                     if (queue := self._queues.get(chunk.id)) is not None:
                         queue.put_nowait(chunk)
+                        if chunk.finish_reason is not None:  # no longer pending, whenever its reader comes for it
+                            del self._queues[chunk.id]
             case Ready():
                 self.ready = message
                 self._ready_event.set()

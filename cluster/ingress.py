@@ -122,6 +122,7 @@ def create_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
     async def completions(body: CompletionRequest, request: Request) -> Response:
         arrival = time.perf_counter()
         check(service, body)
+        service.admit(len(body.prompts), body.n)  # before the work on their texts, and again after it
         ids = await asyncio.to_thread(_prompt_ids, service.tokenizer, body)
         prompts = await _prompts(service, body, ids, request, arrival)
         shape = CompletionShape(body, service.model_id, service.tokenizer)
@@ -131,6 +132,7 @@ def create_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
         arrival = time.perf_counter()
         check(service, body)
+        service.admit(1, body.n)
         ids = await asyncio.to_thread(_chat_ids, service.tokenizer, body)
         prompts = await _prompts(service, body, [ids], request, arrival)
         shape = ChatShape(body, service.model_id, service.tokenizer)

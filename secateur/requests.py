@@ -32,12 +32,17 @@ GREEDY_BELOW = 1e-5
 """A temperature below this is greedy, as in vLLM: dividing logits by less overflows, and the argmax is left anyway."""
 
 MAX_TEMPERATURE = 1e6  # all tokens are alike long before; float32 logits divided by infinity are no numbers
-MAX_WORD_CHARS = 1024
+MAX_STOPS, MAX_STOP_CHARS = 64, 1024  # looked for in every piece of text
+MAX_BIASES, MAX_ALLOWED = 1024, 8192  # token ids that travel with every step
+MAX_WORD_CHARS = 128
 MAX_SALT_CHARS = 512
+MAX_TOKENS = 2**31 - 1
 
 TokenId = Annotated[StrictInt, Field(ge=0)]
 Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
 Bias = Annotated[float, Field(ge=-100.0, le=100.0)]
+NumTokens = Annotated[StrictInt, Field(le=MAX_TOKENS)]
+StopString = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
 NumLogprobs = Annotated[StrictInt, Field(ge=0, le=MAX_LOGPROBS)]
 
 
@@ -121,13 +126,13 @@ class SamplingRequest(BaseModel):
     """-1 and 0 are off, and so is more than the vocabulary has."""
     min_p: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     seed: Annotated[StrictInt, Field(ge=-(2**63), lt=2**63)] | None = None
-    max_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
-    max_completion_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
+    max_tokens: Annotated[NumTokens, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[NumTokens, Field(ge=1)] | None = None
     """The newer name; wins over max_tokens."""
-    min_tokens: Annotated[StrictInt, Field(ge=0)] = 0
+    min_tokens: Annotated[NumTokens, Field(ge=0)] = 0
     """Tokens before the end of text, a stop token or a stop string may end the answer."""
-    stop: str | list[str] | None = None
-    stop_token_ids: list[TokenId] = []
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_BIASES)] = []
     include_stop_str_in_output: StrictBool = False
     ignore_eos: StrictBool = False
     skip_special_tokens: StrictBool = True
@@ -137,11 +142,11 @@ class SamplingRequest(BaseModel):
     # Any positive number means something, but float32 logits divided by 1e-40 do not.
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100.0)] = 1.0
     """1.0 is off."""
-    logit_bias: dict[TokenId, Bias] = {}
+    logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=MAX_BIASES)] = {}
     """Token id -> what is added to its logit. On the wire the ids are strings, as JSON keys are."""
     bad_words: Annotated[list[Annotated[str, Field(max_length=MAX_WORD_CHARS)]], Field(max_length=MAX_BAD_WORDS)] = []
     """Words that may not come, with or without a space before them."""
-    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED)] | None = None
     """Nothing but these may come."""
 
     stream: StrictBool = False
@@ -273,7 +278,7 @@ class CompletionRequest(SamplingRequest):
         if isinstance(self.prompt, list) and (not self.prompt or any(item == [] for item in self.prompt)):
             raise _wrong("prompt", "an empty list has nothing to complete; give a text or token ids")
         if top := (self.model_extra or {}).get("top_logprobs"):
-            raise _wrong("top_logprobs", f"belongs to chats; for a completion write logprobs={top}")
+            raise _wrong("top_logprobs", f"belongs to chats; for a completion write logprobs={top!r}")
         return self
 
 

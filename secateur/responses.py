@@ -296,6 +296,8 @@ class ErrorResponse(Response):
         param: str | None = None,
         code: str | int | None = None,
     ) -> Self:
+        # What a request quotes may hold half a surrogate pair, which no body can.
+        message = message.encode("utf-8", "backslashreplace").decode()
         return cls(error=ErrorDetail(message=message, type=type, param=param, code=code))
 
     @classmethod

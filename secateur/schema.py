@@ -11,6 +11,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from secateur.errors import ConfigError, Problem
 
+_MOST_PROBLEMS, _MOST_SHOWN = 20, 200  # a list may be wrong in every entry
+
 
 def did_you_mean(word: str, valid: Iterable[str]) -> str:
     """` (did you mean 'x'?)` for the nearest valid word, else the list of all of them."""
@@ -25,8 +27,8 @@ def unknown_key(key: str, valid: Iterable[str]) -> str:
 
 
 def problems_of(error: ValidationError, known: Iterable[str]) -> list[Problem]:
-    """Pydantic's errors in our words; `known` are the field names of the model that failed."""
-    return [problem for item in error.errors() for problem in _problems_of_item(item, known)]
+    """Pydantic's first errors in our words; `known` are the field names of the model that failed."""
+    return [problem for item in error.errors()[:_MOST_PROBLEMS] for problem in _problems_of_item(item, known)]
 
 
 def _problems_of_item(item: Any, known: Iterable[str]) -> list[Problem]:
@@ -46,8 +48,13 @@ def _problems_of_item(item: Any, known: Iterable[str]) -> list[Problem]:
             # "Input should be greater than 0" -> "must be greater than 0 (got -1)", "List should have" -> "must have"
             message = re.sub("^(Input|List|String) should ", "must ", item["msg"]).replace(" after validation", "")
             value = item["input"]
-            shown = "" if isinstance(value, dict | BaseModel) else f" (got {value!r})"
+            shown = "" if isinstance(value, dict | BaseModel) else f" (got {_short(value)})"
             return [Problem(field, message + shown)]
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 class Strict(BaseModel):

@@ -612,6 +612,33 @@ def test_another_model_is_a_404_that_names_ours(http: httpx2.Client) -> None:
     assert "fake-model" in error["message"]
 
 
+def test_a_body_without_end_is_a_413(http: httpx2.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.door.MAX_BODY_BYTES", 1 << 20)
+    response = http.post("/v1/completions", json={"prompt": "a" * (1 << 20)})
+    assert response.status_code == 413
+    assert error_of(response)["message"] == "the body is larger than 1 MiB; send less at once"
+    assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("field", "text"),
+    [
+        ("max_tokens", "9" * 4300),
+        ("top_logprobs", r'"\ud800"'),
+        ("stop_token_ids", f"[{', '.join(100 * ['-1'])}]"),
+        ("stop_token_ids", f'["{10_000 * "a"}"]'),
+    ],
+)
+def test_what_is_quoted_of_a_wrong_request_is_short_and_can_be_written(
+    http: httpx2.Client, field: str, text: str
+) -> None:
+    headers = {"Content-Type": "application/json"}
+    response = http.post("/v1/completions", content=f'{{"prompt": "a", "{field}": {text}}}', headers=headers)
+    assert response.status_code == 400
+    assert error_of(response)["param"] == field
+    assert len(response.content) < 4000
+
+
 def test_a_chat_the_template_cannot_render_is_a_400(http: httpx2.Client) -> None:
     body = {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"add_generation_prompt": 1}}
     assert http.post("/v1/chat/completions", json=body).status_code == 400

@@ -82,6 +82,7 @@ def test_once_its_engine_is_ready_the_collector_looks_at_nothing_of_the_front(tm
 
 def test_an_iterator_left_early_aborts_its_request(tmp_path: Path) -> None:
     async def body(client: EngineClient, fake: FakeEngine) -> None:
+        fake.step_s = 0.3
         chunks = client.submit(Submit(id=7, prompt=[1], max_tokens=10))
         await anext(chunks)
         await chunks.aclose()
@@ -89,6 +90,20 @@ def test_an_iterator_left_early_aborts_its_request(tmp_path: Path) -> None:
         async with asyncio.timeout(5):
             while fake.aborted != [7]:
                 await asyncio.sleep(0.01)
+
+    with_fake(tmp_path, body)
+
+
+def test_a_finished_request_is_pending_no_more_though_nobody_reads_its_answer(tmp_path: Path) -> None:
+    async def body(client: EngineClient, fake: FakeEngine) -> None:
+        chunks = client.submit(Submit(id=7, prompt=[1], max_tokens=10))
+        seen = [await anext(chunks)]
+        async with asyncio.timeout(5):
+            while client.num_pending:
+                await asyncio.sleep(0.01)
+        seen += [chunk async for chunk in chunks]
+        assert [chunk.tokens for chunk in seen] == [[1, 2], [3], [4, 5, 6]]
+        assert not fake.aborted
 
     with_fake(tmp_path, body)
 
