@@ -33,7 +33,7 @@ GREEDY_BELOW = 1e-5
 
 MAX_TEMPERATURE = 1e6  # all tokens are alike long before; float32 logits divided by infinity are no numbers
 MAX_STOPS, MAX_STOP_CHARS = 64, 1024  # looked for in every piece of text
-MAX_BIASES, MAX_ALLOWED = 1024, 8192  # token ids that travel with every step
+MAX_TOKEN_IDS, MAX_ALLOWED = 1024, 8192  # token ids that travel with every step
 MAX_WORD_CHARS = 128
 MAX_SALT_CHARS = 512
 MAX_TOKENS = 2**31 - 1
@@ -132,7 +132,7 @@ class SamplingRequest(BaseModel):
     min_tokens: Annotated[NumTokens, Field(ge=0)] = 0
     """Tokens before the end of text, a stop token or a stop string may end the answer."""
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_BIASES)] = []
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_TOKEN_IDS)] = []
     include_stop_str_in_output: StrictBool = False
     ignore_eos: StrictBool = False
     skip_special_tokens: StrictBool = True
@@ -142,7 +142,7 @@ class SamplingRequest(BaseModel):
     # Any positive number means something, but float32 logits divided by 1e-40 do not.
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100.0)] = 1.0
     """1.0 is off."""
-    logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=MAX_BIASES)] = {}
+    logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=MAX_TOKEN_IDS)] = {}
     """Token id -> what is added to its logit. On the wire the ids are strings, as JSON keys are."""
     bad_words: Annotated[list[Annotated[str, Field(max_length=MAX_WORD_CHARS)]], Field(max_length=MAX_BAD_WORDS)] = []
     """Words that may not come, with or without a space before them."""
