@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
 
 from cluster.generation import Piece, ScoredToken
@@ -177,6 +177,11 @@ def usage_of(answers: Sequence[Answer]) -> Usage:
         accepted=accepted if stats else None,
         rejected=sum(item.num_verified_tokens for item in stats) - accepted,
     )
+
+
+def usage_of_one(answer: Answer) -> Usage:
+    """Of one choice so far, its prompt counted with it (vLLM's `continuous_usage_stats`)."""
+    return usage_of([replace(answer, number=0)])
 
 
 def speculative_stats(answers: Sequence[Answer]) -> SpeculativeStats:

@@ -19,7 +19,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Send
 
 from cluster import door, metrics
-from cluster.answers import Answer, ChatShape, CompletionShape, Shape, speculative_stats, usage_of
+from cluster.answers import Answer, ChatShape, CompletionShape, Shape, speculative_stats, usage_of, usage_of_one
 from cluster.generation import Engine, Piece, Prompt, generate
 from cluster.submit import BadRequest, RequestLimits, SeedSource, further_answer, submit_from, without_effect
 from cluster.tokens import Tokenizer
@@ -241,7 +241,7 @@ async def _events(
                     continue  # half a character or the beginning of a stop string: nothing to tell yet
                 chunk = shape.chunk(index, answers[index], piece)
                 if running_usage:
-                    chunk.usage = usage_of(answers)
+                    chunk.usage = usage_of_one(answers[index])
                 yield chunk.sse()
         usage = usage_of(answers) if options is not None and options.include_usage else None
         stats = speculative_stats(answers) if body.return_speculative_stats else None

@@ -64,7 +64,7 @@ class StreamOptions(BaseModel):
     include_usage: StrictBool = False
     """One more chunk at the end, without choices, with the usage."""
     continuous_usage_stats: StrictBool = False
-    """The usage so far in every chunk."""
+    """In every chunk the usage so far of the answer that it belongs to, with its prompt (as in vLLM)."""
 
 
 # param -> (values that change nothing, why others are refused). None always changes nothing.

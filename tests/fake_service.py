@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,8 @@ from cluster.service import listening_socket
 from cluster.tokens import Tokenizer
 from workers.config import DraftConfig, EngineConfig
 
+ANSWER = "def f(x):\n    return '🌳', x + 1\n"
+"""What the tests of the ingress let their engine say."""
 CONFIG = EngineConfig(
     model_path="model", max_num_seqs=4, draft=DraftConfig(method="eagle3", model_path="head"), eos_token_ids=(0, 2)
 )
@@ -77,3 +81,27 @@ def fake_service(
         server_box[0].should_exit = True
         thread.join(10)
         sock.close()
+
+
+def stream(http: httpx2.Client, path: str, **body: Any) -> list[Any]:
+    """The decoded `data:` lines of a streamed answer; [DONE] as it is."""
+    with http.stream("POST", path, json={**body, "stream": True}) as response:
+        assert response.status_code == 200
+        assert response.headers["content-type"].startswith("text/event-stream")
+        payloads = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+    return [text if text == "[DONE]" else json.loads(text) for text in payloads]
+
+
+def error_of(response: httpx2.Response) -> dict[str, Any]:
+    """The error object, which always has these keys."""
+    error = response.json()["error"]
+    assert {"message", "type", "param", "code"} <= error.keys()
+    assert "Traceback" not in response.text
+    return error
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
