@@ -22,13 +22,12 @@ caller keeps the alignment: the entry for token j lives in KV slot j with rotary
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafter.level import DraftVocabulary
+from drafter.head import FeatureHead
 from workers.checkpoint import Weights, check_heads, read_spec
 from workers.eagle3_format import (
     FUSION_TENSORS,
@@ -40,16 +39,11 @@ from workers.eagle3_format import (
 )
 from workers.kernels.choose import TORCH, AttentionPlan, Kernels
 from workers.kv import KVPool
-from workers.layers import SINGLE, Attention, HeadSplit, Mlp, TensorParallel, VocabHead, gather_vocab
+from workers.layers import SINGLE, Attention, Mlp, TensorParallel, VocabHead, gather_vocab
 from workers.model import DecoderLayer, load_attention, load_layer
-from workers.rope import Rope
-from workers.types import AttentionMetadata
-
-FIRST_SLOT = 1
-"""Token 0 has no feature before it, so no entry: attention never looks at slot 0."""
 
 
-class Eagle3Head:
+class Eagle3Head(FeatureHead):
     """One rank's share of an EAGLE-3 head. Build it with `load`."""
 
     def __init__(
@@ -69,15 +63,8 @@ class Eagle3Head:
         target_ids: Tensor,
         kernels: Kernels = TORCH,
     ) -> None:
+        super().__init__(spec, embedding_VH=embedding_VH, target_ids=target_ids, tp=tp, kernels=kernels)
         self.spec = spec
-        self.tp = tp
-        self.kernels = kernels
-        self.device = embedding_VH.device
-        self.dtype = embedding_VH.dtype
-        self.vocab = DraftVocabulary(target_size=spec.vocab_size, target_ids=target_ids, kernels=kernels)
-        self.heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, tp)
-        self._rope = Rope(spec.rope, self.dtype, self.device)
-        self._embedding_VH = embedding_VH
         self._input_norm_H = input_norm_H
         self._hidden_norm_H = hidden_norm_H
         self._attention = attention
@@ -136,34 +123,6 @@ class Eagle3Head:
         )
         weights.finish(allowed=(*FUSION_TENSORS, *UNUSED_TENSORS))
         return head
-
-    @property
-    def width(self) -> int:
-        """H, the features'."""
-        return self.spec.hidden_size
-
-    def plan(self, metadata: AttentionMetadata, page_size: int, into: Any = None) -> AttentionPlan:
-        """Prepare one step's attention, see `Kernels.plan`; slot 0 is hidden."""
-        return self.kernels.plan(
-            metadata,
-            page_size,
-            group_size=self.heads.num_heads // self.heads.num_kv_heads,
-            first_slot=FIRST_SLOT,
-            dtype=self.dtype,
-            device=self.device,
-            into=into,
-        )
-
-    @property
-    def bytes_per_slot(self) -> int:
-        """Bytes that one token's entry takes on this rank."""
-        spec = self.spec
-        return KVPool.bytes_per_slot(spec.num_layers, self.heads.num_kv_heads, spec.head_dim, self.dtype)
-
-    def new_kv_pool(self, num_slots: int) -> KVPool:
-        """A pool for this rank's key-value heads; num_slots = pages (the null page included) * page_size."""
-        spec = self.spec
-        return KVPool(spec.num_layers, num_slots, self.heads.num_kv_heads, spec.head_dim, self.dtype, self.device)
 
     @torch.inference_mode()
     def forward(

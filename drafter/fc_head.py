@@ -16,26 +16,22 @@ Alignment is EAGLE-3's: the entry for token j lives in KV slot j with rotary pos
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafter.eagle3 import FIRST_SLOT
-from drafter.level import DraftVocabulary
+from drafter.head import FeatureHead
 from workers.checkpoint import Weights, check_parallel
 from workers.fc_head_format import FcHeadSpec
 from workers.kernels.choose import TORCH, AttentionPlan, Kernels
 from workers.kernels.linear import Linear
 from workers.kv import KVPool
-from workers.layers import SINGLE, HeadSplit, TensorParallel, VocabHead, gather_vocab
+from workers.layers import SINGLE, TensorParallel, VocabHead, gather_vocab
 from workers.model import DecoderLayer, is_legacy, load_layer
-from workers.rope import Rope
-from workers.types import AttentionMetadata
 
 
-class FcHead:
+class FcHead(FeatureHead):
     """One rank's share of a head. Build it with `load`."""
 
     def __init__(
@@ -52,15 +48,8 @@ class FcHead:
         head: VocabHead,
         kernels: Kernels = TORCH,
     ) -> None:
+        super().__init__(spec.layers, embedding_VH=embedding_VH, target_ids=None, tp=tp, kernels=kernels)
         self.spec = spec
-        self.tp = tp
-        self.kernels = kernels
-        self.device = embedding_VH.device
-        self.dtype = embedding_VH.dtype
-        self.vocab = DraftVocabulary(target_size=spec.layers.vocab_size, kernels=kernels)
-        self.heads = HeadSplit.of(spec.layers.num_heads, spec.layers.num_kv_heads, tp)
-        self._rope = Rope(spec.layers.rope, self.dtype, self.device)
-        self._embedding_VH = embedding_VH
         self._embedding_norm_H = embedding_norm_H
         self._feature_norm_H = feature_norm_H
         self._fc = fc
@@ -122,35 +111,6 @@ class FcHead:
         )
         weights.finish(allowed=lambda name: not name.startswith(spec.prefix) or is_legacy(name))
         return head
-
-    @property
-    def bytes_per_slot(self) -> int:
-        """Bytes that one token's entry takes on this rank."""
-        layers = self.spec.layers
-        return KVPool.bytes_per_slot(layers.num_layers, self.heads.num_kv_heads, layers.head_dim, self.dtype)
-
-    def new_kv_pool(self, num_slots: int) -> KVPool:
-        """A pool for this rank's key-value heads; num_slots = pages (the null page included) * page_size."""
-        layers = self.spec.layers
-        kv_heads = self.heads.num_kv_heads
-        return KVPool(layers.num_layers, num_slots, kv_heads, layers.head_dim, self.dtype, self.device)
-
-    @property
-    def width(self) -> int:
-        """H, the features'."""
-        return self.spec.layers.hidden_size
-
-    def plan(self, metadata: AttentionMetadata, page_size: int, into: Any = None) -> AttentionPlan:
-        """Prepare one step's attention, see `Kernels.plan`; slot 0 is hidden."""
-        return self.kernels.plan(
-            metadata,
-            page_size,
-            group_size=self.heads.num_heads // self.heads.num_kv_heads,
-            first_slot=FIRST_SLOT,
-            dtype=self.dtype,
-            device=self.device,
-            into=into,
-        )
 
     @torch.inference_mode()
     def forward(
