@@ -14,10 +14,11 @@ from clockwork import AUTO, FIXED, OFF, Prices, bench
 from fakes import Bench, Counting, RandomLanguage, say
 
 from verifier import costs, economy
+from verifier.bills import Bill
 from verifier.calibration import Calibration
-from verifier.costs import UNPROFILED, Bill, RowCosts, profile
+from verifier.costs import UNPROFILED, RowCosts, profile
 from verifier.economy import Economy
-from verifier.pack import Feed
+from verifier.feeds import Feed
 from verifier.request import Request
 from verifier.scheduler import Step
 from workers import config
@@ -39,15 +40,15 @@ def test_a_bill_follows_what_was_paid_through_noise_and_hiccups():
     true = quantities @ [2.0, 1.5, 0.1]
     paid = true * rng.lognormal(0, 0.1, 600) * np.where(rng.random(600) < 0.05, 10, 1)
     for step, (amount, row) in enumerate(zip(paid, quantities, strict=True)):
-        bill.paid(step, amount, *row)
-    estimate = bill.price(*quantities.T)
+        bill.paid(step, amount, row)
+    estimate = bill.price(quantities.T)
     assert np.abs(estimate / true - 1).mean() < 0.12
 
 
 def test_one_measurement_puts_the_scale_right():
     bill = Bill([1.0, 2.0], doubts=[1.0, 1.0], has_scale=False)
-    bill.paid(0, 50.0, 1, 2)
-    assert float(bill.price(1, 2)) == pytest.approx(50.0)
+    bill.paid(0, 50.0, (1, 2))
+    assert float(bill.price((1, 2))) == pytest.approx(50.0)
 
 
 def test_what_is_rarely_paid_is_soon_known_and_not_forgotten():
@@ -57,15 +58,15 @@ def test_what_is_rarely_paid_is_soon_known_and_not_forgotten():
 
     learnt = []
     for step, num_trees in enumerate([0] * 20 + [1, 4, 4] + [0] * 200):
-        bill.paid(step, (60 + 10 * num_trees) * rng.lognormal(0, 0.03), 1, num_trees)
-        learnt.append(float(bill.price(0, 8)))
+        bill.paid(step, (60 + 10 * num_trees) * rng.lognormal(0, 0.03), (1, num_trees))
+        learnt.append(float(bill.price((0, 8))))
     assert learnt[22] == pytest.approx(80, rel=0.2) and learnt[-1] == pytest.approx(learnt[22], rel=0.1)
 
 
 def test_given_prices_stay():
     bill = Bill([1.0, 2.0])
-    bill.paid(0, 50.0, 1, 2)
-    assert float(bill.price(1, 2)) == 5.0
+    bill.paid(0, 50.0, (1, 2))
+    assert float(bill.price((1, 2))) == 5.0
 
 
 def test_beyond_its_last_entry_the_table_goes_on_as_steep():
@@ -230,10 +231,14 @@ def test_where_drafting_never_pays_tries_take_no_more_than_a_hundredth_of_the_ti
     assert auto.rate > 0.98 * off.rate and auto.num_trees > 0
 
 
+def believing(prices: config.Prices) -> Economy:
+    return Economy(UNPROFILED, PruneConfig(prices=prices), most_fed=2048, max_backlog=256)
+
+
 @pytest.mark.parametrize(("draft", "pays"), [(10.0, False), (1.0, True)])
 @pytest.mark.parametrize("num_prompt_rows", [0, 2000])
 def test_prompts_of_the_same_step_do_not_make_drafting_pay(draft, pays, num_prompt_rows):
-    deciding = Economy(UNPROFILED, PruneConfig(prices=config.Prices(step=3, row=0.5, draft=draft, level=0.1)))
+    deciding = believing(config.Prices(step=3, row=0.5, draft=draft, level=0.1))
     decode, joining = [
         Request(Submit(id=n, prompt=[1] * 2000, max_tokens=64), Rule.COUPLED, TreeLimits(num_nodes=16, auto=True), 0)
         for n in range(2)
@@ -244,8 +249,8 @@ def test_prompts_of_the_same_step_do_not_make_drafting_pay(draft, pays, num_prom
 
 
 def test_while_drafting_is_off_auto_looks_rarely_until_the_batch_changes(monkeypatch):
-    deciding = Economy(UNPROFILED, PruneConfig(prices=config.Prices(step=3, row=0.5, draft=10.0, level=0.1)))
-    deciding._owed_ms = 1e9  # no tries
+    deciding = believing(config.Prices(step=3, row=0.5, draft=10.0, level=0.1))
+    deciding._switch._owed_ms = 1e9  # no tries
     choose, looks = deciding._choose, []
     monkeypatch.setattr(deciding, "_choose", lambda *asked: (looks.append(1), choose(*asked))[1])
     limits = TreeLimits(num_nodes=16, auto=True)

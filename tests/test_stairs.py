@@ -17,12 +17,14 @@ from hypothesis import strategies as st
 
 from drafter.budget import Budget
 from verifier import costs
+from verifier.bills import StepPrices
 from verifier.costs import RowCosts, profile
 from verifier.drafts import Drafts
 from verifier.economy import Economy
-from verifier.pack import Feed
+from verifier.feeds import Feed
 from verifier.request import Request
 from verifier.scheduler import Step
+from workers.config import PruneConfig
 from workers.graphs import Size, bucket, decoder_graphs
 from workers.ipc import Submit
 from workers.types import Rule, TreeLimits, Verdict
@@ -51,10 +53,14 @@ def feeds_of(decode: list[Request]) -> dict[Request, Feed]:
     return {request: Feed([1], request.limits.num_nodes, 8) for request in decode if request.limits}
 
 
+def measuring(verify: RowCosts) -> Economy:
+    return Economy(verify, PruneConfig(), most_fed=2048, max_backlog=256)
+
+
 def budget(verify: RowCosts, count: int) -> Budget:
     """What the drafter is told when so many requests decode and its own work is free."""
     decode = requests(count)
-    sent = Economy(verify).costs(feeds_of(decode), step_of(decode))
+    sent = measuring(verify).costs(feeds_of(decode), step_of(decode))
     assert sent is not None
     return Budget(replace(sent, draft_ms_3=torch.zeros(3)))
 
@@ -123,7 +129,7 @@ def test_the_batch_fills_its_bucket_or_has_no_nodes_left(seed, num_requests, num
     assert count == num_nodes or count == 0 or ranked[count] <= ranked[count - 1]
     rows = num_requests + np.arange(num_nodes + 1)
     # What a step takes beside its forward.
-    first = Economy(flat)._rest_bill.price(1, 0, num_requests, 1, num_requests)
+    first = StepPrices(flat, None)._rest_bill.price((1, 0, num_requests, 1, num_requests))
     ms = draft_ms + first + flat.ms(np.array([bucket(n) for n in rows.tolist()]))
     rate_N = (num_requests + np.concatenate([[0], np.cumsum(ranked, dtype=np.float64)])) / ms
     assert rate_N[count] == pytest.approx(rate_N.max(), rel=1e-5)
@@ -181,7 +187,7 @@ def test_whether_drafting_pays_is_asked_at_the_price_of_the_bucket():
     flat = RowCosts(np.array([1.0, 2, 3, 4, 6, 8]), np.array([10.0, 10, 10, 10, 40, 40]))
     decode = requests(1)
     for table, is_drafted in ((flat, True), (flat.in_buckets(8), False)):
-        feeds = Economy(table).worthwhile(decode, feeds_of(decode).get, step_of(decode), lambda request: 0)
+        feeds = measuring(table).worthwhile(decode, feeds_of(decode).get, step_of(decode), lambda request: 0)
         assert bool(feeds) == is_drafted
 
 
@@ -189,14 +195,13 @@ def test_what_a_step_took_counts_for_its_whole_bucket():
     """A step of 9 rows and one of 12 teach the same, and what is learnt leaves the staircase a staircase."""
     learnt = []
     for num_rows in (9, 12):
-        economy, decode = Economy(timed(0.5).in_buckets(512)), requests(1)
+        economy, decode = measuring(timed(0.5).in_buckets(512)), requests(1)
         tree = oracles.tree([-1] + [0] * (num_rows - 1), [0] * num_rows)
         drafts = Drafts(trees=tree, probs=None, verified=[[num_rows - 1]], pruned=[[]])
         for seconds in (0.020, 0.025, 0.031):
             economy.learn(step_of(decode), drafts, [Verdict((1,), (0, 0), num_rows - 1, num_rows - 1)], seconds)
-        learnt.append(economy._step_ms(step_of(decode), np.arange(64), 1))
-    unlearnt = Economy(timed(0.5))
-    unlearnt_ms = unlearnt._step_ms(step_of(decode), np.arange(64), 1)
+        learnt.append(economy._prices.step_ms(step_of(decode), np.arange(64), 1))
+    unlearnt_ms = StepPrices(timed(0.5), None).step_ms(step_of(decode), np.arange(64), 1)
     assert (learnt[0] == learnt[1]).all() and (learnt[0] != unlearnt_ms).any()
     for begin, end in itertools.pairwise(n for n in ENDS if n <= 64):
         assert len(set(learnt[0][begin:end])) == 1 and learnt[0][begin] > learnt[0][begin - 1]

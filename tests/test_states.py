@@ -10,11 +10,10 @@ import pytest
 import torch
 from fakes import Bench, RandomLanguage
 
-from verifier import economy, states
-from verifier.costs import UNPROFILED
-from verifier.pack import Feed
+from verifier import economy, feeds
+from verifier.feeds import Feed, max_backlog, most_fed, within_a_message
 from verifier.request import Request
-from verifier.states import WaitingStates, max_backlog, most_fed, most_waiting
+from verifier.states import WaitingStates, most_waiting
 from workers.config import DraftConfig, EngineConfig, PruneConfig, TreeConfig
 from workers.ipc import Speculation, Submit
 from workers.types import Rule, SamplingParams, TreeLimits
@@ -67,7 +66,7 @@ def test_whatever_waits_fits(seed, monkeypatch):
     """Requests of all lengths come, leave and are preempted, and are drafted for at random or not at all. The engine
     asserts that states find room; `Bench` counts them after every step."""
     rng = np.random.default_rng(seed)
-    monkeypatch.setattr(states, "_MAX_BACKLOG", 6)
+    monkeypatch.setattr(feeds, "_MAX_BACKLOG", 6)
     share = (0.0, 0.02, 0.2, 0.5)[seed]
     monkeypatch.setattr(
         economy.Economy, "_choose", lambda self, auto, others, step: [r for r in auto if rng.random() < share]
@@ -98,7 +97,7 @@ def test_what_is_due_is_fed_first_and_nobody_changes_places():
     """Requests that insist on their own trees, then those that are owed too much, then those that could wait."""
     asked = {"waits": 5, "due": 9, "insists": 4, "also due": 8}
     requests = {name: _owed(name, count) for name, count in asked.items()}
-    feeds = {request: Feed([1] * asked[name], 3, 2) for name, request in requests.items()}
+    asking = {request: Feed([1] * asked[name], 3, 2) for name, request in requests.items()}
     for room, sent in [
         (26, {"waits": (5, 3), "due": (9, 3), "insists": (4, 3), "also due": (8, 3)}),
         (23, {"waits": (2, 0), "due": (9, 3), "insists": (4, 3), "also due": (8, 3)}),
@@ -106,7 +105,7 @@ def test_what_is_due_is_fed_first_and_nobody_changes_places():
         (15, {"due": (9, 3), "insists": (4, 3), "also due": (2, 0)}),
         (3, {"insists": (3, 0)}),
     ]:
-        cut = economy.Economy(UNPROFILED, most_fed=room, max_backlog=7)._within_a_message(feeds)
+        cut = within_a_message(asking, most_fed=room, max_backlog=7)
         assert [(requests[name], size) for name, size in sent.items()] == [
             (request, (len(feed.tokens), feed.num_nodes)) for request, feed in cut.items()
         ]

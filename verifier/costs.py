@@ -1,14 +1,12 @@
-"""What a step costs on this machine: a table of the target's forward timed at start-up, corrected by every step since.
+"""What the target's forward takes on this machine: a table of milliseconds by rows, timed at start-up.
 
-Legend: T table entries, J terms of a cost.
+Legend: T table entries.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
-from operator import mul
 from typing import NamedTuple
 
 import numpy as np
@@ -128,63 +126,3 @@ def given(prices: Prices) -> RowCosts:
     """The table of a target whose forward is one step and so many rows."""
     rows_T = np.array([1.0, 4096.0])
     return RowCosts(rows_T, prices.step + rows_T * prices.row)
-
-
-class Bill:
-    """A cost as a sum of terms, price x quantity, whose prices follow what was really paid.
-
-    A Kalman filter: every price has its doubt, and a measurement moves most what is least known of what it contains.
-    So a term that is rarely paid (a tree, in a try after many steps without) is not blamed for what the others explain,
-    nor they for it; it keeps what it has learnt and, the longer ago that was, the more readily it learns anew. Errors
-    count up to half the estimate: a hiccup of the machine passes unnoticed, and the estimate tends to the median.
-
-    prices: first guesses; doubts: their standard deviations, none for prices that stay as they are. has_scale: whether
-    the guesses are in milliseconds of this machine; if not, the first measurement puts them all to scale.
-    """
-
-    _NOISE = 0.15  # of a measurement, relative
-    _DRIFT = 0.03  # how much a price may change in a step, in doubts
-    _MAX_ERROR = 0.5
-    _LEAST = 0.05  # of its first guess; a term is never for nothing
-
-    def __init__(self, prices: Sequence[float], doubts: Sequence[float] = (), *, has_scale: bool = True) -> None:
-        self._price_J = list(prices)
-        self._doubt_J = list(doubts)
-        self._covariance_JJ = [[a * a if i == j else 0.0 for j in range(len(doubts))] for i, a in enumerate(doubts)]
-        self._least_J = [self._LEAST * price for price in prices]
-        self._has_scale = has_scale
-        self._last_step = 0
-
-    def price(self, *quantities: np.ndarray | float) -> np.ndarray:
-        """Of one bill, or of several if some quantities are arrays."""
-        return sum(map(mul, self._price_J, quantities))
-
-    def paid(self, step: int, amount: float, *quantities: float) -> None:
-        """In this step, of an ever growing number. Of plain numbers: arrays of this size take longer."""
-        if not self._doubt_J:
-            return
-        estimate = sum(map(mul, self._price_J, quantities))
-        passed, self._last_step = step - self._last_step, step
-        if not self._has_scale:
-            return self._rescale(amount / estimate)
-        most = self._MAX_ERROR * estimate
-        error = min(max(amount - estimate, -most), most)
-        self._forget(passed)
-        spread_J = [sum(map(mul, row, quantities)) for row in self._covariance_JJ]
-        variance = sum(map(mul, spread_J, quantities)) + (self._NOISE * estimate) ** 2
-        for j, spread in enumerate(spread_J):
-            gain = spread / variance
-            self._price_J[j] = max(self._price_J[j] + gain * error, self._least_J[j])
-            self._covariance_JJ[j] = [c - gain * s for c, s in zip(self._covariance_JJ[j], spread_J, strict=True)]
-
-    def _rescale(self, factor: float) -> None:
-        self._has_scale = True
-        for values in (self._price_J, self._doubt_J, self._least_J):
-            values[:] = [factor * value for value in values]
-        self._covariance_JJ = [[factor**2 * value for value in row] for row in self._covariance_JJ]
-
-    def _forget(self, num_steps: int) -> None:
-        """No price becomes less certain than its first guess was."""
-        for j, doubt in enumerate(self._doubt_J):
-            row, most = self._covariance_JJ[j], doubt * doubt
-            row[j] += min(num_steps * self._DRIFT**2 * most, max(most - row[j], 0.0))

@@ -14,12 +14,12 @@ from verifier.accept import judge
 from verifier.costs import UNPROFILED, RowCosts
 from verifier.drafts import Drafts
 from verifier.economy import Economy
-from verifier.pack import Move, draft_depth, next_feed, pack_draft, pack_target
+from verifier.feeds import draft_depth, max_backlog, most_fed, next_feed
+from verifier.pack import Move, pack_draft, pack_target
 from verifier.prefixes import Prefixes
 from verifier.request import Request
 from verifier.rules import rule_of
 from verifier.scheduler import Limits, Step, schedule
-from verifier.states import max_backlog, most_fed
 from verifier.target import Target
 from verifier.tree import with_chains
 from workers.channel import Channel

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from verifier.feeds import Feed
 from verifier.request import Request
 from verifier.tree import Chunk, TreeMetadata, chunk_metadata, tree_metadata
-from workers.config import EngineConfig
 from workers.constraints import pack_standings
 from workers.types import AttentionMetadata, DraftCosts, DraftRequest, SamplingBatch, TargetStep, TreeBatch
 
@@ -27,31 +27,6 @@ class Move(NamedTuple):
     request: Request
     source: int
     target: int
-
-
-class Feed(NamedTuple):
-    """What one request sends the drafter this step: its new rows, and the tree it asks for (0 nodes = none yet)."""
-
-    tokens: list[int]
-    num_nodes: int
-    max_depth: int
-
-
-def next_feed(request: Request, config: EngineConfig) -> Feed | None:
-    """The request's next feed; None if it never speculates, has nothing new, or will emit only one more token."""
-    if request.limits is None or not request.num_computed or request.draft_room <= 0:
-        return None
-    tokens = request.tokens[request.num_fed : request.num_feedable]
-    if request.is_decoding:
-        return Feed(tokens, request.limits.num_nodes, draft_depth(request, config))
-    # One row alone can wait: the first behind a shared prefix, before anything of the request was computed.
-    return Feed(tokens, 0, 0) if len(tokens) > 1 else None
-
-
-def draft_depth(request: Request, config: EngineConfig) -> int:
-    """How many tokens a draft for this request may be long. The engine admits none that could outgrow max_model_len."""
-    assert config.draft is not None
-    return min(request.draft_room, config.draft.tree.longest_path)
 
 
 def pack_draft(

@@ -80,6 +80,10 @@ class Request:
         return self.submit.id
 
     @property
+    def is_auto(self) -> bool:
+        return self.limits is not None and self.limits.auto
+
+    @property
     def num_output(self) -> int:
         return len(self.tokens) - self.num_prompt
 

@@ -10,26 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from verifier.feeds import max_backlog, most_fed
 from workers.config import EngineConfig
-
-_MAX_BACKLOG, _MAX_WAITING = 256, 32768
-
-
-def max_backlog(config: EngineConfig) -> int:
-    """Tokens that the drafter may be owed by a request that it does not draft for. Feeding later costs no more, and the
-    request is often finished before; but many requests would keep many states."""
-    return min(_MAX_BACKLOG, _MAX_WAITING // config.max_num_seqs)
-
-
-def most_fed(config: EngineConfig) -> int:
-    """Rows of one message to the drafter: as many as a step may compute and a row more for each request that it begins,
-    and any one request's backlog with its tree.
-
-    So a prompt never waits for another, and who is owed too much is fed as fast as tokens come.
-    """
-    step = config.max_num_batched_tokens + config.max_num_seqs
-    trees = config.max_num_seqs * config.tree_rows + config.page_size
-    return max(step, trees, max_backlog(config) + 2 * config.tree_rows)
 
 
 def most_waiting(config: EngineConfig) -> int:
