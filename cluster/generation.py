@@ -112,7 +112,6 @@ async def generate(engine: Engine, tokenizer: Tokenizer, metrics: Metrics, promp
         async with aclosing(engine.submit(submit)) as chunks:
             async for chunk in chunks:
                 if chunk.finish_reason == "error":
-                    clock.reason = "error"
                     raise EngineFailed(chunk.error or "the engine failed on this request")
                 if chunk.tokens:
                     clock.saw_tokens()
@@ -123,6 +122,9 @@ async def generate(engine: Engine, tokenizer: Tokenizer, metrics: Metrics, promp
                 yield piece
                 if piece.finish_reason is not None:
                     return
+    except Exception:  # neither cancelled nor closed early: those are aborts
+        clock.reason = "error"
+        raise
     finally:
         metrics.request_ended(
             clock.reason,

@@ -1,6 +1,6 @@
 """The HTTP service: OpenAI's routes over one engine. Knows FastAPI, not Ray: the same app runs under both.
 
-A request's walk: model -> unsupported parameters -> tokens -> limits -> admission -> engine -> text -> answer.
+A request's walk: model -> unsupported parameters -> admission -> tokens -> limits -> engine -> text -> answer.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def create_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
     async def tokenize(body: TokenizeRequest) -> Response:
         service.check_model(body.model)
         ids = await asyncio.to_thread(_tokenize, service.tokenizer, body)
-        strings = service.tokenizer.token_strings(ids) if body.return_token_strs else None
+        strings = await asyncio.to_thread(service.tokenizer.token_strings, ids) if body.return_token_strs else None
         limit = service.limits.max_model_len
         return _json(TokenizeResponse(tokens=ids, count=len(ids), max_model_len=limit, token_strs=strings))
 
@@ -160,7 +160,8 @@ def create_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
         service.check_model(body.model)
         if body.tokens and max(body.tokens) >= service.limits.vocab_size:
             raise BadRequest(f"token id {max(body.tokens)} is not in the vocabulary", param="tokens")
-        return _json(DetokenizeResponse(prompt=service.tokenizer.decode(body.tokens, skip_special_tokens=False)))
+        text = await asyncio.to_thread(service.tokenizer.decode, body.tokens, skip_special_tokens=False)
+        return _json(DetokenizeResponse(prompt=text))
 
     @app.get("/health")
     async def health() -> Response:

@@ -262,7 +262,7 @@ def _input_lines(
             if not raw.strip():
                 continue
             try:
-                yield number, BatchInputLine.model_validate(json.loads(raw))
+                yield number, BatchInputLine.model_validate(_sendable(json.loads(raw)))
             except ValidationError as error:
                 found = [str(problem) for problem in problems_of(error, BatchInputLine.model_fields)]
             except ValueError as error:
@@ -272,6 +272,12 @@ def _input_lines(
             if problems is None:
                 raise BatchError(f"{path} changed while it was running", [f"line {number}: {text}" for text in found])
             problems.extend(f"line {number}: {text}" for text in found)
+
+
+def _sendable(line: Any) -> Any:
+    """The line, unless it holds what Python reads and no service does: NaN, or half a surrogate pair."""
+    json.dumps(line, ensure_ascii=False, allow_nan=False).encode()
+    return line
 
 
 def _header_safe(custom_id: str) -> str:

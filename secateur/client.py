@@ -139,7 +139,7 @@ class Client(_Settings):
 
     def _send(self, call: Call[Any], *, stream: bool) -> httpx2.Response:
         """A response with a good status; its body is read unless `stream`."""
-        request = self._http.build_request(call.method, call.path, json=call.body, headers=call.headers)
+        request = exchange.request_of(self._http, call)
         for attempt in range(self._retry.retries + 1):
             failure: SecateurError
             try:
@@ -225,7 +225,7 @@ class AsyncClient(_Settings):
             await response.aclose()
 
     async def _send(self, call: Call[Any], *, stream: bool) -> httpx2.Response:
-        request = self._http.build_request(call.method, call.path, json=call.body, headers=call.headers)
+        request = exchange.request_of(self._http, call)
         for attempt in range(self._retry.retries + 1):
             failure: SecateurError
             try:

@@ -92,6 +92,14 @@ def _turns(messages: Messages) -> list[dict[str, Any]]:
     return [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
 
 
+def request_of(http: httpx2.Client | httpx2.AsyncClient, call: Call[Any]) -> httpx2.Request:
+    """Raises BadRequestError for what cannot be written: NaN, half a surrogate pair, a request id beyond ASCII."""
+    try:
+        return http.build_request(call.method, call.path, json=call.body, headers=call.headers)
+    except ValueError as error:
+        raise errors.BadRequestError(f"the request cannot be written: {error}", code="invalid_request") from None
+
+
 # -- what an answer means --------------------------------------------------------------------------------------------
 
 

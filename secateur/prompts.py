@@ -19,18 +19,19 @@ class Prompt(NamedTuple):
     messages: list[dict[str, Any]] | None
 
 
-def read_prompts(path: Path, count: int) -> list[Prompt]:
-    """`count` prompts, evenly spread over a JSONL file of {"text": ...} and {"messages": [...]}. Raises ConfigError."""
+def read_prompts(path: Path, most: int) -> list[Prompt]:
+    """One prompt to `most` of them, evenly spread over a JSONL file of {"text": ...} and {"messages": [...]}.
+
+    Raises ConfigError.
+    """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(Problem("--prompts", f"cannot read {path}: {error}")) from None
     prompts = [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
-    if len(prompts) < count:
-        raise ConfigError(
-            Problem("--num-prompts", f"{path} has {len(prompts)} prompts; ask for at most that many, not {count}")
-        )
-    return prompts[:: len(prompts) // count][:count]
+    if not prompts:
+        raise ConfigError(Problem("--prompts", f"{path} holds no prompts"))
+    return prompts[:: max(1, len(prompts) // most)][:most]
 
 
 def _parse(line: str, place: str) -> Prompt:

@@ -10,6 +10,7 @@ import re
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -56,6 +57,13 @@ class Unsupported(NamedTuple):
 def _wrong(field: str, message: str) -> ConfigError:
     """For validators that look at several fields: an error that still names the one at fault."""
     return ConfigError(Problem(field, message))
+
+
+def _one_line(text: str) -> str:
+    """It goes into logs, where nobody else's line may begin within it."""
+    if not text.isprintable():
+        raise ValueError(f"must be printable characters of one line (got {text!r})")
+    return text
 
 
 class StreamOptions(BaseModel):
@@ -154,7 +162,7 @@ class SamplingRequest(BaseModel):
     return_token_ids: StrictBool = False
     return_speculative_stats: StrictBool = False
     speculative: Speculative | None = None
-    request_id: Annotated[str, Field(min_length=1, max_length=512)] | None = None
+    request_id: Annotated[str, Field(min_length=1, max_length=512), AfterValidator(_one_line)] | None = None
     user: str | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
     """Prompts are shared in the prefix cache among requests of one salt only."""

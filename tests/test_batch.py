@@ -200,6 +200,8 @@ async def test_a_caller_with_a_loop_awaits_the_run(source, output):
     [
         ("{", "line 2: not JSON"),
         ("[1]", "line 2: "),
+        (json.dumps(line("b")).replace("4", "NaN"), "line 2: not JSON"),
+        (line("b", body={"prompt": "half a \ud83c tree"}), "line 2: not JSON"),
         (line("a"), "line 2: custom_id 'a' is already on line 1"),
         (line(""), "line 2: custom_id: "),
         ({key: value for key, value in line("b").items() if key != "custom_id"}, "line 2: custom_id: is required"),

@@ -18,6 +18,7 @@ from cluster.engine_client import EngineDead
 from secateur import cli
 from secateur.bench import AcceptancePlan
 from secateur.config import EngineArgs
+from secateur.errors import ConfigError
 from secateur.prompts import BUNDLED_PROMPTS, read_prompts
 from secateur.token_tree import parse_token_tree
 
@@ -218,6 +219,20 @@ def test_a_bad_line_of_prompts_is_named(line, asked, capsys, tmp_path) -> None:
     file.write_text('{"text": "a"}\n' + line + "\n")
     assert cli.main(["bench", "acceptance", "--prompts", str(file), "--num-prompts", "1"]) == 2
     assert f"--prompts: {file}, line 2: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 99])
+def test_a_file_gives_the_prompts_that_it_has(most, tmp_path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(f'{{"text": "{name}"}}\n' for name in "abc"))
+    assert [prompt.text for prompt in read_prompts(file, most)] == list("abc")[:most]
+
+
+def test_a_file_without_prompts_is_refused(tmp_path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n")
+    with pytest.raises(ConfigError, match="holds no prompts"):
+        read_prompts(file, 1)
 
 
 def test_help_has_an_example(capsys) -> None:

@@ -193,6 +193,17 @@ def test_the_docstring_tree_names_every_error():
 
 
 @pytest.mark.parametrize(
+    ("prompt", "params"), [("half a \ud83c tree", {}), ("x", {"temperature": float("nan")}), ("x", {"request_id": "ü"})]
+)
+async def test_what_cannot_be_written_is_a_bad_request(prompt, params):
+    with pytest.raises(errors.BadRequestError, match="cannot be written"), Client() as client:
+        client.complete(prompt, **params)
+    async with AsyncClient() as client:
+        with pytest.raises(errors.BadRequestError, match="cannot be written"):
+            await client.complete(prompt, **params)
+
+
+@pytest.mark.parametrize(
     "failure", [httpx2.Response(status) for status in (408, 429, 500, 502, 503)] + [httpx2.ConnectError("refused")]
 )
 def test_what_may_pass_is_tried_again(failure, no_waiting):

@@ -54,7 +54,13 @@ class TreeConfig:
     @property
     def longest_path(self) -> int:
         """Tokens that can be accepted of one tree at most; no tree of this shape is deeper."""
-        return self.max_depth if self.kind == "dynamic" else self.num_nodes
+        match self.kind:
+            case "dynamic":
+                return self.max_depth
+            case "chain":
+                return self.num_nodes
+            case "static":
+                return len(self.static_paths[-1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from secateur.bench import AcceptancePlan, ServePlan, SpeedPlan, StepPlan, check
 from secateur.cli.checks import check_none_given, checked, needs_extra
 from secateur.cli.options import ApiKey, BaseUrl, ModelArgument, ModelName
 from secateur.config import EngineArgs
-from secateur.errors import ConfigError
+from secateur.errors import ConfigError, Problem
 from secateur.flags import ManyNumbers, with_engine_flags, with_speed_flags
 from secateur.prompts import BUNDLED_PROMPTS, read_prompts
 
@@ -86,6 +86,9 @@ def bench_acceptance(
     args = checked(engine, model=model)
     check_drafter(args, max(plan.nodes))
     texts = read_prompts(prompts, plan.num_prompts)
+    if len(texts) < plan.num_prompts:
+        has = f"{prompts} has {len(texts)} prompts"
+        raise ConfigError(Problem("--num-prompts", f"{has}; ask for at most that many, not {plan.num_prompts}"))
     try:
         from cluster.bench.acceptance import run
     except ModuleNotFoundError as error:

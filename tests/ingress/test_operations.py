@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
+from typing import Any
 
 import httpx2
 import pytest
 from fake_service import ANSWER, CONFIG, FakeService, error_of, wait_for
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.tokens import Tokenizer
+from cluster.tokens import IncrementalDetokenizer, Tokenizer
 
 # Load, loss, leaving
 
@@ -21,8 +23,6 @@ def test_too_many_requests_are_told_to_come_back(own: Callable[..., FakeService]
     with running.http() as http, running.http() as other:
         body = {"prompt": "a", "stream": True}
         request = http.build_request("POST", "/v1/completions", json=body)
-        import threading
-
         first: list[httpx2.Response] = []
         waiting = threading.Thread(target=lambda: first.append(http.send(request)))
         waiting.start()
@@ -69,13 +69,24 @@ def test_an_engine_that_dies_under_a_stream_ends_it_with_an_error(
 def test_an_engine_that_dies_before_the_first_token_is_a_500(own: Callable[..., FakeService]) -> None:
     running = own()
     running.engine.hold.set()
-    import threading
-
     with running.http() as http:
         threading.Timer(0.3, running.engine.die).start()
         response = http.post("/v1/completions", json={"prompt": "a", "stream": True})
     assert response.status_code == 500
     assert error_of(response)["code"] == "engine_error"
+
+
+def test_a_request_that_breaks_here_counts_as_an_error(
+    own: Callable[..., FakeService], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def feed(*args: Any) -> str:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(IncrementalDetokenizer, "feed", feed)
+    with own().http() as http:
+        assert http.post("/v1/completions", json={"prompt": "a"}).status_code == 500
+        metrics = http.get("/metrics").text
+    assert 'finished_reason="error"' in metrics and 'finished_reason="abort"' not in metrics
 
 
 @pytest.mark.parametrize("streamed", [True, False])
@@ -182,6 +193,21 @@ def test_tokenize_renders_chats_too(http: httpx2.Client, tokenizer: Tokenizer) -
     assert answer["tokens"] == tokenizer.encode_chat([{"role": "user", "content": "Hi"}])
     assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
     assert answer["max_model_len"] == 2048
+
+
+def test_long_lists_are_decoded_beside_the_loop(http: httpx2.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = []
+    for name in ("decode", "token_strings"):
+        work = getattr(Tokenizer, name)
+
+        def noted(*args: Any, _work: Any = work, **options: Any) -> Any:
+            threads.append(threading.current_thread().name)
+            return _work(*args, **options)
+
+        monkeypatch.setattr(Tokenizer, name, noted)
+    assert http.post("/detokenize", json={"tokens": [5, 6]}).status_code == 200
+    assert http.post("/tokenize", json={"prompt": "a", "return_token_strs": True}).status_code == 200
+    assert len(threads) == 2 and all(name.startswith("asyncio") for name in threads)  # the loop's pool, not the loop
 
 
 def test_detokenizing_an_unknown_id_is_a_400(http: httpx2.Client) -> None:

@@ -48,6 +48,7 @@ from workers.config import EngineConfig
         ({"prompt": "a", "speculative": {"enabeld": True}}, "speculative"),
         ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
         ({"prompt": "a", "stop": [""]}, "stop"),
+        ({"prompt": "a", "request_id": "mine\nsomebody else's line"}, "request_id"),
         ({"prompt": ["a"] * 33}, "prompt"),
     ],
 )
