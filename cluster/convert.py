@@ -8,12 +8,17 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+from pydantic import ValidationError
 
 from cluster.tokens import Tokenizer
 from secateur.config import EngineArgs, SpeculativeConfig, resolve_model
 from secateur.errors import ConfigError, Problem
-from workers.checkpoint import ModelSpec, check_heads, check_parallel, read_spec, resolve_path
+from secateur.protocol import CompletionRequest
+from secateur.requests import DEFAULTED
+from secateur.schema import problems_of
+from workers.checkpoint import ModelSpec, check_heads, check_parallel, read_json, read_spec, resolve_path
 from workers.config import AcceptanceConfig, DraftConfig, EngineConfig, PruneConfig, TreeConfig
 
 _UNKNOWN_MODEL_LEN = 2048  # placing an engine does not depend on it
@@ -87,6 +92,7 @@ def engine_config(args: EngineArgs, *, num_gpus: int | None = None) -> EngineCon
         max_model_len=_max_model_len(args, spec),
         eos_token_ids=spec.eos_token_ids,
     )
+    sampling_defaults(args, config.model_path)  # which the service asks for when it starts: now is the time to complain
     if config.draft is None:
         return config
     return replace(config, draft=_checked_draft(config.draft, path, spec))
@@ -97,6 +103,22 @@ def load_tokenizer(args: EngineArgs, config: EngineConfig) -> Tokenizer:
     if args.tokenizer is None:
         return Tokenizer(config.model_path)
     return Tokenizer(resolve_model(args.tokenizer), revision=args.revision)
+
+
+def sampling_defaults(args: EngineArgs, model_path: str) -> dict[str, Any]:
+    """What a request's sampling parameters are where it says nothing: the model's own. Raises ConfigError."""
+    if args.generation_config == "none":
+        return {}
+    path = Path(model_path) / "generation_config.json"
+    written = read_json(path)
+    defaults = {name: written[name] for name in DEFAULTED if written.get(name) is not None}
+    try:
+        CompletionRequest.model_validate({"prompt": "", **defaults})
+    except ValidationError as error:
+        problems = "; ".join(map(str, problems_of(error, CompletionRequest.model_fields)))
+        message = f"{path}: {problems}; correct the file, or write none to do without it"
+        raise ConfigError(Problem("generation_config", message)) from None
+    return defaults
 
 
 def model_folder(name: str, revision: str | None = None) -> Path:

@@ -9,18 +9,18 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
-from starlette.types import Send
+from fastapi.responses import JSONResponse, Response
 
 from cluster import door, metrics
 from cluster.answers import Answer, ChatShape, CompletionShape, Shape, speculative_stats, usage_of, usage_of_one
 from cluster.generation import Engine, Piece, Prompt, generate
+from cluster.streams import EventStream, merged, prepended, unless_client_leaves
 from cluster.submit import BadRequest, RequestLimits, SeedSource, further_answer, submit_from, without_effect
 from cluster.tokens import Tokenizer
 from secateur import __version__
@@ -49,7 +49,7 @@ PENDING_PER_SEQUENCE = 8
 """Requests the service holds per place in the running batch before it answers 429."""
 CLIENT_CLOSED_REQUEST = 499  # nginx's; nobody is left to read it
 
-T = TypeVar("T")
+Body = TypeVar("Body", bound=SamplingRequest)
 
 _Indexed = tuple[int, Piece]
 
@@ -66,6 +66,8 @@ class Service:
     """Which of the replicas of this model, for the metrics."""
     api_key: str | None = None
     seed: int | None = None
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Of requests that do not say how to sample, see `SamplingRequest.filled`."""
     max_pending: int | None = None
     """Answers at work or waiting before new ones get a 429; None = 8 per running sequence."""
     created: int = field(default_factory=lambda: int(time.time()))
@@ -121,7 +123,7 @@ def create_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
     @app.post("/v1/completions", response_model=CompletionResponse)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         arrival = time.perf_counter()
-        check(service, body)
+        body = checked(service, body)
         service.admit(len(body.prompts), body.n)  # before the work on their texts, and again after it
         ids = await asyncio.to_thread(_prompt_ids, service.tokenizer, body)
         prompts = await _prompts(service, body, ids, request, arrival)
@@ -131,7 +133,7 @@ def create_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
     @app.post("/v1/chat/completions", response_model=ChatCompletionResponse)
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
         arrival = time.perf_counter()
-        check(service, body)
+        body = checked(service, body)
         service.admit(1, body.n)
         ids = await asyncio.to_thread(_chat_ids, service.tokenizer, body)
         prompts = await _prompts(service, body, [ids], request, arrival)
@@ -185,17 +187,19 @@ def create_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
             "front": {"role": "front", "pid": os.getpid()},
             "topology": ready.topology if ready else [],
             "num_pages": ready.num_pages if ready else 0,
+            "sampling_defaults": dict(service.sampling_defaults),
             "config": asdict(service.config),
         }
 
     return app
 
 
-def check(service: Service, body: SamplingRequest) -> None:
-    """Refuses another model and whatever is valid but not implemented."""
+def checked(service: Service, body: Body) -> Body:
+    """The request with the service's defaults. Refuses another model and whatever is valid but not implemented."""
     service.check_model(body.model)
     if found := body.unsupported():
         raise door.Refused(400, ErrorResponse.from_unsupported(found))
+    return body.filled(service.sampling_defaults)
 
 
 async def answer(
@@ -207,9 +211,9 @@ async def answer(
         logger.info("request %s: ignored fields %s", request.state.request_id, ", ".join(map(repr, ignored)))
         headers[IGNORED_HEADER] = _header_text(", ".join(ignored))
     answers = [Answer(prompt.submit.prompt, index % body.n) for index, prompt in enumerate(prompts)]
-    pieces = _merge([generate(service.engine, service.tokenizer, service.metrics, prompt) for prompt in prompts])
+    pieces = merged([generate(service.engine, service.tokenizer, service.metrics, prompt) for prompt in prompts])
     if not body.stream:
-        whole = await _unless_client_leaves(request, _collect(pieces, answers))
+        whole = await unless_client_leaves(request, _collect(pieces, answers))
         if whole is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         if body.num_logprobs is None:
@@ -217,11 +221,11 @@ async def answer(
         # 4096 tokens with 20 alternatives are 10^5 objects: a second that the other streams need not wait for.
         return await asyncio.to_thread(lambda: _json(shape.whole(answers), headers))
     # Waiting for the first piece lets what goes wrong before it have a status of its own.
-    first = await _unless_client_leaves(request, anext(pieces))
+    first = await unless_client_leaves(request, anext(pieces))
     if first is None:
         await pieces.aclose()
         return Response(status_code=CLIENT_CLOSED_REQUEST)
-    return _EventStream(_events(shape, body, answers, first, pieces), pieces, headers)
+    return EventStream(_events(shape, body, answers, first, pieces), pieces, headers)
 
 
 async def _events(
@@ -236,7 +240,7 @@ async def _events(
             for index in range(len(answers)):
                 if (opening := shape.opening(index)) is not None:
                     yield opening.sse()
-            async for index, piece in _prepend(first, rest):
+            async for index, piece in prepended(first, rest):
                 answers[index].add(piece)
                 if not piece.text and piece.finish_reason is None and not told_empty:
                     continue  # half a character or the beginning of a stop string: nothing to tell yet
@@ -253,84 +257,11 @@ async def _events(
     yield SSE_DONE
 
 
-class _EventStream(StreamingResponse):
-    """Closes its source whatever ends the response, so that the engine hears at once of a client that left."""
-
-    media_type = "text/event-stream"
-
-    def __init__(self, events: AsyncGenerator[str], source: AsyncGenerator[_Indexed], headers: dict[str, str]) -> None:
-        super().__init__(events, headers={**headers, "Cache-Control": "no-cache"})
-        self._events = events
-        self._source = source
-
-    async def stream_response(self, send: Send) -> None:
-        async with aclosing(self._source), aclosing(self._events):
-            await super().stream_response(send)
-
-
-async def _merge(streams: Sequence[AsyncGenerator[Piece]]) -> AsyncGenerator[_Indexed]:
-    """Pieces of several answers as they come, each with its answer's index. Closing it closes all of them."""
-    if len(streams) == 1:
-        async with aclosing(streams[0]) as only:
-            async for piece in only:
-                yield 0, piece
-        return
-    queue: asyncio.Queue[_Indexed | BaseException | None] = asyncio.Queue()
-
-    async def pump(index: int, stream: AsyncGenerator[Piece]) -> None:
-        try:
-            async with aclosing(stream):
-                async for piece in stream:
-                    queue.put_nowait((index, piece))
-        except Exception as error:
-            queue.put_nowait(error)
-        queue.put_nowait(None)
-
-    tasks = [asyncio.create_task(pump(index, stream)) for index, stream in enumerate(streams)]
-    try:
-        running = len(tasks)
-        while running:
-            match await queue.get():
-                case None:
-                    running -= 1
-                case BaseException() as error:
-                    raise error
-                case (index, piece):
-                    yield index, piece
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _prepend(first: T, rest: AsyncIterator[T]) -> AsyncIterator[T]:
-    yield first
-    async for item in rest:
-        yield item
-
-
 async def _collect(pieces: AsyncGenerator[_Indexed], answers: list[Answer]) -> bool:
     async with aclosing(pieces):
         async for index, piece in pieces:
             answers[index].add(piece)
     return True
-
-
-async def _unless_client_leaves(request: Request, work: Awaitable[T]) -> T | None:
-    """The work's result, or None if the client disconnected first; the work is then cancelled and has ended."""
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_client_left(request))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
-    finally:
-        for waiting in (task, gone):
-            waiting.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
-
-
-async def _client_left(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _prompts(

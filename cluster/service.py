@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import uvicorn
 
-from cluster.convert import engine_config, load_tokenizer, visible_gpus
+from cluster.convert import engine_config, load_tokenizer, sampling_defaults, visible_gpus
 from cluster.engine_client import EngineClient
 from cluster.ingress import Service, create_app
 from cluster.local import LocalEngine
@@ -35,6 +35,7 @@ def service_of(
         replica=replica,
         api_key=args.api_key,
         seed=args.seed,
+        sampling_defaults=sampling_defaults(args, config.model_path),
     )
 
 

@@ -112,12 +112,11 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        chat_template: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         add_special_tokens: bool = False,
     ) -> list[int]:
         """Prompt ids of a conversation. Raises PromptError for what the caller's messages or template can cause."""
-        if not (chat_template or self.has_chat_template):
+        if not self.has_chat_template:
             raise PromptError("this model has no chat template; use /v1/completions", param="messages")
         try:
             text = self._tokenizer.apply_chat_template(
@@ -125,7 +124,6 @@ class Tokenizer:
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
-                chat_template=chat_template,
                 **(template_kwargs or {}),
             )
         except Exception as error:  # templates are user code: Jinja raises its own tree, filters anything at all

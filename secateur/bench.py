@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal, Self, TypeVar, get_args
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from secateur.config import EngineArgs
 from secateur.errors import ConfigError, Problem
@@ -25,8 +25,19 @@ VARIED = (
 )
 """Settings of the speculative configuration that the benchmark itself goes through."""
 
-PositiveInt = Annotated[int, Field(ge=1)]
 Entry = TypeVar("Entry")
+
+
+def _not_empty(values: tuple[Entry, ...]) -> tuple[Entry, ...]:
+    # `min_length` would complain of an empty tuple whenever an entry is wrong.
+    if not values:
+        raise ValueError("must have at least one entry")
+    return values
+
+
+Some = Annotated[tuple[Entry, ...], AfterValidator(_not_empty)]
+PositiveInt = Annotated[int, Field(ge=1)]
+Temperature = Annotated[float, Field(ge=0.0)]
 
 TARGET_COSTS = {"300m": (1024, 22), "8b": (4096, 32)}
 """Hidden width and layers of targets as costly as models of so many parameters; the second is Llama-3-8B's."""
@@ -82,11 +93,11 @@ class TargetSize:
 class AcceptancePlan(Strict):
     """The cells of the table, and the requests that each of them answers."""
 
-    temperatures: tuple[Annotated[float, Field(ge=0.0)], ...] = (
+    temperatures: Some[Temperature] = (
         *(0.0, 0.3, 0.5, 0.7),
         *(1.0, 1.3, 1.5, 2.0),
     )
-    nodes: tuple[Annotated[int, Field(ge=1, le=MAX_NODES)], ...] = (4, 8, 16, 32)
+    nodes: Some[Annotated[int, Field(ge=1, le=MAX_NODES)]] = (4, 8, 16, 32)
     """Tree nodes per step, without the root."""
     num_prompts: PositiveInt = 24
     max_tokens: Annotated[int, Field(ge=2)] = 32
@@ -97,11 +108,6 @@ class AcceptancePlan(Strict):
     row_prices: tuple[Annotated[float, Field(gt=0.0)], ...] = (0.01, 0.02, 0.03, 0.04, 0.05, 0.06)
     """`auto` is also shown apart from the machine: shares of a step that a request's verified row costs if drafting is
     free and the step shared by as many requests as are in flight."""
-
-    @field_validator("temperatures", "nodes")
-    @classmethod
-    def _some(cls, values: tuple[float, ...]) -> tuple[float, ...]:
-        return _not_empty(values)
 
     @classmethod
     def quick(cls) -> AcceptancePlan:
@@ -147,10 +153,10 @@ class _Scalable(Strict):
 class SpeedPlan(_Scalable):
     """Who is compared on how many requests at a time. The defaults are those of `latency`."""
 
-    contestants: tuple[Contestant, ...] = get_args(Contestant)
-    batches: tuple[PositiveInt, ...] = (1, 4)
+    contestants: Some[Contestant] = get_args(Contestant)
+    batches: Some[PositiveInt] = (1, 4)
     """Requests in flight."""
-    temperatures: tuple[Annotated[float, Field(ge=0.0)], ...] = (0.0, 1.0)
+    temperatures: Some[Temperature] = (0.0, 1.0)
     nodes: Annotated[int, Field(ge=1, le=MAX_NODES)] = 16
     """Of dynamic and static trees."""
     chain: Annotated[int, Field(ge=1, le=MAX_NODES)] = 5
@@ -162,11 +168,6 @@ class SpeedPlan(_Scalable):
     rounds: PositiveInt = 6
     """In each, all take their turn with the next prompts; medians count."""
     seed: Annotated[int, Field(ge=0)] = 0
-
-    @field_validator("batches", "temperatures", "contestants")
-    @classmethod
-    def _some(cls, values: tuple[float, ...]) -> tuple[float, ...]:
-        return _not_empty(values)
 
     @model_validator(mode="after")
     def _has_a_measure(self) -> Self:
@@ -189,20 +190,15 @@ class SpeedPlan(_Scalable):
 class StepPlan(_Scalable):
     """The steps that are taken apart: forwards by rows, requests and context, whole steps by nodes and requests."""
 
-    rows: tuple[PositiveInt, ...] = (1, 2, 4, 5, 8, 9, 17, 33)
+    rows: Some[PositiveInt] = (1, 2, 4, 5, 8, 9, 17, 33)
     """Of each request, in the target's forward alone."""
-    batches: tuple[PositiveInt, ...] = (1, 4, 8)
-    contexts: tuple[PositiveInt, ...] = (128, 512, 1024)
+    batches: Some[PositiveInt] = (1, 4, 8)
+    contexts: Some[PositiveInt] = (128, 512, 1024)
     """Tokens before those rows."""
-    nodes: tuple[Annotated[int, Field(ge=0, le=MAX_NODES)], ...] = (0, 4, 8, 16)
+    nodes: Some[Annotated[int, Field(ge=0, le=MAX_NODES)]] = (0, 4, 8, 16)
     """Of the trees of whole steps; 0 = no speculation."""
     max_tokens: Annotated[int, Field(ge=2)] = 48
     rounds: PositiveInt = 3
-
-    @field_validator("rows", "batches", "contexts", "nodes")
-    @classmethod
-    def _some(cls, values: tuple[int, ...]) -> tuple[int, ...]:
-        return _not_empty(values)
 
     @classmethod
     def quick(cls) -> StepPlan:
@@ -213,11 +209,11 @@ class ServePlan(_Scalable):
     """The load on a service: closed loops of so many clients, or arrivals of a Poisson process."""
 
     num_requests: PositiveInt = 32
-    concurrency: tuple[PositiveInt, ...] = (1, 4, 16)
+    concurrency: Some[PositiveInt] = (1, 4, 16)
     request_rates: tuple[Annotated[float, Field(gt=0.0)], ...] = ()
     """Per second, each with as many requests in flight as come; instead of `concurrency` if given."""
     max_tokens: Annotated[int, Field(ge=2)] = 48
-    temperature: Annotated[float, Field(ge=0.0)] = 0.0
+    temperature: Temperature = 0.0
     seed: Annotated[int, Field(ge=0)] = 0
     """Of arrival times and sampling."""
     compare: bool = True
@@ -226,21 +222,9 @@ class ServePlan(_Scalable):
     goodput_tpot_ms: Annotated[float, Field(gt=0.0)] | None = None
     """A request is good if it keeps both that are given."""
 
-    @field_validator("concurrency")
-    @classmethod
-    def _some(cls, values: tuple[int, ...]) -> tuple[int, ...]:
-        return _not_empty(values)
-
     @classmethod
     def quick(cls) -> ServePlan:
         return cls(num_requests=6, concurrency=(1, 3), max_tokens=16)
-
-
-def _not_empty(values: tuple[Entry, ...]) -> tuple[Entry, ...]:
-    # `min_length` would complain of an empty tuple whenever an entry is wrong.
-    if not values:
-        raise ValueError("must have at least one entry")
-    return values
 
 
 def check_drafter(args: EngineArgs, nodes: int) -> None:

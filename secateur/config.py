@@ -5,7 +5,6 @@ Nothing here touches a GPU, a model file's content or another process; every pro
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -24,8 +23,6 @@ __all__ = [
     "Speculative",
     "SpeculativeConfig",
     "infer_method",
-    "load",
-    "load_yaml",
     "parse_token_tree",
     "read_yaml",
     "resolve_model",
@@ -46,6 +43,8 @@ class EngineArgs(Strict):
     """Folder, Hugging Face id or 'bundled:target' (also what a null stands for)."""
     served_model_name: str | None = None
     tokenizer: str | None = None
+    generation_config: Literal["auto", "none"] = "auto"
+    """Sampling of requests that do not say how: as the model's generation_config.json has it, or OpenAI's defaults."""
     """Folder or id; None is the model's own."""
     revision: str | None = None
     tensor_parallel_size: PositiveInt = 1
@@ -257,16 +256,6 @@ class AppArgs(Strict):
             ),
             engine_kwargs={key: value for key, value in typed.items() if key not in ELSEWHERE and value is not None},
         )
-
-
-def load(mapping: Mapping[str, Any]) -> EngineArgs:
-    """Engine arguments from a mapping. Raises ConfigError."""
-    return EngineArgs.load(mapping)
-
-
-def load_yaml(path: str | Path) -> EngineArgs:
-    """Engine arguments from a YAML file. Raises ConfigError."""
-    return EngineArgs.load(read_yaml(path))
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:

@@ -27,6 +27,11 @@ class Device(StrEnum):
     cuda = "cuda"
 
 
+class DefaultSampling(StrEnum):
+    auto = "auto"
+    none = "none"
+
+
 class KernelSet(StrEnum):
     auto = "auto"
     torch = "torch"
@@ -54,6 +59,11 @@ PRUNING = {
 ENGINE_FLAGS: dict[str, Any] = {
     "config": _flag(Path, "--config", help="YAML file of these settings; flags override it.", metavar="FILE"),
     "tokenizer": _flag(str, "--tokenizer", help="Folder or id [the model's own]."),
+    "generation_config": _flag(
+        DefaultSampling,
+        "--generation-config",
+        help="Sampling of requests that do not say how: the model's own (auto), or OpenAI's defaults (none) [auto].",
+    ),
     "revision": _flag(str, "--revision", help="Branch, tag or commit of a Hugging Face id."),
     "tensor_parallel_size": _flag(int, "--tensor-parallel-size", "-tp", help="Devices of the verifier [1]."),
     "speculative_config": _flag(

@@ -217,10 +217,6 @@ class Lengths(Strict):
             raise ValueError(f"must be at least 1, and the second number not less than the first (got {text!r})")
         return cls(low=int(low), high=int(high) if dash else None, is_exponential=head == "exp")
 
-    @property
-    def mean(self) -> float:
-        return self.low if self.high is None else (self.low + self.high) / 2
-
 
 class Arrival(_File):
     """One line of a trace."""

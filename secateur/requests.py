@@ -7,6 +7,7 @@ but do not implement are named by `unsupported()` (the server answers 400).
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import (
@@ -119,6 +120,10 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
+DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Parameters whose defaults a model's generation_config.json may change, as in vLLM."""
+
+
 class SamplingRequest(BaseModel):
     """What both generation requests share. A null means "not given"."""
 
@@ -167,6 +172,10 @@ class SamplingRequest(BaseModel):
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
     """Prompts are shared in the prefix cache among requests of one salt only."""
     priority: StrictInt = 0
+
+    def filled(self, defaults: Mapping[str, Any]) -> Self:
+        """The same request, with these of `DEFAULTED` where it says nothing itself."""
+        return self.model_copy(update={key: defaults[key] for key in defaults.keys() - self.model_fields_set})
 
     @model_validator(mode="before")
     @classmethod

@@ -50,11 +50,6 @@ def check_paths(paths: Iterable[Path]) -> tuple[Path, ...]:
     return tuple(ordered)
 
 
-def chain(num_tokens: int) -> tuple[Path, ...]:
-    """The tree without branches: (0,), (0, 0), ..."""
-    return tuple((0,) * depth for depth in range(1, num_tokens + 1))
-
-
 def _is_path(path: object) -> bool:
     if not isinstance(path, tuple) or not path:
         return False

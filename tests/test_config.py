@@ -10,13 +10,13 @@ from secateur.config import (
     Speculative,
     SpeculativeConfig,
     infer_method,
-    load_yaml,
     parse_token_tree,
+    read_yaml,
     resolve_model,
 )
 from secateur.errors import ConfigError
 from secateur.speculative import DEFAULT_TREE_PRUNE
-from secateur.token_tree import chain, check_paths
+from secateur.token_tree import check_paths
 
 
 def refusal(build, *args, **kwargs) -> str:
@@ -235,7 +235,7 @@ TREE = "[(0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1)]"
 
 def test_a_tree_string_is_read_breadth_first():
     assert parse_token_tree(TREE) == ((0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1))
-    assert parse_token_tree("[(0,0,0),(0,),(0,0)]") == chain(3) == ((0,), (0, 0), (0, 0, 0))
+    assert parse_token_tree("[(0,0,0),(0,),(0,0)]") == ((0,), (0, 0), (0, 0, 0))
 
 
 @pytest.mark.parametrize(
@@ -256,7 +256,7 @@ def test_a_tree_string_is_read_breadth_first():
         ("[(0, 0)]", "node (0, 0) has no parent; add (0,)"),
         ("[(0,), (2,)]", "node (2,) skips a sibling; add (1,)"),
         ("[(0,), (0, 1)]", "node (0, 1) skips a sibling; add (0, 0)"),
-        (str(list(chain(64))), "at most 63"),
+        (str([(0,) * depth for depth in range(1, 65)]), "at most 63"),
     ],
 )
 def test_a_bad_tree_is_refused_with_the_reason(text, says):
@@ -448,7 +448,7 @@ def test_arguments_cannot_be_changed_afterwards():
 def test_a_yaml_file_is_read(tmp_path):
     path = tmp_path / "engine.yaml"
     path.write_text("tensor-parallel-size: 2\nspeculative_config:\n  model: x\n  draft_tensor_parallel_size: 2\n")
-    args = load_yaml(path)
+    args = EngineArgs.load(read_yaml(path))
     assert args.tensor_parallel_size == 2
     assert args.speculative_config is not None and args.speculative_config.draft_tensor_parallel_size == 2
 
@@ -457,11 +457,11 @@ def test_a_yaml_file_is_read(tmp_path):
 def test_a_bad_yaml_file_is_refused(tmp_path, content, says):
     path = tmp_path / "engine.yaml"
     path.write_text(content)
-    assert says in refusal(load_yaml, path)
+    assert says in refusal(read_yaml, path)
 
 
 def test_a_missing_yaml_file_is_refused(tmp_path):
-    assert "cannot read" in refusal(load_yaml, tmp_path / "none.yaml")
+    assert "cannot read" in refusal(read_yaml, tmp_path / "none.yaml")
 
 
 # -- models ----------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import re
@@ -14,7 +15,7 @@ import checkpoints
 import pytest
 
 import secateur
-from cluster.convert import engine_config, settle
+from cluster.convert import engine_config, sampling_defaults, settle
 from cluster.placement import group_bundles
 from cluster.plan.memory import tensor_shapes
 from cluster.plan.report import run
@@ -185,6 +186,24 @@ def test_max_model_len_defaults_to_the_model_s_and_may_not_exceed_it() -> None:
     assert engine_config(args(max_model_len=100)).max_model_len == 100
     with pytest.raises(ConfigError, match=f"max_model_len: {limit + 1} is more than the model's {limit}"):
         engine_config(args(max_model_len=limit + 1))
+
+
+def test_requests_are_sampled_as_the_model_s_generation_config_says(tmp_path: Path) -> None:
+    model = checkpoints.write_model(tmp_path, "qwen3")
+    written = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": None}
+    (model / "generation_config.json").write_text(json.dumps(written))
+    wanted = {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
+    assert sampling_defaults(args(model=str(model)), str(model)) == wanted
+    assert sampling_defaults(args(model=str(model), generation_config="none"), str(model)) == {}
+    assert sampling_defaults(args(), engine_config(args()).model_path) == {}, "the bundled model says nothing"
+
+
+def test_a_generation_config_that_cannot_be_is_refused_at_the_door(tmp_path: Path) -> None:
+    model = checkpoints.write_model(tmp_path, "qwen3")
+    (model / "generation_config.json").write_text('{"temperature": -1, "top_k": 20}')
+    with pytest.raises(ConfigError, match="generation_config: .*temperature: .*; correct the file, or write none"):
+        engine_config(args(model=str(model), no_speculation=True))
+    engine_config(args(model=str(model), no_speculation=True, generation_config="none"))
 
 
 def test_a_tree_is_carried_over() -> None:

@@ -197,7 +197,7 @@ def test_what_a_step_took_counts_for_its_whole_bucket():
     for num_rows in (9, 12):
         economy, decode = measuring(timed(0.5).in_buckets(512)), requests(1)
         tree = oracles.tree([-1] + [0] * (num_rows - 1), [0] * num_rows)
-        drafts = Drafts(trees=tree, probs=None, verified=[[num_rows - 1]], pruned=[[]])
+        drafts = Drafts(trees=tree, probs=None, verified=[[num_rows - 1]], pruned=[[]], copied=[False])
         for seconds in (0.020, 0.025, 0.031):
             economy.learn(step_of(decode), drafts, [Verdict((1,), (0, 0), num_rows - 1, num_rows - 1)], seconds)
         learnt.append(economy._prices.step_ms(step_of(decode), np.arange(64), 1))

@@ -20,6 +20,18 @@ class Drafts:
     probs: DraftProbs | None
     verified: list[list[int]]
     pruned: list[list[int]]
+    copied: list[bool]
+    """Whether the request has a chain that the drafter did not make."""
+
+    @property
+    def num_nodes(self) -> int:
+        """Of all trees, roots not counted."""
+        return len(self.trees.token_N) - len(self.verified)
+
+    @property
+    def num_trees(self) -> int:
+        """Bare roots not counted."""
+        return sum(map(any, self.verified)) if self.num_nodes else 0
 
     @staticmethod
     def of(reply: DraftReply | None, drafted: list[bool], tokens: list[list[int]]) -> Drafts:
@@ -27,7 +39,7 @@ class Drafts:
         first."""
         if reply is None:
             verified = [[1] * (len(own) - 1) for own in tokens]
-            return Drafts(chains(tokens), None, verified=verified, pruned=[[] for _ in tokens])
+            return Drafts(chains(tokens), None, verified, pruned=[[] for _ in tokens], copied=list(map(any, verified)))
         trees, probs = with_chains(reply.trees, reply.probs, drafted, tokens)
         offsets, depth_N = trees.offsets.tolist(), trees.depth_N.numpy()
         cut = map(_without_padding, reply.pruned_GD.tolist())
@@ -36,6 +48,7 @@ class Drafts:
             probs=probs,
             verified=[np.bincount(depth_N[a:b])[1:].tolist() if b - a > 1 else [] for a, b in pairwise(offsets)],
             pruned=[next(cut) if is_drafted else [] for is_drafted in drafted],
+            copied=[len(own) > 1 and not is_drafted for own, is_drafted in zip(tokens, drafted, strict=True)],
         )
 
 

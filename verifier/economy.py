@@ -188,11 +188,10 @@ class Economy:
         """What a step brought, and what it took. Costs nothing where nobody asks for `auto`."""
         if not any(request.is_auto for request in step.decode):
             return
-        num_nodes = len(drafts.trees.token_N) - len(step.decode)
-        num_trees = sum(map(any, drafts.verified)) if num_nodes else 0
+        num_nodes, num_trees = drafts.num_nodes, drafts.num_trees
         rest_ms = self._prices.rest_took(step, num_nodes, num_trees, 1e3 * seconds - self._draft_ms)
         if self._looked is not None:
-            self._learn_copies(self._looked, step, verdicts, rest_ms, num_nodes, num_trees)
+            self._learn_copies(self._looked, step, drafts, verdicts, rest_ms)
         otherwise_ms = self._otherwise_ms(step, verdicts) if self._switch.is_trial else 0.0
         self._switch.pay(self._draft_ms + rest_ms, otherwise_ms)
         if self._draft_ms or num_nodes or self._switch.is_priced:
@@ -222,21 +221,22 @@ class Economy:
         self._calibration.learn(drafts.trees, verdicts[: len(step.decode)], np.array(is_shown_B))
 
     def _learn_copies(
-        self, looked: _Looked, step: Step, verdicts: list[Verdict], rest_ms: float, num_nodes: int, num_trees: int
+        self, looked: _Looked, step: Step, drafts: Drafts, verdicts: list[Verdict], rest_ms: float
     ) -> None:
-        copies, brought = self.copies(), None
+        copied = [request for request, is_copied in zip(step.decode, drafts.copied, strict=True) if is_copied]
+        brought = None
         num_tokens = sum(len(verdict.tokens) for verdict in verdicts[: len(step.decode)])
         own = dict(zip(step.decode, verdicts, strict=False))
         if self._drafted:  # what copies bring beyond the drafts in whose place they are
-            brought = sum(len(own[r].path) - self._gain_of(r) for r in copies) / num_tokens
+            brought = sum(len(own[r].path) - self._gain_of(r) for r in copied) / num_tokens
         elif not step.prefill:  # prompts would blur what a copy's rows cost
-            missed = self._missed[num_nodes > 0]
-            excess = min(rest_ms / looked.ms_of(num_nodes, num_trees), 2.0) - missed
-            self._missed[num_nodes > 0] += _RATE_OF_ALL * excess
+            has_copies = drafts.num_nodes > 0
+            excess = min(rest_ms / looked.ms_of(drafts.num_nodes, drafts.num_trees), 2.0) - self._missed[has_copies]
+            self._missed[has_copies] += _RATE_OF_ALL * excess
             usual_ms = looked.ms_of(0, 0) * self._missed[False] / (self._switch.advantage if self._switch.is_on else 1)
-            brought = num_tokens / len(step.decode) * usual_ms / rest_ms - 1 if copies else 0.0
+            brought = num_tokens / len(step.decode) * usual_ms / rest_ms - 1 if copied else 0.0
         profit = None if brought is None else brought - looked.took_ms / rest_ms
-        self._lookup.learn(own, verified=copies, profit=profit)
+        self._lookup.learn(own, verified=copied, profit=profit)
 
 
 class _Average:

@@ -11,6 +11,7 @@ from collections import deque
 from functools import partial
 
 from verifier.accept import judge
+from verifier.admit import misfit, request_of
 from verifier.costs import UNPROFILED, RowCosts
 from verifier.drafts import Drafts
 from verifier.economy import Economy
@@ -18,7 +19,6 @@ from verifier.feeds import draft_depth, max_backlog, most_fed, next_feed
 from verifier.pack import Move, pack_draft, pack_target
 from verifier.prefixes import Prefixes
 from verifier.request import Request
-from verifier.rules import rule_of
 from verifier.scheduler import Limits, Step, schedule
 from verifier.target import Target
 from verifier.tree import with_chains
@@ -26,14 +26,11 @@ from workers.channel import Channel
 from workers.config import EngineConfig, PruneConfig
 from workers.ipc import Abort, EngineStats, FrameSocket, StepOutput, Submit, TokenChunk
 from workers.kv import PageAllocator
-from workers.types import DraftReply, SamplingBatch, TreeLimits, Verdict
+from workers.types import DraftReply, SamplingBatch, Verdict
 from workers.wire import Kind
 
 HEARTBEAT_S = 1.0
 """While idle, peers and the front hear from the engine this often, so that silence means death."""
-
-_DRAFTABLE_TOKENS = 3
-"""The first token comes from the prompt, and what a draft brings are at least two."""
 
 
 class Engine:
@@ -120,41 +117,12 @@ class Engine:
             self._last_draft = time.monotonic()
 
     def _submit(self, submit: Submit) -> None:
-        rule = rule_of(submit, self._config.draft)
-        request = Request(submit, rule, self._tree_limits(submit), self._first_draft_slot)
-        problem = self._misfit(request)
+        request = request_of(submit, self._config)
+        problem = misfit(request, self._config.max_model_len, self._limits, self._allocator.num_pages - 1)
         if problem is None:
             self._waiting.append(request)
         else:
             self._chunks.append(TokenChunk(id=submit.id, tokens=[], finish_reason="error", error=problem))
-
-    def _misfit(self, request: Request) -> str | None:
-        """Why this engine can never serve the request; None if it can."""
-        prompt, asked, longest = request.num_prompt, request.submit.max_tokens, self._config.max_model_len
-        if prompt < 1 or asked < 1:
-            return "a request needs at least one prompt token and max_tokens of at least 1"
-        if prompt + asked > longest:
-            return f"prompt of {prompt} tokens + max_tokens {asked} exceeds max_model_len {longest}"
-        if self._limits.pages_for_life(request) > self._allocator.num_pages - 1:
-            return f"{prompt + asked} tokens do not fit the KV cache of {self._allocator.num_pages - 1} pages"
-        return None
-
-    def _tree_limits(self, submit: Submit) -> TreeLimits | None:
-        """The server's tree limits narrowed by the request's `speculative` object; None if it is never drafted for."""
-        asked, draft = submit.speculation, self._config.draft
-        if draft is None or not asked.enabled or submit.max_tokens < _DRAFTABLE_TOKENS:
-            return None
-        tree = draft.tree
-        return TreeLimits(
-            num_nodes=tree.num_nodes if asked.num_tokens is None else min(asked.num_tokens, tree.num_nodes),
-            auto=tree.prune.auto if asked.auto is None else asked.auto,
-            min_prob=tree.prune.min_prob if asked.min_prob is None else asked.min_prob,
-            path_prob=tree.prune.path_prob if asked.path_prob is None else asked.path_prob,
-        )
-
-    @property
-    def _first_draft_slot(self) -> int:
-        return int(self._config.draft is not None and self._config.draft.reads_features)
 
     def _abort(self, id: int) -> None:
         for request in [r for r in (*self._waiting, *self._running) if r.id == id]:
@@ -254,11 +222,23 @@ class Engine:
 
     def _commit(self, step: Step, drafts: Drafts, verdicts: list[Verdict]) -> None:
         """Applies the verdicts: KV moves of accepted paths, states for the drafter, tokens, finished requests."""
-        begins, copies = drafts.trees.offsets.tolist(), self._economy.copies()
-        num_decode = len(step.decode)
-        finishing = [request for request, _ in step.finishing]
-        row = begins[-1]
-        computed: list[tuple[Request, list[int]]] = []  # the rows of each request's new positions
+        computed = self._advance(step, drafts, verdicts)
+        self._count(step, drafts, verdicts)
+        self._owe_states([(request, rows) for request, rows in computed if request.limits is not None])
+        num_decode, num_tree_rows = len(step.decode), len(drafts.trees.token_N)
+        for row, ((request, _), verdict) in enumerate(
+            zip(step.finishing, verdicts[num_decode:], strict=True), start=num_tree_rows
+        ):
+            self._stats.prompt_tokens += request.num_prompt
+            self._append(request, verdict.tokens, [row])
+        for (request, rows), verdict in zip(computed[len(step.prefill) :], verdicts, strict=False):
+            self._append(request, verdict.tokens, rows)
+        self._publish(self._running)
+
+    def _advance(self, step: Step, drafts: Drafts, verdicts: list[Verdict]) -> list[tuple[Request, list[int]]]:
+        """Each request's new positions, as rows of the step: prompts' chunks, then roots with their accepted paths."""
+        begins = drafts.trees.offsets.tolist()
+        computed, row = [], begins[-1]
         for request, chunk in step.prefill:
             computed.append((request, list(range(row, row + chunk.stop - chunk.start))))
             row += chunk.stop - chunk.start
@@ -270,22 +250,20 @@ class Engine:
                 Move(request, root + row, root + 1 + i) for i, row in enumerate(verdict.path) if row != i + 1
             ]
             request.num_computed = root + len(verdict.tokens)
-            if drafts.verified[i] or drafts.pruned[i]:
-                for stats in (request.stats, self._stats):
-                    stats.num_drafts += any(drafts.verified[i])
-                    stats.count_nodes(drafts.pruned[i], drafts.verified[i], len(verdict.path))
-                    if request in copies:
-                        stats.num_copied_tokens += sum(drafts.verified[i])
-                        stats.num_accepted_copied_tokens += len(verdict.path)
-        self._owe_states([(r, rows) for r, rows in computed if r.limits is not None])
-        for request, sampled_row, verdict in zip(
-            finishing, range(begins[-1], row), verdicts[num_decode:], strict=False
-        ):
-            self._stats.prompt_tokens += request.num_prompt
-            self._append(request, verdict.tokens, [sampled_row])
-        for (request, rows), verdict in zip(computed[len(step.prefill) :], verdicts, strict=False):
-            self._append(request, verdict.tokens, rows)
-        self._publish(self._running)
+        return computed
+
+    def _count(self, step: Step, drafts: Drafts, verdicts: list[Verdict]) -> None:
+        """What became of every drafted node, for the service and for the request."""
+        for i, (request, verdict) in enumerate(zip(step.decode, verdicts, strict=False)):
+            verified, pruned = drafts.verified[i], drafts.pruned[i]
+            if not (verified or pruned):
+                continue
+            for stats in (request.stats, self._stats):
+                stats.num_drafts += any(verified)
+                stats.count_nodes(pruned, verified, len(verdict.path))
+                if drafts.copied[i]:
+                    stats.num_copied_tokens += sum(verified)
+                    stats.num_accepted_copied_tokens += len(verdict.path)
 
     def _owe_states(self, owed: list[tuple[Request, list[int]]]) -> None:
         state_NX = self._target.states([row for _, rows in owed for row in rows]) if owed else None

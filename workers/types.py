@@ -7,7 +7,8 @@ int32/int64 and reals float32; `workers.wire` narrows them to their wire widths.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from functools import cached_property
 from typing import NamedTuple
@@ -176,25 +177,16 @@ class SamplingBatch:
 
     def rows(self, index_N: Tensor) -> SamplingBatch:
         """The same parameters repeated per row: row n takes those of request index_N[n]."""
-        return SamplingBatch(
-            temperature_B=self.temperature_B[index_N],
-            top_k_B=self.top_k_B[index_N],
-            top_p_B=self.top_p_B[index_N],
-            min_p_B=self.min_p_B[index_N],
-            seed_B=self.seed_B[index_N],
-        )
+        return self._each(lambda column_B: column_B[index_N])
 
     def to(self, device: torch.device | str) -> SamplingBatch:
         """From the host to a device, without waiting for what that is doing."""
         if self.seed_B.device == torch.device(device):
             return self
-        return SamplingBatch(
-            temperature_B=self.temperature_B.to(device, non_blocking=True),
-            top_k_B=self.top_k_B.to(device, non_blocking=True),
-            top_p_B=self.top_p_B.to(device, non_blocking=True),
-            min_p_B=self.min_p_B.to(device, non_blocking=True),
-            seed_B=self.seed_B.to(device, non_blocking=True),
-        )
+        return self._each(lambda column_B: column_B.to(device, non_blocking=True))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> SamplingBatch:
+        return SamplingBatch(**{column.name: change(getattr(self, column.name)) for column in fields(self)})
 
 
 def as_signed64(value: int) -> int:

@@ -106,6 +106,17 @@ def test_sampling_parameters_reach_the_engine(http: httpx2.Client, service: Fake
     assert (submit.speculation.enabled, submit.speculation.path_prob) == (True, None)
 
 
+def test_what_a_request_does_not_say_is_as_the_model_s_makers_say(own: Callable[..., FakeService]) -> None:
+    running = own(sampling_defaults={"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1})
+    with running.http() as http:
+        http.post("/v1/completions", json={"prompt": "a", "temperature": 0.9, "top_k": None})
+        http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "a"}], "top_p": 0.5})
+        assert http.get("/server_info").json()["sampling_defaults"]["top_k"] == 20
+    sent = [submit.sampling for submit in running.engine.submitted]
+    assert [(s.temperature, s.top_k, s.top_p) for s in sent] == [(0.9, 20, 1.0), (0.6, 20, 0.5)]
+    assert [s.constraints.repetition_penalty for s in sent] == [1.1, 1.1]
+
+
 def test_what_a_request_forbids_and_favours_reaches_the_engine(
     http: httpx2.Client, service: FakeService, tokenizer: Tokenizer
 ) -> None:
