@@ -23,7 +23,8 @@ from cluster.seats import num_bundles, seats, worker_env
 from secateur.config import EngineArgs
 from secateur.errors import ConfigError
 from secateur.plan import PlanRequest
-from workers.config import AcceptanceConfig, DraftConfig, EngineConfig
+from secateur.token_tree import MAX_NODES
+from workers.config import MAX_TREE_NODES, AcceptanceConfig, DraftConfig, EngineConfig
 
 BUNDLED = Path(secateur.__file__).parent / "bundled"
 
@@ -204,6 +205,10 @@ def test_a_generation_config_that_cannot_be_is_refused_at_the_door(tmp_path: Pat
     with pytest.raises(ConfigError, match="generation_config: .*temperature: .*; correct the file, or write none"):
         engine_config(args(model=str(model), no_speculation=True))
     engine_config(args(model=str(model), no_speculation=True, generation_config="none"))
+
+
+def test_the_door_and_the_engine_agree_on_the_largest_tree() -> None:
+    assert MAX_NODES + 1 == MAX_TREE_NODES
 
 
 def test_a_tree_is_carried_over() -> None:
