@@ -110,11 +110,12 @@ class Eagle3Head(FeatureHead):
             embedding_VH=embedding_VH,
             input_norm_H=weights.get(f"{layer}input_layernorm.weight"),
             hidden_norm_H=weights.get(f"{layer}hidden_norm.weight"),
-            attention=load_attention(weights, f"{layer}self_attn.", spec, tp, kernels=kernels),
+            attention=load_attention(weights, f"{layer}self_attn.", spec, tp, window=spec.windows[0], kernels=kernels),
             post_norm_H=weights.get(f"{layer}post_attention_layernorm.weight"),
             mlp=Mlp.load(weights, f"{layer}mlp.", bias=spec.mlp_bias, tp=tp, kernels=kernels),
             more_layers=tuple(
-                load_layer(weights, f"layers.{i}.", spec, tp, kernels=kernels) for i in range(1, spec.num_layers)
+                load_layer(weights, f"layers.{i}.", spec, tp, window=spec.windows[i], kernels=kernels)
+                for i in range(1, spec.num_layers)
             ),
             final_norm_H=weights.get("norm.weight"),
             head=_load_vocab_head(weights, target, spec, tp),

@@ -89,6 +89,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "specforge": {"style": "specforge", "with_embedding": False, "rope_theta": 5e4},
     "speculators-qwen3": {"style": "speculators", "qk_norm": True, "head_dim": 24},
     "speculators-residual": {"style": "speculators", "norm_before_residual": True, "norm_before_fc": True},
+    "speculators-window": {"style": "speculators", **checkpoints.sliding(4, "sliding_attention")},
     "eagle3.1": {"style": "speculators", "fc_norm": True, "norm_output": True},
 }
 
@@ -155,8 +156,8 @@ def test_the_head_equals_a_straightforward_implementation(
         )
         for part in (slice(0, 6), slice(6, n))
     ]
-    causal = torch.ones(n, n, dtype=torch.bool).tril()
-    expected = plain(tokens[1:], features, slots - 1, causal, embedding)
+    window = options.get("sliding_window")
+    expected = plain(tokens[1:], features, slots - 1, sees(n, window), embedding)
     fed = plain.norm(expected, "norm.weight") if options.get("norm_output") else expected
     torch.testing.assert_close(torch.cat(outs), fed, atol=TOLERANCE, rtol=0)
     logits = head.logits(outs[-1])
@@ -189,9 +190,15 @@ def test_the_head_equals_a_straightforward_implementation(
         all_tokens = torch.cat([tokens[1:], drafts[[child, leaf]]])
         all_features = torch.cat([features, fed[-1:], level1[child : child + 1]])
         size = n + 2
-        dense = plain(all_tokens, all_features, torch.arange(size), torch.ones(size, size).tril().bool(), embedding)[-1]
+        dense = plain(all_tokens, all_features, torch.arange(size), sees(size, window), embedding)[-1]
         dense = plain.norm(dense, "norm.weight") if options.get("norm_output") else dense
         torch.testing.assert_close(node, dense, atol=2 * TOLERANCE, rtol=0)
+
+
+def sees(num_rows: int, window: int | None) -> Tensor:
+    """Boolean [n, n] of one path: a row sees itself and what is before it, with a window w the last w of these."""
+    distance = torch.arange(num_rows)[:, None] - torch.arange(num_rows)
+    return (distance >= 0) & (distance < (window or num_rows))
 
 
 def target_ids_of(head: Eagle3Head) -> Tensor:
@@ -224,6 +231,41 @@ def test_feature_layers_are_normalised_to_capture_before(tmp_path: Path) -> None
     ):
         path = checkpoints.write_eagle3(tmp_path / "head", style=style, aux_layer_ids=ids)
         assert read_eagle3_spec(path, spec).tap_layers == taps
+
+
+@pytest.mark.parametrize(
+    ("options", "windows"),
+    [
+        (checkpoints.sliding(2048, "sliding_attention", "full_attention"), (2048, None)),
+        # Dead text of the target's configuration: without layer types there is no window.
+        ({"sliding_window": 32768, "use_sliding_window": False}, (None, None)),
+        ({"sliding_window": 32768, "use_sliding_window": True}, (None, None)),
+        # Qwen3's own rule.
+        ({"qk_norm": True, "sliding_window": 9, "use_sliding_window": True, "max_window_layers": 1}, (None, 9)),
+        ({"qk_norm": True, "sliding_window": 9, "use_sliding_window": False, "max_window_layers": 1}, (None, None)),
+    ],
+)
+def test_windows_are_those_of_the_layer_types(
+    tmp_path: Path, target: Path, options: dict[str, Any], windows: tuple[int | None, ...]
+) -> None:
+    path = checkpoints.write_eagle3(tmp_path, style="speculators", num_hidden_layers=2, **options)
+    assert read_eagle3_spec(path, read_spec(target)).windows == windows
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (checkpoints.sliding(4, "chunked_attention"), "not supported: write 'sliding_attention' or 'full_attention'"),
+        (checkpoints.sliding(4, "full_attention", "full_attention"), "equal to the number of `layer_types`"),
+        (checkpoints.sliding(0, "sliding_attention"), "which has no width: write sliding_window"),
+    ],
+)
+def test_windows_that_are_not_told_in_full_are_refused(
+    tmp_path: Path, target: Path, options: dict[str, Any], message: str
+) -> None:
+    path = checkpoints.write_eagle3(tmp_path, style="speculators", **options)
+    with pytest.raises(ValueError, match=message):
+        read_eagle3_spec(path, read_spec(target))
 
 
 def drop(*names: str) -> Callable[[Path], None]:

@@ -43,6 +43,8 @@ class PlainLayers:
         self.head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         rope = config.get("rope_parameters") or config
         self.theta = rope.get("rope_theta", 10000.0)
+        kinds = enumerate(config.get("layer_types") or [])
+        self.windowed = [f"layers.{index}." for index, kind in kinds if kind == "sliding_attention"]
 
     def linear(self, x: Tensor, name: str) -> Tensor:
         return x @ self.w[f"{name}.weight"].T + self.w.get(f"{name}.bias", torch.zeros(()))
@@ -68,11 +70,14 @@ class PlainLayers:
         if f"{prefix}self_attn.q_norm.weight" in self.w:
             q, k = self.norm(q, f"{prefix}self_attn.q_norm"), self.norm(k, f"{prefix}self_attn.k_norm")
         q, k = self.rotate(q), self.rotate(k)
-        later = torch.ones(len(x), len(x)).triu(1).bool()
+        distance = torch.arange(len(x))[:, None] - torch.arange(len(x))
+        hidden = distance < 0
+        if prefix in self.windowed:
+            hidden |= distance >= self.config["sliding_window"]
         mixed = []
         for head in range(q.shape[1]):
             kv_head = head * k.shape[1] // q.shape[1]
-            score = (q[:, head] @ k[:, kv_head].T / self.head_dim**0.5).masked_fill(later, float("-inf"))
+            score = (q[:, head] @ k[:, kv_head].T / self.head_dim**0.5).masked_fill(hidden, float("-inf"))
             mixed.append(score.softmax(-1) @ v[:, kv_head])
         return self.linear(torch.cat(mixed, dim=-1), f"{prefix}self_attn.o_proj")
 
@@ -158,11 +163,17 @@ def eagle3(folder: Path, **options: Any) -> tuple[PlainHead, Eagle3Head]:
 HEADS: dict[str, Callable[[Path], tuple[PlainHead, FcHead | Eagle3Head]]] = {
     "eagle3": eagle3,
     "eagle3 of three layers": lambda folder: eagle3(folder, num_hidden_layers=3, qk_norm=True, head_dim=24),
+    "eagle3 of a sliding and a full layer": lambda folder: eagle3(
+        folder, num_hidden_layers=2, **checkpoints.sliding(4, "sliding_attention", "full_attention")
+    ),
     "eagle": eagle,
     "eagle without bias": lambda folder: eagle(folder, bias=False, with_embedding=True),
     "eagle of two layers": lambda folder: eagle(folder, num_hidden_layers=2, qkv_bias=True, with_head=True),
     "eagle, tied target": lambda folder: eagle(folder, tied=True, head_dim=20, rope_theta=5e4),
     "mtp of a Qwen3": lambda folder: mtp(folder, "qwen3", head_dim=24),
+    "mtp of a Qwen3 with windows": lambda folder: mtp(
+        folder, "qwen3", head_dim=16, sliding_window=4, use_sliding_window=True, max_window_layers=0
+    ),
     "mtp of a tied Qwen3": lambda folder: mtp(folder, "qwen3", head_dim=16, tie_word_embeddings=True),
     "mtp of a MiMo": lambda folder: mtp(
         folder, "mimo", rope_parameters={"rope_type": "default", "rope_theta": 640000.0}

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from workers.checkpoint import ModelSpec, Weights, read_json
+from workers.head_layers import layer_windows
 from workers.kernels.linear import Linear
 from workers.kernels.pointwise import rms_norm
 from workers.rope import RopeSpec, rope_spec
@@ -52,6 +53,7 @@ class Eagle3Spec:
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    windows: tuple[int | None, ...]  # per layer; None = full attention
     tap_layers: tuple[int, int, int]  # residual stream captured BEFORE these target layers, low, mid, high
     norm_before_residual: bool  # the residual is hidden_norm(g) instead of g
     input_norm: bool  # one RMSNorm over the 3 D features before fc
@@ -92,7 +94,7 @@ def read_eagle3_spec(path: Path | str, target: ModelSpec) -> Eagle3Spec:
         raise ValueError(f"{path} is for a target of hidden size {target_hidden}, this one has {target.hidden_size}")
     bias = bool(inner.get("attention_bias", False))
     return Eagle3Spec(
-        num_layers=inner.get("num_hidden_layers", 1),
+        num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
         target_hidden_size=target_hidden,
         num_heads=config.num_attention_heads,
@@ -107,6 +109,7 @@ def read_eagle3_spec(path: Path | str, target: ModelSpec) -> Eagle3Spec:
         o_bias=bias,
         mlp_bias=bool(inner.get("mlp_bias", False)),
         qk_norm=inner.get("model_type") == "qwen3",
+        windows=layer_windows(config, path),
         tap_layers=_tap_layers(raw, target.num_layers, path),
         norm_before_residual=bool(raw.get("norm_before_residual", False)),
         input_norm=bool(raw.get("norm_before_fc", False)),
@@ -125,7 +128,7 @@ def _layer_config(inner: dict[str, Any], path: Path) -> Any:
         raise ValueError(f"{path}: draft layers of type {kind!r} are not supported; supported: {', '.join(kinds)}")
     known = {name: value for name, value in inner.items() if name not in ("transformers_version", "architectures")}
     try:
-        return kinds[kind](**known)
+        return kinds[kind](**{"num_hidden_layers": 1} | known)
     except Exception as error:  # whatever transformers' own validation raises
         raise ValueError(f"{path}/config.json is not a valid EAGLE-3 configuration: {error}") from error
 

@@ -89,7 +89,8 @@ def read_mtp_spec(path: Path | str, target: ModelSpec) -> FcHeadSpec:
             f"{path}: {target.num_mtp_layers} multi-token prediction layers are not supported, only one, which is "
             "used at every depth"
         )
-    layers = replace(target, num_layers=1)
+    # Full attention, whatever windows the target's own layers have: so vLLM runs both layouts.
+    layers = replace(target, num_layers=1, windows=(None,))
     if target.family == "mimo":
         own = "model.mtp_layers.0."
         return FcHeadSpec(
