@@ -169,6 +169,9 @@ HEADS: dict[str, Callable[[Path], tuple[PlainHead, FcHead | Eagle3Head]]] = {
     "eagle": eagle,
     "eagle without bias": lambda folder: eagle(folder, bias=False, with_embedding=True),
     "eagle of two layers": lambda folder: eagle(folder, num_hidden_layers=2, qkv_bias=True, with_head=True),
+    "eagle of a full and a sliding layer": lambda folder: eagle(
+        folder, num_hidden_layers=2, **checkpoints.sliding(4, "full_attention", "sliding_attention")
+    ),
     "eagle, tied target": lambda folder: eagle(folder, tied=True, head_dim=20, rope_theta=5e4),
     "mtp of a Qwen3": lambda folder: mtp(folder, "qwen3", head_dim=24),
     "mtp of a Qwen3 with windows": lambda folder: mtp(
@@ -253,6 +256,28 @@ def test_prediction_layers_that_the_configuration_does_not_announce_are_unknown_
         Decoder.load(path, read_spec(path))
 
 
+@pytest.mark.parametrize(
+    ("architecture", "model_type"),
+    [
+        ("LlamaForCausalLM", "mixtral"),  # SafeAILab's head for Mixtral
+        ("LlamaForCausalLMEagle", "llama"),  # SGLang's for Llama 3
+        ("Qwen2ForCausalLM", "qwen2"),
+        ("MistralForCausalLM", "mistral"),
+    ],
+)
+def test_an_eagle_head_has_llamas_layers_whatever_it_calls_itself(
+    tmp_path: Path, architecture: str, model_type: str
+) -> None:
+    target = checkpoints.write_model(tmp_path / "target", "mixtral", num_local_experts=4)
+    path = checkpoints.write_eagle(tmp_path / "head", qkv_bias=model_type == "qwen2")
+    expected = read_eagle_spec(path, read_spec(target))
+    checkpoints.edit_config(path, architectures=[architecture], model_type=model_type, sliding_window=7)
+    spec = read_eagle_spec(path, read_spec(target))
+    assert spec == expected
+    assert len(spec.layers.rope.inv_freq) == 4
+    FcHead.load(spec, path, target)
+
+
 def drop(*names: str) -> Callable[[Path], None]:
     return lambda path: checkpoints.edit_weights(path, remove=names)
 
@@ -278,6 +303,9 @@ def configure(**changes: Any) -> Callable[[Path], None]:
         (configure(hidden_size=32), "a hidden size of 32, this one has 64"),
         (configure(draft_vocab_size=40), "is an EAGLE-3 head: write method 'eagle3'"),
         (configure(hidden_act="relu"), "activation 'relu'"),
+        (configure(speculators_model_type="eagle"), "type 'eagle' in the format of speculators"),
+        (configure(speculators_model_type="eagle3"), "is an EAGLE-3 head: write method 'eagle3'"),
+        (configure(quantization_config={"quant_method": "gptq"}), "quantized checkpoints are not supported"),
         (lambda path: add("fc.weight", 64, 192)(path), r"fc.weight is \(64, 192\), the head needs \(64, 128\)"),
     ],
 )
