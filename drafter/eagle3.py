@@ -21,6 +21,7 @@ caller keeps the alignment: the entry for token j lives in KV slot j with rotary
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -92,6 +93,7 @@ class Eagle3Head(FeatureHead):
         spec = read_eagle3_spec(path, read_spec(target_path))
         check_heads(spec.num_heads, spec.num_kv_heads, tp.size)
         weights = open_eagle3(path, dtype, device)
+        spec = replace(spec, qk_norm=spec.qk_norm or weights.has("midlayer.self_attn.q_norm.weight"))
         target = Weights(target_path, dtype, device)
         layer = "midlayer."
         embedding_VH = (

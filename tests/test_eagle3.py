@@ -87,6 +87,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "embedding-of-the-target": {"with_embedding": False},
     "wide-target": {"hidden_size": 48, "target_hidden_size": 64},
     "specforge": {"style": "specforge", "with_embedding": False, "rope_theta": 5e4},
+    "specforge-head-norms": {"style": "specforge", "qk_norm": True},
     "speculators-qwen3": {"style": "speculators", "qk_norm": True, "head_dim": 24},
     "speculators-residual": {"style": "speculators", "norm_before_residual": True, "norm_before_fc": True},
     "speculators-window": {"style": "speculators", **checkpoints.sliding(4, "sliding_attention")},
@@ -313,6 +314,53 @@ def test_the_fusion_names_what_it_misses_and_what_it_does_not_know(tmp_path: Pat
     checkpoints.edit_weights(tmp_path, remove=("fc.weight", "input_norm.weight"))
     with pytest.raises(ValueError, match="'fc.weight' is missing"):
         FeatureFusion.load(tmp_path, spec)
+
+
+@pytest.mark.parametrize("model_type", ["phi3", "qwen2", "qwen3"])
+@pytest.mark.parametrize("style", ["safeailab", "specforge"])
+def test_a_head_has_llamas_layer_though_it_names_its_targets(
+    tmp_path: Path, target: Path, style: str, model_type: str
+) -> None:
+    path = checkpoints.write_eagle3(tmp_path, style=style)
+    expected = read_eagle3_spec(path, read_spec(target))
+    checkpoints.edit_config(path, model_type=model_type, sliding_window=7, max_window_layers=0)
+    assert read_eagle3_spec(path, read_spec(target)) == expected
+    Eagle3Head.load(path, target)
+
+
+def edit_layers(path: Path, **changes: Any) -> None:
+    """Overwrite fields of the layers' configuration in speculators' format."""
+    raw = json.loads((path / "config.json").read_text())
+    checkpoints.edit_config(path, transformer_layer_config=raw["transformer_layer_config"] | changes)
+
+
+@pytest.mark.parametrize("qk_norm", [False, True], ids=["llama", "qwen3"])
+def test_a_null_field_is_one_that_is_not_there(tmp_path: Path, target: Path, qk_norm: bool) -> None:
+    sizes = {"num_key_value_heads": 8, "head_dim": 8}
+    path = checkpoints.write_eagle3(tmp_path, style="speculators", qk_norm=qk_norm, **sizes)
+    expected = read_eagle3_spec(path, read_spec(target))
+    edit_layers(path, **dict.fromkeys((*sizes, "rope_theta", "attention_bias", "hidden_act", "vocab_size")))
+    assert read_eagle3_spec(path, read_spec(target)) == expected
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: edit_layers(path, model_type="gpt_oss"), "type 'gpt_oss' are not supported; supported: llama, q"),
+        (drop("layers.0.self_attn.q_norm.weight"), r"'midlayer.self_attn.q_norm.weight' is missing"),
+        (
+            lambda path: checkpoints.edit_config(path, speculators_model_type="dflash"),
+            "type 'dflash' in the format of speculators, of which only 'eagle3' is supported",
+        ),
+    ],
+)
+def test_speculators_says_what_its_layers_are(
+    tmp_path: Path, target: Path, damage: Callable[[Path], None], message: str
+) -> None:
+    path = checkpoints.write_eagle3(tmp_path, style="speculators", qk_norm=True, head_dim=24)
+    damage(path)
+    with pytest.raises(ValueError, match=message):
+        Eagle3Head.load(path, target)
 
 
 def test_a_model_is_not_taken_for_a_head(target: Path) -> None:
