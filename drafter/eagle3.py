@@ -21,6 +21,7 @@ caller keeps the alignment: the entry for token j lives in KV slot j with rotary
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -92,6 +93,7 @@ class Eagle3Head(FeatureHead):
         spec = read_eagle3_spec(path, read_spec(target_path))
         check_heads(spec.num_heads, spec.num_kv_heads, tp.size)
         weights = open_eagle3(path, dtype, device)
+        spec = replace(spec, qk_norm=spec.qk_norm or weights.has("midlayer.self_attn.q_norm.weight"))
         target = Weights(target_path, dtype, device)
         layer = "midlayer."
         embedding_VH = (
@@ -110,11 +112,12 @@ class Eagle3Head(FeatureHead):
             embedding_VH=embedding_VH,
             input_norm_H=weights.get(f"{layer}input_layernorm.weight"),
             hidden_norm_H=weights.get(f"{layer}hidden_norm.weight"),
-            attention=load_attention(weights, f"{layer}self_attn.", spec, tp, kernels=kernels),
+            attention=load_attention(weights, f"{layer}self_attn.", spec, tp, window=spec.windows[0], kernels=kernels),
             post_norm_H=weights.get(f"{layer}post_attention_layernorm.weight"),
             mlp=Mlp.load(weights, f"{layer}mlp.", bias=spec.mlp_bias, tp=tp, kernels=kernels),
             more_layers=tuple(
-                load_layer(weights, f"layers.{i}.", spec, tp, kernels=kernels) for i in range(1, spec.num_layers)
+                load_layer(weights, f"layers.{i}.", spec, tp, window=spec.windows[i], kernels=kernels)
+                for i in range(1, spec.num_layers)
             ),
             final_norm_H=weights.get("norm.weight"),
             head=_load_vocab_head(weights, target, spec, tp),

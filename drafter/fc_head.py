@@ -99,7 +99,13 @@ class FcHead(FeatureHead):
             fc=Linear(weights.get(f"{spec.fc}.weight"), weights.get(f"{spec.fc}.bias") if spec.fc_bias else None),
             layers=tuple(
                 load_layer(
-                    weights, prefix, layers, tp, has_input_norm=index > 0 or spec.first_layer_norm, kernels=kernels
+                    weights,
+                    prefix,
+                    layers,
+                    tp,
+                    window=layers.windows[index],
+                    has_input_norm=index > 0 or spec.first_layer_norm,
+                    kernels=kernels,
                 )
                 for index, prefix in enumerate(spec.layer_prefixes)
             ),

@@ -51,6 +51,7 @@ class FeatureHead:
         return self.kernels.plan(
             metadata,
             page_size,
+            windows=self._layer_shapes.windows,
             group_size=self.heads.num_heads // self.heads.num_kv_heads,
             first_slot=_FIRST_SLOT,
             dtype=self.dtype,

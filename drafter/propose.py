@@ -250,7 +250,7 @@ class DraftModelProposer:
 
 
 def unrolled_decoder(model: Decoder, kv: KVPool, config: EngineConfig, *, is_captured: bool = True) -> Unrolled:
-    """Whole trees of a draft model without windows. A node hands nothing to its children: features have no width."""
+    """Whole trees of a draft model. A node hands nothing to its children: features have no width."""
 
     def run(plan: AttentionPlan, tokens_N: Tensor, features_N0: Tensor, positions_N: Tensor) -> tuple[Tensor, Tensor]:
         return features_N0, model.full_logits(model.forward(tokens_N, positions_N, plan, kv).final_ND)

@@ -235,8 +235,8 @@ def buckets(max_requests: int, num_nodes: int, vocab_size: int) -> list[tuple[in
 class Unrolled:
     """`grow_unrolled` over static buffers, replayed for as many requests as the next bucket has.
 
-    run, plan: the draft model's pass over tree rows, and how its attention is planned: without windows, by kernels
-    whose plans stay in place. example_1H: a feature, on the device. is_captured: see `workers.graphs.Graphs`.
+    run, plan: the draft model's pass over tree rows, and how its attention is planned: by kernels whose plans
+    stay in place. example_1H: a feature, on the device. is_captured: see `workers.graphs.Graphs`.
     """
 
     def __init__(

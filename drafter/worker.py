@@ -230,7 +230,7 @@ def _load(world: World, draft: DraftConfig, kernels: Kernels) -> FeatureProposer
             graphs = unrolled = None
             if has_graphs and isinstance(model, Decoder):
                 graphs = decoder_graphs(model, kv, config)
-                unrolled = unrolled_decoder(model, kv, config) if is_unrolled and not any(spec.windows) else None
+                unrolled = unrolled_decoder(model, kv, config) if is_unrolled else None
             return DraftModelProposer(model, kv, config.page_size, graphs, unrolled)
 
 

@@ -257,6 +257,11 @@ def edit_weights(path: Path, *, remove: tuple[str, ...] = (), add: dict[str, Ten
     save_file(kept | (add or {}), path / "model.safetensors", metadata={"format": "pt"})
 
 
+def sliding(window: int, *layer_types: str) -> dict[str, Any]:
+    """How speculators' trainer writes the windows of a head's layers."""
+    return {"sliding_window": window, "use_sliding_window": True, "layer_types": list(layer_types)}
+
+
 def write_eagle3(
     path: Path,
     *,

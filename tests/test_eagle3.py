@@ -87,8 +87,10 @@ HEADS: dict[str, dict[str, Any]] = {
     "embedding-of-the-target": {"with_embedding": False},
     "wide-target": {"hidden_size": 48, "target_hidden_size": 64},
     "specforge": {"style": "specforge", "with_embedding": False, "rope_theta": 5e4},
+    "specforge-head-norms": {"style": "specforge", "qk_norm": True},
     "speculators-qwen3": {"style": "speculators", "qk_norm": True, "head_dim": 24},
     "speculators-residual": {"style": "speculators", "norm_before_residual": True, "norm_before_fc": True},
+    "speculators-window": {"style": "speculators", **checkpoints.sliding(4, "sliding_attention")},
     "eagle3.1": {"style": "speculators", "fc_norm": True, "norm_output": True},
 }
 
@@ -155,8 +157,8 @@ def test_the_head_equals_a_straightforward_implementation(
         )
         for part in (slice(0, 6), slice(6, n))
     ]
-    causal = torch.ones(n, n, dtype=torch.bool).tril()
-    expected = plain(tokens[1:], features, slots - 1, causal, embedding)
+    window = options.get("sliding_window")
+    expected = plain(tokens[1:], features, slots - 1, sees(n, window), embedding)
     fed = plain.norm(expected, "norm.weight") if options.get("norm_output") else expected
     torch.testing.assert_close(torch.cat(outs), fed, atol=TOLERANCE, rtol=0)
     logits = head.logits(outs[-1])
@@ -189,9 +191,15 @@ def test_the_head_equals_a_straightforward_implementation(
         all_tokens = torch.cat([tokens[1:], drafts[[child, leaf]]])
         all_features = torch.cat([features, fed[-1:], level1[child : child + 1]])
         size = n + 2
-        dense = plain(all_tokens, all_features, torch.arange(size), torch.ones(size, size).tril().bool(), embedding)[-1]
+        dense = plain(all_tokens, all_features, torch.arange(size), sees(size, window), embedding)[-1]
         dense = plain.norm(dense, "norm.weight") if options.get("norm_output") else dense
         torch.testing.assert_close(node, dense, atol=2 * TOLERANCE, rtol=0)
+
+
+def sees(num_rows: int, window: int | None) -> Tensor:
+    """Boolean [n, n] of one path: a row sees itself and what is before it, with a window w the last w of these."""
+    distance = torch.arange(num_rows)[:, None] - torch.arange(num_rows)
+    return (distance >= 0) & (distance < (window or num_rows))
 
 
 def target_ids_of(head: Eagle3Head) -> Tensor:
@@ -224,6 +232,41 @@ def test_feature_layers_are_normalised_to_capture_before(tmp_path: Path) -> None
     ):
         path = checkpoints.write_eagle3(tmp_path / "head", style=style, aux_layer_ids=ids)
         assert read_eagle3_spec(path, spec).tap_layers == taps
+
+
+@pytest.mark.parametrize(
+    ("options", "windows"),
+    [
+        (checkpoints.sliding(2048, "sliding_attention", "full_attention"), (2048, None)),
+        # Dead text of the target's configuration: without layer types there is no window.
+        ({"sliding_window": 32768, "use_sliding_window": False}, (None, None)),
+        ({"sliding_window": 32768, "use_sliding_window": True}, (None, None)),
+        # Qwen3's own rule.
+        ({"qk_norm": True, "sliding_window": 9, "use_sliding_window": True, "max_window_layers": 1}, (None, 9)),
+        ({"qk_norm": True, "sliding_window": 9, "use_sliding_window": False, "max_window_layers": 1}, (None, None)),
+    ],
+)
+def test_windows_are_those_of_the_layer_types(
+    tmp_path: Path, target: Path, options: dict[str, Any], windows: tuple[int | None, ...]
+) -> None:
+    path = checkpoints.write_eagle3(tmp_path, style="speculators", num_hidden_layers=2, **options)
+    assert read_eagle3_spec(path, read_spec(target)).windows == windows
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (checkpoints.sliding(4, "chunked_attention"), "not supported: write 'sliding_attention' or 'full_attention'"),
+        (checkpoints.sliding(4, "full_attention", "full_attention"), "equal to the number of `layer_types`"),
+        (checkpoints.sliding(0, "sliding_attention"), "which has no width: write sliding_window"),
+    ],
+)
+def test_windows_that_are_not_told_in_full_are_refused(
+    tmp_path: Path, target: Path, options: dict[str, Any], message: str
+) -> None:
+    path = checkpoints.write_eagle3(tmp_path, style="speculators", **options)
+    with pytest.raises(ValueError, match=message):
+        read_eagle3_spec(path, read_spec(target))
 
 
 def drop(*names: str) -> Callable[[Path], None]:
@@ -271,6 +314,53 @@ def test_the_fusion_names_what_it_misses_and_what_it_does_not_know(tmp_path: Pat
     checkpoints.edit_weights(tmp_path, remove=("fc.weight", "input_norm.weight"))
     with pytest.raises(ValueError, match="'fc.weight' is missing"):
         FeatureFusion.load(tmp_path, spec)
+
+
+@pytest.mark.parametrize("model_type", ["phi3", "qwen2", "qwen3"])
+@pytest.mark.parametrize("style", ["safeailab", "specforge"])
+def test_a_head_has_llamas_layer_though_it_names_its_targets(
+    tmp_path: Path, target: Path, style: str, model_type: str
+) -> None:
+    path = checkpoints.write_eagle3(tmp_path, style=style)
+    expected = read_eagle3_spec(path, read_spec(target))
+    checkpoints.edit_config(path, model_type=model_type, sliding_window=7, max_window_layers=0)
+    assert read_eagle3_spec(path, read_spec(target)) == expected
+    Eagle3Head.load(path, target)
+
+
+def edit_layers(path: Path, **changes: Any) -> None:
+    """Overwrite fields of the layers' configuration in speculators' format."""
+    raw = json.loads((path / "config.json").read_text())
+    checkpoints.edit_config(path, transformer_layer_config=raw["transformer_layer_config"] | changes)
+
+
+@pytest.mark.parametrize("qk_norm", [False, True], ids=["llama", "qwen3"])
+def test_a_null_field_is_one_that_is_not_there(tmp_path: Path, target: Path, qk_norm: bool) -> None:
+    sizes = {"num_key_value_heads": 8, "head_dim": 8}
+    path = checkpoints.write_eagle3(tmp_path, style="speculators", qk_norm=qk_norm, **sizes)
+    expected = read_eagle3_spec(path, read_spec(target))
+    edit_layers(path, **dict.fromkeys((*sizes, "rope_theta", "attention_bias", "hidden_act", "vocab_size")))
+    assert read_eagle3_spec(path, read_spec(target)) == expected
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: edit_layers(path, model_type="gpt_oss"), "type 'gpt_oss' are not supported; supported: llama, q"),
+        (drop("layers.0.self_attn.q_norm.weight"), r"'midlayer.self_attn.q_norm.weight' is missing"),
+        (
+            lambda path: checkpoints.edit_config(path, speculators_model_type="dflash"),
+            "type 'dflash' in the format of speculators, of which only 'eagle3' is supported",
+        ),
+    ],
+)
+def test_speculators_says_what_its_layers_are(
+    tmp_path: Path, target: Path, damage: Callable[[Path], None], message: str
+) -> None:
+    path = checkpoints.write_eagle3(tmp_path, style="speculators", qk_norm=True, head_dim=24)
+    damage(path)
+    with pytest.raises(ValueError, match=message):
+        Eagle3Head.load(path, target)
 
 
 def test_a_model_is_not_taken_for_a_head(target: Path) -> None:

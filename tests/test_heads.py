@@ -43,6 +43,8 @@ class PlainLayers:
         self.head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         rope = config.get("rope_parameters") or config
         self.theta = rope.get("rope_theta", 10000.0)
+        kinds = enumerate(config.get("layer_types") or [])
+        self.windowed = [f"layers.{index}." for index, kind in kinds if kind == "sliding_attention"]
 
     def linear(self, x: Tensor, name: str) -> Tensor:
         return x @ self.w[f"{name}.weight"].T + self.w.get(f"{name}.bias", torch.zeros(()))
@@ -68,11 +70,14 @@ class PlainLayers:
         if f"{prefix}self_attn.q_norm.weight" in self.w:
             q, k = self.norm(q, f"{prefix}self_attn.q_norm"), self.norm(k, f"{prefix}self_attn.k_norm")
         q, k = self.rotate(q), self.rotate(k)
-        later = torch.ones(len(x), len(x)).triu(1).bool()
+        distance = torch.arange(len(x))[:, None] - torch.arange(len(x))
+        hidden = distance < 0
+        if prefix in self.windowed:
+            hidden |= distance >= self.config["sliding_window"]
         mixed = []
         for head in range(q.shape[1]):
             kv_head = head * k.shape[1] // q.shape[1]
-            score = (q[:, head] @ k[:, kv_head].T / self.head_dim**0.5).masked_fill(later, float("-inf"))
+            score = (q[:, head] @ k[:, kv_head].T / self.head_dim**0.5).masked_fill(hidden, float("-inf"))
             mixed.append(score.softmax(-1) @ v[:, kv_head])
         return self.linear(torch.cat(mixed, dim=-1), f"{prefix}self_attn.o_proj")
 
@@ -158,11 +163,20 @@ def eagle3(folder: Path, **options: Any) -> tuple[PlainHead, Eagle3Head]:
 HEADS: dict[str, Callable[[Path], tuple[PlainHead, FcHead | Eagle3Head]]] = {
     "eagle3": eagle3,
     "eagle3 of three layers": lambda folder: eagle3(folder, num_hidden_layers=3, qk_norm=True, head_dim=24),
+    "eagle3 of a sliding and a full layer": lambda folder: eagle3(
+        folder, num_hidden_layers=2, **checkpoints.sliding(4, "sliding_attention", "full_attention")
+    ),
     "eagle": eagle,
     "eagle without bias": lambda folder: eagle(folder, bias=False, with_embedding=True),
     "eagle of two layers": lambda folder: eagle(folder, num_hidden_layers=2, qkv_bias=True, with_head=True),
+    "eagle of a full and a sliding layer": lambda folder: eagle(
+        folder, num_hidden_layers=2, **checkpoints.sliding(4, "full_attention", "sliding_attention")
+    ),
     "eagle, tied target": lambda folder: eagle(folder, tied=True, head_dim=20, rope_theta=5e4),
     "mtp of a Qwen3": lambda folder: mtp(folder, "qwen3", head_dim=24),
+    "mtp of a Qwen3 with windows": lambda folder: mtp(
+        folder, "qwen3", head_dim=16, sliding_window=4, use_sliding_window=True, max_window_layers=0
+    ),
     "mtp of a tied Qwen3": lambda folder: mtp(folder, "qwen3", head_dim=16, tie_word_embeddings=True),
     "mtp of a MiMo": lambda folder: mtp(
         folder, "mimo", rope_parameters={"rope_type": "default", "rope_theta": 640000.0}
@@ -242,6 +256,28 @@ def test_prediction_layers_that_the_configuration_does_not_announce_are_unknown_
         Decoder.load(path, read_spec(path))
 
 
+@pytest.mark.parametrize(
+    ("architecture", "model_type"),
+    [
+        ("LlamaForCausalLM", "mixtral"),  # SafeAILab's head for Mixtral
+        ("LlamaForCausalLMEagle", "llama"),  # SGLang's for Llama 3
+        ("Qwen2ForCausalLM", "qwen2"),
+        ("MistralForCausalLM", "mistral"),
+    ],
+)
+def test_an_eagle_head_has_llamas_layers_whatever_it_calls_itself(
+    tmp_path: Path, architecture: str, model_type: str
+) -> None:
+    target = checkpoints.write_model(tmp_path / "target", "mixtral", num_local_experts=4)
+    path = checkpoints.write_eagle(tmp_path / "head", qkv_bias=model_type == "qwen2")
+    expected = read_eagle_spec(path, read_spec(target))
+    checkpoints.edit_config(path, architectures=[architecture], model_type=model_type, sliding_window=7)
+    spec = read_eagle_spec(path, read_spec(target))
+    assert spec == expected
+    assert len(spec.layers.rope.inv_freq) == 4
+    FcHead.load(spec, path, target)
+
+
 def drop(*names: str) -> Callable[[Path], None]:
     return lambda path: checkpoints.edit_weights(path, remove=names)
 
@@ -267,6 +303,9 @@ def configure(**changes: Any) -> Callable[[Path], None]:
         (configure(hidden_size=32), "a hidden size of 32, this one has 64"),
         (configure(draft_vocab_size=40), "is an EAGLE-3 head: write method 'eagle3'"),
         (configure(hidden_act="relu"), "activation 'relu'"),
+        (configure(speculators_model_type="eagle"), "type 'eagle' in the format of speculators"),
+        (configure(speculators_model_type="eagle3"), "is an EAGLE-3 head: write method 'eagle3'"),
+        (configure(quantization_config={"quant_method": "gptq"}), "quantized checkpoints are not supported"),
         (lambda path: add("fc.weight", 64, 192)(path), r"fc.weight is \(64, 192\), the head needs \(64, 128\)"),
     ],
 )

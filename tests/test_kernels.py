@@ -139,15 +139,19 @@ def test_a_plan_filled_in_place_is_the_plan_of_the_new_step() -> None:
     assert torch.equal(plan.buffer, fused.plan(second.metadata, 16, **options).buffer)
 
 
-def test_a_plan_takes_other_ancestors_than_it_was_filled_with() -> None:
+@pytest.mark.parametrize("first_slot", [0, 1])
+@pytest.mark.parametrize("window", [None, 1, 2, 3, 24])
+def test_a_plan_takes_other_ancestors_than_it_was_filled_with(window: int | None, first_slot: int) -> None:
     """A captured graph that grows trees tells who stands above whom from level to level."""
     batch = Batch([(17, CHAIN), (3, 0), (40, RAGGED)], 16)
     whole_tree_N = torch.full_like(batch.metadata.ancestors_N, 0xFF)
-    plan = fused.plan(replace(batch.metadata, ancestors_N=whole_tree_N), 16, group_size=2, device=DEVICE)
+    metadata = replace(batch.metadata, ancestors_N=whole_tree_N)
+    options = {"windows": (None, window), "group_size": 2, "first_slot": first_slot, "device": DEVICE}
+    plan = fused.plan(metadata, 16, **options)
     q, kv = torch.randn(12, 4, 8), torch.randn(batch.num_slots, 2, 2, 8)
     plan.set_ancestors(batch.metadata.ancestors_N.to(DEVICE))
-    out = fused.tree_attention(q.to(DEVICE), kv.to(DEVICE), plan, 0.3).cpu()
-    assert (out - batch.dense(q, kv, 0.3)).abs().max() < 1e-5
+    out = fused.tree_attention(q.to(DEVICE), kv.to(DEVICE), plan, 0.3, window).cpu()
+    assert (out - batch.dense(q, kv, 0.3, window, first_slot)).abs().max() < 1e-5
 
 
 def test_a_spoilt_neighbour_spoils_nobody_else() -> None:

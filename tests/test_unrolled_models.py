@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import checkpoints
 import pytest
 import torch
 import torch.nn.functional as F
@@ -85,14 +88,15 @@ def messages(width: int | None, device: str) -> Iterator[DraftRequest]:
             fed[b] += count
 
 
-def proposers(method: str, device: str = "cpu", *, is_captured: bool = False) -> tuple[Any, Any]:
+def proposers(
+    method: str, device: str = "cpu", *, is_captured: bool = False, head: Path = BUNDLED / "eagle3"
+) -> tuple[Any, Any]:
     """One that grows level by level on torch kernels, and one that grows at once on Triton's."""
     from workers.kernels import fused
 
     if method == "eagle3":
         heads = [
-            Eagle3Head.load(BUNDLED / "eagle3", BUNDLED / "target", device=device, kernels=kernels)
-            for kernels in (TORCH, fused)
+            Eagle3Head.load(head, BUNDLED / "target", device=device, kernels=kernels) for kernels in (TORCH, fused)
         ]
         pools = [head.new_kv_pool(16 * PAGE) for head in heads]
         by_level, at_once = (FeatureProposer(heads[0], pool, PAGE, CONFIG.tree_rows) for pool in pools)
@@ -122,6 +126,15 @@ def assert_same_trees(by_level: Any, at_once: Any, device: str = "cpu") -> None:
 @pytest.mark.parametrize("method", ["eagle3", "draft_model"])
 def test_trees_of_step_after_step_are_those_that_grow_level_by_level(method: str) -> None:
     assert_same_trees(*proposers(method))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the GPU in gpu/")
+@pytest.mark.parametrize("window", [3, 9])
+def test_trees_of_a_head_with_a_window_are_those_that_grow_level_by_level(tmp_path: Path, window: int) -> None:
+    """3: narrower than a tree is deep."""
+    head = shutil.copytree(BUNDLED / "eagle3", tmp_path / "head")
+    checkpoints.edit_config(head, **checkpoints.sliding(window, "sliding_attention"))
+    assert_same_trees(*proposers("eagle3", head=head))
 
 
 class Replanning:

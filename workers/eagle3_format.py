@@ -16,12 +16,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from workers.checkpoint import ModelSpec, Weights, read_json
+from workers.head_layers import check_speculators, layer_config, layer_windows
 from workers.kernels.linear import Linear
 from workers.kernels.pointwise import rms_norm
 from workers.rope import RopeSpec, rope_spec
@@ -51,7 +52,8 @@ class Eagle3Spec:
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
-    qk_norm: bool
+    qk_norm: bool  # the config says so; outside speculators' format only the tensors do
+    windows: tuple[int | None, ...]  # per layer; None = full attention
     tap_layers: tuple[int, int, int]  # residual stream captured BEFORE these target layers, low, mid, high
     norm_before_residual: bool  # the residual is hidden_norm(g) instead of g
     input_norm: bool  # one RMSNorm over the 3 D features before fc
@@ -78,13 +80,13 @@ def read_eagle3_spec(path: Path | str, target: ModelSpec) -> Eagle3Spec:
     raw = read_json(path / "config.json")
     if not raw:
         raise FileNotFoundError(f"no config.json in {path}")
+    check_speculators(raw, path)
     inner: dict[str, Any] = raw.get("transformer_layer_config") or raw
     if "draft_vocab_size" not in raw and not any("Eagle3" in name for name in raw.get("architectures") or []):
         raise ValueError(f"{path} is not an EAGLE-3 head: its config.json has no draft_vocab_size")
-    if inner.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"{path}: activation {inner['hidden_act']!r} is not supported; supported: silu")
-    config = _layer_config(inner, path)
-    vocab_size = inner.get("vocab_size", target.vocab_size)
+    kind = _layer_kind(inner, path) if inner is not raw else "llama"
+    config = layer_config(inner, path, kind)
+    vocab_size = inner.get("vocab_size") or target.vocab_size
     if vocab_size != target.vocab_size:
         raise ValueError(f"{path} is for a vocabulary of {vocab_size} tokens, the target has {target.vocab_size}")
     target_hidden = raw.get("target_hidden_size") or target.hidden_size
@@ -92,7 +94,7 @@ def read_eagle3_spec(path: Path | str, target: ModelSpec) -> Eagle3Spec:
         raise ValueError(f"{path} is for a target of hidden size {target_hidden}, this one has {target.hidden_size}")
     bias = bool(inner.get("attention_bias", False))
     return Eagle3Spec(
-        num_layers=inner.get("num_hidden_layers", 1),
+        num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
         target_hidden_size=target_hidden,
         num_heads=config.num_attention_heads,
@@ -106,7 +108,8 @@ def read_eagle3_spec(path: Path | str, target: ModelSpec) -> Eagle3Spec:
         qkv_bias=bias,
         o_bias=bias,
         mlp_bias=bool(inner.get("mlp_bias", False)),
-        qk_norm=inner.get("model_type") == "qwen3",
+        qk_norm=kind == "qwen3",
+        windows=layer_windows(config, path),
         tap_layers=_tap_layers(raw, target.num_layers, path),
         norm_before_residual=bool(raw.get("norm_before_residual", False)),
         input_norm=bool(raw.get("norm_before_fc", False)),
@@ -115,19 +118,13 @@ def read_eagle3_spec(path: Path | str, target: ModelSpec) -> Eagle3Spec:
     )
 
 
-def _layer_config(inner: dict[str, Any], path: Path) -> Any:
-    """The layer's fields as a LlamaConfig or Qwen3Config, which fill in defaults (rope base 10000 if none is given)."""
-    from transformers import LlamaConfig, Qwen3Config
-
-    kinds = {"llama": LlamaConfig, "qwen3": Qwen3Config}
-    kind = inner.get("model_type", "llama")
-    if kind not in kinds:
-        raise ValueError(f"{path}: draft layers of type {kind!r} are not supported; supported: {', '.join(kinds)}")
-    known = {name: value for name, value in inner.items() if name not in ("transformers_version", "architectures")}
-    try:
-        return kinds[kind](**known)
-    except Exception as error:  # whatever transformers' own validation raises
-        raise ValueError(f"{path}/config.json is not a valid EAGLE-3 configuration: {error}") from error
+def _layer_kind(inner: dict[str, Any], path: Path) -> Literal["llama", "qwen3"]:
+    """Which of the layers that speculators makes heads of; the only format whose `model_type` says so."""
+    match inner.get("model_type", "llama"):
+        case "llama" | "qwen3" as kind:
+            return kind
+        case kind:
+            raise ValueError(f"{path}: draft layers of type {kind!r} are not supported; supported: llama, qwen3")
 
 
 def _tap_layers(raw: dict[str, Any], num_layers: int, path: Path) -> tuple[int, int, int]:

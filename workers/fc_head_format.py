@@ -17,8 +17,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from workers.checkpoint import ModelSpec, read_json, read_spec
+from workers.checkpoint import ModelSpec, read_json
+from workers.head_layers import check_speculators, layer_config, layer_windows
+from workers.rope import rope_spec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,16 +43,20 @@ class FcHeadSpec:
 def read_eagle_spec(path: Path | str, target: ModelSpec) -> FcHeadSpec:
     """Read and check an EAGLE-1/2 head's config.json: a Llama configuration, "bias" (of fc, default true), "qkv_bias".
 
+    The layers are Llama's in SafeAILab's and SGLang's code, with Qwen2's biases if "qkv_bias" is set.
+
     Raises:
         FileNotFoundError: no config.json.
         ValueError: another kind of head, or one made for another target.
     """
-    raw = read_json(Path(path) / "config.json")
-    if "draft_vocab_size" in raw:
+    path = Path(path)
+    raw = read_json(path / "config.json")
+    if not raw:
+        raise FileNotFoundError(f"no config.json in {path}")
+    check_speculators(raw, path)
+    if "draft_vocab_size" in raw or "speculators_model_type" in raw:
         raise ValueError(f"{path} is an EAGLE-3 head: write method 'eagle3'")
-    layers = replace(
-        read_spec(path), qkv_bias=bool(raw.get("qkv_bias", False)), o_bias=False, mlp_bias=False, qk_norm=False
-    )
+    layers = _eagle_layers(raw, path, target)
     for what, own, wanted in (
         ("a vocabulary", layers.vocab_size, target.vocab_size),
         ("a hidden size", layers.hidden_size, target.hidden_size),
@@ -67,6 +74,32 @@ def read_eagle_spec(path: Path | str, target: ModelSpec) -> FcHeadSpec:
         layer_prefixes=tuple(f"layers.{index}." for index in range(layers.num_layers)),
         first_layer_norm=False,
         final_norm=None,
+    )
+
+
+def _eagle_layers(raw: dict[str, Any], path: Path, target: ModelSpec) -> ModelSpec:
+    config = layer_config(raw, path)
+    return ModelSpec(
+        family="llama",
+        num_layers=config.num_hidden_layers,
+        num_mtp_layers=0,
+        hidden_size=config.hidden_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        intermediate_size=config.intermediate_size,
+        vocab_size=config.vocab_size,
+        rms_norm_eps=config.rms_norm_eps,
+        tie_embeddings=False,
+        qkv_bias=bool(raw.get("qkv_bias", False)),
+        o_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        rope=rope_spec(config),
+        windows=layer_windows(config, path),
+        max_position_embeddings=config.max_position_embeddings,
+        dtype=target.dtype,
+        eos_token_ids=target.eos_token_ids,
     )
 
 
@@ -89,7 +122,8 @@ def read_mtp_spec(path: Path | str, target: ModelSpec) -> FcHeadSpec:
             f"{path}: {target.num_mtp_layers} multi-token prediction layers are not supported, only one, which is "
             "used at every depth"
         )
-    layers = replace(target, num_layers=1)
+    # Full attention, whatever windows the target's own layers have: so vLLM runs both layouts.
+    layers = replace(target, num_layers=1, windows=(None,))
     if target.family == "mimo":
         own = "model.mtp_layers.0."
         return FcHeadSpec(

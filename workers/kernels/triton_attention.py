@@ -107,14 +107,28 @@ class TiledPlan:
         parts = [np.pad(part, ((0, 0), (0, part.shape[1] % 2))).reshape(-1) for part in (of_rows, of_tiles)]
         # The driver keeps pageable memory for the copy before it returns: nobody has to wait for the device.
         self.buffer.copy_(torch.from_numpy(np.concatenate(parts)), non_blocking=True)
+        self._first_slot = first_slot
         # Pages beyond a request's own are never looked up, so older entries there do no harm.
         self.table_BP[:, : host.page_table_BP.shape[1]].copy_(torch.from_numpy(host.page_table_BP), non_blocking=True)
 
     def set_ancestors(self, ancestors_N: Tensor) -> None:
         """Other ancestors (int64, on the device) for the rows of the last `fill`, no slot of which is hidden: all else
-        stays, so that must have been told of every ancestor that a row may come to have."""
-        assert self.shape.windows == (None,), "what a window leaves of a path is worked out on the host"
-        self.ancestors_WN[0, : self.shape.num_rows].copy_(ancestors_N)
+        stays, so that must have been told of every ancestor that a row may come to have. With windows, rows see their
+        prefix up to their tree's base."""
+        num_rows, base_T = self.shape.num_rows, self.tiles_5T[3]
+        for w, window in enumerate(self.shape.windows):
+            if window is None:
+                self.ancestors_WN[w, :num_rows].copy_(ancestors_N)
+                continue
+            # `_narrowed`, on the device.
+            bit_64 = torch.arange(64, device=ancestors_N.device)
+            bit_N64 = ancestors_N[:, None] >> bit_64 & 1
+            kept_N64 = bit_N64 * (bit_N64.flip(-1).cumsum(-1).flip(-1) <= window)
+            self.ancestors_WN[w, :num_rows].copy_((kept_N64 << bit_64).sum(-1))
+            low_N = self.visible_N[:num_rows] + bit_N64.sum(-1) - window
+            self.lows_WN[w, :num_rows].copy_(low_N.clamp(min=self._first_slot))
+            # A row is its own ancestor at least, so none of a tile sees further back.
+            self.tile_lows_WT[w].copy_((base_T + 1 - window).clamp(min=self._first_slot))
 
 
 def plan(
