@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from engines import Job, Runner
+from safetensors.torch import load_file
 from test_model_parity import Chunk, PagedRun, oracle, oracle_logits, random_tokens, random_tree
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -190,6 +191,21 @@ def test_the_text_model_of_a_vision_checkpoint_is_served(tmp_path: Path, prefix:
     checkpoints.edit_weights(path, add={f"{prefix}layers.7.mlp.up_proj.weight": torch.ones(1)})
     with pytest.raises(ValueError, match="unknown tensors: .*layers.7.mlp"):
         load(path)
+
+
+@pytest.mark.parametrize("is_other", [False, True])
+def test_a_tied_model_uses_a_stored_head_that_is_not_its_embedding(tmp_path: Path, is_other: bool) -> None:
+    model_type, config = checkpoints.ARCHITECTURES["gemma-2"]
+    path = checkpoints.write_model(tmp_path, model_type, **config)
+    head = load_file(path / "model.safetensors")["model.embed_tokens.weight"].flip(0 if is_other else ())
+    checkpoints.edit_weights(path, add={"lm_head.weight": head.clone()})
+    tokens = random_tokens(20)
+    expected = oracle_logits(oracle(path), tokens)
+    decoder = load(path)
+    (logits,), _ = PagedRun(decoder).forward([Chunk(tokens, 0)])
+    assert_close(logits, expected, expected.std())
+    addresses = {decoder._head.lm_head.weight.data_ptr(), decoder._base.embed_tokens.weight.data_ptr()}
+    assert len(addresses) == 1 + is_other
 
 
 def test_a_longrope_model_is_served_up_to_its_original_length_and_no_position_changes_others(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@
     check_parallel(spec, size) -> None                 ValueError unless `size` ranks can share the model
     Weights(path, dtype=None, device="cpu")
         .get(name, dim=None, rank=0, size=1) -> Tensor   .get_range(name, dim, start, end)   .has(name)   .names()
+        .are_equal(one, other, start, end)             of two matrices' rows
         .finish(allowed=...)                           ValueError naming tensors that nobody asked for
     split(total, rank, size) -> (start, end)           the range of a dimension that a rank owns
 
@@ -39,6 +40,9 @@ MTP_PREFIXES = ("mtp.", "model.mtp_layers.")
 
 FP8_SCALE = "_scale_inv"
 """Ends the name of the block scales of a float8 tensor, as DeepSeek, Qwen and others publish them."""
+
+_COMPARED_ROWS = 4096
+"""Rows of two matrices that are compared at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -326,6 +330,23 @@ class Weights:
             index = torch.arange(first, first + part.shape[axis], device=self.device) // block
             scale = scale.index_select(axis, index)
         return scale.mul_(part.to(torch.float32))
+
+    def are_equal(self, one: str, other: str, start: int, end: int) -> bool:
+        """Whether rows start:end of two stored matrices are the same, as they are stored. Both count as asked for.
+
+        Read block by block, up to the first that differs. Raises ValueError if one is missing.
+        """
+        import torch
+
+        first, second = self._find(one), self._find(other)
+        self._used.update((one, other))
+        if self.shape(one) != self.shape(other):
+            return False
+        for row in range(start, end, _COMPARED_ROWS):
+            rows = slice(row, min(end, row + _COMPARED_ROWS))
+            if first[rows].dtype != second[rows].dtype or not torch.equal(first[rows], second[rows]):
+                return False
+        return True
 
     def finish(self, allowed: Callable[[str], bool] | Iterable[str] = ()) -> None:
         """Raise ValueError if the checkpoint holds tensors that were never asked for, other than the allowed names.
