@@ -70,7 +70,8 @@ class ModelSpec:
     qk_norm: bool
     rope: RopeSpec
     windows: tuple[int | None, ...]  # per layer; None = full attention
-    max_position_embeddings: int
+    max_position_embeddings: int  # positions that a request may have unless max_model_len is given
+    max_scaled_positions: int  # the most that max_model_len may be: how far rope scaling reaches
     dtype: str  # float32, bfloat16 or float16: the checkpoint's own
     eos_token_ids: tuple[int, ...]
     can_split: bool = True  # between tensor-parallel ranks
@@ -152,7 +153,7 @@ def read_spec(path: Path | str) -> ModelSpec:
         return read_transformers_spec(path, raw)
     from transformers import AutoConfig, Qwen2Config
 
-    from workers.rope import rope_spec
+    from workers.rope import reach, rope_spec
 
     try:
         # transformers does not know MiMo, whose own code derives from Qwen2's.
@@ -161,7 +162,7 @@ def read_spec(path: Path | str) -> ModelSpec:
         raise ValueError(f"{path}/config.json is not a valid {family} configuration: {error}") from error
     if config.hidden_act != "silu":
         raise ValueError(f"{path}: activation {config.hidden_act!r} is not supported; supported: silu")
-    bias = bool(getattr(config, "attention_bias", False))
+    bias, positions = bool(getattr(config, "attention_bias", False)), reach(config)
     return ModelSpec(
         family=family,
         num_layers=config.num_hidden_layers,
@@ -180,7 +181,8 @@ def read_spec(path: Path | str) -> ModelSpec:
         qk_norm=family == "qwen3",
         rope=rope_spec(config),
         windows=_windows(config, family),
-        max_position_embeddings=config.max_position_embeddings,
+        max_position_embeddings=positions.default,
+        max_scaled_positions=positions.most,
         dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch."),
         eos_token_ids=eos_ids(raw, read_json(path / "generation_config.json")),
     )

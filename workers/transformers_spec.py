@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from workers.checkpoint import SUPPORTED_ARCHITECTURES, ModelSpec, eos_ids, read_json
-from workers.rope import RopeSpec
+from workers.rope import RopeSpec, reach
 
 PARAMETER_STYLES = {
     "colwise", "colwise_gather_output", "colwise_rep", "rowwise", "rowwise_split_input", "rowwise_rep",
@@ -127,7 +127,7 @@ def freeze_rope(model: Any) -> None:
     """Keep every rotary embedding's first frequencies, however far a position reaches.
 
     "dynamic" and "longrope" change frequencies for the whole batch once one position passes a limit, under which keys
-    that are already cached would be wrong; `_max_positions` keeps requests below it.
+    that are already cached would be wrong; `workers.rope.reach` keeps requests below it.
     """
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
@@ -278,7 +278,7 @@ def _window_of(*_: Any, mask_function: Callable[..., Tensor], **__: Any) -> _Win
 
 
 def _spec(config: Any, plan: dict[str, str], observed: _Observed, raw: dict[str, Any], path: Path) -> TransformersSpec:
-    first = observed.calls[0]
+    first, positions = observed.calls[0], reach(config)
     return TransformersSpec(
         family=config.model_type,
         num_layers=config.num_hidden_layers,
@@ -297,7 +297,8 @@ def _spec(config: Any, plan: dict[str, str], observed: _Observed, raw: dict[str,
         qk_norm=False,
         rope=RopeSpec(inv_freq=()),
         windows=tuple(call.window for call in observed.calls),
-        max_position_embeddings=_max_positions(config),
+        max_position_embeddings=positions.default,
+        max_scaled_positions=positions.most,
         dtype=_dtype(raw),
         # Gemma-3n cuts activations by their mean over the whole inner width, of which a rank sees a part.
         can_split=not any(getattr(config, "activation_sparsity_pattern", None) or ()),
@@ -309,18 +310,6 @@ def _spec(config: Any, plan: dict[str, str], observed: _Observed, raw: dict[str,
         has_sinks=any(call.has_sinks for call in observed.calls),
         has_taps=observed.hidden_dims == 3,
     )
-
-
-def _max_positions(config: Any) -> int:
-    """Positions that a request may reach. A "longrope" model is served up to the length it was first trained for."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    kinds = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
-    limit: int = config.max_position_embeddings
-    for kind in kinds:
-        if kind.get("rope_type") == "longrope":
-            original = kind.get("original_max_position_embeddings")
-            limit = min(limit, original or getattr(config, "original_max_position_embeddings", None) or limit)
-    return limit
 
 
 def _dtype(raw: dict[str, Any]) -> str:
