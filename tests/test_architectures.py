@@ -208,21 +208,6 @@ def test_a_tied_model_uses_a_stored_head_that_is_not_its_embedding(tmp_path: Pat
     assert len(addresses) == 1 + is_other
 
 
-def test_a_longrope_model_is_served_up_to_its_original_length_and_no_position_changes_others(tmp_path: Path) -> None:
-    """transformers switches the frequencies of a whole batch when one position passes the original length."""
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 1.0}
-    rope |= {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [4.0, 5.0, 6.0, 7.0]}
-    path = checkpoints.write_model(
-        tmp_path, "phi3", pad_token_id=0, rope_parameters=rope, original_max_position_embeddings=32
-    )
-    assert read_spec(path).max_position_embeddings == 32
-    tokens = random_tokens(30)
-    expected = oracle_logits(oracle(path), tokens)
-    run = PagedRun(load(path), num_requests=2)
-    (logits, _), _ = run.forward([Chunk(tokens, 0), Chunk(tokens[:3], 33)])
-    assert_close(logits, expected, expected.std())
-
-
 @pytest.mark.parametrize(
     ("model_type", "config", "message"),
     [

@@ -69,3 +69,38 @@ def test_logits_beyond_max_position_embeddings_equal_transformers(tmp_path: Path
     run = PagedRun(load_decoder(path, read_spec(path)), pages_each=30)
     run.forward([Chunk(tokens[:70], 0)])
     assert_close(run.forward([Chunk(tokens[70:], 70)])[0][0], oracle_logits(oracle(path), tokens)[70:])
+
+
+def write_longrope(path: Path) -> Path:
+    """A model that was first trained for 32 positions, and has 128."""
+    scaling = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 1.0}
+    scaling |= {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [4.0, 5.0, 6.0, 7.0]}
+    scaling |= {"original_max_position_embeddings": 32}
+    return checkpoints.write_model(
+        path,
+        "phi3",
+        pad_token_id=0,
+        max_position_embeddings=128,
+        rope_parameters=scaling,
+        original_max_position_embeddings=32,
+    )
+
+
+def test_a_longrope_model_is_served_up_to_its_original_length_unless_more_is_asked_for(tmp_path: Path) -> None:
+    path = write_longrope(tmp_path)
+    assert (length(path), length(path, 128)) == (32, 128)
+    with pytest.raises(ConfigError, match="129 is more than the model's 128 positions"):
+        length(path, 129)
+
+
+@pytest.mark.parametrize(("max_model_len", "num_tokens"), [(None, 30), (32, 30), (33, 33), (128, 70)])
+def test_a_longrope_model_has_one_set_of_frequencies_whatever_the_positions_of_a_batch(
+    tmp_path: Path, max_model_len: int | None, num_tokens: int
+) -> None:
+    """transformers chooses by the longest sequence of a batch: one within its choice has the logits of ours."""
+    path = write_longrope(tmp_path)
+    tokens = random_tokens(num_tokens)
+    run = PagedRun(load_decoder(path, read_spec(path), max_model_len=max_model_len), num_requests=2)
+    (first, _), _ = run.forward([Chunk(tokens[:20], 0), Chunk(tokens[:3], 40)])
+    (second, _), _ = run.forward([Chunk(tokens[20:], 20), None])
+    assert_close(torch.cat([first, second]), oracle_logits(oracle(path), tokens))

@@ -46,7 +46,8 @@ def reach(config: Any) -> Reach:
     YaRN: `factor` times the original length, as in vLLM. Qwen's model cards tell users to write YaRN into config.json
     and to leave max_position_embeddings. Linear: `factor` times max_position_embeddings, but only where that is asked
     for: Vicuna's 16k models do not count the factor in, DeepSeek Coder and Gemma 3 (by layer type) do, and nothing
-    tells which. "longrope": the length it was first trained for.
+    tells which. "longrope": the original length, for which text is exactly the model's (see
+    `workers.transformers_spec.freeze_rope`), and max_position_embeddings where that is asked for.
     """
     parameters = getattr(config, "rope_parameters", None) or {}
     default: int = config.max_position_embeddings
@@ -60,7 +61,7 @@ def reach(config: Any) -> Reach:
             case "linear" if kind is parameters:
                 most = max(most, int(most * factor))
             case "longrope":
-                default = most = min(default, original)
+                default = min(default, original)
     return Reach(default, most)
 
 

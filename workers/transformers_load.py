@@ -1,6 +1,6 @@
 """A rank's share of a checkpoint, put into a transformers class: names, fused experts, the tensor-parallel plan.
 
-    skeleton(config, attention, dtype) -> model parameters without memory, buffers computed as usual
+    skeleton(config, attention, dtype, max_model_len) -> model parameters without memory, buffers computed as usual
     Shares(spec, model, tp)                     which part of a parameter a rank holds, and which modules reduce
         .cut(name, shape) -> Cut | None   .install_hooks(base)
     fill(model, weights, shares, device, dtype, is_composite)     every parameter read, nothing left over
@@ -34,11 +34,11 @@ _EXPERT_UNIT = 8
 """torch's grouped product of experts wants rows of a multiple of 16 bytes."""
 
 
-def skeleton(config: Any, attention: str, dtype: torch.dtype) -> Any:
+def skeleton(config: Any, attention: str, dtype: torch.dtype, max_model_len: int) -> Any:
     """The model of a configuration with parameters on the meta device; its buffers (rotary frequencies, Gemma's
     embedding scale) hold their values on the CPU."""
     with _parameters_on_meta():
-        return build(config, attention, dtype)
+        return build(config, attention, dtype, max_model_len)
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
     read_transformers_spec(path, raw) -> TransformersSpec     ValueError names what we cannot run
     model_config(path) -> Any                                 the text model's transformers configuration
-    build(config, attention, dtype) -> model                  its causal language model with an attention of ours
+    build(config, attention, dtype, max_model_len) -> model   its causal language model, with an attention of ours
 
 The class answers for itself. Built on the meta device (no memory, well under a second for most) it runs two tokens with
 an attention function and a mask function that only write down what they are asked for: heads, widths, which keys are
@@ -105,9 +105,10 @@ def model_config(path: Path | str, found: object) -> Any:
         raise _refusal(found, f"transformers cannot read its config.json: {reason}", Path(path)) from error
 
 
-def build(config: Any, attention: str, dtype: torch.dtype) -> Any:
+def build(config: Any, attention: str, dtype: torch.dtype, max_model_len: int | None = None) -> Any:
     """The causal model of a configuration (which is changed), in inference mode, with an attention of ours.
 
+    max_model_len: for `freeze_rope`; None on the meta device, which has no frequencies.
     Where parameters and buffers go is the caller's matter (`torch.device("meta")`, `parameters_on_meta`).
     """
     config._attn_implementation = attention
@@ -119,22 +120,33 @@ def build(config: Any, attention: str, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    freeze_rope(model)
+    freeze_rope(model, max_model_len)
     return model
 
 
-def freeze_rope(model: Any) -> None:
-    """Keep every rotary embedding's first frequencies, however far a position reaches.
+def freeze_rope(model: Any, max_model_len: int | None) -> None:
+    """Keep every rotary embedding's frequencies, however far a position reaches.
 
     "dynamic" and "longrope" change frequencies for the whole batch once one position passes a limit, under which keys
-    that are already cached would be wrong; `workers.rope.reach` keeps requests below it.
+    that are already cached would be wrong. Of "dynamic" the first are kept; `workers.rope.reach` keeps requests below
+    the limit. Of "longrope" those for sequences of max_model_len: up to the original length the short ones, beyond it
+    the long ones for sequences of any length, as in vLLM.
     """
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         if isinstance(kinds, dict):
+            for layer_type, kind in kinds.items():
+                _see_last_position(module, kind, max_model_len, layer_type=layer_type)
             module.rope_type = dict.fromkeys(kinds, "default")
         elif kinds is not None:
+            _see_last_position(module, kinds, max_model_len)
             module.rope_type = "default"
+
+
+def _see_last_position(module: Any, kind: str, max_model_len: int | None, **layer_type: str) -> None:
+    """Let a "longrope" embedding choose its frequencies itself."""
+    if kind == "longrope" and max_model_len is not None:
+        module(torch.zeros(1), torch.tensor([[max_model_len - 1]]), **layer_type)
 
 
 @dataclass(frozen=True, slots=True)
