@@ -260,6 +260,32 @@ def test_strangers_are_refused_by_name(folder: Path, tmp_path: Path, change: dic
         read_spec(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("model_type", "auto_map", "message"),
+    [
+        ("novel", "AutoConfig", "does not know it, and Python code from a checkpoint is not run"),
+        (
+            "glm4v_text",
+            "AutoModelForCausalLM",
+            "transformers cannot build it",
+        ),  # has a configuration, but no ForCausalLM
+    ],
+)
+def test_code_from_a_checkpoint_is_neither_run_nor_asked_about(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_type: str, auto_map: str, message: str
+) -> None:
+    """transformers would ask at the terminal, and run it on "y"."""
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda question="": asked.append(question) or "y")
+    (tmp_path / "novel.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    config = {"architectures": ["NovelForCausalLM"], "model_type": model_type, "auto_map": {auto_map: "novel.Novel"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message):
+        read_spec(tmp_path)
+    assert not asked
+    assert not (tmp_path / "ran").exists()
+
+
 def test_missing_misshapen_and_unknown_tensors_are_named(tmp_path: Path) -> None:
     path = checkpoints.write_model(tmp_path, "qwen3_moe", **checkpoints.ARCHITECTURES["qwen3-moe"][1])
     checkpoints.edit_weights(path, add={"model.layers.0.self_attn.q_proj.bias": torch.ones(128)})

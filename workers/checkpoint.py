@@ -156,8 +156,10 @@ def read_spec(path: Path | str) -> ModelSpec:
     from workers.rope import reach, rope_spec
 
     try:
-        # transformers does not know MiMo, whose own code derives from Qwen2's.
-        config = Qwen2Config(**raw) if family == "mimo" else AutoConfig.from_pretrained(path)
+        if family == "mimo":  # transformers does not know it; its own code derives from Qwen2's
+            config = Qwen2Config(**raw)
+        else:
+            config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # whatever transformers' own validation raises, KeyError included
         raise ValueError(f"{path}/config.json is not a valid {family} configuration: {error}") from error
     if config.hidden_act != "silu":

@@ -95,11 +95,19 @@ def read_transformers_spec(path: Path, raw: dict[str, Any]) -> TransformersSpec:
 
 
 def model_config(path: Path | str, found: object) -> Any:
-    """The configuration of the text model in a folder; of a model with vision or audio towers, its text part."""
-    from transformers import AutoConfig
+    """The configuration of the text model in a folder; of a model with vision or audio towers, its text part.
 
+    Raises:
+        ValueError: transformers does not know the model or refuses its config.json. Python code that lies in the folder
+            (`auto_map`) is never run: unless told so, transformers would ask at the terminal.
+    """
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    raw = read_json(Path(path) / "config.json")
+    if "auto_map" in raw and raw.get("model_type") not in CONFIG_MAPPING:
+        raise _refusal(found, "transformers does not know it, and Python code from a checkpoint is not run", Path(path))
     try:
-        return AutoConfig.from_pretrained(path).get_text_config(decoder=True)
+        return AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config(decoder=True)
     except Exception as error:  # whatever transformers' own validation raises, KeyError included
         reason = " ".join(str(error).split())[:200]
         raise _refusal(found, f"transformers cannot read its config.json: {reason}", Path(path)) from error
@@ -119,7 +127,7 @@ def build(config: Any, attention: str, dtype: torch.dtype, max_model_len: int | 
             setattr(config, name, False)
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).eval()
     freeze_rope(model, max_model_len)
     return model
 
