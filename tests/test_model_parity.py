@@ -277,6 +277,14 @@ def test_bfloat16_weights_are_cast_on_the_fly(tmp_path: Path) -> None:
     assert (half - expected).abs().mean() < 0.05 * expected.std()
 
 
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_a_pytorch_file_of_either_format_is_read(tmp_path: Path, is_zip: bool) -> None:
+    """Zip archives are mapped; what torch wrote before 1.6 cannot be."""
+    tensor = torch.arange(6.0).view(3, 2)
+    torch.save({"fc.weight": tensor}, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=is_zip)
+    assert torch.equal(Weights(tmp_path).get("fc.weight", 0, 1, 3), tensor[1:2])
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

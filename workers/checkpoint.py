@@ -16,6 +16,7 @@ which need no model files can be checked first.
 from __future__ import annotations
 
 import json
+import zipfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -278,7 +279,8 @@ class Weights:
         self._fp8_block = fp8_block(quantization, self.path) if quantization else None
         for file in _weight_files(self.path):
             if file.suffix == ".bin":
-                tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+                # Before torch 1.6 files were no zip archives, and such cannot be mapped.
+                tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
                 self._slices.update({rename(name): tensor for name, tensor in tensors.items()})
                 continue
             handle = safe_open(file, framework="pt", device="cpu")
