@@ -253,8 +253,8 @@ def _dtype(args: EngineArgs, device: str, spec: ModelSpec) -> Literal["float32",
 
 
 def _max_model_len(args: EngineArgs, spec: ModelSpec) -> int:
-    limit = spec.max_position_embeddings
-    length = args.max_model_len or limit
+    limit = spec.max_scaled_positions
+    length = args.max_model_len or spec.max_position_embeddings
     if length > limit:
         raise ConfigError(Problem("max_model_len", f"{length} is more than the model's {limit} positions; lower it"))
     draft_limit = args.speculative_config.max_model_len if args.speculative_config else None

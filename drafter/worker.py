@@ -224,7 +224,15 @@ def _load(world: World, draft: DraftConfig, kernels: Kernels) -> FeatureProposer
                     f"target and draft model should have the same vocabulary size (target {target.vocab_size}, "
                     f"draft {spec.vocab_size}): choose a draft model of the same family"
                 )
-            model = load_decoder(draft.model_path, spec, world.tp, world.device, dtype, kernels=kernels)
+            model = load_decoder(
+                draft.model_path,
+                spec,
+                world.tp,
+                world.device,
+                dtype,
+                kernels=kernels,
+                max_model_len=config.max_model_len,
+            )
             slot_bytes = KVPool.bytes_per_slot(spec.num_layers, model.heads.num_kv_heads, spec.head_dim, dtype)
             kv = model.new_kv_pool(agree_on_pages(world, slot_bytes) * config.page_size)
             graphs = unrolled = None

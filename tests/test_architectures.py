@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from engines import Job, Runner
+from safetensors.torch import load_file
 from test_model_parity import Chunk, PagedRun, oracle, oracle_logits, random_tokens, random_tree
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -192,19 +193,19 @@ def test_the_text_model_of_a_vision_checkpoint_is_served(tmp_path: Path, prefix:
         load(path)
 
 
-def test_a_longrope_model_is_served_up_to_its_original_length_and_no_position_changes_others(tmp_path: Path) -> None:
-    """transformers switches the frequencies of a whole batch when one position passes the original length."""
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 1.0}
-    rope |= {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [4.0, 5.0, 6.0, 7.0]}
-    path = checkpoints.write_model(
-        tmp_path, "phi3", pad_token_id=0, rope_parameters=rope, original_max_position_embeddings=32
-    )
-    assert read_spec(path).max_position_embeddings == 32
-    tokens = random_tokens(30)
+@pytest.mark.parametrize("is_other", [False, True])
+def test_a_tied_model_uses_a_stored_head_that_is_not_its_embedding(tmp_path: Path, is_other: bool) -> None:
+    model_type, config = checkpoints.ARCHITECTURES["gemma-2"]
+    path = checkpoints.write_model(tmp_path, model_type, **config)
+    head = load_file(path / "model.safetensors")["model.embed_tokens.weight"].flip(0 if is_other else ())
+    checkpoints.edit_weights(path, add={"lm_head.weight": head.clone()})
+    tokens = random_tokens(20)
     expected = oracle_logits(oracle(path), tokens)
-    run = PagedRun(load(path), num_requests=2)
-    (logits, _), _ = run.forward([Chunk(tokens, 0), Chunk(tokens[:3], 33)])
+    decoder = load(path)
+    (logits,), _ = PagedRun(decoder).forward([Chunk(tokens, 0)])
     assert_close(logits, expected, expected.std())
+    addresses = {decoder._head.lm_head.weight.data_ptr(), decoder._base.embed_tokens.weight.data_ptr()}
+    assert len(addresses) == 1 + is_other
 
 
 @pytest.mark.parametrize(
@@ -257,6 +258,32 @@ def test_strangers_are_refused_by_name(folder: Path, tmp_path: Path, change: dic
     (tmp_path / "config.json").write_text(json.dumps(raw | change))
     with pytest.raises(ValueError, match=message):
         read_spec(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "auto_map", "message"),
+    [
+        ("novel", "AutoConfig", "does not know it, and Python code from a checkpoint is not run"),
+        (
+            "glm4v_text",
+            "AutoModelForCausalLM",
+            "transformers cannot build it",
+        ),  # has a configuration, but no ForCausalLM
+    ],
+)
+def test_code_from_a_checkpoint_is_neither_run_nor_asked_about(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_type: str, auto_map: str, message: str
+) -> None:
+    """transformers would ask at the terminal, and run it on "y"."""
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda question="": asked.append(question) or "y")
+    (tmp_path / "novel.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    config = {"architectures": ["NovelForCausalLM"], "model_type": model_type, "auto_map": {auto_map: "novel.Novel"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message):
+        read_spec(tmp_path)
+    assert not asked
+    assert not (tmp_path / "ran").exists()
 
 
 def test_missing_misshapen_and_unknown_tensors_are_named(tmp_path: Path) -> None:

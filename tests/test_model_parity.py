@@ -6,6 +6,7 @@ Logits are compared in float32 (< 1e-4): whole prompts, chunks, single tokens ov
 from __future__ import annotations
 
 import json
+import logging
 import random
 from pathlib import Path
 
@@ -16,9 +17,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from workers import checkpoint as checkpoint_module
 from workers.checkpoint import Weights, check_parallel, read_spec, resolve_path
 from workers.kernels.choose import TORCH
 from workers.kv import KVPool, OutOfPages, PageAllocator
+from workers.layers import TensorParallel
 from workers.model import Decoder
 from workers.types import AttentionMetadata, Hidden
 
@@ -274,6 +277,14 @@ def test_bfloat16_weights_are_cast_on_the_fly(tmp_path: Path) -> None:
     assert (half - expected).abs().mean() < 0.05 * expected.std()
 
 
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_a_pytorch_file_of_either_format_is_read(tmp_path: Path, is_zip: bool) -> None:
+    """Zip archives are mapped; what torch wrote before 1.6 cannot be."""
+    tensor = torch.arange(6.0).view(3, 2)
+    torch.save({"fc.weight": tensor}, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=is_zip)
+    assert torch.equal(Weights(tmp_path).get("fc.weight", 0, 1, 3), tensor[1:2])
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -317,11 +328,35 @@ def test_missing_and_unknown_tensors_are_named(tmp_path: Path) -> None:
         load(path)
 
 
-def test_tied_models_ignore_a_repeated_head_and_untied_ones_need_theirs(tmp_path: Path) -> None:
+def test_a_tied_model_that_repeats_its_embedding_as_a_head_holds_it_once(tmp_path: Path) -> None:
     path = checkpoints.write_model(tmp_path, "llama", tie_word_embeddings=True)
-    checkpoints.edit_weights(path, add={"lm_head.weight": torch.ones(96, 64)})
-    load(path)
-    checkpoints.edit_weights(path, remove=("lm_head.weight",))
+    embedding = load_file(path / "model.safetensors")["model.embed_tokens.weight"]
+    checkpoints.edit_weights(path, add={"lm_head.weight": embedding.clone()})
+    decoder = load(path, dtype=torch.bfloat16)
+    assert decoder._head._linear.weight_OI.data_ptr() == decoder._embedding_VD.data_ptr()
+
+
+@pytest.mark.parametrize("row", [0, 3, 95])
+def test_a_tied_model_that_stores_another_head_uses_that(
+    tmp_path: Path, row: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in transformers; a head that differs in a single row is another one."""
+    monkeypatch.setattr(checkpoint_module, "_COMPARED_ROWS", 7)
+    path = checkpoints.write_model(tmp_path, "llama", tie_word_embeddings=True)
+    head = load_file(path / "model.safetensors")["model.embed_tokens.weight"].clone()
+    head[row] += 1
+    checkpoints.edit_weights(path, add={"lm_head.weight": head})
+    tokens = random_tokens(20)
+    with caplog.at_level(logging.INFO):
+        decoder = load(path)
+    assert "tie_word_embeddings, but stores another lm_head.weight" in caplog.text
+    assert_close(PagedRun(decoder).forward([Chunk(tokens, 0)])[0][0], oracle_logits(oracle(path), tokens))
+    shards = [Decoder.load(path, read_spec(path), TensorParallel(rank, 2)) for rank in range(2)]
+    assert torch.equal(torch.cat([shard.logits(head) for shard in shards], dim=1), decoder.logits(head))
+
+
+def test_an_untied_model_needs_its_head(tmp_path: Path) -> None:
+    path = checkpoints.write_model(tmp_path, "llama", tie_word_embeddings=True)
     checkpoints.edit_config(path, tie_word_embeddings=False)
     with pytest.raises(ValueError, match="'lm_head.weight' is missing"):
         load(path)

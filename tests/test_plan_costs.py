@@ -8,8 +8,11 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
+import checkpoints
 import pytest
+import torch
 from engines import BUNDLED, DYNAMIC, bundled
+from safetensors.torch import save_file
 
 from cluster.plan.costs import Chunk, Costs
 from cluster.plan.memory import expected_shapes, pages_on_device, side, sides, tensor_shapes
@@ -18,7 +21,7 @@ from secateur.errors import ConfigError
 from secateur.plan import HARDWARE, CostTable, DraftCosts, Hardware, VerifyCosts
 from verifier.states import most_waiting
 from workers.checkpoint import read_spec
-from workers.config import EngineConfig
+from workers.config import DraftConfig, EngineConfig
 
 TABLE = CostTable(
     verify=VerifyCosts(
@@ -184,6 +187,28 @@ def test_llama_3_8b_from_its_config_alone(llama_8b: EngineConfig) -> None:
     assert target.weight_bytes / 2 == pytest.approx(8.03e9, rel=1e-3)  # as published
     assert target.token_bytes == 2 * 32 * 8 * 128 * 2
     assert (target.attention_width, target.num_layers) == (4096, 32)
+
+
+def test_a_head_stored_as_a_pytorch_file_counts_like_one_in_safetensors(tmp_path: Path) -> None:
+    target = checkpoints.write_model(tmp_path / "target", "llama")
+    config = EngineConfig(model_path=str(target), dtype="bfloat16")
+    found = []
+    for is_bin in (False, True):
+        head = checkpoints.write_eagle3(tmp_path / str(is_bin), bin_file=is_bin, draft_vocab_size=40)
+        found.append(sides(replace(config, draft=DraftConfig(method="eagle3", model_path=str(head))))[1])
+    # fc; q, k, v of (embedding, state), o; three matrices of the MLP; the head
+    matrices = 64 * 192 + 128 * (64 + 32 + 32) + 64 * 64 + 3 * 64 * 96 + 40 * 64
+    assert [side.matmul_items for side in found] == [matrices, matrices]
+    assert found[0].weight_bytes == found[1].weight_bytes > 2 * (matrices + 96 * 64)
+
+
+def test_a_file_that_repeats_the_weights_counts_once(tmp_path: Path) -> None:
+    """Mistral publishes consolidated.safetensors beside the shards, with names of its own."""
+    path = checkpoints.write_model(tmp_path, "mistral", sliding_window=None, shards=3)
+    once = tensor_shapes(path)
+    save_file({"layers.0.attention.wq.weight": torch.zeros(64, 64)}, path / "consolidated.safetensors")
+    assert tensor_shapes(path) == once
+    assert tensor_shapes(tmp_path / "nothing") == {}
 
 
 def test_ranks_share_matrices_but_not_the_embedding_nor_few_kv_heads() -> None:

@@ -72,7 +72,14 @@ def load(world: World, graphs_of: EngineConfig | None = None) -> tuple[Target, i
     kernels = kernels_for(world.device, config.kernels, config.enforce_eager)
     logger.info("%s: %s kernels on %s", world.role, kernels.NAME, world.device)
     decoder = load_decoder(
-        config.model_path, spec, world.tp, world.device, dtype, tap_layers=reading.tap_layers, kernels=kernels
+        config.model_path,
+        spec,
+        world.tp,
+        world.device,
+        dtype,
+        tap_layers=reading.tap_layers,
+        kernels=kernels,
+        max_model_len=config.max_model_len,
     )
     waiting = None
     if reading.fuse is not None:

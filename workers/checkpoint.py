@@ -5,6 +5,7 @@
     check_parallel(spec, size) -> None                 ValueError unless `size` ranks can share the model
     Weights(path, dtype=None, device="cpu")
         .get(name, dim=None, rank=0, size=1) -> Tensor   .get_range(name, dim, start, end)   .has(name)   .names()
+        .are_equal(one, other, start, end)             of two matrices' rows
         .finish(allowed=...)                           ValueError naming tensors that nobody asked for
     split(total, rank, size) -> (start, end)           the range of a dimension that a rank owns
 
@@ -15,6 +16,7 @@ which need no model files can be checked first.
 from __future__ import annotations
 
 import json
+import zipfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +41,9 @@ MTP_PREFIXES = ("mtp.", "model.mtp_layers.")
 
 FP8_SCALE = "_scale_inv"
 """Ends the name of the block scales of a float8 tensor, as DeepSeek, Qwen and others publish them."""
+
+_COMPARED_ROWS = 4096
+"""Rows of two matrices that are compared at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +71,8 @@ class ModelSpec:
     qk_norm: bool
     rope: RopeSpec
     windows: tuple[int | None, ...]  # per layer; None = full attention
-    max_position_embeddings: int
+    max_position_embeddings: int  # positions that a request may have unless max_model_len is given
+    max_scaled_positions: int  # the most that max_model_len may be: how far rope scaling reaches
     dtype: str  # float32, bfloat16 or float16: the checkpoint's own
     eos_token_ids: tuple[int, ...]
     can_split: bool = True  # between tensor-parallel ranks
@@ -148,16 +154,18 @@ def read_spec(path: Path | str) -> ModelSpec:
         return read_transformers_spec(path, raw)
     from transformers import AutoConfig, Qwen2Config
 
-    from workers.rope import rope_spec
+    from workers.rope import reach, rope_spec
 
     try:
-        # transformers does not know MiMo, whose own code derives from Qwen2's.
-        config = Qwen2Config(**raw) if family == "mimo" else AutoConfig.from_pretrained(path)
+        if family == "mimo":  # transformers does not know it; its own code derives from Qwen2's
+            config = Qwen2Config(**raw)
+        else:
+            config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # whatever transformers' own validation raises, KeyError included
         raise ValueError(f"{path}/config.json is not a valid {family} configuration: {error}") from error
     if config.hidden_act != "silu":
         raise ValueError(f"{path}: activation {config.hidden_act!r} is not supported; supported: silu")
-    bias = bool(getattr(config, "attention_bias", False))
+    bias, positions = bool(getattr(config, "attention_bias", False)), reach(config)
     return ModelSpec(
         family=family,
         num_layers=config.num_hidden_layers,
@@ -176,7 +184,8 @@ def read_spec(path: Path | str) -> ModelSpec:
         qk_norm=family == "qwen3",
         rope=rope_spec(config),
         windows=_windows(config, family),
-        max_position_embeddings=config.max_position_embeddings,
+        max_position_embeddings=positions.default,
+        max_scaled_positions=positions.most,
         dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch."),
         eos_token_ids=eos_ids(raw, read_json(path / "generation_config.json")),
     )
@@ -270,7 +279,8 @@ class Weights:
         self._fp8_block = fp8_block(quantization, self.path) if quantization else None
         for file in _weight_files(self.path):
             if file.suffix == ".bin":
-                tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+                # Before torch 1.6 files were no zip archives, and such cannot be mapped.
+                tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
                 self._slices.update({rename(name): tensor for name, tensor in tensors.items()})
                 continue
             handle = safe_open(file, framework="pt", device="cpu")
@@ -326,6 +336,23 @@ class Weights:
             index = torch.arange(first, first + part.shape[axis], device=self.device) // block
             scale = scale.index_select(axis, index)
         return scale.mul_(part.to(torch.float32))
+
+    def are_equal(self, one: str, other: str, start: int, end: int) -> bool:
+        """Whether rows start:end of two stored matrices are the same, as they are stored. Both count as asked for.
+
+        Read block by block, up to the first that differs. Raises ValueError if one is missing.
+        """
+        import torch
+
+        first, second = self._find(one), self._find(other)
+        self._used.update((one, other))
+        if self.shape(one) != self.shape(other):
+            return False
+        for row in range(start, end, _COMPARED_ROWS):
+            rows = slice(row, min(end, row + _COMPARED_ROWS))
+            if first[rows].dtype != second[rows].dtype or not torch.equal(first[rows], second[rows]):
+                return False
+        return True
 
     def finish(self, allowed: Callable[[str], bool] | Iterable[str] = ()) -> None:
         """Raise ValueError if the checkpoint holds tensors that were never asked for, other than the allowed names.

@@ -1,6 +1,6 @@
 """Which of the two decoders runs a checkpoint.
 
-load_decoder(path, spec, tp, device, dtype, tap_layers=(), kernels=TORCH) -> AnyDecoder
+load_decoder(path, spec, tp, device, dtype, tap_layers=(), kernels=TORCH, max_model_len=None) -> AnyDecoder
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ def load_decoder(
     dtype: torch.dtype = torch.float32,
     tap_layers: tuple[int, ...] = (),
     kernels: Kernels = TORCH,
+    max_model_len: int | None = None,
 ) -> AnyDecoder:
     """This rank's share of a checkpoint folder: our own decoder for the families it knows, else transformers' class.
 
     Args:
         spec: what `read_spec` says of the same folder; its kind decides.
+        max_model_len: see `TransformersDecoder.load`; it changes nothing about a decoder of our own.
 
     Raises:
         ValueError: see `Decoder.load` and `TransformersDecoder.load`.
@@ -45,4 +47,4 @@ def load_decoder(
         return Decoder.load(path, spec, tp, device, dtype, tap_layers, kernels)
     from workers.transformers_model import TransformersDecoder  # only here: its imports take seconds
 
-    return TransformersDecoder.load(path, spec, tp, device, dtype, tap_layers, kernels)
+    return TransformersDecoder.load(path, spec, tp, device, dtype, tap_layers, kernels, max_model_len)

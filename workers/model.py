@@ -15,6 +15,7 @@ all-reduce per step for V * D values of memory.
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,12 +26,16 @@ from torch import Tensor
 from workers.checkpoint import MTP_PREFIXES, ModelSpec, Weights, check_parallel
 from workers.kernels.choose import TORCH, AttentionPlan, Kernels
 from workers.kv import KVPool
-from workers.layers import SINGLE, Attention, HeadSplit, Mlp, TensorParallel, VocabHead, gather_vocab
+from workers.layers import SINGLE, Attention, HeadSplit, Mlp, TensorParallel, VocabHead, gather_vocab, shard_vocab
 from workers.rope import Rope, Rotation
 from workers.types import AttentionMetadata, Hidden
 
 if TYPE_CHECKING:
     from workers.eagle3_format import Eagle3Spec
+
+logger = logging.getLogger(__name__)
+
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class DecoderLayer(NamedTuple):
@@ -105,16 +110,16 @@ class Decoder:
             if not 0 <= tap <= spec.num_layers:
                 raise ValueError(f"feature layer {tap} is outside a model of {spec.num_layers} layers")
         weights = source if isinstance(source, Weights) else Weights(source, dtype, device)
-        embedding_VD = weights.get("model.embed_tokens.weight")
+        embedding_VD = weights.get(_EMBEDDING)
         layers = tuple(
             load_layer(weights, f"model.layers.{index}.", spec, tp, window=window, kernels=kernels)
             for index, window in enumerate(spec.windows)
         )
         final_norm_D = weights.get("model.norm.weight")
-        if spec.tie_embeddings:
+        if spec.tie_embeddings and not has_own_head(weights, _HEAD, _EMBEDDING, spec.vocab_size, tp):
             head = VocabHead.tied(embedding_VD, tp)
         else:
-            head = VocabHead.load(weights, "lm_head.weight", spec.vocab_size, tp)
+            head = VocabHead.load(weights, _HEAD, spec.vocab_size, tp)
         weights.finish(allowed=lambda name: _is_no_part(name, spec))
         return Decoder(
             spec=spec,
@@ -223,13 +228,25 @@ def load_attention(
     )
 
 
+def has_own_head(weights: Weights, head: str, embedding: str, vocab_size: int, tp: TensorParallel) -> bool:
+    """Whether a checkpoint whose configuration ties head and embedding stores a head that is not the embedding.
+
+    Then the configuration is wrong and the stored head counts, as in transformers. Each rank compares its own rows:
+    where those are equal, it does not matter to it which of the two it multiplies with.
+    """
+    start, end, _ = shard_vocab(vocab_size, tp)
+    if not weights.has(head) or weights.are_equal(head, embedding, start, end):
+        return False
+    logger.info("%s says tie_word_embeddings, but stores another %s: that is used", weights.path, head)
+    return True
+
+
 def is_legacy(name: str) -> bool:
     """Buffers that old checkpoints stored although they follow from the config."""
     return name.endswith("rotary_emb.inv_freq")
 
 
 def _is_no_part(name: str, spec: ModelSpec) -> bool:
-    """What a checkpoint may hold beside the decoder: old buffers, a tied head once more, prediction layers."""
-    is_repeated = spec.tie_embeddings and name == "lm_head.weight"
+    """What a checkpoint may hold beside the decoder: old buffers, prediction layers."""
     is_mtp = spec.num_mtp_layers > 0 and name.startswith(MTP_PREFIXES)
-    return is_legacy(name) or is_repeated or is_mtp
+    return is_legacy(name) or is_mtp

@@ -1,5 +1,6 @@
 """Rotary position embedding: from a config's rope fields to the cos and sin of one step.
 
+    reach(config) -> Reach                             positions a request may have
     rope_spec(config) -> RopeSpec                      every stateless variant that transformers computes
     Rope(spec, dtype, device)(positions_N) -> Rotation  once per step, shared by all layers
 
@@ -25,6 +26,13 @@ class RopeSpec:
     scaling: float = 1.0
 
 
+class Reach(NamedTuple):
+    """Positions that a request may have: unless max_model_len is given, and the most that it may be."""
+
+    default: int
+    most: int
+
+
 class Rotation(NamedTuple):
     """cos and sin of one step's positions; sin carries the minus sign of `rotate_half` in its first half."""
 
@@ -32,10 +40,35 @@ class Rotation(NamedTuple):
     sin_N1d: Tensor
 
 
+def reach(config: Any) -> Reach:
+    """How far a transformers config's rope scaling reaches, which max_position_embeddings does not always say.
+
+    YaRN: `factor` times the original length, as in vLLM. Qwen's model cards tell users to write YaRN into config.json
+    and to leave max_position_embeddings. Linear: `factor` times max_position_embeddings, but only where that is asked
+    for: Vicuna's 16k models do not count the factor in, DeepSeek Coder and Gemma 3 (by layer type) do, and nothing
+    tells which. "longrope": the original length, for which text is exactly the model's (see
+    `workers.transformers_spec.freeze_rope`), and max_position_embeddings where that is asked for.
+    """
+    parameters = getattr(config, "rope_parameters", None) or {}
+    default: int = config.max_position_embeddings
+    most = default
+    for kind in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
+        factor, original = kind.get("factor") or 1.0, kind.get("original_max_position_embeddings")
+        original = original or getattr(config, "original_max_position_embeddings", None) or default
+        match kind.get("rope_type"):
+            case "yarn":
+                default = most = max(most, int(original * factor))
+            case "linear" if kind is parameters:
+                most = max(most, int(most * factor))
+            case "longrope":
+                default = min(default, original)
+    return Reach(default, most)
+
+
 def rope_spec(config: Any) -> RopeSpec:
     """RopeSpec of a transformers config (`rope_parameters`, into which transformers folds `rope_scaling`).
 
-    "dynamic" only changes frequencies beyond max_position_embeddings, which is our limit for any request, so its
+    "dynamic" only changes frequencies beyond max_position_embeddings, which is then our limit for any request, so its
     start value is exact here. "longrope" switches factors as a sequence grows, which would invalidate cached keys.
 
     Raises:

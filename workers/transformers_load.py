@@ -1,6 +1,6 @@
 """A rank's share of a checkpoint, put into a transformers class: names, fused experts, the tensor-parallel plan.
 
-    skeleton(config, attention, dtype) -> model parameters without memory, buffers computed as usual
+    skeleton(config, attention, dtype, max_model_len) -> model parameters without memory, buffers computed as usual
     Shares(spec, model, tp)                     which part of a parameter a rank holds, and which modules reduce
         .cut(name, shape) -> Cut | None   .install_hooks(base)
     fill(model, weights, shares, device, dtype, is_composite)     every parameter read, nothing left over
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from workers.checkpoint import FP8_SCALE, Weights, split
 from workers.layers import SINGLE, HeadSplit, TensorParallel, shard_vocab
-from workers.model import is_legacy
+from workers.model import has_own_head, is_legacy
 from workers.transformers_spec import TransformersSpec, build
 
 _GATHERED = ("colwise_gather_output", "colwise_rep")
@@ -34,11 +34,11 @@ _EXPERT_UNIT = 8
 """torch's grouped product of experts wants rows of a multiple of 16 bytes."""
 
 
-def skeleton(config: Any, attention: str, dtype: torch.dtype) -> Any:
+def skeleton(config: Any, attention: str, dtype: torch.dtype, max_model_len: int) -> Any:
     """The model of a configuration with parameters on the meta device; its buffers (rotary frequencies, Gemma's
     embedding scale) hold their values on the CPU."""
     with _parameters_on_meta():
-        return build(config, attention, dtype)
+        return build(config, attention, dtype, max_model_len)
 
 
 @contextmanager
@@ -194,7 +194,7 @@ def fill(
     base_prefix = f"{model.base_model_prefix}."
     head = model.get_output_embeddings()
     embedding = model.get_input_embeddings()
-    is_tied = head.weight is embedding.weight
+    is_tied = head.weight is embedding.weight and not _has_own_head(model, weights, sources, shares.tp)
     for module_name, module in model.named_modules():
         for leaf, parameter in list(module.named_parameters(recurse=False)):
             name = f"{module_name}.{leaf}" if module_name else leaf
@@ -240,9 +240,6 @@ def _sources(model: Any, weights: Weights, *, is_composite: bool) -> tuple[dict[
             ignored.add(stored)
         else:
             found.setdefault(name, {}).setdefault(pattern, []).append(stored)
-    head = _name_of(model, model.get_output_embeddings())
-    if model.get_output_embeddings().weight is model.get_input_embeddings().weight:
-        ignored.update(*found.pop(f"{head}.weight", {}).values())
     return {name: _source(name, by_pattern, converters) for name, by_pattern in found.items()}, ignored
 
 
@@ -253,6 +250,18 @@ def _text_name(stored: str) -> str:
 
 def _text_prefix(match: re.Match[str]) -> str:
     return "" if match.string.startswith("lm_head", match.end()) else "model."
+
+
+def _has_own_head(model: Any, weights: Weights, sources: dict[str, Source], tp: TensorParallel) -> bool:
+    """`has_own_head` of a model that ties its head, by the names that they are stored under."""
+    head, embedding = (
+        sources.get(f"{_name_of(model, module)}.weight")
+        for module in (model.get_output_embeddings(), model.get_input_embeddings())
+    )
+    if head is None or embedding is None:
+        return False
+    num_rows = model.get_output_embeddings().weight.shape[0]
+    return has_own_head(weights, head.parts[0][0], embedding.parts[0][0], num_rows, tp)
 
 
 def _name_of(model: nn.Module, module: nn.Module) -> str:

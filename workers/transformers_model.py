@@ -1,6 +1,7 @@
 """Every other architecture: transformers' own model class behind the interface of `workers.model.Decoder`.
 
-    TransformersDecoder.load(source, spec, tp=SINGLE, device="cpu", dtype=float32, tap_layers=(), kernels=TORCH)
+    TransformersDecoder.load(source, spec, tp=SINGLE, device="cpu", dtype=float32, tap_layers=(), kernels=TORCH,
+                             max_model_len=None)
         .plan  .new_kv_pool  .forward  .logits  .full_logits        as Decoder has them
 
 The class defines the model; we give it attention (`transformers_attention`), its share of the weights, and the
@@ -78,6 +79,7 @@ class TransformersDecoder:
         dtype: torch.dtype = torch.float32,
         tap_layers: tuple[int, ...] = (),
         kernels: Kernels = TORCH,
+        max_model_len: int | None = None,
     ) -> TransformersDecoder:
         """Read this rank's share of a checkpoint folder.
 
@@ -85,6 +87,8 @@ class TransformersDecoder:
             source: the folder, or Weights already opened with the same dtype and device.
             tap_layers: capture the residual stream before these layers (0 .. L), for EAGLE-3.
             kernels: what attention runs on; with softcapping or sinks that is torch whatever is given.
+            max_model_len: positions that a request may have, None = the model's default; decides on the frequencies of
+                a "longrope" model, see `workers.transformers_spec.freeze_rope`.
 
         Raises:
             ValueError: tp.size does not fit; a tap outside the model, or of one without a single residual stream; a
@@ -97,7 +101,8 @@ class TransformersDecoder:
         if tap_layers and not spec.has_taps:
             raise ValueError(f"{spec.class_name} has no single residual stream that a feature could be taken from")
         weights = source if isinstance(source, Weights) else Weights(source, dtype, device)
-        model = skeleton(model_config(weights.path, spec.family), register(), dtype)
+        length = max_model_len or spec.max_position_embeddings
+        model = skeleton(model_config(weights.path, spec.family), register(), dtype, length)
         shares = Shares(spec, model.base_model, tp)
         is_composite = "text_config" in read_json(weights.path / "config.json")
         fill(model, weights, shares, weights.device, dtype, is_composite=is_composite)

@@ -2,7 +2,7 @@
 
     read_transformers_spec(path, raw) -> TransformersSpec     ValueError names what we cannot run
     model_config(path) -> Any                                 the text model's transformers configuration
-    build(config, attention, dtype) -> model                  its causal language model with an attention of ours
+    build(config, attention, dtype, max_model_len) -> model   its causal language model, with an attention of ours
 
 The class answers for itself. Built on the meta device (no memory, well under a second for most) it runs two tokens with
 an attention function and a mask function that only write down what they are asked for: heads, widths, which keys are
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from workers.checkpoint import SUPPORTED_ARCHITECTURES, ModelSpec, eos_ids, read_json
-from workers.rope import RopeSpec
+from workers.rope import RopeSpec, reach
 
 PARAMETER_STYLES = {
     "colwise", "colwise_gather_output", "colwise_rep", "rowwise", "rowwise_split_input", "rowwise_rep",
@@ -95,19 +95,28 @@ def read_transformers_spec(path: Path, raw: dict[str, Any]) -> TransformersSpec:
 
 
 def model_config(path: Path | str, found: object) -> Any:
-    """The configuration of the text model in a folder; of a model with vision or audio towers, its text part."""
-    from transformers import AutoConfig
+    """The configuration of the text model in a folder; of a model with vision or audio towers, its text part.
 
+    Raises:
+        ValueError: transformers does not know the model or refuses its config.json. Python code that lies in the folder
+            (`auto_map`) is never run: unless told so, transformers would ask at the terminal.
+    """
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    raw = read_json(Path(path) / "config.json")
+    if "auto_map" in raw and raw.get("model_type") not in CONFIG_MAPPING:
+        raise _refusal(found, "transformers does not know it, and Python code from a checkpoint is not run", Path(path))
     try:
-        return AutoConfig.from_pretrained(path).get_text_config(decoder=True)
+        return AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config(decoder=True)
     except Exception as error:  # whatever transformers' own validation raises, KeyError included
         reason = " ".join(str(error).split())[:200]
         raise _refusal(found, f"transformers cannot read its config.json: {reason}", Path(path)) from error
 
 
-def build(config: Any, attention: str, dtype: torch.dtype) -> Any:
+def build(config: Any, attention: str, dtype: torch.dtype, max_model_len: int | None = None) -> Any:
     """The causal model of a configuration (which is changed), in inference mode, with an attention of ours.
 
+    max_model_len: for `freeze_rope`; None on the meta device, which has no frequencies.
     Where parameters and buffers go is the caller's matter (`torch.device("meta")`, `parameters_on_meta`).
     """
     config._attn_implementation = attention
@@ -118,23 +127,34 @@ def build(config: Any, attention: str, dtype: torch.dtype) -> Any:
             setattr(config, name, False)
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    freeze_rope(model)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).eval()
+    freeze_rope(model, max_model_len)
     return model
 
 
-def freeze_rope(model: Any) -> None:
-    """Keep every rotary embedding's first frequencies, however far a position reaches.
+def freeze_rope(model: Any, max_model_len: int | None) -> None:
+    """Keep every rotary embedding's frequencies, however far a position reaches.
 
     "dynamic" and "longrope" change frequencies for the whole batch once one position passes a limit, under which keys
-    that are already cached would be wrong; `_max_positions` keeps requests below it.
+    that are already cached would be wrong. Of "dynamic" the first are kept; `workers.rope.reach` keeps requests below
+    the limit. Of "longrope" those for sequences of max_model_len: up to the original length the short ones, beyond it
+    the long ones for sequences of any length, as in vLLM.
     """
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         if isinstance(kinds, dict):
+            for layer_type, kind in kinds.items():
+                _see_last_position(module, kind, max_model_len, layer_type=layer_type)
             module.rope_type = dict.fromkeys(kinds, "default")
         elif kinds is not None:
+            _see_last_position(module, kinds, max_model_len)
             module.rope_type = "default"
+
+
+def _see_last_position(module: Any, kind: str, max_model_len: int | None, **layer_type: str) -> None:
+    """Let a "longrope" embedding choose its frequencies itself."""
+    if kind == "longrope" and max_model_len is not None:
+        module(torch.zeros(1), torch.tensor([[max_model_len - 1]]), **layer_type)
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +298,7 @@ def _window_of(*_: Any, mask_function: Callable[..., Tensor], **__: Any) -> _Win
 
 
 def _spec(config: Any, plan: dict[str, str], observed: _Observed, raw: dict[str, Any], path: Path) -> TransformersSpec:
-    first = observed.calls[0]
+    first, positions = observed.calls[0], reach(config)
     return TransformersSpec(
         family=config.model_type,
         num_layers=config.num_hidden_layers,
@@ -297,7 +317,8 @@ def _spec(config: Any, plan: dict[str, str], observed: _Observed, raw: dict[str,
         qk_norm=False,
         rope=RopeSpec(inv_freq=()),
         windows=tuple(call.window for call in observed.calls),
-        max_position_embeddings=_max_positions(config),
+        max_position_embeddings=positions.default,
+        max_scaled_positions=positions.most,
         dtype=_dtype(raw),
         # Gemma-3n cuts activations by their mean over the whole inner width, of which a rank sees a part.
         can_split=not any(getattr(config, "activation_sparsity_pattern", None) or ()),
@@ -309,18 +330,6 @@ def _spec(config: Any, plan: dict[str, str], observed: _Observed, raw: dict[str,
         has_sinks=any(call.has_sinks for call in observed.calls),
         has_taps=observed.hidden_dims == 3,
     )
-
-
-def _max_positions(config: Any) -> int:
-    """Positions that a request may reach. A "longrope" model is served up to the length it was first trained for."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    kinds = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
-    limit: int = config.max_position_embeddings
-    for kind in kinds:
-        if kind.get("rope_type") == "longrope":
-            original = kind.get("original_max_position_embeddings")
-            limit = min(limit, original or getattr(config, "original_max_position_embeddings", None) or limit)
-    return limit
 
 
 def _dtype(raw: dict[str, Any]) -> str:

@@ -230,7 +230,8 @@ def load_model(folder: Path | str, dtype: str, device: str) -> Any:
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).to(device).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), trust_remote_code=False)
+    return model.to(device).eval()
 
 
 def assistant(model: Any, length: int) -> Any:

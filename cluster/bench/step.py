@@ -123,7 +123,7 @@ def run(
 
 def _forwards(config: EngineConfig, plan: StepPlan, say: Say) -> list[VerifyRow]:
     """All shapes take turns in every round."""
-    limit = read_spec(config.model_path).max_position_embeddings
+    limit = read_spec(config.model_path).max_scaled_positions
     shapes = [
         Shape(rows=rows, batch=batch, context=context)
         for context in plan.contexts

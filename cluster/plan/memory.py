@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from workers.checkpoint import MTP_PREFIXES, SUPPORTED_ARCHITECTURES, ModelSpec, read_spec
+from workers.checkpoint import MTP_PREFIXES, SUPPORTED_ARCHITECTURES, ModelSpec, Weights, read_spec
 from workers.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -86,8 +86,6 @@ def side(shapes: Shapes, spec: ModelSpec | Eagle3Spec, ranks: int, item: int) ->
     """Matrices are split, vectors and the input embedding are not; a tied head multiplies with the embedding."""
     held = multiplied = 0
     for name, shape in shapes.items():
-        if name.endswith("_scale_inv"):
-            continue  # 8-bit weights are kept as the engine's dtype, without their scales
         items = share = math.prod(shape)
         if name.endswith(("k_proj.weight", "v_proj.weight")):
             share = items // min(ranks, spec.num_kv_heads)
@@ -112,14 +110,15 @@ def side(shapes: Shapes, spec: ModelSpec | Eagle3Spec, ranks: int, item: int) ->
 
 
 def tensor_shapes(folder: Path) -> Shapes:
-    """Name -> shape of every tensor in a folder's safetensors files, from their headers."""
-    from safetensors import safe_open
+    """Name -> shape of every tensor that an engine reads from a folder, from the files' headers; {} without weights.
 
-    shapes: Shapes = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="np") as handle:
-            shapes |= {name: tuple(handle.get_slice(name).get_shape()) for name in handle.keys()}  # noqa: SIM118
-    return shapes
+    Without the scales of 8-bit weights, which are kept as the engine's dtype.
+    """
+    try:
+        weights = Weights(folder)
+    except FileNotFoundError:
+        return {}
+    return {name: weights.shape(name) for name in weights.names()}
 
 
 def expected_shapes(spec: ModelSpec) -> Shapes:

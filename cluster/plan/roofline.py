@@ -27,9 +27,7 @@ def cost_table(config: EngineConfig, sides: Sequence[Side], hardware: Hardware) 
     """Of an engine on such devices; `sides` are one rank of the target and one of the drafter. Raises ConfigError."""
     target, ranks = sides[0], config.tensor_parallel_size
     if not target.matmul_items:
-        raise ConfigError(
-            f"{config.model_path} holds no weights in safetensors files, and its config does not tell them"
-        )
+        raise ConfigError(f"{config.model_path} holds no weights, and its config does not tell them")
     knee = reading_ms(target, hardware) / row_ms(target, hardware)
     rows = tuple(sorted({1.0, *(max(2.0, factor * knee) for factor in (1, 2, 4))}))
     return CostTable(
