@@ -1,7 +1,7 @@
 """The target and the draft model: one config-driven decoder for the Llama, Mistral, Qwen2, Qwen3 and MiMo families.
 
     Decoder.load(source, spec, tp=SINGLE, device="cpu", dtype=float32, tap_layers=(), kernels=TORCH) -> Decoder
-        .plan(metadata, page_size, first_slot=0) -> AttentionPlan      once per step
+        .plan(metadata, page_size) -> AttentionPlan                    once per step
         .forward(tokens_N, positions_N, plan, kv) -> Hidden            every rank of `tp` together
         .logits(hidden_ND) -> [N, W] float32 shard                     tokens vocab_range[0] .. vocab_range[1] - 1
         .full_logits(hidden_ND) -> [N, V] float32                      gathered over `tp`
@@ -133,14 +133,13 @@ class Decoder:
             kernels=kernels,
         )
 
-    def plan(self, metadata: AttentionMetadata, page_size: int, first_slot: int = 0, into: Any = None) -> AttentionPlan:
+    def plan(self, metadata: AttentionMetadata, page_size: int, into: Any = None) -> AttentionPlan:
         """Prepare one step's attention for this model's heads, windows, dtype and device, see `Kernels.plan`."""
         return self.kernels.plan(
             metadata,
             page_size,
             windows=self.spec.windows,
             group_size=self.heads.num_heads // self.heads.num_kv_heads,
-            first_slot=first_slot,
             dtype=self.dtype,
             device=self.device,
             into=into,

@@ -111,14 +111,13 @@ class TransformersDecoder:
             logger.warning("no test compares %s with transformers: look at its text before you rely on it", spec.family)
         return TransformersDecoder(model=model, spec=spec, shares=shares, tap_layers=tuple(tap_layers), kernels=kernels)
 
-    def plan(self, metadata: AttentionMetadata, page_size: int, first_slot: int = 0) -> AttentionPlan:
+    def plan(self, metadata: AttentionMetadata, page_size: int) -> AttentionPlan:
         """Prepare one step's attention for this model's heads, windows, dtype and device."""
         return self._attention_kernels.plan(
             metadata,
             page_size,
             windows=self.spec.windows,
             group_size=self.heads.num_heads // self.heads.num_kv_heads,
-            first_slot=first_slot,
             dtype=self.dtype,
             device=self.device,
         )
