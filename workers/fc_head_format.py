@@ -98,6 +98,7 @@ def _eagle_layers(raw: dict[str, Any], path: Path, target: ModelSpec) -> ModelSp
         rope=rope_spec(config),
         windows=layer_windows(config, path),
         max_position_embeddings=config.max_position_embeddings,
+        max_scaled_positions=config.max_position_embeddings,
         dtype=target.dtype,
         eos_token_ids=target.eos_token_ids,
     )
