@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafter.head import FeatureHead
+from drafter.head import FeatureHead, name_in_target
 from workers.checkpoint import Weights, check_heads, read_spec
 from workers.eagle3_format import (
     FUSION_TENSORS,
@@ -99,7 +99,7 @@ class Eagle3Head(FeatureHead):
         embedding_VH = (
             weights.get("embed_tokens.weight")
             if weights.has("embed_tokens.weight")
-            else target.get("model.embed_tokens.weight")
+            else target.get(name_in_target(target, "model.embed_tokens.weight"))
         )
         if embedding_VH.shape != (spec.vocab_size, spec.hidden_size):
             raise ValueError(
@@ -168,8 +168,9 @@ def _load_vocab_head(weights: Weights, target: Weights, spec: Eagle3Spec, tp: Te
     if weights.has("lm_head.weight") or spec.draft_vocab_size != spec.vocab_size:
         source, name = weights, "lm_head.weight"
     else:
-        source = target
-        name = "lm_head.weight" if target.has("lm_head.weight") else "model.embed_tokens.weight"
+        source, name = target, name_in_target(target, "lm_head.weight")
+        if not target.has(name):
+            name = name_in_target(target, "model.embed_tokens.weight")
     rows = source.shape(name)
     if rows != (spec.draft_vocab_size, spec.hidden_size):
         raise ValueError(f"{weights.path}: {name} is {rows}, not {(spec.draft_vocab_size, spec.hidden_size)}")
