@@ -41,7 +41,7 @@ from workers.eagle3_format import (
 from workers.kernels.choose import TORCH, AttentionPlan, Kernels
 from workers.kv import KVPool
 from workers.layers import SINGLE, Attention, Mlp, TensorParallel, VocabHead, gather_vocab
-from workers.model import DecoderLayer, load_attention, load_layer
+from workers.model import DecoderLayer, is_legacy, load_attention, load_layer
 
 
 class Eagle3Head(FeatureHead):
@@ -124,7 +124,7 @@ class Eagle3Head(FeatureHead):
             target_ids=load_target_ids(weights, spec),
             kernels=kernels,
         )
-        weights.finish(allowed=(*FUSION_TENSORS, *UNUSED_TENSORS))
+        weights.finish(allowed=lambda name: name in FUSION_TENSORS + UNUSED_TENSORS or is_legacy(name))
         return head
 
     @torch.inference_mode()

@@ -220,6 +220,12 @@ def test_a_bin_file_loads_like_safetensors(tmp_path: Path, target: Path) -> None
     assert torch.equal(first.logits(x), second.logits(x))
 
 
+def test_a_stored_buffer_of_the_rotary_embedding_is_passed_over(tmp_path: Path, target: Path) -> None:
+    path = checkpoints.write_eagle3(tmp_path)
+    checkpoints.edit_weights(path, add={"midlayer.self_attn.rotary_emb.inv_freq": torch.ones(4)})
+    Eagle3Head.load(path, target)
+
+
 def test_feature_layers_are_normalised_to_capture_before(tmp_path: Path) -> None:
     spec = read_spec(checkpoints.write_model(tmp_path / "target", "llama", num_hidden_layers=12))
     assert default_tap_layers(12) == (2, 6, 9)
@@ -293,7 +299,15 @@ def add(name: str) -> Callable[[Path], None]:
             lambda path: checkpoints.edit_config(
                 path, eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}, num_hidden_layers=1
             ),
-            r"feature layers \[2, 3, 4\] do not fit a target of 3 layers",
+            r"feature layers \[1, 2, 3\] of eagle_config do not fit a target of 3 layers, whose last is 2: .* one less",
+        ),
+        (
+            lambda path: checkpoints.edit_config(path, eagle_aux_hidden_state_layer_ids=[0, 2, 4]),
+            r"feature layers \[0, 2, 4\] do not fit a target of 3 layers",
+        ),
+        (
+            lambda path: checkpoints.edit_config(path, eagle_aux_hidden_state_layer_ids=[0, 1, 2, 3]),
+            r"reads 4 feature layers of its target, \[0, 1, 2, 3\]: only 3 are supported",
         ),
     ],
 )
