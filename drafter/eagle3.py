@@ -41,7 +41,7 @@ from workers.eagle3_format import (
 from workers.kernels.choose import TORCH, AttentionPlan, Kernels
 from workers.kv import KVPool
 from workers.layers import SINGLE, Attention, Mlp, TensorParallel, VocabHead, gather_vocab
-from workers.model import DecoderLayer, is_legacy, load_attention, load_layer
+from workers.model import DecoderLayer, is_legacy, load_attention, load_layer, load_mlp
 
 
 class Eagle3Head(FeatureHead):
@@ -112,9 +112,17 @@ class Eagle3Head(FeatureHead):
             embedding_VH=embedding_VH,
             input_norm_H=weights.get(f"{layer}input_layernorm.weight"),
             hidden_norm_H=weights.get(f"{layer}hidden_norm.weight"),
-            attention=load_attention(weights, f"{layer}self_attn.", spec, tp, window=spec.windows[0], kernels=kernels),
+            attention=load_attention(
+                weights,
+                f"{layer}self_attn.",
+                spec,
+                tp,
+                in_width=2 * spec.hidden_size,
+                window=spec.windows[0],
+                kernels=kernels,
+            ),
             post_norm_H=weights.get(f"{layer}post_attention_layernorm.weight"),
-            mlp=Mlp.load(weights, f"{layer}mlp.", bias=spec.mlp_bias, tp=tp, kernels=kernels),
+            mlp=load_mlp(weights, f"{layer}mlp.", spec, tp, kernels=kernels),
             more_layers=tuple(
                 load_layer(weights, f"layers.{i}.", spec, tp, window=spec.windows[i], kernels=kernels)
                 for i in range(1, spec.num_layers)

@@ -291,6 +291,12 @@ def add(name: str) -> Callable[[Path], None]:
         (drop("d2t"), "'d2t' is missing"),
         (add("fc.bias"), "unknown tensors: fc.bias"),
         (add("layers.1.mlp.up_proj.weight"), r"unknown tensors: layers\.1\.mlp\.up_proj\.weight"),
+        (
+            lambda path: checkpoints.edit_config(path, head_dim=16),
+            r"midlayer.self_attn.q_proj.weight is \(64, 128\), config.json asks for \(128, 128\): .*head_dim",
+        ),
+        (lambda path: checkpoints.edit_config(path, num_key_value_heads=2), r"k_proj.weight is \(32, 128\)"),
+        (lambda path: checkpoints.edit_config(path, intermediate_size=95), r"gate_proj.weight is \(96, 64\)"),
         (lambda path: checkpoints.edit_config(path, num_hidden_layers=2), r"'layers.1.input_\w+.weight' is missing"),
         (lambda path: checkpoints.edit_config(path, vocab_size=97), "vocabulary of 97 tokens, the target has 96"),
         (lambda path: checkpoints.edit_config(path, target_hidden_size=65), "hidden size 65, this one has 64"),

@@ -325,6 +325,7 @@ def configure(**changes: Any) -> Callable[[Path], None]:
         (configure(hidden_size=32), "a hidden size of 32, this one has 64"),
         (configure(draft_vocab_size=40), "is an EAGLE-3 head: write method 'eagle3'"),
         (configure(hidden_act="relu"), "activation 'relu'"),
+        (configure(head_dim=4), r"layers.0.self_attn.q_proj.weight is \(64, 64\), config.json asks for \(32, 64\)"),
         (configure(speculators_model_type="eagle"), "type 'eagle' in the format of speculators"),
         (configure(speculators_model_type="eagle3"), "is an EAGLE-3 head: write method 'eagle3'"),
         (configure(quantization_config={"quant_method": "gptq"}), "quantized checkpoints are not supported"),

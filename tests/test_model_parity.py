@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 
 import checkpoints
@@ -314,6 +315,34 @@ def test_missing_and_unknown_tensors_are_named(tmp_path: Path) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
     checkpoints.edit_weights(path, remove=(name,))
     with pytest.raises(ValueError, match=f"{name}' is missing"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "tensor", "found", "expected"),
+    [
+        ("num_key_value_heads", 2, "layers.0.self_attn.k_proj", (32, 64), (16, 64)),
+        ("num_attention_heads", 16, "layers.0.self_attn.q_proj", (64, 64), (128, 64)),
+        ("head_dim", 4, "layers.0.self_attn.q_proj", (64, 64), (32, 64)),
+        ("intermediate_size", 48, "layers.0.mlp.gate_proj", (96, 64), (48, 64)),
+        ("hidden_size", 32, "embed_tokens", (96, 64), (96, 32)),
+        ("vocab_size", 90, "embed_tokens", (96, 64), (90, 64)),
+    ],
+)
+def test_a_tensor_of_another_shape_than_the_configuration_says_is_named_with_the_field(
+    tmp_path: Path, field: str, value: int, tensor: str, found: tuple[int, int], expected: tuple[int, int]
+) -> None:
+    path = checkpoints.write_model(tmp_path, "qwen3", head_dim=8)
+    checkpoints.edit_config(path, **{field: value})
+    message = re.escape(f"model.{tensor}.weight is {found}, config.json asks for {expected}: look at its ")
+    with pytest.raises(ValueError, match=f"{message}.*{field}"):
+        load(path)
+
+
+def test_a_vocabulary_head_of_another_size_is_named(tmp_path: Path) -> None:
+    path = checkpoints.write_model(tmp_path, "llama")
+    checkpoints.edit_weights(path, add={"lm_head.weight": torch.ones(90, 64)})
+    with pytest.raises(ValueError, match=r"lm_head.weight is \(90, 64\), config.json asks for \(96, 64\)"):
         load(path)
 
 
