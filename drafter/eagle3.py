@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafter.head import FeatureHead
+from drafter.head import FeatureHead, name_in_target
 from workers.checkpoint import Weights, check_heads, read_spec
 from workers.eagle3_format import (
     FUSION_TENSORS,
@@ -41,7 +41,7 @@ from workers.eagle3_format import (
 from workers.kernels.choose import TORCH, AttentionPlan, Kernels
 from workers.kv import KVPool
 from workers.layers import SINGLE, Attention, Mlp, TensorParallel, VocabHead, gather_vocab
-from workers.model import DecoderLayer, load_attention, load_layer
+from workers.model import DecoderLayer, is_legacy, load_attention, load_layer, load_mlp
 
 
 class Eagle3Head(FeatureHead):
@@ -99,7 +99,7 @@ class Eagle3Head(FeatureHead):
         embedding_VH = (
             weights.get("embed_tokens.weight")
             if weights.has("embed_tokens.weight")
-            else target.get("model.embed_tokens.weight")
+            else target.get(name_in_target(target, "model.embed_tokens.weight"))
         )
         if embedding_VH.shape != (spec.vocab_size, spec.hidden_size):
             raise ValueError(
@@ -112,9 +112,17 @@ class Eagle3Head(FeatureHead):
             embedding_VH=embedding_VH,
             input_norm_H=weights.get(f"{layer}input_layernorm.weight"),
             hidden_norm_H=weights.get(f"{layer}hidden_norm.weight"),
-            attention=load_attention(weights, f"{layer}self_attn.", spec, tp, window=spec.windows[0], kernels=kernels),
+            attention=load_attention(
+                weights,
+                f"{layer}self_attn.",
+                spec,
+                tp,
+                in_width=2 * spec.hidden_size,
+                window=spec.windows[0],
+                kernels=kernels,
+            ),
             post_norm_H=weights.get(f"{layer}post_attention_layernorm.weight"),
-            mlp=Mlp.load(weights, f"{layer}mlp.", bias=spec.mlp_bias, tp=tp, kernels=kernels),
+            mlp=load_mlp(weights, f"{layer}mlp.", spec, tp, kernels=kernels),
             more_layers=tuple(
                 load_layer(weights, f"layers.{i}.", spec, tp, window=spec.windows[i], kernels=kernels)
                 for i in range(1, spec.num_layers)
@@ -124,7 +132,7 @@ class Eagle3Head(FeatureHead):
             target_ids=load_target_ids(weights, spec),
             kernels=kernels,
         )
-        weights.finish(allowed=(*FUSION_TENSORS, *UNUSED_TENSORS))
+        weights.finish(allowed=lambda name: name in FUSION_TENSORS + UNUSED_TENSORS or is_legacy(name))
         return head
 
     @torch.inference_mode()
@@ -168,8 +176,9 @@ def _load_vocab_head(weights: Weights, target: Weights, spec: Eagle3Spec, tp: Te
     if weights.has("lm_head.weight") or spec.draft_vocab_size != spec.vocab_size:
         source, name = weights, "lm_head.weight"
     else:
-        source = target
-        name = "lm_head.weight" if target.has("lm_head.weight") else "model.embed_tokens.weight"
+        source, name = target, name_in_target(target, "lm_head.weight")
+        if not target.has(name):
+            name = name_in_target(target, "model.embed_tokens.weight")
     rows = source.shape(name)
     if rows != (spec.draft_vocab_size, spec.hidden_size):
         raise ValueError(f"{weights.path}: {name} is {rows}, not {(spec.draft_vocab_size, spec.hidden_size)}")

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafter.head import FeatureHead
+from drafter.head import FeatureHead, name_in_target
 from workers.checkpoint import Weights, check_parallel
 from workers.fc_head_format import FcHeadSpec
 from workers.kernels.choose import TORCH, AttentionPlan, Kernels
@@ -76,8 +76,9 @@ class FcHead(FeatureHead):
         layers = spec.layers
         check_parallel(layers, tp.size)
         weights, target = Weights(path, dtype, device), Weights(target_path, dtype, device)
-        embedding = _first((weights, f"{spec.prefix}embed_tokens.weight"), (target, "model.embed_tokens.weight"))
-        output = _first((weights, f"{spec.prefix}lm_head.weight"), (target, "lm_head.weight"), embedding)
+        shared = [name_in_target(target, name) for name in ("model.embed_tokens.weight", "lm_head.weight")]
+        embedding = _first((weights, f"{spec.prefix}embed_tokens.weight"), (target, shared[0]))
+        output = _first((weights, f"{spec.prefix}lm_head.weight"), (target, shared[1]), embedding)
         for (source, name), wanted in (
             (embedding, (layers.vocab_size, layers.hidden_size)),
             (output, (layers.vocab_size, layers.hidden_size)),

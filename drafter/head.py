@@ -12,12 +12,13 @@ from typing import Any
 from torch import Tensor
 
 from drafter.level import DraftVocabulary
-from workers.checkpoint import ModelSpec
+from workers.checkpoint import ModelSpec, Weights
 from workers.eagle3_format import Eagle3Spec
 from workers.kernels.choose import AttentionPlan, Kernels
 from workers.kv import KVPool
 from workers.layers import HeadSplit, TensorParallel
 from workers.rope import Rope
+from workers.transformers_load import text_name
 from workers.types import AttentionMetadata
 
 _FIRST_SLOT = 1
@@ -70,3 +71,9 @@ class FeatureHead:
         layers = self._layer_shapes
         kv_heads = self.heads.num_kv_heads
         return KVPool(layers.num_layers, num_slots, kv_heads, layers.head_dim, self.dtype, self.device)
+
+
+def name_in_target(target: Weights, name: str) -> str:
+    """What a target calls a tensor of its text model, which has a prefix beside vision or audio towers (Gemma-3,
+    Mistral-Small-3.x); `name` itself if it is not stored, which its reader reports."""
+    return next((stored for stored in target.names() if text_name(stored) == name), name)

@@ -220,6 +220,12 @@ def test_a_bin_file_loads_like_safetensors(tmp_path: Path, target: Path) -> None
     assert torch.equal(first.logits(x), second.logits(x))
 
 
+def test_a_stored_buffer_of_the_rotary_embedding_is_passed_over(tmp_path: Path, target: Path) -> None:
+    path = checkpoints.write_eagle3(tmp_path)
+    checkpoints.edit_weights(path, add={"midlayer.self_attn.rotary_emb.inv_freq": torch.ones(4)})
+    Eagle3Head.load(path, target)
+
+
 def test_feature_layers_are_normalised_to_capture_before(tmp_path: Path) -> None:
     spec = read_spec(checkpoints.write_model(tmp_path / "target", "llama", num_hidden_layers=12))
     assert default_tap_layers(12) == (2, 6, 9)
@@ -285,6 +291,12 @@ def add(name: str) -> Callable[[Path], None]:
         (drop("d2t"), "'d2t' is missing"),
         (add("fc.bias"), "unknown tensors: fc.bias"),
         (add("layers.1.mlp.up_proj.weight"), r"unknown tensors: layers\.1\.mlp\.up_proj\.weight"),
+        (
+            lambda path: checkpoints.edit_config(path, head_dim=16),
+            r"midlayer.self_attn.q_proj.weight is \(64, 128\), config.json asks for \(128, 128\): .*head_dim",
+        ),
+        (lambda path: checkpoints.edit_config(path, num_key_value_heads=2), r"k_proj.weight is \(32, 128\)"),
+        (lambda path: checkpoints.edit_config(path, intermediate_size=95), r"gate_proj.weight is \(96, 64\)"),
         (lambda path: checkpoints.edit_config(path, num_hidden_layers=2), r"'layers.1.input_\w+.weight' is missing"),
         (lambda path: checkpoints.edit_config(path, vocab_size=97), "vocabulary of 97 tokens, the target has 96"),
         (lambda path: checkpoints.edit_config(path, target_hidden_size=65), "hidden size 65, this one has 64"),
@@ -293,7 +305,15 @@ def add(name: str) -> Callable[[Path], None]:
             lambda path: checkpoints.edit_config(
                 path, eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}, num_hidden_layers=1
             ),
-            r"feature layers \[2, 3, 4\] do not fit a target of 3 layers",
+            r"feature layers \[1, 2, 3\] of eagle_config do not fit a target of 3 layers, whose last is 2: .* one less",
+        ),
+        (
+            lambda path: checkpoints.edit_config(path, eagle_aux_hidden_state_layer_ids=[0, 2, 4]),
+            r"feature layers \[0, 2, 4\] do not fit a target of 3 layers",
+        ),
+        (
+            lambda path: checkpoints.edit_config(path, eagle_aux_hidden_state_layer_ids=[0, 1, 2, 3]),
+            r"reads 4 feature layers of its target, \[0, 1, 2, 3\]: only 3 are supported",
         ),
     ],
 )

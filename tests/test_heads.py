@@ -256,6 +256,28 @@ def test_prediction_layers_that_the_configuration_does_not_announce_are_unknown_
         Decoder.load(path, read_spec(path))
 
 
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
+@pytest.mark.parametrize("output", [None, "lm_head.weight", "language_model.lm_head.weight"])
+def test_a_head_shares_the_embeddings_of_a_target_with_a_vision_tower(
+    tmp_path: Path, prefix: str, output: str | None
+) -> None:
+    target = checkpoints.write_multimodal(tmp_path / "target", prefix)
+    embedding_VH = load_file(target / "model.safetensors")[f"{prefix}embed_tokens.weight"]
+    output_VH = torch.randn(96, 64) if output else embedding_VH
+    if output:
+        checkpoints.edit_weights(target, add={output: output_VH})
+        text = json.loads((target / "config.json").read_text())["text_config"]
+        checkpoints.edit_config(target, text_config=text | {"tie_word_embeddings": False})
+    eagle3 = checkpoints.write_eagle3(tmp_path / "eagle3", with_embedding=False, draft_vocab_size=None)
+    drop("lm_head.weight")(eagle3)
+    eagle = checkpoints.write_eagle(tmp_path / "eagle")
+    spec = read_eagle_spec(eagle, read_spec(target))
+    x = torch.randn(2, 64)
+    for head in (Eagle3Head.load(eagle3, target), FcHead.load(spec, eagle, target)):
+        assert torch.equal(head._embedding_VH, embedding_VH)
+        torch.testing.assert_close(head._head(x), x @ output_VH.T)
+
+
 @pytest.mark.parametrize(
     ("architecture", "model_type"),
     [
@@ -303,6 +325,7 @@ def configure(**changes: Any) -> Callable[[Path], None]:
         (configure(hidden_size=32), "a hidden size of 32, this one has 64"),
         (configure(draft_vocab_size=40), "is an EAGLE-3 head: write method 'eagle3'"),
         (configure(hidden_act="relu"), "activation 'relu'"),
+        (configure(head_dim=4), r"layers.0.self_attn.q_proj.weight is \(64, 64\), config.json asks for \(32, 64\)"),
         (configure(speculators_model_type="eagle"), "type 'eagle' in the format of speculators"),
         (configure(speculators_model_type="eagle3"), "is an EAGLE-3 head: write method 'eagle3'"),
         (configure(quantization_config={"quant_method": "gptq"}), "quantized checkpoints are not supported"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import random
+import re
 from pathlib import Path
 
 import checkpoints
@@ -353,6 +354,34 @@ def test_a_tied_model_that_stores_another_head_uses_that(
     assert_close(PagedRun(decoder).forward([Chunk(tokens, 0)])[0][0], oracle_logits(oracle(path), tokens))
     shards = [Decoder.load(path, read_spec(path), TensorParallel(rank, 2)) for rank in range(2)]
     assert torch.equal(torch.cat([shard.logits(head) for shard in shards], dim=1), decoder.logits(head))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "tensor", "found", "expected"),
+    [
+        ("num_key_value_heads", 2, "layers.0.self_attn.k_proj", (32, 64), (16, 64)),
+        ("num_attention_heads", 16, "layers.0.self_attn.q_proj", (64, 64), (128, 64)),
+        ("head_dim", 4, "layers.0.self_attn.q_proj", (64, 64), (32, 64)),
+        ("intermediate_size", 48, "layers.0.mlp.gate_proj", (96, 64), (48, 64)),
+        ("hidden_size", 32, "embed_tokens", (96, 64), (96, 32)),
+        ("vocab_size", 90, "embed_tokens", (96, 64), (90, 64)),
+    ],
+)
+def test_a_tensor_of_another_shape_than_the_configuration_says_is_named_with_the_field(
+    tmp_path: Path, field: str, value: int, tensor: str, found: tuple[int, int], expected: tuple[int, int]
+) -> None:
+    path = checkpoints.write_model(tmp_path, "qwen3", head_dim=8)
+    checkpoints.edit_config(path, **{field: value})
+    message = re.escape(f"model.{tensor}.weight is {found}, config.json asks for {expected}: look at its ")
+    with pytest.raises(ValueError, match=f"{message}.*{field}"):
+        load(path)
+
+
+def test_a_vocabulary_head_of_another_size_is_named(tmp_path: Path) -> None:
+    path = checkpoints.write_model(tmp_path, "llama")
+    checkpoints.edit_weights(path, add={"lm_head.weight": torch.ones(90, 64)})
+    with pytest.raises(ValueError, match=r"lm_head.weight is \(90, 64\), config.json asks for \(96, 64\)"):
+        load(path)
 
 
 def test_an_untied_model_needs_its_head(tmp_path: Path) -> None:

@@ -132,7 +132,15 @@ def _tap_layers(raw: dict[str, Any], num_layers: int, path: Path) -> tuple[int, 
     nested = (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     plain = raw.get("eagle_aux_hidden_state_layer_ids")
     ids = [layer + 1 for layer in nested] if nested else plain or default_tap_layers(num_layers)
-    if len(ids) != 3 or not all(0 <= layer <= num_layers for layer in ids):
+    if len(ids) != 3:
+        raise ValueError(f"{path} reads {len(ids)} feature layers of its target, {list(ids)}: only 3 are supported")
+    if nested and max(nested) == num_layers:
+        raise ValueError(
+            f"{path}: the feature layers {nested} of eagle_config do not fit a target of {num_layers} layers, whose "
+            f"last is {num_layers - 1}: they are read as SpecForge and SGLang write them, a layer's number for its "
+            "output. If they count the boundaries between layers, as some of NVIDIA's heads do, write each one less"
+        )
+    if not all(0 <= layer <= num_layers for layer in ids):
         raise ValueError(f"{path}: feature layers {list(ids)} do not fit a target of {num_layers} layers")
     return ids[0], ids[1], ids[2]
 

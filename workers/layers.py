@@ -66,6 +66,13 @@ class HeadSplit:
         )
 
 
+def check_shape(weights: Weights, name: str, expected: tuple[int, ...], fields: str) -> None:
+    """Raise ValueError unless a tensor is stored in the shape that config.json's `fields` give it."""
+    found = weights.shape(name)
+    if found != expected:
+        raise ValueError(f"{weights.path}: {name} is {found}, config.json asks for {expected}: look at its {fields}")
+
+
 class Attention:
     """Self-attention of one layer: fused q, k, v projection, Qwen3's head norms, rope, paged KV, output projection."""
 
@@ -101,6 +108,8 @@ class Attention:
         *,
         heads: HeadSplit,
         head_dim: int,
+        in_width: int,
+        out_width: int,
         qkv_bias: bool,
         o_bias: bool,
         qk_norm: bool,
@@ -109,7 +118,20 @@ class Attention:
         tp: TensorParallel,
         kernels: Kernels = TORCH,
     ) -> Attention:
-        """Read this rank's slices of `prefix`{q,k,v,o}_proj and, if asked for, {q,k}_norm."""
+        """Read this rank's slices of `prefix`{q,k,v,o}_proj and, if asked for, {q,k}_norm.
+
+        Raises ValueError for a missing tensor or one of another shape.
+        """
+        q_rows, kv_rows = heads.num_heads * tp.size * head_dim, heads.num_kv_heads * heads.kv_parts * head_dim
+        shapes: dict[str, tuple[int, ...]] = {
+            "q_proj": (q_rows, in_width),
+            "k_proj": (kv_rows, in_width),
+            "v_proj": (kv_rows, in_width),
+            "o_proj": (out_width, q_rows),
+        } | ({"q_norm": (head_dim,), "k_norm": (head_dim,)} if qk_norm else {})
+        for name, shape in shapes.items():
+            fields = "hidden_size, num_attention_heads, num_key_value_heads and head_dim"
+            check_shape(weights, f"{prefix}{name}.weight", shape, fields)
 
         def fused(kind: str) -> Tensor:
             kv = (0, heads.kv_rank, heads.kv_parts)
@@ -160,8 +182,23 @@ class Mlp:
         self.kernels = kernels
 
     @staticmethod
-    def load(weights: Weights, prefix: str, *, bias: bool, tp: TensorParallel, kernels: Kernels = TORCH) -> Mlp:
-        """Read this rank's slices of `prefix`{gate,up,down}_proj; the intermediate width may split unevenly."""
+    def load(
+        weights: Weights,
+        prefix: str,
+        *,
+        width: int,
+        inner_width: int,
+        bias: bool,
+        tp: TensorParallel,
+        kernels: Kernels = TORCH,
+    ) -> Mlp:
+        """Read this rank's slices of `prefix`{gate,up,down}_proj; the intermediate width may split unevenly.
+
+        Raises ValueError for a missing tensor or one of another shape.
+        """
+        shapes = {"gate": (inner_width, width), "up": (inner_width, width), "down": (width, inner_width)}
+        for name, shape in shapes.items():
+            check_shape(weights, f"{prefix}{name}_proj.weight", shape, "hidden_size and intermediate_size")
 
         def fused(kind: str) -> Tensor:
             names = (f"{prefix}gate_proj.{kind}", f"{prefix}up_proj.{kind}")

@@ -26,7 +26,17 @@ from torch import Tensor
 from workers.checkpoint import MTP_PREFIXES, ModelSpec, Weights, check_parallel
 from workers.kernels.choose import TORCH, AttentionPlan, Kernels
 from workers.kv import KVPool
-from workers.layers import SINGLE, Attention, HeadSplit, Mlp, TensorParallel, VocabHead, gather_vocab, shard_vocab
+from workers.layers import (
+    SINGLE,
+    Attention,
+    HeadSplit,
+    Mlp,
+    TensorParallel,
+    VocabHead,
+    check_shape,
+    gather_vocab,
+    shard_vocab,
+)
 from workers.rope import Rope, Rotation
 from workers.types import AttentionMetadata, Hidden
 
@@ -110,6 +120,8 @@ class Decoder:
             if not 0 <= tap <= spec.num_layers:
                 raise ValueError(f"feature layer {tap} is outside a model of {spec.num_layers} layers")
         weights = source if isinstance(source, Weights) else Weights(source, dtype, device)
+        for name in (_EMBEDDING, *(() if spec.tie_embeddings and not weights.has(_HEAD) else (_HEAD,))):
+            check_shape(weights, name, (spec.vocab_size, spec.hidden_size), "vocab_size and hidden_size")
         embedding_VD = weights.get(_EMBEDDING)
         layers = tuple(
             load_layer(weights, f"model.layers.{index}.", spec, tp, window=window, kernels=kernels)
@@ -193,12 +205,13 @@ def load_layer(
     has_input_norm: bool = True,
     kernels: Kernels = TORCH,
 ) -> DecoderLayer:
-    """This rank's share of the decoder layer whose tensors start with `prefix`. ValueError names a missing one."""
+    """This rank's share of the decoder layer whose tensors start with `prefix`. ValueError names one that is missing
+    or misshapen."""
     return DecoderLayer(
         input_norm_D=weights.get(f"{prefix}input_layernorm.weight") if has_input_norm else None,
         attention=load_attention(weights, f"{prefix}self_attn.", spec, tp, window=window, kernels=kernels),
         post_norm_D=weights.get(f"{prefix}post_attention_layernorm.weight"),
-        mlp=Mlp.load(weights, f"{prefix}mlp.", bias=spec.mlp_bias, tp=tp, kernels=kernels),
+        mlp=load_mlp(weights, f"{prefix}mlp.", spec, tp, kernels=kernels),
     )
 
 
@@ -208,15 +221,18 @@ def load_attention(
     spec: ModelSpec | Eagle3Spec,
     tp: TensorParallel,
     *,
+    in_width: int | None = None,
     window: int | None = None,
     kernels: Kernels = TORCH,
 ) -> Attention:
-    """This rank's heads of the attention whose tensors start with `prefix`."""
+    """This rank's heads of the attention whose tensors start with `prefix`. in_width: None = the hidden width."""
     return Attention.load(
         weights,
         prefix,
         heads=HeadSplit.of(spec.num_heads, spec.num_kv_heads, tp),
         head_dim=spec.head_dim,
+        in_width=in_width or spec.hidden_size,
+        out_width=spec.hidden_size,
         qkv_bias=spec.qkv_bias,
         o_bias=spec.o_bias,
         qk_norm=spec.qk_norm,
@@ -238,6 +254,21 @@ def has_own_head(weights: Weights, head: str, embedding: str, vocab_size: int, t
         return False
     logger.info("%s says tie_word_embeddings, but stores another %s: that is used", weights.path, head)
     return True
+
+
+def load_mlp(
+    weights: Weights, prefix: str, spec: ModelSpec | Eagle3Spec, tp: TensorParallel, *, kernels: Kernels = TORCH
+) -> Mlp:
+    """This rank's share of the MLP whose tensors start with `prefix`."""
+    return Mlp.load(
+        weights,
+        prefix,
+        width=spec.hidden_size,
+        inner_width=spec.intermediate_size,
+        bias=spec.mlp_bias,
+        tp=tp,
+        kernels=kernels,
+    )
 
 
 def is_legacy(name: str) -> bool:

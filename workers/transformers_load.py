@@ -233,7 +233,7 @@ def _sources(model: Any, weights: Weights, *, is_composite: bool) -> tuple[dict[
     found: dict[str, dict[str | None, list[str]]] = {}
     for stored in weights.names():
         name, pattern = rename_source_key(
-            _text_name(stored) if is_composite else stored, renamings, converters, model.base_model_prefix, targets
+            text_name(stored) if is_composite else stored, renamings, converters, model.base_model_prefix, targets
         )
         is_foreign = is_composite and name not in targets and "language_model" not in stored
         if is_legacy(stored) or is_foreign or any(re.search(rule, name) for rule in patterns):
@@ -243,7 +243,7 @@ def _sources(model: Any, weights: Weights, *, is_composite: bool) -> tuple[dict[
     return {name: _source(name, by_pattern, converters) for name, by_pattern in found.items()}, ignored
 
 
-def _text_name(stored: str) -> str:
+def text_name(stored: str) -> str:
     """A composite checkpoint's name of a text tensor, as the text model alone would call it."""
     return re.sub(r"^(model\.)?language_model\.(model\.|(?=lm_head))?", _text_prefix, stored)
 
