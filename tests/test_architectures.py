@@ -30,6 +30,8 @@ from secateur.errors import ConfigError
 from workers.checkpoint import check_parallel, read_spec
 from workers.config import DraftConfig, EngineConfig, TreeConfig
 from workers.decoders import load_decoder
+from workers.eagle3_format import default_tap_layers
+from workers.fc_head_format import read_mtp_spec
 from workers.layers import SINGLE, TensorParallel
 from workers.transformers_model import TransformersDecoder
 from workers.transformers_spec import TESTED
@@ -179,6 +181,20 @@ def test_ranks_hold_only_their_share(folder: Path) -> None:
         assert gemma._head.lm_head.weight.data_ptr() == gemma._base.embed_tokens.weight[48 * rank].data_ptr()
 
 
+def test_taps_of_one_layer_are_its_features_side_by_side(tmp_path: Path) -> None:
+    """EAGLE-3's three layers coincide in part in targets of few layers."""
+    path = checkpoints.write_model(tmp_path, "phi3", pad_token_id=0, num_hidden_layers=5)
+    tokens = random_tokens(10)
+    with torch.no_grad():
+        states = oracle(path)(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+    run = PagedRun(load(path, tap_layers=default_tap_layers(5)))
+    for start, end in ((0, 6), (6, 10)):
+        _, hidden = run.forward([Chunk(tokens[start:end], start)])
+        assert hidden.taps_N3D is not None
+        expected = torch.cat([states[2][0, start:end]] * 3, dim=-1)
+        assert_close(hidden.taps_N3D, expected, expected.std())
+
+
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
 def test_the_text_model_of_a_vision_checkpoint_is_served(tmp_path: Path, prefix: str) -> None:
     config = {"tie_word_embeddings": True, "head_dim": 16, "sliding_window": 7}
@@ -284,6 +300,14 @@ def test_code_from_a_checkpoint_is_neither_run_nor_asked_about(
         read_spec(tmp_path)
     assert not asked
     assert not (tmp_path / "ran").exists()
+
+
+def test_prediction_layers_that_the_class_skips_are_refused_as_such(tmp_path: Path) -> None:
+    """GLM-4.5's configuration does announce them."""
+    model_type, config = checkpoints.ARCHITECTURES["glm-4-moe"]
+    path = checkpoints.write_model(tmp_path, model_type, **config, num_nextn_predict_layers=1)
+    with pytest.raises(ValueError, match="method 'mtp'.*prediction layers of a glm4_moe model are not implemented"):
+        read_mtp_spec(path, read_spec(path))
 
 
 def test_missing_misshapen_and_unknown_tensors_are_named(tmp_path: Path) -> None:

@@ -13,9 +13,10 @@ import pytest
 import torch
 from engines import BUNDLED, DYNAMIC, bundled
 from safetensors.torch import save_file
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from cluster.plan.costs import Chunk, Costs
-from cluster.plan.memory import expected_shapes, pages_on_device, side, sides, tensor_shapes
+from cluster.plan.memory import Side, expected_shapes, pages_on_device, side, sides, tensor_shapes
 from cluster.plan.roofline import cost_table, forward_ms
 from secateur.errors import ConfigError
 from secateur.plan import HARDWARE, CostTable, DraftCosts, Hardware, VerifyCosts
@@ -258,6 +259,31 @@ def test_the_roofline_of_llama_3_8b_by_hand(llama_8b: EngineConfig) -> None:
     # 131 072 bytes per cached token, and 4 x 4096 x 32 operations per row and token.
     more = costs.decode(4, 0, 1000).ms - costs.decode(4, 0, 0).ms
     assert more == pytest.approx(4000 * (131072 / 2e12 + 4 * 4096 * 32 / 400e12) * 1e3)
+
+
+def test_a_mixture_reads_the_experts_that_rows_choose_and_multiplies_with_its_share(llama_8b: EngineConfig) -> None:
+    """1e9 weights beside 8e9 of experts, a quarter for each row: 2 GB and 4 to 16 GB at 2 TB/s; 6 GFLOP a row."""
+    mixture = Side(matmul_items=9 * 10**9, expert_items=8 * 10**9, expert_share=0.25, item_bytes=2)
+    costs = Costs(cost_table(llama_8b, [mixture], PLAIN))
+    assert costs.decode(1, 0, 0).ms == pytest.approx(1 + 2)
+    assert costs.decode(2, 0, 0).ms == pytest.approx(1 + 8 * (1 - 0.75**2))
+    assert costs.decode(16, 0, 0).ms == pytest.approx(1 + 8 * (1 - 0.75**16))
+    assert costs.decode(300, 0, 0).ms == pytest.approx(9), "all of it, as 600 rows' arithmetic takes"
+    assert costs.decode(1200, 0, 0).ms == pytest.approx(1200 * 6 / 400)
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral", "aria", "ernie-4.5-moe", "glm-4-moe"])
+def test_experts_are_told_from_other_matrices(tmp_path: Path, name: str) -> None:
+    """Four experts, two for each row, in whichever way they are named and stored."""
+    model_type, given = checkpoints.ARCHITECTURES[name]
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip(f"this version of transformers has no {model_type}")
+    path = checkpoints.write_model(tmp_path, model_type, **given)
+    [target] = sides(EngineConfig(model_path=str(path)))
+    model = AutoModelForCausalLM.from_pretrained(path)
+    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name and p.dim() == 3)
+    assert experts > 0
+    assert (target.expert_items, target.expert_share) == (experts, 0.5)
 
 
 def test_a_model_of_unknown_weights_is_not_predicted(tmp_path: Path) -> None:

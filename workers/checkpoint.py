@@ -76,6 +76,7 @@ class ModelSpec:
     dtype: str  # float32, bfloat16 or float16: the checkpoint's own
     eos_token_ids: tuple[int, ...]
     can_split: bool = True  # between tensor-parallel ranks
+    expert_share: float = 1.0  # of a mixture's experts, that a row goes through
 
 
 def split(total: int, rank: int, size: int) -> tuple[int, int]:

@@ -114,9 +114,14 @@ def read_mtp_spec(path: Path | str, target: ModelSpec) -> FcHeadSpec:
         ValueError: a target without such a layer, or with several.
     """
     if target.num_mtp_layers == 0:
+        raw = read_json(Path(path) / "config.json")
+        names = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+        reason = f"and {path}/config.json has neither {names[0]} nor {names[1]}"
+        if any(raw.get(name) for name in names):
+            reason = f"but the prediction layers of a {target.family} model are not implemented"
         raise ValueError(
-            f"method 'mtp': the target must natively support multi-token prediction, and {path}/config.json has "
-            "neither num_nextn_predict_layers nor mtp_num_hidden_layers; use 'eagle3', 'draft_model' or 'ngram'"
+            f"method 'mtp': the target must natively support multi-token prediction, {reason}; use 'eagle3', "
+            "'draft_model' or 'ngram'"
         )
     if target.num_mtp_layers > 1:
         raise ValueError(

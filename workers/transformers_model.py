@@ -142,7 +142,8 @@ class TransformersDecoder:
         output = self._base(
             input_ids=tokens_N[None].long(), position_ids=positions_N[None].long(), use_cache=False, secateur_step=step
         )
-        taps_N3D = torch.cat([self._captured.pop(tap) for tap in self.tap_layers], dim=-1) if self.tap_layers else None
+        taps_N3D = torch.cat([self._captured[tap] for tap in self.tap_layers], dim=-1) if self.tap_layers else None
+        self._captured.clear()
         return Hidden(output.last_hidden_state[0], taps_N3D)
 
     @torch.inference_mode()
@@ -171,7 +172,7 @@ class TransformersDecoder:
             last = output if isinstance(output, Tensor) else output[0]
             self._captured[self.spec.num_layers] = last[0]
 
-        for tap in self.tap_layers:
+        for tap in set(self.tap_layers):  # of few layers, taps coincide
             if tap < self.spec.num_layers:
                 self._base.layers[tap].register_forward_pre_hook(before(tap), with_kwargs=True)
             else:

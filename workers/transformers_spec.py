@@ -51,6 +51,8 @@ _GENERATING = ("ForCausalLM", "ForConditionalGeneration")
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _HANDLED = {"sliding_window", "softcap", "s_aux", "position_ids", "cache_position"}
 _PROBE = "secateur_probe"
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_EXPERTS_PER_ROW = ("num_experts_per_tok", "moe_topk", "moe_k")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -323,6 +325,7 @@ def _spec(config: Any, plan: dict[str, str], observed: _Observed, raw: dict[str,
         # Gemma-3n cuts activations by their mean over the whole inner width, of which a rank sees a part.
         can_split=not any(getattr(config, "activation_sparsity_pattern", None) or ()),
         eos_token_ids=eos_ids(raw, raw.get("text_config") or {}, read_json(path / "generation_config.json")),
+        expert_share=_expert_share(config),
         class_name=observed.class_name,
         tp_plan=tuple(plan.items()),
         attention_name=observed.attention_name,
@@ -330,6 +333,15 @@ def _spec(config: Any, plan: dict[str, str], observed: _Observed, raw: dict[str,
         has_sinks=any(call.has_sinks for call in observed.calls),
         has_taps=observed.hidden_dims == 3,
     )
+
+
+def _expert_share(config: Any) -> float:
+    """k / E where each row goes through k of E experts, by the names that configurations have for them."""
+    chosen, total = (
+        next((value for name in names if isinstance(value := getattr(config, name, None), int)), 0)
+        for names in (_EXPERTS_PER_ROW, _NUM_EXPERTS)
+    )
+    return chosen / total if chosen and total else 1.0
 
 
 def _dtype(raw: dict[str, Any]) -> str:

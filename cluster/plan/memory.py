@@ -34,7 +34,10 @@ class Side:
     logits_bytes: int = 0
     """Of a full step, see `workers.memory`; the target's."""
     matmul_items: int = 0
-    """Weights that every row is multiplied with: all matrices but the input embedding."""
+    """Weights that rows are multiplied with: all matrices but the input embedding."""
+    expert_items: int = 0
+    """Those of them that belong to experts, of which a row goes through `expert_share`."""
+    expert_share: float = 1.0
     num_layers: int = 0
     hidden_size: int = 0
     attention_width: int = 0
@@ -84,7 +87,7 @@ def sides(config: EngineConfig) -> list[Side]:
 
 def side(shapes: Shapes, spec: ModelSpec | Eagle3Spec, ranks: int, item: int) -> Side:
     """Matrices are split, vectors and the input embedding are not; a tied head multiplies with the embedding."""
-    held = multiplied = 0
+    held = multiplied = experts = 0
     for name, shape in shapes.items():
         items = share = math.prod(shape)
         if name.endswith(("k_proj.weight", "v_proj.weight")):
@@ -97,11 +100,14 @@ def side(shapes: Shapes, spec: ModelSpec | Eagle3Spec, ranks: int, item: int) ->
             multiplied += is_head * items // ranks
         elif len(shape) > 1:
             multiplied += share
+            experts += share if ".experts." in name or len(shape) == 3 else 0  # one by one, or in a stack
     token = spec.num_layers * 2 * -(-spec.num_kv_heads // ranks) * spec.head_dim
     return Side(
         weight_bytes=held * item,
         token_bytes=token * item,
         matmul_items=multiplied,
+        expert_items=experts,
+        expert_share=spec.expert_share if isinstance(spec, ModelSpec) else 1.0,
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
         attention_width=spec.num_heads * spec.head_dim // ranks,

@@ -5,13 +5,16 @@ A forward of n rows over the matrices takes the longer of reading and multiplyin
 
     max(weight bytes / bandwidth, 2 n weights / flops)
 
-and beside that, one kernel after the other: the keys and values read once per request, four operations per row, cached
-token and attention width, a fixed time per layer, and with T ranks two all-reduces per layer of 2 (T - 1) / T times n
-rows. Attention's reads and arithmetic are added, which is pessimistic by at most a factor of two of that part.
+of a mixture of experts of which a row goes through the share s, that share of the experts' weights to be multiplied
+with and, if rows choose evenly and each for itself, 1 - (1 - s)^n of them to be read; and beside that, one kernel after
+the other: the keys and values read once per request, four operations per row, cached token and attention width, a fixed
+time per layer, and with T ranks two all-reduces per layer of 2 (T - 1) / T times n rows. Attention's reads and
+arithmetic are added, which is pessimistic by at most a factor of two of that part.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from cluster.plan.memory import Side
@@ -28,8 +31,7 @@ def cost_table(config: EngineConfig, sides: Sequence[Side], hardware: Hardware) 
     target, ranks = sides[0], config.tensor_parallel_size
     if not target.matmul_items:
         raise ConfigError(f"{config.model_path} holds no weights, and its config does not tell them")
-    knee = reading_ms(target, hardware) / row_ms(target, hardware)
-    rows = tuple(sorted({1.0, *(max(2.0, factor * knee) for factor in (1, 2, 4))}))
+    rows = _table_rows(target, hardware)
     return CostTable(
         source="predicted",
         hardware=hardware.name,
@@ -45,6 +47,14 @@ def cost_table(config: EngineConfig, sides: Sequence[Side], hardware: Hardware) 
         host_ms=hardware.host_ms,
         host_request_ms=hardware.host_request_ms,
     )
+
+
+def _table_rows(side: Side, hardware: Hardware) -> tuple[float, ...]:
+    """Where the arithmetic of rows takes as long as reading all weights, and beyond; of a mixture of experts, whose
+    reading grows with the rows before that, powers of 2 up to there too."""
+    knee = reading_ms(side, math.inf, hardware) / row_ms(side, hardware)
+    powers = [2.0**power for power in range(1, math.ceil(math.log2(max(2.0, knee))))] if side.expert_items else []
+    return tuple(sorted({1.0, *powers, *(max(2.0, factor * knee) for factor in (1, 2, 4))}))
 
 
 def _draft_costs(config: EngineConfig, side: Side, hardware: Hardware) -> DraftCosts:
@@ -69,20 +79,22 @@ def _draft_costs(config: EngineConfig, side: Side, hardware: Hardware) -> DraftC
 
 def forward_ms(side: Side, rows: float, ranks: int, hardware: Hardware) -> float:
     """Of one rank's matrices, with the all-reduces of its group; without attention."""
-    matrices = max(reading_ms(side, hardware), rows * row_ms(side, hardware))
+    matrices = max(reading_ms(side, rows, hardware), rows * row_ms(side, hardware))
     reduced = rows * side.hidden_size * side.item_bytes * 2 * (ranks - 1) / ranks
     reduce_ms = 1e-3 * hardware.link_latency_us + reduced / (1e6 * hardware.link_gbs) if ranks > 1 else 0.0
     return matrices + side.num_layers * (1e-3 * hardware.layer_us + 2 * reduce_ms)
 
 
-def reading_ms(side: Side, hardware: Hardware) -> float:
-    """Of every matrix once."""
-    return 1e3 * side.matmul_items * side.item_bytes / _bandwidth(hardware)
+def reading_ms(side: Side, rows: float, hardware: Hardware) -> float:
+    """Of every matrix once, but for those of experts that no row has chosen."""
+    unread = side.expert_items * (1 - side.expert_share) ** rows
+    return 1e3 * (side.matmul_items - unread) * side.item_bytes / _bandwidth(hardware)
 
 
 def row_ms(side: Side, hardware: Hardware) -> float:
     """Of one row's arithmetic."""
-    return 1e3 * 2 * side.matmul_items / _flops(hardware)
+    items = side.matmul_items - (1 - side.expert_share) * side.expert_items
+    return 1e3 * 2 * items / _flops(hardware)
 
 
 def kv_token_ms(side: Side, hardware: Hardware) -> float:
