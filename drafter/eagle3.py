@@ -139,16 +139,7 @@ class Eagle3Head(FeatureHead):
     def forward(
         self, tokens_M: Tensor, features_MH: Tensor, positions_M: Tensor, plan: AttentionPlan, kv: KVPool
     ) -> Tensor:
-        """One packed pass; writes every row's key and value into `kv`.
-
-        Args:
-            tokens_M: int32 or int64 target token ids.
-            features_MH: fc(f) of the token before each, or the parent's result; any float dtype.
-            positions_M: rotary positions, one less than the tokens' own.
-
-        Returns:
-            [M, H] features for the rows' children and input of `logits`; equal on every rank.
-        """
+        """See `FeatureHead`."""
         spec, eps, kernels = self.spec, self.spec.rms_norm_eps, self.kernels
         g_MH = features_MH.to(self.dtype)
         e_MH = kernels.rms_norm(F.embedding(tokens_M, self._embedding_VH), self._input_norm_H, eps)
@@ -165,7 +156,7 @@ class Eagle3Head(FeatureHead):
 
     @torch.inference_mode()
     def logits(self, hidden_MH: Tensor) -> Tensor:
-        """float32 [M, draft_vocab] for rows of `forward`'s result, equal on every rank; a collective over `tp`."""
+        """See `FeatureHead`."""
         if not self.spec.norm_output:
             hidden_MH = self.kernels.rms_norm(hidden_MH, self._final_norm_H, self.spec.rms_norm_eps)
         return gather_vocab(self._head(hidden_MH), self.tp, self.spec.draft_vocab_size)

@@ -123,16 +123,7 @@ class FcHead(FeatureHead):
     def forward(
         self, tokens_M: Tensor, features_MH: Tensor, positions_M: Tensor, plan: AttentionPlan, kv: KVPool
     ) -> Tensor:
-        """One packed pass; writes every row's key and value into `kv`.
-
-        Args:
-            tokens_M: int32 or int64 target token ids.
-            features_MH: the target's final hidden state at the token before each, or the parent's result; any float.
-            positions_M: rotary positions, one less than the tokens' own.
-
-        Returns:
-            [M, H] features for the rows' children and input of `logits`; equal on every rank.
-        """
+        """See `FeatureHead`."""
         e_MH = self._norm(F.embedding(tokens_M, self._embedding_VH), self._embedding_norm_H)
         g_MH = self._norm(features_MH.to(self.dtype), self._feature_norm_H)
         x_MH = self._fc(torch.cat((g_MH, e_MH) if self.spec.feature_first else (e_MH, g_MH), dim=-1))
@@ -143,7 +134,7 @@ class FcHead(FeatureHead):
 
     @torch.inference_mode()
     def logits(self, hidden_MH: Tensor) -> Tensor:
-        """float32 [M, V] for rows of `forward`'s result, equal on every rank; a collective over `tp`."""
+        """See `FeatureHead`."""
         return gather_vocab(self._head(hidden_MH), self.tp, self.vocab.target_size)
 
     def _norm(self, x_MH: Tensor, weight_H: Tensor | None) -> Tensor:

@@ -2,11 +2,12 @@
 
 An entry is a pair, (token j, feature of token j - 1), and lies in KV slot j with rotary position j - 1. Token 0 has no
 feature before it: slot 0 stays empty and hidden.
-Legend: V vocabulary, H draft hidden width.
+Legend: M packed rows, V vocabulary, H draft hidden width.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 from torch import Tensor
@@ -24,7 +25,7 @@ from workers.types import AttentionMetadata
 _FIRST_SLOT = 1
 
 
-class FeatureHead:
+class FeatureHead(ABC):
     """One rank's share of a head. `layers`: the shapes of its decoder layers."""
 
     def __init__(
@@ -46,6 +47,25 @@ class FeatureHead:
         self._layer_shapes = layers
         self._embedding_VH = embedding_VH
         self._rope = Rope(layers.rope, self.dtype, self.device)
+
+    @abstractmethod
+    def forward(
+        self, tokens_M: Tensor, features_MH: Tensor, positions_M: Tensor, plan: AttentionPlan, kv: KVPool
+    ) -> Tensor:
+        """One packed pass; writes every row's key and value into `kv`.
+
+        Args:
+            tokens_M: int32 or int64 target token ids.
+            features_MH: what the target says of the token before each, or the parent's result; any float dtype.
+            positions_M: rotary positions, one less than the tokens' own.
+
+        Returns:
+            [M, H] features for the rows' children and input of `logits`; equal on every rank.
+        """
+
+    @abstractmethod
+    def logits(self, hidden_MH: Tensor) -> Tensor:
+        """float32 [M, draft_vocab] for rows of `forward`'s result, equal on every rank; a collective over `tp`."""
 
     def plan(self, metadata: AttentionMetadata, page_size: int, into: Any = None) -> AttentionPlan:
         """Prepare one step's attention, see `Kernels.plan`; slot 0 is hidden."""

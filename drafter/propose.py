@@ -13,18 +13,19 @@ Legend: B requests of the message, G of them growing, M fed rows, F frontier nod
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from drafter.head import FeatureHead
 from drafter.level import Candidates, DraftVocabulary, Level
 from drafter.unrolled import Start, Unrolled
 from workers.config import EngineConfig
 from workers.decoders import AnyDecoder
 from workers.graphs import Graphs, most_pages, sizes
-from workers.kernels.choose import AttentionPlan, Kernels
+from workers.kernels.choose import AttentionPlan
 from workers.kv import KVPool
 from workers.model import Decoder
 from workers.types import AttentionMetadata, DraftRequest
@@ -47,34 +48,6 @@ class Proposer(Protocol):
     def expand(self, level: Level) -> Tensor | Candidates:
         """Logits [F, V] of one level of the trees rooted by the last extend."""
         ...
-
-
-class FeatureHead(Protocol):
-    """A head that drafts from the target's features: an entry is a token with the feature of the one before it.
-
-    See `drafter.eagle3.Eagle3Head` and `drafter.fc_head.FcHead` for the rules of the methods.
-    """
-
-    vocab: DraftVocabulary
-    device: torch.device
-    dtype: torch.dtype
-    kernels: Kernels
-
-    @property
-    def bytes_per_slot(self) -> int: ...
-
-    @property
-    def width(self) -> int: ...
-
-    def new_kv_pool(self, num_slots: int) -> KVPool: ...
-
-    def plan(self, metadata: AttentionMetadata, page_size: int, into: Any = None) -> AttentionPlan: ...
-
-    def forward(
-        self, tokens_M: Tensor, features_MH: Tensor, positions_M: Tensor, plan: AttentionPlan, kv: KVPool
-    ) -> Tensor: ...
-
-    def logits(self, hidden_MH: Tensor) -> Tensor: ...
 
 
 class _Prefix:
