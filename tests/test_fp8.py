@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from test_model_parity import Chunk, PagedRun, oracle, oracle_logits, random_tokens
 
+from workers import checkpoint
 from workers.checkpoint import Weights, read_spec
 from workers.decoders import load_decoder
 from workers.layers import TensorParallel
@@ -45,9 +46,13 @@ def test_logits_are_those_of_the_dequantised_weights(folders: tuple[Path, Path])
     assert (logits - expected).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("num_items", [1, 700, 1 << 22])
 @pytest.mark.parametrize(("dim", "size"), [(0, 2), (1, 2), (0, 3), (1, 5)])
-def test_a_slice_is_the_slice_of_the_dequantised_whole(folders: tuple[Path, Path], dim: int, size: int) -> None:
-    """Slices begin and end inside blocks."""
+def test_a_slice_is_the_slice_of_the_dequantised_whole(
+    folders: tuple[Path, Path], dim: int, size: int, num_items: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slices begin and end inside blocks, and so do the pieces that are dequantised at a time."""
+    monkeypatch.setattr(checkpoint, "_DEQUANTISED_ITEMS", num_items)
     quantised, plain = Weights(folders[0]), load_file(folders[1] / "model.safetensors")
     for name in quantised.names():
         if "_proj.weight" in name:

@@ -87,6 +87,27 @@ def test_what_comes_and_goes_beside_the_pages_has_room_of_its_own(monkeypatch):
     assert logits_bytes(replace(apart, max_num_seqs=64), 128_256) == 64 * 17 * 128_256 * 12
 
 
+def test_memory_that_loading_let_go_of_is_returned_before_anyone_measures(monkeypatch):
+    done: list[str] = []
+
+    def note(event: str, value: Any = None) -> Any:
+        done.append(event)
+        return value
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: note("empty"))
+    monkeypatch.setattr(memory, "_free_bytes", lambda world, beside: note("measure", float(GIB)))
+    for device in ("cuda", "cpu"):
+        world: Any = SimpleNamespace(
+            config=engine(),
+            rank=0,
+            device=torch.device(device),
+            gather_number=lambda value: note("gather", [value]),
+            agree_on_minimum=lambda value: value,
+        )
+        agree_on_pages(world, 1024)
+    assert done == ["empty", "gather", "gather", "measure", "gather", "gather", "measure"]
+
+
 def test_what_is_configured_is_taken_and_more_than_can_be_used_is_not(monkeypatch):
     assert pages(monkeypatch, engine(num_pages=200, max_model_len=1024), [1], [0.0]) == 200
     few = EngineConfig(model_path="", max_num_seqs=3, max_model_len=100, page_size=16)

@@ -45,6 +45,9 @@ FP8_SCALE = "_scale_inv"
 _COMPARED_ROWS = 4096
 """Rows of two matrices that are compared at a time."""
 
+_DEQUANTISED_ITEMS = 1 << 22
+"""Values that are dequantised at a time: the float32 copies of them and of their scales come and go."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
@@ -313,14 +316,22 @@ class Weights:
         stored = self._find(name)
         self._used.add(name)
         part = stored[(slice(None),) * dim + (slice(start, end),)] if self.shape(name) else stored[...]
-        if part.dtype is torch.float8_e4m3fn:
-            part = self._dequantise(name, part.to(self.device), dim, start)
-        dtype = (dtype or self.dtype or part.dtype) if part.is_floating_point() else part.dtype
+        is_float8 = part.dtype is torch.float8_e4m3fn
+        own_dtype = torch.float32 if is_float8 else part.dtype
+        dtype = (dtype or self.dtype or own_dtype) if part.is_floating_point() else own_dtype
         # A fresh tensor: the mapped file may be misaligned, and one slice would keep all of it mapped.
-        return torch.empty(part.shape, dtype=dtype, device=self.device).copy_(part)
+        values = torch.empty(part.shape, dtype=dtype, device=self.device)
+        if not is_float8:
+            return values.copy_(part)
+        step = max(1, _DEQUANTISED_ITEMS // max(1, part[:1].numel()))
+        first = [start if axis == dim else 0 for axis in range(part.dim())]
+        for row in range(0, part.shape[0], step):
+            piece = part[row : row + step].to(self.device)
+            values[row : row + step] = self._dequantise(name, piece, [first[0] + row, *first[1:]])
+        return values
 
-    def _dequantise(self, name: str, part: Tensor, dim: int, start: int) -> Tensor:
-        """float32 values of a float8 slice [..., R, C] that begins at `start` along `dim`.
+    def _dequantise(self, name: str, part: Tensor, first: list[int]) -> Tensor:
+        """float32 values of a float8 slice [..., R, C] that begins at `first`, an index along every dimension.
 
         A block of rows x columns shares the factor `name`_scale_inv[..., row // rows, column // columns].
         """
@@ -333,8 +344,7 @@ class Weights:
         self._used.add(scale_name)
         for axis in range(part.dim()):
             block = self._fp8_block[axis - part.dim() + 2] if axis >= part.dim() - 2 else 1
-            first = start if axis == dim else 0
-            index = torch.arange(first, first + part.shape[axis], device=self.device) // block
+            index = torch.arange(first[axis], first[axis] + part.shape[axis], device=self.device) // block
             scale = scale.index_select(axis, index)
         return scale.mul_(part.to(torch.float32))
 

@@ -316,9 +316,17 @@ class _Reader:
         for part in source.parts:
             for stored in part:
                 self._check_shape(stored, (rows, *shape[2:]))
-        return torch.cat(
-            [torch.stack([self._slice(name, stored, inner) for stored in part]) for part in source.parts], dim=1
-        )
+        return self._stack(name, source.parts, inner)
+
+    def _stack(self, name: str, parts: tuple[tuple[str, ...], ...], cut: Cut | None) -> Tensor:
+        """[E, rows of all parts, ...]. Filled slice by slice: two copies of a layer's experts may not fit a GPU."""
+        first = self._slice(name, parts[0][0], cut)
+        rows = first.shape[0]
+        stacked = first.new_empty(len(parts[0]), rows * len(parts), *first.shape[1:])
+        for at, part in enumerate(parts):
+            for expert, stored in enumerate(part):
+                stacked[expert, at * rows : (at + 1) * rows] = self._slice(name, stored, cut)
+        return stacked
 
     def read_range(self, name: str, start: int, end: int) -> Tensor:
         """Rows start:end of a parameter that is stored as it is."""
