@@ -71,9 +71,16 @@ class Replica:
         return create_app(service, echo_request_id=False)
 
     async def check_health(self) -> None:
-        """Raises when the engine is gone or makes no progress; Serve replaces the replica then."""
+        """Raises when the engine is gone or hangs; Serve replaces the replica then.
+
+        One that hangs is ended here. Otherwise Serve would drain the replica first: its clients would wait that long
+        for answers that cannot come, only to be cut off, and a new engine would wait for the GPUs.
+        """
         ok, reason = self._client.health()
         if not ok:
+            if self._serving and self._client.dead is None:
+                self._gang.close()
+                self._engine_died(reason)
             raise RuntimeError(reason)
 
     async def __del__(self) -> None:
