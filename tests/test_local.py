@@ -128,20 +128,20 @@ def test_a_dead_engine_fails_what_was_waiting_and_what_comes_later(tmp_path: Pat
 @pytest.mark.parametrize("num_requests", [0, 1])
 def test_silence_is_ill_at_work_and_idle_and_idleness_is_not(tmp_path: Path, num_requests: int) -> None:
     async def body(client: EngineClient, fake: FakeEngine) -> None:
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(1.5)
         assert client.health().ok, "an idle engine says so"
         fake.hold.set()
         waiting = [
             asyncio.create_task(collect(client, Submit(id=1, prompt=[1], max_tokens=10))) for _ in range(num_requests)
         ]
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(1.5)
         assert re.match(rf"the engine is silent for \d+ s with {num_requests} requests", client.health().reason)
         fake.hold.clear()
         await asyncio.gather(*waiting)
         await asyncio.sleep(0.2)
         assert client.health().ok
 
-    with_fake(tmp_path, body, progress_timeout_s=0.6)
+    with_fake(tmp_path, body, progress_timeout_s=1.0)
 
 
 def test_a_request_does_not_make_a_silent_engine_well(tmp_path: Path) -> None:
