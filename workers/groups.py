@@ -16,10 +16,8 @@ import torch
 import torch.distributed as dist
 
 from workers.channel import Channel, fan_out, link
-from workers.config import EngineConfig
+from workers.config import START_TIMEOUT_S, EngineConfig
 from workers.layers import TensorParallel
-
-_START_TIMEOUT = timedelta(minutes=30)  # loading weights from a cold disk happens inside the first collectives
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +89,8 @@ def join(config: EngineConfig, rank: int, store_address: str) -> World:
         torch.cuda.set_device(device)
     store = dist.TCPStore(host_name=host, port=int(port), is_master=False, wait_for_workers=False)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=config.world_size, timeout=_START_TIMEOUT)
+    timeout = timedelta(seconds=START_TIMEOUT_S)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=config.world_size, timeout=timeout)
     size = config.tensor_parallel_size
     sides = [list(range(size)), list(range(size, config.world_size))]
     # Every rank creates every group, in this order.
