@@ -63,7 +63,7 @@ def _choose_interface(address: str) -> None:
 
 def interface_of(address: str) -> str | None:
     """The name of this machine's network interface that has the address."""
-    import psutil  # type: ignore[import-untyped, unused-ignore]  # Ray brings it along
+    import psutil  # type: ignore[import-untyped, unused-ignore]  # it brings no types
 
     interfaces = psutil.net_if_addrs().items()
     return next((name for name, held in interfaces if any(one.address == address for one in held)), None)
