@@ -132,6 +132,8 @@ def build(args: AppArgs | Mapping[str, Any]) -> ray_serve.Application:
     if actor_options["num_gpus"]:
         raise ConfigError("deployment_config.ray_actor_options.num_gpus: the replica itself uses no GPU; remove it")
     group = app.placement_group_config
+    if group.strategy == "PACK":
+        _warn_of_other_nodes(engine_args)
     bundles = group_bundles(
         config,
         per_worker=group.bundle_per_worker,
@@ -149,6 +151,18 @@ def build(args: AppArgs | Mapping[str, Any]) -> ray_serve.Application:
         placement_group_bundles=bundles,
     )
     return deployment(ray_serve.ingress()(Replica)).bind(engine_args.model_dump(exclude_unset=True))
+
+
+def _warn_of_other_nodes(args: EngineArgs) -> None:
+    """The replica resolves names to folders, for all ranks: on another node a download's folder may not be there."""
+    drafter = args.speculative_config.model if args.speculative_config else None
+    names = [name for name in (args.model, drafter) if name and not name.startswith(("/", "bundled:"))]
+    if names:
+        logger.warning(
+            "strategy PACK may place ranks on several nodes, and all look for %s where the replica's node has it: "
+            "write the absolute path of a folder that every node sees",
+            " and ".join(names),
+        )
 
 
 def _autoscaling(options: Mapping[str, Any], max_num_seqs: int) -> dict[str, Any]:

@@ -66,6 +66,19 @@ def test_nothing_scales_by_itself_unless_asked() -> None:
     assert deployment({})._deployment_config.autoscaling_config is None
 
 
+@pytest.mark.parametrize(
+    ("strategy", "model", "warns"),
+    [("PACK", "org/llama", True), ("PACK", "/models/llama", False), ("STRICT_PACK", "org/llama", False)],
+)
+def test_ranks_on_several_nodes_need_a_folder_that_all_see(
+    caplog: pytest.LogCaptureFixture, strategy: str, model: str, warns: bool
+) -> None:
+    loading, engine = {"model_source": model}, {"device": "cpu", "no_speculation": True}
+    given = {"model_loading_config": loading, "engine_kwargs": engine}
+    build({**given, "placement_group_config": {"strategy": strategy}})
+    assert ("all look for org/llama where the replica's node has it" in caplog.text) is warns
+
+
 def test_a_bundle_per_worker_shapes_every_bundle() -> None:
     args = {"engine_kwargs": {"device": "cpu"}, "placement_group_config": {"bundle_per_worker": {"CPU": 1}}}
     assert [bundle["CPU"] for bundle in options(args).placement_group_bundles] == [1.1, 1]
