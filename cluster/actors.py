@@ -12,6 +12,7 @@ import ray
 
 import workers
 from workers.config import EngineConfig
+from workers.logs import log_as
 
 logger = logging.getLogger(__name__)
 
@@ -21,9 +22,11 @@ class Worker:
 
     def __init__(self, config: str, rank: int, packages: str, env: Mapping[str, str]) -> None:
         os.environ.update(env)
+        _choose_interface(ray.util.get_node_ip_address())
         check_packages(packages)
         self._config = EngineConfig.from_json(config)
         self._rank = rank
+        log_as(self._config.role_of(rank))
         self._store: object | None = None
 
     def node_id(self) -> str:
@@ -46,6 +49,24 @@ class Worker:
             from drafter.worker import run as run_drafter
 
             run_drafter(self._config, self._rank, store)
+
+
+def _choose_interface(address: str) -> None:
+    """Lets gloo and NCCL talk through the interface by which Ray reaches this node, unless somebody chose another.
+
+    Gloo would take the address of the machine's name: where that is 127.0.1.1, ranks on other nodes cannot connect.
+    """
+    if (name := interface_of(address)) is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # with =, or it would be a prefix
+
+
+def interface_of(address: str) -> str | None:
+    """The name of this machine's network interface that has the address."""
+    import psutil  # type: ignore[import-untyped, unused-ignore]  # it brings no types
+
+    interfaces = psutil.net_if_addrs().items()
+    return next((name for name, held in interfaces if any(one.address == address for one in held)), None)
 
 
 def packages_folder() -> str:

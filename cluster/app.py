@@ -13,14 +13,18 @@ import secrets
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
 from types import FrameType
 from typing import Any
 
+import httpx2
 import ray
 from ray import serve as ray_serve
+from ray.serve.config import HTTPOptions
+from ray.serve.context import _get_global_client
 
 from cluster.actors import packages_folder
 from cluster.convert import engine_config, layout_config, load_tokenizer, settle, visible_gpus
@@ -28,10 +32,10 @@ from cluster.engine_client import EngineClient
 from cluster.gang import Gang
 from cluster.ingress import PENDING_PER_SEQUENCE, create_app
 from cluster.placement import REPLICA_CPUS, group_bundles
-from cluster.processes import descendants, wait_gone
+from cluster.processes import descendants, is_running, name_of, wait_gone
 from cluster.service import base_url, listening_socket, service_of
 from secateur.config import AppArgs, EngineArgs
-from secateur.errors import ConfigError, SecateurError
+from secateur.errors import ConfigError, Problem, SecateurError
 
 __all__ = ["APP_NAME", "Replica", "build", "local_cluster", "running", "serve"]
 
@@ -42,6 +46,16 @@ EXIT_GRACE_S = 1.0
 """Between the death of an engine and that of its replica: time for the in-flight answers to say so."""
 OBJECT_STORE_BYTES = 128 << 20  # nothing of ours goes through it
 END_TIMEOUT_S = 5.0
+DRAIN_S = 20.0
+"""Serve lets running answers end for so long before it ends a replica; its own default."""
+DELETE_TIMEOUT_S = DRAIN_S + 10.0
+CHECK_PERIOD_S = 5.0
+MOST_CHECKS_FAILED = 6
+"""So many in a row: half a minute, longer if what hangs there takes connections."""
+RAY_ITSELF = {"raylet", "gcs_server"}
+"""The processes without which a Ray of one machine does nothing."""
+TARGET_SHARE = 0.6
+"""Autoscaling aims at so many of an engine's places in use: a further engine takes minutes to come."""
 SERVE_HEADROOM = 64
 """Requests Serve lets through beyond what the ingress admits, so that the ingress answers, in OpenAI's shape."""
 
@@ -71,9 +85,16 @@ class Replica:
         return create_app(service, echo_request_id=False)
 
     async def check_health(self) -> None:
-        """Raises when the engine is gone or makes no progress; Serve replaces the replica then."""
+        """Raises when the engine is gone or hangs; Serve replaces the replica then.
+
+        One that hangs is ended here. Otherwise Serve would drain the replica first: its clients would wait that long
+        for answers that cannot come, only to be cut off, and a new engine would wait for the GPUs.
+        """
         ok, reason = self._client.health()
         if not ok:
+            if self._serving and self._client.dead is None:
+                self._gang.close()
+                self._engine_died(reason)
             raise RuntimeError(reason)
 
     async def __del__(self) -> None:
@@ -105,11 +126,14 @@ def build(args: AppArgs | Mapping[str, Any]) -> ray_serve.Application:
         "health_check_period_s": 5,
         "health_check_timeout_s": 30,
         **app.deployment_config,
+        **_autoscaling(app.deployment_config, config.max_num_seqs),
     }
     actor_options = {"num_cpus": REPLICA_CPUS, "num_gpus": 0, **options.pop("ray_actor_options", {})}
     if actor_options["num_gpus"]:
         raise ConfigError("deployment_config.ray_actor_options.num_gpus: the replica itself uses no GPU; remove it")
     group = app.placement_group_config
+    if group.strategy == "PACK":
+        _warn_of_other_nodes(engine_args)
     bundles = group_bundles(
         config,
         per_worker=group.bundle_per_worker,
@@ -129,6 +153,28 @@ def build(args: AppArgs | Mapping[str, Any]) -> ray_serve.Application:
     return deployment(ray_serve.ingress()(Replica)).bind(engine_args.model_dump(exclude_unset=True))
 
 
+def _warn_of_other_nodes(args: EngineArgs) -> None:
+    """The replica resolves names to folders, for all ranks: on another node a download's folder may not be there."""
+    drafter = args.speculative_config.model if args.speculative_config else None
+    names = [name for name in (args.model, drafter) if name and not name.startswith(("/", "bundled:"))]
+    if names:
+        logger.warning(
+            "strategy PACK may place ranks on several nodes, and all look for %s where the replica's node has it: "
+            "write the absolute path of a folder that every node sees",
+            " and ".join(names),
+        )
+
+
+def _autoscaling(options: Mapping[str, Any], max_num_seqs: int) -> dict[str, Any]:
+    """The autoscaling asked for, with a target that fits an engine that batches: Serve's own is 2 requests a replica,
+    so that the third one would start another engine's GPUs."""
+    given = options.get("autoscaling_config")
+    if not given and options.get("num_replicas") != "auto":
+        return {}
+    target = max(1, round(TARGET_SHARE * max_num_seqs))
+    return {"autoscaling_config": {"target_ongoing_requests": target, **dict(given or {})}}
+
+
 def serve(args: EngineArgs) -> None:
     """Serves until SIGINT or SIGTERM, on a Ray of its own or on the cluster RAY_ADDRESS names; then cleans up.
 
@@ -143,7 +189,9 @@ def serve(args: EngineArgs) -> None:
         try:
             with running(args, address=remote) as url:
                 print(f"Secateur serves {args.model_id} at {url}/v1 (Ctrl-C stops it)", flush=True)
-                signal.pause()
+                if remote:  # watched there; from here its address may not even be reachable
+                    signal.pause()
+                stay(url)
         except (KeyboardInterrupt, SystemExit):  # SystemExit: Ray's own SIGTERM handler, while ray.init runs
             print("Secateur has stopped", file=sys.stderr, flush=True)
 
@@ -154,20 +202,97 @@ def running(args: EngineArgs, *, address: str | None = None) -> Iterator[str]:
     with local_cluster() if address is None else _remote_cluster(address):
         app = AppArgs.from_engine_args(args)
         # A wrong configuration does not get better by trying it twenty times, Serve's default.
-        app = app.model_copy(update={"deployment_config": {"max_constructor_retry_count": 1}})
-        application = build(app)  # before Serve starts: on a cluster that would stay
-        port = args.port or _free_port(args.host)
-        if address is None:
-            listening_socket(args.host, port).close()  # a port in use is told now, in plain words
-        ray_serve.start(proxy_location="HeadOnly", http_options={"host": args.host, "port": port})
+        options = {"max_constructor_retry_count": 1, "graceful_shutdown_timeout_s": DRAIN_S}
+        application = build(app.model_copy(update={"deployment_config": options}))  # before Serve, which may stay
+        url = _start_own_serve(args) if address is None else _find_or_start_serve(args)
         try:
             ray_serve.run(application, name=APP_NAME, route_prefix="/")
         except RuntimeError as error:
             raise SecateurError(f"the service did not start: {_reason() or error}") from error
         try:
-            yield base_url(args.host, port)
+            yield url
         finally:
-            ray_serve.delete(APP_NAME)  # drains; what else runs on a cluster that is not ours stays
+            _delete()  # drains; what else runs on a cluster that is not ours stays
+
+
+def stay(url: str) -> None:
+    """Returns never. Raises SecateurError when this process's Ray has ended, or nothing answers at `url` any more."""
+    # Serve's proxy is no proof: it outlives its raylet, and goes on saying that it is well.
+    ray_itself = [pid for pid in descendants() if name_of(pid) in RAY_ITSELF]
+    failed = 0
+    while failed < MOST_CHECKS_FAILED:
+        time.sleep(CHECK_PERIOD_S)
+        failed = 0 if all(map(is_running, ray_itself)) and _answers(url) else failed + 1
+    raise SecateurError(f"the service at {url} is lost: its Ray or Serve's proxy has ended; start it again")
+
+
+def _answers(url: str) -> bool:
+    """Whether Serve's proxy does, whatever it says: replicas come and go."""
+    try:
+        httpx2.get(f"{url}/-/healthz", timeout=10, trust_env=False)  # a proxy of the environment is for other machines
+    except httpx2.HTTPError:
+        return False
+    return True
+
+
+def _start_own_serve(args: EngineArgs) -> str:
+    port = args.port or _free_port(args.host)
+    listening_socket(args.host, port).close()  # a port in use is told now, in plain words
+    ray_serve.start(proxy_location="HeadOnly", http_options={"host": args.host, "port": port})
+    return base_url(args.host, port)
+
+
+def _find_or_start_serve(args: EngineArgs) -> str:
+    """Where a cluster's Serve answers. One that runs already keeps the address it has: Serve heeds its first caller's.
+
+    Raises ConfigError if another port was asked for.
+    """
+    found = _serve_address()
+    if found is None:
+        port = args.port or _free_port(args.host)
+        ray_serve.start(proxy_location="HeadOnly", http_options={"host": args.host, "port": port})
+        return base_url(_seen_from_outside(args.host), port)
+    if "port" in args.model_fields_set and args.port not in (0, found.port):
+        told = f"Serve runs on this cluster already and listens on {found.port}; write that or leave the port out"
+        raise ConfigError(Problem("port", told))
+    return base_url(_seen_from_outside(str(found.host)), found.port)
+
+
+def _serve_address() -> HTTPOptions | None:
+    """Of the Serve that runs on the connected cluster, None if none does.
+
+    Serve's private way: the public one is the dashboard's API, which need not run or let us in.
+    """
+    client = _get_global_client(raise_if_no_controller_running=False)
+    return None if client is None else client.http_config
+
+
+def _seen_from_outside(host: str) -> str:
+    """The head's address where its proxy listens on all."""
+    if host not in ("0.0.0.0", "::"):
+        return host
+    return next(node["NodeManagerAddress"] for node in ray.nodes() if "node:__internal_head__" in node["Resources"])
+
+
+def _delete() -> None:
+    """Ends the application. In a thread, and not longer than draining takes: a call to a dead Ray never returns."""
+    given_up = threading.Event()
+    thread = threading.Thread(target=_wait_deleted, args=(given_up,), name="serve-delete", daemon=True)
+    thread.start()
+    thread.join(DELETE_TIMEOUT_S)
+    if thread.is_alive():
+        given_up.set()
+        logger.warning("Serve has not ended the application within %.0f s", DELETE_TIMEOUT_S)
+
+
+def _wait_deleted(given_up: threading.Event) -> None:
+    # Our own loop rather than Serve's: once Ray is shut down, that one's next call would start another Ray.
+    try:
+        ray_serve.delete(APP_NAME, _blocking=False)
+        while not given_up.wait(0.2) and APP_NAME in ray_serve.status().applications:
+            pass
+    except Exception:
+        logger.warning("Serve could not end the application", exc_info=True)
 
 
 @contextmanager

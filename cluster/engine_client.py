@@ -32,8 +32,8 @@ from workers.ipc import (
 logger = logging.getLogger(__name__)
 
 PROGRESS_TIMEOUT_S = 120.0
-"""Work is pending and no frame came for this long: the engine hangs. Above the engine's own step timeout (60 s),
-whose error tells more."""
+"""No frame came for this long: the engine hangs, at work or idle (an idle one sends a frame every second). Above the
+engine's own step timeout (60 s), whose error tells more."""
 
 
 class EngineDead(SecateurError, RuntimeError):
@@ -59,7 +59,7 @@ class EngineClient:
         self._writer: asyncio.StreamWriter | None = None
         self._ready_event = asyncio.Event()
         self._death: str | None = None
-        self._last_progress = time.monotonic()
+        self._last_frame = time.monotonic()
 
     async def listen(self, address: str) -> str:
         """Opens the socket ("unix:/path" or "tcp:host:0") and returns the address the engine shall connect to."""
@@ -116,8 +116,6 @@ class EngineClient:
         if self._death is not None or self._writer is None:
             raise EngineDead(self._death or "the engine is not connected yet")
         queue: asyncio.Queue[TokenChunk] = asyncio.Queue()  # unbounded, but max_tokens bounds what can be in it
-        if not self._queues:
-            self._last_progress = time.monotonic()
         self._queues[request.id] = queue
         try:
             self._send(request)
@@ -131,14 +129,14 @@ class EngineClient:
                 self._send(Abort(id=request.id))
 
     def health(self) -> Health:
-        """Progress, not a ping: requests are pending and no frame arrived for too long is a hang."""
+        """Progress, not a ping: an engine of which no frame arrived for too long hangs."""
         if self._death is not None:
             return Health(False, self._death)
         if self.ready is None:
             return Health(False, "the engine is starting")
-        silent_s = time.monotonic() - self._last_progress
-        if self._queues and silent_s > self._progress_timeout_s:
-            return Health(False, f"no progress for {silent_s:.0f} s with {len(self._queues)} requests pending")
+        silent_s = time.monotonic() - self._last_frame
+        if silent_s > self._progress_timeout_s:
+            return Health(False, f"the engine is silent for {silent_s:.0f} s with {len(self._queues)} requests pending")
         return Health(True, "")
 
     def fail(self, reason: str) -> None:
@@ -193,7 +191,7 @@ class EngineClient:
                 self.fail(reason)
 
     def _take(self, message: Message) -> None:
-        self._last_progress = time.monotonic()
+        self._last_frame = time.monotonic()
         match message:
             case StepOutput():
                 self.stats = message.stats

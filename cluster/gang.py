@@ -21,12 +21,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from cluster.actors import Worker, packages_folder
 from cluster.engine_client import EngineClient
 from cluster.seats import seats, worker_env
-from workers.config import EngineConfig
+from workers.config import START_TIMEOUT_S, EngineConfig
 
 logger = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 3600.0
-"""Loading a large checkpoint from cold storage."""
 _WATCH_PERIOD_S = 1.0
 
 

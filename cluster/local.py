@@ -28,13 +28,12 @@ import workers
 from cluster.engine_client import EngineClient, EngineDead
 from cluster.seats import num_bundles, seats, worker_env
 from secateur.errors import ConfigError
-from workers.config import EngineConfig
+from workers.config import START_TIMEOUT_S, EngineConfig
 
 logger = logging.getLogger(__name__)
 
 STORE_TIMEOUT_S = 120.0
 """From starting rank 0 to its store line: importing torch, at worst on a cold disk."""
-READY_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 5.0
 _WATCH_PERIOD_S = 0.2
 
@@ -229,7 +228,7 @@ class LocalEngine:
             # Started in this thread, not in an executor's: children live as long as the thread that starts them.
             self._processes.start_first()
             self._processes.start_others(await asyncio.to_thread(self._processes.read_store))
-            await self.client.wait_ready(READY_TIMEOUT_S)
+            await self.client.wait_ready(START_TIMEOUT_S)
         except BaseException:
             await self.close()
             raise

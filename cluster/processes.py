@@ -22,6 +22,14 @@ def descendants() -> list[int]:
     return found
 
 
+def name_of(pid: int) -> str:
+    """The name of a process, "" when it is gone."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
+
+
 def is_running(pid: int) -> bool:
     """A zombie has ended: it only waits to be noticed."""
     fields = _stat(pid)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from workers.ipc import (
 Script = Callable[[Submit], list[list[int]]]
 """The steps of a request: one list of tokens each."""
 
-
+HEARTBEAT_S = 0.05
 STATS = RequestStats(num_drafts=2, pruned_per_depth=[2, 1, 1], verified_per_depth=[5, 3], accepted_per_depth=[2, 1])
 
 
@@ -45,7 +46,8 @@ class _Live:
 class FakeEngine:
     """Answers each Submit with its script's steps, one per turn of its loop.
 
-    `hold`: while set, no step is made (requests stay pending). `aborted` and `submitted` tell what it was asked.
+    `hold`: while set, it hangs: no step is made (requests stay pending) and nothing is sent. Otherwise it sends a sign
+    of life while idle, as an engine does. `aborted` and `submitted` tell what it was asked.
     """
 
     address: str
@@ -73,6 +75,7 @@ class FakeEngine:
         socket = FrameSocket(connect(self.address))
         topology: list[dict[str, str | int]] = [{"role": "verifier 0", "rank": 0, "pid": 1, "device": "fake"}]
         socket.send(Ready(topology=topology, max_model_len=self.max_model_len, vocab_size=self.vocab_size, num_pages=8))
+        said, stats = time.monotonic(), EngineStats()
         with suppress(FrontGone):
             while not self._stop.is_set():
                 for message in socket.poll(0.005):
@@ -87,7 +90,10 @@ class FakeEngine:
                     continue
                 if chunks := [self._step(live) for live in list(self._live.values())]:
                     self._stop.wait(self.step_s)
-                    socket.send(StepOutput(chunks=chunks, stats=self._stats()))
+                    stats = self._stats()
+                if chunks or time.monotonic() - said >= HEARTBEAT_S:
+                    socket.send(StepOutput(chunks=chunks, stats=stats))
+                    said = time.monotonic()
         socket.close()
 
     def _step(self, live: _Live) -> TokenChunk:

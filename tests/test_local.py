@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -124,19 +125,37 @@ def test_a_dead_engine_fails_what_was_waiting_and_what_comes_later(tmp_path: Pat
     with_fake(tmp_path, body)
 
 
-def test_work_without_progress_is_ill_and_idleness_is_not(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_requests", [0, 1])
+def test_silence_is_ill_at_work_and_idle_and_idleness_is_not(tmp_path: Path, num_requests: int) -> None:
     async def body(client: EngineClient, fake: FakeEngine) -> None:
+        await asyncio.sleep(1.5)
+        assert client.health().ok, "an idle engine says so"
         fake.hold.set()
-        await asyncio.sleep(0.3)
-        assert client.health().ok
-        waiting = asyncio.create_task(collect(client, Submit(id=1, prompt=[1], max_tokens=10)))
-        await asyncio.sleep(0.3)
-        assert "no progress" in client.health().reason
+        waiting = [
+            asyncio.create_task(collect(client, Submit(id=1, prompt=[1], max_tokens=10))) for _ in range(num_requests)
+        ]
+        await asyncio.sleep(1.5)
+        assert re.match(rf"the engine is silent for \d+ s with {num_requests} requests", client.health().reason)
         fake.hold.clear()
-        await waiting
+        await asyncio.gather(*waiting)
+        await asyncio.sleep(0.2)
         assert client.health().ok
 
-    with_fake(tmp_path, body, progress_timeout_s=0.2)
+    with_fake(tmp_path, body, progress_timeout_s=1.0)
+
+
+def test_a_request_does_not_make_a_silent_engine_well(tmp_path: Path) -> None:
+    async def body(client: EngineClient, fake: FakeEngine) -> None:
+        fake.hold.set()
+        await asyncio.sleep(0.5)
+        waiting = asyncio.create_task(collect(client, Submit(id=1, prompt=[1], max_tokens=10)))
+        await asyncio.sleep(0)
+        assert client.num_pending == 1
+        assert not client.health().ok
+        fake.hold.clear()
+        await waiting
+
+    with_fake(tmp_path, body, progress_timeout_s=0.3)
 
 
 # Real processes

@@ -30,6 +30,8 @@ OVERLAYS = sorted(path.parent for path in MANIFESTS.glob("overlays/*/rayservice.
 KUSTOMIZATIONS = sorted(path.parent for path in MANIFESTS.rglob("kustomization.yaml"))
 FILES = sorted(MANIFESTS.rglob("*.yaml"))
 SERVE_PORT = 8000
+RAY_STOP_S = 20
+"""It kills after 16 s what has not ended by itself."""
 CLOSED_PORTS = {6379, 8265, 10001}  # GCS, dashboard and jobs, Ray client: whoever reaches them runs code
 SECRET_NAME = re.compile(r"KEY|TOKEN|PASSWORD|SECRET")
 
@@ -55,6 +57,12 @@ def serve_config(service: dict[str, Any]) -> dict[str, Any]:
 
 def application(service: dict[str, Any]) -> dict[str, Any]:
     [only] = serve_config(service)["applications"]
+    return only
+
+
+def deployment(service: dict[str, Any]) -> dict[str, Any]:
+    """What the application sets of its one deployment outside `args`: a change there restarts no replica."""
+    [only] = application(service)["deployments"]
     return only
 
 
@@ -156,6 +164,7 @@ def test_serve_accepts_the_configuration(service: dict[str, Any]) -> None:
     # Serve ignores keys it does not know, so a typo is caught only by comparing.
     assert set(serve_config(service)) <= set(ServeDeploySchema.model_fields)
     assert set(application(service)) <= set(type(schema.applications[0]).model_fields)
+    assert set(deployment(service)) <= set(type(schema.applications[0].deployments[0]).model_fields)
     assert set(serve_config(service)["http_options"]) <= set(type(schema.http_options).model_fields)
 
 
@@ -178,7 +187,7 @@ def test_our_own_schema_accepts_the_arguments(service: dict[str, Any]) -> None:
 def test_our_own_schema_refuses_a_misspelt_argument(
     service: dict[str, Any], section: tuple[str, ...], typo: str
 ) -> None:
-    args = copy.deepcopy(application(service)["args"])
+    args = copy.deepcopy(application(service)["args"]) | {"deployment_config": {}}
     target = args
     for key in section:
         target = target[key]
@@ -194,6 +203,17 @@ def builder(service: dict[str, Any]) -> Callable[[dict[str, Any]], Any]:
 
 def test_the_import_path_is_a_builder_of_one_argument(service: dict[str, Any]) -> None:
     assert len(inspect.signature(builder(service)).parameters) == 1
+
+
+def test_replicas_are_counted_where_a_change_restarts_none_of_them(service: dict[str, Any]) -> None:
+    """Serve takes a change of `args` for new code. What is under `deployments` it finds by the deployment's name."""
+    from cluster.app import APP_NAME
+
+    built = builder(service)(application(service)["args"])._bound_deployment
+    assert deployment(service)["name"] == built.name == APP_NAME
+    assert {"num_replicas", "graceful_shutdown_timeout_s"} <= deployment(service).keys()
+    in_place = {"num_replicas", "autoscaling_config", "graceful_shutdown_timeout_s", "max_ongoing_requests"}
+    assert not in_place & application(service)["args"].get("deployment_config", {}).keys()
 
 
 def test_the_application_builds_without_models_or_gpus(service: dict[str, Any]) -> None:
@@ -264,9 +284,7 @@ def test_kuberay_sizes_ray_by_the_container(service: dict[str, Any]) -> None:
 def test_the_worker_count_lies_between_its_bounds(service: dict[str, Any]) -> None:
     group = worker_group(service)
     assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
-    assert application(service)["args"]["deployment_config"]["num_replicas"] <= group["replicas"], (
-        "one pod holds one replica"
-    )
+    assert deployment(service)["num_replicas"] <= group["replicas"], "one pod holds one replica"
 
 
 def test_a_pod_has_a_gpu_for_every_rank(service: dict[str, Any]) -> None:
@@ -297,9 +315,13 @@ def test_a_pod_holds_the_bundles_of_a_whole_replica(service: dict[str, Any]) -> 
         assert sum(bundle.get(resource, 0) for bundle in bundles) <= quantity(limits.get(key, "0"))
 
 
-def test_a_pod_outlives_the_draining_of_its_replica(service: dict[str, Any]) -> None:
-    drain = application(service)["args"]["deployment_config"]["graceful_shutdown_timeout_s"]
-    assert worker_group(service)["template"]["spec"]["terminationGracePeriodSeconds"] > drain
+def test_a_pod_answers_what_it_was_asked_before_ray_stops(service: dict[str, Any]) -> None:
+    """Deleting a pod starts no drain of Serve's, and `ray stop` ends the replica in the middle of its answers."""
+    spec = worker_group(service)["template"]["spec"]
+    shell, flag, script = ray_container(worker_group(service))["lifecycle"]["preStop"]["exec"]["command"]
+    waits, limit = re.fullmatch(r"python -m (cluster\.\w+) --limit (\d+); ray stop", script).groups()
+    assert (shell, flag, importlib.import_module(waits).__name__) == ("/bin/sh", "-c", "cluster.drain")
+    assert int(limit) + RAY_STOP_S <= spec["terminationGracePeriodSeconds"]
 
 
 def test_probes_are_left_to_kuberay_and_a_proxy_runs_where_they_look(service: dict[str, Any]) -> None:

@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 MAX_TREE_NODES = 64
 """Rows of one request's tree, root included: ancestors are one 64-bit mask per node."""
+START_TIMEOUT_S = 3600.0
+"""From starting an engine until it serves: a large checkpoint is read from a cold disk within the first collectives."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

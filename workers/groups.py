@@ -8,6 +8,7 @@ link between verifier 0 and drafter 0.
 from __future__ import annotations
 
 import os
+import socket
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -15,10 +16,8 @@ import torch
 import torch.distributed as dist
 
 from workers.channel import Channel, fan_out, link
-from workers.config import EngineConfig
+from workers.config import START_TIMEOUT_S, EngineConfig
 from workers.layers import TensorParallel
-
-_START_TIMEOUT = timedelta(minutes=30)  # loading weights from a cold disk happens inside the first collectives
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,9 +62,23 @@ class World:
 
 
 def open_store(host: str = "127.0.0.1") -> tuple[dist.TCPStore, str]:
-    """A rendezvous store on a free port of `host`: (the store to keep alive, its "host:port"). Called by rank 0."""
-    store = dist.TCPStore(host_name=host, port=0, is_master=True, wait_for_workers=False, multi_tenant=True)
-    return store, f"{host}:{store.port}"
+    """A rendezvous store on a free port of `host`: (the store to keep alive, its "host:port"). Called by rank 0.
+
+    It listens on that address alone: the store asks nobody for a key, and what ranks read from it during start-up they
+    unpickle. By itself TCPStore listens on every interface; only its older backend takes a socket instead.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, 0), family=family)
+    port = listener.getsockname()[1]
+    store = dist.TCPStore(
+        host_name=host,
+        port=port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+        use_libuv=False,
+    )
+    return store, f"{host}:{port}"
 
 
 def join(config: EngineConfig, rank: int, store_address: str) -> World:
@@ -76,7 +89,8 @@ def join(config: EngineConfig, rank: int, store_address: str) -> World:
         torch.cuda.set_device(device)
     store = dist.TCPStore(host_name=host, port=int(port), is_master=False, wait_for_workers=False)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=config.world_size, timeout=_START_TIMEOUT)
+    timeout = timedelta(seconds=START_TIMEOUT_S)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=config.world_size, timeout=timeout)
     size = config.tensor_parallel_size
     sides = [list(range(size)), list(range(size, config.world_size))]
     # Every rank creates every group, in this order.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import signal
 import sys
 from collections.abc import Callable
@@ -12,6 +11,7 @@ import torch
 
 from workers import groups
 from workers.config import EngineConfig
+from workers.logs import log_as
 
 
 def main(run: Callable[..., None], description: str) -> None:
@@ -30,9 +30,7 @@ def main(run: Callable[..., None], description: str) -> None:
     if (args.rank == 0) != (args.front is not None) or (args.rank == 0) == (args.store is not None):
         parser.error("rank 0 takes --front and no --store; every other rank takes --store and no --front")
     config = EngineConfig.from_json(args.config)
-    logging.basicConfig(
-        level=logging.INFO, format=f"%(asctime)s {config.role_of(args.rank)} %(levelname)s %(name)s: %(message)s"
-    )
+    log_as(config.role_of(args.rank))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     torch.set_num_threads(1 if config.device == "cpu" else torch.get_num_threads())
     if args.rank == 0:

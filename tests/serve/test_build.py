@@ -48,6 +48,37 @@ def test_deployment_options_are_handed_on() -> None:
     assert found._deployment_config.graceful_shutdown_timeout_s == 77
 
 
+@pytest.mark.parametrize(
+    ("options", "target"),
+    [
+        ({"num_replicas": "auto"}, 30),
+        ({"autoscaling_config": {"min_replicas": 1, "max_replicas": 8}}, 30),
+        ({"num_replicas": "auto", "autoscaling_config": {"target_ongoing_requests": 7}}, 7),
+    ],
+)
+def test_autoscaling_aims_at_most_of_the_engine_s_places(options: dict[str, Any], target: float) -> None:
+    found = deployment({"engine_kwargs": {"max_num_seqs": 50}, "deployment_config": options})._deployment_config
+    assert found.autoscaling_config.target_ongoing_requests == target
+    assert found.autoscaling_config.max_replicas == options.get("autoscaling_config", {}).get("max_replicas", 100)
+
+
+def test_nothing_scales_by_itself_unless_asked() -> None:
+    assert deployment({})._deployment_config.autoscaling_config is None
+
+
+@pytest.mark.parametrize(
+    ("strategy", "model", "warns"),
+    [("PACK", "org/llama", True), ("PACK", "/models/llama", False), ("STRICT_PACK", "org/llama", False)],
+)
+def test_ranks_on_several_nodes_need_a_folder_that_all_see(
+    caplog: pytest.LogCaptureFixture, strategy: str, model: str, warns: bool
+) -> None:
+    loading, engine = {"model_source": model}, {"device": "cpu", "no_speculation": True}
+    given = {"model_loading_config": loading, "engine_kwargs": engine}
+    build({**given, "placement_group_config": {"strategy": strategy}})
+    assert ("all look for org/llama where the replica's node has it" in caplog.text) is warns
+
+
 def test_a_bundle_per_worker_shapes_every_bundle() -> None:
     args = {"engine_kwargs": {"device": "cpu"}, "placement_group_config": {"bundle_per_worker": {"CPU": 1}}}
     assert [bundle["CPU"] for bundle in options(args).placement_group_bundles] == [1.1, 1]
@@ -92,7 +123,8 @@ def on_cluster(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         monkeypatch.setattr(cluster.app.ray, "cluster_resources", lambda: {"GPU": gpus} if gpus else {})
         monkeypatch.setattr(cluster.app.ray_serve, "start", lambda **options: None)
         monkeypatch.setattr(cluster.app.ray_serve, "run", lambda application, **options: given.append(application))
-        monkeypatch.setattr(cluster.app.ray_serve, "delete", lambda name: None)
+        monkeypatch.setattr(cluster.app, "_serve_address", lambda: None)
+        monkeypatch.setattr(cluster.app, "_delete", lambda: None)
         monkeypatch.setattr(cluster.app.signal, "pause", leave)
         cluster.app.serve(EngineArgs.load({"port": 0, **fields}))
         return given[0]._bound_deployment

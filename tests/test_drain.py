@@ -1,0 +1,93 @@
+"""What a pod waits for before it stops Ray."""
+
+from __future__ import annotations
+
+import http.server
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import httpx2
+import pytest
+
+import cluster.drain
+from cluster.drain import drain, is_busy
+from cluster.metrics import Metrics
+from workers.ipc import EngineStats
+
+
+def metrics(running: int = 0, waiting: int = 0) -> bytes:
+    """As a replica tells them."""
+    stats = EngineStats(num_running=running, num_waiting=waiting)
+    return Metrics("model", "replica", lambda: stats).render()
+
+
+@pytest.fixture
+def replica() -> Iterator[Callable[..., str]]:
+    """Serves these bodies, each once and the last one from then on; None is 503."""
+    servers: list[http.server.ThreadingHTTPServer] = []
+
+    def start(*bodies: bytes | None) -> str:
+        rest = list(bodies)
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                body = rest.pop(0) if len(rest) > 1 else rest[0]
+                self.send_response(503 if body is None else 200)
+                self.end_headers()
+                self.wfile.write(body or b"")
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        servers.append(server)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        return f"http://127.0.0.1:{server.server_port}/metrics"
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture
+def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The clock runs by what is slept."""
+    found: list[float] = []
+    monkeypatch.setattr(cluster.drain.time, "sleep", found.append)
+    monkeypatch.setattr(cluster.drain.time, "monotonic", lambda: sum(found))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("body", "busy"), [(metrics(running=1), True), (metrics(waiting=2), True), (metrics(), False), (None, False)]
+)
+def test_a_replica_is_busy_while_requests_run_or_wait(
+    replica: Callable[..., str], body: bytes | None, busy: bool
+) -> None:
+    assert is_busy(replica(body)) is busy
+
+
+def test_where_nothing_listens_nothing_is_waited_for() -> None:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        assert not is_busy(f"http://127.0.0.1:{bound.getsockname()[1]}/metrics")
+
+
+def test_what_is_too_busy_to_answer_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(url: str, **options: object) -> None:
+        raise httpx2.ReadTimeout("late")
+
+    monkeypatch.setattr(cluster.drain.httpx2, "get", late)
+    assert is_busy("http://127.0.0.1:8000/metrics")
+
+
+def test_it_waits_for_the_last_answer(replica: Callable[..., str], slept: list[float]) -> None:
+    drain(replica(metrics(running=2), metrics(running=1), metrics()), 60)
+    assert slept == [5.0, 1.0, 1.0]
+
+
+def test_it_waits_no_longer_than_its_limit(replica: Callable[..., str], slept: list[float]) -> None:
+    drain(replica(metrics(running=1)), 10)
+    assert sum(slept) == 10

@@ -1,0 +1,38 @@
+"""The rendezvous store: who can reach it."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from workers.groups import open_store
+
+PROC_NET = Path("/proc/net/tcp")
+LISTENING = "0A"
+
+
+def listening_on(port: int) -> set[str]:
+    """Addresses of this machine's sockets that listen on the port, as the kernel writes them: hexadecimal."""
+    tables = [PROC_NET, PROC_NET.with_name("tcp6")]
+    lines = [line.split() for table in tables if table.exists() for line in table.read_text().splitlines()[1:]]
+    places = [fields[1].split(":") for fields in lines if fields[3] == LISTENING]
+    return {address for address, number in places if int(number, 16) == port}
+
+
+@pytest.mark.skipif(not PROC_NET.exists(), reason="the kernel does not tell who listens")
+def test_the_store_listens_on_its_host_s_address_alone() -> None:
+    store, address = open_store("127.0.0.1")
+    assert listening_on(store.port) == {"0100007F"}
+    host, _, port = address.rpartition(":")
+    assert (host, int(port)) == ("127.0.0.1", store.port)
+
+
+def test_ranks_meet_in_the_store() -> None:
+    store, address = open_store()
+    host, _, port = address.rpartition(":")
+    peer = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=10))
+    peer.set("rank 1", "here")
+    assert store.get("rank 1") == b"here"
