@@ -24,7 +24,7 @@ from drafter.level import Candidates, DraftVocabulary, Level
 from drafter.unrolled import Start, Unrolled
 from workers.config import EngineConfig
 from workers.decoders import AnyDecoder
-from workers.graphs import Graphs, most_pages, sizes
+from workers.graphs import Graphs, sizes
 from workers.kernels.choose import AttentionPlan
 from workers.kv import KVPool
 from workers.model import Decoder
@@ -160,7 +160,7 @@ def head_graphs(head: FeatureHead, kv: KVPool, config: EngineConfig, *, is_captu
         partial(head.plan, page_size=config.page_size),
         (one, torch.zeros(1, head.width, dtype=head.dtype, device=head.device), one),
         buckets=sizes(config.max_num_seqs, config.tree_rows),
-        table_width=most_pages(config),
+        table_width=config.pages_for(config.max_model_len),
         is_captured=is_captured,
     )
 

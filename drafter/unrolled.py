@@ -37,7 +37,7 @@ from drafter.level import DraftVocabulary, GrowLimits, Nodes, Uncut
 from drafter.prune import passes_min, passes_path
 from drafter.score import Best, best_children, confidence_tau, kinds
 from workers.config import EngineConfig, TreeConfig
-from workers.graphs import MAX_ROWS, Planner, Recorder, Size, most_pages
+from workers.graphs import MAX_ROWS, Planner, Recorder, Size
 from workers.kernels.choose import Kernels
 from workers.sampling import process_blindly
 from workers.types import AttentionMetadata, NodeKind, Rule, SamplingBatch, as_signed64
@@ -254,7 +254,7 @@ class Unrolled:
         self.start: Start
         self._run, self._plan, self._page_size = run, plan, config.page_size
         self._tree, self._vocab, self._kernels = config.draft.tree, vocab, kernels
-        self._table_width = most_pages(config)
+        self._table_width = config.pages_for(config.max_model_len)
         sizes = buckets(config.max_num_seqs, self._tree.num_nodes, vocab.size)
         B, D, V = max((requests for requests, _ in sizes), default=0), self._tree.max_depth, vocab.size
         self._features_BH = example_1H.new_zeros(B, example_1H.shape[1])

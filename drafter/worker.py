@@ -151,7 +151,7 @@ def nobody(config: EngineConfig, width: int) -> list[DraftRequest]:
     first used is there before somebody waits for it. width: of the features; 0 = none."""
     assert config.draft is not None
     tree = config.draft.tree
-    num_pages = -(-(2 + config.tree_rows) // config.page_size)
+    num_pages = config.pages_for(2)
     zero_1, none = torch.zeros(1), torch.zeros(1, dtype=torch.int32)
     costs = DraftCosts(
         nodes_T=torch.tensor([0, tree.num_nodes], dtype=torch.int32),

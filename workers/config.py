@@ -152,6 +152,10 @@ class EngineConfig:
         """Most rows one request can have in a verification step, root included."""
         return 1 + (self.draft.tree.num_nodes if self.draft else 0)
 
+    def pages_for(self, num_tokens: int) -> int:
+        """KV pages of one request with so many tokens and a tree behind them."""
+        return -(-(num_tokens + self.tree_rows) // self.page_size)
+
     def role_of(self, rank: int) -> str:
         """Name of a world rank for logs and errors, e.g. "verifier 0" or "drafter 1"."""
         tp = self.tensor_parallel_size

@@ -237,14 +237,9 @@ def decoder_graphs(decoder: Decoder, kv: KVPool, config: EngineConfig, *, is_cap
         plan,
         (one, one),
         buckets=sizes(config.max_num_seqs, config.tree_rows),
-        table_width=most_pages(config),
+        table_width=config.pages_for(config.max_model_len),
         is_captured=is_captured,
     )
-
-
-def most_pages(config: EngineConfig) -> int:
-    """Pages that one request may have: its tokens and a tree behind them."""
-    return -(-(config.max_model_len + config.tree_rows) // config.page_size)
 
 
 def can_capture(kernels: Kernels, device: torch.device, enforce_eager: bool) -> bool:

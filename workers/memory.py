@@ -34,8 +34,7 @@ def agree_on_pages(world: World, bytes_per_slot: int, *, bytes_beside: int = 0) 
     not even one request of max_model_len fits.
     """
     config = world.config
-    slots_per_request = config.max_model_len + config.tree_rows
-    pages_per_request = -(-slots_per_request // config.page_size)
+    pages_per_request = config.pages_for(config.max_model_len)
     if world.device.type == "cuda":
         torch.cuda.empty_cache()  # what loading has let go of would count as taken, for ranks on this device too
     every = world.gather_number(bytes_per_slot)  # after it all weights are loaded, those of ranks on this device too

@@ -67,5 +67,5 @@ def workload(args: EngineArgs, texts: Sequence[Prompt], *, max_tokens: int, max_
         )
     config = replace(config, max_model_len=longest, max_num_seqs=max_num_seqs, enable_prefix_caching=False)
     # Without a number, each of several engines on one GPU would take all of it.
-    pages = 1 + max_num_seqs * -(-(longest + config.tree_rows) // config.page_size)
+    pages = 1 + max_num_seqs * config.pages_for(longest)
     return Workload(replace(config, num_pages=pages), prompts)

@@ -150,11 +150,6 @@ def expected_shapes(spec: ModelSpec) -> Shapes:
     return shapes
 
 
-def pages_per_request(config: EngineConfig, num_tokens: int) -> int:
-    """Pages of a request with so many tokens and its next tree."""
-    return -(-(num_tokens + config.tree_rows) // config.page_size)
-
-
 def pages_on_device(config: EngineConfig, found: list[Side], memory_bytes: float) -> int:
     """KV pages that a device of such a size has room for beside the weights; the smaller of both sides' counts.
 

@@ -13,7 +13,7 @@ from cluster.plan.acceptance import TYPICAL, curve
 from cluster.plan.choose import best, schedule
 from cluster.plan.costs import Costs
 from cluster.plan.fleet import SPREAD, Fleet, Load, Replica, simulate
-from cluster.plan.memory import Side, pages_on_device, pages_per_request
+from cluster.plan.memory import Side, pages_on_device
 from cluster.plan.predict import Prediction, Predictor
 from cluster.plan.roofline import cost_table
 from cluster.seats import num_bundles
@@ -173,7 +173,7 @@ def _room(request: PlanRequest, config: EngineConfig, found: list[Side]) -> Room
         pages = pages_on_device(config, found, 1e9 * request.hardware.memory_gb) - 1
     if pages is None:
         return Room(pages=None, batch=config.max_num_seqs, reason="max_num_seqs; memory is not counted")
-    fits = pages // pages_per_request(config, request.context)
+    fits = pages // config.pages_for(request.context)
     if fits < 1:
         name = request.hardware.name if request.hardware else "num_pages"
         raise ConfigError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cluster.convert import visible_gpus
 from cluster.placement import Bundle, group_bundles
-from cluster.plan.memory import Side, pages_per_request
+from cluster.plan.memory import Side
 from cluster.seats import seats
 from workers.config import EngineConfig
 
@@ -28,7 +28,7 @@ def describe(name: str, config: EngineConfig, sides: list[Side]) -> str:
             _row(seat.rank, seat.role, seat.bundle, device, bytes_text(side.weight_bytes), bytes_text(side.token_bytes))
         )
     bundles = group_bundles(config)
-    per_request = pages_per_request(config, config.max_model_len)
+    per_request = config.pages_for(config.max_model_len)
     pages = config.num_pages or 1 + config.max_num_seqs * per_request
     kv_bytes = [pages * config.page_size * side.token_bytes for side in sides]
     lines += [
