@@ -1,6 +1,7 @@
 """`auto` beside no speculation and the fixed shapes, all in one process on one copy of the weights.
 
-    python tests/bench/one_process.py [--target-cost 300m] [--batches 2 8] [--rounds 6] [--processes 3] [--out DIR]
+    python tests/bench/one_process.py [--target-cost 300m] [--batches 2 8] [--shapes auto] [--rounds 6] [--processes 3]
+        [--out DIR]
 
 `secateur bench throughput` compares running services, each with its own copy of the target. On a shared machine such
 copies are not equal: the same forward takes up to a fifth longer in one process than in another, for as long as they
@@ -21,7 +22,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -45,10 +46,7 @@ from workers.heap import freeze_start_up  # noqa: E402
 from workers.ipc import Speculation, Submit  # noqa: E402
 from workers.types import SamplingParams  # noqa: E402
 
-SHAPES: dict[str, Name] = {
-    "off": "off", "chain": "chain", "static": "static", "auto": "auto", "off again": "off"
-}  # fmt: skip
-"""Who takes turns, and with which of the shapes of `secateur bench throughput`."""
+SHAPES: tuple[Name, ...] = ("chain", "static", "auto")
 
 
 @dataclass(frozen=True)
@@ -96,21 +94,22 @@ def measure(args: argparse.Namespace) -> list[dict[str, float]]:
         config, prompts = workload(engine_args, texts, max_tokens=args.max_tokens, max_num_seqs=max(args.batches))
         assert config.draft is not None
         pair = Pair.load(config.model_path, config.draft.model_path)
-        contestants = {name: stack.enter_context(contestant(shape, config, pair)) for name, shape in SHAPES.items()}
+        names: dict[str, Name] = {"off": "off", **{shape: shape for shape in args.shapes}, "off again": "off"}
+        contestants = {name: stack.enter_context(contestant(shape, config, pair)) for name, shape in names.items()}
         freeze_start_up()  # as workers do
-        print(HEAD)
+        print(head(args.shapes))
         for temperature in args.temperatures:
             for batch in args.batches:
                 endless = cycle(prompts)
                 seen: list[dict[str, float]] = []
                 for number in range(args.rounds + 1):
                     chosen = list(islice(endless, batch))
-                    order = list(SHAPES) if number % 2 else list(SHAPES)[::-1]
+                    order = list(names) if number % 2 else list(names)[::-1]
                     seen.append(
                         {n: contestants[n].seconds_per_token(chosen, args.max_tokens, temperature) for n in order}
                     )
                 off_ms = 1e3 * statistics.median(turn["off"] for turn in seen[1:])
-                ratios = {n: statistics.median(_off(t, n) / t[n] for t in seen[1:]) for n in COLUMNS}
+                ratios = {n: statistics.median(_off(t, n) / t[n] for t in seen[1:]) for n in names if n != "off"}
                 rows.append({"temperature": temperature, "batch": batch, "off_ms": off_ms} | ratios)
                 print(line(rows[-1]), flush=True)
     return rows
@@ -121,13 +120,15 @@ def _off(turn: dict[str, float], name: str) -> float:
     return turn["off"] if name == "off again" else (turn["off"] + turn["off again"]) / 2
 
 
-COLUMNS = list(SHAPES)[1:]
-HEAD = f"| T | requests | ms per token, off | {' | '.join(COLUMNS)} |\n|---|---|---{'|---' * len(COLUMNS)}|"
+def head(shapes: Sequence[Name]) -> str:
+    cells = ("T", "requests", "ms per token, off", *shapes, "off again")
+    return f"| {' | '.join(cells)} |\n{'|---' * len(cells)}|"
 
 
 def line(row: dict[str, float]) -> str:
-    cells = " | ".join(f"{row[name]:.2f}" for name in COLUMNS)
-    return f"| {row['temperature']:g} | {row['batch']:g} | {row['off_ms']:.1f} | {cells} |"
+    temperature, batch, off_ms, *ratios = row.values()
+    cells = " | ".join(f"{ratio:.2f}" for ratio in ratios)
+    return f"| {temperature:g} | {batch:g} | {off_ms:.1f} | {cells} |"
 
 
 def main() -> None:
@@ -136,6 +137,7 @@ def main() -> None:
     parser.add_argument("--cache", type=Path)
     parser.add_argument("--batches", type=int, nargs="+", default=[2, 4, 8, 16, 32])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=SHAPES, help="beside no speculation")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--max-tokens", type=int, default=32)
@@ -148,7 +150,7 @@ def main() -> None:
         for same in zip(*runs, strict=True)
     ]
     if len(runs) > 1:
-        print(f"\nMedians over {len(runs)} processes\n\n{HEAD}", *map(line, rows), sep="\n")
+        print(f"\nMedians over {len(runs)} processes\n\n{head(args.shapes)}", *map(line, rows), sep="\n")
     if args.out is not None:
         mark = args.target_cost or "bundled"
         about = {"hardware": "CPU, one thread", "torch": torch.__version__, "dtype": "float32", "target": str(mark)}
