@@ -132,8 +132,16 @@ def resolve_path(name: str, revision: str | None = None) -> Path:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file as a dict, {} if it does not exist."""
-    return json.loads(path.read_text()) if path.exists() else {}
+    """A JSON file as a dict, {} if it does not exist. Raises ValueError for any other content."""
+    if not path.exists():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # of JSON or of UTF-8
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds no JSON object but a {type(found).__name__}")
+    return found
 
 
 def read_spec(path: Path | str) -> ModelSpec:
@@ -241,11 +249,17 @@ def _windows(config: Any, family: str) -> tuple[int | None, ...]:
 
 
 def eos_ids(*configs: dict[str, Any]) -> tuple[int, ...]:
-    """End-of-text ids of config.json and generation_config.json together: chat models name theirs in either."""
+    """End-of-text ids of config.json and generation_config.json together: chat models name theirs in either.
+
+    Raises ValueError for what is neither a token id nor a list of them.
+    """
     ids: dict[int, None] = {}
     for config in configs:
         value = config.get("eos_token_id")
-        ids.update(dict.fromkeys(value if isinstance(value, list) else [] if value is None else [value]))
+        own = value if isinstance(value, list) else [] if value is None else [value]
+        if strange := [item for item in own if type(item) is not int]:
+            raise ValueError(f"eos_token_id: {strange[0]!r} is no token id; write a number or a list of numbers")
+        ids.update(dict.fromkeys(own))
     return tuple(ids)
 
 
