@@ -68,7 +68,7 @@ class Service:
     api_key: str | None = None
     seed: int | None = None
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Of requests that do not say how to sample, see `SamplingRequest.filled`."""
+    """Of requests that do not say how to sample, see `SamplingRequest.filled`; `max_tokens` is that of chats."""
     max_pending: int | None = None
     """Answers at work or waiting before new ones get a 429; None = 8 per running sequence."""
     created: int = field(default_factory=lambda: int(time.time()))
