@@ -211,6 +211,9 @@ def test_beside_a_vision_tower_a_text_model_and_its_head_hold_what_they_hold_alo
     draft = DraftConfig(method="eagle3", model_path=str(head))
     both, text = (sides(EngineConfig(model_path=str(tmp_path / kind), draft=draft)) for kind in ("both", "text"))
     assert both == text
+    drafts = [DraftConfig(method="draft_model", model_path=str(tmp_path / kind)) for kind in ("both", "text")]
+    both, text = (sides(EngineConfig(model_path=str(tmp_path / "text"), draft=draft)) for draft in drafts)
+    assert both == text
 
 
 def test_a_file_that_repeats_the_weights_counts_once(tmp_path: Path) -> None:

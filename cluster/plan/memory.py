@@ -65,7 +65,7 @@ def sides(config: EngineConfig) -> list[Side]:
         found = [replace(found[0], state_bytes=num_taps * target.hidden_size * item)]
     if draft is None:
         return found
-    shapes = tensor_shapes(Path(draft.model_path)) if draft.model_path else {}
+    shapes = _of_text_model(tensor_shapes(Path(draft.model_path))) if draft.model_path else {}
     match draft.method:
         case "ngram":
             return [*found, Side(token_bytes=_TOKEN_ID_BYTES)]
