@@ -106,19 +106,23 @@ def load_tokenizer(args: EngineArgs, config: EngineConfig) -> Tokenizer:
 
 
 def sampling_defaults(args: EngineArgs, model_path: str) -> dict[str, Any]:
-    """What a request's sampling parameters are where it says nothing: the model's own. Raises ConfigError."""
+    """What a request's sampling parameters are where it says nothing: the model's own. Raises ConfigError.
+
+    `max_tokens`, if any, is that of chats: completions have OpenAI's, as in vLLM.
+    """
     if args.generation_config == "none":
         return {}
     path = Path(model_path) / "generation_config.json"
-    written = read_json(path)
-    defaults = {name: written[name] for name in DEFAULTED if written.get(name) is not None}
+    written = {"max_tokens" if name == "max_new_tokens" else name: value for name, value in read_json(path).items()}
+    given = {name: written[name] for name in (*DEFAULTED, "max_tokens") if written.get(name) is not None}
     try:
-        CompletionRequest.model_validate({"prompt": "", **defaults})
+        request = CompletionRequest.model_validate({"prompt": "", **given})
     except ValidationError as error:
         problems = "; ".join(map(str, problems_of(error, CompletionRequest.model_fields)))
+        problems = problems.replace("max_tokens", "max_new_tokens")
         message = f"{path}: {problems}; correct the file, or write none to do without it"
         raise ConfigError(Problem("generation_config", message)) from None
-    return defaults
+    return {name: getattr(request, name) for name in given}
 
 
 def model_folder(name: str, revision: str | None = None) -> Path:

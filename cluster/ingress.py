@@ -24,6 +24,7 @@ from cluster.streams import EventStream, merged, prepended, unless_client_leaves
 from cluster.submit import BadRequest, RequestLimits, SeedSource, further_answer, submit_from, without_effect
 from cluster.tokens import Tokenizer
 from secateur import __version__
+from secateur.errors import ConfigError
 from secateur.protocol import (
     IGNORED_HEADER,
     SSE_DONE,
@@ -67,7 +68,7 @@ class Service:
     api_key: str | None = None
     seed: int | None = None
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Of requests that do not say how to sample, see `SamplingRequest.filled`."""
+    """Of requests that do not say how to sample, see `SamplingRequest.filled`; `max_tokens` is that of chats."""
     max_pending: int | None = None
     """Answers at work or waiting before new ones get a 429; None = 8 per running sequence."""
     created: int = field(default_factory=lambda: int(time.time()))
@@ -87,6 +88,7 @@ class Service:
             self.config,
             max_model_len=ready.max_model_len if ready else self.config.max_model_len,
             vocab_size=ready.vocab_size if ready else self.tokenizer.vocab_size,
+            default_max_tokens=self.sampling_defaults.get("max_tokens"),
         )
 
     def admit(self, num_prompts: int, answers_each: int = 1) -> None:
@@ -199,7 +201,13 @@ def checked(service: Service, body: Body) -> Body:
     service.check_model(body.model)
     if found := body.unsupported():
         raise door.Refused(400, ErrorResponse.from_unsupported(found))
-    return body.filled(service.sampling_defaults)
+    try:
+        return body.filled(service.sampling_defaults)
+    except ConfigError as error:
+        problem = error.problems[0]
+        raise BadRequest(
+            f"{problem} (left out, a parameter is as the model's makers say)", param=problem.field
+        ) from None
 
 
 async def answer(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 import threading
 from collections.abc import Iterator
@@ -20,6 +21,8 @@ from secateur.config import EngineArgs
 from secateur.errors import ConfigError
 from workers.config import EngineConfig
 
+logger = logging.getLogger(__name__)
+
 _GRACE_S = 5
 
 
@@ -27,6 +30,9 @@ def service_of(
     args: EngineArgs, config: EngineConfig, engine: EngineClient, tokenizer: Tokenizer, *, replica: str
 ) -> Service:
     """The service of a running engine, with the settings of `args`."""
+    if defaults := sampling_defaults(args, config.model_path):
+        told = ", ".join(f"{name}={value}" for name, value in defaults.items())
+        logger.info("requests that leave them out get the model's own %s (generation_config: none = OpenAI's)", told)
     return Service(
         engine=engine,
         tokenizer=tokenizer,
@@ -35,7 +41,7 @@ def service_of(
         replica=replica,
         api_key=args.api_key,
         seed=args.seed,
-        sampling_defaults=sampling_defaults(args, config.model_path),
+        sampling_defaults=defaults,
     )
 
 

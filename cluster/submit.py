@@ -37,9 +37,13 @@ class RequestLimits:
     eos_token_ids: tuple[int, ...] = ()
     acceptance: str = "coupled"
     """The rule of requests that choose none."""
+    default_max_tokens: int | None = None
+    """Of chats that say nothing; None = to the end of the context."""
 
     @classmethod
-    def of(cls, config: EngineConfig, *, max_model_len: int, vocab_size: int) -> RequestLimits:
+    def of(
+        cls, config: EngineConfig, *, max_model_len: int, vocab_size: int, default_max_tokens: int | None = None
+    ) -> RequestLimits:
         nodes = config.draft.tree.num_nodes if config.draft else 0
         return cls(
             max_model_len=max_model_len,
@@ -47,6 +51,7 @@ class RequestLimits:
             num_draft_tokens=nodes,
             eos_token_ids=config.eos_token_ids,
             acceptance=config.draft.acceptance.kind if config.draft else "coupled",
+            default_max_tokens=default_max_tokens,
         )
 
 
@@ -65,6 +70,12 @@ def submit_from(
     """
     max_tokens = _max_tokens(request, prompt, limits)
     if request.min_tokens > max_tokens:
+        if max_tokens == limits.default_max_tokens:
+            raise BadRequest(
+                f"min_tokens={request.min_tokens} is more than max_tokens={max_tokens}, this model's default; write "
+                "max_tokens as well",
+                param="min_tokens",
+            )
         raise BadRequest(
             f"min_tokens={request.min_tokens} is more than the {max_tokens} that {len(prompt)} prompt tokens leave of "
             f"this model's {limits.max_model_len}; ask for at most {max_tokens}",
@@ -143,7 +154,7 @@ def _max_tokens(request: SamplingRequest, prompt: list[int], limits: RequestLimi
         )
     asked = request.max_completion_tokens or request.max_tokens
     if asked is None:  # a default is no promise: it ends where the context does
-        return min(request.max_output_tokens or room, room)
+        return min(request.max_output_tokens or limits.default_max_tokens or room, room)
     if asked > room:
         param = "max_completion_tokens" if request.max_completion_tokens else "max_tokens"
         raise BadRequest(

@@ -43,9 +43,9 @@ class EngineArgs(Strict):
     """Folder, Hugging Face id or 'bundled:target' (also what a null stands for)."""
     served_model_name: str | None = None
     tokenizer: str | None = None
+    """Folder or id; None is the model's own."""
     generation_config: Literal["auto", "none"] = "auto"
     """Sampling of requests that do not say how: as the model's generation_config.json has it, or OpenAI's defaults."""
-    """Folder or id; None is the model's own."""
     revision: str | None = None
     tensor_parallel_size: PositiveInt = 1
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -227,7 +227,11 @@ class AppArgs(Strict):
                 continue
             if value is not None and (type(value) is not int or value < 1):
                 problems.append(Problem(f"deployment_config.{key}", f"must be an integer >= 1 (got {value!r})"))
-        if options.get("autoscaling_config") and options.get("num_replicas") not in (None, "auto"):
+        scaling = options.get("autoscaling_config")
+        if scaling is not None and not isinstance(scaling, dict):
+            told = f"must be a mapping such as {{max_replicas: 3}} (got {scaling!r}); 'auto' is a num_replicas"
+            problems.append(Problem("deployment_config.autoscaling_config", told))
+        if scaling and options.get("num_replicas") not in (None, "auto"):
             problems.append(
                 Problem("deployment_config.num_replicas", "contradicts autoscaling_config; remove it or write 'auto'")
             )

@@ -106,11 +106,13 @@ SERVER_FLAGS: dict[str, Any] = {
 # The service knows all ranges; those that are easily mistyped are told before one is started.
 SAMPLING_FLAGS: dict[str, Any] = {
     "max_tokens": _flag(int, "--max-tokens", help="The most tokens to generate [complete: 16].", min=1),
-    "temperature": _flag(float, "--temperature", help="0 is greedy [service: 1.0].", min=0.0),
+    "temperature": _flag(float, "--temperature", help="0 is greedy [the model's own, else 1.0].", min=0.0),
     "top_p": _flag(float, "--top-p", help="Keep the most probable tokens up to this mass."),
     "presence_penalty": _flag(float, "--presence-penalty", help="Taken off the logits of tokens that came [0]."),
     "frequency_penalty": _flag(float, "--frequency-penalty", help="The same, once for every time they came [0]."),
-    "repetition_penalty": _flag(float, "--repetition-penalty", help="Above 1 makes what came less likely [1]."),
+    "repetition_penalty": _flag(
+        float, "--repetition-penalty", help="Above 1 makes what came less likely [the model's own, else 1]."
+    ),
     "seed": _flag(int, "--seed", help="The same seed gives the same text."),
 }
 

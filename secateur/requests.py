@@ -174,8 +174,14 @@ class SamplingRequest(BaseModel):
     priority: StrictInt = 0
 
     def filled(self, defaults: Mapping[str, Any]) -> Self:
-        """The same request, with these of `DEFAULTED` where it says nothing itself."""
-        return self.model_copy(update={key: defaults[key] for key in defaults.keys() - self.model_fields_set})
+        """The same request, with these of `DEFAULTED` where it says nothing itself.
+
+        Raises ConfigError if they contradict what it says.
+        """
+        left_out = [name for name in DEFAULTED if name in defaults and name not in self.model_fields_set]
+        filled = self.model_copy(update={name: defaults[name] for name in left_out})
+        filled._check_number_of_answers()
+        return filled
 
     @model_validator(mode="before")
     @classmethod
@@ -199,14 +205,17 @@ class SamplingRequest(BaseModel):
             raise _wrong("bad_words", "an empty string forbids nothing; remove it")
         if self.stream_options is not None and not self.stream:
             raise _wrong("stream_options", "only allowed with stream=true")
-        if self.n > 1 and self.is_greedy:
-            raise _wrong(
-                "n", f"must be 1 when using greedy sampling, where all {self.n} answers are the same; raise temperature"
-            )
+        self._check_number_of_answers()
         limit = self.max_output_tokens
         if limit is not None and self.min_tokens > limit:
             raise _wrong("min_tokens", f"{self.min_tokens} is more than max_tokens={limit}; lower it or raise that")
         return self
+
+    def _check_number_of_answers(self) -> None:
+        if self.n > 1 and self.is_greedy:
+            raise _wrong(
+                "n", f"must be 1 when using greedy sampling, where all {self.n} answers are the same; raise temperature"
+            )
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from verifier import costs, economy
 from verifier.bills import Bill
 from verifier.calibration import Calibration
 from verifier.costs import UNPROFILED, RowCosts, profile
+from verifier.drafts import Drafts
 from verifier.economy import Economy
 from verifier.feeds import Feed
 from verifier.request import Request
@@ -268,6 +269,16 @@ def test_while_drafting_is_off_auto_looks_rarely_until_the_batch_changes(monkeyp
     assert num_looks(requests[:6], 1) == 0, "a quarter less is still the same batch"
     assert num_looks(requests[:5], 1) == 1
     assert num_looks(requests[:4], 1) == 0
+
+
+@pytest.mark.parametrize(("waited", "bonus"), [(8, 1.4), (9, 2.0)])
+def test_what_sets_a_request_apart_is_forgotten_while_nothing_is_drafted(waited, bonus):
+    deciding = believing(config.Prices(step=3, row=0.5, draft=10.0, level=0.1))
+    request = Request(Submit(id=0, prompt=[1], max_tokens=64), Rule.COUPLED, TreeLimits(num_nodes=16, auto=True), 0)
+    request.draft_bonus, deciding._switch._waited = 2.0, waited
+    step = Step(preempted=[], shared=[], pages=[], decode=[request], prefill=[])
+    deciding.learn(step, Drafts.of(None, [False], [[1]]), [Verdict((), (5,), 0, 0)], 0.01)
+    assert request.draft_bonus == pytest.approx(bonus)
 
 
 def test_where_prices_are_given_tries_are_charged_by_them():

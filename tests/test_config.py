@@ -562,6 +562,7 @@ def test_engine_arguments_survive_the_trip_through_an_application(settings):
         ({"deployment_config": {"placement_group_bundles": []}}, "use placement_group_config"),
         ({"deployment_config": {"num_replica": 1}}, "did you mean 'num_replicas'?"),
         ({"deployment_config": {"num_replicas": 0}}, "must be an integer >= 1"),
+        ({"deployment_config": {"autoscaling_config": "auto"}}, "must be a mapping such as"),
         ({"deployment_config": {"num_replicas": 2, "autoscaling_config": {"max_replicas": 3}}}, "contradicts"),
         ({"placement_group_config": {"strategy": "SPREAD"}}, "must be 'STRICT_PACK' or 'PACK'"),
         ({"placement_group_config": {"bundles": [{}], "bundle_per_worker": {}}}, "contradicts bundle_per_worker"),

@@ -110,3 +110,14 @@ def test_any_other_quantisation_is_refused_by_name(
     checkpoints.edit_config(path, quantization_config=quantization)
     with pytest.raises(ValueError, match=message):
         read_spec(path)
+
+
+def test_a_quantised_head_beside_a_quantised_embedding_is_used_though_the_configuration_ties_them(
+    tmp_path: Path,
+) -> None:
+    path = checkpoints.quantise_fp8(checkpoints.write_model(tmp_path, "llama", tie_word_embeddings=True), BLOCK)
+    ones, scales = torch.ones(96, 64).to(torch.float8_e4m3fn), torch.ones(6, 3)
+    extra = {"model.embed_tokens.weight": ones, "model.embed_tokens.weight_scale_inv": scales}
+    checkpoints.edit_weights(path, add=extra | {"lm_head.weight": ones.clone(), "lm_head.weight_scale_inv": 2 * scales})
+    decoder = load_decoder(path, read_spec(path))
+    assert torch.equal(decoder.full_logits(torch.ones(1, 64)), torch.full((1, 96), 128.0))

@@ -6,16 +6,18 @@ import itertools
 from dataclasses import replace
 
 import numpy as np
+import oracles
 import pytest
 import torch
 from fakes import Bench, Counting, RandomLanguage, say
 
 from verifier import lookup
+from verifier.drafts import Drafts
 from verifier.lookup import Copy, Lookup, Passage, Passages, Trust, choose
 from verifier.request import Request
 from workers.config import Prices, PruneConfig, TreeConfig
 from workers.ipc import Speculation, Submit
-from workers.types import Rule, SamplingParams, TreeLimits, Verdict
+from workers.types import DraftReply, Rule, SamplingParams, TreeLimits, Verdict
 
 torch.set_num_threads(1)
 
@@ -326,3 +328,21 @@ def test_copies_are_counted_apart_from_drafts(copies):
             if not drafted:
                 assert counts.num_copied_tokens == counts.num_verified_tokens
                 assert counts.num_accepted_copied_tokens == counts.num_accepted_tokens
+
+
+def test_a_copy_beside_drafts_is_told_from_them():
+    """Of four requests the first and the last are drafted for, the second has a copy and the third nothing."""
+    reply = DraftReply(
+        trees=oracles.trees([([-1, 0, 0], [5, 6, 7]), ([-1], [9])]),
+        probs=None,
+        pruned_GD=torch.tensor([[1, 2, 0], [4, 0, 0]], dtype=torch.int32),
+        num_levels=2,
+        num_run=3,
+        seconds=0.0,
+    )
+    drafts = Drafts.of(reply, [True, False, False, True], [[5], [3, 1, 4], [8], [9]])
+    assert drafts.trees.token_N.tolist() == [5, 6, 7, 3, 1, 4, 8, 9]
+    assert drafts.verified == [[2], [1, 1], [], []]
+    assert drafts.pruned == [[1, 2], [], [], [4]]
+    assert drafts.copied == [False, True, False, False]
+    assert (drafts.num_nodes, drafts.num_trees) == (4, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import platform
 import re
@@ -16,10 +17,13 @@ import pytest
 
 import secateur
 from cluster.convert import engine_config, sampling_defaults, settle
+from cluster.engine_client import EngineClient
 from cluster.placement import group_bundles
 from cluster.plan.memory import tensor_shapes
 from cluster.plan.report import run
 from cluster.seats import num_bundles, seats, worker_env
+from cluster.service import service_of
+from cluster.tokens import Tokenizer
 from secateur.config import EngineArgs
 from secateur.errors import ConfigError
 from secateur.plan import PlanRequest
@@ -197,6 +201,43 @@ def test_requests_are_sampled_as_the_model_s_generation_config_says(tmp_path: Pa
     assert sampling_defaults(args(model=str(model)), str(model)) == wanted
     assert sampling_defaults(args(model=str(model), generation_config="none"), str(model)) == {}
     assert sampling_defaults(args(), engine_config(args()).model_path) == {}, "the bundled model says nothing"
+
+
+def test_generation_config_s_values_are_a_request_s(tmp_path: Path) -> None:
+    model = checkpoints.write_model(tmp_path, "qwen3")
+    (model / "generation_config.json").write_text('{"temperature": "0.6", "max_new_tokens": 512, "top_p": 1}')
+    defaults = sampling_defaults(args(model=str(model)), str(model))
+    assert defaults == {"temperature": 0.6, "top_p": 1.0, "max_tokens": 512}
+    assert not isinstance(defaults["temperature"], str)
+    (model / "generation_config.json").write_text('{"max_new_tokens": 0}')
+    with pytest.raises(ConfigError, match="generation_config: .*max_new_tokens: must be greater"):
+        sampling_defaults(args(model=str(model)), str(model))
+
+
+def test_a_service_tells_whose_defaults_it_takes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = checkpoints.write_model(tmp_path, "qwen3")
+    (model / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20}')
+    taken = args(model=str(model), no_speculation=True)
+    tokenizer = Tokenizer(str(BUNDLED / "target"))
+    with caplog.at_level(logging.INFO, "cluster"):
+        service = service_of(taken, engine_config(taken), EngineClient(), tokenizer, replica="local")
+    assert "the model's own temperature=0.6, top_k=20 " in caplog.text
+    assert service.sampling_defaults == {"temperature": 0.6, "top_k": 20}
+
+
+@pytest.mark.parametrize(
+    ("written", "told"),
+    [
+        ('{"temperature": 0.6', "generation_config.json is not valid JSON: "),
+        ("[1, 2]", "generation_config.json holds no JSON object but a list"),
+        ('{"eos_token_id": [1, "2"]}', "eos_token_id: '2' is no token id; write a number or a list of numbers"),
+    ],
+)
+def test_a_generation_config_that_cannot_be_read_is_named(tmp_path: Path, written: str, told: str) -> None:
+    model = checkpoints.write_model(tmp_path, "qwen3")
+    (model / "generation_config.json").write_text(written)
+    with pytest.raises(ConfigError, match=told):
+        engine_config(args(model=str(model), no_speculation=True))
 
 
 def test_a_generation_config_that_cannot_be_is_refused_at_the_door(tmp_path: Path) -> None:

@@ -203,6 +203,19 @@ def test_a_head_stored_as_a_pytorch_file_counts_like_one_in_safetensors(tmp_path
     assert found[0].weight_bytes == found[1].weight_bytes > 2 * (matrices + 96 * 64)
 
 
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
+def test_beside_a_vision_tower_a_text_model_and_its_head_hold_what_they_hold_alone(tmp_path: Path, prefix: str) -> None:
+    checkpoints.write_multimodal(tmp_path / "both", prefix)
+    checkpoints.write_model(tmp_path / "text", "gemma3_text", tie_word_embeddings=True, head_dim=16)
+    head = checkpoints.write_eagle3(tmp_path / "head", with_embedding=False)
+    draft = DraftConfig(method="eagle3", model_path=str(head))
+    both, text = (sides(EngineConfig(model_path=str(tmp_path / kind), draft=draft)) for kind in ("both", "text"))
+    assert both == text
+    drafts = [DraftConfig(method="draft_model", model_path=str(tmp_path / kind)) for kind in ("both", "text")]
+    both, text = (sides(EngineConfig(model_path=str(tmp_path / "text"), draft=draft)) for draft in drafts)
+    assert both == text
+
+
 def test_a_file_that_repeats_the_weights_counts_once(tmp_path: Path) -> None:
     """Mistral publishes consolidated.safetensors beside the shards, with names of its own."""
     path = checkpoints.write_model(tmp_path, "mistral", sliding_window=None, shards=3)

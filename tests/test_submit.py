@@ -27,6 +27,19 @@ def test_a_default_never_runs_into_the_limit_and_a_wish_does() -> None:
         submit_from(CompletionRequest(prompt="x", max_tokens=6), prompt, id=1, seed=5, limits=LIMITS)
 
 
+def test_a_chat_s_default_length_is_the_model_s_where_the_context_leaves_room() -> None:
+    limits = replace(LIMITS, default_max_tokens=30)
+
+    def length(prompt_length: int = 1, **fields: Any) -> int:
+        request = ChatCompletionRequest.model_validate({"messages": [{"role": "user", "content": "x"}], **fields})
+        return submit_from(request, [1] * prompt_length, id=1, seed=5, limits=limits).max_tokens
+
+    assert (length(), length(95), length(max_tokens=40), length(max_completion_tokens=50)) == (30, 5, 40, 50)
+    assert submit_from(CompletionRequest(prompt="x"), [1], id=1, seed=5, limits=limits).max_tokens == 16
+    with pytest.raises(BadRequest, match="min_tokens=31 is more than max_tokens=30, this model's default; write max"):
+        length(min_tokens=31)
+
+
 def test_a_salt_is_passed_on_and_is_no_empty_word() -> None:
     assert submit().cache_salt is None and submit(cache_salt="tenant 1").cache_salt == "tenant 1"
     with pytest.raises(ValueError, match="cache_salt"):

@@ -132,8 +132,16 @@ def resolve_path(name: str, revision: str | None = None) -> Path:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file as a dict, {} if it does not exist."""
-    return json.loads(path.read_text()) if path.exists() else {}
+    """A JSON file as a dict, {} if it does not exist. Raises ValueError for any other content."""
+    if not path.exists():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # of JSON or of UTF-8
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds no JSON object but a {type(found).__name__}")
+    return found
 
 
 def read_spec(path: Path | str) -> ModelSpec:
@@ -241,11 +249,17 @@ def _windows(config: Any, family: str) -> tuple[int | None, ...]:
 
 
 def eos_ids(*configs: dict[str, Any]) -> tuple[int, ...]:
-    """End-of-text ids of config.json and generation_config.json together: chat models name theirs in either."""
+    """End-of-text ids of config.json and generation_config.json together: chat models name theirs in either.
+
+    Raises ValueError for what is neither a token id nor a list of them.
+    """
     ids: dict[int, None] = {}
     for config in configs:
         value = config.get("eos_token_id")
-        ids.update(dict.fromkeys(value if isinstance(value, list) else [] if value is None else [value]))
+        own = value if isinstance(value, list) else [] if value is None else [value]
+        if strange := [item for item in own if type(item) is not int]:
+            raise ValueError(f"eos_token_id: {strange[0]!r} is no token id; write a number or a list of numbers")
+        ids.update(dict.fromkeys(own))
     return tuple(ids)
 
 
@@ -351,7 +365,8 @@ class Weights:
     def are_equal(self, one: str, other: str, start: int, end: int) -> bool:
         """Whether rows start:end of two stored matrices are the same, as they are stored. Both count as asked for.
 
-        Read block by block, up to the first that differs. Raises ValueError if one is missing.
+        Read block by block, up to the first that differs. float8 matrices, which torch does not compare and whose
+        scales may differ, count as different. Raises ValueError if one is missing.
         """
         import torch
 
@@ -361,7 +376,10 @@ class Weights:
             return False
         for row in range(start, end, _COMPARED_ROWS):
             rows = slice(row, min(end, row + _COMPARED_ROWS))
-            if first[rows].dtype != second[rows].dtype or not torch.equal(first[rows], second[rows]):
+            one_part, other_part = first[rows], second[rows]
+            if one_part.dtype != other_part.dtype or one_part.dtype is torch.float8_e4m3fn:
+                return False
+            if not torch.equal(one_part, other_part):
                 return False
         return True
 

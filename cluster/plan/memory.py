@@ -52,7 +52,7 @@ def sides(config: EngineConfig) -> list[Side]:
     from workers.memory import logits_bytes
 
     target = read_spec(config.model_path)
-    stored = tensor_shapes(Path(config.model_path)) or expected_shapes(target)
+    stored = _of_text_model(tensor_shapes(Path(config.model_path))) or expected_shapes(target)
     item, draft = ITEM_BYTES[config.dtype], config.draft
     own = {name: shape for name, shape in stored.items() if not name.startswith(MTP_PREFIXES)}
     found = [
@@ -65,7 +65,7 @@ def sides(config: EngineConfig) -> list[Side]:
         found = [replace(found[0], state_bytes=num_taps * target.hidden_size * item)]
     if draft is None:
         return found
-    shapes = tensor_shapes(Path(draft.model_path)) if draft.model_path else {}
+    shapes = _of_text_model(tensor_shapes(Path(draft.model_path))) if draft.model_path else {}
     match draft.method:
         case "ngram":
             return [*found, Side(token_bytes=_TOKEN_ID_BYTES)]
@@ -125,6 +125,19 @@ def tensor_shapes(folder: Path) -> Shapes:
     except FileNotFoundError:
         return {}
     return {name: weights.shape(name) for name in weights.names()}
+
+
+def _of_text_model(shapes: Shapes) -> Shapes:
+    """Without the vision or audio towers beside it, which no engine reads, and under the names that it has alone."""
+    from workers.transformers_load import text_name
+
+    if not any("language_model" in name for name in shapes):
+        return shapes
+    return {
+        text_name(name): shape
+        for name, shape in shapes.items()
+        if "language_model" in name or name.startswith("lm_head")
+    }
 
 
 def expected_shapes(spec: ModelSpec) -> Shapes:

@@ -117,6 +117,14 @@ def test_what_a_request_does_not_say_is_as_the_model_s_makers_say(own: Callable[
     assert [s.constraints.repetition_penalty for s in sent] == [1.1, 1.1]
 
 
+def test_an_answer_is_as_long_as_the_model_s_makers_say(own: Callable[..., FakeService]) -> None:
+    running = own(sampling_defaults={"max_tokens": 9})
+    with running.http() as http:
+        http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "a"}]})
+        http.post("/v1/completions", json={"prompt": "a"})
+    assert [submit.max_tokens for submit in running.engine.submitted] == [9, 16]
+
+
 def test_what_a_request_forbids_and_favours_reaches_the_engine(
     http: httpx2.Client, service: FakeService, tokenizer: Tokenizer
 ) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 
 import httpx2
+import pytest
 from fake_service import ANSWER, FakeService, stream
 from openai import OpenAI
 from openai.types.chat import ChatCompletionChunk
 
+from cluster.streams import EventStream
 from cluster.tokens import Tokenizer
 from secateur import AsyncClient, Client
 
@@ -116,3 +118,25 @@ async def test_many_clients_at_once_get_their_own_answers(service: FakeService) 
     async with AsyncClient(service.url) as client:
         answers = await asyncio.gather(*(client.complete("def", max_tokens=64) for _ in range(24)))
     assert all(answer.text == ANSWER for answer in answers)
+
+
+async def test_a_stream_that_breaks_closes_what_it_is_made_from_at_once() -> None:
+    """Not when the last reference to it goes, which a traceback may hold."""
+    closed = []
+
+    async def endless(name: str, source: AsyncGenerator[str] | None = None) -> AsyncGenerator[str]:
+        try:
+            while True:
+                yield name if source is None else await anext(source)
+        finally:
+            closed.append(name)
+
+    async def send(message: dict[str, object]) -> None:
+        if message["type"] == "http.response.body":
+            raise OSError("the client has left")
+
+    pieces = endless("pieces")
+    events = endless("events", pieces)
+    with pytest.raises(OSError, match="has left"):
+        await EventStream(events, pieces, {}).stream_response(send)
+    assert closed == ["events", "pieces"]

@@ -12,6 +12,15 @@ from fake_service import FakeService, error_of
 from workers.config import EngineConfig
 
 
+def test_what_contradicts_the_model_s_defaults_is_refused(own: Callable[..., FakeService]) -> None:
+    running = own(sampling_defaults={"temperature": 0.0})
+    with running.http() as http:
+        response = http.post("/v1/completions", json={"prompt": "a", "n": 2})
+        assert (response.status_code, error_of(response)["param"]) == (400, "n")
+        assert "n: must be 1 when using greedy sampling" in error_of(response)["message"]
+        assert http.post("/v1/completions", json={"prompt": "a", "n": 2, "temperature": 1}).status_code == 200
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
