@@ -27,7 +27,7 @@ from ray.serve.config import HTTPOptions
 from ray.serve.context import _get_global_client
 
 from cluster.actors import packages_folder
-from cluster.convert import engine_config, layout_config, load_tokenizer, settle, visible_gpus
+from cluster.convert import engine_config, layout_config, settle, visible_gpus, with_tokenizer
 from cluster.engine_client import EngineClient
 from cluster.gang import Gang
 from cluster.ingress import PENDING_PER_SEQUENCE, create_app
@@ -67,13 +67,12 @@ class Replica:
         _log_through_serve()
         self._args = EngineArgs.load({"api_key": os.environ.get("SECATEUR_API_KEY") or None, **args})
         self._client = EngineClient()
-        self._config = await asyncio.to_thread(engine_config, self._args)
+        config = await asyncio.to_thread(engine_config, self._args)
+        self._config, self._tokenizer = await asyncio.to_thread(with_tokenizer, self._args, config)
         self._gang = Gang(self._config, self._client, on_death=self._engine_died)
         self._serving = False
-        tokenizer = asyncio.create_task(asyncio.to_thread(load_tokenizer, self._args, self._config))
         try:
             await self._gang.start(ray.util.get_current_placement_group())
-            self._tokenizer = await tokenizer
         except BaseException:
             self._gang.close()
             raise
@@ -184,7 +183,7 @@ def serve(args: EngineArgs) -> None:
     remote = os.environ.get("RAY_ADDRESS")
     if not remote:
         args = settle(args, num_gpus=visible_gpus())
-        engine_config(args)  # reads the models' configs: a wrong one is told now, not after half a minute
+        with_tokenizer(args, engine_config(args))  # what cannot be served is told now, not after half a minute
     with _terminate_as_interrupt():
         try:
             with running(args, address=remote) as url:

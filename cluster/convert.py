@@ -99,10 +99,29 @@ def engine_config(args: EngineArgs, *, num_gpus: int | None = None) -> EngineCon
 
 
 def load_tokenizer(args: EngineArgs, config: EngineConfig) -> Tokenizer:
-    """The tokenizer asked for, else the model's own."""
-    if args.tokenizer is None:
-        return Tokenizer(config.model_path)
-    return Tokenizer(resolve_model(args.tokenizer), revision=args.revision)
+    """The tokenizer asked for, else the model's own. Raises ConfigError."""
+    path, revision = config.model_path, None
+    if args.tokenizer is not None:
+        path, revision = resolve_model(args.tokenizer), args.revision
+    try:
+        return Tokenizer(path, revision=revision)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        message = f"none could be read from {path} ({reason}); name a folder or a Hugging Face id that has one"
+        raise ConfigError(Problem("tokenizer", message)) from error
+
+
+def with_tokenizer(args: EngineArgs, config: EngineConfig) -> tuple[EngineConfig, Tokenizer]:
+    """What serves texts: the tokenizer, and a configuration that its end-of-text token ends answers in, too.
+
+    As in vLLM: fine-tuning for chats often gives the tokenizer another end than the model's files name. Raises
+    ConfigError.
+    """
+    tokenizer = load_tokenizer(args, config)
+    end = tokenizer.eos_token_id
+    if end is None or end in config.eos_token_ids:
+        return config, tokenizer
+    return replace(config, eos_token_ids=(*config.eos_token_ids, end)), tokenizer
 
 
 def sampling_defaults(args: EngineArgs, model_path: str) -> dict[str, Any]:

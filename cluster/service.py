@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import uvicorn
 
-from cluster.convert import engine_config, load_tokenizer, sampling_defaults, visible_gpus
+from cluster.convert import engine_config, sampling_defaults, visible_gpus, with_tokenizer
 from cluster.engine_client import EngineClient
 from cluster.ingress import Service, create_app
 from cluster.local import LocalEngine
@@ -51,9 +51,9 @@ def local_service(args: EngineArgs) -> Iterator[str]:
 
     Raises ConfigError before anything starts, EngineDead if the engine does not come up. Afterwards nothing is left.
     """
-    config = engine_config(args, num_gpus=visible_gpus())
+    config, tokenizer = with_tokenizer(args, engine_config(args, num_gpus=visible_gpus()))
     sock = listening_socket(args.host, args.port)
-    thread = _ServiceThread(args, config, sock)
+    thread = _ServiceThread(args, config, tokenizer, sock)
     thread.start()
     try:
         thread.wait_started()
@@ -86,10 +86,11 @@ def base_url(host: str, port: int) -> str:
 class _ServiceThread(threading.Thread):
     """Owns the event loop in which engine client and HTTP server live, and with it the engine's processes."""
 
-    def __init__(self, args: EngineArgs, config: EngineConfig, sock: socket.socket) -> None:
+    def __init__(self, args: EngineArgs, config: EngineConfig, tokenizer: Tokenizer, sock: socket.socket) -> None:
         super().__init__(name="secateur-service", daemon=True)
         self._args = args
         self._config = config
+        self._tokenizer = tokenizer
         self._sock = sock
         self._up = threading.Event()
         self._failure: BaseException | None = None
@@ -124,22 +125,17 @@ class _ServiceThread(threading.Thread):
 
     async def _serve(self) -> None:
         self._loop, self._main = asyncio.get_running_loop(), asyncio.current_task()
-        tokenizer = asyncio.create_task(asyncio.to_thread(load_tokenizer, self._args, self._config))
-        try:
-            async with LocalEngine(self._config) as client:
-                service = service_of(self._args, self._config, client, await tokenizer, replica="local")
-                app = create_app(service)
-                server = uvicorn.Server(
-                    uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=_GRACE_S)
-                )
-                serving = asyncio.create_task(server.serve(sockets=[self._sock]))
-                while not (server.started or serving.done()):
-                    await asyncio.sleep(0.01)
-                if serving.done():
-                    serving.result()
-                    raise RuntimeError("the HTTP server ended while it started")
-                self._server = server
-                self._up.set()
-                await serving
-        finally:
-            tokenizer.cancel()
+        async with LocalEngine(self._config) as client:
+            app = create_app(service_of(self._args, self._config, client, self._tokenizer, replica="local"))
+            server = uvicorn.Server(
+                uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=_GRACE_S)
+            )
+            serving = asyncio.create_task(server.serve(sockets=[self._sock]))
+            while not (server.started or serving.done()):
+                await asyncio.sleep(0.01)
+            if serving.done():
+                serving.result()
+                raise RuntimeError("the HTTP server ended while it started")
+            self._server = server
+            self._up.set()
+            await serving

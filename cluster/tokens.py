@@ -34,7 +34,10 @@ class TokenText(NamedTuple):
 
 
 class Tokenizer:
-    """A model folder's tokenizer and chat template. Loads from disk only; thread-safe for reading."""
+    """A model folder's tokenizer and chat template. Loads from disk only; thread-safe for reading.
+
+    Raises OSError or ValueError if there is none, or one without a vocabulary.
+    """
 
     def __init__(self, path: str, *, revision: str | None = None) -> None:
         from transformers import AutoTokenizer  # seconds of imports: only when an engine really starts
@@ -45,10 +48,17 @@ class Tokenizer:
         self._fast: Any = getattr(self._tokenizer, "backend_tokenizer", None)
         self._texts: dict[int, TokenText] = {}  # filled as tokens come by, so never larger than the vocabulary
         self._before = self.encode("a", add_special_tokens=False)
+        if not self._before:  # what transformers makes of a Qwen folder without tokenizer files
+            raise ValueError("its vocabulary is missing")
 
     @property
     def vocab_size(self) -> int:
         return len(self._tokenizer)
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """What the tokenizer itself ends a text with."""
+        return self._tokenizer.eos_token_id
 
     @property
     def has_chat_template(self) -> bool:

@@ -7,6 +7,7 @@ import logging
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ import checkpoints
 import pytest
 
 import secateur
-from cluster.convert import engine_config, sampling_defaults, settle
+from cluster.convert import engine_config, sampling_defaults, settle, with_tokenizer
 from cluster.engine_client import EngineClient
 from cluster.placement import group_bundles
 from cluster.plan.memory import tensor_shapes
@@ -191,6 +192,30 @@ def test_max_model_len_defaults_to_the_model_s_and_may_not_exceed_it() -> None:
     assert engine_config(args(max_model_len=100)).max_model_len == 100
     with pytest.raises(ConfigError, match=f"max_model_len: {limit + 1} is more than the model's {limit}"):
         engine_config(args(max_model_len=limit + 1))
+
+
+def test_a_tokenizer_s_own_end_of_text_ends_answers_too(tmp_path: Path) -> None:
+    """Fine-tuning for chats often changes it alone."""
+    taken = args(model=str(shutil.copytree(BUNDLED / "target", tmp_path / "model")), no_speculation=True)
+    config = engine_config(taken)
+    assert with_tokenizer(taken, config)[0] == config, "the bundled model's files name its tokenizer's"
+    path = tmp_path / "model" / "tokenizer_config.json"
+    path.write_text(path.read_text().replace('"eos_token": "<|endoftext|>"', '"eos_token": "a"'))
+    ended, tokenizer = with_tokenizer(taken, config)
+    assert ended.eos_token_ids == (*config.eos_token_ids, *tokenizer.encode("a", add_special_tokens=False))
+
+
+def test_a_model_without_a_tokenizer_is_refused_at_the_door(tmp_path: Path) -> None:
+    model = checkpoints.write_model(tmp_path, "qwen3")
+    taken = args(model=str(model), no_speculation=True)
+    named = f"tokenizer: none could be read from {re.escape(str(model))} .*; name a folder or a Hugging Face id"
+    for written in (None, "{"):
+        if written is not None:
+            (model / "tokenizer.json").write_text(written)
+        with pytest.raises(ConfigError, match=named):
+            with_tokenizer(taken, engine_config(taken))
+    taken = args(model=str(model), no_speculation=True, tokenizer=str(BUNDLED / "target"))
+    with_tokenizer(taken, engine_config(taken))
 
 
 def test_requests_are_sampled_as_the_model_s_generation_config_says(tmp_path: Path) -> None:
