@@ -244,7 +244,8 @@ def test_feature_layers_are_normalised_to_capture_before(tmp_path: Path) -> None
     ("options", "windows"),
     [
         (checkpoints.sliding(2048, "sliding_attention", "full_attention"), (2048, None)),
-        # Dead text of the target's configuration: without layer types there is no window.
+        # Dead text of the target's configuration: without layer types there is no window, nor is one in full ones.
+        (checkpoints.sliding(2048, *["full_attention"] * 36), (None, None)),
         ({"sliding_window": 32768, "use_sliding_window": False}, (None, None)),
         ({"sliding_window": 32768, "use_sliding_window": True}, (None, None)),
         # Qwen3's own rule.
@@ -263,7 +264,7 @@ def test_windows_are_those_of_the_layer_types(
     ("options", "message"),
     [
         (checkpoints.sliding(4, "chunked_attention"), "not supported: write 'sliding_attention' or 'full_attention'"),
-        (checkpoints.sliding(4, "full_attention", "full_attention"), "equal to the number of `layer_types`"),
+        (checkpoints.sliding(4, "sliding_attention", "full_attention"), "equal to the number of `layer_types`"),
         (checkpoints.sliding(0, "sliding_attention"), "which has no width: write sliding_window"),
     ],
 )

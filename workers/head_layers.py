@@ -42,6 +42,8 @@ def layer_config(raw: dict[str, Any], path: Path, kind: Literal["llama", "qwen3"
     if raw.get("quantization_config"):
         fp8_block(raw["quantization_config"], path)
     known = {name: value for name, value in raw.items() if value is not None and name not in _NOT_THE_LAYERS}
+    if set(known.get("layer_types", ())) == {_FULL}:  # may be all of the target's; that says as much of these
+        known["layer_types"] = [_FULL] * known.get("num_hidden_layers", 1)
     try:
         config = (Qwen3Config if kind == "qwen3" else LlamaConfig)(**{"num_hidden_layers": 1} | known)
     except Exception as error:  # whatever transformers' own validation raises
