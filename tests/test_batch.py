@@ -301,7 +301,7 @@ def wire():
 
 
 def start(source: Path, output: Path, url: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "secateur.cli", "batch", "run", str(source), "-o", str(output), "--base-url", url]
+    command = [sys.executable, "-m", "secateur", "batch", "run", str(source), "-o", str(output), "--base-url", url]
     return subprocess.Popen(
         [*command, "--concurrency", "4"], cwd=ROOT, stderr=subprocess.PIPE, text=True, env=dict(os.environ)
     )
