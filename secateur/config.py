@@ -43,9 +43,9 @@ class EngineArgs(Strict):
     """Folder, Hugging Face id or 'bundled:target' (also what a null stands for)."""
     served_model_name: str | None = None
     tokenizer: str | None = None
+    """Folder or id; None is the model's own."""
     generation_config: Literal["auto", "none"] = "auto"
     """Sampling of requests that do not say how: as the model's generation_config.json has it, or OpenAI's defaults."""
-    """Folder or id; None is the model's own."""
     revision: str | None = None
     tensor_parallel_size: PositiveInt = 1
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
