@@ -138,6 +138,11 @@ def test_a_failed_line_is_written_with_its_error_and_fails_the_run(source, outpu
     assert (summary.failed, summary.exit_code) == (2, 1)
 
 
+def test_a_run_tells_its_first_failure(source, output):
+    summary = Service({"q-3": 400, "q-5": 500}).run(source, output, concurrency=1)
+    assert str(summary).splitlines()[1:] == ["first failure: 'q-3': 400: no"]
+
+
 def test_failed_lines_and_only_they_are_sent_again(source, output):
     Service({"q-3": 400}).run(source, output)
     again = Service()
