@@ -37,7 +37,7 @@ gpu: ## tests and benchmarks on a CUDA machine, with the interpreter PYTHON as i
 	then set -e; PYTHONPATH=. $(PYTHON) tests/bench/kernels.py; \
 	for command in latency throughput step 'latency $(ON_8B) --contestants off,dynamic,auto,generate,assisted' \
 		'throughput $(ON_8B) --contestants off,dynamic,auto --temperatures 0' 'step $(ON_8B)'; \
-	do PYTHONPATH=. $(PYTHON) -m secateur.cli bench $$command --device cuda --output $(RESULTS); done; \
+	do PYTHONPATH=. $(PYTHON) -m secateur bench $$command --device cuda --output $(RESULTS); done; \
 	else echo 'make gpu: no CUDA device here, so nothing was measured'; fi
 
 bench: $(VENV)/.installed-test ## measure acceptance, speed, the parts of a step, a service and predictions (some three hours)

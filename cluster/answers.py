@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
@@ -82,7 +83,8 @@ class _Shape:
         self.tokenizer = tokenizer
         self.with_ids = request.return_token_ids
         self.with_logprobs = request.num_logprobs is not None
-        self.head: dict[str, Any] = {"id": new_id(self.prefix), "model": model}
+        # As OpenAI has it, all chunks of a stream were created at one time.
+        self.head: dict[str, Any] = {"id": new_id(self.prefix), "created": int(time.time()), "model": model}
 
     def ending(self, index: int, piece: Piece | None, ids: list[int]) -> dict[str, Any]:
         """What both choices of a shape share."""

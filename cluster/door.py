@@ -122,12 +122,26 @@ async def _invalid(request: Request, error: Exception) -> Response:
     if "json" not in content_type:
         message = f"send the body as JSON, with Content-Type: application/json (got {content_type or 'none'!r})"
         return write(Refused(400, ErrorResponse.of(message)))
+    if message := _no_object(error):
+        return write(Refused(400, ErrorResponse.of(message)))
     # Both kinds of error have the same `errors()`, which is all that is read.
     found = problems_of(cast(ValidationError, error), Speculative.model_fields)
     problems = [_without_body(problem) for problem in found]
     param = re.split(r"[.:]", problems[0].field or problems[0].message)[0]
     message = "; ".join(dict.fromkeys(map(str, problems)))
     return write(Refused(400, ErrorResponse.of(message, param=param if param.isidentifier() else None)))
+
+
+def _no_object(error: RequestValidationError) -> str | None:
+    """What to say of a body without any fields that could be wrong."""
+    match error.errors()[0]:
+        case {"type": "json_invalid", "loc": (_, place), "ctx": {"error": why}}:
+            return f"the body is not JSON: {why} at character {place}"
+        case {"type": "missing", "loc": ("body",)}:
+            return "the body is empty; send a JSON object"
+        case {"type": "model_attributes_type", "loc": ("body",)}:
+            return "the body must be a JSON object, {...}"
+    return None
 
 
 def _without_body(problem: Problem) -> Problem:

@@ -62,6 +62,8 @@ class BatchSummary:
     """Lines an earlier run had answered."""
     succeeded: int = 0
     failed: int = 0
+    first_failure: str = ""
+    """Which line it was, and why."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     seconds: float = 0.0
@@ -81,6 +83,7 @@ class BatchSummary:
             lines
             + (f", {open_lines} not sent (interrupted)" if self.interrupted else "")
             + f"; {self.prompt_tokens} prompt and {self.completion_tokens} completion tokens in {self.seconds:.1f} s"
+            + (f"\nfirst failure: {self.first_failure}" if self.first_failure else "")
         )
 
 
@@ -226,6 +229,8 @@ class _Run:
             self._summary.completion_tokens += usage.get("completion_tokens", 0)
         else:
             self._summary.failed += 1
+            if answer.error is not None and not self._summary.first_failure:
+                self._summary.first_failure = f"{answer.custom_id!r}: {answer.error.message}"
         self._bar.advance(self._bar.task_ids[0])
 
 

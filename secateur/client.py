@@ -5,8 +5,8 @@
         for chunk in client.stream_chat("Write a loop."):
             print(chunk.text, end="", flush=True)
 
-Every method raises errors of `secateur.errors`. Failed calls are tried again (`retries` times) after 408, 429, 5xx and
-broken connections, never once a stream has begun.
+Every method raises errors of `secateur.errors`, and warns of parameters that the service ignored. Failed calls are
+tried again (`retries` times) after 408, 429, 5xx and broken connections, never once a stream has begun.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import httpx2
 from pydantic import BaseModel
 
 from secateur import exchange
-from secateur.errors import SecateurError
+from secateur.errors import ConfigError, Problem, SecateurError
 from secateur.exchange import Call, Events, Messages, Retry
 from secateur.protocol import (
     ChatCompletionChunk,
@@ -53,6 +53,10 @@ class _Settings:
         timeout: float = DEFAULT_TIMEOUT_S,
         retries: int = 2,
     ) -> None:
+        if not base_url.startswith(("http://", "https://")):
+            raise ConfigError(Problem("base_url", f"must begin with http:// or https:// (got {base_url!r})"))
+        if not timeout > 0:
+            raise ConfigError(Problem("timeout", f"must be more than 0 seconds (got {timeout})"))
         self.base_url = base_url.rstrip("/").removesuffix("/v1")  # OpenAI's clients write it with /v1
         self._retry = Retry(retries)
         key = api_key if api_key is not None else os.environ.get("SECATEUR_API_KEY")
@@ -127,6 +131,7 @@ class Client(_Settings):
         response = self._send(call, stream=True)
         events = Events(call)
         try:
+            exchange.warn_of_ignored(response.headers)
             for data in response.iter_bytes():
                 yield from events.feed(data)
                 if events.done:
@@ -213,6 +218,7 @@ class AsyncClient(_Settings):
         response = await self._send(call, stream=True)
         events = Events(call)
         try:
+            exchange.warn_of_ignored(response.headers)
             async for data in response.aiter_bytes():
                 for chunk in events.feed(data):
                     yield chunk

@@ -9,6 +9,7 @@ import email.utils
 import json
 import random
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -107,7 +108,14 @@ def read(call: Call[Model], response: httpx2.Response) -> Model:
     """The parsed answer of a response whose body was read. Raises APIError."""
     if not response.is_success:
         raise error_of(response)
+    warn_of_ignored(response.headers)
     return _parse(call.reads, response.content)
+
+
+def warn_of_ignored(headers: Mapping[str, str]) -> None:
+    """A misspelt parameter is answered like one that was left out; only a header tells."""
+    if names := headers.get(protocol.IGNORED_HEADER):
+        warnings.warn(f"the service ignored {names}: unknown to it, or without effect", stacklevel=2)
 
 
 def error_of(response: httpx2.Response) -> errors.APIError:

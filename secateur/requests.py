@@ -188,6 +188,16 @@ class SamplingRequest(BaseModel):
     def _drop_nulls(cls, data: Any) -> Any:
         return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
 
+    @field_validator("stop", mode="wrap")
+    @classmethod
+    def _one_text_or_some(cls, value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return handler(value)
+        except ValidationError:  # pydantic would list what is wrong with either shape
+            raise ValueError(
+                f"must be a text or a list of texts, at most {MAX_STOPS} of up to {MAX_STOP_CHARS:,} characters"
+            ) from None
+
     @field_validator("logit_bias", mode="before")
     @classmethod
     def _ids_are_written_as_strings(cls, value: Any) -> Any:
@@ -325,6 +335,16 @@ class ChatMessage(BaseModel):
     role: Annotated[str, Field(min_length=1)]
     content: str | list[ContentPart] | None = None
     name: str | None = None
+
+    @field_validator("content", mode="wrap")
+    @classmethod
+    def _text_or_text_parts(cls, value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return handler(value)
+        except ValidationError:  # pydantic would list what is wrong with either shape
+            raise ValueError(
+                'must be a text or a list of {"type": "text", "text": ...}; nothing but text is understood'
+            ) from None
 
     @property
     def text(self) -> str:

@@ -44,9 +44,12 @@ def _problems_of_item(item: Any, known: Iterable[str]) -> list[Problem]:
             return [Problem(field, str(cause))]
         case "missing":
             return [Problem(field, "is required")]
+        case "model_type" | "model_attributes_type" | "dict_type":
+            return [Problem(field, f"must be an object, {{...}} (got {_short(item['input'])})")]
         case _:
             # "Input should be greater than 0" -> "must be greater than 0 (got -1)", "List should have" -> "must have"
-            message = re.sub("^(Input|List|String) should ", "must ", item["msg"]).replace(" after validation", "")
+            message = re.sub("^(Input|List|Dictionary|String) should ", "must ", item["msg"])
+            message = message.replace(" after validation", "")
             value = item["input"]
             shown = "" if isinstance(value, dict | BaseModel) else f" (got {_short(value)})"
             return [Problem(field, message + shown)]

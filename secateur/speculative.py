@@ -227,6 +227,15 @@ class Speculative(Strict):
     enable_draft_probs: bool | None = None
     """Concerns acceptance 'rejection' alone."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _shorter_than_the_service_s(cls, data: Any) -> Any:
+        for key in data if isinstance(data, dict) else ():
+            short = str(key).replace("-", "_").removeprefix("speculative_")
+            if short in cls.model_fields and str(key).startswith("speculative"):
+                raise ConfigError(Problem(str(key), f"is written {short!r} in a request"))
+        return data
+
     @model_validator(mode="after")
     def _rules(self) -> Self:
         if self.tree_prune == "off" and max(self.tree_prune_min_prob or 0.0, self.tree_prune_path_prob or 0.0) > 0:

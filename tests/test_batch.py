@@ -138,6 +138,11 @@ def test_a_failed_line_is_written_with_its_error_and_fails_the_run(source, outpu
     assert (summary.failed, summary.exit_code) == (2, 1)
 
 
+def test_a_run_tells_its_first_failure(source, output):
+    summary = Service({"q-3": 400, "q-5": 500}).run(source, output, concurrency=1)
+    assert str(summary).splitlines()[1:] == ["first failure: 'q-3': 400: no"]
+
+
 def test_failed_lines_and_only_they_are_sent_again(source, output):
     Service({"q-3": 400}).run(source, output)
     again = Service()
@@ -301,7 +306,7 @@ def wire():
 
 
 def start(source: Path, output: Path, url: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "secateur.cli", "batch", "run", str(source), "-o", str(output), "--base-url", url]
+    command = [sys.executable, "-m", "secateur", "batch", "run", str(source), "-o", str(output), "--base-url", url]
     return subprocess.Popen(
         [*command, "--concurrency", "4"], cwd=ROOT, stderr=subprocess.PIPE, text=True, env=dict(os.environ)
     )

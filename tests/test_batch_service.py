@@ -24,7 +24,7 @@ def base_url() -> Iterator[str]:
 
 
 def batch_run(source: Path, output: Path, base_url: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "secateur.cli", "batch", "run", str(source), "-o", str(output)]
+    command = [sys.executable, "-m", "secateur", "batch", "run", str(source), "-o", str(output)]
     return subprocess.Popen([*command, "--base-url", base_url], stderr=subprocess.PIPE, text=True)
 
 

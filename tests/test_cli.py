@@ -34,7 +34,7 @@ ROOT = Path(__file__).parent.parent
 
 def run(*args: str) -> subprocess.CompletedProcess:
     env = {key: value for key, value in os.environ.items() if key != "SECATEUR_API_KEY"}
-    command = [sys.executable, "-m", "secateur.cli", *args]
+    command = [sys.executable, "-m", "secateur", *args]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, env=env)
 
 

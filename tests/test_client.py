@@ -118,6 +118,37 @@ def test_a_base_url_with_v1_is_the_same_service():
     assert Client("http://h:1/v1/").base_url == Client("http://h:1").base_url == "http://h:1"
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"base_url": "localhost:8000"}, "base_url: must begin with http:// or https:// (got 'localhost:8000')"),
+        ({"timeout": -1}, "timeout: must be more than 0 seconds (got -1)"),
+    ],
+)
+def test_settings_of_no_use_are_told_before_anything_is_sent(settings, message):
+    with pytest.raises(errors.ConfigError) as raised:
+        Client(**settings)
+    assert str(raised.value) == message
+
+
+def test_what_the_service_ignored_is_warned_of():
+    answer, chunks = ok(ANSWER), stream_of("a")
+    for response in (answer, chunks):
+        response.headers["x-secateur-ignored"] = "temprature"
+    client = Service(answer, chunks).client()
+    with pytest.warns(UserWarning, match="ignored temprature"):
+        client.complete("a", temprature=0)
+    with pytest.warns(UserWarning, match="ignored temprature"):
+        list(client.stream_complete("a", temprature=0))
+
+
+async def test_what_the_service_ignored_of_a_stream_is_warned_of_in_async_code_too():
+    chunks = stream_of("a")
+    chunks.headers["x-secateur-ignored"] = "temprature"
+    with pytest.warns(UserWarning, match="ignored temprature"):
+        assert [chunk.text async for chunk in Service(chunks).async_client().stream_complete("a")] == ["a"]
+
+
 def test_stream_is_chosen_by_the_method():
     with pytest.raises(TypeError, match="stream_complete"):
         Service().client().complete("a", stream=True)

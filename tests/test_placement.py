@@ -22,6 +22,7 @@ from cluster.engine_client import EngineClient
 from cluster.placement import group_bundles
 from cluster.plan.memory import tensor_shapes
 from cluster.plan.report import run
+from cluster.plan.topology import bytes_text
 from cluster.seats import num_bundles, seats, worker_env
 from cluster.service import service_of
 from cluster.tokens import Tokenizer
@@ -133,6 +134,14 @@ def test_a_worker_on_cpu_keeps_its_weights_in_huge_pages() -> None:
 
 
 # Bundles
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (999, "999 B"), (999.6, "1 kB"), (8192, "8.19 kB"), (1_099_650_000_000, "1.1 TB")],
+)
+def test_bytes_are_told_in_three_digits(count: float, text: str) -> None:
+    assert bytes_text(count) == text
 
 
 def test_the_replica_lives_in_the_first_bundle() -> None:

@@ -75,8 +75,8 @@ def _bundle_text(bundle: Bundle) -> str:
 
 
 def bytes_text(count: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 999.5:  # which three digits round up to 1000
             return f"{count:.3g} {unit}"
         count /= 1000
-    return f"{count:.3g} GB"
+    return f"{count:.3g} TB"

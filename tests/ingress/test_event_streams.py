@@ -18,6 +18,13 @@ from secateur import AsyncClient, Client
 # Streams
 
 
+def test_all_chunks_of_a_stream_were_created_at_one_time(own: Callable[..., FakeService]) -> None:
+    with own(engine={"step_s": 0.4}).http() as http:
+        *chunks, _ = stream(http, "/v1/completions", prompt="a", max_tokens=64)
+    assert len(chunks) >= 3
+    assert len({chunk["created"] for chunk in chunks}) == 1
+
+
 def test_a_stream_of_a_chat_is_openai_s(http: httpx2.Client) -> None:
     messages = [{"role": "user", "content": "Hi"}]
     *chunks, usage, done = stream(

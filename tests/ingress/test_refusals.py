@@ -83,6 +83,47 @@ def test_a_body_that_is_no_request_is_a_400(http: httpx2.Client, content: bytes)
     error_of(response)
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "the body is empty; send a JSON object"),
+        (b"[]", "the body must be a JSON object, {...}"),
+        (b'{"prompt":}', "the body is not JSON: Expecting value at character 10"),
+    ],
+)
+def test_a_body_that_is_no_object_is_told_what_to_send(http: httpx2.Client, content: bytes, message: str) -> None:
+    response = http.post("/v1/completions", content=content, headers={"content-type": "application/json"})
+    assert response.status_code == 400
+    assert error_of(response)["message"] == message
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("completions", {"stop": 5}, "stop: must be a text or a list of texts, at most 64 of up to 1,024 characters"),
+        ("completions", {"stop": ["a"] * 65}, "stop: must be a text or a list of texts, at most 64 of"),
+        ("completions", {"logit_bias": [1]}, "logit_bias: must be an object, {...} (got [1])"),
+        ("completions", {"speculative": 8}, "speculative: must be an object, {...} (got 8)"),
+        (
+            "completions",
+            {"speculative": {"speculative_tree_prune": "off"}},
+            "speculative.speculative_tree_prune: is written 'tree_prune' in a request",
+        ),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            'messages.0.content: must be a text or a list of {"type": "text", "text": ...}; nothing but text',
+        ),
+    ],
+)
+def test_a_value_of_the_wrong_shape_is_told_the_right_one(
+    http: httpx2.Client, path: str, body: dict[str, Any], message: str
+) -> None:
+    response = http.post(f"/v1/{path}", json={"prompt": "a"} | body)
+    assert response.status_code == 400
+    assert error_of(response)["message"].startswith(message)
+
+
 def test_a_body_of_another_type_is_told_which_to_send(http: httpx2.Client) -> None:
     response = http.post("/v1/completions", content=b'{"prompt": "a"}', headers={"content-type": "text/plain"})
     assert response.status_code == 400

@@ -1,4 +1,4 @@
-"""`python -m secateur.cli`, the same as `secateur`."""
+"""`python -m secateur`, the same as `secateur`."""
 
 import sys
 
