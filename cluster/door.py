@@ -122,8 +122,8 @@ async def _invalid(request: Request, error: Exception) -> Response:
     if "json" not in content_type:
         message = f"send the body as JSON, with Content-Type: application/json (got {content_type or 'none'!r})"
         return write(Refused(400, ErrorResponse.of(message)))
-    if message := _no_object(error):
-        return write(Refused(400, ErrorResponse.of(message)))
+    if told := _no_object(error):
+        return write(Refused(400, ErrorResponse.of(told)))
     # Both kinds of error have the same `errors()`, which is all that is read.
     found = problems_of(cast(ValidationError, error), Speculative.model_fields)
     problems = [_without_body(problem) for problem in found]
