@@ -108,6 +108,18 @@ class Service:
             pending = self.engine.num_pending
             raise door.too_many(f"{pending} of at most {self.max_pending} requests are pending; try later")
 
+    def check_length(self, num_chars: int) -> None:
+        """Raises BadRequest for a text that cannot fit, before it is tokenized: of millions of characters that takes
+        many seconds."""
+        context = self.limits.max_model_len
+        if num_chars > (most := context * self.tokenizer.longest_token):
+            raise BadRequest(
+                f"this model's maximum context length is {context} tokens, which {most} characters fit into at the "
+                f"most, and the prompt has {num_chars}; shorten it",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self.model_id:
             raise door.not_found(
@@ -127,6 +139,7 @@ def create_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
         arrival = time.perf_counter()
         body = checked(service, body)
         service.admit(len(body.prompts), body.n)  # before the work on their texts, and again after it
+        service.check_length(max((len(prompt) for prompt in body.prompts if isinstance(prompt, str)), default=0))
         ids = await asyncio.to_thread(_prompt_ids, service.tokenizer, body)
         prompts = await _prompts(service, body, ids, request, arrival)
         shape = CompletionShape(body, service.model_id, service.tokenizer)
@@ -137,6 +150,7 @@ def create_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
         arrival = time.perf_counter()
         body = checked(service, body)
         service.admit(1, body.n)
+        service.check_length(sum(len(message.text) for message in body.messages))
         ids = await asyncio.to_thread(_chat_ids, service.tokenizer, body)
         prompts = await _prompts(service, body, [ids], request, arrival)
         shape = ChatShape(body, service.model_id, service.tokenizer)

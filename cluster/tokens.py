@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from os.path import commonprefix
 from typing import Any, NamedTuple
 
@@ -54,6 +55,11 @@ class Tokenizer:
     @property
     def vocab_size(self) -> int:
         return len(self._tokenizer)
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the vocabulary's longest token: no text has fewer tokens than its length over this."""
+        return max(map(len, self._tokenizer.get_vocab()))
 
     @property
     def eos_token_id(self) -> int | None:

@@ -42,6 +42,12 @@ Prompt = str | list[str] | list[int] | list[list[int]]
 Model = TypeVar("Model", bound=BaseModel)
 
 
+def check_base_url(base_url: str) -> None:
+    """Raises ConfigError for what is no address of a service."""
+    if not base_url.startswith(("http://", "https://")):
+        raise ConfigError(Problem("base_url", f"must begin with http:// or https:// (got {base_url!r})"))
+
+
 class _Settings:
     """What both clients are made of. `timeout` is in seconds, per read; connecting gets at most 10."""
 
@@ -53,8 +59,7 @@ class _Settings:
         timeout: float = DEFAULT_TIMEOUT_S,
         retries: int = 2,
     ) -> None:
-        if not base_url.startswith(("http://", "https://")):
-            raise ConfigError(Problem("base_url", f"must begin with http:// or https:// (got {base_url!r})"))
+        check_base_url(base_url)
         if not timeout > 0:
             raise ConfigError(Problem("timeout", f"must be more than 0 seconds (got {timeout})"))
         self.base_url = base_url.rstrip("/").removesuffix("/v1")  # OpenAI's clients write it with /v1

@@ -96,6 +96,7 @@ def test_a_service_of_somebody_else_is_not_asked_to_switch_speculation_off(asked
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
+        (["--base-url", "h:1"], "base_url: must begin with http://"),
         (["--base-url", "http://h:1", "--dtype", "float32"], "--dtype: for a service started here"),
         (["--base-url", "http://h:1", "--target-cost", "300m"], "--target-cost: for a service started here"),
         (["--concurrency", "2", "--request-rate", "1"], "two kinds of load; give one of them"),

@@ -13,6 +13,7 @@ from engines import BUNDLED, prompts, transformers_greedy
 
 from cluster.bench import step
 from cluster.bench.contestants import Generate, StepCosts, Timing, Turn, assistant, decoding_steps, load_model
+from cluster.bench.output import write_json
 from cluster.bench.plots import STEP_PARTS
 from cluster.bench.speed import CHAIN_ACCEPTANCE, STAR_ACCEPTANCE, SpeedRow, row_of
 from cluster.runner import Frame, Job
@@ -21,6 +22,15 @@ from secateur.bench import SpeedPlan, StepPlan
 from secateur.cli.bench import MAX_PROMPTS
 from workers.ipc import EngineStats
 from workers.types import SamplingParams
+
+
+def test_a_run_without_a_row_leaves_an_earlier_one_s_file(tmp_path: Path) -> None:
+    stem = tmp_path / "today"
+    write_json(stem, {"date": "today"}, {"rows": [{"ms": 1.5}]})
+    written = stem.with_suffix(".json").read_text()
+    write_json(stem, {"date": "today"}, {"rows": []})
+    assert stem.with_suffix(".json").read_text() == written
+
 
 # -- which steps count -----------------------------------------------------------------------------------------------
 

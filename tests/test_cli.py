@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import types
+import warnings
 from pathlib import Path
 
 import httpx2
@@ -191,6 +192,16 @@ def test_the_key_is_read_from_the_environment_at_the_door(cluster, monkeypatch):
 def test_a_warning_is_one_line(cluster, capsys):
     assert cli.main(["serve", "-sc", '{"model": "x", "enable_draft_probs": true}']) == 0
     assert capsys.readouterr().err.startswith("secateur: warning: enable_draft_probs has no effect")
+
+
+def test_a_warning_of_the_client_is_one_line_too(monkeypatch, capsys):
+    def answer(*_args, **_options):
+        warnings.warn("the service ignored x", stacklevel=2)
+        yield CompletionChunk(id="", created=0, model="m", choices=[])
+
+    monkeypatch.setattr(Client, "stream_complete", answer)
+    cli.main(["complete", "abc", "--base-url", "http://there"])
+    assert "secateur: warning: the service ignored x\n" in capsys.readouterr().err
 
 
 def test_every_engine_argument_has_its_flag():

@@ -97,6 +97,11 @@ def test_special_tokens_are_left_out_unless_wanted(tokenizer: Tokenizer) -> None
     assert tokenizer.decode(ids, skip_special_tokens=False) == "a<|endoftext|>"
 
 
+def test_no_token_is_longer_than_the_longest(tokenizer: Tokenizer) -> None:
+    lengths = [len(tokenizer.decode([id], skip_special_tokens=False)) for id in range(tokenizer.vocab_size)]
+    assert max(lengths) == tokenizer.longest_token
+
+
 def test_a_chat_is_rendered_by_the_model_s_template(tokenizer: Tokenizer) -> None:
     messages = [{"role": "user", "content": "Hi"}]
     with_prompt = tokenizer.encode_chat(messages)

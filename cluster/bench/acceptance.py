@@ -69,7 +69,8 @@ def run(args: EngineArgs, plan: AcceptancePlan, prompts: Sequence[Prompt], outpu
         for row in table.rows():
             rows.append(row)
     finally:
-        stem.with_suffix(".json").write_text(_json(rows))
+        if rows:
+            stem.with_suffix(".json").write_text(_json(rows))
     text = render(_header(args, config, plan), rows)
     write_text(stem, text)
     draw(say, stem, "acceptance", rows)

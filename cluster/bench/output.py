@@ -63,7 +63,12 @@ def hardware(config: EngineConfig) -> str:
 
 
 def write_json(stem: Path, head: About, tables: Mapping[str, Sequence[Mapping[str, object]]]) -> None:
-    """STEM.json: {"about": {...}, table: [row, ...]}, a line per row so that two runs can be compared by eye."""
+    """STEM.json: {"about": {...}, table: [row, ...]}, a line per row so that two runs can be compared by eye.
+
+    A run that broke off before its first row leaves what an earlier one of the day wrote.
+    """
+    if not any(tables.values()):
+        return
     parts = [f' "about": {json.dumps(head)}']
     for name, rows in tables.items():
         lines = ",\n  ".join(json.dumps(row) for row in rows)

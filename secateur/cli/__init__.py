@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 130 interrupted.
 """
 
 # No `from __future__ import annotations` here: typer reads the annotations below as objects.
+import warnings
 from typing import Annotated
 
 import typer
@@ -42,9 +43,11 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; errors become one message on stderr and an exit code."""
+    """Run the command line; errors become one message on stderr and an exit code, warnings a line each."""
     try:
-        app(args=argv, prog_name="secateur")
+        with warnings.catch_warnings():
+            warnings.showwarning = _warn
+            app(args=argv, prog_name="secateur")
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 0
     except ConfigError as error:
@@ -52,6 +55,10 @@ def main(argv: list[str] | None = None) -> int:
     except SecateurError as error:
         return _fail(error, 1)
     return 0
+
+
+def _warn(message: Warning | str, *_args: object, **_options: object) -> None:
+    typer.echo(f"secateur: warning: {message}", err=True)
 
 
 def _fail(error: Exception, code: int) -> int:

@@ -9,6 +9,7 @@ import typer
 from secateur.bench import AcceptancePlan, ServePlan, SpeedPlan, StepPlan, check_drafter
 from secateur.cli.checks import check_none_given, checked, needs_extra
 from secateur.cli.options import ApiKey, BaseUrl, ModelArgument, ModelName
+from secateur.client import check_base_url
 from secateur.config import EngineArgs
 from secateur.errors import ConfigError, Problem
 from secateur.flags import ManyNumbers, with_engine_flags, with_speed_flags
@@ -273,6 +274,7 @@ def bench_serve(
     if base_url is None:
         args = checked(engine, model=model, port=0, api_key=api_key)
     else:
+        check_base_url(base_url)
         check_none_given(engine | {"target_cost": target_cost})
     texts = read_prompts(prompts, min(plan.num_requests, MAX_PROMPTS))
     try:

@@ -1,10 +1,7 @@
 """What commands check before they start anything, and what they say where the serving packages are missing."""
 
 import os
-import warnings
 from typing import Any
-
-import typer
 
 from secateur.config import EngineArgs, resolve_model
 from secateur.errors import ConfigError, SecateurError
@@ -16,11 +13,7 @@ def checked(flags: dict[str, Any], **more: Any) -> EngineArgs:
     flags = {**flags, **{key: value for key, value in more.items() if value is not None}}
     if flags.get("api_key") is None and (key := os.environ.get("SECATEUR_API_KEY")):
         flags["api_key"] = key
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        args = engine_args_from(flags)
-    for warning in caught:
-        typer.echo(f"secateur: warning: {warning.message}", err=True)
+    args = engine_args_from(flags)
     resolve_model(args.model)
     if args.speculative_config is not None and args.speculative_config.model is not None:
         resolve_model(args.speculative_config.model)
