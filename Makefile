@@ -40,6 +40,7 @@ gpu: ## tests and benchmarks on a CUDA machine, with the interpreter PYTHON as i
 	do PYTHONPATH=. $(PYTHON) -m secateur bench $$command --device cuda --output $(RESULTS); done; \
 	else echo 'make gpu: no CUDA device here, so nothing was measured'; fi
 
+bench: export GLIBC_TUNABLES = glibc.malloc.hugetlb=1
 bench: $(VENV)/.installed-test ## measure acceptance, speed, the parts of a step, a service and predictions (some three hours)
 	$(BIN)/python tests/bench/pruning.py
 	$(BIN)/python tests/bench/sampler.py --prompts 30 --rounds 4 --temperatures 0.3 0.5 0.7

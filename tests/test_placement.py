@@ -122,11 +122,14 @@ def test_a_worker_on_cpu_keeps_the_memory_it_has_freed() -> None:
 
 
 GRANTS = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+SMALL_BLOCKS = pytest.mark.skipif(platform.libc_ver() < ("glibc", "2.35"), reason="this glibc cannot ask for them")
 
 
 @pytest.mark.skipif(not GRANTS.exists() or "[never]" in GRANTS.read_text(), reason="no huge pages are granted here")
-def test_a_worker_on_cpu_keeps_its_weights_in_huge_pages() -> None:
-    program = "import torch; weight = torch.ones(1 << 24); print(open('/proc/self/smaps_rollup').read())"
+@pytest.mark.parametrize("size", [1 << 24, pytest.param(1 << 17, marks=SMALL_BLOCKS)])
+def test_a_worker_on_cpu_keeps_its_weights_in_huge_pages(size: int) -> None:
+    weights = f"[torch.ones({size}) for _ in range({(1 << 24) // size})]"
+    program = f"import torch; weights = {weights}; print(open('/proc/self/smaps_rollup').read())"
     environment = os.environ | worker_env(config(device="cpu"))
     told = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     kib = next(int(line.split()[1]) for line in told.stdout.splitlines() if line.startswith("AnonHugePages"))

@@ -1,6 +1,7 @@
 """`secateur bench`: measurements on real engines, as plain processes of this machine.
 
-transformers computes in this very process: it is given memory as our workers have it.
+transformers computes in this very process: it is given memory as our workers have it, as far as that can be had once a
+process has started. Small blocks in huge pages cannot: `make bench` starts with them.
 """
 
 import ctypes
