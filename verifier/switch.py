@@ -13,7 +13,7 @@ _HYSTERESIS = 1.05
 
 
 class Switch:
-    """Asked before every step: `begin`, `rests`, and `weigh` or `rest`; told after it: `pay`."""
+    """Asked before every step: `rests`, and `weigh` if it does not; told after it: `pay`."""
 
     def __init__(self) -> None:
         self.is_on = True
