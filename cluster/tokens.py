@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
 from os.path import commonprefix
 from typing import Any, NamedTuple
 
@@ -51,15 +50,12 @@ class Tokenizer:
         self._before = self.encode("a", add_special_tokens=False)
         if not self._before:  # what transformers makes of a Qwen folder without tokenizer files
             raise ValueError("its vocabulary is missing")
+        self.longest_token = max(map(len, self._tokenizer.get_vocab()))
+        """In characters: no text has fewer tokens than its length over this."""
 
     @property
     def vocab_size(self) -> int:
         return len(self._tokenizer)
-
-    @cached_property
-    def longest_token(self) -> int:
-        """Characters of the vocabulary's longest token: no text has fewer tokens than its length over this."""
-        return max(map(len, self._tokenizer.get_vocab()))
 
     @property
     def eos_token_id(self) -> int | None:
