@@ -16,7 +16,7 @@ enforce memory either; the engine divides it."""
 HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 """torch asks Linux for 2 MiB pages under tensors as large: forwards of 300 M parameters on CPU take 3 to 10 % less, and
 it matters less where the 4 KiB pages of a process happen to lie. glibc (2.35) asks for them under all it hands out:
-products with small weights take 5 to 15 % less. Read at the first allocation, and when a process starts."""
+products with small weights take 5 to 10 % less. Read at the first allocation, and when a process starts."""
 
 KEPT_BYTES, KEPT_BLOCK_BYTES = 1 << 30, 32 << 20
 """What glibc may keep of freed memory, and the largest blocks it does so with (it allows no more). Left to itself it
