@@ -19,6 +19,7 @@ from pydantic import (
     StrictInt,
     ValidationError,
     ValidatorFunctionWrapHandler,
+    WrapValidator,
     field_validator,
     model_validator,
 )
@@ -124,6 +125,18 @@ DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Parameters whose defaults a model's generation_config.json may change, as in vLLM."""
 
 
+def _told(message: str) -> WrapValidator:
+    """For a field of several shapes: `message`, where pydantic would list what is wrong with each of them."""
+
+    def checked(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return handler(value)
+        except ValidationError:
+            raise ValueError(message) from None
+
+    return WrapValidator(checked)
+
+
 class SamplingRequest(BaseModel):
     """What both generation requests share. A null means "not given"."""
 
@@ -144,7 +157,10 @@ class SamplingRequest(BaseModel):
     """The newer name; wins over max_tokens."""
     min_tokens: Annotated[NumTokens, Field(ge=0)] = 0
     """Tokens before the end of text, a stop token or a stop string may end the answer."""
-    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
+    stop: Annotated[
+        StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None,
+        _told(f"must be a text or a list of texts, at most {MAX_STOPS} of up to {MAX_STOP_CHARS:,} characters"),
+    ] = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_TOKEN_IDS)] = []
     include_stop_str_in_output: StrictBool = False
     ignore_eos: StrictBool = False
@@ -187,16 +203,6 @@ class SamplingRequest(BaseModel):
     @classmethod
     def _drop_nulls(cls, data: Any) -> Any:
         return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
-
-    @field_validator("stop", mode="wrap")
-    @classmethod
-    def _one_text_or_some(cls, value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-        try:
-            return handler(value)
-        except ValidationError:  # pydantic would list what is wrong with either shape
-            raise ValueError(
-                f"must be a text or a list of texts, at most {MAX_STOPS} of up to {MAX_STOP_CHARS:,} characters"
-            ) from None
 
     @field_validator("logit_bias", mode="before")
     @classmethod
@@ -269,21 +275,16 @@ def _is_token_id(key: object) -> bool:
 class CompletionRequest(SamplingRequest):
     """POST /v1/completions. `prompt`: a text, a list of texts, token ids, or a list of lists of token ids."""
 
-    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    prompt: Annotated[
+        str | list[TokenId] | list[str] | list[list[TokenId]],
+        _told("must be a text, a list of texts, token ids, or a list of lists of token ids"),
+    ]
     add_special_tokens: StrictBool = True
     echo: StrictBool = False
     best_of: Annotated[StrictInt, Field(ge=1)] | None = None
     logprobs: NumLogprobs | None = None
     """Most likely tokens to report per token; `true` is 1."""
     suffix: str | None = None
-
-    @field_validator("prompt", mode="wrap")
-    @classmethod
-    def _one_of_four_shapes(cls, value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-        try:
-            return handler(value)
-        except ValidationError:  # pydantic would list what is wrong with each of the four
-            raise ValueError("must be a text, a list of texts, token ids, or a list of lists of token ids") from None
 
     @field_validator("logprobs", mode="before")
     @classmethod
@@ -333,18 +334,11 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: Annotated[str, Field(min_length=1)]
-    content: str | list[ContentPart] | None = None
+    content: Annotated[
+        str | list[ContentPart] | None,
+        _told('must be a text or a list of {"type": "text", "text": ...}; nothing but text is understood'),
+    ] = None
     name: str | None = None
-
-    @field_validator("content", mode="wrap")
-    @classmethod
-    def _text_or_text_parts(cls, value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-        try:
-            return handler(value)
-        except ValidationError:  # pydantic would list what is wrong with either shape
-            raise ValueError(
-                'must be a text or a list of {"type": "text", "text": ...}; nothing but text is understood'
-            ) from None
 
     @property
     def text(self) -> str:
