@@ -53,6 +53,8 @@ NOTES = (
     "speculation in the same round",
     "on CPU everybody has one thread per process: ours is two processes, drafter and verifier; generate_2_threads is "
     "transformers with as many cores",
+    "on CPU transformers has small blocks in huge pages, as ours has, if the benchmark was started with "
+    "GLIBC_TUNABLES=glibc.malloc.hugetlb=1 (`make bench` is)",
     "generate answers requests in full batches, padded on the left; assisted generation and prompt lookup one by one",
     "gain in decoding: by steps in which all requests decode, no prompt is computed and none has finished; ceiling: "
     "tokens/step x V(1) / (V(N+1) + D), from the same steps; share: of the ceiling that they reach",
