@@ -79,7 +79,8 @@ def score(
     if isinstance(draft, Candidates):
         return _score_candidates(draft, params, rule_F, index_F, num_children)
     device = draft.device
-    log_q = process_blindly(draft, params.to(device), has_min_p=has_cuts, has_top=has_cuts).log_softmax(-1)
+    processed = process_blindly(draft, params.to(device), has_min_p=has_cuts, has_top=has_cuts, cut=kernels.cut)
+    log_q = processed.log_softmax(-1)
     if (rule_F >= Rule.TRAVERSAL.value).all():
         return _score_sampled(log_q, params.temperature_B, num_children, vocab)
     hot_F, is_coupled_F = params.temperature_B.numpy() > 0, rule_F == Rule.COUPLED.value

@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,9 +43,9 @@ from workers.kernels.choose import Kernels
 from workers.sampling import process_blindly
 from workers.types import AttentionMetadata, NodeKind, Rule, SamplingBatch, as_signed64
 
-MAX_LOGITS, MAX_SORTED = 1 << 24, 1 << 21
+MAX_LOGITS = 1 << 24
 """Logits of one level, those of rows without a node included: beyond, work outweighs the launches that a graph saves.
-Where they have to be sorted (top-k, top-p), it does so earlier."""
+"""
 
 Run = Callable[[Any, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(plan, tokens_N, features_NH, positions_N) -> (features for the children [N, H], logits [N, V]) of packed rows."""
@@ -153,9 +154,9 @@ def grow_unrolled(
 
 def _score(logits_BFV: Tensor, noise_BV: Tensor, scoring: Scoring, rules: Rules) -> Best:
     """The candidate children of each row, [B, F, ...]."""
-    is_cut = rules.has_cuts
-    log_q_FV = process_blindly(logits_BFV.flatten(0, 1), scoring.params, has_min_p=is_cut, has_top=is_cut)
-    log_q_FV = log_q_FV.log_softmax(-1)
+    is_cut, cut = rules.has_cuts, rules.kernels.cut
+    x_FV = process_blindly(logits_BFV.flatten(0, 1), scoring.params, has_min_p=is_cut, has_top=is_cut, cut=cut)
+    log_q_FV = x_FV.log_softmax(-1)
     scored_FV = (log_q_FV.view_as(logits_BFV) + noise_BV[:, None]).flatten(0, 1)
     best = best_children(log_q_FV, scored_FV, scoring.tau_F, rules.tree.max_children, rules.vocab, rules.kernels)
     return Best(*(field.unflatten(0, logits_BFV.shape[:2]) for field in best))
@@ -220,15 +221,13 @@ class Start(NamedTuple):
     features_GH: Tensor  # what each root hands to its children
 
 
-def buckets(max_requests: int, num_nodes: int, vocab_size: int) -> list[tuple[int, bool]]:
-    """(requests, has_cuts) that there are graphs for, the largest first: powers of two, as in `workers.graphs`."""
+def buckets(max_requests: int, num_nodes: int, vocab_size: int) -> list[int]:
+    """Numbers of requests that there are graphs for, the largest first: powers of two, as in `workers.graphs`."""
     top = Size.of(1, max_requests).requests
     return [
-        (requests, has_cuts)
+        requests
         for requests in (top >> i for i in range(top.bit_length()))
-        for has_cuts in (False, True)
-        if requests * num_nodes <= MAX_ROWS
-        and requests * num_nodes * vocab_size <= (MAX_SORTED if has_cuts else MAX_LOGITS)
+        if requests * num_nodes <= min(MAX_ROWS, MAX_LOGITS // vocab_size)
     ]
 
 
@@ -256,7 +255,7 @@ class Unrolled:
         self._tree, self._vocab, self._kernels = config.draft.tree, vocab, kernels
         self._table_width = config.pages_for(config.max_model_len)
         sizes = buckets(config.max_num_seqs, self._tree.num_nodes, vocab.size)
-        B, D, V = max((requests for requests, _ in sizes), default=0), self._tree.max_depth, vocab.size
+        B, D, V = max(sizes, default=0), self._tree.max_depth, vocab.size
         self._features_BH = example_1H.new_zeros(B, example_1H.shape[1])
         self._roots_BV = example_1H.new_zeros(B, V, dtype=torch.float32)
         self._noise_BDV = example_1H.new_zeros(B, D, V, dtype=torch.float32)
@@ -264,10 +263,10 @@ class Unrolled:
         self._fit_D2 = example_1H.new_zeros(D, 2, dtype=torch.float32)
         no_table = torch.zeros(0, self._table_width, dtype=torch.int32)
         nobody = Start(torch.zeros(0, dtype=torch.int32), no_table, self._features_BH[:0])
-        self._plans: dict[int, Any] = {n: plan(self._attention(nobody, n)) for n, _ in sizes}
+        self._plans: dict[int, Any] = {n: plan(self._attention(nobody, n)) for n in sizes}
         self._recorder = Recorder(example_1H.device)
         self._grow: dict[tuple[int, bool], Callable[[], Tensor]] = {}
-        for size in sizes:
+        for size in product(sizes, (False, True)):  # with cuts or without
             grow = partial(self._grown, *size)
             self._grow[size] = self._recorder.record(grow) if is_captured else grow
 

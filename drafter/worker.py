@@ -173,11 +173,15 @@ def nobody(config: EngineConfig, width: int) -> list[DraftRequest]:
             min_prob_B=zero_1,
             path_prob_B=zero_1,
             constraints_U=pack_standings([None]),
-            sampling=SamplingBatch.stack([SamplingParams(temperature=temperature)]),
+            sampling=SamplingBatch.stack([sampling]),
             costs=costs if tree.prune.auto else None,
             features_MH=torch.zeros(1, width, dtype=getattr(torch, config.dtype)) if width else None,
         )
-        for rule, temperature in ((Rule.COUPLED, 0.0), (Rule.COUPLED, 1.0), (Rule.TRAVERSAL, 1.0))
+        for rule, sampling in (
+            (Rule.COUPLED, SamplingParams(temperature=0.0)),
+            (Rule.COUPLED, SamplingParams()),
+            (Rule.TRAVERSAL, SamplingParams(top_p=0.999)),
+        )
     ]
 
 

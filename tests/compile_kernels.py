@@ -19,7 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from workers.kernels import triton_attention, triton_copy, triton_sampling
+from workers.kernels import triton_attention, triton_copy, triton_cut, triton_sampling
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_BYTES = 227 * 1024  # of one program on Hopper
@@ -81,6 +81,8 @@ def main() -> None:
     compile_kernel(triton_sampling._top_of_block, dict(BLOCK=2048), top)
     compile_kernel(triton_sampling._top_of_row, dict(FOUND=512, SPLITS=64), top)
     compile_kernel(triton_sampling._top_of_row, dict(FOUND=1, SPLITS=1), top)
+    cut = dict(x_ptr=FLOAT, top_k_ptr="*i32", top_p_ptr=FLOAT, lists_ptr=FLOAT, cut_ptr=FLOAT)
+    compile_kernel(triton_cut._cut, dict(LISTED=triton_cut._LISTED, BLOCK=triton_cut._BLOCK), cut, num_warps=16)
 
 
 if __name__ == "__main__":

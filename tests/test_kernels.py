@@ -296,6 +296,53 @@ def test_where_all_is_forbidden_the_lowest_token_is_named(kernels: Kernels) -> N
     assert ids.tolist() == [30, 30] and (score == -torch.inf).all()
 
 
+# Top-k and top-p
+
+
+@both
+@pytest.mark.parametrize(("width", "scale"), [(1, 1.0), (30, 9.0), (300, 2.0), (9000, 0.0), (9000, 0.3), (9000, 9.0)])
+def test_a_row_is_cut_where_its_sorted_masses_say(kernels: Kernels, width: int, scale: float) -> None:
+    """Flat rows leave more than either set of kernels lists, steep ones a few; a fifth row has ties everywhere."""
+    x = scale * torch.randn(5, width, generator=torch.Generator().manual_seed(width))
+    x[4] = x[4].round()
+    x[1, : width // 2] = -torch.inf
+    cuts = [(0, 1.0), (20, 1.0), (0, 0.9), (20, 0.7), (width // 3, 0.99), (3, 0.5), (2 * width, 0.3), (0, 1e-6)]
+    for first in (0, 4):
+        top_k, top_p = zip(*(cuts[first:] + cuts)[:5], strict=True)
+        k_R, p_R = torch.tensor(top_k, dtype=torch.int32), torch.tensor(top_p)
+        cut_R = kernels.cut(x.to(DEVICE), k_R.to(DEVICE), p_R.to(DEVICE)).cpu()
+        for row, k, p, lowest in zip(x.double(), top_k, top_p, cut_R.tolist(), strict=True):
+            kth = -torch.inf if k == 0 else row.sort(descending=True).values[min(k, width) - 1].item()
+            left = row[row >= kth]
+            mass = left.softmax(-1)
+            if p == 1:
+                assert lowest == kth
+            else:
+                assert lowest in left and mass[left > lowest].sum() < p + 1e-6
+                assert mass[left >= lowest].sum() >= p - 1e-6
+
+
+@both
+def test_a_token_stays_while_the_mass_above_it_is_below_p(kernels: Kernels) -> None:
+    """Masses 1/2, 1/4, 1/8, 1/8, of which equals stay together."""
+    x = torch.tensor([[3.0, 2.0, 1.0, 1.0]]) * torch.tensor(2.0).log()
+    for top_p, kept in ((0.1, 1), (0.499, 1), (0.501, 2), (0.749, 2), (0.751, 4), (0.99, 4)):
+        cut = kernels.cut(
+            x.to(DEVICE), torch.zeros(1, dtype=torch.int32, device=DEVICE), torch.tensor([top_p]).to(DEVICE)
+        )
+        assert (x >= cut.cpu()).sum() == kept
+
+
+@both
+def test_a_row_is_cut_alike_alone_and_beside_others(kernels: Kernels) -> None:
+    x = torch.linspace(0.1, 4.0, 12)[:, None] * torch.randn(12, 3000, generator=torch.Generator().manual_seed(5))
+    x, p_R = x.to(DEVICE), torch.full((12,), 0.9, device=DEVICE)
+    k_R = torch.tensor([0, 0, 0, 0, 700, 40, 30, 5] + 4 * [0], dtype=torch.int32, device=DEVICE)
+    alone = [kernels.cut(x[r : r + 1], k_R[r : r + 1], p_R[r : r + 1]) for r in range(12)]
+    assert torch.equal(kernels.cut(x, k_R, p_R), torch.cat(alone))
+    assert kernels.cut(x[:0], k_R[:0], p_R[:0]).shape == (0,)
+
+
 # Drafting
 
 

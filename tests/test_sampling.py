@@ -150,12 +150,3 @@ def test_broken_logits_still_draw_a_token_of_the_vocabulary(temperature, cut):
     params = SamplingBatch.stack([SamplingParams(temperature=temperature, **cut)])
     for bad in (torch.nan, torch.inf, -torch.inf):
         assert 0 <= draw(torch.full((1, 9), bad), params, torch.tensor([1])).item() < 9
-
-
-def test_rows_that_are_cut_in_parts_are_cut_like_the_whole(monkeypatch):
-    logits = 3 * torch.randn(11, 50, generator=torch.Generator().manual_seed(4))
-    options = [SamplingParams(temperature=0.2 * row, top_k=row % 4, top_p=1 - 0.08 * row) for row in range(11)]
-    params = SamplingBatch.stack(options)
-    whole = process_logits(logits, params)
-    monkeypatch.setattr("workers.sampling.MOST_SORTED", 150)
-    assert torch.equal(process_logits(logits, params), whole)

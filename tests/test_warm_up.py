@@ -1,4 +1,5 @@
-"""What a drafter does before anybody asks: it drafts every kind of node, and leaves nothing behind that is read."""
+"""What ranks do before anybody asks: the verifier runs every kernel, the drafter drafts every kind of node, and nothing
+is left behind that is read."""
 
 from __future__ import annotations
 
@@ -10,7 +11,10 @@ from drafter.eagle3 import Eagle3Head
 from drafter.propose import DraftModelProposer, FeatureProposer
 from drafter.shape import make_shape
 from drafter.worker import draft, nobody
+from verifier.costs import warm_up
+from verifier.target import Target
 from workers.checkpoint import read_spec
+from workers.kernels import reference
 from workers.model import Decoder
 from workers.types import NodeKind, Rule
 
@@ -41,3 +45,24 @@ def test_every_kind_of_node_is_drafted_for_nobody_on_the_null_page(method, tree)
     pages = kv.data.unflatten(1, (8, config.page_size))
     assert (pages[:, 0] != 7.0).any()
     assert (pages[:, 1:] == 7.0).all()
+
+
+def test_the_verifier_compiles_all_that_moves_draws_and_cuts(monkeypatch):
+    ran = set()
+
+    def noted(name):
+        kernel = getattr(reference, name)
+
+        def run(*args, **options):
+            ran.add(name)
+            return kernel(*args, **options)
+
+        return run
+
+    names = {"plan", "tree_attention", "copy_slots", "coupled_argmax", "cut"}
+    for name in names:
+        monkeypatch.setattr(reference, name, noted(name))
+    config, model = bundled(DYNAMIC), Decoder.load(BUNDLED / "target", read_spec(BUNDLED / "target"))
+    kv = model.new_kv_pool(9 * config.page_size)
+    warm_up(Target(model, kv, config.page_size, None, None), config, 9)
+    assert ran == names

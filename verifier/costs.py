@@ -20,13 +20,14 @@ from workers.config import EngineConfig, Prices
 from workers.graphs import bucket
 from workers.graphs import sizes as graph_sizes
 from workers.ipc import Submit
-from workers.types import Rule
+from workers.types import Rule, SamplingParams
 
 _FIRST_ROUND_S, _PROFILE_S = 0.4, 1.2
 """Start-up time spent on the table's sizes and on all of it, more or less; a slow target takes what two rounds take."""
 _MIN_ROUNDS, _MAX_ROUNDS = 2, 8
 _PROFILE_SLOTS = 128
 _TREE_ROWS = 8
+_PLAIN = SamplingParams()
 
 
 class RowCosts(NamedTuple):
@@ -94,18 +95,24 @@ def profile(target: Target, config: EngineConfig, num_pages: int) -> RowCosts:
 
 
 def warm_up(target: Target, config: EngineConfig, num_pages: int) -> None:
-    """A forward on pages that nobody owns yet: on CUDA the first of all compiles. Rank 0; its peers follow."""
-    _timed(target, config, num_pages, 1)
+    """Forwards on pages that nobody owns yet: on CUDA the first of all compiles, as does the first draw with top-k or
+    top-p. Rank 0; its peers follow."""
+    for sampling in (_PLAIN, SamplingParams(top_p=0.5)):
+        _timed(target, config, num_pages, 1, sampling)
 
 
-def _timed(target: Target, config: EngineConfig, num_pages: int, num_rows: int) -> float:
+def _timed(
+    target: Target, config: EngineConfig, num_pages: int, num_rows: int, sampling: SamplingParams = _PLAIN
+) -> float:
     """One forward of so many rows, in trees behind a context of modest length. All share the same pages: what they
     write there is never read."""
     num_slots = min(_PROFILE_SLOTS, config.max_model_len, (num_pages - 1) * config.page_size)
     # A graph is captured for rows and requests: there is one for as few requests as can have so many rows.
     size = min(_TREE_ROWS if target.graphs is None else bucket(config.tree_rows), num_slots)
     sizes = [size] * (num_rows // size) + [num_rows % size] * (num_rows % size > 0)
-    request = Request(Submit(id=0, prompt=[0] * (num_slots - size + 1), max_tokens=1), Rule.COUPLED, None, 0)
+    request = Request(
+        Submit(id=0, prompt=[0] * (num_slots - size + 1), max_tokens=1, sampling=sampling), Rule.COUPLED, None, 0
+    )
     request.pages = list(range(1, 1 + -(-num_slots // config.page_size)))
     moves = [Move(request, 0, 0)]  # so that what moves accepted paths is compiled too
     step = pack_target(chains([[0] * size for size in sizes]), [request] * len(sizes), [], moves, config.page_size, ())

@@ -179,7 +179,8 @@ class Target:
             whole_RV = gather_vocab(logits_RW, tp, vocab_size)
             if tp.rank > 0:
                 return None
-            self._processed_RV = process_blindly(whole_RV, params, has_min_p=asked.min_p, has_top=asked.top)
+            cut = self._decoder.kernels.cut
+            self._processed_RV = process_blindly(whole_RV, params, has_min_p=asked.min_p, has_top=asked.top, cut=cut)
             if not step.has_draws:
                 if whole_RV.is_cuda:
                     torch.cuda.current_stream().synchronize()  # who judges would wait, and the time is the forward's

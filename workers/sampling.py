@@ -6,17 +6,21 @@ fate and no result depends on sort order. Legend: R rows, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from workers.noise import NoiseBook
 from workers.types import SamplingBatch
 
-MOST_SORTED = 1 << 24
-"""Logits that are cut at once. It takes some 40 bytes each, beside the copies of all that `workers.memory` keeps room
-for: it would be 5 GiB for 64 trees of 17 rows over 128,256 tokens."""
+Cut = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""`Kernels.cut`."""
+
+_LISTED, _GROWTH = 32, 8
+"""Among how many of its largest logits a row's cut is sought first, and among how many times as many next."""
 
 
 def process_logits(logits_RV: Tensor, params: SamplingBatch) -> Tensor:
@@ -31,20 +35,28 @@ def process_logits(logits_RV: Tensor, params: SamplingBatch) -> Tensor:
     return process_blindly(logits_RV, params, has_min_p=asked.min_p, has_top=asked.top)
 
 
-def process_blindly(logits_RV: Tensor, params: SamplingBatch, *, has_min_p: bool, has_top: bool) -> Tensor:
+def cut(x_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor) -> Tensor:
+    """The smallest value that top-k and then top-p leave of each row, see `workers.kernels.choose.Kernels.cut`.
+
+    Few logits are kept as a rule, so the largest are listed, more of them for rows whose cut lies deeper: sorting rows
+    of 128,256 takes forty times as long. How many rows there are beside it is nothing to a row.
+    """
+    cut_R = _cut_among(x_RV, top_k_R.cpu().numpy(), top_p_R.cpu().numpy(), _LISTED)
+    return torch.from_numpy(cut_R).to(x_RV.device)
+
+
+def process_blindly(
+    logits_RV: Tensor, params: SamplingBatch, *, has_min_p: bool, has_top: bool, cut: Cut = cut
+) -> Tensor:
     """`process_logits` without a look at any value: the caller knows whether some row may have min-p, or top-k or
-    top-p. Rows that have not are none the worse for it."""
-    sampled = params.temperature_B > 0
-    x = logits_RV.float() / torch.where(sampled, params.temperature_B, 1.0)[:, None]
+    top-p. Rows that have not are none the worse for it. cut: that of the kernels in use."""
+    is_hot_R = params.temperature_B > 0
+    x = logits_RV.float() / torch.where(is_hot_R, params.temperature_B, 1.0)[:, None]
     if has_min_p:
-        x = x.masked_fill(x < (x.amax(-1, keepdim=True) + _min_p_offset(params)[:, None]), -torch.inf)
-    if not has_top:
-        return x
-    at_once = max(1, MOST_SORTED // x.shape[-1])
-    if len(x) <= at_once:
-        return _top_k_top_p(x, params, sampled)
-    for rows in torch.arange(len(x), device=x.device).split(at_once):
-        x[rows] = _top_k_top_p(x[rows], params.rows(rows), sampled[rows])
+        x.masked_fill_(x < (x.amax(-1, keepdim=True) + _min_p_offset(params)[:, None]), -torch.inf)
+    if has_top:
+        top_k_R, top_p_R = torch.where(is_hot_R, params.top_k_B, 0), torch.where(is_hot_R, params.top_p_B, 1.0)
+        x.masked_fill_(x < cut(x, top_k_R, top_p_R)[:, None], -torch.inf)
     return x
 
 
@@ -113,18 +125,31 @@ def _min_p_offset(params: SamplingBatch) -> Tensor:
     return torch.log(torch.where(params.temperature_B > 0, params.min_p_B, 0.0))  # log 0 = -inf: off
 
 
-def _top_k_top_p(x: Tensor, params: SamplingBatch, sampled: Tensor) -> Tensor:
-    descending = x.sort(-1, descending=True).values
-    vocab = x.shape[-1]
-    top_k = torch.where(sampled & (params.top_k_B > 0), params.top_k_B, vocab).clamp(max=vocab).long()
-    kth = descending.gather(-1, (top_k - 1)[:, None])
-    descending = descending.masked_fill(descending < kth, -torch.inf)
-    # top-p keeps the smallest prefix of the sorted tokens whose mass reaches p: a token stays while the mass
-    # before it is below p. The first always stays.
-    probs = descending.softmax(-1)
-    before = probs.cumsum(-1) - probs
-    top_p = torch.where(sampled, params.top_p_B, 1.0)[:, None]
-    keep = (before < top_p) | (top_p >= 1)
-    keep[:, 0] = True
-    cut = torch.where(keep, descending, torch.inf).amin(-1, keepdim=True)
-    return x.masked_fill(x < torch.maximum(kth, cut), -torch.inf)
+def _cut_among(x_RV: Tensor, top_k_R: np.ndarray, top_p_R: np.ndarray, listed: int) -> np.ndarray:
+    """`cut`, sought among so many of each row's largest, or one more than everybody's k; deeper if it is not there.
+
+    Of what top-k leaves all is listed wherever the row is settled, ties with the k-th included.
+    """
+    V = x_RV.shape[-1]
+    listed = min(max(listed, int(top_k_R.min(initial=V)) + 1), V)
+    best = x_RV.topk(listed).values
+    best_RK, row_R = best.cpu().numpy(), np.arange(len(x_RV))
+    has_k_R, has_p_R = top_k_R > 0, top_p_R < 1
+    kth_R = best_RK[row_R, np.minimum(top_k_R, listed) - 1]
+    kth_R[~has_k_R] = -np.inf
+    with np.errstate(invalid="ignore"):  # rows where nothing is a number, or all is forbidden
+        weight_RK = np.exp(best_RK - best_RK[:, :1], dtype=np.float64)
+    weight_RK[best_RK < kth_R[:, None]] = 0
+    mass_RK = weight_RK.cumsum(1)
+    total_R = mass_RK[:, -1]
+    if (has_p_R > has_k_R).any():
+        total_R = np.where(has_k_R, total_R, (x_RV - best[:, :1]).exp_().sum(-1).cpu().numpy())
+    # A token stays while the mass before it is below p. The first always stays.
+    num_kept_R = (mass_RK[:, :-1] < (top_p_R * total_R)[:, None]).sum(1)
+    last_R = best_RK[row_R, num_kept_R]
+    cut_R = np.where(has_p_R, last_R, kth_R)
+    is_settled_R = (best_RK[:, -1] < np.where(has_k_R, kth_R, last_R)) | ~(has_k_R | has_p_R)
+    if listed < x_RV.shape[-1] and not is_settled_R.all():
+        deeper = np.flatnonzero(~is_settled_R)
+        cut_R[deeper] = _cut_among(x_RV[deeper], top_k_R[deeper], top_p_R[deeper], listed * _GROWTH)
+    return cut_R

@@ -75,9 +75,17 @@ def test_whole_vocabularies_are_drawn_from_as_torch_does(rows: int, vocab: int) 
         device="cuda",
     )
     index = torch.arange(rows, device="cuda") // 2
+    tau = torch.full((rows,), 0.6, device="cuda")
     results = [kernels.coupled_argmax(logits, params, index, 0, logits.amax(-1)) for kernels in (reference, fused)]
     (score, ids), (fused_score, fused_ids) = results
     assert (score - fused_score).abs().max() < 1e-4 and torch.equal(ids, fused_ids)
-    tau = torch.full((rows,), 0.6, device="cuda")
+    top_k = torch.tensor([(0, 20, 50)[row % 3] for row in range(rows)], dtype=torch.int32, device="cuda")
+    by_k, fused_by_k = (kernels.cut(logits, top_k, torch.ones_like(tau)) for kernels in (reference, fused))
+    assert torch.equal(by_k, fused_by_k)
+    for spread in (1.0, 0.1):  # few tokens left, and more than any list has room for
+        masses = (spread * logits).softmax(-1)
+        cut = fused.cut(spread * logits, torch.zeros_like(top_k), torch.full_like(tau, 0.9))[:, None]
+        assert (torch.where(spread * logits > cut, masses, 0).sum(-1) < 0.9 + 1e-5).all()
+        assert (torch.where(spread * logits >= cut, masses, 0).sum(-1) > 0.9 - 1e-5).all()
     plain, found = reference.top_k(logits, 8, tau), fused.top_k(logits, 8, tau)
     assert torch.equal(plain.value_RK, found.value_RK) and (plain.lse_R - found.lse_R).abs().max() < 1e-4

@@ -107,6 +107,18 @@ class Kernels(Protocol):
         """
         ...
 
+    def cut(self, x_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor) -> Tensor:
+        """The smallest value that top-k and then top-p leave of each row, float32 [R]. Equal values share their fate.
+
+        Top-k leaves what is no smaller than the k-th largest; top-p, of that, what has less than p of its mass
+        (softmax) above it.
+
+        Args:
+            x_RV: float32 logits, -inf where a token is forbidden.
+            top_k_R: int32, 0 = off. top_p_R: float32 in (0, 1], 1 = off.
+        """
+        ...
+
     def gumbel(self, seed_R: Tensor, index_R: Tensor, start: int, stop: int) -> Tensor:
         """The target's noise G(seed, index, token) of target ids [start, stop), float32 [R, stop - start]."""
         ...

@@ -13,13 +13,14 @@ from typing import ParamSpec, TypeVar
 import torch
 
 from workers.kernels import pointwise
-from workers.kernels.fused import NAME, copy_slots, coupled_argmax, gumbel, plan, top_k, tree_attention
+from workers.kernels.fused import NAME, copy_slots, coupled_argmax, cut, gumbel, plan, top_k, tree_attention
 
 __all__ = [
     "NAME",
     "add_rms_norm",
     "copy_slots",
     "coupled_argmax",
+    "cut",
     "gumbel",
     "plan",
     "rms_norm",

@@ -8,6 +8,7 @@ from __future__ import annotations
 from workers.kernels.pointwise import add_rms_norm, rms_norm, rotate_, silu_mul
 from workers.kernels.triton_attention import plan, tree_attention
 from workers.kernels.triton_copy import copy_slots
+from workers.kernels.triton_cut import cut
 from workers.kernels.triton_sampling import coupled_argmax, gumbel, top_k
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "add_rms_norm",
     "copy_slots",
     "coupled_argmax",
+    "cut",
     "gumbel",
     "plan",
     "rms_norm",

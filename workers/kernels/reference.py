@@ -12,6 +12,7 @@ from torch import Tensor
 from workers.kernels.pointwise import add_rms_norm, rms_norm, rotate_, silu_mul
 from workers.kernels.torch_attention import plan, tree_attention
 from workers.random import gumbel
+from workers.sampling import cut
 from workers.sampling import shard_best as coupled_argmax
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "add_rms_norm",
     "copy_slots",
     "coupled_argmax",
+    "cut",
     "gumbel",
     "plan",
     "rms_norm",
