@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import SMALL_V, Path, draft_logits, target_logits
 
-from workers.constraints import Columns, ConstrainedRow, Standing, constrain, pack_standings, unpack_standings
+from workers.constraints import Columns, ConstrainedRow, Standing, Tally, constrain, pack_standings, unpack_standings
 from workers.random import gumbel
 from workers.sampling import draw, process_logits
 from workers.types import Constraints, SamplingBatch, SamplingParams, TreeBatch
@@ -29,10 +29,12 @@ WHOLE = Columns(0, V)
 
 def standing(constraints: Constraints, prompt: Path, output: Path, ends: Sequence[int] = ()) -> Standing:
     longest = max(map(len, constraints.bad_words), default=1)
+    tally = Tally(constraints, prompt)
+    tally.add(output)
     return Standing(
         constraints=constraints,
         end_token_ids=list(ends),
-        counts=dict.fromkeys(prompt, 0) | Counter(output),
+        counts=tally.counts(),
         tail=list(output[max(0, len(output) - longest + 1) :]),
         num_output=len(output),
     )
@@ -221,6 +223,29 @@ def test_a_row_is_edited_alike_alone_and_in_a_batch(requests, seed):
         assert torch.equal(together_RV[r], alone_1V[0])
 
 
+# ---- counting
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.lists(st.integers(0, 9)), st.lists(st.lists(st.integers(0, 9), max_size=4), max_size=9))
+def test_a_tally_counts_what_its_penalties_ask_for(prompt, steps):
+    repetition, frequency, neither = (
+        Tally(constraints, prompt)
+        for constraints in (Constraints(repetition_penalty=1.1), Constraints(frequency_penalty=1), Constraints())
+    )
+    output: list[int] = []
+    for tokens in [[], *steps]:
+        output += tokens
+        for tally, expected in (
+            (repetition, dict.fromkeys(prompt, 0) | Counter(output)),
+            (frequency, Counter(output)),
+            (neither, {}),
+        ):
+            tally.add(tokens)
+            counts = tally.counts()
+            assert list(zip(counts.id_C.tolist(), counts.count_C.tolist(), strict=True)) == sorted(expected.items())
+
+
 # ---- on the wire
 
 
@@ -239,12 +264,11 @@ def test_unconstrained_requests_put_nothing_on_the_wire():
 
 
 def test_fields_arrive_as_what_they_were():
-    state = standing(Constraints(logit_bias={7: 2}, min_tokens=3), (1, 2), (2,), ends=[4])
-    for some in (Counter(state.counts), state.counts):
-        (arrived,) = unpack_standings(pack_standings([replace(state, counts=some)])).values()
-        assert arrived.constraints.allowed_token_ids is None
-        assert arrived.counts == {1: 0, 2: 1} and all(type(id) is int for id in arrived.counts)
-        assert [type(x) for x in arrived.constraints.logit_bias] == [int]
+    state = standing(Constraints(logit_bias={7: 2}, min_tokens=3, repetition_penalty=1.1), (1, 2), (2,), ends=[4])
+    (arrived,) = unpack_standings(pack_standings([state])).values()
+    assert arrived.constraints.allowed_token_ids is None
+    assert arrived.counts.id_C.tolist() == [1, 2] and arrived.counts.count_C.tolist() == [0, 1]
+    assert [type(x) for x in arrived.constraints.logit_bias] == [int]
 
 
 def test_what_is_not_plain_is_refused():

@@ -24,7 +24,7 @@ from drafter.level import DraftVocabulary, GrowLimits, Level
 from drafter.shape import DynamicShape, StaticShape
 from drafter.unrolled import Start, Unrolled, buckets
 from workers.config import DraftConfig, EngineConfig, TreeConfig
-from workers.constraints import Standing
+from workers.constraints import Counts, Standing
 from workers.kernels.choose import TORCH
 from workers.kernels.host import HostMetadata, keys_N
 from workers.types import AttentionMetadata, Constraints, DraftCosts, Rule, SamplingBatch, SamplingParams
@@ -298,7 +298,11 @@ def test_rows_write_to_pages_of_their_own_request_or_to_the_null_page(bench):
 
 
 PENALISED = Standing(
-    constraints=Constraints(presence_penalty=1.0), end_token_ids=[], counts={3: 1}, tail=[3], num_output=1
+    constraints=Constraints(presence_penalty=1.0),
+    end_token_ids=[],
+    counts=Counts(np.int32(3).tobytes(), np.int32(1).tobytes()),
+    tail=[3],
+    num_output=1,
 )
 
 

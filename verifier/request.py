@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 
 from verifier.lookup import Passages
-from workers.constraints import Standing
+from workers.constraints import Standing, Tally
 from workers.ipc import RequestStats, Submit
 from workers.types import Rule, TreeLimits
 
@@ -39,7 +38,7 @@ class Request:
     is_repeated: bool = False  # begins like others, who left no drafted pages: those who come next shall find some
     stats: RequestStats = field(default_factory=RequestStats)
     keys: list[bytes] = field(default_factory=list)  # of its leading full pages, see `verifier.prefixes`
-    _counts: Counter[int] = field(default_factory=Counter)  # output occurrences, prompt tokens with 0
+    _tally: Tally = field(init=False)
 
     def __post_init__(self) -> None:
         self.tokens = list(self.submit.prompt)
@@ -47,8 +46,7 @@ class Request:
         self.tree_rows = 1 + (self.limits.num_nodes if self.limits else 0)
         self.num_fed = self.first_draft_slot
         self.is_constrained = not self.submit.sampling.constraints.is_empty
-        if self.is_constrained:
-            self._counts.update(dict.fromkeys(self.submit.prompt, 0))
+        self._tally = Tally(self.submit.sampling.constraints, self.submit.prompt)
 
     def forget(self) -> None:
         """Lets go of everything that lives in its pages or was on its way there."""
@@ -57,8 +55,7 @@ class Request:
 
     def append(self, tokens: list[int]) -> None:
         self.tokens += tokens
-        if self.is_constrained:
-            self._counts.update(tokens)
+        self._tally.add(tokens)
 
     def standing(self, eos_token_ids: tuple[int, ...]) -> Standing | None:
         """What drafter and target need to constrain the next tokens; None if the request has no constraints."""
@@ -70,7 +67,7 @@ class Request:
             constraints=constraints,
             # As in vLLM, min_tokens keeps the end token away also where it would not end the answer.
             end_token_ids=[*self.submit.stop_token_ids, *eos_token_ids],
-            counts=self._counts,
+            counts=self._tally.counts(),
             tail=self.tokens[max(self.num_prompt, len(self.tokens) - longest + 1) :],
             num_output=self.num_output,
         )

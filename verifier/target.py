@@ -6,7 +6,7 @@ Legend: N packed rows, R sampled rows, V vocabulary, W shard width, H draft hidd
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -216,11 +216,19 @@ def _constrained_rows(step: TargetStep) -> list[ConstrainedRow]:
     if not standings:
         return []
     rows = []
-    request_R, sample_row_R = step.request_R.tolist(), step.sample_row_R.tolist()
-    begins, ancestors_N = step.attention.query_offsets.tolist(), step.attention.ancestors_N
-    for r, (request, row) in enumerate(zip(request_R, sample_row_R, strict=True)):
+    begins, tokens = step.attention.query_offsets.tolist(), step.token_N.tolist()
+    ancestors = step.attention.ancestors_N.tolist()
+    for r, (request, row) in enumerate(zip(step.request_R.tolist(), step.sample_row_R.tolist(), strict=True)):
         if request in standings:
-            ancestors = int(ancestors_N[row]) & (1 << 64) - 1
-            path = [begins[request] + bit for bit in range(1, 64) if ancestors >> bit & 1]
-            rows.append(ConstrainedRow(r, standings[request], step.token_N[path].tolist()))
+            path = [tokens[begins[request] + bit] for bit in _bits(ancestors[row]) if bit]
+            rows.append(ConstrainedRow(r, standings[request], path))
     return rows
+
+
+def _bits(mask: int) -> Iterator[int]:
+    """Those set in an int64, ascending."""
+    mask &= (1 << 64) - 1
+    while mask:
+        lowest = mask & -mask
+        yield lowest.bit_length() - 1
+        mask ^= lowest

@@ -15,16 +15,20 @@ A mask (1, 2, 3) that would leave nothing of the vocabulary is not applied to th
 did not want rather than a row without any. A reduced draft vocabulary is such a vocabulary of its own, so allowed ids
 that the draft does not know leave its logits as they are, and the verifier rejects what comes of it.
 
+Of a request's text only `Counts` travel, which its `Tally` keeps from token to token: some 8 bytes for each token that
+it ever had, for drafter and verifier in every step.
+
 Legend: R rows, W columns, C distinct tokens of a request, I token ids, L columns in lists (one list serves all rows of
 a request), Q lists laid over rows, E entries of rows that they cover, X values per item, P tokens on paths.
 """
 
 from __future__ import annotations
 
+from array import array
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
 from typing import NamedTuple
 
 import msgpack
@@ -36,33 +40,52 @@ from workers.types import Constraints
 
 
 class Counts(NamedTuple):
-    """A request's distinct tokens and how often each is in the output, as host arrays."""
+    """A request's distinct tokens and how often each is in the output: int32 arrays as the bytes that travel."""
 
-    id_C: np.ndarray  # int64
-    count_C: np.ndarray  # int64, 0 = in the prompt only
+    ids: bytes  # ascending
+    counts: bytes  # 0 = in the prompt only
+
+    @property
+    def id_C(self) -> np.ndarray:
+        return np.frombuffer(self.ids, np.int32)
+
+    @property
+    def count_C(self) -> np.ndarray:
+        return np.frombuffer(self.counts, np.int32)
 
 
-@dataclass(frozen=True, kw_only=True)  # no slots: they leave no room for a cached property
+class Tally:
+    """Counts that grow with a request's output, as far as its constraints ask for them: only penalties do, and of what
+    is in the prompt only the one for repetition."""
+
+    def __init__(self, constraints: Constraints, prompt: Iterable[int]) -> None:
+        self._is_kept = constraints.has_penalties
+        self._ids = array("i", sorted(set(prompt)) if constraints.repetition_penalty != 1 else ())
+        self._counts = array("i", bytes(self._ids.itemsize * len(self._ids)))
+
+    def add(self, tokens: Iterable[int]) -> None:
+        """Output tokens."""
+        for token in tokens if self._is_kept else ():
+            at = bisect_left(self._ids, token)
+            if at == len(self._ids) or self._ids[at] != token:
+                self._ids.insert(at, token)
+                self._counts.insert(at, 0)
+            self._counts[at] += 1
+
+    def counts(self) -> Counts:
+        """As they are now."""
+        return Counts(self._ids.tobytes(), self._counts.tobytes())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """One constrained request as it stands at the root of its next tree (the root being its last token).
-
-    Good for one step: `counts` may be the request's own and must not change while the standing is in use.
-    """
+    """One constrained request as it stands at the root of its next tree (the root being its last token)."""
 
     constraints: Constraints
     end_token_ids: list[int]  # what min_tokens keeps away
-    counts: dict[int, int]  # output occurrences of each token seen; 0 = in the prompt only
+    counts: Counts
     tail: list[int]  # the last output tokens, the root included, as far back as bad words look
     num_output: int
-
-    @cached_property
-    def count_arrays(self) -> Counts:
-        """`counts`, converted once for all levels of a tree."""
-        size = len(self.counts)
-        return Counts(
-            id_C=np.fromiter(self.counts.keys(), np.int64, size),
-            count_C=np.fromiter(self.counts.values(), np.int64, size),
-        )
 
 
 class ConstrainedRow(NamedTuple):
@@ -99,7 +122,9 @@ def unpack_standings(packed_U: Tensor) -> dict[int, Standing]:
         return {}
     raw = msgpack.unpackb(packed_U.numpy().tobytes(), strict_map_key=False)
     return {
-        index: Standing(**standing | {"constraints": Constraints(**standing["constraints"])})
+        index: Standing(
+            **standing | {"constraints": Constraints(**standing["constraints"]), "counts": Counts(*standing["counts"])}
+        )
         for index, standing in raw.items()
     }
 
@@ -115,18 +140,21 @@ def constrain(logits_RW: Tensor, rows: Sequence[ConstrainedRow], columns: Column
     plan = _plan(rows, columns)
     on_path_P, *laid = plan.to(logits_RW.device)
     allowed, forbidden, biased, penalized = laid
-    x_RW = logits_RW.to(torch.float32, copy=True)
+    x_RW = logits_RW.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    flat, width = x_RW.view(-1), x_RW.shape[1]
     if allowed is not None:
-        kept_E = x_RW[allowed.row_E, allowed.column_E]
+        place_E = allowed.place_E(width)
+        kept_E = flat.index_select(0, place_E)
         x_RW.index_fill_(0, allowed.row_Q, -torch.inf)
-        x_RW[allowed.row_E, allowed.column_E] = kept_E
+        flat.index_copy_(0, place_E, kept_E)
     if forbidden is not None:
-        x_RW[forbidden.row_E, forbidden.column_E] = -torch.inf
+        flat.index_fill_(0, forbidden.place_E(width), -torch.inf)
     if biased is not None:
-        x_RW[biased.row_E, biased.column_E] += biased.value_XE[0]
+        place_E = biased.place_E(width)
+        flat.index_copy_(0, place_E, flat.index_select(0, place_E) + biased.value_XE[0])
     if penalized is not None:
-        x_E = x_RW[penalized.row_E, penalized.column_E]
-        x_RW[penalized.row_E, penalized.column_E] = _penalize(x_E, penalized, on_path_P)
+        place_E = penalized.place_E(width)
+        flat.index_copy_(0, place_E, _penalize(flat.index_select(0, place_E), penalized, on_path_P))
     return x_RW
 
 
@@ -154,6 +182,10 @@ class _Laid(NamedTuple):
     column_E: Tensor  # int64
     value_XE: Tensor  # float32, of the column in its list
     setting_XE: Tensor  # float32, of the list
+
+    def place_E(self, width: int) -> Tensor:
+        """In rows of so many columns that lie one behind the other."""
+        return self.row_E * width + self.column_E
 
 
 class _Overlay:
@@ -242,6 +274,8 @@ def _plan_masks(plan: _Plan, rows: list[ConstrainedRow], vocabulary: _Vocabulary
     """Allowed ids; then what is forbidden, worked out once for all rows whose paths end alike."""
     standing = rows[0].standing
     constraints = standing.constraints
+    if not (constraints.bad_words or constraints.allowed_token_ids or standing.num_output < constraints.min_tokens):
+        return
     allowed: set[int] | None = None
     if constraints.allowed_token_ids is not None:
         allowed = vocabulary.known(constraints.allowed_token_ids) or None
@@ -273,20 +307,31 @@ def _plan_biases(plan: _Plan, rows: list[ConstrainedRow], vocabulary: _Vocabular
 
 
 def _plan_penalties(plan: _Plan, rows: list[ConstrainedRow], vocabulary: _Vocabulary) -> None:
-    """One list per request: the columns of all its tokens and of all its paths, with their counts at the root."""
-    standing = rows[0].standing
-    constraints = standing.constraints
-    settings = (constraints.repetition_penalty, constraints.frequency_penalty, constraints.presence_penalty)
-    if settings == (1, 0, 0):
+    """One list per request: the columns of all its tokens with their counts at the root, then of what only its paths
+    have."""
+    constraints = rows[0].standing.constraints
+    if not constraints.has_penalties:
         return
-    base = vocabulary.columns_of(standing.count_arrays.id_C)
-    path = vocabulary.columns_of(_ids([token for row in rows for token in row.path]))
-    column_L = np.union1d(base.column_L, path.column_L)
+    settings = (constraints.repetition_penalty, constraints.frequency_penalty, constraints.presence_penalty)
+    counts = rows[0].standing.counts
+    held = vocabulary.columns_of(counts.id_C)
+    columns, count_C = [held.column_L], counts.count_C[held.is_here_I]
+    id_I = _ids([token for row in rows for token in row.path])
+    if len(id_I):
+        on_path = vocabulary.columns_of(id_I)
+        seen_C, id_I = counts.id_C[held.is_here_I], id_I[on_path.is_here_I]
+        item_I = seen_C.searchsorted(id_I)
+        is_new_I = np.append(seen_C, -1)[item_I] != id_I
+        new_N, number_I = np.unique(id_I[is_new_I], return_inverse=True)
+        item_I[is_new_I] = len(seen_C) + number_I
+        columns.append(vocabulary.columns_of(new_N).column_L)
+    column_L = np.concatenate(columns)
     count_L = np.full(len(column_L), _UNSEEN)
-    count_L[np.searchsorted(column_L, base.column_L)] = standing.count_arrays.count_C[base.is_here_I]
+    count_L[: len(count_C)] = count_C
     first_Q = plan.penalized.lay([row.row for row in rows], np.stack([column_L, count_L]), settings)
-    first_I = first_Q.repeat([len(row.path) for row in rows])
-    plan.on_path.append(first_I[path.is_here_I] + np.searchsorted(column_L, path.column_L))
+    if len(id_I):
+        first_I = first_Q.repeat([len(row.path) for row in rows])
+        plan.on_path.append(first_I[on_path.is_here_I] + item_I)
 
 
 class _Held(NamedTuple):

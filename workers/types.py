@@ -108,6 +108,10 @@ class Constraints:
     def is_empty(self) -> bool:
         return self == _UNCONSTRAINED
 
+    @property
+    def has_penalties(self) -> bool:
+        return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1, 0, 0)
+
 
 _UNCONSTRAINED = Constraints()
 
