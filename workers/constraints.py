@@ -160,12 +160,13 @@ def constrain(logits_RW: Tensor, rows: Sequence[ConstrainedRow], columns: Column
 
 def _penalize(x_E: Tensor, laid: _Laid, on_path_P: Tensor) -> Tensor:
     """on_path_P: for each token of each row's path, the entry that it counts in."""
-    (base_E,), (repetition_E, frequency_E, presence_E) = laid.value_XE, laid.setting_XE
-    path_E = torch.zeros_like(x_E).index_add_(0, on_path_P, torch.ones_like(on_path_P, dtype=x_E.dtype))
-    count_E = base_E.clamp(min=0) + path_E
-    is_seen_E = (base_E != _UNSEEN) | (path_E > 0)
-    x_E = torch.where(is_seen_E, torch.where(x_E > 0, x_E / repetition_E, x_E * repetition_E), x_E)
-    return x_E - frequency_E * count_E - presence_E * (count_E > 0)
+    (count_E,), (repetition_E, frequency_E, presence_E) = laid.value_XE, laid.setting_XE
+    repeated_E = torch.where(x_E > 0, x_E / repetition_E, x_E * repetition_E)
+    if len(on_path_P):  # else all are seen
+        path_E = torch.zeros_like(x_E).index_add_(0, on_path_P, torch.ones_like(on_path_P, dtype=x_E.dtype))
+        repeated_E = torch.where((count_E != _UNSEEN) | (path_E > 0), repeated_E, x_E)
+        count_E = count_E.clamp(min=0) + path_E
+    return repeated_E - frequency_E * count_E - presence_E * (count_E > 0)
 
 
 # ---- the plan, on the host
@@ -195,25 +196,27 @@ class _Overlay:
         self.num_entries = 0
         self._num_listed = 0
         self._lists: list[np.ndarray] = []  # [1 + X, l]: column, values
-        self._pairs: list[np.ndarray] = []  # [3 + X, q]: row, begin and length of its list, settings
+        self._pairs: list[np.ndarray] = []  # [3 + X, q]: row, its list's length and distance to its entries, settings
+
+    @property
+    def is_laid(self) -> bool:
+        return bool(self._pairs)
 
     def lay(self, rows: Sequence[int], list_XL: np.ndarray, settings: Sequence[float] = ()) -> np.ndarray:
         """Lays one list of (column, values ...) over `rows`; returns the number of each row's first entry [rows]."""
         length = list_XL.shape[1]
+        first = self.num_entries + length * np.arange(len(rows))
         pairs = np.empty((3 + len(settings), len(rows)))
-        pairs[0], pairs[1], pairs[2] = rows, self._num_listed, length
+        pairs[0], pairs[1], pairs[2] = rows, length, self._num_listed - first
         pairs[3:] = np.array(settings)[:, None]
         self._lists.append(list_XL)
         self._pairs.append(pairs)
-        first = self.num_entries + length * np.arange(len(rows))
         self._num_listed += length
         self.num_entries += length * len(rows)
         return first
 
     def arrays(self) -> list[np.ndarray]:
-        """Everything laid so far [3 + X, Q] and [1 + X, L]; empty arrays if nothing was."""
-        if not self._pairs:
-            return [np.empty((3, 0)), np.empty((1, 0))]
+        """Everything laid so far, [3 + X, Q] and [1 + X, L]."""
         return [np.concatenate(self._pairs, 1), np.concatenate(self._lists, 1)]
 
 
@@ -226,28 +229,27 @@ class _Plan(NamedTuple):
 
     def to(self, device: torch.device) -> tuple[Tensor, _Laid | None, _Laid | None, _Laid | None, _Laid | None]:
         """on_path_P and the four overlays, None for kinds without edits."""
-        overlays = self[:4]
+        laid = [overlay for overlay in self[:4] if overlay.is_laid]  # on rows, whether or not they have these columns
         arrays = [np.concatenate([np.empty(0), *self.on_path])]
-        for overlay in overlays:
+        for overlay in laid:
             arrays += overlay.arrays()
         # One buffer, one copy. Columns, rows and counts are exact in float64.
         flat = torch.from_numpy(np.concatenate([array.reshape(-1) for array in arrays])).to(device, non_blocking=True)
         on_path_P, *parts = (
             part.view(array.shape) for part, array in zip(flat.split([a.size for a in arrays]), arrays, strict=True)
         )
-        allowed, forbidden, biased, penalized = (
+        spread = (
             _spread(pairs_XQ, list_XL, overlay.num_entries)
-            for overlay, pairs_XQ, list_XL in zip(overlays, parts[::2], parts[1::2], strict=True)
+            for overlay, pairs_XQ, list_XL in zip(laid, parts[::2], parts[1::2], strict=True)
         )
+        allowed, forbidden, biased, penalized = (next(spread) if overlay.is_laid else None for overlay in self[:4])
         return on_path_P.long(), allowed, forbidden, biased, penalized
 
 
-def _spread(pairs_XQ: Tensor, list_XL: Tensor, num_entries: int) -> _Laid | None:
-    if pairs_XQ.shape[1] == 0:
-        return None
-    row_Q, begin_Q, length_Q = pairs_XQ[:3].long()
+def _spread(pairs_XQ: Tensor, list_XL: Tensor, num_entries: int) -> _Laid:
+    row_Q, length_Q, shift_Q = pairs_XQ[:3].long()
     pair_E = torch.repeat_interleave(length_Q, output_size=num_entries)
-    item_E = torch.arange(num_entries, device=pair_E.device) + (begin_Q - length_Q.cumsum(0) + length_Q)[pair_E]
+    item_E = torch.arange(num_entries, device=pair_E.device) + shift_Q[pair_E]
     return _Laid(
         row_Q=row_Q,
         row_E=row_Q[pair_E],
