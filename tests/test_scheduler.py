@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections import Counter
 
 import pytest
@@ -28,14 +29,14 @@ def request(
     made = Request(Submit(id=id, prompt=[1] * prompt, max_tokens=max_tokens), Rule.COUPLED, limits, 1)
     made.num_computed = computed
     made.tokens += [2] * output
-    made.pages = [100 * id + i for i in range(pages)]
+    made.pages = array("i", [100 * id + i for i in range(pages)])
     return made
 
 
 def decoding(id: int, output: int = 1, **more: int) -> Request:
     """A request with a prompt of 10 that has said so many tokens, and holds the pages of its next tree but for some."""
     made = request(id, computed=9 + output, output=output, **more)
-    made.pages = made.pages or [100 * id + i for i in range(LIMITS.pages_for(made))]
+    made.pages = made.pages or array("i", [100 * id + i for i in range(LIMITS.pages_for(made))])
     return made
 
 
@@ -162,7 +163,7 @@ def test_a_preempted_request_computes_all_but_its_last_token_and_draws_nothing()
     back = request(1, prompt=40, output=31)
     step = schedule([back], [], 99, LIMITS)
     assert (chunks(step), step.finishing, step.pages) == ([(1, 0, 50)], [], [(back, 5)])
-    back.num_computed, back.pages = 50, [1] * 5
+    back.num_computed, back.pages = 50, array("i", [1] * 5)
     step = schedule([], [back], 99, LIMITS)
     assert (chunks(step), step.finishing, step.decode) == ([(1, 50, 70)], [], [])
     back.num_computed = 70
@@ -187,7 +188,7 @@ def test_a_request_joins_behind_the_pages_that_it_shares():
     waiting = request(1, prompt=70)  # 70 + 4 slots = 5 pages
     step = schedule([waiting], [], 5, LIMITS, finds([7, 8], 0))
     assert (step.shared, step.pages, chunks(step)) == ([(waiting, [7, 8])], [(waiting, 3)], [(1, 32, 70)])
-    assert waiting.pages == [] and waiting.num_computed == 0
+    assert not waiting.pages and waiting.num_computed == 0
 
 
 def test_only_pages_that_others_hold_cost_nothing():
@@ -254,7 +255,7 @@ def test_scheduling_changes_nothing_it_is_shown():
     waiting, running = [request(4)], [decoding(1), request(2, prompt=80)]
     first = schedule(waiting, running, 99, LIMITS)
     again = schedule(waiting, running, 99, LIMITS)
-    assert first == again and [len(waiting), len(running)] == [1, 2] and waiting[0].pages == []
+    assert first == again and [len(waiting), len(running)] == [1, 2] and not waiting[0].pages
     full = [decoding(1, output=4, pages=1), decoding(2)]
     assert schedule(waiting, full, 0, LIMITS).preempted == [full[1]] and len(full) == 2 and len(full[1].pages) == 1
 
@@ -313,7 +314,7 @@ def test_a_long_life_of_arrivals_ends_with_every_page_free_and_nobody_left(
             prefixes.adopt(r, found)
         for r, count in step.pages:
             assert r in running and count > 0
-            r.pages += allocator.alloc(count)
+            r.pages.extend(allocator.alloc(count))
         assert len(running) <= seats
         assert ids(running + waiting) == sorted(ids(running + waiting))
         for r in running:

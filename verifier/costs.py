@@ -6,6 +6,7 @@ Legend: T table entries.
 from __future__ import annotations
 
 import time
+from array import array
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -113,7 +114,7 @@ def _timed(
     request = Request(
         Submit(id=0, prompt=[0] * (num_slots - size + 1), max_tokens=1, sampling=sampling), Rule.COUPLED, None, 0
     )
-    request.pages = list(range(1, 1 + -(-num_slots // config.page_size)))
+    request.pages = array("i", range(1, 1 + -(-num_slots // config.page_size)))
     moves = [Move(request, 0, 0)]  # so that what moves accepted paths is compiled too
     step = pack_target(chains([[0] * size for size in sizes]), [request] * len(sizes), [], moves, config.page_size, ())
     if num_rows > (most := config.max_num_seqs * config.tree_rows):  # so many rows are a prompt's, where few are drawn

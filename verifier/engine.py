@@ -159,7 +159,7 @@ class Engine:
                 self._stats.prefix_cache_queries += request.num_prompt * self._config.enable_prefix_caching
                 self._stats.prefix_cache_hits += request.num_cached
         for request, count in step.pages:
-            request.pages += self._allocator.alloc(count)
+            request.pages.extend(self._allocator.alloc(count))
 
     def _draft(self, step: Step) -> Drafts:
         """Feeds the drafter what was committed since it last heard, and gets the trees of all decoding requests."""

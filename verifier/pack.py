@@ -140,8 +140,10 @@ def _made_lasting(requests: Sequence[Request]) -> _Lasting:
 def page_table(requests: list[Request]) -> Tensor:
     """[B, P] int32, padded with the null page 0."""
     width = max((len(request.pages) for request in requests), default=0)
-    rows = [request.pages + [0] * (width - len(request.pages)) for request in requests]
-    return torch.from_numpy(np.array(rows, dtype=np.int32).reshape(len(requests), width))
+    table_BP = np.zeros((len(requests), width), dtype=np.int32)
+    for row_P, request in zip(table_BP, requests, strict=True):
+        row_P[: len(request.pages)] = request.pages
+    return torch.from_numpy(table_BP)
 
 
 def _physical(request: Request, slot: int, page_size: int) -> int:

@@ -51,7 +51,7 @@ class Prefixes:
         if not pages:
             return
         self._allocator.share(pages)
-        request.pages, request.num_published = list(pages), len(pages)
+        request.pages, request.num_published = array("i", pages), len(pages)
         request.num_computed = len(pages) * self._page_size
         if request.limits is not None:
             request.num_published_drafted, request.num_fed = len(pages), request.num_computed

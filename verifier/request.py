@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
+from functools import partial
 
 from verifier.lookup import Passages
 from workers.constraints import Standing, Tally
@@ -26,7 +28,7 @@ class Request:
     num_prompt: int = field(init=False)
     tree_rows: int = field(init=False)  # most rows of one of its trees, root included
     is_constrained: bool = field(init=False)
-    pages: list[int] = field(default_factory=list)
+    pages: array[int] = field(default_factory=partial(array, "i"))  # thousands, told anew in every step
     num_published: int = 0  # leading pages that others may share ...
     num_published_drafted: int = 0  # ... and that the drafter holds too
     num_computed: int = 0  # positions whose KV the target holds
@@ -50,7 +52,7 @@ class Request:
 
     def forget(self) -> None:
         """Lets go of everything that lives in its pages or was on its way there."""
-        self.pages, self.num_published, self.num_published_drafted = [], 0, 0
+        self.pages, self.num_published, self.num_published_drafted = array("i"), 0, 0
         self.num_computed, self.num_fed, self.states = 0, self.first_draft_slot, []
 
     def append(self, tokens: list[int]) -> None:

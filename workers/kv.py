@@ -113,7 +113,7 @@ class PageAllocator:
             self._num_holders[page] = 1
         return pages
 
-    def free(self, pages: list[int]) -> None:
+    def free(self, pages: Sequence[int]) -> None:
         """One holder lets go of its pages, in the order of its tokens. To free more than was held is a bug of ours."""
         for page in reversed(pages):
             assert 0 < page < self.num_pages and self._num_holders[page], f"page {page} is not allocated"

@@ -6,6 +6,7 @@ Pages hold whatever memory held: time does not depend on it. Legend: B requests,
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -42,7 +43,7 @@ class Forwards:
         for b in range(shape.batch):
             submit = Submit(id=b, prompt=[0] * shape.context, max_tokens=1)
             requests.append(Request(submit, Rule.COUPLED, None, 0))
-            requests[b].pages = list(range(1 + b * num_pages, 1 + (b + 1) * num_pages))
+            requests[b].pages = array("i", range(1 + b * num_pages, 1 + (b + 1) * num_pages))
         step = pack_target(chains([[0] * shape.rows] * shape.batch), requests, [], [], page_size, ())
         began = time.perf_counter()
         self._run(step, 0)  # ends with the drawn tokens on the host, so nothing is still under way on a GPU
