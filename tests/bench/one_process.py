@@ -1,7 +1,7 @@
 """`auto` beside no speculation and the fixed shapes, all in one process on one copy of the weights.
 
     python tests/bench/one_process.py [--target-cost 300m] [--batches 2 8] [--shapes auto] [--rounds 6] [--processes 3]
-        [--out DIR]
+        [--temperatures 0.7 --top-k 20 --top-p 0.8 --repetition-penalty 1.05] [--out DIR]
 
 `secateur bench throughput` compares running services, each with its own copy of the target. On a shared machine such
 copies are not equal: the same forward takes up to a fifth longer in one process than in another, for as long as they
@@ -44,7 +44,7 @@ from secateur.prompts import BUNDLED_PROMPTS, read_prompts  # noqa: E402
 from workers.config import EngineConfig  # noqa: E402
 from workers.heap import freeze_start_up  # noqa: E402
 from workers.ipc import Speculation, Submit  # noqa: E402
-from workers.types import SamplingParams  # noqa: E402
+from workers.types import Constraints, SamplingParams  # noqa: E402
 
 SHAPES: tuple[Name, ...] = ("chain", "static", "auto")
 
@@ -56,13 +56,12 @@ class Contestant:
     here: EngineHere
     speculation: Speculation
 
-    def seconds_per_token(self, prompts: list[list[int]], num_tokens: int, temperature: float) -> float:
-        """After the first, mean over the prompts, all asked at once."""
+    def seconds_per_token(self, prompts: list[list[int]], num_tokens: int, sampling: SamplingParams) -> float:
+        """After the first, mean over the prompts, all asked at once, each with a seed of its own."""
         for number, prompt in enumerate(prompts):
-            sampling = SamplingParams(temperature=temperature, seed=number)
             submit = Submit(
-                id=number, prompt=prompt, max_tokens=num_tokens, sampling=sampling, ignore_eos=True,
-                speculation=self.speculation,
+                id=number, prompt=prompt, max_tokens=num_tokens, sampling=replace(sampling, seed=number),
+                ignore_eos=True, speculation=self.speculation,
             )  # fmt: skip
             self.here.submit(submit)
         first: dict[int, float] = {}
@@ -99,15 +98,19 @@ def measure(args: argparse.Namespace) -> list[dict[str, float]]:
         freeze_start_up()  # as workers do
         print(head(args.shapes))
         for temperature in args.temperatures:
+            sampling = SamplingParams(
+                temperature=temperature,
+                top_k=args.top_k,
+                top_p=args.top_p,
+                constraints=Constraints(repetition_penalty=args.repetition_penalty),
+            )
             for batch in args.batches:
                 endless = cycle(prompts)
                 seen: list[dict[str, float]] = []
                 for number in range(args.rounds + 1):
                     chosen = list(islice(endless, batch))
                     order = list(names) if number % 2 else list(names)[::-1]
-                    seen.append(
-                        {n: contestants[n].seconds_per_token(chosen, args.max_tokens, temperature) for n in order}
-                    )
+                    seen.append({n: contestants[n].seconds_per_token(chosen, args.max_tokens, sampling) for n in order})
                 off_ms = 1e3 * statistics.median(turn["off"] for turn in seen[1:])
                 ratios = {n: statistics.median(_off(t, n) / t[n] for t in seen[1:]) for n in names if n != "off"}
                 rows.append({"temperature": temperature, "batch": batch, "off_ms": off_ms} | ratios)
@@ -137,6 +140,9 @@ def main() -> None:
     parser.add_argument("--cache", type=Path)
     parser.add_argument("--batches", type=int, nargs="+", default=[2, 4, 8, 16, 32])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--top-k", type=int, default=0)
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--repetition-penalty", type=float, default=1.0)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=SHAPES, help="beside no speculation")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--processes", type=int, default=1)
@@ -154,7 +160,8 @@ def main() -> None:
     if args.out is not None:
         mark = args.target_cost or "bundled"
         about = {"hardware": "CPU, one thread", "torch": torch.__version__, "dtype": "float32", "target": str(mark)}
-        about |= {"processes": len(runs), "rounds": args.rounds, "max_tokens": args.max_tokens}
+        settings = ("rounds", "max_tokens", "top_k", "top_p", "repetition_penalty")
+        about |= {"processes": len(runs)} | {name: getattr(args, name) for name in settings}
         path = args.out / f"{datetime.date.today()}-one-process-{mark}.json"
         path.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
 
