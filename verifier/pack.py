@@ -140,10 +140,9 @@ def _made_lasting(requests: Sequence[Request]) -> _Lasting:
 def page_table(requests: list[Request]) -> Tensor:
     """[B, P] int32, padded with the null page 0."""
     width = max((len(request.pages) for request in requests), default=0)
-    table_BP = np.zeros((len(requests), width), dtype=np.int32)
-    for row_P, request in zip(table_BP, requests, strict=True):
-        row_P[: len(request.pages)] = request.pages
-    return torch.from_numpy(table_BP)
+    rows = (request.pages.tobytes().ljust(4 * width, b"\0") for request in requests)
+    table = np.frombuffer(bytearray().join(rows), dtype=np.int32)
+    return torch.from_numpy(table.reshape(len(requests), width))
 
 
 def _physical(request: Request, slot: int, page_size: int) -> int:
