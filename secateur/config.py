@@ -262,15 +262,22 @@ class AppArgs(Strict):
         )
 
 
+def read_text(path: str | Path, field: str = "") -> str:
+    """What a file of UTF-8 text holds; ConfigError, about the setting that named it, if it cannot be read."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(Problem(field, f"cannot read {path}: {reason}")) from None
+
+
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """The mapping a YAML file holds, {} for an empty one. Raises ConfigError if it is unreadable or no mapping."""
     import yaml  # type: ignore[import-untyped, unused-ignore]  # stubs are optional
 
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        content = yaml.safe_load(read_text(path))
+    except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
     if content is None:
         return {}

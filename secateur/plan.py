@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import Field, field_validator, model_validator
 
+from secateur.config import read_text
 from secateur.errors import ConfigError, Problem
 from secateur.schema import Strict, did_you_mean
 from secateur.token_tree import MAX_NODES
@@ -337,7 +338,7 @@ def _point(row: dict[str, Any]) -> dict[str, Any]:
 def read_trace(path: Path) -> tuple[Arrival, ...]:
     """A JSONL file of {"seconds", "prompt_tokens", "output_tokens"}, in order of arrival."""
     arrivals = []
-    for number, line in enumerate(_read_text(path, "--trace").splitlines(), 1):
+    for number, line in enumerate(read_text(path, "--trace").splitlines(), 1):
         if line.strip():
             place = f"--trace {path}, line {number}"
             try:
@@ -349,16 +350,9 @@ def read_trace(path: Path) -> tuple[Arrival, ...]:
     return tuple(sorted(arrivals, key=lambda arrival: arrival.seconds))
 
 
-def _read_text(path: Path, flag: str) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(Problem(flag, f"cannot read {path}: {error}")) from None
-
-
 def _read_json(path: Path, flag: str) -> Any:
     try:
-        return json.loads(_read_text(path, flag))
+        return json.loads(read_text(path, flag))
     except json.JSONDecodeError as error:
         raise ConfigError(Problem(f"{flag} {path}", f"not JSON: {error}")) from None
 

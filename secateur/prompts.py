@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from secateur.config import read_text
 from secateur.errors import ConfigError, Problem
 
 BUNDLED_PROMPTS = Path(__file__).parent / "bundled" / "prompts.jsonl"
@@ -24,10 +25,7 @@ def read_prompts(path: Path, most: int) -> list[Prompt]:
 
     Raises ConfigError.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(Problem("--prompts", f"cannot read {path}: {error}")) from None
+    lines = read_text(path, "--prompts").splitlines()
     prompts = [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
     if not prompts:
         raise ConfigError(Problem("--prompts", f"{path} holds no prompts"))
