@@ -85,14 +85,16 @@ def grow(
     """
     budget = Budget(costs) if costs is not None else None
     pruned_BD = np.zeros((len(root_token_B), int(limits.max_depth_B.max(initial=0))), dtype=np.int32)
-    if unrolled is not None and costs is not None and not standings and _is_searched(limits, shape).all():
+    standings = standings or {}
+    are_simple = all(standing.has_only_penalties for standing in standings.values())
+    if unrolled is not None and costs is not None and are_simple and _is_searched(limits, shape).all():
         assert isinstance(roots, Tensor), "only draft models are unrolled"
-        uncut = unrolled(roots, root_token_B, root_index_B, limits, sampling, costs.calibration_D2)
+        uncut = unrolled(roots, root_token_B, root_index_B, limits, sampling, standings, costs.calibration_D2)
         if uncut is not None:
             return _grown(uncut, [], limits, budget, pruned_BD)
     _prepare_noise(roots, root_index_B, limits, sampling, vocab)
     growths = _growths(root_token_B, root_index_B, limits, sampling, shape, budget, pruned_BD)
-    editor = _Editor(standings or {}, vocab)
+    editor = _Editor(standings, vocab)
     has_cuts = sampling.asked.cuts  # asked on the host, once for all levels
     num_levels = num_run = 0
     while True:

@@ -56,6 +56,7 @@ class Best(NamedTuple):
     weight_FK: Tensor
     prob_FK: Tensor
     top_prob_F: Tensor
+    column_FK: Tensor  # int64, where the tokens are in the logits
 
 
 def score(
@@ -138,6 +139,7 @@ def best_children(
         weight_FK=torch.exp(best.value_RK / tau_F[:, None] - best.lse_R[:, None]),
         prob_FK=log_q_FV.gather(-1, best.index_RK).exp(),
         top_prob_F=log_q_FV.amax(-1).exp(),
+        column_FK=best.index_RK,
     )
 
 

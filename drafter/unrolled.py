@@ -8,7 +8,7 @@
 A tree has 1 + N rows, whatever it holds; what is not there weighs nothing. A level is
 
     1. read     every row of the tree so far, in one forward pass
-    2. score    the children of the rows that the last level brought
+    2. score    the children of the rows that the last level brought, behind the penalties of their own paths
     3. keep     each request's best of tree and children: the next tree, breadth-first, row 0 the root
 
 Rows are paid for whether they hold a node or not. So a node that was read is simply read again, in whatever row it has
@@ -38,6 +38,7 @@ from drafter.level import DraftVocabulary, GrowLimits, Nodes, Uncut
 from drafter.prune import passes_min, passes_path
 from drafter.score import Best, best_children, confidence_tau, kinds
 from workers.config import EngineConfig, TreeConfig
+from workers.constraints import Standing, lay_counts, penalize
 from workers.graphs import MAX_ROWS, Planner, Recorder, Size
 from workers.kernels.choose import Kernels
 from workers.sampling import process_blindly
@@ -46,6 +47,9 @@ from workers.types import AttentionMetadata, NodeKind, Rule, SamplingBatch, as_s
 MAX_LOGITS = 1 << 24
 """Logits of one level, those of rows without a node included: beyond, work outweighs the launches that a graph saves.
 """
+
+_EDITS = ((False, False), (True, False), (True, True))
+"""What may be done to logits, (cuts, penalties): a graph for each. Who asks for no cut is not cut."""
 
 Run = Callable[[Any, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(plan, tokens_N, features_NH, positions_N) -> (features for the children [N, H], logits [N, V]) of packed rows."""
@@ -70,10 +74,18 @@ class Asks(NamedTuple):
     top_p_B: Tensor
     min_p_B: Tensor
     tau_B: Tensor  # see `drafter.score.confidence_tau`
+    repetition_B: Tensor  # penalties
+    frequency_B: Tensor
+    presence_B: Tensor
 
     @staticmethod
     def table(
-        token_B: np.ndarray, base_B: Tensor, has_noise_B: np.ndarray, limits: GrowLimits, sampling: SamplingBatch
+        token_B: np.ndarray,
+        base_B: Tensor,
+        has_noise_B: np.ndarray,
+        limits: GrowLimits,
+        sampling: SamplingBatch,
+        penalties_B3: np.ndarray,
     ) -> Tensor:
         """[B, columns] on the host: `Asks(*table.unbind(1))` is what it tells."""
         columns = (
@@ -81,6 +93,7 @@ class Asks(NamedTuple):
             limits.num_nodes_B, limits.max_depth_B, limits.min_prob_B, limits.path_prob_B,
             sampling.temperature_B, sampling.top_k_B, sampling.top_p_B, sampling.min_p_B,
             confidence_tau(sampling.temperature_B.numpy(), limits.rule_B == Rule.COUPLED.value),
+            *penalties_B3.T,
         )  # fmt: skip
         return torch.stack([torch.as_tensor(column).double() for column in columns], dim=1)
 
@@ -112,6 +125,7 @@ class Rows(NamedTuple):
     depth: Tensor  # int64
     weight: Tensor  # float32
     path_prob: Tensor  # float64
+    column: Tensor  # int64, the token's in the logits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,34 +136,59 @@ class Rules:
     vocab: DraftVocabulary
     kernels: Kernels
     has_cuts: bool  # some request may have min-p, top-k or top-p
+    has_penalties: bool
 
 
 def grow_unrolled(
-    roots_BV: Tensor, features_BH: Tensor, noise_BDV: Tensor, asks: Asks, fit_D2: Tensor, read: Read, rules: Rules
+    roots_BV: Tensor,
+    features_BH: Tensor,
+    noise_BDV: Tensor,
+    count_BV: Tensor,
+    asks: Asks,
+    fit_D2: Tensor,
+    read: Read,
+    rules: Rules,
 ) -> Rows:
     """The trees [B, R].
 
     roots_BV, features_BH: the draft's logits at each root, and what the root hands to its children. noise_BDV: the
-    target's noise for the children of each level. fit_D2: calibration of each level's children.
+    target's noise for the children of each level. count_BV: what `penalize` is told of the text so far. fit_D2:
+    calibration of each level's children.
     """
     num_nodes = rules.tree.num_nodes
+    row_N = torch.arange(1, 1 + num_nodes, device=roots_BV.device)
     is_root_R = torch.arange(1 + num_nodes, device=roots_BV.device) == 0
     is_root_BR = is_root_R.expand(len(roots_BV), -1)
     none_BR = torch.zeros_like(is_root_BR, dtype=torch.int64)
-    rows = Rows(asks.token_B.long()[:, None] * is_root_R, none_BR, none_BR, is_root_BR.float(), is_root_BR.double())
+    rows = Rows(
+        asks.token_B.long()[:, None] * is_root_R, none_BR, none_BR, is_root_BR.float(), is_root_BR.double(), none_BR
+    )
     # What an earlier step left there is nobody's.
     noise_BDV = noise_BDV * asks.has_noise_B.float()[:, None, None]
     hidden_BRH, source_BR = features_BH[:, None], none_BR
     logits_BFV, scoring, of_rows = roots_BV[:, None], asks.scoring(1), asks.scoring(num_nodes)
+    path_BFN = none_BR[:, None, 1:]  # which rows but the root are on the way to each that is scored
     for depth in range(rules.tree.max_depth):
         if depth > 0:
             feature_BRH = hidden_BRH.gather(1, source_BR[:, :, None].expand(-1, -1, hidden_BRH.shape[-1]))
-            given = (rows.token, feature_BRH, rows.depth, _ancestors(rows.parent, depth))
+            ancestors_BR = _ancestors(rows.parent, depth)
+            given = (rows.token, feature_BRH, rows.depth, ancestors_BR)
             hidden_BNH, logits_BFV = read(*(field[:, 1:] for field in given))
             hidden_BRH, scoring = torch.cat((features_BH[:, None], hidden_BNH), dim=1), of_rows
+            path_BFN = ancestors_BR[:, 1:, None] >> row_N & 1
+        if rules.has_penalties:
+            logits_BFV = _penalized(logits_BFV.float(), count_BV, path_BFN, rows.column[:, 1:], asks)
         best = _score(logits_BFV, noise_BDV[:, depth], scoring, rules)
         rows, source_BR = _keep(rows, _children(rows, depth, best, asks, fit_D2[depth]), asks.num_nodes_B)
     return rows
+
+
+def _penalized(logits_BFV: Tensor, count_BV: Tensor, path_BFN: Tensor, column_BN: Tensor, asks: Asks) -> Tensor:
+    """As `workers.constraints` does it, of every column at once."""
+    on_path_BFV = torch.zeros_like(logits_BFV)
+    on_path_BFV.scatter_add_(2, column_BN[:, None].expand_as(path_BFN), path_BFN.to(logits_BFV.dtype))
+    settings = (asks.repetition_B, asks.frequency_B, asks.presence_B)
+    return penalize(logits_BFV, count_BV[:, None], on_path_BFV, *(each_B.float()[:, None, None] for each_B in settings))
 
 
 def _score(logits_BFV: Tensor, noise_BV: Tensor, scoring: Scoring, rules: Rules) -> Best:
@@ -184,6 +223,7 @@ def _children(rows: Rows, depth: int, best: Best, asks: Asks, fit_2: Tensor) -> 
         depth=torch.full_like(weight_BFK, depth + 1, dtype=torch.int64).flatten(1),
         weight=torch.where(is_weight_BFK, weight_BFK, 0.0).flatten(1),
         path_prob=(parents.path_prob[:, :, None] * best.prob_FK).flatten(1),
+        column=best.column_FK.flatten(1),
     )
 
 
@@ -259,16 +299,17 @@ class Unrolled:
         self._features_BH = example_1H.new_zeros(B, example_1H.shape[1])
         self._roots_BV = example_1H.new_zeros(B, V, dtype=torch.float32)
         self._noise_BDV = example_1H.new_zeros(B, D, V, dtype=torch.float32)
+        self._count_BV = example_1H.new_zeros(B, V, dtype=torch.float32)
         self._asks = example_1H.new_zeros(B, len(Asks._fields), dtype=torch.float64)
         self._fit_D2 = example_1H.new_zeros(D, 2, dtype=torch.float32)
         no_table = torch.zeros(0, self._table_width, dtype=torch.int32)
         nobody = Start(torch.zeros(0, dtype=torch.int32), no_table, self._features_BH[:0])
         self._plans: dict[int, Any] = {n: plan(self._attention(nobody, n)) for n in sizes}
         self._recorder = Recorder(example_1H.device)
-        self._grow: dict[tuple[int, bool], Callable[[], Tensor]] = {}
-        for size in product(sizes, (False, True)):  # with cuts or without
-            grow = partial(self._grown, *size)
-            self._grow[size] = self._recorder.record(grow) if is_captured else grow
+        self._grow: dict[tuple[int, bool, bool], Callable[[], Tensor]] = {}
+        for size, (has_cuts, has_penalties) in product(sizes, _EDITS):
+            grow = partial(self._grown, size, has_cuts, has_penalties)
+            self._grow[size, has_cuts, has_penalties] = self._recorder.record(grow) if is_captured else grow
 
     @property
     def report(self) -> dict[str, str | int]:
@@ -283,28 +324,37 @@ class Unrolled:
         root_index_G: np.ndarray,
         limits: GrowLimits,
         sampling: SamplingBatch,
+        standings: dict[int, Standing],
         fit_D2: Tensor,
     ) -> Uncut | None:
-        """The trees of the requests that `start` is about; see `drafter.grow.grow`. fit_D2: calibration as it travels.
+        """The trees of the requests that `start` is about; see `drafter.grow.grow`. standings: with penalties alone.
+        fit_D2: calibration as it travels.
 
         None = there is no graph for them. All levels and rows of the trees count as run, whatever they hold: that is
         what was paid for.
         """
-        size = Size.of(1, len(roots_GV)).requests, sampling.asked.cuts
-        if not len(roots_GV) or size not in self._grow:
+        num_trees, num_requests = len(roots_GV), Size.of(1, len(roots_GV)).requests
+        has_penalties = bool(standings)
+        chosen = num_requests, has_penalties or sampling.asked.cuts, has_penalties
+        if not num_trees or chosen not in self._grow:
             return None
-        num_trees, num_requests = len(roots_GV), size[0]
         kind_G = kinds(limits.rule_B, sampling.temperature_B.numpy() > 0)
-        asks = Asks.table(root_token_G, self.start.base_G, kind_G == NodeKind.COUPLED.value, limits, sampling)
+        penalties_G3 = np.array([[1.0, 0.0, 0.0]] * num_trees)
+        for g, standing in standings.items():
+            penalties_G3[g] = standing.constraints.penalties
+        has_noise_G = kind_G == NodeKind.COUPLED.value
+        asks = Asks.table(root_token_G, self.start.base_G, has_noise_G, limits, sampling, penalties_G3)
         # Requests beyond the step's ask for nothing; what else an earlier step left of them is of no account.
         self._asks[:num_requests].copy_(F.pad(asks, (0, 0, 0, num_requests - num_trees)), non_blocking=True)
         self._roots_BV[:num_trees].copy_(roots_GV)
         self._features_BH[:num_trees].copy_(self.start.features_GH)
         level_D = torch.arange(self._tree.max_depth).clamp(max=len(fit_D2) - 1)
         self._fit_D2.copy_(fit_D2[level_D], non_blocking=True)
-        self._fill_noise(np.flatnonzero(kind_G == NodeKind.COUPLED.value), root_index_G, sampling)
+        self._fill_noise(np.flatnonzero(has_noise_G), root_index_G, sampling)
+        if has_penalties:
+            lay_counts(self._count_BV[:num_requests], standings, self._vocab.columns)
         self._plan(self._attention(self.start, num_requests), into=self._plans[num_requests])
-        token, parent, depth, weight = self._grow[size]().cpu().numpy()[:, :num_trees]
+        token, parent, depth, weight = self._grow[chosen]().cpu().numpy()[:, :num_trees]
         b, row = np.nonzero(weight > 0)
         nodes = Nodes(
             request_N=b,
@@ -318,7 +368,7 @@ class Unrolled:
         num_levels = self._tree.max_depth
         return Uncut(nodes, num_levels, (num_levels - 1) * num_trees * self._tree.num_nodes)
 
-    def _grown(self, num_requests: int, has_cuts: bool) -> Tensor:
+    def _grown(self, num_requests: int, has_cuts: bool, has_penalties: bool) -> Tensor:
         """[4, B, R] float64: token, parent, depth and weight of every row."""
         asks = Asks(*self._asks[:num_requests].unbind(1))
         plan = self._plans[num_requests]
@@ -329,11 +379,18 @@ class Unrolled:
             out_NH, logits_NV = self._run(plan, token_BN.flatten(), in_BNH.flatten(0, 1), position_BN.flatten())
             return out_NH.view_as(in_BNH), logits_NV.view(*token_BN.shape, -1)
 
-        rules = Rules(tree=self._tree, vocab=self._vocab, kernels=self._kernels, has_cuts=has_cuts)
+        rules = Rules(
+            tree=self._tree,
+            vocab=self._vocab,
+            kernels=self._kernels,
+            has_cuts=has_cuts,
+            has_penalties=has_penalties,
+        )
         rows = grow_unrolled(
             self._roots_BV[:num_requests],
             self._features_BH[:num_requests],
             self._noise_BDV[:num_requests],
+            self._count_BV[:num_requests],
             asks,
             self._fit_D2,
             read,

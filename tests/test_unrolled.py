@@ -24,7 +24,7 @@ from drafter.level import DraftVocabulary, GrowLimits, Level
 from drafter.shape import DynamicShape, StaticShape
 from drafter.unrolled import Start, Unrolled, buckets
 from workers.config import DraftConfig, EngineConfig, TreeConfig
-from workers.constraints import Counts, Standing
+from workers.constraints import Standing, Tally
 from workers.kernels.choose import TORCH
 from workers.kernels.host import HostMetadata, keys_N
 from workers.types import AttentionMetadata, Constraints, DraftCosts, Rule, SamplingBatch, SamplingParams
@@ -60,7 +60,15 @@ class Ask:
     path_prob: float = 0.0
     rule: Rule = Rule.COUPLED
     sampling: SamplingParams = SamplingParams(temperature=1.0)
+    constraints: Constraints = Constraints()
     base: int = 5
+
+    @property
+    def standing(self) -> Standing:
+        """Of a text whose tokens the draft vocabulary knows in part."""
+        tally = Tally(self.constraints, [3, 4, 11])
+        tally.add([5, 5, 8, 3 + self.model % 7])
+        return Standing(constraints=self.constraints, end_token_ids=[], counts=tally.counts(), tail=[], num_output=4)
 
 
 @functools.cache
@@ -172,6 +180,7 @@ def grown(draft: Draft, prices: DraftCosts = FREE, **options: Any) -> Grown:
         expand=draft.expand,
         vocab=draft.vocab,
         costs=prices,
+        standings={b: ask.standing for b, ask in enumerate(asks) if not ask.constraints.is_empty},
     )
     index_B = np.array([ask.base + 1 for ask in asks])
     return grow(draft.roots, np.array([3 + ask.model % 7 for ask in asks]), index_B, **settings | options)
@@ -195,6 +204,13 @@ ASK = st.builds(
     path_prob=THRESHOLD,
     rule=st.sampled_from([Rule.COUPLED, Rule.TARGET_ONLY]),
     sampling=SAMPLING,
+    constraints=st.just(Constraints())
+    | st.builds(
+        Constraints,
+        repetition_penalty=st.sampled_from([1.0, 1.3]),
+        frequency_penalty=st.sampled_from([0.0, 0.6]),
+        presence_penalty=st.sampled_from([0.0, -0.8]),
+    ),
     base=st.integers(1, 30),
 )
 
@@ -297,13 +313,18 @@ def test_rows_write_to_pages_of_their_own_request_or_to_the_null_page(bench):
     assert (slots[3] < PAGE).all()
 
 
-PENALISED = Standing(
-    constraints=Constraints(presence_penalty=1.0),
-    end_token_ids=[],
-    counts=Counts(np.int32(3).tobytes(), np.int32(1).tobytes()),
-    tail=[3],
-    num_output=1,
-)
+def test_penalties_grow_at_once_and_change_what_grows(bench):
+    """The first of them repeats its path's tokens, which the others may not."""
+    plain, often, seen = Constraints(), Constraints(frequency_penalty=9.0), Constraints(repetition_penalty=1.5)
+    asks = [
+        Ask(constraints=constraints, sampling=SamplingParams(temperature=0.0)) for constraints in (plain, often, seen)
+    ]
+    got = bench.grown(asks)
+    assert not any(bench.draft.last_row_B), "nothing grows level by level"
+    tokens = [tree(got, b)["token_N"] for b in range(3)]
+    assert tokens[0] != tokens[1] != tokens[2] != tokens[0]
+    bare = bench.grown([Ask(sampling=SamplingParams(temperature=0.0))])
+    assert tree(bare, 0) == tree(got, 0), "a request without penalties is left alone beside others"
 
 
 def other(**changes: Any) -> GrowLimits:
@@ -316,7 +337,7 @@ def other(**changes: Any) -> GrowLimits:
     [
         {"limits": other(auto_B=[1, 0])},
         {"limits": other(rule_B=[Rule.COUPLED, Rule.TRAVERSAL])},
-        {"standings": {1: PENALISED}},
+        {"standings": {1: Ask(constraints=Constraints(presence_penalty=1.0, logit_bias={3: 9.0})).standing}},
         {"shape": StaticShape(((0,), (0, 0)))},
     ],
     ids=["not auto", "sampled", "constrained", "static"],
@@ -364,5 +385,5 @@ def test_growth_looks_at_no_value_on_the_host():
 
     example_1V = torch.empty(1, V, device="meta")
     unrolled = Unrolled(run, lambda metadata, into=None: Plan(), example_1V, vocab, kernels, CONFIG, is_captured=False)
-    for (num_requests, _), grow_all in unrolled._grow.items():
+    for (num_requests, *_), grow_all in unrolled._grow.items():
         assert grow_all().shape == (4, num_requests, 1 + NODES)

@@ -27,7 +27,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -86,6 +86,16 @@ class Standing:
     counts: Counts
     tail: list[int]  # the last output tokens, the root included, as far back as bad words look
     num_output: int
+
+    @property
+    def has_masks(self) -> bool:
+        """Whether tokens may be forbidden here or further on."""
+        own = self.constraints
+        return bool(own.bad_words) or own.allowed_token_ids is not None or self.num_output < own.min_tokens
+
+    @property
+    def has_only_penalties(self) -> bool:
+        return not (self.has_masks or self.constraints.logit_bias)
 
 
 class ConstrainedRow(NamedTuple):
@@ -158,15 +168,38 @@ def constrain(logits_RW: Tensor, rows: Sequence[ConstrainedRow], columns: Column
     return x_RW
 
 
+def lay_counts(count_BW: Tensor, standings: Mapping[int, Standing], columns: Columns) -> None:
+    """Writes what `penalize` is told of each request's text at the root of its tree, of every column."""
+    count_BW.fill_(_UNSEEN)
+    vocabulary, places, counts = _Vocabulary(columns), [], []
+    for b, standing in standings.items():
+        held = vocabulary.columns_of(standing.counts.id_C)
+        places.append(b * count_BW.shape[1] + held.column_L.astype(np.int64))
+        counts.append(standing.counts.count_C[held.is_here_I])
+    if places:
+        both = torch.from_numpy(np.stack([np.concatenate(places), np.concatenate(counts)]))
+        place_C, count_C = both.to(count_BW.device, non_blocking=True)
+        count_BW.view(-1).index_copy_(0, place_C, count_C.to(count_BW.dtype))
+
+
+def penalize(
+    x: Tensor, count: Tensor, on_path: Tensor | None, repetition: Tensor, frequency: Tensor, presence: Tensor
+) -> Tensor:
+    """Logits behind penalties. count: of each token at the root, 0 = in the prompt only, -1 = not seen. on_path: how
+    often each is on the way to its row; None = nowhere, and all are seen."""
+    repeated = torch.where(x > 0, x / repetition, x * repetition)
+    if on_path is not None:
+        repeated = torch.where((count != _UNSEEN) | (on_path > 0), repeated, x)
+        count = count.clamp(min=0) + on_path
+    return repeated - frequency * count - presence * (count > 0)
+
+
 def _penalize(x_E: Tensor, laid: _Laid, on_path_P: Tensor) -> Tensor:
     """on_path_P: for each token of each row's path, the entry that it counts in."""
-    (count_E,), (repetition_E, frequency_E, presence_E) = laid.value_XE, laid.setting_XE
-    repeated_E = torch.where(x_E > 0, x_E / repetition_E, x_E * repetition_E)
-    if len(on_path_P):  # else all are seen
+    path_E = None
+    if len(on_path_P):
         path_E = torch.zeros_like(x_E).index_add_(0, on_path_P, torch.ones_like(on_path_P, dtype=x_E.dtype))
-        repeated_E = torch.where((count_E != _UNSEEN) | (path_E > 0), repeated_E, x_E)
-        count_E = count_E.clamp(min=0) + path_E
-    return repeated_E - frequency_E * count_E - presence_E * (count_E > 0)
+    return penalize(x_E, laid.value_XE[0], path_E, *laid.setting_XE)
 
 
 # ---- the plan, on the host
@@ -276,7 +309,7 @@ def _plan_masks(plan: _Plan, rows: list[ConstrainedRow], vocabulary: _Vocabulary
     """Allowed ids; then what is forbidden, worked out once for all rows whose paths end alike."""
     standing = rows[0].standing
     constraints = standing.constraints
-    if not (constraints.bad_words or constraints.allowed_token_ids or standing.num_output < constraints.min_tokens):
+    if not standing.has_masks:
         return
     allowed: set[int] | None = None
     if constraints.allowed_token_ids is not None:
@@ -314,7 +347,6 @@ def _plan_penalties(plan: _Plan, rows: list[ConstrainedRow], vocabulary: _Vocabu
     constraints = rows[0].standing.constraints
     if not constraints.has_penalties:
         return
-    settings = (constraints.repetition_penalty, constraints.frequency_penalty, constraints.presence_penalty)
     counts = rows[0].standing.counts
     held = vocabulary.columns_of(counts.id_C)
     columns, count_C = [held.column_L], counts.count_C[held.is_here_I]
@@ -330,7 +362,7 @@ def _plan_penalties(plan: _Plan, rows: list[ConstrainedRow], vocabulary: _Vocabu
     column_L = np.concatenate(columns)
     count_L = np.full(len(column_L), _UNSEEN)
     count_L[: len(count_C)] = count_C
-    first_Q = plan.penalized.lay([row.row for row in rows], np.stack([column_L, count_L]), settings)
+    first_Q = plan.penalized.lay([row.row for row in rows], np.stack([column_L, count_L]), constraints.penalties)
     if len(id_I):
         first_I = first_Q.repeat([len(row.path) for row in rows])
         plan.on_path.append(first_I[on_path.is_here_I] + item_I)

@@ -109,8 +109,13 @@ class Constraints:
         return self == _UNCONSTRAINED
 
     @property
+    def penalties(self) -> tuple[float, float, float]:
+        """For repetition (1 = none), frequency and presence."""
+        return self.repetition_penalty, self.frequency_penalty, self.presence_penalty
+
+    @property
     def has_penalties(self) -> bool:
-        return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1, 0, 0)
+        return self.penalties != (1, 0, 0)
 
 
 _UNCONSTRAINED = Constraints()
