@@ -24,10 +24,11 @@ from drafter.shape import make_shape
 from drafter.worker import draft
 from workers.checkpoint import read_spec
 from workers.config import TreeConfig
+from workers.constraints import Standing, Tally, pack_standings
 from workers.kernels.choose import TORCH, is_interpreted
 from workers.kv import KVPool
 from workers.model import Decoder
-from workers.types import AttentionMetadata, DraftRequest, Rule, SamplingBatch, SamplingParams, TreeBatch
+from workers.types import AttentionMetadata, Constraints, DraftRequest, Rule, SamplingBatch, SamplingParams, TreeBatch
 
 pytest.importorskip("triton")
 torch.set_num_threads(1)
@@ -38,7 +39,7 @@ CONFIG = bundled(TREE, max_num_seqs=3, max_model_len=64)
 SAMPLING = [
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=1.0, seed=3),
-    SamplingParams(temperature=0.8, top_p=0.9, seed=4),
+    SamplingParams(temperature=0.8, top_p=0.9, seed=4, constraints=Constraints(repetition_penalty=1.5)),
 ]
 STEPS: list[dict[int, tuple[int, int, int]]] = [
     {0: (9, 14, 4), 1: (20, 14, 4), 2: (31, 6, 3)},
@@ -49,13 +50,19 @@ STEPS: list[dict[int, tuple[int, int, int]]] = [
 """Per step, of each request: tokens fed, nodes and depth that its tree may have. Most need padding."""
 
 
+def standing(constraints: Constraints) -> Standing:
+    """Of a text that has every third token."""
+    counts = Tally(constraints, range(0, 2048, 3)).counts()
+    return Standing(constraints=constraints, end_token_ids=[], counts=counts, tail=[], num_output=0)
+
+
 def message(
     step: dict[int, tuple[int, int, int]], fed: list[int], width: int | None, generator: torch.Generator, device: str
 ) -> DraftRequest:
     """One of STEPS, on no more pages than each request needs. fed: tokens that the drafter has of each of them, or one
     more; width: of the features that a head reads."""
     counts, nodes, depths = (torch.tensor(column, dtype=torch.int32) for column in zip(*step.values(), strict=True))
-    sampling = SamplingBatch.stack([SAMPLING[b % len(SAMPLING)] for b in step])
+    sampling = [SAMPLING[b % len(SAMPLING)] for b in step]
     num_pages = [-(-(fed[b] + num_fed + num_nodes) // PAGE) for b, (num_fed, num_nodes, _) in step.items()]
     table_BP = torch.zeros(len(step), max(num_pages), dtype=torch.int32)
     for row, (b, count) in enumerate(zip(step, num_pages, strict=True)):
@@ -72,8 +79,8 @@ def message(
         max_depth_B=depths,
         min_prob_B=torch.zeros(size),
         path_prob_B=torch.zeros(size),
-        sampling=sampling,
-        constraints_U=torch.zeros(0, dtype=torch.uint8),
+        sampling=SamplingBatch.stack(sampling),
+        constraints_U=pack_standings([None if p.constraints.is_empty else standing(p.constraints) for p in sampling]),
         costs=FREE,
         features_MH=torch.randn(num_rows, width, generator=generator).to(device) if width else None,
     )
