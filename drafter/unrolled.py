@@ -45,8 +45,7 @@ from workers.sampling import process_blindly
 from workers.types import AttentionMetadata, NodeKind, Rule, SamplingBatch, as_signed64
 
 MAX_LOGITS = 1 << 24
-"""Logits of one level, those of rows without a node included: beyond, work outweighs the launches that a graph saves.
-"""
+"""Logits of one level, rows without a node included: beyond, work outweighs the launches that a graph saves."""
 
 _EDITS = ((False, False), (True, False), (True, True))
 """What may be done to logits, (cuts, penalties): a graph for each. Who asks for no cut is not cut."""

@@ -39,7 +39,7 @@ def cut(x_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor) -> Tensor:
     """The smallest value that top-k and then top-p leave of each row, see `workers.kernels.choose.Kernels.cut`.
 
     Few logits are kept as a rule, so the largest are listed, more of them for rows whose cut lies deeper: sorting rows
-    of 128,256 takes forty times as long. How many rows there are beside it is nothing to a row.
+    of 128,256 takes ten to fifty times as long. A row's cut does not depend on the rows beside it.
     """
     cut_R = _cut_among(x_RV, top_k_R.cpu().numpy(), top_p_R.cpu().numpy(), _LISTED)
     return torch.from_numpy(cut_R).to(x_RV.device)
