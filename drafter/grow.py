@@ -29,8 +29,9 @@ from drafter.score import Scores, score
 from drafter.search import Search
 from drafter.shape import DynamicShape, Shape
 from drafter.unrolled import Unrolled
-from workers.constraints import ConstrainedRow, Standing, constrain
+from workers.constraints import ConstrainedRow, constrain
 from workers.kernels.choose import TORCH, Kernels
+from workers.standings import Standing
 from workers.types import DraftCosts, DraftProbs, Rule, SamplingBatch, TreeBatch
 
 Expand = Callable[[Level], Tensor | Candidates]

@@ -38,10 +38,11 @@ from drafter.level import DraftVocabulary, GrowLimits, Nodes, Uncut
 from drafter.prune import passes_min, passes_path
 from drafter.score import Best, best_children, confidence_tau, kinds
 from workers.config import EngineConfig, TreeConfig
-from workers.constraints import Standing, lay_counts, penalize
+from workers.constraints import lay_counts, penalize
 from workers.graphs import MAX_ROWS, Planner, Recorder, Size
 from workers.kernels.choose import Kernels
 from workers.sampling import process_blindly
+from workers.standings import Standing
 from workers.types import AttentionMetadata, NodeKind, Rule, SamplingBatch, as_signed64
 
 MAX_LOGITS = 1 << 24

@@ -31,7 +31,6 @@ from workers import groups
 from workers.channel import Received, naming_lost_peers
 from workers.checkpoint import read_spec
 from workers.config import DraftConfig, EngineConfig
-from workers.constraints import Standing, pack_standings, unpack_standings
 from workers.decoders import load_decoder
 from workers.fc_head_format import read_eagle_spec, read_mtp_spec
 from workers.graphs import can_capture, decoder_graphs
@@ -41,6 +40,7 @@ from workers.kernels.choose import TORCH, Kernels, kernels_for
 from workers.kv import KVPool
 from workers.memory import agree_on_pages
 from workers.model import Decoder
+from workers.standings import Standing, pack_standings, unpack_standings
 from workers.types import DraftCosts, DraftReply, DraftRequest, Rule, SamplingBatch, SamplingParams
 from workers.wire import Kind
 

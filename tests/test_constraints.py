@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-import msgpack
 import numpy as np
 import oracles
 import pytest
@@ -16,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import SMALL_V, Path, draft_logits, target_logits
 
-from workers.constraints import Columns, ConstrainedRow, Standing, Tally, constrain, pack_standings, unpack_standings
+from workers.constraints import Columns, ConstrainedRow, constrain
 from workers.random import gumbel
 from workers.sampling import draw, process_logits
+from workers.standings import Standing, Tally
 from workers.types import Constraints, SamplingBatch, SamplingParams, TreeBatch
 
 torch.set_num_threads(1)
@@ -221,60 +220,6 @@ def test_a_row_is_edited_alike_alone_and_in_a_batch(requests, seed):
     for r, state, path in rows:
         alone_1V = constrain(torch.from_numpy(logits_RV[r : r + 1]), [ConstrainedRow(0, state, path)], WHOLE)
         assert torch.equal(together_RV[r], alone_1V[0])
-
-
-# ---- counting
-
-
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(st.lists(st.integers(0, 9)), st.lists(st.lists(st.integers(0, 9), max_size=4), max_size=9))
-def test_a_tally_counts_what_its_penalties_ask_for(prompt, steps):
-    repetition, frequency, neither = (
-        Tally(constraints, prompt)
-        for constraints in (Constraints(repetition_penalty=1.1), Constraints(frequency_penalty=1), Constraints())
-    )
-    output: list[int] = []
-    for tokens in [[], *steps]:
-        output += tokens
-        for tally, expected in (
-            (repetition, dict.fromkeys(prompt, 0) | Counter(output)),
-            (frequency, Counter(output)),
-            (neither, {}),
-        ):
-            tally.add(tokens)
-            counts = tally.counts()
-            assert list(zip(counts.id_C.tolist(), counts.count_C.tolist(), strict=True)) == sorted(expected.items())
-
-
-# ---- on the wire
-
-
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(st.lists(st.none() | ASKED, max_size=4))
-def test_standings_survive_the_wire(requests):
-    standings = [asked and asked.standing for asked in requests]
-    packed_U = pack_standings(standings)
-    assert packed_U.dtype == torch.uint8 and packed_U.ndim == 1
-    assert unpack_standings(packed_U) == {i: s for i, s in enumerate(standings) if s is not None}
-
-
-def test_unconstrained_requests_put_nothing_on_the_wire():
-    assert len(pack_standings([])) == len(pack_standings([None, None])) == 0
-    assert unpack_standings(torch.empty(0, dtype=torch.uint8)) == {}
-
-
-def test_fields_arrive_as_what_they_were():
-    state = standing(Constraints(logit_bias={7: 2}, min_tokens=3, repetition_penalty=1.1), (1, 2), (2,), ends=[4])
-    (arrived,) = unpack_standings(pack_standings([state])).values()
-    assert arrived.constraints.allowed_token_ids is None
-    assert arrived.counts.id_C.tolist() == [1, 2] and arrived.counts.count_C.tolist() == [0, 1]
-    assert [type(x) for x in arrived.constraints.logit_bias] == [int]
-
-
-def test_what_is_not_plain_is_refused():
-    state = replace(standing(Constraints(min_tokens=1), (), ()), tail=[np.int64(3)])
-    with pytest.raises((TypeError, ValueError, msgpack.PackException)):
-        pack_standings([state])
 
 
 # ---- reference cases: vLLM's rejection sampler on chains, here as chains of a tree

@@ -24,9 +24,9 @@ from drafter.level import DraftVocabulary, GrowLimits, Level
 from drafter.shape import DynamicShape, StaticShape
 from drafter.unrolled import Start, Unrolled, buckets
 from workers.config import DraftConfig, EngineConfig, TreeConfig
-from workers.constraints import Standing, Tally
 from workers.kernels.choose import TORCH
 from workers.kernels.host import HostMetadata, keys_N
+from workers.standings import Standing, Tally
 from workers.types import AttentionMetadata, Constraints, DraftCosts, Rule, SamplingBatch, SamplingParams
 
 torch.set_num_threads(1)

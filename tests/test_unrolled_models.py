@@ -24,10 +24,10 @@ from drafter.shape import make_shape
 from drafter.worker import draft
 from workers.checkpoint import read_spec
 from workers.config import TreeConfig
-from workers.constraints import Standing, Tally, pack_standings
 from workers.kernels.choose import TORCH, is_interpreted
 from workers.kv import KVPool
 from workers.model import Decoder
+from workers.standings import Standing, Tally, pack_standings
 from workers.types import AttentionMetadata, Constraints, DraftRequest, Rule, SamplingBatch, SamplingParams, TreeBatch
 
 pytest.importorskip("triton")

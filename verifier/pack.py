@@ -17,7 +17,7 @@ from torch import Tensor
 from verifier.feeds import Feed
 from verifier.request import Request
 from verifier.tree import Chunk, TreeMetadata, chunk_metadata, tree_metadata
-from workers.constraints import pack_standings
+from workers.standings import pack_standings
 from workers.types import AttentionMetadata, DraftCosts, DraftRequest, SamplingBatch, TargetStep, TreeBatch
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from verifier.lookup import Passages
-from workers.constraints import Standing, Tally
 from workers.ipc import RequestStats, Submit
+from workers.standings import Standing, Tally
 from workers.types import Rule, TreeLimits
 
 

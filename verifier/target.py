@@ -14,7 +14,7 @@ from torch import Tensor
 
 from verifier.states import WaitingStates
 from workers.channel import Channel, naming_lost_peers
-from workers.constraints import Columns, ConstrainedRow, constrain, unpack_standings
+from workers.constraints import Columns, ConstrainedRow, constrain
 from workers.decoders import AnyDecoder
 from workers.graphs import Graphs
 from workers.ipc import TokenLogprobs
@@ -22,6 +22,7 @@ from workers.kv import KVPool
 from workers.layers import gather_vocab, shard_vocab
 from workers.noise import NoiseBook
 from workers.sampling import of_processed, process_blindly
+from workers.standings import unpack_standings
 from workers.types import Hidden, TargetStep
 from workers.wire import Kind
 
