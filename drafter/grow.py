@@ -7,7 +7,7 @@ One level:
 and at the end, for requests under `auto`, one cut through all trees of the batch where a further node costs more than
 it is worth (`drafter.budget`). Sampled trees are never cut: their budgets are settled before anything is drawn.
 
-Requests that are all searched may grow in one go instead (`drafter.unrolled`), up to that cut.
+Requests that are all searched may grow in one go instead (`drafter.tree_graphs`), up to that cut.
 
 Probabilities and noise live on the logits' device; the trees' few integers live on the host, in numpy.
 Legend: B requests, R rows of a request, F frontier nodes, K children, N nodes, V draft vocabulary.
@@ -28,7 +28,7 @@ from drafter.level import Candidates, DraftVocabulary, GrowLimits, Level, Nodes,
 from drafter.score import Scores, score
 from drafter.search import Search
 from drafter.shape import DynamicShape, Shape
-from drafter.unrolled import Unrolled
+from drafter.tree_graphs import Unrolled
 from workers.constraints import ConstrainedRow, constrain
 from workers.kernels.choose import TORCH, Kernels
 from workers.standings import Standing

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from drafter.head import FeatureHead
 from drafter.level import Candidates, DraftVocabulary, Level
-from drafter.unrolled import Start, Unrolled
+from drafter.tree_graphs import Start, Unrolled
 from workers.config import EngineConfig
 from workers.decoders import AnyDecoder
 from workers.graphs import Graphs, sizes

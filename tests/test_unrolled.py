@@ -22,7 +22,7 @@ from torch import Tensor
 from drafter.grow import Grown, grow
 from drafter.level import DraftVocabulary, GrowLimits, Level
 from drafter.shape import DynamicShape, StaticShape
-from drafter.unrolled import Start, Unrolled, buckets
+from drafter.tree_graphs import Start, Unrolled, buckets
 from workers.config import DraftConfig, EngineConfig, TreeConfig
 from workers.kernels.choose import TORCH
 from workers.kernels.host import HostMetadata, keys_N
