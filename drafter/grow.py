@@ -29,7 +29,8 @@ from drafter.score import Scores, score
 from drafter.search import Search
 from drafter.shape import DynamicShape, Shape
 from drafter.tree_graphs import Unrolled
-from workers.constraints import ConstrainedRow, constrain
+from workers.constraints import constrain
+from workers.edits import ConstrainedRow
 from workers.kernels.choose import TORCH, Kernels
 from workers.standings import Standing
 from workers.types import DraftCosts, DraftProbs, Rule, SamplingBatch, TreeBatch

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.constraints import Columns
+from workers.edits import Columns
 from workers.kernels.choose import TORCH, Kernels
 from workers.noise import NoiseBook
 

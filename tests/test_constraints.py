@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import SMALL_V, Path, draft_logits, target_logits
 
-from workers.constraints import Columns, ConstrainedRow, constrain
+from workers.constraints import constrain
+from workers.edits import Columns, ConstrainedRow
 from workers.random import gumbel
 from workers.sampling import draw, process_logits
 from workers.standings import Standing, Tally

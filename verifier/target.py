@@ -14,8 +14,9 @@ from torch import Tensor
 
 from verifier.states import WaitingStates
 from workers.channel import Channel, naming_lost_peers
-from workers.constraints import Columns, ConstrainedRow, constrain
+from workers.constraints import constrain
 from workers.decoders import AnyDecoder
+from workers.edits import Columns, ConstrainedRow
 from workers.graphs import Graphs
 from workers.ipc import TokenLogprobs
 from workers.kv import KVPool
