@@ -33,6 +33,7 @@ from workers.constraints import constrain
 from workers.edits import ConstrainedRow
 from workers.kernels.choose import TORCH, Kernels
 from workers.standings import Standing
+from workers.transfer import sent
 from workers.types import DraftCosts, DraftProbs, Rule, SamplingBatch, TreeBatch
 
 Expand = Callable[[Level], Tensor | Candidates]
@@ -189,7 +190,7 @@ def _merge(levels: list[Level]) -> tuple[Level, np.ndarray]:
 def _take_rows(draft: Tensor | Candidates, rows: np.ndarray) -> Tensor | Candidates:
     if isinstance(draft, Candidates):
         return Candidates(draft.token_FK[rows], draft.log_q_FK[rows])
-    return draft[torch.from_numpy(rows).to(draft.device)]
+    return draft[sent(rows, draft.device)]
 
 
 class _Editor:

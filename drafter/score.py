@@ -22,6 +22,7 @@ from drafter.sample import Support, expected_survival, quantise
 from workers.kernels.choose import TORCH, Kernels
 from workers.random import gumbel_at
 from workers.sampling import process_blindly
+from workers.transfer import fetched, sent
 from workers.types import NodeKind, Rule, SamplingBatch
 
 CONFIDENCE_TAU, COLD_TAU = 0.6, 0.45
@@ -90,21 +91,21 @@ def score(
     if noisy_F.any():
         scored = log_q + vocab.noise.rows(params.seed_B.tolist(), index_F.tolist(), device)
         if not noisy_F.all():
-            scored = torch.where(torch.from_numpy(noisy_F).to(device, non_blocking=True)[:, None], scored, log_q)
-    tau_F = torch.from_numpy(confidence_tau(params.temperature_B.numpy(), is_coupled_F))
-    best = best_children(log_q, scored, tau_F.to(device, non_blocking=True), num_children, vocab, kernels)
-    weight_FK = best.weight_FK.cpu().numpy()
+            scored = torch.where(sent(noisy_F, device)[:, None], scored, log_q)
+    tau_F = sent(confidence_tau(params.temperature_B.numpy(), is_coupled_F), device)
+    best = best_children(log_q, scored, tau_F, num_children, vocab, kernels)
+    token_FK, weight_FK, prob_FK, top_prob_F = fetched(best.token_FK, best.weight_FK, best.prob_FK, best.top_prob_F)
     kind_F = kinds(rule_F, hot_F)
     support, is_sampled_F = None, kind_F == NodeKind.SAMPLED.value
     if is_sampled_F.any():
         rows = torch.from_numpy(np.flatnonzero(is_sampled_F))
-        sampled = _score_sampled(log_q[rows.to(device)], params.temperature_B[rows], weight_FK.shape[1], vocab)
+        sampled = _score_sampled(log_q[sent(rows, device)], params.temperature_B[rows], weight_FK.shape[1], vocab)
         support, weight_FK[is_sampled_F] = sampled.support, sampled.weight_FK
     return Scores(
-        token_FK=best.token_FK.cpu().numpy(),
+        token_FK=token_FK,
         weight_FK=weight_FK,
-        prob_FK=best.prob_FK.cpu().numpy(),
-        top_prob_F=best.top_prob_F.cpu().numpy(),
+        prob_FK=prob_FK,
+        top_prob_F=top_prob_F,
         kind_F=kind_F,
         support=support,
     )

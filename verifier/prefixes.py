@@ -15,12 +15,12 @@ from __future__ import annotations
 import hashlib
 from array import array
 
-import torch
 from torch import Tensor
 
 from verifier.request import Request
 from verifier.states import WaitingStates
 from workers.kv import NOTHING_FOUND, Found, PageAllocator
+from workers.transfer import sent
 
 
 class Prefixes:
@@ -73,7 +73,7 @@ class Prefixes:
             self._state_PX = state_NX.new_zeros(self._allocator.num_pages, state_NX.shape[1])
         if pages:
             device = state_NX.device
-            self._state_PX[torch.tensor(pages, device=device)] = state_NX[torch.tensor(rows, device=device)]
+            self._state_PX[sent(pages, device)] = state_NX[sent(rows, device)]
 
     def publish(self, request: Request, num_settled: int) -> None:
         """Lets others share the request's full pages among its first `num_settled` slots, whose KV is where it stays.

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from verifier.feeds import max_backlog, most_fed
 from workers.config import EngineConfig
+from workers.transfer import sent
 
 
 def most_waiting(config: EngineConfig) -> int:
@@ -61,7 +62,7 @@ class WaitingStates:
         """The states [N, X] of these rows, which are free then."""
         self._move()
         self._free += rows
-        return self._state_NX.index_select(0, self._index(rows))
+        return self._state_NX.index_select(0, sent(rows, self._state_NX.device))
 
     def free(self, rows: list[int]) -> None:
         self._left += rows
@@ -73,7 +74,4 @@ class WaitingStates:
         self._new, self._new_rows, self._left = [], [], []
 
     def _put(self, rows: list[int], state_NX: Tensor) -> None:
-        self._state_NX.index_copy_(0, self._index(rows), state_NX.to(self._state_NX.dtype))
-
-    def _index(self, rows: list[int]) -> Tensor:
-        return torch.tensor(rows, dtype=torch.int64).to(self._state_NX.device, non_blocking=True)
+        self._state_NX.index_copy_(0, sent(rows, self._state_NX.device), state_NX.to(self._state_NX.dtype))

@@ -24,6 +24,7 @@ from workers.layers import gather_vocab, shard_vocab
 from workers.noise import NoiseBook
 from workers.sampling import of_processed, process_blindly
 from workers.standings import unpack_standings
+from workers.transfer import fetched, sent
 from workers.types import Hidden, TargetStep
 from workers.wire import Kind
 
@@ -105,7 +106,7 @@ class Target:
         state_NX = final_ND if taps_N3D is None else taps_N3D
         if self.graphs is None and rows == list(range(len(state_NX))):
             return state_NX  # graphs will write over theirs
-        return state_NX.index_select(0, torch.tensor(rows, device=state_NX.device))
+        return state_NX.index_select(0, sent(rows, state_NX.device))
 
     @torch.inference_mode()
     def features(self, waiting: list[int]) -> Tensor | None:
@@ -124,21 +125,20 @@ class Target:
         assert self._processed_RV is not None
         if len(rows_R) == len(self._processed_RV):
             return self._processed_RV  # rows come in order, none twice
-        return self._processed_RV[_sent(rows_R, self._processed_RV.device)]
+        return self._processed_RV[sent(rows_R, self._processed_RV.device)]
 
     @torch.inference_mode()
     def logprobs(self, rows: list[int], tokens: list[int], num_top: int) -> list[TokenLogprobs]:
         """Rank 0: tokens in the model's own distribution at sampled rows of the last step that asked for it."""
         assert self._raw_RV is not None
-        logp_NV = self._raw_RV[torch.tensor(rows, device=self._raw_RV.device)].log_softmax(-1)
-        own_N1 = logp_NV.gather(1, torch.tensor(tokens, device=logp_NV.device)[:, None])
+        logp_NV = self._raw_RV[sent(rows, self._raw_RV.device)].log_softmax(-1)
+        own_N1 = logp_NV.gather(1, sent(tokens, logp_NV.device)[:, None])
         rank_N = (logp_NV > own_N1).sum(-1) + 1
         top = logp_NV.topk(num_top, dim=-1)
+        columns = (column.tolist() for column in fetched(own_N1[:, 0], rank_N, top.indices, top.values))
         return [
             TokenLogprobs(logprob=own, rank=rank, top=list(zip(ids, values, strict=True)))
-            for own, rank, ids, values in zip(
-                own_N1[:, 0].tolist(), rank_N.tolist(), top.indices.tolist(), top.values.tolist(), strict=True
-            )
+            for own, rank, ids, values in zip(*columns, strict=True)
         ]
 
     @torch.inference_mode()
@@ -147,11 +147,11 @@ class Target:
         self._processed_RV = self._raw_RV = None  # large, and of the last step
         if len(step.copy_source):
             self._decoder.kernels.copy_slots(
-                self._kv.data, _sent(step.copy_source.long(), device), _sent(step.copy_target.long(), device)
+                self._kv.data, sent(step.copy_source.long(), device), sent(step.copy_target.long(), device)
             )
         if self.graphs is None:
             plan = self._decoder.plan(step.attention, self._page_size)
-            hidden = self._decoder.forward(_sent(step.token_N, device), _sent(step.position_N, device), plan, self._kv)
+            hidden = self._decoder.forward(sent(step.token_N, device), sent(step.position_N, device), plan, self._kv)
         else:
             final_ND, *taps = self.graphs(step.attention, step.token_N, step.position_N)
             hidden = Hidden(final_ND, taps[0] if taps else None)
@@ -161,7 +161,7 @@ class Target:
         if len(step.sample_row_R) == len(step.token_N):
             sampled = hidden.final_ND
         else:
-            sampled = hidden.final_ND[_sent(step.sample_row_R, device)]
+            sampled = hidden.final_ND[sent(step.sample_row_R, device)]
         return self._draw(self._decoder.logits(sampled), step)
 
     def _draw(self, raw_RW: Tensor, step: TargetStep) -> list[int] | None:
@@ -169,7 +169,7 @@ class Target:
         for top-k and top-p, for sampled drafts, and for log-probabilities."""
         tp, vocab_size = self._decoder.tp, self._decoder.spec.vocab_size
         params = step.sampling.to(raw_RW.device)
-        index_R = _sent(step.draw_index_R, raw_RW.device)
+        index_R = sent(step.draw_index_R, raw_RW.device)
         start, end = self._decoder.vocab_range
         logits_RW = constrain(raw_RW, _constrained_rows(step), Columns(start, end - start))
         # Asked of the step itself, which lies on the host: a device would first finish its forward pass.
@@ -205,11 +205,6 @@ class Target:
         # The first shard among equals holds the lowest id, which is what argmax over the whole row picks.
         best = every[:, 0].argmax(0)
         return every[:, 1].gather(0, best[None])[0].long().tolist() if tp.rank == 0 else None
-
-
-def _sent(host: Tensor, device: torch.device) -> Tensor:
-    """On the device, without waiting for what that is doing: the driver keeps pageable memory for the copy."""
-    return host.to(device, non_blocking=True)
 
 
 def _constrained_rows(step: TargetStep) -> list[ConstrainedRow]:

@@ -102,8 +102,9 @@ class Channel:
         self._reserve_host(_HEADER_BYTES if self._on_cuda else _HEADER_BYTES + size)
         self._host[:_HEADER_BYTES] = header.view(torch.uint8)
         body = self._device_body(size) if self._on_cuda else self._host[_HEADER_BYTES : _HEADER_BYTES + size]
-        body[:meta_bytes].copy_(packed.meta)
-        body[meta_bytes:].copy_(packed.bulk)
+        # To a device nothing has to wait, see `workers.transfer`; what comes from one must have arrived.
+        body[:meta_bytes].copy_(packed.meta, non_blocking=self._on_cuda)
+        body[meta_bytes:].copy_(packed.bulk, non_blocking=self._on_cuda)
         self._move(self._put, self._host[: self._frame_bytes])
         if self._on_cuda and size:
             self._move(self._put, body)

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from workers.edits import UNSEEN, Columns, ConstrainedRow, Laid, Vocabulary, plan_edits
 from workers.standings import Standing
+from workers.transfer import sent
 
 
 def constrain(logits_RW: Tensor, rows: Sequence[ConstrainedRow], columns: Columns) -> Tensor:
@@ -70,7 +71,7 @@ def lay_counts(count_BW: Tensor, standings: Mapping[int, Standing], columns: Col
         counts.append(standing.counts.count_C[held.is_here_I])
     if places:
         both = torch.from_numpy(np.stack([np.concatenate(places), np.concatenate(counts)]))
-        place_C, count_C = both.to(count_BW.device, non_blocking=True)
+        place_C, count_C = sent(both, count_BW.device)
         count_BW.view(-1).index_copy_(0, place_C, count_C.to(count_BW.dtype))
 
 

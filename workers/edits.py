@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from workers.standings import Standing
+from workers.transfer import sent
 
 UNSEEN = -1
 """Count of a token that a request has only on the path of some other row, or not at all."""
@@ -129,7 +130,7 @@ class _Plan(NamedTuple):
         for overlay in laid:
             arrays += overlay.arrays()
         # One buffer, one copy. Columns, rows and counts are exact in float64.
-        flat = torch.from_numpy(np.concatenate([array.reshape(-1) for array in arrays])).to(device, non_blocking=True)
+        flat = sent(np.concatenate([array.reshape(-1) for array in arrays]), device)
         on_path_P, *parts = (
             part.view(array.shape) for part, array in zip(flat.split([a.size for a in arrays]), arrays, strict=True)
         )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from workers.random import gumbel
+from workers.transfer import sent
 
 MAX_BYTES = 64 << 20
 """About as much noise is kept: 8,192 rows of a vocabulary of 2,048, 106 of 151,936."""
@@ -49,6 +50,6 @@ class NoiseBook:
     def _compute(self, keys: Iterable[Key], device: torch.device | str) -> None:
         missing = [key for key in keys if key not in self._row]
         if missing:
-            columns = torch.tensor(missing, dtype=torch.int64, device=device)
+            columns = sent(torch.tensor(missing, dtype=torch.int64), device)
             noise = self._make(columns[:, 0], columns[:, 1], *self._range)
             self._row.update(zip(missing, noise if self._ids is None else noise[:, self._ids], strict=True))

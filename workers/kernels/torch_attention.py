@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from workers.kernels.host import HostMetadata, bits_of, keys_N
+from workers.transfer import sent
 from workers.types import AttentionMetadata
 
 _GROUP_OVERHEAD = 2048
@@ -90,9 +91,9 @@ def plan(
     ]
     in_order = len(parts) <= 1 and all(isinstance(group.rows, slice) for group, _ in parts)
     return MaskedPlan(
-        write_slots_N=torch.from_numpy(write_slots_N).to(device),
+        write_slots_N=sent(write_slots_N, device),
         groups=tuple(group for group, _ in parts),
-        order_N=None if in_order else _order(np.concatenate([row_N for _, row_N in parts]), len(owner_N)).to(device),
+        order_N=None if in_order else sent(_order(np.concatenate([row_N for _, row_N in parts]), len(owner_N)), device),
     )
 
 
@@ -171,15 +172,15 @@ def _plan_group(
     key_BS = np.minimum(key_S, keys_B[:, None] - 1)
     slots_BS = host.physical(member_B[:, None], key_BS, page_size)
     masks = {
-        window: _additive(_visible(host, member_B, row_BR, key_S, window, first_slot), group_size, dtype).to(device)
+        window: sent(_additive(_visible(host, member_B, row_BR, key_S, window, first_slot), group_size, dtype), device)
         for window in dict.fromkeys(windows)
     }
     first = int(start_B[0])
     is_plain = members[-1] - members[0] == B - 1 and bool((rows_B == R).all())
     is_plain = is_plain and host.query_offsets[members[-1] + 1] - first == B * R
     group = RowGroup(
-        rows=slice(first, first + B * R) if is_plain else torch.from_numpy(row_BR.reshape(-1)).to(device),
-        slots=_one_run(slots_BS) or torch.from_numpy(slots_BS.reshape(-1)).to(device),
+        rows=slice(first, first + B * R) if is_plain else sent(row_BR.reshape(-1), device),
+        slots=_one_run(slots_BS) or sent(slots_BS.reshape(-1), device),
         shape=(B, R, S),
         masks=masks,
     )
