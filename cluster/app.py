@@ -23,8 +23,10 @@ from typing import Any
 import httpx2
 import ray
 from ray import serve as ray_serve
+from ray.exceptions import TaskCancelledError
 from ray.serve.config import HTTPOptions
 from ray.serve.context import _get_global_client
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.actors import packages_folder
 from cluster.convert import engine_config, layout_config, settle, visible_gpus, with_tokenizer
@@ -81,7 +83,9 @@ class Replica:
     async def __serve_build_asgi_app__(self) -> Any:
         replica = ray_serve.get_replica_context().replica_tag  # what Serve's own metrics call `replica` too
         service = service_of(self._args, self._config, self._client, self._tokenizer, replica=replica)
-        return create_app(service, echo_request_id=False)
+        app = create_app(service, echo_request_id=False)
+        app.add_middleware(GoneClients)
+        return app
 
     async def check_health(self) -> None:
         """Raises when the engine is gone or hangs; Serve replaces the replica then.
@@ -106,6 +110,32 @@ class Replica:
         self._client.fail(reason)
         if self._serving:
             asyncio.get_running_loop().call_later(EXIT_GRACE_S, os._exit, 1)
+
+
+class GoneClients:
+    """Says of a client that left what ASGI has for it.
+
+    Serve's proxy cancels the request, and with it the call that waits for the client's next message. When that is
+    noticed first `receive` raises, and a stream would end as if by a bug of ours: with tracebacks in the log, some of
+    them errors in Serve's metrics.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_gone = False
+
+        async def receive_or_gone() -> Message:
+            nonlocal is_gone
+            if not is_gone:  # afterwards Serve's would wait for ever
+                try:
+                    return await receive()
+                except TaskCancelledError:
+                    is_gone = True
+            return {"type": "http.disconnect"}
+
+        await self._app(scope, receive_or_gone, send)
 
 
 def build(args: AppArgs | Mapping[str, Any]) -> ray_serve.Application:

@@ -1,16 +1,21 @@
-"""What the replica does about its engine's health: a fake engine, no Ray."""
+"""What the replica does about its engine's health and about clients that leave: a fake engine, no Ray."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import pytest
 from fake_engine import FakeEngine
+from ray.exceptions import TaskCancelledError
+from starlette.requests import Request
+from starlette.types import Message, Receive, Scope, Send
 
 import cluster.app
-from cluster.app import Replica
+from cluster.app import GoneClients, Replica
 from cluster.engine_client import EngineClient
+from cluster.streams import EventStream, unless_client_leaves
 from workers.ipc import Submit, TokenChunk
 
 
@@ -64,3 +69,49 @@ async def test_an_engine_that_hangs_is_ended_before_serve_drains_the_replica(
 
 async def last_chunk(client: EngineClient, submit: Submit) -> TokenChunk:
     return [chunk async for chunk in client.submit(submit)][-1]
+
+
+async def test_a_stream_ends_in_peace_when_serve_cancels_what_waits_for_its_client() -> None:
+    is_closed = False
+
+    async def source() -> AsyncGenerator[str]:
+        nonlocal is_closed
+        try:
+            while True:
+                await asyncio.sleep(0.01)
+                yield "data: {}\n\n"
+        finally:
+            is_closed = True
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        events = source()
+        await EventStream(events, events, {})(scope, receive, send)
+
+    await asyncio.wait_for(GoneClients(app)({"type": "http"}, CancelledOnce(), ignore), 5)
+    assert is_closed
+
+
+async def test_who_has_left_has_left_for_good() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        for _ in range(2):
+            assert await unless_client_leaves(Request(scope, receive), asyncio.sleep(60, "an answer")) is None
+
+    await asyncio.wait_for(GoneClients(app)({"type": "http"}, CancelledOnce(), ignore), 5)
+
+
+class CancelledOnce:
+    """`receive`, as Serve has it once the proxy has cancelled it: it raises, and is silent from then on."""
+
+    def __init__(self) -> None:
+        self._has_raised = False
+
+    async def __call__(self) -> Message:
+        if self._has_raised:
+            await asyncio.Event().wait()
+        self._has_raised = True
+        await asyncio.sleep(0.05)
+        raise TaskCancelledError
+
+
+async def ignore(message: Message) -> None:
+    pass
