@@ -27,7 +27,6 @@ from workers.decoders import AnyDecoder
 from workers.graphs import Graphs, sizes
 from workers.kernels.choose import AttentionPlan
 from workers.kv import KVPool
-from workers.model import Decoder
 from workers.transfer import sent
 from workers.types import AttentionMetadata, DraftRequest
 
@@ -224,7 +223,7 @@ class DraftModelProposer:
         return self._model.forward(sent(tokens, device), sent(positions, device), plan, self._kv).final_ND
 
 
-def unrolled_decoder(model: Decoder, kv: KVPool, config: EngineConfig, *, is_captured: bool = True) -> Unrolled:
+def unrolled_decoder(model: AnyDecoder, kv: KVPool, config: EngineConfig, *, is_captured: bool = True) -> Unrolled:
     """Whole trees of a draft model. A node hands nothing to its children: features have no width."""
 
     def run(plan: AttentionPlan, tokens_N: Tensor, features_N0: Tensor, positions_N: Tensor) -> tuple[Tensor, Tensor]:

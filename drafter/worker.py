@@ -39,7 +39,6 @@ from workers.heap import freeze_start_up
 from workers.kernels.choose import TORCH, Kernels, kernels_for
 from workers.kv import KVPool
 from workers.memory import agree_on_pages
-from workers.model import Decoder
 from workers.standings import Standing, pack_standings, unpack_standings
 from workers.types import DraftCosts, DraftReply, DraftRequest, Rule, SamplingBatch, SamplingParams
 from workers.wire import Kind
@@ -240,7 +239,7 @@ def _load(world: World, draft: DraftConfig, kernels: Kernels) -> FeatureProposer
             slot_bytes = KVPool.bytes_per_slot(spec.num_layers, model.heads.num_kv_heads, spec.head_dim, dtype)
             kv = model.new_kv_pool(agree_on_pages(world, slot_bytes) * config.page_size)
             graphs = unrolled = None
-            if has_graphs and isinstance(model, Decoder):
+            if has_graphs and model.can_be_captured:
                 graphs = decoder_graphs(model, kv, config)
                 unrolled = unrolled_decoder(model, kv, config) if is_unrolled else None
             return DraftModelProposer(model, kv, config.page_size, graphs, unrolled)

@@ -41,9 +41,19 @@ _NOBODY = {"simulated_cuda.py", "transfer.py"}
 """Who waits there waits for a caller."""
 _LOOKS = {"_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "masked_select", "unique_consecutive"}
 """Operations whose result, or its shape, the host waits for."""
+_SOMETIMES: dict[str, Callable[[dict[str, Any]], bool]] = {
+    "repeat_interleave": lambda named: isinstance(named.get("repeats"), Tensor) and named.get("output_size") is None,
+    "_grouped_mm": lambda named: named["self"].dtype != torch.bfloat16,
+}
 _MOVES = {"to", "_to_copy", "copy_"}
 _INDEXED = {"index", "index_put", "index_put_", "_index_put_impl_"}
 _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+
+_ONLY_THERE: dict[str, Callable[..., Any]] = {
+    "aten.histc.default": lambda x, *args, **kwargs: torch.histc(x.float(), *args, **kwargs).to(x.dtype),
+    "aten.mm.dtype": lambda x, y, dtype: x.to(dtype) @ y.to(dtype),
+}
+"""What CUDA does with such types and a CPU does not."""
 
 
 class OnDevice(Tensor):
@@ -158,7 +168,7 @@ class SimulatedCuda(TorchDispatchMode):
         device = torch.device(named.get("device") or (CUDA if here else CPU))
         if name in _MOVES and (here or device.type == "cuda"):
             return self._move(operation, name, args, kwargs, named)
-        if not here and device.type == "cpu":
+        if not here and device.type != "cuda":
             return operation(*args, **kwargs)
         assert device.type == "cuda", f"{operation} of tensors on the device would make one on the CPU"
         self._check(operation, name, given, named)
@@ -175,7 +185,7 @@ class SimulatedCuda(TorchDispatchMode):
             strangers = [tensor for tensor in strangers if not any(tensor is index for index in indices)]
         if strangers:
             raise RuntimeError(f"Expected all tensors to be on the same device, but {operation} got cuda:0 and cpu")
-        if name in _LOOKS or name == "repeat_interleave" and _depends_on_values(named):
+        if name in _LOOKS or name in _SOMETIMES and _SOMETIMES[name](named):
             self.wait(name)
 
     def _move(self, operation: Any, name: str, args: Any, kwargs: Any, named: dict[str, Any]) -> Any:
@@ -203,7 +213,8 @@ class SimulatedCuda(TorchDispatchMode):
         return moved if target.type == "cpu" else OnDevice(moved)
 
     def _run(self, operation: Any, name: str, args: Any, kwargs: Any, here: list[OnDevice]) -> Any:
-        arguments, options = _on_cpu(args), _on_cpu(kwargs)
+        arguments, options, is_mutable = _on_cpu(args), _on_cpu(kwargs), operation._schema.is_mutable
+        operation = _ONLY_THERE.get(str(operation), operation)
         result = operation(*arguments, **options)
         of_memory = {id(tensor.memory): tensor for tensor in here}
         known = {_storage(tensor.memory) for tensor in here}
@@ -212,7 +223,7 @@ class SimulatedCuda(TorchDispatchMode):
         if name in _EMPTY:
             for one in made:
                 _spoil(one)
-        elif self._captured is not None and (any(new) or operation._schema.is_mutable):  # else it is a view
+        elif self._captured is not None and (any(new) or is_mutable):  # else it is a view
 
             def again() -> None:
                 results = [one for one in tree_leaves(operation(*arguments, **options)) if isinstance(one, Tensor)]
@@ -252,6 +263,7 @@ def simulated_cuda() -> Iterator[SimulatedCuda]:
         "torch.cuda._lazy_init": lambda: None,
         "torch.cuda.set_device": lambda device: None,
         "torch.cuda.empty_cache": lambda: None,
+        "torch.cuda.get_device_capability": lambda device=None: (9, 0),
         "torch.cuda.mem_get_info": lambda device=None: (60 << 30, 80 << 30),
         "torch.cuda.synchronize": lambda device=None: cuda.wait("torch.cuda.synchronize"),
         "torch.cuda.Stream": Stream,
@@ -286,10 +298,6 @@ def _storage(tensor: Tensor) -> int:
 def _spoil(memory: Tensor) -> None:
     """What somebody else has left there."""
     memory.fill_(float("nan") if memory.is_floating_point() else memory.dtype == torch.bool or 113)
-
-
-def _depends_on_values(named: dict[str, Any]) -> bool:
-    return isinstance(named.get("repeats"), Tensor) and named.get("output_size") is None
 
 
 def _caller() -> str:

@@ -11,10 +11,13 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import checkpoints
 import pytest
 import torch
+from attention_cases import CHAIN as CHAIN_PARENTS
+from attention_cases import TWO_BY_TWO, Batch
 
 pytest.importorskip("triton")
 if torch.cuda.is_available():
@@ -29,13 +32,16 @@ from verifier import worker as verifier_worker
 from verifier.costs import UNPROFILED, warm_up
 from verifier.engine import Engine
 from workers.channel import Channel, Received
+from workers.checkpoint import read_spec
 from workers.config import DraftConfig, EngineConfig, Prices, PruneConfig, TreeConfig
-from workers.graphs import Recorder
+from workers.decoders import load_decoder
+from workers.graphs import Recorder, decoder_graphs
 from workers.groups import World
 from workers.ipc import Decoder as Frames
 from workers.ipc import FrameSocket, Speculation, StepOutput, Submit, encode
 from workers.kernels.choose import kernels_for
 from workers.layers import TensorParallel
+from workers.transformers_spec import TransformersSpec
 from workers.types import Constraints, DraftRequest, SamplingParams
 from workers.wire import Message
 
@@ -101,17 +107,89 @@ def test_a_replay_sees_its_buffers_and_nothing_else() -> None:
                 Recorder(torch.device("cuda", 0)).record(forbidden)
 
 
+# ---- transformers' classes
+
+IN_BRIEF = {"aria", "cohere-2", "gemma-2", "gemma-3", "gemma-3n", "gpt-neox", "mixtral", "phi-3.5-moe", "qwen3-moe"}
+UNCAPTURED = {
+    "flint", "gemma-2", "granite-moe-swa", "granite-swa (sinks)", "vaultgemma",  # sinks or a softcap: torch's attention
+    "gemma-3n", "phi-3.5-moe",  # make tensors of what lies on the host
+}  # fmt: skip
+STEPS = [
+    Batch([(20, CHAIN_PARENTS)], 16),
+    Batch([(9, [-1])], 16),
+    Batch([(9, [-1]), (33, TWO_BY_TWO)], 16),
+    Batch([(20, CHAIN_PARENTS)], 16),
+]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in IN_BRIEF else pytest.mark.full) for name in checkpoints.ARCHITECTURES],
+)
+def test_replayed_steps_of_a_class_are_those_that_it_takes_one_by_one(tmp_path: Path, name: str) -> None:
+    """Experts in 16 bits: in others their product looks at the host."""
+    model_type, settings = checkpoints.ARCHITECTURES[name]
+    try:
+        path = checkpoints.write_model(tmp_path, model_type, **settings)
+    except ValueError:
+        pytest.skip(f"this transformers knows no {model_type}")
+    spec = read_spec(path)
+    assert isinstance(spec, TransformersSpec)
+    draft = DraftConfig(method="ngram", model_path="", tree=TreeConfig(kind="chain", num_nodes=8))
+    config = EngineConfig(model_path=str(path), device="cuda", max_num_seqs=2, max_model_len=128, draft=draft)
+    with simulated_cuda() as cuda:
+        device = torch.device("cuda", 0)
+        dtype = torch.bfloat16 if spec.has_experts else torch.float32
+        model = load_decoder(path, spec, device=device, dtype=dtype, kernels=kernels_for(device))
+        assert model.can_be_captured is (name not in UNCAPTURED)
+        if not model.can_be_captured:
+            return
+        pools = [model.new_kv_pool(32 * 16) for _ in range(2)]
+        context = torch.randn(pools[0].data[:, 16:].shape).to(device, dtype)
+        for pool in pools:
+            pool.data[:, 16:] = context
+        replayed = decoder_graphs(model, pools[0], config)
+        for step in STEPS:
+            tokens = torch.randint(0, 90, (len(step.keys),))
+            positions = torch.tensor([len(keys) - 1 for keys in step.keys], dtype=torch.int32)
+            cuda.waits.clear()
+            final_ND, *_ = replayed(step.metadata, tokens, positions)
+            assert not cuda.waits
+            alone = model.forward(tokens.to(device), positions.to(device), model.plan(step.metadata, 16), pools[1])
+            assert alone.final_ND.std() > 1e-3
+            torch.testing.assert_close(final_ND.cpu(), alone.final_ND.cpu(), atol=1e-4, rtol=0)
+        assert sum(graph.num_replays for graph in cuda.graphs) == len(STEPS)
+
+
+def test_experts_are_captured_where_their_product_stays_on_the_device(tmp_path: Path) -> None:
+    model_type, settings = checkpoints.ARCHITECTURES["mixtral"]
+    path = checkpoints.write_model(tmp_path, model_type, **settings)
+    with simulated_cuda():
+        for dtype, capability, expected in (
+            (torch.bfloat16, (9, 0), True),
+            (torch.bfloat16, (10, 3), True),
+            (torch.bfloat16, (8, 0), False),
+            (torch.bfloat16, (12, 0), False),
+            (torch.float16, (9, 0), False),
+        ):
+            model = load_decoder(path, read_spec(path), device="cuda", dtype=dtype, kernels=kernels_for("cuda"))
+            with mock.patch("torch.cuda.get_device_capability", lambda device, value=capability: value):
+                assert model.can_be_captured is expected
+
+
 # ---- engines
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target whose middle layer has a window, and drafters for it."""
+    """A target whose middle layer has a window, drafters for it, and both as classes of transformers."""
     root = tmp_path_factory.mktemp("models")
     windowed = checkpoints.sliding(9, "full_attention", "sliding_attention", "full_attention")
     checkpoints.write_model(root / "target", "qwen2", num_hidden_layers=3, **windowed)
     checkpoints.write_eagle3(root / "eagle3")
     checkpoints.write_model(root / "draft_model", "llama", num_hidden_layers=1, seed=1)
+    checkpoints.write_model(root / "olmo2", "olmo2")
+    checkpoints.write_model(root / "olmo2_draft", "olmo2", num_hidden_layers=1, seed=1)
     return root
 
 
@@ -298,6 +376,18 @@ def test_every_kind_of_request_gets_the_tokens_of_a_cpu(
     on_device, on_cpu = run(config, work), run(replace(config, device="cpu", kernels="auto"), work)
     assert on_device.tokens == on_cpu.tokens and on_device.num_drafts == on_cpu.num_drafts > 10
     assert (on_device.num_replays > on_device.num_steps // 2) is (not options)
+
+
+def test_a_class_of_transformers_drafts_and_verifies_in_graphs(models: Path) -> None:
+    work = jobs(COUPLED, "coupled")
+    config = config_for(models, "draft_model", AUTO)
+    assert config.draft is not None
+    draft = replace(config.draft, model_path=str(models / "olmo2_draft"))
+    config = replace(config, model_path=str(models / "olmo2"), draft=draft)
+    on_device, on_cpu = run(config, work), run(replace(config, device="cpu"), work)
+    assert on_device.tokens == on_cpu.tokens and on_device.num_drafts == on_cpu.num_drafts > 20
+    assert on_device.num_replays > 2 * on_device.num_steps
+    assert set(on_device.waits) <= {"verifier.target._draw", "drafter.tree_graphs.__call__"}
 
 
 def test_features_that_travel_between_devices_leave_no_wait_to_their_sender(models: Path) -> None:

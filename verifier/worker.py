@@ -22,7 +22,6 @@ from workers.heap import freeze_start_up
 from workers.kernels.choose import Kernels, kernels_for
 from workers.kv import KVPool
 from workers.memory import agree_on_pages, logits_bytes
-from workers.model import Decoder
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +91,7 @@ def load(world: World, graphs_of: EngineConfig | None = None) -> tuple[Target, i
     kv = decoder.new_kv_pool(num_pages * config.page_size)
     _compile_moves(kernels, kv, config)
     graphs = None
-    if isinstance(decoder, Decoder) and can_capture(kernels, world.device, config.enforce_eager):
+    if can_capture(kernels, world.device, config.enforce_eager) and decoder.can_be_captured:
         graphs = decoder_graphs(decoder, kv, graphs_of or config)
         logger.info("%s: captured graphs, %s", world.role, graphs.report)
     target = Target(decoder, kv, config.page_size, world.peers, reading.fuse, waiting, graphs)

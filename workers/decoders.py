@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from workers.transformers_model import TransformersDecoder
 
 AnyDecoder: TypeAlias = "Decoder | TransformersDecoder"
-"""Both have plan, forward, logits, full_logits, new_kv_pool, spec, tp, heads, vocab_range, device, dtype, kernels."""
+"""Both have plan, forward, logits, full_logits, new_kv_pool, can_be_captured, spec, tp, heads, vocab_range, device,
+dtype, kernels."""
 
 
 def load_decoder(

@@ -29,9 +29,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from workers.config import EngineConfig
+from workers.decoders import AnyDecoder
 from workers.kernels.choose import AttentionPlan, Kernels
 from workers.kv import KVPool
-from workers.model import Decoder
 from workers.transfer import sent
 from workers.types import AttentionMetadata
 
@@ -225,7 +225,7 @@ class Graphs:
         return _Bucket(inputs=inputs, plan=self._plan(padded(empty, size)))
 
 
-def decoder_graphs(decoder: Decoder, kv: KVPool, config: EngineConfig, *, is_captured: bool = True) -> Graphs:
+def decoder_graphs(decoder: AnyDecoder, kv: KVPool, config: EngineConfig, *, is_captured: bool = True) -> Graphs:
     """The forward pass of a whole model, (tokens_N, positions_N) -> the fields of `Hidden` that there are."""
 
     def run(plan: AttentionPlan, tokens_N: Tensor, positions_N: Tensor) -> tuple[Tensor, ...]:

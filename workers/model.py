@@ -157,6 +157,11 @@ class Decoder:
             into=into,
         )
 
+    @property
+    def can_be_captured(self) -> bool:
+        """A forward pass asks nothing of the host."""
+        return True
+
     def new_kv_pool(self, num_slots: int) -> KVPool:
         """A pool for this rank's key-value heads; num_slots = pages (the null page included) * page_size."""
         spec = self.spec

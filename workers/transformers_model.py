@@ -10,7 +10,7 @@ come from its own ForCausalLM.forward, given hidden states in place of the base 
 its own; these act on every logit by itself, so a vocabulary shard goes through them like the whole.
 
 A step costs 1.6 to 1.7 times what it costs in `workers.model` (the bundled target through both, 1 and 17 rows, one CPU
-thread, 2026-11), and is not captured in CUDA graphs.
+thread, 2026-11).
 Legend: N packed rows, D hidden width, V vocabulary, W = ceil(V / T) columns of a logits shard.
 """
 
@@ -111,8 +111,8 @@ class TransformersDecoder:
             logger.warning("no test compares %s with transformers: look at its text before you rely on it", spec.family)
         return TransformersDecoder(model=model, spec=spec, shares=shares, tap_layers=tuple(tap_layers), kernels=kernels)
 
-    def plan(self, metadata: AttentionMetadata, page_size: int) -> AttentionPlan:
-        """Prepare one step's attention for this model's heads, windows, dtype and device."""
+    def plan(self, metadata: AttentionMetadata, page_size: int, into: Any = None) -> AttentionPlan:
+        """Prepare one step's attention for this model's heads, windows, dtype and device. into: see `Kernels.plan`."""
         return self._attention_kernels.plan(
             metadata,
             page_size,
@@ -120,7 +120,20 @@ class TransformersDecoder:
             group_size=self.heads.num_heads // self.heads.num_kv_heads,
             dtype=self.dtype,
             device=self.device,
+            into=into,
         )
+
+    @property
+    def can_be_captured(self) -> bool:
+        """Whether a forward pass on CUDA asks nothing of the host, and reads plans that stay in one place.
+
+        torch's grouped product counts each expert's rows on the host, but for bfloat16 on compute capability 9 and 10.
+        """
+        if self._attention_kernels is not self.kernels or self.spec.copies_from_host:
+            return False
+        if not self.spec.has_experts:
+            return True
+        return self.dtype == torch.bfloat16 and torch.cuda.get_device_capability(self.device)[0] in (9, 10)
 
     def new_kv_pool(self, num_slots: int) -> KVPool:
         """A pool for this rank's key-value heads; num_slots = pages (the null page included) * page_size."""

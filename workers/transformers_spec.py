@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from workers.checkpoint import SUPPORTED_ARCHITECTURES, ModelSpec, eos_ids, read_json
 from workers.rope import RopeSpec, reach
@@ -64,6 +65,8 @@ class TransformersSpec(ModelSpec):
     attention_name: str  # the first layer's attention, relative to the base model
     has_softcap: bool
     has_sinks: bool
+    has_experts: bool  # stacked in one parameter, of which each row takes some
+    copies_from_host: bool  # a forward pass makes tensors of values that lie on the host
     has_taps: bool  # layers hand on one residual stream [1, N, D], which EAGLE-3 can read
 
 
@@ -181,6 +184,8 @@ class _Observed:
     attention_name: str
     class_name: str
     tie_embeddings: bool
+    has_experts: bool
+    copies_from_host: bool
     hidden_dims: int  # of what the layers hand on
 
 
@@ -209,8 +214,9 @@ def _observe(config: Any) -> _Observed:
     )
     two = torch.zeros(1, 2, dtype=torch.long, device="meta")
     inputs = {"input_ids": two, "position_ids": two, "attention_mask": torch.ones_like(two), "use_cache": False}
+    copies = _HostCopies()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), copies:
             base(**inputs, secateur_probe=calls)
     except _Unsupported:
         raise
@@ -222,7 +228,28 @@ def _observe(config: Any) -> _Observed:
     _check(config, base, calls)
     names = {module: name for name, module in base.named_modules()}
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    return _Observed(tuple(calls), names[calls[0].module], type(model).__name__, tied, dims[0])
+    return _Observed(
+        calls=tuple(calls),
+        attention_name=names[calls[0].module],
+        class_name=type(model).__name__,
+        tie_embeddings=tied,
+        has_experts=any(parameter.dim() == 3 for parameter in base.parameters()),
+        copies_from_host=copies.is_any,
+        hidden_dims=dims[0],
+    )
+
+
+class _HostCopies(TorchFunctionMode):
+    """Notices what is made on the host and moved to the model: a captured graph would copy from memory that is gone."""
+
+    is_any = False
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        if isinstance(made, Tensor) and made.is_meta:
+            is_moved = function is Tensor.to and not args[0].is_meta
+            self.is_any |= is_moved or function in (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)
+        return made
 
 
 def _check(config: Any, base: nn.Module, calls: list[_Call]) -> None:
@@ -331,6 +358,8 @@ def _spec(config: Any, plan: dict[str, str], observed: _Observed, raw: dict[str,
         attention_name=observed.attention_name,
         has_softcap=any(call.has_softcap for call in observed.calls),
         has_sinks=any(call.has_sinks for call in observed.calls),
+        has_experts=observed.has_experts,
+        copies_from_host=observed.copies_from_host,
         has_taps=observed.hidden_dims == 3,
     )
 
