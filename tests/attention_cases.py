@@ -74,7 +74,16 @@ class Batch:
         slot = torch.tensor(logical)
         return self.table[request].long()[slot // self.page_size] * self.page_size + slot % self.page_size
 
-    def dense(self, q: Tensor, kv: Tensor, scale: float, window: int | None = None, first_slot: int = 0) -> Tensor:
+    def dense(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        scale: float,
+        window: int | None = None,
+        first_slot: int = 0,
+        softcap: float | None = None,
+        sink: Tensor | None = None,
+    ) -> Tensor:
         """Each row alone, in float64, over its own keys laid out contiguously."""
         rows = []
         groups = q.shape[1] // kv.shape[2]
@@ -82,7 +91,10 @@ class Batch:
             kept = [slot for slot in keys[-(window or len(keys)) :] if slot >= first_slot]
             own = kv[self.physical(self.owner[row], kept)].double().repeat_interleave(groups, dim=2)
             score = torch.einsum("hd,shd->hs", q[row].double(), own[:, 0]) * scale
-            rows.append(torch.einsum("hs,shd->hd", score.softmax(-1), own[:, 1]).flatten())
+            score = score if softcap is None else softcap * (score / softcap).tanh()
+            weight = score.exp()
+            total = weight.sum(-1) + (0 if sink is None else sink.double().exp())
+            rows.append((torch.einsum("hs,shd->hd", weight, own[:, 1]) / total[:, None]).flatten())
         return torch.stack(rows)
 
     def causal(self, q: Tensor, kv: Tensor, scale: float) -> Tensor:
@@ -118,6 +130,8 @@ def compare(
     window: int | None = None,
     first_slot: int = 0,
     causal: bool = False,
+    softcap: float | None = None,
+    has_sinks: bool = False,
 ) -> None:
     """One set's attention equals, within `tolerance`, what each row's own keys say, or causal attention on paths."""
     generator = torch.Generator().manual_seed(42)
@@ -133,7 +147,9 @@ def compare(
         device=device,
     )
     scale = head_dim**-0.5
-    actual = kernels.tree_attention(q.to(device), kv.to(device), prepared, scale, window).cpu()
-    expected = batch.causal(q, kv, scale) if causal else batch.dense(q, kv, scale, window, first_slot)
+    sink = torch.linspace(-1, 4, q_heads).to(dtype) if has_sinks else None
+    sink_there = None if sink is None else sink.to(device)
+    actual = kernels.tree_attention(q.to(device), kv.to(device), prepared, scale, window, softcap, sink_there).cpu()
+    expected = batch.causal(q, kv, scale) if causal else batch.dense(q, kv, scale, window, first_slot, softcap, sink)
     assert actual.dtype == dtype
     assert (actual.double() - expected).abs().max().item() < tolerance

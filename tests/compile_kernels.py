@@ -45,9 +45,10 @@ def attention(dtype: str, width: int, *, pairs: int, keys: int, is_split: bool, 
     compile_kernel(
         triton_attention._attend,
         dict(KV_HEADS=8, GROUP=4, WIDTH=width, PADDED_WIDTH=padded, PAGE=16, PAIRS=pairs, KEYS=keys, IS_SPLIT=is_split)
-        | dict(UPCAST=False)
+        | dict(HAS_SOFTCAP=False, HAS_SINKS=False, UPCAST=False)
         | constants,
-        dict(q_ptr=dtype, kv_ptr=dtype, out_ptr=dtype, partial_ptr=out, lse_ptr=out, scale="fp32")
+        dict(q_ptr=dtype, kv_ptr=dtype, out_ptr=dtype, partial_ptr=out, lse_ptr=out, sink_ptr=dtype)
+        | dict(scale="fp32", softcap="fp32")
         | dict.fromkeys(("tiles_ptr", "tile_lows_ptr", "table_ptr", "visible_ptr", "lows_ptr", "ancestors_ptr"), INT64),
     )
 
@@ -57,6 +58,7 @@ def main() -> None:
     attention("*bf16", 128, pairs=16, keys=64, is_split=False, q_head_stride=1)
     attention("*fp16", 80, pairs=64, keys=64, is_split=False)
     attention("*bf16", 256, pairs=64, keys=64, is_split=True)
+    attention("*bf16", 256, pairs=64, keys=64, is_split=True, HAS_SOFTCAP=True, HAS_SINKS=True)
     attention("*fp32", 64, pairs=32, keys=64, is_split=True)
     attention("*fp32", 256, pairs=16, keys=32, is_split=False)
     compile_kernel(

@@ -15,10 +15,10 @@ from workers.random import gumbel
 
 
 def _attend(
-    q: Tensor, kv: Tensor, out: Tensor, partial: Tensor, lse: Tensor,
+    q: Tensor, kv: Tensor, out: Tensor, partial: Tensor, lse: Tensor, sink: Tensor,
     tiles: Tensor, tile_low: Tensor, table: Tensor, visible: Tensor, low: Tensor, ancestors: Tensor,
-    scale: float, num_rows: int, num_tiles: int, table_width: int, num_splits: int, *_: Any,
-    KV_HEADS: int, GROUP: int, WIDTH: int, PAGE: int, IS_SPLIT: bool, **__: Any,
+    scale: float, softcap: float, num_rows: int, num_tiles: int, table_width: int, num_splits: int, *_: Any,
+    KV_HEADS: int, GROUP: int, WIDTH: int, PAGE: int, IS_SPLIT: bool, HAS_SOFTCAP: bool, HAS_SINKS: bool, **__: Any,
 ) -> None:  # fmt: skip
     row = torch.arange(num_rows)
     first, count, request, base, last = tiles.view(5, num_tiles)
@@ -33,7 +33,11 @@ def _attend(
     keys, values = kv[torch.where(is_read, pages * PAGE + slot % PAGE, 0)].unbind(2)
     values = torch.where(is_read[:, :, None, None], values.float(), 0).repeat_interleave(GROUP, dim=2)
     score = torch.einsum("nhd,nshd->nhs", q.float(), keys.float().repeat_interleave(GROUP, dim=2)) * scale
+    score = softcap * (score / softcap).tanh() if HAS_SOFTCAP else score
     score = score.masked_fill(~(is_seen & is_read)[:, None], -torch.inf)
+    if HAS_SINKS:
+        score = torch.cat([score, sink.float()[:, None].expand(num_rows, -1, -1)], dim=-1)
+        values = torch.cat([values, torch.zeros_like(values[:, :1])], dim=1)
     attended = torch.einsum("nhs,nshd->nhd", score.softmax(-1).nan_to_num(0), values)
     if not IS_SPLIT:
         out.copy_(attended)

@@ -108,6 +108,18 @@ def test_a_window_counts_along_the_path(kernels: Kernels, window: int, first_slo
 
 
 @both
+@pytest.mark.parametrize("prefix", [9, 1500])
+@pytest.mark.parametrize(("softcap", "has_sinks"), [(0.7, False), (None, True), (1.5, True)])
+def test_scores_are_capped_and_sinks_take_their_share(
+    kernels: Kernels, prefix: int, softcap: float | None, has_sinks: bool
+) -> None:
+    """The longer prefix is split, and a sink counts once."""
+    batch = Batch([(prefix, RAGGED), (3, [-1])] if prefix < 1500 else [(prefix, CHAIN)], 16)
+    options = dict(q_heads=6, kv_heads=2, softcap=softcap, has_sinks=has_sinks)
+    compare(kernels, batch, device=DEVICE, window=None if prefix < 1500 else 1200, **options)  # type: ignore[arg-type]
+
+
+@both
 @pytest.mark.parametrize("window", [None, 20])
 def test_a_tree_of_64_rows_fills_its_mask(kernels: Kernels, window: int | None) -> None:
     compare(kernels, Batch([(2, LONG_CHAIN)], 16), device=DEVICE, q_heads=1, kv_heads=1, window=window)

@@ -57,8 +57,6 @@ class TransformersDecoder:
         self.dtype = embedding.dtype
         self.tap_layers = tap_layers
         self.kernels = kernels
-        # A softcap or a sink needs the scores themselves, which fused kernels do not show.
-        self._attention_kernels = TORCH if spec.has_softcap or spec.has_sinks else kernels
         start, end, self._shard_width = shard_vocab(spec.vocab_size, self.tp)
         self.vocab_range = (start, end)
         self._base = model.base_model
@@ -86,7 +84,7 @@ class TransformersDecoder:
         Args:
             source: the folder, or Weights already opened with the same dtype and device.
             tap_layers: capture the residual stream before these layers (0 .. L), for EAGLE-3.
-            kernels: what attention runs on; with softcapping or sinks that is torch whatever is given.
+            kernels: what attention runs on.
             max_model_len: positions that a request may have, None = the model's default; decides on the frequencies of
                 a "longrope" model, see `workers.transformers_spec.freeze_rope`.
 
@@ -113,7 +111,7 @@ class TransformersDecoder:
 
     def plan(self, metadata: AttentionMetadata, page_size: int, into: Any = None) -> AttentionPlan:
         """Prepare one step's attention for this model's heads, windows, dtype and device. into: see `Kernels.plan`."""
-        return self._attention_kernels.plan(
+        return self.kernels.plan(
             metadata,
             page_size,
             windows=self.spec.windows,
@@ -125,11 +123,11 @@ class TransformersDecoder:
 
     @property
     def can_be_captured(self) -> bool:
-        """Whether a forward pass on CUDA asks nothing of the host, and reads plans that stay in one place.
+        """Whether a forward pass on CUDA asks nothing of the host.
 
-        torch's grouped product counts each expert's rows on the host, but for bfloat16 on compute capability 9 and 10.
+        torch's grouped product counts each expert's rows there, but for bfloat16 on compute capability 9 and 10.
         """
-        if self._attention_kernels is not self.kernels or self.spec.copies_from_host:
+        if self.spec.copies_from_host:
             return False
         if not self.spec.has_experts:
             return True
@@ -150,7 +148,7 @@ class TransformersDecoder:
         Returns:
             Hidden: final_ND after the final norm; taps_N3D in tap order, or None without taps. Equal on every rank.
         """
-        step = Step(plan, kv, self._attention_kernels, self.spec.windows)
+        step = Step(plan, kv, self.kernels, self.spec.windows)
         # One long sequence to the class; whose rows belong together only attention needs to know.
         output = self._base(
             input_ids=tokens_N[None].long(), position_ids=positions_N[None].long(), use_cache=False, secateur_step=step

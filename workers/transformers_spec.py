@@ -63,8 +63,6 @@ class TransformersSpec(ModelSpec):
     class_name: str
     tp_plan: tuple[tuple[str, str], ...]  # name pattern inside the base model -> style
     attention_name: str  # the first layer's attention, relative to the base model
-    has_softcap: bool
-    has_sinks: bool
     has_experts: bool  # stacked in one parameter, of which each row takes some
     copies_from_host: bool  # a forward pass makes tensors of values that lie on the host
     has_taps: bool  # layers hand on one residual stream [1, N, D], which EAGLE-3 can read
@@ -171,8 +169,6 @@ class _Call:
     num_kv_heads: int
     head_dim: int
     window: int | None
-    has_softcap: bool
-    has_sinks: bool
     module: nn.Module
 
 
@@ -290,8 +286,6 @@ def _record(
             num_kv_heads=key.shape[1],
             head_dim=query.shape[-1],
             window=attention_mask.size,
-            has_softcap="softcap" in given,
-            has_sinks="s_aux" in given,
             module=module,
         )
     )
@@ -356,8 +350,6 @@ def _spec(config: Any, plan: dict[str, str], observed: _Observed, raw: dict[str,
         class_name=observed.class_name,
         tp_plan=tuple(plan.items()),
         attention_name=observed.attention_name,
-        has_softcap=any(call.has_softcap for call in observed.calls),
-        has_sinks=any(call.has_sinks for call in observed.calls),
         has_experts=observed.has_experts,
         copies_from_host=observed.copies_from_host,
         has_taps=observed.hidden_dims == 3,

@@ -67,7 +67,14 @@ class Kernels(Protocol):
         ...
 
     def tree_attention(
-        self, q_NHd: Tensor, kv_slots: Tensor, plan: Any, scale: float, window: int | None = None
+        self,
+        q_NHd: Tensor,
+        kv_slots: Tensor,
+        plan: Any,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sink_H: Tensor | None = None,
     ) -> Tensor:
         """Attention of packed rows over their own slots of one layer, [N, Hq * d] in q's dtype.
 
@@ -77,6 +84,8 @@ class Kernels(Protocol):
             plan: what this set's `plan` returned.
             scale: factor on the scores, 1 / sqrt(d).
             window: one of the windows given to `plan`.
+            softcap: scores become softcap * tanh(score / softcap) before they are masked (Gemma-2).
+            sink_H: [Hq] one more score per head in the softmax's denominator, which attends to nothing (Granite-SWA).
         """
         ...
 

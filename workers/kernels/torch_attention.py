@@ -1,14 +1,14 @@
 """Tree attention over paged KV in plain torch, on CPU and CUDA alike: the twin of `workers.kernels.triton_attention`.
 
     plan(metadata, page_size, *, windows=(None,), group_size=1, first_slot=0, dtype, device) -> MaskedPlan
-    tree_attention(q_NHd, kv_slots, plan, scale, window=None) -> [N, Hq * d]
+    tree_attention(q_NHd, kv_slots, plan, scale, window=None, softcap=None, sink_H=None) -> [N, Hq * d]
 
 Legend: N packed rows, B requests of one group, R rows and S key slots of a request (padded to the group's widest),
 H = Hkv key-value heads, G = Hq / Hkv query heads per key-value head, d head width.
 
 `plan` runs once per step and turns `AttentionMetadata` into index tensors and additive masks; `tree_attention` runs
 once per layer and does one gather and one scaled_dot_product_attention per group. Query heads that share a key-value
-head are folded into the rows (R * G of them), so keys are never repeated and any SDPA that takes a mask will do.
+head are folded into the rows (X = R * G of them), so keys are never repeated and any SDPA that takes a mask will do.
 """
 
 from __future__ import annotations
@@ -106,7 +106,13 @@ def _order(row_P: np.ndarray, num_rows: int) -> Tensor:
 
 
 def tree_attention(
-    q_NHd: Tensor, kv_slots: Tensor, plan: MaskedPlan, scale: float, window: int | None = None
+    q_NHd: Tensor,
+    kv_slots: Tensor,
+    plan: MaskedPlan,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sink_H: Tensor | None = None,
 ) -> Tensor:
     """See `workers.kernels.choose.Kernels.tree_attention`; softmax in float32 inside SDPA."""
     num_rows, num_heads, d = q_NHd.shape
@@ -115,12 +121,37 @@ def tree_attention(
     outputs = []
     for group in plan.groups:
         B, R, _ = group.shape
-        q_BHRd, (k_BHSd, v_BHSd) = group.queries(q_NHd, H), group.keys_values(kv_slots)
-        out = F.scaled_dot_product_attention(q_BHRd, k_BHSd, v_BHSd, attn_mask=group.masks[window], scale=scale)
+        q_BHXd, (k_BHSd, v_BHSd), mask = group.queries(q_NHd, H), group.keys_values(kv_slots), group.masks[window]
+        if softcap is None and sink_H is None:
+            out = F.scaled_dot_product_attention(q_BHXd, k_BHSd, v_BHSd, attn_mask=mask, scale=scale)
+        else:
+            sink_H1X = None if sink_H is None else sink_H.view(H, 1, G).expand(H, R, G).reshape(H, 1, R * G)
+            out = _attention_by_scores(q_BHXd, k_BHSd, v_BHSd, mask, scale, softcap, sink_H1X)
         outputs.append(out.view(B, H, R, G, d).transpose(1, 2).reshape(B * R, num_heads * d))
     if plan.order_N is None:
         return outputs[0] if outputs else q_NHd.reshape(0, num_heads * d)
     return torch.cat(outputs).index_select(0, plan.order_N)
+
+
+def _attention_by_scores(
+    q_BHXd: Tensor,
+    k_BHSd: Tensor,
+    v_BHSd: Tensor,
+    mask_B1XS: Tensor,
+    scale: float,
+    softcap: float | None,
+    sink_H1X: Tensor | None,
+) -> Tensor:
+    """What SDPA has no argument for."""
+    score_BHXS = q_BHXd @ k_BHSd.transpose(2, 3) * scale
+    if softcap is not None:
+        score_BHXS = softcap * (score_BHXS / softcap).tanh()
+    score_BHXS = score_BHXS + mask_B1XS
+    if sink_H1X is not None:
+        sink_BHX1 = sink_H1X.to(score_BHXS.dtype).transpose(1, 2).expand(len(q_BHXd), -1, -1, -1)
+        score_BHXS = torch.cat((score_BHXS, sink_BHX1), dim=-1)
+    p_BHXS = score_BHXS.softmax(-1, dtype=torch.float32)[..., : k_BHSd.shape[2]]
+    return p_BHXS.to(q_BHXd.dtype) @ v_BHSd
 
 
 def _group_by_size(sizes: dict[int, tuple[int, int]]) -> list[list[int]]:

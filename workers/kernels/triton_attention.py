@@ -9,6 +9,8 @@ of the tile's keys, and the query heads that share this key-value head are folde
     m' = max(m, S)      l = l e^(m - m') + sum e^(S - m')      o = o e^(m - m') + e^(S - m') V
     combine:            out = sum_i w_i o_i / l_i,   w = softmax_i (m_i + log l_i)  over the splits i
 
+A softcap c makes c tanh(S / c) of the scores; a sink is one more score without a value, which the first split counts.
+
 Sliding windows cost the kernel nothing: the plan turns a window along a row's path into a higher `low` and an ancestor
 mask without the oldest bits. Everything that a launch depends on but for data is in `PlanShape`, so a captured launch
 serves every step of that shape: its plan lies in the same tensors, filled in place.
@@ -159,7 +161,15 @@ def plan(
     return prepared
 
 
-def tree_attention(q_NHd: Tensor, kv_slots: Tensor, plan: TiledPlan, scale: float, window: int | None = None) -> Tensor:
+def tree_attention(
+    q_NHd: Tensor,
+    kv_slots: Tensor,
+    plan: TiledPlan,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sink_H: Tensor | None = None,
+) -> Tensor:
     """See `workers.kernels.choose.Kernels.tree_attention`. A row that sees nothing gets 0."""
     shape = plan.shape
     N, num_heads, d = q_NHd.shape
@@ -177,12 +187,13 @@ def tree_attention(q_NHd: Tensor, kv_slots: Tensor, plan: TiledPlan, scale: floa
     padded_d = max(16, _power_of_2(d))
     wide = padded_d * q_NHd.element_size() > 512  # keys and values of a block must fit the shared memory
     _attend[(shape.num_tiles, H, splits)](
-        q_NHd, kv_slots, out_NHd, partial, lse,
+        q_NHd, kv_slots, out_NHd, partial, lse, q_NHd if sink_H is None else sink_H,
         plan.tiles_5T, plan.tile_lows_WT[w], plan.table_BP, plan.visible_N, plan.lows_WN[w], plan.ancestors_WN[w],
-        scale, N, plan.tiles_5T.shape[1], shape.table_width, splits, q_NHd.stride(0), q_NHd.stride(1),
+        scale, softcap or 0.0, N, plan.tiles_5T.shape[1], shape.table_width, splits, q_NHd.stride(0), q_NHd.stride(1),
         KV_HEADS=H, GROUP=shape.group_size, WIDTH=d, PADDED_WIDTH=padded_d, PAGE=shape.page_size,
         PAIRS=shape.tile_pairs, KEYS=32 if wide else 64, IS_SPLIT=splits > 1,
-        UPCAST=is_interpreted(), num_warps=4, num_stages=2,
+        HAS_SOFTCAP=softcap is not None, HAS_SINKS=sink_H is not None, UPCAST=is_interpreted(),
+        num_warps=4, num_stages=2,
     )  # fmt: skip
     if splits > 1:
         _combine[(N * num_heads,)](
@@ -249,11 +260,12 @@ def _lowest(host: HostMetadata, owner_N: np.ndarray, low_WN: np.ndarray) -> np.n
 # Numbers that change from step to step are not specialised: their value would choose another compiled kernel.
 @triton.jit(do_not_specialize=["num_rows", "num_tiles", "table_width", "num_splits"])
 def _attend(
-    q_ptr, kv_ptr, out_ptr, partial_ptr, lse_ptr,
+    q_ptr, kv_ptr, out_ptr, partial_ptr, lse_ptr, sink_ptr,
     tiles_ptr, tile_lows_ptr, table_ptr, visible_ptr, lows_ptr, ancestors_ptr,
-    scale, num_rows, num_tiles, table_width, num_splits, q_row_stride, q_head_stride,
+    scale, softcap, num_rows, num_tiles, table_width, num_splits, q_row_stride, q_head_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, PAGE: tl.constexpr,
-    PAIRS: tl.constexpr, KEYS: tl.constexpr, IS_SPLIT: tl.constexpr, UPCAST: tl.constexpr,
+    PAIRS: tl.constexpr, KEYS: tl.constexpr, IS_SPLIT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first_row = tl.load(tiles_ptr + tile)
@@ -297,7 +309,10 @@ def _attend(
         if UPCAST:
             k = k.to(tl.float32)
             v = v.to(tl.float32)
-        score = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * 1.4426950408889634)  # in powers of 2
+        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if HAS_SOFTCAP:  # tanh x = 1 - 2 / (e^2x + 1)
+            score = softcap - 2.0 * softcap / (tl.exp(score * (2.0 / softcap)) + 1.0)
+        score = score * 1.4426950408889634  # in powers of 2
         node = slot - base
         bit = tl.minimum(tl.maximum(node, 0), 63)
         is_ancestor = ((ancestors[:, None] >> bit[None, :]) & 1) == 1
@@ -311,6 +326,14 @@ def _attend(
         total = total * shrink + tl.sum(weight, 1)
         out = out * shrink[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
         m = new_m
+    if HAS_SINKS:
+        if split == 0:
+            sink = tl.load(sink_ptr + q_head).to(tl.float32) * 1.4426950408889634
+            new_m = tl.maximum(m, sink)
+            shrink = tl.exp2(m - new_m)
+            total = total * shrink + tl.exp2(sink - new_m)
+            out = out * shrink[:, None]
+            m = new_m
     is_blind = total == 0.0  # sees nothing in this split
     total = tl.where(is_blind, 1.0, total)
     out = out / total[:, None]
