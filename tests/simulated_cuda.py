@@ -213,7 +213,8 @@ class SimulatedCuda(TorchDispatchMode):
         return moved if target.type == "cpu" else OnDevice(moved)
 
     def _run(self, operation: Any, name: str, args: Any, kwargs: Any, here: list[OnDevice]) -> Any:
-        arguments, options, is_mutable = _on_cpu(args), _on_cpu(kwargs), operation._schema.is_mutable
+        arguments, options = _on_cpu(args), _on_cpu(kwargs)
+        is_mutable = operation._schema.is_mutable or name.startswith("c10d::")  # whose schemas do not tell
         operation = _ONLY_THERE.get(str(operation), operation)
         result = operation(*arguments, **options)
         of_memory = {id(tensor.memory): tensor for tensor in here}
@@ -226,7 +227,11 @@ class SimulatedCuda(TorchDispatchMode):
         elif self._captured is not None and (any(new) or is_mutable):  # else it is a view
 
             def again() -> None:
-                results = [one for one in tree_leaves(operation(*arguments, **options)) if isinstance(one, Tensor)]
+                leaves = tree_leaves(operation(*arguments, **options))
+                for one in leaves:
+                    if hasattr(one, "wait"):  # a collective's work
+                        one.wait()
+                results = [one for one in leaves if isinstance(one, Tensor)]
                 for place, value, is_new in zip(made, results, new, strict=True):
                     if is_new:
                         place.copy_(value)

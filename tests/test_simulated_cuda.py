@@ -25,6 +25,7 @@ if torch.cuda.is_available():
 
 from simulated_cuda import simulated_cuda
 
+from cluster.runner import Job, Runner
 from drafter import worker as drafter_worker
 from drafter.ngram import NgramProposer
 from drafter.shape import make_shape
@@ -396,6 +397,34 @@ def test_features_that_travel_between_devices_leave_no_wait_to_their_sender(mode
     made = run(apart, work)
     assert made.tokens == run(replace(apart, device="cpu"), work).tokens
     assert made.waits["workers.channel._send"] == 0 < made.waits["workers.channel.receive"] <= 2 * made.num_steps
+
+
+@pytest.mark.parametrize(
+    ("tree", "tp", "draft_tp", "placement"),
+    [
+        (AUTO, 2, 1, "dedicated"),
+        pytest.param(DYNAMIC, 2, 2, "dedicated", marks=pytest.mark.full),
+        pytest.param(DYNAMIC, 2, 2, "colocated", marks=pytest.mark.full),
+    ],
+    ids=["2+1", "2+2", "2 shared"],
+)
+def test_processes_that_split_their_models_give_the_tokens_of_a_cpu(
+    models: Path, monkeypatch: pytest.MonkeyPatch, tree: TreeConfig, tp: int, draft_tp: int, placement: str
+) -> None:
+    """Workers as they are started on GPUs, collectives in graphs included; gloo carries what NCCL would."""
+    config = config_for(models, "eagle3", tree)
+    assert config.draft is not None
+    draft = replace(config.draft, tensor_parallel_size=draft_tp, placement=placement)  # type: ignore[arg-type]
+    split = replace(config, tensor_parallel_size=tp, draft=draft, step_timeout_s=300.0)
+    work = [
+        Job(prompt=job.prompt, max_tokens=job.max_tokens, sampling=job.sampling) for job in jobs(COUPLED, "coupled")
+    ]
+    with Runner(replace(config, device="cpu")) as on_cpu:
+        expected = [answer.tokens for answer in on_cpu.run(work, concurrency=2)]
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "simulated"))
+    with Runner(split) as on_devices:
+        assert [answer.tokens for answer in on_devices.run(work, concurrency=2)] == expected
+        assert on_devices.stats.num_drafts > 20
 
 
 def test_sixteen_bits(models: Path) -> None:
