@@ -1,7 +1,7 @@
 """The target model on one verifier rank: runs a TargetStep, draws the target's own tokens, keeps the EAGLE taps.
 
 Every rank runs the same step. Rank 0 sends it to its peers first and is the only one that learns the drawn tokens.
-Legend: N packed rows, R sampled rows, V vocabulary, W shard width, H draft hidden width.
+Legend: N packed rows, R sampled rows, T ranks, V vocabulary, W shard width, H draft hidden width.
 """
 
 from __future__ import annotations
@@ -200,11 +200,12 @@ class Target:
         if tp.size == 1:
             return id_R.tolist()
         mine = torch.stack([score_R.double(), id_R.double()])  # ids are exact in float64
-        every = torch.empty(tp.size, *mine.shape, dtype=mine.dtype, device=mine.device)
-        dist.all_gather_into_tensor(every.view(-1), mine.view(-1), group=tp.group)
+        shards = [torch.empty_like(mine) for _ in range(tp.size)]
+        dist.all_gather(shards, mine, group=tp.group)
+        score_TR, id_TR = torch.stack(shards, dim=1)
         # The first shard among equals holds the lowest id, which is what argmax over the whole row picks.
-        best = every[:, 0].argmax(0)
-        return every[:, 1].gather(0, best[None])[0].long().tolist() if tp.rank == 0 else None
+        best_1R = score_TR.argmax(0, keepdim=True)
+        return id_TR.gather(0, best_1R)[0].long().tolist() if tp.rank == 0 else None
 
 
 def _constrained_rows(step: TargetStep) -> list[ConstrainedRow]:
