@@ -107,7 +107,10 @@ class TransformersDecoder:
         logger.info("%s through transformers' own class", spec.class_name)
         if spec.family not in TESTED:
             logger.warning("no test compares %s with transformers: look at its text before you rely on it", spec.family)
-        return TransformersDecoder(model=model, spec=spec, shares=shares, tap_layers=tuple(tap_layers), kernels=kernels)
+        made = TransformersDecoder(model=model, spec=spec, shares=shares, tap_layers=tuple(tap_layers), kernels=kernels)
+        if made.device.type == "cuda" and not made.can_be_captured:
+            logger.info("%s: no CUDA graphs, a forward pass asks for something on the host", spec.class_name)
+        return made
 
     def plan(self, metadata: AttentionMetadata, page_size: int, into: Any = None) -> AttentionPlan:
         """Prepare one step's attention for this model's heads, windows, dtype and device. into: see `Kernels.plan`."""
