@@ -28,7 +28,7 @@ test: $(VENV)/.installed-test ## every test that needs no GPU
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n $(JOBS) --dist loadfile
 
 parity: $(VENV)/.installed-test ## the full matrix of comparisons on real engines (long)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --full $(addprefix tests/test_, parity.py constraints_engine.py preemption.py mixed_batch.py simulated_cuda.py)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --full $(addprefix tests/test_, parity.py constraints_engine.py preemption.py mixed_batch.py simulated_cuda.py captured_classes.py)
 
 gpu: ## tests and benchmarks on a CUDA machine, with the interpreter PYTHON as it is; installs nothing
 	@$(PYTHON) -c 'import pytest, torch' || { echo 'make gpu: $(PYTHON) lacks pytest or torch; set PYTHON=...' >&2; exit 1; }

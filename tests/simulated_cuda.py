@@ -301,7 +301,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _spoil(memory: Tensor) -> None:
-    """What somebody else has left there."""
+    """What somebody else has left there: no numbers, and no token, page or row of a small engine."""
     memory.fill_(float("nan") if memory.is_floating_point() else memory.dtype == torch.bool or 113)
 
 
