@@ -246,7 +246,7 @@ def test_a_mimo_target_says_what_its_qwen2_part_says(tmp_path: Path) -> None:
     head = torch.randn(2, 64, generator=torch.Generator().manual_seed(0))
     both = [Decoder.load(path, read_spec(path)) for path in (plain, mimo)]
     assert torch.equal(both[0].logits(head), both[1].logits(head))
-    assert torch.equal(both[0]._layers[2].attention.qkv.weight_OI, both[1]._layers[2].attention.qkv.weight_OI)
+    assert torch.equal(both[0]._layers[2].attention.qkv(head), both[1]._layers[2].attention.qkv(head))
 
 
 def test_prediction_layers_that_the_configuration_does_not_announce_are_unknown_tensors(tmp_path: Path) -> None:

@@ -5,30 +5,70 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from workers.kernels import linear
 from workers.kernels.linear import Linear
 
+needs_fbgemm = pytest.mark.skipif(not linear._HAS_FBGEMM, reason="torch without FBGEMM, or a CPU without AVX2")
+
+
+def stored(dtype: torch.dtype, num_outputs: int, num_inputs: int = 192) -> Tensor:
+    """A weight as a checkpoint of `dtype` gives it to float32."""
+    return torch.randn(num_outputs, num_inputs).mul_(0.02).to(dtype).float()
+
 
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 3, 7, 17, 200])
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("num_outputs", [130, 1030, 1400, 5500])
+@pytest.mark.parametrize("num_outputs", [1, 130, 1030, 5500])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("has_avx512", [False, True])
 def test_linear_equals_torch_for_every_row_count(
-    num_rows: int, has_bias: bool, num_outputs: int, has_avx512: bool
+    num_rows: int, has_bias: bool, num_outputs: int, dtype: torch.dtype, has_avx512: bool
 ) -> None:
     torch.manual_seed(0)
     x = torch.randn(num_rows, 2 * 192)[:, ::2]  # rows need not be contiguous
-    weight, bias = torch.randn(num_outputs, 192), torch.randn(num_outputs) if has_bias else None
+    weight, bias = stored(dtype, num_outputs), torch.randn(num_outputs) if has_bias else None
     with mock.patch.object(linear, "_HAS_AVX512", has_avx512):
         made = Linear(weight, bias)
-    torch.testing.assert_close(made(x), F.linear(x, weight, bias), atol=1e-4, rtol=1e-5)
-    assert made.weight_OI.shape == weight.shape
+    exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    torch.testing.assert_close(made(x).double(), exact, atol=2e-6, rtol=1e-6)
+    assert made.shape == weight.shape
 
 
-def test_with_avx512_a_large_weight_is_held_once() -> None:
+@needs_fbgemm
+@pytest.mark.parametrize(
+    ("weight", "is_kept_in_half"),
+    [
+        (stored(torch.float16, 300), True),
+        (stored(torch.bfloat16, 300), True),
+        (stored(torch.bfloat16, 300) / 8, True),  # some values below 2^-17
+        (torch.zeros(300, 192), True),
+        (stored(torch.float32, 300), False),
+        (stored(torch.bfloat16, 300) * 2.0**-12, False),  # most of them below it
+        (torch.cat((stored(torch.bfloat16, 300), torch.full((1, 192), 2.0**17))), False),  # infinite in half
+    ],
+)
+def test_a_weight_is_kept_in_half_precision_where_that_loses_nothing(weight: Tensor, is_kept_in_half: bool) -> None:
+    made = Linear(weight)
+    assert (made._product is torch.fbgemm_linear_fp16_weight_fp32_activation) == is_kept_in_half
+    x = torch.randn(5, 192)
+    exact = x.double() @ weight.double().t()
+    torch.testing.assert_close(made(x).double(), exact, atol=1e-6 * float(exact.abs().max()), rtol=0)
+
+
+@needs_fbgemm
+@pytest.mark.skipif(not linear._HAS_AVX512, reason="without AVX-512 rows are multiplied by kernels of several heights")
+def test_with_avx512_the_rows_beside_it_do_not_change_a_row() -> None:
+    made, x = Linear(stored(torch.bfloat16, 1030)), torch.randn(70, 192)
+    together = made(x)
+    for num_rows in range(1, 70):
+        assert torch.equal(made(x[:num_rows]), together[:num_rows])
+
+
+def test_a_large_float32_weight_is_held_once() -> None:
     weight = torch.randn(1030, 192)
     with mock.patch.object(linear, "_HAS_AVX512", True):
         made = Linear(weight)
     if torch.backends.mkldnn.is_available():
-        assert made.weight_OI is not weight and made.weight_OI.is_mkldnn
+        assert made.weight is not weight and made.weight.is_mkldnn

@@ -127,9 +127,9 @@ def test_ranks_hold_only_their_share(folder: Path) -> None:
     for rank in range(4):
         decoder = Decoder.load(folder / "llama", spec, TensorParallel(rank, 4))
         layer = decoder._layers[0]
-        assert layer.attention.qkv.weight_OI.shape == ((8 // 4 + 2) * 8, 64)
-        assert layer.attention.o.weight_OI.shape == (64, 16)
-        assert layer.mlp.down.weight_OI.shape[1] in (24, 25)
+        assert layer.attention.qkv.shape == ((8 // 4 + 2) * 8, 64)
+        assert layer.attention.o.shape == (64, 16)
+        assert layer.mlp.down.shape[1] in (24, 25)
         assert decoder.new_kv_pool(PAGE).data.shape == (3, PAGE, 2, 1, 8)
 
 

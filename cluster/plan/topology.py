@@ -45,8 +45,8 @@ def describe(name: str, config: EngineConfig, sides: list[Side]) -> str:
         lines.append(f"states   of tokens that wait for the drafter take up to {bytes_text(waiting)} on verifier 0")
     if config.device == "cpu" and config.dtype == "float32":
         lines.append(
-            "note     weights are counted once: here a head that is tied to the embedding has memory of its own, and "
-            "without AVX-512 large matrices are kept in two forms"
+            "note     weights are counted in float32; matrices that were stored in 16 bits are kept in 16 bits, and a "
+            "head that is tied to the embedding has memory of its own"
         )
     if config.device == "cuda" and not visible_gpus():
         lines.append(f"note     no GPU is visible here: whether a node has {len(bundles)} is not checked")

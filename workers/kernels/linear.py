@@ -1,60 +1,69 @@
 """Matrix products with a fixed weight; on CPU in float32 from the layouts that are fast there.
 
-Verifying a tree should cost little more than decoding one token. torch's linear on CPU reads an unpacked weight slowly,
-and from two rows slower still: at hidden 1024 (300 M parameters, one thread with AVX-512, 2026-11) a forward of 1, 2,
-5, 9 and 17 rows takes 67, 136, 147, 62 and 87 ms unpacked below 8 rows, and 41, 43, 53, 64 and 87 ms from weights
-packed once for oneDNN. Calling the packed product costs some 10 us more, which matters for small weights: they are kept
-in both forms, large ones only packed.
+Decoding reads every weight for a few rows, so what counts is how many bytes are read and how little is done per call.
+Published weights are stored in 16 bits, and half precision holds them as well as float32 does: such a weight is packed
+once for FBGEMM, which reads halves, multiplies and adds in float32, and is called in some 3 us. With one thread of an
+AMD EPYC with AVX-512 (2026-11) the products of the bundled target take 0.5, 0.8, 1.4 and 2.5 ms with 1, 4, 8 and 17
+rows, 2.6 and 2.8 times less than torch's own with 1 and 8; those of 300 M parameters 22, 34, 58 and 103, and 96, 77, 83
+and 115 from what oneDNN packs in float32. Without AVX-512 the gain is larger.
 
-Without AVX-512 the call costs 50 us more, and small weights are faster unpacked at any number of rows if they lie
-column by column: the 33 products of the bundled target take 1.7, 2.3, 3.6 and 4.8 ms with 1, 2, 8 and 17 rows instead
-of 2.6, 3.1, 3.8 and 5.1 as torch has them, and 3.6, 3.4, 4.2 and 5.1 packed. A single row is faster by columns whatever
-the size (300 M parameters: 55 ms, 70 as torch has them, 84 packed; two rows 102, 125 and 85), so that large weights are
-kept in both forms there.
+With AVX-512 a row's product there is the same to the last bit, whatever rows are beside it.
 """
 
 from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+_HAS_FBGEMM = "fbgemm" in torch.backends.quantized.supported_engines  # built in, and the CPU has what it needs
 _HAS_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
+_WORTH_PACKING = 1 << 17  # elements from which oneDNN's product is faster in spite of 10 us more for the call
 _TYPICAL_ROWS = 16  # what oneDNN lays the packed weight out for; laid out for 1, it is half as fast with any number
+
+# The other door to the same product, torch.ops.quantized.linear_dynamic_fp16, takes 10 us more a call.
+warnings.filterwarnings("ignore", "fbgemm_.* is deprecated", UserWarning)
 
 
 class Linear:
     """y = x W^T + b for x [N, I], weight [O, I], bias [O] or None."""
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> None:
-        # A packed tensor has the weight's shape, if not its elements in a readable order.
-        self.weight_OI, self.bias_O = weight_OI, bias_O
-        self._packed: Tensor | None = None
-        self._packed_from_rows = 0
-        on_cpu = weight_OI.device.type == "cpu" and weight_OI.dtype == torch.float32
-        if not (on_cpu and torch.backends.mkldnn.is_available() and weight_OI.numel()):
-            return
-        if not _HAS_AVX512:
-            self.weight_OI = weight_OI.t().contiguous().t()
-        if from_rows := _worth_packing_from(weight_OI.numel()):
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI.contiguous(), _TYPICAL_ROWS)
-            self._packed_from_rows = from_rows
-            if from_rows == 1:
-                self.weight_OI = self._packed
+        self.shape = weight_OI.shape
+        self.bias_O = bias_O
+        self.weight, self._product = _laid_out(weight_OI)
 
     def __call__(self, x_NI: Tensor) -> Tensor:
-        if self._packed is None or x_NI.shape[0] < self._packed_from_rows:
-            if x_NI.shape[0] == 0:
-                return x_NI.new_empty(0, self.weight_OI.shape[0])
-            return F.linear(x_NI, self.weight_OI, self.bias_O)
-        # torch has no public door to a packed float32 linear; this is the operator its own compiler emits.
-        return torch.ops.mkldnn._linear_pointwise(x_NI.contiguous(), self._packed, self.bias_O, "none", [], "")
+        if x_NI.shape[0] == 0:
+            return x_NI.new_empty(0, self.shape[0])
+        return self._product(x_NI, self.weight, self.bias_O)
 
 
-def _worth_packing_from(num_elements: int) -> int | None:
-    """From how many rows the packed product is faster, None = never; 1: the weight is kept in no other form."""
-    if _HAS_AVX512:
-        return 1 if num_elements >= 1 << 17 else 3
-    if num_elements < 1 << 18:
-        return None
-    return 2 if num_elements >= 1 << 20 else 3
+_Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+def _laid_out(weight_OI: Tensor) -> tuple[Tensor, _Product]:
+    """The weight as the product beside it reads it; its elements may no longer be readable otherwise."""
+    if weight_OI.device.type == "cpu" and weight_OI.dtype == torch.float32 and weight_OI.numel():
+        if _HAS_FBGEMM and _is_half(weight_OI):
+            packed = torch.fbgemm_pack_gemm_matrix_fp16(weight_OI.contiguous())
+            return packed, torch.fbgemm_linear_fp16_weight_fp32_activation
+        if _HAS_AVX512 and torch.backends.mkldnn.is_available() and weight_OI.numel() >= _WORTH_PACKING:
+            return torch.ops.mkldnn._reorder_linear_weight(weight_OI.contiguous(), _TYPICAL_ROWS), _onednn_linear
+    return weight_OI, F.linear
+
+
+def _is_half(weight_OI: Tensor) -> bool:
+    """Whether half precision changes the weight by less than float32 rounds a sum of some hundred products: whatever
+    was stored in float16, and bfloat16 unless very small, since only values below 2^-17 lose a bit."""
+    error = torch.dist(weight_OI.half().float(), weight_OI)
+    return bool(error <= 2**-20 * torch.linalg.vector_norm(weight_OI))
+
+
+def _onednn_linear(x_NI: Tensor, packed: Tensor, bias_O: Tensor | None) -> Tensor:
+    # torch has no public door to a packed float32 linear; this is the operator its own compiler emits.
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(x_NI.contiguous(), packed, bias_O, "none", [], "")
+    return out
