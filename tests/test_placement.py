@@ -435,4 +435,4 @@ def test_the_plan_counts_the_weights_there_are() -> None:
         items += count
     text = plan(args())
     assert f"{items * 4 / 1e6:.3g} MB" in text
-    assert "weights are counted once" in text and "counted once" not in plan(args(dtype="bfloat16"))
+    assert "weights are counted in float32" in text and "counted in" not in plan(args(dtype="bfloat16"))

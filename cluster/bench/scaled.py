@@ -160,8 +160,9 @@ def _check(base: Path, spec: ModelSpec, size: TargetSize) -> None:
 
 
 def _noise(dtype: torch.dtype) -> Noise:
-    """Random matrices from one block of numbers, drawn once: drawing every weight of a large model takes minutes."""
-    block = torch.randn(_NOISE_VALUES, generator=torch.Generator().manual_seed(0)).mul_(0.02).to(dtype)
+    """Random matrices from one block of numbers, drawn once: drawing every weight of a large model takes minutes. Of 16
+    bits, like published weights."""
+    block = torch.randn(_NOISE_VALUES, generator=torch.Generator().manual_seed(0)).mul_(0.02).bfloat16().to(dtype)
 
     def noise(num_rows: int, num_columns: int) -> Tensor:
         count = num_rows * num_columns

@@ -2,12 +2,19 @@
 
 Decoding reads every weight for a few rows, so what counts is how many bytes are read and how little is done per call.
 Published weights are stored in 16 bits, and half precision holds them as well as float32 does: such a weight is packed
-once for FBGEMM, which reads halves, multiplies and adds in float32, and is called in some 3 us. With one thread of an
-AMD EPYC with AVX-512 (2026-11) the products of the bundled target take 0.5, 0.8, 1.4 and 2.5 ms with 1, 4, 8 and 17
-rows, 2.6 and 2.8 times less than torch's own with 1 and 8; those of 300 M parameters 22, 34, 58 and 103, and 96, 77, 83
-and 115 from what oneDNN packs in float32. Without AVX-512 the gain is larger.
+once for FBGEMM, which reads halves, multiplies and adds in float32, and is called in some 3 us. Milliseconds for all
+products of a forward, one thread of an AMD EPYC with AVX-512, 2026-11:
 
-With AVX-512 a row's product there is the same to the last bit, whatever rows are beside it.
+    rows                              1      2      4      8     17
+    bundled   torch's linear        2.1    3.0    2.6    3.1    4.5
+              packed for oneDNN     1.7    2.1    1.5    2.0    3.1
+              halves for FBGEMM     0.4    0.4    0.5    0.9    1.7
+    300 M     torch's linear         66    120    125    145    225
+              packed for oneDNN      67     85     59     74    113
+              halves for FBGEMM      17     19     30     50    102
+
+Without AVX-512 the bundled shapes gain as much. There a row's product may differ in the last bit with the number of
+rows beside it; with AVX-512 it never does. FBGEMM's product keeps to one thread, as a worker on CPU does.
 """
 
 from __future__ import annotations
