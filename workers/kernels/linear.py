@@ -2,8 +2,8 @@
 
 Decoding reads every weight for a few rows, so what counts is how many bytes are read and how little is done per call.
 Published weights are stored in 16 bits, and half precision holds them as well as float32 does: such a weight is packed
-once for FBGEMM, which reads halves, multiplies and adds in float32, and is called in some 3 us. Milliseconds for all
-products of a forward, one thread of an AMD EPYC with AVX-512, 2026-11:
+once for FBGEMM, which reads halves, multiplies and adds in float32. Milliseconds for all products of a forward, one
+thread of an AMD EPYC with AVX-512, 2026-11:
 
     rows                              1      2      4      8     17
     bundled   torch's linear        2.1    3.0    2.6    3.1    4.5
@@ -13,7 +13,7 @@ products of a forward, one thread of an AMD EPYC with AVX-512, 2026-11:
               packed for oneDNN      67     85     59     74    113
               halves for FBGEMM      17     19     30     50    102
 
-Without AVX-512 the bundled shapes gain as much. There a row's product may differ in the last bit with the number of
+With AVX-512 turned off on this CPU the bundled shapes gain as much. Then a row's product may differ in the last bit with the number of
 rows beside it; with AVX-512 it never does. FBGEMM's product keeps to one thread, as a worker on CPU does.
 """
 
