@@ -124,7 +124,9 @@ class StepPrices:
                 Rest(steps=0.05 * row, table_ms=1.0, requests=0.02 * row, has_trees=0.02 * row, trees=0.02 * row),
                 doubts=Rest(steps=0.1 * row, table_ms=0.25, requests=0.05 * row, has_trees=0.3 * row, trees=0.1 * row),
             )
-        self._table_ms = lru_cache(maxsize=2)(self._verify.ms_up_to)  # the batch is mostly that of the step before
+        # The batch is mostly that of the step before.
+        self._table_ms = lru_cache(maxsize=2)(self._verify.ms_up_to)
+        self._rows_ms = lru_cache(maxsize=64)(lambda num_rows: float(self._verify.ms(num_rows)))
 
     def draft_ms(self, bill: Drafting) -> np.ndarray:
         return self._draft_bill.price(bill)
@@ -182,8 +184,8 @@ class StepPrices:
 
     def learn_rest(self, number: int, step: Step, num_nodes: int, num_trees: int, ms: float) -> None:
         if not step.prefill:  # prompts would blur what a tree's rows cost
-            rest = self._rest(step, num_nodes, num_trees)
-            self._rest_bill.paid(number, ms, rest._replace(table_ms=float(rest.table_ms)))
+            table_ms = self._rows_ms(len(step.decode) + num_nodes)
+            self._rest_bill.paid(number, ms, Rest(1, table_ms, len(step.decode), num_trees > 0, num_trees))
 
     def _rest(self, step: Step, num_nodes: np.ndarray | float, num_trees: np.ndarray | float) -> Rest:
         table_ms, has_trees = self._verify.ms(_num_rows(step) + num_nodes), np.minimum(num_trees, 1)

@@ -20,6 +20,7 @@ from verifier.pack import Move, pack_draft, pack_target
 from verifier.prefixes import Prefixes
 from verifier.request import Request
 from verifier.scheduler import Limits, Step, schedule
+from verifier.states import OwedStates
 from verifier.target import Target
 from verifier.tree import with_chains
 from workers.channel import Channel
@@ -57,6 +58,7 @@ class Engine:
         self._prefixes = Prefixes(
             self._allocator, config.page_size, target.waiting, is_enabled=config.enable_prefix_caching
         )
+        self._owed = OwedStates(target.waiting, self._prefixes)
         self._next_feed = partial(next_feed, config=config)
         self._draft_depth = partial(draft_depth, config=config)
         prune = config.draft.tree.prune if config.draft else PruneConfig()
@@ -136,8 +138,7 @@ class Engine:
         self._publish([request])
         self._moves = [move for move in self._moves if move.request is not request]
         self._allocator.free(request.pages)
-        if self._target.waiting is not None:
-            self._target.waiting.free(request.states)
+        self._owed.free(request)
         request.forget()
 
     def preempt(self, request: Request) -> None:
@@ -150,6 +151,8 @@ class Engine:
     def _make_room(self, step: Step) -> None:
         for request in step.preempted:
             self.preempt(request)
+        if step.shared:
+            self._owed.settle()
         for request, pages in step.shared:
             self._waiting.remove(request)
             self._running.append(request)
@@ -169,6 +172,7 @@ class Engine:
             assert self._drafter is not None
             began = time.perf_counter()
             costs = self._economy.costs(feeds, step)
+            self._owed.settle()
             fed = [row for r, feed in feeds.items() for row in r.states[: len(feed.tokens)]]
             features_MH = self._target.features(fed)
             assert features_MH is None or len(fed) == sum(len(feed.tokens) for feed in feeds.values())
@@ -224,7 +228,7 @@ class Engine:
         """Applies the verdicts: KV moves of accepted paths, states for the drafter, tokens, finished requests."""
         computed = self._advance(step, drafts, verdicts)
         self._count(step, drafts, verdicts)
-        self._owe_states([(request, rows) for request, rows in computed if request.limits is not None])
+        self._owe_states(computed)
         num_decode, num_tree_rows = len(step.decode), len(drafts.trees.token_N)
         for row, ((request, _), verdict) in enumerate(
             zip(step.finishing, verdicts[num_decode:], strict=True), start=num_tree_rows
@@ -265,19 +269,12 @@ class Engine:
                     stats.num_copied_tokens += sum(verified)
                     stats.num_accepted_copied_tokens += len(verdict.path)
 
-    def _owe_states(self, owed: list[tuple[Request, list[int]]]) -> None:
+    def _owe_states(self, computed: list[tuple[Request, list[int]]]) -> None:
+        """To the drafter, by all that it may ever draft for."""
+        owed = [(request, rows) for request, rows in computed if request.limits is not None]
         state_NX = self._target.states([row for _, rows in owed for row in rows]) if owed else None
-        if state_NX is None:
-            return
-        assert self._target.waiting is not None
-        self._prefixes.keep_states([(request, len(rows)) for request, rows in owed], state_NX)
-        kept, begin = self._target.waiting.keep(state_NX), 0
-        for request, rows in owed:
-            own, begin = kept[begin : begin + len(rows)], begin + len(rows)
-            if request.draft_room > 0:
-                request.states += own
-            else:  # nor fed
-                self._target.waiting.free(own)
+        if state_NX is not None:
+            self._owed.add([(request, len(rows)) for request, rows in owed], state_NX)
 
     def _publish(self, requests: list[Request]) -> None:
         """Lets others share what these hold, but no slot that still waits for a move."""

@@ -58,17 +58,16 @@ class Prefixes:
             if self._state_PX is not None and self._waiting is not None:
                 request.states = self._waiting.keep(self._state_PX.narrow(0, pages[-1], 1))
 
-    def keep_states(self, owed: list[tuple[Request, int]], state_NX: Tensor) -> None:
-        """The states of each request's `owed` newest computed positions, packed, of which pages' last ones stay."""
+    def keep_states(self, owed: list[tuple[Request, slice]], state_NX: Tensor) -> None:
+        """The states of some requests' new positions, packed, of which pages' last ones stay."""
         if not self._is_enabled:
             return
-        rows, pages, begin = [], [], 0
-        for request, count in owed:
-            first = request.num_computed - count
-            for index in range(first // self._page_size, request.num_computed // self._page_size):
-                rows.append(begin + (index + 1) * self._page_size - 1 - first)
+        rows, pages, begin, size = [], [], 0, self._page_size
+        for request, positions in owed:
+            for index in range(positions.start // size, positions.stop // size):
+                rows.append(begin + (index + 1) * size - 1 - positions.start)
                 pages.append(request.pages[index])
-            begin += count
+            begin += positions.stop - positions.start
         if self._state_PX is None:
             self._state_PX = state_NX.new_zeros(self._allocator.num_pages, state_NX.shape[1])
         if pages:

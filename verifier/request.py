@@ -27,6 +27,7 @@ class Request:
     tokens: list[int] = field(init=False)  # prompt and output
     num_prompt: int = field(init=False)
     tree_rows: int = field(init=False)  # most rows of one of its trees, root included
+    is_auto: bool = field(init=False)  # whether to draft for it is ours to say
     is_constrained: bool = field(init=False)
     pages: array[int] = field(default_factory=partial(array, "i"))  # thousands, told anew in every step
     num_published: int = 0  # leading pages that others may share ...
@@ -46,6 +47,7 @@ class Request:
         self.tokens = list(self.submit.prompt)
         self.num_prompt = len(self.tokens)
         self.tree_rows = 1 + (self.limits.num_nodes if self.limits else 0)
+        self.is_auto = self.limits is not None and self.limits.auto
         self.num_fed = self.first_draft_slot
         self.is_constrained = not self.submit.sampling.constraints.is_empty
         self._tally = Tally(self.submit.sampling.constraints, self.submit.prompt)
@@ -77,10 +79,6 @@ class Request:
     @property
     def id(self) -> int:
         return self.submit.id
-
-    @property
-    def is_auto(self) -> bool:
-        return self.limits is not None and self.limits.auto
 
     @property
     def num_output(self) -> int:

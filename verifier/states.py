@@ -7,12 +7,19 @@ Legend: N rows, X width of a state.
 
 from __future__ import annotations
 
+from itertools import chain, compress, islice, repeat
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from verifier.feeds import max_backlog, most_fed
+from verifier.request import Request
 from workers.config import EngineConfig
 from workers.transfer import sent
+
+if TYPE_CHECKING:
+    from verifier.prefixes import Prefixes
 
 
 def most_waiting(config: EngineConfig) -> int:
@@ -21,57 +28,76 @@ def most_waiting(config: EngineConfig) -> int:
     return config.max_num_seqs * (max_backlog(config) + config.tree_rows) + 2 * most_fed(config)
 
 
-_STEPS_AT_ONCE = 16
-_FEW = 64
-"""A step's new states, if they are few, are moved to their rows with those of other steps: on CPU a move takes 100 us,
-cold, however few they are."""
-
-
 class WaitingStates:
     """On verifier rank 0. The caller keeps which rows are whose."""
 
     def __init__(self, num_rows: int, width: int, *, dtype: torch.dtype, device: torch.device) -> None:
         self._state_NX = torch.empty(num_rows, width, dtype=dtype, device=device)
         self._free = list(range(num_rows - 1, -1, -1))
-        self._new: list[Tensor] = []  # not in their rows yet ...
-        self._new_rows: list[int] = []  # ... which are these
-        self._left: list[int] = []  # free as soon as the new ones are in their rows
 
     @property
     def num_free(self) -> int:
-        return len(self._free) + len(self._left)
+        return len(self._free)
 
     def keep(self, state_NX: Tensor) -> list[int]:
-        """The rows where these wait from now on, in their order. Nobody may write to `state_NX` any more."""
-        if len(state_NX) > len(self._free):
-            self._move()
+        """The rows where these wait from now on, in their order."""
         first = len(self._free) - len(state_NX)
         assert first >= 0, "more states wait than ever can"
         rows = self._free[first:]
         del self._free[first:]
-        if len(rows) > _FEW:
-            self._put(rows, state_NX)
-            return rows
-        self._new.append(state_NX)
-        self._new_rows += rows
-        if len(self._new) == _STEPS_AT_ONCE:
-            self._move()
+        self._state_NX.index_copy_(0, sent(rows, self._state_NX.device), state_NX.to(self._state_NX.dtype))
         return rows
 
     def take(self, rows: list[int]) -> Tensor:
         """The states [N, X] of these rows, which are free then."""
-        self._move()
         self._free += rows
         return self._state_NX.index_select(0, sent(rows, self._state_NX.device))
 
     def free(self, rows: list[int]) -> None:
-        self._left += rows
+        self._free += rows
 
-    def _move(self) -> None:
-        if self._new:
-            self._put(self._new_rows, torch.cat(self._new))
-        self._free += self._left
-        self._new, self._new_rows, self._left = [], [], []
 
-    def _put(self, rows: list[int], state_NX: Tensor) -> None:
-        self._state_NX.index_copy_(0, sent(rows, self._state_NX.device), state_NX.to(self._state_NX.dtype))
+_STEPS_AT_ONCE, _ROWS_AT_ONCE = 64, 512
+
+
+class OwedStates:
+    """What the last steps leave for the drafter. Several are seen to at once: each alone takes longer, and what a
+    request is owed that has ended by then need not be kept."""
+
+    def __init__(self, waiting: WaitingStates | None, prefixes: Prefixes) -> None:
+        self._waiting, self._prefixes = waiting, prefixes
+        self._owed: list[tuple[Request, slice]] = []  # positions
+        self._states: list[Tensor] = []  # of each step
+        self._num_rows = 0
+
+    def add(self, owed: list[tuple[Request, int]], state_NX: Tensor) -> None:
+        """The states of so many newest positions of each request, packed. Nobody may write to `state_NX` any more."""
+        self._owed += [(r, slice(r.num_computed - count, r.num_computed)) for r, count in owed]
+        self._states.append(state_NX)
+        self._num_rows += len(state_NX)
+        if len(self._states) == _STEPS_AT_ONCE or self._num_rows > _ROWS_AT_ONCE:
+            self.settle()
+
+    def settle(self) -> None:
+        """Puts every state where it belongs: to its request's, and to its page if it is that of a page's end. Comes
+        before a request is fed, finds a prefix, or leaves."""
+        if not self._owed:
+            return
+        assert self._waiting is not None
+        state_NX = torch.cat(self._states)
+        self._prefixes.keep_states(self._owed, state_NX)
+        sizes = [positions.stop - positions.start for _, positions in self._owed]
+        is_fed = [request.draft_room > 0 for request, _ in self._owed]
+        if not all(is_fed):
+            wanted = [row for row, is_own in enumerate(chain.from_iterable(map(repeat, is_fed, sizes))) if is_own]
+            state_NX = state_NX.index_select(0, sent(wanted, state_NX.device))
+        rows = iter(self._waiting.keep(state_NX))
+        for (request, _), size in compress(zip(self._owed, sizes, strict=True), is_fed):
+            request.states += islice(rows, size)
+        self._owed, self._states, self._num_rows = [], [], 0
+
+    def free(self, request: Request) -> None:
+        """The request leaves."""
+        self.settle()
+        if self._waiting is not None:
+            self._waiting.free(request.states)

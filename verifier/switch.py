@@ -56,8 +56,9 @@ class Switch:
 
     def pay(self, step_ms: float, otherwise_ms: float) -> None:
         """What the step took, and what its tokens would have taken without a try."""
-        hope = min(self.advantage, 1 / self.advantage)
-        self._owed_ms = max(0.0, self._owed_ms - _TRY_SHARE * hope * step_ms)
+        if self._owed_ms:
+            hope = min(self.advantage, 1 / self.advantage)
+            self._owed_ms = max(0.0, self._owed_ms - _TRY_SHARE * hope * step_ms)
         if self.is_trial:
             self._owed_ms += max(0.0, step_ms - otherwise_ms)
 
