@@ -57,7 +57,9 @@ class WaitingStates:
         self._free += rows
 
 
-_STEPS_AT_ONCE, _ROWS_AT_ONCE = 64, 512
+_STEPS_AT_ONCE = 64
+_ROWS_AT_ONCE = 512
+"""So many more states may be in memory that nobody has counted."""
 
 
 class OwedStates:
@@ -72,10 +74,12 @@ class OwedStates:
 
     def add(self, owed: list[tuple[Request, int]], state_NX: Tensor) -> None:
         """The states of so many newest positions of each request, packed. Nobody may write to `state_NX` any more."""
+        if self._num_rows + len(state_NX) > _ROWS_AT_ONCE:
+            self.settle()
         self._owed += [(r, slice(r.num_computed - count, r.num_computed)) for r, count in owed]
         self._states.append(state_NX)
         self._num_rows += len(state_NX)
-        if len(self._states) == _STEPS_AT_ONCE or self._num_rows > _ROWS_AT_ONCE:
+        if len(self._states) == _STEPS_AT_ONCE:
             self.settle()
 
     def settle(self) -> None:
@@ -84,7 +88,7 @@ class OwedStates:
         if not self._owed:
             return
         assert self._waiting is not None
-        state_NX = torch.cat(self._states)
+        state_NX = torch.cat(self._states) if len(self._states) > 1 else self._states[0]
         self._prefixes.keep_states(self._owed, state_NX)
         sizes = [positions.stop - positions.start for _, positions in self._owed]
         is_fed = [request.draft_room > 0 for request, _ in self._owed]
