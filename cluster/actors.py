@@ -13,6 +13,7 @@ import ray
 import workers
 from workers.config import EngineConfig
 from workers.logs import log_as
+from workers.specs import Specs
 
 logger = logging.getLogger(__name__)
 
@@ -20,11 +21,12 @@ logger = logging.getLogger(__name__)
 class Worker:
     """One rank in one process. The environment is set before anything imports torch, which reads it only then."""
 
-    def __init__(self, config: str, rank: int, packages: str, env: Mapping[str, str]) -> None:
+    def __init__(self, config: str, specs: str, rank: int, packages: str, env: Mapping[str, str]) -> None:
         os.environ.update(env)
         _choose_interface(ray.util.get_node_ip_address())
         check_packages(packages)
         self._config = EngineConfig.from_json(config)
+        self._specs = Specs.from_json(specs)
         self._rank = rank
         log_as(self._config.role_of(rank))
         self._store: object | None = None
@@ -44,11 +46,11 @@ class Worker:
         if self._rank < self._config.tensor_parallel_size:
             from verifier.worker import run as run_verifier
 
-            run_verifier(self._config, self._rank, store, front=front)
+            run_verifier(self._config, self._specs, self._rank, store, front=front)
         else:
             from drafter.worker import run as run_drafter
 
-            run_drafter(self._config, self._rank, store)
+            run_drafter(self._config, self._specs, self._rank, store)
 
 
 def _choose_interface(address: str) -> None:

@@ -18,8 +18,9 @@ from secateur.errors import ConfigError, Problem
 from secateur.protocol import CompletionRequest
 from secateur.requests import DEFAULTED
 from secateur.schema import problems_of
-from workers.checkpoint import ModelSpec, check_heads, check_parallel, read_json, read_spec, resolve_path
+from workers.checkpoint import check_heads, check_parallel, read_json, read_spec, resolve_path
 from workers.config import AcceptanceConfig, DraftConfig, EngineConfig, PruneConfig, TreeConfig
+from workers.specs import DraftSpec, Eagle3Spec, FcHeadSpec, ModelSpec, read_draft_spec
 
 _UNKNOWN_MODEL_LEN = 2048  # placing an engine does not depend on it
 
@@ -84,7 +85,11 @@ def engine_config(args: EngineArgs, *, num_gpus: int | None = None) -> EngineCon
     args = settle(args, num_gpus=num_gpus)
     config = layout_config(args)
     path = model_folder(args.model, args.revision)
-    spec = _read_spec(path, config.tensor_parallel_size, "tensor_parallel_size")
+    try:
+        spec = read_spec(path)
+        check_parallel(spec, config.tensor_parallel_size)
+    except (ValueError, FileNotFoundError) as error:
+        raise ConfigError(str(error)) from error
     config = replace(
         config,
         model_path=str(path),
@@ -152,15 +157,6 @@ def model_folder(name: str, revision: str | None = None) -> Path:
         raise ConfigError(str(error)) from error
 
 
-def _read_spec(path: Path, size: int, parameter: str) -> ModelSpec:
-    try:
-        spec = read_spec(path)
-        check_parallel(spec, size)
-    except (ValueError, FileNotFoundError) as error:
-        raise ConfigError(str(error).replace("tensor_parallel_size", parameter)) from error
-    return spec
-
-
 def _checked_draft(draft: DraftConfig, target_path: Path, target: ModelSpec) -> DraftConfig:
     """The drafter with its folder, whose configuration fits the target. Raises ConfigError."""
     match draft.method:
@@ -169,37 +165,24 @@ def _checked_draft(draft: DraftConfig, target_path: Path, target: ModelSpec) -> 
         case "mtp":
             path = target_path
             _check_chain_of(draft.tree, target.num_mtp_layers)
-            _check_head(draft, path, target)
-        case "eagle" | "eagle3":
+        case _:
             path = model_folder(draft.model_path)
-            _check_head(draft, path, target)
-        case "draft_model":
-            path = model_folder(draft.model_path)
-            model = _read_spec(path, draft.tensor_parallel_size, "draft_tensor_parallel_size")
-            if model.vocab_size != target.vocab_size:
-                raise ConfigError(
-                    "the target and the draft model should have the same vocabulary size "
-                    f"(got {target.vocab_size} and {model.vocab_size}); use a draft model of the target's family"
-                )
-    return replace(draft, model_path=str(path))
-
-
-def _check_head(draft: DraftConfig, path: Path, target: ModelSpec) -> None:
-    # Imports torch: seconds, and most errors come before it.
-    from workers.eagle3_format import read_eagle3_spec
-    from workers.fc_head_format import read_eagle_spec, read_mtp_spec
-
+    draft = replace(draft, model_path=str(path))
     try:
-        match draft.method:
-            case "eagle3":
-                head = read_eagle3_spec(path, target)
-                check_heads(head.num_heads, head.num_kv_heads, draft.tensor_parallel_size)
-            case "eagle":
-                check_parallel(read_eagle_spec(path, target).layers, draft.tensor_parallel_size)
-            case "mtp":
-                check_parallel(read_mtp_spec(path, target).layers, draft.tensor_parallel_size)
+        _check_draft_parallel(read_draft_spec(draft, target), draft.tensor_parallel_size)
     except (ValueError, FileNotFoundError) as error:
         raise ConfigError(str(error).replace("tensor_parallel_size", "draft_tensor_parallel_size")) from error
+    return draft
+
+
+def _check_draft_parallel(spec: DraftSpec | None, size: int) -> None:
+    match spec:
+        case Eagle3Spec():
+            check_heads(spec.num_heads, spec.num_kv_heads, size)
+        case FcHeadSpec():
+            check_parallel(spec.layers, size)
+        case ModelSpec():
+            check_parallel(spec, size)
 
 
 def _check_chain_of(tree: TreeConfig, num_layers: int) -> None:

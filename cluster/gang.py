@@ -22,6 +22,7 @@ from cluster.actors import Worker, packages_folder
 from cluster.engine_client import EngineClient
 from cluster.seats import seats, worker_env
 from workers.config import START_TIMEOUT_S, EngineConfig
+from workers.specs import read_specs
 
 logger = logging.getLogger(__name__)
 
@@ -45,13 +46,15 @@ class Gang:
 
     async def start(self, group: PlacementGroup) -> None:
         """Returns when the engine serves. Raises if a rank dies first; call `close` then."""
-        config = self._config
+        config, folder = self._config, packages_folder()
+        specs = await asyncio.to_thread(read_specs, config)
+        told = config.to_json(), specs.to_json()
         remote = ray.remote(Worker)
         for seat in seats(config):
             strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=seat.bundle)
             # num_cpus=0: the bundle is the reservation. The index is given, or Ray might swap devices.
             options = remote.options(num_cpus=0, num_gpus=seat.num_gpus, scheduling_strategy=strategy, max_restarts=0)
-            self._workers.append(options.remote(config.to_json(), seat.rank, packages_folder(), worker_env(config)))
+            self._workers.append(options.remote(*told, seat.rank, folder, worker_env(config)))
         nodes: list[str] = await asyncio.gather(*(worker.node_id.remote() for worker in self._workers))
         front = await self._listen(nodes[0])
         store = await self._workers[0].open_store.remote()

@@ -29,6 +29,7 @@ from cluster.engine_client import EngineClient, EngineDead
 from cluster.seats import num_bundles, seats, worker_env
 from secateur.errors import ConfigError
 from workers.config import START_TIMEOUT_S, EngineConfig
+from workers.specs import Specs, read_specs
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +47,9 @@ class EngineProcesses:
     of its stderr; not after `close`.
     """
 
-    def __init__(self, config: EngineConfig, front: str, *, on_death: Callable[[str], None]) -> None:
+    def __init__(self, config: EngineConfig, specs: Specs, front: str, *, on_death: Callable[[str], None]) -> None:
         self._config = config
+        self._specs = specs
         self._front = front
         self._on_death = on_death
         self._children: list[_Child] = []
@@ -103,7 +105,8 @@ class EngineProcesses:
         seat, devices = seats(self._config)[rank], self._devices()
         module = "verifier" if rank < self._config.tensor_parallel_size else "drafter"
         command = [sys.executable, "-P", "-m", "cluster.child", str(os.getpid()), module]
-        command += ["--rank", str(rank), "--config", self._config.to_json(), *where]
+        command += ["--rank", str(rank), "--config", self._config.to_json()]
+        command += ["--specs", self._specs.to_json(), *where]
         env = os.environ | worker_env(self._config) | {"PYTHONPATH": _python_path()}
         env["CUDA_VISIBLE_DEVICES"] = devices[seat.bundle] if devices else ""
         with self._lock:
@@ -217,13 +220,15 @@ class LocalEngine:
         return self._processes.pids if self._processes else []
 
     async def start(self) -> None:
-        """Returns when the engine serves. Raises EngineDead or TimeoutError, with nothing left running."""
+        """Returns when the engine serves. Raises EngineDead, TimeoutError, or what `read_specs` does, with nothing left
+        running."""
         loop = asyncio.get_running_loop()
         self._folder = tempfile.TemporaryDirectory(prefix="secateur-")
         try:
             front = await self.client.listen(f"unix:{self._folder.name}/engine.sock")
+            specs = await asyncio.to_thread(read_specs, self.config)
             self._processes = EngineProcesses(
-                self.config, front, on_death=lambda reason: _call(loop, self.client.fail, reason)
+                self.config, specs, front, on_death=lambda reason: _call(loop, self.client.fail, reason)
             )
             # Started in this thread, not in an executor's: children live as long as the thread that starts them.
             self._processes.start_first()

@@ -1,6 +1,6 @@
 """The EAGLE-3 head: a decoder layer (rarely more) that reads the target's mind and drafts the next token.
 
-    Eagle3Head.load(path, target_path, tp=SINGLE, device="cpu", dtype=float32) -> Eagle3Head        .spec
+    Eagle3Head.load(spec, path, target_path, tp=SINGLE, device="cpu", dtype=float32) -> Eagle3Head        .spec
         .plan(metadata, page_size) -> AttentionPlan                        slot 0 hidden
         .forward(tokens_M, features_MH, positions_M, plan, kv) -> hidden_MH  the next step's features
         .logits(hidden_MH) -> [M, draft_vocab] float32                     gathered over `tp`
@@ -29,19 +29,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drafter.head import FeatureHead, name_in_target
-from workers.checkpoint import Weights, check_heads, read_spec
-from workers.eagle3_format import (
-    FUSION_TENSORS,
-    UNUSED_TENSORS,
-    Eagle3Spec,
-    load_target_ids,
-    open_eagle3,
-    read_eagle3_spec,
-)
+from workers.checkpoint import Weights, check_heads
+from workers.eagle3_format import FUSION_TENSORS, UNUSED_TENSORS, load_target_ids, open_eagle3
 from workers.kernels.choose import TORCH, AttentionPlan, Kernels
 from workers.kv import KVPool
 from workers.layers import SINGLE, Attention, Mlp, TensorParallel, VocabHead, gather_vocab
 from workers.model import DecoderLayer, is_legacy, load_attention, load_layer, load_mlp
+from workers.specs import Eagle3Spec
 
 
 class Eagle3Head(FeatureHead):
@@ -78,6 +72,7 @@ class Eagle3Head(FeatureHead):
     @staticmethod
     @torch.inference_mode()
     def load(
+        spec: Eagle3Spec,
         path: Path | str,
         target_path: Path | str,
         tp: TensorParallel = SINGLE,
@@ -88,9 +83,8 @@ class Eagle3Head(FeatureHead):
         """Read this rank's share of a head; embedding and vocabulary head come from the target where it has none.
 
         Raises:
-            ValueError: tp.size does not fit the heads; a head for another target; a missing or unknown tensor, named.
+            ValueError: tp.size does not fit the heads; a missing or unknown tensor, named.
         """
-        spec = read_eagle3_spec(path, read_spec(target_path))
         check_heads(spec.num_heads, spec.num_kv_heads, tp.size)
         weights = open_eagle3(path, dtype, device)
         spec = replace(spec, qk_norm=spec.qk_norm or weights.has("midlayer.self_attn.q_norm.weight"))

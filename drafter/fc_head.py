@@ -23,12 +23,12 @@ from torch import Tensor
 
 from drafter.head import FeatureHead, name_in_target
 from workers.checkpoint import Weights, check_parallel
-from workers.fc_head_format import FcHeadSpec
 from workers.kernels.choose import TORCH, AttentionPlan, Kernels
 from workers.kernels.linear import Linear
 from workers.kv import KVPool
 from workers.layers import SINGLE, TensorParallel, VocabHead, gather_vocab
 from workers.model import DecoderLayer, is_legacy, load_layer
+from workers.specs import FcHeadSpec
 
 
 class FcHead(FeatureHead):

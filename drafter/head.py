@@ -13,12 +13,12 @@ from typing import Any
 from torch import Tensor
 
 from drafter.level import DraftVocabulary
-from workers.checkpoint import ModelSpec, Weights
-from workers.eagle3_format import Eagle3Spec
+from workers.checkpoint import Weights
 from workers.kernels.choose import AttentionPlan, Kernels
 from workers.kv import KVPool
 from workers.layers import HeadSplit, TensorParallel
 from workers.rope import Rope
+from workers.specs import Eagle3Spec, ModelSpec
 from workers.transformers_load import text_name
 from workers.types import AttentionMetadata
 

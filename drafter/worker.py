@@ -19,7 +19,6 @@ from drafter.level import DraftVocabulary, GrowLimits
 from drafter.ngram import Lengths, NgramProposer
 from drafter.propose import (
     DraftModelProposer,
-    FeatureHead,
     FeatureProposer,
     Proposer,
     head_graphs,
@@ -29,16 +28,15 @@ from drafter.propose import (
 from drafter.shape import Shape, make_shape
 from workers import groups
 from workers.channel import Received, naming_lost_peers
-from workers.checkpoint import read_spec
-from workers.config import DraftConfig, EngineConfig
+from workers.config import EngineConfig
 from workers.decoders import load_decoder
-from workers.fc_head_format import read_eagle_spec, read_mtp_spec
 from workers.graphs import can_capture, decoder_graphs
 from workers.groups import World
 from workers.heap import freeze_start_up
 from workers.kernels.choose import TORCH, Kernels, kernels_for
 from workers.kv import KVPool
 from workers.memory import agree_on_pages
+from workers.specs import Eagle3Spec, FcHeadSpec, ModelSpec, Specs
 from workers.standings import Standing, pack_standings, unpack_standings
 from workers.types import DraftCosts, DraftReply, DraftRequest, Rule, SamplingBatch, SamplingParams
 from workers.wire import Kind
@@ -46,14 +44,14 @@ from workers.wire import Kind
 logger = logging.getLogger(__name__)
 
 
-def run(config: EngineConfig, rank: int, store_address: str) -> None:
+def run(config: EngineConfig, specs: Specs, rank: int, store_address: str) -> None:
     """Drafts until verifier 0 says stop. Raises what ended it early, e.g. PeerLost."""
     assert config.draft is not None
     world = groups.join(config, rank, store_address)
     logger.info("%s: joined a world of %d", world.role, config.world_size)
     is_model = config.draft.method != "ngram"
     kernels = kernels_for(world.device, config.kernels, config.enforce_eager) if is_model else TORCH
-    proposer = _load(world, config.draft, kernels)
+    proposer = _load(world, specs, kernels)
     is_hybrid, shape = config.draft.acceptance.sample_method == "hybrid", make_shape(config.draft.tree)
     report: dict[str, str | int] = {}
     if not isinstance(proposer, NgramProposer):
@@ -201,32 +199,27 @@ def _standings(constraints_U: Tensor, growing: Tensor) -> dict[int, Standing]:
     return {int(place_B[b]): standing for b, standing in unpack_standings(constraints_U).items() if growing[b]}
 
 
-def _load(world: World, draft: DraftConfig, kernels: Kernels) -> FeatureProposer | DraftModelProposer | NgramProposer:
+def _load(world: World, specs: Specs, kernels: Kernels) -> FeatureProposer | DraftModelProposer | NgramProposer:
     """This rank's proposer with a KV pool of the agreed number of pages."""
-    config = world.config
+    config, draft, spec = world.config, world.config.draft, specs.draft
+    assert draft is not None
     dtype = getattr(torch, config.dtype)
     has_graphs = can_capture(kernels, world.device, config.enforce_eager)
     # Only `auto` grows dynamic trees at once. Ranks of a group would have to capture their collectives too.
     is_unrolled = has_graphs and draft.tree.kind == "dynamic" and world.tp.size == 1
-    match draft.method:
-        case "eagle3" | "eagle" | "mtp":
-            head = _load_head(world, draft, dtype, kernels)
+    match spec:
+        case Eagle3Spec() | FcHeadSpec():
+            where = draft.model_path, config.model_path, world.tp, world.device, dtype, kernels
+            head = Eagle3Head.load(spec, *where) if isinstance(spec, Eagle3Spec) else FcHead.load(spec, *where)
             kv = head.new_kv_pool(agree_on_pages(world, head.bytes_per_slot) * config.page_size)
             graphs = head_graphs(head, kv, config) if has_graphs else None
             unrolled = unrolled_head(head, kv, config) if is_unrolled else None
             return FeatureProposer(head, kv, config.page_size, config.tree_rows, graphs, unrolled)
-        case "ngram":
+        case None:
             num_pages = agree_on_pages(world, NgramProposer.BYTES_PER_SLOT)
             lengths = Lengths(draft.prompt_lookup_min, draft.prompt_lookup_max)
-            vocab_size = read_spec(config.model_path).vocab_size
-            return NgramProposer(lengths, vocab_size, num_pages, config.page_size)
-        case "draft_model":
-            spec, target = read_spec(draft.model_path), read_spec(config.model_path)
-            if spec.vocab_size != target.vocab_size:
-                raise ValueError(
-                    f"target and draft model should have the same vocabulary size (target {target.vocab_size}, "
-                    f"draft {spec.vocab_size}): choose a draft model of the same family"
-                )
+            return NgramProposer(lengths, specs.target.vocab_size, num_pages, config.page_size)
+        case ModelSpec():
             model = load_decoder(
                 draft.model_path,
                 spec,
@@ -243,13 +236,3 @@ def _load(world: World, draft: DraftConfig, kernels: Kernels) -> FeatureProposer
                 graphs = decoder_graphs(model, kv, config)
                 unrolled = unrolled_decoder(model, kv, config) if is_unrolled else None
             return DraftModelProposer(model, kv, config.page_size, graphs, unrolled)
-
-
-def _load_head(world: World, draft: DraftConfig, dtype: torch.dtype, kernels: Kernels) -> FeatureHead:
-    """This rank's share of the head that reads the target's features."""
-    target_path = world.config.model_path
-    if draft.method == "eagle3":
-        return Eagle3Head.load(draft.model_path, target_path, world.tp, world.device, dtype, kernels)
-    read = read_mtp_spec if draft.method == "mtp" else read_eagle_spec
-    spec = read(draft.model_path, read_spec(target_path))
-    return FcHead.load(spec, draft.model_path, target_path, world.tp, world.device, dtype, kernels)

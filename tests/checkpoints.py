@@ -5,6 +5,7 @@ write_multimodal(path, prefix, **config) -> path                    Gemma-3's te
 quantise_fp8(path, block) -> path                                   its layers' matrices, with block scales
 dequantise_fp8(path, to) -> to                                      the same checkpoint in float32
 write_eagle3(path, style="safeailab" | "specforge" | "speculators", seed=0, bin_file=False, **config) -> path
+load_eagle3(path, target) -> Eagle3Head                              as its config.json describes it
 write_eagle(path, bias=True, with_embedding=False, with_head=False, seed=0, **config) -> path      EAGLE-1/2
 add_mtp(path, "qwen3" | "mimo", seed=0) -> path                     to a "qwen3" or "qwen2" model of write_model
 """
@@ -18,6 +19,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from drafter.eagle3 import Eagle3Head
+from workers.checkpoint import read_spec
+from workers.eagle3_format import read_eagle3_spec
 
 BASE = {
     "vocab_size": 96,
@@ -360,6 +365,11 @@ def write_eagle3(
             }
     (path / "config.json").write_text(json.dumps(config))
     return path
+
+
+def load_eagle3(path: Path, target: Path, *own: Any, **named: Any) -> Eagle3Head:
+    """Further arguments are those of `Eagle3Head.load`."""
+    return Eagle3Head.load(read_eagle3_spec(path, read_spec(target)), path, target, *own, **named)
 
 
 def write_eagle(

@@ -41,7 +41,7 @@ class Pair:
         return Pair(
             Decoder.load(target_path, spec, tap_layers=head.tap_layers),
             FeatureFusion.load(head_path, head),
-            Eagle3Head.load(head_path, target_path),
+            Eagle3Head.load(head, head_path, target_path),
         )
 
 

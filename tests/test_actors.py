@@ -7,13 +7,16 @@ import subprocess
 import sys
 
 import pytest
+from engines import bundled
 
 import cluster.actors
 from cluster.actors import Worker, interface_of, packages_folder
 from workers.config import EngineConfig
+from workers.specs import read_specs
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 CONFIG = EngineConfig(model_path="model").to_json()
+SPECS = read_specs(bundled()).to_json()
 
 
 @pytest.fixture
@@ -28,7 +31,7 @@ def address(monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_ranks_talk_through_the_interface_of_their_node_s_address(address: str) -> None:
     """By themselves gloo and NCCL choose one; on a machine whose name is 127.0.1.1 gloo's is out of others' reach."""
-    Worker(CONFIG, 0, packages_folder(), {})
+    Worker(CONFIG, SPECS, 0, packages_folder(), {})
     name = interface_of(address)
     assert name is not None and name.startswith("lo")
     assert [os.environ[variable] for variable in INTERFACES] == [name, f"={name}"]
@@ -36,13 +39,13 @@ def test_ranks_talk_through_the_interface_of_their_node_s_address(address: str) 
 
 def test_an_interface_that_was_chosen_stays(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
-    Worker(CONFIG, 0, packages_folder(), {})
+    Worker(CONFIG, SPECS, 0, packages_folder(), {})
     assert os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
 
 
 def test_an_address_that_no_interface_has_chooses_none(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster.actors.ray.util, "get_node_ip_address", lambda: "203.0.113.9")
-    Worker(CONFIG, 0, packages_folder(), {})
+    Worker(CONFIG, SPECS, 0, packages_folder(), {})
     assert not set(INTERFACES) & os.environ.keys()
 
 
@@ -50,7 +53,7 @@ def test_an_actor_logs_what_a_process_logs() -> None:
     code = f"""if True:
         import logging
         from cluster.actors import Worker, packages_folder
-        Worker({CONFIG!r}, 0, packages_folder(), {{}})
+        Worker({CONFIG!r}, {SPECS!r}, 0, packages_folder(), {{}})
         logging.getLogger("verifier.worker").info("joined a world")
     """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)

@@ -22,7 +22,7 @@ from workers.config import DraftConfig, EngineConfig, TreeConfig
 from workers.decoders import load_decoder
 from workers.graphs import decoder_graphs
 from workers.kernels.choose import kernels_for
-from workers.transformers_spec import TransformersSpec
+from workers.specs import TransformersSpec
 
 torch.set_num_threads(1)
 

@@ -144,7 +144,7 @@ def test_the_head_equals_a_straightforward_implementation(
     tokens = torch.randint(0, 96, (n + 1,), generator=generator)
     taps = torch.randn(n, 3 * 64, generator=generator)
     spec = read_eagle3_spec(path, read_spec(target))
-    head = Eagle3Head.load(path, target)
+    head = checkpoints.load_eagle3(path, target)
     features = FeatureFusion.load(path, spec)(taps)
     torch.testing.assert_close(features, plain.fuse(taps), atol=TOLERANCE, rtol=0)
     embedding = plain.w.get("embed_tokens.weight", load_file(target / "model.safetensors")["model.embed_tokens.weight"])
@@ -210,12 +210,12 @@ def target_ids_of(head: Eagle3Head) -> Tensor:
 def test_target_ids_are_the_draft_ids_plus_d2t(tmp_path: Path, target: Path) -> None:
     path = checkpoints.write_eagle3(tmp_path)
     tensors = load_file(path / "model.safetensors")
-    assert torch.equal(target_ids_of(Eagle3Head.load(path, target)), tensors["t2d"].nonzero()[:, 0])
+    assert torch.equal(target_ids_of(checkpoints.load_eagle3(path, target)), tensors["t2d"].nonzero()[:, 0])
 
 
 def test_a_bin_file_loads_like_safetensors(tmp_path: Path, target: Path) -> None:
-    first = Eagle3Head.load(checkpoints.write_eagle3(tmp_path / "a"), target)
-    second = Eagle3Head.load(checkpoints.write_eagle3(tmp_path / "b", bin_file=True), target)
+    first = checkpoints.load_eagle3(checkpoints.write_eagle3(tmp_path / "a"), target)
+    second = checkpoints.load_eagle3(checkpoints.write_eagle3(tmp_path / "b", bin_file=True), target)
     x = torch.randn(2, 64, generator=torch.Generator().manual_seed(0))
     assert torch.equal(first.logits(x), second.logits(x))
 
@@ -223,7 +223,7 @@ def test_a_bin_file_loads_like_safetensors(tmp_path: Path, target: Path) -> None
 def test_a_stored_buffer_of_the_rotary_embedding_is_passed_over(tmp_path: Path, target: Path) -> None:
     path = checkpoints.write_eagle3(tmp_path)
     checkpoints.edit_weights(path, add={"midlayer.self_attn.rotary_emb.inv_freq": torch.ones(4)})
-    Eagle3Head.load(path, target)
+    checkpoints.load_eagle3(path, target)
 
 
 def test_feature_layers_are_normalised_to_capture_before(tmp_path: Path) -> None:
@@ -324,7 +324,7 @@ def test_a_head_that_does_not_fit_is_refused_by_name(
     path = checkpoints.write_eagle3(tmp_path)
     damage(path)
     with pytest.raises(ValueError, match=message):
-        Eagle3Head.load(path, target)
+        checkpoints.load_eagle3(path, target)
 
 
 def test_the_fusion_names_what_it_misses_and_what_it_does_not_know(tmp_path: Path, target: Path) -> None:
@@ -346,7 +346,7 @@ def test_a_head_has_llamas_layer_though_it_names_its_targets(
     expected = read_eagle3_spec(path, read_spec(target))
     checkpoints.edit_config(path, model_type=model_type, sliding_window=7, max_window_layers=0)
     assert read_eagle3_spec(path, read_spec(target)) == expected
-    Eagle3Head.load(path, target)
+    checkpoints.load_eagle3(path, target)
 
 
 def edit_layers(path: Path, **changes: Any) -> None:
@@ -381,7 +381,7 @@ def test_speculators_says_what_its_layers_are(
     path = checkpoints.write_eagle3(tmp_path, style="speculators", qk_norm=True, head_dim=24)
     damage(path)
     with pytest.raises(ValueError, match=message):
-        Eagle3Head.load(path, target)
+        checkpoints.load_eagle3(path, target)
 
 
 def test_a_model_is_not_taken_for_a_head(target: Path) -> None:

@@ -157,7 +157,7 @@ def mtp(folder: Path, layout: str, **options: Any) -> tuple[PlainHead, FcHead]:
 def eagle3(folder: Path, **options: Any) -> tuple[PlainHead, Eagle3Head]:
     target = checkpoints.write_model(folder / "target", "llama")
     path = checkpoints.write_eagle3(folder / "head", style="speculators", **options)
-    return PlainHead("eagle3", path, target), Eagle3Head.load(path, target)
+    return PlainHead("eagle3", path, target), checkpoints.load_eagle3(path, target)
 
 
 HEADS: dict[str, Callable[[Path], tuple[PlainHead, FcHead | Eagle3Head]]] = {
@@ -273,7 +273,7 @@ def test_a_head_shares_the_embeddings_of_a_target_with_a_vision_tower(
     eagle = checkpoints.write_eagle(tmp_path / "eagle")
     spec = read_eagle_spec(eagle, read_spec(target))
     x = torch.randn(2, 64)
-    for head in (Eagle3Head.load(eagle3, target), FcHead.load(spec, eagle, target)):
+    for head in (checkpoints.load_eagle3(eagle3, target), FcHead.load(spec, eagle, target)):
         assert torch.equal(head._embedding_VH, embedding_VH)
         torch.testing.assert_close(head._head(x), x @ output_VH.T)
 

@@ -14,8 +14,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from workers import checkpoint
 from workers.checkpoint import Weights, read_spec
+from workers.specs import TransformersSpec
 from workers.transformers_model import TransformersDecoder
-from workers.transformers_spec import TransformersSpec
 
 torch.set_num_threads(1)
 

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -199,8 +200,13 @@ def test_one_dead_rank_is_the_death_of_all_and_is_named(config: EngineConfig) ->
 @needs_models
 def test_a_start_that_fails_says_why_and_leaves_nothing_behind(config: EngineConfig, tmp_path: Path) -> None:
     async def main() -> list[int]:
-        engine = LocalEngine(replace(config, model_path=str(tmp_path)))
-        with pytest.raises(EngineDead, match="config.json"):
+        nothing = LocalEngine(replace(config, model_path=str(tmp_path)))
+        with pytest.raises(FileNotFoundError, match=r"config\.json"):
+            await nothing.start()
+        assert not nothing.pids
+        shutil.copy(Path(config.model_path) / "config.json", tmp_path)
+        engine = LocalEngine(nothing.config)
+        with pytest.raises(EngineDead, match="no weights"):
             await engine.start()
         return engine.pids
 

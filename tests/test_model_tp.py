@@ -12,7 +12,6 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from drafter.eagle3 import Eagle3Head
 from drafter.fc_head import FcHead
 from drafter.propose import FeatureHead
 from workers.checkpoint import read_spec
@@ -75,7 +74,7 @@ def run_models(folder: Path, tp: TensorParallel) -> dict[str, Tensor]:
     path = folder / "eagle3"
     fused = FeatureFusion.load(path, read_eagle3_spec(path, spec))(taps)
     heads: dict[str, tuple[FeatureHead, Tensor]] = {
-        "eagle3": (Eagle3Head.load(path, target, tp), fused),
+        "eagle3": (checkpoints.load_eagle3(path, target, tp), fused),
         "eagle": (FcHead.load(read_eagle_spec(folder / "eagle", spec), folder / "eagle", target, tp), taps[:, :64]),
         "mtp": (FcHead.load(read_mtp_spec(target, spec), target, target, tp), taps[:, :64]),
     }

@@ -21,7 +21,8 @@ from torch._dynamo.utils import counters
 from workers.checkpoint import read_spec
 from workers.kernels import pointwise, reference
 from workers.model import Decoder
-from workers.rope import Rope, RopeSpec
+from workers.rope import Rope
+from workers.specs import RopeSpec
 
 torch.set_num_threads(1)
 

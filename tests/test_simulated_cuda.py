@@ -37,6 +37,7 @@ from workers.ipc import Decoder as Frames
 from workers.ipc import FrameSocket, Speculation, StepOutput, Submit, encode
 from workers.kernels.choose import kernels_for
 from workers.layers import TensorParallel
+from workers.specs import read_specs
 from workers.types import Constraints, DraftRequest, SamplingParams
 from workers.wire import Message
 
@@ -187,11 +188,12 @@ def run(config: EngineConfig, jobs: list[Submit]) -> Run:
             )
             for rank in range(2)
         )
-        target, num_pages, _ = verifier_worker.load(verifier)
+        specs = read_specs(config)
+        target, num_pages = verifier_worker.load(verifier, specs)
         assert config.draft is not None
         is_model = config.draft.method != "ngram"
         kernels = kernels_for(device if is_model else "cpu", config.kernels, config.enforce_eager)
-        proposer = drafter_worker._load(drafter, config.draft, kernels)
+        proposer = drafter_worker._load(drafter, specs, kernels)
         draft = partial(drafter_worker.draft, proposer=proposer, shape=make_shape(config.draft.tree), kernels=kernels)
         if not isinstance(proposer, NgramProposer):
             for request in drafter_worker.nobody(config, proposer.width):

@@ -17,6 +17,7 @@ from verifier.target import Target
 from workers import groups
 from workers.groups import World
 from workers.ipc import Submit
+from workers.specs import read_specs
 from workers.types import TargetStep
 
 STEP_TIMEOUT_S = 3.0
@@ -27,9 +28,9 @@ SAID = 24
 def run_slowly(world: World) -> str:
     """Each rank as its worker runs it, but the target takes its time over one forward of the start-up profile and over
     the prompt. In rank 0's process a front asks one thing and leaves."""
-    groups.join = lambda *_: world
+    groups.join, specs = lambda *_: world, read_specs(world.config)
     if world.rank > 0:
-        drafter.worker.run(world.config, world.rank, "")
+        drafter.worker.run(world.config, specs, world.rank, "")
         return "drafted to the end"
     execute, slow = Target._execute, []
 
@@ -48,7 +49,7 @@ def run_slowly(world: World) -> str:
         front = threading.Thread(target=lambda: asyncio.run(ask(address, is_open, answers)))
         front.start()
         is_open.wait()
-        verifier.worker.run(world.config, 0, "", front=address)
+        verifier.worker.run(world.config, specs, 0, "", front=address)
         front.join()
     return f"said {len(answers)} tokens, slow at {slow}"
 

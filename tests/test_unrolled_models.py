@@ -103,7 +103,8 @@ def proposers(
 
     if method == "eagle3":
         heads = [
-            Eagle3Head.load(head, BUNDLED / "target", device=device, kernels=kernels) for kernels in (TORCH, fused)
+            checkpoints.load_eagle3(head, BUNDLED / "target", device=device, kernels=kernels)
+            for kernels in (TORCH, fused)
         ]
         pools = [head.new_kv_pool(16 * PAGE) for head in heads]
         by_level, at_once = (FeatureProposer(heads[0], pool, PAGE, CONFIG.tree_rows) for pool in pools)

@@ -3,11 +3,11 @@ is left behind that is read."""
 
 from __future__ import annotations
 
+import checkpoints
 import pytest
 import torch
 from engines import AUTO, BUNDLED, CHAIN, DYNAMIC, STATIC, bundled
 
-from drafter.eagle3 import Eagle3Head
 from drafter.propose import DraftModelProposer, FeatureProposer
 from drafter.shape import make_shape
 from drafter.worker import draft, nobody
@@ -25,7 +25,7 @@ def test_every_kind_of_node_is_drafted_for_nobody_on_the_null_page(method, tree)
     config = bundled(tree, method=method)
     proposer: FeatureProposer | DraftModelProposer
     if method == "eagle3":
-        head = Eagle3Head.load(BUNDLED / "eagle3", BUNDLED / "target")
+        head = checkpoints.load_eagle3(BUNDLED / "eagle3", BUNDLED / "target")
         kv = head.new_kv_pool(8 * config.page_size)
         proposer = FeatureProposer(head, kv, config.page_size, config.tree_rows)
     else:

@@ -12,21 +12,21 @@ from verifier.engine import Engine
 from verifier.states import WaitingStates, most_waiting
 from verifier.target import Fuse, Target
 from workers import groups, ipc
-from workers.checkpoint import ModelSpec, read_spec
 from workers.config import EngineConfig
 from workers.decoders import load_decoder
-from workers.eagle3_format import FeatureFusion, read_eagle3_spec
+from workers.eagle3_format import FeatureFusion
 from workers.graphs import can_capture, decoder_graphs
 from workers.groups import World
 from workers.heap import freeze_start_up
 from workers.kernels.choose import Kernels, kernels_for
 from workers.kv import KVPool
 from workers.memory import agree_on_pages, logits_bytes
+from workers.specs import Eagle3Spec, Specs
 
 logger = logging.getLogger(__name__)
 
 
-def run(config: EngineConfig, rank: int, store_address: str, *, front: str | None = None) -> None:
+def run(config: EngineConfig, specs: Specs, rank: int, store_address: str, *, front: str | None = None) -> None:
     """Serves until the engine stops. Rank 0 needs `front`, the address its service front listens on.
 
     Raises what ended the engine early: PeerLost, or a ValueError that says what is wrong with the configuration.
@@ -34,7 +34,7 @@ def run(config: EngineConfig, rank: int, store_address: str, *, front: str | Non
     assert (rank == 0) == (front is not None), "exactly rank 0 has a front"
     world = groups.join(config, rank, store_address)
     logger.info("%s: joined a world of %d", world.role, config.world_size)
-    target, num_pages, vocab_size = load(world)
+    target, num_pages = load(world, specs)
     topology = world.gather_topology({} if target.graphs is None else target.graphs.report)
     if front is None:
         freeze_start_up()
@@ -46,7 +46,12 @@ def run(config: EngineConfig, rank: int, store_address: str, *, front: str | Non
         freeze_start_up()  # before it says that it is ready
         socket = ipc.FrameSocket(ipc.connect(front))
         socket.send(
-            ipc.Ready(topology=topology, max_model_len=config.max_model_len, vocab_size=vocab_size, num_pages=num_pages)
+            ipc.Ready(
+                topology=topology,
+                max_model_len=config.max_model_len,
+                vocab_size=specs.target.vocab_size,
+                num_pages=num_pages,
+            )
         )
         engine = Engine(config, target, world.link, socket, num_pages, row_costs)
         try:
@@ -61,13 +66,12 @@ def run(config: EngineConfig, rank: int, store_address: str, *, front: str | Non
     logger.info("%s: stopped", world.role)
 
 
-def load(world: World, graphs_of: EngineConfig | None = None) -> tuple[Target, int, int]:
-    """This rank's target, the agreed number of KV pages, and the vocabulary size. graphs_of: the engine whose steps are
-    captured, if not the world's."""
-    config = world.config
+def load(world: World, specs: Specs, graphs_of: EngineConfig | None = None) -> tuple[Target, int]:
+    """This rank's target and the agreed number of KV pages. graphs_of: the engine whose steps are captured, if not the
+    world's."""
+    config, spec = world.config, specs.target
     dtype = getattr(torch, config.dtype)
-    spec = read_spec(config.model_path)
-    reading = _reading(world, spec, dtype)
+    reading = _reading(world, specs, dtype)
     kernels = kernels_for(world.device, config.kernels, config.enforce_eager)
     logger.info("%s: %s kernels on %s", world.role, kernels.NAME, world.device)
     decoder = load_decoder(
@@ -95,7 +99,7 @@ def load(world: World, graphs_of: EngineConfig | None = None) -> tuple[Target, i
         graphs = decoder_graphs(decoder, kv, graphs_of or config)
         logger.info("%s: captured graphs, %s", world.role, graphs.report)
     target = Target(decoder, kv, config.page_size, world.peers, reading.fuse, waiting, graphs)
-    return target, num_pages, spec.vocab_size
+    return target, num_pages
 
 
 @torch.inference_mode()
@@ -118,12 +122,12 @@ class _Reading(NamedTuple):
     tap_layers: tuple[int, ...] = ()
 
 
-def _reading(world: World, target: ModelSpec, dtype: torch.dtype) -> _Reading:
+def _reading(world: World, specs: Specs, dtype: torch.dtype) -> _Reading:
     draft = world.config.draft
     if not world.leads or draft is None or not draft.reads_features:
         return _Reading()
-    if draft.method != "eagle3":
-        return _Reading(lambda state_ND: state_ND, target.hidden_size)
-    head = read_eagle3_spec(draft.model_path, target)
+    width, head = specs.target.hidden_size, specs.draft
+    if not isinstance(head, Eagle3Spec):
+        return _Reading(lambda state_ND: state_ND, width)
     fusion = FeatureFusion.load(draft.model_path, head, device=world.device, dtype=dtype)
-    return _Reading(fusion, 3 * target.hidden_size, head.tap_layers)
+    return _Reading(fusion, 3 * width, head.tap_layers)

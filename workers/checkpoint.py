@@ -1,7 +1,7 @@
-"""Checkpoints: what a model is (`ModelSpec`, from config.json) and where its tensors are (`Weights`, slice by slice).
+"""Checkpoints: what a model is, from config.json, and where its tensors are (`Weights`, slice by slice).
 
     resolve_path(name, revision=None) -> Path          local folder or hub id
-    read_spec(path) -> ModelSpec                       frozen, plain numbers; ValueError for what we cannot run
+    read_spec(path) -> ModelSpec                       see `workers.specs`; ValueError for what we cannot run
     check_parallel(spec, size) -> None                 ValueError unless `size` ranks can share the model
     Weights(path, dtype=None, device="cpu")
         .get(name, dim=None, rank=0, size=1) -> Tensor   .get_range(name, dim, start, end)   .has(name)   .names()
@@ -18,15 +18,14 @@ from __future__ import annotations
 import json
 import zipfile
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from workers.specs import ModelSpec
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-    from workers.rope import RopeSpec
 
 SUPPORTED_ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -47,39 +46,6 @@ _COMPARED_ROWS = 4096
 
 _DEQUANTISED_ITEMS = 1 << 22
 """Values that are dequantised at a time: the float32 copies of them and of their scales come and go."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSpec:
-    """A decoder in plain values.
-
-    `rms_norm_eps`, the biases, `qk_norm` and `rope` describe the layers of `workers.model`; they are empty for a model
-    that runs through transformers' own class (`workers.transformers_spec.TransformersSpec`), which knows its own.
-    """
-
-    family: str  # llama, mistral, qwen2, qwen3, mimo; else transformers' model_type
-    num_layers: int
-    num_mtp_layers: int  # multi-token prediction layers in the same checkpoint
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    vocab_size: int
-    rms_norm_eps: float
-    tie_embeddings: bool
-    qkv_bias: bool
-    o_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
-    rope: RopeSpec
-    windows: tuple[int | None, ...]  # per layer; None = full attention
-    max_position_embeddings: int  # positions that a request may have unless max_model_len is given
-    max_scaled_positions: int  # the most that max_model_len may be: how far rope scaling reaches
-    dtype: str  # float32, bfloat16 or float16: the checkpoint's own
-    eos_token_ids: tuple[int, ...]
-    can_split: bool = True  # between tensor-parallel ranks
-    expert_share: float = 1.0  # of a mixture's experts, that a row goes through
 
 
 def split(total: int, rank: int, size: int) -> tuple[int, int]:

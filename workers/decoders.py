@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from workers.checkpoint import ModelSpec
 from workers.kernels.choose import TORCH, Kernels
 from workers.layers import SINGLE, TensorParallel
 from workers.model import Decoder
+from workers.specs import ModelSpec, TransformersSpec
 
 if TYPE_CHECKING:
     from workers.transformers_model import TransformersDecoder
@@ -42,7 +42,6 @@ def load_decoder(
     Raises:
         ValueError: see `Decoder.load` and `TransformersDecoder.load`.
     """
-    from workers.transformers_spec import TransformersSpec
 
     if not isinstance(spec, TransformersSpec):
         return Decoder.load(path, spec, tp, device, dtype, tap_layers, kernels)

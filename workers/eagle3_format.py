@@ -14,51 +14,24 @@ instead of 3 D. Legend: N packed rows, D target hidden width, H draft hidden wid
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from workers.checkpoint import ModelSpec, Weights, read_json
+from workers.checkpoint import Weights, read_json
 from workers.head_layers import check_speculators, layer_config, layer_windows
 from workers.kernels.linear import Linear
 from workers.kernels.pointwise import rms_norm
-from workers.rope import RopeSpec, rope_spec
+from workers.rope import rope_spec
+from workers.specs import Eagle3Spec, ModelSpec
 
 FUSION_TENSORS = ("fc.weight", "input_norm.weight", "fc_norm.0.weight", "fc_norm.1.weight", "fc_norm.2.weight")
 """Read by the verifier; the drafter's loader lets them pass."""
 
 UNUSED_TENSORS = ("t2d",)
 """The target-to-draft mask says nothing that d2t does not."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Eagle3Spec:
-    """One EAGLE-3 head, in plain values. H = hidden_size, D = target_hidden_size."""
-
-    num_layers: int  # the first reads embedding and feature, any others are plain decoder layers
-    hidden_size: int
-    target_hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    vocab_size: int  # the target's
-    draft_vocab_size: int
-    rms_norm_eps: float
-    rope: RopeSpec
-    qkv_bias: bool
-    o_bias: bool
-    mlp_bias: bool
-    qk_norm: bool  # the config says so; outside speculators' format only the tensors do
-    windows: tuple[int | None, ...]  # per layer; None = full attention
-    tap_layers: tuple[int, int, int]  # residual stream captured BEFORE these target layers, low, mid, high
-    norm_before_residual: bool  # the residual is hidden_norm(g) instead of g
-    input_norm: bool  # one RMSNorm over the 3 D features before fc
-    fc_norm: bool  # one RMSNorm per D-wide feature before fc
-    norm_output: bool  # the next step is fed norm(out) instead of out
 
 
 def default_tap_layers(num_layers: int) -> tuple[int, int, int]:

@@ -15,29 +15,14 @@ to a target that we do not run.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from workers.checkpoint import ModelSpec, read_json
+from workers.checkpoint import read_json
 from workers.head_layers import check_speculators, layer_config, layer_windows
 from workers.rope import rope_spec
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FcHeadSpec:
-    """One head: its layers in plain values, and its tensors by name (None = the layout has no such tensor)."""
-
-    layers: ModelSpec  # shapes of the decoder layers, `num_layers` of them; vocabulary and width are the target's
-    prefix: str  # of every name the head owns
-    fc: str
-    fc_bias: bool
-    feature_first: bool  # fc reads (feature, embedding) instead of (embedding, feature)
-    embedding_norm: str | None
-    feature_norm: str | None
-    layer_prefixes: tuple[str, ...]
-    first_layer_norm: bool  # layer 0 has an input_layernorm
-    final_norm: str | None  # its result is what the head's next step is fed, too
+from workers.specs import FcHeadSpec, ModelSpec
 
 
 def read_eagle_spec(path: Path | str, target: ModelSpec) -> FcHeadSpec:

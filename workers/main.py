@@ -12,6 +12,7 @@ import torch
 from workers import groups
 from workers.config import EngineConfig
 from workers.logs import log_as
+from workers.specs import Specs, read_specs
 
 
 def main(run: Callable[..., None], description: str) -> None:
@@ -23,6 +24,7 @@ def main(run: Callable[..., None], description: str) -> None:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--rank", type=int, required=True, help="world rank: verifiers first, then drafters")
     parser.add_argument("--config", required=True, help="EngineConfig as JSON")
+    parser.add_argument("--specs", help="Specs as JSON; without them they are read, which takes seconds of imports")
     parser.add_argument("--store", help="rendezvous address HOST:PORT printed by rank 0")
     parser.add_argument("--front", help="rank 0 only: unix:/path or tcp:host:port of the service front")
     parser.add_argument("--host", default="127.0.0.1", help="rank 0 only: address the store listens on")
@@ -30,13 +32,14 @@ def main(run: Callable[..., None], description: str) -> None:
     if (args.rank == 0) != (args.front is not None) or (args.rank == 0) == (args.store is not None):
         parser.error("rank 0 takes --front and no --store; every other rank takes --store and no --front")
     config = EngineConfig.from_json(args.config)
+    specs = Specs.from_json(args.specs) if args.specs else read_specs(config)
     log_as(config.role_of(args.rank))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     torch.set_num_threads(1 if config.device == "cpu" else torch.get_num_threads())
     if args.rank == 0:
         store, address = groups.open_store(args.host)
         print(f"store {address}", flush=True)
-        run(config, args.rank, address, front=args.front)
+        run(config, specs, args.rank, address, front=args.front)
         del store  # the rendezvous lives as long as rank 0 runs
     else:
-        run(config, args.rank, args.store)
+        run(config, specs, args.rank, args.store)

@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workers.checkpoint import MTP_PREFIXES, ModelSpec, Weights, check_parallel
+from workers.checkpoint import MTP_PREFIXES, Weights, check_parallel
 from workers.kernels.choose import TORCH, AttentionPlan, Kernels
 from workers.kv import KVPool
 from workers.layers import (
@@ -38,10 +38,8 @@ from workers.layers import (
     shard_vocab,
 )
 from workers.rope import Rope, Rotation
+from workers.specs import Eagle3Spec, ModelSpec
 from workers.types import AttentionMetadata, Hidden
-
-if TYPE_CHECKING:
-    from workers.eagle3_format import Eagle3Spec
 
 logger = logging.getLogger(__name__)
 

@@ -9,21 +9,14 @@ Legend: N packed rows, d head width. `workers.kernels.pointwise.rotate_` applies
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from workers.specs import RopeSpec
+
 SUPPORTED_ROPE = ("default", "linear", "dynamic", "yarn", "llama3")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RopeSpec:
-    """Inverse frequencies (head_dim / 2 of them, exact float32 values) and the factor on cos and sin (YaRN)."""
-
-    inv_freq: tuple[float, ...]
-    scaling: float = 1.0
 
 
 class Reach(NamedTuple):

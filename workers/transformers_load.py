@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from workers.checkpoint import FP8_SCALE, Weights, split
 from workers.layers import SINGLE, HeadSplit, TensorParallel, shard_vocab
 from workers.model import has_own_head, is_legacy
-from workers.transformers_spec import TransformersSpec, build
+from workers.specs import TransformersSpec
+from workers.transformers_spec import build
 
 _GATHERED = ("colwise_gather_output", "colwise_rep")
 _REDUCED = ("rowwise", "rowwise_split_input", "rowwise_rep", "moe_tp_experts", "all_reduce")

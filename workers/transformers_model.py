@@ -29,9 +29,10 @@ from workers.checkpoint import Weights, check_parallel, read_json
 from workers.kernels.choose import TORCH, AttentionPlan, Kernels
 from workers.kv import KVPool
 from workers.layers import SINGLE, TensorParallel, gather_vocab, shard_vocab
+from workers.specs import TransformersSpec
 from workers.transformers_attention import Step, register
 from workers.transformers_load import Shares, fill, skeleton
-from workers.transformers_spec import TESTED, TransformersSpec, model_config
+from workers.transformers_spec import TESTED, model_config
 from workers.types import AttentionMetadata, Hidden
 
 logger = logging.getLogger(__name__)

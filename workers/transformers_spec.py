@@ -22,8 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from workers.checkpoint import SUPPORTED_ARCHITECTURES, ModelSpec, eos_ids, read_json
-from workers.rope import RopeSpec, reach
+from workers.checkpoint import SUPPORTED_ARCHITECTURES, eos_ids, read_json
+from workers.rope import reach
+from workers.specs import RopeSpec, TransformersSpec
 
 PARAMETER_STYLES = {
     "colwise", "colwise_gather_output", "colwise_rep", "rowwise", "rowwise_split_input", "rowwise_rep",
@@ -54,18 +55,6 @@ _HANDLED = {"sliding_window", "softcap", "s_aux", "position_ids", "cache_positio
 _PROBE = "secateur_probe"
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _EXPERTS_PER_ROW = ("num_experts_per_tok", "moe_topk", "moe_k")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransformersSpec(ModelSpec):
-    """A model that runs through transformers' own class; `ModelSpec` says which fields are then empty."""
-
-    class_name: str
-    tp_plan: tuple[tuple[str, str], ...]  # name pattern inside the base model -> style
-    attention_name: str  # the first layer's attention, relative to the base model
-    has_experts: bool  # stacked in one parameter, of which each row takes some
-    copies_from_host: bool  # a forward pass makes tensors of values that lie on the host
-    has_taps: bool  # layers hand on one residual stream [1, N, D], which EAGLE-3 can read
 
 
 def read_transformers_spec(path: Path, raw: dict[str, Any]) -> TransformersSpec:

@@ -18,6 +18,7 @@ from verifier.worker import load
 from workers import groups
 from workers.config import DraftConfig, EngineConfig, TreeConfig
 from workers.ipc import Submit
+from workers.specs import read_specs
 from workers.types import Rule
 
 
@@ -67,7 +68,7 @@ def loaded(config: EngineConfig, shapes: list[Shape]) -> Iterator[Forwards]:
     try:
         most = max(shape.rows for shape in shapes)
         trees = DraftConfig(method="ngram", model_path="", tree=TreeConfig(num_nodes=max(1, most - 1)))
-        target, _, _ = load(groups.join(alone, 0, address), graphs_of=replace(alone, draft=trees))
+        target, _ = load(groups.join(alone, 0, address), read_specs(alone), graphs_of=replace(alone, draft=trees))
         yield Forwards(alone, target.run)
     finally:
         groups.leave()

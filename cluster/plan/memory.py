@@ -5,13 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from workers.checkpoint import MTP_PREFIXES, SUPPORTED_ARCHITECTURES, ModelSpec, Weights, read_spec
+from workers.checkpoint import MTP_PREFIXES, SUPPORTED_ARCHITECTURES, Weights
 from workers.config import EngineConfig
-
-if TYPE_CHECKING:
-    from workers.eagle3_format import Eagle3Spec
+from workers.specs import Eagle3Spec, FcHeadSpec, ModelSpec, read_specs
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _TOKEN_ID_BYTES = 4
@@ -47,11 +44,10 @@ class Side:
 
 def sides(config: EngineConfig) -> list[Side]:
     """The target's side and, if there is one, the drafter's."""
-    from workers.eagle3_format import read_eagle3_spec
-    from workers.fc_head_format import read_eagle_spec, read_mtp_spec
     from workers.memory import logits_bytes
 
-    target = read_spec(config.model_path)
+    specs = read_specs(config)
+    target, spec = specs.target, specs.draft
     stored = _of_text_model(tensor_shapes(Path(config.model_path))) or expected_shapes(target)
     item, draft = ITEM_BYTES[config.dtype], config.draft
     own = {name: shape for name, shape in stored.items() if not name.startswith(MTP_PREFIXES)}
@@ -66,23 +62,17 @@ def sides(config: EngineConfig) -> list[Side]:
     if draft is None:
         return found
     shapes = _of_text_model(tensor_shapes(Path(draft.model_path))) if draft.model_path else {}
-    match draft.method:
-        case "ngram":
+    match spec:
+        case None:
             return [*found, Side(token_bytes=_TOKEN_ID_BYTES)]
-        case "draft_model":
-            spec = read_spec(draft.model_path)
+        case ModelSpec():
             return [*found, side(shapes or expected_shapes(spec), spec, config.draft_ranks, item)]
-        case "eagle3":
-            head: ModelSpec | Eagle3Spec = read_eagle3_spec(draft.model_path, target)
-        case "eagle":
-            head = read_eagle_spec(draft.model_path, target).layers
-        case "mtp":
-            head = read_mtp_spec(draft.model_path, target).layers
-            shapes = {name: shape for name, shape in stored.items() if name.startswith(MTP_PREFIXES)}
+    if draft.method == "mtp":
+        shapes = {name: shape for name, shape in stored.items() if name.startswith(MTP_PREFIXES)}
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         if name in stored and name.removeprefix("model.") not in shapes:
             shapes[name] = stored[name]
-    return [*found, side(shapes, head, config.draft_ranks, item)]
+    return [*found, side(shapes, spec.layers if isinstance(spec, FcHeadSpec) else spec, config.draft_ranks, item)]
 
 
 def side(shapes: Shapes, spec: ModelSpec | Eagle3Spec, ranks: int, item: int) -> Side:

@@ -18,10 +18,10 @@ sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.par
 
 import torch  # noqa: E402
 from attention_cases import Batch  # noqa: E402
+from checkpoints import load_eagle3  # noqa: E402
 from engines import BUNDLED, DYNAMIC, bundled  # noqa: E402
 from test_unrolled_models import message  # noqa: E402
 
-from drafter.eagle3 import Eagle3Head  # noqa: E402
 from drafter.propose import FeatureProposer, head_graphs, unrolled_head  # noqa: E402
 from drafter.shape import make_shape  # noqa: E402
 from drafter.worker import draft  # noqa: E402
@@ -95,7 +95,7 @@ def trees() -> None:
     child a node, every way takes all eight levels."""
     tree = replace(DYNAMIC, max_children=1)
     config = bundled(tree)
-    head = Eagle3Head.load(BUNDLED / "eagle3", BUNDLED / "target", device="cuda", kernels=fused)
+    head = load_eagle3(BUNDLED / "eagle3", BUNDLED / "target", device="cuda", kernels=fused)
     pool = head.new_kv_pool(4096)
     graphs, unrolled = head_graphs(head, pool, config), unrolled_head(head, pool, config)
     print(graphs.report, unrolled.report)

@@ -1,17 +1,17 @@
-"""`auto` beside no speculation and the fixed shapes, all in one process on one copy of the weights.
+"""`auto` and the fixed shapes beside no speculation, all in one process on one copy of the weights.
 
     python tests/bench/one_process.py [--target-cost 300m] [--batches 2 8] [--shapes auto] [--rounds 6] [--processes 3]
         [--temperatures 0.7 --top-k 20 --top-p 0.8 --repetition-penalty 1.05] [--out DIR]
 
 `secateur bench throughput` compares running services, each with its own copy of the target. On a shared machine such
 copies are not equal: the same forward takes up to a fifth longer in one process than in another, for as long as they
-live. Here nothing differs but the shape. The drafter answers in the engine's process, over the wire's format; a second
-core is not used, nor needed, since one side always waits for the other. Everybody answers the same prompts in a round,
-each round the next ones; a first round does not count. Time per output token after the first, medians over the rounds
-of ratios to no speculation, which two engines are asked for: the mean of both counts, and `off again`, one over the
-other, is how far equals are apart. The engines still have KV memory of their own, which moves ratios by some hundredths
-for as long as a process lives: with --processes all is measured anew so often, and medians are taken. Prints Markdown;
---out also writes JSON named after the date and the target.
+live, and by some hundredths longer with one engine's KV memory than with another's. So here every engine answers the
+prompts of a round twice, with its shape and without speculation, and only those two times are compared. The drafter
+answers in the engine's process, over the wire's format; a second core is not used, nor needed, since one side always
+waits for the other. Each round has the next prompts, and the order turns around; a first round does not count. Time per
+output token after the first, medians over the rounds of its ratio. `no drafter` is an engine that has none: its time
+over that of the others without speculation. With --processes all is measured anew so often, and medians are taken.
+Prints Markdown; --out also writes JSON named after the date and the target, after every process.
 """
 
 from __future__ import annotations
@@ -46,22 +46,29 @@ from workers.heap import freeze_start_up  # noqa: E402
 from workers.ipc import Speculation, Submit  # noqa: E402
 from workers.types import Constraints, SamplingParams  # noqa: E402
 
+OFF = Speculation(enabled=False)
 SHAPES: tuple[Name, ...] = ("chain", "static", "auto")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Contestant:
     """One shape's engine."""
 
     here: EngineHere
     speculation: Speculation
+    _num_turns: int = 0
 
-    def seconds_per_token(self, prompts: list[list[int]], num_tokens: int, sampling: SamplingParams) -> float:
-        """After the first, mean over the prompts, all asked at once, each with a seed of its own."""
+    def seconds_per_token(
+        self, prompts: list[list[int]], num_tokens: int, sampling: SamplingParams, *, speculates: bool
+    ) -> float:
+        """After the first, mean over the prompts, all asked at once. Nothing is left of earlier turns, no prefix and no
+        seed's noise."""
+        self._num_turns += 1
+        seed = 1000 * self._num_turns
         for number, prompt in enumerate(prompts):
             submit = Submit(
-                id=number, prompt=prompt, max_tokens=num_tokens, sampling=replace(sampling, seed=number),
-                ignore_eos=True, speculation=self.speculation,
+                id=number, prompt=prompt, max_tokens=num_tokens, ignore_eos=True, cache_salt=str(seed),
+                sampling=replace(sampling, seed=seed + number), speculation=self.speculation if speculates else OFF,
             )  # fmt: skip
             self.here.submit(submit)
         first: dict[int, float] = {}
@@ -93,8 +100,9 @@ def measure(args: argparse.Namespace) -> list[dict[str, float]]:
         config, prompts = workload(engine_args, texts, max_tokens=args.max_tokens, max_num_seqs=max(args.batches))
         assert config.draft is not None
         pair = Pair.load(config.model_path, config.draft.model_path)
-        names: dict[str, Name] = {"off": "off", **{shape: shape for shape in args.shapes}, "off again": "off"}
-        contestants = {name: stack.enter_context(contestant(shape, config, pair)) for name, shape in names.items()}
+        names: tuple[Name, ...] = ("off", *args.shapes)
+        contestants = {name: stack.enter_context(contestant(name, config, pair)) for name in names}
+        turns = [("off", False), *((name, speculates) for name in args.shapes for speculates in (True, False))]
         freeze_start_up()  # as workers do
         print(head(args.shapes))
         for temperature in args.temperatures:
@@ -106,25 +114,32 @@ def measure(args: argparse.Namespace) -> list[dict[str, float]]:
             )
             for batch in args.batches:
                 endless = cycle(prompts)
-                seen: list[dict[str, float]] = []
+                seen: list[dict[tuple[str, bool], float]] = []
                 for number in range(args.rounds + 1):
-                    chosen = list(islice(endless, batch))
-                    order = list(names) if number % 2 else list(names)[::-1]
-                    seen.append({n: contestants[n].seconds_per_token(chosen, args.max_tokens, sampling) for n in order})
-                off_ms = 1e3 * statistics.median(turn["off"] for turn in seen[1:])
-                ratios = {n: statistics.median(_off(t, n) / t[n] for t in seen[1:]) for n in names if n != "off"}
-                rows.append({"temperature": temperature, "batch": batch, "off_ms": off_ms} | ratios)
+                    asked = list(islice(endless, batch)), args.max_tokens, sampling
+                    order = turns if number % 2 else turns[::-1]
+                    seen.append({(n, on): contestants[n].seconds_per_token(*asked, speculates=on) for n, on in order})
+                del seen[0]
+                rows.append(
+                    {
+                        "temperature": temperature,
+                        "batch": batch,
+                        "off_ms": 1e3 * statistics.median(_off(t) for t in seen),
+                        **{n: statistics.median(t[n, False] / t[n, True] for t in seen) for n in args.shapes},
+                        "no_drafter": statistics.median(_off(t) / t["off", False] for t in seen),
+                    }
+                )
                 print(line(rows[-1]), flush=True)
     return rows
 
 
-def _off(turn: dict[str, float], name: str) -> float:
-    """What `name` is compared with."""
-    return turn["off"] if name == "off again" else (turn["off"] + turn["off again"]) / 2
+def _off(turn: dict[tuple[str, bool], float]) -> float:
+    """Without speculation, mean of the engines that could."""
+    return statistics.mean(seconds for (name, speculates), seconds in turn.items() if name != "off" and not speculates)
 
 
 def head(shapes: Sequence[Name]) -> str:
-    cells = ("T", "requests", "ms per token, off", *shapes, "off again")
+    cells = ("T", "requests", "ms per token, off", *shapes, "no drafter")
     return f"| {' | '.join(cells)} |\n{'|---' * len(cells)}|"
 
 
@@ -149,21 +164,27 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=32)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    runs: list[list[dict[str, float]]] = []
     with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as fresh:
-        runs = [fresh.submit(measure, args).result() for _ in range(args.processes)]
-    rows = [
-        {key: round(statistics.median(row[key] for row in same), 3) for key in same[0]}
-        for same in zip(*runs, strict=True)
-    ]
+        for _ in range(args.processes):
+            runs.append(fresh.submit(measure, args).result())
+            rows = [
+                {key: round(statistics.median(row[key] for row in same), 3) for key in same[0]}
+                for same in zip(*runs, strict=True)
+            ]
+            if args.out is not None:
+                write(args, rows, len(runs))
     if len(runs) > 1:
         print(f"\nMedians over {len(runs)} processes\n\n{head(args.shapes)}", *map(line, rows), sep="\n")
-    if args.out is not None:
-        mark = args.target_cost or "bundled"
-        about = {"hardware": "CPU, one thread", "torch": torch.__version__, "dtype": "float32", "target": str(mark)}
-        settings = ("rounds", "max_tokens", "top_k", "top_p", "repetition_penalty")
-        about |= {"processes": len(runs)} | {name: getattr(args, name) for name in settings}
-        path = args.out / f"{datetime.date.today()}-one-process-{mark}.json"
-        path.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
+
+
+def write(args: argparse.Namespace, rows: list[dict[str, float]], num_processes: int) -> None:
+    mark = args.target_cost or "bundled"
+    about = {"hardware": "CPU, one thread", "torch": torch.__version__, "dtype": "float32", "target": str(mark)}
+    settings = ("rounds", "max_tokens", "top_k", "top_p", "repetition_penalty")
+    about |= {"processes": num_processes} | {name: getattr(args, name) for name in settings}
+    path = args.out / f"{datetime.date.today()}-one-process-{mark}.json"
+    path.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
