@@ -54,6 +54,18 @@ def test_prepared_noise_is_not_computed_again(monkeypatch):
     assert torch.equal(book.rows([8, 8], [5, 8], "cpu"), truth([8, 8], [5, 8]))
 
 
+def test_who_draws_token_by_token_finds_most_of_its_noise(monkeypatch):
+    """Room for a hundred rows of 27 values: those of one request for sixteen steps, or of ten for ten."""
+    monkeypatch.setattr(workers.noise, "_VALUES_AHEAD", 100 * 27)
+    calls = []
+    book = NoiseBook(3, 30, make=lambda seeds, *own: calls.append(len(seeds)) or gumbel(seeds, *own))
+    for index in range(32):
+        assert torch.equal(book.rows([1], [index], "cpu"), truth([1], [index]))
+    for index in range(20):
+        assert torch.equal(book.rows([*range(2, 12)], [index] * 10, "cpu"), truth([*range(2, 12)], [index] * 10))
+    assert calls == [16, 16, 100, 100]
+
+
 def test_memory_is_bounded(monkeypatch):
     monkeypatch.setattr(workers.noise, "MAX_BYTES", 10 * 4 * 27)
     book = NoiseBook(3, 30)
