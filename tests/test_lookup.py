@@ -283,7 +283,7 @@ def test_looking_that_brings_nothing_becomes_rare_and_comes_back():
         found.look([request], lambda _: 4, 1.0, free)
         found.learn({request: said(9)}, [], profit=-0.01)
     assert not found.pays
-    for _ in range(5):
+    for _ in range(10):
         found.look([request], lambda _: 4, 1.0, free)
         found.learn({request: said(1, 2, 3)}, [], profit=0.1)
     assert found.pays

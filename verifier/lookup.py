@@ -34,7 +34,7 @@ _FIRST_COUNT, _FIRST_EXPECTED, _FIRST_PROMISE = 4, 4.0, 20.0
 _RATE = 0.02  # how fast old tokens are forgotten
 _TEMPERATURES = (0.0, 0.5)  # the hotter a text, the less it repeats itself: up to each of these it is a kind of its own
 _LEAST_WEIGHT = 0.03  # no row is as cheap as this
-_PROFIT_RATE = 0.02
+_PROFIT_RATE, _LEAST_PROFIT = 0.02, 0.01  # less than a hundredth of a step is not worth looking in every step
 _MARGIN = 1.03  # how much better copies have to look: what looks best was mostly overrated
 
 
@@ -182,7 +182,7 @@ class Lookup:
     @property
     def pays(self) -> bool:
         """Whether looking was worth its time lately."""
-        return self._profit >= 0
+        return self._profit >= _LEAST_PROFIT
 
     def look(
         self,
