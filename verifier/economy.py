@@ -39,7 +39,7 @@ from workers.config import PruneConfig
 from workers.types import DraftCosts, DraftReply, Verdict
 
 _RATE_OF_REQUEST, _RATE_OF_ALL = 0.1, 0.05
-_FADE = 0.3  # every 8 steps: what sets a request apart is forgotten while nothing is drafted
+_FADE = 0.5  # whenever a plain step is priced: what sets a request apart is forgotten while nothing is drafted
 
 
 class _Looked(NamedTuple):
@@ -68,6 +68,7 @@ class Economy:
         self._growth = _Average(np.array([3.0, 4.0]))  # levels of a batch, nodes run per tree
         self._missed = {False: 1.0, True: 1.0}  # what steps took over their price lately, without and with copies
         self._num_steps = 0
+        self._had_nodes = False  # the step before
         # Of this step: who is drafted for, what that took, and what looking for copies took.
         self._drafted: set[Request] = set()
         self._draft_ms = 0.0
@@ -194,9 +195,11 @@ class Economy:
             self._learn_copies(self._looked, step, drafts, verdicts, rest_ms)
         otherwise_ms = self._otherwise_ms(step, verdicts) if self._switch.is_trial else 0.0
         self._switch.pay(self._draft_ms + rest_ms, otherwise_ms)
-        if self._draft_ms or num_nodes or self._switch.is_priced:
+        # A plain step after one with nodes is priced, too: or nodes would be blamed for what all steps take longer.
+        if self._draft_ms or num_nodes or self._had_nodes or self._switch.is_priced:
             self._prices.learn_rest(self._num_steps, step, num_nodes, num_trees, rest_ms)
             self._learn_trees(step, drafts, verdicts)
+        self._had_nodes = num_nodes > 0
 
     def _otherwise_ms(self, step: Step, verdicts: list[Verdict]) -> float:
         """What a try's tokens would have taken without it."""

@@ -1,14 +1,15 @@
 """Whether drafting is on, and when the choice not taken is put to the test.
 
-The other choice is tried for a step now and then, as often as a hundredth of the time, or less where there is little
-hope, pays for what is lost by it.
+The other choice is tried for a step now and then, as often as a small share of the time pays for what is lost by it,
+or less where there is little hope.
 """
 
 from __future__ import annotations
 
-TRY_EVERY = 8  # steps between two tries, at least; while drafting is off, between two plain steps that are priced
-LOOK_EVERY = 16  # steps between two looks at whether drafting would pay, while it is off, or copies, while they do not
-_TRY_SHARE = 0.01  # of all time may be lost to tries of what is expected to be nearly as good as what is chosen
+_TRY_EVERY = 8  # steps between two tries, at least
+LOOK_EVERY = 32  # steps between two looks at whether drafting would pay, while it is off, or copies, while they do not
+_PRICE_EVERY = 16  # steps between two that teach what plain steps take, while drafting is off
+_TRY_SHARE = 0.007  # of all time may be lost to tries of what is expected to be nearly as good as what is chosen
 _HYSTERESIS = 1.05
 
 
@@ -19,7 +20,7 @@ class Switch:
         self.is_on = True
         self.is_trial = False  # in this step
         self.advantage = 1.0  # of drafting, as expected of the last step that was weighed
-        self._waited = TRY_EVERY - 2  # the first try is soon: all is guessed yet
+        self._waited = _TRY_EVERY - 2  # the first try is soon: all is guessed yet
         self._owed_ms = 0.0  # lost to tries, beyond their share so far
         self._num_weighed = 0  # requests of the last step that was weighed
 
@@ -31,7 +32,7 @@ class Switch:
     @property
     def is_priced(self) -> bool:
         """Whether this plain step teaches what plain steps take."""
-        return self._waited % TRY_EVERY == 0
+        return self._waited % _PRICE_EVERY == 0
 
     def rests(self, num_decoding: int) -> bool:
         """A new step: whether it is plain without anybody asking why. Weighing takes time: while drafting is off it
@@ -64,4 +65,4 @@ class Switch:
 
     @property
     def _may_try(self) -> bool:
-        return self._waited > TRY_EVERY and not self._owed_ms
+        return self._waited > _TRY_EVERY and not self._owed_ms
