@@ -12,7 +12,7 @@ import torch
 from workers import groups
 from workers.config import EngineConfig
 from workers.logs import log_as
-from workers.specs import Specs, read_specs
+from workers.specs import Specs
 
 
 def main(run: Callable[..., None], description: str) -> None:
@@ -24,7 +24,7 @@ def main(run: Callable[..., None], description: str) -> None:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--rank", type=int, required=True, help="world rank: verifiers first, then drafters")
     parser.add_argument("--config", required=True, help="EngineConfig as JSON")
-    parser.add_argument("--specs", help="Specs as JSON; without them they are read, which takes seconds of imports")
+    parser.add_argument("--specs", required=True, help="its checkpoints' Specs as JSON")
     parser.add_argument("--store", help="rendezvous address HOST:PORT printed by rank 0")
     parser.add_argument("--front", help="rank 0 only: unix:/path or tcp:host:port of the service front")
     parser.add_argument("--host", default="127.0.0.1", help="rank 0 only: address the store listens on")
@@ -32,7 +32,7 @@ def main(run: Callable[..., None], description: str) -> None:
     if (args.rank == 0) != (args.front is not None) or (args.rank == 0) == (args.store is not None):
         parser.error("rank 0 takes --front and no --store; every other rank takes --store and no --front")
     config = EngineConfig.from_json(args.config)
-    specs = Specs.from_json(args.specs) if args.specs else read_specs(config)
+    specs = Specs.from_json(args.specs)
     log_as(config.role_of(args.rank))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     torch.set_num_threads(1 if config.device == "cpu" else torch.get_num_threads())
