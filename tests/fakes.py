@@ -159,11 +159,11 @@ class FakeTarget(Target):
         assert drawn is not None
         return drawn
 
-    def states(self, rows: list[int]) -> Tensor | None:
+    def states(self) -> Tensor | None:
         if self._fuse is None:
             return None
         last = self.steps[-1]
-        return torch.stack([last.position_N[rows].float(), last.token_N[rows].float()], dim=1)
+        return torch.stack([last.position_N.float(), last.token_N.float()], dim=1)
 
     def heartbeat(self, number: int) -> None:
         self.heartbeats += 1

@@ -227,7 +227,7 @@ def test_auto_verifies_far_fewer_nodes_than_a_full_tree_and_accepts_as_much():
 def test_where_drafting_never_pays_tries_take_no_more_than_a_hundredth_of_the_time(batch):
     with bench(DEAR_DRAFTS) as b:
         b.run(AUTO, batch, 0.0, num_prompts=8, num_tokens=64)  # learns
-        off, auto = (b.run(asked, batch, 0.0, num_prompts=max(24, 5 * batch), num_tokens=64) for asked in (OFF, AUTO))
+        off, auto = (b.run(asked, batch, 0.0, num_prompts=max(36, 5 * batch), num_tokens=64) for asked in (OFF, AUTO))
     assert auto.tokens == off.tokens
     assert auto.rate > 0.98 * off.rate and auto.num_trees > 0
 
@@ -271,7 +271,7 @@ def test_while_drafting_is_off_auto_looks_rarely_until_the_batch_changes(monkeyp
     assert num_looks(requests[:4], 1) == 0
 
 
-@pytest.mark.parametrize(("waited", "bonus"), [(16, 1.0), (17, 2.0)])
+@pytest.mark.parametrize(("waited", "bonus"), [(31, 1.0), (32, 2.0)])
 def test_what_sets_a_request_apart_is_forgotten_while_nothing_is_drafted(waited, bonus):
     deciding = believing(config.Prices(step=3, row=0.5, draft=10.0, level=0.1))
     request = Request(Submit(id=0, prompt=[1], max_tokens=64), Rule.COUPLED, TreeLimits(num_nodes=16, auto=True), 0)

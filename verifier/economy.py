@@ -69,7 +69,8 @@ class Economy:
         self._missed = {False: 1.0, True: 1.0}  # what steps took over their price lately, without and with copies
         self._num_steps = 0
         self._had_nodes = False  # the step before
-        # Of this step: who is drafted for, what that took, and what looking for copies took.
+        # Of this step: whether it is plain unasked, who is drafted for, what that took, what looking for copies took.
+        self._rests = False
         self._drafted: set[Request] = set()
         self._draft_ms = 0.0
         self._looked: _Looked | None = None
@@ -87,7 +88,7 @@ class Economy:
         how long a copy for a request may be."""
         self._num_steps, self._draft_ms, self._drafted = self._num_steps + 1, 0.0, set()
         self._look(step, depth_of)
-        rests = self._switch.rests(len(step.decode))
+        rests = self._rests = self._switch.rests(len(step.decode))
         if rests:
             requests = [r for r in requests if not r.is_auto or is_due(r, self._max_backlog)]
         feeds = {r: feed for r in requests if (feed := next_feed(r)) is not None}
@@ -187,6 +188,8 @@ class Economy:
 
     def learn(self, step: Step, drafts: Drafts, verdicts: list[Verdict], seconds: float) -> None:
         """What a step brought, and what it took. Costs nothing where nobody asks for `auto`."""
+        if self._teaches_nothing:
+            return self._switch.pay(1e3 * seconds, 0.0)
         if not any(request.is_auto for request in step.decode):
             return
         num_nodes, num_trees = drafts.num_nodes, drafts.num_trees
@@ -200,6 +203,12 @@ class Economy:
             self._prices.learn_rest(self._num_steps, step, num_nodes, num_trees, rest_ms)
             self._learn_trees(step, drafts, verdicts)
         self._had_nodes = num_nodes > 0
+
+    @property
+    def _teaches_nothing(self) -> bool:
+        """Whether the step is one of the many plain ones, of which little more is asked than the time."""
+        told = self._draft_ms or self._looked is not None or self._had_nodes or self._switch.is_priced
+        return self._rests and not (told or self._prices.is_given)
 
     def _otherwise_ms(self, step: Step, verdicts: list[Verdict]) -> float:
         """What a try's tokens would have taken without it."""

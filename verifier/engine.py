@@ -271,10 +271,10 @@ class Engine:
 
     def _owe_states(self, computed: list[tuple[Request, list[int]]]) -> None:
         """To the drafter, by all that it may ever draft for."""
-        owed = [(request, rows) for request, rows in computed if request.limits is not None]
-        state_NX = self._target.states([row for _, rows in owed for row in rows]) if owed else None
-        if state_NX is not None:
-            self._owed.add([(request, len(rows)) for request, rows in owed], state_NX)
+        if any(request.limits is not None for request, _ in computed):
+            state_NX = self._target.states()
+            if state_NX is not None:
+                self._owed.add(computed, state_NX)
 
     def _publish(self, requests: list[Request]) -> None:
         """Lets others share what these hold, but no slot that still waits for a move."""

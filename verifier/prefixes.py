@@ -58,21 +58,21 @@ class Prefixes:
             if self._state_PX is not None and self._waiting is not None:
                 request.states = self._waiting.keep(self._state_PX.narrow(0, pages[-1], 1))
 
-    def keep_states(self, owed: list[tuple[Request, slice]], state_NX: Tensor) -> None:
-        """The states of some requests' new positions, packed, of which pages' last ones stay."""
+    def keep_states(self, owed: dict[Request, list[int]], state_NX: Tensor) -> None:
+        """The states of requests' newest positions, which lie in these rows; those of pages' last positions stay."""
         if not self._is_enabled:
             return
-        rows, pages, begin, size = [], [], 0, self._page_size
-        for request, positions in owed:
-            for index in range(positions.start // size, positions.stop // size):
-                rows.append(begin + (index + 1) * size - 1 - positions.start)
+        kept, pages, size = [], [], self._page_size
+        for request, rows in owed.items():
+            first = request.num_computed - len(rows)
+            for index in range(first // size, request.num_computed // size):
+                kept.append(rows[(index + 1) * size - 1 - first])
                 pages.append(request.pages[index])
-            begin += positions.stop - positions.start
         if self._state_PX is None:
             self._state_PX = state_NX.new_zeros(self._allocator.num_pages, state_NX.shape[1])
         if pages:
             device = state_NX.device
-            self._state_PX[sent(pages, device)] = state_NX[sent(rows, device)]
+            self._state_PX[sent(pages, device)] = state_NX[sent(kept, device)]
 
     def publish(self, request: Request, num_settled: int) -> None:
         """Lets others share the request's full pages among its first `num_settled` slots, whose KV is where it stays.

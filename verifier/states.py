@@ -7,7 +7,8 @@ Legend: N rows, X width of a state.
 
 from __future__ import annotations
 
-from itertools import chain, compress, islice, repeat
+from collections.abc import Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -57,51 +58,61 @@ class WaitingStates:
         self._free += rows
 
 
-_STEPS_AT_ONCE = 64
 _ROWS_AT_ONCE = 512
-"""So many more states may be in memory that nobody has counted."""
+"""So many more states may be in memory between steps that nobody has counted."""
 
 
 class OwedStates:
-    """What the last steps leave for the drafter. Several are seen to at once: each alone takes longer, and what a
-    request is owed that has ended by then need not be kept."""
+    """What the last steps leave for the drafter, as they left it. Several are seen to at once: each alone takes longer,
+    and what a request is owed that has ended by then need not be kept."""
 
     def __init__(self, waiting: WaitingStates | None, prefixes: Prefixes) -> None:
         self._waiting, self._prefixes = waiting, prefixes
-        self._owed: list[tuple[Request, slice]] = []  # positions
-        self._states: list[Tensor] = []  # of each step
+        self._computed: list[list[tuple[Request, list[int]]]] = []  # of each step
+        self._states: list[Tensor] = []
         self._num_rows = 0
 
-    def add(self, owed: list[tuple[Request, int]], state_NX: Tensor) -> None:
-        """The states of so many newest positions of each request, packed. Nobody may write to `state_NX` any more."""
-        if self._num_rows + len(state_NX) > _ROWS_AT_ONCE:
-            self.settle()
-        self._owed += [(r, slice(r.num_computed - count, r.num_computed)) for r, count in owed]
+    def add(self, computed: list[tuple[Request, list[int]]], state_NX: Tensor) -> None:
+        """A step's states, and in which rows the newest positions of each request are, up to its last that is computed.
+        Nobody may write to `state_NX` any more."""
+        self._computed.append(computed)
         self._states.append(state_NX)
         self._num_rows += len(state_NX)
-        if len(self._states) == _STEPS_AT_ONCE:
+        if self._num_rows > _ROWS_AT_ONCE:
             self.settle()
 
     def settle(self) -> None:
         """Puts every state where it belongs: to its request's, and to its page if it is that of a page's end. Comes
         before a request is fed, finds a prefix, or leaves."""
-        if not self._owed:
+        if not self._states:
             return
         assert self._waiting is not None
+        owed = self._rows_by_request()
         state_NX = torch.cat(self._states) if len(self._states) > 1 else self._states[0]
-        self._prefixes.keep_states(self._owed, state_NX)
-        sizes = [positions.stop - positions.start for _, positions in self._owed]
-        is_fed = [request.draft_room > 0 for request, _ in self._owed]
-        if not all(is_fed):
-            wanted = [row for row, is_own in enumerate(chain.from_iterable(map(repeat, is_fed, sizes))) if is_own]
+        self._prefixes.keep_states(owed, state_NX)
+        fed = {request: rows for request, rows in owed.items() if request.draft_room > 0}
+        wanted: Sequence[int] = range(len(state_NX))
+        if sum(map(len, fed.values())) < len(wanted):
+            wanted = list(chain.from_iterable(fed.values()))
             state_NX = state_NX.index_select(0, sent(wanted, state_NX.device))
-        rows = iter(self._waiting.keep(state_NX))
-        for (request, _), size in compress(zip(self._owed, sizes, strict=True), is_fed):
-            request.states += islice(rows, size)
-        self._owed, self._states, self._num_rows = [], [], 0
+        place_of = dict(zip(wanted, self._waiting.keep(state_NX), strict=True))
+        for request, rows in fed.items():
+            request.states += map(place_of.__getitem__, rows)
+        self._computed, self._states, self._num_rows = [], [], 0
 
     def free(self, request: Request) -> None:
         """The request leaves."""
         self.settle()
         if self._waiting is not None:
             self._waiting.free(request.states)
+
+    def _rows_by_request(self) -> dict[Request, list[int]]:
+        """Rows of all steps' states, one behind the other, of whoever may ever be drafted for."""
+        owed: dict[Request, list[int]] = {}
+        begin = 0
+        for computed, state_NX in zip(self._computed, self._states, strict=True):
+            for request, rows in computed:
+                if request.limits is not None:
+                    owed.setdefault(request, []).extend(map(begin.__add__, rows))
+            begin += len(state_NX)
+        return owed

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 _TRY_EVERY = 8  # steps between two tries, at least
 LOOK_EVERY = 32  # steps between two looks at whether drafting would pay, while it is off, or copies, while they do not
-_PRICE_EVERY = 16  # steps between two that teach what plain steps take, while drafting is off
-_TRY_SHARE = 0.007  # of all time may be lost to tries of what is expected to be nearly as good as what is chosen
+_PRICE_EVERY = 31  # steps between two that teach what plain ones take, while off; not 32: some work recurs every 16
+_TRY_SHARE = 0.005  # of all time may be lost to tries of what is expected to be nearly as good as what is chosen
 _HYSTERESIS = 1.05
 
 

@@ -97,16 +97,15 @@ class Target:
         if self._peers is not None:
             self._peers.stop(number)
 
-    def states(self, rows: list[int]) -> Tensor | None:
-        """States [len(rows), X] of rows of the last step; None without a drafter that reads features."""
+    def states(self) -> Tensor | None:
+        """States [N, X] of all rows of the last step, which nobody writes over; None without a drafter that reads
+        features."""
         if self._fuse is None:
             return None
         assert self._hidden is not None
         final_ND, taps_N3D = self._hidden
         state_NX = final_ND if taps_N3D is None else taps_N3D
-        if self.graphs is None and rows == list(range(len(state_NX))):
-            return state_NX  # graphs will write over theirs
-        return state_NX.index_select(0, sent(rows, state_NX.device))
+        return state_NX if self.graphs is None else state_NX.clone()  # graphs write over theirs
 
     @torch.inference_mode()
     def features(self, waiting: list[int]) -> Tensor | None:

@@ -1,17 +1,21 @@
 """`auto` and the fixed shapes beside no speculation, all in one process on one copy of the weights.
 
-    python tests/bench/one_process.py [--target-cost 300m] [--batches 2 8] [--shapes auto] [--rounds 6] [--processes 3]
-        [--temperatures 0.7 --top-k 20 --top-p 0.8 --repetition-penalty 1.05] [--out DIR]
+    python tests/bench/one_process.py [--target-cost 300m] [--batches 2 8] [--shapes auto] [--rounds 8] [--seconds 60]
+        [--temperatures 0.7 --top-k 20 --top-p 0.8 --repetition-penalty 1.05] [--processes 3] [--out DIR]
 
 `secateur bench throughput` compares running services, each with its own copy of the target. On a shared machine such
 copies are not equal: the same forward takes up to a fifth longer in one process than in another, for as long as they
-live, and by some hundredths longer with one engine's KV memory than with another's. So here every engine answers the
-prompts of a round twice, with its shape and without speculation, and only those two times are compared. The drafter
-answers in the engine's process, over the wire's format; a second core is not used, nor needed, since one side always
-waits for the other. Each round has the next prompts, and the order turns around; a first round does not count. Time per
-output token after the first, medians over the rounds of its ratio. `no drafter` is an engine that has none: its time
-over that of the others without speculation. With --processes all is measured anew so often, and medians are taken.
-Prints Markdown; --out also writes JSON named after the date and the target, after every process.
+live, by some hundredths longer with one engine's KV memory than with another's, and longer in one second than in the
+next. So here two engines of a shape and one without a drafter answer the same prompts in lockstep: a step each, by
+turns, each with a clock of its own that runs in its steps only. One of the two speculates, in the next round the other,
+and what is compared is the geometric mean over both rounds. The drafter answers in the engine's process, over the
+wire's format; a second core is not used, nor needed, since one side always waits for the other.
+
+Rounds go on, each with the next prompts, until there are --rounds and --seconds have passed; the first two do not
+count. Time per output token after the first: how many times as fast as without speculation, the median of the ratios
+with its standard error. `no drafter` is the engine that has none, over the one that does not speculate. With
+--processes all is measured anew so often, and the rounds are pooled. Prints Markdown; --out also writes JSON named
+after the date and the target, after every process.
 """
 
 from __future__ import annotations
@@ -19,16 +23,18 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from itertools import cycle, islice
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from itertools import count, cycle, islice, product, starmap
 from multiprocessing import get_context
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent.parent)]
 
@@ -41,7 +47,6 @@ from secateur.bench import Contestant as Name  # noqa: E402
 from secateur.bench import SpeedPlan, TargetSize  # noqa: E402
 from secateur.config import EngineArgs  # noqa: E402
 from secateur.prompts import BUNDLED_PROMPTS, read_prompts  # noqa: E402
-from workers.config import EngineConfig  # noqa: E402
 from workers.heap import freeze_start_up  # noqa: E402
 from workers.ipc import Speculation, Submit  # noqa: E402
 from workers.types import Constraints, SamplingParams  # noqa: E402
@@ -51,102 +56,148 @@ SHAPES: tuple[Name, ...] = ("chain", "static", "auto")
 
 
 @dataclass
-class Contestant:
-    """One shape's engine."""
+class Seat:
+    """An engine and what it is asked to do in a round."""
 
     here: EngineHere
     speculation: Speculation
-    _num_turns: int = 0
+    seconds: float = 0.0  # its own time
+    _first: dict[int, float] = field(default_factory=dict)
+    _last: dict[int, float] = field(default_factory=dict)
 
-    def seconds_per_token(
-        self, prompts: list[list[int]], num_tokens: int, sampling: SamplingParams, *, speculates: bool
-    ) -> float:
-        """After the first, mean over the prompts, all asked at once. Nothing is left of earlier turns, no prefix and no
-        seed's noise."""
-        self._num_turns += 1
-        seed = 1000 * self._num_turns
+    def step(self) -> None:
+        began = time.perf_counter()
+        chunks = self.here.step()
+        self.seconds += time.perf_counter() - began
+        for chunk in chunks:
+            self._first.setdefault(chunk.id, self.seconds)
+            if chunk.finish_reason is not None:
+                self._last[chunk.id] = self.seconds
+
+    @property
+    def num_finished(self) -> int:
+        return len(self._last)
+
+    def seconds_per_token(self, num_tokens: int) -> float:
+        """After the first, mean over the prompts."""
+        return statistics.mean((self._last[i] - self._first[i]) / (num_tokens - 1) for i in self._first)
+
+
+def race(seats: list[Seat], prompts: list[list[int]], num_tokens: int, sampling: SamplingParams, turn: int) -> None:
+    """All prompts at once, a step of each engine by turns. Nothing is left of earlier rounds, no prefix and no seed's
+    noise."""
+    for seat in seats:
         for number, prompt in enumerate(prompts):
             submit = Submit(
-                id=number, prompt=prompt, max_tokens=num_tokens, ignore_eos=True, cache_salt=str(seed),
-                sampling=replace(sampling, seed=seed + number), speculation=self.speculation if speculates else OFF,
+                id=number, prompt=prompt, max_tokens=num_tokens, ignore_eos=True, cache_salt=str(turn),
+                sampling=replace(sampling, seed=1000 * turn + number), speculation=seat.speculation,
             )  # fmt: skip
-            self.here.submit(submit)
-        first: dict[int, float] = {}
-        last: dict[int, float] = {}
-        while len(last) < len(prompts):
-            chunks = self.here.step()
-            now = time.perf_counter()
-            for chunk in chunks:
-                first.setdefault(chunk.id, now)
-                if chunk.finish_reason is not None:
-                    last[chunk.id] = now
-        return statistics.mean((last[i] - first[i]) / (num_tokens - 1) for i in first)
+            seat.here.submit(submit)
+    for number in count(turn):
+        racing = [seat for seat in seats if seat.num_finished < len(prompts)]
+        if not racing:
+            return
+        for seat in racing[:: 1 if number % 2 else -1]:
+            seat.step()
 
 
-@contextmanager
-def contestant(name: Name, config: EngineConfig, pair: Pair) -> Iterator[Contestant]:
-    assert config.draft is not None
-    draft = drafter_of(name, config.draft, SpeedPlan.throughput())
-    with engine_here(replace(config, draft=draft), pair) as here:
-        yield Contestant(here, Speculation(auto=name == "auto"))
+class Contest:
+    """A shape: two engines that can speculate, and one that cannot."""
+
+    def __init__(self, name: Name, engines: list[EngineHere]) -> None:
+        self.name = name
+        self._engines = engines
+        self._turns = count(1)
+
+    def rounds(self, prompts: list[list[int]], num_tokens: int, sampling: SamplingParams) -> Ratios:
+        """Two, in which the engines change roles."""
+        *pair, alone = self._engines
+        took: list[list[float]] = []  # on, off, no drafter
+        for on, off in (pair, pair[::-1]):
+            seats = [Seat(on, Speculation(auto=self.name == "auto")), Seat(off, OFF), Seat(alone, OFF)]
+            race(seats, prompts, num_tokens, sampling, next(self._turns))
+            took.append([seat.seconds_per_token(num_tokens) for seat in seats])
+        on_s, off_s, alone_s = map(statistics.geometric_mean, zip(*took, strict=True))
+        return Ratios(off_ms=1e3 * off_s, speed=off_s / on_s, no_drafter=off_s / alone_s)
 
 
-def measure(args: argparse.Namespace) -> list[dict[str, float]]:
-    """Prints each row as it is known."""
+class Ratios(NamedTuple):
+    off_ms: float
+    speed: float
+    no_drafter: float
+
+
+Cell = tuple[float, int]
+"""Temperature and requests."""
+
+
+def measure(args: argparse.Namespace) -> dict[Cell, dict[str, list[Ratios]]]:
+    """By cell and shape. Prints each cell's row as it is known."""
     torch.set_num_threads(1)
-    rows: list[dict[str, float]] = []
+    cells: dict[Cell, dict[str, list[Ratios]]] = {}
     with scaled(EngineArgs(), args.target_cost, args.cache, print) as engine_args, ExitStack() as stack:
         texts = read_prompts(BUNDLED_PROMPTS, 50)
         config, prompts = workload(engine_args, texts, max_tokens=args.max_tokens, max_num_seqs=max(args.batches))
         assert config.draft is not None
         pair = Pair.load(config.model_path, config.draft.model_path)
-        names: tuple[Name, ...] = ("off", *args.shapes)
-        contestants = {name: stack.enter_context(contestant(name, config, pair)) for name in names}
-        turns = [("off", False), *((name, speculates) for name in args.shapes for speculates in (True, False))]
+
+        def engine(name: Name) -> EngineHere:
+            assert config.draft is not None
+            own = replace(config, draft=drafter_of(name, config.draft, SpeedPlan.throughput()))
+            return stack.enter_context(engine_here(own, pair))
+
+        alone = engine("off")
+        contests = [Contest(name, [engine(name), engine(name), alone]) for name in args.shapes]
         freeze_start_up()  # as workers do
         print(head(args.shapes))
-        for temperature in args.temperatures:
+        for temperature, batch in product(args.temperatures, args.batches):
             sampling = SamplingParams(
                 temperature=temperature,
                 top_k=args.top_k,
                 top_p=args.top_p,
                 constraints=Constraints(repetition_penalty=args.repetition_penalty),
             )
-            for batch in args.batches:
-                endless = cycle(prompts)
-                seen: list[dict[tuple[str, bool], float]] = []
-                for number in range(args.rounds + 1):
-                    asked = list(islice(endless, batch)), args.max_tokens, sampling
-                    order = turns if number % 2 else turns[::-1]
-                    seen.append({(n, on): contestants[n].seconds_per_token(*asked, speculates=on) for n, on in order})
-                del seen[0]
-                rows.append(
-                    {
-                        "temperature": temperature,
-                        "batch": batch,
-                        "off_ms": 1e3 * statistics.median(_off(t) for t in seen),
-                        **{n: statistics.median(t[n, False] / t[n, True] for t in seen) for n in args.shapes},
-                        "no_drafter": statistics.median(_off(t) / t["off", False] for t in seen),
-                    }
-                )
-                print(line(rows[-1]), flush=True)
-    return rows
+            seen: dict[str, list[Ratios]] = {contest.name: [] for contest in contests}
+            endless = cycle(prompts)
+            began = time.perf_counter()
+            for number in count(0, 2):
+                if number > args.rounds and time.perf_counter() - began > args.seconds:
+                    break
+                asked = list(islice(endless, batch))
+                for contest in contests:
+                    seen[contest.name].append(contest.rounds(asked, args.max_tokens, sampling))
+            cells[temperature, batch] = {name: ratios[1:] for name, ratios in seen.items()}
+            print(line((temperature, batch), cells[temperature, batch]), flush=True)
+    return cells
 
 
-def _off(turn: dict[tuple[str, bool], float]) -> float:
-    """Without speculation, mean of the engines that could."""
-    return statistics.mean(seconds for (name, speculates), seconds in turn.items() if name != "off" and not speculates)
+def summary(cell: Cell, seen: dict[str, list[Ratios]]) -> dict[str, float]:
+    every = [ratios for ratios_of_one in seen.values() for ratios in ratios_of_one]
+    row = {"temperature": cell[0], "batch": cell[1], "rounds": 2 * len(every) // len(seen)}
+    row["off_ms"] = statistics.median(ratios.off_ms for ratios in every)
+    columns = {name: [ratios.speed for ratios in own] for name, own in seen.items()}
+    columns["no_drafter"] = [ratios.no_drafter for ratios in every]
+    for name, values in columns.items():
+        row[name], row[f"{name}_error"] = statistics.median(values), _error_of_median(values)
+    return row
+
+
+def _error_of_median(values: list[float]) -> float:
+    """Its standard error, as if they were normal but for outliers."""
+    middle = statistics.median(values)
+    deviation = 1.4826 * statistics.median(abs(value - middle) for value in values)
+    return math.sqrt(math.pi / 2 / len(values)) * deviation
 
 
 def head(shapes: Sequence[Name]) -> str:
-    cells = ("T", "requests", "ms per token, off", *shapes, "no drafter")
+    cells = ("T", "requests", "rounds", "ms per token, off", *shapes, "no drafter")
     return f"| {' | '.join(cells)} |\n{'|---' * len(cells)}|"
 
 
-def line(row: dict[str, float]) -> str:
-    temperature, batch, off_ms, *ratios = row.values()
-    cells = " | ".join(f"{ratio:.2f}" for ratio in ratios)
-    return f"| {temperature:g} | {batch:g} | {off_ms:.1f} | {cells} |"
+def line(cell: Cell, seen: dict[str, list[Ratios]]) -> str:
+    row = summary(cell, seen)
+    ratios = " | ".join(f"{row[name]:.3f} ± {row[f'{name}_error']:.3f}" for name in (*seen, "no_drafter"))
+    return f"| {row['temperature']:g} | {row['batch']} | {row['rounds']} | {row['off_ms']:.1f} | {ratios} |"
 
 
 def main() -> None:
@@ -159,32 +210,33 @@ def main() -> None:
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--repetition-penalty", type=float, default=1.0)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=SHAPES, help="beside no speculation")
-    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=8, help="of a cell, at least")
+    parser.add_argument("--seconds", type=float, default=0.0, help="of a cell, at least")
     parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--max-tokens", type=int, default=32)
+    parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    runs: list[list[dict[str, float]]] = []
+    pooled: dict[Cell, dict[str, list[Ratios]]] = {}
     with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as fresh:
-        for _ in range(args.processes):
-            runs.append(fresh.submit(measure, args).result())
-            rows = [
-                {key: round(statistics.median(row[key] for row in same), 3) for key in same[0]}
-                for same in zip(*runs, strict=True)
-            ]
+        for number in range(args.processes):
+            for cell, seen in fresh.submit(measure, args).result().items():
+                for name, ratios in seen.items():
+                    pooled.setdefault(cell, {}).setdefault(name, []).extend(ratios)
             if args.out is not None:
-                write(args, rows, len(runs))
-    if len(runs) > 1:
-        print(f"\nMedians over {len(runs)} processes\n\n{head(args.shapes)}", *map(line, rows), sep="\n")
+                write(args, [summary(*item) for item in pooled.items()], number + 1)
+    if args.processes > 1:
+        print(f"\nAll {args.processes} processes\n\n{head(args.shapes)}", *starmap(line, pooled.items()), sep="\n")
 
 
 def write(args: argparse.Namespace, rows: list[dict[str, float]], num_processes: int) -> None:
     mark = args.target_cost or "bundled"
     about = {"hardware": "CPU, one thread", "torch": torch.__version__, "dtype": "float32", "target": str(mark)}
-    settings = ("rounds", "max_tokens", "top_k", "top_p", "repetition_penalty")
+    settings = ("seconds", "max_tokens", "top_k", "top_p", "repetition_penalty")
     about |= {"processes": num_processes} | {name: getattr(args, name) for name in settings}
+    rounded = [{key: round(value, 4) for key, value in row.items()} for row in rows]
+    args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"{datetime.date.today()}-one-process-{mark}.json"
-    path.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
+    path.write_text(json.dumps({"about": about, "rows": rounded}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
