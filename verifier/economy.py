@@ -34,11 +34,12 @@ from verifier.feeds import Feed, backlog, is_due, within_a_message
 from verifier.lookup import Lookup
 from verifier.request import Request
 from verifier.scheduler import Step
-from verifier.switch import LOOK_EVERY, Switch
+from verifier.switch import Switch
 from workers.config import PruneConfig
 from workers.types import DraftCosts, DraftReply, Verdict
 
 _RATE_OF_REQUEST, _RATE_OF_ALL = 0.1, 0.05
+_LOOK_EVERY = 64  # steps between two looks for something to copy, while copies do not pay
 _FADE = 0.5  # whenever a plain step is priced: what sets a request apart is forgotten while nothing is drafted
 
 
@@ -112,7 +113,7 @@ class Economy:
         """For something to copy; rarely, while that brings less than it takes."""
         self._lookup.forget()
         self._looked = None
-        if not self._copies or not self._lookup.pays and self._num_steps % LOOK_EVERY:
+        if not self._copies or not self._lookup.pays and self._num_steps % _LOOK_EVERY:
             return
         able = [request for request in step.decode if request.is_auto and not request.rule.is_sampled]
         if able:

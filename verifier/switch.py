@@ -7,7 +7,7 @@ or less where there is little hope.
 from __future__ import annotations
 
 _TRY_EVERY = 8  # steps between two tries, at least
-LOOK_EVERY = 32  # steps between two looks at whether drafting would pay, while it is off, or copies, while they do not
+_WEIGH_EVERY = 32  # steps between two that ask whether drafting would pay, while it is off
 _PRICE_EVERY = 31  # steps between two that teach what plain ones take, while off; not 32: some work recurs every 16
 _TRY_SHARE = 0.005  # of all time may be lost to tries of what is expected to be nearly as good as what is chosen
 _HYSTERESIS = 1.05
@@ -20,7 +20,8 @@ class Switch:
         self.is_on = True
         self.is_trial = False  # in this step
         self.advantage = 1.0  # of drafting, as expected of the last step that was weighed
-        self._waited = _TRY_EVERY - 2  # the first try is soon: all is guessed yet
+        self._waited = _TRY_EVERY - 2  # steps since a try; the first is soon: all is guessed yet
+        self._unweighed = 0  # steps since one was weighed
         self._owed_ms = 0.0  # lost to tries, beyond their share so far
         self._num_weighed = 0  # requests of the last step that was weighed
 
@@ -39,14 +40,15 @@ class Switch:
         is done rarely, or when the batch has become another one."""
         self.is_trial = False
         is_other_batch = num_decoding > 0 and 4 * abs(num_decoding - self._num_weighed) > self._num_weighed
-        rests = not (self.is_on or self._may_try or is_other_batch or self._waited % LOOK_EVERY == 0)
+        rests = not (self.is_on or self._may_try or is_other_batch or self._unweighed + 1 >= _WEIGH_EVERY)
         self._waited += rests
+        self._unweighed += rests
         return rests
 
     def weigh(self, advantage: float, num_decoding: int) -> None:
         """Settles whether drafting is on and whether this step tries the opposite. `advantage`: the expected pace with
         drafts over the one without."""
-        self.advantage, self._num_weighed = advantage, num_decoding
+        self.advantage, self._num_weighed, self._unweighed = advantage, num_decoding, 0
         prefers = advantage * _HYSTERESIS > 1 if self.is_on else advantage > _HYSTERESIS
         if prefers != self.is_on:
             self.is_on, self._waited = prefers, 0
