@@ -24,6 +24,7 @@ import argparse
 import datetime
 import json
 import math
+import random
 import statistics
 import sys
 import time
@@ -93,11 +94,10 @@ def race(seats: list[Seat], prompts: list[list[int]], num_tokens: int, sampling:
                 sampling=replace(sampling, seed=1000 * turn + number), speculation=seat.speculation,
             )  # fmt: skip
             seat.here.submit(submit)
-    for number in count(turn):
-        racing = [seat for seat in seats if seat.num_finished < len(prompts)]
-        if not racing:
-            return
-        for seat in racing[:: 1 if number % 2 else -1]:
+    order = random.Random(turn)
+    while racing := [seat for seat in seats if seat.num_finished < len(prompts)]:
+        order.shuffle(racing)  # or who always comes behind the same would be faster for it, or slower
+        for seat in racing:
             seat.step()
 
 
