@@ -28,7 +28,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -102,12 +102,12 @@ def race(seats: list[Seat], prompts: list[list[int]], num_tokens: int, sampling:
 
 
 class Contest:
-    """A shape: two engines that can speculate, and one that cannot."""
+    """A shape: two engines that can speculate, and one that cannot. turns: numbers that none of them has seen."""
 
-    def __init__(self, name: Name, engines: list[EngineHere]) -> None:
+    def __init__(self, name: Name, engines: list[EngineHere], turns: Iterator[int]) -> None:
         self.name = name
         self._engines = engines
-        self._turns = count(1)
+        self._turns = turns
 
     def rounds(self, prompts: list[list[int]], num_tokens: int, sampling: SamplingParams) -> Ratios:
         """Two, in which the engines change roles."""
@@ -147,7 +147,8 @@ def measure(args: argparse.Namespace) -> dict[Cell, dict[str, list[Ratios]]]:
             return stack.enter_context(engine_here(own, pair))
 
         alone = engine("off")
-        contests = [Contest(name, [engine(name), engine(name), alone]) for name in args.shapes]
+        turns = count(1)
+        contests = [Contest(name, [engine(name), engine(name), alone], turns) for name in args.shapes]
         freeze_start_up()  # as workers do
         print(head(args.shapes))
         for temperature, batch in product(args.temperatures, args.batches):
