@@ -22,10 +22,11 @@ from verifier.economy import Economy
 from verifier.feeds import Feed
 from verifier.request import Request
 from verifier.scheduler import Step
+from verifier.switch import Switch
 from workers import config
 from workers.config import PruneConfig, TreeConfig
 from workers.ipc import Speculation, Submit
-from workers.types import Rule, SamplingParams, TreeLimits, Verdict
+from workers.types import DraftReply, Rule, SamplingParams, TreeLimits, Verdict
 
 torch.set_num_threads(1)
 
@@ -271,6 +272,51 @@ def test_while_drafting_is_off_auto_looks_rarely_until_the_batch_changes(monkeyp
     assert num_looks(requests[:4], 1) == 0
 
 
+def test_what_a_try_taught_is_weighed_in_the_next_step():
+    switch = Switch()
+    while not switch.is_trial:
+        if not switch.rests(num_decoding=4):
+            switch.weigh(advantage=0.5, num_decoding=4)
+        switch.pay(step_ms=10.0, otherwise_ms=10.0)
+    assert not switch.is_on
+    switch.pay(step_ms=30.0, otherwise_ms=10.0)
+    assert not switch.rests(num_decoding=4)
+    switch.weigh(advantage=2.0, num_decoding=4)
+    assert switch.is_on and switch.drafts
+
+
+def test_guesses_of_what_drafting_takes_switch_nothing_off():
+    """Rows of trees that grow at once, 16 a level, cost next to nothing: no first guess knows."""
+    deciding = Economy(UNPROFILED, PruneConfig(auto=True), most_fed=2048, max_backlog=256)
+    deciding._growth = economy._Average(np.array([8.0, 7 * 16.0]))
+    limits = TreeLimits(num_nodes=16, auto=True)
+    requests = [Request(Submit(id=n, prompt=[1], max_tokens=64), Rule.COUPLED, limits, 0) for n in range(8)]
+    step = Step(preempted=[], shared=[], pages=[], decode=requests, prefill=[])
+    reply = DraftReply(
+        trees=oracles.tree([-1, 0], [1, 2]), probs=None, pruned_GD=torch.zeros(1, 1), num_levels=8, num_run=7 * 16,
+        seconds=0.0,
+    )  # fmt: skip
+
+    def feeds() -> dict[Request, Feed]:
+        return deciding.worthwhile(requests, lambda request: Feed([1], 16, 8), step, lambda request: 0)
+
+    assert feeds()
+    for _ in range(3):  # the first two may have compiled something
+        deciding.learn_draft({requests[0]: Feed([1], 16, 8)}, reply, seconds=1.0)
+    assert not feeds()
+
+
+def test_what_has_not_been_paid_for_long_may_have_become_cheap():
+    bill = Bill([1.0, 1.0], doubts=[0.5, 0.5])
+    for step in range(20):
+        bill.paid(step, 2.0 + step % 2, (1, 1 + step % 2))
+    assert bill.hopeful().price((0, 1)) > 0.8
+    for step in range(20, 400):
+        bill.paid(step, 1.0, (1, 0))
+    assert bill.price((0, 1)) == pytest.approx(1.0, rel=0.1)
+    assert bill.hopeful().price((0, 1)) < 0.7 and bill.hopeful().price((1, 0)) > 0.8
+
+
 @pytest.mark.parametrize(("waited", "bonus"), [(31, 1.0), (32, 2.0)])
 def test_what_sets_a_request_apart_is_forgotten_while_nothing_is_drafted(waited, bonus):
     deciding = believing(config.Prices(step=3, row=0.5, draft=10.0, level=0.1))
@@ -311,6 +357,6 @@ def test_auto_comes_back_when_drafting_pays_again():
         b.run(AUTO, 4, 0.0, num_prompts=8, num_tokens=32)
         assert b.run(AUTO, 4, 0.0, num_prompts=8, num_tokens=32).num_trees < 30
         b.clock.prices = CHEAP_DRAFTS
-        b.run(AUTO, 4, 0.0, num_prompts=8, num_tokens=96)
+        b.run(AUTO, 4, 0.0, num_prompts=24, num_tokens=96)
         fast = b.run(AUTO, 4, 0.0, num_prompts=8, num_tokens=32)
     assert fast.num_trees > 30

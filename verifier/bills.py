@@ -5,6 +5,7 @@ Legend: J terms of a cost.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from operator import mul
@@ -53,6 +54,11 @@ class Bill:
     def price(self, quantities: Sequence[_Amount]) -> np.ndarray:
         """Of one bill, or of several if some quantities are arrays."""
         return sum(map(mul, self._price_J, quantities))
+
+    def hopeful(self) -> Bill:
+        """With every price as low as it may well be, which the longer is lower, the longer ago it was paid."""
+        doubt_J = [math.sqrt(row[j]) for j, row in enumerate(self._covariance_JJ)]
+        return Bill([max(p - d, least) for p, d, least in zip(self._price_J, doubt_J, self._least_J, strict=True)])
 
     def paid(self, step: int, amount: float, quantities: Sequence[float]) -> None:
         """In this step, of an ever growing number. Of plain numbers: arrays of this size take longer."""
@@ -128,6 +134,11 @@ class StepPrices:
         self._table_ms = lru_cache(maxsize=2)(self._verify.ms_up_to)
         self._rows_ms = lru_cache(maxsize=64)(lambda num_rows: float(self._verify.ms(num_rows)))
 
+    @property
+    def has_drafted(self) -> bool:
+        """Whether what drafting takes is more than a guess."""
+        return self.is_given or self._num_exchanges > _UNPAID
+
     def draft_ms(self, bill: Drafting) -> np.ndarray:
         return self._draft_bill.price(bill)
 
@@ -154,17 +165,21 @@ class StepPrices:
             plain_ms + scale * table_ms_N[nodes] + (trees_ms + trees * tree_ms if trees else 0.0)
         )
 
-    def for_drafter(self, feeds: dict[Request, Feed], step: Step, calibration_D2: np.ndarray) -> DraftCosts:
-        """The prices of this step, for the drafter."""
+    def for_drafter(
+        self, feeds: dict[Request, Feed], step: Step, calibration_D2: np.ndarray, *, is_trial: bool
+    ) -> DraftCosts:
+        """The prices of this step, for the drafter. In a try of drafts they are hopeful: where levels look dear trees
+        have few, and nobody would ever learn that levels have become cheap."""
         num_rows, most = _num_rows(step), sum(feed.num_nodes for feed in feeds.values())
         num_trees = sum(feed.num_nodes > 0 for feed in feeds.values())
         knots = self._verify.rows_T - num_rows
         nodes_T = np.array([0, *knots[(knots > 0) & (knots < most)], most])
+        draft = self._draft_bill.hopeful() if is_trial and not self.is_given else self._draft_bill
         bills = Drafting(messages=1, fed=num_fed(feeds)), Drafting(levels=1), Drafting(run=1)
         return DraftCosts(
             nodes_T=torch.from_numpy(nodes_T.astype(np.int32)),
             verify_ms_T=torch.from_numpy(self.step_ms(step, nodes_T, num_trees).astype(np.float32)),
-            draft_ms_3=torch.tensor([self.draft_ms(bill) for bill in bills], dtype=torch.float32),
+            draft_ms_3=torch.tensor([draft.price(bill) for bill in bills], dtype=torch.float32),
             sure_1=torch.tensor([len(step.decode)], dtype=torch.float32),
             calibration_D2=torch.from_numpy(calibration_D2),
         )
@@ -174,7 +189,7 @@ class StepPrices:
         bill = Drafting(messages=1, fed=num_fed(feeds), levels=max(reply.num_levels - 1, 0), run=reply.num_run)
         ms = float(self.draft_ms(bill)) if self.is_given else 1e3 * seconds
         self._num_exchanges += len(reply.trees.offsets) > 1
-        if self._num_exchanges > _UNPAID:
+        if self.has_drafted:
             self._draft_bill.paid(number, ms, bill)
         return ms
 

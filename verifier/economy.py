@@ -127,7 +127,10 @@ class Economy:
         ranked = sorted(auto, key=self._gain_of, reverse=True)
         pace_K = self._paces(ranked, others, step, copying=False)
         best = 1 + int(pace_K[1:].argmax())
-        self._switch.weigh(float(pace_K[best] / pace_K[0]), len(step.decode))
+        advantage = float(pace_K[best] / pace_K[0])
+        if not self._prices.has_drafted:  # guesses switch nothing off
+            advantage = max(1.0, advantage)
+        self._switch.weigh(advantage, len(step.decode))
         if not self._switch.drafts:
             return []
         if not self._switch.is_on:
@@ -176,7 +179,7 @@ class Economy:
         """For the drafter; None if nobody asks for `auto`."""
         if not any(feed.num_nodes and r.is_auto for r, feed in feeds.items()):
             return None
-        return self._prices.for_drafter(feeds, step, self._calibration.fit_D2)
+        return self._prices.for_drafter(feeds, step, self._calibration.fit_D2, is_trial=self._switch.is_trial)
 
     # ---- after it
 

@@ -37,10 +37,11 @@ class Switch:
 
     def rests(self, num_decoding: int) -> bool:
         """A new step: whether it is plain without anybody asking why. Weighing takes time: while drafting is off it
-        is done rarely, or when the batch has become another one."""
-        self.is_trial = False
+        is done rarely, and when a try has taught what drafting takes or the batch has become another one."""
+        tried, self.is_trial = self.is_trial, False
         is_other_batch = num_decoding > 0 and 4 * abs(num_decoding - self._num_weighed) > self._num_weighed
-        rests = not (self.is_on or self._may_try or is_other_batch or self._unweighed + 1 >= _WEIGH_EVERY)
+        is_due = tried or is_other_batch or self._unweighed + 1 >= _WEIGH_EVERY
+        rests = not (self.is_on or self._may_try or is_due)
         self._waited += rests
         self._unweighed += rests
         return rests
