@@ -11,6 +11,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ import triton
 import triton.language as tl
 
 from drafter.level import DraftVocabulary
+from workers import sampling
 from workers.kernels import compiled, fused, reference
 from workers.kernels.choose import TORCH, Kernels, is_interpreted, kernels_for
 from workers.kernels.triton_attention import PlanShape
@@ -343,6 +345,24 @@ def test_a_token_stays_while_the_mass_above_it_is_below_p(kernels: Kernels) -> N
             x.to(DEVICE), torch.zeros(1, dtype=torch.int32, device=DEVICE), torch.tensor([top_p]).to(DEVICE)
         )
         assert (x >= cut.cpu()).sum() == kept
+
+
+@both
+def test_rows_with_fewer_possible_tokens_than_top_k_keep_all_of_them(kernels: Kernels) -> None:
+    """As min-p or allowed ids leave them; no set of kernels looks deeper for more."""
+    x = torch.full((2, 9000), -torch.inf)
+    x[0, [5, 8000]], x[1, 7] = torch.tensor([1.0, 2.0]), -3.0
+    k_R, p_R = torch.tensor([20, 20], dtype=torch.int32), torch.tensor([1.0, 0.5])
+    with mock.patch.object(sampling, "_GROWTH", None):  # to look deeper would raise
+        cut_R = kernels.cut(x.to(DEVICE), k_R.to(DEVICE), p_R.to(DEVICE)).cpu()
+    assert cut_R.tolist() == [-torch.inf, -3.0]
+
+
+@both
+def test_zeros_of_both_signs_share_their_fate(kernels: Kernels) -> None:
+    x = torch.tensor([[1.0, 0.0, 0.0, -0.0, -0.0, -0.0, -0.0, -1.0]])
+    k_R = torch.tensor([3], dtype=torch.int32, device=DEVICE)
+    assert kernels.cut(x.to(DEVICE), k_R, torch.tensor([0.55], device=DEVICE)).tolist() == [0.0]
 
 
 @both

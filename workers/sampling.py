@@ -128,7 +128,8 @@ def _min_p_offset(params: SamplingBatch) -> Tensor:
 def _cut_among(x_RV: Tensor, top_k_R: np.ndarray, top_p_R: np.ndarray, listed: int) -> np.ndarray:
     """`cut`, sought among so many of each row's largest, or one more than everybody's k; deeper if it is not there.
 
-    Of what top-k leaves all is listed wherever the row is settled, ties with the k-th included.
+    Of what top-k leaves all is listed wherever the row is settled, ties with the k-th included. It is also settled when
+    fewer are possible than are listed.
     """
     V = x_RV.shape[-1]
     listed = min(max(listed, int(top_k_R.min(initial=V)) + 1), V)
@@ -148,7 +149,8 @@ def _cut_among(x_RV: Tensor, top_k_R: np.ndarray, top_p_R: np.ndarray, listed: i
     num_kept_R = (mass_RK[:, :-1] < (top_p_R * total_R)[:, None]).sum(1)
     last_R = best_RK[row_R, num_kept_R]
     cut_R = np.where(has_p_R, last_R, kth_R)
-    is_settled_R = (best_RK[:, -1] < np.where(has_k_R, kth_R, last_R)) | ~(has_k_R | has_p_R)
+    lowest_R = best_RK[:, -1]
+    is_settled_R = (lowest_R < np.where(has_k_R, kth_R, last_R)) | np.isneginf(lowest_R) | ~(has_k_R | has_p_R)
     if listed < x_RV.shape[-1] and not is_settled_R.all():
         deeper = np.flatnonzero(~is_settled_R)
         cut_R[deeper] = _cut_among(x_RV[deeper], top_k_R[deeper], top_p_R[deeper], listed * _GROWTH)

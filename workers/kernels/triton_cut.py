@@ -32,8 +32,8 @@ def cut(x_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor) -> Tensor:
 
 @triton.jit
 def _key(x):
-    """int32 that are ordered as these float32 are."""
-    bits = x.to(tl.int32, bitcast=True)
+    """int32 that are ordered as these float32 are, both zeros alike."""
+    bits = tl.where(x == 0.0, 0, x.to(tl.int32, bitcast=True))
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
@@ -104,7 +104,8 @@ def _cut(
         for begin in range(0, num_columns, BLOCK):
             column = begin + tl.arange(0, BLOCK)
             x = tl.load(x_ptr + column, mask=column < num_columns, other=float("-inf"))
-            is_listed = (_key(x) >= bound32) & (column < num_columns)
+            # Where fewer than top-k are possible the bound is -inf, and all that is impossible would be listed.
+            is_listed = (_key(x) >= bound32) & (x != float("-inf"))
             found = tl.sum(is_listed.to(tl.int32), 0)
             if found > 0:
                 place = listed + tl.cumsum(is_listed.to(tl.int32), 0) - 1
