@@ -47,6 +47,7 @@ def test_linear_equals_torch_for_every_row_count(
         (stored(torch.float32, 300), False),
         (stored(torch.bfloat16, 300) * 2.0**-12, False),  # most of them below it
         (torch.cat((stored(torch.bfloat16, 300), torch.full((1, 192), 2.0**17))), False),  # infinite in half
+        (torch.cat((stored(torch.bfloat16, 70_000), stored(torch.float32, 1))), False),  # one row, and it comes last
     ],
 )
 def test_a_weight_is_kept_in_half_precision_where_that_loses_nothing(weight: Tensor, is_kept_in_half: bool) -> None:

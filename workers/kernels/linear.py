@@ -20,6 +20,7 @@ does.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 
@@ -30,6 +31,7 @@ from torch import Tensor
 _HAS_FBGEMM = "fbgemm" in torch.backends.quantized.supported_engines  # built in, and the CPU has what it needs
 _HAS_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
 _WORTH_PACKING = 1 << 17  # elements from which oneDNN's product is faster in spite of 10 us more for the call
+_COMPARED_AT_ONCE = 1 << 20  # elements with their halves: a weight is looked at without a copy of all of it
 _TYPICAL_ROWS = 16  # what oneDNN lays the packed weight out for; laid out for 1, it is half as fast with any number
 
 # The other door to the same product, torch.ops.quantized.linear_dynamic_fp16, takes 10 us more a call.
@@ -65,10 +67,18 @@ def _laid_out(weight_OI: Tensor) -> tuple[Tensor, _Product]:
 
 
 def _is_half(weight_OI: Tensor) -> bool:
-    """Whether half precision changes the weight by less than float32 rounds a sum of some hundred products: whatever
-    was stored in float16, and bfloat16 unless very small, since only values below 2^-17 lose a bit."""
-    error = torch.dist(weight_OI.half().float(), weight_OI)
-    return bool(error <= 2**-20 * torch.linalg.vector_norm(weight_OI))
+    """Whether half precision changes the weight by less than float32 rounds a sum of some hundred products, and no row
+    by more than four times as much: whatever was stored in float16, and bfloat16 unless very small, since only values
+    below 2^-17 lose a bit. A row that was trained or averaged in float32 is seen among any number of others."""
+    num_outputs, num_inputs = weight_OI.shape
+    most = 2**-20 * float(torch.linalg.vector_norm(weight_OI))
+    squares = 0.0
+    for rows_RI in weight_OI.split(max(1, _COMPARED_AT_ONCE // num_inputs)):
+        error_R = torch.linalg.vector_norm(rows_RI.half().float() - rows_RI, dim=1)
+        squares += float(error_R.square().sum())
+        if not (squares <= most**2 and float(error_R.max()) <= 4 * most / math.sqrt(num_outputs)):
+            return False
+    return True
 
 
 def _onednn_linear(x_NI: Tensor, packed: Tensor, bias_O: Tensor | None) -> Tensor:
