@@ -74,6 +74,14 @@ def test_memory_is_bounded(monkeypatch):
     assert len(book._row) == 10
 
 
+def test_more_rows_at_once_than_are_kept_are_not_held(monkeypatch):
+    monkeypatch.setattr(workers.noise, "MAX_BYTES", 10 * 4 * 27)
+    book = NoiseBook(3, 30)
+    assert torch.equal(book.rows([1] * 30, list(range(30)), "cpu"), truth([1] * 30, list(range(30))))
+    held = {row.untyped_storage().data_ptr(): row.untyped_storage().nbytes() for row in book._row.values()}
+    assert len(book._row) == 10 and sum(held.values()) == 10 * 4 * 27
+
+
 def test_a_drafter_that_looks_ahead_has_the_noise_of_the_next_trees(monkeypatch):
     """Three requests with roots at 9, 19 and 29, of which the last two need no noise: sampled drafts, temperature 0."""
     request = SimpleNamespace(

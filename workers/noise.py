@@ -15,7 +15,7 @@ from workers.random import gumbel
 from workers.transfer import sent
 
 MAX_BYTES = 64 << 20
-"""About as much noise is kept: 8,192 rows of a vocabulary of 2,048, 106 of 151,936."""
+"""About as much noise is kept: 8,192 rows of a vocabulary of 2,048, 110 of 151,936."""
 _VALUES_AHEAD, _INDICES_AHEAD = 1 << 17, 16
 """On CPU so much is computed as soon as something is missing, and no further ahead than that: texts end."""
 
@@ -63,4 +63,7 @@ class NoiseBook:
         if missing:
             columns = sent(torch.tensor(missing, dtype=torch.int64), device)
             noise = self._make(columns[:, 0], columns[:, 1], *self._range)
-            self._row.update(zip(missing, noise if self._ids is None else noise[:, self._ids], strict=True))
+            rows: Iterable[Tensor] = noise if self._ids is None else noise[:, self._ids]
+            if len(missing) > self._most:  # what is kept must not hold what is forgotten
+                rows = map(torch.clone, rows)
+            self._row.update(zip(missing, rows, strict=True))
