@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -71,6 +72,14 @@ def test_the_layers_that_the_head_reads_are_renumbered_and_a_second_call_reuses_
     written = (pair.target / "config.json").stat().st_mtime_ns
     assert scaled_pair(BUNDLED / "target", BUNDLED / "eagle3", size, tmp_path, torch.float32) == pair
     assert (pair.target / "config.json").stat().st_mtime_ns == written
+
+
+def test_a_cache_does_not_serve_what_another_pair_was_widened_to(tmp_path) -> None:
+    size, base = TargetSize.parse("256x8"), tmp_path / "base"
+    shutil.copytree(BUNDLED / "eagle3", base)
+    pair = scaled_pair(BUNDLED / "target", base, size, tmp_path, torch.float32)
+    (base / "config.json").write_text((base / "config.json").read_text() + "\n")
+    assert scaled_pair(BUNDLED / "target", base, size, tmp_path, torch.float32) != pair
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ Legend: D hidden, I intermediate, H heads, d head width, O outputs, V vocabulary
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -52,11 +53,20 @@ class ScaledPair(NamedTuple):
 
 def scaled_pair(target: Path, head: Path, size: TargetSize, cache: Path, dtype: torch.dtype) -> ScaledPair:
     """The wide target and its head under `cache`, written unless they are there. Raises ValueError."""
-    name = f"{size}-{str(dtype).removeprefix('torch.')}"
+    name = f"{size}-{str(dtype).removeprefix('torch.')}-{_digest(target, head)}"
     pair = ScaledPair(cache / f"target-{name}", cache / f"eagle3-{name}")
     _write_once(pair.target, lambda folder: write_target(target, folder, size, dtype))
     _write_once(pair.head, lambda folder: write_head(head, target, folder, size, dtype))
     return pair
+
+
+def _digest(*bases: Path) -> str:
+    """Of what is widened, by its files' sizes and times, and of how: a cache must not serve what it no longer is."""
+    digest = hashlib.sha256(Path(__file__).read_bytes())
+    for path in sorted(path.resolve() for base in bases for path in base.iterdir()):
+        status = path.stat()
+        digest.update(f"{path} {status.st_size} {status.st_mtime_ns}".encode())
+    return digest.hexdigest()[:8]
 
 
 def _write_once(folder: Path, write: Callable[[Path], None]) -> None:
