@@ -327,6 +327,21 @@ def test_what_sets_a_request_apart_is_forgotten_while_nothing_is_drafted(waited,
     assert request.draft_bonus == pytest.approx(bonus)
 
 
+def test_a_plain_step_is_priced_behind_one_with_nodes_though_a_prompt_comes_between(monkeypatch):
+    deciding = believing(config.Prices(step=3, row=0.5, draft=10.0, level=0.1))
+    request = Request(Submit(id=0, prompt=[1], max_tokens=64), Rule.COUPLED, TreeLimits(num_nodes=16, auto=True), 0)
+    priced: list[Step] = []
+    monkeypatch.setattr(deciding._prices, "learn_rest", lambda number, step, *own: priced.append(step))
+    deciding._had_nodes = True
+    plain, with_prompt = (
+        Step(preempted=[], shared=[], pages=[], decode=[request], prefill=prefill)
+        for prefill in ([], [(request, slice(0, 9))])
+    )
+    for step in (with_prompt, plain, plain):
+        deciding.learn(step, Drafts.of(None, [False], [[1]]), [Verdict((), (5,), 0, 0)] * 2, 0.01)
+    assert priced == [with_prompt, plain]
+
+
 def test_where_prices_are_given_tries_are_charged_by_them():
     """However quick this machine is: one try at the price of 1000 steps is paid off in 100,000."""
     dear = PruneConfig(auto=True, prices=config.Prices(step=1e3, row=0, draft=1e6))

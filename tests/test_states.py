@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from fakes import Bench, RandomLanguage
 
-from verifier import economy, feeds
+from verifier import economy, feeds, states
 from verifier.feeds import Feed, max_backlog, most_fed, within_a_message
 from verifier.request import Request
-from verifier.states import WaitingStates, most_waiting
+from verifier.states import OwedStates, WaitingStates, most_waiting
 from workers.config import DraftConfig, EngineConfig, PruneConfig, TreeConfig
 from workers.ipc import Speculation, Submit
 from workers.types import Rule, SamplingParams, TreeLimits
@@ -91,6 +92,29 @@ def test_whatever_waits_fits(seed, monkeypatch):
         num_preempted = b.frames[-1].stats.num_preemptions
         assert waiting.num_free == most_waiting(b.engine._config) > least
     assert num_preempted > 0
+
+
+def waiting_for(room: int) -> tuple[WaitingStates, OwedStates]:
+    waiting = WaitingStates(room, 2, dtype=torch.float32, device=CPU)
+    return waiting, OwedStates(waiting, SimpleNamespace(keep_states=lambda owed, state_NX: None))  # type: ignore[arg-type]
+
+
+def test_for_who_leaves_nothing_is_moved():
+    waiting, owed = waiting_for(8)
+    leaving, staying = _owed("leaves", 5), _owed("stays", 5)
+    owed.add([(leaving, [0, 2]), (staying, [1])], torch.tensor([[0.0, 0], [1, 1], [2, 2]]))
+    owed.free(leaving)
+    assert (leaving.states, waiting.num_free) == ([], 7)
+    assert waiting.take(staying.states).tolist() == [[1.0, 1.0]]
+
+
+def test_a_large_prompts_states_are_not_copied_to_be_beside_others(monkeypatch):
+    waiting, owed = waiting_for(8)
+    monkeypatch.setattr(states, "_ROWS_AT_ONCE", 4)
+    monkeypatch.setattr(states.torch, "cat", None)
+    owed.add([(_owed("decodes", 5), [0])], torch.zeros(1, 2))
+    owed.add([(_owed("joins", 8), [0, 1, 2, 3, 4])], torch.zeros(5, 2))
+    assert waiting.num_free == 2
 
 
 def test_what_is_due_is_fed_first_and_nobody_changes_places():

@@ -69,7 +69,7 @@ class Economy:
         self._growth = _Average(np.array([3.0, 4.0]))  # levels of a batch, nodes run per tree
         self._missed = {False: 1.0, True: 1.0}  # what steps took over their price lately, without and with copies
         self._num_steps = 0
-        self._had_nodes = False  # the step before
+        self._had_nodes = False  # a step before, and no plain one has been priced since
         # Of this step: whether it is plain unasked, who is drafted for, what that took, what looking for copies took.
         self._rests = False
         self._drafted: set[Request] = set()
@@ -206,7 +206,8 @@ class Economy:
         if self._draft_ms or num_nodes or self._had_nodes or self._switch.is_priced:
             self._prices.learn_rest(self._num_steps, step, num_nodes, num_trees, rest_ms)
             self._learn_trees(step, drafts, verdicts)
-        self._had_nodes = num_nodes > 0
+        # A step with prompts teaches no prices: the next one has to.
+        self._had_nodes = num_nodes > 0 or (self._had_nodes and bool(step.prefill))
 
     @property
     def _teaches_nothing(self) -> bool:

@@ -75,22 +75,24 @@ class OwedStates:
     def add(self, computed: list[tuple[Request, list[int]]], state_NX: Tensor) -> None:
         """A step's states, and in which rows the newest positions of each request are, up to its last that is computed.
         Nobody may write to `state_NX` any more."""
+        if self._num_rows + len(state_NX) > _ROWS_AT_ONCE:
+            self.settle()  # or a large prompt's states would be copied to be beside others
         self._computed.append(computed)
         self._states.append(state_NX)
         self._num_rows += len(state_NX)
         if self._num_rows > _ROWS_AT_ONCE:
             self.settle()
 
-    def settle(self) -> None:
+    def settle(self, leaving: Request | None = None) -> None:
         """Puts every state where it belongs: to its request's, and to its page if it is that of a page's end. Comes
-        before a request is fed, finds a prefix, or leaves."""
+        before a request is fed or finds a prefix."""
         if not self._states:
             return
         assert self._waiting is not None
         owed = self._rows_by_request()
         state_NX = torch.cat(self._states) if len(self._states) > 1 else self._states[0]
         self._prefixes.keep_states(owed, state_NX)
-        fed = {request: rows for request, rows in owed.items() if request.draft_room > 0}
+        fed = {request: rows for request, rows in owed.items() if request.draft_room > 0 and request is not leaving}
         wanted: Sequence[int] = range(len(state_NX))
         if sum(map(len, fed.values())) < len(wanted):
             wanted = list(chain.from_iterable(fed.values()))
@@ -102,7 +104,7 @@ class OwedStates:
 
     def free(self, request: Request) -> None:
         """The request leaves."""
-        self.settle()
+        self.settle(leaving=request)
         if self._waiting is not None:
             self._waiting.free(request.states)
 
