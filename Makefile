@@ -55,7 +55,8 @@ bench: $(VENV)/.installed-test ## measure acceptance, speed, the parts of a step
 	$(BIN)/secateur bench throughput $(ON_300M) --contestants off,chain,static,auto --batches 2 4 8 16 32 \
 		--temperatures 0 --max-tokens 32 --rounds 6 --output $(RESULTS)
 	$(BIN)/python tests/bench/one_process.py --batches 1 2 4 8 16 32 --seconds 75 --out $(RESULTS)
-	$(BIN)/python tests/bench/one_process.py $(ON_300M) --batches 2 4 8 16 32 --max-tokens 32 --rounds 2 --out $(RESULTS)
+	$(BIN)/python tests/bench/one_process.py $(ON_300M) --batches 2 4 8 16 32 --max-tokens 32 \
+		--rounds 2 --seconds 150 --out $(RESULTS)
 	$(BIN)/secateur bench step $(ON_300M) --batches 1 8 --nodes 0 4 8 16 --rounds 2 --output $(RESULTS)
 
 # The corpus is read from the packages of the virtual environment.
