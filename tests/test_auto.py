@@ -266,7 +266,7 @@ def test_while_drafting_is_off_auto_looks_rarely_until_the_batch_changes(monkeyp
         return len(looks)
 
     num_looks(requests, 10)  # turns drafting off
-    assert num_looks(requests, 192) == 6
+    assert num_looks(requests, 192) == 3
     assert num_looks(requests[:6], 1) == 0, "a quarter less is still the same batch"
     assert num_looks(requests[:5], 1) == 1
     assert num_looks(requests[:4], 1) == 0

@@ -39,7 +39,7 @@ from workers.config import PruneConfig
 from workers.types import DraftCosts, DraftReply, Verdict
 
 _RATE_OF_REQUEST, _RATE_OF_ALL = 0.1, 0.05
-_LOOK_EVERY = 64  # steps between two looks for something to copy, while copies do not pay
+_LOOK_EVERY = 96  # steps between two looks for something to copy, while copies do not pay
 _FADE = 0.5  # whenever a plain step is priced: what sets a request apart is forgotten while nothing is drafted
 
 

@@ -7,9 +7,9 @@ or less where there is little hope.
 from __future__ import annotations
 
 _TRY_EVERY = 8  # steps between two tries, at least
-_WEIGH_EVERY = 32  # steps between two that ask whether drafting would pay, while it is off
+_WEIGH_EVERY = 64  # steps between two that ask whether drafting would pay, while it is off
 _PRICE_EVERY = 31  # steps between two that teach what plain ones take, while off; not 32: some work recurs every 16
-_TRY_SHARE = 0.005  # of all time may be lost to tries of what is expected to be nearly as good as what is chosen
+_TRY_SHARE = 0.004  # of all time may be lost to tries of what is expected to be nearly as good as what is chosen
 _HYSTERESIS = 1.05
 
 
