@@ -15,7 +15,8 @@ needs_fbgemm = pytest.mark.skipif(not linear._HAS_FBGEMM, reason="torch without 
 
 def stored(dtype: torch.dtype, num_outputs: int, num_inputs: int = 192) -> Tensor:
     """A weight as a checkpoint of `dtype` gives it to float32."""
-    return torch.randn(num_outputs, num_inputs).mul_(0.02).to(dtype).float()
+    generator = torch.Generator().manual_seed(num_outputs)
+    return torch.randn(num_outputs, num_inputs, generator=generator).mul_(0.02).to(dtype).float()
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 3, 7, 17, 200])
@@ -53,9 +54,9 @@ def test_linear_equals_torch_for_every_row_count(
 def test_a_weight_is_kept_in_half_precision_where_that_loses_nothing(weight: Tensor, is_kept_in_half: bool) -> None:
     made = Linear(weight)
     assert (made._product is torch.fbgemm_linear_fp16_weight_fp32_activation) == is_kept_in_half
-    x = torch.randn(5, 192)
+    x = torch.randn(5, 192, generator=torch.Generator().manual_seed(0))
     exact = x.double() @ weight.double().t()
-    torch.testing.assert_close(made(x).double(), exact, atol=1e-6 * float(exact.abs().max()), rtol=0)
+    torch.testing.assert_close(made(x).double(), exact, atol=2e-6 * float(exact.abs().max()), rtol=0)
 
 
 @needs_fbgemm
