@@ -16,8 +16,9 @@ from engines import BUNDLED, DYNAMIC, bundled, prompts
 
 from drafter.level import Level
 from drafter.propose import FeatureProposer
-from verifier import economy, engine
-from verifier.costs import RowCosts
+from verifier import engine
+from verifier.adaptive import controller
+from verifier.adaptive.cost_model import RowCosts
 from verifier.target import Target
 from workers.ipc import EngineStats, Speculation, Submit
 from workers.types import DraftRequest, SamplingParams, TargetStep
@@ -160,7 +161,7 @@ def bench(prices: Prices, row_costs: RowCosts | None = None) -> Iterator[Bench]:
     target, proposer = partial(_Target, clock), partial(_Proposer, clock)
     with (
         mock.patch.object(engine, "time", time),
-        mock.patch.object(economy, "time", time),
+        mock.patch.object(controller, "time", time),
         engine_here(config, _pair(), row_costs or prices.rows, target=target, proposer=proposer) as here,
     ):
         yield Bench(here, clock)

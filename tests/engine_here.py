@@ -14,7 +14,8 @@ from fakes import FakeChannel
 from drafter.eagle3 import Eagle3Head
 from drafter.propose import FeatureProposer
 from drafter.shape import make_shape
-from verifier.costs import RowCosts, profile
+from verifier.adaptive.cost_model import RowCosts
+from verifier.adaptive.profile import profile
 from verifier.engine import Engine
 from verifier.states import WaitingStates, most_waiting
 from verifier.target import Target

@@ -27,7 +27,8 @@ from drafter import worker as drafter_worker
 from drafter.ngram import NgramProposer
 from drafter.shape import make_shape
 from verifier import worker as verifier_worker
-from verifier.costs import UNPROFILED, warm_up
+from verifier.adaptive.cost_model import UNPROFILED
+from verifier.adaptive.profile import warm_up
 from verifier.engine import Engine
 from workers.channel import Channel, Received
 from workers.config import DraftConfig, EngineConfig, Prices, PruneConfig, TreeConfig

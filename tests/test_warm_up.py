@@ -11,7 +11,7 @@ from engines import AUTO, BUNDLED, CHAIN, DYNAMIC, STATIC, bundled
 from drafter.propose import DraftModelProposer, FeatureProposer
 from drafter.shape import make_shape
 from drafter.worker import draft, nobody
-from verifier.costs import warm_up
+from verifier.adaptive.profile import warm_up
 from verifier.target import Target
 from workers.checkpoint import read_spec
 from workers.kernels import reference

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from functools import partial
 
 from verifier.accept import judge
+from verifier.adaptive.controller import Controller, Exchange, Outcome, Plan
+from verifier.adaptive.cost_model import UNPROFILED, RowCosts
 from verifier.admit import misfit, request_of
-from verifier.costs import UNPROFILED, RowCosts
 from verifier.drafts import Drafts
-from verifier.economy import Economy
-from verifier.feeds import draft_depth, max_backlog, most_fed, next_feed
 from verifier.pack import Move, pack_draft, pack_target
 from verifier.prefixes import Prefixes
 from verifier.request import Request
@@ -24,7 +22,7 @@ from verifier.states import OwedStates
 from verifier.target import Target
 from verifier.tree import with_chains
 from workers.channel import Channel
-from workers.config import EngineConfig, PruneConfig
+from workers.config import EngineConfig
 from workers.ipc import Abort, EngineStats, FrameSocket, StepOutput, Submit, TokenChunk
 from workers.kv import PageAllocator
 from workers.types import DraftReply, SamplingBatch, Verdict
@@ -59,10 +57,7 @@ class Engine:
             self._allocator, config.page_size, target.waiting, is_enabled=config.enable_prefix_caching
         )
         self._owed = OwedStates(target.waiting, self._prefixes)
-        self._next_feed = partial(next_feed, config=config)
-        self._draft_depth = partial(draft_depth, config=config)
-        prune = config.draft.tree.prune if config.draft else PruneConfig()
-        self._economy = Economy(row_costs, prune, most_fed=most_fed(config), max_backlog=max_backlog(config))
+        self._controller = Controller(config, row_costs)
         self._limits = Limits(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -88,11 +83,12 @@ class Engine:
             return self._emit()
         began = time.perf_counter()
         self._make_room(step)
-        drafts = self._draft(step)
+        plan = self._controller.plan(step, self._running)
+        drafts, exchange = self._draft(step, plan)
         verdicts = self._verify(step, drafts)
         self._commit(step, drafts, verdicts)
         seconds = time.perf_counter() - began
-        self._economy.learn(step, drafts, verdicts, seconds)
+        self._controller.observe(plan, Outcome(step, drafts, verdicts, exchange, 1e3 * seconds))
         self._stats.steps += 1
         self._stats.step_seconds += seconds
         self._emit()
@@ -164,34 +160,34 @@ class Engine:
         for request, count in step.pages:
             request.pages.extend(self._allocator.alloc(count))
 
-    def _draft(self, step: Step) -> Drafts:
-        """Feeds the drafter what was committed since it last heard, and gets the trees of all decoding requests."""
-        feeds = self._economy.worthwhile(self._running, self._next_feed, step, self._draft_depth)
-        reply = None
-        if feeds:
-            assert self._drafter is not None
-            began = time.perf_counter()
-            costs = self._economy.costs(feeds, step)
-            self._owed.settle()
-            fed = [row for r, feed in feeds.items() for row in r.states[: len(feed.tokens)]]
-            features_MH = self._target.features(fed)
-            assert features_MH is None or len(fed) == sum(len(feed.tokens) for feed in feeds.values())
-            request = pack_draft(list(feeds), list(feeds.values()), features_MH, self._config.eos_token_ids, costs)
-            self._drafter.send(request, self._stats.steps)
-            for r, feed in feeds.items():
-                r.num_fed += len(feed.tokens)
-                del r.states[: len(feed.tokens)]
-            received = self._drafter.receive()
-            assert received.kind == Kind.DRAFT_REPLY and isinstance(received.message, DraftReply)
-            reply = received.message
-            self._last_draft = time.monotonic()
-            seconds = time.perf_counter() - began
-            self._economy.learn_draft(feeds, reply, seconds)
-            self._stats.draft_seconds += reply.seconds
-            self._stats.transfer_seconds += seconds - reply.seconds
-        drafted = [r in feeds and feeds[r].num_nodes > 0 for r in step.decode]
-        copies = self._economy.copies()
-        return Drafts.of(reply, drafted, [[r.tokens[-1], *copies.get(r, ())] for r in step.decode])
+    def _draft(self, step: Step, plan: Plan) -> tuple[Drafts, Exchange | None]:
+        """The trees of all decoding requests: the drafter's, lookup drafts, and bare roots."""
+        exchange = self._exchange(plan) if plan.inputs else None
+        drafted = [plan.is_drafted(request) for request in step.decode]
+        chains = [[request.tokens[-1], *plan.lookup_drafts.get(request, ())] for request in step.decode]
+        return Drafts.of(exchange.reply if exchange else None, drafted, chains), exchange
+
+    def _exchange(self, plan: Plan) -> Exchange:
+        """Feeds the drafter what was committed since it last heard of each request, and gets its trees."""
+        assert self._drafter is not None
+        began = time.perf_counter()
+        self._owed.settle()
+        fed = [row for request, own in plan.inputs.items() for row in request.states[: len(own.tokens)]]
+        features_MH = self._target.features(fed)
+        assert features_MH is None or len(fed) == sum(len(own.tokens) for own in plan.inputs.values())
+        message = pack_draft(plan.inputs, features_MH, self._config.eos_token_ids, plan.costs)
+        self._drafter.send(message, self._stats.steps)
+        for request, own in plan.inputs.items():
+            request.num_fed += len(own.tokens)
+            del request.states[: len(own.tokens)]
+        received = self._drafter.receive()
+        assert received.kind == Kind.DRAFT_REPLY and isinstance(received.message, DraftReply)
+        reply = received.message
+        self._last_draft = time.monotonic()
+        seconds = time.perf_counter() - began
+        self._stats.draft_seconds += reply.seconds
+        self._stats.transfer_seconds += seconds - reply.seconds
+        return Exchange(reply, 1e3 * seconds)
 
     def _verify(self, step: Step, drafts: Drafts) -> list[Verdict]:
         """The verdicts on all trees, then on every prompt that is now complete: a root without a tree."""

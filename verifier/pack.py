@@ -5,7 +5,7 @@ Rows of a step are ordered: the trees of all decoding requests, then the prompt 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verifier.feeds import Feed
+from verifier.draft_inputs import DraftInput
 from verifier.request import Request
 from verifier.tree import Chunk, TreeMetadata, chunk_metadata, tree_metadata
 from workers.standings import pack_standings
@@ -30,25 +30,25 @@ class Move(NamedTuple):
 
 
 def pack_draft(
-    requests: list[Request],
-    feeds: list[Feed],
+    inputs: Mapping[Request, DraftInput],
     features_MH: Tensor | None,
     eos_token_ids: tuple[int, ...],
     costs: DraftCosts | None,
 ) -> DraftRequest:
-    """One message to the drafter for these requests, in this order. features_MH: of all rows fed, if it reads any."""
+    """One message to the drafter. features_MH: of all rows fed, in the order of `inputs`, if the drafter reads any."""
+    requests = list(inputs)
     lasting = _lasting(tuple(requests))
     limits = [request.limits for request in requests if request.limits is not None]
     assert len(limits) == len(requests), "only requests that speculate are sent to the drafter"
     return DraftRequest(
-        offsets=_int32(list(accumulate((len(feed.tokens) for feed in feeds), initial=0))),
+        offsets=_int32(list(accumulate((len(own.tokens) for own in inputs.values()), initial=0))),
         start_B=_int32([request.num_fed for request in requests]),
-        token_M=_int32([token for feed in feeds for token in feed.tokens]),
+        token_M=_int32([token for own in inputs.values() for token in own.tokens]),
         page_table_BP=page_table(requests),
         rule_B=lasting.rule_B,
         auto_B=_int32([limit.auto for limit in limits]),
-        num_nodes_B=_int32([feed.num_nodes for feed in feeds]),
-        max_depth_B=_int32([feed.max_depth for feed in feeds]),
+        num_nodes_B=_int32([own.num_nodes for own in inputs.values()]),
+        max_depth_B=_int32([own.max_depth for own in inputs.values()]),
         min_prob_B=torch.tensor([limit.min_prob for limit in limits], dtype=torch.float32),
         path_prob_B=torch.tensor([limit.path_prob for limit in limits], dtype=torch.float32),
         constraints_U=pack_standings([request.standing(eos_token_ids) for request in requests]),

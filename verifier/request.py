@@ -6,13 +6,12 @@ from array import array
 from dataclasses import dataclass, field
 from functools import partial
 
-from verifier.lookup import Passages
 from workers.ipc import RequestStats, Submit
 from workers.standings import Standing, Tally
 from workers.types import Rule, TreeLimits
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Request:
     """Lives through prefill -> decoding, again from the start after each preemption: what lived in pages is computed
     anew from the tokens, which stay.
@@ -35,8 +34,6 @@ class Request:
     num_computed: int = 0  # positions whose KV the target holds
     num_fed: int = field(init=False)  # drafter slots filled
     states: list[int] = field(default_factory=list)  # where those of the newest computed positions wait
-    draft_bonus: float = 0.0  # tokens that its drafts lately added beyond the average, see `verifier.economy`
-    passages: Passages = field(default_factory=Passages)  # of its text, as far as it was asked for
     num_cached: int | None = None  # prompt tokens that were found computed when it first joined; None: it has not
     is_repeated: bool = False  # begins like others, who left no drafted pages: those who come next shall find some
     stats: RequestStats = field(default_factory=RequestStats)

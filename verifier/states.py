@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from verifier.feeds import max_backlog, most_fed
+from verifier.draft_inputs import max_backlog, max_message_rows
 from verifier.request import Request
 from workers.config import EngineConfig
 from workers.transfer import sent
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def most_waiting(config: EngineConfig) -> int:
     """States that wait at most: a step adds no more rows than a message may feed, and those of requests that are owed
     too much are fed first. A last tree's rows may stay behind, when nothing is drafted any more."""
-    return config.max_num_seqs * (max_backlog(config) + config.tree_rows) + 2 * most_fed(config)
+    return config.max_num_seqs * (max_backlog(config) + config.tree_rows) + 2 * max_message_rows(config)
 
 
 class WaitingStates:

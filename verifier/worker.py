@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from verifier.costs import UNPROFILED, profile, warm_up
+from verifier.adaptive.cost_model import UNPROFILED
+from verifier.adaptive.profile import profile, warm_up
 from verifier.engine import Engine
 from verifier.states import WaitingStates, most_waiting
 from verifier.target import Fuse, Target

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from drafter.budget import Budget
 from verifier import costs
 from verifier.bills import StepPrices
-from verifier.costs import RowCosts, profile
+from verifier.adaptive.cost_model import RowCosts
+from verifier.adaptive.profile import profile
 from verifier.drafts import Drafts
 from verifier.economy import Economy
 from verifier.feeds import Feed

@@ -8,16 +8,16 @@ from __future__ import annotations
 import time
 from array import array
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from verifier.adaptive.cost_model import RowCosts
 from verifier.pack import Move, pack_target
 from verifier.request import Request
 from verifier.target import Target
 from verifier.tree import chains
-from workers.config import EngineConfig, Prices
+from workers.config import EngineConfig
 from workers.graphs import bucket
 from workers.graphs import sizes as graph_sizes
 from workers.ipc import Submit
@@ -29,42 +29,6 @@ _MIN_ROUNDS, _MAX_ROUNDS = 2, 8
 _PROFILE_SLOTS = 128
 _TREE_ROWS = 8
 _PLAIN = SamplingParams()
-
-
-class RowCosts(NamedTuple):
-    """Milliseconds of a forward over so many rows, never falling."""
-
-    rows_T: np.ndarray  # ascending from 1
-    ms_T: np.ndarray
-
-    def ms(self, num_rows: np.ndarray | float) -> np.ndarray:
-        """Linear between the entries; beyond the last as steep as the table is from its middle."""
-        rows = np.asarray(num_rows, dtype=np.float64)
-        ms = np.interp(rows, self.rows_T, self.ms_T)
-        if rows.max(initial=0) <= self.rows_T[-1]:
-            return ms
-        middle = len(self.rows_T) // 2
-        slope = (self.ms_T[-1] - self.ms_T[middle]) / max(1, self.rows_T[-1] - self.rows_T[middle])
-        return ms + slope * np.maximum(rows - self.rows_T[-1], 0)
-
-    def ms_up_to(self, num_rows: int, more: int) -> list[float]:
-        """With none to so many more rows than these."""
-        return self.ms(np.arange(num_rows, num_rows + more + 1)).tolist()
-
-    def in_buckets(self, largest: int) -> RowCosts:
-        """The same target where n rows run as bucket(n), up to the bucket `largest`: a staircase, flat from the first
-        row of every bucket to its last. Between two buckets it stays linear, for numbers of rows that are averages."""
-        ends = [n for n in range(1, largest + 1) if bucket(n) == n]
-        edges = sorted({*ends, *(end + 1 for end in ends[:-1])})
-        is_beyond_T = self.rows_T > largest
-        return RowCosts(
-            np.concatenate([np.array(edges, dtype=np.float64), self.rows_T[is_beyond_T]]),
-            np.concatenate([self.ms(np.array([bucket(n) for n in edges])), self.ms_T[is_beyond_T]]),
-        )
-
-
-UNPROFILED = RowCosts(np.array([1.0, 1024.0]), np.array([10.0, 60.0]))
-"""Some machine. The first steps put its scale right, not its shape."""
 
 
 def profile(target: Target, config: EngineConfig, num_pages: int) -> RowCosts:
@@ -128,9 +92,3 @@ def _timed(
     began = time.perf_counter()
     target.run(step, 0)
     return 1e3 * (time.perf_counter() - began)
-
-
-def given(prices: Prices) -> RowCosts:
-    """The table of a target whose forward is one step and so many rows."""
-    rows_T = np.array([1.0, 4096.0])
-    return RowCosts(rows_T, prices.step + rows_T * prices.row)

@@ -1,0 +1,65 @@
+"""The speculation gate: hysteresis, probes that grow rarer, idle steps."""
+
+from __future__ import annotations
+
+import pytest
+
+from verifier.adaptive.gate import SpeculationGate
+
+
+def run(gate: SpeculationGate, advantage: float, num_steps: int) -> list[int]:
+    """Steps of a batch of 4, all with one forecast; the indices of those that probed."""
+    probes = []
+    for index in range(num_steps):
+        if not gate.begin_step(num_decoding=4):
+            gate.weigh(advantage, num_decoding=4)
+        if gate.is_probe:
+            probes.append(index)
+    return probes
+
+
+@pytest.mark.parametrize(("advantage", "is_on"), [(0.5, False), (2.0, True)])
+def test_probes_grow_rarer_while_the_choice_stays(advantage, is_on):
+    gate = SpeculationGate()
+    probes = run(gate, advantage, 1200)
+    gaps = [after - before for before, after in zip(probes, probes[1:], strict=False)]
+    assert gate.is_on == is_on
+    assert gaps[0] <= 65 and max(gaps) <= 2 * 257 and gaps == sorted(gaps)
+    assert 5 <= len(probes) <= 9
+
+
+def test_another_choice_is_probed_soon_again():
+    gate = SpeculationGate()
+    run(gate, 0.5, 1000)
+    assert not gate.is_on
+    run(gate, 2.0, 65)
+    assert gate.is_on
+    assert run(gate, 2.0, 40)
+
+
+def test_what_a_probe_taught_is_weighed_in_the_next_step():
+    gate = SpeculationGate()
+    while not gate.is_probe:
+        if not gate.begin_step(num_decoding=4):
+            gate.weigh(advantage=0.5, num_decoding=4)
+    assert not gate.is_on and gate.drafts
+    assert not gate.begin_step(num_decoding=4)
+    gate.weigh(advantage=2.0, num_decoding=4)
+    assert gate.is_on and gate.drafts
+
+
+@pytest.mark.parametrize(("advantage", "stays_on"), [(0.97, True), (0.94, False)])
+def test_drafting_stays_on_through_a_small_disadvantage(advantage, stays_on):
+    gate = SpeculationGate()
+    gate.begin_step(1)
+    gate.weigh(advantage, 1)
+    assert gate.is_on == stays_on
+
+
+@pytest.mark.parametrize(("advantage", "comes_on"), [(1.03, False), (1.06, True)])
+def test_drafting_comes_on_for_a_real_advantage_only(advantage, comes_on):
+    gate = SpeculationGate()
+    gate.begin_step(1)
+    gate.weigh(0.5, 1)
+    gate.weigh(advantage, 1)
+    assert gate.is_on == comes_on

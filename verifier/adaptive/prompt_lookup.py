@@ -1,0 +1,220 @@
+"""Prompt lookup: drafts copied from a request's own text (Saxena 2023), for requests under `auto` without a tree.
+
+The places where the text's last token occurred before are walked back, latest first; the place that matches the text's
+end for the most tokens counts. What followed it there is the draft, repeated where it reaches the text's end. The more
+tokens match, the likelier the draft goes on; how likely is learnt for each match length, from every match found,
+verified or not. A lookup draft is a chain of deterministic nodes: lossless under `coupled` and target-only acceptance.
+Legend: L tokens that match.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+from verifier.request import Request
+from workers.types import Verdict
+
+_LONGEST = 8
+"""Longer matches count as this long."""
+_MOST_PLACES = 64
+"""Places tried, so that a text of nothing but commas takes no longer than others."""
+_PRIOR_COUNT = 4  # matches that the first guess of a length's acceptance counts for
+_PRIOR_TOKENS = 4.0  # tokens that a request's own factor starts from
+_RATE = 0.02  # of the averages, once more matches than 1 / _RATE have been seen
+_LEAST_WEIGHT = 0.03  # no row is as cheap as this
+_PROFIT_RATE, _LEAST_PROFIT = 0.02, 0.01  # less than a hundredth of a step is not worth looking in every step
+_MARGIN = 1.03  # how much better drafts have to look: what looks best was mostly overrated
+
+
+def prior_acceptance(length: int) -> float:
+    """The guess, before anything was seen, that a match of `length` tokens goes on: 1/3, 1/2, 3/5, ..."""
+    return length / (length + 2)
+
+
+class Match(NamedTuple):
+    """An earlier occurrence of the text's end."""
+
+    place: int  # index of the token that follows it
+    length: int  # tokens that match, at most 8
+
+
+class TokenIndex:
+    """Where each token of one text occurred. Grows with the text, in time independent of its length."""
+
+    def __init__(self) -> None:
+        self.hits = 0  # tokens that went on as a match had them ...
+        self.expected = 0.0  # ... and how many were expected to
+        self._latest: dict[int, int] = {}
+        self._earlier = array("i")  # of each place: the one before it with the same token, -1 = none
+
+    def find(self, tokens: Sequence[int]) -> Match | None:
+        """The longest of the latest matches with the end of `tokens`: the text of the last call, and more.
+
+        Example: the end of [1, 3, 6, 2, 3, 4, 2, 3] matches the two tokens before place 5.
+        """
+        self._extend(tokens)
+        last = len(tokens) - 1
+        at, place, longest = self._earlier[last], 0, 0
+        for _ in range(_MOST_PLACES):
+            if at < 0 or longest == _LONGEST:
+                break
+            length, most = 1, min(_LONGEST, at + 1)
+            while length < most and tokens[at - length] == tokens[last - length]:
+                length += 1
+            if length > longest:
+                place, longest = at + 1, length
+            at = self._earlier[at]
+        return Match(place, longest) if longest else None
+
+    def _extend(self, tokens: Sequence[int]) -> None:
+        latest, earlier = self._latest, self._earlier
+        for place in range(len(earlier), len(tokens)):
+            token = tokens[place]
+            earlier.append(latest.get(token, -1))
+            latest[token] = place
+
+
+class AcceptanceEstimator:
+    """How often a match of each length goes on for one more token: an average over recent matches."""
+
+    def __init__(self) -> None:
+        self._mean_L = [prior_acceptance(length) for length in range(_LONGEST + 1)]
+        self._count_L = [_PRIOR_COUNT] * (_LONGEST + 1)
+
+    def of(self, length: int) -> float:
+        return self._mean_L[min(length, _LONGEST)]
+
+    def observe(self, length: int, goes_on: bool) -> None:
+        length = min(length, _LONGEST)
+        self._count_L[length] += 1
+        rate = max(_RATE, 1 / self._count_L[length])
+        self._mean_L[length] += rate * (goes_on - self._mean_L[length])
+
+
+@dataclass(frozen=True, slots=True)
+class LookupDraft:
+    """A candidate draft: its tokens, and the chance of each but the last to be accepted."""
+
+    index: TokenIndex
+    length: int  # tokens that matched
+    tokens: list[int]  # one more than may be drafted: what comes behind the draft teaches, too
+    weights: list[float]  # never rising
+
+
+class Choice(NamedTuple):
+    """How many tokens of each draft to verify, and the factor by which tokens per millisecond rise."""
+
+    counts: list[int]
+    gain: float
+
+
+def choose(drafts: Sequence[LookupDraft], base_tokens: float, ms_of: Callable[[int, int], float]) -> Choice:
+    """The lengths of the drafts that bring the most tokens per millisecond.
+
+    base_tokens: what the step yields without drafts. ms_of(nodes, trees): its time with so many nodes in so many
+    chains.
+    """
+    # A chain's nodes stay in order: weights never rise along it, and the sort keeps the order of equals.
+    ranked = sorted(((w, i) for i, draft in enumerate(drafts) for w in draft.weights), key=itemgetter(0), reverse=True)
+    plain_rate = base_tokens / ms_of(0, 0)
+    rate, best, num_trees, counts = _MARGIN * plain_rate, 0, 0, [0] * len(drafts)
+    tokens = base_tokens
+    for num_nodes, (weight, owner) in enumerate(ranked, 1):
+        tokens += weight
+        num_trees += not counts[owner]
+        counts[owner] += 1
+        if (more := tokens / ms_of(num_nodes, num_trees)) > rate:
+            best, rate = num_nodes, more
+    for _, owner in ranked[best:]:
+        counts[owner] -= 1
+    return Choice(counts, rate / plain_rate if best else 1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What one look found: every candidate, and the part of them that is worth verifying."""
+
+    candidates: Mapping[Request, LookupDraft]
+    chosen: Mapping[Request, list[int]]
+    gain: float
+    """The factor by which tokens per millisecond rise if all the chosen are verified."""
+
+    def expected_tokens(self, request: Request) -> float:
+        """Tokens that the request's chosen draft is expected to add; 0 without one."""
+        return sum(self.candidates[request].weights[: len(self.chosen[request])]) if request in self.chosen else 0.0
+
+
+class PromptLookup:
+    """Finds drafts, and knows how often matches go on and whether looking for them pays."""
+
+    def __init__(self) -> None:
+        self._acceptance = AcceptanceEstimator()
+        self._profit = 0.1  # of looking, as a share of the step: recent mean, optimistic at first
+        self._index: WeakKeyDictionary[Request, TokenIndex] = WeakKeyDictionary()
+
+    @property
+    def pays(self) -> bool:
+        """Whether looking was worth its time lately."""
+        return self._profit >= _LEAST_PROFIT
+
+    def look(
+        self,
+        requests: Sequence[Request],
+        depth_of: Callable[[Request], int],
+        base_tokens: float,
+        ms_of: Callable[[int, int], float],
+    ) -> Found:
+        """depth_of: how long a request's draft may be. base_tokens, ms_of: see `choose`."""
+        candidates = {}
+        for request in requests:
+            assert request.limits is not None
+            most = min(request.limits.num_nodes, depth_of(request))
+            if most > 0 and (draft := self._draft(request, most)):
+                candidates[request] = draft
+        able = [(request, draft) for request, draft in candidates.items() if draft.weights]
+        if not able:
+            return Found(candidates=candidates, chosen={}, gain=1.0)
+        counts, gain = choose([draft for _, draft in able], base_tokens, ms_of)
+        chosen = {r: draft.tokens[:count] for (r, draft), count in zip(able, counts, strict=True) if count}
+        return Found(candidates=candidates, chosen=chosen, gain=gain)
+
+    def observe(self, found: Found, verdicts: Mapping[Request, Verdict]) -> None:
+        """Learns from what came where there was something to copy, until the first difference."""
+        for request, draft in found.candidates.items():
+            for length, (copied, token) in enumerate(
+                zip(draft.tokens, verdicts[request].tokens, strict=False), draft.length
+            ):
+                goes_on = copied == token
+                draft.index.expected += self._acceptance.of(length)
+                draft.index.hits += goes_on
+                self._acceptance.observe(length, goes_on)
+                if not goes_on:
+                    break
+
+    def observe_profit(self, profit: float) -> None:
+        """What a look brought, as a share of the step, less what it took."""
+        self._profit += _PROFIT_RATE * (profit - self._profit)
+
+    def _draft(self, request: Request, most: int) -> LookupDraft | None:
+        """A draft of at most so many tokens, within the thresholds of the request; None if nothing matches."""
+        index, text, limits = self._index.setdefault(request, TokenIndex()), request.tokens, request.limits
+        match = index.find(text)
+        if match is None or limits is None:
+            return None
+        period = text[match.place : match.place + most + 1]
+        tokens = (period * -(-(most + 1) // len(period)))[: most + 1]
+        factor = (_PRIOR_TOKENS + index.hits) / (_PRIOR_TOKENS + index.expected)
+        weights: list[float] = []
+        weight = 1.0
+        for length in range(match.length, match.length + most):
+            chance = min(1.0, factor * self._acceptance.of(length))
+            if weight * chance < _LEAST_WEIGHT or chance < limits.min_prob or weight < limits.path_prob:
+                break
+            weight *= chance
+            weights.append(weight)
+        return LookupDraft(index, match.length, tokens, weights)
