@@ -11,8 +11,9 @@ import pytest
 import torch
 from fakes import Bench, RandomLanguage
 
-from verifier import economy, feeds, states
-from verifier.feeds import Feed, max_backlog, most_fed, within_a_message
+from verifier import draft_inputs, states
+from verifier.adaptive.controller import Controller
+from verifier.draft_inputs import DraftInput, max_backlog, max_message_rows, within_message
 from verifier.request import Request
 from verifier.states import OwedStates, WaitingStates, most_waiting
 from workers.config import DraftConfig, EngineConfig, PruneConfig, TreeConfig
@@ -55,10 +56,10 @@ def test_more_than_there_is_room_for_is_a_mistake():
 def test_how_many_wait_follows_the_limits():
     draft = DraftConfig(method="eagle3", model_path="", tree=TreeConfig(num_nodes=16))
     config = EngineConfig(model_path="", max_num_seqs=64, max_num_batched_tokens=2048, page_size=16, draft=draft)
-    assert (max_backlog(config), most_fed(config)) == (256, 2048 + 64)
+    assert (max_backlog(config), max_message_rows(config)) == (256, 2048 + 64)
     assert most_waiting(config) == 64 * (256 + 17) + 2 * (2048 + 64)
     many = replace(config, max_num_seqs=1024)
-    assert (max_backlog(many), most_fed(many)) == (32, 1024 * 17 + 16)
+    assert (max_backlog(many), max_message_rows(many)) == (32, 1024 * 17 + 16)
     assert most_waiting(many) == 1024 * (32 + 17) + 2 * (1024 * 17 + 16)
 
 
@@ -67,11 +68,9 @@ def test_whatever_waits_fits(seed, monkeypatch):
     """Requests of all lengths come, leave and are preempted, and are drafted for at random or not at all. The engine
     asserts that states find room; `Bench` counts them after every step."""
     rng = np.random.default_rng(seed)
-    monkeypatch.setattr(feeds, "_MAX_BACKLOG", 6)
+    monkeypatch.setattr(draft_inputs, "_MAX_BACKLOG", 6)
     share = (0.0, 0.02, 0.2, 0.5)[seed]
-    monkeypatch.setattr(
-        economy.Economy, "_choose", lambda self, auto, others, step: [r for r in auto if rng.random() < share]
-    )
+    monkeypatch.setattr(Controller, "_choose", lambda self, auto, *_: [r for r in auto if rng.random() < share])
     tree = TreeConfig(kind="dynamic", num_nodes=3, max_depth=2, prune=PruneConfig(auto=True))
     with Bench(RandomLanguage(error=0.3), "eagle3", tree, 40, max_num_seqs=8, max_num_batched_tokens=20) as b:
         waiting = b.target.waiting
@@ -121,7 +120,7 @@ def test_what_is_due_is_fed_first_and_nobody_changes_places():
     """Requests that insist on their own trees, then those that are owed too much, then those that could wait."""
     asked = {"waits": 5, "due": 9, "insists": 4, "also due": 8}
     requests = {name: _owed(name, count) for name, count in asked.items()}
-    asking = {request: Feed([1] * asked[name], 3, 2) for name, request in requests.items()}
+    asking = {request: DraftInput([1] * asked[name], 3, 2) for name, request in requests.items()}
     for room, sent in [
         (26, {"waits": (5, 3), "due": (9, 3), "insists": (4, 3), "also due": (8, 3)}),
         (23, {"waits": (2, 0), "due": (9, 3), "insists": (4, 3), "also due": (8, 3)}),
@@ -129,9 +128,9 @@ def test_what_is_due_is_fed_first_and_nobody_changes_places():
         (15, {"due": (9, 3), "insists": (4, 3), "also due": (2, 0)}),
         (3, {"insists": (3, 0)}),
     ]:
-        cut = within_a_message(asking, most_fed=room, max_backlog=7)
+        cut = within_message(asking, max_rows=room, max_backlog=7)
         assert [(requests[name], size) for name, size in sent.items()] == [
-            (request, (len(feed.tokens), feed.num_nodes)) for request, feed in cut.items()
+            (request, (len(own.tokens), own.num_nodes)) for request, own in cut.items()
         ]
 
 

@@ -8,27 +8,25 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
-import oracles
 import pytest
 import torch
 from clockwork import AUTO, Prices, bench
+from engines import AUTO as AUTO_TREE
+from engines import bundled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafter.budget import Budget
-from verifier import costs
-from verifier.bills import StepPrices
-from verifier.adaptive.cost_model import RowCosts
+from verifier.adaptive import profile as profiling
+from verifier.adaptive.controller import Controller
+from verifier.adaptive.cost_model import CostModel, RowCosts
 from verifier.adaptive.profile import profile
-from verifier.drafts import Drafts
-from verifier.economy import Economy
-from verifier.feeds import Feed
+from verifier.draft_inputs import DraftInput
 from verifier.request import Request
 from verifier.scheduler import Step
-from workers.config import PruneConfig
 from workers.graphs import Size, bucket, decoder_graphs
 from workers.ipc import Submit
-from workers.types import Rule, TreeLimits, Verdict
+from workers.types import Rule, TreeLimits
 
 torch.set_num_threads(1)
 
@@ -43,26 +41,27 @@ def timed(row: float, most: int = 512) -> RowCosts:
 
 def requests(count: int, num_nodes: int = 63) -> list[Request]:
     limits = TreeLimits(num_nodes=num_nodes, auto=True)
-    return [Request(Submit(id=n, prompt=[1], max_tokens=64), Rule.COUPLED, limits, 0) for n in range(count)]
+    found = [Request(Submit(id=n, prompt=[1], max_tokens=64), Rule.COUPLED, limits, 0) for n in range(count)]
+    for request in found:
+        request.append([2])
+        request.num_computed = request.num_fed = request.root
+    return found
 
 
 def step_of(decode: list[Request]) -> Step:
     return Step(preempted=[], shared=[], pages=[], decode=decode, prefill=[])
 
 
-def feeds_of(decode: list[Request]) -> dict[Request, Feed]:
-    return {request: Feed([1], request.limits.num_nodes, 8) for request in decode if request.limits}
-
-
-def measuring(verify: RowCosts) -> Economy:
-    return Economy(verify, PruneConfig(), most_fed=2048, max_backlog=256)
+def measuring(row_costs: RowCosts) -> Controller:
+    return Controller(bundled(AUTO_TREE), row_costs)
 
 
 def budget(verify: RowCosts, count: int) -> Budget:
     """What the drafter is told when so many requests decode and its own work is free."""
     decode = requests(count)
-    sent = measuring(verify).costs(feeds_of(decode), step_of(decode))
-    assert sent is not None
+    inputs = {request: DraftInput([1], request.limits.num_nodes, 8) for request in decode if request.limits}
+    calibration_D2 = np.array([[1.0, 0.0]], dtype=np.float32)
+    sent = CostModel(verify, None).for_drafter(inputs, step_of(decode), calibration_D2, is_probe=False)
     return Budget(replace(sent, draft_ms_3=torch.zeros(3)))
 
 
@@ -88,7 +87,7 @@ def test_start_up_times_buckets_where_there_are_any(monkeypatch, has_graphs):
         asked.append(num_rows)
         return 10 + 0.1 * num_rows
 
-    monkeypatch.setattr(costs, "_timed", took)
+    monkeypatch.setattr(profiling, "_timed", took)
     config = SimpleNamespace(max_num_batched_tokens=100, max_num_seqs=4, tree_rows=8)
     table = profile(SimpleNamespace(graphs=object() if has_graphs else None), config, 9)  # type: ignore[arg-type]
     sizes = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96] if has_graphs else [1, 2, 3, 4, 6, 9, 13, 19, 28, 42, 63, 94]
@@ -106,8 +105,8 @@ def test_what_start_up_times_is_in_a_graph(monkeypatch):
         graphs = target.graphs = decoder_graphs(target._decoder, target._kv, config, is_captured=False)
         run = target.run
         monkeypatch.setattr(target, "run", lambda step, n: (ran.append(step.attention), run(step, n))[1])
-        monkeypatch.setattr(costs, "_FIRST_ROUND_S", 60.0)
-        monkeypatch.setattr(costs, "_MAX_ROUNDS", 1)
+        monkeypatch.setattr(profiling, "_FIRST_ROUND_S", 60.0)
+        monkeypatch.setattr(profiling, "_MAX_ROUNDS", 1)
         profile(target, config, b.engine._allocator.num_pages)
     timed = {Size.of(len(step.slot_N), len(step.base_B)) for step in ran}
     largest = max(size.rows for size in graphs._buckets)
@@ -129,9 +128,7 @@ def test_the_batch_fills_its_bucket_or_has_no_nodes_left(seed, num_requests, num
     assert bucket(num_requests + count) == num_requests + count or count in (0, num_nodes)
     assert count == num_nodes or count == 0 or ranked[count] <= ranked[count - 1]
     rows = num_requests + np.arange(num_nodes + 1)
-    # What a step takes beside its forward.
-    first = StepPrices(flat, None)._rest_bill.price((1, 0, num_requests, 1, num_requests))
-    ms = draft_ms + first + flat.ms(np.array([bucket(n) for n in rows.tolist()]))
+    ms = draft_ms + flat.ms(np.array([bucket(n) for n in rows.tolist()]))
     rate_N = (num_requests + np.concatenate([[0], np.cumsum(ranked, dtype=np.float64)])) / ms
     assert rate_N[count] == pytest.approx(rate_N.max(), rel=1e-5)
 
@@ -188,23 +185,20 @@ def test_whether_drafting_pays_is_asked_at_the_price_of_the_bucket():
     flat = RowCosts(np.array([1.0, 2, 3, 4, 6, 8]), np.array([10.0, 10, 10, 10, 40, 40]))
     decode = requests(1)
     for table, is_drafted in ((flat, True), (flat.in_buckets(8), False)):
-        economy = measuring(table)
-        economy._prices._num_exchanges = 9  # as if what drafting takes were no guess
-        feeds = economy.worthwhile(decode, feeds_of(decode).get, step_of(decode), lambda request: 0)
-        assert bool(feeds) == is_drafted
+        controller = measuring(table)
+        controller._costs._num_exchanges = 9  # as if what drafting takes were no guess
+        assert bool(controller.plan(step_of(decode), decode).inputs) == is_drafted
 
 
 def test_what_a_step_took_counts_for_its_whole_bucket():
     """A step of 9 rows and one of 12 teach the same, and what is learnt leaves the staircase a staircase."""
     learnt = []
     for num_rows in (9, 12):
-        economy, decode = measuring(timed(0.5).in_buckets(512)), requests(1)
-        tree = oracles.tree([-1] + [0] * (num_rows - 1), [0] * num_rows)
-        drafts = Drafts(trees=tree, probs=None, verified=[[num_rows - 1]], pruned=[[]], copied=[False])
-        for seconds in (0.020, 0.025, 0.031):
-            economy.learn(step_of(decode), drafts, [Verdict((1,), (0, 0), num_rows - 1, num_rows - 1)], seconds)
-        learnt.append(economy._prices.step_ms(step_of(decode), np.arange(64), 1))
-    unlearnt_ms = StepPrices(timed(0.5), None).step_ms(step_of(decode), np.arange(64), 1)
+        costs, decode = CostModel(timed(0.5).in_buckets(512), None), requests(1)
+        for ms in (20.0, 25.0, 31.0):
+            costs.observe_step(step_of(decode), num_rows - 1, 1, ms)
+        learnt.append(costs.verify_ms(step_of(decode), np.arange(64), 1))
+    unlearnt_ms = CostModel(timed(0.5), None).verify_ms(step_of(decode), np.arange(64), 1)
     assert (learnt[0] == learnt[1]).all() and (learnt[0] != unlearnt_ms).any()
     for begin, end in itertools.pairwise(n for n in ENDS if n <= 64):
         assert len(set(learnt[0][begin:end])) == 1 and learnt[0][begin] > learnt[0][begin - 1]
