@@ -279,7 +279,7 @@ def test_a_step_with_a_prompt_does_not_tell_what_looking_brings():
         def watched(plan: Plan, outcome: Outcome) -> None:
             before = controller._lookup._profit
             observe(plan, outcome)
-            if plan.found is not None and outcome.exchange is None and outcome.step.prefill:
+            if plan.found is not None and outcome.step.prefill and not any(map(plan.is_drafted, outcome.step.decode)):
                 looked.append(controller._lookup._profit == before)
 
         controller.observe = watched
