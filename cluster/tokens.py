@@ -88,7 +88,9 @@ class Tokenizer:
             return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
         text = self._fast.decode(list(ids), skip_special_tokens=skip_special_tokens)
         if self._has_byte_fallback and _REPLACEMENT in text:
-            shown = [self._fast.id_to_token(id) for id in ids if self.shows(id, skip_special_tokens=skip_special_tokens)]
+            shown = [
+                self._fast.id_to_token(id) for id in ids if self.shows(id, skip_special_tokens=skip_special_tokens)
+            ]
             text = self._fast.decoder.decode(list(_without_broken_bytes(shown)))
         return text
 

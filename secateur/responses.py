@@ -57,7 +57,7 @@ class PromptTokensDetails(Response):
 
 class Usage(Response):
     """Token counts. `prompt_tokens_details` counts the prompt's tokens that were found in the prefix cache,
-    `completion_tokens_details` the verified draft tokens that were accepted and rejected."""
+    `completion_tokens_details` the verified draft tokens that are in the answer and those that are not."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -90,8 +90,8 @@ class Usage(Response):
 class SpeculativeStats(BaseModel):
     """What speculation did for one request, over all its answers.
 
-    A drafted node was either pruned, so that the target never saw it, or verified; accepted ones are among the
-    verified. The lists tell the same by depth, the children of the root first.
+    A drafted node was either pruned, so that the target never saw it, or verified; accepted ones are those of the
+    verified that are in the answer. The lists tell the same by depth, the children of the root first.
     """
 
     num_drafts: int = 0

@@ -12,6 +12,7 @@ from fake_engine import STATS
 from fake_service import ANSWER, FakeService, error_of, stream, wait_for
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.generation import ScoredToken
 from cluster.logprobs import chat_logprobs, completion_logprobs
@@ -91,6 +92,33 @@ def test_speculative_statistics_tell_pruned_verified_and_accepted_apart(http: ht
 def test_an_answer_cut_by_a_stop_string_has_its_statistics_too(http: httpx2.Client) -> None:
     body = {"prompt": "def", "stop": "return", "return_speculative_stats": True}
     assert http.post("/v1/completions", json=body).json()["speculative"]["num_verified"] == 8
+
+
+@pytest.mark.parametrize("stop", [None, "return", "🌳", "x"])
+def test_no_more_is_told_as_accepted_than_the_answer_has(
+    own: Callable[..., FakeService], tokenizer: Tokenizer, stop: str | None
+) -> None:
+    """A stop string may end an answer within the tokens that one step brought."""
+    ids = tokenizer.encode(ANSWER)
+    running = own(engine={"drafts": True}, script=lambda submit: [[*ids, 0]])
+    body = {"prompt": "def", "max_tokens": 64, "stop": stop, "return_speculative_stats": True}
+    with running.http() as http:
+        answer = http.post("/v1/completions", json=body).json()
+        *_, totals, _ = stream(http, "/v1/completions", **body, stream_options={"include_usage": True})
+        families = {family.name: family for family in text_string_to_metric_families(http.get("/metrics").text)}
+    num_tokens = answer["usage"]["completion_tokens"]
+    num_accepted = min(num_tokens, len(ids))
+    for usage, stats in ((answer["usage"], answer["speculative"]), (totals["usage"], totals["speculative"])):
+        assert usage["completion_tokens"] == num_tokens
+        details = usage["completion_tokens_details"]
+        assert details["accepted_prediction_tokens"] == num_accepted
+        assert details["rejected_prediction_tokens"] == len(ids) - num_accepted
+        assert stats["num_accepted_tokens"] == sum(stats["accepted_per_depth"]) == num_accepted
+        assert stats["num_verified"] == len(ids)
+    told = families["secateur_spec_decode_num_accepted_tokens"].samples[0].value
+    per_depth = families["secateur_spec_decode_num_accepted_tokens_per_pos"].samples
+    assert told == sum(sample.value for sample in per_depth) == 2 * num_accepted
+    assert families["secateur_generation_tokens"].samples[0].value == 2 * num_tokens
 
 
 def test_sampling_parameters_reach_the_engine(http: httpx2.Client, service: FakeService) -> None:
