@@ -12,10 +12,13 @@ from itertools import islice
 from os.path import commonprefix
 from typing import Any, NamedTuple
 
+from secateur.requests import ROLES
+
 _CONTEXT_TOKENS, _MOST_CONTEXT_TOKENS = 8, 16
 """Tokens before a new one that are decoded with it. A decoder needs the one before (SentencePiece drops the space of a
 text's first word), and the bytes of a character may be spread over four tokens."""
 
+_MOST_QUOTED = 64  # characters of what a caller sent, in an error
 _REPLACEMENT = "\ufffd"
 _MOST_INCOMPLETE = 3
 """Bytes of a character that lacks its last. Decoders write one U+FFFD for all of them or for each."""
@@ -146,22 +149,49 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         add_special_tokens: bool = False,
     ) -> list[int]:
         """Prompt ids of a conversation. Raises PromptError for what the caller's messages or template can cause."""
         if not self.has_chat_template:
             raise PromptError("this model has no chat template; use /v1/completions", param="messages")
+        self._check_roles(messages)
         try:
             text = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
+                tools=None if tools is None else [dict(tool) for tool in tools],
                 **(template_kwargs or {}),
             )
         except Exception as error:  # templates are user code: Jinja raises its own tree, filters anything at all
             raise PromptError(f"the chat template refused the messages: {error}", param="messages") from error
         return self.encode(text, add_special_tokens=add_special_tokens)
+
+    def _check_roles(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Raises PromptError for a role that is none of OpenAI's and that the template does not name.
+
+        Most templates render any word; what such a message says, the model has never been taught.
+        """
+        for number, message in enumerate(messages):
+            role = message["role"]
+            if role not in ROLES and not self._template_names(role):
+                raise PromptError(
+                    f"messages.{number}.role: {_short(role)} is unknown to this model's chat template; write "
+                    f"{', '.join(ROLES[:-1])} or {ROLES[-1]}",
+                    param="messages",
+                )
+
+    def _template_names(self, word: str) -> bool:
+        """Whether the chat template has this word as a text of its own."""
+        templates = self._tokenizer.chat_template
+        sources = templates.values() if isinstance(templates, Mapping) else [templates]
+        return any(f"{quote}{word}{quote}" in source for source in sources for quote in "'\"")
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= _MOST_QUOTED else text[:_MOST_QUOTED] + "...")
 
 
 def _special_ids(tokenizer: Any, fast: Any) -> frozenset[int]:

@@ -11,13 +11,15 @@ import pytest
 from fake_engine import STATS
 from fake_service import ANSWER, FakeService, error_of, stream, wait_for
 from openai.types import Completion
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.chat import ChatCompletion
+from openai.types.chat import ChatCompletionChunk as OpenAIChunk
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.generation import ScoredToken
 from cluster.logprobs import chat_logprobs, completion_logprobs
 from cluster.submit import derive_seed
 from cluster.tokens import Tokenizer
+from secateur.protocol import ChatCompletionChunk, ChatCompletionResponse
 from workers.ipc import TokenLogprobs
 
 
@@ -68,6 +70,24 @@ def test_token_ids_are_told_on_request(http: httpx2.Client, tokenizer: Tokenizer
     choice = http.post("/v1/completions", json=body).json()["choices"][0]
     assert choice["prompt_token_ids"] == [300, 301]
     assert choice["token_ids"] == tokenizer.encode(ANSWER)[:4]
+
+
+def test_a_chat_tells_its_prompt_s_ids_once(http: httpx2.Client, tokenizer: Tokenizer) -> None:
+    """Beside the choices, as vLLM does: all have the same prompt."""
+    messages = [{"role": "user", "content": "Hi"}]
+    asked = {"messages": messages, "n": 2, "max_tokens": 8, "return_token_ids": True}
+    ids = tokenizer.encode_chat(messages)
+    whole = ChatCompletionResponse.model_validate(http.post("/v1/chat/completions", json=asked).json())
+    assert whole.prompt_token_ids == ids
+    assert [choice.token_ids for choice in whole.choices] == [tokenizer.encode(ANSWER)[:8]] * 2
+    chunks = stream(http, "/v1/chat/completions", **asked)[:-1]
+    assert not any("prompt_token_ids" in choice for chunk in chunks for choice in chunk["choices"])
+    read = [ChatCompletionChunk.model_validate(chunk) for chunk in chunks]
+    for index in (0, 1):
+        own = [chunk for chunk in read if chunk.choices[0].index == index]
+        assert [chunk.prompt_token_ids for chunk in own] == [ids] + [None] * (len(own) - 1)
+        assert own[0].choices[0].delta.role == "assistant"
+        assert [id for chunk in own for id in chunk.choices[0].token_ids or ()] == tokenizer.encode(ANSWER)[:8]
 
 
 def test_speculative_statistics_are_told_on_request(http: httpx2.Client) -> None:
@@ -229,7 +249,7 @@ def test_n_answers_are_streamed_side_by_side(http: httpx2.Client) -> None:
     )
     texts, ends = ["", "", ""], [0, 0, 0]
     for chunk in chunks:
-        [choice] = ChatCompletionChunk.model_validate(chunk).choices
+        [choice] = OpenAIChunk.model_validate(chunk).choices
         texts[choice.index] += choice.delta.content or ""
         ends[choice.index] += choice.finish_reason is not None
     assert (texts, ends, done) == ([ANSWER] * 3, [1, 1, 1], "[DONE]")

@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
+from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import httpx2
 import pytest
-from fake_service import ANSWER, CONFIG, FakeService, error_of, wait_for
+from fake_service import ANSWER, CONFIG, FakeService, error_of, fake_service, wait_for
 from prometheus_client.parser import text_string_to_metric_families
 
+import secateur
 from cluster.tokens import IncrementalDetokenizer, Tokenizer
+
+MODEL = Path(secateur.__file__).parent / "bundled" / "target"
 
 # Load, loss, leaving
 
@@ -196,6 +201,37 @@ def test_tokenize_renders_chats_too(http: httpx2.Client, tokenizer: Tokenizer) -
     assert answer["tokens"] == tokenizer.encode_chat([{"role": "user", "content": "Hi"}])
     assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
     assert answer["max_model_len"] == 2048
+
+
+def test_tokenize_counts_what_a_chat_would_send(http: httpx2.Client, service: FakeService) -> None:
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello, wor"}]
+    for asked in ({}, {"continue_final_message": True}, {"add_generation_prompt": False}, {"add_special_tokens": True}):
+        told = http.post("/tokenize", json={"messages": messages, **asked}).json()
+        http.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 1, **asked})
+        assert told["tokens"] == service.engine.submitted[-1].prompt
+        assert told["token_strs"] is None
+
+
+def test_tokenize_tells_the_template_of_tools_and_of_its_own_arguments(script: Any, tmp_path: Path) -> None:
+    folder = copytree(MODEL, tmp_path / "model", ignore=lambda _, names: [n for n in names if "safetensors" in n])
+    tools = "{% for tool in tools or [] %}{{ tool['function']['name'] }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] }}{{ mood }}" + tools)
+    asked = {"messages": [{"role": "user", "content": "Hi"}], "chat_template_kwargs": {"mood": "!"}}
+    asked["tools"] = [{"type": "function", "function": {"name": "f"}}]
+    tokenizer = Tokenizer(str(folder))
+    with fake_service(tokenizer, tmp_path, script) as running, running.http() as http:
+        assert tokenizer.decode(http.post("/tokenize", json=asked).json()["tokens"]) == "Hi!f"
+
+
+def test_what_tokenize_ignores_or_refuses_is_named(http: httpx2.Client) -> None:
+    for path, body, named in (
+        ("/tokenize", {"prompt": "a", "zeta": 1, "continue_final_message": True}, "continue_final_message, zeta"),
+        ("/detokenize", {"tokens": [5], "zeta": 1}, "zeta"),
+    ):
+        response = http.post(path, json=body)
+        assert (response.status_code, response.headers["x-secateur-ignored"]) == (200, named)
+    response = http.post("/tokenize", json={"prompt": "a", "chat_template": "x"})
+    assert (response.status_code, error_of(response)["param"]) == (400, "chat_template")
 
 
 def test_long_lists_are_decoded_beside_the_loop(http: httpx2.Client, monkeypatch: pytest.MonkeyPatch) -> None:
