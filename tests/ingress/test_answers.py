@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 from fake_engine import STATS
-from fake_service import ANSWER, FakeService, error_of, stream, wait_for
+from fake_service import ANSWER, FakeService, error_of, fake_service, stream, wait_for
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 from openai.types.chat import ChatCompletionChunk as OpenAIChunk
 from prometheus_client.parser import text_string_to_metric_families
+from tokenizer_kinds import Kind, gemma, llama, load
 
 from cluster.generation import ScoredToken
 from cluster.logprobs import chat_logprobs, completion_logprobs
@@ -215,6 +217,26 @@ def test_unseeded_requests_differ(http: httpx2.Client, service: FakeService) -> 
     before = len(service.engine.submitted)
     http.post("/v1/completions", json={"prompt": ["a", "b", "c"]})
     assert len({submit.sampling.seed for submit in service.engine.submitted[before:]}) == 3
+
+
+@pytest.mark.parametrize("kind", [llama, gemma], ids=lambda kind: kind.__name__)
+def test_the_text_is_the_tokens_whatever_the_steps_and_whoever_tells_it(kind: Kind, tmp_path: Path) -> None:
+    """Five bytes: a character, and a half that max_tokens cuts off."""
+    tokenizer = load(kind, tmp_path)
+    ids = tokenizer._tokenizer.convert_tokens_to_ids(["<0xE4>", "<0xB8>", "<0x96>", "<0xF0>", "<0x9F>", "<0x8C>"])
+    texts = []
+    for number, size in enumerate((1, 2, 5)):
+        (tmp_path / str(number)).mkdir()
+        script = lambda _, size=size: [ids[i : i + size] for i in range(0, len(ids), size)]  # noqa: E731
+        with fake_service(tokenizer, tmp_path / str(number), script) as running, running.http() as http:
+            for more in ({}, {"stop": ["never"]}, {"logprobs": 0}):
+                asked = {"prompt": "a", "max_tokens": 5, **more}
+                choice = http.post("/v1/completions", json=asked).json()["choices"][0]
+                chunks = stream(http, "/v1/completions", **asked)[:-1]
+                texts += [choice["text"], "".join(chunk["choices"][0]["text"] for chunk in chunks)]
+            assert choice["logprobs"]["text_offset"] == [0, 0, 0, 1, 1]
+            texts.append(http.post("/detokenize", json={"tokens": ids[:5]}).json()["prompt"])
+    assert set(texts) == {"世\ufffd"}
 
 
 # Several answers
