@@ -40,6 +40,7 @@ from secateur.protocol import (
     SamplingRequest,
     TokenizeRequest,
     TokenizeResponse,
+    Usage,
 )
 from workers.config import EngineConfig
 from workers.ipc import Submit
@@ -166,20 +167,21 @@ def create_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
         return _json(_card(service))
 
     @app.post("/tokenize", response_model=TokenizeResponse)
-    async def tokenize(body: TokenizeRequest) -> Response:
-        service.check_model(body.model)
+    async def tokenize(body: TokenizeRequest, request: Request) -> Response:
+        check_known(service, body)
         ids = await asyncio.to_thread(_tokenize, service.tokenizer, body)
         strings = await asyncio.to_thread(service.tokenizer.token_strings, ids) if body.return_token_strs else None
         limit = service.limits.max_model_len
-        return _json(TokenizeResponse(tokens=ids, count=len(ids), max_model_len=limit, token_strs=strings))
+        answer = TokenizeResponse(tokens=ids, count=len(ids), max_model_len=limit, token_strs=strings)
+        return _json(answer, _naming(request, body.ignored()))
 
     @app.post("/detokenize", response_model=DetokenizeResponse)
-    async def detokenize(body: DetokenizeRequest) -> Response:
-        service.check_model(body.model)
+    async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
+        check_known(service, body)
         if body.tokens and max(body.tokens) >= service.limits.vocab_size:
             raise BadRequest(f"token id {max(body.tokens)} is not in the vocabulary", param="tokens")
         text = await asyncio.to_thread(service.tokenizer.decode, body.tokens, skip_special_tokens=False)
-        return _json(DetokenizeResponse(prompt=text))
+        return _json(DetokenizeResponse(prompt=text), _naming(request, body.ignored()))
 
     @app.get("/health")
     async def health() -> Response:
@@ -210,11 +212,16 @@ def create_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
     return app
 
 
-def checked(service: Service, body: Body) -> Body:
-    """The request with the service's defaults. Refuses another model and whatever is valid but not implemented."""
+def check_known(service: Service, body: SamplingRequest | TokenizeRequest | DetokenizeRequest) -> None:
+    """Refuses another model and whatever is valid but not implemented."""
     service.check_model(body.model)
     if found := body.unsupported():
         raise door.Refused(400, ErrorResponse.from_unsupported(found))
+
+
+def checked(service: Service, body: Body) -> Body:
+    """The request with the service's defaults, if it is one that this service answers."""
+    check_known(service, body)
     try:
         return body.filled(service.sampling_defaults)
     except ConfigError as error:
@@ -228,10 +235,7 @@ async def answer(
     service: Service, shape: Shape, body: SamplingRequest, prompts: Sequence[Prompt], request: Request
 ) -> Response:
     """Generates all choices and writes them, whole or as a stream. A client that leaves ends them in the engine."""
-    headers = {}
-    if ignored := [*body.ignored(), *without_effect(body.speculative, service.limits)]:
-        logger.info("request %s: ignored fields %s", request.state.request_id, ", ".join(map(repr, ignored)))
-        headers[IGNORED_HEADER] = _header_text(", ".join(ignored))
+    headers = _naming(request, [*body.ignored(), *without_effect(body.speculative, service.limits)])
     answers = [Answer(prompt.submit.prompt, index % body.n) for index, prompt in enumerate(prompts)]
     pieces = merged([generate(service.engine, service.tokenizer, service.metrics, prompt) for prompt in prompts])
     if not body.stream:
@@ -255,12 +259,14 @@ async def _events(
 ) -> AsyncGenerator[str]:
     """Server-sent events: openings, one per piece, the totals, [DONE]; an error ends them as an event of its own."""
     options = body.stream_options
-    running_usage = options is not None and options.continuous_usage_stats
+    running_usage = options is not None and options.usage_in_chunks
     told_empty = running_usage or body.return_token_ids
     try:
         async with aclosing(rest):
-            for index in range(len(answers)):
-                if (opening := shape.opening(index)) is not None:
+            for index, empty in enumerate(answers):
+                if (opening := shape.opening(index, empty)) is not None:
+                    if running_usage:
+                        opening.usage = Usage.of(len(empty.prompt_ids), 0)
                     yield opening.sse()
             async for index, piece in prepended(first, rest):
                 answers[index].add(piece)
@@ -270,7 +276,7 @@ async def _events(
                 if running_usage:
                     chunk.usage = usage_of_one(answers[index])
                 yield chunk.sse()
-        usage = usage_of(answers) if options is not None and options.include_usage else None
+        usage = usage_of(answers) if options is not None and options.usage_at_end else None
         stats = speculative_stats(answers) if body.return_speculative_stats else None
         if usage is not None or stats is not None:
             yield shape.closing(usage, stats).sse()
@@ -324,8 +330,7 @@ def _prompt_ids(tokenizer: Tokenizer, body: CompletionRequest) -> list[list[int]
 def _chat_ids(tokenizer: Tokenizer, body: ChatCompletionRequest) -> list[int]:
     return tokenizer.encode_chat(
         [_message(message) for message in body.messages],
-        # vLLM's rule: continuing the last message implies that no new one is opened.
-        add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
+        add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
         template_kwargs=body.chat_template_kwargs,
         add_special_tokens=body.add_special_tokens,
@@ -335,14 +340,27 @@ def _chat_ids(tokenizer: Tokenizer, body: ChatCompletionRequest) -> list[int]:
 def _tokenize(tokenizer: Tokenizer, body: TokenizeRequest) -> list[int]:
     if body.messages is not None:
         return tokenizer.encode_chat(
-            [_message(message) for message in body.messages], add_generation_prompt=body.add_generation_prompt
+            [_message(message) for message in body.messages],
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            template_kwargs=body.chat_template_kwargs,
+            tools=body.tools,
+            add_special_tokens=body.with_special_tokens,
         )
-    return tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens)
+    return tokenizer.encode(body.prompt or "", add_special_tokens=body.with_special_tokens)
 
 
 def _message(message: Any) -> dict[str, Any]:
     """Templates get text: parts are joined, fields such as `name` stay."""
     return message.model_dump(exclude={"content"}, exclude_none=True) | {"content": message.text}
+
+
+def _naming(request: Request, ignored: Sequence[str]) -> dict[str, str]:
+    """The header that names what was ignored, if anything was."""
+    if not ignored:
+        return {}
+    logger.info("request %s: ignored fields %s", request.state.request_id, ", ".join(map(repr, ignored)))
+    return {IGNORED_HEADER: _header_text(", ".join(ignored))}
 
 
 def _header_text(text: str) -> str:

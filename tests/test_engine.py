@@ -277,6 +277,26 @@ def test_the_counters_tell_what_happened():
         assert stats.draft_seconds + stats.transfer_seconds + stats.verify_seconds < stats.step_seconds
 
 
+@pytest.mark.parametrize("ending", [{"stop_token_ids": [12]}, {}], ids=["stop token", "end of text"])
+def test_no_more_is_counted_as_accepted_than_came_out(ending):
+    with Bench(Counting(), "eagle3", CHAIN_3, eos_token_ids=(() if ending else (12,))) as bench:
+        answer = bench.ask([9], 30, **ending)
+        # 10 | 11 12, and 13 14 were accepted behind the end
+        assert answer.tokens == [10, 11, 12]
+        for stats in (answer.last.stats, bench.frames[-1].stats):
+            assert stats.accepted_per_depth == [1, 1]
+            assert stats.verified_per_depth == [1, 1, 1]  # what was paid for is told
+        assert (answer.last.num_accepted, answer.last.is_copied) == (2, False)
+
+
+def test_a_chunk_tells_which_of_its_tokens_were_drafted():
+    with Bench(Counting(errs=(16,)), "eagle3", CHAIN_3) as bench:
+        bench.ask([9], 11)
+        chunks = [chunk for frame in bench.frames for chunk in frame.chunks]
+        # 10 | 11 12 13 14 | 15 16 | 17 18 19 20, the last of each step being the target's own
+        assert [(len(chunk.tokens), chunk.num_accepted) for chunk in chunks] == [(1, 0), (4, 3), (2, 1), (4, 3)]
+
+
 def test_no_more_is_drafted_than_can_still_be_said():
     with Bench(Counting(), "eagle3", CHAIN_3) as bench:
         bench.ask([1], 3)  # one from the prompt, one draft, one bonus

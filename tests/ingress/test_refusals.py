@@ -69,6 +69,35 @@ def test_a_wrong_request_is_a_400_that_names_the_parameter(http: httpx2.Client, 
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        ({"role": "wizard", "content": "a"}, "messages.0.role: 'wizard' is unknown"),
+        ({"role": "user"}, "messages.0.content: a message of the role 'user' needs"),
+        ({"role": "user", "content": [{"type": "text", "text": 5}]}, "messages.0.content: must be a text"),
+    ],
+)
+def test_a_message_that_openai_would_refuse_is_refused(
+    http: httpx2.Client, path: str, message: dict[str, Any], told: str
+) -> None:
+    response = http.post(path, json={"messages": [message]})
+    assert response.status_code == 400
+    error = error_of(response)
+    assert error["param"] == "messages" and told in error["message"]
+
+
+def test_a_number_written_as_a_text_is_refused(http: httpx2.Client) -> None:
+    error = error_of(http.post("/v1/completions", json={"prompt": "a", "temperature": "0.5"}))
+    assert (error["param"], error["message"]) == ("temperature", "temperature: must be a valid number (got '0.5')")
+
+
+def test_all_ids_outside_the_vocabulary_are_named(http: httpx2.Client) -> None:
+    for param, value in (("logit_bias", {"5000": 1, "7": 1, "6000": 1}), ("stop_token_ids", [5000, 7, 6000])):
+        error = error_of(http.post("/v1/completions", json={"prompt": "a", param: value}))
+        assert error["param"] == param and "5000, 6000" in error["message"]
+
+
 def test_too_long_a_request_is_told_in_numbers(http: httpx2.Client) -> None:
     message = error_of(http.post("/v1/completions", json={"prompt": [5] * 2000, "max_tokens": 100}))["message"]
     assert "2048" in message
