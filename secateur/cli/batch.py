@@ -33,6 +33,8 @@ def batch_run(
 ) -> None:
     """Answer every line of a file. Stop it at any moment and run it again: answered lines are not sent twice.
 
+    Lines that have changed since they were answered are answered again; OUT.jsonl.digests says what was asked.
+
     Example: secateur batch run questions.jsonl -o answers.jsonl --concurrency 32
     """
     from secateur.batch import run_batch
