@@ -23,8 +23,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cluster.bench.output import About, Say, draw, heading, markdown, stem_of, target_label, write_json, write_text
-from cluster.bench.setup import scaled
-from cluster.service import local_service
 from secateur.bench import ServePlan
 from secateur.client import AsyncClient, Client
 from secateur.config import EngineArgs
@@ -163,6 +161,10 @@ def _service(
         yield base_url
         return
     assert args is not None
+    # What runs models is needed for this alone: a service that runs is measured with the client's packages.
+    from cluster.bench.setup import scaled
+    from cluster.service import local_service
+
     with scaled(args, plan.size, cache, say) as sized:
         say("starting the service")
         # Its name for clients is the model's that was asked for, not that of a folder of scaled weights.

@@ -12,9 +12,6 @@ import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-import torch
-import transformers
-
 from secateur.config import EngineArgs
 from secateur.errors import ConfigError, Problem
 from workers.config import EngineConfig
@@ -43,6 +40,9 @@ def stem_of(output: Path, name: str, *marks: str | None) -> Path:
 
 def about(args: EngineArgs, config: EngineConfig, plan: Mapping[str, object], notes: Sequence[str]) -> About:
     """What was measured, on what."""
+    import torch
+    import transformers
+
     spec = args.speculative_config
     return {
         "date": datetime.date.today().isoformat(),
@@ -72,6 +72,8 @@ def hardware(config: EngineConfig) -> str:
     """What the engine runs on."""
     if config.device == "cpu":
         return f"{os.cpu_count()} CPU cores, {platform.machine()}, one thread per process"
+    import torch
+
     shared = ", drafter on the verifier's" if config.draft and config.draft.placement == "colocated" else ""
     count = config.tensor_parallel_size + (0 if shared else config.draft_ranks)
     return f"{count} x {torch.cuda.get_device_name()}{shared}"

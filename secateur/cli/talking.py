@@ -111,7 +111,7 @@ def _service(
     try:
         from cluster.service import local_service
     except ModuleNotFoundError as error:
-        raise needs_extra(error) from error
+        raise needs_extra(error, or_base_url=True) from error
     service: AbstractContextManager[str] = local_service(args)
     return service
 
