@@ -91,7 +91,7 @@ def open_output(path: Path, requests: Mapping[str, str], *, resume: bool) -> Ite
 
 
 def _opened(stack: contextlib.ExitStack, path: Path, requests: Mapping[str, str], resume: bool) -> Output:
-    answers = stack.enter_context(path.open("a+b"))
+    answers: IO[bytes] = stack.enter_context(path.open("a+b"))
     _lock(answers, path)
     found = _sort(answers, path, requests, _read_digests(digests_path(path)))
     if not resume:
