@@ -116,7 +116,8 @@ def run_batch(
     """Answer every line of `input_path` into `output_path`, `concurrency` at a time.
 
     `client` replaces base_url, api_key, retries and timeout (seconds per read), and is closed by the caller.
-    `resume=False` starts over. `progress` None shows a bar on a terminal only. The first Ctrl-C waits for the lines in
+    `resume=False` starts over; otherwise a warning tells how many lines changed after they were answered, which are
+    answered again. `progress` None shows a bar on a terminal only. The first Ctrl-C waits for the lines in
     flight, a second one stops at once. Raises BatchError if a file is unfit (nothing is sent then), AuthenticationError
     and APIConnectionError if the service cannot be used at all.
     """
@@ -176,14 +177,14 @@ async def run_batch_async(
 def _warn_of(output: Output, input_path: Path, output_path: Path) -> None:
     if output.num_changed:
         warnings.warn(
-            f"{output.num_changed} lines of {input_path} have changed since they were answered: they are answered "
+            f"{output.num_changed} of the lines in {input_path} changed after they were answered; they are answered "
             f"again, and their old answers are in {superseded_path(output_path)}",
             stacklevel=2,
         )
     if output.num_unchecked:
         warnings.warn(
-            f"{output.num_unchecked} answers in {output_path} are kept although {digests_path(output_path)} does not "
-            "say what was asked (an older version wrote them, or that file was lost); --no-resume asks again",
+            f"{output.num_unchecked} of the answers in {output_path} are kept although {digests_path(output_path)} "
+            "does not say what was asked (an older version wrote them, or that file was lost); --no-resume asks again",
             stacklevel=2,
         )
 

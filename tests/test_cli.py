@@ -323,6 +323,20 @@ def test_standard_input_that_is_no_text_is_told_before_anything_starts(command, 
     assert service == [] and cluster == []
 
 
+def test_a_closed_standard_input_is_told(service, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", None)  # as Python has it after `<&-`
+    assert cli.main(["complete", "-", "--base-url", "http://there"]) == 2
+    assert "standard input is closed" in capsys.readouterr().err and service == []
+
+
+@pytest.mark.parametrize("paths", [["-", "-o", "out.jsonl"], ["in.jsonl", "-o", "-"]])
+def test_a_batch_needs_files(paths, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["batch", "run", *paths]) == 2
+    assert "-: a batch reads its input twice and resumes from its output; name files" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(("command", "kind"), [("complete", CompletionResponse), ("chat", ChatCompletionResponse)])
 def test_json_is_the_whole_answer_on_one_line(command, kind, service, capsys):
     assert cli.main([command, "abc", "--base-url", "http://there", "--json"]) == 0

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from secateur.cli.options import ApiKey
+from secateur.errors import ConfigError
 
 batch_app = typer.Typer(
     help="Answer files of requests (OpenAI's batch format).", no_args_is_help=True, rich_markup_mode=None
@@ -39,6 +40,8 @@ def batch_run(
     """
     from secateur.batch import run_batch
 
+    if Path("-") in (input_path, output_path):
+        raise ConfigError("-: a batch reads its input twice and resumes from its output; name files")
     summary = run_batch(
         input_path,
         output_path,

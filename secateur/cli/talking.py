@@ -87,6 +87,8 @@ def _typed_or_piped(text: str) -> str:
     """The text, or for a dash all of standard input, line ends as they are. Raises ConfigError."""
     if text != "-":
         return text
+    if sys.stdin is None:
+        raise ConfigError("standard input is closed; type the prompt, or pipe it in")
     try:
         return sys.stdin.buffer.read().decode()
     except UnicodeDecodeError as error:
