@@ -257,17 +257,18 @@ def test_a_changed_line_and_only_it_is_answered_again(source, output, answered, 
     assert read_output(superseded_path(output)) == {"q-3": answered["q-3"]}, "an answer may have taken hours"
 
 
-def test_lines_that_change_twice_leave_both_answers_aside(source, output, answered):
-    for prompt in ("second", "third"):
-        superseded_path(output).touch()
-        with superseded_path(output).open("ab") as file:
-            file.write(b'{"id":"torn' if prompt == "third" else b"")
+def test_a_line_that_changes_again_leaves_every_old_answer_aside(source, output, answered):
+    for prompt in ("second", "third", "fourth"):
+        if prompt == "fourth":
+            with superseded_path(output).open("ab") as file:
+                file.write(b'{"id":"torn')  # by a run that was killed here
         write(source, *lines_with({3: {"body": {"prompt": prompt}}}))
         with pytest.warns(UserWarning, match="changed after"):
             Service().run(source, output)
-    kept, torn, other, end = superseded_path(output).read_bytes().split(b"\n")
-    assert (json.loads(kept)["custom_id"], torn, json.loads(other)["custom_id"]) == ("q-3", b'{"id":"torn', "q-3")
-    assert end == b"" and len(read_output(output)) == 30
+    first, second, torn, third, end = superseded_path(output).read_bytes().split(b"\n")
+    assert [json.loads(raw)["custom_id"] for raw in (first, second, third)] == ["q-3"] * 3
+    assert json.loads(first)["id"] == answered["q-3"].id
+    assert (torn, end) == (b'{"id":"torn', b"") and len(read_output(output)) == 30
 
 
 def test_a_line_moved_or_written_otherwise_has_not_changed(source, output, answered):

@@ -97,7 +97,7 @@ def test_chat_takes_a_text_or_messages():
     assert service.client().chat("hello").text == "hi"
     assert service.body()["messages"] == [{"role": "user", "content": "hello"}]
     service.client().chat([{"role": "system", "content": "x"}])
-    assert service.body()["messages"] == [{"role": "system", "content": "x"}]
+    assert service.body() == {"messages": [{"role": "system", "content": "x"}], "stream": False}
 
 
 def test_a_request_id_is_a_header_too():
@@ -204,6 +204,16 @@ def test_an_error_that_is_no_openai_error_is_still_told(text):
         Service(httpx2.Response(503, text=text)).client(retries=0).complete("a")
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("busy", "503: busy"), ("", "503: Service Unavailable"), ('{"detail": "x"}', "503: x"), ("{}", "503: Service Una")],
+)
+def test_an_error_says_what_the_service_said_or_what_its_status_means(text, says):
+    response = httpx2.Response(503, text=text, request=httpx2.Request("GET", "http://h"))
+    with pytest.raises(errors.ServiceUnavailableError, match=says):
+        exchange.read(exchange.models_call(), response)
+
+
 def test_an_answer_that_is_none_is_an_error():
     with pytest.raises(errors.APIError, match="no CompletionResponse"):
         Service(httpx2.Response(200, text="<html>")).client().complete("a")
@@ -274,6 +284,8 @@ def test_a_wait_too_long_is_left_to_the_caller():
 def test_a_retry_after_may_be_a_date():
     seconds = exchange.retry_after({"retry-after": formatdate(time.time() + 30, usegmt=True)})
     assert seconds is not None and 27 <= seconds <= 30
+    assert exchange.retry_after({"retry-after": formatdate(time.time() - 30, usegmt=True)}) == 0.0
+    assert exchange.retry_after({"retry-after": "-5"}) == 0.0
     assert exchange.retry_after({"retry-after": "soon"}) is None
     assert exchange.retry_after({}) is None
 
