@@ -206,7 +206,12 @@ def test_an_error_that_is_no_openai_error_is_still_told(text):
 
 @pytest.mark.parametrize(
     ("text", "says"),
-    [("busy", "503: busy"), ("", "503: Service Unavailable"), ('{"detail": "x"}', "503: x"), ("{}", "503: Service Una")],
+    [
+        ("busy", "503: busy"),
+        ("", "503: Service Unavailable"),
+        ('{"detail": "x"}', "503: x"),
+        ("{}", "503: Service Una"),
+    ],
 )
 def test_an_error_says_what_the_service_said_or_what_its_status_means(text, says):
     response = httpx2.Response(503, text=text, request=httpx2.Request("GET", "http://h"))
