@@ -263,9 +263,10 @@ class AppArgs(Strict):
 
 
 def read_text(path: str | Path, field: str = "") -> str:
-    """What a file of UTF-8 text holds; ConfigError, about the setting that named it, if it cannot be read."""
+    """What a file of UTF-8 text holds, line ends as they are; ConfigError, about the setting that named it, if it
+    cannot be read."""
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_bytes().decode("utf-8-sig")  # Windows' editors begin files with a byte order mark
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ConfigError(Problem(field, f"cannot read {path}: {reason}")) from None

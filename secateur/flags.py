@@ -108,6 +108,8 @@ SAMPLING_FLAGS: dict[str, Any] = {
     "max_tokens": _flag(int, "--max-tokens", help="The most tokens to generate [complete: 16].", min=1),
     "temperature": _flag(float, "--temperature", help="0 is greedy [the model's own, else 1.0].", min=0.0),
     "top_p": _flag(float, "--top-p", help="Keep the most probable tokens up to this mass."),
+    "top_k": _flag(int, "--top-k", help="Keep so many of the most probable tokens; 0 keeps all.", min=-1),
+    "stop": _flag(list[str], "--stop", help="End before this text; repeat it for several.", metavar="TEXT"),
     "presence_penalty": _flag(float, "--presence-penalty", help="Taken off the logits of tokens that came [0]."),
     "frequency_penalty": _flag(float, "--frequency-penalty", help="The same, once for every time they came [0]."),
     "repetition_penalty": _flag(

@@ -71,6 +71,8 @@ def run(args: EngineArgs, plan: AcceptancePlan, prompts: Sequence[Prompt], outpu
     finally:
         if rows:
             stem.with_suffix(".json").write_text(_json(rows))
+        else:
+            stem.with_suffix(".json").unlink()
     text = render(_header(args, config, plan), rows)
     write_text(stem, text)
     draw(say, stem, "acceptance", rows)

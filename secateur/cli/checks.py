@@ -1,8 +1,10 @@
 """What commands check before they start anything, and what they say where the serving packages are missing."""
 
 import os
+from pathlib import Path
 from typing import Any
 
+from secateur import NOT_INSTALLED, __version__
 from secateur.config import EngineArgs, resolve_model
 from secateur.errors import ConfigError, SecateurError
 from secateur.flags import engine_args_from
@@ -27,9 +29,10 @@ def check_none_given(engine: dict[str, Any]) -> None:
         raise ConfigError(f"{flags}: for a service started here, which --base-url replaces; remove one of them")
 
 
-def needs_extra(error: ModuleNotFoundError) -> SecateurError:
-    """The error to raise for a package that only the extra installs."""
+def needs_extra(error: ModuleNotFoundError, *, or_base_url: bool = False) -> SecateurError:
+    """The error to raise for a package that only the extra installs. `or_base_url`: the command has that flag."""
+    package = "secateur" if __version__ != NOT_INSTALLED else Path(__file__).parents[2]
     return SecateurError(
-        f"this command runs models here and needs {error.name!r}, which is not installed: "
-        "pip install 'secateur[serve]' (or talk to a running service with --base-url)"
+        f"this command needs {error.name!r}, which is not installed: pip install '{package}[serve]'"
+        + (" (or talk to a running service with --base-url)" if or_base_url else "")
     )

@@ -75,7 +75,8 @@ def plan(
 ) -> None:
     """Show where drafter and verifier would run and whether they fit; predict speed, tree sizes and whole fleets.
 
-    Touches no GPU and starts nothing, but for --profile.
+    Touches no GPU and starts nothing, but for --profile. Reads models as the engine does, with what
+    pip install 'secateur[serve]' installs.
 
     Example: secateur plan -tp 2 --speculative-config '{"method": "draft_model", "model": "bundled:draft"}'
 
