@@ -215,6 +215,24 @@ def test_trees_without_auto_are_never_cut():
     assert len(weights(together, 0)) == 9 > len(weights(together, 1))
 
 
+def test_nodes_that_stay_in_any_case_take_their_places_in_the_step_that_the_others_fill():
+    """Twelve nodes are free and the thirteenth is dear; nine are another request's. Roots are no nodes."""
+    prices = replace(FREE, nodes_T=torch.tensor([0, 12, 13, 1000]), verify_ms_T=torch.tensor([10.0, 10.0, 1e6, 1e6]))
+    together = grown([Ask(model=1, num_nodes=9, auto=False), Ask(model=2, num_nodes=12)], prices)
+    assert (len(weights(together, 0)), len(weights(together, 1))) == (9, 3)
+    assert_rooted(weights(together, 1))
+
+
+@pytest.mark.parametrize("shape", [STATIC, CHAIN])
+def test_a_level_is_grown_for_who_does_not_ask_what_it_takes_and_for_nobody_else(shape):
+    dear = costs(level=1000.0)
+    whole = grown([Ask(model=1, num_nodes=6, auto=False)], shape=shape)
+    beside = grown([Ask(model=1, num_nodes=6, auto=False), Ask(model=2, num_nodes=6)], dear, shape)
+    assert weights(beside, 0).keys() == weights(whole).keys() and beside.num_levels == whole.num_levels > 1
+    shallow = grown([Ask(model=1, num_nodes=6, max_depth=1, auto=False), Ask(model=2, num_nodes=6)], dear, shape)
+    assert shallow.num_levels == 1 and all(len(path) == 1 for path in weights(shallow, 1))
+
+
 def test_free_drafting_runs_no_node_whose_children_would_not_be_verified():
     """Rows in the draft model are few: what brings nothing must not take them from deeper levels."""
     budget = Budget(costs(node=0.5))
