@@ -197,6 +197,11 @@ def test_beyond_sixteen_tokens_longer_matches_count_alike():
     assert shares(candidates) == pytest.approx({1: one / total, 2: two / total, 3: three / total}, rel=1e-2)
 
 
+def test_no_more_candidates_are_told_than_a_tree_has_rows():
+    _, candidates = propose([[x for token in range(2, 90) for x in (1, token)] + [1]], Lengths(1, 1))
+    assert children(candidates) == list(range(2, 66))
+
+
 def test_history_comes_from_the_pages_alone():
     """Fed in pieces, beside another request that only feeds; the accepted tokens overwrite nothing but their slots."""
     tables = np.array([[3, 1, 5], [2, 6, 4]])
