@@ -43,13 +43,14 @@ def ngram() -> NgramProposer:
     return NgramProposer(Lengths(1, 3), 2048, NUM_PAGES, PAGE)
 
 
+FEW_IDS = Constraints(allowed_token_ids=[5, 6])
 PENALTIES = Constraints(frequency_penalty=1.0, repetition_penalty=1.5)
 # Rule, sampling, limits, nodes of this step (0 = only fed), depth.
 ASKED: list[tuple[Rule, SamplingParams, TreeLimits, int, int]] = [
     (Rule.RECURSIVE, SamplingParams(temperature=1.7, seed=1), TreeLimits(num_nodes=7, min_prob=0.9), 0, 0),
     (Rule.COUPLED, SamplingParams(temperature=0.0), TreeLimits(num_nodes=7), 7, 4),
     (Rule.TRAVERSAL, SamplingParams(seed=3, top_k=9), TreeLimits(num_nodes=5), 5, 2),
-    (Rule.COUPLED, SamplingParams(seed=4), TreeLimits(num_nodes=7, path_prob=0.9), 0, 0),
+    (Rule.COUPLED, SamplingParams(seed=4, constraints=FEW_IDS), TreeLimits(num_nodes=7, path_prob=0.9), 0, 0),
     (Rule.TARGET_ONLY, SamplingParams(temperature=0.8, seed=5), TreeLimits(num_nodes=6, path_prob=0.1), 6, 4),
     (Rule.COUPLED, SamplingParams(seed=6, constraints=PENALTIES), TreeLimits(num_nodes=7, min_prob=0.1), 7, 3),
     (Rule.RECURSIVE, SamplingParams(temperature=0.6, seed=7), TreeLimits(num_nodes=3, min_prob=0.2), 3, 4),
@@ -67,7 +68,7 @@ def requests(has_features: bool) -> list[Request]:
 
 
 def reply(proposer: Proposer, which: list[int], width: int, *, is_even: bool) -> DraftReply:
-    """To a message about some of them. is_even: no constraints and no rule that lookup does not have."""
+    """To a message about some of them. is_even: under rules that lookup has, too."""
     own = [requests(width > 0)[i] for i in which]
     feeds = [Feed(r.tokens[r.num_fed :], *ASKED[i][3:]) for i, r in zip(which, own, strict=True)]
     if is_even:
