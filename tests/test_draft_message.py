@@ -10,6 +10,7 @@ import pytest
 import torch
 from engines import BUNDLED
 from oracles import paths_of
+from prices import FREE
 
 from drafter.ngram import Lengths, NgramProposer
 from drafter.propose import DraftModelProposer, FeatureProposer, Proposer
@@ -52,7 +53,7 @@ ASKED: list[tuple[Rule, SamplingParams, TreeLimits, int, int]] = [
     (Rule.TRAVERSAL, SamplingParams(seed=3, top_k=9), TreeLimits(num_nodes=5), 5, 2),
     (Rule.COUPLED, SamplingParams(seed=4, constraints=FEW_IDS), TreeLimits(num_nodes=7, path_prob=0.9), 0, 0),
     (Rule.TARGET_ONLY, SamplingParams(temperature=0.8, seed=5), TreeLimits(num_nodes=6, path_prob=0.1), 6, 4),
-    (Rule.COUPLED, SamplingParams(seed=6, constraints=PENALTIES), TreeLimits(num_nodes=7, min_prob=0.1), 7, 3),
+    (Rule.COUPLED, SamplingParams(seed=6, constraints=PENALTIES), TreeLimits(num_nodes=7, auto=True), 7, 3),
     (Rule.RECURSIVE, SamplingParams(temperature=0.6, seed=7), TreeLimits(num_nodes=3, min_prob=0.2), 3, 4),
 ]
 
@@ -75,7 +76,7 @@ def reply(proposer: Proposer, which: list[int], width: int, *, is_even: bool) ->
         own = [replace_rule(request) for request in own]
     features = [torch.randn(30, width, generator=torch.Generator().manual_seed(i)) for i in which]
     rows = torch.cat([of[: len(feed.tokens)] for of, feed in zip(features, feeds, strict=True)]) if width else None
-    return draft(pack_draft(own, feeds, rows, (), None), proposer, make_shape(TREE))
+    return draft(pack_draft(own, feeds, rows, (), FREE), proposer, make_shape(TREE))
 
 
 def replace_rule(request: Request) -> Request:

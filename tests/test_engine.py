@@ -308,7 +308,7 @@ def test_each_of_a_crowd_under_rejection_says_what_it_says_alone(method, how):
         acceptance = AcceptanceConfig(sample_method=how)
         with Bench(language, method, TREES["dynamic"], num_pages=300, acceptance=acceptance) as bench:
             for i, (speculation, params) in enumerate(asked):
-                bench.submit([1 + i, 2], 12, params, speculation=speculation)
+                bench.submit([1 + i, 2, *range(i % 4)], 12, params, speculation=speculation)
                 if not together:
                     bench.run()
             bench.run()
