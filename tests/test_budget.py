@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from oracles import Path
 from prices import CALIBRATION, FREE, costs
 
-from drafter.budget import Budget
+from drafter.budget import Budget, calibrated
 from drafter.grow import Grown, grow
 from drafter.level import DraftVocabulary, Level
 from drafter.shape import DynamicShape, Shape, StaticShape
@@ -209,10 +209,80 @@ def test_static_trees_are_cut_too_and_keep_their_shape(shape):
     assert cut.pruned_BD.sum() + len(cut.trees.token_N) <= len(whole.trees.token_N)
 
 
+# ---- what things cost
+
+
+def test_time_is_counted_by_levels_beyond_the_first_and_nodes_run_on_them():
+    budget = Budget(costs(level=2.0, run=0.25))
+    assert [budget.draft_ms(*bill) for bill in ((0, 0), (1, 0), (2, 3), (4, 10))] == [1.0, 1.0, 3.75, 9.5]
+
+
+def test_a_row_that_buys_a_flight_of_rows_costs_its_share_of_them():
+    stairs = replace(FREE, nodes_T=torch.tensor([0, 8, 9, 16]), verify_ms_T=torch.tensor([10.0, 10.0, 14.0, 14.0]))
+    budget = Budget(stairs)
+    assert [float(budget.row_ms(n)) for n in (0, 7, 8, 9, 15, 16, 99)] == [0, 0, 4 / 8, 0, 0, 0, 0]
+
+
+def test_a_candidate_that_does_not_exist_stays_one_whatever_calibration_says():
+    fit = torch.tensor([1.0, 3.0])
+    assert calibrated(torch.tensor([0.0, 0.5]), fit).tolist() == [0.0, pytest.approx(1 / (1 + np.exp(-3)))]
+
+
+def test_a_node_is_run_if_its_children_bring_what_running_it_takes():
+    """At a rate of 2.5 tokens over 11 ms; children survive with 0.62, 0.13, 0.06, ..., in all 0.895."""
+    weights = np.array([0.8, 0.7], dtype=np.float32)
+    dear = 0.895 * 0.75 / (2.5 / 11)  # between what the two bring
+    budget = Budget(costs(run=dear))
+    assert budget.worth_running(weights, np.zeros(2), weights, 1.0).tolist() == [True, False]
+    assert Budget(costs()).worth_running(weights, np.zeros(2), weights, 1.0).tolist() == [True, True]
+
+
+@pytest.mark.parametrize("num_requests", [1, 3])
+@pytest.mark.parametrize(
+    ("node", "level", "run"), [(0.5, 0.5, 0.02), (0.02, 2.0, 0.2), (2.0, 0.0, 0.0), (0.0, 0.0, 0.0)]
+)
+def test_slots_that_are_fixed_before_drawing_are_the_best_number_of_typical_ones(num_requests, node, level, run):
+    survival = np.array([0.6, 0.35, 0.2, 0.12, 0.1, 0.08, 0.05, 0.04], dtype=np.float32)
+    max_depth = 3
+
+    def rate(slots: int) -> float:
+        tokens = 2.0 + num_requests * float(survival[:slots].sum())
+        draft_ms = 1.0 + level * (min(slots, max_depth) - 1) + run * num_requests * (slots - 1)
+        return tokens / (draft_ms + 10.0 + node * num_requests * slots)
+
+    got = Budget(costs(node, level, run, sure=2.0)).slots_before_drawing(survival, num_requests, max_depth)
+    assert rate(got) == pytest.approx(max(rate(slots) for slots in range(1, 9)), rel=1e-5)
+
+
+def test_nothing_gives_way_where_a_place_is_left_though_another_tree_is_full():
+    """The least of a tree's nodes has children, too, as long as there is room for them."""
+    large = Ask(model=4, num_nodes=39, temperature=0.0)
+    together = grown([Ask(model=1, num_nodes=1), large])
+    assert set(weights(together, 1)) == set(weights(grown([large]))) and len(weights(together, 1)) == 39
+
+
 def test_trees_without_auto_are_never_cut():
     asks = [Ask(model=1, num_nodes=9, auto=False), Ask(model=2, num_nodes=9)]
     together = grown(asks, costs(node=5.0))
     assert len(weights(together, 0)) == 9 > len(weights(together, 1))
+
+
+def test_nodes_that_stay_in_any_case_take_their_places_in_the_step_that_the_others_fill():
+    """Twelve nodes are free and the thirteenth is dear; nine are another request's. Roots are no nodes."""
+    prices = replace(FREE, nodes_T=torch.tensor([0, 12, 13, 1000]), verify_ms_T=torch.tensor([10.0, 10.0, 1e6, 1e6]))
+    together = grown([Ask(model=1, num_nodes=9, auto=False), Ask(model=2, num_nodes=12)], prices)
+    assert (len(weights(together, 0)), len(weights(together, 1))) == (9, 3)
+    assert_rooted(weights(together, 1))
+
+
+@pytest.mark.parametrize("shape", [STATIC, CHAIN])
+def test_a_level_is_grown_for_who_does_not_ask_what_it_takes_and_for_nobody_else(shape):
+    dear = costs(level=1000.0)
+    whole = grown([Ask(model=1, num_nodes=6, auto=False)], shape=shape)
+    beside = grown([Ask(model=1, num_nodes=6, auto=False), Ask(model=2, num_nodes=6)], dear, shape)
+    assert weights(beside, 0).keys() == weights(whole).keys() and beside.num_levels == whole.num_levels > 1
+    shallow = grown([Ask(model=1, num_nodes=6, max_depth=1, auto=False), Ask(model=2, num_nodes=6)], dear, shape)
+    assert shallow.num_levels == 1 and all(len(path) == 1 for path in weights(shallow, 1))
 
 
 def test_free_drafting_runs_no_node_whose_children_would_not_be_verified():

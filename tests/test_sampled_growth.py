@@ -258,3 +258,16 @@ def test_candidates_weigh_no_more_than_what_lookup_knows():
     params = SamplingBatch.stack([SamplingParams(temperature=1.0, seed=9)])
     scores = score(listed, params, np.array([Rule.COUPLED]), np.array([5]), 3, DraftVocabulary(target_size=V))
     assert scores.weight_FK.sum() == pytest.approx(0.4, rel=1e-4)
+
+
+@pytest.mark.parametrize("rule", [Rule.COUPLED, Rule.TARGET_ONLY])
+def test_the_threshold_of_lookup_is_read_off_the_likeliest_token_whatever_noise_ranks_first(rule):
+    listed = Candidates(np.array([[4, 2, 0]] * 20), np.log([[0.3, 0.2, 0.1]] * 20).astype(np.float32))
+    params = SamplingBatch.stack([SamplingParams(temperature=1.0, seed=seed) for seed in range(20)])
+    scores = score(listed, params, np.full(20, rule), np.full(20, 5), 3, DraftVocabulary(target_size=V))
+    assert len(set(scores.token_FK[:, 0].tolist())) == (3 if rule == Rule.COUPLED else 1)
+    np.testing.assert_allclose(scores.top_prob_F, 0.3, rtol=1e-5)
+    by_token = {4: 0.3, 2: 0.2, 0: 0.1}
+    np.testing.assert_allclose(
+        scores.prob_FK, [[by_token[t] for t in row] for row in scores.token_FK.tolist()], rtol=1e-5
+    )

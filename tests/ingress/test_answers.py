@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +20,15 @@ from openai.types.chat import ChatCompletionChunk as OpenAIChunk
 from prometheus_client.parser import text_string_to_metric_families
 from tokenizer_kinds import Kind, gemma, llama, load
 
+import secateur
 from cluster.generation import ScoredToken
 from cluster.logprobs import chat_logprobs, completion_logprobs
 from cluster.submit import derive_seed
 from cluster.tokens import Tokenizer
 from secateur.protocol import ChatCompletionChunk, ChatCompletionResponse
 from workers.ipc import TokenLogprobs
+
+MODEL = Path(secateur.__file__).parent / "bundled" / "target"
 
 
 def test_a_completion_is_openai_s(http: httpx2.Client) -> None:
@@ -43,6 +49,30 @@ def test_a_chat_is_openai_s(http: httpx2.Client) -> None:
     assert parsed.choices[0].message.content == ANSWER
     assert parsed.choices[0].message.role == "assistant"
     assert parsed.object == "chat.completion"
+
+
+@pytest.fixture
+def frank(tmp_path: Path, script: Any) -> Iterator[FakeService]:
+    """A model whose template writes its messages as they are."""
+    for file in MODEL.glob("*token*.json"):
+        shutil.copy(file, tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{% for message in messages %}{{ message | tojson }}{% endfor %}")
+    with tempfile.TemporaryDirectory() as folder, fake_service(Tokenizer(str(tmp_path)), Path(folder), script) as own:
+        yield own
+
+
+@pytest.mark.parametrize("message", [{}, {"name": None}, {"name": "Ann"}, {"name": "Ann", "tool_calls": None}])
+def test_templates_see_what_a_message_has_and_no_null_beside_it(
+    frank: FakeService, message: dict[str, Any], tokenizer: Tokenizer
+) -> None:
+    """Templates ask whether a field is there: a null one would be."""
+    body = {"messages": [{"role": "user", "content": "x"} | message]}
+    with frank.http() as http:
+        assert http.post("/v1/chat/completions", json=body).status_code == 200
+        ids = http.post("/tokenize", json=body).json()["tokens"]
+    expected = {key: value for key, value in body["messages"][0].items() if value is not None}
+    for prompt in (frank.engine.submitted[-1].prompt, ids):
+        assert json.loads(tokenizer.decode(prompt)) == expected
 
 
 def test_a_completion_without_max_tokens_gets_sixteen(http: httpx2.Client, service: FakeService) -> None:

@@ -43,6 +43,30 @@ def test_too_many_requests_are_told_to_come_back(own: Callable[..., FakeService]
         assert "secateur_requests_rejected_total" in other.get("/metrics").text
 
 
+def test_requests_that_are_tokenized_side_by_side_do_not_pass_the_limit_together(
+    own: Callable[..., FakeService], tokenizer: Tokenizer
+) -> None:
+    """All find room when they come; there is room for the first that is ready."""
+    running = own(max_pending=16)
+    running.engine.hold.set()
+    prompts = ["x = 1\n" * 300] * 16
+    codes: list[int] = []
+
+    def post() -> None:
+        with running.http() as http:
+            codes.append(http.post("/v1/completions", json={"prompt": prompts, "max_tokens": 1}).status_code)
+
+    threads = [threading.Thread(target=post) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    wait_for(lambda: len(codes) == 3, 20)
+    assert running.client.num_pending == 16
+    running.engine.hold.clear()
+    for thread in threads:
+        thread.join()
+    assert sorted(codes) == [200, 429, 429, 429]
+
+
 def test_a_dead_engine_is_a_503(own: Callable[..., FakeService]) -> None:
     running = own()
     running.engine.die()
