@@ -9,11 +9,13 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import uvicorn
 
 from cluster.convert import engine_config, sampling_defaults, visible_gpus, with_tokenizer
 from cluster.engine_client import EngineClient
+from cluster.http_limits import LimitedProtocol
 from cluster.ingress import Service, create_app
 from cluster.local import LocalEngine
 from cluster.tokens import Tokenizer
@@ -127,9 +129,12 @@ class _ServiceThread(threading.Thread):
         self._loop, self._main = asyncio.get_running_loop(), asyncio.current_task()
         async with LocalEngine(self._config) as client:
             app = create_app(service_of(self._args, self._config, client, self._tokenizer, replica="local"))
-            server = uvicorn.Server(
-                uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=_GRACE_S)
-            )
+            options: dict[str, Any] = {
+                "log_level": "warning",
+                "access_log": False,
+                "timeout_graceful_shutdown": _GRACE_S,
+            }
+            server = uvicorn.Server(uvicorn.Config(app, http=LimitedProtocol, **options))
             serving = asyncio.create_task(server.serve(sockets=[self._sock]))
             while not (server.started or serving.done()):
                 await asyncio.sleep(0.01)
