@@ -9,7 +9,6 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import uvicorn
 
@@ -129,12 +128,11 @@ class _ServiceThread(threading.Thread):
         self._loop, self._main = asyncio.get_running_loop(), asyncio.current_task()
         async with LocalEngine(self._config) as client:
             app = create_app(service_of(self._args, self._config, client, self._tokenizer, replica="local"))
-            options: dict[str, Any] = {
-                "log_level": "warning",
-                "access_log": False,
-                "timeout_graceful_shutdown": _GRACE_S,
-            }
-            server = uvicorn.Server(uvicorn.Config(app, http=LimitedProtocol, **options))
+            server = uvicorn.Server(
+                uvicorn.Config(
+                    app, http=LimitedProtocol, log_level="warning", access_log=False, timeout_graceful_shutdown=_GRACE_S
+                )
+            )
             serving = asyncio.create_task(server.serve(sockets=[self._sock]))
             while not (server.started or serving.done()):
                 await asyncio.sleep(0.01)

@@ -123,6 +123,7 @@ STREAM_END = b"end\r\n0\r\n\r\n"
 LATE_HEAD = "the headers were not complete within 1 s"
 LATE_BODY = "the body did not arrive in time; it has 1 s, and more only for what comes at 1000 bytes/s"
 HEAD = b"POST / HTTP/1.1\r\nHost: a\r\n"
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 
 
 # Sizes
@@ -139,9 +140,9 @@ HEAD = b"POST / HTTP/1.1\r\nHost: a\r\n"
         (HEAD + b"".join(b"X-%d: a\r\n" % n for n in range(100_000)) + b"\r\n", 431, "too_many_headers"),
         (HEAD + b"X: a\r\n" * 128 + b"\r\n", 431, "too_many_headers"),
         (HEAD + b"Content-Length: 3000000\r\n\r\n" + b"a" * 3_000_000, 413, "body_too_large"),
-        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + (b"4000\r\n" + b"a" * 0x4000 + b"\r\n") * 100, 413, "body_too_large"),
-        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n1\r\na\r\n0\r\n" + b"T: a\r\n" * 200, 431, "too_many_headers"),
-        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n1;" + b"a" * (1 << 20), 431, "headers_too_large"),
+        (CHUNKED + (b"4000\r\n" + b"a" * 0x4000 + b"\r\n") * 100, 413, "body_too_large"),
+        (CHUNKED + b"1\r\na\r\n0\r\n" + b"T: a\r\n" * 200, 431, "too_many_headers"),
+        (CHUNKED + b"1;" + b"a" * (1 << 20), 431, "headers_too_large"),
         (b"\r\n" * 500_000, 431, "headers_too_large"),
         (b"no such protocol\r\n\r\n", 400, "malformed_request"),
     ],
@@ -186,7 +187,7 @@ def test_headers_of_many_requests_sent_at_once_do_not_add_up(client: Callable[[]
         (b"\r\n", b"\r\n", LATE_HEAD),
         (HEAD + b"Content-Length: 1000\r\n\r\n", b"", LATE_BODY),
         (HEAD + b"Content-Length: 1000\r\n\r\n", b"a", LATE_BODY),
-        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\na\r\n", LATE_BODY),
+        (CHUNKED, b"1\r\na\r\n", LATE_BODY),
     ],
 )
 def test_what_is_never_finished_is_closed_in_time(
