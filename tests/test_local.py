@@ -280,6 +280,7 @@ def test_a_local_service_answers_over_http_and_leaves_nothing_behind() -> None:
         without = httpx2.post(f"{url}/v1/completions", json=body, timeout=60).json()
         assert with_drafts["usage"]["completion_tokens"] == 8
         assert with_drafts["choices"][0]["text"] == without["choices"][0]["text"]
+        assert httpx2.get(f"{url}/health", headers={f"X-{number}": "a" for number in range(200)}).status_code == 431
     assert_gone(pids)
 
 

@@ -111,11 +111,12 @@ def test_a_client_that_leaves_ends_its_request(url: str, streamed: bool) -> None
     wait_for(lambda: metric(url, "num_requests_running") == 0, 10)
 
 
-def test_a_lost_rank_fails_what_runs_and_the_service_comes_back(url: str) -> None:
+@pytest.mark.parametrize(("killed", "role"), [(1, "verifier 1"), (2, "drafter 0")])
+def test_a_lost_rank_fails_what_runs_and_the_service_comes_back(url: str, killed: int, role: str) -> None:
     """Last in this file: it replaces the engine. Nine requests of which eight run: the last one waits for its turn."""
     ranks, before = topology(url), replica(url)
     body = {"prompt": PROMPT, "max_tokens": 2000, "ignore_eos": True}
-    reason = "the engine is not available: drafter 0 died: "
+    reason = f"the engine is not available: {role} died: "
     payloads = []
     with ThreadPoolExecutor(8) as pool:
         with httpx2.stream("POST", f"{url}/v1/completions", json=body | {"stream": True}, timeout=60) as response:
@@ -123,7 +124,7 @@ def test_a_lost_rank_fails_what_runs_and_the_service_comes_back(url: str) -> Non
             payloads.append(next(lines))
             whole = [pool.submit(httpx2.post, f"{url}/v1/completions", json=body, timeout=60) for _ in range(8)]
             wait_for(lambda: metric(url, "num_requests_waiting") > 0, 20)
-            os.kill(ranks[-1]["pid"], signal.SIGKILL)
+            os.kill(ranks[killed]["pid"], signal.SIGKILL)
             payloads += lines
         assert payloads[-1] == "[DONE]"
         assert json.loads(payloads[-2])["error"]["message"].startswith(reason)
