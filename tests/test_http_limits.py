@@ -165,6 +165,20 @@ def test_what_fits_is_served_also_twice_over_one_connection(client: Callable[[],
         assert until(sock, b"1000000").startswith(b"HTTP/1.1 200")
 
 
+@pytest.mark.parametrize("size", [997, 4096, 60_001])
+def test_in_what_pieces_a_request_arrives_does_not_matter(client: Callable[[], socket.socket], size: int) -> None:
+    def send(data: bytes) -> socket.socket:
+        sock = client()
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for start in range(0, len(data), size):
+            send_all(sock, data[start : start + size])
+        return sock
+
+    fits = HEAD + b"X: " + b"a" * 63_000 + b"\r\nContent-Length: 200000\r\n\r\n" + b"a" * 200_000
+    assert until(send(2 * fits), b"\r\n\r\n200000").startswith(b"HTTP/1.1 200")
+    assert refusal(rest(send(HEAD + b"X: " + b"a" * 66_000 + b"\r\n\r\n")))[0] == 431
+
+
 def test_headers_of_many_requests_sent_at_once_do_not_add_up(client: Callable[[], socket.socket]) -> None:
     sock = client()
     sock.sendall((HEAD + b"X: " + b"a" * 30_000 + b"\r\nContent-Length: 2\r\n\r\nhi") * 12)
