@@ -28,6 +28,7 @@ from ray.serve.config import HTTPOptions
 from ray.serve.context import _get_global_client
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from cluster import proxy
 from cluster.actors import packages_folder
 from cluster.convert import engine_config, layout_config, settle, visible_gpus, with_tokenizer
 from cluster.engine_client import EngineClient
@@ -279,7 +280,11 @@ def _find_or_start_serve(args: EngineArgs) -> str:
     found = _serve_address()
     if found is None:
         port = args.port or _free_port(args.host)
-        ray_serve.start(proxy_location="HeadOnly", http_options={"host": args.host, "port": port})
+        ray_serve.start(
+            proxy_location="HeadOnly",
+            http_options={"host": args.host, "port": port},
+            controller_options={"runtime_env": {"env_vars": proxy.environment()}},  # its proxies inherit it
+        )
         return base_url(_seen_from_outside(args.host), port)
     if "port" in args.model_fields_set and args.port not in (0, found.port):
         told = f"Serve runs on this cluster already and listens on {found.port}; write that or leave the port out"
@@ -332,6 +337,7 @@ def local_cluster() -> Iterator[None]:
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
         # The workers import what we imported, from whatever folder this was started.
         "PYTHONPATH": os.pathsep.join(filter(None, [packages_folder(), os.environ.get("PYTHONPATH")])),
+        **proxy.environment(),
     }
     if not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
         # Ray turns token authentication on by itself and would write a token to the user's home without this one.

@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.engine_client import EngineDead
 from cluster.generation import EngineFailed
+from cluster.http_limits import MAX_BODY_BYTES
 from cluster.submit import BadRequest
 from cluster.tokens import PromptError
 from secateur.errors import Problem
@@ -29,9 +30,6 @@ from secateur.speculative import Speculative
 logger = logging.getLogger(__name__)
 
 PROTECTED = ("/v1/", "/tokenize", "/detokenize", "/server_info")
-MAX_BODY_BYTES = 16 << 20
-"""Of a request: a million token ids, or a text several times as long as any context. It is read before anything of it
-can be refused."""
 RETRY_WHEN_FULL_S = 1
 RETRY_WHEN_DOWN_S = 10
 """About what a replica takes to be replaced."""

@@ -19,6 +19,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.actors import Worker, packages_folder
+from cluster.endings import Blame, Ending, cause
 from cluster.engine_client import EngineClient
 from cluster.seats import seats, worker_env
 from workers.config import START_TIMEOUT_S, EngineConfig
@@ -80,13 +81,19 @@ class Gang:
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
 
+    def _endings(self, runs: list[Any]) -> list[Ending]:
+        done, _ = ray.wait(runs, num_returns=len(runs), timeout=0.05)
+        return [ending_of(self._config.role_of(rank), run) for rank, run in enumerate(runs) if run in done]
+
     def _watch(self, runs: list[Any], loop: asyncio.AbstractEventLoop) -> None:
         # A loop with a timeout: a ray.wait without one can crash the process when Ray goes down under it.
         while not self._closing.is_set():
             done, _ = ray.wait(runs, num_returns=1, timeout=_WATCH_PERIOD_S)
             if not done or self._closing.is_set():
                 continue
-            reason = f"{self._config.role_of(runs.index(done[0]))} {_ending_of(done[0])}"
+            reason = cause(lambda: self._endings(runs)).told
+            if self._closing.is_set():
+                return
             logger.error("%s", reason)  # the front may have seen the socket close before it hears why
             self._kill()
             with contextlib.suppress(RuntimeError):  # the loop closed first: nobody is left to tell
@@ -94,11 +101,14 @@ class Gang:
             return
 
 
-def _ending_of(run: Any) -> str:
+def ending_of(role: str, run: Any) -> Ending:
+    """How the rank whose life `run` is has ended."""
     try:
         ray.get(run)
     except ray.exceptions.RayTaskError as error:
-        return f"failed: {error.cause!r}"
+        if isinstance(error.cause, ConnectionError):  # PeerLost: "verifier 0 lost drafter 0 at step 7: <the library>"
+            return Ending(Blame.LOST_A_PEER, str(error.cause).partition(": ")[0])
+        return Ending(Blame.FAILED, f"{role} failed: {error.cause!r}")
     except ray.exceptions.RayError as error:
-        return f"died: {str(error).strip().splitlines()[0]}"
-    return "stopped by itself"
+        return Ending(Blame.KILLED, f"{role} died: {str(error).strip().splitlines()[0]}")
+    return Ending(Blame.STOPPED, f"{role} stopped by itself")

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import IO
 
 import workers
+from cluster.endings import Blame, Ending, cause
 from cluster.engine_client import EngineClient, EngineDead
 from cluster.seats import num_bundles, seats, worker_env
 from secateur.errors import ConfigError
@@ -126,15 +127,18 @@ class EngineProcesses:
 
     def _watch(self) -> None:
         while not self._closing.wait(_WATCH_PERIOD_S):
-            for child in self._children:
-                if (code := child.process.poll()) is not None and not self._closing.is_set():
-                    self.kill()
-                    for other in self._children:
-                        other.join()
-                    reason = f"{child.role} (pid {child.process.pid}) {_ending(code)}{child.last_words()}"
-                    logger.error("%s", reason)
-                    self._on_death(reason)
-                    return
+            if not self._endings():
+                continue
+            reason = cause(self._endings).told
+            if self._closing.is_set():
+                return
+            self.kill()
+            logger.error("%s", reason)
+            self._on_death(reason)
+            return
+
+    def _endings(self) -> list[Ending]:
+        return [ending for child in self._children if (ending := child.ending()) is not None]
 
 
 class _Child:
@@ -173,6 +177,18 @@ class _Child:
             self.join()
             raise EngineDead(f"{self.role} {_ending(code)} before it named a rendezvous store{self.last_words()}")
         return self._store
+
+    def ending(self) -> Ending | None:
+        """How it has ended; None while it runs."""
+        if (code := self.process.poll()) is None:
+            return None
+        self.join()
+        words = self.last_words()
+        if code <= 0:
+            blame = Blame.KILLED if code else Blame.STOPPED
+        else:
+            blame = Blame.LOST_A_PEER if "PeerLost" in words else Blame.FAILED
+        return Ending(blame, f"{self.role} (pid {self.process.pid}) {_ending(code)}{words}")
 
     def last_words(self) -> str:
         """The end of its stderr, for an error message."""

@@ -14,6 +14,7 @@ import uvicorn
 
 from cluster.convert import engine_config, sampling_defaults, visible_gpus, with_tokenizer
 from cluster.engine_client import EngineClient
+from cluster.http_limits import LimitedProtocol
 from cluster.ingress import Service, create_app
 from cluster.local import LocalEngine
 from cluster.tokens import Tokenizer
@@ -128,7 +129,9 @@ class _ServiceThread(threading.Thread):
         async with LocalEngine(self._config) as client:
             app = create_app(service_of(self._args, self._config, client, self._tokenizer, replica="local"))
             server = uvicorn.Server(
-                uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=_GRACE_S)
+                uvicorn.Config(
+                    app, http=LimitedProtocol, log_level="warning", access_log=False, timeout_graceful_shutdown=_GRACE_S
+                )
             )
             serving = asyncio.create_task(server.serve(sockets=[self._sock]))
             while not (server.started or serving.done()):

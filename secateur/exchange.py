@@ -152,7 +152,7 @@ def api_error(
             return errors.RateLimitError(text, retry_after=retry_after, **fields)
         case 503:
             return errors.ServiceUnavailableError(text, retry_after=retry_after, **fields)
-        case 400 | 409 | 413 | 422:
+        case 400 | 409 | 413 | 422 | 431:
             return errors.BadRequestError(text, **fields)
         case 401 | 403:
             return errors.AuthenticationError(text, **fields)

@@ -17,6 +17,7 @@ import uvicorn
 from fake_engine import FakeEngine, Script
 
 from cluster.engine_client import EngineClient
+from cluster.http_limits import LimitedProtocol
 from cluster.ingress import Service, create_app
 from cluster.service import listening_socket
 from cluster.tokens import Tokenizer
@@ -35,6 +36,11 @@ class FakeService:
     engine: FakeEngine
     client: EngineClient
     service: Service
+    loop: asyncio.AbstractEventLoop
+
+    def fail(self, reason: str) -> None:
+        """What the watcher of an engine's ranks says of a death."""
+        self.loop.call_soon_threadsafe(self.client.fail, reason)
 
     def http(self, **options: Any) -> httpx2.Client:
         return httpx2.Client(base_url=self.url, timeout=20, **options)
@@ -61,9 +67,11 @@ def fake_service(
         await client.wait_ready(10)
         names = {"model_id": "fake-model", "replica": "fake-replica"}
         service = Service(engine=client, tokenizer=tokenizer, config=config, **names, **settings)
-        server = uvicorn.Server(uvicorn.Config(create_app(service), log_level="warning", timeout_graceful_shutdown=1))
+        options: dict[str, Any] = {"log_level": "warning", "timeout_graceful_shutdown": 1}
+        server = uvicorn.Server(uvicorn.Config(create_app(service), http=LimitedProtocol, **options))
         server_box.append(server)
-        parts.append(FakeService(f"http://127.0.0.1:{sock.getsockname()[1]}", fake, client, service))
+        url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+        parts.append(FakeService(url, fake, client, service, asyncio.get_running_loop()))
         serving = asyncio.create_task(server.serve(sockets=[sock]))
         while not server.started:
             await asyncio.sleep(0.005)

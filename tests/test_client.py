@@ -175,6 +175,7 @@ def test_models_tokenize_and_health():
     [
         (400, errors.BadRequestError),
         (422, errors.BadRequestError),
+        (431, errors.BadRequestError),
         (401, errors.AuthenticationError),
         (403, errors.AuthenticationError),
         (404, errors.NotFoundError),

@@ -90,19 +90,32 @@ def test_an_engine_that_dies_under_a_stream_ends_it_with_an_error(
             lines = response.iter_lines()
             assert next(lines).startswith("data: {")
             running.engine.die()
+            running.fail("drafter 0 died")
             payloads = [line.removeprefix("data: ") for line in lines if line]
     assert payloads[-1] == "[DONE]"
-    assert "engine" in json.loads(payloads[-2])["error"]["message"]
+    assert json.loads(payloads[-2])["error"]["message"] == "the engine is not available: drafter 0 died"
 
 
-def test_an_engine_that_dies_before_the_first_token_is_a_500(own: Callable[..., FakeService]) -> None:
+@pytest.mark.parametrize("body", [{"stream": True}, {"stream": False}, {"n": 2}, {"stream": True, "n": 2}])
+def test_an_engine_that_dies_before_an_answer_has_begun_is_a_503_that_names_the_rank(
+    own: Callable[..., FakeService], body: dict[str, Any]
+) -> None:
+    """As when a rank is killed: the socket closes, a moment later its watcher says who it was."""
     running = own()
     running.engine.hold.set()
     with running.http() as http:
-        threading.Timer(0.3, running.engine.die).start()
-        response = http.post("/v1/completions", json={"prompt": "a", "stream": True})
-    assert response.status_code == 500
-    assert error_of(response)["code"] == "engine_error"
+
+        def die() -> None:
+            running.engine.die()
+            threading.Timer(0.3, running.fail, ["verifier 1 died: the actor died unexpectedly"]).start()
+
+        threading.Timer(0.3, die).start()
+        response = http.post("/v1/completions", json={"prompt": "a", **body})
+    assert response.status_code == 503
+    assert int(response.headers["Retry-After"]) >= 1
+    error = error_of(response)
+    assert (error["type"], error["code"]) == ("service_unavailable_error", "engine_unavailable")
+    assert error["message"] == "the engine is not available: verifier 1 died: the actor died unexpectedly"
 
 
 def test_a_request_that_breaks_here_counts_as_an_error(
