@@ -11,6 +11,7 @@ from pathlib import Path
 import ray
 
 import workers
+from cluster.seats import interface_env
 from workers.config import EngineConfig
 from workers.logs import log_as
 from workers.specs import Specs
@@ -23,7 +24,8 @@ class Worker:
 
     def __init__(self, config: str, specs: str, rank: int, packages: str, env: Mapping[str, str]) -> None:
         os.environ.update(env)
-        _choose_interface(ray.util.get_node_ip_address())
+        for name, value in interface_env(ray.util.get_node_ip_address()).items():
+            os.environ.setdefault(name, value)
         check_packages(packages)
         self._config = EngineConfig.from_json(config)
         self._specs = Specs.from_json(specs)
@@ -51,24 +53,6 @@ class Worker:
             from drafter.worker import run as run_drafter
 
             run_drafter(self._config, self._specs, self._rank, store)
-
-
-def _choose_interface(address: str) -> None:
-    """Lets gloo and NCCL talk through the interface by which Ray reaches this node, unless somebody chose another.
-
-    Gloo would take the address of the machine's name: where that is 127.0.1.1, ranks on other nodes cannot connect.
-    """
-    if (name := interface_of(address)) is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # with =, or it would be a prefix
-
-
-def interface_of(address: str) -> str | None:
-    """The name of this machine's network interface that has the address."""
-    import psutil  # type: ignore[import-untyped, unused-ignore]  # it brings no types
-
-    interfaces = psutil.net_if_addrs().items()
-    return next((name for name, held in interfaces if any(one.address == address for one in held)), None)
 
 
 def packages_folder() -> str:

@@ -8,8 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import shutil
-import tempfile
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +18,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.actors import Worker, packages_folder
 from cluster.engine_client import EngineClient
+from cluster.folders import OwnedFolder
 from cluster.seats import seats, worker_env
 from workers.config import START_TIMEOUT_S, EngineConfig
 from workers.specs import read_specs
@@ -41,7 +40,7 @@ class Gang:
         self._client = client
         self._on_death = on_death
         self._workers: list[Any] = []  # handles: Ray ends an actor that nobody holds
-        self._folder = ""
+        self._folder: OwnedFolder | None = None
         self._closing = threading.Event()
 
     async def start(self, group: PlacementGroup) -> None:
@@ -70,15 +69,15 @@ class Gang:
 
     async def _listen(self, node_of_rank_0: str) -> str:
         if node_of_rank_0 == ray.get_runtime_context().get_node_id():
-            self._folder = tempfile.mkdtemp(prefix="secateur-")
-            return await self._client.listen(f"unix:{self._folder}/engine.sock")
+            self._folder = OwnedFolder()
+            return await self._client.listen(f"unix:{self._folder.path}/engine.sock")
         return await self._client.listen(f"tcp:{ray.util.get_node_ip_address()}:0")
 
     def _kill(self) -> None:
         for worker in self._workers:
             ray.kill(worker)
-        if self._folder:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        if self._folder is not None:
+            self._folder.remove()
 
     def _watch(self, runs: list[Any], loop: asyncio.AbstractEventLoop) -> None:
         # A loop with a timeout: a ray.wait without one can crash the process when Ray goes down under it.
