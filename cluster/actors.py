@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import ray
 
 import workers
+from cluster.progress import tell
 from cluster.seats import interface_env
 from workers.config import EngineConfig
 from workers.logs import log_as
@@ -31,7 +32,7 @@ class Worker:
         self._specs = Specs.from_json(specs)
         self._rank = rank
         log_as(self._config.role_of(rank))
-        self._store: object | None = None
+        self._stop_listening: Callable[[], None] = lambda: None
 
     def node_id(self) -> str:
         return ray.get_runtime_context().get_node_id()
@@ -40,7 +41,8 @@ class Worker:
         """Rank 0: opens the rendezvous store and keeps it alive; its address."""
         from workers.groups import open_store
 
-        self._store, address = open_store(ray.util.get_node_ip_address())
+        store, address = open_store(ray.util.get_node_ip_address())
+        self._stop_listening = store.stop_listening
         return address
 
     def run(self, store: str, front: str | None) -> None:
@@ -48,11 +50,16 @@ class Worker:
         if self._rank < self._config.tensor_parallel_size:
             from verifier.worker import run as run_verifier
 
-            run_verifier(self._config, self._specs, self._rank, store, front=front)
+            on_joined = self._joined if front is not None else None
+            run_verifier(self._config, self._specs, self._rank, store, front=front, on_joined=on_joined)
         else:
             from drafter.worker import run as run_drafter
 
             run_drafter(self._config, self._specs, self._rank, store)
+
+    def _joined(self) -> None:
+        self._stop_listening()
+        tell("warming up")
 
 
 def packages_folder() -> str:

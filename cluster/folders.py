@@ -27,16 +27,16 @@ class OwnedFolder:
         remove_ownerless()
         # Locked before it has its name: otherwise somebody who starts now would find it without an owner.
         made = Path(tempfile.mkdtemp(prefix=f"new-{_PREFIX}"))
-        self._lock = os.open(made / _LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        self._lock: int | None = os.open(made / _LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         self.path = made.rename(made.with_name(made.name.removeprefix("new-")))
 
     def remove(self) -> None:
-        """May be called twice."""
-        if self._lock >= 0:
+        """May be called twice, by two threads too."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
             shutil.rmtree(self.path, ignore_errors=True)
-            os.close(self._lock)
-            self._lock = -1
+            os.close(lock)
 
 
 def remove_ownerless() -> None:

@@ -19,6 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from cluster.actors import Worker, packages_folder
 from cluster.engine_client import EngineClient
 from cluster.folders import OwnedFolder
+from cluster.progress import tell
 from cluster.seats import seats, worker_env
 from workers.config import START_TIMEOUT_S, EngineConfig
 from workers.specs import read_specs
@@ -49,6 +50,7 @@ class Gang:
         specs = await asyncio.to_thread(read_specs, config)
         told = config.to_json(), specs.to_json()
         remote = ray.remote(Worker)
+        tell(f"starting the engine's {config.world_size} processes")
         for seat in seats(config):
             strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=seat.bundle)
             # num_cpus=0: the bundle is the reservation. The index is given, or Ray might swap devices.
@@ -58,6 +60,7 @@ class Gang:
         front = await self._listen(nodes[0])
         store = await self._workers[0].open_store.remote()
         runs = [worker.run.remote(store, front if rank == 0 else None) for rank, worker in enumerate(self._workers)]
+        tell("loading the model")
         loop = asyncio.get_running_loop()
         threading.Thread(target=self._watch, args=(runs, loop), name="gang-watch", daemon=True).start()
         await self._client.wait_ready(START_TIMEOUT_S)
