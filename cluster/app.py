@@ -412,13 +412,14 @@ def local_cluster(signals: StopSignals, progress: Progress) -> Iterator[None]:
                 logging_level=logging.ERROR,
                 object_store_memory=OBJECT_STORE_BYTES,
             )
+        signals.take()
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         yield
     finally:
         signals.clean_up()
         ours = set(descendants()) - others
         with progress.during("stopping Ray"):
-            ray.shutdown()  # takes Serve's controller and proxy along
+            _shut_down(signals)  # takes Serve's controller and proxy along
             _sweep(ours)
         for name, value in saved.items():
             if value is None:
@@ -472,11 +473,22 @@ def _remote_cluster(address: str, signals: StopSignals, progress: Progress) -> I
     with progress.during(f"connecting to the Ray cluster at {address}"):
         ray.init(address=address, logging_level=logging.WARNING)
     try:
+        signals.take()
         forget()
         yield
     finally:
         signals.clean_up()
-        ray.shutdown()
+        _shut_down(signals)
+
+
+def _shut_down(signals: StopSignals) -> None:
+    """ray.shutdown, in a thread of its own: in its midst it gives SIGTERM back to the system, which would end this
+    process with half of Ray still running. Meanwhile this thread takes the signal again and again."""
+    thread = threading.Thread(target=ray.shutdown, name="ray-shutdown")
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.005)
+        signals.take()
 
 
 def _reason() -> str:

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from types import FrameType
-from typing import Self
+from typing import Any, Self
 
 from cluster.processes import descendants, wait_gone
 
@@ -26,16 +26,23 @@ class StopSignals:
     def __init__(self) -> None:
         self._count = 0
         self._is_cleaning = False
-        self._before: dict[signal.Signals, object] = {}
+        self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._receive) for number in STOPS}
+        self._before = {number: signal.getsignal(number) for number in STOPS}
+        self.take()
         return self
 
+    def take(self) -> None:
+        """Handles the signals, whoever has come to handle them meanwhile: `ray.init` lets SIGTERM abort the process."""
+        if threading.current_thread() is threading.main_thread():
+            for number in STOPS:
+                signal.signal(number, self._receive)
+
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal gave
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
 
     def clean_up(self) -> None:
         """From now on a first signal interrupts nothing either: the end has come without one."""
