@@ -275,38 +275,42 @@ def stay(url: str) -> None:
     """
     # Serve's proxy is no proof: it outlives its raylet, and goes on saying that it is well.
     ray_itself = [pid for pid in descendants() if name_of(pid) in RAY_ITSELF]
-    failed, is_answering = 0, True
+    controller, failed, is_answering = _controller(), 0, True
     while True:
         time.sleep(CHECK_PERIOD_S)
         if not all(map(is_running, ray_itself)):
             raise SecateurError(f"the service at {url} is lost: its Ray has ended; start it again")
         if is_answering != (is_answering := _answers(url)):
             logger.warning("Serve's proxy %s", "answers again" if is_answering else f"does not answer at {url}")
-        reason = _lost()
+        reason = _lost(controller)
         failed = failed + 1 if reason else 0
         if failed == MOST_CHECKS_FAILED:
             raise SecateurError(f"the service at {url} is lost: {reason}; start it again")
 
 
-def _lost() -> str | None:
+def _lost(controller: Any) -> str | None:
     """Why Serve will not bring the application back, None if it may or says nothing."""
-    statuses: list[Mapping[str, Any]] = []
-
-    def ask() -> None:
-        # The controller may be on its way back: then it says nothing for a while.
-        with suppress(ray.exceptions.RayError, TimeoutError):
-            statuses.append(ray_serve.status().applications)
-
-    thread = threading.Thread(target=ask, name="serve-status", daemon=True)  # a call to a dead Ray never returns
-    thread.start()
-    thread.join(STATUS_TIMEOUT_S)
-    if not statuses:
+    try:
+        application = _applications(controller).get(APP_NAME)
+    except (ray.exceptions.RayError, TimeoutError):  # the controller may be on its way back
         return None
-    if (application := statuses[0].get(APP_NAME)) is None:
+    if application is None:
         return "its application was deleted"
-    if application.status == "DEPLOY_FAILED":
-        return f"its application has failed: {application.message}"
-    return None
+    return f"its application failed, {application['message']}" if application["status"] == "DEPLOY_FAILED" else None
+
+
+def _controller() -> Any:
+    """The handle of Serve's controller, the actor that holds its state.
+
+    It is asked without Serve's own client, which starts another Ray when it finds this one ended.
+    """
+    return _get_global_client()._controller  # type: ignore[union-attr]  # raises if there is none
+
+
+def _applications(controller: Any) -> dict[str, dict[str, Any]]:
+    """What Serve says of each application. Raises RayError."""
+    details: dict[str, Any] = ray.get(controller.get_serve_instance_details.remote(), timeout=STATUS_TIMEOUT_S)
+    return details["applications"]
 
 
 def _answers(url: str) -> bool:
@@ -360,7 +364,7 @@ def _seen_from_outside(host: str) -> str:
 def _delete() -> None:
     """Ends the application. In a thread, and not longer than draining takes: a call to a dead Ray never returns."""
     given_up = threading.Event()
-    thread = threading.Thread(target=_wait_deleted, args=(given_up,), name="serve-delete", daemon=True)
+    thread = threading.Thread(target=_wait_deleted, args=(_controller(), given_up), name="serve-delete", daemon=True)
     thread.start()
     thread.join(DELETE_TIMEOUT_S)
     given_up.set()
@@ -368,11 +372,10 @@ def _delete() -> None:
         logger.warning("Serve has not ended the application within %.0f s", DELETE_TIMEOUT_S)
 
 
-def _wait_deleted(given_up: threading.Event) -> None:
-    # Our own loop rather than Serve's: once Ray is shut down, that one's next call would start another Ray.
+def _wait_deleted(controller: Any, given_up: threading.Event) -> None:
     try:
-        ray_serve.delete(APP_NAME, _blocking=False)
-        while not given_up.wait(0.2) and APP_NAME in ray_serve.status().applications:
+        ray.get(controller.delete_apps.remote([APP_NAME]), timeout=STATUS_TIMEOUT_S)
+        while not given_up.wait(0.2) and APP_NAME in _applications(controller):
             pass
     except Exception:
         logger.warning("Serve could not end the application", exc_info=True)
