@@ -11,7 +11,6 @@ import os
 import re
 import secrets
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping

@@ -1,5 +1,4 @@
-"""Where the service listens, and how it is reached. Needs only the standard library, so that a port in use is told in an
-instant."""
+"""Where the service listens, and how it is reached. Imports nothing large: a port in use is told in an instant."""
 
 from __future__ import annotations
 

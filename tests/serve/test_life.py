@@ -1,4 +1,4 @@
-"""`secateur serve` as a process of its own on a real Ray: how it starts, what it survives, who reaches it, how it ends."""
+"""`secateur serve` as a process on a real Ray: how it starts, what it survives, who reaches it, how it ends."""
 
 from __future__ import annotations
 
@@ -200,9 +200,12 @@ def test_two_sigterms_while_it_starts_leave_nothing_and_start_nothing(short: Pat
 @pytest.mark.serve
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_third_signal_ends_everything_at_once(short: Path) -> None:
-    with serving(short) as one:
+def test_only_http_is_open_to_others_and_the_third_signal_ends_everything_at_once(short: Path) -> None:
+    with serving(short, "--host", "0.0.0.0") as one:
         ready(one)
+        found = listening(one)
+        assert set(found) == {"127.0.0.1", "0.0.0.0"}
+        assert found["0.0.0.0"] == {"ray::ProxyActor"}, "the HTTP port alone is open to others"
         below = one.below()
         began = time.monotonic()
         for _ in range(3):
