@@ -253,18 +253,21 @@ def _deployed(args: EngineArgs, address: str | None, signals: StopSignals, progr
     application = build(app.model_copy(update={"deployment_config": options}))  # before Serve, which may stay
     with progress.during("starting Ray Serve"):
         url = _start_own_serve(args) if address is None else _find_or_start_serve(args)
+    controller, is_ready = _controller(), False
     try:
-        with progress.during("starting the service's process", stage=told):
-            ray_serve.run(application, name=APP_NAME, route_prefix="/")
-    except RuntimeError as error:
-        raise SecateurError(f"the service did not start: {_reason() or error}") from error
-    progress.say("ready")
-    try:
+        try:
+            with progress.during("starting the service's process", stage=told):
+                ray_serve.run(application, name=APP_NAME, route_prefix="/")
+        except RuntimeError as error:
+            raise SecateurError(f"the service did not start: {_reason() or error}") from error
+        is_ready = True
+        progress.say("ready")
         yield url
     finally:
         signals.clean_up()
-        with progress.during("letting running answers end"):
-            _delete()  # what else runs on a cluster that is not ours stays
+        if is_ready or address is not None:  # what never answered need not end by itself where its Ray ends
+            with progress.during("letting running answers end"):
+                _delete(controller)  # what else runs on a cluster that is not ours stays
 
 
 def stay(url: str) -> None:
@@ -303,7 +306,7 @@ def _controller() -> Any:
 
     It is asked without Serve's own client, which starts another Ray when it finds this one ended.
     """
-    return _get_global_client()._controller  # type: ignore[union-attr]  # raises if there is none
+    return _get_global_client()._controller
 
 
 def _applications(controller: Any) -> dict[str, dict[str, Any]]:
@@ -360,10 +363,10 @@ def _seen_from_outside(host: str) -> str:
     return next(node["NodeManagerAddress"] for node in ray.nodes() if "node:__internal_head__" in node["Resources"])
 
 
-def _delete() -> None:
+def _delete(controller: Any) -> None:
     """Ends the application. In a thread, and not longer than draining takes: a call to a dead Ray never returns."""
     given_up = threading.Event()
-    thread = threading.Thread(target=_wait_deleted, args=(_controller(), given_up), name="serve-delete", daemon=True)
+    thread = threading.Thread(target=_wait_deleted, args=(controller, given_up), name="serve-delete", daemon=True)
     thread.start()
     thread.join(DELETE_TIMEOUT_S)
     given_up.set()

@@ -218,6 +218,23 @@ def test_a_serve_that_cannot_end_the_application_is_told_and_ends_nothing_else(
     assert "could not end the application" in caplog.text
 
 
+def test_a_start_that_is_interrupted_leaves_no_application_on_a_cluster(
+    started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deleted: list[list[str]] = []
+    controller = Controller()
+    controller.delete_apps.remote = deleted.append
+    monkeypatch.setattr(cluster.app, "_controller", lambda: controller)
+
+    def run(application: Any, **options: Any) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(cluster.app.ray_serve, "run", run)
+    with pytest.raises(KeyboardInterrupt):
+        url_of()
+    assert deleted == [["secateur"]]
+
+
 # What signals do
 
 
@@ -226,7 +243,7 @@ def test_no_signal_breaks_off_the_clean_up(started: list[dict[str, Any]], monkey
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     ended = []
 
-    def delete() -> None:
+    def delete(controller: Controller) -> None:
         signal.raise_signal(signal.SIGTERM)
         ended.append("whole")
 
