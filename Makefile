@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PIP := $(BIN)/python -m pip install --disable-pip-version-check
 MINUTES ?= 120
 # Test files run side by side.
 JOBS ?= 2
@@ -18,6 +18,7 @@ help: ## list these targets
 	@sed -nE 's/^([a-z]+):.*## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
 
 demo: $(VENV)/.installed-serve ## start the service on Ray, talk to it, show what speculation gains, stop it
+	@echo 'Next: the service starts on Ray (one to three minutes), answers a prompt, and is measured (a minute more).'
 	$(BIN)/python -m cluster.demo
 
 check: $(VENV)/.installed-test ## lint and type-check
@@ -68,13 +69,17 @@ clean: ## remove the virtual environment, build outputs and caches
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
+	@echo 'Making a virtual environment in $(VENV) (seconds).'
 	$(PYTHON) -m venv $(VENV)
 
-# Stamps: an install is repeated only when pyproject.toml has changed.
+# Stamps: an install is repeated only when pyproject.toml has changed. pip says what it does, a few hundred lines: an
+# install without a word looks as if it hung.
 $(VENV)/.installed-serve: pyproject.toml | $(BIN)/python
+	@echo 'Installing what serves, PyTorch and Ray with it, into $(VENV): one to six minutes.'
 	$(PIP) --editable '.[serve]'
 	@touch $@
 
 $(VENV)/.installed-test: pyproject.toml | $(BIN)/python
+	@echo 'Installing what serves and what tests into $(VENV): one to six minutes.'
 	$(PIP) --editable '.[test]'
 	@touch $(VENV)/.installed-serve $@

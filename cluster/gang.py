@@ -8,8 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import shutil
-import tempfile
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +19,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from cluster.actors import Worker, packages_folder
 from cluster.endings import Blame, Ending, cause
 from cluster.engine_client import EngineClient
+from cluster.folders import OwnedFolder
+from cluster.progress import tell
 from cluster.seats import seats, worker_env
 from workers.config import START_TIMEOUT_S, EngineConfig
 from workers.specs import read_specs
@@ -42,7 +42,7 @@ class Gang:
         self._client = client
         self._on_death = on_death
         self._workers: list[Any] = []  # handles: Ray ends an actor that nobody holds
-        self._folder = ""
+        self._folder: OwnedFolder | None = None
         self._closing = threading.Event()
 
     async def start(self, group: PlacementGroup) -> None:
@@ -51,6 +51,7 @@ class Gang:
         specs = await asyncio.to_thread(read_specs, config)
         told = config.to_json(), specs.to_json()
         remote = ray.remote(Worker)
+        tell(f"starting the engine's {config.world_size} processes")
         for seat in seats(config):
             strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=seat.bundle)
             # num_cpus=0: the bundle is the reservation. The index is given, or Ray might swap devices.
@@ -60,6 +61,7 @@ class Gang:
         front = await self._listen(nodes[0])
         store = await self._workers[0].open_store.remote()
         runs = [worker.run.remote(store, front if rank == 0 else None) for rank, worker in enumerate(self._workers)]
+        tell("loading the model")
         loop = asyncio.get_running_loop()
         threading.Thread(target=self._watch, args=(runs, loop), name="gang-watch", daemon=True).start()
         await self._client.wait_ready(START_TIMEOUT_S)
@@ -71,15 +73,15 @@ class Gang:
 
     async def _listen(self, node_of_rank_0: str) -> str:
         if node_of_rank_0 == ray.get_runtime_context().get_node_id():
-            self._folder = tempfile.mkdtemp(prefix="secateur-")
-            return await self._client.listen(f"unix:{self._folder}/engine.sock")
+            self._folder = OwnedFolder()
+            return await self._client.listen(f"unix:{self._folder.path}/engine.sock")
         return await self._client.listen(f"tcp:{ray.util.get_node_ip_address()}:0")
 
     def _kill(self) -> None:
         for worker in self._workers:
             ray.kill(worker)
-        if self._folder:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        if self._folder is not None:
+            self._folder.remove()
 
     def _endings(self, runs: list[Any]) -> list[Ending]:
         done, _ = ray.wait(runs, num_returns=len(runs), timeout=0.05)

@@ -16,10 +16,10 @@ from cluster.convert import engine_config, sampling_defaults, visible_gpus, with
 from cluster.engine_client import EngineClient
 from cluster.http_limits import LimitedProtocol
 from cluster.ingress import Service, create_app
+from cluster.listening import base_url, listening_socket
 from cluster.local import LocalEngine
 from cluster.tokens import Tokenizer
 from secateur.config import EngineArgs
-from secateur.errors import ConfigError
 from workers.config import EngineConfig
 
 logger = logging.getLogger(__name__)
@@ -52,36 +52,15 @@ def local_service(args: EngineArgs) -> Iterator[str]:
 
     Raises ConfigError before anything starts, EngineDead if the engine does not come up. Afterwards nothing is left.
     """
-    config, tokenizer = with_tokenizer(args, engine_config(args, num_gpus=visible_gpus()))
-    sock = listening_socket(args.host, args.port)
-    thread = _ServiceThread(args, config, tokenizer, sock)
-    thread.start()
-    try:
-        thread.wait_started()
-        yield base_url(args.host, sock.getsockname()[1])
-    finally:
-        thread.stop()
-        sock.close()
-
-
-def listening_socket(host: str, port: int) -> socket.socket:
-    """Bound, so that a port in use is known before an engine starts. Raises ConfigError."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind((host, port))
-    except OSError as error:
-        sock.close()
-        message = f"cannot listen on {host}:{port} ({error.strerror}); choose another --host or --port"
-        raise ConfigError(message) from error
-    return sock
-
-
-def base_url(host: str, port: int) -> str:
-    """Where to reach a service that listens on `host`; the wildcard addresses are reached as loopback."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    with listening_socket(args.host, args.port) as sock:  # first: what follows takes seconds, or a download
+        config, tokenizer = with_tokenizer(args, engine_config(args, num_gpus=visible_gpus()))
+        thread = _ServiceThread(args, config, tokenizer, sock)
+        thread.start()
+        try:
+            thread.wait_started()
+            yield base_url(args.host, sock.getsockname()[1])
+        finally:
+            thread.stop()
 
 
 class _ServiceThread(threading.Thread):

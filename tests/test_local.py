@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import httpx2
+import psutil
 import pytest
 from fake_engine import FakeEngine
 
@@ -197,6 +198,21 @@ def test_an_engine_answers_and_leaves_nothing_behind(config: EngineConfig) -> No
         return engine.pids
 
     assert_gone(asyncio.run(main()))
+
+
+@needs_models
+def test_ranks_listen_on_loopback_alone_and_their_store_no_more(config: EngineConfig) -> None:
+    """Verifier and drafter are in the same groups: a store that listened would be one address more of the verifier."""
+
+    async def main() -> list[list[str]]:
+        engine = LocalEngine(config)
+        async with engine:
+            ranks = [psutil.Process(pid).net_connections(kind="inet") for pid in engine.pids]
+        return [[each.laddr.ip for each in sockets if each.status == psutil.CONN_LISTEN] for sockets in ranks]
+
+    verifier, drafter = asyncio.run(main())
+    assert set(verifier + drafter) == {"127.0.0.1"}
+    assert len(verifier) == len(drafter)
 
 
 @needs_models

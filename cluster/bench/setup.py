@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,6 +14,7 @@ from cluster.bench.output import Say
 from cluster.bench.prompts import encode_prompts
 from cluster.bench.scaled import scaled_pair
 from cluster.convert import engine_config, load_tokenizer, settle, visible_gpus
+from cluster.folders import OwnedFolder
 from secateur.bench import TargetSize
 from secateur.config import EngineArgs, resolve_model
 from secateur.errors import ConfigError, Problem
@@ -28,8 +28,11 @@ def scaled(args: EngineArgs, size: TargetSize | None, cache: Path | None, say: S
     if size is None:
         yield args
         return
-    with tempfile.TemporaryDirectory(prefix="secateur-bench-") as folder:
-        yield _with_scaled(args, size, cache or Path(folder), say)
+    folder = OwnedFolder()
+    try:
+        yield _with_scaled(args, size, cache or folder.path, say)
+    finally:
+        folder.remove()
 
 
 def _with_scaled(args: EngineArgs, size: TargetSize, folder: Path, say: Say) -> EngineArgs:
