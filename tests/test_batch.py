@@ -149,6 +149,17 @@ def test_a_run_tells_its_first_failure(source, output):
     assert str(summary).splitlines()[1:] == ["first failure: 'q-3': 400: no"]
 
 
+def test_an_interrupted_run_tells_what_was_not_sent():
+    summary = BatchSummary(total=10, resumed=2, succeeded=3, failed=1, interrupted=True)
+    assert "2 already done, 3 succeeded, 1 failed, 4 not sent (interrupted);" in str(summary)
+    assert summary.exit_code == 130
+
+
+def test_a_run_with_nobody_to_send_is_refused(source, output):
+    with pytest.raises(BatchError, match="concurrency must be at least 1"):
+        Service().run(source, output, concurrency=0)
+
+
 def test_failed_lines_and_only_they_are_sent_again(source, output):
     Service({"q-3": 400}).run(source, output)
     again = Service()
