@@ -118,13 +118,14 @@ def on_cluster(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
         monkeypatch.setenv("RAY_ADDRESS", "head:6379")
         monkeypatch.setattr(cluster.app, "visible_gpus", lambda: pytest.fail("this machine's devices do not matter"))
-        monkeypatch.setattr(cluster.app, "_remote_cluster", lambda address: nullcontext())
+        monkeypatch.setattr(cluster.app, "_cluster", lambda *_: nullcontext())
+        monkeypatch.setattr(cluster.app, "_controller", lambda: None)
         monkeypatch.setattr(cluster.app.ray, "is_initialized", lambda: True)
         monkeypatch.setattr(cluster.app.ray, "cluster_resources", lambda: {"GPU": gpus} if gpus else {})
         monkeypatch.setattr(cluster.app.ray_serve, "start", lambda **options: None)
         monkeypatch.setattr(cluster.app.ray_serve, "run", lambda application, **options: given.append(application))
         monkeypatch.setattr(cluster.app, "_serve_address", lambda: None)
-        monkeypatch.setattr(cluster.app, "_delete", lambda: None)
+        monkeypatch.setattr(cluster.app, "_delete", lambda controller: None)
         monkeypatch.setattr(cluster.app.signal, "pause", leave)
         cluster.app.serve(EngineArgs.load({"port": 0, **fields}))
         return given[0]._bound_deployment
