@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from oracles import Path
 from prices import CALIBRATION, FREE, costs
 
+import drafter.grow
 from drafter.budget import Budget, calibrated
 from drafter.grow import Grown, grow
 from drafter.level import DraftVocabulary, Level
@@ -67,6 +68,7 @@ def grown(asks: Sequence[Ask], prices: DraftCosts = FREE, shape: Shape = SHAPE) 
 
     def expand(level: Level) -> torch.Tensor:
         for b, row, parent, token in zip(*level[1:5], strict=True):
+            assert row <= asks[b].num_nodes, "the draft model has no more rows"
             paths[b, row] = (*paths[b, parent], int(token))
         keys = zip(level.request_F, level.row_F, strict=True)
         return torch.from_numpy(np.stack([model_logits(asks[b].model, paths[b, row]) for b, row in keys]))
@@ -215,6 +217,19 @@ def test_static_trees_are_cut_too_and_keep_their_shape(shape):
 def test_time_is_counted_by_levels_beyond_the_first_and_nodes_run_on_them():
     budget = Budget(costs(level=2.0, run=0.25))
     assert [budget.draft_ms(*bill) for bill in ((0, 0), (1, 0), (2, 3), (4, 10))] == [1.0, 1.0, 3.75, 9.5]
+
+
+def test_what_growing_has_taken_so_far_is_told_without_the_roots(monkeypatch):
+    told: list[tuple[int, int]] = []
+
+    class Noted(Budget):
+        def draft_ms(self, num_levels: int, num_run: int) -> float:
+            told.append((num_levels, num_run))
+            return super().draft_ms(num_levels, num_run)
+
+    monkeypatch.setattr(drafter.grow, "Budget", Noted)
+    whole = grown([Ask(model=1, num_nodes=8), Ask(model=2, num_nodes=8)])
+    assert told == [(1, 0), (2, 2 * CHILDREN), (DEPTH, whole.num_run)] and whole.num_levels == DEPTH
 
 
 def test_a_row_that_buys_a_flight_of_rows_costs_its_share_of_them():
