@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from oracles import Path
 from prices import CALIBRATION, FREE, costs
 
+import drafter.grow
 from drafter.budget import Budget, calibrated
 from drafter.grow import Grown, grow
 from drafter.level import DraftVocabulary, Level
@@ -44,10 +45,13 @@ class Ask:
 
     @property
     def candidates(self) -> dict[Path, float]:
+        return self.survival(CALIBRATION)
+
+    def survival(self, calibration: Sequence[tuple[float, float]]) -> dict[Path, float]:
         return oracles.candidates(
             lambda path: model_logits(self.model, path).tolist(),
             max_depth=self.max_depth, max_children=CHILDREN, min_prob=self.min_prob, path_prob=self.path_prob,
-            temperature=self.temperature, seed=self.model, root_index=20, calibration=CALIBRATION,
+            temperature=self.temperature, seed=self.model, root_index=20, calibration=calibration,
         )  # fmt: skip
 
     @property
@@ -67,6 +71,7 @@ def grown(asks: Sequence[Ask], prices: DraftCosts = FREE, shape: Shape = SHAPE) 
 
     def expand(level: Level) -> torch.Tensor:
         for b, row, parent, token in zip(*level[1:5], strict=True):
+            assert row <= asks[b].num_nodes, "the draft model has no more rows"
             paths[b, row] = (*paths[b, parent], int(token))
         keys = zip(level.request_F, level.row_F, strict=True)
         return torch.from_numpy(np.stack([model_logits(asks[b].model, paths[b, row]) for b, row in keys]))
@@ -207,6 +212,26 @@ def test_static_trees_are_cut_too_and_keep_their_shape(shape):
         assert_rooted(weights(cut, b))
     assert len(cut.trees.token_N) < len(whole.trees.token_N)
     assert cut.pruned_BD.sum() + len(cut.trees.token_N) <= len(whole.trees.token_N)
+    assert len(grown(asks, costs(node=1000.0), shape=shape).trees.token_N) == 2 * len(asks), "none starves"
+
+
+@pytest.mark.parametrize("shape", [STATIC, CHAIN])
+def test_trees_of_a_fixed_shape_are_weighed_by_what_survives_at_their_depth_if_they_are_cut(shape):
+    asks = [Ask(model=m, num_nodes=6, auto=bool(m % 2)) for m in range(4)]
+    together = grown(asks, shape=shape)
+    for b, ask in enumerate(asks):
+        survival = ask.survival(CALIBRATION if ask.auto else ((1.0, 0.0),))
+        got = weights(together, b)
+        assert len(got) > 2 and got == pytest.approx({path: survival[path] for path in got}, rel=1e-3)
+
+
+@pytest.mark.parametrize("shape", [STATIC, CHAIN])
+def test_what_a_threshold_keeps_out_is_counted_where_it_would_have_been(shape):
+    num_nodes = len(weights(grown([Ask(num_nodes=6, auto=False)], shape=shape)))
+    assert grown([Ask(num_nodes=6, min_prob=1.0, auto=False)], shape=shape).pruned_BD.tolist() == [[num_nodes, 0, 0]]
+    for model in range(5):
+        pruned = grown([Ask(model=model, num_nodes=6, path_prob=0.4, min_prob=0.3, auto=False)], shape=shape)
+        assert len(weights(pruned)) + pruned.pruned_BD.sum() == num_nodes
 
 
 # ---- what things cost
@@ -215,6 +240,36 @@ def test_static_trees_are_cut_too_and_keep_their_shape(shape):
 def test_time_is_counted_by_levels_beyond_the_first_and_nodes_run_on_them():
     budget = Budget(costs(level=2.0, run=0.25))
     assert [budget.draft_ms(*bill) for bill in ((0, 0), (1, 0), (2, 3), (4, 10))] == [1.0, 1.0, 3.75, 9.5]
+
+
+def test_what_growing_has_taken_so_far_is_told_without_the_roots(monkeypatch):
+    told: list[tuple[int, int]] = []
+
+    class Noted(Budget):
+        def draft_ms(self, num_levels: int, num_run: int) -> float:
+            told.append((num_levels, num_run))
+            return super().draft_ms(num_levels, num_run)
+
+    monkeypatch.setattr(drafter.grow, "Budget", Noted)
+    whole = grown([Ask(model=1, num_nodes=8), Ask(model=2, num_nodes=8)])
+    assert told == [(1, 0), (2, 2 * CHILDREN), (DEPTH, whole.num_run)] and whole.num_levels == DEPTH
+
+
+def test_whether_a_level_pays_is_asked_with_the_nodes_so_far_and_no_root(monkeypatch):
+    told: list[int] = []
+
+    class Noted(Budget):
+        def worth_running(self, weight_F, least_F, weights, draft_ms):
+            told.append(len(weights))
+            return super().worth_running(weight_F, least_F, weights, draft_ms)
+
+    monkeypatch.setattr(drafter.grow, "Budget", Noted)
+    asks = [Ask(model=1, num_nodes=6), Ask(model=2, num_nodes=6)]
+    grown(asks, shape=STATIC)
+    assert told == [4, 10, 12], "two children of each root, then theirs, then one more"
+    told.clear()
+    grown(asks)
+    assert told[0] == 2 * CHILDREN
 
 
 def test_a_row_that_buys_a_flight_of_rows_costs_its_share_of_them():
