@@ -20,7 +20,7 @@ import sys
 import tomllib
 from collections import Counter
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -70,6 +70,10 @@ class Change:
         """Whether only the words of a message, or the case of letters in a string, differ."""
         old, new = "\n".join(self.removed), "\n".join(self.added)
         return old.casefold() == new.casefold() or _SENTENCE.sub("", old) == _SENTENCE.sub("", new)
+
+    def is_among(self, explained: set[Change]) -> bool:
+        """Whether it is explained itself, or whatever may become of its lines is."""
+        return self in explained or replace(self, added=()) in explained
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +163,7 @@ def verdicts(module: str, names: list[str]) -> list[Tried]:
 def report(tried: list[Tried], explained: set[Change]) -> int:
     """Print a table and the survivors that are not explained; return how many there are."""
     print(f"\n{'':28}mutants  killed  timed out  survived  explained")
-    surprises = [one for one in tried if one.verdict in SURVIVED and one.change not in explained]
+    surprises = [one for one in tried if one.verdict in SURVIVED and not one.change.is_among(explained)]
     for module in dict.fromkeys(one.change.module for one in tried):
         own = [one for one in tried if one.change.module == module]
         count = Counter(one.verdict for one in own)
