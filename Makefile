@@ -4,6 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
 MINUTES ?= 120
+# Modules whose tests `make mutants` puts to the test, such as workers/random.py; without any, all of
+# tests/mutants/groups.toml.
+MODULES ?=
 # Test files run side by side.
 JOBS ?= 2
 RESULTS := tests/bench/results
@@ -12,7 +15,7 @@ ON_300M := --target-cost 300m --cache build/bench
 ON_8B := --target-cost 8b --cache build/bench
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test parity gpu bench models clean
+.PHONY: help demo check test parity mutants gpu bench models clean
 
 help: ## list these targets
 	@sed -nE 's/^([a-z]+):.*## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -30,6 +33,9 @@ test: $(VENV)/.installed-test ## every test that needs no GPU
 
 parity: $(VENV)/.installed-test ## the full matrix of comparisons on real engines (long)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --full $(addprefix tests/test_, parity.py constraints_engine.py preemption.py mixed_batch.py simulated_cuda.py captured_classes.py)
+
+mutants: $(VENV)/.installed-mutants ## plant small faults one by one, show those that no quick test notices (MODULES=...; under an hour)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants/run.py --jobs $(JOBS) $(MODULES)
 
 gpu: ## tests and benchmarks on a CUDA machine, with the interpreter PYTHON as it is; installs nothing
 	@$(PYTHON) -c 'import pytest, torch' || { echo 'make gpu: $(PYTHON) lacks pytest or torch; set PYTHON=...' >&2; exit 1; }
@@ -83,3 +89,7 @@ $(VENV)/.installed-test: pyproject.toml | $(BIN)/python
 	@echo 'Installing what serves and what tests into $(VENV): one to six minutes.'
 	$(PIP) --editable '.[test]'
 	@touch $(VENV)/.installed-serve $@
+
+$(VENV)/.installed-mutants: pyproject.toml | $(BIN)/python
+	$(PIP) --editable '.[mutants]'
+	@touch $(VENV)/.installed-serve $(VENV)/.installed-test $@

@@ -20,7 +20,7 @@ import drafter.grow
 from drafter.budget import Budget, calibrated
 from drafter.grow import Grown, grow
 from drafter.level import DraftVocabulary, Level
-from drafter.shape import DynamicShape, Shape, StaticShape
+from drafter.shape import TYPICAL_CHILDREN, DynamicShape, Shape, StaticShape
 from workers.types import DraftCosts, SamplingBatch, SamplingParams
 
 torch.set_num_threads(1)
@@ -346,3 +346,102 @@ def test_free_drafting_runs_no_node_whose_children_would_not_be_verified():
     sure, hopeless = np.float32(0.9), np.float32(0.01)
     weights = np.array([sure, hopeless, hopeless], dtype=np.float32)
     assert budget.worth_running(weights, np.zeros(3), weights, 1.0).tolist() == [True, False, False]
+
+
+# ---- the rules in plain Python
+
+SLOPE = ([0, 1000], [10.0, 60.0])
+STAIRS = ([0, 1, 8, 9, 16, 17, 1000], [10.0, 11.0, 11.0, 13.0, 13.0, 16.0, 90.0])
+
+
+@dataclass(frozen=True)
+class PlainBudget:
+    """`Budget` by the letter of its docstrings, one number at a time."""
+
+    table: tuple[list[int], list[float]]
+    first: float
+    level: float
+    node: float
+    sure: float
+
+    def told(self) -> Budget:
+        nodes, ms = self.table
+        prices = replace(FREE, nodes_T=torch.tensor(nodes, dtype=torch.int32), verify_ms_T=torch.tensor(ms))
+        drafting = torch.tensor([self.first, self.level, self.node])
+        return Budget(replace(prices, draft_ms_3=drafting, sure_1=torch.tensor([self.sure])))
+
+    def verify_ms(self, num_nodes: int) -> float:
+        return float(np.interp(num_nodes, *self.table))
+
+    def draft_ms(self, num_levels: int, num_run: int) -> float:
+        return self.first + max(num_levels - 1, 0) * self.level + num_run * self.node
+
+    def row_ms(self, num_nodes: int) -> float:
+        price = self.verify_ms(num_nodes + 1)
+        flight = sum(self.verify_ms(n) <= price for n in range(num_nodes + 1, 1001))
+        return (price - self.verify_ms(num_nodes)) / flight
+
+    def worth_running(self, frontier: list[float], least: list[float], weights: list[float], ms: float) -> list[bool]:
+        ranked = sorted(weights, reverse=True)
+        rates = [(self.sure + sum(ranked[:n])) / (ms + self.verify_ms(n)) for n in range(len(ranked) + 1)]
+        rate = max(rates)
+        must = [max(place, rate * self.row_ms(rates.index(rate))) for place in least]
+        gain = [
+            sum(max(weight * child - m, 0) for child in TYPICAL_CHILDREN)
+            for weight, m in zip(frontier, must, strict=True)
+        ]
+        runs = [w > m and g >= rate * self.node for w, m, g in zip(frontier, must, gain, strict=True)]
+        net = sum(g - rate * self.node for g, is_run in zip(gain, runs, strict=True) if is_run)
+        return [is_run and net >= rate * self.level for is_run in runs]
+
+    def slots(self, expected: list[float], num_requests: int, max_depth: int) -> int:
+        def rate(slots: int) -> float:
+            ms = self.draft_ms(min(slots, max_depth), num_requests * (slots - 1))
+            gain = self.sure + num_requests * sum(expected[:slots])
+            return gain / (ms + self.verify_ms(num_requests * slots))
+
+        return max(range(1, len(expected) + 1), key=rate)
+
+
+PLAIN = st.builds(
+    PlainBudget,
+    table=st.sampled_from([SLOPE, STAIRS]),
+    first=st.floats(0, 9),
+    level=st.floats(0, 4),
+    node=st.floats(0, 0.5),
+    sure=st.floats(1, 16),
+)
+
+
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(PLAIN, st.integers(0, 10**6), st.integers(1, 24), st.integers(1, 4))
+def test_a_level_is_run_for_the_nodes_that_the_plain_rule_names(plain, seed, num_nodes, every):
+    rng = np.random.default_rng(seed)
+    weights = rng.random(num_nodes).astype(np.float32)
+    frontier, ms = weights[::every], float(rng.uniform(1, 20))
+    least = rng.choice([0.0, 0.1, 0.4], len(frontier)).astype(np.float32)
+    got = plain.told().worth_running(frontier, least, weights, ms).tolist()
+    assert got == plain.worth_running(frontier.tolist(), least.tolist(), weights.tolist(), ms)
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(PLAIN, st.integers(1, 60), st.integers(1, 8), st.integers(1, 9))
+def test_trees_that_may_not_be_cut_get_the_slots_that_the_plain_rule_names(plain, most, num_requests, max_depth):
+    expected = (0.9 ** np.arange(1, most + 1)).astype(np.float32)
+    got = plain.told().slots_before_drawing(expected, num_requests, max_depth)
+    assert got == plain.slots(expected.tolist(), num_requests, max_depth)
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(PLAIN, st.integers(0, 1100), st.integers(0, 9), st.integers(0, 300))
+def test_times_are_the_tables(plain, num_nodes, num_levels, num_run):
+    budget = plain.told()
+    assert budget.draft_ms(num_levels, num_run) == pytest.approx(plain.draft_ms(num_levels, num_run), rel=1e-5)
+    at_most = min(num_nodes, 999)
+    assert budget.row_ms(at_most) == pytest.approx(plain.row_ms(at_most), rel=1e-3)
+    assert budget.row_ms(1000 + num_nodes) == 0
+    rates = budget.rates(np.array([0.5], dtype=np.float32), 1.0, np.full(num_nodes, 0.25, dtype=np.float32))
+    assert rates.dtype == np.float32  # every drafter rank decides alike
+    for n in range(2):
+        rate = (plain.sure + 0.25 * num_nodes + 0.5 * n) / (1 + plain.verify_ms(min(num_nodes + n, 1000)))
+        assert rates[n] == pytest.approx(rate, rel=1e-5)

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.sampling import draw, process_logits, shard_best
+from workers.sampling import draw, of_processed, process_logits, shard_best
 from workers.types import SamplingBatch, SamplingParams
 
 torch.set_num_threads(1)
@@ -33,7 +33,11 @@ def law(params: SamplingParams, logits: list[float]) -> list[float]:
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
-@given(st.lists(PARAMS, min_size=1, max_size=4), st.integers(0, 2**32 - 1), st.integers(1, 40))
+@given(
+    st.lists(PARAMS, min_size=1, max_size=4),
+    st.integers(0, 2**32 - 1),
+    st.integers(1, 40) | st.sampled_from([34, 300]),  # more than are listed at first
+)
 def test_processing_is_the_plain_rule_in_any_mixture_of_rows(params, seed, vocab):
     logits_RV = np.random.default_rng(seed).normal(scale=3, size=(len(params), vocab)).astype(np.float32)
     got_RV = process_logits(torch.from_numpy(logits_RV), SamplingBatch.stack(params)).tolist()
@@ -150,3 +154,19 @@ def test_broken_logits_still_draw_a_token_of_the_vocabulary(temperature, cut):
     params = SamplingBatch.stack([SamplingParams(temperature=temperature, **cut)])
     for bad in (torch.nan, torch.inf, -torch.inf):
         assert 0 <= draw(torch.full((1, 9), bad), params, torch.tensor([1])).item() < 9
+
+
+def test_top_p_may_leave_every_token():
+    assert law(SamplingParams(top_p=0.99), [2.0, 1.0, 0.0]).count(0.0) == 0
+    assert law(SamplingParams(top_p=0.99), [0.5, 0.5]).count(0.0) == 0
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.lists(PARAMS, min_size=1, max_size=4), st.integers(0, 2**32 - 1))
+def test_processed_rows_draw_what_their_logits_draw(params, seed):
+    rng = np.random.default_rng(seed)
+    logits_RV = torch.from_numpy(rng.normal(scale=2, size=(len(params), 37)).astype(np.float32))
+    batch, index_R = SamplingBatch.stack(params), torch.from_numpy(rng.integers(0, 5000, size=len(params)))
+    processed_RV, left = process_logits(logits_RV, batch), of_processed(batch)
+    assert torch.equal(process_logits(processed_RV, left), processed_RV)
+    assert torch.equal(draw(processed_RV, left, index_R), draw(logits_RV, batch, index_R))
