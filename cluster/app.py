@@ -36,6 +36,7 @@ from cluster.ingress import PENDING_PER_SEQUENCE, create_app
 from cluster.placement import REPLICA_CPUS, group_bundles
 from cluster.processes import descendants, is_running, name_of, wait_gone
 from cluster.service import base_url, listening_socket, service_of
+from cluster.tokenizing import TokenizingWorkers
 from secateur.config import AppArgs, EngineArgs
 from secateur.errors import ConfigError, Problem, SecateurError
 
@@ -71,27 +72,33 @@ class Replica:
         self._client = EngineClient()
         config = await asyncio.to_thread(engine_config, self._args)
         self._config, self._tokenizer = await asyncio.to_thread(with_tokenizer, self._args, config)
+        self._tokenizing = TokenizingWorkers(self._tokenizer)
         self._gang = Gang(self._config, self._client, on_death=self._engine_died)
         self._serving = False
+        tokenizing = asyncio.create_task(self._tokenizing.start())  # while the ranks import torch
         try:
             await self._gang.start(ray.util.get_current_placement_group())
+            await tokenizing
         except BaseException:
             self._gang.close()
+            tokenizing.cancel()
+            await asyncio.gather(tokenizing, return_exceptions=True)
+            await self._tokenizing.close()
             raise
         self._serving = True
 
     async def __serve_build_asgi_app__(self) -> Any:
         replica = ray_serve.get_replica_context().replica_tag  # what Serve's own metrics call `replica` too
-        service = service_of(self._args, self._config, self._client, self._tokenizer, replica=replica)
+        service = service_of(self._args, self._config, self._client, self._tokenizer, self._tokenizing, replica=replica)
         app = create_app(service, echo_request_id=False)
         app.add_middleware(GoneClients)
         return app
 
     async def check_health(self) -> None:
-        """Raises when the engine is gone or hangs; Serve replaces the replica then.
+        """Raises when the engine is gone or hangs, or no text can be tokenized; Serve replaces the replica then.
 
-        One that hangs is ended here. Otherwise Serve would drain the replica first: its clients would wait that long
-        for answers that cannot come, only to be cut off, and a new engine would wait for the GPUs.
+        An engine that hangs is ended here. Otherwise Serve would drain the replica first: its clients would wait that
+        long for answers that cannot come, only to be cut off, and a new engine would wait for the GPUs.
         """
         ok, reason = self._client.health()
         if not ok:
@@ -99,9 +106,13 @@ class Replica:
                 self._gang.close()
                 self._engine_died(reason)
             raise RuntimeError(reason)
+        ok, reason = self._tokenizing.health()
+        if not ok:
+            raise RuntimeError(reason)
 
     async def __del__(self) -> None:
         self._gang.close()
+        await self._tokenizing.close()
         await self._client.close()
 
     def _engine_died(self, reason: str) -> None:

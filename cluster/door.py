@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cluster.engine_client import EngineDead
 from cluster.generation import EngineFailed
 from cluster.submit import BadRequest
+from cluster.tokenizing import TokenizingDown, TokenizingFull
 from cluster.tokens import PromptError
 from secateur.errors import Problem
 from secateur.protocol import REQUEST_ID_HEADER, ErrorResponse
@@ -69,7 +70,11 @@ def refusal_of(error: Exception) -> Refused:
         case BadRequest():
             return Refused(400, ErrorResponse.of(str(error), param=error.param, code=error.code))
         case PromptError():
-            return Refused(400, ErrorResponse.of(str(error), param=error.param))
+            return Refused(400, ErrorResponse.of(str(error), param=error.param, code=error.code))
+        case TokenizingFull():
+            return too_many(str(error))
+        case TokenizingDown():
+            return unavailable(str(error))
         case EngineDead():
             return unavailable(f"the engine is not available: {_first_line(error)}")
         case EngineFailed():
@@ -93,7 +98,7 @@ def install(app: FastAPI, *, api_key: str | None, echo_request_id: bool) -> None
     async def known(_: Request, error: Exception) -> Response:
         return write(refusal_of(error))
 
-    for kind in (Refused, BadRequest, PromptError, EngineDead, EngineFailed):
+    for kind in (Refused, BadRequest, PromptError, TokenizingFull, TokenizingDown, EngineDead, EngineFailed):
         app.add_exception_handler(kind, known)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)

@@ -16,6 +16,7 @@ from cluster.convert import engine_config, sampling_defaults, visible_gpus, with
 from cluster.engine_client import EngineClient
 from cluster.ingress import Service, create_app
 from cluster.local import LocalEngine
+from cluster.tokenizing import TokenizingWorkers
 from cluster.tokens import Tokenizer
 from secateur.config import EngineArgs
 from secateur.errors import ConfigError
@@ -27,7 +28,13 @@ _GRACE_S = 5
 
 
 def service_of(
-    args: EngineArgs, config: EngineConfig, engine: EngineClient, tokenizer: Tokenizer, *, replica: str
+    args: EngineArgs,
+    config: EngineConfig,
+    engine: EngineClient,
+    tokenizer: Tokenizer,
+    tokenizing: TokenizingWorkers,
+    *,
+    replica: str,
 ) -> Service:
     """The service of a running engine, with the settings of `args`."""
     if defaults := sampling_defaults(args, config.model_path):
@@ -36,6 +43,7 @@ def service_of(
     return Service(
         engine=engine,
         tokenizer=tokenizer,
+        tokenizing=tokenizing,
         config=config,
         model_id=args.model_id,
         replica=replica,
@@ -125,8 +133,12 @@ class _ServiceThread(threading.Thread):
 
     async def _serve(self) -> None:
         self._loop, self._main = asyncio.get_running_loop(), asyncio.current_task()
-        async with LocalEngine(self._config) as client:
-            app = create_app(service_of(self._args, self._config, client, self._tokenizer, replica="local"))
+        async with (
+            TokenizingWorkers(self._tokenizer) as tokenizing,
+            LocalEngine(self._config) as client,
+        ):
+            service = service_of(self._args, self._config, client, self._tokenizer, tokenizing, replica="local")
+            app = create_app(service)
             server = uvicorn.Server(
                 uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=_GRACE_S)
             )

@@ -19,6 +19,8 @@ from fake_engine import FakeEngine, Script
 from cluster.engine_client import EngineClient
 from cluster.ingress import Service, create_app
 from cluster.service import listening_socket
+from cluster.tokenizing import TokenizerParent, TokenizingWorkers
+from cluster.tokenizing_process import JobLimits
 from cluster.tokens import Tokenizer
 from workers.config import DraftConfig, EngineConfig
 
@@ -51,7 +53,7 @@ def fake_service(
     **settings: Any,
 ) -> Iterator[FakeService]:
     """`engine` goes to the FakeEngine, `settings` to the Service."""
-    sock = listening_socket("127.0.0.1", 0)
+    sock, parent = listening_socket("127.0.0.1", 0), tokenizer_parent(tokenizer)
     started, parts, server_box = threading.Event(), [], []
 
     async def main() -> None:
@@ -60,7 +62,9 @@ def fake_service(
         fake = FakeEngine(address, script, eos=config.eos_token_ids, **(engine or {}))
         await client.wait_ready(10)
         names = {"model_id": "fake-model", "replica": "fake-replica"}
-        service = Service(engine=client, tokenizer=tokenizer, config=config, **names, **settings)
+        tokenizing = TokenizingWorkers(tokenizer, num_workers=2, parent=parent)
+        await tokenizing.start()
+        service = Service(engine=client, tokenizer=tokenizer, tokenizing=tokenizing, config=config, **names, **settings)
         server = uvicorn.Server(uvicorn.Config(create_app(service), log_level="warning", timeout_graceful_shutdown=1))
         server_box.append(server)
         parts.append(FakeService(f"http://127.0.0.1:{sock.getsockname()[1]}", fake, client, service))
@@ -69,6 +73,7 @@ def fake_service(
             await asyncio.sleep(0.005)
         started.set()
         await serving
+        await tokenizing.close()
         fake.die()
         await client.close()
 
@@ -81,6 +86,17 @@ def fake_service(
         server_box[0].should_exit = True
         thread.join(10)
         sock.close()
+
+
+_parents: dict[str, TokenizerParent] = {}
+
+
+def tokenizer_parent(tokenizer: Tokenizer) -> TokenizerParent:
+    """One for all services of a tokenizer: loading it takes seconds. It ends with the tests' main thread."""
+    if tokenizer.path not in _parents:
+        _parents[tokenizer.path] = TokenizerParent(tokenizer, JobLimits())
+        _parents[tokenizer.path].wait_loaded()
+    return _parents[tokenizer.path]
 
 
 def stream(http: httpx2.Client, path: str, **body: Any) -> list[Any]:
