@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx2
 import uvicorn
@@ -50,10 +50,13 @@ def fake_service(
     *,
     config: EngineConfig = CONFIG,
     engine: dict[str, Any] | None = None,
+    parent: TokenizerParent | Literal["shared"] | None = "shared",
     **settings: Any,
 ) -> Iterator[FakeService]:
-    """`engine` goes to the FakeEngine, `settings` to the Service."""
-    sock, parent = listening_socket("127.0.0.1", 0), tokenizer_parent(tokenizer)
+    """`engine` goes to the FakeEngine, `settings` to the Service. `parent` None: the tokenizing workers' own."""
+    sock = listening_socket("127.0.0.1", 0)
+    if parent == "shared":
+        parent = tokenizer_parent(tokenizer)
     started, parts, server_box = threading.Event(), [], []
 
     async def main() -> None:
@@ -79,7 +82,7 @@ def fake_service(
 
     thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
     thread.start()
-    assert started.wait(20)
+    assert started.wait(60)
     try:
         yield parts[0]
     finally:

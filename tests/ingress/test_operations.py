@@ -195,21 +195,6 @@ def test_tokenize_renders_chats_too(http: httpx2.Client, tokenizer: Tokenizer) -
     assert answer["max_model_len"] == 2048
 
 
-def test_long_lists_are_decoded_beside_the_loop(http: httpx2.Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    threads = []
-    for name in ("decode", "token_strings"):
-        work = getattr(Tokenizer, name)
-
-        def noted(*args: Any, _work: Any = work, **options: Any) -> Any:
-            threads.append(threading.current_thread().name)
-            return _work(*args, **options)
-
-        monkeypatch.setattr(Tokenizer, name, noted)
-    assert http.post("/detokenize", json={"tokens": [5, 6]}).status_code == 200
-    assert http.post("/tokenize", json={"prompt": "a", "return_token_strs": True}).status_code == 200
-    assert len(threads) == 2 and all(name.startswith("asyncio") for name in threads)  # the loop's pool, not the loop
-
-
 def test_detokenizing_an_unknown_id_is_a_400(http: httpx2.Client) -> None:
     assert http.post("/detokenize", json={"tokens": [99999]}).status_code == 400
 

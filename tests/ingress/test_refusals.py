@@ -9,7 +9,6 @@ import httpx2
 import pytest
 from fake_service import FakeService, error_of
 
-from cluster.tokens import Tokenizer
 from workers.config import EngineConfig
 
 
@@ -176,11 +175,6 @@ def test_what_is_quoted_of_a_wrong_request_is_short_and_can_be_written(
     assert len(response.content) < 4000
 
 
-def test_a_chat_the_template_cannot_render_is_a_400(http: httpx2.Client) -> None:
-    body = {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"add_generation_prompt": 1}}
-    assert http.post("/v1/chat/completions", json=body).status_code == 400
-
-
 def test_unknown_fields_are_accepted_and_named(http: httpx2.Client) -> None:
     response = http.post("/v1/completions", json={"prompt": "a", "zeta": 1, "alpha\r\nx: y": 2})
     assert response.status_code == 200
@@ -201,28 +195,6 @@ def test_without_a_drafter_asking_for_one_is_a_400(own: Callable[..., FakeServic
         assert http.post("/v1/completions", json={"prompt": "a", "speculative": {"enabled": False}}).status_code == 200
         response = http.post("/v1/completions", json={"prompt": "a", "speculative": {"enabled": True}})
     assert error_of(response)["param"] == "speculative"
-
-
-def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
-    own: Callable[..., FakeService], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    running = own()
-    most = 2048 * running.service.tokenizer.longest_token
-    fits, too_long = "a" * most, "a" * (most + 1)
-    tokenized: list[str] = []
-    monkeypatch.setattr(Tokenizer, "encode", lambda _self, text, **_options: tokenized.append(text) or [7])
-    with running.http() as http:
-        for path, body in (
-            ("completions", {"prompt": ["a", too_long]}),
-            ("chat/completions", {"messages": [{"role": "user", "content": half} for half in (fits, "a")]}),
-        ):
-            response = http.post(f"/v1/{path}", json=body)
-            error = error_of(response)
-            assert (response.status_code, error["code"]) == (400, "context_length_exceeded")
-            assert f"{most} characters fit into at the most, and the prompt has {most + 1}" in error["message"]
-        assert not tokenized
-        assert http.post("/v1/completions", json={"prompt": fits}).status_code == 200
-    assert tokenized == [fits]
 
 
 # Keys and ids
