@@ -37,6 +37,7 @@ from cluster.placement import REPLICA_CPUS, group_bundles
 from cluster.processes import descendants, is_running, name_of, wait_gone
 from cluster.service import base_url, listening_socket, service_of
 from cluster.tokenizing import TokenizingWorkers
+from secateur.api_keys import check_api_keys
 from secateur.config import AppArgs, EngineArgs
 from secateur.errors import ConfigError, Problem, SecateurError
 
@@ -68,7 +69,10 @@ class Replica:
 
     async def __init__(self, args: dict[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits it
         _log_through_serve()
-        self._args = EngineArgs.load({"api_key": os.environ.get("SECATEUR_API_KEY") or None, **args})
+        key = None if args.get("api_key_file") else os.environ.get("SECATEUR_API_KEY") or None
+        self._args = EngineArgs.load({"api_key": key, **args})
+        if self._args.api_key_file:
+            check_api_keys(self._args.api_key_file)
         self._client = EngineClient()
         config = await asyncio.to_thread(engine_config, self._args)
         self._config, self._tokenizer = await asyncio.to_thread(with_tokenizer, self._args, config)

@@ -21,6 +21,7 @@ from fastapi.responses import JSONResponse, Response
 from cluster import door, metrics
 from cluster.answers import Answer, ChatShape, CompletionShape, Shape, speculative_stats, usage_of, usage_of_one
 from cluster.generation import Engine, Piece, Prompt, generate
+from cluster.keys import ApiKeys
 from cluster.streams import ClientLeft, EventStream, merged, prepended, unless_client_leaves
 from cluster.submit import BadRequest, RequestLimits, SeedSource, further_answer, submit_from, without_effect
 from cluster.tokenizing import TokenizingFull, TokenizingWorkers
@@ -73,6 +74,8 @@ class Service:
     replica: str
     """Which of the replicas of this model, for the metrics."""
     api_key: str | None = None
+    api_keys: ApiKeys | None = None
+    """Keys that may change; None: `api_key` alone, or none at all."""
     seed: int | None = None
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     """Of requests that do not say how to sample, see `SamplingRequest.filled`; `max_tokens` is that of chats."""
@@ -83,6 +86,8 @@ class Service:
     metrics: metrics.Metrics = field(init=False)
 
     def __post_init__(self) -> None:
+        if self.api_keys is None and (key := self.api_key) is not None:
+            self.api_keys = lambda: (key,)
         self.seeds = SeedSource(self.seed)
         self.metrics = metrics.Metrics(self.model_id, self.replica, lambda: self.engine.stats)
         self.max_pending = self.max_pending or PENDING_PER_SEQUENCE * self.config.max_num_seqs
@@ -141,7 +146,7 @@ class Service:
 def create_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
     """The HTTP application of one engine. `echo_request_id=False` where a proxy in front does it (Ray Serve's)."""
     app = FastAPI(title="Secateur", version=__version__)
-    door.install(app, api_key=service.api_key, echo_request_id=echo_request_id)
+    door.install(app, api_keys=service.api_keys, echo_request_id=echo_request_id)
 
     @app.exception_handler(ClientLeft)
     async def client_left(_: Request, error: ClientLeft) -> Response:

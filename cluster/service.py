@@ -15,9 +15,11 @@ import uvicorn
 from cluster.convert import engine_config, sampling_defaults, visible_gpus, with_tokenizer
 from cluster.engine_client import EngineClient
 from cluster.ingress import Service, create_app
+from cluster.keys import KeyFile
 from cluster.local import LocalEngine
 from cluster.tokenizing import TokenizingWorkers
 from cluster.tokens import Tokenizer
+from secateur.api_keys import check_api_keys
 from secateur.config import EngineArgs
 from secateur.errors import ConfigError
 from workers.config import EngineConfig
@@ -48,6 +50,7 @@ def service_of(
         model_id=args.model_id,
         replica=replica,
         api_key=args.api_key,
+        api_keys=KeyFile(args.api_key_file) if args.api_key_file else None,
         seed=args.seed,
         sampling_defaults=defaults,
     )
@@ -59,6 +62,8 @@ def local_service(args: EngineArgs) -> Iterator[str]:
 
     Raises ConfigError before anything starts, EngineDead if the engine does not come up. Afterwards nothing is left.
     """
+    if args.api_key_file:
+        check_api_keys(args.api_key_file)
     config, tokenizer = with_tokenizer(args, engine_config(args, num_gpus=visible_gpus()))
     sock = listening_socket(args.host, args.port)
     thread = _ServiceThread(args, config, tokenizer, sock)
