@@ -40,6 +40,7 @@ MAX_TOKEN_IDS, MAX_ALLOWED = 1024, 8192  # token ids that travel with every step
 MAX_WORD_CHARS = 128
 MAX_SALT_CHARS = 512
 MAX_TOKENS = 2**31 - 1
+MAX_ITEMS = 16_384  # messages, parts of one, prompts: a body of millions of them would keep the service busy reading
 
 TokenId = Annotated[StrictInt, Field(ge=0)]
 Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
@@ -209,6 +210,8 @@ class SamplingRequest(BaseModel):
     def _ids_are_written_as_strings(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
+        if len(value) > MAX_TOKEN_IDS:  # before each of them is looked at
+            raise ValueError(f"must have at most {MAX_TOKEN_IDS} entries, not {len(value)}")
         if strange := [key for key in value if not _is_token_id(key)]:
             raise ValueError(f'keys are token ids, as in {{"50256": -100}} (got {strange[0]!r})')
         return {int(key): bias for key, bias in value.items()}
@@ -276,8 +279,14 @@ class CompletionRequest(SamplingRequest):
     """POST /v1/completions. `prompt`: a text, a list of texts, token ids, or a list of lists of token ids."""
 
     prompt: Annotated[
-        str | list[TokenId] | list[str] | list[list[TokenId]],
-        _told("must be a text, a list of texts, token ids, or a list of lists of token ids"),
+        str
+        | Annotated[list[TokenId], Field(fail_fast=True)]
+        | Annotated[list[str], Field(fail_fast=True, max_length=MAX_ITEMS)]
+        | Annotated[list[Annotated[list[TokenId], Field(fail_fast=True)]], Field(fail_fast=True, max_length=MAX_ITEMS)],
+        _told(
+            "must be a text, a list of texts, token ids, or a list of lists of token ids, "
+            f"of which there may be {MAX_ITEMS:,}"
+        ),
     ]
     add_special_tokens: StrictBool = True
     echo: StrictBool = False
@@ -335,8 +344,11 @@ class ChatMessage(BaseModel):
 
     role: Annotated[str, Field(min_length=1)]
     content: Annotated[
-        str | list[ContentPart] | None,
-        _told('must be a text or a list of {"type": "text", "text": ...}; nothing but text is understood'),
+        str | Annotated[list[ContentPart], Field(fail_fast=True, max_length=MAX_ITEMS)] | None,
+        _told(
+            'must be a text or a list of {"type": "text", "text": ...}; nothing but text is understood, '
+            f"in at most {MAX_ITEMS:,} parts"
+        ),
     ] = None
     name: str | None = None
 
@@ -347,10 +359,13 @@ class ChatMessage(BaseModel):
         return self.content or ""
 
 
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_ITEMS)]
+
+
 class ChatCompletionRequest(SamplingRequest):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Messages
     chat_template_kwargs: dict[str, Any] = {}
     add_generation_prompt: StrictBool = True
     continue_final_message: StrictBool = False
@@ -389,7 +404,7 @@ class TokenizeRequest(BaseModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     return_token_strs: bool = False
@@ -407,4 +422,4 @@ class DetokenizeRequest(BaseModel):
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]

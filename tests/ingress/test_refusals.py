@@ -124,6 +124,38 @@ def test_a_value_of_the_wrong_shape_is_told_the_right_one(
     assert error_of(response)["message"].startswith(message)
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("/v1/completions", {"prompt": ["a"] * 16_385}, "prompt: must be a text, a list of texts"),
+        ("/v1/completions", {"prompt": [[5]] * 16_385}, "prompt: must be a text, a list of texts"),
+        (
+            "/v1/completions",
+            {"prompt": "a", "logit_bias": {str(id): 500 for id in range(200_000)}},
+            "logit_bias: must have at most 1024 entries, not 200000",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 16_385}]},
+            'messages.0.content: must be a text or a list of {"type": "text", "text": ...}; nothing but text is '
+            "understood, in at most 16,384 parts",
+        ),
+        *(
+            (path, {"messages": [{"role": "user"}] * 16_385}, "messages: must have at most 16384 items, not 16385")
+            for path in ("/v1/chat/completions", "/tokenize")
+        ),
+        ("/detokenize", {"tokens": ["a"] * 200_000}, "tokens.0: must be a valid integer"),
+    ],
+)
+def test_a_list_without_end_is_read_no_further_than_its_bound(
+    http: httpx2.Client, path: str, body: dict[str, Any], message: str
+) -> None:
+    response = http.post(path, json=body)
+    assert response.status_code == 400
+    assert error_of(response)["message"].startswith(message)
+    assert len(response.content) < 1000
+
+
 def test_a_body_of_another_type_is_told_which_to_send(http: httpx2.Client) -> None:
     response = http.post("/v1/completions", content=b'{"prompt": "a"}', headers={"content-type": "text/plain"})
     assert response.status_code == 400
