@@ -79,14 +79,12 @@ class Replica:
         self._tokenizing = TokenizingWorkers(self._tokenizer)
         self._gang = Gang(self._config, self._client, on_death=self._engine_died)
         self._serving = False
-        tokenizing = asyncio.create_task(self._tokenizing.start())  # while the ranks import torch
+        self._tokenizing.begin()  # while the ranks import torch
         try:
             await self._gang.start(ray.util.get_current_placement_group())
-            await tokenizing
+            await self._tokenizing.ready()
         except BaseException:
             self._gang.close()
-            tokenizing.cancel()
-            await asyncio.gather(tokenizing, return_exceptions=True)
             await self._tokenizing.close()
             raise
         self._serving = True

@@ -139,9 +139,10 @@ class _ServiceThread(threading.Thread):
     async def _serve(self) -> None:
         self._loop, self._main = asyncio.get_running_loop(), asyncio.current_task()
         async with (
-            TokenizingWorkers(self._tokenizer) as tokenizing,
+            TokenizingWorkers(self._tokenizer) as tokenizing,  # they start while the ranks import torch
             LocalEngine(self._config) as client,
         ):
+            await tokenizing.ready()
             service = service_of(self._args, self._config, client, self._tokenizer, tokenizing, replica="local")
             app = create_app(service)
             server = uvicorn.Server(

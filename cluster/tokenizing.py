@@ -86,19 +86,22 @@ class TokenizerParent:
         self._control.settimeout(LOAD_TIMEOUT_S)
         try:
             if self._control.recv(len(READY)) == READY:
+                self._control.setblocking(False)
                 return
         except TimeoutError:
             raise TokenizingDown(f"the tokenizer was not loaded within {LOAD_TIMEOUT_S:.0f} s") from None
         raise TokenizingDown(f"the process that loads the tokenizer ended with code {self._process.wait()}")
 
     def fork(self) -> socket.socket:
-        """The front's end of a new worker's socket. Raises OSError if the process is gone."""
+        """The front's end of a new worker's socket. Raises OSError if the process is gone, or takes no more commands:
+        then it is ended."""
         ours, theirs = socket.socketpair()
         try:
             with theirs, self._lock:
                 socket.send_fds(self._control, [COMMAND.pack(0)], [theirs.fileno()])
         except OSError:
             ours.close()
+            self._process.kill()
             raise
         return ours
 
@@ -127,7 +130,7 @@ class _Worker:
     @classmethod
     async def forked(cls, parent: TokenizerParent) -> Self:
         """A new one, when it has said its pid. Raises OSError, EOFError if the parent is gone."""
-        worker = cls(parent, *await asyncio.open_connection(sock=parent.fork()))
+        worker = cls(parent, *await asyncio.open_unix_connection(sock=parent.fork()))
         (worker.pid,) = COMMAND.unpack(await worker._receive())
         return worker
 
@@ -151,9 +154,9 @@ class _Worker:
 
 
 class TokenizingWorkers:
-    """Workers for a tokenizer's slow methods; an async context manager. All methods belong to the loop of `start`.
+    """Workers for a tokenizer's slow methods. An async context manager that begins to start them; await `ready` then.
 
-    They raise PromptError, TokenizingFull and TokenizingDown; cancelling one ends its work. Start them in a
+    Their methods raise PromptError, TokenizingFull and TokenizingDown; cancelling one ends its work. Start them in a
     thread that lives as long as the service: the processes end with it. `parent`: one that runs already and is somebody
     else's to close.
     """
@@ -177,6 +180,7 @@ class TokenizingWorkers:
         self._num_waiting = self._num_waiting_bytes = self._num_unfinished = 0
         self._last_end = time.monotonic()
         self._down = "they are starting"
+        self._starting: asyncio.Task[None] | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -186,16 +190,21 @@ class TokenizingWorkers:
         return [self._parent.pid] if self._parent else []
 
     async def __aenter__(self) -> Self:
-        await self.start()
+        self.begin()
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def start(self) -> None:
-        """Returns when the workers can serve. Raises TokenizingDown if they cannot be started."""
+    def begin(self) -> None:
+        """Starts the processes without waiting for them; `ready` does. From here on `close` has to be called."""
+        self._starting = asyncio.create_task(self._start_parent())
+
+    async def ready(self) -> None:
+        """Returns when what `begin` began has ended. Raises TokenizingDown."""
+        assert self._starting is not None
         try:
-            await self._start_parent()
+            await self._starting
         except BaseException:
             await self.close()
             raise
@@ -204,9 +213,10 @@ class TokenizingWorkers:
     async def close(self) -> None:
         """Ends the processes. May be called twice."""
         self._down = "the service is shutting down"
-        for task in (*self._tasks, *filter(None, [self._keeper])):
+        tasks = [*self._tasks, *filter(None, [self._starting, self._keeper])]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, *filter(None, [self._keeper]), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         while not self._idle.empty():
             self._idle.get_nowait().kill()
         if self._parent is not None and self._parent is not self._borrowed:

@@ -7,6 +7,7 @@ Jinja, a text in Rust, and a thread in either cannot be stopped. Neither process
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import logging
@@ -57,6 +58,8 @@ def main(fd: int, path: str, revision: str | None, limits: JobLimits) -> None:
     """The parent's life: loads the tokenizer, says READY, then forks and kills as it is told. Ends with the front."""
     control = socket.socket(fileno=fd)
     tokenizer = Tokenizer(path, revision=revision)
+    with contextlib.suppress(PromptError):
+        tokenizer.render([{"role": "user", "content": "a"}])  # compiles the template, once for all workers
     gc.collect()
     gc.freeze()  # what the workers share is not touched by their collections, so it stays shared
     control.sendall(READY)

@@ -66,7 +66,8 @@ def fake_service(
         await client.wait_ready(10)
         names = {"model_id": "fake-model", "replica": "fake-replica"}
         tokenizing = TokenizingWorkers(tokenizer, num_workers=2, parent=parent)
-        await tokenizing.start()
+        tokenizing.begin()
+        await tokenizing.ready()
         service = Service(engine=client, tokenizer=tokenizer, tokenizing=tokenizing, config=config, **names, **settings)
         server = uvicorn.Server(uvicorn.Config(create_app(service), log_level="warning", timeout_graceful_shutdown=1))
         server_box.append(server)

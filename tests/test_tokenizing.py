@@ -14,7 +14,7 @@ import pytest
 from looping import FOREVER, MODEL, looping_model
 
 import cluster.tokenizing
-from cluster.processes import is_running
+from cluster.processes import is_running, wait_gone
 from cluster.tokenizing import JobTooCostly, TokenizerParent, TokenizingDown, TokenizingFull, TokenizingWorkers
 from cluster.tokenizing_process import JobLimits
 from cluster.tokens import PromptError, TextLimit, Tokenizer
@@ -41,6 +41,7 @@ def parent(tokenizer: Tokenizer) -> Iterator[TokenizerParent]:
 @pytest.fixture
 async def pool(tokenizer: Tokenizer, parent: TokenizerParent) -> AsyncIterator[TokenizingWorkers]:
     async with TokenizingWorkers(tokenizer, num_workers=2, parent=parent, stuck_s=5.0) as pool:
+        await pool.ready()
         yield pool
 
 
@@ -77,6 +78,7 @@ async def test_the_workers_say_what_the_tokenizer_says(pool: TokenizingWorkers, 
 async def test_the_workers_render_what_the_tokenizer_renders() -> None:
     own = Tokenizer(str(MODEL))
     async with TokenizingWorkers(own, num_workers=1) as pool:
+        await pool.ready()
         for options in (
             {"add_generation_prompt": True},
             {"add_generation_prompt": False, "continue_final_message": True},
@@ -87,7 +89,7 @@ async def test_the_workers_render_what_the_tokenizer_renders() -> None:
         assert "libtorch" not in Path(f"/proc/{parent}/maps").read_text()  # five times the time and memory of the rest
         assert "Threads:\t1\n" in Path(f"/proc/{parent}/status").read_text()  # what forking needs
         pids = [parent, *workers_of(parent)]
-    assert not any(map(is_running, pids))
+    assert wait_gone(pids, timeout_s=10) == []
 
 
 async def test_what_is_wrong_with_a_prompt_comes_back_as_it_is(pool: TokenizingWorkers) -> None:
@@ -136,6 +138,7 @@ async def test_a_text_that_takes_too_long_is_ended(pool: TokenizingWorkers) -> N
 async def test_a_text_that_takes_too_much_memory_is_ended(tokenizer: Tokenizer) -> None:
     limits = JobLimits(tokenize_s=300.0, memory_bytes=32 << 20)
     async with TokenizingWorkers(tokenizer, num_workers=1, limits=limits) as pool:
+        await pool.ready()
         for work in (
             pool.encode([LONG], add_special_tokens=True),  # Rust's memory
             render(pool, {"role": "user", "content": "hi", "times": 100_000_000}),  # Python's
@@ -200,6 +203,7 @@ async def test_an_idle_worker_that_was_killed_is_no_loss(pool: TokenizingWorkers
 
 async def test_processes_that_were_killed_are_started_again(tokenizer: Tokenizer) -> None:
     async with TokenizingWorkers(tokenizer, num_workers=2, limits=JobLimits(render_s=60.0)) as pool:
+        await pool.ready()
         (first,) = pool.pids
         caught = asyncio.create_task(render(pool, FOREVER))
         await asyncio.sleep(0.2)
@@ -218,13 +222,15 @@ async def test_workers_that_cannot_be_started_are_told(tmp_path: Path, tokenizer
     own = Tokenizer(tokenizer.path)
     own.path = str(tmp_path)
     pool = TokenizingWorkers(own, num_workers=1)
+    pool.begin()
     with pytest.raises(TokenizingDown, match="ended with code 1"):
-        await pool.start()
+        await pool.ready()
     assert not pool.health().ok
 
 
 async def test_workers_that_do_not_move_are_not_healthy(tokenizer: Tokenizer, parent: TokenizerParent) -> None:
     async with TokenizingWorkers(tokenizer, num_workers=2, parent=parent, stuck_s=0.3) as pool:
+        await pool.ready()
         stopped = workers_of(parent.pid)
         for pid in stopped:
             os.kill(pid, signal.SIGSTOP)
