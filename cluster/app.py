@@ -41,6 +41,8 @@ from cluster.processes import descendants, is_running, name_of, wait_gone
 from cluster.progress import Progress, forget, tell, told
 from cluster.service import service_of
 from cluster.signals import StopSignals
+from cluster.tokenizing import TokenizingWorkers
+from secateur.api_keys import check_api_keys
 from secateur.config import AppArgs, EngineArgs
 from secateur.errors import ConfigError, Problem, SecateurError
 
@@ -77,31 +79,38 @@ class Replica:
         _log_through_serve()
         _bind_replica_to_its_node()
         tell("reading the model's configuration and tokenizer")
-        self._args = EngineArgs.load({"api_key": os.environ.get("SECATEUR_API_KEY") or None, **args})
+        key = None if args.get("api_key_file") else os.environ.get("SECATEUR_API_KEY") or None
+        self._args = EngineArgs.load({"api_key": key, **args})
+        if self._args.api_key_file:
+            check_api_keys(self._args.api_key_file)
         self._client = EngineClient()
         config = await asyncio.to_thread(engine_config, self._args)
         self._config, self._tokenizer = await asyncio.to_thread(with_tokenizer, self._args, config)
+        self._tokenizing = TokenizingWorkers(self._tokenizer)
         self._gang = Gang(self._config, self._client, on_death=self._engine_died)
         self._serving = False
+        self._tokenizing.begin()  # while the ranks import torch
         try:
             await self._gang.start(ray.util.get_current_placement_group())
+            await self._tokenizing.ready()
         except BaseException:
             self._gang.close()
+            await self._tokenizing.close()
             raise
         self._serving = True
 
     async def __serve_build_asgi_app__(self) -> Any:
         replica = ray_serve.get_replica_context().replica_tag  # what Serve's own metrics call `replica` too
-        service = service_of(self._args, self._config, self._client, self._tokenizer, replica=replica)
+        service = service_of(self._args, self._config, self._client, self._tokenizer, self._tokenizing, replica=replica)
         app = create_app(service, echo_request_id=False)
         app.add_middleware(GoneClients)
         return app
 
     async def check_health(self) -> None:
-        """Raises when the engine is gone or hangs; Serve replaces the replica then.
+        """Raises when the engine is gone or hangs, or no text can be tokenized; Serve replaces the replica then.
 
-        One that hangs is ended here. Otherwise Serve would drain the replica first: its clients would wait that long
-        for answers that cannot come, only to be cut off, and a new engine would wait for the GPUs.
+        An engine that hangs is ended here. Otherwise Serve would drain the replica first: its clients would wait that
+        long for answers that cannot come, only to be cut off, and a new engine would wait for the GPUs.
         """
         ok, reason = self._client.health()
         if not ok:
@@ -109,9 +118,13 @@ class Replica:
                 self._gang.close()
                 self._engine_died(reason)
             raise RuntimeError(reason)
+        ok, reason = self._tokenizing.health()
+        if not ok:
+            raise RuntimeError(reason)
 
     async def __del__(self) -> None:
         self._gang.close()
+        await self._tokenizing.close()
         await self._client.close()
 
     def _engine_died(self, reason: str) -> None:

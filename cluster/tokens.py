@@ -6,8 +6,10 @@ same text leaves and the same stop string ends it. Speculation on or off therefo
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import islice
 from os.path import commonprefix
 from typing import Any, NamedTuple
@@ -22,14 +24,58 @@ _MOST_QUOTED = 64  # characters of what a caller sent, in an error
 _REPLACEMENT = "\ufffd"
 _MOST_INCOMPLETE = 3
 """Bytes of a character that lacks its last. Decoders write one U+FFFD for all of them or for each."""
+_MOST_ERROR_CHARS = 300
+_OWN_FIELD = "write it as a field of the request, beside messages"
+_INSTEAD = {
+    "chat_template": "the model's own chat template is used; it cannot be replaced per request; remove it",
+    "conversation": "write messages as a field of the request",
+    "conversations": "write messages as a field of the request",
+    **dict.fromkeys(("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"), _OWN_FIELD),
+}
+"""Of what a chat template's caller sets: where it belongs."""
 
 
 class PromptError(ValueError):
-    """What a caller sent cannot become tokens: broken text, or messages that the chat template refuses."""
+    """What a caller sent cannot become tokens: broken or endless text, messages that the chat template refuses."""
 
-    def __init__(self, message: str, *, param: str) -> None:
+    def __init__(self, message: str, *, param: str, code: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+        self.code = code
+
+
+class TextLimit(NamedTuple):
+    """The longest text that could fit: `tokens` of the context, each as long as the longest there is."""
+
+    tokens: int
+    chars: int
+
+    def check(self, num_chars: int, *, param: str) -> None:
+        """Raises PromptError. To be called before tokenizing, which takes many seconds for millions of characters."""
+        if num_chars > self.chars:
+            raise PromptError(
+                f"this model's maximum context length is {self.tokens} tokens, which {self.chars} characters fit into "
+                f"at the most, and the prompt has {num_chars}; shorten it",
+                param=param,
+                code="context_length_exceeded",
+            )
+
+
+def text_size(value: Any) -> int:
+    """Characters of all texts and names in a JSON value; everything else counts as one."""
+    size, left = 0, [value]
+    while left:
+        match left.pop():
+            case str() as text:
+                size += len(text)
+            case dict() as fields:
+                left += fields.keys()
+                left += fields.values()
+            case list() as items:
+                left += items
+            case _:
+                size += 1
+    return size
 
 
 class TokenText(NamedTuple):
@@ -49,6 +95,7 @@ class Tokenizer:
     def __init__(self, path: str, *, revision: str | None = None) -> None:
         from transformers import AutoTokenizer  # seconds of imports: only when an engine really starts
 
+        self.path, self.revision = path, revision
         # Left open, transformers would ask at the terminal about a folder that names code of its own (MiMo's does).
         self._tokenizer: Any = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
         # The Rust tokenizer decodes a ten-token window in 2 us, the Python wrapper around it in 30.
@@ -142,6 +189,55 @@ class Tokenizer:
                 found.append(spaced)
         return [ids for position, ids in enumerate(found) if ids and ids not in found[:position]]
 
+    @cached_property
+    def template_arguments(self) -> frozenset[str]:
+        """Names that rendering and the tokenizer itself give the chat template: no request may set these variables."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        calls = (self._tokenizer.apply_chat_template, render_jinja_template)
+        parameters = [parameter for call in calls for parameter in inspect.signature(call).parameters.values()]
+        named = {parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD}
+        return frozenset(named | self._tokenizer.special_tokens_map.keys() | {"self", "messages"})
+
+    def check_template_variables(self, variables: Mapping[str, Any]) -> None:
+        """Raises PromptError for what only the service may hand to a chat template, above all another template."""
+        if taken := sorted(variables.keys() & self.template_arguments):
+            instead = _INSTEAD.get(taken[0], "is not a variable of the template; remove it")
+            raise PromptError(f"chat_template_kwargs.{taken[0]}: {instead}", param="chat_template_kwargs")
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
+        """A conversation through the chat template.
+
+        Raises PromptError for what the caller's messages can cause, and for variables named as in `template_arguments`.
+        """
+        if not self.has_chat_template:
+            raise PromptError("this model has no chat template; use /v1/completions", param="messages")
+        if template_kwargs:
+            self.check_template_variables(template_kwargs)
+        self._check_roles(messages)
+        try:
+            return self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=None if tools is None else [dict(tool) for tool in tools],
+                **(template_kwargs or {}),
+            )
+        except MemoryError:
+            raise
+        except Exception as error:  # templates are user code: Jinja raises its own tree, filters anything at all
+            told = str(error)[:_MOST_ERROR_CHARS]  # one of transformers' quotes the whole conversation
+            raise PromptError(f"the chat template refused the messages: {told}", param="messages") from error
+
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -152,21 +248,14 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_special_tokens: bool = False,
     ) -> list[int]:
-        """Prompt ids of a conversation. Raises PromptError for what the caller's messages or template can cause."""
-        if not self.has_chat_template:
-            raise PromptError("this model has no chat template; use /v1/completions", param="messages")
-        self._check_roles(messages)
-        try:
-            text = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tools=None if tools is None else [dict(tool) for tool in tools],
-                **(template_kwargs or {}),
-            )
-        except Exception as error:  # templates are user code: Jinja raises its own tree, filters anything at all
-            raise PromptError(f"the chat template refused the messages: {error}", param="messages") from error
+        """Prompt ids of a conversation: `render`, then `encode`. Raises PromptError."""
+        text = self.render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            template_kwargs=template_kwargs,
+            tools=tools,
+        )
         return self.encode(text, add_special_tokens=add_special_tokens)
 
     def _check_roles(self, messages: Sequence[Mapping[str, Any]]) -> None:

@@ -74,6 +74,8 @@ class EngineArgs(Strict):
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     """0 takes a free one."""
     api_key: str | None = Field(default=None, repr=False)
+    api_key_file: str | None = None
+    """A file of keys, one a line, which is read anew with every request."""
 
     @property
     def model_id(self) -> str:
@@ -89,6 +91,10 @@ class EngineArgs(Strict):
             if self.no_speculation:
                 problems.append(Problem("no_speculation", "contradicts speculative_config; keep one of the two"))
             problems += self._draft_rules(spec)
+        if self.api_key is not None and not self.api_key.strip():
+            problems.append(Problem("api_key", "is empty; write a key, or leave it out"))
+        if self.api_key is not None and self.api_key_file is not None:
+            problems.append(Problem("api_key_file", "contradicts api_key; write that key into the file, or keep one"))
         if self.max_num_batched_tokens < self.max_num_seqs:
             problems.append(
                 Problem(

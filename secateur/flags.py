@@ -99,7 +99,18 @@ SERVER_FLAGS: dict[str, Any] = {
     "served_model_name": _flag(str, "--served-model-name", help="The name clients use [the model's]."),
     "host": _flag(str, "--host", help="Address to listen on [127.0.0.1]."),
     "port": _flag(int, "--port", help="Port to listen on; 0 takes a free one [8000]."),
-    "api_key": _flag(str, "--api-key", help="Require this key [the environment's SECATEUR_API_KEY, else none]."),
+    "api_key": _flag(
+        str,
+        "--api-key",
+        help="Require this key [the environment's SECATEUR_API_KEY, else none]. `ps` shows it to every user of this "
+        "machine; the environment and --api-key-file are not shown.",
+    ),
+    "api_key_file": _flag(
+        str,
+        "--api-key-file",
+        metavar="FILE",
+        help="Require one of this file's keys, one a line. Changes count from the next request on.",
+    ),
 }
 
 

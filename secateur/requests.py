@@ -40,6 +40,7 @@ MAX_WORD_CHARS = 128
 MAX_SALT_CHARS = 512
 MAX_TOKENS = 2**31 - 1
 _MOST_LISTED = 20
+MAX_ITEMS = 16_384  # messages, parts of one, prompts: a body of millions of them would keep the service busy reading
 
 TokenId = Annotated[int, Field(ge=0)]
 Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
@@ -245,6 +246,8 @@ class SamplingRequest(Body):
     def _ids_are_written_as_strings(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
+        if len(value) > MAX_TOKEN_IDS:  # before each of them is looked at
+            raise ValueError(f"must have at most {MAX_TOKEN_IDS} entries, not {len(value)}")
         if strange := [key for key in value if not _is_token_id(key)]:
             raise ValueError(f'keys are token ids, as in {{"50256": -100}} (got {listed(map(repr, strange))})')
         return {int(key): bias for key, bias in value.items()}
@@ -316,8 +319,14 @@ class CompletionRequest(SamplingRequest):
     """POST /v1/completions. `prompt`: a text, a list of texts, token ids, or a list of lists of token ids."""
 
     prompt: Annotated[
-        str | list[TokenId] | list[str] | list[list[TokenId]],
-        _told("must be a text, a list of texts, token ids, or a list of lists of token ids"),
+        str
+        | Annotated[list[TokenId], Field(fail_fast=True)]
+        | Annotated[list[str], Field(fail_fast=True, max_length=MAX_ITEMS)]
+        | Annotated[list[Annotated[list[TokenId], Field(fail_fast=True)]], Field(fail_fast=True, max_length=MAX_ITEMS)],
+        _told(
+            "must be a text, a list of texts, token ids, or a list of lists of token ids, "
+            f"of which there may be {MAX_ITEMS:,}"
+        ),
     ]
     add_special_tokens: bool = True
     echo: bool = False
@@ -372,8 +381,11 @@ class ChatMessage(Body):
     role: Annotated[str, Field(min_length=1)]
     """One of `ROLES`, or one that the model's chat template knows."""
     content: Annotated[
-        str | list[ContentPart] | None,
-        _told('must be a text or a list of {"type": "text", "text": ...}; nothing but text is understood'),
+        str | Annotated[list[ContentPart], Field(fail_fast=True, max_length=MAX_ITEMS)] | None,
+        _told(
+            'must be a text or a list of {"type": "text", "text": ...}; nothing but text is understood, '
+            f"in at most {MAX_ITEMS:,} parts"
+        ),
     ] = None
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
@@ -418,10 +430,13 @@ class Rendered(Body):
         return self
 
 
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_ITEMS)]
+
+
 class ChatCompletionRequest(SamplingRequest, Rendered):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Messages
     add_special_tokens: bool = False
     """Off, as chat templates write them already."""
     logprobs: bool = False
@@ -451,8 +466,8 @@ class TokenizeRequest(Rendered):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
-    tools: list[dict[str, Any]] | None = None
+    messages: Messages | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_ITEMS)] | None = None
     """For the chat template."""
     add_special_tokens: bool | None = None
     """None adds them to a prompt; chat templates write them already."""
@@ -477,4 +492,4 @@ class DetokenizeRequest(Body):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]

@@ -202,6 +202,29 @@ def test_the_key_is_read_from_the_environment_at_the_door(cluster, monkeypatch):
     assert [args.api_key for _, args in cluster] == ["from-env", "given"]
 
 
+def test_a_file_of_keys_is_read_at_the_door(cluster, monkeypatch, tmp_path, capsys):
+    file = tmp_path / "keys"
+    monkeypatch.setenv("SECATEUR_API_KEY", "from-env")
+    monkeypatch.chdir(tmp_path)
+    for text, complaint in (
+        (None, f"cannot read {file}"),
+        ("\n", f"{file} holds no key"),
+        ("a: b", f"line 1 of {file} has spaces"),
+    ):
+        if text is not None:
+            file.write_text(text)
+        assert cli.main(["serve", "--api-key-file", "keys"]) != 0
+        assert complaint in capsys.readouterr().err
+    file.write_text("a\nb\n")
+    assert cli.main(["serve", "--api-key-file", "keys"]) == 0
+    (tmp_path / "config.yaml").write_text(f"api_key_file: {file}")
+    assert cli.main(["serve", "--config", "config.yaml"]) == 0
+    # The environment's key is for those who name neither.
+    assert [(args.api_key, args.api_key_file) for _, args in cluster] == [(None, str(file))] * 2
+    assert cli.main(["serve", "--api-key-file", "keys", "--api-key", "x"]) != 0
+    assert "api_key_file: contradicts api_key" in capsys.readouterr().err
+
+
 def test_a_warning_is_one_line(cluster, capsys):
     assert cli.main(["serve", "-sc", '{"model": "x", "enable_draft_probs": true}']) == 0
     assert capsys.readouterr().err.startswith("secateur: warning: enable_draft_probs has no effect")

@@ -373,7 +373,7 @@ def test_an_unknown_nested_key_says_where():
 
 
 def test_a_key_like_nothing_lists_the_valid_ones():
-    assert "(valid: api_key, device," in refusal(EngineArgs, zzzzzz=1)
+    assert "(valid: api_key, api_key_file, device," in refusal(EngineArgs, zzzzzz=1)
 
 
 def test_dashes_in_keys_read_as_underscores():
@@ -433,6 +433,11 @@ def test_a_step_too_small_for_the_running_requests_is_refused():
 )
 def test_values_out_of_range_name_their_field(key, value):
     assert refusal(EngineArgs, **{key: value}).startswith(f"{key}: must be ")
+
+
+def test_a_key_and_a_file_of_keys_contradict_each_other_and_no_key_is_empty():
+    assert "api_key_file: contradicts api_key" in refusal(EngineArgs, api_key="a", api_key_file="keys")
+    assert "api_key: is empty; write a key, or leave it out" in refusal(EngineArgs, api_key=" ")
 
 
 def test_the_api_key_is_not_shown():

@@ -271,21 +271,6 @@ def test_what_tokenize_ignores_or_refuses_is_named(http: httpx2.Client) -> None:
     assert (response.status_code, error_of(response)["param"]) == (400, "chat_template")
 
 
-def test_long_lists_are_decoded_beside_the_loop(http: httpx2.Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    threads = []
-    for name in ("decode", "token_strings"):
-        work = getattr(Tokenizer, name)
-
-        def noted(*args: Any, _work: Any = work, **options: Any) -> Any:
-            threads.append(threading.current_thread().name)
-            return _work(*args, **options)
-
-        monkeypatch.setattr(Tokenizer, name, noted)
-    assert http.post("/detokenize", json={"tokens": [5, 6]}).status_code == 200
-    assert http.post("/tokenize", json={"prompt": "a", "return_token_strs": True}).status_code == 200
-    assert len(threads) == 2 and all(name.startswith("asyncio") for name in threads)  # the loop's pool, not the loop
-
-
 def test_detokenizing_an_unknown_id_is_a_400(http: httpx2.Client) -> None:
     assert http.post("/detokenize", json={"tokens": [99999]}).status_code == 400
 
