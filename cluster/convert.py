@@ -263,6 +263,8 @@ def _max_model_len(args: EngineArgs, spec: ModelSpec) -> int:
     length = args.max_model_len or spec.max_position_embeddings
     if length > limit:
         raise ConfigError(Problem("max_model_len", f"{length} is more than the model's {limit} positions; lower it"))
+    if problems := args.page_problems(length):
+        raise ConfigError(*problems)
     draft_limit = args.speculative_config.max_model_len if args.speculative_config else None
     if draft_limit is not None and draft_limit < length:
         raise ConfigError(
