@@ -29,7 +29,7 @@ from ray.serve.context import _get_global_client
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.actors import packages_folder
-from cluster.convert import engine_config, layout_config, settle, visible_gpus, with_tokenizer
+from cluster.convert import engine_config, fetch_weights, layout_config, settle, visible_gpus, with_tokenizer
 from cluster.engine_client import EngineClient
 from cluster.gang import Gang
 from cluster.ingress import PENDING_PER_SEQUENCE, create_app
@@ -71,6 +71,7 @@ class Replica:
         self._client = EngineClient()
         config = await asyncio.to_thread(engine_config, self._args)
         self._config, self._tokenizer = await asyncio.to_thread(with_tokenizer, self._args, config)
+        await asyncio.to_thread(fetch_weights, self._args, self._config)
         self._gang = Gang(self._config, self._client, on_death=self._engine_died)
         self._serving = False
         try:
@@ -213,7 +214,8 @@ def serve(args: EngineArgs) -> None:
     remote = os.environ.get("RAY_ADDRESS")
     if not remote:
         args = settle(args, num_gpus=visible_gpus())
-        with_tokenizer(args, engine_config(args))  # what cannot be served is told now, not after half a minute
+        config, _ = with_tokenizer(args, engine_config(args))  # what cannot be served is told now, not after a minute
+        fetch_weights(args, config)  # here, where its progress shows
     with _terminate_as_interrupt():
         try:
             with running(args, address=remote) as url:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import uvicorn
 
-from cluster.convert import engine_config, sampling_defaults, visible_gpus, with_tokenizer
+from cluster.convert import engine_config, fetch_weights, sampling_defaults, visible_gpus, with_tokenizer
 from cluster.engine_client import EngineClient
 from cluster.ingress import Service, create_app
 from cluster.local import LocalEngine
@@ -52,6 +52,7 @@ def local_service(args: EngineArgs) -> Iterator[str]:
     Raises ConfigError before anything starts, EngineDead if the engine does not come up. Afterwards nothing is left.
     """
     config, tokenizer = with_tokenizer(args, engine_config(args, num_gpus=visible_gpus()))
+    fetch_weights(args, config)
     sock = listening_socket(args.host, args.port)
     thread = _ServiceThread(args, config, tokenizer, sock)
     thread.start()

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from workers import checkpoint as checkpoint_module
-from workers.checkpoint import Weights, check_parallel, read_spec, resolve_path
+from workers.checkpoint import Weights, check_parallel, read_spec
 from workers.kernels.choose import TORCH
 from workers.kv import KVPool, OutOfPages, PageAllocator
 from workers.layers import TensorParallel
@@ -421,9 +421,3 @@ def test_end_of_text_ids_come_from_both_configs(tmp_path: Path) -> None:
     path = checkpoints.write_model(tmp_path, "llama")
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 5]}))
     assert read_spec(path).eos_token_ids == (1, 5)
-
-
-def test_a_folder_that_does_not_exist_says_so(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="no checkpoint folder"):
-        resolve_path(str(tmp_path / "nowhere"))
-    assert resolve_path(str(tmp_path)) == tmp_path
