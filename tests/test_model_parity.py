@@ -9,6 +9,8 @@ import json
 import logging
 import random
 import re
+import traceback
+from argparse import Namespace
 from pathlib import Path
 
 import checkpoints
@@ -284,6 +286,32 @@ def test_a_pytorch_file_of_either_format_is_read(tmp_path: Path, is_zip: bool) -
     tensor = torch.arange(6.0).view(3, 2)
     torch.save({"fc.weight": tensor}, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=is_zip)
     assert torch.equal(Weights(tmp_path).get("fc.weight", 0, 1, 3), tensor[1:2])
+
+
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_a_pickle_that_could_run_code_is_not_read_and_says_how_to_convert_it(tmp_path: Path, is_zip: bool) -> None:
+    content = {"fc.weight": torch.ones(2), "arguments": Namespace(lr=1)}
+    torch.save(content, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=is_zip)
+    with pytest.raises(ValueError, match=r"more than tensors \(argparse.Namespace\).*safetensors.torch.save_file") as told:
+        Weights(tmp_path)
+    assert "weights_only" not in "".join(traceback.format_exception(told.value))
+
+
+@pytest.mark.parametrize("content", [{"state_dict": {"fc.weight": torch.ones(2)}}, [torch.ones(2)]])
+def test_a_pickle_of_another_shape_says_how_to_convert_it(tmp_path: Path, content: object) -> None:
+    torch.save(content, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="no plain mapping of names to tensors; .*safetensors.torch.save_file"):
+        Weights(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+@pytest.mark.parametrize("size", [0, 4, 5000])
+def test_a_file_that_breaks_off_is_named(tmp_path: Path, name: str, size: int) -> None:
+    content = {"fc.weight": torch.ones(20000)}
+    (save_file if name.endswith(".safetensors") else torch.save)(content, tmp_path / name)
+    (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:size])
+    with pytest.raises(ValueError, match=f"{name} cannot be read .*: fetch or copy it again"):
+        Weights(tmp_path)
 
 
 @pytest.mark.parametrize(

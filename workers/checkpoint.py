@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
+import struct
 import zipfile
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
@@ -230,7 +231,7 @@ class Weights:
         rename: Callable[[str], str] = str,
     ) -> None:
         import torch
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
 
         self.path = Path(path)
         self.dtype = dtype
@@ -243,7 +244,10 @@ class Weights:
             if file.suffix == ".bin":
                 self._slices.update({rename(name): tensor for name, tensor in _read_pickle(file).items()})
                 continue
-            handle = safe_open(file, framework="pt", device="cpu")
+            try:
+                handle = safe_open(file, framework="pt", device="cpu")
+            except SafetensorError as error:
+                raise _damaged(file, error) from error
             self._slices.update({rename(name): handle.get_slice(name) for name in handle.keys()})  # noqa: SIM118
 
     def has(self, name: str) -> bool:
@@ -375,6 +379,10 @@ def _weight_files(path: Path) -> list[Path]:
     return files
 
 
+def _damaged(file: Path, error: Exception) -> ValueError:
+    return ValueError(f"{file} cannot be read ({str(error) or type(error).__name__}): fetch or copy it again")
+
+
 def _read_pickle(file: Path) -> dict[str, Tensor]:
     """The tensors of a pytorch_model.bin, mapped. Raises ValueError for one that holds anything else."""
     import torch
@@ -390,6 +398,8 @@ def _read_pickle(file: Path) -> dict[str, Tensor]:
             f"{file} is a pickle with {what}, and reading such a file would run code of its author's; take a checkpoint "
             f"with safetensors, or, where you trust it, {convert}"
         ) from None  # torch's own advice is to read it all the same
+    except (EOFError, OSError, RuntimeError, struct.error) as error:
+        raise _damaged(file, error) from error
     if not isinstance(tensors, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
         raise ValueError(f"{file} is no plain mapping of names to tensors; {convert}")
     return tensors
