@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from types import FrameType
@@ -23,6 +23,7 @@ from typing import Any
 import httpx2
 import ray
 from ray import serve as ray_serve
+from ray.autoscaler.v2.utils import is_autoscaler_v2
 from ray.exceptions import TaskCancelledError
 from ray.serve.config import HTTPOptions
 from ray.serve.context import _get_global_client
@@ -33,11 +34,12 @@ from cluster.convert import engine_config, fetch_weights, layout_config, settle,
 from cluster.engine_client import EngineClient
 from cluster.gang import Gang
 from cluster.ingress import PENDING_PER_SEQUENCE, create_app
-from cluster.placement import REPLICA_CPUS, group_bundles
+from cluster.placement import REPLICA_CPUS, Bundle, Resources, group_bundles, gpus_for, lacking
 from cluster.processes import descendants, is_running, name_of, wait_gone
 from cluster.service import base_url, listening_socket, service_of
 from secateur.config import AppArgs, EngineArgs
 from secateur.errors import ConfigError, Problem, SecateurError
+from workers.config import EngineConfig
 
 __all__ = ["APP_NAME", "Replica", "build", "local_cluster", "running", "serve"]
 
@@ -148,6 +150,11 @@ def build(args: AppArgs | Mapping[str, Any]) -> ray_serve.Application:
     engine_args = app.engine_args()
     if engine_args.device == "auto":
         engine_args = engine_args.model_copy(update={"device": _cluster_device(app)})
+    group, nodes = app.placement_group_config, _nodes()
+    on_one = group.strategy == "STRICT_PACK"
+    num_gpus = gpus_for(nodes, on_one=on_one, accelerator_type=app.accelerator_type)
+    if group.bundles is None:  # which say where the drafter goes
+        engine_args = _colocated_where_needed(engine_args, num_gpus, on_one)
     engine_args = settle(engine_args, num_gpus=None)
     config = layout_config(engine_args)
     options: dict[str, Any] = {
@@ -161,8 +168,7 @@ def build(args: AppArgs | Mapping[str, Any]) -> ray_serve.Application:
     actor_options = {"num_cpus": REPLICA_CPUS, "num_gpus": 0, **options.pop("ray_actor_options", {})}
     if actor_options["num_gpus"]:
         raise ConfigError("deployment_config.ray_actor_options.num_gpus: the replica itself uses no GPU; remove it")
-    group = app.placement_group_config
-    if group.strategy == "PACK":
+    if not on_one:
         _warn_of_other_nodes(engine_args)
     bundles = group_bundles(
         config,
@@ -171,9 +177,15 @@ def build(args: AppArgs | Mapping[str, Any]) -> ray_serve.Application:
         replica_cpus=actor_options["num_cpus"],
         accelerator_type=app.accelerator_type,
     )
-    need, found = sum(bundle.get("GPU", 0) for bundle in bundles), _cluster_gpus()
-    if ray.is_initialized() and need > found:  # no error: clusters grow
-        logger.warning("a replica needs %g GPUs, the cluster has %g: it waits until there are more", need, found)
+    need = sum(bundle.get("GPU", 0) for bundle in bundles)
+    if nodes and need > 0 and (num_gpus == 0 or not on_one and need > num_gpus):  # no error: nodes may still join
+        kind = f"{app.accelerator_type} GPUs" if app.accelerator_type else "GPUs"
+        logger.warning("a replica needs %g %s, the cluster has %g: it waits until there are more", need, kind, num_gpus)
+    if on_one and (short := lacking(bundles, nodes)):
+        told = _no_node_holds(bundles, nodes, short, config)
+        if group.bundles is None and not _grows():
+            raise ConfigError(told)
+        logger.warning("%s. It waits for such a node", told)
     deployment = ray_serve.deployment(
         **options,
         ray_actor_options=actor_options,
@@ -181,6 +193,67 @@ def build(args: AppArgs | Mapping[str, Any]) -> ray_serve.Application:
         placement_group_bundles=bundles,
     )
     return deployment(ray_serve.ingress()(Replica)).bind(engine_args.model_dump(exclude_unset=True))
+
+
+def _colocated_where_needed(args: EngineArgs, num_gpus: int, on_one: bool) -> EngineArgs:
+    """The drafter on the verifier's GPUs, if nobody has said where it goes and devices of its own are too many."""
+    spec, size = args.speculative_config, args.tensor_parallel_size
+    if args.device != "cuda" or spec is None or spec.draft_placement is not None or spec.method == "ngram":
+        return args
+    both = size + spec.draft_tensor_parallel_size
+    if not size <= num_gpus < both:
+        return args
+    logger.warning(
+        "draft_placement: colocated, since %s has %d GPUs: with devices of its own for the drafter an engine takes %d",
+        "the largest node" if on_one else "the cluster",
+        num_gpus,
+        both,
+    )
+    return args.model_copy(update={"speculative_config": spec.model_copy(update={"draft_placement": "colocated"})})
+
+
+def _no_node_holds(bundles: Sequence[Bundle], nodes: Sequence[Resources], short: list[str], config: EngineConfig) -> str:
+    """Why no node of the cluster can hold an engine, and what to write instead."""
+    counts = [
+        (name, sum(bundle.get(name, 0) for bundle in bundles), max(node.get(name, 0) for node in nodes))
+        for name in short
+    ]
+    need, most = (", ".join(f"{name}: {count[which]:g}" for name, *count in counts) for which in (0, 1))
+    gpus, on_cuda = max(node.get("GPU", 0) for node in nodes), config.device == "cuda"
+    instead = []
+    if config.draft is not None and config.draft.placement == "dedicated" and config.tensor_parallel_size <= gpus:
+        instead.append("draft_placement: colocated")
+    if "GPU" in short or not on_cuda:
+        instead.append("a smaller tensor_parallel_size")
+    if "CPU" in short:
+        instead.append(f"placement_group_config.bundle_per_worker: {'{GPU: 1, CPU: 0.1}' if on_cuda else '{CPU: 0.01}'}")
+    instead.append("placement_group_config.strategy: PACK for an engine across nodes")
+    return (
+        f"an engine's {len(bundles)} bundles need {need} on one node, of which no node has more than {most}: "
+        f"write {', or '.join(instead)}; if larger nodes are still to join, write placement_group_config.bundles out"
+    )
+
+
+def _nodes() -> list[Resources]:
+    """What the nodes of the connected cluster have, and those that its autoscaler says it may start; none without."""
+    if not ray.is_initialized():
+        return []
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]] + [dict(g.resources) for g in _node_groups()]
+
+
+def _grows() -> bool:
+    """Whether an autoscaler may start nodes that are larger than those there are.
+
+    Ray's own switch for it: KubeRay sets it with `enableInTreeAutoscaling`. The first autoscaler, which it replaced,
+    leaves no such trace.
+    """
+    return bool(_node_groups()) or is_autoscaler_v2(fetch_from_server=True)
+
+
+def _node_groups() -> list[Any]:
+    """Of a cluster whose autoscaler has told Ray what it may start. Ray's private way, as Ray Data asks for it."""
+    config = ray._private.state.state.get_cluster_config()
+    return [group for group in config.node_group_configs if group.max_count] if config else []
 
 
 def _warn_of_other_nodes(args: EngineArgs) -> None:
