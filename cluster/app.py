@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
 from types import FrameType
@@ -23,7 +23,6 @@ from typing import Any
 import httpx2
 import ray
 from ray import serve as ray_serve
-from ray.autoscaler.v2.utils import is_autoscaler_v2
 from ray.exceptions import TaskCancelledError
 from ray.serve.config import HTTPOptions
 from ray.serve.context import _get_global_client
@@ -34,12 +33,12 @@ from cluster.convert import engine_config, fetch_weights, layout_config, settle,
 from cluster.engine_client import EngineClient
 from cluster.gang import Gang
 from cluster.ingress import PENDING_PER_SEQUENCE, create_app
-from cluster.placement import REPLICA_CPUS, Bundle, Resources, group_bundles, gpus_for, lacking
+from cluster.nodes import may_grow, nodes_of_cluster
+from cluster.placement import REPLICA_CPUS, gpus_for, group_bundles, lacking, no_node_holds
 from cluster.processes import descendants, is_running, name_of, wait_gone
 from cluster.service import base_url, listening_socket, service_of
 from secateur.config import AppArgs, EngineArgs
 from secateur.errors import ConfigError, Problem, SecateurError
-from workers.config import EngineConfig
 
 __all__ = ["APP_NAME", "Replica", "build", "local_cluster", "running", "serve"]
 
@@ -150,7 +149,7 @@ def build(args: AppArgs | Mapping[str, Any]) -> ray_serve.Application:
     engine_args = app.engine_args()
     if engine_args.device == "auto":
         engine_args = engine_args.model_copy(update={"device": _cluster_device(app)})
-    group, nodes = app.placement_group_config, _nodes()
+    group, nodes = app.placement_group_config, nodes_of_cluster()
     on_one = group.strategy == "STRICT_PACK"
     num_gpus = gpus_for(nodes, on_one=on_one, accelerator_type=app.accelerator_type)
     if group.bundles is None:  # which say where the drafter goes
@@ -182,8 +181,8 @@ def build(args: AppArgs | Mapping[str, Any]) -> ray_serve.Application:
         kind = f"{app.accelerator_type} GPUs" if app.accelerator_type else "GPUs"
         logger.warning("a replica needs %g %s, the cluster has %g: it waits until there are more", need, kind, num_gpus)
     if on_one and (short := lacking(bundles, nodes)):
-        told = _no_node_holds(bundles, nodes, short, config)
-        if group.bundles is None and not _grows():
+        told = no_node_holds(bundles, nodes, short, config)
+        if group.bundles is None and not may_grow():
             raise ConfigError(told)
         logger.warning("%s. It waits for such a node", told)
     deployment = ray_serve.deployment(
@@ -210,50 +209,6 @@ def _colocated_where_needed(args: EngineArgs, num_gpus: int, on_one: bool) -> En
         both,
     )
     return args.model_copy(update={"speculative_config": spec.model_copy(update={"draft_placement": "colocated"})})
-
-
-def _no_node_holds(bundles: Sequence[Bundle], nodes: Sequence[Resources], short: list[str], config: EngineConfig) -> str:
-    """Why no node of the cluster can hold an engine, and what to write instead."""
-    counts = [
-        (name, sum(bundle.get(name, 0) for bundle in bundles), max(node.get(name, 0) for node in nodes))
-        for name in short
-    ]
-    need, most = (", ".join(f"{name}: {count[which]:g}" for name, *count in counts) for which in (0, 1))
-    gpus, on_cuda = max(node.get("GPU", 0) for node in nodes), config.device == "cuda"
-    instead = []
-    if config.draft is not None and config.draft.placement == "dedicated" and config.tensor_parallel_size <= gpus:
-        instead.append("draft_placement: colocated")
-    if "GPU" in short or not on_cuda:
-        instead.append("a smaller tensor_parallel_size")
-    if "CPU" in short:
-        instead.append(f"placement_group_config.bundle_per_worker: {'{GPU: 1, CPU: 0.1}' if on_cuda else '{CPU: 0.01}'}")
-    instead.append("placement_group_config.strategy: PACK for an engine across nodes")
-    return (
-        f"an engine's {len(bundles)} bundles need {need} on one node, of which no node has more than {most}: "
-        f"write {', or '.join(instead)}; if larger nodes are still to join, write placement_group_config.bundles out"
-    )
-
-
-def _nodes() -> list[Resources]:
-    """What the nodes of the connected cluster have, and those that its autoscaler says it may start; none without."""
-    if not ray.is_initialized():
-        return []
-    return [node["Resources"] for node in ray.nodes() if node["Alive"]] + [dict(g.resources) for g in _node_groups()]
-
-
-def _grows() -> bool:
-    """Whether an autoscaler may start nodes that are larger than those there are.
-
-    Ray's own switch for it: KubeRay sets it with `enableInTreeAutoscaling`. The first autoscaler, which it replaced,
-    leaves no such trace.
-    """
-    return bool(_node_groups()) or is_autoscaler_v2(fetch_from_server=True)
-
-
-def _node_groups() -> list[Any]:
-    """Of a cluster whose autoscaler has told Ray what it may start. Ray's private way, as Ray Data asks for it."""
-    config = ray._private.state.state.get_cluster_config()
-    return [group for group in config.node_group_configs if group.max_count] if config else []
 
 
 def _warn_of_other_nodes(args: EngineArgs) -> None:

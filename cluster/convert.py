@@ -113,8 +113,9 @@ def load_tokenizer(args: EngineArgs, config: EngineConfig) -> Tokenizer:
     try:
         return Tokenizer(str(folder))
     except Exception as error:  # whatever transformers raises for files that it cannot read
-        told = f"none could be read from {folder} ({_first_line(error)}); name a folder or a Hugging Face id that has one"
-        raise ConfigError(Problem("tokenizer", unreadable(folder) or told)) from error
+        reason = f"none could be read from {folder} ({_first_line(error)})"
+        told = unreadable(folder) or f"{reason}; name a folder or a Hugging Face id that has one"
+        raise ConfigError(Problem("tokenizer", told)) from error
 
 
 def _first_line(error: Exception) -> str:
@@ -173,8 +174,7 @@ def fetch_weights(args: EngineArgs, config: EngineConfig) -> None:
 
 
 def model_folder(name: str, revision: str | None = None) -> Path:
-    """The folder of a bundled alias, a path or a Hugging Face id, whose weights need not be there. Raises ConfigError.
-    """
+    """The folder of a bundled alias, a path or a Hugging Face id, whose weights need not be there. Raises ConfigError."""
     try:
         return resolve_path(resolve_model(name), revision)
     except FileNotFoundError as error:

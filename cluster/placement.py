@@ -71,6 +71,31 @@ def lacking(bundles: Sequence[Bundle], nodes: Sequence[Resources]) -> list[str]:
     return [name for name in need if most[name] < need[name]] or list(need)
 
 
+def no_node_holds(
+    bundles: Sequence[Bundle], nodes: Sequence[Resources], short: Sequence[str], config: EngineConfig
+) -> str:
+    """Why no node of the cluster can hold an engine, and what to write instead. short: what is `lacking`."""
+    counts = [
+        (name, sum(bundle.get(name, 0) for bundle in bundles), max(node.get(name, 0) for node in nodes))
+        for name in short
+    ]
+    need, most = (", ".join(f"{name}: {count[which]:g}" for name, *count in counts) for which in (0, 1))
+    gpus, on_cuda = max(node.get("GPU", 0) for node in nodes), config.device == "cuda"
+    instead = []
+    if config.draft is not None and config.draft.placement == "dedicated" and config.tensor_parallel_size <= gpus:
+        instead.append("draft_placement: colocated")
+    if "GPU" in short or not on_cuda:
+        instead.append("a smaller tensor_parallel_size")
+    if "CPU" in short:
+        shape = "{GPU: 1, CPU: 0.1}" if on_cuda else "{CPU: 0.01}"
+        instead.append(f"placement_group_config.bundle_per_worker: {shape}")
+    instead.append("placement_group_config.strategy: PACK for an engine across nodes")
+    return (
+        f"an engine's {len(bundles)} bundles need {need} on one node, of which no node has more than {most}: "
+        f"write {', or '.join(instead)}; if larger nodes are still to join, write placement_group_config.bundles out"
+    )
+
+
 def _default_bundle(config: EngineConfig) -> Bundle:
     return {"GPU": 1.0, "CPU": 1.0} if config.device == "cuda" else {"CPU": CPU_WORKER_CPUS}
 

@@ -61,11 +61,11 @@ class EngineArgs(Strict):
     """Server seed for requests that bring none; None draws one per request."""
     max_model_len: Annotated[int, Field(ge=SHORTEST_REQUEST)] | None = None
     """Prompt plus output, in tokens; None is the model's own limit."""
-    max_num_seqs: PositiveInt = 64
-    max_num_batched_tokens: PositiveInt = 2048
-    page_size: PositiveInt = 16
+    max_num_seqs: Annotated[int, Field(ge=1, le=1 << 16)] = 64
+    max_num_batched_tokens: Annotated[int, Field(ge=1, le=1 << 24)] = 2048
+    page_size: Annotated[int, Field(ge=1, le=1 << 12)] = 16
     """Tokens per KV page."""
-    num_pages: PositiveInt | None = None
+    num_pages: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
     """KV pages, of which page 0 is never used; None fits them to memory."""
     enable_prefix_caching: bool = True
     """Requests that begin alike compute their common beginning once."""
@@ -113,13 +113,9 @@ class EngineArgs(Strict):
             return []
         longest = (self.num_pages - 1) * self.page_size - tree_rows
         instead = f", or lower max_model_len to {longest}" if longest >= SHORTEST_REQUEST else ""
-        return [
-            Problem(
-                "num_pages",
-                f"{self.num_pages} KV page{'s' * (self.num_pages > 1)} of page_size={self.page_size} tokens cannot hold "
-                f"a request of max_model_len={max_model_len}: write at least {least}{instead}",
-            )
-        ]
+        pages = f"{self.num_pages} KV page{'s' * (self.num_pages > 1)} of page_size={self.page_size} tokens"
+        asked = f"a request of max_model_len={max_model_len}"
+        return [Problem("num_pages", f"{pages} cannot hold {asked}: write at least {least}{instead}")]
 
     def _draft_rules(self, spec: SpeculativeConfig) -> list[Problem]:
         problems = []

@@ -48,16 +48,17 @@ class _Answer(BaseHTTPRequestHandler):
                     found = {"id": f"{organisation}/{model}", "modelId": f"{organisation}/{model}", "sha": COMMIT}
                     found |= {"siblings": [{"rfilename": name} for name in files], "private": False, "tags": []}
                 self._send(200 if files else 404, json.dumps(found).encode())
-            case [organisation, model, "resolve", _, *name] if (path := self._path(organisation, model, name)).is_file():
+            case [_, _, "resolve", _, *name] if (path := self._path(parts)).is_file():
                 if self.command == "GET":
-                    self.server.fetched.append(f"{organisation}/{model}:{'/'.join(name)}")
+                    self.server.fetched.append(f"{parts[0]}/{parts[1]}:{'/'.join(name)}")
                 self._send(200, path.read_bytes())
             case _:
                 self._send(404, b"{}")
 
     do_HEAD = do_GET
 
-    def _path(self, organisation: str, model: str, name: list[str]) -> Path:
+    def _path(self, parts: list[str]) -> Path:
+        organisation, model, _, _, *name = parts
         return self.server.root.joinpath(organisation, model, *name)
 
     def _send(self, status: int, body: bytes) -> None:

@@ -613,3 +613,9 @@ def test_a_refusal_of_too_few_pages_says_which_length_would_fit():
 def test_pages_that_hold_no_request_at_all_are_refused_before_the_model_is_known(pages):
     fields = {"model": "/nowhere", "page_size": 16, "speculative_config": {"method": "ngram"}}
     assert "write at least 3" in refusal(EngineArgs.load, {**fields, "num_pages": pages})
+
+
+@pytest.mark.parametrize("name", ["max_num_seqs", "max_num_batched_tokens", "page_size", "num_pages"])
+def test_numbers_that_no_engine_could_hold_are_refused_before_one_starts(name):
+    fields = {"max_num_seqs": 1, "model": "/nowhere", name: 10**30}
+    assert f"{name}: must be less than" in refusal(EngineArgs.load, fields)

@@ -292,7 +292,9 @@ def test_a_pytorch_file_of_either_format_is_read(tmp_path: Path, is_zip: bool) -
 def test_a_pickle_that_could_run_code_is_not_read_and_says_how_to_convert_it(tmp_path: Path, is_zip: bool) -> None:
     content = {"fc.weight": torch.ones(2), "arguments": Namespace(lr=1)}
     torch.save(content, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=is_zip)
-    with pytest.raises(ValueError, match=r"more than tensors \(argparse.Namespace\).*safetensors.torch.save_file") as told:
+    with pytest.raises(
+        ValueError, match=r"more than tensors \(argparse.Namespace\).*safetensors.torch.save_file"
+    ) as told:
         Weights(tmp_path)
     assert "weights_only" not in "".join(traceback.format_exception(told.value))
 

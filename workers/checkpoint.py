@@ -395,8 +395,8 @@ def _read_pickle(file: Path) -> dict[str, Tensor]:
         found = re.search(r"(?:GLOBAL|global) ([\w.]+)", str(error))
         what = f"more than tensors ({found[1]})" if found else "no tensors that can be read"
         raise ValueError(
-            f"{file} is a pickle with {what}, and reading such a file would run code of its author's; take a checkpoint "
-            f"with safetensors, or, where you trust it, {convert}"
+            f"{file} is a pickle with {what}, and reading such a file would run code of its author's; take a "
+            f"checkpoint with safetensors, or, where you trust it, {convert}"
         ) from None  # torch's own advice is to read it all the same
     except (EOFError, OSError, RuntimeError, struct.error) as error:
         raise _damaged(file, error) from error

@@ -8,7 +8,6 @@ Two steps, so that a model which cannot run is refused before gigabytes of it ar
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from pathlib import Path
 
 from workers.checkpoint import weight_names
@@ -60,7 +59,7 @@ def fetch_weights(name: str, folder: Path) -> None:
         raise FileNotFoundError(f"no weights in {folder}: {', '.join(missing)} not found")
 
 
-def _names_on_hub(name: str, commit: str) -> Collection[str]:
+def _names_on_hub(name: str, commit: str) -> set[str]:
     """The files of a repository; none if the hub cannot be asked, as where only the cache is to be used."""
     from huggingface_hub import HfApi
 
