@@ -174,7 +174,7 @@ def fetch_weights(args: EngineArgs, config: EngineConfig) -> None:
 
 
 def model_folder(name: str, revision: str | None = None) -> Path:
-    """The folder of a bundled alias, a path or a Hugging Face id, whose weights need not be there. Raises ConfigError."""
+    """The folder of a bundled alias, a path or a Hugging Face id; its weights may be missing. Raises ConfigError."""
     try:
         return resolve_path(resolve_model(name), revision)
     except FileNotFoundError as error:
