@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from cluster.tokenizer_files import unreadable
+from cluster.tokenizer_files import lacking_package
 from cluster.tokens import Tokenizer
 from secateur.config import EngineArgs, SpeculativeConfig, resolve_model
 from secateur.errors import ConfigError, Problem
@@ -110,12 +110,14 @@ def engine_config(args: EngineArgs, *, num_gpus: int | None = None) -> EngineCon
 def load_tokenizer(args: EngineArgs, config: EngineConfig) -> Tokenizer:
     """The tokenizer asked for, else the model's own. Raises ConfigError."""
     folder = Path(config.model_path) if args.tokenizer is None else model_folder(args.tokenizer, args.revision)
+    if lack := lacking_package(folder):  # before transformers guesses at the file and warns
+        raise ConfigError(Problem("tokenizer", lack))
     try:
         return Tokenizer(str(folder))
     except Exception as error:  # whatever transformers raises for files that it cannot read
         reason = f"none could be read from {folder} ({_first_line(error)})"
-        told = unreadable(folder) or f"{reason}; name a folder or a Hugging Face id that has one"
-        raise ConfigError(Problem("tokenizer", told)) from error
+        message = f"{reason}; name a folder or a Hugging Face id that has one"
+        raise ConfigError(Problem("tokenizer", message)) from error
 
 
 def _first_line(error: Exception) -> str:

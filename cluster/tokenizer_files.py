@@ -1,4 +1,4 @@
-"""Why a folder's tokenizer cannot be read: formats that transformers converts with the help of other packages."""
+"""Tokenizers in formats that transformers converts with the help of other packages: which of those is missing."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from pathlib import Path
 
 EXTRA = "secateur[tokenizers]"
 
+_READ_AS_THEY_ARE = ("tokenizer.json", "vocab.json", "vocab.txt")
+
 # Module -> the package that brings it.
 _SENTENCEPIECE = {"sentencepiece": "sentencepiece", "google.protobuf": "protobuf"}
 _TIKTOKEN = {"tiktoken": "tiktoken"}
 _TEKKEN = {"mistral_common": "mistral-common"}
 
 
-def unreadable(folder: Path) -> str | None:
-    """What to install for a folder whose tokenizer could not be read; None if nothing is missing for it."""
+def lacking_package(folder: Path) -> str | None:
+    """What to install before a folder's tokenizer can be read; None if nothing is missing for it."""
     for name, needed in _needs(folder).items():
         if missing := [package for module, package in needed.items() if not _is_installed(module)]:
             return (
@@ -25,8 +27,8 @@ def unreadable(folder: Path) -> str | None:
 
 
 def _needs(folder: Path) -> dict[str, dict[str, str]]:
-    """File -> what reading it takes; nothing where there is a tokenizer.json, which is read as it is."""
-    if (folder / "tokenizer.json").exists():
+    """File -> what reading it takes; nothing where there are files that are read as they are."""
+    if any((folder / name).exists() for name in _READ_AS_THEY_ARE):
         return {}
     if (folder / "tekken.json").exists():
         return {"tekken.json": _TEKKEN}

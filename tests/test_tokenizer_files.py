@@ -16,7 +16,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from cluster.convert import engine_config, load_tokenizer
-from cluster.tokenizer_files import EXTRA, unreadable
+from cluster.tokenizer_files import EXTRA, lacking_package
 from secateur.config import EngineArgs
 from secateur.errors import ConfigError
 
@@ -76,10 +76,13 @@ def test_a_folder_that_takes_another_package_names_it_and_the_extra_in_one_line(
     assert f"pip install '{EXTRA}'" in message and "\n" not in message
 
 
-def test_nothing_is_to_be_installed_where_there_is_a_tokenizer_json(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("without_packages")
+@pytest.mark.parametrize("name", ["tokenizer.json", "vocab.json", "vocab.txt"])
+def test_nothing_is_to_be_installed_where_a_file_is_read_as_it_is(tmp_path: Path, name: str) -> None:
     (tmp_path / "tokenizer.model").write_bytes(SENTENCEPIECE)
-    (tmp_path / "tokenizer.json").write_text("{")
-    assert unreadable(tmp_path) is None
+    assert lacking_package(tmp_path) is not None
+    (tmp_path / name).write_text("{")
+    assert lacking_package(tmp_path) is None
 
 
 @pytest.mark.parametrize(("name", "content", "package"), FORMATS)
