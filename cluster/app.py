@@ -31,12 +31,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster import proxy
 from cluster.actors import packages_folder
-from cluster.convert import engine_config, layout_config, settle, visible_gpus, with_tokenizer
+from cluster.convert import engine_config, fetch_weights, layout_config, settle, visible_gpus, with_tokenizer
 from cluster.engine_client import EngineClient
 from cluster.gang import Gang
 from cluster.ingress import PENDING_PER_SEQUENCE, create_app
 from cluster.listening import base_url, check_port, listening_socket
-from cluster.placement import REPLICA_CPUS, group_bundles
+from cluster.nodes import may_grow, nodes_of_cluster
+from cluster.placement import REPLICA_CPUS, gpus_for, group_bundles, lacking, no_node_holds
 from cluster.processes import descendants, is_running, name_of, wait_gone
 from cluster.progress import Progress, forget, tell, told
 from cluster.service import service_of
@@ -86,6 +87,7 @@ class Replica:
         self._client = EngineClient()
         config = await asyncio.to_thread(engine_config, self._args)
         self._config, self._tokenizer = await asyncio.to_thread(with_tokenizer, self._args, config)
+        await asyncio.to_thread(fetch_weights, self._args, self._config)
         self._tokenizing = TokenizingWorkers(self._tokenizer)
         self._gang = Gang(self._config, self._client, on_death=self._engine_died)
         self._serving = False
@@ -170,6 +172,11 @@ def build(args: AppArgs | Mapping[str, Any]) -> ray_serve.Application:
     engine_args = app.engine_args()
     if engine_args.device == "auto":
         engine_args = engine_args.model_copy(update={"device": _cluster_device(app)})
+    group, nodes = app.placement_group_config, nodes_of_cluster()
+    on_one = group.strategy == "STRICT_PACK"
+    num_gpus = gpus_for(nodes, on_one=on_one, accelerator_type=app.accelerator_type)
+    if group.bundles is None:  # which say where the drafter goes
+        engine_args = _colocated_where_needed(engine_args, num_gpus, on_one)
     engine_args = settle(engine_args, num_gpus=None)
     config = layout_config(engine_args)
     options: dict[str, Any] = {
@@ -183,8 +190,7 @@ def build(args: AppArgs | Mapping[str, Any]) -> ray_serve.Application:
     actor_options = {"num_cpus": REPLICA_CPUS, "num_gpus": 0, **options.pop("ray_actor_options", {})}
     if actor_options["num_gpus"]:
         raise ConfigError("deployment_config.ray_actor_options.num_gpus: the replica itself uses no GPU; remove it")
-    group = app.placement_group_config
-    if group.strategy == "PACK":
+    if not on_one:
         _warn_of_other_nodes(engine_args)
     bundles = group_bundles(
         config,
@@ -193,9 +199,15 @@ def build(args: AppArgs | Mapping[str, Any]) -> ray_serve.Application:
         replica_cpus=actor_options["num_cpus"],
         accelerator_type=app.accelerator_type,
     )
-    need, found = sum(bundle.get("GPU", 0) for bundle in bundles), _cluster_gpus()
-    if ray.is_initialized() and need > found:  # no error: clusters grow
-        logger.warning("a replica needs %g GPUs, the cluster has %g: it waits until there are more", need, found)
+    need = sum(bundle.get("GPU", 0) for bundle in bundles)
+    if nodes and need > 0 and (num_gpus == 0 or not on_one and need > num_gpus):  # no error: nodes may still join
+        kind = f"{app.accelerator_type} GPUs" if app.accelerator_type else "GPUs"
+        logger.warning("a replica needs %g %s, the cluster has %g: it waits until there are more", need, kind, num_gpus)
+    if on_one and (short := lacking(bundles, nodes)):
+        told = no_node_holds(bundles, nodes, short, config)
+        if group.bundles is None and not may_grow():
+            raise ConfigError(told)
+        logger.warning("%s. It waits for such a node", told)
     deployment = ray_serve.deployment(
         **options,
         ray_actor_options=actor_options,
@@ -203,6 +215,23 @@ def build(args: AppArgs | Mapping[str, Any]) -> ray_serve.Application:
         placement_group_bundles=bundles,
     )
     return deployment(ray_serve.ingress()(Replica)).bind(engine_args.model_dump(exclude_unset=True))
+
+
+def _colocated_where_needed(args: EngineArgs, num_gpus: int, on_one: bool) -> EngineArgs:
+    """The drafter on the verifier's GPUs, if nobody has said where it goes and devices of its own are too many."""
+    spec, size = args.speculative_config, args.tensor_parallel_size
+    if args.device != "cuda" or spec is None or spec.draft_placement is not None or spec.method == "ngram":
+        return args
+    both = size + spec.draft_tensor_parallel_size
+    if not size <= num_gpus < both:
+        return args
+    logger.warning(
+        "draft_placement: colocated, since %s has %d GPUs: with devices of its own for the drafter an engine takes %d",
+        "the largest node" if on_one else "the cluster",
+        num_gpus,
+        both,
+    )
+    return args.model_copy(update={"speculative_config": spec.model_copy(update={"draft_placement": "colocated"})})
 
 
 def _warn_of_other_nodes(args: EngineArgs) -> None:
@@ -239,7 +268,9 @@ def serve(args: EngineArgs) -> None:
         if not remote:
             with progress.during("reading the model's configuration and tokenizer"):
                 args = settle(args, num_gpus=visible_gpus())
-                with_tokenizer(args, engine_config(args))  # what cannot be served is told now, not after half a minute
+                config, _ = with_tokenizer(args, engine_config(args))  # what cannot be served is told now
+            with progress.during("fetching weights that are not here yet"):
+                fetch_weights(args, config)
         with running(args, address=remote, progress=progress) as url:
             print(f"Secateur serves {args.model_id} at {url}/v1 (Ctrl-C stops it)", flush=True)
             if remote:  # watched there; from here its address may not even be reachable

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import uvicorn
 
-from cluster.convert import engine_config, sampling_defaults, visible_gpus, with_tokenizer
+from cluster.convert import engine_config, fetch_weights, sampling_defaults, visible_gpus, with_tokenizer
 from cluster.engine_client import EngineClient
 from cluster.http_limits import LimitedProtocol
 from cluster.ingress import Service, create_app
@@ -67,6 +67,7 @@ def local_service(args: EngineArgs) -> Iterator[str]:
         check_api_keys(args.api_key_file)
     with listening_socket(args.host, args.port) as sock:  # first: what follows takes seconds, or a download
         config, tokenizer = with_tokenizer(args, engine_config(args, num_gpus=visible_gpus()))
+        fetch_weights(args, config)
         thread = _ServiceThread(args, config, tokenizer, sock)
         thread.start()
         try:

@@ -82,7 +82,7 @@ ENGINE_FLAGS: dict[str, Any] = {
     "max_num_seqs": _flag(int, "--max-num-seqs", help="Requests running at once [64]."),
     "max_num_batched_tokens": _flag(int, "--max-num-batched-tokens", help="Tokens per step [2048]."),
     "page_size": _flag(int, "--page-size", help="Tokens per KV page [16]."),
-    "num_pages": _flag(int, "--num-pages", help="KV pages [as many as fit]."),
+    "num_pages": _flag(int, "--num-pages", help="KV pages, of which one is never used [as many as fit]."),
     "enable_prefix_caching": _flag(
         bool,
         "--enable-prefix-caching/--no-enable-prefix-caching",

@@ -206,6 +206,24 @@ def test_max_model_len_defaults_to_the_model_s_and_may_not_exceed_it() -> None:
         engine_config(args(max_model_len=limit + 1))
 
 
+def test_pages_that_do_not_hold_a_request_of_the_model_s_own_length_are_refused() -> None:
+    limit = engine_config(args()).max_model_len
+    with pytest.raises(ConfigError, match=f"num_pages: 20 .* of max_model_len={limit}: write at least [0-9]+"):
+        engine_config(args(num_pages=20))
+    assert engine_config(args(num_pages=20, max_model_len=200)).num_pages == 20
+
+
+@pytest.mark.parametrize("length", [2, 300])
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("draft", [{"no_speculation": True}, draft_args(num_speculative_tokens=63)])
+def test_the_door_and_the_engine_agree_on_the_fewest_pages(length: int, page_size: int, draft: dict[str, Any]) -> None:
+    given = {"max_model_len": length, "page_size": page_size, **draft}
+    least = 1 + engine_config(args(**given)).pages_for(length)
+    assert args(num_pages=least, **given).num_pages == least
+    with pytest.raises(ConfigError, match=f"num_pages: .* at least {least}"):
+        args(num_pages=least - 1, **given)
+
+
 def test_a_tokenizer_s_own_end_of_text_ends_answers_too(tmp_path: Path) -> None:
     """Fine-tuning for chats often changes it alone."""
     taken = args(model=str(shutil.copytree(BUNDLED / "target", tmp_path / "model")), no_speculation=True)

@@ -13,7 +13,7 @@ import torch
 from cluster.bench.output import Say
 from cluster.bench.prompts import encode_prompts
 from cluster.bench.scaled import scaled_pair
-from cluster.convert import engine_config, load_tokenizer, settle, visible_gpus
+from cluster.convert import engine_config, fetch_weights, load_tokenizer, settle, visible_gpus
 from cluster.folders import OwnedFolder
 from secateur.bench import TargetSize
 from secateur.config import EngineArgs, resolve_model
@@ -68,6 +68,7 @@ def workload(args: EngineArgs, texts: Sequence[Prompt], *, max_tokens: int, max_
         raise ConfigError(
             Problem("--max-tokens", f"the longest request takes {longest} tokens, max_model_len is {limit}")
         )
+    fetch_weights(args, config)
     config = replace(config, max_model_len=longest, max_num_seqs=max_num_seqs, enable_prefix_caching=False)
     # Without a number, each of several engines on one GPU would take all of it.
     pages = 1 + max_num_seqs * config.pages_for(longest)
