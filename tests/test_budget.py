@@ -234,6 +234,15 @@ def test_what_a_threshold_keeps_out_is_counted_where_it_would_have_been(shape):
         assert len(weights(pruned)) + pruned.pruned_BD.sum() == num_nodes
 
 
+def test_what_a_cut_takes_from_a_chain_is_counted_at_its_end():
+    asks = [Ask(model=m, num_nodes=3) for m in range(8)]
+    cut = grown(asks, costs(node=0.7), CHAIN)
+    kept = [len(weights(cut, b)) for b in range(len(asks))]
+    assert len(set(kept)) > 1
+    for row, k in zip(cut.pruned_BD.tolist(), kept, strict=True):
+        assert row[:k] == [0] * k and sum(row) == 3 - k
+
+
 # ---- what things cost
 
 
