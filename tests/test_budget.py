@@ -144,6 +144,12 @@ def test_requests_get_the_same_tree_together_and_alone_while_nothing_costs_anyth
         assert weights(together, b) == pytest.approx(weights(grown([ask])), rel=1e-6)
 
 
+def test_the_search_ends_when_the_draft_models_rows_do():
+    """Candidates that fall out have had their rows: `grown` asserts that nobody is given more than there are."""
+    for model in range(30):
+        assert len(weights(grown([Ask(model=model, num_nodes=4)]))) == 4
+
+
 def test_rows_are_breadth_first_and_parents_in_order():
     trees = grown([Ask(model=m, num_nodes=14) for m in range(5)]).trees
     for begin, end in zip(trees.offsets, trees.offsets[1:], strict=False):

@@ -275,6 +275,16 @@ def test_a_draft_that_knows_the_target_is_accepted_whole_under_constraints(const
         assert stats.num_accepted_tokens == stats.num_verified_tokens > 40
 
 
+@pytest.mark.parametrize("cut", [{"min_p": 0.3}, {"top_p": 0.6}, {"top_k": 2}, {"temperature": 0.4}], ids=str)
+def test_a_draft_that_knows_the_target_is_accepted_whole_whatever_is_cut_off(cut):
+    with Bench(RandomLanguage(vocab=8, error=0.0), "eagle3", CHAIN_3) as bench:
+        bench.submit([7], 60, SamplingParams(seed=9))
+        own = bench.submit([5, 6], 60, SamplingParams(seed=5, **cut))
+        bench.run()
+        stats = bench.answers[own].last.stats
+        assert stats.num_accepted_tokens == stats.num_verified_tokens > 40
+
+
 @pytest.mark.parametrize("method", [None, "eagle3"])
 def test_a_bad_word_begins_and_ends_in_the_answer(method):
     """As in vLLM: what the prompt says is not the model's."""
