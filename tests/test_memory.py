@@ -12,6 +12,7 @@ import torch
 
 from workers import memory
 from workers.config import DraftConfig, EngineConfig
+from workers.kv import KVPool
 from workers.memory import agree_on_pages, logits_bytes, ranks_on_device_of
 
 GIB = 1 << 30
@@ -119,3 +120,9 @@ def test_too_little_for_one_request_is_an_error_with_numbers(monkeypatch):
         ValueError, match="room for 15 pages of 16 tokens.*max_model_len 1024 needs 65.*num_speculative_tokens"
     ):
         pages(monkeypatch, engine(max_model_len=1024), [1 << 20], [0.25 * GIB])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_slot_takes_what_is_said_of_it(dtype):
+    pool = KVPool(3, 32, 2, 24, dtype, "cpu")
+    assert pool.data.nbytes == 32 * KVPool.bytes_per_slot(3, 2, 24, dtype)
