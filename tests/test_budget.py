@@ -144,6 +144,12 @@ def test_requests_get_the_same_tree_together_and_alone_while_nothing_costs_anyth
         assert weights(together, b) == pytest.approx(weights(grown([ask])), rel=1e-6)
 
 
+def test_the_search_ends_when_the_draft_models_rows_do():
+    """Candidates that fall out have had their rows: `grown` asserts that nobody is given more than there are."""
+    for model in range(30):
+        assert len(weights(grown([Ask(model=model, num_nodes=4)]))) == 4
+
+
 def test_rows_are_breadth_first_and_parents_in_order():
     trees = grown([Ask(model=m, num_nodes=14) for m in range(5)]).trees
     for begin, end in zip(trees.offsets, trees.offsets[1:], strict=False):
@@ -232,6 +238,15 @@ def test_what_a_threshold_keeps_out_is_counted_where_it_would_have_been(shape):
     for model in range(5):
         pruned = grown([Ask(model=model, num_nodes=6, path_prob=0.4, min_prob=0.3, auto=False)], shape=shape)
         assert len(weights(pruned)) + pruned.pruned_BD.sum() == num_nodes
+
+
+def test_what_a_cut_takes_from_a_chain_is_counted_at_its_end():
+    asks = [Ask(model=m, num_nodes=3) for m in range(8)]
+    cut = grown(asks, costs(node=0.7), CHAIN)
+    kept = [len(weights(cut, b)) for b in range(len(asks))]
+    assert len(set(kept)) > 1
+    for row, k in zip(cut.pruned_BD.tolist(), kept, strict=True):
+        assert row[:k] == [0] * k and sum(row) == 3 - k
 
 
 # ---- what things cost

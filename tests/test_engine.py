@@ -253,24 +253,36 @@ def test_a_request_brings_its_own_thresholds():
 
 
 CONSTRAINTS = {
-    "penalties": Constraints(presence_penalty=1.0, frequency_penalty=1.5, repetition_penalty=1.3),
-    "bias": Constraints(logit_bias={3: 6.0, 4: 5.0}),
-    "bad words": Constraints(bad_words=[[token] for token in range(20)]),
-    "allowed ids": Constraints(allowed_token_ids=[1, 2, 30]),
+    "penalties": Constraints(presence_penalty=1.0, frequency_penalty=0.8, repetition_penalty=1.3),
+    "bias": Constraints(logit_bias={3: 4.0, 4: 3.0}),
+    "bad words": Constraints(bad_words=[[0], *([a, b, (a + b) % 8] for a in range(8) for b in range(8))]),
+    "allowed ids": Constraints(allowed_token_ids=[1, 2, 6]),
+    "minimum length": Constraints(min_tokens=30),
 }
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("constraints", CONSTRAINTS.values(), ids=CONSTRAINTS)
-def test_a_draft_that_knows_the_target_is_accepted_whole_under_constraints(constraints):
+def test_a_draft_that_knows_the_target_is_accepted_whole_under_constraints(constraints, temperature):
     """The drafter hears of the constraints, and of whom: the request before this one is fed and gets no tree."""
-    language, greedy = RandomLanguage(error=0.0), SamplingParams(temperature=0.0)
-    with Bench(language, "eagle3", CHAIN_3) as bench:
-        bench.submit([7], 33, greedy, speculation=Speculation(num_tokens=0))
-        own = bench.submit([5, 6], 33, replace(greedy, constraints=constraints))
+    language, params = RandomLanguage(vocab=8, error=0.0), SamplingParams(temperature=temperature, seed=5)
+    with Bench(language, "eagle3", CHAIN_3, eos_token_ids=(7,)) as bench:
+        bench.submit([7], 60, params, speculation=Speculation(num_tokens=0), ignore_eos=True)
+        own = bench.submit([5, 6], 60, replace(params, constraints=constraints), ignore_eos=True)
         bench.run()
         assert all(request.num_nodes_B.tolist()[0] == 0 for request in bench.drafter.requests)
         stats = bench.answers[own].last.stats
-        assert stats.num_accepted_tokens == stats.num_verified_tokens > 20
+        assert stats.num_accepted_tokens == stats.num_verified_tokens > 40
+
+
+@pytest.mark.parametrize("cut", [{"min_p": 0.3}, {"top_p": 0.6}, {"top_k": 2}, {"temperature": 0.4}], ids=str)
+def test_a_draft_that_knows_the_target_is_accepted_whole_whatever_is_cut_off(cut):
+    with Bench(RandomLanguage(vocab=8, error=0.0), "eagle3", CHAIN_3) as bench:
+        bench.submit([7], 60, SamplingParams(seed=9))
+        own = bench.submit([5, 6], 60, SamplingParams(seed=5, **cut))
+        bench.run()
+        stats = bench.answers[own].last.stats
+        assert stats.num_accepted_tokens == stats.num_verified_tokens > 40
 
 
 @pytest.mark.parametrize("method", [None, "eagle3"])

@@ -72,6 +72,20 @@ def test_gumbel_is_keyed_on_seed_index_and_target_id():
         torch.testing.assert_close(noise, torch.tensor(expected), rtol=1e-5, atol=1e-6)
 
 
+def test_noise_at_single_tokens_is_that_of_whole_rows_however_long_the_text_is():
+    for index in (3, 70000, 2**31 - 1):
+        row = gumbel(torch.tensor([-5]), torch.tensor([index]), 0, 10)[0].numpy()
+        assert np.array_equal(gumbel_at(np.int64(-5), np.int64(index), np.arange(10)), row)
+
+
+def test_every_seed_position_row_and_index_has_a_number_of_its_own():
+    """Of all that one step may ask for, and of a long text's last position."""
+    seeds, positions = np.array([1, 2, 2**40]), np.array([0, 1, 65536, 131071])
+    keys = np.ix_(seeds, positions, np.arange(64), np.arange(8))
+    numbers = uniform(*keys, Stream.DRAFT)
+    assert numbers.shape == (3, 4, 64, 8) and len(np.unique(numbers)) == numbers.size
+
+
 @pytest.mark.parametrize("r", [0, 1, 2, 2**24 + 1, 2**31 - 1, 2**31, 2**31 + 1, 2**32 - 257, 2**32 - 2, ALL_ONES])
 def test_gumbel_is_finite_and_accurate_for_every_word(monkeypatch, r):
     monkeypatch.setattr(workers.random, "philox", lambda seed, c0, *_: (c0 * 0 + r,) * 4)

@@ -54,6 +54,25 @@ def test_equal_logits_share_their_fate():
     assert law(SamplingParams(top_k=1), [2.0, 2.0, 1.9]) == pytest.approx([0.5, 0.5, 0.0])
 
 
+def test_a_cut_may_lie_deep_in_some_rows_of_a_batch():
+    """Each row by its own parameters, also where more of its logits have to be looked at than of those before it."""
+    rng = np.random.default_rng(1)
+    scales, num = (9.0, 0.1, 5.0, 0.05, 0.2), 400
+    params = [SamplingParams(top_p=p, top_k=k) for p, k in ((0.3, 0), (0.9, 0), (0.5, 7), (0.4, 0), (0.97, 300))]
+    logits_RV = np.stack([rng.normal(scale=scale, size=num) for scale in scales]).astype(np.float32)
+    got_RV = process_logits(torch.from_numpy(logits_RV), SamplingBatch.stack(params))
+    for own, logits, got in zip(params, logits_RV.tolist(), got_RV.tolist(), strict=True):
+        expected = oracles.process(logits, own.temperature, own.top_k, own.top_p, own.min_p)
+        assert [v > -math.inf for v in got] == [v > -math.inf for v in expected]
+
+
+def test_all_that_are_tied_with_the_kth_count_in_the_mass_that_top_k_leaves():
+    """Ten times as likely as each of forty: top-k 5 leaves all of them, and .22 of that is more than the first has."""
+    logits = [math.log(10.0)] + [0.0] * 40 + [-1.0] * 19
+    assert law(SamplingParams(top_k=5, top_p=0.22), logits) == pytest.approx([10 / 50] + [1 / 50] * 40 + [0] * 19)
+    assert law(SamplingParams(top_k=5, top_p=0.19), logits) == pytest.approx([1] + [0] * 59)
+
+
 def test_top_p_counts_the_mass_that_top_k_left():
     # Of .4 .3 .2 .1, top-k 2 leaves 4/7 and 3/7: top-p .5 is reached by the first alone.
     logits = [math.log(p) for p in (0.4, 0.3, 0.2, 0.1)]
