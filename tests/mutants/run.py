@@ -34,8 +34,8 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 WORK = ROOT / "build" / "mutants"
 SURVIVED = {"survived", "no tests", "not checked"}
-_SENTENCE = re.compile(r'"[^"]* [^"]*"|\'[^\']* [^\']*\'')
-"""A string with a space in it is for people to read."""
+_UNSEEN = re.compile(r'"[^"]* [^"]*"|\'[^\']* [^\']*\'|, (strict=\w+)?(?=\))')
+"""Strings with a space, which are for people to read, and zip's `strict`, which only our own mistakes can meet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,9 +67,9 @@ class Change:
 
     @property
     def is_noise(self) -> bool:
-        """Whether only the words of a message, or the case of letters in a string, differ."""
+        """Whether nothing differs but the words of a message, the case of letters or zip's `strict`."""
         old, new = "\n".join(self.removed), "\n".join(self.added)
-        return old.casefold() == new.casefold() or _SENTENCE.sub("", old) == _SENTENCE.sub("", new)
+        return old.casefold() == new.casefold() or _UNSEEN.sub("", old) == _UNSEEN.sub("", new)
 
     def is_among(self, explained: set[Change]) -> bool:
         """Whether it is explained itself, or whatever may become of its lines is."""
