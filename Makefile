@@ -2,8 +2,11 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PIP := $(BIN)/python -m pip install --disable-pip-version-check
 MINUTES ?= 120
+# Modules whose tests `make mutants` puts to the test, such as workers/random.py; without any, all of
+# tests/mutants/groups.toml.
+MODULES ?=
 # Test files run side by side.
 JOBS ?= 2
 RESULTS := tests/bench/results
@@ -12,12 +15,13 @@ ON_300M := --target-cost 300m --cache build/bench
 ON_8B := --target-cost 8b --cache build/bench
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test parity gpu bench models clean
+.PHONY: help demo check test parity mutants gpu bench models clean
 
 help: ## list these targets
 	@sed -nE 's/^([a-z]+):.*## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
 
 demo: $(VENV)/.installed-serve ## start the service on Ray, talk to it, show what speculation gains, stop it
+	@echo 'Next: the service starts on Ray (one to three minutes), answers a prompt, and is measured (a minute more).'
 	$(BIN)/python -m cluster.demo
 
 check: $(VENV)/.installed-test ## lint and type-check
@@ -29,6 +33,9 @@ test: $(VENV)/.installed-test ## every test that needs no GPU
 
 parity: $(VENV)/.installed-test ## the full matrix of comparisons on real engines (long)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --full $(addprefix tests/test_, parity.py constraints_engine.py preemption.py mixed_batch.py simulated_cuda.py captured_classes.py)
+
+mutants: $(VENV)/.installed-mutants ## plant small faults one by one, show those that no quick test notices (MODULES=...; under an hour)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants/run.py --jobs $(JOBS) $(MODULES)
 
 gpu: ## tests and benchmarks on a CUDA machine, with the interpreter PYTHON as it is; installs nothing
 	@$(PYTHON) -c 'import pytest, torch' || { echo 'make gpu: $(PYTHON) lacks pytest or torch; set PYTHON=...' >&2; exit 1; }
@@ -68,13 +75,21 @@ clean: ## remove the virtual environment, build outputs and caches
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
+	@echo 'Making a virtual environment in $(VENV) (seconds).'
 	$(PYTHON) -m venv $(VENV)
 
-# Stamps: an install is repeated only when pyproject.toml has changed.
+# Stamps: an install is repeated only when pyproject.toml has changed. pip says what it does, a few hundred lines: an
+# install without a word looks as if it hung.
 $(VENV)/.installed-serve: pyproject.toml | $(BIN)/python
+	@echo 'Installing what serves, PyTorch and Ray with it, into $(VENV): one to six minutes.'
 	$(PIP) --editable '.[serve]'
 	@touch $@
 
 $(VENV)/.installed-test: pyproject.toml | $(BIN)/python
+	@echo 'Installing what serves and what tests into $(VENV): one to six minutes.'
 	$(PIP) --editable '.[test]'
 	@touch $(VENV)/.installed-serve $@
+
+$(VENV)/.installed-mutants: pyproject.toml | $(BIN)/python
+	$(PIP) --editable '.[mutants]'
+	@touch $(VENV)/.installed-serve $(VENV)/.installed-test $@

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import ray
 
 import workers
+from cluster.progress import tell
+from cluster.seats import interface_env
 from workers.config import EngineConfig
 from workers.logs import log_as
 from workers.specs import Specs
@@ -23,13 +25,14 @@ class Worker:
 
     def __init__(self, config: str, specs: str, rank: int, packages: str, env: Mapping[str, str]) -> None:
         os.environ.update(env)
-        _choose_interface(ray.util.get_node_ip_address())
+        for name, value in interface_env(ray.util.get_node_ip_address()).items():
+            os.environ.setdefault(name, value)
         check_packages(packages)
         self._config = EngineConfig.from_json(config)
         self._specs = Specs.from_json(specs)
         self._rank = rank
         log_as(self._config.role_of(rank))
-        self._store: object | None = None
+        self._stop_listening: Callable[[], None] = lambda: None
 
     def node_id(self) -> str:
         return ray.get_runtime_context().get_node_id()
@@ -38,7 +41,8 @@ class Worker:
         """Rank 0: opens the rendezvous store and keeps it alive; its address."""
         from workers.groups import open_store
 
-        self._store, address = open_store(ray.util.get_node_ip_address())
+        store, address = open_store(ray.util.get_node_ip_address())
+        self._stop_listening = store.stop_listening
         return address
 
     def run(self, store: str, front: str | None) -> None:
@@ -46,29 +50,16 @@ class Worker:
         if self._rank < self._config.tensor_parallel_size:
             from verifier.worker import run as run_verifier
 
-            run_verifier(self._config, self._specs, self._rank, store, front=front)
+            on_joined = self._joined if front is not None else None
+            run_verifier(self._config, self._specs, self._rank, store, front=front, on_joined=on_joined)
         else:
             from drafter.worker import run as run_drafter
 
             run_drafter(self._config, self._specs, self._rank, store)
 
-
-def _choose_interface(address: str) -> None:
-    """Lets gloo and NCCL talk through the interface by which Ray reaches this node, unless somebody chose another.
-
-    Gloo would take the address of the machine's name: where that is 127.0.1.1, ranks on other nodes cannot connect.
-    """
-    if (name := interface_of(address)) is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # with =, or it would be a prefix
-
-
-def interface_of(address: str) -> str | None:
-    """The name of this machine's network interface that has the address."""
-    import psutil  # type: ignore[import-untyped, unused-ignore]  # it brings no types
-
-    interfaces = psutil.net_if_addrs().items()
-    return next((name for name, held in interfaces if any(one.address == address for one in held)), None)
+    def _joined(self) -> None:
+        self._stop_listening()
+        tell("warming up")
 
 
 def packages_folder() -> str:

@@ -64,7 +64,7 @@ class Shape(Protocol):
 
     def whole(self, answers: Sequence[Answer]) -> Whole: ...
 
-    def opening(self, index: int) -> Chunk | None:
+    def opening(self, index: int, answer: Answer) -> Chunk | None:
         """What a stream says before its first token."""
         ...
 
@@ -95,8 +95,8 @@ class _Shape:
             "token_ids": list(ids) if self.with_ids else None,
         }
 
-    def prompt_ids(self, answer: Answer, *, is_first: bool) -> list[int] | None:
-        return answer.prompt_ids if self.with_ids and is_first else None
+    def prompt_ids(self, answer: Answer) -> list[int] | None:
+        return answer.prompt_ids if self.with_ids else None
 
     def totals(self, answers: Sequence[Answer]) -> dict[str, Any]:
         stats = speculative_stats(answers) if self.request.return_speculative_stats else None
@@ -111,14 +111,14 @@ class CompletionShape(_Shape):
             CompletionChoice(
                 text=answer.text,
                 logprobs=completion_logprobs(self.tokenizer, answer.scored) if self.with_logprobs else None,
-                prompt_token_ids=self.prompt_ids(answer, is_first=True),
+                prompt_token_ids=self.prompt_ids(answer),
                 **self.ending(index, answer.last, answer.token_ids),
             )
             for index, answer in enumerate(answers)
         ]
         return CompletionResponse(**self.head, choices=choices, **self.totals(answers))
 
-    def opening(self, index: int) -> None:
+    def opening(self, index: int, answer: Answer) -> None:
         return None
 
     def chunk(self, index: int, answer: Answer, piece: Piece) -> CompletionChunk:
@@ -126,7 +126,7 @@ class CompletionShape(_Shape):
         choice = CompletionChoice(
             text=piece.text,
             logprobs=completion_logprobs(self.tokenizer, piece.scored) if piece.scored else None,
-            prompt_token_ids=self.prompt_ids(answer, is_first=is_first),
+            prompt_token_ids=self.prompt_ids(answer) if is_first else None,
             **self.ending(index, piece, piece.token_ids),
         )
         return CompletionChunk(**self.head, choices=[choice])
@@ -143,23 +143,21 @@ class ChatShape(_Shape):
             ChatChoice(
                 message=AssistantMessage(content=answer.text),
                 logprobs=chat_logprobs(self.tokenizer, answer.scored) if self.with_logprobs else None,
-                prompt_token_ids=self.prompt_ids(answer, is_first=True),
                 **self.ending(index, answer.last, answer.token_ids),
             )
             for index, answer in enumerate(answers)
         ]
-        return ChatCompletionResponse(**self.head, choices=choices, **self.totals(answers))
+        ids = self.prompt_ids(answers[0])
+        return ChatCompletionResponse(**self.head, choices=choices, prompt_token_ids=ids, **self.totals(answers))
 
-    def opening(self, index: int) -> ChatCompletionChunk:
-        delta = ChatDelta(role="assistant", content="")
-        return ChatCompletionChunk(**self.head, choices=[ChatChunkChoice(index=index, delta=delta)])
+    def opening(self, index: int, answer: Answer) -> ChatCompletionChunk:
+        choice = ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=""))
+        return ChatCompletionChunk(**self.head, choices=[choice], prompt_token_ids=self.prompt_ids(answer))
 
     def chunk(self, index: int, answer: Answer, piece: Piece) -> ChatCompletionChunk:
-        is_first = piece.num_tokens == len(piece.token_ids)
         choice = ChatChunkChoice(
             delta=ChatDelta(content=piece.text),
             logprobs=chat_logprobs(self.tokenizer, piece.scored) if piece.scored else None,
-            prompt_token_ids=self.prompt_ids(answer, is_first=is_first),
             **self.ending(index, piece, piece.token_ids),
         )
         return ChatCompletionChunk(**self.head, choices=[choice])

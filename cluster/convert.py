@@ -12,14 +12,17 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
+from cluster.tokenizer_files import lacking_package
 from cluster.tokens import Tokenizer
 from secateur.config import EngineArgs, SpeculativeConfig, resolve_model
 from secateur.errors import ConfigError, Problem
 from secateur.protocol import CompletionRequest
 from secateur.requests import DEFAULTED
 from secateur.schema import problems_of
-from workers.checkpoint import check_heads, check_parallel, read_json, read_spec, resolve_path
+from workers.checkpoint import check_heads, check_parallel, read_json, read_spec
 from workers.config import AcceptanceConfig, DraftConfig, EngineConfig, PruneConfig, TreeConfig
+from workers.hub import fetch_weights as fetch_from_hub
+from workers.hub import resolve_path
 from workers.specs import DraftSpec, Eagle3Spec, FcHeadSpec, ModelSpec, read_draft_spec
 
 _UNKNOWN_MODEL_LEN = 2048  # placing an engine does not depend on it
@@ -80,7 +83,8 @@ def layout_config(args: EngineArgs) -> EngineConfig:
 def engine_config(args: EngineArgs, *, num_gpus: int | None = None) -> EngineConfig:
     """The complete configuration: models resolved to folders, limits and end tokens read from them. Raises ConfigError.
 
-    A Hugging Face id is fetched here unless it is in the local cache.
+    Of a Hugging Face id configuration and tokenizer are fetched here, unless they are in the local cache; weights only
+    by `fetch_weights`.
     """
     args = settle(args, num_gpus=num_gpus)
     config = layout_config(args)
@@ -105,15 +109,20 @@ def engine_config(args: EngineArgs, *, num_gpus: int | None = None) -> EngineCon
 
 def load_tokenizer(args: EngineArgs, config: EngineConfig) -> Tokenizer:
     """The tokenizer asked for, else the model's own. Raises ConfigError."""
-    path, revision = config.model_path, None
-    if args.tokenizer is not None:
-        path, revision = resolve_model(args.tokenizer), args.revision
+    folder = Path(config.model_path) if args.tokenizer is None else model_folder(args.tokenizer, args.revision)
+    if lack := lacking_package(folder):  # before transformers guesses at the file and warns
+        raise ConfigError(Problem("tokenizer", lack))
     try:
-        return Tokenizer(path, revision=revision)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        message = f"none could be read from {path} ({reason}); name a folder or a Hugging Face id that has one"
+        return Tokenizer(str(folder))
+    except Exception as error:  # whatever transformers raises for files that it cannot read
+        reason = f"none could be read from {folder} ({_first_line(error)})"
+        message = f"{reason}; name a folder or a Hugging Face id that has one"
         raise ConfigError(Problem("tokenizer", message)) from error
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().partition("\n")[0]
+    return text if isinstance(error, OSError | ValueError) and text else f"{type(error).__name__}: {text}"
 
 
 def with_tokenizer(args: EngineArgs, config: EngineConfig) -> tuple[EngineConfig, Tokenizer]:
@@ -149,8 +158,25 @@ def sampling_defaults(args: EngineArgs, model_path: str) -> dict[str, Any]:
     return {name: getattr(request, name) for name in given}
 
 
+def fetch_weights(args: EngineArgs, config: EngineConfig) -> None:
+    """The last thing before an engine starts, when nothing is left to refuse: the weights that it reads, of Hugging
+    Face ids fetched unless they are in the local cache. Raises ConfigError if there are none.
+
+    config: what `engine_config` made of `args`.
+    """
+    names = [(args.model, config.model_path)]
+    if config.draft is not None and config.draft.method not in ("ngram", "mtp"):  # mtp: the target's own
+        assert args.speculative_config is not None and args.speculative_config.model is not None
+        names.append((args.speculative_config.model, config.draft.model_path))
+    for name, folder in names:
+        try:
+            fetch_from_hub(resolve_model(name), Path(folder))
+        except (FileNotFoundError, ValueError) as error:
+            raise ConfigError(str(error)) from error
+
+
 def model_folder(name: str, revision: str | None = None) -> Path:
-    """The folder of a bundled alias, a path or a Hugging Face id. Raises ConfigError."""
+    """The folder of a bundled alias, a path or a Hugging Face id; its weights may be missing. Raises ConfigError."""
     try:
         return resolve_path(resolve_model(name), revision)
     except FileNotFoundError as error:
@@ -263,6 +289,8 @@ def _max_model_len(args: EngineArgs, spec: ModelSpec) -> int:
     length = args.max_model_len or spec.max_position_embeddings
     if length > limit:
         raise ConfigError(Problem("max_model_len", f"{length} is more than the model's {limit} positions; lower it"))
+    if problems := args.page_problems(length):
+        raise ConfigError(*problems)
     draft_limit = args.speculative_config.max_model_len if args.speculative_config else None
     if draft_limit is not None and draft_limit < length:
         raise ConfigError(

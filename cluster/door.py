@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import logging
 import re
 import secrets
@@ -19,7 +18,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.engine_client import EngineDead
 from cluster.generation import EngineFailed
+from cluster.http_limits import MAX_BODY_BYTES
+from cluster.keys import ApiKeys, is_authorised
 from cluster.submit import BadRequest
+from cluster.tokenizing import TokenizingDown, TokenizingFull
 from cluster.tokens import PromptError
 from secateur.errors import Problem
 from secateur.protocol import REQUEST_ID_HEADER, ErrorResponse
@@ -29,9 +31,8 @@ from secateur.speculative import Speculative
 logger = logging.getLogger(__name__)
 
 PROTECTED = ("/v1/", "/tokenize", "/detokenize", "/server_info")
-MAX_BODY_BYTES = 16 << 20
-"""Of a request: a million token ids, or a text several times as long as any context. It is read before anything of it
-can be refused."""
+_SANE_ID = re.compile(r"[!-~]{1,512}")
+"""It goes into logs and headers, and Serve's proxies fail on some that are beyond ASCII."""
 RETRY_WHEN_FULL_S = 1
 RETRY_WHEN_DOWN_S = 10
 """About what a replica takes to be replaced."""
@@ -69,7 +70,11 @@ def refusal_of(error: Exception) -> Refused:
         case BadRequest():
             return Refused(400, ErrorResponse.of(str(error), param=error.param, code=error.code))
         case PromptError():
-            return Refused(400, ErrorResponse.of(str(error), param=error.param))
+            return Refused(400, ErrorResponse.of(str(error), param=error.param, code=error.code))
+        case TokenizingFull():
+            return too_many(str(error))
+        case TokenizingDown():
+            return unavailable(str(error))
         case EngineDead():
             return unavailable(f"the engine is not available: {_first_line(error)}")
         case EngineFailed():
@@ -87,19 +92,19 @@ def write(refusal: Refused) -> Response:
     )
 
 
-def install(app: FastAPI, *, api_key: str | None, echo_request_id: bool) -> None:
+def install(app: FastAPI, *, api_keys: ApiKeys | None, echo_request_id: bool) -> None:
     """Error handlers and middlewares."""
 
     async def known(_: Request, error: Exception) -> Response:
         return write(refusal_of(error))
 
-    for kind in (Refused, BadRequest, PromptError, EngineDead, EngineFailed):
+    for kind in (Refused, BadRequest, PromptError, TokenizingFull, TokenizingDown, EngineDead, EngineFailed):
         app.add_exception_handler(kind, known)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)
     # The last one added is the outermost: a request without a key has an id too.
-    if api_key is not None:
-        app.add_middleware(_ApiKey, key=api_key)
+    if api_keys is not None:
+        app.add_middleware(_ApiKey, keys=api_keys)
     app.add_middleware(_Outermost, echo=echo_request_id)
 
 
@@ -166,8 +171,7 @@ class _Outermost:
             await self._app(scope, receive, send)
             return
         given = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
-        # It goes into logs and headers: no control characters, no endless ones.
-        request_id = given if given.isprintable() and 0 < len(given) <= 512 else f"req-{secrets.token_hex(12)}"
+        request_id = given if _SANE_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
         scope.setdefault("state", {})["request_id"] = request_id
 
         started, num_bytes = False, 0
@@ -199,15 +203,15 @@ class _Outermost:
 class _ApiKey:
     """401 without `Authorization: Bearer <key>` on what generates or tells; health and metrics stay open."""
 
-    def __init__(self, app: ASGIApp, key: str) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
         self._app = app
-        self._expected = f"Bearer {key}".encode()
+        self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             path = scope["path"].removeprefix(scope.get("root_path", ""))
-            given = Headers(scope=scope).get("authorization", "")
-            if f"{path}/".startswith(PROTECTED) and not hmac.compare_digest(given.encode("latin-1"), self._expected):
+            given = Headers(scope=scope).get("authorization", "").encode("latin-1")
+            if f"{path}/".startswith(PROTECTED) and not is_authorised(given, self._keys()):
                 message = "missing or wrong API key; send 'Authorization: Bearer KEY'"
                 body = ErrorResponse.of(message, type="authentication_error", code="invalid_api_key")
                 response = write(Refused(401, body))

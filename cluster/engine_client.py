@@ -34,6 +34,9 @@ logger = logging.getLogger(__name__)
 PROGRESS_TIMEOUT_S = 120.0
 """No frame came for this long: the engine hangs, at work or idle (an idle one sends a frame every second). Above the
 engine's own step timeout (60 s), whose error tells more."""
+CAUSE_WAIT_S = 2.0
+"""Between the loss of the connection and declaring the engine dead for want of a better reason: who watches the ranks
+hears later which of them died."""
 
 
 class EngineDead(SecateurError, RuntimeError):
@@ -48,17 +51,19 @@ class Health(NamedTuple):
 class EngineClient:
     """One engine's front: `listen`, start the engine with `address`, `wait_ready`, `submit`, ..., `close`."""
 
-    def __init__(self, *, progress_timeout_s: float = PROGRESS_TIMEOUT_S) -> None:
+    def __init__(self, *, progress_timeout_s: float = PROGRESS_TIMEOUT_S, cause_wait_s: float = CAUSE_WAIT_S) -> None:
         self.address = ""
         self.ready: Ready | None = None
         self.stats = EngineStats()
         self._progress_timeout_s = progress_timeout_s
+        self._cause_wait_s = cause_wait_s
         self._ids = itertools.count(1)
-        self._queues: dict[int, asyncio.Queue[TokenChunk]] = {}
+        self._queues: dict[int, asyncio.Queue[TokenChunk | EngineDead]] = {}
         self._server: asyncio.Server | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._ready_event = asyncio.Event()
         self._death: str | None = None
+        self._loss: asyncio.TimerHandle | None = None
         self._last_frame = time.monotonic()
 
     async def listen(self, address: str) -> str:
@@ -110,17 +115,20 @@ class EngineClient:
     async def submit(self, request: Submit) -> AsyncGenerator[TokenChunk]:
         """The request's chunks, one per engine step, until one carries a finish_reason.
 
-        Closing the iterator early (or cancelling the task in it) aborts the request in the engine. A dying engine
-        ends it with finish_reason "error". Raises EngineDead if it is gone already.
+        Closing the iterator early (or cancelling the task in it) aborts the request in the engine. Raises EngineDead
+        if the engine is gone or dies; finish_reason "error" is the engine's word about this request alone.
         """
         if self._death is not None or self._writer is None:
             raise EngineDead(self._death or "the engine is not connected yet")
-        queue: asyncio.Queue[TokenChunk] = asyncio.Queue()  # unbounded, but max_tokens bounds what can be in it
+        # Unbounded, but max_tokens bounds what can be in it.
+        queue: asyncio.Queue[TokenChunk | EngineDead] = asyncio.Queue()
         self._queues[request.id] = queue
         try:
             self._send(request)
             while True:
                 chunk = await queue.get()
+                if isinstance(chunk, EngineDead):
+                    raise chunk
                 yield chunk
                 if chunk.finish_reason is not None:
                     return
@@ -140,7 +148,7 @@ class EngineClient:
         return Health(True, "")
 
     def fail(self, reason: str) -> None:
-        """Declares the engine dead: every waiting request gets an error chunk, `submit` raises from now on."""
+        """Declares the engine dead: every waiting request ends with EngineDead, `submit` raises it from now on."""
         if self._death is None:
             logger.error("engine lost with %d requests in flight: %s", len(self._queues), reason)
             self._end(reason)
@@ -158,8 +166,10 @@ class EngineClient:
 
     def _end(self, reason: str) -> None:
         self._death = reason
-        for request_id, queue in self._queues.items():
-            queue.put_nowait(TokenChunk(id=request_id, tokens=[], finish_reason="error", error=reason))
+        if self._loss is not None:
+            self._loss.cancel()
+        for queue in self._queues.values():
+            queue.put_nowait(EngineDead(reason))
         self._queues.clear()
         self._ready_event.set()
 
@@ -180,15 +190,17 @@ class EngineClient:
             while data := await reader.read(1 << 20):
                 for message in decoder.feed(data):
                     self._take(message)
-        except (OSError, ValueError) as error:
+        except OSError as error:  # its text is of the socket: what happened is another's to tell
+            logger.warning("the engine's connection broke: %s", error)
+        except ValueError as error:
             reason = f"the engine's connection broke: {error}"
         except asyncio.CancelledError:
-            reason = "the service is shutting down"
+            self.fail("the service is shutting down")
             raise
         finally:
             writer.close()
             if self._death is None:
-                self.fail(reason)
+                self._loss = asyncio.get_running_loop().call_later(self._cause_wait_s, self.fail, reason)
 
     def _take(self, message: Message) -> None:
         self._last_frame = time.monotonic()

@@ -8,8 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import shutil
-import tempfile
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +17,10 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.actors import Worker, packages_folder
+from cluster.endings import Blame, Ending, cause
 from cluster.engine_client import EngineClient
+from cluster.folders import OwnedFolder
+from cluster.progress import tell
 from cluster.seats import seats, worker_env
 from workers.config import START_TIMEOUT_S, EngineConfig
 from workers.specs import read_specs
@@ -41,7 +42,7 @@ class Gang:
         self._client = client
         self._on_death = on_death
         self._workers: list[Any] = []  # handles: Ray ends an actor that nobody holds
-        self._folder = ""
+        self._folder: OwnedFolder | None = None
         self._closing = threading.Event()
 
     async def start(self, group: PlacementGroup) -> None:
@@ -50,6 +51,7 @@ class Gang:
         specs = await asyncio.to_thread(read_specs, config)
         told = config.to_json(), specs.to_json()
         remote = ray.remote(Worker)
+        tell(f"starting the engine's {config.world_size} processes")
         for seat in seats(config):
             strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=seat.bundle)
             # num_cpus=0: the bundle is the reservation. The index is given, or Ray might swap devices.
@@ -59,6 +61,7 @@ class Gang:
         front = await self._listen(nodes[0])
         store = await self._workers[0].open_store.remote()
         runs = [worker.run.remote(store, front if rank == 0 else None) for rank, worker in enumerate(self._workers)]
+        tell("loading the model")
         loop = asyncio.get_running_loop()
         threading.Thread(target=self._watch, args=(runs, loop), name="gang-watch", daemon=True).start()
         await self._client.wait_ready(START_TIMEOUT_S)
@@ -70,15 +73,19 @@ class Gang:
 
     async def _listen(self, node_of_rank_0: str) -> str:
         if node_of_rank_0 == ray.get_runtime_context().get_node_id():
-            self._folder = tempfile.mkdtemp(prefix="secateur-")
-            return await self._client.listen(f"unix:{self._folder}/engine.sock")
+            self._folder = OwnedFolder()
+            return await self._client.listen(f"unix:{self._folder.path}/engine.sock")
         return await self._client.listen(f"tcp:{ray.util.get_node_ip_address()}:0")
 
     def _kill(self) -> None:
         for worker in self._workers:
             ray.kill(worker)
-        if self._folder:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        if self._folder is not None:
+            self._folder.remove()
+
+    def _endings(self, runs: list[Any]) -> list[Ending]:
+        done, _ = ray.wait(runs, num_returns=len(runs), timeout=0.05)
+        return [ending_of(self._config.role_of(rank), run) for rank, run in enumerate(runs) if run in done]
 
     def _watch(self, runs: list[Any], loop: asyncio.AbstractEventLoop) -> None:
         # A loop with a timeout: a ray.wait without one can crash the process when Ray goes down under it.
@@ -86,7 +93,9 @@ class Gang:
             done, _ = ray.wait(runs, num_returns=1, timeout=_WATCH_PERIOD_S)
             if not done or self._closing.is_set():
                 continue
-            reason = f"{self._config.role_of(runs.index(done[0]))} {_ending_of(done[0])}"
+            reason = cause(lambda: self._endings(runs)).told
+            if self._closing.is_set():
+                return
             logger.error("%s", reason)  # the front may have seen the socket close before it hears why
             self._kill()
             with contextlib.suppress(RuntimeError):  # the loop closed first: nobody is left to tell
@@ -94,11 +103,14 @@ class Gang:
             return
 
 
-def _ending_of(run: Any) -> str:
+def ending_of(role: str, run: Any) -> Ending:
+    """How the rank whose life `run` is has ended."""
     try:
         ray.get(run)
     except ray.exceptions.RayTaskError as error:
-        return f"failed: {error.cause!r}"
+        if isinstance(error.cause, ConnectionError):  # PeerLost: "verifier 0 lost drafter 0 at step 7: <the library>"
+            return Ending(Blame.LOST_A_PEER, str(error.cause).partition(": ")[0])
+        return Ending(Blame.FAILED, f"{role} failed: {error.cause!r}")
     except ray.exceptions.RayError as error:
-        return f"died: {str(error).strip().splitlines()[0]}"
-    return "stopped by itself"
+        return Ending(Blame.KILLED, f"{role} died: {str(error).strip().splitlines()[0]}")
+    return Ending(Blame.STOPPED, f"{role} stopped by itself")

@@ -75,8 +75,12 @@ class Piece:
     """Of the tokens whose text began to leave with this piece, if the request asked for log probabilities."""
     num_cached_tokens: int = 0
     """Of the prompt, found in the prefix cache."""
+    num_accepted: int = 0
+    """Of `token_ids` the leading ones, which were drafted ..."""
+    is_copied: bool = False
+    """... or, if this is set, copied from earlier text."""
     stats: RequestStats | None = None
-    """The request's so far."""
+    """The request's so far. What a stop string cut off counts as verified, not as accepted."""
 
 
 @dataclass(slots=True)
@@ -117,6 +121,7 @@ async def generate(engine: Engine, tokenizer: Tokenizer, metrics: Metrics, promp
                     clock.saw_tokens()
                 piece = text.feed(chunk)
                 clock.num_tokens = piece.num_tokens
+                metrics.answered(len(piece.token_ids), piece.num_accepted, is_copied=piece.is_copied)
                 if piece.finish_reason is not None:
                     clock.reason = piece.finish_reason
                 yield piece
@@ -204,6 +209,9 @@ class _AnswerText:
         finish_reason: str | None = None,
         stop_reason: int | str | None = None,
     ) -> Piece:
+        num_accepted, stats = min(chunk.num_accepted, len(ids)), chunk.stats
+        if stats is not None and num_accepted < chunk.num_accepted:
+            stats = stats.cut(chunk.num_accepted, num_accepted, is_copied=chunk.is_copied)
         self._num_tokens += len(ids)
         self._num_shown += len(text)
         scored = []
@@ -217,5 +225,7 @@ class _AnswerText:
             stop_reason=stop_reason,
             scored=scored,
             num_cached_tokens=chunk.num_cached_tokens,
-            stats=chunk.stats,
+            num_accepted=num_accepted,
+            is_copied=chunk.is_copied,
+            stats=stats,
         )

@@ -1,6 +1,7 @@
 """The HTTP service: OpenAI's routes over one engine. Knows FastAPI, not Ray: the same app runs under both.
 
-A request's walk: model -> unsupported parameters -> admission -> tokens -> limits -> engine -> text -> answer.
+A request's walk: model -> unsupported parameters -> admission -> length of its texts -> tokens -> limits -> engine ->
+text -> answer.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
@@ -20,9 +21,11 @@ from fastapi.responses import JSONResponse, Response
 from cluster import door, metrics
 from cluster.answers import Answer, ChatShape, CompletionShape, Shape, speculative_stats, usage_of, usage_of_one
 from cluster.generation import Engine, Piece, Prompt, generate
-from cluster.streams import EventStream, merged, prepended, unless_client_leaves
+from cluster.keys import ApiKeys
+from cluster.streams import ClientLeft, EventStream, merged, prepended, unless_client_leaves
 from cluster.submit import BadRequest, RequestLimits, SeedSource, further_answer, submit_from, without_effect
-from cluster.tokens import Tokenizer
+from cluster.tokenizing import TokenizingFull, TokenizingWorkers
+from cluster.tokens import TextLimit, Tokenizer, text_size
 from secateur import __version__
 from secateur.errors import ConfigError
 from secateur.protocol import (
@@ -40,7 +43,9 @@ from secateur.protocol import (
     SamplingRequest,
     TokenizeRequest,
     TokenizeResponse,
+    Usage,
 )
+from secateur.requests import ChatMessage, Rendered
 from workers.config import EngineConfig
 from workers.ipc import Submit
 
@@ -51,6 +56,7 @@ PENDING_PER_SEQUENCE = 8
 CLIENT_CLOSED_REQUEST = 499  # nginx's; nobody is left to read it
 
 Body = TypeVar("Body", bound=SamplingRequest)
+T = TypeVar("T")
 
 _Indexed = tuple[int, Piece]
 
@@ -61,11 +67,16 @@ class Service:
 
     engine: Engine
     tokenizer: Tokenizer
+    """For what comes out, a few tokens at a time."""
+    tokenizing: TokenizingWorkers
+    """For what comes in, whatever its size."""
     config: EngineConfig
     model_id: str
     replica: str
     """Which of the replicas of this model, for the metrics."""
     api_key: str | None = None
+    api_keys: ApiKeys | None = None
+    """Keys that may change; None: `api_key` alone, or none at all."""
     seed: int | None = None
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     """Of requests that do not say how to sample, see `SamplingRequest.filled`; `max_tokens` is that of chats."""
@@ -76,6 +87,8 @@ class Service:
     metrics: metrics.Metrics = field(init=False)
 
     def __post_init__(self) -> None:
+        if self.api_keys is None and (key := self.api_key) is not None:
+            self.api_keys = lambda: (key,)
         self.seeds = SeedSource(self.seed)
         self.metrics = metrics.Metrics(self.model_id, self.replica, lambda: self.engine.stats)
         self.max_pending = self.max_pending or PENDING_PER_SEQUENCE * self.config.max_num_seqs
@@ -91,11 +104,25 @@ class Service:
             default_max_tokens=self.sampling_defaults.get("max_tokens"),
         )
 
+    @property
+    def text_limit(self) -> TextLimit:
+        """What may be tokenized at all."""
+        context = self.limits.max_model_len
+        return TextLimit(tokens=context, chars=context * self.tokenizer.longest_token)
+
+    def health(self) -> tuple[bool, str]:
+        """Whether requests can be served: an engine that makes progress, and workers that tokenize."""
+        engine = self.engine.health()
+        return self.tokenizing.health() if engine[0] else engine
+
     def admit(self, num_prompts: int, answers_each: int = 1) -> None:
-        """Raises Refused if the engine is down (503) or has enough to do (429). Every answer counts."""
+        """Raises Refused if the engine or the tokenizing workers are down (503) or the engine has enough to do (429).
+        Every answer counts."""
         assert self.max_pending is not None
         if not (health := self.engine.health())[0]:
             raise door.unavailable(f"the engine is not available: {health[1].splitlines()[0]}")
+        if not (health := self.tokenizing.health())[0]:
+            raise door.unavailable(health[1])
         num_answers = num_prompts * answers_each
         if num_answers > self.max_pending:
             raise BadRequest(
@@ -107,18 +134,6 @@ class Service:
             self.metrics.request_rejected()
             pending = self.engine.num_pending
             raise door.too_many(f"{pending} of at most {self.max_pending} requests are pending; try later")
-
-    def check_length(self, num_chars: int) -> None:
-        """Raises BadRequest for a text that cannot fit, before it is tokenized: of millions of characters that takes
-        many seconds."""
-        context = self.limits.max_model_len
-        if num_chars > (most := context * self.tokenizer.longest_token):
-            raise BadRequest(
-                f"this model's maximum context length is {context} tokens, which {most} characters fit into at the "
-                f"most, and the prompt has {num_chars}; shorten it",
-                param="prompt",
-                code="context_length_exceeded",
-            )
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self.model_id:
@@ -132,15 +147,18 @@ class Service:
 def create_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
     """The HTTP application of one engine. `echo_request_id=False` where a proxy in front does it (Ray Serve's)."""
     app = FastAPI(title="Secateur", version=__version__)
-    door.install(app, api_key=service.api_key, echo_request_id=echo_request_id)
+    door.install(app, api_keys=service.api_keys, echo_request_id=echo_request_id)
+
+    @app.exception_handler(ClientLeft)
+    async def client_left(_: Request, error: ClientLeft) -> Response:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
 
     @app.post("/v1/completions", response_model=CompletionResponse)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         arrival = time.perf_counter()
         body = checked(service, body)
         service.admit(len(body.prompts), body.n)  # before the work on their texts, and again after it
-        service.check_length(max((len(prompt) for prompt in body.prompts if isinstance(prompt, str)), default=0))
-        ids = await asyncio.to_thread(_prompt_ids, service.tokenizer, body)
+        ids = await _prompt_ids(service, body, request)
         prompts = await _prompts(service, body, ids, request, arrival)
         shape = CompletionShape(body, service.model_id, service.tokenizer)
         return await answer(service, shape, body, prompts, request)
@@ -150,8 +168,7 @@ def create_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
         arrival = time.perf_counter()
         body = checked(service, body)
         service.admit(1, body.n)
-        service.check_length(sum(len(message.text) for message in body.messages))
-        ids = await asyncio.to_thread(_chat_ids, service.tokenizer, body)
+        ids = await _chat_ids(service, body, request, body.messages, add_special_tokens=body.add_special_tokens)
         prompts = await _prompts(service, body, [ids], request, arrival)
         shape = ChatShape(body, service.model_id, service.tokenizer)
         return await answer(service, shape, body, prompts, request)
@@ -166,24 +183,31 @@ def create_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
         return _json(_card(service))
 
     @app.post("/tokenize", response_model=TokenizeResponse)
-    async def tokenize(body: TokenizeRequest) -> Response:
-        service.check_model(body.model)
-        ids = await asyncio.to_thread(_tokenize, service.tokenizer, body)
-        strings = await asyncio.to_thread(service.tokenizer.token_strings, ids) if body.return_token_strs else None
+    async def tokenize(body: TokenizeRequest, request: Request) -> Response:
+        check_known(service, body)
+        service.admit(1)
+        special, strings = body.with_special_tokens, None
+        if body.messages is not None:
+            ids = await _chat_ids(service, body, request, body.messages, tools=body.tools, add_special_tokens=special)
+        else:
+            [ids] = await _text_ids(service, request, [body.prompt or ""], special)
+        if body.return_token_strs:
+            strings = await _while_client_waits(service, request, service.tokenizing.token_strings(ids))
         limit = service.limits.max_model_len
-        return _json(TokenizeResponse(tokens=ids, count=len(ids), max_model_len=limit, token_strs=strings))
+        answer = TokenizeResponse(tokens=ids, count=len(ids), max_model_len=limit, token_strs=strings)
+        return _json(answer, _naming(request, body.ignored()))
 
     @app.post("/detokenize", response_model=DetokenizeResponse)
-    async def detokenize(body: DetokenizeRequest) -> Response:
-        service.check_model(body.model)
+    async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
+        check_known(service, body)
         if body.tokens and max(body.tokens) >= service.limits.vocab_size:
             raise BadRequest(f"token id {max(body.tokens)} is not in the vocabulary", param="tokens")
-        text = await asyncio.to_thread(service.tokenizer.decode, body.tokens, skip_special_tokens=False)
-        return _json(DetokenizeResponse(prompt=text))
+        text = await _while_client_waits(service, request, service.tokenizing.decode(body.tokens))
+        return _json(DetokenizeResponse(prompt=text), _naming(request, body.ignored()))
 
     @app.get("/health")
     async def health() -> Response:
-        ok, reason = service.engine.health()
+        ok, reason = service.health()
         return JSONResponse({"status": "ok"}) if ok else door.write(door.unavailable(reason))
 
     @app.get("/metrics")
@@ -210,11 +234,16 @@ def create_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
     return app
 
 
-def checked(service: Service, body: Body) -> Body:
-    """The request with the service's defaults. Refuses another model and whatever is valid but not implemented."""
+def check_known(service: Service, body: SamplingRequest | TokenizeRequest | DetokenizeRequest) -> None:
+    """Refuses another model and whatever is valid but not implemented."""
     service.check_model(body.model)
     if found := body.unsupported():
         raise door.Refused(400, ErrorResponse.from_unsupported(found))
+
+
+def checked(service: Service, body: Body) -> Body:
+    """The request with the service's defaults, if it is one that this service answers."""
+    check_known(service, body)
     try:
         return body.filled(service.sampling_defaults)
     except ConfigError as error:
@@ -228,10 +257,7 @@ async def answer(
     service: Service, shape: Shape, body: SamplingRequest, prompts: Sequence[Prompt], request: Request
 ) -> Response:
     """Generates all choices and writes them, whole or as a stream. A client that leaves ends them in the engine."""
-    headers = {}
-    if ignored := [*body.ignored(), *without_effect(body.speculative, service.limits)]:
-        logger.info("request %s: ignored fields %s", request.state.request_id, ", ".join(map(repr, ignored)))
-        headers[IGNORED_HEADER] = _header_text(", ".join(ignored))
+    headers = _naming(request, [*body.ignored(), *without_effect(body.speculative, service.limits)])
     answers = [Answer(prompt.submit.prompt, index % body.n) for index, prompt in enumerate(prompts)]
     pieces = merged([generate(service.engine, service.tokenizer, service.metrics, prompt) for prompt in prompts])
     if not body.stream:
@@ -255,12 +281,14 @@ async def _events(
 ) -> AsyncGenerator[str]:
     """Server-sent events: openings, one per piece, the totals, [DONE]; an error ends them as an event of its own."""
     options = body.stream_options
-    running_usage = options is not None and options.continuous_usage_stats
+    running_usage = options is not None and options.usage_in_chunks
     told_empty = running_usage or body.return_token_ids
     try:
         async with aclosing(rest):
-            for index in range(len(answers)):
-                if (opening := shape.opening(index)) is not None:
+            for index, empty in enumerate(answers):
+                if (opening := shape.opening(index, empty)) is not None:
+                    if running_usage:
+                        opening.usage = Usage.of(len(empty.prompt_ids), 0)
                     yield opening.sse()
             async for index, piece in prepended(first, rest):
                 answers[index].add(piece)
@@ -270,7 +298,7 @@ async def _events(
                 if running_usage:
                     chunk.usage = usage_of_one(answers[index])
                 yield chunk.sse()
-        usage = usage_of(answers) if options is not None and options.include_usage else None
+        usage = usage_of(answers) if options is not None and options.usage_at_end else None
         stats = speculative_stats(answers) if body.return_speculative_stats else None
         if usage is not None or stats is not None:
             yield shape.closing(usage, stats).sse()
@@ -293,7 +321,9 @@ async def _prompts(
 
     Raises BadRequest, Refused, PromptError.
     """
-    bad_words = await asyncio.to_thread(service.tokenizer.bad_words, body.bad_words) if body.bad_words else []
+    bad_words: list[list[int]] = []
+    if body.bad_words:
+        bad_words = await _while_client_waits(service, request, service.tokenizing.bad_words(body.bad_words))
     service.admit(len(ids), body.n)
     limits, new_id = service.limits, service.engine.new_id
     submits: list[Submit] = []
@@ -313,36 +343,73 @@ async def _prompts(
     ]
 
 
-def _prompt_ids(tokenizer: Tokenizer, body: CompletionRequest) -> list[list[int]]:
-    special = body.add_special_tokens
-    return [
-        tokenizer.encode(prompt, add_special_tokens=special) if isinstance(prompt, str) else list(prompt)
-        for prompt in body.prompts
-    ]
+async def _prompt_ids(service: Service, body: CompletionRequest, request: Request) -> list[list[int]]:
+    """The ids of each prompt: all are texts, or all are ids already, whose number `submit_from` looks at."""
+    texts = [prompt for prompt in body.prompts if isinstance(prompt, str)]
+    if not texts:
+        return [list(prompt) for prompt in body.prompts if not isinstance(prompt, str)]
+    return await _text_ids(service, request, texts, body.add_special_tokens)
 
 
-def _chat_ids(tokenizer: Tokenizer, body: ChatCompletionRequest) -> list[int]:
-    return tokenizer.encode_chat(
-        [_message(message) for message in body.messages],
-        # vLLM's rule: continuing the last message implies that no new one is opened.
-        add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
+async def _text_ids(
+    service: Service, request: Request, texts: Sequence[str], add_special_tokens: bool
+) -> list[list[int]]:
+    service.text_limit.check(max(map(len, texts)), param="prompt")
+    work = service.tokenizing.encode(texts, add_special_tokens=add_special_tokens)
+    return await _while_client_waits(service, request, work)
+
+
+async def _chat_ids(
+    service: Service,
+    body: Rendered,
+    request: Request,
+    messages: Sequence[ChatMessage],
+    *,
+    add_special_tokens: bool,
+    tools: list[dict[str, Any]] | None = None,
+) -> list[int]:
+    """The ids of a conversation. Its texts are bounded before they are rendered, and what comes of them before that is
+    tokenized: a template may repeat them."""
+    variables = body.chat_template_kwargs
+    service.tokenizer.check_template_variables(variables)
+    rendered = [_message(message) for message in messages]
+    limit = service.text_limit
+    limit.check(text_size([rendered, variables, tools]), param="messages")
+    work = service.tokenizing.encode_chat(
+        rendered,
+        limit=limit,
+        add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
-        template_kwargs=body.chat_template_kwargs,
-        add_special_tokens=body.add_special_tokens,
+        template_kwargs=variables,
+        tools=tools,
+        add_special_tokens=add_special_tokens,
     )
+    return await _while_client_waits(service, request, work)
 
 
-def _tokenize(tokenizer: Tokenizer, body: TokenizeRequest) -> list[int]:
-    if body.messages is not None:
-        return tokenizer.encode_chat(
-            [_message(message) for message in body.messages], add_generation_prompt=body.add_generation_prompt
-        )
-    return tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens)
+async def _while_client_waits(service: Service, request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of a job of the tokenizing workers, which ends when its client leaves. Raises ClientLeft."""
+    try:
+        done = await unless_client_leaves(request, work)
+    except TokenizingFull:
+        service.metrics.request_rejected()
+        raise
+    if done is None:
+        raise ClientLeft
+    return done
 
 
-def _message(message: Any) -> dict[str, Any]:
+def _message(message: ChatMessage) -> dict[str, Any]:
     """Templates get text: parts are joined, fields such as `name` stay."""
     return message.model_dump(exclude={"content"}, exclude_none=True) | {"content": message.text}
+
+
+def _naming(request: Request, ignored: Sequence[str]) -> dict[str, str]:
+    """The header that names what was ignored, if anything was."""
+    if not ignored:
+        return {}
+    logger.info("request %s: ignored fields %s", request.state.request_id, ", ".join(map(repr, ignored)))
+    return {IGNORED_HEADER: _header_text(", ".join(ignored))}
 
 
 def _header_text(text: str) -> str:

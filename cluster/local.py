@@ -16,7 +16,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import deque
@@ -25,8 +24,10 @@ from pathlib import Path
 from typing import IO
 
 import workers
+from cluster.endings import Blame, Ending, cause
 from cluster.engine_client import EngineClient, EngineDead
-from cluster.seats import num_bundles, seats, worker_env
+from cluster.folders import OwnedFolder
+from cluster.seats import interface_env, num_bundles, seats, worker_env
 from secateur.errors import ConfigError
 from workers.config import START_TIMEOUT_S, EngineConfig
 from workers.specs import Specs, read_specs
@@ -107,7 +108,7 @@ class EngineProcesses:
         command = [sys.executable, "-P", "-m", "cluster.child", str(os.getpid()), module]
         command += ["--rank", str(rank), "--config", self._config.to_json()]
         command += ["--specs", self._specs.to_json(), *where]
-        env = os.environ | worker_env(self._config) | {"PYTHONPATH": _python_path()}
+        env = interface_env("127.0.0.1") | os.environ | worker_env(self._config) | {"PYTHONPATH": _python_path()}
         env["CUDA_VISIBLE_DEVICES"] = devices[seat.bundle] if devices else ""
         with self._lock:
             self._children.append(_Child(seat.role, command, env))
@@ -126,15 +127,18 @@ class EngineProcesses:
 
     def _watch(self) -> None:
         while not self._closing.wait(_WATCH_PERIOD_S):
-            for child in self._children:
-                if (code := child.process.poll()) is not None and not self._closing.is_set():
-                    self.kill()
-                    for other in self._children:
-                        other.join()
-                    reason = f"{child.role} (pid {child.process.pid}) {_ending(code)}{child.last_words()}"
-                    logger.error("%s", reason)
-                    self._on_death(reason)
-                    return
+            if not self._endings():
+                continue
+            reason = cause(self._endings).told
+            if self._closing.is_set():
+                return
+            self.kill()
+            logger.error("%s", reason)
+            self._on_death(reason)
+            return
+
+    def _endings(self) -> list[Ending]:
+        return [ending for child in self._children if (ending := child.ending()) is not None]
 
 
 class _Child:
@@ -174,6 +178,18 @@ class _Child:
             raise EngineDead(f"{self.role} {_ending(code)} before it named a rendezvous store{self.last_words()}")
         return self._store
 
+    def ending(self) -> Ending | None:
+        """How it has ended; None while it runs."""
+        if (code := self.process.poll()) is None:
+            return None
+        self.join()
+        words = self.last_words()
+        if code <= 0:
+            blame = Blame.KILLED if code else Blame.STOPPED
+        else:
+            blame = Blame.LOST_A_PEER if "PeerLost" in words else Blame.FAILED
+        return Ending(blame, f"{self.role} (pid {self.process.pid}) {_ending(code)}{words}")
+
     def last_words(self) -> str:
         """The end of its stderr, for an error message."""
         return ":\n" + "".join(self._stderr).rstrip() if self._stderr else ""
@@ -212,7 +228,7 @@ class LocalEngine:
         self.config = config
         self.client = EngineClient()
         self._processes: EngineProcesses | None = None
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._folder: OwnedFolder | None = None
 
     @property
     def pids(self) -> list[int]:
@@ -223,9 +239,9 @@ class LocalEngine:
         """Returns when the engine serves. Raises EngineDead, TimeoutError, or what `read_specs` does, with nothing left
         running."""
         loop = asyncio.get_running_loop()
-        self._folder = tempfile.TemporaryDirectory(prefix="secateur-")
+        self._folder = OwnedFolder()
         try:
-            front = await self.client.listen(f"unix:{self._folder.name}/engine.sock")
+            front = await self.client.listen(f"unix:{self._folder.path}/engine.sock")
             specs = await asyncio.to_thread(read_specs, self.config)
             self._processes = EngineProcesses(
                 self.config, specs, front, on_death=lambda reason: _call(loop, self.client.fail, reason)
@@ -246,7 +262,7 @@ class LocalEngine:
         if self._processes is not None:
             await asyncio.to_thread(self._processes.close)
         if self._folder is not None:
-            self._folder.cleanup()
+            self._folder.remove()
 
     async def __aenter__(self) -> EngineClient:
         await self.start()

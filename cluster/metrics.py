@@ -1,6 +1,7 @@
 """Prometheus metrics of one service: vLLM's stems under our prefix, so that its dashboards need a rename only.
 
-Request metrics are observed here as requests end; engine metrics are read from the last StepOutput at scrape time.
+Request metrics are observed here as requests end, tokens as they are answered; engine metrics are read from the last
+StepOutput at scrape time. Accepted tokens are those of the answers: the engine cannot know what a stop string cuts off.
 Every sample says its model and replica: behind one address a scrape may reach any replica, and without the label their
 counters would take turns in one series. Acceptance length = 1 + num_accepted_tokens / num_drafts.
 """
@@ -8,13 +9,14 @@ counters would take turns in one series. Acceptance length = 1 + num_accepted_to
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import zip_longest
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from workers.ipc import EngineStats
+from workers.ipc import EngineStats, RequestStats
 
 PREFIX = "secateur_"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -29,7 +31,7 @@ _COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "spec_decode_num_draft_tokens": ("Tree nodes drafted or copied: pruned or verified.", lambda s: s.num_draft_tokens),
     "spec_decode_num_pruned_tokens": ("Draft nodes that pruning kept out.", lambda s: sum(s.pruned_per_depth)),
     "spec_decode_num_verified_tokens": ("Draft nodes that went through the target.", lambda s: s.num_verified_tokens),
-    "spec_decode_num_accepted_tokens": ("Draft tokens accepted.", lambda s: s.num_accepted_tokens),
+    "spec_decode_num_accepted_tokens": ("Draft tokens accepted and answered.", lambda s: s.num_accepted_tokens),
     "spec_decode_num_copied_tokens": (
         "Of the verified: copied from earlier text instead of drafted.",
         lambda s: s.num_copied_tokens,
@@ -57,7 +59,10 @@ _PER_POSITION: dict[str, tuple[str, Callable[[EngineStats], list[int]]]] = {
     ),
     "spec_decode_num_pruned_tokens_per_pos": ("Draft nodes pruned at each depth.", lambda s: s.pruned_per_depth),
     "spec_decode_num_verified_tokens_per_pos": ("Draft nodes verified at each depth.", lambda s: s.verified_per_depth),
-    "spec_decode_num_accepted_tokens_per_pos": ("Draft tokens accepted at each depth.", lambda s: s.accepted_per_depth),
+    "spec_decode_num_accepted_tokens_per_pos": (
+        "Draft tokens accepted and answered at each depth.",
+        lambda s: s.accepted_per_depth,
+    ),
 }
 _GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "num_requests_running": ("Requests in the running batch.", lambda s: s.num_running),
@@ -133,11 +138,25 @@ class Metrics:
         )
         self._prompt = Counter(PREFIX + "prompt_tokens", "Prompt tokens of ended requests.", names, registry=registry)
         self._generated = Counter(PREFIX + "generation_tokens", "Tokens answered.", names, registry=registry)
+        self._answered = RequestStats()
         self._rejected = Counter(
             PREFIX + "requests_rejected", "Requests turned away: too many were pending.", names, registry=registry
         )
         self._rejected.labels(**self._labels)
-        registry.register(_EngineCollector(self._labels, stats))
+        registry.register(_EngineCollector(self._labels, lambda: self._with_answered(stats())))
+
+    def _with_answered(self, stats: EngineStats) -> EngineStats:
+        return replace(
+            stats,
+            accepted_per_depth=self._answered.accepted_per_depth,
+            num_accepted_copied_tokens=self._answered.num_accepted_copied_tokens,
+        )
+
+    def answered(self, num_tokens: int, num_accepted: int, *, is_copied: bool) -> None:
+        """One step's tokens of an answer, of which the leading `num_accepted` were drafted or copied."""
+        self._generated.labels(**self._labels).inc(num_tokens)
+        self._answered.count_nodes([], [], num_accepted)
+        self._answered.num_accepted_copied_tokens += num_accepted * is_copied
 
     def request_ended(
         self,
@@ -152,7 +171,6 @@ class Metrics:
         """One prompt's answer ended. Times are seconds since its arrival; None = there was no token."""
         self._finished.labels(**self._labels, finished_reason=reason).inc()
         self._prompt.labels(**self._labels).inc(prompt_tokens)
-        self._generated.labels(**self._labels).inc(generation_tokens)
         self._e2e.labels(**self._labels).observe(total_s)
         if first_token_s is not None and last_token_s is not None:
             self._ttft.labels(**self._labels).observe(first_token_s)

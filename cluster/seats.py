@@ -76,3 +76,23 @@ def worker_env(config: EngineConfig) -> dict[str, str]:
         env |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **HUGE_PAGES}
         env |= {"MALLOC_TRIM_THRESHOLD_": str(KEPT_BYTES), "MALLOC_MMAP_THRESHOLD_": str(KEPT_BLOCK_BYTES)}
     return env
+
+
+def interface_env(address: str) -> dict[str, str]:
+    """Environment that lets gloo and NCCL talk through the interface of this node's address, unless somebody chose
+    another: set it only where it is not set.
+
+    Left to itself gloo listens on the address of the machine's name: one that others can reach though all ranks are on
+    this machine, or 127.0.1.1, which ranks on other nodes cannot reach. {} for an address that no interface has.
+    """
+    if (name := interface_of(address)) is None:
+        return {}
+    return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}  # with =, or it would be a prefix
+
+
+def interface_of(address: str) -> str | None:
+    """The name of this machine's network interface that has the address."""
+    import psutil  # type: ignore[import-untyped, unused-ignore]  # it brings no types
+
+    interfaces = psutil.net_if_addrs().items()
+    return next((name for name, held in interfaces if any(one.address == address for one in held)), None)

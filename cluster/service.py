@@ -12,13 +12,17 @@ from contextlib import contextmanager
 
 import uvicorn
 
-from cluster.convert import engine_config, sampling_defaults, visible_gpus, with_tokenizer
+from cluster.convert import engine_config, fetch_weights, sampling_defaults, visible_gpus, with_tokenizer
 from cluster.engine_client import EngineClient
+from cluster.http_limits import LimitedProtocol
 from cluster.ingress import Service, create_app
+from cluster.keys import KeyFile
+from cluster.listening import base_url, listening_socket
 from cluster.local import LocalEngine
+from cluster.tokenizing import TokenizingWorkers
 from cluster.tokens import Tokenizer
+from secateur.api_keys import check_api_keys
 from secateur.config import EngineArgs
-from secateur.errors import ConfigError
 from workers.config import EngineConfig
 
 logger = logging.getLogger(__name__)
@@ -27,7 +31,13 @@ _GRACE_S = 5
 
 
 def service_of(
-    args: EngineArgs, config: EngineConfig, engine: EngineClient, tokenizer: Tokenizer, *, replica: str
+    args: EngineArgs,
+    config: EngineConfig,
+    engine: EngineClient,
+    tokenizer: Tokenizer,
+    tokenizing: TokenizingWorkers,
+    *,
+    replica: str,
 ) -> Service:
     """The service of a running engine, with the settings of `args`."""
     if defaults := sampling_defaults(args, config.model_path):
@@ -36,10 +46,12 @@ def service_of(
     return Service(
         engine=engine,
         tokenizer=tokenizer,
+        tokenizing=tokenizing,
         config=config,
         model_id=args.model_id,
         replica=replica,
         api_key=args.api_key,
+        api_keys=KeyFile(args.api_key_file) if args.api_key_file else None,
         seed=args.seed,
         sampling_defaults=defaults,
     )
@@ -51,36 +63,18 @@ def local_service(args: EngineArgs) -> Iterator[str]:
 
     Raises ConfigError before anything starts, EngineDead if the engine does not come up. Afterwards nothing is left.
     """
-    config, tokenizer = with_tokenizer(args, engine_config(args, num_gpus=visible_gpus()))
-    sock = listening_socket(args.host, args.port)
-    thread = _ServiceThread(args, config, tokenizer, sock)
-    thread.start()
-    try:
-        thread.wait_started()
-        yield base_url(args.host, sock.getsockname()[1])
-    finally:
-        thread.stop()
-        sock.close()
-
-
-def listening_socket(host: str, port: int) -> socket.socket:
-    """Bound, so that a port in use is known before an engine starts. Raises ConfigError."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind((host, port))
-    except OSError as error:
-        sock.close()
-        message = f"cannot listen on {host}:{port} ({error.strerror}); choose another --host or --port"
-        raise ConfigError(message) from error
-    return sock
-
-
-def base_url(host: str, port: int) -> str:
-    """Where to reach a service that listens on `host`; the wildcard addresses are reached as loopback."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    if args.api_key_file:
+        check_api_keys(args.api_key_file)
+    with listening_socket(args.host, args.port) as sock:  # first: what follows takes seconds, or a download
+        config, tokenizer = with_tokenizer(args, engine_config(args, num_gpus=visible_gpus()))
+        fetch_weights(args, config)
+        thread = _ServiceThread(args, config, tokenizer, sock)
+        thread.start()
+        try:
+            thread.wait_started()
+            yield base_url(args.host, sock.getsockname()[1])
+        finally:
+            thread.stop()
 
 
 class _ServiceThread(threading.Thread):
@@ -125,10 +119,17 @@ class _ServiceThread(threading.Thread):
 
     async def _serve(self) -> None:
         self._loop, self._main = asyncio.get_running_loop(), asyncio.current_task()
-        async with LocalEngine(self._config) as client:
-            app = create_app(service_of(self._args, self._config, client, self._tokenizer, replica="local"))
+        async with (
+            TokenizingWorkers(self._tokenizer) as tokenizing,  # they start while the ranks import torch
+            LocalEngine(self._config) as client,
+        ):
+            await tokenizing.ready()
+            service = service_of(self._args, self._config, client, self._tokenizer, tokenizing, replica="local")
+            app = create_app(service)
             server = uvicorn.Server(
-                uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=_GRACE_S)
+                uvicorn.Config(
+                    app, http=LimitedProtocol, log_level="warning", access_log=False, timeout_graceful_shutdown=_GRACE_S
+                )
             )
             serving = asyncio.create_task(server.serve(sockets=[self._sock]))
             while not (server.started or serving.done()):

@@ -17,6 +17,10 @@ from starlette.types import Send
 T = TypeVar("T")
 
 
+class ClientLeft(Exception):
+    """Nobody waits for the answer any more."""
+
+
 class EventStream(StreamingResponse):
     """Closes its source whatever ends the response, so that the engine hears at once of a client that left."""
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from secateur.protocol import SamplingRequest
+from secateur.requests import listed
 from secateur.speculative import Speculative
 from workers.config import EngineConfig
 from workers.ipc import Speculation, Submit
@@ -116,9 +117,9 @@ def _constraints(request: SamplingRequest, bad_words: Sequence[list[int]], limit
         ("bad_words", [id for word in bad_words for id in word]),
     ):
         if beyond := [id for id in ids if id >= limits.vocab_size]:
-            raise BadRequest(
-                f"{param}: token id {beyond[0]} is not in the vocabulary of {limits.vocab_size}", param=param
-            )
+            ids_are = "token id {} is" if len(beyond) == 1 else "token ids {} are"
+            told = ids_are.format(listed(map(str, beyond)))
+            raise BadRequest(f"{param}: {told} not in the vocabulary of {limits.vocab_size}", param=param)
     allowed = None if request.allowed_token_ids is None else list(dict.fromkeys(request.allowed_token_ids))
     if allowed is not None:
         never = {word[0] for word in bad_words if len(word) == 1}

@@ -6,23 +6,76 @@ same text leaves and the same stop string ends it. Speculation on or off therefo
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import islice
 from os.path import commonprefix
 from typing import Any, NamedTuple
 
-_PRIME_TOKENS, _MOST_PRIME_TOKENS = 8, 128
-"""Prompt tokens shown to the decoder first: SentencePiece drops the space of a text's first word otherwise."""
+from secateur.requests import ROLES
 
+_CONTEXT_TOKENS, _MOST_CONTEXT_TOKENS = 8, 16
+"""Tokens before a new one that are decoded with it. A decoder needs the one before (SentencePiece drops the space of a
+text's first word), and the bytes of a character may be spread over four tokens."""
+
+_MOST_QUOTED = 64  # characters of what a caller sent, in an error
 _REPLACEMENT = "\ufffd"
+_MOST_INCOMPLETE = 3
+"""Bytes of a character that lacks its last. Decoders write one U+FFFD for all of them or for each."""
+_MOST_ERROR_CHARS = 300
+_OWN_FIELD = "write it as a field of the request, beside messages"
+_INSTEAD = {
+    "chat_template": "the model's own chat template is used; it cannot be replaced per request; remove it",
+    "conversation": "write messages as a field of the request",
+    "conversations": "write messages as a field of the request",
+    **dict.fromkeys(("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"), _OWN_FIELD),
+}
+"""Of what a chat template's caller sets: where it belongs."""
 
 
 class PromptError(ValueError):
-    """What a caller sent cannot become tokens: broken text, or messages that the chat template refuses."""
+    """What a caller sent cannot become tokens: broken or endless text, messages that the chat template refuses."""
 
-    def __init__(self, message: str, *, param: str) -> None:
+    def __init__(self, message: str, *, param: str, code: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+        self.code = code
+
+
+class TextLimit(NamedTuple):
+    """The longest text that could fit: `tokens` of the context, each as long as the longest there is."""
+
+    tokens: int
+    chars: int
+
+    def check(self, num_chars: int, *, param: str) -> None:
+        """Raises PromptError. To be called before tokenizing, which takes many seconds for millions of characters."""
+        if num_chars > self.chars:
+            raise PromptError(
+                f"this model's maximum context length is {self.tokens} tokens, which {self.chars} characters fit into "
+                f"at the most, and the prompt has {num_chars}; shorten it",
+                param=param,
+                code="context_length_exceeded",
+            )
+
+
+def text_size(value: Any) -> int:
+    """Characters of all texts and names in a JSON value; everything else counts as one."""
+    size, left = 0, [value]
+    while left:
+        match left.pop():
+            case str() as text:
+                size += len(text)
+            case dict() as fields:
+                left += fields.keys()
+                left += fields.values()
+            case list() as items:
+                left += items
+            case _:
+                size += 1
+    return size
 
 
 class TokenText(NamedTuple):
@@ -42,10 +95,14 @@ class Tokenizer:
     def __init__(self, path: str, *, revision: str | None = None) -> None:
         from transformers import AutoTokenizer  # seconds of imports: only when an engine really starts
 
+        self.path, self.revision = path, revision
         # Left open, transformers would ask at the terminal about a folder that names code of its own (MiMo's does).
         self._tokenizer: Any = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
         # The Rust tokenizer decodes a ten-token window in 2 us, the Python wrapper around it in 30.
         self._fast: Any = getattr(self._tokenizer, "backend_tokenizer", None)
+        self._special = _special_ids(self._tokenizer, self._fast)
+        decoder = getattr(self._fast, "decoder", None)
+        self._has_byte_fallback = decoder is not None and decoder.decode(["<0xC3>", "<0xA9>"]) == "é"
         self._texts: dict[int, TokenText] = {}  # filled as tokens come by, so never larger than the vocabulary
         self._before = self.encode("a", add_special_tokens=False)
         if not self._before:  # what transformers makes of a Qwen folder without tokenizer files
@@ -75,9 +132,23 @@ class Tokenizer:
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        if self._fast is not None:
-            return self._fast.decode(list(ids), skip_special_tokens=skip_special_tokens)
-        return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        """The text of these tokens. Their bytes are read as UTF-8: a complete character stays whatever stands beside
+        it, every broken part is one U+FFFD."""
+        if self._fast is None:
+            return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        text = self._fast.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        if self._has_byte_fallback and _REPLACEMENT in text:
+            shown = [
+                self._fast.id_to_token(id) for id in ids if self.shows(id, skip_special_tokens=skip_special_tokens)
+            ]
+            text = self._fast.decoder.decode(list(_without_broken_bytes(shown)))
+        return text
+
+    def shows(self, id: int, *, skip_special_tokens: bool = True) -> bool:
+        """Whether a text shows this token at all: `decode` passes over special ones and unknown ids."""
+        if skip_special_tokens and id in self._special:
+            return False
+        return self._fast is None or self._fast.id_to_token(id) is not None
 
     def token_strings(self, ids: Sequence[int]) -> list[str]:
         return list(self._tokenizer.convert_ids_to_tokens(list(ids)))
@@ -118,6 +189,55 @@ class Tokenizer:
                 found.append(spaced)
         return [ids for position, ids in enumerate(found) if ids and ids not in found[:position]]
 
+    @cached_property
+    def template_arguments(self) -> frozenset[str]:
+        """Names that rendering and the tokenizer itself give the chat template: no request may set these variables."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        calls = (self._tokenizer.apply_chat_template, render_jinja_template)
+        parameters = [parameter for call in calls for parameter in inspect.signature(call).parameters.values()]
+        named = {parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD}
+        return frozenset(named | self._tokenizer.special_tokens_map.keys() | {"self", "messages"})
+
+    def check_template_variables(self, variables: Mapping[str, Any]) -> None:
+        """Raises PromptError for what only the service may hand to a chat template, above all another template."""
+        if taken := sorted(variables.keys() & self.template_arguments):
+            instead = _INSTEAD.get(taken[0], "is not a variable of the template; remove it")
+            raise PromptError(f"chat_template_kwargs.{taken[0]}: {instead}", param="chat_template_kwargs")
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
+        """A conversation through the chat template.
+
+        Raises PromptError for what the caller's messages can cause, and for variables named as in `template_arguments`.
+        """
+        if not self.has_chat_template:
+            raise PromptError("this model has no chat template; use /v1/completions", param="messages")
+        if template_kwargs:
+            self.check_template_variables(template_kwargs)
+        self._check_roles(messages)
+        try:
+            return self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=None if tools is None else [dict(tool) for tool in tools],
+                **(template_kwargs or {}),
+            )
+        except MemoryError:
+            raise
+        except Exception as error:  # templates are user code: Jinja raises its own tree, filters anything at all
+            told = str(error)[:_MOST_ERROR_CHARS]  # one of transformers' quotes the whole conversation
+            raise PromptError(f"the chat template refused the messages: {told}", param="messages") from error
+
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -125,27 +245,87 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         add_special_tokens: bool = False,
     ) -> list[int]:
-        """Prompt ids of a conversation. Raises PromptError for what the caller's messages or template can cause."""
-        if not self.has_chat_template:
-            raise PromptError("this model has no chat template; use /v1/completions", param="messages")
-        try:
-            text = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                **(template_kwargs or {}),
-            )
-        except Exception as error:  # templates are user code: Jinja raises its own tree, filters anything at all
-            raise PromptError(f"the chat template refused the messages: {error}", param="messages") from error
+        """Prompt ids of a conversation: `render`, then `encode`. Raises PromptError."""
+        text = self.render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            template_kwargs=template_kwargs,
+            tools=tools,
+        )
         return self.encode(text, add_special_tokens=add_special_tokens)
+
+    def _check_roles(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Raises PromptError for a role that is none of OpenAI's and that the template does not name.
+
+        Most templates render any word; what such a message says, the model has never been taught.
+        """
+        for number, message in enumerate(messages):
+            role = message["role"]
+            if role not in ROLES and not self._template_names(role):
+                raise PromptError(
+                    f"messages.{number}.role: {_short(role)} is unknown to this model's chat template; write "
+                    f"{', '.join(ROLES[:-1])} or {ROLES[-1]}",
+                    param="messages",
+                )
+
+    def _template_names(self, word: str) -> bool:
+        """Whether the chat template has this word as a text of its own."""
+        templates = self._tokenizer.chat_template
+        sources = templates.values() if isinstance(templates, Mapping) else [templates]
+        return any(f"{quote}{word}{quote}" in source for source in sources for quote in "'\"")
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= _MOST_QUOTED else text[:_MOST_QUOTED] + "...")
+
+
+def _special_ids(tokenizer: Any, fast: Any) -> frozenset[int]:
+    if fast is None:
+        return frozenset(tokenizer.all_special_ids)
+    return frozenset(id for id, token in fast.get_added_tokens_decoder().items() if token.special)
+
+
+_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
+
+
+def _without_broken_bytes(tokens: Iterable[str]) -> Iterator[str]:
+    """The same tokens with U+FFFD in place of each broken part of their bytes.
+
+    The decoder ByteFallback replaces a whole run of byte tokens if it is no UTF-8 somewhere: whether a character can
+    be read would depend on what comes later, and a stream would have to take it back.
+    """
+    run: list[str] = []
+    for token in tokens:
+        if _BYTE_TOKEN.fullmatch(token):
+            run.append(token)
+            continue
+        yield from _mended(run)
+        run = []
+        yield token
+    yield from _mended(run)
+
+
+def _mended(run: list[str]) -> Iterator[str]:
+    utf8, begin = memoryview(b"".join(map(_bytes_of, run))), 0
+    while begin < len(run):
+        try:
+            str(utf8[begin:], "utf-8")
+        except UnicodeDecodeError as error:
+            yield from run[begin : begin + error.start]
+            yield _REPLACEMENT
+            begin += error.end
+        else:
+            yield from run[begin:]
+            return
 
 
 def _bytes_of(token: str) -> bytes:
     """The bytes of a token that is no text by itself: "<0xE2>" (SentencePiece) or byte-level BPE's letters."""
-    if match := re.fullmatch("<0x([0-9A-Fa-f]{2})>", token):
+    if match := _BYTE_TOKEN.fullmatch(token):
         return bytes([int(match[1], 16)])
     try:
         return bytes(_BYTE_OF[letter] for letter in token)
@@ -166,52 +346,54 @@ _BYTE_OF = _byte_letters()
 class IncrementalDetokenizer:
     """The text that new tokens add.
 
-    Contract: all pieces of `feed` and the last one of `flush` joined are `tokenizer.decode(all ids)` as it continues
-    the prompt. A character whose bytes are not complete is held back, so no piece ever ends in half a character.
-    Measured on 2 cores: 4 us for a step of three tokens, as fast as tokenizers' DecodeStream, which has no flush and
-    none for slow tokenizers.
+    Contract: all pieces of `feed` and the last one of `flush` joined are what `tokenizer.decode` says of prompt and
+    answer together beyond what it says of the prompt. Bytes that may yet become a character are held back, so no piece
+    is ever taken back. Tokens are read one at a time: whatever a decoder does, steps do not show in the text.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
-        self._window = self._end_of(prompt)
-        self._told = len(self._window)  # the first `_told` ids of the window are out already
+        self._window = list(islice(filter(self._shows, reversed(prompt)), _CONTEXT_TOKENS))[::-1]
+        self._told = self._read()  # the window's text as far as it is out
 
     def feed(self, ids: Sequence[int]) -> str:
         """Text these tokens complete; may be empty."""
-        self._window += ids
-        text, before, told = self._read()
-        if text.endswith(_REPLACEMENT) or len(text) <= told:
-            return ""
-        # The next window starts where this one's told part ended: a decoder needs the tokens just before for context.
-        if not before.endswith(_REPLACEMENT):
-            self._window = self._window[self._told :]
-        self._told = len(self._window)
-        return text[told:]
+        return "".join([self._feed(id) for id in ids if self._shows(id)])
 
     def flush(self) -> str:
         """What is held back, incomplete bytes as U+FFFD. Ends the stream."""
-        text, _, told = self._read()
-        self._told = len(self._window)
-        return text[told:]
+        text = self._read()
+        piece, self._told = text[self._start_in(text) :], text
+        return piece
 
-    def _read(self) -> tuple[str, str, int]:
-        """The window's text, that of its told part, and how many characters of the text are out."""
-        text, before = self._decode(self._window), self._decode(self._window[: self._told])
-        if before.endswith(_REPLACEMENT):  # a prompt may end within a character, and the answer begin with the rest
-            return text, before, len(commonprefix([text, before]))
-        return text, before, len(before)
+    def _feed(self, id: int) -> str:
+        self._window.append(id)
+        text = self._read()
+        start, end = self._start_in(text), len(text) - _num_open(text)
+        if piece := text[start:end]:
+            self._told = text[:end]
+        if len(self._window) > _MOST_CONTEXT_TOKENS:
+            num_untold = len(text) - max(start, end)
+            self._window = self._window[-_CONTEXT_TOKENS:]
+            text = self._read()
+            self._told = text[: len(text) - num_untold]
+        return piece
 
-    def _end_of(self, prompt: Sequence[int]) -> list[int]:
-        """As many of its last tokens as there is context in, from a character's beginning."""
-        size = _PRIME_TOKENS
-        while size < min(len(prompt), _MOST_PRIME_TOKENS) and self._decode(prompt[-size:]).startswith(_REPLACEMENT):
-            size *= 2
-        return list(prompt[-size:])
+    def _start_in(self, text: str) -> int:
+        """How many of its characters are out. A prompt may end within a character, which the answer then completes."""
+        return len(self._told) if text.startswith(self._told) else len(commonprefix([text, self._told]))
 
-    def _decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=self._skip) if ids else ""
+    def _shows(self, id: int) -> bool:
+        return self._tokenizer.shows(id, skip_special_tokens=self._skip)
+
+    def _read(self) -> str:
+        return self._tokenizer.decode(self._window, skip_special_tokens=self._skip) if self._window else ""
+
+
+def _num_open(text: str) -> int:
+    """Characters at the end of a text that further bytes may change."""
+    return min(len(text) - len(text.rstrip(_REPLACEMENT)), _MOST_INCOMPLETE)
 
 
 class Cut(NamedTuple):

@@ -70,10 +70,13 @@ _HOMES = {
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
+NOT_INSTALLED = "0+unknown"
+"""The version of a checkout that is run without being installed."""
+
 try:
     __version__ = version("secateur")
-except PackageNotFoundError:  # run from a checkout that is not installed
-    __version__ = "0+unknown"
+except PackageNotFoundError:
+    __version__ = NOT_INSTALLED
 
 __all__ = [  # noqa: F822  # resolved by __getattr__
     "APIConnectionError",

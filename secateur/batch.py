@@ -2,9 +2,9 @@
 
     run_batch("in.jsonl", "out.jsonl", base_url="http://127.0.0.1:8000")
 
-The rule: the output is append-only and flushed per line, so whatever kills the run loses at most the line being
-written. A run first rewrites the output (atomically) without torn and failed lines, then sends exactly the lines whose
-`custom_id` is not there. So every custom_id ends up in the output exactly once.
+Exactly those lines are sent that the output, see `secateur.batch_output`, does not answer yet: answers are found by
+custom_id, and count only if the line still asks what it asked then. So every custom_id ends up in the output exactly
+once, with an answer to its line as it is.
 """
 
 from __future__ import annotations
@@ -13,22 +13,23 @@ import asyncio
 import contextlib
 import hashlib
 import json
-import os
 import re
 import signal
 import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from secateur.batch_output import Output, digest_of, digests_path, open_output, superseded_path
 from secateur.client import DEFAULT_BASE_URL, DEFAULT_TIMEOUT_S, AsyncClient
 from secateur.errors import APIConnectionError, APIError, AuthenticationError, BatchError
 from secateur.exchange import Call
@@ -42,9 +43,6 @@ from secateur.protocol import (
     CompletionResponse,
 )
 from secateur.schema import problems_of
-
-if sys.platform != "win32":
-    import fcntl
 
 MAX_PROBLEMS_SHOWN = 20
 READS: dict[str, type[CompletionResponse] | type[ChatCompletionResponse]] = {
@@ -60,6 +58,8 @@ class BatchSummary:
     total: int = 0
     resumed: int = 0
     """Lines an earlier run had answered."""
+    changed: int = 0
+    """Lines an earlier run had answered as they were then; these are answered again."""
     succeeded: int = 0
     failed: int = 0
     first_failure: str = ""
@@ -92,7 +92,12 @@ class Job(NamedTuple):
 
     path: Path
     job_id: str
-    custom_ids: frozenset[str]
+    digests: dict[str, str]
+    """By custom_id: what its line asks for, see `digest_of`."""
+
+    @property
+    def custom_ids(self) -> Set[str]:
+        return self.digests.keys()
 
 
 def run_batch(
@@ -111,7 +116,8 @@ def run_batch(
     """Answer every line of `input_path` into `output_path`, `concurrency` at a time.
 
     `client` replaces base_url, api_key, retries and timeout (seconds per read), and is closed by the caller.
-    `resume=False` starts over. `progress` None shows a bar on a terminal only. The first Ctrl-C waits for the lines in
+    `resume=False` starts over; otherwise a warning tells how many lines changed after they were answered, which are
+    answered again. `progress` None shows a bar on a terminal only. The first Ctrl-C waits for the lines in
     flight, a second one stops at once. Raises BatchError if a file is unfit (nothing is sent then), AuthenticationError
     and APIConnectionError if the service cannot be used at all.
     """
@@ -151,8 +157,9 @@ async def run_batch_async(
     if output_path.exists() and output_path.samefile(job.path):
         raise BatchError(f"input and output are the same file, {output_path}; name another output")
     async with contextlib.AsyncExitStack() as stack:
-        output = stack.enter_context(open_output(output_path, resume=resume))
-        summary = BatchSummary(total=len(job.custom_ids), resumed=len(output.done & job.custom_ids))
+        output = stack.enter_context(open_output(output_path, job.digests, resume=resume))
+        _warn_of(output, job.path, output_path)
+        summary = BatchSummary(total=len(job.digests), resumed=len(output.done), changed=output.num_changed)
         if summary.resumed == summary.total:
             return summary
         if client is None:
@@ -165,6 +172,21 @@ async def run_batch_async(
         await _Run(client, job, output, summary, bar, stop).answer_all(concurrency)
         summary.seconds = time.monotonic() - started
     return summary
+
+
+def _warn_of(output: Output, input_path: Path, output_path: Path) -> None:
+    if output.num_changed:
+        warnings.warn(
+            f"{output.num_changed} of the lines in {input_path} changed after they were answered; they are answered "
+            f"again, and their old answers are in {superseded_path(output_path)}",
+            stacklevel=2,
+        )
+    if output.num_unchecked:
+        warnings.warn(
+            f"{output.num_unchecked} of the answers in {output_path} are kept although {digests_path(output_path)} "
+            "does not say what was asked (an older version wrote them, or that file was lost); --no-resume asks again",
+            stacklevel=2,
+        )
 
 
 class _Run:
@@ -183,7 +205,7 @@ class _Run:
         self._summary, self._bar, self._stop = summary, bar, stop
 
     async def answer_all(self, concurrency: int) -> None:
-        todo = (line for _, line in _input_lines(self._job.path) if line.custom_id not in self._output.done)
+        todo = self._todo()
         try:
             async with asyncio.TaskGroup() as workers:
                 for _ in range(concurrency):
@@ -191,10 +213,18 @@ class _Run:
         except ExceptionGroup as group:
             raise group.exceptions[0] from None
 
+    def _todo(self) -> Iterator[BatchInputLine]:
+        for number, line in _input_lines(self._job.path):
+            if line.custom_id in self._output.done:
+                continue
+            if self._job.digests.get(line.custom_id) != digest_of(line):
+                raise _changed(self._job.path, [f"line {number}: asks something else now"])
+            yield line
+
     async def _work(self, todo: Iterator[BatchInputLine]) -> None:
         for line in todo:
             answer = await self._answer(line)
-            self._output.append(answer)
+            self._output.append(answer, self._job.digests[line.custom_id])
             self._count(answer)
             if self._stop.is_set():
                 self._summary.interrupted = next(todo, None) is not None or self._summary.interrupted
@@ -240,8 +270,10 @@ class _Run:
 def read_job(path: Path) -> Job:
     """Validate a whole input file. Raises BatchError that lists what is wrong, by line number."""
     digest, line_of, problems = hashlib.sha256(), dict[str, int](), list[str]()
+    digests: dict[str, str] = {}
     try:
         for number, line in _input_lines(path, digest, problems):
+            digests[line.custom_id] = digest_of(line)
             first = line_of.setdefault(line.custom_id, number)
             if first != number:
                 problems.append(f"line {number}: custom_id {line.custom_id!r} is already on line {first}")
@@ -253,7 +285,7 @@ def read_job(path: Path) -> Job:
         raise BatchError(f"{path} is not a valid batch file, nothing was sent:", shown)
     if not line_of:
         raise BatchError(f"{path} holds no requests")
-    return Job(path, digest.hexdigest()[:8], frozenset(line_of))
+    return Job(path, digest.hexdigest()[:8], digests)
 
 
 def _input_lines(
@@ -275,8 +307,12 @@ def _input_lines(
             else:
                 continue
             if problems is None:
-                raise BatchError(f"{path} changed while it was running", [f"line {number}: {text}" for text in found])
+                raise _changed(path, [f"line {number}: {text}" for text in found])
             problems.extend(f"line {number}: {text}" for text in found)
+
+
+def _changed(path: Path, problems: list[str]) -> BatchError:
+    return BatchError(f"{path} changed while its lines were being answered; run it again:", problems)
 
 
 def _sendable(line: Any) -> Any:
@@ -290,75 +326,6 @@ def _header_safe(custom_id: str) -> str:
     if re.fullmatch(r"[A-Za-z0-9._:@/+=-]{1,128}", custom_id):
         return custom_id
     return hashlib.sha256(custom_id.encode()).hexdigest()[:32]
-
-
-# -- output ----------------------------------------------------------------------------------------------------------
-
-
-class Output:
-    """The output file, open and locked. `done`: custom_ids answered before this run."""
-
-    def __init__(self, file: IO[bytes], done: frozenset[str]) -> None:
-        self._file = file
-        self.done = done
-
-    def append(self, line: BatchOutputLine) -> None:
-        self._file.write(line.model_dump_json().encode() + b"\n")
-        self._file.flush()
-
-
-@contextlib.contextmanager
-def open_output(path: Path, *, resume: bool) -> Iterator[Output]:
-    """Open `path` for appending, after dropping its torn and failed lines (all lines without `resume`).
-
-    Raises BatchError if another run writes to it, or if it holds something else than batch output.
-    """
-    try:
-        old = path.open("a+b")
-    except OSError as error:
-        raise BatchError(f"cannot write {path}: {error.strerror}") from None
-    with old:
-        _lock(old, path)
-        old.seek(0)
-        lines = old.readlines()
-        kept = _succeeded_lines(lines, path) if resume else {}
-        done = frozenset(kept)
-        if list(kept.values()) == lines:
-            yield Output(old, done)
-            return
-        temporary = path.with_name(path.name + ".tmp")
-        with temporary.open("wb") as new:
-            _lock(new, path)
-            new.writelines(kept.values())
-            new.flush()
-            os.fsync(new.fileno())
-            temporary.replace(path)
-            yield Output(new, done)
-
-
-def _succeeded_lines(lines: list[bytes], path: Path) -> dict[str, bytes]:
-    """custom_id -> its line, for the lines that need not be sent again. Only the last line may be torn."""
-    kept: dict[str, bytes] = {}
-    for number, raw in enumerate(lines, start=1):
-        try:
-            line = BatchOutputLine.model_validate_json(raw)
-        except ValidationError:
-            if number == len(lines) and not raw.endswith(b"\n"):
-                continue
-            raise BatchError(f"{path} line {number} is no batch output; name another output file") from None
-        if line.succeeded:
-            kept.setdefault(line.custom_id, raw.rstrip(b"\n") + b"\n")
-    return kept
-
-
-def _lock(file: IO[bytes], path: Path) -> None:
-    """Two runs on one output would answer lines twice. The lock ends with the process, however it ends."""
-    if sys.platform == "win32":
-        return
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise BatchError(f"another run is writing {path}; wait for it or name another output") from None
 
 
 # -- terminal --------------------------------------------------------------------------------------------------------

@@ -34,6 +34,8 @@ BUNDLED_ALIASES = (BUNDLED_TARGET, "bundled:eagle3", "bundled:draft")
 BUNDLED_MODEL_ID = "secateur-bundled"
 
 PositiveInt = Annotated[int, Field(ge=1)]
+SHORTEST_REQUEST = 2
+"""Tokens: one of prompt and one of output."""
 
 
 class EngineArgs(Strict):
@@ -57,14 +59,14 @@ class EngineArgs(Strict):
     """On CUDA: no captured graphs."""
     seed: int | None = None
     """Server seed for requests that bring none; None draws one per request."""
-    max_model_len: PositiveInt | None = None
+    max_model_len: Annotated[int, Field(ge=SHORTEST_REQUEST)] | None = None
     """Prompt plus output, in tokens; None is the model's own limit."""
-    max_num_seqs: PositiveInt = 64
-    max_num_batched_tokens: PositiveInt = 2048
-    page_size: PositiveInt = 16
+    max_num_seqs: Annotated[int, Field(ge=1, le=1 << 16)] = 64
+    max_num_batched_tokens: Annotated[int, Field(ge=1, le=1 << 24)] = 2048
+    page_size: Annotated[int, Field(ge=1, le=1 << 12)] = 16
     """Tokens per KV page."""
-    num_pages: PositiveInt | None = None
-    """KV pages; None fits them to memory."""
+    num_pages: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+    """KV pages, of which page 0 is never used; None fits them to memory."""
     enable_prefix_caching: bool = True
     """Requests that begin alike compute their common beginning once."""
     gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] = 0.9
@@ -74,6 +76,8 @@ class EngineArgs(Strict):
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     """0 takes a free one."""
     api_key: str | None = Field(default=None, repr=False)
+    api_key_file: str | None = None
+    """A file of keys, one a line, which is read anew with every request."""
 
     @property
     def model_id(self) -> str:
@@ -89,6 +93,10 @@ class EngineArgs(Strict):
             if self.no_speculation:
                 problems.append(Problem("no_speculation", "contradicts speculative_config; keep one of the two"))
             problems += self._draft_rules(spec)
+        if self.api_key is not None and not self.api_key.strip():
+            problems.append(Problem("api_key", "is empty; write a key, or leave it out"))
+        if self.api_key is not None and self.api_key_file is not None:
+            problems.append(Problem("api_key_file", "contradicts api_key; write that key into the file, or keep one"))
         if self.max_num_batched_tokens < self.max_num_seqs:
             problems.append(
                 Problem(
@@ -97,9 +105,23 @@ class EngineArgs(Strict):
                     "each running request needs a token per step; raise it or lower max_num_seqs",
                 )
             )
+        # A length that only the model's files tell is checked once they are read.
+        problems += self.page_problems(self.max_model_len or SHORTEST_REQUEST)
         if problems:
             raise ConfigError(*problems)
         return self
+
+    def page_problems(self, max_model_len: int) -> list[Problem]:
+        """What is wrong with `num_pages` if one request may have so many tokens. A draft tree lies behind them."""
+        tree_rows = 1 + (self.speculative_config.num_speculative_tokens if self.speculative_config else 0)
+        least = 1 + -(-(max_model_len + tree_rows) // self.page_size)
+        if self.num_pages is None or self.num_pages >= least:
+            return []
+        longest = (self.num_pages - 1) * self.page_size - tree_rows
+        instead = f", or lower max_model_len to {longest}" if longest >= SHORTEST_REQUEST else ""
+        pages = f"{self.num_pages} KV page{'s' * (self.num_pages > 1)} of page_size={self.page_size} tokens"
+        asked = f"a request of max_model_len={max_model_len}"
+        return [Problem("num_pages", f"{pages} cannot hold {asked}: write at least {least}{instead}")]
 
     def _draft_rules(self, spec: SpeculativeConfig) -> list[Problem]:
         problems = []
@@ -263,9 +285,10 @@ class AppArgs(Strict):
 
 
 def read_text(path: str | Path, field: str = "") -> str:
-    """What a file of UTF-8 text holds; ConfigError, about the setting that named it, if it cannot be read."""
+    """What a file of UTF-8 text holds, line ends as they are; ConfigError, about the setting that named it, if it
+    cannot be read."""
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_bytes().decode("utf-8-sig")  # Windows' editors begin files with a byte order mark
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ConfigError(Problem(field, f"cannot read {path}: {reason}")) from None

@@ -3,7 +3,7 @@
 SecateurError
 ├── ConfigError (also a ValueError)       what was typed is wrong; `problems` holds one entry per field
 ├── APIError                              the server answered with an error: status, code, param, type, body
-│   ├── BadRequestError                   400, 409, 413, 422: the request itself is wrong
+│   ├── BadRequestError                   400, 409, 413, 422, 431: the request itself is wrong
 │   ├── AuthenticationError               401, 403: the API key is missing or wrong
 │   ├── NotFoundError                     404: no such model or path
 │   ├── RateLimitError                    429: too many requests; `retry_after` seconds, if the server said

@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import codecs
 import email.utils
 import json
 import random
+import re
 import time
 import warnings
 from collections.abc import Iterator, Mapping
@@ -23,6 +25,8 @@ Model = TypeVar("Model", bound=BaseModel)
 Messages = str | list[dict[str, Any]]
 
 MAX_RETRY_AFTER_S = 120.0  # a service that asks for more is told no: the caller decides
+
+_LINE_END = re.compile(rb"\r\n|\r|\n")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +152,7 @@ def api_error(
             return errors.RateLimitError(text, retry_after=retry_after, **fields)
         case 503:
             return errors.ServiceUnavailableError(text, retry_after=retry_after, **fields)
-        case 400 | 409 | 413 | 422:
+        case 400 | 409 | 413 | 422 | 431:
             return errors.BadRequestError(text, **fields)
         case 401 | 403:
             return errors.AuthenticationError(text, **fields)
@@ -169,26 +173,41 @@ def connection_error(error: httpx2.TransportError, url: str) -> errors.APIConnec
 class Events(Generic[Model]):
     """Bytes of a server-sent event stream in, chunks out. `done` is set by the closing `[DONE]`.
 
-    Lines are split here, at newlines alone: the HTTP library's line iterator also splits at U+2028 and U+0085, which
-    a model may well write and which JSON does not escape.
+    Lines are split here and end with \\n, \\r\\n or a lone \\r, as the specification has it. The HTTP library's line
+    iterator also splits at U+2028 and U+0085, which a model may well write and which JSON does not escape.
     """
 
     def __init__(self, call: Call[Model]) -> None:
         self._call = call
         self._rest = b""
+        self._is_start = True
+        self._ends_in_cr = False
         self._data: list[bytes] = []
         self.done = False
 
     def feed(self, data: bytes) -> Iterator[Model]:
         """The chunks these bytes complete. Raises APIError for an error sent inside the stream."""
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in lines:
-            if (event := self._line(line.removesuffix(b"\r"))) is None:
+        for line in self._lines(data):
+            if (event := self._line(line)) is None:
                 continue
             if event == b"[DONE]":
                 self.done = True
                 return
             yield self._chunk(event)
+
+    def _lines(self, data: bytes) -> list[bytes]:
+        """The lines these bytes complete, without their ends."""
+        if not data:
+            return []
+        # A \r at the end of a read ends its line at once: what follows may be long in coming, and if it begins with
+        # \n, that is the second half of one line end.
+        if self._ends_in_cr:
+            data = data.removeprefix(b"\n")
+        self._ends_in_cr = data.endswith(b"\r")
+        *lines, self._rest = _LINE_END.split(self._rest + data)
+        if lines and self._is_start:
+            self._is_start, lines[0] = False, lines[0].removeprefix(codecs.BOM_UTF8)
+        return lines
 
     def _line(self, line: bytes) -> bytes | None:
         """The data of the event this line ends, if it ends one that has any."""

@@ -82,7 +82,7 @@ ENGINE_FLAGS: dict[str, Any] = {
     "max_num_seqs": _flag(int, "--max-num-seqs", help="Requests running at once [64]."),
     "max_num_batched_tokens": _flag(int, "--max-num-batched-tokens", help="Tokens per step [2048]."),
     "page_size": _flag(int, "--page-size", help="Tokens per KV page [16]."),
-    "num_pages": _flag(int, "--num-pages", help="KV pages [as many as fit]."),
+    "num_pages": _flag(int, "--num-pages", help="KV pages, of which one is never used [as many as fit]."),
     "enable_prefix_caching": _flag(
         bool,
         "--enable-prefix-caching/--no-enable-prefix-caching",
@@ -99,7 +99,18 @@ SERVER_FLAGS: dict[str, Any] = {
     "served_model_name": _flag(str, "--served-model-name", help="The name clients use [the model's]."),
     "host": _flag(str, "--host", help="Address to listen on [127.0.0.1]."),
     "port": _flag(int, "--port", help="Port to listen on; 0 takes a free one [8000]."),
-    "api_key": _flag(str, "--api-key", help="Require this key [the environment's SECATEUR_API_KEY, else none]."),
+    "api_key": _flag(
+        str,
+        "--api-key",
+        help="Require this key [the environment's SECATEUR_API_KEY, else none]. `ps` shows it to every user of this "
+        "machine; the environment and --api-key-file are not shown.",
+    ),
+    "api_key_file": _flag(
+        str,
+        "--api-key-file",
+        metavar="FILE",
+        help="Require one of this file's keys, one a line. Changes count from the next request on.",
+    ),
 }
 
 
@@ -108,6 +119,8 @@ SAMPLING_FLAGS: dict[str, Any] = {
     "max_tokens": _flag(int, "--max-tokens", help="The most tokens to generate [complete: 16].", min=1),
     "temperature": _flag(float, "--temperature", help="0 is greedy [the model's own, else 1.0].", min=0.0),
     "top_p": _flag(float, "--top-p", help="Keep the most probable tokens up to this mass."),
+    "top_k": _flag(int, "--top-k", help="Keep so many of the most probable tokens; 0 keeps all.", min=-1),
+    "stop": _flag(list[str], "--stop", help="End before this text; repeat it for several.", metavar="TEXT"),
     "presence_penalty": _flag(float, "--presence-penalty", help="Taken off the logits of tokens that came [0]."),
     "frequency_penalty": _flag(float, "--frequency-penalty", help="The same, once for every time they came [0]."),
     "repetition_penalty": _flag(

@@ -14,6 +14,7 @@ from pydantic import Field, field_validator, model_validator
 
 from secateur.config import read_text
 from secateur.errors import ConfigError, Problem
+from secateur.jsonl import lines_of
 from secateur.schema import Strict, did_you_mean
 from secateur.token_tree import MAX_NODES
 
@@ -338,13 +339,12 @@ def _point(row: dict[str, Any]) -> dict[str, Any]:
 def read_trace(path: Path) -> tuple[Arrival, ...]:
     """A JSONL file of {"seconds", "prompt_tokens", "output_tokens"}, in order of arrival."""
     arrivals = []
-    for number, line in enumerate(read_text(path, "--trace").splitlines(), 1):
-        if line.strip():
-            place = f"--trace {path}, line {number}"
-            try:
-                arrivals.append(_load(Arrival, json.loads(line), place))
-            except json.JSONDecodeError as error:
-                raise ConfigError(Problem(place, f"not JSON: {error}")) from None
+    for number, line in lines_of(read_text(path, "--trace")):
+        place = f"--trace {path}, line {number}"
+        try:
+            arrivals.append(_load(Arrival, json.loads(line), place))
+        except json.JSONDecodeError as error:
+            raise ConfigError(Problem(place, f"not JSON: {error}")) from None
     if not arrivals:
         raise ConfigError(Problem(f"--trace {path}", "holds no arrivals"))
     return tuple(sorted(arrivals, key=lambda arrival: arrival.seconds))

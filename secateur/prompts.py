@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from secateur.config import read_text
 from secateur.errors import ConfigError, Problem
+from secateur.jsonl import lines_of
 
 BUNDLED_PROMPTS = Path(__file__).parent / "bundled" / "prompts.jsonl"
 """Held-out texts and chats of the kind the bundled models know."""
@@ -25,8 +26,8 @@ def read_prompts(path: Path, most: int) -> list[Prompt]:
 
     Raises ConfigError.
     """
-    lines = read_text(path, "--prompts").splitlines()
-    prompts = [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+    lines = lines_of(read_text(path, "--prompts"))
+    prompts = [_parse(line, f"{path}, line {number}") for number, line in lines]
     if not prompts:
         raise ConfigError(Problem("--prompts", f"{path} holds no prompts"))
     return prompts[:: max(1, len(prompts) // most)][:most]

@@ -1,5 +1,6 @@
 """What may be asked: every request body of the OpenAI wire as a model, with its ranges and its contradictions.
 
+Values have the JSON types of OpenAI's schema: a number may be written without a point, nothing else is converted.
 Fields nobody knows are kept in `model_extra` (the server names them in the header `x-secateur-ignored`); fields we know
 but do not implement are named by `unsupported()` (the server answers 400).
 """
@@ -7,7 +8,7 @@ but do not implement are named by `unsupported()` (the server answers 400).
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import (
@@ -15,8 +16,6 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    StrictBool,
-    StrictInt,
     ValidationError,
     ValidatorFunctionWrapHandler,
     WrapValidator,
@@ -40,13 +39,15 @@ MAX_TOKEN_IDS, MAX_ALLOWED = 1024, 8192  # token ids that travel with every step
 MAX_WORD_CHARS = 128
 MAX_SALT_CHARS = 512
 MAX_TOKENS = 2**31 - 1
+_MOST_LISTED = 20
+MAX_ITEMS = 16_384  # messages, parts of one, prompts: a body of millions of them would keep the service busy reading
 
-TokenId = Annotated[StrictInt, Field(ge=0)]
+TokenId = Annotated[int, Field(ge=0)]
 Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
 Bias = Annotated[float, Field(ge=-100.0, le=100.0)]
-NumTokens = Annotated[StrictInt, Field(le=MAX_TOKENS)]
+NumTokens = Annotated[int, Field(le=MAX_TOKENS)]
 StopString = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
-NumLogprobs = Annotated[StrictInt, Field(ge=0, le=MAX_LOGPROBS)]
+NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
 class Unsupported(NamedTuple):
@@ -66,15 +67,6 @@ def _one_line(text: str) -> str:
     if not text.isprintable():
         raise ValueError(f"must be printable characters of one line (got {text!r})")
     return text
-
-
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(extra="allow")
-
-    include_usage: StrictBool = False
-    """One more chunk at the end, without choices, with the usage."""
-    continuous_usage_stats: StrictBool = False
-    """In every chunk the usage so far of the answer that it belongs to, with its prompt (as in vLLM)."""
 
 
 # param -> (values that change nothing, why others are refused). None always changes nothing.
@@ -121,6 +113,58 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
+class Body(BaseModel):
+    """Base of everything in a request. JSON's types are kept strictly; a null means "not given"."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, data: Any) -> Any:
+        return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
+
+    def unsupported(self) -> list[Unsupported]:
+        """Every known parameter with a value this version does not implement. Empty means: go ahead."""
+        return _unsupported(self.model_extra or {})
+
+    def ignored(self) -> list[str]:
+        """Fields nobody knows, sorted: accepted, without effect, to be named in `x-secateur-ignored`."""
+        return sorted((self.model_extra or {}).keys() - UNSUPPORTED.keys())
+
+
+def _unsupported(values: Mapping[str, Any]) -> list[Unsupported]:
+    return [
+        Unsupported(param, why)
+        for param, (neutral, why) in UNSUPPORTED.items()
+        if values.get(param) is not None and not any(_is_same(values[param], value) for value in neutral)
+    ]
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    """As JSON has it: true is not 1."""
+    return value == other and isinstance(value, bool) == isinstance(other, bool)
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    """One more chunk at the end, without choices, with the usage. None: as `continuous_usage_stats` says."""
+    continuous_usage_stats: bool = False
+    """In every chunk the usage so far of the answer that it belongs to, with its prompt. Without effect where
+    include_usage is false (as in vLLM)."""
+
+    @property
+    def usage_at_end(self) -> bool:
+        return self.continuous_usage_stats if self.include_usage is None else self.include_usage
+
+    @property
+    def usage_in_chunks(self) -> bool:
+        return self.continuous_usage_stats and self.usage_at_end
+
+    def ignored(self) -> list[str]:
+        unread = ["continuous_usage_stats"] if self.continuous_usage_stats and not self.usage_in_chunks else []
+        return sorted([*super().ignored(), *unread])
+
+
 DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Parameters whose defaults a model's generation_config.json may change, as in vLLM."""
 
@@ -137,21 +181,19 @@ def _told(message: str) -> WrapValidator:
     return WrapValidator(checked)
 
 
-class SamplingRequest(BaseModel):
-    """What both generation requests share. A null means "not given"."""
-
-    model_config = ConfigDict(extra="allow", allow_inf_nan=False, protected_namespaces=())
+class SamplingRequest(Body):
+    """What both generation requests share."""
 
     model: str | None = None
     """None takes the one model the service has."""
-    n: Annotated[StrictInt, Field(ge=1, le=MAX_ANSWERS)] = 1
+    n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] = 1
     """Answers per prompt."""
     temperature: Annotated[float, Field(ge=0.0, le=MAX_TEMPERATURE)] = 1.0
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    top_k: Annotated[StrictInt, Field(ge=-1)] = 0
+    top_k: Annotated[int, Field(ge=-1)] = 0
     """-1 and 0 are off, and so is more than the vocabulary has."""
     min_p: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
-    seed: Annotated[StrictInt, Field(ge=-(2**63), lt=2**63)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     max_tokens: Annotated[NumTokens, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[NumTokens, Field(ge=1)] | None = None
     """The newer name; wins over max_tokens."""
@@ -162,9 +204,9 @@ class SamplingRequest(BaseModel):
         _told(f"must be a text or a list of texts, at most {MAX_STOPS} of up to {MAX_STOP_CHARS:,} characters"),
     ] = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_TOKEN_IDS)] = []
-    include_stop_str_in_output: StrictBool = False
-    ignore_eos: StrictBool = False
-    skip_special_tokens: StrictBool = True
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
 
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
@@ -178,16 +220,16 @@ class SamplingRequest(BaseModel):
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED)] | None = None
     """Nothing but these may come."""
 
-    stream: StrictBool = False
+    stream: bool = False
     stream_options: StreamOptions | None = None
-    return_token_ids: StrictBool = False
-    return_speculative_stats: StrictBool = False
+    return_token_ids: bool = False
+    return_speculative_stats: bool = False
     speculative: Speculative | None = None
     request_id: Annotated[str, Field(min_length=1, max_length=512), AfterValidator(_one_line)] | None = None
     user: str | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
     """Prompts are shared in the prefix cache among requests of one salt only."""
-    priority: StrictInt = 0
+    priority: int = 0
 
     def filled(self, defaults: Mapping[str, Any]) -> Self:
         """The same request, with these of `DEFAULTED` where it says nothing itself.
@@ -199,22 +241,21 @@ class SamplingRequest(BaseModel):
         filled._check_number_of_answers()
         return filled
 
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_nulls(cls, data: Any) -> Any:
-        return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
-
     @field_validator("logit_bias", mode="before")
     @classmethod
     def _ids_are_written_as_strings(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
+        if len(value) > MAX_TOKEN_IDS:  # before each of them is looked at
+            raise ValueError(f"must have at most {MAX_TOKEN_IDS} entries, not {len(value)}")
         if strange := [key for key in value if not _is_token_id(key)]:
-            raise ValueError(f'keys are token ids, as in {{"50256": -100}} (got {strange[0]!r})')
+            raise ValueError(f'keys are token ids, as in {{"50256": -100}} (got {listed(map(repr, strange))})')
         return {int(key): bias for key, bias in value.items()}
 
     @model_validator(mode="after")
     def _rules(self) -> Self:
+        if self.unsupported():  # what the others ask for may follow from it; it is refused by name
+            return self
         if any(not text for text in self.stop_strings):
             raise _wrong("stop", "an empty string stops nothing; remove it")
         if any(not text for text in self.bad_words):
@@ -252,19 +293,21 @@ class SamplingRequest(BaseModel):
         raise NotImplementedError
 
     def unsupported(self) -> list[Unsupported]:
-        """Every known parameter with a value this version does not implement. Empty means: go ahead."""
         values = {**(self.model_extra or {}), **{name: getattr(self, name) for name in type(self).model_fields}}
         if values.get("best_of") == self.n:
             del values["best_of"]  # all answers are returned
-        return [
-            Unsupported(param, why)
-            for param, (neutral, why) in UNSUPPORTED.items()
-            if values.get(param) is not None and values[param] not in neutral
-        ]
+        return _unsupported(values)
 
     def ignored(self) -> list[str]:
-        """Fields nobody knows, sorted: accepted, without effect, to be named in `x-secateur-ignored`."""
-        return sorted((self.model_extra or {}).keys() - UNSUPPORTED.keys())
+        nested = self.stream_options.ignored() if self.stream_options else []
+        return sorted([*super().ignored(), *(f"stream_options.{name}" for name in nested)])
+
+
+def listed(items: Iterable[str]) -> str:
+    """The first of these with commas, and how many more there are: it goes into an error."""
+    all_items = list(items)
+    shown = [*all_items[:_MOST_LISTED], *([f"and {more} more"] if (more := len(all_items) - _MOST_LISTED) > 0 else [])]
+    return ", ".join(shown)
 
 
 def _is_token_id(key: object) -> bool:
@@ -276,12 +319,18 @@ class CompletionRequest(SamplingRequest):
     """POST /v1/completions. `prompt`: a text, a list of texts, token ids, or a list of lists of token ids."""
 
     prompt: Annotated[
-        str | list[TokenId] | list[str] | list[list[TokenId]],
-        _told("must be a text, a list of texts, token ids, or a list of lists of token ids"),
+        str
+        | Annotated[list[TokenId], Field(fail_fast=True)]
+        | Annotated[list[str], Field(fail_fast=True, max_length=MAX_ITEMS)]
+        | Annotated[list[Annotated[list[TokenId], Field(fail_fast=True)]], Field(fail_fast=True, max_length=MAX_ITEMS)],
+        _told(
+            "must be a text, a list of texts, token ids, or a list of lists of token ids, "
+            f"of which there may be {MAX_ITEMS:,}"
+        ),
     ]
-    add_special_tokens: StrictBool = True
-    echo: StrictBool = False
-    best_of: Annotated[StrictInt, Field(ge=1)] | None = None
+    add_special_tokens: bool = True
+    echo: bool = False
+    best_of: Annotated[int, Field(ge=1)] | None = None
     logprobs: NumLogprobs | None = None
     """Most likely tokens to report per token; `true` is 1."""
     suffix: str | None = None
@@ -319,26 +368,38 @@ class CompletionRequest(SamplingRequest):
         return self
 
 
-class ContentPart(BaseModel):
+class ContentPart(Body):
     """A part of a message; only text is understood."""
-
-    model_config = ConfigDict(extra="allow")
 
     type: Literal["text"]
     text: str
 
 
-class ChatMessage(BaseModel):
+class ChatMessage(Body):
     """One message. `content` is a text or a list of text parts; `text` is both as one string."""
 
-    model_config = ConfigDict(extra="allow")
-
     role: Annotated[str, Field(min_length=1)]
+    """One of `ROLES`, or one that the model's chat template knows."""
     content: Annotated[
-        str | list[ContentPart] | None,
-        _told('must be a text or a list of {"type": "text", "text": ...}; nothing but text is understood'),
+        str | Annotated[list[ContentPart], Field(fail_fast=True, max_length=MAX_ITEMS)] | None,
+        _told(
+            'must be a text or a list of {"type": "text", "text": ...}; nothing but text is understood, '
+            f"in at most {MAX_ITEMS:,} parts"
+        ),
     ] = None
     name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+
+    @model_validator(mode="after")
+    def _some_content(self) -> Self:
+        if self.content or isinstance(self.content, str):
+            return self
+        has_calls = bool(self.tool_calls or (self.model_extra or {}).keys() & {"function_call", "refusal"})
+        if self.role in _WITH_CONTENT and not (self.role == "assistant" and has_calls):
+            instead = " or tool_calls" if self.role == "assistant" else ""
+            raise _wrong("content", f"a message of the role {self.role!r} needs content{instead}")
+        return self
 
     @property
     def text(self) -> str:
@@ -347,16 +408,38 @@ class ChatMessage(BaseModel):
         return self.content or ""
 
 
-class ChatCompletionRequest(SamplingRequest):
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+"""Of messages, as OpenAI has them."""
+_WITH_CONTENT = ROLES[:-1]  # OpenAI lets a function's be null
+
+
+class Rendered(Body):
+    """What goes through the model's chat template, and how."""
+
+    chat_template_kwargs: dict[str, Any] = {}
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+    @model_validator(mode="after")
+    def _one_ending(self) -> Self:
+        if self.continue_final_message and self.add_generation_prompt:
+            if "add_generation_prompt" in self.model_fields_set:
+                raise _wrong("continue_final_message", "contradicts add_generation_prompt=true; set one to false")
+            # vLLM's rule: continuing the last message implies that no new one is opened.
+            self.__dict__["add_generation_prompt"] = False  # not given, therefore not in `model_fields_set`
+        return self
+
+
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_ITEMS)]
+
+
+class ChatCompletionRequest(SamplingRequest, Rendered):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    chat_template_kwargs: dict[str, Any] = {}
-    add_generation_prompt: StrictBool = True
-    continue_final_message: StrictBool = False
-    add_special_tokens: StrictBool = False
+    messages: Messages
+    add_special_tokens: bool = False
     """Off, as chat templates write them already."""
-    logprobs: StrictBool = False
+    logprobs: bool = False
     top_logprobs: NumLogprobs = 0
     """Most likely tokens to report per token, with logprobs=true."""
 
@@ -372,27 +455,31 @@ class ChatCompletionRequest(SamplingRequest):
         return self.top_logprobs if self.logprobs else None
 
     @model_validator(mode="after")
-    def _one_ending(self) -> Self:
-        if self.continue_final_message and self.add_generation_prompt:
-            if "add_generation_prompt" in self.model_fields_set:
-                raise _wrong("continue_final_message", "contradicts add_generation_prompt=true; set one to false")
-            self.add_generation_prompt = False
+    def _top_of_something(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             raise _wrong("top_logprobs", "only allowed with logprobs=true")
         return self
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(Rendered):
     """POST /tokenize: `prompt`, or `messages` through the chat template."""
-
-    model_config = ConfigDict(extra="allow", protected_namespaces=())
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
-    add_special_tokens: bool = True
-    add_generation_prompt: bool = True
+    messages: Messages | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_ITEMS)] | None = None
+    """For the chat template."""
+    add_special_tokens: bool | None = None
+    """None adds them to a prompt; chat templates write them already."""
     return_token_strs: bool = False
+
+    @property
+    def with_special_tokens(self) -> bool:
+        return self.messages is None if self.add_special_tokens is None else self.add_special_tokens
+
+    def ignored(self) -> list[str]:
+        of_chats = {*Rendered.model_fields, "tools"} & self.model_fields_set if self.messages is None else set()
+        return sorted([*super().ignored(), *of_chats])
 
     @model_validator(mode="after")
     def _one_input(self) -> Self:
@@ -401,10 +488,8 @@ class TokenizeRequest(BaseModel):
         return self
 
 
-class DetokenizeRequest(BaseModel):
+class DetokenizeRequest(Body):
     """POST /detokenize."""
 
-    model_config = ConfigDict(extra="allow", protected_namespaces=())
-
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]

@@ -31,7 +31,8 @@ def _now() -> int:
 
 
 class Response(BaseModel):
-    """Base of what the server writes: an unset optional field is left out, unless OpenAI's clients expect its null."""
+    """Base of what the server writes: an unset optional field is left out, unless clients of OpenAI or vLLM read its
+    null."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
     nullable: ClassVar[frozenset[str]] = frozenset()
@@ -57,7 +58,7 @@ class PromptTokensDetails(Response):
 
 class Usage(Response):
     """Token counts. `prompt_tokens_details` counts the prompt's tokens that were found in the prefix cache,
-    `completion_tokens_details` the verified draft tokens that were accepted and rejected."""
+    `completion_tokens_details` the verified draft tokens that are in the answer and those that are not."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -90,8 +91,8 @@ class Usage(Response):
 class SpeculativeStats(BaseModel):
     """What speculation did for one request, over all its answers.
 
-    A drafted node was either pruned, so that the target never saw it, or verified; accepted ones are among the
-    verified. The lists tell the same by depth, the children of the root first.
+    A drafted node was either pruned, so that the target never saw it, or verified; accepted ones are those of the
+    verified that are in the answer. The lists tell the same by depth, the children of the root first.
     """
 
     num_drafts: int = 0
@@ -163,18 +164,23 @@ class ChatLogprobs(Response):
 
 
 class Choice(Response):
-    nullable = frozenset({"finish_reason", "logprobs"})
+    nullable = frozenset({"finish_reason", "logprobs", "stop_reason", "token_ids"})
 
     index: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     """The stop string or stop token id that ended it (vLLM's field)."""
     token_ids: list[int] | None = None
-    prompt_token_ids: list[int] | None = None
 
 
 class CompletionChoice(Choice):
+    nullable = Choice.nullable | {"prompt_token_ids", "prompt_logprobs"}
+
     text: str = ""
+    prompt_token_ids: list[int] | None = None
+    """Of its own prompt; in a stream on the answer's first chunk."""
+    prompt_logprobs: None = None
+    """Not implemented; clients of vLLM read its null."""
     logprobs: CompletionLogprobs | None = None
 
 
@@ -227,9 +233,15 @@ class CompletionChunk(CompletionResponse):
 
 
 class ChatCompletionResponse(Answer):
+    nullable = frozenset({"prompt_token_ids", "prompt_logprobs"})
+
     id: str = Field(default_factory=lambda: new_id("chatcmpl"))
     object: Literal["chat.completion"] = "chat.completion"
     choices: list[ChatChoice]
+    prompt_token_ids: list[int] | None = None
+    """Of the one prompt that all choices have."""
+    prompt_logprobs: None = None
+    """Not implemented; clients of vLLM read its null."""
 
     @property
     def text(self) -> str:
@@ -238,9 +250,13 @@ class ChatCompletionResponse(Answer):
 
 
 class ChatCompletionChunk(Answer):
+    nullable = frozenset({"prompt_token_ids"})
+
     id: str = Field(default_factory=lambda: new_id("chatcmpl"))
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     choices: list[ChatChunkChoice]
+    prompt_token_ids: list[int] | None = None
+    """On the chunk that opens an answer with its role."""
 
     @property
     def text(self) -> str:
@@ -249,6 +265,8 @@ class ChatCompletionChunk(Answer):
 
 
 class TokenizeResponse(Response):
+    nullable = frozenset({"token_strs"})
+
     tokens: list[int]
     count: int
     max_model_len: int | None = None

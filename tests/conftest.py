@@ -12,9 +12,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 if not any(Path("/dev").glob("nvidia[0-9]*")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 if importlib.util.find_spec("hypothesis"):  # no test of tests/gpu needs it
-    from hypothesis import settings
+    from hypothesis import Phase, settings
 
     settings.register_profile("patient", deadline=None)  # a busy machine is no failure
+    # The same examples for every mutant, and none made smaller: that it fails is enough.
+    quick = {"deadline": None, "derandomize": True, "database": None, "phases": (Phase.explicit, Phase.generate)}
+    settings.register_profile("mutants", **quick)
     settings.load_profile("patient")
 
 

@@ -90,7 +90,7 @@ def engine_here(
     drafter = None
     if config.draft is not None:
         own = proposer(pair.head, pair.head.new_kv_pool(num_slots), config.page_size, config.tree_rows)
-        drafter = FakeChannel(own, make_shape(config.draft.tree))  # type: ignore[arg-type]
+        drafter = FakeChannel(own, make_shape(config.draft.tree))
     engine_end, front = socket.socketpair()
     front.setblocking(False)
     with engine_end, front:

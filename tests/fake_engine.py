@@ -40,14 +40,16 @@ class _Live:
     submit: Submit
     steps: list[list[int]]
     sent: int = 0
+    stats: RequestStats = field(default_factory=RequestStats)
 
 
 @dataclass
 class FakeEngine:
     """Answers each Submit with its script's steps, one per turn of its loop.
 
-    `hold`: while set, it hangs: no step is made (requests stay pending) and nothing is sent. Otherwise it sends a sign
-    of life while idle, as an engine does. `aborted` and `submitted` tell what it was asked.
+    `drafts`: whether all tokens of a step but the last count as drafted and accepted; otherwise every request has the
+    statistics `STATS`. `hold`: while set, it hangs: no step is made (requests stay pending) and nothing is sent.
+    Otherwise it sends a sign of life while idle, as an engine does. `aborted` and `submitted` tell what it was asked.
     """
 
     address: str
@@ -56,6 +58,7 @@ class FakeEngine:
     max_model_len: int = 2048
     vocab_size: int = 2048
     step_s: float = 0.0
+    drafts: bool = False
     submitted: list[Submit] = field(default_factory=list)
     aborted: list[int] = field(default_factory=list)
     hold: threading.Event = field(default_factory=threading.Event)
@@ -99,6 +102,7 @@ class FakeEngine:
     def _step(self, live: _Live) -> TokenChunk:
         submit = live.submit
         tokens = live.steps.pop(0) if live.steps else []
+        num_drafted = max(0, len(tokens) - 1)
         reason, stop = None, None
         for position, token in enumerate(tokens, start=1):
             is_eos = token in self.eos and not submit.ignore_eos
@@ -113,6 +117,10 @@ class FakeEngine:
             reason = "length"
         if reason is not None:
             del self._live[submit.id]
+        num_accepted = min(num_drafted, len(tokens)) if self.drafts else 0
+        if self.drafts:
+            live.stats.num_drafts += num_drafted > 0
+            live.stats.count_nodes([], [1] * num_drafted, num_accepted)
         num_logprobs = submit.sampling.num_logprobs
         return TokenChunk(
             id=submit.id,
@@ -121,7 +129,8 @@ class FakeEngine:
             stop_token=stop,
             logprobs=None if num_logprobs is None else [score(token, num_logprobs) for token in tokens],
             num_cached_tokens=1,
-            stats=STATS,
+            num_accepted=num_accepted,
+            stats=live.stats if self.drafts else STATS,
         )
 
     def _stats(self) -> EngineStats:

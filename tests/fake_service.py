@@ -10,15 +10,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx2
 import uvicorn
 from fake_engine import FakeEngine, Script
 
 from cluster.engine_client import EngineClient
+from cluster.http_limits import LimitedProtocol
 from cluster.ingress import Service, create_app
 from cluster.service import listening_socket
+from cluster.tokenizing import TokenizerParent, TokenizingWorkers
+from cluster.tokenizing_process import JobLimits
 from cluster.tokens import Tokenizer
 from workers.config import DraftConfig, EngineConfig
 
@@ -35,6 +38,11 @@ class FakeService:
     engine: FakeEngine
     client: EngineClient
     service: Service
+    loop: asyncio.AbstractEventLoop
+
+    def fail(self, reason: str) -> None:
+        """What the watcher of an engine's ranks says of a death."""
+        self.loop.call_soon_threadsafe(self.client.fail, reason)
 
     def http(self, **options: Any) -> httpx2.Client:
         return httpx2.Client(base_url=self.url, timeout=20, **options)
@@ -48,10 +56,13 @@ def fake_service(
     *,
     config: EngineConfig = CONFIG,
     engine: dict[str, Any] | None = None,
+    parent: TokenizerParent | Literal["shared"] | None = "shared",
     **settings: Any,
 ) -> Iterator[FakeService]:
-    """`engine` goes to the FakeEngine, `settings` to the Service."""
+    """`engine` goes to the FakeEngine, `settings` to the Service. `parent` None: the tokenizing workers' own."""
     sock = listening_socket("127.0.0.1", 0)
+    if parent == "shared":
+        parent = tokenizer_parent(tokenizer)
     started, parts, server_box = threading.Event(), [], []
 
     async def main() -> None:
@@ -60,27 +71,44 @@ def fake_service(
         fake = FakeEngine(address, script, eos=config.eos_token_ids, **(engine or {}))
         await client.wait_ready(10)
         names = {"model_id": "fake-model", "replica": "fake-replica"}
-        service = Service(engine=client, tokenizer=tokenizer, config=config, **names, **settings)
-        server = uvicorn.Server(uvicorn.Config(create_app(service), log_level="warning", timeout_graceful_shutdown=1))
+        tokenizing = TokenizingWorkers(tokenizer, num_workers=2, parent=parent)
+        tokenizing.begin()
+        await tokenizing.ready()
+        service = Service(engine=client, tokenizer=tokenizer, tokenizing=tokenizing, config=config, **names, **settings)
+        options: dict[str, Any] = {"log_level": "warning", "timeout_graceful_shutdown": 1}
+        server = uvicorn.Server(uvicorn.Config(create_app(service), http=LimitedProtocol, **options))
         server_box.append(server)
-        parts.append(FakeService(f"http://127.0.0.1:{sock.getsockname()[1]}", fake, client, service))
+        url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+        parts.append(FakeService(url, fake, client, service, asyncio.get_running_loop()))
         serving = asyncio.create_task(server.serve(sockets=[sock]))
         while not server.started:
             await asyncio.sleep(0.005)
         started.set()
         await serving
+        await tokenizing.close()
         fake.die()
         await client.close()
 
     thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
     thread.start()
-    assert started.wait(20)
+    assert started.wait(60)
     try:
         yield parts[0]
     finally:
         server_box[0].should_exit = True
         thread.join(10)
         sock.close()
+
+
+_parents: dict[str, TokenizerParent] = {}
+
+
+def tokenizer_parent(tokenizer: Tokenizer) -> TokenizerParent:
+    """One for all services of a tokenizer: loading it takes seconds. It ends with the tests' main thread."""
+    if tokenizer.path not in _parents:
+        _parents[tokenizer.path] = TokenizerParent(tokenizer, JobLimits())
+        _parents[tokenizer.path].wait_loaded()
+    return _parents[tokenizer.path]
 
 
 def stream(http: httpx2.Client, path: str, **body: Any) -> list[Any]:

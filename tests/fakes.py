@@ -24,6 +24,7 @@ from torch import Tensor
 
 from drafter import worker
 from drafter.level import DraftVocabulary, Level
+from drafter.propose import Proposer
 from drafter.shape import Shape, make_shape
 from verifier.engine import Engine
 from verifier.request import Request
@@ -31,7 +32,7 @@ from verifier.states import WaitingStates, most_waiting
 from verifier.target import Target
 from workers import groups, wire
 from workers.channel import Received
-from workers.config import DraftConfig, EngineConfig, TreeConfig
+from workers.config import AcceptanceConfig, DraftConfig, EngineConfig, TreeConfig
 from workers.groups import World
 from workers.ipc import Abort, Decoder, FrameSocket, StepOutput, Submit, TokenChunk, encode
 from workers.kernels.choose import TORCH
@@ -242,8 +243,8 @@ def worker_slots(request: DraftRequest) -> Tensor:
 class FakeChannel:
     """The link to a drafter in this very process; both messages still travel as bytes."""
 
-    def __init__(self, proposer: FakeProposer, shape: Shape) -> None:
-        self._proposer, self._shape = proposer, shape
+    def __init__(self, proposer: Proposer, shape: Shape, *, is_hybrid: bool = False) -> None:
+        self._proposer, self._shape, self._is_hybrid = proposer, shape, is_hybrid
         self._answers: list[Received] = []
         self.requests: list[DraftRequest] = []
         self.heartbeats = 0
@@ -254,7 +255,7 @@ class FakeChannel:
         request = over_the_wire(message)
         assert isinstance(request, DraftRequest)
         self.requests.append(request)
-        reply = over_the_wire(worker.draft(request, self._proposer, self._shape))
+        reply = over_the_wire(worker.draft(request, self._proposer, self._shape, is_hybrid=self._is_hybrid))
         self._answers.append(Received(Kind.DRAFT_REPLY, step, reply))
 
     def receive(self) -> Received:
@@ -291,16 +292,18 @@ class Bench:
         method: Literal["eagle3", "draft_model"] | None = None,
         tree: TreeConfig = TreeConfig(),  # noqa: B008
         num_pages: int = 65,
+        acceptance: AcceptanceConfig = AcceptanceConfig(),  # noqa: B008
         **settings: Any,
     ) -> None:
-        draft = DraftConfig(method=method, model_path="fake", tree=tree) if method else None
+        draft = DraftConfig(method=method, model_path="fake", tree=tree, acceptance=acceptance) if method else None
         config = EngineConfig(model_path="fake", draft=draft, **{"page_size": 4, "max_model_len": 256} | settings)
         waiting = None
         if method == "eagle3":
             waiting = WaitingStates(most_waiting(config), 2, dtype=torch.float32, device=torch.device("cpu"))
         self.target = FakeTarget(language, config.page_size, config.max_model_len, waiting)
         self.proposer = FakeProposer(language, config.page_size)
-        self.drafter = FakeChannel(self.proposer, make_shape(tree)) if method else None
+        is_hybrid = acceptance.sample_method == "hybrid"
+        self.drafter = FakeChannel(self.proposer, make_shape(tree), is_hybrid=is_hybrid) if method else None
         engine_end, self.front = socket.socketpair()
         self.front.setblocking(False)
         self.engine = Engine(config, self.target, self.drafter, FrameSocket(engine_end), num_pages)  # type: ignore[arg-type]

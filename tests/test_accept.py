@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from verifier.accept import accept, walk
+from workers.sampling import draw
 from workers.types import DraftProbs, SamplingBatch, SamplingParams
 
 torch.set_num_threads(1)
@@ -109,6 +110,16 @@ def test_a_ragged_batch_gives_everybody_what_they_get_alone():
     together = accept(oracles.trees(each), torch.cat(logits), SamplingBatch.stack(params), torch.tensor(positions))
     for one, p, position, rows, verdict in zip(each, params, positions, logits, together, strict=True):
         assert accept(oracles.tree(*one), rows, SamplingBatch.stack([p]), torch.tensor([position])) == [verdict]
+
+
+def test_every_row_is_decided_by_the_noise_of_the_token_behind_it():
+    """The index of that token: tokens before the root, the root, and those on the way."""
+    each, params, positions, logits = ragged_batch()
+    batch, one_each = oracles.trees(each), SamplingBatch.stack(params)
+    request_N = torch.arange(len(each)).repeat_interleave(batch.offsets.diff())
+    index_N = torch.tensor(positions)[request_N] + 1 + batch.depth_N
+    drawn = draw(torch.cat(logits), one_each.rows(request_N), index_N).tolist()
+    assert accept(batch, torch.cat(logits), one_each, torch.tensor(positions)) == walk(batch, drawn)
 
 
 def test_greedy_rows_in_a_mixed_batch_follow_the_argmax():

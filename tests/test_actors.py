@@ -10,7 +10,8 @@ import pytest
 from engines import bundled
 
 import cluster.actors
-from cluster.actors import Worker, interface_of, packages_folder
+from cluster.actors import Worker, packages_folder
+from cluster.seats import interface_of
 from workers.config import EngineConfig
 from workers.specs import read_specs
 

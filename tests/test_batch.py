@@ -9,17 +9,21 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from collections import Counter
 from pathlib import Path
 
 import httpx2
 import pytest
 
-from secateur.batch import BatchSummary, open_output, read_job, run_batch, run_batch_async
+from secateur import batch_output
+from secateur.batch import BatchSummary, read_job, run_batch, run_batch_async
+from secateur.batch_output import digests_path, open_output, superseded_path
 from secateur.client import AsyncClient
 from secateur.errors import APIConnectionError, AuthenticationError, BatchError
 from secateur.protocol import BatchOutputLine, CompletionChoice, CompletionResponse, ModelList, Usage
 
+pytestmark = pytest.mark.filterwarnings("error::UserWarning")
 ROOT = Path(__file__).parent.parent
 ANSWER = CompletionResponse(
     model="m", choices=[CompletionChoice(text="x", finish_reason="stop")], usage=Usage.of(2, 3)
@@ -38,7 +42,9 @@ def write(path: Path, *lines: dict | str) -> Path:
 
 
 def read_output(path: Path) -> dict[str, BatchOutputLine]:
-    lines = [BatchOutputLine.model_validate_json(text) for text in path.read_text().splitlines()]
+    data = path.read_bytes()
+    assert data.endswith(b"\n")
+    lines = [BatchOutputLine.model_validate_json(raw) for raw in data[:-1].split(b"\n")]
     assert len({item.custom_id for item in lines}) == len(lines), "a custom_id is there twice"
     return {item.custom_id: item for item in lines}
 
@@ -143,6 +149,17 @@ def test_a_run_tells_its_first_failure(source, output):
     assert str(summary).splitlines()[1:] == ["first failure: 'q-3': 400: no"]
 
 
+def test_an_interrupted_run_tells_what_was_not_sent():
+    summary = BatchSummary(total=10, resumed=2, succeeded=3, failed=1, interrupted=True)
+    assert "2 already done, 3 succeeded, 1 failed, 4 not sent (interrupted);" in str(summary)
+    assert summary.exit_code == 130
+
+
+def test_a_run_with_nobody_to_send_is_refused(source, output):
+    with pytest.raises(BatchError, match="concurrency must be at least 1"):
+        Service().run(source, output, concurrency=0)
+
+
 def test_failed_lines_and_only_they_are_sent_again(source, output):
     Service({"q-3": 400}).run(source, output)
     again = Service()
@@ -197,6 +214,227 @@ async def test_a_caller_with_a_loop_awaits_the_run(source, output):
     assert (await run_batch_async(source, output, client=client)).succeeded == 30
 
 
+def test_answers_and_questions_may_hold_any_character(tmp_path, output):
+    odd = "a\u2028b\u2029c\x85d\x0ce\rf"
+
+    class Echo(Service):
+        async def __call__(self, request: httpx2.Request) -> httpx2.Response:
+            done = await super().__call__(request)
+            return httpx2.Response(200, text=done.text.replace('"x"', json.dumps(odd, ensure_ascii=False)))
+
+    source = tmp_path / "in.jsonl"
+    raw = [json.dumps(line(f"{odd}-{n}"), ensure_ascii=False) for n in range(3)]
+    source.write_bytes("\r\n".join(raw).encode())
+    service = Echo()
+    assert service.run(source, output, concurrency=1).succeeded == 3
+    assert service.asked == [f"{odd}-{n}" for n in range(3)]
+    assert {item.response.body["choices"][0]["text"] for item in read_output(output).values()} == {odd}
+    assert Service().run(source, output).resumed == 3
+
+
+# -- what an answer answers ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def answered(source, output) -> dict[str, BatchOutputLine]:
+    """What a run has answered."""
+    Service().run(source, output)
+    return read_output(output)
+
+
+def lines_with(changed: dict[int, dict]) -> list[dict]:
+    return [line(f"q-{n}", **changed.get(n, {})) for n in range(30)]
+
+
+CHANGES = [
+    {"body": {"prompt": "else", "max_tokens": 4}},
+    {"body": {"prompt": "q-3", "max_tokens": 5}},
+    {"body": {"prompt": "q-3", "max_tokens": 4.0}},
+    {"body": {"prompt": "q-3"}},
+    {"url": "/v1/chat/completions"},
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_line_and_only_it_is_answered_again(source, output, answered, change):
+    write(source, *lines_with({3: change}))
+    again = Service({"q-3": 200})
+    with pytest.warns(UserWarning, match="1 of the lines in .*in.jsonl changed after .* in .*out.jsonl.superseded"):
+        summary = again.run(source, output)
+    assert len(again.asked) == 1 and (summary.resumed, summary.changed) == (29, 1)
+    now = read_output(output)
+    assert now.keys() == answered.keys()
+    assert {key for key in now if now[key].id != answered[key].id} == {"q-3"}
+    assert read_output(superseded_path(output)) == {"q-3": answered["q-3"]}, "an answer may have taken hours"
+
+
+def test_a_line_that_changes_again_leaves_every_old_answer_aside(source, output, answered):
+    for prompt in ("second", "third", "fourth"):
+        if prompt == "fourth":
+            with superseded_path(output).open("ab") as file:
+                file.write(b'{"id":"torn')  # by a run that was killed here
+        write(source, *lines_with({3: {"body": {"prompt": prompt}}}))
+        with pytest.warns(UserWarning, match="changed after"):
+            Service().run(source, output)
+    first, second, torn, third, end = superseded_path(output).read_bytes().split(b"\n")
+    assert [json.loads(raw)["custom_id"] for raw in (first, second, third)] == ["q-3"] * 3
+    assert json.loads(first)["id"] == answered["q-3"].id
+    assert (torn, end) == (b'{"id":"torn', b"") and len(read_output(output)) == 30
+
+
+def test_a_line_moved_or_written_otherwise_has_not_changed(source, output, answered):
+    lines = [json.dumps(dict(reversed(item.items())), indent=None) for item in lines_with({})]
+    lines = [
+        text.replace('{"prompt": "q-3", "max_tokens": 4}', '{"max_tokens":4,  "prompt":"\\u0071-3"}') for text in lines
+    ]
+    write(source, *reversed(lines), "", line("new"))
+    again = Service()
+    assert again.run(source, output).resumed == 30
+    assert again.asked == ["new"]
+
+
+@pytest.mark.parametrize("number", [0, 29])
+def test_an_output_of_another_input_is_refused_and_left_alone(tmp_path, output, answered, number):
+    """One line in common, or none: an output of other questions is somebody's work."""
+    other = write(tmp_path / "other.jsonl", line(f"q-{number}"), line("mine"))
+    before, digests, service = output.read_bytes(), digests_path(output).read_bytes(), Service()
+    with pytest.raises(BatchError, match=r"out.jsonl holds 29 answers .* not have \(custom_id 'q-\d+' is one\)"):
+        service.run(other, output)
+    assert service.asked == [] and (output.read_bytes(), digests_path(output).read_bytes()) == (before, digests)
+    assert not superseded_path(output).exists()
+    assert service.run(other, output, resume=False).succeeded == 2 and read_output(output).keys() == {
+        f"q-{number}",
+        "mine",
+    }
+
+
+def test_a_foreign_output_without_digests_is_refused_too(tmp_path, output, answered):
+    digests_path(output).unlink()
+    before = output.read_bytes()
+    with pytest.raises(BatchError, match="30 answers to lines that the input does not have"):
+        Service().run(write(tmp_path / "other.jsonl", line("mine")), output)
+    assert output.read_bytes() == before and not digests_path(output).exists()
+
+
+def test_bad_lines_that_were_taken_out_of_the_input_are_no_foreign_answers(source, output):
+    Service({"q-3": 400}).run(source, output)
+    write(source, *[item for item in lines_with({}) if item["custom_id"] != "q-3"])
+    idle = Service()
+    assert idle.run(source, output).resumed == 29 and idle.asked == []
+    assert len(read_output(output)) == 29
+
+
+@pytest.mark.parametrize("lost", ["all", "some"])
+def test_answers_without_digests_are_kept_and_told_once(source, output, answered, lost):
+    """As older versions leave them."""
+    kept = digests_path(output).read_bytes().splitlines(keepends=True)[:10] if lost == "some" else []
+    digests_path(output).write_bytes(b"".join(kept))
+    idle = Service()
+    with pytest.warns(UserWarning, match=f"{30 - len(kept)} of the answers in .* are kept although .*--no-resume"):
+        assert idle.run(source, output).resumed == 30
+    assert idle.asked == [] and read_output(output) == answered
+    assert idle.run(source, output).resumed == 30, "without a warning"
+    write(source, *lines_with({3: CHANGES[0]}))
+    with pytest.warns(UserWarning, match="1 of the lines .* changed"):
+        idle.run(source, output)
+    assert idle.asked == ["else"]
+
+
+def test_an_answer_to_the_line_as_it_is_counts_more_than_one_of_which_nothing_is_known(source, output, answered):
+    first = answered["q-0"].model_copy(update={"id": "old"}).model_dump_json().encode()
+    output.write_bytes(first + b"\n" + output.read_bytes())
+    assert Service().run(source, output).resumed == 30
+    assert read_output(output) == answered
+
+
+def test_a_run_killed_at_any_byte_goes_on_where_it_was(tmp_path, output):
+    """Of the files as they grow together: a digest, then its answer."""
+    source = write(tmp_path / "in.jsonl", *[line(f"q-{n}") for n in range(3)])
+    Service().run(source, output, concurrency=1)
+    answers, digests = output.read_bytes(), digests_path(output).read_bytes()
+    writes = [pair for pair in zip(*(data.splitlines(keepends=True) for data in (digests, answers)), strict=True)]
+    total = len(answers) + len(digests)
+    edges = {sum(len(a) + len(b) for a, b in writes[:n]) + len(writes[n][0]) for n in range(3)}
+    for cut in sorted({*range(0, total, 23), *edges, *(edge - 1 for edge in edges), total - 1}):
+        files, left = [b"", b""], cut
+        for pair in writes:
+            for which, data in enumerate(pair):
+                files[which] += data[:left]
+                left -= min(left, len(data))
+        digests_path(output).write_bytes(files[0])
+        output.write_bytes(files[1])
+        whole = sum(part.endswith(b"}}}") or part.endswith(b"null}") for part in files[1].split(b"\n"))
+        service = Service()
+        assert service.run(source, output, concurrency=1).resumed == whole
+        assert service.asked == [f"q-{n}" for n in range(whole, 3)]
+        assert len(read_output(output)) == len(digests_path(output).read_bytes().splitlines()) == 3
+
+
+def test_a_digest_is_written_before_its_answer(output, answered):
+    with open_output(output, {"q-0": "digest"}, resume=False) as opened:
+        opened._answers.close()  # as if killed here
+        with pytest.raises(ValueError, match="closed"):
+            opened.append(answered["q-0"], "digest")
+        assert f'"{answered["q-0"].id}"' in digests_path(output).read_text()
+
+
+def test_a_run_killed_between_rewriting_answers_and_digests_forgets_no_change(source, output, answered, monkeypatch):
+    write(source, *lines_with({3: CHANGES[0], 4: {"body": {"prompt": "q-4"}}}))
+    replaced, killed = batch_output._replaced, []
+
+    def dying(stack, path, lines):
+        if killed:
+            raise KeyboardInterrupt
+        killed.append(path)
+        return replaced(stack, path, lines)
+
+    monkeypatch.setattr(batch_output, "_replaced", dying)
+    with pytest.raises(KeyboardInterrupt):
+        Service().run(source, output)
+    monkeypatch.undo()
+    again = Service()
+    assert again.run(source, output).succeeded == 2
+    assert sorted(again.asked) == ["else", "q-4"] and len(read_output(output)) == 30
+
+
+def test_a_newline_torn_off_does_not_glue_two_answers(source, output, answered):
+    """The last of 29 answers is whole but for its newline, and one is still to come."""
+    lines = output.read_bytes().splitlines(keepends=True)
+    output.write_bytes(b"".join(lines[:-1])[:-1])
+    again = Service()
+    assert again.run(source, output).resumed == 29 and len(again.asked) == 1
+    assert read_output(output).keys() == answered.keys()
+
+
+def test_no_body_is_held_in_memory(tmp_path, output):
+    source = write(tmp_path / "in.jsonl", *[line(f"q-{n}") for n in range(200)])
+    Service().run(source, output)
+    long = b"y" * 100_000
+    output.write_bytes(output.read_bytes().replace(b'"text":"x"', b'"text":"' + long + b'"') + b'{"id":"torn')
+    requests = read_job(source).digests
+    tracemalloc.start()
+    with open_output(output, requests, resume=True) as opened:
+        assert len(opened.done) == 200
+        assert tracemalloc.get_traced_memory()[1] < 4_000_000 < output.stat().st_size
+    tracemalloc.stop()
+
+
+def test_an_input_that_changes_while_it_is_answered_is_told(tmp_path, output):
+    source = write(tmp_path / "in.jsonl", *[line(f"q-{n}") for n in range(300)])  # more than is read at a time
+
+    class Rewriting(Service):
+        async def __call__(self, request: httpx2.Request) -> httpx2.Response:
+            if len(self.asked) == 5:
+                source.write_bytes(source.read_bytes().replace(b'{"prompt": "q-299"', b'{"prompt": "other"'))
+            return await super().__call__(request)
+
+    with pytest.raises(BatchError, match=r"changed while(.|\n)*line 300: asks something else now"):
+        Rewriting().run(source, output, concurrency=1)
+    assert read_output(output).keys() == {f"q-{n}" for n in range(299)}
+    again = Service()
+    assert again.run(source, output).exit_code == 0 and again.asked == ["other"]
+
+
 # -- what is refused before anything is sent -------------------------------------------------------------------------
 
 
@@ -247,15 +485,28 @@ def test_the_input_cannot_be_the_output(source):
     assert len(source.read_text().splitlines()) == 30
 
 
-def test_a_file_that_is_no_batch_output_is_left_alone(source, output):
-    output.write_text("my thesis\nis here\n")
-    with pytest.raises(BatchError, match="no batch output"):
+@pytest.mark.parametrize("resume", [True, False])
+@pytest.mark.parametrize(
+    "text", ["my thesis\nis here\n", "my thesis, without a newline", '{"custom_id": "q-1"}', "[1]\n"]
+)
+def test_a_file_that_is_no_batch_output_is_left_alone(source, output, text, resume):
+    output.write_text(text)
+    with pytest.raises(BatchError, match="line 1 is no batch output; name another output file"):
+        Service().run(source, output, resume=resume)
+    assert output.read_text() == text and not digests_path(output).exists()
+
+
+def test_a_file_of_digests_that_holds_something_else_is_left_alone(source, output):
+    digests_path(output).write_text("my thesis\n")
+    with pytest.raises(BatchError, match="out.jsonl.digests line 1 is no digest of a request; name another"):
         Service().run(source, output)
-    assert output.read_text() == "my thesis\nis here\n"
+    assert digests_path(output).read_text() == "my thesis\n"
 
 
-def test_two_runs_cannot_share_an_output(source, output):
-    with open_output(output, resume=True), pytest.raises(BatchError, match="another run"):
+@pytest.mark.parametrize("torn", [b"", b'{"id'], ids=["as it is", "rewritten"])
+def test_two_runs_cannot_share_an_output(source, output, torn):
+    output.write_bytes(torn)
+    with open_output(output, {}, resume=True), pytest.raises(BatchError, match="another run"):
         Service().run(source, output)
 
 
@@ -329,6 +580,7 @@ def test_killed_half_way_and_run_again_every_line_is_there_once(tmp_path, output
     run.communicate()
     kept = output.read_bytes().count(b"\n")
     assert 100 <= kept < 300
+    assert kept <= digests_path(output).read_bytes().count(b"\n") <= kept + 1
     again = start(source, output, url)
     _, errors = again.communicate(timeout=60)
     assert again.returncode == 0, errors

@@ -60,7 +60,7 @@ def test_a_batch_killed_half_way_and_run_again_answers_every_line_exactly_once(t
     again = batch_run(source, output, base_url)
     _, errors = again.communicate(timeout=200)
     assert again.returncode == 0, errors
-    answers = [json.loads(line) for line in output.read_text().splitlines()]
+    answers = [json.loads(line) for line in output.read_bytes().removesuffix(b"\n").split(b"\n")]
     assert len(answers) == NUM_LINES and {answer["custom_id"] for answer in answers} == ids
     for answer in answers:
         assert answer["error"] is None and answer["response"]["status_code"] == 200

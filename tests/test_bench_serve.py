@@ -5,17 +5,24 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import tempfile
 import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from fake_service import FakeService, fake_service
 
 from cluster.bench import load
 from cluster.bench.load import LoadRow, Outcome, row_of
+from cluster.bench.output import stem_of, write_json
+from cluster.tokens import Tokenizer
 from secateur import cli
 from secateur.bench import ServePlan
-from secateur.errors import SecateurError
-from secateur.prompts import Prompt
+from secateur.errors import ConfigError, SecateurError
+from secateur.prompts import BUNDLED_PROMPTS, Prompt
 
 PLAN = ServePlan(goodput_ttft_ms=200.0, goodput_tpot_ms=100.0)
 
@@ -109,6 +116,72 @@ def test_a_service_of_somebody_else_is_not_asked_to_switch_speculation_off(asked
 def test_what_is_wrong_is_said_before_anything_is_loaded(flags, says, asked, capsys) -> None:
     assert cli.main(["bench", "serve", *flags]) == 2
     assert says in capsys.readouterr().err and asked == []
+
+
+# -- a service that runs already -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[FakeService]:
+    """Of the name fake-model, which answers everything with three tokens."""
+    tokenizer = Tokenizer(str(BUNDLED_PROMPTS.parent / "target"))
+    ids = [*tokenizer.encode("x = 1"), 0]
+    with tempfile.TemporaryDirectory() as folder, fake_service(tokenizer, Path(folder), lambda _: [ids]) as service:
+        yield service
+
+
+def bench_serve(service: FakeService, output: Path, *flags: str) -> dict[str, Any]:
+    """What the newest report holds."""
+    before = set(output.glob("*.json"))
+    assert cli.main(["bench", "serve", "--base-url", service.url, "--quick", "--output", str(output), *flags]) == 0
+    [file] = set(output.glob("*.json")) - before
+    return json.loads(file.read_text())
+
+
+def test_a_report_says_of_a_running_service_only_what_is_known(running, tmp_path, capsys) -> None:
+    result = bench_serve(running, tmp_path)
+    assert {row["mode"] for row in result["rows"]} == {"as served"}
+    about = result["about"]
+    assert about["model"] == "fake-model" and about["service"] == running.url
+    assert "the service's is not known" in about["hardware"] and not {"target", "speculative_config"} & about.keys()
+    shown = capsys.readouterr().out
+    assert "- model: fake-model\n" in shown and "| 1 clients | as served |" in shown
+    assert "None" not in shown and "| speculation |" not in shown
+
+
+def test_a_running_service_may_be_compared_with_itself_without_speculation(running, tmp_path) -> None:
+    result = bench_serve(running, tmp_path, "--compare", "--model", "fake-model", "--concurrency", "2")
+    assert [row["mode"] for row in result["rows"]] == ["as served", "no speculation"]
+    assert result["about"]["model"] == "fake-model"
+
+
+def test_a_second_report_of_a_day_leaves_the_first_as_it_is(running, tmp_path) -> None:
+    bench_serve(running, tmp_path, "--concurrency", "1")
+    first = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    bench_serve(running, tmp_path, "--concurrency", "2")
+    bench_serve(running, tmp_path, "--concurrency", "3")
+    assert {name: (tmp_path / name).read_bytes() for name in first} == first
+    endings = sorted(path.name.partition("-serve")[2] for path in tmp_path.iterdir())
+    assert endings == ["-2.json", "-2.md", "-2.png", "-3.json", "-3.md", "-3.png", ".json", ".md", ".png"]
+
+
+def test_a_service_that_is_not_there_is_one_error_and_leaves_no_report(tmp_path, capsys) -> None:
+    flags = ["--base-url", "http://127.0.0.1:9", "--quick", "--output", str(tmp_path / "results")]
+    assert cli.main(["bench", "serve", *flags]) == 1
+    assert "no answer from http://127.0.0.1:9" in capsys.readouterr().err
+    assert not list(tmp_path.glob("results/*"))
+
+
+def test_reports_that_begin_together_have_names_of_their_own(tmp_path) -> None:
+    stems = [stem_of(tmp_path, "latency", "300m") for _ in range(3)]
+    assert [stem.name.partition("-latency-")[2] for stem in stems] == ["300m", "300m-2", "300m-3"]
+    write_json(stems[1], {}, {"rows": []})
+    assert not stems[1].with_suffix(".json").exists(), "of what measured nothing, nothing is left"
+    assert stem_of(tmp_path, "latency").name.endswith("-latency")
+    blocked = tmp_path / "file"
+    blocked.touch()
+    with pytest.raises(ConfigError, match="--output: cannot write"):
+        stem_of(blocked, "latency")
 
 
 @pytest.mark.slow

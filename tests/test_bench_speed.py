@@ -13,7 +13,7 @@ from engines import BUNDLED, prompts, transformers_greedy
 
 from cluster.bench import step
 from cluster.bench.contestants import Generate, StepCosts, Timing, Turn, assistant, decoding_steps, load_model
-from cluster.bench.output import write_json
+from cluster.bench.output import stem_of, write_json
 from cluster.bench.plots import STEP_PARTS
 from cluster.bench.speed import CHAIN_ACCEPTANCE, STAR_ACCEPTANCE, SpeedRow, row_of
 from cluster.runner import Frame, Job
@@ -24,12 +24,12 @@ from workers.ipc import EngineStats
 from workers.types import SamplingParams
 
 
-def test_a_run_without_a_row_leaves_an_earlier_one_s_file(tmp_path: Path) -> None:
-    stem = tmp_path / "today"
-    write_json(stem, {"date": "today"}, {"rows": [{"ms": 1.5}]})
-    written = stem.with_suffix(".json").read_text()
-    write_json(stem, {"date": "today"}, {"rows": []})
-    assert stem.with_suffix(".json").read_text() == written
+def test_a_run_without_a_row_leaves_nothing_but_what_was_there(tmp_path: Path) -> None:
+    first = stem_of(tmp_path, "latency")
+    write_json(first, {"date": "today"}, {"rows": [{"ms": 1.5}]})
+    written = first.with_suffix(".json").read_text()
+    write_json(stem_of(tmp_path, "latency"), {"date": "today"}, {"rows": []})
+    assert [path.read_text() for path in tmp_path.iterdir()] == [written]
 
 
 # -- which steps count -----------------------------------------------------------------------------------------------

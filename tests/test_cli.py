@@ -1,8 +1,10 @@
 """The command line: fast refusals before anything starts, flags over file over defaults, streaming to stdout."""
 
 import contextlib
+import io
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -21,11 +23,15 @@ from secateur.errors import ConfigError
 from secateur.flags import ENGINE_FLAGS, SERVER_FLAGS, engine_args_from
 from secateur.protocol import (
     SSE_DONE,
+    AssistantMessage,
+    ChatChoice,
     ChatChunkChoice,
     ChatCompletionChunk,
+    ChatCompletionResponse,
     ChatDelta,
     CompletionChoice,
     CompletionChunk,
+    CompletionResponse,
     SpeculativeStats,
     Usage,
 )
@@ -67,7 +73,7 @@ def cluster(monkeypatch):
 
 @pytest.fixture
 def service(monkeypatch):
-    """Every Client talks to this: it streams two chunks with statistics and remembers the bodies."""
+    """Every Client talks to this: it answers in two chunks, or whole, with statistics, and remembers the bodies."""
     bodies: list[dict] = []
 
     def answer(request: httpx2.Request) -> httpx2.Response:
@@ -75,6 +81,13 @@ def service(monkeypatch):
         bodies.append(body)
         counts = SpeculativeStats(num_drafts=2, num_draft_tokens=9, num_pruned=2, num_verified=7, num_accepted_tokens=3)
         stats = {"usage": Usage.of(2, 4), "speculative": counts}
+        if not body["stream"]:
+            if request.url.path == "/v1/completions":
+                whole = CompletionResponse(model="m", choices=[CompletionChoice(text="hello")], **stats)
+            else:
+                message = AssistantMessage(content="hi")
+                whole = ChatCompletionResponse(model="m", choices=[ChatChoice(message=message)], **stats)
+            return httpx2.Response(200, text=whole.model_dump_json())
         if request.url.path == "/v1/completions":
             chunks = [CompletionChunk(model="m", choices=[CompletionChoice(text=text)]) for text in ("he", "llo")]
             chunks.append(CompletionChunk(model="m", choices=[], **stats))
@@ -155,7 +168,7 @@ def test_a_missing_ray_names_the_extra(cluster, monkeypatch, capsys):
     monkeypatch.setattr(sys, "meta_path", [NoRay(), *sys.meta_path])
     monkeypatch.setattr(sys.modules["cluster"], "__path__", [], raising=False)
     assert cli.main(["serve"]) == 1
-    assert "needs 'ray', which is not installed: pip install 'secateur[serve]'" in capsys.readouterr().err
+    assert re.search(r"needs 'ray', which is not installed: pip install '\S+\[serve\]'\n", capsys.readouterr().err)
 
 
 # -- settings --------------------------------------------------------------------------------------------------------
@@ -187,6 +200,29 @@ def test_the_key_is_read_from_the_environment_at_the_door(cluster, monkeypatch):
     cli.main(["serve"])
     cli.main(["serve", "--api-key", "given"])
     assert [args.api_key for _, args in cluster] == ["from-env", "given"]
+
+
+def test_a_file_of_keys_is_read_at_the_door(cluster, monkeypatch, tmp_path, capsys):
+    file = tmp_path / "keys"
+    monkeypatch.setenv("SECATEUR_API_KEY", "from-env")
+    monkeypatch.chdir(tmp_path)
+    for text, complaint in (
+        (None, f"cannot read {file}"),
+        ("\n", f"{file} holds no key"),
+        ("a: b", f"line 1 of {file} has spaces"),
+    ):
+        if text is not None:
+            file.write_text(text)
+        assert cli.main(["serve", "--api-key-file", "keys"]) != 0
+        assert complaint in capsys.readouterr().err
+    file.write_text("a\nb\n")
+    assert cli.main(["serve", "--api-key-file", "keys"]) == 0
+    (tmp_path / "config.yaml").write_text(f"api_key_file: {file}")
+    assert cli.main(["serve", "--config", "config.yaml"]) == 0
+    # The environment's key is for those who name neither.
+    assert [(args.api_key, args.api_key_file) for _, args in cluster] == [(None, str(file))] * 2
+    assert cli.main(["serve", "--api-key-file", "keys", "--api-key", "x"]) != 0
+    assert "api_key_file: contradicts api_key" in capsys.readouterr().err
 
 
 def test_a_warning_is_one_line(cluster, capsys):
@@ -277,6 +313,78 @@ def test_penalties_are_sent_as_typed_and_nothing_else_is(command, service):
     assert cli.main([command, "abc", "--base-url", "http://there", *flags]) == 0
     body = {key: value for key, value in service[0].items() if key not in ("prompt", "messages", "stream")}
     assert body == {"presence_penalty": 0.5, "frequency_penalty": -1.0, "repetition_penalty": 1.1, "top_p": 0.9}
+
+
+@pytest.mark.parametrize("command", ["complete", "chat"])
+def test_stop_strings_and_top_k_are_sent(command, service):
+    flags = ["--stop", "\n", "--stop", "2.5", "--top-k", "5"]
+    assert cli.main([command, "abc", "--base-url", "http://there", *flags]) == 0
+    assert (service[0]["stop"], service[0]["top_k"]) == (["\n", "2.5"], 5)
+    assert cli.main([command, "abc", "--base-url", "http://there", "--top-k", "-2"]) == 2
+    assert cli.main([command, "abc", "--base-url", "http://there", "--stop", ""]) == 2
+    assert len(service) == 1
+
+
+def pipe(monkeypatch, data: bytes) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data), encoding="ascii"))
+
+
+@pytest.mark.parametrize("command", ["complete", "chat"])
+@pytest.mark.parametrize("text", ["def f(", "a\n\nb\n", "a\r\nb\rc\u2028é 😀\n", ""])
+def test_a_dash_reads_the_prompt_from_standard_input_as_it_is(command, text, service, monkeypatch, capsys):
+    pipe(monkeypatch, text.encode())
+    assert cli.main([command, "-", "--base-url", "http://there"]) == 0
+    [body] = service
+    assert (body["prompt"] if command == "complete" else body["messages"][0]["content"]) == text
+    assert capsys.readouterr().out == ("hello\n" if command == "complete" else "hi\n")
+
+
+@pytest.mark.parametrize("command", ["complete", "chat"])
+def test_standard_input_that_is_no_text_is_told_before_anything_starts(command, service, cluster, monkeypatch, capsys):
+    pipe(monkeypatch, b"caf\xe9")
+    assert cli.main([command, "-"]) == 2
+    assert "standard input is not UTF-8 text" in capsys.readouterr().err
+    assert service == [] and cluster == []
+
+
+def test_a_closed_standard_input_is_told(service, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", None)  # as Python has it after `<&-`
+    assert cli.main(["complete", "-", "--base-url", "http://there"]) == 2
+    assert "standard input is closed" in capsys.readouterr().err and service == []
+
+
+@pytest.mark.parametrize("paths", [["-", "-o", "out.jsonl"], ["in.jsonl", "-o", "-"]])
+def test_a_batch_needs_files(paths, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["batch", "run", *paths]) == 2
+    assert "-: a batch reads its input twice and resumes from its output; name files" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("command", "kind"), [("complete", CompletionResponse), ("chat", ChatCompletionResponse)])
+def test_json_is_the_whole_answer_on_one_line(command, kind, service, capsys):
+    assert cli.main([command, "abc", "--base-url", "http://there", "--json"]) == 0
+    shown = capsys.readouterr()
+    answer = kind.model_validate_json(shown.out)
+    assert answer.text == ("hello" if command == "complete" else "hi") and answer.usage.completion_tokens == 4
+    assert shown.out.count("\n") == 1 and shown.err == ""
+    [body] = service
+    assert body["stream"] is False and "stream_options" not in body and "return_speculative_stats" not in body
+
+
+def test_json_may_have_statistics_too(service, capsys):
+    assert cli.main(["complete", "abc", "--base-url", "http://there", "--json", "--stats"]) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["speculative"]["num_drafts"] == 2 and "4 tokens in" in shown.err
+    assert service[0]["return_speculative_stats"] is True and "stream_options" not in service[0]
+
+
+def test_a_conversation_in_json_is_a_line_per_answer(service, monkeypatch, capsys):
+    pipe(monkeypatch, b"first\n\nsecond\n")
+    assert cli.main(["chat", "--base-url", "http://there", "--json"]) == 0
+    lines = capsys.readouterr().out.removesuffix("\n").split("\n")
+    assert [ChatCompletionResponse.model_validate_json(text).text for text in lines] == ["hi", "hi"]
+    assert [turn["content"] for turn in service[1]["messages"]] == ["first", "hi", "second"]
 
 
 def test_complete_without_a_url_starts_a_service_of_its_own(service, cluster, capsys):

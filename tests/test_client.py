@@ -3,6 +3,7 @@
 import asyncio
 import http.server
 import json
+import random
 import threading
 import time
 from email.utils import formatdate
@@ -96,7 +97,7 @@ def test_chat_takes_a_text_or_messages():
     assert service.client().chat("hello").text == "hi"
     assert service.body()["messages"] == [{"role": "user", "content": "hello"}]
     service.client().chat([{"role": "system", "content": "x"}])
-    assert service.body()["messages"] == [{"role": "system", "content": "x"}]
+    assert service.body() == {"messages": [{"role": "system", "content": "x"}], "stream": False}
 
 
 def test_a_request_id_is_a_header_too():
@@ -174,6 +175,7 @@ def test_models_tokenize_and_health():
     [
         (400, errors.BadRequestError),
         (422, errors.BadRequestError),
+        (431, errors.BadRequestError),
         (401, errors.AuthenticationError),
         (403, errors.AuthenticationError),
         (404, errors.NotFoundError),
@@ -201,6 +203,21 @@ def test_every_status_is_its_error(status, kind):
 def test_an_error_that_is_no_openai_error_is_still_told(text):
     with pytest.raises(errors.ServiceUnavailableError):
         Service(httpx2.Response(503, text=text)).client(retries=0).complete("a")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("busy", "503: busy"),
+        ("", "503: Service Unavailable"),
+        ('{"detail": "x"}', "503: x"),
+        ("{}", "503: Service Una"),
+    ],
+)
+def test_an_error_says_what_the_service_said_or_what_its_status_means(text, says):
+    response = httpx2.Response(503, text=text, request=httpx2.Request("GET", "http://h"))
+    with pytest.raises(errors.ServiceUnavailableError, match=says):
+        exchange.read(exchange.models_call(), response)
 
 
 def test_an_answer_that_is_none_is_an_error():
@@ -273,6 +290,8 @@ def test_a_wait_too_long_is_left_to_the_caller():
 def test_a_retry_after_may_be_a_date():
     seconds = exchange.retry_after({"retry-after": formatdate(time.time() + 30, usegmt=True)})
     assert seconds is not None and 27 <= seconds <= 30
+    assert exchange.retry_after({"retry-after": formatdate(time.time() - 30, usegmt=True)}) == 0.0
+    assert exchange.retry_after({"retry-after": "-5"}) == 0.0
     assert exchange.retry_after({"retry-after": "soon"}) is None
     assert exchange.retry_after({}) is None
 
@@ -312,10 +331,62 @@ def test_any_character_survives_a_stream_cut_anywhere(text):
     assert [chunk.text for chunk in Service(stream_of(text)).client().stream_complete("x")] == [text]
 
 
-def test_a_stream_may_end_its_lines_with_crlf():
-    wire = (CompletionChunk(model="m", choices=[CompletionChoice(text="a")]).sse() + SSE_DONE).replace("\n", "\r\n")
-    service = Service(httpx2.Response(200, text=wire))
-    assert [chunk.text for chunk in service.client().stream_complete("x")] == ["a"]
+LINE_ENDS = [b"\n", b"\r\n", b"\r"]
+WIRE = (
+    "".join(
+        CompletionChunk(model="m", choices=[CompletionChoice(text=text)]).sse() for text in ("a\u2028b", "c\r\nd", "e")
+    ).replace("data:", ": ping\nevent: chunk\ndata:")
+    + SSE_DONE
+).encode()
+WIRE_TEXTS = ["a\u2028b", "c\r\nd", "e"]
+
+
+def read_events(*reads: bytes) -> list[str]:
+    events = exchange.Events(exchange.stream_complete_call("x", {}))
+    texts = [chunk.text for data in reads for chunk in events.feed(data)]
+    events.end()
+    return texts
+
+
+@pytest.mark.parametrize("end", LINE_ENDS)
+def test_a_streams_lines_may_end_in_three_ways_and_be_cut_anywhere(end):
+    wire = WIRE.replace(b"\n", end)
+    assert read_events(*[wire[at : at + 1] for at in range(len(wire))]) == WIRE_TEXTS
+    for cut in range(len(wire)):
+        assert read_events(wire[:cut], b"", wire[cut:]) == WIRE_TEXTS
+    service = Service(httpx2.Response(200, content=wire))
+    assert [chunk.text for chunk in service.client().stream_complete("x")] == WIRE_TEXTS
+
+
+def test_a_streams_lines_may_each_end_as_they_like():
+    rng = random.Random(0)
+    for _ in range(200):
+        wire, end = b"", b""
+        for line in WIRE.split(b"\n")[:-1]:
+            after_cr = not line and end == b"\r"  # where \n would be the second half of \r\n
+            end = rng.choice(LINE_ENDS[1:] if after_cr else LINE_ENDS)
+            wire += line + end
+        cuts = sorted(rng.sample(range(len(wire)), 6))
+        assert read_events(*[wire[a:b] for a, b in zip([0, *cuts], [*cuts, len(wire)], strict=True)]) == WIRE_TEXTS
+
+
+def test_an_event_that_ends_with_a_lone_cr_is_there_before_the_next_read():
+    events = exchange.Events(exchange.stream_complete_call("x", {}))
+    first = WIRE[: WIRE.index(b"\n\n")]
+    assert [chunk.text for chunk in events.feed(first + b"\r\r")] == WIRE_TEXTS[:1]
+    assert [chunk.text for chunk in events.feed(b"\n" + first + b"\r\n\r")] == WIRE_TEXTS[:1]
+    assert list(events.feed(b"\n")) == []
+
+
+def test_data_of_several_lines_is_one_event_whatever_ends_them():
+    wire = WIRE.replace(b'"choices"', b'\ndata: "choices"')
+    for end in LINE_ENDS:
+        assert read_events(wire.replace(b"\n", end)) == WIRE_TEXTS
+
+
+def test_a_byte_order_mark_before_a_stream_is_no_part_of_it():
+    for wire in (WIRE, WIRE.replace(b": ping\n", b"").replace(b"event: chunk\n", b"")):
+        assert read_events(b"\xef", b"\xbb\xbf" + wire) == WIRE_TEXTS
 
 
 def test_text_that_speaks_of_an_error_is_no_error():

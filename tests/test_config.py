@@ -373,7 +373,7 @@ def test_an_unknown_nested_key_says_where():
 
 
 def test_a_key_like_nothing_lists_the_valid_ones():
-    assert "(valid: api_key, device," in refusal(EngineArgs, zzzzzz=1)
+    assert "(valid: api_key, api_key_file, device," in refusal(EngineArgs, zzzzzz=1)
 
 
 def test_dashes_in_keys_read_as_underscores():
@@ -433,6 +433,11 @@ def test_a_step_too_small_for_the_running_requests_is_refused():
 )
 def test_values_out_of_range_name_their_field(key, value):
     assert refusal(EngineArgs, **{key: value}).startswith(f"{key}: must be ")
+
+
+def test_a_key_and_a_file_of_keys_contradict_each_other_and_no_key_is_empty():
+    assert "api_key_file: contradicts api_key" in refusal(EngineArgs, api_key="a", api_key_file="keys")
+    assert "api_key: is empty; write a key, or leave it out" in refusal(EngineArgs, api_key=" ")
 
 
 def test_the_api_key_is_not_shown():
@@ -572,3 +577,50 @@ def test_engine_arguments_survive_the_trip_through_an_application(settings):
 )
 def test_wrong_application_arguments_are_refused(given, says):
     assert says in refusal(AppArgs.load, given)
+
+
+# -- one request of max_model_len fits the pages -----------------------------------------------------------------------
+
+
+def test_a_service_holds_a_token_of_prompt_and_one_of_answer():
+    assert EngineArgs.load({"max_model_len": 2}).max_model_len == 2
+    assert "max_model_len: must be greater than or equal to 2 (got 1)" in refusal(EngineArgs.load, {"max_model_len": 1})
+
+
+@pytest.mark.parametrize(
+    ("fields", "least"),
+    [
+        # 2048 tokens and the root behind them take 129 pages of 16; page 0 is never used.
+        ({"max_model_len": 2048, "no_speculation": True}, 130),
+        ({"max_model_len": 2047, "no_speculation": True}, 129),
+        ({"max_model_len": 2048, "speculative_config": {"method": "ngram", "num_speculative_tokens": 15}}, 130),
+        ({"max_model_len": 2048, "speculative_config": {"method": "ngram", "num_speculative_tokens": 16}}, 131),
+        ({"max_model_len": 64, "page_size": 1, "speculative_config": {"method": "ngram"}}, 1 + 64 + 17),
+        ({"max_model_len": 64, "page_size": 4096}, 2),
+    ],
+)
+def test_fewer_pages_than_one_request_needs_are_refused_with_the_smallest_number_that_works(fields, least):
+    assert EngineArgs.load({**fields, "num_pages": least}).num_pages == least
+    told = refusal(EngineArgs.load, {**fields, "num_pages": least - 1})
+    length = fields["max_model_len"]
+    assert f"num_pages: {least - 1} KV page" in told
+    assert f"a request of max_model_len={length}" in told and f"at least {least}" in told
+
+
+def test_a_refusal_of_too_few_pages_says_which_length_would_fit():
+    fields = {"max_model_len": 512, "num_pages": 20, "speculative_config": {"method": "ngram"}}
+    assert "lower max_model_len to 287" in refusal(EngineArgs.load, fields)  # 19 pages of 16 tokens, 17 rows of a tree
+    assert EngineArgs.load({**fields, "max_model_len": 287}).max_model_len == 287
+    assert "lower" not in refusal(EngineArgs.load, {**fields, "num_pages": 1})
+
+
+@pytest.mark.parametrize("pages", [1, 2])
+def test_pages_that_hold_no_request_at_all_are_refused_before_the_model_is_known(pages):
+    fields = {"model": "/nowhere", "page_size": 16, "speculative_config": {"method": "ngram"}}
+    assert "write at least 3" in refusal(EngineArgs.load, {**fields, "num_pages": pages})
+
+
+@pytest.mark.parametrize("name", ["max_num_seqs", "max_num_batched_tokens", "page_size", "num_pages"])
+def test_numbers_that_no_engine_could_hold_are_refused_before_one_starts(name):
+    fields = {"max_num_seqs": 1, "model": "/nowhere", name: 10**30}
+    assert f"{name}: must be less than" in refusal(EngineArgs.load, fields)

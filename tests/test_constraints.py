@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import SMALL_V, Path, draft_logits, target_logits
 
+from drafter.level import DraftVocabulary
 from workers.constraints import constrain
 from workers.edits import Columns, ConstrainedRow
 from workers.random import gumbel
@@ -101,6 +102,14 @@ def test_a_draft_vocabulary_without_any_allowed_id_is_left_as_it_is():
     assert forbidden(standing(Constraints(allowed_token_ids=[2, 3]), (1,), ()), columns=columns) == {0}
     assert forbidden(standing(Constraints(bad_words=[[1], [3]]), (1,), ()), columns=columns) == set()
     assert forbidden(standing(Constraints(bad_words=[[3], [2]]), (1,), ()), columns=columns) == {1}
+
+
+def test_a_drafter_s_own_vocabulary_forbids_what_it_knows_and_no_other_token_in_its_place():
+    columns = DraftVocabulary(target_size=V, target_ids=torch.tensor([4, 2, 5])).columns
+    assert columns.width == 3
+    assert forbidden(standing(Constraints(bad_words=[[1], [2], [16]]), (1,), ()), columns=columns) == {1}
+    assert forbidden(standing(Constraints(bad_words=[[4], [2], [5]]), (1,), ()), columns=columns) == set()
+    assert forbidden(standing(Constraints(allowed_token_ids=[0, 5]), (1,), ()), columns=columns) == {0, 1}
 
 
 def test_ids_beyond_the_vocabulary_forbid_nothing():

@@ -66,6 +66,11 @@ def test_what_rounds_to_nothing_is_not_kept():
     assert quantise(log_q_FV, vocabulary(4)).weight_FS.tolist() == [[65535, 24109, 0], [65535, 24109, 8869]]
 
 
+def test_what_rounds_to_one_is_kept():
+    ratios = torch.tensor([[1.0, 1.4 / MAX_WEIGHT, 0.6 / MAX_WEIGHT, 0.4 / MAX_WEIGHT]])
+    assert quantise(ratios.log(), vocabulary(4)).weight_FS.tolist() == [[MAX_WEIGHT, 1, 1]]
+
+
 def test_a_reduced_draft_vocabulary_speaks_in_target_ids():
     vocab = DraftVocabulary(target_size=90, target_ids=torch.tensor([8, 3, 77]))
     support = quantise(torch.tensor([[0.0, 2.0, 1.0]]), vocab)
@@ -177,6 +182,19 @@ def test_survival_falls_and_shares_out_at_most_one():
         survival = expected_survival(quantise(log_q_FV, vocabulary(200)), np.full(50, temperature), 8)
         assert survival.dtype == np.float32 and survival.shape == (50, 8)
         assert (np.diff(survival) <= 0).all() and (survival >= 0).all() and (survival.sum(-1) <= 1 + 1e-6).all()
+
+
+@pytest.mark.parametrize(("temperature", "warmth"), [(0.1, 0.4), (0.28, 0.4), (0.49, 0.7), (0.7, 1.0), (2.0, 1.0)])
+def test_survival_follows_its_formula(temperature, warmth):
+    weights = np.array([6, 3, 1])
+    q = weights / weights.sum()
+    entropy = -(q * np.log(q)).sum()
+    floor = 0.58 * np.sqrt(warmth)
+    first = floor + (1 - floor) * np.exp(-0.85 * entropy / warmth)
+    second = (0.12 + 0.5 * 0.6) * (1 - first)
+    third = (0.12 + 0.5 * 0.6) * 0.72 * (1 - first) * (1 - (0.12 + 0.5 * 0.6))
+    survival = expected_survival(support_of(*weights), np.array([temperature]), 3)[0]
+    np.testing.assert_allclose(survival, [first, second, third], rtol=1e-5)
 
 
 def test_a_child_that_cannot_exist_is_worth_nothing():

@@ -355,6 +355,20 @@ def edit_layers(path: Path, **changes: Any) -> None:
     checkpoints.edit_config(path, transformer_layer_config=raw["transformer_layer_config"] | changes)
 
 
+def test_biases_are_told_where_the_layers_are(tmp_path: Path, target: Path) -> None:
+    nested = checkpoints.write_eagle3(tmp_path / "nested", style="speculators")
+    edit_layers(nested, attention_bias=True, mlp_bias=True)
+    flat = checkpoints.write_eagle3(tmp_path / "flat", style="safeailab")
+    checkpoints.edit_config(flat, attention_bias=True, mlp_bias=True)
+    for path in (nested, flat):
+        spec = read_eagle3_spec(path, read_spec(target))
+        assert (spec.qkv_bias, spec.o_bias, spec.mlp_bias) == (True, True, True)
+    edit_layers(nested, attention_bias=False, mlp_bias=False)
+    checkpoints.edit_config(nested, attention_bias=True, mlp_bias=True)  # beside the layers it says nothing of them
+    spec = read_eagle3_spec(nested, read_spec(target))
+    assert (spec.qkv_bias, spec.o_bias, spec.mlp_bias) == (False, False, False)
+
+
 @pytest.mark.parametrize("qk_norm", [False, True], ids=["llama", "qwen3"])
 def test_a_null_field_is_one_that_is_not_there(tmp_path: Path, target: Path, qk_norm: bool) -> None:
     sizes = {"num_key_value_heads": 8, "head_dim": 8}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,9 +11,9 @@ import torch
 from fakes import Bench, Counting, RandomLanguage, say
 
 import verifier.engine
-from workers.config import PruneConfig, TreeConfig
+from workers.config import AcceptanceConfig, PruneConfig, TreeConfig
 from workers.ipc import FrontGone, RequestStats, Speculation
-from workers.types import SamplingParams
+from workers.types import Constraints, SamplingParams
 
 torch.set_num_threads(1)
 
@@ -122,6 +123,11 @@ def test_max_tokens_is_exact(method, max_tokens):
         assert answer.last.finish_reason == "length"
 
 
+def test_each_of_several_end_tokens_ends_the_answer():
+    with Bench(Counting(), "eagle3", CHAIN_3, eos_token_ids=(11, 13)) as bench:
+        assert bench.ask([11], 9).last.stop_token == 13
+
+
 def test_a_stop_token_at_the_length_limit_is_a_stop():
     with Bench(Counting(), "eagle3", CHAIN_3) as bench:
         assert bench.ask([9], 3, stop_token_ids=[12]).last.finish_reason == "stop"
@@ -151,6 +157,29 @@ def test_what_can_never_run_is_answered_with_the_reason(prompt, max_tokens, word
         assert bench.ask([1], 3).tokens == [2, 3, 4]
 
 
+# ---- what is told of tokens
+
+
+@pytest.mark.parametrize("num_logprobs", [0, 2])
+def test_log_probabilities_are_those_of_the_tokens_that_were_kept(num_logprobs):
+    """Also where a stop token ends the answer inside an accepted draft. Asking for 0 asks for the token's own."""
+    language = RandomLanguage(error=0.1)
+    params = SamplingParams(seed=3, num_logprobs=num_logprobs)
+    text = say(language, [5, 6], 30, params)
+    for at in range(2, 30):
+        if text[at] in text[:at]:
+            continue
+        with Bench(language, "eagle3", CHAIN_3) as bench:
+            answer = bench.ask([5, 6], 30, params, stop_token_ids=[text[at]])
+        told = [one for frame in bench.frames for chunk in frame.chunks for one in chunk.logprobs]
+        assert answer.tokens == text[: at + 1] and len(told) == len(answer.tokens)
+        for i, one in enumerate(told):
+            logp = torch.from_numpy(language.target([5, 6, *text[:i]])).log_softmax(-1)
+            assert one.logprob == pytest.approx(float(logp[text[i]]), abs=1e-4)
+            assert one.rank == 1 + int((logp > logp[text[i]]).sum())
+            assert [token for token, _ in one.top] == logp.argsort(descending=True)[:num_logprobs].tolist()
+
+
 # ---- prompts in chunks
 
 
@@ -172,6 +201,21 @@ def test_a_long_prompt_does_not_stop_the_others():
         assert bench.answers[short].tokens == list(range(6, 36))
         assert bench.answers[long].tokens == [60, 61, 62]
         assert any(len(s.token_N) > 4 and len(s.sample_row_R) == 4 for s in bench.target.steps), "both in one step"
+
+
+@pytest.mark.parametrize("method", [None, "eagle3"])
+def test_plain_rows_keep_their_own_sampling_beside_a_prompt_that_is_not_done(method):
+    """As many rows draw as there are requests that decode, but the step holds one request more."""
+    language, off = RandomLanguage(), Speculation(enabled=False)
+    with Bench(language, method, CHAIN_3, max_num_batched_tokens=8) as bench:
+        ids = [bench.submit([3 + i], 20, params, speculation=off) for i, params in enumerate(PARAMS[1:])]
+        bench.step()
+        long = bench.submit([i % 32 for i in range(60)], 2, PARAMS[3], speculation=off)
+        bench.run()
+        assert any(len(step.token_N) > len(step.sample_row_R) == len(ids) for step in bench.target.steps)
+        for i, (id, params) in enumerate(zip(ids, PARAMS[1:], strict=True)):
+            assert bench.answers[id].tokens == say(language, [3 + i], 20, params)
+        assert bench.answers[long].tokens == say(language, [i % 32 for i in range(60)], 2, PARAMS[3])
 
 
 def test_the_drafter_is_fed_every_token_exactly_once():
@@ -206,6 +250,83 @@ def test_a_request_brings_its_own_thresholds():
         bench.ask([1], 6, speculation=Speculation(min_prob=0.0, path_prob=0.75))
         limits = {(float(r.min_prob_B), float(r.path_prob_B)) for r in bench.drafter.requests}
         assert limits == {(0.25, 0.5), (0.0, 0.75)}
+
+
+CONSTRAINTS = {
+    "penalties": Constraints(presence_penalty=1.0, frequency_penalty=0.8, repetition_penalty=1.3),
+    "bias": Constraints(logit_bias={3: 4.0, 4: 3.0}),
+    "bad words": Constraints(bad_words=[[0], *([a, b, (a + b) % 8] for a in range(8) for b in range(8))]),
+    "allowed ids": Constraints(allowed_token_ids=[1, 2, 6]),
+    "minimum length": Constraints(min_tokens=30),
+}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("constraints", CONSTRAINTS.values(), ids=CONSTRAINTS)
+def test_a_draft_that_knows_the_target_is_accepted_whole_under_constraints(constraints, temperature):
+    """The drafter hears of the constraints, and of whom: the request before this one is fed and gets no tree."""
+    language, params = RandomLanguage(vocab=8, error=0.0), SamplingParams(temperature=temperature, seed=5)
+    with Bench(language, "eagle3", CHAIN_3, eos_token_ids=(7,)) as bench:
+        bench.submit([7], 60, params, speculation=Speculation(num_tokens=0), ignore_eos=True)
+        own = bench.submit([5, 6], 60, replace(params, constraints=constraints), ignore_eos=True)
+        bench.run()
+        assert all(request.num_nodes_B.tolist()[0] == 0 for request in bench.drafter.requests)
+        stats = bench.answers[own].last.stats
+        assert stats.num_accepted_tokens == stats.num_verified_tokens > 40
+
+
+@pytest.mark.parametrize("cut", [{"min_p": 0.3}, {"top_p": 0.6}, {"top_k": 2}, {"temperature": 0.4}], ids=str)
+def test_a_draft_that_knows_the_target_is_accepted_whole_whatever_is_cut_off(cut):
+    with Bench(RandomLanguage(vocab=8, error=0.0), "eagle3", CHAIN_3) as bench:
+        bench.submit([7], 60, SamplingParams(seed=9))
+        own = bench.submit([5, 6], 60, SamplingParams(seed=5, **cut))
+        bench.run()
+        stats = bench.answers[own].last.stats
+        assert stats.num_accepted_tokens == stats.num_verified_tokens > 40
+
+
+@pytest.mark.parametrize("method", [None, "eagle3"])
+def test_a_bad_word_begins_and_ends_in_the_answer(method):
+    """As in vLLM: what the prompt says is not the model's."""
+    with Bench(Counting(), method, CHAIN_3) as bench:
+
+        def text(prompt: list[int], *words: list[int]) -> list[int]:
+            constraints = Constraints(bad_words=list(words))
+            return bench.ask(prompt, 5, SamplingParams(temperature=0.0, constraints=constraints)).tokens
+
+        assert text([9, 10], [10, 11]) == text([8, 9, 10], [9, 10, 11]) == [11, 12, 13, 14, 15]
+        assert text([9, 10], [11, 12]) == [11, 0, 1, 2, 3]
+        assert text([9, 10], [12, 13, 14], [11, 13]) == [11, 12, 13, 0, 1]
+
+
+def test_stop_tokens_wait_for_the_minimum_length_like_the_end_of_text():
+    with Bench(Counting(), "eagle3", CHAIN_3, eos_token_ids=(12,)) as bench:
+        params = SamplingParams(temperature=0.0, constraints=Constraints(min_tokens=4))
+        assert bench.ask([9], 9, params, stop_token_ids=[11]).tokens == [10, 0, 1, 2, 3, 4, 5, 6, 7]
+        assert bench.ask([8], 9, params, stop_token_ids=[15]).tokens == [9, 10, 11, 0, 1, 2, 3, 4, 5]
+        assert bench.ask([7], 9, params).tokens == [8, 9, 10, 11, 12]
+
+
+@pytest.mark.parametrize("method", ["eagle3", "draft_model"])
+@pytest.mark.parametrize("how", ["probabilistic", "hybrid"])
+def test_each_of_a_crowd_under_rejection_says_what_it_says_alone(method, how):
+    """Its draws, coins and last tokens follow its own seed, temperature and position."""
+    language = RandomLanguage(error=1.5)
+    sampled = [replace(params, seed=11 + i) for i, params in enumerate(PARAMS * 3)]
+    asked = [(Speculation(acceptance="rejection", draft_probs=i % 5 != 2), params) for i, params in enumerate(sampled)]
+    asked[4] = (Speculation(), asked[4][1])
+
+    def texts(together: bool) -> list[list[int]]:
+        acceptance = AcceptanceConfig(sample_method=how)
+        with Bench(language, method, TREES["dynamic"], num_pages=300, acceptance=acceptance) as bench:
+            for i, (speculation, params) in enumerate(asked):
+                bench.submit([1 + i, 2, *range(i % 4)], 12, params, speculation=speculation)
+                if not together:
+                    bench.run()
+            bench.run()
+            return [answer.tokens for answer in bench.answers.values()]
+
+    assert texts(together=True) == texts(together=False)
 
 
 def test_drafted_and_plain_requests_share_a_batch():
@@ -275,6 +396,34 @@ def test_the_counters_tell_what_happened():
         assert (stats.num_running, stats.num_waiting, stats.kv_usage) == (0, 0, 0.0)
         assert 0 < stats.draft_seconds and 0 < stats.transfer_seconds and 0 < stats.verify_seconds
         assert stats.draft_seconds + stats.transfer_seconds + stats.verify_seconds < stats.step_seconds
+
+
+@pytest.mark.parametrize("ending", [{"stop_token_ids": [12]}, {}], ids=["stop token", "end of text"])
+def test_no_more_is_counted_as_accepted_than_came_out(ending):
+    with Bench(Counting(), "eagle3", CHAIN_3, eos_token_ids=(() if ending else (12,))) as bench:
+        answer = bench.ask([9], 30, **ending)
+        # 10 | 11 12, and 13 14 were accepted behind the end
+        assert answer.tokens == [10, 11, 12]
+        for stats in (answer.last.stats, bench.frames[-1].stats):
+            assert stats.accepted_per_depth == [1, 1]
+            assert stats.verified_per_depth == [1, 1, 1]  # what was paid for is told
+        assert (answer.last.num_accepted, answer.last.is_copied) == (2, False)
+
+
+def test_a_chunk_tells_which_of_its_tokens_were_drafted():
+    with Bench(Counting(errs=(16,)), "eagle3", CHAIN_3) as bench:
+        bench.ask([9], 11)
+        chunks = [chunk for frame in bench.frames for chunk in frame.chunks]
+        # 10 | 11 12 13 14 | 15 16 | 17 18 19 20, the last of each step being the target's own
+        assert [(len(chunk.tokens), chunk.num_accepted) for chunk in chunks] == [(1, 0), (4, 3), (2, 1), (4, 3)]
+
+
+def test_a_step_whose_every_node_was_pruned_is_no_draft():
+    tree = TreeConfig(kind="chain", num_nodes=3, prune=PruneConfig(min_prob=1.0))
+    with Bench(RandomLanguage(), "eagle3", tree) as bench:
+        stats = bench.ask([5, 6], 20, SamplingParams(seed=3)).last.stats
+        assert (stats.num_drafts, stats.num_verified_tokens) == (0, 0) < (1, stats.num_draft_tokens)
+        assert bench.frames[-1].stats.num_drafts == 0
 
 
 def test_no_more_is_drafted_than_can_still_be_said():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from datetime import timedelta
 from pathlib import Path
 
@@ -28,6 +29,21 @@ def test_the_store_listens_on_its_host_s_address_alone() -> None:
     assert listening_on(store.port) == {"0100007F"}
     host, _, port = address.rpartition(":")
     assert (host, int(port)) == ("127.0.0.1", store.port)
+
+
+def test_a_store_that_stopped_listening_keeps_who_has_connected_and_lets_nobody_else_in() -> None:
+    """It has no key: whoever reaches it may set and delete what ranks read."""
+    store, address = open_store()
+    host, _, port = address.rpartition(":")
+    peer = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=10))
+    peer.set("rank 1", "here")
+    store.stop_listening()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((host, int(port)), timeout=5)
+    assert not PROC_NET.exists() or listening_on(int(port)) == set()
+    peer.set("rank 1", "still here")
+    assert store.get("rank 1") == peer.get("rank 1") == b"still here"
+    assert store.add("count", 1) + peer.add("count", 1) == 3
 
 
 def test_ranks_meet_in_the_store() -> None:

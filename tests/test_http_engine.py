@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 
 import secateur
@@ -79,6 +80,19 @@ def test_what_is_forbidden_does_not_come_and_what_is_forced_does(
     assert set(complete(client, seed=1, speculative=how, allowed_token_ids=letters).text) <= set("xyz")
     forced = complete(client, seed=1, speculative=how, logit_bias={str(letters[0]): 100}).text
     assert forced == tokenizer.decode([letters[0]]) * 12
+
+
+def test_what_a_stop_string_cuts_off_is_not_told_as_accepted(client: Client) -> None:
+    prompt = "class Point:\n    def __init__(self, x, y):\n        self.x = x\n        self.y = y\n"
+    answer = client.complete(prompt, max_tokens=60, temperature=0, stop=["\n"], speculative=DRAFTED)
+    details = answer.usage.completion_tokens_details
+    assert 0 < details.accepted_prediction_tokens <= answer.usage.completion_tokens < 60
+    metrics = httpx2.get(f"{client.base_url}/metrics").text.splitlines()
+    told = {
+        name: sum(float(line.split()[-1]) for line in metrics if line.startswith(f"secateur_{name}_total{{"))
+        for name in ("spec_decode_num_accepted_tokens", "generation_tokens")
+    }
+    assert 0 < told["spec_decode_num_accepted_tokens"] <= told["generation_tokens"]
 
 
 def test_min_tokens_keeps_an_answer_from_ending(client: Client) -> None:

@@ -11,10 +11,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import httpx2
+import psutil
 import pytest
 from fake_engine import FakeEngine
 
@@ -117,13 +119,34 @@ def test_a_dead_engine_fails_what_was_waiting_and_what_comes_later(tmp_path: Pat
         while client.num_pending == 0:
             await asyncio.sleep(0.01)
         await asyncio.to_thread(fake.die)
-        [chunk] = await waiting
-        assert chunk.finish_reason == "error"
+        with pytest.raises(EngineDead, match="closed its connection"):
+            await waiting
         assert not client.health().ok
         with pytest.raises(EngineDead, match="closed its connection"):
             await collect(client, Submit(id=2, prompt=[1], max_tokens=10))
 
-    with_fake(tmp_path, body)
+    with_fake(tmp_path, body, cause_wait_s=0.2)
+
+
+def test_who_knows_which_rank_died_is_waited_for(tmp_path: Path) -> None:
+    """The socket tells of a death first: of requests from before it and from after it, both hear the reason."""
+
+    async def body(client: EngineClient, fake: FakeEngine) -> None:
+        fake.hold.set()
+        before = asyncio.create_task(collect(client, Submit(id=1, prompt=[1], max_tokens=10)))
+        await asyncio.sleep(0.1)
+        await asyncio.to_thread(fake.die)
+        await asyncio.sleep(0.2)
+        after = asyncio.create_task(collect(client, Submit(id=2, prompt=[1], max_tokens=10)))
+        await asyncio.sleep(0.1)
+        assert not before.done() and not after.done()
+        client.fail("verifier 1 died")
+        for waiting in (before, after):
+            with pytest.raises(EngineDead, match="verifier 1 died"):
+                await asyncio.wait_for(waiting, 5)
+        assert client.dead == "verifier 1 died"
+
+    with_fake(tmp_path, body, cause_wait_s=30.0)
 
 
 @pytest.mark.parametrize("num_requests", [0, 1])
@@ -178,19 +201,37 @@ def test_an_engine_answers_and_leaves_nothing_behind(config: EngineConfig) -> No
 
 
 @needs_models
-def test_one_dead_rank_is_the_death_of_all_and_is_named(config: EngineConfig) -> None:
+def test_ranks_listen_on_loopback_alone_and_their_store_no_more(config: EngineConfig) -> None:
+    """Verifier and drafter are in the same groups: a store that listened would be one address more of the verifier."""
+
+    async def main() -> list[list[str]]:
+        engine = LocalEngine(config)
+        async with engine:
+            ranks = [psutil.Process(pid).net_connections(kind="inet") for pid in engine.pids]
+        return [[each.laddr.ip for each in sockets if each.status == psutil.CONN_LISTEN] for sockets in ranks]
+
+    verifier, drafter = asyncio.run(main())
+    assert set(verifier + drafter) == {"127.0.0.1"}
+    assert len(verifier) == len(drafter)
+
+
+@needs_models
+@pytest.mark.parametrize("killed", [0, 1])
+def test_one_dead_rank_is_the_death_of_all_and_is_named(config: EngineConfig, killed: int) -> None:
     async def main() -> list[int]:
         engine = LocalEngine(config)
         async with engine as client:
             submit = Submit(id=1, prompt=[300], max_tokens=250, ignore_eos=True)
             waiting = asyncio.create_task(collect(client, submit))
             await asyncio.sleep(0.05)
-            os.kill(engine.pids[1], signal.SIGKILL)
-            chunks = await asyncio.wait_for(waiting, 10)
-            assert chunks[-1].finish_reason in ("error", "length")
+            os.kill(engine.pids[killed], signal.SIGKILL)
+            with suppress(EngineDead):  # or it was done before
+                await asyncio.wait_for(waiting, 10)
             async with asyncio.timeout(10):
                 while client.dead is None:
                     await asyncio.sleep(0.05)
+            role = "drafter 0" if killed else "verifier 0"
+            assert client.dead.startswith(f"{role} (pid {engine.pids[killed]}) was ended by SIGKILL")
             assert_gone(engine.pids)
         return engine.pids
 
@@ -255,6 +296,7 @@ def test_a_local_service_answers_over_http_and_leaves_nothing_behind() -> None:
         without = httpx2.post(f"{url}/v1/completions", json=body, timeout=60).json()
         assert with_drafts["usage"]["completion_tokens"] == 8
         assert with_drafts["choices"][0]["text"] == without["choices"][0]["text"]
+        assert httpx2.get(f"{url}/health", headers={f"X-{number}": "a" for number in range(200)}).status_code == 431
     assert_gone(pids)
 
 

@@ -240,6 +240,13 @@ def test_the_ray_version_is_the_image_s_and_the_pinned_one(service: dict[str, An
     assert f"ARG BASE=rayproject/ray:{pinned_ray()}-" in (MANIFESTS / "Dockerfile").read_text()
 
 
+def test_the_proxies_of_every_pod_load_our_limits_and_errors() -> None:
+    from cluster.proxy import environment
+
+    [(name, callback)] = environment().items()
+    assert f"\nENV {name}={callback}\n" in (MANIFESTS / "Dockerfile").read_text()
+
+
 def test_every_image_has_a_tag_that_never_moves() -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     for path in FILES:

@@ -12,6 +12,7 @@ import torch
 
 from workers import memory
 from workers.config import DraftConfig, EngineConfig
+from workers.kv import KVPool
 from workers.memory import agree_on_pages, logits_bytes, ranks_on_device_of
 
 GIB = 1 << 30
@@ -119,3 +120,14 @@ def test_too_little_for_one_request_is_an_error_with_numbers(monkeypatch):
         ValueError, match="room for 15 pages of 16 tokens.*max_model_len 1024 needs 65.*num_speculative_tokens"
     ):
         pages(monkeypatch, engine(max_model_len=1024), [1 << 20], [0.25 * GIB])
+
+
+def test_too_few_configured_pages_are_an_error_that_names_num_pages(monkeypatch):
+    with pytest.raises(ValueError, match="room for 19 pages.*needs 65: write num_pages=66 or more, or lower max_model"):
+        pages(monkeypatch, engine(max_model_len=1024, num_pages=20), [1], [0.0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_slot_takes_what_is_said_of_it(dtype):
+    pool = KVPool(3, 32, 2, 24, dtype, "cpu")
+    assert pool.data.nbytes == 32 * KVPool.bytes_per_slot(3, 2, 24, dtype)

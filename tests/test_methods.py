@@ -15,10 +15,10 @@ from pathlib import Path
 import checkpoints
 import pytest
 import torch
-from engines import BUNDLED, Answer, Job, Runner, prompts
+from engines import BUNDLED, Answer, Job, Runner, bundled, prompts
 from safetensors.torch import load_file, save_file
 
-from workers.config import DraftConfig, EngineConfig, TreeConfig
+from workers.config import AcceptanceConfig, DraftConfig, EngineConfig, TreeConfig
 from workers.ipc import Speculation
 from workers.types import SamplingParams
 
@@ -118,3 +118,18 @@ def test_tokens_are_those_without_speculation(runner: Runner, temperature: float
     assert all(answer.stats.num_drafts == 0 for answer in plain)
     least = {"ngram": 1.3, "eagle": 3.0, "mtp": 3.0}
     assert acceptance_length(drafted) > least[runner.config.draft.method]
+
+
+def test_how_the_service_samples_its_drafts_reaches_the_drafter() -> None:
+    """Trees of other draws, and so other texts: hybrid nodes keep all their children but the last from being drawn."""
+    jobs = [
+        Job(prompt=prompt, max_tokens=24, sampling=SamplingParams(seed=seed)) for seed, prompt in enumerate(prompts(3))
+    ]
+    texts = {}
+    for how in ("probabilistic", "hybrid"):
+        config = bundled(TREE)
+        assert config.draft is not None
+        acceptance = AcceptanceConfig(kind="rejection", sample_method=how)
+        with Runner(replace(config, draft=replace(config.draft, acceptance=acceptance))) as runner:
+            texts[how] = [answer.tokens for answer in runner.run(jobs)]
+    assert all(one != other for one, other in zip(*texts.values(), strict=True))

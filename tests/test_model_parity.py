@@ -9,6 +9,8 @@ import json
 import logging
 import random
 import re
+import traceback
+from argparse import Namespace
 from pathlib import Path
 
 import checkpoints
@@ -19,7 +21,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from workers import checkpoint as checkpoint_module
-from workers.checkpoint import Weights, check_parallel, read_spec, resolve_path
+from workers.checkpoint import Weights, check_parallel, read_spec
 from workers.kernels.choose import TORCH
 from workers.kv import KVPool, OutOfPages, PageAllocator
 from workers.layers import TensorParallel
@@ -286,6 +288,34 @@ def test_a_pytorch_file_of_either_format_is_read(tmp_path: Path, is_zip: bool) -
     assert torch.equal(Weights(tmp_path).get("fc.weight", 0, 1, 3), tensor[1:2])
 
 
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_a_pickle_that_could_run_code_is_not_read_and_says_how_to_convert_it(tmp_path: Path, is_zip: bool) -> None:
+    content = {"fc.weight": torch.ones(2), "arguments": Namespace(lr=1)}
+    torch.save(content, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=is_zip)
+    with pytest.raises(
+        ValueError, match=r"more than tensors \(argparse.Namespace\).*safetensors.torch.save_file"
+    ) as told:
+        Weights(tmp_path)
+    assert "weights_only" not in "".join(traceback.format_exception(told.value))
+
+
+@pytest.mark.parametrize("content", [{"state_dict": {"fc.weight": torch.ones(2)}}, [torch.ones(2)]])
+def test_a_pickle_of_another_shape_says_how_to_convert_it(tmp_path: Path, content: object) -> None:
+    torch.save(content, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="no plain mapping of names to tensors; .*safetensors.torch.save_file"):
+        Weights(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+@pytest.mark.parametrize("size", [0, 4, 5000])
+def test_a_file_that_breaks_off_is_named(tmp_path: Path, name: str, size: int) -> None:
+    content = {"fc.weight": torch.ones(20000)}
+    (save_file if name.endswith(".safetensors") else torch.save)(content, tmp_path / name)
+    (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:size])
+    with pytest.raises(ValueError, match=f"{name} cannot be read .*: fetch or copy it again"):
+        Weights(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -421,9 +451,3 @@ def test_end_of_text_ids_come_from_both_configs(tmp_path: Path) -> None:
     path = checkpoints.write_model(tmp_path, "llama")
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 5]}))
     assert read_spec(path).eos_token_ids == (1, 5)
-
-
-def test_a_folder_that_does_not_exist_says_so(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="no checkpoint folder"):
-        resolve_path(str(tmp_path / "nowhere"))
-    assert resolve_path(str(tmp_path)) == tmp_path

@@ -174,6 +174,34 @@ def test_a_longer_match_is_trusted_more():
     assert totals == sorted(totals) and totals[0] == pytest.approx(1 / 3, abs=1e-3)
 
 
+def shares(candidates: Candidates) -> dict[int, float]:
+    q = np.exp(candidates.log_q_FK[0].astype(np.float64))
+    return {int(token): float(share) for token, share in zip(candidates.token_FK[0], q, strict=True) if share > 0}
+
+
+def test_an_occurrence_counts_by_its_length_and_each_step_along_it_adds_one():
+    """2^n - 1 for each, and 2 for what was never seen."""
+    proposer, candidates = propose([[3, 1, 2, 7, 8, 1, 2, 7, 9, 5, 2, 7, 8, 3, 1, 2]], Lengths(1, 2))
+    assert shares(candidates) == pytest.approx({7: (3 + 3 + 1) / 9})
+    candidates = proposer.expand(child_level([0], [1], [0], [7], 1))
+    assert shares(candidates) == pytest.approx({8: (7 + 3) / 19, 9: 7 / 19}, rel=1e-2)
+    candidates = proposer.expand(child_level([0], [2], [1], [8], 2))
+    assert shares(candidates) == pytest.approx({1: 15 / 24, 3: 7 / 24}, rel=1e-2)
+
+
+def test_beyond_sixteen_tokens_longer_matches_count_alike():
+    many = list(range(10, 40))
+    _, candidates = propose([[*many, 1, 0, *many[-17:], 2, 0, *many[-15:], 3, 0, *many]], Lengths(1, 30))
+    one, two, three = 2**16 - 1, 2**16 - 1, 2**15 - 1
+    total = one + two + three
+    assert shares(candidates) == pytest.approx({1: one / total, 2: two / total, 3: three / total}, rel=1e-2)
+
+
+def test_no_more_candidates_are_told_than_a_tree_has_rows():
+    _, candidates = propose([[x for token in range(2, 90) for x in (1, token)] + [1]], Lengths(1, 1))
+    assert children(candidates) == list(range(2, 66))
+
+
 def test_history_comes_from_the_pages_alone():
     """Fed in pieces, beside another request that only feeds; the accepted tokens overwrite nothing but their slots."""
     tables = np.array([[3, 1, 5], [2, 6, 4]])

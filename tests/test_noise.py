@@ -83,14 +83,15 @@ def test_more_rows_at_once_than_are_kept_are_not_held(monkeypatch):
 
 
 def test_a_drafter_that_looks_ahead_has_the_noise_of_the_next_trees(monkeypatch):
-    """Three requests with roots at 9, 19 and 29, of which the last two need no noise: sampled drafts, temperature 0."""
+    """Four requests with roots at 9, 19, 29 and 39, of which only the first needs noise: the others' drafts are
+    sampled, their temperature is 0, or they are only fed."""
     request = SimpleNamespace(
-        num_nodes_B=torch.tensor([4, 4, 4]),
-        rule_B=torch.tensor([Rule.COUPLED, Rule.TRAVERSAL, Rule.COUPLED]),
-        start_B=torch.tensor([7, 17, 27]),
-        offsets=torch.tensor([0, 3, 6, 9]),
-        max_depth_B=torch.tensor([3, 3, 3]),
-        sampling=SimpleNamespace(temperature_B=torch.tensor([1.0, 1.0, 0.0]), seed_B=torch.tensor([1, 2, 3])),
+        num_nodes_B=torch.tensor([4, 4, 4, 0]),
+        rule_B=torch.tensor([Rule.COUPLED, Rule.TRAVERSAL, Rule.COUPLED, Rule.COUPLED]),
+        start_B=torch.tensor([7, 17, 27, 37]),
+        offsets=torch.tensor([0, 3, 6, 9, 12]),
+        max_depth_B=torch.tensor([3, 3, 3, 3]),
+        sampling=SimpleNamespace(temperature_B=torch.tensor([1.0, 1.0, 0.0, 1.0]), seed_B=torch.tensor([1, 2, 3, 4])),
     )
     vocab = DraftVocabulary(target_size=30)
     look_ahead(request, vocab, torch.device("cpu"))  # type: ignore[arg-type]

@@ -25,6 +25,7 @@ from cluster.plan.report import run
 from cluster.plan.topology import bytes_text
 from cluster.seats import num_bundles, seats, worker_env
 from cluster.service import service_of
+from cluster.tokenizing import TokenizingWorkers
 from cluster.tokens import Tokenizer
 from secateur.config import EngineArgs
 from secateur.errors import ConfigError
@@ -206,6 +207,24 @@ def test_max_model_len_defaults_to_the_model_s_and_may_not_exceed_it() -> None:
         engine_config(args(max_model_len=limit + 1))
 
 
+def test_pages_that_do_not_hold_a_request_of_the_model_s_own_length_are_refused() -> None:
+    limit = engine_config(args()).max_model_len
+    with pytest.raises(ConfigError, match=f"num_pages: 20 .* of max_model_len={limit}: write at least [0-9]+"):
+        engine_config(args(num_pages=20))
+    assert engine_config(args(num_pages=20, max_model_len=200)).num_pages == 20
+
+
+@pytest.mark.parametrize("length", [2, 300])
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("draft", [{"no_speculation": True}, draft_args(num_speculative_tokens=63)])
+def test_the_door_and_the_engine_agree_on_the_fewest_pages(length: int, page_size: int, draft: dict[str, Any]) -> None:
+    given = {"max_model_len": length, "page_size": page_size, **draft}
+    least = 1 + engine_config(args(**given)).pages_for(length)
+    assert args(num_pages=least, **given).num_pages == least
+    with pytest.raises(ConfigError, match=f"num_pages: .* at least {least}"):
+        args(num_pages=least - 1, **given)
+
+
 def test_a_tokenizer_s_own_end_of_text_ends_answers_too(tmp_path: Path) -> None:
     """Fine-tuning for chats often changes it alone."""
     taken = args(model=str(shutil.copytree(BUNDLED / "target", tmp_path / "model")), no_speculation=True)
@@ -242,13 +261,16 @@ def test_requests_are_sampled_as_the_model_s_generation_config_says(tmp_path: Pa
 
 def test_generation_config_s_values_are_a_request_s(tmp_path: Path) -> None:
     model = checkpoints.write_model(tmp_path, "qwen3")
-    (model / "generation_config.json").write_text('{"temperature": "0.6", "max_new_tokens": 512, "top_p": 1}')
+    (model / "generation_config.json").write_text('{"temperature": 0.6, "max_new_tokens": 512, "top_p": 1}')
     defaults = sampling_defaults(args(model=str(model)), str(model))
     assert defaults == {"temperature": 0.6, "top_p": 1.0, "max_tokens": 512}
-    assert not isinstance(defaults["temperature"], str)
-    (model / "generation_config.json").write_text('{"max_new_tokens": 0}')
-    with pytest.raises(ConfigError, match="generation_config: .*max_new_tokens: must be greater"):
-        sampling_defaults(args(model=str(model)), str(model))
+    for written, told in (
+        ('{"max_new_tokens": 0}', "max_new_tokens: must be greater"),
+        ('{"temperature": "0.6"}', "temperature: must be a valid number"),
+    ):
+        (model / "generation_config.json").write_text(written)
+        with pytest.raises(ConfigError, match=f"generation_config: .*{told}"):
+            sampling_defaults(args(model=str(model)), str(model))
 
 
 def test_a_service_tells_whose_defaults_it_takes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -256,8 +278,9 @@ def test_a_service_tells_whose_defaults_it_takes(tmp_path: Path, caplog: pytest.
     (model / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20}')
     taken = args(model=str(model), no_speculation=True)
     tokenizer = Tokenizer(str(BUNDLED / "target"))
+    tokenizing = TokenizingWorkers(tokenizer)  # not started
     with caplog.at_level(logging.INFO, "cluster"):
-        service = service_of(taken, engine_config(taken), EngineClient(), tokenizer, replica="local")
+        service = service_of(taken, engine_config(taken), EngineClient(), tokenizer, tokenizing, replica="local")
     assert "the model's own temperature=0.6, top_k=20 " in caplog.text
     assert service.sampling_defaults == {"temperature": 0.6, "top_k": 20}
 

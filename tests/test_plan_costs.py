@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import random
+import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import checkpoints
 import pytest
@@ -17,9 +19,11 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from cluster.plan.costs import Chunk, Costs
 from cluster.plan.memory import Side, expected_shapes, pages_on_device, side, sides, tensor_shapes
+from cluster.plan.report import run
 from cluster.plan.roofline import cost_table, forward_ms
+from secateur.config import EngineArgs
 from secateur.errors import ConfigError
-from secateur.plan import HARDWARE, CostTable, DraftCosts, Hardware, VerifyCosts
+from secateur.plan import HARDWARE, CostTable, DraftCosts, Hardware, PlanRequest, VerifyCosts
 from verifier.states import most_waiting
 from workers.checkpoint import read_spec
 from workers.config import DraftConfig, EngineConfig
@@ -177,7 +181,91 @@ def test_a_table_without_a_drafter_says_so_when_trees_are_asked_for() -> None:
 
 def test_the_matrices_told_by_a_config_are_those_of_the_checkpoint() -> None:
     stored = {name: shape for name, shape in tensor_shapes(BUNDLED / "target").items() if len(shape) == 2}
-    assert expected_shapes(read_spec(BUNDLED / "target")) == stored
+    assert expected_shapes(read_spec(BUNDLED / "target"), BUNDLED / "target") == stored
+
+
+def without_weights(folder: Path) -> Path:
+    """A copy of a checkpoint's config.json alone."""
+    alone = folder.parent / f"{folder.name}-alone"
+    alone.mkdir()
+    shutil.copy(folder / "config.json", alone)
+    return alone
+
+
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        ("qwen3_moe", {"num_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2, "head_dim": 16}),
+        ("mixtral", {"num_local_experts": 4}),
+        ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
+        ("phi3", {"pad_token_id": 0}),
+        ("gemma2", {"head_dim": 16}),
+        ("gpt_neox", {}),
+        ("cohere", {}),
+        ("glm4", {"pad_token_id": 0, "head_dim": 16}),
+        ("llama", {}),
+    ],
+)
+def test_a_model_is_counted_alike_from_its_config_alone(tmp_path: Path, family: str, config: dict[str, Any]) -> None:
+    whole = checkpoints.write_model(tmp_path / family, family, **config)
+    counted = [
+        sides(EngineConfig(model_path=str(path), draft=DraftConfig(method="draft_model", model_path=str(path))))
+        for path in (whole, without_weights(whole))
+    ]
+    for stored, told in zip(*counted, strict=True):
+        assert told.matmul_items == stored.matmul_items > 0
+        assert told.expert_items == stored.expert_items
+        # Of the families that we know ourselves, a config tells matrices alone.
+        assert stored.weight_bytes * 0.99 < told.weight_bytes <= stored.weight_bytes
+
+
+@pytest.mark.parametrize("style", ["safeailab", "speculators"])
+def test_an_eagle_3_head_is_counted_alike_from_its_config_alone(tmp_path: Path, style: Any) -> None:
+    target = checkpoints.write_model(tmp_path / "target", "llama")
+    whole = checkpoints.write_eagle3(tmp_path / "head", style=style, draft_vocab_size=40)
+    assert_counted_alike(target, "eagle3", whole, without_weights(whole))
+
+
+def test_heads_with_fc_are_counted_alike_from_their_config_alone(tmp_path: Path) -> None:
+    target = checkpoints.write_model(tmp_path / "target", "llama")
+    whole = checkpoints.write_eagle(tmp_path / "head")
+    assert_counted_alike(target, "eagle", whole, without_weights(whole))
+    target = checkpoints.add_mtp(checkpoints.write_model(tmp_path / "mtp", "qwen3"), "qwen3")
+    both = [
+        sides(EngineConfig(model_path=str(path), draft=DraftConfig(method="mtp", model_path=str(path))))[1]
+        for path in (target, without_weights(target))
+    ]
+    assert both[0].matmul_items == both[1].matmul_items > 0
+
+
+def assert_counted_alike(target: Path, method: Any, *heads: Path) -> None:
+    found = [
+        sides(EngineConfig(model_path=str(target), draft=DraftConfig(method=method, model_path=str(head))))[1]
+        for head in heads
+    ]
+    assert found[0].matmul_items == found[1].matmul_items > 0
+    assert found[0].weight_bytes == pytest.approx(found[1].weight_bytes, rel=0.01)
+
+
+def test_plan_predicts_from_a_config_alone_whatever_runs_the_model(tmp_path: Path) -> None:
+    """Qwen3-30B-A3B: 30.5 billion parameters, of which a token goes through 3.3."""
+    published = {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "attention_bias": False,
+        "decoder_sparse_step": 1, "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048,
+        "intermediate_size": 6144, "max_position_embeddings": 40960, "mlp_only_layers": [],
+        "moe_intermediate_size": 768, "norm_topk_prob": True, "num_attention_heads": 32, "num_experts": 128,
+        "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4, "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "vocab_size": 151936,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    args = EngineArgs.load({"model": str(tmp_path), "no_speculation": True})
+    request = PlanRequest.load({"hardware": HARDWARE["h200"], "batches": (1, 8)})
+    text = run(args, request)
+    assert "PREDICTED" in text and "61.1 GB" in text
+    [target] = sides(EngineConfig(model_path=str(tmp_path), dtype="bfloat16"))
+    assert target.weight_bytes / 2 == pytest.approx(30.5e9, rel=2e-3)
+    through = target.matmul_items - target.expert_items * (1 - target.expert_share) + 151936 * 2048
+    assert through == pytest.approx(3.3e9, rel=0.03)
 
 
 def test_llama_3_8b_from_its_config_alone(llama_8b: EngineConfig) -> None:

@@ -7,7 +7,7 @@ import openai.types.chat
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from secateur.errors import Problem
+from secateur.errors import ConfigError, Problem
 from secateur.protocol import (
     UNSUPPORTED,
     AssistantMessage,
@@ -31,11 +31,14 @@ from secateur.protocol import (
     SamplingRequest,
     SpeculativeStats,
     TokenizeRequest,
+    TokenizeResponse,
     TokenLogprob,
     TopLogprob,
     Usage,
 )
+from secateur.requests import ChatMessage, ContentPart, StreamOptions
 from secateur.schema import problems_of
+from secateur.speculative import Speculative
 
 
 def completion(**fields) -> CompletionRequest:
@@ -167,6 +170,106 @@ def test_a_null_means_not_given():
     assert request.temperature == 1.0 and request.unsupported() == []
 
 
+# An example of each JSON type. What is a number may be written without a point; nothing else is taken for another.
+JSON = {"string": "1", "integer": 1, "number": 0.5, "boolean": True, "array": ["1"], "object": {"1": 1}}
+AS_VLLM_HAS_IT = {("CompletionRequest", "logprobs", "boolean")}  # true is 1
+
+
+def types_of(schema) -> set[str]:
+    """What JSON types a field's schema allows."""
+    found = {schema["type"]} if "type" in schema else {"object"} if "$ref" in schema else set()
+    return found.union(*(types_of(option) for option in schema.get("anyOf", [])))
+
+
+def fields_of(model) -> list:
+    return [pytest.param(model, name, id=f"{model.__name__}.{name}") for name in model.model_fields]
+
+
+MODELS = (
+    CompletionRequest,
+    ChatCompletionRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+    ChatMessage,
+    ContentPart,
+    StreamOptions,
+    Speculative,
+)
+
+
+@pytest.mark.parametrize(("model", "name"), [param for model in MODELS for param in fields_of(model)])
+def test_a_value_of_another_json_type_is_refused(model, name):
+    allowed = types_of(model.model_json_schema()["properties"][name])
+    assert allowed, "a field without a type"
+    for kind, value in JSON.items():
+        if (
+            kind in allowed
+            or (kind == "integer" and "number" in allowed)
+            or (model.__name__, name, kind) in AS_VLLM_HAS_IT
+        ):
+            continue
+        with pytest.raises((ValidationError, ConfigError)) as caught:
+            model.model_validate({name: value})
+        wrong = caught.value.problems if isinstance(caught.value, ConfigError) else problems_of(caught.value, ())
+        assert name in {problem.field.split(".")[0] for problem in wrong}, (kind, wrong)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", "0.5"),
+        ("temperature", True),
+        ("logit_bias", {"5": "1"}),
+        ("logit_bias", {"5": True}),
+        ("stop_token_ids", [True]),
+        ("stop_token_ids", ["5"]),
+        ("stop", [5]),
+        ("max_tokens", 12.0),
+        ("stream_options", {"include_usage": 1}),
+        ("speculative", {"tree_prune_min_prob": "0.1"}),
+    ],
+)
+@pytest.mark.parametrize("build", [completion, chat])
+def test_what_looks_like_a_number_is_none(build, field, value):
+    assert refusal(build, **{field: value, "stream": True}).field.split(".")[0] == field
+
+
+def test_whole_numbers_are_numbers():
+    request = completion(temperature=2, top_p=1, logit_bias={"5": 1})
+    assert (request.temperature, request.top_p, request.logit_bias) == (2.0, 1.0, {5: 1.0})
+
+
+@pytest.mark.parametrize(
+    ("param", "value"), [("use_beam_search", 0), ("parallel_tool_calls", 1), ("length_penalty", True)]
+)
+def test_a_neutral_value_of_another_type_is_not_neutral(param, value):
+    assert [item.param for item in completion(**{param: value}).unsupported()] == [param]
+
+
+CALLS = {"tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]}
+
+
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": []}])
+@pytest.mark.parametrize("role", ["system", "developer", "user", "assistant", "tool"])
+@pytest.mark.parametrize("model", [ChatCompletionRequest, TokenizeRequest])
+def test_a_message_has_content(model, role, content):
+    message = {"role": role, **content}
+    problem = refusal(lambda **fields: model.model_validate(fields), messages=[message])
+    assert problem.field == "messages.0.content" and f"a message of the role {role!r} needs" in problem.message
+    assert chat(messages=[{"role": role, "content": ""}]).messages[0].text == ""
+
+
+@pytest.mark.parametrize(
+    "calls", [CALLS, {"function_call": {"name": "f", "arguments": "{}"}}, {"refusal": "I will not."}], ids=list
+)
+def test_an_assistant_who_calls_or_refuses_needs_no_content(calls):
+    [message] = chat(messages=[{"role": "assistant", "content": None, **calls}]).messages
+    assert message.text == ""
+    for name in calls:  # others have no such thing
+        with pytest.raises(ValidationError):
+            chat(messages=[{"role": "user", name: calls[name]}])
+
+
 def test_stop_is_one_text_or_many():
     assert completion(stop="x").stop_strings == ("x",)
     assert completion(stop=["x", "y"]).stop_strings == ("x", "y")
@@ -242,6 +345,26 @@ def test_best_of_is_fine_where_all_answers_are_returned(build):
     assert [item.param for item in build(n=2, best_of=3).unsupported()] == ["best_of"]
 
 
+@pytest.mark.parametrize(
+    ("param", "asked"),
+    [
+        ("use_beam_search", {"use_beam_search": True, "n": 2, "temperature": 0}),
+        ("best_of", {"best_of": 3, "n": 2, "temperature": 0}),
+        ("truncate_prompt_tokens", {"truncate_prompt_tokens": 5, "min_tokens": 9, "max_tokens": 5}),
+    ],
+)
+@pytest.mark.parametrize("build", [completion, chat])
+def test_what_is_not_implemented_is_blamed_before_its_consequences(build, param, asked):
+    assert [item.param for item in build(**asked).unsupported()] == [param]
+
+
+def test_all_wrong_keys_of_a_bias_are_named():
+    problem = refusal(completion, logit_bias={"five": 1, "7": 1, "-5": 1, "05": 1})
+    assert problem.field == "logit_bias" and "'five', '-5', '05'" in problem.message and "'7'" not in problem.message
+    many = refusal(completion, logit_bias={f"x{n}": 1 for n in range(900)}).message
+    assert "'x0'" in many and "880 more" in many and len(many) < 500
+
+
 NOT_NEUTRAL = {
     "best_of": 2,
     "length_penalty": 1.5,
@@ -304,6 +427,52 @@ def test_what_a_benchmark_client_sends_is_accepted():
         ignore_eos=True,
     )
     assert request.unsupported() == [] and request.ignored() == []
+
+
+@pytest.mark.parametrize(
+    ("options", "at_end", "in_chunks", "ignored"),
+    [
+        ({}, False, False, []),
+        ({"include_usage": True}, True, False, []),
+        ({"include_usage": True, "continuous_usage_stats": True}, True, True, []),
+        ({"continuous_usage_stats": True}, True, True, []),
+        ({"include_usage": None, "continuous_usage_stats": True}, True, True, []),
+        ({"include_usage": False, "continuous_usage_stats": True}, False, False, ["continuous_usage_stats"]),
+        ({"include_usage": False, "continuous_usage_stats": False}, False, False, []),
+        ({"include_obfuscation": False}, False, False, ["include_obfuscation"]),
+    ],
+)
+def test_a_stream_tells_usage_as_vllm_does(options, at_end, in_chunks, ignored):
+    request = chat(stream=True, stream_options=options)
+    assert (request.stream_options.usage_at_end, request.stream_options.usage_in_chunks) == (at_end, in_chunks)
+    assert request.ignored() == [f"stream_options.{name}" for name in ignored]
+
+
+def test_tokenize_reads_messages_as_a_chat_does():
+    messages = [{"role": "assistant", "content": "a"}]
+    asked = {"messages": messages, "continue_final_message": True, "chat_template_kwargs": {"x": 1}, "tools": [{}]}
+    request = TokenizeRequest.model_validate(asked)
+    assert (request.add_generation_prompt, request.continue_final_message) == (False, True)
+    assert (request.chat_template_kwargs, request.tools) == ({"x": 1}, [{}])
+    assert request.unsupported() == request.ignored() == []
+    wrong = {"messages": messages, "continue_final_message": True, "add_generation_prompt": True}
+    assert "contradicts" in refusal(lambda **fields: TokenizeRequest.model_validate(fields), **wrong).message
+
+
+def test_special_tokens_are_added_to_texts_and_not_to_chats():
+    messages = [{"role": "user", "content": "a"}]
+    asked = [{"prompt": "a"}, {"messages": messages}]
+    for value, expected in ((None, [True, False]), (True, [True, True]), (False, [False, False])):
+        found = [TokenizeRequest.model_validate({**body, "add_special_tokens": value}) for body in asked]
+        assert [request.with_special_tokens for request in found] == expected
+
+
+def test_what_tokenize_cannot_use_is_named():
+    request = TokenizeRequest.model_validate({"prompt": "a", "continue_final_message": True, "temperature": 1})
+    assert request.ignored() == ["continue_final_message", "temperature"]
+    request = TokenizeRequest.model_validate({"prompt": "a", "chat_template": "x"})
+    assert [item.param for item in request.unsupported()] == ["chat_template"]
+    assert DetokenizeRequest.model_validate({"tokens": [1], "skip": True}).ignored() == ["skip"]
 
 
 def test_tokenize_takes_a_prompt_or_messages():
@@ -392,8 +561,28 @@ def test_openai_reads_the_usage_chunk_and_the_model_list():
 def test_a_streamed_completion_is_called_text_completion_as_openai_calls_it():
     chunk = json.loads(CompletionChunk(model="m", choices=[CompletionChoice(text="x")]).model_dump_json())
     assert chunk["object"] == "text_completion"
-    assert chunk["choices"] == [{"index": 0, "finish_reason": None, "logprobs": None, "text": "x"}]
+    nulls = dict.fromkeys(
+        ["finish_reason", "logprobs", "stop_reason", "token_ids", "prompt_token_ids", "prompt_logprobs"]
+    )
+    assert chunk["choices"] == [{"index": 0, "text": "x", **nulls}]
     assert "usage" not in chunk and "speculative" not in chunk
+
+
+def test_what_clients_of_vllm_read_is_null_where_it_was_not_asked_for():
+    def written(answer) -> dict:
+        return json.loads(answer.model_dump_json())
+
+    for_tokens = written(TokenizeResponse(tokens=[1], count=1))
+    assert for_tokens["token_strs"] is None
+    [choice] = written(CompletionResponse(model="m", choices=[CompletionChoice()]))["choices"]
+    chat_answer = written(ChatCompletionResponse(model="m", choices=[ChatChoice(message=AssistantMessage())]))
+    for place, names in (
+        (choice, ("prompt_logprobs", "prompt_token_ids", "token_ids", "stop_reason")),
+        (chat_answer, ("prompt_logprobs", "prompt_token_ids")),
+        (chat_answer["choices"][0], ("token_ids", "stop_reason")),
+    ):
+        assert all(name in place and place[name] is None for name in names)
+    assert "prompt_token_ids" not in chat_answer["choices"][0]
 
 
 def test_a_chunk_is_one_server_sent_event():

@@ -11,7 +11,7 @@ import scipy.stats
 import torch
 
 import workers.random
-from workers.random import Stream, below, gumbel, philox, uniform, words64
+from workers.random import Stream, below, gumbel, gumbel_at, philox, uniform, words64
 
 torch.set_num_threads(1)
 
@@ -70,6 +70,20 @@ def test_gumbel_is_keyed_on_seed_index_and_target_id():
         noise = gumbel(torch.tensor([seed - 2**64 if seed >> 63 else seed] * 2), torch.tensor([3, 70000]), 0, 10)
         expected = [[oracles.gumbel(seed, index, token) for token in range(10)] for index in (3, 70000)]
         torch.testing.assert_close(noise, torch.tensor(expected), rtol=1e-5, atol=1e-6)
+
+
+def test_noise_at_single_tokens_is_that_of_whole_rows_however_long_the_text_is():
+    for index in (3, 70000, 2**31 - 1):
+        row = gumbel(torch.tensor([-5]), torch.tensor([index]), 0, 10)[0].numpy()
+        assert np.array_equal(gumbel_at(np.int64(-5), np.int64(index), np.arange(10)), row)
+
+
+def test_every_seed_position_row_and_index_has_a_number_of_its_own():
+    """Of all that one step may ask for, and of a long text's last position."""
+    seeds, positions = np.array([1, 2, 2**40]), np.array([0, 1, 65536, 131071])
+    keys = np.ix_(seeds, positions, np.arange(64), np.arange(8))
+    numbers = uniform(*keys, Stream.DRAFT)
+    assert numbers.shape == (3, 4, 64, 8) and len(np.unique(numbers)) == numbers.size
 
 
 @pytest.mark.parametrize("r", [0, 1, 2, 2**24 + 1, 2**31 - 1, 2**31, 2**31 + 1, 2**32 - 257, 2**32 - 2, ALL_ONES])
@@ -146,3 +160,25 @@ def test_torchs_global_generator_is_left_alone():
     before = torch.random.get_rng_state()
     gumbel(torch.tensor([1]), torch.tensor([1]), 0, 100)
     assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_single_tokens_have_the_noise_of_whole_rows():
+    seeds, indices = np.array([7, -7, 2**62]), np.array([1, 70000, 2])
+    tokens = np.array([[0, 100, 50, 3], [1, 1, 2, 97], [99, 6, 5, 4]])
+    rows = gumbel(torch.from_numpy(seeds), torch.from_numpy(indices), 0, 101).numpy()
+    assert np.array_equal(gumbel_at(seeds[:, None], indices[:, None], tokens), np.take_along_axis(rows, tokens, 1))
+
+
+def test_the_noise_of_a_device_is_that_of_the_host():
+    seeds, indices = torch.tensor([[7], [-7], [2**62]]), torch.tensor([[1], [70000], [2]])
+    made = workers.random._gumbel_in_torch(seeds, indices, 3, 40)
+    assert made.dtype == torch.float32
+    torch.testing.assert_close(made, gumbel(seeds[:, 0], indices[:, 0], 12, 160), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("at_once", [4, 40, 300])
+def test_noise_does_not_know_how_much_of_it_is_made_at_once(monkeypatch, at_once):
+    seeds, indices = torch.tensor([7, -7, 7, 8, 9]), torch.tensor([1, 1, 2, 3, 4])
+    whole = gumbel(seeds, indices, 5, 101)
+    monkeypatch.setattr(workers.random, "_VALUES_AT_ONCE", at_once)
+    assert torch.equal(gumbel(seeds, indices, 5, 101), whole)

@@ -7,14 +7,16 @@ from collections.abc import Callable
 
 import numpy as np
 import oracles
+import prices
 import pytest
 import scipy.stats
 import torch
 from oracles import Path
 
+from drafter.budget import Budget
 from drafter.grow import Grown, grow
 from drafter.level import Candidates, DraftVocabulary, Level
-from drafter.sample import MAX_WEIGHT
+from drafter.sample import MAX_WEIGHT, DrawBits, draw_children, quantise
 from drafter.score import score
 from drafter.shape import DynamicShape, Shape, StaticShape
 from verifier.accept import accept
@@ -54,6 +56,7 @@ def grow_all(
     path_prob: float = 0.0,
     auto: bool = False,
     is_hybrid: bool = False,
+    costs: DraftCosts = FREE,
     drafted: Callable[[list[Path]], torch.Tensor] = lambda prefixes: log_law(2, prefixes),
 ) -> Grown:
     """Trees for many requests at once, whose tokens so far are `prefixes`."""
@@ -77,7 +80,7 @@ def grow_all(
         shape=shape,
         expand=expand,
         vocab=DraftVocabulary(target_size=V),
-        costs=FREE if auto else None,
+        costs=costs if auto else None,
     )  # fmt: skip
 
 
@@ -226,6 +229,65 @@ def laws_of(grown: Grown, request: int) -> list[list[tuple[int, int]]]:
     return [list(zip(probs.id_S[a:b].tolist(), probs.weight_S[a:b].tolist(), strict=True)) for a, b in spans]
 
 
+@pytest.mark.parametrize("num_fixed", [0, 2])
+def test_children_are_drawn_by_the_seed_the_roots_position_and_the_row(num_fixed):
+    """A root's three children and the children of the first: other keys would be as random, but not the same texts."""
+    seed, prefix = 12345, (3, 1, 4)
+    shape = StaticShape(((0,), (1,), (2,), (0, 0), (0, 1), (0, 2)))
+    grown = grow_all([prefix], np.array([seed]), shape, rule=Rule.TRAVERSAL, is_hybrid=num_fixed > 0)
+    paths = oracles.paths_of(grown.trees)
+    for row, parent in ((0, ()), (1, paths[1])):
+        support = quantise(log_law(2, [(*prefix, *parent)]).log_softmax(-1), DraftVocabulary(target_size=V))
+        key = (np.array([value]) for value in (seed, len(prefix), row))
+        drawn = draw_children(support, np.array([3]), np.array([num_fixed]), DrawBits.of(*key, 3))
+        got = [path[-1] for path in paths[1:] if path[:-1] == parent]
+        assert got == support.id_FS[0, drawn.place_FK[0]].tolist()
+
+
+def test_fixed_children_have_probabilities_too():
+    """A threshold that nothing falls below keeps nothing out."""
+    whole, pruned = (
+        grow_all([(2,)], np.array([7]), SHAPES["2x2"], rule=Rule.TRAVERSAL, is_hybrid=True, path_prob=threshold)
+        for threshold in (0.0, 1e-9)
+    )
+    assert oracles.paths_of(pruned.trees) == oracles.paths_of(whole.trees) and len(whole.trees.token_N) == 7
+
+
+def test_slots_are_budgeted_for_sampled_trees_under_auto_and_counted_among_those():
+    """Beside a sampled tree without auto and one under auto that can be cut afterwards."""
+    shape, dear, max_depth = SHAPES["2x2"], prices.costs(node=0.4, level=0.2), 2
+    rules, autos = [Rule.TRAVERSAL, Rule.TRAVERSAL, Rule.COUPLED], [False, True, True]
+    paths: dict[tuple[int, int], Path] = {(b, 0): (b,) for b in range(3)}
+
+    def expand(level: Level) -> torch.Tensor:
+        for b, row, parent, token in zip(level.request_F, level.row_F, level.parent_row_F, level.token_F, strict=True):
+            paths[b, row] = (*paths[b, parent], int(token))
+        return log_law(2, [paths[b, row] for b, row in zip(level.request_F, level.row_F, strict=True)])
+
+    grown = grow(
+        log_law(2, [(b,) for b in range(3)]), np.arange(3), np.full(3, 2),
+        limits=oracles.limits([6] * 3, [max_depth] * 3, rule=rules, auto=autos),
+        sampling=SamplingBatch.stack([SamplingParams(seed=b) for b in range(3)]), shape=shape, expand=expand,
+        vocab=DraftVocabulary(target_size=V), costs=dear,
+    )  # fmt: skip
+    one, two = (Budget(dear).slots_before_drawing(shape.expected_J, count, max_depth) for count in (1, 2))
+    assert two < one < 6, "prices that tell how many were counted"
+    sizes = (grown.trees.offsets.diff() - 1).tolist()
+    assert sizes[:2] == [6, one]
+
+
+def test_sampled_trees_are_weighed_alike_with_and_without_auto():
+    """What calibration learns is about children that are known before it is decided whether to verify them."""
+    prefixes, seeds = [(t,) for t in range(V)], np.arange(V)
+    for shape in SHAPES.values():
+        plain, auto = (
+            grow_all(prefixes, seeds, shape, rule=Rule.TRAVERSAL, auto=is_auto, costs=prices.FREE)
+            for is_auto in (False, True)
+        )
+        assert plain.trees.token_N.tolist() == auto.trees.token_N.tolist()
+        assert plain.trees.weight_N.tolist() == auto.trees.weight_N.tolist()
+
+
 # ---- scores
 
 
@@ -258,3 +320,16 @@ def test_candidates_weigh_no_more_than_what_lookup_knows():
     params = SamplingBatch.stack([SamplingParams(temperature=1.0, seed=9)])
     scores = score(listed, params, np.array([Rule.COUPLED]), np.array([5]), 3, DraftVocabulary(target_size=V))
     assert scores.weight_FK.sum() == pytest.approx(0.4, rel=1e-4)
+
+
+@pytest.mark.parametrize("rule", [Rule.COUPLED, Rule.TARGET_ONLY])
+def test_the_threshold_of_lookup_is_read_off_the_likeliest_token_whatever_noise_ranks_first(rule):
+    listed = Candidates(np.array([[4, 2, 0]] * 20), np.log([[0.3, 0.2, 0.1]] * 20).astype(np.float32))
+    params = SamplingBatch.stack([SamplingParams(temperature=1.0, seed=seed) for seed in range(20)])
+    scores = score(listed, params, np.full(20, rule), np.full(20, 5), 3, DraftVocabulary(target_size=V))
+    assert len(set(scores.token_FK[:, 0].tolist())) == (3 if rule == Rule.COUPLED else 1)
+    np.testing.assert_allclose(scores.top_prob_F, 0.3, rtol=1e-5)
+    by_token = {4: 0.3, 2: 0.2, 0: 0.1}
+    np.testing.assert_allclose(
+        scores.prob_FK, [[by_token[t] for t in row] for row in scores.token_FK.tolist()], rtol=1e-5
+    )

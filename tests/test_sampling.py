@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.sampling import draw, process_logits, shard_best
+from workers.sampling import draw, of_processed, process_logits, shard_best
 from workers.types import SamplingBatch, SamplingParams
 
 torch.set_num_threads(1)
@@ -33,7 +33,11 @@ def law(params: SamplingParams, logits: list[float]) -> list[float]:
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
-@given(st.lists(PARAMS, min_size=1, max_size=4), st.integers(0, 2**32 - 1), st.integers(1, 40))
+@given(
+    st.lists(PARAMS, min_size=1, max_size=4),
+    st.integers(0, 2**32 - 1),
+    st.integers(1, 40) | st.sampled_from([34, 300]),  # more than are listed at first
+)
 def test_processing_is_the_plain_rule_in_any_mixture_of_rows(params, seed, vocab):
     logits_RV = np.random.default_rng(seed).normal(scale=3, size=(len(params), vocab)).astype(np.float32)
     got_RV = process_logits(torch.from_numpy(logits_RV), SamplingBatch.stack(params)).tolist()
@@ -48,6 +52,25 @@ def test_equal_logits_share_their_fate():
     assert law(SamplingParams(top_p=0.3), [1.0, 1.0, 1.0, -9.0]) == pytest.approx([1 / 3] * 3 + [0.0])
     assert law(SamplingParams(min_p=1.0), [2.0, 2.0, 1.9]) == pytest.approx([0.5, 0.5, 0.0])
     assert law(SamplingParams(top_k=1), [2.0, 2.0, 1.9]) == pytest.approx([0.5, 0.5, 0.0])
+
+
+def test_a_cut_may_lie_deep_in_some_rows_of_a_batch():
+    """Each row by its own parameters, also where more of its logits have to be looked at than of those before it."""
+    rng = np.random.default_rng(1)
+    scales, num = (9.0, 0.1, 5.0, 0.05, 0.2), 400
+    params = [SamplingParams(top_p=p, top_k=k) for p, k in ((0.3, 0), (0.9, 0), (0.5, 7), (0.4, 0), (0.97, 300))]
+    logits_RV = np.stack([rng.normal(scale=scale, size=num) for scale in scales]).astype(np.float32)
+    got_RV = process_logits(torch.from_numpy(logits_RV), SamplingBatch.stack(params))
+    for own, logits, got in zip(params, logits_RV.tolist(), got_RV.tolist(), strict=True):
+        expected = oracles.process(logits, own.temperature, own.top_k, own.top_p, own.min_p)
+        assert [v > -math.inf for v in got] == [v > -math.inf for v in expected]
+
+
+def test_all_that_are_tied_with_the_kth_count_in_the_mass_that_top_k_leaves():
+    """Ten times as likely as each of forty: top-k 5 leaves all of them, and .22 of that is more than the first has."""
+    logits = [math.log(10.0)] + [0.0] * 40 + [-1.0] * 19
+    assert law(SamplingParams(top_k=5, top_p=0.22), logits) == pytest.approx([10 / 50] + [1 / 50] * 40 + [0] * 19)
+    assert law(SamplingParams(top_k=5, top_p=0.19), logits) == pytest.approx([1] + [0] * 59)
 
 
 def test_top_p_counts_the_mass_that_top_k_left():
@@ -150,3 +173,19 @@ def test_broken_logits_still_draw_a_token_of_the_vocabulary(temperature, cut):
     params = SamplingBatch.stack([SamplingParams(temperature=temperature, **cut)])
     for bad in (torch.nan, torch.inf, -torch.inf):
         assert 0 <= draw(torch.full((1, 9), bad), params, torch.tensor([1])).item() < 9
+
+
+def test_top_p_may_leave_every_token():
+    assert law(SamplingParams(top_p=0.99), [2.0, 1.0, 0.0]).count(0.0) == 0
+    assert law(SamplingParams(top_p=0.99), [0.5, 0.5]).count(0.0) == 0
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.lists(PARAMS, min_size=1, max_size=4), st.integers(0, 2**32 - 1))
+def test_processed_rows_draw_what_their_logits_draw(params, seed):
+    rng = np.random.default_rng(seed)
+    logits_RV = torch.from_numpy(rng.normal(scale=2, size=(len(params), 37)).astype(np.float32))
+    batch, index_R = SamplingBatch.stack(params), torch.from_numpy(rng.integers(0, 5000, size=len(params)))
+    processed_RV, left = process_logits(logits_RV, batch), of_processed(batch)
+    assert torch.equal(process_logits(processed_RV, left), processed_RV)
+    assert torch.equal(draw(processed_RV, left, index_R), draw(logits_RV, batch, index_R))

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from verifier.pack import pack_target
 from verifier.prefixes import Prefixes
 from verifier.request import Request
 from verifier.scheduler import Limits, Step, schedule
-from verifier.tree import Chunk
+from verifier.tree import Chunk, bare_roots
 from workers.ipc import Submit
 from workers.kv import Found, PageAllocator
 from workers.types import Rule, TreeLimits
@@ -173,8 +174,16 @@ def test_a_preempted_request_computes_all_but_its_last_token_and_draws_nothing()
 def test_a_chunk_that_happens_to_end_with_the_prompt_of_a_preempted_request_draws_nothing():
     step = schedule([request(1, prompt=50, output=9)], [], 99, LIMITS)
     assert (chunks(step), step.finishing) == ([(1, 0, 50)], [])
+    assert drawn_rows(step) == []
     step = schedule([request(1, prompt=50)], [], 99, LIMITS)
     assert [r.id for r, _ in step.finishing] == [1]
+    assert drawn_rows(step) == [49]
+
+
+def drawn_rows(step: Step) -> list[int]:
+    """Of the packed step, without decoding requests."""
+    packed = pack_target(bare_roots([]), [], step.prefill, [], LIMITS.page_size, ())
+    return packed.sample_row_R.tolist()
 
 
 # ---- shared pages

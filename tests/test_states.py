@@ -13,7 +13,15 @@ from fakes import Bench, RandomLanguage
 
 from verifier import draft_inputs, states
 from verifier.adaptive.controller import Controller
-from verifier.draft_inputs import DraftInput, max_backlog, max_message_rows, within_message
+from verifier.draft_inputs import (
+    DraftInput,
+    backlog,
+    is_due,
+    max_backlog,
+    max_message_rows,
+    next_input,
+    within_message,
+)
 from verifier.request import Request
 from verifier.states import OwedStates, WaitingStates, most_waiting
 from workers.config import DraftConfig, EngineConfig, PruneConfig, TreeConfig
@@ -132,6 +140,56 @@ def test_what_is_due_is_fed_first_and_nobody_changes_places():
         assert [(requests[name], size) for name, size in sent.items()] == [
             (request, (len(own.tokens), own.num_nodes)) for request, own in cut.items()
         ]
+
+
+def test_the_row_behind_a_shared_prefix_waits_for_the_rest_of_its_prompt():
+    """Before anything of its own is computed, a request could be fed one row: a message that is saved."""
+    config = EngineConfig(model_path="", draft=DraftConfig(method="eagle3", model_path="", tree=TreeConfig()))
+    request = Request(Submit(id=0, prompt=[1] * 40, max_tokens=9), Rule.COUPLED, TreeLimits(num_nodes=3), 1)
+    request.num_computed = request.num_fed = 16
+    assert next_input(request, config) is None
+    request.num_computed = 20
+    assert next_input(request, config) == DraftInput([1] * 5, 0, 0)
+    request.num_computed = 40
+    request.append([2])
+    assert next_input(request, config) == DraftInput([1] * 24 + [2], 3, 7)
+    request.append([2] * 7)
+    request.num_computed = 47
+    assert next_input(request, config) is None, "one more token ends the answer"
+
+
+def test_a_request_is_owed_too_much_when_it_is_owed_more_than_may_wait():
+    assert [is_due(_owed("waits", count), 7) for count in (6, 7, 8)] == [False, False, True]
+    repeated = _owed("waits", 5)
+    repeated.is_repeated = True
+    assert is_due(repeated, 7)
+    repeated.num_fed = repeated.num_prompt
+    assert not is_due(repeated, 7), "the prompt that others share has been fed"
+    behind = _owed("waits", 12)
+    behind.num_computed = 14
+    assert backlog(behind) == 7 and not is_due(behind, 7), "what is not computed cannot be fed"
+
+
+def test_states_wait_for_those_alone_who_may_still_be_drafted_for():
+    waiting, owed = waiting_for(8)
+    ends, goes_on = _owed("ends", 5), _owed("goes on", 5)
+    plain = Request(Submit(id=0, prompt=[1] * 20, max_tokens=9), Rule.COUPLED, None, 0)
+    ends.append([2] * 8)
+    owed.add([(ends, [0]), (plain, [1]), (goes_on, [2])], torch.tensor([[0.0, 0], [1, 1], [2, 2]]))
+    owed.settle()
+    assert (ends.states, plain.states, waiting.num_free) == ([], [], 7)
+    assert waiting.take(goes_on.states).tolist() == [[2.0, 2.0]]
+
+
+def test_small_steps_add_up_to_what_may_be_in_memory_uncounted(monkeypatch):
+    waiting, owed = waiting_for(8)
+    monkeypatch.setattr(states, "_ROWS_AT_ONCE", 4)
+    request = _owed("decodes", 8)
+    for _ in range(2):
+        owed.add([(request, [0, 1])], torch.zeros(2, 2))
+    assert waiting.num_free == 8
+    owed.add([(request, [0])], torch.zeros(1, 2))
+    assert waiting.num_free == 4, "the first two steps' states were put where they belong"
 
 
 def _owed(name: str, count: int) -> Request:

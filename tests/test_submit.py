@@ -40,6 +40,18 @@ def test_a_chat_s_default_length_is_the_model_s_where_the_context_leaves_room() 
         length(min_tokens=31)
 
 
+def test_of_two_lengths_the_newer_name_wins() -> None:
+    """`max_tokens` is the deprecated one, and clients send both."""
+    message = {"messages": [{"role": "user", "content": "x"}]}
+    for newer, older in ((5, 9), (9, 5)):
+        request = ChatCompletionRequest.model_validate(message | {"max_completion_tokens": newer, "max_tokens": older})
+        assert submit_from(request, [1], id=1, seed=5, limits=LIMITS).max_tokens == newer
+    request = ChatCompletionRequest.model_validate(message | {"max_completion_tokens": 100, "max_tokens": 5})
+    with pytest.raises(BadRequest, match="max_completion_tokens=100") as caught:
+        submit_from(request, [1], id=1, seed=5, limits=LIMITS)
+    assert caught.value.param == "max_completion_tokens"
+
+
 def test_a_salt_is_passed_on_and_is_no_empty_word() -> None:
     assert submit().cache_salt is None and submit(cache_salt="tenant 1").cache_salt == "tenant 1"
     with pytest.raises(ValueError, match="cache_salt"):

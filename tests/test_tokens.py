@@ -171,6 +171,34 @@ def test_a_bad_word_that_is_no_unicode_is_the_caller_s_error(tokenizer: Tokenize
     assert caught.value.param == "bad_words"
 
 
+@pytest.mark.parametrize("role", ["system", "developer", "user", "assistant", "tool", "function"])
+def test_the_roles_of_openai_are_known(tokenizer: Tokenizer, role: str) -> None:
+    assert tokenizer.encode_chat([{"role": role, "content": "x"}])
+
+
+@pytest.mark.parametrize("written", ["'wizard'", '"wizard"'])
+def test_another_role_is_known_if_the_template_names_it(tokenizer: Tokenizer, written: str) -> None:
+    messages = [{"role": "user", "content": "x"}, {"role": "wizard", "content": "x"}]
+    with pytest.raises(
+        PromptError, match=r"messages\.1\.role: 'wizard' is unknown.*write system, developer, user"
+    ) as no:
+        tokenizer.encode_chat(messages)
+    assert no.value.param == "messages"
+    wise = Tokenizer(str(MODEL))
+    rest = "{% endif %}{{ m['role'] }} {% endfor %}"
+    wise._tokenizer.chat_template = f"{{% for m in messages %}}{{% if m['role'] == {written} %}}*{rest}"
+    assert wise.decode(wise.encode_chat(messages)) == "user *wizard "
+    with pytest.raises(PromptError, match="'wiz' is unknown"):  # part of a name is no name
+        wise.encode_chat([{"role": "wiz", "content": "x"}])
+
+
+def test_tools_are_told_to_the_template(tokenizer: Tokenizer) -> None:
+    able = Tokenizer(str(MODEL))
+    able._tokenizer.chat_template = "{% for t in tools or [] %}{{ t['function']['name'] }} {% endfor %}"
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert able.decode(able.encode_chat([{"role": "user", "content": "x"}], tools=tools)) == "f "
+
+
 def test_what_the_template_refuses_is_the_caller_s_error() -> None:
     strict = Tokenizer(str(MODEL))
     strict._tokenizer.chat_template = "{{ raise_exception('no') }}"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import accumulate, pairwise
+
 import numpy as np
 import oracles
 import torch
 
-from verifier.tree import Chunk, bare_roots, chains, chunk_metadata, tree_metadata, with_chains
-from workers.types import NodeKind, TreeBatch
+from verifier.tree import Chunk, bare_roots, chains, chunk_metadata, select, tree_metadata, with_chains
+from workers.types import DraftProbs, NodeKind, TreeBatch
 
 torch.set_num_threads(1)
 
@@ -66,6 +68,32 @@ def test_requests_without_a_tree_get_their_chain_or_bare_root_in_place():
     expected = oracles.trees([others[0], TWO_BY_TWO, others[2], CHAIN, others[4]])
     expected.kind_N[[9, 10, 15]] = NodeKind.DETERMINISTIC.value
     assert same(merged, expected)
+
+
+def entries(probs: DraftProbs) -> list[list[tuple[int, int]]]:
+    """Of each row: (id, weight)."""
+    pairs = list(zip(probs.id_S.tolist(), probs.weight_S.tolist(), strict=True))
+    return [pairs[a:b] for a, b in pairwise(probs.offsets.tolist())]
+
+
+def test_draft_probabilities_stay_with_their_rows_wherever_these_go():
+    drafted = oracles.trees([TWO_BY_TWO, CHAIN])
+    num_rows = len(drafted.token_N)
+    sizes = [row % 3 for row in range(num_rows)]
+    num_entries = sum(sizes)
+    probs = DraftProbs(
+        offsets=torch.tensor([0, *accumulate(sizes)], dtype=torch.int32),
+        id_S=torch.arange(num_entries, dtype=torch.int32),
+        weight_S=torch.arange(num_entries, dtype=torch.int32) + 1,
+    )
+    own, chain, split = entries(probs), [[], [], []], len(TWO_BY_TWO[0])
+    merged, moved = with_chains(drafted, probs, [False, True, False, True, False], [[8], [1], [9, 5, 6], [1], [7]])
+    assert moved is not None
+    assert entries(moved) == [[], *own[:split], *chain, *own[split:], []]
+    for requests, expected in (([1, 3], own), ([3], own[split:]), ([2, 3, 4], [*chain, *own[split:], []])):
+        trees, some, rows = select(merged, moved, requests)
+        assert some is not None and entries(some) == expected
+        assert trees.token_N.tolist() == merged.token_N[rows].tolist() and len(rows) == len(expected)
 
 
 def test_chains_are_trees_of_deterministic_nodes():

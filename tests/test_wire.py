@@ -177,6 +177,12 @@ def test_draft_replies_survive(trees, entries, seconds):
     assert_equal(round_trip(message), message)
 
 
+def test_of_a_reply_that_took_hours_the_trees_survive():
+    """Microseconds end after 35 minutes: a machine that slept is no error."""
+    arrived = round_trip(draft_reply(oracles.trees([]), seconds=1e4))
+    assert arrived.seconds == pytest.approx(2147.483647)
+
+
 def test_a_reply_without_a_single_tree_survives():
     message = draft_reply(oracles.trees([]))
     assert_equal(round_trip(message), message)

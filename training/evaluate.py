@@ -231,7 +231,7 @@ def evaluate(data: Path, models: Path, prompts_file: Path) -> dict:
     difference = check_against_unroll(decoder, head, view_target(target, texts[:1]), texts[0])
     assert difference < 1e-3, f"head decoder and training unroll differ by {difference}"
 
-    rows = [json.loads(line) for line in prompts_file.read_text().splitlines()]
+    rows = [json.loads(line) for line in prompts_file.read_text().split("\n") if line]
     chats = [row for row in rows if "messages" in row]
     answers = [answer(target, tokenizer, row) for row in chats]
     shown = [next(row for row in rows if "text" in row), chats[0]]

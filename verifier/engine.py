@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from typing import NamedTuple
 
 from verifier.accept import judge
 from verifier.adaptive.controller import Controller, Exchange, Outcome, Plan
@@ -30,6 +31,15 @@ from workers.wire import Kind
 
 HEARTBEAT_S = 1.0
 """While idle, peers and the front hear from the engine this often, so that silence means death."""
+
+
+class _Said(NamedTuple):
+    """What one request gained in one step: of the verdict's tokens those up to the answer's end."""
+
+    tokens: list[int]
+    num_accepted: int  # of these the leading ones, which its tree had
+    finish_reason: str | None
+    stop_token: int | None
 
 
 class Engine:
@@ -223,16 +233,18 @@ class Engine:
     def _commit(self, step: Step, drafts: Drafts, verdicts: list[Verdict]) -> None:
         """Applies the verdicts: KV moves of accepted paths, states for the drafter, tokens, finished requests."""
         computed = self._advance(step, drafts, verdicts)
-        self._count(step, drafts, verdicts)
+        finishing = [request for request, _ in step.finishing]
+        said = [self._said(r, verdict) for r, verdict in zip(step.decode + finishing, verdicts, strict=True)]
+        self._count(step, drafts, said)
         self._owe_states(computed)
         num_decode, num_tree_rows = len(step.decode), len(drafts.trees.token_N)
-        for row, ((request, _), verdict) in enumerate(
-            zip(step.finishing, verdicts[num_decode:], strict=True), start=num_tree_rows
-        ):
+        for row, (request, own) in enumerate(zip(finishing, said[num_decode:], strict=True), start=num_tree_rows):
             self._stats.prompt_tokens += request.num_prompt
-            self._append(request, verdict.tokens, [row])
-        for (request, rows), verdict in zip(computed[len(step.prefill) :], verdicts, strict=False):
-            self._append(request, verdict.tokens, rows)
+            self._append(request, own, [row])
+        for (request, rows), own, is_copied in zip(
+            computed[len(step.prefill) :], said[:num_decode], drafts.copied, strict=True
+        ):
+            self._append(request, own, rows, is_copied=is_copied)
         self._publish(self._running)
 
     def _advance(self, step: Step, drafts: Drafts, verdicts: list[Verdict]) -> list[tuple[Request, list[int]]]:
@@ -252,18 +264,33 @@ class Engine:
             request.num_computed = root + len(verdict.tokens)
         return computed
 
-    def _count(self, step: Step, drafts: Drafts, verdicts: list[Verdict]) -> None:
-        """What became of every drafted node, for the service and for the request."""
-        for i, (request, verdict) in enumerate(zip(step.decode, verdicts, strict=False)):
+    def _said(self, request: Request, verdict: Verdict) -> _Said:
+        """The verdict's tokens up to a stop token or the length limit."""
+        submit, kept, reason, stop_token = request.submit, [], None, None
+        for token in verdict.tokens:
+            kept.append(token)
+            is_eos = token in self._config.eos_token_ids and not submit.ignore_eos
+            if is_eos or token in submit.stop_token_ids:
+                reason, stop_token = "stop", token
+            elif request.num_output + len(kept) == submit.max_tokens:
+                reason = "length"
+            if reason:
+                break
+        return _Said(kept, min(len(verdict.path), len(kept)), reason, stop_token)
+
+    def _count(self, step: Step, drafts: Drafts, said: list[_Said]) -> None:
+        """What became of every drafted node, for the service and for the request. A node accepted behind the answer's
+        end is verified, not accepted: nobody gets it."""
+        for i, (request, own) in enumerate(zip(step.decode, said, strict=False)):
             verified, pruned = drafts.verified[i], drafts.pruned[i]
             if not (verified or pruned):
                 continue
             for stats in (request.stats, self._stats):
                 stats.num_drafts += any(verified)
-                stats.count_nodes(pruned, verified, len(verdict.path))
+                stats.count_nodes(pruned, verified, own.num_accepted)
                 if drafts.copied[i]:
                     stats.num_copied_tokens += sum(verified)
-                    stats.num_accepted_copied_tokens += len(verdict.path)
+                    stats.num_accepted_copied_tokens += own.num_accepted
 
     def _owe_states(self, computed: list[tuple[Request, list[int]]]) -> None:
         """To the drafter, by all that it may ever draft for."""
@@ -280,33 +307,24 @@ class Engine:
         for request in requests:
             self._prefixes.publish(request, settled.get(request, request.num_computed))
 
-    def _append(self, request: Request, tokens: tuple[int, ...], rows: list[int]) -> None:
-        """Commits tokens, drawn at these sampled rows, up to a stop token or the length limit; releases a finished
-        request."""
-        submit, kept, reason, stop_token = request.submit, [], None, None
-        for token in tokens:
-            kept.append(token)
-            is_eos = token in self._config.eos_token_ids and not submit.ignore_eos
-            if is_eos or token in submit.stop_token_ids:
-                reason, stop_token = "stop", token
-            elif request.num_output + len(kept) == submit.max_tokens:
-                reason = "length"
-            if reason:
-                break
-        asked = submit.sampling.num_logprobs
+    def _append(self, request: Request, said: _Said, rows: list[int], *, is_copied: bool = False) -> None:
+        """Commits tokens, drawn at these sampled rows; releases a finished request."""
+        kept, asked = said.tokens, request.submit.sampling.num_logprobs
         request.append(kept)
         self._stats.generation_tokens += len(kept)
-        if reason:
+        if said.finish_reason:
             self._stats.requests_finished += 1
             self._release(request)
         self._chunks.append(
             TokenChunk(
                 id=request.id,
                 tokens=kept,
-                finish_reason=reason,
-                stop_token=stop_token,
+                finish_reason=said.finish_reason,
+                stop_token=said.stop_token,
                 logprobs=None if asked is None else self._target.logprobs(rows[: len(kept)], kept, asked),
                 num_cached_tokens=request.num_cached or 0,
+                num_accepted=said.num_accepted,
+                is_copied=is_copied,
                 stats=request.stats,
             )
         )

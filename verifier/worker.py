@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -27,9 +28,18 @@ from workers.specs import Eagle3Spec, Specs
 logger = logging.getLogger(__name__)
 
 
-def run(config: EngineConfig, specs: Specs, rank: int, store_address: str, *, front: str | None = None) -> None:
+def run(
+    config: EngineConfig,
+    specs: Specs,
+    rank: int,
+    store_address: str,
+    *,
+    front: str | None = None,
+    on_joined: Callable[[], None] | None = None,
+) -> None:
     """Serves until the engine stops. Rank 0 needs `front`, the address its service front listens on.
 
+    `on_joined` is called when all ranks are connected and have loaded their models.
     Raises what ended the engine early: PeerLost, or a ValueError that says what is wrong with the configuration.
     """
     assert (rank == 0) == (front is not None), "exactly rank 0 has a front"
@@ -37,6 +47,8 @@ def run(config: EngineConfig, specs: Specs, rank: int, store_address: str, *, fr
     logger.info("%s: joined a world of %d", world.role, config.world_size)
     target, num_pages = load(world, specs)
     topology = world.gather_topology({} if target.graphs is None else target.graphs.report)
+    if on_joined is not None:
+        on_joined()
     if front is None:
         freeze_start_up()
         target.follow()

@@ -1,6 +1,5 @@
 """Checkpoints: what a model is, from config.json, and where its tensors are (`Weights`, slice by slice).
 
-    resolve_path(name, revision=None) -> Path          local folder or hub id
     read_spec(path) -> ModelSpec                       see `workers.specs`; ValueError for what we cannot run
     check_parallel(spec, size) -> None                 ValueError unless `size` ranks can share the model
     Weights(path, dtype=None, device="cpu")
@@ -16,8 +15,11 @@ which need no model files can be checked first.
 from __future__ import annotations
 
 import json
+import pickle
+import re
+import struct
 import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,29 +74,6 @@ def check_heads(heads: int, kv_heads: int, size: int) -> None:
             f"heads: it must divide the attention heads, and divide the key-value heads or be a multiple of them; "
             f"use one of {', '.join(map(str, legal))}"
         )
-
-
-def resolve_path(name: str, revision: str | None = None) -> Path:
-    """The local folder of a checkpoint; a hub id is fetched (config, tokenizer and weight files) or found in the cache.
-
-    Raises:
-        FileNotFoundError: neither a folder nor something the hub can give; the message keeps the hub's reason.
-    """
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return path
-    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
-        raise FileNotFoundError(f"no checkpoint folder at {name!r} (a hub id looks like 'organisation/model')")
-    from huggingface_hub import snapshot_download
-
-    patterns = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.model", "merges.txt", "vocab.txt"]
-    try:
-        folder = Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
-        if not any(folder.glob("*.safetensors")):  # EAGLE heads are often published as .bin only
-            folder = Path(snapshot_download(name, revision=revision, allow_patterns=[*patterns, "*.bin"]))
-    except Exception as error:
-        raise FileNotFoundError(f"cannot find checkpoint {name!r}, neither a folder nor on the hub: {error}") from error
-    return folder
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -252,7 +231,7 @@ class Weights:
         rename: Callable[[str], str] = str,
     ) -> None:
         import torch
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
 
         self.path = Path(path)
         self.dtype = dtype
@@ -263,11 +242,12 @@ class Weights:
         self._fp8_block = fp8_block(quantization, self.path) if quantization else None
         for file in _weight_files(self.path):
             if file.suffix == ".bin":
-                # Before torch 1.6 files were no zip archives, and such cannot be mapped.
-                tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-                self._slices.update({rename(name): tensor for name, tensor in tensors.items()})
+                self._slices.update({rename(name): tensor for name, tensor in _read_pickle(file).items()})
                 continue
-            handle = safe_open(file, framework="pt", device="cpu")
+            try:
+                handle = safe_open(file, framework="pt", device="cpu")
+            except SafetensorError as error:
+                raise _damaged(file, error) from error
             self._slices.update({rename(name): handle.get_slice(name) for name in handle.keys()})  # noqa: SIM118
 
     def has(self, name: str) -> bool:
@@ -366,16 +346,60 @@ class Weights:
         return self._slices[name]
 
 
+def weight_names(path: Path, present: Collection[str]) -> list[str]:
+    """The files that a checkpoint's tensors are read from, of those in its folder (or in its repository): sharded or
+    single safetensors, else pickles. Raises ValueError for an index that names none.
+
+    Of other safetensors files all are read but "consolidated" ones: they repeat the weights under Mistral's own names.
+    """
+    if "model.safetensors.index.json" in present:
+        return _indexed(path / "model.safetensors.index.json")
+    if "model.safetensors" in present:
+        return ["model.safetensors"]
+    if "pytorch_model.bin.index.json" in present:
+        return _indexed(path / "pytorch_model.bin.index.json")
+    others = [name for name in present if Path(name).name == name and name.endswith(".safetensors")]
+    found = sorted(name for name in others if not name.startswith("consolidated"))
+    return found or ["pytorch_model.bin" if "pytorch_model.bin" in present else "model.safetensors"]
+
+
+def _indexed(index: Path) -> list[str]:
+    files = read_json(index).get("weight_map")
+    if not isinstance(files, dict) or not files:
+        raise ValueError(f"{index} has no weight_map, which says in which file each tensor is")
+    return sorted(set(files.values()))
+
+
 def _weight_files(path: Path) -> list[Path]:
-    index = read_json(path / "model.safetensors.index.json") or read_json(path / "pytorch_model.bin.index.json")
-    if index:
-        files = [path / name for name in sorted(set(index["weight_map"].values()))]
-    elif (path / "model.safetensors").exists():
-        files = [path / "model.safetensors"]
-    else:  # "consolidated" files repeat the same weights under Mistral's own names
-        files = [file for file in sorted(path.glob("*.safetensors")) if not file.name.startswith("consolidated")]
-        files = files or [path / "pytorch_model.bin"]
+    present = {file.name for file in path.iterdir()} if path.is_dir() else set()
+    files = [path / name for name in weight_names(path, present)]
     missing = [file.name for file in files if not file.exists()]
     if missing:
         raise FileNotFoundError(f"no weights in {path}: {', '.join(missing)} not found")
     return files
+
+
+def _damaged(file: Path, error: Exception) -> ValueError:
+    return ValueError(f"{file} cannot be read ({str(error) or type(error).__name__}): fetch or copy it again")
+
+
+def _read_pickle(file: Path) -> dict[str, Tensor]:
+    """The tensors of a pytorch_model.bin, mapped. Raises ValueError for one that holds anything else."""
+    import torch
+
+    convert = "convert it: write its tensors with safetensors.torch.save_file(tensors, 'model.safetensors')"
+    try:
+        # Before torch 1.6 files were no zip archives, and such cannot be mapped.
+        tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    except pickle.UnpicklingError as error:
+        found = re.search(r"(?:GLOBAL|global) ([\w.]+)", str(error))
+        what = f"more than tensors ({found[1]})" if found else "no tensors that can be read"
+        raise ValueError(
+            f"{file} is a pickle with {what}, and reading such a file would run code of its author's; take a "
+            f"checkpoint with safetensors, or, where you trust it, {convert}"
+        ) from None  # torch's own advice is to read it all the same
+    except (EOFError, OSError, RuntimeError, struct.error) as error:
+        raise _damaged(file, error) from error
+    if not isinstance(tensors, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
+        raise ValueError(f"{file} is no plain mapping of names to tensors; {convert}")
+    return tensors

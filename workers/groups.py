@@ -61,24 +61,42 @@ class World:
         return int(tensor)
 
 
-def open_store(host: str = "127.0.0.1") -> tuple[dist.TCPStore, str]:
-    """A rendezvous store on a free port of `host`: (the store to keep alive, its "host:port"). Called by rank 0.
+class RendezvousStore(dist.TCPStore):
+    """The store by which ranks find each other. Rank 0 opens it and keeps it alive.
 
-    It listens on that address alone: the store asks nobody for a key, and what ranks read from it during start-up they
-    unpickle. By itself TCPStore listens on every interface; only its older backend takes a socket instead.
+    It listens on one address alone, and only until `stop_listening`: the store asks nobody for a key, and what ranks
+    read from it during start-up they unpickle. By itself TCPStore listens on every interface for as long as it lives;
+    only its older backend takes a socket of ours instead.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, 0), family=family)
-    port = listener.getsockname()[1]
-    store = dist.TCPStore(
-        host_name=host,
-        port=port,
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-        use_libuv=False,
-    )
-    return store, f"{host}:{port}"
+
+    def __init__(self, host: str) -> None:
+        listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        self._descriptor = listener.fileno()
+        super().__init__(
+            host_name=host,
+            port=listener.getsockname()[1],
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+            use_libuv=False,
+        )
+
+    def stop_listening(self) -> None:
+        """Lets nobody connect any more; who has connected keeps its connection. Called when every rank has joined.
+
+        The store's thread ends the process if its listener is closed under it, so a pipe to which nobody writes takes
+        its place.
+        """
+        silent, self._never_written = os.pipe()
+        os.dup2(silent, self._descriptor, inheritable=False)
+        os.close(silent)
+        self.set("closed", "")  # wakes the thread, which waits on the listener until something happens
+
+
+def open_store(host: str = "127.0.0.1") -> tuple[RendezvousStore, str]:
+    """A rendezvous store on a free port of `host`: (the store to keep alive, its "host:port"). Called by rank 0."""
+    store = RendezvousStore(host)
+    return store, f"{host}:{store.port}"
 
 
 def join(config: EngineConfig, rank: int, store_address: str) -> World:

@@ -12,7 +12,7 @@ import select
 import socket
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from operator import attrgetter
 from typing import Any
@@ -65,10 +65,10 @@ class _NodeCounts:
     __slots__ = ()
     pruned_per_depth: list[int]
     verified_per_depth: list[int]
-    accepted_per_depth: list[int]
+    accepted_per_depth: list[int]  # of what came out: tokens accepted behind an answer's end are not counted
 
     def count_nodes(self, pruned: Sequence[int], verified: Sequence[int], num_accepted: int) -> None:
-        """Adds one tree: nodes by depth, and the length of its accepted path."""
+        """Adds one tree: nodes by depth, and how many of its accepted path came out."""
         for total, added in (
             (self.pruned_per_depth, pruned),
             (self.verified_per_depth, verified),
@@ -102,6 +102,17 @@ class RequestStats(_NodeCounts):
     num_copied_tokens: int = 0  # of the verified: copied from earlier text, not drafted ...
     num_accepted_copied_tokens: int = 0  # ... and accepted
 
+    def cut(self, num_accepted: int, num_kept: int, *, is_copied: bool) -> RequestStats:
+        """These, if of the `num_accepted` tokens that the last step accepted no more than `num_kept` had come out."""
+        num_lost = max(0, num_accepted - num_kept)
+        return replace(
+            self,
+            accepted_per_depth=[
+                number - (num_kept <= depth < num_accepted) for depth, number in enumerate(self.accepted_per_depth)
+            ],
+            num_accepted_copied_tokens=self.num_accepted_copied_tokens - num_lost * is_copied,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprobs:
@@ -123,6 +134,8 @@ class TokenChunk:
     error: str | None = None
     logprobs: list[TokenLogprobs] | None = None  # one per token, if the request asked for them
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache instead of computed
+    num_accepted: int = 0  # of `tokens` the leading ones, which were drafted ...
+    is_copied: bool = False  # ... or, if this is set, copied from earlier text
     stats: RequestStats | None = None  # so far; absent with an error
 
 

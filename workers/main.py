@@ -39,7 +39,7 @@ def main(run: Callable[..., None], description: str) -> None:
     if args.rank == 0:
         store, address = groups.open_store(args.host)
         print(f"store {address}", flush=True)
-        run(config, specs, args.rank, address, front=args.front)
+        run(config, specs, args.rank, address, front=args.front, on_joined=store.stop_listening)
         del store  # the rendezvous lives as long as rank 0 runs
     else:
         run(config, specs, args.rank, args.store)

@@ -47,10 +47,15 @@ def agree_on_pages(world: World, bytes_per_slot: int, *, bytes_beside: int = 0) 
         fits = int(free // (sum(every[rank] for rank in here) * config.page_size))
     pages = world.agree_on_minimum(min(fits, 1 + config.max_num_seqs * pages_per_request))
     if pages < 1 + pages_per_request:
+        instead = (
+            "lower max_model_len, lower max_num_seqs or num_speculative_tokens, whose product is what a step's logits "
+            "take, or give more memory"
+            if config.num_pages is None
+            else f"write num_pages={1 + pages_per_request} or more, or lower max_model_len"
+        )
         raise ValueError(
             f"the KV cache has room for {max(0, pages - 1)} pages of {config.page_size} tokens, but one request of "
-            f"max_model_len {config.max_model_len} needs {pages_per_request}: lower max_model_len, lower max_num_seqs "
-            "or num_speculative_tokens, whose product is what a step's logits take, or give more memory"
+            f"max_model_len {config.max_model_len} needs {pages_per_request}: {instead}"
         )
     return pages
 

@@ -79,19 +79,24 @@ def gumbel(seed_R: Tensor, index_R: Tensor, start: int, stop: int) -> Tensor:
     token ids: counter word 0 is id // 4, and id % 4 picks the word.
     """
     first, last = start // 4, (stop + 3) // 4
-    device, stream = seed_R.device, Stream.TARGET_GUMBEL
-    seed, index = seed_R[:, None], (index_R.long() & _MASK)[:, None]
-    own = slice(start - 4 * first, stop - 4 * first)
-    if device.type == "cpu":
-        return torch.from_numpy(_gumbel_in_numpy(seed.numpy(), index.numpy(), first, last)[:, own])
-    words = torch.stack(philox(seed, torch.arange(first, last, device=device), index, 0, stream), dim=-1)
-    u = (words.reshape(len(seed_R), -1)[:, own].double() + 0.5) * 2.0**-32
+    seed_R1, index_R1 = seed_R[:, None], (index_R.long() & _MASK)[:, None]
+    if seed_R.device.type == "cpu":
+        noise_RV = torch.from_numpy(_gumbel_in_numpy(seed_R1.numpy(), index_R1.numpy(), first, last))
+    else:
+        noise_RV = _gumbel_in_torch(seed_R1, index_R1, first, last)
+    return noise_RV[:, start - 4 * first : stop - 4 * first]
+
+
+def _gumbel_in_torch(seed_R1: Tensor, index_R1: Tensor, first: int, last: int) -> Tensor:
+    """The noise of tokens [4 first, 4 last), on the keys' device."""
+    c0 = torch.arange(first, last, device=seed_R1.device)
+    words = torch.stack(philox(seed_R1, c0, index_R1, 0, Stream.TARGET_GUMBEL), dim=-1)
+    u = (words.reshape(len(seed_R1), -1).double() + 0.5) * 2.0**-32
     return (-(-u.log()).log()).float()
 
 
 def _gumbel_in_numpy(seed_R1: np.ndarray, index_R1: np.ndarray, first: int, last: int) -> np.ndarray:
-    """The noise of tokens [4 first, 4 last). numpy's small operations take a third of torch's time, and its logarithm a
-    half."""
+    """The same on CPU. numpy's small operations take a third of torch's time, and its logarithm a half."""
     noise_RV = np.empty((len(seed_R1), 4 * (last - first)), dtype=np.float32)
     most = _VALUES_AT_ONCE // 4
     columns = min(last - first, most)

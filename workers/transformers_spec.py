@@ -3,6 +3,7 @@
     read_transformers_spec(path, raw) -> TransformersSpec     ValueError names what we cannot run
     model_config(path) -> Any                                 the text model's transformers configuration
     build(config, attention, dtype, max_model_len) -> model   its causal language model, with an attention of ours
+    parameter_shapes(path) -> {name: shape}                   of that model, without its weights
 
 The class answers for itself. Built on the meta device (no memory, well under a second for most) it runs two tokens with
 an attention function and a mask function that only write down what they are asked for: heads, widths, which keys are
@@ -122,6 +123,14 @@ def build(config: Any, attention: str, dtype: torch.dtype, max_model_len: int | 
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).eval()
     freeze_rope(model, max_model_len)
     return model
+
+
+def parameter_shapes(path: Path | str) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every parameter of a folder's text model, as its class in transformers makes them: its files are
+    not looked at. Raises ValueError if transformers does not know it."""
+    with torch.device("meta"):
+        model = build(model_config(path, "the model"), "eager", torch.float32)
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
 def freeze_rope(model: Any, max_model_len: int | None) -> None:

@@ -24,7 +24,7 @@ from cluster.bench.report import render
 from cluster.bench.rows import ACCEPTANCES, Acceptance, Cell, Pruning, Row, row_of
 from cluster.bench.sequoia import Path as NodePath
 from cluster.bench.sequoia import acceptance_table, best_tree, expected_accepted
-from cluster.convert import engine_config, load_tokenizer, visible_gpus
+from cluster.convert import engine_config, fetch_weights, load_tokenizer, visible_gpus
 from cluster.runner import Answer, Job, Runner
 from cluster.submit import derive_seed
 from secateur.bench import AcceptancePlan
@@ -62,6 +62,7 @@ def run(args: EngineArgs, plan: AcceptancePlan, prompts: Sequence[Prompt], outpu
     if longest + plan.max_tokens > limit:
         asked = f"{plan.max_tokens} with a prompt of {longest} tokens"
         raise ConfigError(Problem("--max-tokens", f"{asked} exceeds max_model_len={limit}; ask for less"))
+    fetch_weights(args, config)
     stem = stem_of(output, "acceptance")
     table = _Table(config, plan, tokens, say)
     rows: list[Row] = []
@@ -71,6 +72,8 @@ def run(args: EngineArgs, plan: AcceptancePlan, prompts: Sequence[Prompt], outpu
     finally:
         if rows:
             stem.with_suffix(".json").write_text(_json(rows))
+        else:
+            stem.with_suffix(".json").unlink()
     text = render(_header(args, config, plan), rows)
     write_text(stem, text)
     draw(say, stem, "acceptance", rows)

@@ -17,24 +17,24 @@ import random
 import statistics
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from cluster.bench.output import About, Say, draw, heading, markdown, stem_of, target_label, write_json, write_text
-from cluster.bench.setup import scaled
-from cluster.service import local_service
 from secateur.bench import ServePlan
-from secateur.client import AsyncClient
+from secateur.client import AsyncClient, Client
 from secateur.config import EngineArgs
-from secateur.errors import SecateurError
+from secateur.errors import NotFoundError, SecateurError
 from secateur.prompts import Prompt
 
 HIDDEN = ("concurrency", "request_rates", "target_cost")
 PERCENTILES = (50, 90, 99)
 WARM_REQUESTS = 2
 SPECULATION, PLAIN = "speculation", "no speculation"
+SERVED = "as served"
+"""By a service that was running: whether it speculates is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,8 +88,8 @@ def run(
 ) -> str:
     """Measures and writes DATE-serve.json, .md and .png; returns the Markdown. `args`: the service to start, unless
     `base_url` is one that runs. What was measured is kept if it breaks off. Raises ConfigError, EngineDead."""
+    head = _about(args, plan, base_url, model or _served_names(base_url, api_key))
     stem = stem_of(output, "serve", plan.target_cost)
-    head = _about(args, plan, base_url)
     rows: list[LoadRow] = []
     try:
         with _service(args, plan, base_url, cache, say) as url:
@@ -105,29 +105,52 @@ def run(
     return text
 
 
-def _about(args: EngineArgs | None, plan: ServePlan, base_url: str | None) -> About:
-    spec = args.speculative_config if args else None
-    settings = plan.model_dump()
+def _about(args: EngineArgs | None, plan: ServePlan, base_url: str | None, model: str) -> About:
+    """Of a service that was running only what it told, and what was asked."""
+    machine, settings = f"{os.cpu_count()} CPU cores, {platform.machine()}", plan.model_dump()
+    about: dict[str, object] = {"date": datetime.date.today().isoformat()}
+    if args is None:
+        about |= {
+            "hardware": f"{machine}: the client's; the service's is not known",
+            "service": base_url,
+            "model": model,
+        }
+    else:
+        spec = args.speculative_config
+        about |= {
+            "hardware": f"{machine}; the client runs on them too",
+            "service": "started for this, without Ray",
+            "model": args.model,
+            "target": target_label(settings),
+            "speculative_config": spec.model_dump(exclude_unset=True) if spec else None,
+        }
     return {
-        "date": datetime.date.today().isoformat(),
-        "hardware": f"{os.cpu_count()} CPU cores, {platform.machine()}; the client runs on them too",
-        "service": base_url or "started for this, without Ray",
-        "model": args.model if args else None,
-        "target": target_label(settings),
-        "speculative_config": spec.model_dump(exclude_unset=True) if spec else None,
+        **about,
         **settings,
         "notes": [
             "TPOT: per output token after the first; ITL: between two chunks, which may hold several tokens",
-            "all loads answer the same prompts with the same number of tokens; no prompt is found in a prefix cache",
+            "all loads answer the same prompts with the same number of tokens; no prompt is found in a prefix cache"
+            + ("" if args else " (if the service knows `ignore_eos` and `cache_salt`)"),
         ],
     }
+
+
+def _served_names(base_url: str | None, api_key: str | None) -> str:
+    """What a running service has. Raises SecateurError if it does not answer."""
+    if base_url is None:
+        return ""
+    with Client(base_url, api_key=api_key) as client, suppress(NotFoundError):
+        if names := [card.id for card in client.models().data]:
+            return ", ".join(names)
+    return "the service names none"
 
 
 def _modes(args: EngineArgs | None, plan: ServePlan) -> tuple[str, ...]:
     """As the service is set up, and for comparison with every request opting out."""
     if args is not None and args.speculative_config is None:
         return (PLAIN,)
-    return (SPECULATION, PLAIN) if plan.compare else (SPECULATION,)
+    own = SERVED if args is None else SPECULATION
+    return (own, PLAIN) if plan.compare else (own,)
 
 
 @contextmanager
@@ -138,6 +161,10 @@ def _service(
         yield base_url
         return
     assert args is not None
+    # What runs models is needed for this alone: a service that runs is measured with the client's packages.
+    from cluster.bench.setup import scaled
+    from cluster.service import local_service
+
     with scaled(args, plan.size, cache, say) as sized:
         say("starting the service")
         # Its name for clients is the model's that was asked for, not that of a folder of scaled weights.

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib
+import itertools
 import json
 import os
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-import torch
-import transformers
-
 from secateur.config import EngineArgs
+from secateur.errors import ConfigError, Problem
 from workers.config import EngineConfig
 
 Say = Callable[[str], None]
@@ -21,13 +21,28 @@ About = Mapping[str, object]
 
 
 def stem_of(output: Path, name: str, *marks: str | None) -> Path:
-    """OUTPUT/DATE-name-mark...; makes the folder."""
-    output.mkdir(parents=True, exist_ok=True)
-    return output / "-".join([datetime.date.today().isoformat(), name, *(mark for mark in marks if mark)])
+    """OUTPUT/DATE-name-mark..., and from a day's second such report on -2, -3, ...: no report replaces another.
+
+    Makes the folder, and an empty STEM.json, so that who begins meanwhile takes another name. Raises ConfigError.
+    """
+    first = "-".join([datetime.date.today().isoformat(), name, *(mark for mark in marks if mark)])
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        for number in itertools.count(1):
+            stem = output / (first if number == 1 else f"{first}-{number}")
+            with contextlib.suppress(FileExistsError):
+                stem.with_suffix(".json").touch(exist_ok=False)
+                return stem
+    except OSError as error:
+        raise ConfigError(Problem("--output", f"cannot write {output}: {error.strerror}")) from None
+    raise AssertionError("numbers do not end")
 
 
 def about(args: EngineArgs, config: EngineConfig, plan: Mapping[str, object], notes: Sequence[str]) -> About:
     """What was measured, on what."""
+    import torch
+    import transformers
+
     spec = args.speculative_config
     return {
         "date": datetime.date.today().isoformat(),
@@ -57,6 +72,8 @@ def hardware(config: EngineConfig) -> str:
     """What the engine runs on."""
     if config.device == "cpu":
         return f"{os.cpu_count()} CPU cores, {platform.machine()}, one thread per process"
+    import torch
+
     shared = ", drafter on the verifier's" if config.draft and config.draft.placement == "colocated" else ""
     count = config.tensor_parallel_size + (0 if shared else config.draft_ranks)
     return f"{count} x {torch.cuda.get_device_name()}{shared}"
@@ -65,9 +82,10 @@ def hardware(config: EngineConfig) -> str:
 def write_json(stem: Path, head: About, tables: Mapping[str, Sequence[Mapping[str, object]]]) -> None:
     """STEM.json: {"about": {...}, table: [row, ...]}, a line per row so that two runs can be compared by eye.
 
-    A run that broke off before its first row leaves what an earlier one of the day wrote.
+    A run that broke off before its first row leaves nothing.
     """
     if not any(tables.values()):
+        stem.with_suffix(".json").unlink()
         return
     parts = [f' "about": {json.dumps(head)}']
     for name, rows in tables.items():
@@ -90,11 +108,13 @@ def draw(say: Say, stem: Path, plot: str, *args: object) -> None:
         say(f"the results are in {stem}.json and .md; their plots need matplotlib: pip install 'secateur[bench]'")
     else:
         getattr(plots, plot)(*args, stem)
+        say(f"the results are in {stem}.json and .md, with their plots beside them")
 
 
 def heading(title: str, about: About, hidden: Iterable[str] = ()) -> str:
-    """Title, settings and notes as Markdown."""
-    lines = [f"- {name}: {value}" for name, value in about.items() if name not in (*hidden, "notes")]
+    """Title, settings and notes as Markdown. A setting of None was not given."""
+    shown = {name: value for name, value in about.items() if name not in (*hidden, "notes") and value is not None}
+    lines = [f"- {name}: {value}" for name, value in shown.items()]
     notes = about.get("notes")
     lines += [f"- {note}" for note in notes] if isinstance(notes, list) else []
     return f"# {title}\n\n" + "\n".join(lines)

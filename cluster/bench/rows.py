@@ -5,10 +5,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from cluster.runner import Answer
-from workers.ipc import Speculation
+if TYPE_CHECKING:
+    from cluster.runner import Answer
+    from workers.ipc import Speculation
 
 Tree = Literal["chain", "static", "dynamic"]
 Acceptance = Literal["coupled", "rejection", "none"]
@@ -49,6 +50,8 @@ class Cell:
     @property
     def speculation(self) -> Speculation:
         """`none` is rejection without draft probabilities: the most likely children, against the target alone."""
+        from workers.ipc import Speculation  # needs msgpack, which those who only draw rows may lack
+
         return Speculation(
             num_tokens=self.num_nodes,
             auto=self.pruning.prune == "auto",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,7 +13,8 @@ import torch
 from cluster.bench.output import Say
 from cluster.bench.prompts import encode_prompts
 from cluster.bench.scaled import scaled_pair
-from cluster.convert import engine_config, load_tokenizer, settle, visible_gpus
+from cluster.convert import engine_config, fetch_weights, load_tokenizer, settle, visible_gpus
+from cluster.folders import OwnedFolder
 from secateur.bench import TargetSize
 from secateur.config import EngineArgs, resolve_model
 from secateur.errors import ConfigError, Problem
@@ -28,8 +28,11 @@ def scaled(args: EngineArgs, size: TargetSize | None, cache: Path | None, say: S
     if size is None:
         yield args
         return
-    with tempfile.TemporaryDirectory(prefix="secateur-bench-") as folder:
-        yield _with_scaled(args, size, cache or Path(folder), say)
+    folder = OwnedFolder()
+    try:
+        yield _with_scaled(args, size, cache or folder.path, say)
+    finally:
+        folder.remove()
 
 
 def _with_scaled(args: EngineArgs, size: TargetSize, folder: Path, say: Say) -> EngineArgs:
@@ -65,6 +68,7 @@ def workload(args: EngineArgs, texts: Sequence[Prompt], *, max_tokens: int, max_
         raise ConfigError(
             Problem("--max-tokens", f"the longest request takes {longest} tokens, max_model_len is {limit}")
         )
+    fetch_weights(args, config)
     config = replace(config, max_model_len=longest, max_num_seqs=max_num_seqs, enable_prefix_caching=False)
     # Without a number, each of several engines on one GPU would take all of it.
     pages = 1 + max_num_seqs * config.pages_for(longest)

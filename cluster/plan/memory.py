@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from workers.checkpoint import MTP_PREFIXES, SUPPORTED_ARCHITECTURES, Weights
+from workers.checkpoint import MTP_PREFIXES, Weights
 from workers.config import EngineConfig
-from workers.specs import Eagle3Spec, FcHeadSpec, ModelSpec, read_specs
+from workers.specs import DraftSpec, Eagle3Spec, FcHeadSpec, ModelSpec, TransformersSpec, read_specs
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _TOKEN_ID_BYTES = 4
@@ -48,7 +48,7 @@ def sides(config: EngineConfig) -> list[Side]:
 
     specs = read_specs(config)
     target, spec = specs.target, specs.draft
-    stored = _of_text_model(tensor_shapes(Path(config.model_path))) or expected_shapes(target)
+    stored = _of_text_model(tensor_shapes(Path(config.model_path))) or expected_shapes(target, config.model_path)
     item, draft = ITEM_BYTES[config.dtype], config.draft
     own = {name: shape for name, shape in stored.items() if not name.startswith(MTP_PREFIXES)}
     found = [
@@ -62,13 +62,13 @@ def sides(config: EngineConfig) -> list[Side]:
     if draft is None:
         return found
     shapes = _of_text_model(tensor_shapes(Path(draft.model_path))) if draft.model_path else {}
-    match spec:
-        case None:
-            return [*found, Side(token_bytes=_TOKEN_ID_BYTES)]
-        case ModelSpec():
-            return [*found, side(shapes or expected_shapes(spec), spec, config.draft_ranks, item)]
+    if spec is None:
+        return [*found, Side(token_bytes=_TOKEN_ID_BYTES)]
     if draft.method == "mtp":
         shapes = {name: shape for name, shape in stored.items() if name.startswith(MTP_PREFIXES)}
+    shapes = shapes or expected_shapes(spec, draft.model_path)
+    if isinstance(spec, ModelSpec):
+        return [*found, side(shapes, spec, config.draft_ranks, item)]
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         if name in stored and name.removeprefix("model.") not in shapes:
             shapes[name] = stored[name]
@@ -130,26 +130,44 @@ def _of_text_model(shapes: Shapes) -> Shapes:
     }
 
 
-def expected_shapes(spec: ModelSpec) -> Shapes:
-    """The matrices of a checkpoint of which only config.json is at hand; none of a family that we do not know."""
-    if spec.family not in SUPPORTED_ARCHITECTURES.values():
-        return {}
+def expected_shapes(spec: DraftSpec, folder: Path | str) -> Shapes:
+    """The matrices of a checkpoint of which only config.json is at hand, in `folder`."""
+    match spec:
+        case TransformersSpec():
+            from workers.transformers_spec import parameter_shapes
+
+            return parameter_shapes(folder)
+        case Eagle3Spec():
+            head = {"lm_head.weight": (spec.draft_vocab_size, spec.hidden_size)}
+            fc = {"fc.weight": (spec.hidden_size, 3 * spec.target_hidden_size)}
+            return fc | _layers(spec, "layers", first_input=2 * spec.hidden_size) | head
+        case FcHeadSpec():
+            hidden = spec.layers.hidden_size
+            return {f"{spec.fc}.weight": (hidden, 2 * hidden)} | _layers(spec.layers, "layers")
+        case ModelSpec():
+            shapes: Shapes = {"model.embed_tokens.weight": (spec.vocab_size, spec.hidden_size)}
+            if not spec.tie_embeddings:
+                shapes["lm_head.weight"] = (spec.vocab_size, spec.hidden_size)
+            return shapes | _layers(spec, "model.layers")
+
+
+def _layers(spec: ModelSpec | Eagle3Spec, prefix: str, first_input: int | None = None) -> Shapes:
+    """The matrices of decoder layers. first_input: width of what the first one attends to, if not the others'."""
     heads, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     hidden, inner = spec.hidden_size, spec.intermediate_size
-    layer = {
-        "self_attn.q_proj": (heads, hidden),
-        "self_attn.k_proj": (kv, hidden),
-        "self_attn.v_proj": (kv, hidden),
-        "self_attn.o_proj": (hidden, heads),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-    }
-    shapes: Shapes = {"model.embed_tokens.weight": (spec.vocab_size, hidden)}
-    if not spec.tie_embeddings:
-        shapes["lm_head.weight"] = (spec.vocab_size, hidden)
+    shapes: Shapes = {}
     for number in range(spec.num_layers):
-        shapes |= {f"model.layers.{number}.{name}.weight": shape for name, shape in layer.items()}
+        wide = first_input if first_input is not None and number == 0 else hidden
+        layer = {
+            "self_attn.q_proj": (heads, wide),
+            "self_attn.k_proj": (kv, wide),
+            "self_attn.v_proj": (kv, wide),
+            "self_attn.o_proj": (hidden, heads),
+            "mlp.gate_proj": (inner, hidden),
+            "mlp.up_proj": (inner, hidden),
+            "mlp.down_proj": (hidden, inner),
+        }
+        shapes |= {f"{prefix}.{number}.{name}.weight": shape for name, shape in layer.items()}
     return shapes
 
 

@@ -139,7 +139,7 @@ def _table(args: EngineArgs, request: PlanRequest, config: EngineConfig, found: 
 def profile(args: EngineArgs, config: EngineConfig, max_batch: int, temperature: float, say: Say) -> CostTable:
     """This machine's table for an engine, of up to so many requests. Starts it, and stops it again."""
     from cluster.bench.prompts import encode_prompts
-    from cluster.convert import load_tokenizer
+    from cluster.convert import fetch_weights, load_tokenizer
     from cluster.plan.fit import fit
     from cluster.plan.profile import OUTPUT_TOKENS, Grid, Profiler, Prompts, profiled
     from cluster.runner import Runner
@@ -148,6 +148,7 @@ def profile(args: EngineArgs, config: EngineConfig, max_batch: int, temperature:
     if config.max_model_len < 2 * OUTPUT_TOKENS:
         raise ConfigError(Problem("--max-model-len", f"a profile needs at least {2 * OUTPUT_TOKENS} tokens"))
     texts = encode_prompts(load_tokenizer(args, config), read_prompts(BUNDLED_PROMPTS, 50))
+    fetch_weights(args, config)
     config = profiled(config, min(max_batch, PROFILE_BATCH if config.device == "cuda" else CPU_PROFILE_BATCH))
     say("profile: starting an engine")
     with Runner(config) as runner:

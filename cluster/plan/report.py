@@ -14,6 +14,7 @@ from cluster.plan.memory import sides
 from cluster.plan.topology import describe
 from cluster.seats import num_bundles
 from secateur.config import EngineArgs
+from secateur.errors import ConfigError
 from secateur.plan import PlanRequest
 from workers.config import EngineConfig
 
@@ -33,7 +34,10 @@ def run(args: EngineArgs, request: PlanRequest, *, as_json: bool = False, say: S
         args = args if args.device != "auto" else args.model_copy(update={"device": "cuda"})
     # Another machine's devices are not counted here.
     config = engine_config(args, num_gpus=(visible_gpus() or None) if request.hardware is None else None)
-    found = sides(config)
+    try:
+        found = sides(config)
+    except ValueError as error:  # files that cannot be read
+        raise ConfigError(str(error)) from error
     topology = describe(args.model_id, config, found)
     outlook = None
     if request.predicts:

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from secateur.cli.options import ApiKey
+from secateur.errors import ConfigError
 
 batch_app = typer.Typer(
     help="Answer files of requests (OpenAI's batch format).", no_args_is_help=True, rich_markup_mode=None
@@ -33,10 +34,14 @@ def batch_run(
 ) -> None:
     """Answer every line of a file. Stop it at any moment and run it again: answered lines are not sent twice.
 
+    Lines that have changed since they were answered are answered again; OUT.jsonl.digests says what was asked.
+
     Example: secateur batch run questions.jsonl -o answers.jsonl --concurrency 32
     """
     from secateur.batch import run_batch
 
+    if Path("-") in (input_path, output_path):
+        raise ConfigError("-: a batch reads its input twice and resumes from its output; name files")
     summary = run_batch(
         input_path,
         output_path,

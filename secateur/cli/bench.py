@@ -277,12 +277,14 @@ def bench_serve(
         check_base_url(base_url)
         check_none_given(engine | {"target_cost": target_cost})
     texts = read_prompts(prompts, min(plan.num_requests, MAX_PROMPTS))
+    name = model if base_url else None
     try:
         from cluster.bench.load import run
-    except ModuleNotFoundError as error:
-        raise needs_extra(error) from error
-    name = model if base_url else None
-    typer.echo(run(args, plan, texts, output, _say, base_url=base_url, api_key=api_key, model=name, cache=cache))
+
+        report = run(args, plan, texts, output, _say, base_url=base_url, api_key=api_key, model=name, cache=cache)
+    except ModuleNotFoundError as error:  # only a service of our own needs more than the client's packages
+        raise needs_extra(error, or_base_url=True) from error
+    typer.echo(report)
 
 
 def _given(asked: dict[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,11 @@
 """What commands check before they start anything, and what they say where the serving packages are missing."""
 
 import os
+from pathlib import Path
 from typing import Any
 
+from secateur import NOT_INSTALLED, __version__
+from secateur.api_keys import check_api_keys
 from secateur.config import EngineArgs, resolve_model
 from secateur.errors import ConfigError, SecateurError
 from secateur.flags import engine_args_from
@@ -11,9 +14,13 @@ from secateur.flags import engine_args_from
 def checked(flags: dict[str, Any], **more: Any) -> EngineArgs:
     """Valid engine arguments whose local files exist. Raises ConfigError."""
     flags = {**flags, **{key: value for key, value in more.items() if value is not None}}
-    if flags.get("api_key") is None and (key := os.environ.get("SECATEUR_API_KEY")):
-        flags["api_key"] = key
+    if flags.get("api_key_file") is not None:  # the service may run in another folder
+        flags["api_key_file"] = os.path.abspath(os.path.expanduser(flags["api_key_file"]))
     args = engine_args_from(flags)
+    if flags.get("api_key") is None and args.api_key_file is None and (key := os.environ.get("SECATEUR_API_KEY")):
+        args = args.model_copy(update={"api_key": key})
+    if args.api_key_file is not None and not os.environ.get("RAY_ADDRESS"):  # on a cluster it is a file of its own
+        check_api_keys(args.api_key_file)
     resolve_model(args.model)
     if args.speculative_config is not None and args.speculative_config.model is not None:
         resolve_model(args.speculative_config.model)
@@ -27,9 +34,10 @@ def check_none_given(engine: dict[str, Any]) -> None:
         raise ConfigError(f"{flags}: for a service started here, which --base-url replaces; remove one of them")
 
 
-def needs_extra(error: ModuleNotFoundError) -> SecateurError:
-    """The error to raise for a package that only the extra installs."""
+def needs_extra(error: ModuleNotFoundError, *, or_base_url: bool = False) -> SecateurError:
+    """The error to raise for a package that only the extra installs. `or_base_url`: the command has that flag."""
+    package = "secateur" if __version__ != NOT_INSTALLED else Path(__file__).parents[2]
     return SecateurError(
-        f"this command runs models here and needs {error.name!r}, which is not installed: "
-        "pip install 'secateur[serve]' (or talk to a running service with --base-url)"
+        f"this command needs {error.name!r}, which is not installed: pip install '{package}[serve]'"
+        + (" (or talk to a running service with --base-url)" if or_base_url else "")
     )

@@ -8,7 +8,10 @@ ModelArgument = Annotated[str | None, typer.Argument(help="Folder or Hugging Fac
 BaseUrl = Annotated[
     str | None, typer.Option("--base-url", help="A running service; without it one is started here and stopped again.")
 ]
-ApiKey = Annotated[str | None, typer.Option("--api-key", help="Default: the environment's SECATEUR_API_KEY.")]
+ApiKey = Annotated[
+    str | None,
+    typer.Option("--api-key", help="Default: the environment's SECATEUR_API_KEY, which `ps` does not show."),
+]
 ModelName = Annotated[
     str | None,
     typer.Option("--model", help="The model to start [the bundled one]; with --base-url, its name there."),

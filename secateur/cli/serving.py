@@ -1,6 +1,8 @@
 """`secateur serve` starts a service on Ray; `secateur plan` says beforehand where it would run, and how fast."""
 
 # No `from __future__ import annotations` here: typer reads the annotations below as objects.
+import os
+import signal
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,12 +16,21 @@ from secateur.plan import HARDWARE, PlanRequest, read_acceptance, read_costs, re
 
 @with_engine_flags(server=True)
 def serve(engine: dict[str, Any], model: ModelArgument = None) -> None:
-    """Serve a model over HTTP, on Ray, until Ctrl-C.
+    """Serve a model over HTTP, on Ray, until Ctrl-C (SIGINT) or SIGTERM; the third such signal ends it at once.
+
+    What it does until it is ready, with seconds, goes to stderr; one line on stdout says where it serves.
 
     Example: secateur serve meta-llama/Llama-3.1-8B-Instruct -tp 2 -sc '{"method": "eagle3", "model":
     "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", "num_speculative_tokens": 24}'
     """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a script's shell starts what it ends with & like that
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     args = checked(engine, model=model)
+    if not os.environ.get("RAY_ADDRESS"):  # else it listens on another machine
+        from cluster.listening import check_port
+
+        check_port(args.host, args.port)
+    typer.echo("secateur: importing PyTorch and Ray", err=True)
     try:
         from cluster.app import serve as serve_on_ray
     except ModuleNotFoundError as error:
@@ -75,7 +86,8 @@ def plan(
 ) -> None:
     """Show where drafter and verifier would run and whether they fit; predict speed, tree sizes and whole fleets.
 
-    Touches no GPU and starts nothing, but for --profile.
+    Touches no GPU and starts nothing, but for --profile. Reads models as the engine does, with what
+    pip install 'secateur[serve]' installs.
 
     Example: secateur plan -tp 2 --speculative-config '{"method": "draft_model", "model": "bundled:draft"}'
 

@@ -3,17 +3,20 @@
 # No `from __future__ import annotations` here: typer reads the annotations below as objects.
 import sys
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Annotated, Any
 
 import typer
 
 from secateur.cli.checks import check_none_given, checked, needs_extra
 from secateur.cli.options import ApiKey, BaseUrl, ModelName
+from secateur.errors import ConfigError, Problem
 from secateur.flags import with_engine_flags, with_sampling_flags
 
 Stats = Annotated[bool, typer.Option("--stats", help="Print acceptance length and speed to stderr at the end.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the service's whole answer, as one line of JSON.")]
 
 
 @with_engine_flags(server=False)
@@ -21,21 +24,27 @@ Stats = Annotated[bool, typer.Option("--stats", help="Print acceptance length an
 def complete(
     engine: dict[str, Any],
     sampling: dict[str, Any],
-    prompt: Annotated[str, typer.Argument(help="The text to continue.")],
+    prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from standard input, as it is.")],
     base_url: BaseUrl = None,
     api_key: ApiKey = None,
     model: ModelName = None,
     stats: Stats = False,
+    as_json: AsJson = False,
 ) -> None:
     """Continue a text, streaming to stdout.
 
     Example: secateur complete "def quicksort(items):" --max-tokens 64 --temperature 0 --stats
+
+    Example: secateur complete - --stop $'\\ndef ' --json < unfinished.py
     """
     from secateur.client import Client
 
+    params, prompt = _params(sampling, model if base_url else None), _typed_or_piped(prompt)
     with _service(engine, base_url, model, api_key) as url, Client(url, api_key=api_key) as client:
-        chunks = client.stream_complete(prompt, model=model if base_url else None, **sampling, **_stats_params(stats))
-        _print_stream(chunks, stats)
+        if as_json:
+            _print_json(partial(client.complete, prompt), params, stats)
+        else:
+            _print_stream(partial(client.stream_complete, prompt), params, stats)
 
 
 @with_engine_flags(server=False)
@@ -43,12 +52,16 @@ def complete(
 def chat(
     engine: dict[str, Any],
     sampling: dict[str, Any],
-    message: Annotated[str | None, typer.Argument(help="One message; without it a conversation starts.")] = None,
+    message: Annotated[
+        str | None,
+        typer.Argument(help="One message, - reads it from standard input; without it a conversation starts."),
+    ] = None,
     base_url: BaseUrl = None,
     api_key: ApiKey = None,
     model: ModelName = None,
     system: Annotated[str | None, typer.Option("--system", help="Instructions before the conversation.")] = None,
     stats: Stats = False,
+    as_json: AsJson = False,
 ) -> None:
     """Chat with a model: one message, or a conversation (Ctrl-D ends it).
 
@@ -56,14 +69,37 @@ def chat(
     """
     from secateur.client import Client
 
+    params, message = _params(sampling, model if base_url else None), message and _typed_or_piped(message)
     turns: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     with _service(engine, base_url, model, api_key) as url, Client(url, api_key=api_key) as client:
         while (text := message if message is not None else _next_message()) is not None:
             turns.append({"role": "user", "content": text})
-            chunks = client.stream_chat(turns, model=model if base_url else None, **sampling, **_stats_params(stats))
-            turns.append({"role": "assistant", "content": _print_stream(chunks, stats)})
+            if as_json:
+                answer = _print_json(partial(client.chat, turns), params, stats)
+            else:
+                answer = _print_stream(partial(client.stream_chat, turns), params, stats)
+            turns.append({"role": "assistant", "content": answer})
             if message is not None:
                 return
+
+
+def _typed_or_piped(text: str) -> str:
+    """The text, or for a dash all of standard input, line ends as they are. Raises ConfigError."""
+    if text != "-":
+        return text
+    if sys.stdin is None:
+        raise ConfigError("standard input is closed; type the prompt, or pipe it in")
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"standard input is not UTF-8 text ({error.reason} at byte {error.start})") from None
+
+
+def _params(sampling: dict[str, Any], model: str | None) -> dict[str, Any]:
+    """Fields of the request. Raises ConfigError."""
+    if "" in (sampling["stop"] or ()):
+        raise ConfigError(Problem("--stop", "an empty text stops nothing; remove it"))
+    return {"model": model, **sampling, "stop": sampling["stop"] or None}
 
 
 def _service(
@@ -77,21 +113,28 @@ def _service(
     try:
         from cluster.service import local_service
     except ModuleNotFoundError as error:
-        raise needs_extra(error) from error
+        raise needs_extra(error, or_base_url=True) from error
     service: AbstractContextManager[str] = local_service(args)
     return service
 
 
-def _stats_params(stats: bool) -> dict[str, Any]:
-    if not stats:
-        return {}
-    return {"return_speculative_stats": True, "stream_options": {"include_usage": True}}
+def _print_json(ask: Callable[..., Any], params: dict[str, Any], stats: bool) -> str:
+    """Write the whole answer to stdout as one line; returns its text."""
+    started = time.monotonic()
+    answer = ask(**params, **({"return_speculative_stats": True} if stats else {}))
+    sys.stdout.write(answer.model_dump_json() + "\n")
+    sys.stdout.flush()
+    if stats:
+        typer.echo(_stats_line(answer.usage, answer.speculative, time.monotonic() - started), err=True)
+    text: str = answer.text
+    return text
 
 
-def _print_stream(chunks: Generator[Any], stats: bool) -> str:
+def _print_stream(ask: Callable[..., Generator[Any]], params: dict[str, Any], stats: bool) -> str:
     """Write chunks to stdout as they come; returns the whole text."""
     started, parts, usage, speculation = time.monotonic(), [], None, None
-    for chunk in chunks:
+    asked = {"return_speculative_stats": True, "stream_options": {"include_usage": True}} if stats else {}
+    for chunk in ask(**params, **asked):
         sys.stdout.write(chunk.text)
         sys.stdout.flush()
         parts.append(chunk.text)

@@ -306,6 +306,16 @@ def test_copies_are_counted_apart_from_drafts(copies):
                 assert counts.num_accepted_copied_tokens == counts.num_accepted_tokens
 
 
+def test_copies_beyond_the_end_are_not_counted_as_accepted():
+    with Bench(Counting(8), "eagle3", TREE) as b:
+        answer = b.ask(LOOP, 60, SamplingParams(temperature=0.0), stop_token_ids=[5])
+        assert answer.tokens == [2, 3, 4, 5]  # of 3 4 5 6 7, all right
+        for stats in (answer.last.stats, b.frames[-1].stats):
+            assert stats.num_copied_tokens == stats.num_verified_tokens == 5
+            assert stats.num_accepted_copied_tokens == stats.num_accepted_tokens == 3
+        assert (answer.last.num_accepted, answer.last.is_copied) == (3, True)
+
+
 def test_a_copy_beside_drafts_is_told_from_them():
     """Of four requests the first and the last are drafted for, the second has a copy and the third nothing."""
     reply = DraftReply(

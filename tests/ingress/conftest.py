@@ -50,6 +50,7 @@ def own(tokenizer: Tokenizer, script: Any) -> Iterator[Callable[..., FakeService
 
         def start(**settings: Any) -> FakeService:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            return stack.enter_context(fake_service(tokenizer, folder, settings.pop("script", script), **settings))
+            used, steps = settings.pop("tokenizer", tokenizer), settings.pop("script", script)
+            return stack.enter_context(fake_service(used, folder, steps, **settings))
 
         yield start

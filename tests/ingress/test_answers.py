@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 from fake_engine import STATS
-from fake_service import ANSWER, FakeService, error_of, stream, wait_for
+from fake_service import ANSWER, FakeService, error_of, fake_service, stream, wait_for
 from openai.types import Completion
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.chat import ChatCompletion
+from openai.types.chat import ChatCompletionChunk as OpenAIChunk
+from prometheus_client.parser import text_string_to_metric_families
+from tokenizer_kinds import Kind, gemma, llama, load
 
+import secateur
 from cluster.generation import ScoredToken
 from cluster.logprobs import chat_logprobs, completion_logprobs
 from cluster.submit import derive_seed
 from cluster.tokens import Tokenizer
+from secateur.protocol import ChatCompletionChunk, ChatCompletionResponse
 from workers.ipc import TokenLogprobs
+
+MODEL = Path(secateur.__file__).parent / "bundled" / "target"
 
 
 def test_a_completion_is_openai_s(http: httpx2.Client) -> None:
@@ -38,6 +49,30 @@ def test_a_chat_is_openai_s(http: httpx2.Client) -> None:
     assert parsed.choices[0].message.content == ANSWER
     assert parsed.choices[0].message.role == "assistant"
     assert parsed.object == "chat.completion"
+
+
+@pytest.fixture
+def frank(tmp_path: Path, script: Any) -> Iterator[FakeService]:
+    """A model whose template writes its messages as they are."""
+    for file in MODEL.glob("*token*.json"):
+        shutil.copy(file, tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{% for message in messages %}{{ message | tojson }}{% endfor %}")
+    with tempfile.TemporaryDirectory() as folder, fake_service(Tokenizer(str(tmp_path)), Path(folder), script) as own:
+        yield own
+
+
+@pytest.mark.parametrize("message", [{}, {"name": None}, {"name": "Ann"}, {"name": "Ann", "tool_calls": None}])
+def test_templates_see_what_a_message_has_and_no_null_beside_it(
+    frank: FakeService, message: dict[str, Any], tokenizer: Tokenizer
+) -> None:
+    """Templates ask whether a field is there: a null one would be."""
+    body = {"messages": [{"role": "user", "content": "x"} | message]}
+    with frank.http() as http:
+        assert http.post("/v1/chat/completions", json=body).status_code == 200
+        ids = http.post("/tokenize", json=body).json()["tokens"]
+    expected = {key: value for key, value in body["messages"][0].items() if value is not None}
+    for prompt in (frank.engine.submitted[-1].prompt, ids):
+        assert json.loads(tokenizer.decode(prompt)) == expected
 
 
 def test_a_completion_without_max_tokens_gets_sixteen(http: httpx2.Client, service: FakeService) -> None:
@@ -69,6 +104,24 @@ def test_token_ids_are_told_on_request(http: httpx2.Client, tokenizer: Tokenizer
     assert choice["token_ids"] == tokenizer.encode(ANSWER)[:4]
 
 
+def test_a_chat_tells_its_prompt_s_ids_once(http: httpx2.Client, tokenizer: Tokenizer) -> None:
+    """Beside the choices, as vLLM does: all have the same prompt."""
+    messages = [{"role": "user", "content": "Hi"}]
+    asked = {"messages": messages, "n": 2, "max_tokens": 8, "return_token_ids": True}
+    ids = tokenizer.encode_chat(messages)
+    whole = ChatCompletionResponse.model_validate(http.post("/v1/chat/completions", json=asked).json())
+    assert whole.prompt_token_ids == ids
+    assert [choice.token_ids for choice in whole.choices] == [tokenizer.encode(ANSWER)[:8]] * 2
+    chunks = stream(http, "/v1/chat/completions", **asked)[:-1]
+    assert not any("prompt_token_ids" in choice for chunk in chunks for choice in chunk["choices"])
+    read = [ChatCompletionChunk.model_validate(chunk) for chunk in chunks]
+    for index in (0, 1):
+        own = [chunk for chunk in read if chunk.choices[0].index == index]
+        assert [chunk.prompt_token_ids for chunk in own] == [ids] + [None] * (len(own) - 1)
+        assert own[0].choices[0].delta.role == "assistant"
+        assert [id for chunk in own for id in chunk.choices[0].token_ids or ()] == tokenizer.encode(ANSWER)[:8]
+
+
 def test_speculative_statistics_are_told_on_request(http: httpx2.Client) -> None:
     body = {"prompt": "def", "return_speculative_stats": True}
     stats = http.post("/v1/completions", json=body).json()["speculative"]
@@ -91,6 +144,33 @@ def test_speculative_statistics_tell_pruned_verified_and_accepted_apart(http: ht
 def test_an_answer_cut_by_a_stop_string_has_its_statistics_too(http: httpx2.Client) -> None:
     body = {"prompt": "def", "stop": "return", "return_speculative_stats": True}
     assert http.post("/v1/completions", json=body).json()["speculative"]["num_verified"] == 8
+
+
+@pytest.mark.parametrize("stop", [None, "return", "🌳", "x"])
+def test_no_more_is_told_as_accepted_than_the_answer_has(
+    own: Callable[..., FakeService], tokenizer: Tokenizer, stop: str | None
+) -> None:
+    """A stop string may end an answer within the tokens that one step brought."""
+    ids = tokenizer.encode(ANSWER)
+    running = own(engine={"drafts": True}, script=lambda submit: [[*ids, 0]])
+    body = {"prompt": "def", "max_tokens": 64, "stop": stop, "return_speculative_stats": True}
+    with running.http() as http:
+        answer = http.post("/v1/completions", json=body).json()
+        *_, totals, _ = stream(http, "/v1/completions", **body, stream_options={"include_usage": True})
+        families = {family.name: family for family in text_string_to_metric_families(http.get("/metrics").text)}
+    num_tokens = answer["usage"]["completion_tokens"]
+    num_accepted = min(num_tokens, len(ids))
+    for usage, stats in ((answer["usage"], answer["speculative"]), (totals["usage"], totals["speculative"])):
+        assert usage["completion_tokens"] == num_tokens
+        details = usage["completion_tokens_details"]
+        assert details["accepted_prediction_tokens"] == num_accepted
+        assert details["rejected_prediction_tokens"] == len(ids) - num_accepted
+        assert stats["num_accepted_tokens"] == sum(stats["accepted_per_depth"]) == num_accepted
+        assert stats["num_verified"] == len(ids)
+    told = families["secateur_spec_decode_num_accepted_tokens"].samples[0].value
+    per_depth = families["secateur_spec_decode_num_accepted_tokens_per_pos"].samples
+    assert told == sum(sample.value for sample in per_depth) == 2 * num_accepted
+    assert families["secateur_generation_tokens"].samples[0].value == 2 * num_tokens
 
 
 def test_sampling_parameters_reach_the_engine(http: httpx2.Client, service: FakeService) -> None:
@@ -169,6 +249,26 @@ def test_unseeded_requests_differ(http: httpx2.Client, service: FakeService) -> 
     assert len({submit.sampling.seed for submit in service.engine.submitted[before:]}) == 3
 
 
+@pytest.mark.parametrize("kind", [llama, gemma], ids=lambda kind: kind.__name__)
+def test_the_text_is_the_tokens_whatever_the_steps_and_whoever_tells_it(kind: Kind, tmp_path: Path) -> None:
+    """Five bytes: a character, and a half that max_tokens cuts off."""
+    tokenizer = load(kind, tmp_path)
+    ids = tokenizer._tokenizer.convert_tokens_to_ids(["<0xE4>", "<0xB8>", "<0x96>", "<0xF0>", "<0x9F>", "<0x8C>"])
+    texts = []
+    for number, size in enumerate((1, 2, 5)):
+        (tmp_path / str(number)).mkdir()
+        script = lambda _, size=size: [ids[i : i + size] for i in range(0, len(ids), size)]  # noqa: E731
+        with fake_service(tokenizer, tmp_path / str(number), script) as running, running.http() as http:
+            for more in ({}, {"stop": ["never"]}, {"logprobs": 0}):
+                asked = {"prompt": "a", "max_tokens": 5, **more}
+                choice = http.post("/v1/completions", json=asked).json()["choices"][0]
+                chunks = stream(http, "/v1/completions", **asked)[:-1]
+                texts += [choice["text"], "".join(chunk["choices"][0]["text"] for chunk in chunks)]
+            assert choice["logprobs"]["text_offset"] == [0, 0, 0, 1, 1]
+            texts.append(http.post("/detokenize", json={"tokens": ids[:5]}).json()["prompt"])
+    assert set(texts) == {"世\ufffd"}
+
+
 # Several answers
 
 
@@ -201,7 +301,7 @@ def test_n_answers_are_streamed_side_by_side(http: httpx2.Client) -> None:
     )
     texts, ends = ["", "", ""], [0, 0, 0]
     for chunk in chunks:
-        [choice] = ChatCompletionChunk.model_validate(chunk).choices
+        [choice] = OpenAIChunk.model_validate(chunk).choices
         texts[choice.index] += choice.delta.content or ""
         ends[choice.index] += choice.finish_reason is not None
     assert (texts, ends, done) == ([ANSWER] * 3, [1, 1, 1], "[DONE]")

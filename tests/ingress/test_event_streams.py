@@ -79,6 +79,31 @@ def test_every_chunk_may_tell_its_own_answer_s_usage(http: httpx2.Client) -> Non
     assert totals["usage"]["prompt_tokens"] == 3
 
 
+def test_every_chunk_of_a_chat_may_tell_its_usage(http: httpx2.Client) -> None:
+    """The opening one too: clients read `chunk.usage.prompt_tokens` of each."""
+    asked = {"messages": [{"role": "user", "content": "Hi"}], "n": 2, "max_tokens": 6}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, totals, _ = stream(http, "/v1/chat/completions", **asked, stream_options=options)
+    prompt = totals["usage"]["prompt_tokens"]
+    for index in (0, 1):
+        usages = [chunk["usage"] for chunk in chunks if chunk["choices"][0]["index"] == index]
+        assert [usage["completion_tokens"] for usage in usages] == [0, 3, 6]
+        assert {usage["prompt_tokens"] for usage in usages} == {prompt}
+        assert [usage["total_tokens"] for usage in usages] == [prompt, prompt + 3, prompt + 6]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_who_wants_no_usage_gets_none(service: FakeService, path: str) -> None:
+    asked = {"prompt": "a"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "a"}]}
+    options = {"include_usage": False, "continuous_usage_stats": True}
+    with service.http() as http:
+        with http.stream("POST", path, json={**asked, "stream": True, "stream_options": options}) as response:
+            assert response.headers["x-secateur-ignored"] == "stream_options.continuous_usage_stats"
+            assert "usage" not in response.read().decode()
+        *chunks, totals, _ = stream(http, path, **asked, stream_options={"continuous_usage_stats": True})
+    assert all("usage" in chunk for chunk in chunks) and totals["choices"] == [] and totals["usage"]
+
+
 def test_a_stream_and_the_whole_answer_agree(http: httpx2.Client) -> None:
     whole = http.post("/v1/completions", json={"prompt": "a", "max_tokens": 64, "stop": "x +"}).json()
     chunks = stream(http, "/v1/completions", prompt="a", max_tokens=64, stop="x +")[:-1]

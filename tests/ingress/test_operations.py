@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
+from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import httpx2
 import pytest
-from fake_service import ANSWER, CONFIG, FakeService, error_of, wait_for
+from fake_service import ANSWER, CONFIG, FakeService, error_of, fake_service, wait_for
 from prometheus_client.parser import text_string_to_metric_families
 
+import secateur
 from cluster.tokens import IncrementalDetokenizer, Tokenizer
+
+MODEL = Path(secateur.__file__).parent / "bundled" / "target"
 
 # Load, loss, leaving
 
@@ -38,6 +43,30 @@ def test_too_many_requests_are_told_to_come_back(own: Callable[..., FakeService]
         assert "secateur_requests_rejected_total" in other.get("/metrics").text
 
 
+def test_requests_that_are_tokenized_side_by_side_do_not_pass_the_limit_together(
+    own: Callable[..., FakeService], tokenizer: Tokenizer
+) -> None:
+    """All find room when they come; there is room for the first that is ready."""
+    running = own(max_pending=16)
+    running.engine.hold.set()
+    prompts = ["x = 1\n" * 300] * 16
+    codes: list[int] = []
+
+    def post() -> None:
+        with running.http() as http:
+            codes.append(http.post("/v1/completions", json={"prompt": prompts, "max_tokens": 1}).status_code)
+
+    threads = [threading.Thread(target=post) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    wait_for(lambda: len(codes) == 3, 20)
+    assert running.client.num_pending == 16
+    running.engine.hold.clear()
+    for thread in threads:
+        thread.join()
+    assert sorted(codes) == [200, 429, 429, 429]
+
+
 def test_a_dead_engine_is_a_503(own: Callable[..., FakeService]) -> None:
     running = own()
     running.engine.die()
@@ -61,19 +90,32 @@ def test_an_engine_that_dies_under_a_stream_ends_it_with_an_error(
             lines = response.iter_lines()
             assert next(lines).startswith("data: {")
             running.engine.die()
+            running.fail("drafter 0 died")
             payloads = [line.removeprefix("data: ") for line in lines if line]
     assert payloads[-1] == "[DONE]"
-    assert "engine" in json.loads(payloads[-2])["error"]["message"]
+    assert json.loads(payloads[-2])["error"]["message"] == "the engine is not available: drafter 0 died"
 
 
-def test_an_engine_that_dies_before_the_first_token_is_a_500(own: Callable[..., FakeService]) -> None:
+@pytest.mark.parametrize("body", [{"stream": True}, {"stream": False}, {"n": 2}, {"stream": True, "n": 2}])
+def test_an_engine_that_dies_before_an_answer_has_begun_is_a_503_that_names_the_rank(
+    own: Callable[..., FakeService], body: dict[str, Any]
+) -> None:
+    """As when a rank is killed: the socket closes, a moment later its watcher says who it was."""
     running = own()
     running.engine.hold.set()
     with running.http() as http:
-        threading.Timer(0.3, running.engine.die).start()
-        response = http.post("/v1/completions", json={"prompt": "a", "stream": True})
-    assert response.status_code == 500
-    assert error_of(response)["code"] == "engine_error"
+
+        def die() -> None:
+            running.engine.die()
+            threading.Timer(0.3, running.fail, ["verifier 1 died: the actor died unexpectedly"]).start()
+
+        threading.Timer(0.3, die).start()
+        response = http.post("/v1/completions", json={"prompt": "a", **body})
+    assert response.status_code == 503
+    assert int(response.headers["Retry-After"]) >= 1
+    error = error_of(response)
+    assert (error["type"], error["code"]) == ("service_unavailable_error", "engine_unavailable")
+    assert error["message"] == "the engine is not available: verifier 1 died: the actor died unexpectedly"
 
 
 def test_a_request_that_breaks_here_counts_as_an_error(
@@ -126,9 +168,12 @@ def test_health_metrics_version_and_info(http: httpx2.Client) -> None:
     assert info["config"]["draft"]["tree"]["num_nodes"] == CONFIG.draft.tree.num_nodes
 
 
-def test_the_metrics_have_vllm_s_stems(http: httpx2.Client) -> None:
-    http.post("/v1/completions", json={"prompt": "a", "max_tokens": 64})
-    families = {family.name: family for family in text_string_to_metric_families(http.get("/metrics").text)}
+def test_the_metrics_have_vllm_s_stems(own: Callable[..., FakeService]) -> None:
+    running = own(engine={"drafts": True}, script=lambda submit: [[5, 6, 7], [8, 9], [10]])
+    with running.http() as http:
+        http.post("/v1/completions", json={"prompt": "a", "max_tokens": 64})
+        text = http.get("/metrics").text
+    families = {family.name: family for family in text_string_to_metric_families(text)}
     for stem in (
         "spec_decode_num_drafts",
         "spec_decode_num_draft_tokens",
@@ -158,7 +203,7 @@ def test_the_metrics_have_vllm_s_stems(http: httpx2.Client) -> None:
         ("draft", [10, 5, 1]),
         ("pruned", [4, 2, 1]),
         ("verified", [6, 3]),
-        ("accepted", [3, 2]),
+        ("accepted", [2, 1]),  # of the answer; the others are the engine's
     ):
         samples = families[f"secateur_spec_decode_num_{kind}_tokens_per_pos"].samples
         assert [(sample.labels["position"], sample.value) for sample in samples] == [
@@ -195,19 +240,35 @@ def test_tokenize_renders_chats_too(http: httpx2.Client, tokenizer: Tokenizer) -
     assert answer["max_model_len"] == 2048
 
 
-def test_long_lists_are_decoded_beside_the_loop(http: httpx2.Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    threads = []
-    for name in ("decode", "token_strings"):
-        work = getattr(Tokenizer, name)
+def test_tokenize_counts_what_a_chat_would_send(http: httpx2.Client, service: FakeService) -> None:
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello, wor"}]
+    for asked in ({}, {"continue_final_message": True}, {"add_generation_prompt": False}, {"add_special_tokens": True}):
+        told = http.post("/tokenize", json={"messages": messages, **asked}).json()
+        http.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 1, **asked})
+        assert told["tokens"] == service.engine.submitted[-1].prompt
+        assert told["token_strs"] is None
 
-        def noted(*args: Any, _work: Any = work, **options: Any) -> Any:
-            threads.append(threading.current_thread().name)
-            return _work(*args, **options)
 
-        monkeypatch.setattr(Tokenizer, name, noted)
-    assert http.post("/detokenize", json={"tokens": [5, 6]}).status_code == 200
-    assert http.post("/tokenize", json={"prompt": "a", "return_token_strs": True}).status_code == 200
-    assert len(threads) == 2 and all(name.startswith("asyncio") for name in threads)  # the loop's pool, not the loop
+def test_tokenize_tells_the_template_of_tools_and_of_its_own_arguments(script: Any, tmp_path: Path) -> None:
+    folder = copytree(MODEL, tmp_path / "model", ignore=lambda _, names: [n for n in names if "safetensors" in n])
+    tools = "{% for tool in tools or [] %}{{ tool['function']['name'] }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] }}{{ mood }}" + tools)
+    asked = {"messages": [{"role": "user", "content": "Hi"}], "chat_template_kwargs": {"mood": "!"}}
+    asked["tools"] = [{"type": "function", "function": {"name": "f"}}]
+    tokenizer = Tokenizer(str(folder))
+    with fake_service(tokenizer, tmp_path, script) as running, running.http() as http:
+        assert tokenizer.decode(http.post("/tokenize", json=asked).json()["tokens"]) == "Hi!f"
+
+
+def test_what_tokenize_ignores_or_refuses_is_named(http: httpx2.Client) -> None:
+    for path, body, named in (
+        ("/tokenize", {"prompt": "a", "zeta": 1, "continue_final_message": True}, "continue_final_message, zeta"),
+        ("/detokenize", {"tokens": [5], "zeta": 1}, "zeta"),
+    ):
+        response = http.post(path, json=body)
+        assert (response.status_code, response.headers["x-secateur-ignored"]) == (200, named)
+    response = http.post("/tokenize", json={"prompt": "a", "chat_template": "x"})
+    assert (response.status_code, error_of(response)["param"]) == (400, "chat_template")
 
 
 def test_detokenizing_an_unknown_id_is_a_400(http: httpx2.Client) -> None:

@@ -10,6 +10,7 @@ import pytest
 from ray import serve
 
 import cluster.app
+import cluster.nodes
 from cluster.app import build
 from cluster.ingress import PENDING_PER_SEQUENCE
 from secateur.config import AppArgs, EngineArgs
@@ -107,10 +108,28 @@ def test_engine_arguments_survive_the_way_to_the_replica() -> None:
 
 
 @pytest.fixture
-def on_cluster(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+def nodes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Makes Ray say that it has such nodes, by their resources, and whether an autoscaler may start others."""
+
+    def say(resources: list[dict[str, float]], grows: bool = False) -> None:
+        total = {"GPU": sum(node.get("GPU", 0) for node in resources)}
+        monkeypatch.setattr(cluster.app.ray, "is_initialized", lambda: True)
+        monkeypatch.setattr(cluster.app.ray, "cluster_resources", lambda: {k: v for k, v in total.items() if v})
+        alive = [{"Resources": node, "Alive": True} for node in resources]
+        lost = [{"Resources": {"CPU": 999, "GPU": 99}, "Alive": False}]
+        monkeypatch.setattr(cluster.app.ray, "nodes", lambda: alive + lost)
+        monkeypatch.setattr(cluster.app.ray._private.state.state, "get_cluster_config", lambda: None)
+        monkeypatch.setattr(cluster.nodes, "is_autoscaler_v2", lambda fetch_from_server: grows)
+
+    return say
+
+
+@pytest.fixture
+def on_cluster(monkeypatch: pytest.MonkeyPatch, nodes: Callable[..., None]) -> Callable[..., Any]:
     """`secateur serve` on a cluster that says it has so many GPUs: the deployment it is given. Ray does nothing."""
 
     def run(gpus: int, **fields: Any) -> Any:
+        nodes([{"CPU": 8, "GPU": gpus} if gpus else {"CPU": 8}])
         given: list[Any] = []
 
         def leave() -> None:
@@ -118,13 +137,12 @@ def on_cluster(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
         monkeypatch.setenv("RAY_ADDRESS", "head:6379")
         monkeypatch.setattr(cluster.app, "visible_gpus", lambda: pytest.fail("this machine's devices do not matter"))
-        monkeypatch.setattr(cluster.app, "_remote_cluster", lambda address: nullcontext())
-        monkeypatch.setattr(cluster.app.ray, "is_initialized", lambda: True)
-        monkeypatch.setattr(cluster.app.ray, "cluster_resources", lambda: {"GPU": gpus} if gpus else {})
+        monkeypatch.setattr(cluster.app, "_cluster", lambda *_: nullcontext())
+        monkeypatch.setattr(cluster.app, "_controller", lambda: None)
         monkeypatch.setattr(cluster.app.ray_serve, "start", lambda **options: None)
         monkeypatch.setattr(cluster.app.ray_serve, "run", lambda application, **options: given.append(application))
         monkeypatch.setattr(cluster.app, "_serve_address", lambda: None)
-        monkeypatch.setattr(cluster.app, "_delete", lambda: None)
+        monkeypatch.setattr(cluster.app, "_delete", lambda controller: None)
         monkeypatch.setattr(cluster.app.signal, "pause", leave)
         cluster.app.serve(EngineArgs.load({"port": 0, **fields}))
         return given[0]._bound_deployment
@@ -156,3 +174,89 @@ def test_what_no_cluster_could_serve_is_told_before_serve_starts(
     monkeypatch.setattr(cluster.app, "_free_port", lambda host: pytest.fail("too late"))
     with pytest.raises(ConfigError, match="triton needs device 'cuda'"):
         on_cluster(0, kernels="triton")
+
+
+# -- an engine on one node -------------------------------------------------------------------------------------------
+
+EIGHT = {"CPU": 64.0, "GPU": 8.0, "accelerator_type:H100": 1.0}
+HEAD = {"CPU": 4.0}
+
+
+def engine(size: int, **spec: Any) -> dict[str, Any]:
+    drafter = {"method": "draft_model", "model": "bundled:draft", **spec}
+    return {"engine_kwargs": {"tensor_parallel_size": size, "device": "cuda", "speculative_config": drafter}}
+
+
+def num_bundles(args: Any) -> int:
+    return len(options(args).placement_group_bundles)
+
+
+def test_a_drafter_for_which_the_largest_node_has_no_gpu_is_colocated_and_said_so(
+    nodes: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    nodes([HEAD, EIGHT, EIGHT])  # 16 GPUs, but no 9 on one node
+    found = deployment(engine(8))
+    assert len(found._replica_config.placement_group_bundles) == 8
+    assert found.init_args[0]["speculative_config"]["draft_placement"] == "colocated"
+    assert "draft_placement: colocated, since the largest node has 8 GPUs" in caplog.text
+
+
+def test_where_there_is_room_a_drafter_keeps_its_own_device(
+    nodes: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    nodes([HEAD, EIGHT])
+    assert num_bundles(engine(7)) == 8
+    assert num_bundles(engine(8, method="ngram", model=None)) == 8
+    assert caplog.text == ""
+    nodes([HEAD, EIGHT, EIGHT])
+    assert num_bundles({**engine(8), "placement_group_config": {"strategy": "PACK"}}) == 9
+    assert "waits" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (engine(16), "need GPU: 17 on one node, .* more than GPU: 8: write a smaller tensor_par"),
+        (engine(8, draft_placement="dedicated"), "need GPU: 9 on one node.*write draft_placement: colocated, or a sm"),
+        ({"engine_kwargs": {"tensor_parallel_size": 9, "device": "cuda", "no_speculation": True}}, "need GPU: 9 on"),
+        ({**engine(4), "placement_group_config": {"bundle_per_worker": {"GPU": 1, "CPU": 20}}}, "need CPU: 100.1 on"),
+    ],
+)
+def test_what_no_node_can_hold_is_refused_with_what_to_write(
+    nodes: Callable[..., None], args: dict[str, Any], told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    nodes([HEAD, EIGHT, EIGHT, EIGHT])
+    with pytest.raises(ConfigError, match=told):
+        build(args)
+    nodes([HEAD, EIGHT], grows=True)
+    build(args)
+    assert "It waits for such a node" in caplog.text
+
+
+def test_bundles_that_are_written_out_are_waited_for(
+    nodes: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    nodes([HEAD, EIGHT])
+    bundles = [{"GPU": 1.0, "CPU": 1.0}] * 9
+    assert num_bundles({**engine(8), "placement_group_config": {"bundles": bundles}}) == 9
+    assert "It waits for such a node" in caplog.text
+
+
+def test_nodes_that_have_not_joined_yet_are_waited_for(
+    nodes: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    nodes([HEAD])
+    assert num_bundles({**engine(8), "accelerator_type": "H100"}) == 9
+    assert "a replica needs 9 H100 GPUs, the cluster has 0: it waits until there are more" in caplog.text
+    nodes([HEAD, EIGHT])
+    assert num_bundles({**engine(1), "accelerator_type": "H200"}) == 2
+    assert "a replica needs 2 H200 GPUs, the cluster has 0" in caplog.text
+
+
+def test_resources_that_no_single_node_has_together_are_refused(nodes: Callable[..., None]) -> None:
+    nodes([{"CPU": 64.0}, {"CPU": 1.0, "GPU": 8.0}])
+    with pytest.raises(ConfigError, match="need CPU: .*, GPU: |need GPU: .*, CPU: "):
+        build(engine(1))
+    nodes([{"CPU": 2.0}])
+    with pytest.raises(ConfigError, match="need CPU: 3.2 on one node, .* more than CPU: 2: write a smaller tensor"):
+        build({"engine_kwargs": {"device": "cpu", "tensor_parallel_size": 30}})

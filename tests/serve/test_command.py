@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import subprocess
 import threading
 import time
@@ -23,7 +24,20 @@ from cluster.processes import name_of
 from secateur.config import EngineArgs
 from secateur.errors import ConfigError, SecateurError
 
-APPLICATIONS = {cluster.app.APP_NAME: "deleting"}
+RUNNING = {cluster.app.APP_NAME: {"status": "RUNNING", "message": ""}}
+UNHEALTHY = {cluster.app.APP_NAME: {"status": "UNHEALTHY", "message": "its replica is being replaced"}}
+
+
+class Controller:
+    """Serve's, in this process: what it tells of the applications, one answer after the other, the last for ever."""
+
+    def __init__(self, *answers: dict[str, Any]) -> None:
+        self._answers = list(answers or [{}])
+        self.delete_apps = SimpleNamespace(remote=lambda names: None)
+        self.get_serve_instance_details = SimpleNamespace(remote=self._next)
+
+    def _next(self) -> dict[str, Any]:
+        return {"applications": self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]}
 
 
 @pytest.fixture
@@ -34,13 +48,13 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         {"NodeManagerAddress": "10.0.0.2", "Resources": {"CPU": 8}},
         {"NodeManagerAddress": "10.0.0.1", "Resources": {"node:__internal_head__": 1}},
     ]
-    monkeypatch.setattr(cluster.app, "_remote_cluster", lambda address: nullcontext())
+    monkeypatch.setattr(cluster.app, "_cluster", lambda *_: nullcontext())
     monkeypatch.setattr(cluster.app, "_get_global_client", lambda **options: None)
     monkeypatch.setattr(cluster.app.ray, "nodes", lambda: nodes)
     monkeypatch.setattr(cluster.app.ray_serve, "start", lambda http_options, **options: found.append(http_options))
     monkeypatch.setattr(cluster.app.ray_serve, "run", lambda application, **options: None)
-    monkeypatch.setattr(cluster.app.ray_serve, "delete", lambda name, **options: None)
-    monkeypatch.setattr(cluster.app.ray_serve, "status", lambda: SimpleNamespace(applications={}))
+    monkeypatch.setattr(cluster.app, "_controller", Controller)
+    monkeypatch.setattr(cluster.app.ray, "get", lambda answer, timeout: answer)
     return found
 
 
@@ -88,28 +102,60 @@ def test_another_port_than_that_of_a_serve_that_runs_is_refused(
 # How long it stays
 
 
-def test_a_service_that_nothing_answers_for_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any answer will do, and a few in a row may be missing."""
-    answers = [httpx2.Response(503), *[None] * 5, httpx2.Response(200), *[None] * 6]
-    slept: list[float] = []
+@pytest.fixture
+def checked(started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """What ends `stay`, given the proxy's answers and Serve's."""
 
-    def get(url: str, **options: Any) -> httpx2.Response:
-        assert url == "http://127.0.0.1:8000/-/healthz"
-        if (answer := answers.pop(0)) is None:
-            raise httpx2.ConnectError("refused")
-        return answer
+    def run(answers: list[httpx2.Response | None], *statuses: dict[str, Any]) -> str:
+        left, slept = list(answers), []
 
-    monkeypatch.setattr(cluster.app.httpx2, "get", get)
-    monkeypatch.setattr(cluster.app.time, "sleep", slept.append)
-    with pytest.raises(SecateurError, match="is lost: .* start it again"):
-        stay("http://127.0.0.1:8000")
-    assert not answers
-    assert slept == [5.0] * 13
+        def get(url: str, **options: Any) -> httpx2.Response:
+            assert url == "http://127.0.0.1:8000/-/healthz"
+            if (answer := left.pop(0)) is None:
+                raise httpx2.ConnectError("refused")
+            return answer
+
+        controller = Controller(*statuses)
+        monkeypatch.setattr(cluster.app, "_controller", lambda: controller)
+        monkeypatch.setattr(cluster.app.httpx2, "get", get)
+        monkeypatch.setattr(cluster.app.time, "sleep", slept.append)
+        with pytest.raises(SecateurError, match="is lost: .* start it again") as error:
+            stay("http://127.0.0.1:8000")
+        assert not left
+        assert slept == [5.0] * len(answers)
+        return str(error.value)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("final", "reason"),
+    [
+        ({}, "its application was deleted"),
+        ({"secateur": {"status": "DEPLOY_FAILED", "message": "no GPU"}}, "its application failed, no GPU"),
+    ],
+)
+def test_a_service_that_serve_gives_up_is_an_error(
+    checked: Callable[..., str], final: dict[str, Any], reason: str
+) -> None:
+    """Said three times in a row: a controller that has just come back may not know its applications yet."""
+    statuses = [RUNNING, {}, {}, UNHEALTHY, final, final, final]
+    assert reason in checked([httpx2.Response(200)] * len(statuses), *statuses)
+
+
+def test_a_proxy_that_is_gone_for_minutes_is_waited_for(
+    checked: Callable[..., str], caplog: pytest.LogCaptureFixture
+) -> None:
+    answers = [httpx2.Response(503), *[None] * 50, httpx2.Response(200), *[None] * 3]
+    checked(answers, *[RUNNING] * 52, {})
+    said = [record.getMessage() for record in caplog.records if "proxy" in record.getMessage()]
+    assert ["again" in line for line in said] == [False, True, False]
 
 
 def test_a_service_whose_raylet_has_ended_is_an_error_though_the_proxy_answers(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setattr(cluster.app, "_controller", lambda: Controller(RUNNING))
     monkeypatch.setattr(cluster.app.httpx2, "get", lambda url, **options: httpx2.Response(200))
     monkeypatch.setattr(cluster.app, "CHECK_PERIOD_S", 0.01)
     (tmp_path / "raylet").symlink_to(shutil.which("sleep"))
@@ -130,10 +176,10 @@ def test_a_service_whose_raylet_has_ended_is_an_error_though_the_proxy_answers(
 def test_it_waits_until_serve_has_ended_the_application(
     started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    statuses = [APPLICATIONS, APPLICATIONS, {}]
-    monkeypatch.setattr(cluster.app.ray_serve, "status", lambda: SimpleNamespace(applications=statuses.pop(0)))
+    controller = Controller(RUNNING, RUNNING, {})
+    monkeypatch.setattr(cluster.app, "_controller", lambda: controller)
     url_of()
-    assert not statuses
+    assert controller._answers == [{}]
 
 
 def test_a_ray_that_answers_no_more_is_not_waited_for_for_ever(
@@ -141,28 +187,75 @@ def test_a_ray_that_answers_no_more_is_not_waited_for_for_ever(
 ) -> None:
     over, calls = threading.Event(), []
 
-    def hang() -> SimpleNamespace:
+    def hang() -> dict[str, Any]:
         calls.append("status")
         over.wait(20)
-        return SimpleNamespace(applications=APPLICATIONS)
+        return {"applications": RUNNING}
 
+    controller = Controller()
+    controller.get_serve_instance_details.remote = hang
     monkeypatch.setattr(cluster.app, "DELETE_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(cluster.app.ray_serve, "status", hang)
+    monkeypatch.setattr(cluster.app, "_controller", lambda: controller)
     began = time.monotonic()
     url_of()
     assert time.monotonic() - began < 15
     assert "has not ended the application" in caplog.text
     over.set()
     time.sleep(0.5)
-    assert calls == ["status"], "a later call would start another Ray"
+    assert calls == ["status"]
 
 
 def test_a_serve_that_cannot_end_the_application_is_told_and_ends_nothing_else(
     started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(name: str, **options: Any) -> None:
+    def fail(names: list[str]) -> None:
         raise RuntimeError("the controller is dead")
 
-    monkeypatch.setattr(cluster.app.ray_serve, "delete", fail)
+    controller = Controller()
+    controller.delete_apps.remote = fail
+    monkeypatch.setattr(cluster.app, "_controller", lambda: controller)
     url_of()
     assert "could not end the application" in caplog.text
+
+
+def test_a_start_that_is_interrupted_leaves_no_application_on_a_cluster(
+    started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deleted: list[list[str]] = []
+    controller = Controller()
+    controller.delete_apps.remote = deleted.append
+    monkeypatch.setattr(cluster.app, "_controller", lambda: controller)
+
+    def run(application: Any, **options: Any) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(cluster.app.ray_serve, "run", run)
+    with pytest.raises(KeyboardInterrupt):
+        url_of()
+    assert deleted == [["secateur"]]
+
+
+# What signals do
+
+
+def test_no_signal_breaks_off_the_clean_up(started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGINT too where it was ignored, as in what a script starts with &."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ended = []
+
+    def delete(controller: Controller) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        ended.append("whole")
+
+    monkeypatch.setattr(cluster.app, "_delete", delete)
+    try:
+        args = EngineArgs.load({"device": "cpu"})
+        with pytest.raises(KeyboardInterrupt), running(args, address="10.0.0.1:6379"):
+            signal.raise_signal(signal.SIGINT)
+        assert ended == ["whole"]
+        with running(args, address="10.0.0.1:6379"):
+            pass
+        assert ended == ["whole", "whole"]
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)

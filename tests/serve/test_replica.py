@@ -14,7 +14,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 import cluster.app
 from cluster.app import GoneClients, Replica
-from cluster.engine_client import EngineClient
+from cluster.engine_client import EngineClient, EngineDead, Health
 from cluster.streams import EventStream, unless_client_leaves
 from workers.ipc import Submit, TokenChunk
 
@@ -27,11 +27,20 @@ class FakeGang:
         self.is_closed = True
 
 
+class FakeTokenizing:
+    def __init__(self) -> None:
+        self.reason = ""
+
+    def health(self) -> Health:
+        return Health(not self.reason, self.reason)
+
+
 class ReplicaOf(Replica):
     """One that serves already, without Ray."""
 
     def __init__(self, client: EngineClient) -> None:
         self._client, self._gang, self._serving = client, FakeGang(), True
+        self._tokenizing = FakeTokenizing()
 
     def __del__(self) -> None:
         pass  # Serve would await it
@@ -49,6 +58,11 @@ async def test_an_engine_that_hangs_is_ended_before_serve_drains_the_replica(
     await asyncio.sleep(0.2)  # collecting garbage at the end of the start took a while
     replica = ReplicaOf(client)
     await replica.check_health()
+    replica._tokenizing.reason = "no text can be tokenized"
+    with pytest.raises(RuntimeError, match="no text can be tokenized"):
+        await replica.check_health()
+    replica._tokenizing.reason = ""
+    await replica.check_health()
 
     engine.hold.set()
     waiting = asyncio.create_task(last_chunk(client, Submit(id=1, prompt=[1], max_tokens=10)))
@@ -56,9 +70,8 @@ async def test_an_engine_that_hangs_is_ended_before_serve_drains_the_replica(
     with pytest.raises(RuntimeError, match="the engine is silent"):
         await replica.check_health()
     assert replica._gang.is_closed
-    chunk = await asyncio.wait_for(waiting, 5)
-    assert chunk.finish_reason == "error"
-    assert "the engine is silent" in chunk.error
+    with pytest.raises(EngineDead, match="the engine is silent"):
+        await asyncio.wait_for(waiting, 5)
     await asyncio.sleep(0.1)
     with pytest.raises(RuntimeError, match="the engine is silent"):
         await replica.check_health()

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx2
@@ -110,20 +111,26 @@ def test_a_client_that_leaves_ends_its_request(url: str, streamed: bool) -> None
     wait_for(lambda: metric(url, "num_requests_running") == 0, 10)
 
 
-def test_a_lost_rank_fails_what_runs_and_the_service_comes_back(url: str) -> None:
-    """Last in this file: it replaces the engine."""
+@pytest.mark.parametrize(("killed", "role"), [(1, "verifier 1"), (2, "drafter 0")])
+def test_a_lost_rank_fails_what_runs_and_the_service_comes_back(url: str, killed: int, role: str) -> None:
+    """Last in this file: it replaces the engine. Nine requests of which eight run: the last one waits for its turn."""
     ranks, before = topology(url), replica(url)
-    body = {"prompt": PROMPT, "max_tokens": 2000, "ignore_eos": True, "stream": True}
+    body = {"prompt": PROMPT, "max_tokens": 2000, "ignore_eos": True}
+    reason = f"the engine is not available: {role} died: "
     payloads = []
-    with httpx2.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
-        for line in response.iter_lines():
-            if not line:
-                continue
-            if not payloads:
-                os.kill(ranks[-1]["pid"], signal.SIGKILL)
-            payloads.append(line.removeprefix("data: "))
-    assert payloads[-1] == "[DONE]"
-    assert "engine" in json.loads(payloads[-2])["error"]["message"]
+    with ThreadPoolExecutor(8) as pool:
+        with httpx2.stream("POST", f"{url}/v1/completions", json=body | {"stream": True}, timeout=60) as response:
+            lines = (line.removeprefix("data: ") for line in response.iter_lines() if line)
+            payloads.append(next(lines))
+            whole = [pool.submit(httpx2.post, f"{url}/v1/completions", json=body, timeout=60) for _ in range(8)]
+            wait_for(lambda: metric(url, "num_requests_waiting") > 0, 20)
+            os.kill(ranks[killed]["pid"], signal.SIGKILL)
+            payloads += lines
+        assert payloads[-1] == "[DONE]"
+        assert json.loads(payloads[-2])["error"]["message"].startswith(reason)
+        for refused in (future.result() for future in whole):
+            assert refused.status_code == 503 and int(refused.headers["retry-after"]) > 0
+            assert refused.json()["error"]["message"].startswith(reason)
 
     def is_back() -> bool:
         try:

@@ -1,0 +1,32 @@
+"""Where the service listens, and how it is reached. Imports nothing large: a port in use is told in an instant."""
+
+from __future__ import annotations
+
+import socket
+
+from secateur.errors import ConfigError
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises ConfigError if nothing can listen there now."""
+    listening_socket(host, port).close()
+
+
+def listening_socket(host: str, port: int) -> socket.socket:
+    """Bound, so that a port in use is known before an engine starts. Raises ConfigError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        message = f"cannot listen on {host}:{port} ({error.strerror}); choose another --host or --port"
+        raise ConfigError(message) from error
+    return sock
+
+
+def base_url(host: str, port: int) -> str:
+    """Where to reach a service that listens on `host`; the wildcard addresses are reached as loopback."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,0 +1,49 @@
+"""Tokenizers in formats that transformers converts with the help of other packages: which of those is missing."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+EXTRA = "secateur[tokenizers]"
+
+_READ_AS_THEY_ARE = ("tokenizer.json", "vocab.json", "vocab.txt")
+
+# Module -> the package that brings it.
+_SENTENCEPIECE = {"sentencepiece": "sentencepiece", "google.protobuf": "protobuf"}
+_TIKTOKEN = {"tiktoken": "tiktoken"}
+_TEKKEN = {"mistral_common": "mistral-common"}
+
+
+def lacking_package(folder: Path) -> str | None:
+    """What to install before a folder's tokenizer can be read; None if nothing is missing for it."""
+    for name, needed in _needs(folder).items():
+        if missing := [package for module, package in needed.items() if not _is_installed(module)]:
+            return (
+                f"{folder} has only {name}, which takes {' and '.join(missing)} to read: "
+                f"pip install '{EXTRA}', or name a folder that has a tokenizer.json"
+            )
+    return None
+
+
+def _needs(folder: Path) -> dict[str, dict[str, str]]:
+    """File -> what reading it takes; nothing where there are files that are read as they are."""
+    if any((folder / name).exists() for name in _READ_AS_THEY_ARE):
+        return {}
+    if (folder / "tekken.json").exists():
+        return {"tekken.json": _TEKKEN}
+    return {file.name: _TIKTOKEN if _is_tiktoken(file) else _SENTENCEPIECE for file in sorted(folder.glob("*.model*"))}
+
+
+def _is_tiktoken(file: Path) -> bool:
+    """tiktoken's files are lines of a token in base64 and its rank; SentencePiece's are protocol buffers."""
+    with file.open("rb") as opened:
+        first = opened.readline(4096).split()
+    return len(first) == 2 and first[1].isdigit()
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # its parent is missing
+        return False

@@ -1,0 +1,90 @@
+"""The Hugging Face hub's answers, as huggingface_hub asks for them, from folders on this machine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+COMMIT = "c" * 40
+
+
+class FakeHub(ThreadingHTTPServer):
+    """Every `root/organisation/model` is a repository of one commit. `fetched` are the files sent, in order."""
+
+    daemon_threads = True
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(("127.0.0.1", 0), _Answer)
+        self.root = root
+        self.fetched: list[str] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class _Answer(BaseHTTPRequestHandler):
+    server: FakeHub
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        parts = unquote(urlsplit(self.path).path).strip("/").split("/")
+        match parts:
+            case ["api", "models", organisation, model, *_]:
+                folder = self.server.root / organisation / model
+                files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+                if "tree" in parts:
+                    found: object = [
+                        {"type": "file", "path": name, "size": (folder / name).stat().st_size, "oid": "0" * 40}
+                        for name in files
+                    ]
+                else:
+                    found = {"id": f"{organisation}/{model}", "modelId": f"{organisation}/{model}", "sha": COMMIT}
+                    found |= {"siblings": [{"rfilename": name} for name in files], "private": False, "tags": []}
+                self._send(200 if files else 404, json.dumps(found).encode())
+            case [_, _, "resolve", _, *name] if (path := self._path(parts)).is_file():
+                if self.command == "GET":
+                    self.server.fetched.append(f"{parts[0]}/{parts[1]}:{'/'.join(name)}")
+                self._send(200, path.read_bytes())
+            case _:
+                self._send(404, b"{}")
+
+    do_HEAD = do_GET
+
+    def _path(self, parts: list[str]) -> Path:
+        organisation, model, _, _, *name = parts
+        return self.server.root.joinpath(organisation, model, *name)
+
+    def _send(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json" if "/api/" in self.path else "application/octet-stream")
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("ETag", f'"{hashlib.sha256(body).hexdigest()}"')
+        self.send_header("X-Repo-Commit", COMMIT)
+        if status == 404:
+            self.send_header("X-Error-Code", "EntryNotFound")
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@contextmanager
+def fake_hub(root: Path) -> Iterator[FakeHub]:
+    hub = FakeHub(root)
+    thread = threading.Thread(target=hub.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield hub
+    finally:
+        hub.shutdown()
+        hub.server_close()
+        thread.join()

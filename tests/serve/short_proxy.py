@@ -1,0 +1,16 @@
+"""A proxy's callback with short limits, for `test_proxy_end_to_end.py`; Serve's proxies import it by name."""
+
+from __future__ import annotations
+
+from starlette.middleware import Middleware
+
+from cluster import proxy
+from cluster.http_limits import HttpLimits, LimitedProtocol
+
+
+class ShortProtocol(LimitedProtocol):
+    limits = HttpLimits(head_s=2.0, body_s=2.0)
+
+
+def middlewares() -> list[Middleware]:
+    return proxy.middlewares(f"{__name__}:ShortProtocol")

@@ -1,0 +1,72 @@
+"""Folders whose process was killed are removed by the next start, and no others."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster.folders import OwnedFolder
+
+OWNER = """
+import sys, time
+from cluster.folders import OwnedFolder
+folder = OwnedFolder()
+(folder.path / "engine.sock").touch()
+print(folder.path, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The temporary directory of this process and those it starts."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    return tmp_path
+
+
+@pytest.fixture
+def owner() -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    """Another process and its folder."""
+    process = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    yield process, Path(process.stdout.readline().strip())
+    process.kill()
+    process.wait()
+
+
+def test_the_next_folder_removes_that_of_a_killed_process(owner: tuple[subprocess.Popen[str], Path]) -> None:
+    process, folder = owner
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert (folder / "engine.sock").exists()
+    OwnedFolder().remove()
+    assert not folder.exists()
+
+
+def test_the_folder_of_a_process_that_lives_stays(owner: tuple[subprocess.Popen[str], Path]) -> None:
+    _, folder = owner
+    mine = OwnedFolder()
+    OwnedFolder().remove()
+    assert (folder / "engine.sock").exists()
+    assert mine.path.is_dir()
+    mine.remove()
+    mine.remove()
+    assert not mine.path.exists()
+
+
+def test_a_folder_that_only_has_such_a_name_stays(temporary: Path) -> None:
+    others = temporary / "secateur-results"
+    others.mkdir()
+    (others / "rows.json").touch()
+    link = temporary / "secateur-link"
+    link.symlink_to(others)
+    OwnedFolder().remove()
+    assert (others / "rows.json").exists()
+    assert link.is_symlink()

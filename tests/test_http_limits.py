@@ -1,0 +1,291 @@
+"""What a client may send and how long it may take: raw sockets against the real uvicorn, with short limits."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from cluster.http_limits import HttpLimits, LimitedProtocol
+from cluster.service import listening_socket
+
+LIMITS = HttpLimits(head_s=1.0, body_s=1.0, body_bytes_per_s=1000, body_bytes=1 << 20)
+PATIENCE_S = 10.0
+"""Far above every limit here, far below the tests' own."""
+
+
+async def read_bodies(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers how much it was sent; `/early` before it has read anything, `/stream` slowly."""
+    if scope["path"] == "/stream":
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(8):
+            await asyncio.sleep(0.25)
+            await send({"type": "http.response.body", "body": b"x" * (1 << 18), "more_body": True})
+        await send({"type": "http.response.body", "body": b"end"})
+        return
+    size, more = 0, scope["path"] != "/early"
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return
+        size += len(message.get("body", b""))
+        more = message.get("more_body", False)
+    headers = [(b"content-length", str(len(str(size))).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": str(size).encode()})
+
+
+class ShortProtocol(LimitedProtocol):
+    limits = LIMITS
+
+
+@contextmanager
+def serving(app: ASGIApp, protocol: type[asyncio.Protocol] = ShortProtocol) -> Iterator[int]:
+    """The port of the app under uvicorn in a thread."""
+    sock = listening_socket("127.0.0.1", 0)
+    config = uvicorn.Config(app, http=protocol, log_level="critical", lifespan="off", timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[sock])), daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    try:
+        yield sock.getsockname()[1]
+    finally:
+        server.should_exit = True
+        thread.join(10)
+        sock.close()
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    with serving(read_bodies) as found:
+        yield found
+
+
+@pytest.fixture
+def client(port: int) -> Iterator[Callable[[], socket.socket]]:
+    sockets: list[socket.socket] = []
+
+    def connect() -> socket.socket:
+        sockets.append(socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S))
+        return sockets[-1]
+
+    yield connect
+    for sock in sockets:
+        sock.close()
+
+
+def rest(sock: socket.socket) -> bytes:
+    """Everything until the server closes; fails after a while."""
+    data = b""
+    while part := sock.recv(1 << 16):
+        data += part
+    return data
+
+
+def until(sock: socket.socket, end: bytes) -> bytes:
+    """An answer up to its known end; fails if the server closes before."""
+    data = b""
+    while not data.endswith(end):
+        part = sock.recv(1 << 16)
+        assert part, f"cut off behind {data[-300:]!r}"
+        data += part
+    return data
+
+
+def send_all(sock: socket.socket, data: bytes) -> None:
+    """As much of it as the server takes."""
+    try:
+        sock.sendall(data)
+    except OSError:
+        pass
+
+
+def refusal(answer: bytes) -> tuple[int, dict[str, Any]]:
+    """Status and error object of the one answer."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert b"content-type: application/json" in head and b"connection: close" in head
+    return int(head.split()[1]), json.loads(body)["error"]
+
+
+GET = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
+STREAM_END = b"end\r\n0\r\n\r\n"
+LATE_HEAD = "the headers were not complete within 1 s"
+LATE_BODY = "the body did not arrive in time; it has 1 s, and more only for what comes at 1000 bytes/s"
+HEAD = b"POST / HTTP/1.1\r\nHost: a\r\n"
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+
+
+# Sizes
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "code"),
+    [
+        (HEAD + b"X: " + b"a" * (10 << 20) + b"\r\n\r\n", 431, "headers_too_large"),
+        (HEAD + b"X: " + b"a" * (10 << 20), 431, "headers_too_large"),
+        (HEAD + b"a" * (1 << 20), 431, "headers_too_large"),
+        (HEAD + b"X: " + b"a" * 60_000 + b"\r\nY: " + b"a" * 10_000 + b"\r\n\r\n", 431, "headers_too_large"),
+        (b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nHost: a\r\n\r\n", 431, "headers_too_large"),
+        (HEAD + b"".join(b"X-%d: a\r\n" % n for n in range(100_000)) + b"\r\n", 431, "too_many_headers"),
+        (HEAD + b"X: a\r\n" * 128 + b"\r\n", 431, "too_many_headers"),
+        (HEAD + b"Content-Length: 3000000\r\n\r\n" + b"a" * 3_000_000, 413, "body_too_large"),
+        (CHUNKED + (b"4000\r\n" + b"a" * 0x4000 + b"\r\n") * 100, 413, "body_too_large"),
+        (CHUNKED + b"1\r\na\r\n0\r\n" + b"T: a\r\n" * 200, 431, "too_many_headers"),
+        (CHUNKED + b"1;" + b"a" * (1 << 20), 431, "headers_too_large"),
+        (b"\r\n" * 500_000, 431, "headers_too_large"),
+        (b"no such protocol\r\n\r\n", 400, "malformed_request"),
+    ],
+    ids=lambda value: None if isinstance(value, bytes) else str(value),
+)  # fmt: skip
+def test_what_is_too_large_is_refused_and_the_reader_is_told(
+    client: Callable[[], socket.socket], sent: bytes, status: int, code: str
+) -> None:
+    sock = client()
+    send_all(sock, sent)
+    found, error = refusal(rest(sock))
+    assert (found, error["code"], error["type"]) == (status, code, "invalid_request_error")
+
+
+def test_what_fits_is_served_also_twice_over_one_connection(client: Callable[[], socket.socket]) -> None:
+    sock = client()
+    request = HEAD + b"X: " + b"a" * 60_000 + b"\r\n" + b"Y: a\r\n" * 100 + b"Content-Length: 1000000\r\n\r\n"
+    for _ in range(2):
+        sock.sendall(request + b"a" * 1_000_000)
+        assert until(sock, b"1000000").startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("size", [997, 4096, 60_001])
+def test_in_what_pieces_a_request_arrives_does_not_matter(client: Callable[[], socket.socket], size: int) -> None:
+    def send(data: bytes) -> socket.socket:
+        sock = client()
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for start in range(0, len(data), size):
+            send_all(sock, data[start : start + size])
+        return sock
+
+    fits = HEAD + b"X: " + b"a" * 63_000 + b"\r\nContent-Length: 200000\r\n\r\n" + b"a" * 200_000
+    assert until(send(2 * fits), b"\r\n\r\n200000").startswith(b"HTTP/1.1 200")
+    assert refusal(rest(send(HEAD + b"X: " + b"a" * 66_000 + b"\r\n\r\n")))[0] == 431
+
+
+def test_headers_of_many_requests_sent_at_once_do_not_add_up(client: Callable[[], socket.socket]) -> None:
+    sock = client()
+    sock.sendall((HEAD + b"X: " + b"a" * 30_000 + b"\r\nContent-Length: 2\r\n\r\nhi") * 12)
+    answer = b""
+    while answer.count(b"HTTP/1.1 200") < 12 or not answer.endswith(b"2"):
+        part = sock.recv(1 << 16)
+        assert part, answer[-300:]
+        answer += part
+
+
+# Times
+
+
+@pytest.mark.parametrize(
+    ("begun", "drip", "told"),
+    [
+        (b"", b"", None),
+        (b"GET / HT", b"", LATE_HEAD),
+        (HEAD, b"X: a\r\n", LATE_HEAD),
+        (b"\r\n", b"\r\n", LATE_HEAD),
+        (HEAD + b"Content-Length: 1000\r\n\r\n", b"", LATE_BODY),
+        (HEAD + b"Content-Length: 1000\r\n\r\n", b"a", LATE_BODY),
+        (CHUNKED, b"1\r\na\r\n", LATE_BODY),
+    ],
+)
+def test_what_is_never_finished_is_closed_in_time(
+    client: Callable[[], socket.socket], begun: bytes, drip: bytes, told: str | None
+) -> None:
+    """`drip` keeps coming: it must not move the end."""
+    sock = client()
+    sock.sendall(begun)
+    stop = threading.Event()
+
+    def keep_dripping() -> None:
+        while drip and not stop.wait(0.1):
+            send_all(sock, drip)
+
+    dripping = threading.Thread(target=keep_dripping)
+    dripping.start()
+    began = time.monotonic()
+    try:
+        answer = rest(sock)
+    finally:
+        stop.set()
+        dripping.join()
+    assert time.monotonic() - began < PATIENCE_S
+    if told is None:
+        assert answer == b""
+    else:
+        status, error = refusal(answer)
+        assert (status, error["message"], error["code"]) == (408, told, "request_timeout")
+
+
+def test_a_second_request_has_its_own_time(client: Callable[[], socket.socket]) -> None:
+    sock = client()
+    for _ in range(3):
+        time.sleep(0.5)  # less than a limit each, more than one together
+        sock.sendall(GET)
+        assert until(sock, b"\r\n\r\n0").startswith(b"HTTP/1.1 200")
+    sock.sendall(b"GET / HT")
+    assert refusal(rest(sock))[0] == 408
+
+
+def test_a_body_that_keeps_the_pace_may_take_longer(client: Callable[[], socket.socket]) -> None:
+    sock = client()
+    sock.sendall(HEAD + b"Content-Length: 3000\r\n\r\n")
+    for _ in range(4):
+        time.sleep(0.5)
+        sock.sendall(b"a" * 750)
+    assert until(sock, b"\r\n\r\n3000").startswith(b"HTTP/1.1 200")
+
+
+def test_an_unfinished_body_behind_an_early_answer_is_closed_without_a_second_one(
+    client: Callable[[], socket.socket],
+) -> None:
+    sock = client()
+    sock.sendall(b"POST /early HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n\r\n")
+    answer = rest(sock)
+    assert answer.count(b"HTTP/1.1") == 1 and answer.startswith(b"HTTP/1.1 200")
+
+
+def test_a_slow_answer_and_a_slow_reader_are_left_alone(client: Callable[[], socket.socket]) -> None:
+    sock = client()
+    sock.sendall(b"GET /stream HTTP/1.1\r\nHost: a\r\n\r\n")
+    time.sleep(3)
+    assert until(sock, STREAM_END).count(b"x") >= 8 << 18
+
+
+def test_a_client_that_waits_for_its_answer_may_have_begun_the_next_request(
+    client: Callable[[], socket.socket],
+) -> None:
+    sock = client()
+    sock.sendall(b"GET /stream HTTP/1.1\r\nHost: a\r\n\r\nGET / HT")
+    until(sock, STREAM_END)
+    sock.sendall(b"TP/1.1\r\nHost: a\r\n\r\n")
+    assert until(sock, b"\r\n\r\n0").startswith(b"HTTP/1.1 200")
+
+
+def test_a_late_body_ends_its_request_in_the_application() -> None:
+    over = threading.Event()
+
+    async def wait_for_all(scope: Scope, receive: Receive, send: Send) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        over.set()
+
+    with serving(wait_for_all) as port, socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as sock:
+        sock.sendall(HEAD + b"Content-Length: 1000\r\n\r\na")
+        assert refusal(rest(sock))[0] == 408
+        assert over.wait(PATIENCE_S)

@@ -1,0 +1,68 @@
+"""Files of JSON, one value a line: a line ends with \\n or \\r\\n, and no other character ends one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from secateur.batch import read_job
+from secateur.errors import ConfigError
+from secateur.jsonl import lines_of
+from secateur.plan import read_trace
+from secateur.prompts import read_prompts
+
+SEPARATORS = ["\u2028", "\u2029", "\x85", "\x1c", "\x0b", "\x0c"]
+"""What `str.splitlines` takes for line ends. JSON strings may hold the first three as they are."""
+RAW = "x = 'a\u2028b\u2029c\x85d'"
+
+
+def write(path: Path, *lines: str, end: str = "\n") -> Path:
+    path.write_bytes("".join(line + end for line in lines).encode())
+    return path
+
+
+def batch_line(custom_id: str) -> str:
+    body = {"prompt": RAW}
+    line = {"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": body}
+    return json.dumps(line, ensure_ascii=False)
+
+
+@pytest.mark.parametrize("separator", [*SEPARATORS, "\r"])
+def test_only_newlines_end_a_line(separator: str) -> None:
+    assert list(lines_of(f"a{separator}b\r\n\nc")) == [(1, f"a{separator}b"), (3, "c")]
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_a_prompt_holds_what_other_software_takes_for_a_line_end(tmp_path: Path, end: str) -> None:
+    rows = [{"text": RAW}, {"messages": [{"role": "user", "content": RAW}]}]
+    file = write(tmp_path / "p.jsonl", *[json.dumps(row, ensure_ascii=False) for row in rows], end=end)
+    text, chat = read_prompts(file, 2)
+    assert text.text == RAW and chat.messages == rows[1]["messages"]
+
+
+def test_a_lone_carriage_return_is_a_space_as_json_has_it(tmp_path: Path) -> None:
+    assert [p.text for p in read_prompts(write(tmp_path / "p.jsonl", '{"text":\r"a"}'), 1)] == ["a"]
+    fields = '"seconds": 1,\r"prompt_tokens": 2,\r"output_tokens": 3'
+    assert [a.output_tokens for a in read_trace(write(tmp_path / "t.jsonl", f"{{{fields}}}"))] == [3]
+    with pytest.raises(ConfigError, match="line 1: not JSON"):
+        read_prompts(write(tmp_path / "two.jsonl", '{"text": "a"}\r{"text": "b"}'), 1)
+
+
+def test_a_trace_ends_its_lines_with_newlines_alone(tmp_path: Path) -> None:
+    line = '{{"seconds": {}, "prompt_tokens": 4, "output_tokens": 2}}'
+    trace = write(tmp_path / "t.jsonl", line.format(1), "", line.format(2), end="\r\n")
+    assert [arrival.seconds for arrival in read_trace(trace)] == [1, 2]
+    with pytest.raises(ConfigError, match="line 3: not JSON"):
+        read_trace(write(tmp_path / "odd.jsonl", line.format(1), "", line.format(2) + "\u2028" + line.format(3)))
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:
+    assert [p.text for p in read_prompts(write(tmp_path / "p.jsonl", '\ufeff{"text": "a"}'), 1)] == ["a"]
+    assert read_job(write(tmp_path / "in.jsonl", "\ufeff" + batch_line("a"))).custom_ids == {"a"}
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_a_batch_line_holds_them_too(tmp_path: Path, end: str) -> None:
+    assert read_job(write(tmp_path / "in.jsonl", batch_line("a"), batch_line("b"), end=end)).custom_ids == {"a", "b"}

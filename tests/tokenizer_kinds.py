@@ -1,0 +1,95 @@
+"""Small tokenizers of the kinds that models have, made here, with tokens that are no characters by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from cluster.tokens import Tokenizer
+
+Kind = Callable[[], tokenizers.Tokenizer]
+
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+SPECIAL = ["<unk>", "<s>"]
+WORDS = ["▁", "▁▁", "a", "▁a", "b", "\ufffd", "▁\ufffd", "é", "<0x", "ab"]
+
+
+def llama() -> tokenizers.Tokenizer:
+    """SentencePiece with byte fallback, as Llama 2's and Mistral's."""
+    vocab = {word: id for id, word in enumerate([*SPECIAL, *BYTES, *WORDS])}
+    fast = tokenizers.Tokenizer(models.BPE(vocab, [("▁", "a")], unk_token="<unk>", byte_fallback=True))
+    fast.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    fast.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return fast
+
+
+def gemma() -> tokenizers.Tokenizer:
+    """The same without the space before a text."""
+    fast = llama()
+    fast.normalizer = normalizers.Replace(" ", "▁")
+    fast.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return fast
+
+
+def byte_level() -> tokenizers.Tokenizer:
+    """GPT-2's kind, with tokens of several bytes that are no characters."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    spell = {char: "".join(letters_of(char)) for char in ("世", "🌳")}
+    words = [*SPECIAL, *letters, spell["世"][:2], spell["世"][1:], spell["🌳"][:3], "a" + spell["🌳"][:2], "Ġa"]
+    fast = tokenizers.Tokenizer(models.BPE({word: id for id, word in enumerate(words)}, [], unk_token="<unk>"))
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = decoders.ByteLevel()
+    return fast
+
+
+def letters_of(text: str) -> list[str]:
+    [(spelt, _)] = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)
+    return list(spelt)
+
+
+def word_piece() -> tokenizers.Tokenizer:
+    words = [*SPECIAL, "a", "##a", "b", "##b", ".", ",", "don", "'", "t", "世", "##世", "\ufffd"]
+    vocab = {word: id for id, word in enumerate(words)}
+    fast = tokenizers.Tokenizer(models.WordPiece(vocab, unk_token="<unk>"))
+    fast.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast.decoder = decoders.WordPiece()
+    return fast
+
+
+def metaspace() -> tokenizers.Tokenizer:
+    """T5's kind."""
+    fast = tokenizers.Tokenizer(models.Unigram([(word, -1.0) for word in [*SPECIAL, *WORDS]], unk_id=0))
+    fast.pre_tokenizer = pre_tokenizers.Metaspace()
+    fast.decoder = decoders.Metaspace()
+    return fast
+
+
+def word_ends() -> tokenizers.Tokenizer:
+    """GPT-1's kind: the space behind a word is written if another follows."""
+    vocab = {word: id for id, word in enumerate([*SPECIAL, "a", "a</w>", "b", "b</w>", "世</w>"])}
+    fast = tokenizers.Tokenizer(models.BPE(vocab, [], unk_token="<unk>", end_of_word_suffix="</w>"))
+    fast.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast.decoder = decoders.BPEDecoder()
+    return fast
+
+
+def rewriting() -> tokenizers.Tokenizer:
+    """A decoder that takes back a space once the next token has come: no stream can say what it says of the whole."""
+    fast = llama()
+    fast.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Replace(" a", "a")]
+    )
+    return fast
+
+
+def load(kind: Kind, folder: Path) -> Tokenizer:
+    """The tokenizer of this kind, from files in this folder."""
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=kind(), unk_token="<unk>", bos_token="<s>")
+    wrapped.save_pretrained(folder)
+    return Tokenizer(str(folder))
