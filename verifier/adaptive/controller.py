@@ -68,7 +68,7 @@ class Plan:
     """What looking for lookup drafts found; None if the step did not look."""
     look_ms: float
     is_probe: bool
-    """Whether the step takes the choice with the worse forecast."""
+    """Whether the step drafts although plain decoding has the better forecast."""
     is_idle: bool
     """Whether drafting is off and the step is a plain one among many."""
 
@@ -163,7 +163,7 @@ class Controller:
         if not self._gate.drafts:
             return []
         has_lookup = found.chosen if found else {}
-        if not self._gate.is_on:
+        if self._gate.is_probe:
             return [min(auto, key=lambda request: (request in has_lookup, backlog(request)))]  # the cheapest probe
         best = 1 + int(pace_K[1:].argmax())
         if found and has_lookup:

@@ -86,7 +86,8 @@ class DraftWork(NamedTuple):
 class _VerifyCost:
     """Milliseconds of a step without its drafting: `scale` x table + `tree_ms` x trees.
 
-    Plain steps teach the scale, steps with trees what a tree adds; so neither is blamed for the other.
+    Plain steps teach the scale, steps with trees what a tree adds; so neither is blamed for the other. A step with trees
+    that takes less than even free trees explain teaches the scale, too: while drafting is on there are no plain steps.
     """
 
     def __init__(self) -> None:
@@ -98,9 +99,10 @@ class _VerifyCost:
     def observe(self, ms: float, table_ms: float, num_trees: int) -> None:
         error = _RATE * _bounded_error(ms, self.ms(table_ms, num_trees))
         if num_trees:
-            self.tree_ms = max(0.0, self.tree_ms + error / num_trees)
-        else:
-            self.scale += error / table_ms
+            of_trees = max(error, -num_trees * self.tree_ms)
+            self.tree_ms += of_trees / num_trees
+            error -= of_trees
+        self.scale += error / table_ms
 
 
 class _DraftCost:

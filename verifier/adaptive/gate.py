@@ -1,12 +1,13 @@
-"""The speculation gate: whether drafting is on, and when a step probes the other choice.
+"""The speculation gate: whether drafting is on, and when a step probes drafting while it is off.
 
-The choice with the better forecast is taken. A probe takes the other one for a single step, because a forecast of what
-is never done goes stale. Probes grow rarer while the choice stays the same: 32 steps apart, 64, up to 256.
+Drafting is on while its forecast is better than plain decoding's. While it is off nothing measures what it would take,
+so now and then a single step drafts all the same. Probes grow rarer the longer drafting stays off: 32 steps apart, 64,
+up to 1024. Plain decoding needs none: steps with trees measure the target as well.
 """
 
 from __future__ import annotations
 
-_FIRST_GAP, _LONGEST_GAP = 32, 256  # steps between two probes
+_FIRST_GAP, _LONGEST_GAP = 32, 1024  # steps between two probes
 _WEIGH_EVERY = 64  # steps between two forecasts while drafting is off
 _MEASURE_EVERY = 31  # plain steps between two that are measured while drafting is off; 32 would meet periodic work
 _HYSTERESIS = 1.05
@@ -17,17 +18,17 @@ class SpeculationGate:
 
     def __init__(self) -> None:
         self.is_on = True
-        self.is_probe = False  # this step takes the choice with the worse forecast
+        self.is_probe = False  # this step drafts although plain decoding has the better forecast
         self.advantage = 1.0  # pace with drafts over the pace without, by the last forecast
         self._gap = _FIRST_GAP
-        self._waited = _FIRST_GAP - 6  # steps since a probe; the first one comes soon, while all costs are guesses
+        self._waited = 0  # steps since drafting was switched off, or since the last probe
         self._unweighed = 0  # steps since a forecast
         self._batch = 0  # requests of the last forecast
 
     @property
     def drafts(self) -> bool:
         """Whether anybody is drafted for in this step."""
-        return self.is_on != self.is_probe
+        return self.is_on or self.is_probe
 
     @property
     def is_measured(self) -> bool:
@@ -42,18 +43,18 @@ class SpeculationGate:
         was_probe, self.is_probe = self.is_probe, False
         is_other_batch = num_decoding > 0 and 4 * abs(num_decoding - self._batch) > self._batch
         is_due = was_probe or is_other_batch or self._unweighed + 1 >= _WEIGH_EVERY
-        is_idle = not (self.is_on or self._waited > self._gap or is_due)
+        is_idle = not (self.is_on or self._waited >= self._gap or is_due)
         self._waited += is_idle
         self._unweighed += is_idle
         return is_idle
 
     def weigh(self, advantage: float, num_decoding: int) -> None:
-        """Chooses by this forecast, and makes the step a probe if one is due."""
+        """Chooses by this forecast, and makes a plain step a probe if one is due."""
         self.advantage, self._batch, self._unweighed = advantage, num_decoding, 0
         prefers = advantage * _HYSTERESIS > 1 if self.is_on else advantage > _HYSTERESIS
         if prefers != self.is_on:
             self.is_on, self._waited, self._gap = prefers, 0, _FIRST_GAP
         self._waited += 1
-        self.is_probe = self._waited > self._gap
+        self.is_probe = not self.is_on and self._waited > self._gap
         if self.is_probe:
             self._waited, self._gap = 0, min(2 * self._gap, _LONGEST_GAP)
