@@ -598,3 +598,15 @@ def test_ctrl_c_drains_what_is_in_flight(tmp_path, output, wire):
     _, errors = run.communicate(timeout=30)
     assert run.returncode == 130 and "not sent (interrupted)" in errors
     assert read_output(output).keys() == answered.keys() and len(answered) < 300
+
+
+def test_where_all_bad_lines_are_shown_no_more_are_counted(tmp_path):
+    with pytest.raises(BatchError) as caught:
+        read_job(write(tmp_path / "in.jsonl", *["{"] * 20))
+    assert "line 20: " in str(caught.value) and "and 0 more" not in str(caught.value)
+
+
+def test_answers_without_usage_add_no_tokens(monkeypatch, source, output):
+    monkeypatch.setitem(globals(), "ANSWER", json.dumps({**json.loads(ANSWER), "usage": None}))
+    summary = Service().run(source, output)
+    assert (summary.succeeded, summary.prompt_tokens, summary.completion_tokens) == (30, 0, 0)
