@@ -56,6 +56,7 @@ def test_the_rule_is_the_requests_where_service_and_temperature_allow_it(
     asked: Submit, service: DraftConfig | None, rule: Rule
 ) -> None:
     assert rule_of(asked, service) == rule
+    assert request_of(asked, EngineConfig(model_path="target", draft=service)).rule == rule
 
 
 @pytest.mark.parametrize(
