@@ -460,13 +460,16 @@ def local_cluster(signals: StopSignals, progress: Progress) -> Iterator[None]:
     others = set(descendants())
     try:
         with progress.during("starting Ray"), _on_loopback():
-            ray.init(
-                address="local",
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                object_store_memory=OBJECT_STORE_BYTES,
-            )
+            try:
+                ray.init(
+                    address="local",
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    object_store_memory=OBJECT_STORE_BYTES,
+                )
+            except OSError as error:  # its sockets need a short path, for one
+                raise SecateurError(f"Ray did not start: {error}; set TMPDIR to a folder with a short path") from error
         signals.take()
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         yield

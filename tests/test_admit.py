@@ -11,7 +11,7 @@ from verifier.admit import misfit, request_of, rule_of
 from verifier.scheduler import Limits
 from workers.config import AcceptanceConfig, DraftConfig, EngineConfig, PruneConfig, TreeConfig
 from workers.ipc import Speculation, Submit
-from workers.types import Rule, SamplingParams, TreeLimits
+from workers.types import Constraints, Rule, SamplingParams, TreeLimits
 
 REJECTION, COUPLED = Speculation(acceptance="rejection"), Speculation(acceptance="coupled")
 TREE = TreeConfig(num_nodes=6, prune=PruneConfig(auto=True, min_prob=0.2, path_prob=0.1))
@@ -56,6 +56,7 @@ def test_the_rule_is_the_requests_where_service_and_temperature_allow_it(
     asked: Submit, service: DraftConfig | None, rule: Rule
 ) -> None:
     assert rule_of(asked, service) == rule
+    assert request_of(asked, EngineConfig(model_path="target", draft=service)).rule == rule
 
 
 @pytest.mark.parametrize(
@@ -93,3 +94,13 @@ def test_what_fits_exactly_is_taken() -> None:
     assert not refused(6, 2, max_model_len=8) and refused(6, 3, max_model_len=8, num_pages=9)
     assert not refused(7, 1, num_pages=2), "seven tokens and a root fill two pages"
     assert refused(8, 1, num_pages=2)
+
+
+def test_every_token_that_a_step_brings_is_counted() -> None:
+    constraints = Constraints(repetition_penalty=1.2)
+    asked = Submit(id=1, prompt=[7, 1], max_tokens=9, sampling=SamplingParams(constraints=constraints))
+    request = request_of(asked, EngineConfig(model_path="target"))
+    request.append([3, 3, 1])
+    standing = request.standing((0,))
+    assert standing is not None and standing.num_output == 3
+    assert (standing.counts.id_C.tolist(), standing.counts.count_C.tolist()) == ([1, 3, 7], [1, 2, 0])

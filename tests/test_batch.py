@@ -1,6 +1,7 @@
 """Batch files: checked whole before anything is sent, and every custom_id answered exactly once, whatever happens."""
 
 import asyncio
+import hashlib
 import http.server
 import json
 import os
@@ -17,11 +18,11 @@ import httpx2
 import pytest
 
 from secateur import batch_output
-from secateur.batch import BatchSummary, read_job, run_batch, run_batch_async
-from secateur.batch_output import digests_path, open_output, superseded_path
+from secateur.batch import BatchSummary, _progress_bar, read_job, run_batch, run_batch_async
+from secateur.batch_output import digest_of, digests_path, open_output, superseded_path
 from secateur.client import AsyncClient
 from secateur.errors import APIConnectionError, AuthenticationError, BatchError
-from secateur.protocol import BatchOutputLine, CompletionChoice, CompletionResponse, ModelList, Usage
+from secateur.protocol import BatchInputLine, BatchOutputLine, CompletionChoice, CompletionResponse, ModelList, Usage
 
 pytestmark = pytest.mark.filterwarnings("error::UserWarning")
 ROOT = Path(__file__).parent.parent
@@ -598,3 +599,53 @@ def test_ctrl_c_drains_what_is_in_flight(tmp_path, output, wire):
     _, errors = run.communicate(timeout=30)
     assert run.returncode == 130 and "not sent (interrupted)" in errors
     assert read_output(output).keys() == answered.keys() and len(answered) < 300
+
+
+def test_where_all_bad_lines_are_shown_no_more_are_counted(tmp_path):
+    with pytest.raises(BatchError) as caught:
+        read_job(write(tmp_path / "in.jsonl", *["{"] * 20))
+    assert "line 20: " in str(caught.value) and "and 0 more" not in str(caught.value)
+
+
+def test_answers_without_usage_add_no_tokens(monkeypatch, source, output):
+    monkeypatch.setitem(globals(), "ANSWER", json.dumps({**json.loads(ANSWER), "usage": None}))
+    summary = Service().run(source, output)
+    assert (summary.succeeded, summary.prompt_tokens, summary.completion_tokens) == (30, 0, 0)
+
+
+# -- what is told ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("concurrency", [1, 4])
+def test_a_signal_ends_a_run_which_tells_that_lines_are_left(source, output, concurrency):
+    class Interrupting(Service):
+        async def __call__(self, request):
+            if len(self.asked) == 10:
+                os.kill(os.getpid(), signal.SIGINT)
+            return await super().__call__(request)
+
+    summary = Interrupting().run(source, output, concurrency=concurrency)
+    assert summary.interrupted and 10 < summary.succeeded < 30
+    assert len(read_output(output)) == summary.succeeded
+
+
+def test_a_run_tells_how_long_it_took_and_no_failure_that_was_not(source, output):
+    began = time.monotonic()
+    summary = Service().run(source, output)
+    assert 0 < summary.seconds <= time.monotonic() - began
+    assert str(summary).endswith(f"in {summary.seconds:.1f} s")
+
+
+def test_the_progress_bar_begins_where_an_earlier_run_has_ended():
+    bar = _progress_bar(BatchSummary(total=30, resumed=12), True)
+    [task] = bar.tasks
+    assert (task.description, task.completed, task.total) == ("batch", 12, 30)
+    assert bar.columns[0].render(task).plain == "batch"
+
+
+def test_digests_are_those_of_earlier_versions():
+    """Another spelling would answer every line of every batch again."""
+    asked = BatchInputLine.model_validate(line("a", body={"prompt": "世", "max_tokens": 4}))
+    same = BatchInputLine.model_validate(line("b", body={"max_tokens": 4, "prompt": "世"}))
+    spelled = '["POST","/v1/completions",{"max_tokens":4,"prompt":"世"}]'
+    assert digest_of(asked) == digest_of(same) == hashlib.sha256(spelled.encode()).hexdigest()

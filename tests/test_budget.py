@@ -257,7 +257,8 @@ def test_time_is_counted_by_levels_beyond_the_first_and_nodes_run_on_them():
     assert [budget.draft_ms(*bill) for bill in ((0, 0), (1, 0), (2, 3), (4, 10))] == [1.0, 1.0, 3.75, 9.5]
 
 
-def test_what_growing_has_taken_so_far_is_told_without_the_roots(monkeypatch):
+@pytest.mark.parametrize("shape", ["searched", "dealt"])
+def test_what_growing_has_taken_so_far_is_told_without_the_roots(monkeypatch, shape):
     told: list[tuple[int, int]] = []
 
     class Noted(Budget):
@@ -266,8 +267,13 @@ def test_what_growing_has_taken_so_far_is_told_without_the_roots(monkeypatch):
             return super().draft_ms(num_levels, num_run)
 
     monkeypatch.setattr(drafter.grow, "Budget", Noted)
-    whole = grown([Ask(model=1, num_nodes=8), Ask(model=2, num_nodes=8)])
-    assert told == [(1, 0), (2, 2 * CHILDREN), (DEPTH, whole.num_run)] and whole.num_levels == DEPTH
+    asks = [Ask(model=1, num_nodes=8), Ask(model=2, num_nodes=8)]
+    if shape == "searched":
+        whole = grown(asks)
+        assert told == [(1, 0), (2, 2 * CHILDREN), (DEPTH, whole.num_run)] and whole.num_levels == DEPTH
+    else:
+        grown(asks, shape=CHAIN)
+        assert told == [(1, 0), (2, 2), (3, 4), (3, 4)], "after each level, and for the cut"
 
 
 def test_whether_a_level_pays_is_asked_with_the_nodes_so_far_and_no_root(monkeypatch):
@@ -418,13 +424,18 @@ class PlainBudget:
         return max(range(1, len(expected) + 1), key=rate)
 
 
+def floats(least: float, most: float) -> st.SearchStrategy[float]:
+    """Numbers that float32 holds exactly, as they travel to the drafter."""
+    return st.integers(int(least * 1024), int(most * 1024)).map(lambda n: n / 1024)
+
+
 PLAIN = st.builds(
     PlainBudget,
     table=st.sampled_from([SLOPE, STAIRS]),
-    first=st.floats(0, 9),
-    level=st.floats(0, 4),
-    node=st.floats(0, 0.5),
-    sure=st.floats(1, 16),
+    first=floats(0, 9),
+    level=floats(0, 4),
+    node=floats(0, 0.5),
+    sure=floats(1, 16),
 )
 
 
@@ -460,3 +471,32 @@ def test_times_are_the_tables(plain, num_nodes, num_levels, num_run):
     for n in range(2):
         rate = (plain.sure + 0.25 * num_nodes + 0.5 * n) / (1 + plain.verify_ms(min(num_nodes + n, 1000)))
         assert rates[n] == pytest.approx(rate, rel=1e-5)
+
+
+def test_even_a_sure_draft_is_calibrated():
+    """A logit without a bound would be infinite: nothing could be learnt against it."""
+    assert float(calibrated(torch.ones(()), torch.tensor([1.0, -14.0]))) == pytest.approx(0.455, abs=0.01)
+
+
+def test_a_threshold_holds_on_every_level_beside_a_request_that_goes_on():
+    """Whether a level pays is one answer for all whose length `auto` chooses; a threshold is each request's own."""
+    num_cut = 0
+    for model in range(12):
+        asks = [Ask(model=model, num_nodes=5, path_prob=0.2), Ask(model=99, num_nodes=5)]
+        [cut, whole] = [weights(grown([replace(ask, auto=False)], shape=CHAIN)) for ask in asks]
+        both = grown(asks, shape=CHAIN)
+        assert weights(both, 0).keys() <= cut.keys() and weights(both, 1).keys() <= whole.keys()
+        num_cut += 0 < len(cut) < len(whole)
+    assert num_cut > 3
+
+
+def test_roots_are_no_nodes_that_were_run():
+    only_roots = grown([Ask(num_nodes=4, max_depth=1, auto=False)])
+    assert (only_roots.num_levels, only_roots.num_run) == (1, 0)
+
+
+def test_a_grown_tree_has_the_types_of_the_wire():
+    trees = grown([Ask(num_nodes=6)]).trees
+    found = {name: getattr(trees, name).dtype for name in ("offsets", "token_N", "parent_N", "depth_N", "weight_N")}
+    assert found == {**dict.fromkeys(found, torch.int32), "weight_N": torch.float32}
+    assert (trees.ancestors_N.dtype, trees.kind_N.dtype) == (torch.int64, torch.uint8)

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from oracles import SMALL_V, Path, draft_logits, target_logits
 
 from drafter.level import DraftVocabulary
-from workers.constraints import constrain
-from workers.edits import Columns, ConstrainedRow
+from workers.constraints import constrain, lay_counts
+from workers.edits import UNSEEN, Columns, ConstrainedRow
 from workers.random import gumbel
 from workers.sampling import draw, process_logits
 from workers.standings import Standing, Tally
@@ -415,3 +415,30 @@ def test_a_verifier_that_forgets_the_path_is_caught(active):
         forgetful, _ = speculate(params, LENGTH, 0.0, False, [2, 2, 1], is_path_forgotten=True)
         changed.append(forgetful != plain(params, LENGTH))
     assert any(changed)
+
+
+def test_logits_are_edited_however_they_lie_in_memory():
+    state = standing(Constraints(bad_words=[[5]], frequency_penalty=1.0), (1,), (2,))
+    logits_RW = torch.randn(V, 2, generator=torch.Generator().manual_seed(1)).T
+    rows = [ConstrainedRow(1, state, ())]
+    assert torch.equal(constrain(logits_RW, rows, WHOLE), constrain(logits_RW.contiguous(), rows, WHOLE))
+
+
+@pytest.mark.parametrize(
+    "columns", [WHOLE, Columns(4, 6), Columns(0, 3, torch.tensor([-1] * 5 + [2, 0, 1] + [-1] * 9))]
+)
+def test_the_counts_of_every_column_are_laid_request_by_request(columns):
+    repeated, frequent = Constraints(repetition_penalty=1.5), Constraints(frequency_penalty=0.5)
+    standings = {0: standing(repeated, (1, 5, 6), (6, 7, 7)), 2: standing(frequent, (1, 5), (9, 9, 9, 5))}
+    count_BW = torch.full((4, columns.width), 99.0)
+    lay_counts(count_BW, standings, columns)
+    of_column = {columns.start + w: w for w in range(columns.width)}
+    if columns.column_of_V is not None:
+        of_column = {token: w for token, w in enumerate(columns.column_of_V.tolist()) if w >= 0}
+    expected = [[UNSEEN] * columns.width for _ in range(4)]
+    for b, told in ((0, {1: 0, 5: 0, 6: 1, 7: 2}), (2, {9: 3, 5: 1})):
+        for token in told.keys() & of_column.keys():
+            expected[b][of_column[token]] = told[token]
+    assert count_BW.tolist() == expected
+    lay_counts(count_BW, {}, columns)
+    assert (count_BW == UNSEEN).all()

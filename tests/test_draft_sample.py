@@ -23,8 +23,9 @@ from drafter.sample import (
     num_children,
     quantise,
 )
+from drafter.score import score
 from workers.random import Stream
-from workers.types import NodeKind
+from workers.types import NodeKind, Rule, SamplingBatch, SamplingParams
 
 torch.set_num_threads(1)
 
@@ -211,3 +212,13 @@ def test_what_is_as_open_at_a_lower_temperature_is_trusted_less():
     support = support_of(5, 2, rows=3)
     first = expected_survival(support, np.array([0.3, 0.5, 1.0]), 2)[:, 0]
     assert first[0] < first[1] < first[2]
+
+
+def test_the_largest_probability_of_a_sampled_row_is_its_own():
+    """`min_prob` is compared with it."""
+    logits = torch.zeros(2, 8)
+    logits[1, 3] = 9.0
+    params = SamplingBatch.stack([SamplingParams(seed=1), SamplingParams(seed=2)])
+    rule_F = np.full(2, Rule.TRAVERSAL.value)
+    scores = score(logits, params, rule_F, np.array([5, 5]), 3, DraftVocabulary(target_size=8))
+    assert scores.top_prob_F.tolist() == pytest.approx([1 / 8, np.exp(9) / (np.exp(9) + 7)], rel=1e-5)

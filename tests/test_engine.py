@@ -556,3 +556,47 @@ def test_a_crowd_of_random_requests_with_aborts_leave_every_page_free(method, tr
         assert num_finished > 100
         finished_drafts = np.array([a.last.stats.num_accepted_tokens for a in bench.answers.values() if a.last])
         assert finished_drafts.sum() > 100
+
+
+def test_peers_hear_from_an_idle_engine_no_more_than_once_a_period(monkeypatch):
+    monkeypatch.setattr(verifier.engine, "HEARTBEAT_S", 60.0)
+    with Bench(Counting()) as bench:
+        bench.submit([1], 2)
+        bench.run()
+        before = bench.target.heartbeats
+        bench.submit([1], 2)  # wakes it at once: it was idle, and has given a sign a moment ago
+        bench.step()
+        assert bench.target.heartbeats == before
+
+
+def test_preemptions_and_seconds_of_drafting_add_up():
+    with Bench(RandomLanguage(), "eagle3", CHAIN_3) as bench:
+        bench.submit([1, 2, 3], 40, SamplingParams(seed=1))
+        told = []
+        receive = bench.drafter.receive
+        bench.drafter.receive = lambda: (told.append(receive()), told[-1])[1]
+        for number in range(3):
+            while not bench.engine._running or not bench.engine._running[0].is_decoding:
+                bench.step()
+            bench.step()
+            bench.engine.preempt(bench.engine._running[0])
+            assert bench.engine._stats.num_preemptions == number + 1
+        bench.run()
+        drafted = sum(received.message.seconds for received in told)
+        assert bench.frames[-1].stats.draft_seconds == pytest.approx(drafted) and len(told) > 5
+
+
+@pytest.mark.parametrize("tree", [TREES["chain"], TREES["static"]], ids=["chain", "static"])
+def test_sampled_drafts_keep_their_probabilities_beside_a_prompt_that_is_finished(tree):
+    """With fixed trees a seeded request under `rejection` says the same whoever joins."""
+    rejection = AcceptanceConfig(kind="rejection")
+    params = SamplingParams(temperature=1.0, seed=7)
+    with Bench(RandomLanguage(error=0.3), "eagle3", tree, acceptance=rejection) as bench:
+        alone = bench.ask([5, 6], 40, params).tokens
+    with Bench(RandomLanguage(error=0.3), "eagle3", tree, acceptance=rejection) as bench:
+        first = bench.submit([5, 6], 40, params)
+        for _ in range(20):
+            bench.submit([9, 8], 1)  # its prompt is finished in the same step
+            bench.step()
+        bench.run()
+        assert bench.answers[first].tokens == alone

@@ -75,7 +75,9 @@ SAMPLED_KINDS = {
     "rejection without drafts": Kind(200, speculation=replace(REJECTION, num_tokens=0)),
     "rejection at another temperature": Kind(300, SamplingParams(temperature=1.6, top_k=2), REJECTION),
     "rejection under penalties": Kind(
-        300, SamplingParams(constraints=Constraints(frequency_penalty=0.6, bad_words=[[1, 2]])), REJECTION
+        300,
+        SamplingParams(constraints=Constraints(frequency_penalty=0.6, repetition_penalty=1.3, bad_words=[[1, 2]])),
+        REJECTION,
     ),
 }
 FEW = {

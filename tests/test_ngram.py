@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from drafter.level import Candidates, Level
+from drafter.level import Candidates, DraftVocabulary, Level
 from drafter.ngram import Lengths, NgramProposer, find_matches
-from workers.types import DraftRequest
+from drafter.score import Scores, score
+from workers.types import DraftRequest, Rule, SamplingBatch, SamplingParams
 
 PAGE = 4
 VOCAB = 10000
@@ -215,3 +216,22 @@ def test_history_comes_from_the_pages_alone():
 def test_a_request_without_a_match_has_no_candidates():
     _, candidates = propose([[1, 2, 3], [4, 5, 4]], Lengths(1, 1))
     assert [children(candidates, g) for g in range(2)] == [[], [5]]
+
+
+def scored(log_q_FK: np.ndarray, num_children: int) -> Scores:
+    """The scores of greedy rows whose candidates are the tokens 0, 1, 2, ..."""
+    num_rows, count = log_q_FK.shape
+    draft = Candidates(np.tile(np.arange(count), (num_rows, 1)), log_q_FK)
+    params = SamplingBatch.stack([SamplingParams(temperature=0.0)] * num_rows)
+    rule_F, index_F = np.full(num_rows, Rule.COUPLED.value), np.full(num_rows, 7)
+    return score(draft, params, rule_F, index_F, num_children, DraftVocabulary(target_size=count))
+
+
+def test_of_candidates_that_are_alike_the_first_come_first():
+    log_q_FK = np.log(np.tile([0.01, 0.005], 40))[None].astype(np.float32)
+    assert scored(log_q_FK, 8).token_FK.tolist() == [[*range(0, 16, 2)]]
+
+
+def test_a_level_without_any_candidate_has_no_children():
+    scores = scored(np.zeros((2, 0), dtype=np.float32), 4)
+    assert scores.token_FK.shape == (2, 0) and scores.top_prob_F.tolist() == [0.0, 0.0]

@@ -387,14 +387,6 @@ def test_experts_are_told_from_other_matrices(tmp_path: Path, name: str) -> None
     assert (target.expert_items, target.expert_share) == (experts, 0.5)
 
 
-def test_a_model_of_unknown_weights_is_not_predicted(tmp_path: Path) -> None:
-    checkpoint = {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "hidden_size": 64}
-    (tmp_path / "config.json").write_text(json.dumps(checkpoint | {"num_hidden_layers": 2, "num_attention_heads": 4}))
-    config = EngineConfig(model_path=str(tmp_path), device="cuda", dtype="bfloat16")
-    with pytest.raises(ConfigError, match="holds no weights"):
-        cost_table(config, sides(config), PLAIN)
-
-
 def test_two_ranks_halve_the_reading_and_pay_two_all_reduces_a_layer(llama_8b: EngineConfig) -> None:
     both = replace(llama_8b, tensor_parallel_size=2)
     [rank] = sides(both)

@@ -14,7 +14,7 @@ from sampled_trees import CHAIN, FIXED, TREE, Drafted, draft, pack
 
 import verifier.rejection
 from drafter.sample import DrawBits, Support, draw_children
-from verifier.accept import walk
+from verifier.accept import accept, walk
 from verifier.rejection import Residual, RowLaw, Tree, accept_rejection, decide
 from workers.random import Stream, uniform
 from workers.sampling import process_logits
@@ -356,3 +356,33 @@ def test_no_global_generator_is_touched():
     judge(each, torch.cat(logits), params, positions, rules)
     assert torch.equal(torch.random.get_rng_state(), torch_before)
     assert (np.random.get_state()[1] == numpy_before).all()
+
+
+def test_each_request_of_a_mixed_batch_is_judged_by_its_own_rule():
+    """Coupled requests, which walk, among sampled ones, which are tested: everybody gets what they get alone."""
+    each, logits, params, positions, rules = ragged_batch()
+    drafted = Drafted(
+        [-1, 0, 1], [0, 3, 4], [NodeKind.ROOT, *[NodeKind.COUPLED] * 2], [np.zeros(50, dtype=np.int64)] * 3
+    )
+    own_logits = 100 * torch.nn.functional.one_hot(torch.tensor([3, 4, 5]), 50).float()
+    for place in (1, 4, len(each)):
+        each.insert(place, drafted)
+        logits.insert(place, own_logits)
+        params.insert(place, SamplingParams(seed=place))
+        positions.insert(place, 30 + place)
+        rules.insert(place, Rule.COUPLED)
+    trees, probs = pack(each)
+    together = accept(trees, torch.cat(logits), SamplingBatch.stack(params), torch.tensor(positions), rules, probs)
+    for i, (verdict, rule) in enumerate(zip(together, rules, strict=True)):
+        if rule == Rule.COUPLED:
+            assert (verdict.path, verdict.tokens) == ((1, 2), (3, 4, 5))
+        else:
+            assert judge([each[i]], logits[i], [params[i]], [positions[i]], [rule]) == [verdict]
+
+
+def test_a_batch_of_sampled_requests_alone_is_judged_too():
+    each, logits, params, positions, rules = ragged_batch()
+    trees, probs = pack(each)
+    batch = SamplingBatch.stack(params)
+    verdicts = accept(trees, torch.cat(logits), batch, torch.tensor(positions), rules, probs)
+    assert verdicts == judge(each, torch.cat(logits), params, positions, rules)

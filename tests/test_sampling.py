@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.sampling import draw, of_processed, process_logits, shard_best
+from workers.sampling import cut, draw, of_processed, process_logits, shard_best
 from workers.types import SamplingBatch, SamplingParams
 
 torch.set_num_threads(1)
@@ -168,9 +168,9 @@ def test_draws_over_many_indices_follow_the_processed_law(params):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("cut", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.2}])
-def test_broken_logits_still_draw_a_token_of_the_vocabulary(temperature, cut):
-    params = SamplingBatch.stack([SamplingParams(temperature=temperature, **cut)])
+@pytest.mark.parametrize("cuts", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.2}])
+def test_broken_logits_still_draw_a_token_of_the_vocabulary(temperature, cuts):
+    params = SamplingBatch.stack([SamplingParams(temperature=temperature, **cuts)])
     for bad in (torch.nan, torch.inf, -torch.inf):
         assert 0 <= draw(torch.full((1, 9), bad), params, torch.tensor([1])).item() < 9
 
@@ -189,3 +189,23 @@ def test_processed_rows_draw_what_their_logits_draw(params, seed):
     processed_RV, left = process_logits(logits_RV, batch), of_processed(batch)
     assert torch.equal(process_logits(processed_RV, left), processed_RV)
     assert torch.equal(draw(processed_RV, left, index_R), draw(logits_RV, batch, index_R))
+
+
+def test_broken_logits_are_cut_without_a_warning(recwarn):
+    broken = torch.tensor([[torch.nan] * 9, [-torch.inf] * 9, [torch.inf] * 9])
+    cut(broken, torch.tensor([3, 0, 2]), torch.tensor([1.0, 0.5, 0.5]))
+    assert not recwarn.list
+
+
+def test_no_rows_have_no_cuts():
+    assert cut(torch.empty(0, 9), torch.empty(0, dtype=torch.int32), torch.empty(0)).shape == (0,)
+
+
+def test_a_row_without_top_p_or_without_top_k_is_cut_deep_too():
+    """More stay than are listed at first: of 300 rather flat logits, 40 by top-k and some 200 by top-p."""
+    logits_RV = np.random.default_rng(3).normal(size=(4, 300)).astype(np.float32)
+    params = [SamplingParams(), SamplingParams(top_k=40), SamplingParams(top_p=0.95), SamplingParams(top_k=2)]
+    got_RV = process_logits(torch.from_numpy(logits_RV), SamplingBatch.stack(params)).tolist()
+    for own, logits, got in zip(params, logits_RV.tolist(), got_RV, strict=True):
+        expected = oracles.process(logits, own.temperature, own.top_k, own.top_p, own.min_p)
+        assert [v > -math.inf for v in got] == [v > -math.inf for v in expected]

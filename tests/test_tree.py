@@ -8,8 +8,9 @@ import numpy as np
 import oracles
 import torch
 
+from verifier.drafts import Drafts
 from verifier.tree import Chunk, bare_roots, chains, chunk_metadata, select, tree_metadata, with_chains
-from workers.types import DraftProbs, NodeKind, TreeBatch
+from workers.types import DraftProbs, DraftReply, NodeKind, TreeBatch
 
 torch.set_num_threads(1)
 
@@ -94,6 +95,17 @@ def test_draft_probabilities_stay_with_their_rows_wherever_these_go():
         trees, some, rows = select(merged, moved, requests)
         assert some is not None and entries(some) == expected
         assert trees.token_N.tolist() == merged.token_N[rows].tolist() and len(rows) == len(expected)
+
+
+def test_a_step_s_drafts_are_counted_for_whose_they_are():
+    """In order: a bare root, a drafted chain of two, a copy of one, a drafted root that pruning left alone."""
+    reply = DraftReply(
+        trees=oracles.trees([CHAIN, BARE]), probs=None, pruned_GD=torch.tensor([[0, 1, 0], [3, 0, 0]]),
+        num_levels=2, num_run=1, seconds=0.0,
+    )  # fmt: skip
+    drafts = Drafts.of(reply, [False, True, False, True], [[7], [1], [9, 5], [8]])
+    assert drafts.verified == [[], [1, 1], [1], []] and drafts.pruned == [[], [0, 1], [], [3]]
+    assert drafts.copied == [False, False, True, False] and (drafts.num_nodes, drafts.num_trees) == (3, 2)
 
 
 def test_chains_are_trees_of_deterministic_nodes():

@@ -18,7 +18,6 @@ import math
 from collections.abc import Sequence
 
 from cluster.plan.memory import Side
-from secateur.errors import ConfigError
 from secateur.plan import CostTable, DraftCosts, Hardware, VerifyCosts
 from workers.config import EngineConfig
 
@@ -27,10 +26,8 @@ _NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 63)
 
 
 def cost_table(config: EngineConfig, sides: Sequence[Side], hardware: Hardware) -> CostTable:
-    """Of an engine on such devices; `sides` are one rank of the target and one of the drafter. Raises ConfigError."""
+    """Of an engine on such devices; `sides` are one rank of the target and one of the drafter."""
     target, ranks = sides[0], config.tensor_parallel_size
-    if not target.matmul_items:
-        raise ConfigError(f"{config.model_path} holds no weights, and its config does not tell them")
     rows = _table_rows(target, hardware)
     return CostTable(
         source="predicted",

@@ -3,6 +3,7 @@
 # No `from __future__ import annotations` here: typer reads the annotations below as objects.
 import os
 import signal
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,7 +31,8 @@ def serve(engine: dict[str, Any], model: ModelArgument = None) -> None:
         from cluster.listening import check_port
 
         check_port(args.host, args.port)
-    typer.echo("secateur: importing PyTorch and Ray", err=True)
+    if find_spec("ray"):  # else the error alone is said
+        typer.echo("secateur: importing PyTorch and Ray", err=True)
     try:
         from cluster.app import serve as serve_on_ray
     except ModuleNotFoundError as error:

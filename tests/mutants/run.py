@@ -180,7 +180,7 @@ def report(tried: list[Tried], explained: set[Change]) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("modules", nargs="*", help="such as workers/random.py; all of groups.toml's if there are none")
-    parser.add_argument("--per-module", type=int, default=20, help="mutants of each module [%(default)s]")
+    parser.add_argument("--per-module", type=int, default=40, help="mutants of each module [%(default)s]")
     parser.add_argument("--seed", default="0", help="another one picks other mutants [%(default)s]")
     parser.add_argument("--jobs", type=int, default=2, help="processes side by side [%(default)s]")
     asked = parser.parse_args()

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -115,9 +116,10 @@ def complete(url: str) -> int:
 
 
 @pytest.fixture
-def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder whose path leaves room for Ray's sockets in it: 107 bytes."""
-    return tmp_path_factory.mktemp("s")
+def short() -> Iterator[Path]:
+    """A folder whose path leaves room for Ray's sockets in it: 107 bytes. Those of pytest's workers do not."""
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="s", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
 
 
 def test_a_port_in_use_is_told_before_anything_is_imported(short: Path) -> None:
