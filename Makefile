@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
 MINUTES ?= 120
-# Modules whose tests `make mutants` puts to the test, such as workers/random.py; without any, all of
+# Modules whose tests `make mutants` puts to the test, such as workers/sampling/philox.py; without any, all of
 # tests/mutants/groups.toml.
 MODULES ?=
 # Test files run side by side.

@@ -12,18 +12,18 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from cluster.tokenizer_files import lacking_package
-from cluster.tokens import Tokenizer
+from cluster.http.tokenizer import Tokenizer
+from cluster.http.tokenizer_files import lacking_package
 from secateur.config import EngineArgs, SpeculativeConfig, resolve_model
 from secateur.errors import ConfigError, Problem
 from secateur.protocol import CompletionRequest
 from secateur.requests import DEFAULTED
 from secateur.schema import problems_of
-from workers.checkpoint import check_heads, check_parallel, read_json, read_spec
 from workers.config import AcceptanceConfig, DraftConfig, EngineConfig, PruneConfig, TreeConfig
-from workers.hub import fetch_weights as fetch_from_hub
-from workers.hub import resolve_path
-from workers.specs import DraftSpec, Eagle3Spec, FcHeadSpec, ModelSpec, read_draft_spec
+from workers.models.checkpoint import check_heads, check_parallel, read_json, read_spec
+from workers.models.hub import fetch_weights as fetch_from_hub
+from workers.models.hub import resolve_path
+from workers.models.specs import DraftSpec, Eagle3Spec, FcHeadSpec, ModelSpec, read_draft_spec
 
 _UNKNOWN_MODEL_LEN = 2048  # placing an engine does not depend on it
 

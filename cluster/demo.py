@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import httpx2
 
-from cluster.app import running
 from cluster.processes import descendants, wait_gone
+from cluster.serve.app import running
 from secateur import Client
 from secateur.config import EngineArgs
 

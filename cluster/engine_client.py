@@ -1,6 +1,6 @@
 """The front's end of the engine socket: many requests in, each one's tokens out, one reader task.
 
-The front listens and the engine connects (workers.ipc). Nothing here blocks the event loop and nothing here knows
+The front listens and the engine connects (workers.comm.ipc). Nothing here blocks the event loop and nothing here knows
 about Ray or HTTP. All methods belong to the loop that called `listen`.
 """
 
@@ -15,8 +15,7 @@ from collections.abc import AsyncGenerator
 from typing import NamedTuple
 
 from secateur.errors import SecateurError
-from workers.heap import freeze_start_up
-from workers.ipc import (
+from workers.comm.ipc import (
     Abort,
     Decoder,
     EngineStats,
@@ -28,6 +27,7 @@ from workers.ipc import (
     encode,
     unix_path_fits,
 )
+from workers.gc_freeze import freeze_start_up
 
 logger = logging.getLogger(__name__)
 

@@ -12,12 +12,7 @@ import time
 import torch
 from torch import Tensor
 
-from drafter.eagle3 import Eagle3Head
-from drafter.fc_head import FcHead
-from drafter.grow import grow
-from drafter.level import DraftVocabulary, GrowLimits
-from drafter.ngram import Lengths, NgramProposer
-from drafter.propose import (
+from drafter.proposers.base import (
     DraftModelProposer,
     FeatureProposer,
     Proposer,
@@ -25,21 +20,26 @@ from drafter.propose import (
     unrolled_decoder,
     unrolled_head,
 )
-from drafter.shape import Shape, make_shape
-from workers import groups
-from workers.channel import Received, naming_lost_peers
+from drafter.proposers.eagle import FcHead
+from drafter.proposers.eagle3 import Eagle3Head
+from drafter.proposers.ngram import Lengths, NgramProposer
+from drafter.tree.frontier import DraftVocabulary, GrowLimits
+from drafter.tree.grow import grow
+from drafter.tree.shape import Shape, make_shape
+from workers.comm import groups
+from workers.comm.channel import Received, naming_lost_peers
+from workers.comm.groups import World
+from workers.comm.wire import Kind
 from workers.config import EngineConfig
-from workers.decoders import load_decoder
-from workers.graphs import can_capture, decoder_graphs
-from workers.groups import World
-from workers.heap import freeze_start_up
-from workers.kernels.choose import TORCH, Kernels, kernels_for
-from workers.kv import KVPool
-from workers.memory import agree_on_pages
-from workers.specs import Eagle3Spec, FcHeadSpec, ModelSpec, Specs
-from workers.standings import Standing, pack_standings, unpack_standings
+from workers.cuda_graphs import can_capture, decoder_graphs
+from workers.gc_freeze import freeze_start_up
+from workers.kernels.select import TORCH, Kernels, kernels_for
+from workers.kv_cache import KVPool
+from workers.kv_sizing import agree_on_pages
+from workers.models.load import load_decoder
+from workers.models.specs import Eagle3Spec, FcHeadSpec, ModelSpec, Specs
+from workers.sampling.logits_state import Standing, pack_standings, unpack_standings
 from workers.types import DraftCosts, DraftReply, DraftRequest, Rule, SamplingBatch, SamplingParams
-from workers.wire import Kind
 
 logger = logging.getLogger(__name__)
 

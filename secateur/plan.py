@@ -1,7 +1,7 @@
 """What `secateur plan` is asked to predict, and the files it reads, checked before anything is loaded.
 
 A cost table (`CostTable`) says what a step takes, an `AcceptanceTable` what it brings, `Hardware` what a device can do
-where nothing was measured. All are JSON; `cluster.plan` computes with them.
+where nothing was measured. All are JSON; `cluster.planner` computes with them.
 """
 
 from __future__ import annotations

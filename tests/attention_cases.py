@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workers.kernels.choose import Kernels
+from workers.kernels.select import Kernels
 from workers.types import AttentionMetadata
 
 CHAIN = [-1, 0, 1, 2]

@@ -20,9 +20,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from drafter.eagle3 import Eagle3Head
-from workers.checkpoint import read_spec
-from workers.eagle3_format import read_eagle3_spec
+from drafter.proposers.eagle3 import Eagle3Head
+from workers.models.checkpoint import read_spec
+from workers.models.eagle3_format import read_eagle3_spec
 
 BASE = {
     "vocab_size": 96,

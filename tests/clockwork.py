@@ -14,13 +14,13 @@ import numpy as np
 from engine_here import EngineHere, Pair, engine_here
 from engines import BUNDLED, DYNAMIC, bundled, prompts
 
-from drafter.level import Level
-from drafter.propose import FeatureProposer
+from drafter.proposers.base import FeatureProposer
+from drafter.tree.frontier import Level
 from verifier import engine
 from verifier.adaptive import controller
 from verifier.adaptive.cost_model import RowCosts
 from verifier.target import Target
-from workers.ipc import EngineStats, Speculation, Submit
+from workers.comm.ipc import EngineStats, Speculation, Submit
 from workers.types import DraftRequest, SamplingParams, TargetStep
 
 OFF, FIXED, AUTO = Speculation(enabled=False), Speculation(auto=False), Speculation(auto=True)

@@ -11,20 +11,20 @@ from pathlib import Path
 import torch
 from fakes import FakeChannel
 
-from drafter.eagle3 import Eagle3Head
-from drafter.propose import FeatureProposer
-from drafter.shape import make_shape
+from drafter.proposers.base import FeatureProposer
+from drafter.proposers.eagle3 import Eagle3Head
+from drafter.tree.shape import make_shape
 from verifier.adaptive.cost_model import RowCosts
 from verifier.adaptive.profile import profile
 from verifier.engine import Engine
-from verifier.states import WaitingStates, most_waiting
+from verifier.hidden_states import WaitingStates, most_waiting
 from verifier.target import Target
-from workers.checkpoint import read_spec
+from workers.comm.ipc import Decoder as Frames
+from workers.comm.ipc import FrameSocket, StepOutput, Submit, TokenChunk, encode
 from workers.config import EngineConfig
-from workers.eagle3_format import FeatureFusion, read_eagle3_spec
-from workers.ipc import Decoder as Frames
-from workers.ipc import FrameSocket, StepOutput, Submit, TokenChunk, encode
-from workers.model import Decoder
+from workers.models.checkpoint import read_spec
+from workers.models.decoder import Decoder
+from workers.models.eagle3_format import FeatureFusion, read_eagle3_spec
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """Exact laws of sampled drafts: every draw, every coin and every last token, each with its weight.
 
 A `Scenario` is a little language, a drafter and a policy that says how many children a node gets. Its law is found by
-running the production code, `drafter.sample.draw_children` and `verifier.rejection.decide`, once for every way its
-noise can fall, round after round until enough tokens are out. What a mutant does wrong is a field of the scenario.
+running the production code, `drafter.tree.sample.draw_children` and `verifier.acceptance.rejection.decide`, once for
+every way its noise can fall, round after round until enough tokens are out. What a mutant does wrong is a field of the
+scenario.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ import numpy as np
 import torch
 from oracles import Path, paths_of
 
-import drafter.dealt
-import drafter.sample
-from drafter.grow import grow
-from drafter.level import DraftVocabulary, GrowLimits, Level
-from drafter.sample import Children, DrawBits, Support, draw_children, drawn_from
-from drafter.shape import Shape
-from verifier.rejection import Decision, Residual, RowLaw, Tree, decide
+import drafter.tree.budgeted
+import drafter.tree.sample
+from drafter.tree.frontier import DraftVocabulary, GrowLimits, Level
+from drafter.tree.grow import grow
+from drafter.tree.sample import Children, DrawBits, Support, draw_children, drawn_from
+from drafter.tree.shape import Shape
+from verifier.acceptance.rejection import Decision, Residual, RowLaw, Tree, decide
 from workers.types import DraftCosts, DraftProbs, NodeKind, Rule, SamplingBatch, SamplingParams, TreeBatch
 
 Choose = Callable[[list[float]], int]
@@ -109,7 +110,7 @@ def every_draw(weights: Weights, slots: Slots, keeps_noise: bool) -> list[tuple[
             noises.append((drawn / total, (drawn + 1) / total) if total and keeps_noise else (0.0, 1.0))
             return np.array([drawn])
 
-        with mock.patch.object(drafter.sample, "below", below):
+        with mock.patch.object(drafter.tree.sample, "below", below):
             fields = (np.array([field]) for field in slots)
             children = draw_children(support, *fields, DrawBits.of(zero, zero, zero, max(slots.count, 1)))
         places, kinds = children.place_FK[0].tolist(), children.kind_FK[0].tolist()
@@ -272,7 +273,7 @@ def without(draft: Draft, is_removed: Callable[[Draft, int], bool]) -> Draft:
 
 @dataclass(frozen=True, kw_only=True)
 class GrownScenario(Scenario):
-    """A scenario whose trees, budgets and thresholds are those of `drafter.grow`; only the draws are enumerated."""
+    """A scenario whose trees, budgets and thresholds are those of `drafter.tree`; the draws alone are enumerated."""
 
     shape: Shape
     limits: GrowLimits
@@ -296,7 +297,7 @@ class GrownScenario(Scenario):
             def draw(support: Support, count_F: np.ndarray, num_fixed_F: np.ndarray, *_: object) -> Children:
                 return draw_by(choose, support, count_F, num_fixed_F, self.shape.max_children)
 
-            with mock.patch.object(drafter.dealt, "draw_children", draw):
+            with mock.patch.object(drafter.tree.budgeted, "draw_children", draw):
                 grown = grow(
                     logits([0]),
                     np.zeros(1, dtype=np.int64),

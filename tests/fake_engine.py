@@ -1,4 +1,4 @@
-"""An engine that speaks workers.ipc and says what a test wants, in a thread: no model, no torch.distributed."""
+"""An engine that speaks workers.comm.ipc and says what a test wants, in a thread: no model, no torch.distributed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from workers.ipc import (
+from workers.comm.ipc import (
     Abort,
     EngineStats,
     FrameSocket,

@@ -17,12 +17,12 @@ import uvicorn
 from fake_engine import FakeEngine, Script
 
 from cluster.engine_client import EngineClient
-from cluster.http_limits import LimitedProtocol
-from cluster.ingress import Service, create_app
-from cluster.service import listening_socket
-from cluster.tokenizing import TokenizerParent, TokenizingWorkers
-from cluster.tokenizing_process import JobLimits
-from cluster.tokens import Tokenizer
+from cluster.http.limits import LimitedProtocol
+from cluster.http.server import Service, create_app
+from cluster.http.tokenizer import Tokenizer
+from cluster.http.tokenizer_pool import TokenizerParent, TokenizingWorkers
+from cluster.http.tokenizer_worker import JobLimits
+from cluster.local_service import listening_socket
 from workers.config import DraftConfig, EngineConfig
 
 ANSWER = "def f(x):\n    return '🌳', x + 1\n"

@@ -23,22 +23,22 @@ import torch
 from torch import Tensor
 
 from drafter import worker
-from drafter.level import DraftVocabulary, Level
-from drafter.propose import Proposer
-from drafter.shape import Shape, make_shape
+from drafter.proposers.base import Proposer
+from drafter.tree.frontier import DraftVocabulary, Level
+from drafter.tree.shape import Shape, make_shape
 from verifier.engine import Engine
+from verifier.hidden_states import WaitingStates, most_waiting
 from verifier.request import Request
-from verifier.states import WaitingStates, most_waiting
 from verifier.target import Target
-from workers import groups, wire
-from workers.channel import Received
+from workers.comm import groups, wire
+from workers.comm.channel import Received
+from workers.comm.groups import World
+from workers.comm.ipc import Abort, Decoder, FrameSocket, StepOutput, Submit, TokenChunk, encode
+from workers.comm.wire import Kind
 from workers.config import AcceptanceConfig, DraftConfig, EngineConfig, TreeConfig
-from workers.groups import World
-from workers.ipc import Abort, Decoder, FrameSocket, StepOutput, Submit, TokenChunk, encode
-from workers.kernels.choose import TORCH
-from workers.sampling import draw
+from workers.kernels.select import TORCH
+from workers.sampling.sampler import draw
 from workers.types import AttentionMetadata, DraftRequest, SamplingBatch, SamplingParams, TargetStep
-from workers.wire import Kind
 
 # ---- languages
 
@@ -174,7 +174,7 @@ class FakeTarget(Target):
 
 
 class FakeProposer:
-    """`drafter.propose.Proposer` over a language, fed as an EAGLE head (with features) or as a draft model."""
+    """`drafter.proposers.base.Proposer` over a language, fed as an EAGLE head (with features) or as a draft model."""
 
     def __init__(self, language: Language, page_size: int) -> None:
         self.vocab = DraftVocabulary(target_size=language.vocab)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workers.random import gumbel
+from workers.sampling.philox import gumbel
 
 
 def _attend(
@@ -89,7 +89,7 @@ def _top_of_row(
 
 
 def _cut(x: Tensor, top_k: Tensor, top_p: Tensor, lists: Tensor, cut: Tensor, *_: Any, **__: Any) -> None:
-    from workers import sampling
+    from workers.sampling.sampler import sampler as sampling
 
     cut.copy_(sampling.cut(x, top_k, top_p))
 

@@ -11,7 +11,7 @@ from functools import cache
 import numpy as np
 import torch
 
-from drafter.level import GrowLimits
+from drafter.tree.frontier import GrowLimits
 from workers.types import Constraints, NodeKind, Rule, TreeBatch
 
 Path = tuple[int, ...]

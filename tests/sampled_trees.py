@@ -8,7 +8,7 @@ import numpy as np
 import oracles
 import torch
 
-from drafter.sample import DrawBits, Support, draw_children, drawn_from
+from drafter.tree.sample import DrawBits, Support, draw_children, drawn_from
 from workers.types import DraftProbs, NodeKind, TreeBatch
 
 CHAIN = [[(1, 0)]] * 4

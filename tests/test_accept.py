@@ -6,8 +6,8 @@ import oracles
 import pytest
 import torch
 
-from verifier.accept import accept, walk
-from workers.sampling import draw
+from verifier.acceptance.coupled import accept, walk
+from workers.sampling.sampler import draw
 from workers.types import DraftProbs, SamplingBatch, SamplingParams
 
 torch.set_num_threads(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engines import CHAIN, DYNAMIC, Job, Runner, bundled, prompts
 
-from workers.ipc import Speculation
+from workers.comm.ipc import Speculation
 
 
 def acceptance_length(runner: Runner, num_tokens: int | None = None) -> float:

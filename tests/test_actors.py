@@ -9,11 +9,11 @@ import sys
 import pytest
 from engines import bundled
 
-import cluster.actors
-from cluster.actors import Worker, packages_folder
-from cluster.seats import interface_of
+import cluster.serve.actors
+from cluster.rank_placement import interface_of
+from cluster.serve.actors import Worker, packages_folder
 from workers.config import EngineConfig
-from workers.specs import read_specs
+from workers.models.specs import read_specs
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 CONFIG = EngineConfig(model_path="model").to_json()
@@ -26,7 +26,7 @@ def address(monkeypatch: pytest.MonkeyPatch) -> str:
     for name in INTERFACES:
         monkeypatch.setenv(name, "")  # so that it is restored
         monkeypatch.delenv(name)
-    monkeypatch.setattr(cluster.actors.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    monkeypatch.setattr(cluster.serve.actors.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
     return "127.0.0.1"
 
 
@@ -45,7 +45,7 @@ def test_an_interface_that_was_chosen_stays(address: str, monkeypatch: pytest.Mo
 
 
 def test_an_address_that_no_interface_has_chooses_none(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster.actors.ray.util, "get_node_ip_address", lambda: "203.0.113.9")
+    monkeypatch.setattr(cluster.serve.actors.ray.util, "get_node_ip_address", lambda: "203.0.113.9")
     Worker(CONFIG, SPECS, 0, packages_folder(), {})
     assert not set(INTERFACES) & os.environ.keys()
 
@@ -53,7 +53,7 @@ def test_an_address_that_no_interface_has_chooses_none(address: str, monkeypatch
 def test_an_actor_logs_what_a_process_logs() -> None:
     code = f"""if True:
         import logging
-        from cluster.actors import Worker, packages_folder
+        from cluster.serve.actors import Worker, packages_folder
         Worker({CONFIG!r}, {SPECS!r}, 0, packages_folder(), {{}})
         logging.getLogger("verifier.worker").info("joined a world")
     """

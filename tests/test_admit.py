@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from verifier.admit import misfit, request_of, rule_of
+from verifier.admission import misfit, request_of, rule_of
 from verifier.scheduler import Limits
+from workers.comm.ipc import Speculation, Submit
 from workers.config import AcceptanceConfig, DraftConfig, EngineConfig, PruneConfig, TreeConfig
-from workers.ipc import Speculation, Submit
 from workers.types import Constraints, Rule, SamplingParams, TreeLimits
 
 REJECTION, COUPLED = Speculation(acceptance="rejection"), Speculation(acceptance="coupled")

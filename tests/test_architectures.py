@@ -27,14 +27,14 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from cluster.convert import engine_config
 from secateur.config import EngineArgs
 from secateur.errors import ConfigError
-from workers.checkpoint import check_parallel, read_spec
 from workers.config import DraftConfig, EngineConfig, TreeConfig
-from workers.decoders import load_decoder
-from workers.eagle3_format import default_tap_layers
-from workers.fc_head_format import read_mtp_spec
-from workers.layers import SINGLE, TensorParallel
-from workers.transformers_model import TransformersDecoder
-from workers.transformers_spec import TESTED
+from workers.models.checkpoint import check_parallel, read_spec
+from workers.models.eagle3_format import default_tap_layers
+from workers.models.fc_head_format import read_mtp_spec
+from workers.models.layers import SINGLE, TensorParallel
+from workers.models.load import load_decoder
+from workers.models.transformers_model import TransformersDecoder
+from workers.models.transformers_spec import TESTED
 
 torch.set_num_threads(1)
 

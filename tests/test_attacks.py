@@ -12,8 +12,8 @@ import httpx2
 import pytest
 from looping import FOREVER, looping_model
 
+from cluster.local_service import local_service
 from cluster.processes import descendants
-from cluster.service import local_service
 from secateur.config import EngineArgs
 
 CHAT = "/v1/chat/completions"
@@ -87,7 +87,7 @@ def test_texts_of_15_mib_take_little_memory(url: str, path: str, body: Any) -> N
 
 
 def is_tokenizing(pid: int) -> bool:
-    return b"cluster.tokenizing_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b"cluster.http.tokenizer_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def peak_of(pid: int) -> int:

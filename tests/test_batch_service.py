@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.service import local_service
+from cluster.local_service import local_service
 from secateur.config import EngineArgs
 
 NUM_LINES = 300

@@ -18,7 +18,7 @@ from fake_service import FakeService, fake_service
 from cluster.bench import load
 from cluster.bench.load import LoadRow, Outcome, row_of
 from cluster.bench.output import stem_of, write_json
-from cluster.tokens import Tokenizer
+from cluster.http.tokenizer import Tokenizer
 from secateur import cli
 from secateur.bench import ServePlan
 from secateur.errors import ConfigError, SecateurError

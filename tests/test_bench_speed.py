@@ -15,12 +15,12 @@ from cluster.bench import step
 from cluster.bench.contestants import Generate, StepCosts, Timing, Turn, assistant, decoding_steps, load_model
 from cluster.bench.output import stem_of, write_json
 from cluster.bench.plots import STEP_PARTS
+from cluster.bench.runner import Frame, Job
 from cluster.bench.speed import CHAIN_ACCEPTANCE, STAR_ACCEPTANCE, SpeedRow, row_of
-from cluster.runner import Frame, Job
 from secateur import cli
 from secateur.bench import SpeedPlan, StepPlan
 from secateur.cli.bench import MAX_PROMPTS
-from workers.ipc import EngineStats
+from workers.comm.ipc import EngineStats
 from workers.types import SamplingParams
 
 

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from oracles import Path
 from prices import CALIBRATION, FREE, costs
 
-import drafter.grow
-from drafter.budget import Budget, calibrated
-from drafter.grow import Grown, grow
-from drafter.level import DraftVocabulary, Level
-from drafter.shape import TYPICAL_CHILDREN, DynamicShape, Shape, StaticShape
+import drafter.tree.grow
+from drafter.tree.budget import Budget, calibrated
+from drafter.tree.frontier import DraftVocabulary, Level
+from drafter.tree.grow import Grown, grow
+from drafter.tree.shape import TYPICAL_CHILDREN, DynamicShape, Shape, StaticShape
 from workers.types import DraftCosts, SamplingBatch, SamplingParams
 
 torch.set_num_threads(1)
@@ -266,7 +266,7 @@ def test_what_growing_has_taken_so_far_is_told_without_the_roots(monkeypatch, sh
             told.append((num_levels, num_run))
             return super().draft_ms(num_levels, num_run)
 
-    monkeypatch.setattr(drafter.grow, "Budget", Noted)
+    monkeypatch.setattr(drafter.tree.grow, "Budget", Noted)
     asks = [Ask(model=1, num_nodes=8), Ask(model=2, num_nodes=8)]
     if shape == "searched":
         whole = grown(asks)
@@ -284,7 +284,7 @@ def test_whether_a_level_pays_is_asked_with_the_nodes_so_far_and_no_root(monkeyp
             told.append(len(weights))
             return super().worth_running(weight_F, least_F, weights, draft_ms)
 
-    monkeypatch.setattr(drafter.grow, "Budget", Noted)
+    monkeypatch.setattr(drafter.tree.grow, "Budget", Noted)
     asks = [Ask(model=1, num_nodes=6), Ask(model=2, num_nodes=6)]
     grown(asks, shape=STATIC)
     assert told == [4, 10, 12], "two children of each root, then theirs, then one more"

@@ -17,12 +17,12 @@ if torch.cuda.is_available():
 
 from simulated_cuda import simulated_cuda
 
-from workers.checkpoint import read_spec
 from workers.config import DraftConfig, EngineConfig, TreeConfig
-from workers.decoders import load_decoder
-from workers.graphs import decoder_graphs
-from workers.kernels.choose import kernels_for
-from workers.specs import TransformersSpec
+from workers.cuda_graphs import decoder_graphs
+from workers.kernels.select import kernels_for
+from workers.models.checkpoint import read_spec
+from workers.models.load import load_decoder
+from workers.models.specs import TransformersSpec
 
 torch.set_num_threads(1)
 

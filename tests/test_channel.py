@@ -11,9 +11,10 @@ import pytest
 import torch
 from fakes import in_processes
 
-from workers.channel import PeerLost
+from workers.comm.channel import PeerLost
+from workers.comm.groups import World
+from workers.comm.wire import Kind
 from workers.config import DraftConfig, EngineConfig
-from workers.groups import World
 from workers.types import (
     AttentionMetadata,
     DraftReply,
@@ -23,7 +24,6 @@ from workers.types import (
     TargetStep,
     TreeBatch,
 )
-from workers.wire import Kind
 
 SIZES = [(0, None), (1, 4), (60, 16), (63, 16), (400, 64), (5000, None), (3, 8), (20000, 32)]
 """(fed rows, feature width): bodies around, below and far beyond the 8 KiB that travel with a header."""

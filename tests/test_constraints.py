@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import SMALL_V, Path, draft_logits, target_logits
 
-from drafter.level import DraftVocabulary
-from workers.constraints import constrain, lay_counts
-from workers.edits import UNSEEN, Columns, ConstrainedRow
-from workers.random import gumbel
-from workers.sampling import draw, process_logits
-from workers.standings import Standing, Tally
+from drafter.tree.frontier import DraftVocabulary
+from workers.sampling.logits_edits import UNSEEN, Columns, ConstrainedRow
+from workers.sampling.logits_processors import constrain, lay_counts
+from workers.sampling.logits_state import Standing, Tally
+from workers.sampling.philox import gumbel
+from workers.sampling.sampler import draw, process_logits
 from workers.types import Constraints, SamplingBatch, SamplingParams, TreeBatch
 
 torch.set_num_threads(1)

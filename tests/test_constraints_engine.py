@@ -16,9 +16,9 @@ import pytest
 import torch
 from engines import BUNDLED, CHAIN, DYNAMIC, STATIC, Job, Runner, bundled, prompts, transformers_greedy
 
+from workers.comm.ipc import Speculation
 from workers.config import EngineConfig
-from workers.ipc import Speculation
-from workers.sampling import draw
+from workers.sampling.sampler import draw
 from workers.types import Constraints, SamplingBatch, SamplingParams
 
 NUM_TOKENS = 24

@@ -23,7 +23,7 @@ from tokenizer_kinds import (
     word_piece,
 )
 
-from cluster.tokens import IncrementalDetokenizer, Tokenizer
+from cluster.http.tokenizer import IncrementalDetokenizer, Tokenizer
 
 STREAMABLE = (llama, gemma, byte_level, word_piece, metaspace, word_ends)
 

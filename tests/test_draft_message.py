@@ -12,17 +12,17 @@ from engines import BUNDLED
 from oracles import paths_of
 from prices import FREE
 
-from drafter.ngram import Lengths, NgramProposer
-from drafter.propose import DraftModelProposer, FeatureProposer, Proposer
-from drafter.shape import make_shape
+from drafter.proposers.base import DraftModelProposer, FeatureProposer, Proposer
+from drafter.proposers.ngram import Lengths, NgramProposer
+from drafter.tree.shape import make_shape
 from drafter.worker import draft
 from verifier.draft_inputs import DraftInput
-from verifier.pack import pack_draft
 from verifier.request import Request
-from workers.checkpoint import read_spec
+from verifier.step_inputs import pack_draft
+from workers.comm.ipc import Submit
 from workers.config import TreeConfig
-from workers.ipc import Submit
-from workers.model import Decoder
+from workers.models.checkpoint import read_spec
+from workers.models.decoder import Decoder
 from workers.types import Constraints, DraftReply, Rule, SamplingParams, TreeLimits
 
 torch.set_num_threads(1)

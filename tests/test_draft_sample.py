@@ -10,8 +10,8 @@ import pytest
 import scipy.stats
 import torch
 
-from drafter.level import DraftVocabulary
-from drafter.sample import (
+from drafter.tree.frontier import DraftVocabulary
+from drafter.tree.sample import (
     MAX_WEIGHT,
     SUPPORT,
     Children,
@@ -23,8 +23,8 @@ from drafter.sample import (
     num_children,
     quantise,
 )
-from drafter.score import score
-from workers.random import Stream
+from drafter.tree.score import score
+from workers.sampling.philox import Stream
 from workers.types import NodeKind, Rule, SamplingBatch, SamplingParams
 
 torch.set_num_threads(1)

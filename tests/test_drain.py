@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 import httpx2
 import pytest
 
-import cluster.drain
-from cluster.drain import drain, is_busy
-from cluster.metrics import Metrics
-from workers.ipc import EngineStats
+import cluster.serve.drain
+from cluster.http.metrics import Metrics
+from cluster.serve.drain import drain, is_busy
+from workers.comm.ipc import EngineStats
 
 
 def metrics(running: int = 0, waiting: int = 0) -> bytes:
@@ -55,8 +55,8 @@ def replica() -> Iterator[Callable[..., str]]:
 def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The clock runs by what is slept."""
     found: list[float] = []
-    monkeypatch.setattr(cluster.drain.time, "sleep", found.append)
-    monkeypatch.setattr(cluster.drain.time, "monotonic", lambda: sum(found))
+    monkeypatch.setattr(cluster.serve.drain.time, "sleep", found.append)
+    monkeypatch.setattr(cluster.serve.drain.time, "monotonic", lambda: sum(found))
     return found
 
 
@@ -79,7 +79,7 @@ def test_what_is_too_busy_to_answer_is_waited_for(monkeypatch: pytest.MonkeyPatc
     def late(url: str, **options: object) -> None:
         raise httpx2.ReadTimeout("late")
 
-    monkeypatch.setattr(cluster.drain.httpx2, "get", late)
+    monkeypatch.setattr(cluster.serve.drain.httpx2, "get", late)
     assert is_busy("http://127.0.0.1:8000/metrics")
 
 

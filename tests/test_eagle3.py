@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from drafter.eagle3 import Eagle3Head
-from workers.checkpoint import read_spec
-from workers.eagle3_format import FeatureFusion, default_tap_layers, read_eagle3_spec
+from drafter.proposers.eagle3 import Eagle3Head
+from workers.models.checkpoint import read_spec
+from workers.models.eagle3_format import FeatureFusion, default_tap_layers, read_eagle3_spec
 from workers.types import AttentionMetadata
 
 torch.set_num_threads(1)

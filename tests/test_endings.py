@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from cluster.endings import Blame, Ending, cause
+from cluster.rank_endings import Blame, Ending, cause
 
 KILLED = Ending(Blame.KILLED, "verifier 1 died")
 FAILED = Ending(Blame.FAILED, "verifier 1 failed")

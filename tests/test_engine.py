@@ -11,8 +11,8 @@ import torch
 from fakes import Bench, Counting, RandomLanguage, say
 
 import verifier.engine
+from workers.comm.ipc import FrontGone, RequestStats, Speculation
 from workers.config import AcceptanceConfig, PruneConfig, TreeConfig
-from workers.ipc import FrontGone, RequestStats, Speculation
 from workers.types import Constraints, SamplingParams
 
 torch.set_num_threads(1)

@@ -21,8 +21,8 @@ from fakes import Bench, RandomLanguage, say
 from oracles import Path, product_law
 from scipy.stats import chisquare
 
+from workers.comm.ipc import Speculation
 from workers.config import AcceptanceConfig, Prices, PruneConfig, TreeConfig
-from workers.ipc import Speculation
 from workers.types import Constraints, SamplingParams
 
 torch.set_num_threads(1)

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from cluster.folders import OwnedFolder
+from cluster.socket_folder import OwnedFolder
 
 OWNER = """
 import sys, time
-from cluster.folders import OwnedFolder
+from cluster.socket_folder import OwnedFolder
 folder = OwnedFolder()
 (folder.path / "engine.sock").touch()
 print(folder.path, flush=True)

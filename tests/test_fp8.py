@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file
 from test_model_parity import Chunk, PagedRun, oracle, oracle_logits, random_tokens
 
-from workers import checkpoint
-from workers.checkpoint import Weights, read_spec
-from workers.decoders import load_decoder
-from workers.layers import TensorParallel
+from workers.models import checkpoint
+from workers.models.checkpoint import Weights, read_spec
+from workers.models.layers import TensorParallel
+from workers.models.load import load_decoder
 
 torch.set_num_threads(1)
 

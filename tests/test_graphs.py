@@ -13,13 +13,13 @@ from attention_cases import CHAIN, RAGGED, TWO_BY_TWO, Batch
 from clockwork import AUTO, OFF, Bench, Prices, bench
 from engines import DYNAMIC, bundled
 
-from drafter.propose import head_graphs
-from workers import graphs
-from workers.checkpoint import read_spec
-from workers.graphs import MAX_ROWS, Size, bucket, can_capture, decoder_graphs, padded, sizes
-from workers.kernels.choose import TORCH
+from drafter.proposers.base import head_graphs
+from workers import cuda_graphs as graphs
+from workers.cuda_graphs import MAX_ROWS, Size, bucket, can_capture, decoder_graphs, padded, sizes
 from workers.kernels.host import HostMetadata
-from workers.model import Decoder
+from workers.kernels.select import TORCH
+from workers.models.checkpoint import read_spec
+from workers.models.decoder import Decoder
 
 torch.set_num_threads(1)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from workers.groups import open_store
+from workers.comm.groups import open_store
 
 PROC_NET = Path("/proc/net/tcp")
 LISTENING = "0A"

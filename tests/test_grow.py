@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import Path
 
-from drafter.grow import grow
-from drafter.level import DraftVocabulary, Level
-from drafter.shape import DynamicShape, Shape, StaticShape, make_shape
+from drafter.tree.frontier import DraftVocabulary, Level
+from drafter.tree.grow import grow
+from drafter.tree.shape import DynamicShape, Shape, StaticShape, make_shape
 from workers.config import MAX_TREE_NODES, TreeConfig
 from workers.types import NodeKind, SamplingBatch, SamplingParams, TreeBatch
 

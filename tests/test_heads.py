@@ -17,13 +17,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from drafter.eagle3 import Eagle3Head
-from drafter.fc_head import FcHead
-from drafter.level import Level
-from drafter.propose import FeatureProposer
-from workers.checkpoint import read_spec
-from workers.fc_head_format import read_eagle_spec, read_mtp_spec
-from workers.model import Decoder
+from drafter.proposers.base import FeatureProposer
+from drafter.proposers.eagle import FcHead
+from drafter.proposers.eagle3 import Eagle3Head
+from drafter.tree.frontier import Level
+from workers.models.checkpoint import read_spec
+from workers.models.decoder import Decoder
+from workers.models.fc_head_format import read_eagle_spec, read_mtp_spec
 from workers.types import DraftRequest
 
 torch.set_num_threads(1)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from workers.heap import freeze_start_up
+from workers.gc_freeze import freeze_start_up
 
 
 class Node:

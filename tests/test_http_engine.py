@@ -10,8 +10,8 @@ import httpx2
 import pytest
 
 import secateur
-from cluster.service import local_service
-from cluster.tokens import Tokenizer
+from cluster.http.tokenizer import Tokenizer
+from cluster.local_service import local_service
 from secateur import Client
 from secateur.config import EngineArgs
 from secateur.protocol import CompletionResponse

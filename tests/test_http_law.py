@@ -10,7 +10,7 @@ import torch
 from engines import BUNDLED
 from scipy.stats import chisquare
 
-from cluster.service import local_service
+from cluster.local_service import local_service
 from secateur import AsyncClient
 from secateur.config import EngineArgs
 

@@ -15,8 +15,8 @@ import pytest
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cluster.http_limits import HttpLimits, LimitedProtocol
-from cluster.service import listening_socket
+from cluster.http.limits import HttpLimits, LimitedProtocol
+from cluster.local_service import listening_socket
 
 LIMITS = HttpLimits(head_s=1.0, body_s=1.0, body_bytes_per_s=1000, body_bytes=1 << 20)
 PATIENCE_S = 10.0

@@ -17,9 +17,9 @@ import secateur
 from cluster.convert import engine_config, fetch_weights, with_tokenizer
 from secateur.config import EngineArgs
 from secateur.errors import ConfigError
-from workers.checkpoint import Weights
 from workers.config import EngineConfig
-from workers.hub import resolve_path
+from workers.models.checkpoint import Weights
+from workers.models.hub import resolve_path
 
 BUNDLED = Path(secateur.__file__).parent / "bundled"
 WEIGHTS = (".safetensors", ".bin", ".pth", ".gguf", ".onnx")

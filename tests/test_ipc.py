@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers import ipc
-from workers.ipc import (
+from workers.comm import ipc
+from workers.comm.ipc import (
     Abort,
     Decoder,
     EngineStats,

@@ -21,14 +21,14 @@ pytest.importorskip("triton", reason="Triton is not installed: nothing was shown
 import triton
 import triton.language as tl
 
-from drafter.level import DraftVocabulary
-from workers import sampling
+from drafter.tree.frontier import DraftVocabulary
 from workers.kernels import compiled, fused, reference
-from workers.kernels.choose import TORCH, Kernels, is_interpreted, kernels_for
+from workers.kernels.select import TORCH, Kernels, is_interpreted, kernels_for
 from workers.kernels.triton_attention import PlanShape
 from workers.kernels.triton_sampling import _gumbel, _philox
-from workers.random import gumbel
-from workers.sampling import draw
+from workers.sampling.philox import gumbel
+from workers.sampling.sampler import draw
+from workers.sampling.sampler import sampler as sampling
 from workers.types import SamplingBatch, SamplingParams
 
 DEVICE = "cpu" if is_interpreted() else "cuda"
@@ -227,7 +227,7 @@ def _write_gumbel(out_ptr, word_ptr, BLOCK: tl.constexpr):
 
 @pytest.mark.parametrize(("seed", "index"), [(0, 0), (5, 17), (-1, 2**31 + 3), (-(2**63), 4_000_000)])
 def test_random_words_are_philox_bit_for_bit(seed: int, index: int) -> None:
-    from workers.random import Stream, philox
+    from workers.sampling.philox import Stream, philox
 
     actual = torch.empty(4 * 16, dtype=torch.int64, device=DEVICE)
     seeds, indices = torch.tensor([seed]), torch.tensor([index])

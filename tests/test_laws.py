@@ -25,11 +25,11 @@ import scipy.stats
 import torch
 from oracles import SMALL_V, Path, distance, draft_logits, product_law, target_logits
 
-from drafter.grow import grow
-from drafter.level import DraftVocabulary, Level
-from drafter.shape import DynamicShape, Shape, StaticShape
-from verifier.accept import accept, walk
-from workers.sampling import draw
+from drafter.tree.frontier import DraftVocabulary, Level
+from drafter.tree.grow import grow
+from drafter.tree.shape import DynamicShape, Shape, StaticShape
+from verifier.acceptance.coupled import accept, walk
+from workers.sampling.sampler import draw
 from workers.types import SamplingBatch, SamplingParams, TreeBatch, Verdict
 
 torch.set_num_threads(1)

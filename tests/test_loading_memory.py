@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import save_file
 from torch.profiler import ProfilerActivity, profile
 
-from workers import checkpoint
-from workers.checkpoint import Weights, read_spec
-from workers.specs import TransformersSpec
-from workers.transformers_model import TransformersDecoder
+from workers.models import checkpoint
+from workers.models.checkpoint import Weights, read_spec
+from workers.models.specs import TransformersSpec
+from workers.models.transformers_model import TransformersDecoder
 
 torch.set_num_threads(1)
 

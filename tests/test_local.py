@@ -23,13 +23,13 @@ from fake_engine import FakeEngine
 import secateur
 from cluster.convert import engine_config
 from cluster.engine_client import EngineClient, EngineDead
-from cluster.local import LocalEngine
+from cluster.local_engine import LocalEngine
+from cluster.local_service import local_service
 from cluster.processes import wait_gone
-from cluster.service import local_service
 from secateur.config import EngineArgs
 from secateur.errors import ConfigError
+from workers.comm.ipc import Submit, TokenChunk
 from workers.config import EngineConfig
-from workers.ipc import Submit, TokenChunk
 
 BUNDLED = Path(secateur.__file__).parent / "bundled"
 needs_models = pytest.mark.skipif(not (BUNDLED / "target").is_dir(), reason="the bundled models are not there yet")
@@ -259,7 +259,7 @@ def test_the_engine_does_not_outlive_a_killed_parent(config: EngineConfig, tmp_p
     script = tmp_path / "parent.py"
     script.write_text(
         "import asyncio, sys\n"
-        "from cluster.local import LocalEngine\n"
+        "from cluster.local_engine import LocalEngine\n"
         "from workers.config import EngineConfig\n"
         "async def main():\n"
         "    engine = LocalEngine(EngineConfig.from_json(sys.argv[1]))\n"

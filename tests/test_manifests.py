@@ -207,7 +207,7 @@ def test_the_import_path_is_a_builder_of_one_argument(service: dict[str, Any]) -
 
 def test_replicas_are_counted_where_a_change_restarts_none_of_them(service: dict[str, Any]) -> None:
     """Serve takes a change of `args` for new code. What is under `deployments` it finds by the deployment's name."""
-    from cluster.app import APP_NAME
+    from cluster.serve.app import APP_NAME
 
     built = builder(service)(application(service)["args"])._bound_deployment
     assert deployment(service)["name"] == built.name == APP_NAME
@@ -241,7 +241,7 @@ def test_the_ray_version_is_the_image_s_and_the_pinned_one(service: dict[str, An
 
 
 def test_the_proxies_of_every_pod_load_our_limits_and_errors() -> None:
-    from cluster.proxy import environment
+    from cluster.serve.proxy import environment
 
     [(name, callback)] = environment().items()
     assert f"\nENV {name}={callback}\n" in (MANIFESTS / "Dockerfile").read_text()
@@ -309,7 +309,7 @@ def test_a_pod_has_a_gpu_for_every_rank(service: dict[str, Any]) -> None:
 
 def test_a_pod_holds_the_bundles_of_a_whole_replica(service: dict[str, Any]) -> None:
     from cluster.convert import layout_config, settle
-    from cluster.placement import group_bundles
+    from cluster.serve.placement import group_bundles
 
     args = AppArgs.load(application(service)["args"])
     placement = args.placement_group_config
@@ -327,7 +327,7 @@ def test_a_pod_answers_what_it_was_asked_before_ray_stops(service: dict[str, Any
     spec = worker_group(service)["template"]["spec"]
     shell, flag, script = ray_container(worker_group(service))["lifecycle"]["preStop"]["exec"]["command"]
     waits, limit = re.fullmatch(r"python -m (cluster\.\w+) --limit (\d+); ray stop", script).groups()
-    assert (shell, flag, importlib.import_module(waits).__name__) == ("/bin/sh", "-c", "cluster.drain")
+    assert (shell, flag, importlib.import_module(waits).__name__) == ("/bin/sh", "-c", "cluster.serve.drain")
     assert int(limit) + RAY_STOP_S <= spec["terminationGracePeriodSeconds"]
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from workers import memory
+from workers import kv_sizing as memory
 from workers.config import DraftConfig, EngineConfig
-from workers.kv import KVPool
-from workers.memory import agree_on_pages, logits_bytes, ranks_on_device_of
+from workers.kv_cache import KVPool
+from workers.kv_sizing import agree_on_pages, logits_bytes, ranks_on_device_of
 
 GIB = 1 << 30
 

@@ -18,8 +18,8 @@ import torch
 from engines import BUNDLED, Answer, Job, Runner, bundled, prompts
 from safetensors.torch import load_file, save_file
 
+from workers.comm.ipc import Speculation
 from workers.config import AcceptanceConfig, DraftConfig, EngineConfig, TreeConfig
-from workers.ipc import Speculation
 from workers.types import SamplingParams
 
 TREE = TreeConfig(num_nodes=12, max_depth=5, max_children=4)

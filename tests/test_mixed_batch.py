@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from engines import CHAIN, DYNAMIC, Answer, Job, Runner, bundled, prompts
 
+from workers.comm.ipc import Speculation
 from workers.config import DraftConfig
-from workers.ipc import Speculation
 from workers.types import Constraints, SamplingParams
 
 PENALTIES = Constraints(presence_penalty=0.3, frequency_penalty=0.6, repetition_penalty=1.1, min_tokens=20)

@@ -20,12 +20,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from workers import checkpoint as checkpoint_module
-from workers.checkpoint import Weights, check_parallel, read_spec
-from workers.kernels.choose import TORCH
-from workers.kv import KVPool, OutOfPages, PageAllocator
-from workers.layers import TensorParallel
-from workers.model import Decoder
+from workers.kernels.select import TORCH
+from workers.kv_cache import KVPool, OutOfPages, PageAllocator
+from workers.models import checkpoint as checkpoint_module
+from workers.models.checkpoint import Weights, check_parallel, read_spec
+from workers.models.decoder import Decoder
+from workers.models.layers import TensorParallel
 from workers.types import AttentionMetadata, Hidden
 
 torch.set_num_threads(1)

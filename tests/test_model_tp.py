@@ -12,13 +12,13 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from drafter.fc_head import FcHead
-from drafter.propose import FeatureHead
-from workers.checkpoint import read_spec
-from workers.eagle3_format import FeatureFusion, read_eagle3_spec
-from workers.fc_head_format import read_eagle_spec, read_mtp_spec
-from workers.layers import SINGLE, TensorParallel, shard_vocab
-from workers.model import Decoder
+from drafter.proposers.base import FeatureHead
+from drafter.proposers.eagle import FcHead
+from workers.models.checkpoint import read_spec
+from workers.models.decoder import Decoder
+from workers.models.eagle3_format import FeatureFusion, read_eagle3_spec
+from workers.models.fc_head_format import read_eagle_spec, read_mtp_spec
+from workers.models.layers import SINGLE, TensorParallel, shard_vocab
 from workers.types import AttentionMetadata
 
 PAGE = 4

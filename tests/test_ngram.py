@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from drafter.level import Candidates, DraftVocabulary, Level
-from drafter.ngram import Lengths, NgramProposer, find_matches
-from drafter.score import Scores, score
+from drafter.proposers.ngram import Lengths, NgramProposer, find_matches
+from drafter.tree.frontier import Candidates, DraftVocabulary, Level
+from drafter.tree.score import Scores, score
 from workers.types import DraftRequest, Rule, SamplingBatch, SamplingParams
 
 PAGE = 4

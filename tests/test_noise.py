@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import workers.noise
-from drafter.level import DraftVocabulary
+import workers.sampling.gumbel_cache
+from drafter.tree.frontier import DraftVocabulary
 from drafter.worker import look_ahead
-from workers.noise import NoiseBook
-from workers.random import gumbel
+from workers.sampling.gumbel_cache import NoiseBook
+from workers.sampling.philox import gumbel
 from workers.types import Rule
 
 torch.set_num_threads(1)
@@ -39,7 +39,7 @@ def test_some_ids_see_the_noise_of_the_whole_vocabulary():
 
 @pytest.mark.parametrize("most", [1, 3, 1000])
 def test_what_was_kept_or_forgotten_changes_nothing(most, monkeypatch):
-    monkeypatch.setattr(workers.noise, "MAX_BYTES", most * 4 * 27)
+    monkeypatch.setattr(workers.sampling.gumbel_cache, "MAX_BYTES", most * 4 * 27)
     book = NoiseBook(3, 30)
     for step in range(5):
         book.prepare([8, 9], [step, 2 * step], [4, 0], "cpu")
@@ -50,13 +50,13 @@ def test_what_was_kept_or_forgotten_changes_nothing(most, monkeypatch):
 def test_prepared_noise_is_not_computed_again(monkeypatch):
     book = NoiseBook(3, 30)
     book.prepare([8], [5], [4], "cpu")
-    monkeypatch.setattr(workers.noise, "gumbel", None)
+    monkeypatch.setattr(workers.sampling.gumbel_cache, "gumbel", None)
     assert torch.equal(book.rows([8, 8], [5, 8], "cpu"), truth([8, 8], [5, 8]))
 
 
 def test_who_draws_token_by_token_finds_most_of_its_noise(monkeypatch):
     """Room for a hundred rows of 27 values: those of one request for sixteen steps, or of ten for ten."""
-    monkeypatch.setattr(workers.noise, "_VALUES_AHEAD", 100 * 27)
+    monkeypatch.setattr(workers.sampling.gumbel_cache, "_VALUES_AHEAD", 100 * 27)
     calls = []
     book = NoiseBook(3, 30, make=lambda seeds, *own: calls.append(len(seeds)) or gumbel(seeds, *own))
     for index in range(32):
@@ -67,7 +67,7 @@ def test_who_draws_token_by_token_finds_most_of_its_noise(monkeypatch):
 
 
 def test_memory_is_bounded(monkeypatch):
-    monkeypatch.setattr(workers.noise, "MAX_BYTES", 10 * 4 * 27)
+    monkeypatch.setattr(workers.sampling.gumbel_cache, "MAX_BYTES", 10 * 4 * 27)
     book = NoiseBook(3, 30)
     for index in range(100):
         book.rows([1], [index], "cpu")
@@ -75,7 +75,7 @@ def test_memory_is_bounded(monkeypatch):
 
 
 def test_more_rows_at_once_than_are_kept_are_not_held(monkeypatch):
-    monkeypatch.setattr(workers.noise, "MAX_BYTES", 10 * 4 * 27)
+    monkeypatch.setattr(workers.sampling.gumbel_cache, "MAX_BYTES", 10 * 4 * 27)
     book = NoiseBook(3, 30)
     assert torch.equal(book.rows([1] * 30, list(range(30)), "cpu"), truth([1] * 30, list(range(30))))
     held = {row.untyped_storage().data_ptr(): row.untyped_storage().nbytes() for row in book._row.values()}
@@ -95,7 +95,7 @@ def test_a_drafter_that_looks_ahead_has_the_noise_of_the_next_trees(monkeypatch)
     )
     vocab = DraftVocabulary(target_size=30)
     look_ahead(request, vocab, torch.device("cpu"))  # type: ignore[arg-type]
-    monkeypatch.setattr(workers.noise, "gumbel", None)
+    monkeypatch.setattr(workers.sampling.gumbel_cache, "gumbel", None)
     for root in range(9, 9 + 3 + 2):  # the next root: all, some or nothing of the tree was accepted
         indices = [root + depth for depth in (1, 2, 3)]
         assert torch.equal(vocab.noise.rows([1] * 3, indices, "cpu"), truth([1] * 3, indices, 0, 30))

@@ -13,7 +13,7 @@ import pytest
 import torch
 from engines import CHAIN, DYNAMIC, STATIC, Job, Runner, bundled, prompts, transformers_greedy
 
-from workers.ipc import Speculation
+from workers.comm.ipc import Speculation
 from workers.types import SamplingParams
 
 NUM_TOKENS = 64

@@ -19,14 +19,14 @@ import pytest
 import secateur
 from cluster.convert import engine_config, sampling_defaults, settle, with_tokenizer
 from cluster.engine_client import EngineClient
-from cluster.placement import group_bundles
-from cluster.plan.memory import tensor_shapes
-from cluster.plan.report import run
-from cluster.plan.topology import bytes_text
-from cluster.seats import num_bundles, seats, worker_env
-from cluster.service import service_of
-from cluster.tokenizing import TokenizingWorkers
-from cluster.tokens import Tokenizer
+from cluster.http.tokenizer import Tokenizer
+from cluster.http.tokenizer_pool import TokenizingWorkers
+from cluster.local_service import service_of
+from cluster.planner.memory import tensor_shapes
+from cluster.planner.report import run
+from cluster.planner.topology import bytes_text
+from cluster.rank_placement import num_bundles, seats, worker_env
+from cluster.serve.placement import group_bundles
 from secateur.config import EngineArgs
 from secateur.errors import ConfigError
 from secateur.plan import PlanRequest

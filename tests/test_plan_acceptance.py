@@ -11,10 +11,10 @@ import pytest
 from engines import STATIC_PATHS
 
 from cluster.bench.sequoia import best_tree, expected_accepted
-from cluster.plan.acceptance import TYPICAL, best_lengths, curve
-from cluster.plan.choose import best, schedule
-from cluster.plan.costs import Costs
-from cluster.plan.predict import Predictor
+from cluster.planner.acceptance import TYPICAL, best_lengths, curve
+from cluster.planner.choose import best, schedule
+from cluster.planner.costs import Costs
+from cluster.planner.predict import Predictor
 from secateur.errors import ConfigError
 from secateur.plan import AcceptancePoint, AcceptanceTable, CostTable, DraftCosts, VerifyCosts, read_acceptance
 from workers.config import AcceptanceConfig, DraftConfig, TreeConfig

@@ -17,16 +17,16 @@ from engines import BUNDLED, DYNAMIC, bundled
 from safetensors.torch import save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from cluster.plan.costs import Chunk, Costs
-from cluster.plan.memory import Side, expected_shapes, pages_on_device, side, sides, tensor_shapes
-from cluster.plan.report import run
-from cluster.plan.roofline import cost_table, forward_ms
+from cluster.planner.costs import Chunk, Costs
+from cluster.planner.memory import Side, expected_shapes, pages_on_device, side, sides, tensor_shapes
+from cluster.planner.report import run
+from cluster.planner.roofline import cost_table, forward_ms
 from secateur.config import EngineArgs
 from secateur.errors import ConfigError
 from secateur.plan import HARDWARE, CostTable, DraftCosts, Hardware, PlanRequest, VerifyCosts
-from verifier.states import most_waiting
-from workers.checkpoint import read_spec
+from verifier.hidden_states import most_waiting
 from workers.config import DraftConfig, EngineConfig
+from workers.models.checkpoint import read_spec
 
 TABLE = CostTable(
     verify=VerifyCosts(

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from cluster.plan.costs import Chunk, Costs
-from cluster.plan.fleet import Fleet, Load, Replica, simulate
+from cluster.planner.costs import Chunk, Costs
+from cluster.planner.fleet import Fleet, Load, Replica, simulate
 from secateur.errors import ConfigError
 from secateur.plan import Arrival, CostTable, DraftCosts, Lengths, VerifyCosts
 

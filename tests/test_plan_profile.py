@@ -18,11 +18,12 @@ import pytest
 from engines import DYNAMIC, bundled, prompts
 from scipy.optimize import nnls
 
-from cluster.plan.acceptance import curve
-from cluster.plan.costs import Costs
-from cluster.plan.fit import _verify, fit, nonnegative_least_squares
-from cluster.plan.fleet import SPREAD, Load, Replica, simulate
-from cluster.plan.profile import (
+from cluster.bench.runner import Frame, Job
+from cluster.planner.acceptance import curve
+from cluster.planner.costs import Costs
+from cluster.planner.fit import _verify, fit, nonnegative_least_squares
+from cluster.planner.fleet import SPREAD, Load, Replica, simulate
+from cluster.planner.profile import (
     Accepted,
     Cell,
     Grid,
@@ -36,10 +37,9 @@ from cluster.plan.profile import (
     profiled,
     watch,
 )
-from cluster.runner import Frame, Job
 from secateur.errors import SecateurError
 from secateur.plan import CostTable, DraftCosts, VerifyCosts
-from workers.ipc import EngineStats, Submit
+from workers.comm.ipc import EngineStats, Submit
 
 CONFIG = bundled(DYNAMIC)
 

@@ -18,11 +18,11 @@ from engines import BUNDLED
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from workers.checkpoint import read_spec
 from workers.kernels import pointwise, reference
-from workers.model import Decoder
-from workers.rope import Rope
-from workers.specs import RopeSpec
+from workers.models.checkpoint import read_spec
+from workers.models.decoder import Decoder
+from workers.models.rope import Rope
+from workers.models.specs import RopeSpec
 
 torch.set_num_threads(1)
 

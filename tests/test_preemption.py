@@ -15,8 +15,8 @@ import torch
 from engines import CHAIN, DYNAMIC, Job, Runner, bundled, prompts
 from fakes import Bench, RandomLanguage
 
+from workers.comm.ipc import Speculation, TokenChunk
 from workers.config import DraftConfig, EngineConfig, TreeConfig
-from workers.ipc import Speculation, TokenChunk
 from workers.types import Constraints, SamplingParams
 
 torch.set_num_threads(1)

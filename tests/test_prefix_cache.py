@@ -15,9 +15,9 @@ import torch
 from fakes import Bench, Counting, RandomLanguage, say
 
 from verifier import switch
+from workers.comm.ipc import Speculation
 from workers.config import Prices, PruneConfig, TreeConfig
-from workers.ipc import Speculation
-from workers.kv import Found, OutOfPages, PageAllocator
+from workers.kv_cache import Found, OutOfPages, PageAllocator
 from workers.types import SamplingParams
 
 torch.set_num_threads(1)

@@ -13,9 +13,9 @@ import pytest
 from engines import DYNAMIC, bundled, prompts
 
 from cluster.engine_client import EngineClient
-from cluster.local import LocalEngine
+from cluster.local_engine import LocalEngine
+from workers.comm.ipc import RequestStats, Speculation, Submit
 from workers.config import DraftConfig
-from workers.ipc import RequestStats, Speculation, Submit
 from workers.types import SamplingParams
 
 PREFIX = [token for prompt in prompts() for token in prompt][:1000]

@@ -23,9 +23,9 @@ from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.config import HTTP_PROTOCOLS
 
-import cluster.proxy
-from cluster.http_limits import HttpLimits, LimitedProtocol
-from cluster.proxy import environment, middlewares
+import cluster.serve.proxy
+from cluster.http.limits import HttpLimits, LimitedProtocol
+from cluster.serve.proxy import environment, middlewares
 
 ENDPOINT = {DeploymentID("secateur", "secateur"): EndpointInfo(route="/")}
 
@@ -119,7 +119,7 @@ async def test_before_and_after_its_service_a_proxy_says_so_in_our_words() -> No
 
 async def test_what_asks_for_the_first_replica_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """A deployment of zero replicas starts one when it is asked."""
-    monkeypatch.setattr(cluster.proxy, "HOLD_S", 10.0)
+    monkeypatch.setattr(cluster.serve.proxy, "HOLD_S", 10.0)
     async with serving(JSONResponse({"status": "ok"})) as (proxy, client):
         proxy.proxy_router.update_routes(ENDPOINT)
         waiting = asyncio.create_task(client.get("/health"))
@@ -214,6 +214,6 @@ async def test_the_environment_makes_serve_call_us(monkeypatch: pytest.MonkeyPat
     [(name, path)] = environment().items()
     monkeypatch.setattr(f"ray.serve._private.http_util.{name}", path)
     [middleware] = configure_http_middlewares(HTTPOptions()).middlewares
-    assert middleware.cls is cluster.proxy.PlainErrors
+    assert middleware.cls is cluster.serve.proxy.PlainErrors
     monkeypatch.setenv(name, "mine:callback")
     assert environment() == {name: "mine:callback"}

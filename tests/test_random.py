@@ -10,8 +10,8 @@ import pytest
 import scipy.stats
 import torch
 
-import workers.random
-from workers.random import Stream, below, gumbel, gumbel_at, philox, uniform, words64
+import workers.sampling.philox
+from workers.sampling.philox import Stream, below, gumbel, gumbel_at, philox, uniform, words64
 
 torch.set_num_threads(1)
 
@@ -88,7 +88,7 @@ def test_every_seed_position_row_and_index_has_a_number_of_its_own():
 
 @pytest.mark.parametrize("r", [0, 1, 2, 2**24 + 1, 2**31 - 1, 2**31, 2**31 + 1, 2**32 - 257, 2**32 - 2, ALL_ONES])
 def test_gumbel_is_finite_and_accurate_for_every_word(monkeypatch, r):
-    monkeypatch.setattr(workers.random, "philox", lambda seed, c0, *_: (c0 * 0 + r,) * 4)
+    monkeypatch.setattr(workers.sampling.philox, "philox", lambda seed, c0, *_: (c0 * 0 + r,) * 4)
     noise = gumbel(torch.tensor([1]), torch.tensor([1]), 0, 4)
     assert torch.isfinite(noise).all()
     # Near its zero at u = 1/e the noise is a difference of float32 logs: absolute, not relative, accuracy.
@@ -96,7 +96,7 @@ def test_gumbel_is_finite_and_accurate_for_every_word(monkeypatch, r):
 
 
 def test_gumbel_rises_with_the_word_across_the_middle(monkeypatch):
-    monkeypatch.setattr(workers.random, "philox", lambda seed, c0, *_: (c0 * 64 + 2**31 - 2048,) * 4)
+    monkeypatch.setattr(workers.sampling.philox, "philox", lambda seed, c0, *_: (c0 * 64 + 2**31 - 2048,) * 4)
     noise = gumbel(torch.tensor([1]), torch.tensor([1]), 0, 4 * 64)[0, ::4]
     assert (noise.diff() >= 0).all()
 
@@ -171,7 +171,7 @@ def test_single_tokens_have_the_noise_of_whole_rows():
 
 def test_the_noise_of_a_device_is_that_of_the_host():
     seeds, indices = torch.tensor([[7], [-7], [2**62]]), torch.tensor([[1], [70000], [2]])
-    made = workers.random._gumbel_in_torch(seeds, indices, 3, 40)
+    made = workers.sampling.philox._gumbel_in_torch(seeds, indices, 3, 40)
     assert made.dtype == torch.float32
     torch.testing.assert_close(made, gumbel(seeds[:, 0], indices[:, 0], 12, 160), rtol=1e-6, atol=1e-6)
 
@@ -180,5 +180,5 @@ def test_the_noise_of_a_device_is_that_of_the_host():
 def test_noise_does_not_know_how_much_of_it_is_made_at_once(monkeypatch, at_once):
     seeds, indices = torch.tensor([7, -7, 7, 8, 9]), torch.tensor([1, 1, 2, 3, 4])
     whole = gumbel(seeds, indices, 5, 101)
-    monkeypatch.setattr(workers.random, "_VALUES_AT_ONCE", at_once)
+    monkeypatch.setattr(workers.sampling.philox, "_VALUES_AT_ONCE", at_once)
     assert torch.equal(gumbel(seeds, indices, 5, 101), whole)

@@ -12,12 +12,12 @@ import torch
 from oracles import Path
 from sampled_trees import CHAIN, FIXED, TREE, Drafted, draft, pack
 
-import verifier.rejection
-from drafter.sample import DrawBits, Support, draw_children
-from verifier.accept import accept, walk
-from verifier.rejection import Residual, RowLaw, Tree, accept_rejection, decide
-from workers.random import Stream, uniform
-from workers.sampling import process_logits
+import verifier.acceptance.rejection
+from drafter.tree.sample import DrawBits, Support, draw_children
+from verifier.acceptance.coupled import accept, walk
+from verifier.acceptance.rejection import Residual, RowLaw, Tree, accept_rejection, decide
+from workers.sampling.philox import Stream, uniform
+from workers.sampling.sampler import process_logits
 from workers.types import NodeKind, Rule, SamplingBatch, SamplingParams, Verdict
 
 torch.set_num_threads(1)
@@ -150,13 +150,15 @@ def test_last_tokens_are_drawn_from_touched_ids_and_the_scaled_rest():
     touched = Residual(np.array([9, 2, 0]), np.array([0.0, 0.0, 0.25]), 1.5)  # ids of another vocabulary count nothing
     most = 1 - 2.0**-53
     u = [0.0, 0.249, 0.251, 0.549, 0.551, most]
-    assert verifier.rejection._draw_residual([touched] * 6, log_p.expand(6, -1), u) == [0, 0, 1, 1, 3, 3]
+    assert verifier.acceptance.rejection._draw_residual([touched] * 6, log_p.expand(6, -1), u) == [0, 0, 1, 1, 3, 3]
     nothing = Residual(np.array([0, 1, 2, 3]), np.zeros(4), 1.0)
     untouched = Residual(np.array([], dtype=np.int64), np.array([]), 1.0)
-    drawn = verifier.rejection._draw_residual([nothing, untouched, touched], log_p.expand(3, -1), [0.31, 0.09, most])
+    drawn = verifier.acceptance.rejection._draw_residual(
+        [nothing, untouched, touched], log_p.expand(3, -1), [0.31, 0.09, most]
+    )
     assert drawn == [2, 2, 3]
     rest = Residual(np.array([2]), np.zeros(1), 1.0)  # nothing is left of id 2, and 0 is where its mass would begin
-    assert verifier.rejection._draw_residual([rest], log_p[None], [0.0]) == [3]
+    assert verifier.acceptance.rejection._draw_residual([rest], log_p[None], [0.0]) == [3]
 
 
 def test_rounding_of_a_likely_token_hardly_moves_the_edges_between_unlikely_ones():
@@ -168,7 +170,7 @@ def test_rounding_of_a_likely_token_hardly_moves_the_edges_between_unlikely_ones
     drawn = []
     for error in (0.0, 1e-4):
         mass = torch.tensor([0.5 * (1 + error), *[1e-5] * 1000, 0.49], dtype=torch.float64)
-        drawn.append(verifier.rejection._draw_residual(laws, mass.log().expand(num_draws, -1), u))
+        drawn.append(verifier.acceptance.rejection._draw_residual(laws, mass.log().expand(num_draws, -1), u))
     assert sum(0 < token < 1001 for token in drawn[0]) > 20
     assert sum(a != b for a, b in zip(*drawn, strict=True)) < 10
 
@@ -213,7 +215,7 @@ def test_what_rounding_should_never_reject_still_leaves_a_law(rule):
 
 @pytest.mark.parametrize("rule", RULES)
 def test_the_last_token_is_legal_even_then(rule, monkeypatch):
-    monkeypatch.setattr(verifier.rejection, "_toss", lambda *_: False)
+    monkeypatch.setattr(verifier.acceptance.rejection, "_toss", lambda *_: False)
     weights = np.array([0, 0, 7, 5, 3, 0])
     tree = Drafted([-1, 0], [0, 2], [NodeKind.ROOT, NodeKind.SAMPLED], [weights, 0 * weights])
     logits = (

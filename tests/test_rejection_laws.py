@@ -19,10 +19,10 @@ import torch
 from enumeration import Draft, GrownScenario, History, Policy, Scenario, Slots, Weights, support_of, without
 from oracles import Path, distance, product_law
 
-from drafter.sample import expected_survival
-from drafter.shape import DynamicShape, Shape, StaticShape
-from verifier.accept import walk
-from verifier.rejection import Residual
+from drafter.tree.sample import expected_survival
+from drafter.tree.shape import DynamicShape, Shape, StaticShape
+from verifier.acceptance.coupled import walk
+from verifier.acceptance.rejection import Residual
 from workers.types import DraftCosts, NodeKind, Rule
 
 TOLERANCE = 1e-12

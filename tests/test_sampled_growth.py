@@ -13,13 +13,13 @@ import scipy.stats
 import torch
 from oracles import Path
 
-from drafter.budget import Budget
-from drafter.grow import Grown, grow
-from drafter.level import Candidates, DraftVocabulary, Level
-from drafter.sample import MAX_WEIGHT, DrawBits, draw_children, quantise
-from drafter.score import score
-from drafter.shape import DynamicShape, Shape, StaticShape
-from verifier.accept import accept
+from drafter.tree.budget import Budget
+from drafter.tree.frontier import Candidates, DraftVocabulary, Level
+from drafter.tree.grow import Grown, grow
+from drafter.tree.sample import MAX_WEIGHT, DrawBits, draw_children, quantise
+from drafter.tree.score import score
+from drafter.tree.shape import DynamicShape, Shape, StaticShape
+from verifier.acceptance.coupled import accept
 from workers.types import DraftCosts, DraftProbs, NodeKind, Rule, SamplingBatch, SamplingParams, TreeBatch
 
 torch.set_num_threads(1)

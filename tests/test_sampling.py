@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.sampling import cut, draw, of_processed, process_logits, shard_best
+from workers.sampling.sampler import cut, draw, of_processed, process_logits, shard_best
 from workers.types import SamplingBatch, SamplingParams
 
 torch.set_num_threads(1)

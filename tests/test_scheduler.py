@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verifier.pack import pack_target
-from verifier.prefixes import Prefixes
+from verifier.prefix_cache import Prefixes
 from verifier.request import Request
 from verifier.scheduler import Limits, Step, schedule
+from verifier.step_inputs import pack_target
 from verifier.tree import Chunk, bare_roots
-from workers.ipc import Submit
-from workers.kv import Found, PageAllocator
+from workers.comm.ipc import Submit
+from workers.kv_cache import Found, PageAllocator
 from workers.types import Rule, TreeLimits
 
 LIMITS = Limits(max_num_seqs=4, max_num_batched_tokens=50, page_size=16)

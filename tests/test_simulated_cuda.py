@@ -22,25 +22,25 @@ if torch.cuda.is_available():
 
 from simulated_cuda import simulated_cuda
 
-from cluster.runner import Job, Runner
+from cluster.bench.runner import Job, Runner
 from drafter import worker as drafter_worker
-from drafter.ngram import NgramProposer
-from drafter.shape import make_shape
+from drafter.proposers.ngram import NgramProposer
+from drafter.tree.shape import make_shape
 from verifier import worker as verifier_worker
 from verifier.adaptive.cost_model import UNPROFILED
 from verifier.adaptive.profile import warm_up
 from verifier.engine import Engine
-from workers.channel import Channel, Received
+from workers.comm.channel import Channel, Received
+from workers.comm.groups import World
+from workers.comm.ipc import Decoder as Frames
+from workers.comm.ipc import FrameSocket, Speculation, StepOutput, Submit, encode
+from workers.comm.wire import Message
 from workers.config import DraftConfig, EngineConfig, Prices, PruneConfig, TreeConfig
-from workers.graphs import Recorder
-from workers.groups import World
-from workers.ipc import Decoder as Frames
-from workers.ipc import FrameSocket, Speculation, StepOutput, Submit, encode
-from workers.kernels.choose import kernels_for
-from workers.layers import TensorParallel
-from workers.specs import read_specs
+from workers.cuda_graphs import Recorder
+from workers.kernels.select import kernels_for
+from workers.models.layers import TensorParallel
+from workers.models.specs import read_specs
 from workers.types import Constraints, DraftRequest, SamplingParams
-from workers.wire import Message
 
 torch.set_num_threads(1)
 
@@ -275,14 +275,16 @@ def test_trees_that_grow_in_one_graph_give_the_tokens_of_a_cpu_and_wait_once_a_s
     assert on_device.tokens == on_cpu.tokens
     assert on_device.num_steps == on_cpu.num_steps and on_device.num_drafts == on_cpu.num_drafts > 20
     assert on_device.num_replays > 2 * on_device.num_steps, "target, what is fed, trees"
-    drafts = on_device.waits["drafter.tree_graphs.__call__"]
+    drafts = on_device.waits["drafter.tree.tree_graphs.__call__"]
     assert on_device.waits == {
         "verifier.target._draw": on_device.num_steps,  # the tokens
-        "drafter.tree_graphs.__call__": drafts,  # the trees
-        "workers.channel._send": on_device.waits["workers.channel._send"],  # features, colocated: by way of the host
-        "drafter.level.columns": 1,  # the vocabulary, for the first penalty
+        "drafter.tree.tree_graphs.__call__": drafts,  # the trees
+        "workers.comm.channel._send": on_device.waits[
+            "workers.comm.channel._send"
+        ],  # features, colocated: by way of the host
+        "drafter.tree.frontier.columns": 1,  # the vocabulary, for the first penalty
     }
-    assert drafts <= on_device.waits["workers.channel._send"] <= on_device.num_steps
+    assert drafts <= on_device.waits["workers.comm.channel._send"] <= on_device.num_steps
 
 
 @pytest.mark.parametrize(
@@ -315,7 +317,7 @@ def test_a_class_of_transformers_drafts_and_verifies_in_graphs(models: Path) -> 
     on_device, on_cpu = run(config, work), run(replace(config, device="cpu"), work)
     assert on_device.tokens == on_cpu.tokens and on_device.num_drafts == on_cpu.num_drafts > 20
     assert on_device.num_replays > 2 * on_device.num_steps
-    assert set(on_device.waits) <= {"verifier.target._draw", "drafter.tree_graphs.__call__"}
+    assert set(on_device.waits) <= {"verifier.target._draw", "drafter.tree.tree_graphs.__call__"}
 
 
 def test_features_that_travel_between_devices_leave_no_wait_to_their_sender(models: Path) -> None:
@@ -326,7 +328,9 @@ def test_features_that_travel_between_devices_leave_no_wait_to_their_sender(mode
     work = jobs(COUPLED, "coupled")
     made = run(apart, work)
     assert made.tokens == run(replace(apart, device="cpu"), work).tokens
-    assert made.waits["workers.channel._send"] == 0 < made.waits["workers.channel.receive"] <= 2 * made.num_steps
+    assert (
+        made.waits["workers.comm.channel._send"] == 0 < made.waits["workers.comm.channel.receive"] <= 2 * made.num_steps
+    )
 
 
 @pytest.mark.parametrize(

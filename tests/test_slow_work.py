@@ -14,10 +14,10 @@ import drafter.worker
 import verifier.worker
 from cluster.engine_client import EngineClient
 from verifier.target import Target
-from workers import groups
-from workers.groups import World
-from workers.ipc import Submit
-from workers.specs import read_specs
+from workers.comm import groups
+from workers.comm.groups import World
+from workers.comm.ipc import Submit
+from workers.models.specs import read_specs
 from workers.types import TargetStep
 
 STEP_TIMEOUT_S = 3.0

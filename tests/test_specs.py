@@ -11,9 +11,9 @@ import checkpoints
 import pytest
 from engines import DYNAMIC, bundled
 
-from workers.checkpoint import read_spec
 from workers.config import DraftConfig, EngineConfig
-from workers.specs import Specs, read_specs
+from workers.models.checkpoint import read_spec
+from workers.models.specs import Specs, read_specs
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma2", "qwen3_moe"])
@@ -42,11 +42,11 @@ def test_a_drafter_arrives_as_it_was_read(tmp_path: Path, method: str) -> None:
 
 RANKS = """
 import sys
-from drafter.eagle3 import Eagle3Head
+from drafter.proposers.eagle3 import Eagle3Head
 from verifier.worker import load
-from workers import groups
+from workers.comm import groups
 from workers.config import EngineConfig
-from workers.specs import Specs
+from workers.models.specs import Specs
 
 config, specs = EngineConfig.from_json(sys.argv[1]), Specs.from_json(sys.argv[2])
 store, address = groups.open_store()

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_constraints import ASKED, standing
 
-from workers.standings import Tally, pack_standings, unpack_standings
+from workers.sampling.logits_state import Tally, pack_standings, unpack_standings
 from workers.types import Constraints
 
 

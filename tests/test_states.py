@@ -11,7 +11,8 @@ import pytest
 import torch
 from fakes import Bench, RandomLanguage
 
-from verifier import draft_inputs, states
+from verifier import draft_inputs
+from verifier import hidden_states as states
 from verifier.adaptive.controller import Controller
 from verifier.draft_inputs import (
     DraftInput,
@@ -22,10 +23,10 @@ from verifier.draft_inputs import (
     next_input,
     within_message,
 )
+from verifier.hidden_states import OwedStates, WaitingStates, most_waiting
 from verifier.request import Request
-from verifier.states import OwedStates, WaitingStates, most_waiting
+from workers.comm.ipc import Speculation, Submit
 from workers.config import DraftConfig, EngineConfig, PruneConfig, TreeConfig
-from workers.ipc import Speculation, Submit
 from workers.types import Rule, SamplingParams, TreeLimits
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from engines import prompts
 
-from cluster.service import local_service
+from cluster.local_service import local_service
 from secateur import AsyncClient, Client
 from secateur.config import EngineArgs
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from cluster.submit import BadRequest, RequestLimits, SeedSource, derive_seed, further_answer, submit_from
+from cluster.http.request_params import BadRequest, RequestLimits, SeedSource, derive_seed, further_answer, submit_from
 from secateur.protocol import ChatCompletionRequest, CompletionRequest
-from workers.ipc import Speculation, Submit
+from workers.comm.ipc import Speculation, Submit
 from workers.types import Constraints
 
 LIMITS = RequestLimits(max_model_len=100, vocab_size=50, num_draft_tokens=16, eos_token_ids=(0,))

@@ -16,7 +16,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from cluster.convert import engine_config, load_tokenizer
-from cluster.tokenizer_files import EXTRA, lacking_package
+from cluster.http.tokenizer_files import EXTRA, lacking_package
 from secateur.config import EngineArgs
 from secateur.errors import ConfigError
 
@@ -89,7 +89,7 @@ def test_nothing_is_to_be_installed_where_a_file_is_read_as_it_is(tmp_path: Path
 def test_a_damaged_file_is_told_as_such_once_its_package_is_there(
     models: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: bytes, package: str
 ) -> None:
-    monkeypatch.setattr("cluster.tokenizer_files.find_spec", lambda module: ModuleSpec(module, None))
+    monkeypatch.setattr("cluster.http.tokenizer_files.find_spec", lambda module: ModuleSpec(module, None))
     folder = models / "llama"
     (folder / name).write_bytes(content[:7])
     args = EngineArgs.load({"model": str(folder), "device": "cpu", "no_speculation": True})

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from looping import FOREVER, MODEL, looping_model
 
-import cluster.tokenizing
+import cluster.http.tokenizer_pool
+from cluster.http.tokenizer import PromptError, TextLimit, Tokenizer
+from cluster.http.tokenizer_pool import JobTooCostly, TokenizerParent, TokenizingDown, TokenizingFull, TokenizingWorkers
+from cluster.http.tokenizer_worker import JobLimits
 from cluster.processes import is_running, wait_gone
-from cluster.tokenizing import JobTooCostly, TokenizerParent, TokenizingDown, TokenizingFull, TokenizingWorkers
-from cluster.tokenizing_process import JobLimits
-from cluster.tokens import PromptError, TextLimit, Tokenizer
 
 LIMITS = JobLimits(render_s=0.5, tokenize_s=1.0, memory_bytes=256 << 20)
 LIMIT = TextLimit(tokens=2048, chars=65536)
@@ -172,8 +172,8 @@ async def test_a_client_that_leaves_the_queue_costs_no_worker(pool: TokenizingWo
 
 
 async def test_no_more_wait_than_there_is_room_for(pool: TokenizingWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster.tokenizing, "MAX_WAITING", 3)
-    monkeypatch.setattr(cluster.tokenizing, "MAX_WAITING_BYTES", 10_000)
+    monkeypatch.setattr(cluster.http.tokenizer_pool, "MAX_WAITING", 3)
+    monkeypatch.setattr(cluster.http.tokenizer_pool, "MAX_WAITING_BYTES", 10_000)
     looping = [asyncio.create_task(render(pool, FOREVER)) for _ in range(2)]
     await asyncio.sleep(0.1)
     large = [asyncio.create_task(pool.encode(["a" * 9000], add_special_tokens=True))]

@@ -11,7 +11,7 @@ import tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import secateur
-from cluster.tokens import IncrementalDetokenizer, PromptError, StopStrings, Tokenizer
+from cluster.http.tokenizer import IncrementalDetokenizer, PromptError, StopStrings, Tokenizer
 
 MODEL = Path(secateur.__file__).parent / "bundled" / "target"
 TEXT = 'def greet(name):\n    return f"héllo, {name} 🌳 日本語 العربية 👩‍🔬"\n'

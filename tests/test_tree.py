@@ -8,7 +8,7 @@ import numpy as np
 import oracles
 import torch
 
-from verifier.drafts import Drafts
+from verifier.draft_batch import Drafts
 from verifier.tree import Chunk, bare_roots, chains, chunk_metadata, select, tree_metadata, with_chains
 from workers.types import DraftProbs, DraftReply, NodeKind, TreeBatch
 

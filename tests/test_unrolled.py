@@ -19,14 +19,14 @@ from oracles import Path
 from prices import CALIBRATION, FREE, costs
 from torch import Tensor
 
-from drafter.grow import Grown, grow
-from drafter.level import DraftVocabulary, GrowLimits, Level
-from drafter.shape import DynamicShape, StaticShape
-from drafter.tree_graphs import Start, Unrolled, buckets
+from drafter.tree.frontier import DraftVocabulary, GrowLimits, Level
+from drafter.tree.grow import Grown, grow
+from drafter.tree.shape import DynamicShape, StaticShape
+from drafter.tree.tree_graphs import Start, Unrolled, buckets
 from workers.config import DraftConfig, EngineConfig, TreeConfig
-from workers.kernels.choose import TORCH
 from workers.kernels.host import HostMetadata, keys_N
-from workers.standings import Standing, Tally
+from workers.kernels.select import TORCH
+from workers.sampling.logits_state import Standing, Tally
 from workers.types import AttentionMetadata, Constraints, DraftCosts, Rule, SamplingBatch, SamplingParams
 
 torch.set_num_threads(1)

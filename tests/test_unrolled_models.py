@@ -18,16 +18,16 @@ from engines import BUNDLED, DYNAMIC, bundled
 from prices import FREE
 from torch import Tensor
 
-from drafter.eagle3 import Eagle3Head
-from drafter.propose import DraftModelProposer, FeatureProposer, unrolled_decoder, unrolled_head
-from drafter.shape import make_shape
+from drafter.proposers.base import DraftModelProposer, FeatureProposer, unrolled_decoder, unrolled_head
+from drafter.proposers.eagle3 import Eagle3Head
+from drafter.tree.shape import make_shape
 from drafter.worker import draft
-from workers.checkpoint import read_spec
 from workers.config import TreeConfig
-from workers.kernels.choose import TORCH, is_interpreted
-from workers.kv import KVPool
-from workers.model import Decoder
-from workers.standings import Standing, Tally, pack_standings
+from workers.kernels.select import TORCH, is_interpreted
+from workers.kv_cache import KVPool
+from workers.models.checkpoint import read_spec
+from workers.models.decoder import Decoder
+from workers.sampling.logits_state import Standing, Tally, pack_standings
 from workers.types import AttentionMetadata, Constraints, DraftRequest, Rule, SamplingBatch, SamplingParams, TreeBatch
 
 pytest.importorskip("triton")

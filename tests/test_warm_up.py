@@ -8,14 +8,14 @@ import pytest
 import torch
 from engines import AUTO, BUNDLED, CHAIN, DYNAMIC, STATIC, bundled
 
-from drafter.propose import DraftModelProposer, FeatureProposer
-from drafter.shape import make_shape
+from drafter.proposers.base import DraftModelProposer, FeatureProposer
+from drafter.tree.shape import make_shape
 from drafter.worker import draft, nobody
 from verifier.adaptive.profile import warm_up
 from verifier.target import Target
-from workers.checkpoint import read_spec
 from workers.kernels import reference
-from workers.model import Decoder
+from workers.models.checkpoint import read_spec
+from workers.models.decoder import Decoder
 from workers.types import NodeKind, Rule
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from workers import wire
+from workers.comm import wire
 from workers.config import MAX_TREE_NODES
 from workers.types import (
     AttentionMetadata,

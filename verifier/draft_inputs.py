@@ -62,9 +62,7 @@ def is_due(request: Request, max_backlog: int) -> bool:
     return has_sharers or backlog(request) > max_backlog
 
 
-def within_message(
-    inputs: dict[Request, DraftInput], max_rows: int, max_backlog: int
-) -> dict[Request, DraftInput]:
+def within_message(inputs: dict[Request, DraftInput], max_rows: int, max_backlog: int) -> dict[Request, DraftInput]:
     """The inputs cut to `max_rows`, due requests first. A request whose rows do not all fit gets no tree."""
     if num_rows(inputs) <= max_rows:
         return inputs

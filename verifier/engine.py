@@ -10,24 +10,24 @@ import time
 from collections import deque
 from typing import NamedTuple
 
-from verifier.accept import judge
+from verifier.acceptance.coupled import judge
 from verifier.adaptive.controller import Controller, Exchange, Outcome, Plan
 from verifier.adaptive.cost_model import UNPROFILED, RowCosts
-from verifier.admit import misfit, request_of
-from verifier.drafts import Drafts
-from verifier.pack import Move, pack_draft, pack_target
-from verifier.prefixes import Prefixes
+from verifier.admission import misfit, request_of
+from verifier.draft_batch import Drafts
+from verifier.hidden_states import OwedStates
+from verifier.prefix_cache import Prefixes
 from verifier.request import Request
 from verifier.scheduler import Limits, Step, schedule
-from verifier.states import OwedStates
+from verifier.step_inputs import Move, pack_draft, pack_target
 from verifier.target import Target
 from verifier.tree import with_chains
-from workers.channel import Channel
+from workers.comm.channel import Channel
+from workers.comm.ipc import Abort, EngineStats, FrameSocket, StepOutput, Submit, TokenChunk
+from workers.comm.wire import Kind
 from workers.config import EngineConfig
-from workers.ipc import Abort, EngineStats, FrameSocket, StepOutput, Submit, TokenChunk
-from workers.kv import PageAllocator
+from workers.kv_cache import PageAllocator
 from workers.types import DraftReply, SamplingBatch, Verdict
-from workers.wire import Kind
 
 HEARTBEAT_S = 1.0
 """While idle, peers and the front hear from the engine this often, so that silence means death."""

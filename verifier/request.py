@@ -6,8 +6,8 @@ from array import array
 from dataclasses import dataclass, field
 from functools import partial
 
-from workers.ipc import RequestStats, Submit
-from workers.standings import Standing, Tally
+from workers.comm.ipc import RequestStats, Submit
+from workers.sampling.logits_state import Standing, Tally
 from workers.types import Rule, TreeLimits
 
 
@@ -37,7 +37,7 @@ class Request:
     num_cached: int | None = None  # prompt tokens that were found computed when it first joined; None: it has not
     is_repeated: bool = False  # begins like others, who left no drafted pages: those who come next shall find some
     stats: RequestStats = field(default_factory=RequestStats)
-    keys: list[bytes] = field(default_factory=list)  # of its leading full pages, see `verifier.prefixes`
+    keys: list[bytes] = field(default_factory=list)  # of its leading full pages, see `verifier.prefix_cache`
     _tally: Tally = field(init=False)
 
     def __post_init__(self) -> None:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from verifier.request import Request
 from verifier.tree import Chunk
-from workers.kv import NOTHING_FOUND, Found
+from workers.kv_cache import NOTHING_FOUND, Found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,21 +12,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verifier.states import WaitingStates
-from workers.channel import Channel, naming_lost_peers
-from workers.constraints import constrain
-from workers.decoders import AnyDecoder
-from workers.edits import Columns, ConstrainedRow
-from workers.graphs import Graphs
-from workers.ipc import TokenLogprobs
-from workers.kv import KVPool
-from workers.layers import gather_vocab, shard_vocab
-from workers.noise import NoiseBook
-from workers.sampling import of_processed, process_blindly
-from workers.standings import unpack_standings
+from verifier.hidden_states import WaitingStates
+from workers.comm.channel import Channel, naming_lost_peers
+from workers.comm.ipc import TokenLogprobs
+from workers.comm.wire import Kind
+from workers.cuda_graphs import Graphs
+from workers.kv_cache import KVPool
+from workers.models.layers import gather_vocab, shard_vocab
+from workers.models.load import AnyDecoder
+from workers.sampling.gumbel_cache import NoiseBook
+from workers.sampling.logits_edits import Columns, ConstrainedRow
+from workers.sampling.logits_processors import constrain
+from workers.sampling.logits_state import unpack_standings
+from workers.sampling.sampler import of_processed, process_blindly
 from workers.transfer import fetched, sent
 from workers.types import Hidden, TargetStep
-from workers.wire import Kind
 
 Fuse = Callable[[Tensor], Tensor]
 """States of rows [N, X] -> their features [N, H], in the model's dtype."""
@@ -37,8 +37,8 @@ class Target:
 
     fuse: on rank 0, what turns the states of rows into what a feature drafter is told of them. A state is the final
     hidden state, or for EAGLE-3 the taps, whose fc is applied here: the drafter is sent H, not 3 D, wide features.
-    waiting: then, where states wait to be fed. graphs: of the decoder over this pool (`workers.graphs.decoder_graphs`);
-    None = every kernel is launched by itself.
+    waiting: then, where states wait to be fed. graphs: of the decoder over this pool
+    (`workers.cuda_graphs.decoder_graphs`); None = every kernel is launched by itself.
     """
 
     def __init__(

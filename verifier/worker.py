@@ -11,19 +11,19 @@ import torch
 from verifier.adaptive.cost_model import UNPROFILED
 from verifier.adaptive.profile import profile, warm_up
 from verifier.engine import Engine
-from verifier.states import WaitingStates, most_waiting
+from verifier.hidden_states import WaitingStates, most_waiting
 from verifier.target import Fuse, Target
-from workers import groups, ipc
+from workers.comm import groups, ipc
+from workers.comm.groups import World
 from workers.config import EngineConfig
-from workers.decoders import load_decoder
-from workers.eagle3_format import FeatureFusion
-from workers.graphs import can_capture, decoder_graphs
-from workers.groups import World
-from workers.heap import freeze_start_up
-from workers.kernels.choose import Kernels, kernels_for
-from workers.kv import KVPool
-from workers.memory import agree_on_pages, logits_bytes
-from workers.specs import Eagle3Spec, Specs
+from workers.cuda_graphs import can_capture, decoder_graphs
+from workers.gc_freeze import freeze_start_up
+from workers.kernels.select import Kernels, kernels_for
+from workers.kv_cache import KVPool
+from workers.kv_sizing import agree_on_pages, logits_bytes
+from workers.models.eagle3_format import FeatureFusion
+from workers.models.load import load_decoder
+from workers.models.specs import Eagle3Spec, Specs
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ def load(world: World, specs: Specs, graphs_of: EngineConfig | None = None) -> t
     if reading.fuse is not None:
         waiting = WaitingStates(most_waiting(config), reading.width, dtype=dtype, device=world.device)
     slot_bytes = KVPool.bytes_per_slot(spec.num_layers, decoder.heads.num_kv_heads, spec.head_dim, dtype)
-    page_bytes = reading.width * dtype.itemsize  # rank 0 keeps one state a page, see verifier.prefixes
+    page_bytes = reading.width * dtype.itemsize  # rank 0 keeps one state a page, see verifier.prefix_cache
     num_pages = agree_on_pages(
         world, slot_bytes + -(-page_bytes // config.page_size), bytes_beside=logits_bytes(config, spec.vocab_size)
     )

@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 import torch
 
-from workers import groups
+from workers.comm import groups
 from workers.config import EngineConfig
 from workers.logs import log_as
-from workers.specs import Specs
+from workers.models.specs import Specs
 
 
 def main(run: Callable[..., None], description: str) -> None:

@@ -2,7 +2,7 @@
 
 Legend: B requests, N packed rows, M packed drafter rows, V vocabulary, D hidden width, K children, S sparse entries.
 A packed batch of B ragged requests keeps request i's rows at ``offsets[i]:offsets[i+1]``. In memory integers are
-int32/int64 and reals float32; `workers.wire` narrows them to their wire widths.
+int32/int64 and reals float32; `workers.comm.wire` narrows them to their wire widths.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class Asked(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)  # no slots: they leave no room for a cached property
 class SamplingBatch:
-    """SamplingParams of B rows as tensors, for `workers.sampling`."""
+    """SamplingParams of B rows as tensors, for `workers.sampling.sampler`."""
 
     temperature_B: Tensor  # float32
     top_k_B: Tensor  # int32
@@ -280,7 +280,7 @@ class DraftRequest:
     max_depth_B: Tensor  # [B] int32
     min_prob_B: Tensor  # [B] float32
     path_prob_B: Tensor  # [B] float32
-    constraints_U: Tensor  # uint8, see `workers.standings`; empty = nobody has any
+    constraints_U: Tensor  # uint8, see `workers.sampling.logits_state`; empty = nobody has any
     sampling: SamplingBatch  # of the B requests
     costs: DraftCosts | None  # None = nobody asks for `auto`
     features_MH: Tensor | None  # [M, H] in the drafter's dtype
@@ -309,7 +309,7 @@ class TargetStep:
     sample_row_R: Tensor  # [R] int32, rows whose next token is drawn
     request_R: Tensor  # [R] int32, the request (of the B) that the row belongs to
     draw_index_R: Tensor  # [R] int32, index of the token drawn there
-    constraints_U: Tensor  # uint8, see `workers.standings`; empty = nobody has any
+    constraints_U: Tensor  # uint8, see `workers.sampling.logits_state`; empty = nobody has any
     attention: AttentionMetadata  # of the N rows
     sampling: SamplingBatch  # of the R sampled rows
     has_logprobs: bool  # some request reports log-probabilities: rank 0 keeps the rows' logits

@@ -22,11 +22,11 @@ from cluster.bench.output import About, Say, about, draw, stem_of, write_text
 from cluster.bench.prompts import encode_prompts
 from cluster.bench.report import render
 from cluster.bench.rows import ACCEPTANCES, Acceptance, Cell, Pruning, Row, row_of
+from cluster.bench.runner import Answer, Job, Runner
 from cluster.bench.sequoia import Path as NodePath
 from cluster.bench.sequoia import acceptance_table, best_tree, expected_accepted
 from cluster.convert import engine_config, fetch_weights, load_tokenizer, visible_gpus
-from cluster.runner import Answer, Job, Runner
-from cluster.submit import derive_seed
+from cluster.http.request_params import derive_seed
 from secateur.bench import AcceptancePlan
 from secateur.config import EngineArgs
 from secateur.errors import ConfigError, Problem

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 
 import torch
 
-from cluster.runner import Frame, Job, Runner
-from workers.ipc import Speculation
+from cluster.bench.runner import Frame, Job, Runner
+from workers.comm.ipc import Speculation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from verifier.pack import pack_target
 from verifier.request import Request
+from verifier.step_inputs import pack_target
 from verifier.tree import chains
 from verifier.worker import load
-from workers import groups
+from workers.comm import groups
+from workers.comm.ipc import Submit
 from workers.config import DraftConfig, EngineConfig, TreeConfig
-from workers.ipc import Submit
-from workers.specs import read_specs
+from workers.models.specs import read_specs
 from workers.types import Rule
 
 

@@ -163,7 +163,7 @@ def _service(
     assert args is not None
     # What runs models is needed for this alone: a service that runs is measured with the client's packages.
     from cluster.bench.setup import scaled
-    from cluster.service import local_service
+    from cluster.local_service import local_service
 
     with scaled(args, plan.size, cache, say) as sized:
         say("starting the service")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cluster.tokens import PromptError, Tokenizer
+from cluster.http.tokenizer import PromptError, Tokenizer
 from secateur.errors import ConfigError, Problem
 from secateur.prompts import Prompt
 

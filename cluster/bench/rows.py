@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from cluster.runner import Answer
-    from workers.ipc import Speculation
+    from cluster.bench.runner import Answer
+    from workers.comm.ipc import Speculation
 
 Tree = Literal["chain", "static", "dynamic"]
 Acceptance = Literal["coupled", "rejection", "none"]
@@ -50,7 +50,7 @@ class Cell:
     @property
     def speculation(self) -> Speculation:
         """`none` is rejection without draft probabilities: the most likely children, against the target alone."""
-        from workers.ipc import Speculation  # needs msgpack, which those who only draw rows may lack
+        from workers.comm.ipc import Speculation  # needs msgpack, which those who only draw rows may lack
 
         return Speculation(
             num_tokens=self.num_nodes,

@@ -34,9 +34,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from secateur.bench import TargetSize
-from workers.checkpoint import Weights, read_json, read_spec
-from workers.eagle3_format import read_eagle3_spec
-from workers.specs import ModelSpec
+from workers.models.checkpoint import Weights, read_json, read_spec
+from workers.models.eagle3_format import read_eagle3_spec
+from workers.models.specs import ModelSpec
 
 _NOISE_VALUES = 1_000_003  # prime, so that no two rows of a matrix are filled alike
 _TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")

@@ -14,7 +14,7 @@ from cluster.bench.output import Say
 from cluster.bench.prompts import encode_prompts
 from cluster.bench.scaled import scaled_pair
 from cluster.convert import engine_config, fetch_weights, load_tokenizer, settle, visible_gpus
-from cluster.folders import OwnedFolder
+from cluster.socket_folder import OwnedFolder
 from secateur.bench import TargetSize
 from secateur.config import EngineArgs, resolve_model
 from secateur.errors import ConfigError, Problem

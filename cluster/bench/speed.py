@@ -21,19 +21,19 @@ import torch
 
 from cluster.bench.contestants import Contestant, Generate, Ours, Turn, assistant, load_model, median_steps
 from cluster.bench.output import Say, about, device_mark, draw, rounded, stem_of, write_json, write_text
+from cluster.bench.runner import Job, Runner
 from cluster.bench.sequoia import acceptance_table, best_tree
 from cluster.bench.setup import scaled, workload
 from cluster.bench.speed_report import render
 from cluster.convert import model_folder
-from cluster.runner import Job, Runner
-from cluster.submit import derive_seed
+from cluster.http.request_params import derive_seed
 from secateur.bench import ALONE, PEERS, SpeedPlan
 from secateur.bench import Contestant as Name
 from secateur.config import BUNDLED_TARGET, EngineArgs
 from secateur.prompts import Prompt
+from workers.comm.ipc import Speculation
 from workers.config import DraftConfig, EngineConfig, PruneConfig, TreeConfig
-from workers.heap import freeze_start_up
-from workers.ipc import Speculation
+from workers.gc_freeze import freeze_start_up
 from workers.types import SamplingParams
 
 CHAIN_ACCEPTANCE = (0.78, 0.77, 0.77, 0.77, 0.75, 0.75, 0.72, 0.7)

@@ -32,14 +32,14 @@ from cluster.bench.output import (
     write_json,
     write_text,
 )
+from cluster.bench.runner import Job, Runner
 from cluster.bench.setup import scaled, workload
-from cluster.runner import Job, Runner
 from secateur.bench import StepPlan
 from secateur.config import EngineArgs
 from secateur.prompts import Prompt
-from workers.checkpoint import read_spec
+from workers.comm.ipc import Speculation
 from workers.config import EngineConfig, PruneConfig
-from workers.ipc import Speculation
+from workers.models.checkpoint import read_spec
 
 HIDDEN = ("rows", "batches", "contexts", "nodes", "target_cost")
 NOTES = (

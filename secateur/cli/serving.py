@@ -34,7 +34,7 @@ def serve(engine: dict[str, Any], model: ModelArgument = None) -> None:
     if find_spec("ray"):  # else the error alone is said
         typer.echo("secateur: importing PyTorch and Ray", err=True)
     try:
-        from cluster.app import serve as serve_on_ray
+        from cluster.serve.app import serve as serve_on_ray
     except ModuleNotFoundError as error:
         raise needs_extra(error) from error
     serve_on_ray(args)
@@ -115,7 +115,7 @@ def plan(
     request = PlanRequest.load({key: value for key, value in asked.items() if value is not None})
     args = checked(engine, model=model)
     try:
-        from cluster.plan.report import run
+        from cluster.planner.report import run
     except ModuleNotFoundError as error:
         raise needs_extra(error) from error
     typer.echo(run(args, request, as_json=as_json, say=lambda line: typer.echo(line, err=True)))

@@ -111,7 +111,7 @@ def _service(
         return nullcontext(base_url)
     args = checked(engine, model=model, port=0, api_key=api_key)
     try:
-        from cluster.service import local_service
+        from cluster.local_service import local_service
     except ModuleNotFoundError as error:
         raise needs_extra(error, or_base_url=True) from error
     service: AbstractContextManager[str] = local_service(args)

@@ -1,5 +1,7 @@
-"""`auto` where forwards run in buckets of rows (`workers.graphs.bucket`), as CUDA graphs do: costs are a staircase, and
-trees fill the step that they have paid for. The profiles are made up; the buckets are the real ones."""
+"""`auto` where forwards run in buckets of rows (`workers.cuda_graphs.bucket`), as CUDA graphs do.
+
+Costs are a staircase, and trees fill the step that they have paid for. The profiles are made up; the buckets are real.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from engines import bundled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafter.budget import Budget
+from drafter.tree.budget import Budget
 from verifier.adaptive import profile as profiling
 from verifier.adaptive.controller import Controller
 from verifier.adaptive.cost_model import CostModel, RowCosts
@@ -24,8 +26,8 @@ from verifier.adaptive.profile import profile
 from verifier.draft_inputs import DraftInput
 from verifier.request import Request
 from verifier.scheduler import Step
-from workers.graphs import Size, bucket, decoder_graphs
-from workers.ipc import Submit
+from workers.comm.ipc import Submit
+from workers.cuda_graphs import Size, bucket, decoder_graphs
 from workers.types import Rule, TreeLimits
 
 torch.set_num_threads(1)

@@ -19,13 +19,13 @@ from verifier.adaptive import controller as adaptive
 from verifier.adaptive import gate
 from verifier.adaptive.controller import Controller, Exchange, Outcome, Plan
 from verifier.adaptive.cost_model import UNPROFILED
-from verifier.drafts import Drafts
+from verifier.draft_batch import Drafts
 from verifier.request import Request
 from verifier.scheduler import Step
 from verifier.tree import Chunk
 from workers import config
+from workers.comm.ipc import Speculation, Submit
 from workers.config import PruneConfig, TreeConfig
-from workers.ipc import Speculation, Submit
 from workers.types import DraftReply, Rule, SamplingParams, TreeLimits, Verdict
 
 torch.set_num_threads(1)

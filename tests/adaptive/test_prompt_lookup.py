@@ -15,10 +15,10 @@ from fakes import Bench, Counting, RandomLanguage, say
 from verifier.adaptive import prompt_lookup as lookup
 from verifier.adaptive.controller import Outcome, Plan
 from verifier.adaptive.prompt_lookup import AcceptanceEstimator, LookupDraft, Match, PromptLookup, TokenIndex, choose
-from verifier.drafts import Drafts
+from verifier.draft_batch import Drafts
 from verifier.request import Request
+from workers.comm.ipc import Speculation, Submit
 from workers.config import Prices, PruneConfig, TreeConfig
-from workers.ipc import Speculation, Submit
 from workers.types import DraftReply, Rule, SamplingParams, TreeLimits, Verdict
 
 torch.set_num_threads(1)

@@ -27,7 +27,7 @@ import torch  # noqa: E402
 from clockwork import AUTO, FIXED, OFF, Prices, bench  # noqa: E402
 
 from verifier.adaptive import calibration, controller, cost_model, gate, prompt_lookup  # noqa: E402
-from workers.ipc import Speculation  # noqa: E402
+from workers.comm.ipc import Speculation  # noqa: E402
 
 PRICES = {
     "two quiet CPU cores": Prices(fixed=2, row=0.2, message=0.4, fed=0.02, level=0.75, node=0.03),

@@ -22,13 +22,13 @@ from checkpoints import load_eagle3  # noqa: E402
 from engines import BUNDLED, DYNAMIC, bundled  # noqa: E402
 from test_unrolled_models import message  # noqa: E402
 
-from drafter.propose import FeatureProposer, head_graphs, unrolled_head  # noqa: E402
-from drafter.shape import make_shape  # noqa: E402
+from drafter.proposers.base import FeatureProposer, head_graphs, unrolled_head  # noqa: E402
+from drafter.tree.shape import make_shape  # noqa: E402
 from drafter.worker import draft  # noqa: E402
-from workers.checkpoint import read_spec  # noqa: E402
-from workers.graphs import decoder_graphs  # noqa: E402
+from workers.cuda_graphs import decoder_graphs  # noqa: E402
 from workers.kernels import fused, reference  # noqa: E402
-from workers.model import Decoder  # noqa: E402
+from workers.models.checkpoint import read_spec  # noqa: E402
+from workers.models.decoder import Decoder  # noqa: E402
 from workers.types import SamplingBatch, SamplingParams  # noqa: E402
 
 SETS = (reference, fused)

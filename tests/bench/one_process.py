@@ -48,8 +48,8 @@ from secateur.bench import Contestant as Name  # noqa: E402
 from secateur.bench import SpeedPlan, TargetSize  # noqa: E402
 from secateur.config import EngineArgs  # noqa: E402
 from secateur.prompts import BUNDLED_PROMPTS, read_prompts  # noqa: E402
-from workers.heap import freeze_start_up  # noqa: E402
-from workers.ipc import Speculation, Submit  # noqa: E402
+from workers.gc_freeze import freeze_start_up  # noqa: E402
+from workers.comm.ipc import Speculation, Submit  # noqa: E402
 from workers.types import Constraints, SamplingParams  # noqa: E402
 
 OFF = Speculation(enabled=False)

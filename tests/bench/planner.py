@@ -26,12 +26,13 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from engines import BUNDLED, DYNAMIC, bundled, prompts  # noqa: E402
 
-from cluster.plan.acceptance import curve  # noqa: E402
-from cluster.plan.costs import Costs  # noqa: E402
-from cluster.plan.fit import fit  # noqa: E402
-from cluster.plan.fleet import SPREAD, Fleet, Load, Replica, simulate  # noqa: E402
-from cluster.plan.outlook import hardware_name  # noqa: E402
-from cluster.plan.profile import (  # noqa: E402
+from cluster.bench.runner import Frame, Runner  # noqa: E402
+from cluster.planner.acceptance import curve  # noqa: E402
+from cluster.planner.costs import Costs  # noqa: E402
+from cluster.planner.fit import fit  # noqa: E402
+from cluster.planner.fleet import SPREAD, Fleet, Load, Replica, simulate  # noqa: E402
+from cluster.planner.outlook import hardware_name  # noqa: E402
+from cluster.planner.profile import (  # noqa: E402
     Cell,
     Grid,
     Profiler,
@@ -42,7 +43,6 @@ from cluster.plan.profile import (  # noqa: E402
     profiled,
     watch,
 )
-from cluster.runner import Frame, Runner  # noqa: E402
 from secateur.plan import CostTable  # noqa: E402
 from workers.config import EngineConfig  # noqa: E402
 

@@ -15,7 +15,7 @@ sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.par
 
 from engines import Answer, Job, Runner, bundled, prompts, pruned  # noqa: E402
 
-from workers.ipc import Speculation  # noqa: E402
+from workers.comm.ipc import Speculation  # noqa: E402
 
 THRESHOLDS = (0.0, 0.05, 0.1, 0.2, 0.4, 0.7, 1.0)
 HEADER = f"{'threshold':24} {'verified/token':>14} {'drafted/step':>12} {'acceptance length':>17}"

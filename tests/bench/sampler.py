@@ -30,8 +30,8 @@ from engines import DYNAMIC, Job, Runner, bundled, prompts  # noqa: E402
 
 from cluster.bench.scaled import ScaledPair, scaled_pair  # noqa: E402
 from secateur.bench import TargetSize  # noqa: E402
+from workers.comm.ipc import Speculation  # noqa: E402
 from workers.config import AcceptanceConfig, EngineConfig  # noqa: E402
-from workers.ipc import Speculation  # noqa: E402
 from workers.types import SamplingParams  # noqa: E402
 
 WAYS = {

@@ -13,10 +13,11 @@ import pytest
 import torch
 from engines import AUTO, BUNDLED, CHAIN, DYNAMIC, STATIC, Job, Runner, bundled, prompts, transformers_greedy
 
-from cluster import local, seats
-from workers.checkpoint import read_spec
+from cluster import local_engine as local
+from cluster import rank_placement as seats
 from workers.config import EngineConfig, TreeConfig
-from workers.model import Decoder
+from workers.models.checkpoint import read_spec
+from workers.models.decoder import Decoder
 from workers.types import AttentionMetadata, SamplingParams
 
 pytestmark = [

@@ -11,11 +11,11 @@ from engines import BUNDLED, DYNAMIC, bundled
 from test_graphs import STEPS
 from test_unrolled_models import assert_same_trees, proposers
 
-from workers.checkpoint import read_spec
-from workers.graphs import Recorder, decoder_graphs
-from workers.kernels.choose import kernels_for
-from workers.model import Decoder
-from workers.sampling import process_blindly
+from workers.cuda_graphs import Recorder, decoder_graphs
+from workers.kernels.select import kernels_for
+from workers.models.checkpoint import read_spec
+from workers.models.decoder import Decoder
+from workers.sampling.sampler import process_blindly
 from workers.types import SamplingBatch, SamplingParams
 
 pytestmark = [

@@ -7,9 +7,9 @@ import pytest
 import torch
 from sampled_trees import TREE, draft, pack
 
-from drafter.level import DraftVocabulary
-from drafter.sample import quantise
-from verifier.rejection import accept_rejection
+from drafter.tree.frontier import DraftVocabulary
+from drafter.tree.sample import quantise
+from verifier.acceptance.rejection import accept_rejection
 from workers.types import Rule, SamplingBatch, SamplingParams, Verdict
 
 pytestmark = [

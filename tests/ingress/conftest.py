@@ -13,8 +13,8 @@ import pytest
 from fake_service import ANSWER, FakeService, fake_service
 
 import secateur
-from cluster.tokens import Tokenizer
-from workers.ipc import Submit
+from cluster.http.tokenizer import Tokenizer
+from workers.comm.ipc import Submit
 
 MODEL = Path(secateur.__file__).parent / "bundled" / "target"
 

@@ -21,12 +21,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from tokenizer_kinds import Kind, gemma, llama, load
 
 import secateur
-from cluster.generation import ScoredToken
-from cluster.logprobs import chat_logprobs, completion_logprobs
-from cluster.submit import derive_seed
-from cluster.tokens import Tokenizer
+from cluster.http.logprobs import chat_logprobs, completion_logprobs
+from cluster.http.output_processor import ScoredToken
+from cluster.http.request_params import derive_seed
+from cluster.http.tokenizer import Tokenizer
 from secateur.protocol import ChatCompletionChunk, ChatCompletionResponse
-from workers.ipc import TokenLogprobs
+from workers.comm.ipc import TokenLogprobs
 
 MODEL = Path(secateur.__file__).parent / "bundled" / "target"
 

@@ -11,8 +11,8 @@ from fake_service import ANSWER, FakeService, stream
 from openai import OpenAI
 from openai.types.chat import ChatCompletionChunk
 
-from cluster.streams import EventStream
-from cluster.tokens import Tokenizer
+from cluster.http.streaming import EventStream
+from cluster.http.tokenizer import Tokenizer
 from secateur import AsyncClient, Client
 
 # Streams

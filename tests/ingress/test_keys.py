@@ -12,7 +12,7 @@ import httpx2
 import pytest
 from fake_service import FakeService, error_of
 
-from cluster.keys import KeyFile
+from cluster.http.api_keys import KeyFile
 
 
 def status(http: httpx2.Client, authorization: str | None) -> int:

@@ -15,7 +15,7 @@ from fake_service import ANSWER, CONFIG, FakeService, error_of, fake_service, wa
 from prometheus_client.parser import text_string_to_metric_families
 
 import secateur
-from cluster.tokens import IncrementalDetokenizer, Tokenizer
+from cluster.http.tokenizer import IncrementalDetokenizer, Tokenizer
 
 MODEL = Path(secateur.__file__).parent / "bundled" / "target"
 

@@ -13,10 +13,10 @@ import pytest
 from fake_service import FakeService, error_of, wait_for
 from looping import FOREVER, looping_model
 
-import cluster.tokenizing
+import cluster.http.tokenizer_pool
+from cluster.http.tokenizer import Tokenizer
+from cluster.http.tokenizer_pool import TokenizingWorkers
 from cluster.processes import is_running
-from cluster.tokenizing import TokenizingWorkers
-from cluster.tokens import Tokenizer
 
 CHAT = "/v1/chat/completions"
 HI = {"role": "user", "content": "hi"}
@@ -208,7 +208,7 @@ def test_tokenizing_needs_to_be_admitted_like_generating(own: Callable[..., Fake
 def test_more_texts_than_may_wait_are_told_to_come_back(
     own: Callable[..., FakeService], looping: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster.tokenizing, "MAX_WAITING", 1)
+    monkeypatch.setattr(cluster.http.tokenizer_pool, "MAX_WAITING", 1)
     running = own(tokenizer=looping)
     statuses: list[int] = []
 

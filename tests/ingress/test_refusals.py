@@ -210,7 +210,7 @@ def test_another_model_is_a_404_that_names_ours(http: httpx2.Client) -> None:
 
 
 def test_a_body_without_end_is_a_413(http: httpx2.Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.door.MAX_BODY_BYTES", 1 << 20)
+    monkeypatch.setattr("cluster.http.middleware.MAX_BODY_BYTES", 1 << 20)
     response = http.post("/v1/completions", json={"prompt": "a" * (1 << 20)})
     assert response.status_code == 413
     assert error_of(response)["message"] == "the body is larger than 1 MiB; send less at once"

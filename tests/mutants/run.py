@@ -51,7 +51,7 @@ class Group:
 class Change:
     """What a mutant changes, without line numbers.
 
-    Example: Change(module="workers/random.py", removed=("k0 = seed & _MASK",), added=("k0 = seed | _MASK",))
+    Example: Change(module="workers/sampling/philox.py", removed=("k0 = seed & _MASK",), added=("k0 = seed | _MASK",))
     """
 
     module: str
@@ -179,7 +179,7 @@ def report(tried: list[Tried], explained: set[Change]) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("modules", nargs="*", help="such as workers/random.py; all of groups.toml's if there are none")
+    parser.add_argument("modules", nargs="*", help="such as verifier/request.py; all of groups.toml if there are none")
     parser.add_argument("--per-module", type=int, default=40, help="mutants of each module [%(default)s]")
     parser.add_argument("--seed", default="0", help="another one picks other mutants [%(default)s]")
     parser.add_argument("--jobs", type=int, default=2, help="processes side by side [%(default)s]")

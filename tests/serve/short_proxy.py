@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from starlette.middleware import Middleware
 
-from cluster import proxy
-from cluster.http_limits import HttpLimits, LimitedProtocol
+from cluster.http.limits import HttpLimits, LimitedProtocol
+from cluster.serve import proxy
 
 
 class ShortProtocol(LimitedProtocol):

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from ray import serve
 
-import cluster.app
-import cluster.nodes
-from cluster.app import build
-from cluster.ingress import PENDING_PER_SEQUENCE
+import cluster.serve.app
+import cluster.serve.nodes
+from cluster.http.server import PENDING_PER_SEQUENCE
+from cluster.serve.app import build
 from secateur.config import AppArgs, EngineArgs
 from secateur.errors import ConfigError
 
@@ -113,13 +113,13 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def say(resources: list[dict[str, float]], grows: bool = False) -> None:
         total = {"GPU": sum(node.get("GPU", 0) for node in resources)}
-        monkeypatch.setattr(cluster.app.ray, "is_initialized", lambda: True)
-        monkeypatch.setattr(cluster.app.ray, "cluster_resources", lambda: {k: v for k, v in total.items() if v})
+        monkeypatch.setattr(cluster.serve.app.ray, "is_initialized", lambda: True)
+        monkeypatch.setattr(cluster.serve.app.ray, "cluster_resources", lambda: {k: v for k, v in total.items() if v})
         alive = [{"Resources": node, "Alive": True} for node in resources]
         lost = [{"Resources": {"CPU": 999, "GPU": 99}, "Alive": False}]
-        monkeypatch.setattr(cluster.app.ray, "nodes", lambda: alive + lost)
-        monkeypatch.setattr(cluster.app.ray._private.state.state, "get_cluster_config", lambda: None)
-        monkeypatch.setattr(cluster.nodes, "is_autoscaler_v2", lambda fetch_from_server: grows)
+        monkeypatch.setattr(cluster.serve.app.ray, "nodes", lambda: alive + lost)
+        monkeypatch.setattr(cluster.serve.app.ray._private.state.state, "get_cluster_config", lambda: None)
+        monkeypatch.setattr(cluster.serve.nodes, "is_autoscaler_v2", lambda fetch_from_server: grows)
 
     return say
 
@@ -136,15 +136,19 @@ def on_cluster(monkeypatch: pytest.MonkeyPatch, nodes: Callable[..., None]) -> C
             raise KeyboardInterrupt
 
         monkeypatch.setenv("RAY_ADDRESS", "head:6379")
-        monkeypatch.setattr(cluster.app, "visible_gpus", lambda: pytest.fail("this machine's devices do not matter"))
-        monkeypatch.setattr(cluster.app, "_cluster", lambda *_: nullcontext())
-        monkeypatch.setattr(cluster.app, "_controller", lambda: None)
-        monkeypatch.setattr(cluster.app.ray_serve, "start", lambda **options: None)
-        monkeypatch.setattr(cluster.app.ray_serve, "run", lambda application, **options: given.append(application))
-        monkeypatch.setattr(cluster.app, "_serve_address", lambda: None)
-        monkeypatch.setattr(cluster.app, "_delete", lambda controller: None)
-        monkeypatch.setattr(cluster.app.signal, "pause", leave)
-        cluster.app.serve(EngineArgs.load({"port": 0, **fields}))
+        monkeypatch.setattr(
+            cluster.serve.app, "visible_gpus", lambda: pytest.fail("this machine's devices do not matter")
+        )
+        monkeypatch.setattr(cluster.serve.app, "_cluster", lambda *_: nullcontext())
+        monkeypatch.setattr(cluster.serve.app, "_controller", lambda: None)
+        monkeypatch.setattr(cluster.serve.app.ray_serve, "start", lambda **options: None)
+        monkeypatch.setattr(
+            cluster.serve.app.ray_serve, "run", lambda application, **options: given.append(application)
+        )
+        monkeypatch.setattr(cluster.serve.app, "_serve_address", lambda: None)
+        monkeypatch.setattr(cluster.serve.app, "_delete", lambda controller: None)
+        monkeypatch.setattr(cluster.serve.app.signal, "pause", leave)
+        cluster.serve.app.serve(EngineArgs.load({"port": 0, **fields}))
         return given[0]._bound_deployment
 
     return run
@@ -171,7 +175,7 @@ def test_the_device_asked_for_is_what_a_cluster_is_asked_for(
 def test_what_no_cluster_could_serve_is_told_before_serve_starts(
     on_cluster: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster.app, "_free_port", lambda host: pytest.fail("too late"))
+    monkeypatch.setattr(cluster.serve.app, "_free_port", lambda host: pytest.fail("too late"))
     with pytest.raises(ConfigError, match="triton needs device 'cuda'"):
         on_cluster(0, kernels="triton")
 

@@ -16,7 +16,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from cluster.service import listening_socket
+from cluster.local_service import listening_socket
 
 ROOT = Path(__file__).parents[2]
 START_S, STOP_S = 300, 60

@@ -12,11 +12,11 @@ from ray.exceptions import TaskCancelledError
 from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
-import cluster.app
-from cluster.app import GoneClients, Replica
+import cluster.serve.app
 from cluster.engine_client import EngineClient, EngineDead, Health
-from cluster.streams import EventStream, unless_client_leaves
-from workers.ipc import Submit, TokenChunk
+from cluster.http.streaming import EventStream, unless_client_leaves
+from cluster.serve.app import GoneClients, Replica
+from workers.comm.ipc import Submit, TokenChunk
 
 
 class FakeGang:
@@ -50,8 +50,8 @@ async def test_an_engine_that_hangs_is_ended_before_serve_drains_the_replica(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exits: list[int] = []
-    monkeypatch.setattr(cluster.app.os, "_exit", exits.append)
-    monkeypatch.setattr(cluster.app, "EXIT_GRACE_S", 0.0)
+    monkeypatch.setattr(cluster.serve.app.os, "_exit", exits.append)
+    monkeypatch.setattr(cluster.serve.app, "EXIT_GRACE_S", 0.0)
     client = EngineClient(progress_timeout_s=1.0)
     engine = FakeEngine(await client.listen(f"unix:{tmp_path}/socket"), lambda submit: [[1]])
     await client.wait_ready(5)

@@ -9,7 +9,7 @@ token for every request takes the least time:
 k = 0, plain decoding, is one of the choices. This finishes n requests of one length soonest. (The most tokens per
 millisecond of the step at hand would favour a few easy requests over the others, which then go on alone.) The gate
 (`verifier.adaptive.gate`) decides between drafting and not, and probes the other choice. The drafter then sizes the
-trees of the chosen k with the same costs (`drafter.budget`).
+trees of the chosen k with the same costs (`drafter.tree.budget`).
 
 A request without a tree may get a lookup draft (`verifier.adaptive.prompt_lookup`), which costs no message. Drafting is
 switched on or off without regard to them; while it is on, a request gets a lookup draft in place of its tree if that is
@@ -31,6 +31,7 @@ from verifier.adaptive.calibration import Calibration
 from verifier.adaptive.cost_model import CostModel, DraftWork, RowCosts
 from verifier.adaptive.gate import SpeculationGate
 from verifier.adaptive.prompt_lookup import Found, PromptLookup
+from verifier.draft_batch import Drafts
 from verifier.draft_inputs import (
     DraftInput,
     backlog,
@@ -41,7 +42,6 @@ from verifier.draft_inputs import (
     next_input,
     within_message,
 )
-from verifier.drafts import Drafts
 from verifier.request import Request
 from verifier.scheduler import Step
 from workers.config import EngineConfig, PruneConfig

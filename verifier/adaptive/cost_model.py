@@ -20,7 +20,7 @@ from verifier.draft_inputs import DraftInput, num_rows
 from verifier.request import Request
 from verifier.scheduler import Step
 from workers.config import Prices
-from workers.graphs import bucket
+from workers.cuda_graphs import bucket
 from workers.types import DraftCosts, DraftReply
 
 _RATE = 0.1  # share of a measurement's error that the verification cost takes up
@@ -86,8 +86,9 @@ class DraftWork(NamedTuple):
 class _VerifyCost:
     """Milliseconds of a step without its drafting: `scale` x table + `tree_ms` x trees.
 
-    Plain steps teach the scale, steps with trees what a tree adds; so neither is blamed for the other. A step with trees
-    that takes less than even free trees explain teaches the scale, too: while drafting is on there are no plain steps.
+    Plain steps teach the scale, steps with trees what a tree adds; so neither is blamed for the other. A step with
+    trees that takes less than even free trees explain teaches the scale, too: while drafting is on there are no plain
+    steps.
     """
 
     def __init__(self) -> None:

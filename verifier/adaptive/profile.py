@@ -13,14 +13,14 @@ import numpy as np
 import torch
 
 from verifier.adaptive.cost_model import RowCosts
-from verifier.pack import Move, pack_target
 from verifier.request import Request
+from verifier.step_inputs import Move, pack_target
 from verifier.target import Target
 from verifier.tree import chains
+from workers.comm.ipc import Submit
 from workers.config import EngineConfig
-from workers.graphs import bucket
-from workers.graphs import sizes as graph_sizes
-from workers.ipc import Submit
+from workers.cuda_graphs import bucket
+from workers.cuda_graphs import sizes as graph_sizes
 from workers.types import Rule, SamplingParams
 
 _FIRST_ROUND_S, _PROFILE_S = 0.4, 1.2

@@ -1,6 +1,6 @@
 """The kernels in Triton: the twin of `workers.kernels.reference`, for CUDA.
 
-`workers.kernels.choose.Kernels` says what each function means. Importing this needs triton.
+`workers.kernels.select.Kernels` says what each function means. Importing this needs triton.
 """
 
 from __future__ import annotations

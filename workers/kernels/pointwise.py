@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workers.rope import Rotation
+from workers.models.rope import Rotation
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

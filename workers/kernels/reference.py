@@ -1,6 +1,6 @@
 """The kernels in plain torch: the twin of `workers.kernels.fused`, for CPU and wherever Triton is not wanted.
 
-`workers.kernels.choose.Kernels` says what each function means. Legend: R rows, V columns, K kept, C copied tokens.
+`workers.kernels.select.Kernels` says what each function means. Legend: R rows, V columns, K kept, C copied tokens.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from torch import Tensor
 
 from workers.kernels.pointwise import add_rms_norm, rms_norm, rotate_, silu_mul
 from workers.kernels.torch_attention import plan, tree_attention
-from workers.random import gumbel
-from workers.sampling import cut
-from workers.sampling import shard_best as coupled_argmax
+from workers.sampling.philox import gumbel
+from workers.sampling.sampler import cut
+from workers.sampling.sampler import shard_best as coupled_argmax
 
 __all__ = [
     "NAME",

@@ -74,7 +74,7 @@ def plan(
     device: torch.device | str = "cpu",
     into: MaskedPlan | None = None,
 ) -> MaskedPlan:
-    """See `workers.kernels.choose.Kernels.plan`. Masks are additive in `dtype`."""
+    """See `workers.kernels.select.Kernels.plan`. Masks are additive in `dtype`."""
     host = HostMetadata.of(metadata)
     offsets = host.query_offsets
     owner_N = host.owner_N
@@ -114,7 +114,7 @@ def tree_attention(
     softcap: float | None = None,
     sink_H: Tensor | None = None,
 ) -> Tensor:
-    """See `workers.kernels.choose.Kernels.tree_attention`; softmax in float32 inside SDPA."""
+    """See `workers.kernels.select.Kernels.tree_attention`; softmax in float32 inside SDPA."""
     num_rows, num_heads, d = q_NHd.shape
     H = kv_slots.shape[2]
     G = num_heads // H

@@ -30,8 +30,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from workers.kernels.choose import is_interpreted
 from workers.kernels.host import BITS, HostMetadata, bits_of, keys_N
+from workers.kernels.select import is_interpreted
 from workers.types import AttentionMetadata
 
 _PROGRAMS = 256
@@ -144,7 +144,7 @@ def plan(
     device: torch.device | str = "cpu",
     into: TiledPlan | None = None,
 ) -> TiledPlan:
-    """See `workers.kernels.choose.Kernels.plan`."""
+    """See `workers.kernels.select.Kernels.plan`."""
     num_requests, table_width = metadata.page_table_BP.shape
     shape = PlanShape(
         num_rows=len(metadata.slot_N),
@@ -170,7 +170,7 @@ def tree_attention(
     softcap: float | None = None,
     sink_H: Tensor | None = None,
 ) -> Tensor:
-    """See `workers.kernels.choose.Kernels.tree_attention`. A row that sees nothing gets 0."""
+    """See `workers.kernels.select.Kernels.tree_attention`. A row that sees nothing gets 0."""
     shape = plan.shape
     N, num_heads, d = q_NHd.shape
     H = kv_slots.shape[2]

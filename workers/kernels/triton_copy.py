@@ -21,7 +21,7 @@ _FEWEST_TOKENS = 32
 
 
 def copy_slots(pool: Tensor, source_C: Tensor, target_C: Tensor) -> None:
-    """See `workers.kernels.choose.Kernels.copy_slots`."""
+    """See `workers.kernels.select.Kernels.copy_slots`."""
     assert pool.is_contiguous() and source_C.is_contiguous() and target_C.is_contiguous()
     num_layers, num_slots = pool.shape[:2]
     num_tokens = len(source_C)

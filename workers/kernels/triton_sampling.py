@@ -1,6 +1,6 @@
 """Drawing and drafting from rows of logits in Triton: one pass over the row, nothing of its width is written.
 
-    coupled_argmax     argmax_x [log p(x) + G(seed, index, x)], G made where it is used (see `workers.random`)
+    coupled_argmax     argmax_x [log p(x) + G(seed, index, x)], G made where it is used (see `workers.sampling.philox`)
     top_k              the k largest and log sum exp (x / tau), for draft children
     gumbel             G itself, for drafts that follow it
 
@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from workers.kernels.reference import TopK
-from workers.noise import NoiseBook
+from workers.sampling.gumbel_cache import NoiseBook
 from workers.types import SamplingBatch
 
 _DRAW_BLOCK = 1024
@@ -35,7 +35,7 @@ def coupled_argmax(
     row_max_R: Tensor | None,
     noise: NoiseBook | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `workers.kernels.choose.Kernels.coupled_argmax`."""
+    """See `workers.kernels.select.Kernels.coupled_argmax`."""
     R, V = logits_RV.shape
     device = logits_RV.device
     assert logits_RV.stride(1) == 1 and logits_RV.dtype == torch.float32
@@ -63,7 +63,7 @@ def coupled_argmax(
 
 
 def top_k(x_RV: Tensor, k: int, tau_R: Tensor) -> TopK:
-    """See `workers.kernels.choose.Kernels.top_k`."""
+    """See `workers.kernels.select.Kernels.top_k`."""
     R, V = x_RV.shape
     device = x_RV.device
     assert x_RV.stride(1) == 1 and x_RV.dtype == torch.float32
@@ -88,7 +88,7 @@ def top_k(x_RV: Tensor, k: int, tau_R: Tensor) -> TopK:
 
 
 def gumbel(seed_R: Tensor, index_R: Tensor, start: int, stop: int) -> Tensor:
-    """See `workers.kernels.choose.Kernels.gumbel`."""
+    """See `workers.kernels.select.Kernels.gumbel`."""
     out_RV = torch.empty(len(seed_R), stop - start, dtype=torch.float32, device=seed_R.device)
     if out_RV.numel():
         first = start // 4 * 4
@@ -100,7 +100,7 @@ def gumbel(seed_R: Tensor, index_R: Tensor, start: int, stop: int) -> Tensor:
 
 @triton.jit
 def _philox(seed, index, group):
-    """The four words of Philox4x32-10 that `workers.random.gumbel` reads for token ids 4 group .. 4 group + 3.
+    """The four words of Philox4x32-10 that `workers.sampling.philox.gumbel` reads for token ids 4 group .. 4 group + 3.
 
     A round: (c0, c1, c2, c3) <- (hi(M1 c2) ^ c1 ^ k0, lo(M1 c2), hi(M0 c0) ^ c3 ^ k1, lo(M0 c0)). Key: the seed.
     Counter: token id // 4, index of the token drawn, 0, stream TARGET_GUMBEL = 0.
@@ -129,7 +129,7 @@ def _philox(seed, index, group):
 
 @triton.jit
 def _gumbel(word):
-    """-log(-log u) with u = (r + 0.5) 2^-32 for a 32-bit word r, in float32; `workers.random` goes through float64.
+    """-log(-log u) with u = (r + 0.5) 2^-32 for a 32-bit word r, in float32; the host goes through float64.
 
     For r >= 2^31 u would round to 1 here, and log u = log1p(-v) with the exact v = 1 - u. That is
     -2 artanh(v / (2 - v)), whose series in z = v / (2 - v) <= 1/3 is exact to float32 after z^15 and needs no

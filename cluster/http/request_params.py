@@ -1,0 +1,217 @@
+"""From one HTTP request to what the engine reads: SamplingRequest -> Submit.
+
+Knows the limits of the running engine and answers what does not fit with a BadRequest that says the numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from secateur.protocol import SamplingRequest
+from secateur.requests import listed
+from secateur.speculative import Speculative
+from workers.comm.ipc import Speculation, Submit
+from workers.config import EngineConfig
+from workers.types import Constraints, SamplingParams
+
+
+class BadRequest(ValueError):
+    """A request this engine cannot take; `param` is the field at fault. Becomes a 400."""
+
+    def __init__(self, message: str, *, param: str | None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestLimits:
+    """What a request may ask of this engine."""
+
+    max_model_len: int
+    vocab_size: int
+    num_draft_tokens: int
+    """Nodes of the largest tree, without the root; 0 = the service has no drafter."""
+    eos_token_ids: tuple[int, ...] = ()
+    acceptance: str = "coupled"
+    """The rule of requests that choose none."""
+    default_max_tokens: int | None = None
+    """Of chats that say nothing; None = to the end of the context."""
+
+    @classmethod
+    def of(
+        cls, config: EngineConfig, *, max_model_len: int, vocab_size: int, default_max_tokens: int | None = None
+    ) -> RequestLimits:
+        nodes = config.draft.tree.num_nodes if config.draft else 0
+        return cls(
+            max_model_len=max_model_len,
+            vocab_size=vocab_size,
+            num_draft_tokens=nodes,
+            eos_token_ids=config.eos_token_ids,
+            acceptance=config.draft.acceptance.kind if config.draft else "coupled",
+            default_max_tokens=default_max_tokens,
+        )
+
+
+def submit_from(
+    request: SamplingRequest,
+    prompt: list[int],
+    *,
+    id: int,
+    seed: int,
+    limits: RequestLimits,
+    bad_words: Sequence[list[int]] = (),
+) -> Submit:
+    """One prompt of a validated request as the engine takes it, for its first answer. Raises BadRequest.
+
+    `seed` is used when the request brings none: see `SeedSource`. `bad_words` are the request's, as tokens.
+    """
+    max_tokens = _max_tokens(request, prompt, limits)
+    if request.min_tokens > max_tokens:
+        if max_tokens == limits.default_max_tokens:
+            raise BadRequest(
+                f"min_tokens={request.min_tokens} is more than max_tokens={max_tokens}, this model's default; write "
+                "max_tokens as well",
+                param="min_tokens",
+            )
+        raise BadRequest(
+            f"min_tokens={request.min_tokens} is more than the {max_tokens} that {len(prompt)} prompt tokens leave of "
+            f"this model's {limits.max_model_len}; ask for at most {max_tokens}",
+            param="min_tokens",
+            code="context_length_exceeded",
+        )
+    return Submit(
+        id=id,
+        prompt=prompt,
+        max_tokens=max_tokens,
+        sampling=SamplingParams(
+            temperature=0.0 if request.is_greedy else request.temperature,
+            top_k=request.top_k if 0 < request.top_k < limits.vocab_size else 0,
+            top_p=request.top_p,
+            min_p=request.min_p,
+            seed=seed if request.seed is None else request.seed,
+            constraints=_constraints(request, bad_words, limits),
+            num_logprobs=request.num_logprobs,
+        ),
+        stop_token_ids=list(dict.fromkeys(request.stop_token_ids)),
+        ignore_eos=request.ignore_eos,
+        cache_salt=request.cache_salt,
+        speculation=_speculation(request.speculative, limits),
+    )
+
+
+def further_answer(first: Submit, number: int, *, id: int) -> Submit:
+    """Answer number 1, 2, ... to the prompt whose answer 0 is `first`: the same, with the seed H(seed, number)."""
+    seed = derive_seed(first.sampling.seed, number)
+    return replace(first, id=id, sampling=replace(first.sampling, seed=seed))
+
+
+def _constraints(request: SamplingRequest, bad_words: Sequence[list[int]], limits: RequestLimits) -> Constraints:
+    for param, ids in (
+        ("stop_token_ids", request.stop_token_ids),
+        ("logit_bias", request.logit_bias),
+        ("allowed_token_ids", request.allowed_token_ids or ()),
+        ("bad_words", [id for word in bad_words for id in word]),
+    ):
+        if beyond := [id for id in ids if id >= limits.vocab_size]:
+            ids_are = "token id {} is" if len(beyond) == 1 else "token ids {} are"
+            told = ids_are.format(listed(map(str, beyond)))
+            raise BadRequest(f"{param}: {told} not in the vocabulary of {limits.vocab_size}", param=param)
+    allowed = None if request.allowed_token_ids is None else list(dict.fromkeys(request.allowed_token_ids))
+    if allowed is not None:
+        never = {word[0] for word in bad_words if len(word) == 1}
+        if request.min_tokens:
+            never.update(request.stop_token_ids, () if request.ignore_eos else limits.eos_token_ids)
+        if never.issuperset(allowed):
+            raise BadRequest(
+                "allowed_token_ids: bad_words and min_tokens forbid all of them; allow a token that may come first",
+                param="allowed_token_ids",
+            )
+    return Constraints(
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        repetition_penalty=request.repetition_penalty,
+        logit_bias=dict(request.logit_bias),
+        bad_words=[list(word) for word in bad_words],
+        allowed_token_ids=allowed,
+        min_tokens=request.min_tokens,
+    )
+
+
+def _max_tokens(request: SamplingRequest, prompt: list[int], limits: RequestLimits) -> int:
+    if not prompt:
+        raise BadRequest("the prompt has no tokens", param="prompt")
+    if max(prompt) >= limits.vocab_size:
+        raise BadRequest(f"token id {max(prompt)} is not in the vocabulary of {limits.vocab_size}", param="prompt")
+    room, context = limits.max_model_len - len(prompt), limits.max_model_len
+    if room < 1:
+        raise BadRequest(
+            f"this model's maximum context length is {context} tokens and the prompt has {len(prompt)}; shorten it",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+    asked = request.max_completion_tokens or request.max_tokens
+    if asked is None:  # a default is no promise: it ends where the context does
+        return min(request.max_output_tokens or limits.default_max_tokens or room, room)
+    if asked > room:
+        param = "max_completion_tokens" if request.max_completion_tokens else "max_tokens"
+        raise BadRequest(
+            f"this model's maximum context length is {context} tokens, but {len(prompt)} prompt tokens and "
+            f"{param}={asked} make {len(prompt) + asked}; ask for at most {room}",
+            param=param,
+            code="context_length_exceeded",
+        )
+    return asked
+
+
+def _speculation(asked: Speculative | None, limits: RequestLimits) -> Speculation:
+    if asked is None:
+        return Speculation()
+    if limits.num_draft_tokens == 0 and asked.enabled is not False and asked.model_fields_set:
+        raise BadRequest("speculative: this service runs without a drafter; leave it out", param="speculative")
+    nodes = asked.num_speculative_tokens
+    if nodes is not None and nodes > limits.num_draft_tokens:
+        raise BadRequest(
+            f"speculative.num_speculative_tokens: {nodes} is more than this service's {limits.num_draft_tokens}",
+            param="speculative",
+        )
+    off = asked.tree_prune == "off"
+    return Speculation(
+        enabled=asked.enabled is not False,
+        num_tokens=nodes,
+        auto=None if asked.tree_prune is None else asked.tree_prune == "auto",
+        min_prob=0.0 if off else asked.tree_prune_min_prob,
+        path_prob=0.0 if off else asked.tree_prune_path_prob,
+        acceptance=asked.acceptance,
+        draft_probs=asked.enable_draft_probs,
+    )
+
+
+def without_effect(asked: Speculative | None, limits: RequestLimits) -> list[str]:
+    """Settings of a `speculative` object that its acceptance rule does not read."""
+    if asked is None or asked.enable_draft_probs is None or (asked.acceptance or limits.acceptance) != "coupled":
+        return []
+    return ["speculative.enable_draft_probs"]
+
+
+class SeedSource:
+    """Seeds for requests that bring none: H(server seed, arrival number), or drawn if the server has none either."""
+
+    def __init__(self, server_seed: int | None) -> None:
+        self._server_seed = server_seed
+        self._arrivals = 0
+
+    def next(self) -> int:
+        arrival, self._arrivals = self._arrivals, self._arrivals + 1
+        if self._server_seed is None:
+            return secrets.randbits(63)
+        return derive_seed(self._server_seed, arrival)
+
+
+def derive_seed(seed: int, number: int) -> int:
+    """H(seed, number): 63 bits of BLAKE2b, the same on every machine and in every version."""
+    digest = hashlib.blake2b(f"{seed}:{number}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

@@ -1,0 +1,389 @@
+"""Rendering and tokenizing in processes of their own, so that no text and no template can keep the service from others.
+
+Each job has a worker for itself. It ends when its worker has answered, when the kernel ends the worker at one of the
+job's limits, or when its client leaves: then the worker is killed. A killed worker is replaced within milliseconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import msgpack
+
+import workers
+from cluster.engine_client import Health
+from cluster.http.tokenizer import PromptError, TextLimit, Tokenizer
+from cluster.http.tokenizer_worker import COMMAND, LENGTH, READY, JobLimits
+from secateur.errors import SecateurError
+
+logger = logging.getLogger(__name__)
+
+MAX_WORKERS = 4
+"""One per core, up to here: enough for any engine's prompts, and each may take `JobLimits.memory_bytes`."""
+MAX_WAITING = 512
+MAX_WAITING_BYTES = 64 << 20
+"""Jobs that wait for a worker, and the text they hold, before new ones are refused."""
+LOAD_TIMEOUT_S = 120.0
+"""For imports and a tokenizer, at worst on a cold disk."""
+RESTART_S = 1.0
+WATCH_PERIOD_S = 0.2
+STUCK_S = 30.0
+"""No job has ended for this long although some have begun: more than `JobLimits` allow."""
+
+
+class TokenizingFull(SecateurError):
+    """Enough jobs wait already; later there is room."""
+
+
+class TokenizingDown(SecateurError):
+    """The workers do not run; they are being started again."""
+
+
+class JobTooCostly(PromptError):
+    """The kernel ended the job at one of its limits."""
+
+
+class TokenizerParent:
+    """The process that has loaded the tokenizer and forks workers. Thread-safe; it ends with the thread that made it.
+
+    The tokenizer must be in the local cache: this process's own copy was read just before.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, limits: JobLimits) -> None:
+        self.limits = limits
+        self._lock = threading.Lock()
+        self._control, theirs = socket.socketpair()
+        command = [sys.executable, "-P", "-m", "cluster.child", str(os.getpid()), "cluster.http.tokenizer_worker"]
+        command += [str(theirs.fileno()), tokenizer.path, tokenizer.revision or "", limits.to_json()]
+        with theirs:
+            self._process = subprocess.Popen(
+                command, env=_environment(), stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], process_group=0
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    def wait_loaded(self) -> None:
+        """Blocks until the tokenizer is loaded. Raises TokenizingDown."""
+        self._control.settimeout(LOAD_TIMEOUT_S)
+        try:
+            if self._control.recv(len(READY)) == READY:
+                self._control.setblocking(False)
+                return
+        except TimeoutError:
+            raise TokenizingDown(f"the tokenizer was not loaded within {LOAD_TIMEOUT_S:.0f} s") from None
+        raise TokenizingDown(f"the process that loads the tokenizer ended with code {self._process.wait()}")
+
+    def fork(self) -> socket.socket:
+        """The front's end of a new worker's socket. Raises OSError if the process is gone, or takes no more commands:
+        then it is ended."""
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs, self._lock:
+                socket.send_fds(self._control, [COMMAND.pack(0)], [theirs.fileno()])
+        except OSError:
+            ours.close()
+            self._process.kill()
+            raise
+        return ours
+
+    def kill(self, pid: int) -> None:
+        """SIGKILL for one of its workers, by the process that has not waited for it yet: the pid is nobody else's."""
+        with contextlib.suppress(OSError), self._lock:  # the process is gone, and its workers with it
+            self._control.sendall(COMMAND.pack(pid))
+
+    def close(self) -> None:
+        """Ends the process and its workers. May be called twice."""
+        if self.is_running:
+            self._process.send_signal(signal.SIGKILL)  # its workers die with it, whatever they do
+            self._process.wait()
+        self._control.close()
+
+
+class _Worker:
+    """One worker seen from the front."""
+
+    def __init__(self, parent: TokenizerParent, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.parent = parent
+        self.pid = 0
+        self._reader = reader
+        self._writer = writer
+
+    @classmethod
+    async def forked(cls, parent: TokenizerParent) -> Self:
+        """A new one, when it has said its pid. Raises OSError, EOFError if the parent is gone."""
+        worker = cls(parent, *await asyncio.open_unix_connection(sock=parent.fork()))
+        (worker.pid,) = COMMAND.unpack(await worker._receive())
+        return worker
+
+    @property
+    def has_ended(self) -> bool:
+        return self._reader.at_eof()
+
+    async def ask(self, job: bytes) -> Any:
+        """Its reply. Raises OSError, EOFError if it ends instead."""
+        self._writer.write(LENGTH.pack(len(job)) + job)
+        await self._writer.drain()
+        return msgpack.unpackb(await self._receive(), unicode_errors="surrogatepass")
+
+    def kill(self) -> None:
+        self._writer.transport.abort()
+        self.parent.kill(self.pid)
+
+    async def _receive(self) -> bytes:
+        (size,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
+        return await self._reader.readexactly(size)
+
+
+class TokenizingWorkers:
+    """Workers for a tokenizer's slow methods. An async context manager that begins to start them; await `ready` then.
+
+    Their methods raise PromptError, TokenizingFull and TokenizingDown; cancelling one ends its work. Start them in a
+    thread that lives as long as the service: the processes end with it. `parent`: one that runs already and is somebody
+    else's to close.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        num_workers: int | None = None,
+        limits: JobLimits | None = None,
+        parent: TokenizerParent | None = None,
+        stuck_s: float = STUCK_S,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._limits = parent.limits if parent else limits or JobLimits()
+        self._num_workers = num_workers or min(MAX_WORKERS, len(os.sched_getaffinity(0)))
+        self._stuck_s = stuck_s
+        self._borrowed = parent
+        self._parent: TokenizerParent | None = None
+        self._idle: asyncio.Queue[_Worker] = asyncio.Queue()
+        self._num_waiting = self._num_waiting_bytes = self._num_unfinished = 0
+        self._last_end = time.monotonic()
+        self._down = "they are starting"
+        self._starting: asyncio.Task[None] | None = None
+        self._keeper: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def pids(self) -> list[int]:
+        """The parent's process id; [] while there is none."""
+        return [self._parent.pid] if self._parent else []
+
+    async def __aenter__(self) -> Self:
+        self.begin()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def begin(self) -> None:
+        """Starts the processes without waiting for them; `ready` does. From here on `close` has to be called."""
+        self._starting = asyncio.create_task(self._start_parent())
+
+    async def ready(self) -> None:
+        """Returns when what `begin` began has ended. Raises TokenizingDown."""
+        assert self._starting is not None
+        try:
+            await self._starting
+        except BaseException:
+            await self.close()
+            raise
+        self._keeper = asyncio.create_task(self._keep())
+
+    async def close(self) -> None:
+        """Ends the processes. May be called twice."""
+        self._down = "the service is shutting down"
+        tasks = [*self._tasks, *filter(None, [self._starting, self._keeper])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        while not self._idle.empty():
+            self._idle.get_nowait().kill()
+        if self._parent is not None and self._parent is not self._borrowed:
+            self._parent.close()
+        self._parent = None
+
+    def health(self) -> Health:
+        """Whether texts can be tokenized: processes that run, and jobs that end."""
+        if self._parent is None or not self._parent.is_running:
+            return Health(False, f"the tokenizing workers do not run: {self._down}")
+        silent_s = time.monotonic() - self._last_end
+        if self._num_unfinished and silent_s > self._stuck_s:
+            told = f"{self._num_unfinished} jobs have waited {silent_s:.0f} s for the first of them to end"
+            return Health(False, f"the tokenizing workers are stuck: {told}")
+        return Health(True, "")
+
+    async def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+        """`Tokenizer.encode` of each."""
+        return await self._do("encode", "prompt", texts=list(texts), add_special_tokens=add_special_tokens)
+
+    async def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        limit: TextLimit,
+        add_generation_prompt: bool,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_special_tokens: bool = False,
+    ) -> list[int]:
+        """`Tokenizer.encode_chat`, if the rendered text is within `limit`."""
+        return await self._do(
+            "encode_chat",
+            "messages",
+            messages=[dict(message) for message in messages],
+            limit=limit,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            template_kwargs=dict(template_kwargs or {}),
+            tools=None if tools is None else [dict(tool) for tool in tools],
+            add_special_tokens=add_special_tokens,
+        )
+
+    async def bad_words(self, words: Sequence[str]) -> list[list[int]]:
+        return await self._do("bad_words", "bad_words", words=list(words))
+
+    async def token_strings(self, ids: Sequence[int]) -> list[str]:
+        return await self._do("token_strings", "prompt", ids=list(ids))
+
+    async def decode(self, ids: Sequence[int]) -> str:
+        """With special tokens."""
+        return await self._do("decode", "tokens", ids=list(ids))
+
+    async def _do(self, method: str, param: str, **arguments: Any) -> Any:
+        job = pickle.dumps((method, arguments))
+        worker = await self._free_worker(len(job))
+        try:
+            reply = await worker.ask(job)
+        except (OSError, EOFError):
+            self._replace(worker)
+            if not worker.parent.is_running:
+                raise TokenizingDown("the tokenizing workers were lost; try again") from None
+            raise JobTooCostly(self._too_costly(), param=param, code="prompt_too_costly") from None
+        except BaseException:  # the client left
+            self._replace(worker)
+            raise
+        else:
+            self._idle.put_nowait(worker)
+        finally:
+            self._num_unfinished -= 1
+            self._last_end = time.monotonic()
+        match reply:
+            case {"value": value}:
+                return value
+            case {"refused": [message, at, code]}:
+                raise PromptError(message, param=at, code=code)
+            case _:
+                raise RuntimeError(f"{method} failed in a tokenizing worker: {reply.get('failed')}")
+
+    async def _free_worker(self, num_bytes: int) -> _Worker:
+        """One for this job alone, in the order of arrival. Counts the job as unfinished if it gets one."""
+        if not (health := self.health()).ok:
+            raise TokenizingDown(health.reason)
+        if self._num_waiting >= MAX_WAITING or (
+            self._num_waiting and self._num_waiting_bytes + num_bytes > MAX_WAITING_BYTES
+        ):
+            raise TokenizingFull(f"{self._num_waiting} requests wait to be tokenized; try later")
+        if self._num_unfinished == 0:
+            self._last_end = time.monotonic()
+        self._num_waiting += 1
+        self._num_waiting_bytes += num_bytes
+        self._num_unfinished += 1
+        try:
+            while (worker := await self._idle.get()).has_ended:
+                self._replace(worker)
+        except BaseException:
+            self._num_unfinished -= 1
+            raise
+        finally:
+            self._num_waiting -= 1
+            self._num_waiting_bytes -= num_bytes
+        return worker
+
+    def _replace(self, worker: _Worker) -> None:
+        worker.kill()
+        if worker.parent is self._parent:
+            task = asyncio.create_task(self._add_worker(worker.parent))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _add_worker(self, parent: TokenizerParent) -> None:
+        with contextlib.suppress(OSError, EOFError):  # the parent is gone: its successor has workers of its own
+            self._idle.put_nowait(await _Worker.forked(parent))
+
+    async def _keep(self) -> None:
+        """Starts the parent again whenever it has ended."""
+        while True:
+            await asyncio.sleep(WATCH_PERIOD_S)
+            if self._parent is not None and self._parent.is_running:
+                continue
+            logger.error("the tokenizing workers were lost and are started again")
+            try:
+                await self._start_parent()
+            except (OSError, TokenizingDown) as error:
+                self._down = str(error)
+                logger.error("the tokenizing workers did not start: %s", error)
+                await asyncio.sleep(RESTART_S)
+
+    async def _start_parent(self) -> None:
+        """A parent and its workers, in place of what there was."""
+        if self._parent is not None and self._parent is not self._borrowed:
+            self._parent.close()
+        while not self._idle.empty():  # of the parent that has ended
+            self._idle.get_nowait().kill()
+        if self._borrowed is not None and self._borrowed.is_running:
+            parent = self._borrowed
+        else:
+            # Started in this thread, not in an executor's: children live as long as the thread that starts them.
+            parent = TokenizerParent(self._tokenizer, self._limits)
+            try:
+                await asyncio.to_thread(parent.wait_loaded)
+            except BaseException:
+                parent.close()
+                raise
+        self._parent, self._down = parent, "they were lost"
+        for _ in range(self._num_workers):
+            await self._add_worker(parent)
+        self._last_end = time.monotonic()
+
+    def _too_costly(self) -> str:
+        limits = self._limits
+        return (
+            f"this prompt took more than {limits.render_s:g} s to render, {limits.tokenize_s:g} s to tokenize or "
+            f"{limits.memory_bytes >> 20} MiB of memory; shorten it"
+        )
+
+
+def _environment() -> dict[str, str]:
+    """One thread, so that forking is safe; nothing said about torch; nothing fetched."""
+    root = str(Path(workers.__file__).parents[1])
+    path = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys(path)),
+        "TOKENIZERS_PARALLELISM": "false",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "HF_HUB_OFFLINE": "1",
+    }

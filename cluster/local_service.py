@@ -1,0 +1,142 @@
+"""The HTTP service without Ray: an engine as plain processes, its ingress under uvicorn in one background thread."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+
+from cluster.convert import engine_config, fetch_weights, sampling_defaults, visible_gpus, with_tokenizer
+from cluster.engine_client import EngineClient
+from cluster.http.api_keys import KeyFile
+from cluster.http.limits import LimitedProtocol
+from cluster.http.server import Service, create_app
+from cluster.http.tokenizer import Tokenizer
+from cluster.http.tokenizer_pool import TokenizingWorkers
+from cluster.listening import base_url, listening_socket
+from cluster.local_engine import LocalEngine
+from secateur.api_keys import check_api_keys
+from secateur.config import EngineArgs
+from workers.config import EngineConfig
+
+logger = logging.getLogger(__name__)
+
+_GRACE_S = 5
+
+
+def service_of(
+    args: EngineArgs,
+    config: EngineConfig,
+    engine: EngineClient,
+    tokenizer: Tokenizer,
+    tokenizing: TokenizingWorkers,
+    *,
+    replica: str,
+) -> Service:
+    """The service of a running engine, with the settings of `args`."""
+    if defaults := sampling_defaults(args, config.model_path):
+        told = ", ".join(f"{name}={value}" for name, value in defaults.items())
+        logger.info("requests that leave them out get the model's own %s (generation_config: none = OpenAI's)", told)
+    return Service(
+        engine=engine,
+        tokenizer=tokenizer,
+        tokenizing=tokenizing,
+        config=config,
+        model_id=args.model_id,
+        replica=replica,
+        api_key=args.api_key,
+        api_keys=KeyFile(args.api_key_file) if args.api_key_file else None,
+        seed=args.seed,
+        sampling_defaults=defaults,
+    )
+
+
+@contextmanager
+def local_service(args: EngineArgs) -> Iterator[str]:
+    """A running service on this machine as long as the context lasts; gives its base URL. No Ray.
+
+    Raises ConfigError before anything starts, EngineDead if the engine does not come up. Afterwards nothing is left.
+    """
+    if args.api_key_file:
+        check_api_keys(args.api_key_file)
+    with listening_socket(args.host, args.port) as sock:  # first: what follows takes seconds, or a download
+        config, tokenizer = with_tokenizer(args, engine_config(args, num_gpus=visible_gpus()))
+        fetch_weights(args, config)
+        thread = _ServiceThread(args, config, tokenizer, sock)
+        thread.start()
+        try:
+            thread.wait_started()
+            yield base_url(args.host, sock.getsockname()[1])
+        finally:
+            thread.stop()
+
+
+class _ServiceThread(threading.Thread):
+    """Owns the event loop in which engine client and HTTP server live, and with it the engine's processes."""
+
+    def __init__(self, args: EngineArgs, config: EngineConfig, tokenizer: Tokenizer, sock: socket.socket) -> None:
+        super().__init__(name="secateur-service", daemon=True)
+        self._args = args
+        self._config = config
+        self._tokenizer = tokenizer
+        self._sock = sock
+        self._up = threading.Event()
+        self._failure: BaseException | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._main: asyncio.Task[None] | None = None
+        self._server: uvicorn.Server | None = None
+
+    def run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except asyncio.CancelledError:
+            pass  # stopped while it started
+        except BaseException as error:
+            self._failure = error
+        finally:
+            self._up.set()
+
+    def wait_started(self) -> None:
+        """Raises what kept it from starting."""
+        self._up.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def stop(self) -> None:
+        """Lets running answers end for a moment, then stops everything and waits for it."""
+        if self._server is not None:
+            self._server.should_exit = True
+        elif self._loop is not None and self._main is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended by itself
+                self._loop.call_soon_threadsafe(self._main.cancel)
+        self.join()
+
+    async def _serve(self) -> None:
+        self._loop, self._main = asyncio.get_running_loop(), asyncio.current_task()
+        async with (
+            TokenizingWorkers(self._tokenizer) as tokenizing,  # they start while the ranks import torch
+            LocalEngine(self._config) as client,
+        ):
+            await tokenizing.ready()
+            service = service_of(self._args, self._config, client, self._tokenizer, tokenizing, replica="local")
+            app = create_app(service)
+            server = uvicorn.Server(
+                uvicorn.Config(
+                    app, http=LimitedProtocol, log_level="warning", access_log=False, timeout_graceful_shutdown=_GRACE_S
+                )
+            )
+            serving = asyncio.create_task(server.serve(sockets=[self._sock]))
+            while not (server.started or serving.done()):
+                await asyncio.sleep(0.01)
+            if serving.done():
+                serving.result()
+                raise RuntimeError("the HTTP server ended while it started")
+            self._server = server
+            self._up.set()
+            await serving

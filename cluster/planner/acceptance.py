@@ -1,0 +1,110 @@
+"""How many draft tokens a tree of so many nodes is expected to have accepted.
+
+From the chance p[d][k] of each child, the best tree is Sequoia's (see `cluster.bench.sequoia` for the rule). Here is
+only what it accepts, for all sizes at once: with F(d, k)[n] the most that up to n nodes can add as children of rank k
+and beyond of a node at depth d, and as their descendants,
+
+    F(d, k)[n] = max(0, max over 1 <= y <= n of  p[d][k] * (1 + F(d + 1, 0)[y - 1]) + F(d, k + 1)[n - y])
+
+Legend: D depths, K ranks, N nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from drafter.tree.shape import TYPICAL_CHILDREN
+from secateur.errors import ConfigError, Problem
+from secateur.plan import AcceptancePoint, AcceptanceTable
+from secateur.token_tree import MAX_NODES
+from workers.config import DraftConfig
+
+TYPICAL = AcceptanceTable(probabilities=(TYPICAL_CHILDREN,) * 8)
+"""What trees are dealt by before anything is known (`drafter.tree.shape`)."""
+
+Curve = np.ndarray
+"""[64] accepted draft tokens per step by nodes, 0 first; never falling."""
+
+
+def curve(table: AcceptanceTable, draft: DraftConfig, temperature: float, context: float) -> Curve:
+    """What trees of the drafter's kind are expected to have accepted. Raises ConfigError if the table knows none."""
+    if not table.probabilities:
+        return _measured(table, draft, temperature, context)
+    accept_DK = [ranks[: draft.tree.max_children] for ranks in table.probabilities[: draft.tree.max_depth]]
+    if draft.tree.kind == "chain":
+        return best_lengths([ranks[:1] for ranks in table.probabilities])
+    if draft.tree.kind == "static":
+        return _static(draft.tree.static_paths, table.probabilities)
+    return best_lengths(accept_DK)
+
+
+def best_lengths(accept_DK: Sequence[Sequence[float]]) -> Curve:
+    """Of the best tree of at most 0 .. 63 nodes."""
+    below = np.zeros(MAX_NODES + 1)  # F(d + 1, 0)
+    for chances in reversed(accept_DK):
+        beside = np.zeros(MAX_NODES + 1)  # F(d, k + 1)
+        for chance in reversed(chances):
+            best = np.zeros(MAX_NODES + 1)
+            for n in range(1, MAX_NODES + 1):
+                best[n] = max(0.0, (chance * (1 + below[:n]) + beside[n - 1 :: -1]).max())
+            beside = best
+        below = beside
+    return below
+
+
+def _static(paths: Sequence[Sequence[int]], accept_DK: Sequence[Sequence[float]]) -> Curve:
+    """A static tree under smaller budgets is cut in its own order."""
+    chances = [_chance(path, accept_DK) for path in paths][:MAX_NODES]
+    return np.cumsum([0.0, *chances, *[0.0] * (MAX_NODES - len(chances))])
+
+
+def _chance(path: Sequence[int], accept_DK: Sequence[Sequence[float]]) -> float:
+    if len(path) > len(accept_DK) or any(rank >= len(accept_DK[d]) for d, rank in enumerate(path)):
+        return 0.0
+    return float(np.prod([accept_DK[depth][rank] for depth, rank in enumerate(path)]))
+
+
+def _measured(table: AcceptanceTable, draft: DraftConfig, temperature: float, context: float) -> Curve:
+    """Between measured sizes by the logarithm of 1 + nodes, in which trees gain about evenly; beyond the largest no
+    more than it. Between temperatures and contexts linear, outside them like the nearest."""
+    rule = rule_name(draft)
+    points = [p for p in table.points if p.tree in (None, draft.tree.kind) and p.acceptance in (None, rule)]
+    if not points:
+        known = sorted({f"{p.tree or 'any'} trees under {p.acceptance or 'any rule'}" for p in table.points})
+        asked = f"{draft.tree.kind} trees under {rule}"
+        raise ConfigError(Problem("--acceptance", f"knows nothing of {asked}, but of {', '.join(known)}"))
+
+    def at_temperature(some: Sequence[AcceptancePoint]) -> Curve:
+        return _between(some, lambda point: point.context or 0.0, context, _through)
+
+    return _between(points, lambda point: point.temperature, temperature, at_temperature)
+
+
+def _between(
+    points: Sequence[AcceptancePoint],
+    key: Callable[[AcceptancePoint], float],
+    at: float,
+    read: Callable[[Sequence[AcceptancePoint]], Curve],
+) -> Curve:
+    """The curves of the points that share a key, linear between two keys."""
+    keys = sorted(set(map(key, points)))
+    curves = np.array([read([point for point in points if key(point) == one]) for one in keys])
+    return np.array([np.interp(at, keys, curves[:, n]) for n in range(MAX_NODES + 1)])
+
+
+def _through(points: Sequence[AcceptancePoint]) -> Curve:
+    by_nodes: dict[int, list[float]] = {0: [0.0]}
+    for point in points:
+        by_nodes.setdefault(point.nodes, []).append(point.accepted)
+    nodes = sorted(by_nodes)
+    accepted = np.maximum.accumulate([float(np.mean(by_nodes[n])) for n in nodes])
+    return np.interp(np.log1p(np.arange(MAX_NODES + 1)), np.log1p(nodes), accepted)
+
+
+def rule_name(draft: DraftConfig) -> str:
+    """As `secateur bench acceptance` calls it."""
+    if draft.acceptance.kind == "rejection" and not draft.acceptance.draft_probs:
+        return "none"
+    return draft.acceptance.kind

@@ -1,0 +1,194 @@
+"""What one rank of the target or of the drafter holds and computes: counted from files' headers, nothing is loaded."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from workers.config import EngineConfig
+from workers.models.checkpoint import MTP_PREFIXES, Weights
+from workers.models.specs import DraftSpec, Eagle3Spec, FcHeadSpec, ModelSpec, TransformersSpec, read_specs
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_TOKEN_ID_BYTES = 4
+_REPLICATED = ("embed_tokens.weight", "fc.weight", "input_proj.weight")
+"""Matrices that every rank holds whole: see `workers.models.decoder`, `eagle3_format` and `drafter.proposers.eagle`."""
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """One rank's share of a model; nothing of n-gram lookup but its KV pool, which holds token ids."""
+
+    weight_bytes: int = 0
+    """Each weight once, see `topology.describe` for the forms that a CPU adds."""
+    token_bytes: int = 0
+    """Of one token in its KV pool."""
+    state_bytes: int = 0
+    """Of one state that the target's first rank keeps for a drafter: the last of every page, and those that wait."""
+    logits_bytes: int = 0
+    """Of a full step, see `workers.kv_sizing`; the target's."""
+    matmul_items: int = 0
+    """Weights that rows are multiplied with: all matrices but the input embedding."""
+    expert_items: int = 0
+    """Those of them that belong to experts, of which a row goes through `expert_share`."""
+    expert_share: float = 1.0
+    num_layers: int = 0
+    hidden_size: int = 0
+    attention_width: int = 0
+    """Query heads x head size."""
+    item_bytes: int = 4
+
+
+def sides(config: EngineConfig) -> list[Side]:
+    """The target's side and, if there is one, the drafter's."""
+    from workers.kv_sizing import logits_bytes
+
+    specs = read_specs(config)
+    target, spec = specs.target, specs.draft
+    stored = _of_text_model(tensor_shapes(Path(config.model_path))) or expected_shapes(target, config.model_path)
+    item, draft = ITEM_BYTES[config.dtype], config.draft
+    own = {name: shape for name, shape in stored.items() if not name.startswith(MTP_PREFIXES)}
+    found = [
+        replace(
+            side(own, target, config.tensor_parallel_size, item), logits_bytes=logits_bytes(config, target.vocab_size)
+        )
+    ]
+    if draft is not None and draft.reads_features:
+        num_taps = 3 if draft.method == "eagle3" else 1
+        found = [replace(found[0], state_bytes=num_taps * target.hidden_size * item)]
+    if draft is None:
+        return found
+    shapes = _of_text_model(tensor_shapes(Path(draft.model_path))) if draft.model_path else {}
+    if spec is None:
+        return [*found, Side(token_bytes=_TOKEN_ID_BYTES)]
+    if draft.method == "mtp":
+        shapes = {name: shape for name, shape in stored.items() if name.startswith(MTP_PREFIXES)}
+    shapes = shapes or expected_shapes(spec, draft.model_path)
+    if isinstance(spec, ModelSpec):
+        return [*found, side(shapes, spec, config.draft_ranks, item)]
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        if name in stored and name.removeprefix("model.") not in shapes:
+            shapes[name] = stored[name]
+    return [*found, side(shapes, spec.layers if isinstance(spec, FcHeadSpec) else spec, config.draft_ranks, item)]
+
+
+def side(shapes: Shapes, spec: ModelSpec | Eagle3Spec, ranks: int, item: int) -> Side:
+    """Matrices are split, vectors and the input embedding are not; a tied head multiplies with the embedding."""
+    held = multiplied = experts = 0
+    for name, shape in shapes.items():
+        items = share = math.prod(shape)
+        if name.endswith(("k_proj.weight", "v_proj.weight")):
+            share = items // min(ranks, spec.num_kv_heads)
+        elif len(shape) > 1 and not name.endswith(_REPLICATED):
+            share = items // ranks
+        held += share
+        if name.endswith("embed_tokens.weight"):
+            is_head = not any(other.endswith("lm_head.weight") for other in shapes)
+            multiplied += is_head * items // ranks
+        elif len(shape) > 1:
+            multiplied += share
+            experts += share if ".experts." in name or len(shape) == 3 else 0  # one by one, or in a stack
+    token = spec.num_layers * 2 * -(-spec.num_kv_heads // ranks) * spec.head_dim
+    return Side(
+        weight_bytes=held * item,
+        token_bytes=token * item,
+        matmul_items=multiplied,
+        expert_items=experts,
+        expert_share=spec.expert_share if isinstance(spec, ModelSpec) else 1.0,
+        num_layers=spec.num_layers,
+        hidden_size=spec.hidden_size,
+        attention_width=spec.num_heads * spec.head_dim // ranks,
+        item_bytes=item,
+    )
+
+
+def tensor_shapes(folder: Path) -> Shapes:
+    """Name -> shape of every tensor that an engine reads from a folder, from the files' headers; {} without weights.
+
+    Without the scales of 8-bit weights, which are kept as the engine's dtype.
+    """
+    try:
+        weights = Weights(folder)
+    except FileNotFoundError:
+        return {}
+    return {name: weights.shape(name) for name in weights.names()}
+
+
+def _of_text_model(shapes: Shapes) -> Shapes:
+    """Without the vision or audio towers beside it, which no engine reads, and under the names that it has alone."""
+    from workers.models.transformers_load import text_name
+
+    if not any("language_model" in name for name in shapes):
+        return shapes
+    return {
+        text_name(name): shape
+        for name, shape in shapes.items()
+        if "language_model" in name or name.startswith("lm_head")
+    }
+
+
+def expected_shapes(spec: DraftSpec, folder: Path | str) -> Shapes:
+    """The matrices of a checkpoint of which only config.json is at hand, in `folder`."""
+    match spec:
+        case TransformersSpec():
+            from workers.models.transformers_spec import parameter_shapes
+
+            return parameter_shapes(folder)
+        case Eagle3Spec():
+            head = {"lm_head.weight": (spec.draft_vocab_size, spec.hidden_size)}
+            fc = {"fc.weight": (spec.hidden_size, 3 * spec.target_hidden_size)}
+            return fc | _layers(spec, "layers", first_input=2 * spec.hidden_size) | head
+        case FcHeadSpec():
+            hidden = spec.layers.hidden_size
+            return {f"{spec.fc}.weight": (hidden, 2 * hidden)} | _layers(spec.layers, "layers")
+        case ModelSpec():
+            shapes: Shapes = {"model.embed_tokens.weight": (spec.vocab_size, spec.hidden_size)}
+            if not spec.tie_embeddings:
+                shapes["lm_head.weight"] = (spec.vocab_size, spec.hidden_size)
+            return shapes | _layers(spec, "model.layers")
+
+
+def _layers(spec: ModelSpec | Eagle3Spec, prefix: str, first_input: int | None = None) -> Shapes:
+    """The matrices of decoder layers. first_input: width of what the first one attends to, if not the others'."""
+    heads, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+    shapes: Shapes = {}
+    for number in range(spec.num_layers):
+        wide = first_input if first_input is not None and number == 0 else hidden
+        layer = {
+            "self_attn.q_proj": (heads, wide),
+            "self_attn.k_proj": (kv, wide),
+            "self_attn.v_proj": (kv, wide),
+            "self_attn.o_proj": (hidden, heads),
+            "mlp.gate_proj": (inner, hidden),
+            "mlp.up_proj": (inner, hidden),
+            "mlp.down_proj": (hidden, inner),
+        }
+        shapes |= {f"{prefix}.{number}.{name}.weight": shape for name, shape in layer.items()}
+    return shapes
+
+
+def pages_on_device(config: EngineConfig, found: list[Side], memory_bytes: float) -> int:
+    """KV pages that a device of such a size has room for beside the weights; the smaller of both sides' counts.
+
+    As `workers.kv_sizing` divides it: a colocated drafter's pages lie beside the target's, as many of them. The
+    target's first rank, which keeps states for the drafter, has the least room.
+    """
+    from verifier.hidden_states import most_waiting
+
+    target, draft = found[0], found[1] if len(found) > 1 else Side()
+    usable = memory_bytes * config.memory_utilization
+
+    def held(part: Side) -> int:
+        return part.weight_bytes + part.logits_bytes + most_waiting(config) * part.state_bytes
+
+    def page(part: Side) -> int:
+        return part.token_bytes * config.page_size + part.state_bytes
+
+    is_shared = config.draft is not None and config.draft.placement == "colocated"
+    devices = [[target, draft]] if is_shared else [[target], [draft]]
+    counts = [(usable - sum(map(held, parts))) // sum(map(page, parts)) for parts in devices if any(map(page, parts))]
+    return max(0, int(min(counts)))

@@ -1,0 +1,210 @@
+"""What is predicted of an engine: its cost table, what bounds its batch, its speed by batch, a fleet under load."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from cluster.planner.acceptance import TYPICAL, curve
+from cluster.planner.choose import best, schedule
+from cluster.planner.costs import Costs
+from cluster.planner.fleet import SPREAD, Fleet, Load, Replica, simulate
+from cluster.planner.memory import Side, pages_on_device
+from cluster.planner.predict import Prediction, Predictor
+from cluster.planner.roofline import cost_table
+from cluster.rank_placement import num_bundles
+from secateur.config import EngineArgs
+from secateur.errors import ConfigError, Problem
+from secateur.plan import AcceptanceTable, CostTable, PlanRequest
+from secateur.token_tree import MAX_NODES
+from workers.config import EngineConfig
+
+Say = Callable[[str], None]
+
+PROFILE_ROUNDS = 3
+CPU_PROFILE_BATCH, PROFILE_BATCH = 8, 64
+"""The most requests that are profiled; more are extrapolated."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One batch: without speculation and, if there is a drafter, with the trees that were asked for or are best."""
+
+    off: Prediction
+    on: Prediction | None
+
+    @property
+    def chosen(self) -> Prediction:
+        return self.on or self.off
+
+    @property
+    def speedup(self) -> float:
+        return self.chosen.tokens_per_second / self.off.tokens_per_second
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """What bounds the requests of one replica."""
+
+    pages: int | None
+    """KV pages; None = not known."""
+    batch: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outlook:
+    """What is predicted of an engine."""
+
+    table: CostTable
+    accepted_from: str
+    room: Room
+    lines: tuple[Line, ...]
+    fleet: Fleet | None
+
+
+def outlook(args: EngineArgs, request: PlanRequest, config: EngineConfig, found: list[Side], say: Say) -> Outlook:
+    """Raises ConfigError before an engine is started, EngineDead while it is profiled. found: `memory.sides`."""
+    if request.context > config.max_model_len:
+        limit = f"{request.context} is more than max_model_len={config.max_model_len}"
+        raise ConfigError(Problem("--context", f"{limit}; ask for less"))
+    if request.nodes and config.draft is None:
+        raise ConfigError(Problem("--nodes", "without a drafter there are no trees: give --speculative-config"))
+    if request.acceptance is not None and config.draft is not None:
+        curve(request.acceptance, config.draft, request.temperature, request.context)  # tells now what it does not know
+    room = _room(request, config, found)
+    load = _load(request, config, args.seed or 0) if request.is_simulated else None
+    table = _table(args, request, config, found, say)
+    told = request.acceptance or table.acceptance
+    if config.draft is None or table.draft is None:
+        budgets, accepted_from = [0], "no drafter"
+    else:
+        budgets = [request.nodes] if request.nodes is not None else list(range(max(table.draft.nodes) + 1))
+        accepted_from = "typical, not measured" if told is None else _describe(told)
+
+    no_drafts = np.zeros(MAX_NODES + 1)
+
+    def predictor(context: float, is_plain: bool = False) -> Predictor:
+        accepted = curve(told or TYPICAL, config.draft, request.temperature, context) if config.draft else no_drafts
+        return Predictor(Costs(table), accepted, config.tensor_parallel_size if is_plain else num_bundles(config))
+
+    plain, drafting = predictor(request.context, is_plain=True), predictor(request.context)
+    lines = [
+        Line(
+            off=plain(batch, 0, request.context),
+            on=best(drafting, batch, request.context, budgets) if budgets != [0] else None,
+        )
+        for batch in _batches(request, room)
+    ]
+    fleet = None
+    if load is not None:
+        middle = float((load.prompt_J + load.output_J / 2).mean())
+        loaded = predictor(middle)
+        replica = Replica(
+            costs=loaded.costs,
+            accepted=loaded.accepted,
+            nodes_by_batch=schedule(loaded, config.max_num_seqs, middle, budgets),
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_kv_tokens=room.pages * config.page_size if room.pages else float("inf"),
+            num_devices=num_bundles(config),
+            spread=SPREAD,
+        )
+        fleet = simulate(load, replica, request.replicas or 1, args.seed or 0)
+    return Outlook(table=table, accepted_from=accepted_from, room=room, lines=tuple(lines), fleet=fleet)
+
+
+def _describe(table: AcceptanceTable) -> str:
+    if table.probabilities:
+        return "of the best trees by the given chances"
+    temperatures = sorted({point.temperature for point in table.points})
+    return f"as measured at temperature {', '.join(f'{t:g}' for t in temperatures)}"
+
+
+def _table(args: EngineArgs, request: PlanRequest, config: EngineConfig, found: list[Side], say: Say) -> CostTable:
+    if request.costs is not None:
+        return request.costs
+    if request.hardware is not None:
+        return cost_table(config, found, request.hardware)
+    table = profile(args, config, max(request.batches), request.temperature, say)
+    if request.costs_output is not None:
+        request.costs_output.write_text(table.model_dump_json(indent=1) + "\n")
+        say(f"wrote {request.costs_output}")
+    return table
+
+
+def profile(args: EngineArgs, config: EngineConfig, max_batch: int, temperature: float, say: Say) -> CostTable:
+    """This machine's table for an engine, of up to so many requests. Starts it, and stops it again."""
+    from cluster.bench.prompts import encode_prompts
+    from cluster.bench.runner import Runner
+    from cluster.convert import fetch_weights, load_tokenizer
+    from cluster.planner.fit import fit
+    from cluster.planner.profile import OUTPUT_TOKENS, Grid, Profiler, Prompts, profiled
+    from secateur.prompts import BUNDLED_PROMPTS, read_prompts
+
+    if config.max_model_len < 2 * OUTPUT_TOKENS:
+        raise ConfigError(Problem("--max-model-len", f"a profile needs at least {2 * OUTPUT_TOKENS} tokens"))
+    texts = encode_prompts(load_tokenizer(args, config), read_prompts(BUNDLED_PROMPTS, 50))
+    fetch_weights(args, config)
+    config = profiled(config, min(max_batch, PROFILE_BATCH if config.device == "cuda" else CPU_PROFILE_BATCH))
+    say("profile: starting an engine")
+    with Runner(config) as runner:
+        profiler = Profiler(runner, Grid.of(config), Prompts(texts), temperature)
+        profiler.warm_up()
+        for number in range(1, PROFILE_ROUNDS + 1):
+            say(f"profile: round {number} of {PROFILE_ROUNDS}")
+            profiler.round()
+    return fit(profiler.profile, config, hardware_name(config), temperature)
+
+
+def hardware_name(config: EngineConfig) -> str:
+    if config.device == "cuda":
+        import torch
+
+        return f"{num_bundles(config)} x {torch.cuda.get_device_name()}"
+    return f"{os.cpu_count()} CPU cores, {platform.machine()}"
+
+
+def _room(request: PlanRequest, config: EngineConfig, found: list[Side]) -> Room:
+    pages = config.num_pages - 1 if config.num_pages else None
+    if pages is None and request.hardware is not None:
+        pages = pages_on_device(config, found, 1e9 * request.hardware.memory_gb) - 1
+    if pages is None:
+        return Room(pages=None, batch=config.max_num_seqs, reason="max_num_seqs; memory is not counted")
+    fits = pages // config.pages_for(request.context)
+    if fits < 1:
+        name = request.hardware.name if request.hardware else "num_pages"
+        raise ConfigError(
+            f"{name}: weights, a full step's logits and a request of {request.context} tokens do not fit; "
+            "write a larger --tensor-parallel-size, a smaller --context, a smaller --max-num-seqs or smaller trees"
+        )
+    if fits < config.max_num_seqs:
+        return Room(pages=pages, batch=fits, reason=f"memory: {pages} KV pages, --context {request.context}")
+    return Room(pages=pages, batch=config.max_num_seqs, reason="max_num_seqs")
+
+
+def _batches(request: PlanRequest, room: Room) -> list[int]:
+    """Those that were asked for and fit; if one does not, the largest that does."""
+    fitting = {batch for batch in request.batches if batch <= room.batch}
+    return sorted(fitting | ({room.batch} if max(request.batches) > room.batch else set()))
+
+
+def _load(request: PlanRequest, config: EngineConfig, seed: int) -> Load:
+    limit = config.max_model_len
+    if request.trace:
+        load = Load.of_trace(request.trace)
+    else:
+        assert request.request_rate is not None
+        prompt, output = request.prompt_tokens, request.output_tokens
+        load = Load.poisson(request.request_rate, request.num_requests, prompt, output, seed)
+        if prompt.is_exponential or output.is_exponential:  # their tails are cut
+            output_J = np.minimum(load.output_J, limit // 2)
+            load = load._replace(prompt_J=np.minimum(load.prompt_J, limit - output_J), output_J=output_J)
+    longest = int((load.prompt_J + load.output_J).max())
+    if longest > limit:
+        message = f"a prompt and its answer have {longest} tokens, max_model_len is {limit}"
+        raise ConfigError(Problem("--trace" if request.trace else "--prompt-tokens, --output-tokens", message))
+    return load

@@ -1,0 +1,181 @@
+"""`secateur plan`: from what was asked to the page that is printed, or its JSON. Only a profile starts anything."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cluster.convert import engine_config, visible_gpus
+from cluster.planner.memory import sides
+from cluster.planner.topology import describe
+from cluster.rank_placement import num_bundles
+from secateur.config import EngineArgs
+from secateur.errors import ConfigError
+from secateur.plan import PlanRequest
+from workers.config import EngineConfig
+
+if TYPE_CHECKING:
+    from cluster.planner.fleet import Fleet
+    from cluster.planner.outlook import Line, Outlook
+    from cluster.planner.predict import Prediction
+
+Say = Callable[[str], None]
+
+PERCENTILES = (50, 90, 99)
+
+
+def run(args: EngineArgs, request: PlanRequest, *, as_json: bool = False, say: Say = print) -> str:
+    """The whole answer. Raises ConfigError before an engine is started, EngineDead while it is profiled."""
+    if request.hardware is not None:
+        args = args if args.device != "auto" else args.model_copy(update={"device": "cuda"})
+    # Another machine's devices are not counted here.
+    config = engine_config(args, num_gpus=(visible_gpus() or None) if request.hardware is None else None)
+    try:
+        found = sides(config)
+    except ValueError as error:  # files that cannot be read
+        raise ConfigError(str(error)) from error
+    topology = describe(args.model_id, config, found)
+    outlook = None
+    if request.predicts:
+        from cluster.planner.outlook import outlook as look  # imports torch, which a topology may do without
+
+        outlook = look(args, request, config, found, say)
+    if as_json:
+        return json.dumps({"topology": topology.splitlines(), **(_json(outlook) if outlook else {})}, indent=1)
+    return "\n\n".join([topology, *(_text(outlook, config) if outlook else [])])
+
+
+# -- as text ---------------------------------------------------------------------------------------------------------
+
+_COLUMNS = (6, 7, 13, 10, 9, 8, 10, 8, 11, 11, 12, 9)
+
+
+def _text(outlook: Outlook, config: EngineConfig) -> list[str]:
+    table = outlook.table
+    how = {
+        "measured": f"measured on {table.hardware or 'some machine'}",
+        "predicted": f"PREDICTED for {table.hardware} from published figures and assumptions; nothing was measured",
+        "given": f"given{' for ' + table.hardware if table.hardware else ''}",
+    }[table.source]
+    error = f" (median error of a step {table.fit_error:.0%})" if table.fit_error is not None else ""
+    head = [
+        f"costs    {how}{error}; acceptance {outlook.accepted_from}",
+        f"batch    at most {outlook.room.batch} requests ({outlook.room.reason})",
+        f"decoding behind {outlook.lines[0].off.context:g} tokens each:",
+    ]
+    rows = [
+        _cells("batch", "nodes", "tokens/step", "step ms", "verify", "draft", "transfer", "host")
+        + _cells("tokens/s", "of each", "per device", "speedup", start=8),
+        *(_line(line) for line in outlook.lines),
+    ]
+    parts = ["\n".join(head), "\n".join(row.rstrip() for row in rows)]
+    if config.draft is not None and config.device == "cuda":
+        parts.append(_placements(outlook, config))
+    if outlook.fleet is not None:
+        parts.append(_fleet_text(outlook.fleet))
+    return parts
+
+
+def _line(line: Line) -> str:
+    p = line.chosen
+    step = (p.step.ms, p.step.verify_ms, p.step.draft_ms, p.step.transfer_ms, p.step.host_ms)
+    return _cells(p.batch, p.nodes, f"{p.tokens_per_step:.2f}", *(f"{ms:.2f}" for ms in step)) + _cells(
+        *(f"{value:.4g}" for value in (p.tokens_per_second, p.per_request, p.per_device)),
+        f"{line.speedup:.2f}",
+        start=8,
+    )
+
+
+def _cells(*cells: object, start: int = 0) -> str:
+    return "".join(str(cell).rjust(width) for cell, width in zip(cells, _COLUMNS[start:], strict=False))
+
+
+def _placements(outlook: Outlook, config: EngineConfig) -> str:
+    """Today drafting and verifying take turns, so a drafter of its own costs devices and gives room, not speed."""
+    assert config.draft is not None
+    line = outlook.lines[-1]
+    told = []
+    for placement in ("dedicated", "colocated"):
+        devices = num_bundles(replace(config, draft=replace(config.draft, placement=placement)))
+        per_device = line.chosen.tokens_per_second / devices
+        told.append(f"{placement} {devices} devices, {per_device:.4g} tokens/s each")
+    plain = f"without speculation {line.off.num_devices} devices, {line.off.per_device:.4g} tokens/s each"
+    return f"devices  at batch {line.off.batch}: " + "; ".join([*told, plain])
+
+
+def _fleet_text(fleet: Fleet) -> str:
+    lines = [
+        f"fleet    {fleet.num_replicas} replicas, {fleet.num_devices} devices; {len(fleet.finish_J)} requests in "
+        f"{fleet.seconds:.1f} s (simulated)",
+        f"         {fleet.tokens_per_second:.4g} tokens/s, {fleet.per_device:.4g} per device; busy "
+        f"{fleet.utilisation:.0%}, then {fleet.mean_batch:.1f} requests decode at a time",
+        "".join(name.rjust(12) for name in ("ms", *(f"p{p}" for p in PERCENTILES), "mean")),
+    ]
+    for name, values in _latencies(fleet).items():
+        lines.append("".join(cell.rjust(12) for cell in (name, *(f"{1e3 * value:.1f}" for value in values.values()))))
+    return "\n".join(lines)
+
+
+def _latencies(fleet: Fleet) -> dict[str, dict[str, float]]:
+    """Seconds: to the first token, per further token, to the last."""
+    seen = {"TTFT": fleet.ttft_J, "TPOT": fleet.tpot_J, "E2E": fleet.e2e_J}
+    return {
+        name: {f"p{p}": float(np.percentile(values, p)) for p in PERCENTILES} | {"mean": float(values.mean())}
+        for name, values in seen.items()
+        if len(values)
+    }
+
+
+# -- as JSON ---------------------------------------------------------------------------------------------------------
+
+
+def _json(outlook: Outlook) -> dict[str, Any]:
+    fleet = outlook.fleet
+    return {
+        "costs": outlook.table.model_dump(mode="json"),
+        "acceptance": outlook.accepted_from,
+        "max_batch": outlook.room.batch,
+        "max_batch_reason": outlook.room.reason,
+        "kv_pages": outlook.room.pages,
+        "batches": [
+            {"off": _prediction(line.off), "on": _prediction(line.on) if line.on else None, "speedup": line.speedup}
+            for line in outlook.lines
+        ],
+        "fleet": None if fleet is None else _fleet_json(fleet),
+    }
+
+
+def _prediction(p: Prediction) -> dict[str, float]:
+    return {
+        "batch": p.batch,
+        "nodes": p.nodes,
+        "context": p.context,
+        "devices": p.num_devices,
+        "tokens_per_step": p.tokens_per_step,
+        "step_ms": p.step.ms,
+        "verify_ms": p.step.verify_ms,
+        "draft_ms": p.step.draft_ms,
+        "transfer_ms": p.step.transfer_ms,
+        "host_ms": p.step.host_ms,
+        "tokens_per_second": p.tokens_per_second,
+        "tokens_per_second_per_request": p.per_request,
+        "tokens_per_second_per_device": p.per_device,
+    }
+
+
+def _fleet_json(fleet: Fleet) -> dict[str, Any]:
+    return {
+        "replicas": fleet.num_replicas,
+        "devices": fleet.num_devices,
+        "requests": len(fleet.finish_J),
+        "seconds": fleet.seconds,
+        "tokens_per_second": fleet.tokens_per_second,
+        "tokens_per_second_per_device": fleet.per_device,
+        "utilisation": fleet.utilisation,
+        "mean_batch": fleet.mean_batch,
+        "seconds_of": _latencies(fleet),
+    }

@@ -1,0 +1,82 @@
+"""Topology, bundles and memory of an engine, as text for people. Touches no device."""
+
+from __future__ import annotations
+
+from cluster.convert import visible_gpus
+from cluster.planner.memory import Side
+from cluster.rank_placement import seats
+from cluster.serve.placement import Bundle, group_bundles
+from workers.config import EngineConfig
+
+
+def describe(name: str, config: EngineConfig, sides: list[Side]) -> str:
+    """Every rank with its device, weights and KV; the bundles Ray is asked for; what the KV pools may take."""
+    from verifier.hidden_states import most_waiting
+
+    lines = [
+        f"{name}: device {config.device}, {config.dtype}, up to {config.max_model_len} tokens "
+        f"and {config.max_num_seqs} requests at once",
+        f"target   {config.model_path}",
+        f"drafter  {_describe_draft(config)}",
+        "",
+        _row("rank", "role", "bundle", "device", "weights", "KV per token"),
+    ]
+    for seat in seats(config):
+        side = sides[seat.rank >= config.tensor_parallel_size]
+        device = f"gpu {seat.bundle}" + (" (shared)" if seat.is_shared else "") if config.device == "cuda" else "cpu"
+        lines.append(
+            _row(seat.rank, seat.role, seat.bundle, device, bytes_text(side.weight_bytes), bytes_text(side.token_bytes))
+        )
+    bundles = group_bundles(config)
+    per_request = config.pages_for(config.max_model_len)
+    pages = config.num_pages or 1 + config.max_num_seqs * per_request
+    kv_bytes = [pages * config.page_size * side.token_bytes for side in sides]
+    lines += [
+        "",
+        f"bundles  {len(bundles)}, STRICT_PACK (all on one node): " + ", ".join(map(_bundle_text, bundles)),
+        f"KV       pages of {config.page_size} tokens, {per_request} per longest request; "
+        + ("at most " if config.num_pages is None else "")
+        + f"{pages} pages take {bytes_text(kv_bytes[0])} per verifier rank"
+        + (f" and {bytes_text(kv_bytes[1])} per drafter rank" if len(kv_bytes) > 1 else ""),
+    ]
+    lines.append(f"logits   of a full step take up to {bytes_text(sides[0].logits_bytes)} on each verifier")
+    if sides[0].state_bytes:
+        waiting = most_waiting(config) * sides[0].state_bytes
+        lines.append(f"states   of tokens that wait for the drafter take up to {bytes_text(waiting)} on verifier 0")
+    if config.device == "cpu" and config.dtype == "float32":
+        lines.append(
+            "note     weights are counted in float32; matrices that were stored in 16 bits are kept in 16 bits, and a "
+            "head that is tied to the embedding has memory of its own"
+        )
+    if config.device == "cuda" and not visible_gpus():
+        lines.append(f"note     no GPU is visible here: whether a node has {len(bundles)} is not checked")
+    return "\n".join(lines)
+
+
+def _describe_draft(config: EngineConfig) -> str:
+    draft = config.draft
+    if draft is None:
+        return "none: no speculation"
+    tree = draft.tree
+    shape = f"{tree.kind} trees of up to {tree.num_nodes} nodes, depth {tree.max_depth}"
+    if draft.method == "ngram":
+        lengths = f"{draft.prompt_lookup_min} to {draft.prompt_lookup_max} tokens"
+        return f"n-gram lookup, matches of {lengths} (ngram, {draft.placement}, {shape})"
+    return f"{draft.model_path} ({draft.method}, {draft.placement}, {shape})"
+
+
+def _row(*cells: object) -> str:
+    widths = (5, 12, 7, 15, 10, 12)
+    return "".join(str(cell).ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
+
+
+def _bundle_text(bundle: Bundle) -> str:
+    return "{" + ", ".join(f"{name}: {amount:g}" for name, amount in bundle.items()) + "}"
+
+
+def bytes_text(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 999.5:  # which three digits round up to 1000
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"

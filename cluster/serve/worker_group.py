@@ -1,0 +1,116 @@
+"""The worker actors of one engine: placed together, watched together, killed together.
+
+Ray places, starts and kills; a step never meets it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from cluster.engine_client import EngineClient
+from cluster.rank_endings import Blame, Ending, cause
+from cluster.rank_placement import seats, worker_env
+from cluster.serve.actors import Worker, packages_folder
+from cluster.serve.progress import tell
+from cluster.socket_folder import OwnedFolder
+from workers.config import START_TIMEOUT_S, EngineConfig
+from workers.models.specs import read_specs
+
+logger = logging.getLogger(__name__)
+
+_WATCH_PERIOD_S = 1.0
+
+
+class Gang:
+    """All ranks of one engine, placed in the bundles of the replica's placement group.
+
+    They are this process's children in Ray's sense: if it dies, however, they are gone too (0.1 s after a SIGKILL).
+    `on_death` is called once in the event loop of `start`, with the reason, when the ranks have been killed already.
+    """
+
+    def __init__(self, config: EngineConfig, client: EngineClient, *, on_death: Callable[[str], None]) -> None:
+        self._config = config
+        self._client = client
+        self._on_death = on_death
+        self._workers: list[Any] = []  # handles: Ray ends an actor that nobody holds
+        self._folder: OwnedFolder | None = None
+        self._closing = threading.Event()
+
+    async def start(self, group: PlacementGroup) -> None:
+        """Returns when the engine serves. Raises if a rank dies first; call `close` then."""
+        config, folder = self._config, packages_folder()
+        specs = await asyncio.to_thread(read_specs, config)
+        told = config.to_json(), specs.to_json()
+        remote = ray.remote(Worker)
+        tell(f"starting the engine's {config.world_size} processes")
+        for seat in seats(config):
+            strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=seat.bundle)
+            # num_cpus=0: the bundle is the reservation. The index is given, or Ray might swap devices.
+            options = remote.options(num_cpus=0, num_gpus=seat.num_gpus, scheduling_strategy=strategy, max_restarts=0)
+            self._workers.append(options.remote(*told, seat.rank, folder, worker_env(config)))
+        nodes: list[str] = await asyncio.gather(*(worker.node_id.remote() for worker in self._workers))
+        front = await self._listen(nodes[0])
+        store = await self._workers[0].open_store.remote()
+        runs = [worker.run.remote(store, front if rank == 0 else None) for rank, worker in enumerate(self._workers)]
+        tell("loading the model")
+        loop = asyncio.get_running_loop()
+        threading.Thread(target=self._watch, args=(runs, loop), name="gang-watch", daemon=True).start()
+        await self._client.wait_ready(START_TIMEOUT_S)
+
+    def close(self) -> None:
+        """Kills every rank (SIGKILL: one that waits in a collective for a dead peer hears nothing else)."""
+        self._closing.set()
+        self._kill()
+
+    async def _listen(self, node_of_rank_0: str) -> str:
+        if node_of_rank_0 == ray.get_runtime_context().get_node_id():
+            self._folder = OwnedFolder()
+            return await self._client.listen(f"unix:{self._folder.path}/engine.sock")
+        return await self._client.listen(f"tcp:{ray.util.get_node_ip_address()}:0")
+
+    def _kill(self) -> None:
+        for worker in self._workers:
+            ray.kill(worker)
+        if self._folder is not None:
+            self._folder.remove()
+
+    def _endings(self, runs: list[Any]) -> list[Ending]:
+        done, _ = ray.wait(runs, num_returns=len(runs), timeout=0.05)
+        return [ending_of(self._config.role_of(rank), run) for rank, run in enumerate(runs) if run in done]
+
+    def _watch(self, runs: list[Any], loop: asyncio.AbstractEventLoop) -> None:
+        # A loop with a timeout: a ray.wait without one can crash the process when Ray goes down under it.
+        while not self._closing.is_set():
+            done, _ = ray.wait(runs, num_returns=1, timeout=_WATCH_PERIOD_S)
+            if not done or self._closing.is_set():
+                continue
+            reason = cause(lambda: self._endings(runs)).told
+            if self._closing.is_set():
+                return
+            logger.error("%s", reason)  # the front may have seen the socket close before it hears why
+            self._kill()
+            with contextlib.suppress(RuntimeError):  # the loop closed first: nobody is left to tell
+                loop.call_soon_threadsafe(self._on_death, reason)
+            return
+
+
+def ending_of(role: str, run: Any) -> Ending:
+    """How the rank whose life `run` is has ended."""
+    try:
+        ray.get(run)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, ConnectionError):  # PeerLost: "verifier 0 lost drafter 0 at step 7: <the library>"
+            return Ending(Blame.LOST_A_PEER, str(error.cause).partition(": ")[0])
+        return Ending(Blame.FAILED, f"{role} failed: {error.cause!r}")
+    except ray.exceptions.RayError as error:
+        return Ending(Blame.KILLED, f"{role} died: {str(error).strip().splitlines()[0]}")
+    return Ending(Blame.STOPPED, f"{role} stopped by itself")

@@ -1,0 +1,1 @@
+"""Draft trees: growth, pruning, scores, samples, budgets."""

@@ -1,0 +1,109 @@
+"""Acceptance: which path of a draft tree the target would have said itself.
+
+The walk, for coupled and for deterministic drafts (Daliri et al. 2408.07978 for one draft, here one noise for a whole
+tree). At every node v the target draws its own next token
+    y(v) = argmax_x [ log p(x | v) + G(seed, index of the token, x) ]        (temperature 0: G = 0)
+Walk from the root: if y(v) is a child of v, descend to it; else emit y(v) and stop.
+
+Losslessness: y depends on the prefix and G alone, and G is independent between indices, so the emitted tokens follow
+the target's law whatever the tree is, also when the drafter saw G. A deterministic tree under a sampling target is the
+same walk (target-only acceptance: draw y ~ p, descend if it is a child). Sampled drafts:
+`verifier.acceptance.rejection`.
+Legend: B requests, N packed rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verifier.acceptance.rejection import accept_rejection
+from verifier.tree import select
+from workers.sampling.sampler import coupled_scores, process_logits
+from workers.types import DraftProbs, Rule, SamplingBatch, TreeBatch, Verdict
+
+
+def accept(
+    trees: TreeBatch,
+    logits_NV: Tensor,
+    params: SamplingBatch,
+    root_position_B: Tensor,
+    rules: Sequence[Rule] | None = None,
+    probs: DraftProbs | None = None,
+) -> list[Verdict]:
+    """Verdicts of B trees from the target's (constrained) logits at every row, root included.
+
+    params: one entry per request, on the host. root_position_B: int64, position of each root. rules: None = all
+    coupled.
+    Raises ValueError for draft probabilities that no request's rule reads.
+    """
+    rules = [Rule.COUPLED] * len(root_position_B) if rules is None else list(rules)
+    if probs is not None and not any(rule.is_sampled for rule in rules):
+        raise ValueError("coupled and target-only acceptance take no draft probabilities; they belong to sampled ones")
+    assert logits_NV.shape[0] == len(trees.token_N), "one row of logits per tree row, no more and no fewer"
+    request_N = torch.arange(len(root_position_B)).repeat_interleave(trees.offsets.diff())
+    params_N = params.rows(request_N)
+    processed_NV = process_logits(logits_NV, params_N)
+    index_N = root_position_B[request_N] + trees.depth_N + 1
+    drawn = coupled_scores(processed_NV, params_N, index_N).argmax(-1).tolist()
+    return judge(
+        trees,
+        probs,
+        drawn,
+        rules=rules,
+        params=lambda own: params.rows(torch.tensor(own)),
+        root_position_B=root_position_B.tolist(),
+        processed=lambda rows: processed_NV[rows],
+    )
+
+
+def judge(
+    trees: TreeBatch,
+    probs: DraftProbs | None,
+    drawn_N: list[int],
+    *,
+    rules: Sequence[Rule],
+    params: Callable[[list[int]], SamplingBatch],
+    root_position_B: Sequence[int],
+    processed: Callable[[Tensor], Tensor],
+) -> list[Verdict]:
+    """Each request's verdict by its own rule.
+
+    drawn_N: the target's own token at every row; empty if all drafts are sampled. params(requests): their sampling.
+    processed(rows): log p there up to a constant, float32 [rows, V]. Both are asked only of requests whose drafts are
+    sampled.
+    """
+    sampled = [i for i, rule in enumerate(rules) if rule.is_sampled]
+    if not sampled:
+        return walk(trees, drawn_N)
+    own_trees, own_probs, rows = select(trees, probs, sampled)
+    root_position = np.array([root_position_B[i] for i in sampled])
+    own_rules = [rules[i] for i in sampled]
+    judged = accept_rejection(own_trees, processed(rows), params(sampled), root_position, own_probs, own_rules)
+    if len(sampled) == len(rules):
+        return judged
+    verdicts = walk(trees, drawn_N)
+    for i, verdict in zip(sampled, judged, strict=True):
+        verdicts[i] = verdict
+    return verdicts
+
+
+def walk(trees: TreeBatch, winner_N: list[int]) -> list[Verdict]:
+    """Verdicts from the target's own token at every row."""
+    offsets, tokens, parents = trees.offsets.tolist(), trees.token_N.tolist(), trees.parent_N.tolist()
+    verdicts = []
+    for begin, end in zip(offsets, offsets[1:], strict=False):
+        path: list[int] = []
+        emitted = [winner_N[begin]]
+        row = 0
+        for child in range(1, end - begin):  # breadth-first rows: a child comes after its parent
+            if parents[begin + child] == row and tokens[begin + child] == emitted[-1]:
+                row = child
+                path.append(row)
+                emitted.append(winner_N[begin + row])
+        count = end - begin - 1
+        verdicts.append(Verdict(tuple(path), tuple(emitted), num_drafted=count, num_verified=count))
+    return verdicts

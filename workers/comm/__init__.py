@@ -1,0 +1,1 @@
+"""What travels between processes: wire format, process groups, channels, the engine's socket."""

@@ -1,0 +1,158 @@
+"""Moves one message between ranks: drafter 0 <-> verifier 0 (`link`), and a side's first rank -> its peers (`fan_out`).
+
+A frame starts on the CPU (gloo): header [kind, step, meta bytes, bulk bytes] and, on CPU devices, the body's first
+bytes inline, so that most messages are one send. On CUDA the header is the doorbell and the body, meta and bulk fused,
+goes over NCCL from one device buffer. A channel may be on the CPU although the model is not: features are then copied
+there, and received there. Nothing is pickled; buffers are reused and only ever grow.
+
+A peer that dies, or stays silent for longer than this process's timeout for the group, raises PeerLost, which names it
+(`workers/README.md`, "Silence in one paragraph"). Idle owners send `heartbeat` so that silence means death.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from workers.comm import wire
+from workers.comm.wire import Kind, Message, Packed
+
+_HEADER_BYTES = 32  # 4 int64
+_INLINE_BYTES = 8192
+
+
+class PeerLost(ConnectionError):
+    """A rank is gone or stuck; the engine cannot go on and must be replaced as a whole."""
+
+
+@contextmanager
+def naming_lost_peers(me: str, step: int) -> Iterator[None]:
+    """Around a model's collectives: a failed one becomes PeerLost, which says who noticed it and in which step."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, dist.DistError) or "gloo" in str(error):
+            raise PeerLost(f"{me} lost a tensor-parallel peer at step {step}: {error}") from error
+        raise
+
+
+class Received(NamedTuple):
+    kind: Kind
+    step: int
+    message: Message | None  # None for STOP and HEARTBEAT
+
+
+class Channel:
+    """One direction-agnostic pipe to a peer; see `link` and `fan_out` for who may send and who receives.
+
+    `put` and `take` move one tensor. A received message's bulk tensor is a view of this channel's buffer and is valid
+    until the next `receive`.
+    """
+
+    def __init__(
+        self, *, me: str, peer: str, device: torch.device, put: Callable[[Tensor], None], take: Callable[[Tensor], None]
+    ) -> None:
+        self._me, self._peer, self._device = me, peer, device
+        self._put, self._take = put, take
+        self._on_cuda = device.type == "cuda"
+        self._frame_bytes = _HEADER_BYTES + (0 if self._on_cuda else _INLINE_BYTES)
+        self._step = -1  # of the last frame either way, for errors
+        self._host = torch.zeros(self._frame_bytes, dtype=torch.uint8)
+        self._body = torch.zeros(0, dtype=torch.uint8, device=device)  # CUDA only
+
+    def send(self, message: Message, step: int) -> None:
+        self._send(wire.pack(message), step)
+
+    def heartbeat(self, step: int) -> None:
+        self._send(Packed(Kind.HEARTBEAT, torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)), step)
+
+    def stop(self, step: int) -> None:
+        self._send(Packed(Kind.STOP, torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)), step)
+
+    def receive(self) -> Received:
+        """The next frame, waiting for it. Raises PeerLost."""
+        self._move(self._take, self._host[: self._frame_bytes])
+        kind, step, meta_bytes, bulk_bytes = self._host[:_HEADER_BYTES].view(torch.int64).tolist()
+        self._step = step
+        size = meta_bytes + bulk_bytes
+        if size == 0:
+            return Received(Kind(kind), step, None)
+        if self._on_cuda:
+            body = self._device_body(size)
+            self._move(self._take, body)
+            meta, bulk = body[:meta_bytes].cpu(), body[meta_bytes:]
+        else:
+            self._reserve_host(_HEADER_BYTES + size)
+            if _HEADER_BYTES + size > self._frame_bytes:
+                self._move(self._take, self._host[self._frame_bytes : _HEADER_BYTES + size])
+            body = self._host[_HEADER_BYTES : _HEADER_BYTES + size]
+            meta, bulk = body[:meta_bytes], body[meta_bytes:]
+        return Received(Kind(kind), step, wire.unpack(Kind(kind), meta, bulk))
+
+    def _send(self, packed: Packed, step: int) -> None:
+        self._step = step
+        meta_bytes, bulk_bytes = packed.meta.numel(), packed.bulk.numel()
+        size = meta_bytes + bulk_bytes
+        header = torch.tensor([packed.kind, step, meta_bytes, bulk_bytes], dtype=torch.int64)
+        self._reserve_host(_HEADER_BYTES if self._on_cuda else _HEADER_BYTES + size)
+        self._host[:_HEADER_BYTES] = header.view(torch.uint8)
+        body = self._device_body(size) if self._on_cuda else self._host[_HEADER_BYTES : _HEADER_BYTES + size]
+        # To a device nothing has to wait, see `workers.transfer`; what comes from one must have arrived.
+        body[:meta_bytes].copy_(packed.meta, non_blocking=self._on_cuda)
+        body[meta_bytes:].copy_(packed.bulk, non_blocking=self._on_cuda)
+        self._move(self._put, self._host[: self._frame_bytes])
+        if self._on_cuda and size:
+            self._move(self._put, body)
+        elif not self._on_cuda and _HEADER_BYTES + size > self._frame_bytes:
+            self._move(self._put, self._host[self._frame_bytes : _HEADER_BYTES + size])
+
+    def _move(self, operation: Callable[[Tensor], None], tensor: Tensor) -> None:
+        try:
+            operation(tensor)
+        except RuntimeError as error:  # what gloo and NCCL raise for a lost peer and for a timeout
+            when = f"at step {self._step}" if self._step >= 0 else "before the first step"
+            raise PeerLost(f"{self._me} lost {self._peer} {when}: {error}") from error
+
+    def _reserve_host(self, size: int) -> None:
+        if self._host.numel() < size:
+            grown = torch.zeros(2 * size, dtype=torch.uint8)
+            grown[: self._host.numel()] = self._host
+            self._host = grown
+
+    def _device_body(self, size: int) -> Tensor:
+        if self._body.numel() < size:
+            self._body = torch.zeros(2 * size, dtype=torch.uint8, device=self._device)
+        return self._body[:size]
+
+
+def link(group: dist.ProcessGroup, peer_rank: int, *, me: str, peer: str, device: torch.device) -> Channel:
+    """Point to point, both ways; each side knows whose turn it is.
+
+    gloo's send and recv sleep while they wait (a rank that only echoes uses 5 % of its core). On two CPU cores a round
+    trip takes 0.2 ms back to back, and 0.35 to 0.5 ms when both sides slept for some ms before it (2026-11).
+    """
+    return Channel(
+        me=me,
+        peer=peer,
+        device=device,
+        put=lambda tensor: dist.send(tensor, dst=peer_rank, group=group),
+        take=lambda tensor: _ignore(dist.recv(tensor, src=peer_rank, group=group)),
+    )
+
+
+def fan_out(group: dist.ProcessGroup, source_rank: int, *, me: str, peer: str, device: torch.device) -> Channel:
+    """One source, every other rank of the group receives: all ranks see the same bytes."""
+
+    def broadcast(tensor: Tensor) -> None:
+        dist.broadcast(tensor, src=source_rank, group=group)
+
+    return Channel(me=me, peer=peer, device=device, put=broadcast, take=broadcast)
+
+
+def _ignore(_: object) -> None:
+    return None

@@ -1,0 +1,1 @@
+"""Models: configurations and checkpoints in published formats, layers, decoders, draft heads."""

@@ -1,0 +1,143 @@
+"""Draft heads of the shape fc(embedding, feature) -> decoder layers -> norm: EAGLE-1/2 and multi-token prediction.
+
+    read_eagle_spec(path, target) -> FcHeadSpec        a checkpoint of its own
+    read_mtp_spec(path, target) -> FcHeadSpec          inside the target's checkpoint
+
+The feature of a token is the target's last hidden state, after its final norm. Layouts, names without `.weight`:
+
+    EAGLE-1/2 (SafeAILab)   fc(+ bias), layers.{i}.*; layer 0 has no input_layernorm; [embed_tokens] [lm_head]
+    MTP, Qwen3 type         mtp.{fc, pre_fc_norm_embedding, pre_fc_norm_hidden, norm}, mtp.layers.0.*
+    MTP, MiMo               model.mtp_layers.0.{input_proj, token_layernorm, hidden_layernorm, final_layernorm}, and
+                            the names of a Qwen2 layer beside them; input_proj reads the feature first
+Sources: SafeAILab's cnets1.py, vLLM's qwen3_next_mtp.py and mimo_mtp.py. Qwen3-Next's zero-centred norms (1 + w) belong
+to a target that we do not run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from workers.models.checkpoint import read_json
+from workers.models.head_layers import check_speculators, layer_config, layer_windows
+from workers.models.rope import rope_spec
+from workers.models.specs import FcHeadSpec, ModelSpec
+
+
+def read_eagle_spec(path: Path | str, target: ModelSpec) -> FcHeadSpec:
+    """Read and check an EAGLE-1/2 head's config.json: a Llama configuration, "bias" (of fc, default true), "qkv_bias".
+
+    The layers are Llama's in SafeAILab's and SGLang's code, with Qwen2's biases if "qkv_bias" is set.
+
+    Raises:
+        FileNotFoundError: no config.json.
+        ValueError: another kind of head, or one made for another target.
+    """
+    path = Path(path)
+    raw = read_json(path / "config.json")
+    if not raw:
+        raise FileNotFoundError(f"no config.json in {path}")
+    check_speculators(raw, path)
+    if "draft_vocab_size" in raw or "speculators_model_type" in raw:
+        raise ValueError(f"{path} is an EAGLE-3 head: write method 'eagle3'")
+    layers = _eagle_layers(raw, path, target)
+    for what, own, wanted in (
+        ("a vocabulary", layers.vocab_size, target.vocab_size),
+        ("a hidden size", layers.hidden_size, target.hidden_size),
+    ):
+        if own != wanted:
+            raise ValueError(f"{path} is for a target with {what} of {own}, this one has {wanted}")
+    return FcHeadSpec(
+        layers=layers,
+        prefix="",
+        fc="fc",
+        fc_bias=bool(raw.get("bias", True)),
+        feature_first=False,
+        embedding_norm=None,
+        feature_norm=None,
+        layer_prefixes=tuple(f"layers.{index}." for index in range(layers.num_layers)),
+        first_layer_norm=False,
+        final_norm=None,
+    )
+
+
+def _eagle_layers(raw: dict[str, Any], path: Path, target: ModelSpec) -> ModelSpec:
+    config = layer_config(raw, path)
+    return ModelSpec(
+        family="llama",
+        num_layers=config.num_hidden_layers,
+        num_mtp_layers=0,
+        hidden_size=config.hidden_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        intermediate_size=config.intermediate_size,
+        vocab_size=config.vocab_size,
+        rms_norm_eps=config.rms_norm_eps,
+        tie_embeddings=False,
+        qkv_bias=bool(raw.get("qkv_bias", False)),
+        o_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        rope=rope_spec(config),
+        windows=layer_windows(config, path),
+        max_position_embeddings=config.max_position_embeddings,
+        max_scaled_positions=config.max_position_embeddings,
+        dtype=target.dtype,
+        eos_token_ids=target.eos_token_ids,
+    )
+
+
+def read_mtp_spec(path: Path | str, target: ModelSpec) -> FcHeadSpec:
+    """The multi-token prediction layer of a target, read from its configuration; its layout follows from its family.
+
+    One layer serves every depth: its result is the next depth's feature. A second layer would read the first one's
+    results at the committed tokens, which a drafter without state of its own does not have.
+
+    Raises:
+        ValueError: a target without such a layer, or with several.
+    """
+    if target.num_mtp_layers == 0:
+        raw = read_json(Path(path) / "config.json")
+        names = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+        reason = f"and {path}/config.json has neither {names[0]} nor {names[1]}"
+        if any(raw.get(name) for name in names):
+            reason = f"but the prediction layers of a {target.family} model are not implemented"
+        raise ValueError(
+            f"method 'mtp': the target must natively support multi-token prediction, {reason}; use 'eagle3', "
+            "'draft_model' or 'ngram'"
+        )
+    if target.num_mtp_layers > 1:
+        raise ValueError(
+            f"{path}: {target.num_mtp_layers} multi-token prediction layers are not supported, only one, which is "
+            "used at every depth"
+        )
+    # Full attention, whatever windows the target's own layers have: so vLLM runs both layouts.
+    layers = replace(target, num_layers=1, windows=(None,))
+    if target.family == "mimo":
+        own = "model.mtp_layers.0."
+        return FcHeadSpec(
+            layers=layers,
+            prefix="model.mtp_layers.",
+            fc=f"{own}input_proj",
+            fc_bias=False,
+            feature_first=True,
+            embedding_norm=f"{own}token_layernorm",
+            feature_norm=f"{own}hidden_layernorm",
+            layer_prefixes=(own,),
+            first_layer_norm=True,
+            final_norm=f"{own}final_layernorm",
+        )
+    return FcHeadSpec(
+        layers=layers,
+        prefix="mtp.",
+        fc="mtp.fc",
+        fc_bias=False,
+        feature_first=False,
+        embedding_norm="mtp.pre_fc_norm_embedding",
+        feature_norm="mtp.pre_fc_norm_hidden",
+        layer_prefixes=("mtp.layers.0.",),
+        first_layer_norm=True,
+        final_norm="mtp.norm",
+    )

@@ -1,0 +1,82 @@
+"""What the config.json of a draft head says of its decoder layers, for every format of such heads.
+
+check_speculators(raw, path) -> None                    of that library's heads, only EAGLE-3's
+layer_config(raw, path, kind="llama") -> LlamaConfig or Qwen3Config
+layer_windows(config, path) -> (window or None, ...)    one for each layer
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from workers.models.checkpoint import fp8_block
+
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+
+
+_NOT_THE_LAYERS = ("architectures", "model_type", "transformers_version", "quantization_config")
+
+
+def check_speculators(raw: dict[str, Any], path: Path) -> None:
+    """Raise ValueError for a head that vLLM's speculators wrote of any other kind than EAGLE-3, by its name."""
+    kind = raw.get("speculators_model_type", "eagle3")
+    if kind != "eagle3":
+        raise ValueError(
+            f"{path} is a head of type {kind!r} in the format of speculators, of which only 'eagle3' is supported; "
+            "for EAGLE-1/2 use the checkpoint that it was converted from, in SafeAILab's layout, with method 'eagle'"
+        )
+
+
+def layer_config(raw: dict[str, Any], path: Path, kind: Literal["llama", "qwen3"] = "llama") -> Any:
+    """The layers' fields as transformers' configuration, which fills in what is missing (rope base 10000).
+
+    kind: whose layers they are. Most heads' code knows no others than Llama's, while `architectures` and `model_type`
+    are often copied from the target (phi3, qwen2, mixtral): neither is looked at.
+
+    Raises:
+        ValueError: values that transformers refuses; another activation than silu; an unsupported quantisation.
+    """
+    from transformers import LlamaConfig, Qwen3Config
+
+    if raw.get("quantization_config"):
+        fp8_block(raw["quantization_config"], path)
+    known = {name: value for name, value in raw.items() if value is not None and name not in _NOT_THE_LAYERS}
+    if set(known.get("layer_types", ())) == {_FULL}:  # may be all of the target's; that says as much of these
+        known["layer_types"] = [_FULL] * known.get("num_hidden_layers", 1)
+    try:
+        config = (Qwen3Config if kind == "qwen3" else LlamaConfig)(**{"num_hidden_layers": 1} | known)
+    except Exception as error:  # whatever transformers' own validation raises
+        raise ValueError(f"{path}/config.json does not describe layers of type {kind}: {error}") from error
+    if config.hidden_act != "silu":
+        raise ValueError(f"{path}: activation {config.hidden_act!r} is not supported; supported: silu")
+    # Qwen3Config has numbers of its own for these where nothing is said, but null means what it means to Llama.
+    for name, value in (
+        ("num_key_value_heads", config.num_attention_heads),
+        ("head_dim", config.hidden_size // config.num_attention_heads),
+    ):
+        if name in raw and raw[name] is None:
+            setattr(config, name, value)
+    return config
+
+
+def layer_windows(config: Any, path: Path) -> tuple[int | None, ...]:
+    """The sliding window of each layer, None = full attention. config: transformers' LlamaConfig or Qwen3Config.
+
+    `layer_types` alone decides, as in speculators (whose trainer writes it) and in vLLM. A `sliding_window` without it
+    says nothing: Llama's layers have none of their own, and heads for Qwen targets carry the target's number.
+    Qwen3Config derives missing `layer_types` from `use_sliding_window`.
+
+    Raises:
+        ValueError: other types of layers, or windows without a width.
+    """
+    kinds = getattr(config, "layer_types", None) or [_FULL] * config.num_hidden_layers
+    if not set(kinds) <= {_SLIDING, _FULL}:
+        raise ValueError(f"{path}: layer_types {kinds} are not supported: write {_SLIDING!r} or {_FULL!r}")
+    window = getattr(config, "sliding_window", None)
+    if _SLIDING in kinds and not window:
+        raise ValueError(
+            f"{path}: layer_types asks for {_SLIDING!r}, which has no width: write sliding_window (and "
+            f"use_sliding_window: true), or {_FULL!r}"
+        )
+    return tuple(window if kind == _SLIDING else None for kind in kinds)

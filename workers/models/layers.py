@@ -1,0 +1,272 @@
+"""The bricks of a decoder: norm, attention, MLP, embedding and vocabulary head, each holding one rank's share.
+
+    TensorParallel(rank, size, group); SINGLE
+    HeadSplit.of(num_heads, num_kv_heads, tp)
+    Attention.load(...)(x_ND, rotation, plan, kv, layer) -> [N, D]     Mlp.load(...)(x_ND) -> [N, D]
+    VocabHead.load(...)(x_ND) -> [N, W] float32 shard                  gather_vocab(shard_NW, tp, vocab_size) -> [N, V]
+
+Legend: N packed rows, D hidden width, H heads, d head width, I intermediate width, V vocabulary, W a shard's width.
+Column-parallel weights (q, k, v, gate, up, vocabulary) keep this rank's output rows, row-parallel ones (o, down) its
+input columns, followed by one all-reduce over the group that is passed in. With size 1 no collective is ever called.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from workers.kernels.linear import Linear
+from workers.kernels.select import TORCH, AttentionPlan, Kernels
+from workers.kv_cache import KVPool
+from workers.models.checkpoint import Weights
+from workers.models.rope import Rotation
+
+
+@dataclass(frozen=True, slots=True)
+class TensorParallel:
+    """This rank's place among the `size` ranks that share one model, and the group they reduce over."""
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup | None = None
+
+    def all_reduce_(self, x: Tensor) -> Tensor:
+        """Sum over the ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(x, group=self.group)
+        return x
+
+
+SINGLE = TensorParallel(0, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadSplit:
+    """One rank's heads. Key-value heads are replicated when there are more ranks than heads."""
+
+    num_heads: int
+    num_kv_heads: int
+    kv_rank: int  # part of the key-value heads, of `kv_parts`
+    kv_parts: int
+
+    @staticmethod
+    def of(num_heads: int, num_kv_heads: int, tp: TensorParallel) -> HeadSplit:
+        """Call `check_parallel` before: sizes that do not divide are a bug here."""
+        parts = min(tp.size, num_kv_heads)
+        assert num_heads % tp.size == 0 and num_kv_heads % parts == 0 and tp.size % parts == 0
+        return HeadSplit(
+            num_heads=num_heads // tp.size,
+            num_kv_heads=num_kv_heads // parts,
+            kv_rank=tp.rank * parts // tp.size,
+            kv_parts=parts,
+        )
+
+
+def check_shape(weights: Weights, name: str, expected: tuple[int, ...], fields: str) -> None:
+    """Raise ValueError unless a tensor is stored in the shape that config.json's `fields` give it."""
+    found = weights.shape(name)
+    if found != expected:
+        raise ValueError(f"{weights.path}: {name} is {found}, config.json asks for {expected}: look at its {fields}")
+
+
+class Attention:
+    """Self-attention of one layer: fused q, k, v projection, Qwen3's head norms, rope, paged KV, output projection."""
+
+    def __init__(
+        self,
+        *,
+        heads: HeadSplit,
+        head_dim: int,
+        qkv: Linear,
+        o: Linear,
+        qk_norm_Hd: Tensor | None,
+        eps: float,
+        window: int | None,
+        tp: TensorParallel,
+        kernels: Kernels = TORCH,
+    ) -> None:
+        self.num_heads = heads.num_heads
+        self.num_rotated = heads.num_heads + heads.num_kv_heads
+        self.kv_shape = (2, heads.num_kv_heads, head_dim)
+        self.qkv_shape = (self.num_rotated + heads.num_kv_heads, head_dim)
+        self.qkv, self.o = qkv, o
+        self.qk_norm_Hd = qk_norm_Hd
+        self.eps = eps
+        self.scale = head_dim**-0.5
+        self.window = window
+        self.tp = tp
+        self.kernels = kernels
+
+    @staticmethod
+    def load(
+        weights: Weights,
+        prefix: str,
+        *,
+        heads: HeadSplit,
+        head_dim: int,
+        in_width: int,
+        out_width: int,
+        qkv_bias: bool,
+        o_bias: bool,
+        qk_norm: bool,
+        eps: float,
+        window: int | None,
+        tp: TensorParallel,
+        kernels: Kernels = TORCH,
+    ) -> Attention:
+        """Read this rank's slices of `prefix`{q,k,v,o}_proj and, if asked for, {q,k}_norm.
+
+        Raises ValueError for a missing tensor or one of another shape.
+        """
+        q_rows, kv_rows = heads.num_heads * tp.size * head_dim, heads.num_kv_heads * heads.kv_parts * head_dim
+        shapes: dict[str, tuple[int, ...]] = {
+            "q_proj": (q_rows, in_width),
+            "k_proj": (kv_rows, in_width),
+            "v_proj": (kv_rows, in_width),
+            "o_proj": (out_width, q_rows),
+        } | ({"q_norm": (head_dim,), "k_norm": (head_dim,)} if qk_norm else {})
+        for name, shape in shapes.items():
+            fields = "hidden_size, num_attention_heads, num_key_value_heads and head_dim"
+            check_shape(weights, f"{prefix}{name}.weight", shape, fields)
+
+        def fused(kind: str) -> Tensor:
+            kv = (0, heads.kv_rank, heads.kv_parts)
+            return torch.cat(
+                (
+                    weights.get(f"{prefix}q_proj.{kind}", 0, tp.rank, tp.size),
+                    weights.get(f"{prefix}k_proj.{kind}", *kv),
+                    weights.get(f"{prefix}v_proj.{kind}", *kv),
+                )
+            )
+
+        norm = None
+        if qk_norm:  # one weight row per rotated head, so that queries and keys are normed together
+            q_norm, k_norm = weights.get(f"{prefix}q_norm.weight"), weights.get(f"{prefix}k_norm.weight")
+            norm = torch.cat((q_norm.expand(heads.num_heads, -1), k_norm.expand(heads.num_kv_heads, -1)))
+        return Attention(
+            heads=heads,
+            head_dim=head_dim,
+            qkv=Linear(fused("weight"), fused("bias") if qkv_bias else None),
+            o=Linear(
+                weights.get(f"{prefix}o_proj.weight", 1, tp.rank, tp.size),
+                row_parallel_bias(weights, f"{prefix}o_proj.bias", tp) if o_bias else None,
+            ),
+            qk_norm_Hd=norm,
+            eps=eps,
+            window=window,
+            tp=tp,
+            kernels=kernels,
+        )
+
+    def __call__(self, x_ND: Tensor, rotation: Rotation, plan: AttentionPlan, kv: KVPool, layer: int) -> Tensor:
+        """x_ND is already normed; returns [N, D] summed over the ranks, without the residual. Writes the rows' KV."""
+        qkv_NHd = self.qkv(x_ND).view(-1, *self.qkv_shape)
+        qk_NHd = qkv_NHd[:, : self.num_rotated]
+        self.kernels.rotate_(qk_NHd, rotation, self.qk_norm_Hd, self.eps)
+        kv.write(layer, qkv_NHd[:, self.num_heads :].view(-1, *self.kv_shape), plan.write_slots_N)
+        q_NHd = qkv_NHd[:, : self.num_heads]
+        out = self.kernels.tree_attention(q_NHd, kv.layer(layer), plan, self.scale, self.window)
+        return self.tp.all_reduce_(self.o(out))
+
+
+class Mlp:
+    """down(silu(gate(x)) * up(x)) with gate and up fused."""
+
+    def __init__(self, gate_up: Linear, down: Linear, tp: TensorParallel, kernels: Kernels = TORCH) -> None:
+        self.gate_up, self.down = gate_up, down
+        self.tp = tp
+        self.kernels = kernels
+
+    @staticmethod
+    def load(
+        weights: Weights,
+        prefix: str,
+        *,
+        width: int,
+        inner_width: int,
+        bias: bool,
+        tp: TensorParallel,
+        kernels: Kernels = TORCH,
+    ) -> Mlp:
+        """Read this rank's slices of `prefix`{gate,up,down}_proj; the intermediate width may split unevenly.
+
+        Raises ValueError for a missing tensor or one of another shape.
+        """
+        shapes = {"gate": (inner_width, width), "up": (inner_width, width), "down": (width, inner_width)}
+        for name, shape in shapes.items():
+            check_shape(weights, f"{prefix}{name}_proj.weight", shape, "hidden_size and intermediate_size")
+
+        def fused(kind: str) -> Tensor:
+            names = (f"{prefix}gate_proj.{kind}", f"{prefix}up_proj.{kind}")
+            return torch.cat([weights.get(name, 0, tp.rank, tp.size) for name in names])
+
+        return Mlp(
+            Linear(fused("weight"), fused("bias") if bias else None),
+            Linear(
+                weights.get(f"{prefix}down_proj.weight", 1, tp.rank, tp.size),
+                row_parallel_bias(weights, f"{prefix}down_proj.bias", tp) if bias else None,
+            ),
+            tp,
+            kernels,
+        )
+
+    def __call__(self, x_ND: Tensor) -> Tensor:
+        """x_ND is already normed; returns [N, D] summed over the ranks, without the residual."""
+        return self.tp.all_reduce_(self.down(self.kernels.silu_mul(self.gate_up(x_ND))))
+
+
+def row_parallel_bias(weights: Weights, name: str, tp: TensorParallel) -> Tensor | None:
+    """A row-parallel layer's bias belongs to the sum, so only rank 0 adds it."""
+    bias = weights.get(name)
+    return bias if tp.rank == 0 else None
+
+
+class VocabHead:
+    """One rank's rows of the output embedding: tokens start .. end - 1, in a shard of `width` columns.
+
+    Every shard is equally wide so that shards can be gathered; where the vocabulary does not divide, the columns past
+    its end hold -inf.
+    """
+
+    def __init__(self, weight_WD: Tensor, start: int, width: int) -> None:
+        self._linear = Linear(weight_WD)
+        self.start = start
+        self.end = start + weight_WD.shape[0]
+        self.num_padding = width - weight_WD.shape[0]
+
+    @staticmethod
+    def load(weights: Weights, name: str, vocab_size: int, tp: TensorParallel) -> VocabHead:
+        start, end, width = shard_vocab(vocab_size, tp)
+        return VocabHead(weights.get_range(name, 0, start, end), start, width)
+
+    @staticmethod
+    def tied(embedding_VD: Tensor, tp: TensorParallel) -> VocabHead:
+        """The same rows of a (replicated) input embedding: a view, whose only memory of its own is what `Linear` lays
+        out anew (in float32 on a CPU)."""
+        start, end, width = shard_vocab(embedding_VD.shape[0], tp)
+        return VocabHead(embedding_VD[start:end], start, width)
+
+    def __call__(self, x_ND: Tensor) -> Tensor:
+        """float32 logits shard [N, W] of final hidden states."""
+        logits = self._linear(x_ND).float()
+        return logits if not self.num_padding else F.pad(logits, (0, self.num_padding), value=float("-inf"))
+
+
+def shard_vocab(vocab_size: int, tp: TensorParallel) -> tuple[int, int, int]:
+    """(start, end, width) of this rank's tokens; all widths are equal, the last shards may own fewer tokens."""
+    width = -(-vocab_size // tp.size)
+    start = min(tp.rank * width, vocab_size)
+    return start, min(start + width, vocab_size), width
+
+
+def gather_vocab(shard_NW: Tensor, tp: TensorParallel, vocab_size: int) -> Tensor:
+    """All ranks' logits shards side by side: [N, V] on every rank."""
+    if tp.size == 1:
+        return shard_NW
+    shards = [torch.empty_like(shard_NW) for _ in range(tp.size)]
+    dist.all_gather(shards, shard_NW.contiguous(), group=tp.group)
+    return torch.cat(shards, dim=1)[:, :vocab_size]

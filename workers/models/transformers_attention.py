@@ -1,0 +1,61 @@
+"""The attention function that transformers' classes call: tree attention over this step's paged cache.
+
+register() -> str                     its name for a configuration's attention implementation
+Step(plan, kv, kernels, windows)      what one forward pass hands to it, as the model's keyword `secateur_step`
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from workers.kernels.select import AttentionPlan, Kernels
+from workers.kv_cache import KVPool
+
+_NAME = "secateur_tree"
+
+
+class Step(NamedTuple):
+    """One step's cache and plan, for every layer."""
+
+    plan: AttentionPlan
+    kv: KVPool
+    kernels: Kernels
+    windows: tuple[int | None, ...]  # per layer
+
+
+def register() -> str:
+    """Make the function known to transformers. No mask function goes with it: classes then build no mask."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(_NAME, _attend)
+    return _NAME
+
+
+def _attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: object,
+    *,
+    secateur_step: Step,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """[1, H, N, d] rotated queries, [1, Hkv, N, d] keys and values -> [1, N, H, d]. Writes the rows' KV.
+
+    The arguments that fall into `_` were looked at when the model was let in (`workers.models.transformers_spec`).
+    """
+    layer: int = module.layer_idx
+    plan, kv, kernels, windows = secateur_step
+    num_heads, num_rows, d = query.shape[1:]
+    kv.write(layer, torch.stack((key[0], value[0])).permute(2, 0, 1, 3), plan.write_slots_N)
+    q_NHd = query[0].transpose(0, 1)
+    scale = d**-0.5 if scaling is None else scaling
+    out = kernels.tree_attention(q_NHd, kv.layer(layer), plan, scale, windows[layer], softcap, s_aux)
+    return out.view(1, num_rows, num_heads, d), None

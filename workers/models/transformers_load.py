@@ -1,0 +1,360 @@
+"""A rank's share of a checkpoint, put into a transformers class: names, fused experts, the tensor-parallel plan.
+
+    skeleton(config, attention, dtype, max_model_len) -> model parameters without memory, buffers computed as usual
+    Shares(spec, model, tp)                     which part of a parameter a rank holds, and which modules reduce
+        .cut(name, shape) -> Cut | None   .install_hooks(base)
+    fill(model, weights, shares, device, dtype, is_composite)     every parameter read, nothing left over
+
+A tensor-parallel plan gives patterns of names a style. Parameters: "colwise" keeps output rows, "rowwise" input columns
+(its bias is added by rank 0 alone), "packed" does so in each half of a fused gate and up projection, on matrices and on
+stacks of experts alike. Modules: row-parallel layers and experts add their outputs up over the ranks; "gather_output"
+and "split_input" surround something that needs whole rows, such as a norm over all heads. Everything else is whole.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from workers.models.checkpoint import FP8_SCALE, Weights, split
+from workers.models.decoder import has_own_head, is_legacy
+from workers.models.layers import SINGLE, HeadSplit, TensorParallel, shard_vocab
+from workers.models.specs import TransformersSpec
+from workers.models.transformers_spec import build
+
+_GATHERED = ("colwise_gather_output", "colwise_rep")
+_REDUCED = ("rowwise", "rowwise_split_input", "rowwise_rep", "moe_tp_experts", "all_reduce")
+_SPLIT_INPUT = ("rowwise_split_input", "rowwise_rep")
+_EXPERT_UNIT = 8
+"""torch's grouped product of experts wants rows of a multiple of 16 bytes."""
+
+
+def skeleton(config: Any, attention: str, dtype: torch.dtype, max_model_len: int) -> Any:
+    """The model of a configuration with parameters on the meta device; its buffers (rotary frequencies, Gemma's
+    embedding scale) hold their values on the CPU."""
+    with _parameters_on_meta():
+        return build(config, attention, dtype, max_model_len)
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """A torch.device("meta") for parameters only: modules compute their buffers while they are built."""
+    original = nn.Module.register_parameter
+
+    def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:  # one that is shared stays one
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=False)
+        original(module, name, parameter)
+
+    nn.Module.register_parameter = register  # type: ignore[method-assign,assignment]  # undone below
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = original  # type: ignore[method-assign]
+
+
+class Cut(NamedTuple):
+    """One rank's share along a dimension; with `halves` the same share of each half (gate and up side by side)."""
+
+    dim: int
+    rank: int
+    size: int
+    halves: bool = False
+    unit: int = 1  # shares are multiples of it, where the whole is
+
+    def bounds(self, total: int) -> tuple[int, int]:
+        """Where this share of `total` items begins and ends."""
+        unit = 1 if total % self.unit else self.unit
+        start, end = split(total // unit, self.rank, self.size)
+        return start * unit, end * unit
+
+
+class Shares:
+    """What a rank holds of every parameter of the base model."""
+
+    def __init__(self, spec: TransformersSpec, base: nn.Module, tp: TensorParallel) -> None:
+        self.tp = tp
+        self._spec = spec
+        self._plan = _without_needless_gathers(dict(spec.tp_plan))
+        attention = base.get_submodule(spec.attention_name)
+        styles = [self.style(f"{spec.attention_name}.{name}") for name, _ in attention.named_modules()]
+        self.heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, tp if "colwise" in styles else SINGLE)
+        """Of this rank's attention: all heads where the plan keeps attention whole."""
+
+    def style(self, name: str) -> str | None:
+        """Of a module or parameter of the base model, by the plan's own patterns."""
+        return self._plan.get(_generic(name))
+
+    def cut(self, name: str, shape: tuple[int, ...]) -> Cut | None:
+        """This rank's share of a parameter, None = the whole. Raises ValueError where a dimension does not divide."""
+        if self.tp.size == 1:
+            return None
+        owner = name.rpartition(".")[0]
+        style = self.style(name) or self.style(owner)
+        rank, size = self.tp.rank, self.tp.size
+        match style:
+            case "colwise" | "colwise_gather_output" | "colwise_rep" | "packed_colwise":
+                if owner.endswith(("k_proj", "v_proj")) and style == "colwise":
+                    rank, size = self.heads.kv_rank, self.heads.kv_parts
+                dim = max(0, len(shape) - 2)
+            case "rowwise" | "rowwise_split_input" | "rowwise_rep" | "packed_rowwise":
+                if len(shape) == 1:
+                    return None
+                dim = len(shape) - 1
+            case None:
+                return self._cut_of_heads(name, shape)
+            case _:
+                return None
+        if style in _GATHERED and shape[dim] % size:
+            raise ValueError(f"tensor_parallel_size {size} does not divide the {shape[dim]} rows of {name!r}")
+        return Cut(dim, rank, size, style.startswith("packed_"), unit=_EXPERT_UNIT if len(shape) == 3 else 1)
+
+    def _cut_of_heads(self, name: str, shape: tuple[int, ...]) -> Cut | None:
+        """Of weights [heads, d] that follow the heads although no plan says so (Cohere's norms)."""
+        spec = self._spec
+        is_split = self.heads.num_heads < spec.num_heads
+        if not is_split or not _generic(name).startswith(f"{_generic(spec.attention_name)}."):
+            return None
+        if shape == (spec.num_heads, spec.head_dim):
+            return Cut(0, self.tp.rank, self.tp.size)
+        return Cut(0, self.heads.kv_rank, self.heads.kv_parts) if shape == (spec.num_kv_heads, spec.head_dim) else None
+
+    def is_added_once(self, name: str) -> bool:
+        """Whether a parameter is the bias of a row-parallel layer, which only rank 0 adds to the sum."""
+        owner, _, leaf = name.rpartition(".")
+        return leaf == "bias" and self.style(owner) in _REDUCED
+
+    def install_hooks(self, base: nn.Module) -> None:
+        """Let the modules that the plan names reduce, gather and split over the ranks."""
+        if self.tp.size == 1:
+            return
+        for name, module in base.named_modules():
+            style = self.style(name)
+            if style in _GATHERED:
+                module.register_forward_hook(lambda _, __, out: _gather(out, self.tp))
+            if style in _SPLIT_INPUT:
+                module.register_forward_pre_hook(lambda _, inputs: (_part(inputs[0], self.tp), *inputs[1:]))
+            if style in _REDUCED:
+                module.register_forward_hook(lambda _, __, out: self.tp.all_reduce_(out.contiguous()))
+
+
+def _generic(name: str) -> str:
+    """A name as plans write it, with "*" for a layer's number (but not for the 1 of "fc1")."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
+def _without_needless_gathers(plan: dict[str, str]) -> dict[str, str]:
+    """Phi-3, GLM and GLM-4 gather a fused gate_up_proj only because its shards are cut across the halves. Cut inside
+    the halves, as experts are, it needs no gather."""
+    for name, style in list(plan.items()):
+        down = name.replace("gate_up_proj", "down_proj")
+        if name.endswith(".gate_up_proj") and style in _GATHERED and plan.get(down) in _SPLIT_INPUT:
+            plan |= {name: "packed_colwise", down: "rowwise"}
+    return plan
+
+
+def _gather(x: Tensor, tp: TensorParallel) -> Tensor:
+    """All ranks' columns side by side, [..., T * W]."""
+    parts = [torch.empty_like(x) for _ in range(tp.size)]
+    dist.all_gather(parts, x.contiguous(), group=tp.group)
+    return torch.cat(parts, dim=-1)
+
+
+def _part(x: Tensor, tp: TensorParallel) -> Tensor:
+    start, end = split(x.shape[-1], tp.rank, tp.size)
+    return x[..., start:end]
+
+
+class Source(NamedTuple):
+    """Where a parameter's values are stored: in one tensor, or in one per expert (and per part of a fused one)."""
+
+    parts: tuple[tuple[str, ...], ...]  # for gate_up_proj: the experts' gates, then their ups
+    is_stacked: bool
+
+
+def fill(
+    model: Any, weights: Weights, shares: Shares, device: torch.device, dtype: torch.dtype, *, is_composite: bool
+) -> None:
+    """Read every parameter and stored buffer of `model`; computed buffers move to `device`.
+
+    Args:
+        model: a `skeleton`.
+        is_composite: the checkpoint also holds vision or audio towers, which stay unread.
+
+    Raises:
+        ValueError: a missing, misshapen or unknown tensor, named.
+    """
+    sources, ignored = _sources(model, weights, is_composite=is_composite)
+    reader = _Reader(model, weights, sources, dtype)
+    base_prefix = f"{model.base_model_prefix}."
+    head = model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
+    is_tied = head.weight is embedding.weight and not _has_own_head(model, weights, sources, shares.tp)
+    for module_name, module in model.named_modules():
+        for leaf, parameter in list(module.named_parameters(recurse=False)):
+            name = f"{module_name}.{leaf}" if module_name else leaf
+            if module is head:
+                if is_tied and leaf == "weight":
+                    continue
+                start, end, _ = shard_vocab(parameter.shape[0], shares.tp)
+                value = reader.read_range(name, start, end)
+            else:
+                inner = name.removeprefix(base_prefix)
+                value = reader.read(name, tuple(parameter.shape), shares.cut(inner, tuple(parameter.shape)))
+                if shares.tp.rank > 0 and shares.is_added_once(inner):
+                    value.zero_()
+            module._parameters[leaf] = nn.Parameter(value, requires_grad=False)
+        for leaf, buffer in list(module.named_buffers(recurse=False)):
+            name = f"{module_name}.{leaf}" if module_name else leaf
+            is_stored = leaf not in module._non_persistent_buffers_set
+            module._buffers[leaf] = reader.read(name, tuple(buffer.shape), None) if is_stored else buffer.to(device)
+    if is_tied:
+        start, end, _ = shard_vocab(embedding.weight.shape[0], shares.tp)
+        head.weight = nn.Parameter(embedding.weight[start:end], requires_grad=False)
+    weights.finish(allowed=lambda name: name.removesuffix(FP8_SCALE) in ignored)
+
+
+def _sources(model: Any, weights: Weights, *, is_composite: bool) -> tuple[dict[str, Source], set[str]]:
+    """Parameter name -> Source by transformers' own renaming rules, and the stored names that its class ignores."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, rename_source_key
+
+    rules = get_model_conversion_mapping(model)
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    renamings = [rule for rule in rules if not isinstance(rule, WeightConverter)]
+    targets = model.state_dict()
+    patterns = model._keys_to_ignore_on_load_unexpected or ()
+    ignored: set[str] = set()
+    found: dict[str, dict[str | None, list[str]]] = {}
+    for stored in weights.names():
+        name, pattern = rename_source_key(
+            text_name(stored) if is_composite else stored, renamings, converters, model.base_model_prefix, targets
+        )
+        is_foreign = is_composite and name not in targets and "language_model" not in stored
+        if is_legacy(stored) or is_foreign or any(re.search(rule, name) for rule in patterns):
+            ignored.add(stored)
+        else:
+            found.setdefault(name, {}).setdefault(pattern, []).append(stored)
+    return {name: _source(name, by_pattern, converters) for name, by_pattern in found.items()}, ignored
+
+
+def text_name(stored: str) -> str:
+    """A composite checkpoint's name of a text tensor, as the text model alone would call it."""
+    return re.sub(r"^(model\.)?language_model\.(model\.|(?=lm_head))?", _text_prefix, stored)
+
+
+def _text_prefix(match: re.Match[str]) -> str:
+    return "" if match.string.startswith("lm_head", match.end()) else "model."
+
+
+def _has_own_head(model: Any, weights: Weights, sources: dict[str, Source], tp: TensorParallel) -> bool:
+    """`has_own_head` of a model that ties its head, by the names that they are stored under."""
+    head, embedding = (
+        sources.get(f"{_name_of(model, module)}.weight")
+        for module in (model.get_output_embeddings(), model.get_input_embeddings())
+    )
+    if head is None or embedding is None:
+        return False
+    num_rows = model.get_output_embeddings().weight.shape[0]
+    return has_own_head(weights, head.parts[0][0], embedding.parts[0][0], num_rows, tp)
+
+
+def _name_of(model: nn.Module, module: nn.Module) -> str:
+    return next(name for name, candidate in model.named_modules() if candidate is module)
+
+
+def _source(name: str, by_pattern: dict[str | None, list[str]], converters: list[Any]) -> Source:
+    """One tensor, or experts to be stacked in their order. Raises ValueError for any other conversion."""
+    (pattern, stored), *more = by_pattern.items()
+    if pattern is None and not more and len(stored) == 1:
+        return Source(((stored[0],),), is_stacked=False)
+    rule = next((rule for rule in converters if pattern in rule.source_patterns), None)
+    steps = [] if rule is None else [(type(step).__name__, getattr(step, "dim", None)) for step in rule.operations]
+    if rule is None or steps not in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)]):
+        names = ", ".join(step for step, _ in steps) or f"{len(stored)} tensors of one name"
+        raise ValueError(f"how {stored[0]!r} becomes {name!r} ({names}) is not implemented")
+    parts = tuple(tuple(sorted(by_pattern.get(key, ()), key=_natural)) for key in rule.source_patterns)
+    return Source(parts, is_stacked=True)
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Sorts expert 10 after expert 9."""
+    return [(int(piece), "") if piece.isdigit() else (-1, piece) for piece in name.split(".")]
+
+
+class _Reader:
+    """Reads parameters of `model` in the dtype they are kept in."""
+
+    def __init__(self, model: Any, weights: Weights, sources: dict[str, Source], dtype: torch.dtype) -> None:
+        self._weights, self._sources = weights, sources
+        kept = set(model._keep_in_fp32_modules_strict or ()) if dtype is not torch.float32 else set()
+        if dtype is torch.float16:
+            kept |= set(model._keep_in_fp32_modules or ())
+        self._kept = kept
+
+    def read(self, name: str, shape: tuple[int, ...], cut: Cut | None) -> Tensor:
+        """The whole parameter of this shape, or its cut. Raises ValueError if it is missing or of another shape."""
+        source = self._source(name)
+        if not source.is_stacked:
+            ((stored,),) = source.parts
+            self._check_shape(stored, shape)
+            return self._slice(name, stored, cut)
+        halves = cut is not None and cut.halves
+        if cut is not None and (cut.dim == 0 or halves and (cut.dim != 1 or len(source.parts) != 2)):
+            raise ValueError(f"splitting the stacked {name!r} along dimension {cut.dim} is not implemented")
+        # Experts are cut one by one; a packed cut takes the same share of the gates and of the ups.
+        inner = None if cut is None else cut._replace(dim=cut.dim - 1, halves=False)
+        experts = {len(part) for part in source.parts}
+        if experts != {shape[0]}:
+            raise ValueError(f"{self._weights.path}: {name!r} needs {shape[0]} experts, found {sorted(experts)}")
+        rows = shape[1] // len(source.parts)
+        for part in source.parts:
+            for stored in part:
+                self._check_shape(stored, (rows, *shape[2:]))
+        return self._stack(name, source.parts, inner)
+
+    def _stack(self, name: str, parts: tuple[tuple[str, ...], ...], cut: Cut | None) -> Tensor:
+        """[E, rows of all parts, ...]. Filled slice by slice: two copies of a layer's experts may not fit a GPU."""
+        first = self._slice(name, parts[0][0], cut)
+        rows = first.shape[0]
+        stacked = first.new_empty(len(parts[0]), rows * len(parts), *first.shape[1:])
+        for at, part in enumerate(parts):
+            for expert, stored in enumerate(part):
+                stacked[expert, at * rows : (at + 1) * rows] = self._slice(name, stored, cut)
+        return stacked
+
+    def read_range(self, name: str, start: int, end: int) -> Tensor:
+        """Rows start:end of a parameter that is stored as it is."""
+        ((stored,),) = self._source(name).parts
+        return self._weights.get_range(stored, 0, start, end, self._dtype(name))
+
+    def _slice(self, name: str, stored: str, cut: Cut | None) -> Tensor:
+        dtype = self._dtype(name)
+        if cut is None:
+            return self._weights.get_range(stored, 0, 0, None, dtype)
+        total = self._weights.shape(stored)[cut.dim] // (2 if cut.halves else 1)
+        start, end = cut.bounds(total)
+        if not cut.halves:
+            return self._weights.get_range(stored, cut.dim, start, end, dtype)
+        halves = [self._weights.get_range(stored, cut.dim, at + start, at + end, dtype) for at in (0, total)]
+        return torch.cat(halves, dim=cut.dim)
+
+    def _dtype(self, name: str) -> torch.dtype | None:
+        return torch.float32 if any(re.search(kept, name) for kept in self._kept) else None
+
+    def _source(self, name: str) -> Source:
+        if name not in self._sources:
+            raise ValueError(f"{self._weights.path}: tensor {name!r} is missing")
+        return self._sources[name]
+
+    def _check_shape(self, stored: str, shape: tuple[int, ...]) -> None:
+        if self._weights.shape(stored) != shape:
+            raise ValueError(
+                f"{self._weights.path}: tensor {stored!r} is {self._weights.shape(stored)}, the model expects {shape}"
+            )

@@ -1,0 +1,376 @@
+"""The door for architectures without a decoder of our own: may transformers' model class serve this checkpoint?
+
+    read_transformers_spec(path, raw) -> TransformersSpec     ValueError names what we cannot run
+    model_config(path) -> Any                                 the text model's transformers configuration
+    build(config, attention, dtype, max_model_len) -> model   its causal language model, with an attention of ours
+    parameter_shapes(path) -> {name: shape}                   of that model, without its weights
+
+The class answers for itself. Built on the meta device (no memory, well under a second for most) it runs two tokens with
+an attention function and a mask function that only write down what they are asked for: heads, widths, which keys are
+visible, extra arguments. So a window, a chunked mask, a softcap or an attention sink is seen as the class really uses
+it, whatever its config calls it, and what we do not implement is refused here, before any process starts.
+Only parts of transformers that are alike in 5.17 and 5.23 are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from workers.models.checkpoint import SUPPORTED_ARCHITECTURES, eos_ids, read_json
+from workers.models.rope import reach
+from workers.models.specs import RopeSpec, TransformersSpec
+
+PARAMETER_STYLES = {
+    "colwise", "colwise_gather_output", "colwise_rep", "rowwise", "rowwise_split_input", "rowwise_rep",
+    "packed_colwise", "packed_rowwise",
+}  # fmt: skip
+"""Styles of a tensor-parallel plan that split a parameter."""
+
+WHOLE_STYLES = {
+    "all_reduce", "embedding_colwise", "embedding_rowwise", "local_params", "moe_tp_experts", "replicate",
+    "replicated_with_grad_allreduce",
+}  # fmt: skip
+"""Styles that leave parameters whole on every rank (embeddings are replicated here)."""
+
+TESTED = frozenset(
+    """
+    afmoe apertus arcee aria_text beam cohere cohere2 cohere2_moe cwm dots1 ernie4_5 ernie4_5_moe exaone4
+    exaone_moe flex_olmo flint gemma gemma2 gemma3_text gemma3n_text glm glm4 glm4_moe gpt_neox granite
+    granite_swa granitemoe granitemoe_swa granitemoeshared helium hunyuan_v1_moe hy_v3 hyperclovax internlm3
+    iquestcoder jais2 kolibri1 laguna mellum minimax_m2 ministral3 mixtral nanochat olmo olmo2 olmo3 olmoe phi
+    phi3 phimoe qwen2_moe qwen3_moe seed_oss smollm3 solar_open starcoder2 vaultgemma
+    """.split()
+)
+"""Model types whose logits are compared with transformers' own in tests/test_architectures.py."""
+
+_GENERATING = ("ForCausalLM", "ForConditionalGeneration")
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_HANDLED = {"sliding_window", "softcap", "s_aux", "position_ids", "cache_position"}
+_PROBE = "secateur_probe"
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_EXPERTS_PER_ROW = ("num_experts_per_tok", "moe_topk", "moe_k")
+
+
+def read_transformers_spec(path: Path, raw: dict[str, Any]) -> TransformersSpec:
+    """Read what a folder's config.json (`raw`) describes.
+
+    Raises:
+        ValueError: an architecture without a tensor-parallel plan in transformers, or whose class asks for something
+            that tree attention over a paged cache does not give: it is named.
+    """
+    found = (raw.get("architectures") or [raw.get("model_type")])[0]
+    config = model_config(path, found)
+    plan = dict(getattr(config, "base_model_tp_plan", None) or {})
+    if not plan:
+        raise _refusal(found, "its class in transformers has no tensor-parallel plan (base_model_tp_plan)", path)
+    for pattern, style in plan.items():
+        if style == "mla_kv_a_proj":
+            raise _refusal(found, f"multi-head latent attention ({pattern}) is not implemented", path)
+        if style not in PARAMETER_STYLES | WHOLE_STYLES:
+            raise _refusal(found, f"style {style!r} of its tensor-parallel plan ({pattern}) is not implemented", path)
+    others = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
+    if others:
+        raise _refusal(found, f"layers of type {', '.join(sorted(others))} are not implemented", path)
+    if not str(found).endswith(_GENERATING):
+        raise _refusal(found, f"it does not generate text, as {' and '.join(_GENERATING)} do", path)
+    try:
+        observed = _observe(config)
+    except _Unsupported as error:
+        raise _refusal(found, str(error), path) from error
+    return _spec(config, plan, observed, raw, path)
+
+
+def model_config(path: Path | str, found: object) -> Any:
+    """The configuration of the text model in a folder; of a model with vision or audio towers, its text part.
+
+    Raises:
+        ValueError: transformers does not know the model or refuses its config.json. Python code that lies in the folder
+            (`auto_map`) is never run: unless told so, transformers would ask at the terminal.
+    """
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    raw = read_json(Path(path) / "config.json")
+    if "auto_map" in raw and raw.get("model_type") not in CONFIG_MAPPING:
+        raise _refusal(found, "transformers does not know it, and Python code from a checkpoint is not run", Path(path))
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config(decoder=True)
+    except Exception as error:  # whatever transformers' own validation raises, KeyError included
+        reason = " ".join(str(error).split())[:200]
+        raise _refusal(found, f"transformers cannot read its config.json: {reason}", Path(path)) from error
+
+
+def build(config: Any, attention: str, dtype: torch.dtype, max_model_len: int | None = None) -> Any:
+    """The causal model of a configuration (which is changed), in inference mode, with an attention of ours.
+
+    max_model_len: for `freeze_rope`; None on the meta device, which has no frequencies.
+    Where parameters and buffers go is the caller's matter (`torch.device("meta")`, `parameters_on_meta`).
+    """
+    config._attn_implementation = attention
+    config.use_cache = False
+    config.quantization_config = None  # `Weights` undoes it
+    for name in ("output_router_logits", "output_attentions", "output_hidden_states"):
+        if getattr(config, name, False):
+            setattr(config, name, False)
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).eval()
+    freeze_rope(model, max_model_len)
+    return model
+
+
+def parameter_shapes(path: Path | str) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every parameter of a folder's text model, as its class in transformers makes them: its files are
+    not looked at. Raises ValueError if transformers does not know it."""
+    with torch.device("meta"):
+        model = build(model_config(path, "the model"), "eager", torch.float32)
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def freeze_rope(model: Any, max_model_len: int | None) -> None:
+    """Keep every rotary embedding's frequencies, however far a position reaches.
+
+    "dynamic" and "longrope" change frequencies for the whole batch once one position passes a limit, under which keys
+    that are already cached would be wrong. Of "dynamic" the first are kept; `workers.models.rope.reach` keeps requests
+    below the limit. Of "longrope" those for sequences of max_model_len: up to the original length the short ones,
+    beyond it the long ones for sequences of any length, as in vLLM.
+    """
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        if isinstance(kinds, dict):
+            for layer_type, kind in kinds.items():
+                _see_last_position(module, kind, max_model_len, layer_type=layer_type)
+            module.rope_type = dict.fromkeys(kinds, "default")
+        elif kinds is not None:
+            _see_last_position(module, kinds, max_model_len)
+            module.rope_type = "default"
+
+
+def _see_last_position(module: Any, kind: str, max_model_len: int | None, **layer_type: str) -> None:
+    """Let a "longrope" embedding choose its frequencies itself."""
+    if kind == "longrope" and max_model_len is not None:
+        module(torch.zeros(1), torch.tensor([[max_model_len - 1]]), **layer_type)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One layer's call of the attention function."""
+
+    layer: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window: int | None
+    module: nn.Module
+
+
+@dataclass(frozen=True, slots=True)
+class _Observed:
+    """What one forward pass on the meta device showed."""
+
+    calls: tuple[_Call, ...]  # by layer
+    attention_name: str
+    class_name: str
+    tie_embeddings: bool
+    has_experts: bool
+    copies_from_host: bool
+    hidden_dims: int  # of what the layers hand on
+
+
+class _Unsupported(ValueError):
+    """Something that the class asks of attention and that we do not give."""
+
+
+def _observe(config: Any) -> _Observed:
+    """Run two tokens through the class on the meta device."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(_PROBE, _record)
+    AttentionMaskInterface.register(_PROBE, _window_of)
+    # Experts as batched products: the other implementations look at values, which meta tensors have not.
+    config._experts_implementation = "batched_mm"
+    with torch.device("meta"):
+        try:
+            model = build(config, _PROBE, torch.float32)
+        except Exception as error:
+            raise _Unsupported(f"transformers cannot build it: {error}") from error
+    base = model.base_model
+    calls: list[_Call] = []
+    dims: list[int] = []
+    base.get_submodule("layers.0").register_forward_pre_hook(
+        lambda _, inputs, named: dims.append((inputs[0] if inputs else named["hidden_states"]).dim()), with_kwargs=True
+    )
+    two = torch.zeros(1, 2, dtype=torch.long, device="meta")
+    inputs = {"input_ids": two, "position_ids": two, "attention_mask": torch.ones_like(two), "use_cache": False}
+    copies = _HostCopies()
+    try:
+        with torch.no_grad(), copies:
+            base(**inputs, secateur_probe=calls)
+    except _Unsupported:
+        raise
+    except Exception as error:
+        raise _Unsupported(
+            f"its forward pass needs more than attention over cached keys and values ({type(error).__name__}: {error})"
+        ) from error
+    calls.sort(key=lambda call: call.layer)
+    _check(config, base, calls)
+    names = {module: name for name, module in base.named_modules()}
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    return _Observed(
+        calls=tuple(calls),
+        attention_name=names[calls[0].module],
+        class_name=type(model).__name__,
+        tie_embeddings=tied,
+        has_experts=any(parameter.dim() == 3 for parameter in base.parameters()),
+        copies_from_host=copies.is_any,
+        hidden_dims=dims[0],
+    )
+
+
+class _HostCopies(TorchFunctionMode):
+    """Notices what is made on the host and moved to the model: a captured graph would copy from memory that is gone."""
+
+    is_any = False
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        if isinstance(made, Tensor) and made.is_meta:
+            is_moved = function is Tensor.to and not args[0].is_meta
+            self.is_any |= is_moved or function in (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)
+        return made
+
+
+def _check(config: Any, base: nn.Module, calls: list[_Call]) -> None:
+    """Every layer attends exactly once, all alike, and nothing else looks at other tokens."""
+    layers = [call.layer for call in calls]
+    if layers != list(range(config.num_hidden_layers)) or len(getattr(base, "layers", ())) != len(layers):
+        raise _Unsupported(f"{len(set(layers))} of its {config.num_hidden_layers} layers attend, some not just once")
+    shapes = {(call.num_heads, call.num_kv_heads, call.head_dim) for call in calls}
+    if len(shapes) > 1:
+        raise _Unsupported(f"layers of different (heads, key-value heads, head width): {sorted(shapes)}")
+    convolutions = [name for name, module in base.named_modules() if isinstance(module, nn.Conv1d)]
+    if convolutions:
+        raise _Unsupported(f"convolutions over tokens ({convolutions[0]}) are not implemented")
+
+
+def _record(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: object, **arguments: Any
+) -> tuple[Tensor, None]:
+    """The attention function of the probe: [1, H, n, d] each. Raises _Unsupported."""
+    calls: list[_Call] | None = arguments.pop("secateur_probe", None)
+    if calls is None:
+        raise _Unsupported("attention that does not hand on the arguments of a step is not implemented")
+    for name in ("scaling", "dropout"):
+        arguments.pop(name, None)
+    given = {name for name, argument in arguments.items() if argument is not None and argument is not False}
+    if given - _HANDLED:
+        raise _Unsupported(f"attention with {', '.join(sorted(given - _HANDLED))} is not implemented")
+    if key.shape[-1] != value.shape[-1]:
+        raise _Unsupported(f"keys of {key.shape[-1]} and values of {value.shape[-1]} (multi-head latent attention)")
+    if not getattr(module, "is_causal", True):
+        raise _Unsupported("attention that looks ahead is not implemented")
+    if not isinstance(attention_mask, _Window) or not isinstance(getattr(module, "layer_idx", None), int):
+        raise _Unsupported("attention that does not say its layer and mask is not implemented")
+    calls.append(
+        _Call(
+            layer=module.layer_idx,
+            num_heads=query.shape[1],
+            num_kv_heads=key.shape[1],
+            head_dim=query.shape[-1],
+            window=attention_mask.size,
+            module=module,
+        )
+    )
+    return query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1]), None
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """Stands for a mask: the number of positions a token sees, itself included; None = all before it."""
+
+    size: int | None
+
+
+_GRID = 1 << 20
+"""Keys that a mask is tried on: no window is longer."""
+
+
+def _window_of(*_: Any, mask_function: Callable[..., Tensor], **__: Any) -> _Window:
+    """The mask function of the probe: tries the class' rule "does query q see key k" on whole rows."""
+    with torch.device("cpu"):
+        zero, keys = torch.zeros((), dtype=torch.long), torch.arange(_GRID)
+
+        def row(query: int) -> Tensor:
+            return mask_function(zero, zero, zero + query, keys).expand(_GRID)
+
+        seen = int(row(_GRID - 1).sum())
+        size = None if seen == _GRID else seen
+        for query in (0, 5, 1000, _GRID // 2 + 1, _GRID - 1):
+            expected = (keys <= query) & (keys > query - seen)
+            if not torch.equal(row(query), expected):
+                raise _Unsupported("a mask that is neither causal nor a sliding window is not implemented")
+        return _Window(size)
+
+
+def _spec(config: Any, plan: dict[str, str], observed: _Observed, raw: dict[str, Any], path: Path) -> TransformersSpec:
+    first, positions = observed.calls[0], reach(config)
+    return TransformersSpec(
+        family=config.model_type,
+        num_layers=config.num_hidden_layers,
+        num_mtp_layers=0,  # such layers are skipped as transformers skips them
+        hidden_size=config.hidden_size,
+        num_heads=first.num_heads,
+        num_kv_heads=first.num_kv_heads,
+        head_dim=first.head_dim,
+        intermediate_size=getattr(config, "intermediate_size", None) or config.hidden_size,
+        vocab_size=config.vocab_size,
+        rms_norm_eps=getattr(config, "rms_norm_eps", 0.0),
+        tie_embeddings=observed.tie_embeddings,
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        rope=RopeSpec(inv_freq=()),
+        windows=tuple(call.window for call in observed.calls),
+        max_position_embeddings=positions.default,
+        max_scaled_positions=positions.most,
+        dtype=_dtype(raw),
+        # Gemma-3n cuts activations by their mean over the whole inner width, of which a rank sees a part.
+        can_split=not any(getattr(config, "activation_sparsity_pattern", None) or ()),
+        eos_token_ids=eos_ids(raw, raw.get("text_config") or {}, read_json(path / "generation_config.json")),
+        expert_share=_expert_share(config),
+        class_name=observed.class_name,
+        tp_plan=tuple(plan.items()),
+        attention_name=observed.attention_name,
+        has_experts=observed.has_experts,
+        copies_from_host=observed.copies_from_host,
+        has_taps=observed.hidden_dims == 3,
+    )
+
+
+def _expert_share(config: Any) -> float:
+    """k / E where each row goes through k of E experts, by the names that configurations have for them."""
+    chosen, total = (
+        next((value for name in names if isinstance(value := getattr(config, name, None), int)), 0)
+        for names in (_EXPERTS_PER_ROW, _NUM_EXPERTS)
+    )
+    return chosen / total if chosen and total else 1.0
+
+
+def _dtype(raw: dict[str, Any]) -> str:
+    text = raw.get("text_config") or {}
+    name = raw.get("dtype") or raw.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype") or "float32"
+    return str(name).removeprefix("torch.")
+
+
+def _refusal(found: object, reason: str, path: Path) -> ValueError:
+    return ValueError(
+        f"{path}: architecture {found!r} is not supported: {reason}; supported: {', '.join(SUPPORTED_ARCHITECTURES)}, "
+        "and what transformers can split between ranks"
+    )

@@ -1,0 +1,1 @@
+"""From logits to tokens: the processed distribution, counter-based noise, logits processors."""

@@ -1,0 +1,259 @@
+"""Which entries of a batch of logits are edited: planned on the host for each row's own path, then copied at once.
+
+    Columns, ConstrainedRow                         which logits these are, and the rows that are edited
+    plan_edits(rows, columns, device) -> Edits      the entries of each kind of edit, `Laid` over rows and columns
+    Vocabulary(columns)                             which column a token has, on the host
+
+A list of columns serves all rows of a request that it is laid over, so it is worked out once and spread on the device.
+What the edits mean, and their order, is in `workers.sampling.logits_processors`.
+
+Legend: R rows, W columns, V target vocabulary, C distinct tokens of a request, I token ids, L columns in lists, Q lists
+laid over rows, E entries of rows that they cover, X values per item, P tokens on paths, N tokens that only paths have.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from workers.sampling.logits_state import Standing
+from workers.transfer import sent
+
+UNSEEN = -1
+"""Count of a token that a request has only on the path of some other row, or not at all."""
+
+
+class ConstrainedRow(NamedTuple):
+    """A row of logits that is to be edited."""
+
+    row: int
+    standing: Standing
+    path: Sequence[int]  # tokens below the root on the way to this row
+
+
+class Columns(NamedTuple):
+    """Which column of the logits holds which target token: ids [start, start + width), or a reduced vocabulary.
+
+    A range is a shard of a vocabulary larger than anybody's forbidden ids. `column_of_V` belongs on the host, where the
+    edits are planned; elsewhere every call copies it.
+    """
+
+    start: int
+    width: int
+    column_of_V: Tensor | None = None  # int64 [target vocabulary], -1 = not in the draft vocabulary
+
+
+class Laid(NamedTuple):
+    """An `_Overlay` on the logits' device: the entries (row, column) that it touches, each of them once."""
+
+    row_Q: Tensor  # int64
+    row_E: Tensor  # int64
+    column_E: Tensor  # int64
+    value_XE: Tensor  # float32, of the column in its list
+    setting_XE: Tensor  # float32, of the list
+
+    def place_E(self, width: int) -> Tensor:
+        """In rows of so many columns that lie one behind the other."""
+        return self.row_E * width + self.column_E
+
+
+class Edits(NamedTuple):
+    """Every edit of some rows, on the logits' device; None for kinds without any."""
+
+    allowed: Laid | None  # nothing else stays in their rows
+    forbidden: Laid | None
+    biased: Laid | None  # values: the bias
+    penalized: Laid | None  # values: the count at the root; settings: the penalties
+    on_path_P: Tensor  # int64: for each token of each row's path, the entry of `penalized` that it counts in
+
+
+def plan_edits(rows: Sequence[ConstrainedRow], columns: Columns, device: torch.device) -> Edits:
+    """Rows that share a Standing (the same object) share the work on it. Nothing waits for the device."""
+    plan = _Plan(_Overlay(), _Overlay(), _Overlay(), _Overlay(), [])
+    vocabulary = Vocabulary(columns)
+    of_request: dict[int, list[ConstrainedRow]] = defaultdict(list)
+    for row in rows:
+        of_request[id(row.standing)].append(row)
+    for some in of_request.values():
+        _plan_masks(plan, some, vocabulary)
+        _plan_biases(plan, some, vocabulary)
+        _plan_penalties(plan, some, vocabulary)
+    return plan.to(device)
+
+
+class _Overlay:
+    """Edits of one kind: lists of columns with values, each laid over several rows."""
+
+    def __init__(self) -> None:
+        self.num_entries = 0
+        self._num_listed = 0
+        self._lists: list[np.ndarray] = []  # [1 + X, l]: column, values
+        self._pairs: list[np.ndarray] = []  # [3 + X, q]: row, its list's length and distance to its entries, settings
+
+    @property
+    def is_laid(self) -> bool:
+        return bool(self._pairs)
+
+    def lay(self, rows: Sequence[int], list_XL: np.ndarray, settings: Sequence[float] = ()) -> np.ndarray:
+        """Lays one list of (column, values ...) over `rows`; returns the number of each row's first entry [rows]."""
+        length = list_XL.shape[1]
+        first = self.num_entries + length * np.arange(len(rows))
+        pairs = np.empty((3 + len(settings), len(rows)))
+        pairs[0], pairs[1], pairs[2] = rows, length, self._num_listed - first
+        pairs[3:] = np.array(settings)[:, None]
+        self._lists.append(list_XL)
+        self._pairs.append(pairs)
+        self._num_listed += length
+        self.num_entries += length * len(rows)
+        return first
+
+    def arrays(self) -> list[np.ndarray]:
+        """Everything laid so far, [3 + X, Q] and [1 + X, L]."""
+        return [np.concatenate(self._pairs, 1), np.concatenate(self._lists, 1)]
+
+
+class _Plan(NamedTuple):
+    allowed: _Overlay
+    forbidden: _Overlay
+    biased: _Overlay
+    penalized: _Overlay
+    on_path: list[np.ndarray]  # entries of `penalized`, one per token of a path
+
+    def to(self, device: torch.device) -> Edits:
+        laid = [overlay for overlay in self[:4] if overlay.is_laid]  # on rows, whether or not they have these columns
+        arrays = [np.concatenate([np.empty(0), *self.on_path])]
+        for overlay in laid:
+            arrays += overlay.arrays()
+        # One buffer, one copy. Columns, rows and counts are exact in float64.
+        flat = sent(np.concatenate([array.reshape(-1) for array in arrays]), device)
+        on_path_P, *parts = (
+            part.view(array.shape) for part, array in zip(flat.split([a.size for a in arrays]), arrays, strict=True)
+        )
+        spread = (
+            _spread(pairs_XQ, list_XL, overlay.num_entries)
+            for overlay, pairs_XQ, list_XL in zip(laid, parts[::2], parts[1::2], strict=True)
+        )
+        allowed, forbidden, biased, penalized = (next(spread) if overlay.is_laid else None for overlay in self[:4])
+        return Edits(allowed, forbidden, biased, penalized, on_path_P.long())
+
+
+def _spread(pairs_XQ: Tensor, list_XL: Tensor, num_entries: int) -> Laid:
+    row_Q, length_Q, shift_Q = pairs_XQ[:3].long()
+    pair_E = torch.repeat_interleave(length_Q, output_size=num_entries)
+    item_E = torch.arange(num_entries, device=pair_E.device) + shift_Q[pair_E]
+    return Laid(
+        row_Q=row_Q,
+        row_E=row_Q[pair_E],
+        column_E=list_XL[0].long()[item_E],
+        value_XE=list_XL[1:].float()[:, item_E],
+        setting_XE=pairs_XQ[3:].float()[:, pair_E],
+    )
+
+
+def _plan_masks(plan: _Plan, rows: list[ConstrainedRow], vocabulary: Vocabulary) -> None:
+    """Allowed ids; then what is forbidden, worked out once for all rows whose paths end alike."""
+    standing = rows[0].standing
+    constraints = standing.constraints
+    if not standing.has_masks:
+        return
+    allowed: set[int] | None = None
+    if constraints.allowed_token_ids is not None:
+        allowed = vocabulary.known(constraints.allowed_token_ids) or None
+    if allowed is not None:
+        plan.allowed.lay([row.row for row in rows], vocabulary.columns_of(_ids(allowed)).column_L[None])
+    always = {word[-1] for word in constraints.bad_words if len(word) == 1}
+    longer = [word for word in constraints.bad_words if len(word) > 1]
+    rows_of: dict[tuple[frozenset[int], bool], list[int]] = defaultdict(list)
+    for row in rows:
+        past = [*standing.tail, *row.path]
+        completing = frozenset(word[-1] for word in longer if past[1 - len(word) :] == word[:-1])
+        rows_of[completing, standing.num_output + len(row.path) < constraints.min_tokens].append(row.row)
+    for (completing, is_too_short), numbers in rows_of.items():
+        forbidden: set[int] = set()
+        for mask in (always | completing, standing.end_token_ids if is_too_short else ()):
+            more = forbidden | vocabulary.known(mask)
+            if vocabulary.has_more_than(more, allowed):
+                forbidden = more
+        if forbidden:
+            plan.forbidden.lay(numbers, vocabulary.columns_of(_ids(forbidden)).column_L[None])
+
+
+def _plan_biases(plan: _Plan, rows: list[ConstrainedRow], vocabulary: Vocabulary) -> None:
+    bias = rows[0].standing.constraints.logit_bias
+    if bias:
+        column_L, is_here_I = vocabulary.columns_of(_ids(bias))
+        value_L = np.fromiter(bias.values(), np.float64, len(bias))[is_here_I]
+        plan.biased.lay([row.row for row in rows], np.stack([column_L, value_L]))
+
+
+def _plan_penalties(plan: _Plan, rows: list[ConstrainedRow], vocabulary: Vocabulary) -> None:
+    """One list per request: the columns of all its tokens with their counts at the root, then of what only its paths
+    have."""
+    constraints = rows[0].standing.constraints
+    if not constraints.has_penalties:
+        return
+    counts = rows[0].standing.counts
+    held = vocabulary.columns_of(counts.id_C)
+    columns, count_C = [held.column_L], counts.count_C[held.is_here_I]
+    id_I = _ids([token for row in rows for token in row.path])
+    if len(id_I):
+        on_path = vocabulary.columns_of(id_I)
+        seen_C, id_I = counts.id_C[held.is_here_I], id_I[on_path.is_here_I]
+        item_I = seen_C.searchsorted(id_I)
+        is_new_I = np.append(seen_C, -1)[item_I] != id_I
+        new_N, number_I = np.unique(id_I[is_new_I], return_inverse=True)
+        item_I[is_new_I] = len(seen_C) + number_I
+        columns.append(vocabulary.columns_of(new_N).column_L)
+    column_L = np.concatenate(columns)
+    count_L = np.full(len(column_L), UNSEEN)
+    count_L[: len(count_C)] = count_C
+    first_Q = plan.penalized.lay([row.row for row in rows], np.stack([column_L, count_L]), constraints.penalties)
+    if len(id_I):
+        first_I = first_Q.repeat([len(row.path) for row in rows])
+        plan.on_path.append(first_I[on_path.is_here_I] + item_I)
+
+
+class Held(NamedTuple):
+    column_L: np.ndarray  # int64, of the ids that have a column here
+    is_here_I: np.ndarray  # bool, which of the ids asked for they are
+
+
+class Vocabulary:
+    """What `Columns` mean, on the host."""
+
+    def __init__(self, columns: Columns) -> None:
+        self._columns = columns
+        self._column_of_V = None if columns.column_of_V is None else columns.column_of_V.cpu().numpy()
+
+    def columns_of(self, id_I: np.ndarray) -> Held:
+        """Ids of other shards, and ids that a reduced vocabulary lacks, have none."""
+        if self._column_of_V is None:
+            column_I = id_I - self._columns.start
+            is_here_I = (column_I >= 0) & (column_I < self._columns.width)
+        else:
+            is_id_I = id_I < len(self._column_of_V)  # a checkpoint may name end tokens beyond its vocabulary
+            column_I = np.where(is_id_I, self._column_of_V[np.where(is_id_I, id_I, 0)], -1)
+            is_here_I = column_I >= 0
+        return Held(column_I[is_here_I], is_here_I)
+
+    def known(self, ids: Collection[int]) -> set[int]:
+        """Those that the vocabulary has, in whatever shard."""
+        if self._column_of_V is None:
+            return set(ids)
+        id_I = _ids(ids)
+        return set(id_I[self.columns_of(id_I).is_here_I].tolist())
+
+    def has_more_than(self, forbidden: set[int], allowed: set[int] | None) -> bool:
+        """True if something is left. The same on every shard: it must not depend on what this one holds."""
+        if allowed is not None:
+            return not allowed <= forbidden
+        return self._column_of_V is None or len(forbidden) < self._columns.width
+
+
+def _ids(ids: Collection[int]) -> np.ndarray:
+    return np.fromiter(ids, np.int64, len(ids))

@@ -1,0 +1,95 @@
+"""What requests forbid or favour, as edits of raw logits: penalties, biases, bad words, allowed ids, minimum length.
+
+One definition for drafter and verifier, exact along each path of a tree: a row's edits count the tokens on its own way
+from the root as output. They come before temperature, in vLLM's order (its v1 sampler; x is a row's logits):
+
+    1. allowed ids     x[t] = -inf for every other t
+    2. bad words       x[t] = -inf if t would complete one
+    3. min_tokens      x[t] = -inf for end tokens while there are fewer output tokens than that
+    4. logit bias      x[t] += bias[t]
+    5. repetition      x[t] = x[t] / r if x[t] > 0 else x[t] * r, for every t in prompt or output
+    6. frequency       x[t] -= f * (occurrences of t in the output)
+    7. presence        x[t] -= p, for every t in the output
+
+A mask (1, 2, 3) that would leave nothing of the vocabulary is not applied to that row: a request gets a token that it
+did not want rather than a row without any. A reduced draft vocabulary is such a vocabulary of its own, so allowed ids
+that the draft does not know leave its logits as they are, and the verifier rejects what comes of it.
+
+Where the edits fall is planned in `workers.sampling.logits_edits`.
+
+Legend: B requests, R rows, W columns, C distinct tokens of requests, E entries of rows that are edited, X values per
+entry, P tokens on paths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from workers.sampling.logits_edits import UNSEEN, Columns, ConstrainedRow, Laid, Vocabulary, plan_edits
+from workers.sampling.logits_state import Standing
+from workers.transfer import sent
+
+
+def constrain(logits_RW: Tensor, rows: Sequence[ConstrainedRow], columns: Columns) -> Tensor:
+    """The logits with the edits of `rows` applied, float32; the argument is left alone. No rows = the argument.
+
+    Each row may be named once. Rows that share a Standing (the same object) share the work on it. The edits are planned
+    on the host and copied to the logits' device at once; nothing waits for that device.
+    """
+    if not rows:
+        return logits_RW
+    allowed, forbidden, biased, penalized, on_path_P = plan_edits(rows, columns, logits_RW.device)
+    x_RW = logits_RW.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    flat, width = x_RW.view(-1), x_RW.shape[1]
+    if allowed is not None:
+        place_E = allowed.place_E(width)
+        kept_E = flat.index_select(0, place_E)
+        x_RW.index_fill_(0, allowed.row_Q, -torch.inf)
+        flat.index_copy_(0, place_E, kept_E)
+    if forbidden is not None:
+        flat.index_fill_(0, forbidden.place_E(width), -torch.inf)
+    if biased is not None:
+        place_E = biased.place_E(width)
+        flat.index_copy_(0, place_E, flat.index_select(0, place_E) + biased.value_XE[0])
+    if penalized is not None:
+        place_E = penalized.place_E(width)
+        flat.index_copy_(0, place_E, _penalize(flat.index_select(0, place_E), penalized, on_path_P))
+    return x_RW
+
+
+def lay_counts(count_BW: Tensor, standings: Mapping[int, Standing], columns: Columns) -> None:
+    """Writes what `penalize` is told of each request's text at the root of its tree, of every column."""
+    count_BW.fill_(UNSEEN)
+    vocabulary, places, counts = Vocabulary(columns), [], []
+    for b, standing in standings.items():
+        held = vocabulary.columns_of(standing.counts.id_C)
+        places.append(b * count_BW.shape[1] + held.column_L.astype(np.int64))
+        counts.append(standing.counts.count_C[held.is_here_I])
+    if places:
+        both = torch.from_numpy(np.stack([np.concatenate(places), np.concatenate(counts)]))
+        place_C, count_C = sent(both, count_BW.device)
+        count_BW.view(-1).index_copy_(0, place_C, count_C.to(count_BW.dtype))
+
+
+def penalize(
+    x: Tensor, count: Tensor, on_path: Tensor | None, repetition: Tensor, frequency: Tensor, presence: Tensor
+) -> Tensor:
+    """Logits behind penalties. count: of each token at the root, 0 = in the prompt only, -1 = not seen. on_path: how
+    often each is on the way to its row; None = nowhere, and all are seen."""
+    repeated = torch.where(x > 0, x / repetition, x * repetition)
+    if on_path is not None:
+        repeated = torch.where((count != UNSEEN) | (on_path > 0), repeated, x)
+        count = count.clamp(min=0) + on_path
+    return repeated - frequency * count - presence * (count > 0)
+
+
+def _penalize(x_E: Tensor, laid: Laid, on_path_P: Tensor) -> Tensor:
+    """on_path_P: for each token of each row's path, the entry that it counts in."""
+    path_E = None
+    if len(on_path_P):
+        path_E = torch.zeros_like(x_E).index_add_(0, on_path_P, torch.ones_like(on_path_P, dtype=x_E.dtype))
+    return penalize(x_E, laid.value_XE[0], path_E, *laid.setting_XE)
