@@ -20,10 +20,11 @@ from secateur.protocol import CompletionRequest
 from secateur.requests import DEFAULTED
 from secateur.schema import problems_of
 from workers.config import AcceptanceConfig, DraftConfig, EngineConfig, PruneConfig, TreeConfig
-from workers.models.checkpoint import check_heads, check_parallel, read_json, read_spec
+from workers.models.config_json import read_json
 from workers.models.hub import fetch_weights as fetch_from_hub
 from workers.models.hub import resolve_path
-from workers.models.specs import DraftSpec, Eagle3Spec, FcHeadSpec, ModelSpec, read_draft_spec
+from workers.models.readers import read_draft_spec, read_spec
+from workers.models.specs import DraftSpec, Eagle3Spec, FcHeadSpec, ModelSpec, check_heads, check_parallel
 
 _UNKNOWN_MODEL_LEN = 2048  # placing an engine does not depend on it
 

@@ -30,7 +30,8 @@ from cluster.rank_placement import interface_env, num_bundles, seats, worker_env
 from cluster.socket_folder import OwnedFolder
 from secateur.errors import ConfigError
 from workers.config import START_TIMEOUT_S, EngineConfig
-from workers.models.specs import Specs, read_specs
+from workers.models.readers import read_specs
+from workers.models.specs import Specs
 
 logger = logging.getLogger(__name__)
 

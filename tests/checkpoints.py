@@ -21,8 +21,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from drafter.proposers.eagle3 import Eagle3Head
-from workers.models.checkpoint import read_spec
 from workers.models.eagle3_format import read_eagle3_spec
+from workers.models.readers import read_spec
 
 BASE = {
     "vocab_size": 96,

@@ -22,9 +22,9 @@ from verifier.target import Target
 from workers.comm.ipc import Decoder as Frames
 from workers.comm.ipc import FrameSocket, StepOutput, Submit, TokenChunk, encode
 from workers.config import EngineConfig
-from workers.models.checkpoint import read_spec
 from workers.models.decoder import Decoder
 from workers.models.eagle3_format import FeatureFusion, read_eagle3_spec
+from workers.models.readers import read_spec
 
 
 @dataclass(frozen=True)

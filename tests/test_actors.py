@@ -13,7 +13,7 @@ import cluster.serve.actors
 from cluster.rank_placement import interface_of
 from cluster.serve.actors import Worker, packages_folder
 from workers.config import EngineConfig
-from workers.models.specs import read_specs
+from workers.models.readers import read_specs
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 CONFIG = EngineConfig(model_path="model").to_json()

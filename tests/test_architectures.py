@@ -28,11 +28,12 @@ from cluster.convert import engine_config
 from secateur.config import EngineArgs
 from secateur.errors import ConfigError
 from workers.config import DraftConfig, EngineConfig, TreeConfig
-from workers.models.checkpoint import check_parallel, read_spec
 from workers.models.eagle3_format import default_tap_layers
 from workers.models.fc_head_format import read_mtp_spec
 from workers.models.layers import SINGLE, TensorParallel
 from workers.models.load import load_decoder
+from workers.models.readers import read_spec
+from workers.models.specs import check_parallel
 from workers.models.transformers_model import TransformersDecoder
 from workers.models.transformers_spec import TESTED
 

@@ -20,8 +20,8 @@ from simulated_cuda import simulated_cuda
 from workers.config import DraftConfig, EngineConfig, TreeConfig
 from workers.cuda_graphs import decoder_graphs
 from workers.kernels.select import kernels_for
-from workers.models.checkpoint import read_spec
 from workers.models.load import load_decoder
+from workers.models.readers import read_spec
 from workers.models.specs import TransformersSpec
 
 torch.set_num_threads(1)

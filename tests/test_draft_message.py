@@ -21,8 +21,8 @@ from verifier.request import Request
 from verifier.step_inputs import pack_draft
 from workers.comm.ipc import Submit
 from workers.config import TreeConfig
-from workers.models.checkpoint import read_spec
 from workers.models.decoder import Decoder
+from workers.models.readers import read_spec
 from workers.types import Constraints, DraftReply, Rule, SamplingParams, TreeLimits
 
 torch.set_num_threads(1)

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from drafter.proposers.eagle3 import Eagle3Head
-from workers.models.checkpoint import read_spec
 from workers.models.eagle3_format import FeatureFusion, default_tap_layers, read_eagle3_spec
+from workers.models.readers import read_spec
 from workers.types import AttentionMetadata
 
 torch.set_num_threads(1)

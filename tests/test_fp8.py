@@ -12,9 +12,10 @@ from safetensors.torch import load_file
 from test_model_parity import Chunk, PagedRun, oracle, oracle_logits, random_tokens
 
 from workers.models import checkpoint
-from workers.models.checkpoint import Weights, read_spec
+from workers.models.checkpoint import Weights
 from workers.models.layers import TensorParallel
 from workers.models.load import load_decoder
+from workers.models.readers import read_spec
 
 torch.set_num_threads(1)
 

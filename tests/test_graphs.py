@@ -14,12 +14,12 @@ from clockwork import AUTO, OFF, Bench, Prices, bench
 from engines import DYNAMIC, bundled
 
 from drafter.proposers.base import head_graphs
-from workers import cuda_graphs as graphs
+from workers import cuda_graphs
 from workers.cuda_graphs import MAX_ROWS, Size, bucket, can_capture, decoder_graphs, padded, sizes
 from workers.kernels.host import HostMetadata
 from workers.kernels.select import TORCH
-from workers.models.checkpoint import read_spec
 from workers.models.decoder import Decoder
+from workers.models.readers import read_spec
 
 torch.set_num_threads(1)
 
@@ -118,4 +118,4 @@ def test_graphs_need_cuda_and_kernels_that_stay_in_place() -> None:
     assert not can_capture(TORCH, torch.device("cuda"), False)
     fused = pytest.importorskip("workers.kernels.fused")
     assert can_capture(fused, torch.device("cuda"), False) and not can_capture(fused, torch.device("cuda"), True)
-    assert graphs.MAX_ROWS == bucket(MAX_ROWS)
+    assert cuda_graphs.MAX_ROWS == bucket(MAX_ROWS)

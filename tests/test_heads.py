@@ -21,9 +21,9 @@ from drafter.proposers.base import FeatureProposer
 from drafter.proposers.eagle import FcHead
 from drafter.proposers.eagle3 import Eagle3Head
 from drafter.tree.frontier import Level
-from workers.models.checkpoint import read_spec
 from workers.models.decoder import Decoder
 from workers.models.fc_head_format import read_eagle_spec, read_mtp_spec
+from workers.models.readers import read_spec
 from workers.types import DraftRequest
 
 torch.set_num_threads(1)

@@ -73,6 +73,59 @@ def test_every_file_keeps_the_import_direction():
     assert [rule for module, path in files for rule in broken_rules(module, path.read_text())] == []
 
 
+def circles(imports: dict[str, set[str]]) -> list[list[str]]:
+    """Modules that import each other, directly or by way of others, at whatever level (Tarjan's components)."""
+    number: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(module: str) -> None:
+        number[module] = low[module] = len(number)
+        stack.append(module)
+        for other in sorted(imports[module]):
+            if other not in number:
+                visit(other)
+                low[module] = min(low[module], low[other])
+            elif other in stack:
+                low[module] = min(low[module], number[other])
+        if low[module] == number[module]:
+            at = stack.index(module)
+            if len(stack) - at > 1:
+                found.append(sorted(stack[at:]))
+            del stack[at:]
+
+    for module in imports:
+        if module not in number:
+            visit(module)
+    return found
+
+
+def imported_modules(source: str, modules: set[str]) -> set[str]:
+    """Those of `modules` that a file imports, also inside functions and for type checkers alone."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Import(names=names):
+                found |= {alias.name for alias in names}
+            case ast.ImportFrom(module=str(parent), level=0, names=names):
+                inner = {f"{parent}.{alias.name}" for alias in names}
+                found |= inner & modules or {parent}
+    return found & modules
+
+
+def test_no_modules_import_each_other():
+    files = dict(source_files())
+    imports = {module: imported_modules(path.read_text(), set(files)) - {module} for module, path in files.items()}
+    assert circles(imports) == []
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
+
+
+def test_the_http_service_knows_no_ray_and_the_planner_neither():
+    users = {module for module, path in source_files() for name, *_ in imports_of(path.read_text()) if name == "ray"}
+    assert users and not {module for module in users if module.split(".")[1] in ("http", "bench", "planner")}
+
+
 def test_only_the_commands_that_run_models_import_cluster():
     others = [(module, path) for module, path in source_files() if not module.startswith("cluster.")]
     users = {module for module, path in others for name, *_ in imports_of(path.read_text()) if name == "cluster"}

@@ -23,12 +23,12 @@ import triton.language as tl
 
 from drafter.tree.frontier import DraftVocabulary
 from workers.kernels import compiled, fused, reference
-from workers.kernels.select import TORCH, Kernels, is_interpreted, kernels_for
+from workers.kernels.interpreted import is_interpreted
+from workers.kernels.select import TORCH, Kernels, kernels_for
 from workers.kernels.triton_attention import PlanShape
 from workers.kernels.triton_sampling import _gumbel, _philox
 from workers.sampling.philox import gumbel
 from workers.sampling.sampler import draw
-from workers.sampling.sampler import sampler as sampling
 from workers.types import SamplingBatch, SamplingParams
 
 DEVICE = "cpu" if is_interpreted() else "cuda"
@@ -353,7 +353,7 @@ def test_rows_with_fewer_possible_tokens_than_top_k_keep_all_of_them(kernels: Ke
     x = torch.full((2, 9000), -torch.inf)
     x[0, [5, 8000]], x[1, 7] = torch.tensor([1.0, 2.0]), -3.0
     k_R, p_R = torch.tensor([20, 20], dtype=torch.int32), torch.tensor([1.0, 0.5])
-    with mock.patch.object(sampling, "_GROWTH", None):  # to look deeper would raise
+    with mock.patch.object(sampler, "_GROWTH", None):  # to look deeper would raise
         cut_R = kernels.cut(x.to(DEVICE), k_R.to(DEVICE), p_R.to(DEVICE)).cpu()
     assert cut_R.tolist() == [-torch.inf, -3.0]
 

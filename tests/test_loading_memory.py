@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 from torch.profiler import ProfilerActivity, profile
 
 from workers.models import checkpoint
-from workers.models.checkpoint import Weights, read_spec
+from workers.models.checkpoint import Weights
+from workers.models.readers import read_spec
 from workers.models.specs import TransformersSpec
 from workers.models.transformers_model import TransformersDecoder
 

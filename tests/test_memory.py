@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from workers import kv_sizing as memory
+from workers import kv_sizing
 from workers.config import DraftConfig, EngineConfig
 from workers.kv_cache import KVPool
 from workers.kv_sizing import agree_on_pages, logits_bytes, ranks_on_device_of
@@ -44,7 +44,7 @@ def pages(
             gather_number=partial(next, iter([slot_bytes, beside])),
             agree_on_minimum=lambda value: min(value, agreed),
         )
-        monkeypatch.setattr(memory, "_free_bytes", lambda world, beside: free[rank] - beside)
+        monkeypatch.setattr(kv_sizing, "_free_bytes", lambda world, beside: free[rank] - beside)
         return agree_on_pages(world, slot_bytes[rank], bytes_beside=beside[rank])
 
     agreed = 1 << 40
@@ -96,7 +96,7 @@ def test_memory_that_loading_let_go_of_is_returned_before_anyone_measures(monkey
         return value
 
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: note("empty"))
-    monkeypatch.setattr(memory, "_free_bytes", lambda world, beside: note("measure", float(GIB)))
+    monkeypatch.setattr(kv_sizing, "_free_bytes", lambda world, beside: note("measure", float(GIB)))
     for device in ("cuda", "cpu"):
         world: Any = SimpleNamespace(
             config=engine(),

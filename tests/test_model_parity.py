@@ -23,9 +23,11 @@ from transformers import AutoModelForCausalLM
 from workers.kernels.select import TORCH
 from workers.kv_cache import KVPool, OutOfPages, PageAllocator
 from workers.models import checkpoint as checkpoint_module
-from workers.models.checkpoint import Weights, check_parallel, read_spec
+from workers.models.checkpoint import Weights
 from workers.models.decoder import Decoder
 from workers.models.layers import TensorParallel
+from workers.models.readers import read_spec
+from workers.models.specs import check_parallel
 from workers.types import AttentionMetadata, Hidden
 
 torch.set_num_threads(1)

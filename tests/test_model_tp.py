@@ -14,11 +14,11 @@ from torch import Tensor
 
 from drafter.proposers.base import FeatureHead
 from drafter.proposers.eagle import FcHead
-from workers.models.checkpoint import read_spec
 from workers.models.decoder import Decoder
 from workers.models.eagle3_format import FeatureFusion, read_eagle3_spec
 from workers.models.fc_head_format import read_eagle_spec, read_mtp_spec
 from workers.models.layers import SINGLE, TensorParallel, shard_vocab
+from workers.models.readers import read_spec
 from workers.types import AttentionMetadata
 
 PAGE = 4

@@ -26,7 +26,7 @@ from secateur.errors import ConfigError
 from secateur.plan import HARDWARE, CostTable, DraftCosts, Hardware, PlanRequest, VerifyCosts
 from verifier.hidden_states import most_waiting
 from workers.config import DraftConfig, EngineConfig
-from workers.models.checkpoint import read_spec
+from workers.models.readers import read_spec
 
 TABLE = CostTable(
     verify=VerifyCosts(

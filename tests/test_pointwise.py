@@ -19,8 +19,8 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from workers.kernels import pointwise, reference
-from workers.models.checkpoint import read_spec
 from workers.models.decoder import Decoder
+from workers.models.readers import read_spec
 from workers.models.rope import Rope
 from workers.models.specs import RopeSpec
 

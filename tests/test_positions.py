@@ -13,8 +13,8 @@ from test_model_parity import Chunk, PagedRun, assert_close, oracle, oracle_logi
 from cluster.convert import engine_config
 from secateur.config import EngineArgs
 from secateur.errors import ConfigError
-from workers.models.checkpoint import read_spec
 from workers.models.load import load_decoder
+from workers.models.readers import read_spec
 
 torch.set_num_threads(1)
 

@@ -39,7 +39,7 @@ from workers.config import DraftConfig, EngineConfig, Prices, PruneConfig, TreeC
 from workers.cuda_graphs import Recorder
 from workers.kernels.select import kernels_for
 from workers.models.layers import TensorParallel
-from workers.models.specs import read_specs
+from workers.models.readers import read_specs
 from workers.types import Constraints, DraftRequest, SamplingParams
 
 torch.set_num_threads(1)

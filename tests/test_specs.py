@@ -12,8 +12,8 @@ import pytest
 from engines import DYNAMIC, bundled
 
 from workers.config import DraftConfig, EngineConfig
-from workers.models.checkpoint import read_spec
-from workers.models.specs import Specs, read_specs
+from workers.models.readers import read_spec, read_specs
+from workers.models.specs import Specs
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma2", "qwen3_moe"])

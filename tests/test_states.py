@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from fakes import Bench, RandomLanguage
 
-from verifier import draft_inputs
-from verifier import hidden_states as states
+from verifier import draft_inputs, hidden_states
 from verifier.adaptive.controller import Controller
 from verifier.draft_inputs import (
     DraftInput,
@@ -104,7 +102,7 @@ def test_whatever_waits_fits(seed, monkeypatch):
 
 def waiting_for(room: int) -> tuple[WaitingStates, OwedStates]:
     waiting = WaitingStates(room, 2, dtype=torch.float32, device=CPU)
-    return waiting, OwedStates(waiting, SimpleNamespace(keep_states=lambda owed, state_NX: None))  # type: ignore[arg-type]
+    return waiting, OwedStates(waiting, lambda owed, state_NX: None)
 
 
 def test_for_who_leaves_nothing_is_moved():
@@ -118,8 +116,8 @@ def test_for_who_leaves_nothing_is_moved():
 
 def test_a_large_prompts_states_are_not_copied_to_be_beside_others(monkeypatch):
     waiting, owed = waiting_for(8)
-    monkeypatch.setattr(states, "_ROWS_AT_ONCE", 4)
-    monkeypatch.setattr(states.torch, "cat", None)
+    monkeypatch.setattr(hidden_states, "_ROWS_AT_ONCE", 4)
+    monkeypatch.setattr(hidden_states.torch, "cat", None)
     owed.add([(_owed("decodes", 5), [0])], torch.zeros(1, 2))
     owed.add([(_owed("joins", 8), [0, 1, 2, 3, 4])], torch.zeros(5, 2))
     assert waiting.num_free == 2
@@ -184,7 +182,7 @@ def test_states_wait_for_those_alone_who_may_still_be_drafted_for():
 
 def test_small_steps_add_up_to_what_may_be_in_memory_uncounted(monkeypatch):
     waiting, owed = waiting_for(8)
-    monkeypatch.setattr(states, "_ROWS_AT_ONCE", 4)
+    monkeypatch.setattr(hidden_states, "_ROWS_AT_ONCE", 4)
     request = _owed("decodes", 8)
     for _ in range(2):
         owed.add([(request, [0, 1])], torch.zeros(2, 2))

@@ -23,10 +23,11 @@ from drafter.proposers.eagle3 import Eagle3Head
 from drafter.tree.shape import make_shape
 from drafter.worker import draft
 from workers.config import TreeConfig
-from workers.kernels.select import TORCH, is_interpreted
+from workers.kernels.interpreted import is_interpreted
+from workers.kernels.select import TORCH
 from workers.kv_cache import KVPool
-from workers.models.checkpoint import read_spec
 from workers.models.decoder import Decoder
+from workers.models.readers import read_spec
 from workers.sampling.logits_state import Standing, Tally, pack_standings
 from workers.types import AttentionMetadata, Constraints, DraftRequest, Rule, SamplingBatch, SamplingParams, TreeBatch
 

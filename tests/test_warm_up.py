@@ -14,8 +14,8 @@ from drafter.worker import draft, nobody
 from verifier.adaptive.profile import warm_up
 from verifier.target import Target
 from workers.kernels import reference
-from workers.models.checkpoint import read_spec
 from workers.models.decoder import Decoder
+from workers.models.readers import read_spec
 from workers.types import NodeKind, Rule
 
 

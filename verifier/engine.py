@@ -66,7 +66,7 @@ class Engine:
         self._prefixes = Prefixes(
             self._allocator, config.page_size, target.waiting, is_enabled=config.enable_prefix_caching
         )
-        self._owed = OwedStates(target.waiting, self._prefixes)
+        self._owed = OwedStates(target.waiting, self._prefixes.keep_states)
         self._controller = Controller(config, row_costs)
         self._limits = Limits(
             max_num_seqs=config.max_num_seqs,

@@ -7,9 +7,8 @@ Legend: N rows, X width of a state.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,9 +17,6 @@ from verifier.draft_inputs import max_backlog, max_message_rows
 from verifier.request import Request
 from workers.config import EngineConfig
 from workers.transfer import sent
-
-if TYPE_CHECKING:
-    from verifier.prefix_cache import Prefixes
 
 
 def most_waiting(config: EngineConfig) -> int:
@@ -66,8 +62,10 @@ class OwedStates:
     """What the last steps leave for the drafter, as they left it. Several are seen to at once: each alone takes longer,
     and what a request is owed that has ended by then need not be kept."""
 
-    def __init__(self, waiting: WaitingStates | None, prefixes: Prefixes) -> None:
-        self._waiting, self._prefixes = waiting, prefixes
+    def __init__(
+        self, waiting: WaitingStates | None, keep_ends: Callable[[dict[Request, list[int]], Tensor], None]
+    ) -> None:
+        self._waiting, self._keep_ends = waiting, keep_ends
         self._computed: list[list[tuple[Request, list[int]]]] = []  # of each step
         self._states: list[Tensor] = []
         self._num_rows = 0
@@ -91,7 +89,7 @@ class OwedStates:
         assert self._waiting is not None
         owed = self._rows_by_request()
         state_NX = torch.cat(self._states) if len(self._states) > 1 else self._states[0]
-        self._prefixes.keep_states(owed, state_NX)
+        self._keep_ends(owed, state_NX)
         fed = {request: rows for request, rows in owed.items() if request.draft_room > 0 and request is not leaving}
         wanted: Sequence[int] = range(len(state_NX))
         if sum(map(len, fed.values())) < len(wanted):

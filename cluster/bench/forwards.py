@@ -18,7 +18,7 @@ from verifier.worker import load
 from workers.comm import groups
 from workers.comm.ipc import Submit
 from workers.config import DraftConfig, EngineConfig, TreeConfig
-from workers.models.specs import read_specs
+from workers.models.readers import read_specs
 from workers.types import Rule
 
 

@@ -34,8 +34,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from secateur.bench import TargetSize
-from workers.models.checkpoint import Weights, read_json, read_spec
+from workers.models.checkpoint import Weights
+from workers.models.config_json import read_json
 from workers.models.eagle3_format import read_eagle3_spec
+from workers.models.readers import read_spec
 from workers.models.specs import ModelSpec
 
 _NOISE_VALUES = 1_000_003  # prime, so that no two rows of a matrix are filled alike

@@ -12,7 +12,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from cluster.bench.output import Say, about, device_mark, draw, rounded, stem_of
 from cluster.bench.runner import Job, Runner
 from cluster.bench.sequoia import acceptance_table, best_tree
 from cluster.bench.setup import scaled, workload
-from cluster.bench.speed_report import render
+from cluster.bench.speed_report import SpeedRow, render
 from cluster.convert import model_folder
 from cluster.http.request_params import derive_seed
 from secateur.bench import ALONE, PEERS, SpeedPlan
@@ -60,39 +60,6 @@ NOTES = (
     "tokens/step x V(1) / (V(N+1) + D), from the same steps; share: of the ceiling that they reach",
     "same: requests whose tokens are those without speculation; transformers draws other noise at T > 0",
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpeedRow:
-    """One contestant at one temperature and number of requests."""
-
-    contestant: str
-    temperature: float
-    batch: int
-    ttft_ms: float
-    tpot_ms: float
-    tpot_ratio: float
-    """Of no speculation's over its own: above 1 is faster."""
-    tokens_per_second: float
-    throughput_ratio: float
-    same_tokens: float
-    # Of our own engine's steps, see `StepCosts`; transformers' ways have none.
-    tokens_per_step: float | None = None
-    acceptance_length: float | None = None
-    verified_per_step: float | None = None
-    draft_ms: float | None = None
-    transfer_ms: float | None = None
-    pack_ms: float | None = None
-    forward_ms: float | None = None
-    accept_ms: float | None = None
-    commit_ms: float | None = None
-    between_ms: float | None = None
-    step_ms: float | None = None
-    outside_models: float | None = None
-    step_gain: float | None = None
-    """Tokens per time of these steps over no speculation's."""
-    ceiling: float | None = None
-    ceiling_share: float | None = None
 
 
 def run(

@@ -3,14 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 from cluster.bench.output import About, heading, markdown
 
-if TYPE_CHECKING:
-    from cluster.bench.speed import SpeedRow
-
 HIDDEN = ("contestants", "batches", "temperatures", "target_cost")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeedRow:
+    """One contestant at one temperature and number of requests."""
+
+    contestant: str
+    temperature: float
+    batch: int
+    ttft_ms: float
+    tpot_ms: float
+    tpot_ratio: float
+    """Of no speculation's over its own: above 1 is faster."""
+    tokens_per_second: float
+    throughput_ratio: float
+    same_tokens: float
+    # Of our own engine's steps, see `StepCosts`; transformers' ways have none.
+    tokens_per_step: float | None = None
+    acceptance_length: float | None = None
+    verified_per_step: float | None = None
+    draft_ms: float | None = None
+    transfer_ms: float | None = None
+    pack_ms: float | None = None
+    forward_ms: float | None = None
+    accept_ms: float | None = None
+    commit_ms: float | None = None
+    between_ms: float | None = None
+    step_ms: float | None = None
+    outside_models: float | None = None
+    step_gain: float | None = None
+    """Tokens per time of these steps over no speculation's."""
+    ceiling: float | None = None
+    ceiling_share: float | None = None
 
 
 def render(name: str, about: About, rows: Sequence[SpeedRow]) -> str:

@@ -39,7 +39,7 @@ from secateur.config import EngineArgs
 from secateur.prompts import Prompt
 from workers.comm.ipc import Speculation
 from workers.config import EngineConfig, PruneConfig
-from workers.models.checkpoint import read_spec
+from workers.models.readers import read_spec
 
 HIDDEN = ("rows", "batches", "contexts", "nodes", "target_cost")
 NOTES = (

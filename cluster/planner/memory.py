@@ -8,7 +8,8 @@ from pathlib import Path
 
 from workers.config import EngineConfig
 from workers.models.checkpoint import MTP_PREFIXES, Weights
-from workers.models.specs import DraftSpec, Eagle3Spec, FcHeadSpec, ModelSpec, TransformersSpec, read_specs
+from workers.models.readers import read_specs
+from workers.models.specs import DraftSpec, Eagle3Spec, FcHeadSpec, ModelSpec, TransformersSpec
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _TOKEN_ID_BYTES = 4

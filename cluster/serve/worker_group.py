@@ -23,7 +23,7 @@ from cluster.serve.actors import Worker, packages_folder
 from cluster.serve.progress import tell
 from cluster.socket_folder import OwnedFolder
 from workers.config import START_TIMEOUT_S, EngineConfig
-from workers.models.specs import read_specs
+from workers.models.readers import read_specs
 
 logger = logging.getLogger(__name__)
 

@@ -25,10 +25,10 @@ from drafter.proposers.feature_head import FeatureHead, name_in_target
 from workers.kernels.linear import Linear
 from workers.kernels.select import TORCH, AttentionPlan, Kernels
 from workers.kv_cache import KVPool
-from workers.models.checkpoint import Weights, check_parallel
+from workers.models.checkpoint import Weights
 from workers.models.decoder import DecoderLayer, is_legacy, load_layer
 from workers.models.layers import SINGLE, TensorParallel, VocabHead, gather_vocab
-from workers.models.specs import FcHeadSpec
+from workers.models.specs import FcHeadSpec, check_parallel
 
 
 class FcHead(FeatureHead):

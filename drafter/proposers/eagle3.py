@@ -31,11 +31,11 @@ from torch import Tensor
 from drafter.proposers.feature_head import FeatureHead, name_in_target
 from workers.kernels.select import TORCH, AttentionPlan, Kernels
 from workers.kv_cache import KVPool
-from workers.models.checkpoint import Weights, check_heads
+from workers.models.checkpoint import Weights
 from workers.models.decoder import DecoderLayer, is_legacy, load_attention, load_layer, load_mlp
 from workers.models.eagle3_format import FUSION_TENSORS, UNUSED_TENSORS, load_target_ids, open_eagle3
 from workers.models.layers import SINGLE, Attention, Mlp, TensorParallel, VocabHead, gather_vocab
-from workers.models.specs import Eagle3Spec
+from workers.models.specs import Eagle3Spec, check_heads
 
 
 class Eagle3Head(FeatureHead):

@@ -27,8 +27,8 @@ from drafter.tree.shape import make_shape  # noqa: E402
 from drafter.worker import draft  # noqa: E402
 from workers.cuda_graphs import decoder_graphs  # noqa: E402
 from workers.kernels import fused, reference  # noqa: E402
-from workers.models.checkpoint import read_spec  # noqa: E402
 from workers.models.decoder import Decoder  # noqa: E402
+from workers.models.readers import read_spec  # noqa: E402
 from workers.types import SamplingBatch, SamplingParams  # noqa: E402
 
 SETS = (reference, fused)

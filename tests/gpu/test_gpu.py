@@ -13,11 +13,10 @@ import pytest
 import torch
 from engines import AUTO, BUNDLED, CHAIN, DYNAMIC, STATIC, Job, Runner, bundled, prompts, transformers_greedy
 
-from cluster import local_engine as local
-from cluster import rank_placement as seats
+from cluster import local_engine, rank_placement
 from workers.config import EngineConfig, TreeConfig
-from workers.models.checkpoint import read_spec
 from workers.models.decoder import Decoder
+from workers.models.readers import read_spec
 from workers.types import AttentionMetadata, SamplingParams
 
 pytestmark = [
@@ -72,9 +71,9 @@ def test_nccl_carries_the_same_tokens(
 ) -> None:
     def worker_env(config: EngineConfig) -> dict[str, str]:
         own_machine = {"NCCL_HOSTID": str(uuid4()), "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
-        return seats.worker_env(config) | own_machine
+        return rank_placement.worker_env(config) | own_machine
 
-    monkeypatch.setattr(local, "worker_env", worker_env)
+    monkeypatch.setattr(local_engine, "worker_env", worker_env)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,0")
     config = on_cuda(tree, num_pages=1000)
     assert config.draft is not None

@@ -13,8 +13,8 @@ from test_unrolled_models import assert_same_trees, proposers
 
 from workers.cuda_graphs import Recorder, decoder_graphs
 from workers.kernels.select import kernels_for
-from workers.models.checkpoint import read_spec
 from workers.models.decoder import Decoder
+from workers.models.readers import read_spec
 from workers.sampling.sampler import process_blindly
 from workers.types import SamplingBatch, SamplingParams
 

@@ -11,7 +11,6 @@ Legend: N packed rows, I intermediate width, H heads, L layers, d head width, R 
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from workers.kernels import reference
+from workers.kernels.interpreted import is_interpreted
 from workers.kernels.reference import TopK
 from workers.models.rope import Rotation
 from workers.sampling.gumbel_cache import NoiseBook
@@ -178,8 +178,3 @@ def kernels_for(device: torch.device | str, name: KernelsName = "auto", enforce_
     from workers.kernels import compiled
 
     return compiled
-
-
-def is_interpreted() -> bool:
-    """Whether Triton runs its kernels in Python, on the CPU: for tests. Triton reads this as it is imported."""
-    return os.environ.get("TRITON_INTERPRET") == "1"

@@ -31,7 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from workers.kernels.host import BITS, HostMetadata, bits_of, keys_N
-from workers.kernels.select import is_interpreted
+from workers.kernels.interpreted import is_interpreted
 from workers.types import AttentionMetadata
 
 _PROGRAMS = 256

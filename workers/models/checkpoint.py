@@ -1,20 +1,17 @@
-"""Checkpoints: what a model is, from config.json, and where its tensors are (`Weights`, slice by slice).
+"""Where a checkpoint's tensors are: `Weights`, slice by slice.
 
-    read_spec(path) -> ModelSpec                       see `workers.models.specs`; ValueError for what we cannot run
-    check_parallel(spec, size) -> None                 ValueError unless `size` ranks can share the model
     Weights(path, dtype=None, device="cpu")
         .get(name, dim=None, rank=0, size=1) -> Tensor   .get_range(name, dim, start, end)   .has(name)   .names()
         .are_equal(one, other, start, end)             of two matrices' rows
         .finish(allowed=...)                           ValueError naming tensors that nobody asked for
     split(total, rank, size) -> (start, end)           the range of a dimension that a rank owns
+    weight_names(path, present) -> list                the files that hold the weights
 
-Importing this file imports neither torch nor transformers: both wait until a checkpoint is opened, so that the rules
-which need no model files can be checked first.
+torch is imported when a checkpoint is opened.
 """
 
 from __future__ import annotations
 
-import json
 import pickle
 import re
 import struct
@@ -23,19 +20,11 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from workers.models.specs import ModelSpec
+from workers.models.config_json import fp8_block, read_json
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-SUPPORTED_ARCHITECTURES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-    "MiMoForCausalLM": "mimo",  # Qwen2 with a multi-token prediction layer
-}
 
 MTP_PREFIXES = ("mtp.", "model.mtp_layers.")
 """Multi-token prediction layers in a target's checkpoint: the drafter's, see `workers.models.fc_head_format`."""
@@ -53,159 +42,6 @@ _DEQUANTISED_ITEMS = 1 << 22
 def split(total: int, rank: int, size: int) -> tuple[int, int]:
     """The contiguous part of `total` items that a rank owns; parts differ by at most one item."""
     return total * rank // size, total * (rank + 1) // size
-
-
-def check_parallel(spec: ModelSpec, size: int) -> None:
-    """Raise ValueError unless `size` tensor-parallel ranks can share this model's attention heads.
-
-    Intermediate and vocabulary dimensions may be uneven, so heads are the only limit (but for `can_split`).
-    """
-    if size > 1 and not spec.can_split:
-        raise ValueError(f"tensor_parallel_size {size} does not fit a {spec.family} model: it runs on one rank only")
-    check_heads(spec.num_heads, spec.num_kv_heads, size)
-
-
-def check_heads(heads: int, kv_heads: int, size: int) -> None:
-    """`check_parallel` for bare head counts (draft heads have no ModelSpec)."""
-    legal = [t for t in range(1, heads + 1) if heads % t == 0 and (kv_heads % t == 0 or t % kv_heads == 0)]
-    if size not in legal:
-        raise ValueError(
-            f"tensor_parallel_size {size} does not fit a model with {heads} attention heads and {kv_heads} key-value "
-            f"heads: it must divide the attention heads, and divide the key-value heads or be a multiple of them; "
-            f"use one of {', '.join(map(str, legal))}"
-        )
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file as a dict, {} if it does not exist. Raises ValueError for any other content."""
-    if not path.exists():
-        return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # of JSON or of UTF-8
-        raise ValueError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} holds no JSON object but a {type(found).__name__}")
-    return found
-
-
-def read_spec(path: Path | str) -> ModelSpec:
-    """Read a target's or a draft model's config.json (and the end-of-text ids of generation_config.json).
-
-    Raises:
-        FileNotFoundError: no config.json.
-        ValueError: an architecture, activation, quantisation or rope variant that we do not run; it says what we do.
-
-    Returns:
-        ModelSpec: of an architecture other than SUPPORTED_ARCHITECTURES a `TransformersSpec`.
-    """
-    path = Path(path)
-    raw = read_json(path / "config.json")
-    if not raw:
-        raise FileNotFoundError(f"no config.json in {path}")
-    _check_kind(raw, path)
-    family = _family(raw)
-    if family is None:
-        from workers.models.transformers_spec import read_transformers_spec
-
-        return read_transformers_spec(path, raw)
-    from transformers import AutoConfig, Qwen2Config
-
-    from workers.models.rope import reach, rope_spec
-
-    try:
-        if family == "mimo":  # transformers does not know it; its own code derives from Qwen2's
-            config = Qwen2Config(**raw)
-        else:
-            config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except Exception as error:  # whatever transformers' own validation raises, KeyError included
-        raise ValueError(f"{path}/config.json is not a valid {family} configuration: {error}") from error
-    if config.hidden_act != "silu":
-        raise ValueError(f"{path}: activation {config.hidden_act!r} is not supported; supported: silu")
-    bias, positions = bool(getattr(config, "attention_bias", False)), reach(config)
-    return ModelSpec(
-        family=family,
-        num_layers=config.num_hidden_layers,
-        num_mtp_layers=raw.get("num_nextn_predict_layers") or raw.get("mtp_num_hidden_layers") or 0,
-        hidden_size=config.hidden_size,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        intermediate_size=config.intermediate_size,
-        vocab_size=config.vocab_size,
-        rms_norm_eps=config.rms_norm_eps,
-        tie_embeddings=bool(config.tie_word_embeddings),
-        qkv_bias=bias or family in ("qwen2", "mimo"),  # Qwen2 has biases on q, k, v and no flag for them
-        o_bias=bias and family not in ("qwen2", "mimo"),
-        mlp_bias=bool(getattr(config, "mlp_bias", False)) and family == "llama",
-        qk_norm=family == "qwen3",
-        rope=rope_spec(config),
-        windows=_windows(config, family),
-        max_position_embeddings=positions.default,
-        max_scaled_positions=positions.most,
-        dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch."),
-        eos_token_ids=eos_ids(raw, read_json(path / "generation_config.json")),
-    )
-
-
-def _check_kind(raw: dict[str, Any], path: Path) -> None:
-    """Raise ValueError for a checkpoint that is no model by itself, or that is quantised otherwise than in FP8 blocks.
-
-    Checked on the raw JSON: transformers' own error for a stranger would not say what we do support.
-    """
-    quantization = raw.get("quantization_config")
-    if quantization:
-        fp8_block(quantization, path)
-    if "draft_vocab_size" in raw or "speculators_model_type" in raw:
-        raise ValueError(f"{path} is an EAGLE-3 draft head, not a model that can run by itself")
-
-
-def _family(raw: dict[str, Any]) -> str | None:
-    """The family of `workers.models.decoder` that a config belongs to; None = none of them."""
-    architectures = raw.get("architectures") or []
-    by_type = {family: family for family in SUPPORTED_ARCHITECTURES.values()}
-    family = SUPPORTED_ARCHITECTURES.get(architectures[0]) if architectures else by_type.get(raw.get("model_type", ""))
-    return family if raw.get("model_type", family) == family else None
-
-
-def fp8_block(quantization: dict[str, Any], path: Path) -> tuple[int, int]:
-    """(rows, columns) that share one scale in a float8 checkpoint, from config.json's `quantization_config`.
-
-    Raises:
-        ValueError: any other quantisation, by its name.
-    """
-    method, block = quantization.get("quant_method", "unknown"), quantization.get("weight_block_size")
-    if method != "fp8" or not block:
-        kind = f"{method} without weight_block_size" if method == "fp8" else method
-        raise ValueError(
-            f"{path}: quantized checkpoints are not supported (quantization_config: {kind}), except fp8 with "
-            "weight_block_size: use such a one, or the original weights"
-        )
-    return int(block[0]), int(block[1])
-
-
-def _windows(config: Any, family: str) -> tuple[int | None, ...]:
-    window = getattr(config, "sliding_window", None)
-    if family == "mistral":
-        return (window,) * config.num_hidden_layers
-    if family == "llama" or window is None:
-        return (None,) * config.num_hidden_layers
-    return tuple(window if kind == "sliding_attention" else None for kind in config.layer_types)
-
-
-def eos_ids(*configs: dict[str, Any]) -> tuple[int, ...]:
-    """End-of-text ids of config.json and generation_config.json together: chat models name theirs in either.
-
-    Raises ValueError for what is neither a token id nor a list of them.
-    """
-    ids: dict[int, None] = {}
-    for config in configs:
-        value = config.get("eos_token_id")
-        own = value if isinstance(value, list) else [] if value is None else [value]
-        if strange := [item for item in own if type(item) is not int]:
-            raise ValueError(f"eos_token_id: {strange[0]!r} is no token id; write a number or a list of numbers")
-        ids.update(dict.fromkeys(own))
-    return tuple(ids)
 
 
 class Weights:

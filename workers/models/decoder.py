@@ -25,7 +25,7 @@ from torch import Tensor
 
 from workers.kernels.select import TORCH, AttentionPlan, Kernels
 from workers.kv_cache import KVPool
-from workers.models.checkpoint import MTP_PREFIXES, Weights, check_parallel
+from workers.models.checkpoint import MTP_PREFIXES, Weights
 from workers.models.layers import (
     SINGLE,
     Attention,
@@ -38,7 +38,7 @@ from workers.models.layers import (
     shard_vocab,
 )
 from workers.models.rope import Rope, Rotation
-from workers.models.specs import Eagle3Spec, ModelSpec
+from workers.models.specs import Eagle3Spec, ModelSpec, check_parallel
 from workers.types import AttentionMetadata, Hidden
 
 logger = logging.getLogger(__name__)

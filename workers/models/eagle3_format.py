@@ -22,7 +22,8 @@ from torch import Tensor
 
 from workers.kernels.linear import Linear
 from workers.kernels.pointwise import rms_norm
-from workers.models.checkpoint import Weights, read_json
+from workers.models.checkpoint import Weights
+from workers.models.config_json import read_json
 from workers.models.head_layers import check_speculators, layer_config, layer_windows
 from workers.models.rope import rope_spec
 from workers.models.specs import Eagle3Spec, ModelSpec

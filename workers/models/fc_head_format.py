@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from workers.models.checkpoint import read_json
+from workers.models.config_json import read_json
 from workers.models.head_layers import check_speculators, layer_config, layer_windows
 from workers.models.rope import rope_spec
 from workers.models.specs import FcHeadSpec, ModelSpec

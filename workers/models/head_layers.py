@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from workers.models.checkpoint import fp8_block
+from workers.models.config_json import fp8_block
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 

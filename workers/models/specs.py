@@ -1,12 +1,12 @@
 """What checkpoints' config.json say, in plain values: read where an engine is started, and told to its ranks with their
 configuration. Reading takes transformers, and those take 3 s and 190 MB to import.
 
-    ModelSpec           a target or draft model, read by `workers.models.checkpoint`
+    ModelSpec           a target or draft model, read by `workers.models.readers`
     TransformersSpec    one that runs through transformers' own class, by `workers.models.transformers_spec`
     Eagle3Spec          an EAGLE-3 head, by `workers.models.eagle3_format`
     FcHeadSpec          an EAGLE-1/2 head or prediction layers, by `workers.models.fc_head_format`
     Specs               an engine's, as JSON on the way to its ranks
-    read_specs(config) -> Specs     read_draft_spec(draft, target) -> DraftSpec or None
+    check_parallel(spec, size)      ValueError unless `size` ranks can share the model
 
 Importing this file imports neither torch nor transformers.
 """
@@ -18,8 +18,6 @@ from dataclasses import asdict, dataclass
 from typing import TypeAlias
 
 from pydantic import TypeAdapter
-
-from workers.config import DraftConfig, EngineConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,40 +135,22 @@ class Specs:
         return TypeAdapter(Specs).validate_json(text)
 
 
-def read_specs(config: EngineConfig) -> Specs:
-    """Raises FileNotFoundError or ValueError, as `read_spec` and `read_draft_spec` do."""
-    from workers.models.checkpoint import read_spec
+def check_parallel(spec: ModelSpec, size: int) -> None:
+    """Raise ValueError unless `size` tensor-parallel ranks can share this model's attention heads.
 
-    target = read_spec(config.model_path)
-    return Specs(target=target, draft=read_draft_spec(config.draft, target) if config.draft else None)
-
-
-def read_draft_spec(draft: DraftConfig, target: ModelSpec) -> DraftSpec | None:
-    """Read the config.json of a drafter and check that it fits the target.
-
-    Raises:
-        FileNotFoundError: no config.json.
-        ValueError: what is wrong with it.
+    Intermediate and vocabulary dimensions may be uneven, so heads are the only limit (but for `can_split`).
     """
-    # Here and not above: seconds of imports, for those alone who read.
-    from workers.models.checkpoint import read_spec
-    from workers.models.eagle3_format import read_eagle3_spec
-    from workers.models.fc_head_format import read_eagle_spec, read_mtp_spec
+    if size > 1 and not spec.can_split:
+        raise ValueError(f"tensor_parallel_size {size} does not fit a {spec.family} model: it runs on one rank only")
+    check_heads(spec.num_heads, spec.num_kv_heads, size)
 
-    match draft.method:
-        case "ngram":
-            return None
-        case "eagle3":
-            return read_eagle3_spec(draft.model_path, target)
-        case "eagle":
-            return read_eagle_spec(draft.model_path, target)
-        case "mtp":
-            return read_mtp_spec(draft.model_path, target)
-        case "draft_model":
-            spec = read_spec(draft.model_path)
-            if spec.vocab_size != target.vocab_size:
-                raise ValueError(
-                    "the target and the draft model should have the same vocabulary size "
-                    f"(got {target.vocab_size} and {spec.vocab_size}); use a draft model of the target's family"
-                )
-            return spec
+
+def check_heads(heads: int, kv_heads: int, size: int) -> None:
+    """`check_parallel` for bare head counts (draft heads have no ModelSpec)."""
+    legal = [t for t in range(1, heads + 1) if heads % t == 0 and (kv_heads % t == 0 or t % kv_heads == 0)]
+    if size not in legal:
+        raise ValueError(
+            f"tensor_parallel_size {size} does not fit a model with {heads} attention heads and {kv_heads} key-value "
+            f"heads: it must divide the attention heads, and divide the key-value heads or be a multiple of them; "
+            f"use one of {', '.join(map(str, legal))}"
+        )

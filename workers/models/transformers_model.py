@@ -27,9 +27,10 @@ from torch import Tensor, nn
 
 from workers.kernels.select import TORCH, AttentionPlan, Kernels
 from workers.kv_cache import KVPool
-from workers.models.checkpoint import Weights, check_parallel, read_json
+from workers.models.checkpoint import Weights
+from workers.models.config_json import read_json
 from workers.models.layers import SINGLE, TensorParallel, gather_vocab, shard_vocab
-from workers.models.specs import TransformersSpec
+from workers.models.specs import TransformersSpec, check_parallel
 from workers.models.transformers_attention import Step, register
 from workers.models.transformers_load import Shares, fill, skeleton
 from workers.models.transformers_spec import TESTED, model_config

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from workers.models.checkpoint import SUPPORTED_ARCHITECTURES, eos_ids, read_json
+from workers.models.config_json import SUPPORTED_ARCHITECTURES, eos_ids, read_json
 from workers.models.rope import reach
 from workers.models.specs import RopeSpec, TransformersSpec
 

@@ -1,0 +1,58 @@
+"""The JSON files of a model's folder: what they hold, and what of it no model here can be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+SUPPORTED_ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "MiMoForCausalLM": "mimo",  # Qwen2 with a multi-token prediction layer
+}
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON file as a dict, {} if it does not exist. Raises ValueError for any other content."""
+    if not path.exists():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # of JSON or of UTF-8
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds no JSON object but a {type(found).__name__}")
+    return found
+
+
+def eos_ids(*configs: dict[str, Any]) -> tuple[int, ...]:
+    """End-of-text ids of config.json and generation_config.json together: chat models name theirs in either.
+
+    Raises ValueError for what is neither a token id nor a list of them.
+    """
+    ids: dict[int, None] = {}
+    for config in configs:
+        value = config.get("eos_token_id")
+        own = value if isinstance(value, list) else [] if value is None else [value]
+        if strange := [item for item in own if type(item) is not int]:
+            raise ValueError(f"eos_token_id: {strange[0]!r} is no token id; write a number or a list of numbers")
+        ids.update(dict.fromkeys(own))
+    return tuple(ids)
+
+
+def fp8_block(quantization: dict[str, Any], path: Path) -> tuple[int, int]:
+    """(rows, columns) that share one scale in a float8 checkpoint, from config.json's `quantization_config`.
+
+    Raises:
+        ValueError: any other quantisation, by its name.
+    """
+    method, block = quantization.get("quant_method", "unknown"), quantization.get("weight_block_size")
+    if method != "fp8" or not block:
+        kind = f"{method} without weight_block_size" if method == "fp8" else method
+        raise ValueError(
+            f"{path}: quantized checkpoints are not supported (quantization_config: {kind}), except fp8 with "
+            "weight_block_size: use such a one, or the original weights"
+        )
+    return int(block[0]), int(block[1])
