@@ -27,6 +27,7 @@ from workers.kernels.interpreted import is_interpreted
 from workers.kernels.select import TORCH, Kernels, kernels_for
 from workers.kernels.triton_attention import PlanShape
 from workers.kernels.triton_sampling import _gumbel, _philox
+from workers.sampling import sampler
 from workers.sampling.philox import gumbel
 from workers.sampling.sampler import draw
 from workers.types import SamplingBatch, SamplingParams

@@ -165,3 +165,27 @@ def test_server_seeds_repeat_and_drawn_ones_do_not() -> None:
 def test_a_vanishing_temperature_is_greedy() -> None:
     request = CompletionRequest(prompt="x", temperature=1e-7)
     assert submit_from(request, [1], id=1, seed=5, limits=LIMITS).sampling.temperature == 0
+
+
+def test_a_single_token_of_room_is_room() -> None:
+    assert submit(99).max_tokens == 1
+    with pytest.raises(BadRequest, match="shorten it"):
+        submit(100)
+
+
+def test_a_request_may_ask_for_the_largest_tree_and_no_larger() -> None:
+    assert submit(speculative={"num_speculative_tokens": 16}).speculation.num_tokens == 16
+    with pytest.raises(BadRequest, match="17 is more than this service's 16"):
+        submit(speculative={"num_speculative_tokens": 17})
+
+
+def test_what_does_not_fit_says_so_by_code() -> None:
+    with pytest.raises(BadRequest, match="ask for at most 5") as caught:
+        submit(95, min_tokens=9)
+    assert (caught.value.param, caught.value.code) == ("min_tokens", "context_length_exceeded")
+
+
+def test_asking_for_drafts_without_a_drafter_is_told_plainly() -> None:
+    request = CompletionRequest(prompt="x", speculative={"num_speculative_tokens": 2})  # type: ignore[arg-type]
+    with pytest.raises(BadRequest, match="^speculative: this service runs without a drafter; leave it out$"):
+        submit_from(request, [1], id=1, seed=5, limits=replace(LIMITS, num_draft_tokens=0))

@@ -271,3 +271,19 @@ def test_the_cut_does_not_depend_on_the_pieces(seed: int) -> None:
     text = "".join(chance.choices("ab", k=30))
     stops = ["".join(chance.choices("ab", k=chance.randint(2, 6))) for _ in range(3)]
     assert len({cut(text, stops, seed=other) for other in range(5)}) == 1
+
+
+def test_text_that_is_no_unicode_is_refused_with_its_reason(tokenizer: Tokenizer) -> None:
+    with pytest.raises(PromptError, match="^the text is not valid Unicode: surrogates not allowed$") as caught:
+        tokenizer.encode("\ud800")
+    assert caught.value.param == "prompt"
+
+
+def test_special_tokens_are_hidden_by_default_those_that_were_added_too(tmp_path: Path) -> None:
+    fast = PreTrainedTokenizerFast.from_pretrained(str(MODEL))
+    fast.add_tokens([tokenizers.AddedToken("<|turn|>", special=True)], special_tokens=True)
+    fast.save_pretrained(tmp_path)
+    tokenizer = Tokenizer(str(tmp_path))
+    [added] = tokenizer.encode("<|turn|>", add_special_tokens=False)
+    assert not tokenizer.shows(added) and tokenizer.shows(added, skip_special_tokens=False)
+    assert tokenizer.decode([added]) == "" and tokenizer.decode([added], skip_special_tokens=False) == "<|turn|>"

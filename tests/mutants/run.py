@@ -89,10 +89,17 @@ def read_groups(modules: list[str]) -> list[Group]:
     groups = [
         Group(name=name, modules=[m for m in group["modules"] if m in modules or not modules], tests=group["tests"])
         for name, group in tomllib.loads((HERE / "groups.toml").read_text()).items()
+        if name != "moved"
     ]
     if unknown := set(modules) - {module for group in groups for module in group.modules}:
         raise SystemExit(f"groups.toml has no module {', '.join(sorted(unknown))}")
     return [group for group in groups if group.modules]
+
+
+def read_moved() -> dict[str, str]:
+    """Former paths of modules, by their paths."""
+    moved: dict[str, str] = tomllib.loads((HERE / "groups.toml").read_text())["moved"]
+    return moved
 
 
 def read_explained() -> set[Change]:
@@ -133,9 +140,14 @@ def try_mutants(group: Group, asked: argparse.Namespace) -> list[Tried]:
 
 
 def sample(module: str, count: int, seed: str) -> list[str]:
-    """Up to `count` mutants of a module, in an order that changes of other functions leave alone."""
+    """Up to `count` mutants of a module, in an order that a move and changes of other functions leave alone."""
+    now, once = (path.removesuffix(".py").replace("/", ".") for path in (module, read_moved().get(module, module)))
+
+    def order(name: str) -> bytes:
+        return sha256(f"{seed} {once}{name.removeprefix(now)}".encode()).digest()
+
     chosen: list[str] = []
-    for name in sorted(mutants_of(module), key=lambda name: sha256(f"{seed} {name}".encode()).digest()):
+    for name in sorted(mutants_of(module), key=order):
         if len(chosen) == count:
             break
         if not Change.of_diff(module, get_diff_for_mutant(name, path=module)).is_noise:
