@@ -326,7 +326,7 @@ def test_a_pod_answers_what_it_was_asked_before_ray_stops(service: dict[str, Any
     """Deleting a pod starts no drain of Serve's, and `ray stop` ends the replica in the middle of its answers."""
     spec = worker_group(service)["template"]["spec"]
     shell, flag, script = ray_container(worker_group(service))["lifecycle"]["preStop"]["exec"]["command"]
-    waits, limit = re.fullmatch(r"python -m (cluster\.\w+) --limit (\d+); ray stop", script).groups()
+    waits, limit = re.fullmatch(r"python -m ([\w.]+) --limit (\d+); ray stop", script).groups()
     assert (shell, flag, importlib.import_module(waits).__name__) == ("/bin/sh", "-c", "cluster.serve.drain")
     assert int(limit) + RAY_STOP_S <= spec["terminationGracePeriodSeconds"]
 
@@ -369,7 +369,7 @@ def test_the_pod_that_answers_requests_knows_the_api_key(service: dict[str, Any]
 
 def test_the_service_reads_the_api_key_of_its_pod() -> None:
     """Without this the manifests would start an open service."""
-    assert any("SECATEUR_API_KEY" in path.read_text() for path in (ROOT / "cluster").glob("*.py"))
+    assert any("SECATEUR_API_KEY" in path.read_text() for path in (ROOT / "cluster").rglob("*.py"))
 
 
 def test_no_container_may_gain_privileges() -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from fakes import Bench, Counting, RandomLanguage, say
 
-from verifier import switch
+from verifier.adaptive import gate
 from workers.comm.ipc import Speculation
 from workers.config import Prices, PruneConfig, TreeConfig
 from workers.kv_cache import Found, OutOfPages, PageAllocator
@@ -204,7 +204,7 @@ def test_a_request_that_drafts_shares_only_what_the_drafter_holds_too(method):
 
 
 def test_while_auto_does_not_draft_the_third_request_finds_what_the_second_had_fed(monkeypatch):
-    monkeypatch.setattr(switch.Switch, "_may_try", False)
+    monkeypatch.setattr(gate, "_FIRST_GAP", 10**9)  # no probes
     dear = PruneConfig(auto=True, prices=Prices(step=1.0, row=1.0, draft=1000.0, level=1000.0))
     with Bench(RandomLanguage(), "eagle3", replace(TREES["dynamic"], prune=dear)) as bench:
         fed = []

@@ -73,7 +73,7 @@ def check_packages(expected: str) -> None:
     Only a warning when just the place differs (another node, another checkout): what must hold is that it is ours.
     """
     found = packages_folder()
-    if not (Path(found) / "workers" / "ipc.py").exists():
+    if not (Path(found) / "workers" / "comm" / "ipc.py").exists():
         raise ImportError(
             f"'workers' is imported from {found}, which is not Secateur's (expected {expected}); "
             f"start Ray from another folder. sys.path begins with {sys.path[:3]}"

@@ -246,7 +246,7 @@ def test_a_client_that_leaves_ends_the_work_on_its_texts(
         tokenizing, left = running.service.tokenizing, list[bool]()
         leaving = threading.Thread(target=lambda: left.append(leaves(running, path, body)))
         leaving.start()
-        wait_for(lambda: busy(tokenizing), 20)
+        wait_for(lambda: busy(tokenizing), 60)  # millions of ids are read first
         started = time.monotonic()
         leaving.join()
         assert left == [True]
