@@ -32,16 +32,16 @@ test: $(VENV)/.installed-test ## every test that needs no GPU
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n $(JOBS) --dist loadfile
 
 parity: $(VENV)/.installed-test ## the full matrix of comparisons on real engines (long)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --full $(addprefix tests/test_, parity.py constraints_engine.py preemption.py mixed_batch.py simulated_cuda.py captured_classes.py)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --full $(addprefix tests/end_to_end/test_, parity.py constraints_engine.py preemption.py mixed_batch.py simulated_cuda.py captured_classes.py)
 
 mutants: $(VENV)/.installed-mutants ## plant small faults one by one, show those that no quick test notices (MODULES=...; under an hour)
-	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants/run.py --jobs $(JOBS) $(MODULES)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants.run --jobs $(JOBS) $(MODULES)
 
 gpu: ## tests and benchmarks on a CUDA machine, with the interpreter PYTHON as it is; installs nothing
 	@$(PYTHON) -c 'import pytest, torch' || { echo 'make gpu: $(PYTHON) lacks pytest or torch; set PYTHON=...' >&2; exit 1; }
 	PYTHONPATH=. $(PYTHON) -m pytest tests/gpu
 	@if $(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; \
-	then set -e; PYTHONPATH=. $(PYTHON) tests/bench/kernels.py; \
+	then set -e; PYTHONPATH=. $(PYTHON) -m tests.bench.kernels; \
 	for command in latency throughput step 'latency $(ON_8B) --contestants off,dynamic,auto,generate,assisted' \
 		'throughput $(ON_8B) --contestants off,dynamic,auto --temperatures 0' 'step $(ON_8B)'; \
 	do PYTHONPATH=. $(PYTHON) -m secateur bench $$command --device cuda --output $(RESULTS); done; \
@@ -49,10 +49,10 @@ gpu: ## tests and benchmarks on a CUDA machine, with the interpreter PYTHON as i
 
 bench: export GLIBC_TUNABLES = glibc.malloc.hugetlb=1
 bench: $(VENV)/.installed-test ## measure acceptance, speed, the parts of a step, a service and predictions (some three hours)
-	$(BIN)/python tests/bench/pruning.py
-	$(BIN)/python tests/bench/sampler.py --prompts 30 --rounds 4 --temperatures 0.3 0.5 0.7
-	$(BIN)/python tests/bench/sampler.py --target-cost 300m --prompts 12 --rounds 4
-	$(BIN)/python tests/bench/planner.py --rounds 3
+	$(BIN)/python -m tests.bench.pruning
+	$(BIN)/python -m tests.bench.sampler --prompts 30 --rounds 4 --temperatures 0.3 0.5 0.7
+	$(BIN)/python -m tests.bench.sampler --target-cost 300m --prompts 12 --rounds 4
+	$(BIN)/python -m tests.bench.planner --rounds 3
 	$(BIN)/secateur bench acceptance --concurrency 16 --output $(RESULTS)
 	$(BIN)/secateur bench latency --output $(RESULTS)
 	$(BIN)/secateur bench throughput --output $(RESULTS)
@@ -61,8 +61,8 @@ bench: $(VENV)/.installed-test ## measure acceptance, speed, the parts of a step
 	$(BIN)/secateur bench latency $(ON_300M) --batches 1 --num-prompts 1 --rounds 8 --output $(RESULTS)
 	$(BIN)/secateur bench throughput $(ON_300M) --contestants off,chain,static,auto --batches 2 4 8 16 32 \
 		--temperatures 0 --max-tokens 32 --rounds 6 --output $(RESULTS)
-	$(BIN)/python tests/bench/one_process.py --batches 1 2 4 8 16 32 --seconds 75 --out $(RESULTS)
-	$(BIN)/python tests/bench/one_process.py $(ON_300M) --batches 2 4 8 16 32 --max-tokens 32 \
+	$(BIN)/python -m tests.bench.one_process --batches 1 2 4 8 16 32 --seconds 75 --out $(RESULTS)
+	$(BIN)/python -m tests.bench.one_process $(ON_300M) --batches 2 4 8 16 32 --max-tokens 32 \
 		--rounds 2 --seconds 150 --out $(RESULTS)
 	$(BIN)/secateur bench step $(ON_300M) --batches 1 8 --nodes 0 4 8 16 --rounds 2 --output $(RESULTS)
 

@@ -1,13 +1,11 @@
-"""Shared by all tests: helpers beside the tests are imported by their plain name (`import checkpoints`)."""
+"""Options, hypothesis profiles and Triton's interpreter, for all tests. Helpers are in tests/support."""
 
 import importlib.util
 import os
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
 # Without a GPU Triton's kernels run in Python; Triton reads this when it is first imported, by whomever.
 if not any(Path("/dev").glob("nvidia[0-9]*")):
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -24,7 +24,7 @@ import yaml
 from secateur.config import AppArgs
 from secateur.errors import ConfigError
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[1]
 MANIFESTS = ROOT / "manifests"
 OVERLAYS = sorted(path.parent for path in MANIFESTS.glob("overlays/*/rayservice.yaml"))
 KUSTOMIZATIONS = sorted(path.parent for path in MANIFESTS.rglob("kustomization.yaml"))

@@ -19,7 +19,7 @@ import pytest
 from packaging.requirements import Requirement
 from setuptools import find_packages
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[1]
 PACKAGES = {"secateur", "workers", "drafter", "verifier", "cluster"}
 README = (ROOT / "README.md").read_text()
 PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())

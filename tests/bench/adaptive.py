@@ -1,6 +1,6 @@
 """What `auto` earns on a clock of chosen prices, and what each of its parts earns: free of a machine's noise.
 
-    python tests/bench/adaptive.py [--batches 1 8] [--temperatures 0 1] [--variants "as it is" "no calibration"]
+    python -m tests.bench.adaptive [--batches 1 8] [--temperatures 0 1] [--variants "as it is" "no calibration"]
 
 The bundled pair's real tokens; for each set of prices the tokens per millisecond, prompts included, relative to no
 speculation: of trees of 16 and of 2 nodes, of `auto` as it starts, and of `auto` once it has seen the prompts. Each
@@ -12,22 +12,18 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from operator import mul
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
-sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent.parent)]
+import numpy as np
+import torch
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from clockwork import AUTO, FIXED, OFF, Prices, bench  # noqa: E402
-
-from verifier.adaptive import calibration, controller, cost_model, gate, prompt_lookup  # noqa: E402
-from workers.comm.ipc import Speculation  # noqa: E402
+from tests.support.clockwork import AUTO, FIXED, OFF, Prices, bench
+from verifier.adaptive import calibration, controller, cost_model, gate, prompt_lookup
+from workers.comm.ipc import Speculation
 
 PRICES = {
     "two quiet CPU cores": Prices(fixed=2, row=0.2, message=0.4, fed=0.02, level=0.75, node=0.03),

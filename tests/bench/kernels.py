@@ -1,6 +1,6 @@
 """Microseconds of each kernel in torch and in Triton, and of passes and trees launched and replayed. Needs CUDA.
 
-    python tests/bench/kernels.py
+    python -m tests.bench.kernels
 
 Trees have 17 rows; attention has 32 query and 8 key-value heads of width 128 in bfloat16.
 """
@@ -12,24 +12,21 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent.parent)]
+import torch
 
-import torch  # noqa: E402
-from attention_cases import Batch  # noqa: E402
-from checkpoints import load_eagle3  # noqa: E402
-from engines import BUNDLED, DYNAMIC, bundled  # noqa: E402
-from test_unrolled_models import message  # noqa: E402
-
-from drafter.proposers.base import FeatureProposer, head_graphs, unrolled_head  # noqa: E402
-from drafter.tree.shape import make_shape  # noqa: E402
-from drafter.worker import draft  # noqa: E402
-from workers.cuda_graphs import decoder_graphs  # noqa: E402
-from workers.kernels import fused, reference  # noqa: E402
-from workers.models.decoder import Decoder  # noqa: E402
-from workers.models.readers import read_spec  # noqa: E402
-from workers.types import SamplingBatch, SamplingParams  # noqa: E402
+from drafter.proposers.base import FeatureProposer, head_graphs, unrolled_head
+from drafter.tree.shape import make_shape
+from drafter.worker import draft
+from tests.drafter.tree.test_unrolled_models import message
+from tests.support.attention_cases import Batch
+from tests.support.checkpoints import load_eagle3
+from tests.support.engines import BUNDLED, DYNAMIC, bundled
+from workers.cuda_graphs import decoder_graphs
+from workers.kernels import fused, reference
+from workers.models.decoder import Decoder
+from workers.models.readers import read_spec
+from workers.types import SamplingBatch, SamplingParams
 
 SETS = (reference, fused)
 

@@ -1,6 +1,6 @@
 """`auto` and the fixed shapes beside no speculation, all in one process on one copy of the weights.
 
-    python tests/bench/one_process.py [--target-cost 300m] [--batches 2 8] [--shapes auto] [--rounds 8] [--seconds 60]
+    python -m tests.bench.one_process [--target-cost 300m] [--batches 2 8] [--shapes auto] [--rounds 8] [--seconds 60]
         [--temperatures 0.7 --top-k 20 --top-p 0.8 --repetition-penalty 1.05] [--processes 3] [--out DIR]
 
 `secateur bench throughput` compares running services, each with its own copy of the target. On a shared machine such
@@ -26,7 +26,6 @@ import json
 import math
 import random
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -37,20 +36,18 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
 
-sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent.parent)]
+import torch
 
-import cluster.bench  # noqa: E402, F401, I001  # memory as workers have it, before torch is asked for any
-import torch  # noqa: E402
-from cluster.bench.setup import scaled, workload  # noqa: E402
-from cluster.bench.speed import drafter_of  # noqa: E402
-from engine_here import EngineHere, Pair, engine_here  # noqa: E402
-from secateur.bench import Contestant as Name  # noqa: E402
-from secateur.bench import SpeedPlan, TargetSize  # noqa: E402
-from secateur.config import EngineArgs  # noqa: E402
-from secateur.prompts import BUNDLED_PROMPTS, read_prompts  # noqa: E402
-from workers.gc_freeze import freeze_start_up  # noqa: E402
-from workers.comm.ipc import Speculation, Submit  # noqa: E402
-from workers.types import Constraints, SamplingParams  # noqa: E402
+from cluster.bench.setup import scaled, workload
+from cluster.bench.speed import drafter_of
+from secateur.bench import Contestant as Name
+from secateur.bench import SpeedPlan, TargetSize
+from secateur.config import EngineArgs
+from secateur.prompts import BUNDLED_PROMPTS, read_prompts
+from tests.support.engine_here import EngineHere, Pair, engine_here
+from workers.comm.ipc import Speculation, Submit
+from workers.gc_freeze import freeze_start_up
+from workers.types import Constraints, SamplingParams
 
 OFF = Speculation(enabled=False)
 SHAPES: tuple[Name, ...] = ("chain", "static", "auto")

@@ -1,6 +1,6 @@
 """How well `secateur plan` predicts: profiles an engine at some configurations, predicts others, measures those.
 
-    python tests/bench/planner.py [--target-cost 512x12] [--max-batch 8] [--rounds 3] [--out tests/bench/results]
+    python -m tests.bench.planner [--target-cost 512x12] [--max-batch 8] [--rounds 3] [--out tests/bench/results]
 
 The unseen configurations have a batch, a node budget and a context that the profile lacks. Each answers four batches of
 requests in a closed loop; what is predicted is the throughput of the whole run, prompts and end included, by simulating
@@ -20,19 +20,16 @@ import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent.parent)]
+import numpy as np
+import torch
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from engines import BUNDLED, DYNAMIC, bundled, prompts  # noqa: E402
-
-from cluster.bench.runner import Frame, Runner  # noqa: E402
-from cluster.planner.acceptance import curve  # noqa: E402
-from cluster.planner.costs import Costs  # noqa: E402
-from cluster.planner.fit import fit  # noqa: E402
-from cluster.planner.fleet import SPREAD, Fleet, Load, Replica, simulate  # noqa: E402
-from cluster.planner.outlook import hardware_name  # noqa: E402
-from cluster.planner.profile import (  # noqa: E402
+from cluster.bench.runner import Frame, Runner
+from cluster.planner.acceptance import curve
+from cluster.planner.costs import Costs
+from cluster.planner.fit import fit
+from cluster.planner.fleet import SPREAD, Fleet, Load, Replica, simulate
+from cluster.planner.outlook import hardware_name
+from cluster.planner.profile import (
     Cell,
     Grid,
     Profiler,
@@ -43,8 +40,9 @@ from cluster.planner.profile import (  # noqa: E402
     profiled,
     watch,
 )
-from secateur.plan import CostTable  # noqa: E402
-from workers.config import EngineConfig  # noqa: E402
+from secateur.plan import CostTable
+from tests.support.engines import BUNDLED, DYNAMIC, bundled, prompts
+from workers.config import EngineConfig
 
 BATCHES_PER_RUN = 4
 A_MOMENT = 1e-6
@@ -196,7 +194,7 @@ def main() -> None:
         table, rows = run(config, grid, args.rounds)
     seconds = time.perf_counter() - began
     name, date = args.target_cost or "bundled", datetime.date.today().isoformat()
-    command = "python tests/bench/planner.py " + " ".join(sys.argv[1:])
+    command = "python -m tests.bench.planner " + " ".join(sys.argv[1:])
     args.out.mkdir(parents=True, exist_ok=True)
     stem = args.out / f"{date}-planner-{name}-{args.device}"
     report = {

@@ -1,21 +1,16 @@
 """What the two pruning thresholds cost and save on the bundled pair, and that they change no output:
 
-    python tests/bench/pruning.py
+    python -m tests.bench.pruning
 
 prints a table for each.
 """
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import NamedTuple
 
-sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent.parent)]
-
-from engines import Answer, Job, Runner, bundled, prompts, pruned  # noqa: E402
-
-from workers.comm.ipc import Speculation  # noqa: E402
+from tests.support.engines import Answer, Job, Runner, bundled, prompts, pruned
+from workers.comm.ipc import Speculation
 
 THRESHOLDS = (0.0, 0.05, 0.1, 0.2, 0.4, 0.7, 1.0)
 HEADER = f"{'threshold':24} {'verified/token':>14} {'drafted/step':>12} {'acceptance length':>17}"

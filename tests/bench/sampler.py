@@ -1,6 +1,6 @@
 """What draft probabilities cost: time per emitted token with and without them, side by side in one engine.
 
-    python tests/bench/sampler.py [--rounds 9] [--prompts 6] [--temperatures 0.3] [--target-cost 300m] [--out FOLDER]
+    python -m tests.bench.sampler [--rounds 9] [--prompts 6] [--temperatures 0.3] [--target-cost 300m] [--out FOLDER]
 
 With a target cost, the target computes the bundled one's function at the cost of a larger model. Each prompt is
 answered under `rejection` with draft probabilities (minimum temperature 0), without them (deterministic drafts), and
@@ -23,16 +23,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent.parent)]
+import torch
 
-import torch  # noqa: E402
-from engines import DYNAMIC, Job, Runner, bundled, prompts  # noqa: E402
-
-from cluster.bench.scaled import ScaledPair, scaled_pair  # noqa: E402
-from secateur.bench import TargetSize  # noqa: E402
-from workers.comm.ipc import Speculation  # noqa: E402
-from workers.config import AcceptanceConfig, EngineConfig  # noqa: E402
-from workers.types import SamplingParams  # noqa: E402
+from cluster.bench.scaled import ScaledPair, scaled_pair
+from secateur.bench import TargetSize
+from tests.support.engines import DYNAMIC, Job, Runner, bundled, prompts
+from workers.comm.ipc import Speculation
+from workers.config import AcceptanceConfig, EngineConfig
+from workers.types import SamplingParams
 
 WAYS = {
     "without": Speculation(acceptance="rejection", draft_probs=False),
@@ -120,7 +118,7 @@ def main() -> None:
     report = {
         "date": date,
         "hardware": f"{platform.machine()} CPU, 1 thread a rank",
-        "command": shlex.join(["python", "tests/bench/sampler.py", *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", "tests.bench.sampler", *sys.argv[1:]]),
         "target": "the bundled one"
         if args.target_cost is None
         else f"cost-scaled to {args.target_cost}, same function",

@@ -1,7 +1,7 @@
 """Records what real engines answer, or compares it with a record: proof that a change leaves every token as it was.
 
-    python tests/bench/seeded_outputs.py record tests/bench/results/seeded-outputs.json
-    python tests/bench/seeded_outputs.py compare tests/bench/results/seeded-outputs.json
+    python -m tests.bench.seeded_outputs record tests/bench/results/seeded-outputs.json
+    python -m tests.bench.seeded_outputs compare tests/bench/results/seeded-outputs.json
 
 Greedy and coupled answers hold on every machine, up to near-ties of floating point. Answers under `rejection` hold for
 one seed and one shape of trees, so requests run one at a time and `auto` is off.
@@ -17,13 +17,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent.parent)]
-
-from engines import AUTO, CHAIN, DYNAMIC, STATIC, Job, Runner, bundled, prompts, pruned  # noqa: E402
-from test_methods import METHODS, some_prompts  # noqa: E402
-
-from workers.config import AcceptanceConfig, EngineConfig  # noqa: E402
-from workers.types import Constraints, SamplingParams  # noqa: E402
+from tests.end_to_end.test_methods import METHODS, some_prompts
+from tests.support.engines import AUTO, CHAIN, DYNAMIC, STATIC, Job, Runner, bundled, prompts, pruned
+from workers.config import AcceptanceConfig, EngineConfig
+from workers.types import Constraints, SamplingParams
 
 NUM_TOKENS = 32
 SAMPLINGS = {

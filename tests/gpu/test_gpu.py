@@ -11,9 +11,20 @@ from uuid import uuid4
 
 import pytest
 import torch
-from engines import AUTO, BUNDLED, CHAIN, DYNAMIC, STATIC, Job, Runner, bundled, prompts, transformers_greedy
 
 from cluster import local_engine, rank_placement
+from tests.support.engines import (
+    AUTO,
+    BUNDLED,
+    CHAIN,
+    DYNAMIC,
+    STATIC,
+    Job,
+    Runner,
+    bundled,
+    prompts,
+    transformers_greedy,
+)
 from workers.config import EngineConfig, TreeConfig
 from workers.models.decoder import Decoder
 from workers.models.readers import read_spec

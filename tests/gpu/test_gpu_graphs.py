@@ -6,11 +6,11 @@ from functools import partial
 
 import pytest
 import torch
-from attention_cases import Batch
-from engines import BUNDLED, DYNAMIC, bundled
-from test_graphs import STEPS
-from test_unrolled_models import assert_same_trees, proposers
 
+from tests.drafter.tree.test_unrolled_models import assert_same_trees, proposers
+from tests.support.attention_cases import Batch
+from tests.support.engines import BUNDLED, DYNAMIC, bundled
+from tests.workers.test_cuda_graphs import STEPS
 from workers.cuda_graphs import Recorder, decoder_graphs
 from workers.kernels.select import kernels_for
 from workers.models.decoder import Decoder

@@ -6,11 +6,11 @@ import random
 
 import pytest
 import torch
-from attention_cases import CHAIN, LONG_CHAIN, RAGGED, TWO_BY_TWO, Batch, compare
-from test_kernels import *  # noqa: F403  # the tests
-from test_kernels import TOLERANCE
-from test_pointwise import *  # noqa: F403  # the tests
 
+from tests.support.attention_cases import CHAIN, LONG_CHAIN, RAGGED, TWO_BY_TWO, Batch, compare
+from tests.workers.kernels.test_kernels import *  # noqa: F403  # the tests
+from tests.workers.kernels.test_kernels import TOLERANCE
+from tests.workers.kernels.test_pointwise import *  # noqa: F403  # the tests
 from workers.kernels import fused, reference
 from workers.types import SamplingBatch, SamplingParams
 

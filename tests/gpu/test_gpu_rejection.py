@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from sampled_trees import TREE, draft, pack
 
 from drafter.tree.frontier import DraftVocabulary
 from drafter.tree.sample import quantise
+from tests.support.sampled_trees import TREE, draft, pack
 from verifier.acceptance.rejection import accept_rejection
 from workers.types import Rule, SamplingBatch, SamplingParams, Verdict
 

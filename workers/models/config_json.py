@@ -14,6 +14,7 @@ SUPPORTED_ARCHITECTURES = {
     "MiMoForCausalLM": "mimo",  # Qwen2 with a multi-token prediction layer
 }
 
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON file as a dict, {} if it does not exist. Raises ValueError for any other content."""
     if not path.exists():

@@ -48,7 +48,7 @@ TESTED = frozenset(
     phi3 phimoe qwen2_moe qwen3_moe seed_oss smollm3 solar_open starcoder2 vaultgemma
     """.split()
 )
-"""Model types whose logits are compared with transformers' own in tests/test_architectures.py."""
+"""Model types whose logits are compared with transformers' own in tests/workers/models/test_architectures.py."""
 
 _GENERATING = ("ForCausalLM", "ForConditionalGeneration")
 _LAYER_TYPES = {"full_attention", "sliding_attention"}

@@ -1,0 +1,174 @@
+"""Answers as they come, as server-sent events; OpenAI's clients and ours read them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Callable
+
+import httpx2
+import pytest
+from openai import OpenAI
+from openai.types.chat import ChatCompletionChunk
+
+from cluster.http.streaming import EventStream
+from cluster.http.tokenizer import Tokenizer
+from secateur import AsyncClient, Client
+from tests.support.fake_service import ANSWER, FakeService, stream
+
+# Streams
+
+
+def test_all_chunks_of_a_stream_were_created_at_one_time(own: Callable[..., FakeService]) -> None:
+    with own(engine={"step_s": 0.4}).http() as http:
+        *chunks, _ = stream(http, "/v1/completions", prompt="a", max_tokens=64)
+    assert len(chunks) >= 3
+    assert len({chunk["created"] for chunk in chunks}) == 1
+
+
+def test_a_stream_of_a_chat_is_openai_s(http: httpx2.Client) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    *chunks, usage, done = stream(
+        http, "/v1/chat/completions", messages=messages, stream_options={"include_usage": True}
+    )
+    assert done == "[DONE]"
+    parsed = [ChatCompletionChunk.model_validate(chunk) for chunk in chunks]
+    assert parsed[0].choices[0].delta.role == "assistant"
+    assert all(chunk.choices[0].delta.role is None for chunk in parsed[1:])
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in parsed) == ANSWER
+    assert [chunk.choices[0].finish_reason for chunk in parsed] == [None] * (len(parsed) - 1) + ["stop"]
+    assert len({chunk.id for chunk in parsed}) == 1
+    assert usage["choices"] == []
+    assert ChatCompletionChunk.model_validate(usage).usage.completion_tokens > 0
+
+
+def test_a_stream_of_completions_tells_every_choice(http: httpx2.Client) -> None:
+    *chunks, done = stream(http, "/v1/completions", prompt=["a", "b"], max_tokens=64)
+    texts = ["", ""]
+    for chunk in chunks:
+        assert chunk["object"] == "text_completion"
+        [choice] = chunk["choices"]
+        texts[choice["index"]] += choice["text"]
+    assert texts == [ANSWER, ANSWER]
+    assert done == "[DONE]"
+
+
+def test_a_step_is_one_event_at_once(own: Callable[..., FakeService], tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("one two three four five six")
+    running = own(engine={"step_s": 0.15}, script=lambda submit: [ids[:2], ids[2:4], ids[4:]])
+    times = []
+    with running.http() as http:
+        body = {"prompt": "x", "max_tokens": 64, "stream": True}
+        with http.stream("POST", "/v1/completions", json=body) as response:
+            for line in response.iter_lines():
+                if line.startswith("data: {"):
+                    times.append(time.monotonic())
+    assert len(times) == 3
+    assert all(later - earlier > 0.1 for earlier, later in zip(times, times[1:], strict=False))
+
+
+def test_every_chunk_may_tell_its_own_answer_s_usage(http: httpx2.Client) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, totals, _ = stream(
+        http, "/v1/completions", prompt=["a", "b c"], n=2, temperature=1, max_tokens=12, stream_options=options
+    )
+    for index, num_prompt in enumerate([1, 1, 2, 2]):
+        usages = [chunk["usage"] for chunk in chunks if chunk["choices"][0]["index"] == index]
+        assert [usage["completion_tokens"] for usage in usages] == [3, 6, 9, 12]
+        assert {usage["prompt_tokens"] for usage in usages} == {num_prompt}
+    assert totals["usage"]["completion_tokens"] == 48
+    assert totals["usage"]["prompt_tokens"] == 3
+
+
+def test_every_chunk_of_a_chat_may_tell_its_usage(http: httpx2.Client) -> None:
+    """The opening one too: clients read `chunk.usage.prompt_tokens` of each."""
+    asked = {"messages": [{"role": "user", "content": "Hi"}], "n": 2, "max_tokens": 6}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, totals, _ = stream(http, "/v1/chat/completions", **asked, stream_options=options)
+    prompt = totals["usage"]["prompt_tokens"]
+    for index in (0, 1):
+        usages = [chunk["usage"] for chunk in chunks if chunk["choices"][0]["index"] == index]
+        assert [usage["completion_tokens"] for usage in usages] == [0, 3, 6]
+        assert {usage["prompt_tokens"] for usage in usages} == {prompt}
+        assert [usage["total_tokens"] for usage in usages] == [prompt, prompt + 3, prompt + 6]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_who_wants_no_usage_gets_none(service: FakeService, path: str) -> None:
+    asked = {"prompt": "a"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "a"}]}
+    options = {"include_usage": False, "continuous_usage_stats": True}
+    with service.http() as http:
+        with http.stream("POST", path, json={**asked, "stream": True, "stream_options": options}) as response:
+            assert response.headers["x-secateur-ignored"] == "stream_options.continuous_usage_stats"
+            assert "usage" not in response.read().decode()
+        *chunks, totals, _ = stream(http, path, **asked, stream_options={"continuous_usage_stats": True})
+    assert all("usage" in chunk for chunk in chunks) and totals["choices"] == [] and totals["usage"]
+
+
+def test_a_stream_and_the_whole_answer_agree(http: httpx2.Client) -> None:
+    whole = http.post("/v1/completions", json={"prompt": "a", "max_tokens": 64, "stop": "x +"}).json()
+    chunks = stream(http, "/v1/completions", prompt="a", max_tokens=64, stop="x +")[:-1]
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole["choices"][0]["text"]
+
+
+def test_statistics_end_a_stream(http: httpx2.Client) -> None:
+    *_, last, done = stream(http, "/v1/completions", prompt="a", return_speculative_stats=True)
+    assert last["speculative"]["num_drafts"] == 2
+    assert done == "[DONE]"
+
+
+# Clients
+
+
+def test_openai_s_own_client_is_content(service: FakeService) -> None:
+    client = OpenAI(base_url=f"{service.url}/v1", api_key="unused")
+    assert client.models.list().data[0].id == "fake-model"
+    chunks = client.chat.completions.create(
+        model="fake-model",
+        messages=[{"role": "user", "content": "Hi"}],
+        stream=True,
+        extra_body={"min_p": 0.1, "speculative": {"enabled": False}},
+    )
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == ANSWER
+
+
+def test_our_own_client_is_content(service: FakeService) -> None:
+    with Client(service.url) as client:
+        assert client.health()
+        assert client.complete("def", max_tokens=64).text == ANSWER
+        assert "".join(chunk.text for chunk in client.stream_chat("Hi")) == ANSWER
+        assert client.detokenize(client.tokenize("def f").tokens).prompt == "def f"
+        answer = client.chat("Hi", n=2, logprobs=True, top_logprobs=1)
+        assert [choice.index for choice in answer.choices] == [0, 1]
+        assert answer.choices[1].logprobs.content[0].top_logprobs[0].logprob == -0.5
+        chunks = client.stream_complete("def", max_tokens=64, logprobs=0)
+        assert sum(len(chunk.choices[0].logprobs.tokens) for chunk in chunks if chunk.choices[0].logprobs) > 0
+
+
+async def test_many_clients_at_once_get_their_own_answers(service: FakeService) -> None:
+    import asyncio
+
+    async with AsyncClient(service.url) as client:
+        answers = await asyncio.gather(*(client.complete("def", max_tokens=64) for _ in range(24)))
+    assert all(answer.text == ANSWER for answer in answers)
+
+
+async def test_a_stream_that_breaks_closes_what_it_is_made_from_at_once() -> None:
+    """Not when the last reference to it goes, which a traceback may hold."""
+    closed = []
+
+    async def endless(name: str, source: AsyncGenerator[str] | None = None) -> AsyncGenerator[str]:
+        try:
+            while True:
+                yield name if source is None else await anext(source)
+        finally:
+            closed.append(name)
+
+    async def send(message: dict[str, object]) -> None:
+        if message["type"] == "http.response.body":
+            raise OSError("the client has left")
+
+    pieces = endless("pieces")
+    events = endless("events", pieces)
+    with pytest.raises(OSError, match="has left"):
+        await EventStream(events, pieces, {}).stream_response(send)
+    assert closed == ["events", "pieces"]

@@ -1,0 +1,280 @@
+"""A service under load, losing its engine or its clients; what it tells those who run it."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from shutil import copytree
+from typing import Any
+
+import httpx2
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+import secateur
+from cluster.http.tokenizer import IncrementalDetokenizer, Tokenizer
+from tests.support.fake_service import ANSWER, CONFIG, FakeService, error_of, fake_service, wait_for
+
+MODEL = Path(secateur.__file__).parent / "bundled" / "target"
+
+# Load, loss, leaving
+
+
+def test_too_many_requests_are_told_to_come_back(own: Callable[..., FakeService]) -> None:
+    running = own(max_pending=1)
+    running.engine.hold.set()
+    with running.http() as http, running.http() as other:
+        body = {"prompt": "a", "stream": True}
+        request = http.build_request("POST", "/v1/completions", json=body)
+        first: list[httpx2.Response] = []
+        waiting = threading.Thread(target=lambda: first.append(http.send(request)))
+        waiting.start()
+        wait_for(lambda: running.client.num_pending == 1)
+        response = other.post("/v1/completions", json={"prompt": "b"})
+        assert response.status_code == 429
+        assert int(response.headers["Retry-After"]) >= 1
+        assert error_of(response)["type"] == "rate_limit_error"
+        running.engine.hold.clear()
+        waiting.join()
+        assert first[0].status_code == 200
+        assert other.post("/v1/completions", json={"prompt": "b"}).status_code == 200
+        assert "secateur_requests_rejected_total" in other.get("/metrics").text
+
+
+def test_requests_that_are_tokenized_side_by_side_do_not_pass_the_limit_together(
+    own: Callable[..., FakeService], tokenizer: Tokenizer
+) -> None:
+    """All find room when they come; there is room for the first that is ready."""
+    running = own(max_pending=16)
+    running.engine.hold.set()
+    prompts = ["x = 1\n" * 300] * 16
+    codes: list[int] = []
+
+    def post() -> None:
+        with running.http() as http:
+            codes.append(http.post("/v1/completions", json={"prompt": prompts, "max_tokens": 1}).status_code)
+
+    threads = [threading.Thread(target=post) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    wait_for(lambda: len(codes) == 3, 20)
+    assert running.client.num_pending == 16
+    running.engine.hold.clear()
+    for thread in threads:
+        thread.join()
+    assert sorted(codes) == [200, 429, 429, 429]
+
+
+def test_a_dead_engine_is_a_503(own: Callable[..., FakeService]) -> None:
+    running = own()
+    running.engine.die()
+    wait_for(lambda: running.client.dead is not None)
+    with running.http() as http:
+        response = http.post("/v1/completions", json={"prompt": "a"})
+        assert response.status_code == 503
+        assert "Retry-After" in response.headers
+        assert error_of(response)["type"] == "service_unavailable_error"
+        assert http.get("/health").status_code == 503
+
+
+def test_an_engine_that_dies_under_a_stream_ends_it_with_an_error(
+    own: Callable[..., FakeService], tokenizer: Tokenizer
+) -> None:
+    ids = tokenizer.encode(ANSWER)
+    running = own(script=lambda submit: [ids[:3]] + [[ids[3]]] * 500, engine={"step_s": 0.05})
+    with running.http() as http:
+        body = {"prompt": "a", "max_tokens": 500, "stream": True}
+        with http.stream("POST", "/v1/completions", json=body) as response:
+            lines = response.iter_lines()
+            assert next(lines).startswith("data: {")
+            running.engine.die()
+            running.fail("drafter 0 died")
+            payloads = [line.removeprefix("data: ") for line in lines if line]
+    assert payloads[-1] == "[DONE]"
+    assert json.loads(payloads[-2])["error"]["message"] == "the engine is not available: drafter 0 died"
+
+
+@pytest.mark.parametrize("body", [{"stream": True}, {"stream": False}, {"n": 2}, {"stream": True, "n": 2}])
+def test_an_engine_that_dies_before_an_answer_has_begun_is_a_503_that_names_the_rank(
+    own: Callable[..., FakeService], body: dict[str, Any]
+) -> None:
+    """As when a rank is killed: the socket closes, a moment later its watcher says who it was."""
+    running = own()
+    running.engine.hold.set()
+    with running.http() as http:
+
+        def die() -> None:
+            running.engine.die()
+            threading.Timer(0.3, running.fail, ["verifier 1 died: the actor died unexpectedly"]).start()
+
+        threading.Timer(0.3, die).start()
+        response = http.post("/v1/completions", json={"prompt": "a", **body})
+    assert response.status_code == 503
+    assert int(response.headers["Retry-After"]) >= 1
+    error = error_of(response)
+    assert (error["type"], error["code"]) == ("service_unavailable_error", "engine_unavailable")
+    assert error["message"] == "the engine is not available: verifier 1 died: the actor died unexpectedly"
+
+
+def test_a_request_that_breaks_here_counts_as_an_error(
+    own: Callable[..., FakeService], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def feed(*args: Any) -> str:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(IncrementalDetokenizer, "feed", feed)
+    with own().http() as http:
+        assert http.post("/v1/completions", json={"prompt": "a"}).status_code == 500
+        metrics = http.get("/metrics").text
+    assert 'finished_reason="error"' in metrics and 'finished_reason="abort"' not in metrics
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_a_client_that_leaves_ends_its_requests_in_the_engine(
+    own: Callable[..., FakeService], tokenizer: Tokenizer, streamed: bool
+) -> None:
+    running = own(script=lambda submit: [[5]] * 1000, engine={"step_s": 0.02})
+    body = {"prompt": ["a", "b"], "max_tokens": 1000, "stream": streamed}
+    if streamed:
+        with running.http() as http, http.stream("POST", "/v1/completions", json=body) as response:
+            next(response.iter_lines())
+    else:
+        with running.http() as http, pytest.raises(httpx2.ReadTimeout):
+            http.post("/v1/completions", json=body, timeout=0.3)
+    wait_for(lambda: sorted(running.engine.aborted) == sorted(submit.id for submit in running.engine.submitted))
+    assert len(running.engine.aborted) == 2
+    assert running.client.num_pending == 0
+
+
+def test_a_client_that_leaves_while_it_waits_for_its_turn_is_forgotten(own: Callable[..., FakeService]) -> None:
+    running = own()
+    running.engine.hold.set()
+    with running.http() as http, pytest.raises(httpx2.ReadTimeout):
+        http.post("/v1/completions", json={"prompt": "a", "stream": True}, timeout=0.3)
+    wait_for(lambda: len(running.engine.aborted) == 1)
+
+
+# What tells
+
+
+def test_health_metrics_version_and_info(http: httpx2.Client) -> None:
+    http.post("/v1/completions", json={"prompt": "a", "max_tokens": 64})
+    assert http.get("/health").json() == {"status": "ok"}
+    assert http.get("/version").json()["version"]
+    info = http.get("/server_info").json()
+    assert info["topology"][0]["role"] == "verifier 0"
+    assert info["config"]["draft"]["tree"]["num_nodes"] == CONFIG.draft.tree.num_nodes
+
+
+def test_the_metrics_have_vllm_s_stems(own: Callable[..., FakeService]) -> None:
+    running = own(engine={"drafts": True}, script=lambda submit: [[5, 6, 7], [8, 9], [10]])
+    with running.http() as http:
+        http.post("/v1/completions", json={"prompt": "a", "max_tokens": 64})
+        text = http.get("/metrics").text
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    for stem in (
+        "spec_decode_num_drafts",
+        "spec_decode_num_draft_tokens",
+        "spec_decode_num_pruned_tokens",
+        "spec_decode_num_verified_tokens",
+        "spec_decode_num_accepted_tokens",
+        "num_preemptions",
+        "prefix_cache_queries",
+        "prefix_cache_hits",
+        "time_to_first_token_seconds",
+        "request_time_per_output_token_seconds",
+        "e2e_request_latency_seconds",
+        "request_success",
+        "prompt_tokens",
+        "generation_tokens",
+        "num_requests_running",
+        "num_requests_waiting",
+        "kv_cache_usage_perc",
+    ):
+        assert f"secateur_{stem}" in families, stem
+    assert families["secateur_spec_decode_num_drafts"].samples[0].value == 3
+    assert families["secateur_spec_decode_num_pruned_tokens"].samples[0].value == 7
+    assert families["secateur_num_preemptions"].samples[0].value == 5
+    assert families["secateur_prefix_cache_queries"].samples[0].value == 40
+    assert families["secateur_prefix_cache_hits"].samples[0].value == 16
+    for kind, expected in (
+        ("draft", [10, 5, 1]),
+        ("pruned", [4, 2, 1]),
+        ("verified", [6, 3]),
+        ("accepted", [2, 1]),  # of the answer; the others are the engine's
+    ):
+        samples = families[f"secateur_spec_decode_num_{kind}_tokens_per_pos"].samples
+        assert [(sample.labels["position"], sample.value) for sample in samples] == [
+            (str(position), value) for position, value in enumerate(expected)
+        ]
+
+
+def test_every_sample_says_which_replica_of_which_model_it_is(own: Callable[..., FakeService]) -> None:
+    running = own()
+    with running.http() as http:
+        http.post("/v1/completions", json={"prompt": "a", "max_tokens": 64})
+        text = http.get("/metrics").text
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    assert {sample.name.split("_")[0] for sample in samples} == {"secateur"}
+    assert {(s.labels["model_name"], s.labels["replica"]) for s in samples} == {("fake-model", "fake-replica")}
+    # One metric observed here, one read from the engine, as Prometheus reads them.
+    assert 'secateur_prompt_tokens_total{model_name="fake-model",replica="fake-replica"} ' in text
+    assert 'secateur_engine_steps_total{model_name="fake-model",replica="fake-replica"} ' in text
+
+
+def test_no_prompt_gets_into_the_log(service: FakeService, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG")
+    with service.http() as http:
+        http.post("/v1/completions", json={"prompt": "a very secret prompt", "max_tokens": 3, "temperatur": 1})
+    assert "secret" not in caplog.text
+    assert "temperatur" in caplog.text
+
+
+def test_tokenize_renders_chats_too(http: httpx2.Client, tokenizer: Tokenizer) -> None:
+    body = {"messages": [{"role": "user", "content": "Hi"}], "return_token_strs": True}
+    answer = http.post("/tokenize", json=body).json()
+    assert answer["tokens"] == tokenizer.encode_chat([{"role": "user", "content": "Hi"}])
+    assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
+    assert answer["max_model_len"] == 2048
+
+
+def test_tokenize_counts_what_a_chat_would_send(http: httpx2.Client, service: FakeService) -> None:
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello, wor"}]
+    for asked in ({}, {"continue_final_message": True}, {"add_generation_prompt": False}, {"add_special_tokens": True}):
+        told = http.post("/tokenize", json={"messages": messages, **asked}).json()
+        http.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 1, **asked})
+        assert told["tokens"] == service.engine.submitted[-1].prompt
+        assert told["token_strs"] is None
+
+
+def test_tokenize_tells_the_template_of_tools_and_of_its_own_arguments(script: Any, tmp_path: Path) -> None:
+    folder = copytree(MODEL, tmp_path / "model", ignore=lambda _, names: [n for n in names if "safetensors" in n])
+    tools = "{% for tool in tools or [] %}{{ tool['function']['name'] }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] }}{{ mood }}" + tools)
+    asked = {"messages": [{"role": "user", "content": "Hi"}], "chat_template_kwargs": {"mood": "!"}}
+    asked["tools"] = [{"type": "function", "function": {"name": "f"}}]
+    tokenizer = Tokenizer(str(folder))
+    with fake_service(tokenizer, tmp_path, script) as running, running.http() as http:
+        assert tokenizer.decode(http.post("/tokenize", json=asked).json()["tokens"]) == "Hi!f"
+
+
+def test_what_tokenize_ignores_or_refuses_is_named(http: httpx2.Client) -> None:
+    for path, body, named in (
+        ("/tokenize", {"prompt": "a", "zeta": 1, "continue_final_message": True}, "continue_final_message, zeta"),
+        ("/detokenize", {"tokens": [5], "zeta": 1}, "zeta"),
+    ):
+        response = http.post(path, json=body)
+        assert (response.status_code, response.headers["x-secateur-ignored"]) == (200, named)
+    response = http.post("/tokenize", json={"prompt": "a", "chat_template": "x"})
+    assert (response.status_code, error_of(response)["param"]) == (400, "chat_template")
+
+
+def test_detokenizing_an_unknown_id_is_a_400(http: httpx2.Client) -> None:
+    assert http.post("/detokenize", json={"tokens": [99999]}).status_code == 400
+
+
+def test_the_schema_of_all_this_is_served(http: httpx2.Client) -> None:
+    paths = http.get("/openapi.json").json()["paths"]
+    assert {"/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics"} <= paths.keys()

@@ -1,0 +1,216 @@
+"""Particulars of answers and refusals that clients read: codes, names, headers, what continues what."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from cluster.http import middleware
+from cluster.http.middleware import refusal_of
+from cluster.http.openai_format import Answer, speculative_stats
+from cluster.http.output_processor import EngineFailed, Piece, Prompt, _AnswerText
+from cluster.http.streaming import merged, unless_client_leaves
+from cluster.http.tokenizer import Tokenizer, text_size
+from secateur.errors import Problem
+from tests.support.fake_service import FakeService, error_of, fake_service, stream, wait_for
+from tests.support.tokenizer_kinds import llama, load
+from workers.comm.ipc import RequestStats, Submit, TokenChunk
+
+PROMPT = {"prompt": "def", "max_tokens": 64}
+
+
+# ---- what requests become
+
+
+def test_a_chat_may_continue_its_last_message(http: httpx2.Client, service: FakeService, tokenizer: Tokenizer) -> None:
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello, wor"}]
+    body = {"messages": messages, "max_tokens": 1, "continue_final_message": True}
+    assert http.post("/v1/chat/completions", json=body).status_code == 200
+    whole = tokenizer.encode_chat(messages, add_generation_prompt=False, continue_final_message=True)
+    assert service.engine.submitted[-1].prompt == whole != tokenizer.encode_chat(messages)
+
+
+def test_the_log_names_a_request_as_its_header_does(service: FakeService, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "cluster"), service.http() as http:
+        http.post("/v1/completions", json=PROMPT, headers={"X-Request-ID": "from-the-header"})
+        http.post("/v1/completions", json=PROMPT | {"request_id": "from-the-body"})
+        wait_for(lambda: caplog.text.count("prompt and") == 2)
+    assert "request from-the-header/" in caplog.text and "request from-the-body/" in caplog.text
+
+
+# ---- what answers say
+
+
+def test_an_answer_continues_its_prompt_s_text(tmp_path: Path) -> None:
+    """SentencePiece drops the space of a text's first word, and an answer's first word is none."""
+    tokenizer = load(llama, tmp_path)
+    [word] = tokenizer.encode("a", add_special_tokens=False)
+    with fake_service(tokenizer, tmp_path, lambda submit: [[word]]) as running, running.http() as http:
+        answer = http.post("/v1/completions", json={"prompt": [word], "max_tokens": 1}).json()
+    assert answer["choices"][0]["text"] == " a"
+
+
+@pytest.mark.parametrize(("include", "text"), [(True, "def f(x):"), (False, "def f(x)")])
+def test_a_stop_string_is_shown_on_request(http: httpx2.Client, include: bool, text: str) -> None:
+    body = PROMPT | {"stop": ":", "include_stop_str_in_output": include}
+    assert http.post("/v1/completions", json=body).json()["choices"][0]["text"] == text
+
+
+def test_streamed_log_probabilities_name_their_tokens(http: httpx2.Client, tokenizer: Tokenizer) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4, "logprobs": True}
+    events = stream(http, "/v1/chat/completions", **body)
+    told = [
+        entry
+        for event in events[:-1]
+        for choice in event["choices"]
+        for entry in (choice["logprobs"] or {}).get("content", [])
+    ]
+    assert [entry["token"] for entry in told] == [
+        tokenizer.token_text(id).text for id in tokenizer.encode("def f(x):")[:4]
+    ]
+
+
+def test_a_stream_must_not_be_cached(http: httpx2.Client) -> None:
+    with http.stream("POST", "/v1/completions", json=PROMPT | {"stream": True}) as response:
+        assert response.headers["cache-control"] == "no-cache"
+
+
+def test_ignored_fields_are_named_beside_log_probabilities_too(http: httpx2.Client) -> None:
+    response = http.post("/v1/completions", json=PROMPT | {"logprobs": 1, "zeta": 1})
+    assert response.headers["x-secateur-ignored"] == "zeta"
+
+
+def test_copied_tokens_are_told_apart() -> None:
+    stats = RequestStats(num_drafts=1, verified_per_depth=[3], num_copied_tokens=3, num_accepted_copied_tokens=2)
+    told = speculative_stats([Answer([1], stats=stats)] * 2)
+    assert (told.num_copied_tokens, told.num_accepted_copied_tokens) == (6, 4)
+
+
+def test_accepted_copies_are_counted_as_they_are_answered(service: FakeService) -> None:
+    metrics = service.service.metrics
+    before = metrics._answered.num_accepted_copied_tokens
+    for is_copied in (False, True):
+        metrics.answered(3, 2, is_copied=is_copied)
+    assert metrics._answered.num_accepted_copied_tokens == before + 2
+
+
+def test_a_piece_says_whether_its_draft_was_copied(tokenizer: Tokenizer) -> None:
+    text = _AnswerText(tokenizer, Prompt(submit=Submit(id=1, prompt=[1], max_tokens=9), request_id="r", arrival=0.0))
+    for is_copied in (False, True):
+        piece = text.feed(TokenChunk(id=1, tokens=[300], num_accepted=1, is_copied=is_copied))
+        assert isinstance(piece, Piece) and piece.is_copied == is_copied
+
+
+def test_the_model_s_card_says_since_when_it_is_served(http: httpx2.Client, service: FakeService) -> None:
+    [card] = http.get("/v1/models").json()["data"]
+    assert card["created"] == service.service.created
+
+
+# ---- what refusals say
+
+
+def test_a_full_service_says_how_full_it_is(own: Callable[..., FakeService]) -> None:
+    running = own(max_pending=1)
+    running.engine.hold.set()
+    with running.http() as http, running.http() as other:
+        waiting = threading.Thread(target=lambda: other.post("/v1/completions", json=PROMPT))
+        waiting.start()
+        wait_for(lambda: running.client.num_pending == 1)
+        error = error_of(http.post("/v1/completions", json=PROMPT))
+        running.engine.hold.clear()
+        waiting.join(20)
+    assert error["message"] == "1 of at most 1 requests are pending; try later"
+    assert (error["type"], error["code"]) == ("rate_limit_error", "too_many_requests")
+
+
+def test_an_engine_s_failure_is_a_server_error_that_says_which() -> None:
+    refused = refusal_of(EngineFailed("a page was lost\nat line 3"))
+    assert refused.body.error.message == "the engine failed: a page was lost"
+    assert (refused.status, refused.body.error.type, refused.body.error.code) == (500, "server_error", "engine_error")
+    assert refusal_of(EngineFailed()).body.error.message == "the engine failed: EngineFailed"
+
+
+def test_a_place_in_a_list_is_no_parameter() -> None:
+    assert middleware._without_body(Problem("body.3", "Value error, is empty")) == Problem("", "is empty")
+    assert middleware._without_body(Problem("body.stop", "Value error, is empty")) == Problem("stop", "is empty")
+
+
+async def test_what_is_no_http_passes_the_middleware_whole() -> None:
+    seen: list[Any] = []
+
+    async def app(*given: Any) -> None:
+        seen.extend(given)
+
+    async def receive() -> Any: ...
+
+    async def send(_: Any) -> None: ...
+
+    scope = {"type": "lifespan"}
+    await middleware._Outermost(app, echo=True)(scope, receive, send)
+    assert seen == [scope, receive, send]
+
+
+def test_the_size_of_a_request_is_that_of_its_texts() -> None:
+    assert (text_size("abc"), text_size({"ab": ["c", 7, None]}), text_size([])) == (3, 5, 0)
+
+
+# ---- streams
+
+
+async def endless(closed: list[int], number: int) -> AsyncGenerator[int]:
+    try:
+        while True:
+            yield number
+            await asyncio.sleep(0)
+    finally:
+        closed.append(number)
+
+
+async def test_several_streams_are_closed_without_an_error() -> None:
+    closed: list[int] = []
+    both = merged([endless(closed, 1), endless(closed, 2)])
+    assert (await anext(both))[1] in (1, 2)
+    await both.aclose()
+    assert sorted(closed) == [1, 2]
+
+
+class Receiving:
+    """A request whose client sends these messages, and then nothing."""
+
+    def __init__(self, *kinds: str) -> None:
+        self._kinds = list(kinds)
+
+    async def receive(self) -> dict[str, str]:
+        if not self._kinds:
+            await asyncio.sleep(60)
+        return {"type": self._kinds.pop(0)}
+
+
+async def test_work_for_a_client_that_stays_is_done_whatever_it_sends() -> None:
+    async def work() -> int:
+        await asyncio.sleep(0.05)
+        return 5
+
+    assert await unless_client_leaves(Receiving("http.request"), work()) == 5  # type: ignore[arg-type]
+
+
+async def test_work_for_a_client_that_left_has_ended_when_that_is_told() -> None:
+    ended: list[bool] = []
+
+    async def work() -> int:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.05)
+            ended.append(True)
+        return 5
+
+    assert await unless_client_leaves(Receiving("http.disconnect"), work()) is None  # type: ignore[arg-type]
+    assert ended == [True]

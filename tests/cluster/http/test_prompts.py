@@ -1,0 +1,287 @@
+"""Prompts of every size and kind at the door: what may be tokenized, what a template may be told, who has to wait."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+import cluster.http.tokenizer_pool
+from cluster.http.tokenizer import Tokenizer
+from cluster.http.tokenizer_pool import TokenizingWorkers
+from cluster.processes import is_running
+from tests.support.fake_service import FakeService, error_of, wait_for
+from tests.support.looping import FOREVER, looping_model
+
+CHAT = "/v1/chat/completions"
+HI = {"role": "user", "content": "hi"}
+MOST = 2048 * 32
+"""Characters: the context times the longest token."""
+
+
+@pytest.fixture(scope="module")
+def looping(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer(str(looping_model(tmp_path_factory.mktemp("looping"))))
+
+
+@pytest.fixture
+def jobs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The methods that the tokenizing workers are asked for."""
+    asked: list[str] = []
+    work = TokenizingWorkers._do
+
+    async def noted(self: TokenizingWorkers, method: str, *args: Any, **options: Any) -> Any:
+        asked.append(method)
+        return await work(self, method, *args, **options)
+
+    monkeypatch.setattr(TokenizingWorkers, "_do", noted)
+    return asked
+
+
+# Templates
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "instead"),
+    [
+        ("chat_template", "X {{ 7*7 }}", "the model's own chat template is used; it cannot be replaced per request"),
+        ("add_generation_prompt", True, "write it as a field of the request"),
+        ("continue_final_message", True, "write it as a field of the request"),
+        ("messages", [HI], "write it as a field of the request"),
+        ("conversation", [HI], "write messages as a field of the request"),
+        ("conversations", [[HI]], "write messages as a field of the request"),
+        ("tools", [], "write it as a field of the request"),
+        ("documents", [], "write it as a field of the request"),
+        ("tokenize", True, "remove it"),
+        ("return_dict", True, "remove it"),
+        ("return_tensors", "pt", "remove it"),
+        ("tokenizer_kwargs", {}, "remove it"),
+        ("sanitize_control_tokens", True, "remove it"),
+        ("padding", True, "remove it"),
+        ("truncation", True, "remove it"),
+        ("max_length", 1, "remove it"),
+        ("return_assistant_tokens_mask", True, "remove it"),
+        ("eos_token", "X", "remove it"),
+        ("self", 1, "remove it"),
+    ],
+)
+def test_a_request_sets_no_variable_that_is_an_argument(
+    http: httpx2.Client, jobs: list[str], name: str, value: Any, instead: str
+) -> None:
+    body = {"messages": [HI], "max_tokens": 1, "chat_template_kwargs": {"thinking": False, name: value}}
+    response = http.post(CHAT, json=body)
+    error = error_of(response)
+    assert (response.status_code, error["param"]) == (400, "chat_template_kwargs")
+    assert error["message"].startswith(f"chat_template_kwargs.{name}: ") and instead in error["message"]
+    assert not jobs
+
+
+def test_every_argument_of_rendering_is_such_a_name(http: httpx2.Client, tokenizer: Tokenizer) -> None:
+    for name in tokenizer.template_arguments:
+        response = http.post(CHAT, json={"messages": [HI], "chat_template_kwargs": {name: 1}})
+        assert response.status_code == 400
+        assert error_of(response)["message"].startswith(f"chat_template_kwargs.{name}: ")
+
+
+def test_a_variable_of_the_template_is_handed_to_it(own: Callable[..., FakeService], looping: Tokenizer) -> None:
+    template = looping.path + "/chat_template.jinja"
+    before = Path(template).read_text()
+    Path(template).write_text("{{ greeting }} {{ messages[0].content }}")
+    try:
+        running = own(tokenizer=Tokenizer(looping.path), parent=None)
+    finally:
+        Path(template).write_text(before)
+    with running.http() as http:
+        body = {
+            "messages": [HI],
+            "max_tokens": 1,
+            "return_token_ids": True,
+            "chat_template_kwargs": {"greeting": "Oh,"},
+        }
+        ids = http.post(CHAT, json=body).json()["prompt_token_ids"]
+    assert looping.decode(ids, skip_special_tokens=False) == "Oh, hi"
+
+
+def test_a_template_that_loops_over_a_request_s_data_is_ended(
+    own: Callable[..., FakeService], looping: Tokenizer
+) -> None:
+    running = own(tokenizer=looping)
+    with running.http() as http:
+        for path in (CHAT, "/tokenize"):
+            response = http.post(path, json={"messages": [FOREVER]})
+            assert (response.status_code, error_of(response)["code"]) == (400, "prompt_too_costly")
+            assert "took more than 2 s to render" in error_of(response)["message"]
+        assert http.post("/v1/completions", json={"prompt": "a"}).status_code == 200
+        assert http.get("/health").status_code == 200
+
+
+# Lengths
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "num_chars"),
+    [
+        ("/v1/completions", {"prompt": "a" * (MOST + 1)}, MOST + 1),
+        ("/v1/completions", {"prompt": ["a", "a" * (MOST + 1)]}, MOST + 1),
+        ("/tokenize", {"prompt": "a" * (MOST + 1)}, MOST + 1),
+        *(
+            (path, {"messages": [HI, message]}, MOST + 31)
+            for path in (CHAT, "/tokenize")
+            for message in (
+                {"role": "user", "content": "a" * (MOST - 1)},
+                {"role": "a" * (MOST + 1), "content": "hi"},
+                {"role": "user", "content": [{"type": "text", "text": "a" * (MOST - 1)}]},
+                {"role": "user", "content": "hi", "name": "a" * (MOST - 7)},
+                {"role": "user", "content": "hi", "tool_calls": [{"function": {"arguments": "a" * (MOST - 30)}}]},
+                {"role": "user", "content": "hi", "a" * (MOST - 4): 0},
+            )
+        ),
+        (CHAT, {"messages": [HI], "chat_template_kwargs": {"note": "a" * (MOST - 17)}}, MOST + 1),
+    ],
+)
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
+    http: httpx2.Client, jobs: list[str], path: str, body: Any, num_chars: int
+) -> None:
+    response = http.post(path, json=body)
+    error = error_of(response)
+    assert (response.status_code, error["code"]) == (400, "context_length_exceeded")
+    assert error["param"] == ("prompt" if "prompt" in body else "messages")
+    assert f"{MOST} characters fit into at the most, and the prompt has " in error["message"]
+    assert abs(int(error["message"].split("the prompt has ")[1].split(";")[0]) - num_chars) < 64
+    assert not jobs
+
+
+def test_a_text_that_just_fits_is_tokenized(http: httpx2.Client, jobs: list[str]) -> None:
+    assert http.post("/tokenize", json={"prompt": "a" * MOST}).json()["count"] > 2048
+    response = http.post("/v1/completions", json={"prompt": "a" * MOST})
+    assert (response.status_code, error_of(response)["code"]) == (400, "context_length_exceeded")
+    assert "maximum context length is 2048 tokens and the prompt has" in error_of(response)["message"]
+    assert jobs == ["encode"] * 2
+
+
+def test_what_a_template_makes_of_a_request_is_measured_too(
+    own: Callable[..., FakeService], looping: Tokenizer
+) -> None:
+    running = own(tokenizer=looping)
+    with running.http() as http:
+        for path in (CHAT, "/tokenize"):
+            response = http.post(path, json={"messages": [{**HI, "times": MOST}]})
+            assert (response.status_code, error_of(response)["code"]) == (400, "context_length_exceeded")
+            assert f"the prompt has {MOST + 9};" in error_of(response)["message"]
+
+
+def test_prompts_of_ids_need_no_tokenizer(http: httpx2.Client, jobs: list[str]) -> None:
+    assert http.post("/v1/completions", json={"prompt": [[5], [6, 7]], "max_tokens": 1}).status_code == 200
+    response = http.post("/v1/completions", json={"prompt": [5] * 100_000})
+    assert (response.status_code, error_of(response)["code"]) == (400, "context_length_exceeded")
+    assert not jobs
+
+
+# Who waits, who leaves
+
+
+def test_tokenizing_needs_to_be_admitted_like_generating(own: Callable[..., FakeService], jobs: list[str]) -> None:
+    running = own(max_pending=1)
+    running.engine.hold.set()
+    with running.http() as http, running.http() as other:
+        waiting = threading.Thread(target=lambda: http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}))
+        waiting.start()
+        wait_for(lambda: running.client.num_pending == 1)
+        del jobs[:]
+        for body in ({"prompt": "b"}, {"messages": [HI]}):
+            response = other.post("/tokenize", json=body)
+            assert (response.status_code, error_of(response)["type"]) == (429, "rate_limit_error")
+        running.engine.hold.clear()
+        waiting.join()
+        assert not jobs
+        assert other.post("/tokenize", json={"prompt": "b"}).status_code == 200
+        running.engine.die()
+        wait_for(lambda: running.client.dead is not None)
+        assert other.post("/tokenize", json={"prompt": "b"}).status_code == 503
+
+
+def test_more_texts_than_may_wait_are_told_to_come_back(
+    own: Callable[..., FakeService], looping: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster.http.tokenizer_pool, "MAX_WAITING", 1)
+    running = own(tokenizer=looping)
+    statuses: list[int] = []
+
+    def ask() -> None:
+        with running.http() as http:
+            statuses.append(http.post(CHAT, json={"messages": [FOREVER]}).status_code)
+
+    asking = [threading.Thread(target=ask) for _ in range(6)]
+    for thread in asking:
+        thread.start()
+    for thread in asking:
+        thread.join()
+    assert sorted(statuses) == [400, 400, 400, 429, 429, 429]
+    with running.http() as http:
+        assert "secateur_requests_rejected_total" in http.get("/metrics").text
+        assert http.post("/v1/completions", json={"prompt": "a"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "def f(x):\n" * 300_000}),
+        ("/tokenize", {"prompt": "def f(x):\n" * 300_000}),
+        ("/tokenize", {"messages": [FOREVER]}),
+        (CHAT, {"messages": [FOREVER]}),
+        (CHAT, {"messages": [FOREVER], "stream": True}),
+        ("/detokenize", {"tokens": [5] * 4_000_000}),
+    ],
+)
+def test_a_client_that_leaves_ends_the_work_on_its_texts(
+    own: Callable[..., FakeService], looping: Tokenizer, path: str, body: Any
+) -> None:
+    running = own(tokenizer=looping, engine={"max_model_len": 1 << 20})
+    with running.http() as http:
+        tokenizing, left = running.service.tokenizing, list[bool]()
+        leaving = threading.Thread(target=lambda: left.append(leaves(running, path, body)))
+        leaving.start()
+        wait_for(lambda: busy(tokenizing), 60)  # millions of ids are read first
+        started = time.monotonic()
+        leaving.join()
+        assert left == [True]
+        wait_for(lambda: not busy(tokenizing))
+        assert time.monotonic() - started < 8  # itself, the text takes longer
+        assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+    assert all(submit.prompt == looping.encode("a") for submit in running.engine.submitted)
+
+
+def leaves(running: FakeService, path: str, body: Any) -> bool:
+    """Whether the answer took longer than this client waits."""
+    with running.http() as http:
+        try:
+            http.post(path, json=body, timeout=httpx2.Timeout(20, read=0.2))
+        except httpx2.ReadTimeout:
+            return True
+    return False
+
+
+def busy(tokenizing: TokenizingWorkers) -> bool:
+    return tokenizing._num_unfinished > 0
+
+
+def test_a_front_that_cannot_tokenize_is_not_healthy(own: Callable[..., FakeService]) -> None:
+    running = own(parent=None)
+    (pid,) = running.service.tokenizing.pids
+    with running.http() as http:
+        assert http.get("/health").status_code == 200
+        running.service.tokenizing._parent._process.kill()
+        wait_for(lambda: not is_running(pid))
+        response = http.get("/health")
+        assert response.status_code == 503
+        assert "the tokenizing workers do not run" in error_of(response)["message"]
+        response = http.post("/v1/completions", json={"prompt": "a"})
+        assert response.status_code == 503
+        assert "Retry-After" in response.headers
+        wait_for(lambda: http.get("/health").status_code == 200, 60)  # it helps itself
+        assert http.post("/v1/completions", json={"prompt": "a"}).status_code == 200

@@ -1,0 +1,418 @@
+"""Cost tables read between their entries, and the roofline against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from cluster.planner.costs import Chunk, Costs
+from cluster.planner.memory import Side, expected_shapes, pages_on_device, side, sides, tensor_shapes
+from cluster.planner.report import run
+from cluster.planner.roofline import cost_table, forward_ms
+from secateur.config import EngineArgs
+from secateur.errors import ConfigError
+from secateur.plan import HARDWARE, CostTable, DraftCosts, Hardware, PlanRequest, VerifyCosts
+from tests.support import checkpoints
+from tests.support.engines import BUNDLED, DYNAMIC, bundled
+from verifier.hidden_states import most_waiting
+from workers.config import DraftConfig, EngineConfig
+from workers.models.readers import read_spec
+
+TABLE = CostTable(
+    verify=VerifyCosts(
+        rows=(1, 5, 9, 17),
+        ms=(10, 10, 12, 20),
+        request_ms=0.5,
+        kv_token_ms=0.01,
+        row_kv_token_ms=0.001,
+        tree_ms=0.75,
+        tree_request_ms=0.125,
+    ),
+    draft=DraftCosts(
+        requests=(1, 4),
+        nodes=(2, 8),
+        ms=((3, 6), (6, 15)),
+        transfer_ms=((1, 1), (2, 2)),
+        kv_token_ms=(0.01, 0.04),
+        prompt_token_ms=0.1,
+        host_ms=0.25,
+    ),
+    host_ms=2,
+    host_request_ms=0.5,
+)
+PLAIN = Hardware(
+    memory_gb=80,
+    bandwidth_gbs=2000,
+    tflops=400,
+    link_gbs=100,
+    link_latency_us=20,
+    bandwidth_share=1.0,
+    flops_share=1.0,
+    layer_us=0,
+    host_ms=0,
+    host_request_ms=0,
+    transfer_ms=0,
+)
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 32,
+    "vocab_size": 128256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "hidden_act": "silu",
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.fixture
+def llama_8b(tmp_path: Path) -> EngineConfig:
+    """Of which there is only config.json."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    return EngineConfig(model_path=str(tmp_path), device="cuda", dtype="bfloat16", max_model_len=8192)
+
+
+# -- a table between its entries -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("rows", "ms"), [(1, 10), (3, 10), (7, 11), (13, 16), (17, 20), (29, 30)])
+def test_rows_are_read_linearly_and_beyond_the_end_as_steep_as_from_the_middle(rows: int, ms: float) -> None:
+    assert Costs(TABLE).verify_ms(rows=rows, requests=0, kv=0, pairs=0) == pytest.approx(ms)
+
+
+def test_a_step_without_trees_is_paid_by_term() -> None:
+    step = Costs(TABLE).decode(3, 0, context=100)
+    assert step.verify_ms == pytest.approx(10 + 3 * 0.5 + 300 * 0.01 + 300 * 0.001)
+    assert (step.draft_ms, step.transfer_ms, step.host_ms) == (0, 0, 3)
+    assert step.ms == pytest.approx(step.verify_ms + 3)
+
+
+ACROSS = math.log(6 / 3) / math.log(9 / 3)
+"""Of the way from trees of 2 nodes to 8: where 5 are."""
+
+
+@pytest.mark.parametrize(
+    ("batch", "nodes", "draft_ms", "transfer_ms"),
+    [
+        (1, 2, 3, 1),
+        (4, 8, 15, 2),
+        (1, 5, 3 + 3 * ACROSS, 1),
+        (2, 2, 4, 1 + 1 / 3),  # a third down
+        (2, 5, 4 + 5 * ACROSS, 1 + 1 / 3),
+        (1, 1, 3, 1),  # flat below the first entry
+        (7, 8, 24, 3),  # as steep beyond the last as before
+        (1, 26, 9, 1),  # 3 to 9 rows, 9 to 27
+    ],
+)
+def test_drafting_is_read_linearly_in_requests_and_the_logarithm_of_tree_sizes(
+    batch: int, nodes: int, draft_ms: float, transfer_ms: float
+) -> None:
+    step = Costs(TABLE).decode(batch, nodes, context=0)
+    assert (step.draft_ms, step.transfer_ms) == (pytest.approx(draft_ms), pytest.approx(transfer_ms))
+    assert step.host_ms == pytest.approx(2 + 0.5 * (batch - 1) + 0.25)
+
+
+def test_prompts_share_a_step_with_trees() -> None:
+    costs = Costs(TABLE)
+    chunks = [Chunk(rows=4, cached=4), Chunk(rows=3, cached=10)]
+    step = costs.step(2, 2, 50, chunks)
+    pairs = 50 * 3 + 4 * 2 + 3 * 8.5
+    trees_ms = 0.75 + 2 * 0.125  # prompts have none
+    # 2 x 3 + 7 = 13 rows.
+    assert step.verify_ms == pytest.approx(16 + 4 * 0.5 + (50 + 14) * 0.01 + pairs * 0.001 + trees_ms)
+    assert step.draft_ms == pytest.approx(costs.step(2, 2, 50).draft_ms + 7 * 0.1)
+    assert costs.step(2, 2, 50, chunks, feeds=False).draft_ms == costs.step(2, 2, 50).draft_ms
+
+
+def test_a_step_with_trees_takes_more_than_their_rows() -> None:
+    """Six requests and three with a node have as many rows."""
+    costs = Costs(TABLE)
+    plain, trees = costs.decode(6, 0, context=0), costs.decode(3, 1, context=0)
+    assert trees.verify_ms - plain.verify_ms == pytest.approx(0.75 + 3 * 0.125 - 3 * 0.5)
+
+
+def test_a_step_is_linear_in_the_cache() -> None:
+    costs = Costs(TABLE)
+    for nodes in (0, 2, 5, 8):
+        expected = costs.decode(3, nodes, 0).ms + 3 * 400 * costs.kv_slope(nodes)
+        assert costs.decode(3, nodes, 400).ms == pytest.approx(expected)
+
+
+def test_within_a_table_more_of_anything_never_takes_less() -> None:
+    rng = random.Random(0)
+    for _ in range(200):
+        rows = tuple(sorted(rng.sample(range(1, 400), 4)))
+        few = sorted(rng.random() for _ in range(3))
+        lines = (tuple(few), tuple(sorted(ms + rng.random() for ms in few)))
+        draft = DraftCosts(requests=(1, 6), nodes=(1, 4, 16), ms=lines, transfer_ms=lines)
+        ms = tuple(sorted(rng.random() for _ in rows))
+        costs = Costs(CostTable(verify=VerifyCosts(rows=rows, ms=ms, kv_token_ms=rng.random()), draft=draft))
+        batch, nodes, context = rng.randint(1, 5), rng.randint(1, 15), rng.randint(0, 99)
+        here = costs.decode(batch, nodes, context).ms
+        for more in ((batch + 1, nodes, context), (batch, nodes + 1, context), (batch, nodes, context + 1)):
+            assert costs.decode(*more).ms >= here - 1e-9
+
+
+def test_a_table_without_a_drafter_says_so_when_trees_are_asked_for() -> None:
+    costs = Costs(CostTable(verify=TABLE.verify))
+    assert costs.decode(2, 0, 0).draft_ms == 0
+    with pytest.raises(ConfigError, match="no `draft`"):
+        costs.decode(2, 1, 0)
+
+
+# -- what models hold and compute ------------------------------------------------------------------------------------
+
+
+def test_the_matrices_told_by_a_config_are_those_of_the_checkpoint() -> None:
+    stored = {name: shape for name, shape in tensor_shapes(BUNDLED / "target").items() if len(shape) == 2}
+    assert expected_shapes(read_spec(BUNDLED / "target"), BUNDLED / "target") == stored
+
+
+def without_weights(folder: Path) -> Path:
+    """A copy of a checkpoint's config.json alone."""
+    alone = folder.parent / f"{folder.name}-alone"
+    alone.mkdir()
+    shutil.copy(folder / "config.json", alone)
+    return alone
+
+
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        ("qwen3_moe", {"num_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2, "head_dim": 16}),
+        ("mixtral", {"num_local_experts": 4}),
+        ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
+        ("phi3", {"pad_token_id": 0}),
+        ("gemma2", {"head_dim": 16}),
+        ("gpt_neox", {}),
+        ("cohere", {}),
+        ("glm4", {"pad_token_id": 0, "head_dim": 16}),
+        ("llama", {}),
+    ],
+)
+def test_a_model_is_counted_alike_from_its_config_alone(tmp_path: Path, family: str, config: dict[str, Any]) -> None:
+    whole = checkpoints.write_model(tmp_path / family, family, **config)
+    counted = [
+        sides(EngineConfig(model_path=str(path), draft=DraftConfig(method="draft_model", model_path=str(path))))
+        for path in (whole, without_weights(whole))
+    ]
+    for stored, told in zip(*counted, strict=True):
+        assert told.matmul_items == stored.matmul_items > 0
+        assert told.expert_items == stored.expert_items
+        # Of the families that we know ourselves, a config tells matrices alone.
+        assert stored.weight_bytes * 0.99 < told.weight_bytes <= stored.weight_bytes
+
+
+@pytest.mark.parametrize("style", ["safeailab", "speculators"])
+def test_an_eagle_3_head_is_counted_alike_from_its_config_alone(tmp_path: Path, style: Any) -> None:
+    target = checkpoints.write_model(tmp_path / "target", "llama")
+    whole = checkpoints.write_eagle3(tmp_path / "head", style=style, draft_vocab_size=40)
+    assert_counted_alike(target, "eagle3", whole, without_weights(whole))
+
+
+def test_heads_with_fc_are_counted_alike_from_their_config_alone(tmp_path: Path) -> None:
+    target = checkpoints.write_model(tmp_path / "target", "llama")
+    whole = checkpoints.write_eagle(tmp_path / "head")
+    assert_counted_alike(target, "eagle", whole, without_weights(whole))
+    target = checkpoints.add_mtp(checkpoints.write_model(tmp_path / "mtp", "qwen3"), "qwen3")
+    both = [
+        sides(EngineConfig(model_path=str(path), draft=DraftConfig(method="mtp", model_path=str(path))))[1]
+        for path in (target, without_weights(target))
+    ]
+    assert both[0].matmul_items == both[1].matmul_items > 0
+
+
+def assert_counted_alike(target: Path, method: Any, *heads: Path) -> None:
+    found = [
+        sides(EngineConfig(model_path=str(target), draft=DraftConfig(method=method, model_path=str(head))))[1]
+        for head in heads
+    ]
+    assert found[0].matmul_items == found[1].matmul_items > 0
+    assert found[0].weight_bytes == pytest.approx(found[1].weight_bytes, rel=0.01)
+
+
+def test_plan_predicts_from_a_config_alone_whatever_runs_the_model(tmp_path: Path) -> None:
+    """Qwen3-30B-A3B: 30.5 billion parameters, of which a token goes through 3.3."""
+    published = {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "attention_bias": False,
+        "decoder_sparse_step": 1, "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048,
+        "intermediate_size": 6144, "max_position_embeddings": 40960, "mlp_only_layers": [],
+        "moe_intermediate_size": 768, "norm_topk_prob": True, "num_attention_heads": 32, "num_experts": 128,
+        "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4, "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "vocab_size": 151936,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    args = EngineArgs.load({"model": str(tmp_path), "no_speculation": True})
+    request = PlanRequest.load({"hardware": HARDWARE["h200"], "batches": (1, 8)})
+    text = run(args, request)
+    assert "PREDICTED" in text and "61.1 GB" in text
+    [target] = sides(EngineConfig(model_path=str(tmp_path), dtype="bfloat16"))
+    assert target.weight_bytes / 2 == pytest.approx(30.5e9, rel=2e-3)
+    through = target.matmul_items - target.expert_items * (1 - target.expert_share) + 151936 * 2048
+    assert through == pytest.approx(3.3e9, rel=0.03)
+
+
+def test_llama_3_8b_from_its_config_alone(llama_8b: EngineConfig) -> None:
+    [target] = sides(llama_8b)
+    layer = 4096 * (4096 + 1024 + 1024 + 4096) + 3 * 4096 * 14336
+    assert target.matmul_items == 32 * layer + 128256 * 4096
+    assert target.weight_bytes == 2 * (32 * layer + 2 * 128256 * 4096)
+    assert target.weight_bytes / 2 == pytest.approx(8.03e9, rel=1e-3)  # as published
+    assert target.token_bytes == 2 * 32 * 8 * 128 * 2
+    assert (target.attention_width, target.num_layers) == (4096, 32)
+
+
+def test_a_head_stored_as_a_pytorch_file_counts_like_one_in_safetensors(tmp_path: Path) -> None:
+    target = checkpoints.write_model(tmp_path / "target", "llama")
+    config = EngineConfig(model_path=str(target), dtype="bfloat16")
+    found = []
+    for is_bin in (False, True):
+        head = checkpoints.write_eagle3(tmp_path / str(is_bin), bin_file=is_bin, draft_vocab_size=40)
+        found.append(sides(replace(config, draft=DraftConfig(method="eagle3", model_path=str(head))))[1])
+    # fc; q, k, v of (embedding, state), o; three matrices of the MLP; the head
+    matrices = 64 * 192 + 128 * (64 + 32 + 32) + 64 * 64 + 3 * 64 * 96 + 40 * 64
+    assert [side.matmul_items for side in found] == [matrices, matrices]
+    assert found[0].weight_bytes == found[1].weight_bytes > 2 * (matrices + 96 * 64)
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
+def test_beside_a_vision_tower_a_text_model_and_its_head_hold_what_they_hold_alone(tmp_path: Path, prefix: str) -> None:
+    checkpoints.write_multimodal(tmp_path / "both", prefix)
+    checkpoints.write_model(tmp_path / "text", "gemma3_text", tie_word_embeddings=True, head_dim=16)
+    head = checkpoints.write_eagle3(tmp_path / "head", with_embedding=False)
+    draft = DraftConfig(method="eagle3", model_path=str(head))
+    both, text = (sides(EngineConfig(model_path=str(tmp_path / kind), draft=draft)) for kind in ("both", "text"))
+    assert both == text
+    drafts = [DraftConfig(method="draft_model", model_path=str(tmp_path / kind)) for kind in ("both", "text")]
+    both, text = (sides(EngineConfig(model_path=str(tmp_path / "text"), draft=draft)) for draft in drafts)
+    assert both == text
+
+
+def test_a_file_that_repeats_the_weights_counts_once(tmp_path: Path) -> None:
+    """Mistral publishes consolidated.safetensors beside the shards, with names of its own."""
+    path = checkpoints.write_model(tmp_path, "mistral", sliding_window=None, shards=3)
+    once = tensor_shapes(path)
+    save_file({"layers.0.attention.wq.weight": torch.zeros(64, 64)}, path / "consolidated.safetensors")
+    assert tensor_shapes(path) == once
+    assert tensor_shapes(tmp_path / "nothing") == {}
+
+
+def test_ranks_share_matrices_but_not_the_embedding_nor_few_kv_heads() -> None:
+    shapes, spec = tensor_shapes(BUNDLED / "target"), read_spec(BUNDLED / "target")
+    embedding = math.prod(shapes["model.embed_tokens.weight"])
+    layers = sum(math.prod(shape) for name, shape in shapes.items() if len(shape) == 2) - embedding
+    assert side(shapes, spec, 1, 4).matmul_items == layers + embedding  # the head is tied to it
+    assert side(shapes, spec, 2, 4).matmul_items == (layers + embedding) / 2
+    keys = sum(math.prod(shape) for name, shape in shapes.items() if name.endswith(("k_proj.weight", "v_proj.weight")))
+    # Four key-value heads on eight ranks: each holds a quarter of them.
+    assert side(shapes, spec, 8, 4).matmul_items == (layers - keys + embedding) / 8 + keys / 4
+
+
+def test_pages_are_what_weights_leave_of_a_device(llama_8b: EngineConfig) -> None:
+    [target] = sides(llama_8b)
+    pages = pages_on_device(llama_8b, [target], 80e9)
+    assert target.logits_bytes == 3 * 4 * 128256 * 64
+    assert pages == (0.9 * 80e9 - target.weight_bytes - target.logits_bytes) // (16 * target.token_bytes)
+    assert pages_on_device(llama_8b, [target], 16e9) == 0
+
+
+def test_a_drafter_takes_weights_states_and_where_it_is_colocated_a_place_for_every_page() -> None:
+    config = bundled(DYNAMIC, device="cuda", dtype="bfloat16")
+    assert config.draft is not None
+    found = sides(config)
+    together = replace(config, draft=replace(config.draft, placement="colocated"))
+    target, head = found
+    assert target.state_bytes == 3 * 192 * 2 and head.state_bytes == 0
+    assert target.logits_bytes == 3 * 4 * 2048 * config.max_num_seqs * 17 and head.logits_bytes == 0
+    left = 0.9 * 1e9 - target.weight_bytes - target.logits_bytes - most_waiting(config) * 1152
+    page = 16 * target.token_bytes + 1152
+    assert pages_on_device(config, found, 1e9) == left // page
+    assert pages_on_device(together, found, 1e9) == (left - head.weight_bytes) // (page + 16 * head.token_bytes)
+
+
+# -- roofline --------------------------------------------------------------------------------------------------------
+
+
+def test_the_roofline_of_llama_3_8b_by_hand(llama_8b: EngineConfig) -> None:
+    """7.50e9 weights: 15.0 GB at 2 TB/s take 7.505 ms; a row's 15.0 GFLOP at 400 TFLOP/s 0.0375 ms, so 200 rows."""
+    costs = Costs(cost_table(llama_8b, sides(llama_8b), PLAIN))
+    items = 7_504_658_432
+    assert costs.decode(1, 0, 0).ms == pytest.approx(2 * items / 2e12 * 1e3)
+    assert costs.decode(199, 0, 0).ms == pytest.approx(2 * items / 2e12 * 1e3)
+    for rows in (250, 800, 3000):
+        assert costs.decode(rows, 0, 0).ms == pytest.approx(2 * items * rows / 400e12 * 1e3)
+    # 131 072 bytes per cached token, and 4 x 4096 x 32 operations per row and token.
+    more = costs.decode(4, 0, 1000).ms - costs.decode(4, 0, 0).ms
+    assert more == pytest.approx(4000 * (131072 / 2e12 + 4 * 4096 * 32 / 400e12) * 1e3)
+
+
+def test_a_mixture_reads_the_experts_that_rows_choose_and_multiplies_with_its_share(llama_8b: EngineConfig) -> None:
+    """1e9 weights beside 8e9 of experts, a quarter for each row: 2 GB and 4 to 16 GB at 2 TB/s; 6 GFLOP a row."""
+    mixture = Side(matmul_items=9 * 10**9, expert_items=8 * 10**9, expert_share=0.25, item_bytes=2)
+    costs = Costs(cost_table(llama_8b, [mixture], PLAIN))
+    assert costs.decode(1, 0, 0).ms == pytest.approx(1 + 2)
+    assert costs.decode(2, 0, 0).ms == pytest.approx(1 + 8 * (1 - 0.75**2))
+    assert costs.decode(16, 0, 0).ms == pytest.approx(1 + 8 * (1 - 0.75**16))
+    assert costs.decode(300, 0, 0).ms == pytest.approx(9), "all of it, as 600 rows' arithmetic takes"
+    assert costs.decode(1200, 0, 0).ms == pytest.approx(1200 * 6 / 400)
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral", "aria", "ernie-4.5-moe", "glm-4-moe"])
+def test_experts_are_told_from_other_matrices(tmp_path: Path, name: str) -> None:
+    """Four experts, two for each row, in whichever way they are named and stored."""
+    model_type, given = checkpoints.ARCHITECTURES[name]
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip(f"this version of transformers has no {model_type}")
+    path = checkpoints.write_model(tmp_path, model_type, **given)
+    [target] = sides(EngineConfig(model_path=str(path)))
+    model = AutoModelForCausalLM.from_pretrained(path)
+    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name and p.dim() == 3)
+    assert experts > 0
+    assert (target.expert_items, target.expert_share) == (experts, 0.5)
+
+
+def test_two_ranks_halve_the_reading_and_pay_two_all_reduces_a_layer(llama_8b: EngineConfig) -> None:
+    both = replace(llama_8b, tensor_parallel_size=2)
+    [rank] = sides(both)
+    assert rank.matmul_items == 7_504_658_432 / 2
+    reduces = 32 * 2 * (20e-6 + 3 * 4096 * 2 / 100e9) * 1e3  # with two ranks each row travels once
+    assert forward_ms(rank, 3, 2, PLAIN) == pytest.approx(7_504_658_432 / 2e12 * 1e3 + reduces)
+    table = cost_table(both, [rank], PLAIN)
+    assert Costs(table).decode(3, 0, 0).ms == pytest.approx(forward_ms(rank, 3, 2, PLAIN))
+    assert (table.source, table.hardware) == ("predicted", "given")
+
+
+def test_a_tree_is_drafted_level_by_level() -> None:
+    config = bundled(DYNAMIC, device="cuda", dtype="bfloat16")
+    found = sides(config)
+    hardware = PLAIN.model_copy(update={"layer_us": 5.0, "transfer_ms": 0.5})
+    costs = Costs(cost_table(config, found, hardware))
+    level_ms = found[1].matmul_items * 2 / 2e12 * 1e3 + 0.005  # a head of one layer, bound by reading
+    for nodes, levels in ((1, 1), (4, 4), (8, 8), (32, 8)):
+        step = costs.decode(1, nodes, 0)
+        assert step.draft_ms == pytest.approx(levels * level_ms, rel=1e-6)
+        assert step.transfer_ms == 0.5
+
+
+def test_published_devices_are_ordered_as_they_should_be(llama_8b: EngineConfig) -> None:
+    found = sides(llama_8b)
+    speed = {
+        name: 1 / Costs(cost_table(llama_8b, found, device)).decode(1, 0, 1000).ms for name, device in HARDWARE.items()
+    }
+    assert sorted(speed, key=speed.__getitem__) == ["l4", "l40s", "a100", "h100", "h200", "b200"]

@@ -1,0 +1,61 @@
+"""A worker actor's process before it imports torch, without Ray."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+import cluster.serve.actors
+from cluster.rank_placement import interface_of
+from cluster.serve.actors import Worker, packages_folder
+from tests.support.engines import bundled
+from workers.config import EngineConfig
+from workers.models.readers import read_specs
+
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+CONFIG = EngineConfig(model_path="model").to_json()
+SPECS = read_specs(bundled()).to_json()
+
+
+@pytest.fixture
+def address(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The node's address as Ray tells it; afterwards the environment is as it was."""
+    for name in INTERFACES:
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(cluster.serve.actors.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    return "127.0.0.1"
+
+
+def test_ranks_talk_through_the_interface_of_their_node_s_address(address: str) -> None:
+    """By themselves gloo and NCCL choose one; on a machine whose name is 127.0.1.1 gloo's is out of others' reach."""
+    Worker(CONFIG, SPECS, 0, packages_folder(), {})
+    name = interface_of(address)
+    assert name is not None and name.startswith("lo")
+    assert [os.environ[variable] for variable in INTERFACES] == [name, f"={name}"]
+
+
+def test_an_interface_that_was_chosen_stays(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+    Worker(CONFIG, SPECS, 0, packages_folder(), {})
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
+
+
+def test_an_address_that_no_interface_has_chooses_none(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster.serve.actors.ray.util, "get_node_ip_address", lambda: "203.0.113.9")
+    Worker(CONFIG, SPECS, 0, packages_folder(), {})
+    assert not set(INTERFACES) & os.environ.keys()
+
+
+def test_an_actor_logs_what_a_process_logs() -> None:
+    code = f"""if True:
+        import logging
+        from cluster.serve.actors import Worker, packages_folder
+        Worker({CONFIG!r}, {SPECS!r}, 0, packages_folder(), {{}})
+        logging.getLogger("verifier.worker").info("joined a world")
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert "verifier 0 INFO verifier.worker: joined a world" in done.stderr

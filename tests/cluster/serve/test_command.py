@@ -1,0 +1,263 @@
+"""`secateur serve` around its service: where it says it is reached, what it notices, how it ends. Ray does nothing."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx2
+import pytest
+from ray.serve.config import HTTPOptions
+
+import cluster.serve.app
+from cluster.processes import name_of
+from cluster.serve.app import running, stay
+from secateur.config import EngineArgs
+from secateur.errors import ConfigError, SecateurError
+from tests.support.fake_service import wait_for
+
+RUNNING = {cluster.serve.app.APP_NAME: {"status": "RUNNING", "message": ""}}
+UNHEALTHY = {cluster.serve.app.APP_NAME: {"status": "UNHEALTHY", "message": "its replica is being replaced"}}
+
+
+class Controller:
+    """Serve's, in this process: what it tells of the applications, one answer after the other, the last for ever."""
+
+    def __init__(self, *answers: dict[str, Any]) -> None:
+        self._answers = list(answers or [{}])
+        self.delete_apps = SimpleNamespace(remote=lambda names: None)
+        self.get_serve_instance_details = SimpleNamespace(remote=self._next)
+
+    def _next(self) -> dict[str, Any]:
+        return {"applications": self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]}
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The HTTP options with which Serve was started, on a cluster whose head is 10.0.0.1."""
+    found: list[dict[str, Any]] = []
+    nodes = [
+        {"NodeManagerAddress": "10.0.0.2", "Resources": {"CPU": 8}},
+        {"NodeManagerAddress": "10.0.0.1", "Resources": {"node:__internal_head__": 1}},
+    ]
+    monkeypatch.setattr(cluster.serve.app, "_cluster", lambda *_: nullcontext())
+    monkeypatch.setattr(cluster.serve.app, "_get_global_client", lambda **options: None)
+    monkeypatch.setattr(cluster.serve.app.ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(
+        cluster.serve.app.ray_serve, "start", lambda http_options, **options: found.append(http_options)
+    )
+    monkeypatch.setattr(cluster.serve.app.ray_serve, "run", lambda application, **options: None)
+    monkeypatch.setattr(cluster.serve.app, "_controller", Controller)
+    monkeypatch.setattr(cluster.serve.app.ray, "get", lambda answer, timeout: answer)
+    return found
+
+
+@pytest.fixture
+def there(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Lets Serve run on the cluster already."""
+
+    def run(**options: Any) -> None:
+        client = SimpleNamespace(http_config=HTTPOptions(**options))
+        monkeypatch.setattr(cluster.serve.app, "_get_global_client", lambda **options: client)
+
+    return run
+
+
+def url_of(**fields: Any) -> str:
+    with running(EngineArgs.load({"device": "cpu", **fields}), address="10.0.0.1:6379") as url:
+        return url
+
+
+# Where it is
+
+
+@pytest.mark.parametrize(("host", "url"), [("0.0.0.0", "http://10.0.0.1:8123"), ("127.0.0.1", "http://127.0.0.1:8123")])
+def test_on_a_cluster_the_service_is_reached_at_the_head(started: list[dict[str, Any]], host: str, url: str) -> None:
+    assert url_of(host=host, port=8123) == url
+    assert started == [{"host": host, "port": 8123}]
+
+
+def test_a_serve_that_runs_already_says_where_it_is_reached(
+    started: list[dict[str, Any]], there: Callable[..., None]
+) -> None:
+    there(host="0.0.0.0", port=8456)
+    assert url_of() == url_of(port=8456) == url_of(port=0) == "http://10.0.0.1:8456"
+    assert not started
+
+
+def test_another_port_than_that_of_a_serve_that_runs_is_refused(
+    started: list[dict[str, Any]], there: Callable[..., None]
+) -> None:
+    there(host="0.0.0.0", port=8456)
+    with pytest.raises(ConfigError, match="port: .*listens on 8456; write that or leave the port out"):
+        url_of(port=8000)
+
+
+# How long it stays
+
+
+@pytest.fixture
+def checked(started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """What ends `stay`, given the proxy's answers and Serve's."""
+
+    def run(answers: list[httpx2.Response | None], *statuses: dict[str, Any]) -> str:
+        left, slept = list(answers), []
+
+        def get(url: str, **options: Any) -> httpx2.Response:
+            assert url == "http://127.0.0.1:8000/-/healthz"
+            if (answer := left.pop(0)) is None:
+                raise httpx2.ConnectError("refused")
+            return answer
+
+        controller = Controller(*statuses)
+        monkeypatch.setattr(cluster.serve.app, "_controller", lambda: controller)
+        monkeypatch.setattr(cluster.serve.app.httpx2, "get", get)
+        monkeypatch.setattr(cluster.serve.app.time, "sleep", slept.append)
+        with pytest.raises(SecateurError, match="is lost: .* start it again") as error:
+            stay("http://127.0.0.1:8000")
+        assert not left
+        assert slept == [5.0] * len(answers)
+        return str(error.value)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("final", "reason"),
+    [
+        ({}, "its application was deleted"),
+        ({"secateur": {"status": "DEPLOY_FAILED", "message": "no GPU"}}, "its application failed, no GPU"),
+    ],
+)
+def test_a_service_that_serve_gives_up_is_an_error(
+    checked: Callable[..., str], final: dict[str, Any], reason: str
+) -> None:
+    """Said three times in a row: a controller that has just come back may not know its applications yet."""
+    statuses = [RUNNING, {}, {}, UNHEALTHY, final, final, final]
+    assert reason in checked([httpx2.Response(200)] * len(statuses), *statuses)
+
+
+def test_a_proxy_that_is_gone_for_minutes_is_waited_for(
+    checked: Callable[..., str], caplog: pytest.LogCaptureFixture
+) -> None:
+    answers = [httpx2.Response(503), *[None] * 50, httpx2.Response(200), *[None] * 3]
+    checked(answers, *[RUNNING] * 52, {})
+    said = [record.getMessage() for record in caplog.records if "proxy" in record.getMessage()]
+    assert ["again" in line for line in said] == [False, True, False]
+
+
+def test_a_service_whose_raylet_has_ended_is_an_error_though_the_proxy_answers(
+    started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(cluster.serve.app, "_controller", lambda: Controller(RUNNING))
+    monkeypatch.setattr(cluster.serve.app.httpx2, "get", lambda url, **options: httpx2.Response(200))
+    monkeypatch.setattr(cluster.serve.app, "CHECK_PERIOD_S", 0.01)
+    (tmp_path / "raylet").symlink_to(shutil.which("sleep"))
+    raylet = subprocess.Popen([tmp_path / "raylet", "60"])
+    try:
+        wait_for(lambda: name_of(raylet.pid) == "raylet")
+        threading.Timer(0.5, raylet.kill).start()
+        with pytest.raises(SecateurError, match="its Ray"):
+            stay("http://127.0.0.1:8000")
+    finally:
+        raylet.kill()
+        raylet.wait()
+
+
+# How it ends
+
+
+def test_it_waits_until_serve_has_ended_the_application(
+    started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controller = Controller(RUNNING, RUNNING, {})
+    monkeypatch.setattr(cluster.serve.app, "_controller", lambda: controller)
+    url_of()
+    assert controller._answers == [{}]
+
+
+def test_a_ray_that_answers_no_more_is_not_waited_for_for_ever(
+    started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    over, calls = threading.Event(), []
+
+    def hang() -> dict[str, Any]:
+        calls.append("status")
+        over.wait(20)
+        return {"applications": RUNNING}
+
+    controller = Controller()
+    controller.get_serve_instance_details.remote = hang
+    monkeypatch.setattr(cluster.serve.app, "DELETE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(cluster.serve.app, "_controller", lambda: controller)
+    began = time.monotonic()
+    url_of()
+    assert time.monotonic() - began < 15
+    assert "has not ended the application" in caplog.text
+    over.set()
+    time.sleep(0.5)
+    assert calls == ["status"]
+
+
+def test_a_serve_that_cannot_end_the_application_is_told_and_ends_nothing_else(
+    started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(names: list[str]) -> None:
+        raise RuntimeError("the controller is dead")
+
+    controller = Controller()
+    controller.delete_apps.remote = fail
+    monkeypatch.setattr(cluster.serve.app, "_controller", lambda: controller)
+    url_of()
+    assert "could not end the application" in caplog.text
+
+
+def test_a_start_that_is_interrupted_leaves_no_application_on_a_cluster(
+    started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deleted: list[list[str]] = []
+    controller = Controller()
+    controller.delete_apps.remote = deleted.append
+    monkeypatch.setattr(cluster.serve.app, "_controller", lambda: controller)
+
+    def run(application: Any, **options: Any) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(cluster.serve.app.ray_serve, "run", run)
+    with pytest.raises(KeyboardInterrupt):
+        url_of()
+    assert deleted == [["secateur"]]
+
+
+# What signals do
+
+
+def test_no_signal_breaks_off_the_clean_up(started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGINT too where it was ignored, as in what a script starts with &."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ended = []
+
+    def delete(controller: Controller) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        ended.append("whole")
+
+    monkeypatch.setattr(cluster.serve.app, "_delete", delete)
+    try:
+        args = EngineArgs.load({"device": "cpu"})
+        with pytest.raises(KeyboardInterrupt), running(args, address="10.0.0.1:6379"):
+            signal.raise_signal(signal.SIGINT)
+        assert ended == ["whole"]
+        with running(args, address="10.0.0.1:6379"):
+            pass
+        assert ended == ["whole", "whole"]
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,219 @@
+"""`secateur serve` as a process on a real Ray: how it starts, what it survives, who reaches it, how it ends."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import httpx2
+import psutil
+import pytest
+
+START_S = 240
+STOP_S = 60
+ROOT = Path(__file__).parents[3]
+
+
+class Serving(NamedTuple):
+    process: psutil.Process
+    stdout: Path
+    stderr: Path
+
+    def url(self) -> str | None:
+        found = re.search(r"http://\S+(?=/v1)", self.stdout.read_text())
+        return found and found[0]
+
+    def below(self) -> list[psutil.Process]:
+        return self.process.children(recursive=True)
+
+    def named(self, part: str) -> list[psutil.Process]:
+        return [process for process in self.below() if part in title(process)]
+
+
+def title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:  # it has just ended
+        return ""
+
+
+def wait_for(condition: Callable[[], object], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.1)
+
+
+@contextmanager
+def serving(folder: Path, *arguments: str, script: str = 'exec "$@"') -> Iterator[Serving]:
+    """The command, started by a shell script that gets it as its arguments."""
+    stdout, stderr = folder / "stdout", folder / "stderr"
+    command = [sys.executable, "-m", "secateur", "serve", "--device", "cpu", "--port", "0", *arguments]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}
+    with stdout.open("w") as out, stderr.open("w") as err:
+        shell = subprocess.Popen(["sh", "-c", script, "sh", *command], env=env, cwd=folder, stdout=out, stderr=err)
+    process = psutil.Process(shell.pid)
+    if script.startswith("exec"):
+        found = process
+    else:
+        wait_for(lambda: any("secateur" in title(each) for each in process.children()), 20)
+        [found] = process.children()
+    one = Serving(found, stdout, stderr)
+    try:
+        yield one
+    finally:
+        left = one.below() if running(one.process) else []
+        for each in [process, found, *left]:
+            if each.is_running():
+                each.kill()
+        shell.wait()
+
+
+def ready(one: Serving) -> str:
+    wait_for(lambda: one.url() is not None or not running(one.process), START_S)
+    url = one.url()
+    assert url is not None, one.stderr.read_text()
+    return url
+
+
+def running(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+def assert_ended(one: Serving, below: list[psutil.Process]) -> None:
+    wait_for(lambda: not running(one.process), STOP_S)
+    _, left = psutil.wait_procs(below, timeout=10)
+    assert [(each.pid, each.cmdline()) for each in left if running(each)] == []
+
+
+def listening(one: Serving) -> dict[str, set[str]]:
+    """Address -> names of the processes that listen on it."""
+    found: dict[str, set[str]] = {}
+    for process in [one.process, *one.below()]:
+        with suppress(psutil.Error):
+            for each in process.net_connections(kind="inet"):
+                if each.status == psutil.CONN_LISTEN:
+                    found.setdefault(each.laddr.ip.removeprefix("::ffff:"), set()).add(process.name())
+    return found
+
+
+def complete(url: str) -> int:
+    body = {"prompt": "def f(", "max_tokens": 4}
+    try:
+        return httpx2.post(f"{url}/v1/completions", json=body, timeout=60).status_code
+    except httpx2.HTTPError:
+        return 0
+
+
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A folder whose path leaves room for Ray's sockets in it: 107 bytes. Those of pytest's workers do not."""
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="s", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+
+
+def test_a_port_in_use_is_told_before_anything_is_imported(short: Path) -> None:
+    for family, host in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::")):
+        with socket.socket(family) as taken:
+            taken.bind((host, 0))
+            taken.listen()
+            port = taken.getsockname()[1]
+            began = time.monotonic()
+            with serving(short, "--port", str(port)) as one:
+                wait_for(lambda one=one: not running(one.process), 30)
+                took = time.monotonic() - began
+            said = one.stderr.read_text()
+            assert f"cannot listen on 127.0.0.1:{port}" in said
+            assert "choose another --host or --port" in said
+            assert "importing" not in said
+            assert took < 10, "two seconds on an idle machine"
+
+
+@pytest.mark.serve
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_service_outlives_its_proxy_listens_on_loopback_alone_and_ends_in_order(short: Path) -> None:
+    with serving(short, script='"$@" & wait') as one:
+        url = ready(one)
+        said = one.stderr.read_text()
+        stages = ["starting Ray", "starting Ray Serve", "processes", "loading the model", "warming up", "ready"]
+        places = [said.index(stage) for stage in stages]
+        assert places == sorted(places), said
+        seconds = [int(each) for each in re.findall(r"secateur: (\d+) s, ", said)]
+        assert seconds == sorted(seconds)
+        assert max(later - sooner for sooner, later in zip(seconds, seconds[1:], strict=False)) <= 20
+
+        assert set(listening(one)) == {"127.0.0.1"}, listening(one)
+
+        [folder] = short.glob("secateur-*")
+        [replica] = one.named("ray::ServeReplica")
+        [proxy] = one.named("ray::ProxyActor")
+        proxy.kill()
+        wait_for(lambda: complete(url) == 200, 60)
+        assert one.named("ray::ServeReplica") == [replica], "the engine was never touched"
+
+        replica.kill()
+        wait_for(lambda: replica not in one.named("ray::ServeReplica") and complete(url) == 200, START_S)
+        assert not folder.exists(), "the next start removes what a killed replica leaves"
+        assert len(list(short.glob("secateur-*"))) == 1
+
+        below = one.below()
+        one.process.send_signal(signal.SIGINT)  # ignored, were it for the shell: it was started with &
+        time.sleep(0.3)
+        one.process.send_signal(signal.SIGINT)
+        assert_ended(one, below)
+        said = one.stderr.read_text()
+        assert "Secateur is stopping; 1 more" in said
+        assert said.rstrip().endswith("stopped")
+        assert not list(short.glob("secateur-*"))
+
+
+@pytest.mark.serve
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_two_sigterms_while_it_starts_leave_nothing_and_start_nothing(short: Path) -> None:
+    with serving(short) as one:
+        wait_for(lambda: "starting Ray Serve" in one.stderr.read_text(), START_S)
+        one.process.terminate()
+        time.sleep(0.5)
+        below = one.below()
+        one.process.terminate()
+        started = set()
+        while running(one.process):
+            started |= {each.pid for each in one.below() if each.name() in ("raylet", "gcs_server")}
+            time.sleep(0.05)
+        assert len(started) <= 2, "no second Ray"
+        assert_ended(one, below)
+        said = one.stderr.read_text()
+        assert "SIGTERM received" not in said, "Ray's handler, which aborts"
+        assert said.rstrip().endswith("stopped")
+
+
+@pytest.mark.serve
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_only_http_is_open_to_others_and_the_third_signal_ends_everything_at_once(short: Path) -> None:
+    with serving(short, "--host", "0.0.0.0") as one:
+        ready(one)
+        found = listening(one)
+        assert set(found) == {"127.0.0.1", "0.0.0.0"}
+        assert found["0.0.0.0"] == {"ray::ProxyActor"}, "the HTTP port alone is open to others"
+        below = one.below()
+        began = time.monotonic()
+        for _ in range(3):
+            one.process.terminate()
+            time.sleep(0.2)
+        assert_ended(one, below)
+        assert time.monotonic() - began < 15
+        assert "SIGTERM received" not in (said := one.stderr.read_text())
+        assert "is killed" in said

@@ -1,0 +1,461 @@
+"""Arguments to engine configuration, seats, bundles, the plan: all before any process starts."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import secateur
+from cluster.convert import engine_config, sampling_defaults, settle, with_tokenizer
+from cluster.engine_client import EngineClient
+from cluster.http.tokenizer import Tokenizer
+from cluster.http.tokenizer_pool import TokenizingWorkers
+from cluster.local_service import service_of
+from cluster.planner.memory import tensor_shapes
+from cluster.planner.report import run
+from cluster.planner.topology import bytes_text
+from cluster.rank_placement import num_bundles, seats, worker_env
+from cluster.serve.placement import group_bundles
+from secateur.config import EngineArgs
+from secateur.errors import ConfigError
+from secateur.plan import PlanRequest
+from secateur.token_tree import MAX_NODES
+from tests.support import checkpoints
+from workers.config import MAX_TREE_NODES, AcceptanceConfig, DraftConfig, EngineConfig
+
+BUNDLED = Path(secateur.__file__).parent / "bundled"
+
+
+def config(tp: int = 1, draft: int = 1, placement: str = "dedicated", device: str = "cuda") -> EngineConfig:
+    drafter = DraftConfig(
+        method="eagle3",
+        model_path="head",
+        tensor_parallel_size=draft,
+        placement=placement,  # type: ignore[arg-type]
+    )
+    return EngineConfig(model_path="model", tensor_parallel_size=tp, device=device, draft=drafter)  # type: ignore[arg-type]
+
+
+def args(**fields: Any) -> EngineArgs:
+    return EngineArgs.load(fields)
+
+
+def plan(given: EngineArgs) -> str:
+    """What `secateur plan` prints when nothing is to be predicted."""
+    return run(given, PlanRequest())
+
+
+def draft_args(**spec: Any) -> dict[str, Any]:
+    return {"speculative_config": {"method": "eagle3", "model": "bundled:eagle3", **spec}}
+
+
+# Seats
+
+
+def test_dedicated_ranks_have_a_device_each() -> None:
+    found = seats(config(tp=2, draft=1))
+    assert [(seat.role, seat.bundle, seat.num_gpus) for seat in found] == [
+        ("verifier 0", 0, 1.0),
+        ("verifier 1", 1, 1.0),
+        ("drafter 0", 2, 1.0),
+    ]
+    assert not any(seat.is_shared for seat in found)
+
+
+def test_a_colocated_drafter_shares_its_verifier_s_device() -> None:
+    found = seats(config(tp=2, draft=1, placement="colocated"))
+    assert [(seat.bundle, seat.num_gpus, seat.is_shared) for seat in found] == [
+        (0, 0.5, True),
+        (1, 1.0, False),
+        (0, 0.5, True),
+    ]
+
+
+@pytest.mark.parametrize(("tp", "draft"), [(1, 1), (2, 1), (2, 2), (4, 4)])
+@pytest.mark.parametrize("placement", ["dedicated", "colocated"])
+def test_no_device_is_promised_twice(tp: int, draft: int, placement: str) -> None:
+    engine = config(tp, draft, placement)
+    per_bundle = [0.0] * num_bundles(engine)
+    for seat in seats(engine):
+        per_bundle[seat.bundle] += seat.num_gpus
+    assert all(0 < total <= 1 for total in per_bundle)
+    assert num_bundles(engine) == (tp + draft if placement == "dedicated" else tp)
+
+
+@pytest.mark.parametrize(("placement", "is_through_host"), [("colocated", True), ("dedicated", False)])
+def test_nccl_never_hears_of_two_ranks_on_one_device(placement: str, is_through_host: bool) -> None:
+    for tp, draft in ((1, 1), (2, 1), (2, 2)):
+        assert config(tp, draft, placement).has_host_link == is_through_host
+
+
+def test_a_worker_on_cpu_gets_one_thread() -> None:
+    assert worker_env(config(device="cpu"))["OMP_NUM_THREADS"] == "1"
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators have other habits")
+def test_a_worker_on_cpu_keeps_the_memory_it_has_freed() -> None:
+    # As attention does in each layer: gather some MiB, and let go of them.
+    program = """if True:
+        import resource, torch
+        pool, slots = torch.ones(4096, 256), torch.arange(3200)
+        def faults():
+            return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        def faults_of(times):
+            before = faults()
+            for _ in range(times): pool.index_select(0, slots).relu()
+            return faults() - before
+        faults_of(8)
+        print(min(faults_of(64) for _ in range(5)))  # a kernel that moves pages makes faults of its own
+    """
+    environment = os.environ | worker_env(config(device="cpu"))
+    told = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert int(told.stdout) < 64
+
+
+GRANTS = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+SMALL_BLOCKS = pytest.mark.skipif(platform.libc_ver() < ("glibc", "2.35"), reason="this glibc cannot ask for them")
+
+
+@pytest.mark.skipif(not GRANTS.exists() or "[never]" in GRANTS.read_text(), reason="no huge pages are granted here")
+@pytest.mark.parametrize("size", [1 << 24, pytest.param(1 << 17, marks=SMALL_BLOCKS)])
+def test_a_worker_on_cpu_keeps_its_weights_in_huge_pages(size: int) -> None:
+    weights = f"[torch.ones({size}) for _ in range({(1 << 24) // size})]"
+    program = f"import torch; weights = {weights}; print(open('/proc/self/smaps_rollup').read())"
+    environment = os.environ | worker_env(config(device="cpu"))
+    told = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    kib = next(int(line.split()[1]) for line in told.stdout.splitlines() if line.startswith("AnonHugePages"))
+    assert kib >= 32 << 10, "of 64 MiB"
+
+
+# Bundles
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (999, "999 B"), (999.6, "1 kB"), (8192, "8.19 kB"), (1_099_650_000_000, "1.1 TB")],
+)
+def test_bytes_are_told_in_three_digits(count: float, text: str) -> None:
+    assert bytes_text(count) == text
+
+
+def test_the_replica_lives_in_the_first_bundle() -> None:
+    assert group_bundles(config(tp=1), replica_cpus=0.5) == [{"GPU": 1.0, "CPU": 1.5}, {"GPU": 1.0, "CPU": 1.0}]
+
+
+def test_an_accelerator_type_is_asked_of_every_bundle() -> None:
+    assert all("accelerator_type:H100" in bundle for bundle in group_bundles(config(), accelerator_type="H100"))
+
+
+def test_a_cpu_engine_asks_for_no_gpu_and_little_cpu() -> None:
+    bundles = group_bundles(config(tp=2, device="cpu"))
+    assert not any("GPU" in bundle for bundle in bundles)
+    assert sum(bundle["CPU"] for bundle in bundles) < 1
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([{"GPU": 1, "CPU": 1}], "has 1 bundles, the engine needs 2"),
+        ([{"GPU": 1}, {"GPU": 1}], "the first one also holds the replica"),
+        ([{"GPU": 1, "CPU": 1}, {"CPU": 1}], "every bundle needs GPU: 1"),
+    ],
+)
+def test_bundles_that_do_not_fit_are_refused(given: list[dict[str, float]], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        group_bundles(config(), given=given)
+
+
+# Arguments
+
+
+def test_the_bundled_default_is_a_target_and_its_head_on_cpu() -> None:
+    engine = engine_config(args(), num_gpus=0)
+    assert (engine.device, engine.dtype, engine.tensor_parallel_size) == ("cpu", "float32", 1)
+    assert engine.draft is not None
+    assert engine.draft.method == "eagle3"
+    assert Path(engine.model_path) == BUNDLED / "target"
+    assert engine.eos_token_ids
+    assert EngineConfig.from_json(engine.to_json()) == engine
+
+
+def test_on_cuda_the_checkpoint_s_dtype_is_kept() -> None:
+    assert engine_config(args(device="cuda")).dtype == "bfloat16"
+
+
+def test_kernels_and_graphs_are_carried_over_and_triton_needs_cuda() -> None:
+    engine = engine_config(args(device="cuda", kernels="torch", enforce_eager=True))
+    assert (engine.kernels, engine.enforce_eager) == ("torch", True)
+    assert (engine_config(args()).kernels, engine_config(args()).enforce_eager) == ("auto", False)
+    with pytest.raises(ConfigError, match="kernels: triton needs device 'cuda'; on CPU write torch, or leave it out"):
+        engine_config(args(device="cpu", kernels="triton"))
+
+
+def test_max_model_len_defaults_to_the_model_s_and_may_not_exceed_it() -> None:
+    limit = engine_config(args()).max_model_len
+    assert engine_config(args(max_model_len=100)).max_model_len == 100
+    with pytest.raises(ConfigError, match=f"max_model_len: {limit + 1} is more than the model's {limit}"):
+        engine_config(args(max_model_len=limit + 1))
+
+
+def test_pages_that_do_not_hold_a_request_of_the_model_s_own_length_are_refused() -> None:
+    limit = engine_config(args()).max_model_len
+    with pytest.raises(ConfigError, match=f"num_pages: 20 .* of max_model_len={limit}: write at least [0-9]+"):
+        engine_config(args(num_pages=20))
+    assert engine_config(args(num_pages=20, max_model_len=200)).num_pages == 20
+
+
+@pytest.mark.parametrize("length", [2, 300])
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("draft", [{"no_speculation": True}, draft_args(num_speculative_tokens=63)])
+def test_the_door_and_the_engine_agree_on_the_fewest_pages(length: int, page_size: int, draft: dict[str, Any]) -> None:
+    given = {"max_model_len": length, "page_size": page_size, **draft}
+    least = 1 + engine_config(args(**given)).pages_for(length)
+    assert args(num_pages=least, **given).num_pages == least
+    with pytest.raises(ConfigError, match=f"num_pages: .* at least {least}"):
+        args(num_pages=least - 1, **given)
+
+
+def test_a_tokenizer_s_own_end_of_text_ends_answers_too(tmp_path: Path) -> None:
+    """Fine-tuning for chats often changes it alone."""
+    taken = args(model=str(shutil.copytree(BUNDLED / "target", tmp_path / "model")), no_speculation=True)
+    config = engine_config(taken)
+    assert with_tokenizer(taken, config)[0] == config, "the bundled model's files name its tokenizer's"
+    path = tmp_path / "model" / "tokenizer_config.json"
+    path.write_text(path.read_text().replace('"eos_token": "<|endoftext|>"', '"eos_token": "a"'))
+    ended, tokenizer = with_tokenizer(taken, config)
+    assert ended.eos_token_ids == (*config.eos_token_ids, *tokenizer.encode("a", add_special_tokens=False))
+
+
+def test_a_model_without_a_tokenizer_is_refused_at_the_door(tmp_path: Path) -> None:
+    model = checkpoints.write_model(tmp_path, "qwen3")
+    taken = args(model=str(model), no_speculation=True)
+    named = f"tokenizer: none could be read from {re.escape(str(model))} .*; name a folder or a Hugging Face id"
+    for written in (None, "{"):
+        if written is not None:
+            (model / "tokenizer.json").write_text(written)
+        with pytest.raises(ConfigError, match=named):
+            with_tokenizer(taken, engine_config(taken))
+    taken = args(model=str(model), no_speculation=True, tokenizer=str(BUNDLED / "target"))
+    with_tokenizer(taken, engine_config(taken))
+
+
+def test_requests_are_sampled_as_the_model_s_generation_config_says(tmp_path: Path) -> None:
+    model = checkpoints.write_model(tmp_path, "qwen3")
+    written = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": None}
+    (model / "generation_config.json").write_text(json.dumps(written))
+    wanted = {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
+    assert sampling_defaults(args(model=str(model)), str(model)) == wanted
+    assert sampling_defaults(args(model=str(model), generation_config="none"), str(model)) == {}
+    assert sampling_defaults(args(), engine_config(args()).model_path) == {}, "the bundled model says nothing"
+
+
+def test_generation_config_s_values_are_a_request_s(tmp_path: Path) -> None:
+    model = checkpoints.write_model(tmp_path, "qwen3")
+    (model / "generation_config.json").write_text('{"temperature": 0.6, "max_new_tokens": 512, "top_p": 1}')
+    defaults = sampling_defaults(args(model=str(model)), str(model))
+    assert defaults == {"temperature": 0.6, "top_p": 1.0, "max_tokens": 512}
+    for written, told in (
+        ('{"max_new_tokens": 0}', "max_new_tokens: must be greater"),
+        ('{"temperature": "0.6"}', "temperature: must be a valid number"),
+    ):
+        (model / "generation_config.json").write_text(written)
+        with pytest.raises(ConfigError, match=f"generation_config: .*{told}"):
+            sampling_defaults(args(model=str(model)), str(model))
+
+
+def test_a_service_tells_whose_defaults_it_takes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = checkpoints.write_model(tmp_path, "qwen3")
+    (model / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20}')
+    taken = args(model=str(model), no_speculation=True)
+    tokenizer = Tokenizer(str(BUNDLED / "target"))
+    tokenizing = TokenizingWorkers(tokenizer)  # not started
+    with caplog.at_level(logging.INFO, "cluster"):
+        service = service_of(taken, engine_config(taken), EngineClient(), tokenizer, tokenizing, replica="local")
+    assert "the model's own temperature=0.6, top_k=20 " in caplog.text
+    assert service.sampling_defaults == {"temperature": 0.6, "top_k": 20}
+
+
+@pytest.mark.parametrize(
+    ("written", "told"),
+    [
+        ('{"temperature": 0.6', "generation_config.json is not valid JSON: "),
+        ("[1, 2]", "generation_config.json holds no JSON object but a list"),
+        ('{"eos_token_id": [1, "2"]}', "eos_token_id: '2' is no token id; write a number or a list of numbers"),
+    ],
+)
+def test_a_generation_config_that_cannot_be_read_is_named(tmp_path: Path, written: str, told: str) -> None:
+    model = checkpoints.write_model(tmp_path, "qwen3")
+    (model / "generation_config.json").write_text(written)
+    with pytest.raises(ConfigError, match=told):
+        engine_config(args(model=str(model), no_speculation=True))
+
+
+def test_a_generation_config_that_cannot_be_is_refused_at_the_door(tmp_path: Path) -> None:
+    model = checkpoints.write_model(tmp_path, "qwen3")
+    (model / "generation_config.json").write_text('{"temperature": -1, "top_k": 20}')
+    with pytest.raises(ConfigError, match="generation_config: .*temperature: .*; correct the file, or write none"):
+        engine_config(args(model=str(model), no_speculation=True))
+    engine_config(args(model=str(model), no_speculation=True, generation_config="none"))
+
+
+def test_the_door_and_the_engine_agree_on_the_largest_tree() -> None:
+    assert MAX_NODES + 1 == MAX_TREE_NODES
+
+
+def test_a_tree_is_carried_over() -> None:
+    spec = draft_args(speculative_token_tree="[(0,), (1,), (0, 0)]", speculative_tree_prune_threshold=0.25)
+    tree = engine_config(args(**spec)).draft.tree
+    assert (tree.kind, tree.num_nodes, tree.max_depth) == ("static", 3, 2)
+    assert tree.longest_path == 2
+    assert tree.static_paths == ((0,), (1,), (0, 0))
+    assert (tree.prune.min_prob, tree.prune.path_prob) == (0.25, 0.25)
+
+
+def test_the_acceptance_rule_and_automatic_pruning_are_carried_over() -> None:
+    spec = draft_args(
+        acceptance="rejection",
+        rejection_method="recursive",
+        draft_sample_method="hybrid",
+        draft_probs_min_temperature=0.5,
+        speculative_tree_prune="auto",
+        speculative_tree_prune_min_prob=0.1,
+    )
+    draft = engine_config(args(**spec)).draft
+    assert draft.acceptance == AcceptanceConfig(
+        kind="rejection", rejection_method="recursive", sample_method="hybrid", draft_probs=True, min_temperature=0.5
+    )
+    assert (draft.tree.prune.auto, draft.tree.prune.min_prob) == (True, 0.1)
+    without = draft_args(acceptance="rejection", enable_draft_probs=False)
+    assert engine_config(args(**without)).draft.acceptance.draft_probs is False
+    assert not engine_config(args(**draft_args(speculative_tree_prune="off"))).draft.tree.prune.auto
+
+
+def test_a_size_the_heads_do_not_allow_is_refused() -> None:
+    with pytest.raises(ConfigError, match="tensor_parallel_size 3 does not fit"):
+        engine_config(args(tensor_parallel_size=3, no_speculation=True))
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    text = (BUNDLED / "draft" / "config.json").read_text()
+    (tmp_path / "config.json").write_text(text.replace('"vocab_size": 2048', '"vocab_size": 999'))
+    with pytest.raises(ConfigError, match="same vocabulary size"):
+        engine_config(args(speculative_config={"method": "draft_model", "model": str(tmp_path)}))
+
+
+def test_ngram_lookup_needs_no_checkpoint_and_no_device() -> None:
+    spec = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+    engine = engine_config(args(device="cuda", speculative_config=spec), num_gpus=2)
+    draft = engine.draft
+    assert (draft.method, draft.model_path, draft.placement) == ("ngram", "", "colocated")
+    assert (draft.prompt_lookup_min, draft.prompt_lookup_max) == (2, 4)
+    assert num_bundles(engine) == 1
+    assert EngineConfig.from_json(engine.to_json()) == engine
+    text = plan(args(speculative_config=spec))
+    assert "drafter  n-gram lookup, matches of 2 to 4 tokens" in text
+    assert "0 B       4 B" in text
+
+
+def test_an_eagle_head_is_checked_against_its_target(tmp_path: Path) -> None:
+    target = str(checkpoints.write_model(tmp_path / "target", "llama"))
+    head = checkpoints.write_eagle(tmp_path / "head")
+    given = {"model": target, "speculative_config": {"method": "eagle", "model": str(head)}}
+    assert engine_config(args(**given)).draft.model_path == str(head)
+    assert f"{head} (eagle" in plan(args(**given))
+    checkpoints.edit_config(head, hidden_size=32)
+    with pytest.raises(ConfigError, match="a hidden size of 32, this one has 64"):
+        engine_config(args(**given))
+
+
+@pytest.mark.parametrize(("family", "layout"), [("qwen3", "qwen3"), ("qwen2", "mimo")])
+def test_mtp_drafts_with_the_target_s_own_folder(tmp_path: Path, family: str, layout: str) -> None:
+    model = str(checkpoints.add_mtp(checkpoints.write_model(tmp_path, family), layout))
+    given = {"model": model, "speculative_config": {"method": "mtp"}}
+    assert engine_config(args(**given)).draft.model_path == model
+    assert f"{model} (mtp" in plan(args(**given))
+
+
+def test_mtp_needs_a_target_with_prediction_layers() -> None:
+    with pytest.raises(ConfigError, match="must natively support multi-token prediction.*num_nextn_predict_layers"):
+        engine_config(args(speculative_config={"method": "mtp"}))
+
+
+@pytest.mark.parametrize(("num", "says"), [(4, "4 must be divisible by n_predict=3"), (6, "only one, which is used")])
+def test_a_chain_uses_every_prediction_layer_equally_often(tmp_path: Path, num: int, says: str) -> None:
+    model = checkpoints.add_mtp(checkpoints.write_model(tmp_path, "qwen3"), "qwen3")
+    checkpoints.edit_config(model, mtp_num_hidden_layers=3)
+    spec = {"method": "mtp", "num_speculative_tokens": num, "speculative_tree": "chain"}
+    with pytest.raises(ConfigError, match=says):
+        engine_config(args(model=str(model), speculative_config=spec))
+
+
+def test_an_unknown_folder_is_a_configuration_error() -> None:
+    with pytest.raises(ConfigError, match="/nowhere"):
+        engine_config(args(model="/nowhere"))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "placement"), [(None, "dedicated"), (3, "dedicated"), (4, "dedicated"), (2, "colocated")]
+)
+def test_a_drafter_gets_its_own_device_where_there_are_enough(gpus: int | None, placement: str) -> None:
+    settled = settle(args(tensor_parallel_size=2, device="cuda", **draft_args()), num_gpus=gpus)
+    assert settled.speculative_config.draft_placement == placement
+    assert settle(settled, num_gpus=None) == settled
+
+
+def test_too_few_devices_are_told_at_the_door() -> None:
+    with pytest.raises(ConfigError, match="need 2 GPUs, 1 can be used"):
+        settle(args(tensor_parallel_size=2, device="cuda", **draft_args()), num_gpus=1)
+    with pytest.raises(ConfigError, match="write draft_placement='colocated'"):
+        settle(args(device="cuda", **draft_args(draft_placement="dedicated")), num_gpus=1)
+
+
+@pytest.mark.parametrize(
+    ("size", "device", "gpus", "says"),
+    [
+        (4, "cuda", 1, "tensor_parallel_size=4 needs 4 GPUs, 1 can be used; write a smaller size or device='cpu'"),
+        (4, "auto", 1, "needs 4 GPUs, 1 can be used"),
+        (1, "cuda", 0, "tensor_parallel_size=1 needs 1 GPU, 0 can be used; write device='cpu'"),
+    ],
+)
+def test_too_few_devices_are_told_without_a_drafter_too(size: int, device: str, gpus: int, says: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        settle(args(tensor_parallel_size=size, device=device, no_speculation=True), num_gpus=gpus)
+
+
+def test_without_a_drafter_what_fits_or_is_not_known_passes_the_door() -> None:
+    asked = args(tensor_parallel_size=4, device="cuda", no_speculation=True)
+    assert [settle(asked, num_gpus=gpus) for gpus in (4, 8, None)] == 3 * [asked]
+    assert settle(args(tensor_parallel_size=4, no_speculation=True), num_gpus=0).device == "cpu"
+
+
+# The plan
+
+
+def test_the_plan_names_every_rank_and_bundle() -> None:
+    text = plan(args(tensor_parallel_size=2, device="cuda", **draft_args(draft_tensor_parallel_size=2)))
+    for role in ("verifier 0", "verifier 1", "drafter 0", "drafter 1"):
+        assert role in text
+    assert "bundles  4, STRICT_PACK" in text
+
+
+def test_the_plan_counts_the_weights_there_are() -> None:
+    shapes = tensor_shapes(BUNDLED / "target")
+    items = 0
+    for shape in shapes.values():
+        count = 1
+        for size in shape:
+            count *= size
+        items += count
+    text = plan(args())
+    assert f"{items * 4 / 1e6:.3g} MB" in text
+    assert "weights are counted in float32" in text and "counted in" not in plan(args(dtype="bfloat16"))

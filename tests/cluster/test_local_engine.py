@@ -1,0 +1,311 @@
+"""An engine as plain processes: it comes up, it answers, its death is told, and nothing is ever left of it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import httpx2
+import psutil
+import pytest
+
+import secateur
+from cluster.convert import engine_config
+from cluster.engine_client import EngineClient, EngineDead
+from cluster.local_engine import LocalEngine
+from cluster.local_service import local_service
+from cluster.processes import wait_gone
+from secateur.config import EngineArgs
+from secateur.errors import ConfigError
+from tests.support.fake_engine import FakeEngine
+from workers.comm.ipc import Submit, TokenChunk
+from workers.config import EngineConfig
+
+BUNDLED = Path(secateur.__file__).parent / "bundled"
+needs_models = pytest.mark.skipif(not (BUNDLED / "target").is_dir(), reason="the bundled models are not there yet")
+
+
+def assert_gone(pids: list[int]) -> None:
+    assert wait_gone(pids, timeout_s=5.0) == []
+
+
+async def collect(client: EngineClient, submit: Submit) -> list[TokenChunk]:
+    return [chunk async for chunk in client.submit(submit)]
+
+
+@pytest.fixture
+def config() -> EngineConfig:
+    return engine_config(EngineArgs.load({"max_num_seqs": 4, "max_model_len": 256}))
+
+
+# The client alone
+
+
+def with_fake(folder: Path, body: Callable[[EngineClient, FakeEngine], Awaitable[None]], **client: float) -> None:
+    async def main() -> None:
+        front = EngineClient(**client)
+        fake = FakeEngine(await front.listen(f"unix:{folder}/socket"), lambda submit: [[1, 2], [3], [4, 5, 6]])
+        await front.wait_ready(5)
+        try:
+            await body(front, fake)
+        finally:
+            await front.close()
+            fake.die()
+
+    asyncio.run(main())
+
+
+def test_each_step_is_one_chunk(tmp_path: Path) -> None:
+    async def body(client: EngineClient, fake: FakeEngine) -> None:
+        chunks = await collect(client, Submit(id=client.new_id(), prompt=[1], max_tokens=10))
+        assert [chunk.tokens for chunk in chunks] == [[1, 2], [3], [4, 5, 6]]
+        assert [chunk.finish_reason for chunk in chunks] == [None, None, "length"]
+        assert client.num_pending == 0
+
+    with_fake(tmp_path, body)
+
+
+def test_once_its_engine_is_ready_the_collector_looks_at_nothing_of_the_front(tmp_path: Path) -> None:
+    async def body(client: EngineClient, fake: FakeEngine) -> None:
+        assert gc.get_freeze_count() > 10_000
+
+    gc.unfreeze()
+    assert gc.get_freeze_count() == 0
+    with_fake(tmp_path, body)
+
+
+def test_an_iterator_left_early_aborts_its_request(tmp_path: Path) -> None:
+    async def body(client: EngineClient, fake: FakeEngine) -> None:
+        fake.step_s = 0.3
+        chunks = client.submit(Submit(id=7, prompt=[1], max_tokens=10))
+        await anext(chunks)
+        await chunks.aclose()
+        assert client.num_pending == 0
+        async with asyncio.timeout(5):
+            while fake.aborted != [7]:
+                await asyncio.sleep(0.01)
+
+    with_fake(tmp_path, body)
+
+
+def test_a_finished_request_is_pending_no_more_though_nobody_reads_its_answer(tmp_path: Path) -> None:
+    async def body(client: EngineClient, fake: FakeEngine) -> None:
+        chunks = client.submit(Submit(id=7, prompt=[1], max_tokens=10))
+        seen = [await anext(chunks)]
+        async with asyncio.timeout(5):
+            while client.num_pending:
+                await asyncio.sleep(0.01)
+        seen += [chunk async for chunk in chunks]
+        assert [chunk.tokens for chunk in seen] == [[1, 2], [3], [4, 5, 6]]
+        assert not fake.aborted
+
+    with_fake(tmp_path, body)
+
+
+def test_a_dead_engine_fails_what_was_waiting_and_what_comes_later(tmp_path: Path) -> None:
+    async def body(client: EngineClient, fake: FakeEngine) -> None:
+        fake.hold.set()
+        waiting = asyncio.create_task(collect(client, Submit(id=1, prompt=[1], max_tokens=10)))
+        while client.num_pending == 0:
+            await asyncio.sleep(0.01)
+        await asyncio.to_thread(fake.die)
+        with pytest.raises(EngineDead, match="closed its connection"):
+            await waiting
+        assert not client.health().ok
+        with pytest.raises(EngineDead, match="closed its connection"):
+            await collect(client, Submit(id=2, prompt=[1], max_tokens=10))
+
+    with_fake(tmp_path, body, cause_wait_s=0.2)
+
+
+def test_who_knows_which_rank_died_is_waited_for(tmp_path: Path) -> None:
+    """The socket tells of a death first: of requests from before it and from after it, both hear the reason."""
+
+    async def body(client: EngineClient, fake: FakeEngine) -> None:
+        fake.hold.set()
+        before = asyncio.create_task(collect(client, Submit(id=1, prompt=[1], max_tokens=10)))
+        await asyncio.sleep(0.1)
+        await asyncio.to_thread(fake.die)
+        await asyncio.sleep(0.2)
+        after = asyncio.create_task(collect(client, Submit(id=2, prompt=[1], max_tokens=10)))
+        await asyncio.sleep(0.1)
+        assert not before.done() and not after.done()
+        client.fail("verifier 1 died")
+        for waiting in (before, after):
+            with pytest.raises(EngineDead, match="verifier 1 died"):
+                await asyncio.wait_for(waiting, 5)
+        assert client.dead == "verifier 1 died"
+
+    with_fake(tmp_path, body, cause_wait_s=30.0)
+
+
+@pytest.mark.parametrize("num_requests", [0, 1])
+def test_silence_is_ill_at_work_and_idle_and_idleness_is_not(tmp_path: Path, num_requests: int) -> None:
+    async def body(client: EngineClient, fake: FakeEngine) -> None:
+        await asyncio.sleep(1.5)
+        assert client.health().ok, "an idle engine says so"
+        fake.hold.set()
+        waiting = [
+            asyncio.create_task(collect(client, Submit(id=1, prompt=[1], max_tokens=10))) for _ in range(num_requests)
+        ]
+        await asyncio.sleep(1.5)
+        assert re.match(rf"the engine is silent for \d+ s with {num_requests} requests", client.health().reason)
+        fake.hold.clear()
+        await asyncio.gather(*waiting)
+        await asyncio.sleep(0.2)
+        assert client.health().ok
+
+    with_fake(tmp_path, body, progress_timeout_s=1.0)
+
+
+def test_a_request_does_not_make_a_silent_engine_well(tmp_path: Path) -> None:
+    async def body(client: EngineClient, fake: FakeEngine) -> None:
+        fake.hold.set()
+        await asyncio.sleep(0.5)
+        waiting = asyncio.create_task(collect(client, Submit(id=1, prompt=[1], max_tokens=10)))
+        await asyncio.sleep(0)
+        assert client.num_pending == 1
+        assert not client.health().ok
+        fake.hold.clear()
+        await waiting
+
+    with_fake(tmp_path, body, progress_timeout_s=0.3)
+
+
+# Real processes
+
+
+@needs_models
+def test_an_engine_answers_and_leaves_nothing_behind(config: EngineConfig) -> None:
+    async def main() -> list[int]:
+        engine = LocalEngine(config)
+        async with engine as client:
+            assert [entry["rank"] for entry in client.ready.topology] == [0, 1]
+            assert [entry["pid"] for entry in client.ready.topology] == engine.pids
+            chunks = await collect(client, Submit(id=1, prompt=[300, 301, 302], max_tokens=12, ignore_eos=True))
+            assert sum(len(chunk.tokens) for chunk in chunks) == 12
+            assert client.health().ok
+        return engine.pids
+
+    assert_gone(asyncio.run(main()))
+
+
+@needs_models
+def test_ranks_listen_on_loopback_alone_and_their_store_no_more(config: EngineConfig) -> None:
+    """Verifier and drafter are in the same groups: a store that listened would be one address more of the verifier."""
+
+    async def main() -> list[list[str]]:
+        engine = LocalEngine(config)
+        async with engine:
+            ranks = [psutil.Process(pid).net_connections(kind="inet") for pid in engine.pids]
+        return [[each.laddr.ip for each in sockets if each.status == psutil.CONN_LISTEN] for sockets in ranks]
+
+    verifier, drafter = asyncio.run(main())
+    assert set(verifier + drafter) == {"127.0.0.1"}
+    assert len(verifier) == len(drafter)
+
+
+@needs_models
+@pytest.mark.parametrize("killed", [0, 1])
+def test_one_dead_rank_is_the_death_of_all_and_is_named(config: EngineConfig, killed: int) -> None:
+    async def main() -> list[int]:
+        engine = LocalEngine(config)
+        async with engine as client:
+            submit = Submit(id=1, prompt=[300], max_tokens=250, ignore_eos=True)
+            waiting = asyncio.create_task(collect(client, submit))
+            await asyncio.sleep(0.05)
+            os.kill(engine.pids[killed], signal.SIGKILL)
+            with suppress(EngineDead):  # or it was done before
+                await asyncio.wait_for(waiting, 10)
+            async with asyncio.timeout(10):
+                while client.dead is None:
+                    await asyncio.sleep(0.05)
+            role = "drafter 0" if killed else "verifier 0"
+            assert client.dead.startswith(f"{role} (pid {engine.pids[killed]}) was ended by SIGKILL")
+            assert_gone(engine.pids)
+        return engine.pids
+
+    assert_gone(asyncio.run(main()))
+
+
+@needs_models
+def test_a_start_that_fails_says_why_and_leaves_nothing_behind(config: EngineConfig, tmp_path: Path) -> None:
+    async def main() -> list[int]:
+        nothing = LocalEngine(replace(config, model_path=str(tmp_path)))
+        with pytest.raises(FileNotFoundError, match=r"config\.json"):
+            await nothing.start()
+        assert not nothing.pids
+        shutil.copy(Path(config.model_path) / "config.json", tmp_path)
+        engine = LocalEngine(nothing.config)
+        with pytest.raises(EngineDead, match="no weights"):
+            await engine.start()
+        return engine.pids
+
+    assert_gone(asyncio.run(main()))
+
+
+@needs_models
+def test_the_engine_does_not_outlive_a_killed_parent(config: EngineConfig, tmp_path: Path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(
+        "import asyncio, sys\n"
+        "from cluster.local_engine import LocalEngine\n"
+        "from workers.config import EngineConfig\n"
+        "async def main():\n"
+        "    engine = LocalEngine(EngineConfig.from_json(sys.argv[1]))\n"
+        "    async with engine:\n"
+        "        print(*engine.pids, flush=True)\n"
+        "        await asyncio.sleep(60)\n"
+        "asyncio.run(main())\n"
+    )
+    root = str(Path(secateur.__file__).parents[1])
+    parent = subprocess.Popen(
+        [sys.executable, str(script), config.to_json()],
+        env={**os.environ, "PYTHONPATH": root},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(pids) == 2
+    finally:
+        parent.kill()
+        parent.wait()
+        parent.stdout.close()
+    assert_gone(pids)
+
+
+@needs_models
+def test_a_local_service_answers_over_http_and_leaves_nothing_behind() -> None:
+    with local_service(EngineArgs.load({"port": 0, "max_model_len": 256})) as url:
+        pids = [entry["pid"] for entry in httpx2.get(f"{url}/server_info").json()["topology"]]
+        body = {"prompt": "def f(", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        with_drafts = httpx2.post(f"{url}/v1/completions", json=body, timeout=60).json()
+        body["speculative"] = {"enabled": False}
+        without = httpx2.post(f"{url}/v1/completions", json=body, timeout=60).json()
+        assert with_drafts["usage"]["completion_tokens"] == 8
+        assert with_drafts["choices"][0]["text"] == without["choices"][0]["text"]
+        assert httpx2.get(f"{url}/health", headers={f"X-{number}": "a" for number in range(200)}).status_code == 431
+    assert_gone(pids)
+
+
+def test_a_port_in_use_is_told_before_anything_starts() -> None:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match="cannot listen"), local_service(EngineArgs.load({"port": port})):
+            pass

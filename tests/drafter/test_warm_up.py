@@ -1,0 +1,68 @@
+"""What ranks do before anybody asks: the verifier runs every kernel, the drafter drafts every kind of node, and nothing
+is left behind that is read."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from drafter.proposers.base import DraftModelProposer, FeatureProposer
+from drafter.tree.shape import make_shape
+from drafter.worker import draft, nobody
+from tests.support import checkpoints
+from tests.support.engines import AUTO, BUNDLED, CHAIN, DYNAMIC, STATIC, bundled
+from verifier.adaptive.profile import warm_up
+from verifier.target import Target
+from workers.kernels import reference
+from workers.models.decoder import Decoder
+from workers.models.readers import read_spec
+from workers.types import NodeKind, Rule
+
+
+@pytest.mark.parametrize("tree", [DYNAMIC, AUTO, CHAIN, STATIC], ids=["dynamic", "auto", "chain", "static"])
+@pytest.mark.parametrize("method", ["eagle3", "draft_model"])
+def test_every_kind_of_node_is_drafted_for_nobody_on_the_null_page(method, tree):
+    config = bundled(tree, method=method)
+    proposer: FeatureProposer | DraftModelProposer
+    if method == "eagle3":
+        head = checkpoints.load_eagle3(BUNDLED / "eagle3", BUNDLED / "target")
+        kv = head.new_kv_pool(8 * config.page_size)
+        proposer = FeatureProposer(head, kv, config.page_size, config.tree_rows)
+    else:
+        model = Decoder.load(BUNDLED / "draft", read_spec(BUNDLED / "draft"))
+        kv = model.new_kv_pool(8 * config.page_size)
+        proposer = DraftModelProposer(model, kv, config.page_size)
+    with torch.inference_mode():
+        kv.data.fill_(7.0)
+    requests = nobody(config, proposer.width)
+    replies = [draft(request, proposer, make_shape(tree)) for request in requests]
+    assert [int(request.rule_B) for request in requests] == [Rule.COUPLED, Rule.COUPLED, Rule.TRAVERSAL]
+    for reply in replies:
+        num_nodes = len(reply.trees.token_N) - 1
+        assert num_nodes == tree.num_nodes or (tree is AUTO and num_nodes > 0)
+    kinds = [set(reply.trees.kind_N[1:].tolist()) for reply in replies]
+    assert kinds == [{NodeKind.DETERMINISTIC}, {NodeKind.COUPLED}, {NodeKind.SAMPLED}]
+    pages = kv.data.unflatten(1, (8, config.page_size))
+    assert (pages[:, 0] != 7.0).any()
+    assert (pages[:, 1:] == 7.0).all()
+
+
+def test_the_verifier_compiles_all_that_moves_draws_and_cuts(monkeypatch):
+    ran = set()
+
+    def noted(name):
+        kernel = getattr(reference, name)
+
+        def run(*args, **options):
+            ran.add(name)
+            return kernel(*args, **options)
+
+        return run
+
+    names = {"plan", "tree_attention", "copy_slots", "coupled_argmax", "cut"}
+    for name in names:
+        monkeypatch.setattr(reference, name, noted(name))
+    config, model = bundled(DYNAMIC), Decoder.load(BUNDLED / "target", read_spec(BUNDLED / "target"))
+    kv = model.new_kv_pool(9 * config.page_size)
+    warm_up(Target(model, kv, config.page_size, None, None), config, 9)
+    assert ran == names

@@ -1,0 +1,502 @@
+"""Trees under `auto`: the best nodes by calibrated survival, as many as their time is worth."""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import drafter.tree.grow
+from drafter.tree.budget import Budget, calibrated
+from drafter.tree.frontier import DraftVocabulary, Level
+from drafter.tree.grow import Grown, grow
+from drafter.tree.shape import TYPICAL_CHILDREN, DynamicShape, Shape, StaticShape
+from tests.support import oracles
+from tests.support.oracles import Path
+from tests.support.prices import CALIBRATION, FREE, costs
+from workers.types import DraftCosts, SamplingBatch, SamplingParams
+
+torch.set_num_threads(1)
+
+V, CHILDREN, DEPTH = 8, 3, 3
+SHAPE = DynamicShape(CHILDREN, DEPTH)
+STATIC = StaticShape(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
+CHAIN = StaticShape(((0,), (0, 0), (0, 0, 0)))
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request's part of a batch."""
+
+    model: int = 0
+    num_nodes: int = 8
+    max_depth: int = DEPTH
+    min_prob: float = 0.0
+    path_prob: float = 0.0
+    temperature: float = 1.0
+    auto: bool = True
+
+    @property
+    def candidates(self) -> dict[Path, float]:
+        return self.survival(CALIBRATION)
+
+    def survival(self, calibration: Sequence[tuple[float, float]]) -> dict[Path, float]:
+        return oracles.candidates(
+            lambda path: model_logits(self.model, path).tolist(),
+            max_depth=self.max_depth, max_children=CHILDREN, min_prob=self.min_prob, path_prob=self.path_prob,
+            temperature=self.temperature, seed=self.model, root_index=20, calibration=calibration,
+        )  # fmt: skip
+
+    @property
+    def best(self) -> dict[Path, float]:
+        ranked = sorted(self.candidates.items(), key=lambda item: -item[1])
+        return dict(ranked[: self.num_nodes])
+
+
+@functools.cache
+def model_logits(model: int, path: Path) -> np.ndarray:
+    rng = np.random.default_rng([model, zlib.crc32(repr(path).encode())])
+    return rng.normal(scale=1.0 + 2.0 * rng.random(), size=V).astype(np.float32)
+
+
+def grown(asks: Sequence[Ask], prices: DraftCosts = FREE, shape: Shape = SHAPE) -> Grown:
+    paths: dict[tuple[int, int], Path] = {(b, 0): () for b in range(len(asks))}
+
+    def expand(level: Level) -> torch.Tensor:
+        for b, row, parent, token in zip(*level[1:5], strict=True):
+            assert row <= asks[b].num_nodes, "the draft model has no more rows"
+            paths[b, row] = (*paths[b, parent], int(token))
+        keys = zip(level.request_F, level.row_F, strict=True)
+        return torch.from_numpy(np.stack([model_logits(asks[b].model, paths[b, row]) for b, row in keys]))
+
+    return grow(
+        torch.from_numpy(np.stack([model_logits(ask.model, ()) for ask in asks])),
+        np.zeros(len(asks), dtype=np.int64),
+        np.full(len(asks), 20),
+        limits=oracles.limits(
+            [ask.num_nodes for ask in asks],
+            [ask.max_depth for ask in asks],
+            [ask.min_prob for ask in asks],
+            [ask.path_prob for ask in asks],
+            auto=[ask.auto for ask in asks],
+        ),
+        sampling=SamplingBatch.stack([SamplingParams(temperature=ask.temperature, seed=ask.model) for ask in asks]),
+        shape=shape,
+        expand=expand,
+        vocab=DraftVocabulary(target_size=V),
+        costs=prices,
+    )
+
+
+def weights(trees: Grown, request: int = 0) -> dict[Path, float]:
+    begin, end = trees.trees.offsets[request : request + 2].tolist()
+    return dict(
+        zip(oracles.paths_of(trees.trees, request)[1:], trees.trees.weight_N[begin + 1 : end].tolist(), strict=True)
+    )
+
+
+def assert_rooted(nodes: dict[Path, float]) -> None:
+    assert all(path[:-1] in nodes or len(path) == 1 for path in nodes)
+
+
+# ---- the search
+
+
+THRESHOLD = st.one_of(st.just(0.0), st.floats(0, 0.5, width=32))
+ASK = st.builds(
+    Ask,
+    model=st.integers(0, 10**6),
+    num_nodes=st.integers(1, 30),
+    max_depth=st.integers(1, DEPTH),
+    min_prob=THRESHOLD,
+    path_prob=THRESHOLD,
+    temperature=st.sampled_from([0.0, 0.4, 1.0]),
+)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(ASK)
+@example(Ask(num_nodes=2, max_depth=2, temperature=0.0))  # a child may be likelier than children typically are
+def test_where_nothing_costs_anything_a_tree_is_the_best_of_all_that_the_thresholds_allow(ask):
+    # What weighs less than a rounding error of the sum raises no rate: it may come or not.
+    got = {path: weight for path, weight in weights(grown([ask])).items() if weight > 1e-6}
+    assert got == {path: pytest.approx(weight, rel=1e-3) for path, weight in ask.best.items() if weight > 1e-6}
+
+
+def test_what_a_threshold_frees_is_refilled():
+    whole, pruned = (Ask(model=3, num_nodes=6, path_prob=p) for p in (0.0, 0.2))
+    assert set(pruned.best) != set(whole.best) and len(weights(grown([pruned]))) == 6
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(st.lists(ASK, min_size=2, max_size=4), st.lists(st.booleans(), min_size=4, max_size=4))
+def test_requests_get_the_same_tree_together_and_alone_while_nothing_costs_anything(asks, autos):
+    asks = [replace(ask, auto=auto) for ask, auto in zip(asks, autos, strict=False)]
+    together = grown(asks)
+    for b, ask in enumerate(asks):
+        assert weights(together, b) == pytest.approx(weights(grown([ask])), rel=1e-6)
+
+
+def test_the_search_ends_when_the_draft_models_rows_do():
+    """Candidates that fall out have had their rows: `grown` asserts that nobody is given more than there are."""
+    for model in range(30):
+        assert len(weights(grown([Ask(model=model, num_nodes=4)]))) == 4
+
+
+def test_rows_are_breadth_first_and_parents_in_order():
+    trees = grown([Ask(model=m, num_nodes=14) for m in range(5)]).trees
+    for begin, end in zip(trees.offsets, trees.offsets[1:], strict=False):
+        parents = trees.parent_N[begin:end].tolist()
+        assert parents == sorted(parents)
+
+
+def test_a_level_is_not_grown_if_it_does_not_pay():
+    def depth(level: float) -> int:
+        return int(grown([Ask(model=1, num_nodes=16)], costs(level=level)).trees.depth_N.max())
+
+    depths = [depth(level) for level in (0.0, 2.0, 5.0, 100.0)]
+    assert depths == sorted(depths, reverse=True) and depths[0] == DEPTH and depths[-1] == 1
+
+
+def test_the_dearer_a_node_of_the_draft_model_is_the_fewer_are_run():
+    asks = [Ask(model=m, num_nodes=16) for m in range(4)]
+    run = [grown(asks, costs(run=run)).num_run for run in (0.0, 0.3, 1.0, 100.0)]
+    assert run == sorted(run, reverse=True) and run[0] > run[1] > run[-1] == 0
+
+
+# ---- the cut
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.integers(0, 10**6), st.integers(0, 30), st.integers(0, 5), st.floats(0, 2), st.floats(0, 20))
+def test_the_best_budget_is_the_one_that_trying_all_finds(seed, count, num_fixed, node, draft_ms):
+    rng = np.random.default_rng(seed)
+    ranked = np.sort(rng.random(count).astype(np.float32))[::-1]
+    fixed = rng.random(num_fixed).astype(np.float32)
+    prices = costs(node=node, sure=2.0)
+    rates = [(2 + fixed.sum() + ranked[:n].sum()) / (draft_ms + 10 + node * (num_fixed + n)) for n in range(count + 1)]
+    got = Budget(prices).best_count(ranked, draft_ms, fixed)
+    assert rates[got] == pytest.approx(max(rates), rel=1e-5)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.lists(ASK, min_size=1, max_size=4), st.floats(0, 6, width=32))
+def test_one_cut_goes_through_the_whole_batch(asks, node):
+    free, cut = grown(asks), grown(asks, costs(node=node))
+    before, after = ([weights(trees, b) for b in range(len(asks))] for trees in (free, cut))
+    least_kept, most_cut = 1.0, 0.0
+    for tree, whole in zip(after, before, strict=True):
+        assert_rooted(tree)
+        assert bool(tree) == bool(whole), "none starves"
+        kept = sorted(tree.values(), reverse=True)
+        least_kept = min([least_kept, *kept[1:]])  # the best of each request stays in any case
+        most_cut = max([most_cut, *(weight for path, weight in whole.items() if path not in tree)])
+    assert most_cut <= least_kept * 1.001
+
+
+def test_the_dearer_verification_is_the_fewer_nodes_are_verified():
+    asks = [Ask(model=m, num_nodes=20) for m in range(4)]
+    sizes = [len(grown(asks, costs(node=node)).trees.token_N) for node in (0.0, 0.3, 1.0, 3.0, 1000.0)]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] == 4 * 21 > sizes[1] and sizes[-1] == 4 * 2
+
+
+@pytest.mark.parametrize("shape", [STATIC, CHAIN])
+def test_static_trees_are_cut_too_and_keep_their_shape(shape):
+    asks = [Ask(model=m, num_nodes=6) for m in range(6)]
+    whole = grown([replace(ask, auto=False) for ask in asks], shape=shape)
+    cut = grown(asks, costs(node=1.0), shape=shape)
+    for b in range(len(asks)):
+        assert set(weights(cut, b)) <= set(weights(whole, b))
+        assert_rooted(weights(cut, b))
+    assert len(cut.trees.token_N) < len(whole.trees.token_N)
+    assert cut.pruned_BD.sum() + len(cut.trees.token_N) <= len(whole.trees.token_N)
+    assert len(grown(asks, costs(node=1000.0), shape=shape).trees.token_N) == 2 * len(asks), "none starves"
+
+
+@pytest.mark.parametrize("shape", [STATIC, CHAIN])
+def test_trees_of_a_fixed_shape_are_weighed_by_what_survives_at_their_depth_if_they_are_cut(shape):
+    asks = [Ask(model=m, num_nodes=6, auto=bool(m % 2)) for m in range(4)]
+    together = grown(asks, shape=shape)
+    for b, ask in enumerate(asks):
+        survival = ask.survival(CALIBRATION if ask.auto else ((1.0, 0.0),))
+        got = weights(together, b)
+        assert len(got) > 2 and got == pytest.approx({path: survival[path] for path in got}, rel=1e-3)
+
+
+@pytest.mark.parametrize("shape", [STATIC, CHAIN])
+def test_what_a_threshold_keeps_out_is_counted_where_it_would_have_been(shape):
+    num_nodes = len(weights(grown([Ask(num_nodes=6, auto=False)], shape=shape)))
+    assert grown([Ask(num_nodes=6, min_prob=1.0, auto=False)], shape=shape).pruned_BD.tolist() == [[num_nodes, 0, 0]]
+    for model in range(5):
+        pruned = grown([Ask(model=model, num_nodes=6, path_prob=0.4, min_prob=0.3, auto=False)], shape=shape)
+        assert len(weights(pruned)) + pruned.pruned_BD.sum() == num_nodes
+
+
+def test_what_a_cut_takes_from_a_chain_is_counted_at_its_end():
+    asks = [Ask(model=m, num_nodes=3) for m in range(8)]
+    cut = grown(asks, costs(node=0.7), CHAIN)
+    kept = [len(weights(cut, b)) for b in range(len(asks))]
+    assert len(set(kept)) > 1
+    for row, k in zip(cut.pruned_BD.tolist(), kept, strict=True):
+        assert row[:k] == [0] * k and sum(row) == 3 - k
+
+
+# ---- what things cost
+
+
+def test_time_is_counted_by_levels_beyond_the_first_and_nodes_run_on_them():
+    budget = Budget(costs(level=2.0, run=0.25))
+    assert [budget.draft_ms(*bill) for bill in ((0, 0), (1, 0), (2, 3), (4, 10))] == [1.0, 1.0, 3.75, 9.5]
+
+
+@pytest.mark.parametrize("shape", ["searched", "dealt"])
+def test_what_growing_has_taken_so_far_is_told_without_the_roots(monkeypatch, shape):
+    told: list[tuple[int, int]] = []
+
+    class Noted(Budget):
+        def draft_ms(self, num_levels: int, num_run: int) -> float:
+            told.append((num_levels, num_run))
+            return super().draft_ms(num_levels, num_run)
+
+    monkeypatch.setattr(drafter.tree.grow, "Budget", Noted)
+    asks = [Ask(model=1, num_nodes=8), Ask(model=2, num_nodes=8)]
+    if shape == "searched":
+        whole = grown(asks)
+        assert told == [(1, 0), (2, 2 * CHILDREN), (DEPTH, whole.num_run)] and whole.num_levels == DEPTH
+    else:
+        grown(asks, shape=CHAIN)
+        assert told == [(1, 0), (2, 2), (3, 4), (3, 4)], "after each level, and for the cut"
+
+
+def test_whether_a_level_pays_is_asked_with_the_nodes_so_far_and_no_root(monkeypatch):
+    told: list[int] = []
+
+    class Noted(Budget):
+        def worth_running(self, weight_F, least_F, weights, draft_ms):
+            told.append(len(weights))
+            return super().worth_running(weight_F, least_F, weights, draft_ms)
+
+    monkeypatch.setattr(drafter.tree.grow, "Budget", Noted)
+    asks = [Ask(model=1, num_nodes=6), Ask(model=2, num_nodes=6)]
+    grown(asks, shape=STATIC)
+    assert told == [4, 10, 12], "two children of each root, then theirs, then one more"
+    told.clear()
+    grown(asks)
+    assert told[0] == 2 * CHILDREN
+
+
+def test_a_row_that_buys_a_flight_of_rows_costs_its_share_of_them():
+    stairs = replace(FREE, nodes_T=torch.tensor([0, 8, 9, 16]), verify_ms_T=torch.tensor([10.0, 10.0, 14.0, 14.0]))
+    budget = Budget(stairs)
+    assert [float(budget.row_ms(n)) for n in (0, 7, 8, 9, 15, 16, 99)] == [0, 0, 4 / 8, 0, 0, 0, 0]
+
+
+def test_a_candidate_that_does_not_exist_stays_one_whatever_calibration_says():
+    fit = torch.tensor([1.0, 3.0])
+    assert calibrated(torch.tensor([0.0, 0.5]), fit).tolist() == [0.0, pytest.approx(1 / (1 + np.exp(-3)))]
+
+
+def test_a_node_is_run_if_its_children_bring_what_running_it_takes():
+    """At a rate of 2.5 tokens over 11 ms; children survive with 0.62, 0.13, 0.06, ..., in all 0.895."""
+    weights = np.array([0.8, 0.7], dtype=np.float32)
+    dear = 0.895 * 0.75 / (2.5 / 11)  # between what the two bring
+    budget = Budget(costs(run=dear))
+    assert budget.worth_running(weights, np.zeros(2), weights, 1.0).tolist() == [True, False]
+    assert Budget(costs()).worth_running(weights, np.zeros(2), weights, 1.0).tolist() == [True, True]
+
+
+@pytest.mark.parametrize("num_requests", [1, 3])
+@pytest.mark.parametrize(
+    ("node", "level", "run"), [(0.5, 0.5, 0.02), (0.02, 2.0, 0.2), (2.0, 0.0, 0.0), (0.0, 0.0, 0.0)]
+)
+def test_slots_that_are_fixed_before_drawing_are_the_best_number_of_typical_ones(num_requests, node, level, run):
+    survival = np.array([0.6, 0.35, 0.2, 0.12, 0.1, 0.08, 0.05, 0.04], dtype=np.float32)
+    max_depth = 3
+
+    def rate(slots: int) -> float:
+        tokens = 2.0 + num_requests * float(survival[:slots].sum())
+        draft_ms = 1.0 + level * (min(slots, max_depth) - 1) + run * num_requests * (slots - 1)
+        return tokens / (draft_ms + 10.0 + node * num_requests * slots)
+
+    got = Budget(costs(node, level, run, sure=2.0)).slots_before_drawing(survival, num_requests, max_depth)
+    assert rate(got) == pytest.approx(max(rate(slots) for slots in range(1, 9)), rel=1e-5)
+
+
+def test_nothing_gives_way_where_a_place_is_left_though_another_tree_is_full():
+    """The least of a tree's nodes has children, too, as long as there is room for them."""
+    large = Ask(model=4, num_nodes=39, temperature=0.0)
+    together = grown([Ask(model=1, num_nodes=1), large])
+    assert set(weights(together, 1)) == set(weights(grown([large]))) and len(weights(together, 1)) == 39
+
+
+def test_trees_without_auto_are_never_cut():
+    asks = [Ask(model=1, num_nodes=9, auto=False), Ask(model=2, num_nodes=9)]
+    together = grown(asks, costs(node=5.0))
+    assert len(weights(together, 0)) == 9 > len(weights(together, 1))
+
+
+def test_nodes_that_stay_in_any_case_take_their_places_in_the_step_that_the_others_fill():
+    """Twelve nodes are free and the thirteenth is dear; nine are another request's. Roots are no nodes."""
+    prices = replace(FREE, nodes_T=torch.tensor([0, 12, 13, 1000]), verify_ms_T=torch.tensor([10.0, 10.0, 1e6, 1e6]))
+    together = grown([Ask(model=1, num_nodes=9, auto=False), Ask(model=2, num_nodes=12)], prices)
+    assert (len(weights(together, 0)), len(weights(together, 1))) == (9, 3)
+    assert_rooted(weights(together, 1))
+
+
+@pytest.mark.parametrize("shape", [STATIC, CHAIN])
+def test_a_level_is_grown_for_who_does_not_ask_what_it_takes_and_for_nobody_else(shape):
+    dear = costs(level=1000.0)
+    whole = grown([Ask(model=1, num_nodes=6, auto=False)], shape=shape)
+    beside = grown([Ask(model=1, num_nodes=6, auto=False), Ask(model=2, num_nodes=6)], dear, shape)
+    assert weights(beside, 0).keys() == weights(whole).keys() and beside.num_levels == whole.num_levels > 1
+    shallow = grown([Ask(model=1, num_nodes=6, max_depth=1, auto=False), Ask(model=2, num_nodes=6)], dear, shape)
+    assert shallow.num_levels == 1 and all(len(path) == 1 for path in weights(shallow, 1))
+
+
+def test_free_drafting_runs_no_node_whose_children_would_not_be_verified():
+    """Rows in the draft model are few: what brings nothing must not take them from deeper levels."""
+    budget = Budget(costs(node=0.5))
+    sure, hopeless = np.float32(0.9), np.float32(0.01)
+    weights = np.array([sure, hopeless, hopeless], dtype=np.float32)
+    assert budget.worth_running(weights, np.zeros(3), weights, 1.0).tolist() == [True, False, False]
+
+
+# ---- the rules in plain Python
+
+SLOPE = ([0, 1000], [10.0, 60.0])
+STAIRS = ([0, 1, 8, 9, 16, 17, 1000], [10.0, 11.0, 11.0, 13.0, 13.0, 16.0, 90.0])
+
+
+@dataclass(frozen=True)
+class PlainBudget:
+    """`Budget` by the letter of its docstrings, one number at a time."""
+
+    table: tuple[list[int], list[float]]
+    first: float
+    level: float
+    node: float
+    sure: float
+
+    def told(self) -> Budget:
+        nodes, ms = self.table
+        prices = replace(FREE, nodes_T=torch.tensor(nodes, dtype=torch.int32), verify_ms_T=torch.tensor(ms))
+        drafting = torch.tensor([self.first, self.level, self.node])
+        return Budget(replace(prices, draft_ms_3=drafting, sure_1=torch.tensor([self.sure])))
+
+    def verify_ms(self, num_nodes: int) -> float:
+        return float(np.interp(num_nodes, *self.table))
+
+    def draft_ms(self, num_levels: int, num_run: int) -> float:
+        return self.first + max(num_levels - 1, 0) * self.level + num_run * self.node
+
+    def row_ms(self, num_nodes: int) -> float:
+        price = self.verify_ms(num_nodes + 1)
+        flight = sum(self.verify_ms(n) <= price for n in range(num_nodes + 1, 1001))
+        return (price - self.verify_ms(num_nodes)) / flight
+
+    def worth_running(self, frontier: list[float], least: list[float], weights: list[float], ms: float) -> list[bool]:
+        ranked = sorted(weights, reverse=True)
+        rates = [(self.sure + sum(ranked[:n])) / (ms + self.verify_ms(n)) for n in range(len(ranked) + 1)]
+        rate = max(rates)
+        must = [max(place, rate * self.row_ms(rates.index(rate))) for place in least]
+        gain = [
+            sum(max(weight * child - m, 0) for child in TYPICAL_CHILDREN)
+            for weight, m in zip(frontier, must, strict=True)
+        ]
+        runs = [w > m and g >= rate * self.node for w, m, g in zip(frontier, must, gain, strict=True)]
+        net = sum(g - rate * self.node for g, is_run in zip(gain, runs, strict=True) if is_run)
+        return [is_run and net >= rate * self.level for is_run in runs]
+
+    def slots(self, expected: list[float], num_requests: int, max_depth: int) -> int:
+        def rate(slots: int) -> float:
+            ms = self.draft_ms(min(slots, max_depth), num_requests * (slots - 1))
+            gain = self.sure + num_requests * sum(expected[:slots])
+            return gain / (ms + self.verify_ms(num_requests * slots))
+
+        return max(range(1, len(expected) + 1), key=rate)
+
+
+def floats(least: float, most: float) -> st.SearchStrategy[float]:
+    """Numbers that float32 holds exactly, as they travel to the drafter."""
+    return st.integers(int(least * 1024), int(most * 1024)).map(lambda n: n / 1024)
+
+
+PLAIN = st.builds(
+    PlainBudget,
+    table=st.sampled_from([SLOPE, STAIRS]),
+    first=floats(0, 9),
+    level=floats(0, 4),
+    node=floats(0, 0.5),
+    sure=floats(1, 16),
+)
+
+
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(PLAIN, st.integers(0, 10**6), st.integers(1, 24), st.integers(1, 4))
+def test_a_level_is_run_for_the_nodes_that_the_plain_rule_names(plain, seed, num_nodes, every):
+    rng = np.random.default_rng(seed)
+    weights = rng.random(num_nodes).astype(np.float32)
+    frontier, ms = weights[::every], float(rng.uniform(1, 20))
+    least = rng.choice([0.0, 0.1, 0.4], len(frontier)).astype(np.float32)
+    got = plain.told().worth_running(frontier, least, weights, ms).tolist()
+    assert got == plain.worth_running(frontier.tolist(), least.tolist(), weights.tolist(), ms)
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(PLAIN, st.integers(1, 60), st.integers(1, 8), st.integers(1, 9))
+def test_trees_that_may_not_be_cut_get_the_slots_that_the_plain_rule_names(plain, most, num_requests, max_depth):
+    expected = (0.9 ** np.arange(1, most + 1)).astype(np.float32)
+    got = plain.told().slots_before_drawing(expected, num_requests, max_depth)
+    assert got == plain.slots(expected.tolist(), num_requests, max_depth)
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(PLAIN, st.integers(0, 1100), st.integers(0, 9), st.integers(0, 300))
+def test_times_are_the_tables(plain, num_nodes, num_levels, num_run):
+    budget = plain.told()
+    assert budget.draft_ms(num_levels, num_run) == pytest.approx(plain.draft_ms(num_levels, num_run), rel=1e-5)
+    at_most = min(num_nodes, 999)
+    assert budget.row_ms(at_most) == pytest.approx(plain.row_ms(at_most), rel=1e-3)
+    assert budget.row_ms(1000 + num_nodes) == 0
+    rates = budget.rates(np.array([0.5], dtype=np.float32), 1.0, np.full(num_nodes, 0.25, dtype=np.float32))
+    assert rates.dtype == np.float32  # every drafter rank decides alike
+    for n in range(2):
+        rate = (plain.sure + 0.25 * num_nodes + 0.5 * n) / (1 + plain.verify_ms(min(num_nodes + n, 1000)))
+        assert rates[n] == pytest.approx(rate, rel=1e-5)
+
+
+def test_even_a_sure_draft_is_calibrated():
+    """A logit without a bound would be infinite: nothing could be learnt against it."""
+    assert float(calibrated(torch.ones(()), torch.tensor([1.0, -14.0]))) == pytest.approx(0.455, abs=0.01)
+
+
+def test_a_threshold_holds_on_every_level_beside_a_request_that_goes_on():
+    """Whether a level pays is one answer for all whose length `auto` chooses; a threshold is each request's own."""
+    num_cut = 0
+    for model in range(12):
+        asks = [Ask(model=model, num_nodes=5, path_prob=0.2), Ask(model=99, num_nodes=5)]
+        [cut, whole] = [weights(grown([replace(ask, auto=False)], shape=CHAIN)) for ask in asks]
+        both = grown(asks, shape=CHAIN)
+        assert weights(both, 0).keys() <= cut.keys() and weights(both, 1).keys() <= whole.keys()
+        num_cut += 0 < len(cut) < len(whole)
+    assert num_cut > 3
+
+
+def test_roots_are_no_nodes_that_were_run():
+    only_roots = grown([Ask(num_nodes=4, max_depth=1, auto=False)])
+    assert (only_roots.num_levels, only_roots.num_run) == (1, 0)
+
+
+def test_a_grown_tree_has_the_types_of_the_wire():
+    trees = grown([Ask(num_nodes=6)]).trees
+    found = {name: getattr(trees, name).dtype for name in ("offsets", "token_N", "parent_N", "depth_N", "weight_N")}
+    assert found == {**dict.fromkeys(found, torch.int32), "weight_N": torch.float32}
+    assert (trees.ancestors_N.dtype, trees.kind_N.dtype) == (torch.int64, torch.uint8)

@@ -1,0 +1,389 @@
+"""Trees that grow all levels at once are those that the search grows level by level, and the best that there are."""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from drafter.tree.frontier import DraftVocabulary, GrowLimits, Level
+from drafter.tree.grow import Grown, grow
+from drafter.tree.shape import DynamicShape, StaticShape
+from drafter.tree.tree_graphs import Start, Unrolled, buckets
+from tests.support import oracles
+from tests.support.oracles import Path
+from tests.support.prices import CALIBRATION, FREE, costs
+from workers.config import DraftConfig, EngineConfig, TreeConfig
+from workers.kernels.host import HostMetadata, keys_N
+from workers.kernels.select import TORCH
+from workers.sampling.logits_state import Standing, Tally
+from workers.types import AttentionMetadata, Constraints, DraftCosts, Rule, SamplingBatch, SamplingParams
+
+torch.set_num_threads(1)
+
+V, CHILDREN, DEPTH, NODES, PAGE = 9, 3, 4, 14, 4
+FLAT = 10**7
+"""The draft model to which every token is as likely as any other."""
+WHOLE, REDUCED = DraftVocabulary(target_size=V), DraftVocabulary(target_size=24, target_ids=torch.arange(V) * 2 + 3)
+SHAPE = DynamicShape(CHILDREN, DEPTH)
+CONFIG = EngineConfig(
+    model_path="fake",
+    draft=DraftConfig(
+        method="eagle3",
+        model_path="fake",
+        tree=TreeConfig(num_nodes=NODES, max_depth=DEPTH, max_children=CHILDREN),
+    ),
+    max_num_seqs=5,
+    max_model_len=64,
+    page_size=PAGE,
+)
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request's part of a batch."""
+
+    model: int = 0
+    num_nodes: int = NODES
+    max_depth: int = DEPTH
+    min_prob: float = 0.0
+    path_prob: float = 0.0
+    rule: Rule = Rule.COUPLED
+    sampling: SamplingParams = SamplingParams(temperature=1.0)
+    constraints: Constraints = Constraints()
+    base: int = 5
+
+    @property
+    def standing(self) -> Standing:
+        """Of a text whose tokens the draft vocabulary knows in part."""
+        tally = Tally(self.constraints, [3, 4, 11])
+        tally.add([5, 5, 8, 3 + self.model % 7])
+        return Standing(constraints=self.constraints, end_token_ids=[], counts=tally.counts(), tail=[], num_output=4)
+
+
+@functools.cache
+def model_logits(model: int, path: Path, told: int) -> Tensor:
+    """After a path of target tokens below the root, of whose last one but one the draft model has been `told`."""
+    if model == FLAT:
+        return torch.zeros(V)
+    rng = np.random.default_rng([model, told, zlib.crc32(repr(path).encode())])
+    return torch.from_numpy(rng.normal(scale=1.0 + 2.0 * rng.random(), size=V).astype(np.float32))
+
+
+def telling(told: int, token: int) -> int:
+    """What a node that was told something tells its children: a number that depends on its whole path."""
+    return (31 * told + token + 1) % 65521
+
+
+@dataclass
+class Plan:
+    """The attention of a fake: who stands above whom."""
+
+    ancestors_N: Tensor | None = None
+
+    def set_ancestors(self, ancestors_N: Tensor) -> None:
+        self.ancestors_N = ancestors_N
+
+
+class Draft:
+    """Draft models whose logits depend on a node's path, as its ancestors show it, and on what its parent tells it."""
+
+    def __init__(self, asks: Sequence[Ask], vocab: DraftVocabulary = REDUCED) -> None:
+        self.asks, self.vocab = asks, vocab
+        self.last_row_B = [0] * len(asks)
+        self._told: dict[tuple[int, int], int] = {}
+        self._path: dict[tuple[int, int], Path] = {}
+
+    @property
+    def roots(self) -> Tensor:
+        return torch.stack([model_logits(ask.model, (), ask.model) for ask in self.asks])
+
+    @property
+    def start(self) -> Start:
+        bases = [ask.base for ask in self.asks]
+        table = torch.zeros(len(bases), 1 + max(bases) // PAGE, dtype=torch.int32)
+        for b, base in enumerate(bases):
+            table[b, : 1 + base // PAGE] = 1 + 20 * b + torch.arange(1 + base // PAGE)
+        return Start(
+            torch.tensor(bases, dtype=torch.int32), table, torch.tensor([[a.model] for a in self.asks]).float()
+        )
+
+    def expand(self, level: Level) -> Tensor:
+        """For `grow`, level by level."""
+        if level.depth == 1:
+            self._told = {(b, 0): ask.model for b, ask in enumerate(self.asks)}
+            self._path = {(b, 0): () for b in range(len(self.asks))}
+        rows = []
+        for b, row, parent, token in zip(*(column.tolist() for column in level[1:5]), strict=True):
+            self._path[b, row] = (*self._path[b, parent], token)
+            self._told[b, row] = telling(self._told[b, parent], token)
+            self.last_row_B[b] = max(self.last_row_B[b], row)
+            rows.append(model_logits(self.asks[b].model, self._path[b, row], self._told[b, row]))
+        return torch.stack(rows)
+
+    def run(self, plan: Any, tokens_N: Tensor, features_N1: Tensor, positions_N: Tensor) -> tuple[Tensor, Tensor]:
+        """For `Unrolled`: all rows but the roots; those beyond the asks are nobody's."""
+        out_N1, logits_NV = torch.zeros(len(tokens_N), 1), torch.zeros(len(tokens_N), V)
+        tokens, masks = tokens_N.tolist(), plan.ancestors_N.tolist()
+        for n in range(len(self.asks) * NODES):
+            b = n // NODES
+            path = tuple(tokens[b * NODES + row - 1] for row in range(1, 1 + NODES) if masks[n] >> row & 1)
+            assert masks[n] & 1 and int(positions_N[n]) <= self.asks[b].base + DEPTH
+            out_N1[n] = told = telling(int(features_N1[n, 0]), tokens[n])
+            logits_NV[n] = model_logits(self.asks[b].model, path, told)
+        return out_N1, logits_NV
+
+
+class Bench:
+    """One Unrolled, uncaptured, which grows for batch after batch over the same buffers."""
+
+    def __init__(self, vocab: DraftVocabulary = REDUCED) -> None:
+        self.draft = Draft([], vocab)
+        self.metadata: AttentionMetadata
+        self.unrolled = Unrolled(
+            lambda *given: self.draft.run(*given), self.plan, torch.zeros(1, 1), vocab, TORCH, CONFIG, is_captured=False
+        )
+
+    def plan(self, metadata: AttentionMetadata, *, into: Any = None) -> Plan:
+        self.metadata = metadata
+        return into or Plan()
+
+    def grown(self, asks: Sequence[Ask], prices: DraftCosts = FREE, **options: Any) -> Grown:
+        self.draft = Draft(asks, self.draft.vocab)
+        self.unrolled.start = self.draft.start
+        return grown(self.draft, prices, unrolled=self.unrolled, **options)
+
+
+def grown(draft: Draft, prices: DraftCosts = FREE, **options: Any) -> Grown:
+    asks = draft.asks
+    settings: dict[str, Any] = dict(
+        limits=oracles.limits(
+            [ask.num_nodes for ask in asks],
+            [ask.max_depth for ask in asks],
+            [ask.min_prob for ask in asks],
+            [ask.path_prob for ask in asks],
+            [ask.rule for ask in asks],
+            auto=[True] * len(asks),
+        ),
+        sampling=SamplingBatch.stack([ask.sampling for ask in asks]),
+        shape=SHAPE,
+        expand=draft.expand,
+        vocab=draft.vocab,
+        costs=prices,
+        standings={b: ask.standing for b, ask in enumerate(asks) if not ask.constraints.is_empty},
+    )
+    index_B = np.array([ask.base + 1 for ask in asks])
+    return grow(draft.roots, np.array([3 + ask.model % 7 for ask in asks]), index_B, **settings | options)
+
+
+THRESHOLD = st.one_of(st.just(0.0), st.floats(0, 0.5, width=32))
+SAMPLING = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.4, 1.0]),
+    top_k=st.sampled_from([0, 0, 4]),
+    top_p=st.sampled_from([1.0, 1.0, 0.8]),
+    min_p=st.sampled_from([0.0, 0.0, 0.2]),
+    seed=st.integers(0, 99),
+)
+ASK = st.builds(
+    Ask,
+    model=st.integers(0, 10**6),
+    num_nodes=st.integers(1, NODES),
+    max_depth=st.integers(1, DEPTH),
+    min_prob=THRESHOLD,
+    path_prob=THRESHOLD,
+    rule=st.sampled_from([Rule.COUPLED, Rule.TARGET_ONLY]),
+    sampling=SAMPLING,
+    constraints=st.just(Constraints())
+    | st.builds(
+        Constraints,
+        repetition_penalty=st.sampled_from([1.0, 1.3]),
+        frequency_penalty=st.sampled_from([0.0, 0.6]),
+        presence_penalty=st.sampled_from([0.0, -0.8]),
+    ),
+    base=st.integers(1, 30),
+)
+
+
+UNCUT = st.builds(
+    Ask,
+    model=st.integers(0, 10**6),
+    num_nodes=st.integers(1, NODES),
+    max_depth=st.integers(1, 3),
+    min_prob=THRESHOLD,
+    path_prob=THRESHOLD,
+    sampling=st.builds(SamplingParams, temperature=st.sampled_from([0.0, 0.4, 1.0]), seed=st.integers(0, 99)),
+)
+"""The whole distribution, and few enough levels to try every tree."""
+
+
+def tree(grown: Grown, b: int) -> dict[str, list]:
+    begin, end = grown.trees.offsets[b : b + 2].tolist()
+    names = ("token_N", "parent_N", "depth_N", "ancestors_N", "kind_N")
+    return {name: getattr(grown.trees, name)[begin:end].tolist() for name in names}
+
+
+def weights(grown: Grown, b: int) -> list[float]:
+    begin, end = grown.trees.offsets[b : b + 2].tolist()
+    return grown.trees.weight_N[begin:end].tolist()
+
+
+@pytest.fixture(scope="module")
+def bench() -> Bench:
+    return Bench()
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(st.lists(ASK, min_size=1, max_size=5))
+def test_trees_are_those_of_the_search_wherever_that_has_rows_enough(bench, asks):
+    at_once, draft = bench.grown(asks), Draft(asks)
+    by_level = grown(draft)
+    for b, ask in enumerate(asks):
+        if draft.last_row_B[b] < ask.num_nodes:
+            assert tree(at_once, b) == tree(by_level, b)
+            assert weights(at_once, b) == pytest.approx(weights(by_level, b), rel=1e-4)
+        assert sum(weights(at_once, b)) >= sum(weights(by_level, b)) * 0.9999
+
+
+def told(model: int, path: Path) -> int:
+    return functools.reduce(telling, path, model)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(UNCUT)
+def test_where_nothing_costs_anything_a_tree_is_the_best_of_all_that_the_thresholds_allow(whole, ask):
+    candidates = oracles.candidates(
+        lambda path: model_logits(ask.model, path, told(ask.model, path)).tolist(),
+        max_depth=ask.max_depth, max_children=CHILDREN, min_prob=ask.min_prob, path_prob=ask.path_prob,
+        temperature=ask.sampling.temperature, seed=ask.sampling.seed, root_index=ask.base + 1, calibration=CALIBRATION,
+    )  # fmt: skip
+    best = sorted(candidates.items(), key=lambda item: -item[1])[: ask.num_nodes]
+    got = whole.grown([ask])
+    nodes = dict(zip(oracles.paths_of(got.trees, 0)[1:], weights(got, 0)[1:], strict=True))
+    # What weighs less than a rounding error of the sum raises no rate: it may come or not.
+    assert {path: weight for path, weight in nodes.items() if weight > 1e-6} == {
+        path: pytest.approx(weight, rel=1e-3) for path, weight in best if weight > 1e-6
+    }
+
+
+@pytest.fixture(scope="module")
+def whole() -> Bench:
+    return Bench(WHOLE)
+
+
+def test_the_cut_is_the_one_of_trees_that_grow_level_by_level(bench):
+    """One level leaves no choice of what to run, so that prices can only show in the cut."""
+    asks = [Ask(model=m, max_depth=1) for m in range(4)]
+    sizes = []
+    for node in (0.0, 1.0, 3.0):
+        at_once, by_level = bench.grown(asks, costs(node=node)), grown(Draft(asks), costs(node=node))
+        assert [tree(at_once, b) for b in range(4)] == [tree(by_level, b) for b in range(4)]
+        assert (at_once.pruned_BD == by_level.pruned_BD).all()
+        sizes.append(len(at_once.trees.token_N))
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[-1]
+
+
+def test_every_level_and_row_of_a_tree_is_paid_for(bench):
+    got = bench.grown([Ask(num_nodes=1, max_depth=1), Ask(), Ask(path_prob=1.0)])
+    assert (got.num_levels, got.num_run) == (DEPTH, 3 * NODES * (DEPTH - 1))
+
+
+def test_rows_write_to_pages_of_their_own_request_or_to_the_null_page(bench):
+    bases = [3, 30, 8]
+    bench.grown([Ask(base=base) for base in bases])
+    host = HostMetadata.of(bench.metadata)
+    assert host.query_offsets.tolist() == [0, NODES, 2 * NODES, 3 * NODES, 4 * NODES]
+    assert (keys_N(host, host.owner_N) == host.base_B[host.owner_N] + 1 + NODES).all(), "any row may be an ancestor"
+    slots = host.physical(host.owner_N, host.slot_N, PAGE).reshape(4, NODES)
+    for b, base in enumerate(bases):
+        own = PAGE - 1 - base % PAGE  # rows behind the root on the last page that the request has
+        page = int(host.page_table_BP[b, base // PAGE])
+        assert slots[b, :own].tolist() == [page * PAGE + base % PAGE + 1 + i for i in range(own)]
+        assert (slots[b, own:] < PAGE).all()
+    assert (slots[3] < PAGE).all()
+
+
+def test_penalties_grow_at_once_and_change_what_grows(bench):
+    """The first of them repeats its path's tokens, which the others may not."""
+    plain, often, seen = Constraints(), Constraints(frequency_penalty=9.0), Constraints(repetition_penalty=1.5)
+    asks = [
+        Ask(constraints=constraints, sampling=SamplingParams(temperature=0.0)) for constraints in (plain, often, seen)
+    ]
+    got = bench.grown(asks)
+    assert not any(bench.draft.last_row_B), "nothing grows level by level"
+    tokens = [tree(got, b)["token_N"] for b in range(3)]
+    assert tokens[0] != tokens[1] != tokens[2] != tokens[0]
+    bare = bench.grown([Ask(sampling=SamplingParams(temperature=0.0))])
+    assert tree(bare, 0) == tree(got, 0), "a request without penalties is left alone beside others"
+
+
+def other(**changes: Any) -> GrowLimits:
+    limits = oracles.limits([NODES] * 2, [DEPTH] * 2, auto=[True] * 2)
+    return replace(limits, **{name: np.array(value) for name, value in changes.items()})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"limits": other(auto_B=[1, 0])},
+        {"limits": other(rule_B=[Rule.COUPLED, Rule.TRAVERSAL])},
+        {"standings": {1: Ask(constraints=Constraints(presence_penalty=1.0, logit_bias={3: 9.0})).standing}},
+        {"shape": StaticShape(((0,), (0, 0)))},
+    ],
+    ids=["not auto", "sampled", "constrained", "static"],
+)
+def test_what_is_not_searched_alone_grows_level_by_level(bench, options):
+    asks = [Ask(), Ask(model=1)]
+    got, expected = bench.grown(asks, **options), grown(Draft(asks), **options)
+    assert any(bench.draft.last_row_B) and tree(got, 1) == tree(expected, 1)
+
+
+def test_more_requests_than_any_bucket_has_grow_level_by_level(bench):
+    asks = [Ask(model=m) for m in range(9)]
+    assert tree(bench.grown(asks), 8) == tree(grown(Draft(asks)), 8) and any(bench.draft.last_row_B)
+
+
+def test_of_equals_the_earlier_is_kept(bench):
+    """All children of all nodes are equally likely."""
+    asks = [Ask(model=FLAT, num_nodes=n, sampling=SamplingParams(temperature=0.0)) for n in (1, 2, 5, 11)]
+    at_once, by_level = bench.grown(asks), grown(Draft(asks))
+    assert [tree(at_once, b) for b in range(4)] == [tree(by_level, b) for b in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("max_requests", "num_nodes", "vocab_size", "most"),
+    [(64, 16, 32_000, 32), (5, 16, 2_048, 8), (64, 63, 151_936, 1), (64, 63, 300_000, 0)],
+)
+def test_graphs_are_for_as_many_requests_as_launches_still_cost_more_than_work(
+    max_requests, num_nodes, vocab_size, most
+):
+    sizes = buckets(max_requests, num_nodes, vocab_size)
+    assert sizes == [n for n in (32, 16, 8, 4, 2, 1) if n <= most]
+
+
+def test_growth_looks_at_no_value_on_the_host():
+    """On tensors without values: whoever asks for one, or for a shape that depends on one, or mixes in a tensor of the
+    host, fails. Torch's own `cut` would; Triton's is one launch."""
+    kernels = SimpleNamespace(**{name: getattr(TORCH, name) for name in TORCH.__all__})
+    kernels.cut = lambda x_RV, top_k_R, top_p_R: x_RV.amax(-1)
+    weight_VV = torch.empty(V, V, device="meta")
+    vocab = DraftVocabulary(target_size=24, target_ids=torch.empty(V, dtype=torch.int64, device="meta"))
+
+    def run(plan: Any, tokens_N: Tensor, features_NV: Tensor, positions_N: Tensor) -> tuple[Tensor, Tensor]:
+        out_NV = features_NV @ weight_VV + (tokens_N + positions_N + plan.ancestors_N)[:, None]
+        return out_NV, out_NV
+
+    example_1V = torch.empty(1, V, device="meta")
+    unrolled = Unrolled(run, lambda metadata, into=None: Plan(), example_1V, vocab, kernels, CONFIG, is_captured=False)
+    for (num_requests, *_), grow_all in unrolled._grow.items():
+        assert grow_all().shape == (4, num_requests, 1 + NODES)

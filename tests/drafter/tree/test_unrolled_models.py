@@ -1,0 +1,185 @@
+"""Real draft models grow whole trees as they grow them level by level; without a GPU Triton runs in its interpreter."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from drafter.proposers.base import DraftModelProposer, FeatureProposer, unrolled_decoder, unrolled_head
+from drafter.proposers.eagle3 import Eagle3Head
+from drafter.tree.shape import make_shape
+from drafter.worker import draft
+from tests.support import checkpoints
+from tests.support.clockwork import AUTO, Prices, bench
+from tests.support.engines import BUNDLED, DYNAMIC, bundled
+from tests.support.prices import FREE
+from workers.config import TreeConfig
+from workers.kernels.interpreted import is_interpreted
+from workers.kernels.select import TORCH
+from workers.kv_cache import KVPool
+from workers.models.decoder import Decoder
+from workers.models.readers import read_spec
+from workers.sampling.logits_state import Standing, Tally, pack_standings
+from workers.types import AttentionMetadata, Constraints, DraftRequest, Rule, SamplingBatch, SamplingParams, TreeBatch
+
+pytest.importorskip("triton")
+torch.set_num_threads(1)
+
+PAGE, TREE = 16, TreeConfig(num_nodes=14, max_depth=4, max_children=2)
+"""As many nodes as three levels may have, so that a search level by level never lacks rows."""
+CONFIG = bundled(TREE, max_num_seqs=3, max_model_len=64)
+SAMPLING = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0, seed=3),
+    SamplingParams(temperature=0.8, top_p=0.9, seed=4, constraints=Constraints(repetition_penalty=1.5)),
+]
+STEPS: list[dict[int, tuple[int, int, int]]] = [
+    {0: (9, 14, 4), 1: (20, 14, 4), 2: (31, 6, 3)},
+    {1: (2, 14, 4)},
+    {0: (1, 14, 3), 2: (3, 0, 0)},
+    {2: (1, 14, 4), 0: (4, 1, 1), 1: (1, 14, 4)},
+]
+"""Per step, of each request: tokens fed, nodes and depth that its tree may have. Most need padding."""
+
+
+def standing(constraints: Constraints) -> Standing:
+    """Of a text that has every third token."""
+    counts = Tally(constraints, range(0, 2048, 3)).counts()
+    return Standing(constraints=constraints, end_token_ids=[], counts=counts, tail=[], num_output=0)
+
+
+def message(
+    step: dict[int, tuple[int, int, int]], fed: list[int], width: int | None, generator: torch.Generator, device: str
+) -> DraftRequest:
+    """One of STEPS, on no more pages than each request needs. fed: tokens that the drafter has of each of them, or one
+    more; width: of the features that a head reads."""
+    counts, nodes, depths = (torch.tensor(column, dtype=torch.int32) for column in zip(*step.values(), strict=True))
+    sampling = [SAMPLING[b % len(SAMPLING)] for b in step]
+    num_pages = [-(-(fed[b] + num_fed + num_nodes) // PAGE) for b, (num_fed, num_nodes, _) in step.items()]
+    table_BP = torch.zeros(len(step), max(num_pages), dtype=torch.int32)
+    for row, (b, count) in enumerate(zip(step, num_pages, strict=True)):
+        table_BP[row, :count] = torch.arange(count) * len(fed) + b + 1
+    num_rows, size = int(counts.sum()), len(step)
+    return DraftRequest(
+        offsets=F.pad(counts.cumsum(0), (1, 0)).int(),
+        start_B=torch.tensor([fed[b] for b in step], dtype=torch.int32),
+        token_M=torch.randint(0, 2048, (num_rows,), generator=generator, dtype=torch.int32),
+        page_table_BP=table_BP,
+        rule_B=torch.full((size,), Rule.COUPLED, dtype=torch.int32),
+        auto_B=torch.ones(size, dtype=torch.int32),
+        num_nodes_B=nodes,
+        max_depth_B=depths,
+        min_prob_B=torch.zeros(size),
+        path_prob_B=torch.zeros(size),
+        sampling=SamplingBatch.stack(sampling),
+        constraints_U=pack_standings([None if p.constraints.is_empty else standing(p.constraints) for p in sampling]),
+        costs=FREE,
+        features_MH=torch.randn(num_rows, width, generator=generator).to(device) if width else None,
+    )
+
+
+def messages(width: int | None, device: str) -> Iterator[DraftRequest]:
+    generator = torch.Generator().manual_seed(7)
+    fed = [1 if width else 0] * len(SAMPLING)  # a head's slot 0 stays empty
+    for step in STEPS:
+        yield message(step, fed, width, generator, device)
+        for b, (count, _, _) in step.items():
+            fed[b] += count
+
+
+def proposers(
+    method: str, device: str = "cpu", *, is_captured: bool = False, head: Path = BUNDLED / "eagle3"
+) -> tuple[Any, Any]:
+    """One that grows level by level on torch kernels, and one that grows at once on Triton's."""
+    from workers.kernels import fused
+
+    if method == "eagle3":
+        heads = [
+            checkpoints.load_eagle3(head, BUNDLED / "target", device=device, kernels=kernels)
+            for kernels in (TORCH, fused)
+        ]
+        pools = [head.new_kv_pool(16 * PAGE) for head in heads]
+        by_level, at_once = (FeatureProposer(heads[0], pool, PAGE, CONFIG.tree_rows) for pool in pools)
+        at_once.unrolled = unrolled_head(heads[1], pools[1], CONFIG, is_captured=is_captured)
+    else:
+        path, spec = BUNDLED / "draft", read_spec(BUNDLED / "draft")
+        models = [Decoder.load(path, spec, device=device, kernels=kernels) for kernels in (TORCH, fused)]
+        pools = [model.new_kv_pool(16 * PAGE) for model in models]
+        by_level, at_once = (DraftModelProposer(models[0], pool, PAGE) for pool in pools)
+        at_once.unrolled = unrolled_decoder(models[1], pools[1], CONFIG, is_captured=is_captured)
+    at_once.expand = None
+    if is_interpreted():
+        at_once.unrolled._kernels = TORCH  # Triton's top-k takes seconds there, and test_kernels.py has it
+    return by_level, at_once
+
+
+def assert_same_trees(by_level: Any, at_once: Any, device: str = "cpu") -> None:
+    """In every one of STEPS, over the same buffers."""
+    shape = make_shape(TREE)
+    for message in messages(by_level._head.width if isinstance(by_level, FeatureProposer) else None, device):
+        expected, got = (draft(message, proposer, shape) for proposer in (by_level, at_once))
+        for name in TreeBatch.__slots__:
+            torch.testing.assert_close(getattr(got.trees, name), getattr(expected.trees, name), atol=1e-4, rtol=0)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the GPU in gpu/")
+@pytest.mark.parametrize("method", ["eagle3", "draft_model"])
+def test_trees_of_step_after_step_are_those_that_grow_level_by_level(method: str) -> None:
+    assert_same_trees(*proposers(method))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the GPU in gpu/")
+@pytest.mark.parametrize("window", [3, 9])
+def test_trees_of_a_head_with_a_window_are_those_that_grow_level_by_level(tmp_path: Path, window: int) -> None:
+    """3: narrower than a tree is deep."""
+    head = shutil.copytree(BUNDLED / "eagle3", tmp_path / "head")
+    checkpoints.edit_config(head, **checkpoints.sliding(window, "sliding_attention"))
+    assert_same_trees(*proposers("eagle3", head=head))
+
+
+class Replanning:
+    """A head on torch kernels, whose plans do not stay in place: they are made anew for other ancestors."""
+
+    def __init__(self, head: Eagle3Head) -> None:
+        self._head = head
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._head, name)
+
+    def plan(self, metadata: AttentionMetadata, page_size: int, into: Any = None) -> SimpleNamespace:
+        plan = into or SimpleNamespace()
+
+        def set_ancestors(ancestors_N: Tensor) -> None:
+            plan.made = self._head.plan(replace(metadata, ancestors_N=ancestors_N), page_size)
+
+        plan.set_ancestors = set_ancestors
+        return plan
+
+    def forward(self, tokens_M: Tensor, features_MH: Tensor, positions_M: Tensor, plan: Any, kv: KVPool) -> Tensor:
+        return self._head.forward(tokens_M, features_MH, positions_M, plan.made, kv)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_engines_emit_the_same_tokens_and_gain_as_much(temperature: float) -> None:
+    """The bundled pair; all trees grow at once, over the same buffers. Levels cost nothing on either clock."""
+    work: dict[str, Any] = dict(batch=3, temperature=temperature, num_prompts=24, num_tokens=48)
+    prices = Prices(fixed=100, row=0.5, message=2, fed=0.1, level=0, node=0)
+    with bench(prices) as plain:
+        expected = plain.run(AUTO, **work)
+    with bench(prices) as at_once:
+        proposer = at_once.engine._drafter._proposer  # type: ignore[union-attr]
+        proposer.unrolled = unrolled_head(Replanning(proposer._head), proposer._kv, bundled(DYNAMIC), is_captured=False)
+        proposer.expand = None
+        got = at_once.run(AUTO, **work)
+    assert got.tokens == expected.tokens
+    assert got.acceptance_length > 0.95 * expected.acceptance_length > 1
+    assert got.rate > 0.95 * expected.rate

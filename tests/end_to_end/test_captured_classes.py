@@ -1,0 +1,88 @@
+"""Classes of transformers in CUDA graphs, on a simulated device: which can be captured, and what their replays say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.support import checkpoints
+from tests.support.attention_cases import CHAIN, TWO_BY_TWO, Batch
+from tests.workers.models.test_architectures import KNOWN
+
+pytest.importorskip("triton")
+if torch.cuda.is_available():
+    pytest.skip("a simulated device is for machines without one", allow_module_level=True)
+
+from tests.support.simulated_cuda import simulated_cuda
+from workers.config import DraftConfig, EngineConfig, TreeConfig
+from workers.cuda_graphs import decoder_graphs
+from workers.kernels.select import kernels_for
+from workers.models.load import load_decoder
+from workers.models.readers import read_spec
+from workers.models.specs import TransformersSpec
+
+torch.set_num_threads(1)
+
+IN_BRIEF = {"gemma-2", "gemma-3n", "gpt-neox", "granite-swa (sinks)", "mixtral", "phi-3.5-moe", "qwen3-moe"}
+UNCAPTURED = {"gemma-3n", "phi-3.5-moe"}  # make tensors of what lies on the host
+STEPS = [
+    Batch([(20, CHAIN)], 16),
+    Batch([(9, [-1])], 16),
+    Batch([(9, [-1]), (33, TWO_BY_TWO)], 16),
+    Batch([(20, CHAIN)], 16),
+]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in IN_BRIEF else pytest.mark.full) for name in KNOWN],
+)
+def test_replayed_steps_of_a_class_are_those_that_it_takes_one_by_one(tmp_path: Path, name: str) -> None:
+    """Experts in 16 bits: in others their product looks at the host."""
+    model_type, settings = checkpoints.ARCHITECTURES[name]
+    path = checkpoints.write_model(tmp_path, model_type, **settings)
+    spec = read_spec(path)
+    assert isinstance(spec, TransformersSpec)
+    draft = DraftConfig(method="ngram", model_path="", tree=TreeConfig(kind="chain", num_nodes=8))
+    config = EngineConfig(model_path=str(path), device="cuda", max_num_seqs=2, max_model_len=128, draft=draft)
+    with simulated_cuda() as cuda:
+        device = torch.device("cuda", 0)
+        dtype = torch.bfloat16 if spec.has_experts else torch.float32
+        model = load_decoder(path, spec, device=device, dtype=dtype, kernels=kernels_for(device))
+        assert model.can_be_captured is (name not in UNCAPTURED)
+        if not model.can_be_captured:
+            return
+        pools = [model.new_kv_pool(32 * 16) for _ in range(2)]
+        context = torch.randn(pools[0].data[:, 16:].shape).to(device, dtype)
+        for pool in pools:
+            pool.data[:, 16:] = context
+        replayed = decoder_graphs(model, pools[0], config)
+        for step in STEPS:
+            tokens = torch.randint(0, 90, (len(step.keys),))
+            positions = torch.tensor([len(keys) - 1 for keys in step.keys], dtype=torch.int32)
+            cuda.waits.clear()
+            final_ND, *_ = replayed(step.metadata, tokens, positions)
+            assert not cuda.waits
+            alone = model.forward(tokens.to(device), positions.to(device), model.plan(step.metadata, 16), pools[1])
+            assert alone.final_ND.std() > 1e-3
+            torch.testing.assert_close(final_ND.cpu(), alone.final_ND.cpu(), atol=1e-4, rtol=0)
+        assert sum(graph.num_replays for graph in cuda.graphs) == len(STEPS)
+
+
+def test_experts_are_captured_where_their_product_stays_on_the_device(tmp_path: Path) -> None:
+    model_type, settings = checkpoints.ARCHITECTURES["mixtral"]
+    path = checkpoints.write_model(tmp_path, model_type, **settings)
+    with simulated_cuda():
+        for dtype, capability, expected in (
+            (torch.bfloat16, (9, 0), True),
+            (torch.bfloat16, (10, 3), True),
+            (torch.bfloat16, (8, 0), False),
+            (torch.bfloat16, (12, 0), False),
+            (torch.float16, (9, 0), False),
+        ):
+            model = load_decoder(path, read_spec(path), device="cuda", dtype=dtype, kernels=kernels_for("cuda"))
+            with mock.patch("torch.cuda.get_device_capability", lambda device, value=capability: value):
+                assert model.can_be_captured is expected

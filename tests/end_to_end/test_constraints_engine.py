@@ -1,0 +1,187 @@
+"""Real engines with constrained requests: every token is what a plain loop over transformers' logits says.
+
+One engine per shape of speculation; all of a kind's requests run among those of the other kinds. The loop has no tree,
+no cache and no tensors but the model's logits: constraints by the oracle, then the shared noise.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from tests.support import oracles
+from tests.support.engines import BUNDLED, CHAIN, DYNAMIC, STATIC, Job, Runner, bundled, prompts, transformers_greedy
+from workers.comm.ipc import Speculation
+from workers.config import EngineConfig
+from workers.sampling.sampler import draw
+from workers.types import Constraints, SamplingBatch, SamplingParams
+
+NUM_TOKENS = 24
+SAMPLINGS = {
+    "greedy": SamplingParams(temperature=0.0),
+    "sampled": SamplingParams(temperature=1.0, seed=(1 << 64) - 3),
+    "cut": SamplingParams(temperature=1.0, top_p=0.9, min_p=0.01, seed=21),
+}
+KINDS = [
+    "presence", "frequency", "repetition", "bias", "bad words", "allowed ids", "min tokens", "all", "unconstrained"
+]  # fmt: skip
+ENGINES: dict[str, Callable[[], EngineConfig]] = {
+    "no speculation": lambda: bundled(eos_token_ids=ends()),
+    "chain": lambda: bundled(CHAIN, eos_token_ids=ends()),
+    "static tree": lambda: bundled(STATIC, eos_token_ids=ends()),
+    "dynamic tree": lambda: bundled(DYNAMIC, eos_token_ids=ends()),
+    "dynamic tree of a draft model": lambda: bundled(DYNAMIC, method="draft_model", eos_token_ids=ends()),
+    "dynamic tree, TP 2": lambda: bundled(DYNAMIC, tp=2, eos_token_ids=ends()),
+}
+
+
+@cache
+def some_prompts() -> list[list[int]]:
+    return sorted(prompts(8), key=len)[:3]
+
+
+@cache
+def free_texts() -> list[list[int]]:
+    """What the target says unconstrained; the constraints are cut to hit it."""
+    torch.set_num_threads(1)
+    return transformers_greedy(some_prompts(), NUM_TOKENS)
+
+
+@cache
+def ends() -> tuple[int, ...]:
+    """End tokens that come early in every text unless something keeps them away."""
+    return tuple(sorted({text[3] for text in free_texts()}))
+
+
+def constraints(kind: str, free: list[int]) -> Constraints:
+    """Constraints that the unconstrained text `free` violates."""
+    frequent = [token for token, _ in Counter(free).most_common(3)]
+    bias = {free[0]: -3.0, free[5]: -100.0, 300: 2.5}
+    bad_words = [[frequent[0]], free[4:6], free[7:10], free[10:12]]
+    match kind:
+        case "presence":
+            return Constraints(presence_penalty=1.8)
+        case "frequency":
+            return Constraints(frequency_penalty=1.2)
+        case "repetition":
+            return Constraints(repetition_penalty=1.4)
+        case "bias":
+            return Constraints(logit_bias=bias)
+        case "bad words":
+            return Constraints(bad_words=bad_words)
+        case "allowed ids":
+            return Constraints(allowed_token_ids=sorted({*range(100, 1500), *free[:8]} - {frequent[0]}))
+        case "min tokens":
+            return Constraints(min_tokens=11)
+        case "all":
+            return Constraints(
+                presence_penalty=0.3,
+                frequency_penalty=0.4,
+                repetition_penalty=1.15,
+                logit_bias=bias,
+                bad_words=bad_words,
+                allowed_token_ids=list(range(20, 1800)),
+                min_tokens=11,
+            )
+        case _:
+            return Constraints()
+
+
+def jobs(sampling: str) -> list[Job]:
+    """Every prompt under every kind of constraint."""
+    return [
+        Job(
+            prompt=prompt,
+            max_tokens=NUM_TOKENS,
+            sampling=replace(SAMPLINGS[sampling], constraints=constraints(kind, free)),
+            ignore_eos=kind not in ("min tokens", "all"),
+        )
+        for prompt, free in zip(some_prompts(), free_texts(), strict=True)
+        for kind in KINDS
+    ]
+
+
+@cache
+def truth(sampling: str) -> list[list[int]]:
+    """Each job's tokens by the plain loop."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(BUNDLED / "target", dtype=torch.float32)
+    return [plain(model, job) for job in jobs(sampling)]
+
+
+@torch.inference_mode()
+def plain(model: torch.nn.Module, job: Job) -> list[int]:
+    end_token_ids = () if job.ignore_eos else ends()
+    batch = SamplingBatch.stack([job.sampling])
+    prompt, output = tuple(job.prompt), ()
+    while len(output) < job.max_tokens and not (output and output[-1] in end_token_ids):
+        logits = model(torch.tensor([prompt + output])).logits[0, -1].tolist()
+        edited = oracles.constrain(
+            dict(enumerate(logits)), job.sampling.constraints, end_token_ids, prompt, output
+        ).values()
+        output += (int(draw(torch.tensor([list(edited)]), batch, torch.tensor([len(prompt + output)]))),)
+    return list(output)
+
+
+FEW = ("dynamic tree", "dynamic tree, TP 2")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[] if name in FEW else pytest.mark.full) for name in ENGINES],
+)
+def runner(request: pytest.FixtureRequest) -> Iterator[Runner]:
+    with Runner(ENGINES[request.param]()) as running:
+        yield running
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_constrained_tokens_are_those_of_the_plain_loop(runner: Runner, sampling: str) -> None:
+    answers = runner.run(jobs(sampling), concurrency=8)
+    assert [answer.tokens for answer in answers] == truth(sampling)
+    if runner.config.draft is not None:
+        for i, kind in enumerate(KINDS):
+            assert sum(a.stats.num_accepted_tokens for a in answers[i :: len(KINDS)]) > 0, f"{kind}: nothing accepted"
+
+
+@pytest.fixture(scope="module")
+def rejecting() -> Iterator[Runner]:
+    with Runner(bundled(DYNAMIC, eos_token_ids=ends())) as running:
+        yield running
+
+
+def under_rejection(sampling: str) -> list[Job]:
+    return [replace(job, speculation=Speculation(acceptance="rejection")) for job in jobs(sampling)]
+
+
+def test_greedy_tokens_are_the_same_under_rejection(rejecting: Runner) -> None:
+    answers = rejecting.run(under_rejection("greedy"), concurrency=8)
+    assert [answer.tokens for answer in answers] == truth("greedy")
+
+
+def test_every_kind_of_constraint_changes_what_is_said() -> None:
+    of_kind = {kind: truth("greedy")[i :: len(KINDS)] for i, kind in enumerate(KINDS)}
+    assert of_kind.pop("unconstrained") == free_texts()
+    for kind, texts in of_kind.items():
+        # An end token cuts the others short; min_tokens keeps it away until then.
+        assert all(text != free[: len(text)] for text, free in zip(texts, free_texts(), strict=True)), kind
+        if kind in ("min tokens", "all"):
+            assert all(len(text) >= 11 for text in texts)
+
+
+def test_sampled_drafts_never_break_a_hard_constraint(rejecting: Runner) -> None:
+    """`rejection` promises the law, not the tokens: what is forbidden must still never come."""
+    sampled = under_rejection("sampled")
+    for job, answer in zip(sampled, rejecting.run(sampled, concurrency=8), strict=True):
+        asked = job.sampling.constraints
+        for end in range(1, len(answer.tokens) + 1):
+            assert not any(answer.tokens[:end][-len(word) :] == word for word in asked.bad_words)
+        assert asked.allowed_token_ids is None or set(answer.tokens) <= set(asked.allowed_token_ids)
+        assert not job.ignore_eos or len(answer.tokens) == NUM_TOKENS
+        assert job.ignore_eos or len(answer.tokens) > asked.min_tokens

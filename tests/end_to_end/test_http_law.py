@@ -1,0 +1,76 @@
+"""The law of the served text, end to end: HTTP, tokenizer, engine, drafter and verifier, against the exact one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import pytest
+import torch
+from scipy.stats import chisquare
+
+from cluster.local_service import local_service
+from secateur import AsyncClient
+from secateur.config import EngineArgs
+from tests.support.engines import BUNDLED
+
+PROMPT = "def get"
+TOP_K, LENGTH, SAMPLES, TEMPERATURE = 3, 3, 1200, 1.0
+MIN_EXPECTED = 8
+"""Outcomes expected less often than this are pooled, as the chi-square approximation asks."""
+
+
+def exact_law() -> dict[tuple[int, ...], float]:
+    """Probability of every continuation of LENGTH tokens under top-k sampling, by enumeration with transformers."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(BUNDLED / "target", dtype=torch.float32)
+    prompt = AutoTokenizer.from_pretrained(BUNDLED / "target").encode(PROMPT, add_special_tokens=False)
+    law: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(LENGTH):
+        longer = {}
+        for tail, weight in law.items():
+            with torch.inference_mode():
+                logits = model(torch.tensor([[*prompt, *tail]])).logits[0, -1].double()
+            best = logits.topk(TOP_K)
+            for token, p in zip(best.indices.tolist(), (best.values / TEMPERATURE).softmax(0).tolist(), strict=True):
+                longer[(*tail, token)] = weight * p
+        law = longer
+    return law
+
+
+async def sample(base_url: str) -> Counter[tuple[int, ...]]:
+    """SAMPLES answers to one prompt, sixteen at a time, each with a seed of its own."""
+    seats = asyncio.Semaphore(16)
+    async with AsyncClient(base_url) as client:
+
+        async def one(seed: int) -> tuple[int, ...]:
+            async with seats:
+                answer = await client.complete(
+                    PROMPT,
+                    max_tokens=LENGTH,
+                    temperature=TEMPERATURE,
+                    top_k=TOP_K,
+                    seed=seed,
+                    ignore_eos=True,
+                    return_token_ids=True,
+                )
+                return tuple(answer.choices[0].token_ids or ())
+
+        return Counter(await asyncio.gather(*(one(seed) for seed in range(SAMPLES))))
+
+
+@pytest.mark.slow
+def test_texts_served_over_http_follow_the_target_s_law() -> None:
+    torch.set_num_threads(1)
+    law = exact_law()
+    with local_service(EngineArgs.load({"port": 0, "device": "cpu", "max_model_len": 256})) as base_url:
+        seen = asyncio.run(sample(base_url))
+    assert set(seen) <= set(law), "a continuation outside the top-k was served"
+    often = [outcome for outcome in law if law[outcome] * SAMPLES >= MIN_EXPECTED]
+    rare = 1 - sum(law[outcome] for outcome in often)
+    expected = [law[outcome] * SAMPLES for outcome in often] + [rare * SAMPLES]
+    observed = [seen[outcome] for outcome in often] + [sum(seen[o] for o in law if o not in often)]
+    if rare * SAMPLES < MIN_EXPECTED:
+        expected, observed = [*expected[:-2], sum(expected[-2:])], [*observed[:-2], sum(observed[-2:])]
+    assert chisquare(observed, expected).pvalue > 1e-4

@@ -1,0 +1,135 @@
+"""Every draft method in a real engine: the output is what the target says without a drafter, greedy and seeded.
+
+A random head would be accepted by chance alone, whatever it is fed. So target and heads are taught a permutation here:
+after token t the target says p(t), and the head finds p(t_j) from the feature of t_{j-1} only. It is right if and only
+if the features are the right ones, at the right tokens, for committed rows and tree nodes alike.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.support import checkpoints
+from tests.support.engines import BUNDLED, Answer, Job, Runner, bundled, prompts
+from workers.comm.ipc import Speculation
+from workers.config import AcceptanceConfig, DraftConfig, EngineConfig, TreeConfig
+from workers.types import SamplingParams
+
+TREE = TreeConfig(num_nodes=12, max_depth=5, max_children=4)
+CHAIN = TreeConfig(kind="chain", num_nodes=4)
+OFF = Speculation(enabled=False)
+
+
+def engine(target: Path, draft: DraftConfig) -> EngineConfig:
+    return EngineConfig(model_path=str(target), draft=draft, max_model_len=256, max_num_seqs=8, step_timeout_s=120.0)
+
+
+def teach_permutation(path: Path) -> Path:
+    """One-hot embeddings, layers that add nothing, and the permutation in the vocabulary head and the head's fc."""
+    size = checkpoints.BASE["hidden_size"]
+    assert isinstance(size, int)
+    successor = torch.randperm(size, generator=torch.Generator().manual_seed(0))
+    step = torch.zeros(size, size).index_put((successor, torch.arange(size)), torch.ones(()))
+    taught = {}
+    for name, tensor in load_file(path / "model.safetensors").items():
+        match name.split(".")[-2:]:
+            case ["embed_tokens", _]:
+                taught[name] = torch.eye(size)
+            case ["lm_head", _]:
+                taught[name] = step
+            case ["fc", "weight"]:
+                taught[name] = torch.cat([torch.zeros(size, size), step], dim=1)
+            case ["input_proj", _]:
+                taught[name] = torch.cat([step, torch.zeros(size, size)], dim=1)
+            case ["o_proj" | "down_proj", _] | [_, "bias"]:
+                taught[name] = torch.zeros_like(tensor)
+            case _:
+                taught[name] = torch.ones_like(tensor) if "norm" in name else tensor
+    save_file(taught, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def ngram(_: Path) -> EngineConfig:
+    draft = DraftConfig(method="ngram", model_path="", prompt_lookup_min=2, prompt_lookup_max=4, tree=TREE)
+    return engine(BUNDLED / "target", replace(draft, placement="colocated"))
+
+
+def eagle(folder: Path) -> EngineConfig:
+    target = teach_permutation(checkpoints.write_model(folder / "target", "llama", vocab_size=64))
+    head = teach_permutation(checkpoints.write_eagle(folder / "head", num_hidden_layers=2, vocab_size=64))
+    draft = DraftConfig(method="eagle", model_path=str(head), tree=TREE)
+    return engine(target, draft)
+
+
+def qwen3(folder: Path) -> EngineConfig:
+    path = checkpoints.add_mtp(checkpoints.write_model(folder, "qwen3", vocab_size=64, head_dim=8), "qwen3")
+    teach_permutation(path)
+    return engine(path, DraftConfig(method="mtp", model_path=str(path), tree=CHAIN))
+
+
+def mimo(folder: Path) -> EngineConfig:
+    path = teach_permutation(checkpoints.add_mtp(checkpoints.write_model(folder, "qwen2", vocab_size=64), "mimo"))
+    return engine(path, DraftConfig(method="mtp", model_path=str(path), tree=TREE))
+
+
+METHODS: dict[str, Callable[[Path], EngineConfig]] = {
+    "ngram": ngram,
+    "eagle": eagle,
+    "mtp of a Qwen3, chain": qwen3,
+    "mtp of a MiMo": mimo,
+}
+
+
+@pytest.fixture(scope="module", params=METHODS.values(), ids=METHODS.keys())
+def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
+    with Runner(request.param(tmp_path_factory.mktemp("models"))) as runner:
+        yield runner
+
+
+def some_prompts(runner: Runner) -> list[list[int]]:
+    """The bundled target's prompts repeat themselves, for lookup to find something."""
+    if runner.config.model_path == str(BUNDLED / "target"):
+        return [prompt[:12] * 6 for prompt in prompts(3)]
+    rng = random.Random(0)
+    return [[rng.randrange(64) for _ in range(length)] for length in (1, 17, 40)]
+
+
+def acceptance_length(answers: list[Answer]) -> float:
+    drafts = sum(answer.stats.num_drafts for answer in answers)
+    return 1 + sum(answer.stats.num_accepted_tokens for answer in answers) / max(1, drafts)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_tokens_are_those_without_speculation(runner: Runner, temperature: float) -> None:
+    jobs = [
+        Job(prompt=prompt, max_tokens=32, sampling=SamplingParams(temperature=temperature, seed=seed))
+        for seed, prompt in enumerate(some_prompts(runner))
+    ]
+    plain = runner.run([replace(job, speculation=OFF) for job in jobs])
+    drafted = runner.run(jobs, concurrency=3)
+    assert [answer.tokens for answer in drafted] == [answer.tokens for answer in plain]
+    assert all(answer.stats.num_drafts == 0 for answer in plain)
+    least = {"ngram": 1.3, "eagle": 3.0, "mtp": 3.0}
+    assert acceptance_length(drafted) > least[runner.config.draft.method]
+
+
+def test_how_the_service_samples_its_drafts_reaches_the_drafter() -> None:
+    """Trees of other draws, and so other texts: hybrid nodes keep all their children but the last from being drawn."""
+    jobs = [
+        Job(prompt=prompt, max_tokens=24, sampling=SamplingParams(seed=seed)) for seed, prompt in enumerate(prompts(3))
+    ]
+    texts = {}
+    for how in ("probabilistic", "hybrid"):
+        config = bundled(TREE)
+        assert config.draft is not None
+        acceptance = AcceptanceConfig(kind="rejection", sample_method=how)
+        with Runner(replace(config, draft=replace(config.draft, acceptance=acceptance))) as runner:
+            texts[how] = [answer.tokens for answer in runner.run(jobs)]
+    assert all(one != other for one, other in zip(*texts.values(), strict=True))

@@ -1,0 +1,69 @@
+"""Requests of every kind in one batch of a real engine: each gets what it gets alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.support.engines import CHAIN, DYNAMIC, Answer, Job, Runner, bundled, prompts
+from workers.comm.ipc import Speculation
+from workers.config import DraftConfig
+from workers.types import Constraints, SamplingParams
+
+PENALTIES = Constraints(presence_penalty=0.3, frequency_penalty=0.6, repetition_penalty=1.1, min_tokens=20)
+REJECTION = Speculation(acceptance="rejection")
+KINDS = {
+    "greedy": (SamplingParams(temperature=0.0), Speculation()),
+    "greedy under rejection": (SamplingParams(temperature=0.0), REJECTION),
+    "seeded": (SamplingParams(seed=2**64 - 9), Speculation()),
+    "penalised": (SamplingParams(temperature=0.9, seed=12, constraints=PENALTIES), Speculation()),
+    "logprobs": (SamplingParams(temperature=0.7, seed=13, num_logprobs=3), Speculation()),
+    "speculation off": (SamplingParams(seed=14), Speculation(enabled=False)),
+    "rejection": (SamplingParams(seed=15), REJECTION),
+    "rejection, penalised": (SamplingParams(seed=16, num_logprobs=1, constraints=PENALTIES), REJECTION),
+    "rejection without probabilities": (SamplingParams(seed=17), replace(REJECTION, draft_probs=False)),
+    "top-p": (SamplingParams(temperature=0.8, top_p=0.85, seed=18), Speculation()),
+    "top-k under rejection": (SamplingParams(top_k=20, seed=19), REJECTION),
+    "min-p": (SamplingParams(temperature=1.3, min_p=0.05, seed=20), Speculation()),
+    "a narrow tree": (SamplingParams(seed=21), Speculation(num_tokens=2)),
+}
+ENGINES = {
+    "no speculation": lambda: bundled(max_num_batched_tokens=128),
+    "chain": lambda: bundled(CHAIN, max_num_batched_tokens=128),
+    "dynamic": lambda: bundled(DYNAMIC, max_num_batched_tokens=256),
+    "dynamic, draft model": lambda: bundled(DYNAMIC, method="draft_model", max_num_batched_tokens=256),
+    "n-gram": lambda: replace(
+        bundled(max_num_batched_tokens=256),
+        draft=DraftConfig(method="ngram", model_path="", prompt_lookup_min=1, prompt_lookup_max=3, tree=DYNAMIC),
+    ),
+    "dynamic, TP 2": lambda: bundled(DYNAMIC, tp=2, max_num_batched_tokens=256),
+}
+
+
+FEW = ("dynamic", "n-gram", "dynamic, TP 2")
+
+
+@pytest.mark.parametrize(
+    "engine", [pytest.param(name, marks=[] if name in FEW else pytest.mark.full) for name in ENGINES]
+)
+def test_each_of_a_mixed_batch_gets_what_it_gets_alone(engine):
+    texts = prompts(len(KINDS))
+    jobs = [
+        Job(prompt=prompt[: 60 + 10 * i], max_tokens=32, sampling=sampling, speculation=speculation)
+        for i, (prompt, (sampling, speculation)) in enumerate(zip(texts, KINDS.values(), strict=False))
+    ]
+    with Runner(ENGINES[engine]()) as runner:
+        alone = runner.run(jobs, concurrency=1)
+        together = runner.run(jobs, concurrency=len(jobs))
+    for kind, job, one, other in zip(KINDS, jobs, alone, together, strict=True):
+        assert other.tokens == one.tokens, kind
+        assert other.stats == one.stats, f"{kind}: other trees"
+        _assert_same_logprobs(other, one)
+        assert len(one.logprobs) == (0 if job.sampling.num_logprobs is None else len(one.tokens)), kind
+
+
+def _assert_same_logprobs(other: Answer, one: Answer) -> None:
+    for a, b in zip(other.logprobs, one.logprobs, strict=True):
+        assert a.logprob == pytest.approx(b.logprob, abs=1e-3)
+        assert [value for _, value in a.top] == pytest.approx([value for _, value in b.top], abs=1e-3)

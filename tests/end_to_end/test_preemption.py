@@ -1,0 +1,291 @@
+"""Requests that lose their pages and compute them again: nothing else about them may change.
+
+The fakes read their prefix out of paged memory that is wiped when a page is freed, so that nothing stale survives.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.engines import CHAIN, DYNAMIC, Job, Runner, bundled, prompts
+from tests.support.fakes import Bench, RandomLanguage
+from workers.comm.ipc import Speculation, TokenChunk
+from workers.config import DraftConfig, EngineConfig, TreeConfig
+from workers.types import Constraints, SamplingParams
+
+torch.set_num_threads(1)
+
+TREES = {
+    "chain": TreeConfig(kind="chain", num_nodes=3),
+    "static": TreeConfig(
+        kind="static", num_nodes=7, static_paths=((0,), (1,), (0, 0), (0, 1), (0, 2), (1, 0), (0, 0, 0))
+    ),
+    "dynamic": TreeConfig(num_nodes=12, max_depth=5, max_children=4),
+}
+PENALISED = Constraints(
+    presence_penalty=0.4, frequency_penalty=0.7, repetition_penalty=1.2, logit_bias={3: 1.5}, bad_words=[[7], [2, 9]],
+    min_tokens=6,
+)  # fmt: skip
+REJECTION = Speculation(acceptance="rejection")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    prompt: list[int] = field(default_factory=lambda: [i * 5 % 31 for i in range(29)])
+    max_tokens: int = 14
+    params: SamplingParams
+    more: dict[str, Any] = field(default_factory=dict)
+
+    def submit(self, bench: Bench, **more: Any) -> int:
+        return bench.submit(self.prompt, self.max_tokens, self.params, **self.more | more)
+
+
+KINDS = {
+    "greedy": Asked(params=SamplingParams(temperature=0.0)),
+    "coupled": Asked(params=SamplingParams(seed=3)),
+    "penalised": Asked(params=SamplingParams(temperature=0.8, seed=4, constraints=PENALISED)),
+    "logprobs": Asked(params=SamplingParams(temperature=0.9, top_p=0.9, seed=5, num_logprobs=2)),
+    "rejection": Asked(params=SamplingParams(seed=6), more={"speculation": REJECTION}),
+    "rejection, penalised": Asked(
+        params=SamplingParams(seed=7, constraints=PENALISED, num_logprobs=1), more={"speculation": REJECTION}
+    ),
+    "not drafted for": Asked(params=SamplingParams(seed=8), more={"speculation": Speculation(enabled=False)}),
+}
+SHAPES = [
+    (None, "chain"),
+    pytest.param("eagle3", "chain", marks=pytest.mark.full),
+    pytest.param("eagle3", "static", marks=pytest.mark.full),
+    ("eagle3", "dynamic"),
+    ("draft_model", "static"),
+]
+
+
+def bench_of(method: Any, tree: str, **settings: Any) -> Bench:
+    # Prompts, and what a preempted request computes again, take several chunks.
+    settings = {"max_num_batched_tokens": 21, "eos_token_ids": (5,)} | settings
+    return Bench(RandomLanguage(), method, TREES[tree], **settings)
+
+
+def chunks(bench: Bench, id: int) -> list[TokenChunk]:
+    """Everything the front was told of a request, with its id made 0."""
+    told = [chunk for frame in bench.frames for chunk in frame.chunks if chunk.id == id]
+    return [replace(chunk, id=0, num_cached_tokens=0) for chunk in told]
+
+
+def alone(bench: Bench, asked: Asked, disturb: Callable[[int], None] = lambda step: None) -> list[TokenChunk]:
+    """`chunks` of one request that finds in the cache what it has left there itself, if anything. disturb(k) is called
+    before step k."""
+    id, step = asked.submit(bench, cache_salt=str(len(bench.answers))), 0
+    while id in bench.open:
+        disturb(step)
+        bench.step()
+        step += 1
+        assert step < 500, "a request that never finishes"
+    return chunks(bench, id)
+
+
+def preempt_all(bench: Bench) -> None:
+    for request in reversed(bench.engine._running.copy()):
+        bench.engine.preempt(request)
+
+
+# ---- one request
+
+
+@pytest.mark.parametrize("is_cached", [False, True], ids=["computed again", "cached"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("method", "tree"), SHAPES)
+def test_a_preemption_before_any_step_changes_no_token_no_tree_and_no_logprob(method, tree, kind, is_cached):
+    asked = KINDS[kind]
+    with bench_of(method, tree, enable_prefix_caching=is_cached) as bench:
+        undisturbed = alone(bench, asked)
+        num_steps = len(bench.target.steps)
+        for k in range(1, num_steps):
+            assert alone(bench, asked, lambda step, k=k: preempt_all(bench) if step == k else None) == undisturbed
+            assert bench.num_free == 64 and not bench.engine._moves
+        stats = bench.frames[-1].stats
+        assert stats.num_preemptions == num_steps - 1
+        assert stats.prompt_tokens == num_steps * len(asked.prompt), "a prompt counts once"
+        assert stats.generation_tokens == num_steps * sum(len(chunk.tokens) for chunk in undisturbed)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("method", "tree"), SHAPES)
+def test_a_request_preempted_whenever_it_has_said_something_says_the_same(method, tree, kind):
+    with bench_of(method, tree) as bench:
+        undisturbed = alone(bench, KINDS[kind])
+        heard = 0
+
+        def whenever_it_spoke(step: int) -> None:
+            nonlocal heard
+            if len(bench.frames) > heard:
+                preempt_all(bench)
+            heard = len(bench.frames)
+
+        heard = len(bench.frames)
+        assert alone(bench, KINDS[kind], whenever_it_spoke) == undisturbed
+        assert bench.frames[-1].stats.num_preemptions == len(undisturbed) - 1 and bench.num_free == 64
+
+
+def test_a_resumed_request_is_computed_in_chunks_up_to_its_root_and_drafted_for_at_once():
+    with bench_of("eagle3", "chain", enable_prefix_caching=False) as bench:
+        id = KINDS["greedy"].submit(bench)
+        while len(bench.answers[id].tokens) < 5:
+            bench.step()
+        preempt_all(bench)
+        num_tokens = 29 + len(bench.answers[id].tokens)
+        begin, fed = len(bench.target.steps), len(bench.drafter.requests)
+        for _ in range(3):
+            bench.step()
+        steps, feeds = bench.target.steps[begin:], bench.drafter.requests[fed:]
+        rest = num_tokens - 1 - 21
+        assert [(len(s.token_N), len(s.sample_row_R)) for s in steps] == [(21, 0), (rest, 0), (4, 4)]
+        assert [(int(f.start_B), len(f.token_M), int(f.num_nodes_B)) for f in feeds] == [(1, 21, 0), (22, rest, 3)]
+
+
+def test_a_preempted_request_goes_before_all_who_wait():
+    with bench_of("eagle3", "chain", max_num_seqs=2) as bench:
+        first, second, third = (bench.submit([i, 1], 30) for i in range(3))
+        bench.step()
+        preempt_all(bench)
+        assert [r.id for r in bench.engine._waiting] == [first, second, third]
+        bench.step()
+        assert [r.id for r in bench.engine._running] == [first, second]
+
+
+# ---- aborts
+
+
+@pytest.mark.parametrize("is_preempted", [False, True], ids=["running", "preempted"])
+@pytest.mark.parametrize(("method", "tree"), [SHAPES[0], SHAPES[3], SHAPES[4]])
+def test_an_abort_at_any_step_frees_everything_and_disturbs_nobody(method, tree, is_preempted):
+    other = replace(KINDS["coupled"], prompt=[4, 4])
+    with bench_of(method, tree) as bench:
+        alone(bench, KINDS["logprobs"])
+        num_steps = len(bench.target.steps)
+        expected = alone(bench, other)
+        for k in range(1, num_steps):
+            victim, id = KINDS["logprobs"].submit(bench), other.submit(bench)
+            for _ in range(k):
+                bench.step()
+            if is_preempted:
+                for request in bench.engine._running.copy():
+                    if request.id == victim:
+                        bench.engine.preempt(request)
+            bench.abort(victim)
+            bench.run()
+            bench.ask([1], 1)  # the abort has been taken
+            assert bench.answers[id].tokens == [token for chunk in expected for token in chunk.tokens]
+            assert bench.num_free == 64 and not (bench.engine._running or bench.engine._waiting or bench.engine._moves)
+
+
+# ---- too few pages
+
+
+def test_when_pages_run_out_the_last_to_arrive_waits_for_the_others():
+    asked = [replace(KINDS["coupled"], max_tokens=60, prompt=[i]) for i in range(4)]
+    with bench_of("eagle3", "dynamic") as roomy, bench_of("eagle3", "dynamic", num_pages=22) as tight:
+        ids = [a.submit(bench) for bench in (roomy, tight) for a in asked]
+        finished: list[int] = []
+        roomy.run()
+        while tight.open:
+            tight.step()
+            finished += [chunk.id for chunk in tight.frames[-1].chunks if chunk.finish_reason] if tight.frames else []
+        assert [tight.answers[i].tokens for i in ids[:4]] == [roomy.answers[i].tokens for i in ids[:4]]
+        stats = tight.frames[-1].stats
+        assert stats.num_preemptions > 0 and tight.num_free == 21
+        assert roomy.frames[-1].stats.num_preemptions == 0
+        assert list(dict.fromkeys(finished))[0] == 0, "the oldest never waits"
+
+
+def test_a_request_that_needs_every_page_runs_alone():
+    with bench_of("eagle3", "chain", num_pages=17) as bench:
+        for prompt, max_tokens in [([1], 20), ([2], 20), ([1] * 30, 31), ([3], 20)]:
+            bench.submit(prompt, max_tokens, ignore_eos=True)  # 30 + 30 + 4 slots: all 16 pages of 4
+        bench.run()
+        assert [len(answer.tokens) for answer in bench.answers.values()] == [20, 20, 31, 20]
+        too_large = bench.ask([1] * 30, 32)
+        assert "do not fit" in too_large.last.error and bench.num_free == 16
+
+
+@pytest.mark.parametrize(("method", "tree"), [(None, "chain"), ("eagle3", "dynamic"), ("draft_model", "static")])
+def test_a_restless_crowd_in_a_tiny_pool_says_what_each_says_alone(method, tree):
+    rng = random.Random(11)
+    kinds = list(KINDS.values())
+    settings = {"max_num_seqs": 5, "max_num_batched_tokens": 60, "eos_token_ids": (5,)}
+    with bench_of(method, tree, num_pages=24, **settings) as bench, bench_of(method, tree, **settings) as quiet:
+        crowd: dict[int, Asked] = {}
+        num_forced = 0
+        for _ in range(500):
+            if len(bench.open) < 8 and rng.random() < 0.3:
+                kind = rng.choice(kinds)
+                params = replace(kind.params, seed=rng.getrandbits(64))
+                prompt = [rng.randrange(32) for _ in range(rng.choice([1, 2, 7, 20]))]
+                more = kind.more | {"ignore_eos": rng.random() < 0.8}
+                asked = replace(kind, prompt=prompt, max_tokens=rng.randint(1, 44), params=params, more=more)
+                crowd[asked.submit(bench)] = asked
+            if bench.open and rng.random() < 0.04:
+                bench.abort(rng.choice(sorted(bench.open)))
+            if bench.engine._running and rng.random() < 0.05:
+                bench.engine.preempt(rng.choice(bench.engine._running))
+                num_forced += 1
+            if bench.open:
+                bench.step()
+        bench.run()
+        bench.ask([1], 1)  # the last aborts have been taken
+        assert bench.num_free == 23 and not (bench.engine._running or bench.engine._waiting or bench.engine._moves)
+        finished = [id for id in crowd if bench.answers[id].last is not None]
+        for id in finished:
+            expected = alone(quiet, crowd[id])
+            assert chunks(bench, id) == expected
+        assert len(finished) > 50 and bench.frames[-1].stats.num_preemptions > num_forced + 10
+
+
+# ---- real models
+
+SMALL = {"max_model_len": 192, "max_num_seqs": 8, "max_num_batched_tokens": 256}
+ENGINES: dict[str, EngineConfig] = {
+    "no speculation": bundled(**SMALL),
+    "chain": bundled(CHAIN, **SMALL),
+    "dynamic": bundled(DYNAMIC, **SMALL),
+    "dynamic, draft model": bundled(DYNAMIC, method="draft_model", **SMALL),
+    "dynamic, n-gram": replace(
+        bundled(**SMALL),
+        draft=DraftConfig(method="ngram", model_path="", prompt_lookup_min=1, prompt_lookup_max=3, tree=DYNAMIC),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "engine", [pytest.param(name, marks=[] if name == "dynamic" else pytest.mark.full) for name in ENGINES]
+)
+def test_a_real_engine_short_of_pages_says_the_same(engine):
+    """Texts of many lengths under both rules, which together need several times the pages of the small pool."""
+    samplings = [
+        SamplingParams(temperature=0.0),
+        SamplingParams(),
+        SamplingParams(temperature=0.8, top_p=0.9, constraints=Constraints(frequency_penalty=0.5)),
+    ]
+    jobs = [
+        Job(
+            prompt=prompt[:100],
+            max_tokens=40 + 8 * (i % 5),
+            sampling=replace(samplings[i % 3], seed=i),
+            speculation=Speculation(acceptance=("coupled", "rejection")[i % 2]),
+        )
+        for i, prompt in enumerate(prompts(12))
+    ]
+    answers = []
+    for num_pages in (None, 20):
+        with Runner(replace(ENGINES[engine], num_pages=num_pages)) as runner:
+            answers.append(runner.run(jobs, concurrency=8))
+            stats = runner.stats
+            assert (stats.num_preemptions > 0) == (num_pages is not None)
+            assert stats.num_running == 0 and stats.kv_usage == 0 and stats.requests_finished == len(jobs)
+    assert [(a.tokens, a.stats) for a in answers[0]] == [(a.tokens, a.stats) for a in answers[1]]

@@ -1,0 +1,84 @@
+"""A long beginning that two requests share, in real engines: computed once, and nothing said differently.
+
+`pytest -s` reports the time to the first token with and without it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, replace
+
+import pytest
+
+from cluster.engine_client import EngineClient
+from cluster.local_engine import LocalEngine
+from tests.support.engines import DYNAMIC, bundled, prompts
+from workers.comm.ipc import RequestStats, Speculation, Submit
+from workers.config import DraftConfig
+from workers.types import SamplingParams
+
+PREFIX = [token for prompt in prompts() for token in prompt][:1000]
+FIRST, SECOND = (PREFIX + prompt[:11] for prompt in prompts(2))
+SHARED = 1000 // 16 * 16
+LONG = {"max_model_len": 1200, "max_num_seqs": 4, "max_num_batched_tokens": 512}
+NGRAM = DraftConfig(method="ngram", model_path="", prompt_lookup_min=1, prompt_lookup_max=3, tree=DYNAMIC)
+ENGINES = {
+    "off": bundled(**LONG),
+    "eagle3": bundled(DYNAMIC, **LONG),
+    "draft_model": bundled(DYNAMIC, method="draft_model", **LONG),
+    "ngram": replace(bundled(**LONG), draft=NGRAM),
+    "eagle3, TP 2": bundled(DYNAMIC, tp=2, **LONG),
+}
+ASKED = {
+    "greedy": (SamplingParams(temperature=0.0), Speculation()),
+    "seeded": (SamplingParams(seed=5), Speculation()),
+    "rejection": (SamplingParams(seed=6), Speculation(acceptance="rejection")),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    tokens: list[int]
+    stats: RequestStats  # the same trees
+    num_cached: int
+    first_token_ms: float
+
+
+async def ask(client: EngineClient, prompt: list[int], kind: str, salt: str) -> Told:
+    sampling, speculation = ASKED[kind]
+    submit = Submit(
+        id=client.new_id(), prompt=prompt, max_tokens=24, sampling=sampling, speculation=speculation, ignore_eos=True,
+        cache_salt=salt,
+    )  # fmt: skip
+    began, first, tokens = time.perf_counter(), 0.0, []
+    async for chunk in client.submit(submit):
+        first = first or 1e3 * (time.perf_counter() - began)
+        tokens += chunk.tokens
+    assert chunk.stats is not None
+    return Told(tokens, chunk.stats, chunk.num_cached_tokens, first)
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [pytest.param(e, marks=[] if e in ("off", "eagle3", "draft_model") else pytest.mark.full) for e in ENGINES],
+)
+def test_the_second_of_two_requests_that_share_a_thousand_tokens_computes_its_tail(engine):
+    async def compare() -> None:
+        async with LocalEngine(ENGINES[engine]) as client:
+            await ask(client, SECOND[-40:], "greedy", "warm-up")
+            for kind in ASKED:
+                alone = await ask(client, SECOND, kind, f"{kind} alone")
+                before = replace(client.stats)
+                await ask(client, FIRST, kind, kind)
+                second = await ask(client, SECOND, kind, kind)
+                assert (second.tokens, second.stats) == (alone.tokens, alone.stats), kind
+                assert (alone.num_cached, second.num_cached) == (0, SHARED)
+                assert client.stats.prefix_cache_queries - before.prefix_cache_queries == len(FIRST) + len(SECOND)
+                assert client.stats.prefix_cache_hits - before.prefix_cache_hits == SHARED
+                told = f"{alone.first_token_ms:.0f} ms alone, {second.first_token_ms:.0f} ms behind a shared prefix"
+                print(f"\n{engine}, {kind}: first token after {told}")
+            if ENGINES[engine].draft is not None:
+                assert alone.stats.num_drafts > 0
+
+    asyncio.run(compare())

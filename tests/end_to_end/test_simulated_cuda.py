@@ -1,0 +1,369 @@
+"""Engines on a simulated CUDA device: graphs, Triton's launches and copies as on a GPU, and the tokens of a CPU."""
+
+from __future__ import annotations
+
+import math
+import os
+import select
+import socket
+from collections import Counter, deque
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support import checkpoints
+
+pytest.importorskip("triton")
+if torch.cuda.is_available():
+    pytest.skip("runs on the GPU in gpu/", allow_module_level=True)
+
+from cluster.bench.runner import Job, Runner
+from drafter import worker as drafter_worker
+from drafter.proposers.ngram import NgramProposer
+from drafter.tree.shape import make_shape
+from tests.support.simulated_cuda import simulated_cuda
+from verifier import worker as verifier_worker
+from verifier.adaptive.cost_model import UNPROFILED
+from verifier.adaptive.profile import warm_up
+from verifier.engine import Engine
+from workers.comm.channel import Channel, Received
+from workers.comm.groups import World
+from workers.comm.ipc import Decoder as Frames
+from workers.comm.ipc import FrameSocket, Speculation, StepOutput, Submit, encode
+from workers.comm.wire import Message
+from workers.config import DraftConfig, EngineConfig, Prices, PruneConfig, TreeConfig
+from workers.cuda_graphs import Recorder
+from workers.kernels.select import kernels_for
+from workers.models.layers import TensorParallel
+from workers.models.readers import read_specs
+from workers.types import Constraints, DraftRequest, SamplingParams
+
+torch.set_num_threads(1)
+
+# ---- the device
+
+
+def test_devices_do_not_mix() -> None:
+    with simulated_cuda():
+        x = torch.ones(2, 3, device="cuda")
+        assert x.is_cuda and x.device == torch.device("cuda", 0) and (x @ x.T).is_cuda
+        for mixed in (lambda: x + torch.ones(3), lambda: torch.cat([x, torch.ones(1, 3)]), lambda: x @ torch.ones(3)):
+            with pytest.raises(RuntimeError, match="same device"):
+                mixed()
+        with pytest.raises(TypeError, match="numpy"):
+            x.numpy()
+        assert (x * torch.tensor(2.0)).tolist() == [[2.0] * 3] * 2, "a number is nobody's"
+
+
+def test_it_is_told_when_the_host_waits() -> None:
+    with simulated_cuda() as cuda:
+        x = torch.arange(4).to("cuda", non_blocking=True)
+        y = (x.view(2, 2) * 2)[:, 1]
+        y.copy_(torch.tensor([7, 8]), non_blocking=True)
+        assert not cuda.waits
+        for look in (
+            y.cpu,
+            y.tolist,
+            lambda: int(y[0]),
+            lambda: bool((y > 0).all()),
+            lambda: y[y > 7],
+            lambda: y[[1]],
+            lambda: torch.ones(2).to("cuda"),
+            lambda: torch.tensor([1], device="cuda"),
+            lambda: torch.arange(2, device="cuda").repeat_interleave(y),
+        ):
+            before = len(cuda.waits)
+            look()
+            assert cuda.waits[before:] and all("test_simulated_cuda" in wait for wait in cuda.waits[before:])
+        with pytest.raises(AssertionError, match="not arrived"):
+            y.to("cpu", non_blocking=True)
+
+
+def test_a_replay_sees_its_buffers_and_nothing_else() -> None:
+    with simulated_cuda():
+        buffer, other = torch.zeros(3, device="cuda"), torch.zeros(3, device="cuda")
+        baked = 1.0
+
+        def run() -> torch.Tensor:
+            out = torch.empty(3, device="cuda")
+            out[1:] = (buffer + baked)[1:].sin().clamp_(min=0)
+            other.add_(1)
+            return out.nan_to_num(5)
+
+        replay = Recorder(torch.device("cuda", 0)).record(run)
+        buffer.copy_(torch.tensor([1.0, 2.0, 0.5]))
+        baked, before = 100.0, other.clone()
+        torch.testing.assert_close(replay().cpu(), torch.tensor([5.0, math.sin(3.0), math.sin(1.5)]))
+        assert (other - before).tolist() == [1.0] * 3
+        for forbidden in (lambda: buffer.sum().item(), lambda: torch.ones(3).to("cuda"), lambda: buffer[buffer > 0]):
+            with pytest.raises(RuntimeError, match="capturing|a graph would copy"):
+                Recorder(torch.device("cuda", 0)).record(forbidden)
+
+
+# ---- engines
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target whose middle layer has a window, drafters for it, and both as classes of transformers."""
+    root = tmp_path_factory.mktemp("models")
+    windowed = checkpoints.sliding(9, "full_attention", "sliding_attention", "full_attention")
+    checkpoints.write_model(root / "target", "qwen2", num_hidden_layers=3, **windowed)
+    checkpoints.write_eagle3(root / "eagle3")
+    checkpoints.write_model(root / "draft_model", "llama", num_hidden_layers=1, seed=1)
+    checkpoints.write_model(root / "olmo2", "olmo2")
+    checkpoints.write_model(root / "olmo2_draft", "olmo2", num_hidden_layers=1, seed=1)
+    return root
+
+
+class Alone(World):
+    """A rank whose pools are all that there are."""
+
+    def gather_number(self, value: int) -> list[int]:
+        return [value] * self.config.world_size
+
+    def agree_on_minimum(self, value: int) -> int:
+        return value
+
+
+class Drafter:
+    """Both ends of the link to a drafter in this thread; frames are bytes, on the device if that is how they travel."""
+
+    def __init__(self, config: EngineConfig, device: torch.device, draft: Callable[[DraftRequest], Message]) -> None:
+        frames: deque[torch.Tensor] = deque()
+
+        def take(tensor: torch.Tensor) -> None:
+            tensor.copy_(frames.popleft(), non_blocking=tensor.is_cuda)
+
+        where = torch.device("cpu") if config.has_host_link else device
+        self._verifier_end, self._drafter_end = (
+            Channel(
+                me=me,
+                peer="the other end",
+                device=where,
+                put=lambda tensor: frames.append(tensor.clone()),
+                take=take,
+            )
+            for me in ("verifier 0", "drafter 0")
+        )
+        self._draft = draft
+
+    def send(self, message: Message, step: int) -> None:
+        self._verifier_end.send(message, step)
+        received = self._drafter_end.receive().message
+        assert isinstance(received, DraftRequest)
+        self._drafter_end.send(self._draft(received), step)
+
+    def receive(self) -> Received:
+        return self._verifier_end.receive()
+
+    def heartbeat(self, step: int) -> None: ...
+
+
+@dataclass
+class Run:
+    tokens: dict[int, list[int]]
+    num_steps: int = 0
+    num_drafts: int = 0
+    num_replays: int = 0
+    waits: Counter[str] = field(default_factory=Counter)  # behind start-up
+
+
+def run(config: EngineConfig, jobs: list[Submit]) -> Run:
+    """All of them at once, by what worker processes would load for this config."""
+    with simulated_cuda() if config.device == "cuda" else nullcontext() as cuda:
+        device = torch.device("cuda", 0) if cuda else torch.device("cpu")
+        verifier, drafter = (
+            Alone(
+                config=config,
+                rank=rank,
+                role=config.role_of(rank),
+                device=device,
+                tp=TensorParallel(rank=0, size=1),
+                peers=None,
+                link=None,
+            )
+            for rank in range(2)
+        )
+        specs = read_specs(config)
+        target, num_pages = verifier_worker.load(verifier, specs)
+        assert config.draft is not None
+        is_model = config.draft.method != "ngram"
+        kernels = kernels_for(device if is_model else "cpu", config.kernels, config.enforce_eager)
+        proposer = drafter_worker._load(drafter, specs, kernels)
+        draft = partial(drafter_worker.draft, proposer=proposer, shape=make_shape(config.draft.tree), kernels=kernels)
+        if not isinstance(proposer, NgramProposer):
+            for request in drafter_worker.nobody(config, proposer.width):
+                draft(request)
+        warm_up(target, config, num_pages)
+        front, engine_end = socket.socketpair()
+        with front, engine_end:
+            link = Drafter(config, device, draft)
+            engine = Engine(config, target, link, FrameSocket(engine_end), num_pages, UNPROFILED)  # type: ignore[arg-type]
+            for job in jobs:
+                front.sendall(encode(job))
+            if cuda:
+                cuda.waits.clear()
+            made, frames, unfinished = Run({job.id: [] for job in jobs}), Frames(), len(jobs)
+            while unfinished:
+                engine.step()
+                made.num_steps += 1
+                told = select.select([front], [], [], 0)[0]
+                for frame in frames.feed(front.recv(1 << 20)) if told else ():
+                    assert isinstance(frame, StepOutput)
+                    for chunk in frame.chunks:
+                        made.tokens[chunk.id] += chunk.tokens
+                        unfinished -= chunk.finish_reason is not None
+        made.num_drafts = engine._stats.num_drafts
+        if cuda:
+            made.waits, made.num_replays = Counter(cuda.waits), sum(graph.num_replays for graph in cuda.graphs)
+    return made
+
+
+def config_for(models: Path, method: str, tree: TreeConfig, **options: object) -> EngineConfig:
+    path = str(models / method) if method != "ngram" else ""
+    lookup = {"prompt_lookup_min": 1, "prompt_lookup_max": 3} if method == "ngram" else {}
+    return EngineConfig(
+        model_path=str(models / "target"),
+        device="cuda",
+        max_model_len=96,
+        max_num_seqs=2,
+        max_num_batched_tokens=64,
+        num_pages=40,
+        draft=DraftConfig(method=method, model_path=path, placement="colocated", tree=tree, **lookup),  # type: ignore[arg-type]
+        **options,  # type: ignore[arg-type]
+    )
+
+
+ROOT = Path(__file__).parents[2]
+DYNAMIC = TreeConfig(num_nodes=6, max_depth=3, max_children=2)
+AUTO = replace(DYNAMIC, prune=PruneConfig(auto=True, copies=False, prices=Prices(step=10, row=0.01)))
+CHAIN = TreeConfig(kind="chain", num_nodes=3)
+COUPLED = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(seed=1),
+    SamplingParams(temperature=0.8, top_p=0.9, top_k=20, seed=2),
+    SamplingParams(seed=3, constraints=Constraints(repetition_penalty=1.2, presence_penalty=0.3)),
+]
+OTHERS = [
+    SamplingParams(seed=4, min_p=0.05, num_logprobs=2),
+    SamplingParams(seed=5, constraints=Constraints(logit_bias={3: 2.0}, bad_words=[[5], [7, 8]], min_tokens=4)),
+]
+
+
+def jobs(sampling: list[SamplingParams], *rules: str) -> list[Submit]:
+    return [
+        Submit(
+            id=number,
+            prompt=torch.randint(2, 96, (9 + 8 * number,), generator=torch.Generator().manual_seed(number)).tolist(),
+            max_tokens=16,
+            sampling=params,
+            ignore_eos=True,
+            speculation=Speculation(acceptance=rules[number % len(rules)]),
+        )
+        for number, params in enumerate(sampling)
+    ]
+
+
+def test_trees_that_grow_in_one_graph_give_the_tokens_of_a_cpu_and_wait_once_a_side(models: Path) -> None:
+    work = jobs(COUPLED, "coupled")
+    config = config_for(models, "eagle3", AUTO)
+    on_device, on_cpu = run(config, work), run(replace(config, device="cpu"), work)
+    assert on_device.tokens == on_cpu.tokens
+    assert on_device.num_steps == on_cpu.num_steps and on_device.num_drafts == on_cpu.num_drafts > 20
+    assert on_device.num_replays > 2 * on_device.num_steps, "target, what is fed, trees"
+    drafts = on_device.waits["drafter.tree.tree_graphs.__call__"]
+    assert on_device.waits == {
+        "verifier.target._draw": on_device.num_steps,  # the tokens
+        "drafter.tree.tree_graphs.__call__": drafts,  # the trees
+        "workers.comm.channel._send": on_device.waits[
+            "workers.comm.channel._send"
+        ],  # features, colocated: by way of the host
+        "drafter.tree.frontier.columns": 1,  # the vocabulary, for the first penalty
+    }
+    assert drafts <= on_device.waits["workers.comm.channel._send"] <= on_device.num_steps
+
+
+@pytest.mark.parametrize(
+    ("method", "tree", "options"),
+    [
+        ("eagle3", DYNAMIC, {}),
+        ("draft_model", AUTO, {}),
+        ("draft_model", DYNAMIC, {"enforce_eager": True}),
+        ("eagle3", CHAIN, {"kernels": "torch"}),
+        ("ngram", CHAIN, {}),
+    ],
+    ids=["eagle3", "draft-model-auto", "draft-model-eager", "torch-kernels", "ngram"],
+)
+def test_every_kind_of_request_gets_the_tokens_of_a_cpu(
+    models: Path, method: str, tree: TreeConfig, options: dict[str, object]
+) -> None:
+    work = jobs(COUPLED + OTHERS, "coupled", "rejection", "rejection")
+    config = config_for(models, method, tree, **options)
+    on_device, on_cpu = run(config, work), run(replace(config, device="cpu", kernels="auto"), work)
+    assert on_device.tokens == on_cpu.tokens and on_device.num_drafts == on_cpu.num_drafts > 10
+    assert (on_device.num_replays > on_device.num_steps // 2) is (not options)
+
+
+def test_a_class_of_transformers_drafts_and_verifies_in_graphs(models: Path) -> None:
+    work = jobs(COUPLED, "coupled")
+    config = config_for(models, "draft_model", AUTO)
+    assert config.draft is not None
+    draft = replace(config.draft, model_path=str(models / "olmo2_draft"))
+    config = replace(config, model_path=str(models / "olmo2"), draft=draft)
+    on_device, on_cpu = run(config, work), run(replace(config, device="cpu"), work)
+    assert on_device.tokens == on_cpu.tokens and on_device.num_drafts == on_cpu.num_drafts > 20
+    assert on_device.num_replays > 2 * on_device.num_steps
+    assert set(on_device.waits) <= {"verifier.target._draw", "drafter.tree.tree_graphs.__call__"}
+
+
+def test_features_that_travel_between_devices_leave_no_wait_to_their_sender(models: Path) -> None:
+    """As over NCCL: the header alone passes through the host, and what the receiver asks of the message."""
+    config = config_for(models, "eagle3", DYNAMIC)
+    assert config.draft is not None
+    apart = replace(config, draft=replace(config.draft, placement="dedicated"))
+    work = jobs(COUPLED, "coupled")
+    made = run(apart, work)
+    assert made.tokens == run(replace(apart, device="cpu"), work).tokens
+    assert (
+        made.waits["workers.comm.channel._send"] == 0 < made.waits["workers.comm.channel.receive"] <= 2 * made.num_steps
+    )
+
+
+@pytest.mark.parametrize(
+    ("tree", "tp", "draft_tp", "placement"),
+    [
+        (AUTO, 2, 1, "dedicated"),
+        pytest.param(DYNAMIC, 2, 2, "dedicated", marks=pytest.mark.full),
+        pytest.param(DYNAMIC, 2, 2, "colocated", marks=pytest.mark.full),
+    ],
+    ids=["2+1", "2+2", "2 shared"],
+)
+def test_processes_that_split_their_models_give_the_tokens_of_a_cpu(
+    models: Path, monkeypatch: pytest.MonkeyPatch, tree: TreeConfig, tp: int, draft_tp: int, placement: str
+) -> None:
+    """Workers as they are started on GPUs, collectives in graphs included; gloo carries what NCCL would."""
+    config = config_for(models, "eagle3", tree)
+    assert config.draft is not None
+    draft = replace(config.draft, tensor_parallel_size=draft_tp, placement=placement)  # type: ignore[arg-type]
+    split = replace(config, tensor_parallel_size=tp, draft=draft, step_timeout_s=300.0)
+    work = [
+        Job(prompt=job.prompt, max_tokens=job.max_tokens, sampling=job.sampling) for job in jobs(COUPLED, "coupled")
+    ]
+    with Runner(replace(config, device="cpu")) as on_cpu:
+        expected = [answer.tokens for answer in on_cpu.run(work, concurrency=2)]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "tests" / "support" / "simulated"), str(ROOT)]))
+    with Runner(split) as on_devices:
+        assert [answer.tokens for answer in on_devices.run(work, concurrency=2)] == expected
+        assert on_devices.stats.num_drafts > 20
+
+
+def test_sixteen_bits(models: Path) -> None:
+    """Other tokens than a CPU's, by rounding; but nothing that does not fit together."""
+    made = run(config_for(models, "eagle3", AUTO, dtype="bfloat16"), jobs(COUPLED + OTHERS, "coupled", "rejection"))
+    assert all(len(tokens) == 16 for tokens in made.tokens.values()) and made.num_drafts > 20

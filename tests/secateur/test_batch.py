@@ -1,0 +1,651 @@
+"""Batch files: checked whole before anything is sent, and every custom_id answered exactly once, whatever happens."""
+
+import asyncio
+import hashlib
+import http.server
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import tracemalloc
+from collections import Counter
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from secateur import batch_output
+from secateur.batch import BatchSummary, _progress_bar, read_job, run_batch, run_batch_async
+from secateur.batch_output import digest_of, digests_path, open_output, superseded_path
+from secateur.client import AsyncClient
+from secateur.errors import APIConnectionError, AuthenticationError, BatchError
+from secateur.protocol import BatchInputLine, BatchOutputLine, CompletionChoice, CompletionResponse, ModelList, Usage
+
+pytestmark = pytest.mark.filterwarnings("error::UserWarning")
+ROOT = Path(__file__).parents[2]
+ANSWER = CompletionResponse(
+    model="m", choices=[CompletionChoice(text="x", finish_reason="stop")], usage=Usage.of(2, 3)
+).model_dump_json()
+MODELS = ModelList().model_dump_json()
+
+
+def line(custom_id: str, **fields) -> dict:
+    body = {"prompt": custom_id, "max_tokens": 4}
+    return {"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": body, **fields}
+
+
+def write(path: Path, *lines: dict | str) -> Path:
+    path.write_text("".join((item if isinstance(item, str) else json.dumps(item)) + "\n" for item in lines))
+    return path
+
+
+def read_output(path: Path) -> dict[str, BatchOutputLine]:
+    data = path.read_bytes()
+    assert data.endswith(b"\n")
+    lines = [BatchOutputLine.model_validate_json(raw) for raw in data[:-1].split(b"\n")]
+    assert len({item.custom_id for item in lines}) == len(lines), "a custom_id is there twice"
+    return {item.custom_id: item for item in lines}
+
+
+class Service:
+    """In-process service: `fails` maps a prompt to the status it gets. Counts what is in flight."""
+
+    def __init__(self, fails: dict[str, int] | None = None) -> None:
+        self.fails = fails or {}
+        self.asked: list[str] = []
+        self.request_ids: list[str] = []
+        self.in_flight = self.most_in_flight = 0
+
+    async def __call__(self, request: httpx2.Request) -> httpx2.Response:
+        if request.url.path == "/v1/models":
+            return httpx2.Response(200, text=MODELS)
+        prompt = json.loads(request.content)["prompt"]
+        self.asked.append(prompt)
+        self.request_ids.append(request.headers["x-request-id"])
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        await asyncio.sleep(0.001)
+        self.in_flight -= 1
+        if status := self.fails.get(prompt):
+            return httpx2.Response(status, json={"error": {"message": "no", "code": "bad"}})
+        return httpx2.Response(200, text=ANSWER)
+
+    def run(self, source: Path, output: Path, **settings) -> BatchSummary:
+        client = AsyncClient(transport=httpx2.MockTransport(self), retries=0)
+        return run_batch(source, output, client=client, progress=False, **settings)
+
+
+@pytest.fixture
+def source(tmp_path) -> Path:
+    return write(tmp_path / "in.jsonl", *[line(f"q-{n}") for n in range(30)])
+
+
+@pytest.fixture
+def output(tmp_path) -> Path:
+    return tmp_path / "out.jsonl"
+
+
+# -- the run ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_line_is_answered_once(source, output):
+    summary = Service().run(source, output)
+    assert read_output(output).keys() == {f"q-{n}" for n in range(30)}
+    assert (summary.succeeded, summary.failed, summary.exit_code) == (30, 0, 0)
+    assert (summary.prompt_tokens, summary.completion_tokens) == (60, 90)
+
+
+def test_an_output_line_has_openais_shape(source, output):
+    Service().run(source, output)
+    first = json.loads(output.read_text().splitlines()[0])
+    assert first.keys() == {"id", "custom_id", "response", "error"} and first["error"] is None
+    assert first["response"]["status_code"] == 200
+    assert first["response"]["body"]["choices"][0]["text"] == "x"
+    assert first["response"]["request_id"].endswith(first["custom_id"])
+
+
+@pytest.mark.parametrize("concurrency", [1, 4])
+def test_concurrency_is_bounded_and_used(source, output, concurrency):
+    service = Service()
+    service.run(source, output, concurrency=concurrency)
+    assert service.most_in_flight == concurrency
+
+
+def test_request_ids_are_stable_and_fit_a_header(tmp_path, source, output):
+    first, second = Service(), Service()
+    first.run(source, output)
+    second.run(source, tmp_path / "again.jsonl")
+    assert sorted(first.request_ids) == sorted(second.request_ids)
+    odd = Service()
+    odd.run(write(tmp_path / "odd.jsonl", line("ein Lied\n für dich")), tmp_path / "odd-out.jsonl")
+    assert odd.request_ids[0].isascii() and "\n" not in odd.request_ids[0]
+
+
+def test_an_answer_is_in_the_file_before_the_next_question_is_asked(source, output):
+    seen: list[int] = []
+
+    class Watching(Service):
+        async def __call__(self, request: httpx2.Request) -> httpx2.Response:
+            seen.append(output.read_bytes().count(b"\n"))
+            return await super().__call__(request)
+
+    Watching().run(source, output, concurrency=1)
+    assert seen == [0, *range(30)]  # the models, then line by line
+
+
+def test_a_failed_line_is_written_with_its_error_and_fails_the_run(source, output):
+    summary = Service({"q-3": 400, "q-5": 500}).run(source, output)
+    failed = {key: item for key, item in read_output(output).items() if not item.succeeded}
+    assert failed.keys() == {"q-3", "q-5"}
+    assert failed["q-3"].error and failed["q-3"].error.code == "bad"
+    assert failed["q-3"].response and failed["q-3"].response.status_code == 400
+    assert (summary.failed, summary.exit_code) == (2, 1)
+
+
+def test_a_run_tells_its_first_failure(source, output):
+    summary = Service({"q-3": 400, "q-5": 500}).run(source, output, concurrency=1)
+    assert str(summary).splitlines()[1:] == ["first failure: 'q-3': 400: no"]
+
+
+def test_an_interrupted_run_tells_what_was_not_sent():
+    summary = BatchSummary(total=10, resumed=2, succeeded=3, failed=1, interrupted=True)
+    assert "2 already done, 3 succeeded, 1 failed, 4 not sent (interrupted);" in str(summary)
+    assert summary.exit_code == 130
+
+
+def test_a_run_with_nobody_to_send_is_refused(source, output):
+    with pytest.raises(BatchError, match="concurrency must be at least 1"):
+        Service().run(source, output, concurrency=0)
+
+
+def test_failed_lines_and_only_they_are_sent_again(source, output):
+    Service({"q-3": 400}).run(source, output)
+    again = Service()
+    summary = again.run(source, output)
+    assert again.asked == ["q-3"]
+    assert (summary.resumed, summary.succeeded, summary.exit_code) == (29, 1, 0)
+    assert len(read_output(output)) == 30 and all(item.succeeded for item in read_output(output).values())
+
+
+def test_a_finished_job_sends_nothing(source, output):
+    Service().run(source, output)
+    before, idle = output.read_bytes(), Service()
+    assert idle.run(source, output).resumed == 30
+    assert idle.asked == [] and output.read_bytes() == before
+
+
+def test_without_resume_everything_is_sent_again(source, output):
+    Service().run(source, output)
+    again = Service()
+    assert again.run(source, output, resume=False).succeeded == 30
+    assert len(again.asked) == 30 and len(read_output(output)) == 30
+
+
+@pytest.mark.parametrize("cut", [1, 20, 60])
+def test_a_torn_last_line_is_dropped_and_sent_again(source, output, cut):
+    Service().run(source, output)
+    output.write_bytes(output.read_bytes()[:-cut])
+    again = Service()
+    again.run(source, output)
+    assert len(again.asked) == (0 if cut == 1 else 1)  # without its newline alone, the line is whole
+    assert len(read_output(output)) == 30
+
+
+def test_a_torn_multibyte_character_is_no_obstacle(source, output):
+    output.write_bytes('{"id": "é'.encode()[:-1])
+    assert Service().run(source, output).succeeded == 30
+
+
+def test_a_refused_key_ends_the_run_and_keeps_what_was_answered(source, output):
+    with pytest.raises(AuthenticationError):
+        Service({"q-9": 401}).run(source, output, concurrency=1)
+    assert len(read_output(output)) == 9
+
+
+def test_a_service_that_is_not_there_is_one_error(source, output):
+    with pytest.raises(APIConnectionError):
+        run_batch(source, output, base_url="http://127.0.0.1:9", retries=0)
+
+
+async def test_a_caller_with_a_loop_awaits_the_run(source, output):
+    client = AsyncClient(transport=httpx2.MockTransport(Service()))
+    assert (await run_batch_async(source, output, client=client)).succeeded == 30
+
+
+def test_answers_and_questions_may_hold_any_character(tmp_path, output):
+    odd = "a\u2028b\u2029c\x85d\x0ce\rf"
+
+    class Echo(Service):
+        async def __call__(self, request: httpx2.Request) -> httpx2.Response:
+            done = await super().__call__(request)
+            return httpx2.Response(200, text=done.text.replace('"x"', json.dumps(odd, ensure_ascii=False)))
+
+    source = tmp_path / "in.jsonl"
+    raw = [json.dumps(line(f"{odd}-{n}"), ensure_ascii=False) for n in range(3)]
+    source.write_bytes("\r\n".join(raw).encode())
+    service = Echo()
+    assert service.run(source, output, concurrency=1).succeeded == 3
+    assert service.asked == [f"{odd}-{n}" for n in range(3)]
+    assert {item.response.body["choices"][0]["text"] for item in read_output(output).values()} == {odd}
+    assert Service().run(source, output).resumed == 3
+
+
+# -- what an answer answers ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def answered(source, output) -> dict[str, BatchOutputLine]:
+    """What a run has answered."""
+    Service().run(source, output)
+    return read_output(output)
+
+
+def lines_with(changed: dict[int, dict]) -> list[dict]:
+    return [line(f"q-{n}", **changed.get(n, {})) for n in range(30)]
+
+
+CHANGES = [
+    {"body": {"prompt": "else", "max_tokens": 4}},
+    {"body": {"prompt": "q-3", "max_tokens": 5}},
+    {"body": {"prompt": "q-3", "max_tokens": 4.0}},
+    {"body": {"prompt": "q-3"}},
+    {"url": "/v1/chat/completions"},
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_line_and_only_it_is_answered_again(source, output, answered, change):
+    write(source, *lines_with({3: change}))
+    again = Service({"q-3": 200})
+    with pytest.warns(UserWarning, match="1 of the lines in .*in.jsonl changed after .* in .*out.jsonl.superseded"):
+        summary = again.run(source, output)
+    assert len(again.asked) == 1 and (summary.resumed, summary.changed) == (29, 1)
+    now = read_output(output)
+    assert now.keys() == answered.keys()
+    assert {key for key in now if now[key].id != answered[key].id} == {"q-3"}
+    assert read_output(superseded_path(output)) == {"q-3": answered["q-3"]}, "an answer may have taken hours"
+
+
+def test_a_line_that_changes_again_leaves_every_old_answer_aside(source, output, answered):
+    for prompt in ("second", "third", "fourth"):
+        if prompt == "fourth":
+            with superseded_path(output).open("ab") as file:
+                file.write(b'{"id":"torn')  # by a run that was killed here
+        write(source, *lines_with({3: {"body": {"prompt": prompt}}}))
+        with pytest.warns(UserWarning, match="changed after"):
+            Service().run(source, output)
+    first, second, torn, third, end = superseded_path(output).read_bytes().split(b"\n")
+    assert [json.loads(raw)["custom_id"] for raw in (first, second, third)] == ["q-3"] * 3
+    assert json.loads(first)["id"] == answered["q-3"].id
+    assert (torn, end) == (b'{"id":"torn', b"") and len(read_output(output)) == 30
+
+
+def test_a_line_moved_or_written_otherwise_has_not_changed(source, output, answered):
+    lines = [json.dumps(dict(reversed(item.items())), indent=None) for item in lines_with({})]
+    lines = [
+        text.replace('{"prompt": "q-3", "max_tokens": 4}', '{"max_tokens":4,  "prompt":"\\u0071-3"}') for text in lines
+    ]
+    write(source, *reversed(lines), "", line("new"))
+    again = Service()
+    assert again.run(source, output).resumed == 30
+    assert again.asked == ["new"]
+
+
+@pytest.mark.parametrize("number", [0, 29])
+def test_an_output_of_another_input_is_refused_and_left_alone(tmp_path, output, answered, number):
+    """One line in common, or none: an output of other questions is somebody's work."""
+    other = write(tmp_path / "other.jsonl", line(f"q-{number}"), line("mine"))
+    before, digests, service = output.read_bytes(), digests_path(output).read_bytes(), Service()
+    with pytest.raises(BatchError, match=r"out.jsonl holds 29 answers .* not have \(custom_id 'q-\d+' is one\)"):
+        service.run(other, output)
+    assert service.asked == [] and (output.read_bytes(), digests_path(output).read_bytes()) == (before, digests)
+    assert not superseded_path(output).exists()
+    assert service.run(other, output, resume=False).succeeded == 2 and read_output(output).keys() == {
+        f"q-{number}",
+        "mine",
+    }
+
+
+def test_a_foreign_output_without_digests_is_refused_too(tmp_path, output, answered):
+    digests_path(output).unlink()
+    before = output.read_bytes()
+    with pytest.raises(BatchError, match="30 answers to lines that the input does not have"):
+        Service().run(write(tmp_path / "other.jsonl", line("mine")), output)
+    assert output.read_bytes() == before and not digests_path(output).exists()
+
+
+def test_bad_lines_that_were_taken_out_of_the_input_are_no_foreign_answers(source, output):
+    Service({"q-3": 400}).run(source, output)
+    write(source, *[item for item in lines_with({}) if item["custom_id"] != "q-3"])
+    idle = Service()
+    assert idle.run(source, output).resumed == 29 and idle.asked == []
+    assert len(read_output(output)) == 29
+
+
+@pytest.mark.parametrize("lost", ["all", "some"])
+def test_answers_without_digests_are_kept_and_told_once(source, output, answered, lost):
+    """As older versions leave them."""
+    kept = digests_path(output).read_bytes().splitlines(keepends=True)[:10] if lost == "some" else []
+    digests_path(output).write_bytes(b"".join(kept))
+    idle = Service()
+    with pytest.warns(UserWarning, match=f"{30 - len(kept)} of the answers in .* are kept although .*--no-resume"):
+        assert idle.run(source, output).resumed == 30
+    assert idle.asked == [] and read_output(output) == answered
+    assert idle.run(source, output).resumed == 30, "without a warning"
+    write(source, *lines_with({3: CHANGES[0]}))
+    with pytest.warns(UserWarning, match="1 of the lines .* changed"):
+        idle.run(source, output)
+    assert idle.asked == ["else"]
+
+
+def test_an_answer_to_the_line_as_it_is_counts_more_than_one_of_which_nothing_is_known(source, output, answered):
+    first = answered["q-0"].model_copy(update={"id": "old"}).model_dump_json().encode()
+    output.write_bytes(first + b"\n" + output.read_bytes())
+    assert Service().run(source, output).resumed == 30
+    assert read_output(output) == answered
+
+
+def test_a_run_killed_at_any_byte_goes_on_where_it_was(tmp_path, output):
+    """Of the files as they grow together: a digest, then its answer."""
+    source = write(tmp_path / "in.jsonl", *[line(f"q-{n}") for n in range(3)])
+    Service().run(source, output, concurrency=1)
+    answers, digests = output.read_bytes(), digests_path(output).read_bytes()
+    writes = [pair for pair in zip(*(data.splitlines(keepends=True) for data in (digests, answers)), strict=True)]
+    total = len(answers) + len(digests)
+    edges = {sum(len(a) + len(b) for a, b in writes[:n]) + len(writes[n][0]) for n in range(3)}
+    for cut in sorted({*range(0, total, 23), *edges, *(edge - 1 for edge in edges), total - 1}):
+        files, left = [b"", b""], cut
+        for pair in writes:
+            for which, data in enumerate(pair):
+                files[which] += data[:left]
+                left -= min(left, len(data))
+        digests_path(output).write_bytes(files[0])
+        output.write_bytes(files[1])
+        whole = sum(part.endswith(b"}}}") or part.endswith(b"null}") for part in files[1].split(b"\n"))
+        service = Service()
+        assert service.run(source, output, concurrency=1).resumed == whole
+        assert service.asked == [f"q-{n}" for n in range(whole, 3)]
+        assert len(read_output(output)) == len(digests_path(output).read_bytes().splitlines()) == 3
+
+
+def test_a_digest_is_written_before_its_answer(output, answered):
+    with open_output(output, {"q-0": "digest"}, resume=False) as opened:
+        opened._answers.close()  # as if killed here
+        with pytest.raises(ValueError, match="closed"):
+            opened.append(answered["q-0"], "digest")
+        assert f'"{answered["q-0"].id}"' in digests_path(output).read_text()
+
+
+def test_a_run_killed_between_rewriting_answers_and_digests_forgets_no_change(source, output, answered, monkeypatch):
+    write(source, *lines_with({3: CHANGES[0], 4: {"body": {"prompt": "q-4"}}}))
+    replaced, killed = batch_output._replaced, []
+
+    def dying(stack, path, lines):
+        if killed:
+            raise KeyboardInterrupt
+        killed.append(path)
+        return replaced(stack, path, lines)
+
+    monkeypatch.setattr(batch_output, "_replaced", dying)
+    with pytest.raises(KeyboardInterrupt):
+        Service().run(source, output)
+    monkeypatch.undo()
+    again = Service()
+    assert again.run(source, output).succeeded == 2
+    assert sorted(again.asked) == ["else", "q-4"] and len(read_output(output)) == 30
+
+
+def test_a_newline_torn_off_does_not_glue_two_answers(source, output, answered):
+    """The last of 29 answers is whole but for its newline, and one is still to come."""
+    lines = output.read_bytes().splitlines(keepends=True)
+    output.write_bytes(b"".join(lines[:-1])[:-1])
+    again = Service()
+    assert again.run(source, output).resumed == 29 and len(again.asked) == 1
+    assert read_output(output).keys() == answered.keys()
+
+
+def test_no_body_is_held_in_memory(tmp_path, output):
+    source = write(tmp_path / "in.jsonl", *[line(f"q-{n}") for n in range(200)])
+    Service().run(source, output)
+    long = b"y" * 100_000
+    output.write_bytes(output.read_bytes().replace(b'"text":"x"', b'"text":"' + long + b'"') + b'{"id":"torn')
+    requests = read_job(source).digests
+    tracemalloc.start()
+    with open_output(output, requests, resume=True) as opened:
+        assert len(opened.done) == 200
+        assert tracemalloc.get_traced_memory()[1] < 4_000_000 < output.stat().st_size
+    tracemalloc.stop()
+
+
+def test_an_input_that_changes_while_it_is_answered_is_told(tmp_path, output):
+    source = write(tmp_path / "in.jsonl", *[line(f"q-{n}") for n in range(300)])  # more than is read at a time
+
+    class Rewriting(Service):
+        async def __call__(self, request: httpx2.Request) -> httpx2.Response:
+            if len(self.asked) == 5:
+                source.write_bytes(source.read_bytes().replace(b'{"prompt": "q-299"', b'{"prompt": "other"'))
+            return await super().__call__(request)
+
+    with pytest.raises(BatchError, match=r"changed while(.|\n)*line 300: asks something else now"):
+        Rewriting().run(source, output, concurrency=1)
+    assert read_output(output).keys() == {f"q-{n}" for n in range(299)}
+    again = Service()
+    assert again.run(source, output).exit_code == 0 and again.asked == ["other"]
+
+
+# -- what is refused before anything is sent -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        ("{", "line 2: not JSON"),
+        ("[1]", "line 2: "),
+        (json.dumps(line("b")).replace("4", "NaN"), "line 2: not JSON"),
+        (line("b", body={"prompt": "half a \ud83c tree"}), "line 2: not JSON"),
+        (line("a"), "line 2: custom_id 'a' is already on line 1"),
+        (line(""), "line 2: custom_id: "),
+        ({key: value for key, value in line("b").items() if key != "custom_id"}, "line 2: custom_id: is required"),
+        (line("b", method="GET"), "line 2: method: must be 'POST' (got 'GET')"),
+        (line("b", url="/v1/embeddings"), "line 2: url: must be"),
+        (line("b", body={"prompt": "x", "stream": True}), "line 2: body.stream: "),
+        (line("b", body=3), "line 2: body: "),
+        (line("b", extra=1), "line 2: unknown key 'extra'"),
+    ],
+)
+def test_a_bad_line_is_named_and_nothing_is_sent(tmp_path, output, bad, says):
+    service = Service()
+    with pytest.raises(BatchError) as caught:
+        service.run(write(tmp_path / "in.jsonl", line("a"), bad), output)
+    assert says in str(caught.value)
+    assert service.asked == [] and not output.exists()
+
+
+def test_all_bad_lines_are_counted_and_some_shown(tmp_path):
+    with pytest.raises(BatchError, match="and 10 more"):
+        read_job(write(tmp_path / "in.jsonl", *["{"] * 30))
+
+
+def test_blank_lines_are_no_lines(tmp_path):
+    assert read_job(write(tmp_path / "in.jsonl", line("a"), "", line("b"), "")).custom_ids == {"a", "b"}
+
+
+def test_a_missing_or_empty_input_is_refused(tmp_path, output):
+    with pytest.raises(BatchError, match="cannot read"):
+        Service().run(tmp_path / "none.jsonl", output)
+    with pytest.raises(BatchError, match="no requests"):
+        Service().run(write(tmp_path / "in.jsonl"), output)
+
+
+def test_the_input_cannot_be_the_output(source):
+    with pytest.raises(BatchError, match="same file"):
+        Service().run(source, source)
+    assert len(source.read_text().splitlines()) == 30
+
+
+@pytest.mark.parametrize("resume", [True, False])
+@pytest.mark.parametrize(
+    "text", ["my thesis\nis here\n", "my thesis, without a newline", '{"custom_id": "q-1"}', "[1]\n"]
+)
+def test_a_file_that_is_no_batch_output_is_left_alone(source, output, text, resume):
+    output.write_text(text)
+    with pytest.raises(BatchError, match="line 1 is no batch output; name another output file"):
+        Service().run(source, output, resume=resume)
+    assert output.read_text() == text and not digests_path(output).exists()
+
+
+def test_a_file_of_digests_that_holds_something_else_is_left_alone(source, output):
+    digests_path(output).write_text("my thesis\n")
+    with pytest.raises(BatchError, match="out.jsonl.digests line 1 is no digest of a request; name another"):
+        Service().run(source, output)
+    assert digests_path(output).read_text() == "my thesis\n"
+
+
+@pytest.mark.parametrize("torn", [b"", b'{"id'], ids=["as it is", "rewritten"])
+def test_two_runs_cannot_share_an_output(source, output, torn):
+    output.write_bytes(torn)
+    with open_output(output, {}, resume=True), pytest.raises(BatchError, match="another run"):
+        Service().run(source, output)
+
+
+# -- the real wire: kill and resume ----------------------------------------------------------------------------------
+
+
+class Wire(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # head and body are two writes: 40 ms per answer otherwise
+    answered: Counter[str]
+    delay = 0.02
+
+    def do_GET(self) -> None:
+        self._reply(MODELS)
+
+    def do_POST(self) -> None:
+        prompt = json.loads(self.rfile.read(int(self.headers["content-length"])))["prompt"]
+        time.sleep(self.delay)
+        self.answered[prompt] += 1
+        self._reply(ANSWER)
+
+    def _reply(self, text: str) -> None:
+        data = text.encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+class QuietServer(http.server.ThreadingHTTPServer):
+    def handle_error(self, *_: object) -> None:
+        """A killed client is the point of these tests."""
+
+
+@pytest.fixture
+def wire():
+    handler = type("Handler", (Wire,), {"answered": Counter()})
+    server = QuietServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}", handler.answered
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def start(source: Path, output: Path, url: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "secateur", "batch", "run", str(source), "-o", str(output), "--base-url", url]
+    return subprocess.Popen(
+        [*command, "--concurrency", "4"], cwd=ROOT, stderr=subprocess.PIPE, text=True, env=dict(os.environ)
+    )
+
+
+def wait_for_lines(output: Path, number: int) -> None:
+    deadline = time.monotonic() + 30
+    while not output.exists() or output.read_bytes().count(b"\n") < number:
+        assert time.monotonic() < deadline, "the batch makes no progress"
+        time.sleep(0.005)
+
+
+def test_killed_half_way_and_run_again_every_line_is_there_once(tmp_path, output, wire):
+    url, answered = wire
+    source = write(tmp_path / "in.jsonl", *[line(f"q-{n}") for n in range(300)])
+    run = start(source, output, url)
+    wait_for_lines(output, 100)
+    run.send_signal(signal.SIGKILL)
+    assert run.wait(10) == -signal.SIGKILL
+    run.communicate()
+    kept = output.read_bytes().count(b"\n")
+    assert 100 <= kept < 300
+    assert kept <= digests_path(output).read_bytes().count(b"\n") <= kept + 1
+    again = start(source, output, url)
+    _, errors = again.communicate(timeout=60)
+    assert again.returncode == 0, errors
+    assert f"{kept} already done" in errors
+    assert read_output(output).keys() == {f"q-{n}" for n in range(300)}
+    assert sum(answered.values()) <= 300 + 4 + 1  # only what was in flight when it was killed was asked twice
+
+
+def test_ctrl_c_drains_what_is_in_flight(tmp_path, output, wire):
+    url, answered = wire
+    source = write(tmp_path / "in.jsonl", *[line(f"q-{n}") for n in range(300)])
+    run = start(source, output, url)
+    wait_for_lines(output, 50)
+    run.send_signal(signal.SIGINT)
+    _, errors = run.communicate(timeout=30)
+    assert run.returncode == 130 and "not sent (interrupted)" in errors
+    assert read_output(output).keys() == answered.keys() and len(answered) < 300
+
+
+def test_where_all_bad_lines_are_shown_no_more_are_counted(tmp_path):
+    with pytest.raises(BatchError) as caught:
+        read_job(write(tmp_path / "in.jsonl", *["{"] * 20))
+    assert "line 20: " in str(caught.value) and "and 0 more" not in str(caught.value)
+
+
+def test_answers_without_usage_add_no_tokens(monkeypatch, source, output):
+    monkeypatch.setitem(globals(), "ANSWER", json.dumps({**json.loads(ANSWER), "usage": None}))
+    summary = Service().run(source, output)
+    assert (summary.succeeded, summary.prompt_tokens, summary.completion_tokens) == (30, 0, 0)
+
+
+# -- what is told ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("concurrency", [1, 4])
+def test_a_signal_ends_a_run_which_tells_that_lines_are_left(source, output, concurrency):
+    class Interrupting(Service):
+        async def __call__(self, request):
+            if len(self.asked) == 10:
+                os.kill(os.getpid(), signal.SIGINT)
+            return await super().__call__(request)
+
+    summary = Interrupting().run(source, output, concurrency=concurrency)
+    assert summary.interrupted and 10 < summary.succeeded < 30
+    assert len(read_output(output)) == summary.succeeded
+
+
+def test_a_run_tells_how_long_it_took_and_no_failure_that_was_not(source, output):
+    began = time.monotonic()
+    summary = Service().run(source, output)
+    assert 0 < summary.seconds <= time.monotonic() - began
+    assert str(summary).endswith(f"in {summary.seconds:.1f} s")
+
+
+def test_the_progress_bar_begins_where_an_earlier_run_has_ended():
+    bar = _progress_bar(BatchSummary(total=30, resumed=12), True)
+    [task] = bar.tasks
+    assert (task.description, task.completed, task.total) == ("batch", 12, 30)
+    assert bar.columns[0].render(task).plain == "batch"
+
+
+def test_digests_are_those_of_earlier_versions():
+    """Another spelling would answer every line of every batch again."""
+    asked = BatchInputLine.model_validate(line("a", body={"prompt": "世", "max_tokens": 4}))
+    same = BatchInputLine.model_validate(line("b", body={"max_tokens": 4, "prompt": "世"}))
+    spelled = '["POST","/v1/completions",{"max_tokens":4,"prompt":"世"}]'
+    assert digest_of(asked) == digest_of(same) == hashlib.sha256(spelled.encode()).hexdigest()

@@ -1,0 +1,440 @@
+"""The command line: fast refusals before anything starts, flags over file over defaults, streaming to stdout."""
+
+import contextlib
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import types
+import warnings
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from secateur import cli
+from secateur.cli import checks
+from secateur.client import Client
+from secateur.config import EngineArgs
+from secateur.errors import ConfigError
+from secateur.flags import ENGINE_FLAGS, SERVER_FLAGS, engine_args_from
+from secateur.protocol import (
+    SSE_DONE,
+    AssistantMessage,
+    ChatChoice,
+    ChatChunkChoice,
+    ChatCompletionChunk,
+    ChatCompletionResponse,
+    ChatDelta,
+    CompletionChoice,
+    CompletionChunk,
+    CompletionResponse,
+    SpeculativeStats,
+    Usage,
+)
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*args: str) -> subprocess.CompletedProcess:
+    env = {key: value for key, value in os.environ.items() if key != "SECATEUR_API_KEY"}
+    command = [sys.executable, "-m", "secateur", *args]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, env=env)
+
+
+@pytest.fixture
+def cluster(monkeypatch):
+    """A stand-in for the cluster package: `calls` holds what the commands passed."""
+    calls: list[tuple[str, EngineArgs]] = []
+
+    @contextlib.contextmanager
+    def local_service(args):
+        calls.append(("local_service", args))
+        yield "http://local"
+
+    app = types.ModuleType("cluster.serve.app")
+    app.serve = lambda args: calls.append(("serve", args))  # type: ignore[attr-defined]
+    service = types.ModuleType("cluster.local_service")
+    service.local_service = local_service  # type: ignore[attr-defined]
+    report = types.ModuleType("cluster.planner.report")
+    report.run = lambda args, request, **_: f"plan of {args.model}"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cluster", types.ModuleType("cluster"))
+    monkeypatch.setitem(sys.modules, "cluster.serve.app", app)
+    monkeypatch.setitem(sys.modules, "cluster.local_service", service)
+    monkeypatch.setitem(sys.modules, "cluster.planner", types.ModuleType("cluster.planner"))
+    monkeypatch.setitem(sys.modules, "cluster.planner.report", report)
+    monkeypatch.setattr(checks, "resolve_model", lambda name: name)
+    monkeypatch.delenv("SECATEUR_API_KEY", raising=False)
+    return calls
+
+
+@pytest.fixture
+def service(monkeypatch):
+    """Every Client talks to this: it answers in two chunks, or whole, with statistics, and remembers the bodies."""
+    bodies: list[dict] = []
+
+    def answer(request: httpx2.Request) -> httpx2.Response:
+        body = json.loads(request.content)
+        bodies.append(body)
+        counts = SpeculativeStats(num_drafts=2, num_draft_tokens=9, num_pruned=2, num_verified=7, num_accepted_tokens=3)
+        stats = {"usage": Usage.of(2, 4), "speculative": counts}
+        if not body["stream"]:
+            if request.url.path == "/v1/completions":
+                whole = CompletionResponse(model="m", choices=[CompletionChoice(text="hello")], **stats)
+            else:
+                message = AssistantMessage(content="hi")
+                whole = ChatCompletionResponse(model="m", choices=[ChatChoice(message=message)], **stats)
+            return httpx2.Response(200, text=whole.model_dump_json())
+        if request.url.path == "/v1/completions":
+            chunks = [CompletionChunk(model="m", choices=[CompletionChoice(text=text)]) for text in ("he", "llo")]
+            chunks.append(CompletionChunk(model="m", choices=[], **stats))
+        else:
+            deltas = [ChatDelta(role="assistant"), ChatDelta(content="hi")]
+            chunks = [ChatCompletionChunk(model="m", choices=[ChatChunkChoice(delta=delta)]) for delta in deltas]
+            chunks.append(ChatCompletionChunk(model="m", choices=[], **stats))
+        return httpx2.Response(200, text="".join(chunk.sse() for chunk in chunks) + SSE_DONE)
+
+    opened = Client.__init__
+    transport = httpx2.MockTransport(answer)
+    monkeypatch.setattr(Client, "__init__", lambda self, *a, **kw: opened(self, *a, transport=transport, **kw))
+    return bodies
+
+
+# -- refusals --------------------------------------------------------------------------------------------------------
+
+
+def test_an_illegal_draft_tp_ends_serve_at_once_with_both_sizes_and_the_legal_values():
+    spec = {"method": "eagle3", "model": "x", "num_speculative_tokens": 8, "draft_tensor_parallel_size": 3}
+    started = time.monotonic()
+    done = run("serve", "--tensor-parallel-size", "4", "--speculative-config", json.dumps(spec))
+    assert time.monotonic() - started < 5
+    assert done.returncode == 2 and done.stdout == ""
+    assert "draft_tensor_parallel_size=3, tensor_parallel_size=4): use 1 or 4" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["-sc", '{"num_speculative_tokens": 3}'], "was provided but without speculative model."),
+        (["-sc", '{"model": "x", "num_spec_tokens": 3}'], "did you mean 'num_speculative_tokens'?"),
+        (["-sc", '{"model": "x", "tensor_parallel_size": 1}'], "draft_tensor_parallel_size"),
+        (["-sc", '{"model": "x", "speculative_token_tree": "[(0, 0)]"}'], "has no parent"),
+        (["-sc", "{"], "not JSON"),
+        (["-sc", "[1]"], "must be a JSON object"),
+        (["-sc", '{"model": "x"}', "--no-speculation"], "contradicts speculative_config"),
+        (["-tp", "0"], "tensor_parallel_size: must be greater than or equal to 1"),
+        (["--speculative-tree-prune-threshold", "2"], "speculative_tree_prune_threshold: must be less than or equal"),
+        (
+            ["--speculative-tree-prune-threshold", "0.2", "--speculative-tree-prune-min-prob", "0.1"],
+            "0.1 contradicts speculative_tree_prune_threshold=0.2",
+        ),
+        (
+            ["-sc", '{"model":"x","speculative-tree-prune-min-prob":0.3}', "--speculative-tree-prune-min-prob", "0.1"],
+            "0.1 contradicts speculative_tree_prune_min_prob=0.3 in --speculative-config",
+        ),
+        (["--no-speculation", "--speculative-tree-prune-min-prob", "0.1"], "contradicts --no-speculation"),
+        (["org/model", "--speculative-tree-prune-min-prob", "0.1"], "nothing drafts"),
+        (["--config", "/nowhere.yaml"], "cannot read /nowhere.yaml"),
+        (["/nowhere/model"], "no model at /nowhere/model"),
+        (["bundled:targt"], "did you mean 'bundled:target'?"),
+    ],
+)
+@pytest.mark.parametrize("command", ["serve", "plan"])
+def test_a_wrong_setting_is_one_message_and_exit_code_2(command, args, says, capsys):
+    assert cli.main([command, *args]) == 2
+    shown = capsys.readouterr()
+    assert says in shown.err and shown.err.startswith("secateur: error: ") and shown.out == ""
+
+
+@pytest.mark.parametrize(
+    "args", [["serve", "--prt", "1"], ["serve", "--dtype", "int8"], ["batch", "run"], ["frobnicate"]]
+)
+def test_wrong_usage_is_exit_code_2(args, capsys):
+    assert cli.main(args) == 2
+    assert "Usage:" in capsys.readouterr().err
+
+
+def test_a_missing_ray_names_the_extra(cluster, monkeypatch, capsys):
+    class NoRay:
+        def find_spec(self, name, path=None, target=None):
+            if name == "cluster.serve.app":
+                raise ModuleNotFoundError("No module named 'ray'", name="ray")
+
+    monkeypatch.delitem(sys.modules, "cluster.serve.app")
+    monkeypatch.setattr(sys, "meta_path", [NoRay(), *sys.meta_path])
+    monkeypatch.setattr(sys.modules["cluster"], "__path__", [], raising=False)
+    assert cli.main(["serve"]) == 1
+    assert re.search(r"needs 'ray', which is not installed: pip install '\S+\[serve\]'\n", capsys.readouterr().err)
+
+
+# -- settings --------------------------------------------------------------------------------------------------------
+
+
+def test_serve_passes_validated_arguments(cluster):
+    flags = ["-tp", "2", "--device", "cpu", "--dtype", "float32", "--seed", "7", "--port", "0", "--max-num-seqs", "8"]
+    assert cli.main(["serve", "org/model", *flags, "-sc", '{"model": "x", "draft_tensor_parallel_size": 2}']) == 0
+    [(name, args)] = cluster
+    assert name == "serve"
+    assert (args.model, args.tensor_parallel_size, args.device, args.dtype) == ("org/model", 2, "cpu", "float32")
+    assert (args.seed, args.port, args.max_num_seqs) == (7, 0, 8)
+    assert args.speculative_config is not None and args.speculative_config.draft_tensor_parallel_size == 2
+
+
+def test_serve_alone_is_the_bundled_model(cluster):
+    assert cli.main(["serve"]) == 0
+    args = cluster[0][1]
+    assert args.model == "bundled:target" and args.speculative_config.method == "eagle3"
+
+
+def test_plan_prints_what_the_planner_says(cluster, capsys):
+    assert cli.main(["plan"]) == 0
+    assert capsys.readouterr().out == "plan of bundled:target\n"
+
+
+def test_the_key_is_read_from_the_environment_at_the_door(cluster, monkeypatch):
+    monkeypatch.setenv("SECATEUR_API_KEY", "from-env")
+    cli.main(["serve"])
+    cli.main(["serve", "--api-key", "given"])
+    assert [args.api_key for _, args in cluster] == ["from-env", "given"]
+
+
+def test_a_file_of_keys_is_read_at_the_door(cluster, monkeypatch, tmp_path, capsys):
+    file = tmp_path / "keys"
+    monkeypatch.setenv("SECATEUR_API_KEY", "from-env")
+    monkeypatch.chdir(tmp_path)
+    for text, complaint in (
+        (None, f"cannot read {file}"),
+        ("\n", f"{file} holds no key"),
+        ("a: b", f"line 1 of {file} has spaces"),
+    ):
+        if text is not None:
+            file.write_text(text)
+        assert cli.main(["serve", "--api-key-file", "keys"]) != 0
+        assert complaint in capsys.readouterr().err
+    file.write_text("a\nb\n")
+    assert cli.main(["serve", "--api-key-file", "keys"]) == 0
+    (tmp_path / "config.yaml").write_text(f"api_key_file: {file}")
+    assert cli.main(["serve", "--config", "config.yaml"]) == 0
+    # The environment's key is for those who name neither.
+    assert [(args.api_key, args.api_key_file) for _, args in cluster] == [(None, str(file))] * 2
+    assert cli.main(["serve", "--api-key-file", "keys", "--api-key", "x"]) != 0
+    assert "api_key_file: contradicts api_key" in capsys.readouterr().err
+
+
+def test_a_warning_is_one_line(cluster, capsys):
+    assert cli.main(["serve", "-sc", '{"model": "x", "enable_draft_probs": true}']) == 0
+    assert capsys.readouterr().err.startswith("secateur: warning: enable_draft_probs has no effect")
+
+
+def test_a_warning_of_the_client_is_one_line_too(monkeypatch, capsys):
+    def answer(*_args, **_options):
+        warnings.warn("the service ignored x", stacklevel=2)
+        yield CompletionChunk(id="", created=0, model="m", choices=[])
+
+    monkeypatch.setattr(Client, "stream_complete", answer)
+    cli.main(["complete", "abc", "--base-url", "http://there"])
+    assert "secateur: warning: the service ignored x\n" in capsys.readouterr().err
+
+
+def test_every_engine_argument_has_its_flag():
+    assert (ENGINE_FLAGS.keys() | SERVER_FLAGS.keys()) >= EngineArgs.model_fields.keys() - {"model"}
+
+
+def test_pruning_flags_alone_prune_the_bundled_head():
+    spec = engine_args_from({"speculative_tree_prune_min_prob": 0.1}).speculative_config
+    assert spec is not None and spec.model == "bundled:eagle3"
+    assert (spec.speculative_tree_prune, spec.speculative_tree_prune_min_prob) == ("thresholds", 0.1)
+
+
+def test_pruning_flags_join_the_speculative_config_flag():
+    flags = {"speculative_config": '{"model": "x"}', "speculative_tree_prune_threshold": 0.2}
+    spec = engine_args_from(flags).speculative_config
+    assert spec is not None and spec.model == "x"
+    assert (spec.speculative_tree_prune_min_prob, spec.speculative_tree_prune_path_prob) == (0.2, 0.2)
+
+
+@pytest.fixture
+def config_file(tmp_path) -> Path:
+    path = tmp_path / "engine.yaml"
+    path.write_text(
+        "model: org/model\nmax-num-seqs: 8\nseed: 1\n"
+        "speculative-config: {model: x, speculative_tree_prune_threshold: 0.3, num_speculative_tokens: 4}\n"
+    )
+    return path
+
+
+def test_flags_override_the_file(config_file):
+    args = engine_args_from({"config": config_file, "seed": 2})
+    assert (args.model, args.max_num_seqs, args.seed) == ("org/model", 8, 2)
+
+
+def test_a_pruning_flag_overrides_the_files_threshold(config_file):
+    spec = engine_args_from({"config": config_file, "speculative_tree_prune_path_prob": 0.1}).speculative_config
+    assert spec is not None and spec.num_speculative_tokens == 4
+    assert (spec.speculative_tree_prune_min_prob, spec.speculative_tree_prune_path_prob) == (0.3, 0.1)
+
+
+def test_prefix_caching_is_on_unless_it_is_switched_off():
+    given = [engine_args_from(flags) for flags in ({}, {"enable_prefix_caching": False})]
+    assert [args.enable_prefix_caching for args in given] == [True, False]
+
+
+def test_no_speculation_overrides_the_files_drafter(config_file):
+    assert engine_args_from({"config": config_file, "no_speculation": True}).speculative_config is None
+
+
+def test_an_unknown_key_in_the_file_is_refused(tmp_path):
+    path = tmp_path / "engine.yaml"
+    path.write_text("max_num_seq: 8\n")
+    with pytest.raises(ConfigError, match="did you mean 'max_num_seqs'"):
+        engine_args_from({"config": path})
+
+
+# -- complete, chat, batch -------------------------------------------------------------------------------------------
+
+
+def test_complete_streams_to_stdout_and_statistics_to_stderr(service, capsys):
+    args = ["complete", "abc", "--base-url", "http://there", "--max-tokens", "4", "--seed", "1", "--stats"]
+    assert cli.main(args) == 0
+    shown = capsys.readouterr()
+    assert shown.out == "hello\n"
+    assert "4 tokens in" in shown.err and "acceptance length 2.50" in shown.err
+    assert "9 tokens drafted, 7 verified, 3 accepted in 2 steps" in shown.err
+    assert service[0]["max_tokens"] == 4 and service[0]["seed"] == 1 and service[0]["return_speculative_stats"] is True
+
+
+@pytest.mark.parametrize("command", ["complete", "chat"])
+def test_penalties_are_sent_as_typed_and_nothing_else_is(command, service):
+    flags = ["--presence-penalty", "0.5", "--frequency-penalty", "-1", "--repetition-penalty", "1.1", "--top-p", "0.9"]
+    assert cli.main([command, "abc", "--base-url", "http://there", *flags]) == 0
+    body = {key: value for key, value in service[0].items() if key not in ("prompt", "messages", "stream")}
+    assert body == {"presence_penalty": 0.5, "frequency_penalty": -1.0, "repetition_penalty": 1.1, "top_p": 0.9}
+
+
+@pytest.mark.parametrize("command", ["complete", "chat"])
+def test_stop_strings_and_top_k_are_sent(command, service):
+    flags = ["--stop", "\n", "--stop", "2.5", "--top-k", "5"]
+    assert cli.main([command, "abc", "--base-url", "http://there", *flags]) == 0
+    assert (service[0]["stop"], service[0]["top_k"]) == (["\n", "2.5"], 5)
+    assert cli.main([command, "abc", "--base-url", "http://there", "--top-k", "-2"]) == 2
+    assert cli.main([command, "abc", "--base-url", "http://there", "--stop", ""]) == 2
+    assert len(service) == 1
+
+
+def pipe(monkeypatch, data: bytes) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data), encoding="ascii"))
+
+
+@pytest.mark.parametrize("command", ["complete", "chat"])
+@pytest.mark.parametrize("text", ["def f(", "a\n\nb\n", "a\r\nb\rc\u2028é 😀\n", ""])
+def test_a_dash_reads_the_prompt_from_standard_input_as_it_is(command, text, service, monkeypatch, capsys):
+    pipe(monkeypatch, text.encode())
+    assert cli.main([command, "-", "--base-url", "http://there"]) == 0
+    [body] = service
+    assert (body["prompt"] if command == "complete" else body["messages"][0]["content"]) == text
+    assert capsys.readouterr().out == ("hello\n" if command == "complete" else "hi\n")
+
+
+@pytest.mark.parametrize("command", ["complete", "chat"])
+def test_standard_input_that_is_no_text_is_told_before_anything_starts(command, service, cluster, monkeypatch, capsys):
+    pipe(monkeypatch, b"caf\xe9")
+    assert cli.main([command, "-"]) == 2
+    assert "standard input is not UTF-8 text" in capsys.readouterr().err
+    assert service == [] and cluster == []
+
+
+def test_a_closed_standard_input_is_told(service, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", None)  # as Python has it after `<&-`
+    assert cli.main(["complete", "-", "--base-url", "http://there"]) == 2
+    assert "standard input is closed" in capsys.readouterr().err and service == []
+
+
+@pytest.mark.parametrize("paths", [["-", "-o", "out.jsonl"], ["in.jsonl", "-o", "-"]])
+def test_a_batch_needs_files(paths, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["batch", "run", *paths]) == 2
+    assert "-: a batch reads its input twice and resumes from its output; name files" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("command", "kind"), [("complete", CompletionResponse), ("chat", ChatCompletionResponse)])
+def test_json_is_the_whole_answer_on_one_line(command, kind, service, capsys):
+    assert cli.main([command, "abc", "--base-url", "http://there", "--json"]) == 0
+    shown = capsys.readouterr()
+    answer = kind.model_validate_json(shown.out)
+    assert answer.text == ("hello" if command == "complete" else "hi") and answer.usage.completion_tokens == 4
+    assert shown.out.count("\n") == 1 and shown.err == ""
+    [body] = service
+    assert body["stream"] is False and "stream_options" not in body and "return_speculative_stats" not in body
+
+
+def test_json_may_have_statistics_too(service, capsys):
+    assert cli.main(["complete", "abc", "--base-url", "http://there", "--json", "--stats"]) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["speculative"]["num_drafts"] == 2 and "4 tokens in" in shown.err
+    assert service[0]["return_speculative_stats"] is True and "stream_options" not in service[0]
+
+
+def test_a_conversation_in_json_is_a_line_per_answer(service, monkeypatch, capsys):
+    pipe(monkeypatch, b"first\n\nsecond\n")
+    assert cli.main(["chat", "--base-url", "http://there", "--json"]) == 0
+    lines = capsys.readouterr().out.removesuffix("\n").split("\n")
+    assert [ChatCompletionResponse.model_validate_json(text).text for text in lines] == ["hi", "hi"]
+    assert [turn["content"] for turn in service[1]["messages"]] == ["first", "hi", "second"]
+
+
+def test_complete_without_a_url_starts_a_service_of_its_own(service, cluster, capsys):
+    assert cli.main(["complete", "abc", "--no-speculation"]) == 0
+    [(name, args)] = cluster
+    assert name == "local_service" and args.port == 0 and args.speculative_config is None
+    assert capsys.readouterr().out == "hello\n" and "model" not in service[0]
+
+
+def test_engine_flags_beside_a_url_are_refused(capsys):
+    assert cli.main(["complete", "abc", "--base-url", "http://there", "-tp", "2"]) == 2
+    assert "--tensor-parallel-size" in capsys.readouterr().err
+
+
+def test_chat_answers_one_message(service, capsys):
+    assert cli.main(["chat", "hello", "--base-url", "http://there", "--system", "be brief"]) == 0
+    assert capsys.readouterr().out == "hi\n"
+    assert [turn["role"] for turn in service[0]["messages"]] == ["system", "user"]
+
+
+def test_a_conversation_remembers_its_turns(service, monkeypatch, capsys):
+    typed = iter(["first", "", "second"])
+
+    def read(_: str = "") -> str:
+        try:
+            return next(typed)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr("builtins.input", read)
+    assert cli.main(["chat", "--base-url", "http://there"]) == 0
+    assert [turn["content"] for turn in service[1]["messages"]] == ["first", "hi", "second"]
+    assert capsys.readouterr().out == "hi\nhi\n"
+
+
+def test_a_service_that_is_not_there_is_exit_code_1(capsys, monkeypatch):
+    monkeypatch.setattr("secateur.client.time.sleep", lambda _: None)
+    assert cli.main(["complete", "abc", "--base-url", "http://127.0.0.1:9"]) == 1
+    assert "no answer from http://127.0.0.1:9" in capsys.readouterr().err
+
+
+def test_batch_run_names_the_bad_line(tmp_path, capsys):
+    (tmp_path / "in.jsonl").write_text("{\n")
+    assert cli.main(["batch", "run", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl")]) == 1
+    assert "line 1: not JSON" in capsys.readouterr().err
+
+
+def test_version_and_help(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.strip()
+    for command in (["serve"], ["plan"], ["complete"], ["chat"], ["batch", "run"]):
+        assert cli.main([*command, "--help"]) == 0
+        assert "Example: secateur " + " ".join(command) in capsys.readouterr().out

@@ -1,0 +1,118 @@
+"""Where only the client is installed: what works without the packages that run models, and what the rest says."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import re
+import subprocess
+import sys
+import threading
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from secateur import NOT_INSTALLED, __version__, cli
+from secateur.cli import checks
+from secateur.protocol import SSE_DONE, CompletionChoice, CompletionChunk, ModelCard, ModelList, Usage
+
+ROOT = Path(__file__).parents[2]
+LACKING = ["torch", "transformers", "numpy", "safetensors", "msgpack", "jinja2", "huggingface_hub", "tokenizers"]
+LACKING += ["ray", "fastapi", "starlette", "uvicorn", "prometheus_client", "psutil", "matplotlib"]
+INSTALL = f"pip install '{'secateur' if __version__ != NOT_INSTALLED else ROOT}[serve]'"
+BESIDE_PLOTS = [name for name in LACKING if name not in ("matplotlib", "numpy")]
+
+
+def run(*args: str, lacking: list[str] = LACKING) -> subprocess.CompletedProcess[str]:
+    """A command in a process that cannot import what a client's installation lacks."""
+    code = f"import sys; sys.modules.update(dict.fromkeys({lacking})); from secateur import cli; sys.exit(cli.main())"
+    return subprocess.run([sys.executable, "-c", code, *args], cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+class Wire(http.server.BaseHTTPRequestHandler):
+    """A service that streams three tokens."""
+
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+
+    def do_GET(self) -> None:
+        self._reply(ModelList(data=[ModelCard(id="vendor-7b")]).model_dump_json())
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        chunks = [CompletionChunk(model="m", choices=[CompletionChoice(text=text)]) for text in "abc"]
+        chunks.append(CompletionChunk(model="m", choices=[], usage=Usage.of(2, 3)))
+        self._reply("".join(chunk.sse() for chunk in chunks) + SSE_DONE)
+
+    def _reply(self, text: str) -> None:
+        data = text.encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Wire)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+@pytest.mark.parametrize("lacking", [LACKING, BESIDE_PLOTS], ids=["client", "client and plots"])
+def test_a_running_service_is_measured_with_the_clients_packages(url: str, tmp_path: Path, lacking: list[str]) -> None:
+    if "matplotlib" not in lacking:
+        pytest.importorskip("matplotlib")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"text": "x"}\n')
+    flags = ["--base-url", url, "--prompts", str(prompts), "--quick", "--output", str(tmp_path / "results")]
+    done = run("bench", "serve", *flags, lacking=lacking)
+    assert done.returncode == 0, done.stderr
+    [report] = (tmp_path / "results").glob("*-serve.json")
+    result = json.loads(report.read_text())
+    assert result["about"]["model"] == "vendor-7b"
+    rows = [(row["mode"], row["num_requests"], row["num_failed"]) for row in result["rows"]]
+    assert rows == [("as served", 6, 0)] * 2
+    assert len(list((tmp_path / "results").glob("*.png"))) == ("matplotlib" not in lacking)
+
+
+RUNS_HERE = [["serve"], ["plan"], ["bench", "latency", "--quick"], ["bench", "step"], ["bench", "acceptance"]]
+
+
+@pytest.mark.parametrize("command", RUNS_HERE)
+def test_what_runs_models_here_names_the_extra_and_no_flag_that_it_lacks(command: list[str]) -> None:
+    done = run(*command)
+    assert done.returncode == 1 and done.stdout == ""
+    needs = r"secateur: error: this command needs '\w+', which is not installed: "
+    assert re.fullmatch(needs + re.escape(INSTALL) + "\n", done.stderr)
+
+
+@pytest.mark.parametrize("command", [["complete", "x"], ["chat", "x"], ["bench", "serve"]])
+def test_what_can_also_talk_to_a_running_service_says_so(command: list[str]) -> None:
+    done = run(*command)
+    assert done.returncode == 1
+    assert f"{INSTALL} (or talk to a running service with --base-url)" in done.stderr
+
+
+def test_the_extra_that_is_named_exists() -> None:
+    assert "serve" in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+
+
+def test_a_checkout_that_is_not_installed_is_what_is_to_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "__version__", "0+unknown")
+    told = str(checks.needs_extra(ModuleNotFoundError("no torch", name="torch")))
+    assert told == f"this command needs 'torch', which is not installed: pip install '{ROOT}[serve]'"
+
+
+def test_the_planners_help_says_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "--help"]) == 0
+    assert "pip install 'secateur[serve]'" in " ".join(capsys.readouterr().out.split())

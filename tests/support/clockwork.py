@@ -1,0 +1,167 @@
+"""The bundled pair in this very process, on a clock that moves by chosen prices: what `auto` earns, free of noise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from drafter.proposers.base import FeatureProposer
+from drafter.tree.frontier import Level
+from tests.support.engine_here import EngineHere, Pair, engine_here
+from tests.support.engines import BUNDLED, DYNAMIC, bundled, prompts
+from verifier import engine
+from verifier.adaptive import controller
+from verifier.adaptive.cost_model import RowCosts
+from verifier.target import Target
+from workers.comm.ipc import EngineStats, Speculation, Submit
+from workers.types import DraftRequest, SamplingParams, TargetStep
+
+OFF, FIXED, AUTO = Speculation(enabled=False), Speculation(auto=False), Speculation(auto=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prices:
+    """Milliseconds. A step takes fixed + row x rows of the target, and the drafter message + fed x rows fed + level x
+    levels + node x nodes run. What no start-up table tells: a request with a tree takes `tree` more."""
+
+    fixed: float
+    row: float
+    message: float
+    fed: float
+    level: float
+    node: float
+    tree: float = 0.0
+
+    @property
+    def rows(self) -> RowCosts:
+        return RowCosts(np.array([1.0, 512.0]), self.fixed + self.row * np.array([1.0, 512.0]))
+
+
+@dataclass(frozen=True)
+class Run:
+    """What some prompts took and gave."""
+
+    tokens: list[list[int]]
+    milliseconds: float
+    stats: EngineStats
+    num_trees: int  # that the drafter was asked for
+
+    @property
+    def rate(self) -> float:
+        return sum(map(len, self.tokens)) / self.milliseconds
+
+    @property
+    def acceptance_length(self) -> float:
+        return 1 + self.stats.num_accepted_tokens / max(1, self.stats.num_drafts)
+
+    @property
+    def verified_per_token(self) -> float:
+        return self.stats.num_verified_tokens / sum(map(len, self.tokens))
+
+
+@dataclass
+class Clock:
+    """Moves when the two models run, and at no other time."""
+
+    prices: Prices
+    ms: float = 0.0
+
+    def seconds(self) -> float:
+        return self.ms / 1e3
+
+
+class _Target(Target):
+    def __init__(self, clock: Clock, *own: Any) -> None:
+        super().__init__(*own)
+        self.clock = clock
+
+    def run(self, step: TargetStep, number: int) -> list[int]:
+        prices, attention = self.clock.prices, step.attention
+        first_rows = attention.query_offsets[:-1].long()
+        has_tree_B = (attention.ancestors_N[first_rows] != 0) & (attention.query_offsets.diff() > 1)
+        self.clock.ms += prices.fixed + prices.row * len(step.token_N) + prices.tree * int(has_tree_B.sum())
+        return super().run(step, number)
+
+
+class _Proposer(FeatureProposer):
+    def __init__(self, clock: Clock, *own: Any) -> None:
+        super().__init__(*own)
+        self.clock = clock
+
+    def extend(self, request: DraftRequest):  # type: ignore[no-untyped-def]
+        prices = self.clock.prices
+        self.clock.ms += prices.message + prices.level + prices.fed * len(request.token_M)
+        return super().extend(request)
+
+    def expand(self, level: Level):  # type: ignore[no-untyped-def]
+        self.clock.ms += self.clock.prices.level + self.clock.prices.node * len(level.request_F)
+        return super().expand(level)
+
+
+@cache
+def _pair() -> Pair:
+    return Pair.load(BUNDLED / "target", BUNDLED / "eagle3")
+
+
+@dataclass
+class Bench:
+    """An engine and its clock; see `bench`."""
+
+    here: EngineHere
+    clock: Clock
+    _num_submitted: int = 0
+
+    @property
+    def engine(self) -> engine.Engine:
+        return self.here.engine
+
+    def run(
+        self, speculation: Speculation, batch: int, temperature: float, num_prompts: int = 12, num_tokens: int = 64
+    ) -> Run:
+        """Answers to the bundled prompts, `batch` at a time."""
+        began, self.engine._stats = self.clock.ms, EngineStats(steps=self.engine._stats.steps)
+        requests: list[DraftRequest] = self.engine._drafter.requests  # type: ignore[union-attr]
+        requests.clear()
+        waiting = list(enumerate(prompts(num_prompts)))
+        tokens: dict[int, list[int]] = {}
+        num_open = 0
+        while waiting or num_open:
+            while waiting and num_open < batch:
+                number, prompt = waiting.pop(0)
+                sampling = SamplingParams(temperature=temperature, seed=number)
+                submit = Submit(
+                    id=self._num_submitted, prompt=prompt, max_tokens=num_tokens, sampling=sampling, ignore_eos=True,
+                    speculation=speculation,
+                )  # fmt: skip
+                self.here.submit(submit)
+                tokens[self._num_submitted] = []
+                self._num_submitted += 1
+                num_open += 1
+            for chunk in self.here.step():
+                tokens[chunk.id] += chunk.tokens
+                num_open -= chunk.finish_reason is not None
+        num_trees = sum(int((request.num_nodes_B > 0).sum()) for request in requests)
+        return Run(list(tokens.values()), self.clock.ms - began, self.engine._stats, num_trees)
+
+
+@contextmanager
+def bench(prices: Prices, row_costs: RowCosts | None = None) -> Iterator[Bench]:
+    """An engine with trees of 16 nodes. row_costs: what start-up measured, if not the truth."""
+    config = bundled(DYNAMIC, enable_prefix_caching=False)  # the same prompts come again and again
+    config = replace(config, num_pages=1 + config.max_num_seqs * (config.max_model_len // config.page_size))
+    clock = Clock(prices)
+    time = SimpleNamespace(perf_counter=clock.seconds, monotonic=clock.seconds)
+    target, proposer = partial(_Target, clock), partial(_Proposer, clock)
+    with (
+        mock.patch.object(engine, "time", time),
+        mock.patch.object(controller, "time", time),
+        engine_here(config, _pair(), row_costs or prices.rows, target=target, proposer=proposer) as here,
+    ):
+        yield Bench(here, clock)

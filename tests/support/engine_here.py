@@ -1,0 +1,101 @@
+"""An engine in this very process: the real target and EAGLE-3 head, which talk by the wire's format, and a front."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from drafter.proposers.base import FeatureProposer
+from drafter.proposers.eagle3 import Eagle3Head
+from drafter.tree.shape import make_shape
+from tests.support.fakes import FakeChannel
+from verifier.adaptive.cost_model import RowCosts
+from verifier.adaptive.profile import profile
+from verifier.engine import Engine
+from verifier.hidden_states import WaitingStates, most_waiting
+from verifier.target import Target
+from workers.comm.ipc import Decoder as Frames
+from workers.comm.ipc import FrameSocket, StepOutput, Submit, TokenChunk, encode
+from workers.config import EngineConfig
+from workers.models.decoder import Decoder
+from workers.models.eagle3_format import FeatureFusion, read_eagle3_spec
+from workers.models.readers import read_spec
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The weights of a target and its head, for any number of engines."""
+
+    decoder: Decoder
+    fusion: FeatureFusion
+    head: Eagle3Head
+
+    @staticmethod
+    def load(target_path: Path | str, head_path: Path | str) -> Pair:
+        spec = read_spec(target_path)
+        head = read_eagle3_spec(head_path, spec)
+        return Pair(
+            Decoder.load(target_path, spec, tap_layers=head.tap_layers),
+            FeatureFusion.load(head_path, head),
+            Eagle3Head.load(head, head_path, target_path),
+        )
+
+
+@dataclass
+class EngineHere:
+    """See `engine_here`."""
+
+    engine: Engine
+    _front: socket.socket
+    _frames: Frames = field(default_factory=Frames)
+
+    def submit(self, submit: Submit) -> None:
+        self._front.sendall(encode(submit))
+
+    def step(self) -> list[TokenChunk]:
+        """One step, and what it tells the front."""
+        self.engine.step()
+        try:
+            data = self._front.recv(1 << 20)
+        except BlockingIOError:
+            return []
+        chunks: list[TokenChunk] = []
+        for frame in self._frames.feed(data):
+            assert isinstance(frame, StepOutput)
+            chunks += frame.chunks
+        return chunks
+
+
+@contextmanager
+def engine_here(
+    config: EngineConfig,
+    pair: Pair,
+    row_costs: RowCosts | None = None,
+    *,
+    target: Callable[..., Target] = Target,
+    proposer: Callable[..., FeatureProposer] = FeatureProposer,
+) -> Iterator[EngineHere]:
+    """row_costs: None = timed, as a worker does. target, proposer: what makes them, of what their classes take."""
+    assert config.num_pages is not None
+    num_slots = config.num_pages * config.page_size
+    fusion = pair.fusion if config.draft else None
+    width, cpu = 3 * pair.decoder.spec.hidden_size, torch.device("cpu")
+    waiting = WaitingStates(most_waiting(config), width, dtype=torch.float32, device=cpu)
+    verifier = target(pair.decoder, pair.decoder.new_kv_pool(num_slots), config.page_size, None, fusion, waiting)
+    drafter = None
+    if config.draft is not None:
+        own = proposer(pair.head, pair.head.new_kv_pool(num_slots), config.page_size, config.tree_rows)
+        drafter = FakeChannel(own, make_shape(config.draft.tree))
+    engine_end, front = socket.socketpair()
+    front.setblocking(False)
+    with engine_end, front:
+        engine = Engine(
+            config, verifier, drafter, FrameSocket(engine_end), config.num_pages,  # type: ignore[arg-type]
+            row_costs or profile(verifier, config, config.num_pages),
+        )  # fmt: skip
+        yield EngineHere(engine, front)

@@ -1,0 +1,68 @@
+"""Configurations of real engines (plain processes) on the bundled pair, its prompts and their references."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+from cluster.bench.prompts import encode_prompts
+from cluster.bench.runner import Answer, Job, Runner  # noqa: F401  # the tests' door to running engines
+from cluster.http.tokenizer import Tokenizer
+from secateur.prompts import BUNDLED_PROMPTS, read_prompts
+from workers.config import DraftConfig, EngineConfig, PruneConfig, TreeConfig
+
+ROOT = Path(__file__).parents[2]
+BUNDLED = ROOT / "secateur" / "bundled"
+
+
+@cache
+def prompts(count: int = 50) -> list[list[int]]:
+    """The bundled held-out prompts as token ids; chat prompts through the chat template."""
+    return encode_prompts(Tokenizer(str(BUNDLED / "target")), read_prompts(BUNDLED_PROMPTS, count))
+
+
+def transformers_greedy(some_prompts: list[list[int]], num_tokens: int, device: str = "cpu") -> list[list[int]]:
+    """transformers' own greedy continuations of the bundled target in float32, never stopping early."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(BUNDLED / "target", dtype=torch.float32).to(device)
+    texts = []
+    for prompt in some_prompts:
+        ids = torch.tensor([prompt], device=device)
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=num_tokens,
+            min_new_tokens=num_tokens,
+            do_sample=False,
+            pad_token_id=3,
+            eos_token_id=None,
+        )
+        texts.append(out[0, len(prompt) :].tolist())
+    return texts
+
+
+def bundled(
+    tree: TreeConfig | None = None, *, method: str = "eagle3", tp: int = 1, draft_tp: int = 1, **options: object
+) -> EngineConfig:
+    """An engine on the bundled target; tree None = no speculation."""
+    draft = None
+    if tree is not None:
+        folder = BUNDLED / ("eagle3" if method == "eagle3" else "draft")
+        draft = DraftConfig(method=method, model_path=str(folder), tensor_parallel_size=draft_tp, tree=tree)  # type: ignore[arg-type]
+    settings: dict[str, object] = {"max_model_len": 512, "max_num_seqs": 16, "step_timeout_s": 120.0}
+    return EngineConfig(  # type: ignore[arg-type]
+        model_path=str(BUNDLED / "target"), tensor_parallel_size=tp, draft=draft, **settings | options
+    )
+
+
+CHAIN = TreeConfig(kind="chain", num_nodes=5)
+DYNAMIC = TreeConfig(kind="dynamic", num_nodes=16)
+AUTO = TreeConfig(kind="dynamic", num_nodes=16, prune=PruneConfig(auto=True))
+STATIC_PATHS = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (0, 0, 0, 0))
+STATIC = TreeConfig(kind="static", num_nodes=len(STATIC_PATHS), static_paths=STATIC_PATHS)
+
+
+def pruned(min_prob: float = 0.0, path_prob: float = 0.0) -> TreeConfig:
+    return TreeConfig(kind="dynamic", num_nodes=16, prune=PruneConfig(min_prob=min_prob, path_prob=path_prob))

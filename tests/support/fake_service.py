@@ -1,0 +1,135 @@
+"""The whole HTTP service over a FakeEngine: real sockets on both sides, no model and no process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx2
+import uvicorn
+
+from cluster.engine_client import EngineClient
+from cluster.http.limits import LimitedProtocol
+from cluster.http.server import Service, create_app
+from cluster.http.tokenizer import Tokenizer
+from cluster.http.tokenizer_pool import TokenizerParent, TokenizingWorkers
+from cluster.http.tokenizer_worker import JobLimits
+from cluster.local_service import listening_socket
+from tests.support.fake_engine import FakeEngine, Script
+from workers.config import DraftConfig, EngineConfig
+
+ANSWER = "def f(x):\n    return '🌳', x + 1\n"
+"""What the tests of the ingress let their engine say."""
+CONFIG = EngineConfig(
+    model_path="model", max_num_seqs=4, draft=DraftConfig(method="eagle3", model_path="head"), eos_token_ids=(0, 2)
+)
+
+
+@dataclass
+class FakeService:
+    url: str
+    engine: FakeEngine
+    client: EngineClient
+    service: Service
+    loop: asyncio.AbstractEventLoop
+
+    def fail(self, reason: str) -> None:
+        """What the watcher of an engine's ranks says of a death."""
+        self.loop.call_soon_threadsafe(self.client.fail, reason)
+
+    def http(self, **options: Any) -> httpx2.Client:
+        return httpx2.Client(base_url=self.url, timeout=20, **options)
+
+
+@contextmanager
+def fake_service(
+    tokenizer: Tokenizer,
+    folder: Path,
+    script: Script,
+    *,
+    config: EngineConfig = CONFIG,
+    engine: dict[str, Any] | None = None,
+    parent: TokenizerParent | Literal["shared"] | None = "shared",
+    **settings: Any,
+) -> Iterator[FakeService]:
+    """`engine` goes to the FakeEngine, `settings` to the Service. `parent` None: the tokenizing workers' own."""
+    sock = listening_socket("127.0.0.1", 0)
+    if parent == "shared":
+        parent = tokenizer_parent(tokenizer)
+    started, parts, server_box = threading.Event(), [], []
+
+    async def main() -> None:
+        client = EngineClient()
+        address = await client.listen(f"unix:{folder}/engine.sock")
+        fake = FakeEngine(address, script, eos=config.eos_token_ids, **(engine or {}))
+        await client.wait_ready(10)
+        names = {"model_id": "fake-model", "replica": "fake-replica"}
+        tokenizing = TokenizingWorkers(tokenizer, num_workers=2, parent=parent)
+        tokenizing.begin()
+        await tokenizing.ready()
+        service = Service(engine=client, tokenizer=tokenizer, tokenizing=tokenizing, config=config, **names, **settings)
+        options: dict[str, Any] = {"log_level": "warning", "timeout_graceful_shutdown": 1}
+        server = uvicorn.Server(uvicorn.Config(create_app(service), http=LimitedProtocol, **options))
+        server_box.append(server)
+        url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+        parts.append(FakeService(url, fake, client, service, asyncio.get_running_loop()))
+        serving = asyncio.create_task(server.serve(sockets=[sock]))
+        while not server.started:
+            await asyncio.sleep(0.005)
+        started.set()
+        await serving
+        await tokenizing.close()
+        fake.die()
+        await client.close()
+
+    thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
+    thread.start()
+    assert started.wait(60)
+    try:
+        yield parts[0]
+    finally:
+        server_box[0].should_exit = True
+        thread.join(10)
+        sock.close()
+
+
+_parents: dict[str, TokenizerParent] = {}
+
+
+def tokenizer_parent(tokenizer: Tokenizer) -> TokenizerParent:
+    """One for all services of a tokenizer: loading it takes seconds. It ends with the tests' main thread."""
+    if tokenizer.path not in _parents:
+        _parents[tokenizer.path] = TokenizerParent(tokenizer, JobLimits())
+        _parents[tokenizer.path].wait_loaded()
+    return _parents[tokenizer.path]
+
+
+def stream(http: httpx2.Client, path: str, **body: Any) -> list[Any]:
+    """The decoded `data:` lines of a streamed answer; [DONE] as it is."""
+    with http.stream("POST", path, json={**body, "stream": True}) as response:
+        assert response.status_code == 200
+        assert response.headers["content-type"].startswith("text/event-stream")
+        payloads = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+    return [text if text == "[DONE]" else json.loads(text) for text in payloads]
+
+
+def error_of(response: httpx2.Response) -> dict[str, Any]:
+    """The error object, which always has these keys."""
+    error = response.json()["error"]
+    assert {"message", "type", "param", "code"} <= error.keys()
+    assert "Traceback" not in response.text
+    return error
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

@@ -1,0 +1,260 @@
+"""What `auto` plans and learns in the engine: whether drafting pays, for whom, and that no output changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support import oracles
+from tests.support.clockwork import AUTO, FIXED, OFF, Prices, bench
+from tests.support.engines import AUTO as AUTO_TREE
+from tests.support.engines import bundled
+from tests.support.fakes import Bench, Counting, RandomLanguage, say
+from verifier.adaptive import controller as adaptive
+from verifier.adaptive import gate
+from verifier.adaptive.controller import Controller, Exchange, Outcome, Plan
+from verifier.adaptive.cost_model import UNPROFILED
+from verifier.draft_batch import Drafts
+from verifier.request import Request
+from verifier.scheduler import Step
+from verifier.tree import Chunk
+from workers import config
+from workers.comm.ipc import Speculation, Submit
+from workers.config import PruneConfig, TreeConfig
+from workers.types import DraftReply, Rule, SamplingParams, TreeLimits, Verdict
+
+torch.set_num_threads(1)
+
+TREE = TreeConfig(kind="dynamic", num_nodes=7, max_depth=3, prune=PruneConfig(auto=True))
+
+
+# ---- the engine
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("method", ["eagle3", "draft_model"])
+def test_tokens_are_those_of_the_target_whatever_auto_decides(monkeypatch, method, temperature):
+    """Requests are drafted for at random, and owed feeds of any length: memory, features and tokens stay right."""
+    rng = np.random.default_rng(5)
+    monkeypatch.setattr(adaptive.Controller, "_choose", lambda self, auto, *_: [r for r in auto if rng.random() < 0.4])
+    language = RandomLanguage(error=0.3)
+    with Bench(language, method, TREE, max_num_batched_tokens=24, max_num_seqs=4) as b:
+        b.engine._controller._max_rows, b.engine._controller._max_backlog = 10, 6
+        asked = []
+        for n in range(6):
+            params = SamplingParams(temperature=temperature, seed=n)
+            prompt = [int(t) for t in rng.integers(0, 32, 3 + 5 * n)]
+            speculation = Speculation(auto=n != 3)
+            asked.append((b.submit(prompt, 30, params, speculation=speculation), prompt, params))
+        b.run()
+        for id, prompt, params in asked:
+            assert b.answers[id].tokens == say(language, prompt, 30, params)
+        assert any((request.num_nodes_B == 0).all() for request in b.drafter.requests), "some messages only feed"
+        sent = [len(request.token_M) for request in b.drafter.requests]
+        assert max(sent) == 10, "some messages are cut"
+        assert len(b.drafter.requests) < len(b.target.steps)
+
+
+def test_while_nothing_is_drafted_the_drafter_hears_nothing():
+    prices = Prices(fixed=1, row=1, message=200, fed=0.01, level=200, node=1)
+    with bench(prices) as b:
+        b.run(AUTO, 1, 0.0, num_prompts=1, num_tokens=16)
+        b.run(AUTO, 1, 0.0, num_prompts=1, num_tokens=64)
+        assert len(b.engine._drafter.requests) <= 4
+
+
+def test_auto_asks_for_costs_and_others_do_not():
+    with Bench(Counting(), "eagle3", TREE) as b:
+        b.ask([1, 2, 3], 12, SamplingParams(temperature=0.0))
+        assert any(request.costs is not None for request in b.drafter.requests)
+    with Bench(Counting(), "eagle3", TREE) as b:
+        b.ask([1, 2, 3], 12, SamplingParams(temperature=0.0), speculation=Speculation(auto=False))
+        assert all(request.costs is None for request in b.drafter.requests)
+
+
+# ---- the bundled pair on a clock of chosen prices
+
+CHEAP_DRAFTS = Prices(fixed=20, row=0.05, message=0.5, fed=0.01, level=1.0, node=0.01)
+DEAR_DRAFTS = Prices(fixed=3, row=0.5, message=4, fed=0.05, level=3, node=0.3)
+DEAR_ROWS = Prices(fixed=3, row=1.0, message=0.2, fed=0.02, level=0.2, node=0.02)
+DEAR_TREES = Prices(fixed=30, row=2.0, message=0.2, fed=0.01, level=0.2, node=0.02, tree=12)
+
+
+@pytest.mark.parametrize(
+    ("prices", "batch"),
+    [(CHEAP_DRAFTS, 1), (DEAR_DRAFTS, 8), (DEAR_ROWS, 1), (DEAR_TREES, 8)],
+    ids=["drafts", "no drafts", "rows", "what the table does not tell"],
+)
+def test_auto_is_as_fast_as_the_better_of_drafting_and_not(prices, batch):
+    with bench(prices) as b:
+        off, fixed = (b.run(asked, batch, 0.0, num_prompts=batch + 3, num_tokens=32) for asked in (OFF, FIXED))
+        b.run(AUTO, batch, 0.0, num_prompts=batch, num_tokens=128)  # learns
+        auto = b.run(AUTO, batch, 0.0, num_prompts=batch + 3, num_tokens=32)
+    assert auto.tokens == fixed.tokens == off.tokens
+    assert auto.rate > 0.95 * max(off.rate, fixed.rate)
+
+
+def test_auto_verifies_far_fewer_nodes_than_a_full_tree_and_accepts_as_much():
+    with bench(Prices(fixed=20, row=0.5, message=0.2, fed=0.01, level=0.2, node=0)) as b:
+        b.run(AUTO, 1, 0.0, num_prompts=3, num_tokens=64)  # learns
+        fixed, auto = (b.run(asked, 1, 0.0, num_prompts=6, num_tokens=64) for asked in (FIXED, AUTO))
+    assert auto.tokens == fixed.tokens and auto.rate > fixed.rate
+    assert auto.verified_per_token < 0.8 * fixed.verified_per_token
+    assert auto.acceptance_length > 0.95 * fixed.acceptance_length
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_where_drafting_never_pays_probes_take_no_more_than_a_hundredth_of_the_time(batch):
+    with bench(DEAR_DRAFTS) as b:
+        b.run(AUTO, batch, 0.0, num_prompts=8, num_tokens=64)  # learns
+        off, auto = (b.run(asked, batch, 0.0, num_prompts=max(36, 5 * batch), num_tokens=64) for asked in (OFF, AUTO))
+    assert auto.tokens == off.tokens
+    assert auto.rate > 0.98 * off.rate and auto.num_trees > 0
+
+
+def decoding(count: int, num_prompt: int = 9, **limits: Any) -> list[Request]:
+    """Requests under `auto` whose prompts are computed and fed."""
+    requests = []
+    for n in range(count):
+        submit = Submit(id=n, prompt=[1] * num_prompt, max_tokens=64)
+        request = Request(submit, Rule.COUPLED, TreeLimits(num_nodes=16, auto=True, **limits), 0)
+        request.append([2])
+        request.num_computed, request.num_fed = request.root, request.root
+        requests.append(request)
+    return requests
+
+
+def step_of(decode: list[Request], prefill: Sequence[tuple[Request, Chunk]] = ()) -> Step:
+    return Step(preempted=[], shared=[], pages=[], decode=decode, prefill=list(prefill))
+
+
+def controller_of(prices: config.Prices | None) -> Controller:
+    return Controller(bundled(replace(AUTO_TREE, prune=PruneConfig(auto=True, prices=prices))), UNPROFILED)
+
+
+def plain(plan: Plan, step: Step, ms: float = 10.0) -> Outcome:
+    """The outcome of a step without any draft."""
+    chains = [request.tokens[-1:] for request in step.decode]
+    verdicts = [Verdict((), (5,), 0, 0)] * len(chains)
+    return Outcome(step, Drafts.of(None, [False] * len(chains), chains), verdicts, None, ms)
+
+
+@pytest.mark.parametrize(("draft", "pays"), [(10.0, False), (1.0, True)])
+@pytest.mark.parametrize("num_prompt_rows", [0, 2000])
+def test_prompts_of_the_same_step_do_not_make_drafting_pay(draft, pays, num_prompt_rows):
+    controller = controller_of(config.Prices(step=3, row=0.5, draft=draft, level=0.1))
+    requests = decoding(1)
+    joining = Request(Submit(id=9, prompt=[1] * 2000, max_tokens=64), Rule.COUPLED, None, 0)
+    prefill = [(joining, Chunk(0, num_prompt_rows))] if num_prompt_rows else []
+    assert bool(controller.plan(step_of(requests, prefill), requests).inputs) == pays
+
+
+def test_while_drafting_is_off_forecasts_are_rare_until_the_batch_changes(monkeypatch):
+    monkeypatch.setattr(gate, "_FIRST_GAP", 10**6)  # no probes
+    controller = controller_of(config.Prices(step=3, row=0.5, draft=10.0, level=0.1))
+    choose, forecasts = controller._choose, []
+    monkeypatch.setattr(controller, "_choose", lambda *asked: (forecasts.append(1), choose(*asked))[1])
+    requests = decoding(8)
+
+    def num_forecasts(decode: list[Request], num_steps: int) -> int:
+        forecasts.clear()
+        for _ in range(num_steps):
+            controller.plan(step_of(decode), decode)
+        return len(forecasts)
+
+    num_forecasts(requests, 10)  # turns drafting off
+    assert num_forecasts(requests, 192) == 3
+    assert num_forecasts(requests[:6], 1) == 0, "a quarter less is still the same batch"
+    assert num_forecasts(requests[:5], 1) == 1
+    assert num_forecasts(requests[:4], 1) == 0
+
+
+def test_a_guess_of_what_drafting_takes_switches_nothing_off():
+    """Trees that grow at once run 16 rows a level, which cost next to nothing: no first guess knows."""
+    controller, requests = controller_of(None), decoding(8)
+    controller._growth.mean = np.array([8.0, 7 * 16.0])
+    step = step_of(requests)
+    reply = DraftReply(
+        trees=oracles.tree([-1, 0], [1, 2]), probs=None, pruned_GD=torch.zeros(1, 1), num_levels=8, num_run=7 * 16,
+        seconds=0.0,
+    )  # fmt: skip
+    for _ in range(3):  # the first two may have compiled something
+        plan = controller.plan(step, requests)
+        assert plan.inputs
+        controller.observe(plan, plain(plan, step)._replace(exchange=Exchange(reply, 1000.0), ms=1010.0))
+    assert not controller.plan(step, requests).inputs
+
+
+def test_a_plain_step_is_measured_behind_one_with_nodes_though_a_prompt_comes_between(monkeypatch):
+    controller, requests = controller_of(config.Prices(step=3, row=0.5, draft=10.0, level=0.1)), decoding(1)
+    measured: list[Step] = []
+    monkeypatch.setattr(controller._costs, "observe_step", lambda step, *own: measured.append(step))
+    controller.plan(step_of(requests), requests)  # turns drafting off
+    controller._had_nodes = True
+    without_prompt, with_prompt = step_of(requests), step_of(requests, [(requests[0], Chunk(0, 9))])
+    for step in (with_prompt, without_prompt, without_prompt):
+        plan = controller.plan(step, requests)
+        assert plan.is_idle
+        controller.observe(plan, plain(plan, step))
+    assert measured == [with_prompt, without_prompt]
+
+
+def test_a_plan_says_who_is_drafted_for_and_what_the_drafter_may_spend():
+    controller, requests = controller_of(config.Prices(step=30, row=0.1, draft=1.0, level=0.1)), decoding(3)
+    plan = controller.plan(step_of(requests), requests)
+    assert [plan.inputs[request].num_nodes for request in requests] == [16, 16, 16]
+    assert plan.costs is not None and not plan.is_idle and not plan.is_probe
+    assert all(map(plan.is_drafted, requests)) and not plan.lookup_drafts
+
+
+def test_a_request_gets_a_tree_or_a_lookup_draft_not_both():
+    controller = controller_of(config.Prices(step=30, row=0.1, draft=40.0, level=0.1))
+    [repeating] = decoding(1)
+    repeating.append([3, 4, 2])
+    repeating.num_computed = repeating.num_fed = repeating.root
+    plan = controller.plan(step_of([repeating]), [repeating])
+    assert not plan.is_drafted(repeating) and plan.lookup_drafts[repeating][:2] == [3, 4]
+    cheap = controller_of(config.Prices(step=30, row=0.1, draft=0.0, level=0.0))
+    plan = cheap.plan(step_of([repeating]), [repeating])
+    assert plan.is_drafted(repeating) != (repeating in plan.lookup_drafts)
+
+
+def test_the_controller_writes_to_no_request():
+    controller, requests = controller_of(config.Prices(step=30, row=0.1, draft=1.0, level=0.1)), decoding(2)
+    before = [(list(r.tokens), r.num_fed, r.num_computed, list(r.states)) for r in requests]
+    for _ in range(40):
+        plan = controller.plan(step_of(requests), requests)
+        controller.observe(plan, plain(plan, step_of(requests)))
+    assert [(r.tokens, r.num_fed, r.num_computed, r.states) for r in requests] == before
+
+
+def test_code_that_is_compiled_in_the_first_exchanges_is_not_the_price_of_drafting():
+    num_trees = []
+    for late_ms in ([], [5000.0, 800.0]):
+        with bench(CHEAP_DRAFTS) as b:
+            proposer = b.engine._drafter._proposer
+            extend = proposer.extend
+
+            def late(request, extend=extend, clock=b.clock, late_ms=late_ms):
+                clock.ms += late_ms.pop(0) if late_ms else 0.0
+                return extend(request)
+
+            proposer.extend = late
+            num_trees.append(b.run(AUTO, 4, 0.0, num_prompts=8, num_tokens=32).num_trees)
+    on_time, compiling = num_trees
+    assert compiling > 0.8 * on_time > 20
+
+
+def test_auto_comes_back_when_drafting_pays_again():
+    with bench(DEAR_DRAFTS) as b:
+        b.run(AUTO, 4, 0.0, num_prompts=8, num_tokens=32)
+        assert b.run(AUTO, 4, 0.0, num_prompts=8, num_tokens=32).num_trees < 30
+        b.clock.prices = CHEAP_DRAFTS
+        b.run(AUTO, 4, 0.0, num_prompts=24, num_tokens=96)
+        fast = b.run(AUTO, 4, 0.0, num_prompts=8, num_tokens=32)
+    assert fast.num_trees > 30

@@ -1,0 +1,47 @@
+"""The table of the target's forward, timed at start-up."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from tests.support.clockwork import Prices, bench
+from verifier.adaptive import profile as profiling
+from verifier.adaptive.cost_model import RowCosts
+from verifier.adaptive.profile import profile
+
+torch.set_num_threads(1)
+
+
+def test_beyond_its_last_entry_the_table_goes_on_as_steep():
+    table = RowCosts(np.array([1.0, 2.0, 4.0, 8.0]), np.array([5.0, 5.0, 6.0, 10.0]))
+    assert table.ms(np.array([1, 3, 8, 16])).tolist() == [5.0, 5.5, 10.0, 18.0]
+
+
+def test_start_up_times_the_target_on_a_few_sizes():
+    with bench(Prices(fixed=1, row=1, message=1, fed=0, level=1, node=0)) as b:
+        began = time.perf_counter()
+        table = profile(b.engine._target, b.engine._config, b.engine._allocator.num_pages)
+        assert time.perf_counter() - began < 20
+    assert len(table.rows_T) >= 2 and table.rows_T[0] == 1
+    assert (np.diff(table.rows_T) > 0).all() and (np.diff(table.ms_T) >= 0).all() and table.ms_T[0] > 0
+
+
+def test_a_slow_target_on_a_busy_machine_is_timed_well_beyond_a_tree(monkeypatch):
+    """A second per forward, and for a while everything takes twice as long: the table shows neither."""
+    clock = iter(range(10**6))
+    monkeypatch.setattr(profiling.time, "perf_counter", lambda: 100.0 * next(clock))
+    calls: list[int] = []
+
+    def took(target: object, config: object, num_pages: int, num_rows: int) -> float:
+        calls.append(num_rows)
+        return (1000 + 10 * num_rows) * (2 if 5 < len(calls) < 25 else 1)
+
+    monkeypatch.setattr(profiling, "_timed", took)
+    config = SimpleNamespace(max_num_batched_tokens=2048, max_num_seqs=4, tree_rows=17)
+    table = profile(SimpleNamespace(graphs=None), config, 9)  # type: ignore[arg-type]
+    assert table.rows_T.tolist() == [1, 2, 3, 4, 6, 9, 13, 19, 28]
+    assert table.ms_T.tolist() == [1000 + 10 * rows for rows in table.rows_T]

@@ -1,0 +1,602 @@
+"""The loop over fakes that read their prefix out of paged memory: what comes out, what is counted, what is freed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import verifier.engine
+from tests.support.fakes import Bench, Counting, RandomLanguage, say
+from workers.comm.ipc import FrontGone, RequestStats, Speculation
+from workers.config import AcceptanceConfig, PruneConfig, TreeConfig
+from workers.types import Constraints, SamplingParams
+
+torch.set_num_threads(1)
+
+CHAIN_3 = TreeConfig(kind="chain", num_nodes=3)
+TREES = {
+    "chain": CHAIN_3,
+    "static": TreeConfig(
+        kind="static", num_nodes=7, static_paths=((0,), (1,), (0, 0), (0, 1), (0, 2), (1, 0), (0, 0, 0))
+    ),
+    "dynamic": TreeConfig(num_nodes=12, max_depth=5, max_children=4),
+    "pruned": TreeConfig(num_nodes=12, max_depth=5, max_children=4, prune=PruneConfig(min_prob=0.2, path_prob=0.05)),
+}
+SPECULATIONS = [(None, TreeConfig()), *(("eagle3", tree) for tree in TREES.values()), ("draft_model", TREES["dynamic"])]
+IDS = ["plain", *TREES, "draft model"]
+PARAMS = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0, seed=3),
+    SamplingParams(temperature=0.7, top_p=0.9, seed=2**64 - 5),
+    SamplingParams(temperature=1.2, top_k=6, min_p=0.02, seed=4),
+]
+
+
+# ---- what comes out
+
+
+@pytest.mark.parametrize(("method", "tree"), SPECULATIONS, ids=IDS)
+def test_a_batch_says_what_the_target_says_to_each_alone(method, tree):
+    language = RandomLanguage()
+    with Bench(language, method, tree, max_num_batched_tokens=40, max_num_seqs=3) as bench:
+        ids = [bench.submit(list(range(1, 4 + 5 * i)), 20 + i, params) for i, params in enumerate(PARAMS)]
+        bench.run()
+        for i, (id, params) in enumerate(zip(ids, PARAMS, strict=True)):
+            assert bench.answers[id].tokens == say(language, list(range(1, 4 + 5 * i)), 20 + i, params)
+            assert bench.answers[id].last.finish_reason == "length"
+        assert bench.num_free == 64
+
+
+@pytest.mark.parametrize("error", [0.0, 100.0])
+@pytest.mark.parametrize("method", ["eagle3", "draft_model"])
+def test_a_perfect_and_a_hopeless_drafter_change_nothing_but_the_number_of_steps(method, error):
+    language = RandomLanguage(error=error)
+    params = SamplingParams(seed=8)
+    with Bench(language, method, CHAIN_3) as bench:
+        answer = bench.ask([5, 6], 41, params)
+        assert answer.tokens == say(language, [5, 6], 41, params)
+        assert len(bench.target.steps) == 11 if error == 0.0 else len(bench.target.steps) > 25
+
+
+def test_higher_thresholds_verify_fewer_nodes_and_change_no_token():
+    language, params = RandomLanguage(error=0.5), SamplingParams(temperature=0.8, seed=11)
+    tokens, verified = [], []
+    for threshold in (0.0, 0.15, 0.3, 0.6):
+        tree = TreeConfig(num_nodes=16, prune=PruneConfig(min_prob=threshold, path_prob=threshold))
+        with Bench(language, "eagle3", tree) as bench:
+            answer = bench.ask([1, 2, 3], 60, params)
+            tokens.append(answer.tokens)
+            verified.append(answer.last.stats.num_verified_tokens / answer.last.stats.num_drafts)
+    assert all(t == tokens[0] for t in tokens)
+    assert verified == sorted(verified, reverse=True) and verified[0] > verified[-1]
+
+
+def test_requests_join_and_leave_between_steps():
+    language = RandomLanguage()
+    with Bench(language, "eagle3", TREES["dynamic"]) as bench:
+        first = bench.submit([1], 60, PARAMS[1])
+        for _ in range(3):
+            bench.step()
+        second = bench.submit([9, 9, 9], 30, PARAMS[2])
+        bench.step()
+        assert second in bench.open and first in bench.open
+        bench.step()
+        assert len(bench.engine._running) == 2
+        bench.run()
+        assert bench.answers[first].tokens == say(language, [1], 60, PARAMS[1])
+        assert bench.answers[second].tokens == say(language, [9, 9, 9], 30, PARAMS[2])
+
+
+# ---- when a request ends
+
+
+@pytest.mark.parametrize("method", [None, "eagle3", "draft_model"])
+def test_a_stop_token_inside_accepted_drafts_ends_the_answer_there(method):
+    with Bench(Counting(), method, CHAIN_3) as bench:
+        answer = bench.ask([9], 30, stop_token_ids=[42, 12])
+        assert answer.tokens == [10, 11, 12]
+        assert (answer.last.finish_reason, answer.last.stop_token) == ("stop", 12)
+        assert bench.num_free == 64
+
+
+@pytest.mark.parametrize("method", [None, "eagle3"])
+def test_the_end_of_text_stops_unless_it_is_ignored(method):
+    with Bench(Counting(), method, CHAIN_3, eos_token_ids=(11, 13)) as bench:
+        answer = bench.ask([8], 5)
+        assert (answer.tokens, answer.last.finish_reason, answer.last.stop_token) == ([9, 10, 11], "stop", 11)
+        ignored = bench.ask([8], 5, ignore_eos=True)
+        assert (ignored.tokens, ignored.last.finish_reason) == ([9, 10, 11, 12, 13], "length")
+        still = bench.ask([8], 9, ignore_eos=True, stop_token_ids=[12])
+        assert (still.tokens, still.last.stop_token) == ([9, 10, 11, 12], 12)
+
+
+@pytest.mark.parametrize("method", [None, "eagle3", "draft_model"])
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 4, 5, 9])
+def test_max_tokens_is_exact(method, max_tokens):
+    with Bench(Counting(), method, CHAIN_3) as bench:
+        answer = bench.ask([9], max_tokens)
+        assert answer.tokens == list(range(10, 10 + max_tokens))
+        assert answer.last.finish_reason == "length"
+
+
+def test_each_of_several_end_tokens_ends_the_answer():
+    with Bench(Counting(), "eagle3", CHAIN_3, eos_token_ids=(11, 13)) as bench:
+        assert bench.ask([11], 9).last.stop_token == 13
+
+
+def test_a_stop_token_at_the_length_limit_is_a_stop():
+    with Bench(Counting(), "eagle3", CHAIN_3) as bench:
+        assert bench.ask([9], 3, stop_token_ids=[12]).last.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("num_nodes", [1, 3, 10])
+def test_the_context_is_filled_to_its_last_position(num_nodes):
+    with Bench(Counting(128), "eagle3", TreeConfig(kind="chain", num_nodes=num_nodes), max_model_len=100) as bench:
+        answer = bench.ask(list(range(20)), 80, ignore_eos=True)
+        assert answer.tokens == list(range(20, 100))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "words"),
+    [
+        ([1] * 90, 11, "exceeds max_model_len 100"),
+        ([], 5, "at least one prompt token"),
+        ([1], 0, "at least one prompt token"),
+        ([1] * 60, 30, "KV cache of 20 pages"),
+    ],
+)
+def test_what_can_never_run_is_answered_with_the_reason(prompt, max_tokens, words):
+    with Bench(Counting(), "eagle3", CHAIN_3, num_pages=21, max_model_len=100) as bench:
+        answer = bench.ask(prompt, max_tokens)
+        assert answer.last.finish_reason == "error" and words in answer.last.error and answer.tokens == []
+        assert bench.num_free == 20 and not bench.target.steps
+        assert bench.ask([1], 3).tokens == [2, 3, 4]
+
+
+# ---- what is told of tokens
+
+
+@pytest.mark.parametrize("num_logprobs", [0, 2])
+def test_log_probabilities_are_those_of_the_tokens_that_were_kept(num_logprobs):
+    """Also where a stop token ends the answer inside an accepted draft. Asking for 0 asks for the token's own."""
+    language = RandomLanguage(error=0.1)
+    params = SamplingParams(seed=3, num_logprobs=num_logprobs)
+    text = say(language, [5, 6], 30, params)
+    for at in range(2, 30):
+        if text[at] in text[:at]:
+            continue
+        with Bench(language, "eagle3", CHAIN_3) as bench:
+            answer = bench.ask([5, 6], 30, params, stop_token_ids=[text[at]])
+        told = [one for frame in bench.frames for chunk in frame.chunks for one in chunk.logprobs]
+        assert answer.tokens == text[: at + 1] and len(told) == len(answer.tokens)
+        for i, one in enumerate(told):
+            logp = torch.from_numpy(language.target([5, 6, *text[:i]])).log_softmax(-1)
+            assert one.logprob == pytest.approx(float(logp[text[i]]), abs=1e-4)
+            assert one.rank == 1 + int((logp > logp[text[i]]).sum())
+            assert [token for token, _ in one.top] == logp.argsort(descending=True)[:num_logprobs].tolist()
+
+
+# ---- prompts in chunks
+
+
+@pytest.mark.parametrize("method", ["eagle3", "draft_model"])
+def test_a_prompt_in_chunks_is_drafted_for_only_after_its_first_token(method):
+    with Bench(Counting(128), method, CHAIN_3, max_num_batched_tokens=50) as bench:
+        bench.ask(list(range(80)), 5)
+        rows = [(len(step.token_N), len(step.sample_row_R)) for step in bench.target.steps]
+        assert rows == [(50, 0), (30, 1), (4, 4)]
+        assert [r.num_nodes_B.tolist() for r in bench.drafter.requests] == [[0], [3]]
+
+
+def test_a_long_prompt_does_not_stop_the_others():
+    with Bench(Counting(128), "eagle3", CHAIN_3, max_num_batched_tokens=24) as bench:
+        short = bench.submit([5], 30)
+        bench.step()
+        long = bench.submit(list(range(60)), 3)
+        bench.run()
+        assert bench.answers[short].tokens == list(range(6, 36))
+        assert bench.answers[long].tokens == [60, 61, 62]
+        assert any(len(s.token_N) > 4 and len(s.sample_row_R) == 4 for s in bench.target.steps), "both in one step"
+
+
+@pytest.mark.parametrize("method", [None, "eagle3"])
+def test_plain_rows_keep_their_own_sampling_beside_a_prompt_that_is_not_done(method):
+    """As many rows draw as there are requests that decode, but the step holds one request more."""
+    language, off = RandomLanguage(), Speculation(enabled=False)
+    with Bench(language, method, CHAIN_3, max_num_batched_tokens=8) as bench:
+        ids = [bench.submit([3 + i], 20, params, speculation=off) for i, params in enumerate(PARAMS[1:])]
+        bench.step()
+        long = bench.submit([i % 32 for i in range(60)], 2, PARAMS[3], speculation=off)
+        bench.run()
+        assert any(len(step.token_N) > len(step.sample_row_R) == len(ids) for step in bench.target.steps)
+        for i, (id, params) in enumerate(zip(ids, PARAMS[1:], strict=True)):
+            assert bench.answers[id].tokens == say(language, [3 + i], 20, params)
+        assert bench.answers[long].tokens == say(language, [i % 32 for i in range(60)], 2, PARAMS[3])
+
+
+def test_the_drafter_is_fed_every_token_exactly_once():
+    with Bench(RandomLanguage(), "eagle3", TREES["dynamic"], max_num_batched_tokens=30) as bench:
+        bench.ask(list(range(25)) * 2, 30, PARAMS[1])
+        spans = [(int(r.start_B), int(r.start_B) + len(r.token_M)) for r in bench.drafter.requests]
+        assert spans[0][0] == 1 and all(a[1] == b[0] for a, b in zip(spans, spans[1:], strict=False))
+
+
+# ---- the request's own speculation
+
+
+def test_a_request_may_switch_speculation_off():
+    with Bench(Counting(), "eagle3", CHAIN_3) as bench:
+        answer = bench.ask([1], 10, speculation=Speculation(enabled=False))
+        assert answer.tokens == list(range(2, 12)) and not bench.drafter.requests
+        assert answer.last.stats == RequestStats()
+
+
+@pytest.mark.parametrize(("asked", "nodes"), [(0, 0), (2, 2), (9, 3), (None, 3)])
+def test_a_request_narrows_the_servers_tree_but_never_widens_it(asked, nodes):
+    with Bench(Counting(), "eagle3", CHAIN_3) as bench:
+        answer = bench.ask([1], 20, speculation=Speculation(num_tokens=asked))
+        assert answer.tokens == list(range(2, 22))
+        assert max(int(r.num_nodes_B) for r in bench.drafter.requests) == nodes
+
+
+def test_a_request_brings_its_own_thresholds():
+    prune = PruneConfig(min_prob=0.25, path_prob=0.5)
+    with Bench(Counting(), "eagle3", TreeConfig(kind="chain", num_nodes=3, prune=prune)) as bench:
+        bench.ask([1], 6)
+        bench.ask([1], 6, speculation=Speculation(min_prob=0.0, path_prob=0.75))
+        limits = {(float(r.min_prob_B), float(r.path_prob_B)) for r in bench.drafter.requests}
+        assert limits == {(0.25, 0.5), (0.0, 0.75)}
+
+
+CONSTRAINTS = {
+    "penalties": Constraints(presence_penalty=1.0, frequency_penalty=0.8, repetition_penalty=1.3),
+    "bias": Constraints(logit_bias={3: 4.0, 4: 3.0}),
+    "bad words": Constraints(bad_words=[[0], *([a, b, (a + b) % 8] for a in range(8) for b in range(8))]),
+    "allowed ids": Constraints(allowed_token_ids=[1, 2, 6]),
+    "minimum length": Constraints(min_tokens=30),
+}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("constraints", CONSTRAINTS.values(), ids=CONSTRAINTS)
+def test_a_draft_that_knows_the_target_is_accepted_whole_under_constraints(constraints, temperature):
+    """The drafter hears of the constraints, and of whom: the request before this one is fed and gets no tree."""
+    language, params = RandomLanguage(vocab=8, error=0.0), SamplingParams(temperature=temperature, seed=5)
+    with Bench(language, "eagle3", CHAIN_3, eos_token_ids=(7,)) as bench:
+        bench.submit([7], 60, params, speculation=Speculation(num_tokens=0), ignore_eos=True)
+        own = bench.submit([5, 6], 60, replace(params, constraints=constraints), ignore_eos=True)
+        bench.run()
+        assert all(request.num_nodes_B.tolist()[0] == 0 for request in bench.drafter.requests)
+        stats = bench.answers[own].last.stats
+        assert stats.num_accepted_tokens == stats.num_verified_tokens > 40
+
+
+@pytest.mark.parametrize("cut", [{"min_p": 0.3}, {"top_p": 0.6}, {"top_k": 2}, {"temperature": 0.4}], ids=str)
+def test_a_draft_that_knows_the_target_is_accepted_whole_whatever_is_cut_off(cut):
+    with Bench(RandomLanguage(vocab=8, error=0.0), "eagle3", CHAIN_3) as bench:
+        bench.submit([7], 60, SamplingParams(seed=9))
+        own = bench.submit([5, 6], 60, SamplingParams(seed=5, **cut))
+        bench.run()
+        stats = bench.answers[own].last.stats
+        assert stats.num_accepted_tokens == stats.num_verified_tokens > 40
+
+
+@pytest.mark.parametrize("method", [None, "eagle3"])
+def test_a_bad_word_begins_and_ends_in_the_answer(method):
+    """As in vLLM: what the prompt says is not the model's."""
+    with Bench(Counting(), method, CHAIN_3) as bench:
+
+        def text(prompt: list[int], *words: list[int]) -> list[int]:
+            constraints = Constraints(bad_words=list(words))
+            return bench.ask(prompt, 5, SamplingParams(temperature=0.0, constraints=constraints)).tokens
+
+        assert text([9, 10], [10, 11]) == text([8, 9, 10], [9, 10, 11]) == [11, 12, 13, 14, 15]
+        assert text([9, 10], [11, 12]) == [11, 0, 1, 2, 3]
+        assert text([9, 10], [12, 13, 14], [11, 13]) == [11, 12, 13, 0, 1]
+
+
+def test_stop_tokens_wait_for_the_minimum_length_like_the_end_of_text():
+    with Bench(Counting(), "eagle3", CHAIN_3, eos_token_ids=(12,)) as bench:
+        params = SamplingParams(temperature=0.0, constraints=Constraints(min_tokens=4))
+        assert bench.ask([9], 9, params, stop_token_ids=[11]).tokens == [10, 0, 1, 2, 3, 4, 5, 6, 7]
+        assert bench.ask([8], 9, params, stop_token_ids=[15]).tokens == [9, 10, 11, 0, 1, 2, 3, 4, 5]
+        assert bench.ask([7], 9, params).tokens == [8, 9, 10, 11, 12]
+
+
+@pytest.mark.parametrize("method", ["eagle3", "draft_model"])
+@pytest.mark.parametrize("how", ["probabilistic", "hybrid"])
+def test_each_of_a_crowd_under_rejection_says_what_it_says_alone(method, how):
+    """Its draws, coins and last tokens follow its own seed, temperature and position."""
+    language = RandomLanguage(error=1.5)
+    sampled = [replace(params, seed=11 + i) for i, params in enumerate(PARAMS * 3)]
+    asked = [(Speculation(acceptance="rejection", draft_probs=i % 5 != 2), params) for i, params in enumerate(sampled)]
+    asked[4] = (Speculation(), asked[4][1])
+
+    def texts(together: bool) -> list[list[int]]:
+        acceptance = AcceptanceConfig(sample_method=how)
+        with Bench(language, method, TREES["dynamic"], num_pages=300, acceptance=acceptance) as bench:
+            for i, (speculation, params) in enumerate(asked):
+                bench.submit([1 + i, 2, *range(i % 4)], 12, params, speculation=speculation)
+                if not together:
+                    bench.run()
+            bench.run()
+            return [answer.tokens for answer in bench.answers.values()]
+
+    assert texts(together=True) == texts(together=False)
+
+
+def test_drafted_and_plain_requests_share_a_batch():
+    language = RandomLanguage()
+    with Bench(language, "eagle3", TREES["dynamic"]) as bench:
+        ids = [
+            bench.submit([3 + i], 25, PARAMS[1], speculation=Speculation(enabled=i % 2 == 1, num_tokens=i))
+            for i in range(6)
+        ]
+        bench.run()
+        for i, id in enumerate(ids):
+            assert bench.answers[id].tokens == say(language, [3 + i], 25, PARAMS[1])
+            assert (bench.answers[id].last.stats.num_drafts > 0) == (i % 2 == 1)
+
+
+# ---- aborts
+
+
+def test_an_abort_frees_a_waiting_and_a_running_request():
+    with Bench(Counting(), "eagle3", CHAIN_3, max_num_seqs=1) as bench:
+        running, waiting, other = (bench.submit([1], 50) for _ in range(3))
+        bench.step()
+        assert bench.num_free < 64
+        bench.abort(waiting)
+        bench.step()
+        bench.abort(running)
+        bench.abort(12345)  # nobody
+        bench.run()
+        assert bench.answers[other].tokens == [*range(2, 52)]
+        assert bench.answers[waiting].tokens == [] and bench.answers[waiting].last is None
+        assert 0 < len(bench.answers[running].tokens) < 50
+        assert bench.num_free == 64 and not bench.engine._running and not bench.engine._waiting
+
+
+def test_pages_of_an_aborted_request_serve_the_next_without_its_moves():
+    """A tree path accepted beside the first branch leaves a move pending; its pages may be reused at once."""
+    language = RandomLanguage(error=1.5)
+    tree = TREES["dynamic"]
+    with Bench(language, "eagle3", tree, num_pages=17) as bench:
+        for n in range(12):
+            victim = bench.submit([n, 1], 40, SamplingParams(seed=n))
+            for _ in range(40):
+                bench.step()
+                if bench.engine._moves or victim not in bench.open:
+                    break
+            bench.abort(victim)
+            after = bench.submit([n, 2, 3, 4, 5], 10, SamplingParams(seed=n))
+            bench.run()
+            assert bench.answers[after].tokens == say(language, [n, 2, 3, 4, 5], 10, SamplingParams(seed=n))
+    assert any(len(step.copy_source) for step in bench.target.steps)
+
+
+# ---- counters
+
+
+def test_the_counters_tell_what_happened():
+    with Bench(Counting(errs=(16,)), "eagle3", CHAIN_3) as bench:
+        answer = bench.ask([9], 11)
+        # 10 | 11 12 13 14 | 15 (16 was drafted wrong) 16 | 17 18 19 20
+        assert answer.tokens == list(range(10, 21))
+        expected = RequestStats(num_drafts=3, verified_per_depth=[3, 3, 3], accepted_per_depth=[3, 2, 2])
+        assert answer.last.stats == expected and answer.num_chunks == 4
+        stats = bench.frames[-1].stats
+        assert (stats.steps, stats.requests_finished, stats.prompt_tokens, stats.generation_tokens) == (4, 1, 1, 11)
+        assert (stats.num_drafts, stats.num_draft_tokens, stats.num_verified_tokens) == (3, 9, 9)
+        assert stats.accepted_per_depth == [3, 2, 2] and stats.num_accepted_tokens == 7
+        assert (stats.num_running, stats.num_waiting, stats.kv_usage) == (0, 0, 0.0)
+        assert 0 < stats.draft_seconds and 0 < stats.transfer_seconds and 0 < stats.verify_seconds
+        assert stats.draft_seconds + stats.transfer_seconds + stats.verify_seconds < stats.step_seconds
+
+
+@pytest.mark.parametrize("ending", [{"stop_token_ids": [12]}, {}], ids=["stop token", "end of text"])
+def test_no_more_is_counted_as_accepted_than_came_out(ending):
+    with Bench(Counting(), "eagle3", CHAIN_3, eos_token_ids=(() if ending else (12,))) as bench:
+        answer = bench.ask([9], 30, **ending)
+        # 10 | 11 12, and 13 14 were accepted behind the end
+        assert answer.tokens == [10, 11, 12]
+        for stats in (answer.last.stats, bench.frames[-1].stats):
+            assert stats.accepted_per_depth == [1, 1]
+            assert stats.verified_per_depth == [1, 1, 1]  # what was paid for is told
+        assert (answer.last.num_accepted, answer.last.is_copied) == (2, False)
+
+
+def test_a_chunk_tells_which_of_its_tokens_were_drafted():
+    with Bench(Counting(errs=(16,)), "eagle3", CHAIN_3) as bench:
+        bench.ask([9], 11)
+        chunks = [chunk for frame in bench.frames for chunk in frame.chunks]
+        # 10 | 11 12 13 14 | 15 16 | 17 18 19 20, the last of each step being the target's own
+        assert [(len(chunk.tokens), chunk.num_accepted) for chunk in chunks] == [(1, 0), (4, 3), (2, 1), (4, 3)]
+
+
+def test_a_step_whose_every_node_was_pruned_is_no_draft():
+    tree = TreeConfig(kind="chain", num_nodes=3, prune=PruneConfig(min_prob=1.0))
+    with Bench(RandomLanguage(), "eagle3", tree) as bench:
+        stats = bench.ask([5, 6], 20, SamplingParams(seed=3)).last.stats
+        assert (stats.num_drafts, stats.num_verified_tokens) == (0, 0) < (1, stats.num_draft_tokens)
+        assert bench.frames[-1].stats.num_drafts == 0
+
+
+def test_no_more_is_drafted_than_can_still_be_said():
+    with Bench(Counting(), "eagle3", CHAIN_3) as bench:
+        bench.ask([1], 3)  # one from the prompt, one draft, one bonus
+        assert [r.max_depth_B.tolist() for r in bench.drafter.requests] == [[1]]
+        assert bench.frames[-1].stats.num_draft_tokens == 1
+
+
+@pytest.mark.parametrize(
+    ("tree", "most"),
+    [(CHAIN_3, 3), (TREES["static"], 3), (TREES["dynamic"], TREES["dynamic"].max_depth)],
+    ids=["chain", "static", "dynamic"],
+)
+def test_no_tree_is_asked_to_be_deeper_than_it_can_be(tree, most):
+    """What a message says of depths is as long as the deepest: not all that a request may still say."""
+    with Bench(RandomLanguage(), "eagle3", tree) as bench:
+        bench.ask([5, 6], 150, SamplingParams(temperature=0.0))
+        assert max(int(request.max_depth_B.max()) for request in bench.drafter.requests) == most
+
+
+def test_a_prompt_that_is_not_done_asks_nothing_of_the_rows_that_are_drawn():
+    """Whole rows of the vocabulary are gathered and kept for those alone who draw."""
+    wants_all = SamplingParams(temperature=1.0, seed=1, num_logprobs=2)
+    with Bench(RandomLanguage(), "eagle3", CHAIN_3, max_num_batched_tokens=12) as bench:
+        bench.submit([5, 6], 40, SamplingParams(temperature=0.0))
+        bench.step()
+        bench.submit(list(range(32)), 4, wants_all, speculation=Speculation(acceptance="rejection"))
+        bench.run()
+        first, *_ = [n for n, step in enumerate(bench.target.steps) if step.has_logprobs or step.has_sampled]
+        chunks = [n for n, step in enumerate(bench.target.steps) if len(step.token_N) > len(step.sample_row_R)]
+        assert len(chunks) > 3 and first == chunks[-1], "from the step on that ends the prompt"
+
+
+def test_gauges_show_who_runs_and_who_waits():
+    with Bench(Counting(), max_num_seqs=2, num_pages=41) as bench:
+        for _ in range(5):
+            bench.submit([1], 39)
+        bench.step()
+        stats = bench.frames[-1].stats
+        assert (stats.num_running, stats.num_waiting) == (2, 3)
+        assert stats.kv_usage == pytest.approx(2 / 40)  # a token and the next root's row: a page each
+
+
+def test_all_tokens_of_a_step_leave_as_one_frame_with_one_chunk_each():
+    with Bench(Counting(), "eagle3", CHAIN_3) as bench:
+        bench.submit([1], 9)
+        bench.submit([30], 9)
+        bench.run()
+        assert [[(c.id, len(c.tokens)) for c in f.chunks] for f in bench.frames] == [
+            [(0, n), (1, n)] for n in (1, 4, 4)
+        ]
+
+
+# ---- life and death
+
+
+def test_an_idle_engine_gives_signs_of_life_to_everybody(monkeypatch):
+    monkeypatch.setattr(verifier.engine, "HEARTBEAT_S", 0.02)
+    with Bench(Counting(), "eagle3", CHAIN_3) as bench:
+        for _ in range(5):
+            bench.step()
+        assert bench.frames and all(not frame.chunks for frame in bench.frames)
+        assert bench.target.heartbeats > 0 and bench.drafter.heartbeats > 0
+
+
+def test_the_drafter_hears_from_an_engine_that_never_drafts(monkeypatch):
+    monkeypatch.setattr(verifier.engine, "HEARTBEAT_S", 0.0)
+    with Bench(Counting(), "eagle3", CHAIN_3) as bench:
+        bench.ask([1], 10, speculation=Speculation(enabled=False))
+        assert bench.drafter.heartbeats >= 10
+
+
+def test_an_engine_whose_front_is_gone_stops_and_tells_the_others():
+    with Bench(Counting(), "eagle3", CHAIN_3) as bench:
+        bench.submit([1], 200)
+        bench.front.close()
+        with pytest.raises(FrontGone):
+            bench.engine.run()
+        bench.engine.stop()
+        assert bench.target.stopped and bench.drafter.stopped
+
+
+# ---- everything at once
+
+
+@pytest.mark.parametrize(
+    ("method", "tree"), [("eagle3", TREES["dynamic"]), ("draft_model", TREES["static"])], ids=["eagle3", "draft model"]
+)
+def test_a_crowd_of_random_requests_with_aborts_leave_every_page_free(method, tree):
+    rng = random.Random(7)
+    language = RandomLanguage(vocab=24)
+    with Bench(
+        language, method, tree, num_pages=70, max_num_seqs=5, max_num_batched_tokens=90, eos_token_ids=(5,)
+    ) as bench:
+        asked = []
+        while len(asked) < 150 or bench.open:
+            while len(asked) < 150 and rng.random() < 0.35:
+                prompt = [rng.randrange(24) for _ in range(rng.choice([1, 2, 7, 30, 100]))]
+                params = SamplingParams(
+                    temperature=rng.choice([0.0, 0.8, 1.0]), top_p=rng.choice([1.0, 0.9]), seed=rng.getrandbits(64)
+                )
+                speculation = Speculation(
+                    enabled=rng.random() < 0.8, num_tokens=rng.choice([None, None, 0, 1, 4]),
+                    min_prob=rng.choice([None, 0.3]), path_prob=rng.choice([None, 0.1]),
+                )  # fmt: skip
+                max_tokens = rng.randint(1, 30)
+                ignore_eos = rng.random() < 0.5
+                bench.submit(
+                    prompt, max_tokens, params, speculation=speculation, ignore_eos=ignore_eos, stop_token_ids=[11]
+                )
+                asked.append((prompt, max_tokens, params, {11} if ignore_eos else {11, 5}))
+            if bench.open and rng.random() < 0.08:
+                bench.abort(rng.choice(sorted(bench.open)))
+            if bench.open or rng.random() < 0.2:
+                bench.step()
+        bench.submit([1], 1)
+        bench.run()  # the last aborts have been taken
+        assert bench.num_free == 69 and not bench.engine._running and not bench.engine._moves
+        num_finished = 0
+        for (prompt, max_tokens, params, stops), answer in zip(asked, bench.answers.values(), strict=False):
+            tokens = answer.tokens
+            expected = say(language, prompt, len(tokens), params)
+            assert tokens == expected
+            if answer.last is not None:
+                num_finished += 1
+                stopped = [i for i, token in enumerate(tokens) if token in stops]
+                assert stopped == ([len(tokens) - 1] if answer.last.finish_reason == "stop" else [])
+                assert (len(tokens) == max_tokens) or stopped
+        assert num_finished > 100
+        finished_drafts = np.array([a.last.stats.num_accepted_tokens for a in bench.answers.values() if a.last])
+        assert finished_drafts.sum() > 100
+
+
+def test_peers_hear_from_an_idle_engine_no_more_than_once_a_period(monkeypatch):
+    monkeypatch.setattr(verifier.engine, "HEARTBEAT_S", 60.0)
+    with Bench(Counting()) as bench:
+        bench.submit([1], 2)
+        bench.run()
+        before = bench.target.heartbeats
+        bench.submit([1], 2)  # wakes it at once: it was idle, and has given a sign a moment ago
+        bench.step()
+        assert bench.target.heartbeats == before
+
+
+def test_preemptions_and_seconds_of_drafting_add_up():
+    with Bench(RandomLanguage(), "eagle3", CHAIN_3) as bench:
+        bench.submit([1, 2, 3], 40, SamplingParams(seed=1))
+        told = []
+        receive = bench.drafter.receive
+        bench.drafter.receive = lambda: (told.append(receive()), told[-1])[1]
+        for number in range(3):
+            while not bench.engine._running or not bench.engine._running[0].is_decoding:
+                bench.step()
+            bench.step()
+            bench.engine.preempt(bench.engine._running[0])
+            assert bench.engine._stats.num_preemptions == number + 1
+        bench.run()
+        drafted = sum(received.message.seconds for received in told)
+        assert bench.frames[-1].stats.draft_seconds == pytest.approx(drafted) and len(told) > 5
+
+
+@pytest.mark.parametrize("tree", [TREES["chain"], TREES["static"]], ids=["chain", "static"])
+def test_sampled_drafts_keep_their_probabilities_beside_a_prompt_that_is_finished(tree):
+    """With fixed trees a seeded request under `rejection` says the same whoever joins."""
+    rejection = AcceptanceConfig(kind="rejection")
+    params = SamplingParams(temperature=1.0, seed=7)
+    with Bench(RandomLanguage(error=0.3), "eagle3", tree, acceptance=rejection) as bench:
+        alone = bench.ask([5, 6], 40, params).tokens
+    with Bench(RandomLanguage(error=0.3), "eagle3", tree, acceptance=rejection) as bench:
+        first = bench.submit([5, 6], 40, params)
+        for _ in range(20):
+            bench.submit([9, 8], 1)  # its prompt is finished in the same step
+            bench.step()
+        bench.run()
+        assert bench.answers[first].tokens == alone

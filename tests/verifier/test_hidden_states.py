@@ -1,0 +1,198 @@
+"""States that wait for the drafter: what is kept is what is read, and however requests come and go, they fit."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.fakes import Bench, RandomLanguage
+from verifier import draft_inputs, hidden_states
+from verifier.adaptive.controller import Controller
+from verifier.draft_inputs import (
+    DraftInput,
+    backlog,
+    is_due,
+    max_backlog,
+    max_message_rows,
+    next_input,
+    within_message,
+)
+from verifier.hidden_states import OwedStates, WaitingStates, most_waiting
+from verifier.request import Request
+from workers.comm.ipc import Speculation, Submit
+from workers.config import DraftConfig, EngineConfig, PruneConfig, TreeConfig
+from workers.types import Rule, SamplingParams, TreeLimits
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_kept_is_what_is_read_whoever_leaves_in_between(seed):
+    rng = random.Random(seed)
+    waiting = WaitingStates(200, 3, dtype=torch.float32, device=CPU)
+    held: list[tuple[list[int], torch.Tensor]] = []
+    for number in range(400):
+        count = rng.choice([1, 2, 5, 70])
+        if rng.random() < 0.6 and count <= waiting.num_free:
+            kept = torch.full((count, 3), float(number)) + torch.arange(count)[:, None] / 128
+            held.append((waiting.keep(kept), kept))
+        elif held:
+            rows, kept = held.pop(rng.randrange(len(held)))
+            if rng.random() < 0.3:
+                waiting.free(rows)
+            else:
+                assert torch.equal(waiting.take(rows), kept)
+        own = [row for rows, _ in held for row in rows]
+        assert len(set(own)) == len(own) == 200 - waiting.num_free
+    for rows, kept in held:
+        assert torch.equal(waiting.take(rows), kept)
+    assert waiting.num_free == 200
+
+
+def test_more_than_there_is_room_for_is_a_mistake():
+    waiting = WaitingStates(4, 1, dtype=torch.float32, device=CPU)
+    waiting.keep(torch.zeros(3, 1))
+    with pytest.raises(AssertionError, match="more states wait"):
+        waiting.keep(torch.zeros(2, 1))
+
+
+def test_how_many_wait_follows_the_limits():
+    draft = DraftConfig(method="eagle3", model_path="", tree=TreeConfig(num_nodes=16))
+    config = EngineConfig(model_path="", max_num_seqs=64, max_num_batched_tokens=2048, page_size=16, draft=draft)
+    assert (max_backlog(config), max_message_rows(config)) == (256, 2048 + 64)
+    assert most_waiting(config) == 64 * (256 + 17) + 2 * (2048 + 64)
+    many = replace(config, max_num_seqs=1024)
+    assert (max_backlog(many), max_message_rows(many)) == (32, 1024 * 17 + 16)
+    assert most_waiting(many) == 1024 * (32 + 17) + 2 * (1024 * 17 + 16)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_waits_fits(seed, monkeypatch):
+    """Requests of all lengths come, leave and are preempted, and are drafted for at random or not at all. The engine
+    asserts that states find room; `Bench` counts them after every step."""
+    rng = np.random.default_rng(seed)
+    monkeypatch.setattr(draft_inputs, "_MAX_BACKLOG", 6)
+    share = (0.0, 0.02, 0.2, 0.5)[seed]
+    monkeypatch.setattr(Controller, "_choose", lambda self, auto, *_: [r for r in auto if rng.random() < share])
+    tree = TreeConfig(kind="dynamic", num_nodes=3, max_depth=2, prune=PruneConfig(auto=True))
+    with Bench(RandomLanguage(error=0.3), "eagle3", tree, 40, max_num_seqs=8, max_num_batched_tokens=20) as b:
+        waiting = b.target.waiting
+        assert waiting is not None
+        least = waiting.num_free
+        for _ in range(40):
+            prompt = [int(t) for t in rng.integers(0, 32, rng.integers(1, 90))]
+            b.submit(
+                prompt, int(rng.integers(1, 40)), SamplingParams(temperature=0.0),
+                speculation=Speculation(auto=bool(rng.random() < 0.8)),
+            )  # fmt: skip
+            for _ in range(int(rng.integers(0, 6))):
+                b.step()
+                least = min(least, waiting.num_free)
+        for token in range(2):  # 80 tokens fit into 39 pages of 4, 200 do not, whoever is drafted for
+            b.submit([token] * 40, 60, SamplingParams(temperature=0.0), ignore_eos=True)
+        b.run()
+        num_preempted = b.frames[-1].stats.num_preemptions
+        assert waiting.num_free == most_waiting(b.engine._config) > least
+    assert num_preempted > 0
+
+
+def waiting_for(room: int) -> tuple[WaitingStates, OwedStates]:
+    waiting = WaitingStates(room, 2, dtype=torch.float32, device=CPU)
+    return waiting, OwedStates(waiting, lambda owed, state_NX: None)
+
+
+def test_for_who_leaves_nothing_is_moved():
+    waiting, owed = waiting_for(8)
+    leaving, staying = _owed("leaves", 5), _owed("stays", 5)
+    owed.add([(leaving, [0, 2]), (staying, [1])], torch.tensor([[0.0, 0], [1, 1], [2, 2]]))
+    owed.free(leaving)
+    assert (leaving.states, waiting.num_free) == ([], 7)
+    assert waiting.take(staying.states).tolist() == [[1.0, 1.0]]
+
+
+def test_a_large_prompts_states_are_not_copied_to_be_beside_others(monkeypatch):
+    waiting, owed = waiting_for(8)
+    monkeypatch.setattr(hidden_states, "_ROWS_AT_ONCE", 4)
+    monkeypatch.setattr(hidden_states.torch, "cat", None)
+    owed.add([(_owed("decodes", 5), [0])], torch.zeros(1, 2))
+    owed.add([(_owed("joins", 8), [0, 1, 2, 3, 4])], torch.zeros(5, 2))
+    assert waiting.num_free == 2
+
+
+def test_what_is_due_is_fed_first_and_nobody_changes_places():
+    """Requests that insist on their own trees, then those that are owed too much, then those that could wait."""
+    asked = {"waits": 5, "due": 9, "insists": 4, "also due": 8}
+    requests = {name: _owed(name, count) for name, count in asked.items()}
+    asking = {request: DraftInput([1] * asked[name], 3, 2) for name, request in requests.items()}
+    for room, sent in [
+        (26, {"waits": (5, 3), "due": (9, 3), "insists": (4, 3), "also due": (8, 3)}),
+        (23, {"waits": (2, 0), "due": (9, 3), "insists": (4, 3), "also due": (8, 3)}),
+        (21, {"due": (9, 3), "insists": (4, 3), "also due": (8, 3)}),
+        (15, {"due": (9, 3), "insists": (4, 3), "also due": (2, 0)}),
+        (3, {"insists": (3, 0)}),
+    ]:
+        cut = within_message(asking, max_rows=room, max_backlog=7)
+        assert [(requests[name], size) for name, size in sent.items()] == [
+            (request, (len(own.tokens), own.num_nodes)) for request, own in cut.items()
+        ]
+
+
+def test_the_row_behind_a_shared_prefix_waits_for_the_rest_of_its_prompt():
+    """Before anything of its own is computed, a request could be fed one row: a message that is saved."""
+    config = EngineConfig(model_path="", draft=DraftConfig(method="eagle3", model_path="", tree=TreeConfig()))
+    request = Request(Submit(id=0, prompt=[1] * 40, max_tokens=9), Rule.COUPLED, TreeLimits(num_nodes=3), 1)
+    request.num_computed = request.num_fed = 16
+    assert next_input(request, config) is None
+    request.num_computed = 20
+    assert next_input(request, config) == DraftInput([1] * 5, 0, 0)
+    request.num_computed = 40
+    request.append([2])
+    assert next_input(request, config) == DraftInput([1] * 24 + [2], 3, 7)
+    request.append([2] * 7)
+    request.num_computed = 47
+    assert next_input(request, config) is None, "one more token ends the answer"
+
+
+def test_a_request_is_owed_too_much_when_it_is_owed_more_than_may_wait():
+    assert [is_due(_owed("waits", count), 7) for count in (6, 7, 8)] == [False, False, True]
+    repeated = _owed("waits", 5)
+    repeated.is_repeated = True
+    assert is_due(repeated, 7)
+    repeated.num_fed = repeated.num_prompt
+    assert not is_due(repeated, 7), "the prompt that others share has been fed"
+    behind = _owed("waits", 12)
+    behind.num_computed = 14
+    assert backlog(behind) == 7 and not is_due(behind, 7), "what is not computed cannot be fed"
+
+
+def test_states_wait_for_those_alone_who_may_still_be_drafted_for():
+    waiting, owed = waiting_for(8)
+    ends, goes_on = _owed("ends", 5), _owed("goes on", 5)
+    plain = Request(Submit(id=0, prompt=[1] * 20, max_tokens=9), Rule.COUPLED, None, 0)
+    ends.append([2] * 8)
+    owed.add([(ends, [0]), (plain, [1]), (goes_on, [2])], torch.tensor([[0.0, 0], [1, 1], [2, 2]]))
+    owed.settle()
+    assert (ends.states, plain.states, waiting.num_free) == ([], [], 7)
+    assert waiting.take(goes_on.states).tolist() == [[2.0, 2.0]]
+
+
+def test_small_steps_add_up_to_what_may_be_in_memory_uncounted(monkeypatch):
+    waiting, owed = waiting_for(8)
+    monkeypatch.setattr(hidden_states, "_ROWS_AT_ONCE", 4)
+    request = _owed("decodes", 8)
+    for _ in range(2):
+        owed.add([(request, [0, 1])], torch.zeros(2, 2))
+    assert waiting.num_free == 8
+    owed.add([(request, [0])], torch.zeros(1, 2))
+    assert waiting.num_free == 4, "the first two steps' states were put where they belong"
+
+
+def _owed(name: str, count: int) -> Request:
+    limits = TreeLimits(num_nodes=3, auto=name != "insists", min_prob=0.0, path_prob=0.0)
+    request = Request(Submit(id=0, prompt=[1] * 20, max_tokens=9), Rule.COUPLED, limits, 0)
+    request.num_computed, request.num_fed = 19, 20 - count
+    return request

@@ -1,0 +1,365 @@
+"""Pages that requests share: who may find what, what is computed, and that no page is ever lost or wrong.
+
+The fakes read their prefix out of paged memory that is wiped when a page changes hands; an EAGLE drafter is told the
+position and token of every feature. So a shared page with anything else in it than its tokens shows at once.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.fakes import Bench, Counting, RandomLanguage, say
+from verifier.adaptive import gate
+from workers.comm.ipc import Speculation
+from workers.config import Prices, PruneConfig, TreeConfig
+from workers.kv_cache import Found, OutOfPages, PageAllocator
+from workers.types import SamplingParams
+
+torch.set_num_threads(1)
+
+TREES = {
+    "chain": TreeConfig(kind="chain", num_nodes=3),
+    "static": TreeConfig(
+        kind="static", num_nodes=7, static_paths=((0,), (1,), (0, 0), (0, 1), (0, 2), (1, 0), (0, 0, 0))
+    ),
+    "dynamic": TreeConfig(num_nodes=12, max_depth=5, max_children=4),
+    "small": TreeConfig(num_nodes=5, max_depth=2, max_children=3),
+}
+KINDS = [(None, "chain"), ("eagle3", "dynamic"), ("draft_model", "static")]
+OFF = Speculation(enabled=False)
+GREEDY = SamplingParams(temperature=0.0)
+PROMPT = [i * 7 % 31 for i in range(41)]  # ten pages of 4 and a token
+
+
+def bench_of(method: Any, tree: str = "dynamic", **settings: Any) -> Bench:
+    return Bench(RandomLanguage(), method, TREES[tree], **settings)
+
+
+def num_computed(bench: Bench, since: int = 0) -> int:
+    """Prompt rows that went through the target: those of a batch without trees."""
+    return sum(len(step.token_N) for step in bench.target.steps[since:] if len(step.sample_row_R) < len(step.token_N))
+
+
+def cached(bench: Bench, id: int) -> int:
+    return bench.answers[id].last.num_cached_tokens
+
+
+# ---- the allocator
+
+
+def allocator_with(*keys: bytes, num_pages: int = 9) -> tuple[PageAllocator, list[int]]:
+    allocator = PageAllocator(num_pages)
+    pages = allocator.alloc(len(keys))
+    for page, key in zip(pages, keys, strict=True):
+        allocator.publish(page, key, is_drafted=False)
+    return allocator, pages
+
+
+def test_a_page_is_free_again_when_its_last_holder_lets_go_and_is_found_until_its_room_is_needed():
+    allocator, pages = allocator_with(b"a", b"b", num_pages=5)
+    assert allocator.find([b"a", b"b", b"c"], is_drafted=False) == Found(pages, 2)
+    allocator.share(pages)
+    allocator.free(pages)
+    assert allocator.num_free == 2
+    allocator.free(pages)
+    assert allocator.num_free == 4
+    assert allocator.find([b"a", b"b"], is_drafted=False) == Found(pages, 0)
+    assert len(allocator.alloc(4)) == 4
+    assert allocator.find([b"a"], is_drafted=False) == Found([], 0)
+    with pytest.raises(OutOfPages):
+        allocator.alloc(1)
+
+
+def test_unused_pages_go_first_then_the_longest_idle_and_of_one_request_its_last():
+    allocator, pages = allocator_with(b"a", b"b", b"x", num_pages=5)
+    allocator.free(pages[:2])
+    allocator.free(pages[2:])
+    allocator.alloc(1)
+    assert allocator.find([b"a", b"b"], is_drafted=False).pages == pages[:2], "the unused page went first"
+    allocator.alloc(1)
+    assert allocator.find([b"a", b"b"], is_drafted=False).pages == pages[:1]
+    allocator.share(pages[:1])
+    allocator.free(pages[:1])
+    allocator.alloc(1)
+    assert allocator.find([b"x"], is_drafted=False).pages == [], "page a was used since"
+    assert allocator.find([b"a"], is_drafted=False).pages == pages[:1]
+
+
+def test_a_gap_ends_what_is_found():
+    allocator, pages = allocator_with(b"a", b"c")
+    assert allocator.find([b"a", b"b", b"c"], is_drafted=False).pages == pages[:1]
+
+
+def test_of_two_pages_with_one_content_the_first_stays_unless_only_the_second_is_drafted():
+    allocator, (first,) = allocator_with(b"a")
+    second, third = allocator.alloc(2)
+    allocator.publish(second, b"a", is_drafted=False)
+    assert allocator.find([b"a"], is_drafted=False).pages == [first]
+    assert allocator.find([b"a"], is_drafted=True).pages == []
+    allocator.free([first])
+    allocator.publish(second, b"a", is_drafted=True)
+    assert allocator.find([b"a"], is_drafted=False).pages == allocator.find([b"a"], is_drafted=True).pages == [second]
+    allocator.publish(third, b"a", is_drafted=True)
+    allocator.free([second, third])
+    assert allocator.num_free == 8 and allocator.find([b"a"], is_drafted=True).pages == [second]
+    assert sorted(allocator.alloc(8)) == list(range(1, 9)), "each once"
+
+
+# ---- what is found
+
+
+@pytest.mark.parametrize(("method", "tree"), KINDS)
+def test_the_second_of_two_requests_computes_only_what_is_its_own(method, tree):
+    with bench_of(method, tree) as bench:
+        first, second = [*PROMPT, 5], [*PROMPT, 6, 7]
+        params = SamplingParams(seed=3)
+        assert bench.ask(first, 12, params).tokens == say(RandomLanguage(), first, 12, params)
+        begin = len(bench.target.steps)
+        answer = bench.ask(second, 12, params)
+        assert answer.tokens == say(RandomLanguage(), second, 12, params)
+        assert (answer.last.num_cached_tokens, num_computed(bench, begin)) == (40, 3)
+        stats = bench.frames[-1].stats
+        assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (42 + 43, 40)
+        assert bench.num_free == 64
+
+
+@pytest.mark.parametrize(("method", "tree"), KINDS)
+def test_the_last_prompt_token_is_always_computed(method, tree):
+    with bench_of(method, tree) as bench:
+        expected = bench.ask(PROMPT[:16], 9, GREEDY).tokens
+        begin = len(bench.target.steps)
+        again = bench.ask(PROMPT[:16], 9, GREEDY)
+        assert again.tokens == expected
+        assert (again.last.num_cached_tokens, num_computed(bench, begin)) == (12, 4)
+
+
+@pytest.mark.parametrize(("method", "tree"), KINDS)
+def test_a_conversation_finds_its_earlier_answers(method, tree):
+    with bench_of(method, tree) as bench:
+        prompt = PROMPT[:10]
+        for turn in range(4):
+            answer = bench.ask(prompt, 17, GREEDY)
+            assert answer.tokens == say(RandomLanguage(), prompt, 17, GREEDY)
+            # Lost at the end of an answer: its last token, whose KV nobody computed, what the drafter was not told any
+            # more, and a path that still waited to be moved.
+            assert not turn or len(prompt) - answer.last.num_cached_tokens <= 3 + 4 + 2 * 4
+            prompt = prompt + answer.tokens + [turn, turn]
+        assert bench.frames[-1].stats.prefix_cache_hits > 60
+
+
+@pytest.mark.parametrize(("method", "tree"), KINDS)
+def test_requests_that_share_a_running_prompt_hold_its_pages_together(method, tree):
+    with bench_of(method, tree, num_pages=60) as bench:
+        ids = [bench.submit(PROMPT, 20, SamplingParams(seed=0))]
+        for _ in range(3):  # the prompt, and the drafter told of it
+            bench.step()
+        ids += [bench.submit(PROMPT, 20, SamplingParams(seed=n)) for n in range(1, 6)]
+        bench.step()
+        assert len(bench.engine._running) == 6, "six times 11 pages would not fit 59"
+        bench.run()
+        for n, id in enumerate(ids):
+            assert bench.answers[id].tokens == say(RandomLanguage(), PROMPT, 20, SamplingParams(seed=n))
+            assert cached(bench, id) == (40 if n else 0)
+        assert bench.num_free == 59
+
+
+def test_a_prompt_is_shared_while_it_is_still_being_computed():
+    with bench_of("eagle3", max_num_batched_tokens=16) as bench:
+        first = bench.submit(PROMPT, 8, GREEDY)
+        for _ in range(2):  # 32 tokens computed, 16 of them drafted
+            bench.step()
+        second = bench.submit(PROMPT, 8, GREEDY)
+        bench.run()
+        assert bench.answers[first].tokens == bench.answers[second].tokens
+        assert 16 <= cached(bench, second) <= 40
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 16])
+@pytest.mark.parametrize(("method", "tree"), KINDS)
+def test_pages_of_any_size_are_shared(method, tree, page_size):
+    with bench_of(method, tree, page_size=page_size, num_pages=150) as bench:
+        for n in (30, 33, 41):
+            params = SamplingParams(seed=n)
+            answer = bench.ask(PROMPT[:n], 9, params)
+            assert answer.tokens == say(RandomLanguage(), PROMPT[:n], 9, params)
+        assert answer.last.num_cached_tokens == 33 // page_size * page_size
+
+
+# ---- who may find it
+
+
+@pytest.mark.parametrize("method", ["eagle3", "draft_model"])
+def test_a_request_that_drafts_shares_only_what_the_drafter_holds_too(method):
+    with bench_of(method) as bench:
+        for speculation in (OFF, Speculation(), OFF, Speculation()):
+            bench.ask(PROMPT, 6, GREEDY, speculation=speculation)
+        assert [cached(bench, id) for id in range(4)] == [0, 0, 40, 40]
+        assert len({tuple(answer.tokens) for answer in bench.answers.values()}) == 1
+        assert bench.answers[3].last.stats == bench.answers[1].last.stats, "the same trees"
+
+
+def test_while_auto_does_not_draft_the_third_request_finds_what_the_second_had_fed(monkeypatch):
+    monkeypatch.setattr(gate, "_FIRST_GAP", 10**9)  # no probes
+    dear = PruneConfig(auto=True, prices=Prices(step=1.0, row=1.0, draft=1000.0, level=1000.0))
+    with Bench(RandomLanguage(), "eagle3", replace(TREES["dynamic"], prune=dear)) as bench:
+        fed = []
+        for _ in range(3):
+            bench.ask(PROMPT, 4, GREEDY)
+            fed.append([(len(request.token_M), int(request.num_nodes_B)) for request in bench.drafter.requests])
+        assert fed == [[], [(41, 0)], [(41, 0)]] and [cached(bench, id) for id in range(3)] == [0, 0, 40]
+
+
+def test_tokens_that_the_drafter_was_not_told_are_not_shared_with_those_who_draft():
+    """The last tokens of an answer are not fed: there is nothing left to draft."""
+    with Bench(Counting(), "eagle3", TREES["chain"]) as bench:
+        said = bench.ask([1, 2], 15, GREEDY).tokens  # 3 .. 17, in four drafts of 4 but for the first token
+        with_drafts, without = (
+            bench.ask([1, 2, *said, 18, 19], 3, GREEDY, speculation=speculation).last.num_cached_tokens
+            for speculation in (Speculation(), OFF)
+        )
+        assert (with_drafts, without) == (12, 16)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2])
+def test_a_request_too_short_to_draft_for_shares_like_one_that_never_drafts(max_tokens):
+    with bench_of("eagle3") as bench:
+        for _ in range(2):
+            bench.ask(PROMPT, max_tokens, GREEDY)
+        assert cached(bench, 1) == 40 and not bench.drafter.requests
+
+
+def test_a_salt_keeps_prompts_apart():
+    with bench_of("eagle3") as bench:
+        salts = [None, "a", "b", "", "a", None]
+        for salt in salts:
+            bench.ask(PROMPT, 3, GREEDY, cache_salt=salt)
+        assert [cached(bench, id) for id in range(len(salts))] == [0, 0, 0, 0, 40, 40]
+
+
+def test_the_place_of_a_page_counts_not_its_tokens_alone():
+    with bench_of("eagle3") as bench:
+        bench.ask([1, 2, 3, 4] * 5, 2, GREEDY)
+        assert bench.ask([9, 9, 9, 9, *[1, 2, 3, 4] * 5], 2, GREEDY).last.num_cached_tokens == 0
+        assert bench.ask([1, 2, 3, 4, 9, 9, 9, 9, 1, 2, 3, 4, 5], 2, GREEDY).last.num_cached_tokens == 4
+
+
+def test_without_caching_nothing_is_found_and_nothing_is_kept():
+    with bench_of("eagle3", enable_prefix_caching=False) as bench:
+        first, second = (bench.ask(PROMPT, 5, GREEDY) for _ in range(2))
+        assert second.last.num_cached_tokens == 0 and first.tokens == second.tokens
+        assert (bench.frames[-1].stats.prefix_cache_queries, bench.frames[-1].stats.prefix_cache_hits) == (0, 0)
+        assert not any(bench.engine._allocator.is_published(page) for page in range(65))
+
+
+# ---- when pages are short
+
+
+@pytest.mark.parametrize(("method", "tree"), KINDS)
+def test_a_preempted_request_finds_its_pages_again(method, tree):
+    with bench_of(method, tree) as bench:
+        id = bench.submit(PROMPT, 30, GREEDY)
+        while len(bench.answers[id].tokens) < 15:
+            bench.step()
+        bench.engine.preempt(bench.engine._running[0])
+        known, begin = 41 + len(bench.answers[id].tokens), len(bench.target.steps)
+        bench.run()
+        assert bench.answers[id].tokens == say(RandomLanguage(), PROMPT, 30, GREEDY)
+        computed = len(bench.target.steps[begin].token_N)
+        assert computed == (known - 1) % 4 + 4 * (computed // 4), "from a page on, up to the root"
+        assert computed <= 3 * 4 and cached(bench, id) == 0
+
+
+def test_the_longest_unused_prompt_is_forgotten_first():
+    with bench_of("eagle3", num_pages=33) as bench:
+        prompts = [[n, *PROMPT[:23]] for n in range(8)]  # 6 pages each
+        for n in (0, 1, 2, 3, 0, 4, 5):
+            bench.ask(prompts[n], 2, GREEDY)
+        assert bench.ask(prompts[0], 2, GREEDY).last.num_cached_tokens == 20
+        assert bench.ask(prompts[1], 2, GREEDY).last.num_cached_tokens < 20
+
+
+def test_a_request_that_needs_every_page_takes_those_of_the_cache():
+    with bench_of("eagle3", num_pages=21, max_model_len=80) as bench:
+        bench.ask(PROMPT, 10, GREEDY)
+        large = [3, *PROMPT]
+        assert bench.ask(large, 26, GREEDY).tokens == say(RandomLanguage(), large, 26, GREEDY)  # 42 + 25 + 13 rows
+        # One that shares the pages of another which fills the pool with it has to wait, and both finish.
+        ids = [bench.submit(PROMPT, 27, GREEDY), bench.submit([*PROMPT[:24], 1], 28, GREEDY)]
+        bench.run()
+        assert [bench.answers[id].tokens for id in ids] == [
+            say(RandomLanguage(), PROMPT, 27, GREEDY),
+            say(RandomLanguage(), [*PROMPT[:24], 1], 28, GREEDY),
+        ]
+        assert bench.num_free == 20
+
+
+# ---- everything at once
+
+FEW_STEPS, MANY_STEPS = 1000, 10_000
+
+
+@pytest.mark.parametrize(
+    ("method", "tree", "num_steps"),
+    [
+        ("eagle3", "small", MANY_STEPS),
+        (None, "chain", FEW_STEPS),
+        ("draft_model", "static", FEW_STEPS),
+        pytest.param(None, "chain", MANY_STEPS, marks=pytest.mark.full),
+        pytest.param("draft_model", "static", MANY_STEPS, marks=pytest.mark.full),
+    ],
+)
+def test_ten_thousand_steps_of_coming_and_going_lose_no_page_and_mix_nothing_up(method, tree, num_steps):
+    """Joins, ends, aborts, preemptions, shared beginnings, salts, drafting on and off. `Bench.step` checks after every
+    step that each page has as many holders as requests hold it, that none is written by two, and what every slot of
+    both pools holds."""
+    rng = random.Random(5)
+    language = RandomLanguage(vocab=24)
+    settings = {"max_num_seqs": 5, "max_num_batched_tokens": 40, "eos_token_ids": (5,), "max_model_len": 120}
+    texts = [[rng.randrange(24) for _ in range(40)] for _ in range(5)]
+    with Bench(language, method, TREES[tree], num_pages=36, **settings) as bench:
+        asked: dict[int, tuple[list[int], SamplingParams, Speculation]] = {}
+        num_forced = 0
+        while len(bench.target.steps) < num_steps:
+            if len(bench.open) < 8 and rng.random() < 0.3:
+                prompt = rng.choice(texts)[: rng.randint(1, 60)] + [rng.randrange(24) for _ in range(rng.randint(0, 6))]
+                params = SamplingParams(temperature=rng.choice([0.0, 0.0, 1.0]), seed=rng.getrandbits(32))
+                speculation = rng.choice([Speculation(), Speculation(num_tokens=2), OFF])
+                if rng.random() < 0.2:
+                    speculation = replace(speculation, acceptance="rejection")
+                salt = "a grain" if rng.random() < 0.1 else None
+                id = bench.submit(prompt, rng.randint(1, 30), params, speculation=speculation, cache_salt=salt)
+                asked[id] = (prompt, params, speculation)
+            if bench.open and rng.random() < 0.03:
+                bench.abort(rng.choice(sorted(bench.open)))
+            if bench.engine._running and rng.random() < 0.03:
+                bench.engine.preempt(rng.choice(bench.engine._running))
+                num_forced += 1
+            if bench.open:
+                bench.step()
+                for id in [id for id in asked if bench.answers[id].last]:
+                    prompt, params, speculation = asked.pop(id)
+                    tokens = bench.answers[id].tokens
+                    if len(prompt + tokens) < 60:
+                        texts[rng.randrange(len(texts))] = prompt + tokens
+                    if params.temperature == 0.0 and (speculation.acceptance is None or not speculation.enabled):
+                        assert tokens == _greedy(language, prompt, len(tokens))
+        bench.run()
+        bench.ask([1], 1)  # the last aborts have been taken
+        stats = bench.frames[-1].stats
+        assert bench.num_free == 35 and not (bench.engine._running or bench.engine._waiting or bench.engine._moves)
+        assert not any(map(bench.engine._allocator.num_holders, range(36)))
+        assert stats.requests_finished > num_steps / 20
+        assert stats.num_preemptions > num_forced + num_steps / 200, "pages ran short, too"
+        assert 0.3 < stats.prefix_cache_hits / stats.prefix_cache_queries < 0.9
+
+
+def _greedy(language: RandomLanguage, prompt: list[int], num: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(num):
+        tokens.append(int(language.target(tokens).argmax()))
+    return tokens[len(prompt) :]

@@ -1,0 +1,230 @@
+"""Frames between real processes: what is sent arrives, and a lost peer is an error that names it, soon."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.fakes import in_processes
+from workers.comm.channel import PeerLost
+from workers.comm.groups import World
+from workers.comm.wire import Kind
+from workers.config import DraftConfig, EngineConfig
+from workers.types import (
+    AttentionMetadata,
+    DraftReply,
+    DraftRequest,
+    SamplingBatch,
+    SamplingParams,
+    TargetStep,
+    TreeBatch,
+)
+
+SIZES = [(0, None), (1, 4), (60, 16), (63, 16), (400, 64), (5000, None), (3, 8), (20000, 32)]
+"""(fed rows, feature width): bodies around, below and far beyond the 8 KiB that travel with a header."""
+
+
+def config(
+    tensor_parallel_size: int = 1, step_timeout_s: float = 20.0, draft_tensor_parallel_size: int = 1
+) -> EngineConfig:
+    draft = DraftConfig(method="eagle3", model_path="", tensor_parallel_size=draft_tensor_parallel_size)
+    return EngineConfig(
+        model_path="", tensor_parallel_size=tensor_parallel_size, step_timeout_s=step_timeout_s, draft=draft
+    )
+
+
+def draft_request(rows: int, width: int | None) -> DraftRequest:
+    rng = np.random.default_rng(rows)
+    sampling = SamplingBatch.stack([SamplingParams(seed=2**64 - 1 - rows)])
+    one, none = torch.ones(1, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
+    return DraftRequest(
+        offsets=torch.tensor([0, rows], dtype=torch.int32),
+        start_B=one, rule_B=one, auto_B=one, num_nodes_B=one, max_depth_B=one,
+        token_M=torch.from_numpy(rng.integers(0, 2**31, size=rows).astype(np.int32)),
+        page_table_BP=torch.zeros(1, 3, dtype=torch.int32),
+        min_prob_B=torch.zeros(1), path_prob_B=torch.zeros(1),
+        constraints_U=none.byte(), sampling=sampling, costs=None,
+        features_MH=None if width is None else torch.from_numpy(rng.normal(size=(rows, width)).astype(np.float32)),
+    )  # fmt: skip
+
+
+def draft_reply(seconds: float) -> DraftReply:
+    none = torch.zeros(0, dtype=torch.int32)
+    trees = TreeBatch(
+        offsets=torch.zeros(1, dtype=torch.int32), token_N=none, parent_N=none, depth_N=none,
+        ancestors_N=none.long(), kind_N=none.byte(), weight_N=none.float(),
+    )  # fmt: skip
+    return DraftReply(trees=trees, probs=None, pruned_GD=none.reshape(0, 0), num_levels=0, num_run=0, seconds=seconds)
+
+
+def target_step(rows: int) -> TargetStep:
+    request = draft_request(rows, None)
+    ints, sampling = torch.arange(rows, dtype=torch.int32), SamplingBatch.stack([SamplingParams()] * rows)
+    attention = AttentionMetadata(
+        query_offsets=request.offsets, page_table_BP=request.page_table_BP, base_B=request.start_B, slot_N=ints,
+        visible_N=ints, ancestors_N=torch.full((rows,), -(2**63)),
+    )  # fmt: skip
+    return TargetStep(
+        copy_source=ints[:0], copy_target=ints[:0], token_N=request.token_M, position_N=ints,
+        sample_row_R=ints, request_R=ints, draw_index_R=ints, constraints_U=ints[:0].byte(),
+        attention=attention, sampling=sampling, has_logprobs=True, has_sampled=False, has_draws=True,
+    )  # fmt: skip
+
+
+def assert_same(got: object, expected: object) -> None:
+    assert type(got) is type(expected)
+    for field in dataclasses.fields(expected):  # type: ignore[arg-type]
+        a, b = getattr(got, field.name), getattr(expected, field.name)
+        if dataclasses.is_dataclass(b):
+            assert_same(a, b)
+        else:
+            assert torch.equal(a, b) if isinstance(b, torch.Tensor) else a == b, field.name
+
+
+# ---- what each rank does, in its own process
+
+
+def exchange(world: World) -> str:
+    """Verifier 0 sends, drafter 0 answers with the number of rows it got; its peer is told the same bytes."""
+    for step, (rows, width) in enumerate(SIZES):
+        if world.rank == 0:
+            world.link.send(draft_request(rows, width), step)
+            answer = world.link.receive()
+            assert (answer.kind, answer.step) == (Kind.DRAFT_REPLY, step)
+            assert answer.message.seconds == pytest.approx(rows / 1000)
+            world.peers.send(target_step(rows), step)
+        elif world.role == "drafter 0":
+            asked = world.link.receive()
+            assert (asked.kind, asked.step) == (Kind.DRAFT_REQUEST, step)
+            assert_same(asked.message, draft_request(rows, width))
+            world.link.send(draft_reply(rows / 1000), step)
+        else:
+            told = world.peers.receive()
+            assert (told.kind, told.step) == (Kind.TARGET_STEP, step)
+            assert_same(told.message, target_step(rows))
+    if world.rank == 0:
+        for channel in (world.link, world.peers):
+            channel.heartbeat(77)
+            channel.stop(78)
+    else:
+        channel = world.link or world.peers
+        assert channel.receive() == (Kind.HEARTBEAT, 77, None)
+        assert channel.receive() == (Kind.STOP, 78, None)
+    return f"{world.role} saw all"
+
+
+def lose_the_drafter(world: World) -> str:
+    """Drafter 0 dies over step 41."""
+    if world.rank == 1:
+        world.link.receive()
+        os._exit(9)
+    world.link.send(draft_request(3, 8), 41)
+    return what_is_said(world)
+
+
+def wait_for_a_silent_drafter(world: World) -> str:
+    if world.rank == 1:
+        world.link.receive()
+        time.sleep(8)  # far beyond the step timeout
+        return "awake"
+    world.link.send(draft_request(3, 8), 42)
+    return what_is_said(world)
+
+
+def wait_for_a_busy_verifier(world: World) -> str:
+    """Verifier 0 works for three step timeouts before it sends anything; drafter 0 passes on what it is told."""
+    if world.rank == 0:
+        time.sleep(3)
+        world.peers.send(target_step(2), 44)
+        world.link.send(draft_request(3, 8), 44)
+        return f"answered with {world.link.receive().kind.name}"
+    received = (world.link or world.peers).receive()
+    if world.role == "drafter 0":
+        world.peers.send(received.message, received.step)
+        world.link.send(draft_reply(1.0), received.step)
+    return f"got {received.kind.name}"
+
+
+def wait_for_a_silent_verifier(world: World) -> str:
+    if world.rank == 0:
+        time.sleep(30)  # far beyond the idle timeout
+        return "awake"
+    return what_is_said(world)
+
+
+def lose_the_source(world: World) -> str:
+    """Verifier 0 dies between two steps: its peer must notice."""
+    if world.rank == 0:
+        world.peers.send(target_step(2), 43)
+        time.sleep(0.2)
+        os._exit(9)
+    if world.rank == 2:
+        return "the drafter is not concerned"
+    world.peers.receive()
+    try:
+        world.peers.receive()
+    except PeerLost as error:
+        return str(error)
+    return "nothing"
+
+
+def what_is_said(world: World) -> str:
+    began = time.monotonic()
+    try:
+        world.link.receive()
+    except PeerLost as error:
+        return f"{time.monotonic() - began:.1f} {error}"
+    return "nothing"
+
+
+# ---- the tests
+
+
+def test_messages_of_every_size_arrive_on_the_link_and_at_the_peers():
+    said = dict(in_processes(exchange, config(tensor_parallel_size=2)))
+    assert said == {0: "verifier 0 saw all", 1: "verifier 1 saw all", 2: "drafter 0 saw all"}
+
+
+def test_a_killed_drafter_is_named_with_the_step_at_once():
+    said = dict(in_processes(lose_the_drafter, config()))
+    seconds, _, words = said[0].partition(" ")
+    assert words.startswith("verifier 0 lost drafter 0 at step 41:"), said[0]
+    assert float(seconds) < 5
+
+
+def test_a_silent_drafter_is_lost_after_the_step_timeout():
+    said = next(in_processes(wait_for_a_silent_drafter, config(step_timeout_s=1.0)))
+    assert said[0] == 0
+    seconds, _, words = said[1].partition(" ")
+    assert words.startswith("verifier 0 lost drafter 0 at step 42:"), said[1]
+    assert 0.8 < float(seconds) < 5
+
+
+def test_who_waits_for_its_next_message_waits_longer_than_a_step_timeout():
+    asked = config(tensor_parallel_size=2, draft_tensor_parallel_size=2, step_timeout_s=1.0)
+    said = dict(in_processes(wait_for_a_busy_verifier, asked))
+    assert said == {
+        0: "answered with DRAFT_REPLY",
+        1: "got TARGET_STEP",
+        2: "got DRAFT_REQUEST",
+        3: "got DRAFT_REQUEST",
+    }
+
+
+def test_a_silent_verifier_is_lost_after_the_idle_timeout():
+    asked = config(step_timeout_s=1.0)
+    said = next(in_processes(wait_for_a_silent_verifier, asked))
+    assert said[0] == 1
+    seconds, _, words = said[1].partition(" ")
+    assert words.startswith("drafter 0 lost verifier 0 before the first step:"), said[1]
+    assert asked.idle_timeout_s - 1 < float(seconds) < asked.idle_timeout_s + 10
+
+
+def test_a_killed_verifier_is_noticed_by_its_peer():
+    said = dict(in_processes(lose_the_source, config(tensor_parallel_size=2)))
+    assert said[1].startswith("verifier 1 lost verifier 0 at step 43:"), said[1]

@@ -1,0 +1,416 @@
+"""Both sets of kernels, torch and Triton, do what a slow and obvious oracle does.
+
+Without a GPU the Triton kernels run in Triton's interpreter (`conftest.py`), so shapes are small here; `gpu/` has the
+real ones.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.support.attention_cases import CHAIN, LONG_CHAIN, RAGGED, TWO_BY_TWO, Batch, compare
+
+pytest.importorskip("triton", reason="Triton is not installed: nothing was shown about its kernels")
+import triton
+import triton.language as tl
+
+from drafter.tree.frontier import DraftVocabulary
+from workers.kernels import compiled, fused, reference
+from workers.kernels.interpreted import is_interpreted
+from workers.kernels.select import TORCH, Kernels, kernels_for
+from workers.kernels.triton_attention import PlanShape
+from workers.kernels.triton_sampling import _gumbel, _philox
+from workers.sampling import sampler
+from workers.sampling.philox import gumbel
+from workers.sampling.sampler import draw
+from workers.types import SamplingBatch, SamplingParams
+
+DEVICE = "cpu" if is_interpreted() else "cuda"
+both = pytest.mark.parametrize("kernels", [reference, fused], ids=["torch", "triton"])
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 2e-2}
+NEIGHBOURS: list[tuple[int, list[int] | int]] = [(20, CHAIN), (0, 0), (0, 5), (33, [-1]), (5, RAGGED), (16, 3)]
+"""Trees, a request without rows, prompt chunks and plain decoding."""
+
+
+# Choice
+
+
+def test_cpu_runs_torch_unless_triton_is_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kernels_for("cpu") is TORCH and kernels_for("cuda", "torch") is TORCH
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert kernels_for("cpu", "triton") is kernels_for("cuda") is fused
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(ValueError, match="need a CUDA device, not cpu: set kernels='torch'"):
+        kernels_for("cpu", "triton")
+
+
+def test_cuda_runs_triton_with_chains_compiled_unless_told_not_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    assert kernels_for("cuda") is compiled and kernels_for("cuda", enforce_eager=True) is fused
+
+
+def test_missing_triton_is_an_error_and_not_another_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="need the package triton: install it, or set kernels='torch'"):
+        kernels_for("cuda")
+
+
+# Tree attention
+
+
+@both
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "page_size"),
+    [
+        (64, torch.float32, 16),
+        (80, torch.float32, 32),
+        (96, torch.bfloat16, 16),
+        (128, torch.bfloat16, 32),
+        (128, torch.float16, 16),
+        (256, torch.float32, 16),
+    ],
+)
+def test_every_row_of_a_mixed_batch_equals_causal_attention_on_its_path(
+    kernels: Kernels, head_dim: int, dtype: torch.dtype, page_size: int
+) -> None:
+    batch = Batch(NEIGHBOURS, page_size)
+    compare(kernels, batch, device=DEVICE, head_dim=head_dim, dtype=dtype, tolerance=TOLERANCE[dtype], causal=True)
+
+
+@both
+@pytest.mark.parametrize("heads", [(1, 1), (6, 2), (7, 1), (4, 4)], ids=str)
+def test_any_number_of_query_heads_shares_a_key_value_head(kernels: Kernels, heads: tuple[int, int]) -> None:
+    compare(kernels, Batch([(9, RAGGED), (0, 3)], 16), device=DEVICE, q_heads=heads[0], kv_heads=heads[1], causal=True)
+
+
+@both
+@pytest.mark.parametrize("prefix", [0, 1, 255, 2048])
+def test_a_prefix_of_any_length_is_split_and_put_together_again(kernels: Kernels, prefix: int) -> None:
+    batch = Batch([(prefix, TWO_BY_TWO)], 32)
+    compare(kernels, batch, device=DEVICE, q_heads=2, kv_heads=1, causal=True)
+
+
+def test_long_prefixes_are_split() -> None:
+    shape = PlanShape(num_rows=7, num_requests=1, table_width=65, page_size=32, group_size=2, windows=(None,))
+    assert shape.num_splits(kv_heads=1) == 8
+
+
+@both
+@pytest.mark.parametrize("first_slot", [0, 1])
+@pytest.mark.parametrize("window", [1, 3, 24])
+def test_a_window_counts_along_the_path(kernels: Kernels, window: int, first_slot: int) -> None:
+    batch = Batch([(20, RAGGED), (1, 6), (1, CHAIN)], 16)
+    compare(kernels, batch, device=DEVICE, window=window, first_slot=first_slot)
+
+
+@both
+@pytest.mark.parametrize("prefix", [9, 1500])
+@pytest.mark.parametrize(("softcap", "has_sinks"), [(0.7, False), (None, True), (1.5, True)])
+def test_scores_are_capped_and_sinks_take_their_share(
+    kernels: Kernels, prefix: int, softcap: float | None, has_sinks: bool
+) -> None:
+    """The longer prefix is split, and a sink counts once."""
+    batch = Batch([(prefix, RAGGED), (3, [-1])] if prefix < 1500 else [(prefix, CHAIN)], 16)
+    options = dict(q_heads=6, kv_heads=2, softcap=softcap, has_sinks=has_sinks)
+    compare(kernels, batch, device=DEVICE, window=None if prefix < 1500 else 1200, **options)  # type: ignore[arg-type]
+
+
+@both
+@pytest.mark.parametrize("window", [None, 20])
+def test_a_tree_of_64_rows_fills_its_mask(kernels: Kernels, window: int | None) -> None:
+    compare(kernels, Batch([(2, LONG_CHAIN)], 16), device=DEVICE, q_heads=1, kv_heads=1, window=window)
+
+
+@both
+def test_an_empty_batch_is_empty(kernels: Kernels) -> None:
+    prepared = kernels.plan(Batch([(3, 0)], 16).metadata, 16, group_size=2, device=DEVICE)
+    q, kv = torch.zeros(0, 4, 8, device=DEVICE), torch.zeros(32, 2, 2, 8, device=DEVICE)
+    assert kernels.tree_attention(q, kv, prepared, 1.0).shape == (0, 32)
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 5])
+def test_every_part_of_a_plan_begins_at_16_bytes(num_rows: int) -> None:
+    """Triton compiles a kernel anew for pointers that are less aligned; steps come in every size."""
+    plan = fused.plan(Batch([(3, num_rows), (0, 2)], 16).metadata, 16, windows=(None, 8, 3), device=DEVICE)
+    rows = [plan.visible_N, plan.tiles_5T, plan.table_BP, *plan.lows_WN, *plan.ancestors_WN, *plan.tile_lows_WT]
+    assert all(row.data_ptr() % 16 == plan.buffer.data_ptr() % 16 for row in rows)
+
+
+def test_a_plan_filled_in_place_is_the_plan_of_the_new_step() -> None:
+    """A captured graph reads the addresses it was captured with."""
+    first, second = Batch([(17, CHAIN), (0, 8), (40, RAGGED)], 16), Batch([(2, 8), (40, RAGGED), (9, CHAIN)], 16, 7)
+    options = {"windows": (None, 8), "group_size": 2, "device": DEVICE}
+    plan = fused.plan(first.metadata, 16, **options)
+    before = {name: tensor.data_ptr() for name, tensor in vars(plan).items() if isinstance(tensor, torch.Tensor)}
+    assert fused.plan(second.metadata, 16, **options, into=plan) is plan
+    assert before == {name: tensor.data_ptr() for name, tensor in vars(plan).items() if name in before}
+    assert torch.equal(plan.buffer, fused.plan(second.metadata, 16, **options).buffer)
+
+
+@pytest.mark.parametrize("first_slot", [0, 1])
+@pytest.mark.parametrize("window", [None, 1, 2, 3, 24])
+def test_a_plan_takes_other_ancestors_than_it_was_filled_with(window: int | None, first_slot: int) -> None:
+    """A captured graph that grows trees tells who stands above whom from level to level."""
+    batch = Batch([(17, CHAIN), (3, 0), (40, RAGGED)], 16)
+    whole_tree_N = torch.full_like(batch.metadata.ancestors_N, 0xFF)
+    metadata = replace(batch.metadata, ancestors_N=whole_tree_N)
+    options = {"windows": (None, window), "group_size": 2, "first_slot": first_slot, "device": DEVICE}
+    plan = fused.plan(metadata, 16, **options)
+    q, kv = torch.randn(12, 4, 8), torch.randn(batch.num_slots, 2, 2, 8)
+    plan.set_ancestors(batch.metadata.ancestors_N.to(DEVICE))
+    out = fused.tree_attention(q.to(DEVICE), kv.to(DEVICE), plan, 0.3, window).cpu()
+    assert (out - batch.dense(q, kv, 0.3, window, first_slot)).abs().max() < 1e-5
+
+
+def test_a_spoilt_neighbour_spoils_nobody_else() -> None:
+    """NaN in another request's keys, in the null page and in slots not yet written stays out of the others."""
+    batch = Batch([(15, CHAIN), (40, RAGGED), (33, CHAIN)], 16)
+    kv = torch.full((batch.num_slots, 2, 2, 8), float("nan"))
+    for request, length in ((0, 19), (2, 37)):
+        kv[batch.physical(request, list(range(length)))] = 1.0
+    q = torch.randn(16, 4, 8).to(DEVICE)
+    for kernels in (reference, fused):
+        prepared = kernels.plan(batch.metadata, 16, group_size=2, device=DEVICE)
+        out = kernels.tree_attention(q, kv.to(DEVICE), prepared, 0.3)
+        assert out[4:12].isnan().all() and not out[:4].isnan().any() and not out[12:].isnan().any()
+
+
+# Path compaction
+
+
+@both
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [([7], [3]), ([4, 6, 9], [3, 4, 5]), ([2, 1, 5], [1, 2, 3]), (range(10, 30), range(9, 29)), ([], [])],
+    ids=["one", "path", "swap", "long", "none"],
+)
+@pytest.mark.parametrize(("head_dim", "dtype"), [(6, torch.float16), (20, torch.float32)], ids=str)
+def test_all_moving_tokens_are_read_before_any_is_written(
+    kernels: Kernels, source: list[int], target: list[int], head_dim: int, dtype: torch.dtype
+) -> None:
+    pool = torch.randn(3, 32, 2, 1, head_dim).to(dtype)
+    expected = pool.clone()
+    for layer in range(3):
+        rows = [pool[layer, slot].clone() for slot in source]
+        for row, slot in zip(rows, target, strict=True):
+            expected[layer, slot] = row
+    moved = pool.to(DEVICE)
+    slots = (torch.tensor(list(values), dtype=torch.int64, device=DEVICE) for values in (source, target))
+    kernels.copy_slots(moved, *slots)
+    assert torch.equal(moved.cpu(), expected)
+
+
+# Drawing
+
+
+@triton.jit
+def _write_words(out_ptr, seed, index, BLOCK: tl.constexpr):
+    group = tl.arange(0, BLOCK)
+    r0, r1, r2, r3 = _philox(seed, index, group)
+    tl.store(out_ptr + 4 * group, r0.to(tl.int64))
+    tl.store(out_ptr + 4 * group + 1, r1.to(tl.int64))
+    tl.store(out_ptr + 4 * group + 2, r2.to(tl.int64))
+    tl.store(out_ptr + 4 * group + 3, r3.to(tl.int64))
+
+
+@triton.jit
+def _write_gumbel(out_ptr, word_ptr, BLOCK: tl.constexpr):
+    place = tl.arange(0, BLOCK)
+    tl.store(out_ptr + place, _gumbel(tl.load(word_ptr + place).to(tl.uint32)))
+
+
+@pytest.mark.parametrize(("seed", "index"), [(0, 0), (5, 17), (-1, 2**31 + 3), (-(2**63), 4_000_000)])
+def test_random_words_are_philox_bit_for_bit(seed: int, index: int) -> None:
+    from workers.sampling.philox import Stream, philox
+
+    actual = torch.empty(4 * 16, dtype=torch.int64, device=DEVICE)
+    seeds, indices = torch.tensor([seed]), torch.tensor([index])
+    _write_words_at[(1,)](actual, seeds.to(DEVICE), indices.to(DEVICE), BLOCK=16)
+    words = philox(seeds, torch.arange(16), indices, torch.zeros(16, dtype=torch.int64), Stream.TARGET_GUMBEL)
+    assert torch.equal(actual.cpu(), torch.stack(words, dim=-1).reshape(-1))
+
+
+@triton.jit
+def _write_words_at(out_ptr, seed_ptr, index_ptr, BLOCK: tl.constexpr):
+    _write_words(out_ptr, tl.load(seed_ptr), tl.load(index_ptr), BLOCK)
+
+
+def test_noise_is_exact_at_every_kind_of_word() -> None:
+    edges = [0, 1, 2**31 - 1, 2**31, 2**31 + 1, 2**32 - 2, 2**32 - 1, 2**32 - 2**20, 2**24]
+    random_words = torch.randint(0, 2**32, (1024 - len(edges),), generator=torch.Generator().manual_seed(1))
+    words = torch.cat([torch.tensor(edges), random_words])
+    actual = torch.empty(1024, device=DEVICE)
+    _write_gumbel[(1,)](actual, words.to(DEVICE), BLOCK=1024)
+    u = (words.double() + 0.5) * 2.0**-32
+    exact = -torch.log(-torch.log(u))
+    assert ((actual.cpu() - exact).abs() <= 2e-6 * exact.abs().clamp(min=1)).all()
+
+
+PARAMS = [
+    SamplingParams(seed=5),
+    SamplingParams(temperature=0, seed=2, min_p=0.3),
+    SamplingParams(temperature=0.7, min_p=0.1, seed=-1),
+    SamplingParams(temperature=2.0, seed=1 << 63),
+    SamplingParams(min_p=0.5, seed=77),
+]
+
+
+@both
+@pytest.mark.parametrize("start", [0, 3, 5001])
+def test_shards_draw_what_the_whole_row_draws(kernels: Kernels, start: int) -> None:
+    """start: where the second shard begins; the first may be empty. Some tokens are forbidden, one row's shard all."""
+    logits = 3 * torch.randn(len(PARAMS), 6003, generator=torch.Generator().manual_seed(3))
+    logits[:, 100:200] = -torch.inf
+    logits[3, start:] = -torch.inf if start else 0.0
+    index = torch.tensor([0, 5, 17, 100_000, 3])
+    params = SamplingBatch.stack(PARAMS)
+    shards = [(0, start), (start, 6003)] if start else [(0, 6003)]
+    best = [
+        kernels.coupled_argmax(
+            logits[:, a:b].contiguous().to(DEVICE), params.to(DEVICE), index.to(DEVICE), a, logits.amax(-1).to(DEVICE)
+        )
+        for a, b in shards
+    ]
+    scores, ids = (torch.stack([pair[i].cpu() for pair in best]) for i in (0, 1))
+    drawn = ids.gather(0, scores.argmax(0)[None])[0]
+    assert torch.equal(drawn, draw(logits, params, index))
+
+
+@both
+@pytest.mark.parametrize(("start", "stop"), [(0, 2050), (3, 4), (1023, 1026), (6, 5003), (9, 9)])
+def test_noise_for_drafts_is_the_targets(kernels: Kernels, start: int, stop: int) -> None:
+    keys = torch.tensor([[5, 0], [-1, 7], [1 << 62, 100_000], [5, 1]])
+    made = kernels.gumbel(*keys.to(DEVICE).unbind(1), start, stop)
+    expected = gumbel(keys[:, 0], keys[:, 1], start, stop)
+    assert made.shape == (4, stop - start) and made.dtype == torch.float32
+    assert ((made.cpu() - expected).abs() <= 2e-6 * expected.abs().clamp(min=1)).all()
+    vocab = DraftVocabulary(target_size=5003, target_ids=torch.arange(start, stop).to(DEVICE), kernels=kernels)
+    assert torch.equal(vocab.noise.rows(*keys.T.tolist(), DEVICE), made)
+
+
+@both
+def test_scores_are_log_p_plus_noise(kernels: Kernels) -> None:
+    logits, index = torch.zeros(40, 1), torch.arange(40)
+    params = SamplingBatch.stack([SamplingParams(seed=9)] * 40)
+    score, ids = kernels.coupled_argmax(logits.to(DEVICE), params.to(DEVICE), index.to(DEVICE), 7, None)
+    assert (score.cpu() - gumbel(params.seed_B, index, 7, 8)[:, 0]).abs().max() < 5e-6 and (ids == 7).all()
+
+
+@both
+def test_where_all_is_forbidden_the_lowest_token_is_named(kernels: Kernels) -> None:
+    params = SamplingBatch.stack([SamplingParams(seed=9), SamplingParams(temperature=0)]).to(DEVICE)
+    nothing = torch.full((2, 1500), -torch.inf, device=DEVICE)
+    score, ids = kernels.coupled_argmax(nothing, params, torch.zeros(2, dtype=torch.int64, device=DEVICE), 30, None)
+    assert ids.tolist() == [30, 30] and (score == -torch.inf).all()
+
+
+# Top-k and top-p
+
+
+@both
+@pytest.mark.parametrize(("width", "scale"), [(1, 1.0), (30, 9.0), (300, 2.0), (9000, 0.0), (9000, 0.3), (9000, 9.0)])
+def test_a_row_is_cut_where_its_sorted_masses_say(kernels: Kernels, width: int, scale: float) -> None:
+    """Flat rows leave more than either set of kernels lists, steep ones a few; a fifth row has ties everywhere."""
+    x = scale * torch.randn(5, width, generator=torch.Generator().manual_seed(width))
+    x[4] = x[4].round()
+    x[1, : width // 2] = -torch.inf
+    cuts = [(0, 1.0), (20, 1.0), (0, 0.9), (20, 0.7), (width // 3, 0.99), (3, 0.5), (2 * width, 0.3), (0, 1e-6)]
+    for first in (0, 4):
+        top_k, top_p = zip(*(cuts[first:] + cuts)[:5], strict=True)
+        k_R, p_R = torch.tensor(top_k, dtype=torch.int32), torch.tensor(top_p)
+        cut_R = kernels.cut(x.to(DEVICE), k_R.to(DEVICE), p_R.to(DEVICE)).cpu()
+        for row, k, p, lowest in zip(x.double(), top_k, top_p, cut_R.tolist(), strict=True):
+            kth = -torch.inf if k == 0 else row.sort(descending=True).values[min(k, width) - 1].item()
+            left = row[row >= kth]
+            mass = left.softmax(-1)
+            if p == 1:
+                assert lowest == kth
+            else:
+                assert lowest in left and mass[left > lowest].sum() < p + 1e-6
+                assert mass[left >= lowest].sum() >= p - 1e-6
+
+
+@both
+def test_a_token_stays_while_the_mass_above_it_is_below_p(kernels: Kernels) -> None:
+    """Masses 1/2, 1/4, 1/8, 1/8, of which equals stay together."""
+    x = torch.tensor([[3.0, 2.0, 1.0, 1.0]]) * torch.tensor(2.0).log()
+    for top_p, kept in ((0.1, 1), (0.499, 1), (0.501, 2), (0.749, 2), (0.751, 4), (0.99, 4)):
+        cut = kernels.cut(
+            x.to(DEVICE), torch.zeros(1, dtype=torch.int32, device=DEVICE), torch.tensor([top_p]).to(DEVICE)
+        )
+        assert (x >= cut.cpu()).sum() == kept
+
+
+@both
+def test_rows_with_fewer_possible_tokens_than_top_k_keep_all_of_them(kernels: Kernels) -> None:
+    """As min-p or allowed ids leave them; no set of kernels looks deeper for more."""
+    x = torch.full((2, 9000), -torch.inf)
+    x[0, [5, 8000]], x[1, 7] = torch.tensor([1.0, 2.0]), -3.0
+    k_R, p_R = torch.tensor([20, 20], dtype=torch.int32), torch.tensor([1.0, 0.5])
+    with mock.patch.object(sampler, "_GROWTH", None):  # to look deeper would raise
+        cut_R = kernels.cut(x.to(DEVICE), k_R.to(DEVICE), p_R.to(DEVICE)).cpu()
+    assert cut_R.tolist() == [-torch.inf, -3.0]
+
+
+@both
+def test_zeros_of_both_signs_share_their_fate(kernels: Kernels) -> None:
+    x = torch.tensor([[1.0, 0.0, 0.0, -0.0, -0.0, -0.0, -0.0, -1.0]])
+    k_R = torch.tensor([3], dtype=torch.int32, device=DEVICE)
+    assert kernels.cut(x.to(DEVICE), k_R, torch.tensor([0.55], device=DEVICE)).tolist() == [0.0]
+
+
+@both
+def test_a_row_is_cut_alike_alone_and_beside_others(kernels: Kernels) -> None:
+    x = torch.linspace(0.1, 4.0, 12)[:, None] * torch.randn(12, 3000, generator=torch.Generator().manual_seed(5))
+    x, p_R = x.to(DEVICE), torch.full((12,), 0.9, device=DEVICE)
+    k_R = torch.tensor([0, 0, 0, 0, 700, 40, 30, 5] + 4 * [0], dtype=torch.int32, device=DEVICE)
+    alone = [kernels.cut(x[r : r + 1], k_R[r : r + 1], p_R[r : r + 1]) for r in range(12)]
+    assert torch.equal(kernels.cut(x, k_R, p_R), torch.cat(alone))
+    assert kernels.cut(x[:0], k_R[:0], p_R[:0]).shape == (0,)
+
+
+# Drafting
+
+
+@both
+@pytest.mark.parametrize(("width", "k"), [(1, 4), (7, 3), (2048, 1), (5001, 8)])
+def test_the_best_of_a_row_and_its_sum(kernels: Kernels, width: int, k: int) -> None:
+    x = 3 * torch.randn(3, width, generator=torch.Generator().manual_seed(3))
+    x[1, : width // 2] = -torch.inf
+    tau = torch.tensor([1.0, 0.6, 0.3])
+    found = kernels.top_k(x.to(DEVICE), k, tau.to(DEVICE))
+    order = x.argsort(dim=-1, descending=True)[:, :k]
+    is_token = x.gather(1, order) > -torch.inf
+    assert torch.equal(found.value_RK.cpu(), x.gather(1, order))
+    assert torch.equal(found.index_RK.cpu()[is_token], order[is_token])
+    exact = torch.logsumexp(x.double() / tau[:, None], -1)
+    assert (found.lse_R.cpu() - exact).abs().max() < 1e-5 * exact.abs().clamp(min=1).max()
+
+
+@both
+def test_a_row_of_no_numbers_has_no_weight_and_columns_that_exist(kernels: Kernels) -> None:
+    """The best columns are gathered by, and a column out of range ends a process on CUDA."""
+    x = torch.stack([torch.full((7,), torch.nan), torch.arange(7.0)]).to(DEVICE)
+    found = kernels.top_k(x, 3, torch.full((2,), 0.6, device=DEVICE))
+    assert ((found.index_RK >= 0) & (found.index_RK < 7)).all() and found.index_RK[1].tolist() == [6, 5, 4]
+    weight_RK = torch.exp(found.value_RK / 0.6 - found.lse_R[:, None])
+    assert not (weight_RK[0] > 0).any() and (weight_RK[1] > 0).all()
+
+
+# Compilation
+
+
+def test_every_kernel_compiles_for_hopper() -> None:
+    """Ahead of time, which needs no GPU: what the interpreter lets pass, the compiler may not."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.compile_kernels"], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -1,0 +1,124 @@
+"""Checkpoints quantised in FP8 blocks are read as their dequantised weights, whole and slice by slice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.support import checkpoints
+from tests.workers.models.test_model_parity import Chunk, PagedRun, oracle, oracle_logits, random_tokens
+from workers.models import checkpoint
+from workers.models.checkpoint import Weights
+from workers.models.layers import TensorParallel
+from workers.models.load import load_decoder
+from workers.models.readers import read_spec
+
+torch.set_num_threads(1)
+
+BLOCK = (16, 24)
+"""Divides neither the 98 inner rows nor a rank's half of them, nor the 64 columns."""
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"intermediate_size": 98},
+    "qwen3": {"head_dim": 24, "tie_word_embeddings": True},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 56, "head_dim": 16},
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A quantised checkpoint, and the same one multiplied out."""
+    path = tmp_path_factory.mktemp(request.param)
+    checkpoints.write_model(path / "fp8", request.param, **MODELS[request.param])
+    return checkpoints.quantise_fp8(path / "fp8", BLOCK), checkpoints.dequantise_fp8(path / "fp8", path / "plain")
+
+
+def test_logits_are_those_of_the_dequantised_weights(folders: tuple[Path, Path]) -> None:
+    quantised, plain = folders
+    stored = load_file(quantised / "model.safetensors")
+    assert sum(tensor.dtype == torch.float8_e4m3fn for tensor in stored.values()) >= 21
+    tokens = random_tokens(30)
+    expected = oracle_logits(oracle(plain), tokens)
+    (logits,), _ = PagedRun(load_decoder(quantised, read_spec(quantised))).forward([Chunk(tokens, 0)])
+    assert (logits - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("num_items", [1, 700, 1 << 22])
+@pytest.mark.parametrize(("dim", "size"), [(0, 2), (1, 2), (0, 3), (1, 5)])
+def test_a_slice_is_the_slice_of_the_dequantised_whole(
+    folders: tuple[Path, Path], dim: int, size: int, num_items: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slices begin and end inside blocks, and so do the pieces that are dequantised at a time."""
+    monkeypatch.setattr(checkpoint, "_DEQUANTISED_ITEMS", num_items)
+    quantised, plain = Weights(folders[0]), load_file(folders[1] / "model.safetensors")
+    for name in quantised.names():
+        if "_proj.weight" in name:
+            parts = [quantised.get(name, dim, rank, size) for rank in range(size)]
+            assert torch.equal(torch.cat(parts, dim), plain[name])
+            assert all(part.dtype == torch.float32 for part in parts)
+
+
+def test_a_rank_loads_its_share_and_nothing_is_left_over(folders: tuple[Path, Path]) -> None:
+    """`finish` counts scales as read with their tensors: loading raises if one is left."""
+    spec = read_spec(folders[0])
+    for rank in range(2):
+        decoder = load_decoder(folders[0], spec, TensorParallel(rank, 2), dtype=torch.bfloat16)
+        assert decoder.dtype == torch.bfloat16
+
+
+def test_prediction_layers_that_the_class_skips_are_skipped_with_their_scales(tmp_path: Path) -> None:
+    model_type, config = checkpoints.ARCHITECTURES["glm-4-moe"]
+    path = checkpoints.quantise_fp8(checkpoints.write_model(tmp_path, model_type, **config), BLOCK)
+    name = "model.layers.46.mlp.down_proj.weight"
+    extra = {name: torch.ones(16, 24).to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(1, 1)}
+    checkpoints.edit_weights(path, add=extra)
+    load_decoder(path, read_spec(path))
+
+
+def test_a_float8_tensor_without_scales_is_named(tmp_path: Path) -> None:
+    path = checkpoints.quantise_fp8(checkpoints.write_model(tmp_path, "llama"), BLOCK)
+    name = "model.layers.0.mlp.up_proj.weight"
+    checkpoints.edit_weights(path, remove=(f"{name}_scale_inv",))
+    with pytest.raises(ValueError, match=f"float8 tensor '{name}' has no block scales"):
+        load_decoder(path, read_spec(path))
+
+
+def test_a_scale_without_its_tensor_is_named(tmp_path: Path) -> None:
+    path = checkpoints.quantise_fp8(checkpoints.write_model(tmp_path, "llama"), BLOCK)
+    checkpoints.edit_weights(path, add={"model.layers.9.weight_scale_inv": torch.ones(1, 1)})
+    with pytest.raises(ValueError, match=r"unknown tensors: model\.layers\.9\.weight_scale_inv"):
+        load_decoder(path, read_spec(path))
+
+
+@pytest.mark.parametrize(
+    ("quantization", "message"),
+    [
+        ({"quant_method": "awq", "bits": 4}, "quantization_config: awq"),
+        ({"quant_method": "gptq"}, "quantization_config: gptq"),
+        ({"quant_method": "compressed-tensors"}, "quantization_config: compressed-tensors"),
+        ({"quant_method": "fp8"}, "fp8 without weight_block_size"),
+    ],
+)
+@pytest.mark.parametrize("model_type", ["llama", "mixtral"])
+def test_any_other_quantisation_is_refused_by_name(
+    tmp_path: Path, model_type: str, quantization: dict[str, Any], message: str
+) -> None:
+    path = checkpoints.write_model(tmp_path, model_type)
+    checkpoints.edit_config(path, quantization_config=quantization)
+    with pytest.raises(ValueError, match=message):
+        read_spec(path)
+
+
+def test_a_quantised_head_beside_a_quantised_embedding_is_used_though_the_configuration_ties_them(
+    tmp_path: Path,
+) -> None:
+    path = checkpoints.quantise_fp8(checkpoints.write_model(tmp_path, "llama", tie_word_embeddings=True), BLOCK)
+    ones, scales = torch.ones(96, 64).to(torch.float8_e4m3fn), torch.ones(6, 3)
+    extra = {"model.embed_tokens.weight": ones, "model.embed_tokens.weight_scale_inv": scales}
+    checkpoints.edit_weights(path, add=extra | {"lm_head.weight": ones.clone(), "lm_head.weight_scale_inv": 2 * scales})
+    decoder = load_decoder(path, read_spec(path))
+    assert torch.equal(decoder.full_logits(torch.ones(1, 64)), torch.full((1, 96), 128.0))

@@ -1,0 +1,169 @@
+"""Models of the Hugging Face hub: what is fetched of them, and when. The hub is a server on this machine."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub.constants
+import pytest
+
+import secateur
+from cluster.convert import engine_config, fetch_weights, with_tokenizer
+from secateur.config import EngineArgs
+from secateur.errors import ConfigError
+from tests.support import checkpoints
+from tests.support.fake_hub import COMMIT, FakeHub, fake_hub
+from workers.config import EngineConfig
+from workers.models.checkpoint import Weights
+from workers.models.hub import resolve_path
+
+BUNDLED = Path(secateur.__file__).parent / "bundled"
+WEIGHTS = (".safetensors", ".bin", ".pth", ".gguf", ".onnx")
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    with fake_hub(tmp_path / "hub") as hub:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.url)
+        template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        yield hub
+
+
+def publish(hub: FakeHub, name: str, *, shards: int = 1, tokenizer: bool = True, **config: Any) -> Path:
+    """A small model under a name, with files beside its weights that no engine reads."""
+    folder = checkpoints.write_model(hub.root / name, "llama", shards=shards, **config)
+    if tokenizer:
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(BUNDLED / "target" / file, folder)
+    for unread in ("consolidated.safetensors", "original/consolidated.00.pth", "original/model.safetensors",
+                   "original/params.json", "onnx/model.onnx", "model.gguf", "README.md"):  # fmt: skip
+        (folder / unread).parent.mkdir(exist_ok=True)
+        (folder / unread).write_bytes(b"{}")
+    return folder
+
+
+def start(**fields: Any) -> EngineConfig:
+    """All that is done with a model before an engine starts."""
+    args = EngineArgs.load({"device": "cpu", "no_speculation": "speculative_config" not in fields, **fields})
+    config, _ = with_tokenizer(args, engine_config(args))
+    fetch_weights(args, config)
+    return config
+
+
+def weights(fetched: list[str]) -> list[str]:
+    return [name for name in fetched if name.endswith(WEIGHTS)]
+
+
+def test_weights_are_fetched_last_and_only_those_that_are_read(hub: FakeHub) -> None:
+    folder = publish(hub, "org/llama", shards=3)
+    shards = sorted(path.name for path in folder.glob("model-*.safetensors"))
+    assert len(shards) > 1
+    config = start(model="org/llama")
+    found = Path(config.model_path)
+    assert found.name == COMMIT
+    assert sorted(weights(hub.fetched)) == [f"org/llama:{name}" for name in shards]
+    assert hub.fetched[-len(shards) :] == weights(hub.fetched), "after everything else"
+    assert not [name for name in hub.fetched if "original/" in name or "onnx/" in name or "README" in name]
+    assert Weights(found).names() == Weights(folder).names()
+
+
+def test_what_is_in_the_cache_is_not_fetched_again_nor_needs_a_hub(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(hub, "org/llama")
+    first = start(model="org/llama")
+    assert weights(hub.fetched) == ["org/llama:model.safetensors"]
+    hub.fetched.clear()
+    assert start(model="org/llama") == first and hub.fetched == []
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert start(model="org/llama") == first
+
+
+@pytest.mark.parametrize(
+    ("config", "fields", "told"),
+    [
+        ({"hidden_act": "gelu"}, {}, "activation 'gelu' is not supported"),
+        ({}, {"tensor_parallel_size": 3}, "tensor_parallel_size 3 does not fit"),
+        ({}, {"max_model_len": 513}, "max_model_len: 513 is more than the model's 512"),
+        ({}, {"num_pages": 20}, "num_pages: 20 "),
+        ({}, {"speculative_config": {"method": "draft_model", "model": "org/other"}}, "the same vocabulary size"),
+    ],
+)
+def test_what_is_refused_costs_no_weights(
+    hub: FakeHub, config: dict[str, Any], fields: dict[str, Any], told: str
+) -> None:
+    publish(hub, "org/llama", **config)
+    publish(hub, "org/other", vocab_size=95)
+    with pytest.raises(ConfigError, match=told):
+        start(model="org/llama", **fields)
+    assert "org/llama:config.json" in hub.fetched
+    assert weights(hub.fetched) == []
+
+
+def test_an_architecture_that_is_refused_costs_no_weights(hub: FakeHub) -> None:
+    folder = publish(hub, "org/strange")
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | {"architectures": ["Strange"], "model_type": "strange"}))
+    with pytest.raises(ConfigError, match="Strange"):
+        start(model="org/strange")
+    assert "org/strange:config.json" in hub.fetched and weights(hub.fetched) == []
+
+
+def test_a_model_without_a_tokenizer_costs_no_weights(hub: FakeHub) -> None:
+    publish(hub, "org/llama", tokenizer=False)
+    with pytest.raises(ConfigError, match="tokenizer: none could be read"):
+        start(model="org/llama")
+    assert weights(hub.fetched) == []
+
+
+def test_a_tokenizer_of_another_repository_comes_without_its_weights(hub: FakeHub) -> None:
+    publish(hub, "org/llama", tokenizer=False)
+    publish(hub, "org/other")
+    start(model="org/llama", tokenizer="org/other")
+    assert weights(hub.fetched) == ["org/llama:model.safetensors"]
+    assert "org/other:tokenizer.json" in hub.fetched
+
+
+def test_a_drafter_s_weights_come_with_the_target_s(hub: FakeHub) -> None:
+    publish(hub, "org/llama")
+    publish(hub, "org/draft", tokenizer=False, seed=1)
+    start(model="org/llama", speculative_config={"method": "draft_model", "model": "org/draft"})
+    assert sorted(weights(hub.fetched)) == ["org/draft:model.safetensors", "org/llama:model.safetensors"]
+
+
+def test_pickles_are_fetched_where_there_is_nothing_else(hub: FakeHub) -> None:
+    publish(hub, "org/target", hidden_size=64)
+    head = checkpoints.write_eagle3(hub.root / "org/eagle3-head", bin_file=True)
+    assert (head / "pytorch_model.bin").exists()
+    publish(hub, "org/both")
+    (hub.root / "org/both/pytorch_model.bin").write_bytes(b"")
+    (hub.root / "org/both/pytorch_model.bin.index.json").write_text('{"weight_map": {"a": "pytorch_model.bin"}}')
+    start(model="org/both", speculative_config={"method": "eagle3", "model": "org/eagle3-head"})
+    assert sorted(weights(hub.fetched)) == ["org/both:model.safetensors", "org/eagle3-head:pytorch_model.bin"]
+
+
+def test_a_repository_without_weights_is_refused_at_the_door(hub: FakeHub) -> None:
+    folder = publish(hub, "org/llama")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="no weights in .*org--llama.*model.safetensors"):
+        start(model="org/llama")
+    with pytest.raises(ConfigError, match="no weights in .*model.safetensors"):
+        start(model=str(folder))
+
+
+def test_a_name_that_the_hub_does_not_know_is_refused(hub: FakeHub) -> None:
+    with pytest.raises(ConfigError, match="cannot find checkpoint 'org/nothing', neither a folder nor on the hub"):
+        start(model="org/nothing")
+
+
+def test_a_folder_is_itself_and_what_is_neither_a_folder_nor_an_id_is_refused(tmp_path: Path) -> None:
+    assert resolve_path(str(tmp_path)) == tmp_path
+    with pytest.raises(FileNotFoundError, match="no checkpoint folder"):
+        resolve_path(str(tmp_path / "nowhere"))
