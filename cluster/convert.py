@@ -38,7 +38,7 @@ def visible_gpus() -> int:
     return min(installed, len([name for name in visible.split(",") if name.strip()]))
 
 
-def settle(args: EngineArgs, *, num_gpus: int | None) -> EngineArgs:
+def resolve_devices(args: EngineArgs, *, num_gpus: int | None) -> EngineArgs:
     """The arguments with device and draft placement decided. Raises ConfigError for what cannot fit.
 
     `num_gpus`: the devices there are for one engine. None = not known (a cluster, whose `auto` the builder has decided
@@ -58,7 +58,7 @@ def settle(args: EngineArgs, *, num_gpus: int | None) -> EngineArgs:
     return args.model_copy(update={"speculative_config": spec.model_copy(update={"draft_placement": placement})})
 
 
-def layout_config(args: EngineArgs) -> EngineConfig:
+def placement_config(args: EngineArgs) -> EngineConfig:
     """All that placing the engine needs, without reading a model file. `args` are settled."""
     assert args.device != "auto"
     if args.kernels == "triton" and args.device == "cpu":
@@ -87,8 +87,8 @@ def engine_config(args: EngineArgs, *, num_gpus: int | None = None) -> EngineCon
     Of a Hugging Face id configuration and tokenizer are fetched here, unless they are in the local cache; weights only
     by `fetch_weights`.
     """
-    args = settle(args, num_gpus=num_gpus)
-    config = layout_config(args)
+    args = resolve_devices(args, num_gpus=num_gpus)
+    config = placement_config(args)
     path = model_folder(args.model, args.revision)
     try:
         spec = read_spec(path)

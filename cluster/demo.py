@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import httpx2
 
-from cluster.processes import descendants, wait_gone
 from cluster.serve.app import running
+from cluster.system.processes import descendants, wait_gone
 from secateur import Client
 from secateur.config import EngineArgs
 

@@ -25,9 +25,9 @@ from typing import IO
 
 import workers
 from cluster.engine_client import EngineClient, EngineDead
-from cluster.rank_endings import Blame, Ending, cause
-from cluster.rank_placement import interface_env, num_bundles, seats, worker_env
-from cluster.socket_folder import OwnedFolder
+from cluster.rank_exits import ExitKind, RankExit, root_cause
+from cluster.rank_placement import interface_env, num_bundles, rank_placements, worker_env
+from cluster.system.temp_dirs import OwnedTempDir
 from secateur.errors import ConfigError
 from workers.config import START_TIMEOUT_S, EngineConfig
 from workers.models.readers import read_specs
@@ -44,7 +44,7 @@ _WATCH_PERIOD_S = 0.2
 class EngineProcesses:
     """The processes of one engine. Thread-safe; one dead process is the death of all.
 
-    Start them from a thread that lives as long as the engine (see cluster.child): `start_first`, `read_store`,
+    Start them from a thread that lives as long as the engine (see cluster.system.child): `start_first`, `read_store`,
     `start_others`; `close` in any case. `on_death` is called once, from the watching thread, with what died and the end
     of its stderr; not after `close`.
     """
@@ -104,15 +104,15 @@ class EngineProcesses:
             child.signal(signal.SIGKILL)
 
     def _spawn(self, rank: int, *where: str) -> None:
-        seat, devices = seats(self._config)[rank], self._devices()
+        placement, devices = rank_placements(self._config)[rank], self._devices()
         module = "verifier" if rank < self._config.tensor_parallel_size else "drafter"
-        command = [sys.executable, "-P", "-m", "cluster.child", str(os.getpid()), module]
+        command = [sys.executable, "-P", "-m", "cluster.system.child", str(os.getpid()), module]
         command += ["--rank", str(rank), "--config", self._config.to_json()]
         command += ["--specs", self._specs.to_json(), *where]
         env = interface_env("127.0.0.1") | os.environ | worker_env(self._config) | {"PYTHONPATH": _python_path()}
-        env["CUDA_VISIBLE_DEVICES"] = devices[seat.bundle] if devices else ""
+        env["CUDA_VISIBLE_DEVICES"] = devices[placement.bundle] if devices else ""
         with self._lock:
-            self._children.append(_Child(seat.role, command, env))
+            self._children.append(_Child(placement.role, command, env))
 
     def _devices(self) -> list[str]:
         """Physical devices for the bundles; [] on CPU. Raises ConfigError if fewer are visible."""
@@ -128,9 +128,9 @@ class EngineProcesses:
 
     def _watch(self) -> None:
         while not self._closing.wait(_WATCH_PERIOD_S):
-            if not self._endings():
+            if not self._exits():
                 continue
-            reason = cause(self._endings).told
+            reason = root_cause(self._exits).message
             if self._closing.is_set():
                 return
             self.kill()
@@ -138,7 +138,7 @@ class EngineProcesses:
             self._on_death(reason)
             return
 
-    def _endings(self) -> list[Ending]:
+    def _exits(self) -> list[RankExit]:
         return [ending for child in self._children if (ending := child.ending()) is not None]
 
 
@@ -179,17 +179,17 @@ class _Child:
             raise EngineDead(f"{self.role} {_ending(code)} before it named a rendezvous store{self.last_words()}")
         return self._store
 
-    def ending(self) -> Ending | None:
+    def ending(self) -> RankExit | None:
         """How it has ended; None while it runs."""
         if (code := self.process.poll()) is None:
             return None
         self.join()
         words = self.last_words()
         if code <= 0:
-            blame = Blame.KILLED if code else Blame.STOPPED
+            kind = ExitKind.KILLED if code else ExitKind.STOPPED
         else:
-            blame = Blame.LOST_A_PEER if "PeerLost" in words else Blame.FAILED
-        return Ending(blame, f"{self.role} (pid {self.process.pid}) {_ending(code)}{words}")
+            kind = ExitKind.LOST_A_PEER if "PeerLost" in words else ExitKind.FAILED
+        return RankExit(kind, f"{self.role} (pid {self.process.pid}) {_ending(code)}{words}")
 
     def last_words(self) -> str:
         """The end of its stderr, for an error message."""
@@ -229,7 +229,7 @@ class LocalEngine:
         self.config = config
         self.client = EngineClient()
         self._processes: EngineProcesses | None = None
-        self._folder: OwnedFolder | None = None
+        self._folder: OwnedTempDir | None = None
 
     @property
     def pids(self) -> list[int]:
@@ -240,7 +240,7 @@ class LocalEngine:
         """Returns when the engine serves. Raises EngineDead, TimeoutError, or what `read_specs` does, with nothing left
         running."""
         loop = asyncio.get_running_loop()
-        self._folder = OwnedFolder()
+        self._folder = OwnedTempDir()
         try:
             front = await self.client.listen(f"unix:{self._folder.path}/engine.sock")
             specs = await asyncio.to_thread(read_specs, self.config)

@@ -18,9 +18,9 @@ from cluster.http.api_keys import KeyFile
 from cluster.http.limits import LimitedProtocol
 from cluster.http.server import Service, create_app
 from cluster.http.tokenizer import Tokenizer
-from cluster.http.tokenizer_pool import TokenizingWorkers
-from cluster.listening import base_url, listening_socket
+from cluster.http.tokenizer_pool import TokenizerPool
 from cluster.local_engine import LocalEngine
+from cluster.system.listening import base_url, listening_socket
 from secateur.api_keys import check_api_keys
 from secateur.config import EngineArgs
 from workers.config import EngineConfig
@@ -30,12 +30,12 @@ logger = logging.getLogger(__name__)
 _GRACE_S = 5
 
 
-def service_of(
+def build_service(
     args: EngineArgs,
     config: EngineConfig,
     engine: EngineClient,
     tokenizer: Tokenizer,
-    tokenizing: TokenizingWorkers,
+    tokenizer_pool: TokenizerPool,
     *,
     replica: str,
 ) -> Service:
@@ -46,7 +46,7 @@ def service_of(
     return Service(
         engine=engine,
         tokenizer=tokenizer,
-        tokenizing=tokenizing,
+        tokenizer_pool=tokenizer_pool,
         config=config,
         model_id=args.model_id,
         replica=replica,
@@ -120,11 +120,11 @@ class _ServiceThread(threading.Thread):
     async def _serve(self) -> None:
         self._loop, self._main = asyncio.get_running_loop(), asyncio.current_task()
         async with (
-            TokenizingWorkers(self._tokenizer) as tokenizing,  # they start while the ranks import torch
+            TokenizerPool(self._tokenizer) as tokenizer_pool,  # they start while the ranks import torch
             LocalEngine(self._config) as client,
         ):
-            await tokenizing.ready()
-            service = service_of(self._args, self._config, client, self._tokenizer, tokenizing, replica="local")
+            await tokenizer_pool.ready()
+            service = build_service(self._args, self._config, client, self._tokenizer, tokenizer_pool, replica="local")
             app = create_app(service)
             server = uvicorn.Server(
                 uvicorn.Config(

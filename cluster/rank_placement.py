@@ -1,4 +1,4 @@
-"""Who sits where: one seat per world rank, for plain processes and for a Ray placement group alike.
+"""Who sits where: one placement per world rank, for plain processes and for a Ray placement group alike.
 
 Imports no torch: a worker actor reads its environment from here before torch may be imported.
 """
@@ -25,11 +25,11 @@ requests of 100 tokens a forward of the bundled target took 18 ms instead of 6."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
+class RankPlacement:
     """Where one rank lives.
 
     Example: drafter 0 beside verifier 0 on one GPU, T = 2:
-    Seat(rank=2, role="drafter 0", bundle=0, num_gpus=0.5, is_shared=True)
+    RankPlacement(rank=2, role="drafter 0", bundle=0, num_gpus=0.5, is_shared=True)
     """
 
     rank: int
@@ -41,8 +41,8 @@ class Seat:
     """Another rank has the same device."""
 
 
-def seats(config: EngineConfig) -> list[Seat]:
-    """One seat per world rank, in rank order."""
+def rank_placements(config: EngineConfig) -> list[RankPlacement]:
+    """One placement per world rank, in rank order."""
     on_cuda = config.device == "cuda"
     colocated = config.draft is not None and config.draft.placement == "colocated"
     tp = config.tensor_parallel_size
@@ -50,7 +50,7 @@ def seats(config: EngineConfig) -> list[Seat]:
     for rank in range(config.world_size):
         is_shared = colocated and (rank >= tp or rank < config.draft_ranks)
         result.append(
-            Seat(
+            RankPlacement(
                 rank=rank,
                 role=config.role_of(rank),
                 bundle=rank - tp if colocated and rank >= tp else rank,
@@ -63,7 +63,7 @@ def seats(config: EngineConfig) -> list[Seat]:
 
 def num_bundles(config: EngineConfig) -> int:
     """Devices (CUDA) or slots (CPU) the engine takes."""
-    return max(seat.bundle for seat in seats(config)) + 1
+    return max(placement.bundle for placement in rank_placements(config)) + 1
 
 
 def worker_env(config: EngineConfig) -> dict[str, str]:

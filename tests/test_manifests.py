@@ -308,12 +308,12 @@ def test_a_pod_has_a_gpu_for_every_rank(service: dict[str, Any]) -> None:
 
 
 def test_a_pod_holds_the_bundles_of_a_whole_replica(service: dict[str, Any]) -> None:
-    from cluster.convert import layout_config, settle
+    from cluster.convert import placement_config, resolve_devices
     from cluster.serve.placement import group_bundles
 
     args = AppArgs.load(application(service)["args"])
     placement = args.placement_group_config
-    config = layout_config(settle(args.engine_args(), num_gpus=None))
+    config = placement_config(resolve_devices(args.engine_args(), num_gpus=None))
     bundles = group_bundles(config, per_worker=placement.bundle_per_worker, given=placement.bundles)
     assert placement.strategy == "STRICT_PACK"
     assert len(bundles) == config.world_size, "drafter and verifier have a bundle each"

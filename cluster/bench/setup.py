@@ -13,8 +13,8 @@ import torch
 from cluster.bench.output import Say
 from cluster.bench.prompts import encode_prompts
 from cluster.bench.scaled import scaled_pair
-from cluster.convert import engine_config, fetch_weights, load_tokenizer, settle, visible_gpus
-from cluster.socket_folder import OwnedFolder
+from cluster.convert import engine_config, fetch_weights, load_tokenizer, resolve_devices, visible_gpus
+from cluster.system.temp_dirs import OwnedTempDir
 from secateur.bench import TargetSize
 from secateur.config import EngineArgs, resolve_model
 from secateur.errors import ConfigError, Problem
@@ -28,7 +28,7 @@ def scaled(args: EngineArgs, size: TargetSize | None, cache: Path | None, say: S
     if size is None:
         yield args
         return
-    folder = OwnedFolder()
+    folder = OwnedTempDir()
     try:
         yield _with_scaled(args, size, cache or folder.path, say)
     finally:
@@ -36,7 +36,7 @@ def scaled(args: EngineArgs, size: TargetSize | None, cache: Path | None, say: S
 
 
 def _with_scaled(args: EngineArgs, size: TargetSize, folder: Path, say: Say) -> EngineArgs:
-    args = settle(args, num_gpus=visible_gpus())
+    args = resolve_devices(args, num_gpus=visible_gpus())
     spec = args.speculative_config
     if spec is None or spec.method != "eagle3" or spec.model is None:
         raise ConfigError(Problem("--target-cost", "scales a target and its EAGLE-3 head; leave the drafter out"))

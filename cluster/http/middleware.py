@@ -22,7 +22,7 @@ from cluster.http.limits import MAX_BODY_BYTES
 from cluster.http.output_processor import EngineFailed
 from cluster.http.request_params import BadRequest
 from cluster.http.tokenizer import PromptError
-from cluster.http.tokenizer_pool import TokenizingDown, TokenizingFull
+from cluster.http.tokenizer_pool import TokenizerPoolDown, TokenizerPoolFull
 from secateur.errors import Problem
 from secateur.protocol import REQUEST_ID_HEADER, ErrorResponse
 from secateur.schema import problems_of
@@ -71,9 +71,9 @@ def refusal_of(error: Exception) -> Refused:
             return Refused(400, ErrorResponse.of(str(error), param=error.param, code=error.code))
         case PromptError():
             return Refused(400, ErrorResponse.of(str(error), param=error.param, code=error.code))
-        case TokenizingFull():
+        case TokenizerPoolFull():
             return too_many(str(error))
-        case TokenizingDown():
+        case TokenizerPoolDown():
             return unavailable(str(error))
         case EngineDead():
             return unavailable(f"the engine is not available: {_first_line(error)}")
@@ -98,7 +98,7 @@ def install(app: FastAPI, *, api_keys: ApiKeys | None, echo_request_id: bool) ->
     async def known(_: Request, error: Exception) -> Response:
         return write(refusal_of(error))
 
-    for kind in (Refused, BadRequest, PromptError, TokenizingFull, TokenizingDown, EngineDead, EngineFailed):
+    for kind in (Refused, BadRequest, PromptError, TokenizerPoolFull, TokenizerPoolDown, EngineDead, EngineFailed):
         app.add_exception_handler(kind, known)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)

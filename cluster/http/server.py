@@ -40,7 +40,7 @@ from cluster.http.request_params import (
 )
 from cluster.http.streaming import ClientLeft, EventStream, merged, prepended, unless_client_leaves
 from cluster.http.tokenizer import TextLimit, Tokenizer, text_size
-from cluster.http.tokenizer_pool import TokenizingFull, TokenizingWorkers
+from cluster.http.tokenizer_pool import TokenizerPool, TokenizerPoolFull
 from secateur import __version__
 from secateur.errors import ConfigError
 from secateur.protocol import (
@@ -83,7 +83,7 @@ class Service:
     engine: Engine
     tokenizer: Tokenizer
     """For what comes out, a few tokens at a time."""
-    tokenizing: TokenizingWorkers
+    tokenizer_pool: TokenizerPool
     """For what comes in, whatever its size."""
     config: EngineConfig
     model_id: str
@@ -128,7 +128,7 @@ class Service:
     def health(self) -> tuple[bool, str]:
         """Whether requests can be served: an engine that makes progress, and workers that tokenize."""
         engine = self.engine.health()
-        return self.tokenizing.health() if engine[0] else engine
+        return self.tokenizer_pool.health() if engine[0] else engine
 
     def admit(self, num_prompts: int, answers_each: int = 1) -> None:
         """Raises Refused if the engine or the tokenizing workers are down (503) or the engine has enough to do (429).
@@ -136,7 +136,7 @@ class Service:
         assert self.max_pending is not None
         if not (health := self.engine.health())[0]:
             raise middleware.unavailable(f"the engine is not available: {health[1].splitlines()[0]}")
-        if not (health := self.tokenizing.health())[0]:
+        if not (health := self.tokenizer_pool.health())[0]:
             raise middleware.unavailable(health[1])
         num_answers = num_prompts * answers_each
         if num_answers > self.max_pending:
@@ -207,7 +207,7 @@ def create_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
         else:
             [ids] = await _text_ids(service, request, [body.prompt or ""], special)
         if body.return_token_strs:
-            strings = await _while_client_waits(service, request, service.tokenizing.token_strings(ids))
+            strings = await _while_client_waits(service, request, service.tokenizer_pool.token_strings(ids))
         limit = service.limits.max_model_len
         answer = TokenizeResponse(tokens=ids, count=len(ids), max_model_len=limit, token_strs=strings)
         return _json(answer, _naming(request, body.ignored()))
@@ -217,7 +217,7 @@ def create_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
         check_known(service, body)
         if body.tokens and max(body.tokens) >= service.limits.vocab_size:
             raise BadRequest(f"token id {max(body.tokens)} is not in the vocabulary", param="tokens")
-        text = await _while_client_waits(service, request, service.tokenizing.decode(body.tokens))
+        text = await _while_client_waits(service, request, service.tokenizer_pool.decode(body.tokens))
         return _json(DetokenizeResponse(prompt=text), _naming(request, body.ignored()))
 
     @app.get("/health")
@@ -338,7 +338,7 @@ async def _prompts(
     """
     bad_words: list[list[int]] = []
     if body.bad_words:
-        bad_words = await _while_client_waits(service, request, service.tokenizing.bad_words(body.bad_words))
+        bad_words = await _while_client_waits(service, request, service.tokenizer_pool.bad_words(body.bad_words))
     service.admit(len(ids), body.n)
     limits, new_id = service.limits, service.engine.new_id
     submits: list[Submit] = []
@@ -370,7 +370,7 @@ async def _text_ids(
     service: Service, request: Request, texts: Sequence[str], add_special_tokens: bool
 ) -> list[list[int]]:
     service.text_limit.check(max(map(len, texts)), param="prompt")
-    work = service.tokenizing.encode(texts, add_special_tokens=add_special_tokens)
+    work = service.tokenizer_pool.encode(texts, add_special_tokens=add_special_tokens)
     return await _while_client_waits(service, request, work)
 
 
@@ -390,7 +390,7 @@ async def _chat_ids(
     rendered = [_message(message) for message in messages]
     limit = service.text_limit
     limit.check(text_size([rendered, variables, tools]), param="messages")
-    work = service.tokenizing.encode_chat(
+    work = service.tokenizer_pool.encode_chat(
         rendered,
         limit=limit,
         add_generation_prompt=body.add_generation_prompt,
@@ -406,7 +406,7 @@ async def _while_client_waits(service: Service, request: Request, work: Coroutin
     """The result of a job of the tokenizing workers, which ends when its client leaves. Raises ClientLeft."""
     try:
         done = await unless_client_leaves(request, work)
-    except TokenizingFull:
+    except TokenizerPoolFull:
         service.metrics.request_rejected()
         raise
     if done is None:

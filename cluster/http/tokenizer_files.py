@@ -36,7 +36,7 @@ def _needs(folder: Path) -> dict[str, dict[str, str]]:
 
 
 def _is_tiktoken(file: Path) -> bool:
-    """tiktoken's files are lines of a token in base64 and its rank; SentencePiece's are protocol buffers."""
+    """Tiktoken's files are lines of a token in base64 and its rank; SentencePiece's are protocol buffers."""
     with file.open("rb") as opened:
         first = opened.readline(4096).split()
     return len(first) == 2 and first[1].isdigit()

@@ -44,11 +44,11 @@ STUCK_S = 30.0
 """No job has ended for this long although some have begun: more than `JobLimits` allow."""
 
 
-class TokenizingFull(SecateurError):
+class TokenizerPoolFull(SecateurError):
     """Enough jobs wait already; later there is room."""
 
 
-class TokenizingDown(SecateurError):
+class TokenizerPoolDown(SecateurError):
     """The workers do not run; they are being started again."""
 
 
@@ -56,7 +56,7 @@ class JobTooCostly(PromptError):
     """The kernel ended the job at one of its limits."""
 
 
-class TokenizerParent:
+class TokenizerForkServer:
     """The process that has loaded the tokenizer and forks workers. Thread-safe; it ends with the thread that made it.
 
     The tokenizer must be in the local cache: this process's own copy was read just before.
@@ -66,7 +66,14 @@ class TokenizerParent:
         self.limits = limits
         self._lock = threading.Lock()
         self._control, theirs = socket.socketpair()
-        command = [sys.executable, "-P", "-m", "cluster.child", str(os.getpid()), "cluster.http.tokenizer_worker"]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "cluster.system.child",
+            str(os.getpid()),
+            "cluster.http.tokenizer_worker",
+        ]
         command += [str(theirs.fileno()), tokenizer.path, tokenizer.revision or "", limits.to_json()]
         with theirs:
             self._process = subprocess.Popen(
@@ -82,15 +89,15 @@ class TokenizerParent:
         return self._process.poll() is None
 
     def wait_loaded(self) -> None:
-        """Blocks until the tokenizer is loaded. Raises TokenizingDown."""
+        """Blocks until the tokenizer is loaded. Raises TokenizerPoolDown."""
         self._control.settimeout(LOAD_TIMEOUT_S)
         try:
             if self._control.recv(len(READY)) == READY:
                 self._control.setblocking(False)
                 return
         except TimeoutError:
-            raise TokenizingDown(f"the tokenizer was not loaded within {LOAD_TIMEOUT_S:.0f} s") from None
-        raise TokenizingDown(f"the process that loads the tokenizer ended with code {self._process.wait()}")
+            raise TokenizerPoolDown(f"the tokenizer was not loaded within {LOAD_TIMEOUT_S:.0f} s") from None
+        raise TokenizerPoolDown(f"the process that loads the tokenizer ended with code {self._process.wait()}")
 
     def fork(self) -> socket.socket:
         """The front's end of a new worker's socket. Raises OSError if the process is gone, or takes no more commands:
@@ -121,14 +128,14 @@ class TokenizerParent:
 class _Worker:
     """One worker seen from the front."""
 
-    def __init__(self, parent: TokenizerParent, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, parent: TokenizerForkServer, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.parent = parent
         self.pid = 0
         self._reader = reader
         self._writer = writer
 
     @classmethod
-    async def forked(cls, parent: TokenizerParent) -> Self:
+    async def forked(cls, parent: TokenizerForkServer) -> Self:
         """A new one, when it has said its pid. Raises OSError, EOFError if the parent is gone."""
         worker = cls(parent, *await asyncio.open_unix_connection(sock=parent.fork()))
         (worker.pid,) = COMMAND.unpack(await worker._receive())
@@ -153,10 +160,10 @@ class _Worker:
         return await self._reader.readexactly(size)
 
 
-class TokenizingWorkers:
+class TokenizerPool:
     """Workers for a tokenizer's slow methods. An async context manager that begins to start them; await `ready` then.
 
-    Their methods raise PromptError, TokenizingFull and TokenizingDown; cancelling one ends its work. Start them in a
+    Its methods raise PromptError, TokenizerPoolFull and TokenizerPoolDown; cancelling one ends its work. Start it in a
     thread that lives as long as the service: the processes end with it. `parent`: one that runs already and is somebody
     else's to close.
     """
@@ -167,7 +174,7 @@ class TokenizingWorkers:
         *,
         num_workers: int | None = None,
         limits: JobLimits | None = None,
-        parent: TokenizerParent | None = None,
+        parent: TokenizerForkServer | None = None,
         stuck_s: float = STUCK_S,
     ) -> None:
         self._tokenizer = tokenizer
@@ -175,7 +182,7 @@ class TokenizingWorkers:
         self._num_workers = num_workers or min(MAX_WORKERS, len(os.sched_getaffinity(0)))
         self._stuck_s = stuck_s
         self._borrowed = parent
-        self._parent: TokenizerParent | None = None
+        self._parent: TokenizerForkServer | None = None
         self._idle: asyncio.Queue[_Worker] = asyncio.Queue()
         self._num_waiting = self._num_waiting_bytes = self._num_unfinished = 0
         self._last_end = time.monotonic()
@@ -201,7 +208,7 @@ class TokenizingWorkers:
         self._starting = asyncio.create_task(self._start_parent())
 
     async def ready(self) -> None:
-        """Returns when what `begin` began has ended. Raises TokenizingDown."""
+        """Returns when what `begin` began has ended. Raises TokenizerPoolDown."""
         assert self._starting is not None
         try:
             await self._starting
@@ -279,7 +286,7 @@ class TokenizingWorkers:
         except (OSError, EOFError):
             self._replace(worker)
             if not worker.parent.is_running:
-                raise TokenizingDown("the tokenizing workers were lost; try again") from None
+                raise TokenizerPoolDown("the tokenizing workers were lost; try again") from None
             raise JobTooCostly(self._too_costly(), param=param, code="prompt_too_costly") from None
         except BaseException:  # the client left
             self._replace(worker)
@@ -300,11 +307,11 @@ class TokenizingWorkers:
     async def _free_worker(self, num_bytes: int) -> _Worker:
         """One for this job alone, in the order of arrival. Counts the job as unfinished if it gets one."""
         if not (health := self.health()).ok:
-            raise TokenizingDown(health.reason)
+            raise TokenizerPoolDown(health.reason)
         if self._num_waiting >= MAX_WAITING or (
             self._num_waiting and self._num_waiting_bytes + num_bytes > MAX_WAITING_BYTES
         ):
-            raise TokenizingFull(f"{self._num_waiting} requests wait to be tokenized; try later")
+            raise TokenizerPoolFull(f"{self._num_waiting} requests wait to be tokenized; try later")
         if self._num_unfinished == 0:
             self._last_end = time.monotonic()
         self._num_waiting += 1
@@ -328,7 +335,7 @@ class TokenizingWorkers:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _add_worker(self, parent: TokenizerParent) -> None:
+    async def _add_worker(self, parent: TokenizerForkServer) -> None:
         with contextlib.suppress(OSError, EOFError):  # the parent is gone: its successor has workers of its own
             self._idle.put_nowait(await _Worker.forked(parent))
 
@@ -341,7 +348,7 @@ class TokenizingWorkers:
             logger.error("the tokenizing workers were lost and are started again")
             try:
                 await self._start_parent()
-            except (OSError, TokenizingDown) as error:
+            except (OSError, TokenizerPoolDown) as error:
                 self._down = str(error)
                 logger.error("the tokenizing workers did not start: %s", error)
                 await asyncio.sleep(RESTART_S)
@@ -356,7 +363,7 @@ class TokenizingWorkers:
             parent = self._borrowed
         else:
             # Started in this thread, not in an executor's: children live as long as the thread that starts them.
-            parent = TokenizerParent(self._tokenizer, self._limits)
+            parent = TokenizerForkServer(self._tokenizer, self._limits)
             try:
                 await asyncio.to_thread(parent.wait_loaded)
             except BaseException:

@@ -1,4 +1,4 @@
-"""The processes that render chat templates and tokenize: python -m cluster.child PID cluster.http.tokenizer_worker ...
+"""The processes that render chat templates and tokenize.
 
 A parent loads the tokenizer once; whenever the front asks for a worker it forks one, in milliseconds and with nearly no
 memory of its own. So killing a worker is a cheap way to end a job, and the only one that ends any: a template runs in
@@ -23,8 +23,8 @@ from typing import Any
 
 import msgpack
 
-from cluster.child import die_with_parent
 from cluster.http.tokenizer import PromptError, TextLimit, Tokenizer
+from cluster.system.child import die_with_parent
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cluster.convert import visible_gpus
 from cluster.planner.memory import Side
-from cluster.rank_placement import seats
+from cluster.rank_placement import rank_placements
 from cluster.serve.placement import Bundle, group_bundles
 from workers.config import EngineConfig
 
@@ -21,11 +21,22 @@ def describe(name: str, config: EngineConfig, sides: list[Side]) -> str:
         "",
         _row("rank", "role", "bundle", "device", "weights", "KV per token"),
     ]
-    for seat in seats(config):
-        side = sides[seat.rank >= config.tensor_parallel_size]
-        device = f"gpu {seat.bundle}" + (" (shared)" if seat.is_shared else "") if config.device == "cuda" else "cpu"
+    for placement in rank_placements(config):
+        side = sides[placement.rank >= config.tensor_parallel_size]
+        device = (
+            f"gpu {placement.bundle}" + (" (shared)" if placement.is_shared else "")
+            if config.device == "cuda"
+            else "cpu"
+        )
         lines.append(
-            _row(seat.rank, seat.role, seat.bundle, device, bytes_text(side.weight_bytes), bytes_text(side.token_bytes))
+            _row(
+                placement.rank,
+                placement.role,
+                placement.bundle,
+                device,
+                bytes_text(side.weight_bytes),
+                bytes_text(side.token_bytes),
+            )
         )
     bundles = group_bundles(config)
     per_request = config.pages_for(config.max_model_len)

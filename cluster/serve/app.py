@@ -29,13 +29,18 @@ from ray.serve.config import HTTPOptions
 from ray.serve.context import _get_global_client
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.convert import engine_config, fetch_weights, layout_config, settle, visible_gpus, with_tokenizer
+from cluster.convert import (
+    engine_config,
+    fetch_weights,
+    placement_config,
+    resolve_devices,
+    visible_gpus,
+    with_tokenizer,
+)
 from cluster.engine_client import EngineClient
 from cluster.http.server import PENDING_PER_SEQUENCE, create_app
-from cluster.http.tokenizer_pool import TokenizingWorkers
-from cluster.listening import base_url, check_port, listening_socket
-from cluster.local_service import service_of
-from cluster.processes import descendants, is_running, name_of, wait_gone
+from cluster.http.tokenizer_pool import TokenizerPool
+from cluster.local_service import build_service
 from cluster.serve import proxy
 from cluster.serve.actors import packages_folder
 from cluster.serve.nodes import may_grow, nodes_of_cluster
@@ -43,6 +48,8 @@ from cluster.serve.placement import REPLICA_CPUS, gpus_for, group_bundles, lacki
 from cluster.serve.progress import Progress, forget, tell, told
 from cluster.serve.signals import StopSignals
 from cluster.serve.worker_group import Gang
+from cluster.system.listening import base_url, check_port, listening_socket
+from cluster.system.processes import descendants, is_running, name_of, wait_gone
 from secateur.api_keys import check_api_keys
 from secateur.config import AppArgs, EngineArgs
 from secateur.errors import ConfigError, Problem, SecateurError
@@ -88,7 +95,7 @@ class Replica:
         config = await asyncio.to_thread(engine_config, self._args)
         self._config, self._tokenizer = await asyncio.to_thread(with_tokenizer, self._args, config)
         await asyncio.to_thread(fetch_weights, self._args, self._config)
-        self._tokenizing = TokenizingWorkers(self._tokenizer)
+        self._tokenizing = TokenizerPool(self._tokenizer)
         self._gang = Gang(self._config, self._client, on_death=self._engine_died)
         self._serving = False
         self._tokenizing.begin()  # while the ranks import torch
@@ -103,7 +110,9 @@ class Replica:
 
     async def __serve_build_asgi_app__(self) -> Any:
         replica = ray_serve.get_replica_context().replica_tag  # what Serve's own metrics call `replica` too
-        service = service_of(self._args, self._config, self._client, self._tokenizer, self._tokenizing, replica=replica)
+        service = build_service(
+            self._args, self._config, self._client, self._tokenizer, self._tokenizing, replica=replica
+        )
         app = create_app(service, echo_request_id=False)
         app.add_middleware(GoneClients)
         return app
@@ -177,8 +186,8 @@ def build(args: AppArgs | Mapping[str, Any]) -> ray_serve.Application:
     num_gpus = gpus_for(nodes, on_one=on_one, accelerator_type=app.accelerator_type)
     if group.bundles is None:  # which say where the drafter goes
         engine_args = _colocated_where_needed(engine_args, num_gpus, on_one)
-    engine_args = settle(engine_args, num_gpus=None)
-    config = layout_config(engine_args)
+    engine_args = resolve_devices(engine_args, num_gpus=None)
+    config = placement_config(engine_args)
     options: dict[str, Any] = {
         "name": APP_NAME,
         "max_ongoing_requests": PENDING_PER_SEQUENCE * config.max_num_seqs + SERVE_HEADROOM,
@@ -200,7 +209,7 @@ def build(args: AppArgs | Mapping[str, Any]) -> ray_serve.Application:
         accelerator_type=app.accelerator_type,
     )
     need = sum(bundle.get("GPU", 0) for bundle in bundles)
-    if nodes and need > 0 and (num_gpus == 0 or not on_one and need > num_gpus):  # no error: nodes may still join
+    if nodes and need > 0 and (num_gpus == 0 or (not on_one and need > num_gpus)):  # no error: nodes may still join
         kind = f"{app.accelerator_type} GPUs" if app.accelerator_type else "GPUs"
         logger.warning("a replica needs %g %s, the cluster has %g: it waits until there are more", need, kind, num_gpus)
     if on_one and (short := lacking(bundles, nodes)):
@@ -267,7 +276,7 @@ def serve(args: EngineArgs) -> None:
     try:
         if not remote:
             with progress.during("reading the model's configuration and tokenizer"):
-                args = settle(args, num_gpus=visible_gpus())
+                args = resolve_devices(args, num_gpus=visible_gpus())
                 config, _ = with_tokenizer(args, engine_config(args))  # what cannot be served is told now
             with progress.during("fetching weights that are not here yet"):
                 fetch_weights(args, config)

@@ -8,7 +8,7 @@ import threading
 from types import FrameType
 from typing import Any, Self
 
-from cluster.processes import descendants, wait_gone
+from cluster.system.processes import descendants, wait_gone
 
 STOPS = (signal.SIGINT, signal.SIGTERM)
 KILLS_AT = 3

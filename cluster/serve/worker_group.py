@@ -17,11 +17,11 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.engine_client import EngineClient
-from cluster.rank_endings import Blame, Ending, cause
-from cluster.rank_placement import seats, worker_env
+from cluster.rank_exits import ExitKind, RankExit, root_cause
+from cluster.rank_placement import rank_placements, worker_env
 from cluster.serve.actors import Worker, packages_folder
 from cluster.serve.progress import tell
-from cluster.socket_folder import OwnedFolder
+from cluster.system.temp_dirs import OwnedTempDir
 from workers.config import START_TIMEOUT_S, EngineConfig
 from workers.models.readers import read_specs
 
@@ -42,7 +42,7 @@ class Gang:
         self._client = client
         self._on_death = on_death
         self._workers: list[Any] = []  # handles: Ray ends an actor that nobody holds
-        self._folder: OwnedFolder | None = None
+        self._folder: OwnedTempDir | None = None
         self._closing = threading.Event()
 
     async def start(self, group: PlacementGroup) -> None:
@@ -52,11 +52,13 @@ class Gang:
         told = config.to_json(), specs.to_json()
         remote = ray.remote(Worker)
         tell(f"starting the engine's {config.world_size} processes")
-        for seat in seats(config):
-            strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=seat.bundle)
+        for placement in rank_placements(config):
+            strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=placement.bundle)
             # num_cpus=0: the bundle is the reservation. The index is given, or Ray might swap devices.
-            options = remote.options(num_cpus=0, num_gpus=seat.num_gpus, scheduling_strategy=strategy, max_restarts=0)
-            self._workers.append(options.remote(*told, seat.rank, folder, worker_env(config)))
+            options = remote.options(
+                num_cpus=0, num_gpus=placement.num_gpus, scheduling_strategy=strategy, max_restarts=0
+            )
+            self._workers.append(options.remote(*told, placement.rank, folder, worker_env(config)))
         nodes: list[str] = await asyncio.gather(*(worker.node_id.remote() for worker in self._workers))
         front = await self._listen(nodes[0])
         store = await self._workers[0].open_store.remote()
@@ -73,7 +75,7 @@ class Gang:
 
     async def _listen(self, node_of_rank_0: str) -> str:
         if node_of_rank_0 == ray.get_runtime_context().get_node_id():
-            self._folder = OwnedFolder()
+            self._folder = OwnedTempDir()
             return await self._client.listen(f"unix:{self._folder.path}/engine.sock")
         return await self._client.listen(f"tcp:{ray.util.get_node_ip_address()}:0")
 
@@ -83,9 +85,9 @@ class Gang:
         if self._folder is not None:
             self._folder.remove()
 
-    def _endings(self, runs: list[Any]) -> list[Ending]:
+    def _exits(self, runs: list[Any]) -> list[RankExit]:
         done, _ = ray.wait(runs, num_returns=len(runs), timeout=0.05)
-        return [ending_of(self._config.role_of(rank), run) for rank, run in enumerate(runs) if run in done]
+        return [exit_of(self._config.role_of(rank), run) for rank, run in enumerate(runs) if run in done]
 
     def _watch(self, runs: list[Any], loop: asyncio.AbstractEventLoop) -> None:
         # A loop with a timeout: a ray.wait without one can crash the process when Ray goes down under it.
@@ -93,7 +95,7 @@ class Gang:
             done, _ = ray.wait(runs, num_returns=1, timeout=_WATCH_PERIOD_S)
             if not done or self._closing.is_set():
                 continue
-            reason = cause(lambda: self._endings(runs)).told
+            reason = root_cause(lambda: self._exits(runs)).message
             if self._closing.is_set():
                 return
             logger.error("%s", reason)  # the front may have seen the socket close before it hears why
@@ -103,14 +105,14 @@ class Gang:
             return
 
 
-def ending_of(role: str, run: Any) -> Ending:
+def exit_of(role: str, run: Any) -> RankExit:
     """How the rank whose life `run` is has ended."""
     try:
         ray.get(run)
     except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, ConnectionError):  # PeerLost: "verifier 0 lost drafter 0 at step 7: <the library>"
-            return Ending(Blame.LOST_A_PEER, str(error.cause).partition(": ")[0])
-        return Ending(Blame.FAILED, f"{role} failed: {error.cause!r}")
+            return RankExit(ExitKind.LOST_A_PEER, str(error.cause).partition(": ")[0])
+        return RankExit(ExitKind.FAILED, f"{role} failed: {error.cause!r}")
     except ray.exceptions.RayError as error:
-        return Ending(Blame.KILLED, f"{role} died: {str(error).strip().splitlines()[0]}")
-    return Ending(Blame.STOPPED, f"{role} stopped by itself")
+        return RankExit(ExitKind.KILLED, f"{role} died: {str(error).strip().splitlines()[0]}")
+    return RankExit(ExitKind.STOPPED, f"{role} stopped by itself")

@@ -28,7 +28,7 @@ def serve(engine: dict[str, Any], model: ModelArgument = None) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     args = checked(engine, model=model)
     if not os.environ.get("RAY_ADDRESS"):  # else it listens on another machine
-        from cluster.listening import check_port
+        from cluster.system.listening import check_port
 
         check_port(args.host, args.port)
     if find_spec("ray"):  # else the error alone is said

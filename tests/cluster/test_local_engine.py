@@ -24,7 +24,7 @@ from cluster.convert import engine_config
 from cluster.engine_client import EngineClient, EngineDead
 from cluster.local_engine import LocalEngine
 from cluster.local_service import local_service
-from cluster.processes import wait_gone
+from cluster.system.processes import wait_gone
 from secateur.config import EngineArgs
 from secateur.errors import ConfigError
 from tests.support.fake_engine import FakeEngine

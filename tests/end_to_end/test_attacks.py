@@ -12,7 +12,7 @@ import httpx2
 import pytest
 
 from cluster.local_service import local_service
-from cluster.processes import descendants
+from cluster.system.processes import descendants
 from secateur.config import EngineArgs
 from tests.support.looping import FOREVER, looping_model
 

@@ -19,7 +19,7 @@ from cluster.engine_client import EngineClient
 from cluster.http.limits import LimitedProtocol
 from cluster.http.server import Service, create_app
 from cluster.http.tokenizer import Tokenizer
-from cluster.http.tokenizer_pool import TokenizerParent, TokenizingWorkers
+from cluster.http.tokenizer_pool import TokenizerForkServer, TokenizerPool
 from cluster.http.tokenizer_worker import JobLimits
 from cluster.local_service import listening_socket
 from tests.support.fake_engine import FakeEngine, Script
@@ -56,7 +56,7 @@ def fake_service(
     *,
     config: EngineConfig = CONFIG,
     engine: dict[str, Any] | None = None,
-    parent: TokenizerParent | Literal["shared"] | None = "shared",
+    parent: TokenizerForkServer | Literal["shared"] | None = "shared",
     **settings: Any,
 ) -> Iterator[FakeService]:
     """`engine` goes to the FakeEngine, `settings` to the Service. `parent` None: the tokenizing workers' own."""
@@ -71,10 +71,12 @@ def fake_service(
         fake = FakeEngine(address, script, eos=config.eos_token_ids, **(engine or {}))
         await client.wait_ready(10)
         names = {"model_id": "fake-model", "replica": "fake-replica"}
-        tokenizing = TokenizingWorkers(tokenizer, num_workers=2, parent=parent)
-        tokenizing.begin()
-        await tokenizing.ready()
-        service = Service(engine=client, tokenizer=tokenizer, tokenizing=tokenizing, config=config, **names, **settings)
+        tokenizer_pool = TokenizerPool(tokenizer, num_workers=2, parent=parent)
+        tokenizer_pool.begin()
+        await tokenizer_pool.ready()
+        service = Service(
+            engine=client, tokenizer=tokenizer, tokenizer_pool=tokenizer_pool, config=config, **names, **settings
+        )
         options: dict[str, Any] = {"log_level": "warning", "timeout_graceful_shutdown": 1}
         server = uvicorn.Server(uvicorn.Config(create_app(service), http=LimitedProtocol, **options))
         server_box.append(server)
@@ -85,7 +87,7 @@ def fake_service(
             await asyncio.sleep(0.005)
         started.set()
         await serving
-        await tokenizing.close()
+        await tokenizer_pool.close()
         fake.die()
         await client.close()
 
@@ -100,13 +102,13 @@ def fake_service(
         sock.close()
 
 
-_parents: dict[str, TokenizerParent] = {}
+_parents: dict[str, TokenizerForkServer] = {}
 
 
-def tokenizer_parent(tokenizer: Tokenizer) -> TokenizerParent:
+def tokenizer_parent(tokenizer: Tokenizer) -> TokenizerForkServer:
     """One for all services of a tokenizer: loading it takes seconds. It ends with the tests' main thread."""
     if tokenizer.path not in _parents:
-        _parents[tokenizer.path] = TokenizerParent(tokenizer, JobLimits())
+        _parents[tokenizer.path] = TokenizerForkServer(tokenizer, JobLimits())
         _parents[tokenizer.path].wait_loaded()
     return _parents[tokenizer.path]
 

@@ -223,7 +223,7 @@ def test_a_quick_comparison_on_a_cost_scaled_target(tmp_path, capsys) -> None:
     assert [row.contestant for row in rows if row.batch == 2] == list(names[:-1]), "assisted generation is for one"
     for row in rows:
         assert row.same_tokens == 1, f"{row.contestant}: greedy tokens are everybody's"
-        assert 0 < row.tpot_ms and 0 < row.ttft_ms and 0 < row.tokens_per_second and row.tpot_ratio > 0
+        assert row.tpot_ms > 0 and row.ttft_ms > 0 and row.tokens_per_second > 0 and row.tpot_ratio > 0
     alone = {row.contestant: row for row in rows if row.batch == 1}
     assert alone["generate"].forward_ms is None and alone["off"].ceiling is None
     dynamic = alone["dynamic"]

@@ -13,8 +13,8 @@ import pytest
 
 import cluster.http.tokenizer_pool
 from cluster.http.tokenizer import Tokenizer
-from cluster.http.tokenizer_pool import TokenizingWorkers
-from cluster.processes import is_running
+from cluster.http.tokenizer_pool import TokenizerPool
+from cluster.system.processes import is_running
 from tests.support.fake_service import FakeService, error_of, wait_for
 from tests.support.looping import FOREVER, looping_model
 
@@ -33,13 +33,13 @@ def looping(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 def jobs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The methods that the tokenizing workers are asked for."""
     asked: list[str] = []
-    work = TokenizingWorkers._do
+    work = TokenizerPool._do
 
-    async def noted(self: TokenizingWorkers, method: str, *args: Any, **options: Any) -> Any:
+    async def noted(self: TokenizerPool, method: str, *args: Any, **options: Any) -> Any:
         asked.append(method)
         return await work(self, method, *args, **options)
 
-    monkeypatch.setattr(TokenizingWorkers, "_do", noted)
+    monkeypatch.setattr(TokenizerPool, "_do", noted)
     return asked
 
 
@@ -243,14 +243,14 @@ def test_a_client_that_leaves_ends_the_work_on_its_texts(
 ) -> None:
     running = own(tokenizer=looping, engine={"max_model_len": 1 << 20})
     with running.http() as http:
-        tokenizing, left = running.service.tokenizing, list[bool]()
+        tokenizer_pool, left = running.service.tokenizer_pool, list[bool]()
         leaving = threading.Thread(target=lambda: left.append(leaves(running, path, body)))
         leaving.start()
-        wait_for(lambda: busy(tokenizing), 60)  # millions of ids are read first
+        wait_for(lambda: busy(tokenizer_pool), 60)  # millions of ids are read first
         started = time.monotonic()
         leaving.join()
         assert left == [True]
-        wait_for(lambda: not busy(tokenizing))
+        wait_for(lambda: not busy(tokenizer_pool))
         assert time.monotonic() - started < 8  # itself, the text takes longer
         assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
     assert all(submit.prompt == looping.encode("a") for submit in running.engine.submitted)
@@ -266,16 +266,16 @@ def leaves(running: FakeService, path: str, body: Any) -> bool:
     return False
 
 
-def busy(tokenizing: TokenizingWorkers) -> bool:
-    return tokenizing._num_unfinished > 0
+def busy(tokenizer_pool: TokenizerPool) -> bool:
+    return tokenizer_pool._num_unfinished > 0
 
 
 def test_a_front_that_cannot_tokenize_is_not_healthy(own: Callable[..., FakeService]) -> None:
     running = own(parent=None)
-    (pid,) = running.service.tokenizing.pids
+    (pid,) = running.service.tokenizer_pool.pids
     with running.http() as http:
         assert http.get("/health").status_code == 200
-        running.service.tokenizing._parent._process.kill()
+        running.service.tokenizer_pool._parent._process.kill()
         wait_for(lambda: not is_running(pid))
         response = http.get("/health")
         assert response.status_code == 503

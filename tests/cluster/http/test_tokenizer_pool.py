@@ -14,9 +14,15 @@ import pytest
 
 import cluster.http.tokenizer_pool
 from cluster.http.tokenizer import PromptError, TextLimit, Tokenizer
-from cluster.http.tokenizer_pool import JobTooCostly, TokenizerParent, TokenizingDown, TokenizingFull, TokenizingWorkers
+from cluster.http.tokenizer_pool import (
+    JobTooCostly,
+    TokenizerForkServer,
+    TokenizerPool,
+    TokenizerPoolDown,
+    TokenizerPoolFull,
+)
 from cluster.http.tokenizer_worker import JobLimits
-from cluster.processes import is_running, wait_gone
+from cluster.system.processes import is_running, wait_gone
 from tests.support.looping import FOREVER, MODEL, looping_model
 
 LIMITS = JobLimits(render_s=0.5, tokenize_s=1.0, memory_bytes=256 << 20)
@@ -31,16 +37,16 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def parent(tokenizer: Tokenizer) -> Iterator[TokenizerParent]:
-    parent = TokenizerParent(tokenizer, LIMITS)
+def parent(tokenizer: Tokenizer) -> Iterator[TokenizerForkServer]:
+    parent = TokenizerForkServer(tokenizer, LIMITS)
     parent.wait_loaded()
     yield parent
     parent.close()
 
 
 @pytest.fixture
-async def pool(tokenizer: Tokenizer, parent: TokenizerParent) -> AsyncIterator[TokenizingWorkers]:
-    async with TokenizingWorkers(tokenizer, num_workers=2, parent=parent, stuck_s=5.0) as pool:
+async def pool(tokenizer: Tokenizer, parent: TokenizerForkServer) -> AsyncIterator[TokenizerPool]:
+    async with TokenizerPool(tokenizer, num_workers=2, parent=parent, stuck_s=5.0) as pool:
         await pool.ready()
         yield pool
 
@@ -57,14 +63,14 @@ async def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
         await asyncio.sleep(0.02)
 
 
-async def render(pool: TokenizingWorkers, *messages: dict[str, Any], **options: Any) -> list[int]:
+async def render(pool: TokenizerPool, *messages: dict[str, Any], **options: Any) -> list[int]:
     return await pool.encode_chat(messages, limit=LIMIT, add_generation_prompt=True, **options)
 
 
 # What they answer
 
 
-async def test_the_workers_say_what_the_tokenizer_says(pool: TokenizingWorkers, tokenizer: Tokenizer) -> None:
+async def test_the_workers_say_what_the_tokenizer_says(pool: TokenizerPool, tokenizer: Tokenizer) -> None:
     texts = ["", "a", "  x\n\t", "Grüße, 世界! 🌳", "<|im_start|>", "def f(x):\n    return x\n" * 50]
     for special in (True, False):
         found = await pool.encode(texts, add_special_tokens=special)
@@ -77,7 +83,7 @@ async def test_the_workers_say_what_the_tokenizer_says(pool: TokenizingWorkers, 
 
 async def test_the_workers_render_what_the_tokenizer_renders() -> None:
     own = Tokenizer(str(MODEL))
-    async with TokenizingWorkers(own, num_workers=1) as pool:
+    async with TokenizerPool(own, num_workers=1) as pool:
         await pool.ready()
         for options in (
             {"add_generation_prompt": True},
@@ -92,7 +98,7 @@ async def test_the_workers_render_what_the_tokenizer_renders() -> None:
     assert wait_gone(pids, timeout_s=10) == []
 
 
-async def test_what_is_wrong_with_a_prompt_comes_back_as_it_is(pool: TokenizingWorkers) -> None:
+async def test_what_is_wrong_with_a_prompt_comes_back_as_it_is(pool: TokenizerPool) -> None:
     with pytest.raises(PromptError, match="not valid Unicode") as caught:
         await pool.encode(["a", "\ud800"], add_special_tokens=True)
     assert caught.value.param == "prompt"
@@ -106,7 +112,7 @@ async def test_what_is_wrong_with_a_prompt_comes_back_as_it_is(pool: TokenizingW
     assert pool.health().ok
 
 
-async def test_what_a_template_makes_is_measured_before_it_is_tokenized(pool: TokenizingWorkers) -> None:
+async def test_what_a_template_makes_is_measured_before_it_is_tokenized(pool: TokenizerPool) -> None:
     with pytest.raises(
         PromptError, match="65536 characters fit into at the most, and the prompt has 1000009"
     ) as caught:
@@ -117,7 +123,7 @@ async def test_what_a_template_makes_is_measured_before_it_is_tokenized(pool: To
 # How jobs end
 
 
-async def test_a_template_that_loops_is_ended_and_others_go_on(pool: TokenizingWorkers, tokenizer: Tokenizer) -> None:
+async def test_a_template_that_loops_is_ended_and_others_go_on(pool: TokenizerPool, tokenizer: Tokenizer) -> None:
     looping = [asyncio.create_task(render(pool, FOREVER)) for _ in range(4)]
     await asyncio.sleep(0.1)
     (ids,) = await asyncio.wait_for(pool.encode(["a"], add_special_tokens=True), 30)
@@ -128,7 +134,7 @@ async def test_a_template_that_loops_is_ended_and_others_go_on(pool: TokenizingW
         assert (caught.value.param, caught.value.code) == ("messages", "prompt_too_costly")
 
 
-async def test_a_text_that_takes_too_long_is_ended(pool: TokenizingWorkers) -> None:
+async def test_a_text_that_takes_too_long_is_ended(pool: TokenizerPool) -> None:
     with pytest.raises(JobTooCostly) as caught:
         await pool.encode([LONG * 2], add_special_tokens=True)
     assert caught.value.param == "prompt"
@@ -137,7 +143,7 @@ async def test_a_text_that_takes_too_long_is_ended(pool: TokenizingWorkers) -> N
 
 async def test_a_text_that_takes_too_much_memory_is_ended(tokenizer: Tokenizer) -> None:
     limits = JobLimits(tokenize_s=300.0, memory_bytes=32 << 20)
-    async with TokenizingWorkers(tokenizer, num_workers=1, limits=limits) as pool:
+    async with TokenizerPool(tokenizer, num_workers=1, limits=limits) as pool:
         await pool.ready()
         for work in (
             pool.encode([LONG], add_special_tokens=True),  # Rust's memory
@@ -148,7 +154,7 @@ async def test_a_text_that_takes_too_much_memory_is_ended(tokenizer: Tokenizer) 
         assert await pool.encode(["a"], add_special_tokens=True)
 
 
-async def test_a_client_that_leaves_ends_its_work(pool: TokenizingWorkers) -> None:
+async def test_a_client_that_leaves_ends_its_work(pool: TokenizerPool) -> None:
     (parent,) = pool.pids
     before = set(workers_of(parent))
     leaving = [asyncio.create_task(render(pool, FOREVER)) for _ in range(2)]
@@ -161,7 +167,7 @@ async def test_a_client_that_leaves_ends_its_work(pool: TokenizingWorkers) -> No
     assert await pool.encode(["a"], add_special_tokens=True)
 
 
-async def test_a_client_that_leaves_the_queue_costs_no_worker(pool: TokenizingWorkers) -> None:
+async def test_a_client_that_leaves_the_queue_costs_no_worker(pool: TokenizerPool) -> None:
     looping = [asyncio.create_task(render(pool, FOREVER)) for _ in range(2)]
     await asyncio.sleep(0.05)
     waiting = asyncio.create_task(pool.encode(["a"], add_special_tokens=True))
@@ -171,18 +177,18 @@ async def test_a_client_that_leaves_the_queue_costs_no_worker(pool: TokenizingWo
     assert await asyncio.gather(*(pool.encode(["a"], add_special_tokens=True) for _ in range(20)))
 
 
-async def test_no_more_wait_than_there_is_room_for(pool: TokenizingWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_more_wait_than_there_is_room_for(pool: TokenizerPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster.http.tokenizer_pool, "MAX_WAITING", 3)
     monkeypatch.setattr(cluster.http.tokenizer_pool, "MAX_WAITING_BYTES", 10_000)
     looping = [asyncio.create_task(render(pool, FOREVER)) for _ in range(2)]
     await asyncio.sleep(0.1)
     large = [asyncio.create_task(pool.encode(["a" * 9000], add_special_tokens=True))]
     await asyncio.sleep(0.01)
-    with pytest.raises(TokenizingFull, match="1 requests wait"):
+    with pytest.raises(TokenizerPoolFull, match="1 requests wait"):
         await pool.encode(["a" * 9000], add_special_tokens=True)
     small = [asyncio.create_task(pool.encode(["a"], add_special_tokens=True)) for _ in range(2)]
     await asyncio.sleep(0.01)
-    with pytest.raises(TokenizingFull, match="3 requests wait"):
+    with pytest.raises(TokenizerPoolFull, match="3 requests wait"):
         await pool.encode(["a"], add_special_tokens=True)
     await asyncio.gather(*looping, return_exceptions=True)
     assert len(await asyncio.gather(*large, *small)) == 3
@@ -191,7 +197,7 @@ async def test_no_more_wait_than_there_is_room_for(pool: TokenizingWorkers, monk
 # How they end
 
 
-async def test_an_idle_worker_that_was_killed_is_no_loss(pool: TokenizingWorkers) -> None:
+async def test_an_idle_worker_that_was_killed_is_no_loss(pool: TokenizerPool) -> None:
     (parent,) = pool.pids
     victims = workers_of(parent)
     for pid in victims:
@@ -202,16 +208,16 @@ async def test_an_idle_worker_that_was_killed_is_no_loss(pool: TokenizingWorkers
 
 
 async def test_processes_that_were_killed_are_started_again(tokenizer: Tokenizer) -> None:
-    async with TokenizingWorkers(tokenizer, num_workers=2, limits=JobLimits(render_s=60.0)) as pool:
+    async with TokenizerPool(tokenizer, num_workers=2, limits=JobLimits(render_s=60.0)) as pool:
         await pool.ready()
         (first,) = pool.pids
         caught = asyncio.create_task(render(pool, FOREVER))
         await asyncio.sleep(0.2)
         os.kill(first, signal.SIGKILL)
-        with pytest.raises(TokenizingDown):
+        with pytest.raises(TokenizerPoolDown):
             await caught
         assert pool.health() == (False, "the tokenizing workers do not run: they were lost")
-        with pytest.raises(TokenizingDown, match="do not run"):
+        with pytest.raises(TokenizerPoolDown, match="do not run"):
             await pool.encode(["a"], add_special_tokens=True)
         await until(lambda: pool.health().ok, 60)
         assert await asyncio.gather(*(pool.encode(["a"], add_special_tokens=True) for _ in range(4)))
@@ -221,15 +227,15 @@ async def test_processes_that_were_killed_are_started_again(tokenizer: Tokenizer
 async def test_workers_that_cannot_be_started_are_told(tmp_path: Path, tokenizer: Tokenizer) -> None:
     own = Tokenizer(tokenizer.path)
     own.path = str(tmp_path)
-    pool = TokenizingWorkers(own, num_workers=1)
+    pool = TokenizerPool(own, num_workers=1)
     pool.begin()
-    with pytest.raises(TokenizingDown, match="ended with code 1"):
+    with pytest.raises(TokenizerPoolDown, match="ended with code 1"):
         await pool.ready()
     assert not pool.health().ok
 
 
-async def test_workers_that_do_not_move_are_not_healthy(tokenizer: Tokenizer, parent: TokenizerParent) -> None:
-    async with TokenizingWorkers(tokenizer, num_workers=2, parent=parent, stuck_s=0.3) as pool:
+async def test_workers_that_do_not_move_are_not_healthy(tokenizer: Tokenizer, parent: TokenizerForkServer) -> None:
+    async with TokenizerPool(tokenizer, num_workers=2, parent=parent, stuck_s=0.3) as pool:
         await pool.ready()
         stopped = workers_of(parent.pid)
         for pid in stopped:

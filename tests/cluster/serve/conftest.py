@@ -14,8 +14,8 @@ from secateur.config import EngineArgs
 def url() -> Iterator[str]:
     """The service `secateur serve -tp 2` would start; afterwards nothing of it may be left."""
     os.environ.pop("RAY_ADDRESS", None)
-    from cluster.processes import descendants, wait_gone
     from cluster.serve.app import running
+    from cluster.system.processes import descendants, wait_gone
 
     before = set(descendants())
     args = EngineArgs.load({"tensor_parallel_size": 2, "device": "cpu", "port": 0, "max_num_seqs": 8})

@@ -18,8 +18,8 @@ import pytest
 from ray.serve.config import HTTPOptions
 
 import cluster.serve.app
-from cluster.processes import name_of
 from cluster.serve.app import running, stay
+from cluster.system.processes import name_of
 from secateur.config import EngineArgs
 from secateur.errors import ConfigError, SecateurError
 from tests.support.fake_service import wait_for

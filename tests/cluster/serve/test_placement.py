@@ -1,4 +1,4 @@
-"""Arguments to engine configuration, seats, bundles, the plan: all before any process starts."""
+"""Arguments to engine configuration, rank placements, bundles, the plan: all before any process starts."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from typing import Any
 import pytest
 
 import secateur
-from cluster.convert import engine_config, sampling_defaults, settle, with_tokenizer
+from cluster.convert import engine_config, resolve_devices, sampling_defaults, with_tokenizer
 from cluster.engine_client import EngineClient
 from cluster.http.tokenizer import Tokenizer
-from cluster.http.tokenizer_pool import TokenizingWorkers
-from cluster.local_service import service_of
+from cluster.http.tokenizer_pool import TokenizerPool
+from cluster.local_service import build_service
 from cluster.planner.memory import tensor_shapes
 from cluster.planner.report import run
 from cluster.planner.topology import bytes_text
-from cluster.rank_placement import num_bundles, seats, worker_env
+from cluster.rank_placement import num_bundles, rank_placements, worker_env
 from cluster.serve.placement import group_bundles
 from secateur.config import EngineArgs
 from secateur.errors import ConfigError
@@ -63,18 +63,18 @@ def draft_args(**spec: Any) -> dict[str, Any]:
 
 
 def test_dedicated_ranks_have_a_device_each() -> None:
-    found = seats(config(tp=2, draft=1))
-    assert [(seat.role, seat.bundle, seat.num_gpus) for seat in found] == [
+    found = rank_placements(config(tp=2, draft=1))
+    assert [(placement.role, placement.bundle, placement.num_gpus) for placement in found] == [
         ("verifier 0", 0, 1.0),
         ("verifier 1", 1, 1.0),
         ("drafter 0", 2, 1.0),
     ]
-    assert not any(seat.is_shared for seat in found)
+    assert not any(placement.is_shared for placement in found)
 
 
 def test_a_colocated_drafter_shares_its_verifier_s_device() -> None:
-    found = seats(config(tp=2, draft=1, placement="colocated"))
-    assert [(seat.bundle, seat.num_gpus, seat.is_shared) for seat in found] == [
+    found = rank_placements(config(tp=2, draft=1, placement="colocated"))
+    assert [(placement.bundle, placement.num_gpus, placement.is_shared) for placement in found] == [
         (0, 0.5, True),
         (1, 1.0, False),
         (0, 0.5, True),
@@ -86,8 +86,8 @@ def test_a_colocated_drafter_shares_its_verifier_s_device() -> None:
 def test_no_device_is_promised_twice(tp: int, draft: int, placement: str) -> None:
     engine = config(tp, draft, placement)
     per_bundle = [0.0] * num_bundles(engine)
-    for seat in seats(engine):
-        per_bundle[seat.bundle] += seat.num_gpus
+    for rank in rank_placements(engine):
+        per_bundle[rank.bundle] += rank.num_gpus
     assert all(0 < total <= 1 for total in per_bundle)
     assert num_bundles(engine) == (tp + draft if placement == "dedicated" else tp)
 
@@ -278,9 +278,9 @@ def test_a_service_tells_whose_defaults_it_takes(tmp_path: Path, caplog: pytest.
     (model / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20}')
     taken = args(model=str(model), no_speculation=True)
     tokenizer = Tokenizer(str(BUNDLED / "target"))
-    tokenizing = TokenizingWorkers(tokenizer)  # not started
+    tokenizer_pool = TokenizerPool(tokenizer)  # not started
     with caplog.at_level(logging.INFO, "cluster"):
-        service = service_of(taken, engine_config(taken), EngineClient(), tokenizer, tokenizing, replica="local")
+        service = build_service(taken, engine_config(taken), EngineClient(), tokenizer, tokenizer_pool, replica="local")
     assert "the model's own temperature=0.6, top_k=20 " in caplog.text
     assert service.sampling_defaults == {"temperature": 0.6, "top_k": 20}
 
@@ -407,16 +407,16 @@ def test_an_unknown_folder_is_a_configuration_error() -> None:
     ("gpus", "placement"), [(None, "dedicated"), (3, "dedicated"), (4, "dedicated"), (2, "colocated")]
 )
 def test_a_drafter_gets_its_own_device_where_there_are_enough(gpus: int | None, placement: str) -> None:
-    settled = settle(args(tensor_parallel_size=2, device="cuda", **draft_args()), num_gpus=gpus)
+    settled = resolve_devices(args(tensor_parallel_size=2, device="cuda", **draft_args()), num_gpus=gpus)
     assert settled.speculative_config.draft_placement == placement
-    assert settle(settled, num_gpus=None) == settled
+    assert resolve_devices(settled, num_gpus=None) == settled
 
 
 def test_too_few_devices_are_told_at_the_door() -> None:
     with pytest.raises(ConfigError, match="need 2 GPUs, 1 can be used"):
-        settle(args(tensor_parallel_size=2, device="cuda", **draft_args()), num_gpus=1)
+        resolve_devices(args(tensor_parallel_size=2, device="cuda", **draft_args()), num_gpus=1)
     with pytest.raises(ConfigError, match="write draft_placement='colocated'"):
-        settle(args(device="cuda", **draft_args(draft_placement="dedicated")), num_gpus=1)
+        resolve_devices(args(device="cuda", **draft_args(draft_placement="dedicated")), num_gpus=1)
 
 
 @pytest.mark.parametrize(
@@ -429,13 +429,13 @@ def test_too_few_devices_are_told_at_the_door() -> None:
 )
 def test_too_few_devices_are_told_without_a_drafter_too(size: int, device: str, gpus: int, says: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(says)):
-        settle(args(tensor_parallel_size=size, device=device, no_speculation=True), num_gpus=gpus)
+        resolve_devices(args(tensor_parallel_size=size, device=device, no_speculation=True), num_gpus=gpus)
 
 
 def test_without_a_drafter_what_fits_or_is_not_known_passes_the_door() -> None:
     asked = args(tensor_parallel_size=4, device="cuda", no_speculation=True)
-    assert [settle(asked, num_gpus=gpus) for gpus in (4, 8, None)] == 3 * [asked]
-    assert settle(args(tensor_parallel_size=4, no_speculation=True), num_gpus=0).device == "cpu"
+    assert [resolve_devices(asked, num_gpus=gpus) for gpus in (4, 8, None)] == 3 * [asked]
+    assert resolve_devices(args(tensor_parallel_size=4, no_speculation=True), num_gpus=0).device == "cpu"
 
 
 # The plan

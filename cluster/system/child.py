@@ -1,4 +1,4 @@
-"""Runs a worker module so that it cannot outlive its parent: `python -m cluster.child PARENT_PID MODULE ARGS...`.
+"""Runs a worker module that cannot outlive its parent: `python -m cluster.system.child PARENT_PID MODULE ARGS...`.
 
 The kernel kills this process when the *thread* that started it ends, so start it from a thread that lives as long as
 the engine. The module sees the arguments as its own, as after `python -m MODULE ARGS...`.

@@ -20,11 +20,11 @@ _LOCK = ".secateur-owner"
 """Also the mark of a folder of ours: one without it is never touched, whatever its name."""
 
 
-class OwnedFolder:
+class OwnedTempDir:
     """A new folder of this process, and the end of those whose process was killed."""
 
     def __init__(self) -> None:
-        remove_ownerless()
+        remove_orphaned()
         # Locked before it has its name: otherwise somebody who starts now would find it without an owner.
         made = Path(tempfile.mkdtemp(prefix=f"new-{_PREFIX}"))
         self._lock: int | None = os.open(made / _LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -39,7 +39,7 @@ class OwnedFolder:
             os.close(lock)
 
 
-def remove_ownerless() -> None:
+def remove_orphaned() -> None:
     """Removes this user's folders in the temporary directory whose process has ended."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         try:

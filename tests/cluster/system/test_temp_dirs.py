@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from cluster.socket_folder import OwnedFolder
+from cluster.system.temp_dirs import OwnedTempDir
 
 OWNER = """
 import sys, time
-from cluster.socket_folder import OwnedFolder
-folder = OwnedFolder()
+from cluster.system.temp_dirs import OwnedTempDir
+folder = OwnedTempDir()
 (folder.path / "engine.sock").touch()
 print(folder.path, flush=True)
 time.sleep(60)
@@ -46,14 +46,14 @@ def test_the_next_folder_removes_that_of_a_killed_process(owner: tuple[subproces
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert (folder / "engine.sock").exists()
-    OwnedFolder().remove()
+    OwnedTempDir().remove()
     assert not folder.exists()
 
 
 def test_the_folder_of_a_process_that_lives_stays(owner: tuple[subprocess.Popen[str], Path]) -> None:
     _, folder = owner
-    mine = OwnedFolder()
-    OwnedFolder().remove()
+    mine = OwnedTempDir()
+    OwnedTempDir().remove()
     assert (folder / "engine.sock").exists()
     assert mine.path.is_dir()
     mine.remove()
@@ -67,6 +67,6 @@ def test_a_folder_that_only_has_such_a_name_stays(temporary: Path) -> None:
     (others / "rows.json").touch()
     link = temporary / "secateur-link"
     link.symlink_to(others)
-    OwnedFolder().remove()
+    OwnedTempDir().remove()
     assert (others / "rows.json").exists()
     assert link.is_symlink()

@@ -1,0 +1,1 @@
+"""Processes, temporary folders and sockets of this machine."""
