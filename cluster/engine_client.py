@@ -17,8 +17,8 @@ from typing import NamedTuple
 from secateur.errors import SecateurError
 from workers.comm.ipc import (
     Abort,
-    Decoder,
     EngineStats,
+    FrameDecoder,
     Message,
     Ready,
     StepOutput,
@@ -184,7 +184,7 @@ class EngineClient:
             writer.close()
             return
         self._writer = writer
-        decoder = Decoder()
+        decoder = FrameDecoder()
         reason = "the engine closed its connection"
         try:
             while data := await reader.read(1 << 20):

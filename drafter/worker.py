@@ -38,7 +38,7 @@ from workers.kv_cache import KVPool
 from workers.kv_sizing import agree_on_pages
 from workers.models.load import load_decoder
 from workers.models.specs import Eagle3Spec, FcHeadSpec, ModelSpec, Specs
-from workers.sampling.logits_state import Standing, pack_standings, unpack_standings
+from workers.sampling.logits_state import LogitsState, pack_logits_states, unpack_logits_states
 from workers.types import DraftCosts, DraftReply, DraftRequest, Rule, SamplingBatch, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -128,7 +128,7 @@ def draft(
         shape=shape,
         expand=proposer.expand,
         vocab=proposer.vocab,
-        standings=_standings(request.constraints_U, growing),
+        logits_states=_logits_states(request.constraints_U, growing),
         costs=request.costs,
         kernels=kernels,
         unrolled=proposer.unrolled,
@@ -169,7 +169,7 @@ def nobody(config: EngineConfig, width: int) -> list[DraftRequest]:
             max_depth_B=none + tree.longest_path,
             min_prob_B=zero_1,
             path_prob_B=zero_1,
-            constraints_U=pack_standings([None]),
+            constraints_U=pack_logits_states([None]),
             sampling=SamplingBatch.stack([sampling]),
             costs=costs if tree.prune.auto else None,
             features_MH=torch.zeros(1, width, dtype=getattr(torch, config.dtype)) if width else None,
@@ -193,10 +193,12 @@ def look_ahead(request: DraftRequest, vocab: DraftVocabulary, device: torch.devi
     vocab.noise.prepare(seeds, first, num, device)
 
 
-def _standings(constraints_U: Tensor, growing: Tensor) -> dict[int, Standing]:
+def _logits_states(constraints_U: Tensor, growing: Tensor) -> dict[int, LogitsState]:
     """The constrained requests by their place among the growing ones."""
     place_B = growing.cumsum(0) - 1
-    return {int(place_B[b]): standing for b, standing in unpack_standings(constraints_U).items() if growing[b]}
+    return {
+        int(place_B[b]): logits_state for b, logits_state in unpack_logits_states(constraints_U).items() if growing[b]
+    }
 
 
 def _load(world: World, specs: Specs, kernels: Kernels) -> FeatureProposer | DraftModelProposer | NgramProposer:

@@ -16,7 +16,7 @@ from torch import Tensor
 from verifier.draft_inputs import max_backlog, max_message_rows
 from verifier.request import Request
 from workers.config import EngineConfig
-from workers.transfer import sent
+from workers.transfer import to_device
 
 
 def most_waiting(config: EngineConfig) -> int:
@@ -42,13 +42,13 @@ class WaitingStates:
         assert first >= 0, "more states wait than ever can"
         rows = self._free[first:]
         del self._free[first:]
-        self._state_NX.index_copy_(0, sent(rows, self._state_NX.device), state_NX.to(self._state_NX.dtype))
+        self._state_NX.index_copy_(0, to_device(rows, self._state_NX.device), state_NX.to(self._state_NX.dtype))
         return rows
 
     def take(self, rows: list[int]) -> Tensor:
         """The states [N, X] of these rows, which are free then."""
         self._free += rows
-        return self._state_NX.index_select(0, sent(rows, self._state_NX.device))
+        return self._state_NX.index_select(0, to_device(rows, self._state_NX.device))
 
     def free(self, rows: list[int]) -> None:
         self._free += rows
@@ -94,7 +94,7 @@ class OwedStates:
         wanted: Sequence[int] = range(len(state_NX))
         if sum(map(len, fed.values())) < len(wanted):
             wanted = list(chain.from_iterable(fed.values()))
-            state_NX = state_NX.index_select(0, sent(wanted, state_NX.device))
+            state_NX = state_NX.index_select(0, to_device(wanted, state_NX.device))
         place_of = dict(zip(wanted, self._waiting.keep(state_NX), strict=True))
         for request, rows in fed.items():
             request.states += map(place_of.__getitem__, rows)

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from verifier.hidden_states import WaitingStates
 from verifier.request import Request
-from workers.kv_cache import NOTHING_FOUND, Found, PageAllocator
-from workers.transfer import sent
+from workers.kv_cache import NO_MATCH, PageAllocator, PrefixMatch
+from workers.transfer import to_device
 
 
 class Prefixes:
@@ -35,11 +35,11 @@ class Prefixes:
         self._is_enabled = is_enabled
         self._state_PX: Tensor | None = None  # of each page's last token; the first states tell width and dtype
 
-    def find(self, request: Request) -> Found:
+    def find(self, request: Request) -> PrefixMatch:
         """The pages that a waiting request may share; what it computes itself is at least the token before its root,
         which for a prompt is the one whose row draws."""
         if not self._is_enabled:
-            return NOTHING_FOUND
+            return NO_MATCH
         keys = self._keys(request, (request.root - 1) // self._page_size)
         return self._allocator.find(keys, is_drafted=request.limits is not None)
 
@@ -72,7 +72,7 @@ class Prefixes:
             self._state_PX = state_NX.new_zeros(self._allocator.num_pages, state_NX.shape[1])
         if pages:
             device = state_NX.device
-            self._state_PX[sent(pages, device)] = state_NX[sent(kept, device)]
+            self._state_PX[to_device(pages, device)] = state_NX[to_device(kept, device)]
 
     def publish(self, request: Request, num_settled: int) -> None:
         """Lets others share the request's full pages among its first `num_settled` slots, whose KV is where it stays.

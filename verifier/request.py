@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from workers.comm.ipc import RequestStats, Submit
-from workers.sampling.logits_state import Standing, Tally
+from workers.sampling.logits_state import LogitsState, TokenCounter
 from workers.types import Rule, TreeLimits
 
 
@@ -38,7 +38,7 @@ class Request:
     is_repeated: bool = False  # begins like others, who left no drafted pages: those who come next shall find some
     stats: RequestStats = field(default_factory=RequestStats)
     keys: list[bytes] = field(default_factory=list)  # of its leading full pages, see `verifier.prefix_cache`
-    _tally: Tally = field(init=False)
+    _token_counter: TokenCounter = field(init=False)
 
     def __post_init__(self) -> None:
         self.tokens = list(self.submit.prompt)
@@ -47,7 +47,7 @@ class Request:
         self.is_auto = self.limits is not None and self.limits.auto
         self.num_fed = self.first_draft_slot
         self.is_constrained = not self.submit.sampling.constraints.is_empty
-        self._tally = Tally(self.submit.sampling.constraints, self.submit.prompt)
+        self._token_counter = TokenCounter(self.submit.sampling.constraints, self.submit.prompt)
 
     def forget(self) -> None:
         """Lets go of everything that lives in its pages or was on its way there."""
@@ -56,19 +56,19 @@ class Request:
 
     def append(self, tokens: list[int]) -> None:
         self.tokens += tokens
-        self._tally.add(tokens)
+        self._token_counter.add(tokens)
 
-    def standing(self, eos_token_ids: tuple[int, ...]) -> Standing | None:
+    def logits_state(self, eos_token_ids: tuple[int, ...]) -> LogitsState | None:
         """What drafter and target need to constrain the next tokens; None if the request has no constraints."""
         if not self.is_constrained:
             return None
         constraints = self.submit.sampling.constraints
         longest = max(map(len, constraints.bad_words), default=1)
-        return Standing(
+        return LogitsState(
             constraints=constraints,
             # As in vLLM, min_tokens keeps the end token away also where it would not end the answer.
             end_token_ids=[*self.submit.stop_token_ids, *eos_token_ids],
-            counts=self._tally.counts(),
+            counts=self._token_counter.counts(),
             tail=self.tokens[max(self.num_prompt, len(self.tokens) - longest + 1) :],
             num_output=self.num_output,
         )

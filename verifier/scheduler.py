@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from verifier.request import Request
 from verifier.tree import Chunk
-from workers.kv_cache import NOTHING_FOUND, Found
+from workers.kv_cache import NO_MATCH, PrefixMatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,7 @@ def schedule(
     running: Sequence[Request],
     num_free_pages: int,
     limits: Limits,
-    find: Callable[[Request], Found] = lambda request: NOTHING_FOUND,
+    find: Callable[[Request], PrefixMatch] = lambda request: NO_MATCH,
 ) -> Step:
     """The next step. `waiting` and `running` are in order of arrival; neither is changed.
 

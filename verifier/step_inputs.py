@@ -17,7 +17,7 @@ from torch import Tensor
 from verifier.draft_inputs import DraftInput
 from verifier.request import Request
 from verifier.tree import Chunk, TreeMetadata, chunk_metadata, tree_metadata
-from workers.sampling.logits_state import pack_standings
+from workers.sampling.logits_state import pack_logits_states
 from workers.types import AttentionMetadata, DraftCosts, DraftRequest, SamplingBatch, TargetStep, TreeBatch
 
 
@@ -51,7 +51,7 @@ def pack_draft(
         max_depth_B=_int32([own.max_depth for own in inputs.values()]),
         min_prob_B=torch.tensor([limit.min_prob for limit in limits], dtype=torch.float32),
         path_prob_B=torch.tensor([limit.path_prob for limit in limits], dtype=torch.float32),
-        constraints_U=pack_standings([request.standing(eos_token_ids) for request in requests]),
+        constraints_U=pack_logits_states([request.logits_state(eos_token_ids) for request in requests]),
         sampling=lasting.sampling,
         costs=costs,
         features_MH=features_MH,
@@ -94,7 +94,7 @@ def pack_target(
         sample_row_R=torch.from_numpy(sample_row_R),
         request_R=torch.from_numpy(request_R),
         draw_index_R=torch.from_numpy(meta.position_N[sample_row_R] + 1),
-        constraints_U=pack_standings([request.standing(eos_token_ids) for request in requests]),
+        constraints_U=pack_logits_states([request.logits_state(eos_token_ids) for request in requests]),
         attention=AttentionMetadata(
             query_offsets=_int32(offsets),
             page_table_BP=page_table(requests),

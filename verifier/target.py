@@ -20,12 +20,12 @@ from workers.cuda_graphs import Graphs
 from workers.kv_cache import KVPool
 from workers.models.layers import gather_vocab, shard_vocab
 from workers.models.load import AnyDecoder
-from workers.sampling.gumbel_cache import NoiseBook
+from workers.sampling.gumbel_cache import GumbelCache
 from workers.sampling.logits_edits import Columns, ConstrainedRow
 from workers.sampling.logits_processors import constrain
-from workers.sampling.logits_state import unpack_standings
-from workers.sampling.sampler import of_processed, process_blindly
-from workers.transfer import fetched, sent
+from workers.sampling.logits_state import unpack_logits_states
+from workers.sampling.sampler import of_processed, process_logits_static
+from workers.transfer import to_device, to_host
 from workers.types import Hidden, TargetStep
 
 Fuse = Callable[[Tensor], Tensor]
@@ -61,8 +61,8 @@ class Target:
         self._role = f"verifier {decoder.tp.rank}"
         vocab_size = decoder.spec.vocab_size
         start, _, width = shard_vocab(vocab_size, decoder.tp)
-        self._noise = NoiseBook(0, vocab_size)  # of whole rows
-        self._shard_noise = self._noise if decoder.tp.size == 1 else NoiseBook(start, start + width)
+        self._noise = GumbelCache(0, vocab_size)  # of whole rows
+        self._shard_noise = self._noise if decoder.tp.size == 1 else GumbelCache(start, start + width)
         self._hidden: Hidden | None = None
         self._processed_RV: Tensor | None = None
         self._raw_RV: Tensor | None = None
@@ -124,17 +124,17 @@ class Target:
         assert self._processed_RV is not None
         if len(rows_R) == len(self._processed_RV):
             return self._processed_RV  # rows come in order, none twice
-        return self._processed_RV[sent(rows_R, self._processed_RV.device)]
+        return self._processed_RV[to_device(rows_R, self._processed_RV.device)]
 
     @torch.inference_mode()
     def logprobs(self, rows: list[int], tokens: list[int], num_top: int) -> list[TokenLogprobs]:
         """Rank 0: tokens in the model's own distribution at sampled rows of the last step that asked for it."""
         assert self._raw_RV is not None
-        logp_NV = self._raw_RV[sent(rows, self._raw_RV.device)].log_softmax(-1)
-        own_N1 = logp_NV.gather(1, sent(tokens, logp_NV.device)[:, None])
+        logp_NV = self._raw_RV[to_device(rows, self._raw_RV.device)].log_softmax(-1)
+        own_N1 = logp_NV.gather(1, to_device(tokens, logp_NV.device)[:, None])
         rank_N = (logp_NV > own_N1).sum(-1) + 1
         top = logp_NV.topk(num_top, dim=-1)
-        columns = (column.tolist() for column in fetched(own_N1[:, 0], rank_N, top.indices, top.values))
+        columns = (column.tolist() for column in to_host(own_N1[:, 0], rank_N, top.indices, top.values))
         return [
             TokenLogprobs(logprob=own, rank=rank, top=list(zip(ids, values, strict=True)))
             for own, rank, ids, values in zip(*columns, strict=True)
@@ -146,11 +146,13 @@ class Target:
         self._processed_RV = self._raw_RV = None  # large, and of the last step
         if len(step.copy_source):
             self._decoder.kernels.copy_slots(
-                self._kv.data, sent(step.copy_source.long(), device), sent(step.copy_target.long(), device)
+                self._kv.data, to_device(step.copy_source.long(), device), to_device(step.copy_target.long(), device)
             )
         if self.graphs is None:
             plan = self._decoder.plan(step.attention, self._page_size)
-            hidden = self._decoder.forward(sent(step.token_N, device), sent(step.position_N, device), plan, self._kv)
+            hidden = self._decoder.forward(
+                to_device(step.token_N, device), to_device(step.position_N, device), plan, self._kv
+            )
         else:
             final_ND, *taps = self.graphs(step.attention, step.token_N, step.position_N)
             hidden = Hidden(final_ND, taps[0] if taps else None)
@@ -160,7 +162,7 @@ class Target:
         if len(step.sample_row_R) == len(step.token_N):
             sampled = hidden.final_ND
         else:
-            sampled = hidden.final_ND[sent(step.sample_row_R, device)]
+            sampled = hidden.final_ND[to_device(step.sample_row_R, device)]
         return self._draw(self._decoder.logits(sampled), step)
 
     def _draw(self, raw_RW: Tensor, step: TargetStep) -> list[int] | None:
@@ -168,20 +170,22 @@ class Target:
         for top-k and top-p, for sampled drafts, and for log-probabilities."""
         tp, vocab_size = self._decoder.tp, self._decoder.spec.vocab_size
         params = step.sampling.to(raw_RW.device)
-        index_R = sent(step.draw_index_R, raw_RW.device)
+        index_R = to_device(step.draw_index_R, raw_RW.device)
         start, end = self._decoder.vocab_range
         logits_RW = constrain(raw_RW, _constrained_rows(step), Columns(start, end - start))
         # Asked of the step itself, which lies on the host: a device would first finish its forward pass.
-        asked = step.sampling.asked
+        needs = step.sampling.needs
         if step.has_logprobs:
             raw_RV = gather_vocab(raw_RW, tp, vocab_size)
             self._raw_RV = raw_RV if tp.rank == 0 else None
-        if step.has_sampled or asked.top:
+        if step.has_sampled or needs.top:
             whole_RV = gather_vocab(logits_RW, tp, vocab_size)
             if tp.rank > 0:
                 return None
-            cut = self._decoder.kernels.cut
-            self._processed_RV = process_blindly(whole_RV, params, has_min_p=asked.min_p, has_top=asked.top, cut=cut)
+            threshold = self._decoder.kernels.truncation_threshold
+            self._processed_RV = process_logits_static(
+                whole_RV, params, has_min_p=needs.min_p, has_top=needs.top, threshold=threshold
+            )
             if not step.has_draws:
                 if whole_RV.is_cuda:
                     torch.cuda.current_stream().synchronize()  # who judges would wait, and the time is the forward's
@@ -189,7 +193,7 @@ class Target:
             draw = self._decoder.kernels.coupled_argmax
             return draw(self._processed_RV, of_processed(params), index_R, 0, None, self._noise)[1].tolist()
         row_max_R = None
-        if asked.min_p:
+        if needs.min_p:
             row_max_R = logits_RW.amax(-1)
             if tp.size > 1:
                 dist.all_reduce(row_max_R, op=dist.ReduceOp.MAX, group=tp.group)
@@ -209,16 +213,16 @@ class Target:
 
 def _constrained_rows(step: TargetStep) -> list[ConstrainedRow]:
     """The sampled rows whose request has constraints, each with the tokens on its way from the root."""
-    standings = unpack_standings(step.constraints_U)
-    if not standings:
+    logits_states = unpack_logits_states(step.constraints_U)
+    if not logits_states:
         return []
     rows = []
     begins, tokens = step.attention.query_offsets.tolist(), step.token_N.tolist()
     ancestors = step.attention.ancestors_N.tolist()
     for r, (request, row) in enumerate(zip(step.request_R.tolist(), step.sample_row_R.tolist(), strict=True)):
-        if request in standings:
+        if request in logits_states:
             path = [tokens[begins[request] + bit] for bit in _bits(ancestors[row]) if bit]
-            rows.append(ConstrainedRow(r, standings[request], path))
+            rows.append(ConstrainedRow(r, logits_states[request], path))
     return rows
 
 

@@ -53,7 +53,7 @@ def run(
         freeze_start_up()
         target.follow()
     else:
-        needs_profile = config.draft is not None and config.draft.tree.prune.prices is None
+        needs_profile = config.draft is not None and config.draft.tree.prune.simulated_costs is None
         warm_up(target, config, num_pages)
         row_costs = profile(target, config, num_pages) if needs_profile else UNPROFILED
         freeze_start_up()  # before it says that it is ready

@@ -17,26 +17,26 @@ START_TIMEOUT_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prices:
-    """What things cost, in milliseconds, where that is not to be measured: to study `auto` apart from a machine."""
+class SimulatedCosts:
+    """Costs in milliseconds that `auto` uses instead of measurements, to study it apart from a machine."""
 
-    step: float
-    row: float
-    draft: float = 0.0
-    level: float = 0.0
+    step_ms: float
+    row_ms: float
+    draft_ms: float = 0.0
+    level_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PruneConfig:
     """Dynamic pruning. Thresholds: 0.0 switches one off, a value equal to it is kept.
 
-    `auto` chooses budgets by calibrated survival and costs, within the thresholds. For it alone: `copies`, whether it
-    may also draft by copying earlier text, for nothing; `prices`, what things cost, None = as measured here.
+    `auto` chooses budgets from calibrated acceptance probabilities and costs, within the thresholds. Only `auto` uses
+    `prompt_lookup` (it may also draft by copying earlier text, at no cost) and `simulated_costs` (None = measured).
     """
 
     auto: bool = False
-    copies: bool = True
-    prices: Prices | None = None
+    prompt_lookup: bool = True
+    simulated_costs: SimulatedCosts | None = None
     min_prob: float = 0.0
     path_prob: float = 0.0
 
@@ -145,7 +145,7 @@ class EngineConfig:
         """Whether messages between verifier 0 and drafter 0 pass through host memory: on CPU, and where the two share a
         device. NCCL refuses such ranks; a host id each would persuade it to use sockets, and keep a tensor-parallel
         group apart."""
-        return self.device == "cpu" or self.draft is not None and self.draft.placement == "colocated"
+        return self.device == "cpu" or (self.draft is not None and self.draft.placement == "colocated")
 
     @property
     def tree_rows(self) -> int:
@@ -171,8 +171,8 @@ class EngineConfig:
         if draft is not None:
             tree = draft.pop("tree")
             prune = tree["prune"]
-            prices = Prices(**prune["prices"]) if prune["prices"] else None
-            tree["prune"] = PruneConfig(**prune | {"prices": prices})
+            simulated_costs = SimulatedCosts(**prune["simulated_costs"]) if prune["simulated_costs"] else None
+            tree["prune"] = PruneConfig(**prune | {"simulated_costs": simulated_costs})
             tree["static_paths"] = tuple(tuple(path) for path in tree["static_paths"])
             acceptance = AcceptanceConfig(**draft.pop("acceptance"))
             draft = DraftConfig(**draft, tree=TreeConfig(**tree), acceptance=acceptance)

@@ -32,7 +32,7 @@ from workers.config import EngineConfig
 from workers.kernels.select import AttentionPlan, Kernels
 from workers.kv_cache import KVPool
 from workers.models.load import AnyDecoder
-from workers.transfer import sent
+from workers.transfer import to_device
 from workers.types import AttentionMetadata
 
 MAX_ROWS = 512
@@ -203,7 +203,7 @@ class Graphs:
         size = Size.of(num_rows, num_requests)
         chosen = self._buckets.get(size)
         if chosen is None:
-            return self._run(self._plan(metadata), *(sent(given, self._device) for given in inputs_N))
+            return self._run(self._plan(metadata), *(to_device(given, self._device) for given in inputs_N))
         # Rows beyond the step's keep what an earlier step left: valid tokens of nobody.
         for static, given in zip(chosen.inputs, inputs_N, strict=True):
             static[:num_rows].copy_(given, non_blocking=True)

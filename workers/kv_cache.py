@@ -4,7 +4,7 @@
         .layer(i) -> [slots, 2, Hkv, d]   .write(i, kv_N2Hd, slots_N)
         KVPool.bytes_per_slot(num_layers, kv_heads, head_dim, dtype) -> int
     PageAllocator(num_pages)   .alloc(n) -> list[int]   .free(pages)   .num_free
-        .publish(page, key, is_drafted)   .find(keys, is_drafted) -> Found   .share(pages)
+        .publish(page, key, is_drafted)   .find(keys, is_drafted) -> PrefixMatch   .share(pages)
 
 Legend: N packed rows, H = Hkv local key-value heads, d head width. A slot is one token's place in the pool; a page is
 page_size consecutive slots. Page 0 is the null page: never allocated, so padding may point to it.
@@ -62,14 +62,14 @@ class OutOfPages(RuntimeError):
     """Fewer free pages than asked for; nothing was allocated."""
 
 
-class Found(NamedTuple):
+class PrefixMatch(NamedTuple):
     """Published pages that hold the beginning of some tokens."""
 
     pages: list[int]
     num_held: int  # of these, held by others now; the rest are among the free ones until somebody takes them
 
 
-NOTHING_FOUND = Found([], 0)
+NO_MATCH = PrefixMatch([], 0)
 
 
 class PageAllocator:
@@ -124,16 +124,16 @@ class PageAllocator:
                 else:
                     self._free.append(page)
 
-    def find(self, keys: Sequence[bytes], *, is_drafted: bool) -> Found:
+    def find(self, keys: Sequence[bytes], *, is_drafted: bool) -> PrefixMatch:
         """The pages published under the first of these keys, up to the first that is missing, or not drafted if that is
         asked for."""
         pages: list[int] = []
         for key in keys:
             page = self._page_of.get(key)
-            if page is None or is_drafted and page not in self._drafted:
+            if page is None or (is_drafted and page not in self._drafted):
                 break
             pages.append(page)
-        return Found(pages, sum(self._num_holders[page] > 0 for page in pages))
+        return PrefixMatch(pages, sum(self._num_holders[page] > 0 for page in pages))
 
     def share(self, pages: list[int]) -> None:
         """One more holder for pages that were found. They are not to be written any more."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 
-def sent(values: Tensor | np.ndarray | Sequence[int], device: torch.device | str) -> Tensor:
+def to_device(values: Tensor | np.ndarray | Sequence[int], device: torch.device | str) -> Tensor:
     """Numbers of the host; plain integers become int64.
 
     The driver keeps pageable memory for the copy before this returns, so its owner may write there again at once.
@@ -27,7 +27,7 @@ def sent(values: Tensor | np.ndarray | Sequence[int], device: torch.device | str
     return values.to(device, non_blocking=True)
 
 
-def fetched(*tensors: Tensor) -> list[np.ndarray]:
+def to_host(*tensors: Tensor) -> list[np.ndarray]:
     """Tensors of one device, of any types that numpy has."""
     if tensors[0].device.type == "cpu":
         return [tensor.numpy() for tensor in tensors]

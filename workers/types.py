@@ -134,7 +134,7 @@ class SamplingParams:
     num_logprobs: int | None = None  # most likely tokens to report beside each emitted one; None = report nothing
 
 
-class Asked(NamedTuple):
+class SamplingNeeds(NamedTuple):
     """What some of a SamplingBatch's rows ask for. Greedy rows ask for no cut, whatever they say."""
 
     is_greedy: bool
@@ -143,7 +143,7 @@ class Asked(NamedTuple):
     top: bool  # top-k or top-p, which no vocabulary shard can apply alone
 
     @property
-    def cuts(self) -> bool:
+    def truncates(self) -> bool:
         return self.min_p or self.top
 
 
@@ -171,13 +171,13 @@ class SamplingBatch:
         )
 
     @cached_property
-    def asked(self) -> Asked:
+    def needs(self) -> SamplingNeeds:
         """Looks at values: on a device this waits for it."""
         hot_B = self.temperature_B.cpu().numpy() > 0
         if not hot_B.any():
-            return Asked(is_greedy=True, is_sampled=False, min_p=False, top=False)
+            return SamplingNeeds(is_greedy=True, is_sampled=False, min_p=False, top=False)
         top_B = (self.top_k_B.cpu().numpy() > 0) | (self.top_p_B.cpu().numpy() < 1)
-        return Asked(
+        return SamplingNeeds(
             is_greedy=not hot_B.all(),
             is_sampled=True,
             min_p=bool((hot_B & (self.min_p_B.cpu().numpy() > 0)).any()),

@@ -31,7 +31,7 @@ from secateur.bench import AcceptancePlan
 from secateur.config import EngineArgs
 from secateur.errors import ConfigError, Problem
 from secateur.prompts import Prompt
-from workers.config import EngineConfig, Prices, PruneConfig, TreeConfig
+from workers.config import EngineConfig, PruneConfig, SimulatedCosts, TreeConfig
 from workers.types import SamplingParams
 
 PRUNINGS = (
@@ -181,9 +181,10 @@ class _Table:
             for cell in cells:
                 yield self._row(cell, self._measure(runner, cell))
         for price in plan.row_prices:
-            prices = Prices(step=STEP_MS, row=price * STEP_MS / plan.concurrency)  # as if each request were alone
+            # As if each request were alone.
+            costs = SimulatedCosts(step_ms=STEP_MS, row_ms=price * STEP_MS / plan.concurrency)
             # Trees alone: copies would be credited to pruning.
-            prune = PruneConfig(auto=True, copies=False, prices=prices)
+            prune = PruneConfig(auto=True, prompt_lookup=False, simulated_costs=costs)
             with self._running(replace(tree, prune=prune)) as runner:
                 for cell in cells:
                     if cell.pruning.prune == "auto":

@@ -28,7 +28,7 @@ from workers.cuda_graphs import Graphs, sizes
 from workers.kernels.select import AttentionPlan
 from workers.kv_cache import KVPool
 from workers.models.load import AnyDecoder
-from workers.transfer import sent
+from workers.transfer import to_device
 from workers.types import AttentionMetadata, DraftRequest
 
 
@@ -124,7 +124,7 @@ class FeatureProposer:
         slot_M = fed_slots(request)
         hidden_MH = self._run(request.token_M, request.features_MH, slot_M - 1, _fed_attention(request, slot_M))
         self._prefix = _Prefix(request)
-        root_GH = hidden_MH[sent(self._prefix.last_row_G, hidden_MH.device)]
+        root_GH = hidden_MH[to_device(self._prefix.last_row_G, hidden_MH.device)]
         self._hidden_GRH = root_GH.new_empty(len(root_GH), self._tree_rows, root_GH.shape[-1])
         self._hidden_GRH[:, 0] = root_GH
         if self.unrolled is not None:
@@ -135,7 +135,7 @@ class FeatureProposer:
     def expand(self, level: Level) -> Tensor:
         device = self._hidden_GRH.device
         places = (level.request_F, level.parent_row_F, level.row_F)
-        g, parent, row = (sent(rows.astype(np.int64), device) for rows in places)
+        g, parent, row = (to_device(rows.astype(np.int64), device) for rows in places)
         position_F, attention = self._prefix.position_F(level) - 1, self._prefix.attention(level)
         hidden_FH = self._run(torch.from_numpy(level.token_F), self._hidden_GRH[g, parent], position_F, attention)
         self._hidden_GRH[g, row] = hidden_FH
@@ -146,7 +146,7 @@ class FeatureProposer:
             return self.graphs(attention, tokens, features, positions)[0]
         device = self._head.device
         plan = self._head.plan(attention, self._page_size)
-        tokens, features, positions = (sent(given, device) for given in (tokens, features, positions))
+        tokens, features, positions = (to_device(given, device) for given in (tokens, features, positions))
         return self._head.forward(tokens, features, positions, plan, self._kv)
 
 
@@ -206,7 +206,7 @@ class DraftModelProposer:
         slot_M = fed_slots(request)
         self._prefix = _Prefix(request)
         hidden_MD = self._run(request.token_M, slot_M, _fed_attention(request, slot_M))
-        root_GD = hidden_MD[sent(self._prefix.last_row_G, hidden_MD.device)]
+        root_GD = hidden_MD[to_device(self._prefix.last_row_G, hidden_MD.device)]
         if self.unrolled is not None:
             self.unrolled.start = Start(self._prefix.base_G, self._prefix.page_table_GP, root_GD[:, :0])
         return self._model.full_logits(root_GD)
@@ -221,7 +221,7 @@ class DraftModelProposer:
             return self.graphs(attention, tokens, positions)[0]
         device = self._model.device
         plan = self._model.plan(attention, self._page_size)
-        return self._model.forward(sent(tokens, device), sent(positions, device), plan, self._kv).final_ND
+        return self._model.forward(to_device(tokens, device), to_device(positions, device), plan, self._kv).final_ND
 
 
 def unrolled_decoder(model: AnyDecoder, kv: KVPool, config: EngineConfig, *, is_captured: bool = True) -> Unrolled:

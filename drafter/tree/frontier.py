@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from workers.kernels.select import TORCH, Kernels
-from workers.sampling.gumbel_cache import NoiseBook
+from workers.sampling.gumbel_cache import GumbelCache
 from workers.sampling.logits_edits import Columns
 
 
@@ -106,9 +106,9 @@ class DraftVocabulary:
         return Columns(0, len(self.target_ids), column_of_V)
 
     @cached_property
-    def noise(self) -> NoiseBook:
+    def noise(self) -> GumbelCache:
         """The target's noise for the draft's tokens."""
-        return NoiseBook(0, self.target_size, self.target_ids, self.kernels.gumbel)
+        return GumbelCache(0, self.target_size, self.target_ids, self.kernels.gumbel)
 
 
 class Candidates(NamedTuple):

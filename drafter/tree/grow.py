@@ -33,8 +33,8 @@ from drafter.tree.tree_graphs import Unrolled
 from workers.kernels.select import TORCH, Kernels
 from workers.sampling.logits_edits import ConstrainedRow
 from workers.sampling.logits_processors import constrain
-from workers.sampling.logits_state import Standing
-from workers.transfer import sent
+from workers.sampling.logits_state import LogitsState
+from workers.transfer import to_device
 from workers.types import DraftCosts, DraftProbs, Rule, SamplingBatch, TreeBatch
 
 Expand = Callable[[Level], Tensor | Candidates]
@@ -75,7 +75,7 @@ def grow(
     shape: Shape,
     expand: Expand,
     vocab: DraftVocabulary,
-    standings: dict[int, Standing] | None = None,
+    logits_states: dict[int, LogitsState] | None = None,
     costs: DraftCosts | None = None,
     kernels: Kernels = TORCH,
     unrolled: Unrolled | None = None,
@@ -84,22 +84,22 @@ def grow(
 
     roots: the draft's distribution at each root. root_index_B: index of the token drawn at the root (the root's
     position + 1); a child of a depth-d node stands for index root_index + d. sampling: on the host. `expand` is called
-    once per level below the roots, only with nodes that need it. standings: requests with constraints. costs: needed by
+    once per level below the roots, only with nodes that need it. logits_states: constrained requests. costs: needed by
     `limits.auto_B`. unrolled: grows all levels at once where it can; then nothing is expanded.
     """
     budget = Budget(costs) if costs is not None else None
     pruned_BD = np.zeros((len(root_token_B), int(limits.max_depth_B.max(initial=0))), dtype=np.int32)
-    standings = standings or {}
-    are_simple = all(standing.has_only_penalties for standing in standings.values())
+    logits_states = logits_states or {}
+    are_simple = all(logits_state.has_only_penalties for logits_state in logits_states.values())
     if unrolled is not None and costs is not None and are_simple and _is_searched(limits, shape).all():
         assert isinstance(roots, Tensor), "only draft models are unrolled"
-        uncut = unrolled(roots, root_token_B, root_index_B, limits, sampling, standings, costs.calibration_D2)
+        uncut = unrolled(roots, root_token_B, root_index_B, limits, sampling, logits_states, costs.calibration_D2)
         if uncut is not None:
             return _grown(uncut, [], limits, budget, pruned_BD)
     _prepare_noise(roots, root_index_B, limits, sampling, vocab)
     growths = _growths(root_token_B, root_index_B, limits, sampling, shape, budget, pruned_BD)
-    editor = _Editor(standings, vocab)
-    has_cuts = sampling.asked.cuts  # asked on the host, once for all levels
+    editor = _Editor(logits_states, vocab)
+    has_truncation = sampling.needs.truncates  # asked on the host, once for all levels
     num_levels = num_run = 0
     while True:
         level, owner_F = _merge([growth.frontier() for growth in growths])
@@ -113,7 +113,9 @@ def grow(
         params = sampling.rows(torch.from_numpy(level.request_F))
         index_F = root_index_B[level.request_F] + level.depth
         rule_F = limits.rule_B[level.request_F]
-        scores = score(draft, params, rule_F, index_F, shape.max_children, vocab, kernels, has_cuts=has_cuts)
+        scores = score(
+            draft, params, rule_F, index_F, shape.max_children, vocab, kernels, has_truncation=has_truncation
+        )
         for i, growth in enumerate(growths):
             if len(growths) == 1:
                 growth.take(level, scores)
@@ -191,15 +193,15 @@ def _merge(levels: list[Level]) -> tuple[Level, np.ndarray]:
 def _take_rows(draft: Tensor | Candidates, rows: np.ndarray) -> Tensor | Candidates:
     if isinstance(draft, Candidates):
         return Candidates(draft.token_FK[rows], draft.log_q_FK[rows])
-    return draft[sent(rows, draft.device)]
+    return draft[to_device(rows, draft.device)]
 
 
 class _Editor:
     """Applies constraints to draft logits, along each node's own path."""
 
-    def __init__(self, standings: dict[int, Standing], vocab: DraftVocabulary) -> None:
-        self.is_needed = bool(standings)
-        self._standings = standings
+    def __init__(self, logits_states: dict[int, LogitsState], vocab: DraftVocabulary) -> None:
+        self.is_needed = bool(logits_states)
+        self._logits_states = logits_states
         self._path: dict[tuple[int, int], list[int]] = {}  # tokens below the root, by request and row
         self._vocab = vocab
 
@@ -210,10 +212,10 @@ class _Editor:
         columns = (level.request_F, level.row_F, level.parent_row_F, level.token_F)
         nodes = zip(*(column.tolist() for column in columns), strict=True)
         for i, (request, row, parent, token) in enumerate(nodes):
-            if request in self._standings:
+            if request in self._logits_states:
                 path = [*self._path[request, parent], token] if row else []
                 self._path[request, row] = path
-                rows.append(ConstrainedRow(i, self._standings[request], path))
+                rows.append(ConstrainedRow(i, self._logits_states[request], path))
         return constrain(draft, rows, self._vocab.columns)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from drafter.tree.frontier import DraftVocabulary
 from workers.sampling.philox import Stream, below, words64
-from workers.transfer import fetched
+from workers.transfer import to_host
 from workers.types import NodeKind
 
 SUPPORT = 512
@@ -66,7 +66,7 @@ def quantise(log_q_FV: Tensor, vocab: DraftVocabulary, size: int = SUPPORT) -> S
     else:  # no more than can be needed is copied
         best = log_q_FV.topk(min(size, log_q_FV.shape[-1]), dim=-1)
         token = best.indices if vocab.target_ids is None else vocab.target_ids[best.indices]
-        log_q_FS, id_FS = fetched(best.values, token)
+        log_q_FS, id_FS = to_host(best.values, token)
     # Peaked laws keep few tokens: the rest rounds to nothing and need not be sorted, drawn from or sent.
     most_F1 = log_q_FS.max(-1, keepdims=True)
     entry = (log_q_FS > most_F1 - NOTHING).nonzero()

@@ -21,8 +21,8 @@ from drafter.tree.frontier import Candidates, DraftVocabulary
 from drafter.tree.sample import Support, expected_survival, quantise
 from workers.kernels.select import TORCH, Kernels
 from workers.sampling.philox import gumbel_at
-from workers.sampling.sampler import process_blindly
-from workers.transfer import fetched, sent
+from workers.sampling.sampler import process_logits_static
+from workers.transfer import to_device, to_host
 from workers.types import NodeKind, Rule, SamplingBatch
 
 CONFIDENCE_TAU, COLD_TAU = 0.6, 0.45
@@ -69,19 +69,25 @@ def score(
     vocab: DraftVocabulary,
     kernels: Kernels = TORCH,
     *,
-    has_cuts: bool = True,
+    has_truncation: bool = True,
 ) -> Scores:
     """Candidates of each node, at most num_children.
 
     draft: (constrained) logits [F, V] or n-gram candidates. params: one entry per node, on the host, so that nothing is
     asked of a device that is not done with the logits.
     index_F: index of the token that the children stand for. Noise is keyed on target ids, so a reduced draft
-    vocabulary sees the noise the verifier will see. has_cuts: some node may have min-p, top-k or top-p.
+    vocabulary sees the noise the verifier will see. has_truncation: some node may have min-p, top-k or top-p.
     """
     if isinstance(draft, Candidates):
         return _score_candidates(draft, params, rule_F, index_F, num_children)
     device = draft.device
-    processed = process_blindly(draft, params.to(device), has_min_p=has_cuts, has_top=has_cuts, cut=kernels.cut)
+    processed = process_logits_static(
+        draft,
+        params.to(device),
+        has_min_p=has_truncation,
+        has_top=has_truncation,
+        threshold=kernels.truncation_threshold,
+    )
     log_q = processed.log_softmax(-1)
     if (rule_F >= Rule.TRAVERSAL.value).all():
         return _score_sampled(log_q, params.temperature_B, num_children, vocab)
@@ -91,15 +97,15 @@ def score(
     if noisy_F.any():
         scored = log_q + vocab.noise.rows(params.seed_B.tolist(), index_F.tolist(), device)
         if not noisy_F.all():
-            scored = torch.where(sent(noisy_F, device)[:, None], scored, log_q)
-    tau_F = sent(confidence_tau(params.temperature_B.numpy(), is_coupled_F), device)
+            scored = torch.where(to_device(noisy_F, device)[:, None], scored, log_q)
+    tau_F = to_device(confidence_tau(params.temperature_B.numpy(), is_coupled_F), device)
     best = best_children(log_q, scored, tau_F, num_children, vocab, kernels)
-    token_FK, weight_FK, prob_FK, top_prob_F = fetched(best.token_FK, best.weight_FK, best.prob_FK, best.top_prob_F)
+    token_FK, weight_FK, prob_FK, top_prob_F = to_host(best.token_FK, best.weight_FK, best.prob_FK, best.top_prob_F)
     kind_F = kinds(rule_F, hot_F)
     support, is_sampled_F = None, kind_F == NodeKind.SAMPLED.value
     if is_sampled_F.any():
         rows = torch.from_numpy(np.flatnonzero(is_sampled_F))
-        sampled = _score_sampled(log_q[sent(rows, device)], params.temperature_B[rows], weight_FK.shape[1], vocab)
+        sampled = _score_sampled(log_q[to_device(rows, device)], params.temperature_B[rows], weight_FK.shape[1], vocab)
         support, weight_FK[is_sampled_F] = sampled.support, sampled.weight_FK
     return Scores(
         token_FK=token_FK,

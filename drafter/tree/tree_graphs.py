@@ -26,8 +26,8 @@ from drafter.tree.unrolled import Asks, Rules, grow_unrolled
 from workers.config import EngineConfig
 from workers.cuda_graphs import MAX_ROWS, Planner, Recorder, Size
 from workers.kernels.select import Kernels
-from workers.sampling.logits_processors import lay_counts
-from workers.sampling.logits_state import Standing
+from workers.sampling.logits_processors import write_token_counts
+from workers.sampling.logits_state import LogitsState
 from workers.types import AttentionMetadata, NodeKind, SamplingBatch, as_signed64
 
 MAX_LOGITS = 1 << 24
@@ -94,9 +94,9 @@ class Unrolled:
         self._plans: dict[int, Any] = {n: plan(self._attention(nobody, n)) for n in sizes}
         self._recorder = Recorder(example_1H.device)
         self._grow: dict[tuple[int, bool, bool], Callable[[], Tensor]] = {}
-        for size, (has_cuts, has_penalties) in product(sizes, _EDITS):
-            grow = partial(self._grown, size, has_cuts, has_penalties)
-            self._grow[size, has_cuts, has_penalties] = self._recorder.record(grow) if is_captured else grow
+        for size, (has_truncation, has_penalties) in product(sizes, _EDITS):
+            grow = partial(self._grown, size, has_truncation, has_penalties)
+            self._grow[size, has_truncation, has_penalties] = self._recorder.record(grow) if is_captured else grow
 
     @property
     def report(self) -> dict[str, str | int]:
@@ -111,24 +111,24 @@ class Unrolled:
         root_index_G: np.ndarray,
         limits: GrowLimits,
         sampling: SamplingBatch,
-        standings: dict[int, Standing],
+        logits_states: dict[int, LogitsState],
         fit_D2: Tensor,
     ) -> Uncut | None:
-        """The trees of the requests that `start` is about; see `drafter.tree.grow`. standings: with penalties alone.
+        """The trees of the requests in `start`; see `drafter.tree.grow`. logits_states: with penalties alone.
         fit_D2: calibration as it travels.
 
         None = there is no graph for them. All levels and rows of the trees count as run, whatever they hold: that is
         what was paid for.
         """
         num_trees, num_requests = len(roots_GV), Size.of(1, len(roots_GV)).requests
-        has_penalties = bool(standings)
-        chosen = num_requests, has_penalties or sampling.asked.cuts, has_penalties
+        has_penalties = bool(logits_states)
+        chosen = num_requests, has_penalties or sampling.needs.truncates, has_penalties
         if not num_trees or chosen not in self._grow:
             return None
         kind_G = kinds(limits.rule_B, sampling.temperature_B.numpy() > 0)
         penalties_G3 = np.array([[1.0, 0.0, 0.0]] * num_trees)
-        for g, standing in standings.items():
-            penalties_G3[g] = standing.constraints.penalties
+        for g, logits_state in logits_states.items():
+            penalties_G3[g] = logits_state.constraints.penalties
         has_noise_G = kind_G == NodeKind.COUPLED.value
         asks = Asks.table(root_token_G, self.start.base_G, has_noise_G, limits, sampling, penalties_G3)
         # Requests beyond the step's ask for nothing; what else an earlier step left of them is of no account.
@@ -139,7 +139,7 @@ class Unrolled:
         self._fit_D2.copy_(fit_D2[level_D], non_blocking=True)
         self._fill_noise(np.flatnonzero(has_noise_G), root_index_G, sampling)
         if has_penalties:
-            lay_counts(self._count_BV[:num_requests], standings, self._vocab.columns)
+            write_token_counts(self._count_BV[:num_requests], logits_states, self._vocab.columns)
         self._plan(self._attention(self.start, num_requests), into=self._plans[num_requests])
         token, parent, depth, weight = self._grow[chosen]().cpu().numpy()[:, :num_trees]
         b, row = np.nonzero(weight > 0)
@@ -155,7 +155,7 @@ class Unrolled:
         num_levels = self._tree.max_depth
         return Uncut(nodes, num_levels, (num_levels - 1) * num_trees * self._tree.num_nodes)
 
-    def _grown(self, num_requests: int, has_cuts: bool, has_penalties: bool) -> Tensor:
+    def _grown(self, num_requests: int, has_truncation: bool, has_penalties: bool) -> Tensor:
         """[4, B, R] float64: token, parent, depth and weight of every row."""
         asks = Asks(*self._asks[:num_requests].unbind(1))
         plan = self._plans[num_requests]
@@ -170,7 +170,7 @@ class Unrolled:
             tree=self._tree,
             vocab=self._vocab,
             kernels=self._kernels,
-            has_cuts=has_cuts,
+            has_truncation=has_truncation,
             has_penalties=has_penalties,
         )
         rows = grow_unrolled(

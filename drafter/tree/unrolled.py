@@ -36,7 +36,7 @@ from drafter.tree.thresholds import passes_min, passes_path
 from workers.config import TreeConfig
 from workers.kernels.select import Kernels
 from workers.sampling.logits_processors import penalize
-from workers.sampling.sampler import process_blindly
+from workers.sampling.sampler import process_logits_static
 from workers.types import Rule, SamplingBatch
 
 Read = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -121,7 +121,7 @@ class Rules:
     tree: TreeConfig
     vocab: DraftVocabulary
     kernels: Kernels
-    has_cuts: bool  # some request may have min-p, top-k or top-p
+    has_truncation: bool  # some request may have min-p, top-k or top-p
     has_penalties: bool
 
 
@@ -179,8 +179,10 @@ def _penalized(logits_BFV: Tensor, count_BV: Tensor, path_BFN: Tensor, column_BN
 
 def _score(logits_BFV: Tensor, noise_BV: Tensor, scoring: Scoring, rules: Rules) -> Best:
     """The candidate children of each row, [B, F, ...]."""
-    is_cut, cut = rules.has_cuts, rules.kernels.cut
-    x_FV = process_blindly(logits_BFV.flatten(0, 1), scoring.params, has_min_p=is_cut, has_top=is_cut, cut=cut)
+    has_truncation, threshold = rules.has_truncation, rules.kernels.truncation_threshold
+    x_FV = process_logits_static(
+        logits_BFV.flatten(0, 1), scoring.params, has_min_p=has_truncation, has_top=has_truncation, threshold=threshold
+    )
     log_q_FV = x_FV.log_softmax(-1)
     scored_FV = (log_q_FV.view_as(logits_BFV) + noise_BV[:, None]).flatten(0, 1)
     best = best_children(log_q_FV, scored_FV, scoring.tau_F, rules.tree.max_children, rules.vocab, rules.kernels)

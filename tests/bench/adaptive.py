@@ -21,16 +21,18 @@ from unittest import mock
 import numpy as np
 import torch
 
-from tests.support.clockwork import AUTO, FIXED, OFF, Prices, bench
+from tests.support.clockwork import AUTO, FIXED, OFF, ClockCosts, bench
 from verifier.adaptive import calibration, controller, cost_model, gate, prompt_lookup
 from workers.comm.ipc import Speculation
 
 PRICES = {
-    "two quiet CPU cores": Prices(fixed=2, row=0.2, message=0.4, fed=0.02, level=0.75, node=0.03),
-    "a target of 300 M parameters": Prices(fixed=38, row=2.9, message=0.7, fed=0.03, level=1, node=0.05),
-    "the same, a tree takes 8 ms more": Prices(fixed=38, row=2.9, message=0.7, fed=0.03, level=1, node=0.05, tree=8),
-    "a step 20 ms, rows nearly free": Prices(fixed=20, row=0.05, message=0.5, fed=0.01, level=1, node=0.01),
-    "dear drafts": Prices(fixed=3, row=0.5, message=4, fed=0.05, level=3, node=0.3),
+    "two quiet CPU cores": ClockCosts(fixed=2, row=0.2, message=0.4, fed=0.02, level=0.75, node=0.03),
+    "a target of 300 M parameters": ClockCosts(fixed=38, row=2.9, message=0.7, fed=0.03, level=1, node=0.05),
+    "the same, a tree takes 8 ms more": ClockCosts(
+        fixed=38, row=2.9, message=0.7, fed=0.03, level=1, node=0.05, tree=8
+    ),
+    "a step 20 ms, rows nearly free": ClockCosts(fixed=20, row=0.05, message=0.5, fed=0.01, level=1, node=0.01),
+    "dear drafts": ClockCosts(fixed=3, row=0.5, message=4, fed=0.05, level=3, node=0.3),
 }
 NUM_TOKENS = 48
 
@@ -170,7 +172,7 @@ def variant(name: str) -> Iterator[None]:
         yield
 
 
-def gains(prices: Prices, temperature: float, batch: int, *, is_whole: bool) -> list[float]:
+def gains(prices: ClockCosts, temperature: float, batch: int, *, is_whole: bool) -> list[float]:
     """Rates over that of no speculation: with `is_whole` of 16 and 2 nodes, then of `auto` at first and later."""
     ways = [OFF, *([FIXED, Speculation(auto=False, num_tokens=2)] if is_whole else []), AUTO, AUTO, AUTO]
     with bench(prices) as engine:

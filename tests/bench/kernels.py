@@ -59,7 +59,7 @@ def main() -> None:
         report(f"coupled argmax, {rows} rows of {vocab}", draws)
         top_k, top_p = (torch.full((rows,), value, device="cuda") for value in (20, 0.9))
         for name, k in (("top-p", 0 * top_k), ("top-k, top-p", top_k)):
-            cuts = [partial(kernels.cut, 4 * logits, k, top_p) for kernels in SETS]
+            cuts = [partial(kernels.truncation_threshold, 4 * logits, k, top_p) for kernels in SETS]
             report(f"{name}, {rows} rows of {vocab}", cuts)
         report(f"top 8 and sum, {rows} rows of {vocab}", [partial(k.top_k, logits, 8, tau) for k in SETS])
     forward_pass()

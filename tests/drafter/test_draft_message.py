@@ -13,9 +13,9 @@ from drafter.proposers.ngram import Lengths, NgramProposer
 from drafter.tree.shape import make_shape
 from drafter.worker import draft
 from tests.support import checkpoints
+from tests.support.draft_costs import FREE
 from tests.support.engines import BUNDLED
 from tests.support.oracles import paths_of
-from tests.support.prices import FREE
 from verifier.draft_inputs import DraftInput
 from verifier.request import Request
 from verifier.step_inputs import pack_draft

@@ -59,7 +59,7 @@ def test_the_verifier_compiles_all_that_moves_draws_and_cuts(monkeypatch):
 
         return run
 
-    names = {"plan", "tree_attention", "copy_slots", "coupled_argmax", "cut"}
+    names = {"plan", "tree_attention", "copy_slots", "coupled_argmax", "truncation_threshold"}
     for name in names:
         monkeypatch.setattr(reference, name, noted(name))
     config, model = bundled(DYNAMIC), Decoder.load(BUNDLED / "target", read_spec(BUNDLED / "target"))

@@ -22,7 +22,7 @@ from tests.support import oracles
 from tests.support.fakes import Bench, RandomLanguage, say
 from tests.support.oracles import Path, product_law
 from workers.comm.ipc import Speculation
-from workers.config import AcceptanceConfig, Prices, PruneConfig, TreeConfig
+from workers.config import AcceptanceConfig, PruneConfig, SimulatedCosts, TreeConfig
 from workers.types import Constraints, SamplingParams
 
 torch.set_num_threads(1)
@@ -116,7 +116,9 @@ SERVICES = {
             num_nodes=6,
             max_depth=3,
             max_children=3,
-            prune=PruneConfig(auto=True, prices=Prices(step=1.0, row=0.001, draft=0.05, level=0.05)),
+            prune=PruneConfig(
+                auto=True, simulated_costs=SimulatedCosts(step_ms=1.0, row_ms=0.001, draft_ms=0.05, level_ms=0.05)
+            ),
         )
     ),
 }

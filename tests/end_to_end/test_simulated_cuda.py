@@ -33,10 +33,9 @@ from verifier.adaptive.profile import warm_up
 from verifier.engine import Engine
 from workers.comm.channel import Channel, Received
 from workers.comm.groups import World
-from workers.comm.ipc import Decoder as Frames
-from workers.comm.ipc import FrameSocket, Speculation, StepOutput, Submit, encode
+from workers.comm.ipc import FrameDecoder, FrameSocket, Speculation, StepOutput, Submit, encode
 from workers.comm.wire import Message
-from workers.config import DraftConfig, EngineConfig, Prices, PruneConfig, TreeConfig
+from workers.config import DraftConfig, EngineConfig, PruneConfig, SimulatedCosts, TreeConfig
 from workers.cuda_graphs import Recorder
 from workers.kernels.select import kernels_for
 from workers.models.layers import TensorParallel
@@ -209,7 +208,7 @@ def run(config: EngineConfig, jobs: list[Submit]) -> Run:
                 front.sendall(encode(job))
             if cuda:
                 cuda.waits.clear()
-            made, frames, unfinished = Run({job.id: [] for job in jobs}), Frames(), len(jobs)
+            made, frames, unfinished = Run({job.id: [] for job in jobs}), FrameDecoder(), len(jobs)
             while unfinished:
                 engine.step()
                 made.num_steps += 1
@@ -242,7 +241,9 @@ def config_for(models: Path, method: str, tree: TreeConfig, **options: object) -
 
 ROOT = Path(__file__).parents[2]
 DYNAMIC = TreeConfig(num_nodes=6, max_depth=3, max_children=2)
-AUTO = replace(DYNAMIC, prune=PruneConfig(auto=True, copies=False, prices=Prices(step=10, row=0.01)))
+AUTO = replace(
+    DYNAMIC, prune=PruneConfig(auto=True, prompt_lookup=False, simulated_costs=SimulatedCosts(step_ms=10, row_ms=0.01))
+)
 CHAIN = TreeConfig(kind="chain", num_nodes=3)
 COUPLED = [
     SamplingParams(temperature=0.0),

@@ -15,7 +15,7 @@ from workers.cuda_graphs import Recorder, decoder_graphs
 from workers.kernels.select import kernels_for
 from workers.models.decoder import Decoder
 from workers.models.readers import read_spec
-from workers.sampling.sampler import process_blindly
+from workers.sampling.sampler import process_logits_static
 from workers.types import SamplingBatch, SamplingParams
 
 pytestmark = [
@@ -59,7 +59,14 @@ def test_replayed_trees_are_those_that_grow_level_by_level(method: str) -> None:
 def test_top_k_and_top_p_of_a_large_vocabulary_are_replayed() -> None:
     logits_RV = torch.zeros(64, 32_000, device="cuda")
     params = SamplingBatch.stack([SamplingParams(temperature=0.7, top_k=50, top_p=0.9, min_p=0.01)] * 64, "cuda")
-    run = partial(process_blindly, logits_RV, params, has_min_p=True, has_top=True, cut=kernels_for("cuda").cut)
+    run = partial(
+        process_logits_static,
+        logits_RV,
+        params,
+        has_min_p=True,
+        has_top=True,
+        threshold=kernels_for("cuda").truncation_threshold,
+    )
     replay = Recorder(logits_RV.device).record(run)
     logits_RV.copy_(torch.randn(64, 32_000, generator=torch.Generator().manual_seed(0)))
     assert torch.equal(replay(), run())

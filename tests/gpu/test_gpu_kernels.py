@@ -80,11 +80,13 @@ def test_whole_vocabularies_are_drawn_from_as_torch_does(rows: int, vocab: int) 
     (score, ids), (fused_score, fused_ids) = results
     assert (score - fused_score).abs().max() < 1e-4 and torch.equal(ids, fused_ids)
     top_k = torch.tensor([(0, 20, 50)[row % 3] for row in range(rows)], dtype=torch.int32, device="cuda")
-    by_k, fused_by_k = (kernels.cut(logits, top_k, torch.ones_like(tau)) for kernels in (reference, fused))
+    by_k, fused_by_k = (
+        kernels.truncation_threshold(logits, top_k, torch.ones_like(tau)) for kernels in (reference, fused)
+    )
     assert torch.equal(by_k, fused_by_k)
     for spread in (1.0, 0.1):  # few tokens left, and more than any list has room for
         masses = (spread * logits).softmax(-1)
-        cut = fused.cut(spread * logits, torch.zeros_like(top_k), torch.full_like(tau, 0.9))[:, None]
+        cut = fused.truncation_threshold(spread * logits, torch.zeros_like(top_k), torch.full_like(tau, 0.9))[:, None]
         assert (torch.where(spread * logits > cut, masses, 0).sum(-1) < 0.9 + 1e-5).all()
         assert (torch.where(spread * logits >= cut, masses, 0).sum(-1) > 0.9 - 1e-5).all()
     plain, found = reference.top_k(logits, 8, tau), fused.top_k(logits, 8, tau)

@@ -27,7 +27,7 @@ OFF, FIXED, AUTO = Speculation(enabled=False), Speculation(auto=False), Speculat
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prices:
+class ClockCosts:
     """Milliseconds. A step takes fixed + row x rows of the target, and the drafter message + fed x rows fed + level x
     levels + node x nodes run. What no start-up table tells: a request with a tree takes `tree` more."""
 
@@ -70,7 +70,7 @@ class Run:
 class Clock:
     """Moves when the two models run, and at no other time."""
 
-    prices: Prices
+    costs: ClockCosts
     ms: float = 0.0
 
     def seconds(self) -> float:
@@ -83,10 +83,10 @@ class _Target(Target):
         self.clock = clock
 
     def run(self, step: TargetStep, number: int) -> list[int]:
-        prices, attention = self.clock.prices, step.attention
+        costs, attention = self.clock.costs, step.attention
         first_rows = attention.query_offsets[:-1].long()
         has_tree_B = (attention.ancestors_N[first_rows] != 0) & (attention.query_offsets.diff() > 1)
-        self.clock.ms += prices.fixed + prices.row * len(step.token_N) + prices.tree * int(has_tree_B.sum())
+        self.clock.ms += costs.fixed + costs.row * len(step.token_N) + costs.tree * int(has_tree_B.sum())
         return super().run(step, number)
 
 
@@ -96,12 +96,12 @@ class _Proposer(FeatureProposer):
         self.clock = clock
 
     def extend(self, request: DraftRequest):  # type: ignore[no-untyped-def]
-        prices = self.clock.prices
-        self.clock.ms += prices.message + prices.level + prices.fed * len(request.token_M)
+        costs = self.clock.costs
+        self.clock.ms += costs.message + costs.level + costs.fed * len(request.token_M)
         return super().extend(request)
 
     def expand(self, level: Level):  # type: ignore[no-untyped-def]
-        self.clock.ms += self.clock.prices.level + self.clock.prices.node * len(level.request_F)
+        self.clock.ms += self.clock.costs.level + self.clock.costs.node * len(level.request_F)
         return super().expand(level)
 
 
@@ -152,16 +152,16 @@ class Bench:
 
 
 @contextmanager
-def bench(prices: Prices, row_costs: RowCosts | None = None) -> Iterator[Bench]:
+def bench(costs: ClockCosts, row_costs: RowCosts | None = None) -> Iterator[Bench]:
     """An engine with trees of 16 nodes. row_costs: what start-up measured, if not the truth."""
     config = bundled(DYNAMIC, enable_prefix_caching=False)  # the same prompts come again and again
     config = replace(config, num_pages=1 + config.max_num_seqs * (config.max_model_len // config.page_size))
-    clock = Clock(prices)
+    clock = Clock(costs)
     time = SimpleNamespace(perf_counter=clock.seconds, monotonic=clock.seconds)
     target, proposer = partial(_Target, clock), partial(_Proposer, clock)
     with (
         mock.patch.object(engine, "time", time),
         mock.patch.object(controller, "time", time),
-        engine_here(config, _pair(), row_costs or prices.rows, target=target, proposer=proposer) as here,
+        engine_here(config, _pair(), row_costs or costs.rows, target=target, proposer=proposer) as here,
     ):
         yield Bench(here, clock)

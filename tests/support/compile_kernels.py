@@ -15,7 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from workers.kernels import triton_attention, triton_copy, triton_cut, triton_sampling
+from workers.kernels import triton_attention, triton_copy, triton_sampling, triton_truncation
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_BYTES = 227 * 1024  # of one program on Hopper
@@ -80,7 +80,12 @@ def main() -> None:
     compile_kernel(triton_sampling._top_of_row, dict(FOUND=512, SPLITS=64), top)
     compile_kernel(triton_sampling._top_of_row, dict(FOUND=1, SPLITS=1), top)
     cut = dict(x_ptr=FLOAT, top_k_ptr="*i32", top_p_ptr=FLOAT, lists_ptr=FLOAT, cut_ptr=FLOAT)
-    compile_kernel(triton_cut._cut, dict(LISTED=triton_cut._LISTED, BLOCK=triton_cut._BLOCK), cut, num_warps=16)
+    compile_kernel(
+        triton_truncation._cut,
+        dict(LISTED=triton_truncation._LISTED, BLOCK=triton_truncation._BLOCK),
+        cut,
+        num_warps=16,
+    )
 
 
 if __name__ == "__main__":

@@ -19,8 +19,7 @@ from verifier.adaptive.profile import profile
 from verifier.engine import Engine
 from verifier.hidden_states import WaitingStates, most_waiting
 from verifier.target import Target
-from workers.comm.ipc import Decoder as Frames
-from workers.comm.ipc import FrameSocket, StepOutput, Submit, TokenChunk, encode
+from workers.comm.ipc import FrameDecoder, FrameSocket, StepOutput, Submit, TokenChunk, encode
 from workers.config import EngineConfig
 from workers.models.decoder import Decoder
 from workers.models.eagle3_format import FeatureFusion, read_eagle3_spec
@@ -52,7 +51,7 @@ class EngineHere:
 
     engine: Engine
     _front: socket.socket
-    _frames: Frames = field(default_factory=Frames)
+    _frames: FrameDecoder = field(default_factory=FrameDecoder)
 
     def submit(self, submit: Submit) -> None:
         self._front.sendall(encode(submit))

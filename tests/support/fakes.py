@@ -33,7 +33,7 @@ from verifier.target import Target
 from workers.comm import groups, wire
 from workers.comm.channel import Received
 from workers.comm.groups import World
-from workers.comm.ipc import Abort, Decoder, FrameSocket, StepOutput, Submit, TokenChunk, encode
+from workers.comm.ipc import Abort, FrameDecoder, FrameSocket, StepOutput, Submit, TokenChunk, encode
 from workers.comm.wire import Kind
 from workers.config import AcceptanceConfig, DraftConfig, EngineConfig, TreeConfig
 from workers.kernels.select import TORCH
@@ -311,7 +311,7 @@ class Bench:
         self._free_pages, self._alloc_pages = self._allocator.free, self._allocator.alloc
         self._allocator.free = self._free_and_wipe  # type: ignore[method-assign]
         self._allocator.alloc = self._alloc_and_wipe  # type: ignore[method-assign]
-        self._decoder = Decoder()
+        self._decoder = FrameDecoder()
         self.frames: list[StepOutput] = []
         self.answers: dict[int, Answer] = {}
         self.open: set[int] = set()

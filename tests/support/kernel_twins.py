@@ -91,7 +91,7 @@ def _top_of_row(
 def _cut(x: Tensor, top_k: Tensor, top_p: Tensor, lists: Tensor, cut: Tensor, *_: Any, **__: Any) -> None:
     from workers.sampling import sampler
 
-    cut.copy_(sampler.cut(x, top_k, top_p))
+    cut.copy_(sampler.truncation_threshold(x, top_k, top_p))
 
 
 def _copy(words: Tensor, source: Tensor, target: Tensor, *_: Any, **__: Any) -> None:

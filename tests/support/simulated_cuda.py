@@ -186,7 +186,7 @@ class SimulatedCuda(TorchDispatchMode):
             strangers = [tensor for tensor in strangers if not any(tensor is index for index in indices)]
         if strangers:
             raise RuntimeError(f"Expected all tensors to be on the same device, but {operation} got cuda:0 and cpu")
-        if name in _LOOKS or name in _SOMETIMES and _SOMETIMES[name](named):
+        if name in _LOOKS or (name in _SOMETIMES and _SOMETIMES[name](named)):
             self.wait(name)
 
     def _move(self, operation: Any, name: str, args: Any, kwargs: Any, named: dict[str, Any]) -> Any:
@@ -195,7 +195,7 @@ class SimulatedCuda(TorchDispatchMode):
         else:
             source, target = named["self"], torch.device(named.get("device") or named["self"].device)
             target = named["other"].device if "other" in named else target
-        if source.device.type == target.type or source.dim() == 0 and name == "copy_":
+        if source.device.type == target.type or (source.dim() == 0 and name == "copy_"):
             here = [tensor for tensor in args if isinstance(tensor, OnDevice)]
             return self._run(operation, name, args, kwargs, here)
         is_async = bool(named.get("non_blocking"))

@@ -101,6 +101,6 @@ def test_every_token_that_a_step_brings_is_counted() -> None:
     asked = Submit(id=1, prompt=[7, 1], max_tokens=9, sampling=SamplingParams(constraints=constraints))
     request = request_of(asked, EngineConfig(model_path="target"))
     request.append([3, 3, 1])
-    standing = request.standing((0,))
-    assert standing is not None and standing.num_output == 3
-    assert (standing.counts.id_C.tolist(), standing.counts.count_C.tolist()) == ([1, 3, 7], [1, 2, 0])
+    logits_state = request.logits_state((0,))
+    assert logits_state is not None and logits_state.num_output == 3
+    assert (logits_state.counts.id_C.tolist(), logits_state.counts.count_C.tolist()) == ([1, 3, 7], [1, 2, 0])

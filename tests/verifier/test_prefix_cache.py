@@ -16,8 +16,8 @@ import torch
 from tests.support.fakes import Bench, Counting, RandomLanguage, say
 from verifier.adaptive import gate
 from workers.comm.ipc import Speculation
-from workers.config import Prices, PruneConfig, TreeConfig
-from workers.kv_cache import Found, OutOfPages, PageAllocator
+from workers.config import PruneConfig, SimulatedCosts, TreeConfig
+from workers.kv_cache import OutOfPages, PageAllocator, PrefixMatch
 from workers.types import SamplingParams
 
 torch.set_num_threads(1)
@@ -62,15 +62,15 @@ def allocator_with(*keys: bytes, num_pages: int = 9) -> tuple[PageAllocator, lis
 
 def test_a_page_is_free_again_when_its_last_holder_lets_go_and_is_found_until_its_room_is_needed():
     allocator, pages = allocator_with(b"a", b"b", num_pages=5)
-    assert allocator.find([b"a", b"b", b"c"], is_drafted=False) == Found(pages, 2)
+    assert allocator.find([b"a", b"b", b"c"], is_drafted=False) == PrefixMatch(pages, 2)
     allocator.share(pages)
     allocator.free(pages)
     assert allocator.num_free == 2
     allocator.free(pages)
     assert allocator.num_free == 4
-    assert allocator.find([b"a", b"b"], is_drafted=False) == Found(pages, 0)
+    assert allocator.find([b"a", b"b"], is_drafted=False) == PrefixMatch(pages, 0)
     assert len(allocator.alloc(4)) == 4
-    assert allocator.find([b"a"], is_drafted=False) == Found([], 0)
+    assert allocator.find([b"a"], is_drafted=False) == PrefixMatch([], 0)
     with pytest.raises(OutOfPages):
         allocator.alloc(1)
 
@@ -205,7 +205,9 @@ def test_a_request_that_drafts_shares_only_what_the_drafter_holds_too(method):
 
 def test_while_auto_does_not_draft_the_third_request_finds_what_the_second_had_fed(monkeypatch):
     monkeypatch.setattr(gate, "_FIRST_GAP", 10**9)  # no probes
-    dear = PruneConfig(auto=True, prices=Prices(step=1.0, row=1.0, draft=1000.0, level=1000.0))
+    dear = PruneConfig(
+        auto=True, simulated_costs=SimulatedCosts(step_ms=1.0, row_ms=1.0, draft_ms=1000.0, level_ms=1000.0)
+    )
     with Bench(RandomLanguage(), "eagle3", replace(TREES["dynamic"], prune=dear)) as bench:
         fed = []
         for _ in range(3):

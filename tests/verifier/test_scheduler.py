@@ -16,7 +16,7 @@ from verifier.scheduler import Limits, Step, schedule
 from verifier.step_inputs import pack_target
 from verifier.tree import Chunk, bare_roots
 from workers.comm.ipc import Submit
-from workers.kv_cache import Found, PageAllocator
+from workers.kv_cache import PageAllocator, PrefixMatch
 from workers.types import Rule, TreeLimits
 
 LIMITS = Limits(max_num_seqs=4, max_num_batched_tokens=50, page_size=16)
@@ -190,7 +190,7 @@ def drawn_rows(step: Step) -> list[int]:
 
 
 def finds(pages: list[int], num_held: int):
-    return lambda request: Found(pages, num_held)
+    return lambda request: PrefixMatch(pages, num_held)
 
 
 def test_a_request_joins_behind_the_pages_that_it_shares():
@@ -216,9 +216,9 @@ def test_shared_tokens_take_nothing_from_the_token_budget():
 def test_nobody_is_looked_up_who_cannot_join():
     asked: list[int] = []
 
-    def find(request: Request) -> Found:
+    def find(request: Request) -> PrefixMatch:
         asked.append(request.id)
-        return Found([], 0)
+        return PrefixMatch([], 0)
 
     schedule([request(i) for i in range(3, 9)], [decoding(1), decoding(2)], 99, LIMITS, find)
     assert asked == [3, 4], "two seats"

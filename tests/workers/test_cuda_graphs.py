@@ -12,7 +12,7 @@ import torch
 from drafter.proposers.base import head_graphs
 from tests.support import checkpoints
 from tests.support.attention_cases import CHAIN, RAGGED, TWO_BY_TWO, Batch
-from tests.support.clockwork import AUTO, OFF, Bench, Prices, bench
+from tests.support.clockwork import AUTO, OFF, Bench, ClockCosts, bench
 from tests.support.engines import DYNAMIC, bundled
 from workers import cuda_graphs
 from workers.cuda_graphs import MAX_ROWS, Size, bucket, can_capture, decoder_graphs, padded, sizes
@@ -90,7 +90,7 @@ def test_padded_steps_say_what_they_say_alone(tmp_path: Path, name: str) -> None
 @pytest.fixture
 def padding() -> Iterator[Bench]:
     """The bundled pair, both of its models on padded steps."""
-    with bench(Prices(fixed=20, row=0.5, message=2, fed=0.1, level=1, node=0.1)) as engine_bench:
+    with bench(ClockCosts(fixed=20, row=0.5, message=2, fed=0.1, level=1, node=0.1)) as engine_bench:
         config = bundled(DYNAMIC)
         target = engine_bench.engine._target
         target.graphs = decoder_graphs(target._decoder, target._kv, config, is_captured=False)
@@ -109,7 +109,7 @@ def padding() -> Iterator[Bench]:
 def test_engines_emit_the_same_tokens_with_padding(padding: Bench, temperature: float) -> None:
     work = dict(batch=3, temperature=temperature, num_prompts=4, num_tokens=24)
     padded_runs = [padding.run(speculation, **work) for speculation in (AUTO, OFF)]
-    with bench(padding.clock.prices) as plain:
+    with bench(padding.clock.costs) as plain:
         assert [run.tokens for run in padded_runs] == [plain.run(way, **work).tokens for way in (AUTO, OFF)]
 
 
@@ -118,4 +118,4 @@ def test_graphs_need_cuda_and_kernels_that_stay_in_place() -> None:
     assert not can_capture(TORCH, torch.device("cuda"), False)
     fused = pytest.importorskip("workers.kernels.fused")
     assert can_capture(fused, torch.device("cuda"), False) and not can_capture(fused, torch.device("cuda"), True)
-    assert cuda_graphs.MAX_ROWS == bucket(MAX_ROWS)
+    assert bucket(MAX_ROWS) == cuda_graphs.MAX_ROWS

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from workers.sampling.philox import Stream, uniform
-from workers.transfer import sent
+from workers.transfer import to_device
 from workers.types import DraftProbs, NodeKind, Rule, SamplingBatch, TreeBatch, Verdict
 
 
@@ -197,7 +197,7 @@ def accept_rejection(
         decisions.append(decide(tree, laws_N[rows].__getitem__, rule, partial(_toss, *key)))
     final_B = [begin + decision.final_row for (begin, _), decision in zip(bounds, decisions, strict=True)]
     u_B = [uniform(*key, decision.final_row, 0, Stream.RESIDUAL) for key, decision in zip(keys, decisions, strict=True)]
-    log_p_BV = log_p_NV[sent(final_B, log_p_NV.device)]
+    log_p_BV = log_p_NV[to_device(final_B, log_p_NV.device)]
     bonus_B = _draw_residual([decision.residual for decision in decisions], log_p_BV, u_B)
     verdicts = []
     for decision, (begin, end), bonus in zip(decisions, bounds, bonus_B, strict=True):
@@ -213,7 +213,7 @@ def _log_p(processed_NV: Tensor, is_greedy_N: np.ndarray) -> Tensor:
     if not is_greedy_N.any():
         return log_p_NV
     is_best_NV = F.one_hot(processed_NV.argmax(-1), processed_NV.shape[-1])
-    is_greedy_N1 = sent(is_greedy_N, processed_NV.device)[:, None]
+    is_greedy_N1 = to_device(is_greedy_N, processed_NV.device)[:, None]
     return torch.where(is_greedy_N1, is_best_NV.to(log_p_NV.dtype).log(), log_p_NV)
 
 
@@ -246,7 +246,7 @@ def _probabilities(log_p_NV: Tensor, row_E: np.ndarray, id_E: np.ndarray) -> np.
     """p(id | row) [E] float64; 0 for ids outside the vocabulary (placeholders) and where logits are not numbers."""
     is_token_E = (id_E >= 0) & (id_E < log_p_NV.shape[-1])
     index_2E = torch.from_numpy(np.array([row_E, np.where(is_token_E, id_E, 0)]))
-    row, token = sent(index_2E, log_p_NV.device)
+    row, token = to_device(index_2E, log_p_NV.device)
     log_p_E = log_p_NV[row, token].cpu().numpy()
     return np.where(is_token_E & ~np.isnan(log_p_E), np.exp(log_p_E.astype(np.float64)), 0.0)
 
@@ -261,14 +261,14 @@ def _draw_residual(laws: list[Residual], log_p_BV: Tensor, u_B: list[float]) -> 
     device, vocab = log_p_BV.device, log_p_BV.shape[-1]
     p_BV = log_p_BV.double().exp()
     scale_B1, u_B1 = (
-        sent(torch.tensor(values, dtype=torch.float64)[:, None], device)
+        to_device(torch.tensor(values, dtype=torch.float64)[:, None], device)
         for values in ([law.scale for law in laws], u_B)
     )
     id_E = np.concatenate([law.id_E for law in laws])
     prob_E = np.concatenate([law.prob_E for law in laws])
     b_E = np.arange(len(laws)).repeat([len(law.id_E) for law in laws])
     is_token_E = (id_E >= 0) & (id_E < vocab)
-    b, token, prob = (sent(x[is_token_E], device) for x in (b_E, id_E, prob_E))
+    b, token, prob = (to_device(x[is_token_E], device) for x in (b_E, id_E, prob_E))
     mass_BV = (p_BV * scale_B1).index_put_((b, token), prob)
     if any(len(law.prob_E) and not law.prob_E.any() for law in laws):
         # Rounding may reject a child where P = Q and leave nothing: p itself is then the nearest legal law.

@@ -101,10 +101,10 @@ class Controller:
 
     def __init__(self, config: EngineConfig, row_costs: RowCosts) -> None:
         prune = config.draft.tree.prune if config.draft else PruneConfig()
-        self._has_lookup = prune.copies
+        self._has_lookup = prune.prompt_lookup
         self._max_rows, self._max_backlog = max_message_rows(config), max_backlog(config)
         self._next_input, self._draft_depth = partial(next_input, config=config), partial(draft_depth, config=config)
-        self._costs = CostModel(row_costs, prune.prices)
+        self._costs = CostModel(row_costs, prune.simulated_costs)
         self._gate = SpeculationGate()
         self._calibration = Calibration()
         self._lookup = PromptLookup()

@@ -19,7 +19,7 @@ import torch
 from verifier.draft_inputs import DraftInput, num_rows
 from verifier.request import Request
 from verifier.scheduler import Step
-from workers.config import Prices
+from workers.config import SimulatedCosts
 from workers.cuda_graphs import bucket
 from workers.types import DraftCosts, DraftReply
 
@@ -64,10 +64,10 @@ class RowCosts(NamedTuple):
         )
 
     @staticmethod
-    def of(prices: Prices) -> RowCosts:
+    def of(prices: SimulatedCosts) -> RowCosts:
         """The table of a target whose forward costs a fixed time and so much for each row."""
         rows_T = np.array([1.0, 4096.0])
-        return RowCosts(rows_T, prices.step + rows_T * prices.row)
+        return RowCosts(rows_T, prices.step_ms + rows_T * prices.row_ms)
 
 
 UNPROFILED = RowCosts(np.array([1.0, 1024.0]), np.array([10.0, 60.0]))
@@ -138,13 +138,13 @@ class _DraftCost:
 class CostModel:
     """What steps are expected to take. row_costs: timed at start-up. prices: believed instead of every measurement."""
 
-    def __init__(self, row_costs: RowCosts, prices: Prices | None) -> None:
+    def __init__(self, row_costs: RowCosts, prices: SimulatedCosts | None) -> None:
         self.is_given = prices is not None
         self._num_exchanges = 0
         self._verify_cost = _VerifyCost()
         if prices is not None:
             self._table = RowCosts.of(prices)
-            self._draft_cost = _DraftCost(DraftWork(messages=prices.draft, levels=prices.level), is_fixed=True)
+            self._draft_cost = _DraftCost(DraftWork(messages=prices.draft_ms, levels=prices.level_ms), is_fixed=True)
         else:
             self._table = row_costs
             row = float(row_costs.ms(1))

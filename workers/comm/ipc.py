@@ -243,7 +243,7 @@ def _named(kind: type, raw: list[Any]) -> dict[str, Any]:
     return dict(zip(kind.__dataclass_fields__, raw, strict=True))  # type: ignore[attr-defined]
 
 
-class Decoder:
+class FrameDecoder:
     """Turns a byte stream into messages, whatever pieces it arrives in."""
 
     def __init__(self) -> None:
@@ -279,7 +279,7 @@ class FrameSocket:
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         self._sock = sock
-        self._decoder = Decoder()
+        self._decoder = FrameDecoder()
         self._unsent = bytearray()
 
     def send(self, message: Message) -> None:

@@ -13,14 +13,22 @@ from typing import ParamSpec, TypeVar
 import torch
 
 from workers.kernels import pointwise
-from workers.kernels.fused import NAME, copy_slots, coupled_argmax, cut, gumbel, plan, top_k, tree_attention
+from workers.kernels.fused import (
+    NAME,
+    copy_slots,
+    coupled_argmax,
+    gumbel,
+    plan,
+    top_k,
+    tree_attention,
+    truncation_threshold,
+)
 
 __all__ = [
     "NAME",
     "add_rms_norm",
     "copy_slots",
     "coupled_argmax",
-    "cut",
     "gumbel",
     "plan",
     "rms_norm",
@@ -28,6 +36,7 @@ __all__ = [
     "silu_mul",
     "top_k",
     "tree_attention",
+    "truncation_threshold",
 ]
 
 _Args = ParamSpec("_Args")

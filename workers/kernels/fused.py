@@ -8,15 +8,14 @@ from __future__ import annotations
 from workers.kernels.pointwise import add_rms_norm, rms_norm, rotate_, silu_mul
 from workers.kernels.triton_attention import plan, tree_attention
 from workers.kernels.triton_copy import copy_slots
-from workers.kernels.triton_cut import cut
 from workers.kernels.triton_sampling import coupled_argmax, gumbel, top_k
+from workers.kernels.triton_truncation import truncation_threshold
 
 __all__ = [
     "NAME",
     "add_rms_norm",
     "copy_slots",
     "coupled_argmax",
-    "cut",
     "gumbel",
     "plan",
     "rms_norm",
@@ -24,6 +23,7 @@ __all__ = [
     "silu_mul",
     "top_k",
     "tree_attention",
+    "truncation_threshold",
 ]
 
 NAME = "triton"

@@ -12,8 +12,8 @@ from torch import Tensor
 from workers.kernels.pointwise import add_rms_norm, rms_norm, rotate_, silu_mul
 from workers.kernels.torch_attention import plan, tree_attention
 from workers.sampling.philox import gumbel
-from workers.sampling.sampler import cut
 from workers.sampling.sampler import shard_best as coupled_argmax
+from workers.sampling.sampler import truncation_threshold
 
 __all__ = [
     "NAME",
@@ -21,7 +21,6 @@ __all__ = [
     "add_rms_norm",
     "copy_slots",
     "coupled_argmax",
-    "cut",
     "gumbel",
     "plan",
     "rms_norm",
@@ -29,6 +28,7 @@ __all__ = [
     "silu_mul",
     "top_k",
     "tree_attention",
+    "truncation_threshold",
 ]
 
 NAME = "torch"

@@ -21,7 +21,7 @@ from workers.kernels import reference
 from workers.kernels.interpreted import is_interpreted
 from workers.kernels.reference import TopK
 from workers.models.rope import Rotation
-from workers.sampling.gumbel_cache import NoiseBook
+from workers.sampling.gumbel_cache import GumbelCache
 from workers.types import AttentionMetadata, SamplingBatch
 
 KernelsName = Literal["auto", "torch", "triton"]
@@ -103,7 +103,7 @@ class Kernels(Protocol):
         index_R: Tensor,
         start: int,
         row_max_R: Tensor | None,
-        noise: NoiseBook | None = None,
+        noise: GumbelCache | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Best (score [R] float32, target id [R] int64) of a vocabulary shard: argmax of log p + G, without top-k/p.
 
@@ -116,7 +116,7 @@ class Kernels(Protocol):
         """
         ...
 
-    def cut(self, x_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor) -> Tensor:
+    def truncation_threshold(self, x_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor) -> Tensor:
         """The smallest value that top-k and then top-p leave of each row, float32 [R]. Equal values share their fate.
 
         Top-k leaves what is no smaller than the k-th largest; top-p, of that, what has less than p of its mass

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from workers.kernels.host import HostMetadata, bits_of, keys_N
-from workers.transfer import sent
+from workers.transfer import to_device
 from workers.types import AttentionMetadata
 
 _GROUP_OVERHEAD = 2048
@@ -91,9 +91,11 @@ def plan(
     ]
     in_order = len(parts) <= 1 and all(isinstance(group.rows, slice) for group, _ in parts)
     return MaskedPlan(
-        write_slots_N=sent(write_slots_N, device),
+        write_slots_N=to_device(write_slots_N, device),
         groups=tuple(group for group, _ in parts),
-        order_N=None if in_order else sent(_order(np.concatenate([row_N for _, row_N in parts]), len(owner_N)), device),
+        order_N=None
+        if in_order
+        else to_device(_order(np.concatenate([row_N for _, row_N in parts]), len(owner_N)), device),
     )
 
 
@@ -203,15 +205,17 @@ def _plan_group(
     key_BS = np.minimum(key_S, keys_B[:, None] - 1)
     slots_BS = host.physical(member_B[:, None], key_BS, page_size)
     masks = {
-        window: sent(_additive(_visible(host, member_B, row_BR, key_S, window, first_slot), group_size, dtype), device)
+        window: to_device(
+            _additive(_visible(host, member_B, row_BR, key_S, window, first_slot), group_size, dtype), device
+        )
         for window in dict.fromkeys(windows)
     }
     first = int(start_B[0])
     is_plain = members[-1] - members[0] == B - 1 and bool((rows_B == R).all())
     is_plain = is_plain and host.query_offsets[members[-1] + 1] - first == B * R
     group = RowGroup(
-        rows=slice(first, first + B * R) if is_plain else sent(row_BR.reshape(-1), device),
-        slots=_one_run(slots_BS) or sent(slots_BS.reshape(-1), device),
+        rows=slice(first, first + B * R) if is_plain else to_device(row_BR.reshape(-1), device),
+        slots=_one_run(slots_BS) or to_device(slots_BS.reshape(-1), device),
         shape=(B, R, S),
         masks=masks,
     )

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from workers.kernels.reference import TopK
-from workers.sampling.gumbel_cache import NoiseBook
+from workers.sampling.gumbel_cache import GumbelCache
 from workers.types import SamplingBatch
 
 _DRAW_BLOCK = 1024
@@ -33,7 +33,7 @@ def coupled_argmax(
     index_R: Tensor,
     start: int,
     row_max_R: Tensor | None,
-    noise: NoiseBook | None = None,
+    noise: GumbelCache | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `workers.kernels.select.Kernels.coupled_argmax`."""
     R, V = logits_RV.shape

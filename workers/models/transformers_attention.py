@@ -1,7 +1,7 @@
 """The attention function that transformers' classes call: tree attention over this step's paged cache.
 
 register() -> str                     its name for a configuration's attention implementation
-Step(plan, kv, kernels, windows)      what one forward pass hands to it, as the model's keyword `secateur_step`
+AttentionStep(plan, kv, kernels, windows)      what one forward pass hands to it, as the model's keyword `secateur_step`
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from workers.kv_cache import KVPool
 _NAME = "secateur_tree"
 
 
-class Step(NamedTuple):
+class AttentionStep(NamedTuple):
     """One step's cache and plan, for every layer."""
 
     plan: AttentionPlan
@@ -41,7 +41,7 @@ def _attend(
     value: Tensor,
     attention_mask: object,
     *,
-    secateur_step: Step,
+    secateur_step: AttentionStep,
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,

@@ -2,7 +2,7 @@
 
     skeleton(config, attention, dtype, max_model_len) -> model parameters without memory, buffers computed as usual
     Shares(spec, model, tp)                     which part of a parameter a rank holds, and which modules reduce
-        .cut(name, shape) -> Cut | None   .install_hooks(base)
+        .shard(name, shape) -> TensorShard | None   .install_hooks(base)
     fill(model, weights, shares, device, dtype, is_composite)     every parameter read, nothing left over
 
 A tensor-parallel plan gives patterns of names a style. Parameters: "colwise" keeps output rows, "rowwise" input columns
@@ -59,7 +59,7 @@ def _parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = original  # type: ignore[method-assign]
 
 
-class Cut(NamedTuple):
+class TensorShard(NamedTuple):
     """One rank's share along a dimension; with `halves` the same share of each half (gate and up side by side)."""
 
     dim: int
@@ -91,7 +91,7 @@ class Shares:
         """Of a module or parameter of the base model, by the plan's own patterns."""
         return self._plan.get(_generic(name))
 
-    def cut(self, name: str, shape: tuple[int, ...]) -> Cut | None:
+    def shard(self, name: str, shape: tuple[int, ...]) -> TensorShard | None:
         """This rank's share of a parameter, None = the whole. Raises ValueError where a dimension does not divide."""
         if self.tp.size == 1:
             return None
@@ -108,22 +108,26 @@ class Shares:
                     return None
                 dim = len(shape) - 1
             case None:
-                return self._cut_of_heads(name, shape)
+                return self._shard_of_heads(name, shape)
             case _:
                 return None
         if style in _GATHERED and shape[dim] % size:
             raise ValueError(f"tensor_parallel_size {size} does not divide the {shape[dim]} rows of {name!r}")
-        return Cut(dim, rank, size, style.startswith("packed_"), unit=_EXPERT_UNIT if len(shape) == 3 else 1)
+        return TensorShard(dim, rank, size, style.startswith("packed_"), unit=_EXPERT_UNIT if len(shape) == 3 else 1)
 
-    def _cut_of_heads(self, name: str, shape: tuple[int, ...]) -> Cut | None:
+    def _shard_of_heads(self, name: str, shape: tuple[int, ...]) -> TensorShard | None:
         """Of weights [heads, d] that follow the heads although no plan says so (Cohere's norms)."""
         spec = self._spec
         is_split = self.heads.num_heads < spec.num_heads
         if not is_split or not _generic(name).startswith(f"{_generic(spec.attention_name)}."):
             return None
         if shape == (spec.num_heads, spec.head_dim):
-            return Cut(0, self.tp.rank, self.tp.size)
-        return Cut(0, self.heads.kv_rank, self.heads.kv_parts) if shape == (spec.num_kv_heads, spec.head_dim) else None
+            return TensorShard(0, self.tp.rank, self.tp.size)
+        return (
+            TensorShard(0, self.heads.kv_rank, self.heads.kv_parts)
+            if shape == (spec.num_kv_heads, spec.head_dim)
+            else None
+        )
 
     def is_added_once(self, name: str) -> bool:
         """Whether a parameter is the bias of a row-parallel layer, which only rank 0 adds to the sum."""
@@ -171,7 +175,7 @@ def _part(x: Tensor, tp: TensorParallel) -> Tensor:
     return x[..., start:end]
 
 
-class Source(NamedTuple):
+class StoredParts(NamedTuple):
     """Where a parameter's values are stored: in one tensor, or in one per expert (and per part of a fused one)."""
 
     parts: tuple[tuple[str, ...], ...]  # for gate_up_proj: the experts' gates, then their ups
@@ -206,7 +210,7 @@ def fill(
                 value = reader.read_range(name, start, end)
             else:
                 inner = name.removeprefix(base_prefix)
-                value = reader.read(name, tuple(parameter.shape), shares.cut(inner, tuple(parameter.shape)))
+                value = reader.read(name, tuple(parameter.shape), shares.shard(inner, tuple(parameter.shape)))
                 if shares.tp.rank > 0 and shares.is_added_once(inner):
                     value.zero_()
             module._parameters[leaf] = nn.Parameter(value, requires_grad=False)
@@ -220,8 +224,8 @@ def fill(
     weights.finish(allowed=lambda name: name.removesuffix(FP8_SCALE) in ignored)
 
 
-def _sources(model: Any, weights: Weights, *, is_composite: bool) -> tuple[dict[str, Source], set[str]]:
-    """Parameter name -> Source by transformers' own renaming rules, and the stored names that its class ignores."""
+def _sources(model: Any, weights: Weights, *, is_composite: bool) -> tuple[dict[str, StoredParts], set[str]]:
+    """Parameter name -> its parts by transformers' own renaming rules, and the stored names that its class ignores."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, rename_source_key
 
@@ -253,7 +257,7 @@ def _text_prefix(match: re.Match[str]) -> str:
     return "" if match.string.startswith("lm_head", match.end()) else "model."
 
 
-def _has_own_head(model: Any, weights: Weights, sources: dict[str, Source], tp: TensorParallel) -> bool:
+def _has_own_head(model: Any, weights: Weights, sources: dict[str, StoredParts], tp: TensorParallel) -> bool:
     """`has_own_head` of a model that ties its head, by the names that they are stored under."""
     head, embedding = (
         sources.get(f"{_name_of(model, module)}.weight")
@@ -269,18 +273,18 @@ def _name_of(model: nn.Module, module: nn.Module) -> str:
     return next(name for name, candidate in model.named_modules() if candidate is module)
 
 
-def _source(name: str, by_pattern: dict[str | None, list[str]], converters: list[Any]) -> Source:
+def _source(name: str, by_pattern: dict[str | None, list[str]], converters: list[Any]) -> StoredParts:
     """One tensor, or experts to be stacked in their order. Raises ValueError for any other conversion."""
     (pattern, stored), *more = by_pattern.items()
     if pattern is None and not more and len(stored) == 1:
-        return Source(((stored[0],),), is_stacked=False)
+        return StoredParts(((stored[0],),), is_stacked=False)
     rule = next((rule for rule in converters if pattern in rule.source_patterns), None)
     steps = [] if rule is None else [(type(step).__name__, getattr(step, "dim", None)) for step in rule.operations]
     if rule is None or steps not in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)]):
         names = ", ".join(step for step, _ in steps) or f"{len(stored)} tensors of one name"
         raise ValueError(f"how {stored[0]!r} becomes {name!r} ({names}) is not implemented")
     parts = tuple(tuple(sorted(by_pattern.get(key, ()), key=_natural)) for key in rule.source_patterns)
-    return Source(parts, is_stacked=True)
+    return StoredParts(parts, is_stacked=True)
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
@@ -291,25 +295,25 @@ def _natural(name: str) -> list[tuple[int, str]]:
 class _Reader:
     """Reads parameters of `model` in the dtype they are kept in."""
 
-    def __init__(self, model: Any, weights: Weights, sources: dict[str, Source], dtype: torch.dtype) -> None:
+    def __init__(self, model: Any, weights: Weights, sources: dict[str, StoredParts], dtype: torch.dtype) -> None:
         self._weights, self._sources = weights, sources
         kept = set(model._keep_in_fp32_modules_strict or ()) if dtype is not torch.float32 else set()
         if dtype is torch.float16:
             kept |= set(model._keep_in_fp32_modules or ())
         self._kept = kept
 
-    def read(self, name: str, shape: tuple[int, ...], cut: Cut | None) -> Tensor:
+    def read(self, name: str, shape: tuple[int, ...], shard: TensorShard | None) -> Tensor:
         """The whole parameter of this shape, or its cut. Raises ValueError if it is missing or of another shape."""
         source = self._source(name)
         if not source.is_stacked:
             ((stored,),) = source.parts
             self._check_shape(stored, shape)
-            return self._slice(name, stored, cut)
-        halves = cut is not None and cut.halves
-        if cut is not None and (cut.dim == 0 or halves and (cut.dim != 1 or len(source.parts) != 2)):
-            raise ValueError(f"splitting the stacked {name!r} along dimension {cut.dim} is not implemented")
+            return self._slice(name, stored, shard)
+        halves = shard is not None and shard.halves
+        if shard is not None and (shard.dim == 0 or (halves and (shard.dim != 1 or len(source.parts) != 2))):
+            raise ValueError(f"splitting the stacked {name!r} along dimension {shard.dim} is not implemented")
         # Experts are cut one by one; a packed cut takes the same share of the gates and of the ups.
-        inner = None if cut is None else cut._replace(dim=cut.dim - 1, halves=False)
+        inner = None if shard is None else shard._replace(dim=shard.dim - 1, halves=False)
         experts = {len(part) for part in source.parts}
         if experts != {shape[0]}:
             raise ValueError(f"{self._weights.path}: {name!r} needs {shape[0]} experts, found {sorted(experts)}")
@@ -319,14 +323,14 @@ class _Reader:
                 self._check_shape(stored, (rows, *shape[2:]))
         return self._stack(name, source.parts, inner)
 
-    def _stack(self, name: str, parts: tuple[tuple[str, ...], ...], cut: Cut | None) -> Tensor:
+    def _stack(self, name: str, parts: tuple[tuple[str, ...], ...], shard: TensorShard | None) -> Tensor:
         """[E, rows of all parts, ...]. Filled slice by slice: two copies of a layer's experts may not fit a GPU."""
-        first = self._slice(name, parts[0][0], cut)
+        first = self._slice(name, parts[0][0], shard)
         rows = first.shape[0]
         stacked = first.new_empty(len(parts[0]), rows * len(parts), *first.shape[1:])
         for at, part in enumerate(parts):
             for expert, stored in enumerate(part):
-                stacked[expert, at * rows : (at + 1) * rows] = self._slice(name, stored, cut)
+                stacked[expert, at * rows : (at + 1) * rows] = self._slice(name, stored, shard)
         return stacked
 
     def read_range(self, name: str, start: int, end: int) -> Tensor:
@@ -334,21 +338,21 @@ class _Reader:
         ((stored,),) = self._source(name).parts
         return self._weights.get_range(stored, 0, start, end, self._dtype(name))
 
-    def _slice(self, name: str, stored: str, cut: Cut | None) -> Tensor:
+    def _slice(self, name: str, stored: str, shard: TensorShard | None) -> Tensor:
         dtype = self._dtype(name)
-        if cut is None:
+        if shard is None:
             return self._weights.get_range(stored, 0, 0, None, dtype)
-        total = self._weights.shape(stored)[cut.dim] // (2 if cut.halves else 1)
-        start, end = cut.bounds(total)
-        if not cut.halves:
-            return self._weights.get_range(stored, cut.dim, start, end, dtype)
-        halves = [self._weights.get_range(stored, cut.dim, at + start, at + end, dtype) for at in (0, total)]
-        return torch.cat(halves, dim=cut.dim)
+        total = self._weights.shape(stored)[shard.dim] // (2 if shard.halves else 1)
+        start, end = shard.bounds(total)
+        if not shard.halves:
+            return self._weights.get_range(stored, shard.dim, start, end, dtype)
+        halves = [self._weights.get_range(stored, shard.dim, at + start, at + end, dtype) for at in (0, total)]
+        return torch.cat(halves, dim=shard.dim)
 
     def _dtype(self, name: str) -> torch.dtype | None:
         return torch.float32 if any(re.search(kept, name) for kept in self._kept) else None
 
-    def _source(self, name: str) -> Source:
+    def _source(self, name: str) -> StoredParts:
         if name not in self._sources:
             raise ValueError(f"{self._weights.path}: tensor {name!r} is missing")
         return self._sources[name]

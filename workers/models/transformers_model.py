@@ -31,7 +31,7 @@ from workers.models.checkpoint import Weights
 from workers.models.config_json import read_json
 from workers.models.layers import SINGLE, TensorParallel, gather_vocab, shard_vocab
 from workers.models.specs import TransformersSpec, check_parallel
-from workers.models.transformers_attention import Step, register
+from workers.models.transformers_attention import AttentionStep, register
 from workers.models.transformers_load import Shares, fill, skeleton
 from workers.models.transformers_spec import TESTED, model_config
 from workers.types import AttentionMetadata, Hidden
@@ -153,7 +153,7 @@ class TransformersDecoder:
         Returns:
             Hidden: final_ND after the final norm; taps_N3D in tap order, or None without taps. Equal on every rank.
         """
-        step = Step(plan, kv, self.kernels, self.spec.windows)
+        step = AttentionStep(plan, kv, self.kernels, self.spec.windows)
         # One long sequence to the class; whose rows belong together only attention needs to know.
         output = self._base(
             input_ids=tokens_N[None].long(), position_ids=positions_N[None].long(), use_cache=False, secateur_step=step

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from workers.sampling.philox import gumbel
-from workers.transfer import sent
+from workers.transfer import to_device
 
 MAX_BYTES = 64 << 20
 """About as much noise is kept: 8,192 rows of a vocabulary of 2,048, 110 of 151,936."""
@@ -22,7 +22,7 @@ _VALUES_AHEAD, _INDICES_AHEAD = 1 << 17, 16
 Key = tuple[int, int]
 
 
-class NoiseBook:
+class GumbelCache:
     """Noise of target ids [start, stop), or of some `ids` of them, by (seed, index). make: `Kernels.gumbel`."""
 
     def __init__(self, start: int, stop: int, ids: Tensor | None = None, make: Callable[..., Tensor] = gumbel) -> None:
@@ -61,7 +61,7 @@ class NoiseBook:
     def _compute(self, keys: Iterable[Key], device: torch.device | str) -> None:
         missing = [key for key in keys if key not in self._row]
         if missing:
-            columns = sent(torch.tensor(missing, dtype=torch.int64), device)
+            columns = to_device(torch.tensor(missing, dtype=torch.int64), device)
             noise = self._make(columns[:, 0], columns[:, 1], *self._range)
             rows: Iterable[Tensor] = noise if self._ids is None else noise[:, self._ids]
             if len(missing) > self._most:  # what is kept must not hold what is forgotten

@@ -1,7 +1,7 @@
 """Which entries of a batch of logits are edited: planned on the host for each row's own path, then copied at once.
 
     Columns, ConstrainedRow                         which logits these are, and the rows that are edited
-    plan_edits(rows, columns, device) -> Edits      the entries of each kind of edit, `Laid` over rows and columns
+    plan_edits(rows, columns, device) -> LogitsEditPlan      the entries of each kind of edit
     Vocabulary(columns)                             which column a token has, on the host
 
 A list of columns serves all rows of a request that it is laid over, so it is worked out once and spread on the device.
@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.sampling.logits_state import Standing
-from workers.transfer import sent
+from workers.sampling.logits_state import LogitsState
+from workers.transfer import to_device
 
 UNSEEN = -1
 """Count of a token that a request has only on the path of some other row, or not at all."""
@@ -32,7 +32,7 @@ class ConstrainedRow(NamedTuple):
     """A row of logits that is to be edited."""
 
     row: int
-    standing: Standing
+    logits_state: LogitsState
     path: Sequence[int]  # tokens below the root on the way to this row
 
 
@@ -48,8 +48,8 @@ class Columns(NamedTuple):
     column_of_V: Tensor | None = None  # int64 [target vocabulary], -1 = not in the draft vocabulary
 
 
-class Laid(NamedTuple):
-    """An `_Overlay` on the logits' device: the entries (row, column) that it touches, each of them once."""
+class EditEntries(NamedTuple):
+    """An `_EditLists` on the logits' device: the entries (row, column) that it touches, each of them once."""
 
     row_Q: Tensor  # int64
     row_E: Tensor  # int64
@@ -62,23 +62,23 @@ class Laid(NamedTuple):
         return self.row_E * width + self.column_E
 
 
-class Edits(NamedTuple):
+class LogitsEditPlan(NamedTuple):
     """Every edit of some rows, on the logits' device; None for kinds without any."""
 
-    allowed: Laid | None  # nothing else stays in their rows
-    forbidden: Laid | None
-    biased: Laid | None  # values: the bias
-    penalized: Laid | None  # values: the count at the root; settings: the penalties
+    allowed: EditEntries | None  # nothing else stays in their rows
+    forbidden: EditEntries | None
+    biased: EditEntries | None  # values: the bias
+    penalized: EditEntries | None  # values: the count at the root; settings: the penalties
     on_path_P: Tensor  # int64: for each token of each row's path, the entry of `penalized` that it counts in
 
 
-def plan_edits(rows: Sequence[ConstrainedRow], columns: Columns, device: torch.device) -> Edits:
-    """Rows that share a Standing (the same object) share the work on it. Nothing waits for the device."""
-    plan = _Plan(_Overlay(), _Overlay(), _Overlay(), _Overlay(), [])
+def plan_edits(rows: Sequence[ConstrainedRow], columns: Columns, device: torch.device) -> LogitsEditPlan:
+    """Rows that share a LogitsState (the same object) share the work on it. Nothing waits for the device."""
+    plan = _PlanBuilder(_EditLists(), _EditLists(), _EditLists(), _EditLists(), [])
     vocabulary = Vocabulary(columns)
     of_request: dict[int, list[ConstrainedRow]] = defaultdict(list)
     for row in rows:
-        of_request[id(row.standing)].append(row)
+        of_request[id(row.logits_state)].append(row)
     for some in of_request.values():
         _plan_masks(plan, some, vocabulary)
         _plan_biases(plan, some, vocabulary)
@@ -86,8 +86,8 @@ def plan_edits(rows: Sequence[ConstrainedRow], columns: Columns, device: torch.d
     return plan.to(device)
 
 
-class _Overlay:
-    """Edits of one kind: lists of columns with values, each laid over several rows."""
+class _EditLists:
+    """LogitsEditPlan of one kind: lists of columns with values, each laid over several rows."""
 
     def __init__(self) -> None:
         self.num_entries = 0
@@ -117,20 +117,20 @@ class _Overlay:
         return [np.concatenate(self._pairs, 1), np.concatenate(self._lists, 1)]
 
 
-class _Plan(NamedTuple):
-    allowed: _Overlay
-    forbidden: _Overlay
-    biased: _Overlay
-    penalized: _Overlay
+class _PlanBuilder(NamedTuple):
+    allowed: _EditLists
+    forbidden: _EditLists
+    biased: _EditLists
+    penalized: _EditLists
     on_path: list[np.ndarray]  # entries of `penalized`, one per token of a path
 
-    def to(self, device: torch.device) -> Edits:
+    def to(self, device: torch.device) -> LogitsEditPlan:
         laid = [overlay for overlay in self[:4] if overlay.is_laid]  # on rows, whether or not they have these columns
         arrays = [np.concatenate([np.empty(0), *self.on_path])]
         for overlay in laid:
             arrays += overlay.arrays()
         # One buffer, one copy. Columns, rows and counts are exact in float64.
-        flat = sent(np.concatenate([array.reshape(-1) for array in arrays]), device)
+        flat = to_device(np.concatenate([array.reshape(-1) for array in arrays]), device)
         on_path_P, *parts = (
             part.view(array.shape) for part, array in zip(flat.split([a.size for a in arrays]), arrays, strict=True)
         )
@@ -139,14 +139,14 @@ class _Plan(NamedTuple):
             for overlay, pairs_XQ, list_XL in zip(laid, parts[::2], parts[1::2], strict=True)
         )
         allowed, forbidden, biased, penalized = (next(spread) if overlay.is_laid else None for overlay in self[:4])
-        return Edits(allowed, forbidden, biased, penalized, on_path_P.long())
+        return LogitsEditPlan(allowed, forbidden, biased, penalized, on_path_P.long())
 
 
-def _spread(pairs_XQ: Tensor, list_XL: Tensor, num_entries: int) -> Laid:
+def _spread(pairs_XQ: Tensor, list_XL: Tensor, num_entries: int) -> EditEntries:
     row_Q, length_Q, shift_Q = pairs_XQ[:3].long()
     pair_E = torch.repeat_interleave(length_Q, output_size=num_entries)
     item_E = torch.arange(num_entries, device=pair_E.device) + shift_Q[pair_E]
-    return Laid(
+    return EditEntries(
         row_Q=row_Q,
         row_E=row_Q[pair_E],
         column_E=list_XL[0].long()[item_E],
@@ -155,11 +155,11 @@ def _spread(pairs_XQ: Tensor, list_XL: Tensor, num_entries: int) -> Laid:
     )
 
 
-def _plan_masks(plan: _Plan, rows: list[ConstrainedRow], vocabulary: Vocabulary) -> None:
+def _plan_masks(plan: _PlanBuilder, rows: list[ConstrainedRow], vocabulary: Vocabulary) -> None:
     """Allowed ids; then what is forbidden, worked out once for all rows whose paths end alike."""
-    standing = rows[0].standing
-    constraints = standing.constraints
-    if not standing.has_masks:
+    logits_state = rows[0].logits_state
+    constraints = logits_state.constraints
+    if not logits_state.has_masks:
         return
     allowed: set[int] | None = None
     if constraints.allowed_token_ids is not None:
@@ -170,12 +170,12 @@ def _plan_masks(plan: _Plan, rows: list[ConstrainedRow], vocabulary: Vocabulary)
     longer = [word for word in constraints.bad_words if len(word) > 1]
     rows_of: dict[tuple[frozenset[int], bool], list[int]] = defaultdict(list)
     for row in rows:
-        past = [*standing.tail, *row.path]
+        past = [*logits_state.tail, *row.path]
         completing = frozenset(word[-1] for word in longer if past[1 - len(word) :] == word[:-1])
-        rows_of[completing, standing.num_output + len(row.path) < constraints.min_tokens].append(row.row)
+        rows_of[completing, logits_state.num_output + len(row.path) < constraints.min_tokens].append(row.row)
     for (completing, is_too_short), numbers in rows_of.items():
         forbidden: set[int] = set()
-        for mask in (always | completing, standing.end_token_ids if is_too_short else ()):
+        for mask in (always | completing, logits_state.end_token_ids if is_too_short else ()):
             more = forbidden | vocabulary.known(mask)
             if vocabulary.has_more_than(more, allowed):
                 forbidden = more
@@ -183,21 +183,21 @@ def _plan_masks(plan: _Plan, rows: list[ConstrainedRow], vocabulary: Vocabulary)
             plan.forbidden.lay(numbers, vocabulary.columns_of(_ids(forbidden)).column_L[None])
 
 
-def _plan_biases(plan: _Plan, rows: list[ConstrainedRow], vocabulary: Vocabulary) -> None:
-    bias = rows[0].standing.constraints.logit_bias
+def _plan_biases(plan: _PlanBuilder, rows: list[ConstrainedRow], vocabulary: Vocabulary) -> None:
+    bias = rows[0].logits_state.constraints.logit_bias
     if bias:
         column_L, is_here_I = vocabulary.columns_of(_ids(bias))
         value_L = np.fromiter(bias.values(), np.float64, len(bias))[is_here_I]
         plan.biased.lay([row.row for row in rows], np.stack([column_L, value_L]))
 
 
-def _plan_penalties(plan: _Plan, rows: list[ConstrainedRow], vocabulary: Vocabulary) -> None:
+def _plan_penalties(plan: _PlanBuilder, rows: list[ConstrainedRow], vocabulary: Vocabulary) -> None:
     """One list per request: the columns of all its tokens with their counts at the root, then of what only its paths
     have."""
-    constraints = rows[0].standing.constraints
+    constraints = rows[0].logits_state.constraints
     if not constraints.has_penalties:
         return
-    counts = rows[0].standing.counts
+    counts = rows[0].logits_state.counts
     held = vocabulary.columns_of(counts.id_C)
     columns, count_C = [held.column_L], counts.count_C[held.is_here_I]
     id_I = _ids([token for row in rows for token in row.path])
@@ -218,7 +218,7 @@ def _plan_penalties(plan: _Plan, rows: list[ConstrainedRow], vocabulary: Vocabul
         plan.on_path.append(first_I[on_path.is_here_I] + item_I)
 
 
-class Held(NamedTuple):
+class ColumnLookup(NamedTuple):
     column_L: np.ndarray  # int64, of the ids that have a column here
     is_here_I: np.ndarray  # bool, which of the ids asked for they are
 
@@ -230,7 +230,7 @@ class Vocabulary:
         self._columns = columns
         self._column_of_V = None if columns.column_of_V is None else columns.column_of_V.cpu().numpy()
 
-    def columns_of(self, id_I: np.ndarray) -> Held:
+    def columns_of(self, id_I: np.ndarray) -> ColumnLookup:
         """Ids of other shards, and ids that a reduced vocabulary lacks, have none."""
         if self._column_of_V is None:
             column_I = id_I - self._columns.start
@@ -239,7 +239,7 @@ class Vocabulary:
             is_id_I = id_I < len(self._column_of_V)  # a checkpoint may name end tokens beyond its vocabulary
             column_I = np.where(is_id_I, self._column_of_V[np.where(is_id_I, id_I, 0)], -1)
             is_here_I = column_I >= 0
-        return Held(column_I[is_here_I], is_here_I)
+        return ColumnLookup(column_I[is_here_I], is_here_I)
 
     def known(self, ids: Collection[int]) -> set[int]:
         """Those that the vocabulary has, in whatever shard."""

@@ -29,16 +29,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.sampling.logits_edits import UNSEEN, Columns, ConstrainedRow, Laid, Vocabulary, plan_edits
-from workers.sampling.logits_state import Standing
-from workers.transfer import sent
+from workers.sampling.logits_edits import UNSEEN, Columns, ConstrainedRow, EditEntries, Vocabulary, plan_edits
+from workers.sampling.logits_state import LogitsState
+from workers.transfer import to_device
 
 
 def constrain(logits_RW: Tensor, rows: Sequence[ConstrainedRow], columns: Columns) -> Tensor:
     """The logits with the edits of `rows` applied, float32; the argument is left alone. No rows = the argument.
 
-    Each row may be named once. Rows that share a Standing (the same object) share the work on it. The edits are planned
-    on the host and copied to the logits' device at once; nothing waits for that device.
+    Each row may be named once. Rows that share a LogitsState (the same object) share the planning for it. The edits are
+    planned on the host and copied to the logits' device in one go; nothing waits for that device.
     """
     if not rows:
         return logits_RW
@@ -61,17 +61,17 @@ def constrain(logits_RW: Tensor, rows: Sequence[ConstrainedRow], columns: Column
     return x_RW
 
 
-def lay_counts(count_BW: Tensor, standings: Mapping[int, Standing], columns: Columns) -> None:
+def write_token_counts(count_BW: Tensor, logits_states: Mapping[int, LogitsState], columns: Columns) -> None:
     """Writes what `penalize` is told of each request's text at the root of its tree, of every column."""
     count_BW.fill_(UNSEEN)
     vocabulary, places, counts = Vocabulary(columns), [], []
-    for b, standing in standings.items():
-        held = vocabulary.columns_of(standing.counts.id_C)
+    for b, logits_state in logits_states.items():
+        held = vocabulary.columns_of(logits_state.counts.id_C)
         places.append(b * count_BW.shape[1] + held.column_L.astype(np.int64))
-        counts.append(standing.counts.count_C[held.is_here_I])
+        counts.append(logits_state.counts.count_C[held.is_here_I])
     if places:
         both = torch.from_numpy(np.stack([np.concatenate(places), np.concatenate(counts)]))
-        place_C, count_C = sent(both, count_BW.device)
+        place_C, count_C = to_device(both, count_BW.device)
         count_BW.view(-1).index_copy_(0, place_C, count_C.to(count_BW.dtype))
 
 
@@ -87,7 +87,7 @@ def penalize(
     return repeated - frequency * count - presence * (count > 0)
 
 
-def _penalize(x_E: Tensor, laid: Laid, on_path_P: Tensor) -> Tensor:
+def _penalize(x_E: Tensor, laid: EditEntries, on_path_P: Tensor) -> Tensor:
     """on_path_P: for each token of each row's path, the entry that it counts in."""
     path_E = None
     if len(on_path_P):

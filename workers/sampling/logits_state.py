@@ -1,13 +1,13 @@
 """Constrained requests where their next trees begin: what each asks for, and which tokens its text has how often.
 
-    Tally(constraints, prompt)                  kept from token to token
+    TokenCounter(constraints, prompt)                  kept from token to token
         .add(tokens)
-        .counts() -> Counts
-    Standing                                    the constraints with these counts, at the root of a tree
-    pack_standings(standings) -> packed_U       what a message carries, and back
-    unpack_standings(packed_U) -> standings
+        .counts() -> TokenCounts
+    LogitsState                                    the constraints with these counts, at the root of a tree
+    pack_logits_states(logits_states) -> packed_U       what a message carries, and back
+    unpack_logits_states(packed_U) -> logits_states
 
-Of a request's text only `Counts` travel: some 8 bytes for each token that it ever had, for drafter and verifier in
+Of a request's text only `TokenCounts` travel: some 8 bytes for each token that it ever had, for drafter and verifier in
 every step. What they do to logits is in `workers.sampling.logits_processors`.
 
 Legend: C distinct tokens of a request, U bytes.
@@ -29,7 +29,7 @@ from torch import Tensor
 from workers.types import Constraints
 
 
-class Counts(NamedTuple):
+class TokenCounts(NamedTuple):
     """A request's distinct tokens and how often each is in the output: int32 arrays as the bytes that travel."""
 
     ids: bytes  # ascending
@@ -44,9 +44,8 @@ class Counts(NamedTuple):
         return np.frombuffer(self.counts, np.int32)
 
 
-class Tally:
-    """Counts that grow with a request's output, as far as its constraints ask for them: only penalties do, and of what
-    is in the prompt only the one for repetition."""
+class TokenCounter:
+    """Counts the tokens of a request's output, if it has penalties; a repetition penalty also needs the prompt's."""
 
     def __init__(self, constraints: Constraints, prompt: Iterable[int]) -> None:
         self._is_kept = constraints.has_penalties
@@ -62,18 +61,18 @@ class Tally:
                 self._counts.insert(at, 0)
             self._counts[at] += 1
 
-    def counts(self) -> Counts:
+    def counts(self) -> TokenCounts:
         """As they are now."""
-        return Counts(self._ids.tobytes(), self._counts.tobytes())
+        return TokenCounts(self._ids.tobytes(), self._counts.tobytes())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class LogitsState:
     """One constrained request as it stands at the root of its next tree (the root being its last token)."""
 
     constraints: Constraints
     end_token_ids: list[int]  # what min_tokens keeps away
-    counts: Counts
+    counts: TokenCounts
     tail: list[int]  # the last output tokens, the root included, as far back as bad words look
     num_output: int
 
@@ -88,24 +87,24 @@ class Standing:
         return not (self.has_masks or self.constraints.logit_bias)
 
 
-def pack_standings(standings: Sequence[Standing | None]) -> Tensor:
+def pack_logits_states(logits_states: Sequence[LogitsState | None]) -> Tensor:
     """uint8 bytes for a message; empty if nobody is constrained. Position = index of the request in the message."""
-    constrained = {index: _fields(standing) for index, standing in enumerate(standings) if standing is not None}
+    constrained = {index: _fields(state) for index, state in enumerate(logits_states) if state is not None}
     if not constrained:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(bytearray(msgpack.packb(constrained, default=_fields)), dtype=torch.uint8)
 
 
-def unpack_standings(packed_U: Tensor) -> dict[int, Standing]:
+def unpack_logits_states(packed_U: Tensor) -> dict[int, LogitsState]:
     """The constrained requests by their index in the message."""
     if not len(packed_U):
         return {}
     raw = msgpack.unpackb(packed_U.numpy().tobytes(), strict_map_key=False)
     return {
-        index: Standing(
-            **standing | {"constraints": Constraints(**standing["constraints"]), "counts": Counts(*standing["counts"])}
+        index: LogitsState(
+            **state | {"constraints": Constraints(**state["constraints"]), "counts": TokenCounts(*state["counts"])}
         )
-        for index, standing in raw.items()
+        for index, state in raw.items()
     }
 
 

@@ -227,7 +227,7 @@ def test_a_profile_that_saw_nothing_says_so() -> None:
 
 # -- a real engine on a clock ----------------------------------------------------------------------------------------
 
-PRICES = clockwork.Prices(fixed=12.0, row=0.25, message=1.0, fed=0.02, level=0.8, node=0.04, tree=1.0)
+PRICES = clockwork.ClockCosts(fixed=12.0, row=0.25, message=1.0, fed=0.02, level=0.8, node=0.04, tree=1.0)
 
 
 class ClockRunner:

@@ -19,8 +19,8 @@ from drafter.tree.frontier import DraftVocabulary, Level
 from drafter.tree.grow import Grown, grow
 from drafter.tree.shape import TYPICAL_CHILDREN, DynamicShape, Shape, StaticShape
 from tests.support import oracles
+from tests.support.draft_costs import CALIBRATION, FREE, costs
 from tests.support.oracles import Path
-from tests.support.prices import CALIBRATION, FREE, costs
 from workers.types import DraftCosts, SamplingBatch, SamplingParams
 
 torch.set_num_threads(1)

@@ -16,7 +16,7 @@ from drafter.tree.grow import Grown, grow
 from drafter.tree.sample import MAX_WEIGHT, DrawBits, draw_children, quantise
 from drafter.tree.score import score
 from drafter.tree.shape import DynamicShape, Shape, StaticShape
-from tests.support import oracles, prices
+from tests.support import draft_costs, oracles
 from tests.support.oracles import Path
 from verifier.acceptance.coupled import accept
 from workers.types import DraftCosts, DraftProbs, NodeKind, Rule, SamplingBatch, SamplingParams, TreeBatch
@@ -254,7 +254,7 @@ def test_fixed_children_have_probabilities_too():
 
 def test_slots_are_budgeted_for_sampled_trees_under_auto_and_counted_among_those():
     """Beside a sampled tree without auto and one under auto that can be cut afterwards."""
-    shape, dear, max_depth = SHAPES["2x2"], prices.costs(node=0.4, level=0.2), 2
+    shape, dear, max_depth = SHAPES["2x2"], draft_costs.costs(node=0.4, level=0.2), 2
     rules, autos = [Rule.TRAVERSAL, Rule.TRAVERSAL, Rule.COUPLED], [False, True, True]
     paths: dict[tuple[int, int], Path] = {(b, 0): (b,) for b in range(3)}
 
@@ -280,7 +280,7 @@ def test_sampled_trees_are_weighed_alike_with_and_without_auto():
     prefixes, seeds = [(t,) for t in range(V)], np.arange(V)
     for shape in SHAPES.values():
         plain, auto = (
-            grow_all(prefixes, seeds, shape, rule=Rule.TRAVERSAL, auto=is_auto, costs=prices.FREE)
+            grow_all(prefixes, seeds, shape, rule=Rule.TRAVERSAL, auto=is_auto, costs=draft_costs.FREE)
             for is_auto in (False, True)
         )
         assert plain.trees.token_N.tolist() == auto.trees.token_N.tolist()

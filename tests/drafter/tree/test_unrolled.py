@@ -21,12 +21,12 @@ from drafter.tree.grow import Grown, grow
 from drafter.tree.shape import DynamicShape, StaticShape
 from drafter.tree.tree_graphs import Start, Unrolled, buckets
 from tests.support import oracles
+from tests.support.draft_costs import CALIBRATION, FREE, costs
 from tests.support.oracles import Path
-from tests.support.prices import CALIBRATION, FREE, costs
 from workers.config import DraftConfig, EngineConfig, TreeConfig
 from workers.kernels.host import HostMetadata, keys_N
 from workers.kernels.select import TORCH
-from workers.sampling.logits_state import Standing, Tally
+from workers.sampling.logits_state import LogitsState, TokenCounter
 from workers.types import AttentionMetadata, Constraints, DraftCosts, Rule, SamplingBatch, SamplingParams
 
 torch.set_num_threads(1)
@@ -64,11 +64,13 @@ class Ask:
     base: int = 5
 
     @property
-    def standing(self) -> Standing:
+    def logits_state(self) -> LogitsState:
         """Of a text whose tokens the draft vocabulary knows in part."""
-        tally = Tally(self.constraints, [3, 4, 11])
-        tally.add([5, 5, 8, 3 + self.model % 7])
-        return Standing(constraints=self.constraints, end_token_ids=[], counts=tally.counts(), tail=[], num_output=4)
+        counter = TokenCounter(self.constraints, [3, 4, 11])
+        counter.add([5, 5, 8, 3 + self.model % 7])
+        return LogitsState(
+            constraints=self.constraints, end_token_ids=[], counts=counter.counts(), tail=[], num_output=4
+        )
 
 
 @functools.cache
@@ -180,7 +182,7 @@ def grown(draft: Draft, prices: DraftCosts = FREE, **options: Any) -> Grown:
         expand=draft.expand,
         vocab=draft.vocab,
         costs=prices,
-        standings={b: ask.standing for b, ask in enumerate(asks) if not ask.constraints.is_empty},
+        logits_states={b: ask.logits_state for b, ask in enumerate(asks) if not ask.constraints.is_empty},
     )
     index_B = np.array([ask.base + 1 for ask in asks])
     return grow(draft.roots, np.array([3 + ask.model % 7 for ask in asks]), index_B, **settings | options)
@@ -337,7 +339,7 @@ def other(**changes: Any) -> GrowLimits:
     [
         {"limits": other(auto_B=[1, 0])},
         {"limits": other(rule_B=[Rule.COUPLED, Rule.TRAVERSAL])},
-        {"standings": {1: Ask(constraints=Constraints(presence_penalty=1.0, logit_bias={3: 9.0})).standing}},
+        {"logits_states": {1: Ask(constraints=Constraints(presence_penalty=1.0, logit_bias={3: 9.0})).logits_state}},
         {"shape": StaticShape(((0,), (0, 0)))},
     ],
     ids=["not auto", "sampled", "constrained", "static"],
@@ -375,7 +377,7 @@ def test_growth_looks_at_no_value_on_the_host():
     """On tensors without values: whoever asks for one, or for a shape that depends on one, or mixes in a tensor of the
     host, fails. Torch's own `cut` would; Triton's is one launch."""
     kernels = SimpleNamespace(**{name: getattr(TORCH, name) for name in TORCH.__all__})
-    kernels.cut = lambda x_RV, top_k_R, top_p_R: x_RV.amax(-1)
+    kernels.truncation_threshold = lambda x_RV, top_k_R, top_p_R: x_RV.amax(-1)
     weight_VV = torch.empty(V, V, device="meta")
     vocab = DraftVocabulary(target_size=24, target_ids=torch.empty(V, dtype=torch.int64, device="meta"))
 

@@ -19,16 +19,16 @@ from drafter.proposers.eagle3 import Eagle3Head
 from drafter.tree.shape import make_shape
 from drafter.worker import draft
 from tests.support import checkpoints
-from tests.support.clockwork import AUTO, Prices, bench
+from tests.support.clockwork import AUTO, ClockCosts, bench
+from tests.support.draft_costs import FREE
 from tests.support.engines import BUNDLED, DYNAMIC, bundled
-from tests.support.prices import FREE
 from workers.config import TreeConfig
 from workers.kernels.interpreted import is_interpreted
 from workers.kernels.select import TORCH
 from workers.kv_cache import KVPool
 from workers.models.decoder import Decoder
 from workers.models.readers import read_spec
-from workers.sampling.logits_state import Standing, Tally, pack_standings
+from workers.sampling.logits_state import LogitsState, TokenCounter, pack_logits_states
 from workers.types import AttentionMetadata, Constraints, DraftRequest, Rule, SamplingBatch, SamplingParams, TreeBatch
 
 pytest.importorskip("triton")
@@ -51,10 +51,10 @@ STEPS: list[dict[int, tuple[int, int, int]]] = [
 """Per step, of each request: tokens fed, nodes and depth that its tree may have. Most need padding."""
 
 
-def standing(constraints: Constraints) -> Standing:
+def logits_state(constraints: Constraints) -> LogitsState:
     """Of a text that has every third token."""
-    counts = Tally(constraints, range(0, 2048, 3)).counts()
-    return Standing(constraints=constraints, end_token_ids=[], counts=counts, tail=[], num_output=0)
+    counts = TokenCounter(constraints, range(0, 2048, 3)).counts()
+    return LogitsState(constraints=constraints, end_token_ids=[], counts=counts, tail=[], num_output=0)
 
 
 def message(
@@ -81,7 +81,9 @@ def message(
         min_prob_B=torch.zeros(size),
         path_prob_B=torch.zeros(size),
         sampling=SamplingBatch.stack(sampling),
-        constraints_U=pack_standings([None if p.constraints.is_empty else standing(p.constraints) for p in sampling]),
+        constraints_U=pack_logits_states(
+            [None if p.constraints.is_empty else logits_state(p.constraints) for p in sampling]
+        ),
         costs=FREE,
         features_MH=torch.randn(num_rows, width, generator=generator).to(device) if width else None,
     )
@@ -172,7 +174,7 @@ class Replanning:
 def test_engines_emit_the_same_tokens_and_gain_as_much(temperature: float) -> None:
     """The bundled pair; all trees grow at once, over the same buffers. Levels cost nothing on either clock."""
     work: dict[str, Any] = dict(batch=3, temperature=temperature, num_prompts=24, num_tokens=48)
-    prices = Prices(fixed=100, row=0.5, message=2, fed=0.1, level=0, node=0)
+    prices = ClockCosts(fixed=100, row=0.5, message=2, fed=0.1, level=0, node=0)
     with bench(prices) as plain:
         expected = plain.run(AUTO, **work)
     with bench(prices) as at_once:

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafter.tree.budget import Budget
-from tests.support.clockwork import AUTO, Prices, bench
+from tests.support.clockwork import AUTO, ClockCosts, bench
 from tests.support.engines import AUTO as AUTO_TREE
 from tests.support.engines import bundled
 from verifier.adaptive import profile as profiling
@@ -102,7 +102,7 @@ def test_start_up_times_buckets_where_there_are_any(monkeypatch, has_graphs):
 
 def test_what_start_up_times_is_in_a_graph(monkeypatch):
     ran = []
-    with bench(Prices(fixed=1, row=1, message=1, fed=0, level=1, node=0)) as b:
+    with bench(ClockCosts(fixed=1, row=1, message=1, fed=0, level=1, node=0)) as b:
         target, config = b.engine._target, b.engine._config
         graphs = target.graphs = decoder_graphs(target._decoder, target._kv, config, is_captured=False)
         run = target.run
@@ -155,7 +155,7 @@ def test_a_full_bucket_does_not_end_the_search():
 
 def test_an_engine_that_is_told_of_buckets_fills_them(monkeypatch):
     """The bundled pair on a clock that charges whole buckets; the tokens are the same."""
-    prices = Prices(fixed=5, row=0.2, message=0.2, fed=0.01, level=0.2, node=0.01)
+    prices = ClockCosts(fixed=5, row=0.2, message=0.2, fed=0.01, level=0.2, node=0.01)
 
     def ran(row_costs: RowCosts) -> tuple[list[list[int]], float]:
         """The tokens, and the share of steps with trees that filled a bucket."""

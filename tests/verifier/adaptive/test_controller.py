@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.support import oracles
-from tests.support.clockwork import AUTO, FIXED, OFF, Prices, bench
+from tests.support.clockwork import AUTO, FIXED, OFF, ClockCosts, bench
 from tests.support.engines import AUTO as AUTO_TREE
 from tests.support.engines import bundled
 from tests.support.fakes import Bench, Counting, RandomLanguage, say
@@ -61,7 +61,7 @@ def test_tokens_are_those_of_the_target_whatever_auto_decides(monkeypatch, metho
 
 
 def test_while_nothing_is_drafted_the_drafter_hears_nothing():
-    prices = Prices(fixed=1, row=1, message=200, fed=0.01, level=200, node=1)
+    prices = ClockCosts(fixed=1, row=1, message=200, fed=0.01, level=200, node=1)
     with bench(prices) as b:
         b.run(AUTO, 1, 0.0, num_prompts=1, num_tokens=16)
         b.run(AUTO, 1, 0.0, num_prompts=1, num_tokens=64)
@@ -79,10 +79,10 @@ def test_auto_asks_for_costs_and_others_do_not():
 
 # ---- the bundled pair on a clock of chosen prices
 
-CHEAP_DRAFTS = Prices(fixed=20, row=0.05, message=0.5, fed=0.01, level=1.0, node=0.01)
-DEAR_DRAFTS = Prices(fixed=3, row=0.5, message=4, fed=0.05, level=3, node=0.3)
-DEAR_ROWS = Prices(fixed=3, row=1.0, message=0.2, fed=0.02, level=0.2, node=0.02)
-DEAR_TREES = Prices(fixed=30, row=2.0, message=0.2, fed=0.01, level=0.2, node=0.02, tree=12)
+CHEAP_DRAFTS = ClockCosts(fixed=20, row=0.05, message=0.5, fed=0.01, level=1.0, node=0.01)
+DEAR_DRAFTS = ClockCosts(fixed=3, row=0.5, message=4, fed=0.05, level=3, node=0.3)
+DEAR_ROWS = ClockCosts(fixed=3, row=1.0, message=0.2, fed=0.02, level=0.2, node=0.02)
+DEAR_TREES = ClockCosts(fixed=30, row=2.0, message=0.2, fed=0.01, level=0.2, node=0.02, tree=12)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_auto_is_as_fast_as_the_better_of_drafting_and_not(prices, batch):
 
 
 def test_auto_verifies_far_fewer_nodes_than_a_full_tree_and_accepts_as_much():
-    with bench(Prices(fixed=20, row=0.5, message=0.2, fed=0.01, level=0.2, node=0)) as b:
+    with bench(ClockCosts(fixed=20, row=0.5, message=0.2, fed=0.01, level=0.2, node=0)) as b:
         b.run(AUTO, 1, 0.0, num_prompts=3, num_tokens=64)  # learns
         fixed, auto = (b.run(asked, 1, 0.0, num_prompts=6, num_tokens=64) for asked in (FIXED, AUTO))
     assert auto.tokens == fixed.tokens and auto.rate > fixed.rate
@@ -133,8 +133,8 @@ def step_of(decode: list[Request], prefill: Sequence[tuple[Request, Chunk]] = ()
     return Step(preempted=[], shared=[], pages=[], decode=decode, prefill=list(prefill))
 
 
-def controller_of(prices: config.Prices | None) -> Controller:
-    return Controller(bundled(replace(AUTO_TREE, prune=PruneConfig(auto=True, prices=prices))), UNPROFILED)
+def controller_of(prices: config.SimulatedCosts | None) -> Controller:
+    return Controller(bundled(replace(AUTO_TREE, prune=PruneConfig(auto=True, simulated_costs=prices))), UNPROFILED)
 
 
 def plain(plan: Plan, step: Step, ms: float = 10.0) -> Outcome:
@@ -147,7 +147,7 @@ def plain(plan: Plan, step: Step, ms: float = 10.0) -> Outcome:
 @pytest.mark.parametrize(("draft", "pays"), [(10.0, False), (1.0, True)])
 @pytest.mark.parametrize("num_prompt_rows", [0, 2000])
 def test_prompts_of_the_same_step_do_not_make_drafting_pay(draft, pays, num_prompt_rows):
-    controller = controller_of(config.Prices(step=3, row=0.5, draft=draft, level=0.1))
+    controller = controller_of(config.SimulatedCosts(step_ms=3, row_ms=0.5, draft_ms=draft, level_ms=0.1))
     requests = decoding(1)
     joining = Request(Submit(id=9, prompt=[1] * 2000, max_tokens=64), Rule.COUPLED, None, 0)
     prefill = [(joining, Chunk(0, num_prompt_rows))] if num_prompt_rows else []
@@ -156,7 +156,7 @@ def test_prompts_of_the_same_step_do_not_make_drafting_pay(draft, pays, num_prom
 
 def test_while_drafting_is_off_forecasts_are_rare_until_the_batch_changes(monkeypatch):
     monkeypatch.setattr(gate, "_FIRST_GAP", 10**6)  # no probes
-    controller = controller_of(config.Prices(step=3, row=0.5, draft=10.0, level=0.1))
+    controller = controller_of(config.SimulatedCosts(step_ms=3, row_ms=0.5, draft_ms=10.0, level_ms=0.1))
     choose, forecasts = controller._choose, []
     monkeypatch.setattr(controller, "_choose", lambda *asked: (forecasts.append(1), choose(*asked))[1])
     requests = decoding(8)
@@ -191,7 +191,10 @@ def test_a_guess_of_what_drafting_takes_switches_nothing_off():
 
 
 def test_a_plain_step_is_measured_behind_one_with_nodes_though_a_prompt_comes_between(monkeypatch):
-    controller, requests = controller_of(config.Prices(step=3, row=0.5, draft=10.0, level=0.1)), decoding(1)
+    controller, requests = (
+        controller_of(config.SimulatedCosts(step_ms=3, row_ms=0.5, draft_ms=10.0, level_ms=0.1)),
+        decoding(1),
+    )
     measured: list[Step] = []
     monkeypatch.setattr(controller._costs, "observe_step", lambda step, *own: measured.append(step))
     controller.plan(step_of(requests), requests)  # turns drafting off
@@ -205,7 +208,10 @@ def test_a_plain_step_is_measured_behind_one_with_nodes_though_a_prompt_comes_be
 
 
 def test_a_plan_says_who_is_drafted_for_and_what_the_drafter_may_spend():
-    controller, requests = controller_of(config.Prices(step=30, row=0.1, draft=1.0, level=0.1)), decoding(3)
+    controller, requests = (
+        controller_of(config.SimulatedCosts(step_ms=30, row_ms=0.1, draft_ms=1.0, level_ms=0.1)),
+        decoding(3),
+    )
     plan = controller.plan(step_of(requests), requests)
     assert [plan.inputs[request].num_nodes for request in requests] == [16, 16, 16]
     assert plan.costs is not None and not plan.is_idle and not plan.is_probe
@@ -213,19 +219,22 @@ def test_a_plan_says_who_is_drafted_for_and_what_the_drafter_may_spend():
 
 
 def test_a_request_gets_a_tree_or_a_lookup_draft_not_both():
-    controller = controller_of(config.Prices(step=30, row=0.1, draft=40.0, level=0.1))
+    controller = controller_of(config.SimulatedCosts(step_ms=30, row_ms=0.1, draft_ms=40.0, level_ms=0.1))
     [repeating] = decoding(1)
     repeating.append([3, 4, 2])
     repeating.num_computed = repeating.num_fed = repeating.root
     plan = controller.plan(step_of([repeating]), [repeating])
     assert not plan.is_drafted(repeating) and plan.lookup_drafts[repeating][:2] == [3, 4]
-    cheap = controller_of(config.Prices(step=30, row=0.1, draft=0.0, level=0.0))
+    cheap = controller_of(config.SimulatedCosts(step_ms=30, row_ms=0.1, draft_ms=0.0, level_ms=0.0))
     plan = cheap.plan(step_of([repeating]), [repeating])
     assert plan.is_drafted(repeating) != (repeating in plan.lookup_drafts)
 
 
 def test_the_controller_writes_to_no_request():
-    controller, requests = controller_of(config.Prices(step=30, row=0.1, draft=1.0, level=0.1)), decoding(2)
+    controller, requests = (
+        controller_of(config.SimulatedCosts(step_ms=30, row_ms=0.1, draft_ms=1.0, level_ms=0.1)),
+        decoding(2),
+    )
     before = [(list(r.tokens), r.num_fed, r.num_computed, list(r.states)) for r in requests]
     for _ in range(40):
         plan = controller.plan(step_of(requests), requests)
@@ -254,7 +263,7 @@ def test_auto_comes_back_when_drafting_pays_again():
     with bench(DEAR_DRAFTS) as b:
         b.run(AUTO, 4, 0.0, num_prompts=8, num_tokens=32)
         assert b.run(AUTO, 4, 0.0, num_prompts=8, num_tokens=32).num_trees < 30
-        b.clock.prices = CHEAP_DRAFTS
+        b.clock.costs = CHEAP_DRAFTS
         b.run(AUTO, 4, 0.0, num_prompts=24, num_tokens=96)
         fast = b.run(AUTO, 4, 0.0, num_prompts=8, num_tokens=32)
     assert fast.num_trees > 30

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from tests.support.clockwork import Prices, bench
+from tests.support.clockwork import ClockCosts, bench
 from verifier.adaptive import profile as profiling
 from verifier.adaptive.cost_model import RowCosts
 from verifier.adaptive.profile import profile
@@ -22,7 +22,7 @@ def test_beyond_its_last_entry_the_table_goes_on_as_steep():
 
 
 def test_start_up_times_the_target_on_a_few_sizes():
-    with bench(Prices(fixed=1, row=1, message=1, fed=0, level=1, node=0)) as b:
+    with bench(ClockCosts(fixed=1, row=1, message=1, fed=0, level=1, node=0)) as b:
         began = time.perf_counter()
         table = profile(b.engine._target, b.engine._config, b.engine._allocator.num_pages)
         assert time.perf_counter() - began < 20

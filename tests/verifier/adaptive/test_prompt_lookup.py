@@ -18,7 +18,7 @@ from verifier.adaptive.prompt_lookup import AcceptanceEstimator, LookupDraft, Ma
 from verifier.draft_batch import Drafts
 from verifier.request import Request
 from workers.comm.ipc import Speculation, Submit
-from workers.config import Prices, PruneConfig, TreeConfig
+from workers.config import PruneConfig, SimulatedCosts, TreeConfig
 from workers.types import DraftReply, Rule, SamplingParams, TreeLimits, Verdict
 
 torch.set_num_threads(1)
@@ -189,8 +189,8 @@ def test_nothing_is_verified_for_less_than_the_margin():
 
 # ---- the engine
 
-NO_DRAFTER = Prices(step=10, row=0.01, draft=1e9)
-TREE = TreeConfig(kind="dynamic", num_nodes=7, max_depth=5, prune=PruneConfig(auto=True, prices=NO_DRAFTER))
+NO_DRAFTER = SimulatedCosts(step_ms=10, row_ms=0.01, draft_ms=1e9)
+TREE = TreeConfig(kind="dynamic", num_nodes=7, max_depth=5, prune=PruneConfig(auto=True, simulated_costs=NO_DRAFTER))
 LOOP = [*range(8), *range(8), 0, 1]  # what `Counting(8)` goes on with is what was there before
 
 
@@ -250,7 +250,9 @@ def test_requests_may_allow_trees_of_different_size():
 
 def test_a_drafter_that_costs_nothing_is_asked_where_there_is_nothing_to_copy():
     """First nothing was seen before, so the drafter is asked; then the text is in its second round and is copied."""
-    cheap = replace(TREE, prune=PruneConfig(auto=True, prices=Prices(step=10, row=0.01, draft=1.0)))
+    cheap = replace(
+        TREE, prune=PruneConfig(auto=True, simulated_costs=SimulatedCosts(step_ms=10, row_ms=0.01, draft_ms=1.0))
+    )
     with Bench(Counting(32), "eagle3", cheap) as b:
         b.ask([0, 1], 30, SamplingParams(temperature=0.0))
         drafted = len(b.drafter.requests)
@@ -293,7 +295,12 @@ def test_a_step_with_a_prompt_does_not_tell_what_looking_brings():
 
 @pytest.mark.parametrize("copies", [True, False])
 def test_copies_are_counted_apart_from_drafts(copies):
-    tree = replace(TREE, prune=PruneConfig(auto=True, copies=copies, prices=Prices(step=10, row=0.01, draft=1e6)))
+    tree = replace(
+        TREE,
+        prune=PruneConfig(
+            auto=True, prompt_lookup=copies, simulated_costs=SimulatedCosts(step_ms=10, row_ms=0.01, draft_ms=1e6)
+        ),
+    )
     with Bench(Counting(8), "eagle3", tree) as b:
         answer = b.ask(LOOP, 30, SamplingParams(temperature=0.0))
         stats, total = answer.last.stats, b.frames[-1].stats

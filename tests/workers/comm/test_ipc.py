@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from workers.comm import ipc
 from workers.comm.ipc import (
     Abort,
-    Decoder,
     EngineStats,
+    FrameDecoder,
     FrameSocket,
     FrontGone,
     Ready,
@@ -62,7 +62,7 @@ def ends():
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda m: type(m).__name__)
 def test_every_message_survives_byte_by_byte(message):
-    decoder = Decoder()
+    decoder = FrameDecoder()
     got = [m for byte in encode(message) for m in decoder.feed(bytes([byte]))]
     assert got == [message]
 
@@ -70,7 +70,7 @@ def test_every_message_survives_byte_by_byte(message):
 @settings(max_examples=50, deadline=None, derandomize=True)
 @given(st.lists(st.sampled_from(MESSAGES), max_size=6), st.lists(st.integers(1, 200), min_size=1))
 def test_a_stream_decodes_the_same_in_any_pieces(messages, sizes):
-    stream, decoder, got = b"".join(map(encode, messages)), Decoder(), []
+    stream, decoder, got = b"".join(map(encode, messages)), FrameDecoder(), []
     for i in range(len(stream)):
         if not stream:
             break
@@ -82,7 +82,7 @@ def test_a_stream_decodes_the_same_in_any_pieces(messages, sizes):
 
 def test_a_stranger_on_the_socket_is_refused():
     with pytest.raises(ValueError, match="protocol"):
-        Decoder().feed(b"GET / HTTP/1.1\r\n\r\n")
+        FrameDecoder().feed(b"GET / HTTP/1.1\r\n\r\n")
 
 
 def test_a_frame_that_nobody_would_read_is_not_written():
@@ -112,7 +112,7 @@ def test_a_front_that_does_not_read_never_blocks_the_engine(ends):
     assert time.monotonic() - began < 5
 
     front.setblocking(False)
-    decoder, got = Decoder(), []
+    decoder, got = FrameDecoder(), []
     deadline = time.monotonic() + 20
     while len(got) < 20 and time.monotonic() < deadline:
         engine.poll(0.0)  # flushes what did not fit
@@ -163,7 +163,7 @@ def test_the_engine_connects_to_either_kind_of_address(scheme, tmp_path):
     address = f"unix:{tmp_path}/s" if scheme == "unix" else f"tcp:127.0.0.1:{listener.getsockname()[1]}"
     with ipc.connect(address) as engine, listener, listener.accept()[0] as front:
         FrameSocket(engine).send(Abort(id=6))
-        assert Decoder().feed(front.recv(100)) == [Abort(id=6)]
+        assert FrameDecoder().feed(front.recv(100)) == [Abort(id=6)]
 
 
 def test_an_unknown_address_says_what_to_write():

@@ -325,7 +325,7 @@ def test_a_row_is_cut_where_its_sorted_masses_say(kernels: Kernels, width: int, 
     for first in (0, 4):
         top_k, top_p = zip(*(cuts[first:] + cuts)[:5], strict=True)
         k_R, p_R = torch.tensor(top_k, dtype=torch.int32), torch.tensor(top_p)
-        cut_R = kernels.cut(x.to(DEVICE), k_R.to(DEVICE), p_R.to(DEVICE)).cpu()
+        cut_R = kernels.truncation_threshold(x.to(DEVICE), k_R.to(DEVICE), p_R.to(DEVICE)).cpu()
         for row, k, p, lowest in zip(x.double(), top_k, top_p, cut_R.tolist(), strict=True):
             kth = -torch.inf if k == 0 else row.sort(descending=True).values[min(k, width) - 1].item()
             left = row[row >= kth]
@@ -342,7 +342,7 @@ def test_a_token_stays_while_the_mass_above_it_is_below_p(kernels: Kernels) -> N
     """Masses 1/2, 1/4, 1/8, 1/8, of which equals stay together."""
     x = torch.tensor([[3.0, 2.0, 1.0, 1.0]]) * torch.tensor(2.0).log()
     for top_p, kept in ((0.1, 1), (0.499, 1), (0.501, 2), (0.749, 2), (0.751, 4), (0.99, 4)):
-        cut = kernels.cut(
+        cut = kernels.truncation_threshold(
             x.to(DEVICE), torch.zeros(1, dtype=torch.int32, device=DEVICE), torch.tensor([top_p]).to(DEVICE)
         )
         assert (x >= cut.cpu()).sum() == kept
@@ -355,7 +355,7 @@ def test_rows_with_fewer_possible_tokens_than_top_k_keep_all_of_them(kernels: Ke
     x[0, [5, 8000]], x[1, 7] = torch.tensor([1.0, 2.0]), -3.0
     k_R, p_R = torch.tensor([20, 20], dtype=torch.int32), torch.tensor([1.0, 0.5])
     with mock.patch.object(sampler, "_GROWTH", None):  # to look deeper would raise
-        cut_R = kernels.cut(x.to(DEVICE), k_R.to(DEVICE), p_R.to(DEVICE)).cpu()
+        cut_R = kernels.truncation_threshold(x.to(DEVICE), k_R.to(DEVICE), p_R.to(DEVICE)).cpu()
     assert cut_R.tolist() == [-torch.inf, -3.0]
 
 
@@ -363,7 +363,7 @@ def test_rows_with_fewer_possible_tokens_than_top_k_keep_all_of_them(kernels: Ke
 def test_zeros_of_both_signs_share_their_fate(kernels: Kernels) -> None:
     x = torch.tensor([[1.0, 0.0, 0.0, -0.0, -0.0, -0.0, -0.0, -1.0]])
     k_R = torch.tensor([3], dtype=torch.int32, device=DEVICE)
-    assert kernels.cut(x.to(DEVICE), k_R, torch.tensor([0.55], device=DEVICE)).tolist() == [0.0]
+    assert kernels.truncation_threshold(x.to(DEVICE), k_R, torch.tensor([0.55], device=DEVICE)).tolist() == [0.0]
 
 
 @both
@@ -371,9 +371,9 @@ def test_a_row_is_cut_alike_alone_and_beside_others(kernels: Kernels) -> None:
     x = torch.linspace(0.1, 4.0, 12)[:, None] * torch.randn(12, 3000, generator=torch.Generator().manual_seed(5))
     x, p_R = x.to(DEVICE), torch.full((12,), 0.9, device=DEVICE)
     k_R = torch.tensor([0, 0, 0, 0, 700, 40, 30, 5] + 4 * [0], dtype=torch.int32, device=DEVICE)
-    alone = [kernels.cut(x[r : r + 1], k_R[r : r + 1], p_R[r : r + 1]) for r in range(12)]
-    assert torch.equal(kernels.cut(x, k_R, p_R), torch.cat(alone))
-    assert kernels.cut(x[:0], k_R[:0], p_R[:0]).shape == (0,)
+    alone = [kernels.truncation_threshold(x[r : r + 1], k_R[r : r + 1], p_R[r : r + 1]) for r in range(12)]
+    assert torch.equal(kernels.truncation_threshold(x, k_R, p_R), torch.cat(alone))
+    assert kernels.truncation_threshold(x[:0], k_R[:0], p_R[:0]).shape == (0,)
 
 
 # Drafting

@@ -10,7 +10,7 @@ import torch
 import workers.sampling.gumbel_cache
 from drafter.tree.frontier import DraftVocabulary
 from drafter.worker import look_ahead
-from workers.sampling.gumbel_cache import NoiseBook
+from workers.sampling.gumbel_cache import GumbelCache
 from workers.sampling.philox import gumbel
 from workers.types import Rule
 
@@ -24,23 +24,23 @@ def truth(seeds: list[int], indices: list[int], start: int = 3, stop: int = 30) 
 
 
 def test_rows_are_each_keys_own_noise():
-    assert torch.equal(NoiseBook(3, 30).rows(SEEDS, INDICES, "cpu"), truth(SEEDS, INDICES))
+    assert torch.equal(GumbelCache(3, 30).rows(SEEDS, INDICES, "cpu"), truth(SEEDS, INDICES))
 
 
 def test_rows_that_are_all_the_same_are_one():
-    assert torch.equal(NoiseBook(3, 30).rows([4, 4], [9, 9], "cpu"), truth([4], [9]))
+    assert torch.equal(GumbelCache(3, 30).rows([4, 4], [9, 9], "cpu"), truth([4], [9]))
 
 
 def test_some_ids_see_the_noise_of_the_whole_vocabulary():
     ids = torch.tensor([7, 2, 40])
-    rows = NoiseBook(0, 50, ids).rows(SEEDS, INDICES, "cpu")
+    rows = GumbelCache(0, 50, ids).rows(SEEDS, INDICES, "cpu")
     assert torch.equal(rows, truth(SEEDS, INDICES, 0, 50)[:, ids])
 
 
 @pytest.mark.parametrize("most", [1, 3, 1000])
 def test_what_was_kept_or_forgotten_changes_nothing(most, monkeypatch):
     monkeypatch.setattr(workers.sampling.gumbel_cache, "MAX_BYTES", most * 4 * 27)
-    book = NoiseBook(3, 30)
+    book = GumbelCache(3, 30)
     for step in range(5):
         book.prepare([8, 9], [step, 2 * step], [4, 0], "cpu")
         seeds, indices = [8, 9, 8], [step + 3, 2 * step, step]
@@ -48,7 +48,7 @@ def test_what_was_kept_or_forgotten_changes_nothing(most, monkeypatch):
 
 
 def test_prepared_noise_is_not_computed_again(monkeypatch):
-    book = NoiseBook(3, 30)
+    book = GumbelCache(3, 30)
     book.prepare([8], [5], [4], "cpu")
     monkeypatch.setattr(workers.sampling.gumbel_cache, "gumbel", None)
     assert torch.equal(book.rows([8, 8], [5, 8], "cpu"), truth([8, 8], [5, 8]))
@@ -58,7 +58,7 @@ def test_who_draws_token_by_token_finds_most_of_its_noise(monkeypatch):
     """Room for a hundred rows of 27 values: those of one request for sixteen steps, or of ten for ten."""
     monkeypatch.setattr(workers.sampling.gumbel_cache, "_VALUES_AHEAD", 100 * 27)
     calls = []
-    book = NoiseBook(3, 30, make=lambda seeds, *own: calls.append(len(seeds)) or gumbel(seeds, *own))
+    book = GumbelCache(3, 30, make=lambda seeds, *own: calls.append(len(seeds)) or gumbel(seeds, *own))
     for index in range(32):
         assert torch.equal(book.rows([1], [index], "cpu"), truth([1], [index]))
     for index in range(20):
@@ -68,7 +68,7 @@ def test_who_draws_token_by_token_finds_most_of_its_noise(monkeypatch):
 
 def test_memory_is_bounded(monkeypatch):
     monkeypatch.setattr(workers.sampling.gumbel_cache, "MAX_BYTES", 10 * 4 * 27)
-    book = NoiseBook(3, 30)
+    book = GumbelCache(3, 30)
     for index in range(100):
         book.rows([1], [index], "cpu")
     assert len(book._row) == 10
@@ -76,7 +76,7 @@ def test_memory_is_bounded(monkeypatch):
 
 def test_more_rows_at_once_than_are_kept_are_not_held(monkeypatch):
     monkeypatch.setattr(workers.sampling.gumbel_cache, "MAX_BYTES", 10 * 4 * 27)
-    book = NoiseBook(3, 30)
+    book = GumbelCache(3, 30)
     assert torch.equal(book.rows([1] * 30, list(range(30)), "cpu"), truth([1] * 30, list(range(30))))
     held = {row.untyped_storage().data_ptr(): row.untyped_storage().nbytes() for row in book._row.values()}
     assert len(book._row) == 10 and sum(held.values()) == 10 * 4 * 27

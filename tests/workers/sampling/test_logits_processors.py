@@ -16,8 +16,8 @@ from drafter.tree.frontier import DraftVocabulary
 from tests.support import oracles
 from tests.support.oracles import SMALL_V, Path, draft_logits, target_logits
 from workers.sampling.logits_edits import UNSEEN, Columns, ConstrainedRow
-from workers.sampling.logits_processors import constrain, lay_counts
-from workers.sampling.logits_state import Standing, Tally
+from workers.sampling.logits_processors import constrain, write_token_counts
+from workers.sampling.logits_state import LogitsState, TokenCounter
 from workers.sampling.philox import gumbel
 from workers.sampling.sampler import draw, process_logits
 from workers.types import Constraints, SamplingBatch, SamplingParams, TreeBatch
@@ -28,24 +28,26 @@ V = 17
 WHOLE = Columns(0, V)
 
 
-def standing(constraints: Constraints, prompt: Path, output: Path, ends: Sequence[int] = ()) -> Standing:
+def logits_state(constraints: Constraints, prompt: Path, output: Path, ends: Sequence[int] = ()) -> LogitsState:
     longest = max(map(len, constraints.bad_words), default=1)
-    tally = Tally(constraints, prompt)
-    tally.add(output)
-    return Standing(
+    counter = TokenCounter(constraints, prompt)
+    counter.add(output)
+    return LogitsState(
         constraints=constraints,
         end_token_ids=list(ends),
-        counts=tally.counts(),
+        counts=counter.counts(),
         tail=list(output[max(0, len(output) - longest + 1) :]),
         num_output=len(output),
     )
 
 
-def edited(logits: Sequence[float], state: Standing, path: Sequence[int] = (), columns: Columns = WHOLE) -> list[float]:
+def edited(
+    logits: Sequence[float], state: LogitsState, path: Sequence[int] = (), columns: Columns = WHOLE
+) -> list[float]:
     return constrain(torch.tensor([logits]), [ConstrainedRow(0, state, path)], columns)[0].tolist()
 
 
-def forbidden(state: Standing, path: Sequence[int] = (), columns: Columns = WHOLE) -> set[int]:
+def forbidden(state: LogitsState, path: Sequence[int] = (), columns: Columns = WHOLE) -> set[int]:
     return {t for t, x in enumerate(edited([0.0] * columns.width, state, path, columns)) if x == -math.inf}
 
 
@@ -53,74 +55,76 @@ def forbidden(state: Standing, path: Sequence[int] = (), columns: Columns = WHOL
 
 
 def test_a_token_of_the_path_counts_as_output():
-    state = standing(Constraints(frequency_penalty=0.5, presence_penalty=0.25), (1,), (2, 2))
+    state = logits_state(Constraints(frequency_penalty=0.5, presence_penalty=0.25), (1,), (2, 2))
     assert edited([0.0] * V, state)[:5] == [0, 0, -1.25, 0, 0]
     assert edited([0.0] * V, state, (2, 4, 4))[:5] == [0, 0, -1.75, 0, -1.25]
 
 
 def test_repetition_shrinks_what_was_seen_anywhere_towards_less_likely():
-    state = standing(Constraints(repetition_penalty=2.0), (0, 1), (2,))
+    state = logits_state(Constraints(repetition_penalty=2.0), (0, 1), (2,))
     assert edited([4.0, -4.0, 4.0, -4.0, 4.0] + [0.0] * 12, state, (3,))[:5] == [2, -8, 2, -8, 4]
 
 
 def test_a_bad_word_is_forbidden_only_where_it_would_be_completed():
-    state = standing(Constraints(bad_words=[[5], [3, 6], [1, 2, 3, 7], [8, 1, 9]]), (8,), (1, 2))
-    assert forbidden(state) == forbidden(standing(state.constraints, (8,), (1,))) == {5}
+    state = logits_state(Constraints(bad_words=[[5], [3, 6], [1, 2, 3, 7], [8, 1, 9]]), (8,), (1, 2))
+    assert forbidden(state) == forbidden(logits_state(state.constraints, (8,), (1,))) == {5}
     assert forbidden(state, (3,)) == {5, 6, 7}
     assert forbidden(state, (3, 3)) == {5, 6}
     assert forbidden(state, (0, 1, 2, 3)) == {5, 6, 7}
 
 
 def test_a_bad_word_longer_than_the_text_forbids_nothing():
-    assert forbidden(standing(Constraints(bad_words=[[1, 1, 1, 1]]), (1,), (1, 1))) == set()
+    assert forbidden(logits_state(Constraints(bad_words=[[1, 1, 1, 1]]), (1,), (1, 1))) == set()
 
 
 def test_end_tokens_wait_for_min_tokens_along_the_path():
-    state = standing(Constraints(min_tokens=4), (1,), (2, 2), ends=(0, 9))
+    state = logits_state(Constraints(min_tokens=4), (1,), (2, 2), ends=(0, 9))
     assert forbidden(state) == forbidden(state, (3,)) == {0, 9}
     assert forbidden(state, (3, 3)) == set()
 
 
 def test_bias_comes_before_the_penalties_and_cannot_lift_a_mask():
     both = Constraints(logit_bias={3: -3.0, 5: 100.0}, repetition_penalty=2.0, bad_words=[[5]])
-    assert edited([2.0] * V, standing(both, (3,), ()))[3] == -2.0  # 2 - 3 is negative, hence doubled
-    assert edited([2.0] * V, standing(both, (5,), ()))[5] == -math.inf
+    assert edited([2.0] * V, logits_state(both, (3,), ()))[3] == -2.0  # 2 - 3 is negative, hence doubled
+    assert edited([2.0] * V, logits_state(both, (5,), ()))[5] == -math.inf
 
 
 def test_a_mask_that_would_leave_nothing_is_not_applied():
     allowed = Constraints(allowed_token_ids=[2, 3])
     everything = set(range(V))
-    assert forbidden(standing(replace(allowed, bad_words=[[2], [1, 3]]), (1,), (1,))) == everything - {2, 3}
-    assert forbidden(standing(replace(allowed, bad_words=[[2], [1, 3]]), (7,), ())) == everything - {3}
-    assert forbidden(standing(replace(allowed, bad_words=[[2]], min_tokens=1), (1,), (), ends=[3])) == everything - {3}
-    assert forbidden(standing(replace(allowed, min_tokens=1), (1,), (), ends=[2, 3])) == everything - {2, 3}
+    assert forbidden(logits_state(replace(allowed, bad_words=[[2], [1, 3]]), (1,), (1,))) == everything - {2, 3}
+    assert forbidden(logits_state(replace(allowed, bad_words=[[2], [1, 3]]), (7,), ())) == everything - {3}
+    assert forbidden(
+        logits_state(replace(allowed, bad_words=[[2]], min_tokens=1), (1,), (), ends=[3])
+    ) == everything - {3}
+    assert forbidden(logits_state(replace(allowed, min_tokens=1), (1,), (), ends=[2, 3])) == everything - {2, 3}
 
 
 def test_a_draft_vocabulary_without_any_allowed_id_is_left_as_it_is():
     columns = Columns(0, 2, torch.tensor([-1, 0, -1, 1] + [-1] * 13))
-    assert forbidden(standing(Constraints(allowed_token_ids=[2, 5]), (1,), ()), columns=columns) == set()
-    assert forbidden(standing(Constraints(allowed_token_ids=[2, 3]), (1,), ()), columns=columns) == {0}
-    assert forbidden(standing(Constraints(bad_words=[[1], [3]]), (1,), ()), columns=columns) == set()
-    assert forbidden(standing(Constraints(bad_words=[[3], [2]]), (1,), ()), columns=columns) == {1}
+    assert forbidden(logits_state(Constraints(allowed_token_ids=[2, 5]), (1,), ()), columns=columns) == set()
+    assert forbidden(logits_state(Constraints(allowed_token_ids=[2, 3]), (1,), ()), columns=columns) == {0}
+    assert forbidden(logits_state(Constraints(bad_words=[[1], [3]]), (1,), ()), columns=columns) == set()
+    assert forbidden(logits_state(Constraints(bad_words=[[3], [2]]), (1,), ()), columns=columns) == {1}
 
 
 def test_a_drafter_s_own_vocabulary_forbids_what_it_knows_and_no_other_token_in_its_place():
     columns = DraftVocabulary(target_size=V, target_ids=torch.tensor([4, 2, 5])).columns
     assert columns.width == 3
-    assert forbidden(standing(Constraints(bad_words=[[1], [2], [16]]), (1,), ()), columns=columns) == {1}
-    assert forbidden(standing(Constraints(bad_words=[[4], [2], [5]]), (1,), ()), columns=columns) == set()
-    assert forbidden(standing(Constraints(allowed_token_ids=[0, 5]), (1,), ()), columns=columns) == {0, 1}
+    assert forbidden(logits_state(Constraints(bad_words=[[1], [2], [16]]), (1,), ()), columns=columns) == {1}
+    assert forbidden(logits_state(Constraints(bad_words=[[4], [2], [5]]), (1,), ()), columns=columns) == set()
+    assert forbidden(logits_state(Constraints(allowed_token_ids=[0, 5]), (1,), ()), columns=columns) == {0, 1}
 
 
 def test_ids_beyond_the_vocabulary_forbid_nothing():
-    state = standing(Constraints(min_tokens=9), (1,), (), ends=[3, V, 5000])
+    state = logits_state(Constraints(min_tokens=9), (1,), (), ends=[3, V, 5000])
     assert forbidden(state) == {3}
     assert forbidden(state, columns=Columns(0, 2, torch.tensor([-1, 0, -1, 1] + [-1] * 13))) == {1}
 
 
 def test_every_shard_agrees_on_whether_a_mask_leaves_something():
     # Of the allowed ids 2 and 9 a bad word takes 2: the left shard ends up empty, which the right one makes good.
-    state = standing(Constraints(allowed_token_ids=[2, 9], bad_words=[[2]]), (1,), ())
+    state = logits_state(Constraints(allowed_token_ids=[2, 9], bad_words=[[2]]), (1,), ())
     assert forbidden(state, columns=Columns(0, 5)) == set(range(5))
     assert forbidden(state, columns=Columns(5, 12)) == set(range(12)) - {4}
 
@@ -132,7 +136,7 @@ def test_without_rows_the_logits_come_back_as_they_are():
 
 def test_low_precision_logits_are_edited_in_float32():
     logits_RW = torch.full((1, V), 2.0, dtype=torch.bfloat16)
-    row = ConstrainedRow(0, standing(Constraints(presence_penalty=0.01), (), (3,)), ())
+    row = ConstrainedRow(0, logits_state(Constraints(presence_penalty=0.01), (), (3,)), ())
     assert constrain(logits_RW, [row], WHOLE)[0, 3].item() == pytest.approx(1.99)
 
 
@@ -157,10 +161,10 @@ class Asked:
 
     def __init__(self, constraints: Constraints, prompt: Path, output: Path, ends: list[int], paths: list[Path]):
         self.prompt, self.output, self.paths = prompt, output, paths
-        self.standing = standing(constraints, prompt, output, ends)
+        self.logits_state = logits_state(constraints, prompt, output, ends)
 
     def oracle(self, logits: dict[int, float], path: Path) -> list[float]:
-        state = self.standing
+        state = self.logits_state
         after = (*self.output, *path)
         return list(oracles.constrain(logits, state.constraints, state.end_token_ids, self.prompt, after).values())
 
@@ -176,7 +180,7 @@ def layout(requests: list[Asked], seed: int) -> tuple[np.ndarray, list[Constrain
     wanted = [(asked, path) for asked in requests for path in asked.paths]
     numbers = rng.permutation(len(wanted) + 2)[: len(wanted)].tolist()
     logits_RV = rng.normal(scale=3, size=(len(wanted) + 2, V)).astype(np.float32)
-    rows = [ConstrainedRow(r, asked.standing, path) for r, (asked, path) in zip(numbers, wanted, strict=True)]
+    rows = [ConstrainedRow(r, asked.logits_state, path) for r, (asked, path) in zip(numbers, wanted, strict=True)]
     return logits_RV, rows, dict(zip(numbers, wanted, strict=True))
 
 
@@ -249,13 +253,13 @@ def follow(trees: TreeBatch, winner_N: list[int]) -> list[list[int]]:
     return said
 
 
-def verify(trees: TreeBatch, wanted_N: list[int], standings: list[Standing | None]) -> list[list[int]]:
+def verify(trees: TreeBatch, wanted_N: list[int], logits_states: list[LogitsState | None]) -> list[list[int]]:
     logits_NV = torch.full((len(wanted_N), 100), -100.0)
     logits_NV[:, OTHER] = 99.0
     logits_NV[torch.arange(len(wanted_N)), wanted_N] = 100.0
     rows = [
         ConstrainedRow(int(trees.offsets[b]) + row, state, path)
-        for b, state in enumerate(standings)
+        for b, state in enumerate(logits_states)
         if state is not None
         for row, path in enumerate(oracles.paths_of(trees, b))
     ]
@@ -265,13 +269,13 @@ def verify(trees: TreeBatch, wanted_N: list[int], standings: list[Standing | Non
 def test_a_frequency_penalty_sees_drafts_accepted_in_the_same_step():
     trees = oracles.trees([oracles.chain(drafts) for drafts in ([1, 1, 1], [], [1, 1, 1])])
     texts = [((5, 6, 7), (2,), 1.5), ((6, 7, 8), (3,), 1.5), ((7, 8, 9), (4,), 0.7)]
-    standings = [standing(Constraints(frequency_penalty=f), prompt, output) for prompt, output, f in texts]
-    assert verify(trees, [1, 1, 1, 1, 7, 1, 1, 1, 1], standings) == [[1, 15], [7], [1, 1, 15]]
+    logits_states = [logits_state(Constraints(frequency_penalty=f), prompt, output) for prompt, output, f in texts]
+    assert verify(trees, [1, 1, 1, 1, 7, 1, 1, 1, 1], logits_states) == [[1, 15], [7], [1, 1, 15]]
 
 
 def test_bad_words_stop_a_chain_where_they_would_be_completed():
     trees = oracles.trees([oracles.chain(drafts) for drafts in ([1, 2, 3], [1, 15, 3], [1, 2, 3])])
-    bad = standing(Constraints(bad_words=[[2]]), (), (0,))
+    bad = logits_state(Constraints(bad_words=[[2]]), (), (0,))
     said = verify(trees, [1, 2, 3, 4, 1, 15, 3, 4, 1, 2, 3, 4], [bad, None, bad])
     assert said == [[1, 15], [1, 15, 3, 4], [1, 15]]
 
@@ -279,15 +283,17 @@ def test_bad_words_stop_a_chain_where_they_would_be_completed():
 def test_allowed_ids_hold_at_every_row():
     trees = oracles.trees([oracles.chain(drafts) for drafts in ([1, 2, 10], [10, 5, 3], [7, 10, 12])])
     high, gap = list(range(5, 100)), [0, 1, *range(7, 100)]
-    standings = [standing(Constraints(allowed_token_ids=ids), (), (0,)) for ids in (high, list(range(100)), gap)]
+    logits_states = [
+        logits_state(Constraints(allowed_token_ids=ids), (), (0,)) for ids in (high, list(range(100)), gap)
+    ]
     # The reference is state its bonus token 5 from outside; here the last row is constrained like the others.
-    said = verify(trees, [1, 2, 10, 5, 10, 5, 10, 5, 7, 10, 12, 5], standings)
+    said = verify(trees, [1, 2, 10, 5, 10, 5, 10, 5, 7, 10, 12, 5], logits_states)
     assert said == [[15], [10, 5, 10], [7, 10, 12, 15]]
 
 
 def test_each_branch_has_penalties_of_its_own():
     trees = oracles.tree([-1, 0, 0, 1, 1, 2, 3], [0, 1, 15, 1, 15, 15, 1])  # 1 1 1, 1 15, 15 15
-    state = standing(Constraints(frequency_penalty=1.5), (), (0,))
+    state = logits_state(Constraints(frequency_penalty=1.5), (), (0,))
     # After 1 a second 1 costs more than the gap; after 1 15 both have been said once.
     assert verify(trees, [1] * 7, [state]) == [[1, 15, 1]]
     # The other branch, which the target follows when it may not begin with 1, owes nothing for the 1s of the first.
@@ -316,7 +322,7 @@ def plain(params: SamplingParams, length: int) -> Path:
 def grown(params: SamplingParams, output: Path, error: float, is_draft_constrained: bool, widths: list[int]) -> Path:
     """Paths below the root, breadth-first: at each depth the best `widths` children by log q + G."""
     batch = SamplingBatch.stack([params])
-    state = standing(params.constraints, PROMPT, output, ENDS)
+    state = logits_state(params.constraints, PROMPT, output, ENDS)
     paths: list[Path] = [()]
     level: list[Path] = [()]
     for depth, width in enumerate(widths):
@@ -347,7 +353,7 @@ def speculate(
     num_rounds = 0
     while len(output) < length:
         paths = grown(params, output, error, is_draft_constrained, widths)
-        state = standing(params.constraints, PROMPT, output, ENDS)
+        state = logits_state(params.constraints, PROMPT, output, ENDS)
         logits_NV = torch.from_numpy(np.stack([target_logits(PROMPT + output + path) for path in paths]))
         rows = [ConstrainedRow(n, state, () if is_path_forgotten else path) for n, path in enumerate(paths)]
         index_N = torch.tensor([len(PROMPT) + len(output) + len(path) for path in paths])
@@ -418,7 +424,7 @@ def test_a_verifier_that_forgets_the_path_is_caught(active):
 
 
 def test_logits_are_edited_however_they_lie_in_memory():
-    state = standing(Constraints(bad_words=[[5]], frequency_penalty=1.0), (1,), (2,))
+    state = logits_state(Constraints(bad_words=[[5]], frequency_penalty=1.0), (1,), (2,))
     logits_RW = torch.randn(V, 2, generator=torch.Generator().manual_seed(1)).T
     rows = [ConstrainedRow(1, state, ())]
     assert torch.equal(constrain(logits_RW, rows, WHOLE), constrain(logits_RW.contiguous(), rows, WHOLE))
@@ -429,9 +435,9 @@ def test_logits_are_edited_however_they_lie_in_memory():
 )
 def test_the_counts_of_every_column_are_laid_request_by_request(columns):
     repeated, frequent = Constraints(repetition_penalty=1.5), Constraints(frequency_penalty=0.5)
-    standings = {0: standing(repeated, (1, 5, 6), (6, 7, 7)), 2: standing(frequent, (1, 5), (9, 9, 9, 5))}
+    logits_states = {0: logits_state(repeated, (1, 5, 6), (6, 7, 7)), 2: logits_state(frequent, (1, 5), (9, 9, 9, 5))}
     count_BW = torch.full((4, columns.width), 99.0)
-    lay_counts(count_BW, standings, columns)
+    write_token_counts(count_BW, logits_states, columns)
     of_column = {columns.start + w: w for w in range(columns.width)}
     if columns.column_of_V is not None:
         of_column = {token: w for token, w in enumerate(columns.column_of_V.tolist()) if w >= 0}
@@ -440,5 +446,5 @@ def test_the_counts_of_every_column_are_laid_request_by_request(columns):
         for token in told.keys() & of_column.keys():
             expected[b][of_column[token]] = told[token]
     assert count_BW.tolist() == expected
-    lay_counts(count_BW, {}, columns)
+    write_token_counts(count_BW, {}, columns)
     assert (count_BW == UNSEEN).all()

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.workers.sampling.test_logits_processors import ASKED, standing
-from workers.sampling.logits_state import Tally, pack_standings, unpack_standings
+from tests.workers.sampling.test_logits_processors import ASKED, logits_state
+from workers.sampling.logits_state import TokenCounter, pack_logits_states, unpack_logits_states
 from workers.types import Constraints
 
 
@@ -21,45 +21,45 @@ from workers.types import Constraints
 @given(st.lists(st.integers(0, 9)), st.lists(st.lists(st.integers(0, 9), max_size=4), max_size=9))
 def test_a_tally_counts_what_its_penalties_ask_for(prompt, steps):
     repetition, frequency, neither = (
-        Tally(constraints, prompt)
+        TokenCounter(constraints, prompt)
         for constraints in (Constraints(repetition_penalty=1.1), Constraints(frequency_penalty=1), Constraints())
     )
     output: list[int] = []
     for tokens in [[], *steps]:
         output += tokens
-        for tally, expected in (
+        for counter, expected in (
             (repetition, dict.fromkeys(prompt, 0) | Counter(output)),
             (frequency, Counter(output)),
             (neither, {}),
         ):
-            tally.add(tokens)
-            counts = tally.counts()
+            counter.add(tokens)
+            counts = counter.counts()
             assert list(zip(counts.id_C.tolist(), counts.count_C.tolist(), strict=True)) == sorted(expected.items())
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.lists(st.none() | ASKED, max_size=4))
 def test_standings_survive_the_wire(requests):
-    standings = [asked and asked.standing for asked in requests]
-    packed_U = pack_standings(standings)
+    logits_states = [asked and asked.logits_state for asked in requests]
+    packed_U = pack_logits_states(logits_states)
     assert packed_U.dtype == torch.uint8 and packed_U.ndim == 1
-    assert unpack_standings(packed_U) == {i: s for i, s in enumerate(standings) if s is not None}
+    assert unpack_logits_states(packed_U) == {i: s for i, s in enumerate(logits_states) if s is not None}
 
 
 def test_unconstrained_requests_put_nothing_on_the_wire():
-    assert len(pack_standings([])) == len(pack_standings([None, None])) == 0
-    assert unpack_standings(torch.empty(0, dtype=torch.uint8)) == {}
+    assert len(pack_logits_states([])) == len(pack_logits_states([None, None])) == 0
+    assert unpack_logits_states(torch.empty(0, dtype=torch.uint8)) == {}
 
 
 def test_fields_arrive_as_what_they_were():
-    state = standing(Constraints(logit_bias={7: 2}, min_tokens=3, repetition_penalty=1.1), (1, 2), (2,), ends=[4])
-    (arrived,) = unpack_standings(pack_standings([state])).values()
+    state = logits_state(Constraints(logit_bias={7: 2}, min_tokens=3, repetition_penalty=1.1), (1, 2), (2,), ends=[4])
+    (arrived,) = unpack_logits_states(pack_logits_states([state])).values()
     assert arrived.constraints.allowed_token_ids is None
     assert arrived.counts.id_C.tolist() == [1, 2] and arrived.counts.count_C.tolist() == [0, 1]
     assert [type(x) for x in arrived.constraints.logit_bias] == [int]
 
 
 def test_what_is_not_plain_is_refused():
-    state = replace(standing(Constraints(min_tokens=1), (), ()), tail=[np.int64(3)])
+    state = replace(logits_state(Constraints(min_tokens=1), (), ()), tail=[np.int64(3)])
     with pytest.raises((TypeError, ValueError, msgpack.PackException)):
-        pack_standings([state])
+        pack_logits_states([state])

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support import oracles
-from workers.sampling.sampler import cut, draw, of_processed, process_logits, shard_best
+from workers.sampling.sampler import draw, of_processed, process_logits, shard_best, truncation_threshold
 from workers.types import SamplingBatch, SamplingParams
 
 torch.set_num_threads(1)
@@ -118,7 +118,7 @@ def test_the_best_shard_holds_the_drawn_token_for_any_cut_of_the_vocabulary(para
     rng = np.random.default_rng(seed)
     logits_RV = torch.from_numpy(rng.normal(scale=2, size=(len(params), 53)).astype(np.float32))
     batch, index_R = SamplingBatch.stack(params), torch.from_numpy(rng.integers(0, 5000, size=len(params)))
-    assert not batch.asked.top
+    assert not batch.needs.top
     edges = [0, *sorted(cuts), 53]
     best = [
         shard_best(logits_RV[:, a:b], batch, index_R, a, logits_RV.amax(-1))
@@ -131,7 +131,7 @@ def test_the_best_shard_holds_the_drawn_token_for_any_cut_of_the_vocabulary(para
 
 def test_only_sampling_rows_with_a_cut_need_whole_rows():
     def needs(*params: SamplingParams) -> bool:
-        return SamplingBatch.stack(list(params)).asked.top
+        return SamplingBatch.stack(list(params)).needs.top
 
     assert needs(SamplingParams(), SamplingParams(top_k=5)) and needs(SamplingParams(top_p=0.9))
     assert not needs(SamplingParams(temperature=0, top_k=5, top_p=0.5), SamplingParams(min_p=0.5))
@@ -193,12 +193,12 @@ def test_processed_rows_draw_what_their_logits_draw(params, seed):
 
 def test_broken_logits_are_cut_without_a_warning(recwarn):
     broken = torch.tensor([[torch.nan] * 9, [-torch.inf] * 9, [torch.inf] * 9])
-    cut(broken, torch.tensor([3, 0, 2]), torch.tensor([1.0, 0.5, 0.5]))
+    truncation_threshold(broken, torch.tensor([3, 0, 2]), torch.tensor([1.0, 0.5, 0.5]))
     assert not recwarn.list
 
 
 def test_no_rows_have_no_cuts():
-    assert cut(torch.empty(0, 9), torch.empty(0, dtype=torch.int32), torch.empty(0)).shape == (0,)
+    assert truncation_threshold(torch.empty(0, 9), torch.empty(0, dtype=torch.int32), torch.empty(0)).shape == (0,)
 
 
 def test_a_row_without_top_p_or_without_top_k_is_cut_deep_too():

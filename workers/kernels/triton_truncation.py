@@ -19,8 +19,8 @@ _BLOCK = 4096
 _LISTED = 8192
 
 
-def cut(x_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor) -> Tensor:
-    """See `workers.kernels.select.Kernels.cut`."""
+def truncation_threshold(x_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor) -> Tensor:
+    """See `workers.kernels.select.Kernels.truncation_threshold`."""
     R, V = x_RV.shape
     assert x_RV.stride(1) == 1 and x_RV.dtype == torch.float32
     cut_R = torch.empty(R, dtype=torch.float32, device=x_RV.device)
