@@ -214,11 +214,12 @@ def _check_draft_parallel(spec: DraftSpec | None, size: int) -> None:
 
 def _check_chain_of(tree: TreeConfig, num_layers: int) -> None:
     """A chain that is longer than the prediction layers must use each of them equally often, as in vLLM."""
-    if tree.kind == "chain" and tree.num_nodes > num_layers > 0 and tree.num_nodes % num_layers:
+    length = tree.num_speculative_tokens
+    if tree.kind == "chain" and length > num_layers > 0 and length % num_layers:
         raise ConfigError(
             Problem(
                 "speculative_config.num_speculative_tokens",
-                f"{tree.num_nodes} must be divisible by n_predict={num_layers}, the target's prediction layers",
+                f"{length} must be divisible by n_predict={num_layers}, the target's prediction layers",
             )
         )
 
@@ -253,7 +254,7 @@ def _draft(spec: SpeculativeConfig, target: str) -> DraftConfig:
         placement=spec.draft_placement or ("colocated" if spec.method == "ngram" else "dedicated"),
         tree=TreeConfig(
             kind=spec.speculative_tree,
-            num_nodes=spec.num_speculative_tokens,
+            num_speculative_tokens=spec.num_speculative_tokens,
             max_depth=spec.speculative_tree_max_depth,
             max_children=spec.speculative_tree_max_children,
             static_paths=spec.token_tree or (),

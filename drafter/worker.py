@@ -151,7 +151,7 @@ def nobody(config: EngineConfig, width: int) -> list[DraftRequest]:
     num_pages = config.pages_for(2)
     zero_1, none = torch.zeros(1), torch.zeros(1, dtype=torch.int32)
     costs = DraftCosts(
-        nodes_T=torch.tensor([0, tree.num_nodes], dtype=torch.int32),
+        nodes_T=torch.tensor([0, tree.num_speculative_tokens], dtype=torch.int32),
         verify_ms_T=torch.ones(2),
         draft_ms_3=torch.zeros(3),
         sure_1=torch.ones(1),
@@ -165,7 +165,7 @@ def nobody(config: EngineConfig, width: int) -> list[DraftRequest]:
             page_table_BP=none.expand(1, num_pages).contiguous(),
             rule_B=none + rule.value,
             auto_B=none + tree.prune.auto,
-            num_nodes_B=none + tree.num_nodes,
+            num_nodes_B=none + tree.num_speculative_tokens,
             max_depth_B=none + tree.longest_path,
             min_prob_B=zero_1,
             path_prob_B=zero_1,

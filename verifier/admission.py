@@ -59,9 +59,11 @@ def _tree_limits(submit: Submit, draft: DraftConfig | None) -> TreeLimits | None
     asked = submit.speculation
     if draft is None or not asked.enabled or submit.max_tokens < _DRAFTABLE_TOKENS:
         return None
-    tree = draft.tree
+    tree, limit = draft.tree, draft.tree.num_speculative_tokens
+    if asked.num_speculative_tokens is not None:
+        limit = min(limit, asked.num_speculative_tokens)
     return TreeLimits(
-        num_nodes=tree.num_nodes if asked.num_tokens is None else min(asked.num_tokens, tree.num_nodes),
+        num_speculative_tokens=limit,
         auto=tree.prune.auto if asked.auto is None else asked.auto,
         min_prob=tree.prune.min_prob if asked.min_prob is None else asked.min_prob,
         path_prob=tree.prune.path_prob if asked.path_prob is None else asked.path_prob,

@@ -45,7 +45,7 @@ def next_input(request: Request, config: EngineConfig) -> DraftInput | None:
         return None
     tokens = request.tokens[request.num_fed : request.num_feedable]
     if request.is_decoding:
-        return DraftInput(tokens, request.limits.num_nodes, draft_depth(request, config))
+        return DraftInput(tokens, request.limits.num_speculative_tokens, draft_depth(request, config))
     # A single row can wait: it is the first behind a shared prefix, before anything of the request was computed.
     return DraftInput(tokens, 0, 0) if len(tokens) > 1 else None
 

@@ -43,7 +43,7 @@ class Request:
     def __post_init__(self) -> None:
         self.tokens = list(self.submit.prompt)
         self.num_prompt = len(self.tokens)
-        self.tree_rows = 1 + (self.limits.num_nodes if self.limits else 0)
+        self.tree_rows = 1 + (self.limits.num_speculative_tokens if self.limits else 0)
         self.is_auto = self.limits is not None and self.limits.auto
         self.num_fed = self.first_draft_slot
         self.is_constrained = not self.submit.sampling.constraints.is_empty

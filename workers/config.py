@@ -43,10 +43,10 @@ class PruneConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeConfig:
-    """The shape a draft tree may take. `num_nodes` and `max_depth` count without the root."""
+    """The shape a draft tree may take. `num_speculative_tokens` and `max_depth` exclude the root."""
 
     kind: Literal["dynamic", "chain", "static"] = "dynamic"
-    num_nodes: int = 16
+    num_speculative_tokens: int = 16
     max_depth: int = 8
     max_children: int = 8
     static_paths: tuple[tuple[int, ...], ...] = ()
@@ -60,7 +60,7 @@ class TreeConfig:
             case "dynamic":
                 return self.max_depth
             case "chain":
-                return self.num_nodes
+                return self.num_speculative_tokens
             case "static":
                 return len(self.static_paths[-1])
 
@@ -150,7 +150,7 @@ class EngineConfig:
     @property
     def tree_rows(self) -> int:
         """Most rows one request can have in a verification step, root included."""
-        return 1 + (self.draft.tree.num_nodes if self.draft else 0)
+        return 1 + (self.draft.tree.num_speculative_tokens if self.draft else 0)
 
     def pages_for(self, num_tokens: int) -> int:
         """KV pages of one request with so many tokens and a tree behind them."""

@@ -208,7 +208,7 @@ def as_signed64(value: int) -> int:
 class TreeLimits:
     """What one request allows its trees: the server's TreeConfig narrowed by the request's `speculative` object."""
 
-    num_nodes: int
+    num_speculative_tokens: int
     min_prob: float = 0.0
     path_prob: float = 0.0
     auto: bool = False  # budgets follow calibrated survival and measured costs

@@ -114,7 +114,7 @@ class _Table:
         own = {num: min(num, self._depth) for num in self._plan.nodes}
         deepest = max(own.values())
         sizes = sorted({*self._plan.nodes, *own.values()})
-        with self._running(TreeConfig(kind="chain", num_nodes=max(sizes), max_depth=max(sizes))) as runner:
+        with self._running(TreeConfig(kind="chain", num_speculative_tokens=max(sizes), max_depth=max(sizes))) as runner:
             for rule, temperature in self._regimes:
                 measured = {}
                 for size in sizes:
@@ -138,7 +138,9 @@ class _Table:
                 usable = (t for t in trees if len(t) == num and expected_accepted(t, accept_DK) >= enough)
                 trees.setdefault(next(usable, own), []).append(regime)
         for paths, regimes in trees.items():
-            tree = TreeConfig(kind="static", num_nodes=len(paths), max_depth=len(paths[-1]), static_paths=paths)
+            tree = TreeConfig(
+                kind="static", num_speculative_tokens=len(paths), max_depth=len(paths[-1]), static_paths=paths
+            )
             with self._running(tree) as runner:
                 for rule, temperature in regimes:
                     cell = Cell(tree="static", acceptance=rule, num_nodes=len(paths), temperature=temperature)
@@ -148,7 +150,9 @@ class _Table:
         """For each regime, how often one of a root's first k children is accepted; shorter runs than a cell's."""
         most = self._draft.tree.max_children
         widths = sorted({width for width in (1, 2, 4, 8, 16, 32) if width < most} | {most})
-        star = TreeConfig(kind="static", num_nodes=most, max_depth=1, static_paths=tuple((k,) for k in range(most)))
+        star = TreeConfig(
+            kind="static", num_speculative_tokens=most, max_depth=1, static_paths=tuple((k,) for k in range(most))
+        )
         found: dict[Regime, dict[int, float]] = {}
         with self._running(star) as runner:
             for rule, temperature in self._regimes:
@@ -163,7 +167,9 @@ class _Table:
 
     def _dynamics(self) -> Iterator[Row]:
         plan = self._plan
-        tree = replace(self._draft.tree, kind="dynamic", num_nodes=max(plan.nodes), prune=PruneConfig(auto=True))
+        tree = replace(
+            self._draft.tree, kind="dynamic", num_speculative_tokens=max(plan.nodes), prune=PruneConfig(auto=True)
+        )
         cells = [
             Cell(tree="dynamic", acceptance=rule, num_nodes=num, temperature=temperature)
             for rule, temperature in self._regimes
@@ -213,7 +219,7 @@ class _Table:
     @contextmanager
     def _running(self, tree: TreeConfig) -> Iterator[Runner]:
         """A warm engine with these trees."""
-        self._say(f"starting an engine for {tree.kind} trees of {tree.num_nodes} nodes")
+        self._say(f"starting an engine for {tree.kind} trees of {tree.num_speculative_tokens} nodes")
         with Runner(replace(self._config, draft=replace(self._draft, tree=tree))) as runner:
             runner.run([Job(prompt=prompt, max_tokens=8) for prompt in self._prompts], self._plan.concurrency)
             yield runner

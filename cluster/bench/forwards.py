@@ -67,7 +67,7 @@ def loaded(config: EngineConfig, shapes: list[Shape]) -> Iterator[Forwards]:
     store, address = groups.open_store()
     try:
         most = max(shape.rows for shape in shapes)
-        trees = DraftConfig(method="ngram", model_path="", tree=TreeConfig(num_nodes=max(1, most - 1)))
+        trees = DraftConfig(method="ngram", model_path="", tree=TreeConfig(num_speculative_tokens=max(1, most - 1)))
         target, _ = load(groups.join(alone, 0, address), read_specs(alone), graphs_of=replace(alone, draft=trees))
         yield Forwards(alone, target.run)
     finally:

@@ -53,7 +53,7 @@ class Cell:
         from workers.comm.ipc import Speculation  # needs msgpack, which those who only draw rows may lack
 
         return Speculation(
-            num_tokens=self.num_nodes,
+            num_speculative_tokens=self.num_nodes,
             auto=self.pruning.prune == "auto",
             min_prob=self.pruning.min_prob,
             path_prob=self.pruning.path_prob,

@@ -137,7 +137,9 @@ def drafter_of(name: Name, draft: DraftConfig, plan: SpeedPlan, small: Path | No
         case "off":
             return None
         case "draft_model":
-            return replace(draft, method="draft_model", model_path=str(small), tree=TreeConfig(num_nodes=plan.nodes))
+            return replace(
+                draft, method="draft_model", model_path=str(small), tree=TreeConfig(num_speculative_tokens=plan.nodes)
+            )
         case _:
             return replace(draft, tree=_tree(name, draft, plan))
 
@@ -146,13 +148,15 @@ def _tree(name: Name, draft: DraftConfig, plan: SpeedPlan) -> TreeConfig:
     own = draft.tree
     match name:
         case "chain":
-            return TreeConfig(kind="chain", num_nodes=plan.chain, max_depth=plan.chain)
+            return TreeConfig(kind="chain", num_speculative_tokens=plan.chain, max_depth=plan.chain)
         case "static":
             table = acceptance_table(CHAIN_ACCEPTANCE, STAR_ACCEPTANCE, max(STAR_ACCEPTANCE))
             paths = best_tree(plan.nodes, table)
-            return TreeConfig(kind="static", num_nodes=len(paths), max_depth=len(paths[-1]), static_paths=paths)
+            return TreeConfig(
+                kind="static", num_speculative_tokens=len(paths), max_depth=len(paths[-1]), static_paths=paths
+            )
         case _:
-            return replace(own, kind="dynamic", num_nodes=plan.nodes, prune=PruneConfig(auto=True))
+            return replace(own, kind="dynamic", num_speculative_tokens=plan.nodes, prune=PruneConfig(auto=True))
 
 
 def _peers(names: Sequence[Name], config: EngineConfig, plan: SpeedPlan, small: Path | None) -> Iterator[Generate]:

@@ -185,7 +185,7 @@ def _steps(config: EngineConfig, plan: StepPlan, prompts: Sequence[list[int]], s
     """Cells take turns. Trees of all sizes are one engine's, whose requests ask for fewer nodes."""
     assert config.draft is not None
     most = max(plan.nodes)
-    tree = replace(config.draft.tree, kind="dynamic", num_nodes=max(most, 1), prune=PruneConfig())
+    tree = replace(config.draft.tree, kind="dynamic", num_speculative_tokens=max(most, 1), prune=PruneConfig())
     cells = [(batch, nodes) for batch in plan.batches for nodes in plan.nodes]
     found: dict[tuple[int, int], list[StepCosts]] = {cell: [] for cell in cells}
     with ExitStack() as stack:
@@ -200,7 +200,7 @@ def _steps(config: EngineConfig, plan: StepPlan, prompts: Sequence[list[int]], s
                     Job(
                         prompt=prompts[i % len(prompts)],
                         max_tokens=plan.max_tokens,
-                        speculation=Speculation(num_tokens=nodes or None),
+                        speculation=Speculation(num_speculative_tokens=nodes or None),
                     )
                     for i in range(batch)
                 ]

@@ -33,7 +33,7 @@ class RequestLimits:
 
     max_model_len: int
     vocab_size: int
-    num_draft_tokens: int
+    num_speculative_tokens: int
     """Nodes of the largest tree, without the root; 0 = the service has no drafter."""
     eos_token_ids: tuple[int, ...] = ()
     acceptance: str = "coupled"
@@ -45,11 +45,11 @@ class RequestLimits:
     def of(
         cls, config: EngineConfig, *, max_model_len: int, vocab_size: int, default_max_tokens: int | None = None
     ) -> RequestLimits:
-        nodes = config.draft.tree.num_nodes if config.draft else 0
+        nodes = config.draft.tree.num_speculative_tokens if config.draft else 0
         return cls(
             max_model_len=max_model_len,
             vocab_size=vocab_size,
-            num_draft_tokens=nodes,
+            num_speculative_tokens=nodes,
             eos_token_ids=config.eos_token_ids,
             acceptance=config.draft.acceptance.kind if config.draft else "coupled",
             default_max_tokens=default_max_tokens,
@@ -170,18 +170,18 @@ def _max_tokens(request: SamplingRequest, prompt: list[int], limits: RequestLimi
 def _speculation(asked: Speculative | None, limits: RequestLimits) -> Speculation:
     if asked is None:
         return Speculation()
-    if limits.num_draft_tokens == 0 and asked.enabled is not False and asked.model_fields_set:
+    if limits.num_speculative_tokens == 0 and asked.enabled is not False and asked.model_fields_set:
         raise BadRequest("speculative: this service runs without a drafter; leave it out", param="speculative")
     nodes = asked.num_speculative_tokens
-    if nodes is not None and nodes > limits.num_draft_tokens:
+    if nodes is not None and nodes > limits.num_speculative_tokens:
         raise BadRequest(
-            f"speculative.num_speculative_tokens: {nodes} is more than this service's {limits.num_draft_tokens}",
+            f"speculative.num_speculative_tokens: {nodes} is more than this service's {limits.num_speculative_tokens}",
             param="speculative",
         )
     off = asked.tree_prune == "off"
     return Speculation(
         enabled=asked.enabled is not False,
-        num_tokens=nodes,
+        num_speculative_tokens=nodes,
         auto=None if asked.tree_prune is None else asked.tree_prune == "auto",
         min_prob=0.0 if off else asked.tree_prune_min_prob,
         path_prob=0.0 if off else asked.tree_prune_path_prob,

@@ -102,7 +102,7 @@ class Grid:
     def of(config: EngineConfig) -> Grid:
         """What the engine can do."""
         most = config.max_num_seqs
-        budget = config.draft.tree.num_nodes if config.draft else 0
+        budget = config.draft.tree.num_speculative_tokens if config.draft else 0
         room = config.max_model_len - OUTPUT_TOKENS
         return Grid(
             requests=tuple(sorted({1, -(-most // 2), most})),
@@ -145,7 +145,7 @@ def watch(
 ) -> list[Frame]:
     """What the engine counts while it answers; the first frame is from before the first step. concurrency 0: all at
     once. Raises EngineDead."""
-    speculation = Speculation(enabled=nodes > 0, num_tokens=nodes or None, auto=False)
+    speculation = Speculation(enabled=nodes > 0, num_speculative_tokens=nodes or None, auto=False)
     jobs = [
         Job(
             prompt=prompt,

@@ -69,7 +69,7 @@ def _describe_draft(config: EngineConfig) -> str:
     if draft is None:
         return "none: no speculation"
     tree = draft.tree
-    shape = f"{tree.kind} trees of up to {tree.num_nodes} nodes, depth {tree.max_depth}"
+    shape = f"{tree.kind} trees of up to {tree.num_speculative_tokens} nodes, depth {tree.max_depth}"
     if draft.method == "ngram":
         lengths = f"{draft.prompt_lookup_min} to {draft.prompt_lookup_max} tokens"
         return f"n-gram lookup, matches of {lengths} (ngram, {draft.placement}, {shape})"

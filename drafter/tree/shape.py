@@ -108,7 +108,7 @@ def make_shape(config: TreeConfig) -> Shape:
         case "dynamic":
             return DynamicShape(config.max_children, config.max_depth)
         case "chain":
-            return StaticShape(tuple((0,) * (i + 1) for i in range(config.num_nodes)))
+            return StaticShape(tuple((0,) * (i + 1) for i in range(config.num_speculative_tokens)))
         case "static":
             return StaticShape(config.static_paths)
 

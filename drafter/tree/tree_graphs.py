@@ -81,7 +81,7 @@ class Unrolled:
         self._run, self._plan, self._page_size = run, plan, config.page_size
         self._tree, self._vocab, self._kernels = config.draft.tree, vocab, kernels
         self._table_width = config.pages_for(config.max_model_len)
-        sizes = buckets(config.max_num_seqs, self._tree.num_nodes, vocab.size)
+        sizes = buckets(config.max_num_seqs, self._tree.num_speculative_tokens, vocab.size)
         B, D, V = max(sizes, default=0), self._tree.max_depth, vocab.size
         self._features_BH = example_1H.new_zeros(B, example_1H.shape[1])
         self._roots_BV = example_1H.new_zeros(B, V, dtype=torch.float32)
@@ -153,7 +153,7 @@ class Unrolled:
             kind_N=np.where(row == 0, NodeKind.ROOT, kind_G[b]).astype(np.uint8),
         )
         num_levels = self._tree.max_depth
-        return Uncut(nodes, num_levels, (num_levels - 1) * num_trees * self._tree.num_nodes)
+        return Uncut(nodes, num_levels, (num_levels - 1) * num_trees * self._tree.num_speculative_tokens)
 
     def _grown(self, num_requests: int, has_truncation: bool, has_penalties: bool) -> Tensor:
         """[4, B, R] float64: token, parent, depth and weight of every row."""
@@ -198,7 +198,7 @@ class Unrolled:
 
     def _attention(self, start: Start, num_requests: int) -> AttentionMetadata:
         """Of all rows but the roots. Whoever has no page there, or is nobody, writes to the null page and reads it."""
-        N, padding = self._tree.num_nodes, num_requests - len(start.base_G)
+        N, padding = self._tree.num_speculative_tokens, num_requests - len(start.base_G)
         base_B = F.pad(start.base_G, (0, padding), value=1)  # never before a model's first slot
         more_pages = min(-(-N // self._page_size), self._table_width - start.page_table_GP.shape[1])
         return AttentionMetadata(

@@ -141,7 +141,7 @@ def grow_unrolled(
     target's noise for the children of each level. count_BV: what `penalize` is told of the text so far. fit_D2:
     calibration of each level's children.
     """
-    num_nodes = rules.tree.num_nodes
+    num_nodes = rules.tree.num_speculative_tokens
     row_N = torch.arange(1, 1 + num_nodes, device=roots_BV.device)
     is_root_R = torch.arange(1 + num_nodes, device=roots_BV.device) == 0
     is_root_BR = is_root_R.expand(len(roots_BV), -1)

@@ -174,7 +174,7 @@ def variant(name: str) -> Iterator[None]:
 
 def gains(prices: ClockCosts, temperature: float, batch: int, *, is_whole: bool) -> list[float]:
     """Rates over that of no speculation: with `is_whole` of 16 and 2 nodes, then of `auto` at first and later."""
-    ways = [OFF, *([FIXED, Speculation(auto=False, num_tokens=2)] if is_whole else []), AUTO, AUTO, AUTO]
+    ways = [OFF, *([FIXED, Speculation(auto=False, num_speculative_tokens=2)] if is_whole else []), AUTO, AUTO, AUTO]
     with bench(prices) as engine:
         off, *rates, _, later = (
             engine.run(way, batch, temperature, max(8, 2 * batch), NUM_TOKENS).rate for way in ways

@@ -27,12 +27,12 @@ from workers.types import Constraints, DraftReply, Rule, SamplingParams, TreeLim
 
 torch.set_num_threads(1)
 
-PAGE, NUM_PAGES, TREE = 4, 60, TreeConfig(num_nodes=7, max_depth=4, max_children=3)
+PAGE, NUM_PAGES, TREE = 4, 60, TreeConfig(num_speculative_tokens=7, max_depth=4, max_children=3)
 
 
 def eagle3() -> FeatureProposer:
     head = checkpoints.load_eagle3(BUNDLED / "eagle3", BUNDLED / "target")
-    return FeatureProposer(head, head.new_kv_pool(NUM_PAGES * PAGE), PAGE, 1 + TREE.num_nodes)
+    return FeatureProposer(head, head.new_kv_pool(NUM_PAGES * PAGE), PAGE, 1 + TREE.num_speculative_tokens)
 
 
 def draft_model() -> DraftModelProposer:
@@ -48,13 +48,31 @@ FEW_IDS = Constraints(allowed_token_ids=[5, 6])
 PENALTIES = Constraints(frequency_penalty=1.0, repetition_penalty=1.5)
 # Rule, sampling, limits, nodes of this step (0 = only fed), depth.
 ASKED: list[tuple[Rule, SamplingParams, TreeLimits, int, int]] = [
-    (Rule.RECURSIVE, SamplingParams(temperature=1.7, seed=1), TreeLimits(num_nodes=7, min_prob=0.9), 0, 0),
-    (Rule.COUPLED, SamplingParams(temperature=0.0), TreeLimits(num_nodes=7), 7, 4),
-    (Rule.TRAVERSAL, SamplingParams(seed=3, top_k=9), TreeLimits(num_nodes=5), 5, 2),
-    (Rule.COUPLED, SamplingParams(seed=4, constraints=FEW_IDS), TreeLimits(num_nodes=7, path_prob=0.9), 0, 0),
-    (Rule.TARGET_ONLY, SamplingParams(temperature=0.8, seed=5), TreeLimits(num_nodes=6, path_prob=0.1), 6, 4),
-    (Rule.COUPLED, SamplingParams(seed=6, constraints=PENALTIES), TreeLimits(num_nodes=7, auto=True), 7, 3),
-    (Rule.RECURSIVE, SamplingParams(temperature=0.6, seed=7), TreeLimits(num_nodes=3, min_prob=0.2), 3, 4),
+    (Rule.RECURSIVE, SamplingParams(temperature=1.7, seed=1), TreeLimits(num_speculative_tokens=7, min_prob=0.9), 0, 0),
+    (Rule.COUPLED, SamplingParams(temperature=0.0), TreeLimits(num_speculative_tokens=7), 7, 4),
+    (Rule.TRAVERSAL, SamplingParams(seed=3, top_k=9), TreeLimits(num_speculative_tokens=5), 5, 2),
+    (
+        Rule.COUPLED,
+        SamplingParams(seed=4, constraints=FEW_IDS),
+        TreeLimits(num_speculative_tokens=7, path_prob=0.9),
+        0,
+        0,
+    ),
+    (
+        Rule.TARGET_ONLY,
+        SamplingParams(temperature=0.8, seed=5),
+        TreeLimits(num_speculative_tokens=6, path_prob=0.1),
+        6,
+        4,
+    ),
+    (
+        Rule.COUPLED,
+        SamplingParams(seed=6, constraints=PENALTIES),
+        TreeLimits(num_speculative_tokens=7, auto=True),
+        7,
+        3,
+    ),
+    (Rule.RECURSIVE, SamplingParams(temperature=0.6, seed=7), TreeLimits(num_speculative_tokens=3, min_prob=0.2), 3, 4),
 ]
 
 

@@ -39,7 +39,7 @@ def test_every_kind_of_node_is_drafted_for_nobody_on_the_null_page(method, tree)
     assert [int(request.rule_B) for request in requests] == [Rule.COUPLED, Rule.COUPLED, Rule.TRAVERSAL]
     for reply in replies:
         num_nodes = len(reply.trees.token_N) - 1
-        assert num_nodes == tree.num_nodes or (tree is AUTO and num_nodes > 0)
+        assert num_nodes == tree.num_speculative_tokens or (tree is AUTO and num_nodes > 0)
     kinds = [set(reply.trees.kind_N[1:].tolist()) for reply in replies]
     assert kinds == [{NodeKind.DETERMINISTIC}, {NodeKind.COUPLED}, {NodeKind.SAMPLED}]
     pages = kv.data.unflatten(1, (8, config.page_size))

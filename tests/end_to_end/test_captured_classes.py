@@ -46,7 +46,7 @@ def test_replayed_steps_of_a_class_are_those_that_it_takes_one_by_one(tmp_path: 
     path = checkpoints.write_model(tmp_path, model_type, **settings)
     spec = read_spec(path)
     assert isinstance(spec, TransformersSpec)
-    draft = DraftConfig(method="ngram", model_path="", tree=TreeConfig(kind="chain", num_nodes=8))
+    draft = DraftConfig(method="ngram", model_path="", tree=TreeConfig(kind="chain", num_speculative_tokens=8))
     config = EngineConfig(model_path=str(path), device="cuda", max_num_seqs=2, max_model_len=128, draft=draft)
     with simulated_cuda() as cuda:
         device = torch.device("cuda", 0)

@@ -71,8 +71,8 @@ REJECTION = Speculation(acceptance="rejection")
 DETERMINISTIC, PLAIN = replace(REJECTION, draft_probs=False), Speculation(enabled=False)
 SAMPLED_KINDS = {
     "rejection": Kind(700, speculation=REJECTION),
-    "rejection of short drafts": Kind(200, speculation=replace(REJECTION, num_tokens=1)),
-    "rejection without drafts": Kind(200, speculation=replace(REJECTION, num_tokens=0)),
+    "rejection of short drafts": Kind(200, speculation=replace(REJECTION, num_speculative_tokens=1)),
+    "rejection without drafts": Kind(200, speculation=replace(REJECTION, num_speculative_tokens=0)),
     "rejection at another temperature": Kind(300, SamplingParams(temperature=1.6, top_k=2), REJECTION),
     "rejection under penalties": Kind(
         300,
@@ -93,13 +93,13 @@ FEW = {
 class Service:
     """How an engine drafts."""
 
-    tree: TreeConfig = TreeConfig(kind="dynamic", num_nodes=5, max_depth=3, max_children=2)  # noqa: RUF009
+    tree: TreeConfig = TreeConfig(kind="dynamic", num_speculative_tokens=5, max_depth=3, max_children=2)  # noqa: RUF009
     method: Literal["eagle3", "draft_model"] = "eagle3"
     acceptance: AcceptanceConfig = field(default_factory=AcceptanceConfig)
 
 
-CHAIN = TreeConfig(kind="chain", num_nodes=3)
-STATIC = TreeConfig(kind="static", num_nodes=4, static_paths=((0,), (1,), (0, 0), (1, 0)))
+CHAIN = TreeConfig(kind="chain", num_speculative_tokens=3)
+STATIC = TreeConfig(kind="static", num_speculative_tokens=4, static_paths=((0,), (1,), (0, 0), (1, 0)))
 RECURSIVE = AcceptanceConfig(rejection_method="recursive")
 SERVICES = {
     "traversal, chain": Service(CHAIN),
@@ -109,11 +109,13 @@ SERVICES = {
     "traversal, hybrid": Service(STATIC, acceptance=AcceptanceConfig(sample_method="hybrid")),
     "recursive, hybrid": Service(acceptance=replace(RECURSIVE, sample_method="hybrid")),
     "thresholds": Service(
-        TreeConfig(num_nodes=6, max_depth=3, max_children=3, prune=PruneConfig(min_prob=0.4, path_prob=0.15))
+        TreeConfig(
+            num_speculative_tokens=6, max_depth=3, max_children=3, prune=PruneConfig(min_prob=0.4, path_prob=0.15)
+        )
     ),
     "auto": Service(
         TreeConfig(
-            num_nodes=6,
+            num_speculative_tokens=6,
             max_depth=3,
             max_children=3,
             prune=PruneConfig(

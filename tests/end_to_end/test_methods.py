@@ -22,8 +22,8 @@ from workers.comm.ipc import Speculation
 from workers.config import AcceptanceConfig, DraftConfig, EngineConfig, TreeConfig
 from workers.types import SamplingParams
 
-TREE = TreeConfig(num_nodes=12, max_depth=5, max_children=4)
-CHAIN = TreeConfig(kind="chain", num_nodes=4)
+TREE = TreeConfig(num_speculative_tokens=12, max_depth=5, max_children=4)
+CHAIN = TreeConfig(kind="chain", num_speculative_tokens=4)
 OFF = Speculation(enabled=False)
 
 

@@ -26,7 +26,7 @@ KINDS = {
     "top-p": (SamplingParams(temperature=0.8, top_p=0.85, seed=18), Speculation()),
     "top-k under rejection": (SamplingParams(top_k=20, seed=19), REJECTION),
     "min-p": (SamplingParams(temperature=1.3, min_p=0.05, seed=20), Speculation()),
-    "a narrow tree": (SamplingParams(seed=21), Speculation(num_tokens=2)),
+    "a narrow tree": (SamplingParams(seed=21), Speculation(num_speculative_tokens=2)),
 }
 ENGINES = {
     "no speculation": lambda: bundled(max_num_batched_tokens=128),

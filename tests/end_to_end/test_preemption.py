@@ -22,11 +22,11 @@ from workers.types import Constraints, SamplingParams
 torch.set_num_threads(1)
 
 TREES = {
-    "chain": TreeConfig(kind="chain", num_nodes=3),
+    "chain": TreeConfig(kind="chain", num_speculative_tokens=3),
     "static": TreeConfig(
-        kind="static", num_nodes=7, static_paths=((0,), (1,), (0, 0), (0, 1), (0, 2), (1, 0), (0, 0, 0))
+        kind="static", num_speculative_tokens=7, static_paths=((0,), (1,), (0, 0), (0, 1), (0, 2), (1, 0), (0, 0, 0))
     ),
-    "dynamic": TreeConfig(num_nodes=12, max_depth=5, max_children=4),
+    "dynamic": TreeConfig(num_speculative_tokens=12, max_depth=5, max_children=4),
 }
 PENALISED = Constraints(
     presence_penalty=0.4, frequency_penalty=0.7, repetition_penalty=1.2, logit_bias={3: 1.5}, bad_words=[[7], [2, 9]],

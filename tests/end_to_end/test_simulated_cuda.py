@@ -240,11 +240,11 @@ def config_for(models: Path, method: str, tree: TreeConfig, **options: object) -
 
 
 ROOT = Path(__file__).parents[2]
-DYNAMIC = TreeConfig(num_nodes=6, max_depth=3, max_children=2)
+DYNAMIC = TreeConfig(num_speculative_tokens=6, max_depth=3, max_children=2)
 AUTO = replace(
     DYNAMIC, prune=PruneConfig(auto=True, prompt_lookup=False, simulated_costs=SimulatedCosts(step_ms=10, row_ms=0.01))
 )
-CHAIN = TreeConfig(kind="chain", num_nodes=3)
+CHAIN = TreeConfig(kind="chain", num_speculative_tokens=3)
 COUPLED = [
     SamplingParams(temperature=0.0),
     SamplingParams(seed=1),

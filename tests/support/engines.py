@@ -57,12 +57,14 @@ def bundled(
     )
 
 
-CHAIN = TreeConfig(kind="chain", num_nodes=5)
-DYNAMIC = TreeConfig(kind="dynamic", num_nodes=16)
-AUTO = TreeConfig(kind="dynamic", num_nodes=16, prune=PruneConfig(auto=True))
+CHAIN = TreeConfig(kind="chain", num_speculative_tokens=5)
+DYNAMIC = TreeConfig(kind="dynamic", num_speculative_tokens=16)
+AUTO = TreeConfig(kind="dynamic", num_speculative_tokens=16, prune=PruneConfig(auto=True))
 STATIC_PATHS = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (0, 0, 0, 0))
-STATIC = TreeConfig(kind="static", num_nodes=len(STATIC_PATHS), static_paths=STATIC_PATHS)
+STATIC = TreeConfig(kind="static", num_speculative_tokens=len(STATIC_PATHS), static_paths=STATIC_PATHS)
 
 
 def pruned(min_prob: float = 0.0, path_prob: float = 0.0) -> TreeConfig:
-    return TreeConfig(kind="dynamic", num_nodes=16, prune=PruneConfig(min_prob=min_prob, path_prob=path_prob))
+    return TreeConfig(
+        kind="dynamic", num_speculative_tokens=16, prune=PruneConfig(min_prob=min_prob, path_prob=path_prob)
+    )

@@ -14,7 +14,7 @@ from workers.config import AcceptanceConfig, DraftConfig, EngineConfig, PruneCon
 from workers.types import Constraints, Rule, SamplingParams, TreeLimits
 
 REJECTION, COUPLED = Speculation(acceptance="rejection"), Speculation(acceptance="coupled")
-TREE = TreeConfig(num_nodes=6, prune=PruneConfig(auto=True, min_prob=0.2, path_prob=0.1))
+TREE = TreeConfig(num_speculative_tokens=6, prune=PruneConfig(auto=True, min_prob=0.2, path_prob=0.1))
 
 
 def draft(method: Any = "eagle3", tree: TreeConfig = TREE, **acceptance: Any) -> DraftConfig:
@@ -62,13 +62,13 @@ def test_the_rule_is_the_requests_where_service_and_temperature_allow_it(
 @pytest.mark.parametrize(
     ("asked", "limits"),
     [
-        ({}, TreeLimits(num_nodes=6, auto=True, min_prob=0.2, path_prob=0.1)),
-        ({"num_tokens": 2}, TreeLimits(num_nodes=2, auto=True, min_prob=0.2, path_prob=0.1)),
-        ({"num_tokens": 0}, TreeLimits(num_nodes=0, auto=True, min_prob=0.2, path_prob=0.1)),
-        ({"num_tokens": 7}, TreeLimits(num_nodes=6, auto=True, min_prob=0.2, path_prob=0.1)),
-        ({"auto": False}, TreeLimits(num_nodes=6, auto=False, min_prob=0.2, path_prob=0.1)),
-        ({"min_prob": 0.0}, TreeLimits(num_nodes=6, auto=True, min_prob=0.0, path_prob=0.1)),
-        ({"path_prob": 0.0}, TreeLimits(num_nodes=6, auto=True, min_prob=0.2, path_prob=0.0)),
+        ({}, TreeLimits(num_speculative_tokens=6, auto=True, min_prob=0.2, path_prob=0.1)),
+        ({"num_speculative_tokens": 2}, TreeLimits(num_speculative_tokens=2, auto=True, min_prob=0.2, path_prob=0.1)),
+        ({"num_speculative_tokens": 0}, TreeLimits(num_speculative_tokens=0, auto=True, min_prob=0.2, path_prob=0.1)),
+        ({"num_speculative_tokens": 7}, TreeLimits(num_speculative_tokens=6, auto=True, min_prob=0.2, path_prob=0.1)),
+        ({"auto": False}, TreeLimits(num_speculative_tokens=6, auto=False, min_prob=0.2, path_prob=0.1)),
+        ({"min_prob": 0.0}, TreeLimits(num_speculative_tokens=6, auto=True, min_prob=0.0, path_prob=0.1)),
+        ({"path_prob": 0.0}, TreeLimits(num_speculative_tokens=6, auto=True, min_prob=0.2, path_prob=0.0)),
         ({"enabled": False}, None),
     ],
 )

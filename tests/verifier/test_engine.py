@@ -17,14 +17,16 @@ from workers.types import Constraints, SamplingParams
 
 torch.set_num_threads(1)
 
-CHAIN_3 = TreeConfig(kind="chain", num_nodes=3)
+CHAIN_3 = TreeConfig(kind="chain", num_speculative_tokens=3)
 TREES = {
     "chain": CHAIN_3,
     "static": TreeConfig(
-        kind="static", num_nodes=7, static_paths=((0,), (1,), (0, 0), (0, 1), (0, 2), (1, 0), (0, 0, 0))
+        kind="static", num_speculative_tokens=7, static_paths=((0,), (1,), (0, 0), (0, 1), (0, 2), (1, 0), (0, 0, 0))
     ),
-    "dynamic": TreeConfig(num_nodes=12, max_depth=5, max_children=4),
-    "pruned": TreeConfig(num_nodes=12, max_depth=5, max_children=4, prune=PruneConfig(min_prob=0.2, path_prob=0.05)),
+    "dynamic": TreeConfig(num_speculative_tokens=12, max_depth=5, max_children=4),
+    "pruned": TreeConfig(
+        num_speculative_tokens=12, max_depth=5, max_children=4, prune=PruneConfig(min_prob=0.2, path_prob=0.05)
+    ),
 }
 SPECULATIONS = [(None, TreeConfig()), *(("eagle3", tree) for tree in TREES.values()), ("draft_model", TREES["dynamic"])]
 IDS = ["plain", *TREES, "draft model"]
@@ -66,7 +68,7 @@ def test_higher_thresholds_verify_fewer_nodes_and_change_no_token():
     language, params = RandomLanguage(error=0.5), SamplingParams(temperature=0.8, seed=11)
     tokens, verified = [], []
     for threshold in (0.0, 0.15, 0.3, 0.6):
-        tree = TreeConfig(num_nodes=16, prune=PruneConfig(min_prob=threshold, path_prob=threshold))
+        tree = TreeConfig(num_speculative_tokens=16, prune=PruneConfig(min_prob=threshold, path_prob=threshold))
         with Bench(language, "eagle3", tree) as bench:
             answer = bench.ask([1, 2, 3], 60, params)
             tokens.append(answer.tokens)
@@ -135,7 +137,9 @@ def test_a_stop_token_at_the_length_limit_is_a_stop():
 
 @pytest.mark.parametrize("num_nodes", [1, 3, 10])
 def test_the_context_is_filled_to_its_last_position(num_nodes):
-    with Bench(Counting(128), "eagle3", TreeConfig(kind="chain", num_nodes=num_nodes), max_model_len=100) as bench:
+    with Bench(
+        Counting(128), "eagle3", TreeConfig(kind="chain", num_speculative_tokens=num_nodes), max_model_len=100
+    ) as bench:
         answer = bench.ask(list(range(20)), 80, ignore_eos=True)
         assert answer.tokens == list(range(20, 100))
 
@@ -238,14 +242,14 @@ def test_a_request_may_switch_speculation_off():
 @pytest.mark.parametrize(("asked", "nodes"), [(0, 0), (2, 2), (9, 3), (None, 3)])
 def test_a_request_narrows_the_servers_tree_but_never_widens_it(asked, nodes):
     with Bench(Counting(), "eagle3", CHAIN_3) as bench:
-        answer = bench.ask([1], 20, speculation=Speculation(num_tokens=asked))
+        answer = bench.ask([1], 20, speculation=Speculation(num_speculative_tokens=asked))
         assert answer.tokens == list(range(2, 22))
         assert max(int(r.num_nodes_B) for r in bench.drafter.requests) == nodes
 
 
 def test_a_request_brings_its_own_thresholds():
     prune = PruneConfig(min_prob=0.25, path_prob=0.5)
-    with Bench(Counting(), "eagle3", TreeConfig(kind="chain", num_nodes=3, prune=prune)) as bench:
+    with Bench(Counting(), "eagle3", TreeConfig(kind="chain", num_speculative_tokens=3, prune=prune)) as bench:
         bench.ask([1], 6)
         bench.ask([1], 6, speculation=Speculation(min_prob=0.0, path_prob=0.75))
         limits = {(float(r.min_prob_B), float(r.path_prob_B)) for r in bench.drafter.requests}
@@ -267,7 +271,7 @@ def test_a_draft_that_knows_the_target_is_accepted_whole_under_constraints(const
     """The drafter hears of the constraints, and of whom: the request before this one is fed and gets no tree."""
     language, params = RandomLanguage(vocab=8, error=0.0), SamplingParams(temperature=temperature, seed=5)
     with Bench(language, "eagle3", CHAIN_3, eos_token_ids=(7,)) as bench:
-        bench.submit([7], 60, params, speculation=Speculation(num_tokens=0), ignore_eos=True)
+        bench.submit([7], 60, params, speculation=Speculation(num_speculative_tokens=0), ignore_eos=True)
         own = bench.submit([5, 6], 60, replace(params, constraints=constraints), ignore_eos=True)
         bench.run()
         assert all(request.num_nodes_B.tolist()[0] == 0 for request in bench.drafter.requests)
@@ -333,7 +337,7 @@ def test_drafted_and_plain_requests_share_a_batch():
     language = RandomLanguage()
     with Bench(language, "eagle3", TREES["dynamic"]) as bench:
         ids = [
-            bench.submit([3 + i], 25, PARAMS[1], speculation=Speculation(enabled=i % 2 == 1, num_tokens=i))
+            bench.submit([3 + i], 25, PARAMS[1], speculation=Speculation(enabled=i % 2 == 1, num_speculative_tokens=i))
             for i in range(6)
         ]
         bench.run()
@@ -419,7 +423,7 @@ def test_a_chunk_tells_which_of_its_tokens_were_drafted():
 
 
 def test_a_step_whose_every_node_was_pruned_is_no_draft():
-    tree = TreeConfig(kind="chain", num_nodes=3, prune=PruneConfig(min_prob=1.0))
+    tree = TreeConfig(kind="chain", num_speculative_tokens=3, prune=PruneConfig(min_prob=1.0))
     with Bench(RandomLanguage(), "eagle3", tree) as bench:
         stats = bench.ask([5, 6], 20, SamplingParams(seed=3)).last.stats
         assert (stats.num_drafts, stats.num_verified_tokens) == (0, 0) < (1, stats.num_draft_tokens)
@@ -527,7 +531,7 @@ def test_a_crowd_of_random_requests_with_aborts_leave_every_page_free(method, tr
                     temperature=rng.choice([0.0, 0.8, 1.0]), top_p=rng.choice([1.0, 0.9]), seed=rng.getrandbits(64)
                 )
                 speculation = Speculation(
-                    enabled=rng.random() < 0.8, num_tokens=rng.choice([None, None, 0, 1, 4]),
+                    enabled=rng.random() < 0.8, num_speculative_tokens=rng.choice([None, None, 0, 1, 4]),
                     min_prob=rng.choice([None, 0.3]), path_prob=rng.choice([None, 0.1]),
                 )  # fmt: skip
                 max_tokens = rng.randint(1, 30)

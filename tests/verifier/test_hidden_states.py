@@ -61,7 +61,7 @@ def test_more_than_there_is_room_for_is_a_mistake():
 
 
 def test_how_many_wait_follows_the_limits():
-    draft = DraftConfig(method="eagle3", model_path="", tree=TreeConfig(num_nodes=16))
+    draft = DraftConfig(method="eagle3", model_path="", tree=TreeConfig(num_speculative_tokens=16))
     config = EngineConfig(model_path="", max_num_seqs=64, max_num_batched_tokens=2048, page_size=16, draft=draft)
     assert (max_backlog(config), max_message_rows(config)) == (256, 2048 + 64)
     assert most_waiting(config) == 64 * (256 + 17) + 2 * (2048 + 64)
@@ -78,7 +78,7 @@ def test_whatever_waits_fits(seed, monkeypatch):
     monkeypatch.setattr(draft_inputs, "_MAX_BACKLOG", 6)
     share = (0.0, 0.02, 0.2, 0.5)[seed]
     monkeypatch.setattr(Controller, "_choose", lambda self, auto, *_: [r for r in auto if rng.random() < share])
-    tree = TreeConfig(kind="dynamic", num_nodes=3, max_depth=2, prune=PruneConfig(auto=True))
+    tree = TreeConfig(kind="dynamic", num_speculative_tokens=3, max_depth=2, prune=PruneConfig(auto=True))
     with Bench(RandomLanguage(error=0.3), "eagle3", tree, 40, max_num_seqs=8, max_num_batched_tokens=20) as b:
         waiting = b.target.waiting
         assert waiting is not None
@@ -144,7 +144,9 @@ def test_what_is_due_is_fed_first_and_nobody_changes_places():
 def test_the_row_behind_a_shared_prefix_waits_for_the_rest_of_its_prompt():
     """Before anything of its own is computed, a request could be fed one row: a message that is saved."""
     config = EngineConfig(model_path="", draft=DraftConfig(method="eagle3", model_path="", tree=TreeConfig()))
-    request = Request(Submit(id=0, prompt=[1] * 40, max_tokens=9), Rule.COUPLED, TreeLimits(num_nodes=3), 1)
+    request = Request(
+        Submit(id=0, prompt=[1] * 40, max_tokens=9), Rule.COUPLED, TreeLimits(num_speculative_tokens=3), 1
+    )
     request.num_computed = request.num_fed = 16
     assert next_input(request, config) is None
     request.num_computed = 20
@@ -192,7 +194,7 @@ def test_small_steps_add_up_to_what_may_be_in_memory_uncounted(monkeypatch):
 
 
 def _owed(name: str, count: int) -> Request:
-    limits = TreeLimits(num_nodes=3, auto=name != "insists", min_prob=0.0, path_prob=0.0)
+    limits = TreeLimits(num_speculative_tokens=3, auto=name != "insists", min_prob=0.0, path_prob=0.0)
     request = Request(Submit(id=0, prompt=[1] * 20, max_tokens=9), Rule.COUPLED, limits, 0)
     request.num_computed, request.num_fed = 19, 20 - count
     return request

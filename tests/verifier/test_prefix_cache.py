@@ -23,12 +23,12 @@ from workers.types import SamplingParams
 torch.set_num_threads(1)
 
 TREES = {
-    "chain": TreeConfig(kind="chain", num_nodes=3),
+    "chain": TreeConfig(kind="chain", num_speculative_tokens=3),
     "static": TreeConfig(
-        kind="static", num_nodes=7, static_paths=((0,), (1,), (0, 0), (0, 1), (0, 2), (1, 0), (0, 0, 0))
+        kind="static", num_speculative_tokens=7, static_paths=((0,), (1,), (0, 0), (0, 1), (0, 2), (1, 0), (0, 0, 0))
     ),
-    "dynamic": TreeConfig(num_nodes=12, max_depth=5, max_children=4),
-    "small": TreeConfig(num_nodes=5, max_depth=2, max_children=3),
+    "dynamic": TreeConfig(num_speculative_tokens=12, max_depth=5, max_children=4),
+    "small": TreeConfig(num_speculative_tokens=5, max_depth=2, max_children=3),
 }
 KINDS = [(None, "chain"), ("eagle3", "dynamic"), ("draft_model", "static")]
 OFF = Speculation(enabled=False)
@@ -330,7 +330,7 @@ def test_ten_thousand_steps_of_coming_and_going_lose_no_page_and_mix_nothing_up(
             if len(bench.open) < 8 and rng.random() < 0.3:
                 prompt = rng.choice(texts)[: rng.randint(1, 60)] + [rng.randrange(24) for _ in range(rng.randint(0, 6))]
                 params = SamplingParams(temperature=rng.choice([0.0, 0.0, 1.0]), seed=rng.getrandbits(32))
-                speculation = rng.choice([Speculation(), Speculation(num_tokens=2), OFF])
+                speculation = rng.choice([Speculation(), Speculation(num_speculative_tokens=2), OFF])
                 if rng.random() < 0.2:
                     speculation = replace(speculation, acceptance="rejection")
                 salt = "a grain" if rng.random() < 0.1 else None

@@ -26,7 +26,7 @@ def request(
     id: int, prompt: int = 10, max_tokens: int = 20, computed: int = 0, output: int = 0, pages: int = 0, nodes: int = 3
 ) -> Request:
     """A request that holds so many pages; 0 nodes: it is never drafted for."""
-    limits = TreeLimits(num_nodes=nodes) if nodes else None
+    limits = TreeLimits(num_speculative_tokens=nodes) if nodes else None
     made = Request(Submit(id=id, prompt=[1] * prompt, max_tokens=max_tokens), Rule.COUPLED, limits, 1)
     made.num_computed = computed
     made.tokens += [2] * output

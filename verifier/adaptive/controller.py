@@ -180,7 +180,7 @@ class Controller:
         num_levels, nodes_run = self._growth.mean
         count_K = np.arange(len(ranked) + 1)
         trees_K = count_K + len(others)
-        nodes_K = sum(r.limits.num_nodes for r in others if r.limits) + count_K * num_nodes
+        nodes_K = sum(r.limits.num_speculative_tokens for r in others if r.limits) + count_K * num_nodes
         fed_K = np.cumsum([sum(map(self._rows_per_step, others)), *map(self._rows_per_step, ranked)])
         work_K = DraftWork(messages=1, rows_fed=fed_K, levels=num_levels - 1, nodes_run=nodes_run * trees_K)
         draft_ms_K = self._costs.draft_ms(work_K) * (trees_K > 0)

@@ -177,7 +177,7 @@ class CostModel:
 
     def verify_ms_of(self, step: Step) -> Callable[[int, int], float]:
         """`verify_ms` as a function of plain numbers (nodes, trees), for many calls."""
-        most = sum(r.limits.num_nodes for r in step.decode if r.limits)
+        most = sum(r.limits.num_speculative_tokens for r in step.decode if r.limits)
         table_ms_N = self._table_up_to(_num_rows(step), most)
         prefill_ms, cost = self.prefill_ms(step), self._verify_cost
         return lambda num_nodes, num_trees: cost.ms(table_ms_N[num_nodes], num_trees) - prefill_ms

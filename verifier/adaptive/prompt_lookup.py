@@ -173,7 +173,7 @@ class PromptLookup:
         candidates = {}
         for request in requests:
             assert request.limits is not None
-            most = min(request.limits.num_nodes, depth_of(request))
+            most = min(request.limits.num_speculative_tokens, depth_of(request))
             if most > 0 and (draft := self._draft(request, most)):
                 candidates[request] = draft
         able = [(request, draft) for request, draft in candidates.items() if draft.weights]

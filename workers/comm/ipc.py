@@ -30,7 +30,7 @@ class Speculation:
     """One request's `speculative` object; None = the server's setting."""
 
     enabled: bool = True
-    num_tokens: int | None = None
+    num_speculative_tokens: int | None = None
     auto: bool | None = None
     min_prob: float | None = None
     path_prob: float | None = None

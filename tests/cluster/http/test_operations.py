@@ -165,7 +165,7 @@ def test_health_metrics_version_and_info(http: httpx2.Client) -> None:
     assert http.get("/version").json()["version"]
     info = http.get("/server_info").json()
     assert info["topology"][0]["role"] == "verifier 0"
-    assert info["config"]["draft"]["tree"]["num_nodes"] == CONFIG.draft.tree.num_nodes
+    assert info["config"]["draft"]["tree"]["num_speculative_tokens"] == CONFIG.draft.tree.num_speculative_tokens
 
 
 def test_the_metrics_have_vllm_s_stems(own: Callable[..., FakeService]) -> None:

@@ -12,7 +12,7 @@ from secateur.protocol import ChatCompletionRequest, CompletionRequest
 from workers.comm.ipc import Speculation, Submit
 from workers.types import Constraints
 
-LIMITS = RequestLimits(max_model_len=100, vocab_size=50, num_draft_tokens=16, eos_token_ids=(0,))
+LIMITS = RequestLimits(max_model_len=100, vocab_size=50, num_speculative_tokens=16, eos_token_ids=(0,))
 
 
 def submit(prompt_length: int = 1, *, bad_words: Any = (), **fields: Any) -> Submit:
@@ -174,7 +174,7 @@ def test_a_single_token_of_room_is_room() -> None:
 
 
 def test_a_request_may_ask_for_the_largest_tree_and_no_larger() -> None:
-    assert submit(speculative={"num_speculative_tokens": 16}).speculation.num_tokens == 16
+    assert submit(speculative={"num_speculative_tokens": 16}).speculation.num_speculative_tokens == 16
     with pytest.raises(BadRequest, match="17 is more than this service's 16"):
         submit(speculative={"num_speculative_tokens": 17})
 
@@ -188,4 +188,4 @@ def test_what_does_not_fit_says_so_by_code() -> None:
 def test_asking_for_drafts_without_a_drafter_is_told_plainly() -> None:
     request = CompletionRequest(prompt="x", speculative={"num_speculative_tokens": 2})  # type: ignore[arg-type]
     with pytest.raises(BadRequest, match="^speculative: this service runs without a drafter; leave it out$"):
-        submit_from(request, [1], id=1, seed=5, limits=replace(LIMITS, num_draft_tokens=0))
+        submit_from(request, [1], id=1, seed=5, limits=replace(LIMITS, num_speculative_tokens=0))

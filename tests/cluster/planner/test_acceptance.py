@@ -74,7 +74,9 @@ def test_lengths_grow_by_less_and_less_and_stop_where_there_is_no_room() -> None
 
 def test_a_chain_adds_up_products_and_is_cut_at_nothing_but_its_length() -> None:
     table = AcceptanceTable(probabilities=((0.8, 0.1), (0.5, 0.2), (0.5, 0.2)))
-    assert curve(table, drafter("chain", num_nodes=3), 0.0, 0)[:5].tolist() == pytest.approx([0, 0.8, 1.2, 1.4, 1.4])
+    assert curve(table, drafter("chain", num_speculative_tokens=3), 0.0, 0)[:5].tolist() == pytest.approx(
+        [0, 0.8, 1.2, 1.4, 1.4]
+    )
 
 
 def test_a_dynamic_tree_keeps_to_its_depth_and_children() -> None:
@@ -85,7 +87,7 @@ def test_a_dynamic_tree_keeps_to_its_depth_and_children() -> None:
 
 def test_a_static_tree_is_cut_in_its_own_order() -> None:
     table = AcceptanceTable(probabilities=((0.6, 0.2, 0.1),) * 4)
-    found = curve(table, drafter("static", num_nodes=9, static_paths=STATIC_PATHS), 0.0, 0)
+    found = curve(table, drafter("static", num_speculative_tokens=9, static_paths=STATIC_PATHS), 0.0, 0)
     for count in range(10):
         assert found[count] == pytest.approx(expected_accepted(STATIC_PATHS[:count], table.probabilities))
     assert found[63] == found[9]

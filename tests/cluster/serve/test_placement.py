@@ -315,7 +315,7 @@ def test_the_door_and_the_engine_agree_on_the_largest_tree() -> None:
 def test_a_tree_is_carried_over() -> None:
     spec = draft_args(speculative_token_tree="[(0,), (1,), (0, 0)]", speculative_tree_prune_threshold=0.25)
     tree = engine_config(args(**spec)).draft.tree
-    assert (tree.kind, tree.num_nodes, tree.max_depth) == ("static", 3, 2)
+    assert (tree.kind, tree.num_speculative_tokens, tree.max_depth) == ("static", 3, 2)
     assert tree.longest_path == 2
     assert tree.static_paths == ((0,), (1,), (0, 0))
     assert (tree.prune.min_prob, tree.prune.path_prob) == (0.25, 0.25)

@@ -201,7 +201,7 @@ def test_a_static_tree_is_cut_to_a_depth(depth):
 
 def test_a_chain_is_a_static_tree_and_reaches_63_nodes():
     ask = Ask(num_nodes=63, max_depth=63)
-    batch = grown(ask, make_shape(TreeConfig(kind="chain", num_nodes=63)))
+    batch = grown(ask, make_shape(TreeConfig(kind="chain", num_speculative_tokens=63)))
     assert batch.parent_N.tolist() == list(range(-1, 63))
     assert batch.ancestors_N[-1] == -1  # all 64 bits
     assert_well_formed(batch, [ask])
@@ -426,7 +426,7 @@ def test_children_are_ranked_by_the_noise_the_verifier_will_use():
     """With the target's own logits the first child of every node is the token the target draws there."""
     params = SamplingParams(temperature=1.0, seed=77)
     ask = Ask(num_nodes=4, max_depth=4, params=params, model=9, index=31)
-    path = oracles.paths_of(grown(ask, make_shape(TreeConfig(kind="chain", num_nodes=4))))[-1]
+    path = oracles.paths_of(grown(ask, make_shape(TreeConfig(kind="chain", num_speculative_tokens=4))))[-1]
     for depth in range(4):
         scores = model_logits(9, path[:depth]) + [oracles.gumbel(77, 31 + depth, token) for token in range(V)]
         assert path[depth] == scores.argmax()

@@ -41,7 +41,7 @@ CONFIG = EngineConfig(
     draft=DraftConfig(
         method="eagle3",
         model_path="fake",
-        tree=TreeConfig(num_nodes=NODES, max_depth=DEPTH, max_children=CHILDREN),
+        tree=TreeConfig(num_speculative_tokens=NODES, max_depth=DEPTH, max_children=CHILDREN),
     ),
     max_num_seqs=5,
     max_model_len=64,

@@ -34,7 +34,7 @@ from workers.types import AttentionMetadata, Constraints, DraftRequest, Rule, Sa
 pytest.importorskip("triton")
 torch.set_num_threads(1)
 
-PAGE, TREE = 16, TreeConfig(num_nodes=14, max_depth=4, max_children=2)
+PAGE, TREE = 16, TreeConfig(num_speculative_tokens=14, max_depth=4, max_children=2)
 """As many nodes as three levels may have, so that a search level by level never lacks rows."""
 CONFIG = bundled(TREE, max_num_seqs=3, max_model_len=64)
 SAMPLING = [

@@ -42,7 +42,7 @@ def timed(row: float, most: int = 512) -> RowCosts:
 
 
 def requests(count: int, num_nodes: int = 63) -> list[Request]:
-    limits = TreeLimits(num_nodes=num_nodes, auto=True)
+    limits = TreeLimits(num_speculative_tokens=num_nodes, auto=True)
     found = [Request(Submit(id=n, prompt=[1], max_tokens=64), Rule.COUPLED, limits, 0) for n in range(count)]
     for request in found:
         request.append([2])
@@ -61,7 +61,9 @@ def measuring(row_costs: RowCosts) -> Controller:
 def budget(verify: RowCosts, count: int) -> Budget:
     """What the drafter is told when so many requests decode and its own work is free."""
     decode = requests(count)
-    inputs = {request: DraftInput([1], request.limits.num_nodes, 8) for request in decode if request.limits}
+    inputs = {
+        request: DraftInput([1], request.limits.num_speculative_tokens, 8) for request in decode if request.limits
+    }
     calibration_D2 = np.array([[1.0, 0.0]], dtype=np.float32)
     sent = CostModel(verify, None).for_drafter(inputs, step_of(decode), calibration_D2, is_probe=False)
     return Budget(replace(sent, draft_ms_3=torch.zeros(3)))

@@ -30,7 +30,7 @@ from workers.types import DraftReply, Rule, SamplingParams, TreeLimits, Verdict
 
 torch.set_num_threads(1)
 
-TREE = TreeConfig(kind="dynamic", num_nodes=7, max_depth=3, prune=PruneConfig(auto=True))
+TREE = TreeConfig(kind="dynamic", num_speculative_tokens=7, max_depth=3, prune=PruneConfig(auto=True))
 
 
 # ---- the engine
@@ -122,7 +122,7 @@ def decoding(count: int, num_prompt: int = 9, **limits: Any) -> list[Request]:
     requests = []
     for n in range(count):
         submit = Submit(id=n, prompt=[1] * num_prompt, max_tokens=64)
-        request = Request(submit, Rule.COUPLED, TreeLimits(num_nodes=16, auto=True, **limits), 0)
+        request = Request(submit, Rule.COUPLED, TreeLimits(num_speculative_tokens=16, auto=True, **limits), 0)
         request.append([2])
         request.num_computed, request.num_fed = request.root, request.root
         requests.append(request)

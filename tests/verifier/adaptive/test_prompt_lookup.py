@@ -26,7 +26,7 @@ torch.set_num_threads(1)
 
 def request_of(text: list[int], temperature: float = 0.0, **limits: float) -> Request:
     submit = Submit(id=0, prompt=text, max_tokens=64, sampling=SamplingParams(temperature=temperature))
-    return Request(submit, Rule.COUPLED, TreeLimits(num_nodes=16, auto=True, **limits), 0)
+    return Request(submit, Rule.COUPLED, TreeLimits(num_speculative_tokens=16, auto=True, **limits), 0)
 
 
 def free(num_nodes: int, num_trees: int) -> float:
@@ -84,7 +84,7 @@ def test_a_draft_goes_round_where_the_text_repeats_itself():
 def test_a_draft_is_no_longer_than_allowed():
     request = request_of([4, 1, 2, 3, 1, 2, 3])
     assert [len(looked_up(request, PromptLookup(), most)) for most in (0, 1, 3)] == [0, 1, 3]
-    few = replace(request.limits, num_nodes=2)
+    few = replace(request.limits, num_speculative_tokens=2)
     request.limits = few
     assert looked_up(request, PromptLookup()) == [1, 2]
 
@@ -190,7 +190,9 @@ def test_nothing_is_verified_for_less_than_the_margin():
 # ---- the engine
 
 NO_DRAFTER = SimulatedCosts(step_ms=10, row_ms=0.01, draft_ms=1e9)
-TREE = TreeConfig(kind="dynamic", num_nodes=7, max_depth=5, prune=PruneConfig(auto=True, simulated_costs=NO_DRAFTER))
+TREE = TreeConfig(
+    kind="dynamic", num_speculative_tokens=7, max_depth=5, prune=PruneConfig(auto=True, simulated_costs=NO_DRAFTER)
+)
 LOOP = [*range(8), *range(8), 0, 1]  # what `Counting(8)` goes on with is what was there before
 
 
@@ -243,7 +245,9 @@ def test_nothing_is_copied_for_who_did_not_ask_for_it(speculation, monkeypatch):
 def test_requests_may_allow_trees_of_different_size():
     with Bench(Counting(8), "eagle3", TREE) as b:
         for num_tokens in (1, 7, 2):
-            answer = b.ask(LOOP, 12, SamplingParams(temperature=0.0), speculation=Speculation(num_tokens=num_tokens))
+            answer = b.ask(
+                LOOP, 12, SamplingParams(temperature=0.0), speculation=Speculation(num_speculative_tokens=num_tokens)
+            )
             assert answer.tokens == [(2 + n) % 8 for n in range(12)]
             assert 1 < max(len(step.sample_row_R) for step in b.target.steps[-3:]) <= 1 + num_tokens
 

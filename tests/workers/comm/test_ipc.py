@@ -36,7 +36,7 @@ MESSAGES = [
         sampling=SamplingParams(temperature=0.7, top_k=3, top_p=0.9, min_p=0.05, seed=2**64 - 1),
         stop_token_ids=[4, 5],
         ignore_eos=True,
-        speculation=Speculation(enabled=False, num_tokens=0, min_prob=0.1, path_prob=0.0),
+        speculation=Speculation(enabled=False, num_speculative_tokens=0, min_prob=0.1, path_prob=0.0),
     ),
     Abort(id=3),
     StepOutput(chunks=[], stats=EngineStats()),

@@ -338,7 +338,7 @@ def runner(folder: Path) -> Iterator[Runner]:
         prompt_lookup_min=1,
         prompt_lookup_max=3,
         placement="colocated",
-        tree=TreeConfig(num_nodes=8, max_depth=4, max_children=4),
+        tree=TreeConfig(num_speculative_tokens=8, max_depth=4, max_children=4),
     )
     config = EngineConfig(
         model_path=str(folder / "qwen3-moe"), draft=draft, max_model_len=128, max_num_seqs=4, step_timeout_s=120.0
