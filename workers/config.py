@@ -1,19 +1,21 @@
-"""Engine configuration: what a worker process is told once, at the door.
+"""Engine configuration: the settings that every worker process receives once, at start-up.
 
-`secateur.config` validates what users type; `cluster.convert` turns it into these frozen dataclasses; they travel to
-every process as JSON (`to_json` / `from_json`) and are passed down as the part each piece needs.
+`secateur.config` validates what users write, and `cluster.convert` turns it into these frozen dataclasses. They travel
+to every process as JSON (`to_json` and `from_json`), and each component gets only the part that it needs.
 """
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Literal
+
+from pydantic import TypeAdapter
 
 MAX_TREE_NODES = 64
-"""Rows of one request's tree, root included: ancestors are one 64-bit mask per node."""
+"""Maximum number of nodes in a request's tree, root included: ancestors are stored as one 64-bit mask per node."""
 START_TIMEOUT_S = 3600.0
-"""From starting an engine until it serves: a large checkpoint is read from a cold disk within the first collectives."""
+"""Timeout from starting an engine until it serves. Reading a large checkpoint from a cold disk falls within it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,8 +29,18 @@ class SimulatedCosts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PruneConfig:
-    """Dynamic pruning. Thresholds: 0.0 switches one off, a value equal to it is kept.
+class PruneThresholds:
+    """Thresholds of dynamic pruning. 0.0 disables one; a node whose probability equals a threshold is kept."""
+
+    min_prob: float = 0.0
+    """A node is expanded only if its most likely next token has at least this draft probability."""
+    path_prob: float = 0.0
+    """A node is expanded only if the draft probabilities along its path multiply to at least this value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PruneConfig(PruneThresholds):
+    """Dynamic pruning of draft trees.
 
     `auto` chooses budgets from calibrated acceptance probabilities and costs, within the thresholds. Only `auto` uses
     `prompt_lookup` (it may also draft by copying earlier text, at no cost) and `simulated_costs` (None = measured).
@@ -37,13 +49,11 @@ class PruneConfig:
     auto: bool = False
     prompt_lookup: bool = True
     simulated_costs: SimulatedCosts | None = None
-    min_prob: float = 0.0
-    path_prob: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeConfig:
-    """The shape a draft tree may take. `num_speculative_tokens` and `max_depth` exclude the root."""
+    """The shape of draft trees. `num_speculative_tokens` and `max_depth` exclude the root."""
 
     kind: Literal["dynamic", "chain", "static"] = "dynamic"
     num_speculative_tokens: int = 16
@@ -55,7 +65,7 @@ class TreeConfig:
 
     @property
     def longest_path(self) -> int:
-        """Tokens that can be accepted of one tree at most; no tree of this shape is deeper."""
+        """Depth of the deepest tree of this shape, and so the most draft tokens that a step can accept."""
         match self.kind:
             case "dynamic":
                 return self.max_depth
@@ -67,26 +77,26 @@ class TreeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcceptanceConfig:
-    """The service's acceptance rule; a request may choose its own kind and switch its draft probabilities off."""
+    """The service's acceptance rule. A request may choose another kind and disable draft probabilities."""
 
     kind: Literal["coupled", "rejection"] = "coupled"
     rejection_method: Literal["traversal", "recursive"] = "traversal"
     sample_method: Literal["probabilistic", "hybrid", "greedy"] = "probabilistic"
     draft_probs: bool = True
     min_temperature: float = 0.3
-    """Below it `rejection` drafts the most likely tokens instead of sampling."""
+    """Below this temperature, `rejection` drafts the most likely tokens instead of sampling."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftConfig:
-    """The drafter: where its weights are, over how many ranks it is split, and the trees it grows."""
+    """The drafter: its weights, its ranks and the trees that it grows."""
 
     method: Literal["ngram", "draft_model", "eagle", "eagle3", "mtp"]
     model_path: str
-    """The drafter's checkpoint; the target's own for MTP, whose heads lie in it; empty for n-gram lookup."""
+    """The drafter's checkpoint: for MTP the target's, which contains the heads; for n-gram lookup empty."""
     prompt_lookup_min: int = 0
     prompt_lookup_max: int = 0
-    """N-gram lookup only: shortest and longest match, in tokens."""
+    """Shortest and longest match in tokens, for n-gram lookup only."""
     tensor_parallel_size: int = 1
     placement: Literal["dedicated", "colocated"] = "dedicated"
     tree: TreeConfig = TreeConfig()
@@ -94,7 +104,7 @@ class DraftConfig:
 
     @property
     def reads_features(self) -> bool:
-        """Whether each fed token comes with the target's feature of the token before it."""
+        """True if each input token comes with the target's hidden state of the token before it."""
         return self.method in ("eagle", "eagle3", "mtp")
 
 
@@ -114,67 +124,65 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048
     page_size: int = 16
     num_pages: int | None = None
-    """KV pages per pool; None = as many as memory allows, and no more than can ever be used."""
+    """KV pages per pool. None means as many as memory allows, up to the number that can ever be used."""
     enable_prefix_caching: bool = True
     memory_utilization: float = 0.9
     eos_token_ids: tuple[int, ...] = ()
     kernels: Literal["auto", "torch", "triton"] = "auto"
-    """auto: Triton on CUDA, torch on CPU."""
+    """`auto` selects Triton on CUDA and torch on CPU."""
     enforce_eager: bool = False
-    """On CUDA: launch every kernel by itself instead of replaying captured graphs."""
+    """On CUDA, launch every kernel separately instead of replaying captured graphs."""
     step_timeout_s: float = 60.0
-    """A rank that owes its group's leader an answer, and is silent for this long, is lost."""
+    """A rank is considered lost when its group's leader has waited this long for its answer."""
     draft: DraftConfig | None = None
 
     @property
     def idle_timeout_s(self) -> float:
-        """A rank that waits for its next message gives its sender up after this long. The sender may honestly take long
-        over work of its own: rank 0 over a prompt chunk on a CPU, or over its start-up profile."""
+        """How long a rank waits for its next message before it considers the sender lost.
+
+        It is ten times `step_timeout_s`, because the sender may be busy: rank 0 with a prompt chunk on a CPU, or with
+        its start-up profile.
+        """
         return 10 * self.step_timeout_s
 
     @property
     def draft_ranks(self) -> int:
+        """Number of drafter ranks."""
         return self.draft.tensor_parallel_size if self.draft else 0
 
     @property
     def world_size(self) -> int:
+        """Number of ranks, verifier and drafter together."""
         return self.tensor_parallel_size + self.draft_ranks
 
     @property
     def has_host_link(self) -> bool:
-        """Whether messages between verifier 0 and drafter 0 pass through host memory: on CPU, and where the two share a
-        device. NCCL refuses such ranks; a host id each would persuade it to use sockets, and keep a tensor-parallel
-        group apart."""
+        """True if messages between verifier 0 and drafter 0 pass through host memory: on CPU or on a shared device.
+
+        NCCL refuses two ranks on one device. Separate host ids would make it fall back to sockets, but would also
+        split a tensor-parallel group.
+        """
         return self.device == "cpu" or (self.draft is not None and self.draft.placement == "colocated")
 
     @property
     def tree_rows(self) -> int:
-        """Most rows one request can have in a verification step, root included."""
+        """Maximum number of rows of one request in a verification step, root included."""
         return 1 + (self.draft.tree.num_speculative_tokens if self.draft else 0)
 
     def pages_for(self, num_tokens: int) -> int:
-        """KV pages of one request with so many tokens and a tree behind them."""
+        """Number of KV pages for a request of `num_tokens` tokens followed by a tree."""
         return -(-(num_tokens + self.tree_rows) // self.page_size)
 
     def role_of(self, rank: int) -> str:
-        """Name of a world rank for logs and errors, e.g. "verifier 0" or "drafter 1"."""
+        """Name of a world rank in logs and errors, e.g. "verifier 0" or "drafter 1"."""
         tp = self.tensor_parallel_size
         return f"verifier {rank}" if rank < tp else f"drafter {rank - tp}"
 
     def to_json(self) -> str:
+        """Serialize for another process."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def from_json(text: str) -> EngineConfig:
-        raw: dict[str, Any] = json.loads(text)
-        draft = raw.pop("draft")
-        if draft is not None:
-            tree = draft.pop("tree")
-            prune = tree["prune"]
-            simulated_costs = SimulatedCosts(**prune["simulated_costs"]) if prune["simulated_costs"] else None
-            tree["prune"] = PruneConfig(**prune | {"simulated_costs": simulated_costs})
-            tree["static_paths"] = tuple(tuple(path) for path in tree["static_paths"])
-            acceptance = AcceptanceConfig(**draft.pop("acceptance"))
-            draft = DraftConfig(**draft, tree=TreeConfig(**tree), acceptance=acceptance)
-        raw["eos_token_ids"] = tuple(raw["eos_token_ids"])
-        return EngineConfig(**raw, draft=draft)
+        """Parse the result of `to_json`."""
+        return TypeAdapter(EngineConfig).validate_json(text)

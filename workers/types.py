@@ -18,6 +18,8 @@ import torch
 from numpy.typing import DTypeLike
 from torch import Tensor
 
+from workers.config import PruneThresholds
+
 
 class NodeKind(IntEnum):
     """How a node's own token was chosen; decides which acceptance rule may touch it.
@@ -205,13 +207,11 @@ def as_signed64(value: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TreeLimits:
-    """What one request allows its trees: the server's TreeConfig narrowed by the request's `speculative` object."""
+class TreeLimits(PruneThresholds):
+    """Limits of one request's trees: the server's TreeConfig narrowed by the request's `speculative` object."""
 
     num_speculative_tokens: int
-    min_prob: float = 0.0
-    path_prob: float = 0.0
-    auto: bool = False  # budgets follow calibrated survival and measured costs
+    auto: bool = False  # `auto` chooses node budgets from calibrated acceptance probabilities and measured costs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
