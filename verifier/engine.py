@@ -240,7 +240,7 @@ class Engine:
         num_decode, num_tree_rows = len(step.decode), len(drafts.trees.token_N)
         for row, (request, own) in enumerate(zip(finishing, said[num_decode:], strict=True), start=num_tree_rows):
             self._stats.prompt_tokens += request.num_prompt
-            self._append(request, own, [row])
+            self._append(request, own, [row], is_copied=False)
         for (request, rows), own, is_copied in zip(
             computed[len(step.prefill) :], said[:num_decode], drafts.copied, strict=True
         ):
@@ -307,7 +307,7 @@ class Engine:
         for request in requests:
             self._prefixes.publish(request, settled.get(request, request.num_computed))
 
-    def _append(self, request: Request, said: _Said, rows: list[int], *, is_copied: bool = False) -> None:
+    def _append(self, request: Request, said: _Said, rows: list[int], *, is_copied: bool) -> None:
         """Commits tokens, drawn at these sampled rows; releases a finished request."""
         kept, asked = said.tokens, request.submit.sampling.num_logprobs
         request.append(kept)
