@@ -16,16 +16,16 @@ from drafter.proposers.base import (
     DraftModelProposer,
     FeatureProposer,
     Proposer,
+    decoder_tree_graphs,
     head_graphs,
-    unrolled_decoder,
-    unrolled_head,
+    head_tree_graphs,
 )
 from drafter.proposers.eagle import FcHead
 from drafter.proposers.eagle3 import Eagle3Head
-from drafter.proposers.ngram import Lengths, NgramProposer
+from drafter.proposers.ngram import MatchLengths, NgramProposer
 from drafter.tree.frontier import DraftVocabulary, GrowLimits
 from drafter.tree.grow import grow
-from drafter.tree.shape import Shape, make_shape
+from drafter.tree.policy import TreePolicy, make_tree_policy
 from workers.comm import groups
 from workers.comm.channel import Received, naming_lost_peers
 from workers.comm.groups import World
@@ -52,35 +52,35 @@ def run(config: EngineConfig, specs: Specs, rank: int, store_address: str) -> No
     is_model = config.draft.method != "ngram"
     kernels = kernels_for(world.device, config.kernels, config.enforce_eager) if is_model else TORCH
     proposer = _load(world, specs, kernels)
-    is_hybrid, shape = config.draft.acceptance.sample_method == "hybrid", make_shape(config.draft.tree)
+    is_hybrid, policy = config.draft.acceptance.sample_method == "hybrid", make_tree_policy(config.draft.tree)
     report: dict[str, str | int] = {}
     if not isinstance(proposer, NgramProposer):
-        for graphs in (proposer.graphs, proposer.unrolled):
+        for graphs in (proposer.graphs, proposer.tree_graphs):
             if graphs is not None:
                 report |= graphs.report
                 logger.info("%s: captured graphs, %s", world.role, graphs.report)
-        for request in nobody(config, proposer.width):
-            draft(request, proposer, shape, is_hybrid=is_hybrid, kernels=kernels)
+        for request in warm_up_requests(config, proposer.width):
+            draft(request, proposer, policy, is_hybrid=is_hybrid, kernels=kernels)
     world.gather_topology(report)
     freeze_start_up()
-    _serve(world, proposer, shape, is_hybrid, kernels)
+    _serve(world, proposer, policy, is_hybrid, kernels)
     if not isinstance(proposer, NgramProposer) and proposer.graphs is not None:
         proposer.graphs.release()
     groups.leave()
     logger.info("%s: stopped", world.role)
 
 
-def _serve(world: World, proposer: Proposer, shape: Shape, is_hybrid: bool, kernels: Kernels) -> None:
+def _serve(world: World, proposer: Proposer, policy: TreePolicy, is_hybrid: bool, kernels: Kernels) -> None:
     while (received := _next_message(world)).kind != Kind.STOP:
         if received.kind == Kind.HEARTBEAT:
             continue
         assert isinstance(received.message, DraftRequest)
         with naming_lost_peers(world.role, received.step):
-            reply = draft(received.message, proposer, shape, is_hybrid=is_hybrid, kernels=kernels)
+            reply = draft(received.message, proposer, policy, is_hybrid=is_hybrid, kernels=kernels)
         if world.link is not None:
             world.link.send(reply, received.step)
         if not isinstance(proposer, NgramProposer):
-            look_ahead(received.message, proposer.vocab, world.device)
+            prefetch_noise(received.message, proposer.vocab, world.device)
 
 
 def _next_message(world: World) -> Received:
@@ -103,7 +103,7 @@ def _next_message(world: World) -> Received:
 
 @torch.inference_mode()
 def draft(
-    request: DraftRequest, proposer: Proposer, shape: Shape, *, is_hybrid: bool = False, kernels: Kernels = TORCH
+    request: DraftRequest, proposer: Proposer, policy: TreePolicy, *, is_hybrid: bool = False, kernels: Kernels = TORCH
 ) -> DraftReply:
     """Feeds the new rows and grows one tree for each request that wants one."""
     began = time.perf_counter()
@@ -125,13 +125,13 @@ def draft(
             is_hybrid=is_hybrid,
         ),
         sampling=request.sampling.rows(growing),
-        shape=shape,
+        policy=policy,
         expand=proposer.expand,
         vocab=proposer.vocab,
         logits_states=_logits_states(request.constraints_U, growing),
         costs=request.costs,
         kernels=kernels,
-        unrolled=proposer.unrolled,
+        tree_graphs=proposer.tree_graphs,
     )
     return DraftReply(
         trees=grown.trees,
@@ -143,7 +143,7 @@ def draft(
     )
 
 
-def nobody(config: EngineConfig, width: int) -> list[DraftRequest]:
+def warm_up_requests(config: EngineConfig, width: int) -> list[DraftRequest]:
     """A tree of every kind of node on the null page, which nobody reads: most of what is loaded and compiled when it is
     first used is there before somebody waits for it. width: of the features; 0 = none."""
     assert config.draft is not None
@@ -183,7 +183,7 @@ def nobody(config: EngineConfig, width: int) -> list[DraftRequest]:
 
 
 @torch.inference_mode()
-def look_ahead(request: DraftRequest, vocab: DraftVocabulary, device: torch.device) -> None:
+def prefetch_noise(request: DraftRequest, vocab: DraftVocabulary, device: torch.device) -> None:
     """While the target verifies: the noise that the next trees will read, wherever their roots come to stand."""
     noisy = (request.num_nodes_B > 0) & (request.rule_B == Rule.COUPLED) & (request.sampling.temperature_B > 0)
     root_index_B = request.start_B + request.offsets.diff()
@@ -208,18 +208,18 @@ def _load(world: World, specs: Specs, kernels: Kernels) -> FeatureProposer | Dra
     dtype = getattr(torch, config.dtype)
     has_graphs = can_capture(kernels, world.device, config.enforce_eager)
     # Only `auto` grows dynamic trees at once. Ranks of a group would have to capture their collectives too.
-    is_unrolled = has_graphs and draft.tree.kind == "dynamic" and world.tp.size == 1
+    has_tree_graphs = has_graphs and draft.tree.kind == "dynamic" and world.tp.size == 1
     match spec:
         case Eagle3Spec() | FcHeadSpec():
             where = draft.model_path, config.model_path, world.tp, world.device, dtype, kernels
             head = Eagle3Head.load(spec, *where) if isinstance(spec, Eagle3Spec) else FcHead.load(spec, *where)
             kv = head.new_kv_pool(agree_on_pages(world, head.bytes_per_slot) * config.page_size)
             graphs = head_graphs(head, kv, config) if has_graphs else None
-            unrolled = unrolled_head(head, kv, config) if is_unrolled else None
-            return FeatureProposer(head, kv, config.page_size, config.tree_rows, graphs, unrolled)
+            tree_graphs = head_tree_graphs(head, kv, config) if has_tree_graphs else None
+            return FeatureProposer(head, kv, config.page_size, config.tree_rows, graphs, tree_graphs)
         case None:
             num_pages = agree_on_pages(world, NgramProposer.BYTES_PER_SLOT)
-            lengths = Lengths(draft.prompt_lookup_min, draft.prompt_lookup_max)
+            lengths = MatchLengths(draft.prompt_lookup_min, draft.prompt_lookup_max)
             return NgramProposer(lengths, specs.target.vocab_size, num_pages, config.page_size)
         case ModelSpec():
             model = load_decoder(
@@ -233,8 +233,8 @@ def _load(world: World, specs: Specs, kernels: Kernels) -> FeatureProposer | Dra
             )
             slot_bytes = KVPool.bytes_per_slot(spec.num_layers, model.heads.num_kv_heads, spec.head_dim, dtype)
             kv = model.new_kv_pool(agree_on_pages(world, slot_bytes) * config.page_size)
-            graphs = unrolled = None
+            graphs = tree_graphs = None
             if has_graphs and model.can_be_captured:
                 graphs = decoder_graphs(model, kv, config)
-                unrolled = unrolled_decoder(model, kv, config) if is_unrolled else None
-            return DraftModelProposer(model, kv, config.page_size, graphs, unrolled)
+                tree_graphs = decoder_tree_graphs(model, kv, config) if has_tree_graphs else None
+            return DraftModelProposer(model, kv, config.page_size, graphs, tree_graphs)

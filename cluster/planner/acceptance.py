@@ -15,14 +15,14 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from drafter.tree.shape import TYPICAL_CHILDREN
+from drafter.tree.policy import TYPICAL_CHILDREN
 from secateur.errors import ConfigError, Problem
 from secateur.plan import AcceptancePoint, AcceptanceTable
 from secateur.token_tree import MAX_NODES
 from workers.config import DraftConfig
 
 TYPICAL = AcceptanceTable(probabilities=(TYPICAL_CHILDREN,) * 8)
-"""What trees are dealt by before anything is known (`drafter.tree.shape`)."""
+"""What trees are dealt by before anything is known (`drafter.tree.policy`)."""
 
 Curve = np.ndarray
 """[64] accepted draft tokens per step by nodes, 0 first; never falling."""

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from drafter.proposers.feature_head import FeatureHead
-from drafter.tree.frontier import Candidates, DraftVocabulary, Level
-from drafter.tree.tree_graphs import Start, Unrolled
+from drafter.tree.frontier import Candidates, DraftVocabulary, Frontier
+from drafter.tree.tree_graphs import Start, TreeGraphs
 from workers.config import EngineConfig
 from workers.cuda_graphs import Graphs, sizes
 from workers.kernels.select import AttentionPlan
@@ -38,7 +38,7 @@ class Proposer(Protocol):
     vocab: DraftVocabulary
 
     @property
-    def unrolled(self) -> Unrolled | None:
+    def tree_graphs(self) -> TreeGraphs | None:
         """Grows all levels of the trees rooted by the last extend; None = they are expanded one by one."""
         ...
 
@@ -46,7 +46,7 @@ class Proposer(Protocol):
         """Feeds all rows; returns the root logits [G, V] of the requests that want a tree, in order."""
         ...
 
-    def expand(self, level: Level) -> Tensor | Candidates:
+    def expand(self, level: Frontier) -> Tensor | Candidates:
         """Logits [F, V] of one level of the trees rooted by the last extend."""
         ...
 
@@ -61,7 +61,7 @@ class _Prefix:
         self.page_table_GP = request.page_table_BP[growing]
         self.last_row_G = (request.offsets[1:] - 1)[growing].long()
 
-    def attention(self, level: Level) -> AttentionMetadata:
+    def attention(self, level: Frontier) -> AttentionMetadata:
         request_F = torch.from_numpy(level.request_F)
         base_F = self.base_G[request_F]
         counts = np.bincount(level.request_F, minlength=len(self.base_G))
@@ -74,7 +74,7 @@ class _Prefix:
             ancestors_N=torch.from_numpy(level.ancestors_F),
         )
 
-    def position_F(self, level: Level) -> Tensor:
+    def position_F(self, level: Frontier) -> Tensor:
         """Positions of the level's tokens: root position + depth."""
         return self.base_G[torch.from_numpy(level.request_F)] + level.depth
 
@@ -100,7 +100,7 @@ def _fed_attention(request: DraftRequest, slot_M: Tensor) -> AttentionMetadata:
 class FeatureProposer:
     """EAGLE and MTP heads: a committed token's feature comes from the target, a tree node's from its parent.
 
-    graphs: see `head_graphs`; None = every kernel is launched by itself. unrolled: see `unrolled_head`.
+    graphs: see `head_graphs`; None = every kernel is launched by itself. tree_graphs: see `head_tree_graphs`.
     """
 
     def __init__(
@@ -110,11 +110,11 @@ class FeatureProposer:
         page_size: int,
         tree_rows: int,
         graphs: Graphs | None = None,
-        unrolled: Unrolled | None = None,
+        tree_graphs: TreeGraphs | None = None,
     ) -> None:
         self.vocab = head.vocab
         self.width = head.width  # the features'
-        self.graphs, self.unrolled = graphs, unrolled
+        self.graphs, self.tree_graphs = graphs, tree_graphs
         self._head, self._kv, self._page_size, self._tree_rows = head, kv, page_size, tree_rows
         self._prefix: _Prefix
         self._hidden_GRH: Tensor  # features that a node hands to its children
@@ -127,12 +127,12 @@ class FeatureProposer:
         root_GH = hidden_MH[to_device(self._prefix.last_row_G, hidden_MH.device)]
         self._hidden_GRH = root_GH.new_empty(len(root_GH), self._tree_rows, root_GH.shape[-1])
         self._hidden_GRH[:, 0] = root_GH
-        if self.unrolled is not None:
-            self.unrolled.start = Start(self._prefix.base_G, self._prefix.page_table_GP, root_GH)
+        if self.tree_graphs is not None:
+            self.tree_graphs.start = Start(self._prefix.base_G, self._prefix.page_table_GP, root_GH)
         # What is compiled would be compiled once more for no rows.
         return self._head.logits(root_GH) if len(root_GH) else root_GH.new_zeros(0, self.vocab.size).float()
 
-    def expand(self, level: Level) -> Tensor:
+    def expand(self, level: Frontier) -> Tensor:
         device = self._hidden_GRH.device
         places = (level.request_F, level.parent_row_F, level.row_F)
         g, parent, row = (to_device(rows.astype(np.int64), device) for rows in places)
@@ -167,14 +167,14 @@ def head_graphs(head: FeatureHead, kv: KVPool, config: EngineConfig, *, is_captu
     )
 
 
-def unrolled_head(head: FeatureHead, kv: KVPool, config: EngineConfig, *, is_captured: bool = True) -> Unrolled:
+def head_tree_graphs(head: FeatureHead, kv: KVPool, config: EngineConfig, *, is_captured: bool = True) -> TreeGraphs:
     """Whole trees of a head; its kernels' plans stay in place."""
 
     def run(plan: AttentionPlan, tokens_N: Tensor, features_NH: Tensor, positions_N: Tensor) -> tuple[Tensor, Tensor]:
         hidden_NH = head.forward(tokens_N, features_NH, positions_N - 1, plan, kv)
         return hidden_NH, head.logits(hidden_NH)
 
-    return Unrolled(
+    return TreeGraphs(
         run,
         partial(head.plan, page_size=config.page_size),
         torch.zeros(1, head.width, dtype=head.dtype, device=head.device),
@@ -194,9 +194,9 @@ class DraftModelProposer:
         kv: KVPool,
         page_size: int,
         graphs: Graphs | None = None,
-        unrolled: Unrolled | None = None,
+        tree_graphs: TreeGraphs | None = None,
     ) -> None:
-        self.graphs, self.unrolled = graphs, unrolled
+        self.graphs, self.tree_graphs = graphs, tree_graphs
         self.vocab = DraftVocabulary(target_size=model.spec.vocab_size, kernels=model.kernels)
         self.width = 0  # it is fed no features
         self._model, self._kv, self._page_size = model, kv, page_size
@@ -207,11 +207,11 @@ class DraftModelProposer:
         self._prefix = _Prefix(request)
         hidden_MD = self._run(request.token_M, slot_M, _fed_attention(request, slot_M))
         root_GD = hidden_MD[to_device(self._prefix.last_row_G, hidden_MD.device)]
-        if self.unrolled is not None:
-            self.unrolled.start = Start(self._prefix.base_G, self._prefix.page_table_GP, root_GD[:, :0])
+        if self.tree_graphs is not None:
+            self.tree_graphs.start = Start(self._prefix.base_G, self._prefix.page_table_GP, root_GD[:, :0])
         return self._model.full_logits(root_GD)
 
-    def expand(self, level: Level) -> Tensor:
+    def expand(self, level: Frontier) -> Tensor:
         position_F = self._prefix.position_F(level)
         tokens_F = torch.from_numpy(level.token_F)
         return self._model.full_logits(self._run(tokens_F, position_F, self._prefix.attention(level)))
@@ -224,13 +224,13 @@ class DraftModelProposer:
         return self._model.forward(to_device(tokens, device), to_device(positions, device), plan, self._kv).final_ND
 
 
-def unrolled_decoder(model: AnyDecoder, kv: KVPool, config: EngineConfig, *, is_captured: bool = True) -> Unrolled:
+def decoder_tree_graphs(model: AnyDecoder, kv: KVPool, config: EngineConfig, *, is_captured: bool = True) -> TreeGraphs:
     """Whole trees of a draft model. A node hands nothing to its children: features have no width."""
 
     def run(plan: AttentionPlan, tokens_N: Tensor, features_N0: Tensor, positions_N: Tensor) -> tuple[Tensor, Tensor]:
         return features_N0, model.full_logits(model.forward(tokens_N, positions_N, plan, kv).final_ND)
 
-    return Unrolled(
+    return TreeGraphs(
         run,
         partial(model.plan, page_size=config.page_size),
         torch.zeros(1, 0, device=model.device),

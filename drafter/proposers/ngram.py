@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from drafter.proposers.base import fed_slots
-from drafter.tree.frontier import Candidates, DraftVocabulary, Level
+from drafter.tree.frontier import Candidates, DraftVocabulary, Frontier
 from workers.config import MAX_TREE_NODES
 from workers.types import DraftRequest
 
@@ -33,7 +33,7 @@ _CAPPED_LENGTH = 16  # longer agreements add nothing, and their weights would dr
 _TIE = 0.999  # between neighbours of equal weight, so that any sort keeps the order
 
 
-class Lengths(NamedTuple):
+class MatchLengths(NamedTuple):
     """Shortest and longest match, in tokens."""
 
     shortest: int
@@ -47,7 +47,7 @@ class Matches(NamedTuple):
     length_P: np.ndarray
 
 
-def find_matches(history_T: np.ndarray, lengths: Lengths) -> Matches:
+def find_matches(history_T: np.ndarray, lengths: MatchLengths) -> Matches:
     """Where the history's last tokens occurred before, with at least one token after them; overlap is allowed.
 
     Example: the end of [1, 3, 6, 2, 3, 4, 1, 2, 3] with lengths (1, 2): place [5, 2], length [2, 1].
@@ -78,9 +78,9 @@ class NgramProposer:
     """Every drafter rank finds the same candidates by itself: nothing is sent, nothing is computed on a device."""
 
     BYTES_PER_SLOT = np.dtype(np.int32).itemsize
-    unrolled = None
+    tree_graphs = None
 
-    def __init__(self, lengths: Lengths, vocab_size: int, num_pages: int, page_size: int) -> None:
+    def __init__(self, lengths: MatchLengths, vocab_size: int, num_pages: int, page_size: int) -> None:
         self.vocab = DraftVocabulary(target_size=vocab_size)
         self._lengths = lengths
         self._pages = np.zeros((num_pages, page_size), dtype=np.int32)
@@ -114,7 +114,7 @@ class NgramProposer:
         )
         return self._candidates()
 
-    def expand(self, level: Level) -> Candidates:
+    def expand(self, level: Frontier) -> Candidates:
         """The candidates of the children of the last level's nodes."""
         last, vocab_size = self._level, self.vocab.target_size
         parent_F = np.searchsorted(last.node_code_F, _code(level.request_F, level.parent_row_F))

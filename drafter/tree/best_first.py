@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from drafter.tree.budget import Budget
-from drafter.tree.frontier import GrowLimits, Level, Nodes
+from drafter.tree.cost_model import TreeCostModel
+from drafter.tree.frontier import Frontier, GrowLimits, Nodes
 from drafter.tree.score import Scores
 from drafter.tree.thresholds import passes_min, passes_path
 from workers.config import MAX_TREE_NODES
@@ -37,7 +37,7 @@ _CANDIDATE = np.dtype(
 class Search:
     """The candidates [C] of the requests `own`; a request's root is its first."""
 
-    def __init__(self, own: np.ndarray, root_token_B: np.ndarray, limits: GrowLimits, budget: Budget) -> None:
+    def __init__(self, own: np.ndarray, root_token_B: np.ndarray, limits: GrowLimits, budget: TreeCostModel) -> None:
         self._limits, self._budget = limits, budget
         roots = np.zeros(len(own), dtype=_CANDIDATE)
         roots["request"], roots["parent"], roots["token"] = own, -1, root_token_B[own]
@@ -47,10 +47,10 @@ class Search:
         self._num_levels = 0
         self._open = np.arange(len(own))  # the candidates that are the frontier
 
-    def frontier(self) -> Level:
+    def frontier(self) -> Frontier:
         nodes = self._seen[self._open]
         parent = nodes["parent"]
-        return Level(
+        return Frontier(
             depth=self._num_levels,
             request_F=nodes["request"],
             row_F=nodes["row"],
@@ -59,7 +59,7 @@ class Search:
             ancestors_F=nodes["ancestors"].view(np.int64),
         )
 
-    def take(self, level: Level, scores: Scores) -> None:
+    def take(self, level: Frontier, scores: Scores) -> None:
         passes_F = passes_min(scores.top_prob_F, self._limits.min_prob_B[level.request_F])
         weight_FK = self._budget.calibrated(scores.weight_FK, level.depth + 1)
         f, k = ((weight_FK > 0) & passes_F[:, None]).nonzero()

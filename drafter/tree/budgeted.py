@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from drafter.tree.budget import Budget
-from drafter.tree.frontier import GrowLimits, Level, Nodes, SampledNodes
+from drafter.tree.cost_model import TreeCostModel
+from drafter.tree.frontier import Frontier, GrowLimits, Nodes, SampledNodes
+from drafter.tree.policy import TreePolicy
 from drafter.tree.sample import DrawBits, draw_children, drawn_from
 from drafter.tree.score import Scores
-from drafter.tree.shape import Shape
 from drafter.tree.thresholds import passes_min, passes_path
 from workers.types import NodeKind, Rule, SamplingBatch
 
@@ -28,12 +28,12 @@ class Dealt:
         root_index_B: np.ndarray,
         limits: GrowLimits,
         sampling: SamplingBatch,
-        shape: Shape,
-        budget: Budget | None,
+        policy: TreePolicy,
+        budget: TreeCostModel | None,
         pruned_BD: np.ndarray,
     ) -> None:
         self.sampled: list[SampledNodes] = []
-        self._limits, self._shape, self._budget, self._pruned_BD = limits, shape, budget, pruned_BD
+        self._limits, self._policy, self._budget, self._pruned_BD = limits, policy, budget, pruned_BD
         slots_B = self._root_slots()
         size = (len(root_token_B), 1 + int(slots_B.max(initial=0)))
         self._token = np.zeros(size, dtype=np.int32)
@@ -54,26 +54,26 @@ class Dealt:
             # For all rows at once: Philox costs many small operations, whatever it is asked for.
             seed_B, root_position_B = sampling.seed_B.cpu().numpy(), root_index_B.astype(np.int64) - 1
             self._bits_BRK = DrawBits.of(
-                seed_B[:, None], root_position_B[:, None], np.arange(size[1]), shape.max_children
+                seed_B[:, None], root_position_B[:, None], np.arange(size[1]), policy.max_children
             )
         self._num_levels = self._num_run = 0
         self._frontier = self._open(0, own, np.zeros_like(own))
 
     def _root_slots(self) -> np.ndarray:
         """[B]; under `auto`, sampled trees get as many as pay in expectation: they cannot be cut afterwards."""
-        slots_B = self._shape.root_slots(self._limits.num_nodes_B)
+        slots_B = self._policy.root_slots(self._limits.num_nodes_B)
         is_budgeted_B = (self._limits.auto_B > 0) & (self._limits.rule_B >= Rule.TRAVERSAL.value)
         if self._budget is not None and is_budgeted_B.any():
             most = self._budget.slots_before_drawing(
-                self._shape.expected_J, int(is_budgeted_B.sum()), int(self._limits.max_depth_B.max())
+                self._policy.expected_J, int(is_budgeted_B.sum()), int(self._limits.max_depth_B.max())
             )
             slots_B = np.where(is_budgeted_B, np.minimum(slots_B, most), slots_B)
         return slots_B
 
-    def frontier(self) -> Level:
+    def frontier(self) -> Frontier:
         return self._frontier
 
-    def take(self, level: Level, scores: Scores) -> None:
+    def take(self, level: Frontier, scores: Scores) -> None:
         """Deals every node's slots to its children, adds them ordered by parent row then rank, opens the next level."""
         self._num_run += len(level.request_F) if self._num_levels else 0
         self._num_levels += 1
@@ -88,7 +88,7 @@ class Dealt:
             calibrated_FK = self._budget.calibrated(weight_FK, depth + 1)
             is_fitted_F = (self._limits.auto_B[b] > 0) & (scores.kind_F != NodeKind.SAMPLED.value)
             weight_FK = np.where(is_fitted_F[:, None], calibrated_FK, weight_FK)
-        dealt = self._shape.deal(slots_F * passes_F, self._label[b, row], room_F, weight_FK)
+        dealt = self._policy.deal(slots_F * passes_F, self._label[b, row], room_F, weight_FK)
         token_FK, prob_FK, kind_FK = self._children(level, scores, (dealt.slots_FK > 0).sum(1))
         f, k = dealt.slots_FK.nonzero()
         taken = (array[f, k] for array in (token_FK, weight_FK, prob_FK, kind_FK, *dealt))
@@ -96,7 +96,7 @@ class Dealt:
 
     def _add(
         self,
-        level: Level,
+        level: Frontier,
         f: np.ndarray,
         token: np.ndarray,
         weight: np.ndarray,
@@ -121,7 +121,9 @@ class Dealt:
         self._label[b, row] = label
         self._frontier = self._open(level.depth + 1, b, row)
 
-    def _children(self, level: Level, scores: Scores, count_F: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _children(
+        self, level: Frontier, scores: Scores, count_F: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Tokens, draft probabilities and kinds [F, K]; sampled rows draw their `count` children now."""
         kind_FK = scores.kind_F[:, None].repeat(scores.token_FK.shape[1], axis=1)
         support = scores.support
@@ -143,7 +145,7 @@ class Dealt:
         self.sampled.append(nodes if draws_F.all() else SampledNodes(*(array[draws_F] for array in nodes)))
         return token_FK, prob_FK, kind_FK
 
-    def _open(self, depth: int, b: np.ndarray, row: np.ndarray) -> Level:
+    def _open(self, depth: int, b: np.ndarray, row: np.ndarray) -> Frontier:
         """The next frontier: nodes with slots and room below them that pass the path threshold and pay."""
         has_slots = (self._slots[b, row] > 0) & (depth < self._limits.max_depth_B[b])
         passes = passes_path(self._path_prob[b, row], self._limits.path_prob_B[b])
@@ -153,7 +155,7 @@ class Dealt:
         if failing.any():
             np.add.at(self._pruned_BD, (b[failing], depth), self._slots[b[failing], row[failing]])
         b, row = b[has_slots & passes], row[has_slots & passes]
-        return Level(
+        return Frontier(
             depth=depth,
             request_F=b,
             row_F=row,
@@ -163,7 +165,7 @@ class Dealt:
         )
 
     def _pays(self, b: np.ndarray, row: np.ndarray, is_open: np.ndarray) -> np.ndarray:
-        """bool per node: a further level is worth its time. Without `auto` always, and then the others ride along."""
+        """Bool per node: a further level is worth its time. Without `auto` always, and then the others ride along."""
         is_auto = self._limits.auto_B[b] > 0
         if not is_auto.any() or (is_open & ~is_auto).any():
             return np.ones(len(b), dtype=bool)

@@ -18,7 +18,7 @@ from workers.sampling.gumbel_cache import GumbelCache
 from workers.sampling.logits_edits import Columns
 
 
-class Level(NamedTuple):
+class Frontier(NamedTuple):
     """Nodes to run through the draft model, sorted by request, then row. Host arrays [F]."""
 
     depth: int
@@ -28,9 +28,9 @@ class Level(NamedTuple):
     token_F: np.ndarray
     ancestors_F: np.ndarray  # int64 bitmask
 
-    def rows(self, at: np.ndarray) -> Level:
+    def rows(self, at: np.ndarray) -> Frontier:
         """Some of the nodes, by mask or index."""
-        return Level(self.depth, *(array[at] for array in self[1:]))
+        return Frontier(self.depth, *(array[at] for array in self[1:]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ One level:
   3. take      each request's growth picks children and the next frontier    (`drafter.tree.budgeted`,
   `drafter.tree.best_first`)
 and at the end, for requests under `auto`, one cut through all trees of the batch where a further node costs more than
-it is worth (`drafter.tree.budget`). Sampled trees are never cut: their budgets are settled before anything is drawn.
+it is worth (`drafter.tree.cost_model`). Sampled trees are never cut: their budgets are set before anything is drawn.
 
 Requests that are all searched may grow in one go instead (`drafter.tree.tree_graphs`), up to that cut.
 
@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 
 from drafter.tree.best_first import Search
-from drafter.tree.budget import Budget
 from drafter.tree.budgeted import Dealt
-from drafter.tree.frontier import Candidates, DraftVocabulary, GrowLimits, Level, Nodes, SampledNodes, Uncut
+from drafter.tree.cost_model import TreeCostModel
+from drafter.tree.frontier import Candidates, DraftVocabulary, Frontier, GrowLimits, Nodes, SampledNodes, Uncut
+from drafter.tree.policy import DynamicTreePolicy, TreePolicy
 from drafter.tree.score import Scores, score
-from drafter.tree.shape import DynamicShape, Shape
-from drafter.tree.tree_graphs import Unrolled
+from drafter.tree.tree_graphs import TreeGraphs
 from workers.kernels.select import TORCH, Kernels
 from workers.sampling.logits_edits import ConstrainedRow
 from workers.sampling.logits_processors import constrain
@@ -37,18 +37,18 @@ from workers.sampling.logits_state import LogitsState
 from workers.transfer import to_device
 from workers.types import DraftCosts, DraftProbs, Rule, SamplingBatch, TreeBatch
 
-Expand = Callable[[Level], Tensor | Candidates]
+Expand = Callable[[Frontier], Tensor | Candidates]
 """Runs one level through the draft model and returns its logits [F, V], or n-gram candidates."""
 
 
 class Growth(Protocol):
     """How some requests' trees grow."""
 
-    def frontier(self) -> Level:
+    def frontier(self) -> Frontier:
         """The nodes to be read next; none = this growth is done."""
         ...
 
-    def take(self, level: Level, scores: Scores) -> None:
+    def take(self, level: Frontier, scores: Scores) -> None:
         """The scores of the frontier's candidate children."""
         ...
 
@@ -72,32 +72,32 @@ def grow(
     *,
     limits: GrowLimits,
     sampling: SamplingBatch,
-    shape: Shape,
+    policy: TreePolicy,
     expand: Expand,
     vocab: DraftVocabulary,
     logits_states: dict[int, LogitsState] | None = None,
     costs: DraftCosts | None = None,
     kernels: Kernels = TORCH,
-    unrolled: Unrolled | None = None,
+    tree_graphs: TreeGraphs | None = None,
 ) -> Grown:
     """One tree per request.
 
     roots: the draft's distribution at each root. root_index_B: index of the token drawn at the root (the root's
     position + 1); a child of a depth-d node stands for index root_index + d. sampling: on the host. `expand` is called
     once per level below the roots, only with nodes that need it. logits_states: constrained requests. costs: needed by
-    `limits.auto_B`. unrolled: grows all levels at once where it can; then nothing is expanded.
+    `limits.auto_B`. tree_graphs: grows all levels at once where it can; then nothing is expanded.
     """
-    budget = Budget(costs) if costs is not None else None
+    budget = TreeCostModel(costs) if costs is not None else None
     pruned_BD = np.zeros((len(root_token_B), int(limits.max_depth_B.max(initial=0))), dtype=np.int32)
     logits_states = logits_states or {}
     are_simple = all(logits_state.has_only_penalties for logits_state in logits_states.values())
-    if unrolled is not None and costs is not None and are_simple and _is_searched(limits, shape).all():
-        assert isinstance(roots, Tensor), "only draft models are unrolled"
-        uncut = unrolled(roots, root_token_B, root_index_B, limits, sampling, logits_states, costs.calibration_D2)
+    if tree_graphs is not None and costs is not None and are_simple and _is_searched(limits, policy).all():
+        assert isinstance(roots, Tensor), "only draft models are tree_graphs"
+        uncut = tree_graphs(roots, root_token_B, root_index_B, limits, sampling, logits_states, costs.calibration_D2)
         if uncut is not None:
             return _grown(uncut, [], limits, budget, pruned_BD)
     _prepare_noise(roots, root_index_B, limits, sampling, vocab)
-    growths = _growths(root_token_B, root_index_B, limits, sampling, shape, budget, pruned_BD)
+    growths = _growths(root_token_B, root_index_B, limits, sampling, policy, budget, pruned_BD)
     editor = _Editor(logits_states, vocab)
     has_truncation = sampling.needs.truncates  # asked on the host, once for all levels
     num_levels = num_run = 0
@@ -114,7 +114,7 @@ def grow(
         index_F = root_index_B[level.request_F] + level.depth
         rule_F = limits.rule_B[level.request_F]
         scores = score(
-            draft, params, rule_F, index_F, shape.max_children, vocab, kernels, has_truncation=has_truncation
+            draft, params, rule_F, index_F, policy.max_children, vocab, kernels, has_truncation=has_truncation
         )
         for i, growth in enumerate(growths):
             if len(growths) == 1:
@@ -127,7 +127,11 @@ def grow(
 
 
 def _grown(
-    uncut: Uncut, sampled: Sequence[SampledNodes], limits: GrowLimits, budget: Budget | None, pruned_BD: np.ndarray
+    uncut: Uncut,
+    sampled: Sequence[SampledNodes],
+    limits: GrowLimits,
+    budget: TreeCostModel | None,
+    pruned_BD: np.ndarray,
 ) -> Grown:
     nodes, num_levels, num_run = uncut
     if budget is not None:
@@ -151,9 +155,9 @@ def _prepare_noise(
     vocab.noise.prepare(seeds, root_index_B[needs_B].tolist(), limits.max_depth_B[needs_B].tolist(), roots.device)
 
 
-def _is_searched(limits: GrowLimits, shape: Shape) -> np.ndarray:
-    """bool [B]: `auto` searches dynamic trees best-first, if children may be reconsidered; other trees are dealt."""
-    return (limits.auto_B > 0) & (limits.rule_B < Rule.TRAVERSAL.value) & isinstance(shape, DynamicShape)
+def _is_searched(limits: GrowLimits, policy: TreePolicy) -> np.ndarray:
+    """Bool [B]: `auto` searches dynamic trees best-first, if children may be reconsidered; other trees are dealt."""
+    return (limits.auto_B > 0) & (limits.rule_B < Rule.TRAVERSAL.value) & isinstance(policy, DynamicTreePolicy)
 
 
 def _growths(
@@ -161,16 +165,16 @@ def _growths(
     root_index_B: np.ndarray,
     limits: GrowLimits,
     sampling: SamplingBatch,
-    shape: Shape,
-    budget: Budget | None,
+    policy: TreePolicy,
+    budget: TreeCostModel | None,
     pruned_BD: np.ndarray,
 ) -> list[Growth]:
-    is_searched_B = _is_searched(limits, shape)
+    is_searched_B = _is_searched(limits, policy)
     growths: list[Growth] = []
     if not is_searched_B.all() or not len(is_searched_B):
         growths.append(
             Dealt(
-                np.flatnonzero(~is_searched_B), root_token_B, root_index_B, limits, sampling, shape, budget, pruned_BD
+                np.flatnonzero(~is_searched_B), root_token_B, root_index_B, limits, sampling, policy, budget, pruned_BD
             )
         )
     if is_searched_B.any():
@@ -179,13 +183,13 @@ def _growths(
     return growths
 
 
-def _merge(levels: list[Level]) -> tuple[Level, np.ndarray]:
+def _merge(levels: list[Frontier]) -> tuple[Frontier, np.ndarray]:
     """One level sorted by request, and which of `levels` each row came from."""
     if len(levels) == 1:
         return levels[0], np.zeros(len(levels[0].request_F), dtype=np.int64)
     owner_F = np.repeat(np.arange(len(levels)), [len(level.request_F) for level in levels])
     arrays = (np.concatenate(parts) for parts in zip(*(level[1:] for level in levels), strict=True))
-    both = Level(max(level.depth for level in levels if len(level.request_F)) if len(owner_F) else 0, *arrays)
+    both = Frontier(max(level.depth for level in levels if len(level.request_F)) if len(owner_F) else 0, *arrays)
     order = np.argsort(both.request_F, kind="stable")
     return both.rows(order), owner_F[order]
 
@@ -205,7 +209,7 @@ class _Editor:
         self._path: dict[tuple[int, int], list[int]] = {}  # tokens below the root, by request and row
         self._vocab = vocab
 
-    def edit(self, draft: Tensor | Candidates, level: Level) -> Tensor | Candidates:
+    def edit(self, draft: Tensor | Candidates, level: Frontier) -> Tensor | Candidates:
         if isinstance(draft, Candidates):
             return draft  # what lookup found is proposed as it is; the target's own constraints decide
         rows = []
@@ -219,7 +223,7 @@ class _Editor:
         return constrain(draft, rows, self._vocab.columns)
 
 
-def _cut(nodes: Nodes, limits: GrowLimits, budget: Budget, draft_ms: float, pruned_BD: np.ndarray) -> Nodes:
+def _cut(nodes: Nodes, limits: GrowLimits, budget: TreeCostModel, draft_ms: float, pruned_BD: np.ndarray) -> Nodes:
     """Without the nodes that are not worth their verification; the best of each request stays, so that none starves."""
     may_cut_N = (limits.auto_B > 0)[nodes.request_N] & (limits.rule_B < Rule.TRAVERSAL.value)[nodes.request_N]
     open_N = may_cut_N & (nodes.row_N > 0)

@@ -1,7 +1,7 @@
 """Draws children truthfully: without replacement, from the very distribution that travels with the tree.
 
 The `rejection` rule tests a drawn child by the law it was drawn from, so both sides must know that law exactly. First
-`quantise` makes q sparse, integer weights; then `draw_children` draws from these integers and nothing else. Everything
+`quantize` makes q sparse, integer weights; then `draw_children` draws from these integers and nothing else. Everything
 that decides whether a child exists (`num_children`, `expected_survival`) looks at q and the temperature, never at what
 was drawn.
 
@@ -47,14 +47,14 @@ class Support(NamedTuple):
     weight_FS: np.ndarray  # int64, 0 .. MAX_WEIGHT; descending, ties by lower id; 0 = not in the support
 
 
-class Children(NamedTuple):
+class DrawnChildren(NamedTuple):
     """Children of F nodes in the order verification will test them."""
 
     place_FK: np.ndarray  # int64, column of the child in Support; -1 = no such child
     kind_FK: np.ndarray  # uint8 NodeKind: DETERMINISTIC first, then SAMPLED
 
 
-def quantise(log_q_FV: Tensor, vocab: DraftVocabulary, size: int = SUPPORT) -> Support:
+def quantize(log_q_FV: Tensor, vocab: DraftVocabulary, size: int = SUPPORT) -> Support:
     """The `size` most likely tokens of each row, the likeliest with weight MAX_WEIGHT.
 
     log_q_FV: log-probabilities up to a constant per row, -inf where masked. A row that is masked everywhere, or not a
@@ -106,7 +106,7 @@ class DrawBits(NamedTuple):
         return DrawBits(high, low)
 
 
-def draw_children(support: Support, count_F: np.ndarray, num_fixed_F: np.ndarray, bits: DrawBits) -> Children:
+def draw_children(support: Support, count_F: np.ndarray, num_fixed_F: np.ndarray, bits: DrawBits) -> DrawnChildren:
     """`count` children per node: the `num_fixed` most likely, then draws without replacement from the rest.
 
     Fewer where the weight runs out. Counts are int64 [F], at most K, the children that there are bits for.
@@ -126,7 +126,7 @@ def draw_children(support: Support, count_F: np.ndarray, num_fixed_F: np.ndarray
     exists_FK = ordinal < np.minimum(count_F, num_children(support))[:, None]
     kind_FK = np.full(place_FK.shape, NodeKind.SAMPLED.value, dtype=np.uint8)
     kind_FK[ordinal < num_fixed_F[:, None]] = NodeKind.DETERMINISTIC.value
-    return Children(np.where(exists_FK, place_FK, -1), kind_FK)
+    return DrawnChildren(np.where(exists_FK, place_FK, -1), kind_FK)
 
 
 def expected_survival(support: Support, temperature_F: np.ndarray, max_children: int) -> np.ndarray:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from drafter.tree.frontier import Candidates, DraftVocabulary
-from drafter.tree.sample import Support, expected_survival, quantise
+from drafter.tree.sample import Support, expected_survival, quantize
 from workers.kernels.select import TORCH, Kernels
 from workers.sampling.philox import gumbel_at
 from workers.sampling.sampler import process_logits_static
@@ -152,7 +152,7 @@ def best_children(
 
 def _score_sampled(log_q: Tensor, temperature_F: Tensor, num_children: int, vocab: DraftVocabulary) -> Scores:
     """Scores of nodes whose children are yet to be drawn: there are no tokens to tell."""
-    support = quantise(log_q, vocab)
+    support = quantize(log_q, vocab)
     size = (len(log_q), min(num_children, log_q.shape[-1]))
     return Scores(
         token_FK=np.zeros(size, dtype=np.int64),

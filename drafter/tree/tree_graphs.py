@@ -1,6 +1,6 @@
-"""CUDA graphs that grow whole trees: `drafter.tree.unrolled` over static buffers, captured for each bucket of requests.
+"""CUDA graphs that grow whole trees: `best_first_device` over static buffers, captured for each bucket of requests.
 
-    Unrolled(run, plan, ...)              the buffers that a growth reads, and its graphs
+    TreeGraphs(run, plan, ...)              the buffers that a growth reads, and its graphs
         .start = Start(...)               where this step's trees begin, told by the draft model's `extend`
         (roots, ...) -> Uncut | None      one replay, one copy to the host
 
@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from drafter.tree.best_first_device import Asks, Rules, grow_on_device
 from drafter.tree.frontier import DraftVocabulary, GrowLimits, Nodes, Uncut
 from drafter.tree.score import kinds
-from drafter.tree.unrolled import Asks, Rules, grow_unrolled
 from workers.config import EngineConfig
 from workers.cuda_graphs import MAX_ROWS, Planner, Recorder, Size
 from workers.kernels.select import Kernels
@@ -58,8 +58,8 @@ def buckets(max_requests: int, num_nodes: int, vocab_size: int) -> list[int]:
     ]
 
 
-class Unrolled:
-    """`grow_unrolled` over static buffers, replayed for as many requests as the next bucket has.
+class TreeGraphs:
+    """`grow_on_device` over static buffers, replayed for as many requests as the next bucket has.
 
     run, plan: the draft model's pass over tree rows, and how its attention is planned: by kernels whose plans
     stay in place. example_1H: a feature, on the device. is_captured: see `workers.cuda_graphs.Graphs`.
@@ -173,7 +173,7 @@ class Unrolled:
             has_truncation=has_truncation,
             has_penalties=has_penalties,
         )
-        rows = grow_unrolled(
+        rows = grow_on_device(
             self._roots_BV[:num_requests],
             self._features_BH[:num_requests],
             self._noise_BDV[:num_requests],

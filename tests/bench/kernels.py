@@ -15,10 +15,10 @@ from functools import partial
 
 import torch
 
-from drafter.proposers.base import FeatureProposer, head_graphs, unrolled_head
-from drafter.tree.shape import make_shape
+from drafter.proposers.base import FeatureProposer, head_graphs, head_tree_graphs
+from drafter.tree.policy import make_tree_policy
 from drafter.worker import draft
-from tests.drafter.tree.test_unrolled_models import message
+from tests.drafter.tree.test_tree_graphs import message
 from tests.support.attention_cases import Batch
 from tests.support.checkpoints import load_eagle3
 from tests.support.engines import BUNDLED, DYNAMIC, bundled
@@ -94,14 +94,14 @@ def trees() -> None:
     config = bundled(tree)
     head = load_eagle3(BUNDLED / "eagle3", BUNDLED / "target", device="cuda", kernels=fused)
     pool = head.new_kv_pool(4096)
-    graphs, unrolled = head_graphs(head, pool, config), unrolled_head(head, pool, config)
-    print(graphs.report, unrolled.report)
-    ways = [(None, None), (graphs, None), (graphs, unrolled)]
+    graphs, tree_graphs = head_graphs(head, pool, config), head_tree_graphs(head, pool, config)
+    print(graphs.report, tree_graphs.report)
+    ways = [(None, None), (graphs, None), (graphs, tree_graphs)]
     proposers = [FeatureProposer(head, pool, config.page_size, config.tree_rows, *way) for way in ways]
     for requests in (1, 8):
         step = dict.fromkeys(range(requests), (4, 16, 8))
         request = message(step, [100] * requests, head.width, torch.Generator().manual_seed(0), "cuda")
-        answers = [partial(draft, request, proposer, make_shape(tree), kernels=fused) for proposer in proposers]
+        answers = [partial(draft, request, proposer, make_tree_policy(tree), kernels=fused) for proposer in proposers]
         assert {answer().num_levels for answer in answers} == {8}
         report(f"{requests} trees of 8 levels: launched, replayed, replayed at once", answers)
 

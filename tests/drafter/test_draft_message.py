@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from drafter.proposers.base import DraftModelProposer, FeatureProposer, Proposer
-from drafter.proposers.ngram import Lengths, NgramProposer
-from drafter.tree.shape import make_shape
+from drafter.proposers.ngram import MatchLengths, NgramProposer
+from drafter.tree.policy import make_tree_policy
 from drafter.worker import draft
 from tests.support import checkpoints
 from tests.support.draft_costs import FREE
@@ -41,7 +41,7 @@ def draft_model() -> DraftModelProposer:
 
 
 def ngram() -> NgramProposer:
-    return NgramProposer(Lengths(1, 3), 2048, NUM_PAGES, PAGE)
+    return NgramProposer(MatchLengths(1, 3), 2048, NUM_PAGES, PAGE)
 
 
 FEW_IDS = Constraints(allowed_token_ids=[5, 6])
@@ -95,7 +95,7 @@ def reply(proposer: Proposer, which: list[int], width: int, *, is_even: bool) ->
     features = [torch.randn(30, width, generator=torch.Generator().manual_seed(i)) for i in which]
     fed = zip(features, inputs.values(), strict=True)
     rows = torch.cat([of[: len(own_input.tokens)] for of, own_input in fed]) if width else None
-    return draft(pack_draft(inputs, rows, (), FREE), proposer, make_shape(TREE))
+    return draft(pack_draft(inputs, rows, (), FREE), proposer, make_tree_policy(TREE))
 
 
 def replace_rule(request: Request) -> Request:

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from drafter.proposers.base import DraftModelProposer, FeatureProposer
-from drafter.tree.shape import make_shape
-from drafter.worker import draft, nobody
+from drafter.tree.policy import make_tree_policy
+from drafter.worker import draft, warm_up_requests
 from tests.support import checkpoints
 from tests.support.engines import AUTO, BUNDLED, CHAIN, DYNAMIC, STATIC, bundled
 from verifier.adaptive.profile import warm_up
@@ -34,8 +34,8 @@ def test_every_kind_of_node_is_drafted_for_nobody_on_the_null_page(method, tree)
         proposer = DraftModelProposer(model, kv, config.page_size)
     with torch.inference_mode():
         kv.data.fill_(7.0)
-    requests = nobody(config, proposer.width)
-    replies = [draft(request, proposer, make_shape(tree)) for request in requests]
+    requests = warm_up_requests(config, proposer.width)
+    replies = [draft(request, proposer, make_tree_policy(tree)) for request in requests]
     assert [int(request.rule_B) for request in requests] == [Rule.COUPLED, Rule.COUPLED, Rule.TRAVERSAL]
     for reply in replies:
         num_nodes = len(reply.trees.token_N) - 1

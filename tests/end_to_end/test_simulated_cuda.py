@@ -25,7 +25,7 @@ if torch.cuda.is_available():
 from cluster.bench.runner import Job, Runner
 from drafter import worker as drafter_worker
 from drafter.proposers.ngram import NgramProposer
-from drafter.tree.shape import make_shape
+from drafter.tree.policy import make_tree_policy
 from tests.support.simulated_cuda import simulated_cuda
 from verifier import worker as verifier_worker
 from verifier.adaptive.cost_model import UNPROFILED
@@ -195,9 +195,11 @@ def run(config: EngineConfig, jobs: list[Submit]) -> Run:
         is_model = config.draft.method != "ngram"
         kernels = kernels_for(device if is_model else "cpu", config.kernels, config.enforce_eager)
         proposer = drafter_worker._load(drafter, specs, kernels)
-        draft = partial(drafter_worker.draft, proposer=proposer, shape=make_shape(config.draft.tree), kernels=kernels)
+        draft = partial(
+            drafter_worker.draft, proposer=proposer, policy=make_tree_policy(config.draft.tree), kernels=kernels
+        )
         if not isinstance(proposer, NgramProposer):
-            for request in drafter_worker.nobody(config, proposer.width):
+            for request in drafter_worker.warm_up_requests(config, proposer.width):
                 draft(request)
         warm_up(target, config, num_pages)
         front, engine_end = socket.socketpair()

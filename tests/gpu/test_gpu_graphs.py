@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from tests.drafter.tree.test_unrolled_models import assert_same_trees, proposers
+from tests.drafter.tree.test_tree_graphs import assert_same_trees, proposers
 from tests.support.attention_cases import Batch
 from tests.support.engines import BUNDLED, DYNAMIC, bundled
 from tests.workers.test_cuda_graphs import STEPS
@@ -51,7 +51,7 @@ def test_replayed_steps_equal_the_same_steps_launched_one_by_one(dtype: torch.dt
 @pytest.mark.parametrize("method", ["eagle3", "draft_model"])
 def test_replayed_trees_are_those_that_grow_level_by_level(method: str) -> None:
     by_level, at_once = proposers(method, "cuda", is_captured=True)
-    print(at_once.unrolled.report)
+    print(at_once.tree_graphs.report)
     for _ in range(2):  # the second time over buffers that hold other steps
         assert_same_trees(by_level, at_once, "cuda")
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from drafter.tree.frontier import DraftVocabulary
-from drafter.tree.sample import quantise
+from drafter.tree.sample import quantize
 from tests.support.sampled_trees import TREE, draft, pack
 from verifier.acceptance.rejection import accept_rejection
 from workers.types import Rule, SamplingBatch, SamplingParams, Verdict
@@ -24,7 +24,7 @@ def test_drafts_are_quantised_alike(temperature: float) -> None:
     target_ids = torch.randperm(128256, generator=generator)[:32000].sort().values
     log_q_FV = (3 * torch.randn(8, 32000, generator=generator) / temperature).log_softmax(-1)
     here, there = (
-        quantise(log_q_FV.to(device), DraftVocabulary(target_size=128256, target_ids=target_ids.to(device)))
+        quantize(log_q_FV.to(device), DraftVocabulary(target_size=128256, target_ids=target_ids.to(device)))
         for device in ("cpu", "cuda")
     )
     # What is cut off at the 512th may be another token of the same weight.

@@ -13,7 +13,7 @@ from unittest import mock
 import numpy as np
 
 from drafter.proposers.base import FeatureProposer
-from drafter.tree.frontier import Level
+from drafter.tree.frontier import Frontier
 from tests.support.engine_here import EngineHere, Pair, engine_here
 from tests.support.engines import BUNDLED, DYNAMIC, bundled, prompts
 from verifier import engine
@@ -100,7 +100,7 @@ class _Proposer(FeatureProposer):
         self.clock.ms += costs.message + costs.level + costs.fed * len(request.token_M)
         return super().extend(request)
 
-    def expand(self, level: Level):  # type: ignore[no-untyped-def]
+    def expand(self, level: Frontier):  # type: ignore[no-untyped-def]
         self.clock.ms += self.clock.costs.level + self.clock.costs.node * len(level.request_F)
         return super().expand(level)
 

@@ -12,7 +12,7 @@ import torch
 
 from drafter.proposers.base import FeatureProposer
 from drafter.proposers.eagle3 import Eagle3Head
-from drafter.tree.shape import make_shape
+from drafter.tree.policy import make_tree_policy
 from tests.support.fakes import FakeChannel
 from verifier.adaptive.cost_model import RowCosts
 from verifier.adaptive.profile import profile
@@ -89,7 +89,7 @@ def engine_here(
     drafter = None
     if config.draft is not None:
         own = proposer(pair.head, pair.head.new_kv_pool(num_slots), config.page_size, config.tree_rows)
-        drafter = FakeChannel(own, make_shape(config.draft.tree))
+        drafter = FakeChannel(own, make_tree_policy(config.draft.tree))
     engine_end, front = socket.socketpair()
     front.setblocking(False)
     with engine_end, front:

@@ -21,10 +21,10 @@ import torch
 
 import drafter.tree.budgeted
 import drafter.tree.sample
-from drafter.tree.frontier import DraftVocabulary, GrowLimits, Level
+from drafter.tree.frontier import DraftVocabulary, Frontier, GrowLimits
 from drafter.tree.grow import grow
-from drafter.tree.sample import Children, DrawBits, Support, draw_children, drawn_from
-from drafter.tree.shape import Shape
+from drafter.tree.policy import TreePolicy
+from drafter.tree.sample import DrawBits, DrawnChildren, Support, draw_children, drawn_from
 from tests.support.oracles import Path, paths_of
 from verifier.acceptance.rejection import Decision, Residual, RowLaw, Tree, decide
 from workers.types import DraftCosts, DraftProbs, NodeKind, Rule, SamplingBatch, SamplingParams, TreeBatch
@@ -275,7 +275,7 @@ def without(draft: Draft, is_removed: Callable[[Draft, int], bool]) -> Draft:
 class GrownScenario(Scenario):
     """A scenario whose trees, budgets and thresholds are those of `drafter.tree`; the draws alone are enumerated."""
 
-    shape: Shape
+    tree_policy: TreePolicy
     limits: GrowLimits
     costs: DraftCosts | None = None
 
@@ -289,13 +289,13 @@ class GrownScenario(Scenario):
                 weights = [self.q((*prefix, *paths[row])) for row in rows]
                 return torch.tensor(weights, dtype=torch.float32).log()
 
-            def expand(level: Level) -> torch.Tensor:
+            def expand(level: Frontier) -> torch.Tensor:
                 for row, parent, token in zip(level.row_F, level.parent_row_F, level.token_F, strict=True):
                     paths[int(row)] = (*paths[int(parent)], int(token))
                 return logits(level.row_F.tolist())
 
-            def draw(support: Support, count_F: np.ndarray, num_fixed_F: np.ndarray, *_: object) -> Children:
-                return draw_by(choose, support, count_F, num_fixed_F, self.shape.max_children)
+            def draw(support: Support, count_F: np.ndarray, num_fixed_F: np.ndarray, *_: object) -> DrawnChildren:
+                return draw_by(choose, support, count_F, num_fixed_F, self.tree_policy.max_children)
 
             with mock.patch.object(drafter.tree.budgeted, "draw_children", draw):
                 grown = grow(
@@ -304,7 +304,7 @@ class GrownScenario(Scenario):
                     np.array([len(prefix) + 1]),
                     limits=self.limits,
                     sampling=SamplingBatch.stack([SamplingParams()]),
-                    shape=self.shape,
+                    policy=self.tree_policy,
                     expand=expand,
                     vocab=DraftVocabulary(target_size=len(self.q(prefix))),
                     costs=self.costs,
@@ -316,7 +316,7 @@ class GrownScenario(Scenario):
 
 def draw_by(
     choose: Choose, support: Support, count_F: np.ndarray, num_fixed_F: np.ndarray, max_children: int
-) -> Children:
+) -> DrawnChildren:
     """`draw_children` with every draw made by `choose`."""
     place_FK = np.full((len(count_F), max_children), -1)
     kind_FK = np.full(place_FK.shape, NodeKind.SAMPLED, dtype=np.uint8)
@@ -326,7 +326,7 @@ def draw_by(
             place_FK[f, k] = k if k < num_fixed else choose((left / left.sum()).tolist())
             kind_FK[f, k] = NodeKind.DETERMINISTIC if k < num_fixed else NodeKind.SAMPLED
             left[place_FK[f, k]] = 0
-    return Children(place_FK, kind_FK)
+    return DrawnChildren(place_FK, kind_FK)
 
 
 def as_draft(trees: TreeBatch, probs: DraftProbs | None) -> Draft:

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from drafter import worker
 from drafter.proposers.base import Proposer
-from drafter.tree.frontier import DraftVocabulary, Level
-from drafter.tree.shape import Shape, make_shape
+from drafter.tree.frontier import DraftVocabulary, Frontier
+from drafter.tree.policy import TreePolicy, make_tree_policy
 from verifier.engine import Engine
 from verifier.hidden_states import WaitingStates, most_waiting
 from verifier.request import Request
@@ -178,7 +178,7 @@ class FakeProposer:
 
     def __init__(self, language: Language, page_size: int) -> None:
         self.vocab = DraftVocabulary(target_size=language.vocab)
-        self.unrolled = None
+        self.tree_graphs = None
         self._language = language
         self.memory = Memory(page_size)
 
@@ -204,7 +204,7 @@ class FakeProposer:
         roots = (request.offsets[1:] - 1)[self._growing].tolist()
         return self._logits([contexts[row] for row in roots])
 
-    def expand(self, level: Level) -> Tensor:
+    def expand(self, level: Frontier) -> Tensor:
         request_F = torch.from_numpy(level.request_F)
         counts = np.bincount(level.request_F, minlength=len(self._base))
         base_F = self._base[request_F]
@@ -243,8 +243,8 @@ def worker_slots(request: DraftRequest) -> Tensor:
 class FakeChannel:
     """The link to a drafter in this very process; both messages still travel as bytes."""
 
-    def __init__(self, proposer: Proposer, shape: Shape, *, is_hybrid: bool = False) -> None:
-        self._proposer, self._shape, self._is_hybrid = proposer, shape, is_hybrid
+    def __init__(self, proposer: Proposer, policy: TreePolicy, *, is_hybrid: bool = False) -> None:
+        self._proposer, self._policy, self._is_hybrid = proposer, policy, is_hybrid
         self._answers: list[Received] = []
         self.requests: list[DraftRequest] = []
         self.heartbeats = 0
@@ -255,7 +255,7 @@ class FakeChannel:
         request = over_the_wire(message)
         assert isinstance(request, DraftRequest)
         self.requests.append(request)
-        reply = over_the_wire(worker.draft(request, self._proposer, self._shape, is_hybrid=self._is_hybrid))
+        reply = over_the_wire(worker.draft(request, self._proposer, self._policy, is_hybrid=self._is_hybrid))
         self._answers.append(Received(Kind.DRAFT_REPLY, step, reply))
 
     def receive(self) -> Received:
@@ -303,7 +303,7 @@ class Bench:
         self.target = FakeTarget(language, config.page_size, config.max_model_len, waiting)
         self.proposer = FakeProposer(language, config.page_size)
         is_hybrid = acceptance.sample_method == "hybrid"
-        self.drafter = FakeChannel(self.proposer, make_shape(tree), is_hybrid=is_hybrid) if method else None
+        self.drafter = FakeChannel(self.proposer, make_tree_policy(tree), is_hybrid=is_hybrid) if method else None
         engine_end, self.front = socket.socketpair()
         self.front.setblocking(False)
         self.engine = Engine(config, self.target, self.drafter, FrameSocket(engine_end), num_pages)  # type: ignore[arg-type]

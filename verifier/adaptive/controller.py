@@ -9,7 +9,7 @@ token for every request takes the least time:
 k = 0, plain decoding, is one of the choices. This finishes n requests of one length soonest. (The most tokens per
 millisecond of the step at hand would favour a few easy requests over the others, which then go on alone.) The gate
 (`verifier.adaptive.gate`) decides between drafting and not, and probes the other choice. The drafter then sizes the
-trees of the chosen k with the same costs (`drafter.tree.budget`).
+trees of the chosen k with the same costs (`drafter.tree.cost_model`).
 
 A request without a tree may get a lookup draft (`verifier.adaptive.prompt_lookup`), which costs no message. Drafting is
 switched on or off without regard to them; while it is on, a request gets a lookup draft in place of its tree if that is

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from drafter.proposers.ngram import Lengths, NgramProposer, find_matches
-from drafter.tree.frontier import Candidates, DraftVocabulary, Level
+from drafter.proposers.ngram import MatchLengths, NgramProposer, find_matches
+from drafter.tree.frontier import Candidates, DraftVocabulary, Frontier
 from drafter.tree.score import Scores, score
 from workers.types import DraftRequest, Rule, SamplingBatch, SamplingParams
 
@@ -39,7 +39,7 @@ def empty_fields() -> dict[str, torch.Tensor]:
     return {name: torch.empty(0) for name in DraftRequest.__dataclass_fields__}
 
 
-def propose(histories: list[list[int]], lengths: Lengths) -> tuple[NgramProposer, Candidates]:
+def propose(histories: list[list[int]], lengths: MatchLengths) -> tuple[NgramProposer, Candidates]:
     pages_each = max(len(history) for history in histories) // PAGE + 1
     tables = np.random.default_rng(0).permutation(len(histories) * pages_each).reshape(len(histories), -1) + 1
     proposer = NgramProposer(lengths, VOCAB, tables.size + 1, PAGE)
@@ -50,12 +50,12 @@ def children(candidates: Candidates, node: int = 0) -> list[int]:
     return [int(t) for t, q in zip(candidates.token_FK[node], candidates.log_q_FK[node], strict=True) if q > -np.inf]
 
 
-def child_level(request: list[int], row: list[int], parent: list[int], token: list[int], depth: int) -> Level:
+def child_level(request: list[int], row: list[int], parent: list[int], token: list[int], depth: int) -> Frontier:
     as_array = [np.array(values, dtype=np.int64) for values in (request, row, parent, token)]
-    return Level(depth, *as_array, np.zeros(len(row), dtype=np.int64))
+    return Frontier(depth, *as_array, np.zeros(len(row), dtype=np.int64))
 
 
-def chain(history: list[int], lengths: Lengths, num: int) -> list[int]:
+def chain(history: list[int], lengths: MatchLengths, num: int) -> list[int]:
     """The first children from the root down."""
     proposer, candidates = propose([history], lengths)
     tokens: list[int] = []
@@ -92,11 +92,11 @@ LEFTMOST = [
 
 @pytest.mark.parametrize(("history", "lengths", "num", "drafts"), LEFTMOST)
 def test_a_chain_copies_the_leftmost_longest_match(history, lengths, num, drafts):
-    assert chain([int(t) for t in history.split()], Lengths(*lengths), num) == [int(t) for t in drafts.split()]
+    assert chain([int(t) for t in history.split()], MatchLengths(*lengths), num) == [int(t) for t in drafts.split()]
 
 
 def test_an_empty_history_matches_nothing():
-    assert len(find_matches(np.zeros(0, dtype=np.int32), Lengths(2, 2)).place_P) == 0
+    assert len(find_matches(np.zeros(0, dtype=np.int32), MatchLengths(2, 2)).place_P) == 0
 
 
 RIGHTMOST = [
@@ -113,17 +113,17 @@ RIGHTMOST = [
 @pytest.mark.parametrize(("history", "lengths", "drafts"), RIGHTMOST)
 def test_a_tree_holds_the_rightmost_match_too(history, lengths, drafts):
     first, second = (int(t) for t in drafts.split())
-    proposer, candidates = propose([[int(t) for t in history.split()]], Lengths(*lengths))
+    proposer, candidates = propose([[int(t) for t in history.split()]], MatchLengths(*lengths))
     assert first in children(candidates)
     assert second in children(proposer.expand(child_level([0], [1], [0], [first], 1)))
 
 
 def test_all_continuations_are_siblings_longest_match_first_then_leftmost():
-    _, candidates = propose([[1, 2, 3, 100, 2, 3, 300, 9, 3, 400, 1, 2, 3, 200, 1, 2, 3]], Lengths(1, 3))
+    _, candidates = propose([[1, 2, 3, 100, 2, 3, 300, 9, 3, 400, 1, 2, 3, 200, 1, 2, 3]], MatchLengths(1, 3))
     assert children(candidates) == [100, 200, 300, 400]
 
 
-def brute_force(history: list[int], path: list[int], lengths: Lengths) -> list[int]:
+def brute_force(history: list[int], path: list[int], lengths: MatchLengths) -> list[int]:
     """The candidates after `path`, read off the rule one place at a time."""
     found: dict[int, tuple[int, int]] = {}
     for place in range(1, len(history)):
@@ -139,7 +139,7 @@ def brute_force(history: list[int], path: list[int], lengths: Lengths) -> list[i
 @pytest.mark.parametrize("seed", range(20))
 def test_trees_of_a_batch_equal_brute_force(seed):
     rng = np.random.default_rng(seed)
-    lengths = Lengths(1 + seed % 2, 1 + seed % 2 + seed % 4)
+    lengths = MatchLengths(1 + seed % 2, 1 + seed % 2 + seed % 4)
     histories = [rng.integers(0, 4, rng.integers(1, 60)).tolist() for _ in range(3)]
     proposer, candidates = propose(histories, lengths)
     nodes = [(g, 0, list[int]()) for g in range(3)]  # request, row, path
@@ -161,7 +161,7 @@ def test_trees_of_a_batch_equal_brute_force(seed):
 
 def test_weights_agree_with_the_order_and_leave_room_for_what_was_never_seen():
     # The second candidate occurs more often than the first, at the same match length.
-    _, candidates = propose([[1, 5, 1, 6, 1, 6, 1, 6, 1]], Lengths(1, 1))
+    _, candidates = propose([[1, 5, 1, 6, 1, 6, 1, 6, 1]], MatchLengths(1, 1))
     assert children(candidates) == [5, 6]
     q = np.exp(candidates.log_q_FK[0].astype(np.float64))
     assert q[0] > q[1] > 0 and q.sum() < 1
@@ -170,7 +170,7 @@ def test_weights_agree_with_the_order_and_leave_room_for_what_was_never_seen():
 def test_a_longer_match_is_trusted_more():
     totals = []
     for length in (1, 2, 5):
-        _, candidates = propose([[1, 2, 3, 4, 5, 9, 1, 2, 3, 4, 5]], Lengths(1, length))
+        _, candidates = propose([[1, 2, 3, 4, 5, 9, 1, 2, 3, 4, 5]], MatchLengths(1, length))
         totals.append(float(np.exp(candidates.log_q_FK).sum()))
     assert totals == sorted(totals) and totals[0] == pytest.approx(1 / 3, abs=1e-3)
 
@@ -182,7 +182,7 @@ def shares(candidates: Candidates) -> dict[int, float]:
 
 def test_an_occurrence_counts_by_its_length_and_each_step_along_it_adds_one():
     """2^n - 1 for each, and 2 for what was never seen."""
-    proposer, candidates = propose([[3, 1, 2, 7, 8, 1, 2, 7, 9, 5, 2, 7, 8, 3, 1, 2]], Lengths(1, 2))
+    proposer, candidates = propose([[3, 1, 2, 7, 8, 1, 2, 7, 9, 5, 2, 7, 8, 3, 1, 2]], MatchLengths(1, 2))
     assert shares(candidates) == pytest.approx({7: (3 + 3 + 1) / 9})
     candidates = proposer.expand(child_level([0], [1], [0], [7], 1))
     assert shares(candidates) == pytest.approx({8: (7 + 3) / 19, 9: 7 / 19}, rel=1e-2)
@@ -192,21 +192,21 @@ def test_an_occurrence_counts_by_its_length_and_each_step_along_it_adds_one():
 
 def test_beyond_sixteen_tokens_longer_matches_count_alike():
     many = list(range(10, 40))
-    _, candidates = propose([[*many, 1, 0, *many[-17:], 2, 0, *many[-15:], 3, 0, *many]], Lengths(1, 30))
+    _, candidates = propose([[*many, 1, 0, *many[-17:], 2, 0, *many[-15:], 3, 0, *many]], MatchLengths(1, 30))
     one, two, three = 2**16 - 1, 2**16 - 1, 2**15 - 1
     total = one + two + three
     assert shares(candidates) == pytest.approx({1: one / total, 2: two / total, 3: three / total}, rel=1e-2)
 
 
 def test_no_more_candidates_are_told_than_a_tree_has_rows():
-    _, candidates = propose([[x for token in range(2, 90) for x in (1, token)] + [1]], Lengths(1, 1))
+    _, candidates = propose([[x for token in range(2, 90) for x in (1, token)] + [1]], MatchLengths(1, 1))
     assert children(candidates) == list(range(2, 66))
 
 
 def test_history_comes_from_the_pages_alone():
     """Fed in pieces, beside another request that only feeds; the accepted tokens overwrite nothing but their slots."""
     tables = np.array([[3, 1, 5], [2, 6, 4]])
-    proposer = NgramProposer(Lengths(2, 2), VOCAB, 7, PAGE)
+    proposer = NgramProposer(MatchLengths(2, 2), VOCAB, 7, PAGE)
     first, second = [1, 2, 3, 4, 1, 2, 3], [8, 9, 7, 8, 9]
     assert proposer.extend(draft_request([first[:5], second[:2]], tables, num_nodes=0)).token_FK.shape[0] == 0
     candidates = proposer.extend(draft_request([first, second], tables, start=[5, 2]))
@@ -214,7 +214,7 @@ def test_history_comes_from_the_pages_alone():
 
 
 def test_a_request_without_a_match_has_no_candidates():
-    _, candidates = propose([[1, 2, 3], [4, 5, 4]], Lengths(1, 1))
+    _, candidates = propose([[1, 2, 3], [4, 5, 4]], MatchLengths(1, 1))
     assert [children(candidates, g) for g in range(2)] == [[], [5]]
 
 

@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafter.tree.frontier import DraftVocabulary, Level
+from drafter.tree.frontier import DraftVocabulary, Frontier
 from drafter.tree.grow import grow
-from drafter.tree.shape import DynamicShape, Shape, StaticShape, make_shape
+from drafter.tree.policy import DynamicTreePolicy, StaticTreePolicy, TreePolicy, make_tree_policy
 from tests.support import oracles
 from tests.support.oracles import Path
 from workers.config import MAX_TREE_NODES, TreeConfig
@@ -55,10 +55,10 @@ class Grower:
     """Runs `grow` for some asks over the fake draft models and notes every call of `expand`."""
 
     asks: list[Ask]
-    shape: Shape
+    policy: TreePolicy
     logits_of: Callable[[int, Path], np.ndarray] = model_logits
     vocab: DraftVocabulary = DraftVocabulary(target_size=V)
-    levels: list[Level] = field(default_factory=list)
+    levels: list[Frontier] = field(default_factory=list)
     path: dict[tuple[int, int], Path] = field(default_factory=dict)
 
     def run(self) -> TreeBatch:
@@ -75,14 +75,14 @@ class Grower:
                 [ask.path_prob for ask in asks],
             ),
             sampling=SamplingBatch.stack([ask.params for ask in asks]),
-            shape=self.shape,
+            policy=self.policy,
             expand=self.expand,
             vocab=self.vocab,
         )
         assert grown.probs is None
         return grown.trees
 
-    def expand(self, level: Level) -> torch.Tensor:
+    def expand(self, level: Frontier) -> torch.Tensor:
         self.levels.append(level)
         rows = []
         for b, row, parent, token in zip(level.request_F, level.row_F, level.parent_row_F, level.token_F, strict=True):
@@ -91,8 +91,8 @@ class Grower:
         return torch.from_numpy(np.stack(rows))
 
 
-def grown(ask: Ask, shape: Shape) -> TreeBatch:
-    return Grower([ask], shape).run()
+def grown(ask: Ask, policy: TreePolicy) -> TreeBatch:
+    return Grower([ask], policy).run()
 
 
 def request(batch: TreeBatch, b: int) -> dict[str, list]:
@@ -134,7 +134,7 @@ def assert_well_formed(batch: TreeBatch, asks: list[Ask]) -> None:
 )
 def test_a_static_tree_has_its_parents_and_depths(paths, parents, depths):
     ask = Ask(num_nodes=len(paths))
-    batch = grown(ask, StaticShape(paths))
+    batch = grown(ask, StaticTreePolicy(paths))
     assert batch.parent_N.tolist() == parents and batch.depth_N.tolist() == depths
     assert_well_formed(batch, [ask])
 
@@ -148,7 +148,7 @@ def test_a_static_tree_has_its_parents_and_depths(paths, parents, depths):
     ids=["chain", "2x2"],
 )
 def test_a_node_may_attend_to_its_path(paths, rows):
-    batch = grown(Ask(num_nodes=len(paths)), StaticShape(paths))
+    batch = grown(Ask(num_nodes=len(paths)), StaticTreePolicy(paths))
     assert [f"{mask:0{len(rows)}b}"[::-1] for mask in batch.ancestors_N.tolist()] == rows
 
 
@@ -166,7 +166,7 @@ def test_greedy_children_are_proposed_in_breadth_first_order(paths):
             row[first : first + 5] = 100 - np.arange(5)
         return torch.from_numpy(out)
 
-    def expand(level: Level) -> torch.Tensor:
+    def expand(level: Frontier) -> torch.Tensor:
         # Row r's children come after those of rows 0 .. r - 1.
         first = [sum(children[:r]) for r in level.row_F]
         return logits(np.array(bases)[level.request_F] + np.array(first))
@@ -178,7 +178,7 @@ def test_greedy_children_are_proposed_in_breadth_first_order(paths):
         np.array([5, 9]),
         limits=oracles.limits([count] * 2, [9] * 2),
         sampling=SamplingBatch.stack([SamplingParams(temperature=0.0)] * 2),
-        shape=StaticShape(paths),
+        policy=StaticTreePolicy(paths),
         expand=expand,
         vocab=DraftVocabulary(target_size=100),
     )
@@ -188,20 +188,20 @@ def test_greedy_children_are_proposed_in_breadth_first_order(paths):
 
 @pytest.mark.parametrize("budget", range(0, 9))
 def test_a_static_tree_is_cut_to_a_budget_in_breadth_first_order(budget):
-    whole = oracles.paths_of(grown(Ask(num_nodes=7), StaticShape(RAGGED)))
-    assert oracles.paths_of(grown(Ask(num_nodes=budget), StaticShape(RAGGED))) == whole[: 1 + min(budget, 7)]
+    whole = oracles.paths_of(grown(Ask(num_nodes=7), StaticTreePolicy(RAGGED)))
+    assert oracles.paths_of(grown(Ask(num_nodes=budget), StaticTreePolicy(RAGGED))) == whole[: 1 + min(budget, 7)]
 
 
 @pytest.mark.parametrize("depth", range(0, 4))
 def test_a_static_tree_is_cut_to_a_depth(depth):
-    whole = oracles.paths_of(grown(Ask(num_nodes=7), StaticShape(RAGGED)))
-    cut = oracles.paths_of(grown(Ask(num_nodes=7, max_depth=depth), StaticShape(RAGGED)))
+    whole = oracles.paths_of(grown(Ask(num_nodes=7), StaticTreePolicy(RAGGED)))
+    cut = oracles.paths_of(grown(Ask(num_nodes=7, max_depth=depth), StaticTreePolicy(RAGGED)))
     assert cut == [path for path in whole if len(path) <= depth]
 
 
 def test_a_chain_is_a_static_tree_and_reaches_63_nodes():
     ask = Ask(num_nodes=63, max_depth=63)
-    batch = grown(ask, make_shape(TreeConfig(kind="chain", num_speculative_tokens=63)))
+    batch = grown(ask, make_tree_policy(TreeConfig(kind="chain", num_speculative_tokens=63)))
     assert batch.parent_N.tolist() == list(range(-1, 63))
     assert batch.ancestors_N[-1] == -1  # all 64 bits
     assert_well_formed(batch, [ask])
@@ -217,8 +217,8 @@ TYPICAL = (0.6, 0.17, 0.05)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 4), st.integers(1, 4), st.integers(0, 20))
 def test_slots_go_to_the_largest_expected_values(seed, children, room, slots):
     weights = -np.sort(-np.random.default_rng(seed).dirichlet(np.full(children, 0.6)))
-    shape = DynamicShape(children, 4, TYPICAL)
-    dealt = shape.deal(np.array([slots]), np.array([0]), np.array([room]), weights[None])
+    policy = DynamicTreePolicy(children, 4, TYPICAL)
+    dealt = policy.deal(np.array([slots]), np.array([0]), np.array([room]), weights[None])
     assert dealt.slots_FK[0].tolist() == oracles.deal_best_first(slots, room, weights, TYPICAL[:children])
 
 
@@ -234,7 +234,7 @@ def test_a_dynamic_tree_is_what_the_rule_grows_node_by_node(seed, temperature):
         num_nodes=int(rng.integers(1, 21)), max_depth=int(rng.integers(1, 5)), model=seed, params=params,
         min_prob=float(rng.choice([0, 0.2])), path_prob=float(rng.choice([0, 0.02])), index=int(rng.integers(1000)),
     )  # fmt: skip
-    batch = grown(ask, DynamicShape(3, 4, TYPICAL))
+    batch = grown(ask, DynamicTreePolicy(3, 4, TYPICAL))
     expected = oracles.grow(
         lambda path: model_logits(seed, path).tolist(),
         lambda node, room, weights: oracles.deal_best_first(node.slots, room, weights, TYPICAL),
@@ -263,18 +263,18 @@ def test_no_tree_ever_exceeds_its_budget_or_depth(seed, num_nodes, depth, childr
         ),
         Ask(num_nodes=5, max_depth=2, model=seed + 1),
     ]
-    assert_well_formed(Grower(asks, DynamicShape(children, 8)).run(), asks)
+    assert_well_formed(Grower(asks, DynamicTreePolicy(children, 8)).run(), asks)
 
 
 def test_an_unpruned_dynamic_tree_spends_its_whole_budget():
     for num_nodes in (1, 2, 15, 63):
-        batch = grown(Ask(num_nodes=num_nodes, max_depth=8), make_shape(TreeConfig()))
+        batch = grown(Ask(num_nodes=num_nodes, max_depth=8), make_tree_policy(TreeConfig()))
         assert len(batch.token_N) == 1 + num_nodes
 
 
 def test_a_sure_draft_grows_deep_and_an_unsure_one_wide():
     def depth(sharpness: float) -> int:
-        grower = Grower([Ask(num_nodes=6, max_depth=8)], DynamicShape(8, 8))
+        grower = Grower([Ask(num_nodes=6, max_depth=8)], DynamicTreePolicy(8, 8))
         grower.logits_of = lambda model, path: sharpness * np.linspace(1, 0, V, dtype=np.float32)
         return int(grower.run().depth_N.max())
 
@@ -296,34 +296,34 @@ def mixed_asks() -> list[Ask]:
     ]
 
 
-@pytest.mark.parametrize("shape", [DynamicShape(4, 8), StaticShape(RAGGED)], ids=["dynamic", "static"])
-def test_requests_get_the_same_tree_together_and_alone_bit_for_bit(shape):
+@pytest.mark.parametrize("policy", [DynamicTreePolicy(4, 8), StaticTreePolicy(RAGGED)], ids=["dynamic", "static"])
+def test_requests_get_the_same_tree_together_and_alone_bit_for_bit(policy):
     asks = mixed_asks()
-    together = Grower(asks, shape).run()
+    together = Grower(asks, policy).run()
     assert_well_formed(together, asks)
     for b, ask in enumerate(asks):
-        assert request(together, b) == request(grown(ask, shape), 0)
+        assert request(together, b) == request(grown(ask, policy), 0)
 
 
 def test_an_empty_batch_grows_nothing():
-    grower = Grower([], DynamicShape(4, 8), vocab=DraftVocabulary(target_size=V))
+    grower = Grower([], DynamicTreePolicy(4, 8), vocab=DraftVocabulary(target_size=V))
     trees, *_ = grow(
         torch.zeros(0, V),
         np.zeros(0, dtype=np.int32),
         np.zeros(0, dtype=np.int32),
         limits=oracles.limits([], []),
         sampling=SamplingBatch.stack([]),
-        shape=grower.shape,
+        policy=grower.policy,
         expand=grower.expand,
         vocab=grower.vocab,
     )  # fmt: skip
     assert trees.offsets.tolist() == [0] and not grower.levels
 
 
-@pytest.mark.parametrize("shape", [DynamicShape(4, 8), StaticShape(RAGGED)], ids=["dynamic", "static"])
-def test_the_draft_model_runs_once_per_level_and_only_for_nodes_that_need_logits(shape):
+@pytest.mark.parametrize("policy", [DynamicTreePolicy(4, 8), StaticTreePolicy(RAGGED)], ids=["dynamic", "static"])
+def test_the_draft_model_runs_once_per_level_and_only_for_nodes_that_need_logits(policy):
     asks = mixed_asks()
-    grower = Grower(asks, shape)
+    grower = Grower(asks, policy)
     batch = grower.run()
     assert [level.depth for level in grower.levels] == list(range(1, len(grower.levels) + 1))
     for level in grower.levels:
@@ -362,21 +362,25 @@ def path_probability(ask: Ask, path: Path) -> float:
     return float(np.prod([probabilities(ask, path[:n])[path[n]] for n in range(len(path))]))
 
 
-SHAPES = st.sampled_from([DynamicShape(3, 4), DynamicShape(8, 4), StaticShape(RAGGED), StaticShape(CHAIN_3)])
+SHAPES = st.sampled_from(
+    [DynamicTreePolicy(3, 4), DynamicTreePolicy(8, 4), StaticTreePolicy(RAGGED), StaticTreePolicy(CHAIN_3)]
+)
 THRESHOLD = st.one_of(st.just(0.0), st.floats(0, 1, width=32))
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.integers(0, 10**6), SHAPES, THRESHOLD, THRESHOLD, st.sampled_from([0.0, 0.7]), st.integers(1, 24))
-def test_pruning_removes_exactly_the_descendants_of_failing_nodes(seed, shape, min_prob, path_prob, temperature, nodes):
+def test_pruning_removes_exactly_the_descendants_of_failing_nodes(
+    seed, policy, min_prob, path_prob, temperature, nodes
+):
     whole = Ask(num_nodes=nodes, max_depth=4, model=seed, params=SamplingParams(temperature=temperature, seed=seed))
     pruned = Ask(**{**vars(whole), "min_prob": min_prob, "path_prob": path_prob})
 
     def is_expanded(path: Path) -> bool:
         return top_probability(whole, path) >= min_prob and path_probability(whole, path) >= path_prob
 
-    everything = oracles.paths_of(grown(whole, shape))
-    assert oracles.paths_of(grown(pruned, shape)) == oracles.without_descendants(everything, is_expanded)
+    everything = oracles.paths_of(grown(whole, policy))
+    assert oracles.paths_of(grown(pruned, policy)) == oracles.without_descendants(everything, is_expanded)
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -387,11 +391,11 @@ def test_pruning_removes_exactly_the_descendants_of_failing_nodes(seed, shape, m
     st.booleans(),
     st.sampled_from([0.0, 1.0]),
 )
-def test_a_higher_threshold_gives_a_subset(seed, shape, values, is_min, temperature):
+def test_a_higher_threshold_gives_a_subset(seed, policy, values, is_min, temperature):
     low, high = sorted(values)
     params = SamplingParams(temperature=temperature, seed=seed)
     trees = [
-        grown(Ask(num_nodes=16, max_depth=4, model=seed, params=params, **{name: value}), shape)
+        grown(Ask(num_nodes=16, max_depth=4, model=seed, params=params, **{name: value}), policy)
         for value in (low, high)
         for name in ["min_prob" if is_min else "path_prob"]
     ]
@@ -404,7 +408,7 @@ def test_a_value_equal_to_its_threshold_is_kept():
     half[:2] = 0.0  # q = 1/2, 1/2 exactly
 
     def size(**thresholds: float) -> int:
-        grower = Grower([Ask(num_nodes=14, max_depth=3, **thresholds)], DynamicShape(2, 3))
+        grower = Grower([Ask(num_nodes=14, max_depth=3, **thresholds)], DynamicTreePolicy(2, 3))
         grower.logits_of = lambda model, path: half
         return len(grower.run().token_N) - 1
 
@@ -415,7 +419,7 @@ def test_a_value_equal_to_its_threshold_is_kept():
 
 
 def test_the_path_test_is_made_before_the_forward_pass():
-    grower = Grower([Ask(num_nodes=14, max_depth=3, path_prob=1.0)], DynamicShape(3, 3))
+    grower = Grower([Ask(num_nodes=14, max_depth=3, path_prob=1.0)], DynamicTreePolicy(3, 3))
     assert len(grower.run().token_N) > 1 and not grower.levels
 
 
@@ -426,7 +430,7 @@ def test_children_are_ranked_by_the_noise_the_verifier_will_use():
     """With the target's own logits the first child of every node is the token the target draws there."""
     params = SamplingParams(temperature=1.0, seed=77)
     ask = Ask(num_nodes=4, max_depth=4, params=params, model=9, index=31)
-    path = oracles.paths_of(grown(ask, make_shape(TreeConfig(kind="chain", num_speculative_tokens=4))))[-1]
+    path = oracles.paths_of(grown(ask, make_tree_policy(TreeConfig(kind="chain", num_speculative_tokens=4))))[-1]
     for depth in range(4):
         scores = model_logits(9, path[:depth]) + [oracles.gumbel(77, 31 + depth, token) for token in range(V)]
         assert path[depth] == scores.argmax()
@@ -447,10 +451,10 @@ def test_a_reduced_draft_vocabulary_sees_the_noise_of_its_target_ids(seed, tempe
         return out
 
     reduced = Grower(
-        [ask], DynamicShape(4, 4), lambda model, path: model_logits(model, draft_path(path)),
+        [ask], DynamicTreePolicy(4, 4), lambda model, path: model_logits(model, draft_path(path)),
         DraftVocabulary(target_size=1000, target_ids=torch.from_numpy(ids)),
     ).run()  # fmt: skip
-    whole = Grower([ask], DynamicShape(4, 4), full, DraftVocabulary(target_size=1000)).run()
+    whole = Grower([ask], DynamicTreePolicy(4, 4), full, DraftVocabulary(target_size=1000)).run()
     assert set(reduced.token_N.tolist()[1:]) <= set(ids.tolist())
     assert oracles.paths_of(reduced) == oracles.paths_of(whole)
     torch.testing.assert_close(reduced.weight_N, whole.weight_N)
@@ -459,12 +463,12 @@ def test_a_reduced_draft_vocabulary_sees_the_noise_of_its_target_ids(seed, tempe
 def test_forbidden_tokens_never_become_children():
     """top-k 2 leaves two tokens: six slots per node, but no third child."""
     params = SamplingParams(temperature=1.0, top_k=2, seed=1)
-    batch = grown(Ask(num_nodes=40, max_depth=2, params=params), DynamicShape(8, 2))
+    batch = grown(Ask(num_nodes=40, max_depth=2, params=params), DynamicTreePolicy(8, 2))
     assert np.bincount(batch.parent_N[1:]).tolist() == [2, 2, 2]
 
 
 def test_a_vocabulary_smaller_than_the_number_of_children_still_grows():
-    for shape in (DynamicShape(8, 2), StaticShape(tuple((k,) for k in range(6)))):
-        grower = Grower([Ask(num_nodes=6, max_depth=2)], shape, lambda model, path: np.zeros(3, dtype=np.float32))
+    for policy in (DynamicTreePolicy(8, 2), StaticTreePolicy(tuple((k,) for k in range(6)))):
+        grower = Grower([Ask(num_nodes=6, max_depth=2)], policy, lambda model, path: np.zeros(3, dtype=np.float32))
         grower.vocab = DraftVocabulary(target_size=3)
         assert set(grower.run().token_N.tolist()[1:]) == {0, 1, 2}

@@ -13,14 +13,14 @@ from drafter.tree.frontier import DraftVocabulary
 from drafter.tree.sample import (
     MAX_WEIGHT,
     SUPPORT,
-    Children,
     DrawBits,
+    DrawnChildren,
     Support,
     draw_children,
     drawn_from,
     expected_survival,
     num_children,
-    quantise,
+    quantize,
 )
 from drafter.tree.score import score
 from tests.support import oracles
@@ -39,7 +39,9 @@ def support_of(*weights: int, rows: int = 1) -> Support:
     return Support(np.arange(100, 100 + len(weights))[None, :].repeat(rows, 0), weight_FS)
 
 
-def draw(support: Support, count: int, num_fixed: int = 0, max_children: int | None = None, seed: int = 0) -> Children:
+def draw(
+    support: Support, count: int, num_fixed: int = 0, max_children: int | None = None, seed: int = 0
+) -> DrawnChildren:
     """Every row under a seed of its own."""
     rows = len(support.id_FS)
     full = lambda value: np.full(rows, value, dtype=np.int64)  # noqa: E731
@@ -53,7 +55,7 @@ def draw(support: Support, count: int, num_fixed: int = 0, max_children: int | N
 
 def test_a_draft_distribution_keeps_its_most_likely_tokens_as_integers():
     log_q_FV = torch.randn(6, 700, generator=torch.Generator().manual_seed(0))
-    support = quantise(log_q_FV, vocabulary(700))
+    support = quantize(log_q_FV, vocabulary(700))
     q_FV = log_q_FV.double().softmax(-1).numpy()
     assert support.id_FS.shape == support.weight_FS.shape == (6, SUPPORT)
     assert (support.weight_FS[:, 0] == MAX_WEIGHT).all() and (np.diff(support.weight_FS) <= 0).all()
@@ -64,28 +66,28 @@ def test_a_draft_distribution_keeps_its_most_likely_tokens_as_integers():
 
 def test_what_rounds_to_nothing_is_not_kept():
     log_q_FV = torch.tensor([[0.0, -1.0, -30.0, -40.0], [0.0, -1.0, -2.0, -30.0]])
-    assert quantise(log_q_FV, vocabulary(4)).weight_FS.tolist() == [[65535, 24109, 0], [65535, 24109, 8869]]
+    assert quantize(log_q_FV, vocabulary(4)).weight_FS.tolist() == [[65535, 24109, 0], [65535, 24109, 8869]]
 
 
 def test_what_rounds_to_one_is_kept():
     ratios = torch.tensor([[1.0, 1.4 / MAX_WEIGHT, 0.6 / MAX_WEIGHT, 0.4 / MAX_WEIGHT]])
-    assert quantise(ratios.log(), vocabulary(4)).weight_FS.tolist() == [[MAX_WEIGHT, 1, 1]]
+    assert quantize(ratios.log(), vocabulary(4)).weight_FS.tolist() == [[MAX_WEIGHT, 1, 1]]
 
 
 def test_a_reduced_draft_vocabulary_speaks_in_target_ids():
     vocab = DraftVocabulary(target_size=90, target_ids=torch.tensor([8, 3, 77]))
-    support = quantise(torch.tensor([[0.0, 2.0, 1.0]]), vocab)
+    support = quantize(torch.tensor([[0.0, 2.0, 1.0]]), vocab)
     assert support.id_FS.tolist() == [[3, 77, 8]]
 
 
 def test_equal_weights_are_sorted_by_target_id():
     vocab = DraftVocabulary(target_size=90, target_ids=torch.tensor([50, 40, 30, 20]))
-    assert quantise(torch.tensor([[1.0, 2.0, 1.0, 1.0]]), vocab).id_FS.tolist() == [[40, 20, 30, 50]]
+    assert quantize(torch.tensor([[1.0, 2.0, 1.0, 1.0]]), vocab).id_FS.tolist() == [[40, 20, 30, 50]]
 
 
 def test_masked_and_broken_rows_have_no_support_there():
     inf, nan = torch.inf, torch.nan
-    support = quantise(
+    support = quantize(
         torch.tensor([[0.0, -inf, -1.0, -inf], [-inf] * 4, [nan] * 4, [0.0, -30.0, -inf, 0.0]]), vocabulary(4)
     )
     assert num_children(support).tolist() == [2, 0, 0, 2]
@@ -120,7 +122,7 @@ def test_hybrid_nodes_draw_from_what_their_fixed_children_leave():
 
 @pytest.mark.parametrize("num_fixed", [0, 1, 4])
 def test_the_draws_are_the_integer_inverse_cdf_of_the_weights_on_the_wire(num_fixed):
-    support = quantise(torch.randn(50, 300, generator=torch.Generator().manual_seed(1)) * 2, vocabulary(300))
+    support = quantize(torch.randn(50, 300, generator=torch.Generator().manual_seed(1)) * 2, vocabulary(300))
     children = draw(support, 8, num_fixed)
     told = drawn_from(support, np.full(50, num_fixed))
     for seed, (weights, places) in enumerate(zip(told.tolist(), children.place_FK.tolist(), strict=True)):
@@ -133,7 +135,7 @@ def test_the_draws_are_the_integer_inverse_cdf_of_the_weights_on_the_wire(num_fi
 
 
 def test_more_draws_begin_with_the_same_ones():
-    support = quantise(torch.randn(40, 30, generator=torch.Generator().manual_seed(2)), vocabulary(30))
+    support = quantize(torch.randn(40, 30, generator=torch.Generator().manual_seed(2)), vocabulary(30))
     most = draw(support, 8).place_FK
     for count in range(1, 8):
         fewer = draw(support, count, max_children=8).place_FK
@@ -148,7 +150,7 @@ def test_children_end_where_the_weight_runs_out():
 
 
 def test_a_node_draws_alone_what_it_draws_in_a_batch():
-    support = quantise(torch.randn(20, 100, generator=torch.Generator().manual_seed(3)), vocabulary(100))
+    support = quantize(torch.randn(20, 100, generator=torch.Generator().manual_seed(3)), vocabulary(100))
     together = draw(support, 4).place_FK
     for f in range(20):
         one = Support(support.id_FS[f : f + 1], support.weight_FS[f : f + 1])
@@ -169,7 +171,7 @@ def test_draws_under_different_keys_are_independent(changed):
 
 def test_no_global_generator_is_touched():
     torch_before, numpy_before = torch.random.get_rng_state(), np.random.get_state()[1].copy()
-    draw(quantise(torch.zeros(3, 10), vocabulary(10)), 3)
+    draw(quantize(torch.zeros(3, 10), vocabulary(10)), 3)
     assert torch.equal(torch.random.get_rng_state(), torch_before)
     assert (np.random.get_state()[1] == numpy_before).all()
 
@@ -180,7 +182,7 @@ def test_no_global_generator_is_touched():
 def test_survival_falls_and_shares_out_at_most_one():
     for scale, temperature in product((0.1, 1.0, 3.0, 10.0), (0.01, 0.3, 0.5, 1.0, 2.0)):
         log_q_FV = torch.randn(50, 200, generator=torch.Generator().manual_seed(4)) * scale
-        survival = expected_survival(quantise(log_q_FV, vocabulary(200)), np.full(50, temperature), 8)
+        survival = expected_survival(quantize(log_q_FV, vocabulary(200)), np.full(50, temperature), 8)
         assert survival.dtype == np.float32 and survival.shape == (50, 8)
         assert (np.diff(survival) <= 0).all() and (survival >= 0).all() and (survival.sum(-1) <= 1 + 1e-6).all()
 

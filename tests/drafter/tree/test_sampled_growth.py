@@ -10,12 +10,12 @@ import pytest
 import scipy.stats
 import torch
 
-from drafter.tree.budget import Budget
-from drafter.tree.frontier import Candidates, DraftVocabulary, Level
+from drafter.tree.cost_model import TreeCostModel
+from drafter.tree.frontier import Candidates, DraftVocabulary, Frontier
 from drafter.tree.grow import Grown, grow
-from drafter.tree.sample import MAX_WEIGHT, DrawBits, draw_children, quantise
+from drafter.tree.policy import DynamicTreePolicy, StaticTreePolicy, TreePolicy
+from drafter.tree.sample import MAX_WEIGHT, DrawBits, draw_children, quantize
 from drafter.tree.score import score
-from drafter.tree.shape import DynamicShape, Shape, StaticShape
 from tests.support import draft_costs, oracles
 from tests.support.oracles import Path
 from verifier.acceptance.coupled import accept
@@ -24,10 +24,10 @@ from workers.types import DraftCosts, DraftProbs, NodeKind, Rule, SamplingBatch,
 torch.set_num_threads(1)
 
 V = 5
-SHAPES: dict[str, Shape] = {
-    "chain": StaticShape(((0,), (0, 0), (0, 0, 0))),
-    "2x2": StaticShape(((0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1))),
-    "dynamic": DynamicShape(3, 3),
+SHAPES: dict[str, TreePolicy] = {
+    "chain": StaticTreePolicy(((0,), (0, 0), (0, 0, 0))),
+    "2x2": StaticTreePolicy(((0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1))),
+    "dynamic": DynamicTreePolicy(3, 3),
 }
 FREE = DraftCosts(
     nodes_T=torch.tensor([0, 99], dtype=torch.int32),
@@ -47,7 +47,7 @@ def log_law(seed: int, prefixes: list[Path]) -> torch.Tensor:
 def grow_all(
     prefixes: list[Path],
     seeds: np.ndarray,
-    shape: Shape,
+    policy: TreePolicy,
     *,
     rule: Rule,
     num_nodes: int = 6,
@@ -62,7 +62,7 @@ def grow_all(
     count = len(prefixes)
     paths: dict[tuple[int, int], Path] = {(b, 0): prefix for b, prefix in enumerate(prefixes)}
 
-    def expand(level: Level) -> torch.Tensor:
+    def expand(level: Frontier) -> torch.Tensor:
         for b, row, parent, token in zip(level.request_F, level.row_F, level.parent_row_F, level.token_F, strict=True):
             paths[b, row] = (*paths[b, parent], int(token))
         return drafted([paths[b, row] for b, row in zip(level.request_F, level.row_F, strict=True)])
@@ -76,20 +76,20 @@ def grow_all(
             is_hybrid=is_hybrid,
         ),
         sampling=SamplingBatch.stack([SamplingParams(seed=int(seed)) for seed in seeds]),
-        shape=shape,
+        policy=policy,
         expand=expand,
         vocab=DraftVocabulary(target_size=V),
         costs=costs if auto else None,
     )  # fmt: skip
 
 
-def emitted(rule: Rule, shape: Shape, count: int, length: int, **settings: object) -> list[Path]:
+def emitted(rule: Rule, policy: TreePolicy, count: int, length: int, **settings: object) -> list[Path]:
     """The first `length` tokens of `count` requests with different seeds, grown and verified by the real functions."""
     tokens: list[Path] = [()] * count
     while min(map(len, tokens)) < length:
         open_ = [i for i, x in enumerate(tokens) if len(x) < length]
         seeds = np.array([1000 + i for i in open_])
-        grown = grow_all([tokens[i] for i in open_], seeds, shape, rule=rule, **settings)  # type: ignore[arg-type]
+        grown = grow_all([tokens[i] for i in open_], seeds, policy, rule=rule, **settings)  # type: ignore[arg-type]
         rows = [(*tokens[i], *path) for place, i in enumerate(open_) for path in oracles.paths_of(grown.trees, place)]
         verdicts = accept(
             grown.trees,
@@ -106,10 +106,10 @@ def emitted(rule: Rule, shape: Shape, count: int, length: int, **settings: objec
 
 @pytest.mark.parametrize("rule", [Rule.TRAVERSAL, Rule.RECURSIVE])
 @pytest.mark.parametrize("settings", [{}, {"is_hybrid": True}, {"min_prob": 0.4, "path_prob": 0.1}, {"auto": True}])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_what_is_grown_and_verified_follows_the_targets_law(rule, settings, shape):
+@pytest.mark.parametrize("policy", SHAPES)
+def test_what_is_grown_and_verified_follows_the_targets_law(rule, settings, policy):
     length, count = 2, 1200
-    outcomes = emitted(rule, SHAPES[shape], count, length, **settings)
+    outcomes = emitted(rule, SHAPES[policy], count, length, **settings)
     law = oracles.product_law(lambda x: log_law(1, [x]).double().softmax(-1)[0].numpy(), length)
     observed = np.array([outcomes.count(x) for x in itertools.product(range(V), repeat=length)])
     expected = np.array([law[x] for x in itertools.product(range(V), repeat=length)]) * count
@@ -161,7 +161,7 @@ def test_slots_do_not_look_at_what_is_drawn():
     """With one law everywhere, every seed's tree has the same shape, whatever tokens it holds."""
     law = torch.tensor([[0.0, -0.5, -1.0, -1.5, -2.0]])
     everywhere = lambda prefixes: law.expand(len(prefixes), -1)  # noqa: E731
-    grown = grow_all([()] * 40, np.arange(40), DynamicShape(3, 3), rule=Rule.TRAVERSAL, drafted=everywhere)
+    grown = grow_all([()] * 40, np.arange(40), DynamicTreePolicy(3, 3), rule=Rule.TRAVERSAL, drafted=everywhere)
     size = int(grown.trees.offsets[1])
     parents = grown.trees.parent_N.view(40, size)
     assert (parents == parents[0]).all() and len(grown.trees.token_N.view(40, size).unique(dim=0)) > 10
@@ -169,9 +169,9 @@ def test_slots_do_not_look_at_what_is_drawn():
 
 def test_thresholds_keep_every_drawn_node_and_only_expand_less():
     prefixes, seeds = [(t,) for t in range(V)] * 4, np.arange(4 * V)
-    for shape in SHAPES.values():
-        whole = grow_all(prefixes, seeds, shape, rule=Rule.TRAVERSAL).trees
-        cut = grow_all(prefixes, seeds, shape, rule=Rule.TRAVERSAL, path_prob=0.2).trees
+    for policy in SHAPES.values():
+        whole = grow_all(prefixes, seeds, policy, rule=Rule.TRAVERSAL).trees
+        cut = grow_all(prefixes, seeds, policy, rule=Rule.TRAVERSAL, path_prob=0.2).trees
         fewer = 0
         for request in range(len(prefixes)):
             kept, all_ = oracles.paths_of(cut, request), oracles.paths_of(whole, request)
@@ -196,7 +196,7 @@ def test_requests_of_every_rule_grow_side_by_side_as_they_grow_alone():
     def run(own: list[int], auto: bool) -> Grown:
         paths = {(b, 0): prefixes[i] for b, i in enumerate(own)}
 
-        def expand(level: Level) -> torch.Tensor:
+        def expand(level: Frontier) -> torch.Tensor:
             rows = zip(level.request_F, level.row_F, level.parent_row_F, level.token_F, strict=True)
             paths.update({(b, row): (*paths[b, parent], int(token)) for b, row, parent, token in rows})
             return log_law(2, [paths[b, row] for b, row in zip(level.request_F, level.row_F, strict=True)])
@@ -206,7 +206,7 @@ def test_requests_of_every_rule_grow_side_by_side_as_they_grow_alone():
             limits=oracles.limits(
                 [6] * len(own), [3] * len(own), rule=[rules[i] for i in own], auto=[auto and i == 0 for i in own]
             ),
-            sampling=SamplingBatch.stack([sampling[i] for i in own]), shape=DynamicShape(3, 3), expand=expand,
+            sampling=SamplingBatch.stack([sampling[i] for i in own]), policy=DynamicTreePolicy(3, 3), expand=expand,
             vocab=DraftVocabulary(target_size=V), costs=FREE if auto else None,
         )  # fmt: skip
 
@@ -232,11 +232,11 @@ def laws_of(grown: Grown, request: int) -> list[list[tuple[int, int]]]:
 def test_children_are_drawn_by_the_seed_the_roots_position_and_the_row(num_fixed):
     """A root's three children and the children of the first: other keys would be as random, but not the same texts."""
     seed, prefix = 12345, (3, 1, 4)
-    shape = StaticShape(((0,), (1,), (2,), (0, 0), (0, 1), (0, 2)))
-    grown = grow_all([prefix], np.array([seed]), shape, rule=Rule.TRAVERSAL, is_hybrid=num_fixed > 0)
+    policy = StaticTreePolicy(((0,), (1,), (2,), (0, 0), (0, 1), (0, 2)))
+    grown = grow_all([prefix], np.array([seed]), policy, rule=Rule.TRAVERSAL, is_hybrid=num_fixed > 0)
     paths = oracles.paths_of(grown.trees)
     for row, parent in ((0, ()), (1, paths[1])):
-        support = quantise(log_law(2, [(*prefix, *parent)]).log_softmax(-1), DraftVocabulary(target_size=V))
+        support = quantize(log_law(2, [(*prefix, *parent)]).log_softmax(-1), DraftVocabulary(target_size=V))
         key = (np.array([value]) for value in (seed, len(prefix), row))
         drawn = draw_children(support, np.array([3]), np.array([num_fixed]), DrawBits.of(*key, 3))
         got = [path[-1] for path in paths[1:] if path[:-1] == parent]
@@ -254,11 +254,11 @@ def test_fixed_children_have_probabilities_too():
 
 def test_slots_are_budgeted_for_sampled_trees_under_auto_and_counted_among_those():
     """Beside a sampled tree without auto and one under auto that can be cut afterwards."""
-    shape, dear, max_depth = SHAPES["2x2"], draft_costs.costs(node=0.4, level=0.2), 2
+    policy, dear, max_depth = SHAPES["2x2"], draft_costs.costs(node=0.4, level=0.2), 2
     rules, autos = [Rule.TRAVERSAL, Rule.TRAVERSAL, Rule.COUPLED], [False, True, True]
     paths: dict[tuple[int, int], Path] = {(b, 0): (b,) for b in range(3)}
 
-    def expand(level: Level) -> torch.Tensor:
+    def expand(level: Frontier) -> torch.Tensor:
         for b, row, parent, token in zip(level.request_F, level.row_F, level.parent_row_F, level.token_F, strict=True):
             paths[b, row] = (*paths[b, parent], int(token))
         return log_law(2, [paths[b, row] for b, row in zip(level.request_F, level.row_F, strict=True)])
@@ -266,10 +266,10 @@ def test_slots_are_budgeted_for_sampled_trees_under_auto_and_counted_among_those
     grown = grow(
         log_law(2, [(b,) for b in range(3)]), np.arange(3), np.full(3, 2),
         limits=oracles.limits([6] * 3, [max_depth] * 3, rule=rules, auto=autos),
-        sampling=SamplingBatch.stack([SamplingParams(seed=b) for b in range(3)]), shape=shape, expand=expand,
+        sampling=SamplingBatch.stack([SamplingParams(seed=b) for b in range(3)]), policy=policy, expand=expand,
         vocab=DraftVocabulary(target_size=V), costs=dear,
     )  # fmt: skip
-    one, two = (Budget(dear).slots_before_drawing(shape.expected_J, count, max_depth) for count in (1, 2))
+    one, two = (TreeCostModel(dear).slots_before_drawing(policy.expected_J, count, max_depth) for count in (1, 2))
     assert two < one < 6, "prices that tell how many were counted"
     sizes = (grown.trees.offsets.diff() - 1).tolist()
     assert sizes[:2] == [6, one]
@@ -278,9 +278,9 @@ def test_slots_are_budgeted_for_sampled_trees_under_auto_and_counted_among_those
 def test_sampled_trees_are_weighed_alike_with_and_without_auto():
     """What calibration learns is about children that are known before it is decided whether to verify them."""
     prefixes, seeds = [(t,) for t in range(V)], np.arange(V)
-    for shape in SHAPES.values():
+    for policy in SHAPES.values():
         plain, auto = (
-            grow_all(prefixes, seeds, shape, rule=Rule.TRAVERSAL, auto=is_auto, costs=draft_costs.FREE)
+            grow_all(prefixes, seeds, policy, rule=Rule.TRAVERSAL, auto=is_auto, costs=draft_costs.FREE)
             for is_auto in (False, True)
         )
         assert plain.trees.token_N.tolist() == auto.trees.token_N.tolist()

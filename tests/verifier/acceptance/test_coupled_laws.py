@@ -23,9 +23,9 @@ import pytest
 import scipy.stats
 import torch
 
-from drafter.tree.frontier import DraftVocabulary, Level
+from drafter.tree.frontier import DraftVocabulary, Frontier
 from drafter.tree.grow import grow
-from drafter.tree.shape import DynamicShape, Shape, StaticShape
+from drafter.tree.policy import DynamicTreePolicy, StaticTreePolicy, TreePolicy
 from tests.support import oracles
 from tests.support.oracles import SMALL_V, Path, distance, draft_logits, product_law, target_logits
 from verifier.acceptance.coupled import accept, walk
@@ -336,17 +336,17 @@ def test_the_argmax_of_log_p_plus_noise_follows_p():
 
 
 def generate(
-    params: SamplingParams, length: int, shape: Shape | None, error: float, limits: tuple[int, float, float]
+    params: SamplingParams, length: int, policy: TreePolicy | None, error: float, limits: tuple[int, float, float]
 ) -> Path:
-    """Tokens after the prompt (1,), by rounds of the real grow and the real accept; shape None = no speculation."""
+    """Tokens after the prompt (1,), by rounds of the real grow and the real accept; policy None = no speculation."""
     tokens: Path = (1,)
     batch = SamplingBatch.stack([params])
     while len(tokens) < length:
         trees = oracles.tree([-1], [tokens[-1]])
-        if shape is not None:
+        if policy is not None:
             paths: dict[int, Path] = {0: ()}
 
-            def expand(level: Level, prefix: Path = tokens, paths: dict[int, Path] = paths) -> torch.Tensor:
+            def expand(level: Frontier, prefix: Path = tokens, paths: dict[int, Path] = paths) -> torch.Tensor:
                 for row, parent, token in zip(level.row_F, level.parent_row_F, level.token_F, strict=True):
                     paths[int(row)] = (*paths[int(parent)], int(token))
                 return torch.from_numpy(np.stack([draft_logits(prefix + paths[int(r)], error) for r in level.row_F]))
@@ -357,7 +357,7 @@ def generate(
                 np.array([tokens[-1]]),
                 np.array([len(tokens)]),
                 limits=oracles.limits([num_nodes], [4], [min_prob], [path_prob]),
-                sampling=batch, shape=shape, expand=expand, vocab=DraftVocabulary(target_size=SMALL_V),
+                sampling=batch, policy=policy, expand=expand, vocab=DraftVocabulary(target_size=SMALL_V),
             )  # fmt: skip
         logits = np.stack([target_logits(tokens + path) for path in oracles.paths_of(trees)])
         (verdict,) = accept(trees, torch.from_numpy(logits), batch, torch.tensor([len(tokens) - 1]))
@@ -377,11 +377,11 @@ def generate(
 )
 def test_speculation_never_changes_a_token(params):
     plain = generate(params, 25, None, 0.0, (0, 0.0, 0.0))
-    for shape in (
-        DynamicShape(4, 4),
-        StaticShape(((0,), (0, 0), (0, 0, 0))),
-        StaticShape(((0,), (1,), (0, 0), (1, 0))),
+    for policy in (
+        DynamicTreePolicy(4, 4),
+        StaticTreePolicy(((0,), (0, 0), (0, 0, 0))),
+        StaticTreePolicy(((0,), (1,), (0, 0), (1, 0))),
     ):
         for error in (0.0, 0.8, 50.0):
             for limits in ((8, 0.0, 0.0), (8, 0.4, 0.05), (2, 0.0, 0.3), (1, 0.9, 0.0)):
-                assert generate(params, 25, shape, error, limits) == plain
+                assert generate(params, 25, policy, error, limits) == plain

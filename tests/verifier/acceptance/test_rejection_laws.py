@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import torch
 
+from drafter.tree.policy import DynamicTreePolicy, StaticTreePolicy, TreePolicy
 from drafter.tree.sample import expected_survival
-from drafter.tree.shape import DynamicShape, Shape, StaticShape
 from tests.support import oracles
 from tests.support.enumeration import (
     Draft,
@@ -280,8 +280,8 @@ def test_coins_keyed_on_root_and_row_are_as_good_as_fresh_ones(rule):
 # ---- the trees of the real grow
 
 
-DYNAMIC, CHAIN = DynamicShape(3, 3), StaticShape(((0,), (0, 0), (0, 0, 0)))
-STATIC = StaticShape(((0,), (1,), (0, 0), (1, 0)))
+DYNAMIC, CHAIN = DynamicTreePolicy(3, 3), StaticTreePolicy(((0,), (0, 0), (0, 0, 0)))
+STATIC = StaticTreePolicy(((0,), (1,), (0, 0), (1, 0)))
 COSTS = DraftCosts(
     nodes_T=torch.tensor([0, 9], dtype=torch.int32),
     verify_ms_T=torch.tensor([1.0, 1.02]),
@@ -291,7 +291,7 @@ COSTS = DraftCosts(
 )
 """A level costs enough that it depends on the tree so far whether another one is drawn."""
 
-GROWN: dict[str, tuple[Shape, dict[str, object]]] = {
+GROWN: dict[str, tuple[TreePolicy, dict[str, object]]] = {
     "chain": (CHAIN, {}),
     "chain with thresholds": (CHAIN, {"min_prob": [0.5], "path_prob": [0.3]}),
     "static": (STATIC, {}),
@@ -310,10 +310,10 @@ GROWN: dict[str, tuple[Shape, dict[str, object]]] = {
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("grown", GROWN)
 def test_trees_of_the_real_grow_are_lossless(grown, rule):
-    shape, options = GROWN[grown]
+    tree_policy, options = GROWN[grown]
     limits = oracles.limits([5], [3], rule=[rule], **options)  # type: ignore[arg-type]
     costs = COSTS if "auto" in options else None
-    scenario = GrownScenario(p=target(9), q=drafter(9), rule=rule, shape=shape, limits=limits, costs=costs)
+    scenario = GrownScenario(p=target(9), q=drafter(9), rule=rule, tree_policy=tree_policy, limits=limits, costs=costs)
     drafts = [draft for history in HISTORIES for _, draft in scenario.drafts(history)]
     assert NodeKind.SAMPLED in {node.kind for draft in drafts for node in draft}
     assert "min_prob" not in options or len({len(draft) for draft in drafts}) > 1, "the thresholds never pruned"

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafter.tree.budget import Budget
+from drafter.tree.cost_model import TreeCostModel
 from tests.support.clockwork import AUTO, ClockCosts, bench
 from tests.support.engines import AUTO as AUTO_TREE
 from tests.support.engines import bundled
@@ -58,7 +58,7 @@ def measuring(row_costs: RowCosts) -> Controller:
     return Controller(bundled(AUTO_TREE), row_costs)
 
 
-def budget(verify: RowCosts, count: int) -> Budget:
+def budget(verify: RowCosts, count: int) -> TreeCostModel:
     """What the drafter is told when so many requests decode and its own work is free."""
     decode = requests(count)
     inputs = {
@@ -66,7 +66,7 @@ def budget(verify: RowCosts, count: int) -> Budget:
     }
     calibration_D2 = np.array([[1.0, 0.0]], dtype=np.float32)
     sent = CostModel(verify, None).for_drafter(inputs, step_of(decode), calibration_D2, is_probe=False)
-    return Budget(replace(sent, draft_ms_3=torch.zeros(3)))
+    return TreeCostModel(replace(sent, draft_ms_3=torch.zeros(3)))
 
 
 # ---- the table

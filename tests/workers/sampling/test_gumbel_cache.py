@@ -9,7 +9,7 @@ import torch
 
 import workers.sampling.gumbel_cache
 from drafter.tree.frontier import DraftVocabulary
-from drafter.worker import look_ahead
+from drafter.worker import prefetch_noise
 from workers.sampling.gumbel_cache import GumbelCache
 from workers.sampling.philox import gumbel
 from workers.types import Rule
@@ -94,7 +94,7 @@ def test_a_drafter_that_looks_ahead_has_the_noise_of_the_next_trees(monkeypatch)
         sampling=SimpleNamespace(temperature_B=torch.tensor([1.0, 1.0, 0.0, 1.0]), seed_B=torch.tensor([1, 2, 3, 4])),
     )
     vocab = DraftVocabulary(target_size=30)
-    look_ahead(request, vocab, torch.device("cpu"))  # type: ignore[arg-type]
+    prefetch_noise(request, vocab, torch.device("cpu"))  # type: ignore[arg-type]
     monkeypatch.setattr(workers.sampling.gumbel_cache, "gumbel", None)
     for root in range(9, 9 + 3 + 2):  # the next root: all, some or nothing of the tree was accepted
         indices = [root + depth for depth in (1, 2, 3)]

@@ -14,10 +14,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import drafter.tree.grow
-from drafter.tree.budget import Budget, calibrated
-from drafter.tree.frontier import DraftVocabulary, Level
+from drafter.tree.cost_model import TreeCostModel, calibrated
+from drafter.tree.frontier import DraftVocabulary, Frontier
 from drafter.tree.grow import Grown, grow
-from drafter.tree.shape import TYPICAL_CHILDREN, DynamicShape, Shape, StaticShape
+from drafter.tree.policy import TYPICAL_CHILDREN, DynamicTreePolicy, StaticTreePolicy, TreePolicy
 from tests.support import oracles
 from tests.support.draft_costs import CALIBRATION, FREE, costs
 from tests.support.oracles import Path
@@ -26,9 +26,9 @@ from workers.types import DraftCosts, SamplingBatch, SamplingParams
 torch.set_num_threads(1)
 
 V, CHILDREN, DEPTH = 8, 3, 3
-SHAPE = DynamicShape(CHILDREN, DEPTH)
-STATIC = StaticShape(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
-CHAIN = StaticShape(((0,), (0, 0), (0, 0, 0)))
+SHAPE = DynamicTreePolicy(CHILDREN, DEPTH)
+STATIC = StaticTreePolicy(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
+CHAIN = StaticTreePolicy(((0,), (0, 0), (0, 0, 0)))
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,10 @@ def model_logits(model: int, path: Path) -> np.ndarray:
     return rng.normal(scale=1.0 + 2.0 * rng.random(), size=V).astype(np.float32)
 
 
-def grown(asks: Sequence[Ask], prices: DraftCosts = FREE, shape: Shape = SHAPE) -> Grown:
+def grown(asks: Sequence[Ask], prices: DraftCosts = FREE, policy: TreePolicy = SHAPE) -> Grown:
     paths: dict[tuple[int, int], Path] = {(b, 0): () for b in range(len(asks))}
 
-    def expand(level: Level) -> torch.Tensor:
+    def expand(level: Frontier) -> torch.Tensor:
         for b, row, parent, token in zip(*level[1:5], strict=True):
             assert row <= asks[b].num_nodes, "the draft model has no more rows"
             paths[b, row] = (*paths[b, parent], int(token))
@@ -88,7 +88,7 @@ def grown(asks: Sequence[Ask], prices: DraftCosts = FREE, shape: Shape = SHAPE) 
             auto=[ask.auto for ask in asks],
         ),
         sampling=SamplingBatch.stack([SamplingParams(temperature=ask.temperature, seed=ask.model) for ask in asks]),
-        shape=shape,
+        policy=policy,
         expand=expand,
         vocab=DraftVocabulary(target_size=V),
         costs=prices,
@@ -182,7 +182,7 @@ def test_the_best_budget_is_the_one_that_trying_all_finds(seed, count, num_fixed
     fixed = rng.random(num_fixed).astype(np.float32)
     prices = costs(node=node, sure=2.0)
     rates = [(2 + fixed.sum() + ranked[:n].sum()) / (draft_ms + 10 + node * (num_fixed + n)) for n in range(count + 1)]
-    got = Budget(prices).best_count(ranked, draft_ms, fixed)
+    got = TreeCostModel(prices).best_count(ranked, draft_ms, fixed)
     assert rates[got] == pytest.approx(max(rates), rel=1e-5)
 
 
@@ -208,35 +208,35 @@ def test_the_dearer_verification_is_the_fewer_nodes_are_verified():
     assert sizes[0] == 4 * 21 > sizes[1] and sizes[-1] == 4 * 2
 
 
-@pytest.mark.parametrize("shape", [STATIC, CHAIN])
-def test_static_trees_are_cut_too_and_keep_their_shape(shape):
+@pytest.mark.parametrize("policy", [STATIC, CHAIN])
+def test_static_trees_are_cut_too_and_keep_their_shape(policy):
     asks = [Ask(model=m, num_nodes=6) for m in range(6)]
-    whole = grown([replace(ask, auto=False) for ask in asks], shape=shape)
-    cut = grown(asks, costs(node=1.0), shape=shape)
+    whole = grown([replace(ask, auto=False) for ask in asks], policy=policy)
+    cut = grown(asks, costs(node=1.0), policy=policy)
     for b in range(len(asks)):
         assert set(weights(cut, b)) <= set(weights(whole, b))
         assert_rooted(weights(cut, b))
     assert len(cut.trees.token_N) < len(whole.trees.token_N)
     assert cut.pruned_BD.sum() + len(cut.trees.token_N) <= len(whole.trees.token_N)
-    assert len(grown(asks, costs(node=1000.0), shape=shape).trees.token_N) == 2 * len(asks), "none starves"
+    assert len(grown(asks, costs(node=1000.0), policy=policy).trees.token_N) == 2 * len(asks), "none starves"
 
 
-@pytest.mark.parametrize("shape", [STATIC, CHAIN])
-def test_trees_of_a_fixed_shape_are_weighed_by_what_survives_at_their_depth_if_they_are_cut(shape):
+@pytest.mark.parametrize("policy", [STATIC, CHAIN])
+def test_trees_of_a_fixed_shape_are_weighed_by_what_survives_at_their_depth_if_they_are_cut(policy):
     asks = [Ask(model=m, num_nodes=6, auto=bool(m % 2)) for m in range(4)]
-    together = grown(asks, shape=shape)
+    together = grown(asks, policy=policy)
     for b, ask in enumerate(asks):
         survival = ask.survival(CALIBRATION if ask.auto else ((1.0, 0.0),))
         got = weights(together, b)
         assert len(got) > 2 and got == pytest.approx({path: survival[path] for path in got}, rel=1e-3)
 
 
-@pytest.mark.parametrize("shape", [STATIC, CHAIN])
-def test_what_a_threshold_keeps_out_is_counted_where_it_would_have_been(shape):
-    num_nodes = len(weights(grown([Ask(num_nodes=6, auto=False)], shape=shape)))
-    assert grown([Ask(num_nodes=6, min_prob=1.0, auto=False)], shape=shape).pruned_BD.tolist() == [[num_nodes, 0, 0]]
+@pytest.mark.parametrize("policy", [STATIC, CHAIN])
+def test_what_a_threshold_keeps_out_is_counted_where_it_would_have_been(policy):
+    num_nodes = len(weights(grown([Ask(num_nodes=6, auto=False)], policy=policy)))
+    assert grown([Ask(num_nodes=6, min_prob=1.0, auto=False)], policy=policy).pruned_BD.tolist() == [[num_nodes, 0, 0]]
     for model in range(5):
-        pruned = grown([Ask(model=model, num_nodes=6, path_prob=0.4, min_prob=0.3, auto=False)], shape=shape)
+        pruned = grown([Ask(model=model, num_nodes=6, path_prob=0.4, min_prob=0.3, auto=False)], policy=policy)
         assert len(weights(pruned)) + pruned.pruned_BD.sum() == num_nodes
 
 
@@ -253,40 +253,40 @@ def test_what_a_cut_takes_from_a_chain_is_counted_at_its_end():
 
 
 def test_time_is_counted_by_levels_beyond_the_first_and_nodes_run_on_them():
-    budget = Budget(costs(level=2.0, run=0.25))
+    budget = TreeCostModel(costs(level=2.0, run=0.25))
     assert [budget.draft_ms(*bill) for bill in ((0, 0), (1, 0), (2, 3), (4, 10))] == [1.0, 1.0, 3.75, 9.5]
 
 
-@pytest.mark.parametrize("shape", ["searched", "dealt"])
-def test_what_growing_has_taken_so_far_is_told_without_the_roots(monkeypatch, shape):
+@pytest.mark.parametrize("policy", ["searched", "dealt"])
+def test_what_growing_has_taken_so_far_is_told_without_the_roots(monkeypatch, policy):
     told: list[tuple[int, int]] = []
 
-    class Noted(Budget):
+    class Noted(TreeCostModel):
         def draft_ms(self, num_levels: int, num_run: int) -> float:
             told.append((num_levels, num_run))
             return super().draft_ms(num_levels, num_run)
 
-    monkeypatch.setattr(drafter.tree.grow, "Budget", Noted)
+    monkeypatch.setattr(drafter.tree.grow, "TreeCostModel", Noted)
     asks = [Ask(model=1, num_nodes=8), Ask(model=2, num_nodes=8)]
-    if shape == "searched":
+    if policy == "searched":
         whole = grown(asks)
         assert told == [(1, 0), (2, 2 * CHILDREN), (DEPTH, whole.num_run)] and whole.num_levels == DEPTH
     else:
-        grown(asks, shape=CHAIN)
+        grown(asks, policy=CHAIN)
         assert told == [(1, 0), (2, 2), (3, 4), (3, 4)], "after each level, and for the cut"
 
 
 def test_whether_a_level_pays_is_asked_with_the_nodes_so_far_and_no_root(monkeypatch):
     told: list[int] = []
 
-    class Noted(Budget):
+    class Noted(TreeCostModel):
         def worth_running(self, weight_F, least_F, weights, draft_ms):
             told.append(len(weights))
             return super().worth_running(weight_F, least_F, weights, draft_ms)
 
-    monkeypatch.setattr(drafter.tree.grow, "Budget", Noted)
+    monkeypatch.setattr(drafter.tree.grow, "TreeCostModel", Noted)
     asks = [Ask(model=1, num_nodes=6), Ask(model=2, num_nodes=6)]
-    grown(asks, shape=STATIC)
+    grown(asks, policy=STATIC)
     assert told == [4, 10, 12], "two children of each root, then theirs, then one more"
     told.clear()
     grown(asks)
@@ -295,7 +295,7 @@ def test_whether_a_level_pays_is_asked_with_the_nodes_so_far_and_no_root(monkeyp
 
 def test_a_row_that_buys_a_flight_of_rows_costs_its_share_of_them():
     stairs = replace(FREE, nodes_T=torch.tensor([0, 8, 9, 16]), verify_ms_T=torch.tensor([10.0, 10.0, 14.0, 14.0]))
-    budget = Budget(stairs)
+    budget = TreeCostModel(stairs)
     assert [float(budget.row_ms(n)) for n in (0, 7, 8, 9, 15, 16, 99)] == [0, 0, 4 / 8, 0, 0, 0, 0]
 
 
@@ -308,9 +308,9 @@ def test_a_node_is_run_if_its_children_bring_what_running_it_takes():
     """At a rate of 2.5 tokens over 11 ms; children survive with 0.62, 0.13, 0.06, ..., in all 0.895."""
     weights = np.array([0.8, 0.7], dtype=np.float32)
     dear = 0.895 * 0.75 / (2.5 / 11)  # between what the two bring
-    budget = Budget(costs(run=dear))
+    budget = TreeCostModel(costs(run=dear))
     assert budget.worth_running(weights, np.zeros(2), weights, 1.0).tolist() == [True, False]
-    assert Budget(costs()).worth_running(weights, np.zeros(2), weights, 1.0).tolist() == [True, True]
+    assert TreeCostModel(costs()).worth_running(weights, np.zeros(2), weights, 1.0).tolist() == [True, True]
 
 
 @pytest.mark.parametrize("num_requests", [1, 3])
@@ -326,7 +326,7 @@ def test_slots_that_are_fixed_before_drawing_are_the_best_number_of_typical_ones
         draft_ms = 1.0 + level * (min(slots, max_depth) - 1) + run * num_requests * (slots - 1)
         return tokens / (draft_ms + 10.0 + node * num_requests * slots)
 
-    got = Budget(costs(node, level, run, sure=2.0)).slots_before_drawing(survival, num_requests, max_depth)
+    got = TreeCostModel(costs(node, level, run, sure=2.0)).slots_before_drawing(survival, num_requests, max_depth)
     assert rate(got) == pytest.approx(max(rate(slots) for slots in range(1, 9)), rel=1e-5)
 
 
@@ -351,19 +351,19 @@ def test_nodes_that_stay_in_any_case_take_their_places_in_the_step_that_the_othe
     assert_rooted(weights(together, 1))
 
 
-@pytest.mark.parametrize("shape", [STATIC, CHAIN])
-def test_a_level_is_grown_for_who_does_not_ask_what_it_takes_and_for_nobody_else(shape):
+@pytest.mark.parametrize("policy", [STATIC, CHAIN])
+def test_a_level_is_grown_for_who_does_not_ask_what_it_takes_and_for_nobody_else(policy):
     dear = costs(level=1000.0)
-    whole = grown([Ask(model=1, num_nodes=6, auto=False)], shape=shape)
-    beside = grown([Ask(model=1, num_nodes=6, auto=False), Ask(model=2, num_nodes=6)], dear, shape)
+    whole = grown([Ask(model=1, num_nodes=6, auto=False)], policy=policy)
+    beside = grown([Ask(model=1, num_nodes=6, auto=False), Ask(model=2, num_nodes=6)], dear, policy)
     assert weights(beside, 0).keys() == weights(whole).keys() and beside.num_levels == whole.num_levels > 1
-    shallow = grown([Ask(model=1, num_nodes=6, max_depth=1, auto=False), Ask(model=2, num_nodes=6)], dear, shape)
+    shallow = grown([Ask(model=1, num_nodes=6, max_depth=1, auto=False), Ask(model=2, num_nodes=6)], dear, policy)
     assert shallow.num_levels == 1 and all(len(path) == 1 for path in weights(shallow, 1))
 
 
 def test_free_drafting_runs_no_node_whose_children_would_not_be_verified():
     """Rows in the draft model are few: what brings nothing must not take them from deeper levels."""
-    budget = Budget(costs(node=0.5))
+    budget = TreeCostModel(costs(node=0.5))
     sure, hopeless = np.float32(0.9), np.float32(0.01)
     weights = np.array([sure, hopeless, hopeless], dtype=np.float32)
     assert budget.worth_running(weights, np.zeros(3), weights, 1.0).tolist() == [True, False, False]
@@ -377,7 +377,7 @@ STAIRS = ([0, 1, 8, 9, 16, 17, 1000], [10.0, 11.0, 11.0, 13.0, 13.0, 16.0, 90.0]
 
 @dataclass(frozen=True)
 class PlainBudget:
-    """`Budget` by the letter of its docstrings, one number at a time."""
+    """`TreeCostModel` by the letter of its docstrings, one number at a time."""
 
     table: tuple[list[int], list[float]]
     first: float
@@ -385,11 +385,11 @@ class PlainBudget:
     node: float
     sure: float
 
-    def told(self) -> Budget:
+    def told(self) -> TreeCostModel:
         nodes, ms = self.table
         prices = replace(FREE, nodes_T=torch.tensor(nodes, dtype=torch.int32), verify_ms_T=torch.tensor(ms))
         drafting = torch.tensor([self.first, self.level, self.node])
-        return Budget(replace(prices, draft_ms_3=drafting, sure_1=torch.tensor([self.sure])))
+        return TreeCostModel(replace(prices, draft_ms_3=drafting, sure_1=torch.tensor([self.sure])))
 
     def verify_ms(self, num_nodes: int) -> float:
         return float(np.interp(num_nodes, *self.table))
@@ -483,8 +483,8 @@ def test_a_threshold_holds_on_every_level_beside_a_request_that_goes_on():
     num_cut = 0
     for model in range(12):
         asks = [Ask(model=model, num_nodes=5, path_prob=0.2), Ask(model=99, num_nodes=5)]
-        [cut, whole] = [weights(grown([replace(ask, auto=False)], shape=CHAIN)) for ask in asks]
-        both = grown(asks, shape=CHAIN)
+        [cut, whole] = [weights(grown([replace(ask, auto=False)], policy=CHAIN)) for ask in asks]
+        both = grown(asks, policy=CHAIN)
         assert weights(both, 0).keys() <= cut.keys() and weights(both, 1).keys() <= whole.keys()
         num_cut += 0 < len(cut) < len(whole)
     assert num_cut > 3

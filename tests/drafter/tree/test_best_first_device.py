@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drafter.tree.frontier import DraftVocabulary, GrowLimits, Level
+from drafter.tree.frontier import DraftVocabulary, Frontier, GrowLimits
 from drafter.tree.grow import Grown, grow
-from drafter.tree.shape import DynamicShape, StaticShape
-from drafter.tree.tree_graphs import Start, Unrolled, buckets
+from drafter.tree.policy import DynamicTreePolicy, StaticTreePolicy
+from drafter.tree.tree_graphs import Start, TreeGraphs, buckets
 from tests.support import oracles
 from tests.support.draft_costs import CALIBRATION, FREE, costs
 from tests.support.oracles import Path
@@ -35,7 +35,7 @@ V, CHILDREN, DEPTH, NODES, PAGE = 9, 3, 4, 14, 4
 FLAT = 10**7
 """The draft model to which every token is as likely as any other."""
 WHOLE, REDUCED = DraftVocabulary(target_size=V), DraftVocabulary(target_size=24, target_ids=torch.arange(V) * 2 + 3)
-SHAPE = DynamicShape(CHILDREN, DEPTH)
+SHAPE = DynamicTreePolicy(CHILDREN, DEPTH)
 CONFIG = EngineConfig(
     model_path="fake",
     draft=DraftConfig(
@@ -120,7 +120,7 @@ class Draft:
             torch.tensor(bases, dtype=torch.int32), table, torch.tensor([[a.model] for a in self.asks]).float()
         )
 
-    def expand(self, level: Level) -> Tensor:
+    def expand(self, level: Frontier) -> Tensor:
         """For `grow`, level by level."""
         if level.depth == 1:
             self._told = {(b, 0): ask.model for b, ask in enumerate(self.asks)}
@@ -134,7 +134,7 @@ class Draft:
         return torch.stack(rows)
 
     def run(self, plan: Any, tokens_N: Tensor, features_N1: Tensor, positions_N: Tensor) -> tuple[Tensor, Tensor]:
-        """For `Unrolled`: all rows but the roots; those beyond the asks are nobody's."""
+        """For `TreeGraphs`: all rows but the roots; those beyond the asks are nobody's."""
         out_N1, logits_NV = torch.zeros(len(tokens_N), 1), torch.zeros(len(tokens_N), V)
         tokens, masks = tokens_N.tolist(), plan.ancestors_N.tolist()
         for n in range(len(self.asks) * NODES):
@@ -147,12 +147,12 @@ class Draft:
 
 
 class Bench:
-    """One Unrolled, uncaptured, which grows for batch after batch over the same buffers."""
+    """One TreeGraphs, uncaptured, which grows for batch after batch over the same buffers."""
 
     def __init__(self, vocab: DraftVocabulary = REDUCED) -> None:
         self.draft = Draft([], vocab)
         self.metadata: AttentionMetadata
-        self.unrolled = Unrolled(
+        self.tree_graphs = TreeGraphs(
             lambda *given: self.draft.run(*given), self.plan, torch.zeros(1, 1), vocab, TORCH, CONFIG, is_captured=False
         )
 
@@ -162,8 +162,8 @@ class Bench:
 
     def grown(self, asks: Sequence[Ask], prices: DraftCosts = FREE, **options: Any) -> Grown:
         self.draft = Draft(asks, self.draft.vocab)
-        self.unrolled.start = self.draft.start
-        return grown(self.draft, prices, unrolled=self.unrolled, **options)
+        self.tree_graphs.start = self.draft.start
+        return grown(self.draft, prices, tree_graphs=self.tree_graphs, **options)
 
 
 def grown(draft: Draft, prices: DraftCosts = FREE, **options: Any) -> Grown:
@@ -178,7 +178,7 @@ def grown(draft: Draft, prices: DraftCosts = FREE, **options: Any) -> Grown:
             auto=[True] * len(asks),
         ),
         sampling=SamplingBatch.stack([ask.sampling for ask in asks]),
-        shape=SHAPE,
+        policy=SHAPE,
         expand=draft.expand,
         vocab=draft.vocab,
         costs=prices,
@@ -340,7 +340,7 @@ def other(**changes: Any) -> GrowLimits:
         {"limits": other(auto_B=[1, 0])},
         {"limits": other(rule_B=[Rule.COUPLED, Rule.TRAVERSAL])},
         {"logits_states": {1: Ask(constraints=Constraints(presence_penalty=1.0, logit_bias={3: 9.0})).logits_state}},
-        {"shape": StaticShape(((0,), (0, 0)))},
+        {"policy": StaticTreePolicy(((0,), (0, 0)))},
     ],
     ids=["not auto", "sampled", "constrained", "static"],
 )
@@ -386,6 +386,8 @@ def test_growth_looks_at_no_value_on_the_host():
         return out_NV, out_NV
 
     example_1V = torch.empty(1, V, device="meta")
-    unrolled = Unrolled(run, lambda metadata, into=None: Plan(), example_1V, vocab, kernels, CONFIG, is_captured=False)
-    for (num_requests, *_), grow_all in unrolled._grow.items():
+    tree_graphs = TreeGraphs(
+        run, lambda metadata, into=None: Plan(), example_1V, vocab, kernels, CONFIG, is_captured=False
+    )
+    for (num_requests, *_), grow_all in tree_graphs._grow.items():
         assert grow_all().shape == (4, num_requests, 1 + NODES)

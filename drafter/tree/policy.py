@@ -27,7 +27,7 @@ class Dealt(NamedTuple):
     label_FK: np.ndarray
 
 
-class Shape(Protocol):
+class TreePolicy(Protocol):
     """A policy that deals slots. `label` is the shape's own note on a node (root 0); `room` levels may follow it."""
 
     max_children: int
@@ -39,7 +39,7 @@ class Shape(Protocol):
     def deal(self, slots_F: np.ndarray, label_F: np.ndarray, room_F: np.ndarray, weight_FK: np.ndarray) -> Dealt: ...
 
 
-class DynamicShape:
+class DynamicTreePolicy:
     """Best-first over the expected tree: children at their draft weights, all below them at typical ones.
 
     Child k of weight w is expected to carry a subtree of weights w * h_0 >= w * h_1 >= ... (h_0 = 1 is the child
@@ -69,7 +69,7 @@ class DynamicShape:
         return Dealt(slots_FK, np.zeros(slots_FK.shape, dtype=np.int64))
 
 
-class StaticShape:
+class StaticTreePolicy:
     """A fixed tree (`speculative_token_tree`, or a chain), cut to a request's budget in breadth-first order.
 
     The label of a node is its place in that order, root 0.
@@ -102,15 +102,15 @@ class StaticShape:
         return Dealt(np.where(dealt, slots_FK, 0), child_FK | budget_F[:, None] << 8)
 
 
-def make_shape(config: TreeConfig) -> Shape:
+def make_tree_policy(config: TreeConfig) -> TreePolicy:
     """The shape a TreeConfig asks for. A chain of N is the static tree (0,), (0, 0), ... of N nodes."""
     match config.kind:
         case "dynamic":
-            return DynamicShape(config.max_children, config.max_depth)
+            return DynamicTreePolicy(config.max_children, config.max_depth)
         case "chain":
-            return StaticShape(tuple((0,) * (i + 1) for i in range(config.num_speculative_tokens)))
+            return StaticTreePolicy(tuple((0,) * (i + 1) for i in range(config.num_speculative_tokens)))
         case "static":
-            return StaticShape(config.static_paths)
+            return StaticTreePolicy(config.static_paths)
 
 
 def _typical_subtree(room: int, typical: tuple[float, ...]) -> list[float]:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drafter.tree.shape import TYPICAL_CHILDREN
+from drafter.tree.policy import TYPICAL_CHILDREN
 from workers.types import DraftCosts
 
 
@@ -25,7 +25,7 @@ def calibrated(weight: Tensor, fit_2: Tensor) -> Tensor:
     return torch.sigmoid(torch.addcmul(b, a, torch.logit(weight, 1e-6))) * (weight > 0)
 
 
-class Budget:
+class TreeCostModel:
     """The cost tables of one step."""
 
     def __init__(self, costs: DraftCosts) -> None:
@@ -68,7 +68,7 @@ class Budget:
     def worth_running(
         self, weight_F: np.ndarray, least_F: np.ndarray, weights: np.ndarray, draft_ms: float
     ) -> np.ndarray:
-        """bool [F]: nodes worth one more level, none if all together are not.
+        """Bool [F]: nodes worth one more level, none if all together are not.
 
         A node's children are expected at typical survival. What one brings is its weight less what a node must weigh
         to be verified: as much as the time of its row is worth and, where its request has no place left, `least_F`, the

@@ -1,6 +1,6 @@
 """Whole trees at once: the search of `tree.best_first` in static shapes, so that one CUDA graph grows every level.
 
-    grow_unrolled(...) -> Rows      the growth: a function of tensors that looks at no value on the host
+    grow_on_device(...) -> Rows      the growth: a function of tensors that looks at no value on the host
 
 What it is given lies in the buffers of `drafter.tree.tree_graphs`, which captures and replays it.
 
@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drafter.tree.budget import calibrated
+from drafter.tree.cost_model import calibrated
 from drafter.tree.frontier import DraftVocabulary, GrowLimits
 from drafter.tree.score import Best, best_children, confidence_tau
 from drafter.tree.thresholds import passes_min, passes_path
@@ -125,7 +125,7 @@ class Rules:
     has_penalties: bool
 
 
-def grow_unrolled(
+def grow_on_device(
     roots_BV: Tensor,
     features_BH: Tensor,
     noise_BDV: Tensor,

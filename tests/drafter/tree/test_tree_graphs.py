@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafter.proposers.base import DraftModelProposer, FeatureProposer, unrolled_decoder, unrolled_head
+from drafter.proposers.base import DraftModelProposer, FeatureProposer, decoder_tree_graphs, head_tree_graphs
 from drafter.proposers.eagle3 import Eagle3Head
-from drafter.tree.shape import make_shape
+from drafter.tree.policy import make_tree_policy
 from drafter.worker import draft
 from tests.support import checkpoints
 from tests.support.clockwork import AUTO, ClockCosts, bench
@@ -111,24 +111,24 @@ def proposers(
         ]
         pools = [head.new_kv_pool(16 * PAGE) for head in heads]
         by_level, at_once = (FeatureProposer(heads[0], pool, PAGE, CONFIG.tree_rows) for pool in pools)
-        at_once.unrolled = unrolled_head(heads[1], pools[1], CONFIG, is_captured=is_captured)
+        at_once.tree_graphs = head_tree_graphs(heads[1], pools[1], CONFIG, is_captured=is_captured)
     else:
         path, spec = BUNDLED / "draft", read_spec(BUNDLED / "draft")
         models = [Decoder.load(path, spec, device=device, kernels=kernels) for kernels in (TORCH, fused)]
         pools = [model.new_kv_pool(16 * PAGE) for model in models]
         by_level, at_once = (DraftModelProposer(models[0], pool, PAGE) for pool in pools)
-        at_once.unrolled = unrolled_decoder(models[1], pools[1], CONFIG, is_captured=is_captured)
+        at_once.tree_graphs = decoder_tree_graphs(models[1], pools[1], CONFIG, is_captured=is_captured)
     at_once.expand = None
     if is_interpreted():
-        at_once.unrolled._kernels = TORCH  # Triton's top-k takes seconds there, and test_kernels.py has it
+        at_once.tree_graphs._kernels = TORCH  # Triton's top-k takes seconds there, and test_kernels.py has it
     return by_level, at_once
 
 
 def assert_same_trees(by_level: Any, at_once: Any, device: str = "cpu") -> None:
     """In every one of STEPS, over the same buffers."""
-    shape = make_shape(TREE)
+    policy = make_tree_policy(TREE)
     for message in messages(by_level._head.width if isinstance(by_level, FeatureProposer) else None, device):
-        expected, got = (draft(message, proposer, shape) for proposer in (by_level, at_once))
+        expected, got = (draft(message, proposer, policy) for proposer in (by_level, at_once))
         for name in TreeBatch.__slots__:
             torch.testing.assert_close(getattr(got.trees, name), getattr(expected.trees, name), atol=1e-4, rtol=0)
 
@@ -179,7 +179,9 @@ def test_engines_emit_the_same_tokens_and_gain_as_much(temperature: float) -> No
         expected = plain.run(AUTO, **work)
     with bench(prices) as at_once:
         proposer = at_once.engine._drafter._proposer  # type: ignore[union-attr]
-        proposer.unrolled = unrolled_head(Replanning(proposer._head), proposer._kv, bundled(DYNAMIC), is_captured=False)
+        proposer.tree_graphs = head_tree_graphs(
+            Replanning(proposer._head), proposer._kv, bundled(DYNAMIC), is_captured=False
+        )
         proposer.expand = None
         got = at_once.run(AUTO, **work)
     assert got.tokens == expected.tokens
