@@ -78,7 +78,7 @@ try:
 except PackageNotFoundError:
     __version__ = NOT_INSTALLED
 
-__all__ = [  # noqa: F822  # resolved by __getattr__
+__all__ = [  # resolved by __getattr__
     "APIConnectionError",
     "APIError",
     "APITimeoutError",

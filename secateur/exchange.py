@@ -171,9 +171,9 @@ def connection_error(error: httpx2.TransportError, url: str) -> errors.APIConnec
 
 
 class Events(Generic[Model]):
-    """Bytes of a server-sent event stream in, chunks out. `done` is set by the closing `[DONE]`.
+    r"""Bytes of a server-sent event stream in, chunks out. `done` is set by the closing `[DONE]`.
 
-    Lines are split here and end with \\n, \\r\\n or a lone \\r, as the specification has it. The HTTP library's line
+    Lines are split here and end with \n, \r\n or a lone \r, as the specification has it. The HTTP library's line
     iterator also splits at U+2028 and U+0085, which a model may well write and which JSON does not escape.
     """
 

@@ -1,7 +1,7 @@
-"""Files of JSON, one value a line. A line ends with \\n or \\r\\n, and with nothing else.
+r"""Files of JSON, one value a line. A line ends with \n or \r\n, and with nothing else.
 
 Python knows more line ends: `str.splitlines` splits at U+2028, U+2029 and U+0085 too, which JSON strings hold as they
-are, and a file opened as text at a lone \\r, which is white space in JSON.
+are, and a file opened as text at a lone \r, which is white space in JSON.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ where nothing was measured. All are JSON; `cluster.planner` computes with them.
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -155,7 +156,7 @@ class CostTable(_File):
 
 
 def _check_axis(name: str, values: tuple[float, ...]) -> None:
-    if not values or any(late <= early for early, late in zip(values, values[1:], strict=False)):
+    if not values or any(late <= early for early, late in itertools.pairwise(values)):
         raise ConfigError(Problem(name, "must have at least one entry and rise from each to the next"))
 
 

@@ -79,7 +79,7 @@ def text_size(value: Any) -> int:
 
 
 class TokenText(NamedTuple):
-    """One token by itself. Example, the first byte of an emoji: TokenText("bytes:\\xf0", b"\xf0")."""
+    r"""One token by itself. Example, the first byte of an emoji: TokenText("bytes:\xf0", b"\xf0")."""
 
     text: str
     """As it stands inside a text; OpenAI's escapes if its bytes are no text yet."""

@@ -31,11 +31,11 @@ def complete(
     stats: Stats = False,
     as_json: AsJson = False,
 ) -> None:
-    """Continue a text, streaming to stdout.
+    r"""Continue a text, streaming to stdout.
 
     Example: secateur complete "def quicksort(items):" --max-tokens 64 --temperature 0 --stats
 
-    Example: secateur complete - --stop $'\\ndef ' --json < unfinished.py
+    Example: secateur complete - --stop $'\ndef ' --json < unfinished.py
     """
     from secateur.client import Client
 

@@ -51,8 +51,8 @@ class Kind:
     """Requests that differ by seed alone."""
 
     num: int
-    sampling: SamplingParams = SamplingParams()  # noqa: RUF009
-    speculation: Speculation = Speculation()  # noqa: RUF009
+    sampling: SamplingParams = SamplingParams()
+    speculation: Speculation = Speculation()
 
     def law(self, length: int) -> dict[Path, float]:
         """Of the first tokens, whatever is drafted."""

@@ -201,7 +201,7 @@ def test_when_pages_run_out_the_last_to_arrive_waits_for_the_others():
         stats = tight.frames[-1].stats
         assert stats.num_preemptions > 0 and tight.num_free == 21
         assert roomy.frames[-1].stats.num_preemptions == 0
-        assert list(dict.fromkeys(finished))[0] == 0, "the oldest never waits"
+        assert next(iter(dict.fromkeys(finished))) == 0, "the oldest never waits"
 
 
 def test_a_request_that_needs_every_page_runs_alone():

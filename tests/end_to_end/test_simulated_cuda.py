@@ -100,7 +100,7 @@ def test_a_replay_sees_its_buffers_and_nothing_else() -> None:
         torch.testing.assert_close(replay().cpu(), torch.tensor([5.0, math.sin(3.0), math.sin(1.5)]))
         assert (other - before).tolist() == [1.0] * 3
         for forbidden in (lambda: buffer.sum().item(), lambda: torch.ones(3).to("cuda"), lambda: buffer[buffer > 0]):
-            with pytest.raises(RuntimeError, match="capturing|a graph would copy"):
+            with pytest.raises(RuntimeError, match=r"capturing|a graph would copy"):
                 Recorder(torch.device("cuda", 0)).record(forbidden)
 
 

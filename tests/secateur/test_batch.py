@@ -499,7 +499,7 @@ def test_a_file_that_is_no_batch_output_is_left_alone(source, output, text, resu
 
 def test_a_file_of_digests_that_holds_something_else_is_left_alone(source, output):
     digests_path(output).write_text("my thesis\n")
-    with pytest.raises(BatchError, match="out.jsonl.digests line 1 is no digest of a request; name another"):
+    with pytest.raises(BatchError, match=r"out.jsonl.digests line 1 is no digest of a request; name another"):
         Service().run(source, output)
     assert digests_path(output).read_text() == "my thesis\n"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -226,7 +227,7 @@ def test_the_drafter_is_fed_every_token_exactly_once():
     with Bench(RandomLanguage(), "eagle3", TREES["dynamic"], max_num_batched_tokens=30) as bench:
         bench.ask(list(range(25)) * 2, 30, PARAMS[1])
         spans = [(int(r.start_B), int(r.start_B) + len(r.token_M)) for r in bench.drafter.requests]
-        assert spans[0][0] == 1 and all(a[1] == b[0] for a, b in zip(spans, spans[1:], strict=False))
+        assert spans[0][0] == 1 and all(a[1] == b[0] for a, b in itertools.pairwise(spans))
 
 
 # ---- the request's own speculation

@@ -117,13 +117,13 @@ def test_what_is_configured_is_taken_and_more_than_can_be_used_is_not(monkeypatc
 
 def test_too_little_for_one_request_is_an_error_with_numbers(monkeypatch):
     with pytest.raises(
-        ValueError, match="room for 15 pages of 16 tokens.*max_model_len 1024 needs 65.*num_speculative_tokens"
+        ValueError, match=r"room for 15 pages of 16 tokens.*max_model_len 1024 needs 65.*num_speculative_tokens"
     ):
         pages(monkeypatch, engine(max_model_len=1024), [1 << 20], [0.25 * GIB])
 
 
 def test_too_few_configured_pages_are_an_error_that_names_num_pages(monkeypatch):
-    with pytest.raises(ValueError, match="room for 19 pages.*needs 65: write num_pages=66 or more, or lower max_model"):
+    with pytest.raises(ValueError, match=r"room for 19 pages.*needs 65: write num_pages=66 or more, or lower"):
         pages(monkeypatch, engine(max_model_len=1024, num_pages=20), [1], [0.0])
 
 

@@ -14,6 +14,7 @@ Legend: B requests, N packed rows, V vocabulary.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -95,7 +96,7 @@ def walk(trees: TreeBatch, winner_N: list[int]) -> list[Verdict]:
     """Verdicts from the target's own token at every row."""
     offsets, tokens, parents = trees.offsets.tolist(), trees.token_N.tolist(), trees.parent_N.tolist()
     verdicts = []
-    for begin, end in zip(offsets, offsets[1:], strict=False):
+    for begin, end in itertools.pairwise(offsets):
         path: list[int] = []
         emitted = [winner_N[begin]]
         row = 0

@@ -117,7 +117,7 @@ def tree_attention(
     sink_H: Tensor | None = None,
 ) -> Tensor:
     """See `workers.kernels.select.Kernels.tree_attention`; softmax in float32 inside SDPA."""
-    num_rows, num_heads, d = q_NHd.shape
+    _, num_heads, d = q_NHd.shape
     H = kv_slots.shape[2]
     G = num_heads // H
     outputs = []

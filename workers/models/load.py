@@ -42,7 +42,6 @@ def load_decoder(
     Raises:
         ValueError: see `Decoder.load` and `TransformersDecoder.load`.
     """
-
     if not isinstance(spec, TransformersSpec):
         return Decoder.load(path, spec, tp, device, dtype, tap_layers, kernels)
     from workers.models.transformers_model import TransformersDecoder  # only here: its imports take seconds

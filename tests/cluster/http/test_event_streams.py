@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import AsyncGenerator, Callable
 
@@ -63,7 +64,7 @@ def test_a_step_is_one_event_at_once(own: Callable[..., FakeService], tokenizer:
                 if line.startswith("data: {"):
                     times.append(time.monotonic())
     assert len(times) == 3
-    assert all(later - earlier > 0.1 for earlier, later in zip(times, times[1:], strict=False))
+    assert all(later - earlier > 0.1 for earlier, later in itertools.pairwise(times))
 
 
 def test_every_chunk_may_tell_its_own_answer_s_usage(http: httpx2.Client) -> None:

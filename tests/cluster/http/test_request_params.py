@@ -187,5 +187,5 @@ def test_what_does_not_fit_says_so_by_code() -> None:
 
 def test_asking_for_drafts_without_a_drafter_is_told_plainly() -> None:
     request = CompletionRequest(prompt="x", speculative={"num_speculative_tokens": 2})  # type: ignore[arg-type]
-    with pytest.raises(BadRequest, match="^speculative: this service runs without a drafter; leave it out$"):
+    with pytest.raises(BadRequest, match=r"^speculative: this service runs without a drafter; leave it out$"):
         submit_from(request, [1], id=1, seed=5, limits=replace(LIMITS, num_speculative_tokens=0))

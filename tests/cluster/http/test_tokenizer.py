@@ -274,7 +274,7 @@ def test_the_cut_does_not_depend_on_the_pieces(seed: int) -> None:
 
 
 def test_text_that_is_no_unicode_is_refused_with_its_reason(tokenizer: Tokenizer) -> None:
-    with pytest.raises(PromptError, match="^the text is not valid Unicode: surrogates not allowed$") as caught:
+    with pytest.raises(PromptError, match=r"^the text is not valid Unicode: surrogates not allowed$") as caught:
         tokenizer.encode("\ud800")
     assert caught.value.param == "prompt"
 

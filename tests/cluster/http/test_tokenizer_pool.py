@@ -107,7 +107,7 @@ async def test_what_is_wrong_with_a_prompt_comes_back_as_it_is(pool: TokenizerPo
     assert caught.value.param == "messages"
     with pytest.raises(PromptError, match="not valid Unicode"):
         await render(pool, {"role": "user", "content": "\ud800"})
-    with pytest.raises(PromptError, match="chat_template_kwargs.chat_template"):
+    with pytest.raises(PromptError, match=r"chat_template_kwargs.chat_template"):
         await render(pool, *CHAT, template_kwargs={"chat_template": "X {{ 7*7 }}"})
     assert pool.health().ok
 

@@ -92,7 +92,7 @@ def test_lengths(text: str, low: int, high: int | None, is_exponential: bool) ->
 
 @pytest.mark.parametrize("text", ["", "0", "-5", "5-", "5-4", "exp:", "exp:3-4", "log:5", "1.5", "exp5"])
 def test_lengths_that_are_none(text: str) -> None:
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match=r"write 512, 64-512 or exp:512 tokens|must be at least 1"):
         Lengths.parse(text)
 
 
@@ -204,7 +204,7 @@ def test_memory_bounds_the_batch() -> None:
     assert found["max_batch"] < 64 and found["max_batch_reason"].startswith("memory: ")
     assert [line["off"]["batch"] for line in found["batches"]] == [1, found["max_batch"]]
     assert found["max_batch"] == found["kv_pages"] // (-(-(512 + 17) // 16))
-    with pytest.raises(ConfigError, match="tiny: weights, a full step.s logits and a request of 512 tokens do not fit"):
+    with pytest.raises(ConfigError, match=r"tiny: weights, a full .* of 512 tokens do not fit"):
         answer(PlanRequest(hardware=tiny.model_copy(update={"memory_gb": 0.03})))
 
 

@@ -259,8 +259,8 @@ def test_nodes_that_have_not_joined_yet_are_waited_for(
 
 def test_resources_that_no_single_node_has_together_are_refused(nodes: Callable[..., None]) -> None:
     nodes([{"CPU": 64.0}, {"CPU": 1.0, "GPU": 8.0}])
-    with pytest.raises(ConfigError, match="need CPU: .*, GPU: |need GPU: .*, CPU: "):
+    with pytest.raises(ConfigError, match=r"need CPU: .*, GPU: |need GPU: .*, CPU: "):
         build(engine(1))
     nodes([{"CPU": 2.0}])
-    with pytest.raises(ConfigError, match="need CPU: 3.2 on one node, .* more than CPU: 2: write a smaller tensor"):
+    with pytest.raises(ConfigError, match=r"need CPU: 3.2 on one node, .* more than CPU: 2: write a smaller tensor"):
         build({"engine_kwargs": {"device": "cpu", "tensor_parallel_size": 30}})

@@ -97,7 +97,7 @@ def test_another_port_than_that_of_a_serve_that_runs_is_refused(
     started: list[dict[str, Any]], there: Callable[..., None]
 ) -> None:
     there(host="0.0.0.0", port=8456)
-    with pytest.raises(ConfigError, match="port: .*listens on 8456; write that or leave the port out"):
+    with pytest.raises(ConfigError, match=r"port: .*listens on 8456; write that or leave the port out"):
         url_of(port=8000)
 
 
@@ -121,7 +121,7 @@ def checked(started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> C
         monkeypatch.setattr(cluster.serve.app, "_controller", lambda: controller)
         monkeypatch.setattr(cluster.serve.app.httpx2, "get", get)
         monkeypatch.setattr(cluster.serve.app.time, "sleep", slept.append)
-        with pytest.raises(SecateurError, match="is lost: .* start it again") as error:
+        with pytest.raises(SecateurError, match=r"is lost: .* start it again") as error:
             stay("http://127.0.0.1:8000")
         assert not left
         assert slept == [5.0] * len(answers)

@@ -303,7 +303,7 @@ def test_a_generation_config_that_cannot_be_read_is_named(tmp_path: Path, writte
 def test_a_generation_config_that_cannot_be_is_refused_at_the_door(tmp_path: Path) -> None:
     model = checkpoints.write_model(tmp_path, "qwen3")
     (model / "generation_config.json").write_text('{"temperature": -1, "top_k": 20}')
-    with pytest.raises(ConfigError, match="generation_config: .*temperature: .*; correct the file, or write none"):
+    with pytest.raises(ConfigError, match=r"generation_config: .*temperature: .*; correct the file, or write none"):
         engine_config(args(model=str(model), no_speculation=True))
     engine_config(args(model=str(model), no_speculation=True, generation_config="none"))
 
@@ -385,7 +385,7 @@ def test_mtp_drafts_with_the_target_s_own_folder(tmp_path: Path, family: str, la
 
 
 def test_mtp_needs_a_target_with_prediction_layers() -> None:
-    with pytest.raises(ConfigError, match="must natively support multi-token prediction.*num_nextn_predict_layers"):
+    with pytest.raises(ConfigError, match=r"must natively support multi-token prediction.*num_nextn_predict_layers"):
         engine_config(args(speculative_config={"method": "mtp"}))
 
 

@@ -333,7 +333,7 @@ def test_the_fusion_names_what_it_misses_and_what_it_does_not_know(tmp_path: Pat
     with pytest.raises(ValueError, match=r"unknown tensors: input_norm\.weight"):
         FeatureFusion.load(tmp_path, spec)
     checkpoints.edit_weights(tmp_path, remove=("fc.weight", "input_norm.weight"))
-    with pytest.raises(ValueError, match="'fc.weight' is missing"):
+    with pytest.raises(ValueError, match=r"'fc.weight' is missing"):
         FeatureFusion.load(tmp_path, spec)
 
 

@@ -27,7 +27,7 @@ def draft_request(
         | {
             "offsets": torch.tensor(np.cumsum([0, *map(len, fed)]), dtype=torch.int32),
             "start_B": torch.tensor(start, dtype=torch.int32),
-            "token_M": torch.tensor(sum(fed, []), dtype=torch.int32),
+            "token_M": torch.tensor([token for tokens in fed for token in tokens], dtype=torch.int32),
             "page_table_BP": torch.from_numpy(tables.astype(np.int32)),
             "num_nodes_B": torch.full((size,), num_nodes, dtype=torch.int32),
         }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from verifier.adaptive.gate import SpeculationGate
@@ -21,7 +23,7 @@ def run(gate: SpeculationGate, advantage: float, num_steps: int) -> list[int]:
 def test_probes_grow_rarer_while_drafting_stays_off():
     gate = SpeculationGate()
     probes = run(gate, 0.5, 5000)
-    gaps = [after - before for before, after in zip(probes, probes[1:], strict=False)]
+    gaps = [after - before for before, after in itertools.pairwise(probes)]
     assert not gate.is_on
     assert 32 <= probes[0] <= 40 and gaps[0] <= 80 and max(gaps) <= 1100 and gaps == sorted(gaps)
     assert 6 <= len(probes) <= 12

@@ -44,7 +44,7 @@ MESSAGES = [
         chunks=[
             TokenChunk(id=1, tokens=[1, 2]),
             TokenChunk(id=2, tokens=[9], finish_reason="stop", stop_token=9, stats=RequestStats(num_drafts=4)),
-            TokenChunk(id=3, tokens=[], finish_reason="error", error="prompt too long: 7 > 5 – ü"),
+            TokenChunk(id=3, tokens=[], finish_reason="error", error="prompt too long: 7 > 5: ü"),
         ],
         stats=EngineStats(steps=5, accepted_per_depth=[3, 2, 1], kv_usage=0.25, step_seconds=1.5),
     ),

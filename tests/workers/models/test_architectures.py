@@ -206,7 +206,7 @@ def test_the_text_model_of_a_vision_checkpoint_is_served(tmp_path: Path, prefix:
     (logits,), _ = PagedRun(load(path)).forward([Chunk(tokens, 0)])
     assert_close(logits, expected, expected.std())
     checkpoints.edit_weights(path, add={f"{prefix}layers.7.mlp.up_proj.weight": torch.ones(1)})
-    with pytest.raises(ValueError, match="unknown tensors: .*layers.7.mlp"):
+    with pytest.raises(ValueError, match=r"unknown tensors: .*layers.7.mlp"):
         load(path)
 
 
@@ -307,7 +307,7 @@ def test_prediction_layers_that_the_class_skips_are_refused_as_such(tmp_path: Pa
     """GLM-4.5's configuration does announce them."""
     model_type, config = checkpoints.ARCHITECTURES["glm-4-moe"]
     path = checkpoints.write_model(tmp_path, model_type, **config, num_nextn_predict_layers=1)
-    with pytest.raises(ValueError, match="method 'mtp'.*prediction layers of a glm4_moe model are not implemented"):
+    with pytest.raises(ValueError, match=r"method 'mtp'.*prediction layers of a glm4_moe model are not implemented"):
         read_mtp_spec(path, read_spec(path))
 
 
@@ -326,7 +326,7 @@ def test_missing_misshapen_and_unknown_tensors_are_named(tmp_path: Path) -> None
     with pytest.raises(ValueError, match=r"layers\.1\.mlp\.experts\.gate_up_proj' needs 4 experts, found \[3, 4\]"):
         load(path)
     checkpoints.edit_weights(path, remove=("model.norm.weight",))
-    with pytest.raises(ValueError, match="layers.1.mlp.experts.gate_up_proj' needs|'model.norm.weight' is missing"):
+    with pytest.raises(ValueError, match=r"layers.1.mlp.experts.gate_up_proj' needs|'model.norm.weight' is missing"):
         load(path)
 
 

@@ -152,9 +152,9 @@ def test_pickles_are_fetched_where_there_is_nothing_else(hub: FakeHub) -> None:
 def test_a_repository_without_weights_is_refused_at_the_door(hub: FakeHub) -> None:
     folder = publish(hub, "org/llama")
     (folder / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match="no weights in .*org--llama.*model.safetensors"):
+    with pytest.raises(ConfigError, match=r"no weights in .*org--llama.*model.safetensors"):
         start(model="org/llama")
-    with pytest.raises(ConfigError, match="no weights in .*model.safetensors"):
+    with pytest.raises(ConfigError, match=r"no weights in .*model.safetensors"):
         start(model=str(folder))
 
 

@@ -5,6 +5,7 @@ Logits are compared in float32 (< 1e-4): whole prompts, chunks, single tokens ov
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import random
@@ -110,7 +111,7 @@ class PagedRun:
         plan = self.decoder.plan(metadata, PAGE)
         hidden = self.decoder.forward(torch.tensor(tokens), torch.tensor(positions), plan, self.kv)
         logits = self.decoder.full_logits(hidden.final_ND)
-        return [logits[a:b] for a, b in zip(offsets, offsets[1:], strict=False)], hidden
+        return [logits[a:b] for a, b in itertools.pairwise(offsets)], hidden
 
     def slot(self, request: int, logical: int) -> int:
         return int(self.table[request, logical // PAGE]) * PAGE + logical % PAGE
@@ -304,7 +305,7 @@ def test_a_pickle_that_could_run_code_is_not_read_and_says_how_to_convert_it(tmp
 @pytest.mark.parametrize("content", [{"state_dict": {"fc.weight": torch.ones(2)}}, [torch.ones(2)]])
 def test_a_pickle_of_another_shape_says_how_to_convert_it(tmp_path: Path, content: object) -> None:
     torch.save(content, tmp_path / "pytorch_model.bin")
-    with pytest.raises(ValueError, match="no plain mapping of names to tensors; .*safetensors.torch.save_file"):
+    with pytest.raises(ValueError, match=r"no plain mapping of names to tensors; .*safetensors.torch.save_file"):
         Weights(tmp_path)
 
 
@@ -419,7 +420,7 @@ def test_a_vocabulary_head_of_another_size_is_named(tmp_path: Path) -> None:
 def test_an_untied_model_needs_its_head(tmp_path: Path) -> None:
     path = checkpoints.write_model(tmp_path, "llama", tie_word_embeddings=True)
     checkpoints.edit_config(path, tie_word_embeddings=False)
-    with pytest.raises(ValueError, match="'lm_head.weight' is missing"):
+    with pytest.raises(ValueError, match=r"'lm_head.weight' is missing"):
         load(path)
 
 

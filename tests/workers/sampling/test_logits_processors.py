@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -210,7 +211,7 @@ def test_shards_side_by_side_are_the_whole(requests, cuts, seed):
     logits_RV, rows, _ = layout(requests, seed)
     whole_RV = torch.from_numpy(logits_RV)
     edges = [0, *sorted(cuts), V]
-    shards = [constrain(whole_RV[:, a:b], rows, Columns(a, b - a)) for a, b in zip(edges, edges[1:], strict=False)]
+    shards = [constrain(whole_RV[:, a:b], rows, Columns(a, b - a)) for a, b in itertools.pairwise(edges)]
     assert torch.equal(torch.cat(shards, 1), constrain(whole_RV, rows, WHOLE))
 
 

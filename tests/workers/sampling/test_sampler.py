@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -120,10 +121,7 @@ def test_the_best_shard_holds_the_drawn_token_for_any_cut_of_the_vocabulary(para
     batch, index_R = SamplingBatch.stack(params), torch.from_numpy(rng.integers(0, 5000, size=len(params)))
     assert not batch.needs.top
     edges = [0, *sorted(cuts), 53]
-    best = [
-        shard_best(logits_RV[:, a:b], batch, index_R, a, logits_RV.amax(-1))
-        for a, b in zip(edges, edges[1:], strict=False)
-    ]
+    best = [shard_best(logits_RV[:, a:b], batch, index_R, a, logits_RV.amax(-1)) for a, b in itertools.pairwise(edges)]
     winner = torch.stack([score for score, _ in best]).argmax(0)
     ids = torch.stack([id for _, id in best]).gather(0, winner[None])[0]
     assert torch.equal(ids, draw(logits_RV, batch, index_R))
