@@ -1,17 +1,17 @@
-"""CUDA graphs: a forward pass captured once per bucket of sizes and replayed by one launch.
+"""CUDA graphs: a forward pass is captured once per bucket of sizes and replayed with one launch.
 
-    bucket(n) -> int                                    the rows that a forward of n rows really runs
+    bucket(n) -> int                                    number of rows that a forward pass of n rows runs
     sizes(max_requests, rows_each) -> list[Size]        the buckets of an engine
     Graphs(run, plan, example, buckets, table_width)    captures at start-up
-        (metadata, *inputs_N) -> tuple of outputs       [N, ...] each, until the next call
-    Recorder(device)                                    what captures
-        .record(run) -> run                             over buffers of the caller's
-        .release()                                      before the process groups are left
+        (metadata, *inputs_N) -> tuple of outputs       [N, ...] each, valid until the next call
+    Recorder(device)                                    captures single graphs
+        .record(run) -> run                             over buffers of the caller
+        .release()                                      before the process groups are destroyed
 
-A step is rounded up to its bucket: its inputs are copied into the same static buffers every time, its plan is filled
-in place (`Kernels.plan(into=...)`), and the rows added are those of one more request, whose only page is the null page:
-they write there and see nothing but what they wrote. Rows never look at each other across requests, so what the real
-rows say does not change. A step that is larger than every bucket, such as a long prompt chunk, runs as it is.
+A step is padded to its bucket: its inputs are copied into static buffers, and its plan is filled in place
+(`Kernels.plan(into=...)`). The padding rows belong to an additional request whose only page is the null page, where
+they write and which is all they attend to. Rows of different requests never attend to each other, so padding does not
+change the results. A step larger than every bucket, such as a long prompt chunk, runs without a graph.
 
 Legend: N packed rows, B requests.
 """
@@ -36,42 +36,46 @@ from workers.transfer import to_device
 from workers.types import AttentionMetadata
 
 MAX_ROWS = 512
-"""Larger steps keep a GPU busy for longer than their kernels take to launch."""
+"""A larger step keeps a GPU busy for longer than it takes to launch its kernels."""
 
 Run = Callable[..., tuple[Tensor, ...]]
-"""(plan, *inputs [N, ...]) -> outputs [N, ...], on the device, without looking at a value on the host."""
+"""(plan, *inputs [N, ...]) -> outputs [N, ...] on the device, without synchronizing with the host."""
 
 
 Outputs = TypeVar("Outputs")
 
 
 class Planner(Protocol):
-    """A model's `plan` for its own pages."""
+    """A model's `plan`."""
 
-    def __call__(self, metadata: AttentionMetadata, *, into: Any = None) -> AttentionPlan: ...
+    def __call__(self, metadata: AttentionMetadata, *, into: Any = None) -> AttentionPlan:
+        """Plan one step's attention."""
+        ...
 
 
 class Size(NamedTuple):
-    """What one graph is captured for: rows, and requests that may have some."""
+    """The numbers of rows and requests for which a graph is captured."""
 
     rows: int
     requests: int
 
     @staticmethod
     def of(num_rows: int, num_requests: int) -> Size:
-        """The smallest bucket that holds them. Requests without a row count too, so rows are at least as many."""
+        """Return the smallest bucket for these numbers. It has at least as many rows as requests."""
         return Size(bucket(max(1, num_rows, num_requests)), 1 << max(0, num_requests - 1).bit_length())
 
 
 def bucket(n: int) -> int:
-    """The smallest of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... that is not below n >= 1: at most a third is padding."""
+    """Round n >= 1 up to one of 1, 2, 3, 4, 6, 8, 12, 16, 24, ...: at most a third of the rows are padding."""
     power = 1 << (n - 1).bit_length()
     return power // 4 * 3 if n <= power // 4 * 3 else power
 
 
 def sizes(max_requests: int, rows_each: int) -> list[Size]:
-    """Every bucket that steps of up to max_requests with up to rows_each rows each may need, up to MAX_ROWS; the
-    largest first, so that the others find room in its memory."""
+    """Return all buckets for steps of up to max_requests requests with up to rows_each rows, limited to MAX_ROWS.
+
+    The largest come first, so that smaller graphs reuse their memory.
+    """
     top = Size.of(1, max_requests).requests
     steps = [rows for rows in range(MAX_ROWS, 0, -1) if bucket(rows) == rows]
     return [
@@ -83,7 +87,7 @@ def sizes(max_requests: int, rows_each: int) -> list[Size]:
 
 
 def padded(metadata: AttentionMetadata, size: Size) -> AttentionMetadata:
-    """The same step with size.rows rows and size.requests + 1 requests, the last of which owns the rows added."""
+    """Pad a step to size.rows rows and size.requests + 1 requests; the last request owns the padding rows."""
     num_rows, num_requests = len(metadata.slot_N), len(metadata.base_B)
     rows, requests = size.rows - num_rows, size.requests + 1 - num_requests
     offsets = F.pad(metadata.query_offsets, (0, requests), value=num_rows)
@@ -100,7 +104,7 @@ def padded(metadata: AttentionMetadata, size: Size) -> AttentionMetadata:
 
 @dataclass(slots=True, kw_only=True)
 class _Bucket:
-    """One size: views of the static buffers, and what is replayed over them."""
+    """One size: views of the static buffers, and the graph that runs over them."""
 
     inputs: tuple[Tensor, ...]
     plan: AttentionPlan
@@ -108,27 +112,29 @@ class _Bucket:
 
 
 class Recorder:
-    """Captures graphs that share one memory pool: they never run at the same time, and what they return is kept apart
-    by being held."""
+    """Captures graphs that share one memory pool, because they never run at the same time.
+
+    Each graph keeps its outputs alive, so that the pool does not reuse their memory.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool: Any = None
         self._graphs: list[torch.cuda.CUDAGraph] = []
-        self._side: torch.cuda.Stream | None = None  # one for all: cuBLAS keeps 32 MB for every stream it has met
+        self._side: torch.cuda.Stream | None = None  # a single one, because cuBLAS keeps 32 MB per stream
         self._seconds, self._num_bytes = 0.0, 0
 
     @torch.inference_mode()
     def record(self, run: Callable[[], Outputs]) -> Callable[[], Outputs]:
-        """`run` as a graph: the same call, which always returns the same tensors."""
+        """Capture `run` and return a function that replays it; every call returns the same tensors."""
         began, free = time.perf_counter(), _free_bytes(self._device)
         side = self._side = self._side or torch.cuda.Stream(self._device)
         side.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(side):  # kernels are compiled and libraries initialised before anything is recorded
+        with torch.cuda.stream(side):  # compile kernels and initialize libraries before the capture
             run()
         torch.cuda.current_stream(self._device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        # thread_local: NCCL's watchdog thread may ask the device about its own events meanwhile.
+        # thread_local, because NCCL's watchdog thread may query its events meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             outputs = run()
         self._pool = graph.pool()
@@ -143,8 +149,10 @@ class Recorder:
         return replay
 
     def release(self) -> None:
-        """Destroys the graphs; nothing is replayed any more. NCCL waits for that, for ever, before it lets go of a
-        communicator whose collectives they hold."""
+        """Destroy the graphs, which must not be replayed afterwards.
+
+        NCCL waits forever to destroy a communicator whose collectives are part of a live graph.
+        """
         if self._graphs:
             torch.cuda.synchronize(self._device)
         for graph in self._graphs:
@@ -152,18 +160,18 @@ class Recorder:
 
     @property
     def report(self) -> dict[str, str | int]:
-        """What capturing took."""
+        """Number, capture time and memory of the graphs."""
         return {
             "graphs": len(self._graphs), "graph_ms": round(1e3 * self._seconds), "graph_bytes": self._num_bytes
         }  # fmt: skip
 
 
 class Graphs:
-    """A forward pass that is replayed. All ranks of a tensor-parallel group make theirs together and use it together.
+    """A captured forward pass. All ranks of a tensor-parallel group construct and call it together.
 
-    run, plan: the pass, and how its attention is planned. example: inputs of one row each, on the device; only their
-    types and widths count. table_width: pages of the longest request. is_captured: False runs the same padded steps
-    over the same buffers without graphs, which shows on a CPU that padding changes nothing.
+    run, plan: the forward pass and its attention planner. example: one row of each input on the device, for dtype and
+    width. table_width: pages of the longest request. is_captured: False runs the padded steps without graphs, so that
+    tests can show on a CPU that padding changes nothing.
     """
 
     def __init__(
@@ -189,7 +197,7 @@ class Graphs:
 
     @property
     def report(self) -> dict[str, str | int]:
-        """What capturing took, for the topology that a rank tells."""
+        """Number, capture time and memory of the graphs, for the topology report."""
         return self._recorder.report
 
     def release(self) -> None:
@@ -198,13 +206,13 @@ class Graphs:
 
     @torch.inference_mode()
     def __call__(self, metadata: AttentionMetadata, *inputs_N: Tensor) -> tuple[Tensor, ...]:
-        """One forward pass. Inputs [N, ...] on any device. What it returns is overwritten by the next call."""
+        """Run one forward pass. Inputs [N, ...] may be on any device. The next call overwrites the outputs."""
         num_rows, num_requests = len(metadata.slot_N), len(metadata.base_B)
         size = Size.of(num_rows, num_requests)
         chosen = self._buckets.get(size)
         if chosen is None:
             return self._run(self._plan(metadata), *(to_device(given, self._device) for given in inputs_N))
-        # Rows beyond the step's keep what an earlier step left: valid tokens of nobody.
+        # Padding rows keep the inputs of an earlier step, which are valid tokens.
         for static, given in zip(chosen.inputs, inputs_N, strict=True):
             static[:num_rows].copy_(given, non_blocking=True)
         plan = self._plan(padded(metadata, size), into=chosen.plan)
@@ -212,21 +220,21 @@ class Graphs:
         return tuple(output[:num_rows] for output in outputs)
 
     def _bucket(self, size: Size, table_width: int) -> _Bucket:
-        nobody = torch.zeros(0, dtype=torch.int32)
+        none = torch.zeros(0, dtype=torch.int32)
         empty = AttentionMetadata(
             query_offsets=torch.zeros(1, dtype=torch.int32),
             page_table_BP=torch.zeros(0, table_width, dtype=torch.int32),
-            base_B=nobody,
-            slot_N=nobody,
-            visible_N=nobody,
-            ancestors_N=nobody.long(),
+            base_B=none,
+            slot_N=none,
+            visible_N=none,
+            ancestors_N=none.long(),
         )
         inputs = tuple(static[: size.rows] for static in self._buffers)
         return _Bucket(inputs=inputs, plan=self._plan(padded(empty, size)))
 
 
 def decoder_graphs(decoder: AnyDecoder, kv: KVPool, config: EngineConfig, *, is_captured: bool = True) -> Graphs:
-    """The forward pass of a whole model, (tokens_N, positions_N) -> the fields of `Hidden` that there are."""
+    """Capture a model's forward pass: (tokens_N, positions_N) -> the fields of `Hidden` that are not None."""
 
     def run(plan: AttentionPlan, tokens_N: Tensor, positions_N: Tensor) -> tuple[Tensor, ...]:
         return tuple(rows for rows in decoder.forward(tokens_N, positions_N, plan, kv) if rows is not None)
@@ -244,7 +252,7 @@ def decoder_graphs(decoder: AnyDecoder, kv: KVPool, config: EngineConfig, *, is_
 
 
 def can_capture(kernels: Kernels, device: torch.device, enforce_eager: bool) -> bool:
-    """Only Triton's plans stay in one place, and only CUDA has graphs."""
+    """Return True on CUDA with Triton kernels, whose plans can be filled in place."""
     return device.type == "cuda" and kernels.NAME == "triton" and not enforce_eager
 
 

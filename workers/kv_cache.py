@@ -1,4 +1,4 @@
-"""Paged key-value memory: the pool of one rank and the allocator that rank 0 keeps.
+"""The paged KV cache: one rank's pool, and the page allocator of rank 0.
 
     KVPool(num_layers, num_slots, kv_heads, head_dim, dtype, device)
         .layer(i) -> [slots, 2, Hkv, d]   .write(i, kv_N2Hd, slots_N)
@@ -22,8 +22,8 @@ from torch import Tensor
 class KVPool:
     """Keys and values of all layers, [L, slots, 2, Hkv, d].
 
-    Key and value of a token lie side by side: the fused projection yields them so, and one gather then fetches both.
-    The pool is made in inference mode, and written in it: autograd's notes on its views were 4 % of a small forward.
+    A token's key and value are adjacent: the fused projection produces them so, and one gather fetches both. The pool
+    is created and written in inference mode, because autograd's view tracking took 4 % of a small forward pass.
     """
 
     @torch.inference_mode()
@@ -36,21 +36,22 @@ class KVPool:
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
-        # Zeros, not empty: a masked-out NaN in a value would still spoil a weighted sum.
+        # Zeros, because a masked-out NaN in a value would still turn a weighted sum into NaN.
         self.data = torch.zeros(num_layers, num_slots, 2, kv_heads, head_dim, dtype=dtype, device=device)
         self._layers = tuple(self.data.unbind(0))
 
     @property
     def num_slots(self) -> int:
+        """Number of token slots per layer."""
         return self.data.shape[1]
 
     @staticmethod
     def bytes_per_slot(num_layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-        """Bytes that one token occupies on one rank."""
+        """Bytes per token on one rank."""
         return num_layers * 2 * kv_heads * head_dim * dtype.itemsize
 
     def layer(self, index: int) -> Tensor:
-        """The slots of one layer, [slots, 2, Hkv, d]; a view."""
+        """Return a view of one layer's slots, [slots, 2, Hkv, d]."""
         return self._layers[index]
 
     def write(self, index: int, kv_N2Hd: Tensor, slots_N: Tensor) -> None:
@@ -59,26 +60,27 @@ class KVPool:
 
 
 class OutOfPages(RuntimeError):
-    """Fewer free pages than asked for; nothing was allocated."""
+    """There are fewer free pages than requested; nothing was allocated."""
 
 
 class PrefixMatch(NamedTuple):
-    """Published pages that hold the beginning of some tokens."""
+    """Published pages that hold a prefix of some tokens."""
 
     pages: list[int]
-    num_held: int  # of these, held by others now; the rest are among the free ones until somebody takes them
+    num_held: int  # pages that are in use; the others count as free until they are shared
 
 
 NO_MATCH = PrefixMatch([], 0)
 
 
 class PageAllocator:
-    """Pages 1 .. num_pages - 1 and how many hold each, owned by rank 0.
+    """Reference counts of pages 1 .. num_pages - 1, owned by rank 0.
 
-    A page whose content is final may be published under a key that names the content; then others may hold it too.
-    When its last holder lets go, it stays as it is until its room is needed: longest idle first, and of pages let go
-    together the last ones first, since nobody finds a page without those before it. A page is drafted if the drafter's
-    pool holds its tokens as well. Free pages go out lowest unused first, then last freed first.
+    A page with final content may be published under a key that identifies the content; then other requests may share
+    it. When its last holder frees it, it stays cached until its memory is needed. The longest idle page is evicted
+    first; of pages freed together the last one, because a page can only be found together with those before it. A page
+    is drafted if the drafter's pool also holds its tokens. Unused pages are allocated in ascending order, then freed
+    pages, last freed first.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -86,26 +88,28 @@ class PageAllocator:
         self.num_pages = num_pages
         self._free = list(range(num_pages - 1, 0, -1))
         self._num_holders = [0] * num_pages
-        self._idle: dict[int, None] = {}  # published, held by nobody; longest idle first
+        self._idle: dict[int, None] = {}  # published, without holders; longest idle first
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
         self._drafted: set[int] = set()
 
     @property
     def num_free(self) -> int:
-        """Pages held by nobody, idle ones included."""
+        """Number of pages without holders, cached ones included."""
         return len(self._free) + len(self._idle)
 
     def num_holders(self, page: int) -> int:
+        """Number of requests that hold the page."""
         return self._num_holders[page]
 
     def is_published(self, page: int) -> bool:
+        """True if the page can be found by its key."""
         return page in self._key_of
 
     def alloc(self, count: int) -> list[int]:
-        """`count` pages, all or none, to be written by their only holder. Raises OutOfPages."""
+        """Allocate `count` pages, all or none, for one holder to write. Raises OutOfPages."""
         if count > self.num_free:
-            raise OutOfPages(f"{count} KV pages wanted, {self.num_free} of {self.num_pages - 1} free")
+            raise OutOfPages(f"{count} KV pages requested, {self.num_free} of {self.num_pages - 1} free")
         while len(self._free) < count:
             self._unpublish(next(iter(self._idle)))
         pages = [self._free.pop() for _ in range(count)]
@@ -114,7 +118,7 @@ class PageAllocator:
         return pages
 
     def free(self, pages: Sequence[int]) -> None:
-        """One holder lets go of its pages, in the order of its tokens. To free more than was held is a bug of ours."""
+        """Release one holder's pages, given in token order. Freeing a page that is not held is a bug."""
         for page in reversed(pages):
             assert 0 < page < self.num_pages and self._num_holders[page], f"page {page} is not allocated"
             self._num_holders[page] -= 1
@@ -125,8 +129,7 @@ class PageAllocator:
                     self._free.append(page)
 
     def find(self, keys: Sequence[bytes], *, is_drafted: bool) -> PrefixMatch:
-        """The pages published under the first of these keys, up to the first that is missing, or not drafted if that is
-        asked for."""
+        """Return the pages published under the leading keys, up to the first that is missing (or not drafted)."""
         pages: list[int] = []
         for key in keys:
             page = self._page_of.get(key)
@@ -136,15 +139,17 @@ class PageAllocator:
         return PrefixMatch(pages, sum(self._num_holders[page] > 0 for page in pages))
 
     def share(self, pages: list[int]) -> None:
-        """One more holder for pages that were found. They are not to be written any more."""
+        """Add a holder to pages that `find` returned. They must not be written any more."""
         for page in pages:
             assert page in self._key_of, f"page {page} is not published"
             self._idle.pop(page, None)
             self._num_holders[page] += 1
 
     def publish(self, page: int, key: bytes, *, is_drafted: bool) -> None:
-        """A holder's page holds what `key` names, for good. Of two pages with one content the first is kept, unless
-        only the second is drafted."""
+        """Declare that a held page has the final content named by `key`.
+
+        Of two pages with the same content, the first is kept unless only the second is drafted.
+        """
         assert self._num_holders[page], f"page {page} is not allocated"
         known = self._page_of.setdefault(key, page)
         if known != page:

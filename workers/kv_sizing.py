@@ -1,8 +1,8 @@
-"""How many KV pages fit: sized on every rank at start-up, and the smallest answer counts for all.
+"""KV sizing: every rank computes at start-up how many pages fit, and all use the minimum.
 
-Target and drafter share one page table, so a page costs its bytes in every pool. Ranks that share a device, a
-colocated drafter and its verifier or all ranks on CPU, divide that device's free memory by the sum of what a page
-costs each of them; a drafter on its own device must have room for as many pages as the target has.
+Target and drafter share one page table, so a page takes memory in every pool. Ranks that share a device (a colocated
+drafter and its verifier, or all ranks on CPU) divide the device's free memory by the sum of their page sizes. A drafter
+on a separate device needs room for as many pages as the target.
 """
 
 from __future__ import annotations
@@ -15,29 +15,30 @@ from workers.comm.groups import World
 from workers.config import EngineConfig
 
 _LOGITS_COPIES = 3
-"""Of a step's logits that lie beside each other in float32: the model's, with constraints, processed."""
+"""Float32 copies of a step's logits that exist at once: raw, after the logits processors, after truncation."""
 _CPU_SHARE = 0.25
-"""Part of the machine's free memory that all pools together may take on CPU; pages cost nothing until used."""
+"""Share of the machine's free memory for all pools on CPU, where a page takes no memory until it is written."""
 
 
 def logits_bytes(config: EngineConfig, vocab_size: int) -> int:
-    """What a full step needs on a verifier rank to draw at all its trees' rows: with large trees the largest thing that
-    comes and goes beside the pages."""
+    """Memory that a verifier rank needs for the logits of a full step's tree rows.
+
+    With large trees this is the largest temporary allocation.
+    """
     return _LOGITS_COPIES * 4 * vocab_size * config.max_num_seqs * config.tree_rows
 
 
 def agree_on_pages(world: World, bytes_per_slot: int, *, bytes_beside: int = 0) -> int:
-    """Pages of every pool, null page included: as configured, else what fits and can be used. Collective, to be called
-    when this rank's weights are loaded.
+    """Return the number of pages per pool, null page included: as configured, else as many as fit and can be used.
 
-    bytes_per_slot: of this rank's own pool. bytes_beside: what else this rank will need of a GPU. Raises ValueError if
-    not even one request of max_model_len fits.
+    Collective; every rank calls it once its weights are loaded. bytes_per_slot: of this rank's pool. bytes_beside:
+    other GPU memory that this rank will need. Raises ValueError if not even one request of max_model_len fits.
     """
     config = world.config
     pages_per_request = config.pages_for(config.max_model_len)
     if world.device.type == "cuda":
-        torch.cuda.empty_cache()  # what loading has let go of would count as taken, for ranks on this device too
-    every = world.gather_number(bytes_per_slot)  # after it all weights are loaded, those of ranks on this device too
+        torch.cuda.empty_cache()  # memory cached by the allocator would count as used
+    every = world.gather_number(bytes_per_slot)  # also a barrier: afterwards all ranks have loaded their weights
     beside = world.gather_number(bytes_beside)
     if config.num_pages is not None:
         fits = config.num_pages
@@ -48,8 +49,8 @@ def agree_on_pages(world: World, bytes_per_slot: int, *, bytes_beside: int = 0) 
     pages = world.agree_on_minimum(min(fits, 1 + config.max_num_seqs * pages_per_request))
     if pages < 1 + pages_per_request:
         instead = (
-            "lower max_model_len, lower max_num_seqs or num_speculative_tokens, whose product is what a step's logits "
-            "take, or give more memory"
+            "lower max_model_len, lower max_num_seqs or num_speculative_tokens, whose product determines the size of a "
+            "step's logits, or give more memory"
             if config.num_pages is None
             else f"write num_pages={1 + pages_per_request} or more, or lower max_model_len"
         )
@@ -61,7 +62,7 @@ def agree_on_pages(world: World, bytes_per_slot: int, *, bytes_beside: int = 0) 
 
 
 def ranks_on_device_of(config: EngineConfig, rank: int) -> list[int]:
-    """The ranks whose pools lie in the same memory as this one's, itself included."""
+    """Return the ranks whose pools are on the same device as this rank's, itself included."""
     ranks = list(range(config.world_size))
     if config.device == "cpu":
         return ranks
@@ -72,8 +73,10 @@ def ranks_on_device_of(config: EngineConfig, rank: int) -> list[int]:
 
 
 def _free_bytes(world: World, beside: int) -> float:
-    """Of this rank's device, for all pools on it. beside: what else its ranks will need; on CPU the share that pools
-    leave has room for that."""
+    """Return the free memory of this rank's device for all pools on it.
+
+    beside: other memory that its ranks will need. On CPU, the share that the pools leave free covers it.
+    """
     if world.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(world.device)
         return max(0.0, free - beside - (1 - world.config.memory_utilization) * total)

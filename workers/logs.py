@@ -1,4 +1,4 @@
-"""What a rank logs, whether it is a plain process or an actor: each line names its role."""
+"""Logging of ranks, as plain processes and as actors: each line names the role."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import logging
 
 
 def log_as(role: str) -> None:
-    """Lines of INFO and above go to stderr from now on. Leaves a process alone that logs by its own rules already."""
+    """Log INFO and above to stderr. Has no effect if the process has already configured logging."""
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {role} %(levelname)s %(name)s: %(message)s")

@@ -16,15 +16,15 @@ from workers.models.specs import Specs
 
 
 def main(run: Callable[..., None], description: str) -> None:
-    """Parses the arguments and runs one rank until the engine stops.
+    """Parse the arguments and run one rank until the engine stops.
 
-    Rank 0 takes --front and opens the rendezvous store, whose address it prints as `store HOST:PORT`; every other
-    rank takes --store.
+    Rank 0 takes --front and opens the rendezvous store, whose address it prints as `store HOST:PORT`. Every other rank
+    takes --store.
     """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--rank", type=int, required=True, help="world rank: verifiers first, then drafters")
     parser.add_argument("--config", required=True, help="EngineConfig as JSON")
-    parser.add_argument("--specs", required=True, help="its checkpoints' Specs as JSON")
+    parser.add_argument("--specs", required=True, help="Specs of its checkpoints as JSON")
     parser.add_argument("--store", help="rendezvous address HOST:PORT printed by rank 0")
     parser.add_argument("--front", help="rank 0 only: unix:/path or tcp:host:port of the service front")
     parser.add_argument("--host", default="127.0.0.1", help="rank 0 only: address the store listens on")

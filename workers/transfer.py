@@ -1,9 +1,9 @@
-"""Between the host and a device, waiting as little as possible: after a wait the device idles until the next launch.
+"""Copies between host and device with few synchronizations: after each one, the device idles until the next launch.
 
-    sent(values, device) -> Tensor          on the device, without waiting for what that is doing
-    fetched(*tensors) -> list of arrays     on the host, with one copy and one wait for all of them
+    to_device(values, device) -> Tensor     without synchronizing
+    to_host(*tensors) -> list of arrays     with one copy and one synchronization for all tensors
 
-On CPU neither moves anything.
+On CPU neither copies anything.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import Tensor
 
 
 def to_device(values: Tensor | np.ndarray | Sequence[int], device: torch.device | str) -> Tensor:
-    """Numbers of the host; plain integers become int64.
+    """Copy host values to a device; Python integers become int64.
 
-    The driver keeps pageable memory for the copy before this returns, so its owner may write there again at once.
+    The driver stages pageable memory before this returns, so the caller may overwrite `values` at once.
     """
     if isinstance(values, np.ndarray):
         values = torch.from_numpy(values)
@@ -28,7 +28,7 @@ def to_device(values: Tensor | np.ndarray | Sequence[int], device: torch.device 
 
 
 def to_host(*tensors: Tensor) -> list[np.ndarray]:
-    """Tensors of one device, of any types that numpy has."""
+    """Copy tensors of one device, of any numpy dtypes, to the host."""
     if tensors[0].device.type == "cpu":
         return [tensor.numpy() for tensor in tensors]
     packed = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors]).cpu()

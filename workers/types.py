@@ -1,8 +1,8 @@
-"""The nouns that travel between processes and between the pieces of a step. Read this file first.
+"""The types that travel between processes and between the stages of a step. Read this file first.
 
 Legend: B requests, N packed rows, M packed drafter rows, V vocabulary, D hidden width, K children, S sparse entries.
-A packed batch of B ragged requests keeps request i's rows at ``offsets[i]:offsets[i+1]``. In memory integers are
-int32/int64 and reals float32; `workers.comm.wire` narrows them to their wire widths.
+A packed batch of B ragged requests keeps request i's rows at ``offsets[i]:offsets[i+1]``. In memory, integers are
+int32 or int64 and reals are float32; `workers.comm.wire` narrows them for transport.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from workers.config import PruneThresholds
 
 
 class NodeKind(IntEnum):
-    """How a node's own token was chosen; decides which acceptance rule may touch it.
+    """How a node's token was chosen, which decides the acceptance rule that applies to it.
 
-    Arrays are compared with `.value`: to compare them with the member itself takes numpy ten times as long.
+    Compare arrays with `.value`: comparing them with the member itself takes numpy ten times as long.
     """
 
     ROOT = 0
@@ -34,13 +34,13 @@ class NodeKind(IntEnum):
 
 
 class Rule(IntEnum):
-    """How a request's drafts are chosen and verified. Fixed at admission: switching inside a request is biased.
+    """How a request's drafts are chosen and verified. Fixed at admission, because changing it later biases the output.
 
-    Arrays are compared with `.value`, as with `NodeKind`.
+    Compare arrays with `.value`, as with `NodeKind`.
     """
 
-    COUPLED = 0  # children follow the target's own noise; what the target draws is accepted
-    TARGET_ONLY = 1  # children are the draft's most likely tokens; what the target draws is accepted
+    COUPLED = 0  # children follow the target's own noise; a child is accepted if the target draws it
+    TARGET_ONLY = 1  # children are the draft's most likely tokens; a child is accepted if the target draws it
     TRAVERSAL = 2  # children are sampled from the draft; traversal verification (on chains: block verification)
     RECURSIVE = 3  # children are sampled from the draft; recursive rejection
 
@@ -52,7 +52,7 @@ class Rule(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeBatch:
-    """Draft trees of B requests, packed breadth-first; row 0 of each is the root = its last committed token.
+    """Draft trees of B requests, packed breadth-first. Row 0 of each tree is its root: the last committed token.
 
     Example: one request whose root (token 7) has children 9 and 4, and 9 has child 5:
     offsets [0, 4], token [7, 9, 4, 5], parent [-1, 0, 0, 1], depth [0, 1, 1, 2],
@@ -72,7 +72,7 @@ class TreeBatch:
 class DraftProbs:
     """Sparse draft distributions q(.|node) of the nodes whose children were sampled.
 
-    q(id | node n) = weight / sum of the node's weights, exactly, on both sides of the wire.
+    q(id | node n) is exactly weight / (sum of the node's weights), on both sides of the wire.
     Example: two rows, only the first with a distribution: offsets [0, 2, 2], id [5, 9], weight [3, 1].
     """
 
@@ -82,41 +82,44 @@ class DraftProbs:
 
 
 class Verdict(NamedTuple):
-    """What verification decided about one request's tree."""
+    """The result of verifying one request's tree."""
 
     path: tuple[int, ...]  # accepted rows below the root, in order
-    tokens: tuple[int, ...]  # tokens committed: those of `path`, then the bonus token
+    tokens: tuple[int, ...]  # committed tokens: those of `path`, then the bonus token
     num_drafted: int  # draft nodes the drafter sent
     num_verified: int  # draft nodes that went through the target
 
     @property
     def bonus_token(self) -> int:
+        """The token that the target adds behind the accepted path."""
         return self.tokens[-1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraints:
-    """What one request forbids or favours, as edits of the raw logits that depend on the tokens so far."""
+    """One request's logits processors: penalties, biases and masks, which depend on the tokens so far."""
 
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = field(default_factory=dict)
-    bad_words: list[list[int]] = field(default_factory=list)  # token sequences that may not be completed
-    allowed_token_ids: list[int] | None = None  # None = all
-    min_tokens: int = 0  # before that many output tokens no end token may come
+    bad_words: list[list[int]] = field(default_factory=list)  # token sequences that must not be completed
+    allowed_token_ids: list[int] | None = None  # None = all are allowed
+    min_tokens: int = 0  # no end token may come before this many output tokens
 
     @property
     def is_empty(self) -> bool:
+        """True if no logit is ever edited."""
         return self == _UNCONSTRAINED
 
     @property
     def penalties(self) -> tuple[float, float, float]:
-        """For repetition (1 = none), frequency and presence."""
+        """The repetition (1 = none), frequency and presence penalties."""
         return self.repetition_penalty, self.frequency_penalty, self.presence_penalty
 
     @property
     def has_penalties(self) -> bool:
+        """True if any penalty is set."""
         return self.penalties != (1, 0, 0)
 
 
@@ -125,33 +128,34 @@ _UNCONSTRAINED = Constraints()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """One request's sampling, already validated. temperature 0 is greedy; top_k 0 and top_p 1 are off."""
+    """One request's validated sampling parameters. Temperature 0 is greedy; top_k 0 and top_p 1 are disabled."""
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    seed: int = 0  # 64 bit, any value
+    seed: int = 0  # any 64-bit value
     constraints: Constraints = _UNCONSTRAINED
-    num_logprobs: int | None = None  # most likely tokens to report beside each emitted one; None = report nothing
+    num_logprobs: int | None = None  # most likely tokens to report with each emitted one; None = no logprobs
 
 
 class SamplingNeeds(NamedTuple):
-    """What some of a SamplingBatch's rows ask for. Greedy rows ask for no cut, whatever they say."""
+    """The operations that at least one row of a SamplingBatch needs. Greedy rows need no truncation."""
 
     is_greedy: bool
     is_sampled: bool
     min_p: bool
-    top: bool  # top-k or top-p, which no vocabulary shard can apply alone
+    top: bool  # top-k or top-p, which need the logits of the whole vocabulary
 
     @property
     def truncates(self) -> bool:
+        """True if min-p, top-k or top-p applies."""
         return self.min_p or self.top
 
 
-@dataclass(frozen=True, kw_only=True)  # no slots: they leave no room for a cached property
+@dataclass(frozen=True, kw_only=True)  # no slots, because of the cached property
 class SamplingBatch:
-    """SamplingParams of B rows as tensors, for `workers.sampling.sampler`."""
+    """SamplingParams of B rows as tensors."""
 
     temperature_B: Tensor  # float32
     top_k_B: Tensor  # int32
@@ -161,6 +165,8 @@ class SamplingBatch:
 
     @staticmethod
     def stack(params: list[SamplingParams], device: torch.device | str = "cpu") -> SamplingBatch:
+        """Build a batch of one row per entry."""
+
         def column(values: list[float] | list[int], dtype: DTypeLike) -> Tensor:
             return torch.from_numpy(np.array(values, dtype=dtype)).to(device)
 
@@ -174,7 +180,7 @@ class SamplingBatch:
 
     @cached_property
     def needs(self) -> SamplingNeeds:
-        """Looks at values: on a device this waits for it."""
+        """Reads the values: call it on host tensors, because on a device it synchronizes."""
         hot_B = self.temperature_B.cpu().numpy() > 0
         if not hot_B.any():
             return SamplingNeeds(is_greedy=True, is_sampled=False, min_p=False, top=False)
@@ -187,11 +193,11 @@ class SamplingBatch:
         )
 
     def rows(self, index_N: Tensor) -> SamplingBatch:
-        """The same parameters repeated per row: row n takes those of request index_N[n]."""
+        """Repeat the parameters per row: row n gets those of request index_N[n]."""
         return self._each(lambda column_B: column_B[index_N])
 
     def to(self, device: torch.device | str) -> SamplingBatch:
-        """From the host to a device, without waiting for what that is doing."""
+        """Copy from the host to a device without synchronizing."""
         if self.seed_B.device == torch.device(device):
             return self
         return self._each(lambda column_B: column_B.to(device, non_blocking=True))
@@ -201,7 +207,7 @@ class SamplingBatch:
 
 
 def as_signed64(value: int) -> int:
-    """The int64 with the same 64 bits (torch has no uint64 arithmetic on CPU)."""
+    """Return the int64 with the same 64 bits (torch has no uint64 arithmetic on CPU)."""
     value &= (1 << 64) - 1
     return value - (1 << 64) if value >> 63 else value
 
@@ -216,12 +222,12 @@ class TreeLimits(PruneThresholds):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionMetadata:
-    """Who sees what in one packed forward over paged KV.
+    """The attention pattern of one packed forward pass over the paged KV cache.
 
     Each request owns logical KV slots 0, 1, 2, ...; slot s lives at ``page_table[b, s // page_size] * page_size +
     s % page_size``. Row n of request b writes its own key and value to slot ``slot_N[n]`` and then attends to
 
-    - slots ``[0, visible_N[n])``: the committed prefix (for a prompt row also the chunk up to and with itself), and
+    - slots ``[0, visible_N[n])``: the committed prefix (for a prompt row also the chunk up to itself, included), and
     - slot ``base_B[b] + r`` for every bit r set in ``ancestors_N[n]``: its path inside the tree, itself included.
 
     Example: a request with 10 committed tokens before its root and the tree of `TreeBatch`'s example:
@@ -238,36 +244,37 @@ class AttentionMetadata:
 
 
 class Hidden(NamedTuple):
-    """A forward pass's result."""
+    """The output of a forward pass."""
 
-    final_ND: Tensor  # [N, D] after the final norm: the head's input
+    final_ND: Tensor  # [N, D] after the final norm: the input of the LM head
     taps_N3D: Tensor | None  # [N, 3 D] residual stream at the EAGLE-3 tap layers, concatenated low, mid, high
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftCosts:
-    """What a step costs here and how far draft confidence can be trusted, for budgets chosen by `auto`.
+    """Step costs and confidence calibration, from which `auto` chooses node budgets.
 
-    Measured by the engine and sent along, so that every drafter rank decides alike. The time to verify n draft nodes on
-    top of what the step holds anyway is piecewise linear. A child's calibrated confidence at depth d is
+    The engine measures them and sends them along, so that all drafter ranks decide alike. The time to verify n draft
+    nodes in addition to the rest of the step is piecewise linear. A child's calibrated confidence at depth d is
     sigmoid(a logit(c) + b).
     """
 
     nodes_T: Tensor  # [T] int32, ascending from 0
     verify_ms_T: Tensor  # [T] float32
-    draft_ms_3: Tensor  # [3] float32: feeding and the roots' level; each further level; each node run on one
-    sure_1: Tensor  # [1] float32: tokens the step yields without any draft
+    draft_ms_3: Tensor  # [3] float32: input rows and the roots' level; each further level; each node run there
+    sure_1: Tensor  # [1] float32: tokens the step yields without drafts
     calibration_D2: Tensor  # [D, 2] float32: (a, b) for depth 1 .. D; deeper nodes use the last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftRequest:
-    """Everything the drafter needs for one step, for B requests with M new rows; it keeps no per-request state but KV.
+    """The drafter's input of one step: B requests with M new rows. The KV cache is its only per-request state.
 
-    Row m of request b is (token t_j, feature f_{j-1}) for slot j = start_B[b] + m: the tokens committed since the
-    drafter last heard of the request, in order. Draft models get no features. Requests with num_nodes 0 only feed
-    rows (a prompt chunk that is not the last, or too little room left to draft); the others get a tree rooted at
-    their last row, in this order.
+
+    Row m of request b is (token t_j, feature f_{j-1}) for slot j = start_B[b] + m. The rows are the tokens committed
+    since the drafter last received the request, in order. Draft models get no features. A request with num_nodes 0
+    only updates the KV cache (its prompt is not complete, or too little room is left to draft). Every other request
+    gets a tree rooted at its last row, in this order.
     """
 
     offsets: Tensor  # [B+1] int32, rows of request b
@@ -275,43 +282,43 @@ class DraftRequest:
     token_M: Tensor  # [M] int32
     page_table_BP: Tensor  # [B, P] int32
     rule_B: Tensor  # [B] int32, Rule
-    auto_B: Tensor  # [B] int32, 1 = budgets are chosen by `costs`
-    num_nodes_B: Tensor  # [B] int32, node budget of this step, root excluded
+    auto_B: Tensor  # [B] int32, 1 = the node budget follows from `costs`
+    num_nodes_B: Tensor  # [B] int32, most nodes of this step's tree, root excluded
     max_depth_B: Tensor  # [B] int32
     min_prob_B: Tensor  # [B] float32
     path_prob_B: Tensor  # [B] float32
-    constraints_U: Tensor  # uint8, see `workers.sampling.logits_state`; empty = nobody has any
+    constraints_U: Tensor  # uint8, see `workers.sampling.logits_state`; empty = no request is constrained
     sampling: SamplingBatch  # of the B requests
-    costs: DraftCosts | None  # None = nobody asks for `auto`
+    costs: DraftCosts | None  # None = no request uses `auto`
     features_MH: Tensor | None  # [M, H] in the drafter's dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftReply:
-    """The drafter's answer to a DraftRequest: one tree for each of the G requests with num_nodes > 0."""
+    """The drafter's reply to a DraftRequest: one tree for each of the G requests with num_nodes > 0."""
 
     trees: TreeBatch
     probs: DraftProbs | None  # None = no node was sampled
-    pruned_GD: Tensor  # [G, D] int32: nodes of depth 1 .. D that pruning kept out of the tree
-    num_levels: int  # levels grown, the root's included
-    num_run: int  # rows that were run through the draft model for it, those that held no node included; not the roots
-    seconds: float  # the drafter's own time for this step
+    pruned_GD: Tensor  # [G, D] int32: nodes that pruning removed at depth 1 .. D
+    num_levels: int  # tree levels that were run, the root included
+    num_run: int  # rows run through the draft model, padding included, roots excluded
+    seconds: float  # time of this step on the drafter's clock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetStep:
-    """One forward of the target over N packed rows, R of which are sampled. Rank 0 sends it to its TP peers."""
+    """One forward pass of the target over N packed rows, R of which are sampled. Rank 0 sends it to its TP peers."""
 
-    copy_source: Tensor  # [C] int32 physical KV slots: accepted paths of the last step ...
-    copy_target: Tensor  # [C] int32 ... move to their places before this forward
+    copy_source: Tensor  # [C] int32 physical KV slots: the last step's accepted paths ...
+    copy_target: Tensor  # [C] int32 ... move here before the forward pass
     token_N: Tensor  # [N] int32
     position_N: Tensor  # [N] int32
     sample_row_R: Tensor  # [R] int32, rows whose next token is drawn
-    request_R: Tensor  # [R] int32, the request (of the B) that the row belongs to
-    draw_index_R: Tensor  # [R] int32, index of the token drawn there
-    constraints_U: Tensor  # uint8, see `workers.sampling.logits_state`; empty = nobody has any
+    request_R: Tensor  # [R] int32, the request that the row belongs to
+    draw_index_R: Tensor  # [R] int32, position of the token drawn there
+    constraints_U: Tensor  # uint8, see `workers.sampling.logits_state`; empty = no request is constrained
     attention: AttentionMetadata  # of the N rows
     sampling: SamplingBatch  # of the R sampled rows
-    has_logprobs: bool  # some request reports log-probabilities: rank 0 keeps the rows' logits
-    has_sampled: bool  # some request's drafts are sampled: rank 0 keeps the rows' whole distributions
-    has_draws: bool  # some request follows the target's own draws: one is made at every sampled row
+    has_logprobs: bool  # some request wants logprobs: rank 0 keeps the logits
+    has_sampled: bool  # some request's drafts are sampled: rank 0 keeps the full distributions
+    has_draws: bool  # some request follows the target's own draws: every sampled row gets one

@@ -211,7 +211,7 @@ class _AnswerText:
     ) -> Piece:
         num_accepted, stats = min(chunk.num_accepted, len(ids)), chunk.stats
         if stats is not None and num_accepted < chunk.num_accepted:
-            stats = stats.cut(chunk.num_accepted, num_accepted, is_copied=chunk.is_copied)
+            stats = stats.truncate(chunk.num_accepted, num_accepted, is_copied=chunk.is_copied)
         self._num_tokens += len(ids)
         self._num_shown += len(text)
         scored = []

@@ -1,12 +1,12 @@
-"""Moves one message between ranks: drafter 0 <-> verifier 0 (`link`), and a side's first rank -> its peers (`fan_out`).
+"""Channels between ranks: drafter 0 <-> verifier 0 (`link`), and a side's first rank -> its peers (`fan_out`).
 
-A frame starts on the CPU (gloo): header [kind, step, meta bytes, bulk bytes] and, on CPU devices, the body's first
-bytes inline, so that most messages are one send. On CUDA the header is the doorbell and the body, meta and bulk fused,
-goes over NCCL from one device buffer. A channel may be on the CPU although the model is not: features are then copied
-there, and received there. Nothing is pickled; buffers are reused and only ever grow.
+A frame starts on the CPU, over gloo: the header [kind, step, meta bytes, bulk bytes] and, on CPU devices, the first
+bytes of the body, so that most messages take one send. On CUDA the header announces the body, which goes over NCCL from
+one device buffer that holds meta and bulk. A channel may be on the CPU although the model is not; features are then
+copied to the host. Nothing is pickled. Buffers are reused and never shrink.
 
-A peer that dies, or stays silent for longer than this process's timeout for the group, raises PeerLost, which names it
-(`workers/README.md`, "Silence in one paragraph"). Idle owners send `heartbeat` so that silence means death.
+If a peer dies, or is silent for longer than this process's timeout for the group, the channel raises PeerLost, which
+names the peer (see "Lost ranks" in `workers/README.md`). An idle sender sends heartbeats, so silence means a failure.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from workers.comm import wire
-from workers.comm.wire import Kind, Message, Packed
+from workers.comm.wire import EMPTY, Kind, Message, Packed
 
 _HEADER_BYTES = 32  # 4 int64
 _INLINE_BYTES = 8192
 
 
 class PeerLost(ConnectionError):
-    """A rank is gone or stuck; the engine cannot go on and must be replaced as a whole."""
+    """A rank died or hangs. The engine cannot continue and must be replaced as a whole."""
 
 
 @contextmanager
 def naming_lost_peers(me: str, step: int) -> Iterator[None]:
-    """Around a model's collectives: a failed one becomes PeerLost, which says who noticed it and in which step."""
+    """Turn a failed collective of a model into PeerLost, which names the rank that noticed it and the step."""
     try:
         yield
     except RuntimeError as error:
@@ -42,16 +42,18 @@ def naming_lost_peers(me: str, step: int) -> Iterator[None]:
 
 
 class Received(NamedTuple):
+    """A received frame."""
+
     kind: Kind
     step: int
     message: Message | None  # None for STOP and HEARTBEAT
 
 
 class Channel:
-    """One direction-agnostic pipe to a peer; see `link` and `fan_out` for who may send and who receives.
+    """Sends and receives messages; see `link` and `fan_out` for the ranks that may do so.
 
-    `put` and `take` move one tensor. A received message's bulk tensor is a view of this channel's buffer and is valid
-    until the next `receive`.
+    `put` sends one tensor, and `take` receives one. A received message's bulk tensor is a view of this channel's buffer
+    and is valid until the next `receive`.
     """
 
     def __init__(
@@ -61,21 +63,24 @@ class Channel:
         self._put, self._take = put, take
         self._on_cuda = device.type == "cuda"
         self._frame_bytes = _HEADER_BYTES + (0 if self._on_cuda else _INLINE_BYTES)
-        self._step = -1  # of the last frame either way, for errors
+        self._step = -1  # of the last frame sent or received, for errors
         self._host = torch.zeros(self._frame_bytes, dtype=torch.uint8)
         self._body = torch.zeros(0, dtype=torch.uint8, device=device)  # CUDA only
 
     def send(self, message: Message, step: int) -> None:
+        """Send a message. Raises PeerLost."""
         self._send(wire.pack(message), step)
 
     def heartbeat(self, step: int) -> None:
-        self._send(Packed(Kind.HEARTBEAT, torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)), step)
+        """Tell the peer that this rank is alive. Raises PeerLost."""
+        self._send(Packed(Kind.HEARTBEAT, EMPTY, EMPTY), step)
 
     def stop(self, step: int) -> None:
-        self._send(Packed(Kind.STOP, torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)), step)
+        """Tell the peer to shut down. Raises PeerLost."""
+        self._send(Packed(Kind.STOP, EMPTY, EMPTY), step)
 
     def receive(self) -> Received:
-        """The next frame, waiting for it. Raises PeerLost."""
+        """Wait for the next frame. Raises PeerLost."""
         self._move(self._take, self._host[: self._frame_bytes])
         kind, step, meta_bytes, bulk_bytes = self._host[:_HEADER_BYTES].view(torch.int64).tolist()
         self._step = step
@@ -102,7 +107,7 @@ class Channel:
         self._reserve_host(_HEADER_BYTES if self._on_cuda else _HEADER_BYTES + size)
         self._host[:_HEADER_BYTES] = header.view(torch.uint8)
         body = self._device_body(size) if self._on_cuda else self._host[_HEADER_BYTES : _HEADER_BYTES + size]
-        # To a device nothing has to wait, see `workers.transfer`; what comes from one must have arrived.
+        # Copies to a device need not complete here, see `workers.transfer`; copies from a device must.
         body[:meta_bytes].copy_(packed.meta, non_blocking=self._on_cuda)
         body[meta_bytes:].copy_(packed.bulk, non_blocking=self._on_cuda)
         self._move(self._put, self._host[: self._frame_bytes])
@@ -114,7 +119,7 @@ class Channel:
     def _move(self, operation: Callable[[Tensor], None], tensor: Tensor) -> None:
         try:
             operation(tensor)
-        except RuntimeError as error:  # what gloo and NCCL raise for a lost peer and for a timeout
+        except RuntimeError as error:  # gloo and NCCL raise it for a lost peer and for a timeout
             when = f"at step {self._step}" if self._step >= 0 else "before the first step"
             raise PeerLost(f"{self._me} lost {self._peer} {when}: {error}") from error
 
@@ -131,10 +136,10 @@ class Channel:
 
 
 def link(group: dist.ProcessGroup, peer_rank: int, *, me: str, peer: str, device: torch.device) -> Channel:
-    """Point to point, both ways; each side knows whose turn it is.
+    """Open a point-to-point channel in both directions; the protocol defines whose turn it is.
 
     gloo's send and recv sleep while they wait (a rank that only echoes uses 5 % of its core). On two CPU cores a round
-    trip takes 0.2 ms back to back, and 0.35 to 0.5 ms when both sides slept for some ms before it (2026-11).
+    trip takes 0.2 ms back to back, and 0.35 to 0.5 ms if both sides slept for a few ms before it (2026-11).
     """
     return Channel(
         me=me,
@@ -146,7 +151,7 @@ def link(group: dist.ProcessGroup, peer_rank: int, *, me: str, peer: str, device
 
 
 def fan_out(group: dist.ProcessGroup, source_rank: int, *, me: str, peer: str, device: torch.device) -> Channel:
-    """One source, every other rank of the group receives: all ranks see the same bytes."""
+    """Open a broadcast channel from one rank to all others of the group."""
 
     def broadcast(tensor: Tensor) -> None:
         dist.broadcast(tensor, src=source_rank, group=group)

@@ -1,8 +1,8 @@
-"""Rendezvous and process groups: who is in the engine and over which group they talk.
+"""Rendezvous and process groups of an engine's ranks.
 
-Rank 0 opens a TCPStore on a free port for each engine start, so a restarted engine can never meet a stale rank. All
-ranks then create the same groups in the same order: verifier tensor parallelism, drafter tensor parallelism, and the
-link between verifier 0 and drafter 0.
+Rank 0 opens a TCPStore on a free port at each engine start, so a restarted engine never meets a stale rank. All ranks
+then create the same groups in the same order: verifier tensor parallelism, drafter tensor parallelism, and the link
+between verifier 0 and drafter 0.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from workers.models.layers import TensorParallel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """This process's place in the engine."""
+    """A rank's view of the engine: its role, device and channels."""
 
     config: EngineConfig
     rank: int
     role: str
     device: torch.device
-    tp: TensorParallel  # of this rank's own side
+    tp: TensorParallel  # of this rank's side, verifier or drafter
     peers: Channel | None  # rank 0 of this side -> its other ranks; None when the side has one rank
     link: Channel | None  # verifier 0 <-> drafter 0, on those two ranks only
 
@@ -38,8 +38,10 @@ class World:
         return self.tp.rank == 0
 
     def gather_topology(self, report: dict[str, str | int]) -> list[dict[str, str | int]]:
-        """Who every rank is, and what it reports beyond that, on every rank; a start-up collective that also proves all
-        are connected."""
+        """Gather every rank's identity and `report`, on every rank.
+
+        This start-up collective also verifies that all ranks are connected.
+        """
         side, _ = self.role.split()
         entry: dict[str, str | int] = {
             "role": side, "tp_rank": self.tp.rank, "rank": self.rank, "pid": os.getpid(), "device": str(self.device)
@@ -49,24 +51,24 @@ class World:
         return entries
 
     def gather_number(self, value: int) -> list[int]:
-        """Every rank's value, on every rank."""
+        """Gather every rank's value, on every rank. Collective."""
         every = [torch.zeros(1, dtype=torch.int64) for _ in range(self.config.world_size)]
         dist.all_gather(every, torch.tensor([value], dtype=torch.int64))
         return [int(number) for number in every]
 
     def agree_on_minimum(self, value: int) -> int:
-        """The smallest of every rank's values."""
+        """Return the minimum of all ranks' values. Collective."""
         tensor = torch.tensor([value], dtype=torch.int64)
         dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
         return int(tensor)
 
 
 class RendezvousStore(dist.TCPStore):
-    """The store by which ranks find each other. Rank 0 opens it and keeps it alive.
+    """The store through which ranks find each other. Rank 0 opens it and keeps it alive.
 
-    It listens on one address alone, and only until `stop_listening`: the store asks nobody for a key, and what ranks
-    read from it during start-up they unpickle. By itself TCPStore listens on every interface for as long as it lives;
-    only its older backend takes a socket of ours instead.
+    It listens on one address only, and only until `stop_listening`: the store has no authentication, and during
+    start-up ranks unpickle what they read from it. A plain TCPStore listens on every interface for as long as it lives;
+    only its older backend accepts a listening socket instead.
     """
 
     def __init__(self, host: str) -> None:
@@ -82,25 +84,24 @@ class RendezvousStore(dist.TCPStore):
         )
 
     def stop_listening(self) -> None:
-        """Lets nobody connect any more; who has connected keeps its connection. Called when every rank has joined.
+        """Refuse new connections and keep the existing ones. Rank 0 calls it when every rank has joined.
 
-        The store's thread ends the process if its listener is closed under it, so a pipe to which nobody writes takes
-        its place.
+        The store's thread ends the process if its listener is closed, so an idle pipe takes the listener's place.
         """
         silent, self._never_written = os.pipe()
         os.dup2(silent, self._descriptor, inheritable=False)
         os.close(silent)
-        self.set("closed", "")  # wakes the thread, which waits on the listener until something happens
+        self.set("closed", "")  # wakes the thread, which polls the listener
 
 
 def open_store(host: str = "127.0.0.1") -> tuple[RendezvousStore, str]:
-    """A rendezvous store on a free port of `host`: (the store to keep alive, its "host:port"). Called by rank 0."""
+    """Open a rendezvous store on a free port of `host`: (the store to keep alive, its "host:port"). Rank 0 calls it."""
     store = RendezvousStore(host)
     return store, f"{host}:{store.port}"
 
 
 def join(config: EngineConfig, rank: int, store_address: str) -> World:
-    """Connects this rank to the engine's world. Blocks until every rank has joined."""
+    """Connect this rank to the engine's other ranks. Blocks until every rank has joined."""
     host, _, port = store_address.rpartition(":")
     device = torch.device(config.device, 0) if config.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
@@ -120,7 +121,7 @@ def join(config: EngineConfig, rank: int, store_address: str) -> World:
     role = config.role_of(rank)
     peers = None
     if group is not None:
-        if device.type == "cuda":  # NCCL takes memory as it connects: before pages are given what is free
+        if device.type == "cuda":  # NCCL allocates memory when it connects: before the KV cache is sized
             dist.all_reduce(torch.zeros(1, device=device), group=group)
         others = "its tensor-parallel peers" if rank == ranks[0] else config.role_of(ranks[0])
         peers = fan_out(group, ranks[0], me=role, peer=others, device=device)
@@ -143,8 +144,10 @@ def join(config: EngineConfig, rank: int, store_address: str) -> World:
 
 
 def _new_group(config: EngineConfig, rank: int, ranks: list[int]) -> dist.ProcessGroup | None:
-    """None for fewer than two ranks. A timeout is each process's own: the first rank waits for answers only, the others
-    also for their next message."""
+    """Create a group, or return None for fewer than two ranks.
+
+    Each process has a timeout of its own: the first rank waits for replies only, the others also for new messages.
+    """
     if len(ranks) < 2:
         return None
     seconds = config.step_timeout_s if rank == ranks[0] else config.idle_timeout_s
@@ -152,8 +155,11 @@ def _new_group(config: EngineConfig, rank: int, ranks: list[int]) -> dist.Proces
 
 
 def _connect(group: dist.ProcessGroup, rank: int, other: int, device: torch.device) -> None:
-    """NCCL connects two ranks, each way, when they first exchange something. That takes up to seconds, which `auto`
-    would take for the price of a draft if the first step paid them."""
+    """Make NCCL connect two ranks in both directions.
+
+    NCCL connects at the first exchange, which takes up to seconds. In the first step, `auto` would count that time as
+    the cost of a draft.
+    """
     nothing = torch.zeros(1, dtype=torch.uint8, device=device)
     for source in sorted((rank, other)):
         if rank == source:
@@ -164,6 +170,8 @@ def _connect(group: dist.ProcessGroup, rank: int, other: int, device: torch.devi
 
 
 def leave() -> None:
-    """Closes the groups after a clean stop, when graphs are released. Never call it after an error: a collective's
-    teardown can hang."""
+    """Destroy the groups after a clean stop, when CUDA graphs are released.
+
+    Never call it after an error, because the teardown of a collective can hang.
+    """
     dist.destroy_process_group()

@@ -1,8 +1,8 @@
 """The socket between a service front and its engine: length-prefixed msgpack frames, duplex.
 
-The front sends `Submit` and `Abort`; the engine sends one `StepOutput` per step that has anything to tell. Measured
-on two cores: 0.2 ms from write to read, where a Ray streaming method takes 1.1 ms. `FrameSocket` is the engine's
-end: it never blocks the step loop. The asyncio end needs only `encode` and `Decoder`.
+The front sends `Submit` and `Abort`. The engine sends a `StepOutput` for every step that produced output. On two cores,
+a frame takes 0.2 ms from write to read, where a Ray streaming method takes 1.1 ms. `FrameSocket` is the engine's end,
+which never blocks the step loop. The asyncio end needs only `encode` and `FrameDecoder`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_FRAME_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speculation:
-    """One request's `speculative` object; None = the server's setting."""
+    """One request's `speculative` object. None means the server's setting."""
 
     enabled: bool = True
     num_speculative_tokens: int | None = None
@@ -40,35 +40,35 @@ class Speculation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submit:
-    """A new request. `id` is chosen by the front and unique on this socket."""
+    """A new request. The front chooses `id`, which is unique on this socket."""
 
     id: int
     prompt: list[int]
     max_tokens: int
-    sampling: SamplingParams = SamplingParams()
+    sampling: SamplingParams = field(default_factory=SamplingParams)
     stop_token_ids: list[int] = field(default_factory=list)
     ignore_eos: bool = False
-    cache_salt: str | None = None  # prefixes are shared among requests of one salt only
+    cache_salt: str | None = None  # only requests with the same salt share cached prefixes
     speculation: Speculation = Speculation()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abort:
-    """Stop a request and forget it; unknown ids are ignored (it may just have finished)."""
+    """Stop a request. Unknown ids are ignored, because the request may just have finished."""
 
     id: int
 
 
 class _NodeCounts:
-    """Node counts by depth, the first entry being depth 1. Drafted = pruned + verified; accepted are verified too."""
+    """Node counts by depth, starting at 1. Drafted nodes are pruned or verified; accepted nodes are also verified."""
 
     __slots__ = ()
     pruned_per_depth: list[int]
     verified_per_depth: list[int]
-    accepted_per_depth: list[int]  # of what came out: tokens accepted behind an answer's end are not counted
+    accepted_per_depth: list[int]  # emitted ones only, not those behind the end of the output
 
     def count_nodes(self, pruned: Sequence[int], verified: Sequence[int], num_accepted: int) -> None:
-        """Adds one tree: nodes by depth, and how many of its accepted path came out."""
+        """Add one tree: its nodes by depth, and the number of its accepted tokens that were emitted."""
         for total, added in (
             (self.pruned_per_depth, pruned),
             (self.verified_per_depth, verified),
@@ -80,30 +80,33 @@ class _NodeCounts:
 
     @property
     def num_draft_tokens(self) -> int:
+        """Nodes that were drafted."""
         return sum(self.pruned_per_depth) + sum(self.verified_per_depth)
 
     @property
     def num_verified_tokens(self) -> int:
+        """Drafted nodes that went through the target."""
         return sum(self.verified_per_depth)
 
     @property
     def num_accepted_tokens(self) -> int:
+        """Drafted nodes that were accepted and emitted."""
         return sum(self.accepted_per_depth)
 
 
 @dataclass(slots=True, kw_only=True)
 class RequestStats(_NodeCounts):
-    """What speculation did for one request so far."""
+    """Speculation statistics of one request."""
 
     num_drafts: int = 0  # steps that verified at least one draft node
-    pruned_per_depth: list[int] = field(default_factory=list)  # the tree had room for them, pruning kept them out
+    pruned_per_depth: list[int] = field(default_factory=list)  # removed by pruning
     verified_per_depth: list[int] = field(default_factory=list)  # went through the target
     accepted_per_depth: list[int] = field(default_factory=list)
-    num_copied_tokens: int = 0  # of the verified: copied from earlier text, not drafted ...
-    num_accepted_copied_tokens: int = 0  # ... and accepted
+    num_copied_tokens: int = 0  # verified nodes from prompt lookup instead of the drafter ...
+    num_accepted_copied_tokens: int = 0  # ... and those of them that were accepted
 
-    def cut(self, num_accepted: int, num_kept: int, *, is_copied: bool) -> RequestStats:
-        """These, if of the `num_accepted` tokens that the last step accepted no more than `num_kept` had come out."""
+    def truncate(self, num_accepted: int, num_kept: int, *, is_copied: bool) -> RequestStats:
+        """Return the statistics as if only `num_kept` of the last step's `num_accepted` tokens had been emitted."""
         num_lost = max(0, num_accepted - num_kept)
         return replace(
             self,
@@ -116,34 +119,34 @@ class RequestStats(_NodeCounts):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprobs:
-    """One emitted token in the target's own distribution, before any of the request's parameters touch it."""
+    """The log probability of one emitted token in the target's raw distribution, before any sampling parameter."""
 
     logprob: float
     rank: int  # 1 = the most likely token
-    top: list[tuple[int, float]]  # (token, logprob) of the most likely tokens, best first
+    top: list[tuple[int, float]]  # (token, logprob) of the most likely tokens, in descending order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenChunk:
-    """All tokens one request gained in one step, as one chunk."""
+    """The tokens that one request gained in one step."""
 
     id: int
     tokens: list[int]
-    finish_reason: str | None = None  # "stop" | "length" | "error"; None = goes on
-    stop_token: int | None = None  # the stop or EOS token, when finish_reason is "stop" (it is in `tokens`)
+    finish_reason: str | None = None  # "stop" | "length" | "error"; None = not finished
+    stop_token: int | None = None  # the stop or EOS token if finish_reason is "stop" (also in `tokens`)
     error: str | None = None
     logprobs: list[TokenLogprobs] | None = None  # one per token, if the request asked for them
-    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache instead of computed
-    num_accepted: int = 0  # of `tokens` the leading ones, which were drafted ...
-    is_copied: bool = False  # ... or, if this is set, copied from earlier text
-    stats: RequestStats | None = None  # so far; absent with an error
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    num_accepted: int = 0  # leading `tokens` that were accepted draft tokens ...
+    is_copied: bool = False  # ... or, if this is set, tokens from prompt lookup
+    stats: RequestStats | None = None  # so far; None with an error
 
 
 @dataclass(slots=True, kw_only=True)
 class EngineStats(_NodeCounts):
-    """Cumulative counters since the engine started, and gauges of this moment. Times are seconds.
+    """Cumulative counters since the engine started, and current gauges. Times are in seconds.
 
-    The engine counts in its own; what arrives in a StepOutput is a copy of that moment.
+    The engine updates one instance; every StepOutput carries a snapshot of it.
     """
 
     steps: int = 0
@@ -154,16 +157,16 @@ class EngineStats(_NodeCounts):
     pruned_per_depth: list[int] = field(default_factory=list)
     verified_per_depth: list[int] = field(default_factory=list)
     accepted_per_depth: list[int] = field(default_factory=list)
-    num_copied_tokens: int = 0  # of the verified: copied from earlier text, not drafted ...
-    num_accepted_copied_tokens: int = 0  # ... and accepted
+    num_copied_tokens: int = 0  # verified nodes from prompt lookup instead of the drafter ...
+    num_accepted_copied_tokens: int = 0  # ... and those of them that were accepted
     num_preemptions: int = 0
     prefix_cache_queries: int = 0  # prompt tokens looked up ...
     prefix_cache_hits: int = 0  # ... and found
-    draft_seconds: float = 0.0  # by the drafter's clock
-    transfer_seconds: float = 0.0  # rank 0's wait for drafts beyond that: packing, both ways, waking up
+    draft_seconds: float = 0.0  # on the drafter's clock
+    transfer_seconds: float = 0.0  # the rest of rank 0's wait for drafts: packing, transfer both ways, wake-up
     verify_seconds: float = 0.0  # packing, forward, acceptance
-    forward_seconds: float = 0.0  # of these the target's: forward and drawing, until the tokens are on the host
-    accept_seconds: float = 0.0  # ... and judging the trees by them
+    forward_seconds: float = 0.0  # part of it: forward pass and sampling, until the tokens are on the host
+    accept_seconds: float = 0.0  # part of it: verifying the trees against these tokens
     step_seconds: float = 0.0
     num_running: int = 0
     num_waiting: int = 0
@@ -172,7 +175,7 @@ class EngineStats(_NodeCounts):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutput:
-    """Everything one step tells the front."""
+    """The output of one step."""
 
     chunks: list[TokenChunk]
     stats: EngineStats
@@ -180,7 +183,7 @@ class StepOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
-    """The engine's first frame: it has loaded its weights and serves."""
+    """The engine's first frame: the weights are loaded, and it serves."""
 
     topology: list[dict[str, str | int]]  # one per rank: see `World.gather_topology`
     max_model_len: int
@@ -193,18 +196,18 @@ _KINDS: dict[str, type] = {kind.__name__: kind for kind in (Submit, Abort, StepO
 
 
 def encode(message: Message) -> bytes:
-    """One frame: 4 bytes little-endian length, then msgpack [kind, fields in the order of the class].
+    """Encode one frame: 4 bytes of little-endian length, then msgpack [kind, fields in class order].
 
-    Raises ValueError if it is longer than any frame may be: its sender's mistake shall not be its reader's end.
+    Raises ValueError if the frame is too long, so that the sender fails instead of the reader.
     """
     body = msgpack.packb((type(message).__name__, _values(message)), default=_values)
     if len(body) > MAX_FRAME_BYTES:
-        raise ValueError(f"a {type(message).__name__} of {len(body)} bytes, where {MAX_FRAME_BYTES} is the most")
+        raise ValueError(f"a {type(message).__name__} of {len(body)} bytes exceeds the limit of {MAX_FRAME_BYTES}")
     return _LENGTH.pack(len(body)) + body
 
 
 def _values(value: Any) -> tuple[object, ...]:
-    """A dataclass's fields in order, not copied (`dataclasses.asdict` copies every token of a prompt)."""
+    """Return a dataclass's field values in order (`dataclasses.asdict` would copy every token of a prompt)."""
     return _getter(type(value))(value)  # type: ignore[arg-type]  # types are hashable
 
 
@@ -244,13 +247,13 @@ def _named(kind: type, raw: list[Any]) -> dict[str, Any]:
 
 
 class FrameDecoder:
-    """Turns a byte stream into messages, whatever pieces it arrives in."""
+    """Decodes a byte stream, in pieces of any size, into messages."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[Message]:
-        """The messages completed by `data`. Raises ValueError on a frame that cannot be ours."""
+        """Return the messages that `data` completes. Raises ValueError for an invalid frame."""
         self._buffer += data
         messages: list[Message] = []
         while len(self._buffer) >= _LENGTH.size:
@@ -264,17 +267,17 @@ class FrameDecoder:
                 kind, raw = msgpack.unpackb(bytes(self._buffer[_LENGTH.size : end]), strict_map_key=False)
                 messages.append(_rebuild(kind, raw))
             except (KeyError, TypeError, ValueError) as error:
-                raise ValueError(f"a frame that is no message of ours: {error!r}") from error
+                raise ValueError(f"a frame that holds no valid message: {error!r}") from error
             del self._buffer[:end]
         return messages
 
 
 class FrontGone(ConnectionError):
-    """The other end of the socket closed: nobody is left to answer to."""
+    """The front closed its end of the socket."""
 
 
 class FrameSocket:
-    """The engine's end: non-blocking both ways; `poll` also flushes what an earlier `send` could not write."""
+    """The engine's end, which never blocks. `poll` also flushes what an earlier `send` could not write."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -283,14 +286,14 @@ class FrameSocket:
         self._unsent = bytearray()
 
     def send(self, message: Message) -> None:
-        """Raises FrontGone if the front has closed, or has stopped reading."""
+        """Send a message. Raises FrontGone if the front has closed the socket or stopped reading."""
         self._unsent += encode(message)
         self._flush()
         if len(self._unsent) > MAX_FRAME_BYTES:
             raise FrontGone(f"the service front has left {len(self._unsent)} bytes unread")
 
     def poll(self, timeout: float = 0.0) -> list[Message]:
-        """Messages that have arrived; waits up to `timeout` seconds for the first. Raises FrontGone at EOF."""
+        """Return the received messages, waiting up to `timeout` seconds for the first. Raises FrontGone at EOF."""
         readable, writable, _ = select.select([self._sock], [self._sock] if self._unsent else [], [], timeout)
         if writable:
             self._flush()
@@ -307,6 +310,7 @@ class FrameSocket:
         return self._decoder.feed(data)
 
     def close(self) -> None:
+        """Close the socket."""
         self._sock.close()
 
     def _flush(self) -> None:
@@ -320,7 +324,7 @@ class FrameSocket:
 
 
 def connect(address: str) -> socket.socket:
-    """Connects to "unix:/path" or "tcp:host:port" (the engine connects, the front listens)."""
+    """Connect to "unix:/path" or "tcp:host:port" (the engine connects, the front listens)."""
     scheme, _, rest = address.partition(":")
     match scheme:
         case "unix":
@@ -336,5 +340,5 @@ def connect(address: str) -> socket.socket:
 
 
 def unix_path_fits(path: str) -> bool:
-    """AF_UNIX paths hold 107 bytes."""
+    """Return True if the path fits the 107 bytes of an AF_UNIX address."""
     return len(os.fsencode(path)) <= 107

@@ -1,8 +1,8 @@
 """The only place that knows field order and width on the wire: message <-> one flat uint8 buffer.
 
 Layout of a body: a table of int32 dims (scalars, then every field's shape, -1 for an absent part), then each tensor's
-bytes, each aligned to 16. A message's one bulk field (features) comes last, so that on CUDA it can stay on the device
-while the rest is read on the host. Collectives refuse uint16, int16 and uint64, so everything travels as bytes.
+bytes, each aligned to 16. The bulk field (the features of a DraftRequest) comes last, so that on CUDA it can stay on
+the device while the host reads the rest. Collectives reject uint16, int16 and uint64, so everything travels as bytes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _I32, _I64, _F32, _U8 = np.dtype(np.int32), np.dtype(np.int64), np.dtype(np.floa
 
 
 class Kind(IntEnum):
-    """What a frame carries."""
+    """The content of a frame."""
 
     STOP = 0
     HEARTBEAT = 1
@@ -98,10 +98,11 @@ STEP_FIELDS = [
 ]
 
 Message = DraftRequest | DraftReply | TargetStep
+EMPTY = torch.empty(0, dtype=torch.uint8)
 
 
 class Packed(NamedTuple):
-    """A message as bytes: `meta` on the CPU, `bulk` (maybe empty) on the device its tensor was on."""
+    """A message as bytes: `meta` is on the CPU, `bulk` (possibly empty) on the device of its tensor."""
 
     kind: Kind
     meta: Tensor
@@ -109,27 +110,26 @@ class Packed(NamedTuple):
 
 
 def pack(message: Message) -> Packed:
-    """Message -> bytes. Raises OverflowError if a value does not fit its wire width."""
-    empty = torch.empty(0, dtype=torch.uint8)
+    """Convert a message to bytes. Raises OverflowError if a value does not fit its wire width."""
     match message:
         case DraftRequest():
             features = message.features_MH
-            bulk = empty if features is None else features.contiguous().reshape(-1).view(torch.uint8)
+            bulk = EMPTY if features is None else features.contiguous().reshape(-1).view(torch.uint8)
             width = [-1, 0] if features is None else [features.shape[1], _DTYPES.index(features.dtype)]
             parts = [(REQUEST_FIELDS, message), (SAMPLING_FIELDS, message.sampling), (COST_FIELDS, message.costs)]
             return Packed(Kind.DRAFT_REQUEST, _pack_fields(parts, width), bulk)
         case DraftReply():
             parts = [(TREE_FIELDS, message.trees), (PROBS_FIELDS, message.probs), (PRUNED_FIELDS, message)]
             scalars = [min(int(message.seconds * 1e6), 2**31 - 1), message.num_levels, message.num_run]
-            return Packed(Kind.DRAFT_REPLY, _pack_fields(parts, scalars), empty)
+            return Packed(Kind.DRAFT_REPLY, _pack_fields(parts, scalars), EMPTY)
         case TargetStep():
             parts = [(STEP_FIELDS, message), (ATTENTION_FIELDS, message.attention), (SAMPLING_FIELDS, message.sampling)]
             scalars = [int(message.has_logprobs), int(message.has_sampled), int(message.has_draws)]
-            return Packed(Kind.TARGET_STEP, _pack_fields(parts, scalars), empty)
+            return Packed(Kind.TARGET_STEP, _pack_fields(parts, scalars), EMPTY)
 
 
 def unpack(kind: Kind, meta: Tensor, bulk: Tensor) -> Message:
-    """Bytes -> message; tensors are copies on the CPU, except the bulk field, which stays where `bulk` is."""
+    """Convert bytes to a message. Its tensors are copies on the CPU, except for the bulk field, a view of `bulk`."""
     match kind:
         case Kind.DRAFT_REQUEST:
             parts = [REQUEST_FIELDS, SAMPLING_FIELDS, COST_FIELDS]
@@ -213,7 +213,9 @@ def _unpack_fields(
             assert value is not None
             size = math.prod(shape) * spec.wire.itemsize
             array = data[begin : begin + size].view(spec.wire).reshape(shape)
-            value[spec.name] = torch.from_numpy(array.astype(spec.memory))  # astype copies: the buffer is reused
+            value[spec.name] = torch.from_numpy(
+                array.astype(spec.memory)
+            )  # astype copies, because the buffer is reused
             begin = _aligned(begin + size)
         values.append(value)
     return values, scalars

@@ -188,9 +188,9 @@ def test_accepted_tokens_that_did_not_come_out_are_taken_off_again() -> None:
         num_copied_tokens=4,
         num_accepted_copied_tokens=3,
     )
-    cut = stats.cut(3, 1, is_copied=True)  # the last step's path was three deep
+    cut = stats.truncate(3, 1, is_copied=True)  # the last step's path was three deep
     assert (cut.accepted_per_depth, cut.num_accepted_copied_tokens) == ([2, 1, 0], 1)
     assert (cut.num_drafts, cut.verified_per_depth, cut.num_copied_tokens) == (2, [3, 2, 2], 4)
-    assert stats.cut(3, 1, is_copied=False).num_accepted_copied_tokens == 3
-    assert stats.cut(3, 3, is_copied=True) == stats == stats.cut(0, 5, is_copied=True)
+    assert stats.truncate(3, 1, is_copied=False).num_accepted_copied_tokens == 3
+    assert stats.truncate(3, 3, is_copied=True) == stats == stats.truncate(0, 5, is_copied=True)
     assert stats.accepted_per_depth == [2, 2, 1]  # the engine's own stay as they are

@@ -256,7 +256,7 @@ def test_the_page_allocator_accounts_for_every_page_and_never_gives_page_0() -> 
     allocator = PageAllocator(6)
     first, second = allocator.alloc(2), allocator.alloc(3)
     assert sorted(first + second) == [1, 2, 3, 4, 5]
-    with pytest.raises(OutOfPages, match="1 KV pages wanted, 0 of 5 free"):
+    with pytest.raises(OutOfPages, match="1 KV pages requested, 0 of 5 free"):
         allocator.alloc(1)
     allocator.free(first)
     with pytest.raises(OutOfPages):
