@@ -154,7 +154,7 @@ def warm_up_requests(config: EngineConfig, width: int) -> list[DraftRequest]:
         nodes_T=torch.tensor([0, tree.num_speculative_tokens], dtype=torch.int32),
         verify_ms_T=torch.ones(2),
         draft_ms_3=torch.zeros(3),
-        sure_1=torch.ones(1),
+        base_tokens_1=torch.ones(1),
         calibration_D2=torch.tensor([[1.0, 0.0]]),
     )
     return [

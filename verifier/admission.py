@@ -17,7 +17,7 @@ def request_of(submit: Submit, config: EngineConfig) -> Request:
     return Request(submit, rule_of(submit, config.draft), _tree_limits(submit, config.draft), first_draft_slot)
 
 
-def misfit(request: Request, max_model_len: int, limits: Limits, num_pages: int) -> str | None:
+def rejection_reason(request: Request, max_model_len: int, limits: Limits, num_pages: int) -> str | None:
     """Why an engine of so many pages, the null page not counted, can never serve the request; None if it can."""
     prompt, asked = request.num_prompt, request.submit.max_tokens
     if prompt < 1 or asked < 1:

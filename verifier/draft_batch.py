@@ -12,7 +12,7 @@ from workers.types import DraftProbs, DraftReply, TreeBatch
 
 
 @dataclass(frozen=True, slots=True)
-class Drafts:
+class DraftBatch:
     """One tree per decoding request, a chain or a bare root where the drafter handed in none; node counts by depth,
     depth 1 first."""
 
@@ -34,16 +34,18 @@ class Drafts:
         return sum(map(any, self.verified)) if self.num_nodes else 0
 
     @staticmethod
-    def of(reply: DraftReply | None, drafted: list[bool], tokens: list[list[int]]) -> Drafts:
+    def of(reply: DraftReply | None, drafted: list[bool], tokens: list[list[int]]) -> DraftBatch:
         """drafted[i]: the i-th decoding request has the reply's next tree; else it has the chain tokens[i], root
         first."""
         if reply is None:
             verified = [[1] * (len(own) - 1) for own in tokens]
-            return Drafts(chains(tokens), None, verified, pruned=[[] for _ in tokens], copied=list(map(any, verified)))
+            return DraftBatch(
+                chains(tokens), None, verified, pruned=[[] for _ in tokens], copied=list(map(any, verified))
+            )
         trees, probs = with_chains(reply.trees, reply.probs, drafted, tokens)
         offsets, depth_N = trees.offsets.tolist(), trees.depth_N.numpy()
         cut = map(_without_padding, reply.pruned_GD.tolist())
-        return Drafts(
+        return DraftBatch(
             trees=trees,
             probs=probs,
             verified=[np.bincount(depth_N[a:b])[1:].tolist() if b - a > 1 else [] for a, b in pairwise(offsets)],

@@ -10,13 +10,13 @@ import time
 from collections import deque
 from typing import NamedTuple
 
-from verifier.acceptance.coupled import judge
-from verifier.adaptive.controller import Controller, Exchange, Outcome, Plan
+from verifier.acceptance.coupled import verify
+from verifier.adaptive.controller import Controller, Exchange, Plan, StepOutcome
 from verifier.adaptive.cost_model import UNPROFILED, RowCosts
-from verifier.admission import misfit, request_of
-from verifier.draft_batch import Drafts
-from verifier.hidden_states import OwedStates
-from verifier.prefix_cache import Prefixes
+from verifier.admission import rejection_reason, request_of
+from verifier.draft_batch import DraftBatch
+from verifier.hidden_states import HiddenStateBuffer
+from verifier.prefix_cache import PrefixCache
 from verifier.request import Request
 from verifier.scheduler import Limits, Step, schedule
 from verifier.step_inputs import Move, pack_draft, pack_target
@@ -33,7 +33,7 @@ HEARTBEAT_S = 1.0
 """While idle, peers and the front hear from the engine this often, so that silence means death."""
 
 
-class _Said(NamedTuple):
+class _NewTokens(NamedTuple):
     """What one request gained in one step: of the verdict's tokens those up to the answer's end."""
 
     tokens: list[int]
@@ -63,10 +63,10 @@ class Engine:
         self._drafter = drafter
         self._front = front
         self._allocator = PageAllocator(num_pages)
-        self._prefixes = Prefixes(
+        self._prefixes = PrefixCache(
             self._allocator, config.page_size, target.waiting, is_enabled=config.enable_prefix_caching
         )
-        self._owed = OwedStates(target.waiting, self._prefixes.keep_states)
+        self._owed = HiddenStateBuffer(target.waiting, self._prefixes.keep_states)
         self._controller = Controller(config, row_costs)
         self._limits = Limits(
             max_num_seqs=config.max_num_seqs,
@@ -98,7 +98,7 @@ class Engine:
         verdicts = self._verify(step, drafts)
         self._commit(step, drafts, verdicts)
         seconds = time.perf_counter() - began
-        self._controller.observe(plan, Outcome(step, drafts, verdicts, exchange, 1e3 * seconds))
+        self._controller.observe(plan, StepOutcome(step, drafts, verdicts, exchange, 1e3 * seconds))
         self._stats.steps += 1
         self._stats.step_seconds += seconds
         self._emit()
@@ -126,7 +126,7 @@ class Engine:
 
     def _submit(self, submit: Submit) -> None:
         request = request_of(submit, self._config)
-        problem = misfit(request, self._config.max_model_len, self._limits, self._allocator.num_pages - 1)
+        problem = rejection_reason(request, self._config.max_model_len, self._limits, self._allocator.num_pages - 1)
         if problem is None:
             self._waiting.append(request)
         else:
@@ -170,12 +170,12 @@ class Engine:
         for request, count in step.pages:
             request.pages.extend(self._allocator.alloc(count))
 
-    def _draft(self, step: Step, plan: Plan) -> tuple[Drafts, Exchange | None]:
+    def _draft(self, step: Step, plan: Plan) -> tuple[DraftBatch, Exchange | None]:
         """The trees of all decoding requests: the drafter's, lookup drafts, and bare roots."""
         exchange = self._exchange(plan) if plan.inputs else None
         drafted = [plan.is_drafted(request) for request in step.decode]
         chains = [[request.tokens[-1], *plan.lookup_drafts.get(request, ())] for request in step.decode]
-        return Drafts.of(exchange.reply if exchange else None, drafted, chains), exchange
+        return DraftBatch.of(exchange.reply if exchange else None, drafted, chains), exchange
 
     def _exchange(self, plan: Plan) -> Exchange:
         """Feeds the drafter what was committed since it last heard of each request, and gets its trees."""
@@ -199,7 +199,7 @@ class Engine:
         self._stats.transfer_seconds += seconds - reply.seconds
         return Exchange(reply, 1e3 * seconds)
 
-    def _verify(self, step: Step, drafts: Drafts) -> list[Verdict]:
+    def _verify(self, step: Step, drafts: DraftBatch) -> list[Verdict]:
         """The verdicts on all trees, then on every prompt that is now complete: a root without a tree."""
         began = time.perf_counter()
         packed = pack_target(
@@ -215,7 +215,7 @@ class Engine:
             drafted = [True] * len(step.decode) + [False] * len(finishing)
             trees, probs = with_chains(trees, probs, drafted, [r.tokens[-1:] for r in step.decode + finishing])
         requests = step.decode + finishing
-        verdicts = judge(
+        verdicts = verify(
             trees,
             probs,
             drawn,
@@ -230,7 +230,7 @@ class Engine:
         self._stats.accept_seconds += judged_at - drawn_at
         return verdicts
 
-    def _commit(self, step: Step, drafts: Drafts, verdicts: list[Verdict]) -> None:
+    def _commit(self, step: Step, drafts: DraftBatch, verdicts: list[Verdict]) -> None:
         """Applies the verdicts: KV moves of accepted paths, states for the drafter, tokens, finished requests."""
         computed = self._advance(step, drafts, verdicts)
         finishing = [request for request, _ in step.finishing]
@@ -247,7 +247,7 @@ class Engine:
             self._append(request, own, rows, is_copied=is_copied)
         self._publish(self._running)
 
-    def _advance(self, step: Step, drafts: Drafts, verdicts: list[Verdict]) -> list[tuple[Request, list[int]]]:
+    def _advance(self, step: Step, drafts: DraftBatch, verdicts: list[Verdict]) -> list[tuple[Request, list[int]]]:
         """Each request's new positions, as rows of the step: prompts' chunks, then roots with their accepted paths."""
         begins = drafts.trees.offsets.tolist()
         computed, row = [], begins[-1]
@@ -264,7 +264,7 @@ class Engine:
             request.num_computed = root + len(verdict.tokens)
         return computed
 
-    def _said(self, request: Request, verdict: Verdict) -> _Said:
+    def _said(self, request: Request, verdict: Verdict) -> _NewTokens:
         """The verdict's tokens up to a stop token or the length limit."""
         submit, kept, reason, stop_token = request.submit, [], None, None
         for token in verdict.tokens:
@@ -276,9 +276,9 @@ class Engine:
                 reason = "length"
             if reason:
                 break
-        return _Said(kept, min(len(verdict.path), len(kept)), reason, stop_token)
+        return _NewTokens(kept, min(len(verdict.path), len(kept)), reason, stop_token)
 
-    def _count(self, step: Step, drafts: Drafts, said: list[_Said]) -> None:
+    def _count(self, step: Step, drafts: DraftBatch, said: list[_NewTokens]) -> None:
         """What became of every drafted node, for the service and for the request. A node accepted behind the answer's
         end is verified, not accepted: nobody gets it."""
         for i, (request, own) in enumerate(zip(step.decode, said, strict=False)):
@@ -307,7 +307,7 @@ class Engine:
         for request in requests:
             self._prefixes.publish(request, settled.get(request, request.num_computed))
 
-    def _append(self, request: Request, said: _Said, rows: list[int], *, is_copied: bool) -> None:
+    def _append(self, request: Request, said: _NewTokens, rows: list[int], *, is_copied: bool) -> None:
         """Commits tokens, drawn at these sampled rows; releases a finished request."""
         kept, asked = said.tokens, request.submit.sampling.num_logprobs
         request.append(kept)

@@ -19,13 +19,13 @@ from workers.config import EngineConfig
 from workers.transfer import to_device
 
 
-def most_waiting(config: EngineConfig) -> int:
+def max_buffered_states(config: EngineConfig) -> int:
     """States that wait at most: a step adds no more rows than a message may feed, and those of requests that are owed
     too much are fed first. A last tree's rows may stay behind, when nothing is drafted any more."""
     return config.max_num_seqs * (max_backlog(config) + config.tree_rows) + 2 * max_message_rows(config)
 
 
-class WaitingStates:
+class HiddenStatePool:
     """On verifier rank 0. The caller keeps which rows are whose."""
 
     def __init__(self, num_rows: int, width: int, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -58,12 +58,12 @@ _ROWS_AT_ONCE = 512
 """So many more states may be in memory between steps that nobody has counted."""
 
 
-class OwedStates:
+class HiddenStateBuffer:
     """What the last steps leave for the drafter, as they left it. Several are seen to at once: each alone takes longer,
     and what a request is owed that has ended by then need not be kept."""
 
     def __init__(
-        self, waiting: WaitingStates | None, keep_ends: Callable[[dict[Request, list[int]], Tensor], None]
+        self, waiting: HiddenStatePool | None, keep_ends: Callable[[dict[Request, list[int]], Tensor], None]
     ) -> None:
         self._waiting, self._keep_ends = waiting, keep_ends
         self._computed: list[list[tuple[Request, list[int]]]] = []  # of each step

@@ -17,17 +17,17 @@ from array import array
 
 from torch import Tensor
 
-from verifier.hidden_states import WaitingStates
+from verifier.hidden_states import HiddenStatePool
 from verifier.request import Request
 from workers.kv_cache import NO_MATCH, PageAllocator, PrefixMatch
 from workers.transfer import to_device
 
 
-class Prefixes:
+class PrefixCache:
     """What the pages hold. Owned by the engine, beside the allocator that it publishes to."""
 
     def __init__(
-        self, allocator: PageAllocator, page_size: int, waiting: WaitingStates | None = None, *, is_enabled: bool
+        self, allocator: PageAllocator, page_size: int, waiting: HiddenStatePool | None = None, *, is_enabled: bool
     ) -> None:
         self._allocator = allocator
         self._page_size = page_size

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from verifier.request import Request
-from verifier.tree import Chunk
+from verifier.tree import PromptChunk
 from workers.kv_cache import NO_MATCH, PrefixMatch
 
 
@@ -56,14 +56,14 @@ class Step:
     shared: list[tuple[Request, list[int]]]  # the admitted, with the pages that hold the beginning of their tokens
     pages: list[tuple[Request, int]]  # how many more a request takes
     decode: list[Request]
-    prefill: list[tuple[Request, Chunk]]
+    prefill: list[tuple[Request, PromptChunk]]
 
     @property
     def admitted(self) -> list[Request]:
         return [request for request, _ in self.shared]
 
     @property
-    def finishing(self) -> list[tuple[Request, Chunk]]:
+    def finishing(self) -> list[tuple[Request, PromptChunk]]:
         """The prompts that this step completes: their first token is drawn. A preempted request stops before its last
         token, the root of its next tree. To be asked before tokens are committed."""
         return [(request, chunk) for request, chunk in self.prefill if chunk.stop == len(request.tokens)]
@@ -96,12 +96,12 @@ def schedule(
     decode = [request for request in kept if request.is_decoding]
     # However many trees there are, prompts advance by a page at least: nobody starves.
     budget = max(limits.page_size, limits.max_num_batched_tokens - sum(request.tree_rows for request in decode))
-    prefill: list[tuple[Request, Chunk]] = []
+    prefill: list[tuple[Request, PromptChunk]] = []
 
     def take(request: Request, start: int) -> None:
         nonlocal budget
         stop = min(request.root, start + budget)
-        prefill.append((request, Chunk(start, stop)))
+        prefill.append((request, PromptChunk(start, stop)))
         budget -= stop - start
 
     for request in kept:

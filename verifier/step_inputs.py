@@ -16,7 +16,7 @@ from torch import Tensor
 
 from verifier.draft_inputs import DraftInput
 from verifier.request import Request
-from verifier.tree import Chunk, TreeMetadata, chunk_metadata, tree_metadata
+from verifier.tree import PromptChunk, TreeMetadata, chunk_metadata, tree_metadata
 from workers.sampling.logits_state import pack_logits_states
 from workers.types import AttentionMetadata, DraftCosts, DraftRequest, SamplingBatch, TargetStep, TreeBatch
 
@@ -61,7 +61,7 @@ def pack_draft(
 def pack_target(
     trees: TreeBatch,
     decode: list[Request],
-    prefill: list[tuple[Request, Chunk]],
+    prefill: list[tuple[Request, PromptChunk]],
     moves: list[Move],
     page_size: int,
     eos_token_ids: tuple[int, ...],

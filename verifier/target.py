@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verifier.hidden_states import WaitingStates
+from verifier.hidden_states import HiddenStatePool
 from workers.comm.channel import Channel, naming_lost_peers
 from workers.comm.ipc import TokenLogprobs
 from workers.comm.wire import Kind
@@ -48,7 +48,7 @@ class Target:
         page_size: int,
         peers: Channel | None,
         fuse: Fuse | None,
-        waiting: WaitingStates | None = None,
+        waiting: HiddenStatePool | None = None,
         graphs: Graphs | None = None,
     ) -> None:
         self._decoder = decoder

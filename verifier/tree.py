@@ -34,7 +34,7 @@ class TreeMetadata(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class PromptChunk:
     """Prompt positions [start, stop) of one request, computed in one step."""
 
     start: int
@@ -58,7 +58,7 @@ def tree_metadata(trees: TreeBatch, root_position_B: np.ndarray) -> TreeMetadata
     )
 
 
-def chunk_metadata(chunks: list[Chunk]) -> TreeMetadata:
+def chunk_metadata(chunks: list[PromptChunk]) -> TreeMetadata:
     """The same for prompt chunks."""
     return _causal(np.array([position for c in chunks for position in range(c.start, c.stop)], dtype=np.int32))
 

@@ -11,7 +11,7 @@ import torch
 from verifier.adaptive.cost_model import UNPROFILED
 from verifier.adaptive.profile import profile, warm_up
 from verifier.engine import Engine
-from verifier.hidden_states import WaitingStates, most_waiting
+from verifier.hidden_states import HiddenStatePool, max_buffered_states
 from verifier.target import Fuse, Target
 from workers.comm import groups, ipc
 from workers.comm.groups import World
@@ -99,7 +99,7 @@ def load(world: World, specs: Specs, graphs_of: EngineConfig | None = None) -> t
     )
     waiting = None
     if reading.fuse is not None:
-        waiting = WaitingStates(most_waiting(config), reading.width, dtype=dtype, device=world.device)
+        waiting = HiddenStatePool(max_buffered_states(config), reading.width, dtype=dtype, device=world.device)
     slot_bytes = KVPool.bytes_per_slot(spec.num_layers, decoder.heads.num_kv_heads, spec.head_dim, dtype)
     page_bytes = reading.width * dtype.itemsize  # rank 0 keeps one state a page, see verifier.prefix_cache
     num_pages = agree_on_pages(

@@ -262,7 +262,7 @@ class DraftCosts:
     nodes_T: Tensor  # [T] int32, ascending from 0
     verify_ms_T: Tensor  # [T] float32
     draft_ms_3: Tensor  # [3] float32: input rows and the roots' level; each further level; each node run there
-    sure_1: Tensor  # [1] float32: tokens the step yields without drafts
+    base_tokens_1: Tensor  # [1] float32: tokens the step yields without drafts
     calibration_D2: Tensor  # [D, 2] float32: (a, b) for depth 1 .. D; deeper nodes use the last
 
 

@@ -178,13 +178,13 @@ def pages_on_device(config: EngineConfig, found: list[Side], memory_bytes: float
     As `workers.kv_sizing` divides it: a colocated drafter's pages lie beside the target's, as many of them. The
     target's first rank, which keeps states for the drafter, has the least room.
     """
-    from verifier.hidden_states import most_waiting
+    from verifier.hidden_states import max_buffered_states
 
     target, draft = found[0], found[1] if len(found) > 1 else Side()
     usable = memory_bytes * config.memory_utilization
 
     def held(part: Side) -> int:
-        return part.weight_bytes + part.logits_bytes + most_waiting(config) * part.state_bytes
+        return part.weight_bytes + part.logits_bytes + max_buffered_states(config) * part.state_bytes
 
     def page(part: Side) -> int:
         return part.token_bytes * config.page_size + part.state_bytes

@@ -11,7 +11,7 @@ from workers.config import EngineConfig
 
 def describe(name: str, config: EngineConfig, sides: list[Side]) -> str:
     """Every rank with its device, weights and KV; the bundles Ray is asked for; what the KV pools may take."""
-    from verifier.hidden_states import most_waiting
+    from verifier.hidden_states import max_buffered_states
 
     lines = [
         f"{name}: device {config.device}, {config.dtype}, up to {config.max_model_len} tokens "
@@ -52,7 +52,7 @@ def describe(name: str, config: EngineConfig, sides: list[Side]) -> str:
     ]
     lines.append(f"logits   of a full step take up to {bytes_text(sides[0].logits_bytes)} on each verifier")
     if sides[0].state_bytes:
-        waiting = most_waiting(config) * sides[0].state_bytes
+        waiting = max_buffered_states(config) * sides[0].state_bytes
         lines.append(f"states   of tokens that wait for the drafter take up to {bytes_text(waiting)} on verifier 0")
     if config.device == "cpu" and config.dtype == "float32":
         lines.append(

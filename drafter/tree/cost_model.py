@@ -34,7 +34,7 @@ class TreeCostModel:
         self._most = int(self._nodes_T[-1])
         self._verify_ms_N = np.interp(np.arange(1 + self._most), self._nodes_T, self._verify_ms_T).astype(np.float32)
         self._first_ms, self._level_ms, self._node_ms = costs.draft_ms_3.numpy()
-        self._sure = np.float32(costs.sure_1[0])
+        self._sure = np.float32(costs.base_tokens_1[0])
         self._calibration_D2 = costs.calibration_D2
 
     def calibrated(self, weight_FK: np.ndarray, depth: int) -> np.ndarray:

@@ -15,7 +15,7 @@ def costs(node: float = 0.0, level: float = 0.0, run: float = 0.0, sure: float =
         nodes_T=torch.tensor([0, 1000], dtype=torch.int32),
         verify_ms_T=torch.tensor([10.0, 10.0 + 1000 * node]),
         draft_ms_3=torch.tensor([1.0, level, run]),
-        sure_1=torch.tensor([sure]),
+        base_tokens_1=torch.tensor([sure]),
         calibration_D2=torch.tensor(CALIBRATION),
     )
 

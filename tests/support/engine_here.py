@@ -17,7 +17,7 @@ from tests.support.fakes import FakeChannel
 from verifier.adaptive.cost_model import RowCosts
 from verifier.adaptive.profile import profile
 from verifier.engine import Engine
-from verifier.hidden_states import WaitingStates, most_waiting
+from verifier.hidden_states import HiddenStatePool, max_buffered_states
 from verifier.target import Target
 from workers.comm.ipc import FrameDecoder, FrameSocket, StepOutput, Submit, TokenChunk, encode
 from workers.config import EngineConfig
@@ -84,7 +84,7 @@ def engine_here(
     num_slots = config.num_pages * config.page_size
     fusion = pair.fusion if config.draft else None
     width, cpu = 3 * pair.decoder.spec.hidden_size, torch.device("cpu")
-    waiting = WaitingStates(most_waiting(config), width, dtype=torch.float32, device=cpu)
+    waiting = HiddenStatePool(max_buffered_states(config), width, dtype=torch.float32, device=cpu)
     verifier = target(pair.decoder, pair.decoder.new_kv_pool(num_slots), config.page_size, None, fusion, waiting)
     drafter = None
     if config.draft is not None:

@@ -27,7 +27,7 @@ from drafter.proposers.base import Proposer
 from drafter.tree.frontier import DraftVocabulary, Frontier
 from drafter.tree.policy import TreePolicy, make_tree_policy
 from verifier.engine import Engine
-from verifier.hidden_states import WaitingStates, most_waiting
+from verifier.hidden_states import HiddenStatePool, max_buffered_states
 from verifier.request import Request
 from verifier.target import Target
 from workers.comm import groups, wire
@@ -130,7 +130,7 @@ class FakeTarget(Target):
     """A target over a language; a row's state is its (position, token), to prove their alignment. What is drawn
     from the logits, and how, is the real one's. waiting: for a drafter that reads features."""
 
-    def __init__(self, language: Language, page_size: int, max_model_len: int, waiting: WaitingStates | None) -> None:
+    def __init__(self, language: Language, page_size: int, max_model_len: int, waiting: HiddenStatePool | None) -> None:
         vocab = language.vocab
         alone = SimpleNamespace(rank=0, size=1)
         spec = SimpleNamespace(vocab_size=vocab)
@@ -299,7 +299,7 @@ class Bench:
         config = EngineConfig(model_path="fake", draft=draft, **{"page_size": 4, "max_model_len": 256} | settings)
         waiting = None
         if method == "eagle3":
-            waiting = WaitingStates(most_waiting(config), 2, dtype=torch.float32, device=torch.device("cpu"))
+            waiting = HiddenStatePool(max_buffered_states(config), 2, dtype=torch.float32, device=torch.device("cpu"))
         self.target = FakeTarget(language, config.page_size, config.max_model_len, waiting)
         self.proposer = FakeProposer(language, config.page_size)
         is_hybrid = acceptance.sample_method == "hybrid"
@@ -350,7 +350,7 @@ class Bench:
         if (waiting := self.target.waiting) is not None:
             rows = [row for request in running for row in request.states]
             assert len(set(rows)) == len(rows), "two requests wait in one row"
-            assert len(rows) + waiting.num_free == most_waiting(self.engine._config)
+            assert len(rows) + waiting.num_free == max_buffered_states(self.engine._config)
             assert not any(request.states for request in self.engine._waiting)
         for request in running:
             self._check(request)

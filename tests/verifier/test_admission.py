@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from verifier.admission import misfit, request_of, rule_of
+from verifier.admission import rejection_reason, request_of, rule_of
 from verifier.scheduler import Limits
 from workers.comm.ipc import Speculation, Submit
 from workers.config import AcceptanceConfig, DraftConfig, EngineConfig, PruneConfig, TreeConfig
@@ -89,7 +89,7 @@ def test_what_fits_exactly_is_taken() -> None:
 
     def refused(prompt: int, max_tokens: int, max_model_len: int = 100, num_pages: int = 2) -> bool:
         request = request_of(Submit(id=1, prompt=[1] * prompt, max_tokens=max_tokens), config)
-        return misfit(request, max_model_len, limits, num_pages) is not None
+        return rejection_reason(request, max_model_len, limits, num_pages) is not None
 
     assert not refused(6, 2, max_model_len=8) and refused(6, 3, max_model_len=8, num_pages=9)
     assert not refused(7, 1, num_pages=2), "seven tokens and a root fill two pages"

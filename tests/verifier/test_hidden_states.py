@@ -21,7 +21,7 @@ from verifier.draft_inputs import (
     next_input,
     within_message,
 )
-from verifier.hidden_states import OwedStates, WaitingStates, most_waiting
+from verifier.hidden_states import HiddenStateBuffer, HiddenStatePool, max_buffered_states
 from verifier.request import Request
 from workers.comm.ipc import Speculation, Submit
 from workers.config import DraftConfig, EngineConfig, PruneConfig, TreeConfig
@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("seed", range(6))
 def test_what_is_kept_is_what_is_read_whoever_leaves_in_between(seed):
     rng = random.Random(seed)
-    waiting = WaitingStates(200, 3, dtype=torch.float32, device=CPU)
+    waiting = HiddenStatePool(200, 3, dtype=torch.float32, device=CPU)
     held: list[tuple[list[int], torch.Tensor]] = []
     for number in range(400):
         count = rng.choice([1, 2, 5, 70])
@@ -54,7 +54,7 @@ def test_what_is_kept_is_what_is_read_whoever_leaves_in_between(seed):
 
 
 def test_more_than_there_is_room_for_is_a_mistake():
-    waiting = WaitingStates(4, 1, dtype=torch.float32, device=CPU)
+    waiting = HiddenStatePool(4, 1, dtype=torch.float32, device=CPU)
     waiting.keep(torch.zeros(3, 1))
     with pytest.raises(AssertionError, match="more states wait"):
         waiting.keep(torch.zeros(2, 1))
@@ -64,10 +64,10 @@ def test_how_many_wait_follows_the_limits():
     draft = DraftConfig(method="eagle3", model_path="", tree=TreeConfig(num_speculative_tokens=16))
     config = EngineConfig(model_path="", max_num_seqs=64, max_num_batched_tokens=2048, page_size=16, draft=draft)
     assert (max_backlog(config), max_message_rows(config)) == (256, 2048 + 64)
-    assert most_waiting(config) == 64 * (256 + 17) + 2 * (2048 + 64)
+    assert max_buffered_states(config) == 64 * (256 + 17) + 2 * (2048 + 64)
     many = replace(config, max_num_seqs=1024)
     assert (max_backlog(many), max_message_rows(many)) == (32, 1024 * 17 + 16)
-    assert most_waiting(many) == 1024 * (32 + 17) + 2 * (1024 * 17 + 16)
+    assert max_buffered_states(many) == 1024 * (32 + 17) + 2 * (1024 * 17 + 16)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -96,13 +96,13 @@ def test_whatever_waits_fits(seed, monkeypatch):
             b.submit([token] * 40, 60, SamplingParams(temperature=0.0), ignore_eos=True)
         b.run()
         num_preempted = b.frames[-1].stats.num_preemptions
-        assert waiting.num_free == most_waiting(b.engine._config) > least
+        assert waiting.num_free == max_buffered_states(b.engine._config) > least
     assert num_preempted > 0
 
 
-def waiting_for(room: int) -> tuple[WaitingStates, OwedStates]:
-    waiting = WaitingStates(room, 2, dtype=torch.float32, device=CPU)
-    return waiting, OwedStates(waiting, lambda owed, state_NX: None)
+def waiting_for(room: int) -> tuple[HiddenStatePool, HiddenStateBuffer]:
+    waiting = HiddenStatePool(room, 2, dtype=torch.float32, device=CPU)
+    return waiting, HiddenStateBuffer(waiting, lambda owed, state_NX: None)
 
 
 def test_for_who_leaves_nothing_is_moved():

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verifier.prefix_cache import Prefixes
+from verifier.prefix_cache import PrefixCache
 from verifier.request import Request
 from verifier.scheduler import Limits, Step, schedule
 from verifier.step_inputs import pack_target
-from verifier.tree import Chunk, bare_roots
+from verifier.tree import PromptChunk, bare_roots
 from workers.comm.ipc import Submit
 from workers.kv_cache import PageAllocator, PrefixMatch
 from workers.types import Rule, TreeLimits
@@ -281,7 +281,7 @@ def test_a_long_life_of_arrivals_ends_with_every_page_free_and_nobody_left(
     rng = random.Random(seed)
     limits = Limits(max_num_seqs=seats, max_num_batched_tokens=budget, page_size=page_size)
     allocator = PageAllocator(pages + 1)
-    prefixes = Prefixes(allocator, page_size, is_enabled=is_cached)
+    prefixes = PrefixCache(allocator, page_size, is_enabled=is_cached)
     waiting: list[Request] = []
     running: list[Request] = []
     num_sent, num_steps, num_left, num_preempted = 0, 0, 0, 0
@@ -339,7 +339,7 @@ def test_a_long_life_of_arrivals_ends_with_every_page_free_and_nobody_left(
         assert not running or running[0] in [*step.decode, *(r for r, _ in step.prefill)], "the oldest advances"
         finishing = [r for r, _ in step.finishing]
         for r, chunk in step.prefill:
-            assert chunk == Chunk(r.num_computed, chunk.stop) and chunk.start < chunk.stop <= r.root
+            assert chunk == PromptChunk(r.num_computed, chunk.stop) and chunk.start < chunk.stop <= r.root
             r.num_computed = chunk.stop
         for r in finishing:
             assert r.num_computed == r.num_prompt and r.num_output == 0

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from tests.support import oracles
-from verifier.draft_batch import Drafts
-from verifier.tree import Chunk, bare_roots, chains, chunk_metadata, select, tree_metadata, with_chains
+from verifier.draft_batch import DraftBatch
+from verifier.tree import PromptChunk, bare_roots, chains, chunk_metadata, select, tree_metadata, with_chains
 from workers.types import DraftProbs, DraftReply, NodeKind, TreeBatch
 
 torch.set_num_threads(1)
@@ -33,7 +33,7 @@ def test_positions_follow_depth_and_slots_follow_rows():
 
 
 def test_a_prompt_row_sees_itself_and_all_before_it():
-    meta = chunk_metadata([Chunk(0, 3), Chunk(7, 9)])
+    meta = chunk_metadata([PromptChunk(0, 3), PromptChunk(7, 9)])
     assert meta.position_N.tolist() == meta.slot_N.tolist() == [0, 1, 2, 7, 8]
     assert meta.visible_N.tolist() == [1, 2, 3, 8, 9]
     assert meta.ancestors_N.tolist() == [0] * 5
@@ -103,7 +103,7 @@ def test_a_step_s_drafts_are_counted_for_whose_they_are():
         trees=oracles.trees([CHAIN, BARE]), probs=None, pruned_GD=torch.tensor([[0, 1, 0], [3, 0, 0]]),
         num_levels=2, num_run=1, seconds=0.0,
     )  # fmt: skip
-    drafts = Drafts.of(reply, [False, True, False, True], [[7], [1], [9, 5], [8]])
+    drafts = DraftBatch.of(reply, [False, True, False, True], [[7], [1], [9, 5], [8]])
     assert drafts.verified == [[], [1, 1], [1], []] and drafts.pruned == [[], [0, 1], [], [3]]
     assert drafts.copied == [False, False, True, False] and (drafts.num_nodes, drafts.num_trees) == (3, 2)
 

@@ -50,7 +50,7 @@ def accept(
     processed_NV = process_logits(logits_NV, params_N)
     index_N = root_position_B[request_N] + trees.depth_N + 1
     drawn = coupled_scores(processed_NV, params_N, index_N).argmax(-1).tolist()
-    return judge(
+    return verify(
         trees,
         probs,
         drawn,
@@ -61,7 +61,7 @@ def accept(
     )
 
 
-def judge(
+def verify(
     trees: TreeBatch,
     probs: DraftProbs | None,
     drawn_N: list[int],

@@ -30,8 +30,8 @@ import numpy as np
 from verifier.adaptive.calibration import Calibration
 from verifier.adaptive.cost_model import CostModel, DraftWork, RowCosts
 from verifier.adaptive.gate import SpeculationGate
-from verifier.adaptive.prompt_lookup import Found, PromptLookup
-from verifier.draft_batch import Drafts
+from verifier.adaptive.prompt_lookup import LookupResult, PromptLookup
+from verifier.draft_batch import DraftBatch
 from verifier.draft_inputs import (
     DraftInput,
     backlog,
@@ -64,7 +64,7 @@ class Plan:
     """What the drafter sizes trees by; None if nobody under `auto` is drafted for."""
     lookup_drafts: Mapping[Request, list[int]]
     """Chains for requests that the drafter makes no tree for."""
-    found: Found | None
+    found: LookupResult | None
     """What looking for lookup drafts found; None if the step did not look."""
     look_ms: float
     is_probe: bool
@@ -83,11 +83,11 @@ class Exchange(NamedTuple):
     ms: float
 
 
-class Outcome(NamedTuple):
+class StepOutcome(NamedTuple):
     """What a planned step took and brought."""
 
     step: Step
-    drafts: Drafts
+    drafts: DraftBatch
     verdicts: list[Verdict]  # of the decoding requests, then of finished prompts
     exchange: Exchange | None
     ms: float  # of the whole step
@@ -141,7 +141,7 @@ class Controller:
             is_idle=is_idle,
         )
 
-    def _look(self, step: Step) -> tuple[Found | None, float]:
+    def _look(self, step: Step) -> tuple[LookupResult | None, float]:
         """Lookup drafts of the step's requests, and the milliseconds that looking took. Rare while it does not pay."""
         if not self._has_lookup or not (self._lookup.pays or self._num_steps % _LOOK_EVERY == 0):
             return None, 0.0
@@ -152,7 +152,9 @@ class Controller:
         found = self._lookup.look(able, self._draft_depth, len(step.decode), self._costs.verify_ms_of(step))
         return found, 0.0 if self._costs.is_given else 1e3 * (time.perf_counter() - began)
 
-    def _choose(self, auto: list[Request], others: list[Request], step: Step, found: Found | None) -> list[Request]:
+    def _choose(
+        self, auto: list[Request], others: list[Request], step: Step, found: LookupResult | None
+    ) -> list[Request]:
         """The requests under `auto` that get a tree. others: requests that get one in any case."""
         ranked = sorted(auto, key=self._rows_per_step)
         pace_K = self._paces(ranked, others, step)
@@ -172,7 +174,7 @@ class Controller:
         return ranked[:best]
 
     def _paces(
-        self, ranked: list[Request], others: list[Request], step: Step, found: Found | None = None
+        self, ranked: list[Request], others: list[Request], step: Step, found: LookupResult | None = None
     ) -> np.ndarray:
         """The pace [K], up to a factor, if the first 0 .. K - 1 requests get trees and, with `found`, the others their
         lookup drafts."""
@@ -210,7 +212,7 @@ class Controller:
 
     # ---- after it
 
-    def observe(self, plan: Plan, outcome: Outcome) -> None:
+    def observe(self, plan: Plan, outcome: StepOutcome) -> None:
         """Learns what the step took and brought. Costs next to nothing where nobody asks for `auto`."""
         step, drafts = outcome.step, outcome.drafts
         draft_ms = self._observe_exchange(plan, outcome.exchange) if outcome.exchange else 0.0
@@ -234,7 +236,7 @@ class Controller:
             self._growth.add(np.array([reply.num_levels, reply.num_run / num_trees]))
         return self._costs.observe_exchange(plan.inputs, reply, exchange.ms)
 
-    def _observe_trees(self, plan: Plan, outcome: Outcome) -> None:
+    def _observe_trees(self, plan: Plan, outcome: StepOutcome) -> None:
         """What the drafter's trees brought to requests that leave their size to us."""
         own = list(zip(outcome.step.decode, outcome.drafts.verified, outcome.verdicts, strict=False))
         is_ours_B = [plan.is_drafted(r) and r.is_auto and any(nodes) for r, nodes, _ in own]
@@ -247,7 +249,7 @@ class Controller:
         verdicts = outcome.verdicts[: len(outcome.step.decode)]
         self._calibration.learn(outcome.drafts.trees, verdicts, np.array(is_shown_B))
 
-    def _observe_lookup(self, plan: Plan, found: Found, outcome: Outcome, verify_ms: float) -> None:
+    def _observe_lookup(self, plan: Plan, found: LookupResult, outcome: StepOutcome, verify_ms: float) -> None:
         step, drafts = outcome.step, outcome.drafts
         verdicts = dict(zip(step.decode, outcome.verdicts, strict=False))
         self._lookup.observe(found, verdicts)

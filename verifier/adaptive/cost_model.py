@@ -201,7 +201,7 @@ class CostModel:
             nodes_T=torch.from_numpy(nodes_T.astype(np.int32)),
             verify_ms_T=torch.from_numpy(self.verify_ms(step, nodes_T, num_trees).astype(np.float32)),
             draft_ms_3=torch.tensor(draft_ms_3, dtype=torch.float32),
-            sure_1=torch.tensor([len(step.decode)], dtype=torch.float32),
+            base_tokens_1=torch.tensor([len(step.decode)], dtype=torch.float32),
             calibration_D2=torch.from_numpy(calibration_D2),
         )
 

@@ -106,14 +106,14 @@ class LookupDraft:
     weights: list[float]  # never rising
 
 
-class Choice(NamedTuple):
+class DraftLengths(NamedTuple):
     """How many tokens of each draft to verify, and the factor by which tokens per millisecond rise."""
 
     counts: list[int]
     gain: float
 
 
-def choose(drafts: Sequence[LookupDraft], base_tokens: float, ms_of: Callable[[int, int], float]) -> Choice:
+def choose(drafts: Sequence[LookupDraft], base_tokens: float, ms_of: Callable[[int, int], float]) -> DraftLengths:
     """The lengths of the drafts that bring the most tokens per millisecond.
 
     base_tokens: what the step yields without drafts. ms_of(nodes, trees): its time with so many nodes in so many
@@ -132,11 +132,11 @@ def choose(drafts: Sequence[LookupDraft], base_tokens: float, ms_of: Callable[[i
             best, rate = num_nodes, more
     for _, owner in ranked[best:]:
         counts[owner] -= 1
-    return Choice(counts, rate / plain_rate if best else 1.0)
+    return DraftLengths(counts, rate / plain_rate if best else 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class LookupResult:
     """What one look found: every candidate, and the part of them that is worth verifying."""
 
     candidates: Mapping[Request, LookupDraft]
@@ -168,7 +168,7 @@ class PromptLookup:
         depth_of: Callable[[Request], int],
         base_tokens: float,
         ms_of: Callable[[int, int], float],
-    ) -> Found:
+    ) -> LookupResult:
         """depth_of: how long a request's draft may be. base_tokens, ms_of: see `choose`."""
         candidates = {}
         for request in requests:
@@ -178,12 +178,12 @@ class PromptLookup:
                 candidates[request] = draft
         able = [(request, draft) for request, draft in candidates.items() if draft.weights]
         if not able:
-            return Found(candidates=candidates, chosen={}, gain=1.0)
+            return LookupResult(candidates=candidates, chosen={}, gain=1.0)
         counts, gain = choose([draft for _, draft in able], base_tokens, ms_of)
         chosen = {r: draft.tokens[:count] for (r, draft), count in zip(able, counts, strict=True) if count}
-        return Found(candidates=candidates, chosen=chosen, gain=gain)
+        return LookupResult(candidates=candidates, chosen=chosen, gain=gain)
 
-    def observe(self, found: Found, verdicts: Mapping[Request, Verdict]) -> None:
+    def observe(self, found: LookupResult, verdicts: Mapping[Request, Verdict]) -> None:
         """Learns from what came where there was something to copy, until the first difference."""
         for request, draft in found.candidates.items():
             for length, (copied, token) in enumerate(

@@ -87,7 +87,7 @@ COST_FIELDS = [
     *_ints("nodes_T"),
     Field("verify_ms_T", _F32, _F32),
     Field("draft_ms_3", _F32, _F32),
-    Field("sure_1", _F32, _F32),
+    Field("base_tokens_1", _F32, _F32),
     Field("calibration_D2", _F32, _F32, ndim=2),
 ]
 PRUNED_FIELDS = [Field("pruned_GD", _I32, _I32, ndim=2)]

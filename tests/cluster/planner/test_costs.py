@@ -24,7 +24,7 @@ from secateur.errors import ConfigError
 from secateur.plan import HARDWARE, CostTable, DraftCosts, Hardware, PlanRequest, VerifyCosts
 from tests.support import checkpoints
 from tests.support.engines import BUNDLED, DYNAMIC, bundled
-from verifier.hidden_states import most_waiting
+from verifier.hidden_states import max_buffered_states
 from workers.config import DraftConfig, EngineConfig
 from workers.models.readers import read_spec
 
@@ -340,7 +340,7 @@ def test_a_drafter_takes_weights_states_and_where_it_is_colocated_a_place_for_ev
     target, head = found
     assert target.state_bytes == 3 * 192 * 2 and head.state_bytes == 0
     assert target.logits_bytes == 3 * 4 * 2048 * config.max_num_seqs * 17 and head.logits_bytes == 0
-    left = 0.9 * 1e9 - target.weight_bytes - target.logits_bytes - most_waiting(config) * 1152
+    left = 0.9 * 1e9 - target.weight_bytes - target.logits_bytes - max_buffered_states(config) * 1152
     page = 16 * target.token_bytes + 1152
     assert pages_on_device(config, found, 1e9) == left // page
     assert pages_on_device(together, found, 1e9) == (left - head.weight_bytes) // (page + 16 * head.token_bytes)

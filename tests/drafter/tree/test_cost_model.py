@@ -389,7 +389,7 @@ class PlainBudget:
         nodes, ms = self.table
         prices = replace(FREE, nodes_T=torch.tensor(nodes, dtype=torch.int32), verify_ms_T=torch.tensor(ms))
         drafting = torch.tensor([self.first, self.level, self.node])
-        return TreeCostModel(replace(prices, draft_ms_3=drafting, sure_1=torch.tensor([self.sure])))
+        return TreeCostModel(replace(prices, draft_ms_3=drafting, base_tokens_1=torch.tensor([self.sure])))
 
     def verify_ms(self, num_nodes: int) -> float:
         return float(np.interp(num_nodes, *self.table))

@@ -33,7 +33,7 @@ FREE = DraftCosts(
     nodes_T=torch.tensor([0, 99], dtype=torch.int32),
     verify_ms_T=torch.tensor([1.0, 1.5]),
     draft_ms_3=torch.tensor([0.2, 0.1, 0.0]),
-    sure_1=torch.ones(1),
+    base_tokens_1=torch.ones(1),
     calibration_D2=torch.tensor([[1.0, 0.0]]),
 )
 

@@ -286,7 +286,7 @@ COSTS = DraftCosts(
     nodes_T=torch.tensor([0, 9], dtype=torch.int32),
     verify_ms_T=torch.tensor([1.0, 1.02]),
     draft_ms_3=torch.tensor([0.2, 0.4, 0.0]),
-    sure_1=torch.ones(1),
+    base_tokens_1=torch.ones(1),
     calibration_D2=torch.tensor([[1.0, 0.0]]),
 )
 """A level costs enough that it depends on the tree so far whether another one is drawn."""

@@ -17,12 +17,12 @@ from tests.support.engines import bundled
 from tests.support.fakes import Bench, Counting, RandomLanguage, say
 from verifier.adaptive import controller as adaptive
 from verifier.adaptive import gate
-from verifier.adaptive.controller import Controller, Exchange, Outcome, Plan
+from verifier.adaptive.controller import Controller, Exchange, Plan, StepOutcome
 from verifier.adaptive.cost_model import UNPROFILED
-from verifier.draft_batch import Drafts
+from verifier.draft_batch import DraftBatch
 from verifier.request import Request
 from verifier.scheduler import Step
-from verifier.tree import Chunk
+from verifier.tree import PromptChunk
 from workers import config
 from workers.comm.ipc import Speculation, Submit
 from workers.config import PruneConfig, TreeConfig
@@ -129,7 +129,7 @@ def decoding(count: int, num_prompt: int = 9, **limits: Any) -> list[Request]:
     return requests
 
 
-def step_of(decode: list[Request], prefill: Sequence[tuple[Request, Chunk]] = ()) -> Step:
+def step_of(decode: list[Request], prefill: Sequence[tuple[Request, PromptChunk]] = ()) -> Step:
     return Step(preempted=[], shared=[], pages=[], decode=decode, prefill=list(prefill))
 
 
@@ -137,11 +137,11 @@ def controller_of(prices: config.SimulatedCosts | None) -> Controller:
     return Controller(bundled(replace(AUTO_TREE, prune=PruneConfig(auto=True, simulated_costs=prices))), UNPROFILED)
 
 
-def plain(plan: Plan, step: Step, ms: float = 10.0) -> Outcome:
+def plain(plan: Plan, step: Step, ms: float = 10.0) -> StepOutcome:
     """The outcome of a step without any draft."""
     chains = [request.tokens[-1:] for request in step.decode]
     verdicts = [Verdict((), (5,), 0, 0)] * len(chains)
-    return Outcome(step, Drafts.of(None, [False] * len(chains), chains), verdicts, None, ms)
+    return StepOutcome(step, DraftBatch.of(None, [False] * len(chains), chains), verdicts, None, ms)
 
 
 @pytest.mark.parametrize(("draft", "pays"), [(10.0, False), (1.0, True)])
@@ -150,7 +150,7 @@ def test_prompts_of_the_same_step_do_not_make_drafting_pay(draft, pays, num_prom
     controller = controller_of(config.SimulatedCosts(step_ms=3, row_ms=0.5, draft_ms=draft, level_ms=0.1))
     requests = decoding(1)
     joining = Request(Submit(id=9, prompt=[1] * 2000, max_tokens=64), Rule.COUPLED, None, 0)
-    prefill = [(joining, Chunk(0, num_prompt_rows))] if num_prompt_rows else []
+    prefill = [(joining, PromptChunk(0, num_prompt_rows))] if num_prompt_rows else []
     assert bool(controller.plan(step_of(requests, prefill), requests).inputs) == pays
 
 
@@ -199,7 +199,7 @@ def test_a_plain_step_is_measured_behind_one_with_nodes_though_a_prompt_comes_be
     monkeypatch.setattr(controller._costs, "observe_step", lambda step, *own: measured.append(step))
     controller.plan(step_of(requests), requests)  # turns drafting off
     controller._had_nodes = True
-    without_prompt, with_prompt = step_of(requests), step_of(requests, [(requests[0], Chunk(0, 9))])
+    without_prompt, with_prompt = step_of(requests), step_of(requests, [(requests[0], PromptChunk(0, 9))])
     for step in (with_prompt, without_prompt, without_prompt):
         plan = controller.plan(step, requests)
         assert plan.is_idle

@@ -13,9 +13,9 @@ import torch
 from tests.support import oracles
 from tests.support.fakes import Bench, Counting, RandomLanguage, say
 from verifier.adaptive import prompt_lookup as lookup
-from verifier.adaptive.controller import Outcome, Plan
+from verifier.adaptive.controller import Plan, StepOutcome
 from verifier.adaptive.prompt_lookup import AcceptanceEstimator, LookupDraft, Match, PromptLookup, TokenIndex, choose
-from verifier.draft_batch import Drafts
+from verifier.draft_batch import DraftBatch
 from verifier.request import Request
 from workers.comm.ipc import Speculation, Submit
 from workers.config import PruneConfig, SimulatedCosts, TreeConfig
@@ -282,7 +282,7 @@ def test_a_step_with_a_prompt_does_not_tell_what_looking_brings():
         controller, looked = b.engine._controller, []
         observe = controller.observe
 
-        def watched(plan: Plan, outcome: Outcome) -> None:
+        def watched(plan: Plan, outcome: StepOutcome) -> None:
             before = controller._lookup._profit
             observe(plan, outcome)
             if plan.found is not None and outcome.step.prefill and not any(map(plan.is_drafted, outcome.step.decode)):
@@ -337,7 +337,7 @@ def test_a_copy_beside_drafts_is_told_from_them():
         num_run=3,
         seconds=0.0,
     )
-    drafts = Drafts.of(reply, [True, False, False, True], [[5], [3, 1, 4], [8], [9]])
+    drafts = DraftBatch.of(reply, [True, False, False, True], [[5], [3, 1, 4], [8], [9]])
     assert drafts.trees.token_N.tolist() == [5, 6, 7, 3, 1, 4, 8, 9]
     assert drafts.verified == [[2], [1, 1], [], []]
     assert drafts.pruned == [[1, 2], [], [], [4]]

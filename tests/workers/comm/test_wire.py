@@ -70,7 +70,7 @@ def draft_costs(rng: np.random.Generator, size: int) -> DraftCosts:
         nodes_T=ints(rng, size),
         verify_ms_T=reals(rng, size),
         draft_ms_3=reals(rng, 3),
-        sure_1=reals(rng, 1),
+        base_tokens_1=reals(rng, 1),
         calibration_D2=reals(rng, size, 2),
     )
 
