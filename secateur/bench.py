@@ -116,7 +116,7 @@ class AcceptancePlan(Strict):
         return cls(temperatures=(0.0, 1.0), nodes=(12,), row_prices=(0.03,), **small)
 
 
-Contestant = Literal[
+ContestantName = Literal[
     "off",
     "chain",
     "static",
@@ -129,8 +129,8 @@ Contestant = Literal[
     "prompt_lookup",
 ]
 """Whose speed is compared: ours without and with speculation, then transformers' `generate` in its ways."""
-PEERS: tuple[Contestant, ...] = ("generate", "generate_2_threads", "assisted", "prompt_lookup")
-ALONE: tuple[Contestant, ...] = ("assisted", "prompt_lookup")
+PEERS: tuple[ContestantName, ...] = ("generate", "generate_2_threads", "assisted", "prompt_lookup")
+ALONE: tuple[ContestantName, ...] = ("assisted", "prompt_lookup")
 """These answer one request at a time."""
 
 
@@ -153,7 +153,7 @@ class _Scalable(Strict):
 class SpeedPlan(_Scalable):
     """Who is compared on how many requests at a time. The defaults are those of `latency`."""
 
-    contestants: Some[Contestant] = get_args(Contestant)
+    contestants: Some[ContestantName] = get_args(ContestantName)
     batches: Some[PositiveInt] = (1, 4)
     """Requests in flight."""
     temperatures: Some[Temperature] = (0.0, 1.0)
@@ -177,13 +177,13 @@ class SpeedPlan(_Scalable):
 
     @classmethod
     def throughput(cls) -> SpeedPlan:
-        ours: tuple[Contestant, ...] = ("off", "chain", "static", "dynamic", "auto", "generate")
+        ours: tuple[ContestantName, ...] = ("off", "chain", "static", "dynamic", "auto", "generate")
         return cls(contestants=ours, batches=(1, 2, 4, 8, 16, 32), num_prompts=1, rounds=8)
 
     @classmethod
     def quick(cls) -> SpeedPlan:
         """Under a minute: enough to see that everything works."""
-        some: tuple[Contestant, ...] = ("off", "dynamic", "auto", "generate", "assisted")
+        some: tuple[ContestantName, ...] = ("off", "dynamic", "auto", "generate", "assisted")
         return cls(contestants=some, batches=(1, 2), temperatures=(0.0,), num_prompts=2, max_tokens=16, rounds=2)
 
 

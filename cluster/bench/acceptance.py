@@ -18,13 +18,12 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from cluster.bench.acceptance_report import render
+from cluster.bench.acceptance_rows import ACCEPTANCES, Acceptance, AcceptanceCell, AcceptanceRow, PruningSetting, row_of
 from cluster.bench.output import About, Say, about, draw, stem_of, write_text
 from cluster.bench.prompts import encode_prompts
-from cluster.bench.report import render
-from cluster.bench.rows import ACCEPTANCES, Acceptance, Cell, Pruning, Row, row_of
-from cluster.bench.runner import Answer, Job, Runner
-from cluster.bench.sequoia import Path as NodePath
-from cluster.bench.sequoia import acceptance_table, best_tree, expected_accepted
+from cluster.bench.runner import GeneratedAnswer, GenerationJob, Runner
+from cluster.bench.sequoia import NodePath, acceptance_table, best_tree, expected_accepted
 from cluster.convert import engine_config, fetch_weights, load_tokenizer, visible_gpus
 from cluster.http.request_params import derive_seed
 from secateur.bench import AcceptancePlan
@@ -35,9 +34,9 @@ from workers.config import EngineConfig, PruneConfig, SimulatedCosts, TreeConfig
 from workers.types import SamplingParams
 
 PRUNINGS = (
-    *(Pruning(prune="thresholds", min_prob=value) for value in (0.05, 0.1, 0.2, 0.4)),
-    *(Pruning(prune="thresholds", path_prob=value) for value in (0.02, 0.05, 0.1, 0.2)),
-    Pruning(prune="auto"),
+    *(PruningSetting(prune="thresholds", min_prob=value) for value in (0.05, 0.1, 0.2, 0.4)),
+    *(PruningSetting(prune="thresholds", path_prob=value) for value in (0.02, 0.05, 0.1, 0.2)),
+    PruningSetting(prune="auto"),
 )
 STEP_MS = 20.0
 PRUNED_TEMPERATURES = (0.0, 1.0)
@@ -64,8 +63,8 @@ def run(args: EngineArgs, plan: AcceptancePlan, prompts: Sequence[Prompt], outpu
         raise ConfigError(Problem("--max-tokens", f"{asked} exceeds max_model_len={limit}; ask for less"))
     fetch_weights(args, config)
     stem = stem_of(output, "acceptance")
-    table = _Table(config, plan, tokens, say)
-    rows: list[Row] = []
+    table = _AcceptanceSweep(config, plan, tokens, say)
+    rows: list[AcceptanceRow] = []
     try:
         for row in table.rows():
             rows.append(row)
@@ -89,11 +88,11 @@ def _engine(args: EngineArgs, plan: AcceptancePlan) -> EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
-    answers: list[Answer]
+    answers: list[GeneratedAnswer]
     seconds: float
 
 
-class _Table:
+class _AcceptanceSweep:
     """Measures cell after cell."""
 
     def __init__(self, config: EngineConfig, plan: AcceptancePlan, prompts: list[list[int]], say: Say) -> None:
@@ -104,12 +103,12 @@ class _Table:
         self._regimes: list[Regime] = [(rule, t) for t in plan.temperatures for rule in ACCEPTANCES]
         self._chain_D: dict[Regime, list[float]] = {}  # acceptance of the first child by depth
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[AcceptanceRow]:
         yield from self._chains()
         yield from self._statics()
         yield from self._dynamics()
 
-    def _chains(self) -> Iterator[Row]:
+    def _chains(self) -> Iterator[AcceptanceRow]:
         """Full-depth chains, and the dynamic trees' own: of the same budget, cut at the same depth."""
         own = {num: min(num, self._depth) for num in self._plan.nodes}
         deepest = max(own.values())
@@ -118,7 +117,7 @@ class _Table:
             for rule, temperature in self._regimes:
                 measured = {}
                 for size in sizes:
-                    cell = Cell(tree="chain", acceptance=rule, num_nodes=size, temperature=temperature)
+                    cell = AcceptanceCell(tree="chain", acceptance=rule, num_nodes=size, temperature=temperature)
                     measured[size] = (cell, self._measure(runner, cell))
                 self._chain_D[rule, temperature] = _acceptance_by_depth(measured[deepest][1].answers, deepest)
                 for budget in self._plan.nodes:
@@ -127,7 +126,7 @@ class _Table:
                         cell, result = measured[size]
                         yield self._row(cell, result, budget=budget, max_depth=cap)
 
-    def _statics(self) -> Iterator[Row]:
+    def _statics(self) -> Iterator[AcceptanceRow]:
         star = self._stars()
         trees: dict[tuple[NodePath, ...], list[Regime]] = {}
         for num in self._plan.nodes:
@@ -143,7 +142,7 @@ class _Table:
             )
             with self._running(tree) as runner:
                 for rule, temperature in regimes:
-                    cell = Cell(tree="static", acceptance=rule, num_nodes=len(paths), temperature=temperature)
+                    cell = AcceptanceCell(tree="static", acceptance=rule, num_nodes=len(paths), temperature=temperature)
                     yield self._row(cell, self._measure(runner, cell), static_tree=str(list(paths)))
 
     def _stars(self) -> dict[Regime, dict[int, float]]:
@@ -157,7 +156,8 @@ class _Table:
         with self._running(star) as runner:
             for rule, temperature in self._regimes:
                 cells = [
-                    Cell(tree="static", acceptance=rule, num_nodes=width, temperature=temperature) for width in widths
+                    AcceptanceCell(tree="static", acceptance=rule, num_nodes=width, temperature=temperature)
+                    for width in widths
                 ]
                 found[rule, temperature] = {
                     cell.num_nodes: _acceptance_by_depth(self._measure(runner, cell, share=0.5).answers, 1)[0]
@@ -165,19 +165,19 @@ class _Table:
                 }
         return found
 
-    def _dynamics(self) -> Iterator[Row]:
+    def _dynamics(self) -> Iterator[AcceptanceRow]:
         plan = self._plan
         tree = replace(
             self._draft.tree, kind="dynamic", num_speculative_tokens=max(plan.nodes), prune=PruneConfig(auto=True)
         )
         cells = [
-            Cell(tree="dynamic", acceptance=rule, num_nodes=num, temperature=temperature)
+            AcceptanceCell(tree="dynamic", acceptance=rule, num_nodes=num, temperature=temperature)
             for rule, temperature in self._regimes
             for num in plan.nodes
         ]
         pruned = [t for t in plan.temperatures if t in PRUNED_TEMPERATURES] or list(plan.temperatures[:1])
         cells += [
-            Cell(tree="dynamic", acceptance=rule, num_nodes=num, temperature=temperature, pruning=pruning)
+            AcceptanceCell(tree="dynamic", acceptance=rule, num_nodes=num, temperature=temperature, pruning=pruning)
             for pruning in PRUNINGS
             for temperature in pruned
             for rule in ("coupled", "rejection")
@@ -199,13 +199,13 @@ class _Table:
 
     def _row(
         self,
-        cell: Cell,
+        cell: AcceptanceCell,
         measured: _Measured,
         *,
         budget: int | None = None,
         max_depth: int | None = None,
         static_tree: str | None = None,
-    ) -> Row:
+    ) -> AcceptanceRow:
         return row_of(
             cell,
             measured.answers,
@@ -221,14 +221,14 @@ class _Table:
         """A warm engine with these trees."""
         self._say(f"starting an engine for {tree.kind} trees of {tree.num_speculative_tokens} nodes")
         with Runner(replace(self._config, draft=replace(self._draft, tree=tree))) as runner:
-            runner.run([Job(prompt=prompt, max_tokens=8) for prompt in self._prompts], self._plan.concurrency)
+            runner.run([GenerationJob(prompt=prompt, max_tokens=8) for prompt in self._prompts], self._plan.concurrency)
             yield runner
 
-    def _measure(self, runner: Runner, cell: Cell, share: float = 1.0) -> _Measured:
+    def _measure(self, runner: Runner, cell: AcceptanceCell, share: float = 1.0) -> _Measured:
         """Answers of all prompts, or to begin with of a share of the tokens."""
         max_tokens = max(2, round(share * self._plan.max_tokens))
         jobs = [
-            Job(
+            GenerationJob(
                 prompt=prompt,
                 max_tokens=max_tokens,
                 sampling=SamplingParams(temperature=cell.temperature, seed=derive_seed(self._plan.seed, i)),
@@ -243,7 +243,7 @@ class _Table:
         return _Measured(answers, seconds)
 
 
-def _acceptance_by_depth(answers: Sequence[Answer], max_depth: int) -> list[float]:
+def _acceptance_by_depth(answers: Sequence[GeneratedAnswer], max_depth: int) -> list[float]:
     """[D] how often a chain's node was accepted if its parent was; shrunk towards the rate of the depth above."""
     reached = float(sum(answer.stats.num_drafts for answer in answers))
     rates: list[float] = []
@@ -270,6 +270,6 @@ def _header(args: EngineArgs, config: EngineConfig, plan: AcceptancePlan) -> Abo
     return about(args, config, settings, notes)
 
 
-def _json(rows: Sequence[Row]) -> str:
+def _json(rows: Sequence[AcceptanceRow]) -> str:
     """A list with one line per row, so that two runs can be compared by eye."""
     return "[\n " + ",\n ".join(json.dumps(asdict(row)) for row in rows) + "\n]\n"

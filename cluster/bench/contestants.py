@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from cluster.bench.runner import Frame, Job, Runner
+from cluster.bench.runner import GenerationJob, Runner, StatsSnapshot
 from workers.comm.ipc import Speculation
 
 
@@ -40,7 +40,7 @@ class Turn:
 
     seconds: float
     timings: list[Timing]
-    steps: StepCosts | None = None
+    steps: StepBreakdown | None = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -48,7 +48,7 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepCosts:
+class StepBreakdown:
     """Means over the steps that only decode, in milliseconds; counts are per request and step."""
 
     num_steps: int
@@ -87,11 +87,11 @@ class Contestant(Protocol):
     def max_batch(self) -> int | None:
         """Most requests at a time; None = any number."""
 
-    def take_turn(self, jobs: Sequence[Job], batch: int) -> Turn: ...
+    def take_turn(self, jobs: Sequence[GenerationJob], batch: int) -> Turn: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ours:
+class SecateurContestant:
     """A running engine. Two contestants may share one, told apart by what their requests ask for."""
 
     name: str
@@ -99,7 +99,7 @@ class Ours:
     speculation: Speculation = Speculation()
     max_batch: int | None = None
 
-    def take_turn(self, jobs: Sequence[Job], batch: int) -> Turn:
+    def take_turn(self, jobs: Sequence[GenerationJob], batch: int) -> Turn:
         asked = [replace(job, speculation=self.speculation) for job in jobs]
         began = time.perf_counter()
         answers = self.runner.run(asked, concurrency=batch)
@@ -113,7 +113,7 @@ class Ours:
         )
 
 
-def decoding_steps(frames: Sequence[Frame], batch: int) -> StepCosts | None:
+def decoding_steps(frames: Sequence[StatsSnapshot], batch: int) -> StepBreakdown | None:
     """The steps in which exactly `batch` requests decode and no prompt is computed; None if there is none.
 
     The first after a prompt does not count either: it feeds the prompt to the drafter.
@@ -138,7 +138,7 @@ def decoding_steps(frames: Sequence[Frame], batch: int) -> StepCosts | None:
         mean_ms, ("draft_seconds", "transfer_seconds", "forward_seconds", "accept_seconds")
     )
     verify, step, drafts = mean_ms("verify_seconds"), mean_ms("step_seconds"), per_request("num_drafts")
-    return StepCosts(
+    return StepBreakdown(
         num_steps=count,
         tokens_per_step=per_request("generation_tokens"),
         acceptance_length=1 + per_request("num_accepted_tokens") / drafts if drafts else 1.0,
@@ -153,16 +153,16 @@ def decoding_steps(frames: Sequence[Frame], batch: int) -> StepCosts | None:
     )
 
 
-def median_steps(turns: Sequence[StepCosts]) -> StepCosts | None:
+def median_steps(turns: Sequence[StepBreakdown]) -> StepBreakdown | None:
     """Each part's median over the turns; None without any."""
     if not turns:
         return None
     values = [asdict(turn) for turn in turns]
     medians = {key: statistics.median(value[key] for value in values) for key in values[0]}
-    return StepCosts(**medians | {"num_steps": int(medians["num_steps"])})
+    return StepBreakdown(**medians | {"num_steps": int(medians["num_steps"])})
 
 
-class Generate:
+class TransformersContestant:
     """transformers' `generate`; `options` choose its way. Batches are padded on the left and decode to the end."""
 
     def __init__(
@@ -171,7 +171,7 @@ class Generate:
         self.name, self.max_batch = name, max_batch
         self._model, self._threads, self._options = model, threads, options
 
-    def take_turn(self, jobs: Sequence[Job], batch: int) -> Turn:
+    def take_turn(self, jobs: Sequence[GenerationJob], batch: int) -> Turn:
         timings: list[Timing] = []
         with _threads(self._threads):
             began = time.perf_counter()
@@ -179,7 +179,7 @@ class Generate:
                 timings += self._answer(jobs[start : start + batch])
             return Turn(seconds=time.perf_counter() - began, timings=timings)
 
-    def _answer(self, jobs: Sequence[Job]) -> list[Timing]:
+    def _answer(self, jobs: Sequence[GenerationJob]) -> list[Timing]:
         longest, count = max(len(job.prompt) for job in jobs), jobs[0].max_tokens
         padding = [longest - len(job.prompt) for job in jobs]
         ids = torch.tensor([[0] * pad + job.prompt for pad, job in zip(padding, jobs, strict=True)])

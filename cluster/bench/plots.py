@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from cluster.bench.report import Key, Table
-from cluster.bench.rows import ACCEPTANCES, Row
+from cluster.bench.acceptance_report import AcceptanceResults, RowKey
+from cluster.bench.acceptance_rows import ACCEPTANCES, AcceptanceRow
 
 if TYPE_CHECKING:
-    from cluster.bench.load import LoadRow
+    from cluster.bench.serve import LoadRow
     from cluster.bench.speed import SpeedRow
     from cluster.bench.step import StepRow, VerifyRow
 
@@ -22,22 +22,22 @@ LINES = {"dynamic": "-", "static": "--", "chain": ":"}
 MARKERS = {"static": "x", "off": "o", "thresholds": ".", "auto": "*"}
 
 
-def acceptance(rows: Sequence[Row], stem: Path) -> None:
+def acceptance(rows: Sequence[AcceptanceRow], stem: Path) -> None:
     """Writes STEM-length.png and, if anything was pruned, STEM-pruning.png."""
-    table = Table(rows)
+    table = AcceptanceResults(rows)
     _lengths(table).savefig(stem.with_name(f"{stem.name}-length.png"), dpi=120)
     if any(row.prune != "off" for row in rows):
         _pruning(table).savefig(stem.with_name(f"{stem.name}-pruning.png"), dpi=120)
 
 
-def _lengths(table: Table) -> Figure:
+def _lengths(table: AcceptanceResults) -> Figure:
     """Acceptance length over temperature, a panel per budget."""
     figure = Figure(figsize=(4 * len(table.nodes), 4.2), layout="constrained")
     panels = figure.subplots(1, len(table.nodes), sharey=True, squeeze=False)[0]
     for num_nodes, axes in zip(table.nodes, panels, strict=True):
         for tree, line in LINES.items():
             for acceptance in ACCEPTANCES:
-                keys = [Key(tree, acceptance, num_nodes, t) for t in table.temperatures]  # type: ignore[arg-type]  # LINES' keys are the trees
+                keys = [RowKey(tree, acceptance, num_nodes, t) for t in table.temperatures]  # type: ignore[arg-type]  # LINES' keys are the trees
                 found = [row for key in keys if (row := table.by_key.get(key)) is not None]
                 axes.errorbar(
                     [row.temperature for row in found],
@@ -53,7 +53,7 @@ def _lengths(table: Table) -> Figure:
     return figure
 
 
-def _pruning(table: Table) -> Figure:
+def _pruning(table: AcceptanceResults) -> Figure:
     """Nodes verified per token against acceptance length, a panel per temperature; static trees for comparison."""
     pruned = [row for row in table.rows if row.prune != "off"]
     temperatures = sorted({row.temperature for row in pruned})

@@ -16,7 +16,7 @@ from workers.types import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class GenerationJob:
     """One request to run."""
 
     prompt: list[int]
@@ -27,7 +27,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class GeneratedAnswer:
     """One request's outcome."""
 
     tokens: list[int]
@@ -43,7 +43,7 @@ class Answer:
     """From asking to the last."""
 
 
-class Frame(NamedTuple):
+class StatsSnapshot(NamedTuple):
     """What the engine had counted when it was heard."""
 
     at: float
@@ -57,7 +57,7 @@ class Runner:
         self._loop = asyncio.new_event_loop()
         self._engine = LocalEngine(config)
         self.config = config
-        self.frames: list[Frame] = []
+        self.frames: list[StatsSnapshot] = []
         """Of the latest `run`: one before the first step, then one after each."""
 
     def __enter__(self) -> Runner:
@@ -72,15 +72,15 @@ class Runner:
     def stats(self) -> EngineStats:
         return self._engine.client.stats
 
-    def run(self, jobs: Sequence[Job], concurrency: int = 1) -> list[Answer]:
+    def run(self, jobs: Sequence[GenerationJob], concurrency: int = 1) -> list[GeneratedAnswer]:
         """Answers in the order of the jobs, `concurrency` at a time. Raises EngineDead if one ends in an error."""
-        self.frames = [Frame(time.perf_counter(), self.stats)]
+        self.frames = [StatsSnapshot(time.perf_counter(), self.stats)]
         return self._loop.run_until_complete(self._run(jobs, concurrency))
 
-    async def _run(self, jobs: Sequence[Job], concurrency: int) -> list[Answer]:
+    async def _run(self, jobs: Sequence[GenerationJob], concurrency: int) -> list[GeneratedAnswer]:
         seats = asyncio.Semaphore(concurrency)
 
-        async def one(job: Job) -> Answer:
+        async def one(job: GenerationJob) -> GeneratedAnswer:
             async with seats:
                 submit = Submit(
                     id=self._engine.client.new_id(),
@@ -97,11 +97,11 @@ class Runner:
                     first = first or now - began
                     chunks.append(chunk)
                     if self.stats is not self.frames[-1].stats:  # every step replaces them
-                        self.frames.append(Frame(now, self.stats))
+                        self.frames.append(StatsSnapshot(now, self.stats))
                 last = chunks[-1]
                 if last.finish_reason is None or last.stats is None:
                     raise EngineDead(f"a request was not answered: {last.error}")
-                return Answer(
+                return GeneratedAnswer(
                     tokens=[token for chunk in chunks for token in chunk.tokens],
                     finish_reason=last.finish_reason,
                     stats=last.stats,

@@ -18,11 +18,11 @@ from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
 
-Path = tuple[int, ...]
-Table = Sequence[Sequence[float]]
+NodePath = tuple[int, ...]
+AcceptanceRates = Sequence[Sequence[float]]
 
 
-def best_tree(num_nodes: int, accept_DK: Table) -> tuple[Path, ...]:
+def best_tree(num_nodes: int, accept_DK: AcceptanceRates) -> tuple[NodePath, ...]:
     """The tree of exactly `num_nodes` nodes of largest expected acceptance, as breadth-first paths of child ranks.
 
     Raises ValueError if the table has no room for so many nodes.
@@ -42,7 +42,7 @@ def best_tree(num_nodes: int, accept_DK: Table) -> tuple[Path, ...]:
                 most = max(most, (accept_DK[depth][rank] * (1 + below) + beside, y))
         return most
 
-    def paths(parent: Path, num: int, rank: int) -> list[Path]:
+    def paths(parent: NodePath, num: int, rank: int) -> list[NodePath]:
         if num == 0:
             return []
         size = best(len(parent), num, rank)[1]
@@ -54,7 +54,7 @@ def best_tree(num_nodes: int, accept_DK: Table) -> tuple[Path, ...]:
     return tuple(sorted(paths((), num_nodes, 0), key=lambda path: (len(path), path)))
 
 
-def expected_accepted(paths: Sequence[Path], accept_DK: Table) -> float:
+def expected_accepted(paths: Sequence[NodePath], accept_DK: AcceptanceRates) -> float:
     """Draft tokens a tree is expected to have accepted: the sum over its nodes of the chance of their path."""
     return sum(math.prod(accept_DK[depth][rank] for depth, rank in enumerate(path)) for path in paths)
 

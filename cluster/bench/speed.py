@@ -19,16 +19,23 @@ from typing import Any
 
 import torch
 
-from cluster.bench.contestants import Contestant, Generate, Ours, Turn, assistant, load_model, median_steps
+from cluster.bench.contestants import (
+    Contestant,
+    SecateurContestant,
+    TransformersContestant,
+    Turn,
+    assistant,
+    load_model,
+    median_steps,
+)
 from cluster.bench.output import Say, about, device_mark, draw, rounded, stem_of, write_json, write_text
-from cluster.bench.runner import Job, Runner
+from cluster.bench.runner import GenerationJob, Runner
 from cluster.bench.sequoia import acceptance_table, best_tree
 from cluster.bench.setup import scaled, workload
 from cluster.bench.speed_report import SpeedRow, render
 from cluster.convert import model_folder
 from cluster.http.request_params import derive_seed
-from secateur.bench import ALONE, PEERS, SpeedPlan
-from secateur.bench import Contestant as Name
+from secateur.bench import ALONE, PEERS, ContestantName, SpeedPlan
 from secateur.config import BUNDLED_TARGET, EngineArgs
 from secateur.prompts import Prompt
 from workers.comm.ipc import Speculation
@@ -42,7 +49,7 @@ STAR_ACCEPTANCE = {1: 0.78, 2: 0.89, 4: 0.95, 8: 0.98}
 these. By depth that of the first child, and by number of children that of any of them."""
 
 WARM_TOKENS = 8
-SMALL: tuple[Name, ...] = ("assisted", "draft_model")
+SMALL: tuple[ContestantName, ...] = ("assisted", "draft_model")
 """These need a small model of the target's family."""
 
 NOTES = (
@@ -123,7 +130,9 @@ def _contestants(config: EngineConfig, plan: SpeedPlan, small: Path | None, say:
             if drafter not in engines:
                 say(f"starting {name}")
                 engines[drafter] = stack.enter_context(Runner(replace(config, draft=drafter)))
-            found.append(Ours(name=name, runner=engines[drafter], speculation=Speculation(auto=name == "auto")))
+            found.append(
+                SecateurContestant(name=name, runner=engines[drafter], speculation=Speculation(auto=name == "auto"))
+            )
         if peers := [name for name in asked if name in PEERS]:
             say(f"loading {', '.join(peers)}")
             found += _peers(peers, config, plan, small)
@@ -131,7 +140,9 @@ def _contestants(config: EngineConfig, plan: SpeedPlan, small: Path | None, say:
         yield found
 
 
-def drafter_of(name: Name, draft: DraftConfig, plan: SpeedPlan, small: Path | None = None) -> DraftConfig | None:
+def drafter_of(
+    name: ContestantName, draft: DraftConfig, plan: SpeedPlan, small: Path | None = None
+) -> DraftConfig | None:
     """`dynamic` and `auto` have the same, so that one engine serves both: its requests ask for either."""
     match name:
         case "off":
@@ -144,7 +155,7 @@ def drafter_of(name: Name, draft: DraftConfig, plan: SpeedPlan, small: Path | No
             return replace(draft, tree=_tree(name, draft, plan))
 
 
-def _tree(name: Name, draft: DraftConfig, plan: SpeedPlan) -> TreeConfig:
+def _tree(name: ContestantName, draft: DraftConfig, plan: SpeedPlan) -> TreeConfig:
     own = draft.tree
     match name:
         case "chain":
@@ -159,22 +170,24 @@ def _tree(name: Name, draft: DraftConfig, plan: SpeedPlan) -> TreeConfig:
             return replace(own, kind="dynamic", num_speculative_tokens=plan.nodes, prune=PruneConfig(auto=True))
 
 
-def _peers(names: Sequence[Name], config: EngineConfig, plan: SpeedPlan, small: Path | None) -> Iterator[Generate]:
+def _peers(
+    names: Sequence[ContestantName], config: EngineConfig, plan: SpeedPlan, small: Path | None
+) -> Iterator[TransformersContestant]:
     """One copy of the target for all."""
     model = load_model(config.model_path, config.dtype, config.device)
     for name in names:
         alone = 1 if name in ALONE else None
         match name:
             case "generate":
-                yield Generate(name, model, max_batch=alone)
+                yield TransformersContestant(name, model, max_batch=alone)
             case "generate_2_threads" if config.device == "cpu":  # on a GPU it would be the same again
-                yield Generate(name, model, threads=2, max_batch=alone)
+                yield TransformersContestant(name, model, threads=2, max_batch=alone)
             case "assisted":
                 assert small is not None
                 helper = assistant(load_model(small, config.dtype, config.device), plan.chain)
-                yield Generate(name, model, max_batch=alone, assistant_model=helper)
+                yield TransformersContestant(name, model, max_batch=alone, assistant_model=helper)
             case "prompt_lookup":
-                yield Generate(name, model, max_batch=alone, prompt_lookup_num_tokens=plan.chain)
+                yield TransformersContestant(name, model, max_batch=alone, prompt_lookup_num_tokens=plan.chain)
 
 
 # -- turns -----------------------------------------------------------------------------------------------------------
@@ -189,7 +202,7 @@ def _measure(
         for batch in plan.batches:
             turns = _turns(prompts, max(batch, plan.num_prompts), plan, temperature)
             present = [c for c in contestants if c.max_batch is None or batch <= c.max_batch]
-            _round([c for c in present if isinstance(c, Ours)], turns[0], batch)  # `auto` learns what this load takes
+            _round([c for c in present if isinstance(c, SecateurContestant)], turns[0], batch)
             orders = (present, present[::-1])
             rounds = [_round(orders[i % 2], jobs, batch) for i, jobs in enumerate(turns)]
             for contestant in present:
@@ -198,15 +211,15 @@ def _measure(
                 yield row
 
 
-def _turns(prompts: Sequence[list[int]], size: int, plan: SpeedPlan, temperature: float) -> list[list[Job]]:
+def _turns(prompts: Sequence[list[int]], size: int, plan: SpeedPlan, temperature: float) -> list[list[GenerationJob]]:
     """What is asked in each round: the next prompts, so that turns can be short and still all kinds are asked."""
     endless = cycle(prompts)
     return [_jobs(list(islice(endless, size)), plan.max_tokens, temperature, plan.seed) for _ in range(plan.rounds)]
 
 
-def _jobs(prompts: Sequence[list[int]], max_tokens: int, temperature: float, seed: int) -> list[Job]:
+def _jobs(prompts: Sequence[list[int]], max_tokens: int, temperature: float, seed: int) -> list[GenerationJob]:
     return [
-        Job(
+        GenerationJob(
             prompt=prompt,
             max_tokens=max_tokens,
             sampling=SamplingParams(temperature=temperature, seed=derive_seed(seed, i)),
@@ -215,7 +228,7 @@ def _jobs(prompts: Sequence[list[int]], max_tokens: int, temperature: float, see
     ]
 
 
-def _round(contestants: Sequence[Contestant], jobs: Sequence[Job], batch: int) -> dict[str, Turn]:
+def _round(contestants: Sequence[Contestant], jobs: Sequence[GenerationJob], batch: int) -> dict[str, Turn]:
     return {contestant.name: contestant.take_turn(jobs, batch) for contestant in contestants}
 
 

@@ -24,7 +24,7 @@ class SpeedRow:
     tokens_per_second: float
     throughput_ratio: float
     same_tokens: float
-    # Of our own engine's steps, see `StepCosts`; transformers' ways have none.
+    # Of our own engine's steps, see `StepBreakdown`; transformers' ways have none.
     tokens_per_step: float | None = None
     acceptance_length: float | None = None
     verified_per_step: float | None = None

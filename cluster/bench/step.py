@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from cluster.bench.contestants import StepCosts, decoding_steps, median_steps
-from cluster.bench.forwards import Shape, loaded
+from cluster.bench.contestants import StepBreakdown, decoding_steps, median_steps
 from cluster.bench.output import (
     About,
     Say,
@@ -32,8 +31,9 @@ from cluster.bench.output import (
     write_json,
     write_text,
 )
-from cluster.bench.runner import Job, Runner
+from cluster.bench.runner import GenerationJob, Runner
 from cluster.bench.setup import scaled, workload
+from cluster.bench.target_forward import ForwardShape, loaded
 from secateur.bench import StepPlan
 from secateur.config import EngineArgs
 from secateur.prompts import Prompt
@@ -63,7 +63,7 @@ class VerifyRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRow:
-    """Means over decoding steps, milliseconds; see `StepCosts`."""
+    """Means over decoding steps, milliseconds; see `StepBreakdown`."""
 
     batch: int
     nodes: int
@@ -125,7 +125,7 @@ def _forwards(config: EngineConfig, plan: StepPlan, say: Say) -> list[VerifyRow]
     """All shapes take turns in every round."""
     limit = read_spec(config.model_path).max_scaled_positions
     shapes = [
-        Shape(rows=rows, batch=batch, context=context)
+        ForwardShape(rows=rows, batch=batch, context=context)
         for context in plan.contexts
         for batch in plan.batches
         for rows in plan.rows
@@ -135,7 +135,7 @@ def _forwards(config: EngineConfig, plan: StepPlan, say: Say) -> list[VerifyRow]
     threads = torch.get_num_threads()
     if config.device == "cpu":
         torch.set_num_threads(1)
-    ms: dict[Shape, list[float]] = {shape: [] for shape in shapes}
+    ms: dict[ForwardShape, list[float]] = {shape: [] for shape in shapes}
     try:
         with loaded(config, shapes) as target:
             for _ in range(plan.rounds + 1):
@@ -187,7 +187,7 @@ def _steps(config: EngineConfig, plan: StepPlan, prompts: Sequence[list[int]], s
     most = max(plan.nodes)
     tree = replace(config.draft.tree, kind="dynamic", num_speculative_tokens=max(most, 1), prune=PruneConfig())
     cells = [(batch, nodes) for batch in plan.batches for nodes in plan.nodes]
-    found: dict[tuple[int, int], list[StepCosts]] = {cell: [] for cell in cells}
+    found: dict[tuple[int, int], list[StepBreakdown]] = {cell: [] for cell in cells}
     with ExitStack() as stack:
         say("starting the engines")
         plain = stack.enter_context(Runner(replace(config, draft=None))) if 0 in plan.nodes else None
@@ -197,7 +197,7 @@ def _steps(config: EngineConfig, plan: StepPlan, prompts: Sequence[list[int]], s
                 runner = trees if nodes else plain
                 assert runner is not None
                 jobs = [
-                    Job(
+                    GenerationJob(
                         prompt=prompts[i % len(prompts)],
                         max_tokens=plan.max_tokens,
                         speculation=Speculation(num_speculative_tokens=nodes or None),
@@ -213,7 +213,7 @@ def _steps(config: EngineConfig, plan: StepPlan, prompts: Sequence[list[int]], s
             yield _row(batch, nodes, costs)
 
 
-def _row(batch: int, nodes: int, costs: StepCosts) -> StepRow:
+def _row(batch: int, nodes: int, costs: StepBreakdown) -> StepRow:
     values: dict[str, Any] = {key: rounded(value) for key, value in asdict(costs).items() if key != "acceptance_length"}
     return StepRow(
         batch=batch,

@@ -24,11 +24,11 @@ from workers.config import DraftConfig
 TYPICAL = AcceptanceTable(probabilities=(TYPICAL_CHILDREN,) * 8)
 """What trees are dealt by before anything is known (`drafter.tree.policy`)."""
 
-Curve = np.ndarray
+AcceptanceCurve = np.ndarray
 """[64] accepted draft tokens per step by nodes, 0 first; never falling."""
 
 
-def curve(table: AcceptanceTable, draft: DraftConfig, temperature: float, context: float) -> Curve:
+def acceptance_curve(table: AcceptanceTable, draft: DraftConfig, temperature: float, context: float) -> AcceptanceCurve:
     """What trees of the drafter's kind are expected to have accepted. Raises ConfigError if the table knows none."""
     if not table.probabilities:
         return _measured(table, draft, temperature, context)
@@ -40,7 +40,7 @@ def curve(table: AcceptanceTable, draft: DraftConfig, temperature: float, contex
     return best_lengths(accept_DK)
 
 
-def best_lengths(accept_DK: Sequence[Sequence[float]]) -> Curve:
+def best_lengths(accept_DK: Sequence[Sequence[float]]) -> AcceptanceCurve:
     """Of the best tree of at most 0 .. 63 nodes."""
     below = np.zeros(MAX_NODES + 1)  # F(d + 1, 0)
     for chances in reversed(accept_DK):
@@ -54,7 +54,7 @@ def best_lengths(accept_DK: Sequence[Sequence[float]]) -> Curve:
     return below
 
 
-def _static(paths: Sequence[Sequence[int]], accept_DK: Sequence[Sequence[float]]) -> Curve:
+def _static(paths: Sequence[Sequence[int]], accept_DK: Sequence[Sequence[float]]) -> AcceptanceCurve:
     """A static tree under smaller budgets is cut in its own order."""
     chances = [_chance(path, accept_DK) for path in paths][:MAX_NODES]
     return np.cumsum([0.0, *chances, *[0.0] * (MAX_NODES - len(chances))])
@@ -66,7 +66,7 @@ def _chance(path: Sequence[int], accept_DK: Sequence[Sequence[float]]) -> float:
     return float(np.prod([accept_DK[depth][rank] for depth, rank in enumerate(path)]))
 
 
-def _measured(table: AcceptanceTable, draft: DraftConfig, temperature: float, context: float) -> Curve:
+def _measured(table: AcceptanceTable, draft: DraftConfig, temperature: float, context: float) -> AcceptanceCurve:
     """Between measured sizes by the logarithm of 1 + nodes, in which trees gain about evenly; beyond the largest no
     more than it. Between temperatures and contexts linear, outside them like the nearest."""
     rule = rule_name(draft)
@@ -76,7 +76,7 @@ def _measured(table: AcceptanceTable, draft: DraftConfig, temperature: float, co
         asked = f"{draft.tree.kind} trees under {rule}"
         raise ConfigError(Problem("--acceptance", f"knows nothing of {asked}, but of {', '.join(known)}"))
 
-    def at_temperature(some: Sequence[AcceptancePoint]) -> Curve:
+    def at_temperature(some: Sequence[AcceptancePoint]) -> AcceptanceCurve:
         return _between(some, lambda point: point.context or 0.0, context, _through)
 
     return _between(points, lambda point: point.temperature, temperature, at_temperature)
@@ -86,15 +86,15 @@ def _between(
     points: Sequence[AcceptancePoint],
     key: Callable[[AcceptancePoint], float],
     at: float,
-    read: Callable[[Sequence[AcceptancePoint]], Curve],
-) -> Curve:
+    read: Callable[[Sequence[AcceptancePoint]], AcceptanceCurve],
+) -> AcceptanceCurve:
     """The curves of the points that share a key, linear between two keys."""
     keys = sorted(set(map(key, points)))
     curves = np.array([read([point for point in points if key(point) == one]) for one in keys])
     return np.array([np.interp(at, keys, curves[:, n]) for n in range(MAX_NODES + 1)])
 
 
-def _through(points: Sequence[AcceptancePoint]) -> Curve:
+def _through(points: Sequence[AcceptancePoint]) -> AcceptanceCurve:
     by_nodes: dict[int, list[float]] = {0: [0.0]}
     for point in points:
         by_nodes.setdefault(point.nodes, []).append(point.accepted)

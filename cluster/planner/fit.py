@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from cluster.planner.acceptance import rule_name
-from cluster.planner.costs import Costs
-from cluster.planner.profile import Accepted, Profile, PromptSample, Sample
+from cluster.planner.cost_model import CostModel
+from cluster.planner.profile import AcceptedCounts, PrefillSample, Profile, StepSample
 from secateur.plan import AcceptancePoint, AcceptanceTable, CostTable, DraftCosts, VerifyCosts
 from workers.config import EngineConfig
 
@@ -38,7 +38,7 @@ def fit(profile: Profile, config: EngineConfig, hardware: str, temperature: floa
         host_request_ms=host_request_ms,
         acceptance=_acceptance(profile.accepted, config, temperature) if drafted else None,
     )
-    costs = Costs(table)
+    costs = CostModel(table)
     errors = [abs(costs.step(s.requests, s.nodes, s.kv).ms / s.wall_ms - 1) for s in samples_C]
     return table.model_copy(update={"fit_error": statistics.median(errors)})
 
@@ -89,11 +89,11 @@ def _knots(rows_C: np.ndarray) -> list[float]:
     return knots
 
 
-def _draft(drafted: Sequence[Sample], prompts: Sequence[PromptSample], host_ms: float) -> DraftCosts:
+def _draft(drafted: Sequence[StepSample], prompts: Sequence[PrefillSample], host_ms: float) -> DraftCosts:
     """By requests and nodes, with a slope over the cache from the shortest to the longest context."""
     requests, nodes = (tuple(sorted({getattr(s, name) for s in drafted})) for name in ("requests", "nodes"))
 
-    def of(r: int, n: int) -> list[Sample]:
+    def of(r: int, n: int) -> list[StepSample]:
         return sorted((s for s in drafted if (s.requests, s.nodes) == (r, n)), key=_kv)
 
     cells = [[of(r, n) for n in nodes] for r in requests]
@@ -122,18 +122,18 @@ def _rising(values: np.ndarray) -> tuple[tuple[float, ...], ...]:
     return tuple(map(tuple, ((above + below[::-1, ::-1]) / 2).tolist()))
 
 
-def _kv(sample: Sample) -> float:
+def _kv(sample: StepSample) -> float:
     return sample.kv
 
 
-def _slope(pairs: Sequence[Sequence[Sample]]) -> float:
+def _slope(pairs: Sequence[Sequence[StepSample]]) -> float:
     """What drafting takes longer per cached token, from the shortest to the longest context; not less than nothing."""
     more_ms = sum(cells[-1].draft_ms - cells[0].draft_ms for cells in pairs)
     more_kv = sum(cells[-1].kv - cells[0].kv for cells in pairs)
     return max(0.0, more_ms / more_kv) if more_kv > 0 else 0.0
 
 
-def _acceptance(found: Sequence[Accepted], config: EngineConfig, temperature: float) -> AcceptanceTable:
+def _acceptance(found: Sequence[AcceptedCounts], config: EngineConfig, temperature: float) -> AcceptanceTable:
     """What the profile's own trees had accepted, by nodes and context."""
     assert config.draft is not None
     counts: dict[tuple[int, int], tuple[int, int]] = {}

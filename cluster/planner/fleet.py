@@ -27,8 +27,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cluster.planner.acceptance import Curve
-from cluster.planner.costs import Chunk, Costs
+from cluster.planner.acceptance import AcceptanceCurve
+from cluster.planner.cost_model import CostModel, PrefillChunk
 from secateur.errors import ConfigError
 from secateur.plan import Arrival, Lengths
 
@@ -66,11 +66,11 @@ def _draw(lengths: Lengths, count: int, rng: np.random.Generator) -> np.ndarray:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replica:
+class ReplicaSpec:
     """What one replica can do."""
 
-    costs: Costs
-    accepted: Curve
+    costs: CostModel
+    accepted: AcceptanceCurve
     nodes_by_batch: Sequence[int]
     """[1 + max_num_seqs] nodes of each tree when so many requests decode."""
     max_num_batched_tokens: int = 2048
@@ -144,7 +144,7 @@ class Fleet:
         return (self.finish_J - self.first_J)[more] / (self.load.output_J[more] - 1)
 
 
-def simulate(load: Load, replica: Replica, num_replicas: int = 1, seed: int = 0) -> Fleet:
+def simulate(load: Load, replica: ReplicaSpec, num_replicas: int = 1, seed: int = 0) -> Fleet:
     """Serves every request of the load. Raises ConfigError for one that no replica can ever hold."""
     need = int((load.prompt_J + load.output_J).max()) + replica.tree_rows
     if need > replica.max_kv_tokens:
@@ -152,8 +152,8 @@ def simulate(load: Load, replica: Replica, num_replicas: int = 1, seed: int = 0)
             f"a request of {need} tokens, tree included, does not fit the KV cache of {replica.max_kv_tokens:.0f}"
         )
     count = len(load.arrival_J)
-    speed = _Speed(replica)
-    book = _Book(
+    speed = _DecodeRates(replica)
+    book = _RequestTable(
         load.prompt_J.tolist(),
         load.output_J.tolist(),
         (load.prompt_J + load.output_J + replica.tree_rows).tolist(),
@@ -161,7 +161,7 @@ def simulate(load: Load, replica: Replica, num_replicas: int = 1, seed: int = 0)
         np.full(count, np.nan),
         np.full(count, np.nan),
     )
-    members = [_Member(replica, speed, book) for _ in range(num_replicas)]
+    members = [_SimulatedReplica(replica, speed, book) for _ in range(num_replicas)]
     router = np.random.default_rng([seed, 1])
     draws = router.integers(num_replicas, size=(count, 2))
     draws[:, 1] = (draws[:, 0] + router.integers(1, max(num_replicas, 2), size=count)) % num_replicas
@@ -198,7 +198,7 @@ def simulate(load: Load, replica: Replica, num_replicas: int = 1, seed: int = 0)
     )
 
 
-class _Book(NamedTuple):
+class _RequestTable(NamedTuple):
     """What is asked and what came of it, of all requests."""
 
     prompt_J: list[int]
@@ -209,7 +209,7 @@ class _Book(NamedTuple):
     finish_J: np.ndarray
 
 
-class _Rate(NamedTuple):
+class _DecodeRate(NamedTuple):
     """Of steps with a certain batch."""
 
     nodes: int
@@ -218,40 +218,40 @@ class _Rate(NamedTuple):
     gain: float  # tokens per request
 
 
-class _Speed:
+class _DecodeRates:
     """Steps' times and gains by batch, looked up once."""
 
-    def __init__(self, replica: Replica) -> None:
+    def __init__(self, replica: ReplicaSpec) -> None:
         self._replica = replica
-        self._rates: dict[int, _Rate] = {}
+        self._rates: dict[int, _DecodeRate] = {}
 
-    def of(self, batch: int) -> _Rate:
+    def of(self, batch: int) -> _DecodeRate:
         if (rate := self._rates.get(batch)) is None:
             costs, nodes = self._replica.costs, self._replica.nodes_by_batch[batch]
             fixed, slope = costs.decode(batch, nodes, 0).ms, costs.kv_slope(nodes)
-            rate = self._rates[batch] = _Rate(nodes, fixed, slope, 1 + float(self._replica.accepted[nodes]))
+            rate = self._rates[batch] = _DecodeRate(nodes, fixed, slope, 1 + float(self._replica.accepted[nodes]))
         return rate
 
 
 @dataclass(slots=True)
-class _Prompt:
+class _Prefill:
     job: int
     done: int = 0
 
 
 @dataclass(slots=True)
-class _Member:
+class _SimulatedReplica:
     """One replica at work. `boundary` is called when the steps planned last are over."""
 
-    replica: Replica
-    speed: _Speed
-    book: _Book
+    replica: ReplicaSpec
+    speed: _DecodeRates
+    book: _RequestTable
     plan: int = 0  # number of the last plan: what was expected of an older one does not come
     busy: float = 0.0
     batch_seconds: float = 0.0
     num_steps: int = 0
     _waiting: deque[int] = field(default_factory=deque)
-    _prompts: deque[_Prompt] = field(default_factory=deque)
+    _prompts: deque[_Prefill] = field(default_factory=deque)
     _running: list[tuple[float, int, float]] = field(default_factory=list)  # heap: end and start in `_tokens`
     _tokens: float = 0.0  # that a request would have got that has been running since the beginning
     _kv: float = 0.0  # cached tokens of the running requests
@@ -262,7 +262,7 @@ class _Member:
     _first: float = 0.0  # seconds of the first
     _growth: float = 0.0  # of each further one over its predecessor
     _gain: float = 0.0
-    _chunks: list[tuple[_Prompt, Chunk]] = field(default_factory=list)
+    _chunks: list[tuple[_Prefill, PrefillChunk]] = field(default_factory=list)
 
     @property
     def num_ongoing(self) -> int:
@@ -290,7 +290,7 @@ class _Member:
         while self._waiting and self._fits(self._waiting[0]):
             job = self._waiting.popleft()
             self._reserved += self.book.life_J[job]
-            self._prompts.append(_Prompt(job))
+            self._prompts.append(_Prefill(job))
         self._steps = 0
         if not self._prompts and not self._running:
             self._tokens = self._kv = 0.0  # no rounding is carried on
@@ -316,7 +316,7 @@ class _Member:
             rows = min(budget, self.book.prompt_J[prompt.job] - prompt.done)
             if not rows:
                 break
-            self._chunks.append((prompt, Chunk(rows, prompt.done + rows)))
+            self._chunks.append((prompt, PrefillChunk(rows, prompt.done + rows)))
             budget -= rows
         chunks = [chunk for _, chunk in self._chunks]
         step = self.replica.costs.step(batch, nodes, self._kv, chunks, feeds=self.replica.drafts)

@@ -20,7 +20,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Side:
+class ModelShard:
     """One rank's share of a model; nothing of n-gram lookup but its KV pool, which holds token ids."""
 
     weight_bytes: int = 0
@@ -43,8 +43,8 @@ class Side:
     item_bytes: int = 4
 
 
-def sides(config: EngineConfig) -> list[Side]:
-    """The target's side and, if there is one, the drafter's."""
+def model_shards(config: EngineConfig) -> list[ModelShard]:
+    """The target's shard and, if there is one, the drafter's."""
     from workers.kv_sizing import logits_bytes
 
     specs = read_specs(config)
@@ -54,7 +54,8 @@ def sides(config: EngineConfig) -> list[Side]:
     own = {name: shape for name, shape in stored.items() if not name.startswith(MTP_PREFIXES)}
     found = [
         replace(
-            side(own, target, config.tensor_parallel_size, item), logits_bytes=logits_bytes(config, target.vocab_size)
+            model_shard(own, target, config.tensor_parallel_size, item),
+            logits_bytes=logits_bytes(config, target.vocab_size),
         )
     ]
     if draft is not None and draft.reads_features:
@@ -64,19 +65,22 @@ def sides(config: EngineConfig) -> list[Side]:
         return found
     shapes = _of_text_model(tensor_shapes(Path(draft.model_path))) if draft.model_path else {}
     if spec is None:
-        return [*found, Side(token_bytes=_TOKEN_ID_BYTES)]
+        return [*found, ModelShard(token_bytes=_TOKEN_ID_BYTES)]
     if draft.method == "mtp":
         shapes = {name: shape for name, shape in stored.items() if name.startswith(MTP_PREFIXES)}
     shapes = shapes or expected_shapes(spec, draft.model_path)
     if isinstance(spec, ModelSpec):
-        return [*found, side(shapes, spec, config.draft_ranks, item)]
+        return [*found, model_shard(shapes, spec, config.draft_ranks, item)]
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         if name in stored and name.removeprefix("model.") not in shapes:
             shapes[name] = stored[name]
-    return [*found, side(shapes, spec.layers if isinstance(spec, FcHeadSpec) else spec, config.draft_ranks, item)]
+    return [
+        *found,
+        model_shard(shapes, spec.layers if isinstance(spec, FcHeadSpec) else spec, config.draft_ranks, item),
+    ]
 
 
-def side(shapes: Shapes, spec: ModelSpec | Eagle3Spec, ranks: int, item: int) -> Side:
+def model_shard(shapes: Shapes, spec: ModelSpec | Eagle3Spec, ranks: int, item: int) -> ModelShard:
     """Matrices are split, vectors and the input embedding are not; a tied head multiplies with the embedding."""
     held = multiplied = experts = 0
     for name, shape in shapes.items():
@@ -93,7 +97,7 @@ def side(shapes: Shapes, spec: ModelSpec | Eagle3Spec, ranks: int, item: int) ->
             multiplied += share
             experts += share if ".experts." in name or len(shape) == 3 else 0  # one by one, or in a stack
     token = spec.num_layers * 2 * -(-spec.num_kv_heads // ranks) * spec.head_dim
-    return Side(
+    return ModelShard(
         weight_bytes=held * item,
         token_bytes=token * item,
         matmul_items=multiplied,
@@ -172,21 +176,21 @@ def _layers(spec: ModelSpec | Eagle3Spec, prefix: str, first_input: int | None =
     return shapes
 
 
-def pages_on_device(config: EngineConfig, found: list[Side], memory_bytes: float) -> int:
-    """KV pages that a device of such a size has room for beside the weights; the smaller of both sides' counts.
+def pages_on_device(config: EngineConfig, found: list[ModelShard], memory_bytes: float) -> int:
+    """KV pages that a device of such a size has room for beside the weights; the smaller of both shards' counts.
 
     As `workers.kv_sizing` divides it: a colocated drafter's pages lie beside the target's, as many of them. The
     target's first rank, which keeps states for the drafter, has the least room.
     """
     from verifier.hidden_states import max_buffered_states
 
-    target, draft = found[0], found[1] if len(found) > 1 else Side()
+    target, draft = found[0], found[1] if len(found) > 1 else ModelShard()
     usable = memory_bytes * config.memory_utilization
 
-    def held(part: Side) -> int:
+    def held(part: ModelShard) -> int:
         return part.weight_bytes + part.logits_bytes + max_buffered_states(config) * part.state_bytes
 
-    def page(part: Side) -> int:
+    def page(part: ModelShard) -> int:
         return part.token_bytes * config.page_size + part.state_bytes
 
     is_shared = config.draft is not None and config.draft.placement == "colocated"

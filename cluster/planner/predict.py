@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cluster.planner.acceptance import Curve
-from cluster.planner.costs import Costs, StepTime
+from cluster.planner.acceptance import AcceptanceCurve
+from cluster.planner.cost_model import CostModel, StepTime
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +44,8 @@ class Prediction:
 class Predictor:
     """An engine on some devices: what its steps take and bring."""
 
-    costs: Costs
-    accepted: Curve
+    costs: CostModel
+    accepted: AcceptanceCurve
     num_devices: int = 1
 
     def __call__(self, batch: int, nodes: int, context: float) -> Prediction:
@@ -56,3 +57,13 @@ class Predictor:
             accepted=float(self.accepted[nodes]),
             num_devices=self.num_devices,
         )
+
+
+def best(predict: Predictor, batch: int, context: float, budgets: Sequence[int]) -> Prediction:
+    """The most tokens per second; the smallest of equal budgets. 0 among `budgets` lets speculation be off."""
+    return max((predict(batch, nodes, context) for nodes in sorted(budgets)), key=lambda p: p.tokens_per_second)
+
+
+def schedule(predict: Predictor, max_batch: int, context: float, budgets: Sequence[int]) -> list[int]:
+    """[max_batch + 1] the best budget by batch; of an empty one it is 0."""
+    return [0, *(best(predict, batch, context, budgets).nodes for batch in range(1, max_batch + 1))]

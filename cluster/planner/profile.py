@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from cluster.bench.runner import Frame, Job, Runner
+from cluster.bench.runner import GenerationJob, Runner, StatsSnapshot
 from secateur.errors import SecateurError
 from workers.comm.ipc import Speculation
 from workers.config import EngineConfig, PruneConfig
@@ -27,7 +27,7 @@ WARM_TOKENS = 8
 WARM_STEPS = 1  # the first after the prompts: it also feeds them to the drafter
 
 
-class Cell(NamedTuple):
+class ProfileCell(NamedTuple):
     requests: int
     nodes: int
     context: int
@@ -43,7 +43,7 @@ class Cell(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class StepSample:
     """One decoding step, or what stands for many."""
 
     requests: int
@@ -65,7 +65,7 @@ class Sample:
         return max(0.0, self.wall_ms - self.verify_ms - self.draft_ms - self.transfer_ms)
 
 
-class Accepted(NamedTuple):
+class AcceptedCounts(NamedTuple):
     """Of whole answers: a request that has little accepted takes more steps, and counts for more."""
 
     nodes: int
@@ -75,7 +75,7 @@ class Accepted(NamedTuple):
     num_accepted: int
 
 
-class PromptSample(NamedTuple):
+class PrefillSample(NamedTuple):
     """One prompt computed alone, in one step, and what feeding it to the drafter took."""
 
     rows: int
@@ -85,13 +85,13 @@ class PromptSample(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    samples_C: tuple[Sample, ...]
-    prompts: tuple[PromptSample, ...]
-    accepted: tuple[Accepted, ...]
+    samples_C: tuple[StepSample, ...]
+    prompts: tuple[PrefillSample, ...]
+    accepted: tuple[AcceptedCounts, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Grid:
+class ProfileGrid:
     """The cells of a profile: all combinations."""
 
     requests: tuple[int, ...]
@@ -99,24 +99,24 @@ class Grid:
     contexts: tuple[int, ...]
 
     @staticmethod
-    def of(config: EngineConfig) -> Grid:
+    def of(config: EngineConfig) -> ProfileGrid:
         """What the engine can do."""
         most = config.max_num_seqs
         budget = config.draft.tree.num_speculative_tokens if config.draft else 0
         room = config.max_model_len - OUTPUT_TOKENS
-        return Grid(
+        return ProfileGrid(
             requests=tuple(sorted({1, -(-most // 2), most})),
             nodes=tuple(sorted({0, *(n for n in (1, 4, 8, budget) if n <= budget)})),
             contexts=tuple(sorted({min(128, room), min(512, room)})),
         )
 
     @property
-    def cells(self) -> list[Cell]:
-        return [Cell(*cell) for cell in itertools.product(self.requests, self.nodes, self.contexts)]
+    def cells(self) -> list[ProfileCell]:
+        return [ProfileCell(*cell) for cell in itertools.product(self.requests, self.nodes, self.contexts)]
 
 
-class Prompts:
-    """Prompts of chosen lengths, each the end of a text that ends with another of the given ones.
+class UniquePrompts:
+    """UniquePrompts of chosen lengths, each the end of a text that ends with another of the given ones.
 
     No two of them begin alike, so that nothing is found in a prefix cache.
     """
@@ -142,12 +142,12 @@ def watch(
     *,
     temperature: float = 0.0,
     concurrency: int = 0,
-) -> list[Frame]:
+) -> list[StatsSnapshot]:
     """What the engine counts while it answers; the first frame is from before the first step. concurrency 0: all at
     once. Raises EngineDead."""
     speculation = Speculation(enabled=nodes > 0, num_speculative_tokens=nodes or None, auto=False)
     jobs = [
-        Job(
+        GenerationJob(
             prompt=prompt,
             max_tokens=output,
             sampling=SamplingParams(temperature=temperature, seed=number),
@@ -171,11 +171,11 @@ def profiled(config: EngineConfig, max_batch: int) -> EngineConfig:
 class Profiler:
     """Goes through a grid's cells, round by round."""
 
-    def __init__(self, runner: Runner, grid: Grid, prompts: Prompts, temperature: float) -> None:
+    def __init__(self, runner: Runner, grid: ProfileGrid, prompts: UniquePrompts, temperature: float) -> None:
         self._runner, self._grid, self._prompts, self._temperature = runner, grid, prompts, temperature
-        self._samples: dict[Cell, list[Sample]] = {cell: [] for cell in grid.cells}
-        self._alone: list[PromptSample] = []
-        self._accepted: list[Accepted] = []
+        self._samples: dict[ProfileCell, list[StepSample]] = {cell: [] for cell in grid.cells}
+        self._alone: list[PrefillSample] = []
+        self._accepted: list[AcceptedCounts] = []
 
     def warm_up(self) -> None:
         for cell in self._grid.cells:
@@ -197,12 +197,12 @@ class Profiler:
         medians = tuple(summary(found, statistics.median) for found in self._samples.values())
         return Profile(samples_C=medians, prompts=tuple(self._alone), accepted=tuple(self._accepted))
 
-    def _run(self, cell: Cell, output: int) -> list[Frame]:
+    def _run(self, cell: ProfileCell, output: int) -> list[StatsSnapshot]:
         prompts = [self._prompts.take(cell.prompt) for _ in range(cell.requests)]
         return watch(self._runner, prompts, cell.nodes, output, temperature=self._temperature)
 
 
-def decoding_steps(frames: Sequence[Frame], cell: Cell) -> list[Sample]:
+def decoding_steps(frames: Sequence[StatsSnapshot], cell: ProfileCell) -> list[StepSample]:
     """The steps in which exactly the cell's requests decoded."""
     began, prompt_tokens = frames[0].stats, cell.requests * cell.prompt
     found = []
@@ -214,7 +214,7 @@ def decoding_steps(frames: Sequence[Frame], cell: Cell) -> list[Sample]:
             and old.num_running == new.num_running == cell.requests
         ):
             found.append(
-                Sample(
+                StepSample(
                     requests=cell.requests,
                     nodes=cell.nodes,
                     context=cell.context,
@@ -229,23 +229,23 @@ def decoding_steps(frames: Sequence[Frame], cell: Cell) -> list[Sample]:
     return found[WARM_STEPS:]
 
 
-def prompt_steps(frames: Sequence[Frame], cell: Cell) -> list[PromptSample]:
+def prompt_steps(frames: Sequence[StatsSnapshot], cell: ProfileCell) -> list[PrefillSample]:
     """Of a cell of one request, its prompt: the first step, and the drafter's first over its usual time."""
     if cell.requests != 1 or len(frames) < 4 or frames[1].stats.steps != frames[0].stats.steps + 1:
         return []
     drafts = [1e3 * (new.stats.draft_seconds - old.stats.draft_seconds) for old, new in itertools.pairwise(frames)]
     feed = max(0.0, drafts[1] - statistics.median(drafts[2:])) if cell.nodes else None
     verify_ms = 1e3 * (frames[1].stats.verify_seconds - frames[0].stats.verify_seconds)
-    return [PromptSample(cell.prompt, verify_ms, feed)]
+    return [PrefillSample(cell.prompt, verify_ms, feed)]
 
 
-def accepted(frames: Sequence[Frame], cell: Cell) -> Accepted:
+def accepted(frames: Sequence[StatsSnapshot], cell: ProfileCell) -> AcceptedCounts:
     first, last = frames[0].stats, frames[-1].stats
     num_accepted = last.num_accepted_tokens - first.num_accepted_tokens
-    return Accepted(cell.nodes, cell.context, last.num_drafts - first.num_drafts, num_accepted)
+    return AcceptedCounts(cell.nodes, cell.context, last.num_drafts - first.num_drafts, num_accepted)
 
 
-def summary(samples: Sequence[Sample], middle: Callable[[Iterable[float]], float]) -> Sample:
+def summary(samples: Sequence[StepSample], middle: Callable[[Iterable[float]], float]) -> StepSample:
     """Of each number by itself."""
     return replace(
         samples[0],

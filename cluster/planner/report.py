@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cluster.convert import engine_config, visible_gpus
-from cluster.planner.memory import sides
+from cluster.planner.memory import model_shards
 from cluster.planner.topology import describe
 from cluster.rank_placement import num_bundles
 from secateur.config import EngineArgs
@@ -20,7 +20,7 @@ from workers.config import EngineConfig
 
 if TYPE_CHECKING:
     from cluster.planner.fleet import Fleet
-    from cluster.planner.outlook import Line, Outlook
+    from cluster.planner.forecast import BatchForecast, Forecast
     from cluster.planner.predict import Prediction
 
 Say = Callable[[str], None]
@@ -35,18 +35,18 @@ def run(args: EngineArgs, request: PlanRequest, *, as_json: bool = False, say: S
     # Another machine's devices are not counted here.
     config = engine_config(args, num_gpus=(visible_gpus() or None) if request.hardware is None else None)
     try:
-        found = sides(config)
+        found = model_shards(config)
     except ValueError as error:  # files that cannot be read
         raise ConfigError(str(error)) from error
     topology = describe(args.model_id, config, found)
-    outlook = None
+    forecast = None
     if request.predicts:
-        from cluster.planner.outlook import outlook as look  # imports torch, which a topology may do without
+        from cluster.planner.forecast import predict_engine  # imports torch, which a topology may do without
 
-        outlook = look(args, request, config, found, say)
+        forecast = predict_engine(args, request, config, found, say)
     if as_json:
-        return json.dumps({"topology": topology.splitlines(), **(_json(outlook) if outlook else {})}, indent=1)
-    return "\n\n".join([topology, *(_text(outlook, config) if outlook else [])])
+        return json.dumps({"topology": topology.splitlines(), **(_json(forecast) if forecast else {})}, indent=1)
+    return "\n\n".join([topology, *(_text(forecast, config) if forecast else [])])
 
 
 # -- as text ---------------------------------------------------------------------------------------------------------
@@ -54,8 +54,8 @@ def run(args: EngineArgs, request: PlanRequest, *, as_json: bool = False, say: S
 _COLUMNS = (6, 7, 13, 10, 9, 8, 10, 8, 11, 11, 12, 9)
 
 
-def _text(outlook: Outlook, config: EngineConfig) -> list[str]:
-    table = outlook.table
+def _text(forecast: Forecast, config: EngineConfig) -> list[str]:
+    table = forecast.table
     how = {
         "measured": f"measured on {table.hardware or 'some machine'}",
         "predicted": f"PREDICTED for {table.hardware} from published figures and assumptions; nothing was measured",
@@ -63,24 +63,24 @@ def _text(outlook: Outlook, config: EngineConfig) -> list[str]:
     }[table.source]
     error = f" (median error of a step {table.fit_error:.0%})" if table.fit_error is not None else ""
     head = [
-        f"costs    {how}{error}; acceptance {outlook.accepted_from}",
-        f"batch    at most {outlook.room.batch} requests ({outlook.room.reason})",
-        f"decoding behind {outlook.lines[0].off.context:g} tokens each:",
+        f"costs    {how}{error}; acceptance {forecast.accepted_from}",
+        f"batch    at most {forecast.room.batch} requests ({forecast.room.reason})",
+        f"decoding behind {forecast.lines[0].off.context:g} tokens each:",
     ]
     rows = [
         _cells("batch", "nodes", "tokens/step", "step ms", "verify", "draft", "transfer", "host")
         + _cells("tokens/s", "of each", "per device", "speedup", start=8),
-        *(_line(line) for line in outlook.lines),
+        *(_line(line) for line in forecast.lines),
     ]
     parts = ["\n".join(head), "\n".join(row.rstrip() for row in rows)]
     if config.draft is not None and config.device == "cuda":
-        parts.append(_placements(outlook, config))
-    if outlook.fleet is not None:
-        parts.append(_fleet_text(outlook.fleet))
+        parts.append(_placements(forecast, config))
+    if forecast.fleet is not None:
+        parts.append(_fleet_text(forecast.fleet))
     return parts
 
 
-def _line(line: Line) -> str:
+def _line(line: BatchForecast) -> str:
     p = line.chosen
     step = (p.step.ms, p.step.verify_ms, p.step.draft_ms, p.step.transfer_ms, p.step.host_ms)
     return _cells(p.batch, p.nodes, f"{p.tokens_per_step:.2f}", *(f"{ms:.2f}" for ms in step)) + _cells(
@@ -94,10 +94,10 @@ def _cells(*cells: object, start: int = 0) -> str:
     return "".join(str(cell).rjust(width) for cell, width in zip(cells, _COLUMNS[start:], strict=False))
 
 
-def _placements(outlook: Outlook, config: EngineConfig) -> str:
+def _placements(forecast: Forecast, config: EngineConfig) -> str:
     """Today drafting and verifying take turns, so a drafter of its own costs devices and gives room, not speed."""
     assert config.draft is not None
-    line = outlook.lines[-1]
+    line = forecast.lines[-1]
     told = []
     for placement in ("dedicated", "colocated"):
         devices = num_bundles(replace(config, draft=replace(config.draft, placement=placement)))
@@ -133,17 +133,17 @@ def _latencies(fleet: Fleet) -> dict[str, dict[str, float]]:
 # -- as JSON ---------------------------------------------------------------------------------------------------------
 
 
-def _json(outlook: Outlook) -> dict[str, Any]:
-    fleet = outlook.fleet
+def _json(forecast: Forecast) -> dict[str, Any]:
+    fleet = forecast.fleet
     return {
-        "costs": outlook.table.model_dump(mode="json"),
-        "acceptance": outlook.accepted_from,
-        "max_batch": outlook.room.batch,
-        "max_batch_reason": outlook.room.reason,
-        "kv_pages": outlook.room.pages,
+        "costs": forecast.table.model_dump(mode="json"),
+        "acceptance": forecast.accepted_from,
+        "max_batch": forecast.room.batch,
+        "max_batch_reason": forecast.room.reason,
+        "kv_pages": forecast.room.pages,
         "batches": [
             {"off": _prediction(line.off), "on": _prediction(line.on) if line.on else None, "speedup": line.speedup}
-            for line in outlook.lines
+            for line in forecast.lines
         ],
         "fleet": None if fleet is None else _fleet_json(fleet),
     }

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from cluster.planner.memory import Side
+from cluster.planner.memory import ModelShard
 from secateur.plan import CostTable, DraftCosts, Hardware, VerifyCosts
 from workers.config import EngineConfig
 
@@ -25,9 +25,9 @@ _REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 63)
 
 
-def cost_table(config: EngineConfig, sides: Sequence[Side], hardware: Hardware) -> CostTable:
-    """Of an engine on such devices; `sides` are one rank of the target and one of the drafter."""
-    target, ranks = sides[0], config.tensor_parallel_size
+def cost_table(config: EngineConfig, shards: Sequence[ModelShard], hardware: Hardware) -> CostTable:
+    """Of an engine on such devices; `shards` are one rank of the target and one of the drafter."""
+    target, ranks = shards[0], config.tensor_parallel_size
     rows = _table_rows(target, hardware)
     return CostTable(
         source="predicted",
@@ -40,62 +40,62 @@ def cost_table(config: EngineConfig, sides: Sequence[Side], hardware: Hardware) 
             kv_token_ms=kv_token_ms(target, hardware),
             row_kv_token_ms=1e3 * 4 * target.attention_width * target.num_layers / _flops(hardware),
         ),
-        draft=_draft_costs(config, sides[1], hardware) if config.draft else None,
+        draft=_draft_costs(config, shards[1], hardware) if config.draft else None,
         host_ms=hardware.host_ms,
         host_request_ms=hardware.host_request_ms,
     )
 
 
-def _table_rows(side: Side, hardware: Hardware) -> tuple[float, ...]:
+def _table_rows(shard: ModelShard, hardware: Hardware) -> tuple[float, ...]:
     """Where the arithmetic of rows takes as long as reading all weights, and beyond; of a mixture of experts, whose
     reading grows with the rows before that, powers of 2 up to there too."""
-    knee = reading_ms(side, math.inf, hardware) / row_ms(side, hardware)
-    powers = [2.0**power for power in range(1, math.ceil(math.log2(max(2.0, knee))))] if side.expert_items else []
+    knee = reading_ms(shard, math.inf, hardware) / row_ms(shard, hardware)
+    powers = [2.0**power for power in range(1, math.ceil(math.log2(max(2.0, knee))))] if shard.expert_items else []
     return tuple(sorted({1.0, *powers, *(max(2.0, factor * knee) for factor in (1, 2, 4))}))
 
 
-def _draft_costs(config: EngineConfig, side: Side, hardware: Hardware) -> DraftCosts:
+def _draft_costs(config: EngineConfig, shard: ModelShard, hardware: Hardware) -> DraftCosts:
     """A tree of n nodes is taken to be as deep as it may: best-first trees of a batch nearly are. The first level is
     fed what the last step committed, about two rows a request; the others share the nodes evenly."""
     assert config.draft is not None
     ranks, levels = config.draft_ranks, [min(n, config.draft.tree.max_depth) for n in _NODES]
 
     def grow_ms(requests: int, nodes: int, depth: int) -> float:
-        first = forward_ms(side, 2 * requests, ranks, hardware)
-        return first + (depth - 1) * forward_ms(side, requests * nodes / depth, ranks, hardware)
+        first = forward_ms(shard, 2 * requests, ranks, hardware)
+        return first + (depth - 1) * forward_ms(shard, requests * nodes / depth, ranks, hardware)
 
     return DraftCosts(
         requests=_REQUESTS,
         nodes=_NODES,
         ms=tuple(tuple(grow_ms(r, n, d) for n, d in zip(_NODES, levels, strict=True)) for r in _REQUESTS),
         transfer_ms=tuple((hardware.transfer_ms,) * len(_NODES) for _ in _REQUESTS),
-        kv_token_ms=tuple(depth * kv_token_ms(side, hardware) for depth in levels),
-        prompt_token_ms=row_ms(side, hardware),
+        kv_token_ms=tuple(depth * kv_token_ms(shard, hardware) for depth in levels),
+        prompt_token_ms=row_ms(shard, hardware),
     )
 
 
-def forward_ms(side: Side, rows: float, ranks: int, hardware: Hardware) -> float:
+def forward_ms(shard: ModelShard, rows: float, ranks: int, hardware: Hardware) -> float:
     """Of one rank's matrices, with the all-reduces of its group; without attention."""
-    matrices = max(reading_ms(side, rows, hardware), rows * row_ms(side, hardware))
-    reduced = rows * side.hidden_size * side.item_bytes * 2 * (ranks - 1) / ranks
+    matrices = max(reading_ms(shard, rows, hardware), rows * row_ms(shard, hardware))
+    reduced = rows * shard.hidden_size * shard.item_bytes * 2 * (ranks - 1) / ranks
     reduce_ms = 1e-3 * hardware.link_latency_us + reduced / (1e6 * hardware.link_gbs) if ranks > 1 else 0.0
-    return matrices + side.num_layers * (1e-3 * hardware.layer_us + 2 * reduce_ms)
+    return matrices + shard.num_layers * (1e-3 * hardware.layer_us + 2 * reduce_ms)
 
 
-def reading_ms(side: Side, rows: float, hardware: Hardware) -> float:
+def reading_ms(shard: ModelShard, rows: float, hardware: Hardware) -> float:
     """Of every matrix once, but for those of experts that no row has chosen."""
-    unread = side.expert_items * (1 - side.expert_share) ** rows
-    return 1e3 * (side.matmul_items - unread) * side.item_bytes / _bandwidth(hardware)
+    unread = shard.expert_items * (1 - shard.expert_share) ** rows
+    return 1e3 * (shard.matmul_items - unread) * shard.item_bytes / _bandwidth(hardware)
 
 
-def row_ms(side: Side, hardware: Hardware) -> float:
+def row_ms(shard: ModelShard, hardware: Hardware) -> float:
     """Of one row's arithmetic."""
-    items = side.matmul_items - (1 - side.expert_share) * side.expert_items
+    items = shard.matmul_items - (1 - shard.expert_share) * shard.expert_items
     return 1e3 * 2 * items / _flops(hardware)
 
 
-def kv_token_ms(side: Side, hardware: Hardware) -> float:
-    return 1e3 * side.token_bytes / _bandwidth(hardware)
+def kv_token_ms(shard: ModelShard, hardware: Hardware) -> float:
+    return 1e3 * shard.token_bytes / _bandwidth(hardware)
 
 
 def _bandwidth(hardware: Hardware) -> float:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from cluster.convert import visible_gpus
-from cluster.planner.memory import Side
+from cluster.planner.memory import ModelShard
 from cluster.rank_placement import rank_placements
 from cluster.serve.placement import Bundle, group_bundles
 from workers.config import EngineConfig
 
 
-def describe(name: str, config: EngineConfig, sides: list[Side]) -> str:
+def describe(name: str, config: EngineConfig, shards: list[ModelShard]) -> str:
     """Every rank with its device, weights and KV; the bundles Ray is asked for; what the KV pools may take."""
     from verifier.hidden_states import max_buffered_states
 
@@ -22,7 +22,7 @@ def describe(name: str, config: EngineConfig, sides: list[Side]) -> str:
         _row("rank", "role", "bundle", "device", "weights", "KV per token"),
     ]
     for placement in rank_placements(config):
-        side = sides[placement.rank >= config.tensor_parallel_size]
+        shard = shards[placement.rank >= config.tensor_parallel_size]
         device = (
             f"gpu {placement.bundle}" + (" (shared)" if placement.is_shared else "")
             if config.device == "cuda"
@@ -34,14 +34,14 @@ def describe(name: str, config: EngineConfig, sides: list[Side]) -> str:
                 placement.role,
                 placement.bundle,
                 device,
-                bytes_text(side.weight_bytes),
-                bytes_text(side.token_bytes),
+                bytes_text(shard.weight_bytes),
+                bytes_text(shard.token_bytes),
             )
         )
     bundles = group_bundles(config)
     per_request = config.pages_for(config.max_model_len)
     pages = config.num_pages or 1 + config.max_num_seqs * per_request
-    kv_bytes = [pages * config.page_size * side.token_bytes for side in sides]
+    kv_bytes = [pages * config.page_size * shard.token_bytes for shard in shards]
     lines += [
         "",
         f"bundles  {len(bundles)}, STRICT_PACK (all on one node): " + ", ".join(map(_bundle_text, bundles)),
@@ -50,9 +50,9 @@ def describe(name: str, config: EngineConfig, sides: list[Side]) -> str:
         + f"{pages} pages take {bytes_text(kv_bytes[0])} per verifier rank"
         + (f" and {bytes_text(kv_bytes[1])} per drafter rank" if len(kv_bytes) > 1 else ""),
     ]
-    lines.append(f"logits   of a full step take up to {bytes_text(sides[0].logits_bytes)} on each verifier")
-    if sides[0].state_bytes:
-        waiting = max_buffered_states(config) * sides[0].state_bytes
+    lines.append(f"logits   of a full step take up to {bytes_text(shards[0].logits_bytes)} on each verifier")
+    if shards[0].state_bytes:
+        waiting = max_buffered_states(config) * shards[0].state_bytes
         lines.append(f"states   of tokens that wait for the drafter take up to {bytes_text(waiting)} on verifier 0")
     if config.device == "cpu" and config.dtype == "float32":
         lines.append(

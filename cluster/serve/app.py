@@ -47,7 +47,7 @@ from cluster.serve.nodes import may_grow, nodes_of_cluster
 from cluster.serve.placement import REPLICA_CPUS, gpus_for, group_bundles, lacking, no_node_holds
 from cluster.serve.progress import Progress, forget, tell, told
 from cluster.serve.signals import StopSignals
-from cluster.serve.worker_group import Gang
+from cluster.serve.worker_group import WorkerGroup
 from cluster.system.listening import base_url, check_port, listening_socket
 from cluster.system.processes import descendants, is_running, name_of, wait_gone
 from secateur.api_keys import check_api_keys
@@ -96,14 +96,14 @@ class Replica:
         self._config, self._tokenizer = await asyncio.to_thread(with_tokenizer, self._args, config)
         await asyncio.to_thread(fetch_weights, self._args, self._config)
         self._tokenizing = TokenizerPool(self._tokenizer)
-        self._gang = Gang(self._config, self._client, on_death=self._engine_died)
+        self._worker_group = WorkerGroup(self._config, self._client, on_death=self._engine_died)
         self._serving = False
         self._tokenizing.begin()  # while the ranks import torch
         try:
-            await self._gang.start(ray.util.get_current_placement_group())
+            await self._worker_group.start(ray.util.get_current_placement_group())
             await self._tokenizing.ready()
         except BaseException:
-            self._gang.close()
+            self._worker_group.close()
             await self._tokenizing.close()
             raise
         self._serving = True
@@ -114,7 +114,7 @@ class Replica:
             self._args, self._config, self._client, self._tokenizer, self._tokenizing, replica=replica
         )
         app = create_app(service, echo_request_id=False)
-        app.add_middleware(GoneClients)
+        app.add_middleware(ClientDisconnects)
         return app
 
     async def check_health(self) -> None:
@@ -126,7 +126,7 @@ class Replica:
         ok, reason = self._client.health()
         if not ok:
             if self._serving and self._client.dead is None:
-                self._gang.close()
+                self._worker_group.close()
                 self._engine_died(reason)
             raise RuntimeError(reason)
         ok, reason = self._tokenizing.health()
@@ -134,7 +134,7 @@ class Replica:
             raise RuntimeError(reason)
 
     async def __del__(self) -> None:
-        self._gang.close()
+        self._worker_group.close()
         await self._tokenizing.close()
         await self._client.close()
 
@@ -146,7 +146,7 @@ class Replica:
             asyncio.get_running_loop().call_later(EXIT_GRACE_S, os._exit, 1)
 
 
-class GoneClients:
+class ClientDisconnects:
     """Says of a client that left what ASGI has for it.
 
     Serve's proxy cancels the request, and with it the call that waits for the client's next message. When that is

@@ -46,10 +46,10 @@ def middlewares(protocol: str = "cluster.http.limits:LimitedProtocol") -> list[M
     Serve leaves the choice of a protocol to uvicorn, and uvicorn to this table.
     """
     HTTP_PROTOCOLS.update(auto=protocol, httptools=protocol)
-    return [Middleware(PlainErrors)]
+    return [Middleware(OpenAIErrors)]
 
 
-class PlainErrors:
+class OpenAIErrors:
     """Answers in OpenAI's shape where Serve would answer in plain text, not at all, or only after minutes.
 
     No application, or none of its replicas ready yet: 503 with Retry-After and a reason. A replica that ends before it
@@ -69,7 +69,7 @@ class PlainErrors:
         if (absent := self._absence()) is not None:
             await _refuse(503, absent)(scope, receive, _with_id(send, scope))
             return
-        answer, is_ready = _Answer(send), self._is_ready()
+        answer, is_ready = _ResponseRewriter(send), self._is_ready()
         if is_ready:
             await self._ask(scope, receive, answer)
         else:
@@ -78,7 +78,7 @@ class PlainErrors:
             why = "the replica ended before it answered" if is_ready else "the service is starting"
             await _refuse(503, f"{why}; try again later")(scope, receive, _with_id(send, scope))
 
-    async def _ask(self, scope: Scope, receive: Receive, answer: _Answer) -> None:
+    async def _ask(self, scope: Scope, receive: Receive, answer: _ResponseRewriter) -> None:
         try:
             await self._app(scope, receive, answer.send)
         except UnicodeDecodeError as error:  # Serve reads some headers as UTF-8
@@ -93,7 +93,7 @@ class PlainErrors:
             refusal = _refuse(500, "internal error; see the log of Serve's proxy")
             await refusal(scope, receive, _with_id(answer.send, scope))
 
-    async def _ask_briefly(self, scope: Scope, receive: Receive, answer: _Answer) -> None:
+    async def _ask_briefly(self, scope: Scope, receive: Receive, answer: _ResponseRewriter) -> None:
         """As long as it takes if an answer begins within HOLD_S, else gives up."""
         asking = asyncio.ensure_future(self._ask(scope, receive, answer))
         beginning = asyncio.ensure_future(answer.started.wait())
@@ -121,7 +121,7 @@ class PlainErrors:
         return ready
 
 
-class _Answer:
+class _ResponseRewriter:
     """One answer on its way: knows whether it has begun, and rewrites Serve's own errors."""
 
     def __init__(self, send: Send) -> None:

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 _WATCH_PERIOD_S = 1.0
 
 
-class Gang:
+class WorkerGroup:
     """All ranks of one engine, placed in the bundles of the replica's placement group.
 
     They are this process's children in Ray's sense: if it dies, however, they are gone too (0.1 s after a SIGKILL).
@@ -65,7 +65,7 @@ class Gang:
         runs = [worker.run.remote(store, front if rank == 0 else None) for rank, worker in enumerate(self._workers)]
         tell("loading the model")
         loop = asyncio.get_running_loop()
-        threading.Thread(target=self._watch, args=(runs, loop), name="gang-watch", daemon=True).start()
+        threading.Thread(target=self._watch, args=(runs, loop), name="worker-group-watch", daemon=True).start()
         await self._client.wait_ready(START_TIMEOUT_S)
 
     def close(self) -> None:

@@ -279,7 +279,7 @@ def bench_serve(
     texts = read_prompts(prompts, min(plan.num_requests, MAX_PROMPTS))
     name = model if base_url else None
     try:
-        from cluster.bench.load import run
+        from cluster.bench.serve import run
 
         report = run(args, plan, texts, output, _say, base_url=base_url, api_key=api_key, model=name, cache=cache)
     except ModuleNotFoundError as error:  # only a service of our own needs more than the client's packages

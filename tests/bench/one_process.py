@@ -40,8 +40,7 @@ import torch
 
 from cluster.bench.setup import scaled, workload
 from cluster.bench.speed import drafter_of
-from secateur.bench import Contestant as Name
-from secateur.bench import SpeedPlan, TargetSize
+from secateur.bench import ContestantName, SpeedPlan, TargetSize
 from secateur.config import EngineArgs
 from secateur.prompts import BUNDLED_PROMPTS, read_prompts
 from tests.support.engine_here import EngineHere, Pair, engine_here
@@ -50,7 +49,7 @@ from workers.gc_freeze import freeze_start_up
 from workers.types import Constraints, SamplingParams
 
 OFF = Speculation(enabled=False)
-SHAPES: tuple[Name, ...] = ("chain", "static", "auto")
+SHAPES: tuple[ContestantName, ...] = ("chain", "static", "auto")
 
 
 @dataclass
@@ -101,7 +100,7 @@ def race(seats: list[Seat], prompts: list[list[int]], num_tokens: int, sampling:
 class Contest:
     """A shape: two engines that can speculate, and one that cannot. turns: numbers that none of them has seen."""
 
-    def __init__(self, name: Name, engines: list[EngineHere], turns: Iterator[int]) -> None:
+    def __init__(self, name: ContestantName, engines: list[EngineHere], turns: Iterator[int]) -> None:
         self.name = name
         self._engines = engines
         self._turns = turns
@@ -138,7 +137,7 @@ def measure(args: argparse.Namespace) -> dict[Cell, dict[str, list[Ratios]]]:
         assert config.draft is not None
         pair = Pair.load(config.model_path, config.draft.model_path)
 
-        def engine(name: Name) -> EngineHere:
+        def engine(name: ContestantName) -> EngineHere:
             assert config.draft is not None
             own = replace(config, draft=drafter_of(name, config.draft, SpeedPlan.throughput()))
             return stack.enter_context(engine_here(own, pair))
@@ -187,7 +186,7 @@ def _error_of_median(values: list[float]) -> float:
     return math.sqrt(math.pi / 2 / len(values)) * deviation
 
 
-def head(shapes: Sequence[Name]) -> str:
+def head(shapes: Sequence[ContestantName]) -> str:
     cells = ("T", "requests", "rounds", "ms per token, off", *shapes, "no drafter")
     return f"| {' | '.join(cells)} |\n{'|---' * len(cells)}|"
 

@@ -23,18 +23,18 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from cluster.bench.runner import Frame, Runner
-from cluster.planner.acceptance import curve
-from cluster.planner.costs import Costs
+from cluster.bench.runner import Runner, StatsSnapshot
+from cluster.planner.acceptance import acceptance_curve
+from cluster.planner.cost_model import CostModel
 from cluster.planner.fit import fit
-from cluster.planner.fleet import SPREAD, Fleet, Load, Replica, simulate
-from cluster.planner.outlook import hardware_name
+from cluster.planner.fleet import SPREAD, Fleet, Load, ReplicaSpec, simulate
+from cluster.planner.forecast import hardware_name
 from cluster.planner.profile import (
-    Cell,
-    Grid,
+    ProfileCell,
+    ProfileGrid,
     Profiler,
-    Prompts,
-    Sample,
+    StepSample,
+    UniquePrompts,
     accepted,
     decoding_steps,
     profiled,
@@ -58,19 +58,19 @@ class Seen:
     tokens_per_step: float
 
 
-def unseen(grid: Grid) -> list[Cell]:
+def unseen(grid: ProfileGrid) -> list[ProfileCell]:
     """Between the profiled ones in every respect; the last without speculation."""
     low, high = grid.contexts[0], grid.contexts[-1]
     most = grid.requests[-1]
     return [
-        Cell(requests=max(2, 3 * most // 4), nodes=12, context=(low + high) // 2),
-        Cell(requests=2 if 2 not in grid.requests else 3, nodes=6, context=low + (high - low) // 4),
-        Cell(requests=max(2, 3 * most // 4), nodes=3, context=low + (high - low) * 3 // 4),
-        Cell(requests=max(2, 3 * most // 4), nodes=0, context=low + (high - low) // 3),
+        ProfileCell(requests=max(2, 3 * most // 4), nodes=12, context=(low + high) // 2),
+        ProfileCell(requests=2 if 2 not in grid.requests else 3, nodes=6, context=low + (high - low) // 4),
+        ProfileCell(requests=max(2, 3 * most // 4), nodes=3, context=low + (high - low) * 3 // 4),
+        ProfileCell(requests=max(2, 3 * most // 4), nodes=0, context=low + (high - low) // 3),
     ]
 
 
-def measure(runner: Runner, cell: Cell, texts: Prompts) -> Seen:
+def measure(runner: Runner, cell: ProfileCell, texts: UniquePrompts) -> Seen:
     asked = [texts.take(cell.prompt) for _ in range(BATCHES_PER_RUN * cell.requests)]
     frames = watch(runner, asked, cell.nodes, cell.output, concurrency=cell.requests)
     tokens = len(asked) * cell.output
@@ -82,17 +82,17 @@ def measure(runner: Runner, cell: Cell, texts: Prompts) -> Seen:
     )
 
 
-def full_steps(frames: list[Frame], cell: Cell) -> list[Sample]:
+def full_steps(frames: list[StatsSnapshot], cell: ProfileCell) -> list[StepSample]:
     """The steps of the first batch, before the next joins."""
     done = [i for i, frame in enumerate(frames) if frame.stats.requests_finished > frames[0].stats.requests_finished]
     return decoding_steps(frames[: done[0]], cell)
 
 
-def predict(table: CostTable, config: EngineConfig, cell: Cell) -> Seen:
+def predict(table: CostTable, config: EngineConfig, cell: ProfileCell) -> Seen:
     assert table.acceptance is not None and config.draft is not None
-    gained = curve(table.acceptance, config.draft, 0.0, cell.context)
-    costs = Costs(table)
-    replica = Replica(
+    gained = acceptance_curve(table.acceptance, config.draft, 0.0, cell.context)
+    costs = CostModel(table)
+    replica = ReplicaSpec(
         costs=costs,
         accepted=gained,
         nodes_by_batch=[0, *[cell.nodes] * cell.requests],
@@ -106,7 +106,7 @@ def predict(table: CostTable, config: EngineConfig, cell: Cell) -> Seen:
     )
 
 
-def closed_loop(cell: Cell, replica: Replica, seed: int) -> Fleet:
+def closed_loop(cell: ProfileCell, replica: ReplicaSpec, seed: int) -> Fleet:
     """As many clients as requests at a time. One that has its answer asks again at once, but the engine's next step has
     begun by then: the request joins the one after. Each simulation puts at least one more arrival right."""
     count = BATCHES_PER_RUN * cell.requests
@@ -120,11 +120,11 @@ def closed_loop(cell: Cell, replica: Replica, seed: int) -> Fleet:
         load = load._replace(arrival_J=arrival_J)
 
 
-def run(config: EngineConfig, grid: Grid, rounds: int) -> tuple[CostTable, list[dict[str, object]]]:
+def run(config: EngineConfig, grid: ProfileGrid, rounds: int) -> tuple[CostTable, list[dict[str, object]]]:
     cells, texts = unseen(grid), prompts(50)
-    seen: dict[Cell, list[Seen]] = {cell: [] for cell in cells}
+    seen: dict[ProfileCell, list[Seen]] = {cell: [] for cell in cells}
     # What is predicted continues other texts than what was profiled.
-    known, new = Prompts(texts[::2]), Prompts(texts[1::2])
+    known, new = UniquePrompts(texts[::2]), UniquePrompts(texts[1::2])
     with Runner(config) as runner:
         profiler = Profiler(runner, grid, known, temperature=0.0)
         profiler.warm_up()
@@ -190,7 +190,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         cache = args.cache or Path(folder)
         config = engine(args.target_cost, args.device, args.max_batch, args.contexts[1] + 128, cache)
-        grid = replace(Grid.of(config), contexts=tuple(args.contexts))
+        grid = replace(ProfileGrid.of(config), contexts=tuple(args.contexts))
         table, rows = run(config, grid, args.rounds)
     seconds = time.perf_counter() - began
     name, date = args.target_cost or "bundled", datetime.date.today().isoformat()

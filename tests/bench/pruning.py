@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tests.support.engines import Answer, Job, Runner, bundled, prompts, pruned
+from tests.support.engines import GeneratedAnswer, GenerationJob, Runner, bundled, prompts, pruned
 from workers.comm.ipc import Speculation
 
 THRESHOLDS = (0.0, 0.05, 0.1, 0.2, 0.4, 0.7, 1.0)
@@ -20,7 +20,7 @@ class Row(NamedTuple):
     """One setting's outcome over all prompts."""
 
     speculation: Speculation
-    answers: list[Answer]
+    answers: list[GeneratedAnswer]
 
     @property
     def verified_per_token(self) -> float:
@@ -50,7 +50,7 @@ def sweep(name: str, num_prompts: int = 20, thresholds: tuple[float, ...] = THRE
         rows = []
         for threshold in thresholds:
             speculation = Speculation(**{name: threshold})
-            jobs = [Job(prompt=prompt, speculation=speculation) for prompt in prompts(num_prompts)]
+            jobs = [GenerationJob(prompt=prompt, speculation=speculation) for prompt in prompts(num_prompts)]
             rows.append(Row(speculation, runner.run(jobs, concurrency=4)))
         return rows
 

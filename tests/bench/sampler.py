@@ -27,7 +27,7 @@ import torch
 
 from cluster.bench.scaled import ScaledPair, scaled_pair
 from secateur.bench import TargetSize
-from tests.support.engines import DYNAMIC, Job, Runner, bundled, prompts
+from tests.support.engines import DYNAMIC, GenerationJob, Runner, bundled, prompts
 from workers.comm.ipc import Speculation
 from workers.config import AcceptanceConfig, EngineConfig
 from workers.types import SamplingParams
@@ -86,7 +86,7 @@ def _round(runner: Runner, temperature: float, number: int, asked: list[list[int
         first = (number + i) % len(ways)
         for way, speculation in ways[first:] + ways[:first]:
             sampling = SamplingParams(temperature=temperature, seed=number)
-            job = Job(prompt=prompt, max_tokens=NUM_TOKENS, sampling=sampling, speculation=speculation)
+            job = GenerationJob(prompt=prompt, max_tokens=NUM_TOKENS, sampling=sampling, speculation=speculation)
             steps_before, began = runner.stats.steps, time.perf_counter()
             (answer,) = runner.run([job])
             seconds[way] += time.perf_counter() - began

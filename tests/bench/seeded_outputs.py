@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.end_to_end.test_methods import METHODS, some_prompts
-from tests.support.engines import AUTO, CHAIN, DYNAMIC, STATIC, Job, Runner, bundled, prompts, pruned
+from tests.support.engines import AUTO, CHAIN, DYNAMIC, STATIC, GenerationJob, Runner, bundled, prompts, pruned
 from workers.config import AcceptanceConfig, EngineConfig
 from workers.types import Constraints, SamplingParams
 
@@ -77,8 +77,8 @@ def record(num_prompts: int) -> Record:
     return found
 
 
-def _job(prompt: list[int], params: SamplingParams) -> Job:
-    return Job(prompt=prompt, max_tokens=NUM_TOKENS, sampling=params)
+def _job(prompt: list[int], params: SamplingParams) -> GenerationJob:
+    return GenerationJob(prompt=prompt, max_tokens=NUM_TOKENS, sampling=params)
 
 
 def differences(before: Record, after: Record) -> list[str]:

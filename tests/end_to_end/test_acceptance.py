@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from tests.support.engines import CHAIN, DYNAMIC, Job, Runner, bundled, prompts
+from tests.support.engines import CHAIN, DYNAMIC, GenerationJob, Runner, bundled, prompts
 from workers.comm.ipc import Speculation
 
 
 def acceptance_length(runner: Runner, num_tokens: int | None = None) -> float:
     """Greedy tokens per verification that had drafts, 1 + accepted / drafts, over held-out prompts."""
-    jobs = [Job(prompt=prompt, speculation=Speculation(num_speculative_tokens=num_tokens)) for prompt in prompts(25)]
+    jobs = [
+        GenerationJob(prompt=prompt, speculation=Speculation(num_speculative_tokens=num_tokens))
+        for prompt in prompts(25)
+    ]
     stats = [answer.stats for answer in runner.run(jobs, concurrency=4)]
     return 1 + sum(s.num_accepted_tokens for s in stats) / sum(s.num_drafts for s in stats)
 

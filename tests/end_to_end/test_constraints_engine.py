@@ -15,7 +15,17 @@ import pytest
 import torch
 
 from tests.support import oracles
-from tests.support.engines import BUNDLED, CHAIN, DYNAMIC, STATIC, Job, Runner, bundled, prompts, transformers_greedy
+from tests.support.engines import (
+    BUNDLED,
+    CHAIN,
+    DYNAMIC,
+    STATIC,
+    GenerationJob,
+    Runner,
+    bundled,
+    prompts,
+    transformers_greedy,
+)
 from workers.comm.ipc import Speculation
 from workers.config import EngineConfig
 from workers.sampling.sampler import draw
@@ -92,10 +102,10 @@ def constraints(kind: str, free: list[int]) -> Constraints:
             return Constraints()
 
 
-def jobs(sampling: str) -> list[Job]:
+def jobs(sampling: str) -> list[GenerationJob]:
     """Every prompt under every kind of constraint."""
     return [
-        Job(
+        GenerationJob(
             prompt=prompt,
             max_tokens=NUM_TOKENS,
             sampling=replace(SAMPLINGS[sampling], constraints=constraints(kind, free)),
@@ -116,7 +126,7 @@ def truth(sampling: str) -> list[list[int]]:
 
 
 @torch.inference_mode()
-def plain(model: torch.nn.Module, job: Job) -> list[int]:
+def plain(model: torch.nn.Module, job: GenerationJob) -> list[int]:
     end_token_ids = () if job.ignore_eos else ends()
     batch = SamplingBatch.stack([job.sampling])
     prompt, output = tuple(job.prompt), ()
@@ -156,7 +166,7 @@ def rejecting() -> Iterator[Runner]:
         yield running
 
 
-def under_rejection(sampling: str) -> list[Job]:
+def under_rejection(sampling: str) -> list[GenerationJob]:
     return [replace(job, speculation=Speculation(acceptance="rejection")) for job in jobs(sampling)]
 
 

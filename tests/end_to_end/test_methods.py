@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support import checkpoints
-from tests.support.engines import BUNDLED, Answer, Job, Runner, bundled, prompts
+from tests.support.engines import BUNDLED, GeneratedAnswer, GenerationJob, Runner, bundled, prompts
 from workers.comm.ipc import Speculation
 from workers.config import AcceptanceConfig, DraftConfig, EngineConfig, TreeConfig
 from workers.types import SamplingParams
@@ -101,7 +101,7 @@ def some_prompts(runner: Runner) -> list[list[int]]:
     return [[rng.randrange(64) for _ in range(length)] for length in (1, 17, 40)]
 
 
-def acceptance_length(answers: list[Answer]) -> float:
+def acceptance_length(answers: list[GeneratedAnswer]) -> float:
     drafts = sum(answer.stats.num_drafts for answer in answers)
     return 1 + sum(answer.stats.num_accepted_tokens for answer in answers) / max(1, drafts)
 
@@ -109,7 +109,7 @@ def acceptance_length(answers: list[Answer]) -> float:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_tokens_are_those_without_speculation(runner: Runner, temperature: float) -> None:
     jobs = [
-        Job(prompt=prompt, max_tokens=32, sampling=SamplingParams(temperature=temperature, seed=seed))
+        GenerationJob(prompt=prompt, max_tokens=32, sampling=SamplingParams(temperature=temperature, seed=seed))
         for seed, prompt in enumerate(some_prompts(runner))
     ]
     plain = runner.run([replace(job, speculation=OFF) for job in jobs])
@@ -123,7 +123,8 @@ def test_tokens_are_those_without_speculation(runner: Runner, temperature: float
 def test_how_the_service_samples_its_drafts_reaches_the_drafter() -> None:
     """Trees of other draws, and so other texts: hybrid nodes keep all their children but the last from being drawn."""
     jobs = [
-        Job(prompt=prompt, max_tokens=24, sampling=SamplingParams(seed=seed)) for seed, prompt in enumerate(prompts(3))
+        GenerationJob(prompt=prompt, max_tokens=24, sampling=SamplingParams(seed=seed))
+        for seed, prompt in enumerate(prompts(3))
     ]
     texts = {}
     for how in ("probabilistic", "hybrid"):

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.engines import CHAIN, DYNAMIC, Answer, Job, Runner, bundled, prompts
+from tests.support.engines import CHAIN, DYNAMIC, GeneratedAnswer, GenerationJob, Runner, bundled, prompts
 from workers.comm.ipc import Speculation
 from workers.config import DraftConfig
 from workers.types import Constraints, SamplingParams
@@ -50,7 +50,7 @@ FEW = ("dynamic", "n-gram", "dynamic, TP 2")
 def test_each_of_a_mixed_batch_gets_what_it_gets_alone(engine):
     texts = prompts(len(KINDS))
     jobs = [
-        Job(prompt=prompt[: 60 + 10 * i], max_tokens=32, sampling=sampling, speculation=speculation)
+        GenerationJob(prompt=prompt[: 60 + 10 * i], max_tokens=32, sampling=sampling, speculation=speculation)
         for i, (prompt, (sampling, speculation)) in enumerate(zip(texts, KINDS.values(), strict=False))
     ]
     with Runner(ENGINES[engine]()) as runner:
@@ -63,7 +63,7 @@ def test_each_of_a_mixed_batch_gets_what_it_gets_alone(engine):
         assert len(one.logprobs) == (0 if job.sampling.num_logprobs is None else len(one.tokens)), kind
 
 
-def _assert_same_logprobs(other: Answer, one: Answer) -> None:
+def _assert_same_logprobs(other: GeneratedAnswer, one: GeneratedAnswer) -> None:
     for a, b in zip(other.logprobs, one.logprobs, strict=True):
         assert a.logprob == pytest.approx(b.logprob, abs=1e-3)
         assert [value for _, value in a.top] == pytest.approx([value for _, value in b.top], abs=1e-3)

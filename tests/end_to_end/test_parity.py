@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.support.engines import CHAIN, DYNAMIC, STATIC, Job, Runner, bundled, prompts, transformers_greedy
+from tests.support.engines import CHAIN, DYNAMIC, STATIC, GenerationJob, Runner, bundled, prompts, transformers_greedy
 from workers.comm.ipc import Speculation
 from workers.types import SamplingParams
 
@@ -72,9 +72,9 @@ def seeded_truth(some_prompts: list[list[int]]) -> list[list[int]]:
         return [answer.tokens for answer in plain.run(seeded_jobs(some_prompts))]
 
 
-def seeded_jobs(some_prompts: list[list[int]]) -> list[Job]:
+def seeded_jobs(some_prompts: list[list[int]]) -> list[GenerationJob]:
     return [
-        Job(prompt=prompt, max_tokens=NUM_TOKENS // 2, sampling=sampling)
+        GenerationJob(prompt=prompt, max_tokens=NUM_TOKENS // 2, sampling=sampling)
         for prompt in some_prompts[:6]
         for sampling in SEEDED
     ]
@@ -84,7 +84,7 @@ def seeded_jobs(some_prompts: list[list[int]]) -> list[Job]:
 def test_greedy_tokens_equal_transformers_generate(
     runner: Runner, some_prompts: list[list[int]], truth: list[list[int]], concurrency: int
 ) -> None:
-    jobs = [Job(prompt=prompt, max_tokens=NUM_TOKENS) for prompt in some_prompts]
+    jobs = [GenerationJob(prompt=prompt, max_tokens=NUM_TOKENS) for prompt in some_prompts]
     answers = runner.run(jobs, concurrency)
     assert [answer.tokens for answer in answers] == truth
     if runner.config.draft is not None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.engines import CHAIN, DYNAMIC, Job, Runner, bundled, prompts
+from tests.support.engines import CHAIN, DYNAMIC, GenerationJob, Runner, bundled, prompts
 from tests.support.fakes import Bench, RandomLanguage
 from workers.comm.ipc import Speculation, TokenChunk
 from workers.config import DraftConfig, EngineConfig, TreeConfig
@@ -273,7 +273,7 @@ def test_a_real_engine_short_of_pages_says_the_same(engine):
         SamplingParams(temperature=0.8, top_p=0.9, constraints=Constraints(frequency_penalty=0.5)),
     ]
     jobs = [
-        Job(
+        GenerationJob(
             prompt=prompt[:100],
             max_tokens=40 + 8 * (i % 5),
             sampling=replace(samplings[i % 3], seed=i),

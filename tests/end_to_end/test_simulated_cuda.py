@@ -22,7 +22,7 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("runs on the GPU in gpu/", allow_module_level=True)
 
-from cluster.bench.runner import Job, Runner
+from cluster.bench.runner import GenerationJob, Runner
 from drafter import worker as drafter_worker
 from drafter.proposers.ngram import NgramProposer
 from drafter.tree.policy import make_tree_policy
@@ -356,7 +356,8 @@ def test_processes_that_split_their_models_give_the_tokens_of_a_cpu(
     draft = replace(config.draft, tensor_parallel_size=draft_tp, placement=placement)  # type: ignore[arg-type]
     split = replace(config, tensor_parallel_size=tp, draft=draft, step_timeout_s=300.0)
     work = [
-        Job(prompt=job.prompt, max_tokens=job.max_tokens, sampling=job.sampling) for job in jobs(COUPLED, "coupled")
+        GenerationJob(prompt=job.prompt, max_tokens=job.max_tokens, sampling=job.sampling)
+        for job in jobs(COUPLED, "coupled")
     ]
     with Runner(replace(config, device="cpu")) as on_cpu:
         expected = [answer.tokens for answer in on_cpu.run(work, concurrency=2)]

@@ -19,7 +19,7 @@ from tests.support.engines import (
     CHAIN,
     DYNAMIC,
     STATIC,
-    Job,
+    GenerationJob,
     Runner,
     bundled,
     prompts,
@@ -54,7 +54,7 @@ def truth() -> list[list[int]]:
     "tree", [None, CHAIN, STATIC, DYNAMIC, AUTO], ids=["off", "chain", "static", "dynamic", "auto"]
 )
 def test_greedy_tokens_equal_transformers_generate(tree: TreeConfig | None, truth: list[list[int]]) -> None:
-    jobs = [Job(prompt=prompt, max_tokens=NUM_TOKENS) for prompt in prompts(12)]
+    jobs = [GenerationJob(prompt=prompt, max_tokens=NUM_TOKENS) for prompt in prompts(12)]
     with Runner(on_cuda(tree)) as runner:
         for concurrency in (1, 8):
             assert [answer.tokens for answer in runner.run(jobs, concurrency)] == truth
@@ -63,14 +63,14 @@ def test_greedy_tokens_equal_transformers_generate(tree: TreeConfig | None, trut
 @pytest.mark.parametrize("options", [{"enforce_eager": True}, {"kernels": "torch"}], ids=["eager", "torch"])
 def test_neither_graphs_nor_kernels_change_a_token(options: dict[str, object], truth: list[list[int]]) -> None:
     """Above they are Triton's, replayed from graphs."""
-    jobs = [Job(prompt=prompt, max_tokens=NUM_TOKENS) for prompt in prompts(12)]
+    jobs = [GenerationJob(prompt=prompt, max_tokens=NUM_TOKENS) for prompt in prompts(12)]
     with Runner(on_cuda(DYNAMIC, **options)) as runner:
         assert [answer.tokens for answer in runner.run(jobs, concurrency=8)] == truth
 
 
 def test_seeded_tokens_do_not_depend_on_speculation() -> None:
     sampling = SamplingParams(temperature=1.0, top_p=0.9, seed=5)
-    jobs = [Job(prompt=prompt, sampling=sampling) for prompt in prompts(12)]
+    jobs = [GenerationJob(prompt=prompt, sampling=sampling) for prompt in prompts(12)]
     with Runner(on_cuda(None)) as plain, Runner(on_cuda(DYNAMIC)) as drafted:
         alone = [answer.tokens for answer in plain.run(jobs)]
         assert [answer.tokens for answer in drafted.run(jobs, concurrency=8)] == alone
@@ -89,7 +89,7 @@ def test_nccl_carries_the_same_tokens(
     config = on_cuda(tree, num_pages=1000)
     assert config.draft is not None
     config = replace(config, draft=replace(config.draft, placement="dedicated"))
-    jobs = [Job(prompt=prompt, max_tokens=NUM_TOKENS) for prompt in prompts(12)]
+    jobs = [GenerationJob(prompt=prompt, max_tokens=NUM_TOKENS) for prompt in prompts(12)]
     with Runner(config) as runner:
         assert [answer.tokens for answer in runner.run(jobs, concurrency=8)] == truth
 
@@ -97,7 +97,7 @@ def test_nccl_carries_the_same_tokens(
 @needs_two
 @pytest.mark.parametrize("draft_tp", [1, 2])
 def test_two_gpus_give_the_tokens_of_one(draft_tp: int, truth: list[list[int]]) -> None:
-    jobs = [Job(prompt=prompt, max_tokens=NUM_TOKENS) for prompt in prompts(12)]
+    jobs = [GenerationJob(prompt=prompt, max_tokens=NUM_TOKENS) for prompt in prompts(12)]
     with Runner(on_cuda(DYNAMIC, tp=2, draft_tp=draft_tp)) as runner:
         assert [answer.tokens for answer in runner.run(jobs, concurrency=8)] == truth
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from cluster.bench import acceptance
-from cluster.bench.report import Key, Table, render
-from cluster.bench.rows import ACCEPTANCES, Row
+from cluster.bench.acceptance_report import AcceptanceResults, RowKey, render
+from cluster.bench.acceptance_rows import ACCEPTANCES, AcceptanceRow
 from cluster.bench.sequoia import acceptance_table, best_tree, expected_accepted
 from cluster.engine_client import EngineDead
 from secateur import cli
@@ -72,7 +72,7 @@ def test_later_ranks_share_what_the_first_misses_at_every_depth() -> None:
 # -- the report ------------------------------------------------------------------------------------------------------
 
 
-def row(tree: str, kind: str, lengths: list[float], **changes: object) -> Row:
+def row(tree: str, kind: str, lengths: list[float], **changes: object) -> AcceptanceRow:
     settings: dict[str, object] = {
         "method": "eagle3",
         "num_speculative_tokens": 16,
@@ -93,7 +93,9 @@ def row(tree: str, kind: str, lengths: list[float], **changes: object) -> Row:
         "num_tokens": 99,
     }
     mean = sum(lengths) / len(lengths)
-    return Row(tree=tree, acceptance=kind, acceptance_length=mean, acceptance_lengths=lengths, **settings | changes)  # type: ignore[arg-type]
+    return AcceptanceRow(
+        tree=tree, acceptance=kind, acceptance_length=mean, acceptance_lengths=lengths, **settings | changes
+    )  # type: ignore[arg-type]
 
 
 ROWS = [
@@ -109,15 +111,15 @@ ROWS = [
 
 
 def test_draft_probabilities_are_credited_with_the_better_rule() -> None:
-    assert Table(ROWS).gain("dynamic", 1.0, 16) == pytest.approx(2.0)
-    assert Table(ROWS).gain("chain", 1.0, 16) is None
+    assert AcceptanceResults(ROWS).gain("dynamic", 1.0, 16) == pytest.approx(2.0)
+    assert AcceptanceResults(ROWS).gain("chain", 1.0, 16) is None
 
 
 def test_differences_are_paired_by_prompt_and_against_the_own_chain() -> None:
-    ahead = Table(ROWS).ahead("chain", "coupled", 1.0, 16)
+    ahead = AcceptanceResults(ROWS).ahead("chain", "coupled", 1.0, 16)
     assert ahead is not None and ahead.mean == pytest.approx(1.005) and ahead.error == pytest.approx(0.005)
-    assert ahead.sign == 1 and Key("chain", "coupled", 16, 1.0, is_full=True) in Table(ROWS).by_key
-    even = Table(ROWS).ahead("static", "coupled", 1.0, 16)
+    assert ahead.sign == 1 and RowKey("chain", "coupled", 16, 1.0, is_full=True) in AcceptanceResults(ROWS).by_key
+    even = AcceptanceResults(ROWS).ahead("static", "coupled", 1.0, 16)
     assert even is not None and even.sign == 0
 
 
@@ -131,7 +133,7 @@ def test_the_report_says_what_pruning_saves_and_keeps() -> None:
 
 
 def run_without_engines(monkeypatch: pytest.MonkeyPatch, output: Path, rows) -> str:
-    monkeypatch.setattr(acceptance._Table, "rows", lambda self: rows())
+    monkeypatch.setattr(acceptance._AcceptanceSweep, "rows", lambda self: rows())
     prompts = read_prompts(BUNDLED_PROMPTS, 2)
     return acceptance.run(EngineArgs.load({"device": "cpu"}), AcceptancePlan.quick(), prompts, output, print)
 
@@ -157,7 +159,7 @@ def test_an_engine_that_dies_leaves_what_was_measured(monkeypatch, tmp_path) -> 
 
     with pytest.raises(EngineDead):
         run_without_engines(monkeypatch, tmp_path, rows)
-    assert [Row(**raw) for raw in written(tmp_path)] == ROWS[:1]
+    assert [AcceptanceRow(**raw) for raw in written(tmp_path)] == ROWS[:1]
 
 
 # -- the command -----------------------------------------------------------------------------------------------------
@@ -247,7 +249,7 @@ def test_help_has_an_example(capsys) -> None:
 @pytest.mark.timeout(600)
 def test_a_quick_run_on_the_bundled_pair(tmp_path, capsys) -> None:
     assert cli.main(["bench", "acceptance", "--quick", "--temperatures", "1", "--output", str(tmp_path)]) == 0
-    rows = [Row(**raw) for raw in written(tmp_path)]
+    rows = [AcceptanceRow(**raw) for raw in written(tmp_path)]
     [report] = tmp_path.glob("*-acceptance.md")
     assert "tokens_per_second is as measured with 4 requests in flight" in report.read_text()
     unpruned = [row for row in rows if row.prune == "off"]

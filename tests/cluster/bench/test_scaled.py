@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from cluster.bench.scaled import scaled_pair, write_target
 from secateur.bench import TargetSize
-from tests.support.engines import BUNDLED, DYNAMIC, Job, Runner, bundled, prompts
+from tests.support.engines import BUNDLED, DYNAMIC, GenerationJob, Runner, bundled, prompts
 from workers.config import DraftConfig, EngineConfig
 from workers.types import SamplingParams
 
@@ -54,7 +54,7 @@ def engine(target: object, head: object) -> EngineConfig:
 def test_the_drafter_of_the_wide_target_proposes_the_same_trees(tmp_path) -> None:
     pair = scaled_pair(BUNDLED / "target", BUNDLED / "eagle3", TargetSize.parse("512x11"), tmp_path, torch.float32)
     jobs = [
-        Job(prompt=prompt, max_tokens=48, sampling=SamplingParams(temperature=temperature, seed=5))
+        GenerationJob(prompt=prompt, max_tokens=48, sampling=SamplingParams(temperature=temperature, seed=5))
         for prompt in prompts(3)
         for temperature in (0.0, 1.0)
     ]

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cluster.bench import load
-from cluster.bench.load import LoadRow, Outcome, row_of
+from cluster.bench import serve
 from cluster.bench.output import stem_of, write_json
+from cluster.bench.serve import LoadRow, RequestResult, row_of
 from cluster.http.tokenizer import Tokenizer
 from secateur import cli
 from secateur.bench import ServePlan
@@ -27,13 +27,13 @@ from tests.support.fake_service import FakeService, fake_service
 PLAN = ServePlan(goodput_ttft_ms=200.0, goodput_tpot_ms=100.0)
 
 
-def outcome(first: float, each: float, tokens: int = 5) -> Outcome:
+def outcome(first: float, each: float, tokens: int = 5) -> RequestResult:
     gaps = [each] * (tokens - 1)
-    return Outcome(num_prompt=7, num_tokens=tokens, first_seconds=first, seconds=first + sum(gaps), gaps=gaps)
+    return RequestResult(num_prompt=7, num_tokens=tokens, first_seconds=first, seconds=first + sum(gaps), gaps=gaps)
 
 
 def test_figures_are_those_of_vllm() -> None:
-    outcomes = [outcome(0.1, 0.05), outcome(0.3, 0.05), outcome(0.1, 0.2), Outcome(error="503")]
+    outcomes = [outcome(0.1, 0.05), outcome(0.3, 0.05), outcome(0.1, 0.2), RequestResult(error="503")]
     row = row_of("speculation", "4 clients", outcomes, 2.0, PLAN)
     assert (row.num_requests, row.num_failed, row.input_tokens, row.output_tokens) == (3, 1, 21, 15)
     assert row.requests_per_second == 1.5 and row.tokens_per_second == 7.5
@@ -52,14 +52,14 @@ def test_percentiles_are_numpys() -> None:
 
 
 def test_chunks_of_several_tokens_count_for_each_of_them() -> None:
-    stream = Outcome(num_prompt=1, num_tokens=9, first_seconds=0.1, seconds=0.5, gaps=[0.2, 0.2])
+    stream = RequestResult(num_prompt=1, num_tokens=9, first_seconds=0.1, seconds=0.5, gaps=[0.2, 0.2])
     row = row_of("m", "l", [stream], 1.0, ServePlan())
     assert row.tpot_ms["p50"] == pytest.approx(50.0) and row.itl_ms["p50"] == pytest.approx(200.0)
 
 
 def test_a_load_without_one_answer_is_an_error_that_tells_why() -> None:
     with pytest.raises(SecateurError, match="none of 2 requests was answered: connection refused"):
-        row_of("m", "l", [Outcome(error="connection refused")] * 2, 1.0, ServePlan())
+        row_of("m", "l", [RequestResult(error="connection refused")] * 2, 1.0, ServePlan())
 
 
 def test_arrivals_follow_the_rate_and_repeat_with_the_seed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,16 +68,16 @@ def test_arrivals_follow_the_rate_and_repeat_with_the_seed(monkeypatch: pytest.M
     async def sleep(seconds: float) -> None:
         waits.append(seconds)
 
-    async def ask(*_: object) -> Outcome:
+    async def ask(*_: object) -> RequestResult:
         return outcome(0.1, 0.1)
 
-    monkeypatch.setattr(load.asyncio, "sleep", sleep)
-    monkeypatch.setattr(load, "_ask", ask)
-    client = load._Client("http://127.0.0.1:1", None, {"seed": 0, "cache_salt": ""})
+    monkeypatch.setattr(serve.asyncio, "sleep", sleep)
+    monkeypatch.setattr(serve, "_ask", ask)
+    client = serve._Client("http://127.0.0.1:1", None, {"seed": 0, "cache_salt": ""})
     asked = [Prompt("a", None)] * 4000
-    assert len(asyncio.run(load._open(client, asked, 50.0, 3))) == 4000
+    assert len(asyncio.run(serve._open(client, asked, 50.0, 3))) == 4000
     first, waits[:] = list(waits), []
-    asyncio.run(load._open(client, asked, 50.0, 3))
+    asyncio.run(serve._open(client, asked, 50.0, 3))
     assert waits == first and np.mean(first) == pytest.approx(1 / 50, rel=0.1)
     assert np.std(first) == pytest.approx(1 / 50, rel=0.1), "as exponential gaps have it"
 
@@ -86,9 +86,9 @@ def test_arrivals_follow_the_rate_and_repeat_with_the_seed(monkeypatch: pytest.M
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
     """What the command would have measured."""
     calls: list[tuple] = []
-    stand_in = types.ModuleType("cluster.bench.load")
+    stand_in = types.ModuleType("cluster.bench.serve")
     stand_in.run = lambda *args, **more: calls.append((args, more)) or "done"  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "cluster.bench.load", stand_in)
+    monkeypatch.setitem(sys.modules, "cluster.bench.serve", stand_in)
     return calls
 
 

@@ -11,10 +11,18 @@ import pytest
 import torch
 
 from cluster.bench import step
-from cluster.bench.contestants import Generate, StepCosts, Timing, Turn, assistant, decoding_steps, load_model
+from cluster.bench.contestants import (
+    StepBreakdown,
+    Timing,
+    TransformersContestant,
+    Turn,
+    assistant,
+    decoding_steps,
+    load_model,
+)
 from cluster.bench.output import stem_of, write_json
 from cluster.bench.plots import STEP_PARTS
-from cluster.bench.runner import Frame, Job
+from cluster.bench.runner import GenerationJob, StatsSnapshot
 from cluster.bench.speed import CHAIN_ACCEPTANCE, STAR_ACCEPTANCE, SpeedRow, row_of
 from secateur import cli
 from secateur.bench import SpeedPlan, StepPlan
@@ -35,11 +43,11 @@ def test_a_run_without_a_row_leaves_nothing_but_what_was_there(tmp_path: Path) -
 # -- which steps count -----------------------------------------------------------------------------------------------
 
 
-def frame(at: float, steps: int, *, prompts: int, tokens: int, running: int = 1, **seconds: float) -> Frame:
+def frame(at: float, steps: int, *, prompts: int, tokens: int, running: int = 1, **seconds: float) -> StatsSnapshot:
     stats = EngineStats(steps=steps, prompt_tokens=prompts, generation_tokens=tokens, num_running=running)
     for name, value in seconds.items():
         setattr(stats, f"{name}_seconds", value)
-    return Frame(at, stats)
+    return StatsSnapshot(at, stats)
 
 
 def test_neither_a_prompt_nor_the_step_that_feeds_it_to_the_drafter_counts() -> None:
@@ -72,8 +80,8 @@ def turn(seconds_per_token: float, tokens: list[int], **steps: float) -> Turn:
     seconds = 1.0 + seconds_per_token * (len(tokens) - 1)
     costs = None
     if steps:
-        zero = dict.fromkeys(StepCosts.__slots__, 0.0)
-        costs = StepCosts(**zero | steps)  # type: ignore[arg-type]
+        zero = dict.fromkeys(StepBreakdown.__slots__, 0.0)
+        costs = StepBreakdown(**zero | steps)  # type: ignore[arg-type]
     return Turn(seconds=seconds, timings=[Timing(tokens=tokens, first_seconds=1.0, seconds=seconds)], steps=costs)
 
 
@@ -107,11 +115,11 @@ def test_generate_answers_a_padded_batch_as_it_answers_each_alone() -> None:
     model = load_model(BUNDLED / "target", "float32", "cpu")
     small = assistant(load_model(BUNDLED / "draft", "float32", "cpu"), 3)
     ways = [
-        (Generate("generate", model), 3),
-        (Generate("assisted", model, max_batch=1, assistant_model=small), 1),
-        (Generate("lookup", model, max_batch=1, prompt_lookup_num_tokens=3), 1),
+        (TransformersContestant("generate", model), 3),
+        (TransformersContestant("assisted", model, max_batch=1, assistant_model=small), 1),
+        (TransformersContestant("lookup", model, max_batch=1, prompt_lookup_num_tokens=3), 1),
     ]
-    jobs = [Job(prompt=prompt, max_tokens=12) for prompt in some]
+    jobs = [GenerationJob(prompt=prompt, max_tokens=12) for prompt in some]
     threads = torch.get_num_threads()
     for way, batch in ways:
         answered = way.take_turn(jobs, batch)
@@ -123,8 +131,11 @@ def test_generate_answers_a_padded_batch_as_it_answers_each_alone() -> None:
 @pytest.mark.slow
 def test_generate_samples_at_a_temperature() -> None:
     model = load_model(BUNDLED / "target", "float32", "cpu")
-    jobs = [Job(prompt=prompts(1)[0], max_tokens=24, sampling=SamplingParams(temperature=1.5, seed=i)) for i in (1, 2)]
-    first, second = Generate("generate", model).take_turn(jobs, 1).timings
+    jobs = [
+        GenerationJob(prompt=prompts(1)[0], max_tokens=24, sampling=SamplingParams(temperature=1.5, seed=i))
+        for i in (1, 2)
+    ]
+    first, second = TransformersContestant("generate", model).take_turn(jobs, 1).timings
     assert first.tokens != second.tokens
 
 

@@ -1,4 +1,4 @@
-"""Accepted length by nodes = the best of all trees; node budgets = an exhaustive search."""
+"""AcceptedCounts length by nodes = the best of all trees; node budgets = an exhaustive search."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 from cluster.bench.sequoia import best_tree, expected_accepted
-from cluster.planner.acceptance import TYPICAL, best_lengths, curve
-from cluster.planner.choose import best, schedule
-from cluster.planner.costs import Costs
-from cluster.planner.predict import Predictor
+from cluster.planner.acceptance import TYPICAL, acceptance_curve, best_lengths
+from cluster.planner.cost_model import CostModel
+from cluster.planner.predict import Predictor, best, schedule
 from secateur.errors import ConfigError
 from secateur.plan import AcceptancePoint, AcceptanceTable, CostTable, DraftCosts, VerifyCosts, read_acceptance
 from tests.support.engines import STATIC_PATHS
@@ -74,20 +73,20 @@ def test_lengths_grow_by_less_and_less_and_stop_where_there_is_no_room() -> None
 
 def test_a_chain_adds_up_products_and_is_cut_at_nothing_but_its_length() -> None:
     table = AcceptanceTable(probabilities=((0.8, 0.1), (0.5, 0.2), (0.5, 0.2)))
-    assert curve(table, drafter("chain", num_speculative_tokens=3), 0.0, 0)[:5].tolist() == pytest.approx(
+    assert acceptance_curve(table, drafter("chain", num_speculative_tokens=3), 0.0, 0)[:5].tolist() == pytest.approx(
         [0, 0.8, 1.2, 1.4, 1.4]
     )
 
 
 def test_a_dynamic_tree_keeps_to_its_depth_and_children() -> None:
     table = AcceptanceTable(probabilities=((0.8, 0.1), (0.5, 0.2)))
-    assert curve(table, drafter(max_depth=1), 0.0, 0)[63] == pytest.approx(0.9)
-    assert curve(table, drafter(max_children=1), 0.0, 0)[63] == pytest.approx(0.8 + 0.4)
+    assert acceptance_curve(table, drafter(max_depth=1), 0.0, 0)[63] == pytest.approx(0.9)
+    assert acceptance_curve(table, drafter(max_children=1), 0.0, 0)[63] == pytest.approx(0.8 + 0.4)
 
 
 def test_a_static_tree_is_cut_in_its_own_order() -> None:
     table = AcceptanceTable(probabilities=((0.6, 0.2, 0.1),) * 4)
-    found = curve(table, drafter("static", num_speculative_tokens=9, static_paths=STATIC_PATHS), 0.0, 0)
+    found = acceptance_curve(table, drafter("static", num_speculative_tokens=9, static_paths=STATIC_PATHS), 0.0, 0)
     for count in range(10):
         assert found[count] == pytest.approx(expected_accepted(STATIC_PATHS[:count], table.probabilities))
     assert found[63] == found[9]
@@ -95,7 +94,7 @@ def test_a_static_tree_is_cut_in_its_own_order() -> None:
 
 def test_measured_sizes_are_met_and_read_by_logarithm_between() -> None:
     points = tuple(AcceptancePoint(nodes=n, accepted=a) for n, a in ((3, 1.0), (15, 2.0)))
-    found = curve(AcceptanceTable(points=points), drafter(), 0.7, 100)
+    found = acceptance_curve(AcceptanceTable(points=points), drafter(), 0.7, 100)
     assert found[[0, 1, 3, 7, 15, 63]].tolist() == pytest.approx([0, 0.5, 1.0, 1.5, 2.0, 2.0])
 
 
@@ -105,33 +104,35 @@ def test_between_temperatures_and_contexts_it_is_linear() -> None:
         for t, c, a in ((0.0, 100, 4.0), (0.0, 300, 3.0), (1.0, 100, 2.0), (1.0, 300, 1.0))
     )
     table = AcceptanceTable(points=points)
-    seen = [curve(table, drafter(), t, c)[8] for t, c in ((0, 200), (0.5, 100), (0.5, 200), (2.0, 900), (0, 1))]
+    seen = [
+        acceptance_curve(table, drafter(), t, c)[8] for t, c in ((0, 200), (0.5, 100), (0.5, 200), (2.0, 900), (0, 1))
+    ]
     assert seen == pytest.approx([3.5, 3.0, 2.5, 1.0, 4.0])
 
 
 def test_points_of_another_tree_or_rule_do_not_count() -> None:
     table = AcceptanceTable(points=(AcceptancePoint(nodes=8, accepted=3, tree="chain", acceptance="rejection"),))
     with pytest.raises(ConfigError, match="nothing of dynamic trees under coupled, but of chain trees under rejection"):
-        curve(table, drafter(), 0.0, 0)
+        acceptance_curve(table, drafter(), 0.0, 0)
 
 
 def test_the_rows_of_the_benchmark_are_read() -> None:
     table = read_acceptance(RESULTS)
-    assert curve(table, drafter(), 0.0, 0)[16] == pytest.approx(3.54, abs=0.01)  # 4.54 in the report
+    assert acceptance_curve(table, drafter(), 0.0, 0)[16] == pytest.approx(3.54, abs=0.01)  # 4.54 in the report
     sampled = DraftConfig(method="eagle3", model_path="head", acceptance=AcceptanceConfig(kind="rejection"))
-    assert curve(table, sampled, 1.0, 0)[16] == pytest.approx(3.04, abs=0.01)
+    assert acceptance_curve(table, sampled, 1.0, 0)[16] == pytest.approx(3.04, abs=0.01)
     without = AcceptanceConfig(kind="rejection", draft_probs=False)
     greedy = DraftConfig(method="eagle3", model_path="head", acceptance=without)
-    assert curve(table, greedy, 1.0, 0)[16] == pytest.approx(1.35, abs=0.01)
+    assert acceptance_curve(table, greedy, 1.0, 0)[16] == pytest.approx(1.35, abs=0.01)
 
 
 # -- node budgets ----------------------------------------------------------------------------------------------------
 
 
-def random_costs(rng: random.Random) -> Costs:
+def random_costs(rng: random.Random) -> CostModel:
     ms = tuple(sorted(20 * rng.random() for _ in range(4)))
     lines = ((1.0, 2.0, 4.0), (1.5, 3.0, 9.0))
-    return Costs(
+    return CostModel(
         CostTable(
             verify=VerifyCosts(rows=(1, 16, 64, 256), ms=(ms[0] + 1, ms[1] + 1, ms[2] + 1, 4 * ms[3] + 1)),
             draft=DraftCosts(requests=(1, 8), nodes=(1, 8, 24), ms=lines, transfer_ms=lines),
@@ -153,11 +154,11 @@ def test_the_chosen_budget_is_the_best_of_all(seed: int) -> None:
 
 
 def test_free_rows_are_used_up_and_dear_ones_left_alone() -> None:
-    def costs(row_ms: float) -> Costs:
+    def costs(row_ms: float) -> CostModel:
         verify = VerifyCosts(rows=(1, 2), ms=(10.0, 10.0 + row_ms))
         grid = ((0.0, 0.0),)
         draft = DraftCosts(requests=(1,), nodes=(1, 63), ms=grid, transfer_ms=grid)
-        return Costs(CostTable(verify=verify, draft=draft))
+        return CostModel(CostTable(verify=verify, draft=draft))
 
     lengths = best_lengths([[0.6, 0.2]] * 6)
     assert best(Predictor(costs(0.0), lengths), 4, 0, range(64)).nodes == 63
@@ -170,7 +171,7 @@ def test_throughput_is_counted_per_request_and_device() -> None:
     verify = VerifyCosts(rows=(1, 2), ms=(10.0, 10.0))
     grid = ((5.0,),)
     draft = DraftCosts(requests=(1,), nodes=(4,), ms=grid, transfer_ms=grid)
-    found = Predictor(Costs(CostTable(verify=verify, draft=draft)), np.full(64, 3.0), num_devices=2)(8, 4, 0)
+    found = Predictor(CostModel(CostTable(verify=verify, draft=draft)), np.full(64, 3.0), num_devices=2)(8, 4, 0)
     assert found.step.ms == 20 and found.tokens_per_step == 4
     assert math.isclose(found.tokens_per_second, 8 * 4 / 0.02)
     assert (found.per_request, found.per_device) == (200, 800)

@@ -15,8 +15,15 @@ import torch
 from safetensors.torch import save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from cluster.planner.costs import Chunk, Costs
-from cluster.planner.memory import Side, expected_shapes, pages_on_device, side, sides, tensor_shapes
+from cluster.planner.cost_model import CostModel, PrefillChunk
+from cluster.planner.memory import (
+    ModelShard,
+    expected_shapes,
+    model_shard,
+    model_shards,
+    pages_on_device,
+    tensor_shapes,
+)
 from cluster.planner.report import run
 from cluster.planner.roofline import cost_table, forward_ms
 from secateur.config import EngineArgs
@@ -93,11 +100,11 @@ def llama_8b(tmp_path: Path) -> EngineConfig:
 
 @pytest.mark.parametrize(("rows", "ms"), [(1, 10), (3, 10), (7, 11), (13, 16), (17, 20), (29, 30)])
 def test_rows_are_read_linearly_and_beyond_the_end_as_steep_as_from_the_middle(rows: int, ms: float) -> None:
-    assert Costs(TABLE).verify_ms(rows=rows, requests=0, kv=0, pairs=0) == pytest.approx(ms)
+    assert CostModel(TABLE).verify_ms(rows=rows, requests=0, kv=0, pairs=0) == pytest.approx(ms)
 
 
 def test_a_step_without_trees_is_paid_by_term() -> None:
-    step = Costs(TABLE).decode(3, 0, context=100)
+    step = CostModel(TABLE).decode(3, 0, context=100)
     assert step.verify_ms == pytest.approx(10 + 3 * 0.5 + 300 * 0.01 + 300 * 0.001)
     assert (step.draft_ms, step.transfer_ms, step.host_ms) == (0, 0, 3)
     assert step.ms == pytest.approx(step.verify_ms + 3)
@@ -123,14 +130,14 @@ ACROSS = math.log(6 / 3) / math.log(9 / 3)
 def test_drafting_is_read_linearly_in_requests_and_the_logarithm_of_tree_sizes(
     batch: int, nodes: int, draft_ms: float, transfer_ms: float
 ) -> None:
-    step = Costs(TABLE).decode(batch, nodes, context=0)
+    step = CostModel(TABLE).decode(batch, nodes, context=0)
     assert (step.draft_ms, step.transfer_ms) == (pytest.approx(draft_ms), pytest.approx(transfer_ms))
     assert step.host_ms == pytest.approx(2 + 0.5 * (batch - 1) + 0.25)
 
 
 def test_prompts_share_a_step_with_trees() -> None:
-    costs = Costs(TABLE)
-    chunks = [Chunk(rows=4, cached=4), Chunk(rows=3, cached=10)]
+    costs = CostModel(TABLE)
+    chunks = [PrefillChunk(rows=4, cached=4), PrefillChunk(rows=3, cached=10)]
     step = costs.step(2, 2, 50, chunks)
     pairs = 50 * 3 + 4 * 2 + 3 * 8.5
     trees_ms = 0.75 + 2 * 0.125  # prompts have none
@@ -142,13 +149,13 @@ def test_prompts_share_a_step_with_trees() -> None:
 
 def test_a_step_with_trees_takes_more_than_their_rows() -> None:
     """Six requests and three with a node have as many rows."""
-    costs = Costs(TABLE)
+    costs = CostModel(TABLE)
     plain, trees = costs.decode(6, 0, context=0), costs.decode(3, 1, context=0)
     assert trees.verify_ms - plain.verify_ms == pytest.approx(0.75 + 3 * 0.125 - 3 * 0.5)
 
 
 def test_a_step_is_linear_in_the_cache() -> None:
-    costs = Costs(TABLE)
+    costs = CostModel(TABLE)
     for nodes in (0, 2, 5, 8):
         expected = costs.decode(3, nodes, 0).ms + 3 * 400 * costs.kv_slope(nodes)
         assert costs.decode(3, nodes, 400).ms == pytest.approx(expected)
@@ -162,7 +169,7 @@ def test_within_a_table_more_of_anything_never_takes_less() -> None:
         lines = (tuple(few), tuple(sorted(ms + rng.random() for ms in few)))
         draft = DraftCosts(requests=(1, 6), nodes=(1, 4, 16), ms=lines, transfer_ms=lines)
         ms = tuple(sorted(rng.random() for _ in rows))
-        costs = Costs(CostTable(verify=VerifyCosts(rows=rows, ms=ms, kv_token_ms=rng.random()), draft=draft))
+        costs = CostModel(CostTable(verify=VerifyCosts(rows=rows, ms=ms, kv_token_ms=rng.random()), draft=draft))
         batch, nodes, context = rng.randint(1, 5), rng.randint(1, 15), rng.randint(0, 99)
         here = costs.decode(batch, nodes, context).ms
         for more in ((batch + 1, nodes, context), (batch, nodes + 1, context), (batch, nodes, context + 1)):
@@ -170,7 +177,7 @@ def test_within_a_table_more_of_anything_never_takes_less() -> None:
 
 
 def test_a_table_without_a_drafter_says_so_when_trees_are_asked_for() -> None:
-    costs = Costs(CostTable(verify=TABLE.verify))
+    costs = CostModel(CostTable(verify=TABLE.verify))
     assert costs.decode(2, 0, 0).draft_ms == 0
     with pytest.raises(ConfigError, match="no `draft`"):
         costs.decode(2, 1, 0)
@@ -209,7 +216,7 @@ def without_weights(folder: Path) -> Path:
 def test_a_model_is_counted_alike_from_its_config_alone(tmp_path: Path, family: str, config: dict[str, Any]) -> None:
     whole = checkpoints.write_model(tmp_path / family, family, **config)
     counted = [
-        sides(EngineConfig(model_path=str(path), draft=DraftConfig(method="draft_model", model_path=str(path))))
+        model_shards(EngineConfig(model_path=str(path), draft=DraftConfig(method="draft_model", model_path=str(path))))
         for path in (whole, without_weights(whole))
     ]
     for stored, told in zip(*counted, strict=True):
@@ -232,7 +239,7 @@ def test_heads_with_fc_are_counted_alike_from_their_config_alone(tmp_path: Path)
     assert_counted_alike(target, "eagle", whole, without_weights(whole))
     target = checkpoints.add_mtp(checkpoints.write_model(tmp_path / "mtp", "qwen3"), "qwen3")
     both = [
-        sides(EngineConfig(model_path=str(path), draft=DraftConfig(method="mtp", model_path=str(path))))[1]
+        model_shards(EngineConfig(model_path=str(path), draft=DraftConfig(method="mtp", model_path=str(path))))[1]
         for path in (target, without_weights(target))
     ]
     assert both[0].matmul_items == both[1].matmul_items > 0
@@ -240,7 +247,7 @@ def test_heads_with_fc_are_counted_alike_from_their_config_alone(tmp_path: Path)
 
 def assert_counted_alike(target: Path, method: Any, *heads: Path) -> None:
     found = [
-        sides(EngineConfig(model_path=str(target), draft=DraftConfig(method=method, model_path=str(head))))[1]
+        model_shards(EngineConfig(model_path=str(target), draft=DraftConfig(method=method, model_path=str(head))))[1]
         for head in heads
     ]
     assert found[0].matmul_items == found[1].matmul_items > 0
@@ -262,14 +269,14 @@ def test_plan_predicts_from_a_config_alone_whatever_runs_the_model(tmp_path: Pat
     request = PlanRequest.load({"hardware": HARDWARE["h200"], "batches": (1, 8)})
     text = run(args, request)
     assert "PREDICTED" in text and "61.1 GB" in text
-    [target] = sides(EngineConfig(model_path=str(tmp_path), dtype="bfloat16"))
+    [target] = model_shards(EngineConfig(model_path=str(tmp_path), dtype="bfloat16"))
     assert target.weight_bytes / 2 == pytest.approx(30.5e9, rel=2e-3)
     through = target.matmul_items - target.expert_items * (1 - target.expert_share) + 151936 * 2048
     assert through == pytest.approx(3.3e9, rel=0.03)
 
 
 def test_llama_3_8b_from_its_config_alone(llama_8b: EngineConfig) -> None:
-    [target] = sides(llama_8b)
+    [target] = model_shards(llama_8b)
     layer = 4096 * (4096 + 1024 + 1024 + 4096) + 3 * 4096 * 14336
     assert target.matmul_items == 32 * layer + 128256 * 4096
     assert target.weight_bytes == 2 * (32 * layer + 2 * 128256 * 4096)
@@ -284,10 +291,10 @@ def test_a_head_stored_as_a_pytorch_file_counts_like_one_in_safetensors(tmp_path
     found = []
     for is_bin in (False, True):
         head = checkpoints.write_eagle3(tmp_path / str(is_bin), bin_file=is_bin, draft_vocab_size=40)
-        found.append(sides(replace(config, draft=DraftConfig(method="eagle3", model_path=str(head))))[1])
+        found.append(model_shards(replace(config, draft=DraftConfig(method="eagle3", model_path=str(head))))[1])
     # fc; q, k, v of (embedding, state), o; three matrices of the MLP; the head
     matrices = 64 * 192 + 128 * (64 + 32 + 32) + 64 * 64 + 3 * 64 * 96 + 40 * 64
-    assert [side.matmul_items for side in found] == [matrices, matrices]
+    assert [shard.matmul_items for shard in found] == [matrices, matrices]
     assert found[0].weight_bytes == found[1].weight_bytes > 2 * (matrices + 96 * 64)
 
 
@@ -297,10 +304,10 @@ def test_beside_a_vision_tower_a_text_model_and_its_head_hold_what_they_hold_alo
     checkpoints.write_model(tmp_path / "text", "gemma3_text", tie_word_embeddings=True, head_dim=16)
     head = checkpoints.write_eagle3(tmp_path / "head", with_embedding=False)
     draft = DraftConfig(method="eagle3", model_path=str(head))
-    both, text = (sides(EngineConfig(model_path=str(tmp_path / kind), draft=draft)) for kind in ("both", "text"))
+    both, text = (model_shards(EngineConfig(model_path=str(tmp_path / kind), draft=draft)) for kind in ("both", "text"))
     assert both == text
     drafts = [DraftConfig(method="draft_model", model_path=str(tmp_path / kind)) for kind in ("both", "text")]
-    both, text = (sides(EngineConfig(model_path=str(tmp_path / "text"), draft=draft)) for draft in drafts)
+    both, text = (model_shards(EngineConfig(model_path=str(tmp_path / "text"), draft=draft)) for draft in drafts)
     assert both == text
 
 
@@ -317,15 +324,15 @@ def test_ranks_share_matrices_but_not_the_embedding_nor_few_kv_heads() -> None:
     shapes, spec = tensor_shapes(BUNDLED / "target"), read_spec(BUNDLED / "target")
     embedding = math.prod(shapes["model.embed_tokens.weight"])
     layers = sum(math.prod(shape) for name, shape in shapes.items() if len(shape) == 2) - embedding
-    assert side(shapes, spec, 1, 4).matmul_items == layers + embedding  # the head is tied to it
-    assert side(shapes, spec, 2, 4).matmul_items == (layers + embedding) / 2
+    assert model_shard(shapes, spec, 1, 4).matmul_items == layers + embedding  # the head is tied to it
+    assert model_shard(shapes, spec, 2, 4).matmul_items == (layers + embedding) / 2
     keys = sum(math.prod(shape) for name, shape in shapes.items() if name.endswith(("k_proj.weight", "v_proj.weight")))
     # Four key-value heads on eight ranks: each holds a quarter of them.
-    assert side(shapes, spec, 8, 4).matmul_items == (layers - keys + embedding) / 8 + keys / 4
+    assert model_shard(shapes, spec, 8, 4).matmul_items == (layers - keys + embedding) / 8 + keys / 4
 
 
 def test_pages_are_what_weights_leave_of_a_device(llama_8b: EngineConfig) -> None:
-    [target] = sides(llama_8b)
+    [target] = model_shards(llama_8b)
     pages = pages_on_device(llama_8b, [target], 80e9)
     assert target.logits_bytes == 3 * 4 * 128256 * 64
     assert pages == (0.9 * 80e9 - target.weight_bytes - target.logits_bytes) // (16 * target.token_bytes)
@@ -335,7 +342,7 @@ def test_pages_are_what_weights_leave_of_a_device(llama_8b: EngineConfig) -> Non
 def test_a_drafter_takes_weights_states_and_where_it_is_colocated_a_place_for_every_page() -> None:
     config = bundled(DYNAMIC, device="cuda", dtype="bfloat16")
     assert config.draft is not None
-    found = sides(config)
+    found = model_shards(config)
     together = replace(config, draft=replace(config.draft, placement="colocated"))
     target, head = found
     assert target.state_bytes == 3 * 192 * 2 and head.state_bytes == 0
@@ -351,7 +358,7 @@ def test_a_drafter_takes_weights_states_and_where_it_is_colocated_a_place_for_ev
 
 def test_the_roofline_of_llama_3_8b_by_hand(llama_8b: EngineConfig) -> None:
     """7.50e9 weights: 15.0 GB at 2 TB/s take 7.505 ms; a row's 15.0 GFLOP at 400 TFLOP/s 0.0375 ms, so 200 rows."""
-    costs = Costs(cost_table(llama_8b, sides(llama_8b), PLAIN))
+    costs = CostModel(cost_table(llama_8b, model_shards(llama_8b), PLAIN))
     items = 7_504_658_432
     assert costs.decode(1, 0, 0).ms == pytest.approx(2 * items / 2e12 * 1e3)
     assert costs.decode(199, 0, 0).ms == pytest.approx(2 * items / 2e12 * 1e3)
@@ -364,8 +371,8 @@ def test_the_roofline_of_llama_3_8b_by_hand(llama_8b: EngineConfig) -> None:
 
 def test_a_mixture_reads_the_experts_that_rows_choose_and_multiplies_with_its_share(llama_8b: EngineConfig) -> None:
     """1e9 weights beside 8e9 of experts, a quarter for each row: 2 GB and 4 to 16 GB at 2 TB/s; 6 GFLOP a row."""
-    mixture = Side(matmul_items=9 * 10**9, expert_items=8 * 10**9, expert_share=0.25, item_bytes=2)
-    costs = Costs(cost_table(llama_8b, [mixture], PLAIN))
+    mixture = ModelShard(matmul_items=9 * 10**9, expert_items=8 * 10**9, expert_share=0.25, item_bytes=2)
+    costs = CostModel(cost_table(llama_8b, [mixture], PLAIN))
     assert costs.decode(1, 0, 0).ms == pytest.approx(1 + 2)
     assert costs.decode(2, 0, 0).ms == pytest.approx(1 + 8 * (1 - 0.75**2))
     assert costs.decode(16, 0, 0).ms == pytest.approx(1 + 8 * (1 - 0.75**16))
@@ -380,7 +387,7 @@ def test_experts_are_told_from_other_matrices(tmp_path: Path, name: str) -> None
     if model_type not in CONFIG_MAPPING:
         pytest.skip(f"this version of transformers has no {model_type}")
     path = checkpoints.write_model(tmp_path, model_type, **given)
-    [target] = sides(EngineConfig(model_path=str(path)))
+    [target] = model_shards(EngineConfig(model_path=str(path)))
     model = AutoModelForCausalLM.from_pretrained(path)
     experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name and p.dim() == 3)
     assert experts > 0
@@ -389,20 +396,20 @@ def test_experts_are_told_from_other_matrices(tmp_path: Path, name: str) -> None
 
 def test_two_ranks_halve_the_reading_and_pay_two_all_reduces_a_layer(llama_8b: EngineConfig) -> None:
     both = replace(llama_8b, tensor_parallel_size=2)
-    [rank] = sides(both)
+    [rank] = model_shards(both)
     assert rank.matmul_items == 7_504_658_432 / 2
     reduces = 32 * 2 * (20e-6 + 3 * 4096 * 2 / 100e9) * 1e3  # with two ranks each row travels once
     assert forward_ms(rank, 3, 2, PLAIN) == pytest.approx(7_504_658_432 / 2e12 * 1e3 + reduces)
     table = cost_table(both, [rank], PLAIN)
-    assert Costs(table).decode(3, 0, 0).ms == pytest.approx(forward_ms(rank, 3, 2, PLAIN))
+    assert CostModel(table).decode(3, 0, 0).ms == pytest.approx(forward_ms(rank, 3, 2, PLAIN))
     assert (table.source, table.hardware) == ("predicted", "given")
 
 
 def test_a_tree_is_drafted_level_by_level() -> None:
     config = bundled(DYNAMIC, device="cuda", dtype="bfloat16")
-    found = sides(config)
+    found = model_shards(config)
     hardware = PLAIN.model_copy(update={"layer_us": 5.0, "transfer_ms": 0.5})
-    costs = Costs(cost_table(config, found, hardware))
+    costs = CostModel(cost_table(config, found, hardware))
     level_ms = found[1].matmul_items * 2 / 2e12 * 1e3 + 0.005  # a head of one layer, bound by reading
     for nodes, levels in ((1, 1), (4, 4), (8, 8), (32, 8)):
         step = costs.decode(1, nodes, 0)
@@ -411,8 +418,9 @@ def test_a_tree_is_drafted_level_by_level() -> None:
 
 
 def test_published_devices_are_ordered_as_they_should_be(llama_8b: EngineConfig) -> None:
-    found = sides(llama_8b)
+    found = model_shards(llama_8b)
     speed = {
-        name: 1 / Costs(cost_table(llama_8b, found, device)).decode(1, 0, 1000).ms for name, device in HARDWARE.items()
+        name: 1 / CostModel(cost_table(llama_8b, found, device)).decode(1, 0, 1000).ms
+        for name, device in HARDWARE.items()
     }
     assert sorted(speed, key=speed.__getitem__) == ["l4", "l40s", "a100", "h100", "h200", "b200"]

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from cluster.planner.costs import Chunk, Costs
-from cluster.planner.fleet import Fleet, Load, Replica, simulate
+from cluster.planner.cost_model import CostModel, PrefillChunk
+from cluster.planner.fleet import Fleet, Load, ReplicaSpec, simulate
 from secateur.errors import ConfigError
 from secateur.plan import Arrival, CostTable, DraftCosts, Lengths, VerifyCosts
 
@@ -35,8 +35,8 @@ TABLE = CostTable(
 ACCEPTED = np.log1p(np.arange(64))
 
 
-def replica(table: CostTable = TABLE, nodes: list[int] | None = None, **more: object) -> Replica:
-    return Replica(costs=Costs(table), accepted=ACCEPTED, nodes_by_batch=nodes or [0] * 9, **more)  # type: ignore[arg-type]
+def replica(table: CostTable = TABLE, nodes: list[int] | None = None, **more: object) -> ReplicaSpec:
+    return ReplicaSpec(costs=CostModel(table), accepted=ACCEPTED, nodes_by_batch=nodes or [0] * 9, **more)  # type: ignore[arg-type]
 
 
 def flat(step_ms: float) -> CostTable:
@@ -57,7 +57,7 @@ class Running(NamedTuple):
     left: float
 
 
-def stepwise(load: Load, one: Replica) -> tuple[np.ndarray, np.ndarray]:
+def stepwise(load: Load, one: ReplicaSpec) -> tuple[np.ndarray, np.ndarray]:
     """First and last token of every request on a single replica, one step after the other."""
     first, finish = np.zeros(len(load.arrival_J)), np.zeros(len(load.arrival_J))
     coming = deque(range(len(load.arrival_J)))
@@ -85,7 +85,7 @@ def stepwise(load: Load, one: Replica) -> tuple[np.ndarray, np.ndarray]:
             if rows:
                 prompt[1] += rows
                 budget -= rows
-                chunks.append(Chunk(int(rows), int(prompt[1])))
+                chunks.append(PrefillChunk(int(rows), int(prompt[1])))
         cached = sum(r.cached for r in running)
         now += 1e-3 * one.costs.step(batch, nodes, cached, chunks, feeds=any(one.nodes_by_batch)).ms
         gain = 1 + one.accepted[nodes]
@@ -116,7 +116,7 @@ def stepwise(load: Load, one: Replica) -> tuple[np.ndarray, np.ndarray]:
     ids=["plain", "budgets by batch", "prompts in chunks", "little memory"],
 )
 @pytest.mark.parametrize("rate", [2.0, 60.0])
-def test_events_come_when_step_by_step_they_would(one: Replica, rate: float, seed: int) -> None:
+def test_events_come_when_step_by_step_they_would(one: ReplicaSpec, rate: float, seed: int) -> None:
     load = poisson(rate, 120, seed=seed)
     first, finish = stepwise(load, one)
     found = simulate(load, one)
@@ -233,7 +233,7 @@ def test_without_trees_no_prompt_is_fed_to_a_drafter() -> None:
 def test_accepted_tokens_save_steps() -> None:
     load = Load(np.zeros(1), np.array([10]), np.array([101]))
     plain = simulate(load, replica(flat(1.0), [0, 0]))
-    twice = Replica(costs=Costs(flat_with_drafts()), accepted=np.ones(64), nodes_by_batch=[0, 5])
+    twice = ReplicaSpec(costs=CostModel(flat_with_drafts()), accepted=np.ones(64), nodes_by_batch=[0, 5])
     assert plain.num_steps == 101 and plain.seconds == pytest.approx(0.101)
     assert simulate(load, twice).num_steps == 51
     assert simulate(load, twice).tpot_J[0] == pytest.approx(0.5e-3)
@@ -242,7 +242,9 @@ def test_accepted_tokens_save_steps() -> None:
 def test_luck_spreads_answers_and_favours_nobody() -> None:
     count = 4000
     load = Load(np.arange(count) * 10.0, np.full(count, 4), np.full(count, 201))
-    lucky = Replica(costs=Costs(flat_with_drafts()), accepted=ACCEPTED.clip(0, 1), nodes_by_batch=[0, 5], spread=0.5)
+    lucky = ReplicaSpec(
+        costs=CostModel(flat_with_drafts()), accepted=ACCEPTED.clip(0, 1), nodes_by_batch=[0, 5], spread=0.5
+    )
     steps = (simulate(load, lucky).finish_J - simulate(load, lucky).first_J) / 1e-3
     assert steps.mean() == pytest.approx(100.5, rel=0.01)  # the last one often brings more than was needed
     assert steps.std() == pytest.approx(0.5 * 10, rel=0.05)

@@ -228,7 +228,7 @@ def test_a_fleet_is_simulated_and_the_same_for_the_same_seed() -> None:
 
 
 def test_a_small_profile_of_a_real_engine_becomes_a_table(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr("cluster.planner.outlook.PROFILE_ROUNDS", 1)
+    monkeypatch.setattr("cluster.planner.forecast.PROFILE_ROUNDS", 1)
     path = tmp_path / "costs.json"
     spec = '{"model": "bundled:eagle3", "num_speculative_tokens": 1}'
     command = ["plan", "-sc", spec, "--max-model-len", "200", "--profile", "--batch", "1", "--context", "100"]

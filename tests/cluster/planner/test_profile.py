@@ -16,20 +16,20 @@ import numpy as np
 import pytest
 from scipy.optimize import nnls
 
-from cluster.bench.runner import Frame, Job
-from cluster.planner.acceptance import curve
-from cluster.planner.costs import Costs
+from cluster.bench.runner import GenerationJob, StatsSnapshot
+from cluster.planner.acceptance import acceptance_curve
+from cluster.planner.cost_model import CostModel
 from cluster.planner.fit import _verify, fit, nonnegative_least_squares
-from cluster.planner.fleet import SPREAD, Load, Replica, simulate
+from cluster.planner.fleet import SPREAD, Load, ReplicaSpec, simulate
 from cluster.planner.profile import (
-    Accepted,
-    Cell,
-    Grid,
+    AcceptedCounts,
+    PrefillSample,
     Profile,
+    ProfileCell,
+    ProfileGrid,
     Profiler,
-    Prompts,
-    PromptSample,
-    Sample,
+    StepSample,
+    UniquePrompts,
     accepted,
     decoding_steps,
     profiled,
@@ -79,13 +79,13 @@ def truth() -> CostTable:
     )
 
 
-def samples_of(costs: Costs) -> Profile:
+def samples_of(costs: CostModel) -> Profile:
     """What a profile without any noise would see."""
     samples = []
     for requests, nodes, context in [(r, n, c) for r in (1, 4, 8) for n in (0, 1, 4, 16) for c in (100, 400)]:
         step = costs.decode(requests, nodes, context)
         samples.append(
-            Sample(
+            StepSample(
                 requests=requests,
                 nodes=nodes,
                 context=context,
@@ -98,41 +98,43 @@ def samples_of(costs: Costs) -> Profile:
             )
         )
     alone = [
-        PromptSample(rows, costs.verify_ms(rows=rows, requests=1, kv=rows, pairs=rows**2 / 2), feed_ms=0.02 * rows)
+        PrefillSample(rows, costs.verify_ms(rows=rows, requests=1, kv=rows, pairs=rows**2 / 2), feed_ms=0.02 * rows)
         for rows in (60, 380)
     ]
-    trees = [Accepted(n, c, 1000, 1000 * n // 10 + 500 - c) for n in (1, 4, 16) for c in (100, 400) for _ in range(2)]
-    return Profile(samples_C=tuple(samples), prompts=tuple(alone), accepted=(*trees, Accepted(0, 100, 0, 0)))
+    trees = [
+        AcceptedCounts(n, c, 1000, 1000 * n // 10 + 500 - c) for n in (1, 4, 16) for c in (100, 400) for _ in range(2)
+    ]
+    return Profile(samples_C=tuple(samples), prompts=tuple(alone), accepted=(*trees, AcceptedCounts(0, 100, 0, 0)))
 
 
 def test_a_table_is_found_again_from_its_steps() -> None:
-    costs = Costs(truth())
+    costs = CostModel(truth())
     table = fit(samples_of(costs), CONFIG, "here", temperature=0.0)
     assert (table.source, table.hardware) == ("measured", "here")
     assert table.fit_error is not None and table.fit_error < 0.01
-    found = Costs(table)
+    found = CostModel(table)
     for batch, nodes, context in ((2, 0, 150), (6, 10, 300), (3, 2, 50), (8, 16, 800)):
         assert found.decode(batch, nodes, context).ms == pytest.approx(costs.decode(batch, nodes, context).ms, rel=0.05)
     assert table.draft is not None and table.draft.prompt_token_ms == pytest.approx(0.02)
     assert table.draft.host_ms == pytest.approx(0.5) and table.host_request_ms == pytest.approx(0.05)
     assert table.acceptance is not None and CONFIG.draft is not None
-    assert curve(table.acceptance, CONFIG.draft, 0.0, 250)[4] == pytest.approx(0.4 + 0.25)
+    assert acceptance_curve(table.acceptance, CONFIG.draft, 0.0, 250)[4] == pytest.approx(0.4 + 0.25)
 
 
 def test_steps_with_and_without_trees_are_told_apart() -> None:
     """Billed by rows alone, plain steps would pay for what only steps with trees take: 14 % too much."""
-    costs = Costs(truth())
+    costs = CostModel(truth())
     table = fit(samples_of(costs), CONFIG, "here", temperature=0.0)
     assert table.verify.tree_ms == pytest.approx(3.0, rel=0.1)
     assert table.verify.tree_request_ms == pytest.approx(0.5, rel=0.1)
-    found = Costs(table)
+    found = CostModel(table)
     for batch, nodes, context in ((2, 0, 150), (6, 0, 250), (8, 0, 300), (3, 2, 50), (6, 10, 300), (2, 6, 250)):
         known = costs.decode(batch, nodes, context)
         assert found.decode(batch, nodes, context).verify_ms == pytest.approx(known.verify_ms, rel=0.03)
 
 
 def test_one_request_alone_cannot_tell_what_each_one_takes() -> None:
-    exact = samples_of(Costs(truth()))
+    exact = samples_of(CostModel(truth()))
     alone = tuple(s for s in exact.samples_C if s.requests == 1)
     table = fit(replace(exact, samples_C=alone), CONFIG, "here", 0.0)
     assert (table.verify.request_ms, table.verify.tree_request_ms) == (0.0, 0.0)
@@ -141,7 +143,7 @@ def test_one_request_alone_cannot_tell_what_each_one_takes() -> None:
 
 def test_noise_bends_a_table_little_and_never_the_wrong_way() -> None:
     rng = random.Random(1)
-    exact = samples_of(Costs(truth()))
+    exact = samples_of(CostModel(truth()))
     errors = [rng.uniform(0.85, 1.15) for _ in exact.samples_C]
     noisy = tuple(
         replace(s, verify_ms=s.verify_ms * e, draft_ms=s.draft_ms * e, wall_ms=s.wall_ms * e)
@@ -151,7 +153,7 @@ def test_noise_bends_a_table_little_and_never_the_wrong_way() -> None:
     assert table.verify.ms == tuple(sorted(table.verify.ms)) and table.draft is not None
     for grid in (table.draft.ms, table.draft.transfer_ms):
         assert (np.diff(grid, axis=0) >= 0).all() and (np.diff(grid, axis=1) >= 0).all()
-    known, found = Costs(truth()), Costs(table)
+    known, found = CostModel(truth()), CostModel(table)
     ratios = [found.decode(b, n, 200).ms / known.decode(b, n, 200).ms for b in (2, 6) for n in (0, 3, 10)]
     assert max(ratios) < 1.15 and min(ratios) > 0.87
 
@@ -159,9 +161,9 @@ def test_noise_bends_a_table_little_and_never_the_wrong_way() -> None:
 # -- what is read from an engine -------------------------------------------------------------------------------------
 
 
-def frames(*steps: dict[str, float]) -> list[Frame]:
+def frames(*steps: dict[str, float]) -> list[StatsSnapshot]:
     """Frames from increments of statistics; `running` is a gauge."""
-    found, stats = [Frame(0.0, EngineStats())], EngineStats()
+    found, stats = [StatsSnapshot(0.0, EngineStats())], EngineStats()
     for step in steps:
         stats = copy.deepcopy(stats)
         stats.steps += int(step.get("steps", 1))
@@ -172,12 +174,12 @@ def frames(*steps: dict[str, float]) -> list[Frame]:
         if "nodes" in step:
             stats.num_drafts += int(step["nodes"]) // 3 if step["nodes"] != 5 else 2
             stats.count_nodes([], [int(step["nodes"])], int(step.get("accepted", 0)))
-        found.append(Frame(found[-1].at + 0.005, stats))
+        found.append(StatsSnapshot(found[-1].at + 0.005, stats))
     return found
 
 
 def test_only_steps_of_the_whole_batch_alone_count() -> None:
-    cell = Cell(requests=2, nodes=3, context=58)
+    cell = ProfileCell(requests=2, nodes=3, context=58)
     assert cell.prompt == 10
     seen = frames(
         {"running": 2, "prompt": 10, "tokens": 1},
@@ -192,14 +194,14 @@ def test_only_steps_of_the_whole_batch_alone_count() -> None:
     first, second = decoding_steps(seen, cell)
     assert (first.rows, first.kv) == (8, 20 + 1 + 2 + 4)
     assert (second.rows, second.kv) == (7, 20 + 1 + 2 + 4 + 5 + 9)
-    assert accepted(seen, cell) == Accepted(3, 58, 13, 5)
+    assert accepted(seen, cell) == AcceptedCounts(3, 58, 13, 5)
     assert first.wall_ms == pytest.approx(5) and first.verify_ms == pytest.approx(4)
     assert first.host_ms == pytest.approx(1) and first.pairs == 27 * 4
 
 
 def test_prompts_have_their_length_and_no_common_beginning() -> None:
     texts = prompts(10)
-    made = Prompts(texts)
+    made = UniquePrompts(texts)
     taken = [made.take(length) for length in (40, 40, 700, 700) for _ in range(5)]
     assert [len(prompt) for prompt in taken] == [40] * 10 + [700] * 10
     assert len({tuple(prompt[:16]) for prompt in taken}) == len(taken)
@@ -207,10 +209,10 @@ def test_prompts_have_their_length_and_no_common_beginning() -> None:
 
 
 def test_a_grid_is_what_the_engine_can_do() -> None:
-    grid = Grid.of(profiled(CONFIG, 8))
-    assert grid == Grid(requests=(1, 4, 8), nodes=(0, 1, 4, 8, 16), contexts=(128, 416))
+    grid = ProfileGrid.of(profiled(CONFIG, 8))
+    assert grid == ProfileGrid(requests=(1, 4, 8), nodes=(0, 1, 4, 8, 16), contexts=(128, 416))
     assert len(grid.cells) == 30
-    assert Grid.of(profiled(bundled(None), 1)) == Grid(requests=(1,), nodes=(0,), contexts=(128, 416))
+    assert ProfileGrid.of(profiled(bundled(None), 1)) == ProfileGrid(requests=(1,), nodes=(0,), contexts=(128, 416))
 
 
 def test_a_profile_that_saw_nothing_says_so() -> None:
@@ -219,7 +221,9 @@ def test_a_profile_that_saw_nothing_says_so() -> None:
 
         def run(self, *_: object) -> None: ...
 
-    profiler = Profiler(Silent(), Grid(requests=(1,), nodes=(0,), contexts=(64,)), Prompts(prompts(2)), 0.0)  # type: ignore[arg-type]
+    profiler = Profiler(
+        Silent(), ProfileGrid(requests=(1,), nodes=(0,), contexts=(64,)), UniquePrompts(prompts(2)), 0.0
+    )  # type: ignore[arg-type]
     profiler.round()
     with pytest.raises(SecateurError, match="no undisturbed step"):
         _ = profiler.profile
@@ -236,9 +240,9 @@ class ClockRunner:
     def __init__(self, bench: clockwork.Bench) -> None:
         self._bench = bench
         self._next_id = 0
-        self.frames: list[Frame] = []
+        self.frames: list[StatsSnapshot] = []
 
-    def run(self, jobs: Sequence[Job], concurrency: int) -> None:
+    def run(self, jobs: Sequence[GenerationJob], concurrency: int) -> None:
         waiting, num_open = list(jobs), 0
         self.frames = [self._frame()]
         while waiting or num_open:
@@ -254,26 +258,26 @@ class ClockRunner:
             num_open -= sum(chunk.finish_reason is not None for chunk in self._bench.here.step())
             self.frames.append(self._frame())
 
-    def _frame(self) -> Frame:
+    def _frame(self) -> StatsSnapshot:
         stats = copy.deepcopy(self._bench.engine._stats)
         # The drafter's own seconds are this process's: on the clock they are part of the exchange.
         stats.draft_seconds, stats.transfer_seconds = stats.draft_seconds + stats.transfer_seconds, 0.0
-        return Frame(self._bench.clock.seconds(), stats)
+        return StatsSnapshot(self._bench.clock.seconds(), stats)
 
 
 def test_what_is_predicted_of_unseen_configurations_is_what_the_engine_then_does() -> None:
     config = CONFIG
     assert config.draft is not None
-    grid = Grid(requests=(1, 4), nodes=(0, 4, 16), contexts=(80, 140))
+    grid = ProfileGrid(requests=(1, 4), nodes=(0, 4, 16), contexts=(80, 140))
     texts = prompts(50)
-    unseen = [Cell(3, 10, 110), Cell(2, 6, 100), Cell(3, 0, 120)]
+    unseen = [ProfileCell(3, 10, 110), ProfileCell(2, 6, 100), ProfileCell(3, 0, 120)]
     with clockwork.bench(PRICES) as bench:
         runner: Any = ClockRunner(bench)
-        profiler = Profiler(runner, grid, Prompts(texts[::2]), temperature=0.0)
+        profiler = Profiler(runner, grid, UniquePrompts(texts[::2]), temperature=0.0)
         profiler.round()
         table = fit(profiler.profile, config, "the clock", 0.0)
         measured = []
-        new = Prompts(texts[1::2])
+        new = UniquePrompts(texts[1::2])
         for cell in unseen:
             asked = [new.take(cell.prompt) for _ in range(2 * cell.requests)]
             run = watch(runner, asked, cell.nodes, cell.output, concurrency=cell.requests)
@@ -282,9 +286,9 @@ def test_what_is_predicted_of_unseen_configurations_is_what_the_engine_then_does
     assert table.acceptance is not None
     for cell, rate in zip(unseen, measured, strict=True):
         count = 2 * cell.requests
-        replica = Replica(
-            costs=Costs(table),
-            accepted=curve(table.acceptance, config.draft, 0.0, cell.context),
+        replica = ReplicaSpec(
+            costs=CostModel(table),
+            accepted=acceptance_curve(table.acceptance, config.draft, 0.0, cell.context),
             nodes_by_batch=[0, *[cell.nodes] * cell.requests],
             max_num_batched_tokens=config.max_num_batched_tokens,
             spread=SPREAD,
@@ -297,7 +301,7 @@ def test_what_is_predicted_of_unseen_configurations_is_what_the_engine_then_does
 
 def test_with_one_context_nothing_is_blamed_on_the_cache() -> None:
     """Of a profile so small nobody can tell what the cache costs from what a step does: rows must not come for free."""
-    plain = Sample(
+    plain = StepSample(
         requests=1, nodes=0, context=100, rows=1, kv=130, wall_ms=4, verify_ms=3.0, draft_ms=0, transfer_ms=0
     )
     tree = replace(plain, nodes=1, rows=2, kv=100, verify_ms=2.2)

@@ -214,6 +214,6 @@ async def test_the_environment_makes_serve_call_us(monkeypatch: pytest.MonkeyPat
     [(name, path)] = environment().items()
     monkeypatch.setattr(f"ray.serve._private.http_util.{name}", path)
     [middleware] = configure_http_middlewares(HTTPOptions()).middlewares
-    assert middleware.cls is cluster.serve.proxy.PlainErrors
+    assert middleware.cls is cluster.serve.proxy.OpenAIErrors
     monkeypatch.setenv(name, "mine:callback")
     assert environment() == {name: "mine:callback"}

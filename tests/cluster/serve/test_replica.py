@@ -14,12 +14,12 @@ from starlette.types import Message, Receive, Scope, Send
 import cluster.serve.app
 from cluster.engine_client import EngineClient, EngineDead, Health
 from cluster.http.streaming import EventStream, unless_client_leaves
-from cluster.serve.app import GoneClients, Replica
+from cluster.serve.app import ClientDisconnects, Replica
 from tests.support.fake_engine import FakeEngine
 from workers.comm.ipc import Submit, TokenChunk
 
 
-class FakeGang:
+class FakeWorkerGroup:
     def __init__(self) -> None:
         self.is_closed = False
 
@@ -39,7 +39,7 @@ class ReplicaOf(Replica):
     """One that serves already, without Ray."""
 
     def __init__(self, client: EngineClient) -> None:
-        self._client, self._gang, self._serving = client, FakeGang(), True
+        self._client, self._worker_group, self._serving = client, FakeWorkerGroup(), True
         self._tokenizing = FakeTokenizing()
 
     def __del__(self) -> None:
@@ -69,7 +69,7 @@ async def test_an_engine_that_hangs_is_ended_before_serve_drains_the_replica(
     await asyncio.sleep(1.5)
     with pytest.raises(RuntimeError, match="the engine is silent"):
         await replica.check_health()
-    assert replica._gang.is_closed
+    assert replica._worker_group.is_closed
     with pytest.raises(EngineDead, match="the engine is silent"):
         await asyncio.wait_for(waiting, 5)
     await asyncio.sleep(0.1)
@@ -100,7 +100,7 @@ async def test_a_stream_ends_in_peace_when_serve_cancels_what_waits_for_its_clie
         events = source()
         await EventStream(events, events, {})(scope, receive, send)
 
-    await asyncio.wait_for(GoneClients(app)({"type": "http"}, CancelledOnce(), ignore), 5)
+    await asyncio.wait_for(ClientDisconnects(app)({"type": "http"}, CancelledOnce(), ignore), 5)
     assert is_closed
 
 
@@ -109,7 +109,7 @@ async def test_who_has_left_has_left_for_good() -> None:
         for _ in range(2):
             assert await unless_client_leaves(Request(scope, receive), asyncio.sleep(60, "an answer")) is None
 
-    await asyncio.wait_for(GoneClients(app)({"type": "http"}, CancelledOnce(), ignore), 5)
+    await asyncio.wait_for(ClientDisconnects(app)({"type": "http"}, CancelledOnce(), ignore), 5)
 
 
 class CancelledOnce:

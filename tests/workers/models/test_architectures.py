@@ -25,7 +25,7 @@ from cluster.convert import engine_config
 from secateur.config import EngineArgs
 from secateur.errors import ConfigError
 from tests.support import checkpoints
-from tests.support.engines import Job, Runner
+from tests.support.engines import GenerationJob, Runner
 from tests.workers.models.test_model_parity import Chunk, PagedRun, oracle, oracle_logits, random_tokens, random_tree
 from workers.config import DraftConfig, EngineConfig, TreeConfig
 from workers.models.eagle3_format import default_tap_layers
@@ -349,7 +349,7 @@ def runner(folder: Path) -> Iterator[Runner]:
 
 def test_an_engine_says_what_transformers_generates(runner: Runner) -> None:
     prompts = [random_tokens(5, seed=seed) * 4 for seed in (1, 2, 3)]
-    answers = runner.run([Job(prompt=prompt, max_tokens=40) for prompt in prompts], concurrency=3)
+    answers = runner.run([GenerationJob(prompt=prompt, max_tokens=40) for prompt in prompts], concurrency=3)
     generate = partial(
         oracle(Path(runner.config.model_path)).generate,
         max_new_tokens=40, min_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0,

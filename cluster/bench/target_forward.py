@@ -23,7 +23,7 @@ from workers.types import Rule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class ForwardShape:
     """One step: `batch` requests, each with a tree of `rows` rows (the root is one) behind `context` tokens."""
 
     rows: int
@@ -31,13 +31,13 @@ class Shape:
     context: int = 128
 
 
-class Forwards:
+class TargetForward:
     """A loaded target. `milliseconds(shape)` runs one step of it and tells what that took."""
 
     def __init__(self, config: EngineConfig, run: Callable[..., object]) -> None:
         self._config, self._run = config, run
 
-    def milliseconds(self, shape: Shape) -> float:
+    def milliseconds(self, shape: ForwardShape) -> float:
         page_size = self._config.page_size
         num_pages = -(-(shape.context + shape.rows) // page_size)
         requests = []
@@ -52,7 +52,7 @@ class Forwards:
 
 
 @contextmanager
-def loaded(config: EngineConfig, shapes: list[Shape]) -> Iterator[Forwards]:
+def loaded(config: EngineConfig, shapes: list[ForwardShape]) -> Iterator[TargetForward]:
     """The target of `config` on one rank of this process, with pages for all of `shapes`, one at a time."""
     tokens = [(shape.context + shape.rows + config.page_size, shape.batch) for shape in shapes]
     pages = max(batch * -(-length // config.page_size) for length, batch in tokens)
@@ -69,7 +69,7 @@ def loaded(config: EngineConfig, shapes: list[Shape]) -> Iterator[Forwards]:
         most = max(shape.rows for shape in shapes)
         trees = DraftConfig(method="ngram", model_path="", tree=TreeConfig(num_speculative_tokens=max(1, most - 1)))
         target, _ = load(groups.join(alone, 0, address), read_specs(alone), graphs_of=replace(alone, draft=trees))
-        yield Forwards(alone, target.run)
+        yield TargetForward(alone, target.run)
     finally:
         groups.leave()
         del store

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cluster.planner.acceptance import TYPICAL, curve
-from cluster.planner.choose import best, schedule
-from cluster.planner.costs import Costs
-from cluster.planner.fleet import SPREAD, Fleet, Load, Replica, simulate
-from cluster.planner.memory import Side, pages_on_device
-from cluster.planner.predict import Prediction, Predictor
+from cluster.planner.acceptance import TYPICAL, acceptance_curve
+from cluster.planner.cost_model import CostModel
+from cluster.planner.fleet import SPREAD, Fleet, Load, ReplicaSpec, simulate
+from cluster.planner.memory import ModelShard, pages_on_device
+from cluster.planner.predict import Prediction, Predictor, best, schedule
 from cluster.planner.roofline import cost_table
 from cluster.rank_placement import num_bundles
 from secateur.config import EngineArgs
@@ -31,7 +30,7 @@ CPU_PROFILE_BATCH, PROFILE_BATCH = 8, 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class BatchForecast:
     """One batch: without speculation and, if there is a drafter, with the trees that were asked for or are best."""
 
     off: Prediction
@@ -47,7 +46,7 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
+class BatchLimit:
     """What bounds the requests of one replica."""
 
     pages: int | None
@@ -57,25 +56,27 @@ class Room:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outlook:
+class Forecast:
     """What is predicted of an engine."""
 
     table: CostTable
     accepted_from: str
-    room: Room
-    lines: tuple[Line, ...]
+    room: BatchLimit
+    lines: tuple[BatchForecast, ...]
     fleet: Fleet | None
 
 
-def outlook(args: EngineArgs, request: PlanRequest, config: EngineConfig, found: list[Side], say: Say) -> Outlook:
-    """Raises ConfigError before an engine is started, EngineDead while it is profiled. found: `memory.sides`."""
+def predict_engine(
+    args: EngineArgs, request: PlanRequest, config: EngineConfig, found: list[ModelShard], say: Say
+) -> Forecast:
+    """Raises ConfigError before an engine is started, EngineDead while it is profiled. found: `memory.model_shards`."""
     if request.context > config.max_model_len:
         limit = f"{request.context} is more than max_model_len={config.max_model_len}"
         raise ConfigError(Problem("--context", f"{limit}; ask for less"))
     if request.nodes and config.draft is None:
         raise ConfigError(Problem("--nodes", "without a drafter there are no trees: give --speculative-config"))
     if request.acceptance is not None and config.draft is not None:
-        curve(request.acceptance, config.draft, request.temperature, request.context)  # tells now what it does not know
+        acceptance_curve(request.acceptance, config.draft, request.temperature, request.context)
     room = _room(request, config, found)
     load = _load(request, config, args.seed or 0) if request.is_simulated else None
     table = _table(args, request, config, found, say)
@@ -89,12 +90,14 @@ def outlook(args: EngineArgs, request: PlanRequest, config: EngineConfig, found:
     no_drafts = np.zeros(MAX_NODES + 1)
 
     def predictor(context: float, is_plain: bool = False) -> Predictor:
-        accepted = curve(told or TYPICAL, config.draft, request.temperature, context) if config.draft else no_drafts
-        return Predictor(Costs(table), accepted, config.tensor_parallel_size if is_plain else num_bundles(config))
+        accepted = (
+            acceptance_curve(told or TYPICAL, config.draft, request.temperature, context) if config.draft else no_drafts
+        )
+        return Predictor(CostModel(table), accepted, config.tensor_parallel_size if is_plain else num_bundles(config))
 
     plain, drafting = predictor(request.context, is_plain=True), predictor(request.context)
     lines = [
-        Line(
+        BatchForecast(
             off=plain(batch, 0, request.context),
             on=best(drafting, batch, request.context, budgets) if budgets != [0] else None,
         )
@@ -104,7 +107,7 @@ def outlook(args: EngineArgs, request: PlanRequest, config: EngineConfig, found:
     if load is not None:
         middle = float((load.prompt_J + load.output_J / 2).mean())
         loaded = predictor(middle)
-        replica = Replica(
+        replica = ReplicaSpec(
             costs=loaded.costs,
             accepted=loaded.accepted,
             nodes_by_batch=schedule(loaded, config.max_num_seqs, middle, budgets),
@@ -114,7 +117,7 @@ def outlook(args: EngineArgs, request: PlanRequest, config: EngineConfig, found:
             spread=SPREAD,
         )
         fleet = simulate(load, replica, request.replicas or 1, args.seed or 0)
-    return Outlook(table=table, accepted_from=accepted_from, room=room, lines=tuple(lines), fleet=fleet)
+    return Forecast(table=table, accepted_from=accepted_from, room=room, lines=tuple(lines), fleet=fleet)
 
 
 def _describe(table: AcceptanceTable) -> str:
@@ -124,7 +127,9 @@ def _describe(table: AcceptanceTable) -> str:
     return f"as measured at temperature {', '.join(f'{t:g}' for t in temperatures)}"
 
 
-def _table(args: EngineArgs, request: PlanRequest, config: EngineConfig, found: list[Side], say: Say) -> CostTable:
+def _table(
+    args: EngineArgs, request: PlanRequest, config: EngineConfig, found: list[ModelShard], say: Say
+) -> CostTable:
     if request.costs is not None:
         return request.costs
     if request.hardware is not None:
@@ -142,7 +147,7 @@ def profile(args: EngineArgs, config: EngineConfig, max_batch: int, temperature:
     from cluster.bench.runner import Runner
     from cluster.convert import fetch_weights, load_tokenizer
     from cluster.planner.fit import fit
-    from cluster.planner.profile import OUTPUT_TOKENS, Grid, Profiler, Prompts, profiled
+    from cluster.planner.profile import OUTPUT_TOKENS, ProfileGrid, Profiler, UniquePrompts, profiled
     from secateur.prompts import BUNDLED_PROMPTS, read_prompts
 
     if config.max_model_len < 2 * OUTPUT_TOKENS:
@@ -152,7 +157,7 @@ def profile(args: EngineArgs, config: EngineConfig, max_batch: int, temperature:
     config = profiled(config, min(max_batch, PROFILE_BATCH if config.device == "cuda" else CPU_PROFILE_BATCH))
     say("profile: starting an engine")
     with Runner(config) as runner:
-        profiler = Profiler(runner, Grid.of(config), Prompts(texts), temperature)
+        profiler = Profiler(runner, ProfileGrid.of(config), UniquePrompts(texts), temperature)
         profiler.warm_up()
         for number in range(1, PROFILE_ROUNDS + 1):
             say(f"profile: round {number} of {PROFILE_ROUNDS}")
@@ -168,12 +173,12 @@ def hardware_name(config: EngineConfig) -> str:
     return f"{os.cpu_count()} CPU cores, {platform.machine()}"
 
 
-def _room(request: PlanRequest, config: EngineConfig, found: list[Side]) -> Room:
+def _room(request: PlanRequest, config: EngineConfig, found: list[ModelShard]) -> BatchLimit:
     pages = config.num_pages - 1 if config.num_pages else None
     if pages is None and request.hardware is not None:
         pages = pages_on_device(config, found, 1e9 * request.hardware.memory_gb) - 1
     if pages is None:
-        return Room(pages=None, batch=config.max_num_seqs, reason="max_num_seqs; memory is not counted")
+        return BatchLimit(pages=None, batch=config.max_num_seqs, reason="max_num_seqs; memory is not counted")
     fits = pages // config.pages_for(request.context)
     if fits < 1:
         name = request.hardware.name if request.hardware else "num_pages"
@@ -182,11 +187,11 @@ def _room(request: PlanRequest, config: EngineConfig, found: list[Side]) -> Room
             "write a larger --tensor-parallel-size, a smaller --context, a smaller --max-num-seqs or smaller trees"
         )
     if fits < config.max_num_seqs:
-        return Room(pages=pages, batch=fits, reason=f"memory: {pages} KV pages, --context {request.context}")
-    return Room(pages=pages, batch=config.max_num_seqs, reason="max_num_seqs")
+        return BatchLimit(pages=pages, batch=fits, reason=f"memory: {pages} KV pages, --context {request.context}")
+    return BatchLimit(pages=pages, batch=config.max_num_seqs, reason="max_num_seqs")
 
 
-def _batches(request: PlanRequest, room: Room) -> list[int]:
+def _batches(request: PlanRequest, room: BatchLimit) -> list[int]:
     """Those that were asked for and fit; if one does not, the largest that does."""
     fitting = {batch for batch in request.batches if batch <= room.batch}
     return sorted(fitting | ({room.batch} if max(request.batches) > room.batch else set()))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from cluster.bench.runner import Answer
+    from cluster.bench.runner import GeneratedAnswer
     from workers.comm.ipc import Speculation
 
 Tree = Literal["chain", "static", "dynamic"]
@@ -17,7 +17,7 @@ ACCEPTANCES: tuple[Acceptance, ...] = ("coupled", "rejection", "none")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pruning:
+class PruningSetting:
     """How a cell prunes its trees; the defaults are not at all."""
 
     prune: Literal["off", "thresholds", "auto"] = "off"
@@ -35,17 +35,17 @@ class Pruning:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
+class AcceptanceCell:
     """What one row is measured on.
 
-    Example: Cell(tree="dynamic", acceptance="coupled", num_nodes=16, temperature=1.0)
+    Example: AcceptanceCell(tree="dynamic", acceptance="coupled", num_nodes=16, temperature=1.0)
     """
 
     tree: Tree
     acceptance: Acceptance
     num_nodes: int
     temperature: float
-    pruning: Pruning = Pruning()
+    pruning: PruningSetting = PruningSetting()
 
     @property
     def speculation(self) -> Speculation:
@@ -67,7 +67,7 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class AcceptanceRow:
     """One line of the table. Counts per token are over all generated tokens, acceptance is over drafted steps."""
 
     method: str
@@ -85,7 +85,7 @@ class Row:
     prune_min_prob: float
     prune_path_prob: float
     prune_row_price: float | None
-    """See `Pruning`."""
+    """See `PruningSetting`."""
     acceptance_length: float
     """1 + accepted / drafts, over all prompts: tokens per step that verified at least one draft node."""
     acceptance_length_se: float | None
@@ -101,8 +101,8 @@ class Row:
     num_tokens: int
 
     @property
-    def pruning(self) -> Pruning:
-        return Pruning(
+    def pruning(self) -> PruningSetting:
+        return PruningSetting(
             prune=self.prune,
             min_prob=self.prune_min_prob,
             path_prob=self.prune_path_prob,
@@ -111,19 +111,19 @@ class Row:
 
 
 def row_of(
-    cell: Cell,
-    answers: Sequence[Answer],
+    cell: AcceptanceCell,
+    answers: Sequence[GeneratedAnswer],
     seconds: float,
     *,
     method: str,
     budget: int,
     max_depth: int,
     static_tree: str | None = None,
-) -> Row:
+) -> AcceptanceRow:
     """The row of a cell, answered in so many seconds; `budget` is what its nodes were asked under."""
     num_tokens = sum(len(answer.tokens) for answer in answers)
     lengths = [acceptance_length([answer]) for answer in answers]
-    return Row(
+    return AcceptanceRow(
         method=method,
         tree=cell.tree,
         acceptance=cell.acceptance,
@@ -148,7 +148,7 @@ def row_of(
     )
 
 
-def acceptance_length(answers: Sequence[Answer]) -> float:
+def acceptance_length(answers: Sequence[GeneratedAnswer]) -> float:
     """1 + accepted / drafts; 1 where nothing was drafted."""
     drafts = sum(answer.stats.num_drafts for answer in answers)
     return 1 + sum(answer.stats.num_accepted_tokens for answer in answers) / max(1, drafts)

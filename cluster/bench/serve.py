@@ -38,7 +38,7 @@ SERVED = "as served"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class RequestResult:
     """One request. Seconds count from when it was sent."""
 
     num_prompt: int = 0
@@ -205,11 +205,11 @@ def _measure(
             yield row
 
 
-async def _closed(client: _Client, prompts: Sequence[Prompt], concurrency: int) -> list[Outcome]:
+async def _closed(client: _Client, prompts: Sequence[Prompt], concurrency: int) -> list[RequestResult]:
     """So many clients, each of whom asks again as soon as it is answered."""
     seats = asyncio.Semaphore(concurrency)
 
-    async def one(http: AsyncClient, index: int, prompt: Prompt) -> Outcome:
+    async def one(http: AsyncClient, index: int, prompt: Prompt) -> RequestResult:
         async with seats:
             return await _ask(http, client, index, prompt)
 
@@ -217,7 +217,7 @@ async def _closed(client: _Client, prompts: Sequence[Prompt], concurrency: int) 
         return await asyncio.gather(*(one(http, i, prompt) for i, prompt in enumerate(prompts)))
 
 
-async def _open(client: _Client, prompts: Sequence[Prompt], rate: float, seed: int) -> list[Outcome]:
+async def _open(client: _Client, prompts: Sequence[Prompt], rate: float, seed: int) -> list[RequestResult]:
     """Requests arrive as a Poisson process, whether or not earlier ones are answered."""
     gaps = random.Random(seed)
     async with AsyncClient(client.url, api_key=client.api_key, retries=0) as http:
@@ -228,7 +228,7 @@ async def _open(client: _Client, prompts: Sequence[Prompt], rate: float, seed: i
         return await asyncio.gather(*under_way)
 
 
-async def _ask(http: AsyncClient, client: _Client, index: int, prompt: Prompt) -> Outcome:
+async def _ask(http: AsyncClient, client: _Client, index: int, prompt: Prompt) -> RequestResult:
     params = client.settings | {
         "seed": client.settings["seed"] + index,
         "cache_salt": f"{client.settings['cache_salt']}, {index}",
@@ -247,10 +247,10 @@ async def _ask(http: AsyncClient, client: _Client, index: int, prompt: Prompt) -
             if chunk.text:
                 at.append(time.perf_counter() - began)
     except SecateurError as error:
-        return Outcome(error=str(error))
+        return RequestResult(error=str(error))
     if usage is None or not at:
-        return Outcome(error="the service streamed no text, or no usage at the end")
-    return Outcome(
+        return RequestResult(error="the service streamed no text, or no usage at the end")
+    return RequestResult(
         num_prompt=usage.prompt_tokens,
         num_tokens=usage.completion_tokens,
         first_seconds=at[0],
@@ -262,7 +262,7 @@ async def _ask(http: AsyncClient, client: _Client, index: int, prompt: Prompt) -
 # -- figures ---------------------------------------------------------------------------------------------------------
 
 
-def row_of(mode: str, load: str, outcomes: Sequence[Outcome], seconds: float, plan: ServePlan) -> LoadRow:
+def row_of(mode: str, load: str, outcomes: Sequence[RequestResult], seconds: float, plan: ServePlan) -> LoadRow:
     """Figures of one load. Raises SecateurError if no request was answered."""
     answered = [outcome for outcome in outcomes if outcome.error is None]
     if not answered:
@@ -286,7 +286,7 @@ def row_of(mode: str, load: str, outcomes: Sequence[Outcome], seconds: float, pl
     )
 
 
-def _goodput(answered: Sequence[Outcome], seconds: float, plan: ServePlan) -> float | None:
+def _goodput(answered: Sequence[RequestResult], seconds: float, plan: ServePlan) -> float | None:
     if plan.goodput_ttft_ms is None and plan.goodput_tpot_ms is None:
         return None
     first, each = plan.goodput_ttft_ms or math.inf, plan.goodput_tpot_ms or math.inf

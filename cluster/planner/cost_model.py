@@ -28,7 +28,7 @@ class StepTime:
         return self.verify_ms + self.draft_ms + self.transfer_ms + self.host_ms
 
 
-class Chunk(NamedTuple):
+class PrefillChunk(NamedTuple):
     """Part of a prompt."""
 
     rows: int
@@ -41,7 +41,7 @@ class Chunk(NamedTuple):
         return self.rows * (self.cached - self.rows / 2)
 
 
-class Costs:
+class CostModel:
     """A cost table, read between its entries."""
 
     def __init__(self, table: CostTable) -> None:
@@ -50,7 +50,7 @@ class Costs:
         self._sizes = np.log1p(table.draft.nodes).tolist() if table.draft else []
 
     def step(
-        self, requests: int, nodes: int, kv: float, chunks: Sequence[Chunk] = (), *, feeds: bool = True
+        self, requests: int, nodes: int, kv: float, chunks: Sequence[PrefillChunk] = (), *, feeds: bool = True
     ) -> StepTime:
         """Of one step that verifies a tree of `nodes` for each of `requests` with `kv` cached tokens together, and
         computes `chunks` of prompts. feeds: whether a drafter, if there is one, reads those too."""

@@ -9,14 +9,14 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from cluster.bench.acceptance_rows import ACCEPTANCES, Acceptance, AcceptanceRow, Tree, standard_error
 from cluster.bench.output import heading, markdown
-from cluster.bench.rows import ACCEPTANCES, Acceptance, Row, Tree, standard_error
 
 KEPT = 0.98
 """Share of the unpruned tokens per step that a pruning must keep to be called free."""
 
 
-class Key(NamedTuple):
+class RowKey(NamedTuple):
     """What unpruned rows are told apart by; `is_full`: a chain deeper than the depth cap of the dynamic trees."""
 
     tree: Tree
@@ -42,15 +42,15 @@ class Difference(NamedTuple):
         return f"{self.mean:+.2f} ± {self.error:.2f}{mark}"
 
 
-class Table:
+class AcceptanceResults:
     """The rows, findable."""
 
-    def __init__(self, rows: Sequence[Row]) -> None:
+    def __init__(self, rows: Sequence[AcceptanceRow]) -> None:
         self.rows = rows
         unpruned = [row for row in rows if row.prune == "off"]
         cap = min((row.max_depth for row in unpruned), default=0)
         self.by_key = {
-            Key(row.tree, row.acceptance, row.num_speculative_tokens, row.temperature, row.max_depth > cap): row
+            RowKey(row.tree, row.acceptance, row.num_speculative_tokens, row.temperature, row.max_depth > cap): row
             for row in unpruned
         }
         self.temperatures = sorted({row.temperature for row in rows})
@@ -60,7 +60,7 @@ class Table:
     def gain(self, tree: Tree, temperature: float, num_nodes: int) -> float | None:
         """Acceptance length with draft probabilities, by the better rule, over that without."""
         coupled, rejection, none = (
-            self.by_key.get(Key(tree, acceptance, num_nodes, temperature)) for acceptance in ACCEPTANCES
+            self.by_key.get(RowKey(tree, acceptance, num_nodes, temperature)) for acceptance in ACCEPTANCES
         )
         if not (coupled and rejection and none):
             return None
@@ -68,8 +68,8 @@ class Table:
 
     def ahead(self, other: Tree, acceptance: Acceptance, temperature: float, num_nodes: int) -> Difference | None:
         """The dynamic tree's acceptance length minus another's at the same budget and depth cap, paired by prompt."""
-        mine = self.by_key.get(Key("dynamic", acceptance, num_nodes, temperature))
-        theirs = self.by_key.get(Key(other, acceptance, num_nodes, temperature))
+        mine = self.by_key.get(RowKey("dynamic", acceptance, num_nodes, temperature))
+        theirs = self.by_key.get(RowKey(other, acceptance, num_nodes, temperature))
         if not (mine and theirs) or mine.num_prompts < 2:
             return None
         pairs = zip(mine.acceptance_lengths, theirs.acceptance_lengths, strict=True)
@@ -77,9 +77,9 @@ class Table:
         return Difference(statistics.mean(differences), standard_error(differences))
 
 
-def render(header: Mapping[str, object], rows: Sequence[Row]) -> str:
+def render(header: Mapping[str, object], rows: Sequence[AcceptanceRow]) -> str:
     """The whole report."""
-    table = Table(rows)
+    table = AcceptanceResults(rows)
     parts = [
         heading("Acceptance", header, hidden=("nodes", "temperatures")),
         "## Claims",
@@ -95,7 +95,7 @@ def render(header: Mapping[str, object], rows: Sequence[Row]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _gains(table: Table) -> Iterable[str]:
+def _gains(table: AcceptanceResults) -> Iterable[str]:
     yield "### Draft probabilities: acceptance length under `coupled` or `rejection`, the better, over that without"
     trees: tuple[Tree, ...] = ("chain", "static", "dynamic")
     for tree in trees:
@@ -109,7 +109,7 @@ def _gains(table: Table) -> Iterable[str]:
             )
 
 
-def _comparison(table: Table, other: Tree, name: str) -> Iterable[str]:
+def _comparison(table: AcceptanceResults, other: Tree, name: str) -> Iterable[str]:
     yield (
         f"### Dynamic tree minus {name}\n\nAcceptance length ± standard error over prompts, paired; "
         "▲ ahead and ▼ behind by more than two."
@@ -126,7 +126,7 @@ def _comparison(table: Table, other: Tree, name: str) -> Iterable[str]:
             )
 
 
-def _pruning(table: Table) -> Iterable[str]:
+def _pruning(table: AcceptanceResults) -> Iterable[str]:
     pruned = [row for row in table.rows if row.prune != "off"]
     if not pruned:
         return
@@ -137,7 +137,7 @@ def _pruning(table: Table) -> Iterable[str]:
     )
     lines, best = [], []
     for acceptance, t, n in dict.fromkeys((r.acceptance, r.temperature, r.num_speculative_tokens) for r in pruned):
-        key = Key("static", acceptance, n, t)
+        key = RowKey("static", acceptance, n, t)
         if (static := table.by_key.get(key)) is None:
             continue
         own = [table.by_key.get(key._replace(tree="dynamic")), *(row for row in pruned if _is_of(row, key))]
@@ -160,21 +160,21 @@ def _pruning(table: Table) -> Iterable[str]:
     )
 
 
-def _is_of(row: Row, key: Key) -> bool:
+def _is_of(row: AcceptanceRow, key: RowKey) -> bool:
     return (row.acceptance, row.num_speculative_tokens, row.temperature) == key[1:4]
 
 
-def _saved(row: Row, static: Row) -> float:
+def _saved(row: AcceptanceRow, static: AcceptanceRow) -> float:
     return 1 - row.verified_per_token / static.verified_per_token
 
 
-def _grid(table: Table, cells: Mapping[tuple[float, int], str]) -> str:
+def _grid(table: AcceptanceResults, cells: Mapping[tuple[float, int], str]) -> str:
     """Temperatures down, budgets across."""
     lines = [[f"{t:g}", *(cells.get((t, n), "") for n in table.nodes)] for t in table.temperatures]
     return markdown(["T", *(f"{n} nodes" for n in table.nodes)], lines)
 
 
-def _pivot(table: Table, show: Callable[[Row], str]) -> str:
+def _pivot(table: AcceptanceResults, show: Callable[[AcceptanceRow], str]) -> str:
     """Temperatures across; a line for each tree, rule and budget."""
     lines = []
     for key in sorted({key._replace(temperature=0.0) for key in table.by_key}):
