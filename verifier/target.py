@@ -18,13 +18,13 @@ from workers.comm.ipc import TokenLogprobs
 from workers.comm.wire import Kind
 from workers.cuda_graphs import Graphs
 from workers.kv_cache import KVPool
+from workers.models.base import BaseDecoder
 from workers.models.layers import gather_vocab, shard_vocab
-from workers.models.load import AnyDecoder
 from workers.sampling.gumbel_cache import GumbelCache
 from workers.sampling.logits_edits import Columns, ConstrainedRow
 from workers.sampling.logits_processors import constrain
 from workers.sampling.logits_state import unpack_logits_states
-from workers.sampling.sampler import of_processed, process_logits_static
+from workers.sampling.sampler import params_after_processing, process_logits_static
 from workers.transfer import to_device, to_host
 from workers.types import Hidden, TargetStep
 
@@ -43,7 +43,7 @@ class Target:
 
     def __init__(
         self,
-        decoder: AnyDecoder,
+        decoder: BaseDecoder,
         kv: KVPool,
         page_size: int,
         peers: Channel | None,
@@ -191,7 +191,7 @@ class Target:
                     torch.cuda.current_stream().synchronize()  # who judges would wait, and the time is the forward's
                 return []
             draw = self._decoder.kernels.coupled_argmax
-            return draw(self._processed_RV, of_processed(params), index_R, 0, None, self._noise)[1].tolist()
+            return draw(self._processed_RV, params_after_processing(params), index_R, 0, None, self._noise)[1].tolist()
         row_max_R = None
         if needs.min_p:
             row_max_R = logits_RW.amax(-1)

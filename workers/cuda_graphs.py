@@ -31,7 +31,7 @@ from torch import Tensor
 from workers.config import EngineConfig
 from workers.kernels.select import AttentionPlan, Kernels
 from workers.kv_cache import KVPool
-from workers.models.load import AnyDecoder
+from workers.models.base import BaseDecoder
 from workers.transfer import to_device
 from workers.types import AttentionMetadata
 
@@ -233,7 +233,7 @@ class Graphs:
         return _Bucket(inputs=inputs, plan=self._plan(padded(empty, size)))
 
 
-def decoder_graphs(decoder: AnyDecoder, kv: KVPool, config: EngineConfig, *, is_captured: bool = True) -> Graphs:
+def decoder_graphs(decoder: BaseDecoder, kv: KVPool, config: EngineConfig, *, is_captured: bool = True) -> Graphs:
     """Capture a model's forward pass: (tokens_N, positions_N) -> the fields of `Hidden` that are not None."""
 
     def run(plan: AttentionPlan, tokens_N: Tensor, positions_N: Tensor) -> tuple[Tensor, ...]:

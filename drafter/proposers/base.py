@@ -27,7 +27,7 @@ from workers.config import EngineConfig
 from workers.cuda_graphs import Graphs, sizes
 from workers.kernels.select import AttentionPlan
 from workers.kv_cache import KVPool
-from workers.models.load import AnyDecoder
+from workers.models.base import BaseDecoder
 from workers.transfer import to_device
 from workers.types import AttentionMetadata, DraftRequest
 
@@ -190,7 +190,7 @@ class DraftModelProposer:
 
     def __init__(
         self,
-        model: AnyDecoder,
+        model: BaseDecoder,
         kv: KVPool,
         page_size: int,
         graphs: Graphs | None = None,
@@ -224,7 +224,9 @@ class DraftModelProposer:
         return self._model.forward(to_device(tokens, device), to_device(positions, device), plan, self._kv).final_ND
 
 
-def decoder_tree_graphs(model: AnyDecoder, kv: KVPool, config: EngineConfig, *, is_captured: bool = True) -> TreeGraphs:
+def decoder_tree_graphs(
+    model: BaseDecoder, kv: KVPool, config: EngineConfig, *, is_captured: bool = True
+) -> TreeGraphs:
     """Whole trees of a draft model. A node hands nothing to its children: features have no width."""
 
     def run(plan: AttentionPlan, tokens_N: Tensor, features_N0: Tensor, positions_N: Tensor) -> tuple[Tensor, Tensor]:

@@ -79,11 +79,11 @@ def main() -> None:
     compile_kernel(triton_sampling._top_of_block, dict(BLOCK=2048), top)
     compile_kernel(triton_sampling._top_of_row, dict(FOUND=512, SPLITS=64), top)
     compile_kernel(triton_sampling._top_of_row, dict(FOUND=1, SPLITS=1), top)
-    cut = dict(x_ptr=FLOAT, top_k_ptr="*i32", top_p_ptr=FLOAT, lists_ptr=FLOAT, cut_ptr=FLOAT)
+    threshold = dict(x_ptr=FLOAT, top_k_ptr="*i32", top_p_ptr=FLOAT, lists_ptr=FLOAT, threshold_ptr=FLOAT)
     compile_kernel(
-        triton_truncation._cut,
+        triton_truncation._threshold,
         dict(LISTED=triton_truncation._LISTED, BLOCK=triton_truncation._BLOCK),
-        cut,
+        threshold,
         num_warps=16,
     )
 

@@ -88,10 +88,10 @@ def _top_of_row(
         told.copy_(found[:, 0])
 
 
-def _cut(x: Tensor, top_k: Tensor, top_p: Tensor, lists: Tensor, cut: Tensor, *_: Any, **__: Any) -> None:
+def _threshold(x: Tensor, top_k: Tensor, top_p: Tensor, lists: Tensor, threshold: Tensor, *_: Any, **__: Any) -> None:
     from workers.sampling import sampler
 
-    cut.copy_(sampler.truncation_threshold(x, top_k, top_p))
+    threshold.copy_(sampler.truncation_threshold(x, top_k, top_p))
 
 
 def _copy(words: Tensor, source: Tensor, target: Tensor, *_: Any, **__: Any) -> None:
@@ -99,5 +99,6 @@ def _copy(words: Tensor, source: Tensor, target: Tensor, *_: Any, **__: Any) -> 
 
 
 TWINS = {
-    twin.__name__: twin for twin in (_attend, _combine, _draw, _choose, _fill, _top_of_block, _top_of_row, _cut, _copy)
+    twin.__name__: twin
+    for twin in (_attend, _combine, _draw, _choose, _fill, _top_of_block, _top_of_row, _threshold, _copy)
 }

@@ -1,8 +1,8 @@
-"""`workers.kernels.fused` with every pointwise chain compiled: a Triton kernel or two where plain torch launches many.
+"""`workers.kernels.fused` with compiled pointwise chains: one or two Triton kernels where plain torch launches many.
 
-A chain is compiled when it is first run on rows of a new kind: once for their exact number, once for any number and
-once for a single row; later steps of other sizes compile nothing. Captured graphs run it once before they record it.
-What does not fit a chain stays outside: products, attention, and the reduction over the ranks between them.
+A chain is compiled up to three times: for its first number of rows, for any number and for a single row. Other sizes
+compile nothing further. Graph capture runs each chain once before it records it. Matrix products, attention and the
+all-reduce between them are not part of any chain.
 """
 
 from __future__ import annotations
@@ -44,8 +44,11 @@ _Result = TypeVar("_Result")
 
 
 def compiled(chain: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
-    """The chain as few kernels, rounding where it rounds. Widths are constants to the compiler, so that it reads whole
-    vectors (`dynamic=True` would hide them); numbers of rows become a variable as soon as there are two."""
+    """Compile a chain with the rounding of its eager form.
+
+    Widths are compile-time constants, which allows vectorized loads (`dynamic=True` would make them variables). The
+    number of rows becomes a variable at its second value.
+    """
     return torch.compile(chain, options={"emulate_precision_casts": True})
 
 

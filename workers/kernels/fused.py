@@ -1,6 +1,6 @@
-"""The kernels in Triton: the twin of `workers.kernels.reference`, for CUDA.
+"""The kernel set in Triton, for CUDA: the counterpart of `workers.kernels.reference`.
 
-`workers.kernels.select.Kernels` says what each function means. Importing this needs triton.
+`workers.kernels.select.Kernels` documents each function. Importing this module requires triton.
 """
 
 from __future__ import annotations

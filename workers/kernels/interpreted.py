@@ -6,5 +6,5 @@ import os
 
 
 def is_interpreted() -> bool:
-    """Whether Triton runs its kernels in Python, on the CPU: for tests. Triton reads this as it is imported."""
+    """Return True if Triton interprets its kernels on the CPU, for tests. Triton reads the variable on import."""
     return os.environ.get("TRITON_INTERPRET") == "1"

@@ -1,9 +1,9 @@
-"""Matrix products with a fixed weight; on CPU in float32 from the layouts that are fast there.
+"""Linear layers; on CPU in float32, with weights in faster layouts.
 
-Decoding reads every weight for a few rows, so what counts is how many bytes are read and how little is done per call.
-Published weights are stored in 16 bits, and half precision holds them as well as float32 does: such a weight is packed
-once for FBGEMM, which reads halves, multiplies and adds in float32. Milliseconds for all products of a forward, one
-thread of an AMD EPYC with AVX-512, 2026-11:
+Decoding reads every weight for a few rows, so the bytes read and the overhead per call determine the time. Published
+weights are stored in 16 bits, and half precision usually represents them exactly. Such a weight is packed for FBGEMM,
+which reads float16, and multiplies and adds in float32. Milliseconds for all products of a forward pass, on one thread
+of an AMD EPYC with AVX-512 (2026-11):
 
     rows                              1      2      4      8     17
     bundled   torch's linear        2.1    3.0    2.6    3.1    4.5
@@ -13,9 +13,9 @@ thread of an AMD EPYC with AVX-512, 2026-11:
               packed for oneDNN      67     85     59     74    113
               halves for FBGEMM      17     19     30     50    102
 
-Looking at a billion weights and packing them takes some 9 s at start-up, oneDNN's packing 3 s. With AVX-512 turned off
-on this CPU the bundled shapes gain as much. Then a row's product may differ in the last bit with the number of rows
-beside it; with AVX-512 it never does. FBGEMM's product keeps to one thread, as a worker on CPU does.
+Checking and packing a billion weights takes about 9 s at start-up, and oneDNN's packing 3 s. With AVX-512 disabled on
+this CPU, the bundled shapes gain as much. Then a row's product may differ in the last bit depending on the number of
+rows in the batch; with AVX-512 it never does. FBGEMM's product runs on one thread, as a CPU worker does.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_HAS_FBGEMM = "fbgemm" in torch.backends.quantized.supported_engines  # built in, and the CPU has what it needs
+_HAS_FBGEMM = "fbgemm" in torch.backends.quantized.supported_engines  # built in, and supported by the CPU
 _HAS_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
-_WORTH_PACKING = 1 << 17  # elements from which oneDNN's product is faster in spite of 10 us more for the call
-_COMPARED_AT_ONCE = 1 << 20  # elements with their halves: a weight is looked at without a copy of all of it
-_TYPICAL_ROWS = 16  # what oneDNN lays the packed weight out for; laid out for 1, it is half as fast with any number
+_WORTH_PACKING = 1 << 17  # elements from which oneDNN's product is faster, although a call takes 10 us longer
+_COMPARED_AT_ONCE = 1 << 20  # elements compared at once, to avoid a copy of the whole weight
+_TYPICAL_ROWS = 16  # oneDNN packs for this number of rows; packed for 1 it is half as fast for any number
 
-# The other door to the same product, torch.ops.quantized.linear_dynamic_fp16, takes 10 us more a call.
+# The alternative entry point, torch.ops.quantized.linear_dynamic_fp16, takes 10 us longer per call.
 warnings.filterwarnings("ignore", "fbgemm_.* is deprecated", UserWarning)
 
 
@@ -44,9 +44,10 @@ class Linear:
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> None:
         self.shape = weight_OI.shape
         self.bias_O = bias_O
-        self.weight, self._product = _laid_out(weight_OI)
+        self.weight, self._product = _pack(weight_OI)
 
     def __call__(self, x_NI: Tensor) -> Tensor:
+        """Apply the layer."""
         if x_NI.shape[0] == 0:
             return x_NI.new_empty(0, self.shape[0])
         return self._product(x_NI, self.weight, self.bias_O)
@@ -55,8 +56,8 @@ class Linear:
 _Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
-def _laid_out(weight_OI: Tensor) -> tuple[Tensor, _Product]:
-    """The weight as the product beside it reads it; its elements may no longer be readable otherwise."""
+def _pack(weight_OI: Tensor) -> tuple[Tensor, _Product]:
+    """Return the packed weight and the product that reads it. A packed weight may be opaque to other operations."""
     if weight_OI.device.type == "cpu" and weight_OI.dtype == torch.float32 and weight_OI.numel():
         if _HAS_FBGEMM and _is_half(weight_OI):
             packed = torch.fbgemm_pack_gemm_matrix_fp16(weight_OI.contiguous())
@@ -67,9 +68,12 @@ def _laid_out(weight_OI: Tensor) -> tuple[Tensor, _Product]:
 
 
 def _is_half(weight_OI: Tensor) -> bool:
-    """Whether half precision changes the weight by less than float32 rounds a sum of some hundred products, and no row
-    by more than four times as much: whatever was stored in float16, and bfloat16 unless very small, since only values
-    below 2^-17 lose a bit. A row that was trained or averaged in float32 is seen among any number of others."""
+    """Return True if half precision represents the weight well enough.
+
+    The rounding error must be below that of a float32 sum of a few hundred products, and in each row below four times
+    that. This holds for weights stored in float16, and for bfloat16 unless they are very small (only values below 2^-17
+    lose a bit). The limit per row detects single rows that were trained or averaged in float32.
+    """
     num_outputs, num_inputs = weight_OI.shape
     most = 2**-20 * float(torch.linalg.vector_norm(weight_OI))
     squares = 0.0
@@ -82,6 +86,6 @@ def _is_half(weight_OI: Tensor) -> bool:
 
 
 def _onednn_linear(x_NI: Tensor, packed: Tensor, bias_O: Tensor | None) -> Tensor:
-    # torch has no public door to a packed float32 linear; this is the operator its own compiler emits.
+    # torch has no public API for a packed float32 linear; its compiler emits this operator.
     out: Tensor = torch.ops.mkldnn._linear_pointwise(x_NI.contiguous(), packed, bias_O, "none", [], "")
     return out

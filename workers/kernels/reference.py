@@ -1,6 +1,6 @@
-"""The kernels in plain torch: the twin of `workers.kernels.fused`, for CPU and wherever Triton is not wanted.
+"""The kernel set in plain torch, for CPU and for CUDA without Triton: the counterpart of `workers.kernels.fused`.
 
-`workers.kernels.select.Kernels` says what each function means. Legend: R rows, V columns, K kept, C copied tokens.
+`workers.kernels.select.Kernels` documents each function. Legend: R rows, V columns, K kept, C copied tokens.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NAME = "torch"
 
 
 class TopK(NamedTuple):
-    """The largest entries of rows, and what the rows sum to."""
+    """The largest entries of each row, and the row's log-sum-exp."""
 
     value_RK: Tensor  # float32, descending
     index_RK: Tensor  # int64 columns
@@ -43,9 +43,11 @@ class TopK(NamedTuple):
 
 
 def copy_slots(pool: Tensor, source_C: Tensor, target_C: Tensor) -> None:
+    """See `workers.kernels.select.Kernels.copy_slots`."""
     pool.index_copy_(1, target_C, pool.index_select(1, source_C))
 
 
 def top_k(x_RV: Tensor, k: int, tau_R: Tensor) -> TopK:
+    """See `workers.kernels.select.Kernels.top_k`."""
     best = x_RV.topk(min(k, x_RV.shape[-1]), dim=-1)
     return TopK(best.values, best.indices, (x_RV / tau_R[:, None]).logsumexp(-1))

@@ -1,4 +1,4 @@
-"""Tree attention over paged KV in plain torch, on CPU and CUDA alike: the twin of `workers.kernels.triton_attention`.
+"""Tree attention over the paged KV cache in plain torch: the counterpart of `workers.kernels.triton_attention`.
 
     plan(metadata, page_size, *, windows=(None,), group_size=1, first_slot=0, dtype, device) -> MaskedPlan
     tree_attention(q_NHd, kv_slots, plan, scale, window=None, softcap=None, sink_H=None) -> [N, Hq * d]
@@ -6,9 +6,9 @@
 Legend: N packed rows, B requests of one group, R rows and S key slots of a request (padded to the group's widest),
 H = Hkv key-value heads, G = Hq / Hkv query heads per key-value head, d head width.
 
-`plan` runs once per step and turns `AttentionMetadata` into index tensors and additive masks; `tree_attention` runs
-once per layer and does one gather and one scaled_dot_product_attention per group. Query heads that share a key-value
-head are folded into the rows (X = R * G of them), so keys are never repeated and any SDPA that takes a mask will do.
+`plan` runs once per step and converts `AttentionMetadata` to index tensors and additive masks. `tree_attention` runs
+once per layer, with one gather and one scaled_dot_product_attention per group. Query heads that share a key-value head
+are folded into the rows (X = R * G of them), so keys are never repeated, and any SDPA backend with a mask works.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from workers.transfer import to_device
 from workers.types import AttentionMetadata
 
 _GROUP_OVERHEAD = 2048
-"""What one more group costs, in (row, key) pairs: about 50 us of calls, as measured on one CPU thread."""
+"""Cost of an additional group in (row, key) pairs: about 50 us of call overhead on one CPU thread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class RowGroup:
     masks: dict[int | None, Tensor]  # per window: additive [B, 1, R*G, S]
 
     def queries(self, q_NHd: Tensor, num_kv_heads: int) -> Tensor:
-        """[B, H, R*G, d]"""
+        """Gather this group's queries, [B, H, R*G, d]."""
         B, R, _ = self.shape
         num_heads, d = q_NHd.shape[1:]
         q = q_NHd[self.rows] if isinstance(self.rows, slice) else q_NHd.index_select(0, self.rows)
@@ -47,7 +47,7 @@ class RowGroup:
         return q_BRHGd.transpose(1, 2).reshape(B, num_kv_heads, -1, d)
 
     def keys_values(self, kv_slots: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, H, S, d] each, of one layer [slots, 2, H, d]."""
+        """Gather keys and values, [B, H, S, d] each, from one layer [slots, 2, H, d]."""
         B, _, S = self.shape
         kv = kv_slots[self.slots] if isinstance(self.slots, slice) else kv_slots.index_select(0, self.slots)
         k_BHSd, v_BHSd = kv.view(B, S, *kv.shape[1:]).permute(2, 0, 3, 1, 4).unbind(0)
@@ -56,11 +56,11 @@ class RowGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskedPlan:
-    """One step's attention, ready for every layer. Read-only; lives until the step ends."""
+    """One step's attention, for all layers. Read-only."""
 
     write_slots_N: Tensor  # int64, physical slot that each row writes
     groups: tuple[RowGroup, ...]
-    order_N: Tensor | None  # where row n lies in the groups' concatenated outputs; None = already in order
+    order_N: Tensor | None  # position of row n in the groups' concatenated outputs; None = in order
 
 
 def plan(
@@ -80,7 +80,7 @@ def plan(
     owner_N = host.owner_N
     write_slots_N = host.physical(owner_N, host.slot_N, page_size)
 
-    # Keys of a request: logical slots 0 .. last one any of its rows may see.
+    # Keys of a request: logical slots 0 .. the last one that any of its rows may attend to.
     rows_B = offsets[1:] - offsets[:-1]
     (some,) = rows_B.nonzero()
     last = np.maximum.reduceat(keys_N(host, owner_N), offsets[some]) if len(some) else some
@@ -100,8 +100,7 @@ def plan(
 
 
 def _order(row_P: np.ndarray, num_rows: int) -> Tensor:
-    """Where each packed row lies among the groups' outputs, given the row of every place. Padding repeats a row, and so
-    its output: either place will do."""
+    """Invert the map from output position to packed row. Padding repeats rows and their outputs, so any one works."""
     order_N = np.empty(num_rows, dtype=np.int64)
     order_N[row_P] = np.arange(len(row_P))
     return torch.from_numpy(order_N)
@@ -116,7 +115,7 @@ def tree_attention(
     softcap: float | None = None,
     sink_H: Tensor | None = None,
 ) -> Tensor:
-    """See `workers.kernels.select.Kernels.tree_attention`; softmax in float32 inside SDPA."""
+    """See `workers.kernels.select.Kernels.tree_attention`. SDPA computes the softmax in float32."""
     _, num_heads, d = q_NHd.shape
     H = kv_slots.shape[2]
     G = num_heads // H
@@ -144,7 +143,7 @@ def _attention_by_scores(
     softcap: float | None,
     sink_H1X: Tensor | None,
 ) -> Tensor:
-    """What SDPA has no argument for."""
+    """Attention with softcap or sinks, which SDPA does not support."""
     score_BHXS = q_BHXd @ k_BHSd.transpose(2, 3) * scale
     if softcap is not None:
         score_BHXS = softcap * (score_BHXS / softcap).tanh()
@@ -157,7 +156,7 @@ def _attention_by_scores(
 
 
 def _group_by_size(sizes: dict[int, tuple[int, int]]) -> list[list[int]]:
-    """The cheaper of two groupings: with neighbours by keys, or, so that single rows stay together, by rows."""
+    """Group requests of similar size: sorted by keys, or by rows (so that single rows stay together) if cheaper."""
     by_keys = _groups(sorted(sizes.items(), key=lambda item: (item[1][1], item[1][0], item[0])))
     if len({R for R, _ in sizes.values()}) <= 1:
         return by_keys[0]
@@ -166,7 +165,7 @@ def _group_by_size(sizes: dict[int, tuple[int, int]]) -> list[list[int]]:
 
 
 def _groups(ordered: list[tuple[int, tuple[int, int]]]) -> tuple[list[list[int]], int]:
-    """Greedy grouping: join the group before when padding costs less than one more group would; and what it costs."""
+    """Group greedily: join the previous group if padding costs less than an additional group. Also return the cost."""
     groups: list[list[int]] = []
     rows = keys = cost = total = 0
     for b, (R, S) in ordered:
@@ -193,7 +192,7 @@ def _plan_group(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> tuple[RowGroup, np.ndarray]:
-    """The RowGroup of these requests, and the packed row of every place [B*R] in its output."""
+    """Plan the RowGroup of some requests. Also return the packed row of each output position [B*R]."""
     B = len(members)
     rows_B, keys_B = (np.array([sizes[b][i] for b in members]) for i in (0, 1))
     R, S = int(rows_B.max()), int(keys_B.max())
@@ -201,7 +200,7 @@ def _plan_group(
     start_B = host.query_offsets[member_B]
     row_R, key_S = np.arange(R), np.arange(S)
     row_BR = start_B[:, None] + np.minimum(row_R, rows_B[:, None] - 1)
-    # Padding repeats the request's own last key, so that nothing of another request is ever touched.
+    # Padding repeats the request's last key, so that no other request's slots are read.
     key_BS = np.minimum(key_S, keys_B[:, None] - 1)
     slots_BS = host.physical(member_B[:, None], key_BS, page_size)
     masks = {
@@ -223,7 +222,7 @@ def _plan_group(
 
 
 def _one_run(slots_BS: np.ndarray) -> slice | None:
-    """The slots as a slice, if they follow one another: a request alone on an idle machine often has such pages."""
+    """Return the slots as a slice if they are consecutive, as the pages of a single request often are."""
     slots = slots_BS.reshape(-1)
     if slots[-1] - slots[0] != len(slots) - 1 or not (slots[1:] - slots[:-1] == 1).all():
         return None
@@ -231,7 +230,7 @@ def _one_run(slots_BS: np.ndarray) -> slice | None:
 
 
 def _additive(visible_BRS: np.ndarray, group_size: int, dtype: torch.dtype) -> Tensor:
-    """0 where visible, -inf elsewhere, each row once per query head of its group: [B, 1, R*G, S]."""
+    """Return an additive mask, [B, 1, R*G, S], with each row repeated per query head."""
     mask = np.where(visible_BRS, np.float32(0), np.float32(-np.inf))
     return torch.from_numpy(mask.repeat(group_size, axis=1)[:, None]).to(dtype)
 
@@ -239,7 +238,7 @@ def _additive(visible_BRS: np.ndarray, group_size: int, dtype: torch.dtype) -> T
 def _visible(
     host: HostMetadata, member_B: np.ndarray, row_BR: np.ndarray, key_S: np.ndarray, window: int | None, first_slot: int
 ) -> np.ndarray:
-    """Boolean [B, R, S]: may the row see the key? The rule of `AttentionMetadata`, then the window."""
+    """Return bool [B, R, S], True if the row attends to the key: the rule of `AttentionMetadata`, then the window."""
     visible_BR1 = host.visible_N[row_BR][..., None]
     ancestors_BR = host.ancestors_N[row_BR]
     is_prefix_BRS = key_S < visible_BR1
@@ -248,13 +247,13 @@ def _visible(
         return allowed_BRS if window is None else allowed_BRS & (key_S > visible_BR1 - 1 - window)
     base_B = host.base_B[member_B]
     allowed_BRS, first = is_prefix_BRS.copy(), int(base_B.min())
-    node_B1T = key_S[first:] - base_B[:, None, None]  # of the keys that may be in a tree
+    node_B1T = key_S[first:] - base_B[:, None, None]  # for keys that may be in a tree
     shift_B1T = np.minimum(np.maximum(node_B1T, 0), 63)  # numpy's clip takes three times as long
     allowed_BRS[..., first:] |= (ancestors_BR[..., None] >> shift_B1T & 1).astype(bool) & (node_B1T == shift_B1T)
     allowed_BRS &= key_S >= first_slot
     if window is None:
         return allowed_BRS
-    # Along the row's path the prefix has places 0 .. visible - 1 and its ancestors follow in row order.
+    # Along a row's path, the prefix has positions 0 .. visible - 1, followed by the ancestors in row order.
     count_BR64 = bits_of(ancestors_BR).cumsum(axis=-1)
     index_B1S = np.clip(key_S - base_B[:, None], 0, 63)[:, None]
     place_BRS = np.where(is_prefix_BRS, key_S, visible_BR1 + np.take_along_axis(count_BR64, index_B1S, axis=2) - 1)

@@ -1,4 +1,4 @@
-"""Tree attention over paged KV in Triton: the twin of `workers.kernels.torch_attention`.
+"""Tree attention over the paged KV cache in Triton: the counterpart of `workers.kernels.torch_attention`.
 
 Split-KV over the sequence as in Flash-Decoding (Dao et al. 2023), with the online softmax of FlashAttention-2
 (Dao 2023). A *tile* is a few packed rows of one request; a program takes one tile, one key-value head and one *split*
@@ -9,11 +9,11 @@ of the tile's keys, and the query heads that share this key-value head are folde
     m' = max(m, S)      l = l e^(m - m') + sum e^(S - m')      o = o e^(m - m') + e^(S - m') V
     combine:            out = sum_i w_i o_i / l_i,   w = softmax_i (m_i + log l_i)  over the splits i
 
-A softcap c makes c tanh(S / c) of the scores; a sink is one more score without a value, which the first split counts.
+A softcap c replaces S with c tanh(S / c). A sink is an additional score without a value, added in the first split.
 
-Sliding windows cost the kernel nothing: the plan turns a window along a row's path into a higher `low` and an ancestor
-mask without the oldest bits. Everything that a launch depends on but for data is in `PlanShape`, so a captured launch
-serves every step of that shape: its plan lies in the same tensors, filled in place.
+Sliding windows need no kernel code: the plan converts a window along a row's path into a higher `low` and an ancestor
+mask without the oldest bits. Apart from data, a launch depends only on `PlanShape`, so a captured launch serves every
+step of that shape; its plan is filled in place.
 
 Legend: N packed rows, B requests, P pages of a request, T tiles, M (row, query head) pairs of a tile, H key-value
 heads, G query heads of each, d head width.
@@ -35,15 +35,15 @@ from workers.kernels.interpreted import is_interpreted
 from workers.types import AttentionMetadata
 
 _PROGRAMS = 256
-"""Work is split until so many programs share it: about two for each multiprocessor of an H100 or H200."""
+"""Work is split until there are this many programs: about two per multiprocessor of an H100 or H200."""
 _KEYS_PER_SPLIT = 256
-"""No split is made for fewer keys than this."""
+"""Minimum number of keys per split."""
 _MAX_SPLITS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanShape:
-    """What a launch is compiled and captured for. All else in a plan may change without either."""
+    """The parameters for which a launch is compiled and captured. Everything else in a plan may change."""
 
     num_rows: int
     num_requests: int
@@ -54,39 +54,40 @@ class PlanShape:
 
     @property
     def tile_pairs(self) -> int:
-        """M: (row, query head) pairs of a tile. What one request holds on average, between 16 and 64."""
+        """M: (row, query head) pairs per tile: the average of a request, between 16 and 64."""
         rows = -(-self.num_rows // max(1, self.num_requests))
         return max(16, min(64, _power_of_2(rows * self.group_size)), _power_of_2(self.group_size))
 
     @property
     def tile_rows(self) -> int:
+        """Rows per tile."""
         return self.tile_pairs // self.group_size
 
     @property
     def num_tiles(self) -> int:
-        """Enough for any way to deal the rows to the requests."""
+        """Number of tiles, sufficient for any distribution of the rows over the requests."""
         return self.num_rows // self.tile_rows + self.num_requests
 
     def num_splits(self, kv_heads: int) -> int:
-        """Splits of the keys of each tile."""
+        """Number of splits of each tile's keys."""
         most = self.table_width * self.page_size // _KEYS_PER_SPLIT
         wanted = _PROGRAMS // max(1, self.num_tiles * kv_heads)
         return _power_of_2(max(1, min(most, wanted, _MAX_SPLITS)))
 
 
 class TiledPlan:
-    """One step's attention, ready for every layer: int64 on the device, all but the page table in one buffer."""
+    """One step's attention, for all layers: int64 on the device, all but the page table in one buffer."""
 
     def __init__(self, shape: PlanShape, device: torch.device | str) -> None:
-        # Even widths: every row then begins at a multiple of 16 bytes, and one compiled kernel serves all steps.
+        # With even widths, every row starts at a multiple of 16 bytes, and one compiled kernel serves all steps.
         N, T, W = _even(shape.num_rows), _even(shape.num_tiles), len(shape.windows)
         sizes = {
             "write_slots": N,
             "visible": N,
-            "lows": W * N,  # first slot that a row sees of its prefix
+            "lows": W * N,  # first slot of its prefix that a row attends to
             "ancestors": W * N,
-            "tiles": 5 * T,  # first row, number of rows, request, its base, one past the last slot seen
-            "tile_lows": W * T,  # first slot seen
+            "tiles": 5 * T,  # first row, number of rows, request, its base, one past the last slot
+            "tile_lows": W * T,  # first slot
         }
         self.shape = shape
         self.buffer = torch.zeros(sum(sizes.values()), dtype=torch.int64, device=device)
@@ -98,7 +99,7 @@ class TiledPlan:
         self.table_BP = torch.zeros(shape.num_requests, shape.table_width, dtype=torch.int64, device=device)
 
     def fill(self, metadata: AttentionMetadata, first_slot: int) -> None:
-        """Describe another step of the same shape, whose page table may be narrower. Two copies to the device."""
+        """Write another step of the same shape; its page table may be narrower. Takes two copies to the device."""
         shape, host = self.shape, HostMetadata.of(metadata)
         owner_N = host.owner_N
         seen = [_narrowed(host, owner_N, window, first_slot) for window in shape.windows]
@@ -107,29 +108,31 @@ class TiledPlan:
         of_rows = np.vstack([write_slots_N[None], host.visible_N[None], low_WN, ancestors_WN])
         of_tiles = np.vstack(_tiles(host, owner_N, low_WN, shape))
         parts = [np.pad(part, ((0, 0), (0, part.shape[1] % 2))).reshape(-1) for part in (of_rows, of_tiles)]
-        # The driver keeps pageable memory for the copy before it returns: nobody has to wait for the device.
+        # The driver stages pageable memory before it returns, so this need not synchronize.
         self.buffer.copy_(torch.from_numpy(np.concatenate(parts)), non_blocking=True)
         self._first_slot = first_slot
-        # Pages beyond a request's own are never looked up, so older entries there do no harm.
+        # Entries beyond a request's pages are never read, so stale ones are harmless.
         self.table_BP[:, : host.page_table_BP.shape[1]].copy_(torch.from_numpy(host.page_table_BP), non_blocking=True)
 
     def set_ancestors(self, ancestors_N: Tensor) -> None:
-        """Other ancestors (int64, on the device) for the rows of the last `fill`, no slot of which is hidden: all else
-        stays, so that must have been told of every ancestor that a row may come to have. With windows, rows see their
-        prefix up to their tree's base."""
+        """Replace the ancestors (int64, on the device) of the rows of the last `fill`.
+
+        Everything else stays, so that `fill` must have covered every ancestor that a row may get. No slot of a tree may
+        be below `first_slot`. With windows, a row's prefix must end at its tree's base.
+        """
         num_rows, base_T = self.shape.num_rows, self.tiles_5T[3]
         for w, window in enumerate(self.shape.windows):
             if window is None:
                 self.ancestors_WN[w, :num_rows].copy_(ancestors_N)
                 continue
-            # `_narrowed`, on the device.
+            # The same as `_narrowed`, on the device.
             bit_64 = torch.arange(64, device=ancestors_N.device)
             bit_N64 = ancestors_N[:, None] >> bit_64 & 1
             kept_N64 = bit_N64 * (bit_N64.flip(-1).cumsum(-1).flip(-1) <= window)
             self.ancestors_WN[w, :num_rows].copy_((kept_N64 << bit_64).sum(-1))
             low_N = self.visible_N[:num_rows] + bit_N64.sum(-1) - window
             self.lows_WN[w, :num_rows].copy_(low_N.clamp(min=self._first_slot))
-            # A row is its own ancestor at least, so none of a tile sees further back.
+            # Each row has at least itself as ancestor, which bounds the first slot of a tile.
             self.tile_lows_WT[w].copy_((base_T + 1 - window).clamp(min=self._first_slot))
 
 
@@ -170,7 +173,7 @@ def tree_attention(
     softcap: float | None = None,
     sink_H: Tensor | None = None,
 ) -> Tensor:
-    """See `workers.kernels.select.Kernels.tree_attention`. A row that sees nothing gets 0."""
+    """See `workers.kernels.select.Kernels.tree_attention`. A row that attends to nothing gets 0."""
     shape = plan.shape
     N, num_heads, d = q_NHd.shape
     H = kv_slots.shape[2]
@@ -180,12 +183,12 @@ def tree_attention(
         return out_NHd.view(0, num_heads * d)
     w = shape.windows.index(window)
     splits = shape.num_splits(H)
-    partial, lse = out_NHd, out_NHd  # not written to
+    partial, lse = out_NHd, out_NHd  # unused
     if splits > 1:
         partial = torch.empty(splits, N, num_heads, d, dtype=torch.float32, device=q_NHd.device)
         lse = torch.empty(splits, N, num_heads, dtype=torch.float32, device=q_NHd.device)
     padded_d = max(16, _power_of_2(d))
-    wide = padded_d * q_NHd.element_size() > 512  # keys and values of a block must fit the shared memory
+    wide = padded_d * q_NHd.element_size() > 512  # keys and values of a block must fit into shared memory
     _attend[(shape.num_tiles, H, splits)](
         q_NHd, kv_slots, out_NHd, partial, lse, q_NHd if sink_H is None else sink_H,
         plan.tiles_5T, plan.tile_lows_WT[w], plan.table_BP, plan.visible_N, plan.lows_WN[w], plan.ancestors_WN[w],
@@ -207,17 +210,17 @@ def _even(value: int) -> int:
 
 
 def _power_of_2(value: int) -> int:
-    """The smallest power of 2 that is no less."""
+    """Round up to a power of 2."""
     return 1 << max(0, value - 1).bit_length()
 
 
 def _narrowed(
     host: HostMetadata, owner_N: np.ndarray, window: int | None, first_slot: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(low_N, ancestors_N): what a window and the first slot leave each row of its prefix and of its ancestors.
+    """Restrict each row's prefix and ancestors to a window and the first slot; return (low_N, ancestors_N).
 
-    Along a row's path the prefix has places 0 .. visible - 1 and its ancestors follow in row order; the row's own is
-    the last. A window w keeps the last w places.
+    Along a row's path, the prefix has positions 0 .. visible - 1, followed by the ancestors in row order, with the row
+    itself last. A window w keeps the last w positions.
     """
     low_N, ancestors_N = np.full_like(host.visible_N, first_slot), host.ancestors_N
     if window is None and (not ancestors_N.any() or (host.base_B >= first_slot).all()):
@@ -234,7 +237,7 @@ def _narrowed(
 def _tiles(
     host: HostMetadata, owner_N: np.ndarray, low_WN: np.ndarray, shape: PlanShape
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`TiledPlan`'s tiles [5, T] and their lows [W, T]; tiles that are not needed have no rows and see nothing."""
+    """Return the tiles [5, T] of a `TiledPlan` and their first slots [W, T]; unused tiles have no rows."""
     R = shape.tile_rows
     count_B = np.diff(host.query_offsets)
     tiles_B = -(-count_B // R)
@@ -244,7 +247,7 @@ def _tiles(
     tiles_5T = np.zeros((5, shape.num_tiles), dtype=np.int64)
     tile_lows_WT = np.zeros((len(low_WN), shape.num_tiles), dtype=np.int64)
     if len(first):
-        # The tiles are consecutive and hold every row once, so each is a run between two firsts.
+        # The tiles partition the rows in order, so `reduceat` over their first rows reduces each tile.
         last = np.maximum.reduceat(keys_N(host, owner_N), first)
         count = np.minimum(R, count_B[request] - ordinal * R)
         tiles_5T[:, : len(first)] = first, count, request, host.base_B[request], last
@@ -253,11 +256,11 @@ def _tiles(
 
 
 def _lowest(host: HostMetadata, owner_N: np.ndarray, low_WN: np.ndarray) -> np.ndarray:
-    """[W, N] the first slot a row may see: `low`, or its tree's base where the window has left the prefix."""
+    """Return [W, N], the first slot of each row: `low`, or the tree's base if the window excludes the prefix."""
     return np.where(host.ancestors_N != 0, np.minimum(low_WN, host.base_B[owner_N]), low_WN)
 
 
-# Numbers that change from step to step are not specialised: their value would choose another compiled kernel.
+# Numbers that change between steps are not specialized, because each value could compile another kernel.
 @triton.jit(do_not_specialize=["num_rows", "num_tiles", "table_width", "num_splits"])
 def _attend(
     q_ptr, kv_ptr, out_ptr, partial_ptr, lse_ptr, sink_ptr,
@@ -286,7 +289,7 @@ def _attend(
         mask=is_row[:, None] & is_dim[None, :],
         other=0.0,
     )
-    if UPCAST:  # 16-bit arithmetic is silently wrong under Triton 3.9's interpreter; loads, stores and casts are right
+    if UPCAST:  # 16-bit arithmetic is silently wrong in Triton 3.9's interpreter; loads, stores and casts are correct
         q = q.to(tl.float32)
     visible = tl.load(visible_ptr + row, mask=is_row, other=0)
     low = tl.load(lows_ptr + row, mask=is_row, other=0)
@@ -320,7 +323,7 @@ def _attend(
         is_prefix = (slot[None, :] >= low[:, None]) & (slot[None, :] < visible[:, None])
         score = tl.where((is_prefix | is_ancestor) & is_slot[None, :], score, float("-inf"))
         new_m = tl.maximum(m, tl.max(score, 1))
-        anchor = tl.where(new_m == float("-inf"), 0.0, new_m)  # nothing seen yet: -inf - -inf is not a number
+        anchor = tl.where(new_m == float("-inf"), 0.0, new_m)  # no key so far: -inf - -inf would be NaN
         weight = tl.exp2(score - anchor[:, None])
         shrink = tl.exp2(m - anchor)
         total = total * shrink + tl.sum(weight, 1)
@@ -334,8 +337,8 @@ def _attend(
             total = total * shrink + tl.exp2(sink - new_m)
             out = out * shrink[:, None]
             m = new_m
-    is_blind = total == 0.0  # sees nothing in this split
-    total = tl.where(is_blind, 1.0, total)
+    is_empty = total == 0.0  # the row has no key in this split
+    total = tl.where(is_empty, 1.0, total)
     out = out / total[:, None]
 
     place = row * (KV_HEADS * GROUP) + q_head
@@ -343,7 +346,7 @@ def _attend(
     if IS_SPLIT:
         place += split.to(tl.int64) * num_rows * (KV_HEADS * GROUP)
         tl.store(partial_ptr + place[:, None] * WIDTH + dim[None, :], out, mask=is_out)
-        tl.store(lse_ptr + place, tl.where(is_blind, float("-inf"), m + tl.log2(total)), mask=is_row)
+        tl.store(lse_ptr + place, tl.where(is_empty, float("-inf"), m + tl.log2(total)), mask=is_row)
     else:
         tl.store(out_ptr + place[:, None] * WIDTH + dim[None, :], out.to(out_ptr.dtype.element_ty), mask=is_out)
 

@@ -1,8 +1,8 @@
-"""Path compaction in Triton: tokens move between KV slots of all layers in one launch.
+"""Path compaction in Triton: moves tokens between KV slots of all layers in one launch.
 
-Sources and targets may overlap, so all reads must come before any write. A program owns a few words of *every* moving
-token in one layer and no other program touches these: it loads them all into registers, waits for its own threads, and
-stores them. Tokens are moved as plain 64- or 32-bit words, whatever they mean.
+Sources and targets may overlap, so all reads must come before any write. Each program owns a few words of *every*
+moving token in one layer: it loads them all into registers, synchronizes its threads, and stores them. Tokens are moved
+as 64- or 32-bit words of any content.
 
 Legend: L layers, C tokens that move, W words of a token's keys and values in one layer.
 """
@@ -15,9 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 _WORDS_IN_REGISTERS = 8192
-"""Words that a program holds: 32 for each of its 256 threads."""
+"""Words per program: 32 for each of its 256 threads."""
 _FEWEST_TOKENS = 32
-"""Up to so many share one compiled kernel; beyond, every power of 2 has its own."""
+"""Up to this number of tokens one compiled kernel is used; above, each power of 2 has its own."""
 
 
 def copy_slots(pool: Tensor, source_C: Tensor, target_C: Tensor) -> None:
@@ -28,7 +28,7 @@ def copy_slots(pool: Tensor, source_C: Tensor, target_C: Tensor) -> None:
     if not num_tokens:
         return
     num_bytes = pool[0, 0].numel() * pool.element_size()
-    assert num_bytes % 4 == 0, "a token's keys and values fill whole words: heads have even widths"
+    assert num_bytes % 4 == 0, "a token's keys and values must fill whole words, so head widths must be even"
     words = pool.view(num_layers, num_slots, -1).view(torch.int32 if num_bytes % 8 else torch.int64)
     num_words = words.shape[2]
     tokens = max(_FEWEST_TOKENS, triton.next_power_of_2(num_tokens))
@@ -50,5 +50,5 @@ def _copy(
     own = words_ptr + tl.program_id(0).to(tl.int64) * layer_stride + word[None, :]
     is_own = is_token[:, None] & (word < num_words)[None, :]
     moving = tl.load(own + source[:, None] * num_words, mask=is_own)
-    tl.debug_barrier()  # a barrier of the program's threads: none stores before all have loaded
+    tl.debug_barrier()  # no thread of the program stores before all have loaded
     tl.store(own + target[:, None] * num_words, moving, mask=is_own)

@@ -1,11 +1,11 @@
-"""Drawing and drafting from rows of logits in Triton: one pass over the row, nothing of its width is written.
+"""Sampling kernels in Triton, which read each row of logits once and write no full-width result.
 
-    coupled_argmax     argmax_x [log p(x) + G(seed, index, x)], G made where it is used (see `workers.sampling.philox`)
-    top_k              the k largest and log sum exp (x / tau), for draft children
+    coupled_argmax     argmax_x [log p(x) + G(seed, index, x)], with G computed in place (see `workers.sampling.philox`)
+    top_k              the k largest logits and log sum exp (x / tau), for draft children
     gumbel             G itself, for drafts that follow it
 
-The first two deal a row's columns to several programs and let a second, small launch choose among what these found.
-Among equals the lowest column wins, as in torch's argmax on CPU.
+The first two distribute a row's columns over several programs; a second, small launch combines their results. Of equal
+values the lowest column wins, as in torch's argmax on CPU.
 
 Legend: R rows, V columns, S splits of a row, K kept.
 """
@@ -23,7 +23,7 @@ from workers.types import SamplingBatch
 
 _DRAW_BLOCK = 1024
 _PROGRAMS = 512
-"""Rows are split until so many programs share them, or each has one block. A power of 2, and the most splits."""
+"""Rows are split until there are this many programs, or one block per program. A power of 2; also the most splits."""
 _TOP_BLOCK = 2048
 
 
@@ -48,7 +48,7 @@ def coupled_argmax(
         hot = params.temperature_B > 0
         scale_R = torch.where(hot, params.temperature_B, 1.0)
         floor_R = row_max_R / scale_R + torch.log(torch.where(hot, params.min_p_B, 0.0))
-    # Counters serve four neighbouring ids, so blocks begin at multiples of four.
+    # A counter serves four adjacent ids, so blocks start at multiples of four.
     first = start // 4 * 4
     blocks = triton.cdiv(start + V - first, _DRAW_BLOCK)
     splits = min(blocks, triton.next_power_of_2(triton.cdiv(_PROGRAMS, R)))
@@ -100,7 +100,7 @@ def gumbel(seed_R: Tensor, index_R: Tensor, start: int, stop: int) -> Tensor:
 
 @triton.jit
 def _philox(seed, index, group):
-    """The four words of Philox4x32-10 that `workers.sampling.philox.gumbel` reads for token ids 4 group .. 4 group + 3.
+    """Return the four Philox4x32-10 words that `workers.sampling.philox.gumbel` uses for ids 4 group .. 4 group + 3.
 
     A round: (c0, c1, c2, c3) <- (hi(M1 c2) ^ c1 ^ k0, lo(M1 c2), hi(M0 c0) ^ c3 ^ k1, lo(M0 c0)). Key: the seed.
     Counter: token id // 4, index of the token drawn, 0, stream TARGET_GUMBEL = 0.
@@ -129,11 +129,11 @@ def _philox(seed, index, group):
 
 @triton.jit
 def _gumbel(word):
-    """-log(-log u) with u = (r + 0.5) 2^-32 for a 32-bit word r, in float32; the host goes through float64.
+    """Return -log(-log u) with u = (r + 0.5) 2^-32 for a 32-bit word r, in float32 (the host uses float64).
 
-    For r >= 2^31 u would round to 1 here, and log u = log1p(-v) with the exact v = 1 - u. That is
-    -2 artanh(v / (2 - v)), whose series in z = v / (2 - v) <= 1/3 is exact to float32 after z^15 and needs no
-    logarithm near 1.
+    For r >= 2^31, where u may round to 1, log u = log1p(-v) with the exact v = 1 - u. This equals
+    -2 artanh(v / (2 - v)), whose series in z = v / (2 - v) <= 1/3 is exact to float32 after z^15 and needs no logarithm
+    near 1.
     """
     is_upper = word >= 0x80000000
     v = (tl.where(is_upper, 0xFFFFFFFF - word, word).to(tl.float32) + 0.5) * 2.3283064365386963e-10
@@ -164,7 +164,7 @@ def _fill(seed_ptr, index_ptr, out_ptr, num_columns, start, first, BLOCK: tl.con
 
 @triton.jit
 def _score(logits_ptr, column, num_columns, scale, floor, noise):
-    """log p + G up to a constant; -inf where min-p forbids the token or there is none."""
+    """Return log p + G up to a constant; -inf for tokens that min-p excludes and for padding."""
     x = tl.load(logits_ptr + column, mask=(column >= 0) & (column < num_columns), other=float("-inf"))
     x = tl.div_rn(x, scale)
     return tl.where(x < floor, float("-inf"), x) + noise
@@ -185,7 +185,7 @@ def _draw(
     logits_ptr += row.to(tl.int64) * row_stride
     lane = tl.arange(0, BLOCK // 4)
     best = tl.full([BLOCK // 4], float("-inf"), tl.float32)
-    best_id = tl.full([BLOCK // 4], 0, tl.int32) + start  # what is drawn where all is forbidden
+    best_id = tl.full([BLOCK // 4], 0, tl.int32) + start  # the result if every token is masked
     for block in range(split * blocks_each, (split + 1) * blocks_each):
         id0 = first + block * BLOCK + 4 * lane
         if is_hot:
@@ -222,7 +222,7 @@ def _choose(scores_ptr, ids_ptr, score_ptr, id_ptr, num_splits, SPLITS: tl.const
 
 @triton.jit
 def _log(total):
-    """log, with -inf for a sum of nothing."""
+    """Return log(total), -inf for 0."""
     return tl.where(total > 0.0, tl.log(tl.where(total > 0.0, total, 1.0)), float("-inf"))
 
 
@@ -230,7 +230,7 @@ def _log(total):
 def _top_of_block(
     x_ptr, tau_ptr, values_ptr, indices_ptr, lse_ptr, num_columns, row_stride, num_splits, k, BLOCK: tl.constexpr
 ):
-    """k rounds of: take the largest, strike it out. The block stays in registers."""
+    """Take the largest of the block, in registers, k times."""
     row, split = tl.program_id(0), tl.program_id(1)
     column = split * BLOCK + tl.arange(0, BLOCK)
     is_column = column < num_columns
@@ -246,7 +246,7 @@ def _top_of_block(
         value = tl.max(tl.where(is_left, x, float("-inf")), 0)
         chosen = tl.min(tl.where(is_left & (x == value), column, 0x7FFFFFFF), 0)
         tl.store(values_ptr + found + i, value)
-        tl.store(indices_ptr + found + i, chosen.to(tl.int64))  # past the end: the block had no more
+        tl.store(indices_ptr + found + i, chosen.to(tl.int64))  # 0x7FFFFFFF if the block has no more columns
         is_left = is_left & (column != chosen)
 
 
@@ -255,7 +255,7 @@ def _top_of_row(
     values_ptr, indices_ptr, lses_ptr, value_ptr, index_ptr, lse_ptr, num_splits, k,
     FOUND: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """The same k rounds over what the blocks found; their sums are added."""
+    """Take the largest of the blocks' results k times, and add their sums."""
     row = tl.program_id(0)
     split = tl.arange(0, SPLITS)
     lses = tl.load(lses_ptr + row * num_splits + split, mask=split < num_splits, other=float("-inf"))
@@ -271,6 +271,6 @@ def _top_of_row(
         value = tl.max(tl.where(is_left, values, float("-inf")), 0)
         chosen = tl.min(tl.where(is_left & (values == value), indices, 0x7FFFFFFF), 0)
         tl.store(value_ptr + row * k + i, value)
-        # Where logits are no numbers none is the largest; whoever gathers by the index still needs a column.
+        # With NaN logits no value is the largest, but callers that gather by index still need a valid column.
         tl.store(index_ptr + row * k + i, tl.where(chosen == 0x7FFFFFFF, 0, chosen))
         is_left = is_left & (indices != chosen)

@@ -1,9 +1,9 @@
-"""Where top-k and top-p cut a row of logits, in Triton, without sorting it.
+"""The truncation threshold of top-k and top-p in Triton, without sorting.
 
-Floats are compared as integers of the same order, among which the cut is found by halving. What a cut leaves is few
-tokens as a rule, so the row is read some three times: for the largest value of every lane, from which follows a bound
-below which the cut cannot lie; for the total mass, where top-k does not narrow it; and for a list of what is above the
-bound, which is all that the halving looks at. Where that is too much for the list, it looks at the row.
+Floats are mapped to integers in the same order, among which the threshold is found by binary search. Usually few tokens
+are kept, so a row is read about three times: for the largest value of each lane, which gives a lower bound of the
+threshold; for the total mass, without top-k; and for a list of the values above the bound. The search reads only this
+list, or the row if the list overflows.
 
 Legend: R rows, V columns.
 """
@@ -23,16 +23,18 @@ def truncation_threshold(x_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor) -> Tens
     """See `workers.kernels.select.Kernels.truncation_threshold`."""
     R, V = x_RV.shape
     assert x_RV.stride(1) == 1 and x_RV.dtype == torch.float32
-    cut_R = torch.empty(R, dtype=torch.float32, device=x_RV.device)
+    threshold_R = torch.empty(R, dtype=torch.float32, device=x_RV.device)
     if R:
         lists = torch.empty(R, _LISTED, dtype=torch.float32, device=x_RV.device)
-        _cut[(R,)](x_RV, top_k_R, top_p_R, lists, cut_R, V, x_RV.stride(0), LISTED=_LISTED, BLOCK=_BLOCK, num_warps=16)
-    return cut_R
+        _threshold[(R,)](
+            x_RV, top_k_R, top_p_R, lists, threshold_R, V, x_RV.stride(0), LISTED=_LISTED, BLOCK=_BLOCK, num_warps=16
+        )
+    return threshold_R
 
 
 @triton.jit
 def _key(x):
-    """int32 that are ordered as these float32 are, both zeros alike."""
+    """Map float32 to int32 in the same order, with equal keys for both zeros."""
     bits = tl.where(x == 0.0, 0, x.to(tl.int32, bitcast=True))
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
@@ -44,7 +46,7 @@ def _halfway(low, high):
 
 @triton.jit
 def _count(x_ptr, num_columns, key, BLOCK: tl.constexpr):
-    """How many of x[0 .. num_columns - 1] are no smaller than this."""
+    """Count the values of x[0 .. num_columns - 1] whose key is at least `key`."""
     count = tl.zeros([BLOCK], tl.int32)
     for begin in range(0, num_columns, BLOCK):
         column = begin + tl.arange(0, BLOCK)
@@ -55,7 +57,7 @@ def _count(x_ptr, num_columns, key, BLOCK: tl.constexpr):
 
 @triton.jit
 def _mass(x_ptr, num_columns, key, anchor, BLOCK: tl.constexpr):
-    """The sum of exp(x - anchor) over those of x[0 .. num_columns - 1] that are no smaller than this."""
+    """Sum exp(x - anchor) over the values of x[0 .. num_columns - 1] whose key is at least `key`."""
     mass = tl.zeros([BLOCK], tl.float32)
     for begin in range(0, num_columns, BLOCK):
         column = begin + tl.arange(0, BLOCK)
@@ -65,15 +67,23 @@ def _mass(x_ptr, num_columns, key, anchor, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["num_columns"])
-def _cut(
-    x_ptr, top_k_ptr, top_p_ptr, lists_ptr, cut_ptr, num_columns, row_stride, LISTED: tl.constexpr, BLOCK: tl.constexpr
+def _threshold(
+    x_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    lists_ptr,
+    threshold_ptr,
+    num_columns,
+    row_stride,
+    LISTED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
     top_k, top_p = tl.minimum(tl.load(top_k_ptr + row), num_columns), tl.load(top_p_ptr + row)
     x_ptr += row.to(tl.int64) * row_stride
     list_ptr = lists_ptr + row.to(tl.int64) * LISTED
     lowest = tl.full([], -2139095041, tl.int64)  # the key of -inf
-    cut_key = lowest
+    threshold_key = lowest
     if (top_k > 0) | (top_p < 1.0):
         largest_B = tl.full([BLOCK], float("-inf"), tl.float32)
         for begin in range(0, num_columns, BLOCK):
@@ -87,7 +97,7 @@ def _cut(
         if top_k == 0:
             total = _mass(x_ptr, num_columns, lowest.to(tl.int32), anchor, BLOCK)
 
-        # The bound: so many lanes, or lanes of so much mass, have something above it.
+        # The bound: at least top_k lanes, or lanes with at least top_p of the mass, have a value above it.
         key_B, mass_B = _key(largest_B), tl.exp(largest_B - anchor)
         low, high = lowest, largest_key + 1
         while low + 1 < high:
@@ -104,14 +114,14 @@ def _cut(
         for begin in range(0, num_columns, BLOCK):
             column = begin + tl.arange(0, BLOCK)
             x = tl.load(x_ptr + column, mask=column < num_columns, other=float("-inf"))
-            # Where fewer than top-k are possible the bound is -inf, and all that is impossible would be listed.
+            # With fewer than top_k possible tokens the bound is -inf; masked tokens must not be listed.
             is_listed = (_key(x) >= bound32) & (x != float("-inf"))
             found = tl.sum(is_listed.to(tl.int32), 0)
             if found > 0:
                 place = listed + tl.cumsum(is_listed.to(tl.int32), 0) - 1
                 tl.store(list_ptr + place, x, mask=is_listed & (place < LISTED))
             listed += found
-        tl.debug_barrier()  # other threads read the list than wrote it
+        tl.debug_barrier()  # the list is read by other threads than those that wrote it
         if listed <= LISTED:
             source_ptr, num_sources = list_ptr, listed
         else:
@@ -123,14 +133,14 @@ def _cut(
                 key = _halfway(low, high)
                 is_enough = _count(source_ptr, num_sources, key.to(tl.int32), BLOCK) >= top_k
                 low, high = tl.where(is_enough, key, low), tl.where(is_enough, high, key)
-            cut_key = low
-            total = _mass(source_ptr, num_sources, cut_key.to(tl.int32), anchor, BLOCK)
+            threshold_key = low
+            total = _mass(source_ptr, num_sources, threshold_key.to(tl.int32), anchor, BLOCK)
         if top_p < 1.0:
-            low, high = tl.maximum(cut_key, bound) - 1, largest_key
+            low, high = tl.maximum(threshold_key, bound) - 1, largest_key
             while low + 1 < high:
                 key = _halfway(low, high)
                 is_kept = _mass(source_ptr, num_sources, (key + 1).to(tl.int32), anchor, BLOCK) < top_p * total
                 low, high = tl.where(is_kept, low, key), tl.where(is_kept, key, high)
-            cut_key = high
-    bits = tl.where(cut_key < 0, cut_key ^ 0x7FFFFFFF, cut_key).to(tl.int32)
-    tl.store(cut_ptr + row, bits.to(tl.float32, bitcast=True))
+            threshold_key = high
+    bits = tl.where(threshold_key < 0, threshold_key ^ 0x7FFFFFFF, threshold_key).to(tl.int32)
+    tl.store(threshold_ptr + row, bits.to(tl.float32, bitcast=True))

@@ -1,13 +1,13 @@
-"""Where a checkpoint's tensors are: `Weights`, slice by slice.
+"""Reads a checkpoint's tensors slice by slice.
 
     Weights(path, dtype=None, device="cpu")
         .get(name, dim=None, rank=0, size=1) -> Tensor   .get_range(name, dim, start, end)   .has(name)   .names()
-        .are_equal(one, other, start, end)             of two matrices' rows
-        .finish(allowed=...)                           ValueError naming tensors that nobody asked for
-    split(total, rank, size) -> (start, end)           the range of a dimension that a rank owns
-    weight_names(path, present) -> list                the files that hold the weights
+        .are_equal(one, other, start, end)             compares rows of two matrices
+        .finish(allowed=...)                           raises ValueError for tensors that were not read
+    split(total, rank, size) -> (start, end)           a rank's range of a dimension
+    weight_names(path, present) -> list                files that contain the weights
 
-torch is imported when a checkpoint is opened.
+torch is only imported when a checkpoint is opened.
 """
 
 from __future__ import annotations
@@ -27,36 +27,36 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MTP_PREFIXES = ("mtp.", "model.mtp_layers.")
-"""Multi-token prediction layers in a target's checkpoint: the drafter's, see `workers.models.fc_head_format`."""
+"""Prefixes of the MTP layers in a target's checkpoint, which the drafter reads (`workers.models.fc_head_format`)."""
 
 FP8_SCALE = "_scale_inv"
-"""Ends the name of the block scales of a float8 tensor, as DeepSeek, Qwen and others publish them."""
+"""Suffix of the block scales of a float8 tensor, as DeepSeek, Qwen and others publish them."""
 
 _COMPARED_ROWS = 4096
-"""Rows of two matrices that are compared at a time."""
+"""Rows that `are_equal` compares at a time."""
 
-_DEQUANTISED_ITEMS = 1 << 22
-"""Values that are dequantised at a time: the float32 copies of them and of their scales come and go."""
+_DEQUANTIZED_ITEMS = 1 << 22
+"""Values that are dequantized at a time, which limits their temporary float32 copies."""
 
 
 def split(total: int, rank: int, size: int) -> tuple[int, int]:
-    """The contiguous part of `total` items that a rank owns; parts differ by at most one item."""
+    """Return a rank's contiguous part of `total` items; parts differ by at most one item."""
     return total * rank // size, total * (rank + 1) // size
 
 
 class Weights:
-    """The tensors of one checkpoint folder: safetensors (single, sharded) or, failing that, pytorch_model.bin.
+    """The tensors of a checkpoint folder: safetensors (single or sharded) or, without these, pytorch_model.bin.
 
-    Files are memory-mapped and only the slices asked for are read, then cast and moved one tensor at a time; a rank
-    never holds more than its own share plus one tensor. Every returned tensor owns its memory.
-    Tensors quantised in FP8 blocks are dequantised as they are read, so a model takes the memory of `dtype` (in
-    bfloat16 twice its files) and runs at the speed of `dtype`; the rounding of its weights is all that stays of FP8.
+    Files are memory-mapped. Only the requested slices are read, cast and moved, one tensor at a time, so a rank never
+    holds more than its share plus one tensor. Every returned tensor owns its memory.
+    Tensors quantized in FP8 blocks are dequantized when they are read, so a model takes the memory of `dtype` (in
+    bfloat16 twice the size of its files) and runs at the speed of `dtype`.
 
     Args:
         path: the checkpoint folder.
-        dtype: floating tensors are cast to it (None = as stored); integer and boolean ones keep theirs.
-        device: where the slices go.
-        rename: applied to every stored name first, so that formats differing by a prefix load alike.
+        dtype: floating-point tensors are cast to it (None = as stored); integer and boolean tensors are not.
+        device: device of the returned tensors.
+        rename: maps stored names to the names used here, for formats that differ by a prefix.
     """
 
     def __init__(
@@ -87,26 +87,27 @@ class Weights:
             self._slices.update({rename(name): handle.get_slice(name) for name in handle.keys()})  # noqa: SIM118
 
     def has(self, name: str) -> bool:
+        """Return True if the checkpoint has the tensor."""
         return name in self._slices
 
     def names(self) -> list[str]:
-        """All tensors but the scales of others."""
+        """Return the names of all tensors except FP8 scales."""
         scales = {name + FP8_SCALE for name in self._slices}
         return [name for name in self._slices if name not in scales]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Full shape of a stored tensor. Raises ValueError if it is missing."""
+        """Return the full shape of a tensor. Raises ValueError if it is missing."""
         stored = self._find(name)
         return tuple(stored.shape if hasattr(stored, "shape") else stored.get_shape())
 
     def get(self, name: str, dim: int | None = None, rank: int = 0, size: int = 1) -> Tensor:
-        """A tensor, or the `rank`-th of `size` parts of it along `dim`. Raises ValueError if it is missing."""
+        """Read a tensor, or the `rank`-th of `size` parts of it along `dim`. Raises ValueError if it is missing."""
         if dim is None or size == 1:
             return self.get_range(name, 0, 0, None)
         return self.get_range(name, dim, *split(self.shape(name)[dim], rank, size))
 
     def get_range(self, name: str, dim: int, start: int, end: int | None, dtype: torch.dtype | None = None) -> Tensor:
-        """Items start:end along `dim` of a tensor, in `dtype` (None = ours). Raises ValueError if it is missing."""
+        """Read items start:end along `dim`, in `dtype` (None = self.dtype). Raises ValueError if it is missing."""
         import torch
 
         stored = self._find(name)
@@ -115,19 +116,19 @@ class Weights:
         is_float8 = part.dtype is torch.float8_e4m3fn
         own_dtype = torch.float32 if is_float8 else part.dtype
         dtype = (dtype or self.dtype or own_dtype) if part.is_floating_point() else own_dtype
-        # A fresh tensor: the mapped file may be misaligned, and one slice would keep all of it mapped.
+        # Copy, because the mapped file may be misaligned, and a view would keep all of it mapped.
         values = torch.empty(part.shape, dtype=dtype, device=self.device)
         if not is_float8:
             return values.copy_(part)
-        step = max(1, _DEQUANTISED_ITEMS // max(1, part[:1].numel()))
+        step = max(1, _DEQUANTIZED_ITEMS // max(1, part[:1].numel()))
         first = [start if axis == dim else 0 for axis in range(part.dim())]
         for row in range(0, part.shape[0], step):
             piece = part[row : row + step].to(self.device)
-            values[row : row + step] = self._dequantise(name, piece, [first[0] + row, *first[1:]])
+            values[row : row + step] = self._dequantize(name, piece, [first[0] + row, *first[1:]])
         return values
 
-    def _dequantise(self, name: str, part: Tensor, first: list[int]) -> Tensor:
-        """float32 values of a float8 slice [..., R, C] that begins at `first`, an index along every dimension.
+    def _dequantize(self, name: str, part: Tensor, first: list[int]) -> Tensor:
+        """Return the float32 values of a float8 slice [..., R, C] that starts at index `first`.
 
         A block of rows x columns shares the factor `name`_scale_inv[..., row // rows, column // columns].
         """
@@ -145,10 +146,10 @@ class Weights:
         return scale.mul_(part.to(torch.float32))
 
     def are_equal(self, one: str, other: str, start: int, end: int) -> bool:
-        """Whether rows start:end of two stored matrices are the same, as they are stored. Both count as asked for.
+        """Return True if rows start:end of two stored matrices are equal. Both count as read.
 
-        Read block by block, up to the first that differs. float8 matrices, which torch does not compare and whose
-        scales may differ, count as different. Raises ValueError if one is missing.
+        Rows are compared block by block until they differ. float8 matrices, which torch cannot compare and whose scales
+        may differ, count as different. Raises ValueError if one is missing.
         """
         import torch
 
@@ -166,10 +167,9 @@ class Weights:
         return True
 
     def finish(self, allowed: Callable[[str], bool] | Iterable[str] = ()) -> None:
-        """Raise ValueError if the checkpoint holds tensors that were never asked for, other than the allowed names.
+        """Raise ValueError if the checkpoint contains tensors that were not read, except for allowed names.
 
-        A tensor that nobody reads means a model that is not the one we built: silently skipping it would only show
-        as bad text.
+        An unread tensor means that the model differs from ours. Ignored silently, it would only show as bad output.
         """
         known = allowed if callable(allowed) else set(allowed).__contains__
         unknown = sorted(name for name in self._slices if name not in self._used and not known(name))
@@ -183,10 +183,10 @@ class Weights:
 
 
 def weight_names(path: Path, present: Collection[str]) -> list[str]:
-    """The files that a checkpoint's tensors are read from, of those in its folder (or in its repository): sharded or
-    single safetensors, else pickles. Raises ValueError for an index that names none.
+    """Return a checkpoint's weight files among the files `present` in its folder or repository.
 
-    Of other safetensors files all are read but "consolidated" ones: they repeat the weights under Mistral's own names.
+    These are sharded or single safetensors, else pickles. Of safetensors with other names, all are read but
+    "consolidated" ones, which repeat the weights under Mistral's names. Raises ValueError for an index without files.
     """
     if "model.safetensors.index.json" in present:
         return _indexed(path / "model.safetensors.index.json")
@@ -220,12 +220,12 @@ def _damaged(file: Path, error: Exception) -> ValueError:
 
 
 def _read_pickle(file: Path) -> dict[str, Tensor]:
-    """The tensors of a pytorch_model.bin, mapped. Raises ValueError for one that holds anything else."""
+    """Map the tensors of a pytorch_model.bin. Raises ValueError if it contains anything else."""
     import torch
 
     convert = "convert it: write its tensors with safetensors.torch.save_file(tensors, 'model.safetensors')"
     try:
-        # Before torch 1.6 files were no zip archives, and such cannot be mapped.
+        # Files from before torch 1.6 are not zip archives and cannot be mapped.
         tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except pickle.UnpicklingError as error:
         found = re.search(r"(?:GLOBAL|global) ([\w.]+)", str(error))
@@ -233,7 +233,7 @@ def _read_pickle(file: Path) -> dict[str, Tensor]:
         raise ValueError(
             f"{file} is a pickle with {what}, and reading such a file would run code of its author's; take a "
             f"checkpoint with safetensors, or, where you trust it, {convert}"
-        ) from None  # torch's own advice is to read it all the same
+        ) from None  # torch's message advises to load it anyway
     except (EOFError, OSError, RuntimeError, struct.error) as error:
         raise _damaged(file, error) from error
     if not isinstance(tensors, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):

@@ -1,4 +1,4 @@
-"""The JSON files of a model's folder: what they hold, and what of it no model here can be."""
+"""Reads the JSON files of a model folder and checks the settings that no model here supports."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ SUPPORTED_ARCHITECTURES = {
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file as a dict, {} if it does not exist. Raises ValueError for any other content."""
+    """Read a JSON object, or return {} if the file does not exist. Raises ValueError for any other content."""
     if not path.exists():
         return {}
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # of JSON or of UTF-8
+    except ValueError as error:  # invalid JSON or UTF-8
         raise ValueError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(found, dict):
         raise ValueError(f"{path} holds no JSON object but a {type(found).__name__}")
@@ -29,9 +29,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def eos_ids(*configs: dict[str, Any]) -> tuple[int, ...]:
-    """End-of-text ids of config.json and generation_config.json together: chat models name theirs in either.
+    """Return the EOS token ids of config.json and generation_config.json; chat models list theirs in either.
 
-    Raises ValueError for what is neither a token id nor a list of them.
+    Raises ValueError for anything but a token id or a list of them.
     """
     ids: dict[int, None] = {}
     for config in configs:
@@ -44,10 +44,10 @@ def eos_ids(*configs: dict[str, Any]) -> tuple[int, ...]:
 
 
 def fp8_block(quantization: dict[str, Any], path: Path) -> tuple[int, int]:
-    """(rows, columns) that share one scale in a float8 checkpoint, from config.json's `quantization_config`.
+    """Return the block size (rows, columns) of a float8 checkpoint from config.json's `quantization_config`.
 
     Raises:
-        ValueError: any other quantisation, by its name.
+        ValueError: any other quantization.
     """
     method, block = quantization.get("quant_method", "unknown"), quantization.get("weight_block_size")
     if method != "fp8" or not block:

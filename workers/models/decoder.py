@@ -1,23 +1,23 @@
-"""The target and the draft model: one config-driven decoder for the Llama, Mistral, Qwen2, Qwen3 and MiMo families.
+"""The target and the draft model: one configurable decoder for the Llama, Mistral, Qwen2, Qwen3 and MiMo families.
 
     Decoder.load(source, spec, tp=SINGLE, device="cpu", dtype=float32, tap_layers=(), kernels=TORCH) -> Decoder
         .plan(metadata, page_size) -> AttentionPlan                    once per step
-        .forward(tokens_N, positions_N, plan, kv) -> Hidden            every rank of `tp` together
+        .forward(tokens_N, positions_N, plan, kv) -> Hidden            on all ranks of `tp` together
         .logits(hidden_ND) -> [N, W] float32 shard                     tokens vocab_range[0] .. vocab_range[1] - 1
         .full_logits(hidden_ND) -> [N, V] float32                      gathered over `tp`
-        .new_kv_pool(num_slots) -> KVPool                              of this rank's kv heads
-    load_layer(weights, prefix, spec, tp) -> DecoderLayer              for draft heads too
+        .new_kv_pool(num_slots) -> KVPool                              for this rank's key-value heads
+    load_layer(weights, prefix, spec, tp) -> DecoderLayer              also for draft heads
 
 Legend: N packed rows (no batch axis), D hidden width, V vocabulary, W = ceil(V / T) columns of a logits shard.
-A rank's share is read straight from the checkpoint's slices; the input embedding is replicated, which saves one
-all-reduce per step for V * D values of memory.
+Each rank reads only its slices of the checkpoint. The input embedding is replicated, which saves one all-reduce per
+step at the cost of V * D values of memory.
 """
 
 from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from workers.kernels.select import TORCH, AttentionPlan, Kernels
 from workers.kv_cache import KVPool
+from workers.models.base import BaseDecoder, check_load
 from workers.models.checkpoint import MTP_PREFIXES, Weights
 from workers.models.layers import (
     SINGLE,
@@ -34,12 +35,11 @@ from workers.models.layers import (
     TensorParallel,
     VocabHead,
     check_shape,
-    gather_vocab,
     shard_vocab,
 )
 from workers.models.rope import Rope, Rotation
-from workers.models.specs import Eagle3Spec, ModelSpec, check_parallel
-from workers.types import AttentionMetadata, Hidden
+from workers.models.specs import Eagle3Spec, ModelSpec
+from workers.types import Hidden
 
 logger = logging.getLogger(__name__)
 
@@ -49,12 +49,13 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 class DecoderLayer(NamedTuple):
     """x += attention(norm(x)); x += mlp(norm(x))."""
 
-    input_norm_D: Tensor | None  # None: the first layer of an EAGLE head reads x as it is
+    input_norm_D: Tensor | None  # None: the first layer of an EAGLE head has no input norm
     attention: Attention
     post_norm_D: Tensor
     mlp: Mlp
 
     def __call__(self, x_ND: Tensor, rotation: Rotation, plan: AttentionPlan, kv: KVPool, index: int) -> Tensor:
+        """Run the layer on [N, D]. index: its layer in the KV pool."""
         eps, kernels = self.attention.eps, self.attention.kernels
         normed_ND = x_ND if self.input_norm_D is None else kernels.rms_norm(x_ND, self.input_norm_D, eps)
         delta_ND = self.attention(normed_ND, rotation, plan, kv, index)
@@ -62,8 +63,8 @@ class DecoderLayer(NamedTuple):
         return x_ND + self.mlp(normed_ND)
 
 
-class Decoder:
-    """A decoder-only model over flat packed tokens and paged KV. Build it with `load`."""
+class Decoder(BaseDecoder):
+    """A decoder with our own layers. Construct it with `load`."""
 
     def __init__(
         self,
@@ -78,14 +79,8 @@ class Decoder:
         tap_layers: tuple[int, ...],
         kernels: Kernels = TORCH,
     ) -> None:
-        self.spec = spec
-        self.tp = tp
-        self.device = embedding_VD.device
-        self.dtype = embedding_VD.dtype
-        self.heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, tp)
-        self.vocab_range = (head.start, head.end)
-        self.tap_layers = tap_layers
-        self.kernels = kernels
+        heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, tp)
+        super().__init__(spec, tp, heads, embedding_VD, tap_layers, kernels)
         self._embedding_VD = embedding_VD
         self._layers = layers
         self._final_norm_D = final_norm_D
@@ -108,15 +103,11 @@ class Decoder:
         Args:
             source: the folder, or Weights already opened with the same dtype and device.
             tap_layers: capture the residual stream before these layers (0 .. L), for EAGLE-3.
-            kernels: what attention runs on.
 
         Raises:
-            ValueError: tp.size does not fit the heads; a tap outside the model; a missing or unknown tensor, named.
+            ValueError: tp.size does not fit the heads, a tap is outside the model, or a tensor is missing or unknown.
         """
-        check_parallel(spec, tp.size)
-        for tap in tap_layers:
-            if not 0 <= tap <= spec.num_layers:
-                raise ValueError(f"feature layer {tap} is outside a model of {spec.num_layers} layers")
+        check_load(spec, tp, tap_layers)
         weights = source if isinstance(source, Weights) else Weights(source, dtype, device)
         for name in (_EMBEDDING, *(() if spec.tie_embeddings and not weights.has(_HEAD) else (_HEAD,))):
             check_shape(weights, name, (spec.vocab_size, spec.hidden_size), "vocab_size and hidden_size")
@@ -130,7 +121,7 @@ class Decoder:
             head = VocabHead.tied(embedding_VD, tp)
         else:
             head = VocabHead.load(weights, _HEAD, spec.vocab_size, tp)
-        weights.finish(allowed=lambda name: _is_no_part(name, spec))
+        weights.finish(allowed=lambda name: _is_ignored(name, spec))
         return Decoder(
             spec=spec,
             tp=tp,
@@ -143,39 +134,9 @@ class Decoder:
             kernels=kernels,
         )
 
-    def plan(self, metadata: AttentionMetadata, page_size: int, into: Any = None) -> AttentionPlan:
-        """Prepare one step's attention for this model's heads, windows, dtype and device, see `Kernels.plan`."""
-        return self.kernels.plan(
-            metadata,
-            page_size,
-            windows=self.spec.windows,
-            group_size=self.heads.num_heads // self.heads.num_kv_heads,
-            dtype=self.dtype,
-            device=self.device,
-            into=into,
-        )
-
-    @property
-    def can_be_captured(self) -> bool:
-        """A forward pass asks nothing of the host."""
-        return True
-
-    def new_kv_pool(self, num_slots: int) -> KVPool:
-        """A pool for this rank's key-value heads; num_slots = pages (the null page included) * page_size."""
-        spec = self.spec
-        kv_heads = self.heads.num_kv_heads
-        return KVPool(spec.num_layers, num_slots, kv_heads, spec.head_dim, self.dtype, self.device)
-
     @torch.inference_mode()
     def forward(self, tokens_N: Tensor, positions_N: Tensor, plan: AttentionPlan, kv: KVPool) -> Hidden:
-        """One packed pass; writes every row's key and value into `kv` and attends as the plan says.
-
-        Args:
-            tokens_N, positions_N: int32 or int64 [N] on the model's device.
-
-        Returns:
-            Hidden: final_ND after the final norm; taps_N3D in tap order, or None without taps. Equal on every rank.
-        """
+        """See `BaseDecoder.forward`."""
         rotation = self._rope(positions_N)
         captured: dict[int, Tensor] = {}
         x_ND = F.embedding(tokens_N, self._embedding_VD)
@@ -189,13 +150,8 @@ class Decoder:
 
     @torch.inference_mode()
     def logits(self, hidden_ND: Tensor) -> Tensor:
-        """float32 [N, W] logits of this rank's tokens; columns past the vocabulary's end (if any) are -inf."""
+        """See `BaseDecoder.logits`."""
         return self._head(hidden_ND)
-
-    @torch.inference_mode()
-    def full_logits(self, hidden_ND: Tensor) -> Tensor:
-        """float32 [N, V] logits on every rank; a collective over `tp`."""
-        return gather_vocab(self._head(hidden_ND), self.tp, self.spec.vocab_size)
 
 
 def load_layer(
@@ -208,8 +164,10 @@ def load_layer(
     has_input_norm: bool = True,
     kernels: Kernels = TORCH,
 ) -> DecoderLayer:
-    """This rank's share of the decoder layer whose tensors start with `prefix`. ValueError names one that is missing
-    or misshapen."""
+    """Read this rank's share of the decoder layer whose tensor names start with `prefix`.
+
+    Raises ValueError for a tensor that is missing or has another shape.
+    """
     return DecoderLayer(
         input_norm_D=weights.get(f"{prefix}input_layernorm.weight") if has_input_norm else None,
         attention=load_attention(weights, f"{prefix}self_attn.", spec, tp, window=window, kernels=kernels),
@@ -228,7 +186,7 @@ def load_attention(
     window: int | None = None,
     kernels: Kernels = TORCH,
 ) -> Attention:
-    """This rank's heads of the attention whose tensors start with `prefix`. in_width: None = the hidden width."""
+    """Read this rank's heads of an attention layer. in_width: None = the hidden width."""
     return Attention.load(
         weights,
         prefix,
@@ -247,10 +205,10 @@ def load_attention(
 
 
 def has_own_head(weights: Weights, head: str, embedding: str, vocab_size: int, tp: TensorParallel) -> bool:
-    """Whether a checkpoint whose configuration ties head and embedding stores a head that is not the embedding.
+    """Return True if a checkpoint with tied embeddings in its configuration stores a different head.
 
-    Then the configuration is wrong and the stored head counts, as in transformers. Each rank compares its own rows:
-    where those are equal, it does not matter to it which of the two it multiplies with.
+    Then the configuration is wrong, and the stored head is used, as in transformers. Each rank compares only its rows;
+    if they are equal, either tensor gives the same result.
     """
     start, end, _ = shard_vocab(vocab_size, tp)
     if not weights.has(head) or weights.are_equal(head, embedding, start, end):
@@ -262,7 +220,7 @@ def has_own_head(weights: Weights, head: str, embedding: str, vocab_size: int, t
 def load_mlp(
     weights: Weights, prefix: str, spec: ModelSpec | Eagle3Spec, tp: TensorParallel, *, kernels: Kernels = TORCH
 ) -> Mlp:
-    """This rank's share of the MLP whose tensors start with `prefix`."""
+    """Read this rank's share of an MLP."""
     return Mlp.load(
         weights,
         prefix,
@@ -275,11 +233,11 @@ def load_mlp(
 
 
 def is_legacy(name: str) -> bool:
-    """Buffers that old checkpoints stored although they follow from the config."""
+    """Return True for buffers that old checkpoints store although the configuration determines them."""
     return name.endswith("rotary_emb.inv_freq")
 
 
-def _is_no_part(name: str, spec: ModelSpec) -> bool:
-    """What a checkpoint may hold beside the decoder: old buffers, prediction layers."""
+def _is_ignored(name: str, spec: ModelSpec) -> bool:
+    """Return True for tensors that are not part of the decoder: legacy buffers and MTP layers."""
     is_mtp = spec.num_mtp_layers > 0 and name.startswith(MTP_PREFIXES)
     return is_legacy(name) or is_mtp

@@ -1,14 +1,14 @@
-"""EAGLE-3 checkpoints: three published formats normalised to one `Eagle3Spec` and one set of tensor names.
+"""EAGLE-3 checkpoints: three published formats, normalized to one `Eagle3Spec` and one set of tensor names.
 
     read_eagle3_spec(path, target) -> Eagle3Spec
-    open_eagle3(path, dtype, device) -> Weights            names as in SafeAILab's files, whatever the format
+    open_eagle3(path, dtype, device) -> Weights            with SafeAILab's tensor names, for all formats
     load_target_ids(weights, spec) -> int64 [draft_vocab]
     FeatureFusion.load(path, spec, device, dtype)(taps_N3D) -> [N, H]
 
 Formats: (a) SafeAILab (`midlayer.*`, LlamaConfig fields), (b) SpecForge / SGLang (same tensors, `eagle_config` with
 layer ids counted AFTER a layer), (c) vLLM speculators (`layers.0.*`, `transformer_layer_config`, EAGLE-3.1's flags).
-The fusion lives here, in `workers`, because it runs on the verifier: a remote drafter then receives H values per token
-instead of 3 D. Legend: N packed rows, D target hidden width, H draft hidden width.
+The verifier runs the feature fusion, so that a drafter receives H values per token instead of 3 D.
+Legend: N packed rows, D target hidden width, H draft hidden width.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from workers.models.rope import rope_spec
 from workers.models.specs import Eagle3Spec, ModelSpec
 
 FUSION_TENSORS = ("fc.weight", "input_norm.weight", "fc_norm.0.weight", "fc_norm.1.weight", "fc_norm.2.weight")
-"""Read by the verifier; the drafter's loader lets them pass."""
+"""Tensors that the verifier reads and the drafter ignores."""
 
 UNUSED_TENSORS = ("t2d",)
-"""The target-to-draft mask says nothing that d2t does not."""
+"""The target-to-draft mask is redundant given d2t."""
 
 
 def default_tap_layers(num_layers: int) -> tuple[int, int, int]:
-    """EAGLE-3's three feature layers (capture before): 2, L // 2, L - 3. They coincide in part below 7 layers."""
+    """Return EAGLE-3's feature layers (captured before them): 2, L // 2, L - 3. Below 7 layers some coincide."""
     low, mid, high = sorted((2, num_layers // 2, num_layers - 3))
     if low < 0 or high > num_layers:
         raise ValueError(f"EAGLE-3 needs a target of at least 3 layers (got {num_layers})")
@@ -93,7 +93,7 @@ def read_eagle3_spec(path: Path | str, target: ModelSpec) -> Eagle3Spec:
 
 
 def _layer_kind(inner: dict[str, Any], path: Path) -> Literal["llama", "qwen3"]:
-    """Which of the layers that speculators makes heads of; the only format whose `model_type` says so."""
+    """Return the layer type of a head in speculators' format, the only one whose `model_type` is reliable."""
     match inner.get("model_type", "llama"):
         case "llama" | "qwen3" as kind:
             return kind
@@ -102,7 +102,10 @@ def _layer_kind(inner: dict[str, Any], path: Path) -> Literal["llama", "qwen3"]:
 
 
 def _tap_layers(raw: dict[str, Any], num_layers: int, path: Path) -> tuple[int, int, int]:
-    """Capture-before ids: speculators stores them so, SpecForge's `eagle_config` counts after a layer (one less)."""
+    """Return the layers before which features are captured.
+
+    speculators stores these ids; SpecForge's `eagle_config` stores the layers after which they are captured.
+    """
     nested = (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     plain = raw.get("eagle_aux_hidden_state_layer_ids")
     ids = [layer + 1 for layer in nested] if nested else plain or default_tap_layers(num_layers)
@@ -120,17 +123,17 @@ def _tap_layers(raw: dict[str, Any], num_layers: int, path: Path) -> tuple[int, 
 
 
 def canonical_name(name: str) -> str:
-    """A stored tensor name as SafeAILab would write it: `layers.0.` (speculators) is `midlayer.`."""
+    """Convert a stored tensor name to SafeAILab's: `layers.0.` (speculators) becomes `midlayer.`."""
     return "midlayer." + name.removeprefix("layers.0.") if name.startswith("layers.0.") else name
 
 
 def open_eagle3(path: Path | str, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> Weights:
-    """The head's tensors under their canonical names."""
+    """Open a head's tensors under their canonical names."""
     return Weights(path, dtype, device, rename=canonical_name)
 
 
 def load_target_ids(weights: Weights, spec: Eagle3Spec) -> Tensor:
-    """int64 [draft_vocab]: target token of each draft token. The file's `d2t` holds the differences.
+    """Return the target token of each draft token, int64 [draft_vocab]. The file's `d2t` holds the differences.
 
     Raises:
         ValueError: `d2t` is missing although the vocabulary is reduced, or points outside the target's vocabulary.
@@ -144,7 +147,7 @@ def load_target_ids(weights: Weights, spec: Eagle3Spec) -> Tensor:
 
 
 class FeatureFusion:
-    """fc(features), with EAGLE-3.1's norms before it: the first operation of the head, run by the verifier."""
+    """The first operation of the head, run by the verifier: fc(taps), after EAGLE-3.1's norms."""
 
     def __init__(self, fc_H3D: Tensor, norm: Callable[[Tensor], Tensor] | None) -> None:
         self._fc = Linear(fc_H3D)
@@ -155,7 +158,7 @@ class FeatureFusion:
     def load(
         path: Path | str, spec: Eagle3Spec, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
     ) -> FeatureFusion:
-        """Read the fusion's few tensors. Raises ValueError for a missing one or for unknown ones in the file."""
+        """Read the fusion's tensors. Raises ValueError if one is missing or unknown."""
         weights = open_eagle3(path, dtype, device)
         fc_H3D = weights.get("fc.weight")
         expected = (spec.hidden_size, 3 * spec.target_hidden_size)
@@ -167,7 +170,7 @@ class FeatureFusion:
 
     @torch.inference_mode()
     def __call__(self, taps_N3D: Tensor) -> Tensor:
-        """The decoder's taps [N, 3 D] -> features [N, H], in the weights' dtype."""
+        """Convert the decoder's taps [N, 3 D] to features [N, H], in the weights' dtype."""
         return self._fc(taps_N3D if self.norm is None else self.norm(taps_N3D))
 
 

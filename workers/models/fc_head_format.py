@@ -1,7 +1,7 @@
-"""Draft heads of the shape fc(embedding, feature) -> decoder layers -> norm: EAGLE-1/2 and multi-token prediction.
+"""Draft heads of the form fc(embedding, feature) -> decoder layers -> norm: EAGLE-1/2 and MTP.
 
-    read_eagle_spec(path, target) -> FcHeadSpec        a checkpoint of its own
-    read_mtp_spec(path, target) -> FcHeadSpec          inside the target's checkpoint
+    read_eagle_spec(path, target) -> FcHeadSpec        from a separate checkpoint
+    read_mtp_spec(path, target) -> FcHeadSpec          from the target's checkpoint
 
 The feature of a token is the target's last hidden state, after its final norm. Layouts, names without `.weight`:
 
@@ -9,8 +9,8 @@ The feature of a token is the target's last hidden state, after its final norm. 
     MTP, Qwen3 type         mtp.{fc, pre_fc_norm_embedding, pre_fc_norm_hidden, norm}, mtp.layers.0.*
     MTP, MiMo               model.mtp_layers.0.{input_proj, token_layernorm, hidden_layernorm, final_layernorm}, and
                             the names of a Qwen2 layer beside them; input_proj reads the feature first
-Sources: SafeAILab's cnets1.py, vLLM's qwen3_next_mtp.py and mimo_mtp.py. Qwen3-Next's zero-centred norms (1 + w) belong
-to a target that we do not run.
+Sources: SafeAILab's cnets1.py, vLLM's qwen3_next_mtp.py and mimo_mtp.py. Qwen3-Next's zero-centered norms (1 + w) are
+not implemented, because its target is not supported.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from workers.models.specs import FcHeadSpec, ModelSpec
 def read_eagle_spec(path: Path | str, target: ModelSpec) -> FcHeadSpec:
     """Read and check an EAGLE-1/2 head's config.json: a Llama configuration, "bias" (of fc, default true), "qkv_bias".
 
-    The layers are Llama's in SafeAILab's and SGLang's code, with Qwen2's biases if "qkv_bias" is set.
+    The layers are Llama layers, as in SafeAILab's and SGLang's code, with Qwen2's biases if "qkv_bias" is set.
 
     Raises:
         FileNotFoundError: no config.json.
-        ValueError: another kind of head, or one made for another target.
+        ValueError: another kind of head, or a head for another target.
     """
     path = Path(path)
     raw = read_json(path / "config.json")
@@ -90,13 +90,13 @@ def _eagle_layers(raw: dict[str, Any], path: Path, target: ModelSpec) -> ModelSp
 
 
 def read_mtp_spec(path: Path | str, target: ModelSpec) -> FcHeadSpec:
-    """The multi-token prediction layer of a target, read from its configuration; its layout follows from its family.
+    """Read the multi-token prediction layer of a target; its layout follows from the model family.
 
-    One layer serves every depth: its result is the next depth's feature. A second layer would read the first one's
-    results at the committed tokens, which a drafter without state of its own does not have.
+    One layer serves every depth: its output is the next depth's feature. A second layer would need the first layer's
+    outputs at the committed tokens, which a stateless drafter does not have.
 
     Raises:
-        ValueError: a target without such a layer, or with several.
+        ValueError: the target has no such layer, or several.
     """
     if target.num_mtp_layers == 0:
         raw = read_json(Path(path) / "config.json")
@@ -113,7 +113,7 @@ def read_mtp_spec(path: Path | str, target: ModelSpec) -> FcHeadSpec:
             f"{path}: {target.num_mtp_layers} multi-token prediction layers are not supported, only one, which is "
             "used at every depth"
         )
-    # Full attention, whatever windows the target's own layers have: so vLLM runs both layouts.
+    # Full attention even if the target's layers have windows, as in vLLM.
     layers = replace(target, num_layers=1, windows=(None,))
     if target.family == "mimo":
         own = "model.mtp_layers.0."

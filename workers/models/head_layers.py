@@ -1,8 +1,8 @@
-"""What the config.json of a draft head says of its decoder layers, for every format of such heads.
+"""The decoder layers of a draft head, read from its config.json in any format.
 
-check_speculators(raw, path) -> None                    of that library's heads, only EAGLE-3's
+check_speculators(raw, path) -> None                    accepts only EAGLE-3 heads of that library
 layer_config(raw, path, kind="llama") -> LlamaConfig or Qwen3Config
-layer_windows(config, path) -> (window or None, ...)    one for each layer
+layer_windows(config, path) -> (window or None, ...)    per layer
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NOT_THE_LAYERS = ("architectures", "model_type", "transformers_version", "quant
 
 
 def check_speculators(raw: dict[str, Any], path: Path) -> None:
-    """Raise ValueError for a head that vLLM's speculators wrote of any other kind than EAGLE-3, by its name."""
+    """Raise ValueError for a head in the format of vLLM's speculators that is not an EAGLE-3 head."""
     kind = raw.get("speculators_model_type", "eagle3")
     if kind != "eagle3":
         raise ValueError(
@@ -29,28 +29,28 @@ def check_speculators(raw: dict[str, Any], path: Path) -> None:
 
 
 def layer_config(raw: dict[str, Any], path: Path, kind: Literal["llama", "qwen3"] = "llama") -> Any:
-    """The layers' fields as transformers' configuration, which fills in what is missing (rope base 10000).
+    """Parse the layers' fields with transformers' configuration classes, which fill in defaults (rope base 10000).
 
-    kind: whose layers they are. Most heads' code knows no others than Llama's, while `architectures` and `model_type`
-    are often copied from the target (phi3, qwen2, mixtral): neither is looked at.
+    kind: the type of the layers. Most implementations only have Llama layers, but `architectures` and `model_type` are
+    often copied from the target (phi3, qwen2, mixtral), so both are ignored.
 
     Raises:
-        ValueError: values that transformers refuses; another activation than silu; an unsupported quantisation.
+        ValueError: values that transformers rejects, an activation other than silu, or unsupported quantization.
     """
     from transformers import LlamaConfig, Qwen3Config
 
     if raw.get("quantization_config"):
         fp8_block(raw["quantization_config"], path)
     known = {name: value for name, value in raw.items() if value is not None and name not in _NOT_THE_LAYERS}
-    if set(known.get("layer_types", ())) == {_FULL}:  # may be all of the target's; that says as much of these
+    if set(known.get("layer_types", ())) == {_FULL}:  # may list all layers of the target
         known["layer_types"] = [_FULL] * known.get("num_hidden_layers", 1)
     try:
         config = (Qwen3Config if kind == "qwen3" else LlamaConfig)(**{"num_hidden_layers": 1} | known)
-    except Exception as error:  # whatever transformers' own validation raises
+    except Exception as error:  # transformers' validation raises various types
         raise ValueError(f"{path}/config.json does not describe layers of type {kind}: {error}") from error
     if config.hidden_act != "silu":
         raise ValueError(f"{path}: activation {config.hidden_act!r} is not supported; supported: silu")
-    # Qwen3Config has numbers of its own for these where nothing is said, but null means what it means to Llama.
+    # Qwen3Config has other defaults for these fields, but null means the same as for Llama.
     for name, value in (
         ("num_key_value_heads", config.num_attention_heads),
         ("head_dim", config.hidden_size // config.num_attention_heads),
@@ -61,14 +61,14 @@ def layer_config(raw: dict[str, Any], path: Path, kind: Literal["llama", "qwen3"
 
 
 def layer_windows(config: Any, path: Path) -> tuple[int | None, ...]:
-    """The sliding window of each layer, None = full attention. config: transformers' LlamaConfig or Qwen3Config.
+    """Return each layer's sliding window, None for full attention. config: LlamaConfig or Qwen3Config.
 
-    `layer_types` alone decides, as in speculators (whose trainer writes it) and in vLLM. A `sliding_window` without it
-    says nothing: Llama's layers have none of their own, and heads for Qwen targets carry the target's number.
-    Qwen3Config derives missing `layer_types` from `use_sliding_window`.
+    Only `layer_types` decides, as in speculators (whose trainer writes it) and vLLM. A `sliding_window` without it is
+    ignored: Llama layers have no windows, and heads for Qwen targets repeat the target's value. Qwen3Config derives
+    missing `layer_types` from `use_sliding_window`.
 
     Raises:
-        ValueError: other types of layers, or windows without a width.
+        ValueError: another layer type, or a window without a width.
     """
     kinds = getattr(config, "layer_types", None) or [_FULL] * config.num_hidden_layers
     if not set(kinds) <= {_SLIDING, _FULL}:

@@ -1,9 +1,9 @@
-"""Checkpoints by name: a folder of this machine, or an id of the Hugging Face hub.
+"""Finds checkpoints by name: a local folder or an id of the Hugging Face hub.
 
-    resolve_path(name, revision=None) -> Path     the folder; of an id, what says which model it is: no weights yet
-    fetch_weights(name, folder) -> None           of an id, the weights that an engine reads
+    resolve_path(name, revision=None) -> Path     its folder; of a hub id, with configuration and tokenizer
+    fetch_weights(name, folder) -> None           downloads the weights of a hub id
 
-Two steps, so that a model which cannot run is refused before gigabytes of it are fetched.
+Two steps, so that an unsupported model is rejected before gigabytes are downloaded.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from workers.models.checkpoint import weight_names
 
 _DESCRIBING = ["*.json", "*.jinja", "tokenizer*", "*.model", "merges.txt", "vocab.txt"]
 _OTHER_FOLDERS = ["[!a]*/*"]
-"""The same model in other formats (original, onnx); `additional_chat_templates` is the one folder with files for us."""
+"""Folders with the model in other formats (original, onnx). Only `additional_chat_templates` is needed."""
 
 
 def resolve_path(name: str, revision: str | None = None) -> Path:
-    """The local folder of a checkpoint; of a hub id configuration and tokenizer are fetched or found in the cache.
+    """Return the local folder of a checkpoint, downloading configuration and tokenizer of a hub id unless cached.
 
     Raises:
-        FileNotFoundError: neither a folder nor something the hub can give; the message keeps the hub's reason.
+        FileNotFoundError: neither a folder nor available on the hub; the message contains the hub's error.
     """
     path = Path(name).expanduser()
     if path.is_dir():
@@ -39,9 +39,9 @@ def resolve_path(name: str, revision: str | None = None) -> Path:
 
 
 def fetch_weights(name: str, folder: Path) -> None:
-    """Fetch the weight files of a hub id into `folder`, which `resolve_path` gave for it, unless they are there.
+    """Download the weight files of a hub id into `folder`, the result of `resolve_path`, unless they are there.
 
-    Of a local folder it only checks that they are there. Raises FileNotFoundError if they are not, or the hub fails.
+    For a local folder, only check that they exist. Raises FileNotFoundError if they do not, or the download fails.
     """
     is_local = Path(name).expanduser().is_dir()
     present = {path.name for path in folder.iterdir()}
@@ -60,7 +60,7 @@ def fetch_weights(name: str, folder: Path) -> None:
 
 
 def _names_on_hub(name: str, commit: str) -> set[str]:
-    """The files of a repository; none if the hub cannot be asked, as where only the cache is to be used."""
+    """Return the files of a repository, or none if the hub is not available, as in offline mode."""
     from huggingface_hub import HfApi
 
     try:

@@ -1,4 +1,4 @@
-"""The bricks of a decoder: norm, attention, MLP, embedding and vocabulary head, each holding one rank's share.
+"""The layers of a decoder with tensor parallelism: attention, MLP and LM head.
 
     TensorParallel(rank, size, group); SINGLE
     HeadSplit.of(num_heads, num_kv_heads, tp)
@@ -6,8 +6,8 @@
     VocabHead.load(...)(x_ND) -> [N, W] float32 shard                  gather_vocab(shard_NW, tp, vocab_size) -> [N, V]
 
 Legend: N packed rows, D hidden width, H heads, d head width, I intermediate width, V vocabulary, W a shard's width.
-Column-parallel weights (q, k, v, gate, up, vocabulary) keep this rank's output rows, row-parallel ones (o, down) its
-input columns, followed by one all-reduce over the group that is passed in. With size 1 no collective is ever called.
+Column-parallel weights (q, k, v, gate, up, vocabulary) hold this rank's output rows. Row-parallel weights (o, down)
+hold its input columns and are followed by one all-reduce. With size 1 no collective is called.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from workers.models.rope import Rotation
 
 @dataclass(frozen=True, slots=True)
 class TensorParallel:
-    """This rank's place among the `size` ranks that share one model, and the group they reduce over."""
+    """A rank's position among the `size` ranks of one model, and their process group."""
 
     rank: int
     size: int
     group: dist.ProcessGroup | None = None
 
     def all_reduce_(self, x: Tensor) -> Tensor:
-        """Sum over the ranks, in place."""
+        """Sum over the ranks in place."""
         if self.size > 1:
             dist.all_reduce(x, group=self.group)
         return x
@@ -46,16 +46,16 @@ SINGLE = TensorParallel(0, 1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadSplit:
-    """One rank's heads. Key-value heads are replicated when there are more ranks than heads."""
+    """One rank's heads. Key-value heads are replicated if there are more ranks than heads."""
 
     num_heads: int
     num_kv_heads: int
-    kv_rank: int  # part of the key-value heads, of `kv_parts`
+    kv_rank: int  # index of this rank's part of the key-value heads, out of `kv_parts`
     kv_parts: int
 
     @staticmethod
     def of(num_heads: int, num_kv_heads: int, tp: TensorParallel) -> HeadSplit:
-        """Call `check_parallel` before: sizes that do not divide are a bug here."""
+        """Split the heads, for sizes that `check_parallel` has accepted."""
         parts = min(tp.size, num_kv_heads)
         assert num_heads % tp.size == 0 and num_kv_heads % parts == 0 and tp.size % parts == 0
         return HeadSplit(
@@ -67,14 +67,14 @@ class HeadSplit:
 
 
 def check_shape(weights: Weights, name: str, expected: tuple[int, ...], fields: str) -> None:
-    """Raise ValueError unless a tensor is stored in the shape that config.json's `fields` give it."""
+    """Raise ValueError unless a tensor has the shape that follows from config.json's `fields`."""
     found = weights.shape(name)
     if found != expected:
         raise ValueError(f"{weights.path}: {name} is {found}, config.json asks for {expected}: look at its {fields}")
 
 
 class Attention:
-    """Self-attention of one layer: fused q, k, v projection, Qwen3's head norms, rope, paged KV, output projection."""
+    """Self-attention of one layer: fused QKV projection, QK norm (Qwen3), rope, paged KV cache, output projection."""
 
     def __init__(
         self,
@@ -118,9 +118,9 @@ class Attention:
         tp: TensorParallel,
         kernels: Kernels = TORCH,
     ) -> Attention:
-        """Read this rank's slices of `prefix`{q,k,v,o}_proj and, if asked for, {q,k}_norm.
+        """Read this rank's slices of `prefix`{q,k,v,o}_proj and, with `qk_norm`, {q,k}_norm.
 
-        Raises ValueError for a missing tensor or one of another shape.
+        Raises ValueError for a tensor that is missing or has another shape.
         """
         q_rows, kv_rows = heads.num_heads * tp.size * head_dim, heads.num_kv_heads * heads.kv_parts * head_dim
         shapes: dict[str, tuple[int, ...]] = {
@@ -144,7 +144,7 @@ class Attention:
             )
 
         norm = None
-        if qk_norm:  # one weight row per rotated head, so that queries and keys are normed together
+        if qk_norm:  # one weight row per head, so that queries and keys are normalized together
             q_norm, k_norm = weights.get(f"{prefix}q_norm.weight"), weights.get(f"{prefix}k_norm.weight")
             norm = torch.cat((q_norm.expand(heads.num_heads, -1), k_norm.expand(heads.num_kv_heads, -1)))
         return Attention(
@@ -163,7 +163,7 @@ class Attention:
         )
 
     def __call__(self, x_ND: Tensor, rotation: Rotation, plan: AttentionPlan, kv: KVPool, layer: int) -> Tensor:
-        """x_ND is already normed; returns [N, D] summed over the ranks, without the residual. Writes the rows' KV."""
+        """Attend from normalized x_ND; return [N, D] summed over the ranks, without the residual. Writes their KV."""
         qkv_NHd = self.qkv(x_ND).view(-1, *self.qkv_shape)
         qk_NHd = qkv_NHd[:, : self.num_rotated]
         self.kernels.rotate_(qk_NHd, rotation, self.qk_norm_Hd, self.eps)
@@ -192,9 +192,9 @@ class Mlp:
         tp: TensorParallel,
         kernels: Kernels = TORCH,
     ) -> Mlp:
-        """Read this rank's slices of `prefix`{gate,up,down}_proj; the intermediate width may split unevenly.
+        """Read this rank's slices of `prefix`{gate,up,down}_proj; the intermediate width may be split unevenly.
 
-        Raises ValueError for a missing tensor or one of another shape.
+        Raises ValueError for a tensor that is missing or has another shape.
         """
         shapes = {"gate": (inner_width, width), "up": (inner_width, width), "down": (width, inner_width)}
         for name, shape in shapes.items():
@@ -215,21 +215,20 @@ class Mlp:
         )
 
     def __call__(self, x_ND: Tensor) -> Tensor:
-        """x_ND is already normed; returns [N, D] summed over the ranks, without the residual."""
+        """Apply the MLP to normalized x_ND; return [N, D] summed over the ranks, without the residual."""
         return self.tp.all_reduce_(self.down(self.kernels.silu_mul(self.gate_up(x_ND))))
 
 
 def row_parallel_bias(weights: Weights, name: str, tp: TensorParallel) -> Tensor | None:
-    """A row-parallel layer's bias belongs to the sum, so only rank 0 adds it."""
+    """Read the bias of a row-parallel layer on rank 0, which alone adds it to the sum."""
     bias = weights.get(name)
     return bias if tp.rank == 0 else None
 
 
 class VocabHead:
-    """One rank's rows of the output embedding: tokens start .. end - 1, in a shard of `width` columns.
+    """The LM head: one rank's rows of the output embedding, tokens start .. end - 1, in a shard of `width` columns.
 
-    Every shard is equally wide so that shards can be gathered; where the vocabulary does not divide, the columns past
-    its end hold -inf.
+    All shards have the same width, so that they can be gathered. Columns beyond the end of the vocabulary hold -inf.
     """
 
     def __init__(self, weight_WD: Tensor, start: int, width: int) -> None:
@@ -240,31 +239,31 @@ class VocabHead:
 
     @staticmethod
     def load(weights: Weights, name: str, vocab_size: int, tp: TensorParallel) -> VocabHead:
+        """Read this rank's rows of a tensor."""
         start, end, width = shard_vocab(vocab_size, tp)
         return VocabHead(weights.get_range(name, 0, start, end), start, width)
 
     @staticmethod
     def tied(embedding_VD: Tensor, tp: TensorParallel) -> VocabHead:
-        """The same rows of a (replicated) input embedding: a view, whose only memory of its own is what `Linear` lays
-        out anew (in float32 on a CPU)."""
+        """Use rows of the (replicated) input embedding. `Linear` may repack them; otherwise they take no memory."""
         start, end, width = shard_vocab(embedding_VD.shape[0], tp)
         return VocabHead(embedding_VD[start:end], start, width)
 
     def __call__(self, x_ND: Tensor) -> Tensor:
-        """float32 logits shard [N, W] of final hidden states."""
+        """Compute a float32 logits shard [N, W] from final hidden states."""
         logits = self._linear(x_ND).float()
         return logits if not self.num_padding else F.pad(logits, (0, self.num_padding), value=float("-inf"))
 
 
 def shard_vocab(vocab_size: int, tp: TensorParallel) -> tuple[int, int, int]:
-    """(start, end, width) of this rank's tokens; all widths are equal, the last shards may own fewer tokens."""
+    """Return this rank's (start, end, width). All widths are equal; the last shards may have fewer tokens."""
     width = -(-vocab_size // tp.size)
     start = min(tp.rank * width, vocab_size)
     return start, min(start + width, vocab_size), width
 
 
 def gather_vocab(shard_NW: Tensor, tp: TensorParallel, vocab_size: int) -> Tensor:
-    """All ranks' logits shards side by side: [N, V] on every rank."""
+    """Gather all ranks' logits shards: [N, V] on every rank."""
     if tp.size == 1:
         return shard_NW
     shards = [torch.empty_like(shard_NW) for _ in range(tp.size)]

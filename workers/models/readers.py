@@ -1,11 +1,11 @@
-"""What a model or a drafter is, from its config.json.
+"""Reads model descriptions from config.json.
 
-    read_spec(path) -> ModelSpec                     ValueError names what we cannot run
-    read_draft_spec(draft, target) -> DraftSpec      or None for a drafter without weights
-    read_specs(config) -> Specs                      both, of an engine
+    read_spec(path) -> ModelSpec                     raises ValueError for unsupported models
+    read_draft_spec(draft, target) -> DraftSpec      None for a drafter without weights
+    read_specs(config) -> Specs                      both models of an engine
 
-Importing this file imports neither torch nor transformers: both wait until a configuration is read, so that the rules
-which need no model files can be checked first.
+torch and transformers are only imported when a configuration is read, so that rules which need no model files can be
+checked first.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ def read_spec(path: Path | str) -> ModelSpec:
 
     Raises:
         FileNotFoundError: no config.json.
-        ValueError: an architecture, activation, quantisation or rope variant that we do not run; it says what we do.
+        ValueError: an unsupported architecture, activation, quantization or rope variant; the message lists the
+            supported ones.
 
     Returns:
-        ModelSpec: of an architecture other than SUPPORTED_ARCHITECTURES a `TransformersSpec`.
+        ModelSpec: a `TransformersSpec` for architectures other than SUPPORTED_ARCHITECTURES.
     """
     path = Path(path)
     raw = read_json(path / "config.json")
@@ -43,11 +44,11 @@ def read_spec(path: Path | str) -> ModelSpec:
     from workers.models.rope import reach, rope_spec
 
     try:
-        if family == "mimo":  # transformers does not know it; its own code derives from Qwen2's
+        if family == "mimo":  # unknown to transformers; its own code derives from Qwen2
             config = Qwen2Config(**raw)
         else:
             config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except Exception as error:  # whatever transformers' own validation raises, KeyError included
+    except Exception as error:  # transformers' validation raises various types, even KeyError
         raise ValueError(f"{path}/config.json is not a valid {family} configuration: {error}") from error
     if config.hidden_act != "silu":
         raise ValueError(f"{path}: activation {config.hidden_act!r} is not supported; supported: silu")
@@ -64,7 +65,7 @@ def read_spec(path: Path | str) -> ModelSpec:
         vocab_size=config.vocab_size,
         rms_norm_eps=config.rms_norm_eps,
         tie_embeddings=bool(config.tie_word_embeddings),
-        qkv_bias=bias or family in ("qwen2", "mimo"),  # Qwen2 has biases on q, k, v and no flag for them
+        qkv_bias=bias or family in ("qwen2", "mimo"),  # Qwen2 always has biases on q, k and v
         o_bias=bias and family not in ("qwen2", "mimo"),
         mlp_bias=bool(getattr(config, "mlp_bias", False)) and family == "llama",
         qk_norm=family == "qwen3",
@@ -78,9 +79,9 @@ def read_spec(path: Path | str) -> ModelSpec:
 
 
 def _check_kind(raw: dict[str, Any], path: Path) -> None:
-    """Raise ValueError for a checkpoint that is no model by itself, or that is quantised otherwise than in FP8 blocks.
+    """Raise ValueError for a draft head, and for quantization other than in FP8 blocks.
 
-    Checked on the raw JSON: transformers' own error for a stranger would not say what we do support.
+    The raw JSON is checked, because transformers' own errors would not say what is supported here.
     """
     quantization = raw.get("quantization_config")
     if quantization:
@@ -90,7 +91,7 @@ def _check_kind(raw: dict[str, Any], path: Path) -> None:
 
 
 def _family(raw: dict[str, Any]) -> str | None:
-    """The family of `workers.models.decoder` that a config belongs to; None = none of them."""
+    """Return the model family of `workers.models.decoder`, or None for other architectures."""
     architectures = raw.get("architectures") or []
     by_type = {family: family for family in SUPPORTED_ARCHITECTURES.values()}
     family = SUPPORTED_ARCHITECTURES.get(architectures[0]) if architectures else by_type.get(raw.get("model_type", ""))
@@ -107,7 +108,7 @@ def _windows(config: Any, family: str) -> tuple[int | None, ...]:
 
 
 def read_specs(config: EngineConfig) -> Specs:
-    """Raises FileNotFoundError or ValueError, as `read_spec` and `read_draft_spec` do."""
+    """Read both models of an engine. Raises FileNotFoundError and ValueError like `read_spec` and `read_draft_spec`."""
     target = read_spec(config.model_path)
     return Specs(target=target, draft=read_draft_spec(config.draft, target) if config.draft else None)
 
@@ -117,9 +118,9 @@ def read_draft_spec(draft: DraftConfig, target: ModelSpec) -> DraftSpec | None:
 
     Raises:
         FileNotFoundError: no config.json.
-        ValueError: what is wrong with it.
+        ValueError: it is invalid, or does not fit the target.
     """
-    # Here and not above: torch takes seconds to import.
+    # Imported here, because torch takes seconds to import.
     from workers.models.eagle3_format import read_eagle3_spec
     from workers.models.fc_head_format import read_eagle_spec, read_mtp_spec
 

@@ -1,7 +1,7 @@
-"""Rotary position embedding: from a config's rope fields to the cos and sin of one step.
+"""Rotary position embedding, from a configuration's rope fields to the cos and sin of one step.
 
-    reach(config) -> Reach                             positions a request may have
-    rope_spec(config) -> RopeSpec                      every stateless variant that transformers computes
+    reach(config) -> Reach                             limits of max_model_len
+    rope_spec(config) -> RopeSpec                      for every stateless variant of transformers
     Rope(spec, dtype, device)(positions_N) -> Rotation  once per step, shared by all layers
 
 Legend: N packed rows, d head width. `workers.kernels.pointwise.rotate_` applies it.
@@ -20,27 +20,27 @@ SUPPORTED_ROPE = ("default", "linear", "dynamic", "yarn", "llama3")
 
 
 class Reach(NamedTuple):
-    """Positions that a request may have: unless max_model_len is given, and the most that it may be."""
+    """The default and the upper limit of max_model_len."""
 
     default: int
     most: int
 
 
 class Rotation(NamedTuple):
-    """cos and sin of one step's positions; sin carries the minus sign of `rotate_half` in its first half."""
+    """The cos and sin of one step's positions; the first half of sin has the minus sign of `rotate_half`."""
 
     cos_N1d: Tensor
     sin_N1d: Tensor
 
 
 def reach(config: Any) -> Reach:
-    """How far a transformers config's rope scaling reaches, which max_position_embeddings does not always say.
+    """Return the context lengths that a rope scaling supports, which max_position_embeddings does not always include.
 
-    YaRN: `factor` times the original length, as in vLLM. Qwen's model cards tell users to write YaRN into config.json
-    and to leave max_position_embeddings. Linear: `factor` times max_position_embeddings, but only where that is asked
-    for: Vicuna's 16k models do not count the factor in, DeepSeek Coder and Gemma 3 (by layer type) do, and nothing
-    tells which. "longrope": the original length, for which text is exactly the model's (see
-    `workers.models.transformers_spec.freeze_rope`), and max_position_embeddings where that is asked for.
+    YaRN: `factor` times the original length, as in vLLM, because Qwen's model cards tell users to add YaRN to
+    config.json without changing max_position_embeddings. Linear: `factor` times max_position_embeddings, but only on
+    request: Vicuna's 16k models do not include the factor in it, DeepSeek Coder and Gemma 3 (by layer type) do, and no
+    field tells which. "longrope": the original length, for which the output is exactly the model's (see
+    `workers.models.transformers_spec.freeze_rope`), and max_position_embeddings on request.
     """
     parameters = getattr(config, "rope_parameters", None) or {}
     default: int = config.max_position_embeddings
@@ -59,13 +59,13 @@ def reach(config: Any) -> Reach:
 
 
 def rope_spec(config: Any) -> RopeSpec:
-    """RopeSpec of a transformers config (`rope_parameters`, into which transformers folds `rope_scaling`).
+    """Return the RopeSpec of a transformers config (from `rope_parameters`, which includes `rope_scaling`).
 
-    "dynamic" only changes frequencies beyond max_position_embeddings, which is then our limit for any request, so its
-    start value is exact here. "longrope" switches factors as a sequence grows, which would invalidate cached keys.
+    "dynamic" only changes frequencies beyond max_position_embeddings, which is the limit of all requests, so the
+    initial frequencies are exact. "longrope" changes factors as a sequence grows, which would invalidate cached keys.
 
     Raises:
-        ValueError: a rope type that is not in SUPPORTED_ROPE, or one that rotates only a part of the head.
+        ValueError: the rope type is not in SUPPORTED_ROPE, or rotates only a part of the head.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -85,16 +85,16 @@ def rope_spec(config: Any) -> RopeSpec:
 
 
 class Rope:
-    """Turns positions into a Rotation. No table: a few small operations per step serve every layer."""
+    """Computes the Rotation of positions once per step for all layers, without a table."""
 
     def __init__(self, spec: RopeSpec, dtype: torch.dtype, device: torch.device | str) -> None:
         inv_freq = torch.tensor(spec.inv_freq, dtype=torch.float32, device=device)
-        self.signed_freq_d = torch.cat((-inv_freq, inv_freq))  # cos(-x) = cos x, and sin(-x) = -sin x is what is wanted
+        self.signed_freq_d = torch.cat((-inv_freq, inv_freq))  # cos(-x) = cos x and sin(-x) = -sin x
         self.scaling = spec.scaling
         self.dtype = dtype
 
     def __call__(self, positions_N: Tensor) -> Rotation:
-        """Rotation of int positions [N], computed in float32 and then cast, as transformers does."""
+        """Compute the Rotation of integer positions [N] in float32 and cast it, as transformers does."""
         angle_N1d = positions_N[:, None, None] * self.signed_freq_d
         cos_N1d, sin_N1d = angle_N1d.cos(), angle_N1d.sin()
         if self.scaling != 1:

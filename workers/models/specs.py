@@ -1,14 +1,15 @@
-"""What checkpoints' config.json say, in plain values: read where an engine is started, and told to its ranks with their
-configuration. Reading takes transformers, and those take 3 s and 190 MB to import.
+"""Model descriptions in plain values, read from config.json where an engine starts and sent to its ranks.
+
+Reading them needs transformers, whose import takes 3 s and 190 MB; so the ranks get them as JSON.
 
     ModelSpec           a target or draft model, read by `workers.models.readers`
-    TransformersSpec    one that runs through transformers' own class, by `workers.models.transformers_spec`
-    Eagle3Spec          an EAGLE-3 head, by `workers.models.eagle3_format`
-    FcHeadSpec          an EAGLE-1/2 head or prediction layers, by `workers.models.fc_head_format`
-    Specs               an engine's, as JSON on the way to its ranks
+    TransformersSpec    a model that runs in transformers' own class, read by `workers.models.transformers_spec`
+    Eagle3Spec          an EAGLE-3 head, read by `workers.models.eagle3_format`
+    FcHeadSpec          an EAGLE-1/2 head or MTP layers, read by `workers.models.fc_head_format`
+    Specs               the descriptions of one engine, as JSON on the way to its ranks
     check_parallel(spec, size)      ValueError unless `size` ranks can share the model
 
-Importing this file imports neither torch nor transformers.
+Importing this module imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pydantic import TypeAdapter
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeSpec:
-    """Inverse frequencies (head_dim / 2 of them, exact float32 values) and the factor on cos and sin (YaRN)."""
+    """Inverse frequencies (head_dim / 2 exact float32 values), and the factor on cos and sin (YaRN)."""
 
     inv_freq: tuple[float, ...]
     scaling: float = 1.0
@@ -30,10 +31,10 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A decoder in plain values.
+    """A decoder-only model.
 
-    `rms_norm_eps`, the biases, `qk_norm` and `rope` describe the layers of `workers.models.decoder`; they are empty for
-    a model that runs through transformers' own class (`TransformersSpec`), which knows its own.
+    `rms_norm_eps`, the biases, `qk_norm` and `rope` describe the layers of `workers.models.decoder`. A
+    `TransformersSpec` leaves them empty.
     """
 
     family: str  # llama, mistral, qwen2, qwen3, mimo; else transformers' model_type
@@ -53,31 +54,31 @@ class ModelSpec:
     qk_norm: bool
     rope: RopeSpec
     windows: tuple[int | None, ...]  # per layer; None = full attention
-    max_position_embeddings: int  # positions that a request may have unless max_model_len is given
-    max_scaled_positions: int  # the most that max_model_len may be: how far rope scaling reaches
-    dtype: str  # float32, bfloat16 or float16: the checkpoint's own
+    max_position_embeddings: int  # default of max_model_len
+    max_scaled_positions: int  # upper limit of max_model_len, with rope scaling
+    dtype: str  # of the checkpoint: float32, bfloat16 or float16
     eos_token_ids: tuple[int, ...]
-    can_split: bool = True  # between tensor-parallel ranks
-    expert_share: float = 1.0  # of a mixture's experts, that a row goes through
+    can_split: bool = True  # over tensor-parallel ranks
+    expert_share: float = 1.0  # share of the experts that a row uses in a mixture of experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformersSpec(ModelSpec):
-    """A model that runs through transformers' own class; `ModelSpec` says which fields are then empty."""
+    """A model that runs in transformers' own class."""
 
     class_name: str
-    tp_plan: tuple[tuple[str, str], ...]  # name pattern inside the base model -> style
+    tp_plan: tuple[tuple[str, str], ...]  # name pattern within the base model -> style
     attention_name: str  # the first layer's attention, relative to the base model
-    has_experts: bool  # stacked in one parameter, of which each row takes some
-    copies_from_host: bool  # a forward pass makes tensors of values that lie on the host
-    has_taps: bool  # layers hand on one residual stream [1, N, D], which EAGLE-3 can read
+    has_experts: bool  # all experts of a layer in one parameter
+    copies_from_host: bool  # a forward pass creates tensors from host values
+    has_taps: bool  # layers pass on one residual stream [1, N, D], which EAGLE-3 can read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eagle3Spec:
-    """One EAGLE-3 head, in plain values. H = hidden_size, D = target_hidden_size."""
+    """An EAGLE-3 head. H = hidden_size, D = target_hidden_size."""
 
-    num_layers: int  # the first reads embedding and feature, any others are plain decoder layers
+    num_layers: int  # the first reads embedding and feature, the others are plain decoder layers
     hidden_size: int
     target_hidden_size: int
     num_heads: int
@@ -91,21 +92,21 @@ class Eagle3Spec:
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
-    qk_norm: bool  # the config says so; outside speculators' format only the tensors do
+    qk_norm: bool  # only set in speculators' format; elsewhere the tensors decide
     windows: tuple[int | None, ...]  # per layer; None = full attention
     tap_layers: tuple[int, int, int]  # residual stream captured BEFORE these target layers, low, mid, high
     norm_before_residual: bool  # the residual is hidden_norm(g) instead of g
     input_norm: bool  # one RMSNorm over the 3 D features before fc
     fc_norm: bool  # one RMSNorm per D-wide feature before fc
-    norm_output: bool  # the next step is fed norm(out) instead of out
+    norm_output: bool  # the next level's feature is norm(out) instead of out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FcHeadSpec:
-    """One head: its layers in plain values, and its tensors by name (None = the layout has no such tensor)."""
+    """An EAGLE-1/2 or MTP head: its layers, and its tensors by name (None = not part of the layout)."""
 
-    layers: ModelSpec  # shapes of the decoder layers, `num_layers` of them; vocabulary and width are the target's
-    prefix: str  # of every name the head owns
+    layers: ModelSpec  # the decoder layers; vocabulary and width are the target's
+    prefix: str  # of all its tensor names
     fc: str
     fc_bias: bool
     feature_first: bool  # fc reads (feature, embedding) instead of (embedding, feature)
@@ -113,7 +114,7 @@ class FcHeadSpec:
     feature_norm: str | None
     layer_prefixes: tuple[str, ...]
     first_layer_norm: bool  # layer 0 has an input_layernorm
-    final_norm: str | None  # its result is what the head's next step is fed, too
+    final_norm: str | None  # its output is also the next level's feature
 
 
 DraftSpec: TypeAlias = ModelSpec | TransformersSpec | Eagle3Spec | FcHeadSpec
@@ -121,24 +122,26 @@ DraftSpec: TypeAlias = ModelSpec | TransformersSpec | Eagle3Spec | FcHeadSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Specs:
-    """Those of one engine; no `draft` without a drafter or for n-gram lookup, which has no weights."""
+    """The model descriptions of one engine. `draft` is None without a drafter and for n-gram lookup."""
 
     target: ModelSpec | TransformersSpec
     draft: ModelSpec | TransformersSpec | Eagle3Spec | FcHeadSpec | None = None
 
     def to_json(self) -> str:
+        """Serialize for another process."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def from_json(text: str) -> Specs:
-        # Of a union's members that fit, pydantic takes the one with most of the fields that were written.
+        """Parse the result of `to_json`."""
+        # Of several matching union members, pydantic chooses the one with the most fields set.
         return TypeAdapter(Specs).validate_json(text)
 
 
 def check_parallel(spec: ModelSpec, size: int) -> None:
-    """Raise ValueError unless `size` tensor-parallel ranks can share this model's attention heads.
+    """Raise ValueError unless `size` tensor-parallel ranks can split this model.
 
-    Intermediate and vocabulary dimensions may be uneven, so heads are the only limit (but for `can_split`).
+    Only the attention heads (and `can_split`) limit the size: other dimensions may be split unevenly.
     """
     if size > 1 and not spec.can_split:
         raise ValueError(f"tensor_parallel_size {size} does not fit a {spec.family} model: it runs on one rank only")
@@ -146,7 +149,7 @@ def check_parallel(spec: ModelSpec, size: int) -> None:
 
 
 def check_heads(heads: int, kv_heads: int, size: int) -> None:
-    """`check_parallel` for bare head counts (draft heads have no ModelSpec)."""
+    """Raise ValueError unless `size` tensor-parallel ranks can split these numbers of heads."""
     legal = [t for t in range(1, heads + 1) if heads % t == 0 and (kv_heads % t == 0 or t % kv_heads == 0)]
     if size not in legal:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""The attention function that transformers' classes call: tree attention over this step's paged cache.
+"""The attention function that transformers' classes call: tree attention over the paged KV cache.
 
-register() -> str                     its name for a configuration's attention implementation
-AttentionStep(plan, kv, kernels, windows)      what one forward pass hands to it, as the model's keyword `secateur_step`
+register() -> str                              the name of the attention implementation, for a configuration
+AttentionStep(plan, kv, kernels, windows)      its additional argument, the model's keyword `secateur_step`
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NAME = "secateur_tree"
 
 
 class AttentionStep(NamedTuple):
-    """One step's cache and plan, for every layer."""
+    """The attention arguments of one forward pass, for all layers."""
 
     plan: AttentionPlan
     kv: KVPool
@@ -27,7 +27,7 @@ class AttentionStep(NamedTuple):
 
 
 def register() -> str:
-    """Make the function known to transformers. No mask function goes with it: classes then build no mask."""
+    """Register the function with transformers. Without a mask function, classes build no mask."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(_NAME, _attend)
@@ -47,9 +47,9 @@ def _attend(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """[1, H, N, d] rotated queries, [1, Hkv, N, d] keys and values -> [1, N, H, d]. Writes the rows' KV.
+    """Attend: rotated queries [1, H, N, d], keys and values [1, Hkv, N, d] -> [1, N, H, d]. Writes the rows' KV.
 
-    The arguments that fall into `_` were looked at when the model was let in (`workers.models.transformers_spec`).
+    `workers.models.transformers_spec` has checked that the arguments in `_` have no effect.
     """
     layer: int = module.layer_idx
     plan, kv, kernels, windows = secateur_step

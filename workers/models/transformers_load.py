@@ -1,14 +1,14 @@
-"""A rank's share of a checkpoint, put into a transformers class: names, fused experts, the tensor-parallel plan.
+"""Loads a rank's share of a checkpoint into a transformers class: names, fused experts and the tensor-parallel plan.
 
-    skeleton(config, attention, dtype, max_model_len) -> model parameters without memory, buffers computed as usual
-    Shares(spec, model, tp)                     which part of a parameter a rank holds, and which modules reduce
+    skeleton(config, attention, dtype, max_model_len) -> model    parameters on the meta device, buffers on the CPU
+    Shares(spec, model, tp)                                       the rank's part of each parameter, and reductions
         .shard(name, shape) -> TensorShard | None   .install_hooks(base)
-    fill(model, weights, shares, device, dtype, is_composite)     every parameter read, nothing left over
+    fill(model, weights, shares, device, dtype, is_composite)     reads every parameter
 
-A tensor-parallel plan gives patterns of names a style. Parameters: "colwise" keeps output rows, "rowwise" input columns
-(its bias is added by rank 0 alone), "packed" does so in each half of a fused gate and up projection, on matrices and on
-stacks of experts alike. Modules: row-parallel layers and experts add their outputs up over the ranks; "gather_output"
-and "split_input" surround something that needs whole rows, such as a norm over all heads. Everything else is whole.
+A tensor-parallel plan maps name patterns to styles. For parameters, "colwise" keeps output rows and "rowwise" input
+columns (only rank 0 adds its bias); "packed" does so in each half of a fused gate and up projection, for matrices and
+stacked experts. For modules, row-parallel layers and experts all-reduce their outputs; "gather_output" and
+"split_input" enclose an operation on whole rows, such as a norm over all heads. Everything else is replicated.
 """
 
 from __future__ import annotations
@@ -32,27 +32,26 @@ _GATHERED = ("colwise_gather_output", "colwise_rep")
 _REDUCED = ("rowwise", "rowwise_split_input", "rowwise_rep", "moe_tp_experts", "all_reduce")
 _SPLIT_INPUT = ("rowwise_split_input", "rowwise_rep")
 _EXPERT_UNIT = 8
-"""torch's grouped product of experts wants rows of a multiple of 16 bytes."""
+"""torch's grouped matrix product needs rows of a multiple of 16 bytes."""
 
 
 def skeleton(config: Any, attention: str, dtype: torch.dtype, max_model_len: int) -> Any:
-    """The model of a configuration with parameters on the meta device; its buffers (rotary frequencies, Gemma's
-    embedding scale) hold their values on the CPU."""
+    """Build a model with parameters on the meta device. Its buffers (such as rotary frequencies) are on the CPU."""
     with _parameters_on_meta():
         return build(config, attention, dtype, max_model_len)
 
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """A torch.device("meta") for parameters only: modules compute their buffers while they are built."""
+    """Like torch.device("meta"), but for parameters only, because constructors compute buffers."""
     original = nn.Module.register_parameter
 
     def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:  # one that is shared stays one
+        if parameter is not None and not parameter.is_meta:  # a shared parameter stays shared
             parameter = nn.Parameter(parameter.to("meta"), requires_grad=False)
         original(module, name, parameter)
 
-    nn.Module.register_parameter = register  # type: ignore[method-assign,assignment]  # undone below
+    nn.Module.register_parameter = register  # type: ignore[method-assign,assignment]  # restored below
     try:
         yield
     finally:
@@ -60,23 +59,23 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 class TensorShard(NamedTuple):
-    """One rank's share along a dimension; with `halves` the same share of each half (gate and up side by side)."""
+    """One rank's share of a tensor along a dimension; with `halves`, of each half (a fused gate and up projection)."""
 
     dim: int
     rank: int
     size: int
     halves: bool = False
-    unit: int = 1  # shares are multiples of it, where the whole is
+    unit: int = 1  # shares are multiples of it, if the total is
 
     def bounds(self, total: int) -> tuple[int, int]:
-        """Where this share of `total` items begins and ends."""
+        """Return (start, end) of this share of `total` items."""
         unit = 1 if total % self.unit else self.unit
         start, end = split(total // unit, self.rank, self.size)
         return start * unit, end * unit
 
 
 class Shares:
-    """What a rank holds of every parameter of the base model."""
+    """A rank's share of every parameter of the base model."""
 
     def __init__(self, spec: TransformersSpec, base: nn.Module, tp: TensorParallel) -> None:
         self.tp = tp
@@ -85,14 +84,14 @@ class Shares:
         attention = base.get_submodule(spec.attention_name)
         styles = [self.style(f"{spec.attention_name}.{name}") for name, _ in attention.named_modules()]
         self.heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, tp if "colwise" in styles else SINGLE)
-        """Of this rank's attention: all heads where the plan keeps attention whole."""
+        """This rank's attention heads: all of them if the plan does not split attention."""
 
     def style(self, name: str) -> str | None:
-        """Of a module or parameter of the base model, by the plan's own patterns."""
+        """Return the plan's style of a module or parameter of the base model."""
         return self._plan.get(_generic(name))
 
     def shard(self, name: str, shape: tuple[int, ...]) -> TensorShard | None:
-        """This rank's share of a parameter, None = the whole. Raises ValueError where a dimension does not divide."""
+        """Return this rank's share of a parameter, None = all. Raises ValueError if a dimension cannot be split."""
         if self.tp.size == 1:
             return None
         owner = name.rpartition(".")[0]
@@ -116,26 +115,24 @@ class Shares:
         return TensorShard(dim, rank, size, style.startswith("packed_"), unit=_EXPERT_UNIT if len(shape) == 3 else 1)
 
     def _shard_of_heads(self, name: str, shape: tuple[int, ...]) -> TensorShard | None:
-        """Of weights [heads, d] that follow the heads although no plan says so (Cohere's norms)."""
+        """Return the share of weights [heads, d] that follow the heads without being in the plan (Cohere's norms)."""
         spec = self._spec
         is_split = self.heads.num_heads < spec.num_heads
         if not is_split or not _generic(name).startswith(f"{_generic(spec.attention_name)}."):
             return None
         if shape == (spec.num_heads, spec.head_dim):
             return TensorShard(0, self.tp.rank, self.tp.size)
-        return (
-            TensorShard(0, self.heads.kv_rank, self.heads.kv_parts)
-            if shape == (spec.num_kv_heads, spec.head_dim)
-            else None
-        )
+        if shape == (spec.num_kv_heads, spec.head_dim):
+            return TensorShard(0, self.heads.kv_rank, self.heads.kv_parts)
+        return None
 
     def is_added_once(self, name: str) -> bool:
-        """Whether a parameter is the bias of a row-parallel layer, which only rank 0 adds to the sum."""
+        """Return True for the bias of a row-parallel layer, which only rank 0 adds to the sum."""
         owner, _, leaf = name.rpartition(".")
         return leaf == "bias" and self.style(owner) in _REDUCED
 
     def install_hooks(self, base: nn.Module) -> None:
-        """Let the modules that the plan names reduce, gather and split over the ranks."""
+        """Install the hooks that all-reduce, gather and split according to the plan."""
         if self.tp.size == 1:
             return
         for name, module in base.named_modules():
@@ -149,13 +146,15 @@ class Shares:
 
 
 def _generic(name: str) -> str:
-    """A name as plans write it, with "*" for a layer's number (but not for the 1 of "fc1")."""
+    """Return a name as in plans, with "*" for a layer's number (but not for the 1 of "fc1")."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
 def _without_needless_gathers(plan: dict[str, str]) -> dict[str, str]:
-    """Phi-3, GLM and GLM-4 gather a fused gate_up_proj only because its shards are cut across the halves. Cut inside
-    the halves, as experts are, it needs no gather."""
+    """Replace gathers that are not needed when a fused gate_up_proj is split in each half.
+
+    Phi-3, GLM and GLM-4 gather it because their plans split across the halves.
+    """
     for name, style in list(plan.items()):
         down = name.replace("gate_up_proj", "down_proj")
         if name.endswith(".gate_up_proj") and style in _GATHERED and plan.get(down) in _SPLIT_INPUT:
@@ -164,7 +163,7 @@ def _without_needless_gathers(plan: dict[str, str]) -> dict[str, str]:
 
 
 def _gather(x: Tensor, tp: TensorParallel) -> Tensor:
-    """All ranks' columns side by side, [..., T * W]."""
+    """Concatenate all ranks' columns, [..., T * W]."""
     parts = [torch.empty_like(x) for _ in range(tp.size)]
     dist.all_gather(parts, x.contiguous(), group=tp.group)
     return torch.cat(parts, dim=-1)
@@ -176,7 +175,7 @@ def _part(x: Tensor, tp: TensorParallel) -> Tensor:
 
 
 class StoredParts(NamedTuple):
-    """Where a parameter's values are stored: in one tensor, or in one per expert (and per part of a fused one)."""
+    """The stored tensors of a parameter: one, or one per expert (and per part of a fused projection)."""
 
     parts: tuple[tuple[str, ...], ...]  # for gate_up_proj: the experts' gates, then their ups
     is_stacked: bool
@@ -185,14 +184,14 @@ class StoredParts(NamedTuple):
 def fill(
     model: Any, weights: Weights, shares: Shares, device: torch.device, dtype: torch.dtype, *, is_composite: bool
 ) -> None:
-    """Read every parameter and stored buffer of `model`; computed buffers move to `device`.
+    """Read every parameter and stored buffer of `model`, and move computed buffers to `device`.
 
     Args:
         model: a `skeleton`.
-        is_composite: the checkpoint also holds vision or audio towers, which stay unread.
+        is_composite: the checkpoint also contains vision or audio towers, which are not read.
 
     Raises:
-        ValueError: a missing, misshapen or unknown tensor, named.
+        ValueError: a tensor is missing, unknown or has another shape.
     """
     sources, ignored = _sources(model, weights, is_composite=is_composite)
     reader = _Reader(model, weights, sources, dtype)
@@ -225,7 +224,7 @@ def fill(
 
 
 def _sources(model: Any, weights: Weights, *, is_composite: bool) -> tuple[dict[str, StoredParts], set[str]]:
-    """Parameter name -> its parts by transformers' own renaming rules, and the stored names that its class ignores."""
+    """Map parameter names to stored tensors by transformers' renaming rules; also return the ignored stored names."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, rename_source_key
 
@@ -249,7 +248,7 @@ def _sources(model: Any, weights: Weights, *, is_composite: bool) -> tuple[dict[
 
 
 def text_name(stored: str) -> str:
-    """A composite checkpoint's name of a text tensor, as the text model alone would call it."""
+    """Convert a text tensor's name in a composite checkpoint to its name in the text model."""
     return re.sub(r"^(model\.)?language_model\.(model\.|(?=lm_head))?", _text_prefix, stored)
 
 
@@ -258,7 +257,7 @@ def _text_prefix(match: re.Match[str]) -> str:
 
 
 def _has_own_head(model: Any, weights: Weights, sources: dict[str, StoredParts], tp: TensorParallel) -> bool:
-    """`has_own_head` of a model that ties its head, by the names that they are stored under."""
+    """Apply `has_own_head` to a model with a tied head, by the stored names."""
     head, embedding = (
         sources.get(f"{_name_of(model, module)}.weight")
         for module in (model.get_output_embeddings(), model.get_input_embeddings())
@@ -274,7 +273,7 @@ def _name_of(model: nn.Module, module: nn.Module) -> str:
 
 
 def _source(name: str, by_pattern: dict[str | None, list[str]], converters: list[Any]) -> StoredParts:
-    """One tensor, or experts to be stacked in their order. Raises ValueError for any other conversion."""
+    """Return one tensor, or experts to stack in order. Raises ValueError for any other conversion."""
     (pattern, stored), *more = by_pattern.items()
     if pattern is None and not more and len(stored) == 1:
         return StoredParts(((stored[0],),), is_stacked=False)
@@ -288,12 +287,12 @@ def _source(name: str, by_pattern: dict[str | None, list[str]], converters: list
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Sorts expert 10 after expert 9."""
+    """Sort key that puts expert 10 after expert 9."""
     return [(int(piece), "") if piece.isdigit() else (-1, piece) for piece in name.split(".")]
 
 
 class _Reader:
-    """Reads parameters of `model` in the dtype they are kept in."""
+    """Reads parameters of `model` in their final dtype."""
 
     def __init__(self, model: Any, weights: Weights, sources: dict[str, StoredParts], dtype: torch.dtype) -> None:
         self._weights, self._sources = weights, sources
@@ -303,7 +302,7 @@ class _Reader:
         self._kept = kept
 
     def read(self, name: str, shape: tuple[int, ...], shard: TensorShard | None) -> Tensor:
-        """The whole parameter of this shape, or its cut. Raises ValueError if it is missing or of another shape."""
+        """Read a parameter or its shard. Raises ValueError if it is missing or has another shape."""
         source = self._source(name)
         if not source.is_stacked:
             ((stored,),) = source.parts
@@ -312,7 +311,7 @@ class _Reader:
         halves = shard is not None and shard.halves
         if shard is not None and (shard.dim == 0 or (halves and (shard.dim != 1 or len(source.parts) != 2))):
             raise ValueError(f"splitting the stacked {name!r} along dimension {shard.dim} is not implemented")
-        # Experts are cut one by one; a packed cut takes the same share of the gates and of the ups.
+        # Experts are sharded one by one; a packed shard has the same share of gates and ups.
         inner = None if shard is None else shard._replace(dim=shard.dim - 1, halves=False)
         experts = {len(part) for part in source.parts}
         if experts != {shape[0]}:
@@ -324,7 +323,7 @@ class _Reader:
         return self._stack(name, source.parts, inner)
 
     def _stack(self, name: str, parts: tuple[tuple[str, ...], ...], shard: TensorShard | None) -> Tensor:
-        """[E, rows of all parts, ...]. Filled slice by slice: two copies of a layer's experts may not fit a GPU."""
+        """Stack experts, [E, rows of all parts, ...], slice by slice, because two copies may not fit on a GPU."""
         first = self._slice(name, parts[0][0], shard)
         rows = first.shape[0]
         stacked = first.new_empty(len(parts[0]), rows * len(parts), *first.shape[1:])
@@ -334,7 +333,7 @@ class _Reader:
         return stacked
 
     def read_range(self, name: str, start: int, end: int) -> Tensor:
-        """Rows start:end of a parameter that is stored as it is."""
+        """Read rows start:end of a parameter that is stored as one tensor."""
         ((stored,),) = self._source(name).parts
         return self._weights.get_range(stored, 0, start, end, self._dtype(name))
 

@@ -1,16 +1,16 @@
-"""Every other architecture: transformers' own model class behind the interface of `workers.models.decoder.Decoder`.
+"""The transformers backend: every other architecture runs in transformers' own model class.
 
     TransformersDecoder.load(source, spec, tp=SINGLE, device="cpu", dtype=float32, tap_layers=(), kernels=TORCH,
                              max_model_len=None)
-        .plan  .new_kv_pool  .forward  .logits  .full_logits        as Decoder has them
+        .plan  .new_kv_pool  .forward  .logits  .full_logits        see `workers.models.base`
 
-The class defines the model; we give it attention (`transformers_attention`), its share of the weights, and the
-reductions between ranks (`transformers_load`). Its cache, generation, tensor parallelism and masks are not used. Logits
-come from its own ForCausalLM.forward, given hidden states in place of the base model's, so that scaling and capping are
-its own; these act on every logit by itself, so a vocabulary shard goes through them like the whole.
+The class defines the model. We supply its attention (`transformers_attention`), this rank's share of the weights and
+the reductions between ranks (`transformers_load`). Its cache, generation, tensor parallelism and masks are not used.
+Logits come from its ForCausalLM.forward with our hidden states, which includes the model's scaling and capping of
+logits; both are elementwise, so they also work on a vocabulary shard.
 
-A step costs 1.6 to 1.7 times what it costs in `workers.models.decoder` (the bundled target through both, 1 and 17 rows,
-one CPU thread, 2026-11).
+A step takes 1.6 to 1.7 times as long as in `workers.models.decoder` (the bundled target, 1 and 17 rows, one CPU thread,
+2026-11).
 Legend: N packed rows, D hidden width, V vocabulary, W = ceil(V / T) columns of a logits shard.
 """
 
@@ -27,20 +27,23 @@ from torch import Tensor, nn
 
 from workers.kernels.select import TORCH, AttentionPlan, Kernels
 from workers.kv_cache import KVPool
+from workers.models.base import BaseDecoder, check_load
 from workers.models.checkpoint import Weights
 from workers.models.config_json import read_json
-from workers.models.layers import SINGLE, TensorParallel, gather_vocab, shard_vocab
-from workers.models.specs import TransformersSpec, check_parallel
+from workers.models.layers import SINGLE, TensorParallel
+from workers.models.specs import TransformersSpec
 from workers.models.transformers_attention import AttentionStep, register
 from workers.models.transformers_load import Shares, fill, skeleton
 from workers.models.transformers_spec import TESTED, model_config
-from workers.types import AttentionMetadata, Hidden
+from workers.types import Hidden
 
 logger = logging.getLogger(__name__)
 
 
-class TransformersDecoder:
-    """A decoder-only model of transformers over flat packed tokens and paged KV. Build it with `load`."""
+class TransformersDecoder(BaseDecoder):
+    """A decoder with transformers' layers. Construct it with `load`."""
+
+    spec: TransformersSpec
 
     def __init__(
         self,
@@ -51,16 +54,7 @@ class TransformersDecoder:
         tap_layers: tuple[int, ...],
         kernels: Kernels,
     ) -> None:
-        embedding: Tensor = model.get_input_embeddings().weight
-        self.spec = spec
-        self.tp = shares.tp
-        self.heads = shares.heads
-        self.device = embedding.device
-        self.dtype = embedding.dtype
-        self.tap_layers = tap_layers
-        self.kernels = kernels
-        start, end, self._shard_width = shard_vocab(spec.vocab_size, self.tp)
-        self.vocab_range = (start, end)
+        super().__init__(spec, shares.tp, shares.heads, model.get_input_embeddings().weight, tap_layers, kernels)
         self._base = model.base_model
         self._captured: dict[int, Tensor] = {}
         self._install_taps()
@@ -86,18 +80,14 @@ class TransformersDecoder:
         Args:
             source: the folder, or Weights already opened with the same dtype and device.
             tap_layers: capture the residual stream before these layers (0 .. L), for EAGLE-3.
-            kernels: what attention runs on.
-            max_model_len: positions that a request may have, None = the model's default; decides on the frequencies of
-                a "longrope" model, see `workers.models.transformers_spec.freeze_rope`.
+            max_model_len: None = the model's default. Selects the frequencies of a "longrope" model, see
+                `workers.models.transformers_spec.freeze_rope`.
 
         Raises:
-            ValueError: tp.size does not fit; a tap outside the model, or of one without a single residual stream; a
-                missing, misshapen or unknown tensor, named.
+            ValueError: tp.size does not fit, a tap is outside the model, the model has no single residual stream to
+                tap, or a tensor is missing, unknown or of another shape.
         """
-        check_parallel(spec, tp.size)
-        for tap in tap_layers:
-            if not 0 <= tap <= spec.num_layers:
-                raise ValueError(f"feature layer {tap} is outside a model of {spec.num_layers} layers")
+        check_load(spec, tp, tap_layers)
         if tap_layers and not spec.has_taps:
             raise ValueError(f"{spec.class_name} has no single residual stream that a feature could be taken from")
         weights = source if isinstance(source, Weights) else Weights(source, dtype, device)
@@ -114,23 +104,11 @@ class TransformersDecoder:
             logger.info("%s: no CUDA graphs, a forward pass asks for something on the host", spec.class_name)
         return made
 
-    def plan(self, metadata: AttentionMetadata, page_size: int, into: Any = None) -> AttentionPlan:
-        """Prepare one step's attention for this model's heads, windows, dtype and device. into: see `Kernels.plan`."""
-        return self.kernels.plan(
-            metadata,
-            page_size,
-            windows=self.spec.windows,
-            group_size=self.heads.num_heads // self.heads.num_kv_heads,
-            dtype=self.dtype,
-            device=self.device,
-            into=into,
-        )
-
     @property
     def can_be_captured(self) -> bool:
-        """Whether a forward pass on CUDA asks nothing of the host.
+        """True if a forward pass on CUDA does not synchronize with the host.
 
-        torch's grouped product counts each expert's rows there, but for bfloat16 on compute capability 9 and 10.
+        torch's grouped matrix product synchronizes except for bfloat16 on compute capability 9 and 10.
         """
         if self.spec.copies_from_host:
             return False
@@ -138,23 +116,11 @@ class TransformersDecoder:
             return True
         return self.dtype == torch.bfloat16 and torch.cuda.get_device_capability(self.device)[0] in (9, 10)
 
-    def new_kv_pool(self, num_slots: int) -> KVPool:
-        """A pool for this rank's key-value heads; num_slots = pages (the null page included) * page_size."""
-        spec = self.spec
-        return KVPool(spec.num_layers, num_slots, self.heads.num_kv_heads, spec.head_dim, self.dtype, self.device)
-
     @torch.inference_mode()
     def forward(self, tokens_N: Tensor, positions_N: Tensor, plan: AttentionPlan, kv: KVPool) -> Hidden:
-        """One packed pass; writes every row's key and value into `kv` and attends as the plan says.
-
-        Args:
-            tokens_N, positions_N: int32 or int64 [N] on the model's device.
-
-        Returns:
-            Hidden: final_ND after the final norm; taps_N3D in tap order, or None without taps. Equal on every rank.
-        """
+        """See `BaseDecoder.forward`."""
         step = AttentionStep(plan, kv, self.kernels, self.spec.windows)
-        # One long sequence to the class; whose rows belong together only attention needs to know.
+        # The class sees one long sequence; only attention distinguishes the requests.
         output = self._base(
             input_ids=tokens_N[None].long(), position_ids=positions_N[None].long(), use_cache=False, secateur_step=step
         )
@@ -164,19 +130,14 @@ class TransformersDecoder:
 
     @torch.inference_mode()
     def logits(self, hidden_ND: Tensor) -> Tensor:
-        """float32 [N, W] logits of this rank's tokens; columns past the vocabulary's end (if any) are -inf."""
+        """See `BaseDecoder.logits`."""
         self._given_hidden.value = hidden_ND[None]
         logits_NW = self._head(input_ids=None, use_cache=False).logits[0].float()
         num_padding = self._shard_width - logits_NW.shape[-1]
         return F.pad(logits_NW, (0, num_padding), value=float("-inf")) if num_padding else logits_NW
 
-    @torch.inference_mode()
-    def full_logits(self, hidden_ND: Tensor) -> Tensor:
-        """float32 [N, V] logits on every rank; a collective over `tp`."""
-        return gather_vocab(self.logits(hidden_ND), self.tp, self.spec.vocab_size)
-
     def _install_taps(self) -> None:
-        """Keep the input of the tapped layers (of tap L: the last layer's output), before any norm."""
+        """Install hooks that capture the inputs of the tapped layers (for tap L, the last layer's output)."""
 
         def before(tap: int) -> Any:
             def hook(_: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
@@ -188,7 +149,7 @@ class TransformersDecoder:
             last = output if isinstance(output, Tensor) else output[0]
             self._captured[self.spec.num_layers] = last[0]
 
-        for tap in set(self.tap_layers):  # of few layers, taps coincide
+        for tap in set(self.tap_layers):  # in small models, taps may coincide
             if tap < self.spec.num_layers:
                 self._base.layers[tap].register_forward_pre_hook(before(tap), with_kwargs=True)
             else:
@@ -196,10 +157,11 @@ class TransformersDecoder:
 
 
 class _GivenHidden(nn.Module):
-    """Takes the base model's place when only logits are wanted."""
+    """Replaces the base model in ForCausalLM.forward, to compute only logits."""
 
     value: Tensor
 
     def forward(self, *_: Any, **__: Any) -> SimpleNamespace:
+        """Return the given hidden states as the base model's output."""
         nothing = dict.fromkeys(("past_key_values", "hidden_states", "attentions", "router_logits"))
         return SimpleNamespace(last_hidden_state=self.value, **nothing)

@@ -1,15 +1,15 @@
-"""The door for architectures without a decoder of our own: may transformers' model class serve this checkpoint?
+"""Checks whether the transformers backend supports a checkpoint of any other architecture.
 
-    read_transformers_spec(path, raw) -> TransformersSpec     ValueError names what we cannot run
+    read_transformers_spec(path, raw) -> TransformersSpec     raises ValueError for unsupported models
     model_config(path) -> Any                                 the text model's transformers configuration
-    build(config, attention, dtype, max_model_len) -> model   its causal language model, with an attention of ours
-    parameter_shapes(path) -> {name: shape}                   of that model, without its weights
+    build(config, attention, dtype, max_model_len) -> model   its causal language model, with our attention function
+    parameter_shapes(path) -> {name: shape}                   of that model, without reading weights
 
-The class answers for itself. Built on the meta device (no memory, well under a second for most) it runs two tokens with
-an attention function and a mask function that only write down what they are asked for: heads, widths, which keys are
-visible, extra arguments. So a window, a chunked mask, a softcap or an attention sink is seen as the class really uses
-it, whatever its config calls it, and what we do not implement is refused here, before any process starts.
-Only parts of transformers that are alike in 5.17 and 5.23 are used.
+The model class is probed: built on the meta device (no memory, well under a second for most), it runs two tokens with
+an attention function and a mask function that only record their arguments: heads, widths, visible keys and options. So
+a window, chunked mask, softcap or attention sink is detected as the class uses it, whatever its configuration says, and
+unsupported features are rejected before any process starts.
+This module only uses parts of transformers that are the same in 5.17 and 5.23.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ PARAMETER_STYLES = {
     "colwise", "colwise_gather_output", "colwise_rep", "rowwise", "rowwise_split_input", "rowwise_rep",
     "packed_colwise", "packed_rowwise",
 }  # fmt: skip
-"""Styles of a tensor-parallel plan that split a parameter."""
+"""Styles of a tensor-parallel plan that split parameters."""
 
 WHOLE_STYLES = {
     "all_reduce", "embedding_colwise", "embedding_rowwise", "local_params", "moe_tp_experts", "replicate",
     "replicated_with_grad_allreduce",
 }  # fmt: skip
-"""Styles that leave parameters whole on every rank (embeddings are replicated here)."""
+"""Styles that replicate parameters on every rank (here also embeddings)."""
 
 TESTED = frozenset(
     """
@@ -48,7 +48,7 @@ TESTED = frozenset(
     phi3 phimoe qwen2_moe qwen3_moe seed_oss smollm3 solar_open starcoder2 vaultgemma
     """.split()
 )
-"""Model types whose logits are compared with transformers' own in tests/workers/models/test_architectures.py."""
+"""Model types whose logits tests/workers/models/test_architectures.py compares with transformers."""
 
 _GENERATING = ("ForCausalLM", "ForConditionalGeneration")
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -59,11 +59,11 @@ _EXPERTS_PER_ROW = ("num_experts_per_tok", "moe_topk", "moe_k")
 
 
 def read_transformers_spec(path: Path, raw: dict[str, Any]) -> TransformersSpec:
-    """Read what a folder's config.json (`raw`) describes.
+    """Read the model that a folder's config.json (`raw`) describes.
 
     Raises:
-        ValueError: an architecture without a tensor-parallel plan in transformers, or whose class asks for something
-            that tree attention over a paged cache does not give: it is named.
+        ValueError: the architecture has no tensor-parallel plan in transformers, or its class needs a feature that our
+            attention does not support; the message names it.
     """
     found = (raw.get("architectures") or [raw.get("model_type")])[0]
     config = model_config(path, found)
@@ -88,11 +88,11 @@ def read_transformers_spec(path: Path, raw: dict[str, Any]) -> TransformersSpec:
 
 
 def model_config(path: Path | str, found: object) -> Any:
-    """The configuration of the text model in a folder; of a model with vision or audio towers, its text part.
+    """Return a folder's text configuration; for a model with vision or audio towers, its text part.
 
     Raises:
-        ValueError: transformers does not know the model or refuses its config.json. Python code that lies in the folder
-            (`auto_map`) is never run: unless told so, transformers would ask at the terminal.
+        ValueError: transformers does not know the model or rejects its config.json. Python code from the folder
+            (`auto_map`) is never run; by default, transformers would ask at the terminal.
     """
     from transformers import CONFIG_MAPPING, AutoConfig
 
@@ -101,20 +101,20 @@ def model_config(path: Path | str, found: object) -> Any:
         raise _refusal(found, "transformers does not know it, and Python code from a checkpoint is not run", Path(path))
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config(decoder=True)
-    except Exception as error:  # whatever transformers' own validation raises, KeyError included
+    except Exception as error:  # transformers' validation raises various types, even KeyError
         reason = " ".join(str(error).split())[:200]
         raise _refusal(found, f"transformers cannot read its config.json: {reason}", Path(path)) from error
 
 
 def build(config: Any, attention: str, dtype: torch.dtype, max_model_len: int | None = None) -> Any:
-    """The causal model of a configuration (which is changed), in inference mode, with an attention of ours.
+    """Build the causal language model of a configuration (which is modified), in eval mode, with our attention.
 
-    max_model_len: for `freeze_rope`; None on the meta device, which has no frequencies.
-    Where parameters and buffers go is the caller's matter (`torch.device("meta")`, `parameters_on_meta`).
+    max_model_len: for `freeze_rope`; None on the meta device, which has no frequencies. The caller determines the
+    device of parameters and buffers.
     """
     config._attn_implementation = attention
     config.use_cache = False
-    config.quantization_config = None  # `Weights` undoes it
+    config.quantization_config = None  # `Weights` dequantizes
     for name in ("output_router_logits", "output_attentions", "output_hidden_states"):
         if getattr(config, name, False):
             setattr(config, name, False)
@@ -126,20 +126,22 @@ def build(config: Any, attention: str, dtype: torch.dtype, max_model_len: int | 
 
 
 def parameter_shapes(path: Path | str) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every parameter of a folder's text model, as its class in transformers makes them: its files are
-    not looked at. Raises ValueError if transformers does not know it."""
+    """Return the shape of every parameter of a folder's text model, by name, without reading its weights.
+
+    Raises ValueError if transformers does not know the model.
+    """
     with torch.device("meta"):
         model = build(model_config(path, "the model"), "eager", torch.float32)
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
 def freeze_rope(model: Any, max_model_len: int | None) -> None:
-    """Keep every rotary embedding's frequencies, however far a position reaches.
+    """Make every rotary embedding's frequencies independent of the positions.
 
-    "dynamic" and "longrope" change frequencies for the whole batch once one position passes a limit, under which keys
-    that are already cached would be wrong. Of "dynamic" the first are kept; `workers.models.rope.reach` keeps requests
-    below the limit. Of "longrope" those for sequences of max_model_len: up to the original length the short ones,
-    beyond it the long ones for sequences of any length, as in vLLM.
+    "dynamic" and "longrope" change the frequencies of the whole batch once a position exceeds a limit, which would
+    invalidate cached keys. For "dynamic" the initial frequencies stay, and `workers.models.rope.reach` keeps requests
+    below the limit. For "longrope" max_model_len decides: the short frequencies up to the original length, the long
+    ones above, for sequences of any length, as in vLLM.
     """
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
@@ -153,14 +155,14 @@ def freeze_rope(model: Any, max_model_len: int | None) -> None:
 
 
 def _see_last_position(module: Any, kind: str, max_model_len: int | None, **layer_type: str) -> None:
-    """Let a "longrope" embedding choose its frequencies itself."""
+    """Make a "longrope" embedding select the frequencies for max_model_len."""
     if kind == "longrope" and max_model_len is not None:
         module(torch.zeros(1), torch.tensor([[max_model_len - 1]]), **layer_type)
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One layer's call of the attention function."""
+    """A layer's call of the attention function."""
 
     layer: int
     num_heads: int
@@ -172,7 +174,7 @@ class _Call:
 
 @dataclass(frozen=True, slots=True)
 class _Observed:
-    """What one forward pass on the meta device showed."""
+    """The result of probing a model class."""
 
     calls: tuple[_Call, ...]  # by layer
     attention_name: str
@@ -180,20 +182,20 @@ class _Observed:
     tie_embeddings: bool
     has_experts: bool
     copies_from_host: bool
-    hidden_dims: int  # of what the layers hand on
+    hidden_dims: int  # dimensions of the layers' input
 
 
 class _Unsupported(ValueError):
-    """Something that the class asks of attention and that we do not give."""
+    """The class needs a feature that is not implemented."""
 
 
 def _observe(config: Any) -> _Observed:
-    """Run two tokens through the class on the meta device."""
+    """Probe a class with two tokens on the meta device."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(_PROBE, _record)
     AttentionMaskInterface.register(_PROBE, _window_of)
-    # Experts as batched products: the other implementations look at values, which meta tensors have not.
+    # Other implementations of experts read values, which meta tensors do not have.
     config._experts_implementation = "batched_mm"
     with torch.device("meta"):
         try:
@@ -234,7 +236,7 @@ def _observe(config: Any) -> _Observed:
 
 
 class _HostCopies(TorchFunctionMode):
-    """Notices what is made on the host and moved to the model: a captured graph would copy from memory that is gone."""
+    """Detects tensors that are created on the host and moved to the model, which a CUDA graph cannot capture."""
 
     is_any = False
 
@@ -247,7 +249,7 @@ class _HostCopies(TorchFunctionMode):
 
 
 def _check(config: Any, base: nn.Module, calls: list[_Call]) -> None:
-    """Every layer attends exactly once, all alike, and nothing else looks at other tokens."""
+    """Check that every layer attends exactly once, with equal shapes, and that nothing else mixes tokens."""
     layers = [call.layer for call in calls]
     if layers != list(range(config.num_hidden_layers)) or len(getattr(base, "layers", ())) != len(layers):
         raise _Unsupported(f"{len(set(layers))} of its {config.num_hidden_layers} layers attend, some not just once")
@@ -262,7 +264,7 @@ def _check(config: Any, base: nn.Module, calls: list[_Call]) -> None:
 def _record(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: object, **arguments: Any
 ) -> tuple[Tensor, None]:
-    """The attention function of the probe: [1, H, n, d] each. Raises _Unsupported."""
+    """Record a call of the attention function ([1, H, n, d] each). Raises _Unsupported."""
     calls: list[_Call] | None = arguments.pop("secateur_probe", None)
     if calls is None:
         raise _Unsupported("attention that does not hand on the arguments of a step is not implemented")
@@ -292,17 +294,17 @@ def _record(
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """Stands for a mask: the number of positions a token sees, itself included; None = all before it."""
+    """Represents a mask by the number of visible positions, the token itself included; None = all before it."""
 
     size: int | None
 
 
 _GRID = 1 << 20
-"""Keys that a mask is tried on: no window is longer."""
+"""Number of keys on which a mask is tested; no window is longer."""
 
 
 def _window_of(*_: Any, mask_function: Callable[..., Tensor], **__: Any) -> _Window:
-    """The mask function of the probe: tries the class' rule "does query q see key k" on whole rows."""
+    """Convert a class' mask rule to a window by evaluating it on whole rows. Raises _Unsupported."""
     with torch.device("cpu"):
         zero, keys = torch.zeros((), dtype=torch.long), torch.arange(_GRID)
 
@@ -323,7 +325,7 @@ def _spec(config: Any, plan: dict[str, str], observed: _Observed, raw: dict[str,
     return TransformersSpec(
         family=config.model_type,
         num_layers=config.num_hidden_layers,
-        num_mtp_layers=0,  # such layers are skipped as transformers skips them
+        num_mtp_layers=0,  # transformers ignores them, too
         hidden_size=config.hidden_size,
         num_heads=first.num_heads,
         num_kv_heads=first.num_kv_heads,
@@ -341,7 +343,7 @@ def _spec(config: Any, plan: dict[str, str], observed: _Observed, raw: dict[str,
         max_position_embeddings=positions.default,
         max_scaled_positions=positions.most,
         dtype=_dtype(raw),
-        # Gemma-3n cuts activations by their mean over the whole inner width, of which a rank sees a part.
+        # Gemma-3n thresholds activations by their mean over the full inner width, of which a rank has a part.
         can_split=not any(getattr(config, "activation_sparsity_pattern", None) or ()),
         eos_token_ids=eos_ids(raw, raw.get("text_config") or {}, read_json(path / "generation_config.json")),
         expert_share=_expert_share(config),
@@ -355,7 +357,7 @@ def _spec(config: Any, plan: dict[str, str], observed: _Observed, raw: dict[str,
 
 
 def _expert_share(config: Any) -> float:
-    """k / E where each row goes through k of E experts, by the names that configurations have for them."""
+    """Return k / E if each row uses k of E experts, by the configurations' names for these."""
     chosen, total = (
         next((value for name in names if isinstance(value := getattr(config, name, None), int)), 0)
         for names in (_EXPERTS_PER_ROW, _NUM_EXPERTS)

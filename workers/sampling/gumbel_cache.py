@@ -1,7 +1,7 @@
-"""The target's noise, computed once: every index is needed on several tree levels and in several steps.
+"""A cache of the target's Gumbel noise: every position is needed on several tree levels and in several steps.
 
-Drafter and verifier read G(seed, index, token) for the same few indices behind each request's root, and the root moves
-by fewer indices per step than a tree is deep. Legend: R rows, W token ids of one rank.
+Drafter and verifier read G(seed, index, token) for the same few positions after each request's root, and the root moves
+by fewer positions per step than a tree is deep. Legend: R rows, W token ids of one rank.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from workers.sampling.philox import gumbel
 from workers.transfer import to_device
 
 MAX_BYTES = 64 << 20
-"""About as much noise is kept: 8,192 rows of a vocabulary of 2,048, 110 of 151,936."""
+"""Size of the cache: 8,192 rows of a vocabulary of 2,048, or 110 of 151,936."""
 _VALUES_AHEAD, _INDICES_AHEAD = 1 << 17, 16
-"""On CPU so much is computed as soon as something is missing, and no further ahead than that: texts end."""
+"""How much is computed at once on CPU when a row is missing. It is limited because outputs end."""
 
 Key = tuple[int, int]
 
 
 class GumbelCache:
-    """Noise of target ids [start, stop), or of some `ids` of them, by (seed, index). make: `Kernels.gumbel`."""
+    """Noise of target ids [start, stop), or of a subset `ids` of them, by (seed, index). make: `Kernels.gumbel`."""
 
     def __init__(self, start: int, stop: int, ids: Tensor | None = None, make: Callable[..., Tensor] = gumbel) -> None:
         self._range, self._ids, self._make = (start, stop), ids, make
@@ -31,7 +31,7 @@ class GumbelCache:
         self._row: dict[Key, Tensor] = {}  # oldest first
 
     def rows(self, seeds: Sequence[int], indices: Sequence[int], device: torch.device | str) -> Tensor:
-        """float32 [R, W] on the device, the same in every call; [1, W] where all rows are one."""
+        """Return the noise, float32 [R, W] on the device, or [1, W] if all rows have the same key."""
         keys = list(zip(seeds, indices, strict=True))
         different = dict.fromkeys(keys)
         missing = [key for key in different if key not in self._row]
@@ -45,14 +45,16 @@ class GumbelCache:
     def prepare(
         self, seeds: Sequence[int], first: Sequence[int], counts: Sequence[int], device: torch.device | str
     ) -> None:
-        """Computes at once what `rows` will be asked for: `counts` indices from `first` on for each seed. Nothing if it
-        would crowd out what is in use."""
+        """Compute what `rows` will need: `counts` positions from `first` on for each seed.
+
+        Does nothing if that would evict entries that are in use.
+        """
         if sum(counts) <= self._most // 2:
             spans = zip(seeds, first, counts, strict=True)
             self._compute([(seed, start + i) for seed, start, count in spans for i in range(count)], device)
 
     def _and_following(self, keys: list[Key]) -> dict[Key, None]:
-        """These and the next indices of each seed, which later steps draw: many at once take a third of the time."""
+        """Add each seed's next positions, which later steps need; computed together they take a third of the time."""
         start, stop = self._range
         most = min(_VALUES_AHEAD // (stop - start), self._most // 2)
         count = min(max(1, most // len(keys)), _INDICES_AHEAD)
@@ -64,6 +66,6 @@ class GumbelCache:
             columns = to_device(torch.tensor(missing, dtype=torch.int64), device)
             noise = self._make(columns[:, 0], columns[:, 1], *self._range)
             rows: Iterable[Tensor] = noise if self._ids is None else noise[:, self._ids]
-            if len(missing) > self._most:  # what is kept must not hold what is forgotten
+            if len(missing) > self._most:  # a view would keep the evicted rows alive
                 rows = map(torch.clone, rows)
             self._row.update(zip(missing, rows, strict=True))

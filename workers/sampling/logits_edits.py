@@ -1,14 +1,14 @@
-"""Which entries of a batch of logits are edited: planned on the host for each row's own path, then copied at once.
+"""Planning of logits edits: which entries of a batch of logits change, computed on the host and copied at once.
 
-    Columns, ConstrainedRow                         which logits these are, and the rows that are edited
-    plan_edits(rows, columns, device) -> LogitsEditPlan      the entries of each kind of edit
-    Vocabulary(columns)                             which column a token has, on the host
+    Columns, ConstrainedRow                                 the columns of the logits, and the rows to edit
+    plan_edits(rows, columns, device) -> LogitsEditPlan     the entries of each kind of edit
+    Vocabulary(columns)                                     maps tokens to columns, on the host
 
-A list of columns serves all rows of a request that it is laid over, so it is worked out once and spread on the device.
-What the edits mean, and their order, is in `workers.sampling.logits_processors`.
+A list of columns applies to several rows of a request, so it is computed once and expanded to rows on the device.
+`workers.sampling.logits_processors` defines the edits and their order.
 
-Legend: R rows, W columns, V target vocabulary, C distinct tokens of a request, I token ids, L columns in lists, Q lists
-laid over rows, E entries of rows that they cover, X values per item, P tokens on paths, N tokens that only paths have.
+Legend: R rows, W columns, V target vocabulary, C distinct tokens of a request, I token ids, L columns in lists, Q pairs
+of a list and a row, E entries that they cover, X values per item, P tokens on paths, N tokens that occur only on paths.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from workers.sampling.logits_state import LogitsState
 from workers.transfer import to_device
 
 UNSEEN = -1
-"""Count of a token that a request has only on the path of some other row, or not at all."""
+"""Count of a token that occurs neither in a request's prompt nor in its output at the root."""
 
 
 class ConstrainedRow(NamedTuple):
-    """A row of logits that is to be edited."""
+    """A row of logits to edit."""
 
     row: int
     logits_state: LogitsState
-    path: Sequence[int]  # tokens below the root on the way to this row
+    path: Sequence[int]  # tokens between the root and this row
 
 
 class Columns(NamedTuple):
-    """Which column of the logits holds which target token: ids [start, start + width), or a reduced vocabulary.
+    """The target tokens of the logits' columns: ids [start, start + width), or a reduced draft vocabulary.
 
-    A range is a shard of a vocabulary larger than anybody's forbidden ids. `column_of_V` belongs on the host, where the
-    edits are planned; elsewhere every call copies it.
+    A range is a shard of a vocabulary that no request can mask completely. Keep `column_of_V` on the host, where the
+    edits are planned; otherwise every call copies it.
     """
 
     start: int
@@ -49,7 +49,7 @@ class Columns(NamedTuple):
 
 
 class EditEntries(NamedTuple):
-    """An `_EditLists` on the logits' device: the entries (row, column) that it touches, each of them once."""
+    """The edits of one kind on the logits' device; each entry (row, column) occurs once."""
 
     row_Q: Tensor  # int64
     row_E: Tensor  # int64
@@ -58,22 +58,22 @@ class EditEntries(NamedTuple):
     setting_XE: Tensor  # float32, of the list
 
     def place_E(self, width: int) -> Tensor:
-        """In rows of so many columns that lie one behind the other."""
+        """Return each entry's index into the flattened logits of `width` columns."""
         return self.row_E * width + self.column_E
 
 
 class LogitsEditPlan(NamedTuple):
-    """Every edit of some rows, on the logits' device; None for kinds without any."""
+    """All edits of a batch, on the logits' device; None for kinds without edits."""
 
-    allowed: EditEntries | None  # nothing else stays in their rows
+    allowed: EditEntries | None  # every other entry of their rows is masked
     forbidden: EditEntries | None
     biased: EditEntries | None  # values: the bias
-    penalized: EditEntries | None  # values: the count at the root; settings: the penalties
-    on_path_P: Tensor  # int64: for each token of each row's path, the entry of `penalized` that it counts in
+    penalized: EditEntries | None  # values: counts at the root; settings: the penalties
+    on_path_P: Tensor  # int64: for each token of each row's path, its entry of `penalized`
 
 
 def plan_edits(rows: Sequence[ConstrainedRow], columns: Columns, device: torch.device) -> LogitsEditPlan:
-    """Rows that share a LogitsState (the same object) share the work on it. Nothing waits for the device."""
+    """Plan the edits of `rows`. Rows with the same LogitsState object share its planning. Does not synchronize."""
     plan = _PlanBuilder(_EditLists(), _EditLists(), _EditLists(), _EditLists(), [])
     vocabulary = Vocabulary(columns)
     of_request: dict[int, list[ConstrainedRow]] = defaultdict(list)
@@ -87,20 +87,22 @@ def plan_edits(rows: Sequence[ConstrainedRow], columns: Columns, device: torch.d
 
 
 class _EditLists:
-    """LogitsEditPlan of one kind: lists of columns with values, each laid over several rows."""
+    """Edits of one kind: lists of columns with values, each applied to several rows."""
 
     def __init__(self) -> None:
         self.num_entries = 0
         self._num_listed = 0
         self._lists: list[np.ndarray] = []  # [1 + X, l]: column, values
-        self._pairs: list[np.ndarray] = []  # [3 + X, q]: row, its list's length and distance to its entries, settings
+        self._pairs: list[
+            np.ndarray
+        ] = []  # [3 + X, q]: row, length of its list, offset from entries to list items, settings
 
     @property
-    def is_laid(self) -> bool:
-        return bool(self._pairs)
+    def is_empty(self) -> bool:
+        return not self._pairs
 
-    def lay(self, rows: Sequence[int], list_XL: np.ndarray, settings: Sequence[float] = ()) -> np.ndarray:
-        """Lays one list of (column, values ...) over `rows`; returns the number of each row's first entry [rows]."""
+    def add(self, rows: Sequence[int], list_XL: np.ndarray, settings: Sequence[float] = ()) -> np.ndarray:
+        """Apply one list of (column, values ...) to `rows`; return the index of each row's first entry [rows]."""
         length = list_XL.shape[1]
         first = self.num_entries + length * np.arange(len(rows))
         pairs = np.empty((3 + len(settings), len(rows)))
@@ -113,7 +115,7 @@ class _EditLists:
         return first
 
     def arrays(self) -> list[np.ndarray]:
-        """Everything laid so far, [3 + X, Q] and [1 + X, L]."""
+        """Return all pairs [3 + X, Q] and lists [1 + X, L]."""
         return [np.concatenate(self._pairs, 1), np.concatenate(self._lists, 1)]
 
 
@@ -125,24 +127,25 @@ class _PlanBuilder(NamedTuple):
     on_path: list[np.ndarray]  # entries of `penalized`, one per token of a path
 
     def to(self, device: torch.device) -> LogitsEditPlan:
-        laid = [overlay for overlay in self[:4] if overlay.is_laid]  # on rows, whether or not they have these columns
+        # A list is sent even if none of its tokens has a column here.
+        kinds = [edits for edits in self[:4] if not edits.is_empty]
         arrays = [np.concatenate([np.empty(0), *self.on_path])]
-        for overlay in laid:
-            arrays += overlay.arrays()
+        for edits in kinds:
+            arrays += edits.arrays()
         # One buffer, one copy. Columns, rows and counts are exact in float64.
         flat = to_device(np.concatenate([array.reshape(-1) for array in arrays]), device)
         on_path_P, *parts = (
             part.view(array.shape) for part, array in zip(flat.split([a.size for a in arrays]), arrays, strict=True)
         )
-        spread = (
-            _spread(pairs_XQ, list_XL, overlay.num_entries)
-            for overlay, pairs_XQ, list_XL in zip(laid, parts[::2], parts[1::2], strict=True)
+        expanded = (
+            _expand(pairs_XQ, list_XL, edits.num_entries)
+            for edits, pairs_XQ, list_XL in zip(kinds, parts[::2], parts[1::2], strict=True)
         )
-        allowed, forbidden, biased, penalized = (next(spread) if overlay.is_laid else None for overlay in self[:4])
+        allowed, forbidden, biased, penalized = (None if edits.is_empty else next(expanded) for edits in self[:4])
         return LogitsEditPlan(allowed, forbidden, biased, penalized, on_path_P.long())
 
 
-def _spread(pairs_XQ: Tensor, list_XL: Tensor, num_entries: int) -> EditEntries:
+def _expand(pairs_XQ: Tensor, list_XL: Tensor, num_entries: int) -> EditEntries:
     row_Q, length_Q, shift_Q = pairs_XQ[:3].long()
     pair_E = torch.repeat_interleave(length_Q, output_size=num_entries)
     item_E = torch.arange(num_entries, device=pair_E.device) + shift_Q[pair_E]
@@ -156,7 +159,7 @@ def _spread(pairs_XQ: Tensor, list_XL: Tensor, num_entries: int) -> EditEntries:
 
 
 def _plan_masks(plan: _PlanBuilder, rows: list[ConstrainedRow], vocabulary: Vocabulary) -> None:
-    """Allowed ids; then what is forbidden, worked out once for all rows whose paths end alike."""
+    """Plan the allowed ids, then the masked ids, computed once for all rows whose paths end alike."""
     logits_state = rows[0].logits_state
     constraints = logits_state.constraints
     if not logits_state.has_masks:
@@ -165,7 +168,7 @@ def _plan_masks(plan: _PlanBuilder, rows: list[ConstrainedRow], vocabulary: Voca
     if constraints.allowed_token_ids is not None:
         allowed = vocabulary.known(constraints.allowed_token_ids) or None
     if allowed is not None:
-        plan.allowed.lay([row.row for row in rows], vocabulary.columns_of(_ids(allowed)).column_L[None])
+        plan.allowed.add([row.row for row in rows], vocabulary.columns_of(_ids(allowed)).column_L[None])
     always = {word[-1] for word in constraints.bad_words if len(word) == 1}
     longer = [word for word in constraints.bad_words if len(word) > 1]
     rows_of: dict[tuple[frozenset[int], bool], list[int]] = defaultdict(list)
@@ -180,7 +183,7 @@ def _plan_masks(plan: _PlanBuilder, rows: list[ConstrainedRow], vocabulary: Voca
             if vocabulary.has_more_than(more, allowed):
                 forbidden = more
         if forbidden:
-            plan.forbidden.lay(numbers, vocabulary.columns_of(_ids(forbidden)).column_L[None])
+            plan.forbidden.add(numbers, vocabulary.columns_of(_ids(forbidden)).column_L[None])
 
 
 def _plan_biases(plan: _PlanBuilder, rows: list[ConstrainedRow], vocabulary: Vocabulary) -> None:
@@ -188,22 +191,22 @@ def _plan_biases(plan: _PlanBuilder, rows: list[ConstrainedRow], vocabulary: Voc
     if bias:
         column_L, is_here_I = vocabulary.columns_of(_ids(bias))
         value_L = np.fromiter(bias.values(), np.float64, len(bias))[is_here_I]
-        plan.biased.lay([row.row for row in rows], np.stack([column_L, value_L]))
+        plan.biased.add([row.row for row in rows], np.stack([column_L, value_L]))
 
 
 def _plan_penalties(plan: _PlanBuilder, rows: list[ConstrainedRow], vocabulary: Vocabulary) -> None:
-    """One list per request: the columns of all its tokens with their counts at the root, then of what only its paths
-    have."""
+    """Plan one list per request: the columns of its tokens with their counts at the root, then those of tokens that
+    occur only on its paths."""
     constraints = rows[0].logits_state.constraints
     if not constraints.has_penalties:
         return
     counts = rows[0].logits_state.counts
-    held = vocabulary.columns_of(counts.id_C)
-    columns, count_C = [held.column_L], counts.count_C[held.is_here_I]
+    known = vocabulary.columns_of(counts.id_C)
+    columns, count_C = [known.column_L], counts.count_C[known.is_here_I]
     id_I = _ids([token for row in rows for token in row.path])
     if len(id_I):
         on_path = vocabulary.columns_of(id_I)
-        seen_C, id_I = counts.id_C[held.is_here_I], id_I[on_path.is_here_I]
+        seen_C, id_I = counts.id_C[known.is_here_I], id_I[on_path.is_here_I]
         item_I = seen_C.searchsorted(id_I)
         is_new_I = np.append(seen_C, -1)[item_I] != id_I
         new_N, number_I = np.unique(id_I[is_new_I], return_inverse=True)
@@ -212,26 +215,28 @@ def _plan_penalties(plan: _PlanBuilder, rows: list[ConstrainedRow], vocabulary: 
     column_L = np.concatenate(columns)
     count_L = np.full(len(column_L), UNSEEN)
     count_L[: len(count_C)] = count_C
-    first_Q = plan.penalized.lay([row.row for row in rows], np.stack([column_L, count_L]), constraints.penalties)
+    first_Q = plan.penalized.add([row.row for row in rows], np.stack([column_L, count_L]), constraints.penalties)
     if len(id_I):
         first_I = first_Q.repeat([len(row.path) for row in rows])
         plan.on_path.append(first_I[on_path.is_here_I] + item_I)
 
 
 class ColumnLookup(NamedTuple):
+    """The columns of some token ids."""
+
     column_L: np.ndarray  # int64, of the ids that have a column here
-    is_here_I: np.ndarray  # bool, which of the ids asked for they are
+    is_here_I: np.ndarray  # bool, True for the ids that have a column
 
 
 class Vocabulary:
-    """What `Columns` mean, on the host."""
+    """Maps tokens to `Columns`, on the host."""
 
     def __init__(self, columns: Columns) -> None:
         self._columns = columns
         self._column_of_V = None if columns.column_of_V is None else columns.column_of_V.cpu().numpy()
 
     def columns_of(self, id_I: np.ndarray) -> ColumnLookup:
-        """Ids of other shards, and ids that a reduced vocabulary lacks, have none."""
+        """Look up columns. Ids of other shards, and ids outside a reduced vocabulary, have none."""
         if self._column_of_V is None:
             column_I = id_I - self._columns.start
             is_here_I = (column_I >= 0) & (column_I < self._columns.width)
@@ -242,14 +247,14 @@ class Vocabulary:
         return ColumnLookup(column_I[is_here_I], is_here_I)
 
     def known(self, ids: Collection[int]) -> set[int]:
-        """Those that the vocabulary has, in whatever shard."""
+        """Return the ids that the vocabulary has in any shard."""
         if self._column_of_V is None:
             return set(ids)
         id_I = _ids(ids)
         return set(id_I[self.columns_of(id_I).is_here_I].tolist())
 
     def has_more_than(self, forbidden: set[int], allowed: set[int] | None) -> bool:
-        """True if something is left. The same on every shard: it must not depend on what this one holds."""
+        """Return True if a token remains. The result is the same on every shard."""
         if allowed is not None:
             return not allowed <= forbidden
         return self._column_of_V is None or len(forbidden) < self._columns.width

@@ -1,21 +1,22 @@
-"""What requests forbid or favour, as edits of raw logits: penalties, biases, bad words, allowed ids, minimum length.
+"""Logits processors: penalties, logit bias, bad words, allowed token ids and minimum length.
 
-One definition for drafter and verifier, exact along each path of a tree: a row's edits count the tokens on its own way
-from the root as output. They come before temperature, in vLLM's order (its v1 sampler; x is a row's logits):
+Drafter and verifier share this definition. It is exact along each path of a tree: the tokens between the root and a row
+count as output for that row. The processors run before temperature, in the order of vLLM's v1 sampler (x is a row of
+logits):
 
     1. allowed ids     x[t] = -inf for every other t
     2. bad words       x[t] = -inf if t would complete one
-    3. min_tokens      x[t] = -inf for end tokens while there are fewer output tokens than that
+    3. min_tokens      x[t] = -inf for end tokens while there are fewer output tokens
     4. logit bias      x[t] += bias[t]
     5. repetition      x[t] = x[t] / r if x[t] > 0 else x[t] * r, for every t in prompt or output
     6. frequency       x[t] -= f * (occurrences of t in the output)
     7. presence        x[t] -= p, for every t in the output
 
-A mask (1, 2, 3) that would leave nothing of the vocabulary is not applied to that row: a request gets a token that it
-did not want rather than a row without any. A reduced draft vocabulary is such a vocabulary of its own, so allowed ids
-that the draft does not know leave its logits as they are, and the verifier rejects what comes of it.
+A mask (1, 2, 3) that would exclude the whole vocabulary is not applied to that row, so every row has a token. For a
+reduced draft vocabulary this means that allowed ids outside it leave the draft's logits unchanged; the verifier then
+rejects the draft.
 
-Where the edits fall is planned in `workers.sampling.logits_edits`.
+`workers.sampling.logits_edits` plans the edits.
 
 Legend: B requests, R rows, W columns, C distinct tokens of requests, E entries of rows that are edited, X values per
 entry, P tokens on paths.
@@ -35,10 +36,10 @@ from workers.transfer import to_device
 
 
 def constrain(logits_RW: Tensor, rows: Sequence[ConstrainedRow], columns: Columns) -> Tensor:
-    """The logits with the edits of `rows` applied, float32; the argument is left alone. No rows = the argument.
+    """Return float32 logits with the edits of `rows` applied, or the argument itself without rows.
 
-    Each row may be named once. Rows that share a LogitsState (the same object) share the planning for it. The edits are
-    planned on the host and copied to the logits' device in one go; nothing waits for that device.
+    Each row may occur once. Rows with the same LogitsState object share its planning. The edits are planned on the host
+    and copied to the logits' device at once, without synchronizing.
     """
     if not rows:
         return logits_RW
@@ -62,13 +63,13 @@ def constrain(logits_RW: Tensor, rows: Sequence[ConstrainedRow], columns: Column
 
 
 def write_token_counts(count_BW: Tensor, logits_states: Mapping[int, LogitsState], columns: Columns) -> None:
-    """Writes what `penalize` is told of each request's text at the root of its tree, of every column."""
+    """Write each request's token counts at the root of its tree, for every column, as `penalize` reads them."""
     count_BW.fill_(UNSEEN)
     vocabulary, places, counts = Vocabulary(columns), [], []
     for b, logits_state in logits_states.items():
-        held = vocabulary.columns_of(logits_state.counts.id_C)
-        places.append(b * count_BW.shape[1] + held.column_L.astype(np.int64))
-        counts.append(logits_state.counts.count_C[held.is_here_I])
+        found = vocabulary.columns_of(logits_state.counts.id_C)
+        places.append(b * count_BW.shape[1] + found.column_L.astype(np.int64))
+        counts.append(logits_state.counts.count_C[found.is_here_I])
     if places:
         both = torch.from_numpy(np.stack([np.concatenate(places), np.concatenate(counts)]))
         place_C, count_C = to_device(both, count_BW.device)
@@ -78,8 +79,11 @@ def write_token_counts(count_BW: Tensor, logits_states: Mapping[int, LogitsState
 def penalize(
     x: Tensor, count: Tensor, on_path: Tensor | None, repetition: Tensor, frequency: Tensor, presence: Tensor
 ) -> Tensor:
-    """Logits behind penalties. count: of each token at the root, 0 = in the prompt only, -1 = not seen. on_path: how
-    often each is on the way to its row; None = nowhere, and all are seen."""
+    """Apply the penalties to logits.
+
+    count: of each token at the root; 0 = only in the prompt, -1 = absent. on_path: each token's count on the path to
+    its row; None = all are 0, and no token is absent.
+    """
     repeated = torch.where(x > 0, x / repetition, x * repetition)
     if on_path is not None:
         repeated = torch.where((count != UNSEEN) | (on_path > 0), repeated, x)
@@ -87,9 +91,9 @@ def penalize(
     return repeated - frequency * count - presence * (count > 0)
 
 
-def _penalize(x_E: Tensor, laid: EditEntries, on_path_P: Tensor) -> Tensor:
-    """on_path_P: for each token of each row's path, the entry that it counts in."""
+def _penalize(x_E: Tensor, entries: EditEntries, on_path_P: Tensor) -> Tensor:
+    """on_path_P: for each token of each row's path, the index of its entry."""
     path_E = None
     if len(on_path_P):
         path_E = torch.zeros_like(x_E).index_add_(0, on_path_P, torch.ones_like(on_path_P, dtype=x_E.dtype))
-    return penalize(x_E, laid.value_XE[0], path_E, *laid.setting_XE)
+    return penalize(x_E, entries.value_XE[0], path_E, *entries.setting_XE)

@@ -1,14 +1,14 @@
-"""Constrained requests where their next trees begin: what each asks for, and which tokens its text has how often.
+"""The state of logits processors: a request's constraints and token counts at the root of its next tree.
 
-    TokenCounter(constraints, prompt)                  kept from token to token
+    TokenCounter(constraints, prompt)                   updated with every output token
         .add(tokens)
         .counts() -> TokenCounts
-    LogitsState                                    the constraints with these counts, at the root of a tree
-    pack_logits_states(logits_states) -> packed_U       what a message carries, and back
+    LogitsState                                         the constraints with these counts, at the root of a tree
+    pack_logits_states(logits_states) -> packed_U       serialization for messages
     unpack_logits_states(packed_U) -> logits_states
 
-Of a request's text only `TokenCounts` travel: some 8 bytes for each token that it ever had, for drafter and verifier in
-every step. What they do to logits is in `workers.sampling.logits_processors`.
+Instead of a request's text, only its `TokenCounts` travel to drafter and verifier in every step: 8 bytes per distinct
+token. `workers.sampling.logits_processors` applies them to logits.
 
 Legend: C distinct tokens of a request, U bytes.
 """
@@ -30,17 +30,19 @@ from workers.types import Constraints
 
 
 class TokenCounts(NamedTuple):
-    """A request's distinct tokens and how often each is in the output: int32 arrays as the bytes that travel."""
+    """A request's distinct tokens and their counts in the output, as the bytes of int32 arrays."""
 
     ids: bytes  # ascending
-    counts: bytes  # 0 = in the prompt only
+    counts: bytes  # 0 = only in the prompt
 
     @property
     def id_C(self) -> np.ndarray:
+        """Distinct token ids, ascending."""
         return np.frombuffer(self.ids, np.int32)
 
     @property
     def count_C(self) -> np.ndarray:
+        """Number of occurrences of each in the output."""
         return np.frombuffer(self.counts, np.int32)
 
 
@@ -53,7 +55,7 @@ class TokenCounter:
         self._counts = array("i", bytes(self._ids.itemsize * len(self._ids)))
 
     def add(self, tokens: Iterable[int]) -> None:
-        """Output tokens."""
+        """Count output tokens."""
         for token in tokens if self._is_kept else ():
             at = bisect_left(self._ids, token)
             if at == len(self._ids) or self._ids[at] != token:
@@ -62,33 +64,34 @@ class TokenCounter:
             self._counts[at] += 1
 
     def counts(self) -> TokenCounts:
-        """As they are now."""
+        """Return a snapshot."""
         return TokenCounts(self._ids.tobytes(), self._counts.tobytes())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitsState:
-    """One constrained request as it stands at the root of its next tree (the root being its last token)."""
+    """The logits-processor state of one request at the root of its next tree (its last token)."""
 
     constraints: Constraints
-    end_token_ids: list[int]  # what min_tokens keeps away
+    end_token_ids: list[int]  # masked by min_tokens
     counts: TokenCounts
-    tail: list[int]  # the last output tokens, the root included, as far back as bad words look
+    tail: list[int]  # last output tokens, the root included, as many as bad words need
     num_output: int
 
     @property
     def has_masks(self) -> bool:
-        """Whether tokens may be forbidden here or further on."""
+        """True if tokens may be masked here or deeper in the tree."""
         own = self.constraints
         return bool(own.bad_words) or own.allowed_token_ids is not None or self.num_output < own.min_tokens
 
     @property
     def has_only_penalties(self) -> bool:
+        """True without masks and biases."""
         return not (self.has_masks or self.constraints.logit_bias)
 
 
 def pack_logits_states(logits_states: Sequence[LogitsState | None]) -> Tensor:
-    """uint8 bytes for a message; empty if nobody is constrained. Position = index of the request in the message."""
+    """Serialize the states of a message's requests as uint8; the result is empty if no request is constrained."""
     constrained = {index: _fields(state) for index, state in enumerate(logits_states) if state is not None}
     if not constrained:
         return torch.empty(0, dtype=torch.uint8)
@@ -96,7 +99,7 @@ def pack_logits_states(logits_states: Sequence[LogitsState | None]) -> Tensor:
 
 
 def unpack_logits_states(packed_U: Tensor) -> dict[int, LogitsState]:
-    """The constrained requests by their index in the message."""
+    """Return the constrained requests by their index in the message."""
     if not len(packed_U):
         return {}
     raw = msgpack.unpackb(packed_U.numpy().tobytes(), strict_map_key=False)

@@ -1,7 +1,7 @@
-"""Logits -> the processed target distribution: the one definition that drafter and verifier share.
+"""The sampler: from logits to the processed target distribution, in one definition for drafter and verifier.
 
-Order: temperature, min-p, top-k, top-p (as vLLM). Every cut is a threshold on values, so equal logits share their
-fate and no result depends on sort order. Legend: R rows, V vocabulary.
+The order is temperature, min-p, top-k, top-p, as in vLLM. All truncation is by a threshold on values, so equal logits
+are treated alike and no result depends on the order of a sort. Legend: R rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ ThresholdKernel = Callable[[Tensor, Tensor, Tensor], Tensor]
 """`Kernels.truncation_threshold`."""
 
 _LISTED, _GROWTH = 32, 8
-"""Among how many of its largest logits a row's cut is sought first, and among how many times as many next."""
+"""A row's threshold is searched among this many of its largest logits, and then among `_GROWTH` times as many."""
 
 
 def process_logits(logits_RV: Tensor, params: SamplingBatch) -> Tensor:
-    """Log-probabilities up to a constant, float32, with -inf where the request's parameters forbid a token.
+    """Return float32 log probabilities up to a constant, -inf for tokens that the sampling parameters exclude.
 
-    Rows with temperature 0 keep their raw logits: the target takes their argmax, the drafter reads them at
+    Rows with temperature 0 keep their raw logits: the target takes their argmax, and the drafter reads them at
     temperature 1. `params` has one entry per row.
     """
     needs = params.needs
@@ -38,8 +38,8 @@ def process_logits(logits_RV: Tensor, params: SamplingBatch) -> Tensor:
 def truncation_threshold(x_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor) -> Tensor:
     """Return the smallest value of each row that top-k and then top-p keep, see `Kernels.truncation_threshold`.
 
-    Few logits are kept as a rule, so the largest are listed, more of them for rows whose cut lies deeper: sorting rows
-    of 128,256 takes ten to fifty times as long. A row's cut does not depend on the rows beside it.
+    Usually few logits are kept, so only the largest are sorted, and more of them for rows whose threshold is lower.
+    Sorting whole rows of 128,256 takes ten to fifty times as long. A row's threshold does not depend on other rows.
     """
     threshold_R = _threshold_among(x_RV, top_k_R.cpu().numpy(), top_p_R.cpu().numpy(), _LISTED)
     return torch.from_numpy(threshold_R).to(x_RV.device)
@@ -53,8 +53,11 @@ def process_logits_static(
     has_top: bool,
     threshold: ThresholdKernel = truncation_threshold,
 ) -> Tensor:
-    """`process_logits` without a look at any value: the caller knows whether some row may have min-p, or top-k or
-    top-p. Rows that have not are none the worse for it. cut: that of the kernels in use."""
+    """`process_logits` without data-dependent control flow, as CUDA graphs need it.
+
+    has_min_p, has_top: some row may use min-p, or top-k or top-p; other rows are unaffected. threshold: the
+    `truncation_threshold` of the kernels in use.
+    """
     is_hot_R = params.temperature_B > 0
     x = logits_RV.float() / torch.where(is_hot_R, params.temperature_B, 1.0)[:, None]
     if has_min_p:
@@ -68,17 +71,17 @@ def process_logits_static(
 def coupled_scores(
     processed_RV: Tensor, params: SamplingBatch, index_R: Tensor, start: int = 0, noise: GumbelCache | None = None
 ) -> Tensor:
-    """log p + G per token: its argmax is a draw from p (Gumbel-max); temperature-0 rows get no noise.
+    """Return log p + G per token, whose argmax is a sample from p (Gumbel-max). Temperature-0 rows get no noise.
 
-    index_R: index of the token each row draws. start: first target id of this vocabulary shard. noise: what keeps G
-    of these ids from one step to the next.
+    index_R: position of the token that each row draws. start: first target id of this vocabulary shard. noise: cache of
+    G for these ids.
     """
     if not params.needs.is_sampled:
         return processed_RV
     if noise is None:
         noise = GumbelCache(start, start + processed_RV.shape[-1])
     G_RV = noise.rows(params.seed_B.tolist(), index_R.tolist(), processed_RV.device)
-    # A masked token stays masked: -inf + G is -inf, G being finite.
+    # A masked token stays masked, because G is finite.
     noisy_RV = processed_RV + G_RV
     if not params.needs.is_greedy:
         return noisy_RV
@@ -86,7 +89,7 @@ def coupled_scores(
 
 
 def draw(logits_RV: Tensor, params: SamplingBatch, index_R: Tensor) -> Tensor:
-    """The target's own token per row, int64 [R]: a function of (logits, parameters, seed, index) alone."""
+    """Draw the target's token of each row, int64 [R]. It depends only on logits, parameters, seed and index."""
     return coupled_scores(process_logits(logits_RV, params), params, index_R).argmax(-1)
 
 
@@ -98,12 +101,12 @@ def shard_best(
     row_max_R: Tensor | None,
     noise: GumbelCache | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """One vocabulary shard's (best score [R] float32, target id [R] int64), for rows without top-k and top-p.
+    """Return a vocabulary shard's (best score [R] float32, target id [R] int64), for rows without top-k and top-p.
 
-    The shard with the largest score holds `draw`'s token. row_max_R: each row's largest logit over *all* shards,
-    needed when some row has min-p. noise: as in `coupled_scores`.
+    The shard with the largest score holds `draw`'s token. row_max_R: each row's largest logit over *all* shards, needed
+    if some row has min-p. noise: as in `coupled_scores`.
     """
-    # This shard's own largest logit would cut too little.
+    # With the shard's own largest logit, min-p would remove too little.
     x = process_logits(logits_RV, params if row_max_R is None else _without_truncation(params))
     if row_max_R is not None:
         t = torch.where(params.temperature_B > 0, params.temperature_B, 1.0)
@@ -112,8 +115,8 @@ def shard_best(
     return best.values, best.indices + start if start else best.indices
 
 
-def of_processed(params: SamplingBatch) -> SamplingBatch:
-    """What `process_logits` leaves to be done with rows that went through it: a draw, or at temperature 0 an argmax."""
+def params_after_processing(params: SamplingBatch) -> SamplingBatch:
+    """Return the parameters of rows that `process_logits` has processed: a plain draw, or argmax at temperature 0."""
     return replace(_without_truncation(params), temperature_B=(params.temperature_B > 0).float())
 
 
@@ -127,14 +130,14 @@ def _without_truncation(params: SamplingBatch) -> SamplingBatch:
 
 
 def _min_p_offset(params: SamplingBatch) -> Tensor:
-    return torch.log(torch.where(params.temperature_B > 0, params.min_p_B, 0.0))  # log 0 = -inf: off
+    return torch.log(torch.where(params.temperature_B > 0, params.min_p_B, 0.0))  # log 0 = -inf disables it
 
 
 def _threshold_among(x_RV: Tensor, top_k_R: np.ndarray, top_p_R: np.ndarray, listed: int) -> np.ndarray:
-    """`cut`, sought among so many of each row's largest, or one more than everybody's k; deeper if it is not there.
+    """Search each row's threshold among its `listed` largest logits (at least one more than the smallest k).
 
-    Of what top-k leaves all is listed wherever the row is settled, ties with the k-th included. It is also settled when
-    fewer are possible than are listed.
+    A row is settled if all tokens that top-k keeps are listed, ties with the k-th included, or if fewer tokens are
+    possible than are listed. The other rows are searched again among more logits.
     """
     V = x_RV.shape[-1]
     listed = min(max(listed, int(top_k_R.min(initial=V)) + 1), V)
@@ -143,7 +146,7 @@ def _threshold_among(x_RV: Tensor, top_k_R: np.ndarray, top_p_R: np.ndarray, lis
     has_k_R, has_p_R = top_k_R > 0, top_p_R < 1
     kth_R = best_RK[row_R, np.minimum(top_k_R, listed) - 1]
     kth_R[~has_k_R] = -np.inf
-    with np.errstate(invalid="ignore"):  # rows where nothing is a number, or all is forbidden
+    with np.errstate(invalid="ignore"):  # rows of NaN, or with every token masked
         weight_RK = np.exp(best_RK - best_RK[:, :1], dtype=np.float64)
     weight_RK[best_RK < kth_R[:, None]] = 0
     mass_RK = weight_RK.cumsum(1)

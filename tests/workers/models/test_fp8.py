@@ -1,4 +1,4 @@
-"""Checkpoints quantised in FP8 blocks are read as their dequantised weights, whole and slice by slice."""
+"""Checkpoints quantised in FP8 blocks are read as their dequantized weights, whole and slice by slice."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return checkpoints.quantise_fp8(path / "fp8", BLOCK), checkpoints.dequantise_fp8(path / "fp8", path / "plain")
 
 
-def test_logits_are_those_of_the_dequantised_weights(folders: tuple[Path, Path]) -> None:
+def test_logits_are_those_of_the_dequantized_weights(folders: tuple[Path, Path]) -> None:
     quantised, plain = folders
     stored = load_file(quantised / "model.safetensors")
     assert sum(tensor.dtype == torch.float8_e4m3fn for tensor in stored.values()) >= 21
@@ -49,11 +49,11 @@ def test_logits_are_those_of_the_dequantised_weights(folders: tuple[Path, Path])
 
 @pytest.mark.parametrize("num_items", [1, 700, 1 << 22])
 @pytest.mark.parametrize(("dim", "size"), [(0, 2), (1, 2), (0, 3), (1, 5)])
-def test_a_slice_is_the_slice_of_the_dequantised_whole(
+def test_a_slice_is_the_slice_of_the_dequantized_whole(
     folders: tuple[Path, Path], dim: int, size: int, num_items: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slices begin and end inside blocks, and so do the pieces that are dequantised at a time."""
-    monkeypatch.setattr(checkpoint, "_DEQUANTISED_ITEMS", num_items)
+    """Slices begin and end inside blocks, and so do the pieces that are dequantized at a time."""
+    monkeypatch.setattr(checkpoint, "_DEQUANTIZED_ITEMS", num_items)
     quantised, plain = Weights(folders[0]), load_file(folders[1] / "model.safetensors")
     for name in quantised.names():
         if "_proj.weight" in name:

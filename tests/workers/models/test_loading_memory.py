@@ -44,8 +44,8 @@ def test_stacked_experts_are_never_held_twice(tmp_path: Path) -> None:
     assert experts < peak_bytes(lambda: TransformersDecoder.load(weights, spec)) < 1.2 * experts
 
 
-def test_float8_weights_are_dequantised_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "_DEQUANTISED_ITEMS", 1 << 16)
+def test_float8_weights_are_dequantized_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "_DEQUANTIZED_ITEMS", 1 << 16)
     stored = {"w": torch.ones(1024, 1024).to(torch.float8_e4m3fn), "w_scale_inv": torch.ones(8, 8)}
     save_file(stored, tmp_path / "model.safetensors")
     quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support import oracles
-from workers.sampling.sampler import draw, of_processed, process_logits, shard_best, truncation_threshold
+from workers.sampling.sampler import draw, params_after_processing, process_logits, shard_best, truncation_threshold
 from workers.types import SamplingBatch, SamplingParams
 
 torch.set_num_threads(1)
@@ -184,7 +184,7 @@ def test_processed_rows_draw_what_their_logits_draw(params, seed):
     rng = np.random.default_rng(seed)
     logits_RV = torch.from_numpy(rng.normal(scale=2, size=(len(params), 37)).astype(np.float32))
     batch, index_R = SamplingBatch.stack(params), torch.from_numpy(rng.integers(0, 5000, size=len(params)))
-    processed_RV, left = process_logits(logits_RV, batch), of_processed(batch)
+    processed_RV, left = process_logits(logits_RV, batch), params_after_processing(batch)
     assert torch.equal(process_logits(processed_RV, left), processed_RV)
     assert torch.equal(draw(processed_RV, left, index_R), draw(logits_RV, batch, index_R))
 
