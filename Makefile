@@ -24,8 +24,9 @@ demo: $(VENV)/.installed-serve ## start the service on Ray, talk to it, show wha
 	@echo 'Next: the service starts on Ray (one to three minutes), answers a prompt, and is measured (a minute more).'
 	$(BIN)/python -m cluster.demo
 
-check: $(VENV)/.installed-test ## lint and type-check
+check: $(VENV)/.installed-test ## lint, check the format and types
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 test: $(VENV)/.installed-test ## every test that needs no GPU

@@ -188,7 +188,8 @@ def test_every_secateur_command_in_the_readme_exists() -> None:
 
     from secateur.cli import app
 
-    commands = set(get_command(app).commands)
+    command: Any = get_command(app)  # a group
+    commands = set(command.commands)
     named = set(re.findall(r"^(?:SECATEUR_API_KEY=\S+ )?secateur (\w+)", README, re.MULTILINE))
     assert {"serve", "complete", "batch"} <= named <= commands
 

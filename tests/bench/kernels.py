@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -114,7 +114,7 @@ def batch(requests: int, prefix: int) -> Batch:
     return Batch([(prefix, parents)] * requests, 16)
 
 
-def report(name: str, calls: list[Callable[[], object]]) -> None:
+def report(name: str, calls: Sequence[Callable[[], object]]) -> None:
     print(f"{name:60}" + "".join(f"{microseconds(call):10.1f}" for call in calls), flush=True)
 
 

@@ -7,7 +7,7 @@ prints a table for each.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tests.support.engines import GeneratedAnswer, GenerationJob, Runner, bundled, prompts, pruned
 from workers.comm.ipc import Speculation
@@ -49,7 +49,8 @@ def sweep(name: str, num_prompts: int = 20, thresholds: tuple[float, ...] = THRE
     with Runner(bundled(pruned())) as runner:
         rows = []
         for threshold in thresholds:
-            speculation = Speculation(**{name: threshold})
+            options: dict[str, Any] = {name: threshold}
+            speculation = Speculation(**options)
             jobs = [GenerationJob(prompt=prompt, speculation=speculation) for prompt in prompts(num_prompts)]
             rows.append(Row(speculation, runner.run(jobs, concurrency=4)))
         return rows

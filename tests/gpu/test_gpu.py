@@ -7,6 +7,7 @@ is made to take for two machines. Run with `make gpu`.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -38,7 +39,7 @@ needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two 
 NUM_TOKENS = 64
 
 
-def on_cuda(tree: TreeConfig | None, **options: object) -> EngineConfig:
+def on_cuda(tree: TreeConfig | None, **options: Any) -> EngineConfig:
     config = bundled(tree, device="cuda", dtype="float32", memory_utilization=0.5, **options)
     if config.draft is None or torch.cuda.device_count() >= config.world_size:
         return config

@@ -547,11 +547,12 @@ class QuietServer(http.server.ThreadingHTTPServer):
 
 @pytest.fixture
 def wire():
-    handler = type("Handler", (Wire,), {"answered": Counter()})
+    answered = Counter()
+    handler = type("Handler", (Wire,), {"answered": answered})
     server = QuietServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
-    yield f"http://127.0.0.1:{server.server_port}", handler.answered
+    yield f"http://127.0.0.1:{server.server_port}", answered
     server.shutdown()
     server.server_close()
     thread.join()

@@ -437,11 +437,12 @@ class Wire(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def wire():
-    handler = type("Handler", (Wire,), {"reader_left": threading.Event()})
+    reader_left = threading.Event()
+    handler = type("Handler", (Wire,), {"reader_left": reader_left})
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
-    yield f"http://127.0.0.1:{server.server_port}", handler.reader_left
+    yield f"http://127.0.0.1:{server.server_port}", reader_left
     server.shutdown()
     server.server_close()
     thread.join()

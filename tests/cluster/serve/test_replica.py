@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ray.exceptions import TaskCancelledError
@@ -37,6 +38,9 @@ class FakeTokenizing:
 
 class ReplicaOf(Replica):
     """One that serves already, without Ray."""
+
+    _worker_group: Any
+    _tokenizing: Any
 
     def __init__(self, client: EngineClient) -> None:
         self._client, self._worker_group, self._serving = client, FakeWorkerGroup(), True

@@ -24,6 +24,7 @@ from tests.support import oracles
 from tests.support.draft_costs import CALIBRATION, FREE, costs
 from tests.support.oracles import Path
 from workers.config import DraftConfig, EngineConfig, TreeConfig
+from workers.kernels import reference
 from workers.kernels.host import HostMetadata, keys_N
 from workers.kernels.select import TORCH
 from workers.sampling.logits_state import LogitsState, TokenCounter
@@ -376,7 +377,7 @@ def test_graphs_are_for_as_many_requests_as_launches_still_cost_more_than_work(
 def test_growth_looks_at_no_value_on_the_host():
     """On tensors without values: whoever asks for one, or for a shape that depends on one, or mixes in a tensor of the
     host, fails. Torch's own `cut` would; Triton's is one launch."""
-    kernels = SimpleNamespace(**{name: getattr(TORCH, name) for name in TORCH.__all__})
+    kernels = SimpleNamespace(**{name: getattr(reference, name) for name in reference.__all__})
     kernels.truncation_threshold = lambda x_RV, top_k_R, top_p_R: x_RV.amax(-1)
     weight_VV = torch.empty(V, V, device="meta")
     vocab = DraftVocabulary(target_size=24, target_ids=torch.empty(V, dtype=torch.int64, device="meta"))

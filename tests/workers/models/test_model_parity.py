@@ -13,6 +13,7 @@ import re
 import traceback
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -156,12 +157,12 @@ def load(path: Path, **options: object) -> Decoder:
     return Decoder.load(path, read_spec(path), **options)
 
 
-def oracle(path: Path) -> object:
+def oracle(path: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 @torch.no_grad()
-def oracle_logits(model: object, tokens: list[int]) -> Tensor:
+def oracle_logits(model: Any, tokens: list[int]) -> Tensor:
     return model(torch.tensor([tokens])).logits[0]
 
 
