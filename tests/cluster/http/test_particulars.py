@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import httpx2
 import pytest
@@ -15,13 +17,14 @@ import pytest
 from cluster.http import middleware
 from cluster.http.middleware import refusal_of
 from cluster.http.openai_format import Answer, speculative_stats
-from cluster.http.output_processor import EngineFailed, Piece, Prompt, _AnswerText
+from cluster.http.output_processor import EngineFailed, Piece, Prompt, _AnswerText, generate
 from cluster.http.streaming import merged, unless_client_leaves
 from cluster.http.tokenizer import Tokenizer, text_size
 from secateur.errors import Problem
 from tests.support.fake_service import FakeService, error_of, fake_service, stream, wait_for
 from tests.support.tokenizer_kinds import llama, load
 from workers.comm.ipc import RequestStats, Submit, TokenChunk
+from workers.types import Constraints, SamplingParams
 
 PROMPT = {"prompt": "def", "max_tokens": 64}
 
@@ -108,9 +111,63 @@ def test_a_piece_says_whether_its_draft_was_copied(tokenizer: Tokenizer) -> None
         assert isinstance(piece, Piece) and piece.is_copied == is_copied
 
 
-def test_the_model_s_card_says_since_when_it_is_served(http: httpx2.Client, service: FakeService) -> None:
+@pytest.mark.parametrize(("min_tokens", "ends"), [(1, ("stop", "\ufffd")), (2, ("length", None))])
+def test_a_stop_string_may_be_complete_with_the_answer_s_last_bytes(
+    min_tokens: int, ends: tuple[str, str | None], tmp_path: Path
+) -> None:
+    """The bytes of a character that never became whole are shown when nothing can follow them."""
+    tokenizer = load(llama, tmp_path)
+    [a, half] = (
+        tokenizer.encode("a", add_special_tokens=False) + tokenizer.encode("世", add_special_tokens=False)[-3:-2]
+    )
+    sampling = SamplingParams(constraints=Constraints(min_tokens=min_tokens))
+    submit = Submit(id=1, prompt=[a], max_tokens=2, sampling=sampling)
+    text = _AnswerText(tokenizer, Prompt(submit=submit, request_id="r", arrival=0.0, stop=["\ufffd"]))
+    piece = text.feed(TokenChunk(id=1, tokens=[a, half], finish_reason="length"))
+    assert (piece.finish_reason, piece.stop_reason) == ends
+
+
+class OneAnswer:
+    """An engine that gives every request the same chunks."""
+
+    def __init__(self, *chunks: TokenChunk) -> None:
+        self._chunks = chunks
+
+    async def submit(self, submit: Submit) -> AsyncGenerator[TokenChunk]:
+        for chunk in self._chunks:
+            yield chunk
+
+
+async def read(tokenizer: Tokenizer, metrics: Any, *chunks: TokenChunk) -> list[Piece]:
+    submit = Submit(id=1, prompt=[1], max_tokens=9)
+    prompt = Prompt(submit=submit, request_id="r", arrival=time.perf_counter())
+    return [piece async for piece in generate(OneAnswer(*chunks), tokenizer, metrics, prompt)]
+
+
+@pytest.mark.parametrize(
+    ("error", "message"), [("rank 1 is lost", "rank 1 is lost"), (None, "the engine failed on this request")]
+)
+async def test_a_request_that_the_engine_fails_on_is_told_why(
+    error: str | None, message: str, tokenizer: Tokenizer, service: FakeService
+) -> None:
+    with pytest.raises(EngineFailed, match=message):
+        await read(tokenizer, service.service.metrics, TokenChunk(id=1, tokens=[], finish_reason="error", error=error))
+
+
+async def test_the_times_of_the_first_and_the_last_token_are_observed(tokenizer: Tokenizer) -> None:
+    metrics = MagicMock()
+    chunks = [TokenChunk(id=1, tokens=[300]), TokenChunk(id=1, tokens=[301], finish_reason="length")]
+    await read(tokenizer, metrics, *chunks)
+    times = metrics.request_ended.call_args.kwargs
+    assert 0 < times["first_token_s"] < times["last_token_s"] < times["total_s"]
+
+
+def test_the_model_s_card_says_since_when_it_is_served(
+    http: httpx2.Client, service: FakeService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service.service, "created", 1_700_000_000)
     [card] = http.get("/v1/models").json()["data"]
-    assert card["created"] == service.service.created
+    assert card["created"] == 1_700_000_000
 
 
 # ---- what refusals say
