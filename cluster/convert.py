@@ -16,8 +16,7 @@ from cluster.http.tokenizer import Tokenizer
 from cluster.http.tokenizer_files import lacking_package
 from secateur.config import EngineArgs, SpeculativeConfig, resolve_model
 from secateur.errors import ConfigError, Problem
-from secateur.protocol import CompletionRequest
-from secateur.requests import DEFAULTED
+from secateur.requests import DEFAULTED, CompletionRequest
 from secateur.schema import problems_of
 from workers.config import AcceptanceConfig, DraftConfig, EngineConfig, PruneConfig, TreeConfig
 from workers.models.config_json import read_json

@@ -28,12 +28,11 @@ if TYPE_CHECKING:
         ServerError,
         ServiceUnavailableError,
     )
-    from secateur.protocol import (
+    from secateur.requests import ChatCompletionRequest, CompletionRequest
+    from secateur.responses import (
         ChatCompletionChunk,
-        ChatCompletionRequest,
         ChatCompletionResponse,
         CompletionChunk,
-        CompletionRequest,
         CompletionResponse,
         SpeculativeStats,
         Usage,
@@ -57,12 +56,11 @@ _HOMES = {
         "ServerError",
         "ServiceUnavailableError",
     ),
-    "protocol": (
+    "requests": ("ChatCompletionRequest", "CompletionRequest"),
+    "responses": (
         "ChatCompletionChunk",
-        "ChatCompletionRequest",
         "ChatCompletionResponse",
         "CompletionChunk",
-        "CompletionRequest",
         "CompletionResponse",
         "SpeculativeStats",
         "Usage",

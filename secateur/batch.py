@@ -29,19 +29,12 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from secateur.batch_lines import BatchInputLine, BatchLineError, BatchOutputLine, BatchResponse
 from secateur.batch_output import Output, digest_of, digests_path, open_output, superseded_path
 from secateur.client import DEFAULT_BASE_URL, DEFAULT_TIMEOUT_S, AsyncClient
+from secateur.client_http import Call
 from secateur.errors import APIConnectionError, APIError, AuthenticationError, BatchError
-from secateur.exchange import Call
-from secateur.protocol import (
-    REQUEST_ID_HEADER,
-    BatchInputLine,
-    BatchLineError,
-    BatchOutputLine,
-    BatchResponse,
-    ChatCompletionResponse,
-    CompletionResponse,
-)
+from secateur.responses import REQUEST_ID_HEADER, ChatCompletionResponse, CompletionResponse
 from secateur.schema import problems_of
 
 MAX_PROBLEMS_SHOWN = 20

@@ -20,8 +20,8 @@ from typing import IO, NamedTuple
 
 from pydantic import BaseModel, ValidationError
 
+from secateur.batch_lines import BatchInputLine, BatchOutputLine
 from secateur.errors import BatchError
-from secateur.protocol import BatchInputLine, BatchOutputLine
 
 if sys.platform != "win32":
     import fcntl

@@ -1,4 +1,4 @@
-"""The Python client, blocking and async. What is sent and what answers mean is in `exchange.py`; here are the sockets.
+"""The Python client, blocking and async. `client_http.py` builds requests and reads responses; here are the sockets.
 
     with Client() as client:
         print(client.complete("def main(", max_tokens=32).text)
@@ -20,10 +20,10 @@ from typing import Any, Self, TypeVar
 import httpx2
 from pydantic import BaseModel
 
-from secateur import exchange
+from secateur import client_http
+from secateur.client_http import Call, Events, Messages, Retry
 from secateur.errors import ConfigError, Problem, SecateurError
-from secateur.exchange import Call, Events, Messages, Retry
-from secateur.protocol import (
+from secateur.responses import (
     ChatCompletionChunk,
     ChatCompletionResponse,
     CompletionChunk,
@@ -86,31 +86,31 @@ class Client(_Settings):
 
     def complete(self, prompt: Prompt, **params: Any) -> CompletionResponse:
         """POST /v1/completions; `params` are its body fields (max_tokens, temperature, speculative, ...)."""
-        return self._call(exchange.complete_call(prompt, params))
+        return self._call(client_http.complete_call(prompt, params))
 
     def chat(self, messages: Messages, **params: Any) -> ChatCompletionResponse:
         """POST /v1/chat/completions; a text stands for one user message."""
-        return self._call(exchange.chat_call(messages, params))
+        return self._call(client_http.chat_call(messages, params))
 
     def stream_complete(self, prompt: Prompt, **params: Any) -> Generator[CompletionChunk]:
         """Chunks as they come. Closing the iterator closes the connection, which ends the request on the server."""
-        return self._stream(exchange.stream_complete_call(prompt, params))
+        return self._stream(client_http.stream_complete_call(prompt, params))
 
     def stream_chat(self, messages: Messages, **params: Any) -> Generator[ChatCompletionChunk]:
         """As `stream_complete`, for a chat."""
-        return self._stream(exchange.stream_chat_call(messages, params))
+        return self._stream(client_http.stream_chat_call(messages, params))
 
     def models(self) -> ModelList:
         """GET /v1/models."""
-        return self._call(exchange.models_call())
+        return self._call(client_http.models_call())
 
     def tokenize(self, prompt: Messages, **params: Any) -> TokenizeResponse:
         """POST /tokenize; a list of messages goes through the chat template."""
-        return self._call(exchange.tokenize_call(prompt, params))
+        return self._call(client_http.tokenize_call(prompt, params))
 
     def detokenize(self, tokens: list[int]) -> DetokenizeResponse:
         """POST /detokenize."""
-        return self._call(exchange.detokenize_call(tokens))
+        return self._call(client_http.detokenize_call(tokens))
 
     def health(self) -> bool:
         """Whether the service is up and its engine makes progress. Never raises, never retries."""
@@ -130,26 +130,26 @@ class Client(_Settings):
 
     def _call(self, call: Call[Model]) -> Model:
         response = self._send(call, stream=False)
-        return exchange.read(call, response)
+        return client_http.read(call, response)
 
     def _stream(self, call: Call[Model]) -> Generator[Model]:
         response = self._send(call, stream=True)
         events = Events(call)
         try:
-            exchange.warn_of_ignored(response.headers)
+            client_http.warn_of_ignored(response.headers)
             for data in response.iter_bytes():
                 yield from events.feed(data)
                 if events.done:
                     return
             events.end()
         except httpx2.TransportError as error:
-            raise exchange.connection_error(error, self.base_url) from error
+            raise client_http.connection_error(error, self.base_url) from error
         finally:
             response.close()
 
     def _send(self, call: Call[Any], *, stream: bool) -> httpx2.Response:
         """A response with a good status; its body is read unless `stream`."""
-        request = exchange.request_of(self._http, call)
+        request = client_http.request_of(self._http, call)
         for attempt in range(self._retry.retries + 1):
             failure: SecateurError
             try:
@@ -157,9 +157,9 @@ class Client(_Settings):
                 if response.is_success:
                     return response
                 response.read()  # which closes it
-                failure = exchange.error_of(response)
+                failure = client_http.error_of(response)
             except httpx2.TransportError as error:
-                failure = exchange.connection_error(error, self.base_url)
+                failure = client_http.connection_error(error, self.base_url)
             delay = self._retry.delay(attempt, failure)
             if delay is None:
                 raise failure
@@ -179,25 +179,25 @@ class AsyncClient(_Settings):
         self._http = httpx2.AsyncClient(transport=transport, limits=limits, **self._options)
 
     async def complete(self, prompt: Prompt, **params: Any) -> CompletionResponse:
-        return await self.call(exchange.complete_call(prompt, params))
+        return await self.call(client_http.complete_call(prompt, params))
 
     async def chat(self, messages: Messages, **params: Any) -> ChatCompletionResponse:
-        return await self.call(exchange.chat_call(messages, params))
+        return await self.call(client_http.chat_call(messages, params))
 
     def stream_complete(self, prompt: Prompt, **params: Any) -> AsyncGenerator[CompletionChunk]:
-        return self._stream(exchange.stream_complete_call(prompt, params))
+        return self._stream(client_http.stream_complete_call(prompt, params))
 
     def stream_chat(self, messages: Messages, **params: Any) -> AsyncGenerator[ChatCompletionChunk]:
-        return self._stream(exchange.stream_chat_call(messages, params))
+        return self._stream(client_http.stream_chat_call(messages, params))
 
     async def models(self) -> ModelList:
-        return await self.call(exchange.models_call())
+        return await self.call(client_http.models_call())
 
     async def tokenize(self, prompt: Messages, **params: Any) -> TokenizeResponse:
-        return await self.call(exchange.tokenize_call(prompt, params))
+        return await self.call(client_http.tokenize_call(prompt, params))
 
     async def detokenize(self, tokens: list[int]) -> DetokenizeResponse:
-        return await self.call(exchange.detokenize_call(tokens))
+        return await self.call(client_http.detokenize_call(tokens))
 
     async def health(self) -> bool:
         try:
@@ -217,13 +217,13 @@ class AsyncClient(_Settings):
     async def call(self, call: Call[Model]) -> Model:
         """Send one prepared exchange (the batch runner prepares its own)."""
         response = await self._send(call, stream=False)
-        return exchange.read(call, response)
+        return client_http.read(call, response)
 
     async def _stream(self, call: Call[Model]) -> AsyncGenerator[Model]:
         response = await self._send(call, stream=True)
         events = Events(call)
         try:
-            exchange.warn_of_ignored(response.headers)
+            client_http.warn_of_ignored(response.headers)
             async for data in response.aiter_bytes():
                 for chunk in events.feed(data):
                     yield chunk
@@ -231,12 +231,12 @@ class AsyncClient(_Settings):
                     return
             events.end()
         except httpx2.TransportError as error:
-            raise exchange.connection_error(error, self.base_url) from error
+            raise client_http.connection_error(error, self.base_url) from error
         finally:
             await response.aclose()
 
     async def _send(self, call: Call[Any], *, stream: bool) -> httpx2.Response:
-        request = exchange.request_of(self._http, call)
+        request = client_http.request_of(self._http, call)
         for attempt in range(self._retry.retries + 1):
             failure: SecateurError
             try:
@@ -244,9 +244,9 @@ class AsyncClient(_Settings):
                 if response.is_success:
                     return response
                 await response.aread()
-                failure = exchange.error_of(response)
+                failure = client_http.error_of(response)
             except httpx2.TransportError as error:
-                failure = exchange.connection_error(error, self.base_url)
+                failure = client_http.connection_error(error, self.base_url)
             delay = self._retry.delay(attempt, failure)
             if delay is None:
                 raise failure

@@ -43,7 +43,7 @@ def _frozen(value: Any) -> Any:
 # -- what a step takes -----------------------------------------------------------------------------------------------
 
 
-class VerifyCosts(_File):
+class VerifyCostTable(_File):
     """The target's part of a step, in milliseconds: packing, the forward over all rows, drawing, judging.
 
         table(rows) + request_ms * requests + kv_token_ms * kv + row_kv_token_ms * pairs
@@ -74,7 +74,7 @@ class VerifyCosts(_File):
         return self
 
 
-class DraftCosts(_File):
+class DraftCostTable(_File):
     """The drafter's part of a step, in milliseconds, by requests (down) and nodes of each one's tree (across).
 
     Read linearly in the requests and in log(1 + nodes) between the entries.
@@ -144,8 +144,8 @@ class CostTable(_File):
     model: str = ""
     drafter: str = ""
     temperature: NotNegative = 0.0
-    verify: VerifyCosts
-    draft: DraftCosts | None = None
+    verify: VerifyCostTable
+    draft: DraftCostTable | None = None
     host_ms: NotNegative = 0.0
     """The rest of a step and what lies between two: scheduling, bookkeeping, telling the front."""
     host_request_ms: NotNegative = 0.0
@@ -202,7 +202,7 @@ HARDWARE = {
 # -- what is asked ---------------------------------------------------------------------------------------------------
 
 
-class Lengths(Strict):
+class LengthDistribution(Strict):
     """A distribution of token counts: all `low`, evenly from `low` to `high`, or exponential of mean `low`."""
 
     low: PositiveInt
@@ -210,7 +210,7 @@ class Lengths(Strict):
     is_exponential: bool = False
 
     @classmethod
-    def parse(cls, text: str) -> Lengths:
+    def parse(cls, text: str) -> LengthDistribution:
         """Of "512", "64-512" or "exp:512". Raises ValueError."""
         head, colon, mean = text.rpartition(":")
         low, dash, high = mean.partition("-")
@@ -248,15 +248,15 @@ class PlanRequest(Strict):
     request_rate: Positive | None = None
     """Requests per second to all replicas, as a Poisson process."""
     num_requests: PositiveInt = 10_000
-    prompt_tokens: Lengths = Lengths(low=512)
-    output_tokens: Lengths = Lengths(low=128)
+    prompt_tokens: LengthDistribution = LengthDistribution(low=512)
+    output_tokens: LengthDistribution = LengthDistribution(low=128)
     trace: tuple[Arrival, ...] = ()
     """Replaces rate and lengths."""
 
     @field_validator("prompt_tokens", "output_tokens", mode="before")
     @classmethod
     def _lengths(cls, value: Any) -> Any:
-        return Lengths.parse(value) if isinstance(value, str) else value
+        return LengthDistribution.parse(value) if isinstance(value, str) else value
 
     @field_validator("batches")
     @classmethod

@@ -14,14 +14,14 @@ BUNDLED_PROMPTS = Path(__file__).parent / "bundled" / "prompts.jsonl"
 """Held-out texts and chats of the kind the bundled models know."""
 
 
-class Prompt(NamedTuple):
+class BenchPrompt(NamedTuple):
     """A text to continue, or a conversation to answer."""
 
     text: str | None
     messages: list[dict[str, Any]] | None
 
 
-def read_prompts(path: Path, most: int) -> list[Prompt]:
+def read_prompts(path: Path, most: int) -> list[BenchPrompt]:
     """One prompt to `most` of them, evenly spread over a JSONL file of {"text": ...} and {"messages": [...]}.
 
     Raises ConfigError.
@@ -33,14 +33,14 @@ def read_prompts(path: Path, most: int) -> list[Prompt]:
     return prompts[:: max(1, len(prompts) // most)][:most]
 
 
-def _parse(line: str, place: str) -> Prompt:
+def _parse(line: str, place: str) -> BenchPrompt:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise ConfigError(Problem("--prompts", f"{place}: not JSON: {error}")) from None
     match row:
         case {"text": str(text)} if text:
-            return Prompt(text, None)
+            return BenchPrompt(text, None)
         case {"messages": [*messages]} if messages:
-            return Prompt(None, messages)
+            return BenchPrompt(None, messages)
     raise ConfigError(Problem("--prompts", f'{place}: must be {{"text": "..."}} or {{"messages": [...]}}'))

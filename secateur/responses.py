@@ -20,6 +20,10 @@ from pydantic import (
 
 from secateur.requests import Unsupported
 
+IGNORED_HEADER = "x-secateur-ignored"
+REQUEST_ID_HEADER = "x-request-id"
+SSE_DONE = "data: [DONE]\n\n"
+
 
 def new_id(prefix: str) -> str:
     """`cmpl-...`, `chatcmpl-...`: unique, not guessable."""
@@ -207,7 +211,7 @@ class ChatChunkChoice(Choice):
     logprobs: ChatLogprobs | None = None
 
 
-class Answer(Response):
+class GenerationResponse(Response):
     """Fields common to both responses and both stream chunks."""
 
     id: str
@@ -217,7 +221,7 @@ class Answer(Response):
     speculative: SpeculativeStats | None = None
 
 
-class CompletionResponse(Answer):
+class CompletionResponse(GenerationResponse):
     id: str = Field(default_factory=lambda: new_id("cmpl"))
     object: Literal["text_completion"] = "text_completion"
     choices: list[CompletionChoice]
@@ -232,7 +236,7 @@ class CompletionChunk(CompletionResponse):
     """A stream chunk of /v1/completions, of one choice: OpenAI gives it the same `object` as the whole response."""
 
 
-class ChatCompletionResponse(Answer):
+class ChatCompletionResponse(GenerationResponse):
     nullable = frozenset({"prompt_token_ids", "prompt_logprobs"})
 
     id: str = Field(default_factory=lambda: new_id("chatcmpl"))
@@ -249,7 +253,7 @@ class ChatCompletionResponse(Answer):
         return (self.choices[0].message.content or "") if self.choices else ""
 
 
-class ChatCompletionChunk(Answer):
+class ChatCompletionChunk(GenerationResponse):
     nullable = frozenset({"prompt_token_ids"})
 
     id: str = Field(default_factory=lambda: new_id("chatcmpl"))

@@ -29,7 +29,7 @@ from cluster.http.request_params import derive_seed
 from secateur.bench import AcceptancePlan
 from secateur.config import EngineArgs
 from secateur.errors import ConfigError, Problem
-from secateur.prompts import Prompt
+from secateur.prompts import BenchPrompt
 from workers.config import EngineConfig, PruneConfig, SimulatedCosts, TreeConfig
 from workers.types import SamplingParams
 
@@ -49,7 +49,7 @@ SMOOTHING = 8
 Regime = tuple[Acceptance, float]
 
 
-def run(args: EngineArgs, plan: AcceptancePlan, prompts: Sequence[Prompt], output: Path, say: Say) -> str:
+def run(args: EngineArgs, plan: AcceptancePlan, prompts: Sequence[BenchPrompt], output: Path, say: Say) -> str:
     """Measures the whole table and writes it as DATE-acceptance.json, .md and two .png; returns the Markdown.
 
     An engine that dies, or Ctrl-C, leaves the rows measured until then in the JSON. Raises ConfigError before anything

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from cluster.http.tokenizer import PromptError, Tokenizer
 from secateur.errors import ConfigError, Problem
-from secateur.prompts import Prompt
+from secateur.prompts import BenchPrompt
 
 
-def encode_prompts(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> list[list[int]]:
+def encode_prompts(tokenizer: Tokenizer, prompts: Sequence[BenchPrompt]) -> list[list[int]]:
     """Token ids; conversations through the chat template. Raises ConfigError for what the tokenizer refuses."""
     try:
         return [

@@ -27,7 +27,7 @@ from secateur.bench import ServePlan
 from secateur.client import AsyncClient, Client
 from secateur.config import EngineArgs
 from secateur.errors import NotFoundError, SecateurError
-from secateur.prompts import Prompt
+from secateur.prompts import BenchPrompt
 
 HIDDEN = ("concurrency", "request_rates", "target_cost")
 PERCENTILES = (50, 90, 99)
@@ -77,7 +77,7 @@ class LoadRow:
 def run(
     args: EngineArgs | None,
     plan: ServePlan,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[BenchPrompt],
     output: Path,
     say: Say,
     *,
@@ -184,7 +184,7 @@ class _Client(NamedTuple):
 
 
 def _measure(
-    client: _Client, plan: ServePlan, prompts: Sequence[Prompt], modes: Sequence[str], say: Say
+    client: _Client, plan: ServePlan, prompts: Sequence[BenchPrompt], modes: Sequence[str], say: Say
 ) -> Iterator[LoadRow]:
     asyncio.run(_closed(client._replace(settings=client.settings | {"cache_salt": "warm"}), prompts[:WARM_REQUESTS], 1))
     chosen = [prompts[i % len(prompts)] for i in range(plan.num_requests)]
@@ -205,11 +205,11 @@ def _measure(
             yield row
 
 
-async def _closed(client: _Client, prompts: Sequence[Prompt], concurrency: int) -> list[RequestResult]:
+async def _closed(client: _Client, prompts: Sequence[BenchPrompt], concurrency: int) -> list[RequestResult]:
     """So many clients, each of whom asks again as soon as it is answered."""
     seats = asyncio.Semaphore(concurrency)
 
-    async def one(http: AsyncClient, index: int, prompt: Prompt) -> RequestResult:
+    async def one(http: AsyncClient, index: int, prompt: BenchPrompt) -> RequestResult:
         async with seats:
             return await _ask(http, client, index, prompt)
 
@@ -217,7 +217,7 @@ async def _closed(client: _Client, prompts: Sequence[Prompt], concurrency: int) 
         return await asyncio.gather(*(one(http, i, prompt) for i, prompt in enumerate(prompts)))
 
 
-async def _open(client: _Client, prompts: Sequence[Prompt], rate: float, seed: int) -> list[RequestResult]:
+async def _open(client: _Client, prompts: Sequence[BenchPrompt], rate: float, seed: int) -> list[RequestResult]:
     """Requests arrive as a Poisson process, whether or not earlier ones are answered."""
     gaps = random.Random(seed)
     async with AsyncClient(client.url, api_key=client.api_key, retries=0) as http:
@@ -228,7 +228,7 @@ async def _open(client: _Client, prompts: Sequence[Prompt], rate: float, seed: i
         return await asyncio.gather(*under_way)
 
 
-async def _ask(http: AsyncClient, client: _Client, index: int, prompt: Prompt) -> RequestResult:
+async def _ask(http: AsyncClient, client: _Client, index: int, prompt: BenchPrompt) -> RequestResult:
     params = client.settings | {
         "seed": client.settings["seed"] + index,
         "cache_salt": f"{client.settings['cache_salt']}, {index}",

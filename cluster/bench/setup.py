@@ -18,7 +18,7 @@ from cluster.system.temp_dirs import OwnedTempDir
 from secateur.bench import TargetSize
 from secateur.config import EngineArgs, resolve_model
 from secateur.errors import ConfigError, Problem
-from secateur.prompts import Prompt
+from secateur.prompts import BenchPrompt
 from workers.config import EngineConfig
 
 
@@ -59,7 +59,7 @@ class Workload(NamedTuple):
     prompts: list[list[int]]
 
 
-def workload(args: EngineArgs, texts: Sequence[Prompt], *, max_tokens: int, max_num_seqs: int) -> Workload:
+def workload(args: EngineArgs, texts: Sequence[BenchPrompt], *, max_tokens: int, max_num_seqs: int) -> Workload:
     """The engine no larger than the benchmark fills, and computing every prompt anew. Raises ConfigError."""
     config = engine_config(args, num_gpus=visible_gpus())
     prompts = encode_prompts(load_tokenizer(args, config), texts)

@@ -37,7 +37,7 @@ from cluster.convert import model_folder
 from cluster.http.request_params import derive_seed
 from secateur.bench import ALONE, PEERS, ContestantName, SpeedPlan
 from secateur.config import BUNDLED_TARGET, EngineArgs
-from secateur.prompts import Prompt
+from secateur.prompts import BenchPrompt
 from workers.comm.ipc import Speculation
 from workers.config import DraftConfig, EngineConfig, PruneConfig, TreeConfig
 from workers.gc_freeze import freeze_start_up
@@ -72,7 +72,7 @@ NOTES = (
 def run(
     args: EngineArgs,
     plan: SpeedPlan,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[BenchPrompt],
     output: Path,
     say: Say,
     *,

@@ -36,7 +36,7 @@ from cluster.bench.setup import scaled, workload
 from cluster.bench.target_forward import ForwardShape, loaded
 from secateur.bench import StepPlan
 from secateur.config import EngineArgs
-from secateur.prompts import Prompt
+from secateur.prompts import BenchPrompt
 from workers.comm.ipc import Speculation
 from workers.config import EngineConfig, PruneConfig
 from workers.models.readers import read_spec
@@ -94,7 +94,13 @@ class Streaming:
 
 
 def run(
-    args: EngineArgs, plan: StepPlan, prompts: Sequence[Prompt], output: Path, say: Say, *, cache: Path | None = None
+    args: EngineArgs,
+    plan: StepPlan,
+    prompts: Sequence[BenchPrompt],
+    output: Path,
+    say: Say,
+    *,
+    cache: Path | None = None,
 ) -> str:
     """Measures and writes DATE-step.json, .md and .png; returns the Markdown. What was measured is kept if it breaks
     off. Raises ConfigError before anything is started, EngineDead."""

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from secateur.protocol import ErrorResponse
+from secateur.responses import ErrorResponse
 
 MAX_BODY_BYTES = 16 << 20
 """Of a request: a million token ids, or a text several times as long as any context. It is read before anything of it

@@ -7,7 +7,7 @@ from typing import Any
 
 from cluster.http.output_processor import ScoredToken
 from cluster.http.tokenizer import Tokenizer
-from secateur.protocol import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
+from secateur.responses import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
 
 LOWEST = -9999.0
 """Stands for minus infinity, which JSON cannot write (OpenAI's and vLLM's number)."""

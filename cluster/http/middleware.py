@@ -24,7 +24,7 @@ from cluster.http.request_params import BadRequest
 from cluster.http.tokenizer import PromptError
 from cluster.http.tokenizer_pool import TokenizerPoolDown, TokenizerPoolFull
 from secateur.errors import Problem
-from secateur.protocol import REQUEST_ID_HEADER, ErrorResponse
+from secateur.responses import REQUEST_ID_HEADER, ErrorResponse
 from secateur.schema import problems_of
 from secateur.speculative import Speculative
 

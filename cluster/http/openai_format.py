@@ -11,7 +11,8 @@ from cluster.http.logprobs import chat_logprobs, completion_logprobs
 from cluster.http.metrics import by_depth
 from cluster.http.output_processor import Piece, ScoredToken
 from cluster.http.tokenizer import Tokenizer
-from secateur.protocol import (
+from secateur.requests import SamplingRequest
+from secateur.responses import (
     AssistantMessage,
     ChatChoice,
     ChatChunkChoice,
@@ -22,7 +23,6 @@ from secateur.protocol import (
     CompletionChunk,
     CompletionResponse,
     FinishReason,
-    SamplingRequest,
     SpeculativeStats,
     Usage,
     new_id,

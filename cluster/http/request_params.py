@@ -10,8 +10,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from secateur.protocol import SamplingRequest
-from secateur.requests import listed
+from secateur.requests import SamplingRequest, listed
 from secateur.speculative import Speculative
 from workers.comm.ipc import Speculation, Submit
 from workers.config import EngineConfig

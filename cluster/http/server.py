@@ -43,24 +43,27 @@ from cluster.http.tokenizer import TextLimit, Tokenizer, text_size
 from cluster.http.tokenizer_pool import TokenizerPool, TokenizerPoolFull
 from secateur import __version__
 from secateur.errors import ConfigError
-from secateur.protocol import (
+from secateur.requests import (
+    ChatCompletionRequest,
+    ChatMessage,
+    CompletionRequest,
+    DetokenizeRequest,
+    Rendered,
+    SamplingRequest,
+    TokenizeRequest,
+)
+from secateur.responses import (
     IGNORED_HEADER,
     SSE_DONE,
-    ChatCompletionRequest,
     ChatCompletionResponse,
-    CompletionRequest,
     CompletionResponse,
-    DetokenizeRequest,
     DetokenizeResponse,
     ErrorResponse,
     ModelCard,
     ModelList,
-    SamplingRequest,
-    TokenizeRequest,
     TokenizeResponse,
     Usage,
 )
-from secateur.requests import ChatMessage, Rendered
 from workers.comm.ipc import Submit
 from workers.config import EngineConfig
 

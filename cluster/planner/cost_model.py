@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from secateur.errors import ConfigError
-from secateur.plan import CostTable, DraftCosts
+from secateur.plan import CostTable, DraftCostTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +115,7 @@ class CostModel:
         more_ms = self._drafter().host_ms if drafted else 0.0
         return self.table.host_ms + self.table.host_request_ms * (requests - 1) + more_ms
 
-    def _drafter(self) -> DraftCosts:
+    def _drafter(self) -> DraftCostTable:
         if self.table.draft is None:
             raise ConfigError("the cost table has no `draft`: it can only tell of --nodes 0")
         return self.table.draft

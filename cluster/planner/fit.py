@@ -15,7 +15,7 @@ import numpy as np
 from cluster.planner.acceptance import rule_name
 from cluster.planner.cost_model import CostModel
 from cluster.planner.profile import AcceptedCounts, PrefillSample, Profile, StepSample
-from secateur.plan import AcceptancePoint, AcceptanceTable, CostTable, DraftCosts, VerifyCosts
+from secateur.plan import AcceptancePoint, AcceptanceTable, CostTable, DraftCostTable, VerifyCostTable
 from workers.config import EngineConfig
 
 _KNOT_RATIO = 4
@@ -43,7 +43,7 @@ def fit(profile: Profile, config: EngineConfig, hardware: str, temperature: floa
     return table.model_copy(update={"fit_error": statistics.median(errors)})
 
 
-def _verify(profile: Profile) -> VerifyCosts:
+def _verify(profile: Profile) -> VerifyCostTable:
     """From the cells, and from prompts that were computed alone."""
     by_rows: dict[int, list[float]] = {}
     for prompt in profile.prompts:
@@ -67,7 +67,7 @@ def _verify(profile: Profile) -> VerifyCosts:
     price_J = nonnegative_least_squares(terms_CJ / guess_C[:, None], ms_C / guess_C)
     base, request_ms, kv_ms, pair_ms, tree_ms, tree_request_ms, *slopes = price_J.tolist()
     steps = [0.0, *(slope * (high - low) for slope, low, high in zip(slopes, knots, knots[1:], strict=False))]
-    return VerifyCosts(
+    return VerifyCostTable(
         rows=tuple(knots),
         ms=tuple((base + np.cumsum(steps)).tolist()),
         request_ms=request_ms,
@@ -89,7 +89,7 @@ def _knots(rows_C: np.ndarray) -> list[float]:
     return knots
 
 
-def _draft(drafted: Sequence[StepSample], prompts: Sequence[PrefillSample], host_ms: float) -> DraftCosts:
+def _draft(drafted: Sequence[StepSample], prompts: Sequence[PrefillSample], host_ms: float) -> DraftCostTable:
     """By requests and nodes, with a slope over the cache from the shortest to the longest context."""
     requests, nodes = (tuple(sorted({getattr(s, name) for s in drafted})) for name in ("requests", "nodes"))
 
@@ -103,7 +103,7 @@ def _draft(drafted: Sequence[StepSample], prompts: Sequence[PrefillSample], host
         return np.array([[statistics.mean(getattr(s, name) for s in cell) for cell in line] for line in cells])
 
     feeds = [p.feed_ms / p.rows for p in prompts if p.feed_ms is not None]
-    return DraftCosts(
+    return DraftCostTable(
         requests=requests,
         nodes=nodes,
         ms=_rising(np.maximum(mean("draft_ms") - mean("kv") * np.array(slopes), 0.0)),

@@ -30,7 +30,7 @@ import numpy as np
 from cluster.planner.acceptance import AcceptanceCurve
 from cluster.planner.cost_model import CostModel, PrefillChunk
 from secateur.errors import ConfigError
-from secateur.plan import Arrival, Lengths
+from secateur.plan import Arrival, LengthDistribution
 
 SPREAD = 0.5
 """Standard deviation over mean of the tokens that a tree brings: on the bundled pair 0.3 to 0.4 from step to step, and
@@ -46,7 +46,7 @@ class Load(NamedTuple):
     output_J: np.ndarray
 
     @staticmethod
-    def poisson(rate: float, count: int, prompt: Lengths, output: Lengths, seed: int) -> Load:
+    def poisson(rate: float, count: int, prompt: LengthDistribution, output: LengthDistribution, seed: int) -> Load:
         """`count` requests at `rate` per second."""
         rng = np.random.default_rng(seed)
         arrival_J = rng.exponential(1 / rate, count).cumsum()
@@ -59,7 +59,7 @@ class Load(NamedTuple):
         return Load(np.array(seconds), np.array(prompt), np.array(output))
 
 
-def _draw(lengths: Lengths, count: int, rng: np.random.Generator) -> np.ndarray:
+def _draw(lengths: LengthDistribution, count: int, rng: np.random.Generator) -> np.ndarray:
     if lengths.is_exponential:
         return np.ceil(rng.exponential(lengths.low, count)).astype(np.int64).clip(1)
     return rng.integers(lengths.low, lengths.high or lengths.low, count, endpoint=True)

@@ -18,7 +18,7 @@ import math
 from collections.abc import Sequence
 
 from cluster.planner.memory import ModelShard
-from secateur.plan import CostTable, DraftCosts, Hardware, VerifyCosts
+from secateur.plan import CostTable, DraftCostTable, Hardware, VerifyCostTable
 from workers.config import EngineConfig
 
 _REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -34,7 +34,7 @@ def cost_table(config: EngineConfig, shards: Sequence[ModelShard], hardware: Har
         hardware=hardware.name,
         model=config.model_path,
         drafter=config.draft.method if config.draft else "",
-        verify=VerifyCosts(
+        verify=VerifyCostTable(
             rows=rows,
             ms=tuple(forward_ms(target, n, ranks, hardware) for n in rows),
             kv_token_ms=kv_token_ms(target, hardware),
@@ -54,7 +54,7 @@ def _table_rows(shard: ModelShard, hardware: Hardware) -> tuple[float, ...]:
     return tuple(sorted({1.0, *powers, *(max(2.0, factor * knee) for factor in (1, 2, 4))}))
 
 
-def _draft_costs(config: EngineConfig, shard: ModelShard, hardware: Hardware) -> DraftCosts:
+def _draft_costs(config: EngineConfig, shard: ModelShard, hardware: Hardware) -> DraftCostTable:
     """A tree of n nodes is taken to be as deep as it may: best-first trees of a batch nearly are. The first level is
     fed what the last step committed, about two rows a request; the others share the nodes evenly."""
     assert config.draft is not None
@@ -64,7 +64,7 @@ def _draft_costs(config: EngineConfig, shard: ModelShard, hardware: Hardware) ->
         first = forward_ms(shard, 2 * requests, ranks, hardware)
         return first + (depth - 1) * forward_ms(shard, requests * nodes / depth, ranks, hardware)
 
-    return DraftCosts(
+    return DraftCostTable(
         requests=_REQUESTS,
         nodes=_NODES,
         ms=tuple(tuple(grow_ms(r, n, d) for n, d in zip(_NODES, levels, strict=True)) for r in _REQUESTS),

@@ -20,7 +20,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.config import HTTP_PROTOCOLS
 
-from secateur.protocol import REQUEST_ID_HEADER, ErrorResponse
+from secateur.responses import REQUEST_ID_HEADER, ErrorResponse
 
 logger = logging.getLogger("ray.serve")
 

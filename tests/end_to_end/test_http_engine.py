@@ -14,7 +14,7 @@ from cluster.http.tokenizer import Tokenizer
 from cluster.local_service import local_service
 from secateur import Client
 from secateur.config import EngineArgs
-from secateur.protocol import CompletionResponse
+from secateur.responses import CompletionResponse
 
 pytestmark = pytest.mark.slow
 

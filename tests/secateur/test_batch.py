@@ -19,10 +19,11 @@ import pytest
 
 from secateur import batch_output
 from secateur.batch import BatchSummary, _progress_bar, read_job, run_batch, run_batch_async
+from secateur.batch_lines import BatchInputLine, BatchOutputLine
 from secateur.batch_output import digest_of, digests_path, open_output, superseded_path
 from secateur.client import AsyncClient
 from secateur.errors import APIConnectionError, AuthenticationError, BatchError
-from secateur.protocol import BatchInputLine, BatchOutputLine, CompletionChoice, CompletionResponse, ModelList, Usage
+from secateur.responses import CompletionChoice, CompletionResponse, ModelList, Usage
 
 pytestmark = pytest.mark.filterwarnings("error::UserWarning")
 ROOT = Path(__file__).parents[2]

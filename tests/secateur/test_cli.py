@@ -21,7 +21,7 @@ from secateur.client import Client
 from secateur.config import EngineArgs
 from secateur.errors import ConfigError
 from secateur.flags import ENGINE_FLAGS, SERVER_FLAGS, engine_args_from
-from secateur.protocol import (
+from secateur.responses import (
     SSE_DONE,
     AssistantMessage,
     ChatChoice,

@@ -11,11 +11,11 @@ from email.utils import formatdate
 import httpx2
 import pytest
 
-from secateur import errors, exchange
+from secateur import client_http, errors
 from secateur.client import AsyncClient, Client
+from secateur.client_http import Retry
 from secateur.config import Speculative
-from secateur.exchange import Retry
-from secateur.protocol import (
+from secateur.responses import (
     SSE_DONE,
     AssistantMessage,
     ChatChoice,
@@ -217,7 +217,7 @@ def test_an_error_that_is_no_openai_error_is_still_told(text):
 def test_an_error_says_what_the_service_said_or_what_its_status_means(text, says):
     response = httpx2.Response(503, text=text, request=httpx2.Request("GET", "http://h"))
     with pytest.raises(errors.ServiceUnavailableError, match=says):
-        exchange.read(exchange.models_call(), response)
+        client_http.read(client_http.models_call(), response)
 
 
 def test_an_answer_that_is_none_is_an_error():
@@ -288,12 +288,12 @@ def test_a_wait_too_long_is_left_to_the_caller():
 
 
 def test_a_retry_after_may_be_a_date():
-    seconds = exchange.retry_after({"retry-after": formatdate(time.time() + 30, usegmt=True)})
+    seconds = client_http.retry_after({"retry-after": formatdate(time.time() + 30, usegmt=True)})
     assert seconds is not None and 27 <= seconds <= 30
-    assert exchange.retry_after({"retry-after": formatdate(time.time() - 30, usegmt=True)}) == 0.0
-    assert exchange.retry_after({"retry-after": "-5"}) == 0.0
-    assert exchange.retry_after({"retry-after": "soon"}) is None
-    assert exchange.retry_after({}) is None
+    assert client_http.retry_after({"retry-after": formatdate(time.time() - 30, usegmt=True)}) == 0.0
+    assert client_http.retry_after({"retry-after": "-5"}) == 0.0
+    assert client_http.retry_after({"retry-after": "soon"}) is None
+    assert client_http.retry_after({}) is None
 
 
 # -- streams ---------------------------------------------------------------------------------------------------------
@@ -324,7 +324,7 @@ def test_an_error_inside_a_stream_is_raised():
 
 @pytest.mark.parametrize("text", ["a\u2028b", "a\x85b", "a\r\nb\x0cc", "é😀"])
 def test_any_character_survives_a_stream_cut_anywhere(text):
-    events = exchange.Events(exchange.stream_complete_call("x", {}))
+    events = client_http.Events(client_http.stream_complete_call("x", {}))
     wire = (CompletionChunk(model="m", choices=[CompletionChoice(text=text)]).sse() + SSE_DONE).encode()
     chunks = [chunk for at in range(len(wire)) for chunk in events.feed(wire[at : at + 1])]
     assert [chunk.text for chunk in chunks] == [text] and events.done
@@ -342,7 +342,7 @@ WIRE_TEXTS = ["a\u2028b", "c\r\nd", "e"]
 
 
 def read_events(*reads: bytes) -> list[str]:
-    events = exchange.Events(exchange.stream_complete_call("x", {}))
+    events = client_http.Events(client_http.stream_complete_call("x", {}))
     texts = [chunk.text for data in reads for chunk in events.feed(data)]
     events.end()
     return texts
@@ -371,7 +371,7 @@ def test_a_streams_lines_may_each_end_as_they_like():
 
 
 def test_an_event_that_ends_with_a_lone_cr_is_there_before_the_next_read():
-    events = exchange.Events(exchange.stream_complete_call("x", {}))
+    events = client_http.Events(client_http.stream_complete_call("x", {}))
     first = WIRE[: WIRE.index(b"\n\n")]
     assert [chunk.text for chunk in events.feed(first + b"\r\r")] == WIRE_TEXTS[:1]
     assert [chunk.text for chunk in events.feed(b"\n" + first + b"\r\n\r")] == WIRE_TEXTS[:1]

@@ -16,7 +16,7 @@ import pytest
 
 from secateur import NOT_INSTALLED, __version__, cli
 from secateur.cli import checks
-from secateur.protocol import SSE_DONE, CompletionChoice, CompletionChunk, ModelCard, ModelList, Usage
+from secateur.responses import SSE_DONE, CompletionChoice, CompletionChunk, ModelCard, ModelList, Usage
 
 ROOT = Path(__file__).parents[2]
 LACKING = ["torch", "transformers", "numpy", "safetensors", "msgpack", "jinja2", "huggingface_hub", "tokenizers"]

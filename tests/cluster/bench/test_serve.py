@@ -21,7 +21,7 @@ from cluster.http.tokenizer import Tokenizer
 from secateur import cli
 from secateur.bench import ServePlan
 from secateur.errors import ConfigError, SecateurError
-from secateur.prompts import BUNDLED_PROMPTS, Prompt
+from secateur.prompts import BUNDLED_PROMPTS, BenchPrompt
 from tests.support.fake_service import FakeService, fake_service
 
 PLAN = ServePlan(goodput_ttft_ms=200.0, goodput_tpot_ms=100.0)
@@ -74,7 +74,7 @@ def test_arrivals_follow_the_rate_and_repeat_with_the_seed(monkeypatch: pytest.M
     monkeypatch.setattr(serve.asyncio, "sleep", sleep)
     monkeypatch.setattr(serve, "_ask", ask)
     client = serve._Client("http://127.0.0.1:1", None, {"seed": 0, "cache_salt": ""})
-    asked = [Prompt("a", None)] * 4000
+    asked = [BenchPrompt("a", None)] * 4000
     assert len(asyncio.run(serve._open(client, asked, 50.0, 3))) == 4000
     first, waits[:] = list(waits), []
     asyncio.run(serve._open(client, asked, 50.0, 3))

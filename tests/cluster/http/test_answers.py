@@ -22,7 +22,7 @@ from cluster.http.logprobs import chat_logprobs, completion_logprobs
 from cluster.http.output_processor import ScoredToken
 from cluster.http.request_params import derive_seed
 from cluster.http.tokenizer import Tokenizer
-from secateur.protocol import ChatCompletionChunk, ChatCompletionResponse
+from secateur.responses import ChatCompletionChunk, ChatCompletionResponse
 from tests.support.fake_engine import STATS
 from tests.support.fake_service import ANSWER, FakeService, error_of, fake_service, stream, wait_for
 from tests.support.tokenizer_kinds import Kind, gemma, llama, load

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cluster.http.request_params import BadRequest, RequestLimits, SeedSource, derive_seed, further_answer, submit_from
-from secateur.protocol import ChatCompletionRequest, CompletionRequest
+from secateur.requests import ChatCompletionRequest, CompletionRequest
 from workers.comm.ipc import Speculation, Submit
 from workers.types import Constraints
 

@@ -14,7 +14,7 @@ from cluster.planner.acceptance import TYPICAL, acceptance_curve, best_lengths
 from cluster.planner.cost_model import CostModel
 from cluster.planner.predict import Predictor, best, schedule
 from secateur.errors import ConfigError
-from secateur.plan import AcceptancePoint, AcceptanceTable, CostTable, DraftCosts, VerifyCosts, read_acceptance
+from secateur.plan import AcceptancePoint, AcceptanceTable, CostTable, DraftCostTable, VerifyCostTable, read_acceptance
 from tests.support.engines import STATIC_PATHS
 from workers.config import AcceptanceConfig, DraftConfig, TreeConfig
 
@@ -134,8 +134,8 @@ def random_costs(rng: random.Random) -> CostModel:
     lines = ((1.0, 2.0, 4.0), (1.5, 3.0, 9.0))
     return CostModel(
         CostTable(
-            verify=VerifyCosts(rows=(1, 16, 64, 256), ms=(ms[0] + 1, ms[1] + 1, ms[2] + 1, 4 * ms[3] + 1)),
-            draft=DraftCosts(requests=(1, 8), nodes=(1, 8, 24), ms=lines, transfer_ms=lines),
+            verify=VerifyCostTable(rows=(1, 16, 64, 256), ms=(ms[0] + 1, ms[1] + 1, ms[2] + 1, 4 * ms[3] + 1)),
+            draft=DraftCostTable(requests=(1, 8), nodes=(1, 8, 24), ms=lines, transfer_ms=lines),
             host_ms=rng.random(),
         )
     )
@@ -155,9 +155,9 @@ def test_the_chosen_budget_is_the_best_of_all(seed: int) -> None:
 
 def test_free_rows_are_used_up_and_dear_ones_left_alone() -> None:
     def costs(row_ms: float) -> CostModel:
-        verify = VerifyCosts(rows=(1, 2), ms=(10.0, 10.0 + row_ms))
+        verify = VerifyCostTable(rows=(1, 2), ms=(10.0, 10.0 + row_ms))
         grid = ((0.0, 0.0),)
-        draft = DraftCosts(requests=(1,), nodes=(1, 63), ms=grid, transfer_ms=grid)
+        draft = DraftCostTable(requests=(1,), nodes=(1, 63), ms=grid, transfer_ms=grid)
         return CostModel(CostTable(verify=verify, draft=draft))
 
     lengths = best_lengths([[0.6, 0.2]] * 6)
@@ -168,9 +168,9 @@ def test_free_rows_are_used_up_and_dear_ones_left_alone() -> None:
 
 
 def test_throughput_is_counted_per_request_and_device() -> None:
-    verify = VerifyCosts(rows=(1, 2), ms=(10.0, 10.0))
+    verify = VerifyCostTable(rows=(1, 2), ms=(10.0, 10.0))
     grid = ((5.0,),)
-    draft = DraftCosts(requests=(1,), nodes=(4,), ms=grid, transfer_ms=grid)
+    draft = DraftCostTable(requests=(1,), nodes=(4,), ms=grid, transfer_ms=grid)
     found = Predictor(CostModel(CostTable(verify=verify, draft=draft)), np.full(64, 3.0), num_devices=2)(8, 4, 0)
     assert found.step.ms == 20 and found.tokens_per_step == 4
     assert math.isclose(found.tokens_per_second, 8 * 4 / 0.02)

@@ -28,7 +28,7 @@ from cluster.planner.report import run
 from cluster.planner.roofline import cost_table, forward_ms
 from secateur.config import EngineArgs
 from secateur.errors import ConfigError
-from secateur.plan import HARDWARE, CostTable, DraftCosts, Hardware, PlanRequest, VerifyCosts
+from secateur.plan import HARDWARE, CostTable, DraftCostTable, Hardware, PlanRequest, VerifyCostTable
 from tests.support import checkpoints
 from tests.support.engines import BUNDLED, DYNAMIC, bundled
 from verifier.hidden_states import max_buffered_states
@@ -36,7 +36,7 @@ from workers.config import DraftConfig, EngineConfig
 from workers.models.readers import read_spec
 
 TABLE = CostTable(
-    verify=VerifyCosts(
+    verify=VerifyCostTable(
         rows=(1, 5, 9, 17),
         ms=(10, 10, 12, 20),
         request_ms=0.5,
@@ -45,7 +45,7 @@ TABLE = CostTable(
         tree_ms=0.75,
         tree_request_ms=0.125,
     ),
-    draft=DraftCosts(
+    draft=DraftCostTable(
         requests=(1, 4),
         nodes=(2, 8),
         ms=((3, 6), (6, 15)),
@@ -167,9 +167,9 @@ def test_within_a_table_more_of_anything_never_takes_less() -> None:
         rows = tuple(sorted(rng.sample(range(1, 400), 4)))
         few = sorted(rng.random() for _ in range(3))
         lines = (tuple(few), tuple(sorted(ms + rng.random() for ms in few)))
-        draft = DraftCosts(requests=(1, 6), nodes=(1, 4, 16), ms=lines, transfer_ms=lines)
+        draft = DraftCostTable(requests=(1, 6), nodes=(1, 4, 16), ms=lines, transfer_ms=lines)
         ms = tuple(sorted(rng.random() for _ in rows))
-        costs = CostModel(CostTable(verify=VerifyCosts(rows=rows, ms=ms, kv_token_ms=rng.random()), draft=draft))
+        costs = CostModel(CostTable(verify=VerifyCostTable(rows=rows, ms=ms, kv_token_ms=rng.random()), draft=draft))
         batch, nodes, context = rng.randint(1, 5), rng.randint(1, 15), rng.randint(0, 99)
         here = costs.decode(batch, nodes, context).ms
         for more in ((batch + 1, nodes, context), (batch, nodes + 1, context), (batch, nodes, context + 1)):

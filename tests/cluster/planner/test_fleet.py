@@ -13,11 +13,11 @@ import pytest
 from cluster.planner.cost_model import CostModel, PrefillChunk
 from cluster.planner.fleet import Fleet, Load, ReplicaSpec, simulate
 from secateur.errors import ConfigError
-from secateur.plan import Arrival, CostTable, DraftCosts, Lengths, VerifyCosts
+from secateur.plan import Arrival, CostTable, DraftCostTable, LengthDistribution, VerifyCostTable
 
 GRID = ((2.0, 4.0), (3.0, 8.0))
 TABLE = CostTable(
-    verify=VerifyCosts(
+    verify=VerifyCostTable(
         rows=(1, 64, 512),
         ms=(5, 6, 40),
         request_ms=0.05,
@@ -26,7 +26,7 @@ TABLE = CostTable(
         tree_ms=0.7,
         tree_request_ms=0.1,
     ),
-    draft=DraftCosts(
+    draft=DraftCostTable(
         requests=(1, 8), nodes=(1, 16), ms=GRID, transfer_ms=GRID, kv_token_ms=(1e-4, 1e-3), prompt_token_ms=0.01
     ),
     host_ms=0.5,
@@ -41,11 +41,11 @@ def replica(table: CostTable = TABLE, nodes: list[int] | None = None, **more: ob
 
 def flat(step_ms: float) -> CostTable:
     """Every step takes the same, whatever it holds."""
-    return CostTable(verify=VerifyCosts(rows=(1, 2), ms=(step_ms, step_ms)))
+    return CostTable(verify=VerifyCostTable(rows=(1, 2), ms=(step_ms, step_ms)))
 
 
 def poisson(rate: float, count: int, prompt: str = "exp:60", output: str = "exp:30", seed: int = 0) -> Load:
-    return Load.poisson(rate, count, Lengths.parse(prompt), Lengths.parse(output), seed)
+    return Load.poisson(rate, count, LengthDistribution.parse(prompt), LengthDistribution.parse(output), seed)
 
 
 # -- the twin --------------------------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ def test_whoever_comes_first_on_a_replica_is_first_to_start(busy_fleet: Fleet) -
 @pytest.mark.parametrize("rate", [1.0, 50.0, 5000.0])
 def test_work_is_the_same_however_it_is_batched(rate: float) -> None:
     """Where only rows cost, a row for each prompt token and each further output token."""
-    by_row = CostTable(verify=VerifyCosts(rows=(1, 2), ms=(1.0, 2.0)))
+    by_row = CostTable(verify=VerifyCostTable(rows=(1, 2), ms=(1.0, 2.0)))
     load = poisson(rate, 500)
     found = simulate(load, replica(by_row), 3)
     assert found.busy_seconds == pytest.approx(1e-3 * (load.prompt_J.sum() + (load.output_J - 1).sum()))
@@ -253,7 +253,7 @@ def test_luck_spreads_answers_and_favours_nobody() -> None:
 
 def flat_with_drafts() -> CostTable:
     grid = ((0.0,),)
-    draft = DraftCosts(requests=(1,), nodes=(5,), ms=grid, transfer_ms=grid)
+    draft = DraftCostTable(requests=(1,), nodes=(5,), ms=grid, transfer_ms=grid)
     return flat(1.0).model_copy(update={"draft": draft})
 
 

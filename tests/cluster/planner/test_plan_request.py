@@ -15,7 +15,7 @@ from secateur.errors import ConfigError
 from secateur.plan import (
     HARDWARE,
     CostTable,
-    Lengths,
+    LengthDistribution,
     PlanRequest,
     read_acceptance,
     read_costs,
@@ -87,13 +87,13 @@ def test_a_trace_replaces_rate_and_lengths(tmp_path: Path) -> None:
     [("512", 512, None, False), ("64-512", 64, 512, False), ("exp:90", 90, None, True)],
 )
 def test_lengths(text: str, low: int, high: int | None, is_exponential: bool) -> None:
-    assert Lengths.parse(text) == Lengths(low=low, high=high, is_exponential=is_exponential)
+    assert LengthDistribution.parse(text) == LengthDistribution(low=low, high=high, is_exponential=is_exponential)
 
 
 @pytest.mark.parametrize("text", ["", "0", "-5", "5-", "5-4", "exp:", "exp:3-4", "log:5", "1.5", "exp5"])
 def test_lengths_that_are_none(text: str) -> None:
     with pytest.raises(ValueError, match=r"write 512, 64-512 or exp:512 tokens|must be at least 1"):
-        Lengths.parse(text)
+        LengthDistribution.parse(text)
 
 
 # -- files -----------------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from cluster.planner.profile import (
     watch,
 )
 from secateur.errors import SecateurError
-from secateur.plan import CostTable, DraftCosts, VerifyCosts
+from secateur.plan import CostTable, DraftCostTable, VerifyCostTable
 from tests.support import clockwork
 from tests.support.engines import DYNAMIC, bundled, prompts
 from workers.comm.ipc import EngineStats, Submit
@@ -56,7 +56,7 @@ def test_least_squares_without_negative_prices_are_scipy_s(seed: int) -> None:
 def truth() -> CostTable:
     ms = ((3.0, 6.0, 9.0), (4.0, 8.0, 14.0), (5.0, 11.0, 20.0))
     return CostTable(
-        verify=VerifyCosts(
+        verify=VerifyCostTable(
             rows=(1, 8, 32, 512),
             ms=(10, 10.7, 15, 110),
             request_ms=0.2,
@@ -65,7 +65,7 @@ def truth() -> CostTable:
             tree_ms=3.0,
             tree_request_ms=0.5,
         ),
-        draft=DraftCosts(
+        draft=DraftCostTable(
             requests=(1, 4, 8),
             nodes=(1, 4, 16),
             ms=ms,

@@ -7,36 +7,40 @@ import openai.types.chat
 import pytest
 from pydantic import BaseModel, ValidationError
 
+from secateur.batch_lines import BatchOutputLine
 from secateur.errors import ConfigError, Problem
-from secateur.protocol import (
+from secateur.requests import (
     UNSUPPORTED,
+    ChatCompletionRequest,
+    ChatMessage,
+    CompletionRequest,
+    ContentPart,
+    DetokenizeRequest,
+    SamplingRequest,
+    StreamOptions,
+    TokenizeRequest,
+)
+from secateur.responses import (
     AssistantMessage,
-    BatchOutputLine,
     ChatChoice,
     ChatChunkChoice,
     ChatCompletionChunk,
-    ChatCompletionRequest,
     ChatCompletionResponse,
     ChatDelta,
     ChatLogprobs,
     CompletionChoice,
     CompletionChunk,
     CompletionLogprobs,
-    CompletionRequest,
     CompletionResponse,
-    DetokenizeRequest,
     ErrorResponse,
     ModelCard,
     ModelList,
-    SamplingRequest,
     SpeculativeStats,
-    TokenizeRequest,
     TokenizeResponse,
     TokenLogprob,
     TopLogprob,
     Usage,
 )
-from secateur.requests import ChatMessage, ContentPart, StreamOptions
 from secateur.schema import problems_of
 from secateur.speculative import Speculative
 

@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 import httpx2
 from pydantic import BaseModel, ValidationError
 
-from secateur import errors, protocol
+from secateur import errors, responses
 
 Model = TypeVar("Model", bound=BaseModel)
 Messages = str | list[dict[str, Any]]
@@ -40,37 +40,37 @@ class Call(Generic[Model]):
     headers: dict[str, str] = field(default_factory=dict)
 
 
-def complete_call(prompt: Any, params: Mapping[str, Any]) -> Call[protocol.CompletionResponse]:
-    return _generation("/v1/completions", protocol.CompletionResponse, {"prompt": prompt}, params, stream=False)
+def complete_call(prompt: Any, params: Mapping[str, Any]) -> Call[responses.CompletionResponse]:
+    return _generation("/v1/completions", responses.CompletionResponse, {"prompt": prompt}, params, stream=False)
 
 
-def stream_complete_call(prompt: Any, params: Mapping[str, Any]) -> Call[protocol.CompletionChunk]:
-    return _generation("/v1/completions", protocol.CompletionChunk, {"prompt": prompt}, params, stream=True)
+def stream_complete_call(prompt: Any, params: Mapping[str, Any]) -> Call[responses.CompletionChunk]:
+    return _generation("/v1/completions", responses.CompletionChunk, {"prompt": prompt}, params, stream=True)
 
 
-def chat_call(messages: Messages, params: Mapping[str, Any]) -> Call[protocol.ChatCompletionResponse]:
+def chat_call(messages: Messages, params: Mapping[str, Any]) -> Call[responses.ChatCompletionResponse]:
     return _generation(
-        "/v1/chat/completions", protocol.ChatCompletionResponse, {"messages": _turns(messages)}, params, stream=False
+        "/v1/chat/completions", responses.ChatCompletionResponse, {"messages": _turns(messages)}, params, stream=False
     )
 
 
-def stream_chat_call(messages: Messages, params: Mapping[str, Any]) -> Call[protocol.ChatCompletionChunk]:
+def stream_chat_call(messages: Messages, params: Mapping[str, Any]) -> Call[responses.ChatCompletionChunk]:
     return _generation(
-        "/v1/chat/completions", protocol.ChatCompletionChunk, {"messages": _turns(messages)}, params, stream=True
+        "/v1/chat/completions", responses.ChatCompletionChunk, {"messages": _turns(messages)}, params, stream=True
     )
 
 
-def models_call() -> Call[protocol.ModelList]:
-    return Call(path="/v1/models", reads=protocol.ModelList, method="GET")
+def models_call() -> Call[responses.ModelList]:
+    return Call(path="/v1/models", reads=responses.ModelList, method="GET")
 
 
-def tokenize_call(prompt: Messages, params: Mapping[str, Any]) -> Call[protocol.TokenizeResponse]:
+def tokenize_call(prompt: Messages, params: Mapping[str, Any]) -> Call[responses.TokenizeResponse]:
     content = {"prompt": prompt} if isinstance(prompt, str) else {"messages": prompt}
-    return Call(path="/tokenize", reads=protocol.TokenizeResponse, body={**content, **_given(params)})
+    return Call(path="/tokenize", reads=responses.TokenizeResponse, body={**content, **_given(params)})
 
 
-def detokenize_call(tokens: list[int]) -> Call[protocol.DetokenizeResponse]:
-    return Call(path="/detokenize", reads=protocol.DetokenizeResponse, body={"tokens": tokens})
+def detokenize_call(tokens: list[int]) -> Call[responses.DetokenizeResponse]:
+    return Call(path="/detokenize", reads=responses.DetokenizeResponse, body={"tokens": tokens})
 
 
 def _generation(
@@ -80,7 +80,7 @@ def _generation(
         raise TypeError("stream is chosen by the method: use stream_complete or stream_chat")
     given = _given(params)
     request_id = given.get("request_id")
-    headers = {protocol.REQUEST_ID_HEADER: str(request_id)} if request_id else {}
+    headers = {responses.REQUEST_ID_HEADER: str(request_id)} if request_id else {}
     return Call(path=path, reads=reads, body={**content, **given, "stream": stream}, headers=headers)
 
 
@@ -118,7 +118,7 @@ def read(call: Call[Model], response: httpx2.Response) -> Model:
 
 def warn_of_ignored(headers: Mapping[str, str]) -> None:
     """A misspelt parameter is answered like one that was left out; only a header tells."""
-    if names := headers.get(protocol.IGNORED_HEADER):
+    if names := headers.get(responses.IGNORED_HEADER):
         warnings.warn(f"the service ignored {names}: unknown to it, or without effect", stacklevel=2)
 
 
