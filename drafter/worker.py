@@ -1,4 +1,4 @@
-"""One drafter process: answers every DraftRequest with trees; keeps no state of a request but its KV pages.
+"""One drafter process: answers every DraftRequest with trees. Its only per-request state is the KV pages.
 
 Drafter 0 talks to verifier 0; with draft tensor parallelism it passes each request on to its peers, and all ranks grow
 the same trees from the same gathered logits.
@@ -19,6 +19,7 @@ from drafter.proposers.base import (
     decoder_tree_graphs,
     head_graphs,
     head_tree_graphs,
+    root_rows,
 )
 from drafter.proposers.eagle import FcHead
 from drafter.proposers.eagle3 import Eagle3Head
@@ -45,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 
 def run(config: EngineConfig, specs: Specs, rank: int, store_address: str) -> None:
-    """Drafts until verifier 0 says stop. Raises what ended it early, e.g. PeerLost."""
+    """Serve draft requests until verifier 0 sends STOP; errors such as PeerLost end it early."""
     assert config.draft is not None
     world = groups.join(config, rank, store_address)
     logger.info("%s: joined a world of %d", world.role, config.world_size)
@@ -54,17 +55,17 @@ def run(config: EngineConfig, specs: Specs, rank: int, store_address: str) -> No
     proposer = _load(world, specs, kernels)
     is_hybrid, policy = config.draft.acceptance.sample_method == "hybrid", make_tree_policy(config.draft.tree)
     report: dict[str, str | int] = {}
+    for graphs in (proposer.graphs, proposer.tree_graphs):
+        if graphs is not None:
+            report |= graphs.report
+            logger.info("%s: captured CUDA graphs: %s", world.role, graphs.report)
     if not isinstance(proposer, NgramProposer):
-        for graphs in (proposer.graphs, proposer.tree_graphs):
-            if graphs is not None:
-                report |= graphs.report
-                logger.info("%s: captured graphs, %s", world.role, graphs.report)
         for request in warm_up_requests(config, proposer.width):
             draft(request, proposer, policy, is_hybrid=is_hybrid, kernels=kernels)
     world.gather_topology(report)
     freeze_start_up()
     _serve(world, proposer, policy, is_hybrid, kernels)
-    if not isinstance(proposer, NgramProposer) and proposer.graphs is not None:
+    if proposer.graphs is not None:
         proposer.graphs.release()
     groups.leave()
     logger.info("%s: stopped", world.role)
@@ -84,7 +85,7 @@ def _serve(world: World, proposer: Proposer, policy: TreePolicy, is_hybrid: bool
 
 
 def _next_message(world: World) -> Received:
-    """Verifier 0's next message, on every drafter rank."""
+    """Receive verifier 0's next message, on every drafter rank."""
     if world.link is None:
         assert world.peers is not None
         return world.peers.receive()
@@ -105,16 +106,14 @@ def _next_message(world: World) -> Received:
 def draft(
     request: DraftRequest, proposer: Proposer, policy: TreePolicy, *, is_hybrid: bool = False, kernels: Kernels = TORCH
 ) -> DraftReply:
-    """Feeds the new rows and grows one tree for each request that wants one."""
+    """Feed the new rows and grow one tree for each request that wants one."""
     began = time.perf_counter()
     roots = proposer.extend(request)
     growing = request.num_nodes_B > 0
-    last_row_G = (request.offsets[1:] - 1)[growing].long()
-    root_position_B = request.start_B + request.offsets.diff() - 1
     grown = grow(
         roots,
-        request.token_M[last_row_G].numpy(),
-        (root_position_B[growing] + 1).long().numpy(),
+        request.token_M[root_rows(request)].numpy(),
+        (request.start_B + request.offsets.diff())[growing].long().numpy(),
         limits=GrowLimits(
             num_nodes_B=request.num_nodes_B[growing].numpy(),
             max_depth_B=request.max_depth_B[growing].numpy(),
@@ -144,12 +143,15 @@ def draft(
 
 
 def warm_up_requests(config: EngineConfig, width: int) -> list[DraftRequest]:
-    """A tree of every kind of node on the null page, which nobody reads: most of what is loaded and compiled when it is
-    first used is there before somebody waits for it. width: of the features; 0 = none."""
+    """Return requests for a tree of every kind of node on the null page, whose contents are never read.
+
+    Drafting them loads and compiles most of what is loaded or compiled on first use, before a real request waits for
+    it. width: of the features; 0 = none.
+    """
     assert config.draft is not None
     tree = config.draft.tree
     num_pages = config.pages_for(2)
-    zero_1, none = torch.zeros(1), torch.zeros(1, dtype=torch.int32)
+    no_threshold_1, zero_1 = torch.zeros(1), torch.zeros(1, dtype=torch.int32)
     costs = DraftCosts(
         nodes_T=torch.tensor([0, tree.num_speculative_tokens], dtype=torch.int32),
         verify_ms_T=torch.ones(2),
@@ -160,15 +162,15 @@ def warm_up_requests(config: EngineConfig, width: int) -> list[DraftRequest]:
     return [
         DraftRequest(
             offsets=torch.tensor([0, 1], dtype=torch.int32),
-            start_B=none + 1,
-            token_M=none,
-            page_table_BP=none.expand(1, num_pages).contiguous(),
-            rule_B=none + rule.value,
-            auto_B=none + tree.prune.auto,
-            num_nodes_B=none + tree.num_speculative_tokens,
-            max_depth_B=none + tree.longest_path,
-            min_prob_B=zero_1,
-            path_prob_B=zero_1,
+            start_B=zero_1 + 1,
+            token_M=zero_1,
+            page_table_BP=zero_1.expand(1, num_pages).contiguous(),
+            rule_B=zero_1 + rule.value,
+            auto_B=zero_1 + tree.prune.auto,
+            num_nodes_B=zero_1 + tree.num_speculative_tokens,
+            max_depth_B=zero_1 + tree.longest_path,
+            min_prob_B=no_threshold_1,
+            path_prob_B=no_threshold_1,
             constraints_U=pack_logits_states([None]),
             sampling=SamplingBatch.stack([sampling]),
             costs=costs if tree.prune.auto else None,
@@ -184,35 +186,35 @@ def warm_up_requests(config: EngineConfig, width: int) -> list[DraftRequest]:
 
 @torch.inference_mode()
 def prefetch_noise(request: DraftRequest, vocab: DraftVocabulary, device: torch.device) -> None:
-    """While the target verifies: the noise that the next trees will read, wherever their roots come to stand."""
+    """Compute the noise that the next trees will read, wherever their roots will be, while the target verifies."""
     noisy = (request.num_nodes_B > 0) & (request.rule_B == Rule.COUPLED) & (request.sampling.temperature_B > 0)
     root_index_B = request.start_B + request.offsets.diff()
-    # The next root is at most a tree's depth and one token further on, and its tree as deep again.
+    # The next root is at most a tree's depth and one token further on; its tree may be as deep again.
     counts = 2 * request.max_depth_B + 1
     seeds, first, num = (values_B[noisy].tolist() for values_B in (request.sampling.seed_B, root_index_B, counts))
     vocab.noise.prepare(seeds, first, num, device)
 
 
 def _logits_states(constraints_U: Tensor, growing: Tensor) -> dict[int, LogitsState]:
-    """The constrained requests by their place among the growing ones."""
-    place_B = growing.cumsum(0) - 1
+    """Return the state of each constrained request, by its index among the growing ones."""
+    index_B = growing.cumsum(0) - 1
     return {
-        int(place_B[b]): logits_state for b, logits_state in unpack_logits_states(constraints_U).items() if growing[b]
+        int(index_B[b]): logits_state for b, logits_state in unpack_logits_states(constraints_U).items() if growing[b]
     }
 
 
 def _load(world: World, specs: Specs, kernels: Kernels) -> FeatureProposer | DraftModelProposer | NgramProposer:
-    """This rank's proposer with a KV pool of the agreed number of pages."""
+    """Load this rank's proposer, with a KV pool of the number of pages that all ranks agree on."""
     config, draft, spec = world.config, world.config.draft, specs.draft
     assert draft is not None
     dtype = getattr(torch, config.dtype)
     has_graphs = can_capture(kernels, world.device, config.enforce_eager)
-    # Only `auto` grows dynamic trees at once. Ranks of a group would have to capture their collectives too.
+    # Tree graphs serve dynamic trees under `auto`. With tensor parallelism they would have to capture collectives.
     has_tree_graphs = has_graphs and draft.tree.kind == "dynamic" and world.tp.size == 1
     match spec:
         case Eagle3Spec() | FcHeadSpec():
-            where = draft.model_path, config.model_path, world.tp, world.device, dtype, kernels
-            head = Eagle3Head.load(spec, *where) if isinstance(spec, Eagle3Spec) else FcHead.load(spec, *where)
+            location = draft.model_path, config.model_path, world.tp, world.device, dtype, kernels
+            head = Eagle3Head.load(spec, *location) if isinstance(spec, Eagle3Spec) else FcHead.load(spec, *location)
             kv = head.new_kv_pool(agree_on_pages(world, head.bytes_per_slot) * config.page_size)
             graphs = head_graphs(head, kv, config) if has_graphs else None
             tree_graphs = head_tree_graphs(head, kv, config) if has_tree_graphs else None

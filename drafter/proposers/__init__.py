@@ -1,1 +1,1 @@
-"""What proposes tokens: draft models, EAGLE heads, multi-token prediction, n-gram lookup."""
+"""Proposers of draft tokens: draft models, EAGLE heads, multi-token prediction, n-gram lookup."""

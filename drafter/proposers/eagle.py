@@ -1,12 +1,12 @@
-"""EAGLE-1/2 and multi-token prediction heads: mix a token with the feature before it, run ordinary layers.
+"""EAGLE-1/2 and multi-token prediction heads: fuse a token with the feature before it, then run decoder layers.
 
     FcHead.load(spec, path, target_path, tp=SINGLE, device="cpu", dtype=float32) -> FcHead
         .plan, .forward, .logits, .vocab, .new_kv_pool         as `drafter.proposers.eagle3.Eagle3Head`
 
 Legend: M packed rows, H hidden width (the target's). For a row with token t and feature g:
 
-    x      = fc(concat(norm(embed(t)), norm(g)))       norms and order as in workers.models.fc_head_format
-    out    = norm(layers(x))                           EAGLE: no norm at all
+    x      = fc(concat(norm(embed(t)), norm(g)))       norms and order: see workers.models.fc_head_format
+    out    = norm(layers(x))                           EAGLE has no norm
     logits = lm_head(out);  the feature handed to children is `out`
 
 g is the target's last hidden state, after its final norm, at the token before t; for tree nodes the parent's `out`.
@@ -32,7 +32,7 @@ from workers.models.specs import FcHeadSpec, check_parallel
 
 
 class FcHead(FeatureHead):
-    """One rank's share of a head. Build it with `load`."""
+    """One rank's shard of a head. Build it with `load`."""
 
     def __init__(
         self,
@@ -68,10 +68,11 @@ class FcHead(FeatureHead):
         dtype: torch.dtype = torch.float32,
         kernels: Kernels = TORCH,
     ) -> FcHead:
-        """Read this rank's share of a head; embedding and vocabulary head come from the target where it has none.
+        """Load this rank's shard; a head without its own embedding or vocabulary head uses the target's.
 
         Raises:
-            ValueError: tp.size does not fit the heads; a missing or, under the head's prefix, unknown tensor, named.
+            ValueError: tp.size does not divide the attention heads, or a tensor is missing or, under the head's prefix,
+                unknown.
         """
         layers = spec.layers
         check_parallel(layers, tp.size)
@@ -142,5 +143,5 @@ class FcHead(FeatureHead):
 
 
 def _first(*places: tuple[Weights, str]) -> tuple[Weights, str]:
-    """The first of these tensors that is stored, else the last, whose absence its reader reports."""
+    """Return the first of these tensors that is stored, else the last; loading that one raises the error."""
     return next(((source, name) for source, name in places if source.has(name)), places[-1])

@@ -1,7 +1,7 @@
-"""The EAGLE-3 head: a decoder layer (rarely more) that reads the target's mind and drafts the next token.
+"""The EAGLE-3 head: a decoder layer (rarely more) that drafts the next token from features of the target.
 
     Eagle3Head.load(spec, path, target_path, tp=SINGLE, device="cpu", dtype=float32) -> Eagle3Head        .spec
-        .plan(metadata, page_size) -> AttentionPlan                        slot 0 hidden
+        .plan(metadata, page_size) -> AttentionPlan                        slot 0 masked
         .forward(tokens_M, features_MH, positions_M, plan, kv) -> hidden_MH  the next step's features
         .logits(hidden_MH) -> [M, draft_vocab] float32                     gathered over `tp`
         .vocab                                                             target ids of the draft vocabulary
@@ -16,7 +16,7 @@ Legend: M packed rows, H draft hidden width. For a row with token t and feature 
     logits = lm_head(norm(out));  the feature handed to children is `out`, before `norm`
 
 g is fc(target features of the token before t) for committed tokens, and the parent's own `out` for tree nodes. The
-caller keeps the alignment: the entry for token j lives in KV slot j with rotary position j - 1; slot 0 stays empty.
+caller ensures the alignment: the entry for token j lives in KV slot j with rotary position j - 1; slot 0 stays empty.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from workers.models.specs import Eagle3Spec, check_heads
 
 
 class Eagle3Head(FeatureHead):
-    """One rank's share of an EAGLE-3 head. Build it with `load`."""
+    """One rank's shard of an EAGLE-3 head. Build it with `load`."""
 
     def __init__(
         self,
@@ -80,10 +80,10 @@ class Eagle3Head(FeatureHead):
         dtype: torch.dtype = torch.float32,
         kernels: Kernels = TORCH,
     ) -> Eagle3Head:
-        """Read this rank's share of a head; embedding and vocabulary head come from the target where it has none.
+        """Load this rank's shard; a head without its own embedding or vocabulary head uses the target's.
 
         Raises:
-            ValueError: tp.size does not fit the heads; a missing or unknown tensor, named.
+            ValueError: tp.size does not divide the attention heads, or a tensor is missing or unknown.
         """
         check_heads(spec.num_heads, spec.num_kv_heads, tp.size)
         weights = open_eagle3(path, dtype, device)
@@ -157,7 +157,7 @@ class Eagle3Head(FeatureHead):
 
 
 def _load_vocab_head(weights: Weights, target: Weights, spec: Eagle3Spec, tp: TensorParallel) -> VocabHead:
-    """The head's own lm_head; one with the full vocabulary may share the target's (tied or not)."""
+    """Load the head's own lm_head; a head with the full vocabulary may share the target's (tied or not)."""
     if weights.has("lm_head.weight") or spec.draft_vocab_size != spec.vocab_size:
         source, name = weights, "lm_head.weight"
     else:

@@ -1,7 +1,7 @@
-"""What all heads that read the target's features have in common: their slots, their vocabulary, their place.
+"""The base class of heads that read the target's features.
 
-An entry is a pair, (token j, feature of token j - 1), and lies in KV slot j with rotary position j - 1. Token 0 has no
-feature before it: slot 0 stays empty and hidden.
+An entry is a pair, (token j, feature of token j - 1). It is stored in KV slot j with rotary position j - 1. Token 0 has
+no feature before it, so slot 0 stays empty and masked.
 Legend: M packed rows, V vocabulary, H draft hidden width.
 """
 
@@ -52,23 +52,23 @@ class FeatureHead(ABC):
     def forward(
         self, tokens_M: Tensor, features_MH: Tensor, positions_M: Tensor, plan: AttentionPlan, kv: KVPool
     ) -> Tensor:
-        """One packed pass; writes every row's key and value into `kv`.
+        """Run one packed forward pass and write every row's key and value into `kv`.
 
         Args:
             tokens_M: int32 or int64 target token ids.
-            features_MH: what the target says of the token before each, or the parent's result; any float dtype.
+            features_MH: the target's feature of the token before each row, or the parent's output; any float dtype.
             positions_M: rotary positions, one less than the tokens' own.
 
         Returns:
-            [M, H] features for the rows' children and input of `logits`; equal on every rank.
+            [M, H] features for the rows' children, which `logits` takes too; equal on every rank.
         """
 
     @abstractmethod
     def logits(self, hidden_MH: Tensor) -> Tensor:
-        """float32 [M, draft_vocab] for rows of `forward`'s result, equal on every rank; a collective over `tp`."""
+        """Return float32 [M, draft_vocab] for rows of `forward`'s output, equal on every rank. A collective."""
 
     def plan(self, metadata: AttentionMetadata, page_size: int, into: Any = None) -> AttentionPlan:
-        """Prepare one step's attention, see `Kernels.plan`; slot 0 is hidden."""
+        """Prepare one step's attention, see `Kernels.plan`; slot 0 is masked."""
         return self.kernels.plan(
             metadata,
             page_size,
@@ -82,18 +82,21 @@ class FeatureHead(ABC):
 
     @property
     def bytes_per_slot(self) -> int:
-        """Bytes that one token's entry takes on this rank."""
+        """Bytes of one token's entry on this rank."""
         layers = self._layer_shapes
         return KVPool.bytes_per_slot(layers.num_layers, self.heads.num_kv_heads, layers.head_dim, self.dtype)
 
     def new_kv_pool(self, num_slots: int) -> KVPool:
-        """A pool for this rank's key-value heads; num_slots = pages (the null page included) * page_size."""
+        """Allocate a pool for this rank's key-value heads; num_slots = pages (the null page included) * page_size."""
         layers = self._layer_shapes
         kv_heads = self.heads.num_kv_heads
         return KVPool(layers.num_layers, num_slots, kv_heads, layers.head_dim, self.dtype, self.device)
 
 
 def name_in_target(target: Weights, name: str) -> str:
-    """What a target calls a tensor of its text model, which has a prefix beside vision or audio towers (Gemma-3,
-    Mistral-Small-3.x); `name` itself if it is not stored, which its reader reports."""
+    """Return the name under which a target stores a tensor of its text model.
+
+    Beside vision or audio towers (Gemma-3, Mistral-Small-3.x) the text model has a prefix. A tensor that is not stored
+    keeps its name, and loading it raises the error.
+    """
     return next((stored for stored in target.names() if text_name(stored) == name), name)

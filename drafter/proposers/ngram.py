@@ -1,18 +1,18 @@
-"""N-gram lookup (prompt lookup decoding): drafts by copying what followed the same tokens earlier in the request.
+"""N-gram lookup (prompt lookup decoding): drafts that copy what followed the same tokens earlier in the request.
 
-    find_matches(history_T, lengths) -> Matches          the pure core
-    NgramProposer(...).extend / .expand -> Candidates    a `drafter.proposers.base.Proposer` without a model
+    find_matches(history_T, lengths) -> Matches                the pure core
+    NgramProposer(...).extend / .expand -> NgramCandidates     a `drafter.proposers.base.Proposer` without a model
 
-An occurrence is a place in the history that comes after the same tokens as its end does: `lengths.shortest` to
-`lengths.longest` of them, the longest agreement counts. Occurrences are ordered longest match first, then leftmost. A
-node's candidates are the distinct tokens at its occurrences, in that order; a child keeps the occurrences of its own
-token, each one token further. So a chain of first children copies the leftmost longest match to the end of the history
-(vLLM's `ngram`), and the siblings along it are the other continuations, the rightmost one (its `ngram_gpu`) included.
+A match is a place in the history that follows the same tokens as the history's end: `lengths.min` to `lengths.max` of
+them, where the longest agreement counts. Matches are ordered longest first, then leftmost. A node's candidates are the
+distinct tokens at its matches, in that order; a child keeps the matches of its own token, each advanced by one token.
+So a chain of first children copies the leftmost longest match to the end of the history (vLLM's `ngram`), and the
+siblings along it are the other continuations, including the rightmost one (vLLM's `ngram_gpu`).
 
-Weights: an occurrence of match length n counts 2^n - 1, an unseen token ESCAPE in all, and q is a token's share; the
-depth of a node adds to n. A token weighs at least as much as any that is ordered behind it.
-Memory: the KV pool of this drafter is a pool of token ids on the host, under the same page table as every other pool.
-Legend: T history tokens, P occurrences of all nodes of a level, U their distinct tokens, F nodes, K candidates.
+Weights: a match of length n counts 2^n - 1, all unseen tokens together count ESCAPE, and q is a token's share; the
+depth of a node adds to n. A token weighs at least as much as any that is ordered after it.
+Memory: this drafter's KV pool is a pool of token ids on the host, under the same page table as every other pool.
+Legend: T history tokens, P matches of all nodes of a level, U their distinct tokens, F nodes, K candidates.
 """
 
 from __future__ import annotations
@@ -22,63 +22,63 @@ from typing import NamedTuple
 import numpy as np
 
 from drafter.proposers.base import fed_slots
-from drafter.tree.frontier import Candidates, DraftVocabulary, Frontier
+from drafter.tree.frontier import DraftVocabulary, Frontier, NgramCandidates
 from workers.config import MAX_TREE_NODES
 from workers.types import DraftRequest
 
 ESCAPE = 2.0
-"""Makes a lone match of one token a third, of two .6, of five .94."""
+"""With this value a single match of one token has probability 1/3, of two .6, of five .94."""
 
-_CAPPED_LENGTH = 16  # longer agreements add nothing, and their weights would drown all others
-_TIE = 0.999  # between neighbours of equal weight, so that any sort keeps the order
+_MAX_COUNTED_LENGTH = 16  # longer agreements add nothing, and their weights would drown all others
+_TIE = 0.999  # ratio of neighbours of equal weight, so that any sort keeps the order
 
 
 class MatchLengths(NamedTuple):
-    """Shortest and longest match, in tokens."""
+    """The shortest and longest match, in tokens."""
 
-    shortest: int
-    longest: int
+    min: int
+    max: int
 
 
 class Matches(NamedTuple):
-    """Occurrences of one history's end, in order."""
+    """The matches of one history's end, in order."""
 
     place_P: np.ndarray  # index of the token that follows
     length_P: np.ndarray
 
 
 def find_matches(history_T: np.ndarray, lengths: MatchLengths) -> Matches:
-    """Where the history's last tokens occurred before, with at least one token after them; overlap is allowed.
+    """Find where the history's last tokens occurred before, followed by at least one token; overlap is allowed.
 
     Example: the end of [1, 3, 6, 2, 3, 4, 1, 2, 3] with lengths (1, 2): place [5, 2], length [2, 1].
     """
     size = len(history_T)
     place_P = np.flatnonzero(history_T[:-1] == history_T[-1:]) + 1
     length_P = np.ones_like(place_P)
-    for length in range(2, lengths.longest + 1):
+    for length in range(2, lengths.max + 1):
         longer = np.flatnonzero((length_P == length - 1) & (place_P >= length))
         if not len(longer):
             break
         length_P[longer] += history_T[place_P[longer] - length] == history_T[size - length]
-    place_P, length_P = place_P[length_P >= lengths.shortest], length_P[length_P >= lengths.shortest]
+    place_P, length_P = place_P[length_P >= lengths.min], length_P[length_P >= lengths.min]
     order = np.argsort(-length_P, kind="stable")
     return Matches(place_P[order], length_P[order])
 
 
-class _Level(NamedTuple):
-    """The occurrences of a level's nodes, sorted by node, then in order."""
+class _FrontierMatches(NamedTuple):
+    """The matches of a frontier's nodes, sorted by node, then in order."""
 
     node_code_F: np.ndarray  # ascending, see _code
     node_P: np.ndarray
-    place_P: np.ndarray  # in the histories of all requests, laid end to end
+    place_P: np.ndarray  # in the concatenated histories of all requests
     length_P: np.ndarray
 
 
 class NgramProposer:
-    """Every drafter rank finds the same candidates by itself: nothing is sent, nothing is computed on a device."""
+    """Looks candidates up on the host. Every drafter rank finds the same ones, so ranks exchange nothing."""
 
     BYTES_PER_SLOT = np.dtype(np.int32).itemsize
-    tree_graphs = None
+    graphs = tree_graphs = None
 
     def __init__(self, lengths: MatchLengths, vocab_size: int, num_pages: int, page_size: int) -> None:
         self.vocab = DraftVocabulary(target_size=vocab_size)
@@ -86,10 +86,10 @@ class NgramProposer:
         self._pages = np.zeros((num_pages, page_size), dtype=np.int32)
         self._text_T = np.zeros(0, dtype=np.int32)
         self._end_G = np.zeros(0, dtype=np.int64)
-        self._level: _Level
+        self._matches: _FrontierMatches
 
-    def extend(self, request: DraftRequest) -> Candidates:
-        """Stores the fed tokens and looks up the ends of the histories of the requests that want a tree."""
+    def extend(self, request: DraftRequest) -> NgramCandidates:
+        """Store the fed tokens and look up the ends of the histories of the requests that want a tree."""
         table_BP, page_size = request.page_table_BP.numpy(), self._pages.shape[1]
         slot_M = fed_slots(request).numpy()
         rows_B = request.offsets.diff().numpy()
@@ -103,46 +103,47 @@ class NgramProposer:
         self._end_G = np.cumsum(size_B[growing_G], dtype=np.int64)
         found = [find_matches(history_T, self._lengths) for history_T in histories]
         start_G = self._end_G - size_B[growing_G]
-        nothing = np.zeros(0, dtype=np.int64)
-        self._level = _Level(
+        empty = np.zeros(0, dtype=np.int64)
+        self._matches = _FrontierMatches(
             node_code_F=_code(np.arange(len(histories)), 0),
             node_P=np.repeat(np.arange(len(histories)), [len(matches.place_P) for matches in found]),
             place_P=np.concatenate(
-                [nothing, *(matches.place_P + start for matches, start in zip(found, start_G, strict=True))]
+                [empty, *(matches.place_P + start for matches, start in zip(found, start_G, strict=True))]
             ),
-            length_P=np.concatenate([nothing, *(matches.length_P for matches in found)]),
+            length_P=np.concatenate([empty, *(matches.length_P for matches in found)]),
         )
         return self._candidates()
 
-    def expand(self, level: Frontier) -> Candidates:
-        """The candidates of the children of the last level's nodes."""
-        last, vocab_size = self._level, self.vocab.target_size
-        parent_F = np.searchsorted(last.node_code_F, _code(level.request_F, level.parent_row_F))
-        wanted_F = parent_F * vocab_size + level.token_F
+    def expand(self, frontier: Frontier) -> NgramCandidates:
+        """Return the candidates of a frontier of children of the last frontier's nodes."""
+        last, vocab_size = self._matches, self.vocab.target_size
+        parent_F = np.searchsorted(last.node_code_F, _code(frontier.request_F, frontier.parent_row_F))
+        wanted_F = parent_F * vocab_size + frontier.token_F
         ascending = np.argsort(wanted_F)
         offered_P = last.node_P * vocab_size + self._text_T[last.place_P]
         found_P = np.searchsorted(wanted_F, offered_P, sorter=ascending)
         node_P = ascending[np.minimum(found_P, len(ascending) - 1)]
         place_P = last.place_P + 1
-        goes_on_P = (wanted_F[node_P] == offered_P) & (place_P < self._end_G[level.request_F[node_P]])
+        goes_on_P = (wanted_F[node_P] == offered_P) & (place_P < self._end_G[frontier.request_F[node_P]])
         kept = np.flatnonzero(goes_on_P)
         kept = kept[np.argsort(node_P[kept], kind="stable")]
-        self._level = _Level(
-            node_code_F=_code(level.request_F, level.row_F),
+        self._matches = _FrontierMatches(
+            node_code_F=_code(frontier.request_F, frontier.row_F),
             node_P=node_P[kept],
             place_P=place_P[kept],
             length_P=last.length_P[kept] + 1,
         )
         return self._candidates()
 
-    def _candidates(self) -> Candidates:
-        level, vocab_size = self._level, self.vocab.target_size
-        num_nodes = len(level.node_code_F)
-        follower_P = level.node_P * vocab_size + self._text_T[level.place_P]
+    def _candidates(self) -> NgramCandidates:
+        """Return the distinct tokens at each node's matches, in order, with their shares."""
+        matches, vocab_size = self._matches, self.vocab.target_size
+        num_nodes = len(matches.node_code_F)
+        follower_P = matches.node_P * vocab_size + self._text_T[matches.place_P]
         follower_U, first_U, inverse_P = np.unique(follower_P, return_index=True, return_inverse=True)
         in_order = np.argsort(first_U)
         node_U, token_U = np.divmod(follower_U[in_order], vocab_size)
-        value_P = np.exp2(np.minimum(level.length_P, _CAPPED_LENGTH)) - 1
+        value_P = np.exp2(np.minimum(matches.length_P, _MAX_COUNTED_LENGTH)) - 1
         value_U = np.bincount(inverse_P, weights=value_P, minlength=len(follower_U))[in_order]
 
         num_F = np.bincount(node_U, minlength=num_nodes)
@@ -156,9 +157,9 @@ class NgramProposer:
         value_FK = np.maximum.accumulate(value_FK[:, ::-1], axis=1)[:, ::-1] * _TIE ** np.arange(width)
         with np.errstate(divide="ignore"):
             log_q_FK = np.log(value_FK / (value_FK.sum(axis=1, keepdims=True) + ESCAPE))
-        return Candidates(token_FK, log_q_FK.astype(np.float32))
+        return NgramCandidates(token_FK, log_q_FK.astype(np.float32))
 
 
 def _code(request: np.ndarray, row: np.ndarray | int) -> np.ndarray:
-    """One number for a node of a batch of trees, ascending by request, then row."""
+    """Return one number per node of a batch of trees, ascending by request, then row."""
     return (request << 16) + row

@@ -1,1 +1,1 @@
-"""Draft trees: growth, pruning, scores, samples, budgets."""
+"""Draft trees: growth, pruning, scoring, sampling, cost model."""

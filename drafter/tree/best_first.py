@@ -1,9 +1,9 @@
-"""Trees of `auto`: a best-first search over calibrated survival, level by level.
+"""Best-first growth: trees of `auto`, level by level, ranked by calibrated survival.
 
-A request keeps the `num_nodes` candidates of largest weight seen so far. Weights never grow down a tree, so what has
-fallen out can never come back, nor can anything below it; a node is run through the draft model only while it is among
-them. What a threshold forbids frees its place for the best of the rest. Only for children that may be reconsidered
-after they are known: coupled and deterministic ones.
+A request keeps the `num_nodes` candidates of largest weight seen so far. Weights never grow down a tree, so a candidate
+that has been displaced never comes back, nor does anything below it; a node is run through the draft model only while
+it is among the kept ones. A node that fails a threshold frees its place for the best of the others. This suits only
+children that may be dropped after they are known: coupled and deterministic ones.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from __future__ import annotations
 import numpy as np
 
 from drafter.tree.cost_model import TreeCostModel
-from drafter.tree.frontier import Frontier, GrowLimits, Nodes
-from drafter.tree.score import Scores
+from drafter.tree.frontier import Frontier, GrowLimits, SampledNodes, TreeNodes
+from drafter.tree.score import ChildScores
 from drafter.tree.thresholds import passes_min, passes_path
 from workers.config import MAX_TREE_NODES
 from workers.types import NodeKind
@@ -26,7 +26,7 @@ _CANDIDATE = np.dtype(
         ("weight", np.float32),
         ("path_prob", np.float64),
         ("kind", np.uint8),
-        # Only nodes that are run through the draft model have a row there, to be attended to by what is below them.
+        # Only nodes that are run through the draft model have a row, which their descendants attend to.
         ("row", np.int64),
         ("ancestors", np.uint64),
     ],
@@ -34,115 +34,127 @@ _CANDIDATE = np.dtype(
 )
 
 
-class Search:
+class BestFirstGrowth:
     """The candidates [C] of the requests `own`; a request's root is its first."""
 
-    def __init__(self, own: np.ndarray, root_token_B: np.ndarray, limits: GrowLimits, budget: TreeCostModel) -> None:
-        self._limits, self._budget = limits, budget
+    def __init__(
+        self, own: np.ndarray, root_token_B: np.ndarray, limits: GrowLimits, cost_model: TreeCostModel
+    ) -> None:
+        self.sampled: list[SampledNodes] = []  # none ever
+        self.pruned_BD = np.zeros((len(root_token_B), int(limits.max_depth_B.max(initial=0))), dtype=np.int32)
+        self._limits, self._cost_model = limits, cost_model
         roots = np.zeros(len(own), dtype=_CANDIDATE)
         roots["request"], roots["parent"], roots["token"] = own, -1, root_token_B[own]
         roots["weight"], roots["path_prob"], roots["kind"], roots["ancestors"] = 1, 1, NodeKind.ROOT, 1
-        self._seen = roots
+        self._candidates = roots
         self._num_rows_B = np.ones(len(root_token_B), dtype=np.int64)
         self._num_levels = 0
-        self._open = np.arange(len(own))  # the candidates that are the frontier
+        self._open = np.arange(len(own))  # indices of the candidates that form the frontier
 
     def frontier(self) -> Frontier:
-        nodes = self._seen[self._open]
+        """See `drafter.tree.grow.Growth`."""
+        nodes = self._candidates[self._open]
         parent = nodes["parent"]
         return Frontier(
             depth=self._num_levels,
             request_F=nodes["request"],
             row_F=nodes["row"],
-            parent_row_F=np.where(parent < 0, -1, self._seen["row"][parent]),
+            parent_row_F=np.where(parent < 0, -1, self._candidates["row"][parent]),
             token_F=nodes["token"],
             ancestors_F=nodes["ancestors"].view(np.int64),
         )
 
-    def take(self, level: Frontier, scores: Scores) -> None:
-        passes_F = passes_min(scores.top_prob_F, self._limits.min_prob_B[level.request_F])
-        weight_FK = self._budget.calibrated(scores.weight_FK, level.depth + 1)
+    def add_children(self, frontier: Frontier, scores: ChildScores) -> None:
+        """Append the frontier's children to the candidates, keep the best and open the next frontier."""
+        passes_F = passes_min(scores.top_prob_F, self._limits.min_prob_B[frontier.request_F])
+        weight_FK = self._cost_model.calibrated(scores.weight_FK, frontier.depth + 1)
         f, k = ((weight_FK > 0) & passes_F[:, None]).nonzero()
-        at = self._open[f]
-        first_new = len(self._seen)
-        seen = np.zeros(first_new + len(f), dtype=_CANDIDATE)
-        seen[:first_new] = self._seen
-        parents, new = self._seen[at], seen[first_new:]
-        new["request"], new["parent"], new["depth"] = parents["request"], at, level.depth + 1
+        parent = self._open[f]
+        first_new = len(self._candidates)
+        candidates = np.zeros(first_new + len(f), dtype=_CANDIDATE)
+        candidates[:first_new] = self._candidates
+        parents, new = self._candidates[parent], candidates[first_new:]
+        new["request"], new["parent"], new["depth"] = parents["request"], parent, frontier.depth + 1
         new["token"], new["kind"] = scores.token_FK[f, k], scores.kind_F[f]
         new["weight"] = parents["weight"] * weight_FK[f, k]
         new["path_prob"] = parents["path_prob"] * scores.prob_FK[f, k]
         self._num_levels += 1
-        self._advance(seen, first_new)
 
-    def _advance(self, seen: np.ndarray, first_new: int) -> None:
-        """Forgets what has fallen out and opens the new candidates that are worth a level, best first."""
-        kept = self._best(seen)
-        place = np.full(len(seen), -1, dtype=np.int64)
-        place[kept] = np.arange(len(kept))
-        self._seen = seen[kept]
-        parent = self._seen["parent"]
-        self._seen["parent"] = np.where(parent < 0, -1, place[parent])
-        request, depth = self._seen["request"], self._seen["depth"]
-        may_open = (kept >= first_new) & (depth < self._limits.max_depth_B[request])
-        may_open &= passes_path(self._seen["path_prob"], self._limits.path_prob_B[request])
+        kept = self._best(candidates)
+        self._candidates = candidates[kept]
+        index = np.full(len(candidates), -1, dtype=np.int64)  # of each old candidate among the kept ones
+        index[kept] = np.arange(len(kept))
+        parent = self._candidates["parent"]
+        self._candidates["parent"] = np.where(parent < 0, -1, index[parent])
+        self._open = self._next_open(kept >= first_new)
+
+    def _next_open(self, is_new: np.ndarray) -> np.ndarray:
+        """Return the new candidates that are worth a level, with rows assigned to them."""
+        request, depth = self._candidates["request"], self._candidates["depth"]
+        may_open = is_new & (depth < self._limits.max_depth_B[request])
+        may_open &= passes_path(self._candidates["path_prob"], self._limits.path_prob_B[request])
         (at,) = may_open.nonzero()
-        if len(at):
-            draft_ms = self._budget.draft_ms(self._num_levels, int(self._num_rows_B.sum()) - len(self._num_rows_B))
-            weight = self._seen["weight"]
-            at = at[self._budget.worth_running(weight[at], self._least(at), weight[depth > 0], draft_ms)]
-        self._open = self._give_rows(at) if len(at) else at
+        if not len(at):
+            return at
+        num_run = int(self._num_rows_B.sum()) - len(self._num_rows_B)
+        draft_ms = self._cost_model.draft_ms(self._num_levels, num_run)
+        weight = self._candidates["weight"]
+        at = at[self._cost_model.worth_running(weight[at], self._displaced(at), weight[depth > 0], draft_ms)]
+        return self._assign_rows(at)
 
-    def _least(self, at: np.ndarray) -> np.ndarray:
-        """What gives way to a further candidate of these ones' requests: nothing (0) while there is a place left."""
-        request = self._seen["request"]
-        count_B = self._count_of(request) - 1
+    def _displaced(self, at: np.ndarray) -> np.ndarray:
+        """Return the weight that a further candidate of these ones' requests displaces; 0 while there is room."""
+        request = self._candidates["request"]
+        count_B = self._count_by_request(request) - 1
         if (count_B < self._limits.num_nodes_B).all():
             return np.zeros(len(at), dtype=np.float32)
         least_B = np.ones(len(count_B), dtype=np.float32)
-        np.minimum.at(least_B, request, self._seen["weight"])
+        np.minimum.at(least_B, request, self._candidates["weight"])
         return np.where(count_B < self._limits.num_nodes_B, 0, least_B)[request[at]]
 
-    def _best(self, seen: np.ndarray) -> np.ndarray:
-        """Indices, ascending, of each request's root and its num_nodes best candidates; the earlier of equals."""
-        if not (self._count_of(seen["request"]) > 1 + self._limits.num_nodes_B).any():
-            return np.arange(len(seen))
-        order = np.lexsort((-seen["weight"], seen["request"]))
-        request = seen["request"][order]
+    def _best(self, candidates: np.ndarray) -> np.ndarray:
+        """Return the indices, ascending, of each root and its num_nodes best candidates; ties go to the earlier one."""
+        if not (self._count_by_request(candidates["request"]) > 1 + self._limits.num_nodes_B).any():
+            return np.arange(len(candidates))
+        order = np.lexsort((-candidates["weight"], candidates["request"]))
+        request = candidates["request"][order]
         kept = order[_rank(request) <= self._limits.num_nodes_B[request]]
         kept.sort()
         return kept
 
-    def _give_rows(self, at: np.ndarray) -> np.ndarray:
-        """The candidates that get a row in the draft model, the best of each request while there are any; by request,
-        then row. Rows follow the order of the candidates, so that children come in the order of their parents."""
-        most_B = np.minimum(1 + self._limits.num_nodes_B, MAX_TREE_NODES) - self._num_rows_B
-        request, weight = self._seen["request"], self._seen["weight"]
-        if (self._count_of(request[at]) > most_B).any():
+    def _assign_rows(self, at: np.ndarray) -> np.ndarray:
+        """Assign rows of the draft model to the best candidates of each request, as long as there are rows.
+
+        Returns those candidates by request, then row. Rows follow the order of the candidates, so that children come in
+        the order of their parents.
+        """
+        free_B = np.minimum(1 + self._limits.num_nodes_B, MAX_TREE_NODES) - self._num_rows_B
+        request, weight = self._candidates["request"], self._candidates["weight"]
+        if (self._count_by_request(request[at]) > free_B).any():
             at = at[np.lexsort((-weight[at], request[at]))]
-            at = at[_rank(request[at]) < most_B[request[at]]]
+            at = at[_rank(request[at]) < free_B[request[at]]]
             at.sort()
         at = at[request[at].argsort(kind="stable")]
         own = request[at]
         row = self._num_rows_B[own] + _rank(own)
-        self._num_rows_B += self._count_of(own)
-        self._seen["row"][at] = row
-        inherited = self._seen["ancestors"][self._seen["parent"][at]]
-        self._seen["ancestors"][at] = inherited | np.left_shift(np.uint64(1), row.astype(np.uint64))
+        self._num_rows_B += self._count_by_request(own)
+        self._candidates["row"][at] = row
+        inherited = self._candidates["ancestors"][self._candidates["parent"][at]]
+        self._candidates["ancestors"][at] = inherited | np.left_shift(np.uint64(1), row.astype(np.uint64))
         return at
 
-    def _count_of(self, request: np.ndarray) -> np.ndarray:
-        """How many entries each request has, int64 [B]."""
+    def _count_by_request(self, request: np.ndarray) -> np.ndarray:
+        """Return the number of entries of each request, int64 [B]."""
         return np.bincount(request, minlength=len(self._num_rows_B))
 
-    def nodes(self) -> Nodes:
-        """Rows by depth, then by parent, then best first: the order in which candidates were appended."""
-        order = self._seen["request"].argsort(kind="stable")
-        nodes = self._seen[order]
+    def nodes(self) -> TreeNodes:
+        """Return rows by depth, then by parent, then best first: the order in which candidates were appended."""
+        order = self._candidates["request"].argsort(kind="stable")
+        nodes = self._candidates[order]
         row = _rank(nodes["request"])
         row_of = np.empty(len(order), dtype=np.int64)
         row_of[order] = row
-        return Nodes(
+        return TreeNodes(
             request_N=nodes["request"],
             row_N=row,
             parent_row_N=np.where(nodes["parent"] < 0, -1, row_of[nodes["parent"]]),
@@ -154,5 +166,5 @@ class Search:
 
 
 def _rank(request: np.ndarray) -> np.ndarray:
-    """Each entry's place among those of its request; entries are sorted by request."""
+    """Return each entry's index among those of its request; entries are sorted by request."""
     return np.arange(len(request)) - request.searchsorted(request)

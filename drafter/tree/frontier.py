@@ -1,6 +1,11 @@
-"""The nouns of a growing tree: what passes between draft model, scoring and growth, level by level.
+"""The types that pass between draft model, scoring and growth.
 
-Legend: B requests, N nodes, F frontier nodes, K candidates, V draft vocabulary.
+    TreeRoots      where the trees of one step begin in the KV pool
+    Frontier       nodes to run through the draft model next
+    TreeNodes      nodes of finished trees
+    UnprunedTrees  all trees of a step before the final cut
+
+Legend: B requests, G of them that grow a tree, N nodes, F frontier nodes, K candidates, V draft vocabulary.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ from torch import Tensor
 from workers.kernels.select import TORCH, Kernels
 from workers.sampling.gumbel_cache import GumbelCache
 from workers.sampling.logits_edits import Columns
+from workers.types import AttentionMetadata, DraftRequest, Rule
 
 
 class Frontier(NamedTuple):
@@ -29,24 +35,65 @@ class Frontier(NamedTuple):
     ancestors_F: np.ndarray  # int64 bitmask
 
     def rows(self, at: np.ndarray) -> Frontier:
-        """Some of the nodes, by mask or index."""
+        """Select nodes by mask or index."""
         return Frontier(self.depth, *(array[at] for array in self[1:]))
+
+
+class TreeRoots(NamedTuple):
+    """The KV slots behind which the trees of one step grow; int32 tensors on the host."""
+
+    base_G: Tensor  # each root's slot and position
+    page_table_GP: Tensor
+
+    @staticmethod
+    def of(request: DraftRequest) -> TreeRoots:
+        """Return the roots of the requests that want a tree: their last fed rows."""
+        growing = request.num_nodes_B > 0
+        last_slot_B = request.start_B + request.offsets.diff() - 1
+        return TreeRoots(last_slot_B[growing], request.page_table_BP[growing])
+
+    def attention(self, frontier: Frontier) -> AttentionMetadata:
+        """Return the attention of a frontier: each node sees its prefix and its own ancestors."""
+        base_F = self.base_G[torch.from_numpy(frontier.request_F)]
+        counts = np.bincount(frontier.request_F, minlength=len(self.base_G))
+        return AttentionMetadata(
+            query_offsets=torch.from_numpy(np.concatenate([[0], counts.cumsum()]).astype(np.int32)),
+            page_table_BP=self.page_table_GP,
+            base_B=self.base_G,
+            slot_N=base_F + torch.from_numpy(frontier.row_F.astype(np.int32)),
+            visible_N=base_F,
+            ancestors_N=torch.from_numpy(frontier.ancestors_F),
+        )
+
+    def position_F(self, frontier: Frontier) -> Tensor:
+        """Return the positions of a frontier's tokens: root position + depth."""
+        return self.base_G[torch.from_numpy(frontier.request_F)] + frontier.depth
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrowLimits:
-    """What each request allows its tree, as host arrays [B]."""
+    """The limits that each request sets for its tree, as host arrays [B]."""
 
     num_nodes_B: np.ndarray
     max_depth_B: np.ndarray
     min_prob_B: np.ndarray
     path_prob_B: np.ndarray
     rule_B: np.ndarray  # workers.types.Rule
-    auto_B: np.ndarray  # > 0: budgets follow costs
+    auto_B: np.ndarray  # > 0: the tree's size follows the cost model
     is_hybrid: bool = False  # all children of a sampled node but the last are its most likely tokens
 
+    @property
+    def is_sampled_B(self) -> np.ndarray:
+        """Which requests' children are sampled, and therefore cannot be cut once drawn."""
+        return self.rule_B >= Rule.TRAVERSAL.value
 
-class Nodes(NamedTuple):
+    @property
+    def is_auto_B(self) -> np.ndarray:
+        """Which requests leave the size of their tree to the cost model."""
+        return self.auto_B > 0
+
+
+class TreeNodes(NamedTuple):
     """Nodes of any number of trees, parents before children; row 0 is a request's root. Host arrays [N]."""
 
     request_N: np.ndarray
@@ -57,35 +104,38 @@ class Nodes(NamedTuple):
     weight_N: np.ndarray
     kind_N: np.ndarray  # uint8 NodeKind
 
-    def rows(self, at: np.ndarray) -> Nodes:
-        """Some of the nodes, by mask or index."""
-        return Nodes(*(array[at] for array in self))
+    def rows(self, at: np.ndarray) -> TreeNodes:
+        """Select nodes by mask or index."""
+        return TreeNodes(*(array[at] for array in self))
 
     @staticmethod
-    def concatenate(parts: list[Nodes]) -> Nodes:
-        return parts[0] if len(parts) == 1 else Nodes(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
-
-
-class Uncut(NamedTuple):
-    """Trees before the cut, and what growing them took."""
-
-    nodes: Nodes
-    num_levels: int  # levels read, the roots' included
-    num_run: int  # rows run through the draft model, with a node or without; not the roots
+    def concatenate(parts: list[TreeNodes]) -> TreeNodes:
+        """Join the nodes of several growths."""
+        return TreeNodes(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
 
 
 class SampledNodes(NamedTuple):
-    """Nodes of one level whose children were sampled, and what they were drawn from."""
+    """Nodes of one level whose children were sampled, and the distributions they were drawn from."""
 
     request_F: np.ndarray
     row_F: np.ndarray
     id_FS: np.ndarray  # target ids
-    weight_FS: np.ndarray  # int64; q = weight / sum of the row; 0 = not drawable, and not told to the verifier
+    weight_FS: np.ndarray  # int64; q = weight / sum of the row; tokens of weight 0 are not sent to the verifier
+
+
+class UnprunedTrees(NamedTuple):
+    """Trees before the final cut, and the work that growing them took."""
+
+    nodes: TreeNodes
+    sampled: list[SampledNodes]
+    pruned_BD: np.ndarray  # int32: nodes of depth 1 .. D that thresholds and the cost model kept out so far
+    num_levels: int  # levels run, the roots' included
+    num_run: int  # rows run through the draft model, whether they held a node or not; roots not counted
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftVocabulary:
-    """What the draft's logits mean: `target_ids` [V] int64, or None when draft and target ids are the same."""
+    """The mapping from logit columns to target ids: `target_ids` [V] int64, or None if the ids are the same."""
 
     target_size: int
     target_ids: Tensor | None = None
@@ -93,12 +143,12 @@ class DraftVocabulary:
 
     @property
     def size(self) -> int:
-        """V, columns of the logits."""
+        """V, the number of logit columns."""
         return self.target_size if self.target_ids is None else len(self.target_ids)
 
     @cached_property
     def columns(self) -> Columns:
-        """Where each target token is in the logits."""
+        """The logit column of each target token."""
         if self.target_ids is None:
             return Columns(0, self.target_size)
         column_of_V = torch.full((self.target_size,), -1, dtype=torch.int64)
@@ -107,12 +157,16 @@ class DraftVocabulary:
 
     @cached_property
     def noise(self) -> GumbelCache:
-        """The target's noise for the draft's tokens."""
+        """The target's Gumbel noise for the draft's tokens."""
         return GumbelCache(0, self.target_size, self.target_ids, self.kernels.gumbel)
 
 
-class Candidates(NamedTuple):
-    """A draft that knows only a few tokens per node, as n-gram lookup does: host arrays [F, K], best first."""
+class NgramCandidates(NamedTuple):
+    """The draft distributions of n-gram lookup, which knows a few tokens per node: host arrays [F, K], best first."""
 
-    token_FK: np.ndarray  # int64 target ids; anything where log_q is -inf
+    token_FK: np.ndarray  # int64 target ids; arbitrary where log_q is -inf
     log_q_FK: np.ndarray  # float32, log of the tokens' draft probabilities; -inf = no such candidate
+
+    def rows(self, at: np.ndarray) -> NgramCandidates:
+        """Select nodes by mask or index."""
+        return NgramCandidates(self.token_FK[at], self.log_q_FK[at])

@@ -1,10 +1,10 @@
-"""How a node's slots are dealt to its children: the shape of a tree before any pruning.
+"""Tree policies: how a node's budget is split among its children.
 
-A node holds *slots*, the number of descendants it may have. Dealing gives each chosen child one slot for itself and
-some for its own descendants, looking only at the node's own lineage; so whatever pruning empties is not refilled, and
-a pruned tree is the unpruned one without the descendants of the nodes that failed.
+A node's *budget* is the number of descendants it may have. A policy gives each chosen child one node for itself and
+some for its descendants. It looks only at the node's own path, so nothing refills what pruning empties, and a pruned
+tree is the unpruned one without the descendants of the nodes that failed.
 
-Legend: F frontier nodes, K children, J slots.
+Legend: F frontier nodes, K children, J nodes of a typical tree.
 """
 
 from __future__ import annotations
@@ -17,62 +17,73 @@ import numpy as np
 from workers.config import MAX_TREE_NODES, TreeConfig
 
 TYPICAL_CHILDREN = (0.62, 0.13, 0.06, 0.03, 0.02, 0.015, 0.01, 0.01)
-"""Survival of a node's best, second best, ... child: what a subtree not yet seen is taken to hold."""
+"""Survival of a node's best, second best, ... child: the assumption about subtrees that are not drafted yet."""
 
 
-class Dealt(NamedTuple):
-    """Each child's slots, itself included (0 = not in the tree), and its label."""
+class ChildBudgets(NamedTuple):
+    """The size of each child's subtree, itself included (0 = not in the tree), and the child's label."""
 
-    slots_FK: np.ndarray
+    size_FK: np.ndarray
     label_FK: np.ndarray
 
 
 class TreePolicy(Protocol):
-    """A policy that deals slots. `label` is the shape's own note on a node (root 0); `room` levels may follow it."""
+    """Splits budgets. `label` is the policy's own note on a node (root 0)."""
 
     max_children: int
     expected_J: np.ndarray
-    """Survival of a typical tree's nodes, the root excluded, in the order in which a smaller budget drops them last."""
+    """Survival of a typical tree's nodes, the root excluded; a smaller budget keeps a prefix of them."""
 
-    def root_slots(self, num_nodes_B: np.ndarray) -> np.ndarray: ...
+    def root_budget(self, num_nodes_B: np.ndarray) -> np.ndarray:
+        """Return the budget of each root, given the number of nodes its request allows."""
+        ...
 
-    def deal(self, slots_F: np.ndarray, label_F: np.ndarray, room_F: np.ndarray, weight_FK: np.ndarray) -> Dealt: ...
+    def split(
+        self, budget_F: np.ndarray, label_F: np.ndarray, num_levels_F: np.ndarray, weight_FK: np.ndarray
+    ) -> ChildBudgets:
+        """Split the budgets of nodes below which `num_levels` levels fit and whose candidates have these weights."""
+        ...
 
 
 class DynamicTreePolicy:
-    """Best-first over the expected tree: children at their draft weights, all below them at typical ones.
+    """Best-first over the expected tree: children at their draft weights, their descendants at typical ones.
 
-    Child k of weight w is expected to carry a subtree of weights w * h_0 >= w * h_1 >= ... (h_0 = 1 is the child
-    itself); the node's slots go to the largest of all these products, whichever child they fall under.
+    A child of weight w is expected to carry a subtree of weights w * h_0 >= w * h_1 >= ... (h_0 = 1 is the child
+    itself). The node's budget goes to the largest of all these products, whichever child they belong to.
     """
 
     def __init__(self, max_children: int, max_depth: int, typical: tuple[float, ...] = TYPICAL_CHILDREN) -> None:
         self.max_children = max_children
         self._max_depth = max_depth
-        self._profile = np.array([_typical_subtree(room, typical[:max_children]) for room in range(max_depth)])
-        self.expected_J = np.array(_typical_subtree(max_depth, typical[:max_children])[1:], dtype=np.float32)
+        typical = typical[:max_children]
+        self._subtrees = np.array([_typical_subtree(num_levels, typical) for num_levels in range(max_depth)])
+        self.expected_J = np.array(_typical_subtree(max_depth, typical)[1:], dtype=np.float32)
 
-    def root_slots(self, num_nodes_B: np.ndarray) -> np.ndarray:
+    def root_budget(self, num_nodes_B: np.ndarray) -> np.ndarray:
+        """See `TreePolicy`."""
         return num_nodes_B
 
-    def deal(self, slots_F: np.ndarray, label_F: np.ndarray, room_F: np.ndarray, weight_FK: np.ndarray) -> Dealt:
-        most = int(slots_F.max(initial=0))
-        below_FJ = self._profile[np.minimum(room_F, self._max_depth) - 1, :most]
-        value_FKJ = weight_FK[:, :, None] * below_FJ[:, None, :]
-        flat = value_FKJ.reshape(len(slots_F), -1)
-        best_first = (-flat).argsort(axis=1, kind="stable")[:, :most]
-        f, place = (np.arange(best_first.shape[1]) < slots_F[:, None]).nonzero()
-        taken = np.zeros(flat.shape, dtype=bool)
-        taken[f, best_first[f, place]] = True
-        taken &= flat > 0
-        slots_FK = taken.reshape(value_FKJ.shape).sum(-1)
-        return Dealt(slots_FK, np.zeros(slots_FK.shape, dtype=np.int64))
+    def split(
+        self, budget_F: np.ndarray, label_F: np.ndarray, num_levels_F: np.ndarray, weight_FK: np.ndarray
+    ) -> ChildBudgets:
+        """See `TreePolicy`."""
+        max_budget = int(budget_F.max(initial=0))
+        subtree_FJ = self._subtrees[np.minimum(num_levels_F, self._max_depth) - 1, :max_budget]
+        value_FKJ = weight_FK[:, :, None] * subtree_FJ[:, None, :]
+        flat = value_FKJ.reshape(len(budget_F), -1)
+        best_first = (-flat).argsort(axis=1, kind="stable")[:, :max_budget]
+        f, rank = (np.arange(best_first.shape[1]) < budget_F[:, None]).nonzero()
+        is_taken = np.zeros(flat.shape, dtype=bool)
+        is_taken[f, best_first[f, rank]] = True
+        is_taken &= flat > 0
+        size_FK = is_taken.reshape(value_FKJ.shape).sum(-1)
+        return ChildBudgets(size_FK, np.zeros(size_FK.shape, dtype=np.int64))
 
 
 class StaticTreePolicy:
-    """A fixed tree (`speculative_token_tree`, or a chain), cut to a request's budget in breadth-first order.
+    """A fixed tree (`speculative_token_tree`, or a chain), truncated to a request's budget in breadth-first order.
 
-    The label of a node is its place in that order, root 0.
+    The label of a node is its index in that order, root 0, plus 2^8 times the request's budget.
     """
 
     def __init__(self, paths: tuple[tuple[int, ...], ...]) -> None:
@@ -80,30 +91,33 @@ class StaticTreePolicy:
         self._num_nodes = len(paths)
         survival = (*TYPICAL_CHILDREN, *(0.0,) * self.max_children)
         self.expected_J = np.array([np.prod([survival[rank] for rank in path]) for path in paths], dtype=np.float32)
-        place = {(): 0} | {path: 1 + i for i, path in enumerate(paths)}
-        size = 1 + len(paths)
-        self._child = np.zeros((size, self.max_children), dtype=np.int64)
-        # subtree[n, v]: nodes of v's subtree, itself included, that are among the first n below the root.
-        self._subtree = np.zeros((size, size), dtype=np.int64)
+        index_of = {(): 0} | {path: 1 + i for i, path in enumerate(paths)}
+        num_rows = 1 + len(paths)
+        self._child = np.zeros((num_rows, self.max_children), dtype=np.int64)
+        # subtree_size[n, v]: nodes of v's subtree, itself included, that are among the first n below the root.
+        self._subtree_size = np.zeros((num_rows, num_rows), dtype=np.int64)
         for path in paths:
-            self._child[place[path[:-1]], path[-1]] = place[path]
+            self._child[index_of[path[:-1]], path[-1]] = index_of[path]
             for length in range(len(path) + 1):
-                self._subtree[place[path] :, place[path[:length]]] += 1
+                self._subtree_size[index_of[path] :, index_of[path[:length]]] += 1
 
-    def root_slots(self, num_nodes_B: np.ndarray) -> np.ndarray:
+    def root_budget(self, num_nodes_B: np.ndarray) -> np.ndarray:
+        """See `TreePolicy`."""
         return np.minimum(num_nodes_B, self._num_nodes)
 
-    def deal(self, slots_F: np.ndarray, label_F: np.ndarray, room_F: np.ndarray, weight_FK: np.ndarray) -> Dealt:
-        # A label says where in the static tree a node is and, above 2^8, the request's budget.
-        budget_F = np.where(label_F == 0, slots_F, label_F >> 8)
+    def split(
+        self, budget_F: np.ndarray, label_F: np.ndarray, num_levels_F: np.ndarray, weight_FK: np.ndarray
+    ) -> ChildBudgets:
+        """See `TreePolicy`."""
+        root_budget_F = np.where(label_F == 0, budget_F, label_F >> 8)
         child_FK = self._child[label_F & 0xFF, : weight_FK.shape[1]]  # a tiny vocabulary has fewer children
-        slots_FK = self._subtree[budget_F[:, None], child_FK] * (child_FK > 0)
-        dealt = (weight_FK > 0) & (slots_F[:, None] > 0)
-        return Dealt(np.where(dealt, slots_FK, 0), child_FK | budget_F[:, None] << 8)
+        size_FK = self._subtree_size[root_budget_F[:, None], child_FK] * (child_FK > 0)
+        is_taken = (weight_FK > 0) & (budget_F[:, None] > 0)
+        return ChildBudgets(np.where(is_taken, size_FK, 0), child_FK | root_budget_F[:, None] << 8)
 
 
 def make_tree_policy(config: TreeConfig) -> TreePolicy:
-    """The shape a TreeConfig asks for. A chain of N is the static tree (0,), (0, 0), ... of N nodes."""
+    """Build the policy of a TreeConfig. A chain of N nodes is the static tree (0,), (0, 0), ..."""
     match config.kind:
         case "dynamic":
             return DynamicTreePolicy(config.max_children, config.max_depth)
@@ -113,14 +127,14 @@ def make_tree_policy(config: TreeConfig) -> TreePolicy:
             return StaticTreePolicy(config.static_paths)
 
 
-def _typical_subtree(room: int, typical: tuple[float, ...]) -> list[float]:
-    """Weights, largest first, of a subtree whose root has weight 1 and below which `room` levels fit; zero-padded."""
+def _typical_subtree(num_levels: int, typical: tuple[float, ...]) -> list[float]:
+    """Return the weights, largest first and zero-padded, of a root of weight 1 and `num_levels` levels below it."""
     weights: list[float] = []
-    heap = [(-1.0, room)]
+    heap = [(-1.0, num_levels)]
     while heap and len(weights) < MAX_TREE_NODES:
-        negative, levels = heapq.heappop(heap)
+        negative, levels_left = heapq.heappop(heap)
         weights.append(-negative)
-        if levels:
+        if levels_left:
             for survival in typical:
-                heapq.heappush(heap, (negative * survival, levels - 1))
+                heapq.heappush(heap, (negative * survival, levels_left - 1))
     return weights + [0.0] * (MAX_TREE_NODES - len(weights))

@@ -1,8 +1,8 @@
 """CUDA graphs that grow whole trees: `best_first_device` over static buffers, captured for each bucket of requests.
 
-    TreeGraphs(run, plan, ...)              the buffers that a growth reads, and its graphs
-        .start = Start(...)               where this step's trees begin, told by the draft model's `extend`
-        (roots, ...) -> Uncut | None      one replay, one copy to the host
+    TreeGraphs(run, plan, ...)                       the buffers and the graphs
+        .set_roots(roots, features_GH)               where this step's trees begin, set by the draft model's `extend`
+        (roots_GV, ...) -> UnprunedTrees | None      one replay, one copy to the host
 
 Legend: B requests of a bucket, G of a step, N nodes of a tree, R = 1 + N rows, D levels, V draft vocabulary, H width of
 a feature.
@@ -13,16 +13,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafter.tree.best_first_device import Asks, Rules, grow_on_device
-from drafter.tree.frontier import DraftVocabulary, GrowLimits, Nodes, Uncut
-from drafter.tree.score import kinds
+from drafter.tree.best_first_device import RowParameters, StaticOptions, grow_on_device
+from drafter.tree.frontier import DraftVocabulary, GrowLimits, TreeNodes, TreeRoots, UnprunedTrees
+from drafter.tree.score import child_kinds
 from workers.config import EngineConfig
 from workers.cuda_graphs import MAX_ROWS, Planner, Recorder, Size
 from workers.kernels.select import Kernels
@@ -31,25 +31,17 @@ from workers.sampling.logits_state import LogitsState
 from workers.types import AttentionMetadata, NodeKind, SamplingBatch, as_signed64
 
 MAX_LOGITS = 1 << 24
-"""Logits of one level, rows without a node included: beyond, work outweighs the launches that a graph saves."""
+"""Logits of one level, empty rows included; beyond, the computation outweighs the launches that a graph saves."""
 
-_EDITS = ((False, False), (True, False), (True, True))
-"""What may be done to logits, (cuts, penalties): a graph for each. Who asks for no cut is not cut."""
+_LOGITS_EDITS = ((False, False), (True, False), (True, True))
+"""The combinations of (truncation, penalties) that have a graph. Truncation leaves requests without it unchanged."""
 
-Run = Callable[[Any, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+RunRows = Callable[[Any, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(plan, tokens_N, features_NH, positions_N) -> (features for the children [N, H], logits [N, V]) of packed rows."""
 
 
-class Start(NamedTuple):
-    """Where the trees of a step begin."""
-
-    base_G: Tensor  # int32 on the host, the roots' slots and positions
-    page_table_GP: Tensor  # int32 on the host
-    features_GH: Tensor  # what each root hands to its children
-
-
 def buckets(max_requests: int, num_nodes: int, vocab_size: int) -> list[int]:
-    """Numbers of requests that there are graphs for, the largest first: powers of two, as in `workers.cuda_graphs`."""
+    """Return the numbers of requests that get graphs, largest first: powers of two, as in `workers.cuda_graphs`."""
     top = Size.of(1, max_requests).requests
     return [
         requests
@@ -59,15 +51,18 @@ def buckets(max_requests: int, num_nodes: int, vocab_size: int) -> list[int]:
 
 
 class TreeGraphs:
-    """`grow_on_device` over static buffers, replayed for as many requests as the next bucket has.
+    """`grow_on_device` over static buffers; a step replays the graph of the next larger bucket.
 
-    run, plan: the draft model's pass over tree rows, and how its attention is planned: by kernels whose plans
-    stay in place. example_1H: a feature, on the device. is_captured: see `workers.cuda_graphs.Graphs`.
+    Args:
+        run: the draft model's pass over tree rows.
+        plan: plans its attention, for kernels whose plans stay in place.
+        example_1H: a feature, on the device.
+        is_captured: see `workers.cuda_graphs.Graphs`.
     """
 
     def __init__(
         self,
-        run: Run,
+        run: RunRows,
         plan: Planner,
         example_1H: Tensor,
         vocab: DraftVocabulary,
@@ -77,7 +72,6 @@ class TreeGraphs:
         is_captured: bool = True,
     ) -> None:
         assert config.draft is not None
-        self.start: Start
         self._run, self._plan, self._page_size = run, plan, config.page_size
         self._tree, self._vocab, self._kernels = config.draft.tree, vocab, kernels
         self._table_width = config.pages_for(config.max_model_len)
@@ -87,21 +81,25 @@ class TreeGraphs:
         self._roots_BV = example_1H.new_zeros(B, V, dtype=torch.float32)
         self._noise_BDV = example_1H.new_zeros(B, D, V, dtype=torch.float32)
         self._count_BV = example_1H.new_zeros(B, V, dtype=torch.float32)
-        self._asks = example_1H.new_zeros(B, len(Asks._fields), dtype=torch.float64)
+        self._parameters = example_1H.new_zeros(B, len(RowParameters._fields), dtype=torch.float64)
         self._fit_D2 = example_1H.new_zeros(D, 2, dtype=torch.float32)
         no_table = torch.zeros(0, self._table_width, dtype=torch.int32)
-        nobody = Start(torch.zeros(0, dtype=torch.int32), no_table, self._features_BH[:0])
-        self._plans: dict[int, Any] = {n: plan(self._attention(nobody, n)) for n in sizes}
+        self.set_roots(TreeRoots(torch.zeros(0, dtype=torch.int32), no_table), self._features_BH[:0])
+        self._plans: dict[int, Any] = {n: plan(self._attention(n)) for n in sizes}
         self._recorder = Recorder(example_1H.device)
         self._grow: dict[tuple[int, bool, bool], Callable[[], Tensor]] = {}
-        for size, (has_truncation, has_penalties) in product(sizes, _EDITS):
-            grow = partial(self._grown, size, has_truncation, has_penalties)
-            self._grow[size, has_truncation, has_penalties] = self._recorder.record(grow) if is_captured else grow
+        for key in ((size, *edits) for size, edits in product(sizes, _LOGITS_EDITS)):
+            grow = partial(self._grow_padded, *key)
+            self._grow[key] = self._recorder.record(grow) if is_captured else grow
 
     @property
     def report(self) -> dict[str, str | int]:
-        """What capturing took, for the topology that a rank tells."""
+        """Time and memory that capturing took, for the rank's topology report."""
         return {f"tree_{name}": value for name, value in self._recorder.report.items()}
+
+    def set_roots(self, roots: TreeRoots, features_GH: Tensor) -> None:
+        """Set where the trees of this step begin, and each root's feature for its children."""
+        self._roots, self._root_features_GH = roots, features_GH
 
     @torch.inference_mode()
     def __call__(
@@ -113,37 +111,36 @@ class TreeGraphs:
         sampling: SamplingBatch,
         logits_states: dict[int, LogitsState],
         fit_D2: Tensor,
-    ) -> Uncut | None:
-        """The trees of the requests in `start`; see `drafter.tree.grow`. logits_states: with penalties alone.
-        fit_D2: calibration as it travels.
+    ) -> UnprunedTrees | None:
+        """Grow the trees of this step, or return None if no graph fits them; arguments as in `drafter.tree.grow`.
 
-        None = there is no graph for them. All levels and rows of the trees count as run, whatever they hold: that is
-        what was paid for.
+        logits_states: with no constraints but penalties. fit_D2: calibration as it travels. All levels and rows count
+        as run, whatever they hold, because all of them took time.
         """
         num_trees, num_requests = len(roots_GV), Size.of(1, len(roots_GV)).requests
         has_penalties = bool(logits_states)
-        chosen = num_requests, has_penalties or sampling.needs.truncates, has_penalties
-        if not num_trees or chosen not in self._grow:
+        key = num_requests, has_penalties or sampling.needs.truncates, has_penalties
+        if not num_trees or key not in self._grow:
             return None
-        kind_G = kinds(limits.rule_B, sampling.temperature_B.numpy() > 0)
+        kind_G = child_kinds(limits.rule_B, sampling.temperature_B.numpy() > 0)
         penalties_G3 = np.array([[1.0, 0.0, 0.0]] * num_trees)
         for g, logits_state in logits_states.items():
             penalties_G3[g] = logits_state.constraints.penalties
         has_noise_G = kind_G == NodeKind.COUPLED.value
-        asks = Asks.table(root_token_G, self.start.base_G, has_noise_G, limits, sampling, penalties_G3)
-        # Requests beyond the step's ask for nothing; what else an earlier step left of them is of no account.
-        self._asks[:num_requests].copy_(F.pad(asks, (0, 0, 0, num_requests - num_trees)), non_blocking=True)
+        table = RowParameters.table(root_token_G, self._roots.base_G, has_noise_G, limits, sampling, penalties_G3)
+        # Padding requests have parameters of zero, so their stale values in other buffers have no effect.
+        self._parameters[:num_requests].copy_(F.pad(table, (0, 0, 0, num_requests - num_trees)), non_blocking=True)
         self._roots_BV[:num_trees].copy_(roots_GV)
-        self._features_BH[:num_trees].copy_(self.start.features_GH)
+        self._features_BH[:num_trees].copy_(self._root_features_GH)
         level_D = torch.arange(self._tree.max_depth).clamp(max=len(fit_D2) - 1)
         self._fit_D2.copy_(fit_D2[level_D], non_blocking=True)
         self._fill_noise(np.flatnonzero(has_noise_G), root_index_G, sampling)
         if has_penalties:
             write_token_counts(self._count_BV[:num_requests], logits_states, self._vocab.columns)
-        self._plan(self._attention(self.start, num_requests), into=self._plans[num_requests])
-        token, parent, depth, weight = self._grow[chosen]().cpu().numpy()[:, :num_trees]
+        self._plan(self._attention(num_requests), into=self._plans[num_requests])
+        token, parent, depth, weight = self._grow[key]().cpu().numpy()[:, :num_trees]
         b, row = np.nonzero(weight > 0)
-        nodes = Nodes(
+        nodes = TreeNodes(
             request_N=b,
             row_N=row,
             parent_row_N=np.where(row == 0, -1, parent[b, row]).astype(np.int64),
@@ -153,60 +150,69 @@ class TreeGraphs:
             kind_N=np.where(row == 0, NodeKind.ROOT, kind_G[b]).astype(np.uint8),
         )
         num_levels = self._tree.max_depth
-        return Uncut(nodes, num_levels, (num_levels - 1) * num_trees * self._tree.num_speculative_tokens)
+        return UnprunedTrees(
+            nodes=nodes,
+            sampled=[],
+            pruned_BD=np.zeros((num_trees, int(limits.max_depth_B.max())), dtype=np.int32),
+            num_levels=num_levels,
+            num_run=(num_levels - 1) * num_trees * self._tree.num_speculative_tokens,
+        )
 
-    def _grown(self, num_requests: int, has_truncation: bool, has_penalties: bool) -> Tensor:
-        """[4, B, R] float64: token, parent, depth and weight of every row."""
-        asks = Asks(*self._asks[:num_requests].unbind(1))
+    def _grow_padded(self, num_requests: int, has_truncation: bool, has_penalties: bool) -> Tensor:
+        """Return token, parent, depth and weight of every row, float64 [4, B, R]; this is what a graph captures."""
+        parameters = RowParameters(*self._parameters[:num_requests].unbind(1))
         plan = self._plans[num_requests]
 
         def read(token_BN: Tensor, in_BNH: Tensor, depth_BN: Tensor, ancestors_BN: Tensor) -> tuple[Tensor, Tensor]:
             plan.set_ancestors(ancestors_BN.flatten())
-            position_BN = asks.base_B.long()[:, None] + depth_BN
+            position_BN = parameters.base_B.long()[:, None] + depth_BN
             out_NH, logits_NV = self._run(plan, token_BN.flatten(), in_BNH.flatten(0, 1), position_BN.flatten())
             return out_NH.view_as(in_BNH), logits_NV.view(*token_BN.shape, -1)
 
-        rules = Rules(
+        options = StaticOptions(
             tree=self._tree,
             vocab=self._vocab,
             kernels=self._kernels,
             has_truncation=has_truncation,
             has_penalties=has_penalties,
         )
-        rows = grow_on_device(
+        nodes = grow_on_device(
             self._roots_BV[:num_requests],
             self._features_BH[:num_requests],
             self._noise_BDV[:num_requests],
             self._count_BV[:num_requests],
-            asks,
+            parameters,
             self._fit_D2,
             read,
-            rules,
+            options,
         )
-        return torch.stack([field.double() for field in rows[:4]])
+        return torch.stack([field.double() for field in nodes[:4]])
 
     def _fill_noise(self, noisy: np.ndarray, root_index_G: np.ndarray, sampling: SamplingBatch) -> None:
-        """The noise of the requests `noisy` at all levels: a child of a depth-d node stands for index root + d."""
+        """Fill in the noise of the requests `noisy`: the children of depth-d nodes stand for index root + d."""
         if not len(noisy):
             return
         D = self._tree.max_depth
         seeds = sampling.seed_B[noisy].repeat_interleave(D).tolist()
         indices = (root_index_G[noisy, None] + np.arange(D)).ravel().tolist()
         noise_NV = self._vocab.noise.rows(seeds, indices, self._noise_BDV.device)
-        for place, noise_DV in zip(noisy.tolist(), noise_NV.expand(len(seeds), -1).split(D), strict=True):
-            self._noise_BDV[place].copy_(noise_DV)
+        for g, noise_DV in zip(noisy.tolist(), noise_NV.expand(len(seeds), -1).split(D), strict=True):
+            self._noise_BDV[g].copy_(noise_DV)
 
-    def _attention(self, start: Start, num_requests: int) -> AttentionMetadata:
-        """Of all rows but the roots. Whoever has no page there, or is nobody, writes to the null page and reads it."""
-        N, padding = self._tree.num_speculative_tokens, num_requests - len(start.base_G)
-        base_B = F.pad(start.base_G, (0, padding), value=1)  # never before a model's first slot
-        more_pages = min(-(-N // self._page_size), self._table_width - start.page_table_GP.shape[1])
+    def _attention(self, num_requests: int) -> AttentionMetadata:
+        """Return the attention of all rows but the roots.
+
+        Padding requests, and rows beyond the pages of their request, write to the null page and read it.
+        """
+        N, padding = self._tree.num_speculative_tokens, num_requests - len(self._roots.base_G)
+        base_B = F.pad(self._roots.base_G, (0, padding), value=1)  # never before a model's first slot
+        more_pages = min(-(-N // self._page_size), self._table_width - self._roots.page_table_GP.shape[1])
         return AttentionMetadata(
             query_offsets=torch.arange(num_requests + 1, dtype=torch.int32) * N,
-            page_table_BP=F.pad(start.page_table_GP, (0, more_pages, 0, padding)),
+            page_table_BP=F.pad(self._roots.page_table_GP, (0, more_pages, 0, padding)),
             base_B=base_B,
             slot_N=(base_B[:, None] + torch.arange(1, 1 + N)).flatten(),
             visible_N=base_B.repeat_interleave(N),
-            # Any row may come to have any other above it.
+            # While the tree grows, any row may become an ancestor of any other.
             ancestors_N=torch.full((num_requests * N,), as_signed64((2 << N) - 1), dtype=torch.int64),
         )

@@ -21,7 +21,7 @@ from workers.types import NodeKind, Rule
 
 @pytest.mark.parametrize("tree", [DYNAMIC, AUTO, CHAIN, STATIC], ids=["dynamic", "auto", "chain", "static"])
 @pytest.mark.parametrize("method", ["eagle3", "draft_model"])
-def test_every_kind_of_node_is_drafted_for_nobody_on_the_null_page(method, tree):
+def test_warm_up_drafts_every_kind_of_node_on_the_null_page(method, tree):
     config = bundled(tree, method=method)
     proposer: FeatureProposer | DraftModelProposer
     if method == "eagle3":

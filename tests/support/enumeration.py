@@ -24,7 +24,7 @@ import drafter.tree.sample
 from drafter.tree.frontier import DraftVocabulary, Frontier, GrowLimits
 from drafter.tree.grow import grow
 from drafter.tree.policy import TreePolicy
-from drafter.tree.sample import DrawBits, DrawnChildren, Support, draw_children, drawn_from
+from drafter.tree.sample import DrawBits, DrawnChildren, Support, draw_children, mask_fixed
 from tests.support.oracles import Path, paths_of
 from verifier.acceptance.rejection import Decision, Residual, RowLaw, Tree, decide
 from workers.types import DraftCosts, DraftProbs, NodeKind, Rule, SamplingBatch, SamplingParams, TreeBatch
@@ -113,7 +113,7 @@ def every_draw(weights: Weights, slots: Slots, keeps_noise: bool) -> list[tuple[
         with mock.patch.object(drafter.tree.sample, "below", below):
             fields = (np.array([field]) for field in slots)
             children = draw_children(support, *fields, DrawBits.of(zero, zero, zero, max(slots.count, 1)))
-        places, kinds = children.place_FK[0].tolist(), children.kind_FK[0].tolist()
+        places, kinds = children.column_FK[0].tolist(), children.kind_FK[0].tolist()
         ids = support.id_FS[0].tolist()
         return tuple(
             Drawn(ids[place], NodeKind(kind), noise)
@@ -130,7 +130,7 @@ def every_draw(weights: Weights, slots: Slots, keeps_noise: bool) -> list[tuple[
 @cache
 def told_of(weights: Weights, num_fixed: int) -> tuple[tuple[int, int], ...]:
     support = support_of(weights)
-    drawn = drawn_from(support, np.array([num_fixed]))[0].tolist()
+    drawn = mask_fixed(support, np.array([num_fixed]))[0].tolist()
     return tuple((token, weight) for token, weight in zip(support.id_FS[0].tolist(), drawn, strict=True) if weight)
 
 
@@ -318,15 +318,15 @@ def draw_by(
     choose: Choose, support: Support, count_F: np.ndarray, num_fixed_F: np.ndarray, max_children: int
 ) -> DrawnChildren:
     """`draw_children` with every draw made by `choose`."""
-    place_FK = np.full((len(count_F), max_children), -1)
-    kind_FK = np.full(place_FK.shape, NodeKind.SAMPLED, dtype=np.uint8)
+    column_FK = np.full((len(count_F), max_children), -1)
+    kind_FK = np.full(column_FK.shape, NodeKind.SAMPLED, dtype=np.uint8)
     for f, (count, num_fixed) in enumerate(zip(count_F.tolist(), num_fixed_F.tolist(), strict=True)):
-        left = drawn_from(support, num_fixed_F)[f]
+        left = mask_fixed(support, num_fixed_F)[f]
         for k in range(min(count, int((support.weight_FS[f] > 0).sum()))):
-            place_FK[f, k] = k if k < num_fixed else choose((left / left.sum()).tolist())
+            column_FK[f, k] = k if k < num_fixed else choose((left / left.sum()).tolist())
             kind_FK[f, k] = NodeKind.DETERMINISTIC if k < num_fixed else NodeKind.SAMPLED
-            left[place_FK[f, k]] = 0
-    return DrawnChildren(place_FK, kind_FK)
+            left[column_FK[f, k]] = 0
+    return DrawnChildren(column_FK, kind_FK)
 
 
 def as_draft(trees: TreeBatch, probs: DraftProbs | None) -> Draft:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from drafter.tree.sample import DrawBits, Support, draw_children, drawn_from
+from drafter.tree.sample import DrawBits, Support, draw_children, mask_fixed
 from tests.support import oracles
 from workers.types import DraftProbs, NodeKind, TreeBatch
 
@@ -43,8 +43,8 @@ def draft(
             bits = DrawBits.of(*(np.array([key]) for key in keys), count)
             children = draw_children(support, *(np.array([number]) for number in counts), bits)
             if num_fixed < count:
-                tree.weights[row][order] = drawn_from(support, np.array([num_fixed]))[0]
-            for place, kind in zip(children.place_FK[0].tolist(), children.kind_FK[0].tolist(), strict=True):
+                tree.weights[row][order] = mask_fixed(support, np.array([num_fixed]))[0]
+            for place, kind in zip(children.column_FK[0].tolist(), children.kind_FK[0].tolist(), strict=True):
                 if place >= 0:
                     level.append(len(tree.parents))
                     tree.parents.append(row)

@@ -219,14 +219,14 @@ def test_a_head_equals_a_straightforward_implementation(tmp_path: Path, make: An
     for g in range(2):
         assert_close(roots[g], plain.path(histories[g], features[g], []), TOLERANCE)
     # Request 0: root -> 1, 2; 2 -> 3; 1 -> 4. Request 1: root -> 1 -> 2.
-    level = Frontier(1, *(np.array(x) for x in ([0, 0, 1], [1, 2, 1], [0, 0, 0], [17, 60, 5], [0b11, 0b101, 0b11])))
-    first = proposer.expand(level)
+    frontier = Frontier(1, *(np.array(x) for x in ([0, 0, 1], [1, 2, 1], [0, 0, 0], [17, 60, 5], [0b11, 0b101, 0b11])))
+    first = proposer.expand(frontier)
     for row, (g, path) in enumerate([(0, [17]), (0, [60]), (1, [5])]):
         assert_close(first[row], plain.path(histories[g], features[g], path), 2 * TOLERANCE)
-    level = Frontier(
+    frontier = Frontier(
         2, *(np.array(x) for x in ([0, 0, 1], [3, 4, 2], [2, 1, 1], [41, 3, 90], [0b1101, 0b10011, 0b111]))
     )
-    second = proposer.expand(level)
+    second = proposer.expand(frontier)
     for row, (g, path) in enumerate([(0, [60, 41]), (0, [17, 3]), (1, [5, 90])]):
         assert_close(second[row], plain.path(histories[g], features[g], path), 2 * TOLERANCE)
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from drafter.proposers.ngram import MatchLengths, NgramProposer, find_matches
-from drafter.tree.frontier import Candidates, DraftVocabulary, Frontier
-from drafter.tree.score import Scores, score
+from drafter.tree.frontier import DraftVocabulary, Frontier, NgramCandidates
+from drafter.tree.score import ChildScores, score
 from workers.types import DraftRequest, Rule, SamplingBatch, SamplingParams
 
 PAGE = 4
@@ -39,14 +39,14 @@ def empty_fields() -> dict[str, torch.Tensor]:
     return {name: torch.empty(0) for name in DraftRequest.__dataclass_fields__}
 
 
-def propose(histories: list[list[int]], lengths: MatchLengths) -> tuple[NgramProposer, Candidates]:
+def propose(histories: list[list[int]], lengths: MatchLengths) -> tuple[NgramProposer, NgramCandidates]:
     pages_each = max(len(history) for history in histories) // PAGE + 1
     tables = np.random.default_rng(0).permutation(len(histories) * pages_each).reshape(len(histories), -1) + 1
     proposer = NgramProposer(lengths, VOCAB, tables.size + 1, PAGE)
     return proposer, proposer.extend(draft_request(histories, tables))
 
 
-def children(candidates: Candidates, node: int = 0) -> list[int]:
+def children(candidates: NgramCandidates, node: int = 0) -> list[int]:
     return [int(t) for t, q in zip(candidates.token_FK[node], candidates.log_q_FK[node], strict=True) if q > -np.inf]
 
 
@@ -128,10 +128,10 @@ def brute_force(history: list[int], path: list[int], lengths: MatchLengths) -> l
     found: dict[int, tuple[int, int]] = {}
     for place in range(1, len(history)):
         length = 0
-        while length < min(lengths.longest, place) and history[place - 1 - length] == history[-1 - length]:
+        while length < min(lengths.max, place) and history[place - 1 - length] == history[-1 - length]:
             length += 1
         follows = history[place : place + len(path) + 1]
-        if length >= lengths.shortest and follows[:-1] == path:
+        if length >= lengths.min and follows[:-1] == path:
             found[follows[-1]] = min(found.get(follows[-1], (0, 0)), (-length, place))
     return sorted(found, key=found.__getitem__)
 
@@ -175,7 +175,7 @@ def test_a_longer_match_is_trusted_more():
     assert totals == sorted(totals) and totals[0] == pytest.approx(1 / 3, abs=1e-3)
 
 
-def shares(candidates: Candidates) -> dict[int, float]:
+def shares(candidates: NgramCandidates) -> dict[int, float]:
     q = np.exp(candidates.log_q_FK[0].astype(np.float64))
     return {int(token): float(share) for token, share in zip(candidates.token_FK[0], q, strict=True) if share > 0}
 
@@ -218,10 +218,10 @@ def test_a_request_without_a_match_has_no_candidates():
     assert [children(candidates, g) for g in range(2)] == [[], [5]]
 
 
-def scored(log_q_FK: np.ndarray, num_children: int) -> Scores:
+def scored(log_q_FK: np.ndarray, num_children: int) -> ChildScores:
     """The scores of greedy rows whose candidates are the tokens 0, 1, 2, ..."""
     num_rows, count = log_q_FK.shape
-    draft = Candidates(np.tile(np.arange(count), (num_rows, 1)), log_q_FK)
+    draft = NgramCandidates(np.tile(np.arange(count), (num_rows, 1)), log_q_FK)
     params = SamplingBatch.stack([SamplingParams(temperature=0.0)] * num_rows)
     rule_F, index_F = np.full(num_rows, Rule.COUPLED.value), np.full(num_rows, 7)
     return score(draft, params, rule_F, index_F, num_children, DraftVocabulary(target_size=count))

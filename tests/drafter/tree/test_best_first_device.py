@@ -1,4 +1,4 @@
-"""Trees that grow all levels at once are those that the search grows level by level, and the best that there are."""
+"""Trees grown on the device are those that best-first growth yields level by level, and the best that there are."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drafter.tree.frontier import DraftVocabulary, Frontier, GrowLimits
-from drafter.tree.grow import Grown, grow
+from drafter.tree.frontier import DraftVocabulary, Frontier, GrowLimits, TreeRoots
+from drafter.tree.grow import GrownTrees, grow
 from drafter.tree.policy import DynamicTreePolicy, StaticTreePolicy
-from drafter.tree.tree_graphs import Start, TreeGraphs, buckets
+from drafter.tree.tree_graphs import TreeGraphs, buckets
 from tests.support import oracles
 from tests.support.draft_costs import CALIBRATION, FREE, costs
 from tests.support.oracles import Path
@@ -112,22 +112,21 @@ class Draft:
         return torch.stack([model_logits(ask.model, (), ask.model) for ask in self.asks])
 
     @property
-    def start(self) -> Start:
+    def start(self) -> tuple[TreeRoots, Tensor]:
         bases = [ask.base for ask in self.asks]
         table = torch.zeros(len(bases), 1 + max(bases) // PAGE, dtype=torch.int32)
         for b, base in enumerate(bases):
             table[b, : 1 + base // PAGE] = 1 + 20 * b + torch.arange(1 + base // PAGE)
-        return Start(
-            torch.tensor(bases, dtype=torch.int32), table, torch.tensor([[a.model] for a in self.asks]).float()
-        )
+        roots = TreeRoots(torch.tensor(bases, dtype=torch.int32), table)
+        return roots, torch.tensor([[ask.model] for ask in self.asks]).float()
 
-    def expand(self, level: Frontier) -> Tensor:
+    def expand(self, frontier: Frontier) -> Tensor:
         """For `grow`, level by level."""
-        if level.depth == 1:
+        if frontier.depth == 1:
             self._told = {(b, 0): ask.model for b, ask in enumerate(self.asks)}
             self._path = {(b, 0): () for b in range(len(self.asks))}
         rows = []
-        for b, row, parent, token in zip(*(column.tolist() for column in level[1:5]), strict=True):
+        for b, row, parent, token in zip(*(column.tolist() for column in frontier[1:5]), strict=True):
             self._path[b, row] = (*self._path[b, parent], token)
             self._told[b, row] = telling(self._told[b, parent], token)
             self.last_row_B[b] = max(self.last_row_B[b], row)
@@ -135,7 +134,7 @@ class Draft:
         return torch.stack(rows)
 
     def run(self, plan: Any, tokens_N: Tensor, features_N1: Tensor, positions_N: Tensor) -> tuple[Tensor, Tensor]:
-        """For `TreeGraphs`: all rows but the roots; those beyond the asks are nobody's."""
+        """For `TreeGraphs`: all rows but the roots; those beyond the asks are padding."""
         out_N1, logits_NV = torch.zeros(len(tokens_N), 1), torch.zeros(len(tokens_N), V)
         tokens, masks = tokens_N.tolist(), plan.ancestors_N.tolist()
         for n in range(len(self.asks) * NODES):
@@ -161,13 +160,13 @@ class Bench:
         self.metadata = metadata
         return into or Plan()
 
-    def grown(self, asks: Sequence[Ask], prices: DraftCosts = FREE, **options: Any) -> Grown:
+    def grown(self, asks: Sequence[Ask], draft_costs: DraftCosts = FREE, **options: Any) -> GrownTrees:
         self.draft = Draft(asks, self.draft.vocab)
-        self.tree_graphs.start = self.draft.start
-        return grown(self.draft, prices, tree_graphs=self.tree_graphs, **options)
+        self.tree_graphs.set_roots(*self.draft.start)
+        return grown(self.draft, draft_costs, tree_graphs=self.tree_graphs, **options)
 
 
-def grown(draft: Draft, prices: DraftCosts = FREE, **options: Any) -> Grown:
+def grown(draft: Draft, draft_costs: DraftCosts = FREE, **options: Any) -> GrownTrees:
     asks = draft.asks
     settings: dict[str, Any] = dict(
         limits=oracles.limits(
@@ -182,7 +181,7 @@ def grown(draft: Draft, prices: DraftCosts = FREE, **options: Any) -> Grown:
         policy=SHAPE,
         expand=draft.expand,
         vocab=draft.vocab,
-        costs=prices,
+        costs=draft_costs,
         logits_states={b: ask.logits_state for b, ask in enumerate(asks) if not ask.constraints.is_empty},
     )
     index_B = np.array([ask.base + 1 for ask in asks])
@@ -218,7 +217,7 @@ ASK = st.builds(
 )
 
 
-UNCUT = st.builds(
+UNTRUNCATED = st.builds(
     Ask,
     model=st.integers(0, 10**6),
     num_nodes=st.integers(1, NODES),
@@ -230,13 +229,13 @@ UNCUT = st.builds(
 """The whole distribution, and few enough levels to try every tree."""
 
 
-def tree(grown: Grown, b: int) -> dict[str, list]:
+def tree(grown: GrownTrees, b: int) -> dict[str, list]:
     begin, end = grown.trees.offsets[b : b + 2].tolist()
     names = ("token_N", "parent_N", "depth_N", "ancestors_N", "kind_N")
     return {name: getattr(grown.trees, name)[begin:end].tolist() for name in names}
 
 
-def weights(grown: Grown, b: int) -> list[float]:
+def weights(grown: GrownTrees, b: int) -> list[float]:
     begin, end = grown.trees.offsets[b : b + 2].tolist()
     return grown.trees.weight_N[begin:end].tolist()
 
@@ -248,7 +247,7 @@ def bench() -> Bench:
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.lists(ASK, min_size=1, max_size=5))
-def test_trees_are_those_of_the_search_wherever_that_has_rows_enough(bench, asks):
+def test_trees_are_those_grown_level_by_level_wherever_that_has_enough_rows(bench, asks):
     at_once, draft = bench.grown(asks), Draft(asks)
     by_level = grown(draft)
     for b, ask in enumerate(asks):
@@ -263,7 +262,7 @@ def told(model: int, path: Path) -> int:
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(UNCUT)
+@given(UNTRUNCATED)
 def test_where_nothing_costs_anything_a_tree_is_the_best_of_all_that_the_thresholds_allow(whole, ask):
     candidates = oracles.candidates(
         lambda path: model_logits(ask.model, path, told(ask.model, path)).tolist(),
@@ -285,7 +284,7 @@ def whole() -> Bench:
 
 
 def test_the_cut_is_the_one_of_trees_that_grow_level_by_level(bench):
-    """One level leaves no choice of what to run, so that prices can only show in the cut."""
+    """One level leaves no choice of what to run, so costs can only show in the cut."""
     asks = [Ask(model=m, max_depth=1) for m in range(4)]
     sizes = []
     for node in (0.0, 1.0, 3.0):
@@ -296,7 +295,7 @@ def test_the_cut_is_the_one_of_trees_that_grow_level_by_level(bench):
     assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[-1]
 
 
-def test_every_level_and_row_of_a_tree_is_paid_for(bench):
+def test_every_level_and_row_of_a_tree_counts_as_run(bench):
     got = bench.grown([Ask(num_nodes=1, max_depth=1), Ask(), Ask(path_prob=1.0)])
     assert (got.num_levels, got.num_run) == (DEPTH, 3 * NODES * (DEPTH - 1))
 
@@ -345,7 +344,7 @@ def other(**changes: Any) -> GrowLimits:
     ],
     ids=["not auto", "sampled", "constrained", "static"],
 )
-def test_what_is_not_searched_alone_grows_level_by_level(bench, options):
+def test_batches_not_all_best_first_grow_level_by_level(bench, options):
     asks = [Ask(), Ask(model=1)]
     got, expected = bench.grown(asks, **options), grown(Draft(asks), **options)
     assert any(bench.draft.last_row_B) and tree(got, 1) == tree(expected, 1)
@@ -356,7 +355,7 @@ def test_more_requests_than_any_bucket_has_grow_level_by_level(bench):
     assert tree(bench.grown(asks), 8) == tree(grown(Draft(asks)), 8) and any(bench.draft.last_row_B)
 
 
-def test_of_equals_the_earlier_is_kept(bench):
+def test_the_earlier_of_equal_candidates_is_kept(bench):
     """All children of all nodes are equally likely."""
     asks = [Ask(model=FLAT, num_nodes=n, sampling=SamplingParams(temperature=0.0)) for n in (1, 2, 5, 11)]
     at_once, by_level = bench.grown(asks), grown(Draft(asks))
@@ -367,16 +366,16 @@ def test_of_equals_the_earlier_is_kept(bench):
     ("max_requests", "num_nodes", "vocab_size", "most"),
     [(64, 16, 32_000, 32), (5, 16, 2_048, 8), (64, 63, 151_936, 1), (64, 63, 300_000, 0)],
 )
-def test_graphs_are_for_as_many_requests_as_launches_still_cost_more_than_work(
-    max_requests, num_nodes, vocab_size, most
-):
+def test_buckets_end_where_the_computation_outweighs_the_launches(max_requests, num_nodes, vocab_size, most):
     sizes = buckets(max_requests, num_nodes, vocab_size)
     assert sizes == [n for n in (32, 16, 8, 4, 2, 1) if n <= most]
 
 
-def test_growth_looks_at_no_value_on_the_host():
-    """On tensors without values: whoever asks for one, or for a shape that depends on one, or mixes in a tensor of the
-    host, fails. Torch's own `cut` would; Triton's is one launch."""
+def test_growth_reads_no_value_on_the_host():
+    """Meta tensors have no values: reading one, a shape that depends on one, or mixing in a tensor of the host, fails.
+
+    Torch's own `truncation_threshold` would; Triton's is one launch.
+    """
     kernels = SimpleNamespace(**{name: getattr(reference, name) for name in reference.__all__})
     kernels.truncation_threshold = lambda x_RV, top_k_R, top_p_R: x_RV.amax(-1)
     weight_VV = torch.empty(V, V, device="meta")

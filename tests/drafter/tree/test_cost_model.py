@@ -1,4 +1,4 @@
-"""Trees under `auto`: the best nodes by calibrated survival, as many as their time is worth."""
+"""Trees under `auto`: the best nodes by calibrate survival, as many as their time is worth."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import drafter.tree.grow
-from drafter.tree.cost_model import TreeCostModel, calibrated
+from drafter.tree.cost_model import TreeCostModel, calibrate
 from drafter.tree.frontier import DraftVocabulary, Frontier
-from drafter.tree.grow import Grown, grow
+from drafter.tree.grow import GrownTrees, grow
 from drafter.tree.policy import TYPICAL_CHILDREN, DynamicTreePolicy, StaticTreePolicy, TreePolicy
 from tests.support import oracles
 from tests.support.draft_costs import CALIBRATION, FREE, costs
@@ -66,14 +66,14 @@ def model_logits(model: int, path: Path) -> np.ndarray:
     return rng.normal(scale=1.0 + 2.0 * rng.random(), size=V).astype(np.float32)
 
 
-def grown(asks: Sequence[Ask], prices: DraftCosts = FREE, policy: TreePolicy = SHAPE) -> Grown:
+def grown(asks: Sequence[Ask], draft_costs: DraftCosts = FREE, policy: TreePolicy = SHAPE) -> GrownTrees:
     paths: dict[tuple[int, int], Path] = {(b, 0): () for b in range(len(asks))}
 
-    def expand(level: Frontier) -> torch.Tensor:
-        for b, row, parent, token in zip(*level[1:5], strict=True):
+    def expand(frontier: Frontier) -> torch.Tensor:
+        for b, row, parent, token in zip(*frontier[1:5], strict=True):
             assert row <= asks[b].num_nodes, "the draft model has no more rows"
             paths[b, row] = (*paths[b, parent], int(token))
-        keys = zip(level.request_F, level.row_F, strict=True)
+        keys = zip(frontier.request_F, frontier.row_F, strict=True)
         return torch.from_numpy(np.stack([model_logits(asks[b].model, paths[b, row]) for b, row in keys]))
 
     return grow(
@@ -91,11 +91,11 @@ def grown(asks: Sequence[Ask], prices: DraftCosts = FREE, policy: TreePolicy = S
         policy=policy,
         expand=expand,
         vocab=DraftVocabulary(target_size=V),
-        costs=prices,
+        costs=draft_costs,
     )
 
 
-def weights(trees: Grown, request: int = 0) -> dict[Path, float]:
+def weights(trees: GrownTrees, request: int = 0) -> dict[Path, float]:
     begin, end = trees.trees.offsets[request : request + 2].tolist()
     return dict(
         zip(oracles.paths_of(trees.trees, request)[1:], trees.trees.weight_N[begin + 1 : end].tolist(), strict=True)
@@ -106,7 +106,7 @@ def assert_rooted(nodes: dict[Path, float]) -> None:
     assert all(path[:-1] in nodes or len(path) == 1 for path in nodes)
 
 
-# ---- the search
+# ---- best-first growth
 
 
 THRESHOLD = st.one_of(st.just(0.0), st.floats(0, 0.5, width=32))
@@ -145,7 +145,7 @@ def test_requests_get_the_same_tree_together_and_alone_while_nothing_costs_anyth
 
 
 def test_the_search_ends_when_the_draft_models_rows_do():
-    """Candidates that fall out have had their rows: `grown` asserts that nobody is given more than there are."""
+    """Displaced candidates keep their rows: `grown` asserts that no request is given more than there are."""
     for model in range(30):
         assert len(weights(grown([Ask(model=model, num_nodes=4)]))) == 4
 
@@ -253,11 +253,11 @@ def test_what_a_cut_takes_from_a_chain_is_counted_at_its_end():
 
 
 def test_time_is_counted_by_levels_beyond_the_first_and_nodes_run_on_them():
-    budget = TreeCostModel(costs(level=2.0, run=0.25))
-    assert [budget.draft_ms(*bill) for bill in ((0, 0), (1, 0), (2, 3), (4, 10))] == [1.0, 1.0, 3.75, 9.5]
+    cost_model = TreeCostModel(costs(level=2.0, run=0.25))
+    assert [cost_model.draft_ms(*bill) for bill in ((0, 0), (1, 0), (2, 3), (4, 10))] == [1.0, 1.0, 3.75, 9.5]
 
 
-@pytest.mark.parametrize("policy", ["searched", "dealt"])
+@pytest.mark.parametrize("policy", ["best-first", "budgeted"])
 def test_what_growing_has_taken_so_far_is_told_without_the_roots(monkeypatch, policy):
     told: list[tuple[int, int]] = []
 
@@ -268,7 +268,7 @@ def test_what_growing_has_taken_so_far_is_told_without_the_roots(monkeypatch, po
 
     monkeypatch.setattr(drafter.tree.grow, "TreeCostModel", Noted)
     asks = [Ask(model=1, num_nodes=8), Ask(model=2, num_nodes=8)]
-    if policy == "searched":
+    if policy == "best-first":
         whole = grown(asks)
         assert told == [(1, 0), (2, 2 * CHILDREN), (DEPTH, whole.num_run)] and whole.num_levels == DEPTH
     else:
@@ -280,9 +280,9 @@ def test_whether_a_level_pays_is_asked_with_the_nodes_so_far_and_no_root(monkeyp
     told: list[int] = []
 
     class Noted(TreeCostModel):
-        def worth_running(self, weight_F, least_F, weights, draft_ms):
+        def worth_running(self, weight_F, displaced_F, weights, draft_ms):
             told.append(len(weights))
-            return super().worth_running(weight_F, least_F, weights, draft_ms)
+            return super().worth_running(weight_F, displaced_F, weights, draft_ms)
 
     monkeypatch.setattr(drafter.tree.grow, "TreeCostModel", Noted)
     asks = [Ask(model=1, num_nodes=6), Ask(model=2, num_nodes=6)]
@@ -295,21 +295,21 @@ def test_whether_a_level_pays_is_asked_with_the_nodes_so_far_and_no_root(monkeyp
 
 def test_a_row_that_buys_a_flight_of_rows_costs_its_share_of_them():
     stairs = replace(FREE, nodes_T=torch.tensor([0, 8, 9, 16]), verify_ms_T=torch.tensor([10.0, 10.0, 14.0, 14.0]))
-    budget = TreeCostModel(stairs)
-    assert [float(budget.row_ms(n)) for n in (0, 7, 8, 9, 15, 16, 99)] == [0, 0, 4 / 8, 0, 0, 0, 0]
+    cost_model = TreeCostModel(stairs)
+    assert [float(cost_model.node_verify_ms(n)) for n in (0, 7, 8, 9, 15, 16, 99)] == [0, 0, 4 / 8, 0, 0, 0, 0]
 
 
 def test_a_candidate_that_does_not_exist_stays_one_whatever_calibration_says():
     fit = torch.tensor([1.0, 3.0])
-    assert calibrated(torch.tensor([0.0, 0.5]), fit).tolist() == [0.0, pytest.approx(1 / (1 + np.exp(-3)))]
+    assert calibrate(torch.tensor([0.0, 0.5]), fit).tolist() == [0.0, pytest.approx(1 / (1 + np.exp(-3)))]
 
 
 def test_a_node_is_run_if_its_children_bring_what_running_it_takes():
     """At a rate of 2.5 tokens over 11 ms; children survive with 0.62, 0.13, 0.06, ..., in all 0.895."""
     weights = np.array([0.8, 0.7], dtype=np.float32)
     dear = 0.895 * 0.75 / (2.5 / 11)  # between what the two bring
-    budget = TreeCostModel(costs(run=dear))
-    assert budget.worth_running(weights, np.zeros(2), weights, 1.0).tolist() == [True, False]
+    cost_model = TreeCostModel(costs(run=dear))
+    assert cost_model.worth_running(weights, np.zeros(2), weights, 1.0).tolist() == [True, False]
     assert TreeCostModel(costs()).worth_running(weights, np.zeros(2), weights, 1.0).tolist() == [True, True]
 
 
@@ -317,7 +317,7 @@ def test_a_node_is_run_if_its_children_bring_what_running_it_takes():
 @pytest.mark.parametrize(
     ("node", "level", "run"), [(0.5, 0.5, 0.02), (0.02, 2.0, 0.2), (2.0, 0.0, 0.0), (0.0, 0.0, 0.0)]
 )
-def test_slots_that_are_fixed_before_drawing_are_the_best_number_of_typical_ones(num_requests, node, level, run):
+def test_the_budget_set_before_drawing_is_the_best_number_of_typical_nodes(num_requests, node, level, run):
     survival = np.array([0.6, 0.35, 0.2, 0.12, 0.1, 0.08, 0.05, 0.04], dtype=np.float32)
     max_depth = 3
 
@@ -326,7 +326,7 @@ def test_slots_that_are_fixed_before_drawing_are_the_best_number_of_typical_ones
         draft_ms = 1.0 + level * (min(slots, max_depth) - 1) + run * num_requests * (slots - 1)
         return tokens / (draft_ms + 10.0 + node * num_requests * slots)
 
-    got = TreeCostModel(costs(node, level, run, sure=2.0)).slots_before_drawing(survival, num_requests, max_depth)
+    got = TreeCostModel(costs(node, level, run, sure=2.0)).budget_before_drawing(survival, num_requests, max_depth)
     assert rate(got) == pytest.approx(max(rate(slots) for slots in range(1, 9)), rel=1e-5)
 
 
@@ -352,7 +352,7 @@ def test_nodes_that_stay_in_any_case_take_their_places_in_the_step_that_the_othe
 
 
 @pytest.mark.parametrize("policy", [STATIC, CHAIN])
-def test_a_level_is_grown_for_who_does_not_ask_what_it_takes_and_for_nobody_else(policy):
+def test_an_expensive_level_is_grown_for_requests_without_auto_alone(policy):
     dear = costs(level=1000.0)
     whole = grown([Ask(model=1, num_nodes=6, auto=False)], policy=policy)
     beside = grown([Ask(model=1, num_nodes=6, auto=False), Ask(model=2, num_nodes=6)], dear, policy)
@@ -363,10 +363,10 @@ def test_a_level_is_grown_for_who_does_not_ask_what_it_takes_and_for_nobody_else
 
 def test_free_drafting_runs_no_node_whose_children_would_not_be_verified():
     """Rows in the draft model are few: what brings nothing must not take them from deeper levels."""
-    budget = TreeCostModel(costs(node=0.5))
+    cost_model = TreeCostModel(costs(node=0.5))
     sure, hopeless = np.float32(0.9), np.float32(0.01)
     weights = np.array([sure, hopeless, hopeless], dtype=np.float32)
-    assert budget.worth_running(weights, np.zeros(3), weights, 1.0).tolist() == [True, False, False]
+    assert cost_model.worth_running(weights, np.zeros(3), weights, 1.0).tolist() == [True, False, False]
 
 
 # ---- the rules in plain Python
@@ -376,7 +376,7 @@ STAIRS = ([0, 1, 8, 9, 16, 17, 1000], [10.0, 11.0, 11.0, 13.0, 13.0, 16.0, 90.0]
 
 
 @dataclass(frozen=True)
-class PlainBudget:
+class PlainCostModel:
     """`TreeCostModel` by the letter of its docstrings, one number at a time."""
 
     table: tuple[list[int], list[float]]
@@ -397,7 +397,7 @@ class PlainBudget:
     def draft_ms(self, num_levels: int, num_run: int) -> float:
         return self.first + max(num_levels - 1, 0) * self.level + num_run * self.node
 
-    def row_ms(self, num_nodes: int) -> float:
+    def node_verify_ms(self, num_nodes: int) -> float:
         price = self.verify_ms(num_nodes + 1)
         flight = sum(self.verify_ms(n) <= price for n in range(num_nodes + 1, 1001))
         return (price - self.verify_ms(num_nodes)) / flight
@@ -406,7 +406,7 @@ class PlainBudget:
         ranked = sorted(weights, reverse=True)
         rates = [(self.sure + sum(ranked[:n])) / (ms + self.verify_ms(n)) for n in range(len(ranked) + 1)]
         rate = max(rates)
-        must = [max(place, rate * self.row_ms(rates.index(rate))) for place in least]
+        must = [max(place, rate * self.node_verify_ms(rates.index(rate))) for place in least]
         gain = [
             sum(max(weight * child - m, 0) for child in TYPICAL_CHILDREN)
             for weight, m in zip(frontier, must, strict=True)
@@ -415,7 +415,7 @@ class PlainBudget:
         net = sum(g - rate * self.node for g, is_run in zip(gain, runs, strict=True) if is_run)
         return [is_run and net >= rate * self.level for is_run in runs]
 
-    def slots(self, expected: list[float], num_requests: int, max_depth: int) -> int:
+    def budget(self, expected: list[float], num_requests: int, max_depth: int) -> int:
         def rate(slots: int) -> float:
             ms = self.draft_ms(min(slots, max_depth), num_requests * (slots - 1))
             gain = self.sure + num_requests * sum(expected[:slots])
@@ -430,7 +430,7 @@ def floats(least: float, most: float) -> st.SearchStrategy[float]:
 
 
 PLAIN = st.builds(
-    PlainBudget,
+    PlainCostModel,
     table=st.sampled_from([SLOPE, STAIRS]),
     first=floats(0, 9),
     level=floats(0, 4),
@@ -454,19 +454,19 @@ def test_a_level_is_run_for_the_nodes_that_the_plain_rule_names(plain, seed, num
 @given(PLAIN, st.integers(1, 60), st.integers(1, 8), st.integers(1, 9))
 def test_trees_that_may_not_be_cut_get_the_slots_that_the_plain_rule_names(plain, most, num_requests, max_depth):
     expected = (0.9 ** np.arange(1, most + 1)).astype(np.float32)
-    got = plain.told().slots_before_drawing(expected, num_requests, max_depth)
-    assert got == plain.slots(expected.tolist(), num_requests, max_depth)
+    got = plain.told().budget_before_drawing(expected, num_requests, max_depth)
+    assert got == plain.budget(expected.tolist(), num_requests, max_depth)
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(PLAIN, st.integers(0, 1100), st.integers(0, 9), st.integers(0, 300))
 def test_times_are_the_tables(plain, num_nodes, num_levels, num_run):
-    budget = plain.told()
-    assert budget.draft_ms(num_levels, num_run) == pytest.approx(plain.draft_ms(num_levels, num_run), rel=1e-5)
+    cost_model = plain.told()
+    assert cost_model.draft_ms(num_levels, num_run) == pytest.approx(plain.draft_ms(num_levels, num_run), rel=1e-5)
     at_most = min(num_nodes, 999)
-    assert budget.row_ms(at_most) == pytest.approx(plain.row_ms(at_most), rel=1e-3)
-    assert budget.row_ms(1000 + num_nodes) == 0
-    rates = budget.rates(np.array([0.5], dtype=np.float32), 1.0, np.full(num_nodes, 0.25, dtype=np.float32))
+    assert cost_model.node_verify_ms(at_most) == pytest.approx(plain.node_verify_ms(at_most), rel=1e-3)
+    assert cost_model.node_verify_ms(1000 + num_nodes) == 0
+    rates = cost_model.throughput(np.array([0.5], dtype=np.float32), 1.0, np.full(num_nodes, 0.25, dtype=np.float32))
     assert rates.dtype == np.float32  # every drafter rank decides alike
     for n in range(2):
         rate = (plain.sure + 0.25 * num_nodes + 0.5 * n) / (1 + plain.verify_ms(min(num_nodes + n, 1000)))
@@ -475,7 +475,7 @@ def test_times_are_the_tables(plain, num_nodes, num_levels, num_run):
 
 def test_even_a_sure_draft_is_calibrated():
     """A logit without a bound would be infinite: nothing could be learnt against it."""
-    assert float(calibrated(torch.ones(()), torch.tensor([1.0, -14.0]))) == pytest.approx(0.455, abs=0.01)
+    assert float(calibrate(torch.ones(()), torch.tensor([1.0, -14.0]))) == pytest.approx(0.455, abs=0.01)
 
 
 def test_a_threshold_holds_on_every_level_beside_a_request_that_goes_on():

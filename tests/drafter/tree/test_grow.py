@@ -58,7 +58,7 @@ class Grower:
     policy: TreePolicy
     logits_of: Callable[[int, Path], np.ndarray] = model_logits
     vocab: DraftVocabulary = DraftVocabulary(target_size=V)
-    levels: list[Frontier] = field(default_factory=list)
+    frontiers: list[Frontier] = field(default_factory=list)
     path: dict[tuple[int, int], Path] = field(default_factory=dict)
 
     def run(self) -> TreeBatch:
@@ -82,10 +82,12 @@ class Grower:
         assert grown.probs is None
         return grown.trees
 
-    def expand(self, level: Frontier) -> torch.Tensor:
-        self.levels.append(level)
+    def expand(self, frontier: Frontier) -> torch.Tensor:
+        self.frontiers.append(frontier)
         rows = []
-        for b, row, parent, token in zip(level.request_F, level.row_F, level.parent_row_F, level.token_F, strict=True):
+        for b, row, parent, token in zip(
+            frontier.request_F, frontier.row_F, frontier.parent_row_F, frontier.token_F, strict=True
+        ):
             self.path[b, row] = (*self.path[b, parent], int(token))
             rows.append(self.logits_of(self.asks[b].model, self.path[b, row]))
         return torch.from_numpy(np.stack(rows))
@@ -166,10 +168,10 @@ def test_greedy_children_are_proposed_in_breadth_first_order(paths):
             row[first : first + 5] = 100 - np.arange(5)
         return torch.from_numpy(out)
 
-    def expand(level: Frontier) -> torch.Tensor:
+    def expand(frontier: Frontier) -> torch.Tensor:
         # Row r's children come after those of rows 0 .. r - 1.
-        first = [sum(children[:r]) for r in level.row_F]
-        return logits(np.array(bases)[level.request_F] + np.array(first))
+        first = [sum(children[:r]) for r in frontier.row_F]
+        return logits(np.array(bases)[frontier.request_F] + np.array(first))
 
     count = len(paths)
     batch, *_ = grow(
@@ -215,11 +217,11 @@ TYPICAL = (0.6, 0.17, 0.05)
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 4), st.integers(1, 4), st.integers(0, 20))
-def test_slots_go_to_the_largest_expected_values(seed, children, room, slots):
+def test_a_budget_goes_to_the_largest_expected_values(seed, children, room, slots):
     weights = -np.sort(-np.random.default_rng(seed).dirichlet(np.full(children, 0.6)))
     policy = DynamicTreePolicy(children, 4, TYPICAL)
-    dealt = policy.deal(np.array([slots]), np.array([0]), np.array([room]), weights[None])
-    assert dealt.slots_FK[0].tolist() == oracles.deal_best_first(slots, room, weights, TYPICAL[:children])
+    budgets = policy.split(np.array([slots]), np.array([0]), np.array([room]), weights[None])
+    assert budgets.size_FK[0].tolist() == oracles.deal_best_first(slots, room, weights, TYPICAL[:children])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.3, 0.8])
@@ -317,7 +319,7 @@ def test_an_empty_batch_grows_nothing():
         expand=grower.expand,
         vocab=grower.vocab,
     )  # fmt: skip
-    assert trees.offsets.tolist() == [0] and not grower.levels
+    assert trees.offsets.tolist() == [0] and not grower.frontiers
 
 
 @pytest.mark.parametrize("policy", [DynamicTreePolicy(4, 8), StaticTreePolicy(RAGGED)], ids=["dynamic", "static"])
@@ -325,18 +327,25 @@ def test_the_draft_model_runs_once_per_level_and_only_for_nodes_that_need_logits
     asks = mixed_asks()
     grower = Grower(asks, policy)
     batch = grower.run()
-    assert [level.depth for level in grower.levels] == list(range(1, len(grower.levels) + 1))
-    for level in grower.levels:
-        order = list(zip(level.request_F.tolist(), level.row_F.tolist(), strict=True))
+    assert [frontier.depth for frontier in grower.frontiers] == list(range(1, len(grower.frontiers) + 1))
+    for frontier in grower.frontiers:
+        order = list(zip(frontier.request_F.tolist(), frontier.row_F.tolist(), strict=True))
         assert order == sorted(set(order))
         for b, row, parent, token, mask in zip(
-            level.request_F, level.row_F, level.parent_row_F, level.token_F, level.ancestors_F, strict=True
+            frontier.request_F,
+            frontier.row_F,
+            frontier.parent_row_F,
+            frontier.token_F,
+            frontier.ancestors_F,
+            strict=True,
         ):
             tree = request(batch, b)
-            assert tree["depth_N"][row] == level.depth < asks[b].max_depth
+            assert tree["depth_N"][row] == frontier.depth < asks[b].max_depth
             assert (tree["parent_N"][row], tree["token_N"][row], tree["ancestors_N"][row]) == (parent, token, mask)
             assert path_probability(asks[b], grower.path[b, row]) >= asks[b].path_prob
-    expanded = {(b, r) for level in grower.levels for b, r in zip(level.request_F, level.row_F, strict=True)}
+    expanded = {
+        (b, r) for frontier in grower.frontiers for b, r in zip(frontier.request_F, frontier.row_F, strict=True)
+    }
     for b, ask in enumerate(asks):  # a node that was run has children, unless the min test failed after its forward
         parents = set(request(batch, b)["parent_N"])
         for row in range(1, len(request(batch, b)["token_N"])):
@@ -420,7 +429,7 @@ def test_a_value_equal_to_its_threshold_is_kept():
 
 def test_the_path_test_is_made_before_the_forward_pass():
     grower = Grower([Ask(num_nodes=14, max_depth=3, path_prob=1.0)], DynamicTreePolicy(3, 3))
-    assert len(grower.run().token_N) > 1 and not grower.levels
+    assert len(grower.run().token_N) > 1 and not grower.frontiers
 
 
 # ---- the noise
@@ -461,7 +470,7 @@ def test_a_reduced_draft_vocabulary_sees_the_noise_of_its_target_ids(seed, tempe
 
 
 def test_forbidden_tokens_never_become_children():
-    """top-k 2 leaves two tokens: six slots per node, but no third child."""
+    """top-k 2 leaves two tokens: a budget of six per node, but no third child."""
     params = SamplingParams(temperature=1.0, top_k=2, seed=1)
     batch = grown(Ask(num_nodes=40, max_depth=2, params=params), DynamicTreePolicy(8, 2))
     assert np.bincount(batch.parent_N[1:]).tolist() == [2, 2, 2]

@@ -17,8 +17,8 @@ from drafter.tree.sample import (
     DrawnChildren,
     Support,
     draw_children,
-    drawn_from,
     expected_survival,
+    mask_fixed,
     num_children,
     quantize,
 )
@@ -91,7 +91,7 @@ def test_masked_and_broken_rows_have_no_support_there():
         torch.tensor([[0.0, -inf, -1.0, -inf], [-inf] * 4, [nan] * 4, [0.0, -30.0, -inf, 0.0]]), vocabulary(4)
     )
     assert num_children(support).tolist() == [2, 0, 0, 2]
-    assert draw(support, 3).place_FK.tolist()[1:3] == [[-1] * 3] * 2
+    assert draw(support, 3).column_FK.tolist()[1:3] == [[-1] * 3] * 2
 
 
 # ---- drawing
@@ -99,7 +99,7 @@ def test_masked_and_broken_rows_have_no_support_there():
 
 def test_draws_follow_the_integer_law_without_replacement():
     weights, num = np.array([9, 5, 3, 2, 1]), 40000
-    first, second = draw(support_of(*weights, rows=num), 2).place_FK.T
+    first, second = draw(support_of(*weights, rows=num), 2).column_FK.T
     assert scipy.stats.chisquare(np.bincount(first, minlength=5), weights / 20 * num).pvalue > 1e-3
     for i, rest in enumerate(20 - weights):
         after = second[first == i]
@@ -113,9 +113,9 @@ def test_draws_follow_the_integer_law_without_replacement():
 def test_hybrid_nodes_draw_from_what_their_fixed_children_leave():
     weights, num = np.array([9, 5, 3, 2, 1]), 20000
     children = draw(support_of(*weights, rows=num), 3, num_fixed=2)
-    assert (children.place_FK[:, :2] == [0, 1]).all()
+    assert (children.column_FK[:, :2] == [0, 1]).all()
     assert children.kind_FK[0].tolist() == [NodeKind.DETERMINISTIC, NodeKind.DETERMINISTIC, NodeKind.SAMPLED]
-    count = np.bincount(children.place_FK[:, 2], minlength=5)
+    count = np.bincount(children.column_FK[:, 2], minlength=5)
     assert count[:2].tolist() == [0, 0]
     assert scipy.stats.chisquare(count[2:], weights[2:] / 6 * num).pvalue > 1e-3
 
@@ -124,8 +124,8 @@ def test_hybrid_nodes_draw_from_what_their_fixed_children_leave():
 def test_the_draws_are_the_integer_inverse_cdf_of_the_weights_on_the_wire(num_fixed):
     support = quantize(torch.randn(50, 300, generator=torch.Generator().manual_seed(1)) * 2, vocabulary(300))
     children = draw(support, 8, num_fixed)
-    told = drawn_from(support, np.full(50, num_fixed))
-    for seed, (weights, places) in enumerate(zip(told.tolist(), children.place_FK.tolist(), strict=True)):
+    told = mask_fixed(support, np.full(50, num_fixed))
+    for seed, (weights, places) in enumerate(zip(told.tolist(), children.column_FK.tolist(), strict=True)):
         for k in range(num_fixed, 8):
             words = oracles.philox((seed, 0), (k, 17, 3, Stream.DRAFT))
             r = (words[0] << 32 | words[1]) * sum(weights) >> 64
@@ -136,25 +136,25 @@ def test_the_draws_are_the_integer_inverse_cdf_of_the_weights_on_the_wire(num_fi
 
 def test_more_draws_begin_with_the_same_ones():
     support = quantize(torch.randn(40, 30, generator=torch.Generator().manual_seed(2)), vocabulary(30))
-    most = draw(support, 8).place_FK
+    most = draw(support, 8).column_FK
     for count in range(1, 8):
-        fewer = draw(support, count, max_children=8).place_FK
+        fewer = draw(support, count, max_children=8).column_FK
         assert (fewer[:, :count] == most[:, :count]).all() and (fewer[:, count:] == -1).all()
 
 
 def test_children_end_where_the_weight_runs_out():
-    places = draw(support_of(3, 1, 0, 0), 4, num_fixed=1).place_FK
+    places = draw(support_of(3, 1, 0, 0), 4, num_fixed=1).column_FK
     assert places.tolist() == [[0, 1, -1, -1]]
-    assert draw(support_of(3, 1, 0, 0), 4, num_fixed=3).place_FK.tolist() == [[0, 1, -1, -1]]
-    assert sorted(draw(support_of(3, 1, 0), 3).place_FK[0].tolist()) == [-1, 0, 1]
+    assert draw(support_of(3, 1, 0, 0), 4, num_fixed=3).column_FK.tolist() == [[0, 1, -1, -1]]
+    assert sorted(draw(support_of(3, 1, 0), 3).column_FK[0].tolist()) == [-1, 0, 1]
 
 
 def test_a_node_draws_alone_what_it_draws_in_a_batch():
     support = quantize(torch.randn(20, 100, generator=torch.Generator().manual_seed(3)), vocabulary(100))
-    together = draw(support, 4).place_FK
+    together = draw(support, 4).column_FK
     for f in range(20):
         one = Support(support.id_FS[f : f + 1], support.weight_FS[f : f + 1])
-        assert (draw(one, 4, seed=f).place_FK == together[f : f + 1]).all()
+        assert (draw(one, 4, seed=f).column_FK == together[f : f + 1]).all()
 
 
 @pytest.mark.parametrize("changed", ["seed", "root position", "row"])
@@ -163,7 +163,7 @@ def test_draws_under_different_keys_are_independent(changed):
     keys = {"seed": np.arange(num), "root position": np.full(num, 8), "row": np.full(num, 2)}
     support, one = support_of(1, 1, rows=num), np.ones(num, dtype=np.int64)
     a, b = (
-        draw_children(support, one, 0 * one, DrawBits.of(*each.values(), 1)).place_FK[:, 0]
+        draw_children(support, one, 0 * one, DrawBits.of(*each.values(), 1)).column_FK[:, 0]
         for each in (keys, keys | {changed: keys[changed] + num})
     )
     assert scipy.stats.chisquare(np.bincount(2 * a + b, minlength=4)).pvalue > 1e-3

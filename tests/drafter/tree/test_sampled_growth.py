@@ -1,4 +1,4 @@
-"""Sampled trees as `grow` really grows them: truthful draws, slots settled before drawing, and a lossless whole."""
+"""Sampled trees of the real `grow`: budgets set before drawing, draws from what is sent, and a lossless whole."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import scipy.stats
 import torch
 
 from drafter.tree.cost_model import TreeCostModel
-from drafter.tree.frontier import Candidates, DraftVocabulary, Frontier
-from drafter.tree.grow import Grown, grow
+from drafter.tree.frontier import DraftVocabulary, Frontier, NgramCandidates
+from drafter.tree.grow import GrownTrees, grow
 from drafter.tree.policy import DynamicTreePolicy, StaticTreePolicy, TreePolicy
 from drafter.tree.sample import MAX_WEIGHT, DrawBits, draw_children, quantize
 from drafter.tree.score import score
@@ -57,15 +57,17 @@ def grow_all(
     is_hybrid: bool = False,
     costs: DraftCosts = FREE,
     drafted: Callable[[list[Path]], torch.Tensor] = lambda prefixes: log_law(2, prefixes),
-) -> Grown:
+) -> GrownTrees:
     """Trees for many requests at once, whose tokens so far are `prefixes`."""
     count = len(prefixes)
     paths: dict[tuple[int, int], Path] = {(b, 0): prefix for b, prefix in enumerate(prefixes)}
 
-    def expand(level: Frontier) -> torch.Tensor:
-        for b, row, parent, token in zip(level.request_F, level.row_F, level.parent_row_F, level.token_F, strict=True):
+    def expand(frontier: Frontier) -> torch.Tensor:
+        for b, row, parent, token in zip(
+            frontier.request_F, frontier.row_F, frontier.parent_row_F, frontier.token_F, strict=True
+        ):
             paths[b, row] = (*paths[b, parent], int(token))
-        return drafted([paths[b, row] for b, row in zip(level.request_F, level.row_F, strict=True)])
+        return drafted([paths[b, row] for b, row in zip(frontier.request_F, frontier.row_F, strict=True)])
 
     return grow(
         drafted(prefixes),
@@ -193,13 +195,13 @@ def test_requests_of_every_rule_grow_side_by_side_as_they_grow_alone():
     prefixes: list[Path] = [(t,) for t in range(V)]
     sampling = [SamplingParams(seed=7 + i, temperature=0.0 if i == 4 else 1.0) for i in range(V)]
 
-    def run(own: list[int], auto: bool) -> Grown:
+    def run(own: list[int], auto: bool) -> GrownTrees:
         paths = {(b, 0): prefixes[i] for b, i in enumerate(own)}
 
-        def expand(level: Frontier) -> torch.Tensor:
-            rows = zip(level.request_F, level.row_F, level.parent_row_F, level.token_F, strict=True)
+        def expand(frontier: Frontier) -> torch.Tensor:
+            rows = zip(frontier.request_F, frontier.row_F, frontier.parent_row_F, frontier.token_F, strict=True)
             paths.update({(b, row): (*paths[b, parent], int(token)) for b, row, parent, token in rows})
-            return log_law(2, [paths[b, row] for b, row in zip(level.request_F, level.row_F, strict=True)])
+            return log_law(2, [paths[b, row] for b, row in zip(frontier.request_F, frontier.row_F, strict=True)])
 
         return grow(
             log_law(2, [prefixes[i] for i in own]), np.array(own), np.full(len(own), 2),
@@ -218,7 +220,7 @@ def test_requests_of_every_rule_grow_side_by_side_as_they_grow_alone():
             assert laws_of(together, i) == laws_of(alone, 0)
 
 
-def laws_of(grown: Grown, request: int) -> list[list[tuple[int, int]]]:
+def laws_of(grown: GrownTrees, request: int) -> list[list[tuple[int, int]]]:
     """Per row of one request, the (id, weight) entries it was drawn from."""
     rows = range(*grown.trees.offsets[request : request + 2].tolist())
     probs: DraftProbs | None = grown.probs
@@ -240,7 +242,7 @@ def test_children_are_drawn_by_the_seed_the_roots_position_and_the_row(num_fixed
         key = (np.array([value]) for value in (seed, len(prefix), row))
         drawn = draw_children(support, np.array([3]), np.array([num_fixed]), DrawBits.of(*key, 3))
         got = [path[-1] for path in paths[1:] if path[:-1] == parent]
-        assert got == support.id_FS[0, drawn.place_FK[0]].tolist()
+        assert got == support.id_FS[0, drawn.column_FK[0]].tolist()
 
 
 def test_fixed_children_have_probabilities_too():
@@ -252,16 +254,18 @@ def test_fixed_children_have_probabilities_too():
     assert oracles.paths_of(pruned.trees) == oracles.paths_of(whole.trees) and len(whole.trees.token_N) == 7
 
 
-def test_slots_are_budgeted_for_sampled_trees_under_auto_and_counted_among_those():
+def test_sampled_trees_under_auto_get_their_budget_before_drawing_counted_among_those():
     """Beside a sampled tree without auto and one under auto that can be cut afterwards."""
     policy, dear, max_depth = SHAPES["2x2"], draft_costs.costs(node=0.4, level=0.2), 2
     rules, autos = [Rule.TRAVERSAL, Rule.TRAVERSAL, Rule.COUPLED], [False, True, True]
     paths: dict[tuple[int, int], Path] = {(b, 0): (b,) for b in range(3)}
 
-    def expand(level: Frontier) -> torch.Tensor:
-        for b, row, parent, token in zip(level.request_F, level.row_F, level.parent_row_F, level.token_F, strict=True):
+    def expand(frontier: Frontier) -> torch.Tensor:
+        for b, row, parent, token in zip(
+            frontier.request_F, frontier.row_F, frontier.parent_row_F, frontier.token_F, strict=True
+        ):
             paths[b, row] = (*paths[b, parent], int(token))
-        return log_law(2, [paths[b, row] for b, row in zip(level.request_F, level.row_F, strict=True)])
+        return log_law(2, [paths[b, row] for b, row in zip(frontier.request_F, frontier.row_F, strict=True)])
 
     grown = grow(
         log_law(2, [(b,) for b in range(3)]), np.arange(3), np.full(3, 2),
@@ -269,7 +273,7 @@ def test_slots_are_budgeted_for_sampled_trees_under_auto_and_counted_among_those
         sampling=SamplingBatch.stack([SamplingParams(seed=b) for b in range(3)]), policy=policy, expand=expand,
         vocab=DraftVocabulary(target_size=V), costs=dear,
     )  # fmt: skip
-    one, two = (TreeCostModel(dear).slots_before_drawing(policy.expected_J, count, max_depth) for count in (1, 2))
+    one, two = (TreeCostModel(dear).budget_before_drawing(policy.expected_J, count, max_depth) for count in (1, 2))
     assert two < one < 6, "prices that tell how many were counted"
     sizes = (grown.trees.offsets.diff() - 1).tolist()
     assert sizes[:2] == [6, one]
@@ -306,7 +310,7 @@ def test_candidates_that_hold_all_mass_score_like_the_logits_they_stand_for(rule
     log_q = log_law(4, [(t,) for t in range(V)])
     params = SamplingBatch.stack([SamplingParams(temperature=temperature, seed=9)] * V)
     order = log_q.argsort(dim=-1, descending=True)
-    listed = Candidates(order.numpy(), log_q.log_softmax(-1).gather(-1, order).numpy())
+    listed = NgramCandidates(order.numpy(), log_q.log_softmax(-1).gather(-1, order).numpy())
     args = (params, np.full(V, rule), np.arange(V), 4, DraftVocabulary(target_size=V))
     dense, sparse = score(log_q, *args), score(listed, *args)
     assert dense.token_FK.tolist() == sparse.token_FK.tolist() and dense.kind_F.tolist() == sparse.kind_F.tolist()
@@ -315,7 +319,7 @@ def test_candidates_that_hold_all_mass_score_like_the_logits_they_stand_for(rule
 
 
 def test_candidates_weigh_no_more_than_what_lookup_knows():
-    listed = Candidates(np.array([[4, 2, 0]]), np.log(np.array([[0.3, 0.1, 0.0]]) + 1e-30).astype(np.float32))
+    listed = NgramCandidates(np.array([[4, 2, 0]]), np.log(np.array([[0.3, 0.1, 0.0]]) + 1e-30).astype(np.float32))
     params = SamplingBatch.stack([SamplingParams(temperature=1.0, seed=9)])
     scores = score(listed, params, np.array([Rule.COUPLED]), np.array([5]), 3, DraftVocabulary(target_size=V))
     assert scores.weight_FK.sum() == pytest.approx(0.4, rel=1e-4)
@@ -323,7 +327,7 @@ def test_candidates_weigh_no_more_than_what_lookup_knows():
 
 @pytest.mark.parametrize("rule", [Rule.COUPLED, Rule.TARGET_ONLY])
 def test_the_threshold_of_lookup_is_read_off_the_likeliest_token_whatever_noise_ranks_first(rule):
-    listed = Candidates(np.array([[4, 2, 0]] * 20), np.log([[0.3, 0.2, 0.1]] * 20).astype(np.float32))
+    listed = NgramCandidates(np.array([[4, 2, 0]] * 20), np.log([[0.3, 0.2, 0.1]] * 20).astype(np.float32))
     params = SamplingBatch.stack([SamplingParams(temperature=1.0, seed=seed) for seed in range(20)])
     scores = score(listed, params, np.full(20, rule), np.full(20, 5), 3, DraftVocabulary(target_size=V))
     assert len(set(scores.token_FK[:, 0].tolist())) == (3 if rule == Rule.COUPLED else 1)

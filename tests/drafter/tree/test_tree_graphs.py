@@ -35,7 +35,7 @@ pytest.importorskip("triton")
 torch.set_num_threads(1)
 
 PAGE, TREE = 16, TreeConfig(num_speculative_tokens=14, max_depth=4, max_children=2)
-"""As many nodes as three levels may have, so that a search level by level never lacks rows."""
+"""As many nodes as three levels may have, so growth level by level never lacks rows."""
 CONFIG = bundled(TREE, max_num_seqs=3, max_model_len=64)
 SAMPLING = [
     SamplingParams(temperature=0.0),

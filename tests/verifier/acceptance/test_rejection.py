@@ -65,7 +65,7 @@ def test_text_follows_the_targets_law_over_several_rounds(num_fixed, rule):
 
     def children(of: np.ndarray, seeds: np.ndarray, roots: np.ndarray, row: int, count: int, fixed: int) -> np.ndarray:
         own, one = Support(support.id_FS[of], support.weight_FS[of]), np.ones(len(of), dtype=np.int64)
-        places = draw_children(own, count * one, fixed * one, DrawBits.of(seeds, roots, row * one, count)).place_FK
+        places = draw_children(own, count * one, fixed * one, DrawBits.of(seeds, roots, row * one, count)).column_FK
         return np.take_along_axis(own.id_FS, places, 1)
 
     def weights_below(token: int, fixed: int) -> np.ndarray:

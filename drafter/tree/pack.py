@@ -1,0 +1,73 @@
+"""From grown nodes to the message: the final cut, and the packing of trees and draft probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from drafter.tree.cost_model import TreeCostModel
+from drafter.tree.frontier import GrowLimits, SampledNodes, TreeNodes
+from workers.types import DraftProbs, TreeBatch
+
+
+def cut(nodes: TreeNodes, limits: GrowLimits, cost_model: TreeCostModel, draft_ms: float) -> np.ndarray:
+    """Return bool [N]: the nodes worth verifying. The best node of each request stays, so that none starves."""
+    may_cut_N = (limits.is_auto_B & ~limits.is_sampled_B)[nodes.request_N]
+    is_candidate_N = may_cut_N & (nodes.row_N > 0)
+    is_kept_N = ~is_candidate_N
+    (at,) = is_candidate_N.nonzero()
+    if len(at):
+        ranked = at[np.lexsort((nodes.row_N[at], nodes.request_N[at], -nodes.weight_N[at]))]
+        fixed = nodes.weight_N[(nodes.row_N > 0) & ~may_cut_N]  # other requests' trees stay in any case
+        is_kept_N[ranked[: cost_model.best_count(nodes.weight_N[ranked], draft_ms, fixed)]] = True
+        first_of_request = np.unique(nodes.request_N[ranked], return_index=True)[1]
+        is_kept_N[ranked[first_of_request]] = True
+    return is_kept_N
+
+
+def pack_trees(nodes: TreeNodes, num_requests: int) -> TreeBatch:
+    """Pack nodes by request, then row; rows are renumbered without gaps."""
+    order = np.lexsort((nodes.row_N, nodes.request_N))
+    nodes = nodes.rows(order)
+    count_B = np.bincount(nodes.request_N, minlength=num_requests)
+    offsets = np.concatenate([[0], count_B.cumsum()])
+    row_N = np.arange(len(order)) - offsets[nodes.request_N]
+    new_row = np.full((num_requests, int(nodes.row_N.max(initial=0)) + 1), -1, dtype=np.int64)
+    new_row[nodes.request_N, nodes.row_N] = row_N
+    parent_N = np.where(nodes.parent_row_N < 0, -1, new_row[nodes.request_N, nodes.parent_row_N])
+    ancestors_N = np.uint64(1) << row_N.astype(np.uint64)
+    for depth in range(1, int(nodes.depth_N.max(initial=0)) + 1):
+        (at,) = (nodes.depth_N == depth).nonzero()
+        ancestors_N[at] |= ancestors_N[offsets[nodes.request_N[at]] + parent_N[at]]
+    return TreeBatch(
+        offsets=torch.from_numpy(offsets.astype(np.int32)),
+        token_N=torch.from_numpy(nodes.token_N.astype(np.int32)),
+        parent_N=torch.from_numpy(parent_N.astype(np.int32)),
+        depth_N=torch.from_numpy(nodes.depth_N.astype(np.int32)),
+        ancestors_N=torch.from_numpy(ancestors_N.view(np.int64)),
+        kind_N=torch.from_numpy(nodes.kind_N),
+        weight_N=torch.from_numpy(nodes.weight_N.astype(np.float32)),
+    )
+
+
+def pack_probs(sampled: Sequence[SampledNodes], trees: TreeBatch) -> DraftProbs | None:
+    """Pack the distributions of nodes with sampled children, in the order of `trees`, whose rows have not moved."""
+    if not sampled:
+        return None
+    at_F = np.concatenate([trees.offsets.numpy()[nodes.request_F] + nodes.row_F for nodes in sampled])
+    is_sent_FS = [nodes.weight_FS > 0 for nodes in sampled]
+    size_F = np.concatenate([is_sent.sum(1) for is_sent in is_sent_FS])
+    id_S = np.concatenate([nodes.id_FS[is_sent] for nodes, is_sent in zip(sampled, is_sent_FS, strict=True)])
+    weight_S = np.concatenate([nodes.weight_FS[is_sent] for nodes, is_sent in zip(sampled, is_sent_FS, strict=True)])
+    if (at_F[1:] < at_F[:-1]).any():  # several requests were sampled level by level
+        order = np.argsort(np.repeat(at_F, size_F), kind="stable")
+        id_S, weight_S = id_S[order], weight_S[order]
+    offsets = np.zeros(len(trees.token_N) + 1, dtype=np.int32)
+    offsets[at_F + 1] = size_F
+    return DraftProbs(
+        offsets=torch.from_numpy(offsets.cumsum(dtype=np.int32)),
+        id_S=torch.from_numpy(id_S.astype(np.int32)),
+        weight_S=torch.from_numpy(weight_S.astype(np.int32)),
+    )
