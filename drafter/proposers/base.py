@@ -203,7 +203,9 @@ class DraftModelProposer:
         return self._model.forward(to_device(tokens, device), to_device(positions, device), plan, self._kv).final_ND
 
 
-def decoder_tree_graphs(model: BaseDecoder, kv: KVPool, config: EngineConfig, *, is_captured: bool = True) -> TreeGraphs:
+def decoder_tree_graphs(
+    model: BaseDecoder, kv: KVPool, config: EngineConfig, *, is_captured: bool = True
+) -> TreeGraphs:
     """Capture the growth of whole trees by a draft model, whose features have width 0."""
 
     def run(plan: AttentionPlan, tokens_N: Tensor, features_N0: Tensor, positions_N: Tensor) -> tuple[Tensor, Tensor]:
