@@ -1,1 +1,1 @@
-"""What every GPU process of Secateur is made of: the shared nouns, the wire, models, KV pages, sampling."""
+"""The parts that every GPU process shares: types, messages, models, the KV cache, kernels and sampling."""

@@ -1,4 +1,4 @@
-"""Batches for attention and what dense attention says about them: shared by the tests of all kernels."""
+"""Attention batches and their dense reference, shared by the tests of all kernels."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Batch:
         random.Random(seed).shuffle(order)
         self.table = torch.tensor(order, dtype=torch.int32).view(len(requests), pages_each)
         for request, length in enumerate(lengths):
-            self.table[request, -(-length // page_size) :] = 0  # as the scheduler pads it
+            self.table[request, -(-length // page_size) :] = 0  # padded as by the scheduler
         self.num_slots = (len(order) + 1) * page_size
         self.metadata = AttentionMetadata(
             query_offsets=torch.tensor(offsets, dtype=torch.int32),
@@ -84,7 +84,7 @@ class Batch:
         softcap: float | None = None,
         sink: Tensor | None = None,
     ) -> Tensor:
-        """Each row alone, in float64, over its own keys laid out contiguously."""
+        """Attend for each row separately in float64, over its contiguous keys."""
         rows = []
         groups = q.shape[1] // kv.shape[2]
         for row, keys in enumerate(self.keys):
@@ -98,16 +98,16 @@ class Batch:
         return torch.stack(rows)
 
     def causal(self, q: Tensor, kv: Tensor, scale: float) -> Tensor:
-        """Plain causal attention in float64 over each root-to-leaf path as one sequence, prefix included."""
+        """Compute plain causal attention in float64 over each root-to-leaf path as one sequence, with its prefix."""
         groups = q.shape[1] // kv.shape[2]
         row_of = {(self.owner[row], keys[-1]): row for row, keys in enumerate(self.keys)}
         rows = torch.full((len(self.keys), q.shape[1] * q.shape[2]), torch.nan, dtype=torch.float64)
         for row, keys in reversed(list(enumerate(self.keys))):
             if not rows[row].isnan().any():
-                continue  # on the path of a row below it
+                continue  # part of a longer path
             request = self.owner[row]
             k_HSd, v_HSd = kv[self.physical(request, keys)].double().repeat_interleave(groups, 2).permute(1, 2, 0, 3)
-            q_HSd = torch.zeros_like(k_HSd)  # what committed tokens ask does not matter
+            q_HSd = torch.zeros_like(k_HSd)  # the queries of committed tokens are irrelevant
             own = [(place, row_of[request, key]) for place, key in enumerate(keys) if (request, key) in row_of]
             for place, other in own:
                 q_HSd[:, place] = q[other].double()
@@ -133,7 +133,7 @@ def compare(
     softcap: float | None = None,
     has_sinks: bool = False,
 ) -> None:
-    """One set's attention equals, within `tolerance`, what each row's own keys say, or causal attention on paths."""
+    """Assert that a kernel set agrees within `tolerance` with the reference per row or on paths."""
     generator = torch.Generator().manual_seed(42)
     kv = torch.randn(batch.num_slots, 2, kv_heads, head_dim, generator=generator).to(dtype)
     q = torch.randn(len(batch.keys), q_heads, head_dim, generator=generator).to(dtype)

@@ -2,8 +2,8 @@
 
 write_model(path, model_type, legacy_rope=False, shards=1, seed=0, **config) -> path      ARCHITECTURES: types to write
 write_multimodal(path, prefix, **config) -> path                    Gemma-3's text model as in its vision checkpoints
-quantise_fp8(path, block) -> path                                   its layers' matrices, with block scales
-dequantise_fp8(path, to) -> to                                      the same checkpoint in float32
+quantize_fp8(path, block) -> path                                   its layers' matrices, with block scales
+dequantize_fp8(path, to) -> to                                      the same checkpoint in float32
 write_eagle3(path, style="safeailab" | "specforge" | "speculators", seed=0, bin_file=False, **config) -> path
 load_eagle3(path, target) -> Eagle3Head                              as its config.json describes it
 write_eagle(path, bias=True, with_embedding=False, with_head=False, seed=0, **config) -> path      EAGLE-1/2
@@ -49,7 +49,7 @@ LLAMA3_ROPE = {
 
 
 def randomise(shape: tuple[int, ...], name: str, generator: torch.Generator) -> Tensor:
-    """Weights large enough that every part of the model matters: norms near 1, biases and matrices far from 0."""
+    """Initialize weights so that every part of the model matters: norms near 1, biases and matrices far from 0."""
     value = torch.randn(shape, generator=generator)
     if "norm" in name:
         return 1 + 0.2 * value
@@ -61,7 +61,7 @@ def randomise(shape: tuple[int, ...], name: str, generator: torch.Generator) -> 
 def write_model(
     path: Path, family: str, *, legacy_rope: bool = False, shards: int = 1, seed: int = 0, **overrides: Any
 ) -> Path:
-    """A random model of a family, saved by transformers itself; `legacy_rope` writes rope_theta and rope_scaling."""
+    """Save a random model of a family with transformers; `legacy_rope` writes rope_theta and rope_scaling."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(family, **{**BASE, **overrides})
@@ -180,11 +180,11 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder-2": ("starcoder2", {"sliding_window": 7}),
     "vaultgemma": ("vaultgemma", {"head_dim": 16, "sliding_window": 7}),
 }
-"""What the tests write of the architectures that run through transformers' classes: (model_type, configuration)."""
+"""Test models that run in transformers' own classes: (model_type, configuration)."""
 
 
 def write_multimodal(path: Path, prefix: str, **overrides: Any) -> Path:
-    """A Gemma-3 text model as in its vision checkpoints, with `prefix` for "model.", beside a tensor of a tower."""
+    """Write a Gemma-3 text model as in its vision checkpoints, with `prefix` for "model." and a tensor of a tower."""
     write_model(path, "gemma3_text", **_TIED, **overrides)
     stored = load_file(path / "model.safetensors")
     tensors = {prefix + name.removeprefix("model."): tensor for name, tensor in stored.items()}
@@ -197,8 +197,8 @@ def write_multimodal(path: Path, prefix: str, **overrides: Any) -> Path:
     return path
 
 
-def quantise_fp8(path: Path, block: tuple[int, int]) -> Path:
-    """Store the matrices of a single-file checkpoint's layers as DeepSeek and Qwen do: float8 blocks, scales beside."""
+def quantize_fp8(path: Path, block: tuple[int, int]) -> Path:
+    """Quantize the layers' matrices of a single-file checkpoint in float8 blocks, as DeepSeek and Qwen do."""
     rows, columns = block
     tensors = {}
     for name, tensor in load_file(path / "model.safetensors").items():
@@ -225,8 +225,8 @@ def quantise_fp8(path: Path, block: tuple[int, int]) -> Path:
     return path
 
 
-def dequantise_fp8(path: Path, to: Path) -> Path:
-    """The checkpoint of `quantise_fp8` with every float8 matrix multiplied out, in a folder of its own."""
+def dequantize_fp8(path: Path, to: Path) -> Path:
+    """Write the checkpoint of `quantize_fp8` with dequantized matrices to another folder."""
     raw = json.loads((path / "config.json").read_text())
     block = tuple(raw.pop("quantization_config")["weight_block_size"])
     stored = load_file(path / "model.safetensors")
@@ -244,7 +244,7 @@ def dequantise_fp8(path: Path, to: Path) -> Path:
 
 
 def _spread(scale: Tensor, block: tuple[int, ...], shape: torch.Size) -> Tensor:
-    """One scale per element."""
+    """Expand block scales to one scale per element."""
     whole = scale.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
     return whole[: shape[0], : shape[1]]
 
@@ -256,14 +256,14 @@ def edit_config(path: Path, **changes: Any) -> None:
 
 
 def edit_weights(path: Path, *, remove: tuple[str, ...] = (), add: dict[str, Tensor] | None = None) -> None:
-    """Remove from and add tensors to a single-file checkpoint."""
+    """Remove and add tensors of a single-file checkpoint."""
     tensors = load_file(path / "model.safetensors")
     kept = {name: tensor.clone() for name, tensor in tensors.items() if name not in remove}
     save_file(kept | (add or {}), path / "model.safetensors", metadata={"format": "pt"})
 
 
 def sliding(window: int, *layer_types: str) -> dict[str, Any]:
-    """How speculators' trainer writes the windows of a head's layers."""
+    """The config.json fields in which speculators' trainer writes the windows of a head's layers."""
     return {"sliding_window": window, "use_sliding_window": True, "layer_types": list(layer_types)}
 
 
@@ -285,7 +285,7 @@ def write_eagle3(
     aux_layer_ids: tuple[int, ...] | None = None,
     **overrides: Any,
 ) -> Path:
-    """A random EAGLE-3 head whose config fields default to those of `write_model`."""
+    """Write a random EAGLE-3 head whose config fields default to those of `write_model`."""
     path.mkdir(parents=True, exist_ok=True)
     config = {**BASE, **overrides}
     hidden, heads, kv_heads = config["hidden_size"], config["num_attention_heads"], config["num_key_value_heads"]
@@ -382,7 +382,7 @@ def write_eagle(
     num_hidden_layers: int = 1,
     **overrides: Any,
 ) -> Path:
-    """A random EAGLE-1/2 head as SafeAILab publishes it, for a target of `write_model`."""
+    """Write a random EAGLE-1/2 head in SafeAILab's layout, for a target of `write_model`."""
     path.mkdir(parents=True, exist_ok=True)
     config = {**BASE, "num_hidden_layers": num_hidden_layers, **overrides}
     hidden, vocab = config["hidden_size"], config["vocab_size"]
@@ -400,7 +400,7 @@ def write_eagle(
 
 
 def add_mtp(path: Path, layout: str, *, seed: int = 0) -> Path:
-    """Gives a single-file model one multi-token prediction layer; "mimo" makes a Qwen2 model a MiMo."""
+    """Add an MTP layer to a single-file model; "mimo" turns a Qwen2 model into a MiMo model."""
     config = json.loads((path / "config.json").read_text())
     hidden = config["hidden_size"]
     match layout:
@@ -432,7 +432,7 @@ def add_mtp(path: Path, layout: str, *, seed: int = 0) -> Path:
 def _layer_shapes(
     prefix: str, config: dict[str, Any], *, qkv_bias: bool = False, qk_norm: bool = False
 ) -> dict[str, tuple[int, ...]]:
-    """The tensors of an ordinary decoder layer."""
+    """Create the tensors of a plain decoder layer."""
     hidden, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
     head_dim = config.get("head_dim") or hidden // heads
     rows = {"q": heads * head_dim, "k": config["num_key_value_heads"] * head_dim}

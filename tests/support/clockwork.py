@@ -1,4 +1,4 @@
-"""The bundled pair in this very process, on a clock that moves by chosen prices: what `auto` earns, free of noise."""
+"""The bundled pair in this process on a simulated clock with given costs, to measure `auto` without noise."""
 
 from __future__ import annotations
 
@@ -28,8 +28,11 @@ OFF, FIXED, AUTO = Speculation(enabled=False), Speculation(auto=False), Speculat
 
 @dataclass(frozen=True, kw_only=True)
 class ClockCosts:
-    """Milliseconds. A step takes fixed + row x rows of the target, and the drafter message + fed x rows fed + level x
-    levels + node x nodes run. What no start-up table tells: a request with a tree takes `tree` more."""
+    """Simulated costs in milliseconds.
+
+    A step of the target takes fixed + row x rows. The drafter takes message + fed x input rows + level x levels +
+    node x nodes. In addition, each request with a tree takes `tree`, which no start-up profile shows.
+    """
 
     fixed: float
     row: float
@@ -46,12 +49,12 @@ class ClockCosts:
 
 @dataclass(frozen=True)
 class Run:
-    """What some prompts took and gave."""
+    """The result of a run."""
 
     tokens: list[list[int]]
     milliseconds: float
     stats: EngineStats
-    num_trees: int  # that the drafter was asked for
+    num_trees: int  # trees requested from the drafter
 
     @property
     def rate(self) -> float:
@@ -68,7 +71,7 @@ class Run:
 
 @dataclass
 class Clock:
-    """Moves when the two models run, and at no other time."""
+    """A clock that only advances when one of the models runs."""
 
     costs: ClockCosts
     ms: float = 0.0
@@ -125,7 +128,7 @@ class Bench:
     def run(
         self, speculation: Speculation, batch: int, temperature: float, num_prompts: int = 12, num_tokens: int = 64
     ) -> Run:
-        """Answers to the bundled prompts, `batch` at a time."""
+        """Generate for the bundled prompts with `batch` concurrent requests."""
         began, self.engine._stats = self.clock.ms, EngineStats(steps=self.engine._stats.steps)
         requests: list[DraftRequest] = self.engine._drafter.requests  # type: ignore[union-attr]
         requests.clear()
@@ -153,8 +156,8 @@ class Bench:
 
 @contextmanager
 def bench(costs: ClockCosts, row_costs: RowCosts | None = None) -> Iterator[Bench]:
-    """An engine with trees of 16 nodes. row_costs: what start-up measured, if not the truth."""
-    config = bundled(DYNAMIC, enable_prefix_caching=False)  # the same prompts come again and again
+    """Start an engine with trees of 16 nodes. row_costs: the start-up profile, if it differs from `costs`."""
+    config = bundled(DYNAMIC, enable_prefix_caching=False)  # because the prompts repeat
     config = replace(config, num_pages=1 + config.max_num_seqs * (config.max_model_len // config.page_size))
     clock = Clock(costs)
     time = SimpleNamespace(perf_counter=clock.seconds, monotonic=clock.seconds)

@@ -1,4 +1,4 @@
-"""Compiles every Triton kernel for an H100 or H200 without one, and reports what each needs. Run by `test_kernels.py`.
+"""Compiles every Triton kernel for an H100 or H200 without a GPU, and reports its resources. Run by `test_kernels.py`.
 
     python -m tests.support.compile_kernels
 
@@ -18,12 +18,12 @@ from triton.compiler import ASTSource
 from workers.kernels import triton_attention, triton_copy, triton_sampling, triton_truncation
 
 HOPPER = GPUTarget("cuda", 90, 32)
-SHARED_BYTES = 227 * 1024  # of one program on Hopper
+SHARED_BYTES = 227 * 1024  # limit per program on Hopper
 INT64, FLOAT = "*i64", "*fp32"
 
 
 def compile_kernel(kernel: Any, constants: dict[str, Any], types: dict[str, str], num_warps: int = 4) -> None:
-    """types: of the arguments that are no 32-bit integers."""
+    """Compile one kernel. types: of the arguments that are not 32-bit integers."""
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     places = {(names.index(name),): value for name, value in constants.items()}

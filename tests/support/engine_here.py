@@ -1,4 +1,4 @@
-"""An engine in this very process: the real target and EAGLE-3 head, which talk by the wire's format, and a front."""
+"""An engine in this process: the real target and EAGLE-3 head, which exchange serialized messages, and a front."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from workers.models.readers import read_spec
 
 @dataclass(frozen=True)
 class Pair:
-    """The weights of a target and its head, for any number of engines."""
+    """A loaded target and its head, for any number of engines."""
 
     decoder: Decoder
     fusion: FeatureFusion
@@ -57,7 +57,7 @@ class EngineHere:
         self._front.sendall(encode(submit))
 
     def step(self) -> list[TokenChunk]:
-        """One step, and what it tells the front."""
+        """Run one step and return the messages to the front."""
         self.engine.step()
         try:
             data = self._front.recv(1 << 20)
@@ -79,7 +79,7 @@ def engine_here(
     target: Callable[..., Target] = Target,
     proposer: Callable[..., FeatureProposer] = FeatureProposer,
 ) -> Iterator[EngineHere]:
-    """row_costs: None = timed, as a worker does. target, proposer: what makes them, of what their classes take."""
+    """Start an engine. row_costs: None = measured. target, proposer: factories with their classes' arguments."""
     assert config.num_pages is not None
     num_slots = config.num_pages * config.page_size
     fusion = pair.fusion if config.draft else None

@@ -1,4 +1,4 @@
-"""Configurations of real engines (plain processes) on the bundled pair, its prompts and their references."""
+"""Configurations of engines in real processes with the bundled pair, its prompts and their reference outputs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ BUNDLED = ROOT / "secateur" / "bundled"
 
 @cache
 def prompts(count: int = 50) -> list[list[int]]:
-    """The bundled held-out prompts as token ids; chat prompts through the chat template."""
+    """Return the bundled held-out prompts as token ids, with the chat template applied to chat prompts."""
     return encode_prompts(Tokenizer(str(BUNDLED / "target")), read_prompts(BUNDLED_PROMPTS, count))
 
 
 def transformers_greedy(some_prompts: list[list[int]], num_tokens: int, device: str = "cpu") -> list[list[int]]:
-    """transformers' own greedy continuations of the bundled target in float32, never stopping early."""
+    """Return transformers' greedy continuations by the bundled target in float32, without stopping at EOS."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -46,7 +46,7 @@ def transformers_greedy(some_prompts: list[list[int]], num_tokens: int, device: 
 def bundled(
     tree: TreeConfig | None = None, *, method: str = "eagle3", tp: int = 1, draft_tp: int = 1, **options: object
 ) -> EngineConfig:
-    """An engine on the bundled target; tree None = no speculation."""
+    """Return the configuration of an engine with the bundled target; tree None = no speculation."""
     draft = None
     if tree is not None:
         folder = BUNDLED / ("eagle3" if method == "eagle3" else "draft")

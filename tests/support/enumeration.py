@@ -30,18 +30,18 @@ from verifier.acceptance.rejection import Decision, Residual, RowLaw, Tree, deci
 from workers.types import DraftCosts, DraftProbs, NodeKind, Rule, SamplingBatch, SamplingParams, TreeBatch
 
 Choose = Callable[[list[float]], int]
-"""choose(probabilities) -> which happened."""
+"""choose(probabilities) -> index of the outcome."""
 Weights = tuple[int, ...]
 """A draft distribution: integer weight per token."""
 Interval = tuple[float, float]
-"""What is known of a uniform."""
+"""The interval of a uniform that is known so far."""
 History = tuple[Path, ...]
 """Tokens of every round so far."""
 T = TypeVar("T")
 
 
 def explore(run: Callable[[Choose], T]) -> Iterator[tuple[float, T]]:
-    """Every outcome of `run` with its probability: run again and again, each time choosing differently."""
+    """Enumerate the outcomes of `run` with their probabilities, by running it once per sequence of choices."""
     scripts: list[list[int]] = [[]]
     while scripts:
         script, made, weight = scripts.pop(), [], 1.0
@@ -64,7 +64,7 @@ def explore(run: Callable[[Choose], T]) -> Iterator[tuple[float, T]]:
 
 
 class Slots(NamedTuple):
-    """What a policy gives a node before its children are drawn; the fixed ones are the most likely tokens."""
+    """A policy's decision for a node before its children are drawn; fixed children are the most likely tokens."""
 
     count: int
     num_fixed: int = 0
@@ -76,13 +76,13 @@ class Node(NamedTuple):
     parent: int
     path: Path
     kind: NodeKind
-    noise: Interval = (0.0, 1.0)  # the uniform it was drawn with
-    told: tuple[tuple[int, int], ...] = ()  # (token, weight) its sampled children were drawn from, says the drafter
+    noise: Interval = (0.0, 1.0)  # the uniform that drew it
+    told: tuple[tuple[int, int], ...] = ()  # (token, weight): the reported distribution of its sampled children
 
 
 Draft = tuple[Node, ...]
 Policy = Callable[[History, Draft, int], Slots]
-"""policy(history, rows drawn so far, row): may look at everything but what is inside the row's subtree to be."""
+"""policy(history, rows drawn so far, row), which must not depend on the row's future subtree."""
 
 
 def support_of(weights: Weights) -> Support:
@@ -98,7 +98,7 @@ class Drawn(NamedTuple):
 
 @cache
 def every_draw(weights: Weights, slots: Slots, keeps_noise: bool) -> list[tuple[float, tuple[Drawn, ...]]]:
-    """The law of a node's children. Without `keeps_noise` draws that give the same tokens are one."""
+    """Enumerate the distribution of a node's children. Without `keeps_noise`, draws of the same tokens are merged."""
     support, zero = support_of(weights), np.zeros(1, dtype=np.int64)
 
     def draw(choose: Choose) -> tuple[Drawn, ...]:
@@ -137,12 +137,12 @@ def told_of(weights: Weights, num_fixed: int) -> tuple[tuple[int, int], ...]:
 # ---- scenarios
 
 CoinKey = Callable[[int, int, int], int]
-"""Which uniform a coin reads, from (root position, depth, row)."""
+"""(root position, depth, row) -> the uniform that a coin reads."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """A drafter, a target and how they meet. The last group of fields is for mutants."""
+    """A drafter, a target and their protocol. The last group of fields is for mutants."""
 
     p: Callable[[Path], np.ndarray]
     q: Callable[[Path], Weights]
@@ -150,17 +150,17 @@ class Scenario:
     policy: Policy = lambda history, draft, row: Slots(0)
 
     edit: Callable[[Draft, Callable[[Path], Weights]], Draft] = lambda draft, q: draft
-    """What is done to a tree after it was drawn."""
+    """Applied to a tree after it was drawn."""
     is_zeroed: bool = True
-    """Whether the law the verifier is told is zero on the fixed children."""
+    """True if the reported distribution is zero on the fixed children."""
     coin_key: CoinKey | None = None
     """None: every coin is fresh."""
     draws_toss: bool = False
-    """Whether a node's coin is the uniform that drew it."""
+    """True if a node's coin is the uniform that drew it."""
     ending: Callable[[Residual], Residual] = lambda residual: residual
 
     def drafts(self, history: History) -> Iterator[tuple[float, Draft]]:
-        """Every tree of the next round; rows breadth-first."""
+        """Enumerate the trees of the next round, with rows in breadth-first order."""
         prefix = sum(history, ())
 
         def grow(draft: Draft, row: int, weight: float) -> Iterator[tuple[float, Draft]]:
@@ -179,7 +179,7 @@ class Scenario:
         yield from grow((Node(-1, (), NodeKind.ROOT),), 0, 1.0)
 
     def row_law(self, prefix: Path, draft: Draft, row: int) -> RowLaw:
-        """What the verifier is told of a row: the weights its sampled children were drawn from, its fixed children."""
+        """Return what the drafter reports of a row: the weights of its sampled children, and its fixed children."""
         weight = dict(draft[row].told)
         for node in draft:
             if node.parent == row:
@@ -190,7 +190,7 @@ class Scenario:
     def verdicts(
         self, history: History, draft: Draft, known: dict[int, Interval]
     ) -> Iterator[tuple[float, Decision, dict[int, Interval]]]:
-        """Every fall of the coins, with what is then known of their uniforms."""
+        """Enumerate the coins' outcomes with the resulting intervals of their uniforms."""
         prefix = sum(history, ())
         tree = Tree(
             [node.parent for node in draft],
@@ -217,7 +217,7 @@ class Scenario:
             yield weight, decision, learnt
 
     def round(self, history: History, known: dict[int, Interval]) -> dict[tuple[Path, tuple], float]:
-        """The law of (tokens of the next round, what is known of its uniforms)."""
+        """Return the distribution of (tokens of the next round, intervals of its uniforms)."""
         prefix = sum(history, ())
         law: dict[tuple[Path, tuple], float] = defaultdict(float)
         for drafted, draft in self.drafts(history):
@@ -228,7 +228,7 @@ class Scenario:
         return law
 
     def law(self, length: int) -> dict[Path, float]:
-        """The exact law of the first `length` tokens, over as many rounds as they take."""
+        """Return the exact distribution of the first `length` tokens, over the necessary number of rounds."""
         law: dict[Path, float] = defaultdict(float)
 
         def rounds(history: History, known: dict[int, Interval], weight: float) -> None:
@@ -247,7 +247,7 @@ class Scenario:
         return law
 
     def accepted(self, history: History = ()) -> float:
-        """Expected number of accepted drafts in one round."""
+        """Return the expected number of accepted draft tokens in one round."""
         return sum(chance * (len(tokens) - 1) for (tokens, _), chance in self.round(history, {}).items())
 
 
@@ -258,7 +258,7 @@ def dense(residual: Residual, p: np.ndarray) -> np.ndarray:
 
 
 def without(draft: Draft, is_removed: Callable[[Draft, int], bool]) -> Draft:
-    """The draft with some rows, and all below them, deleted."""
+    """Return the draft without some rows and their descendants."""
     new_row = {0: 0}
     kept = [draft[0]]
     for row, node in enumerate(draft[1:], start=1):
@@ -273,7 +273,7 @@ def without(draft: Draft, is_removed: Callable[[Draft, int], bool]) -> Draft:
 
 @dataclass(frozen=True, kw_only=True)
 class GrownScenario(Scenario):
-    """A scenario whose trees, budgets and thresholds are those of `drafter.tree`; the draws alone are enumerated."""
+    """A scenario with trees, budgets and thresholds of `drafter.tree`, of which only the draws are enumerated."""
 
     tree_policy: TreePolicy
     limits: GrowLimits
@@ -317,7 +317,7 @@ class GrownScenario(Scenario):
 def draw_by(
     choose: Choose, support: Support, count_F: np.ndarray, num_fixed_F: np.ndarray, max_children: int
 ) -> DrawnChildren:
-    """`draw_children` with every draw made by `choose`."""
+    """`draw_children` with every draw replaced by `choose`."""
     column_FK = np.full((len(count_F), max_children), -1)
     kind_FK = np.full(column_FK.shape, NodeKind.SAMPLED, dtype=np.uint8)
     for f, (count, num_fixed) in enumerate(zip(count_F.tolist(), num_fixed_F.tolist(), strict=True)):

@@ -1,4 +1,4 @@
-"""An engine that speaks workers.comm.ipc and says what a test wants, in a thread: no model, no torch.distributed."""
+"""A scripted engine with the real IPC protocol, in a thread, without a model and torch.distributed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STATS = RequestStats(num_drafts=2, pruned_per_depth=[2, 1, 1], verified_per_dept
 
 
 def score(token: int, num: int) -> TokenLogprobs:
-    """What the engine says of a token: always the second most likely one, behind the next id."""
+    """Return the logprobs of a token, which is always the second most likely, after the next id."""
     ranking = [(token + 1, -0.5), (token, -1.0), *((token + place, -float(place)) for place in range(2, 20))]
     return TokenLogprobs(logprob=-1.0, rank=2, top=ranking[:num])
 
@@ -70,7 +70,7 @@ class FakeEngine:
         self._thread.start()
 
     def die(self) -> None:
-        """Closes the socket, as the kernel does for a dead process."""
+        """Close the socket, as the kernel does for a dead process."""
         self._stop.set()
         self._thread.join(5)
 

@@ -1,4 +1,4 @@
-"""The Hugging Face hub's answers, as huggingface_hub asks for them, from folders on this machine."""
+"""A local server with the Hugging Face hub's API, as huggingface_hub uses it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COMMIT = "c" * 40
 
 
 class FakeHub(ThreadingHTTPServer):
-    """Every `root/organisation/model` is a repository of one commit. `fetched` are the files sent, in order."""
+    """Every `root/organisation/model` is a repository with one commit. `fetched` lists downloaded files in order."""
 
     daemon_threads = True
 

@@ -26,7 +26,7 @@ from tests.support.fake_engine import FakeEngine, Script
 from workers.config import DraftConfig, EngineConfig
 
 ANSWER = "def f(x):\n    return '🌳', x + 1\n"
-"""What the tests of the ingress let their engine say."""
+"""The engine's output in HTTP tests."""
 CONFIG = EngineConfig(
     model_path="model", max_num_seqs=4, draft=DraftConfig(method="eagle3", model_path="head"), eos_token_ids=(0, 2)
 )
@@ -41,7 +41,7 @@ class FakeService:
     loop: asyncio.AbstractEventLoop
 
     def fail(self, reason: str) -> None:
-        """What the watcher of an engine's ranks says of a death."""
+        """Report the death of a rank, as the watcher of an engine's ranks does."""
         self.loop.call_soon_threadsafe(self.client.fail, reason)
 
     def http(self, **options: Any) -> httpx2.Client:
@@ -59,7 +59,7 @@ def fake_service(
     parent: TokenizerForkServer | Literal["shared"] | None = "shared",
     **settings: Any,
 ) -> Iterator[FakeService]:
-    """`engine` goes to the FakeEngine, `settings` to the Service. `parent` None: the tokenizing workers' own."""
+    """Start a service. `engine` goes to the FakeEngine, `settings` to the Service. `parent` None: new workers."""
     sock = listening_socket("127.0.0.1", 0)
     if parent == "shared":
         parent = tokenizer_parent(tokenizer)
@@ -106,7 +106,7 @@ _parents: dict[str, TokenizerForkServer] = {}
 
 
 def tokenizer_parent(tokenizer: Tokenizer) -> TokenizerForkServer:
-    """One for all services of a tokenizer: loading it takes seconds. It ends with the tests' main thread."""
+    """Return the tokenizer process of all services, because loading takes seconds. It ends with the main thread."""
     if tokenizer.path not in _parents:
         _parents[tokenizer.path] = TokenizerForkServer(tokenizer, JobLimits())
         _parents[tokenizer.path].wait_loaded()
@@ -114,7 +114,7 @@ def tokenizer_parent(tokenizer: Tokenizer) -> TokenizerForkServer:
 
 
 def stream(http: httpx2.Client, path: str, **body: Any) -> list[Any]:
-    """The decoded `data:` lines of a streamed answer; [DONE] as it is."""
+    """Return the decoded `data:` lines of a stream, with [DONE] unchanged."""
     with http.stream("POST", path, json={**body, "stream": True}) as response:
         assert response.status_code == 200
         assert response.headers["content-type"].startswith("text/event-stream")
@@ -123,7 +123,7 @@ def stream(http: httpx2.Client, path: str, **body: Any) -> list[Any]:
 
 
 def error_of(response: httpx2.Response) -> dict[str, Any]:
-    """The error object, which always has these keys."""
+    """Return the error object and check its keys."""
     error = response.json()["error"]
     assert {"message", "type", "param", "code"} <= error.keys()
     assert "Traceback" not in response.text

@@ -44,7 +44,7 @@ from workers.types import AttentionMetadata, DraftRequest, SamplingBatch, Sampli
 
 
 class RandomLanguage:
-    """Logits from the last two tokens and the length; the draft's are the same with an error on top."""
+    """Logits from the last two tokens and the length; the draft model adds an error."""
 
     def __init__(self, vocab: int = 32, error: float = 0.7, seed: int = 0) -> None:
         rng = np.random.default_rng(seed)
@@ -62,7 +62,7 @@ class RandomLanguage:
 
 
 class Counting:
-    """After token t comes t + 1, beyond any noise; the draft knows it too, unless it `errs` at some tokens."""
+    """Token t is followed by t + 1 with certainty; the draft model agrees, except at the tokens where it `errs`."""
 
     def __init__(self, vocab: int = 64, errs: tuple[int, ...] = ()) -> None:
         self.vocab, self._errs = vocab, errs
@@ -79,7 +79,7 @@ Language = RandomLanguage | Counting
 
 
 def say(language: Language, prompt: list[int], num: int, params: SamplingParams) -> list[int]:
-    """What the target says after the prompt, one token at a time."""
+    """Return the target's output after a prompt, decoded token by token."""
     tokens, batch = list(prompt), SamplingBatch.stack([params])
     for _ in range(num):
         logits_1V = torch.from_numpy(language.target(tokens))[None]
@@ -91,7 +91,7 @@ def say(language: Language, prompt: list[int], num: int, params: SamplingParams)
 
 
 class Memory:
-    """Paged slots that hold (position, token); reading what was never written is an error."""
+    """Paged slots of (position, token); reading an unwritten slot is an error."""
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
@@ -108,7 +108,7 @@ class Memory:
                 self.held.pop(place, None)
 
     def forward(self, attention: AttentionMetadata, position_N: Tensor, token_N: Tensor) -> list[list[int]]:
-        """Writes every row, then reads every row's context in the order of its positions."""
+        """Write every row, then read every row's context in order of positions."""
         tables = attention.page_table_BP.tolist()
         owner = torch.arange(len(tables)).repeat_interleave(attention.query_offsets.diff()).tolist()
         rows = list(zip(owner, attention.slot_N.tolist(), position_N.tolist(), token_N.tolist(), strict=True))
@@ -127,8 +127,8 @@ class Memory:
 
 
 class FakeTarget(Target):
-    """A target over a language; a row's state is its (position, token), to prove their alignment. What is drawn
-    from the logits, and how, is the real one's. waiting: for a drafter that reads features."""
+    """A target over a language. A row's hidden state is its (position, token), which proves their alignment. Sampling
+    is that of the real target. waiting: the hidden-state buffer, for a drafter that reads features."""
 
     def __init__(self, language: Language, page_size: int, max_model_len: int, waiting: HiddenStatePool | None) -> None:
         vocab = language.vocab
@@ -174,7 +174,7 @@ class FakeTarget(Target):
 
 
 class FakeProposer:
-    """`drafter.proposers.base.Proposer` over a language, fed as an EAGLE head (with features) or as a draft model."""
+    """A `drafter.proposers.base.Proposer` over a language, as an EAGLE head (with features) or a draft model."""
 
     def __init__(self, language: Language, page_size: int) -> None:
         self.vocab = DraftVocabulary(target_size=language.vocab)
@@ -219,7 +219,7 @@ class FakeProposer:
         return self._logits(self.memory.forward(attention, base_F + level.depth, torch.from_numpy(level.token_F)))
 
     def _take_features(self, request: DraftRequest, slot_M: Tensor) -> None:
-        """f_{j-1} comes with t_j. An EAGLE head knows token 0 by its feature alone: it goes to the empty slot 0."""
+        """Check that f_{j-1} comes with t_j. An EAGLE head gets only the feature of token 0; slot 0 stays empty."""
         assert request.features_MH is not None
         tables = request.page_table_BP.repeat_interleave(request.offsets.diff(), dim=0).tolist()
         for pages, slot, (position, token) in zip(tables, slot_M.tolist(), request.features_MH.tolist(), strict=True):
@@ -233,7 +233,7 @@ class FakeProposer:
 
 
 def worker_slots(request: DraftRequest) -> Tensor:
-    """[M]: request b's rows go to slots start_B[b], start_B[b] + 1, ..."""
+    """Return [M], the slot of each row: request b's rows have slots start_B[b], start_B[b] + 1, ..."""
     ends = request.offsets.tolist()
     starts = request.start_B.tolist()
     slots = [start + i for start, a, b in zip(starts, ends, ends[1:], strict=False) for i in range(b - a)]
@@ -241,7 +241,7 @@ def worker_slots(request: DraftRequest) -> Tensor:
 
 
 class FakeChannel:
-    """The link to a drafter in this very process; both messages still travel as bytes."""
+    """The link to a drafter in this process; both messages are serialized."""
 
     def __init__(self, proposer: Proposer, policy: TreePolicy, *, is_hybrid: bool = False) -> None:
         self._proposer, self._policy, self._is_hybrid = proposer, policy, is_hybrid
@@ -284,7 +284,7 @@ class Answer:
 
 
 class Bench:
-    """An Engine over fakes, and the front that talks to it. Memory is checked after every step."""
+    """An Engine over fakes and its front. The KV cache is checked after every step."""
 
     def __init__(
         self,
@@ -363,7 +363,7 @@ class Bench:
         raise AssertionError("requests that never finish")
 
     def ask(self, prompt: list[int], max_tokens: int, params: SamplingParams | None = None, **more: Any) -> Answer:
-        """One request, alone."""
+        """Run a single request to its end."""
         id = self.submit(prompt, max_tokens, params, **more)
         self.run()
         return self.answers[id]
@@ -373,7 +373,7 @@ class Bench:
         return self._allocator.num_free
 
     def _free_and_wipe(self, pages: list[int]) -> None:
-        """Nobody finds anything in a page that another has left, unless it was published."""
+        """Overwrite freed pages that are not published, so that stale content is never read."""
         self._free_pages(pages)
         self._wipe([p for p in pages if not self._allocator.num_holders(p) and not self._allocator.is_published(p)])
 
@@ -387,7 +387,7 @@ class Bench:
         self.proposer.memory.wipe(pages)
 
     def _first_written(self, request: Request) -> int:
-        """Index of the first page that its next steps may write, in either pool."""
+        """Return the index of the first page that the next steps may write in either pool."""
         moved = [move.target for move in self.engine._moves if move.request is request]
         fed = [request.num_fed] if request.limits is not None else []
         return min([request.num_computed, *moved, *fed]) // self.engine._config.page_size
@@ -410,7 +410,7 @@ class Bench:
                     self.open.discard(chunk.id)
 
     def _check(self, request: Request) -> None:
-        """Slots 0 .. num_computed - 1 hold the committed tokens, once pending moves are made; the drafter's too."""
+        """Check that slots 0 .. num_computed - 1 hold the committed tokens after pending moves, also in the drafter."""
         if request.is_decoding:
             assert request.num_computed == len(request.tokens) - 1
         held, place = self.target.memory.held, functools.partial(self.target.memory.place, request.pages)
@@ -431,8 +431,10 @@ class Bench:
 def in_processes(
     body: Callable[[World], str], config: EngineConfig, seconds: float = 60.0
 ) -> Iterator[tuple[int, str]]:
-    """Runs body(world) on every rank of an engine's world, each in its own process; yields (rank, what it returned) as
-    they finish. A rank that dies without a word yields nothing."""
+    """Run body(world) on every rank of an engine's world in separate processes; yield (rank, result) as they finish.
+
+    A rank that dies yields nothing.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "msgpack", "numpy"])
     store, address = groups.open_store()

@@ -1,4 +1,4 @@
-"""Triton launches done by torch, on the same arguments, for `simulated_cuda`: the interpreter takes seconds for a step.
+"""Triton launches replaced by torch for `simulated_cuda`, because the interpreter takes seconds per step.
 
 What the kernels compute is the business of test_attention.py and test_kernels.py; here they only have to read and write
 the memory that they are given, as they would. One function for each kernel, by its name.
@@ -29,7 +29,7 @@ def _attend(
     is_seen = (slot >= low[row, None]) & (slot < visible[row, None]) | is_ancestor
     is_read = (slot >= tile_low[tile, None]) & (slot < last[tile, None])
     pages = table.view(-1, table_width)[request[tile]].repeat_interleave(PAGE, dim=1)
-    # What is not read is not there. What is read and not seen still must be numbers.
+    # Unread slots are absent. Slots that are read and masked must still hold finite numbers.
     keys, values = kv[torch.where(is_read, pages * PAGE + slot % PAGE, 0)].unbind(2)
     values = torch.where(is_read[:, :, None, None], values.float(), 0).repeat_interleave(GROUP, dim=2)
     score = torch.einsum("nhd,nshd->nhs", q.float(), keys.float().repeat_interleave(GROUP, dim=2)) * scale

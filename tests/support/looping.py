@@ -1,4 +1,4 @@
-"""The bundled target with a chat template of a kind that models do have, driven to the extreme: it loops over data."""
+"""The bundled target with a chat template that loops over its input, as some models' templates do."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ TEMPLATE = """\
 {% if m.turns %}{% for a in range(m.turns) %}{% for b in range(m.turns) %}{% for c in range(m.turns) %}\
 {% endfor %}{% endfor %}{% endfor %}{% endif %}{{ 'x' * (m.times or 0) }}{% endfor %}"""
 FOREVER = {"role": "user", "content": "hi", "turns": 90_000}
-"""A message that this template renders for days."""
+"""A message that takes this template days to render."""
 
 
 def looping_model(folder: Path) -> Path:
-    """`folder`, as a model."""
+    """Write the model to `folder`."""
     for file in MODEL.iterdir():
         if file.name != "chat_template.jinja":
             (folder / file.name).symlink_to(file)

@@ -1,4 +1,4 @@
-"""Slow, obvious versions of the clever functions: plain Python and float64, one value at a time."""
+"""Slow reference implementations in plain Python and float64, one value at a time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Path = tuple[int, ...]
 
 
 def philox(key: tuple[int, int], counter: tuple[int, int, int, int]) -> tuple[int, ...]:
-    """Philox4x32-10 with Python's big integers, as in the paper's figure: multiply, swap, xor, bump the key."""
+    """Philox4x32-10 with Python integers, as in the paper's figure: multiply, swap, xor, increment the key."""
     a, b, c, d = counter
     k0, k1 = key
     for _ in range(10):
@@ -39,7 +39,7 @@ def gumbel_of_word(r: int) -> float:
 
 
 def gumbel(seed: int, index: int, token: int) -> float:
-    """The target noise of one (seed, index of the drawn token, target token id)."""
+    """Return the target's noise for one (seed, position of the drawn token, target token id)."""
     key = (seed % 2**32, seed // 2**32 % 2**32)
     return gumbel_of_word(philox(key, (token // 4, index, 0, 0))[token % 4])
 
@@ -48,7 +48,7 @@ def gumbel(seed: int, index: int, token: int) -> float:
 
 
 def process(logits: Sequence[float], temperature: float, top_k: int, top_p: float, min_p: float) -> list[float]:
-    """Temperature, then min-p, top-k, top-p, each cut keeping everything tied with what it must keep."""
+    """Apply temperature, min-p, top-k and top-p, each of which keeps all ties."""
     x = [float(v) for v in logits]
     if temperature == 0:
         return x
@@ -85,8 +85,10 @@ def softmax(x: Sequence[float]) -> list[float]:
 def constrain(
     logits: dict[int, float], constraints: Constraints, end_token_ids: Sequence[int], prompt: Path, output: Path
 ) -> dict[int, float]:
-    """Edited logits of the token that follows prompt and output; `logits` spans the vocabulary, by token id. A mask
-    that would leave nothing is not applied."""
+    """Apply the logits processors for the token after prompt and output; `logits` covers the whole vocabulary.
+
+    A mask that would exclude every token is not applied.
+    """
     x = dict(logits)
 
     def mask(is_kept: Callable[[int], bool]) -> None:
@@ -115,7 +117,7 @@ def constrain(
 
 @dataclass
 class Node:
-    """A tree node with everything the growing rule needs to know of it."""
+    """A tree node with the inputs of the growth rule."""
 
     path: Path  # tokens below the root
     parent: int  # row
@@ -129,7 +131,7 @@ Model = Callable[[Path], Sequence[float]]
 
 
 def typical_subtree(room: int, typical: Sequence[float]) -> list[float]:
-    """All products of typical survivals in a subtree of `room` levels below its root, largest first."""
+    """Return all products of typical acceptance rates in a subtree of `room` levels, in descending order."""
     weights = [1.0]
     for levels in range(1, room + 1):
         weights += [math.prod(choice) for choice in itertools.product(typical, repeat=levels)]
@@ -137,12 +139,12 @@ def typical_subtree(room: int, typical: Sequence[float]) -> list[float]:
 
 
 def confidence_tau(temperature: float) -> float:
-    """Of coupled children: logits are divided by the temperature, and a draft's errors with them."""
+    """Return tau of coupled children: the temperature divides the logits, and so also the draft's errors."""
     return max(0.6, 0.45 / temperature) if temperature else 0.6
 
 
 def deal_best_first(slots: int, room: int, weights: Sequence[float], typical: Sequence[float]) -> list[int]:
-    """Slots per child: the `slots` largest w * h, h over the child's typical subtree of room - 1 more levels."""
+    """Return slots per child: the `slots` largest w * h, with h over the child's typical subtree of room - 1 levels."""
     values = [(w * h, k) for k, w in enumerate(weights) for h in typical_subtree(room - 1, typical) if w * h > 0]
     taken = sorted(values, key=lambda value: -value[0])[:slots]
     return [sum(k == child for _, k in taken) for child in range(len(weights))]
@@ -162,7 +164,7 @@ def grow(
     seed: int = 0,
     root_index: int = 0,
 ) -> list[Node]:
-    """One tree, node by node in breadth-first order. `deal` gets (node, levels left, child weights)."""
+    """Grow one tree node by node in breadth-first order. `deal` gets (node, levels left, child weights)."""
     nodes = [Node(path=(), parent=-1, weight=1.0, path_prob=1.0, slots=num_nodes)]
     row = 0
     while row < len(nodes):
@@ -196,7 +198,7 @@ def candidates(
     root_index: int,
     calibration: Sequence[tuple[float, float]],
 ) -> dict[Path, float]:
-    """Every node that the thresholds allow a tree to have, with its calibrated weight."""
+    """Return every node that the thresholds allow, with its calibrated weight."""
     found: dict[Path, float] = {}
 
     def below(path: Path, weight: float, prob: float) -> None:
@@ -218,7 +220,7 @@ def candidates(
 
 
 def without_descendants(paths: Iterable[Path], is_expanded: Callable[[Path], bool]) -> list[Path]:
-    """The paths all of whose proper ancestors (the root () included) are expanded."""
+    """Return the paths whose proper ancestors (the root () included) are all expanded."""
     return [p for p in paths if all(is_expanded(p[:n]) for n in range(len(p)))]
 
 
@@ -232,7 +234,7 @@ def limits(
     *,
     is_hybrid: bool = False,
 ) -> GrowLimits:
-    """Limits of as many requests; what is left out is off."""
+    """Return GrowLimits of as many requests; omitted settings are disabled."""
     nothing = [0] * len(num_nodes)
     return GrowLimits(
         num_nodes_B=np.array(num_nodes, dtype=np.int64),
@@ -253,7 +255,7 @@ def tree(parents: Sequence[int], tokens: Sequence[int], kind: NodeKind = NodeKin
 
 
 def trees(each: Sequence[tuple[Sequence[int], Sequence[int]]], kind: NodeKind = NodeKind.COUPLED) -> TreeBatch:
-    """Packed trees from (parents, tokens) per request, depths and ancestor masks spelled out."""
+    """Pack trees from (parents, tokens) per request, with explicit depths and ancestor masks."""
     offsets, tokens, parents, depths, masks, kinds = [0], [], [], [], [], []
     for parent, token in each:
         begin = len(tokens)
@@ -277,12 +279,12 @@ def trees(each: Sequence[tuple[Sequence[int], Sequence[int]]], kind: NodeKind = 
 
 
 def chain(drafts: Sequence[int], root: int = 0) -> tuple[list[int], list[int]]:
-    """(parents, tokens) of a chain of drafts below a root token."""
+    """Return (parents, tokens) of a chain of drafts below a root token."""
     return list(range(-1, len(drafts))), [root, *drafts]
 
 
 def paths_of(batch: TreeBatch, request: int = 0) -> list[Path]:
-    """Token paths below the root, row by row; the root's is ()."""
+    """Return each row's token path below the root, () for the root."""
     begin, end = batch.offsets[request], batch.offsets[request + 1]
     tokens, parents = batch.token_N[begin:end].tolist(), batch.parent_N[begin:end].tolist()
     paths: list[Path] = [()]
@@ -303,7 +305,7 @@ def reject(
     rule: Rule,
     uniforms: Sequence[float],
 ) -> tuple[Path, list[float]]:
-    """(accepted rows, law of the next token) of one tree; whole distributions, q as integers, one uniform a row."""
+    """Return (accepted rows, distribution of the next token) of one tree, with integer q and one uniform per row."""
 
     def visit(v: int, a: float) -> tuple[Path, list[float]] | None:
         p, q = list(p_rows[v]), list(q_rows[v])
@@ -336,7 +338,7 @@ def reject(
 
 
 def product_law(p: Callable[[Path], np.ndarray], length: int) -> dict[Path, float]:
-    """The target's own law of its first `length` tokens."""
+    """Return the target's distribution of its first `length` tokens."""
     law: dict[Path, float] = {(): 1.0}
     for _ in range(length):
         law = {(*x, t): w * w_t for x, w in law.items() for t, w_t in enumerate(p(x))}
@@ -344,7 +346,7 @@ def product_law(p: Callable[[Path], np.ndarray], length: int) -> dict[Path, floa
 
 
 def distance(law: dict[Path, float], other: dict[Path, float]) -> float:
-    """Largest difference of two laws at one outcome."""
+    """Return the largest difference of two distributions at one outcome."""
     return max(abs(law.get(x, 0.0) - other.get(x, 0.0)) for x in law.keys() | other.keys())
 
 
@@ -360,6 +362,6 @@ def target_logits(prefix: Path) -> np.ndarray:
 
 @cache
 def draft_logits(prefix: Path, error: float) -> np.ndarray:
-    """The target's, with an error on top."""
+    """Return the target's logits plus an error."""
     wrong = np.random.default_rng([*prefix, 2]).normal(scale=error, size=SMALL_V)
     return target_logits(prefix) + wrong.astype(np.float32)

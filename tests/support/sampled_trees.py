@@ -18,18 +18,18 @@ FIXED = [[(2, 2)], [(2, 2), (1, 1)], [(1, 1)]]
 
 
 class Drafted(NamedTuple):
-    """One request's tree, drawn by the real `draw_children`, with the q of every row as weights over the vocabulary."""
+    """One request's tree, drawn by the real `draw_children`, with every row's q as weights over the vocabulary."""
 
     parents: list[int]
     tokens: list[int]
     kinds: list[int]
-    weights: list[np.ndarray]  # what the sampled children were drawn from; zeros where there are none
+    weights: list[np.ndarray]  # distribution of the sampled children; zeros without any
 
 
 def draft(
     rng: np.random.Generator, vocab: int, counts: list[list[tuple[int, int]]], seed: int, root_position: int
 ) -> Drafted:
-    """counts[d][i]: (children, fixed ones among them) of the i-th node of depth d; random peaked q everywhere."""
+    """Draw a tree with random peaked q. counts[d][i]: (children, fixed ones among them) of the i-th node of depth d."""
     tree = Drafted([-1], [0], [NodeKind.ROOT], [np.zeros(vocab, dtype=np.int64)])
     level = [0]
     for of_level in counts:

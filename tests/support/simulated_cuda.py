@@ -39,9 +39,9 @@ from tests.support.kernel_twins import TWINS
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 _ROOT = Path(__file__).parents[2]
 _NOBODY = {"simulated_cuda.py", "transfer.py"}
-"""Who waits there waits for a caller."""
+"""Files in which a wait is attributed to the caller."""
 _LOOKS = {"_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "masked_select", "unique_consecutive"}
-"""Operations whose result, or its shape, the host waits for."""
+"""Operations that synchronize, because the host needs their result or its shape."""
 _SOMETIMES: dict[str, Callable[[dict[str, Any]], bool]] = {
     "repeat_interleave": lambda named: isinstance(named.get("repeats"), Tensor) and named.get("output_size") is None,
     "_grouped_mm": lambda named: named["self"].dtype != torch.bfloat16,
@@ -54,17 +54,17 @@ _ONLY_THERE: dict[str, Callable[..., Any]] = {
     "aten.histc.default": lambda x, *args, **kwargs: torch.histc(x.float(), *args, **kwargs).to(x.dtype),
     "aten.mm.dtype": lambda x, y, dtype: x.to(dtype) @ y.to(dtype),
 }
-"""What CUDA does with such types and a CPU does not."""
+"""Operations that CUDA supports for these types and a CPU does not."""
 
 
 class OnDevice(Tensor):
-    """A tensor on the device; `memory` is where its values really are."""
+    """A tensor on the device; `memory` holds its values."""
 
     memory: Tensor
 
     @staticmethod
     def __new__(cls, memory: Tensor) -> OnDevice:
-        # To torch's own code it is on the CPU: for a CUDA tensor that would ask the driver which device is in use.
+        # torch sees it on the CPU, because for CUDA tensors it would query the driver.
         made = torch.Tensor._make_wrapper_subclass(
             cls, memory.shape, strides=memory.stride(), storage_offset=memory.storage_offset(), dtype=memory.dtype
         )
@@ -102,7 +102,7 @@ class OnDevice(Tensor):
 
 @dataclass
 class Graph:
-    """torch.cuda.CUDAGraph: what was done while it was captured."""
+    """torch.cuda.CUDAGraph: the operations recorded during its capture."""
 
     work: list[Callable[[], object]] = field(default_factory=list)
     num_replays: int = 0
@@ -122,7 +122,7 @@ class Graph:
 
 
 class Stream:
-    """torch.cuda.Stream: everything happens in the order in which it is asked for."""
+    """torch.cuda.Stream: all operations run in launch order."""
 
     def __init__(self, device: Any = None) -> None: ...
 
@@ -139,13 +139,13 @@ class SimulatedCuda(TorchDispatchMode):
         self._captured: Graph | None = None
 
     def wait(self, why: str) -> None:
-        """The host waits for the device."""
+        """Record that the host waits for the device."""
         if self._captured is not None:
             raise RuntimeError(f"operation not permitted when stream is capturing: {why}")
         self.waits.append(_caller())
 
     def launch(self, kernel: Callable[[], object]) -> None:
-        """Work on memory, now and in every replay."""
+        """Run an operation on memory, now and in every replay."""
         kernel()
         if self._captured is not None:
             self._captured.work.append(kernel)
@@ -204,7 +204,7 @@ class SimulatedCuda(TorchDispatchMode):
             self.wait("a copy to the host")
         elif self._captured is not None:
             raise RuntimeError("a graph would copy from the host's memory, where later something else is")
-        elif not is_async:  # the driver keeps what it copies; without being told otherwise it waits all the same
+        elif not is_async:  # a copy without non_blocking synchronizes, although the driver stages the source
             self.wait("a copy to the device")
         if name == "copy_":
             _memory(args[0]).copy_(_memory(source))
@@ -215,7 +215,7 @@ class SimulatedCuda(TorchDispatchMode):
 
     def _run(self, operation: Any, name: str, args: Any, kwargs: Any, here: list[OnDevice]) -> Any:
         arguments, options = _on_cpu(args), _on_cpu(kwargs)
-        is_mutable = operation._schema.is_mutable or name.startswith("c10d::")  # whose schemas do not tell
+        is_mutable = operation._schema.is_mutable or name.startswith("c10d::")  # whose schemas do not say so
         operation = _ONLY_THERE.get(str(operation), operation)
         result = operation(*arguments, **options)
         of_memory = {id(tensor.memory): tensor for tensor in here}
@@ -249,7 +249,7 @@ class SimulatedCuda(TorchDispatchMode):
 
 @contextmanager
 def simulated_cuda() -> Iterator[SimulatedCuda]:
-    """In this thread; others see no device. Triton must have been imported to interpret (`conftest.py`)."""
+    """Simulate a device in this thread only. Triton must be imported in interpreter mode (`conftest.py`)."""
     from triton.runtime.interpreter import GridExecutor
 
     cuda, tensor = SimulatedCuda(), torch.tensor
@@ -282,7 +282,7 @@ def simulated_cuda() -> Iterator[SimulatedCuda]:
         for name, value in patches.items():
             stack.enter_context(mock.patch(name, value))
         stack.enter_context(mock.patch.object(GridExecutor, "__call__", launched))
-        # With autograd torch takes composed operations apart first, and makes what they need on the CPU.
+        # With autograd, torch decomposes operations first and creates intermediate tensors on the CPU.
         stack.enter_context(torch.inference_mode())
         stack.enter_context(cuda)
         yield cuda
@@ -293,7 +293,7 @@ def _memory(value: Any) -> Any:
 
 
 def _on_cpu(arguments: Any) -> Any:
-    """The same arguments, about memory."""
+    """Replace device tensors in the arguments with their memory."""
     return tree_map(lambda one: CPU if isinstance(one, torch.device) else _memory(one), arguments)
 
 
@@ -302,12 +302,12 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _spoil(memory: Tensor) -> None:
-    """What somebody else has left there: no numbers, and no token, page or row of a small engine."""
+    """Fill new memory with stale content: NaN, or integers that are no token, page or row of a small engine."""
     memory.fill_(float("nan") if memory.is_floating_point() else memory.dtype == torch.bool or 113)
 
 
 def _caller() -> str:
-    """Who waits, "verifier.target._draw"."""
+    """Return the code that waits, for example "verifier.target._draw"."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         frame = frame.f_back

@@ -1,1 +1,1 @@
-"""What travels between processes: wire format, process groups, channels, the engine's socket."""
+"""Communication between processes: wire format, process groups, channels and the engine's socket."""

@@ -135,7 +135,7 @@ class TokenChunk:
     finish_reason: str | None = None  # "stop" | "length" | "error"; None = not finished
     stop_token: int | None = None  # the stop or EOS token if finish_reason is "stop" (also in `tokens`)
     error: str | None = None
-    logprobs: list[TokenLogprobs] | None = None  # one per token, if the request asked for them
+    logprobs: list[TokenLogprobs] | None = None  # one per token, if requested
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
     num_accepted: int = 0  # leading `tokens` that were accepted draft tokens ...
     is_copied: bool = False  # ... or, if this is set, tokens from prompt lookup

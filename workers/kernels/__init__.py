@@ -1,1 +1,1 @@
-"""Device kernels in two sets of the same signatures, torch and Triton; `choose.py` says which runs."""
+"""Kernels in torch and in Triton with the same signatures; `select.py` selects a set."""

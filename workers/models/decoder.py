@@ -213,7 +213,7 @@ def has_own_head(weights: Weights, head: str, embedding: str, vocab_size: int, t
     start, end, _ = shard_vocab(vocab_size, tp)
     if not weights.has(head) or weights.are_equal(head, embedding, start, end):
         return False
-    logger.info("%s says tie_word_embeddings, but stores another %s: that is used", weights.path, head)
+    logger.info("%s sets tie_word_embeddings, but stores a different %s, which is used", weights.path, head)
     return True
 
 

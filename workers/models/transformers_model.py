@@ -96,12 +96,12 @@ class TransformersDecoder(BaseDecoder):
         shares = Shares(spec, model.base_model, tp)
         is_composite = "text_config" in read_json(weights.path / "config.json")
         fill(model, weights, shares, weights.device, dtype, is_composite=is_composite)
-        logger.info("%s through transformers' own class", spec.class_name)
+        logger.info("%s runs in transformers' own class", spec.class_name)
         if spec.family not in TESTED:
-            logger.warning("no test compares %s with transformers: look at its text before you rely on it", spec.family)
+            logger.warning("no test compares %s with transformers: check its output before you rely on it", spec.family)
         made = TransformersDecoder(model=model, spec=spec, shares=shares, tap_layers=tuple(tap_layers), kernels=kernels)
         if made.device.type == "cuda" and not made.can_be_captured:
-            logger.info("%s: no CUDA graphs, a forward pass asks for something on the host", spec.class_name)
+            logger.info("%s: no CUDA graphs, because a forward pass synchronizes with the host", spec.class_name)
         return made
 
     @property

@@ -7,8 +7,8 @@
 
 The model class is probed: built on the meta device (no memory, well under a second for most), it runs two tokens with
 an attention function and a mask function that only record their arguments: heads, widths, visible keys and options. So
-a window, chunked mask, softcap or attention sink is detected as the class uses it, whatever its configuration says, and
-unsupported features are rejected before any process starts.
+a window, chunked mask, softcap or attention sink is detected as the class uses it, independent of its configuration,
+and unsupported features are rejected before any process starts.
 This module only uses parts of transformers that are the same in 5.17 and 5.23.
 """
 

@@ -34,7 +34,7 @@ def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """A quantised checkpoint, and the same one multiplied out."""
     path = tmp_path_factory.mktemp(request.param)
     checkpoints.write_model(path / "fp8", request.param, **MODELS[request.param])
-    return checkpoints.quantise_fp8(path / "fp8", BLOCK), checkpoints.dequantise_fp8(path / "fp8", path / "plain")
+    return checkpoints.quantize_fp8(path / "fp8", BLOCK), checkpoints.dequantize_fp8(path / "fp8", path / "plain")
 
 
 def test_logits_are_those_of_the_dequantized_weights(folders: tuple[Path, Path]) -> None:
@@ -72,7 +72,7 @@ def test_a_rank_loads_its_share_and_nothing_is_left_over(folders: tuple[Path, Pa
 
 def test_prediction_layers_that_the_class_skips_are_skipped_with_their_scales(tmp_path: Path) -> None:
     model_type, config = checkpoints.ARCHITECTURES["glm-4-moe"]
-    path = checkpoints.quantise_fp8(checkpoints.write_model(tmp_path, model_type, **config), BLOCK)
+    path = checkpoints.quantize_fp8(checkpoints.write_model(tmp_path, model_type, **config), BLOCK)
     name = "model.layers.46.mlp.down_proj.weight"
     extra = {name: torch.ones(16, 24).to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(1, 1)}
     checkpoints.edit_weights(path, add=extra)
@@ -80,7 +80,7 @@ def test_prediction_layers_that_the_class_skips_are_skipped_with_their_scales(tm
 
 
 def test_a_float8_tensor_without_scales_is_named(tmp_path: Path) -> None:
-    path = checkpoints.quantise_fp8(checkpoints.write_model(tmp_path, "llama"), BLOCK)
+    path = checkpoints.quantize_fp8(checkpoints.write_model(tmp_path, "llama"), BLOCK)
     name = "model.layers.0.mlp.up_proj.weight"
     checkpoints.edit_weights(path, remove=(f"{name}_scale_inv",))
     with pytest.raises(ValueError, match=f"float8 tensor '{name}' has no block scales"):
@@ -88,7 +88,7 @@ def test_a_float8_tensor_without_scales_is_named(tmp_path: Path) -> None:
 
 
 def test_a_scale_without_its_tensor_is_named(tmp_path: Path) -> None:
-    path = checkpoints.quantise_fp8(checkpoints.write_model(tmp_path, "llama"), BLOCK)
+    path = checkpoints.quantize_fp8(checkpoints.write_model(tmp_path, "llama"), BLOCK)
     checkpoints.edit_weights(path, add={"model.layers.9.weight_scale_inv": torch.ones(1, 1)})
     with pytest.raises(ValueError, match=r"unknown tensors: model\.layers\.9\.weight_scale_inv"):
         load_decoder(path, read_spec(path))
@@ -116,7 +116,7 @@ def test_any_other_quantisation_is_refused_by_name(
 def test_a_quantised_head_beside_a_quantised_embedding_is_used_though_the_configuration_ties_them(
     tmp_path: Path,
 ) -> None:
-    path = checkpoints.quantise_fp8(checkpoints.write_model(tmp_path, "llama", tie_word_embeddings=True), BLOCK)
+    path = checkpoints.quantize_fp8(checkpoints.write_model(tmp_path, "llama", tie_word_embeddings=True), BLOCK)
     ones, scales = torch.ones(96, 64).to(torch.float8_e4m3fn), torch.ones(6, 3)
     extra = {"model.embed_tokens.weight": ones, "model.embed_tokens.weight_scale_inv": scales}
     checkpoints.edit_weights(path, add=extra | {"lm_head.weight": ones.clone(), "lm_head.weight_scale_inv": 2 * scales})
