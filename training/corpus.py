@@ -38,7 +38,7 @@ SKIPPED_PARTS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class SourceFile:
     """A package whose .py files are read; `max_bytes` keeps a large one from dominating."""
 
     folder: str
@@ -50,33 +50,35 @@ class Source:
 
 
 SOURCES = (
-    Source(
+    SourceFile(
         folder="", licence="PSF-2.0", holder="Python Software Foundation (Python 3.11 stdlib)", max_bytes=20_000_000
     ),
-    Source(folder="torch", licence="BSD-3-Clause", holder="PyTorch contributors", max_bytes=8_000_000),
-    Source(folder="numpy", licence="BSD-3-Clause", holder="NumPy developers"),
-    Source(folder="transformers", licence="Apache-2.0", holder="The Hugging Face team", skip="/transformers/models/"),
-    Source(folder="transformers/models", licence="Apache-2.0", holder="The Hugging Face team", max_bytes=1_500_000),
-    Source(folder="ray", licence="Apache-2.0", holder="The Ray authors", max_bytes=6_000_000),
-    Source(folder="sympy", licence="BSD-3-Clause", holder="SymPy development team", max_bytes=2_500_000),
-    Source(folder="networkx", licence="BSD-3-Clause", holder="NetworkX developers", max_bytes=2_500_000),
-    Source(folder="huggingface_hub", licence="Apache-2.0", holder="The Hugging Face team", max_bytes=2_500_000),
-    Source(folder="pydantic", licence="MIT", holder="Samuel Colvin and other contributors"),
-    Source(folder="fastapi", licence="MIT", holder="Sebastian Ramirez"),
-    Source(folder="typer", licence="MIT", holder="Sebastian Ramirez"),
-    Source(folder="starlette", licence="BSD-3-Clause", holder="Encode OSS"),
-    Source(folder="uvicorn", licence="BSD-3-Clause", holder="Encode OSS"),
-    Source(folder="aiohttp", licence="Apache-2.0", holder="aiohttp contributors"),
-    Source(folder="anyio", licence="MIT", holder="Alex Gronholm"),
-    Source(folder="openai", licence="Apache-2.0", holder="OpenAI", max_bytes=800_000),
-    Source(folder="jinja2", licence="BSD-3-Clause", holder="Pallets"),
-    Source(folder="click", licence="BSD-3-Clause", holder="Pallets"),
-    Source(folder="rich", licence="MIT", holder="Will McGugan"),
-    Source(folder="requests", licence="Apache-2.0", holder="Kenneth Reitz"),
-    Source(folder="urllib3", licence="MIT", holder="urllib3 contributors"),
-    Source(folder="websockets", licence="BSD-3-Clause", holder="Aymeric Augustin and contributors"),
-    Source(folder="fsspec", licence="BSD-3-Clause", holder="Martin Durant"),
-    Source(folder="_pytest", licence="MIT", holder="Holger Krekel and others"),
+    SourceFile(folder="torch", licence="BSD-3-Clause", holder="PyTorch contributors", max_bytes=8_000_000),
+    SourceFile(folder="numpy", licence="BSD-3-Clause", holder="NumPy developers"),
+    SourceFile(
+        folder="transformers", licence="Apache-2.0", holder="The Hugging Face team", skip="/transformers/models/"
+    ),
+    SourceFile(folder="transformers/models", licence="Apache-2.0", holder="The Hugging Face team", max_bytes=1_500_000),
+    SourceFile(folder="ray", licence="Apache-2.0", holder="The Ray authors", max_bytes=6_000_000),
+    SourceFile(folder="sympy", licence="BSD-3-Clause", holder="SymPy development team", max_bytes=2_500_000),
+    SourceFile(folder="networkx", licence="BSD-3-Clause", holder="NetworkX developers", max_bytes=2_500_000),
+    SourceFile(folder="huggingface_hub", licence="Apache-2.0", holder="The Hugging Face team", max_bytes=2_500_000),
+    SourceFile(folder="pydantic", licence="MIT", holder="Samuel Colvin and other contributors"),
+    SourceFile(folder="fastapi", licence="MIT", holder="Sebastian Ramirez"),
+    SourceFile(folder="typer", licence="MIT", holder="Sebastian Ramirez"),
+    SourceFile(folder="starlette", licence="BSD-3-Clause", holder="Encode OSS"),
+    SourceFile(folder="uvicorn", licence="BSD-3-Clause", holder="Encode OSS"),
+    SourceFile(folder="aiohttp", licence="Apache-2.0", holder="aiohttp contributors"),
+    SourceFile(folder="anyio", licence="MIT", holder="Alex Gronholm"),
+    SourceFile(folder="openai", licence="Apache-2.0", holder="OpenAI", max_bytes=800_000),
+    SourceFile(folder="jinja2", licence="BSD-3-Clause", holder="Pallets"),
+    SourceFile(folder="click", licence="BSD-3-Clause", holder="Pallets"),
+    SourceFile(folder="rich", licence="MIT", holder="Will McGugan"),
+    SourceFile(folder="requests", licence="Apache-2.0", holder="Kenneth Reitz"),
+    SourceFile(folder="urllib3", licence="MIT", holder="urllib3 contributors"),
+    SourceFile(folder="websockets", licence="BSD-3-Clause", holder="Aymeric Augustin and contributors"),
+    SourceFile(folder="fsspec", licence="BSD-3-Clause", holder="Martin Durant"),
+    SourceFile(folder="_pytest", licence="MIT", holder="Holger Krekel and others"),
 )
 
 
@@ -105,7 +107,7 @@ def strip_licence_header(text: str) -> str:
     return "\n".join(lines[num_header:]) if is_licence else text
 
 
-def read_source(source: Source, seen: set[int]) -> list[Document]:
+def read_source(source: SourceFile, seen: set[int]) -> list[Document]:
     """Files of one source in hash order up to its share; adds what it read to `seen` (hashes of texts)."""
     paths = sysconfig.get_paths()
     root = Path(paths["purelib"] if source.folder else paths["stdlib"])

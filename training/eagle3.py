@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from data import Corpus
 from language_model import BatchShape, Shapes, Trained, mixed_batch, mixed_precision
 from safetensors.torch import save_file
-from schedule import Budget, Optimisers
+from schedule import Optimisers, TimeBudget
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -42,8 +42,8 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
 
 
-class Attention(nn.Module):
-    """Projections only: the training-time test mixes keys of several steps, see `Eagle3Head.step`."""
+class HeadAttention(nn.Module):
+    """Projections only: the training-time test mixes keys of several steps, see `TrainableEagle3Head.step`."""
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
@@ -68,7 +68,7 @@ class MLP(nn.Module):
 class MidLayer(nn.Module):
     def __init__(self, config: LlamaConfig):
         super().__init__()
-        self.self_attn, self.mlp = Attention(config), MLP(config)
+        self.self_attn, self.mlp = HeadAttention(config), MLP(config)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -81,7 +81,7 @@ class KeyValue(NamedTuple):
     values: Tensor
 
 
-class StepOutput(NamedTuple):
+class UnrolledStep(NamedTuple):
     """What one unrolled step says and should say."""
 
     logits_BTD: Tensor
@@ -96,7 +96,7 @@ def rotate(x: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
     return x * angles.cos() + torch.cat([-x[..., half:], x[..., :half]], -1) * angles.sin()
 
 
-class Eagle3Head(nn.Module):
+class TrainableEagle3Head(nn.Module):
     """Parameter names are the keys of the checkpoint."""
 
     def __init__(self, config: LlamaConfig, draft_ids: Tensor):
@@ -149,7 +149,7 @@ class Eagle3Head(nn.Module):
 
     def unroll(
         self, features_BTF: Tensor, embeds_BTH: Tensor, target_logits: Tensor, num_steps: int
-    ) -> list[StepOutput]:
+    ) -> list[UnrolledStep]:
         """Draft `num_steps` tokens from every start of rows of N tokens; T = N - 1 - num_steps.
 
         features_BTF: [B, N, 3H], embeds_BTH: [B, N, H], target_logits: [B, N, V].
@@ -159,7 +159,7 @@ class Eagle3Head(nn.Module):
         for s in range(num_steps):
             window = slice(1 + s, 1 + s + num_starts)
             hidden = self.step(embeds_BTH[:, window], hidden, cache)
-            outputs.append(StepOutput(self.lm_head(self.norm(hidden)), target_logits[:, window]))
+            outputs.append(UnrolledStep(self.lm_head(self.norm(hidden)), target_logits[:, window]))
         return outputs
 
 
@@ -180,7 +180,7 @@ def view_target(target: LlamaForCausalLM, tokens_BT: Tensor) -> TargetView:
     return TargetView(features, target.model.embed_tokens(tokens_BT), output.logits)
 
 
-def unrolled_loss(outputs: list[StepOutput], t2d: Tensor, draft_ids: Tensor) -> Tensor:
+def unrolled_loss(outputs: list[UnrolledStep], t2d: Tensor, draft_ids: Tensor) -> Tensor:
     """Cross-entropy against the target's law restricted to the draft vocabulary.
 
     Positions where the target's favourite token is outside that vocabulary do not count.
@@ -204,11 +204,13 @@ def most_frequent_ids(corpus: Corpus, own_text: Tensor, vocab_size: int) -> Tens
     return counts.topk(DRAFT_VOCAB_SIZE).indices.sort().values
 
 
-def train_head(target: LlamaForCausalLM, corpus: Corpus, own_text: Tensor, shapes: Shapes, budget: Budget) -> Trained:
+def train_head(
+    target: LlamaForCausalLM, corpus: Corpus, own_text: Tensor, shapes: Shapes, budget: TimeBudget
+) -> Trained:
     """Train against the shipped (rounded) target, every other batch on text it wrote itself [num_texts, length]."""
     torch.manual_seed(2)
     draft_ids = most_frequent_ids(corpus, own_text, target.config.vocab_size)
-    head = Eagle3Head(target.config, draft_ids).to(own_text.device)
+    head = TrainableEagle3Head(target.config, draft_ids).to(own_text.device)
     head.lm_head.weight.data.copy_(target.lm_head.weight[draft_ids])
     optimisers = Optimisers(head, budget, "eagle3")
     shape = BatchShape(num_rows=shapes.head.num_rows, length=min(shapes.head.length, own_text.shape[1]))
@@ -247,7 +249,7 @@ def head_config(config: LlamaConfig) -> dict:
     }
 
 
-def save_head(head: Eagle3Head, folder: Path) -> None:
+def save_head(head: TrainableEagle3Head, folder: Path) -> None:
     """Write config.json and model.safetensors: bf16 weights, d2t int64 (differences), t2d bool."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from data import Corpus, TokenStream, load_corpus
-from eagle3 import Eagle3Head, TargetView, view_target
+from eagle3 import TargetView, TrainableEagle3Head, view_target
 from language_model import continue_greedily_or_sample, load_model, next_token_loss
 from safetensors.torch import load_file
 from torch import Tensor
@@ -105,15 +105,15 @@ class HeadDecoder:
         return torch.stack(chains)
 
 
-def load_head(folder: Path, target: LlamaForCausalLM) -> Eagle3Head:
+def load_head(folder: Path, target: LlamaForCausalLM) -> TrainableEagle3Head:
     """The training-time head with the shipped weights."""
     tensors = load_file(folder / "model.safetensors")
-    head = Eagle3Head(target.config, tensors["d2t"] + torch.arange(len(tensors["d2t"])))
+    head = TrainableEagle3Head(target.config, tensors["d2t"] + torch.arange(len(tensors["d2t"])))
     head.load_state_dict(tensors)
     return head.eval()
 
 
-def check_against_unroll(decoder: HeadDecoder, head: Eagle3Head, view: TargetView, tokens_T: Tensor) -> float:
+def check_against_unroll(decoder: HeadDecoder, head: TrainableEagle3Head, view: TargetView, tokens_T: Tensor) -> float:
     """Largest |difference| of logits between the training unroll and the decoder on one text of T tokens."""
     steps = head.unroll(view.features_BTF, view.embeds_BTH, view.logits_BTV, NUM_STEPS)
     starts = [0, 1, 7, steps[0].logits_BTD.shape[1] - 1]

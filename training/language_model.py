@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from data import Corpus
-from schedule import Budget, Optimisers
+from schedule import Optimisers, TimeBudget
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -129,7 +129,7 @@ def next_token_loss(logits_BTV: Tensor, tokens_BT: Tensor) -> Tensor:
     return F.cross_entropy(logits_BTV[:, :-1].flatten(0, 1).float(), tokens_BT[:, 1:].flatten())
 
 
-def train_target(corpus: Corpus, shapes: Shapes, budget: Budget, device: torch.device) -> Trained:
+def train_target(corpus: Corpus, shapes: Shapes, budget: TimeBudget, device: torch.device) -> Trained:
     """Train from scratch until the budget is spent."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(target_config()).to(device)
@@ -153,7 +153,7 @@ def distil_loss(logits_BTV: Tensor, target_logits_BTV: Tensor, tokens_BT: Tensor
 
 
 def train_draft(
-    target: LlamaForCausalLM, corpus: Corpus, own_text: Tensor, shapes: Shapes, budget: Budget, device: torch.device
+    target: LlamaForCausalLM, corpus: Corpus, own_text: Tensor, shapes: Shapes, budget: TimeBudget, device: torch.device
 ) -> Trained:
     """Distil the target, in turn on the corpus and on `own_text` [num_texts, length], which the target wrote."""
     torch.manual_seed(1)
@@ -190,7 +190,7 @@ def continue_greedily_or_sample(model: LlamaForCausalLM, prompts_BT: Tensor, num
     return torch.cat(pieces, dim=1)
 
 
-def write_own_text(model: LlamaForCausalLM, corpus: Corpus, shapes: Shapes, budget: Budget) -> Tensor:
+def write_own_text(model: LlamaForCausalLM, corpus: Corpus, shapes: Shapes, budget: TimeBudget) -> Tensor:
     """Greedy and sampled continuations of corpus and chat windows, in turn until the budget or the count is reached.
 
     Returns [num_texts, length of the head's batches] with at least one batch of each kind.

@@ -22,14 +22,14 @@ LOG_SECONDS = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Budget:
-    """A span of wall-clock time. Example: `Budget.from_now(60).fraction()` is 0.5 after half a minute."""
+class TimeBudget:
+    """A span of wall-clock time. Example: `TimeBudget.from_now(60).fraction()` is 0.5 after half a minute."""
 
     start: float
     seconds: float
 
     @classmethod
-    def from_now(cls, seconds: float) -> Budget:
+    def from_now(cls, seconds: float) -> TimeBudget:
         return cls(start=time.monotonic(), seconds=max(seconds, 1e-3))
 
     def fraction(self) -> float:
@@ -46,9 +46,9 @@ def lr_factor(step: int, fraction: float) -> float:
 
 
 class Optimisers:
-    """Muon for hidden matrices, AdamW for embeddings, output heads and gains; both follow a `Budget`."""
+    """Muon for hidden matrices, AdamW for embeddings, output heads and gains; both follow a `TimeBudget`."""
 
-    def __init__(self, model: nn.Module, budget: Budget, name: str):
+    def __init__(self, model: nn.Module, budget: TimeBudget, name: str):
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         hidden = [p for n, p in named if p.ndim == 2 and "embed" not in n and "lm_head" not in n]

@@ -32,7 +32,7 @@ from language_model import (  # noqa: E402
     train_target,
     write_own_text,
 )
-from schedule import Budget  # noqa: E402
+from schedule import TimeBudget  # noqa: E402
 from transformers import LlamaForCausalLM  # noqa: E402
 
 logger = logging.getLogger("train")
@@ -67,35 +67,35 @@ class Trainer:
 
     def run(self, stages: tuple[str, ...], seconds: float) -> None:
         """Run `stages` in order within `seconds` of `STARTED`; what one leaves unused goes to the next."""
-        total = Budget(start=STARTED, seconds=seconds - min(RESERVED_SECONDS, seconds / 4))
+        total = TimeBudget(start=STARTED, seconds=seconds - min(RESERVED_SECONDS, seconds / 4))
         for i, stage in enumerate(stages):
             share = SHARES[stage] / sum(SHARES[later] for later in stages[i:])
-            budget = Budget.from_now(total.remaining() * share)
+            budget = TimeBudget.from_now(total.remaining() * share)
             record = getattr(self, f"make_{stage}")(budget)
             self._record(stage, record | {"seconds": round(time.monotonic() - budget.start)})
 
-    def make_target(self, budget: Budget) -> dict:
+    def make_target(self, budget: TimeBudget) -> dict:
         trained = train_target(self.corpus, self.shapes, budget, self.device)
         save_model(trained.model, self.data / "tokenizer", self.out / "target")
         return trained.record()
 
-    def make_eagle3(self, budget: Budget) -> dict:
+    def make_eagle3(self, budget: TimeBudget) -> dict:
         target = load_model(self.out / "target", self.device)
         trained = train_head(target, self.corpus, self._own_text(target, budget), self.shapes, budget)
         save_head(trained.model, self.out / "eagle3")
         return trained.record()
 
-    def make_draft(self, budget: Budget) -> dict:
+    def make_draft(self, budget: TimeBudget) -> dict:
         target = load_model(self.out / "target", self.device)
         own_text = self._own_text(target, budget)
         trained = train_draft(target, self.corpus, own_text, self.shapes, budget, self.device)
         save_model(trained.model, self.data / "tokenizer", self.out / "draft")
         return trained.record()
 
-    def _own_text(self, target: LlamaForCausalLM, budget: Budget) -> torch.Tensor:
+    def _own_text(self, target: LlamaForCausalLM, budget: TimeBudget) -> torch.Tensor:
         """Text by the target, written once per call."""
         if self.own_text is None:
-            share = Budget.from_now(budget.remaining() * OWN_TEXT_SHARE)
+            share = TimeBudget.from_now(budget.remaining() * OWN_TEXT_SHARE)
             self.own_text = write_own_text(target, self.corpus, self.shapes, share)
             logger.info("the target wrote %d texts of %d tokens", *self.own_text.shape)
         return self.own_text
