@@ -7,8 +7,9 @@ Names are imported on first use, so that `import secateur` costs nothing. Nothin
 """
 
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
+
+from secateur.install import installed_version
 
 if TYPE_CHECKING:
     from secateur.batch import BatchSummary, run_batch, run_batch_async
@@ -68,13 +69,7 @@ _HOMES = {
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
-NOT_INSTALLED = "0+unknown"
-"""The version of a checkout that is run without being installed."""
-
-try:
-    __version__ = version("secateur")
-except PackageNotFoundError:
-    __version__ = NOT_INSTALLED
+__version__ = installed_version()
 
 __all__ = [  # resolved by __getattr__
     "APIConnectionError",

@@ -37,7 +37,7 @@ def requirements(lines: list[str]) -> dict[str, Requirement]:
 def extra(name: str) -> dict[str, Requirement]:
     """What an extra installs beyond the base, with the extras of our own it includes."""
     found = requirements(PROJECT["optional-dependencies"][name])
-    if own := found.pop("secateur", None):
+    if own := found.pop(PROJECT["name"], None):
         for included in own.extras:
             found |= extra(included)
     return found
@@ -168,6 +168,51 @@ def test_the_licence_is_the_whole_standard_text() -> None:
 def test_the_console_script_exists() -> None:
     module, function = PROJECT["scripts"]["secateur"].split(":")
     assert callable(getattr(importlib.import_module(module), function))
+
+
+# Install commands
+
+DOCUMENTS = sorted(
+    {path for root in ("docs", "manifests", *PACKAGES, "training") for path in (ROOT / root).rglob("*.md")}
+)
+INSTALL = re.compile(r"pip install (?:-e )?'?([^\s'`\[)]+)(?:\[([\w,-]+)\])?")
+
+
+def install_problems(text: str) -> list[str]:
+    """Return the install commands in `text` that name another distribution or an extra that we do not have."""
+    problems = []
+    for match in INSTALL.finditer(text):
+        target, extras = match[1], (match[2] or "").split(",")
+        is_wheel = target.startswith(PROJECT["name"].replace("-", "_") + "-") and target.endswith(".whl")
+        if not (target == "." or is_wheel) or not set(extras) <= {"", *PROJECT["optional-dependencies"]}:
+            problems.append(match[0])
+    return problems
+
+
+@pytest.mark.parametrize("line", ["pip install secateur", "pip install 'secateur[serve]'", "pip install '.[server]'"])
+def test_an_install_command_of_another_project_or_extra_is_a_problem(line: str) -> None:
+    assert install_problems(f"Run `{line}` first.")
+
+
+def test_every_install_command_in_the_documents_works() -> None:
+    assert install_problems("pip install 'secateur_llm-0.1.0-py3-none-any.whl[serve]'; pip install .") == []
+    assert INSTALL.search(README)
+    for path in [ROOT / "README.md", ROOT / "SECURITY.md", *DOCUMENTS]:
+        assert install_problems(path.read_text()) == [], path
+
+
+def test_every_install_hint_in_the_product_names_an_extra_that_exists() -> None:
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("*.py"):
+            text = path.read_text()
+            assert path.name == "install.py" or "pip install" not in text, path
+            assert set(re.findall(r"install_command\([\"'](\w+)", text)) <= set(PROJECT["optional-dependencies"]), path
+
+
+def test_the_wheel_is_named_as_the_image_expects(shipped: set[str]) -> None:
+    name = PROJECT["name"].replace("-", "_")
+    assert any(entry.startswith(f"{name}-") for entry in shipped)
+    assert f"/tmp/wheels/{name}-*.whl" in (ROOT / "manifests" / "Dockerfile").read_text()
 
 
 # Commands

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from secateur.config import EngineArgs
 from secateur.errors import ConfigError, Problem
+from secateur.install import install_command
 from workers.config import EngineConfig
 
 Say = Callable[[str], None]
@@ -105,7 +106,7 @@ def draw(say: Say, stem: Path, plot: str, *args: object) -> None:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "matplotlib":
             raise
-        say(f"the results are in {stem}.json and .md; their plots need matplotlib: pip install 'secateur[bench]'")
+        say(f"the results are in {stem}.json and .md; their plots need matplotlib: {install_command('bench')}")
     else:
         getattr(plots, plot)(*args, stem)
         say(f"the results are in {stem}.json and .md, with their plots beside them")

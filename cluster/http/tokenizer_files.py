@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 
-EXTRA = "secateur[tokenizers]"
+from secateur.install import install_command
 
 _READ_AS_THEY_ARE = ("tokenizer.json", "vocab.json", "vocab.txt")
 
@@ -21,7 +21,7 @@ def lacking_package(folder: Path) -> str | None:
         if missing := [package for module, package in needed.items() if not _is_installed(module)]:
             return (
                 f"{folder} has only {name}, which takes {' and '.join(missing)} to read: "
-                f"pip install '{EXTRA}', or name a folder that has a tokenizer.json"
+                f"{install_command('tokenizers')}, or name a folder that has a tokenizer.json"
             )
     return None
 

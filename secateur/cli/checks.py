@@ -1,14 +1,13 @@
 """What commands check before they start anything, and what they say where the serving packages are missing."""
 
 import os
-from pathlib import Path
 from typing import Any
 
-from secateur import NOT_INSTALLED, __version__
 from secateur.api_keys import check_api_keys
 from secateur.config import EngineArgs, resolve_model
 from secateur.errors import ConfigError, SecateurError
 from secateur.flags import engine_args_from
+from secateur.install import install_command
 
 
 def checked(flags: dict[str, Any], **more: Any) -> EngineArgs:
@@ -36,8 +35,7 @@ def check_none_given(engine: dict[str, Any]) -> None:
 
 def needs_extra(error: ModuleNotFoundError, *, or_base_url: bool = False) -> SecateurError:
     """The error to raise for a package that only the extra installs. `or_base_url`: the command has that flag."""
-    package = "secateur" if __version__ != NOT_INSTALLED else Path(__file__).parents[2]
     return SecateurError(
-        f"this command needs {error.name!r}, which is not installed: pip install '{package}[serve]'"
+        f"this command needs {error.name!r}, which is not installed: {install_command('serve')}"
         + (" (or talk to a running service with --base-url)" if or_base_url else "")
     )

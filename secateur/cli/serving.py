@@ -88,8 +88,8 @@ def plan(
 ) -> None:
     """Show where drafter and verifier would run and whether they fit; predict speed, tree sizes and whole fleets.
 
-    Touches no GPU and starts nothing, but for --profile. Reads models as the engine does, with what
-    pip install 'secateur[serve]' installs.
+    Uses no GPU and starts nothing unless --profile is given. Reads models as the engine does, which needs the
+    packages of the extra `serve`.
 
     Example: secateur plan -tp 2 --speculative-config '{"method": "draft_model", "model": "bundled:draft"}'
 

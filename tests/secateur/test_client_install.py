@@ -14,14 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from secateur import NOT_INSTALLED, __version__, cli
+from secateur import cli, install
 from secateur.cli import checks
+from secateur.install import install_command
 from secateur.responses import SSE_DONE, CompletionChoice, CompletionChunk, ModelCard, ModelList, Usage
 
 ROOT = Path(__file__).parents[2]
 LACKING = ["torch", "transformers", "numpy", "safetensors", "msgpack", "jinja2", "huggingface_hub", "tokenizers"]
 LACKING += ["ray", "fastapi", "starlette", "uvicorn", "prometheus_client", "psutil", "matplotlib"]
-INSTALL = f"pip install '{'secateur' if __version__ != NOT_INSTALLED else ROOT}[serve]'"
+INSTALL = install_command("serve")
 BESIDE_PLOTS = [name for name in LACKING if name not in ("matplotlib", "numpy")]
 
 
@@ -107,12 +108,42 @@ def test_the_extra_that_is_named_exists() -> None:
     assert "serve" in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
 
-def test_a_checkout_that_is_not_installed_is_what_is_to_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "__version__", "0+unknown")
+class Installed:
+    """A distribution of which only direct_url.json is read."""
+
+    def __init__(self, origin: dict[str, object] | None) -> None:
+        self._origin = origin
+
+    def read_text(self, name: str) -> str | None:
+        assert name == "direct_url.json"
+        return None if self._origin is None else json.dumps(self._origin)
+
+
+WHEEL = "secateur_llm-0.1.0-py3-none-any.whl"
+GIT = {"url": "https://host/repo.git", "vcs_info": {"vcs": "git", "commit_id": "abc"}}
+
+
+@pytest.mark.parametrize(
+    ("installed", "command"),
+    [
+        (None, f"pip install '{ROOT}[serve]'"),
+        (Installed(None), "pip install 'secateur-llm[serve]'"),
+        (Installed({"url": "file:///a%20b", "dir_info": {}}), "pip install '/a b[serve]'"),
+        (Installed({"url": "file:///src", "dir_info": {"editable": True}}), "pip install -e '/src[serve]'"),
+        (Installed({"url": f"file:///{WHEEL}", "archive_info": {}}), f"pip install '/{WHEEL}[serve]'"),
+        (Installed({"url": f"https://host/{WHEEL}"}), f"pip install 'secateur-llm[serve] @ https://host/{WHEEL}'"),
+        (Installed(GIT), "pip install 'secateur-llm[serve] @ git+https://host/repo.git@abc'"),
+    ],
+    ids=["not installed", "index", "folder", "editable", "wheel", "url", "git"],
+)
+def test_an_install_hint_names_what_this_copy_was_installed_from(
+    monkeypatch: pytest.MonkeyPatch, installed: Installed | None, command: str
+) -> None:
+    monkeypatch.setattr(install, "installed_distribution", lambda: installed)
     told = str(checks.needs_extra(ModuleNotFoundError("no torch", name="torch")))
-    assert told == f"this command needs 'torch', which is not installed: pip install '{ROOT}[serve]'"
+    assert told == f"this command needs 'torch', which is not installed: {command}"
 
 
-def test_the_planners_help_says_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_planners_help_names_the_extra_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "--help"]) == 0
-    assert "pip install 'secateur[serve]'" in " ".join(capsys.readouterr().out.split())
+    assert "the extra `serve`" in " ".join(capsys.readouterr().out.split())

@@ -19,6 +19,7 @@ from secateur import cli
 from secateur.bench import AcceptancePlan
 from secateur.config import EngineArgs
 from secateur.errors import ConfigError
+from secateur.install import install_command
 from secateur.prompts import BUNDLED_PROMPTS, read_prompts
 from secateur.token_tree import parse_token_tree
 
@@ -148,7 +149,7 @@ def test_without_matplotlib_the_table_is_written_and_the_extra_named(monkeypatch
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, "cluster.bench.plots", raising=False)
     run_without_engines(monkeypatch, tmp_path, lambda: iter(ROWS))
-    assert "their plots need matplotlib: pip install 'secateur[bench]'" in capsys.readouterr().out
+    assert f"their plots need matplotlib: {install_command('bench')}" in capsys.readouterr().out
     assert len(written(tmp_path)) == len(ROWS)
 
 

@@ -15,9 +15,10 @@ import pytest
 from packaging.requirements import Requirement
 
 from cluster.convert import engine_config, load_tokenizer
-from cluster.http.tokenizer_files import EXTRA, lacking_package
+from cluster.http.tokenizer_files import lacking_package
 from secateur.config import EngineArgs
 from secateur.errors import ConfigError
+from secateur.install import install_command
 from tests.support import checkpoints
 
 # A SentencePiece model's first piece, "<unk>": protocol buffers, not lines.
@@ -73,7 +74,7 @@ def test_a_folder_that_takes_another_package_names_it_and_the_extra_in_one_line(
         (folder / name).unlink()
     message = str(told.value)
     assert message.startswith(f"tokenizer: {folder} has only {name}, which takes {package} ")
-    assert f"pip install '{EXTRA}'" in message and "\n" not in message
+    assert install_command("tokenizers") in message and "\n" not in message
 
 
 @pytest.mark.usefixtures("without_packages")
@@ -104,7 +105,6 @@ def test_a_damaged_file_is_told_as_such_once_its_package_is_there(
 def test_the_extra_brings_every_package_that_is_named() -> None:
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     extra = {Requirement(line).name for line in project["optional-dependencies"]["tokenizers"]}
-    assert EXTRA == "secateur[tokenizers]"
     assert {package for _, _, package in FORMATS} | {"protobuf"} == extra
 
 
