@@ -1,4 +1,4 @@
-"""One message to a drafter, with requests of every kind: each has the tree that it has alone."""
+"""In one message with requests of every kind, each gets the tree that it gets alone."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def requests(has_features: bool) -> list[Request]:
 
 
 def reply(proposer: Proposer, which: list[int], width: int, *, is_even: bool) -> DraftReply:
-    """To a message about some of them. is_even: under rules that lookup has, too."""
+    """Build a message about some of the requests. is_even: only with rules that n-gram lookup supports."""
     own = [requests(width > 0)[i] for i in which]
     inputs = {r: DraftInput(r.tokens[r.num_fed :], *ASKED[i][3:]) for i, r in zip(which, own, strict=True)}
     if is_even:
@@ -104,7 +104,7 @@ def replace_rule(request: Request) -> Request:
 
 
 def told(reply: DraftReply, place: int) -> tuple[Any, ...]:
-    """All that a reply says of one tree but its weights, which rounding may change."""
+    """Return one tree of a reply without its weights, which rounding may change."""
     rows = slice(*reply.trees.offsets[place : place + 2].tolist())
     pruned = reply.pruned_GD[place].tolist()
     while pruned and not pruned[-1]:
@@ -125,7 +125,7 @@ def told(reply: DraftReply, place: int) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("make", [eagle3, draft_model, ngram])
-def test_each_request_of_a_message_has_the_tree_that_it_has_alone(make: Callable[[], Any]) -> None:
+def test_each_request_of_a_message_gets_the_tree_that_it_gets_alone(make: Callable[[], Any]) -> None:
     width = make().width if make is eagle3 else 0
     together = reply(make(), list(range(len(ASKED))), width, is_even=make is ngram)
     growing = [i for i, asked in enumerate(ASKED) if asked[3]]

@@ -1,5 +1,4 @@
-"""What ranks do before anybody asks: the verifier runs every kernel, the drafter drafts every kind of node, and nothing
-is left behind that is read."""
+"""Warm-up: the verifier runs every kernel, the drafter drafts every kind of node, and neither leaves visible state."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ def test_warm_up_drafts_every_kind_of_node_on_the_null_page(method, tree):
     assert (pages[:, 1:] == 7.0).all()
 
 
-def test_the_verifier_compiles_all_that_moves_draws_and_cuts(monkeypatch):
+def test_the_verifier_warms_up_copies_draws_and_truncation(monkeypatch):
     ran = set()
 
     def noted(name):

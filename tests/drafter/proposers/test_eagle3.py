@@ -25,7 +25,7 @@ TOLERANCE = 1e-5
 
 
 class PlainHead:
-    """The rule read off the paper's code, one dense sequence at a time, every weight by its SafeAILab name."""
+    """The rule of the paper's code, one dense sequence at a time, every weight by its SafeAILab name."""
 
     def __init__(self, path: Path, **flags: bool) -> None:
         self.w = {k.replace("layers.0.", "midlayer."): v for k, v in load_file(path / "model.safetensors").items()}
@@ -108,7 +108,7 @@ class Run:
         self.table = torch.tensor([[9, 2, 11, 5, 1, 8, 3]], dtype=torch.int32)
         self.kv = head.new_kv_pool(12 * PAGE)
         with torch.inference_mode():
-            self.kv.data.fill_(7.0)  # whoever reads slot 0 or a slot nobody wrote will show
+            self.kv.data.fill_(7.0)  # reading slot 0 or an unwritten slot changes the result
 
     def step(
         self,
@@ -197,7 +197,7 @@ def test_the_head_equals_a_straightforward_implementation(
 
 
 def sees(num_rows: int, window: int | None) -> Tensor:
-    """Boolean [n, n] of one path: a row sees itself and what is before it, with a window w the last w of these."""
+    """Boolean [n, n] for one path: a row sees itself and the rows before it, with a window w the last w of these."""
     distance = torch.arange(num_rows)[:, None] - torch.arange(num_rows)
     return (distance >= 0) & (distance < (window or num_rows))
 
@@ -220,7 +220,7 @@ def test_a_bin_file_loads_like_safetensors(tmp_path: Path, target: Path) -> None
     assert torch.equal(first.logits(x), second.logits(x))
 
 
-def test_a_stored_buffer_of_the_rotary_embedding_is_passed_over(tmp_path: Path, target: Path) -> None:
+def test_a_stored_buffer_of_the_rotary_embedding_is_ignored(tmp_path: Path, target: Path) -> None:
     path = checkpoints.write_eagle3(tmp_path)
     checkpoints.edit_weights(path, add={"midlayer.self_attn.rotary_emb.inv_freq": torch.ones(4)})
     checkpoints.load_eagle3(path, target)
@@ -244,7 +244,7 @@ def test_feature_layers_are_normalised_to_capture_before(tmp_path: Path) -> None
     ("options", "windows"),
     [
         (checkpoints.sliding(2048, "sliding_attention", "full_attention"), (2048, None)),
-        # Dead text of the target's configuration: without layer types there is no window, nor is one in full ones.
+        # Unused fields of the target's configuration: without layer types, or in full ones, there is no window.
         (checkpoints.sliding(2048, *["full_attention"] * 36), (None, None)),
         ({"sliding_window": 32768, "use_sliding_window": False}, (None, None)),
         ({"sliding_window": 32768, "use_sliding_window": True}, (None, None)),
@@ -268,9 +268,7 @@ def test_windows_are_those_of_the_layer_types(
         (checkpoints.sliding(0, "sliding_attention"), "which has no width: write sliding_window"),
     ],
 )
-def test_windows_that_are_not_told_in_full_are_refused(
-    tmp_path: Path, target: Path, options: dict[str, Any], message: str
-) -> None:
+def test_incomplete_windows_are_refused(tmp_path: Path, target: Path, options: dict[str, Any], message: str) -> None:
     path = checkpoints.write_eagle3(tmp_path, style="speculators", **options)
     with pytest.raises(ValueError, match=message):
         read_eagle3_spec(path, read_spec(target))
@@ -327,7 +325,7 @@ def test_a_head_that_does_not_fit_is_refused_by_name(
         checkpoints.load_eagle3(path, target)
 
 
-def test_the_fusion_names_what_it_misses_and_what_it_does_not_know(tmp_path: Path, target: Path) -> None:
+def test_the_fusion_names_missing_and_unknown_tensors(tmp_path: Path, target: Path) -> None:
     spec = read_eagle3_spec(checkpoints.write_eagle3(tmp_path), read_spec(target))
     checkpoints.edit_weights(tmp_path, add={"input_norm.weight": torch.ones(192)})
     with pytest.raises(ValueError, match=r"unknown tensors: input_norm\.weight"):
@@ -355,7 +353,7 @@ def edit_layers(path: Path, **changes: Any) -> None:
     checkpoints.edit_config(path, transformer_layer_config=raw["transformer_layer_config"] | changes)
 
 
-def test_biases_are_told_where_the_layers_are(tmp_path: Path, target: Path) -> None:
+def test_biases_are_read_from_the_layers_configuration(tmp_path: Path, target: Path) -> None:
     nested = checkpoints.write_eagle3(tmp_path / "nested", style="speculators")
     edit_layers(nested, attention_bias=True, mlp_bias=True)
     flat = checkpoints.write_eagle3(tmp_path / "flat", style="safeailab")
@@ -370,7 +368,7 @@ def test_biases_are_told_where_the_layers_are(tmp_path: Path, target: Path) -> N
 
 
 @pytest.mark.parametrize("qk_norm", [False, True], ids=["llama", "qwen3"])
-def test_a_null_field_is_one_that_is_not_there(tmp_path: Path, target: Path, qk_norm: bool) -> None:
+def test_a_null_field_counts_as_absent(tmp_path: Path, target: Path, qk_norm: bool) -> None:
     sizes = {"num_key_value_heads": 8, "head_dim": 8}
     path = checkpoints.write_eagle3(tmp_path, style="speculators", qk_norm=qk_norm, **sizes)
     expected = read_eagle3_spec(path, read_spec(target))
@@ -389,7 +387,7 @@ def test_a_null_field_is_one_that_is_not_there(tmp_path: Path, target: Path, qk_
         ),
     ],
 )
-def test_speculators_says_what_its_layers_are(
+def test_speculators_configurations_name_their_layers(
     tmp_path: Path, target: Path, damage: Callable[[Path], None], message: str
 ) -> None:
     path = checkpoints.write_eagle3(tmp_path, style="speculators", qk_norm=True, head_dim=24)

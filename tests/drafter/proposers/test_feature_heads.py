@@ -91,7 +91,7 @@ class PlainHead:
     """(tokens, features) of one sequence -> (what the next step is fed, logits), both for its last row."""
 
     def __init__(self, rule: str, path: Path, target: Path) -> None:
-        # In float64, so that what differs is the head's own rounding alone.
+        # float64, so the only difference is the head's own rounding.
         own, shared = (
             {name: tensor.double() for name, tensor in load_file(folder / "model.safetensors").items()}
             for folder in (path, target)
@@ -185,7 +185,7 @@ HEADS: dict[str, Callable[[Path], tuple[PlainHead, FcHead | Eagle3Head]]] = {
 
 
 def feed(histories: list[list[int]], features: list[Tensor], start: list[int], stop: list[int]) -> DraftRequest:
-    """Tokens start .. stop - 1 of each request, each with the feature of the token before it."""
+    """Feed tokens start .. stop - 1 of each request, each with the feature of the token before it."""
     nothing = {name: torch.empty(0) for name in DraftRequest.__dataclass_fields__}
     spans = list(zip(histories, features, start, stop, strict=True))
     is_root = [end == len(history) for history, _, _, end in spans]
@@ -211,7 +211,7 @@ def test_a_head_equals_a_straightforward_implementation(tmp_path: Path, make: An
     features = [torch.randn(len(history) - 1, 64, generator=generator) for history in histories]
     kv = head.new_kv_pool(12 * PAGE)
     with torch.inference_mode():
-        kv.data.fill_(7.0)  # whoever reads slot 0 or a slot that nobody wrote will show
+        kv.data.fill_(7.0)  # reading slot 0 or an unwritten slot changes the result
     proposer = FeatureProposer(head, kv, PAGE, tree_rows=5)
 
     proposer.extend(feed(histories, features, [1, 1], [7, 3]))
@@ -240,7 +240,7 @@ def assert_close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
 # ---- targets and loaders
 
 
-def test_a_mimo_target_says_what_its_qwen2_part_says(tmp_path: Path) -> None:
+def test_a_mimo_target_equals_its_qwen2_part(tmp_path: Path) -> None:
     plain = checkpoints.write_model(tmp_path / "qwen2", "qwen2")
     mimo = checkpoints.add_mtp(checkpoints.write_model(tmp_path / "mimo", "qwen2"), "mimo")
     spec = read_spec(mimo)
@@ -251,7 +251,7 @@ def test_a_mimo_target_says_what_its_qwen2_part_says(tmp_path: Path) -> None:
     assert torch.equal(both[0]._layers[2].attention.qkv(head), both[1]._layers[2].attention.qkv(head))
 
 
-def test_prediction_layers_that_the_configuration_does_not_announce_are_unknown_tensors(tmp_path: Path) -> None:
+def test_prediction_layers_beyond_the_configuration_are_unknown_tensors(tmp_path: Path) -> None:
     path = checkpoints.add_mtp(checkpoints.write_model(tmp_path, "qwen3"), "qwen3")
     checkpoints.edit_config(path, mtp_num_hidden_layers=0)
     with pytest.raises(ValueError, match=r"unknown tensors: mtp\.fc\.weight"):

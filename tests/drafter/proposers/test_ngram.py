@@ -1,4 +1,4 @@
-"""N-gram lookup: the reference tables as chains, both continuations as siblings, and a brute-force twin for trees."""
+"""N-gram lookup: reference tables for chains, all continuations as siblings, a brute-force oracle for trees."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_all_continuations_are_siblings_longest_match_first_then_leftmost():
 
 
 def brute_force(history: list[int], path: list[int], lengths: MatchLengths) -> list[int]:
-    """The candidates after `path`, read off the rule one place at a time."""
+    """The candidates after `path`, by the plain rule, one place at a time."""
     found: dict[int, tuple[int, int]] = {}
     for place in range(1, len(history)):
         length = 0
@@ -159,7 +159,7 @@ def test_trees_of_a_batch_equal_brute_force(seed):
         candidates = proposer.expand(child_level(request, row, parents, [path[-1] for *_, path in nodes], depth))
 
 
-def test_weights_agree_with_the_order_and_leave_room_for_what_was_never_seen():
+def test_weights_agree_with_the_order_and_leave_mass_for_unseen_tokens():
     # The second candidate occurs more often than the first, at the same match length.
     _, candidates = propose([[1, 5, 1, 6, 1, 6, 1, 6, 1]], MatchLengths(1, 1))
     assert children(candidates) == [5, 6]
@@ -167,7 +167,7 @@ def test_weights_agree_with_the_order_and_leave_room_for_what_was_never_seen():
     assert q[0] > q[1] > 0 and q.sum() < 1
 
 
-def test_a_longer_match_is_trusted_more():
+def test_a_longer_match_has_more_probability():
     totals = []
     for length in (1, 2, 5):
         _, candidates = propose([[1, 2, 3, 4, 5, 9, 1, 2, 3, 4, 5]], MatchLengths(1, length))
@@ -180,8 +180,8 @@ def shares(candidates: NgramCandidates) -> dict[int, float]:
     return {int(token): float(share) for token, share in zip(candidates.token_FK[0], q, strict=True) if share > 0}
 
 
-def test_an_occurrence_counts_by_its_length_and_each_step_along_it_adds_one():
-    """2^n - 1 for each, and 2 for what was never seen."""
+def test_a_match_counts_by_its_length_and_each_step_along_it_adds_one():
+    """Each counts 2^n - 1, and unseen tokens count 2."""
     proposer, candidates = propose([[3, 1, 2, 7, 8, 1, 2, 7, 9, 5, 2, 7, 8, 3, 1, 2]], MatchLengths(1, 2))
     assert shares(candidates) == pytest.approx({7: (3 + 3 + 1) / 9})
     candidates = proposer.expand(child_level([0], [1], [0], [7], 1))
@@ -198,12 +198,12 @@ def test_beyond_sixteen_tokens_longer_matches_count_alike():
     assert shares(candidates) == pytest.approx({1: one / total, 2: two / total, 3: three / total}, rel=1e-2)
 
 
-def test_no_more_candidates_are_told_than_a_tree_has_rows():
+def test_a_node_has_no_more_candidates_than_a_tree_has_rows():
     _, candidates = propose([[x for token in range(2, 90) for x in (1, token)] + [1]], MatchLengths(1, 1))
     assert children(candidates) == list(range(2, 66))
 
 
-def test_history_comes_from_the_pages_alone():
+def test_history_is_read_from_the_pages_alone():
     """Fed in pieces, beside another request that only feeds; the accepted tokens overwrite nothing but their slots."""
     tables = np.array([[3, 1, 5], [2, 6, 4]])
     proposer = NgramProposer(MatchLengths(2, 2), VOCAB, 7, PAGE)
@@ -227,7 +227,7 @@ def scored(log_q_FK: np.ndarray, num_children: int) -> ChildScores:
     return score(draft, params, rule_F, index_F, num_children, DraftVocabulary(target_size=count))
 
 
-def test_of_candidates_that_are_alike_the_first_come_first():
+def test_equal_candidates_keep_their_order():
     log_q_FK = np.log(np.tile([0.01, 0.005], 40))[None].astype(np.float32)
     assert scored(log_q_FK, 8).token_FK.tolist() == [[*range(0, 16, 2)]]
 

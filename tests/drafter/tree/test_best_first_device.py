@@ -66,7 +66,7 @@ class Ask:
 
     @property
     def logits_state(self) -> LogitsState:
-        """Of a text whose tokens the draft vocabulary knows in part."""
+        """A state after a text whose tokens are partly outside the draft vocabulary."""
         counter = TokenCounter(self.constraints, [3, 4, 11])
         counter.add([5, 5, 8, 3 + self.model % 7])
         return LogitsState(
@@ -76,7 +76,7 @@ class Ask:
 
 @functools.cache
 def model_logits(model: int, path: Path, told: int) -> Tensor:
-    """After a path of target tokens below the root, of whose last one but one the draft model has been `told`."""
+    """Logits after a path of target tokens below the root; `told` is the feature from the parent."""
     if model == FLAT:
         return torch.zeros(V)
     rng = np.random.default_rng([model, told, zlib.crc32(repr(path).encode())])
@@ -84,13 +84,13 @@ def model_logits(model: int, path: Path, told: int) -> Tensor:
 
 
 def telling(told: int, token: int) -> int:
-    """What a node that was told something tells its children: a number that depends on its whole path."""
+    """A node's feature for its children, given its own: a number that depends on its whole path."""
     return (31 * told + token + 1) % 65521
 
 
 @dataclass
 class Plan:
-    """The attention of a fake: who stands above whom."""
+    """A fake attention plan: it knows each row's ancestors."""
 
     ancestors_N: Tensor | None = None
 
@@ -99,7 +99,7 @@ class Plan:
 
 
 class Draft:
-    """Draft models whose logits depend on a node's path, as its ancestors show it, and on what its parent tells it."""
+    """Draft models whose logits depend on a node's path, read from its ancestor mask, and on its parent's feature."""
 
     def __init__(self, asks: Sequence[Ask], vocab: DraftVocabulary = REDUCED) -> None:
         self.asks, self.vocab = asks, vocab
@@ -147,7 +147,7 @@ class Draft:
 
 
 class Bench:
-    """One TreeGraphs, uncaptured, which grows for batch after batch over the same buffers."""
+    """One uncaptured TreeGraphs that grows batch after batch over the same buffers."""
 
     def __init__(self, vocab: DraftVocabulary = REDUCED) -> None:
         self.draft = Draft([], vocab)
@@ -226,7 +226,7 @@ UNTRUNCATED = st.builds(
     path_prob=THRESHOLD,
     sampling=st.builds(SamplingParams, temperature=st.sampled_from([0.0, 0.4, 1.0]), seed=st.integers(0, 99)),
 )
-"""The whole distribution, and few enough levels to try every tree."""
+"""Requests without truncation, with few enough levels to enumerate every tree."""
 
 
 def tree(grown: GrownTrees, b: int) -> dict[str, list]:
@@ -263,7 +263,7 @@ def told(model: int, path: Path) -> int:
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(UNTRUNCATED)
-def test_where_nothing_costs_anything_a_tree_is_the_best_of_all_that_the_thresholds_allow(whole, ask):
+def test_without_costs_a_tree_is_the_best_that_the_thresholds_allow(whole, ask):
     candidates = oracles.candidates(
         lambda path: model_logits(ask.model, path, told(ask.model, path)).tolist(),
         max_depth=ask.max_depth, max_children=CHILDREN, min_prob=ask.min_prob, path_prob=ask.path_prob,
@@ -272,7 +272,7 @@ def test_where_nothing_costs_anything_a_tree_is_the_best_of_all_that_the_thresho
     best = sorted(candidates.items(), key=lambda item: -item[1])[: ask.num_nodes]
     got = whole.grown([ask])
     nodes = dict(zip(oracles.paths_of(got.trees, 0)[1:], weights(got, 0)[1:], strict=True))
-    # What weighs less than a rounding error of the sum raises no rate: it may come or not.
+    # A weight below the rounding error of the sum does not raise the throughput: such a node may be kept or not.
     assert {path: weight for path, weight in nodes.items() if weight > 1e-6} == {
         path: pytest.approx(weight, rel=1e-3) for path, weight in best if weight > 1e-6
     }
@@ -283,7 +283,7 @@ def whole() -> Bench:
     return Bench(WHOLE)
 
 
-def test_the_cut_is_the_one_of_trees_that_grow_level_by_level(bench):
+def test_the_cut_is_the_same_as_for_trees_grown_level_by_level(bench):
     """One level leaves no choice of what to run, so costs can only show in the cut."""
     asks = [Ask(model=m, max_depth=1) for m in range(4)]
     sizes = []
@@ -315,8 +315,8 @@ def test_rows_write_to_pages_of_their_own_request_or_to_the_null_page(bench):
     assert (slots[3] < PAGE).all()
 
 
-def test_penalties_grow_at_once_and_change_what_grows(bench):
-    """The first of them repeats its path's tokens, which the others may not."""
+def test_penalties_are_applied_on_the_device(bench):
+    """The first request repeats its path's tokens; penalties keep the others from it."""
     plain, often, seen = Constraints(), Constraints(frequency_penalty=9.0), Constraints(repetition_penalty=1.5)
     asks = [
         Ask(constraints=constraints, sampling=SamplingParams(temperature=0.0)) for constraints in (plain, often, seen)

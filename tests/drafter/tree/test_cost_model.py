@@ -1,4 +1,4 @@
-"""Trees under `auto`: the best nodes by calibrate survival, as many as their time is worth."""
+"""Trees under `auto`: the best nodes by calibrated survival, as many as their time is worth."""
 
 from __future__ import annotations
 
@@ -124,27 +124,27 @@ ASK = st.builds(
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(ASK)
 @example(Ask(num_nodes=2, max_depth=2, temperature=0.0))  # a child may be likelier than children typically are
-def test_where_nothing_costs_anything_a_tree_is_the_best_of_all_that_the_thresholds_allow(ask):
-    # What weighs less than a rounding error of the sum raises no rate: it may come or not.
+def test_without_costs_a_tree_is_the_best_that_the_thresholds_allow(ask):
+    # A weight below the rounding error of the sum does not raise the throughput: such a node may be kept or not.
     got = {path: weight for path, weight in weights(grown([ask])).items() if weight > 1e-6}
     assert got == {path: pytest.approx(weight, rel=1e-3) for path, weight in ask.best.items() if weight > 1e-6}
 
 
-def test_what_a_threshold_frees_is_refilled():
+def test_a_node_that_fails_a_threshold_frees_its_place():
     whole, pruned = (Ask(model=3, num_nodes=6, path_prob=p) for p in (0.0, 0.2))
     assert set(pruned.best) != set(whole.best) and len(weights(grown([pruned]))) == 6
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(st.lists(ASK, min_size=2, max_size=4), st.lists(st.booleans(), min_size=4, max_size=4))
-def test_requests_get_the_same_tree_together_and_alone_while_nothing_costs_anything(asks, autos):
+def test_without_costs_requests_get_the_same_tree_together_and_alone(asks, autos):
     asks = [replace(ask, auto=auto) for ask, auto in zip(asks, autos, strict=False)]
     together = grown(asks)
     for b, ask in enumerate(asks):
         assert weights(together, b) == pytest.approx(weights(grown([ask])), rel=1e-6)
 
 
-def test_the_search_ends_when_the_draft_models_rows_do():
+def test_growth_ends_when_the_draft_models_rows_do():
     """Displaced candidates keep their rows: `grown` asserts that no request is given more than there are."""
     for model in range(30):
         assert len(weights(grown([Ask(model=model, num_nodes=4)]))) == 4
@@ -165,7 +165,7 @@ def test_a_level_is_not_grown_if_it_does_not_pay():
     assert depths == sorted(depths, reverse=True) and depths[0] == DEPTH and depths[-1] == 1
 
 
-def test_the_dearer_a_node_of_the_draft_model_is_the_fewer_are_run():
+def test_fewer_nodes_are_run_if_running_one_costs_more():
     asks = [Ask(model=m, num_nodes=16) for m in range(4)]
     run = [grown(asks, costs(run=run)).num_run for run in (0.0, 0.3, 1.0, 100.0)]
     assert run == sorted(run, reverse=True) and run[0] > run[1] > run[-1] == 0
@@ -176,7 +176,7 @@ def test_the_dearer_a_node_of_the_draft_model_is_the_fewer_are_run():
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.integers(0, 10**6), st.integers(0, 30), st.integers(0, 5), st.floats(0, 2), st.floats(0, 20))
-def test_the_best_budget_is_the_one_that_trying_all_finds(seed, count, num_fixed, node, draft_ms):
+def test_the_best_count_is_the_one_that_trying_all_finds(seed, count, num_fixed, node, draft_ms):
     rng = np.random.default_rng(seed)
     ranked = np.sort(rng.random(count).astype(np.float32))[::-1]
     fixed = rng.random(num_fixed).astype(np.float32)
@@ -201,7 +201,7 @@ def test_one_cut_goes_through_the_whole_batch(asks, node):
     assert most_cut <= least_kept * 1.001
 
 
-def test_the_dearer_verification_is_the_fewer_nodes_are_verified():
+def test_fewer_nodes_are_verified_if_verification_costs_more():
     asks = [Ask(model=m, num_nodes=20) for m in range(4)]
     sizes = [len(grown(asks, costs(node=node)).trees.token_N) for node in (0.0, 0.3, 1.0, 3.0, 1000.0)]
     assert sizes == sorted(sizes, reverse=True)
@@ -222,7 +222,7 @@ def test_static_trees_are_cut_too_and_keep_their_shape(policy):
 
 
 @pytest.mark.parametrize("policy", [STATIC, CHAIN])
-def test_trees_of_a_fixed_shape_are_weighed_by_what_survives_at_their_depth_if_they_are_cut(policy):
+def test_weights_of_fixed_trees_are_calibrated_if_the_trees_are_cut(policy):
     asks = [Ask(model=m, num_nodes=6, auto=bool(m % 2)) for m in range(4)]
     together = grown(asks, policy=policy)
     for b, ask in enumerate(asks):
@@ -232,7 +232,7 @@ def test_trees_of_a_fixed_shape_are_weighed_by_what_survives_at_their_depth_if_t
 
 
 @pytest.mark.parametrize("policy", [STATIC, CHAIN])
-def test_what_a_threshold_keeps_out_is_counted_where_it_would_have_been(policy):
+def test_nodes_pruned_by_a_threshold_are_counted_at_their_depth(policy):
     num_nodes = len(weights(grown([Ask(num_nodes=6, auto=False)], policy=policy)))
     assert grown([Ask(num_nodes=6, min_prob=1.0, auto=False)], policy=policy).pruned_BD.tolist() == [[num_nodes, 0, 0]]
     for model in range(5):
@@ -240,7 +240,7 @@ def test_what_a_threshold_keeps_out_is_counted_where_it_would_have_been(policy):
         assert len(weights(pruned)) + pruned.pruned_BD.sum() == num_nodes
 
 
-def test_what_a_cut_takes_from_a_chain_is_counted_at_its_end():
+def test_nodes_cut_from_a_chain_are_counted_at_its_end():
     asks = [Ask(model=m, num_nodes=3) for m in range(8)]
     cut = grown(asks, costs(node=0.7), CHAIN)
     kept = [len(weights(cut, b)) for b in range(len(asks))]
@@ -249,16 +249,16 @@ def test_what_a_cut_takes_from_a_chain_is_counted_at_its_end():
         assert row[:k] == [0] * k and sum(row) == 3 - k
 
 
-# ---- what things cost
+# ---- the cost model
 
 
-def test_time_is_counted_by_levels_beyond_the_first_and_nodes_run_on_them():
+def test_draft_time_counts_levels_beyond_the_first_and_nodes_run_on_them():
     cost_model = TreeCostModel(costs(level=2.0, run=0.25))
     assert [cost_model.draft_ms(*bill) for bill in ((0, 0), (1, 0), (2, 3), (4, 10))] == [1.0, 1.0, 3.75, 9.5]
 
 
 @pytest.mark.parametrize("policy", ["best-first", "budgeted"])
-def test_what_growing_has_taken_so_far_is_told_without_the_roots(monkeypatch, policy):
+def test_growth_passes_its_work_so_far_to_the_cost_model_without_roots(monkeypatch, policy):
     told: list[tuple[int, int]] = []
 
     class Noted(TreeCostModel):
@@ -276,7 +276,7 @@ def test_what_growing_has_taken_so_far_is_told_without_the_roots(monkeypatch, po
         assert told == [(1, 0), (2, 2), (3, 4), (3, 4)], "after each level, and for the cut"
 
 
-def test_whether_a_level_pays_is_asked_with_the_nodes_so_far_and_no_root(monkeypatch):
+def test_growth_passes_all_nodes_but_the_roots_to_the_cost_model(monkeypatch):
     told: list[int] = []
 
     class Noted(TreeCostModel):
@@ -293,18 +293,18 @@ def test_whether_a_level_pays_is_asked_with_the_nodes_so_far_and_no_root(monkeyp
     assert told[0] == 2 * CHILDREN
 
 
-def test_a_row_that_buys_a_flight_of_rows_costs_its_share_of_them():
+def test_a_row_that_starts_a_bucket_costs_its_share_of_it():
     stairs = replace(FREE, nodes_T=torch.tensor([0, 8, 9, 16]), verify_ms_T=torch.tensor([10.0, 10.0, 14.0, 14.0]))
     cost_model = TreeCostModel(stairs)
     assert [float(cost_model.node_verify_ms(n)) for n in (0, 7, 8, 9, 15, 16, 99)] == [0, 0, 4 / 8, 0, 0, 0, 0]
 
 
-def test_a_candidate_that_does_not_exist_stays_one_whatever_calibration_says():
+def test_calibration_keeps_a_weight_of_zero():
     fit = torch.tensor([1.0, 3.0])
     assert calibrate(torch.tensor([0.0, 0.5]), fit).tolist() == [0.0, pytest.approx(1 / (1 + np.exp(-3)))]
 
 
-def test_a_node_is_run_if_its_children_bring_what_running_it_takes():
+def test_a_node_is_run_if_its_expected_children_are_worth_its_time():
     """At a rate of 2.5 tokens over 11 ms; children survive with 0.62, 0.13, 0.06, ..., in all 0.895."""
     weights = np.array([0.8, 0.7], dtype=np.float32)
     dear = 0.895 * 0.75 / (2.5 / 11)  # between what the two bring
@@ -330,8 +330,8 @@ def test_the_budget_set_before_drawing_is_the_best_number_of_typical_nodes(num_r
     assert rate(got) == pytest.approx(max(rate(slots) for slots in range(1, 9)), rel=1e-5)
 
 
-def test_nothing_gives_way_where_a_place_is_left_though_another_tree_is_full():
-    """The least of a tree's nodes has children, too, as long as there is room for them."""
+def test_a_tree_with_room_displaces_nothing_though_another_tree_is_full():
+    """Even the node of least weight gets children while there is room for them."""
     large = Ask(model=4, num_nodes=39, temperature=0.0)
     together = grown([Ask(model=1, num_nodes=1), large])
     assert set(weights(together, 1)) == set(weights(grown([large]))) and len(weights(together, 1)) == 39
@@ -343,8 +343,8 @@ def test_trees_without_auto_are_never_cut():
     assert len(weights(together, 0)) == 9 > len(weights(together, 1))
 
 
-def test_nodes_that_stay_in_any_case_take_their_places_in_the_step_that_the_others_fill():
-    """Twelve nodes are free and the thirteenth is dear; nine are another request's. Roots are no nodes."""
+def test_nodes_of_requests_without_auto_count_towards_the_verify_cost():
+    """Twelve nodes are free and the thirteenth is expensive; nine belong to another request. Roots do not count."""
     prices = replace(FREE, nodes_T=torch.tensor([0, 12, 13, 1000]), verify_ms_T=torch.tensor([10.0, 10.0, 1e6, 1e6]))
     together = grown([Ask(model=1, num_nodes=9, auto=False), Ask(model=2, num_nodes=12)], prices)
     assert (len(weights(together, 0)), len(weights(together, 1))) == (9, 3)
@@ -362,7 +362,7 @@ def test_an_expensive_level_is_grown_for_requests_without_auto_alone(policy):
 
 
 def test_free_drafting_runs_no_node_whose_children_would_not_be_verified():
-    """Rows in the draft model are few: what brings nothing must not take them from deeper levels."""
+    """Rows of the draft model are scarce: nodes without gain must not take them from deeper levels."""
     cost_model = TreeCostModel(costs(node=0.5))
     sure, hopeless = np.float32(0.9), np.float32(0.01)
     weights = np.array([sure, hopeless, hopeless], dtype=np.float32)
@@ -377,7 +377,7 @@ STAIRS = ([0, 1, 8, 9, 16, 17, 1000], [10.0, 11.0, 11.0, 13.0, 13.0, 16.0, 90.0]
 
 @dataclass(frozen=True)
 class PlainCostModel:
-    """`TreeCostModel` by the letter of its docstrings, one number at a time."""
+    """`TreeCostModel` written from its docstrings, one number at a time."""
 
     table: tuple[list[int], list[float]]
     first: float
@@ -425,7 +425,7 @@ class PlainCostModel:
 
 
 def floats(least: float, most: float) -> st.SearchStrategy[float]:
-    """Numbers that float32 holds exactly, as they travel to the drafter."""
+    """Numbers that float32 holds exactly, as on the wire."""
     return st.integers(int(least * 1024), int(most * 1024)).map(lambda n: n / 1024)
 
 
@@ -441,7 +441,7 @@ PLAIN = st.builds(
 
 @settings(max_examples=120, deadline=None, derandomize=True)
 @given(PLAIN, st.integers(0, 10**6), st.integers(1, 24), st.integers(1, 4))
-def test_a_level_is_run_for_the_nodes_that_the_plain_rule_names(plain, seed, num_nodes, every):
+def test_the_nodes_worth_running_are_those_of_the_plain_rule(plain, seed, num_nodes, every):
     rng = np.random.default_rng(seed)
     weights = rng.random(num_nodes).astype(np.float32)
     frontier, ms = weights[::every], float(rng.uniform(1, 20))
@@ -452,7 +452,7 @@ def test_a_level_is_run_for_the_nodes_that_the_plain_rule_names(plain, seed, num
 
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(PLAIN, st.integers(1, 60), st.integers(1, 8), st.integers(1, 9))
-def test_trees_that_may_not_be_cut_get_the_slots_that_the_plain_rule_names(plain, most, num_requests, max_depth):
+def test_the_budget_before_drawing_is_that_of_the_plain_rule(plain, most, num_requests, max_depth):
     expected = (0.9 ** np.arange(1, most + 1)).astype(np.float32)
     got = plain.told().budget_before_drawing(expected, num_requests, max_depth)
     assert got == plain.budget(expected.tolist(), num_requests, max_depth)
@@ -473,13 +473,13 @@ def test_times_are_the_tables(plain, num_nodes, num_levels, num_run):
         assert rates[n] == pytest.approx(rate, rel=1e-5)
 
 
-def test_even_a_sure_draft_is_calibrated():
-    """A logit without a bound would be infinite: nothing could be learnt against it."""
+def test_a_weight_of_one_is_calibrated_too():
+    """Without a bound its logit would be infinite, and no fit could change it."""
     assert float(calibrate(torch.ones(()), torch.tensor([1.0, -14.0]))) == pytest.approx(0.455, abs=0.01)
 
 
-def test_a_threshold_holds_on_every_level_beside_a_request_that_goes_on():
-    """Whether a level pays is one answer for all whose length `auto` chooses; a threshold is each request's own."""
+def test_a_threshold_holds_on_every_level_beside_a_request_that_keeps_growing():
+    """Whether a level pays is decided for all requests under `auto` together; thresholds are per request."""
     num_cut = 0
     for model in range(12):
         asks = [Ask(model=model, num_nodes=5, path_prob=0.2), Ask(model=99, num_nodes=5)]
@@ -490,7 +490,7 @@ def test_a_threshold_holds_on_every_level_beside_a_request_that_goes_on():
     assert num_cut > 3
 
 
-def test_roots_are_no_nodes_that_were_run():
+def test_roots_do_not_count_as_run():
     only_roots = grown([Ask(num_nodes=4, max_depth=1, auto=False)])
     assert (only_roots.num_levels, only_roots.num_run) == (1, 0)
 

@@ -1,4 +1,4 @@
-"""Growing and pruning: every tree is the one the plain rule gives, node for node."""
+"""Growing and pruning: every tree equals the one of the plain rule, node by node."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def assert_well_formed(batch: TreeBatch, asks: list[Ask]) -> None:
         )
 
 
-# ---- static shapes
+# ---- static trees
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_a_chain_is_a_static_tree_and_reaches_63_nodes():
     assert_well_formed(batch, [ask])
 
 
-# ---- dynamic shapes
+# ---- dynamic trees
 
 
 TYPICAL = (0.6, 0.17, 0.05)
@@ -274,7 +274,7 @@ def test_an_unpruned_dynamic_tree_spends_its_whole_budget():
         assert len(batch.token_N) == 1 + num_nodes
 
 
-def test_a_sure_draft_grows_deep_and_an_unsure_one_wide():
+def test_a_confident_draft_grows_deep_and_an_uncertain_one_wide():
     def depth(sharpness: float) -> int:
         grower = Grower([Ask(num_nodes=6, max_depth=8)], DynamicTreePolicy(8, 8))
         grower.logits_of = lambda model, path: sharpness * np.linspace(1, 0, V, dtype=np.float32)

@@ -1,4 +1,4 @@
-"""Drawing children: from exactly the integers that travel, in their law, and by nothing but their keys."""
+"""Children are drawn from exactly the integers on the wire, follow their law and depend on their keys alone."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def support_of(*weights: int, rows: int = 1) -> Support:
 def draw(
     support: Support, count: int, num_fixed: int = 0, max_children: int | None = None, seed: int = 0
 ) -> DrawnChildren:
-    """Every row under a seed of its own."""
+    """Draw every row under a different seed."""
     rows = len(support.id_FS)
     full = lambda value: np.full(rows, value, dtype=np.int64)  # noqa: E731
     seeds = np.arange(rows, dtype=np.int64) + seed
@@ -50,7 +50,7 @@ def draw(
     return draw_children(support, full(count), full(num_fixed), bits)
 
 
-# ---- quantising
+# ---- quantization
 
 
 def test_a_draft_distribution_keeps_its_most_likely_tokens_as_integers():
@@ -64,17 +64,17 @@ def test_a_draft_distribution_keeps_its_most_likely_tokens_as_integers():
         np.testing.assert_allclose(weights / MAX_WEIGHT, q[ids] / q.max(), atol=0.6 / MAX_WEIGHT)
 
 
-def test_what_rounds_to_nothing_is_not_kept():
+def test_tokens_that_round_to_weight_zero_are_dropped():
     log_q_FV = torch.tensor([[0.0, -1.0, -30.0, -40.0], [0.0, -1.0, -2.0, -30.0]])
     assert quantize(log_q_FV, vocabulary(4)).weight_FS.tolist() == [[65535, 24109, 0], [65535, 24109, 8869]]
 
 
-def test_what_rounds_to_one_is_kept():
+def test_tokens_that_round_to_weight_one_are_kept():
     ratios = torch.tensor([[1.0, 1.4 / MAX_WEIGHT, 0.6 / MAX_WEIGHT, 0.4 / MAX_WEIGHT]])
     assert quantize(ratios.log(), vocabulary(4)).weight_FS.tolist() == [[MAX_WEIGHT, 1, 1]]
 
 
-def test_a_reduced_draft_vocabulary_speaks_in_target_ids():
+def test_supports_of_a_reduced_vocabulary_hold_target_ids():
     vocab = DraftVocabulary(target_size=90, target_ids=torch.tensor([8, 3, 77]))
     support = quantize(torch.tensor([[0.0, 2.0, 1.0]]), vocab)
     assert support.id_FS.tolist() == [[3, 77, 8]]
@@ -85,7 +85,7 @@ def test_equal_weights_are_sorted_by_target_id():
     assert quantize(torch.tensor([[1.0, 2.0, 1.0, 1.0]]), vocab).id_FS.tolist() == [[40, 20, 30, 50]]
 
 
-def test_masked_and_broken_rows_have_no_support_there():
+def test_masked_and_nan_rows_have_no_support():
     inf, nan = torch.inf, torch.nan
     support = quantize(
         torch.tensor([[0.0, -inf, -1.0, -inf], [-inf] * 4, [nan] * 4, [0.0, -30.0, -inf, 0.0]]), vocabulary(4)
@@ -176,7 +176,7 @@ def test_no_global_generator_is_touched():
     assert (np.random.get_state()[1] == numpy_before).all()
 
 
-# ---- what a child is worth before it is drawn
+# ---- the expected survival of a child before it is drawn
 
 
 def test_survival_falls_and_shares_out_at_most_one():
@@ -200,24 +200,24 @@ def test_survival_follows_its_formula(temperature, warmth):
     np.testing.assert_allclose(survival, [first, second, third], rtol=1e-5)
 
 
-def test_a_child_that_cannot_exist_is_worth_nothing():
+def test_a_child_beyond_the_support_has_weight_zero():
     survival = expected_survival(support_of(5, 2, 0, 0), np.ones(1), 6)[0]
     assert (survival[:2] > 0).all() and (survival[2:] == 0).all()
 
 
-def test_a_sure_draft_expects_to_be_accepted():
+def test_a_confident_draft_expects_to_be_accepted():
     sure, lost = support_of(MAX_WEIGHT, 1), support_of(*[1] * 64)
     assert expected_survival(sure, np.ones(1), 2)[0, 0] > 0.99 > 0.6 > expected_survival(lost, np.ones(1), 2)[0, 0]
 
 
-def test_what_is_as_open_at_a_lower_temperature_is_trusted_less():
+def test_equal_entropy_at_a_lower_temperature_promises_less():
     support = support_of(5, 2, rows=3)
     first = expected_survival(support, np.array([0.3, 0.5, 1.0]), 2)[:, 0]
     assert first[0] < first[1] < first[2]
 
 
-def test_the_largest_probability_of_a_sampled_row_is_its_own():
-    """`min_prob` is compared with it."""
+def test_each_sampled_row_reports_its_largest_probability():
+    """`min_prob` is compared with that probability."""
     logits = torch.zeros(2, 8)
     logits[1, 3] = 9.0
     params = SamplingBatch.stack([SamplingParams(seed=1), SamplingParams(seed=2)])

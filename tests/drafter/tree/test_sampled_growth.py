@@ -109,7 +109,7 @@ def emitted(rule: Rule, policy: TreePolicy, count: int, length: int, **settings:
 @pytest.mark.parametrize("rule", [Rule.TRAVERSAL, Rule.RECURSIVE])
 @pytest.mark.parametrize("settings", [{}, {"is_hybrid": True}, {"min_prob": 0.4, "path_prob": 0.1}, {"auto": True}])
 @pytest.mark.parametrize("policy", SHAPES)
-def test_what_is_grown_and_verified_follows_the_targets_law(rule, settings, policy):
+def test_grown_and_verified_tokens_follow_the_targets_law(rule, settings, policy):
     length, count = 2, 1200
     outcomes = emitted(rule, SHAPES[policy], count, length, **settings)
     law = oracles.product_law(lambda x: log_law(1, [x]).double().softmax(-1)[0].numpy(), length)
@@ -129,7 +129,7 @@ def children_of(trees: TreeBatch, request: int, row: int) -> list[int]:
 
 @pytest.mark.parametrize("is_hybrid", [False, True])
 @pytest.mark.parametrize("min_prob", [0.0, 0.4])
-def test_every_sampled_child_comes_with_the_very_law_it_was_drawn_from(is_hybrid, min_prob):
+def test_every_sampled_child_comes_with_the_distribution_it_was_drawn_from(is_hybrid, min_prob):
     prefixes = [(t,) for t in range(V)]
     grown = grow_all(prefixes, np.arange(V), SHAPES["2x2"], rule=Rule.TRAVERSAL, is_hybrid=is_hybrid, min_prob=min_prob)
     trees, probs = grown.trees, grown.probs
@@ -159,7 +159,7 @@ def test_every_sampled_child_comes_with_the_very_law_it_was_drawn_from(is_hybrid
                 assert weight / sum(weights.values()) == pytest.approx(expected, abs=V / sum(weights.values()))
 
 
-def test_slots_do_not_look_at_what_is_drawn():
+def test_budgets_do_not_depend_on_the_tokens_drawn():
     """With one law everywhere, every seed's tree has the same shape, whatever tokens it holds."""
     law = torch.tensor([[0.0, -0.5, -1.0, -1.5, -2.0]])
     everywhere = lambda prefixes: law.expand(len(prefixes), -1)  # noqa: E731
@@ -169,7 +169,7 @@ def test_slots_do_not_look_at_what_is_drawn():
     assert (parents == parents[0]).all() and len(grown.trees.token_N.view(40, size).unique(dim=0)) > 10
 
 
-def test_thresholds_keep_every_drawn_node_and_only_expand_less():
+def test_thresholds_keep_every_drawn_node_and_expand_fewer():
     prefixes, seeds = [(t,) for t in range(V)] * 4, np.arange(4 * V)
     for policy in SHAPES.values():
         whole = grow_all(prefixes, seeds, policy, rule=Rule.TRAVERSAL).trees
@@ -246,7 +246,7 @@ def test_children_are_drawn_by_the_seed_the_roots_position_and_the_row(num_fixed
 
 
 def test_fixed_children_have_probabilities_too():
-    """A threshold that nothing falls below keeps nothing out."""
+    """A threshold below all of them prunes nothing."""
     whole, pruned = (
         grow_all([(2,)], np.array([7]), SHAPES["2x2"], rule=Rule.TRAVERSAL, is_hybrid=True, path_prob=threshold)
         for threshold in (0.0, 1e-9)
@@ -254,7 +254,7 @@ def test_fixed_children_have_probabilities_too():
     assert oracles.paths_of(pruned.trees) == oracles.paths_of(whole.trees) and len(whole.trees.token_N) == 7
 
 
-def test_sampled_trees_under_auto_get_their_budget_before_drawing_counted_among_those():
+def test_budgets_before_drawing_count_the_sampled_trees_under_auto_alone():
     """Beside a sampled tree without auto and one under auto that can be cut afterwards."""
     policy, dear, max_depth = SHAPES["2x2"], draft_costs.costs(node=0.4, level=0.2), 2
     rules, autos = [Rule.TRAVERSAL, Rule.TRAVERSAL, Rule.COUPLED], [False, True, True]
@@ -279,8 +279,8 @@ def test_sampled_trees_under_auto_get_their_budget_before_drawing_counted_among_
     assert sizes[:2] == [6, one]
 
 
-def test_sampled_trees_are_weighed_alike_with_and_without_auto():
-    """What calibration learns is about children that are known before it is decided whether to verify them."""
+def test_weights_of_sampled_trees_are_not_calibrated():
+    """Calibration is fitted to children that are known before it is decided whether to verify them."""
     prefixes, seeds = [(t,) for t in range(V)], np.arange(V)
     for policy in SHAPES.values():
         plain, auto = (
@@ -294,7 +294,7 @@ def test_sampled_trees_are_weighed_alike_with_and_without_auto():
 # ---- scores
 
 
-def test_deterministic_children_under_a_sampling_target_are_the_likeliest_and_weigh_q():
+def test_target_only_children_are_the_likeliest_with_weight_q():
     logits = log_law(3, [(t,) for t in range(V)])
     params = SamplingBatch.stack([SamplingParams(temperature=0.7, seed=1)] * V)
     scores = score(logits, params, np.full(V, Rule.TARGET_ONLY), np.arange(V), 3, DraftVocabulary(target_size=V))
@@ -318,7 +318,7 @@ def test_candidates_that_hold_all_mass_score_like_the_logits_they_stand_for(rule
     np.testing.assert_allclose(dense.weight_FK, sparse.weight_FK, rtol=1e-3, atol=1e-6)
 
 
-def test_candidates_weigh_no_more_than_what_lookup_knows():
+def test_candidates_weigh_no_more_than_their_own_probability():
     listed = NgramCandidates(np.array([[4, 2, 0]]), np.log(np.array([[0.3, 0.1, 0.0]]) + 1e-30).astype(np.float32))
     params = SamplingBatch.stack([SamplingParams(temperature=1.0, seed=9)])
     scores = score(listed, params, np.array([Rule.COUPLED]), np.array([5]), 3, DraftVocabulary(target_size=V))
@@ -326,7 +326,7 @@ def test_candidates_weigh_no_more_than_what_lookup_knows():
 
 
 @pytest.mark.parametrize("rule", [Rule.COUPLED, Rule.TARGET_ONLY])
-def test_the_threshold_of_lookup_is_read_off_the_likeliest_token_whatever_noise_ranks_first(rule):
+def test_the_min_threshold_of_lookup_reads_the_likeliest_token_whatever_the_noise(rule):
     listed = NgramCandidates(np.array([[4, 2, 0]] * 20), np.log([[0.3, 0.2, 0.1]] * 20).astype(np.float32))
     params = SamplingBatch.stack([SamplingParams(temperature=1.0, seed=seed) for seed in range(20)])
     scores = score(listed, params, np.full(20, rule), np.full(20, 5), 3, DraftVocabulary(target_size=V))

@@ -1,4 +1,4 @@
-"""The thresholds on the bundled pair, through a real engine: less is verified, nothing else changes."""
+"""Thresholds on the bundled pair, through a real engine: fewer nodes are verified, nothing else changes."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Real draft models grow whole trees as they grow them level by level; without a GPU Triton runs in its interpreter."""
+"""Tree graphs of real draft models match growth level by level; without a GPU Triton runs in its interpreter."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ STEPS: list[dict[int, tuple[int, int, int]]] = [
     {0: (1, 14, 3), 2: (3, 0, 0)},
     {2: (1, 14, 4), 0: (4, 1, 1), 1: (1, 14, 4)},
 ]
-"""Per step, of each request: tokens fed, nodes and depth that its tree may have. Most need padding."""
+"""Per step and request: tokens fed, maximum nodes and depth. Most steps need padding."""
 
 
 def logits_state(constraints: Constraints) -> LogitsState:
-    """Of a text that has every third token."""
+    """A state after a text of every third token."""
     counts = TokenCounter(constraints, range(0, 2048, 3)).counts()
     return LogitsState(constraints=constraints, end_token_ids=[], counts=counts, tail=[], num_output=0)
 
@@ -125,7 +125,7 @@ def proposers(
 
 
 def assert_same_trees(by_level: Any, at_once: Any, device: str = "cpu") -> None:
-    """In every one of STEPS, over the same buffers."""
+    """Compare the trees of all STEPS, over the same buffers."""
     policy = make_tree_policy(TREE)
     for message in messages(by_level._head.width if isinstance(by_level, FeatureProposer) else None, device):
         expected, got = (draft(message, proposer, policy) for proposer in (by_level, at_once))
@@ -142,14 +142,14 @@ def test_trees_of_step_after_step_are_those_that_grow_level_by_level(method: str
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the GPU in gpu/")
 @pytest.mark.parametrize("window", [3, 9])
 def test_trees_of_a_head_with_a_window_are_those_that_grow_level_by_level(tmp_path: Path, window: int) -> None:
-    """3: narrower than a tree is deep."""
+    """A window of 3 is narrower than a tree is deep."""
     head = shutil.copytree(BUNDLED / "eagle3", tmp_path / "head")
     checkpoints.edit_config(head, **checkpoints.sliding(window, "sliding_attention"))
     assert_same_trees(*proposers("eagle3", head=head))
 
 
 class Replanning:
-    """A head on torch kernels, whose plans do not stay in place: they are made anew for other ancestors."""
+    """A head on torch kernels, whose plans do not stay in place: they are rebuilt for other ancestors."""
 
     def __init__(self, head: Eagle3Head) -> None:
         self._head = head
