@@ -157,7 +157,7 @@ class BudgetedGrowth:
             np.add.at(self.pruned_BD[:, depth], b, self._budget[b, row])
 
     def _level_pays(self, b: np.ndarray, row: np.ndarray, is_open: np.ndarray) -> bool:
-        """Whether another level is worth its time. If a request without `auto` is open, it is grown in any case."""
+        """Return True if another level is worth its time, or an open request without `auto` needs it in any case."""
         is_auto = self._limits.is_auto_B[b]
         if not is_auto.any() or (is_open & ~is_auto).any():
             return True

@@ -182,7 +182,7 @@ def _finish(grown: UnprunedTrees, limits: GrowLimits, cost_model: TreeCostModel 
 
 
 def _only_penalize(logits_states: dict[int, LogitsState]) -> bool:
-    """Whether penalties are the only constraints: the tree graphs apply no others."""
+    """Return True if penalties are the only constraints: the tree graphs apply no others."""
     return all(logits_state.has_only_penalties for logits_state in logits_states.values())
 
 

@@ -180,9 +180,9 @@ def test_the_best_count_is_the_one_that_trying_all_finds(seed, count, num_fixed,
     rng = np.random.default_rng(seed)
     ranked = np.sort(rng.random(count).astype(np.float32))[::-1]
     fixed = rng.random(num_fixed).astype(np.float32)
-    prices = costs(node=node, sure=2.0)
+    step_costs = costs(node=node, sure=2.0)
     rates = [(2 + fixed.sum() + ranked[:n].sum()) / (draft_ms + 10 + node * (num_fixed + n)) for n in range(count + 1)]
-    got = TreeCostModel(prices).best_count(ranked, draft_ms, fixed)
+    got = TreeCostModel(step_costs).best_count(ranked, draft_ms, fixed)
     assert rates[got] == pytest.approx(max(rates), rel=1e-5)
 
 
@@ -307,8 +307,8 @@ def test_calibration_keeps_a_weight_of_zero():
 def test_a_node_is_run_if_its_expected_children_are_worth_its_time():
     """At a rate of 2.5 tokens over 11 ms; children survive with 0.62, 0.13, 0.06, ..., in all 0.895."""
     weights = np.array([0.8, 0.7], dtype=np.float32)
-    dear = 0.895 * 0.75 / (2.5 / 11)  # between what the two bring
-    cost_model = TreeCostModel(costs(run=dear))
+    expensive = 0.895 * 0.75 / (2.5 / 11)  # between what the two bring
+    cost_model = TreeCostModel(costs(run=expensive))
     assert cost_model.worth_running(weights, np.zeros(2), weights, 1.0).tolist() == [True, False]
     assert TreeCostModel(costs()).worth_running(weights, np.zeros(2), weights, 1.0).tolist() == [True, True]
 
@@ -345,19 +345,21 @@ def test_trees_without_auto_are_never_cut():
 
 def test_nodes_of_requests_without_auto_count_towards_the_verify_cost():
     """Twelve nodes are free and the thirteenth is expensive; nine belong to another request. Roots do not count."""
-    prices = replace(FREE, nodes_T=torch.tensor([0, 12, 13, 1000]), verify_ms_T=torch.tensor([10.0, 10.0, 1e6, 1e6]))
-    together = grown([Ask(model=1, num_nodes=9, auto=False), Ask(model=2, num_nodes=12)], prices)
+    step_costs = replace(
+        FREE, nodes_T=torch.tensor([0, 12, 13, 1000]), verify_ms_T=torch.tensor([10.0, 10.0, 1e6, 1e6])
+    )
+    together = grown([Ask(model=1, num_nodes=9, auto=False), Ask(model=2, num_nodes=12)], step_costs)
     assert (len(weights(together, 0)), len(weights(together, 1))) == (9, 3)
     assert_rooted(weights(together, 1))
 
 
 @pytest.mark.parametrize("policy", [STATIC, CHAIN])
 def test_an_expensive_level_is_grown_for_requests_without_auto_alone(policy):
-    dear = costs(level=1000.0)
+    expensive = costs(level=1000.0)
     whole = grown([Ask(model=1, num_nodes=6, auto=False)], policy=policy)
-    beside = grown([Ask(model=1, num_nodes=6, auto=False), Ask(model=2, num_nodes=6)], dear, policy)
+    beside = grown([Ask(model=1, num_nodes=6, auto=False), Ask(model=2, num_nodes=6)], expensive, policy)
     assert weights(beside, 0).keys() == weights(whole).keys() and beside.num_levels == whole.num_levels > 1
-    shallow = grown([Ask(model=1, num_nodes=6, max_depth=1, auto=False), Ask(model=2, num_nodes=6)], dear, policy)
+    shallow = grown([Ask(model=1, num_nodes=6, max_depth=1, auto=False), Ask(model=2, num_nodes=6)], expensive, policy)
     assert shallow.num_levels == 1 and all(len(path) == 1 for path in weights(shallow, 1))
 
 
@@ -387,9 +389,9 @@ class PlainCostModel:
 
     def told(self) -> TreeCostModel:
         nodes, ms = self.table
-        prices = replace(FREE, nodes_T=torch.tensor(nodes, dtype=torch.int32), verify_ms_T=torch.tensor(ms))
+        step_costs = replace(FREE, nodes_T=torch.tensor(nodes, dtype=torch.int32), verify_ms_T=torch.tensor(ms))
         drafting = torch.tensor([self.first, self.level, self.node])
-        return TreeCostModel(replace(prices, draft_ms_3=drafting, base_tokens_1=torch.tensor([self.sure])))
+        return TreeCostModel(replace(step_costs, draft_ms_3=drafting, base_tokens_1=torch.tensor([self.sure])))
 
     def verify_ms(self, num_nodes: int) -> float:
         return float(np.interp(num_nodes, *self.table))

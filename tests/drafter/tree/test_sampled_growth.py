@@ -256,7 +256,7 @@ def test_fixed_children_have_probabilities_too():
 
 def test_budgets_before_drawing_count_the_sampled_trees_under_auto_alone():
     """Beside a sampled tree without auto and one under auto that can be cut afterwards."""
-    policy, dear, max_depth = SHAPES["2x2"], draft_costs.costs(node=0.4, level=0.2), 2
+    policy, expensive, max_depth = SHAPES["2x2"], draft_costs.costs(node=0.4, level=0.2), 2
     rules, autos = [Rule.TRAVERSAL, Rule.TRAVERSAL, Rule.COUPLED], [False, True, True]
     paths: dict[tuple[int, int], Path] = {(b, 0): (b,) for b in range(3)}
 
@@ -271,10 +271,10 @@ def test_budgets_before_drawing_count_the_sampled_trees_under_auto_alone():
         log_law(2, [(b,) for b in range(3)]), np.arange(3), np.full(3, 2),
         limits=oracles.limits([6] * 3, [max_depth] * 3, rule=rules, auto=autos),
         sampling=SamplingBatch.stack([SamplingParams(seed=b) for b in range(3)]), policy=policy, expand=expand,
-        vocab=DraftVocabulary(target_size=V), costs=dear,
+        vocab=DraftVocabulary(target_size=V), costs=expensive,
     )  # fmt: skip
-    one, two = (TreeCostModel(dear).budget_before_drawing(policy.expected_J, count, max_depth) for count in (1, 2))
-    assert two < one < 6, "prices that tell how many were counted"
+    one, two = (TreeCostModel(expensive).budget_before_drawing(policy.expected_J, count, max_depth) for count in (1, 2))
+    assert two < one < 6, "costs that show how many were counted"
     sizes = (grown.trees.offsets.diff() - 1).tolist()
     assert sizes[:2] == [6, one]
 

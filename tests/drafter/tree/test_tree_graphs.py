@@ -174,10 +174,10 @@ class Replanning:
 def test_engines_emit_the_same_tokens_and_gain_as_much(temperature: float) -> None:
     """The bundled pair; all trees grow at once, over the same buffers. Levels cost nothing on either clock."""
     work: dict[str, Any] = dict(batch=3, temperature=temperature, num_prompts=24, num_tokens=48)
-    prices = ClockCosts(fixed=100, row=0.5, message=2, fed=0.1, level=0, node=0)
-    with bench(prices) as plain:
+    clock_costs = ClockCosts(fixed=100, row=0.5, message=2, fed=0.1, level=0, node=0)
+    with bench(clock_costs) as plain:
         expected = plain.run(AUTO, **work)
-    with bench(prices) as at_once:
+    with bench(clock_costs) as at_once:
         proposer = at_once.engine._drafter._proposer  # type: ignore[union-attr]
         proposer.tree_graphs = head_tree_graphs(
             Replanning(proposer._head), proposer._kv, bundled(DYNAMIC), is_captured=False
