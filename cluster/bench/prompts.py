@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cluster.http.tokenizer import PromptError, Tokenizer
+from cluster.http.errors import PromptError
+from cluster.http.tokenizer import Tokenizer
 from secateur.errors import ConfigError, Problem
 from secateur.prompts import BenchPrompt
 

@@ -152,13 +152,13 @@ class Metrics:
             num_accepted_copied_tokens=self._answered.num_accepted_copied_tokens,
         )
 
-    def answered(self, num_tokens: int, num_accepted: int, *, is_copied: bool) -> None:
+    def observe_tokens(self, num_tokens: int, num_accepted: int, *, is_copied: bool) -> None:
         """One step's tokens of an answer, of which the leading `num_accepted` were drafted or copied."""
         self._generated.labels(**self._labels).inc(num_tokens)
         self._answered.count_nodes([], [], num_accepted)
         self._answered.num_accepted_copied_tokens += num_accepted * is_copied
 
-    def request_ended(
+    def observe_finished(
         self,
         reason: str,
         *,
@@ -177,7 +177,8 @@ class Metrics:
             if generation_tokens > 1:
                 self._tpot.labels(**self._labels).observe((last_token_s - first_token_s) / (generation_tokens - 1))
 
-    def request_rejected(self) -> None:
+    def observe_rejected(self) -> None:
+        """Count a request answered with 429."""
         self._rejected.labels(**self._labels).inc()
 
     def render(self) -> bytes:

@@ -1,10 +1,11 @@
-"""What every HTTP request passes: its id, the API key, and errors that always have OpenAI's shape."""
+"""Middleware and error handlers: request ids, API keys, and errors in OpenAI's format."""
 
 from __future__ import annotations
 
 import logging
 import re
 import secrets
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import cast
 
@@ -18,10 +19,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.engine_client import EngineDead
 from cluster.http.api_keys import ApiKeys, is_authorised
+from cluster.http.errors import BadRequest, HttpError, not_found, too_many_requests, unavailable
 from cluster.http.limits import MAX_BODY_BYTES
-from cluster.http.output_processor import EngineFailed
-from cluster.http.request_params import BadRequest
-from cluster.http.tokenizer import PromptError
+from cluster.http.output_processor import GenerationFailed
 from cluster.http.tokenizer_pool import TokenizerPoolDown, TokenizerPoolFull
 from secateur.errors import Problem
 from secateur.responses import REQUEST_ID_HEADER, ErrorResponse
@@ -32,113 +32,88 @@ logger = logging.getLogger(__name__)
 
 PROTECTED = ("/v1/", "/tokenize", "/detokenize", "/server_info")
 _SANE_ID = re.compile(r"[!-~]{1,512}")
-"""It goes into logs and headers, and Serve's proxies fail on some that are beyond ASCII."""
-RETRY_WHEN_FULL_S = 1
-RETRY_WHEN_DOWN_S = 10
-"""About what a replica takes to be replaced."""
+"""Printable ASCII: ids go into logs and headers, and Serve's proxies fail on some other characters."""
 
 
-class Refused(Exception):
-    """An answer that is an error: thrown by a route, written by the handlers below."""
-
-    def __init__(self, status: int, body: ErrorResponse, *, retry_after_s: int | None = None) -> None:
-        super().__init__(body.error.message)
-        self.status = status
-        self.body = body
-        self.retry_after_s = retry_after_s
-
-
-def not_found(message: str, *, code: str | None = None, param: str | None = None) -> Refused:
-    return Refused(404, ErrorResponse.of(message, type="not_found_error", param=param, code=code))
-
-
-def too_many(message: str) -> Refused:
-    body = ErrorResponse.of(message, type="rate_limit_error", code="too_many_requests")
-    return Refused(429, body, retry_after_s=RETRY_WHEN_FULL_S)
-
-
-def unavailable(message: str) -> Refused:
-    body = ErrorResponse.of(message, type="service_unavailable_error", code="engine_unavailable")
-    return Refused(503, body, retry_after_s=RETRY_WHEN_DOWN_S)
-
-
-def refusal_of(error: Exception) -> Refused:
-    """The answer an exception deserves; unknown ones become a 500 that tells nothing and are logged."""
+def to_http_error(error: Exception) -> HttpError:
+    """Return the error response for an exception. An unknown one is logged and becomes a 500 without details."""
     match error:
-        case Refused():
+        case HttpError():
             return error
         case BadRequest():
-            return Refused(400, ErrorResponse.of(str(error), param=error.param, code=error.code))
-        case PromptError():
-            return Refused(400, ErrorResponse.of(str(error), param=error.param, code=error.code))
+            return HttpError(400, ErrorResponse.of(str(error), param=error.param, code=error.code))
         case TokenizerPoolFull():
-            return too_many(str(error))
+            return too_many_requests(str(error))
         case TokenizerPoolDown():
             return unavailable(str(error))
         case EngineDead():
             return unavailable(f"the engine is not available: {_first_line(error)}")
-        case EngineFailed():
+        case GenerationFailed():
             message = f"the engine failed: {_first_line(error)}"
-            return Refused(500, ErrorResponse.of(message, type="server_error", code="engine_error"))
+            return HttpError(500, ErrorResponse.of(message, type="server_error", code="engine_error"))
         case _:
             logger.error("a request failed", exc_info=error)
-            return Refused(500, ErrorResponse.of("internal error; see the server's log", type="server_error"))
+            return HttpError(500, ErrorResponse.of("internal error; see the server's log", type="server_error"))
 
 
-def write(refusal: Refused) -> Response:
-    headers = {} if refusal.retry_after_s is None else {"Retry-After": str(refusal.retry_after_s)}
+def error_response(error: HttpError) -> Response:
+    """Serialize an error, with Retry-After if it has one."""
+    headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
     return Response(
-        refusal.body.model_dump_json(), status_code=refusal.status, headers=headers, media_type="application/json"
+        error.body.model_dump_json(), status_code=error.status, headers=headers, media_type="application/json"
     )
 
 
-def install(app: FastAPI, *, api_keys: ApiKeys | None, echo_request_id: bool) -> None:
-    """Error handlers and middlewares."""
+def install(app: FastAPI, *, api_keys: ApiKeys | None, echo_request_id: bool, on_rejected: Callable[[], None]) -> None:
+    """Add the exception handlers and middlewares. `on_rejected` is called for every 429."""
 
     async def known(_: Request, error: Exception) -> Response:
-        return write(refusal_of(error))
+        http_error = to_http_error(error)
+        if http_error.status == HTTPStatus.TOO_MANY_REQUESTS:
+            on_rejected()
+        return error_response(http_error)
 
-    for kind in (Refused, BadRequest, PromptError, TokenizerPoolFull, TokenizerPoolDown, EngineDead, EngineFailed):
+    for kind in (HttpError, BadRequest, TokenizerPoolFull, TokenizerPoolDown, EngineDead, GenerationFailed):
         app.add_exception_handler(kind, known)
-    app.add_exception_handler(RequestValidationError, _invalid)
-    app.add_exception_handler(HTTPException, _http)
-    # The last one added is the outermost: a request without a key has an id too.
+    app.add_exception_handler(RequestValidationError, _invalid_body)
+    app.add_exception_handler(HTTPException, _starlette_error)
+    # The middleware added last is the outermost: responses to requests without a key have a request id, too.
     if api_keys is not None:
-        app.add_middleware(_ApiKey, keys=api_keys)
-    app.add_middleware(_Outermost, echo=echo_request_id)
+        app.add_middleware(_ApiKeyMiddleware, keys=api_keys)
+    app.add_middleware(_RequestIdMiddleware, echo=echo_request_id)
 
 
-async def _http(_: Request, error: Exception) -> Response:
-    """Starlette's own refusals: unknown route, wrong method, unreadable body."""
+async def _starlette_error(_: Request, error: Exception) -> Response:
+    """Handle Starlette's errors: unknown route, wrong method, unreadable body."""
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
-        return write(not_found("no such path; see /openapi.json"))
+        return error_response(not_found("no such path; see /openapi.json"))
     kind = "invalid_request_error" if error.status_code < 500 else "server_error"
     message = str(error.detail or HTTPStatus(error.status_code).phrase)
-    response = write(Refused(error.status_code, ErrorResponse.of(message, type=kind)))
+    response = error_response(HttpError(error.status_code, ErrorResponse.of(message, type=kind)))
     response.headers.update(error.headers or {})
     return response
 
 
-async def _invalid(request: Request, error: Exception) -> Response:
-    """A body that does not fit its model: 400 as OpenAI answers it, not FastAPI's 422."""
+async def _invalid_body(request: Request, error: Exception) -> Response:
+    """Handle a body that fails validation: OpenAI's 400 instead of FastAPI's 422."""
     assert isinstance(error, RequestValidationError)
     content_type = request.headers.get("content-type", "")
     if "json" not in content_type:
         message = f"send the body as JSON, with Content-Type: application/json (got {content_type or 'none'!r})"
-        return write(Refused(400, ErrorResponse.of(message)))
-    if told := _no_object(error):
-        return write(Refused(400, ErrorResponse.of(told)))
-    # Both kinds of error have the same `errors()`, which is all that is read.
+        return error_response(HttpError(400, ErrorResponse.of(message)))
+    if message := _no_object(error):
+        return error_response(HttpError(400, ErrorResponse.of(message)))
+    # Both exception classes have the same `errors()`, and nothing else of them is used.
     found = problems_of(cast(ValidationError, error), Speculative.model_fields)
     problems = [_without_body(problem) for problem in found]
     param = re.split(r"[.:]", problems[0].field or problems[0].message)[0]
     message = "; ".join(dict.fromkeys(map(str, problems)))
-    return write(Refused(400, ErrorResponse.of(message, param=param if param.isidentifier() else None)))
+    return error_response(HttpError(400, ErrorResponse.of(message, param=param if param.isidentifier() else None)))
 
 
 def _no_object(error: RequestValidationError) -> str | None:
-    """What to say of a body without any fields that could be wrong."""
+    """Return the message for a body that is not a JSON object, None for one that is."""
     match error.errors()[0]:
         case {"type": "json_invalid", "loc": (_, place), "ctx": {"error": why}}:
             return f"the body is not JSON: {why} at character {place}"
@@ -150,16 +125,16 @@ def _no_object(error: RequestValidationError) -> str | None:
 
 
 def _without_body(problem: Problem) -> Problem:
-    """FastAPI's paths begin with where a value was: body.temperature -> temperature."""
+    """Drop the location that FastAPI puts before a field: body.temperature -> temperature."""
     _, _, field = problem.field.partition(".")
     message = problem.message.removeprefix("Value error, ")
     return Problem("" if field.isdigit() else field, message)
 
 
-class _Outermost:
-    """X-Request-ID: the caller's if it is sane, else a new one; `request.state.request_id`, and echoed.
+class _RequestIdMiddleware:
+    """Sets `request.state.request_id` to the client's X-Request-ID if it is valid, else to a new one, and echoes it.
 
-    Also the last resort for bugs: a 500 without a traceback, with the id under which the log has it.
+    Also bounds the body, and answers unhandled exceptions with a 500 without a traceback.
     """
 
     def __init__(self, app: ASGIApp, echo: bool) -> None:
@@ -197,11 +172,11 @@ class _Outermost:
         except Exception as error:
             if started:
                 raise
-            await write(refusal_of(error))(scope, receive, send_with_id)
+            await error_response(to_http_error(error))(scope, receive, send_with_id)
 
 
-class _ApiKey:
-    """401 without `Authorization: Bearer <key>` on what generates or tells; health and metrics stay open."""
+class _ApiKeyMiddleware:
+    """Answers 401 to requests of PROTECTED paths without `Authorization: Bearer <key>`."""
 
     def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
         self._app = app
@@ -214,7 +189,7 @@ class _ApiKey:
             if f"{path}/".startswith(PROTECTED) and not is_authorised(given, self._keys()):
                 message = "missing or wrong API key; send 'Authorization: Bearer KEY'"
                 body = ErrorResponse.of(message, type="authentication_error", code="invalid_api_key")
-                response = write(Refused(401, body))
+                response = error_response(HttpError(401, body))
                 response.headers["WWW-Authenticate"] = "Bearer"
                 await response(scope, receive, send)
                 return

@@ -1,15 +1,14 @@
-"""Pieces of generated text as OpenAI's objects: one shape for completions, one for chats, each whole and streamed."""
+"""Generated text as OpenAI objects: one class for completions and one for chats, each whole and streamed."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, cast
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
 
-from cluster.http.logprobs import chat_logprobs, completion_logprobs
 from cluster.http.metrics import by_depth
-from cluster.http.output_processor import Piece, ScoredToken
+from cluster.http.output_processor import Generation, ScoredToken, TextDelta
 from cluster.http.tokenizer import Tokenizer
 from secateur.requests import SamplingRequest
 from secateur.responses import (
@@ -19,173 +18,208 @@ from secateur.responses import (
     ChatCompletionChunk,
     ChatCompletionResponse,
     ChatDelta,
+    ChatLogprobs,
     CompletionChoice,
     CompletionChunk,
+    CompletionLogprobs,
     CompletionResponse,
-    FinishReason,
     SpeculativeStats,
+    TokenLogprob,
+    TopLogprob,
     Usage,
     new_id,
 )
 from workers.comm.ipc import RequestStats
 
-Whole = CompletionResponse | ChatCompletionResponse
-Chunk = CompletionChunk | ChatCompletionChunk
+MIN_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON cannot express (the number that OpenAI and vLLM use)."""
 
 
-@dataclass(slots=True)
-class Answer:
-    """One choice, as far as it has come."""
+class ResponseFormat(ABC):
+    """Builds the response objects of one endpoint for one request."""
 
-    prompt_ids: list[int]
-    number: int = 0
-    """Which of the `n` answers to its prompt it is."""
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    scored: list[ScoredToken] = field(default_factory=list)
-    last: Piece | None = None
-    stats: RequestStats | None = None
+    id_prefix: ClassVar[str]
+    chunk_type: ClassVar[type[CompletionChunk] | type[ChatCompletionChunk]]
 
-    @property
-    def num_cached(self) -> int:
-        """Prompt tokens found in the prefix cache."""
-        return self.last.num_cached_tokens if self.last else 0
-
-    def add(self, piece: Piece) -> None:
-        self.text += piece.text
-        self.token_ids += piece.token_ids
-        self.scored += piece.scored
-        self.last = piece
-        self.stats = piece.stats or self.stats
-
-
-class Shape(Protocol):
-    """Completion or chat: how a choice looks."""
-
-    def whole(self, answers: Sequence[Answer]) -> Whole: ...
-
-    def opening(self, index: int, answer: Answer) -> Chunk | None:
-        """What a stream says before its first token."""
-        ...
-
-    def chunk(self, index: int, answer: Answer, piece: Piece) -> Chunk: ...
-
-    def closing(self, usage: Usage | None, speculative: SpeculativeStats | None) -> Chunk:
-        """The chunk without choices, after the last."""
-        ...
-
-
-class _Shape:
-    prefix: str
-
-    def __init__(self, request: SamplingRequest, model: str, tokenizer: Tokenizer) -> None:
-        self.request = request
+    def __init__(self, body: SamplingRequest, model: str, tokenizer: Tokenizer) -> None:
+        self.body = body
         self.tokenizer = tokenizer
-        self.with_ids = request.return_token_ids
-        self.with_logprobs = request.num_logprobs is not None
-        # As OpenAI has it, all chunks of a stream were created at one time.
-        self.head: dict[str, Any] = {"id": new_id(self.prefix), "created": int(time.time()), "model": model}
+        # As at OpenAI, all chunks of a stream have one creation time.
+        self.head: dict[str, Any] = {"id": new_id(self.id_prefix), "created": int(time.time()), "model": model}
 
-    def ending(self, index: int, piece: Piece | None, ids: list[int]) -> dict[str, Any]:
-        """What both choices of a shape share."""
+    @abstractmethod
+    def response(self, generations: Sequence[Generation]) -> CompletionResponse | ChatCompletionResponse:
+        """Build the whole response."""
+
+    @abstractmethod
+    def opening_chunk(self, index: int, generation: Generation) -> ChatCompletionChunk | None:
+        """Build the chunk that precedes a choice's first token, if the endpoint has one."""
+
+    @abstractmethod
+    def chunk(self, index: int, generation: Generation, delta: TextDelta) -> CompletionChunk | ChatCompletionChunk:
+        """Build the chunk of one delta of choice `index`."""
+
+    def closing_chunk(
+        self, usage: Usage | None, speculative: SpeculativeStats | None
+    ) -> CompletionChunk | ChatCompletionChunk:
+        """Build the last chunk, which has no choices."""
+        return self.chunk_type(**self.head, choices=[], usage=usage, speculative=speculative)
+
+    def totals(self, generations: Sequence[Generation]) -> dict[str, Any]:
+        """Return the usage and, on request, the speculative statistics of all choices."""
+        stats = total_stats(generations) if self.body.return_speculative_stats else None
+        return {"usage": total_usage(generations), "speculative": stats}
+
+    def choice_fields(self, index: int, delta: TextDelta, ids: Sequence[int]) -> dict[str, Any]:
+        """Return the fields that the choices of all endpoints have."""
         return {
             "index": index,
-            "finish_reason": cast("FinishReason | None", piece.finish_reason if piece else None),
-            "stop_reason": piece.stop_reason if piece else None,
-            "token_ids": list(ids) if self.with_ids else None,
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
+            "token_ids": list(ids) if self.body.return_token_ids else None,
         }
 
-    def prompt_ids(self, answer: Answer) -> list[int] | None:
-        return answer.prompt_ids if self.with_ids else None
-
-    def totals(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        stats = speculative_stats(answers) if self.request.return_speculative_stats else None
-        return {"usage": usage_of(answers), "speculative": stats}
+    def prompt_ids(self, generation: Generation) -> list[int] | None:
+        """Return the prompt's token ids if the request asked for them."""
+        return generation.submit.prompt if self.body.return_token_ids else None
 
 
-class CompletionShape(_Shape):
-    prefix = "cmpl"
+class CompletionFormat(ResponseFormat):
+    """Responses of /v1/completions."""
 
-    def whole(self, answers: Sequence[Answer]) -> CompletionResponse:
+    id_prefix = "cmpl"
+    chunk_type = CompletionChunk
+
+    def response(self, generations: Sequence[Generation]) -> CompletionResponse:
+        """Build the whole response."""
+        has_logprobs = self.body.num_logprobs is not None
         choices = [
             CompletionChoice(
-                text=answer.text,
-                logprobs=completion_logprobs(self.tokenizer, answer.scored) if self.with_logprobs else None,
-                prompt_token_ids=self.prompt_ids(answer),
-                **self.ending(index, answer.last, answer.token_ids),
+                text=generation.text,
+                logprobs=completion_logprobs(self.tokenizer, generation.scored) if has_logprobs else None,
+                prompt_token_ids=self.prompt_ids(generation),
+                **self.choice_fields(index, generation.last, generation.token_ids),
             )
-            for index, answer in enumerate(answers)
+            for index, generation in enumerate(generations)
         ]
-        return CompletionResponse(**self.head, choices=choices, **self.totals(answers))
+        return CompletionResponse(**self.head, choices=choices, **self.totals(generations))
 
-    def opening(self, index: int, answer: Answer) -> None:
-        return None
+    def opening_chunk(self, index: int, generation: Generation) -> None:
+        """Return None: completions have no opening chunk."""
 
-    def chunk(self, index: int, answer: Answer, piece: Piece) -> CompletionChunk:
-        is_first = piece.num_tokens == len(piece.token_ids)
+    def chunk(self, index: int, generation: Generation, delta: TextDelta) -> CompletionChunk:
+        """Build the chunk of one delta; a choice's first one has the prompt's ids."""
+        is_first = delta.num_tokens == len(delta.token_ids)
         choice = CompletionChoice(
-            text=piece.text,
-            logprobs=completion_logprobs(self.tokenizer, piece.scored) if piece.scored else None,
-            prompt_token_ids=self.prompt_ids(answer) if is_first else None,
-            **self.ending(index, piece, piece.token_ids),
+            text=delta.text,
+            logprobs=completion_logprobs(self.tokenizer, delta.scored) if delta.scored else None,
+            prompt_token_ids=self.prompt_ids(generation) if is_first else None,
+            **self.choice_fields(index, delta, delta.token_ids),
         )
         return CompletionChunk(**self.head, choices=[choice])
 
-    def closing(self, usage: Usage | None, speculative: SpeculativeStats | None) -> CompletionChunk:
-        return CompletionChunk(**self.head, choices=[], usage=usage, speculative=speculative)
 
+class ChatFormat(ResponseFormat):
+    """Responses of /v1/chat/completions."""
 
-class ChatShape(_Shape):
-    prefix = "chatcmpl"
+    id_prefix = "chatcmpl"
+    chunk_type = ChatCompletionChunk
 
-    def whole(self, answers: Sequence[Answer]) -> ChatCompletionResponse:
+    def response(self, generations: Sequence[Generation]) -> ChatCompletionResponse:
+        """Build the whole response; all choices have the same prompt."""
+        has_logprobs = self.body.num_logprobs is not None
         choices = [
             ChatChoice(
-                message=AssistantMessage(content=answer.text),
-                logprobs=chat_logprobs(self.tokenizer, answer.scored) if self.with_logprobs else None,
-                **self.ending(index, answer.last, answer.token_ids),
+                message=AssistantMessage(content=generation.text),
+                logprobs=chat_logprobs(self.tokenizer, generation.scored) if has_logprobs else None,
+                **self.choice_fields(index, generation.last, generation.token_ids),
             )
-            for index, answer in enumerate(answers)
+            for index, generation in enumerate(generations)
         ]
-        ids = self.prompt_ids(answers[0])
-        return ChatCompletionResponse(**self.head, choices=choices, prompt_token_ids=ids, **self.totals(answers))
+        ids = self.prompt_ids(generations[0])
+        return ChatCompletionResponse(**self.head, choices=choices, prompt_token_ids=ids, **self.totals(generations))
 
-    def opening(self, index: int, answer: Answer) -> ChatCompletionChunk:
+    def opening_chunk(self, index: int, generation: Generation) -> ChatCompletionChunk:
+        """Build the chunk that names the role and, on request, the prompt's ids."""
         choice = ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=""))
-        return ChatCompletionChunk(**self.head, choices=[choice], prompt_token_ids=self.prompt_ids(answer))
+        return ChatCompletionChunk(**self.head, choices=[choice], prompt_token_ids=self.prompt_ids(generation))
 
-    def chunk(self, index: int, answer: Answer, piece: Piece) -> ChatCompletionChunk:
+    def chunk(self, index: int, generation: Generation, delta: TextDelta) -> ChatCompletionChunk:
+        """Build the chunk of one delta."""
         choice = ChatChunkChoice(
-            delta=ChatDelta(content=piece.text),
-            logprobs=chat_logprobs(self.tokenizer, piece.scored) if piece.scored else None,
-            **self.ending(index, piece, piece.token_ids),
+            delta=ChatDelta(content=delta.text),
+            logprobs=chat_logprobs(self.tokenizer, delta.scored) if delta.scored else None,
+            **self.choice_fields(index, delta, delta.token_ids),
         )
         return ChatCompletionChunk(**self.head, choices=[choice])
 
-    def closing(self, usage: Usage | None, speculative: SpeculativeStats | None) -> ChatCompletionChunk:
-        return ChatCompletionChunk(**self.head, choices=[], usage=usage, speculative=speculative)
+
+def chat_logprobs(tokenizer: Tokenizer, scored: Sequence[ScoredToken]) -> ChatLogprobs:
+    """Return the log probabilities of a chat's tokens: one object per token."""
+    return ChatLogprobs(
+        content=[
+            TokenLogprob(
+                **_logprob_fields(tokenizer, token, score.logprob),
+                top_logprobs=[TopLogprob(**_logprob_fields(tokenizer, *pair)) for pair in score.top],
+            )
+            for token, score, _ in scored
+        ]
+    )
 
 
-def usage_of(answers: Sequence[Answer]) -> Usage:
-    """Tokens of all choices, each prompt counted once; what became of verified draft tokens, as far as is known."""
-    stats = _stats(answers)
+def completion_logprobs(tokenizer: Tokenizer, scored: Sequence[ScoredToken]) -> CompletionLogprobs:
+    """Return the log probabilities of a completion's tokens: four parallel lists.
+
+    As in vLLM, `top_logprobs` includes the generated token even if it is not one of the most likely.
+    """
+    lists = CompletionLogprobs()
+    for token, score, offset in scored:
+        top: dict[str, float] = {}
+        for id, logprob in [*score.top, (token, score.logprob)]:
+            # Two tokens may have the same text; the more likely one stays.
+            top.setdefault(tokenizer.token_text(id).text, max(logprob, MIN_LOGPROB))
+        lists.tokens.append(tokenizer.token_text(token).text)
+        lists.token_logprobs.append(max(score.logprob, MIN_LOGPROB))
+        lists.top_logprobs.append(top)
+        lists.text_offset.append(offset)
+    return lists
+
+
+def _logprob_fields(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
+    text, utf8 = tokenizer.token_text(token)
+    return {"token": text, "logprob": max(logprob, MIN_LOGPROB), "bytes": list(utf8)}
+
+
+def total_usage(generations: Sequence[Generation]) -> Usage:
+    """Return the usage of all choices; each prompt counts once."""
+    firsts = [generation for generation in generations if generation.number == 0]
+    return _usage(
+        sum(len(generation.submit.prompt) for generation in firsts),
+        sum(len(generation.token_ids) for generation in generations),
+        sum(generation.last.num_cached_tokens for generation in firsts),
+        _stats_of(generation.last for generation in generations),
+    )
+
+
+def running_usage(generation: Generation, delta: TextDelta) -> Usage:
+    """Return the usage of one choice up to `delta`, prompt included (vLLM's `continuous_usage_stats`)."""
+    return _usage(len(generation.submit.prompt), delta.num_tokens, delta.num_cached_tokens, _stats_of([delta]))
+
+
+def _usage(prompt: int, completion: int, cached: int, stats: Sequence[RequestStats]) -> Usage:
     accepted = sum(item.num_accepted_tokens for item in stats)
     return Usage.of(
-        sum(len(answer.prompt_ids) for answer in answers if answer.number == 0),
-        sum(len(answer.token_ids) for answer in answers),
-        cached=sum(answer.num_cached for answer in answers if answer.number == 0),
+        prompt,
+        completion,
+        cached=cached,
         accepted=accepted if stats else None,
         rejected=sum(item.num_verified_tokens for item in stats) - accepted,
     )
 
 
-def usage_of_one(answer: Answer) -> Usage:
-    """Of one choice so far, its prompt counted with it (vLLM's `continuous_usage_stats`)."""
-    return usage_of([replace(answer, number=0)])
-
-
-def speculative_stats(answers: Sequence[Answer]) -> SpeculativeStats:
-    stats = _stats(answers)
+def total_stats(generations: Sequence[Generation]) -> SpeculativeStats:
+    """Return the speculative statistics of all choices together."""
+    stats = _stats_of(generation.last for generation in generations)
     pruned = by_depth(*(item.pruned_per_depth for item in stats))
     verified = by_depth(*(item.verified_per_depth for item in stats))
     accepted = by_depth(*(item.accepted_per_depth for item in stats))
@@ -205,5 +239,5 @@ def speculative_stats(answers: Sequence[Answer]) -> SpeculativeStats:
     )
 
 
-def _stats(answers: Sequence[Answer]) -> list[RequestStats]:
-    return [answer.stats for answer in answers if answer.stats is not None]
+def _stats_of(deltas: Iterable[TextDelta]) -> list[RequestStats]:
+    return [delta.stats for delta in deltas if delta.stats is not None]

@@ -1,57 +1,30 @@
-"""One prompt's way through the engine: token chunks in, pieces of text out, stop strings applied, times recorded."""
+"""Turns an engine request's token chunks into text: detokenization, stop strings, log probabilities, timing."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
+from cluster.engine_client import EngineClient
+from cluster.http.detokenizer import IncrementalDetokenizer, StopStrings
 from cluster.http.metrics import Metrics
-from cluster.http.tokenizer import Cut, IncrementalDetokenizer, StopStrings, Tokenizer
-from workers.comm.ipc import EngineStats, Ready, RequestStats, Submit, TokenChunk, TokenLogprobs
+from cluster.http.tokenizer import Tokenizer
+from workers.comm.ipc import RequestStats, Submit, TokenChunk, TokenLogprobs
 
 logger = logging.getLogger(__name__)
 
 
-class Engine(Protocol):
-    """What the ingress needs of an engine; `EngineClient` is one."""
-
-    ready: Ready | None
-    stats: EngineStats
-
-    @property
-    def num_pending(self) -> int: ...
-
-    def new_id(self) -> int: ...
-
-    def submit(self, request: Submit) -> AsyncGenerator[TokenChunk]: ...
-
-    def health(self) -> tuple[bool, str]: ...
-
-
-class EngineFailed(RuntimeError):
-    """The engine gave up on a request; its text says why."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prompt:
-    """One answer to be generated: what goes to the engine, and how its tokens become text."""
-
-    submit: Submit
-    request_id: str
-    arrival: float
-    """time.perf_counter() when the HTTP request came."""
-    stop: tuple[str, ...] = ()
-    include_stop: bool = False
-    skip_special_tokens: bool = True
+class GenerationFailed(RuntimeError):
+    """The engine failed on one request; the message says why."""
 
 
 class ScoredToken(NamedTuple):
-    """A token of the answer with its log probabilities; its text begins at `offset` of the answer's text."""
+    """A generated token with its log probabilities. Its text starts at character `offset` of the choice's text."""
 
     token: int
     score: TokenLogprobs
@@ -59,173 +32,186 @@ class ScoredToken(NamedTuple):
 
 
 @dataclass(slots=True, kw_only=True)
-class Piece:
-    """What one step added to an answer.
+class TextDelta:
+    """What one engine step added to a choice.
 
-    Example: the last of three: Piece(text="return", token_ids=[83, 0], num_tokens=7, finish_reason="stop")
+    Example, the last of three: TextDelta(text="return", token_ids=[83, 0], num_tokens=7, finish_reason="stop")
     """
 
-    text: str
-    token_ids: list[int]
-    num_tokens: int
-    """Generated so far, this piece included."""
+    text: str = ""
+    token_ids: Sequence[int] = ()
+    num_tokens: int = 0
+    """Tokens generated so far, this delta included."""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    scored: list[ScoredToken] = field(default_factory=list)
-    """Of the tokens whose text began to leave with this piece, if the request asked for log probabilities."""
+    scored: Sequence[ScoredToken] = ()
+    """The tokens whose text starts in this delta, if the request asked for log probabilities."""
     num_cached_tokens: int = 0
-    """Of the prompt, found in the prefix cache."""
+    """Prompt tokens found in the prefix cache."""
     num_accepted: int = 0
-    """Of `token_ids` the leading ones, which were drafted ..."""
+    """Leading `token_ids` that were accepted draft tokens."""
     is_copied: bool = False
-    """... or, if this is set, copied from earlier text."""
+    """The draft was copied from earlier text (prompt lookup) rather than drafted by the model."""
     stats: RequestStats | None = None
-    """The request's so far. What a stop string cut off counts as verified, not as accepted."""
+    """Statistics so far. Tokens removed by a stop string count as verified, not as accepted."""
 
 
-@dataclass(slots=True)
-class _Clock:
-    """When a request's tokens came, in seconds since its arrival."""
+@dataclass(slots=True, kw_only=True)
+class Generation:
+    """One choice of a request: its engine request, how tokens become text, and the output so far."""
 
+    submit: Submit
+    tokenizer: Tokenizer
+    request_id: str
     arrival: float
-    first: float | None = None
-    last: float | None = None
-    reason: str = "abort"
-    num_tokens: int = 0
+    """time.perf_counter() at the arrival of the HTTP request."""
+    number: int = 0
+    """Position among the `n` choices of its prompt."""
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special_tokens: bool = True
 
-    def now(self) -> float:
-        return time.perf_counter() - self.arrival
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    scored: list[ScoredToken] = field(default_factory=list)
+    last: TextDelta = field(default_factory=TextDelta)
 
-    def saw_tokens(self) -> None:
-        self.last = self.now()
-        if self.first is None:
-            self.first = self.last
+    _detokenizer: IncrementalDetokenizer = field(init=False)
+    _stops: StopStrings = field(init=False)
+    _num_decoded: int = field(init=False, default=0)  # characters that the detokenizer has returned
+    _pending: deque[ScoredToken] = field(init=False, default_factory=deque)  # tokens whose text is still held back
+    _first_token_s: float | None = field(init=False, default=None)
+    _last_token_s: float | None = field(init=False, default=None)
 
-
-async def generate(engine: Engine, tokenizer: Tokenizer, metrics: Metrics, prompt: Prompt) -> AsyncGenerator[Piece]:
-    """The answer piece by piece, one per engine step; the last one has a finish_reason.
-
-    Closing it early aborts the request in the engine. Raises EngineFailed, EngineDead. A stop string ends the answer
-    at the same token whatever the steps were: with stop strings, tokens are read one at a time. One that is complete
-    within the first min_tokens tokens ends nothing, as in vLLM.
-    """
-    submit = prompt.submit
-    clock = _Clock(prompt.arrival)
-    text = _AnswerText(tokenizer, prompt)
-    try:
-        async with aclosing(engine.submit(submit)) as chunks:
-            async for chunk in chunks:
-                if chunk.finish_reason == "error":
-                    raise EngineFailed(chunk.error or "the engine failed on this request")
-                if chunk.tokens:
-                    clock.saw_tokens()
-                piece = text.feed(chunk)
-                clock.num_tokens = piece.num_tokens
-                metrics.answered(len(piece.token_ids), piece.num_accepted, is_copied=piece.is_copied)
-                if piece.finish_reason is not None:
-                    clock.reason = piece.finish_reason
-                yield piece
-                if piece.finish_reason is not None:
-                    return
-    except Exception:  # neither cancelled nor closed early: those are aborts
-        clock.reason = "error"
-        raise
-    finally:
-        metrics.request_ended(
-            clock.reason,
-            prompt_tokens=len(submit.prompt),
-            generation_tokens=clock.num_tokens,
-            total_s=clock.now(),
-            first_token_s=clock.first,
-            last_token_s=clock.last,
-        )
-        logger.info(
-            "request %s/%d: %s after %d prompt and %d new tokens, %.3f s, seed %d",
-            prompt.request_id,
-            submit.id,
-            clock.reason,
-            len(submit.prompt),
-            clock.num_tokens,
-            clock.now(),
-            submit.sampling.seed,
-        )
-
-
-class _AnswerText:
-    """Tokens to text for one answer: detokenizer, then stop strings.
-
-    Log probabilities follow the text: a token's leave with its first character. What is held back holds them back, and
-    those of a text that a stop string cuts off, or of a stop token that is not shown, never leave.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, prompt: Prompt) -> None:
-        self._prompt = prompt
+    def __post_init__(self) -> None:
         self._detokenizer = IncrementalDetokenizer(
-            tokenizer, prompt.submit.prompt, skip_special_tokens=prompt.skip_special_tokens
+            self.tokenizer, self.submit.prompt, skip_special_tokens=self.skip_special_tokens
         )
-        self._stops = StopStrings(prompt.stop, include=prompt.include_stop)
-        self._min_tokens = prompt.submit.sampling.constraints.min_tokens
-        self._num_tokens = 0
-        self._num_decoded = 0  # characters that came out of the detokenizer ...
-        self._num_shown = 0  # ... and those that have left
-        self._scored: deque[ScoredToken] = deque()  # whose text has not left yet
+        self._stops = StopStrings(self.stop, include=self.include_stop)
 
-    def feed(self, chunk: TokenChunk) -> Piece:
-        shown = chunk.tokens
-        if chunk.stop_token is not None and not self._prompt.include_stop:
-            shown = shown[:-1]  # the token that stopped it is counted, not shown (as in vLLM)
-        one_by_one = self._prompt.stop or chunk.logprobs is not None
-        groups = [[token] for token in shown] if one_by_one else [shown]
+    async def stream(self, engine: EngineClient, metrics: Metrics) -> AsyncGenerator[TextDelta]:
+        """Run the request in the engine and yield one delta per engine step; the last has a finish_reason.
+
+        Closing the generator early aborts the request. Raises GenerationFailed, EngineDead.
+        """
+        reason = "abort"  # cancelled or closed early
+        try:
+            async with aclosing(engine.submit(self.submit)) as chunks:
+                async for chunk in chunks:
+                    if chunk.finish_reason == "error":
+                        raise GenerationFailed(chunk.error or "the engine failed on this request")
+                    if chunk.tokens:
+                        self._last_token_s = self._elapsed_s()
+                        if self._first_token_s is None:
+                            self._first_token_s = self._last_token_s
+                    delta = self.process(chunk)
+                    metrics.observe_tokens(len(delta.token_ids), delta.num_accepted, is_copied=delta.is_copied)
+                    reason = delta.finish_reason or reason
+                    yield delta
+                    if delta.finish_reason is not None:
+                        return
+        except Exception:
+            reason = "error"
+            raise
+        finally:
+            self._record_end(reason, metrics)
+
+    def process(self, chunk: TokenChunk) -> TextDelta:
+        """Convert one chunk of tokens to text and add it to the output.
+
+        With stop strings, tokens are decoded one at a time, so a stop string ends the choice at the same token however
+        the engine grouped them. As in vLLM, a stop string completed within the first min_tokens tokens is ignored.
+        """
+        visible = chunk.tokens
+        if chunk.stop_token is not None and not self.include_stop:
+            visible = visible[:-1]  # as in vLLM, the stop token is counted and not shown
+        one_by_one = self.stop or chunk.logprobs is not None
+        groups = [[token] for token in visible] if one_by_one else [visible]
         text = ""
         for position, group in enumerate(groups, start=1):
             if chunk.logprobs is not None:
-                self._scored.append(ScoredToken(shown[position - 1], chunk.logprobs[position - 1], self._num_decoded))
-            cut = self._cut(self._detokenizer.feed(group), self._num_tokens + position)
-            text += cut.text
-            if cut.stop is not None:
-                return self._piece(chunk, text, chunk.tokens[:position], "stop", cut.stop)
+                score = chunk.logprobs[position - 1]
+                self._pending.append(ScoredToken(visible[position - 1], score, self._num_decoded))
+            safe, stop = self._check_stop(self._detokenizer.feed(group), position)
+            text += safe
+            if stop is not None:
+                return self._add(chunk, text, chunk.tokens[:position], "stop", stop)
         if chunk.finish_reason is None:
-            return self._piece(chunk, text, chunk.tokens)
-        cut = self._cut(self._detokenizer.flush(), self._num_tokens + len(chunk.tokens))
-        text += cut.text
-        if cut.stop is not None:
-            return self._piece(chunk, text, chunk.tokens, "stop", cut.stop)
+            return self._add(chunk, text, chunk.tokens)
+        safe, stop = self._check_stop(self._detokenizer.flush(), len(chunk.tokens))
+        text += safe
+        if stop is not None:
+            return self._add(chunk, text, chunk.tokens, "stop", stop)
         text += self._stops.flush()
-        own_stop = chunk.stop_token if chunk.stop_token in self._prompt.submit.stop_token_ids else None
-        piece = self._piece(chunk, text, chunk.tokens, chunk.finish_reason, own_stop)
-        piece.scored += self._scored  # tokens without text at the end of an answer that nothing cut
-        return piece
+        stop_token = chunk.stop_token if chunk.stop_token in self.submit.stop_token_ids else None
+        return self._add(chunk, text, chunk.tokens, chunk.finish_reason, stop_token)
 
-    def _cut(self, text: str, num_tokens: int) -> Cut:
-        """`text` came with token number `num_tokens`, counted from 1."""
+    def _check_stop(self, text: str, position: int) -> tuple[str, str | None]:
+        """Search `text`, which came with the chunk's token number `position` (from 1), for stop strings."""
         self._num_decoded += len(text)
-        return self._stops.feed(text, may_stop=num_tokens > self._min_tokens)
+        num_tokens = len(self.token_ids) + position
+        return self._stops.feed(text, may_stop=num_tokens > self.submit.sampling.constraints.min_tokens)
 
-    def _piece(
+    def _add(
         self,
         chunk: TokenChunk,
         text: str,
         ids: list[int],
         finish_reason: str | None = None,
         stop_reason: int | str | None = None,
-    ) -> Piece:
+    ) -> TextDelta:
         num_accepted, stats = min(chunk.num_accepted, len(ids)), chunk.stats
         if stats is not None and num_accepted < chunk.num_accepted:
             stats = stats.truncate(chunk.num_accepted, num_accepted, is_copied=chunk.is_copied)
-        self._num_tokens += len(ids)
-        self._num_shown += len(text)
-        scored = []
-        while self._scored and self._scored[0].offset < self._num_shown:
-            scored.append(self._scored.popleft())
-        return Piece(
+        self.text += text
+        self.token_ids += ids
+        self.last = TextDelta(
             text=text,
             token_ids=ids,
-            num_tokens=self._num_tokens,
+            num_tokens=len(self.token_ids),
             finish_reason=finish_reason,
             stop_reason=stop_reason,
-            scored=scored,
+            scored=self._take_scored(is_whole=finish_reason is not None and not isinstance(stop_reason, str)),
             num_cached_tokens=chunk.num_cached_tokens,
             num_accepted=num_accepted,
             is_copied=chunk.is_copied,
-            stats=stats,
+            stats=stats or self.last.stats,
+        )
+        self.scored += self.last.scored
+        return self.last
+
+    def _take_scored(self, *, is_whole: bool) -> list[ScoredToken]:
+        """Take the pending log probabilities of tokens whose first character has been returned.
+
+        Log probabilities follow the text: text that is held back holds them back, and those of text removed by a stop
+        string, or of a hidden stop token, are dropped. At the end of a choice that no stop string cut (`is_whole`),
+        tokens without text are taken, too.
+        """
+        taken = []
+        while self._pending and (is_whole or self._pending[0].offset < len(self.text)):
+            taken.append(self._pending.popleft())
+        return taken
+
+    def _elapsed_s(self) -> float:
+        return time.perf_counter() - self.arrival
+
+    def _record_end(self, reason: str, metrics: Metrics) -> None:
+        prompt_tokens, generation_tokens, total_s = len(self.submit.prompt), len(self.token_ids), self._elapsed_s()
+        metrics.observe_finished(
+            reason,
+            prompt_tokens=prompt_tokens,
+            generation_tokens=generation_tokens,
+            total_s=total_s,
+            first_token_s=self._first_token_s,
+            last_token_s=self._last_token_s,
+        )
+        logger.info(
+            "request %s/%d: %s after %d prompt and %d new tokens, %.3f s, seed %d",
+            self.request_id,
+            self.submit.id,
+            reason,
+            prompt_tokens,
+            generation_tokens,
+            total_s,
+            self.submit.sampling.seed,
         )

@@ -7,23 +7,15 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from cluster.http.errors import BadRequest
 from secateur.requests import SamplingRequest, listed
 from secateur.speculative import Speculative
 from workers.comm.ipc import Speculation, Submit
 from workers.config import EngineConfig
 from workers.types import Constraints, SamplingParams
-
-
-class BadRequest(ValueError):
-    """A request this engine cannot take; `param` is the field at fault. Becomes a 400."""
-
-    def __init__(self, message: str, *, param: str | None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.param = param
-        self.code = code
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,18 +47,19 @@ class RequestLimits:
         )
 
 
-def submit_from(
+def build_submits(
     request: SamplingRequest,
     prompt: list[int],
     *,
-    id: int,
+    new_id: Callable[[], int],
     seed: int,
     limits: RequestLimits,
     bad_words: Sequence[list[int]] = (),
-) -> Submit:
-    """One prompt of a validated request as the engine takes it, for its first answer. Raises BadRequest.
+) -> list[Submit]:
+    """Return the engine requests of one prompt's `n` choices. Raises BadRequest.
 
-    `seed` is used when the request brings none: see `SeedSource`. `bad_words` are the request's, as tokens.
+    Choice 0 has the request's seed, or `seed` if it has none (see `SeedSource`); choice j has the seed H(seed, j).
+    `bad_words` are the request's, tokenized.
     """
     max_tokens = _max_tokens(request, prompt, limits)
     if request.min_tokens > max_tokens:
@@ -82,8 +75,8 @@ def submit_from(
             param="min_tokens",
             code="context_length_exceeded",
         )
-    return Submit(
-        id=id,
+    first = Submit(
+        id=new_id(),
         prompt=prompt,
         max_tokens=max_tokens,
         sampling=SamplingParams(
@@ -100,12 +93,14 @@ def submit_from(
         cache_salt=request.cache_salt,
         speculation=_speculation(request.speculative, limits),
     )
-
-
-def further_answer(first: Submit, number: int, *, id: int) -> Submit:
-    """Answer number 1, 2, ... to the prompt whose answer 0 is `first`: the same, with the seed H(seed, number)."""
-    seed = derive_seed(first.sampling.seed, number)
-    return replace(first, id=id, sampling=replace(first.sampling, seed=seed))
+    seed = first.sampling.seed
+    return [
+        first,
+        *(
+            replace(first, id=new_id(), sampling=replace(first.sampling, seed=derive_seed(seed, number)))
+            for number in range(1, request.n)
+        ),
+    ]
 
 
 def _constraints(request: SamplingRequest, bad_words: Sequence[list[int]], limits: RequestLimits) -> Constraints:
@@ -189,7 +184,7 @@ def _speculation(asked: Speculative | None, limits: RequestLimits) -> Speculatio
     )
 
 
-def without_effect(asked: Speculative | None, limits: RequestLimits) -> list[str]:
+def ineffective_settings(asked: Speculative | None, limits: RequestLimits) -> list[str]:
     """Settings of a `speculative` object that its acceptance rule does not read."""
     if asked is None or asked.enable_draft_probs is None or (asked.acceptance or limits.acceptance) != "coupled":
         return []

@@ -1,7 +1,18 @@
-"""The HTTP service: OpenAI's routes over one engine. Knows FastAPI, not Ray: the same app runs under both.
+"""The HTTP service: OpenAI's routes over one engine. It uses FastAPI and not Ray, so the same app runs under both.
 
-A request's walk: model -> unsupported parameters -> admission -> length of its texts -> tokens -> limits -> engine ->
-text -> answer.
+The walk of a generation request, from the HTTP body to the engine and back to the event:
+
+1. `limits.LimitedProtocol` (uvicorn's protocol) bounds the size and the arrival time of the HTTP request.
+2. `middleware` assigns the request id and checks the API key; FastAPI validates the body into a request model.
+3. The route calls `Service.accept`: model name, unsupported parameters, the model's sampling defaults, admission.
+4. `Service.tokenize_*` renders and tokenizes the prompt in a worker process (`tokenizer_pool`).
+5. `Service.prepare` builds one `Submit` per choice (`request_params`), with limits and seed, and its `Generation`.
+6. `Generation.stream` hands the `Submit` to `EngineClient.submit`, which sends it to rank 0 and yields `TokenChunk`s.
+7. `Generation.process` turns each chunk into a `TextDelta`: detokenizer, stop strings, log probabilities.
+8. `generate` writes the deltas as server-sent events, or the finished generations as one response (`openai_format`).
+
+`streaming.cancel_on_disconnect` cancels the route if the client disconnects before step 8, `EventStream` closes the
+generators afterwards; both abort the requests in the engine.
 """
 
 from __future__ import annotations
@@ -10,7 +21,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
@@ -18,37 +29,29 @@ from typing import Any, TypeVar
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
+from cluster.engine_client import EngineClient, Health
 from cluster.http import metrics, middleware
 from cluster.http.api_keys import ApiKeys
+from cluster.http.errors import BadRequest, HttpError, not_found, too_many_requests, unavailable
 from cluster.http.openai_format import (
-    Answer,
-    ChatShape,
-    CompletionShape,
-    Shape,
-    speculative_stats,
-    usage_of,
-    usage_of_one,
+    ChatFormat,
+    CompletionFormat,
+    ResponseFormat,
+    running_usage,
+    total_stats,
+    total_usage,
 )
-from cluster.http.output_processor import Engine, Piece, Prompt, generate
-from cluster.http.request_params import (
-    BadRequest,
-    RequestLimits,
-    SeedSource,
-    further_answer,
-    submit_from,
-    without_effect,
-)
-from cluster.http.streaming import ClientLeft, EventStream, merged, prepended, unless_client_leaves
+from cluster.http.output_processor import Generation, TextDelta
+from cluster.http.request_params import RequestLimits, SeedSource, build_submits, ineffective_settings
+from cluster.http.streaming import EventStream, cancel_on_disconnect, merge, prepend
 from cluster.http.tokenizer import TextLimit, Tokenizer, text_size
-from cluster.http.tokenizer_pool import TokenizerPool, TokenizerPoolFull
+from cluster.http.tokenizer_pool import TokenizerPool
 from secateur import __version__
 from secateur.errors import ConfigError
 from secateur.requests import (
     ChatCompletionRequest,
-    ChatMessage,
     CompletionRequest,
     DetokenizeRequest,
-    Rendered,
     SamplingRequest,
     TokenizeRequest,
 )
@@ -64,42 +67,37 @@ from secateur.responses import (
     TokenizeResponse,
     Usage,
 )
-from workers.comm.ipc import Submit
 from workers.config import EngineConfig
 
 logger = logging.getLogger(__name__)
 
 PENDING_PER_SEQUENCE = 8
-"""Requests the service holds per place in the running batch before it answers 429."""
-CLIENT_CLOSED_REQUEST = 499  # nginx's; nobody is left to read it
+"""Pending requests per place in the running batch beyond which the service answers 429."""
 
 Body = TypeVar("Body", bound=SamplingRequest)
-T = TypeVar("T")
-
-_Indexed = tuple[int, Piece]
 
 
 @dataclass(kw_only=True)
 class Service:
-    """What the routes need: one engine, one tokenizer, one model name."""
+    """What the routes share: one engine, one tokenizer, one model name; admission and tokenization."""
 
-    engine: Engine
+    engine: EngineClient
     tokenizer: Tokenizer
-    """For what comes out, a few tokens at a time."""
+    """Detokenizes answers, a few tokens at a time, in this process."""
     tokenizer_pool: TokenizerPool
-    """For what comes in, whatever its size."""
+    """Tokenizes prompts of any size in worker processes."""
     config: EngineConfig
     model_id: str
     replica: str
-    """Which of the replicas of this model, for the metrics."""
+    """The replica's id, a label of its metrics."""
     api_key: str | None = None
     api_keys: ApiKeys | None = None
-    """Keys that may change; None: `api_key` alone, or none at all."""
+    """Returns the keys valid now; None = `api_key` alone, or no keys."""
     seed: int | None = None
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Of requests that do not say how to sample, see `SamplingRequest.filled`; `max_tokens` is that of chats."""
+    """The model's sampling parameters for requests that leave them out; its `max_tokens` applies to chats alone."""
     max_pending: int | None = None
-    """Answers at work or waiting before new ones get a 429; None = 8 per running sequence."""
+    """Choices running or waiting beyond which the service answers 429; None = 8 per running sequence."""
     created: int = field(default_factory=lambda: int(time.time()))
     seeds: SeedSource = field(init=False)
     metrics: metrics.Metrics = field(init=False)
@@ -113,7 +111,7 @@ class Service:
 
     @property
     def limits(self) -> RequestLimits:
-        """The engine's own word, once it is ready: it may have less room than its configuration asked for."""
+        """The running engine's limits; it may have less room than its configuration asked for."""
         ready = self.engine.ready
         return RequestLimits.of(
             self.config,
@@ -124,109 +122,205 @@ class Service:
 
     @property
     def text_limit(self) -> TextLimit:
-        """What may be tokenized at all."""
+        """The longest text that is tokenized at all."""
         context = self.limits.max_model_len
         return TextLimit(tokens=context, chars=context * self.tokenizer.longest_token)
 
-    def health(self) -> tuple[bool, str]:
-        """Whether requests can be served: an engine that makes progress, and workers that tokenize."""
+    def health(self) -> Health:
+        """Check that the engine makes progress and that the tokenizer workers run."""
         engine = self.engine.health()
-        return self.tokenizer_pool.health() if engine[0] else engine
+        return self.tokenizer_pool.health() if engine.ok else engine
 
-    def admit(self, num_prompts: int, answers_each: int = 1) -> None:
-        """Raises Refused if the engine or the tokenizing workers are down (503) or the engine has enough to do (429).
-        Every answer counts."""
-        assert self.max_pending is not None
-        if not (health := self.engine.health())[0]:
-            raise middleware.unavailable(f"the engine is not available: {health[1].splitlines()[0]}")
-        if not (health := self.tokenizer_pool.health())[0]:
-            raise middleware.unavailable(health[1])
-        num_answers = num_prompts * answers_each
-        if num_answers > self.max_pending:
-            raise BadRequest(
-                f"{num_prompts} x {answers_each} answers (prompts x n) are more than the {self.max_pending} that this "
-                "service holds at once; split the request",
-                param="prompt" if answers_each == 1 else "n",
-            )
-        if self.engine.num_pending + num_answers > self.max_pending:
-            self.metrics.request_rejected()
-            pending = self.engine.num_pending
-            raise middleware.too_many(f"{pending} of at most {self.max_pending} requests are pending; try later")
+    def check_body(self, body: SamplingRequest | TokenizeRequest | DetokenizeRequest) -> None:
+        """Raise HttpError for another model (404) and for valid parameters that are not implemented (400)."""
+        self.check_model(body.model)
+        if found := body.unsupported():
+            raise HttpError(400, ErrorResponse.from_unsupported(found))
 
     def check_model(self, name: str | None) -> None:
+        """Raise HttpError (404) for another model than the one served."""
         if name is not None and name != self.model_id:
-            raise middleware.not_found(
-                f"the model {name!r} does not exist; this service has {self.model_id!r}",
-                code="model_not_found",
-                param="model",
+            message = f"the model {name!r} does not exist; this service has {self.model_id!r}"
+            raise not_found(message, code="model_not_found", param="model")
+
+    def accept(self, body: Body, *, num_prompts: int = 1) -> Body:
+        """Check and admit a generation request; return it with the model's sampling defaults filled in."""
+        self.check_body(body)
+        try:
+            body = body.filled(self.sampling_defaults)
+        except ConfigError as error:
+            problem = error.problems[0]
+            message = f"{problem} (left out, a parameter is as the model's makers say)"
+            raise BadRequest(message, param=problem.field) from None
+        self.admit(num_prompts, body.n)
+        return body
+
+    def admit(self, num_prompts: int, choices_each: int = 1) -> None:
+        """Raise HttpError if engine or tokenizer workers are down (503) or too many choices are pending (429)."""
+        assert self.max_pending is not None
+        if not (health := self.engine.health()).ok:
+            raise unavailable(f"the engine is not available: {health.reason.splitlines()[0]}")
+        if not (health := self.tokenizer_pool.health()).ok:
+            raise unavailable(health.reason)
+        num_choices, num_pending = num_prompts * choices_each, self.engine.num_pending
+        if num_choices > self.max_pending:
+            raise BadRequest(
+                f"{num_prompts} x {choices_each} answers (prompts x n) are more than the {self.max_pending} that this "
+                "service holds at once; split the request",
+                param="prompt" if choices_each == 1 else "n",
             )
+        if num_pending + num_choices > self.max_pending:
+            raise too_many_requests(f"{num_pending} of at most {self.max_pending} requests are pending; try later")
+
+    async def tokenize_prompts(self, body: CompletionRequest) -> list[list[int]]:
+        """Return the token ids of a completion's prompts, which are all texts or all token ids."""
+        texts = [prompt for prompt in body.prompts if isinstance(prompt, str)]
+        if not texts:
+            return [list(prompt) for prompt in body.prompts if not isinstance(prompt, str)]
+        return await self.tokenize_texts(texts, add_special_tokens=body.add_special_tokens)
+
+    async def tokenize_texts(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+        """Tokenize texts that are short enough to fit. Raises PromptError."""
+        self.text_limit.check(max(map(len, texts)), param="prompt")
+        return await self.tokenizer_pool.encode(texts, add_special_tokens=add_special_tokens)
+
+    async def tokenize_chat(
+        self, body: ChatCompletionRequest | TokenizeRequest, *, add_special_tokens: bool
+    ) -> list[int]:
+        """Render and tokenize a conversation. Raises PromptError.
+
+        The text limit applies to the messages and again to the rendered text, which may repeat them.
+        """
+        variables, tools = body.chat_template_kwargs, body.tools if isinstance(body, TokenizeRequest) else None
+        self.tokenizer.check_template_variables(variables)
+        # Templates expect text: content parts are joined. Other fields, such as `name`, are kept.
+        messages = [
+            message.model_dump(exclude={"content"}, exclude_none=True) | {"content": message.text}
+            for message in body.messages or ()
+        ]
+        limit = self.text_limit
+        limit.check(text_size([messages, variables, tools]), param="messages")
+        return await self.tokenizer_pool.encode_chat(
+            messages,
+            limit=limit,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            template_kwargs=variables,
+            tools=tools,
+            add_special_tokens=add_special_tokens,
+        )
+
+    async def prepare(
+        self, body: SamplingRequest, prompts: Sequence[list[int]], *, request_id: str, arrival: float
+    ) -> list[Generation]:
+        """Return a Generation for each choice: the `n` choices of the first prompt, then those of the next.
+
+        Admits the request again, since others may have come while it was tokenized. Raises BadRequest, HttpError.
+        """
+        bad_words = await self.tokenizer_pool.bad_words(body.bad_words) if body.bad_words else []
+        self.admit(len(prompts), body.n)
+        limits = self.limits
+        submits = [
+            build_submits(
+                body, prompt, new_id=self.engine.new_id, seed=self.seeds.next(), limits=limits, bad_words=bad_words
+            )
+            for prompt in prompts
+        ]
+        return [
+            Generation(
+                submit=submit,
+                tokenizer=self.tokenizer,
+                request_id=body.request_id or request_id,
+                arrival=arrival,
+                number=number,
+                stop=body.stop_strings,
+                include_stop=body.include_stop_str_in_output,
+                skip_special_tokens=body.skip_special_tokens,
+            )
+            for choices in submits
+            for number, submit in enumerate(choices)
+        ]
+
+    def card(self) -> ModelCard:
+        """Return the model's entry in /v1/models."""
+        return ModelCard(
+            id=self.model_id,
+            created=self.created,
+            root=self.config.model_path,
+            max_model_len=self.limits.max_model_len,
+        )
 
 
 def create_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
-    """The HTTP application of one engine. `echo_request_id=False` where a proxy in front does it (Ray Serve's)."""
+    """Return the HTTP application of one engine. Behind Ray Serve's proxy, which echoes request ids itself, pass
+    `echo_request_id=False`."""
     app = FastAPI(title="Secateur", version=__version__)
-    middleware.install(app, api_keys=service.api_keys, echo_request_id=echo_request_id)
-
-    @app.exception_handler(ClientLeft)
-    async def client_left(_: Request, error: ClientLeft) -> Response:
-        return Response(status_code=CLIENT_CLOSED_REQUEST)
+    middleware.install(
+        app,
+        api_keys=service.api_keys,
+        echo_request_id=echo_request_id,
+        on_rejected=service.metrics.observe_rejected,
+    )
 
     @app.post("/v1/completions", response_model=CompletionResponse)
+    @cancel_on_disconnect
     async def completions(body: CompletionRequest, request: Request) -> Response:
         arrival = time.perf_counter()
-        body = checked(service, body)
-        service.admit(len(body.prompts), body.n)  # before the work on their texts, and again after it
-        ids = await _prompt_ids(service, body, request)
-        prompts = await _prompts(service, body, ids, request, arrival)
-        shape = CompletionShape(body, service.model_id, service.tokenizer)
-        return await answer(service, shape, body, prompts, request)
+        body = service.accept(body, num_prompts=len(body.prompts))
+        prompts = await service.tokenize_prompts(body)
+        generations = await service.prepare(body, prompts, request_id=request.state.request_id, arrival=arrival)
+        return await generate(
+            service, CompletionFormat(body, service.model_id, service.tokenizer), generations, request
+        )
 
     @app.post("/v1/chat/completions", response_model=ChatCompletionResponse)
+    @cancel_on_disconnect
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
         arrival = time.perf_counter()
-        body = checked(service, body)
-        service.admit(1, body.n)
-        ids = await _chat_ids(service, body, request, body.messages, add_special_tokens=body.add_special_tokens)
-        prompts = await _prompts(service, body, [ids], request, arrival)
-        shape = ChatShape(body, service.model_id, service.tokenizer)
-        return await answer(service, shape, body, prompts, request)
+        body = service.accept(body)
+        prompt = await service.tokenize_chat(body, add_special_tokens=body.add_special_tokens)
+        generations = await service.prepare(body, [prompt], request_id=request.state.request_id, arrival=arrival)
+        response_format = ChatFormat(body, service.model_id, service.tokenizer)
+        return await generate(service, response_format, generations, request)
 
     @app.get("/v1/models", response_model=ModelList)
     async def models() -> Response:
-        return _json(ModelList(data=[_card(service)]))
+        return _json(ModelList(data=[service.card()]))
 
     @app.get("/v1/models/{model:path}", response_model=ModelCard)
     async def model(model: str) -> Response:
         service.check_model(model)
-        return _json(_card(service))
+        return _json(service.card())
 
     @app.post("/tokenize", response_model=TokenizeResponse)
+    @cancel_on_disconnect
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
-        check_known(service, body)
+        service.check_body(body)
         service.admit(1)
         special, strings = body.with_special_tokens, None
         if body.messages is not None:
-            ids = await _chat_ids(service, body, request, body.messages, tools=body.tools, add_special_tokens=special)
+            ids = await service.tokenize_chat(body, add_special_tokens=special)
         else:
-            [ids] = await _text_ids(service, request, [body.prompt or ""], special)
+            [ids] = await service.tokenize_texts([body.prompt or ""], add_special_tokens=special)
         if body.return_token_strs:
-            strings = await _while_client_waits(service, request, service.tokenizer_pool.token_strings(ids))
+            strings = await service.tokenizer_pool.token_strings(ids)
         limit = service.limits.max_model_len
         answer = TokenizeResponse(tokens=ids, count=len(ids), max_model_len=limit, token_strs=strings)
-        return _json(answer, _naming(request, body.ignored()))
+        return _json(answer, _ignored_header(request, body.ignored()))
 
     @app.post("/detokenize", response_model=DetokenizeResponse)
+    @cancel_on_disconnect
     async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
-        check_known(service, body)
+        service.check_body(body)
         if body.tokens and max(body.tokens) >= service.limits.vocab_size:
             raise BadRequest(f"token id {max(body.tokens)} is not in the vocabulary", param="tokens")
-        text = await _while_client_waits(service, request, service.tokenizer_pool.decode(body.tokens))
-        return _json(DetokenizeResponse(prompt=text), _naming(request, body.ignored()))
+        text = await service.tokenizer_pool.decode(body.tokens)
+        return _json(DetokenizeResponse(prompt=text), _ignored_header(request, body.ignored()))
 
     @app.get("/health")
     async def health() -> Response:
-        ok, reason = service.health()
-        return JSONResponse({"status": "ok"}) if ok else middleware.write(middleware.unavailable(reason))
+        health = service.health()
+        return JSONResponse({"status": "ok"}) if health.ok else middleware.error_response(unavailable(health.reason))
 
     @app.get("/metrics")
     async def prometheus() -> Response:
@@ -252,196 +346,67 @@ def create_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
     return app
 
 
-def check_known(service: Service, body: SamplingRequest | TokenizeRequest | DetokenizeRequest) -> None:
-    """Refuses another model and whatever is valid but not implemented."""
-    service.check_model(body.model)
-    if found := body.unsupported():
-        raise middleware.Refused(400, ErrorResponse.from_unsupported(found))
-
-
-def checked(service: Service, body: Body) -> Body:
-    """The request with the service's defaults, if it is one that this service answers."""
-    check_known(service, body)
-    try:
-        return body.filled(service.sampling_defaults)
-    except ConfigError as error:
-        problem = error.problems[0]
-        raise BadRequest(
-            f"{problem} (left out, a parameter is as the model's makers say)", param=problem.field
-        ) from None
-
-
-async def answer(
-    service: Service, shape: Shape, body: SamplingRequest, prompts: Sequence[Prompt], request: Request
+async def generate(
+    service: Service, response_format: ResponseFormat, generations: Sequence[Generation], request: Request
 ) -> Response:
-    """Generates all choices and writes them, whole or as a stream. A client that leaves ends them in the engine."""
-    headers = _naming(request, [*body.ignored(), *without_effect(body.speculative, service.limits)])
-    answers = [Answer(prompt.submit.prompt, index % body.n) for index, prompt in enumerate(prompts)]
-    pieces = merged([generate(service.engine, service.tokenizer, service.metrics, prompt) for prompt in prompts])
-    if not body.stream:
-        whole = await unless_client_leaves(request, _collect(pieces, answers))
-        if whole is None:
-            return Response(status_code=CLIENT_CLOSED_REQUEST)
-        if body.num_logprobs is None:
-            return _json(shape.whole(answers), headers)
-        # 4096 tokens with 20 alternatives are 10^5 objects: a second that the other streams need not wait for.
-        return await asyncio.to_thread(lambda: _json(shape.whole(answers), headers))
-    # Waiting for the first piece lets what goes wrong before it have a status of its own.
-    first = await unless_client_leaves(request, anext(pieces))
-    if first is None:
-        await pieces.aclose()
-        return Response(status_code=CLIENT_CLOSED_REQUEST)
-    return EventStream(_events(shape, body, answers, first, pieces), pieces, headers)
+    """Run all choices in the engine; return the whole response, or an event stream."""
+    body = response_format.body
+    headers = _ignored_header(request, [*body.ignored(), *ineffective_settings(body.speculative, service.limits)])
+    deltas = merge([generation.stream(service.engine, service.metrics) for generation in generations])
+    if body.stream:
+        # Errors before the first delta get their own HTTP status.
+        first = await anext(deltas)
+        return EventStream(_events(response_format, generations, first, deltas), deltas, headers)
+    async with aclosing(deltas):
+        async for _ in deltas:
+            pass
+    if body.num_logprobs is None:
+        return _json(response_format.response(generations), headers)
+    # 4096 tokens with 20 alternatives are 10^5 objects: a second during which other streams must not wait.
+    return await asyncio.to_thread(lambda: _json(response_format.response(generations), headers))
 
 
 async def _events(
-    shape: Shape, body: SamplingRequest, answers: list[Answer], first: _Indexed, rest: AsyncGenerator[_Indexed]
+    response_format: ResponseFormat,
+    generations: Sequence[Generation],
+    first: tuple[int, TextDelta],
+    rest: AsyncGenerator[tuple[int, TextDelta]],
 ) -> AsyncGenerator[str]:
-    """Server-sent events: openings, one per piece, the totals, [DONE]; an error ends them as an event of its own."""
+    """Yield server-sent events: opening chunks, one chunk per delta, totals, [DONE]; an error is an event, too."""
+    body = response_format.body
     options = body.stream_options
-    running_usage = options is not None and options.usage_in_chunks
-    told_empty = running_usage or body.return_token_ids
+    running = options is not None and options.usage_in_chunks
     try:
         async with aclosing(rest):
-            for index, empty in enumerate(answers):
-                if (opening := shape.opening(index, empty)) is not None:
-                    if running_usage:
-                        opening.usage = Usage.of(len(empty.prompt_ids), 0)
+            for index, generation in enumerate(generations):
+                if (opening := response_format.opening_chunk(index, generation)) is not None:
+                    if running:
+                        opening.usage = Usage.of(len(generation.submit.prompt), 0)
                     yield opening.sse()
-            async for index, piece in prepended(first, rest):
-                answers[index].add(piece)
-                if not piece.text and piece.finish_reason is None and not told_empty:
-                    continue  # half a character or the beginning of a stop string: nothing to tell yet
-                chunk = shape.chunk(index, answers[index], piece)
-                if running_usage:
-                    chunk.usage = usage_of_one(answers[index])
+            async for index, delta in prepend(first, rest):
+                if not (delta.text or delta.finish_reason or running or body.return_token_ids):
+                    continue  # the text is held back: half a character, or the beginning of a stop string
+                chunk = response_format.chunk(index, generations[index], delta)
+                if running:
+                    chunk.usage = running_usage(generations[index], delta)
                 yield chunk.sse()
-        usage = usage_of(answers) if options is not None and options.usage_at_end else None
-        stats = speculative_stats(answers) if body.return_speculative_stats else None
+        usage = total_usage(generations) if options is not None and options.usage_at_end else None
+        stats = total_stats(generations) if body.return_speculative_stats else None
         if usage is not None or stats is not None:
-            yield shape.closing(usage, stats).sse()
+            yield response_format.closing_chunk(usage, stats).sse()
     except Exception as error:
-        yield middleware.refusal_of(error).body.sse()
+        yield middleware.to_http_error(error).body.sse()
     yield SSE_DONE
 
 
-async def _collect(pieces: AsyncGenerator[_Indexed], answers: list[Answer]) -> bool:
-    async with aclosing(pieces):
-        async for index, piece in pieces:
-            answers[index].add(piece)
-    return True
-
-
-async def _prompts(
-    service: Service, body: SamplingRequest, ids: Sequence[list[int]], request: Request, arrival: float
-) -> list[Prompt]:
-    """One Prompt per choice, admitted: the `n` answers to the first prompt, then those to the next.
-
-    Raises BadRequest, Refused, PromptError.
-    """
-    bad_words: list[list[int]] = []
-    if body.bad_words:
-        bad_words = await _while_client_waits(service, request, service.tokenizer_pool.bad_words(body.bad_words))
-    service.admit(len(ids), body.n)
-    limits, new_id = service.limits, service.engine.new_id
-    submits: list[Submit] = []
-    for prompt in ids:
-        first = submit_from(body, prompt, id=new_id(), seed=service.seeds.next(), limits=limits, bad_words=bad_words)
-        submits += [first, *(further_answer(first, number, id=new_id()) for number in range(1, body.n))]
-    return [
-        Prompt(
-            submit=submit,
-            request_id=body.request_id or request.state.request_id,
-            arrival=arrival,
-            stop=body.stop_strings,
-            include_stop=body.include_stop_str_in_output,
-            skip_special_tokens=body.skip_special_tokens,
-        )
-        for submit in submits
-    ]
-
-
-async def _prompt_ids(service: Service, body: CompletionRequest, request: Request) -> list[list[int]]:
-    """The ids of each prompt: all are texts, or all are ids already, whose number `submit_from` looks at."""
-    texts = [prompt for prompt in body.prompts if isinstance(prompt, str)]
-    if not texts:
-        return [list(prompt) for prompt in body.prompts if not isinstance(prompt, str)]
-    return await _text_ids(service, request, texts, body.add_special_tokens)
-
-
-async def _text_ids(
-    service: Service, request: Request, texts: Sequence[str], add_special_tokens: bool
-) -> list[list[int]]:
-    service.text_limit.check(max(map(len, texts)), param="prompt")
-    work = service.tokenizer_pool.encode(texts, add_special_tokens=add_special_tokens)
-    return await _while_client_waits(service, request, work)
-
-
-async def _chat_ids(
-    service: Service,
-    body: Rendered,
-    request: Request,
-    messages: Sequence[ChatMessage],
-    *,
-    add_special_tokens: bool,
-    tools: list[dict[str, Any]] | None = None,
-) -> list[int]:
-    """The ids of a conversation. Its texts are bounded before they are rendered, and what comes of them before that is
-    tokenized: a template may repeat them."""
-    variables = body.chat_template_kwargs
-    service.tokenizer.check_template_variables(variables)
-    rendered = [_message(message) for message in messages]
-    limit = service.text_limit
-    limit.check(text_size([rendered, variables, tools]), param="messages")
-    work = service.tokenizer_pool.encode_chat(
-        rendered,
-        limit=limit,
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
-        template_kwargs=variables,
-        tools=tools,
-        add_special_tokens=add_special_tokens,
-    )
-    return await _while_client_waits(service, request, work)
-
-
-async def _while_client_waits(service: Service, request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of a job of the tokenizing workers, which ends when its client leaves. Raises ClientLeft."""
-    try:
-        done = await unless_client_leaves(request, work)
-    except TokenizerPoolFull:
-        service.metrics.request_rejected()
-        raise
-    if done is None:
-        raise ClientLeft
-    return done
-
-
-def _message(message: ChatMessage) -> dict[str, Any]:
-    """Templates get text: parts are joined, fields such as `name` stay."""
-    return message.model_dump(exclude={"content"}, exclude_none=True) | {"content": message.text}
-
-
-def _naming(request: Request, ignored: Sequence[str]) -> dict[str, str]:
-    """The header that names what was ignored, if anything was."""
+def _ignored_header(request: Request, ignored: Sequence[str]) -> dict[str, str]:
+    """Return the header that names ignored fields, if there are any."""
     if not ignored:
         return {}
     logger.info("request %s: ignored fields %s", request.state.request_id, ", ".join(map(repr, ignored)))
-    return {IGNORED_HEADER: _header_text(", ".join(ignored))}
-
-
-def _header_text(text: str) -> str:
-    """Names are the caller's: nothing that could end a header or make it endless."""
-    return "".join(char if char.isascii() and char.isprintable() else "?" for char in text[:1024])
-
-
-def _card(service: Service) -> ModelCard:
-    return ModelCard(
-        id=service.model_id,
-        created=service.created,
-        root=service.config.model_path,
-        max_model_len=service.limits.max_model_len,
-    )
+    # The client chose these names: remove what could end the header, and bound its length.
+    names = (char if char.isascii() and char.isprintable() else "?" for char in ", ".join(ignored)[:1024])
+    return {IGNORED_HEADER: "".join(names)}
 
 
 def _json(model: Any, headers: dict[str, str] | None = None) -> Response:

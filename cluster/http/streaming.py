@@ -1,28 +1,29 @@
-"""Streams that end when their client leaves, and several of them as one. Knows HTTP, not OpenAI.
+"""Event streams, concurrent generators merged into one, and handlers that stop when the client disconnects.
 
-Whatever ends a stream closes what it is made from, down to the engine's requests.
+However a stream ends, the generators it reads from are closed, down to the requests in the engine.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
+import functools
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from fastapi import Request
-from fastapi.responses import StreamingResponse
+from fastapi.responses import Response, StreamingResponse
 from starlette.types import Send
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
-
-class ClientLeft(Exception):
-    """Nobody waits for the answer any more."""
+CLIENT_CLOSED_REQUEST = 499
+"""nginx's status for a client that disconnected; it appears in logs alone."""
 
 
 class EventStream(StreamingResponse):
-    """Closes its source whatever ends the response, so that the engine hears at once of a client that left."""
+    """Server-sent events. Closes `source` as soon as the response ends, so that the engine aborts its requests."""
 
     media_type = "text/event-stream"
 
@@ -32,12 +33,13 @@ class EventStream(StreamingResponse):
         self._source = source
 
     async def stream_response(self, send: Send) -> None:
+        """Send the events, then close both generators."""
         async with aclosing(self._source), aclosing(self._events):
             await super().stream_response(send)
 
 
-async def merged(streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[tuple[int, T]]:
-    """The items of several streams as they come, each with its stream's index. Closing it closes all of them."""
+async def merge(streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[tuple[int, T]]:
+    """Yield (stream index, item) from several streams as items arrive. Closing it closes all of them."""
     if len(streams) == 1:
         async with aclosing(streams[0]) as only:
             async for item in only:
@@ -71,24 +73,36 @@ async def merged(streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[tuple[i
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def prepended(first: T, rest: AsyncIterator[T]) -> AsyncIterator[T]:
+async def prepend(first: T, rest: AsyncIterator[T]) -> AsyncIterator[T]:
+    """Yield `first`, then the rest."""
     yield first
     async for item in rest:
         yield item
 
 
-async def unless_client_leaves(request: Request, work: Awaitable[T]) -> T | None:
-    """The work's result, or None if the client disconnected first; the work is then cancelled and has ended."""
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_client_left(request))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
-    finally:
-        for waiting in (task, gone):
-            waiting.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+def cancel_on_disconnect(handler: Callable[P, Awaitable[Response]]) -> Callable[P, Awaitable[Response]]:
+    """Cancel a route handler when its client disconnects before the response starts.
+
+    FastAPI passes arguments by name; the handler must have a parameter `request: Request`. The handler has finished,
+    clean-up included, when the decorated one returns.
+    """
+
+    @functools.wraps(handler)
+    async def cancellable(*args: P.args, **kwargs: P.kwargs) -> Response:
+        request = kwargs["request"]
+        assert isinstance(request, Request)
+        work, disconnect = asyncio.ensure_future(handler(*args, **kwargs)), asyncio.ensure_future(_disconnect(request))
+        try:
+            await asyncio.wait({work, disconnect}, return_when=asyncio.FIRST_COMPLETED)
+            return work.result() if work.done() else Response(status_code=CLIENT_CLOSED_REQUEST)
+        finally:
+            for task in (work, disconnect):
+                task.cancel()
+            await asyncio.gather(work, disconnect, return_exceptions=True)
+
+    return cancellable
 
 
-async def _client_left(request: Request) -> None:
+async def _disconnect(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass

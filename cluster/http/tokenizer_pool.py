@@ -25,7 +25,8 @@ import msgpack
 
 import workers
 from cluster.engine_client import Health
-from cluster.http.tokenizer import PromptError, TextLimit, Tokenizer
+from cluster.http.errors import PromptError
+from cluster.http.tokenizer import TextLimit, Tokenizer
 from cluster.http.tokenizer_worker import COMMAND, LENGTH, READY, JobLimits
 from secateur.errors import SecateurError
 

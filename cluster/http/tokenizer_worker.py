@@ -23,7 +23,8 @@ from typing import Any
 
 import msgpack
 
-from cluster.http.tokenizer import PromptError, TextLimit, Tokenizer
+from cluster.http.errors import PromptError
+from cluster.http.tokenizer import TextLimit, Tokenizer
 from cluster.system.child import die_with_parent
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from openai.types.chat import ChatCompletionChunk as OpenAIChunk
 from prometheus_client.parser import text_string_to_metric_families
 
 import secateur
-from cluster.http.logprobs import chat_logprobs, completion_logprobs
+from cluster.http.openai_format import chat_logprobs, completion_logprobs
 from cluster.http.output_processor import ScoredToken
 from cluster.http.request_params import derive_seed
 from cluster.http.tokenizer import Tokenizer

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cluster.http.tokenizer import IncrementalDetokenizer, Tokenizer
+from cluster.http.detokenizer import IncrementalDetokenizer
+from cluster.http.tokenizer import Tokenizer
 from tests.support.tokenizer_kinds import (
     BYTES,
     WORDS,

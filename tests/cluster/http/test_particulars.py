@@ -13,12 +13,15 @@ from unittest.mock import MagicMock
 
 import httpx2
 import pytest
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Message, Receive
 
 from cluster.http import middleware
-from cluster.http.middleware import refusal_of
-from cluster.http.openai_format import Answer, speculative_stats
-from cluster.http.output_processor import EngineFailed, Piece, Prompt, _AnswerText, generate
-from cluster.http.streaming import merged, unless_client_leaves
+from cluster.http.middleware import to_http_error
+from cluster.http.openai_format import total_stats
+from cluster.http.output_processor import Generation, GenerationFailed, TextDelta
+from cluster.http.streaming import cancel_on_disconnect, merge
 from cluster.http.tokenizer import Tokenizer, text_size
 from secateur.errors import Problem
 from tests.support.fake_service import FakeService, error_of, fake_service, stream, wait_for
@@ -90,25 +93,32 @@ def test_ignored_fields_are_named_beside_log_probabilities_too(http: httpx2.Clie
     assert response.headers["x-secateur-ignored"] == "zeta"
 
 
-def test_copied_tokens_are_told_apart() -> None:
+def test_copied_tokens_are_counted_separately(tokenizer: Tokenizer) -> None:
     stats = RequestStats(num_drafts=1, verified_per_depth=[3], num_copied_tokens=3, num_accepted_copied_tokens=2)
-    told = speculative_stats([Answer([1], stats=stats)] * 2)
-    assert (told.num_copied_tokens, told.num_accepted_copied_tokens) == (6, 4)
+    finished = generation(tokenizer)
+    finished.last = TextDelta(stats=stats)
+    total = total_stats([finished] * 2)
+    assert (total.num_copied_tokens, total.num_accepted_copied_tokens) == (6, 4)
 
 
 def test_accepted_copies_are_counted_as_they_are_answered(service: FakeService) -> None:
     metrics = service.service.metrics
     before = metrics._answered.num_accepted_copied_tokens
     for is_copied in (False, True):
-        metrics.answered(3, 2, is_copied=is_copied)
+        metrics.observe_tokens(3, 2, is_copied=is_copied)
     assert metrics._answered.num_accepted_copied_tokens == before + 2
 
 
-def test_a_piece_says_whether_its_draft_was_copied(tokenizer: Tokenizer) -> None:
-    text = _AnswerText(tokenizer, Prompt(submit=Submit(id=1, prompt=[1], max_tokens=9), request_id="r", arrival=0.0))
+def generation(tokenizer: Tokenizer) -> Generation:
+    submit = Submit(id=1, prompt=[1], max_tokens=9)
+    return Generation(submit=submit, tokenizer=tokenizer, request_id="r", arrival=0.0)
+
+
+def test_a_delta_says_whether_its_draft_was_copied(tokenizer: Tokenizer) -> None:
+    running = generation(tokenizer)
     for is_copied in (False, True):
-        piece = text.feed(TokenChunk(id=1, tokens=[300], num_accepted=1, is_copied=is_copied))
-        assert isinstance(piece, Piece) and piece.is_copied == is_copied
+        delta = running.process(TokenChunk(id=1, tokens=[300], num_accepted=1, is_copied=is_copied))
+        assert delta.is_copied == is_copied
 
 
 @pytest.mark.parametrize(("min_tokens", "ends"), [(1, ("stop", "\ufffd")), (2, ("length", None))])
@@ -122,9 +132,9 @@ def test_a_stop_string_may_be_complete_with_the_answer_s_last_bytes(
     )
     sampling = SamplingParams(constraints=Constraints(min_tokens=min_tokens))
     submit = Submit(id=1, prompt=[a], max_tokens=2, sampling=sampling)
-    text = _AnswerText(tokenizer, Prompt(submit=submit, request_id="r", arrival=0.0, stop=["\ufffd"]))
-    piece = text.feed(TokenChunk(id=1, tokens=[a, half], finish_reason="length"))
-    assert (piece.finish_reason, piece.stop_reason) == ends
+    running = Generation(submit=submit, tokenizer=tokenizer, request_id="r", arrival=0.0, stop=("\ufffd",))
+    delta = running.process(TokenChunk(id=1, tokens=[a, half], finish_reason="length"))
+    assert (delta.finish_reason, delta.stop_reason) == ends
 
 
 class OneAnswer:
@@ -138,10 +148,11 @@ class OneAnswer:
             yield chunk
 
 
-async def read(tokenizer: Tokenizer, metrics: Any, *chunks: TokenChunk) -> list[Piece]:
+async def read(tokenizer: Tokenizer, metrics: Any, *chunks: TokenChunk) -> list[TextDelta]:
     submit = Submit(id=1, prompt=[1], max_tokens=9)
-    prompt = Prompt(submit=submit, request_id="r", arrival=time.perf_counter())
-    return [piece async for piece in generate(OneAnswer(*chunks), tokenizer, metrics, prompt)]
+    running = Generation(submit=submit, tokenizer=tokenizer, request_id="r", arrival=time.perf_counter())
+    engine: Any = OneAnswer(*chunks)
+    return [delta async for delta in running.stream(engine, metrics)]
 
 
 @pytest.mark.parametrize(
@@ -150,7 +161,7 @@ async def read(tokenizer: Tokenizer, metrics: Any, *chunks: TokenChunk) -> list[
 async def test_a_request_that_the_engine_fails_on_is_told_why(
     error: str | None, message: str, tokenizer: Tokenizer, service: FakeService
 ) -> None:
-    with pytest.raises(EngineFailed, match=message):
+    with pytest.raises(GenerationFailed, match=message):
         await read(tokenizer, service.service.metrics, TokenChunk(id=1, tokens=[], finish_reason="error", error=error))
 
 
@@ -158,7 +169,7 @@ async def test_the_times_of_the_first_and_the_last_token_are_observed(tokenizer:
     metrics = MagicMock()
     chunks = [TokenChunk(id=1, tokens=[300]), TokenChunk(id=1, tokens=[301], finish_reason="length")]
     await read(tokenizer, metrics, *chunks)
-    times = metrics.request_ended.call_args.kwargs
+    times = metrics.observe_finished.call_args.kwargs
     assert 0 < times["first_token_s"] < times["last_token_s"] < times["total_s"]
 
 
@@ -188,10 +199,10 @@ def test_a_full_service_says_how_full_it_is(own: Callable[..., FakeService]) -> 
 
 
 def test_an_engine_s_failure_is_a_server_error_that_says_which() -> None:
-    refused = refusal_of(EngineFailed("a page was lost\nat line 3"))
-    assert refused.body.error.message == "the engine failed: a page was lost"
-    assert (refused.status, refused.body.error.type, refused.body.error.code) == (500, "server_error", "engine_error")
-    assert refusal_of(EngineFailed()).body.error.message == "the engine failed: EngineFailed"
+    error = to_http_error(GenerationFailed("a page was lost\nat line 3"))
+    assert error.body.error.message == "the engine failed: a page was lost"
+    assert (error.status, error.body.error.type, error.body.error.code) == (500, "server_error", "engine_error")
+    assert to_http_error(GenerationFailed()).body.error.message == "the engine failed: GenerationFailed"
 
 
 def test_a_place_in_a_list_is_no_parameter() -> None:
@@ -210,7 +221,7 @@ async def test_what_is_no_http_passes_the_middleware_whole() -> None:
     async def send(_: Any) -> None: ...
 
     scope = {"type": "lifespan"}
-    await middleware._Outermost(app, echo=True)(scope, receive, send)
+    await middleware._RequestIdMiddleware(app, echo=True)(scope, receive, send)
     assert seen == [scope, receive, send]
 
 
@@ -232,42 +243,49 @@ async def endless(closed: list[int], number: int) -> AsyncGenerator[int]:
 
 async def test_several_streams_are_closed_without_an_error() -> None:
     closed: list[int] = []
-    both = merged([endless(closed, 1), endless(closed, 2)])
+    both = merge([endless(closed, 1), endless(closed, 2)])
     assert (await anext(both))[1] in (1, 2)
     await both.aclose()
     assert sorted(closed) == [1, 2]
 
 
-class Receiving:
+class Receiving(Request):
     """A request whose client sends these messages, and then nothing."""
 
     def __init__(self, *kinds: str) -> None:
+        super().__init__({"type": "http"})
         self._kinds = list(kinds)
 
-    async def receive(self) -> dict[str, str]:
+    @property
+    def receive(self) -> Receive:
+        return self._receive_next
+
+    async def _receive_next(self) -> Message:
         if not self._kinds:
             await asyncio.sleep(60)
         return {"type": self._kinds.pop(0)}
 
 
 async def test_work_for_a_client_that_stays_is_done_whatever_it_sends() -> None:
-    async def work() -> int:
+    @cancel_on_disconnect
+    async def work(request: Request) -> Response:
         await asyncio.sleep(0.05)
-        return 5
+        return Response("done")
 
-    assert await unless_client_leaves(Receiving("http.request"), work()) == 5  # type: ignore[arg-type]
+    assert (await work(request=Receiving("http.request"))).body == b"done"
 
 
 async def test_work_for_a_client_that_left_has_ended_when_that_is_told() -> None:
     ended: list[bool] = []
 
-    async def work() -> int:
+    @cancel_on_disconnect
+    async def work(request: Request) -> Response:
         try:
             await asyncio.sleep(60)
         finally:
             await asyncio.sleep(0.05)
             ended.append(True)
-        return 5
+        return Response()
 
-    assert await unless_client_leaves(Receiving("http.disconnect"), work()) is None  # type: ignore[arg-type]
+    assert (await work(request=Receiving("http.disconnect"))).status_code == 499
     assert ended == [True]

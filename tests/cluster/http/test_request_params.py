@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from cluster.http.request_params import BadRequest, RequestLimits, SeedSource, derive_seed, further_answer, submit_from
-from secateur.requests import ChatCompletionRequest, CompletionRequest
+from cluster.http.errors import BadRequest
+from cluster.http.request_params import RequestLimits, SeedSource, build_submits, derive_seed
+from secateur.requests import ChatCompletionRequest, CompletionRequest, SamplingRequest
 from workers.comm.ipc import Speculation, Submit
 from workers.types import Constraints
 
 LIMITS = RequestLimits(max_model_len=100, vocab_size=50, num_speculative_tokens=16, eos_token_ids=(0,))
 
 
+def first_submit(
+    request: SamplingRequest, prompt: list[int], *, limits: RequestLimits = LIMITS, bad_words: Any = ()
+) -> Submit:
+    return build_submits(request, prompt, new_id=lambda: 1, seed=5, limits=limits, bad_words=bad_words)[0]
+
+
 def submit(prompt_length: int = 1, *, bad_words: Any = (), **fields: Any) -> Submit:
     request = CompletionRequest(prompt="x", **fields)
-    return submit_from(request, [1] * prompt_length, id=1, seed=5, limits=LIMITS, bad_words=bad_words)
+    return first_submit(request, [1] * prompt_length, bad_words=bad_words)
 
 
 def test_a_default_never_runs_into_the_limit_and_a_wish_does() -> None:
     prompt = [1] * 95
-    assert submit_from(CompletionRequest(prompt="x"), prompt, id=1, seed=5, limits=LIMITS).max_tokens == 5
+    assert first_submit(CompletionRequest(prompt="x"), prompt).max_tokens == 5
     with pytest.raises(BadRequest, match="ask for at most 5"):
-        submit_from(CompletionRequest(prompt="x", max_tokens=6), prompt, id=1, seed=5, limits=LIMITS)
+        first_submit(CompletionRequest(prompt="x", max_tokens=6), prompt)
 
 
 def test_a_chat_s_default_length_is_the_model_s_where_the_context_leaves_room() -> None:
@@ -32,10 +40,10 @@ def test_a_chat_s_default_length_is_the_model_s_where_the_context_leaves_room() 
 
     def length(prompt_length: int = 1, **fields: Any) -> int:
         request = ChatCompletionRequest.model_validate({"messages": [{"role": "user", "content": "x"}], **fields})
-        return submit_from(request, [1] * prompt_length, id=1, seed=5, limits=limits).max_tokens
+        return first_submit(request, [1] * prompt_length, limits=limits).max_tokens
 
     assert (length(), length(95), length(max_tokens=40), length(max_completion_tokens=50)) == (30, 5, 40, 50)
-    assert submit_from(CompletionRequest(prompt="x"), [1], id=1, seed=5, limits=limits).max_tokens == 16
+    assert first_submit(CompletionRequest(prompt="x"), [1], limits=limits).max_tokens == 16
     with pytest.raises(BadRequest, match="min_tokens=31 is more than max_tokens=30, this model's default; write max"):
         length(min_tokens=31)
 
@@ -45,10 +53,10 @@ def test_of_two_lengths_the_newer_name_wins() -> None:
     message = {"messages": [{"role": "user", "content": "x"}]}
     for newer, older in ((5, 9), (9, 5)):
         request = ChatCompletionRequest.model_validate(message | {"max_completion_tokens": newer, "max_tokens": older})
-        assert submit_from(request, [1], id=1, seed=5, limits=LIMITS).max_tokens == newer
+        assert first_submit(request, [1]).max_tokens == newer
     request = ChatCompletionRequest.model_validate(message | {"max_completion_tokens": 100, "max_tokens": 5})
     with pytest.raises(BadRequest, match="max_completion_tokens=100") as caught:
-        submit_from(request, [1], id=1, seed=5, limits=LIMITS)
+        first_submit(request, [1])
     assert caught.value.param == "max_completion_tokens"
 
 
@@ -64,19 +72,19 @@ def test_top_k_is_off_where_it_cuts_nothing(asked: int, engine_s: int) -> None:
 
 
 def test_a_request_s_own_seed_wins() -> None:
-    assert submit_from(CompletionRequest(prompt="x"), [1], id=1, seed=5, limits=LIMITS).sampling.seed == 5
-    assert submit_from(CompletionRequest(prompt="x", seed=0), [1], id=1, seed=5, limits=LIMITS).sampling.seed == 0
+    assert first_submit(CompletionRequest(prompt="x"), [1]).sampling.seed == 5
+    assert first_submit(CompletionRequest(prompt="x", seed=0), [1]).sampling.seed == 0
 
 
 @pytest.mark.parametrize("fields", [{}, {"seed": 7}])
 def test_the_first_answer_has_the_request_s_seed_and_the_others_derived_ones(fields: dict[str, int]) -> None:
-    first = submit(n=3, logprobs=2, **fields)
+    request, ids = CompletionRequest(prompt="x", n=3, logprobs=2, **fields), itertools.count(10)
+    first, *others = build_submits(request, [1], new_id=lambda: next(ids), seed=5, limits=LIMITS)
     base = fields.get("seed", 5)
-    assert first.sampling.seed == base
-    for number in (1, 2):
-        further = further_answer(first, number, id=10 + number)
-        assert (further.id, further.sampling.seed) == (10 + number, derive_seed(base, number))
-        assert replace(further, id=1, sampling=replace(further.sampling, seed=base)) == first
+    assert (first.id, first.sampling.seed, len(others)) == (10, base, 2)
+    for number, other in enumerate(others, start=1):
+        assert (other.id, other.sampling.seed) == (10 + number, derive_seed(base, number))
+        assert replace(other, id=10, sampling=replace(other.sampling, seed=base)) == first
 
 
 @pytest.mark.parametrize(
@@ -110,7 +118,7 @@ def test_log_probabilities_reach_the_engine_as_a_number() -> None:
     assert submit().sampling.num_logprobs is None
     assert submit(logprobs=0).sampling.num_logprobs == 0
     chat = ChatCompletionRequest(messages=[{"role": "user", "content": "x"}], logprobs=True, top_logprobs=4)
-    assert submit_from(chat, [1], id=1, seed=5, limits=LIMITS).sampling.num_logprobs == 4
+    assert first_submit(chat, [1]).sampling.num_logprobs == 4
 
 
 @pytest.mark.parametrize(
@@ -164,7 +172,7 @@ def test_server_seeds_repeat_and_drawn_ones_do_not() -> None:
 
 def test_a_vanishing_temperature_is_greedy() -> None:
     request = CompletionRequest(prompt="x", temperature=1e-7)
-    assert submit_from(request, [1], id=1, seed=5, limits=LIMITS).sampling.temperature == 0
+    assert first_submit(request, [1]).sampling.temperature == 0
 
 
 def test_a_single_token_of_room_is_room() -> None:
@@ -188,4 +196,4 @@ def test_what_does_not_fit_says_so_by_code() -> None:
 def test_asking_for_drafts_without_a_drafter_is_told_plainly() -> None:
     request = CompletionRequest(prompt="x", speculative={"num_speculative_tokens": 2})  # type: ignore[arg-type]
     with pytest.raises(BadRequest, match=r"^speculative: this service runs without a drafter; leave it out$"):
-        submit_from(request, [1], id=1, seed=5, limits=replace(LIMITS, num_speculative_tokens=0))
+        first_submit(request, [1], limits=replace(LIMITS, num_speculative_tokens=0))

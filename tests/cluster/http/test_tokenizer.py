@@ -11,7 +11,9 @@ import tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import secateur
-from cluster.http.tokenizer import IncrementalDetokenizer, PromptError, StopStrings, Tokenizer
+from cluster.http.detokenizer import IncrementalDetokenizer, StopStrings
+from cluster.http.errors import PromptError
+from cluster.http.tokenizer import Tokenizer
 
 MODEL = Path(secateur.__file__).parent / "bundled" / "target"
 TEXT = 'def greet(name):\n    return f"héllo, {name} 🌳 日本語 العربية 👩‍🔬"\n'
@@ -285,5 +287,5 @@ def test_special_tokens_are_hidden_by_default_those_that_were_added_too(tmp_path
     fast.save_pretrained(tmp_path)
     tokenizer = Tokenizer(str(tmp_path))
     [added] = tokenizer.encode("<|turn|>", add_special_tokens=False)
-    assert not tokenizer.shows(added) and tokenizer.shows(added, skip_special_tokens=False)
+    assert not tokenizer.is_visible(added) and tokenizer.is_visible(added, skip_special_tokens=False)
     assert tokenizer.decode([added]) == "" and tokenizer.decode([added], skip_special_tokens=False) == "<|turn|>"

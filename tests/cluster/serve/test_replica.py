@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 from ray.exceptions import TaskCancelledError
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 import cluster.serve.app
 from cluster.engine_client import EngineClient, EngineDead, Health
-from cluster.http.streaming import EventStream, unless_client_leaves
+from cluster.http.streaming import EventStream, cancel_on_disconnect
 from cluster.serve.app import ClientDisconnects, Replica
 from tests.support.fake_engine import FakeEngine
 from workers.comm.ipc import Submit, TokenChunk
@@ -109,9 +110,14 @@ async def test_a_stream_ends_in_peace_when_serve_cancels_what_waits_for_its_clie
 
 
 async def test_who_has_left_has_left_for_good() -> None:
+    @cancel_on_disconnect
+    async def never(request: Request) -> Response:
+        await asyncio.sleep(60)
+        return Response()
+
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         for _ in range(2):
-            assert await unless_client_leaves(Request(scope, receive), asyncio.sleep(60, "an answer")) is None
+            assert (await never(request=Request(scope, receive))).status_code == 499
 
     await asyncio.wait_for(ClientDisconnects(app)({"type": "http"}, CancelledOnce(), ignore), 5)
 

@@ -1,0 +1,49 @@
+"""Exceptions that become OpenAI error responses. Imports no web framework: the tokenizer workers load it, too."""
+
+from __future__ import annotations
+
+from secateur.responses import ErrorResponse
+
+RETRY_WHEN_FULL_S = 1
+RETRY_WHEN_DOWN_S = 10
+"""Replacing a replica takes about this long."""
+
+
+class BadRequest(ValueError):
+    """The service cannot serve this request; `param` is the offending field. Becomes a 400."""
+
+    def __init__(self, message: str, *, param: str | None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class PromptError(BadRequest):
+    """The prompt cannot be tokenized: invalid Unicode, too long a text, or messages that the chat template rejects."""
+
+
+class HttpError(Exception):
+    """An error response with its status. Routes raise it; the exception handlers in `middleware` send it."""
+
+    def __init__(self, status: int, body: ErrorResponse, *, retry_after_s: int | None = None) -> None:
+        super().__init__(body.error.message)
+        self.status = status
+        self.body = body
+        self.retry_after_s = retry_after_s
+
+
+def not_found(message: str, *, code: str | None = None, param: str | None = None) -> HttpError:
+    """Return a 404."""
+    return HttpError(404, ErrorResponse.of(message, type="not_found_error", param=param, code=code))
+
+
+def too_many_requests(message: str) -> HttpError:
+    """Return a 429 with Retry-After."""
+    body = ErrorResponse.of(message, type="rate_limit_error", code="too_many_requests")
+    return HttpError(429, body, retry_after_s=RETRY_WHEN_FULL_S)
+
+
+def unavailable(message: str) -> HttpError:
+    """Return a 503 with Retry-After."""
+    body = ErrorResponse.of(message, type="service_unavailable_error", code="engine_unavailable")
+    return HttpError(503, body, retry_after_s=RETRY_WHEN_DOWN_S)
