@@ -1,4 +1,4 @@
-"""Secateur's public face: client, batch runner, OpenAI wire models, configuration, errors.
+"""Secateur's public API: client, batch runner, OpenAI models, configuration and errors.
 
     from secateur import Client
     print(Client().complete("def main(", max_tokens=32).text)

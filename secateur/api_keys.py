@@ -1,4 +1,4 @@
-"""The file of `--api-key-file`: the keys that a service accepts, one a line."""
+"""The file of `--api-key-file`, which holds the keys that a service accepts, one per line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FIELD = "api_key_file"
 
 
 def read_api_keys(path: str | Path) -> tuple[str, ...]:
-    """The keys in the file; empty lines are none. Raises ConfigError if it cannot be read or a line is no key."""
+    """Return the keys, skipping blank lines. Raises ConfigError if the file cannot be read or a line is not a key."""
     lines = [line.strip() for line in read_text(path, FIELD).splitlines()]
     for number, line in enumerate(lines, start=1):
         if len(line.split()) > 1:
@@ -20,6 +20,6 @@ def read_api_keys(path: str | Path) -> tuple[str, ...]:
 
 
 def check_api_keys(path: str | Path) -> None:
-    """For a service that starts. Raises ConfigError if there is not one key, which would keep everybody out."""
+    """Raise ConfigError if the file holds no key, because the service would then reject every request."""
     if not read_api_keys(path):
         raise ConfigError(Problem(FIELD, f"{path} holds no key; write one a line, or leave the file out"))

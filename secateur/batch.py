@@ -2,9 +2,9 @@
 
     run_batch("in.jsonl", "out.jsonl", base_url="http://127.0.0.1:8000")
 
-Exactly those lines are sent that the output, see `secateur.batch_output`, does not answer yet: answers are found by
-custom_id, and count only if the line still asks what it asked then. So every custom_id ends up in the output exactly
-once, with an answer to its line as it is.
+A run sends exactly the lines that the output (see `secateur.batch_output`) does not answer yet. An earlier answer
+counts if it has the line's custom_id and the line still holds the same request. So every custom_id ends up in the
+output exactly once, with an answer to the current line.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ READS: dict[str, type[CompletionResponse] | type[ChatCompletionResponse]] = {
 
 @dataclass(slots=True)
 class BatchSummary:
-    """What a run did. Token counts are those of this run, not of the lines an earlier run answered."""
+    """The result of a run. Token counts exclude lines that an earlier run answered."""
 
     total: int = 0
     resumed: int = 0
-    """Lines an earlier run had answered."""
+    """Lines that an earlier run answered."""
     changed: int = 0
-    """Lines an earlier run had answered as they were then; these are answered again."""
+    """Lines that changed after an earlier run answered them; this run answers them again."""
     succeeded: int = 0
     failed: int = 0
     first_failure: str = ""
-    """Which line it was, and why."""
+    """The custom_id of the first line that failed, and its error."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     seconds: float = 0.0
@@ -64,7 +64,7 @@ class BatchSummary:
 
     @property
     def exit_code(self) -> int:
-        """0 if every line is answered, 130 after Ctrl-C, else 1."""
+        """Return 0 if every line is answered, 130 after Ctrl-C, else 1."""
         if self.interrupted:
             return 130
         return 1 if self.failed else 0
@@ -80,16 +80,17 @@ class BatchSummary:
         )
 
 
-class Job(NamedTuple):
+class BatchInput(NamedTuple):
     """A validated input file. `job_id` is a digest of its content: the same file gives the same request ids."""
 
     path: Path
     job_id: str
     digests: dict[str, str]
-    """By custom_id: what its line asks for, see `digest_of`."""
+    """Maps each custom_id to the digest of its request, see `digest_of`."""
 
     @property
     def custom_ids(self) -> Set[str]:
+        """Return the custom_ids of the input."""
         return self.digests.keys()
 
 
@@ -109,10 +110,10 @@ def run_batch(
     """Answer every line of `input_path` into `output_path`, `concurrency` at a time.
 
     `client` replaces base_url, api_key, retries and timeout (seconds per read), and is closed by the caller.
-    `resume=False` starts over; otherwise a warning tells how many lines changed after they were answered, which are
-    answered again. `progress` None shows a bar on a terminal only. The first Ctrl-C waits for the lines in
-    flight, a second one stops at once. Raises BatchError if a file is unfit (nothing is sent then), AuthenticationError
-    and APIConnectionError if the service cannot be used at all.
+    `resume=False` starts over; otherwise lines that changed since they were answered are answered again, and a warning
+    gives their number. `progress=None` shows a progress bar on a terminal only. The first Ctrl-C waits for the requests
+    in flight; the second stops at once. Raises BatchError, before anything is sent, if a file cannot be used, and
+    AuthenticationError or APIConnectionError if the service cannot be used.
     """
     return asyncio.run(
         run_batch_async(
@@ -143,7 +144,7 @@ async def run_batch_async(
     timeout: float = DEFAULT_TIMEOUT_S,
     progress: bool | None = None,
 ) -> BatchSummary:
-    """`run_batch` for callers that have an event loop."""
+    """Run `run_batch` in the caller's event loop."""
     if concurrency < 1:
         raise BatchError(f"concurrency must be at least 1 (got {concurrency})")
     job, output_path = read_job(Path(input_path)), Path(output_path)
@@ -158,7 +159,7 @@ async def run_batch_async(
         if client is None:
             owned = AsyncClient(base_url, api_key=api_key, retries=retries, timeout=timeout)
             client = await stack.enter_async_context(owned)
-        await client.models()  # one clear error now, rather than one per line
+        await client.models()  # fail once now rather than once per line
         bar = stack.enter_context(_progress_bar(summary, progress))
         stop = stack.enter_context(_stop_on_signal())
         started = time.monotonic()
@@ -183,12 +184,12 @@ def _warn_of(output: Output, input_path: Path, output_path: Path) -> None:
 
 
 class _Run:
-    """The workers of one run: they share an iterator of lines still to be answered, and one output."""
+    """The workers of one run, which share an iterator over unanswered lines and one output."""
 
     def __init__(
         self,
         client: AsyncClient,
-        job: Job,
+        job: BatchInput,
         output: Output,
         summary: BatchSummary,
         bar: Progress,
@@ -233,7 +234,7 @@ class _Run:
             answer = await self._client.call(call)
             response = BatchResponse(status_code=200, request_id=request_id, body=answer.model_dump(mode="json"))
         except AuthenticationError:
-            raise  # every other line would fail alike
+            raise  # every other line would fail the same way
         except APIError as failure:
             if failure.status is not None:
                 response = BatchResponse(status_code=failure.status, request_id=request_id, body=failure.body)
@@ -260,8 +261,8 @@ class _Run:
 # -- input -----------------------------------------------------------------------------------------------------------
 
 
-def read_job(path: Path) -> Job:
-    """Validate a whole input file. Raises BatchError that lists what is wrong, by line number."""
+def read_job(path: Path) -> BatchInput:
+    """Validate a whole input file. Raises BatchError that lists the problems by line number."""
     digest, line_of, problems = hashlib.sha256(), dict[str, int](), list[str]()
     digests: dict[str, str] = {}
     try:
@@ -278,13 +279,13 @@ def read_job(path: Path) -> Job:
         raise BatchError(f"{path} is not a valid batch file, nothing was sent:", shown)
     if not line_of:
         raise BatchError(f"{path} holds no requests")
-    return Job(path, digest.hexdigest()[:8], digests)
+    return BatchInput(path, digest.hexdigest()[:8], digests)
 
 
 def _input_lines(
     path: Path, digest: Any = None, problems: list[str] | None = None
 ) -> Iterator[tuple[int, BatchInputLine]]:
-    """(line number, line) of a batch file; blank lines are skipped. Bad lines go to `problems`, where one is given."""
+    """Yield (line number, line) and skip blank lines. Invalid lines are appended to `problems`, or raise without it."""
     with path.open("rb") as file:
         for number, raw in enumerate(file, start=1):
             if digest is not None:
@@ -309,13 +310,13 @@ def _changed(path: Path, problems: list[str]) -> BatchError:
 
 
 def _sendable(line: Any) -> Any:
-    """The line, unless it holds what Python reads and no service does: NaN, or half a surrogate pair."""
+    """Return the line. Raises ValueError for what Python reads but JSON forbids: NaN, or a lone surrogate."""
     json.dumps(line, ensure_ascii=False, allow_nan=False).encode()
     return line
 
 
 def _header_safe(custom_id: str) -> str:
-    """A custom_id as it may stand in a header: as it is, or its digest."""
+    """Return a custom_id that is valid in an HTTP header: unchanged if possible, else its digest."""
     if re.fullmatch(r"[A-Za-z0-9._:@/+=-]{1,128}", custom_id):
         return custom_id
     return hashlib.sha256(custom_id.encode()).hexdigest()[:32]
@@ -340,9 +341,9 @@ def _progress_bar(summary: BatchSummary, shown: bool | None) -> Progress:
 
 @contextlib.contextmanager
 def _stop_on_signal() -> Iterator[asyncio.Event]:
-    """An event set by the first Ctrl-C (or SIGTERM); the next one acts as usual."""
+    """Yield an event that the first SIGINT or SIGTERM sets; the next signal has its usual effect."""
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
-    # Signals reach the main thread only, and Windows' loop takes none: there Ctrl-C stops at once.
+    # Only the main thread receives signals, and Windows' event loop has no handlers: there Ctrl-C stops at once.
     if threading.current_thread() is not threading.main_thread() or sys.platform == "win32":
         yield stop
         return

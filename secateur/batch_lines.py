@@ -27,12 +27,16 @@ class BatchInputLine(BaseModel):
 
 
 class BatchResponse(BaseModel):
+    """The HTTP response to one line."""
+
     status_code: int
     request_id: str
     body: Any
 
 
 class BatchLineError(BaseModel):
+    """Why one line failed."""
+
     code: str
     message: str
 
@@ -47,4 +51,5 @@ class BatchOutputLine(BaseModel):
 
     @property
     def succeeded(self) -> bool:
+        """Return whether the service answered the line with status 200."""
         return self.error is None and self.response is not None and self.response.status_code == 200

@@ -1,9 +1,9 @@
-"""What a batch run writes: an answer per line, and beside them, in OUT.digests, which request each of them answers.
+"""The output of a batch run: OUT holds the answers, and OUT.digests the digest of the request behind each answer.
 
-The rule: both files are append-only and flushed per line, a request's digest before its answer. So whatever kills the
-run, it loses at most the line being written, and no answer is without its digest. A run first rewrites the output,
-atomically, to hold just the answers that it need not ask for again. The digests are rewritten after it: there may be
-too many of them, never too few.
+The rule: both files are append-only and flushed after every line, and a digest is written before its answer. A crash
+therefore loses at most the line being written, and every answer has its digest. A run begins by atomically rewriting
+the output to the answers that it keeps. It rewrites the digests afterwards: a crash in between leaves spare digests,
+but never drops one that is needed.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ if sys.platform != "win32":
     import fcntl
 
 _BEGINNING = b'{"id"'
-"""Of every line that is written here; what begins otherwise is somebody else's."""
+"""Every line of an output begins with this; other lines were not written here."""
 
 
 def digest_of(line: BatchInputLine) -> str:
-    """SHA-256 of what a line asks for; its custom_id and the order of keys do not count."""
+    """Return the SHA-256 of a line's request; its custom_id and the order of keys do not matter."""
     asked = json.dumps([line.method, line.url, line.body], sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     return hashlib.sha256(asked.encode()).hexdigest()
 
 
 class RequestDigest(BaseModel):
-    """A line of OUT.digests: the digest of the request that the answer of this id and custom_id belongs to."""
+    """A line of OUT.digests: the digest of the request that the answer with this id and custom_id belongs to."""
 
     id: str
     custom_id: str
@@ -45,19 +45,19 @@ class RequestDigest(BaseModel):
 
 
 class Output:
-    """The output and its digests, open and locked."""
+    """An output and its digests, open and locked."""
 
-    def __init__(self, answers: IO[bytes], digests: IO[bytes], found: _Found) -> None:
+    def __init__(self, answers: IO[bytes], digests: IO[bytes], found: _OutputScan) -> None:
         self._answers, self._digests = answers, digests
         self.done = frozenset(found.kept)
-        """custom_ids whose answers an earlier run has written."""
+        """The custom_ids that an earlier run answered."""
         self.num_changed = len(found.changed)
-        """Answers that were put aside, because their lines have changed since."""
+        """Number of answers moved to OUT.superseded because their lines changed."""
         self.num_unchecked = len(found.kept.keys() - found.current.keys())
-        """Answers that were kept without a digest; now they have those of the lines as they are."""
+        """Number of answers kept although they had no digest; they get the digests of the current lines."""
 
     def append(self, answer: BatchOutputLine, digest: str) -> None:
-        """Write the answer to the request of this digest."""
+        """Write an answer and the digest of its request."""
         for file, line in (
             (self._digests, RequestDigest(id=answer.id, custom_id=answer.custom_id, digest=digest)),
             (self._answers, answer),
@@ -67,20 +67,22 @@ class Output:
 
 
 def digests_path(output: Path) -> Path:
+    """Return the path of OUT.digests."""
     return output.with_name(output.name + ".digests")
 
 
 def superseded_path(output: Path) -> Path:
-    """Where answers to lines that have changed since are put aside."""
+    """Return the path of OUT.superseded, which keeps answers to lines that changed."""
     return output.with_name(output.name + ".superseded")
 
 
 @contextlib.contextmanager
 def open_output(path: Path, requests: Mapping[str, str], *, resume: bool) -> Iterator[Output]:
-    """Open `path` for answers to `requests` (custom_id -> digest), holding those it need not be asked for again.
+    """Open `path` for answers to `requests` (custom_id -> digest), keeping the answers that are still valid.
 
-    Dropped are torn and failed lines and answers to lines that have changed; without `resume`, all. Raises BatchError,
-    with the file as it was, if another run writes to it, or if it holds answers to other requests or something else.
+    Truncated lines, failed lines and answers to changed lines are dropped; without `resume`, every line is. Raises
+    BatchError and leaves the file unchanged if another run writes to it, if it answers lines that the input does not
+    have, or if it is not a batch output.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -95,7 +97,7 @@ def _opened(stack: contextlib.ExitStack, path: Path, requests: Mapping[str, str]
     _lock(answers, path)
     found = _sort(answers, path, requests, _read_digests(digests_path(path)))
     if not resume:
-        found = _Found(num_lines=found.num_lines)
+        found = _OutputScan(num_lines=found.num_lines)
     elif found.foreign:
         raise BatchError(
             f"{path} holds {len(found.foreign)} answers to lines that the input does not have "
@@ -110,36 +112,38 @@ def _opened(stack: contextlib.ExitStack, path: Path, requests: Mapping[str, str]
     return Output(answers, _replaced(stack, digests_path(path), map(_encoded, digests)), found)
 
 
-class _Answer(NamedTuple):
+class _AnswerLine(NamedTuple):
     number: int
-    """Of its line."""
+    """The line's number in the output."""
     id: str
 
 
 @dataclass(slots=True)
-class _Found:
-    """What an output holds that succeeded."""
+class _OutputScan:
+    """The successful answers of an output, classified."""
 
     num_lines: int = 0
     ends_whole: bool = True
-    """Whether its last line has its newline."""
-    current: dict[str, _Answer] = field(default_factory=dict)
-    """By custom_id: the answer to the line as it is."""
-    unchecked: dict[str, _Answer] = field(default_factory=dict)
-    """By custom_id: an answer of which nobody wrote what it answers."""
+    """Whether the last line ends with a newline."""
+    current: dict[str, _AnswerLine] = field(default_factory=dict)
+    """Answers to current lines, by custom_id."""
+    unchecked: dict[str, _AnswerLine] = field(default_factory=dict)
+    """Answers without a digest, by custom_id."""
     changed: set[int] = field(default_factory=set)
-    """Numbers of lines that answer what their custom_id asked for earlier."""
+    """Numbers of the output lines that answer an earlier version of their input line."""
     foreign: list[str] = field(default_factory=list)
-    """custom_ids that the input does not have."""
+    """The custom_ids that the input does not have."""
 
     @property
-    def kept(self) -> dict[str, _Answer]:
+    def kept(self) -> dict[str, _AnswerLine]:
         return self.unchecked | self.current
 
 
-def _sort(answers: IO[bytes], path: Path, requests: Mapping[str, str], known: Mapping[tuple[str, str], str]) -> _Found:
-    """Which lines are what; only the last one may be torn. An output may be large: no line is held in memory."""
-    found = _Found()
+def _sort(
+    answers: IO[bytes], path: Path, requests: Mapping[str, str], known: Mapping[tuple[str, str], str]
+) -> _OutputScan:
+    """Classify the lines; only the last may be truncated. Outputs may be large, so no line stays in memory."""
+    found = _OutputScan()
     answers.seek(0)
     for number, raw in enumerate(answers, 1):
         found.num_lines, found.ends_whole = number, raw.endswith(b"\n")
@@ -151,7 +155,7 @@ def _sort(answers: IO[bytes], path: Path, requests: Mapping[str, str], known: Ma
             raise BatchError(f"{path} line {number} is no batch output; name another output file") from None
         if not line.succeeded:
             continue
-        answer, digest = _Answer(number, line.id), known.get((line.id, line.custom_id))
+        answer, digest = _AnswerLine(number, line.id), known.get((line.id, line.custom_id))
         if line.custom_id not in requests:
             found.foreign.append(line.custom_id)
         elif digest == requests[line.custom_id]:
@@ -164,7 +168,7 @@ def _sort(answers: IO[bytes], path: Path, requests: Mapping[str, str], known: Ma
 
 
 def _read_digests(path: Path) -> dict[tuple[str, str], str]:
-    """(answer's id, custom_id) -> digest. What is torn was written last: its answer never was."""
+    """Return (answer id, custom_id) -> digest. A truncated last line is skipped: its answer was never written."""
     found: dict[tuple[str, str], str] = {}
     if not path.exists():
         return found
@@ -181,7 +185,7 @@ def _read_digests(path: Path) -> dict[tuple[str, str], str]:
 
 
 def _is_torn(raw: bytes) -> bool:
-    """Whether a line that cannot be read is one of ours, cut short."""
+    """Return whether an invalid line is the truncated beginning of an output line."""
     return not raw.endswith(b"\n") and (raw.startswith(_BEGINNING) or _BEGINNING.startswith(raw))
 
 
@@ -193,13 +197,13 @@ def _encoded(line: BaseModel) -> bytes:
 
 
 def _lines(file: IO[bytes], numbers: set[int]) -> Iterator[bytes]:
-    """The lines of these numbers, each with its newline."""
+    """Return the lines with these numbers, each with a newline."""
     file.seek(0)
     return (raw.removesuffix(b"\n") + b"\n" for number, raw in enumerate(file, 1) if number in numbers)
 
 
 def _replaced(stack: contextlib.ExitStack, path: Path, lines: Iterable[bytes]) -> IO[bytes]:
-    """The file, atomically replaced by these lines, locked and open for more."""
+    """Replace a file atomically by these lines; return it locked and open for appending."""
     temporary = path.with_name(path.name + ".tmp")
     file = stack.enter_context(temporary.open("wb"))
     _lock(file, path)
@@ -222,7 +226,7 @@ def _put_aside(path: Path, lines: Iterable[bytes]) -> None:
 
 
 def _lock(file: IO[bytes], path: Path) -> None:
-    """Two runs on one output would answer lines twice. The lock ends with the process, however it ends."""
+    """Lock an output, so that two runs do not answer its lines twice. The lock ends with the process."""
     if sys.platform == "win32":
         return
     try:

@@ -1,4 +1,4 @@
-"""What `secateur bench` is asked to measure, checked before anything is loaded."""
+"""Measurement plans of `secateur bench`, validated before anything is loaded."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VARIED = (
     "acceptance",
     "enable_draft_probs",
 )
-"""Settings of the speculative configuration that the benchmark itself goes through."""
+"""Speculative settings that the benchmark itself varies."""
 
 Entry = TypeVar("Entry")
 
@@ -40,20 +40,20 @@ PositiveInt = Annotated[int, Field(ge=1)]
 Temperature = Annotated[float, Field(ge=0.0)]
 
 TARGET_COSTS = {"300m": (1024, 22), "8b": (4096, 32)}
-"""Hidden width and layers of targets as costly as models of so many parameters; the second is Llama-3-8B's."""
+"""Hidden width and number of layers by model size; '8b' has those of Llama-3-8B."""
 _WIDTH_STEP = 256
 
 
 @dataclass(frozen=True, slots=True)
 class TargetSize:
-    """Sizes of a cost-scaled target, in the proportions of Llama-3."""
+    """The size of a padded target with the proportions of Llama-3."""
 
     hidden_size: int
     num_layers: int
 
     @staticmethod
     def parse(text: str) -> TargetSize:
-        """'300m', '8b' or HIDDENxLAYERS, such as '512x12'. Raises ValueError."""
+        """Parse '300m', '8b' or HIDDENxLAYERS such as '512x12'. Raises ValueError."""
         hidden, _, layers = text.partition("x")
         if text in TARGET_COSTS:
             return TargetSize(*TARGET_COSTS[text])
@@ -68,30 +68,33 @@ class TargetSize:
 
     @property
     def intermediate_size(self) -> int:
+        """Return the width of the MLP."""
         return self.hidden_size * 7 // 2
 
     @property
     def head_dim(self) -> int:
+        """Return the width of an attention head."""
         return 128 if self.hidden_size >= 2048 else 64 if self.hidden_size >= 1024 else 32
 
     @property
     def num_heads(self) -> int:
+        """Return the number of query heads."""
         return self.hidden_size // self.head_dim
 
     @property
     def num_kv_heads(self) -> int:
-        """A quarter of the heads, or half where that would be few or uneven."""
+        """Return a quarter of the query heads, or half of them where a quarter is too few or uneven."""
         return self.num_heads // 4 if self.num_heads % 4 == 0 and self.num_heads >= 16 else self.num_heads // 2
 
     @property
     def layer_parameters(self) -> int:
-        """Weights that every forward reads: all but embedding and vocabulary head."""
+        """Return the number of weights that every forward reads: all but the embedding and the LM head."""
         attention = 2 * self.head_dim * (self.num_heads + self.num_kv_heads)
         return self.num_layers * self.hidden_size * (attention + 3 * self.intermediate_size)
 
 
 class AcceptancePlan(Strict):
-    """The cells of the table, and the requests that each of them answers."""
+    """The cells of the acceptance table, and the requests that each cell runs."""
 
     temperatures: Some[Temperature] = (
         *(0.0, 0.3, 0.5, 0.7),
@@ -101,17 +104,17 @@ class AcceptancePlan(Strict):
     """Tree nodes per step, without the root."""
     num_prompts: PositiveInt = 24
     max_tokens: Annotated[int, Field(ge=2)] = 32
-    """Per answer; it does not end earlier."""
+    """Tokens per answer; end-of-sequence tokens are ignored."""
     concurrency: PositiveInt = 8
     seed: Annotated[int, Field(ge=0)] = 0
-    """Answer i of every cell has the seed H(seed, i)."""
+    """Answer i of every cell uses the seed H(seed, i)."""
     row_prices: tuple[Annotated[float, Field(gt=0.0)], ...] = (0.01, 0.02, 0.03, 0.04, 0.05, 0.06)
-    """`auto` is also shown apart from the machine: shares of a step that a request's verified row costs if drafting is
-    free and the step shared by as many requests as are in flight."""
+    """Simulated verify costs for `auto`, independent of the machine: the share of a step that one verified row costs,
+    if drafting is free and all requests in flight share the step."""
 
     @classmethod
     def quick(cls) -> AcceptancePlan:
-        """Under a minute: enough to see that everything works, and no more."""
+        """Return a plan that takes under a minute, to check that everything works."""
         small = {"num_prompts": 4, "max_tokens": 24, "concurrency": 4}
         return cls(temperatures=(0.0, 1.0), nodes=(12,), row_prices=(0.03,), **small)
 
@@ -128,15 +131,17 @@ ContestantName = Literal[
     "assisted",
     "prompt_lookup",
 ]
-"""Whose speed is compared: ours without and with speculation, then transformers' `generate` in its ways."""
+"""The contestants: Secateur without and with speculation, then the generation modes of transformers."""
 PEERS: tuple[ContestantName, ...] = ("generate", "generate_2_threads", "assisted", "prompt_lookup")
 ALONE: tuple[ContestantName, ...] = ("assisted", "prompt_lookup")
-"""These answer one request at a time."""
+"""Contestants that answer one request at a time."""
 
 
 class _Scalable(Strict):
+    """A plan whose target may be padded to the cost of a larger model."""
+
     target_cost: str | None = None
-    """A target that computes the bundled one's function at the cost of a larger one, see `TargetSize.parse`."""
+    """Pad the target to the cost of a larger model without changing its outputs, see `TargetSize.parse`."""
 
     @field_validator("target_cost")
     @classmethod
@@ -147,26 +152,27 @@ class _Scalable(Strict):
 
     @property
     def size(self) -> TargetSize | None:
+        """Return the size that `target_cost` names, or None."""
         return None if self.target_cost is None else TargetSize.parse(self.target_cost)
 
 
 class SpeedPlan(_Scalable):
-    """Who is compared on how many requests at a time. The defaults are those of `latency`."""
+    """The contestants and batch sizes of a speed comparison. The defaults are those of `latency`."""
 
     contestants: Some[ContestantName] = get_args(ContestantName)
     batches: Some[PositiveInt] = (1, 4)
     """Requests in flight."""
     temperatures: Some[Temperature] = (0.0, 1.0)
     nodes: Annotated[int, Field(ge=1, le=MAX_NODES)] = 16
-    """Of dynamic and static trees."""
+    """Draft nodes of dynamic and static trees."""
     chain: Annotated[int, Field(ge=1, le=MAX_NODES)] = 5
-    """Length of chains, theirs and ours."""
+    """Length of chains, for all contestants."""
     num_prompts: PositiveInt = 2
-    """In a turn, and at least one batch: a short turn is over before the machine's own speed changes."""
+    """Prompts per turn, at least one batch. Short turns end before the machine's speed drifts."""
     max_tokens: Annotated[int, Field(ge=2)] = 48
-    """Per answer; it does not end earlier."""
+    """Tokens per answer; end-of-sequence tokens are ignored."""
     rounds: PositiveInt = 6
-    """In each, all take their turn with the next prompts; medians count."""
+    """In each round, every contestant runs the next prompts once; the report gives medians."""
     seed: Annotated[int, Field(ge=0)] = 0
 
     @model_validator(mode="after")
@@ -177,58 +183,61 @@ class SpeedPlan(_Scalable):
 
     @classmethod
     def throughput(cls) -> SpeedPlan:
+        """Return the defaults of `secateur bench throughput`."""
         ours: tuple[ContestantName, ...] = ("off", "chain", "static", "dynamic", "auto", "generate")
         return cls(contestants=ours, batches=(1, 2, 4, 8, 16, 32), num_prompts=1, rounds=8)
 
     @classmethod
     def quick(cls) -> SpeedPlan:
-        """Under a minute: enough to see that everything works."""
+        """Return a plan that takes under a minute, to check that everything works."""
         some: tuple[ContestantName, ...] = ("off", "dynamic", "auto", "generate", "assisted")
         return cls(contestants=some, batches=(1, 2), temperatures=(0.0,), num_prompts=2, max_tokens=16, rounds=2)
 
 
 class StepPlan(_Scalable):
-    """The steps that are taken apart: forwards by rows, requests and context, whole steps by nodes and requests."""
+    """The steps to profile: forwards by rows, requests and context; whole steps by nodes and requests."""
 
     rows: Some[PositiveInt] = (1, 2, 4, 5, 8, 9, 17, 33)
-    """Of each request, in the target's forward alone."""
+    """Rows per request in the target's forward."""
     batches: Some[PositiveInt] = (1, 4, 8)
     contexts: Some[PositiveInt] = (128, 512, 1024)
-    """Tokens before those rows."""
+    """Cached tokens before those rows."""
     nodes: Some[Annotated[int, Field(ge=0, le=MAX_NODES)]] = (0, 4, 8, 16)
-    """Of the trees of whole steps; 0 = no speculation."""
+    """Draft nodes per tree in whole steps; 0 = no speculation."""
     max_tokens: Annotated[int, Field(ge=2)] = 48
     rounds: PositiveInt = 3
 
     @classmethod
     def quick(cls) -> StepPlan:
+        """Return a plan that takes about a minute."""
         return cls(rows=(1, 9), batches=(1, 2), contexts=(128, 256), nodes=(0, 8), max_tokens=16, rounds=2)
 
 
 class ServePlan(_Scalable):
-    """The load on a service: closed loops of so many clients, or arrivals of a Poisson process."""
+    """The load on a service: a closed loop of `concurrency` clients, or Poisson arrivals at `request_rates`."""
 
     num_requests: PositiveInt = 32
     concurrency: Some[PositiveInt] = (1, 4, 16)
     request_rates: tuple[Annotated[float, Field(gt=0.0)], ...] = ()
-    """Per second, each with as many requests in flight as come; instead of `concurrency` if given."""
+    """Requests per second, without a limit on requests in flight; replaces `concurrency`."""
     max_tokens: Annotated[int, Field(ge=2)] = 48
     temperature: Temperature = 0.0
     seed: Annotated[int, Field(ge=0)] = 0
-    """Of arrival times and sampling."""
+    """Seed of arrival times and sampling."""
     compare: bool = True
-    """Every load once more with `speculative: {"enabled": false}` in each request; ours only."""
+    """Repeat every load with `speculative: {"enabled": false}` in each request (Secateur services only)."""
     goodput_ttft_ms: Annotated[float, Field(gt=0.0)] | None = None
     goodput_tpot_ms: Annotated[float, Field(gt=0.0)] | None = None
-    """A request is good if it keeps both that are given."""
+    """A request counts towards goodput if it meets every limit that is given."""
 
     @classmethod
     def quick(cls) -> ServePlan:
+        """Return a plan that takes about a minute."""
         return cls(num_requests=6, concurrency=(1, 3), max_tokens=16)
 
 
 def check_drafter(args: EngineArgs, nodes: int) -> None:
-    """Raises ConfigError unless there is a drafter, whose trees, of at most so many nodes, are the benchmark's."""
+    """Raise ConfigError unless a drafter is configured that can grow `nodes` nodes and leaves varied settings unset."""
     spec = args.speculative_config
     if spec is None:
         raise ConfigError("without a drafter nothing is accepted: give --speculative-config '{\"model\": ...}'")

@@ -5,8 +5,8 @@
         for chunk in client.stream_chat("Write a loop."):
             print(chunk.text, end="", flush=True)
 
-Every method raises errors of `secateur.errors`, and warns of parameters that the service ignored. Failed calls are
-tried again (`retries` times) after 408, 429, 5xx and broken connections, never once a stream has begun.
+Methods raise the errors of `secateur.errors` and warn about parameters that the service ignored. Calls are retried up
+to `retries` times after 408, 429, 5xx and connection errors, but never after a stream has begun.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def check_base_url(base_url: str) -> None:
-    """Raises ConfigError for what is no address of a service."""
+    """Raise ConfigError unless `base_url` is an HTTP URL."""
     if not base_url.startswith(("http://", "https://")):
         raise ConfigError(Problem("base_url", f"must begin with http:// or https:// (got {base_url!r})"))
 
 
 class _Settings:
-    """What both clients are made of. `timeout` is in seconds, per read; connecting gets at most 10."""
+    """The settings of both clients. `timeout` is in seconds per read; connecting takes at most 10 s."""
 
     def __init__(
         self,
@@ -93,11 +93,11 @@ class Client(_Settings):
         return self._call(client_http.chat_call(messages, params))
 
     def stream_complete(self, prompt: Prompt, **params: Any) -> Generator[CompletionChunk]:
-        """Chunks as they come. Closing the iterator closes the connection, which ends the request on the server."""
+        """Yield chunks as they arrive. Closing the iterator closes the connection, which aborts the request."""
         return self._stream(client_http.stream_complete_call(prompt, params))
 
     def stream_chat(self, messages: Messages, **params: Any) -> Generator[ChatCompletionChunk]:
-        """As `stream_complete`, for a chat."""
+        """Stream a chat completion; see `stream_complete`."""
         return self._stream(client_http.stream_chat_call(messages, params))
 
     def models(self) -> ModelList:
@@ -113,13 +113,14 @@ class Client(_Settings):
         return self._call(client_http.detokenize_call(tokens))
 
     def health(self) -> bool:
-        """Whether the service is up and its engine makes progress. Never raises, never retries."""
+        """Return whether the service is up and its engine makes progress; never raises and never retries."""
         try:
             return self._http.get("/health", timeout=HEALTH_TIMEOUT_S).is_success
         except httpx2.TransportError:
             return False
 
     def close(self) -> None:
+        """Close the connections."""
         self._http.close()
 
     def __enter__(self) -> Self:
@@ -148,7 +149,7 @@ class Client(_Settings):
             response.close()
 
     def _send(self, call: Call[Any], *, stream: bool) -> httpx2.Response:
-        """A response with a good status; its body is read unless `stream`."""
+        """Return a successful response; its body is read unless `stream`. Retries, then raises."""
         request = client_http.request_of(self._http, call)
         for attempt in range(self._retry.retries + 1):
             failure: SecateurError
@@ -174,38 +175,47 @@ class AsyncClient(_Settings):
         self, base_url: str = DEFAULT_BASE_URL, *, transport: httpx2.AsyncBaseTransport | None = None, **settings: Any
     ) -> None:
         super().__init__(base_url, **settings)
-        # The caller bounds concurrency; the pool must not do it silently a second time.
+        # The caller limits concurrency, so the connection pool must not.
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
         self._http = httpx2.AsyncClient(transport=transport, limits=limits, **self._options)
 
     async def complete(self, prompt: Prompt, **params: Any) -> CompletionResponse:
+        """POST /v1/completions; `params` are its body fields."""
         return await self.call(client_http.complete_call(prompt, params))
 
     async def chat(self, messages: Messages, **params: Any) -> ChatCompletionResponse:
+        """POST /v1/chat/completions; a text stands for one user message."""
         return await self.call(client_http.chat_call(messages, params))
 
     def stream_complete(self, prompt: Prompt, **params: Any) -> AsyncGenerator[CompletionChunk]:
+        """Stream a completion; see `Client.stream_complete`."""
         return self._stream(client_http.stream_complete_call(prompt, params))
 
     def stream_chat(self, messages: Messages, **params: Any) -> AsyncGenerator[ChatCompletionChunk]:
+        """Stream a chat completion."""
         return self._stream(client_http.stream_chat_call(messages, params))
 
     async def models(self) -> ModelList:
+        """GET /v1/models."""
         return await self.call(client_http.models_call())
 
     async def tokenize(self, prompt: Messages, **params: Any) -> TokenizeResponse:
+        """POST /tokenize; a list of messages goes through the chat template."""
         return await self.call(client_http.tokenize_call(prompt, params))
 
     async def detokenize(self, tokens: list[int]) -> DetokenizeResponse:
+        """POST /detokenize."""
         return await self.call(client_http.detokenize_call(tokens))
 
     async def health(self) -> bool:
+        """Return whether the service is healthy; never raises and never retries."""
         try:
             return (await self._http.get("/health", timeout=HEALTH_TIMEOUT_S)).is_success
         except httpx2.TransportError:
             return False
 
     async def close(self) -> None:
+        """Close the connections."""
         await self._http.aclose()
 
     async def __aenter__(self) -> Self:
@@ -215,7 +225,7 @@ class AsyncClient(_Settings):
         await self.close()
 
     async def call(self, call: Call[Model]) -> Model:
-        """Send one prepared exchange (the batch runner prepares its own)."""
+        """Send a prepared call; the batch runner builds its own."""
         response = await self._send(call, stream=False)
         return client_http.read(call, response)
 

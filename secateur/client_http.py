@@ -1,6 +1,6 @@
-"""One exchange with the service, as pure functions: what to send, what an answer means, when to try again.
+"""The client's HTTP as pure functions: build requests, parse responses and event streams, decide on retries.
 
-`client.py` adds the sockets and the clocks, once blocking and once async.
+`client.py` adds sockets and clocks, once blocking and once async.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from secateur import errors, responses
 Model = TypeVar("Model", bound=BaseModel)
 Messages = str | list[dict[str, Any]]
 
-MAX_RETRY_AFTER_S = 120.0  # a service that asks for more is told no: the caller decides
+MAX_RETRY_AFTER_S = 120.0  # a longer Retry-After is not waited for; the caller gets the error
 
 _LINE_END = re.compile(rb"\r\n|\r|\n")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call(Generic[Model]):
-    """A request still to be sent, and the model that reads its answer (or each chunk of its stream)."""
+    """A request to send, and the model that parses its response or each chunk of its stream."""
 
     path: str
     reads: type[Model]
@@ -41,35 +41,42 @@ class Call(Generic[Model]):
 
 
 def complete_call(prompt: Any, params: Mapping[str, Any]) -> Call[responses.CompletionResponse]:
+    """Return the call of a completion."""
     return _generation("/v1/completions", responses.CompletionResponse, {"prompt": prompt}, params, stream=False)
 
 
 def stream_complete_call(prompt: Any, params: Mapping[str, Any]) -> Call[responses.CompletionChunk]:
+    """Return the call of a streamed completion."""
     return _generation("/v1/completions", responses.CompletionChunk, {"prompt": prompt}, params, stream=True)
 
 
 def chat_call(messages: Messages, params: Mapping[str, Any]) -> Call[responses.ChatCompletionResponse]:
+    """Return the call of a chat completion."""
     return _generation(
         "/v1/chat/completions", responses.ChatCompletionResponse, {"messages": _turns(messages)}, params, stream=False
     )
 
 
 def stream_chat_call(messages: Messages, params: Mapping[str, Any]) -> Call[responses.ChatCompletionChunk]:
+    """Return the call of a streamed chat completion."""
     return _generation(
         "/v1/chat/completions", responses.ChatCompletionChunk, {"messages": _turns(messages)}, params, stream=True
     )
 
 
 def models_call() -> Call[responses.ModelList]:
+    """Return the call that lists models."""
     return Call(path="/v1/models", reads=responses.ModelList, method="GET")
 
 
 def tokenize_call(prompt: Messages, params: Mapping[str, Any]) -> Call[responses.TokenizeResponse]:
+    """Return the call that tokenizes a text or a conversation."""
     content = {"prompt": prompt} if isinstance(prompt, str) else {"messages": prompt}
     return Call(path="/tokenize", reads=responses.TokenizeResponse, body={**content, **_given(params)})
 
 
 def detokenize_call(tokens: list[int]) -> Call[responses.DetokenizeResponse]:
+    """Return the call that turns token ids into text."""
     return Call(path="/detokenize", reads=responses.DetokenizeResponse, body={"tokens": tokens})
 
 
@@ -85,7 +92,7 @@ def _generation(
 
 
 def _given(params: Mapping[str, Any]) -> dict[str, Any]:
-    """None means "not given"; models (such as Speculative) become plain objects."""
+    """Drop None values, which mean "not given", and turn models such as Speculative into dicts."""
     return {
         key: value.model_dump(exclude_none=True) if isinstance(value, BaseModel) else value
         for key, value in params.items()
@@ -98,18 +105,18 @@ def _turns(messages: Messages) -> list[dict[str, Any]]:
 
 
 def request_of(http: httpx2.Client | httpx2.AsyncClient, call: Call[Any]) -> httpx2.Request:
-    """Raises BadRequestError for what cannot be written: NaN, half a surrogate pair, a request id beyond ASCII."""
+    """Build the HTTP request. Raises BadRequestError for NaN, lone surrogates and request ids that are not ASCII."""
     try:
         return http.build_request(call.method, call.path, json=call.body, headers=call.headers)
     except ValueError as error:
         raise errors.BadRequestError(f"the request cannot be written: {error}", code="invalid_request") from None
 
 
-# -- what an answer means --------------------------------------------------------------------------------------------
+# -- responses --------------------------------------------------------------------------------------------
 
 
 def read(call: Call[Model], response: httpx2.Response) -> Model:
-    """The parsed answer of a response whose body was read. Raises APIError."""
+    """Parse a response whose body was read. Raises APIError."""
     if not response.is_success:
         raise error_of(response)
     warn_of_ignored(response.headers)
@@ -117,13 +124,13 @@ def read(call: Call[Model], response: httpx2.Response) -> Model:
 
 
 def warn_of_ignored(headers: Mapping[str, str]) -> None:
-    """A misspelt parameter is answered like one that was left out; only a header tells."""
+    """Warn about parameters that the service ignored, such as misspelt ones, which only a header reports."""
     if names := headers.get(responses.IGNORED_HEADER):
         warnings.warn(f"the service ignored {names}: unknown to it, or without effect", stacklevel=2)
 
 
 def error_of(response: httpx2.Response) -> errors.APIError:
-    """The error of a response whose body was read."""
+    """Return the error that a response stands for; its body was read."""
     try:
         body: Any = response.json()
     except ValueError:
@@ -137,7 +144,7 @@ def error_of(response: httpx2.Response) -> errors.APIError:
 def api_error(
     status: int | None, detail: Mapping[str, Any], body: Any, retry_after: float | None = None
 ) -> errors.APIError:
-    """`detail` is OpenAI's error object {message, type, param, code}."""
+    """Return our error for OpenAI's error object `detail` = {message, type, param, code}."""
     message = str(detail.get("message") or "no message")
     fields: dict[str, Any] = {
         "status": status,
@@ -165,16 +172,17 @@ def api_error(
 
 
 def connection_error(error: httpx2.TransportError, url: str) -> errors.APIConnectionError:
+    """Return our error for a failed connection or a timeout."""
     if isinstance(error, httpx2.TimeoutException):
         return errors.APITimeoutError(f"{url} did not answer in time ({type(error).__name__})")
     return errors.APIConnectionError(f"no answer from {url}: {error or type(error).__name__}")
 
 
 class Events(Generic[Model]):
-    r"""Bytes of a server-sent event stream in, chunks out. `done` is set by the closing `[DONE]`.
+    r"""Parse the bytes of a server-sent event stream into chunks. The final `[DONE]` sets `done`.
 
-    Lines are split here and end with \n, \r\n or a lone \r, as the specification has it. The HTTP library's line
-    iterator also splits at U+2028 and U+0085, which a model may well write and which JSON does not escape.
+    Lines are split here and end with \n, \r\n or a lone \r, as the specification says. The HTTP library's line
+    iterator also splits at U+2028 and U+0085, which models write and JSON does not escape.
     """
 
     def __init__(self, call: Call[Model]) -> None:
@@ -186,7 +194,7 @@ class Events(Generic[Model]):
         self.done = False
 
     def feed(self, data: bytes) -> Iterator[Model]:
-        """The chunks these bytes complete. Raises APIError for an error sent inside the stream."""
+        """Yield the chunks that these bytes complete. Raises APIError for an error event."""
         for line in self._lines(data):
             if (event := self._line(line)) is None:
                 continue
@@ -196,11 +204,11 @@ class Events(Generic[Model]):
             yield self._chunk(event)
 
     def _lines(self, data: bytes) -> list[bytes]:
-        """The lines these bytes complete, without their ends."""
+        """Return the lines that these bytes complete, without line ends."""
         if not data:
             return []
-        # A \r at the end of a read ends its line at once: what follows may be long in coming, and if it begins with
-        # \n, that is the second half of one line end.
+        # A \r at the end of a read ends its line at once, because the next bytes may arrive much later. If those begin
+        # with \n, it belongs to the same line end.
         if self._ends_in_cr:
             data = data.removeprefix(b"\n")
         self._ends_in_cr = data.endswith(b"\r")
@@ -210,17 +218,17 @@ class Events(Generic[Model]):
         return lines
 
     def _line(self, line: bytes) -> bytes | None:
-        """The data of the event this line ends, if it ends one that has any."""
+        """Return the event's data if this line ends an event with data, else None."""
         if line:
             name, _, value = line.partition(b":")
-            if name == b"data":  # comments (": ping"), event names and ids are of no use here
+            if name == b"data":  # comments (": ping"), event names and ids are not used
                 self._data.append(value.removeprefix(b" "))
             return None
         data, self._data = b"\n".join(self._data), []
         return data or None
 
     def end(self) -> None:
-        """Call at the end of the stream. Raises APIConnectionError if it broke off."""
+        """Call this at the end of the stream. Raises APIConnectionError if `[DONE]` is missing."""
         if not self.done:
             raise errors.APIConnectionError("the stream broke off before [DONE]")
 
@@ -240,7 +248,7 @@ def _parse(model: type[Model], data: str | bytes) -> Model:
         raise errors.APIError(f"the service sent no {model.__name__}: {error}", body=data) from None
 
 
-# -- when to try again -----------------------------------------------------------------------------------------------
+# -- retries -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +260,7 @@ class Retry:
     longest_s: float = 30.0
 
     def delay(self, attempt: int, error: errors.SecateurError) -> float | None:
-        """Seconds to wait after failed attempt number `attempt` (from 0), or None: give up."""
+        """Return the seconds to wait after failed attempt number `attempt` (from 0), or None to give up."""
         if attempt >= self.retries or not is_transient(error):
             return None
         asked = getattr(error, "retry_after", None)
@@ -262,7 +270,7 @@ class Retry:
 
 
 def is_transient(error: errors.SecateurError) -> bool:
-    """Whether trying again may help: 408, 429, 5xx except 501, no connection. A timeout means overload already."""
+    """Return whether a retry may help: 408, 429, 5xx except 501, connection errors. Timeouts mean overload."""
     if isinstance(error, errors.APIError):
         status = error.status or 0
         return status in (408, 429) or (status >= 500 and status != 501)
@@ -270,7 +278,7 @@ def is_transient(error: errors.SecateurError) -> bool:
 
 
 def retry_after(headers: Mapping[str, str]) -> float | None:
-    """The Retry-After header in seconds, from now on (it may hold seconds or a date)."""
+    """Return the Retry-After header, seconds or a date, as seconds from now."""
     value = headers.get("retry-after", "").strip()
     try:
         return max(0.0, float(value))

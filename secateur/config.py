@@ -1,6 +1,6 @@
-"""What users type, checked at the door: engine arguments, Serve application arguments, aliases of bundled models.
+"""Engine arguments, Serve application arguments and bundled-model aliases, validated on construction.
 
-Nothing here touches a GPU, a model file's content or another process; every problem is a ConfigError.
+Nothing here uses a GPU, reads a model file or starts a process; every problem is a ConfigError.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BUNDLED_MODEL_ID = "secateur-bundled"
 
 PositiveInt = Annotated[int, Field(ge=1)]
 SHORTEST_REQUEST = 2
-"""Tokens: one of prompt and one of output."""
+"""One prompt token and one output token."""
 
 
 class EngineArgs(Strict):
@@ -45,9 +45,9 @@ class EngineArgs(Strict):
     """Folder, Hugging Face id or 'bundled:target' (also what a null stands for)."""
     served_model_name: str | None = None
     tokenizer: str | None = None
-    """Folder or id; None is the model's own."""
+    """Folder or id; None = the model's own."""
     generation_config: Literal["auto", "none"] = "auto"
-    """Sampling of requests that do not say how: as the model's generation_config.json has it, or OpenAI's defaults."""
+    """Default sampling parameters: those of the model's generation_config.json, or OpenAI's."""
     revision: str | None = None
     tensor_parallel_size: PositiveInt = 1
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -56,9 +56,9 @@ class EngineArgs(Strict):
     kernels: Literal["auto", "torch", "triton"] = "auto"
     """auto: Triton on CUDA, torch on CPU."""
     enforce_eager: bool = False
-    """On CUDA: no captured graphs."""
+    """Do not capture CUDA graphs."""
     seed: int | None = None
-    """Server seed for requests that bring none; None draws one per request."""
+    """Seed for requests that do not set one; None draws one per request."""
     max_model_len: Annotated[int, Field(ge=SHORTEST_REQUEST)] | None = None
     """Prompt plus output, in tokens; None is the model's own limit."""
     max_num_seqs: Annotated[int, Field(ge=1, le=1 << 16)] = 64
@@ -68,20 +68,20 @@ class EngineArgs(Strict):
     num_pages: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
     """KV pages, of which page 0 is never used; None fits them to memory."""
     enable_prefix_caching: bool = True
-    """Requests that begin alike compute their common beginning once."""
+    """Reuse the KV cache of common prompt prefixes."""
     gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] = 0.9
     speculative_config: SpeculativeConfig | None = None
     no_speculation: bool = False
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
-    """0 takes a free one."""
+    """0 = any free port."""
     api_key: str | None = Field(default=None, repr=False)
     api_key_file: str | None = None
-    """A file of keys, one a line, which is read anew with every request."""
+    """A file of keys, one per line, which every request reads anew."""
 
     @property
     def model_id(self) -> str:
-        """The name clients use in `model`."""
+        """Return the name that clients use in `model`."""
         return self.served_model_name or (BUNDLED_MODEL_ID if self.model == BUNDLED_TARGET else self.model)
 
     @model_validator(mode="after")
@@ -105,14 +105,14 @@ class EngineArgs(Strict):
                     "each running request needs a token per step; raise it or lower max_num_seqs",
                 )
             )
-        # A length that only the model's files tell is checked once they are read.
+        # A length that is only in the model's files is checked after they are read.
         problems += self.page_problems(self.max_model_len or SHORTEST_REQUEST)
         if problems:
             raise ConfigError(*problems)
         return self
 
     def page_problems(self, max_model_len: int) -> list[Problem]:
-        """What is wrong with `num_pages` if one request may have so many tokens. A draft tree lies behind them."""
+        """Return what is wrong with `num_pages` if a request has `max_model_len` tokens followed by a draft tree."""
         tree_rows = 1 + (self.speculative_config.num_speculative_tokens if self.speculative_config else 0)
         least = 1 + -(-(max_model_len + tree_rows) // self.page_size)
         if self.num_pages is None or self.num_pages >= least:
@@ -153,7 +153,7 @@ class EngineArgs(Strict):
 
 
 class ModelLoadingConfig(Strict):
-    """Which model, under which name. As in ray.serve.llm, `model_id` alone is the source too."""
+    """The model and its name. As in ray.serve.llm, `model_id` is also the source if `model_source` is not given."""
 
     model_id: str | None = None
     model_source: str | None = None
@@ -195,7 +195,7 @@ DEPLOYMENT_OPTIONS = (
     "max_surge_percent",
 )
 
-# Engine arguments that have another home in a Serve application.
+# Engine arguments that a Serve application sets elsewhere.
 ELSEWHERE = {
     "model": "model_loading_config.model_source",
     "served_model_name": "model_loading_config.model_id",
@@ -260,7 +260,7 @@ class AppArgs(Strict):
         return problems
 
     def engine_args(self) -> EngineArgs:
-        """The engine these arguments describe; host and port stay at their defaults, Serve owns them."""
+        """Return the engine arguments; host and port keep their defaults, because Serve owns them."""
         loading = self.model_loading_config
         model = {
             "model": loading.model_source or loading.model_id,
@@ -271,9 +271,9 @@ class AppArgs(Strict):
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> Self:
-        """The application that serves `args`. Only what was typed is written, so `engine_args()` gives it back.
+        """Return the application that serves `args`. It holds only given values, so `engine_args()` restores them.
 
-        Host and port are left out: they belong to Serve's own configuration.
+        Host and port are left out, because they belong to Serve's configuration.
         """
         typed = args.model_dump(exclude_unset=True)
         return cls(
@@ -285,17 +285,16 @@ class AppArgs(Strict):
 
 
 def read_text(path: str | Path, field: str = "") -> str:
-    """What a file of UTF-8 text holds, line ends as they are; ConfigError, about the setting that named it, if it
-    cannot be read."""
+    """Read a UTF-8 file without changing line ends. Raises ConfigError about setting `field` if that fails."""
     try:
-        return Path(path).read_bytes().decode("utf-8-sig")  # Windows' editors begin files with a byte order mark
+        return Path(path).read_bytes().decode("utf-8-sig")  # Windows editors write a byte order mark
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ConfigError(Problem(field, f"cannot read {path}: {reason}")) from None
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """The mapping a YAML file holds, {} for an empty one. Raises ConfigError if it is unreadable or no mapping."""
+    """Return the mapping in a YAML file, {} if it is empty. Raises ConfigError if it is unreadable or not a mapping."""
     import yaml  # type: ignore[import-untyped, unused-ignore]  # stubs are optional
 
     try:
@@ -310,9 +309,9 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def resolve_model(name: str) -> str:
-    """Where a model's files are: an alias becomes its folder in this package, a path must exist, an id stays an id.
+    """Return where a model is: the folder of an alias, a path that exists, or a Hugging Face id unchanged.
 
-    Raises ConfigError for an unknown alias, a bundled model this installation lacks, or a path that does not exist.
+    Raises ConfigError for an unknown alias, a bundled model that is not installed, or a path that does not exist.
     """
     if name.startswith("bundled:"):
         if name not in BUNDLED_ALIASES:

@@ -1,7 +1,7 @@
-"""Every error the public face raises, as one tree.
+"""The errors that the client, the batch runner and the configuration raise.
 
 SecateurError
-├── ConfigError (also a ValueError)       what was typed is wrong; `problems` holds one entry per field
+├── ConfigError (also a ValueError)       the configuration is wrong; `problems` holds one entry per field
 ├── APIError                              the server answered with an error: status, code, param, type, body
 │   ├── BadRequestError                   400, 409, 413, 422, 431: the request itself is wrong
 │   ├── AuthenticationError               401, 403: the API key is missing or wrong
@@ -31,7 +31,7 @@ class Problem(NamedTuple):
 
 
 class SecateurError(Exception):
-    """Base of everything below."""
+    """Base of all errors in this module."""
 
 
 class ConfigError(SecateurError, ValueError):
@@ -42,7 +42,7 @@ class ConfigError(SecateurError, ValueError):
         super().__init__("\n".join(str(p) for p in self.problems))
 
     def under(self, field: str) -> ConfigError:
-        """The same problems, seen from the object that holds this one as `field`."""
+        """Return the same problems with `field` prefixed to their paths."""
         return ConfigError(*(Problem(".".join(filter(None, (field, p.field))), p.message) for p in self.problems))
 
 

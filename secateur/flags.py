@@ -1,4 +1,4 @@
-"""The engine flags shared by the commands, and how flags, a `--config` file and defaults become EngineArgs.
+"""Flags that commands share, and how flags, a `--config` file and defaults become EngineArgs.
 
 Precedence: flag, then file, then default. The pruning flags are merged into the speculative configuration; two flags
 of one command line that contradict each other are an error.
@@ -22,23 +22,31 @@ from secateur.schema import normalise_keys
 
 
 class Device(StrEnum):
+    """Values of --device."""
+
     auto = "auto"
     cpu = "cpu"
     cuda = "cuda"
 
 
 class DefaultSampling(StrEnum):
+    """Values of --generation-config."""
+
     auto = "auto"
     none = "none"
 
 
 class KernelSet(StrEnum):
+    """Values of --kernels."""
+
     auto = "auto"
     torch = "torch"
     triton = "triton"
 
 
 class Dtype(StrEnum):
+    """Values of --dtype."""
+
     auto = "auto"
     float32 = "float32"
     bfloat16 = "bfloat16"
@@ -46,7 +54,7 @@ class Dtype(StrEnum):
 
 
 def _flag(kind: Any, *names: str, help: str, **extra: Any) -> Any:
-    # Ranges are checked by EngineArgs alone, in one wording, so nothing here has bounds or defaults.
+    # EngineArgs alone checks ranges, so that every error has one wording; flags have no bounds or defaults.
     return Annotated[kind | None, typer.Option(*names, help=help, **extra)]
 
 
@@ -62,7 +70,7 @@ ENGINE_FLAGS: dict[str, Any] = {
     "generation_config": _flag(
         DefaultSampling,
         "--generation-config",
-        help="Sampling of requests that do not say how: the model's own (auto), or OpenAI's defaults (none) [auto].",
+        help="Default sampling parameters: the model's generation_config.json (auto) or OpenAI's (none) [auto].",
     ),
     "revision": _flag(str, "--revision", help="Branch, tag or commit of a Hugging Face id."),
     "tensor_parallel_size": _flag(int, "--tensor-parallel-size", "-tp", help="Devices of the verifier [1]."),
@@ -86,16 +94,16 @@ ENGINE_FLAGS: dict[str, Any] = {
     "enable_prefix_caching": _flag(
         bool,
         "--enable-prefix-caching/--no-enable-prefix-caching",
-        help="Compute what requests begin alike with only once [on].",
+        help="Reuse the KV cache of common prompt prefixes [on].",
     ),
     "gpu_memory_utilization": _flag(float, "--gpu-memory-utilization", help="Share of each GPU to use [0.9]."),
     "dtype": _flag(Dtype, "--dtype", help="[auto: float32 on CPU, the checkpoint's on CUDA]"),
     "device": _flag(Device, "--device", help="[auto]"),
     "kernels": _flag(KernelSet, "--kernels", help="[auto: triton on CUDA, torch on CPU]"),
-    "enforce_eager": _flag(bool, "--enforce-eager", help="On CUDA: launch kernels one by one, capture no graphs."),
+    "enforce_eager": _flag(bool, "--enforce-eager", help="Do not capture CUDA graphs."),
 }
 SERVER_FLAGS: dict[str, Any] = {
-    "seed": _flag(int, "--seed", help="Server seed, for requests that bring none."),
+    "seed": _flag(int, "--seed", help="Seed for requests that do not set one."),
     "served_model_name": _flag(str, "--served-model-name", help="The name clients use [the model's]."),
     "host": _flag(str, "--host", help="Address to listen on [127.0.0.1]."),
     "port": _flag(int, "--port", help="Port to listen on; 0 takes a free one [8000]."),
@@ -109,27 +117,33 @@ SERVER_FLAGS: dict[str, Any] = {
         str,
         "--api-key-file",
         metavar="FILE",
-        help="Require one of this file's keys, one a line. Changes count from the next request on.",
+        help="Require one of the keys in this file, one per line. Changes apply to the next request.",
     ),
 }
 
 
-# The service knows all ranges; those that are easily mistyped are told before one is started.
+# The service checks all ranges; these bounds catch common mistakes before a service starts.
 SAMPLING_FLAGS: dict[str, Any] = {
     "max_tokens": _flag(int, "--max-tokens", help="The most tokens to generate [complete: 16].", min=1),
     "temperature": _flag(float, "--temperature", help="0 is greedy [the model's own, else 1.0].", min=0.0),
     "top_p": _flag(float, "--top-p", help="Keep the most probable tokens up to this mass."),
-    "top_k": _flag(int, "--top-k", help="Keep so many of the most probable tokens; 0 keeps all.", min=-1),
-    "stop": _flag(list[str], "--stop", help="End before this text; repeat it for several.", metavar="TEXT"),
-    "presence_penalty": _flag(float, "--presence-penalty", help="Taken off the logits of tokens that came [0]."),
-    "frequency_penalty": _flag(float, "--frequency-penalty", help="The same, once for every time they came [0]."),
+    "top_k": _flag(int, "--top-k", help="Keep this many of the most probable tokens; 0 keeps all.", min=-1),
+    "stop": _flag(list[str], "--stop", help="Stop before this text; repeat the flag for several.", metavar="TEXT"),
+    "presence_penalty": _flag(
+        float, "--presence-penalty", help="Subtracted from the logits of tokens that occurred [0]."
+    ),
+    "frequency_penalty": _flag(
+        float, "--frequency-penalty", help="The same, multiplied by the number of occurrences [0]."
+    ),
     "repetition_penalty": _flag(
-        float, "--repetition-penalty", help="Above 1 makes what came less likely [the model's own, else 1]."
+        float,
+        "--repetition-penalty",
+        help="Values above 1 make tokens that occurred less likely [the model's own, else 1].",
     ),
     "seed": _flag(int, "--seed", help="The same seed gives the same text."),
 }
 
-# Two benchmarks have these; `secateur.bench` has the ranges and the defaults.
+# `latency` and `throughput` share these; `secateur.bench` holds ranges and defaults.
 SPEED_FLAGS: dict[str, Any] = {
     "contestants": _flag(
         str,
@@ -143,7 +157,7 @@ SPEED_FLAGS: dict[str, Any] = {
     "nodes": _flag(int, "--nodes", help="Draft nodes per step [16]."),
     "num_prompts": _flag(int, "--num-prompts", help="Requests in a turn; at least a batch [latency 2, throughput 1]."),
     "max_tokens": _flag(int, "--max-tokens", help="Tokens per answer [48]."),
-    "rounds": _flag(int, "--rounds", help="Turns of everybody; medians count [latency 6, throughput 8]."),
+    "rounds": _flag(int, "--rounds", help="Rounds per contestant; the report gives medians [latency 6, throughput 8]."),
 }
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -153,9 +167,10 @@ class ManyNumbers(TyperCommand):
     """A command whose repeatable options also take several numbers at once: `--nodes 4 8` is `--nodes 4 --nodes 8`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Repeat an option's name before each further number, then parse as usual."""
         repeatable = {name for option in self.params if getattr(option, "multiple", False) for name in option.opts}
         spread: list[str] = []
-        option = None  # the repeatable option whose numbers we are among
+        option = None  # the repeatable option that the current numbers belong to
         for arg in args:
             if option is None or not _is_number(arg):
                 option = arg if arg in repeatable else None
@@ -174,17 +189,17 @@ def _is_number(text: str) -> bool:
 
 
 def with_engine_flags(*, server: bool) -> Decorator:
-    """Give a command the engine flags. They arrive as its argument `engine`: a dict, None for what was not given."""
+    """Give a command the engine flags, as a dict argument `engine` with None for flags that were not given."""
     return _with_flags("engine", {**ENGINE_FLAGS, **(SERVER_FLAGS if server else {})})
 
 
 def with_sampling_flags() -> Decorator:
-    """Give a command the fields of a request. They arrive as its argument `sampling`, in the same way."""
+    """Give a command the sampling flags, as a dict argument `sampling`."""
     return _with_flags("sampling", SAMPLING_FLAGS)
 
 
 def with_speed_flags() -> Decorator:
-    """Give a command what `latency` and `throughput` can vary. It arrives as its argument `asked`, in the same way."""
+    """Give a command the flags of `latency` and `throughput`, as a dict argument `asked`."""
     return _with_flags("asked", SPEED_FLAGS)
 
 
@@ -212,7 +227,7 @@ def _with_flags(group: str, flags: dict[str, Any]) -> Decorator:
 
 
 def engine_args_from(flags: dict[str, Any]) -> EngineArgs:
-    """EngineArgs from given flags (None: not given), including `config`. Raises ConfigError."""
+    """Return EngineArgs from flags (None = not given), including `config`. Raises ConfigError."""
     given = {name: _plain(value) for name, value in flags.items() if value is not None}
     settings = normalise_keys(read_yaml(given.pop("config"))) if "config" in given else {}
     pruning = {name: given.pop(name) for name in PRUNING if name in given}
@@ -242,7 +257,7 @@ def _parse_json(text: str) -> dict[str, Any]:
 
 
 def _speculation_of(settings: dict[str, Any], flag: str) -> dict[str, Any]:
-    """The file's speculative configuration, or the bundled model's, for a pruning flag to be merged into."""
+    """Return the file's speculative configuration, or the bundled model's, to merge pruning flags into."""
     if settings.get("no_speculation"):
         raise ConfigError(Problem(_spelt(flag), "contradicts --no-speculation; keep one of the two"))
     if isinstance(found := settings.get("speculative_config"), dict):
@@ -253,7 +268,7 @@ def _speculation_of(settings: dict[str, Any], flag: str) -> dict[str, Any]:
 
 
 def _add(pruning: dict[str, Any], speculation: dict[str, Any]) -> dict[str, Any]:
-    """Pruning flags beside a --speculative-config flag: neither overrides the other, so they must agree."""
+    """Add pruning flags to --speculative-config. Neither overrides the other, so they must agree."""
     for name, value in pruning.items():
         if speculation.get(name, value) != value:
             other = f"{name}={speculation[name]} in --speculative-config"
@@ -262,7 +277,7 @@ def _add(pruning: dict[str, Any], speculation: dict[str, Any]) -> dict[str, Any]
 
 
 def _override(pruning: dict[str, Any], speculation: dict[str, Any]) -> dict[str, Any]:
-    """Pruning flags over a file's configuration, whose own threshold is spelt out as the two it stands for."""
+    """Override a file's configuration by pruning flags, after expanding its single threshold into both."""
     base = dict(speculation)
     if (both := base.pop("speculative_tree_prune_threshold", None)) is not None:
         base = {"speculative_tree_prune_min_prob": both, "speculative_tree_prune_path_prob": both} | base

@@ -1,7 +1,7 @@
-r"""Files of JSON, one value a line. A line ends with \n or \r\n, and with nothing else.
+r"""JSON Lines files: one value per line. A line ends only with \n or \r\n.
 
-Python knows more line ends: `str.splitlines` splits at U+2028, U+2029 and U+0085 too, which JSON strings hold as they
-are, and a file opened as text at a lone \r, which is white space in JSON.
+Python splits at more characters: `str.splitlines` at U+2028, U+2029 and U+0085, which JSON strings may hold unescaped,
+and text files at a lone \r, which is white space in JSON.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 
 def lines_of(text: str) -> Iterator[tuple[int, str]]:
-    """(line number, line) for every line that is not blank, without its end."""
+    """Yield (line number, line without its end) for every line that is not blank."""
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip(" \t\r"):
             yield number, line.removesuffix("\r")

@@ -1,7 +1,7 @@
-"""What `secateur plan` is asked to predict, and the files it reads, checked before anything is loaded.
+"""The request of `secateur plan` and the files it reads, validated before anything is loaded.
 
-A cost table (`CostTable`) says what a step takes, an `AcceptanceTable` what it brings, `Hardware` what a device can do
-where nothing was measured. All are JSON; `cluster.planner` computes with them.
+A `CostTable` holds step times, an `AcceptanceTable` accepted tokens, and `Hardware` published figures of a device for
+predictions without measurements. All are JSON; `cluster.planner` computes with them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Nodes = Annotated[int, Field(ge=0, le=MAX_NODES)]
 
 
 class _File(Strict):
-    """A model read from a JSON file: numbers may be whole, arrays are tuples."""
+    """A model read from a JSON file; arrays become tuples."""
 
     @model_validator(mode="before")
     @classmethod
@@ -40,18 +40,18 @@ def _frozen(value: Any) -> Any:
     return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
-# -- what a step takes -----------------------------------------------------------------------------------------------
+# -- step times -----------------------------------------------------------------------------------------------
 
 
 class VerifyCostTable(_File):
-    """The target's part of a step, in milliseconds: packing, the forward over all rows, drawing, judging.
+    """The target's part of a step, in milliseconds: packing inputs, the forward over all rows, sampling, verification.
 
         table(rows) + request_ms * requests + kv_token_ms * kv + row_kv_token_ms * pairs
         + tree_request_ms * trees + (tree_ms if trees > 0)
 
-    kv: tokens that the requests have in the cache, together. pairs: the same weighted with each request's rows, what
-    attention computes. trees: requests with a tree. The table is linear between its entries, never falls, and beyond
-    its end goes on as steep as it is from its middle.
+    kv: cached tokens of all requests. pairs: the same, weighted by each request's rows, which is what attention
+    computes. trees: requests with a tree. The table is interpolated linearly, never falls, and is extrapolated with the
+    slope of its second half.
     """
 
     rows: tuple[Positive, ...]
@@ -60,9 +60,9 @@ class VerifyCostTable(_File):
     kv_token_ms: NotNegative = 0.0
     row_kv_token_ms: NotNegative = 0.0
     tree_ms: NotNegative = 0.0
-    """What a step with trees takes beyond one without, rows and all else being equal: it waited for the drafter."""
+    """Extra time of a step with trees, all else equal: it waits for the drafter."""
     tree_request_ms: NotNegative = 0.0
-    """The same, for each request with a tree: packing and judging it."""
+    """Extra time per request with a tree: packing and verifying it."""
 
     @model_validator(mode="after")
     def _is_table(self) -> Self:
@@ -75,23 +75,23 @@ class VerifyCostTable(_File):
 
 
 class DraftCostTable(_File):
-    """The drafter's part of a step, in milliseconds, by requests (down) and nodes of each one's tree (across).
+    """The drafter's part of a step, in milliseconds, by requests (rows) and nodes per tree (columns).
 
-    Read linearly in the requests and in log(1 + nodes) between the entries.
+    Interpolated linearly in requests and in log(1 + nodes).
     """
 
     requests: tuple[PositiveInt, ...]
     nodes: tuple[Annotated[int, Field(ge=1, le=MAX_NODES)], ...]
     ms: tuple[tuple[NotNegative, ...], ...]
-    """By the drafter's own clock."""
+    """Drafting time, measured by the drafter."""
     transfer_ms: tuple[tuple[NotNegative, ...], ...]
-    """What the exchange takes beyond that."""
+    """Time to send the request and receive the trees, beyond drafting."""
     kv_token_ms: tuple[NotNegative, ...] | None = None
-    """By nodes: growing such a tree, for each token its request has in the cache."""
+    """Growing a tree, per cached token of its request; one entry for each of `nodes`."""
     prompt_token_ms: NotNegative = 0.0
-    """Feeding one prompt token."""
+    """Prefill per prompt token."""
     host_ms: NotNegative = 0.0
-    """What the rest of a step takes longer if it has drafts."""
+    """Extra host time of a step with drafts."""
 
     @model_validator(mode="after")
     def _is_grid(self) -> Self:
@@ -115,13 +115,13 @@ class AcceptancePoint(_File):
     """Cached tokens of a request; None = any."""
     tree: str | None = None
     acceptance: str | None = None
-    """The tree and the rule it was measured with; None = any."""
+    """The tree and the acceptance rule of the measurement; None = any."""
 
 
 class AcceptanceTable(_File):
-    """What trees bring: either measured points, or the chance of each child.
+    """Accepted tokens by tree: either measured points, or acceptance probabilities by rank.
 
-    probabilities[d][k]: chance that the child of rank k of a node at depth d is accepted if that node was.
+    probabilities[d][k]: probability that the child of rank k of an accepted node at depth d is accepted.
     """
 
     points: tuple[AcceptancePoint, ...] = ()
@@ -137,7 +137,7 @@ class AcceptanceTable(_File):
 
 
 class CostTable(_File):
-    """What a step takes, and if it was measured what it brought."""
+    """Step times, and the measured acceptance if there is one."""
 
     source: Literal["measured", "predicted", "given"] = "given"
     hardware: str = ""
@@ -147,12 +147,12 @@ class CostTable(_File):
     verify: VerifyCostTable
     draft: DraftCostTable | None = None
     host_ms: NotNegative = 0.0
-    """The rest of a step and what lies between two: scheduling, bookkeeping, telling the front."""
+    """Host time in and between steps: scheduling, bookkeeping, sending tokens to the HTTP server."""
     host_request_ms: NotNegative = 0.0
-    """The same, for each request more."""
+    """Host time per request."""
     acceptance: AcceptanceTable | None = None
     fit_error: NotNegative | None = None
-    """Measured tables: median relative error of a step against the points it was fitted to."""
+    """Median relative error of the fit, for measured tables."""
 
 
 def _check_axis(name: str, values: tuple[float, ...]) -> None:
@@ -160,31 +160,31 @@ def _check_axis(name: str, values: tuple[float, ...]) -> None:
         raise ConfigError(Problem(name, "must have at least one entry and rise from each to the next"))
 
 
-# -- what a device can do --------------------------------------------------------------------------------------------
+# -- hardware --------------------------------------------------------------------------------------------
 
 
 class Hardware(_File):
-    """One device and its links, for predictions where nothing was measured."""
+    """One device and its links, for predictions without measurements."""
 
     name: str = "given"
     memory_gb: Positive
     bandwidth_gbs: Positive
-    """Memory, GB/s."""
+    """Memory bandwidth, GB/s."""
     tflops: Positive
-    """Dense matrix arithmetic in the model's dtype, TFLOP/s."""
+    """Dense matrix multiplication in the model's dtype, TFLOP/s."""
     link_gbs: Positive
-    """To its neighbours, one way, GB/s."""
+    """Bandwidth to other devices, one way, GB/s."""
     link_latency_us: NotNegative = 15.0
-    """Of one all-reduce of little. An assumption."""
+    """Latency of a small all-reduce (assumed)."""
     bandwidth_share: Probability = 0.8
     flops_share: Probability = 0.6
-    """Shares of the published figures that real kernels reach. Assumptions."""
+    """Shares of the published figures that real kernels reach (assumed)."""
     layer_us: NotNegative = 8.0
-    """What a transformer layer takes beyond its matrices: launches, norms, copies. An assumption."""
+    """Time of a transformer layer beyond its matrices: launches, norms, copies (assumed)."""
     host_ms: NotNegative = 1.0
     host_request_ms: NotNegative = 0.02
     transfer_ms: NotNegative = 0.15
-    """Of a step: what is computed on the host, and the exchange with the drafter. Assumptions."""
+    """Host time per step, per request, and the transfer to and from the drafter (assumed)."""
 
 
 HARDWARE = {
@@ -199,11 +199,11 @@ HARDWARE = {
 }
 
 
-# -- what is asked ---------------------------------------------------------------------------------------------------
+# -- requests ---------------------------------------------------------------------------------------------------
 
 
 class LengthDistribution(Strict):
-    """A distribution of token counts: all `low`, evenly from `low` to `high`, or exponential of mean `low`."""
+    """A distribution of token counts: constant `low`, uniform from `low` to `high`, or exponential with mean `low`."""
 
     low: PositiveInt
     high: PositiveInt | None = None
@@ -211,7 +211,7 @@ class LengthDistribution(Strict):
 
     @classmethod
     def parse(cls, text: str) -> LengthDistribution:
-        """Of "512", "64-512" or "exp:512". Raises ValueError."""
+        """Parse "512", "64-512" or "exp:512". Raises ValueError."""
         head, colon, mean = text.rpartition(":")
         low, dash, high = mean.partition("-")
         if not low.isdecimal() or (dash and not high.isdecimal()) or head not in ("", "exp") or (colon and dash):
@@ -230,7 +230,7 @@ class Arrival(_File):
 
 
 class PlanRequest(Strict):
-    """What is to be predicted; without costs, hardware or profile nothing is, and the topology is shown alone."""
+    """What to predict; without costs, hardware or profile, only the topology is shown."""
 
     costs: CostTable | None = None
     hardware: Hardware | None = None
@@ -238,12 +238,12 @@ class PlanRequest(Strict):
     costs_output: Path | None = None
     acceptance: AcceptanceTable | None = None
     batches: tuple[PositiveInt, ...] = (1, 2, 4, 8, 16, 32, 64)
-    """Requests that decode together."""
+    """Batch sizes: requests that decode together."""
     context: PositiveInt = 512
-    """Tokens that each of them has in the cache."""
+    """Cached tokens per request."""
     temperature: NotNegative = 0.0
     nodes: Nodes | None = None
-    """Of every tree; None = the best for each batch."""
+    """Draft nodes of every tree; None = the best for each batch."""
     replicas: PositiveInt | None = None
     request_rate: Positive | None = None
     """Requests per second to all replicas, as a Poisson process."""
@@ -288,10 +288,12 @@ class PlanRequest(Strict):
 
     @property
     def predicts(self) -> bool:
+        """Return whether there are costs to predict from."""
         return self.costs is not None or self.hardware is not None or self.profile
 
     @property
     def is_simulated(self) -> bool:
+        """Return whether to simulate a fleet under load."""
         return self.request_rate is not None or bool(self.trace)
 
 
@@ -305,12 +307,12 @@ _SPELT = {"batches": "batch"}
 
 
 def read_costs(path: Path) -> CostTable:
-    """Raises ConfigError naming the file and every problem in it."""
+    """Read a cost table. Raises ConfigError with the file and every problem in it."""
     return _load(CostTable, _read_json(path, "--costs"), f"--costs {path}")
 
 
 def read_hardware(name: str) -> Hardware:
-    """A device we know by name, or a JSON file."""
+    """Return a known device by name, or read a JSON file."""
     if name.lower() in HARDWARE:
         return HARDWARE[name.lower()]
     if not (name.endswith(".json") or "/" in name):
@@ -320,7 +322,7 @@ def read_hardware(name: str) -> Hardware:
 
 
 def read_acceptance(path: Path) -> AcceptanceTable:
-    """An AcceptanceTable, or the rows that `secateur bench acceptance` writes: the unpruned ones."""
+    """Read an AcceptanceTable, or the unpruned rows that `secateur bench acceptance` writes."""
     raw = _read_json(path, "--acceptance")
     if isinstance(raw, list):
         try:
@@ -338,7 +340,7 @@ def _point(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_trace(path: Path) -> tuple[Arrival, ...]:
-    """A JSONL file of {"seconds", "prompt_tokens", "output_tokens"}, in order of arrival."""
+    """Read a JSONL file of {"seconds", "prompt_tokens", "output_tokens"}; return it in order of arrival."""
     arrivals = []
     for number, line in lines_of(read_text(path, "--trace")):
         place = f"--trace {path}, line {number}"

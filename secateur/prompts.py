@@ -1,4 +1,4 @@
-"""Files of prompts for benchmarks, and the bundled one."""
+"""Prompt files for benchmarks, and the bundled file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from secateur.errors import ConfigError, Problem
 from secateur.jsonl import lines_of
 
 BUNDLED_PROMPTS = Path(__file__).parent / "bundled" / "prompts.jsonl"
-"""Held-out texts and chats of the kind the bundled models know."""
+"""Held-out texts and chats from the distribution that the bundled models were trained on."""
 
 
 class BenchPrompt(NamedTuple):
@@ -22,9 +22,9 @@ class BenchPrompt(NamedTuple):
 
 
 def read_prompts(path: Path, most: int) -> list[BenchPrompt]:
-    """One prompt to `most` of them, evenly spread over a JSONL file of {"text": ...} and {"messages": [...]}.
+    """Read at most `most` prompts, evenly spaced, from a JSONL file of {"text": ...} and {"messages": [...]}.
 
-    Raises ConfigError.
+    Raises ConfigError, also for a file without prompts.
     """
     lines = lines_of(read_text(path, "--prompts"))
     prompts = [_parse(line, f"{path}, line {number}") for number, line in lines]

@@ -1,8 +1,8 @@
-"""What may be asked: every request body of the OpenAI wire as a model, with its ranges and its contradictions.
+"""The request bodies of the OpenAI API as models that check types, ranges and contradictions.
 
-Values have the JSON types of OpenAI's schema: a number may be written without a point, nothing else is converted.
-Fields nobody knows are kept in `model_extra` (the server names them in the header `x-secateur-ignored`); fields we know
-but do not implement are named by `unsupported()` (the server answers 400).
+Values have the JSON types of OpenAI's schema: an integer is accepted as a float, nothing else is converted. Unknown
+fields are kept in `model_extra` (the server lists them in the header `x-secateur-ignored`). `unsupported()` returns
+known fields that are not implemented (the server answers 400).
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ MAX_BAD_WORDS = 128
 GREEDY_BELOW = 1e-5
 """A temperature below this is greedy, as in vLLM: dividing logits by less overflows, and the argmax is left anyway."""
 
-MAX_TEMPERATURE = 1e6  # all tokens are alike long before; float32 logits divided by infinity are no numbers
-MAX_STOPS, MAX_STOP_CHARS = 64, 1024  # looked for in every piece of text
-MAX_TOKEN_IDS, MAX_ALLOWED = 1024, 8192  # token ids that travel with every step
+MAX_TEMPERATURE = 1e6  # sampling is uniform long before; dividing float32 logits by infinity gives NaN
+MAX_STOPS, MAX_STOP_CHARS = 64, 1024  # every piece of text is searched for them
+MAX_TOKEN_IDS, MAX_ALLOWED = 1024, 8192  # these token ids are sent with every step
 MAX_WORD_CHARS = 128
 MAX_SALT_CHARS = 512
 MAX_TOKENS = 2**31 - 1
 _MOST_LISTED = 20
-MAX_ITEMS = 16_384  # messages, parts of one, prompts: a body of millions of them would keep the service busy reading
+MAX_ITEMS = 16_384  # messages, parts, prompts: parsing millions of them would block the service
 
 TokenId = Annotated[int, Field(ge=0)]
 Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
@@ -51,19 +51,19 @@ NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
 class Unsupported(NamedTuple):
-    """A parameter we know, set to something this version does not do."""
+    """A known parameter with a value that is not implemented."""
 
     param: str
     why: str
 
 
 def _wrong(field: str, message: str) -> ConfigError:
-    """For validators that look at several fields: an error that still names the one at fault."""
+    """Return an error that names `field`, for validators that look at several fields."""
     return ConfigError(Problem(field, message))
 
 
 def _one_line(text: str) -> str:
-    """It goes into logs, where nobody else's line may begin within it."""
+    """Check that a text is one printable line: it is logged and must not forge log lines."""
     if not text.isprintable():
         raise ValueError(f"must be printable characters of one line (got {text!r})")
     return text
@@ -114,7 +114,7 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 class Body(BaseModel):
-    """Base of everything in a request. JSON's types are kept strictly; a null means "not given"."""
+    """Base of all request models. Types are strict; null means "not given"."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, protected_namespaces=())
 
@@ -124,11 +124,11 @@ class Body(BaseModel):
         return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
 
     def unsupported(self) -> list[Unsupported]:
-        """Every known parameter with a value this version does not implement. Empty means: go ahead."""
+        """Return every known parameter with a value that is not implemented."""
         return _unsupported(self.model_extra or {})
 
     def ignored(self) -> list[str]:
-        """Fields nobody knows, sorted: accepted, without effect, to be named in `x-secateur-ignored`."""
+        """Return unknown fields, sorted; the server accepts them and lists them in `x-secateur-ignored`."""
         return sorted((self.model_extra or {}).keys() - UNSUPPORTED.keys())
 
 
@@ -141,26 +141,31 @@ def _unsupported(values: Mapping[str, Any]) -> list[Unsupported]:
 
 
 def _is_same(value: Any, other: Any) -> bool:
-    """As JSON has it: true is not 1."""
+    """Compare as JSON does: true is not 1."""
     return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
 class StreamOptions(Body):
+    """The `stream_options` of a request."""
+
     include_usage: bool | None = None
-    """One more chunk at the end, without choices, with the usage. None: as `continuous_usage_stats` says."""
+    """Send the usage in a last chunk without choices; None follows `continuous_usage_stats`."""
     continuous_usage_stats: bool = False
-    """In every chunk the usage so far of the answer that it belongs to, with its prompt. Without effect where
-    include_usage is false (as in vLLM)."""
+    """Send in every chunk the usage so far of its choice, including the prompt. As in vLLM, this has no effect if
+    include_usage is false."""
 
     @property
     def usage_at_end(self) -> bool:
+        """Return whether a last chunk carries the usage."""
         return self.continuous_usage_stats if self.include_usage is None else self.include_usage
 
     @property
     def usage_in_chunks(self) -> bool:
+        """Return whether every chunk carries the usage so far."""
         return self.continuous_usage_stats and self.usage_at_end
 
     def ignored(self) -> list[str]:
+        """Return unknown fields, and `continuous_usage_stats` if it has no effect."""
         unread = ["continuous_usage_stats"] if self.continuous_usage_stats and not self.usage_in_chunks else []
         return sorted([*super().ignored(), *unread])
 
@@ -170,7 +175,7 @@ DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def _told(message: str) -> WrapValidator:
-    """For a field of several shapes: `message`, where pydantic would list what is wrong with each of them."""
+    """Replace pydantic's list of errors, one for each type of a union, by `message`."""
 
     def checked(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
         try:
@@ -182,23 +187,23 @@ def _told(message: str) -> WrapValidator:
 
 
 class SamplingRequest(Body):
-    """What both generation requests share."""
+    """Fields that completions and chat completions share."""
 
     model: str | None = None
-    """None takes the one model the service has."""
+    """None = the service's only model."""
     n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] = 1
     """Answers per prompt."""
     temperature: Annotated[float, Field(ge=0.0, le=MAX_TEMPERATURE)] = 1.0
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     top_k: Annotated[int, Field(ge=-1)] = 0
-    """-1 and 0 are off, and so is more than the vocabulary has."""
+    """-1, 0 and values above the vocabulary size are off."""
     min_p: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     max_tokens: Annotated[NumTokens, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[NumTokens, Field(ge=1)] | None = None
     """The newer name; wins over max_tokens."""
     min_tokens: Annotated[NumTokens, Field(ge=0)] = 0
-    """Tokens before the end of text, a stop token or a stop string may end the answer."""
+    """Minimum number of tokens before an end-of-sequence token, stop token or stop string ends the answer."""
     stop: Annotated[
         StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None,
         _told(f"must be a text or a list of texts, at most {MAX_STOPS} of up to {MAX_STOP_CHARS:,} characters"),
@@ -210,15 +215,15 @@ class SamplingRequest(Body):
 
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
-    # Any positive number means something, but float32 logits divided by 1e-40 do not.
+    # The lower bound keeps float32 logits finite after division.
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100.0)] = 1.0
     """1.0 is off."""
     logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=MAX_TOKEN_IDS)] = {}
-    """Token id -> what is added to its logit. On the wire the ids are strings, as JSON keys are."""
+    """Token id -> value added to its logit. In JSON the ids are strings, like all keys."""
     bad_words: Annotated[list[Annotated[str, Field(max_length=MAX_WORD_CHARS)]], Field(max_length=MAX_BAD_WORDS)] = []
-    """Words that may not come, with or without a space before them."""
+    """Words that must not occur, with or without a leading space."""
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED)] | None = None
-    """Nothing but these may come."""
+    """Only these tokens may be sampled."""
 
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -228,13 +233,13 @@ class SamplingRequest(Body):
     request_id: Annotated[str, Field(min_length=1, max_length=512), AfterValidator(_one_line)] | None = None
     user: str | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
-    """Prompts are shared in the prefix cache among requests of one salt only."""
+    """Requests share prefix-cache entries only with requests of the same salt."""
     priority: int = 0
 
     def filled(self, defaults: Mapping[str, Any]) -> Self:
-        """The same request, with these of `DEFAULTED` where it says nothing itself.
+        """Return a copy with `defaults` for the parameters of `DEFAULTED` that the request leaves out.
 
-        Raises ConfigError if they contradict what it says.
+        Raises ConfigError if a default contradicts the request.
         """
         left_out = [name for name in DEFAULTED if name in defaults and name not in self.model_fields_set]
         filled = self.model_copy(update={name: defaults[name] for name in left_out})
@@ -246,7 +251,7 @@ class SamplingRequest(Body):
     def _ids_are_written_as_strings(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        if len(value) > MAX_TOKEN_IDS:  # before each of them is looked at
+        if len(value) > MAX_TOKEN_IDS:  # before every entry is validated
             raise ValueError(f"must have at most {MAX_TOKEN_IDS} entries, not {len(value)}")
         if strange := [key for key in value if not _is_token_id(key)]:
             raise ValueError(f'keys are token ids, as in {{"50256": -100}} (got {listed(map(repr, strange))})')
@@ -254,7 +259,7 @@ class SamplingRequest(Body):
 
     @model_validator(mode="after")
     def _rules(self) -> Self:
-        if self.unsupported():  # what the others ask for may follow from it; it is refused by name
+        if self.unsupported():  # the caller rejects these by name, so other checks would mislead
             return self
         if any(not text for text in self.stop_strings):
             raise _wrong("stop", "an empty string stops nothing; remove it")
@@ -276,42 +281,46 @@ class SamplingRequest(Body):
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
+        """Return the stop strings as a tuple."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
     def max_output_tokens(self) -> int | None:
-        """The most tokens to generate; None is up to the end of the context."""
+        """Return the token limit; None = up to the end of the context."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
     def is_greedy(self) -> bool:
+        """Return whether the temperature is low enough for greedy sampling."""
         return self.temperature < GREEDY_BELOW
 
     @property
     def num_logprobs(self) -> int | None:
-        """Most likely tokens to report beside each token of the answer; None = report no log probabilities."""
+        """Return the number of most likely tokens to report per token; None = no log probabilities."""
         raise NotImplementedError
 
     def unsupported(self) -> list[Unsupported]:
+        """Return every known parameter with a value that is not implemented."""
         values = {**(self.model_extra or {}), **{name: getattr(self, name) for name in type(self).model_fields}}
         if values.get("best_of") == self.n:
             del values["best_of"]  # all answers are returned
         return _unsupported(values)
 
     def ignored(self) -> list[str]:
+        """Return unknown fields, including those of `stream_options`."""
         nested = self.stream_options.ignored() if self.stream_options else []
         return sorted([*super().ignored(), *(f"stream_options.{name}" for name in nested)])
 
 
 def listed(items: Iterable[str]) -> str:
-    """The first of these with commas, and how many more there are: it goes into an error."""
+    """Join the first items with commas and add how many more there are, for error messages."""
     all_items = list(items)
     shown = [*all_items[:_MOST_LISTED], *([f"and {more} more"] if (more := len(all_items) - _MOST_LISTED) > 0 else [])]
     return ", ".join(shown)
 
 
 def _is_token_id(key: object) -> bool:
-    """Whether a JSON key spells an id, in the one way that keeps two keys from meaning the same."""
+    """Return whether a JSON key is a token id in canonical form, so that no two keys mean the same id."""
     return re.fullmatch("0|[1-9][0-9]{0,9}", str(key)) is not None
 
 
@@ -342,7 +351,7 @@ class CompletionRequest(SamplingRequest):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """One entry per prompt to be answered, `n` times. A prompt is a text or its token ids."""
+        """Return the prompts, each a text or token ids; each gets `n` answers."""
         match self.prompt:
             case str() as text:
                 return [text]
@@ -353,10 +362,12 @@ class CompletionRequest(SamplingRequest):
 
     @property
     def max_output_tokens(self) -> int | None:
+        """Return the token limit; OpenAI's default is 16."""
         return super().max_output_tokens or DEFAULT_COMPLETION_TOKENS
 
     @property
     def num_logprobs(self) -> int | None:
+        """Return the number of logprobs per token, or None."""
         return self.logprobs
 
     @model_validator(mode="after")
@@ -369,7 +380,7 @@ class CompletionRequest(SamplingRequest):
 
 
 class ContentPart(Body):
-    """A part of a message; only text is understood."""
+    """A part of a message; only text is supported."""
 
     type: Literal["text"]
     text: str
@@ -379,7 +390,7 @@ class ChatMessage(Body):
     """One message. `content` is a text or a list of text parts; `text` is both as one string."""
 
     role: Annotated[str, Field(min_length=1)]
-    """One of `ROLES`, or one that the model's chat template knows."""
+    """One of `ROLES`, or another role that the model's chat template supports."""
     content: Annotated[
         str | Annotated[list[ContentPart], Field(fail_fast=True, max_length=MAX_ITEMS)] | None,
         _told(
@@ -403,18 +414,19 @@ class ChatMessage(Body):
 
     @property
     def text(self) -> str:
+        """Return the content as one string."""
         if isinstance(self.content, list):
             return "".join(part.text for part in self.content)
         return self.content or ""
 
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-"""Of messages, as OpenAI has them."""
-_WITH_CONTENT = ROLES[:-1]  # OpenAI lets a function's be null
+"""OpenAI's message roles."""
+_WITH_CONTENT = ROLES[:-1]  # OpenAI allows null content for function messages
 
 
 class Rendered(Body):
-    """What goes through the model's chat template, and how."""
+    """Options of the chat template."""
 
     chat_template_kwargs: dict[str, Any] = {}
     add_generation_prompt: bool = True
@@ -438,7 +450,7 @@ class ChatCompletionRequest(SamplingRequest, Rendered):
 
     messages: Messages
     add_special_tokens: bool = False
-    """Off, as chat templates write them already."""
+    """False by default, because chat templates add special tokens themselves."""
     logprobs: bool = False
     top_logprobs: NumLogprobs = 0
     """Most likely tokens to report per token, with logprobs=true."""
@@ -452,6 +464,7 @@ class ChatCompletionRequest(SamplingRequest, Rendered):
 
     @property
     def num_logprobs(self) -> int | None:
+        """Return the number of logprobs per token, or None."""
         return self.top_logprobs if self.logprobs else None
 
     @model_validator(mode="after")
@@ -470,14 +483,16 @@ class TokenizeRequest(Rendered):
     tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_ITEMS)] | None = None
     """For the chat template."""
     add_special_tokens: bool | None = None
-    """None adds them to a prompt; chat templates write them already."""
+    """None adds them to a prompt only, because chat templates add them themselves."""
     return_token_strs: bool = False
 
     @property
     def with_special_tokens(self) -> bool:
+        """Return whether to add special tokens."""
         return self.messages is None if self.add_special_tokens is None else self.add_special_tokens
 
     def ignored(self) -> list[str]:
+        """Return fields without effect; chat fields have none beside a prompt."""
         of_chats = {*Rendered.model_fields, "tools"} & self.model_fields_set if self.messages is None else set()
         return sorted([*super().ignored(), *of_chats])
 

@@ -1,4 +1,4 @@
-"""What is answered: responses, stream chunks and errors of the OpenAI wire. The server writes, the client reads.
+"""Responses, stream chunks and errors of the OpenAI API, which the server writes and the client reads.
 
 Responses carry one vendor object, `speculative`, when the request sets `return_speculative_stats`.
 """
@@ -26,7 +26,7 @@ SSE_DONE = "data: [DONE]\n\n"
 
 
 def new_id(prefix: str) -> str:
-    """`cmpl-...`, `chatcmpl-...`: unique, not guessable."""
+    """Return a unique id such as `cmpl-...` or `chatcmpl-...` that cannot be guessed."""
     return f"{prefix}-{uuid.uuid4().hex}"
 
 
@@ -35,8 +35,7 @@ def _now() -> int:
 
 
 class Response(BaseModel):
-    """Base of what the server writes: an unset optional field is left out, unless clients of OpenAI or vLLM read its
-    null."""
+    """Base of all responses. Unset optional fields are left out, except `nullable` ones, whose null clients expect."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
     nullable: ClassVar[frozenset[str]] = frozenset()
@@ -47,16 +46,20 @@ class Response(BaseModel):
         return {key: value for key, value in handler(self).items() if value is not None or key in self.nullable}
 
     def sse(self) -> str:
-        """This object as one server-sent event."""
+        """Return this object as one server-sent event."""
         return f"data: {self.model_dump_json()}\n\n"
 
 
 class CompletionTokensDetails(Response):
+    """How many verified draft tokens are in the answer, and how many are not."""
+
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
 
 
 class PromptTokensDetails(Response):
+    """How many prompt tokens the prefix cache held."""
+
     cached_tokens: int = 0
 
 
@@ -80,6 +83,7 @@ class Usage(Response):
         accepted: int | None = None,
         rejected: int = 0,
     ) -> Self:
+        """Return usage from counts; details that are None are left out."""
         details = None
         if accepted is not None:
             details = CompletionTokensDetails(accepted_prediction_tokens=accepted, rejected_prediction_tokens=rejected)
@@ -93,10 +97,10 @@ class Usage(Response):
 
 
 class SpeculativeStats(BaseModel):
-    """What speculation did for one request, over all its answers.
+    """Speculation statistics of one request, over all its answers.
 
-    A drafted node was either pruned, so that the target never saw it, or verified; accepted ones are those of the
-    verified that are in the answer. The lists tell the same by depth, the children of the root first.
+    Every drafted node is either pruned before verification or verified; accepted tokens are the verified ones in the
+    answer. The lists count the same by depth, beginning with the root's children.
     """
 
     num_drafts: int = 0
@@ -106,7 +110,7 @@ class SpeculativeStats(BaseModel):
     num_verified: int = 0
     num_accepted_tokens: int = 0
     num_copied_tokens: int = 0
-    """Of the verified: copied from earlier text, no drafter made them."""
+    """Verified tokens that prompt lookup copied from earlier text, without the drafter."""
     num_accepted_copied_tokens: int = 0
     drafted_per_depth: list[int] = []
     pruned_per_depth: list[int] = []
@@ -116,13 +120,13 @@ class SpeculativeStats(BaseModel):
     @computed_field  # type: ignore[prop-decorator]  # pydantic documents this order
     @property
     def acceptance_length(self) -> float:
-        """Tokens per verification: 1 + accepted / drafts; 1.0 when nothing was drafted."""
+        """Return the tokens per verification: 1 + accepted / drafts, or 1.0 if nothing was drafted."""
         return 1.0 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
 
     @computed_field  # type: ignore[prop-decorator]  # same
     @property
     def acceptance_rate(self) -> float:
-        """Accepted share of the drafted tokens; 0.0 when nothing was drafted."""
+        """Return the accepted share of the drafted tokens, or 0.0 if nothing was drafted."""
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
 
 
@@ -137,9 +141,9 @@ class CompletionLogprobs(BaseModel):
     tokens: list[str] = []
     token_logprobs: list[float | None] = []
     top_logprobs: list[dict[str, float] | None] = []
-    """The most likely tokens there, and the one that came."""
+    """The most likely tokens at that position, and the sampled one."""
     text_offset: list[int] = []
-    """Where in the answer's text the token begins, in characters."""
+    """Offset of the token in the answer's text, in characters."""
 
 
 class TopLogprob(BaseModel):
@@ -153,13 +157,13 @@ class TopLogprob(BaseModel):
 
 
 class TokenLogprob(TopLogprob):
-    """A token of the answer; `top_logprobs` are the most likely ones there, best first."""
+    """A token of the answer; `top_logprobs` lists the most likely tokens at its position, best first."""
 
     top_logprobs: list[TopLogprob] = []
 
 
 class ChatLogprobs(Response):
-    """Log probabilities of a chat's answer, an entry per token of the text."""
+    """Log probabilities of a chat answer, one entry per token."""
 
     nullable = frozenset({"content", "refusal"})
 
@@ -168,27 +172,33 @@ class ChatLogprobs(Response):
 
 
 class Choice(Response):
+    """Fields that all choices share."""
+
     nullable = frozenset({"finish_reason", "logprobs", "stop_reason", "token_ids"})
 
     index: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    """The stop string or stop token id that ended it (vLLM's field)."""
+    """The stop string or stop token id that ended the answer (vLLM's field)."""
     token_ids: list[int] | None = None
 
 
 class CompletionChoice(Choice):
+    """One completion of a prompt, or a part of it in a stream."""
+
     nullable = Choice.nullable | {"prompt_token_ids", "prompt_logprobs"}
 
     text: str = ""
     prompt_token_ids: list[int] | None = None
-    """Of its own prompt; in a stream on the answer's first chunk."""
+    """Token ids of the prompt; in a stream, on the first chunk."""
     prompt_logprobs: None = None
-    """Not implemented; clients of vLLM read its null."""
+    """Not implemented; vLLM clients expect the null."""
     logprobs: CompletionLogprobs | None = None
 
 
 class AssistantMessage(Response):
+    """The message of a chat answer."""
+
     nullable = frozenset({"content", "refusal"})
 
     role: Literal["assistant"] = "assistant"
@@ -197,16 +207,22 @@ class AssistantMessage(Response):
 
 
 class ChatChoice(Choice):
+    """One answer of a chat."""
+
     message: AssistantMessage
     logprobs: ChatLogprobs | None = None
 
 
 class ChatDelta(Response):
+    """The part of a message that a chunk adds."""
+
     role: Literal["assistant"] | None = None
     content: str | None = None
 
 
 class ChatChunkChoice(Choice):
+    """One choice of a chat chunk."""
+
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
 
@@ -222,13 +238,15 @@ class GenerationResponse(Response):
 
 
 class CompletionResponse(GenerationResponse):
+    """The response of /v1/completions."""
+
     id: str = Field(default_factory=lambda: new_id("cmpl"))
     object: Literal["text_completion"] = "text_completion"
     choices: list[CompletionChoice]
 
     @property
     def text(self) -> str:
-        """The first choice's text."""
+        """Return the first choice's text."""
         return self.choices[0].text if self.choices else ""
 
 
@@ -237,38 +255,44 @@ class CompletionChunk(CompletionResponse):
 
 
 class ChatCompletionResponse(GenerationResponse):
+    """The response of /v1/chat/completions."""
+
     nullable = frozenset({"prompt_token_ids", "prompt_logprobs"})
 
     id: str = Field(default_factory=lambda: new_id("chatcmpl"))
     object: Literal["chat.completion"] = "chat.completion"
     choices: list[ChatChoice]
     prompt_token_ids: list[int] | None = None
-    """Of the one prompt that all choices have."""
+    """Token ids of the prompt, which all choices share."""
     prompt_logprobs: None = None
-    """Not implemented; clients of vLLM read its null."""
+    """Not implemented; vLLM clients expect the null."""
 
     @property
     def text(self) -> str:
-        """The first choice's content."""
+        """Return the first choice's content."""
         return (self.choices[0].message.content or "") if self.choices else ""
 
 
 class ChatCompletionChunk(GenerationResponse):
+    """A stream chunk of /v1/chat/completions."""
+
     nullable = frozenset({"prompt_token_ids"})
 
     id: str = Field(default_factory=lambda: new_id("chatcmpl"))
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     choices: list[ChatChunkChoice]
     prompt_token_ids: list[int] | None = None
-    """On the chunk that opens an answer with its role."""
+    """Set on the chunk that opens an answer with its role."""
 
     @property
     def text(self) -> str:
-        """What the chunk's choice gained (`choices[0].index` says which one it is)."""
+        """Return the text that the chunk adds to choice `choices[0].index`."""
         return (self.choices[0].delta.content or "") if self.choices else ""
 
 
 class TokenizeResponse(Response):
+    """The response of /tokenize."""
+
     nullable = frozenset({"token_strs"})
 
     tokens: list[int]
@@ -278,10 +302,14 @@ class TokenizeResponse(Response):
 
 
 class DetokenizeResponse(Response):
+    """The response of /detokenize."""
+
     prompt: str
 
 
 class ModelCard(Response):
+    """A model in /v1/models."""
+
     id: str
     object: Literal["model"] = "model"
     created: int = Field(default_factory=_now)
@@ -291,11 +319,15 @@ class ModelCard(Response):
 
 
 class ModelList(Response):
+    """The response of /v1/models."""
+
     object: Literal["list"] = "list"
     data: list[ModelCard] = []
 
 
 class ErrorDetail(Response):
+    """OpenAI's error object."""
+
     nullable = frozenset({"param", "code"})
 
     message: str
@@ -305,7 +337,7 @@ class ErrorDetail(Response):
 
 
 class ErrorResponse(Response):
-    """`{"error": {message, type, param, code}}`, the body of every answer that is not 2xx."""
+    """`{"error": {message, type, param, code}}`, the body of every response that is not 2xx."""
 
     error: ErrorDetail
 
@@ -318,12 +350,13 @@ class ErrorResponse(Response):
         param: str | None = None,
         code: str | int | None = None,
     ) -> Self:
-        # What a request quotes may hold half a surrogate pair, which no body can.
+        """Return an error body."""
+        # Quoted request text may hold a lone surrogate, which UTF-8 cannot encode.
         message = message.encode("utf-8", "backslashreplace").decode()
         return cls(error=ErrorDetail(message=message, type=type, param=param, code=code))
 
     @classmethod
     def from_unsupported(cls, found: list[Unsupported]) -> Self:
-        """A 400 body that names every parameter of `found`, which holds at least one."""
+        """Return a 400 body that names every parameter in `found`, which must not be empty."""
         message = "; ".join(f"{param}: {why}" for param, why in found)
         return cls.of(message, param=found[0].param, code="unsupported_parameter")

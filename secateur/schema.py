@@ -1,4 +1,4 @@
-"""What all configuration models share: unknown keys refused, every problem told in one readable ConfigError."""
+"""Base of the configuration models: unknown keys are errors, and one ConfigError lists every problem."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from secateur.errors import ConfigError, Problem
 
-_MOST_PROBLEMS, _MOST_SHOWN = 20, 200  # a list may be wrong in every entry
+_MOST_PROBLEMS, _MOST_SHOWN = 20, 200  # every entry of a long list may be wrong
 
 
 def did_you_mean(word: str, valid: Iterable[str]) -> str:
-    """` (did you mean 'x'?)` for the nearest valid word, else the list of all of them."""
+    """Return ` (did you mean 'x'?)` for the nearest valid word, or the list of all valid words."""
     choices = sorted(valid)
     if near := difflib.get_close_matches(word, choices, n=1, cutoff=0.5):
         return f" (did you mean {near[0]!r}?)"
@@ -23,11 +23,12 @@ def did_you_mean(word: str, valid: Iterable[str]) -> str:
 
 
 def unknown_key(key: str, valid: Iterable[str]) -> str:
+    """Return the error message for an unknown key."""
     return f"unknown key {key!r}{did_you_mean(key, valid)}"
 
 
 def problems_of(error: ValidationError, known: Iterable[str]) -> list[Problem]:
-    """Pydantic's first errors in our words; `known` are the field names of the model that failed."""
+    """Return pydantic's first errors as Problems; `known` are the field names of the model."""
     return [problem for item in error.errors()[:_MOST_PROBLEMS] for problem in _problems_of_item(item, known)]
 
 
@@ -77,6 +78,7 @@ class Strict(BaseModel):
 
     @classmethod
     def model_validate(cls, obj: Any, **kwargs: Any) -> Self:
+        """Validate an object. Raises ConfigError with a line per problem."""
         try:
             return super().model_validate(obj, **kwargs)
         except ValidationError as error:
@@ -95,12 +97,12 @@ class Strict(BaseModel):
         return normalise_keys(data) if isinstance(data, Mapping) else data
 
     def _settle(self, **derived: Any) -> None:
-        """Write values derived from the given ones, without counting them as given (`model_fields_set`)."""
+        """Set derived values without adding them to `model_fields_set`."""
         self.__dict__.update(derived)
 
 
 def normalise_keys(data: Mapping[str, Any]) -> dict[str, Any]:
-    """'-' as '_' in keys, nulls dropped. Raises ConfigError if two spellings of one key meet."""
+    """Replace '-' by '_' in keys and drop nulls. Raises ConfigError if a key is given in both spellings."""
     result: dict[str, Any] = {}
     for key, value in data.items():
         name = str(key).replace("-", "_")

@@ -1,4 +1,4 @@
-"""The speculative configuration: one dictionary, the single source of truth, with vLLM's keys plus ours."""
+"""The speculative configuration: one dictionary with vLLM's keys plus ours."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 
 NEED_MODEL = ("draft_model", "eagle", "eagle3")
 DEFAULT_TREE_PRUNE: TreePrune = "auto"
-"""How trees are pruned when neither the way nor a threshold is given. A static tree is grown as it was written."""
+"""Pruning mode if neither a mode nor a threshold is given. Static trees are then not pruned."""
 OFF_WITH_THRESHOLDS = "'off' contradicts the thresholds; write 'thresholds' or remove them"
-# What decides how drafts are sampled and verified, once there are draft probabilities at all.
+# These settings apply only with draft probabilities.
 USES_DRAFT_PROBS = ("draft_sample_method", "rejection_method", "draft_probs_min_temperature")
 
 
 class SpeculativeConfig(Strict):
-    """How to draft and how to verify, for the whole service.
+    """The drafting and verification settings of a service.
 
     Unset fields hold their resolved value after validation (method inferred, lookup bounds mirrored, tree counted);
     `model_fields_set` still tells which ones were typed.
@@ -41,8 +41,8 @@ class SpeculativeConfig(Strict):
     speculative_tree_max_depth: Annotated[int, Field(ge=1, le=MAX_NODES)] = 8
     speculative_tree_max_children: Annotated[int, Field(ge=1, le=MAX_NODES)] = 8
     speculative_tree_prune: TreePrune = DEFAULT_TREE_PRUNE
-    """'auto' sets budgets by calibrated survival and measured costs, within the thresholds if there are any, and drafts
-    by n-gram lookup where that looks better than asking the drafter. A threshold alone means 'thresholds'."""
+    """'auto' sets node budgets from calibrated acceptance and measured costs, within any thresholds, and uses
+    prompt lookup where it predicts a higher speed than the drafter. A threshold alone implies 'thresholds'."""
     speculative_tree_prune_min_prob: Probability = 0.0
     """A node is not expanded if its best next token is less probable than this; 0.0 is off."""
     speculative_tree_prune_path_prob: Probability = 0.0
@@ -52,23 +52,23 @@ class SpeculativeConfig(Strict):
     acceptance: Literal["coupled", "rejection"] = "coupled"
     rejection_method: Literal["traversal", "recursive"] = "traversal"
     enable_draft_probs: bool = True
-    """Under 'rejection': sample children from the draft and verify against its probabilities; else take the likely."""
+    """Under 'rejection': sample children from the draft and verify with its probabilities, else take the top ones."""
     draft_sample_method: Literal["probabilistic", "hybrid", "greedy"] = "probabilistic"
     """'probabilistic' samples every child, 'hybrid' all but the last are the most likely ones, 'greedy' all are."""
     draft_probs_min_temperature: Annotated[float, Field(ge=0.0)] = 0.3
     """At lower temperatures 'rejection' takes the most likely children instead of sampling them."""
     draft_tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
     draft_placement: Literal["dedicated", "colocated"] | None = None
-    """None chooses: dedicated devices when there are enough."""
+    """None = dedicated if there are enough devices."""
     prompt_lookup_max: Annotated[int, Field(ge=1)] | None = None
     prompt_lookup_min: Annotated[int, Field(ge=1)] | None = None
     max_model_len: Annotated[int, Field(ge=1)] | None = None
-    """Longest sequence the drafter follows, in tokens. It follows every sequence the target does: any value but the
-    target's own `max_model_len` is refused."""
+    """Longest sequence of the drafter, in tokens. The drafter follows every target sequence, so any value but the
+    target's own `max_model_len` is an error."""
 
     @property
     def token_tree(self) -> tuple[Path, ...] | None:
-        """The static tree, breadth-first, or None."""
+        """Return the static tree in breadth-first order, or None."""
         return None if self.speculative_token_tree is None else parse_token_tree(self.speculative_token_tree)
 
     @model_validator(mode="before")
@@ -216,7 +216,7 @@ class SpeculativeConfig(Strict):
 
 
 class Speculative(Strict):
-    """The per-request `speculative` body object: any subset; what is left out follows the service."""
+    """The `speculative` object of a request; omitted fields follow the service's configuration."""
 
     enabled: bool | None = None
     num_speculative_tokens: Annotated[int, Field(gt=0, le=MAX_NODES)] | None = None
@@ -225,7 +225,7 @@ class Speculative(Strict):
     tree_prune_path_prob: Probability | None = None
     acceptance: Literal["coupled", "rejection"] | None = None
     enable_draft_probs: bool | None = None
-    """Concerns acceptance 'rejection' alone."""
+    """Applies to acceptance 'rejection' only."""
 
     @model_validator(mode="before")
     @classmethod
@@ -244,9 +244,9 @@ class Speculative(Strict):
 
 
 def infer_method(model: str) -> str:
-    """The method a drafter's name implies, as vLLM infers it.
+    """Return the method that a drafter's name implies, as in vLLM.
 
-    'eagle3' is looked for first, so that a head kept in a folder such as 'eagle-heads/x-eagle3' is what it says.
+    'eagle3' is checked first, so that 'eagle-heads/x-eagle3' is an EAGLE-3 head.
     """
     name = model.lower()
     if _is_ngram(model):

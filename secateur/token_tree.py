@@ -1,7 +1,7 @@
 """The static tree string: `speculative_token_tree`, e.g. "[(0,), (1,), (0, 0), (0, 1)]".
 
-A node is the tuple of child ranks on the way from the root: (1, 0) is the best child of the root's second-best
-child. The root itself is never listed.
+A node is the tuple of child ranks on its path from the root: (1, 0) is the most likely child of the root's second
+most likely child. The root is never listed.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ Path = tuple[int, ...]
 
 
 def parse_token_tree(text: str) -> tuple[Path, ...]:
-    """The paths of a tree string, breadth-first: by (depth, ranks).
+    """Return the paths of a tree string in breadth-first order, by (depth, ranks).
 
-    Raises ValueError for a string that is no list of tuples of non-negative integers, for an empty list, a duplicate
+    Raises ValueError for a string that is not a list of tuples of non-negative integers, for an empty list, a duplicate
     node, a node without its parent, a rank that skips a sibling ((0,), (2,)), and more than 63 nodes.
     """
     try:
@@ -32,7 +32,7 @@ def parse_token_tree(text: str) -> tuple[Path, ...]:
 
 
 def check_paths(paths: Iterable[Path]) -> tuple[Path, ...]:
-    """`paths` breadth-first, or a ValueError that names the first node that does not belong."""
+    """Return `paths` in breadth-first order. Raises ValueError for the first invalid node."""
     ordered = sorted(paths, key=lambda path: (len(path), path))
     if not ordered:
         raise ValueError("the tree is empty; list at least one node, for example '[(0,)]'")

@@ -93,14 +93,17 @@ redistributes text that the models reproduce should keep the notices above.
 
 
 def table_row(*cells: object) -> str:
+    """Return a Markdown table row."""
     return "| " + " | ".join(str(cell) for cell in cells) + " |"
 
 
 def joined(values: list[float]) -> str:
+    """Join numbers with a common format."""
     return " ".join(f"{value:.3f}".lstrip("0") if value < 1 else "1.00" for value in values)
 
 
 def model_rows(metrics: dict, models: Path) -> list[str]:
+    """Return the table of models."""
     rows = []
     for name in ("target", "eagle3", "draft"):
         quality = metrics["evaluation"].get(name)
@@ -112,6 +115,7 @@ def model_rows(metrics: dict, models: Path) -> list[str]:
 
 
 def agreement_rows(evaluation: dict) -> list[str]:
+    """Return the table of agreement between drafts and target."""
     kinds = {"held_out": "held-out code", "target_greedy": "its own, greedy", "target_sampled": "its own, T=1"}
     return [
         table_row(name, kinds[kind], joined(s["agreement_per_step"]), joined(s["top4_per_step"]),
@@ -121,15 +125,18 @@ def agreement_rows(evaluation: dict) -> list[str]:
 
 
 def accepted_rows(evaluation: dict) -> list[str]:
+    """Return the table of accepted tokens."""
     summaries = {name: evaluation[f"{name}_vs_target"]["target_greedy"] for name in ("head", "draft")}
     return [table_row(n, s["mean_accepted_chain5"], s["mean_accepted_tree4x5"]) for n, s in summaries.items()]
 
 
 def sample_blocks(samples: list[dict]) -> list[str]:
+    """Return the sample texts as Markdown blocks."""
     return [f"````text\n{s['prompt'].rstrip()}\n>>>\n{s['answer'].rstrip()}\n````" for s in samples]
 
 
 def render_card(metrics: dict, models: Path, num_texts: int) -> str:
+    """Return the model card as Markdown."""
     corpus, evaluation, training = metrics["corpus"], metrics["evaluation"], metrics["training"]
     fields = ("num_steps", "num_tokens", "seconds", "device", "torch")
     sources = [

@@ -96,6 +96,7 @@ class Document:
 
 
 def path_hash(path: str) -> int:
+    """Return a stable hash of a path."""
     return int(hashlib.md5(path.encode()).hexdigest(), 16)
 
 
@@ -216,6 +217,7 @@ def chat_prompts(chats: list[Chat], licences: dict[str, str], training_text: str
 
 
 def write_jsonl(rows: list[dict], file: Path) -> None:
+    """Write rows as JSON Lines."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 

@@ -12,7 +12,7 @@ from torch import Tensor
 END_OF_TEXT = 0
 CHAT_SHARE = 0.125
 SNAP_SHARE = 0.25
-"""This share of the windows begins where a document begins."""
+"""Share of the windows that begin at the start of a document."""
 
 
 class TokenStream:
@@ -24,7 +24,7 @@ class TokenStream:
         self.generator = torch.Generator(tokens.device).manual_seed(seed)
 
     def windows(self, num_windows: int, length: int) -> Tensor:
-        """Random windows [num_windows, length] int64, some of them from a document's first token on."""
+        """Return random windows [num_windows, length] int64; `SNAP_SHARE` of them begin at a document."""
         options = {"device": self.tokens.device, "generator": self.generator}
         last = len(self.tokens) - length
         anywhere = torch.randint(0, last, (num_windows,), **options)
@@ -43,18 +43,19 @@ class Corpus:
     chat: TokenStream
 
     def batch(self, num_rows: int, length: int) -> Tensor:
-        """[num_rows, length] int64, of which about `CHAT_SHARE` are windows of chats."""
+        """Return [num_rows, length] int64, of which about `CHAT_SHARE` are windows of chats."""
         num_chats = max(1, round(num_rows * CHAT_SHARE))
         rows = (self.code.windows(num_rows - num_chats, length), self.chat.windows(num_chats, length))
         return torch.cat(rows)
 
 
 def load_tokens(file: Path, device: torch.device) -> Tensor:
-    """The uint16 array of a file as an int32 tensor [num_tokens]."""
+    """Load a uint16 array from a file as an int32 tensor [num_tokens]."""
     return torch.from_numpy(np.load(file).astype(np.int32)).to(device)
 
 
 def load_corpus(folder: Path, device: torch.device, is_held_out: bool = False, seed: int = 0) -> Corpus:
+    """Load the training or the held-out corpus onto a device."""
     code, chat = ("val.npy", "chat_val.npy") if is_held_out else ("train.npy", "chat.npy")
     return Corpus(
         code=TokenStream(load_tokens(folder / code, device), seed),

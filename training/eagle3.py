@@ -34,6 +34,8 @@ def feature_layers(num_layers: int) -> tuple[int, int, int]:
 
 
 class RMSNorm(nn.Module):
+    """Root-mean-square normalization."""
+
     def __init__(self, dim: int, eps: float):
         super().__init__()
         self.weight, self.eps = nn.Parameter(torch.ones(dim)), eps
@@ -55,6 +57,8 @@ class HeadAttention(nn.Module):
 
 
 class MLP(nn.Module):
+    """The gated MLP of a Llama layer."""
+
     def __init__(self, config: LlamaConfig):
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
@@ -66,6 +70,8 @@ class MLP(nn.Module):
 
 
 class MidLayer(nn.Module):
+    """The decoder layer of the head."""
+
     def __init__(self, config: LlamaConfig):
         super().__init__()
         self.self_attn, self.mlp = HeadAttention(config), MLP(config)
@@ -82,7 +88,7 @@ class KeyValue(NamedTuple):
 
 
 class UnrolledStep(NamedTuple):
-    """What one unrolled step says and should say."""
+    """The draft logits of one unrolled step and the target logits it learns from."""
 
     logits_BTD: Tensor
     target_logits_BTV: Tensor
@@ -164,7 +170,7 @@ class TrainableEagle3Head(nn.Module):
 
 
 class TargetView(NamedTuple):
-    """What the head sees of the target on rows of tokens."""
+    """The target's outputs that the head is trained on, for rows of tokens."""
 
     features_BTF: Tensor
     embeds_BTH: Tensor

@@ -161,6 +161,7 @@ class Comparison(NamedTuple):
 
 
 def rounded(values: Tensor) -> list[float]:
+    """Return rounded values as a list."""
     return [round(value, 3) for value in values.tolist()]
 
 
@@ -248,4 +249,5 @@ def evaluate(data: Path, models: Path, prompts_file: Path) -> dict:
 
 
 def quality_of(model: LlamaForCausalLM, corpus: Corpus) -> dict[str, dict[str, float]]:
+    """Evaluate a model on held-out text."""
     return {"code": held_out_quality(model, corpus.code, 64), "chat": held_out_quality(model, corpus.chat, 16)}

@@ -23,6 +23,8 @@ DISTIL_WEIGHT = 0.9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchShape:
+    """The shape of training batches."""
+
     num_rows: int
     length: int
 
@@ -83,6 +85,7 @@ class Trained(NamedTuple):
 
 
 def llama_config(**sizes: int) -> LlamaConfig:
+    """Return a Llama configuration with these sizes."""
     return LlamaConfig(
         vocab_size=2048,
         max_position_embeddings=2048,
@@ -109,6 +112,7 @@ def target_config() -> LlamaConfig:
 
 
 def draft_config() -> LlamaConfig:
+    """Return the configuration of the draft model."""
     return llama_config(
         hidden_size=64,
         num_hidden_layers=3,
@@ -126,6 +130,7 @@ def mixed_precision(device: torch.device) -> torch.autocast:
 
 
 def next_token_loss(logits_BTV: Tensor, tokens_BT: Tensor) -> Tensor:
+    """Return the mean cross-entropy of the next tokens."""
     return F.cross_entropy(logits_BTV[:, :-1].flatten(0, 1).float(), tokens_BT[:, 1:].flatten())
 
 

@@ -1,4 +1,4 @@
-"""Wall-clock budgets, the learning-rate schedule on them, and the pair of optimisers every model here trains with."""
+"""Wall-clock budgets, the learning-rate schedule over them, and the pair of optimisers of all models."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ADAMW_LR = 0.003
 MUON_WEIGHT_DECAY = 0.05
 WARMUP_STEPS = 30
 DECAY_FROM = 0.4
-"""Constant up to this fraction of the budget, then linear to nearly zero."""
+"""The learning rate is constant up to this fraction of the budget, then falls linearly to nearly zero."""
 LOG_SECONDS = 20
 
 
@@ -30,17 +30,20 @@ class TimeBudget:
 
     @classmethod
     def from_now(cls, seconds: float) -> TimeBudget:
+        """Return a budget of `seconds` that begins now."""
         return cls(start=time.monotonic(), seconds=max(seconds, 1e-3))
 
     def fraction(self) -> float:
+        """Return the fraction of the budget that has passed."""
         return (time.monotonic() - self.start) / self.seconds
 
     def remaining(self) -> float:
+        """Return the seconds that remain."""
         return self.start + self.seconds - time.monotonic()
 
 
 def lr_factor(step: int, fraction: float) -> float:
-    """Warm-up by steps, decay by time."""
+    """Return the learning-rate factor: warm-up by steps, decay by time."""
     decay = 1.0 if fraction < DECAY_FROM else max(0.02, (1 - fraction) / (1 - DECAY_FROM))
     return min(1.0, (step + 1) / WARMUP_STEPS) * decay
 
@@ -61,7 +64,7 @@ class Optimisers:
         self.num_steps, self.num_tokens, self.last_log = 0, 0, time.monotonic()
 
     def step(self, loss: Tensor, num_tokens: int) -> None:
-        """Backward, clip, update both; now and then logs, and waits for the device so that the clock is honest."""
+        """Backpropagate, clip and update. Every 20 steps, synchronize the device, so that timing is right, and log."""
         factor = lr_factor(self.num_steps, self.budget.fraction())
         for optimiser, lr in zip(self.optimisers, (MUON_LR, ADAMW_LR), strict=True):
             optimiser.param_groups[0]["lr"] = lr * factor

@@ -41,12 +41,13 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 STAGES = ("target", "eagle3", "draft")
 SHARES = {"target": 0.55, "eagle3": 0.29, "draft": 0.16}
 OWN_TEXT_SHARE = 0.2
-"""Of a stage's share, the most it may spend on having the target write text."""
+"""Largest share of a stage's time in which the target generates training text."""
 RESERVED_SECONDS = 15.0
 """Kept for loading and saving."""
 
 
 def parse_arguments() -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stage", choices=("corpus", *STAGES, "card", "all"), default="all")
     parser.add_argument("--minutes", type=float, default=60.0)
@@ -75,17 +76,20 @@ class Trainer:
             self._record(stage, record | {"seconds": round(time.monotonic() - budget.start)})
 
     def make_target(self, budget: TimeBudget) -> dict:
+        """Train and save the target."""
         trained = train_target(self.corpus, self.shapes, budget, self.device)
         save_model(trained.model, self.data / "tokenizer", self.out / "target")
         return trained.record()
 
     def make_eagle3(self, budget: TimeBudget) -> dict:
+        """Train and save the EAGLE-3 head."""
         target = load_model(self.out / "target", self.device)
         trained = train_head(target, self.corpus, self._own_text(target, budget), self.shapes, budget)
         save_head(trained.model, self.out / "eagle3")
         return trained.record()
 
     def make_draft(self, budget: TimeBudget) -> dict:
+        """Train and save the draft model."""
         target = load_model(self.out / "target", self.device)
         own_text = self._own_text(target, budget)
         trained = train_draft(target, self.corpus, own_text, self.shapes, budget, self.device)
@@ -113,6 +117,7 @@ class Trainer:
 
 
 def main() -> None:
+    """Run the requested stages."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     arguments = parse_arguments()
     stage = arguments.stage

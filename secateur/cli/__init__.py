@@ -37,6 +37,7 @@ app.add_typer(bench_app, name="bench")
 
 @app.callback(invoke_without_command=True)
 def root(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+    """Handle the options that stand before any subcommand."""
     if version:
         typer.echo(__version__)
         raise typer.Exit

@@ -1,4 +1,4 @@
-"""`secateur bench`: what was asked becomes a plan of `secateur.bench`, which `cluster.bench` carries out."""
+"""`secateur bench`: flags become a plan of `secateur.bench`, which `cluster.bench` runs."""
 
 # No `from __future__ import annotations` here: typer reads the annotations below as objects.
 from pathlib import Path
@@ -16,7 +16,7 @@ from secateur.flags import ManyNumbers, with_engine_flags, with_speed_flags
 from secateur.prompts import BUNDLED_PROMPTS, read_prompts
 
 MAX_PROMPTS = 32
-"""Read for the benchmarks of speed; more requests than that ask the same again."""
+"""Most prompts that the speed benchmarks read; further requests repeat them."""
 
 bench_app = typer.Typer(help="Measure what speculation gains.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -27,7 +27,7 @@ Output = Annotated[Path, typer.Option("--output", metavar="DIR", file_okay=False
 Quick = Annotated[bool, typer.Option("--quick", help="A few cells, in a minute.")]
 Batches = Annotated[list[int] | None, typer.Option("--batches", metavar="N ...", help="Requests at a time.")]
 MaxTokens = Annotated[int | None, typer.Option("--max-tokens", help="Tokens per answer [48].")]
-Rounds = Annotated[int | None, typer.Option("--rounds", help="Turns of everybody; medians count [3].")]
+Rounds = Annotated[int | None, typer.Option("--rounds", help="Rounds; the report gives medians [3].")]
 TargetCost = Annotated[
     str | None,
     typer.Option(
@@ -288,7 +288,7 @@ def bench_serve(
 
 
 def _given(asked: dict[str, Any]) -> dict[str, Any]:
-    """What was typed, lists as the plans' tuples."""
+    """Return the given options, with lists as tuples."""
     values = {key: tuple(value) if isinstance(value, list) else value for key, value in asked.items()}
     return {key: value for key, value in values.items() if value is not None and value != ()}
 

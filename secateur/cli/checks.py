@@ -1,4 +1,4 @@
-"""What commands check before they start anything, and what they say where the serving packages are missing."""
+"""Checks that commands run before they start anything, and the error for missing packages."""
 
 import os
 from typing import Any
@@ -11,14 +11,16 @@ from secateur.install import install_command
 
 
 def checked(flags: dict[str, Any], **more: Any) -> EngineArgs:
-    """Valid engine arguments whose local files exist. Raises ConfigError."""
+    """Return valid engine arguments whose local files exist. Raises ConfigError."""
     flags = {**flags, **{key: value for key, value in more.items() if value is not None}}
     if flags.get("api_key_file") is not None:  # the service may run in another folder
         flags["api_key_file"] = os.path.abspath(os.path.expanduser(flags["api_key_file"]))
     args = engine_args_from(flags)
     if flags.get("api_key") is None and args.api_key_file is None and (key := os.environ.get("SECATEUR_API_KEY")):
         args = args.model_copy(update={"api_key": key})
-    if args.api_key_file is not None and not os.environ.get("RAY_ADDRESS"):  # on a cluster it is a file of its own
+    if args.api_key_file is not None and not os.environ.get(
+        "RAY_ADDRESS"
+    ):  # on a cluster, the file is on another machine
         check_api_keys(args.api_key_file)
     resolve_model(args.model)
     if args.speculative_config is not None and args.speculative_config.model is not None:
@@ -27,14 +29,14 @@ def checked(flags: dict[str, Any], **more: Any) -> EngineArgs:
 
 
 def check_none_given(engine: dict[str, Any]) -> None:
-    """A running service has its flags already. Raises ConfigError."""
+    """Raise ConfigError if engine flags are given beside --base-url, where they have no effect."""
     if given := sorted(name for name, value in engine.items() if value is not None):
         flags = ", ".join("--" + name.replace("_", "-") for name in given)
         raise ConfigError(f"{flags}: for a service started here, which --base-url replaces; remove one of them")
 
 
 def needs_extra(error: ModuleNotFoundError, *, or_base_url: bool = False) -> SecateurError:
-    """The error to raise for a package that only the extra installs. `or_base_url`: the command has that flag."""
+    """Return the error for a missing package of the extra `serve`; `or_base_url` says that --base-url also helps."""
     return SecateurError(
         f"this command needs {error.name!r}, which is not installed: {install_command('serve')}"
         + (" (or talk to a running service with --base-url)" if or_base_url else "")

@@ -1,13 +1,11 @@
-"""Options that several commands have, spelt once; the engine's are in `secateur.flags`."""
+"""Options that several commands share; engine flags are in `secateur.flags`."""
 
 from typing import Annotated
 
 import typer
 
 ModelArgument = Annotated[str | None, typer.Argument(help="Folder or Hugging Face id [the bundled model].")]
-BaseUrl = Annotated[
-    str | None, typer.Option("--base-url", help="A running service; without it one is started here and stopped again.")
-]
+BaseUrl = Annotated[str | None, typer.Option("--base-url", help="A running service [start one for this command].")]
 ApiKey = Annotated[
     str | None,
     typer.Option("--api-key", help="Default: the environment's SECATEUR_API_KEY, which `ps` does not show."),

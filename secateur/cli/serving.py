@@ -1,4 +1,4 @@
-"""`secateur serve` starts a service on Ray; `secateur plan` says beforehand where it would run, and how fast."""
+"""`secateur serve` starts a service on Ray; `secateur plan` predicts placement and speed."""
 
 # No `from __future__ import annotations` here: typer reads the annotations below as objects.
 import os
@@ -19,12 +19,12 @@ from secateur.plan import HARDWARE, PlanRequest, read_acceptance, read_costs, re
 def serve(engine: dict[str, Any], model: ModelArgument = None) -> None:
     """Serve a model over HTTP, on Ray, until Ctrl-C (SIGINT) or SIGTERM; the third such signal ends it at once.
 
-    What it does until it is ready, with seconds, goes to stderr; one line on stdout says where it serves.
+    Start-up progress goes to stderr; one line on stdout gives the address.
 
     Example: secateur serve meta-llama/Llama-3.1-8B-Instruct -tp 2 -sc '{"method": "eagle3", "model":
     "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", "num_speculative_tokens": 24}'
     """
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a script's shell starts what it ends with & like that
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a script's shell starts background jobs like that
         signal.signal(signal.SIGINT, signal.default_int_handler)
     args = checked(engine, model=model)
     if not os.environ.get("RAY_ADDRESS"):  # else it listens on another machine
@@ -72,7 +72,7 @@ def plan(
         int | None, typer.Option("--nodes", help="Draft nodes of every tree; 0 is none [the best for each batch].")
     ] = None,
     request_rate: Annotated[
-        float | None, typer.Option("--request-rate", metavar="X", help="Simulate so many requests per second.")
+        float | None, typer.Option("--request-rate", metavar="X", help="Simulate this many requests per second.")
     ] = None,
     trace: Annotated[
         Path | None,

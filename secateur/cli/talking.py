@@ -1,4 +1,4 @@
-"""`secateur complete` and `secateur chat`: talk to a running service, or to one of our own for as long as it takes."""
+"""`secateur complete` and `secateur chat`: talk to a running service, or to one started for this command."""
 
 # No `from __future__ import annotations` here: typer reads the annotations below as objects.
 import sys
@@ -84,7 +84,7 @@ def chat(
 
 
 def _typed_or_piped(text: str) -> str:
-    """The text, or for a dash all of standard input, line ends as they are. Raises ConfigError."""
+    """Return the text, or all of standard input for a dash. Raises ConfigError."""
     if text != "-":
         return text
     if sys.stdin is None:
@@ -96,7 +96,7 @@ def _typed_or_piped(text: str) -> str:
 
 
 def _params(sampling: dict[str, Any], model: str | None) -> dict[str, Any]:
-    """Fields of the request. Raises ConfigError."""
+    """Return the fields of the request. Raises ConfigError."""
     if "" in (sampling["stop"] or ()):
         raise ConfigError(Problem("--stop", "an empty text stops nothing; remove it"))
     return {"model": model, **sampling, "stop": sampling["stop"] or None}
@@ -105,7 +105,7 @@ def _params(sampling: dict[str, Any], model: str | None) -> dict[str, Any]:
 def _service(
     engine: dict[str, Any], base_url: str | None, model: str | None, api_key: str | None
 ) -> AbstractContextManager[str]:
-    """The service to talk to: the given one, or one of our own for as long as the context lasts."""
+    """Return a context with the URL of the given service, or of one that runs as long as the context."""
     if base_url is not None:
         check_none_given(engine)
         return nullcontext(base_url)
@@ -119,7 +119,7 @@ def _service(
 
 
 def _print_json(ask: Callable[..., Any], params: dict[str, Any], stats: bool) -> str:
-    """Write the whole answer to stdout as one line; returns its text."""
+    """Write the whole answer to stdout as one line, and return its text."""
     started = time.monotonic()
     answer = ask(**params, **({"return_speculative_stats": True} if stats else {}))
     sys.stdout.write(answer.model_dump_json() + "\n")
@@ -131,7 +131,7 @@ def _print_json(ask: Callable[..., Any], params: dict[str, Any], stats: bool) ->
 
 
 def _print_stream(ask: Callable[..., Generator[Any]], params: dict[str, Any], stats: bool) -> str:
-    """Write chunks to stdout as they come; returns the whole text."""
+    """Write chunks to stdout as they arrive, and return the whole text."""
     started, parts, usage, speculation = time.monotonic(), [], None, None
     asked = {"return_speculative_stats": True, "stream_options": {"include_usage": True}} if stats else {}
     for chunk in ask(**params, **asked):
@@ -160,7 +160,7 @@ def _stats_line(usage: Any, speculation: Any, seconds: float) -> str:
 
 
 def _next_message() -> str | None:
-    """The next line typed, or None at the end of input."""
+    """Return the next line of input, or None at its end."""
     while True:
         try:
             text = input("> " if sys.stdin.isatty() else "")
