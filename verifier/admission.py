@@ -1,4 +1,4 @@
-"""What is settled once and for all when a request arrives: its acceptance rule, its trees' limits, whether it fits."""
+"""Admission: a request's acceptance rule, its tree limits, and whether the engine can serve it at all."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from workers.config import DraftConfig, EngineConfig
 from workers.types import Rule, TreeLimits
 
 _DRAFTABLE_TOKENS = 3
-"""The first token comes from the prompt, and what a draft brings are at least two."""
+"""The prompt yields the first token, and a step with a draft yields at least two more."""
 
 
 def request_of(submit: Submit, config: EngineConfig) -> Request:
+    """Return the engine's state of a submitted request."""
     first_draft_slot = int(config.draft is not None and config.draft.reads_features)
     return Request(submit, rule_of(submit, config.draft), _tree_limits(submit, config.draft), first_draft_slot)
 
 
 def rejection_reason(request: Request, max_model_len: int, limits: Limits, num_pages: int) -> str | None:
-    """Why an engine of so many pages, the null page not counted, can never serve the request; None if it can."""
+    """Return why an engine with `num_pages` pages, without the null page, cannot serve the request; None if it can."""
     prompt, asked = request.num_prompt, request.submit.max_tokens
     if prompt < 1 or asked < 1:
         return "a request needs at least one prompt token and max_tokens of at least 1"
@@ -30,11 +31,11 @@ def rejection_reason(request: Request, max_model_len: int, limits: Limits, num_p
 
 
 def rule_of(submit: Submit, draft: DraftConfig | None) -> Rule:
-    """The rule of one request under the service's drafter (None = there is none).
+    """Return the acceptance rule of a request; it never changes, because a change would bias the output.
 
-    Changing it later would bias the output. `rejection` samples its drafts unless draft probabilities are off, drafting
-    is greedy, the method has none to give, or the temperature is below the service's minimum, where the most likely
-    tokens are accepted as often.
+    Under `rejection` drafts are sampled, with four exceptions: draft probabilities are off, drafting is greedy, the
+    method has no probabilities, or the temperature is below the service's minimum. At such temperatures the most likely
+    tokens are accepted as often as sampled ones. draft: None = the service has no drafter.
     """
     asked = submit.speculation
     kind = asked.acceptance or (draft.acceptance.kind if draft else "coupled")
@@ -55,7 +56,7 @@ def rule_of(submit: Submit, draft: DraftConfig | None) -> Rule:
 
 
 def _tree_limits(submit: Submit, draft: DraftConfig | None) -> TreeLimits | None:
-    """The server's tree limits narrowed by the request's `speculative` object; None if it is never drafted for."""
+    """Return the server's tree limits, narrowed by the request's `speculative` object; None if it gets no drafts."""
     asked = submit.speculation
     if draft is None or not asked.enabled or submit.max_tokens < _DRAFTABLE_TOKENS:
         return None

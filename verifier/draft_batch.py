@@ -1,4 +1,4 @@
-"""What the drafter handed in for one step, completed to one tree per decoding request."""
+"""The draft trees of one step: the drafter's reply, completed to one tree per decoding request."""
 
 from __future__ import annotations
 
@@ -13,30 +13,34 @@ from workers.types import DraftProbs, DraftReply, TreeBatch
 
 @dataclass(frozen=True, slots=True)
 class DraftBatch:
-    """One tree per decoding request, a chain or a bare root where the drafter handed in none; node counts by depth,
-    depth 1 first."""
+    """One tree per decoding request. Requests without a drafted tree have a lookup chain or a bare root.
+
+    verified, pruned: node counts by depth for each request, from depth 1.
+    """
 
     trees: TreeBatch
     probs: DraftProbs | None
     verified: list[list[int]]
     pruned: list[list[int]]
     copied: list[bool]
-    """Whether the request has a chain that the drafter did not make."""
+    """Whether the request has a lookup draft."""
 
     @property
     def num_nodes(self) -> int:
-        """Of all trees, roots not counted."""
+        """Return the draft nodes of all trees, without roots."""
         return len(self.trees.token_N) - len(self.verified)
 
     @property
     def num_trees(self) -> int:
-        """Bare roots not counted."""
+        """Return the number of trees with at least one draft node."""
         return sum(map(any, self.verified)) if self.num_nodes else 0
 
     @staticmethod
     def of(reply: DraftReply | None, drafted: list[bool], tokens: list[list[int]]) -> DraftBatch:
-        """drafted[i]: the i-th decoding request has the reply's next tree; else it has the chain tokens[i], root
-        first."""
+        """Combine the reply's trees with chains.
+
+        If drafted[i], request i has the reply's next tree, otherwise the chain tokens[i], root first.
+        """
         if reply is None:
             verified = [[1] * (len(own) - 1) for own in tokens]
             return DraftBatch(
@@ -55,7 +59,7 @@ class DraftBatch:
 
 
 def _without_padding(pruned: list[int]) -> list[int]:
-    """The reply pads to the deepest tree of the batch, which is not the request's concern."""
+    """Remove the padding to the deepest tree of the batch."""
     depth = len(pruned)
     while depth and not pruned[depth - 1]:
         depth -= 1

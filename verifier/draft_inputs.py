@@ -1,4 +1,4 @@
-"""The drafter's inputs of one step: requests' new rows, most urgent first, no more than one message holds."""
+"""The inputs of the drafter in one step: requests' new rows, most urgent first, limited to one message."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ _MAX_BACKLOG, _MAX_WAITING = 256, 32768
 
 
 def max_backlog(config: EngineConfig) -> int:
-    """The most rows that may wait for a request that is not drafted for.
+    """Return the most rows that may wait to be fed for a request without drafts.
 
-    Feeding later costs no more, and the request has often finished by then. With many requests the limit is lower,
-    because every waiting row keeps a hidden state.
+    Feeding later costs no more, and often the request finishes first. With many requests the limit is lower, because
+    each waiting row needs a buffered hidden state.
     """
     return min(_MAX_BACKLOG, _MAX_WAITING // config.max_num_seqs)
 
 
 def max_message_rows(config: EngineConfig) -> int:
-    """The most rows of one message to the drafter.
+    """Return the most rows of one message to the drafter.
 
-    It holds a whole step, one more row for each request that begins, and any one request's backlog with its tree. So a
-    prompt never waits for another, and a request over its backlog is fed as fast as its tokens come.
+    A message holds a whole step with one more row for each new request, and at least one request's backlog with its
+    tree. So no prompt waits for another, and a request over its backlog is fed as fast as it gains tokens.
     """
     step = config.max_num_batched_tokens + config.max_num_seqs
     trees = config.max_num_seqs * config.tree_rows + config.page_size
@@ -32,7 +32,7 @@ def max_message_rows(config: EngineConfig) -> int:
 
 
 class DraftInput(NamedTuple):
-    """What one request sends the drafter in a step: its new rows, and the tree that it asks for (0 nodes = none)."""
+    """One request's new rows for the drafter, and the size of the tree to draft (0 nodes = no tree)."""
 
     tokens: list[int]
     num_nodes: int
@@ -40,30 +40,30 @@ class DraftInput(NamedTuple):
 
 
 def next_input(request: Request, config: EngineConfig) -> DraftInput | None:
-    """The request's next input; None if it never speculates, has no new rows, or has at most one token left to emit."""
+    """Return the request's next input; None if it gets no drafts, has no new rows, or ends with the next token."""
     if request.limits is None or not request.num_computed or request.draft_room <= 0:
         return None
     tokens = request.tokens[request.num_fed : request.num_feedable]
     if request.is_decoding:
         return DraftInput(tokens, request.limits.num_speculative_tokens, draft_depth(request, config))
-    # A single row can wait: it is the first behind a shared prefix, before anything of the request was computed.
+    # A single row can wait: it is the first row behind a shared prefix, and nothing else is computed yet.
     return DraftInput(tokens, 0, 0) if len(tokens) > 1 else None
 
 
 def draft_depth(request: Request, config: EngineConfig) -> int:
-    """The longest path that a draft for this request may have. Admission ensures that it fits max_model_len."""
+    """Return the longest path of a draft for this request. Admission ensures that it fits max_model_len."""
     assert config.draft is not None
     return min(request.draft_room, config.draft.tree.longest_path)
 
 
 def is_due(request: Request, max_backlog: int) -> bool:
-    """Whether the request must be fed even if it gets no tree."""
+    """Return whether the request must be fed even if it gets no tree."""
     has_sharers = request.is_repeated and request.num_fed < request.num_prompt
     return has_sharers or backlog(request) > max_backlog
 
 
 def within_message(inputs: dict[Request, DraftInput], max_rows: int, max_backlog: int) -> dict[Request, DraftInput]:
-    """The inputs cut to `max_rows`, due requests first. A request whose rows do not all fit gets no tree."""
+    """Limit the inputs to `max_rows`, due requests first. A request whose rows do not all fit gets no tree."""
     if num_rows(inputs) <= max_rows:
         return inputs
     room, sent = max_rows, {}
@@ -78,9 +78,10 @@ def within_message(inputs: dict[Request, DraftInput], max_rows: int, max_backlog
 
 
 def num_rows(inputs: Mapping[Request, DraftInput]) -> int:
+    """Return the total number of rows fed."""
     return sum(len(own.tokens) for own in inputs.values())
 
 
 def backlog(request: Request) -> int:
-    """Rows that the drafter has not been fed."""
+    """Return the number of rows that the drafter could be fed but has not been."""
     return request.num_feedable - request.num_fed

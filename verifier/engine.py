@@ -1,7 +1,7 @@
 """The engine loop, on verifier rank 0: take -> schedule -> draft -> verify -> commit -> emit.
 
-It owns every request's state and the page table that indexes the target's and the drafter's KV pools alike. Requests
-join and leave between steps. Nothing here blocks but the drafter's answer and the target's forward.
+The engine owns every request's state, and the page allocator for the target's and the drafter's KV pools. Requests join
+and leave between steps. Only the drafter's reply and the target's forward block the loop.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from verifier.hidden_states import HiddenStateBuffer
 from verifier.prefix_cache import PrefixCache
 from verifier.request import Request
 from verifier.scheduler import Limits, Step, schedule
-from verifier.step_inputs import Move, pack_draft, pack_target
+from verifier.step_inputs import Move, StepInputs
 from verifier.target import Target
 from verifier.tree import with_chains
 from workers.comm.channel import Channel
@@ -30,14 +30,14 @@ from workers.kv_cache import PageAllocator
 from workers.types import DraftReply, SamplingBatch, Verdict
 
 HEARTBEAT_S = 1.0
-"""While idle, peers and the front hear from the engine this often, so that silence means death."""
+"""While idle, the engine sends a heartbeat this often. A peer that stays silent for longer is dead."""
 
 
 class _NewTokens(NamedTuple):
-    """What one request gained in one step: of the verdict's tokens those up to the answer's end."""
+    """The tokens that one request commits in one step: those of the verdict up to the end of the output."""
 
     tokens: list[int]
-    num_accepted: int  # of these the leading ones, which its tree had
+    num_accepted: int  # how many of them, from the first, are accepted draft tokens
     finish_reason: str | None
     stop_token: int | None
 
@@ -45,8 +45,8 @@ class _NewTokens(NamedTuple):
 class Engine:
     """Runs steps until its front disconnects.
 
-    drafter: the link to drafter rank 0, or None when nothing is drafted. num_pages counts the null page. row_costs:
-    what the target was seen to take, for `auto`.
+    drafter: the link to drafter rank 0, or None without a drafter. num_pages: includes the null page. row_costs: the
+    start-up profile of the target, for `auto`.
     """
 
     def __init__(
@@ -63,10 +63,9 @@ class Engine:
         self._drafter = drafter
         self._front = front
         self._allocator = PageAllocator(num_pages)
-        self._prefixes = PrefixCache(
-            self._allocator, config.page_size, target.waiting, is_enabled=config.enable_prefix_caching
-        )
-        self._owed = HiddenStateBuffer(target.waiting, self._prefixes.keep_states)
+        self._prefix_cache = PrefixCache(self._allocator, config.page_size, is_enabled=config.enable_prefix_caching)
+        self._hidden_states = HiddenStateBuffer(target.state_pool, self._prefix_cache.keep_states)
+        self._inputs = StepInputs(config.page_size, config.eos_token_ids)
         self._controller = Controller(config, row_costs)
         self._limits = Limits(
             max_num_seqs=config.max_num_seqs,
@@ -76,19 +75,20 @@ class Engine:
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._moves: list[Move] = []  # accepted paths to compact before the next forward
-        self._chunks: list[TokenChunk] = []  # what this step tells the front
+        self._chunks: list[TokenChunk] = []  # for the front, sent at the end of the step
         self._stats = EngineStats()
-        self._last_sign = 0.0  # when the front last heard from us
-        self._last_draft = 0.0  # when the drafter did
+        self._last_emit = 0.0  # when the last frame was sent to the front
+        self._last_draft = 0.0  # when the drafter was last contacted
 
     def run(self) -> None:
-        """Steps until the front is gone. Raises FrontGone then, PeerLost when a rank is."""
+        """Run steps forever. Raise FrontGone when the front disconnects, and PeerLost when a rank is lost."""
         while True:
             self.step()
 
     def step(self) -> None:
+        """Run one step, or only send what is to be sent if there is nothing to compute."""
         self._take()
-        step = schedule(self._waiting, self._running, self._allocator.num_free, self._limits, self._prefixes.find)
+        step = schedule(self._waiting, self._running, self._allocator.num_free, self._limits, self._prefix_cache.find)
         if step.is_empty:
             return self._emit()
         began = time.perf_counter()
@@ -104,13 +104,13 @@ class Engine:
         self._emit()
 
     def stop(self) -> None:
-        """Tells every other rank to leave."""
+        """Tell every other rank to leave."""
         self._target.stop(self._stats.steps)
         if self._drafter is not None:
             self._drafter.stop(self._stats.steps)
 
     def _take(self) -> None:
-        """Reads the front's messages; when there is nothing to do, waits for one, with a heartbeat to all."""
+        """Read the front's messages. Without requests, wait for a message and send heartbeats."""
         idle = not self._waiting and not self._running
         for message in self._front.poll(HEARTBEAT_S if idle else 0.0):
             match message:
@@ -118,7 +118,7 @@ class Engine:
                     self._submit(message)
                 case Abort(id=id):
                     self._abort(id)
-        if idle and time.monotonic() - self._last_sign >= HEARTBEAT_S:
+        if idle and time.monotonic() - self._last_emit >= HEARTBEAT_S:
             self._target.heartbeat(self._stats.steps)
         if self._drafter is not None and time.monotonic() - self._last_draft >= HEARTBEAT_S:
             self._drafter.heartbeat(self._stats.steps)
@@ -126,11 +126,11 @@ class Engine:
 
     def _submit(self, submit: Submit) -> None:
         request = request_of(submit, self._config)
-        problem = rejection_reason(request, self._config.max_model_len, self._limits, self._allocator.num_pages - 1)
-        if problem is None:
+        reason = rejection_reason(request, self._config.max_model_len, self._limits, self._allocator.num_pages - 1)
+        if reason is None:
             self._waiting.append(request)
         else:
-            self._chunks.append(TokenChunk(id=submit.id, tokens=[], finish_reason="error", error=problem))
+            self._chunks.append(TokenChunk(id=submit.id, tokens=[], finish_reason="error", error=reason))
 
     def _abort(self, id: int) -> None:
         for request in [r for r in (*self._waiting, *self._running) if r.id == id]:
@@ -144,52 +144,62 @@ class Engine:
         self._publish([request])
         self._moves = [move for move in self._moves if move.request is not request]
         self._allocator.free(request.pages)
-        self._owed.free(request)
+        self._prefix_cache.release(request)
+        self._hidden_states.free(request)
         request.forget()
 
     def preempt(self, request: Request) -> None:
-        """Takes a running request's pages and seat; first in line, it computes again what was not kept when it rejoins.
-        Its tokens stay, so that it goes on as if nothing had happened. Between steps only."""
+        """Return a running request to the head of the queue and release its pages. Call it between steps only.
+
+        Its tokens stay. When it rejoins, the KV that the prefix cache has lost is recomputed, and decoding goes on.
+        """
         self._release(request)
         self._waiting.appendleft(request)
         self._stats.num_preemptions += 1
 
     def _make_room(self, step: Step) -> None:
+        """Preempt requests, let others join, and allocate pages, as scheduled."""
         for request in step.preempted:
             self.preempt(request)
         if step.shared:
-            self._owed.settle()
+            self._hidden_states.flush()
         for request, pages in step.shared:
-            self._waiting.remove(request)
-            self._running.append(request)
-            self._prefixes.adopt(request, pages)
-            if request.num_cached is None:  # preemption asks again, but that is no prompt's luck
-                request.num_cached = request.num_computed
-                self._stats.prefix_cache_queries += request.num_prompt * self._config.enable_prefix_caching
-                self._stats.prefix_cache_hits += request.num_cached
+            self._join(request, pages)
         for request, count in step.pages:
             request.pages.extend(self._allocator.alloc(count))
 
+    def _join(self, request: Request, pages: list[int]) -> None:
+        """Give a waiting request its seat and the pages that hold the beginning of its tokens."""
+        self._waiting.remove(request)
+        self._running.append(request)
+        request.is_repeated = self._prefix_cache.is_repeated(request, pages)
+        if pages:
+            self._prefix_cache.share(request, pages)
+            request.share(pages, self._config.page_size)
+            state_1X = self._prefix_cache.last_state(pages)
+            if state_1X is not None and request.limits is not None:
+                self._hidden_states.put(request, state_1X)
+        if request.num_cached is None:  # a request that rejoins after a preemption is not counted again
+            request.num_cached = request.num_computed
+            self._stats.prefix_cache_queries += request.num_prompt * self._config.enable_prefix_caching
+            self._stats.prefix_cache_hits += request.num_cached
+
     def _draft(self, step: Step, plan: Plan) -> tuple[DraftBatch, Exchange | None]:
-        """The trees of all decoding requests: the drafter's, lookup drafts, and bare roots."""
+        """Return the trees of all decoding requests: the drafter's trees, lookup drafts and bare roots."""
         exchange = self._exchange(plan) if plan.inputs else None
         drafted = [plan.is_drafted(request) for request in step.decode]
         chains = [[request.tokens[-1], *plan.lookup_drafts.get(request, ())] for request in step.decode]
         return DraftBatch.of(exchange.reply if exchange else None, drafted, chains), exchange
 
     def _exchange(self, plan: Plan) -> Exchange:
-        """Feeds the drafter what was committed since it last heard of each request, and gets its trees."""
+        """Feed the drafter each request's new tokens and receive its trees."""
         assert self._drafter is not None
         began = time.perf_counter()
-        self._owed.settle()
-        fed = [row for request, own in plan.inputs.items() for row in request.states[: len(own.tokens)]]
-        features_MH = self._target.features(fed)
-        assert features_MH is None or len(fed) == sum(len(own.tokens) for own in plan.inputs.values())
-        message = pack_draft(plan.inputs, features_MH, self._config.eos_token_ids, plan.costs)
-        self._drafter.send(message, self._stats.steps)
+        state_MX = self._hidden_states.take({request: len(own.tokens) for request, own in plan.inputs.items()})
+        features_MH = None if state_MX is None else self._target.features(state_MX)
+        self._drafter.send(self._inputs.draft_request(plan.inputs, features_MH, plan.costs), self._stats.steps)
         for request, own in plan.inputs.items():
             request.num_fed += len(own.tokens)
-            del request.states[: len(own.tokens)]
         received = self._drafter.receive()
         assert received.kind == Kind.DRAFT_REPLY and isinstance(received.message, DraftReply)
         reply = received.message
@@ -200,14 +210,12 @@ class Engine:
         return Exchange(reply, 1e3 * seconds)
 
     def _verify(self, step: Step, drafts: DraftBatch) -> list[Verdict]:
-        """The verdicts on all trees, then on every prompt that is now complete: a root without a tree."""
+        """Return the verdicts on all trees, then one for each completed prompt, which is a root without a tree."""
         began = time.perf_counter()
-        packed = pack_target(
-            drafts.trees, step.decode, step.prefill, self._moves, self._config.page_size, self._config.eos_token_ids
-        )
+        target_step = self._inputs.target_step(drafts.trees, step.decode, step.prefill, self._moves)
         self._moves = []
         packed_at = time.perf_counter()
-        drawn = self._target.run(packed, self._stats.steps)
+        drawn = self._target.run(target_step, self._stats.steps)
         drawn_at = time.perf_counter()
         finishing = [request for request, _ in step.finishing]
         trees, probs = drafts.trees, drafts.probs
@@ -224,31 +232,31 @@ class Engine:
             root_position_B=[len(r.tokens) - 1 for r in requests],
             processed=self._target.processed,
         )
-        judged_at = time.perf_counter()
-        self._stats.verify_seconds += judged_at - began
+        verified_at = time.perf_counter()
+        self._stats.verify_seconds += verified_at - began
         self._stats.forward_seconds += drawn_at - packed_at
-        self._stats.accept_seconds += judged_at - drawn_at
+        self._stats.accept_seconds += verified_at - drawn_at
         return verdicts
 
     def _commit(self, step: Step, drafts: DraftBatch, verdicts: list[Verdict]) -> None:
-        """Applies the verdicts: KV moves of accepted paths, states for the drafter, tokens, finished requests."""
+        """Apply the verdicts: KV moves of accepted paths, states for the drafter, new tokens, finished requests."""
         computed = self._advance(step, drafts, verdicts)
         finishing = [request for request, _ in step.finishing]
-        said = [self._said(r, verdict) for r, verdict in zip(step.decode + finishing, verdicts, strict=True)]
-        self._count(step, drafts, said)
-        self._owe_states(computed)
+        new = [self._new_tokens(r, verdict) for r, verdict in zip(step.decode + finishing, verdicts, strict=True)]
+        self._count(step, drafts, new)
+        self._buffer_states(computed)
         num_decode, num_tree_rows = len(step.decode), len(drafts.trees.token_N)
-        for row, (request, own) in enumerate(zip(finishing, said[num_decode:], strict=True), start=num_tree_rows):
+        for row, (request, own) in enumerate(zip(finishing, new[num_decode:], strict=True), start=num_tree_rows):
             self._stats.prompt_tokens += request.num_prompt
             self._append(request, own, [row], is_copied=False)
         for (request, rows), own, is_copied in zip(
-            computed[len(step.prefill) :], said[:num_decode], drafts.copied, strict=True
+            computed[len(step.prefill) :], new[:num_decode], drafts.copied, strict=True
         ):
             self._append(request, own, rows, is_copied=is_copied)
         self._publish(self._running)
 
     def _advance(self, step: Step, drafts: DraftBatch, verdicts: list[Verdict]) -> list[tuple[Request, list[int]]]:
-        """Each request's new positions, as rows of the step: prompts' chunks, then roots with their accepted paths."""
+        """Return the step's rows that hold each request's new positions: of prompt chunks, then of roots and paths."""
         begins = drafts.trees.offsets.tolist()
         computed, row = [], begins[-1]
         for request, chunk in step.prefill:
@@ -264,8 +272,8 @@ class Engine:
             request.num_computed = root + len(verdict.tokens)
         return computed
 
-    def _said(self, request: Request, verdict: Verdict) -> _NewTokens:
-        """The verdict's tokens up to a stop token or the length limit."""
+    def _new_tokens(self, request: Request, verdict: Verdict) -> _NewTokens:
+        """Return the verdict's tokens up to a stop token or the length limit."""
         submit, kept, reason, stop_token = request.submit, [], None, None
         for token in verdict.tokens:
             kept.append(token)
@@ -278,10 +286,12 @@ class Engine:
                 break
         return _NewTokens(kept, min(len(verdict.path), len(kept)), reason, stop_token)
 
-    def _count(self, step: Step, drafts: DraftBatch, said: list[_NewTokens]) -> None:
-        """What became of every drafted node, for the service and for the request. A node accepted behind the answer's
-        end is verified, not accepted: nobody gets it."""
-        for i, (request, own) in enumerate(zip(step.decode, said, strict=False)):
+    def _count(self, step: Step, drafts: DraftBatch, new: list[_NewTokens]) -> None:
+        """Count verified, accepted and pruned nodes for the engine and for each request.
+
+        A node that was accepted behind the end of the output counts as verified only.
+        """
+        for i, (request, own) in enumerate(zip(step.decode, new, strict=False)):
             verified, pruned = drafts.verified[i], drafts.pruned[i]
             if not (verified or pruned):
                 continue
@@ -292,49 +302,49 @@ class Engine:
                     stats.num_copied_tokens += sum(verified)
                     stats.num_accepted_copied_tokens += own.num_accepted
 
-    def _owe_states(self, computed: list[tuple[Request, list[int]]]) -> None:
-        """To the drafter, by all that it may ever draft for."""
+    def _buffer_states(self, computed: list[tuple[Request, list[int]]]) -> None:
+        """Buffer the new positions' states for the drafter, unless no request may be drafted for."""
         if any(request.limits is not None for request, _ in computed):
             state_NX = self._target.states()
             if state_NX is not None:
-                self._owed.add(computed, state_NX)
+                self._hidden_states.add(computed, state_NX)
 
     def _publish(self, requests: list[Request]) -> None:
-        """Lets others share what these hold, but no slot that still waits for a move."""
+        """Publish the pages of these requests up to the first slot that still waits for a move."""
         settled: dict[Request, int] = {}
         for move in self._moves:
             settled[move.request] = min(move.target, settled.get(move.request, move.target))
         for request in requests:
-            self._prefixes.publish(request, settled.get(request, request.num_computed))
+            self._prefix_cache.publish(request, settled.get(request, request.num_computed))
 
-    def _append(self, request: Request, said: _NewTokens, rows: list[int], *, is_copied: bool) -> None:
-        """Commits tokens, drawn at these sampled rows; releases a finished request."""
-        kept, asked = said.tokens, request.submit.sampling.num_logprobs
+    def _append(self, request: Request, new: _NewTokens, rows: list[int], *, is_copied: bool) -> None:
+        """Commit tokens, which were drawn at these sampled rows, and release a finished request."""
+        kept, num_logprobs = new.tokens, request.submit.sampling.num_logprobs
         request.append(kept)
         self._stats.generation_tokens += len(kept)
-        if said.finish_reason:
+        if new.finish_reason:
             self._stats.requests_finished += 1
             self._release(request)
         self._chunks.append(
             TokenChunk(
                 id=request.id,
                 tokens=kept,
-                finish_reason=said.finish_reason,
-                stop_token=said.stop_token,
-                logprobs=None if asked is None else self._target.logprobs(rows[: len(kept)], kept, asked),
+                finish_reason=new.finish_reason,
+                stop_token=new.stop_token,
+                logprobs=None if num_logprobs is None else self._target.logprobs(rows[: len(kept)], kept, num_logprobs),
                 num_cached_tokens=request.num_cached or 0,
-                num_accepted=said.num_accepted,
+                num_accepted=new.num_accepted,
                 is_copied=is_copied,
                 stats=request.stats,
             )
         )
 
     def _emit(self) -> None:
-        """One frame with everything this step has to tell; while idle, a sign of life each heartbeat."""
+        """Send the front one frame with all of the step's chunks; while idle, one per heartbeat."""
         now = time.monotonic()
-        if not self._chunks and now - self._last_sign < HEARTBEAT_S:
+        if not self._chunks and now - self._last_emit < HEARTBEAT_S:
             return
         self._stats.num_running, self._stats.num_waiting = len(self._running), len(self._waiting)
         self._stats.kv_usage = 1 - self._allocator.num_free / (self._allocator.num_pages - 1)
         self._front.send(StepOutput(chunks=self._chunks, stats=self._stats))
-        self._chunks, self._last_sign = [], now
+        self._chunks, self._last_emit = [], now

@@ -1,13 +1,13 @@
-"""What the drafter will be told of positions that it has not been fed yet: the target's states, until they are fed.
+"""The hidden-state buffer: the target's states of positions that the drafter has not been fed yet.
 
-While drafting does not pay they wait by the hundred for every request. They lie in one tensor that is made at start-up,
-before memory is divided among KV pages, so that however many wait, what they take is known.
+While drafting is off, hundreds of states wait for every request. They lie in one tensor that is allocated at start-up,
+before the remaining memory is divided into KV pages, so the memory they take is known.
 Legend: N rows, X width of a state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 
 import torch
@@ -18,15 +18,21 @@ from verifier.request import Request
 from workers.config import EngineConfig
 from workers.transfer import to_device
 
+Computed = Sequence[tuple[Request, list[int]]]
+"""The rows of a step that hold each request's newest positions, the last of them its last computed position."""
+
 
 def max_buffered_states(config: EngineConfig) -> int:
-    """States that wait at most: a step adds no more rows than a message may feed, and those of requests that are owed
-    too much are fed first. A last tree's rows may stay behind, when nothing is drafted any more."""
+    """Return the most states that are ever buffered.
+
+    A step adds no more rows than one message can feed, and requests over their backlog are fed first. The rows of a
+    request's last tree may stay behind, because nothing is drafted after it.
+    """
     return config.max_num_seqs * (max_backlog(config) + config.tree_rows) + 2 * max_message_rows(config)
 
 
 class HiddenStatePool:
-    """On verifier rank 0. The caller keeps which rows are whose."""
+    """A fixed number of rows for states, on verifier rank 0. The caller records which row belongs to which request."""
 
     def __init__(self, num_rows: int, width: int, *, dtype: torch.dtype, device: torch.device) -> None:
         self._state_NX = torch.empty(num_rows, width, dtype=dtype, device=device)
@@ -34,85 +40,122 @@ class HiddenStatePool:
 
     @property
     def num_free(self) -> int:
+        """Return the number of free rows."""
         return len(self._free)
 
-    def keep(self, state_NX: Tensor) -> list[int]:
-        """The rows where these wait from now on, in their order."""
+    def store(self, state_NX: Tensor) -> list[int]:
+        """Copy the states into free rows and return the rows in the same order."""
         first = len(self._free) - len(state_NX)
-        assert first >= 0, "more states wait than ever can"
+        assert first >= 0, "the pool of hidden states is full"
         rows = self._free[first:]
         del self._free[first:]
         self._state_NX.index_copy_(0, to_device(rows, self._state_NX.device), state_NX.to(self._state_NX.dtype))
         return rows
 
     def take(self, rows: list[int]) -> Tensor:
-        """The states [N, X] of these rows, which are free then."""
+        """Return the states [N, X] of these rows and free the rows."""
         self._free += rows
         return self._state_NX.index_select(0, to_device(rows, self._state_NX.device))
 
     def free(self, rows: list[int]) -> None:
+        """Free these rows."""
         self._free += rows
 
 
-_ROWS_AT_ONCE = 512
-"""So many more states may be in memory between steps that nobody has counted."""
+_MAX_UNSORTED_ROWS = 512
+"""States that may be held between steps outside the pool. KV sizing does not count them."""
 
 
 class HiddenStateBuffer:
-    """What the last steps leave for the drafter, as they left it. Several are seen to at once: each alone takes longer,
-    and what a request is owed that has ended by then need not be kept."""
+    """Holds each request's states until they are fed to the drafter.
+
+    The states of a step stay in the step's own tensor until `flush` sorts them into the pool. Flushing several steps at
+    once takes fewer kernel launches, and the states of requests that finish in the meantime are never copied.
+
+    pool: None if the drafter reads no features. keep_page_ends: receives each request's rows of the states before they
+    are sorted (`PrefixCache.keep_states`).
+    """
 
     def __init__(
-        self, waiting: HiddenStatePool | None, keep_ends: Callable[[dict[Request, list[int]], Tensor], None]
+        self,
+        pool: HiddenStatePool | None,
+        keep_page_ends: Callable[[Mapping[Request, list[int]], Tensor], None],
     ) -> None:
-        self._waiting, self._keep_ends = waiting, keep_ends
-        self._computed: list[list[tuple[Request, list[int]]]] = []  # of each step
+        self._pool, self._keep_page_ends = pool, keep_page_ends
+        self._pooled: dict[Request, list[int]] = {}  # rows of the pool, oldest position first
+        self._computed: list[Computed] = []  # of each step since the last flush
         self._states: list[Tensor] = []
-        self._num_rows = 0
+        self._num_unsorted = 0
 
-    def add(self, computed: list[tuple[Request, list[int]]], state_NX: Tensor) -> None:
-        """A step's states, and in which rows the newest positions of each request are, up to its last that is computed.
-        Nobody may write to `state_NX` any more."""
-        if self._num_rows + len(state_NX) > _ROWS_AT_ONCE:
-            self.settle()  # or a large prompt's states would be copied to be beside others
+    def rows_of(self, request: Request) -> Sequence[int]:
+        """Return the rows of the pool that hold the request's states."""
+        return self._pooled.get(request, ())
+
+    def add(self, computed: Computed, state_NX: Tensor) -> None:
+        """Add a step's states. The caller must not write to `state_NX` afterwards."""
+        if self._num_unsorted + len(state_NX) > _MAX_UNSORTED_ROWS:
+            self.flush()  # otherwise a later flush would concatenate, and so copy, a large prompt's states
         self._computed.append(computed)
         self._states.append(state_NX)
-        self._num_rows += len(state_NX)
-        if self._num_rows > _ROWS_AT_ONCE:
-            self.settle()
+        self._num_unsorted += len(state_NX)
+        if self._num_unsorted > _MAX_UNSORTED_ROWS:
+            self.flush()
 
-    def settle(self, leaving: Request | None = None) -> None:
-        """Puts every state where it belongs: to its request's, and to its page if it is that of a page's end. Comes
-        before a request is fed or finds a prefix."""
+    def put(self, request: Request, state_NX: Tensor) -> None:
+        """Add the states of positions that the request did not compute itself."""
+        if self._pool is not None:
+            self._pooled.setdefault(request, []).extend(self._pool.store(state_NX))
+
+    def flush(self, leaving: Request | None = None) -> None:
+        """Sort all added states into the pool, and those of page ends into the prefix cache.
+
+        Must precede feeding the drafter and sharing a prefix. The states of `leaving` are not pooled.
+        """
         if not self._states:
             return
-        assert self._waiting is not None
-        owed = self._rows_by_request()
+        assert self._pool is not None
+        rows_by_request = self._rows_by_request()
         state_NX = torch.cat(self._states) if len(self._states) > 1 else self._states[0]
-        self._keep_ends(owed, state_NX)
-        fed = {request: rows for request, rows in owed.items() if request.draft_room > 0 and request is not leaving}
+        self._keep_page_ends(rows_by_request, state_NX)
+        to_feed = {r: rows for r, rows in rows_by_request.items() if r.draft_room > 0 and r is not leaving}
         wanted: Sequence[int] = range(len(state_NX))
-        if sum(map(len, fed.values())) < len(wanted):
-            wanted = list(chain.from_iterable(fed.values()))
+        if sum(map(len, to_feed.values())) < len(wanted):
+            wanted = list(chain.from_iterable(to_feed.values()))
             state_NX = state_NX.index_select(0, to_device(wanted, state_NX.device))
-        place_of = dict(zip(wanted, self._waiting.keep(state_NX), strict=True))
-        for request, rows in fed.items():
-            request.states += map(place_of.__getitem__, rows)
-        self._computed, self._states, self._num_rows = [], [], 0
+        pool_row = dict(zip(wanted, self._pool.store(state_NX), strict=True))
+        for request, rows in to_feed.items():
+            self._pooled.setdefault(request, []).extend(map(pool_row.__getitem__, rows))
+        self._computed, self._states, self._num_unsorted = [], [], 0
+
+    def take(self, counts: Mapping[Request, int]) -> Tensor | None:
+        """Remove and return the oldest `counts[request]` states of each request, in order [N, X]. Flushes first.
+
+        Returns None without a pool or without states.
+        """
+        self.flush()
+        taken: list[int] = []
+        for request, count in counts.items():
+            if rows := self._pooled.get(request):
+                taken += rows[:count]
+                del rows[:count]
+        if self._pool is None or not taken:
+            return None
+        assert len(taken) == sum(counts.values()), "every row that is fed has a state"
+        return self._pool.take(taken)
 
     def free(self, request: Request) -> None:
-        """The request leaves."""
-        self.settle(leaving=request)
-        if self._waiting is not None:
-            self._waiting.free(request.states)
+        """Drop the states of a request that leaves."""
+        self.flush(leaving=request)
+        if self._pool is not None:
+            self._pool.free(self._pooled.pop(request, []))
 
     def _rows_by_request(self) -> dict[Request, list[int]]:
-        """Rows of all steps' states, one behind the other, of whoever may ever be drafted for."""
-        owed: dict[Request, list[int]] = {}
+        """Return the rows of every request that may be drafted for, in the concatenation of all steps' states."""
+        rows_by_request: dict[Request, list[int]] = {}
         begin = 0
         for computed, state_NX in zip(self._computed, self._states, strict=True):
             for request, rows in computed:
                 if request.limits is not None:
-                    owed.setdefault(request, []).extend(map(begin.__add__, rows))
+                    rows_by_request.setdefault(request, []).extend(map(begin.__add__, rows))
             begin += len(state_NX)
-        return owed
+        return rows_by_request

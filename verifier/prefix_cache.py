@@ -1,69 +1,78 @@
-"""Automatic prefix caching: a request that begins like an earlier one shares its pages, target's and drafter's alike.
+"""Automatic prefix caching: a request that begins like an earlier one shares its pages in both KV pools.
 
-A page is named by the chained digest of all tokens up to its end (and of the request's salt), 256 bits of BLAKE2b, so
-that two prompts are never mixed up. It is published as soon as its slots hold final KV; from then on nobody writes it.
-It is drafted once the drafter's pool holds its tokens too. A request that never drafts shares any published page, one
-that drafts only drafted ones: shared pages are never written, and what an EAGLE head would need to fill them in, the
-target's states, was not kept.
+A page's key is the chained 256-bit BLAKE2b digest of the request's salt and of all tokens up to the page's end, so two
+different prefixes never collide. A page is published when its slots hold final KV; it is never written again. It is
+marked as drafted when the drafter's pool holds its tokens as well. A request that is never drafted for shares any
+published page. One that is drafted for shares drafted pages only: shared pages are read-only, and the target's states
+that an EAGLE head would need to fill them in later were not kept.
 
-The one state that is kept of a page is that of its last token: the drafter's entry for the first token behind a
-shared prefix is (token h, feature of token h - 1). It lives here, on verifier rank 0, from the step that computed it.
+One state is kept for each page, that of its last token: the drafter's entry for the first token behind a shared prefix
+of h tokens is (token h, feature of token h - 1). It is kept on verifier rank 0, from the step that computed it.
 """
 
 from __future__ import annotations
 
 import hashlib
 from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from verifier.hidden_states import HiddenStatePool
 from verifier.request import Request
 from workers.kv_cache import NO_MATCH, PageAllocator, PrefixMatch
 from workers.transfer import to_device
 
 
-class PrefixCache:
-    """What the pages hold. Owned by the engine, beside the allocator that it publishes to."""
+@dataclass(slots=True)
+class _Published:
+    """The keys of one request's leading full pages, and how many of these pages are published."""
 
-    def __init__(
-        self, allocator: PageAllocator, page_size: int, waiting: HiddenStatePool | None = None, *, is_enabled: bool
-    ) -> None:
+    keys: list[bytes] = field(default_factory=list)
+    num_pages: int = 0
+    num_drafted: int = 0
+
+
+class PrefixCache:
+    """Knows which page holds which tokens. Owned by the engine, beside the allocator that it publishes to."""
+
+    def __init__(self, allocator: PageAllocator, page_size: int, *, is_enabled: bool) -> None:
         self._allocator = allocator
         self._page_size = page_size
-        self._waiting = waiting
         self._is_enabled = is_enabled
+        self._published: WeakKeyDictionary[Request, _Published] = WeakKeyDictionary()
         self._state_PX: Tensor | None = None  # of each page's last token; the first states tell width and dtype
 
     def find(self, request: Request) -> PrefixMatch:
-        """The pages that a waiting request may share; what it computes itself is at least the token before its root,
-        which for a prompt is the one whose row draws."""
-        if not self._is_enabled:
-            return NO_MATCH
-        keys = self._keys(request, (request.root - 1) // self._page_size)
-        return self._allocator.find(keys, is_drafted=request.limits is not None)
+        """Return the pages that a waiting request may share.
 
-    def adopt(self, request: Request, pages: list[int]) -> None:
-        """A request joins with the pages that `find` has found for it."""
-        if self._is_enabled and request.limits is not None:
-            keys = self._keys(request, (request.root - 1) // self._page_size)
-            request.is_repeated = len(self._allocator.find(keys, is_drafted=False).pages) > len(pages)
-        if not pages:
-            return
+        The request computes at least the token before its root itself. For a prompt that token's row draws the first
+        output token.
+        """
+        return self._find(request, is_drafted=request.limits is not None)
+
+    def is_repeated(self, request: Request, pages: list[int]) -> bool:
+        """Return whether more than `pages`, which `find` returned, hold the request's beginning but are undrafted."""
+        return request.limits is not None and len(self._find(request, is_drafted=False).pages) > len(pages)
+
+    def share(self, request: Request, pages: list[int]) -> None:
+        """Count a joining request among the holders of the pages that `find` returned for it."""
         self._allocator.share(pages)
-        request.pages, request.num_published = array("i", pages), len(pages)
-        request.num_computed = len(pages) * self._page_size
-        if request.limits is not None:
-            request.num_published_drafted, request.num_fed = len(pages), request.num_computed
-            if self._state_PX is not None and self._waiting is not None:
-                request.states = self._waiting.keep(self._state_PX.narrow(0, pages[-1], 1))
+        published = self._published.setdefault(request, _Published())
+        published.num_pages = len(pages)
+        published.num_drafted = len(pages) if request.limits is not None else 0
 
-    def keep_states(self, owed: dict[Request, list[int]], state_NX: Tensor) -> None:
-        """The states of requests' newest positions, which lie in these rows; those of pages' last positions stay."""
+    def last_state(self, pages: list[int]) -> Tensor | None:
+        """Return the state [1, X] of the last token of these pages; None if no states are kept."""
+        return None if self._state_PX is None else self._state_PX.narrow(0, pages[-1], 1)
+
+    def keep_states(self, rows_by_request: Mapping[Request, list[int]], state_NX: Tensor) -> None:
+        """Keep the states of page ends. `rows_by_request` are the rows of each request's newest positions."""
         if not self._is_enabled:
             return
         kept, pages, size = [], [], self._page_size
-        for request, rows in owed.items():
+        for request, rows in rows_by_request.items():
             first = request.num_computed - len(rows)
             for index in range(first // size, request.num_computed // size):
                 kept.append(rows[(index + 1) * size - 1 - first])
@@ -75,31 +84,45 @@ class PrefixCache:
             self._state_PX[to_device(pages, device)] = state_NX[to_device(kept, device)]
 
     def publish(self, request: Request, num_settled: int) -> None:
-        """Lets others share the request's full pages among its first `num_settled` slots, whose KV is where it stays.
-        Also before it leaves; its states of those slots are kept by then."""
+        """Publish the request's full pages among its first `num_settled` slots, whose KV has its final place.
+
+        Must also precede the release of the request's pages.
+        """
         if not self._is_enabled:
             return
         full = min(num_settled, len(request.tokens)) // self._page_size
         fed = min(request.num_fed // self._page_size, full) if request.limits is not None else 0
-        if full <= request.num_published and fed <= request.num_published_drafted:
+        published = self._published.setdefault(request, _Published())
+        if full <= published.num_pages and fed <= published.num_drafted:
             return
         keys = self._keys(request, full)
-        for index in range(request.num_published, full):
+        for index in range(published.num_pages, full):
             self._allocator.publish(request.pages[index], keys[index], is_drafted=False)
-        for index in range(request.num_published_drafted, fed):
+        for index in range(published.num_drafted, fed):
             self._allocator.publish(request.pages[index], keys[index], is_drafted=True)
-        request.num_published = max(request.num_published, full)
-        request.num_published_drafted = max(request.num_published_drafted, fed)
+        published.num_pages = max(published.num_pages, full)
+        published.num_drafted = max(published.num_drafted, fed)
+
+    def release(self, request: Request) -> None:
+        """Forget which pages the request has published; it no longer holds them."""
+        if published := self._published.get(request):
+            published.num_pages = published.num_drafted = 0
+
+    def _find(self, request: Request, *, is_drafted: bool) -> PrefixMatch:
+        if not self._is_enabled:
+            return NO_MATCH
+        keys = self._keys(request, (request.root - 1) // self._page_size)
+        return self._allocator.find(keys, is_drafted=is_drafted)
 
     def _keys(self, request: Request, count: int) -> list[bytes]:
-        """The keys of the request's first pages; once computed they are kept, as tokens never change."""
-        keys, size = request.keys, self._page_size
+        """Return the keys of the request's first pages. They are computed once, because tokens never change."""
+        keys, size = self._published.setdefault(request, _Published()).keys, self._page_size
         for index in range(len(keys), count):
-            parent = keys[-1] if keys else _root(request.submit.cache_salt)
+            parent = keys[-1] if keys else _root_key(request.submit.cache_salt)
             tokens = array("q", request.tokens[index * size : (index + 1) * size])
             keys.append(hashlib.blake2b(parent + tokens.tobytes(), digest_size=32).digest())
         return keys[:count]
 
 
-def _root(salt: str | None) -> bytes:
+def _root_key(salt: str | None) -> bytes:
     return bytes(32) if salt is None else hashlib.blake2b(salt.encode(), digest_size=32).digest()

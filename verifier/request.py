@@ -1,4 +1,4 @@
-"""One request's state in the engine; owned and mutated by `verifier.engine` alone."""
+"""One request's state in the engine. Only `verifier.engine` changes it, by assignment or through its methods."""
 
 from __future__ import annotations
 
@@ -13,31 +13,27 @@ from workers.types import Rule, TreeLimits
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Request:
-    """Lives through prefill -> decoding, again from the start after each preemption: what lived in pages is computed
-    anew from the tokens, which stay.
+    """A request goes through prefill and decoding, and starts again after each preemption: its tokens stay, and the KV
+    of its pages is recomputed from them.
 
-    Invariant while decoding: num_computed == len(tokens) - 1, the last token being the root of the next tree.
+    Invariant while decoding: num_computed == len(tokens) - 1. The last token is the root of the next tree.
     """
 
     submit: Submit
     rule: Rule
-    limits: TreeLimits | None  # None: never drafted for
+    limits: TreeLimits | None  # None: the request is never drafted for
     first_draft_slot: int  # 1 for an EAGLE drafter, whose slot 0 stays empty; 0 for a draft model
     tokens: list[int] = field(init=False)  # prompt and output
     num_prompt: int = field(init=False)
-    tree_rows: int = field(init=False)  # most rows of one of its trees, root included
-    is_auto: bool = field(init=False)  # whether to draft for it is ours to say
+    tree_rows: int = field(init=False)  # the most rows of one tree, root included
+    is_auto: bool = field(init=False)  # the adaptive controller decides whether it gets a tree
     is_constrained: bool = field(init=False)
-    pages: array[int] = field(default_factory=partial(array, "i"))  # thousands, told anew in every step
-    num_published: int = 0  # leading pages that others may share ...
-    num_published_drafted: int = 0  # ... and that the drafter holds too
+    pages: array[int] = field(default_factory=partial(array, "i"))  # may be thousands, and every step reads them
     num_computed: int = 0  # positions whose KV the target holds
     num_fed: int = field(init=False)  # drafter slots filled
-    states: list[int] = field(default_factory=list)  # where those of the newest computed positions wait
-    num_cached: int | None = None  # prompt tokens that were found computed when it first joined; None: it has not
-    is_repeated: bool = False  # begins like others, who left no drafted pages: those who come next shall find some
+    num_cached: int | None = None  # prompt tokens found in the prefix cache when it first joined; None before that
+    is_repeated: bool = False  # shares its prefix with earlier requests that were not drafted for
     stats: RequestStats = field(default_factory=RequestStats)
-    keys: list[bytes] = field(default_factory=list)  # of its leading full pages, see `verifier.prefix_cache`
     _token_counter: TokenCounter = field(init=False)
 
     def __post_init__(self) -> None:
@@ -50,23 +46,29 @@ class Request:
         self._token_counter = TokenCounter(self.submit.sampling.constraints, self.submit.prompt)
 
     def forget(self) -> None:
-        """Lets go of everything that lives in its pages or was on its way there."""
-        self.pages, self.num_published, self.num_published_drafted = array("i"), 0, 0
-        self.num_computed, self.num_fed, self.states = 0, self.first_draft_slot, []
+        """Reset everything that the request's pages hold, when they are released."""
+        self.pages, self.num_computed, self.num_fed = array("i"), 0, self.first_draft_slot
+
+    def share(self, pages: list[int], page_size: int) -> None:
+        """Begin with shared pages: their positions are computed, and fed if the request may be drafted for."""
+        self.pages, self.num_computed = array("i", pages), len(pages) * page_size
+        if self.limits is not None:
+            self.num_fed = self.num_computed
 
     def append(self, tokens: list[int]) -> None:
+        """Commit output tokens."""
         self.tokens += tokens
         self._token_counter.add(tokens)
 
     def logits_state(self, eos_token_ids: tuple[int, ...]) -> LogitsState | None:
-        """What drafter and target need to constrain the next tokens; None if the request has no constraints."""
+        """Return what drafter and target need to constrain the next tokens; None without constraints."""
         if not self.is_constrained:
             return None
         constraints = self.submit.sampling.constraints
         longest = max(map(len, constraints.bad_words), default=1)
         return LogitsState(
             constraints=constraints,
-            # As in vLLM, min_tokens keeps the end token away also where it would not end the answer.
+            # As in vLLM, min_tokens forbids the end token even where it would not end the output.
             end_token_ids=[*self.submit.stop_token_ids, *eos_token_ids],
             counts=self._token_counter.counts(),
             tail=self.tokens[max(self.num_prompt, len(self.tokens) - longest + 1) :],
@@ -75,27 +77,33 @@ class Request:
 
     @property
     def id(self) -> int:
+        """Return the id that the front gave the request."""
         return self.submit.id
 
     @property
     def num_output(self) -> int:
+        """Return the number of output tokens so far."""
         return len(self.tokens) - self.num_prompt
 
     @property
     def draft_room(self) -> int:
-        """Tokens that a draft may bring, as another always comes behind them. Never grows: at 0 it drafts no more."""
+        """Return how many draft tokens may be accepted: one less than max_tokens allows, for the bonus token.
+
+        It never grows. At 0 the request is not drafted for any more.
+        """
         return self.submit.max_tokens - self.num_output - 1
 
     @property
     def root(self) -> int:
-        """Position of the next tree's root. All before it is computed first, in chunks."""
+        """Return the position of the next tree's root. All positions before it are computed first, in chunks."""
         return max(self.num_prompt, len(self.tokens) - 1)
 
     @property
     def is_decoding(self) -> bool:
+        """Return whether all positions before the root are computed."""
         return self.num_computed == self.root
 
     @property
     def num_feedable(self) -> int:
-        """Drafter slots that can be filled now: slot j needs token j and, for EAGLE, the feature of position j - 1."""
+        """Return the drafter slots that can be filled now. Slot j needs token j and, for EAGLE, feature j - 1."""
         return min(self.num_computed + 1, len(self.tokens))

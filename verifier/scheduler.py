@@ -1,20 +1,19 @@
-"""Decides one step: who decodes, whose prompt advances, who joins, who gives way. A pure function of what it is shown.
+"""The scheduler: decides which requests decode, prefill, join and are preempted in one step. A pure function.
 
-Every decoding request verifies one tree. What is left of the step's token budget, or one page if less is left, goes
-to prompts, oldest first, in chunks; then waiting requests join while there is a seat and room.
+Every decoding request verifies one tree. The rest of the step's token budget, but at least one page, goes to prompts in
+chunks, oldest first. Then waiting requests join while seats and pages last.
 
-A joining request shares the pages that already hold the beginning of its tokens, and computes the rest: at least its
-last prompt token, from whose row its first token is drawn. Pages shared with others cost it nothing; found pages that
-nobody holds count among the free ones until it takes them.
+A joining request shares the pages that already hold the beginning of its tokens and computes the rest: at least its
+last prompt token, whose row draws the first output token. Shared pages that other requests hold cost nothing. Shared
+pages without a holder count as free until the request takes them.
 
-Pages are taken as they are needed. A running request holds those up to the end of its next tree. When the next trees
-do not fit, the last to arrive are preempted until they do: a preempted request gives back the pages that it holds
-alone, goes to the head of the line and later computes its tokens' KV again, in chunks like a prompt's, as far as nobody
-kept it.
+Pages are allocated on demand. A running request holds pages up to the end of its next tree. When the next trees do not
+fit, the latest arrivals are preempted until they do. A preempted request releases its pages and moves to the head of
+the queue. Later it recomputes the KV that the prefix cache has lost, in chunks like a prompt.
 
-No deadlock: whatever fits the pool alone can finish, because the oldest is never preempted. No ping-pong: what a
-preempted request gave back is less than it needs, so it rejoins only after somebody has left; and nobody joins unless
-the trees that the others verify a step later fit as well.
+No deadlock: a request that fits the pool alone can finish, because the oldest is never preempted. No thrashing: a
+preempted request needs more pages than it released, so it rejoins only after another request has left; and a request
+joins only if the other requests' trees of the next step fit as well.
 """
 
 from __future__ import annotations
@@ -29,18 +28,18 @@ from workers.kv_cache import NO_MATCH, PrefixMatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a step may hold."""
+    """The limits of one step."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
     page_size: int
 
     def pages_for(self, request: Request, num_trees: int = 1) -> int:
-        """Pages up to the end of its next tree, or of the last of several if each is accepted whole."""
+        """Return the pages up to the end of the next tree, or of the num_trees-th if all are fully accepted."""
         return self._pages(request.root + num_trees * request.tree_rows)
 
     def pages_for_life(self, request: Request) -> int:
-        """The most that it can ever need at once."""
+        """Return the most pages that the request can ever need at once."""
         return self._pages(request.num_prompt + request.submit.max_tokens - 1 + request.tree_rows)
 
     def _pages(self, num_slots: int) -> int:
@@ -49,27 +48,35 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One step's work. Before it starts, `preempted` give back their pages, the admitted take their seats and the pages
-    that they share, and only then `pages` are taken; the admitted are among `prefill`."""
+    """One step's work.
 
-    preempted: list[Request]  # last to arrive first
-    shared: list[tuple[Request, list[int]]]  # the admitted, with the pages that hold the beginning of their tokens
-    pages: list[tuple[Request, int]]  # how many more a request takes
+    The engine first preempts `preempted`, then admits `shared`, whose requests are also in `prefill`, and then
+    allocates `pages`.
+    """
+
+    preempted: list[Request]  # latest arrival first
+    shared: list[tuple[Request, list[int]]]  # joining requests with their shared pages
+    pages: list[tuple[Request, int]]  # the pages to allocate for each request
     decode: list[Request]
     prefill: list[tuple[Request, PromptChunk]]
 
     @property
     def admitted(self) -> list[Request]:
+        """Return the requests that join in this step."""
         return [request for request, _ in self.shared]
 
     @property
     def finishing(self) -> list[tuple[Request, PromptChunk]]:
-        """The prompts that this step completes: their first token is drawn. A preempted request stops before its last
-        token, the root of its next tree. To be asked before tokens are committed."""
+        """Return the prompts that this step completes, so that their first token is drawn.
+
+        A request that was preempted while decoding is not among them: its prefill stops before its last token, the root
+        of its next tree. The result is valid only before the step's tokens are committed.
+        """
         return [(request, chunk) for request, chunk in self.prefill if chunk.stop == len(request.tokens)]
 
     @property
     def is_empty(self) -> bool:
+        """Return whether there is nothing to compute."""
         return not self.decode and not self.prefill
 
 
@@ -80,10 +87,9 @@ def schedule(
     limits: Limits,
     find: Callable[[Request], PrefixMatch] = lambda request: NO_MATCH,
 ) -> Step:
-    """The next step. `waiting` and `running` are in order of arrival; neither is changed.
+    """Return the next step. `waiting` and `running` are in order of arrival; neither is changed.
 
-    find: the pages that hold the beginning of a waiting request's tokens, without its last prompt token. Every request
-    should fit the pool alone for its whole life.
+    find: returns the shareable pages of a waiting request (`PrefixCache.find`). Every request must fit the pool alone.
     """
     kept, preempted = list(running), []
     num_free_pages -= sum(limits.pages_for(request) - len(request.pages) for request in kept)
@@ -94,7 +100,7 @@ def schedule(
         num_free_pages += limits.pages_for(leaving) - len(still_held.intersection(leaving.pages))
 
     decode = [request for request in kept if request.is_decoding]
-    # However many trees there are, prompts advance by a page at least: nobody starves.
+    # Prompts advance by at least a page however many trees there are, so no request starves.
     budget = max(limits.page_size, limits.max_num_batched_tokens - sum(request.tree_rows for request in decode))
     prefill: list[tuple[Request, PromptChunk]] = []
 
@@ -118,7 +124,7 @@ def schedule(
         found = find(request)
         room -= limits.pages_for(request) - found.num_held
         if room < 0:
-            break  # first come, first served: nobody overtakes
+            break  # strictly first come, first served
         shared.append((request, found.pages))
         take(request, len(found.pages) * limits.page_size)
     taken = [(request, limits.pages_for(request) - len(request.pages)) for request in kept]

@@ -1,6 +1,6 @@
-"""The target model on one verifier rank: runs a TargetStep, draws the target's own tokens, keeps the EAGLE taps.
+"""The target model on one verifier rank: runs a TargetStep, draws the target's tokens, keeps the EAGLE-3 taps.
 
-Every rank runs the same step. Rank 0 sends it to its peers first and is the only one that learns the drawn tokens.
+Every rank runs the same step. Rank 0 sends it to its peers first, and it alone receives the drawn tokens.
 Legend: N packed rows, R sampled rows, T ranks, V vocabulary, W shard width, H draft hidden width.
 """
 
@@ -29,16 +29,16 @@ from workers.transfer import to_device, to_host
 from workers.types import Hidden, TargetStep
 
 Fuse = Callable[[Tensor], Tensor]
-"""States of rows [N, X] -> their features [N, H], in the model's dtype."""
+"""Maps the states of rows [N, X] to their features [N, H], in the model's dtype."""
 
 
 class Target:
-    """One rank's share of the target with its KV pool.
+    """One rank's shard of the target with its KV pool.
 
-    fuse: on rank 0, what turns the states of rows into what a feature drafter is told of them. A state is the final
-    hidden state, or for EAGLE-3 the taps, whose fc is applied here: the drafter is sent H, not 3 D, wide features.
-    waiting: then, where states wait to be fed. graphs: of the decoder over this pool
-    (`workers.cuda_graphs.decoder_graphs`); None = every kernel is launched by itself.
+    fuse: on rank 0 with a feature drafter, maps states to features. A state is the final hidden state, or the taps for
+    EAGLE-3. The fc of EAGLE-3 is applied here, so the drafter is sent features of width H instead of 3 D.
+    state_pool: with `fuse`, the memory for states that are not fed yet; the engine manages it.
+    graphs: the decoder's CUDA graphs over this KV pool (`workers.cuda_graphs.decoder_graphs`); None = eager kernels.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Target:
         page_size: int,
         peers: Channel | None,
         fuse: Fuse | None,
-        waiting: HiddenStatePool | None = None,
+        state_pool: HiddenStatePool | None = None,
         graphs: Graphs | None = None,
     ) -> None:
         self._decoder = decoder
@@ -56,19 +56,19 @@ class Target:
         self._page_size = page_size
         self._peers = peers
         self._fuse = fuse
-        self.waiting = waiting
+        self.state_pool = state_pool
         self.graphs = graphs
         self._role = f"verifier {decoder.tp.rank}"
         vocab_size = decoder.spec.vocab_size
         start, _, width = shard_vocab(vocab_size, decoder.tp)
-        self._noise = GumbelCache(0, vocab_size)  # of whole rows
+        self._noise = GumbelCache(0, vocab_size)  # for whole rows
         self._shard_noise = self._noise if decoder.tp.size == 1 else GumbelCache(start, start + width)
         self._hidden: Hidden | None = None
         self._processed_RV: Tensor | None = None
         self._raw_RV: Tensor | None = None
 
     def run(self, step: TargetStep, number: int) -> list[int]:
-        """Rank 0: one step on all ranks; returns the token drawn at each sampled row, or nothing if nobody asks."""
+        """Rank 0: run one step on all ranks. Return the token drawn at each sampled row, or [] if no row draws one."""
         if self._peers is not None:
             self._peers.send(step, number)
         with naming_lost_peers(self._role, number):
@@ -77,7 +77,7 @@ class Target:
         return drawn
 
     def follow(self) -> None:
-        """Other ranks: execute what rank 0 sends until it says stop. Raises PeerLost if it is gone."""
+        """Other ranks: execute the steps that rank 0 sends until it sends STOP. Raise PeerLost if rank 0 is gone."""
         assert self._peers is not None
         while True:
             received = self._peers.receive()
@@ -90,45 +90,49 @@ class Target:
                         self._execute(received.message)
 
     def heartbeat(self, number: int) -> None:
+        """Rank 0: show the other ranks that the engine is alive."""
         if self._peers is not None:
             self._peers.heartbeat(number)
 
     def stop(self, number: int) -> None:
+        """Rank 0: make the other ranks leave `follow`."""
         if self._peers is not None:
             self._peers.stop(number)
 
     def states(self) -> Tensor | None:
-        """States [N, X] of all rows of the last step, which nobody writes over; None without a drafter that reads
-        features."""
+        """Return the states [N, X] of all rows of the last step; None if the drafter reads no features.
+
+        Later steps do not overwrite them.
+        """
         if self._fuse is None:
             return None
         assert self._hidden is not None
         final_ND, taps_N3D = self._hidden
         state_NX = final_ND if taps_N3D is None else taps_N3D
-        return state_NX if self.graphs is None else state_NX.clone()  # graphs write over theirs
+        return state_NX if self.graphs is None else state_NX.clone()  # a replay overwrites the graph's own
 
     @torch.inference_mode()
-    def features(self, waiting: list[int]) -> Tensor | None:
-        """The features [N, H] of states that wait in these rows, which are free then. Fused only now, because most of a
-        request that is never drafted for never are."""
-        if self._fuse is None or not waiting:
-            return None
-        assert self.waiting is not None
-        return self._fuse(self.waiting.take(waiting))
+    def features(self, state_NX: Tensor) -> Tensor:
+        """Return the features [N, H] of these states.
+
+        States are fused when they are fed, because most states of a request without drafts are never fed.
+        """
+        assert self._fuse is not None
+        return self._fuse(state_NX)
 
     def processed(self, rows_R: Tensor) -> Tensor:
-        """Rank 0: the processed distribution at some of the last step's sampled rows, when drafts were sampled.
+        """Rank 0: return the processed logits at some sampled rows of the last step, which had sampled drafts.
 
-        Log-probabilities up to a constant, float32 [len(rows), V].
+        They are log-probabilities up to a constant, float32 [len(rows), V].
         """
         assert self._processed_RV is not None
         if len(rows_R) == len(self._processed_RV):
-            return self._processed_RV  # rows come in order, none twice
+            return self._processed_RV  # rows are in order and distinct
         return self._processed_RV[to_device(rows_R, self._processed_RV.device)]
 
     @torch.inference_mode()
     def logprobs(self, rows: list[int], tokens: list[int], num_top: int) -> list[TokenLogprobs]:
-        """Rank 0: tokens in the model's own distribution at sampled rows of the last step that asked for it."""
+        """Rank 0: return the tokens' log-probabilities in the raw distribution at sampled rows of the last step."""
         assert self._raw_RV is not None
         logp_NV = self._raw_RV[to_device(rows, self._raw_RV.device)].log_softmax(-1)
         own_N1 = logp_NV.gather(1, to_device(tokens, logp_NV.device)[:, None])
@@ -143,7 +147,7 @@ class Target:
     @torch.inference_mode()
     def _execute(self, step: TargetStep) -> list[int] | None:
         device = self._decoder.device
-        self._processed_RV = self._raw_RV = None  # large, and of the last step
+        self._processed_RV = self._raw_RV = None  # free the last step's large tensors first
         if len(step.copy_source):
             self._decoder.kernels.copy_slots(
                 self._kv.data, to_device(step.copy_source.long(), device), to_device(step.copy_target.long(), device)
@@ -166,14 +170,16 @@ class Target:
         return self._draw(self._decoder.logits(sampled), step)
 
     def _draw(self, raw_RW: Tensor, step: TargetStep) -> list[int] | None:
-        """The drawn tokens on rank 0, None elsewhere. Shards exchange 16 bytes per row unless whole rows are needed:
-        for top-k and top-p, for sampled drafts, and for log-probabilities."""
+        """Return the drawn tokens on rank 0, None on other ranks.
+
+        Shards exchange 16 bytes per row. Top-k, top-p, sampled drafts and log-probabilities need whole rows instead.
+        """
         tp, vocab_size = self._decoder.tp, self._decoder.spec.vocab_size
         params = step.sampling.to(raw_RW.device)
         index_R = to_device(step.draw_index_R, raw_RW.device)
         start, end = self._decoder.vocab_range
         logits_RW = constrain(raw_RW, _constrained_rows(step), Columns(start, end - start))
-        # Asked of the step itself, which lies on the host: a device would first finish its forward pass.
+        # Read from the step on the host: reading `params` would wait for the device's forward pass.
         needs = step.sampling.needs
         if step.has_logprobs:
             raw_RV = gather_vocab(raw_RW, tp, vocab_size)
@@ -188,7 +194,7 @@ class Target:
             )
             if not step.has_draws:
                 if whole_RV.is_cuda:
-                    torch.cuda.current_stream().synchronize()  # who judges would wait, and the time is the forward's
+                    torch.cuda.current_stream().synchronize()  # so that the forward's time is measured here
                 return []
             draw = self._decoder.kernels.coupled_argmax
             return draw(self._processed_RV, params_after_processing(params), index_R, 0, None, self._noise)[1].tolist()
@@ -206,13 +212,13 @@ class Target:
         shards = [torch.empty_like(mine) for _ in range(tp.size)]
         dist.all_gather(shards, mine, group=tp.group)
         score_TR, id_TR = torch.stack(shards, dim=1)
-        # The first shard among equals holds the lowest id, which is what argmax over the whole row picks.
+        # Among equal scores the first shard holds the lowest id, as argmax over the whole row would pick.
         best_1R = score_TR.argmax(0, keepdim=True)
         return id_TR.gather(0, best_1R)[0].long().tolist() if tp.rank == 0 else None
 
 
 def _constrained_rows(step: TargetStep) -> list[ConstrainedRow]:
-    """The sampled rows whose request has constraints, each with the tokens on its way from the root."""
+    """Return the sampled rows whose request has constraints, each with its path of tokens below the root."""
     logits_states = unpack_logits_states(step.constraints_U)
     if not logits_states:
         return []
@@ -227,7 +233,7 @@ def _constrained_rows(step: TargetStep) -> list[ConstrainedRow]:
 
 
 def _bits(mask: int) -> Iterator[int]:
-    """Those set in an int64, ascending."""
+    """Yield the set bits of an int64, lowest first."""
     mask &= (1 << 64) - 1
     while mask:
         lowest = mask & -mask

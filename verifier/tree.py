@@ -1,7 +1,7 @@
-"""From trees and prompt chunks to one packed forward: positions, KV slots and who sees whom.
+"""Turns trees and prompt chunks into the metadata of one packed forward: positions, KV slots and visibility.
 
-The position rule: the root keeps its own position P, a node at depth d has P + d (siblings share it), while KV slots
-are distinct: row r of a tree lives in slot P + r until its path is accepted and compacted.
+The root keeps its position P, and a node at depth d has position P + d, which siblings share. KV slots are distinct:
+row r of a tree uses slot P + r until its path is accepted and compacted.
 Legend: B requests, N packed rows.
 """
 
@@ -22,9 +22,9 @@ from workers.types import DraftProbs, NodeKind, TreeBatch
 
 
 class TreeMetadata(NamedTuple):
-    """What the target needs to know of packed rows; fields as in `AttentionMetadata`.
+    """Metadata of packed rows, with fields as in `AttentionMetadata`.
 
-    In numpy, whose small operations cost a third of torch's: this is on the critical path of every step.
+    It uses numpy, whose small operations take a third of torch's time; every step waits for them.
     """
 
     position_N: np.ndarray  # int32
@@ -42,13 +42,13 @@ class PromptChunk:
 
 
 def tree_metadata(trees: TreeBatch, root_position_B: np.ndarray) -> TreeMetadata:
-    """Positions and visibility of every tree row. root_position_B: int32, = tokens committed before the root."""
+    """Return the metadata of every tree row. root_position_B: int32, the number of tokens before the root."""
     if len(trees.token_N) == len(root_position_B):  # bare roots
         return _causal(root_position_B)
     offsets = trees.offsets.numpy()
     rows_B = offsets[1:] - offsets[:-1]
     root_N = root_position_B.repeat(rows_B)
-    # Where the tree would begin if it went on before the first row: slots then follow the packed order.
+    # Each tree's slot offset minus its row offset, so that adding the packed row index gives the slot.
     slot_N = (root_position_B - offsets[:-1]).repeat(rows_B) + np.arange(len(root_N), dtype=np.int32)
     return TreeMetadata(
         position_N=root_N + trees.depth_N.numpy(),
@@ -59,12 +59,15 @@ def tree_metadata(trees: TreeBatch, root_position_B: np.ndarray) -> TreeMetadata
 
 
 def chunk_metadata(chunks: list[PromptChunk]) -> TreeMetadata:
-    """The same for prompt chunks."""
+    """Return the metadata of prompt chunks."""
     return _causal(np.array([position for c in chunks for position in range(c.start, c.stop)], dtype=np.int32))
 
 
 def _causal(position_N: np.ndarray) -> TreeMetadata:
-    """The row at position p writes slot p and sees [0, p]: no bit to look at, which spares a plan half of its work."""
+    """Return metadata of rows at position p that write slot p and see [0, p].
+
+    Without ancestor bits the attention plan takes half the time.
+    """
     return TreeMetadata(
         position_N=position_N,
         slot_N=position_N,
@@ -77,13 +80,13 @@ _ROW_FIELDS = [field for field in TreeBatch.__slots__ if field.endswith("_N")]
 
 
 def bare_roots(tokens: list[int]) -> TreeBatch:
-    """Trees of nothing but these roots: plain decoding."""
+    """Return trees that consist of a root only, for plain decoding."""
     return TreeBatch(token_N=torch.from_numpy(np.array(tokens, dtype=np.int32)), **_bare_roots(len(tokens)))
 
 
 @cache
 def _bare_roots(count: int) -> dict[str, Tensor]:
-    """All of so many roots but their tokens, always the same tensors. Nobody changes a TreeBatch."""
+    """Return the fields of `count` bare roots other than tokens. They can be shared, because trees are immutable."""
     return dict(
         offsets=torch.arange(count + 1, dtype=torch.int32),
         parent_N=torch.full((count,), -1, dtype=torch.int32),
@@ -95,7 +98,7 @@ def _bare_roots(count: int) -> dict[str, Tensor]:
 
 
 def chains(tokens: Sequence[Sequence[int]]) -> TreeBatch:
-    """Trees without branches, a root and what follows it for each request. Nothing was estimated: weights are 1."""
+    """Return one unbranched tree per request, root first. Weights are 1, because there is no confidence."""
     if all(len(own) == 1 for own in tokens):
         return bare_roots([root for (root,) in tokens])
     row_N = np.concatenate([np.arange(len(own), dtype=np.int32) for own in tokens])
@@ -114,12 +117,14 @@ def chains(tokens: Sequence[Sequence[int]]) -> TreeBatch:
 def with_chains(
     trees: TreeBatch, probs: DraftProbs | None, drafted: list[bool], tokens: Sequence[Sequence[int]]
 ) -> tuple[TreeBatch, DraftProbs | None]:
-    """The trees of a whole batch: request i has the next of `trees` if drafted[i], else the chain of its tokens, root
-    first."""
+    """Return the trees of a whole batch.
+
+    If drafted[i], request i has the next of `trees`, otherwise the chain of its tokens, root first.
+    """
     if all(drafted):
         return trees, probs
     others = chains(tokens)
-    # All rows there may be are the drafted trees' and then the chains'.
+    # Row indices refer to the concatenation of the drafted trees and the chains.
     own, theirs = pairwise(trees.offsets.tolist()), pairwise((len(trees.token_N) + others.offsets).tolist())
     spans = [next(own) if is_drafted else span for is_drafted, span in zip(drafted, theirs, strict=True)]
     rows = torch.cat([torch.arange(begin, end) for begin, end in spans])
@@ -135,7 +140,7 @@ def with_chains(
 def select(
     trees: TreeBatch, probs: DraftProbs | None, requests: list[int]
 ) -> tuple[TreeBatch, DraftProbs | None, Tensor]:
-    """The trees of some requests with their draft probabilities, and the rows [int64] they had."""
+    """Return the trees of some requests, their draft probabilities, and their row indices [int64] in `trees`."""
     offsets = trees.offsets.tolist()
     if len(requests) == len(offsets) - 1:
         return trees, probs, torch.arange(offsets[-1])
@@ -150,7 +155,7 @@ def select(
 
 
 def _rows(trees: TreeBatch, counts: Tensor, rows: Tensor) -> TreeBatch:
-    """Trees of `counts` rows each, made of these rows."""
+    """Return trees of `counts` rows each, gathered from these rows."""
     return TreeBatch(offsets=_offsets(counts), **{name: getattr(trees, name)[rows] for name in _ROW_FIELDS})
 
 

@@ -37,10 +37,11 @@ def run(
     front: str | None = None,
     on_joined: Callable[[], None] | None = None,
 ) -> None:
-    """Serves until the engine stops. Rank 0 needs `front`, the address its service front listens on.
+    """Serve until the engine stops.
 
-    `on_joined` is called when all ranks are connected and have loaded their models.
-    Raises what ended the engine early: PeerLost, or a ValueError that says what is wrong with the configuration.
+    front: for rank 0, the address on which its service front listens. on_joined: called when all ranks are connected
+    and have loaded their models.
+    Raises PeerLost if a rank is lost, and ValueError if the configuration is wrong.
     """
     assert (rank == 0) == (front is not None), "exactly rank 0 has a front"
     world = groups.join(config, rank, store_address)
@@ -56,7 +57,7 @@ def run(
         needs_profile = config.draft is not None and config.draft.tree.prune.simulated_costs is None
         warm_up(target, config, num_pages)
         row_costs = profile(target, config, num_pages) if needs_profile else UNPROFILED
-        freeze_start_up()  # before it says that it is ready
+        freeze_start_up()  # before Ready is sent
         socket = ipc.FrameSocket(ipc.connect(front))
         socket.send(
             ipc.Ready(
@@ -80,11 +81,13 @@ def run(
 
 
 def load(world: World, specs: Specs, graphs_of: EngineConfig | None = None) -> tuple[Target, int]:
-    """This rank's target and the agreed number of KV pages. graphs_of: the engine whose steps are captured, if not the
-    world's."""
+    """Load this rank's target; return it with the number of KV pages that all ranks agreed on.
+
+    graphs_of: the engine configuration whose steps are captured as CUDA graphs, if not the world's.
+    """
     config, spec = world.config, specs.target
     dtype = getattr(torch, config.dtype)
-    reading = _reading(world, specs, dtype)
+    features = _feature_source(world, specs, dtype)
     kernels = kernels_for(world.device, config.kernels, config.enforce_eager)
     logger.info("%s: %s kernels on %s", world.role, kernels.NAME, world.device)
     decoder = load_decoder(
@@ -93,15 +96,15 @@ def load(world: World, specs: Specs, graphs_of: EngineConfig | None = None) -> t
         world.tp,
         world.device,
         dtype,
-        tap_layers=reading.tap_layers,
+        tap_layers=features.tap_layers,
         kernels=kernels,
         max_model_len=config.max_model_len,
     )
-    waiting = None
-    if reading.fuse is not None:
-        waiting = HiddenStatePool(max_buffered_states(config), reading.width, dtype=dtype, device=world.device)
+    state_pool = None
+    if features.fuse is not None:
+        state_pool = HiddenStatePool(max_buffered_states(config), features.width, dtype=dtype, device=world.device)
     slot_bytes = KVPool.bytes_per_slot(spec.num_layers, decoder.heads.num_kv_heads, spec.head_dim, dtype)
-    page_bytes = reading.width * dtype.itemsize  # rank 0 keeps one state a page, see verifier.prefix_cache
+    page_bytes = features.width * dtype.itemsize  # rank 0 keeps one state per page, see verifier.prefix_cache
     num_pages = agree_on_pages(
         world, slot_bytes + -(-page_bytes // config.page_size), bytes_beside=logits_bytes(config, spec.vocab_size)
     )
@@ -111,14 +114,16 @@ def load(world: World, specs: Specs, graphs_of: EngineConfig | None = None) -> t
     if can_capture(kernels, world.device, config.enforce_eager) and decoder.can_be_captured:
         graphs = decoder_graphs(decoder, kv, graphs_of or config)
         logger.info("%s: captured graphs, %s", world.role, graphs.report)
-    target = Target(decoder, kv, config.page_size, world.peers, reading.fuse, waiting, graphs)
+    target = Target(decoder, kv, config.page_size, world.peers, features.fuse, state_pool, graphs)
     return target, num_pages
 
 
 @torch.inference_mode()
 def _compile_moves(kernels: Kernels, kv: KVPool, config: EngineConfig) -> None:
-    """Moving accepted paths, for as many tokens as a step may move, before requests wait for it: beyond a few tokens
-    `copy_slots` has code of its own for every power of 2."""
+    """Compile the move of accepted paths before the first request arrives.
+
+    Beyond a few tokens `copy_slots` is specialised for every power of 2, up to the most tokens that a step moves.
+    """
     if config.draft is None:
         return
     most = config.max_num_seqs * config.draft.tree.longest_path
@@ -127,20 +132,20 @@ def _compile_moves(kernels: Kernels, kv: KVPool, config: EngineConfig) -> None:
         kernels.copy_slots(kv.data, slots, slots)
 
 
-class _Reading(NamedTuple):
-    """How features are made of a row's state, how wide that is, and the layers whose input the decoder keeps for it."""
+class _FeatureSource(NamedTuple):
+    """How the features for the drafter are made: the fusion, the width of a state, and the tapped layers."""
 
     fuse: Fuse | None = None
     width: int = 0
     tap_layers: tuple[int, ...] = ()
 
 
-def _reading(world: World, specs: Specs, dtype: torch.dtype) -> _Reading:
+def _feature_source(world: World, specs: Specs, dtype: torch.dtype) -> _FeatureSource:
     draft = world.config.draft
     if not world.leads or draft is None or not draft.reads_features:
-        return _Reading()
+        return _FeatureSource()
     width, head = specs.target.hidden_size, specs.draft
     if not isinstance(head, Eagle3Spec):
-        return _Reading(lambda state_ND: state_ND, width)
+        return _FeatureSource(lambda state_ND: state_ND, width)
     fusion = FeatureFusion.load(draft.model_path, head, device=world.device, dtype=dtype)
-    return _Reading(fusion, 3 * width, head.tap_layers)
+    return _FeatureSource(fusion, 3 * width, head.tap_layers)

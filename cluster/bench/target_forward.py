@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from verifier.request import Request
-from verifier.step_inputs import pack_target
+from verifier.step_inputs import StepInputs
 from verifier.tree import chains
 from verifier.worker import load
 from workers.comm import groups
@@ -43,9 +43,9 @@ class TargetForward:
         requests = []
         for b in range(shape.batch):
             submit = Submit(id=b, prompt=[0] * shape.context, max_tokens=1)
-            requests.append(Request(submit, Rule.COUPLED, None, 0))
-            requests[b].pages = array("i", range(1 + b * num_pages, 1 + (b + 1) * num_pages))
-        step = pack_target(chains([[0] * shape.rows] * shape.batch), requests, [], [], page_size, ())
+            pages = array("i", range(1 + b * num_pages, 1 + (b + 1) * num_pages))
+            requests.append(Request(submit, Rule.COUPLED, None, 0, pages=pages))
+        step = StepInputs(page_size, ()).target_step(chains([[0] * shape.rows] * shape.batch), requests)
         began = time.perf_counter()
         self._run(step, 0)  # ends with the drawn tokens on the host, so nothing is still under way on a GPU
         return 1e3 * (time.perf_counter() - began)

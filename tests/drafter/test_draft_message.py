@@ -18,7 +18,7 @@ from tests.support.engines import BUNDLED
 from tests.support.oracles import paths_of
 from verifier.draft_inputs import DraftInput
 from verifier.request import Request
-from verifier.step_inputs import pack_draft
+from verifier.step_inputs import StepInputs
 from workers.comm.ipc import Submit
 from workers.config import TreeConfig
 from workers.models.decoder import Decoder
@@ -95,7 +95,7 @@ def reply(proposer: Proposer, which: list[int], width: int, *, is_even: bool) ->
     features = [torch.randn(30, width, generator=torch.Generator().manual_seed(i)) for i in which]
     fed = zip(features, inputs.values(), strict=True)
     rows = torch.cat([of[: len(own_input.tokens)] for of, own_input in fed]) if width else None
-    return draft(pack_draft(inputs, rows, (), FREE), proposer, make_tree_policy(TREE))
+    return draft(StepInputs(4, ()).draft_request(inputs, rows, FREE), proposer, make_tree_policy(TREE))
 
 
 def replace_rule(request: Request) -> Request:

@@ -347,11 +347,11 @@ class Bench:
         assert not any(request.pages for request in self.engine._waiting)
         written = [page for request in running for page in request.pages[self._first_written(request) :]]
         assert len(set(written)) == len(written), "two requests write one page"
-        if (waiting := self.target.waiting) is not None:
-            rows = [row for request in running for row in request.states]
-            assert len(set(rows)) == len(rows), "two requests wait in one row"
+        if (waiting := self.target.state_pool) is not None:
+            rows = [row for request in running for row in self.engine._hidden_states.rows_of(request)]
+            assert len(set(rows)) == len(rows), "two requests share a row of the pool"
             assert len(rows) + waiting.num_free == max_buffered_states(self.engine._config)
-            assert not any(request.states for request in self.engine._waiting)
+            assert not any(self.engine._hidden_states.rows_of(request) for request in self.engine._waiting)
         for request in running:
             self._check(request)
 

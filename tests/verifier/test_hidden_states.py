@@ -33,31 +33,31 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("seed", range(6))
 def test_what_is_kept_is_what_is_read_whoever_leaves_in_between(seed):
     rng = random.Random(seed)
-    waiting = HiddenStatePool(200, 3, dtype=torch.float32, device=CPU)
+    pool = HiddenStatePool(200, 3, dtype=torch.float32, device=CPU)
     held: list[tuple[list[int], torch.Tensor]] = []
     for number in range(400):
         count = rng.choice([1, 2, 5, 70])
-        if rng.random() < 0.6 and count <= waiting.num_free:
+        if rng.random() < 0.6 and count <= pool.num_free:
             kept = torch.full((count, 3), float(number)) + torch.arange(count)[:, None] / 128
-            held.append((waiting.keep(kept), kept))
+            held.append((pool.store(kept), kept))
         elif held:
             rows, kept = held.pop(rng.randrange(len(held)))
             if rng.random() < 0.3:
-                waiting.free(rows)
+                pool.free(rows)
             else:
-                assert torch.equal(waiting.take(rows), kept)
+                assert torch.equal(pool.take(rows), kept)
         own = [row for rows, _ in held for row in rows]
-        assert len(set(own)) == len(own) == 200 - waiting.num_free
+        assert len(set(own)) == len(own) == 200 - pool.num_free
     for rows, kept in held:
-        assert torch.equal(waiting.take(rows), kept)
-    assert waiting.num_free == 200
+        assert torch.equal(pool.take(rows), kept)
+    assert pool.num_free == 200
 
 
 def test_more_than_there_is_room_for_is_a_mistake():
-    waiting = HiddenStatePool(4, 1, dtype=torch.float32, device=CPU)
-    waiting.keep(torch.zeros(3, 1))
-    with pytest.raises(AssertionError, match="more states wait"):
-        waiting.keep(torch.zeros(2, 1))
+    pool = HiddenStatePool(4, 1, dtype=torch.float32, device=CPU)
+    pool.store(torch.zeros(3, 1))
+    with pytest.raises(AssertionError, match="pool of hidden states is full"):
+        pool.store(torch.zeros(2, 1))
 
 
 def test_how_many_wait_follows_the_limits():
@@ -80,9 +80,9 @@ def test_whatever_waits_fits(seed, monkeypatch):
     monkeypatch.setattr(Controller, "_choose", lambda self, auto, *_: [r for r in auto if rng.random() < share])
     tree = TreeConfig(kind="dynamic", num_speculative_tokens=3, max_depth=2, prune=PruneConfig(auto=True))
     with Bench(RandomLanguage(error=0.3), "eagle3", tree, 40, max_num_seqs=8, max_num_batched_tokens=20) as b:
-        waiting = b.target.waiting
-        assert waiting is not None
-        least = waiting.num_free
+        pool = b.target.state_pool
+        assert pool is not None
+        least = pool.num_free
         for _ in range(40):
             prompt = [int(t) for t in rng.integers(0, 32, rng.integers(1, 90))]
             b.submit(
@@ -91,42 +91,42 @@ def test_whatever_waits_fits(seed, monkeypatch):
             )  # fmt: skip
             for _ in range(int(rng.integers(0, 6))):
                 b.step()
-                least = min(least, waiting.num_free)
+                least = min(least, pool.num_free)
         for token in range(2):  # 80 tokens fit into 39 pages of 4, 200 do not, whoever is drafted for
             b.submit([token] * 40, 60, SamplingParams(temperature=0.0), ignore_eos=True)
         b.run()
         num_preempted = b.frames[-1].stats.num_preemptions
-        assert waiting.num_free == max_buffered_states(b.engine._config) > least
+        assert pool.num_free == max_buffered_states(b.engine._config) > least
     assert num_preempted > 0
 
 
-def waiting_for(room: int) -> tuple[HiddenStatePool, HiddenStateBuffer]:
-    waiting = HiddenStatePool(room, 2, dtype=torch.float32, device=CPU)
-    return waiting, HiddenStateBuffer(waiting, lambda owed, state_NX: None)
+def buffer_of(num_rows: int) -> tuple[HiddenStatePool, HiddenStateBuffer]:
+    pool = HiddenStatePool(num_rows, 2, dtype=torch.float32, device=CPU)
+    return pool, HiddenStateBuffer(pool, lambda rows_by_request, state_NX: None)
 
 
 def test_for_who_leaves_nothing_is_moved():
-    waiting, owed = waiting_for(8)
-    leaving, staying = _owed("leaves", 5), _owed("stays", 5)
-    owed.add([(leaving, [0, 2]), (staying, [1])], torch.tensor([[0.0, 0], [1, 1], [2, 2]]))
-    owed.free(leaving)
-    assert (leaving.states, waiting.num_free) == ([], 7)
-    assert waiting.take(staying.states).tolist() == [[1.0, 1.0]]
+    pool, buffer = buffer_of(8)
+    leaving, staying = _request("leaves", 5), _request("stays", 5)
+    buffer.add([(leaving, [0, 2]), (staying, [1])], torch.tensor([[0.0, 0], [1, 1], [2, 2]]))
+    buffer.free(leaving)
+    assert (buffer.rows_of(leaving), pool.num_free) == ((), 7)
+    assert buffer.take({staying: 1}).tolist() == [[1.0, 1.0]]
 
 
 def test_a_large_prompts_states_are_not_copied_to_be_beside_others(monkeypatch):
-    waiting, owed = waiting_for(8)
-    monkeypatch.setattr(hidden_states, "_ROWS_AT_ONCE", 4)
+    pool, buffer = buffer_of(8)
+    monkeypatch.setattr(hidden_states, "_MAX_UNSORTED_ROWS", 4)
     monkeypatch.setattr(hidden_states.torch, "cat", None)
-    owed.add([(_owed("decodes", 5), [0])], torch.zeros(1, 2))
-    owed.add([(_owed("joins", 8), [0, 1, 2, 3, 4])], torch.zeros(5, 2))
-    assert waiting.num_free == 2
+    buffer.add([(_request("decodes", 5), [0])], torch.zeros(1, 2))
+    buffer.add([(_request("joins", 8), [0, 1, 2, 3, 4])], torch.zeros(5, 2))
+    assert pool.num_free == 2
 
 
 def test_what_is_due_is_fed_first_and_nobody_changes_places():
     """Requests that insist on their own trees, then those that are owed too much, then those that could wait."""
     asked = {"waits": 5, "due": 9, "insists": 4, "also due": 8}
-    requests = {name: _owed(name, count) for name, count in asked.items()}
+    requests = {name: _request(name, count) for name, count in asked.items()}
     asking = {request: DraftInput([1] * asked[name], 3, 2) for name, request in requests.items()}
     for room, sent in [
         (26, {"waits": (5, 3), "due": (9, 3), "insists": (4, 3), "also due": (8, 3)}),
@@ -160,40 +160,41 @@ def test_the_row_behind_a_shared_prefix_waits_for_the_rest_of_its_prompt():
 
 
 def test_a_request_is_owed_too_much_when_it_is_owed_more_than_may_wait():
-    assert [is_due(_owed("waits", count), 7) for count in (6, 7, 8)] == [False, False, True]
-    repeated = _owed("waits", 5)
+    assert [is_due(_request("waits", count), 7) for count in (6, 7, 8)] == [False, False, True]
+    repeated = _request("waits", 5)
     repeated.is_repeated = True
     assert is_due(repeated, 7)
     repeated.num_fed = repeated.num_prompt
     assert not is_due(repeated, 7), "the prompt that others share has been fed"
-    behind = _owed("waits", 12)
+    behind = _request("waits", 12)
     behind.num_computed = 14
     assert backlog(behind) == 7 and not is_due(behind, 7), "what is not computed cannot be fed"
 
 
 def test_states_wait_for_those_alone_who_may_still_be_drafted_for():
-    waiting, owed = waiting_for(8)
-    ends, goes_on = _owed("ends", 5), _owed("goes on", 5)
+    pool, buffer = buffer_of(8)
+    ends, goes_on = _request("ends", 5), _request("goes on", 5)
     plain = Request(Submit(id=0, prompt=[1] * 20, max_tokens=9), Rule.COUPLED, None, 0)
     ends.append([2] * 8)
-    owed.add([(ends, [0]), (plain, [1]), (goes_on, [2])], torch.tensor([[0.0, 0], [1, 1], [2, 2]]))
-    owed.settle()
-    assert (ends.states, plain.states, waiting.num_free) == ([], [], 7)
-    assert waiting.take(goes_on.states).tolist() == [[2.0, 2.0]]
+    buffer.add([(ends, [0]), (plain, [1]), (goes_on, [2])], torch.tensor([[0.0, 0], [1, 1], [2, 2]]))
+    buffer.flush()
+    assert pool.num_free == 7
+    assert not buffer.rows_of(ends) and not buffer.rows_of(plain)
+    assert buffer.take({goes_on: 1}).tolist() == [[2.0, 2.0]]
 
 
 def test_small_steps_add_up_to_what_may_be_in_memory_uncounted(monkeypatch):
-    waiting, owed = waiting_for(8)
-    monkeypatch.setattr(hidden_states, "_ROWS_AT_ONCE", 4)
-    request = _owed("decodes", 8)
+    pool, buffer = buffer_of(8)
+    monkeypatch.setattr(hidden_states, "_MAX_UNSORTED_ROWS", 4)
+    request = _request("decodes", 8)
     for _ in range(2):
-        owed.add([(request, [0, 1])], torch.zeros(2, 2))
-    assert waiting.num_free == 8
-    owed.add([(request, [0])], torch.zeros(1, 2))
-    assert waiting.num_free == 4, "the first two steps' states were put where they belong"
+        buffer.add([(request, [0, 1])], torch.zeros(2, 2))
+    assert pool.num_free == 8
+    buffer.add([(request, [0])], torch.zeros(1, 2))
+    assert pool.num_free == 4, "the first two steps' states were put where they belong"
 
 
-def _owed(name: str, count: int) -> Request:
+def _request(name: str, count: int) -> Request:
     limits = TreeLimits(num_speculative_tokens=3, auto=name != "insists", min_prob=0.0, path_prob=0.0)
     request = Request(Submit(id=0, prompt=[1] * 20, max_tokens=9), Rule.COUPLED, limits, 0)
     request.num_computed, request.num_fed = 19, 20 - count

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from verifier.prefix_cache import PrefixCache
 from verifier.request import Request
 from verifier.scheduler import Limits, Step, schedule
-from verifier.step_inputs import pack_target
+from verifier.step_inputs import StepInputs
 from verifier.tree import PromptChunk, bare_roots
 from workers.comm.ipc import Submit
 from workers.kv_cache import PageAllocator, PrefixMatch
@@ -182,7 +182,7 @@ def test_a_chunk_that_happens_to_end_with_the_prompt_of_a_preempted_request_draw
 
 def drawn_rows(step: Step) -> list[int]:
     """Of the packed step, without decoding requests."""
-    packed = pack_target(bare_roots([]), [], step.prefill, [], LIMITS.page_size, ())
+    packed = StepInputs(LIMITS.page_size, ()).target_step(bare_roots([]), [], step.prefill)
     return packed.sample_row_R.tolist()
 
 
@@ -290,6 +290,7 @@ def test_a_long_life_of_arrivals_ends_with_every_page_free_and_nobody_left(
     def let_go(r: Request) -> None:
         prefixes.publish(r, r.num_computed)
         allocator.free(r.pages)
+        prefixes.release(r)
         r.forget()
 
     def leave(r: Request) -> None:
@@ -320,7 +321,9 @@ def test_a_long_life_of_arrivals_ends_with_every_page_free_and_nobody_left(
         for r, found in step.shared:
             assert r is waiting.pop(0)
             running.append(r)
-            prefixes.adopt(r, found)
+            if found:
+                prefixes.share(r, found)
+                r.share(found, page_size)
         for r, count in step.pages:
             assert r in running and count > 0
             r.pages.extend(allocator.alloc(count))

@@ -1,12 +1,12 @@
-"""Acceptance: which path of a draft tree the target would have said itself.
+"""Coupled acceptance: which path of a draft tree the target would have drawn itself.
 
-The walk, for coupled and for deterministic drafts (Daliri et al. 2408.07978 for one draft, here one noise for a whole
-tree). At every node v the target draws its own next token
+The walk, for coupled and for deterministic drafts (Daliri et al. 2408.07978 for one draft; here the whole tree shares
+the noise). At every node v the target draws its own next token
     y(v) = argmax_x [ log p(x | v) + G(seed, index of the token, x) ]        (temperature 0: G = 0)
 Walk from the root: if y(v) is a child of v, descend to it; else emit y(v) and stop.
 
 Losslessness: y depends on the prefix and G alone, and G is independent between indices, so the emitted tokens follow
-the target's law whatever the tree is, also when the drafter saw G. A deterministic tree under a sampling target is the
+the target's law whatever the tree is, even if the drafter used G. A deterministic tree under a sampling target is the
 same walk (target-only acceptance: draw y ~ p, descend if it is a child). Sampled drafts:
 `verifier.acceptance.rejection`.
 Legend: B requests, N packed rows, V vocabulary.
@@ -35,7 +35,7 @@ def accept(
     rules: Sequence[Rule] | None = None,
     probs: DraftProbs | None = None,
 ) -> list[Verdict]:
-    """Verdicts of B trees from the target's (constrained) logits at every row, root included.
+    """Return the verdicts of B trees from the target's (constrained) logits at every row, root included.
 
     params: one entry per request, on the host. root_position_B: int64, position of each root. rules: None = all
     coupled.
@@ -71,11 +71,11 @@ def verify(
     root_position_B: Sequence[int],
     processed: Callable[[Tensor], Tensor],
 ) -> list[Verdict]:
-    """Each request's verdict by its own rule.
+    """Return each request's verdict by its own rule.
 
-    drawn_N: the target's own token at every row; empty if all drafts are sampled. params(requests): their sampling.
-    processed(rows): log p there up to a constant, float32 [rows, V]. Both are asked only of requests whose drafts are
-    sampled.
+    drawn_N: the target's own token at every row; empty if all drafts are sampled. params(requests): their sampling
+    parameters. processed(rows): log p at these rows up to a constant, float32 [rows, V]. Both functions are called only
+    for requests with sampled drafts.
     """
     sampled = [i for i, rule in enumerate(rules) if rule.is_sampled]
     if not sampled:
@@ -83,17 +83,19 @@ def verify(
     own_trees, own_probs, rows = select(trees, probs, sampled)
     root_position = np.array([root_position_B[i] for i in sampled])
     own_rules = [rules[i] for i in sampled]
-    judged = accept_rejection(own_trees, processed(rows), params(sampled), root_position, own_probs, own_rules)
+    sampled_verdicts = accept_rejection(
+        own_trees, processed(rows), params(sampled), root_position, own_probs, own_rules
+    )
     if len(sampled) == len(rules):
-        return judged
+        return sampled_verdicts
     verdicts = walk(trees, drawn_N)
-    for i, verdict in zip(sampled, judged, strict=True):
+    for i, verdict in zip(sampled, sampled_verdicts, strict=True):
         verdicts[i] = verdict
     return verdicts
 
 
 def walk(trees: TreeBatch, winner_N: list[int]) -> list[Verdict]:
-    """Verdicts from the target's own token at every row."""
+    """Return the verdicts of the walk, given the target's own token at every row."""
     offsets, tokens, parents = trees.offsets.tolist(), trees.token_N.tolist(), trees.parent_N.tolist()
     verdicts = []
     for begin, end in itertools.pairwise(offsets):

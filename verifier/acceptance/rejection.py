@@ -1,4 +1,4 @@
-"""The rejection rule: sampled drafts, verified losslessly by the law they were drawn from.
+"""Rejection sampling: verifies sampled drafts losslessly, given the law they were drawn from.
 
 At row v let P = p(. | v) and a the row's carry, 1 at the root. Its children x_1, x_2, ... are tested in order, each
 against Q_i, the law it was drawn from given its earlier siblings (a fixed child: all mass on itself):
@@ -12,8 +12,8 @@ against Q_i, the law it was drawn from given its earlier siblings (a fixed child
                 own carry is r_i; when all below v are rejected, stop at v with probability a and emit y ~ P, else v is
                 rejected. The root always stops. Accepts more, because a token's surplus helps those below it.
 
-Both are lossless if every decision to offer x_i looked at neither x_i nor anything computed from it. P differs from p
-only where Q_i has mass, so a row is 64 numbers and a scale however large the vocabulary is.
+Both are lossless if every decision to offer x_i depends neither on x_i nor on anything computed from it. P differs from
+p only where Q_i has mass, so 64 numbers and a scale describe a row, however large the vocabulary is.
 Legend: B requests, N packed rows, R rows of one request, V vocabulary, E touched ids of one row, S sparse entries.
 """
 
@@ -43,11 +43,11 @@ class Tree(NamedTuple):
 
 
 class RowLaw(NamedTuple):
-    """What verification needs to know of one row: p and q where q or a fixed child is, nothing elsewhere."""
+    """p and q of one row, at the ids in the draft support or of fixed children."""
 
     id_E: np.ndarray  # int64, distinct target ids: the draft support and the fixed children
     prob_E: np.ndarray  # float64, p(id | row)
-    weight_E: np.ndarray  # int64, what the sampled children were drawn from; 0 = not drawable
+    weight_E: np.ndarray  # int64, the weights that sampled children were drawn by; 0 = not drawable
 
 
 class Residual(NamedTuple):
@@ -66,16 +66,17 @@ class Decision(NamedTuple):
 
     @property
     def final_row(self) -> int:
+        """Return the last accepted row, or the root."""
         return self.path[-1] if self.path else 0
 
 
 Laws = Callable[[int], RowLaw]
 Coin = Callable[[int, float], bool]
-"""coin(row, probability): true with that probability, independently for every row; at most one toss per row."""
+"""coin(row, probability) is true with that probability, independently for every row; tossed at most once a row."""
 
 
 def decide(tree: Tree, laws: Laws, rule: Rule, coin: Coin) -> Decision:
-    """One request's verdict before its last token is drawn; laws(row) is asked at most once per row."""
+    """Return one request's decision before its last token is drawn; calls laws(row) at most once per row."""
     children: list[list[int]] = [[] for _ in tree.parent_R]
     for row, parent in enumerate(tree.parent_R):
         if parent >= 0:
@@ -88,7 +89,7 @@ def decide(tree: Tree, laws: Laws, rule: Rule, coin: Coin) -> Decision:
             assert decision is not None, "the root always accepts"
             return decision
         case _:
-            raise ValueError(f"{rule.name} is not a rule of ratio tests; verify these trees with `accept`")
+            raise ValueError(f"{rule.name} is not a rejection rule; verify these trees with `accept`")
 
 
 def _descend(tree: Tree, laws: Laws, coin: Coin, children: list[list[int]]) -> Decision:
@@ -107,7 +108,7 @@ def _descend(tree: Tree, laws: Laws, coin: Coin, children: list[list[int]]) -> D
 
 
 def _visit(tree: Tree, laws: Laws, coin: Coin, children: list[list[int]], row: int, carry: float) -> Decision | None:
-    """The decision if it lies in `row`'s subtree; None = all of the subtree is rejected."""
+    """Return the decision if it lies in `row`'s subtree; None if the whole subtree is rejected."""
     tests = _Tests(laws(row), carry)
     for child in children[row]:
         ratio = tests.ratio(tree.token_R[child], tree.kind_R[child])
@@ -122,27 +123,27 @@ def _visit(tree: Tree, laws: Laws, coin: Coin, children: list[list[int]], row: i
 
 
 class _Tests:
-    """P, carry and proposal of one row while its children are tested in turn: ratio(child), reject(), ratio(next)."""
+    """P, carry and proposal of one row while its children are tested: ratio(child), reject(), ratio(next)."""
 
     def __init__(self, law: RowLaw, carry: float) -> None:
         self.carry = carry
         self._id_E = law.id_E
         self._prob_E = law.prob_E
-        self._left_E = law.weight_E  # integer weights of what is not drawn yet
+        self._left_E = law.weight_E  # integer weights of the tokens that are not drawn yet
         self._num_left = int(law.weight_E.sum())
         self._elsewhere = max(0.0, 1.0 - float(law.prob_E.sum()))  # P's mass off id_E
         self._scale = 1.0
-        self._place: int  # of the child that is tested
+        self._place: int  # index of the tested child in id_E
         self._is_sampled: bool
 
     def ratio(self, token: int, kind: int) -> float:
-        """r of the next child, which is remembered for `reject`."""
+        """Return r of the next child; `reject` then refers to this child."""
         self._place, self._is_sampled = int((self._id_E == token).argmax()), kind == NodeKind.SAMPLED
         proposal = int(self._left_E[self._place]) / self._num_left if self._is_sampled else 1.0
         return min(1.0, self.carry * float(self._prob_E[self._place]) / proposal)
 
     def reject(self) -> None:
-        """Takes the tested child, and all it stood for, out of P."""
+        """Subtract the tested child's proposal from P."""
         if self._is_sampled:
             rest_E = self.carry * self._prob_E - self._left_E / self._num_left
             self._num_left -= int(self._left_E[self._place])
@@ -154,7 +155,7 @@ class _Tests:
         rest_E = np.maximum(rest_E, 0.0)
         rest = self.carry * self._elsewhere
         total = float(rest_E.sum()) + rest
-        if total > 0:  # else P = Q up to rounding, and the child could not be rejected
+        if total > 0:  # otherwise P = Q up to rounding, and no child is rejected
             self._prob_E = rest_E / total
             self._elsewhere = rest / total
             self._scale *= self.carry / total
@@ -173,14 +174,15 @@ def accept_rejection(
     probs: DraftProbs | None,
     rule_B: Sequence[Rule],
 ) -> list[Verdict]:
-    """Verdicts of B trees from the target's processed logits at every row, root included.
+    """Return the verdicts of B trees from the target's processed logits at every row, root included.
 
     processed_NV: `workers.sampling.sampler.process_logits` of all rows, log p up to a constant; rows of temperature 0
-    stand for their argmax. params: one entry per request, on the host. root_position_B: int64, position of each root.
-    probs: weights as they were drawn from; a row without sampled children may be empty, and None is all rows empty.
+    are reduced to their argmax. params: one entry per request, on the host.
+    root_position_B: int64, position of each root.
+    probs: the weights that children were drawn by. Rows without sampled children may be empty; None = all are.
     Noise is keyed on (seed, root position, row): a request's verdict does not depend on its batch.
 
-    The vocabulary stays on its device, which is asked twice: for p where the tests need it, and for the last tokens.
+    Vocabulary-wide tensors stay on the device. Two transfers reach the host: p at tested ids, and the last tokens.
     """
     assert processed_NV.shape[0] == len(trees.token_N), "one row of logits per tree row, no more and no fewer"
     assert not (trees.kind_N.numpy() == NodeKind.COUPLED.value).any(), "coupled drafts are not verified by ratio tests"
@@ -208,7 +210,7 @@ def accept_rejection(
 
 
 def _log_p(processed_NV: Tensor, is_greedy_N: np.ndarray) -> Tensor:
-    """log p [N, V]; at temperature 0 all of it lies on the largest logit."""
+    """Return log p [N, V]; at temperature 0 all mass lies on the largest logit."""
     log_p_NV = processed_NV.log_softmax(-1)
     if not is_greedy_N.any():
         return log_p_NV
@@ -219,13 +221,13 @@ def _log_p(processed_NV: Tensor, is_greedy_N: np.ndarray) -> Tensor:
 
 def _toss(seed: int, root_position: int, row: int, probability: float) -> bool:
     if not 0 < probability < 1:
-        return probability > 0  # what is certain needs no coin
-    # Few coins are tossed in a step: Philox in plain integers is done before numpy has begun.
+        return probability > 0  # a certain outcome needs no coin
+    # A step tosses few coins, for which Philox in plain integers is faster than numpy.
     return uniform(seed, root_position, row, 0, Stream.ACCEPT) < probability
 
 
 def _row_laws(trees: TreeBatch, log_p_NV: Tensor, probs: DraftProbs | None, request_N: np.ndarray) -> list[RowLaw]:
-    """Every row's law, with p fetched from the device in one gather and one copy."""
+    """Return every row's law. p is fetched from the device in one gather and one copy."""
     is_fixed_N = trees.kind_N.numpy() == NodeKind.DETERMINISTIC.value
     parent_N = trees.offsets.numpy()[request_N] + trees.parent_N.numpy()
     row_E, id_E = parent_N[is_fixed_N], trees.token_N.numpy()[is_fixed_N].astype(np.int64)
@@ -243,7 +245,7 @@ def _row_laws(trees: TreeBatch, log_p_NV: Tensor, probs: DraftProbs | None, requ
 
 
 def _probabilities(log_p_NV: Tensor, row_E: np.ndarray, id_E: np.ndarray) -> np.ndarray:
-    """p(id | row) [E] float64; 0 for ids outside the vocabulary (placeholders) and where logits are not numbers."""
+    """Return p(id | row) [E] float64; 0 for ids outside the vocabulary (placeholders) and for NaN logits."""
     is_token_E = (id_E >= 0) & (id_E < log_p_NV.shape[-1])
     index_2E = torch.from_numpy(np.array([row_E, np.where(is_token_E, id_E, 0)]))
     row, token = to_device(index_2E, log_p_NV.device)
@@ -252,11 +254,11 @@ def _probabilities(log_p_NV: Tensor, row_E: np.ndarray, id_E: np.ndarray) -> np.
 
 
 def _draw_residual(laws: list[Residual], log_p_BV: Tensor, u_B: list[float]) -> list[int]:
-    """Each request's last token: where u falls in its residual law's mass, heaviest tokens first.
+    """Return each request's last token, by inverting the residual law's cumulative mass at u, heaviest tokens first.
 
-    Rounding, which differs between batches, moves every edge between two tokens by as much as it adds up to before it.
-    Heaviest first few edges lie where most draws fall; by powers of two, so that rounding hardly changes the order.
-    log_p_BV: at the final rows. u_B: in [0, 1), 53 bits: u times the mass is less than the mass.
+    Rounding differs between batches, and its error accumulates along the cumulative sum. With the heaviest tokens
+    first, most draws fall where the error is small. Tokens are sorted by the exponent of their mass, which rounding
+    hardly ever changes. log_p_BV: at the final rows. u_B: in [0, 1), 53 bits, so u times the mass is below the mass.
     """
     device, vocab = log_p_BV.device, log_p_BV.shape[-1]
     p_BV = log_p_BV.double().exp()
@@ -271,11 +273,11 @@ def _draw_residual(laws: list[Residual], log_p_BV: Tensor, u_B: list[float]) -> 
     b, token, prob = (to_device(x[is_token_E], device) for x in (b_E, id_E, prob_E))
     mass_BV = (p_BV * scale_B1).index_put_((b, token), prob)
     if any(len(law.prob_E) and not law.prob_E.any() for law in laws):
-        # Rounding may reject a child where P = Q and leave nothing: p itself is then the nearest legal law.
+        # Rounding may reject a child where P = Q, which leaves no mass; p itself is then the nearest valid law.
         mass_BV = torch.where(mass_BV.any(-1, keepdim=True), mass_BV, p_BV)
-    # Of a float64 that is not negative; a quarter of the bits, by which CUDA sorts.
+    # The exponent of a non-negative float64: CUDA sorts 16 bits in a quarter of the passes.
     exponent_BV = (mass_BV.view(torch.int64) >> 52).to(torch.int16)
     id_BV = exponent_BV.sort(dim=-1, descending=True, stable=True).indices
     sum_BV = mass_BV.gather(-1, id_BV).cumsum(-1)
     place_B1 = torch.searchsorted(sum_BV, u_B1 * sum_BV[:, -1:], right=True)
-    return id_BV.gather(-1, place_B1.clamp(max=vocab - 1))[:, 0].tolist()  # rows that are not numbers have no mass
+    return id_BV.gather(-1, place_B1.clamp(max=vocab - 1))[:, 0].tolist()  # rows of NaN have no mass

@@ -1,12 +1,12 @@
-"""How far draft confidence can be trusted here, learnt from the verdicts.
+"""Calibration of draft confidence, learnt from the verdicts.
 
 A child of conditional confidence c at depth d survives, if its parent does, with probability
     sigmoid(a_d logit(c) + b_d)                                                                     (Platt scaling)
 (a_d, b_d) are fitted by online Newton steps on the log-likelihood of recent verdicts (recursive logistic regression
-with forgetting). What a depth has not shown yet it takes from a fit shared by all depths, and that from the identity.
+with forgetting). The fit of a depth is regularised towards a fit shared by all depths, and that towards the identity.
 
-Every node below an accepted one is an observation, whether it was accepted or not: the tree was chosen by the same
-confidences, so the choice does not change what they mean. Legend: D depths, N packed rows, O observations.
+Every child of an accepted node is an observation, accepted or not. The tree was chosen by the same confidences, so this
+choice does not bias the fit. Legend: D depths, N packed rows, O observations.
 """
 
 from __future__ import annotations
@@ -19,35 +19,37 @@ from workers.types import TreeBatch, Verdict
 
 _NUM_DEPTHS = 8
 _STEPS_AT_ONCE = 4
-"""The engine's steps that one Newton step learns from: the fit costs by the call, and most while its code is cold."""
+"""Engine steps for each Newton step. The cost of a fit is per call, not per observation."""
 _MEMORY = 0.995**_STEPS_AT_ONCE
-_TRUST_SHARED = np.diag([20.0, 10.0])  # how many observations' curvature the shared fit is worth to one depth ...
-_TRUST_IDENTITY = np.diag([4.0, 2.0])  # ... and the identity to the shared fit
+_SHARED_WEIGHT = np.diag([20.0, 10.0])  # the curvature that ties a depth's fit to the shared one
+_IDENTITY_WEIGHT = np.diag([4.0, 2.0])  # and the shared fit to the identity
 _BOUNDS = np.array([[0.3, -4.0], [3.0, 4.0]])
 _MAX_LOGIT = 7.0  # weights travel as float16
 
 
 class Calibration:
-    """Starts as the identity."""
+    """The current fit, which starts as the identity."""
 
     def __init__(self) -> None:
         self._shared_2 = np.array([1.0, 0.0])
         self._fit_D2 = np.tile(self._shared_2, (_NUM_DEPTHS, 1))
         self._curvature_D22 = np.zeros((_NUM_DEPTHS, 2, 2))
-        self._waiting: list[tuple[TreeBatch, list[Verdict], np.ndarray]] = []  # all calibrated by the present fit
+        self._pending: list[tuple[TreeBatch, list[Verdict], np.ndarray]] = []  # all calibrated by the current fit
 
     @property
     def fit_D2(self) -> np.ndarray:
-        """(a, b) for depth 1 .. D; deeper nodes use the last."""
+        """Return (a, b) for depths 1 to D; deeper nodes use the last."""
         return self._fit_D2.astype(np.float32)
 
     def learn(self, trees: TreeBatch, verdicts: list[Verdict], is_shown_B: np.ndarray) -> None:
-        """From the trees of one step whose weights were calibrated by the present fit; is_shown_B: the requests to
-        learn from. The fit moves every few steps."""
-        self._waiting.append((trees, verdicts, is_shown_B))
-        if len(self._waiting) == _STEPS_AT_ONCE:
-            seen = zip(*starmap(_observed, self._waiting), strict=True)
-            self._waiting = []
+        """Learn from the trees of one step, whose weights the current fit calibrated. The fit moves every 4 steps.
+
+        is_shown_B: the requests to learn from.
+        """
+        self._pending.append((trees, verdicts, is_shown_B))
+        if len(self._pending) == _STEPS_AT_ONCE:
+            seen = zip(*starmap(_observations, self._pending), strict=True)
+            self._pending = []
             self._step(*map(np.concatenate, seen))
 
     def _step(self, calibrated_O: np.ndarray, survived_O: np.ndarray, depth_O: np.ndarray) -> None:
@@ -63,18 +65,18 @@ class Calibration:
         curved_O22 = (p_O * (1 - p_O))[:, None, None] * x_O2[:, :, None] * x_O2[:, None, :]
         self._curvature_D22 = _MEMORY * self._curvature_D22 + np.einsum("do,oij->dij", is_depth_DO, curved_O22)
         forgotten = 1 - _MEMORY
-        pull_2 = (survived_O - shared_p_O) @ x_O2 + forgotten * _TRUST_IDENTITY @ ([1.0, 0.0] - self._shared_2)
-        self._shared_2 = self._shared_2 + np.linalg.solve(self._curvature_D22.sum(0) + _TRUST_IDENTITY, pull_2)
+        pull_2 = (survived_O - shared_p_O) @ x_O2 + forgotten * _IDENTITY_WEIGHT @ ([1.0, 0.0] - self._shared_2)
+        self._shared_2 = self._shared_2 + np.linalg.solve(self._curvature_D22.sum(0) + _IDENTITY_WEIGHT, pull_2)
         self._shared_2 = np.clip(self._shared_2, *_BOUNDS)
-        pull_D2 = slope_D2 + forgotten * (self._shared_2 - self._fit_D2) @ _TRUST_SHARED
-        step_D2 = np.linalg.solve(self._curvature_D22 + _TRUST_SHARED, pull_D2[:, :, None])[:, :, 0]
+        pull_D2 = slope_D2 + forgotten * (self._shared_2 - self._fit_D2) @ _SHARED_WEIGHT
+        step_D2 = np.linalg.solve(self._curvature_D22 + _SHARED_WEIGHT, pull_D2[:, :, None])[:, :, 0]
         self._fit_D2 = np.clip(self._fit_D2 + step_D2, *_BOUNDS)
 
 
-def _observed(
+def _observations(
     trees: TreeBatch, verdicts: list[Verdict], is_shown_B: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(logit of the calibrated confidence, whether it survived, depth - 1) of every node below an accepted one."""
+    """Return (logit of the calibrated confidence, whether it survived, depth - 1) of each accepted node's children."""
     offsets, depth_N = trees.offsets.numpy(), trees.depth_N.numpy()
     weight_N = trees.weight_N.numpy().astype(np.float64)
     begin_N = np.repeat(offsets[:-1], np.diff(offsets))

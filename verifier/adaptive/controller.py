@@ -1,19 +1,19 @@
-"""The adaptive controller: plans what each step drafts, and learns from what the step took and brought.
+"""The adaptive controller: plans what each step drafts, and learns from the step's time and verdicts.
 
-A step that drafts for the k most promising requests under `auto` is expected to take draft_ms(k) + verify_ms(k), and to
-bring request r 1 + gain_r tokens, where gain_r = 0 without drafts. The controller chooses the k for which one more
-token for every request takes the least time:
+A step that drafts for the k most promising requests under `auto` is expected to take draft_ms(k) + verify_ms(k), and
+request r gains 1 + gain_r tokens, where gain_r = 0 without drafts. The controller chooses the k that minimises the time
+in which every request gains one token:
 
     (draft_ms(k) + verify_ms(k)) x sum over requests of 1 / (1 + gain_r)
 
-k = 0, plain decoding, is one of the choices. This finishes n requests of one length soonest. (The most tokens per
-millisecond of the step at hand would favour a few easy requests over the others, which then go on alone.) The gate
-(`verifier.adaptive.gate`) decides between drafting and not, and probes the other choice. The drafter then sizes the
-trees of the chosen k with the same costs (`drafter.tree.cost_model`).
+Plain decoding is k = 0. This objective finishes n requests of equal length soonest. Maximising the tokens per
+millisecond of one step would favour a few easy requests, and the others would finish alone. The gate
+(`verifier.adaptive.gate`) switches drafting on and off, and probes it while it is off. The drafter then sizes the trees
+of the chosen k by the same costs (`drafter.tree.cost_model`).
 
-A request without a tree may get a lookup draft (`verifier.adaptive.prompt_lookup`), which costs no message. Drafting is
-switched on or off without regard to them; while it is on, a request gets a lookup draft in place of its tree if that is
-expected to bring more. Every decision depends on past steps alone, so it may concern sampled trees too.
+A request without a tree may get a lookup draft (`verifier.adaptive.prompt_lookup`), which needs no message. The gate
+ignores lookup drafts. While drafting is on, a request gets a lookup draft instead of a tree if it is expected to gain
+more tokens. Every decision depends on past steps only, so it may concern sampled trees as well.
 Legend: K choices, B requests.
 """
 
@@ -48,55 +48,56 @@ from workers.config import EngineConfig, PruneConfig
 from workers.types import DraftCosts, DraftReply, Verdict
 
 _RATE = 0.05  # of the averages over recent trees
-_LOOK_EVERY = 96  # steps between two looks for lookup drafts, while they do not pay
+_LOOK_EVERY = 96  # steps between two lookups while they do not pay
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What one step drafts.
+    """The drafts of one step.
 
     Example: Plan(inputs={a: DraftInput([5, 9], 16, 8), b: DraftInput([7], 0, 0)}, ..., lookup_drafts={b: [3, 4]})
     """
 
     inputs: Mapping[Request, DraftInput]
-    """What the drafter hears. Requests with nodes are drafted for; the others are only fed."""
+    """The rows to feed to the drafter. Requests with nodes get a tree; the others are only fed."""
     costs: DraftCosts | None
-    """What the drafter sizes trees by; None if nobody under `auto` is drafted for."""
+    """The costs by which the drafter sizes trees; None if no request under `auto` gets one."""
     lookup_drafts: Mapping[Request, list[int]]
-    """Chains for requests that the drafter makes no tree for."""
+    """Chains for requests without a tree."""
     found: LookupResult | None
-    """What looking for lookup drafts found; None if the step did not look."""
+    """The result of prompt lookup; None if the step had no lookup."""
     look_ms: float
     is_probe: bool
-    """Whether the step drafts although plain decoding has the better forecast."""
+    """Whether the step drafts although plain decoding is forecast to be faster."""
     is_idle: bool
-    """Whether drafting is off and the step is a plain one among many."""
+    """Whether drafting is off and no forecast was made."""
 
     def is_drafted(self, request: Request) -> bool:
+        """Return whether the request gets a tree from the drafter."""
         return request in self.inputs and self.inputs[request].num_nodes > 0
 
 
 class Exchange(NamedTuple):
-    """The drafter's answer, and the milliseconds from packing the message to receiving it."""
+    """The drafter's reply, and the milliseconds from building the message to receiving the reply."""
 
     reply: DraftReply
     ms: float
 
 
 class StepOutcome(NamedTuple):
-    """What a planned step took and brought."""
+    """The drafts, verdicts and time of a planned step."""
 
     step: Step
     drafts: DraftBatch
-    verdicts: list[Verdict]  # of the decoding requests, then of finished prompts
+    verdicts: list[Verdict]  # of decoding requests, then of completed prompts
     exchange: Exchange | None
     ms: float  # of the whole step
 
 
 class Controller:
-    """Owned by the engine: one `plan` before each step, one `observe` after it.
+    """Owned by the engine, which calls `plan` before each step and `observe` after it.
 
-    row_costs: the target's forward as timed at start-up; `auto` with given prices believes those instead.
+    row_costs: the start-up profile of the target. Simulated costs in the configuration replace it.
     """
 
     def __init__(self, config: EngineConfig, row_costs: RowCosts) -> None:
@@ -112,12 +113,12 @@ class Controller:
         self._tree = _Average(np.array([2.0, 4.0]))  # tokens gained, nodes verified
         self._growth = _Average(np.array([3.0, 4.0]))  # levels of a batch, nodes run per tree
         self._num_steps = 0
-        self._had_nodes = False  # a step had draft nodes, and no plain one was measured since
+        self._had_nodes = False  # a step had draft nodes, and no plain step was measured since
 
     # ---- before a step
 
     def plan(self, step: Step, running: list[Request]) -> Plan:
-        """The step's drafts: no trees that do not pay, and no inputs without trees that can wait."""
+        """Plan the step: trees where they pay, and inputs without trees only where they cannot wait."""
         self._num_steps += 1
         found, look_ms = self._look(step)
         is_idle = self._gate.begin_step(len(step.decode))
@@ -142,7 +143,7 @@ class Controller:
         )
 
     def _look(self, step: Step) -> tuple[LookupResult | None, float]:
-        """Lookup drafts of the step's requests, and the milliseconds that looking took. Rare while it does not pay."""
+        """Return the lookup drafts of the step's requests and the lookup's milliseconds. Rare while it does not pay."""
         if not self._has_lookup or not (self._lookup.pays or self._num_steps % _LOOK_EVERY == 0):
             return None, 0.0
         able = [request for request in step.decode if request.is_auto and not request.rule.is_sampled]
@@ -155,11 +156,11 @@ class Controller:
     def _choose(
         self, auto: list[Request], others: list[Request], step: Step, found: LookupResult | None
     ) -> list[Request]:
-        """The requests under `auto` that get a tree. others: requests that get one in any case."""
+        """Return the requests under `auto` that get a tree. others: requests that always get one."""
         ranked = sorted(auto, key=self._rows_per_step)
         pace_K = self._paces(ranked, others, step)
         advantage = float(pace_K[1:].max() / pace_K[0])
-        if not self._costs.has_measured_drafting:  # a guess switches nothing off
+        if not self._costs.has_measured_drafting:  # do not switch drafting off by a guess
             advantage = max(1.0, advantage)
         self._gate.weigh(advantage, len(step.decode))
         if not self._gate.drafts:
@@ -176,8 +177,10 @@ class Controller:
     def _paces(
         self, ranked: list[Request], others: list[Request], step: Step, found: LookupResult | None = None
     ) -> np.ndarray:
-        """The pace [K], up to a factor, if the first 0 .. K - 1 requests get trees and, with `found`, the others their
-        lookup drafts."""
+        """Return the pace [K], up to a factor, if the first 0 .. K - 1 requests get trees.
+
+        With `found`, the others get their lookup drafts.
+        """
         gain, num_nodes = self._tree.mean
         num_levels, nodes_run = self._growth.mean
         count_K = np.arange(len(ranked) + 1)
@@ -195,13 +198,13 @@ class Controller:
         return 1 / ((len(step.decode) - saved_K) * (verify_ms_K + draft_ms_K))
 
     def _rows_per_step(self, request: Request) -> float:
-        """Rows that drafting feeds per step: the tokens gained, and the backlog spread over the steps still to come."""
+        """Return the rows fed per step: the tokens gained, and the backlog spread over the remaining steps."""
         num_tokens = 1 + float(self._tree.mean[0])
         num_steps = (request.submit.max_tokens - request.num_output) / num_tokens
         return num_tokens + backlog(request) / max(1.0, num_steps)
 
     def _sent(self, inputs: dict[Request, DraftInput], chosen: set[Request]) -> dict[Request, DraftInput]:
-        """The inputs that go into the step's message; requests under `auto` that were not chosen are fed if due."""
+        """Return the inputs of the step's message; requests under `auto` that were not chosen are fed if due."""
         sent = {}
         for request, own in inputs.items():
             if request in chosen or not request.is_auto:
@@ -213,7 +216,7 @@ class Controller:
     # ---- after it
 
     def observe(self, plan: Plan, outcome: StepOutcome) -> None:
-        """Learns what the step took and brought. Costs next to nothing where nobody asks for `auto`."""
+        """Learn from the step's outcome. Takes almost no time without requests under `auto`."""
         step, drafts = outcome.step, outcome.drafts
         draft_ms = self._observe_exchange(plan, outcome.exchange) if outcome.exchange else 0.0
         if not any(request.is_auto for request in step.decode):
@@ -222,29 +225,29 @@ class Controller:
         verify_ms = self._costs.believed_ms(step, num_nodes, num_trees, outcome.ms - draft_ms)
         if plan.found is not None:
             self._observe_lookup(plan, plan.found, outcome, verify_ms)
-        # A plain step after one with nodes is measured, too, or nodes would be blamed for what slows all steps down.
+        # The first plain step after one with nodes is measured too; otherwise a slow machine would be blamed on nodes.
         if not plan.is_idle or draft_ms or num_nodes or self._had_nodes or self._gate.is_measured:
             self._costs.observe_step(step, num_nodes, num_trees, verify_ms)
             self._observe_trees(plan, outcome)
-        # A step with prompts teaches no costs, so the next one has to.
+        # A step with prompts does not update the costs, so the next plain step must.
         self._had_nodes = num_nodes > 0 or (self._had_nodes and bool(step.prefill))
 
     def _observe_exchange(self, plan: Plan, exchange: Exchange) -> float:
-        """Returns the exchange's milliseconds, by the given prices if there are any."""
+        """Learn from an exchange; return its milliseconds, by the given prices if there are any."""
         reply = exchange.reply
         if num_trees := len(reply.trees.offsets) - 1:
             self._growth.add(np.array([reply.num_levels, reply.num_run / num_trees]))
         return self._costs.observe_exchange(plan.inputs, reply, exchange.ms)
 
     def _observe_trees(self, plan: Plan, outcome: StepOutcome) -> None:
-        """What the drafter's trees brought to requests that leave their size to us."""
+        """Learn from the verdicts on the drafter's trees for requests under `auto`."""
         own = list(zip(outcome.step.decode, outcome.drafts.verified, outcome.verdicts, strict=False))
         is_ours_B = [plan.is_drafted(r) and r.is_auto and any(nodes) for r, nodes, _ in own]
         if not any(is_ours_B):
             return
         ours = [verdict for (_, _, verdict), is_ours in zip(own, is_ours_B, strict=True) if is_ours]
         self._tree.add(np.array([(len(verdict.path), verdict.num_verified) for verdict in ours]).mean(axis=0))
-        # The weights of sampled trees say what q alone expects: they calibrate nothing.
+        # The weights of sampled trees are expectations under q alone, so they do not calibrate confidence.
         is_shown_B = [is_ours and not r.rule.is_sampled for (r, _, _), is_ours in zip(own, is_ours_B, strict=True)]
         verdicts = outcome.verdicts[: len(outcome.step.decode)]
         self._calibration.learn(outcome.drafts.trees, verdicts, np.array(is_shown_B))
@@ -255,10 +258,10 @@ class Controller:
         self._lookup.observe(found, verdicts)
         copied = [request for request, is_copied in zip(step.decode, drafts.copied, strict=True) if is_copied]
         num_tokens = sum(len(verdict.tokens) for verdict in verdicts.values())
-        if any(map(plan.is_drafted, step.decode)):  # what lookup drafts bring beyond the trees in whose place they are
+        if any(map(plan.is_drafted, step.decode)):  # the gain over the trees that were replaced
             gain = float(self._tree.mean[0])
             brought = sum(len(verdicts[request].path) - gain for request in copied) / num_tokens
-        elif not step.prefill:  # prompts would blur what a draft's rows cost
+        elif not step.prefill:  # prompts would blur the cost of a draft's rows
             plain_ms = float(self._costs.verify_ms(step, 0, 0)) / (self._gate.advantage if self._gate.is_on else 1)
             brought = num_tokens / len(step.decode) * plain_ms / verify_ms - 1 if copied else 0.0
         else:
@@ -267,7 +270,7 @@ class Controller:
 
 
 class _Average:
-    """A mean of all values while they are few, then of recent ones; `first` counts as one."""
+    """The mean of all values at first, then of recent ones; `first` counts as one value."""
 
     def __init__(self, first: np.ndarray) -> None:
         self.mean, self._count = first, 1
@@ -278,5 +281,5 @@ class _Average:
 
 
 def _saving(gain: float) -> float:
-    """The share of a request's steps that `gain` more tokens a step save."""
+    """Return the share of a request's steps that is saved by gaining `gain` more tokens per step."""
     return 1 - 1 / (1 + gain)

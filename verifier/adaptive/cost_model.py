@@ -1,8 +1,8 @@
 """The cost model: milliseconds of a verification step and of an exchange with the drafter.
 
-A table of the target's forward, timed at start-up, gives the shape. Every measured step corrects what it cannot know:
-how busy the machine is, what a tree costs beside its rows, what the drafter costs. Each correction is bounded, so that
-a hiccup of the machine does not flip a decision.
+The start-up profile of the target gives the shape of its cost. Measured steps correct what the profile cannot tell: the
+load of the machine, the cost of a tree beside its rows, and the cost of drafting. Each correction is bounded, so a
+single slow step does not flip a decision.
 Legend: T table entries, J terms of a cost.
 """
 
@@ -23,24 +23,24 @@ from workers.config import SimulatedCosts
 from workers.cuda_graphs import bucket
 from workers.types import DraftCosts, DraftReply
 
-_RATE = 0.1  # share of a measurement's error that the verification cost takes up
-_DRAFT_RATE = 0.2  # and the drafting cost, which has more terms to tell apart
+_RATE = 0.1  # share of a measurement's error by which the verification cost moves
+_DRAFT_RATE = 0.2  # the same for the drafting cost, which has more terms
 _MAX_ERROR = 0.5  # errors count up to this share of the estimate
-_LEAST_PRICE = 0.05  # of the first guess: nothing is free
-_WARM_UP_EXCHANGES = 2  # the first exchanges with trees load and compile what the drafter has not run yet
+_LEAST_PRICE = 0.05  # lower bound of each price, relative to the first measurement
+_WARM_UP_EXCHANGES = 2  # exchanges with trees that only load and compile code
 _PROBE_DISCOUNT = 0.3
 
-_Amount = Any  # a number, or an array for several alternatives at once
+_Quantity = Any  # a number, or an array for several alternatives at once
 
 
 class RowCosts(NamedTuple):
-    """Milliseconds of a forward by its number of rows, never falling."""
+    """Milliseconds of a forward as a non-decreasing function of its number of rows."""
 
     rows_T: np.ndarray  # ascending from 1
     ms_T: np.ndarray
 
     def ms(self, num_rows: np.ndarray | float) -> np.ndarray:
-        """Linear between the entries. Beyond the last, the slope is that of the table's upper half."""
+        """Interpolate linearly; extrapolate with the slope of the table's upper half."""
         rows = np.asarray(num_rows, dtype=np.float64)
         ms = np.interp(rows, self.rows_T, self.ms_T)
         if rows.max(initial=0) <= self.rows_T[-1]:
@@ -50,10 +50,10 @@ class RowCosts(NamedTuple):
         return ms + slope * np.maximum(rows - self.rows_T[-1], 0)
 
     def in_buckets(self, largest: int) -> RowCosts:
-        """The same target where n rows run as `bucket(n)`, up to the bucket `largest`.
+        """Return the costs if n rows run as `bucket(n)` rows, up to the bucket `largest`.
 
-        The table becomes a staircase: flat from the first row of a bucket to its last. Between two buckets it stays
-        linear, for numbers of rows that are averages.
+        The table becomes a staircase that is flat within each bucket. Between two buckets it stays linear, for
+        fractional numbers of rows.
         """
         ends = [n for n in range(1, largest + 1) if bucket(n) == n]
         edges = sorted({*ends, *(end + 1 for end in ends[:-1])})
@@ -65,52 +65,51 @@ class RowCosts(NamedTuple):
 
     @staticmethod
     def of(prices: SimulatedCosts) -> RowCosts:
-        """The table of a target whose forward costs a fixed time and so much for each row."""
+        """Return the table of a target whose forward takes a fixed time plus a time per row."""
         rows_T = np.array([1.0, 4096.0])
         return RowCosts(rows_T, prices.step_ms + rows_T * prices.row_ms)
 
 
 UNPROFILED = RowCosts(np.array([1.0, 1024.0]), np.array([10.0, 60.0]))
-"""An arbitrary machine. Measured steps correct its scale, not its shape."""
+"""The costs of an arbitrary machine. Measured steps correct the scale, not the shape."""
 
 
 class DraftWork(NamedTuple):
-    """The quantities that the cost of an exchange with the drafter is a sum of."""
+    """The quantities that determine the cost of an exchange with the drafter."""
 
-    messages: _Amount = 0.0
-    rows_fed: _Amount = 0.0
-    levels: _Amount = 0.0  # beyond the first
-    nodes_run: _Amount = 0.0  # on those levels; all of a graph's rows where whole trees grow in one graph
+    messages: _Quantity = 0.0
+    rows_fed: _Quantity = 0.0
+    levels: _Quantity = 0.0  # beyond the first
+    nodes_run: _Quantity = 0.0  # on those levels; all rows of the graph for static growth
 
 
 class _VerifyCost:
     """Milliseconds of a step without its drafting: `scale` x table + `tree_ms` x trees.
 
-    Plain steps teach the scale, steps with trees what a tree adds; so neither is blamed for the other. A step with
-    trees that takes less than even free trees explain teaches the scale, too: while drafting is on there are no plain
-    steps.
+    Plain steps update the scale, and steps with trees update `tree_ms`. A step with trees that is faster than the
+    estimate without `tree_ms` updates the scale as well, because there are no plain steps while drafting is on.
     """
 
     def __init__(self) -> None:
         self.scale, self.tree_ms = 1.0, 0.0
 
-    def ms(self, table_ms: _Amount, num_trees: _Amount) -> _Amount:
+    def ms(self, table_ms: _Quantity, num_trees: _Quantity) -> _Quantity:
         return self.scale * table_ms + self.tree_ms * num_trees
 
     def observe(self, ms: float, table_ms: float, num_trees: int) -> None:
         error = _RATE * _bounded_error(ms, self.ms(table_ms, num_trees))
         if num_trees:
-            of_trees = max(error, -num_trees * self.tree_ms)
-            self.tree_ms += of_trees / num_trees
-            error -= of_trees
+            tree_error = max(error, -num_trees * self.tree_ms)
+            self.tree_ms += tree_error / num_trees
+            error -= tree_error
         self.scale += error / table_ms
 
 
 class _DraftCost:
     """Milliseconds of an exchange with the drafter: a price for each quantity of `DraftWork`.
 
-    The prices start as guesses of which only the ratios matter: the first measurement sets their scale. Later ones
-    move each price in proportion to what it contributed (normalised least mean squares; Widrow and Hoff 1960).
+    Only the ratios of the first guess matter, because the first measurement sets the scale. Later ones move each price
+    in proportion to its contribution (normalised least mean squares; Widrow and Hoff 1960).
     """
 
     def __init__(self, guess: DraftWork, *, is_fixed: bool = False) -> None:
@@ -118,7 +117,7 @@ class _DraftCost:
         self._least_J: list[float] = []
         self._is_fixed = is_fixed
 
-    def ms(self, work: DraftWork) -> _Amount:
+    def ms(self, work: DraftWork) -> _Quantity:
         return sum(map(mul, self._price_J, work))
 
     def observe(self, ms: float, work: DraftWork) -> None:
@@ -136,7 +135,10 @@ class _DraftCost:
 
 
 class CostModel:
-    """What steps are expected to take. row_costs: timed at start-up. prices: believed instead of every measurement."""
+    """Forecasts the milliseconds of steps.
+
+    row_costs: the start-up profile. prices: if given, they replace the profile and all measurements.
+    """
 
     def __init__(self, row_costs: RowCosts, prices: SimulatedCosts | None) -> None:
         self.is_given = prices is not None
@@ -150,33 +152,34 @@ class CostModel:
             row = float(row_costs.ms(1))
             guess = DraftWork(messages=0.2 * row, rows_fed=0.01 * row, levels=0.1 * row, nodes_run=0.01 * row)
             self._draft_cost = _DraftCost(guess)
-        # The batch is mostly that of the step before.
+        # The batch is mostly the same as in the previous step.
         self._table_up_to = lru_cache(maxsize=2)(lambda rows, more: self._table.ms(rows + np.arange(more + 1)).tolist())
 
     @property
     def has_measured_drafting(self) -> bool:
-        """Whether the cost of drafting is more than a guess."""
+        """Return whether the cost of drafting has been measured."""
         return self.is_given or self._num_exchanges > _WARM_UP_EXCHANGES
 
     def draft_ms(self, work: DraftWork) -> np.ndarray:
+        """Return the predicted time of an exchange in milliseconds; quantities may be arrays."""
         return self._draft_cost.ms(work)
 
     def verify_ms(self, step: Step, num_nodes: np.ndarray | float, num_trees: np.ndarray | float) -> np.ndarray:
-        """The step's time beside drafting and prompts, with so many draft nodes in so many trees.
+        """Return the predicted time of the step without drafting and prompts, in milliseconds; inputs may be arrays.
 
-        Prompts must be computed some time whatever is drafted, so they make no token of this step dearer.
+        Prompts are left out because they must be computed in any case.
         """
         table_ms = self._table.ms(_num_rows(step) + num_nodes)
         return self._verify_cost.ms(table_ms, num_trees) - self.prefill_ms(step)
 
     def prefill_ms(self, step: Step) -> float:
-        """What the step's prompts add to it."""
+        """Return the predicted time that the step's prompts add."""
         if not step.prefill:
             return 0.0
         return float(self._verify_cost.ms(self._table.ms(_num_rows(step)) - self._table.ms(len(step.decode)), 0))
 
     def verify_ms_of(self, step: Step) -> Callable[[int, int], float]:
-        """`verify_ms` as a function of plain numbers (nodes, trees), for many calls."""
+        """Return `verify_ms` as a fast function of two integers (nodes, trees)."""
         most = sum(r.limits.num_speculative_tokens for r in step.decode if r.limits)
         table_ms_N = self._table_up_to(_num_rows(step), most)
         prefill_ms, cost = self.prefill_ms(step), self._verify_cost
@@ -185,10 +188,10 @@ class CostModel:
     def for_drafter(
         self, inputs: Mapping[Request, DraftInput], step: Step, calibration_D2: np.ndarray, *, is_probe: bool
     ) -> DraftCosts:
-        """The costs that the drafter sizes this step's trees by.
+        """Return the costs by which the drafter sizes this step's trees.
 
-        In a probe, drafting is told cheaper than believed: while levels look dear trees have few of them, so nobody
-        would ever measure that levels have become cheap.
+        A probe sends lower drafting costs than estimated. Otherwise, while levels look expensive, trees would have few
+        levels and no probe would measure that levels have become cheap.
         """
         first_row, most = _num_rows(step), sum(own.num_nodes for own in inputs.values())
         num_trees = sum(own.num_nodes > 0 for own in inputs.values())
@@ -206,7 +209,7 @@ class CostModel:
         )
 
     def observe_exchange(self, inputs: Mapping[Request, DraftInput], reply: DraftReply, ms: float) -> float:
-        """Learns from one exchange with the drafter. Returns its milliseconds, by the given prices if there are any."""
+        """Learn from an exchange with the drafter. Return its milliseconds, by the given prices if there are any."""
         levels = max(reply.num_levels - 1, 0)
         work = DraftWork(messages=1, rows_fed=num_rows(inputs), levels=levels, nodes_run=reply.num_run)
         if self.is_given:
@@ -217,13 +220,13 @@ class CostModel:
         return ms
 
     def believed_ms(self, step: Step, num_nodes: int, num_trees: int, ms: float) -> float:
-        """The measured milliseconds of a step without its drafting, or those of the given prices."""
+        """Return a step's milliseconds without drafting: as measured, or by the given prices if there are any."""
         if not self.is_given:
             return ms
         return float(self.verify_ms(step, num_nodes, num_trees)) + self.prefill_ms(step)
 
     def observe_step(self, step: Step, num_nodes: int, num_trees: int, ms: float) -> None:
-        """Learns from a step without its drafting. One with prompts teaches nothing: they blur what its rows cost."""
+        """Learn from a step's time without drafting. Steps with prompts are ignored: they blur the cost of rows."""
         if not self.is_given and not step.prefill:
             self._verify_cost.observe(ms, float(self._table.ms(len(step.decode) + num_nodes)), num_trees)
 
@@ -233,5 +236,5 @@ def _bounded_error(ms: float, estimate: float) -> float:
 
 
 def _num_rows(step: Step) -> int:
-    """Rows of the target that the step holds without any draft."""
+    """Return the step's rows without drafts."""
     return len(step.decode) + sum(chunk.stop - chunk.start for _, chunk in step.prefill)

@@ -1,8 +1,8 @@
 """The speculation gate: whether drafting is on, and when a step probes drafting while it is off.
 
-Drafting is on while its forecast is better than plain decoding's. While it is off nothing measures what it would take,
-so now and then a single step drafts all the same. Probes grow rarer the longer drafting stays off: 32 steps apart, 64,
-up to 1024. Plain decoding needs none: steps with trees measure the target as well.
+Drafting is on while its forecast is better than that of plain decoding. While it is off, nothing measures its cost, so
+single steps probe it. Probes grow rarer the longer drafting stays off: 32 steps apart, then 64, up to 1024. Plain
+decoding needs no probes, because steps with trees measure the target as well.
 """
 
 from __future__ import annotations
@@ -14,43 +14,43 @@ _HYSTERESIS = 1.05
 
 
 class SpeculationGate:
-    """Before a step: `begin_step`, then `weigh` unless it returns True."""
+    """Call `begin_step` before each step, then `weigh` unless it returned True."""
 
     def __init__(self) -> None:
         self.is_on = True
-        self.is_probe = False  # this step drafts although plain decoding has the better forecast
-        self.advantage = 1.0  # pace with drafts over the pace without, by the last forecast
+        self.is_probe = False  # this step drafts although plain decoding is forecast to be faster
+        self.advantage = 1.0  # the last forecast: pace with drafts over pace without
         self._gap = _FIRST_GAP
-        self._waited = 0  # steps since drafting was switched off, or since the last probe
-        self._unweighed = 0  # steps since a forecast
-        self._batch = 0  # requests of the last forecast
+        self._waited = 0  # steps since drafting was switched off or probed
+        self._since_forecast = 0  # steps since the last forecast
+        self._batch = 0  # decoding requests at the last forecast
 
     @property
     def drafts(self) -> bool:
-        """Whether anybody is drafted for in this step."""
+        """Return whether this step drafts."""
         return self.is_on or self.is_probe
 
     @property
     def is_measured(self) -> bool:
-        """Whether this plain step is one of those that keep the cost of plain steps up to date."""
+        """Return whether this plain step is measured, to keep the cost of plain steps up to date."""
         return self._waited % _MEASURE_EVERY == 0
 
     def begin_step(self, num_decoding: int) -> bool:
-        """Returns True for an idle step: drafting is off and nothing calls for a new forecast.
+        """Return True for an idle step: drafting is off and no forecast is due.
 
         A forecast is due after a probe, after 64 steps, and when the batch has grown or shrunk by more than a quarter.
         """
         was_probe, self.is_probe = self.is_probe, False
         is_other_batch = num_decoding > 0 and 4 * abs(num_decoding - self._batch) > self._batch
-        is_due = was_probe or is_other_batch or self._unweighed + 1 >= _WEIGH_EVERY
+        is_due = was_probe or is_other_batch or self._since_forecast + 1 >= _WEIGH_EVERY
         is_idle = not (self.is_on or self._waited >= self._gap or is_due)
         self._waited += is_idle
-        self._unweighed += is_idle
+        self._since_forecast += is_idle
         return is_idle
 
     def weigh(self, advantage: float, num_decoding: int) -> None:
-        """Chooses by this forecast, and makes a plain step a probe if one is due."""
-        self.advantage, self._batch, self._unweighed = advantage, num_decoding, 0
+        """Switch drafting on or off by this forecast, and make a plain step a probe if one is due."""
+        self.advantage, self._batch, self._since_forecast = advantage, num_decoding, 0
         prefers = advantage * _HYSTERESIS > 1 if self.is_on else advantage > _HYSTERESIS
         if prefers != self.is_on:
             self.is_on, self._waited, self._gap = prefers, 0, _FIRST_GAP

@@ -1,7 +1,4 @@
-"""What the target's forward takes on this machine: a table of milliseconds by rows, timed at start-up.
-
-Legend: T table entries.
-"""
+"""The start-up profile: milliseconds of the target's forward by rows. Legend: T table entries."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ import torch
 
 from verifier.adaptive.cost_model import RowCosts
 from verifier.request import Request
-from verifier.step_inputs import Move, pack_target
+from verifier.step_inputs import Move, StepInputs
 from verifier.target import Target
 from verifier.tree import chains
 from workers.comm.ipc import Submit
@@ -24,7 +21,7 @@ from workers.cuda_graphs import sizes as graph_sizes
 from workers.types import Rule, SamplingParams
 
 _FIRST_ROUND_S, _PROFILE_S = 0.4, 1.2
-"""Start-up time spent on the table's sizes and on all of it, more or less; a slow target takes what two rounds take."""
+"""Approximate start-up time for finding the sizes, and for the whole profile; two rounds are always run."""
 _MIN_ROUNDS, _MAX_ROUNDS = 2, 8
 _PROFILE_SLOTS = 128
 _TREE_ROWS = 8
@@ -32,19 +29,19 @@ _PLAIN = SamplingParams()
 
 
 def profile(target: Target, config: EngineConfig, num_pages: int) -> RowCosts:
-    """Times forwards of a growing number of rows, on pages that nobody owns yet. Rank 0; its peers follow.
+    """Time forwards of a growing number of rows on unallocated pages. Called on rank 0; its peers follow.
 
-    Round after round, so that a busy moment of the machine does not tilt the table; the least time counts, and no size
-    costs more than a larger one. As many sizes as the first round's share of the time allows, but always some beyond a
-    single tree: what is not timed is extrapolated. Where graphs are replayed the sizes are their buckets, and the table
-    is a staircase up to the largest of them.
+    Sizes are timed in rounds, so that a busy moment of the machine does not tilt the table. The minimum over rounds
+    counts, and no size costs more than a larger one. The first round's time limits the number of sizes, but some exceed
+    a single tree; larger sizes are extrapolated. With CUDA graphs the sizes are the buckets, and the table is a
+    staircase up to the largest bucket.
     """
     began = time.perf_counter()
     has_graphs = target.graphs is not None
     least_ms: dict[int, float] = {}
     count, most = 1, config.max_num_batched_tokens
     while count <= most and (time.perf_counter() - began < _FIRST_ROUND_S or count <= 2 * config.tree_rows):
-        _timed(target, config, num_pages, count)  # the first of its size prepares what later ones find
+        _timed(target, config, num_pages, count)  # the first forward of a size warms up caches
         least_ms[count] = _timed(target, config, num_pages, count)
         count = bucket(count + 1) if has_graphs else count + max(1, count // 2)
     for number in range(_MAX_ROUNDS):
@@ -60,8 +57,10 @@ def profile(target: Target, config: EngineConfig, num_pages: int) -> RowCosts:
 
 
 def warm_up(target: Target, config: EngineConfig, num_pages: int) -> None:
-    """Forwards on pages that nobody owns yet: on CUDA the first of all compiles, as does the first draw with top-k or
-    top-p. Rank 0; its peers follow."""
+    """Run forwards on unallocated pages, because on CUDA the first forward and the first top-k/top-p draw compile.
+
+    Called on rank 0; its peers follow.
+    """
     for sampling in (_PLAIN, SamplingParams(top_p=0.5)):
         _timed(target, config, num_pages, 1, sampling)
 
@@ -69,19 +68,21 @@ def warm_up(target: Target, config: EngineConfig, num_pages: int) -> None:
 def _timed(
     target: Target, config: EngineConfig, num_pages: int, num_rows: int, sampling: SamplingParams = _PLAIN
 ) -> float:
-    """One forward of so many rows, in trees behind a context of modest length. All share the same pages: what they
-    write there is never read."""
+    """Time one forward of `num_rows` rows, in trees behind a short context.
+
+    All trees share the same pages, because the KV that they write is never read.
+    """
     num_slots = min(_PROFILE_SLOTS, config.max_model_len, (num_pages - 1) * config.page_size)
-    # A graph is captured for rows and requests: there is one for as few requests as can have so many rows.
+    # Graphs are captured for the fewest requests that can have a bucket's rows.
     size = min(_TREE_ROWS if target.graphs is None else bucket(config.tree_rows), num_slots)
     sizes = [size] * (num_rows // size) + [num_rows % size] * (num_rows % size > 0)
-    request = Request(
-        Submit(id=0, prompt=[0] * (num_slots - size + 1), max_tokens=1, sampling=sampling), Rule.COUPLED, None, 0
-    )
-    request.pages = array("i", range(1, 1 + -(-num_slots // config.page_size)))
-    moves = [Move(request, 0, 0)]  # so that what moves accepted paths is compiled too
-    step = pack_target(chains([[0] * size for size in sizes]), [request] * len(sizes), [], moves, config.page_size, ())
-    if num_rows > (most := config.max_num_seqs * config.tree_rows):  # so many rows are a prompt's, where few are drawn
+    submit = Submit(id=0, prompt=[0] * (num_slots - size + 1), max_tokens=1, sampling=sampling)
+    pages = array("i", range(1, 1 + -(-num_slots // config.page_size)))
+    request = Request(submit, Rule.COUPLED, None, 0, pages=pages)
+    moves = [Move(request, 0, 0)]  # so that the move of accepted paths is compiled too
+    trees = chains([[0] * size for size in sizes])
+    step = StepInputs(config.page_size, ()).target_step(trees, [request] * len(sizes), moves=moves)
+    if num_rows > (most := config.max_num_seqs * config.tree_rows):  # only a prompt has so many rows, and few draw
         step = replace(
             step,
             sample_row_R=step.sample_row_R[:most],

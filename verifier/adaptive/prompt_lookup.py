@@ -1,10 +1,10 @@
 """Prompt lookup: drafts copied from a request's own text (Saxena 2023), for requests under `auto` without a tree.
 
-The places where the text's last token occurred before are walked back, latest first; the place that matches the text's
-end for the most tokens counts. What followed it there is the draft, repeated where it reaches the text's end. The more
-tokens match, the likelier the draft goes on; how likely is learnt for each match length, from every match found,
-verified or not. A lookup draft is a chain of deterministic nodes: lossless under `coupled` and target-only acceptance.
-Legend: L tokens that match.
+Earlier occurrences of the text's last token are searched, latest first, for the longest match with the text's end. The
+tokens behind the match are the draft; they are repeated if they reach the text's end. Longer matches continue with a
+higher probability, which is learnt for each match length from every match found, verified or not. A lookup draft is a
+chain of deterministic nodes, which is lossless under `coupled` and target-only acceptance.
+Legend: L match lengths.
 """
 
 from __future__ import annotations
@@ -20,40 +20,42 @@ from verifier.request import Request
 from workers.types import Verdict
 
 _LONGEST = 8
-"""Longer matches count as this long."""
+"""Longer matches count as matches of this length."""
 _MOST_PLACES = 64
-"""Places tried, so that a text of nothing but commas takes no longer than others."""
-_PRIOR_COUNT = 4  # matches that the first guess of a length's acceptance counts for
-_PRIOR_TOKENS = 4.0  # tokens that a request's own factor starts from
-_RATE = 0.02  # of the averages, once more matches than 1 / _RATE have been seen
-_LEAST_WEIGHT = 0.03  # no row is as cheap as this
-_PROFIT_RATE, _LEAST_PROFIT = 0.02, 0.01  # less than a hundredth of a step is not worth looking in every step
-_MARGIN = 1.03  # how much better drafts have to look: what looks best was mostly overrated
+"""The most occurrences compared; it bounds the search in a text that repeats one token."""
+_PRIOR_COUNT = 4  # weight of the prior acceptance of a length, in matches
+_PRIOR_TOKENS = 4.0  # weight of the prior of a request's factor, in tokens
+_RATE = 0.02  # of the averages, after 1 / _RATE matches
+_LEAST_WEIGHT = 0.03  # drafts end where the path's probability falls below
+_PROFIT_RATE, _LEAST_PROFIT = 0.02, 0.01  # below 1 % of a step, a look in every step does not pay
+_MARGIN = 1.03  # the required gain: the best drafts are overrated
 
 
 def prior_acceptance(length: int) -> float:
-    """The guess, before anything was seen, that a match of `length` tokens goes on: 1/3, 1/2, 3/5, ..."""
+    """Return the prior probability that a match of `length` tokens continues: 1/3, 1/2, 3/5, ..."""
     return length / (length + 2)
 
 
 class Match(NamedTuple):
-    """An earlier occurrence of the text's end."""
+    """An earlier occurrence of the end of the text."""
 
     place: int  # index of the token that follows it
     length: int  # tokens that match, at most 8
 
 
 class TokenIndex:
-    """Where each token of one text occurred. Grows with the text, in time independent of its length."""
+    """The occurrences of each token in one text. Adding a token takes constant time."""
 
     def __init__(self) -> None:
-        self.hits = 0  # tokens that went on as a match had them ...
-        self.expected = 0.0  # ... and how many were expected to
+        self.hits = 0  # draft tokens that the text continued with
+        self.expected = 0.0  # and how many were expected
         self._latest: dict[int, int] = {}
-        self._earlier = array("i")  # of each place: the one before it with the same token, -1 = none
+        self._earlier = array("i")  # for each place, the previous place of the same token; -1 = none
 
     def find(self, tokens: Sequence[int]) -> Match | None:
-        """The longest of the latest matches with the end of `tokens`: the text of the last call, and more.
+        """Return the longest match with the end of `tokens`, the latest of equals.
+
+        `tokens` must extend the text of the last call.
 
         Example: the end of [1, 3, 6, 2, 3, 4, 2, 3] matches the two tokens before place 5.
         """
@@ -80,16 +82,18 @@ class TokenIndex:
 
 
 class AcceptanceEstimator:
-    """How often a match of each length goes on for one more token: an average over recent matches."""
+    """Estimates the probability that a match of each length continues, as an average over recent matches."""
 
     def __init__(self) -> None:
         self._mean_L = [prior_acceptance(length) for length in range(_LONGEST + 1)]
         self._count_L = [_PRIOR_COUNT] * (_LONGEST + 1)
 
     def of(self, length: int) -> float:
+        """Return the estimate for matches of `length` tokens."""
         return self._mean_L[min(length, _LONGEST)]
 
     def observe(self, length: int, goes_on: bool) -> None:
+        """Record whether a match of `length` tokens continued."""
         length = min(length, _LONGEST)
         self._count_L[length] += 1
         rate = max(_RATE, 1 / self._count_L[length])
@@ -98,28 +102,27 @@ class AcceptanceEstimator:
 
 @dataclass(frozen=True, slots=True)
 class LookupDraft:
-    """A candidate draft: its tokens, and the chance of each but the last to be accepted."""
+    """A candidate draft: its tokens, and the probability of each but the last that the path is accepted up to it."""
 
     index: TokenIndex
     length: int  # tokens that matched
-    tokens: list[int]  # one more than may be drafted: what comes behind the draft teaches, too
-    weights: list[float]  # never rising
+    tokens: list[int]  # one more than may be drafted, to learn from the bonus token
+    weights: list[float]  # non-increasing
 
 
 class DraftLengths(NamedTuple):
-    """How many tokens of each draft to verify, and the factor by which tokens per millisecond rise."""
+    """The number of tokens of each draft to verify, and the factor by which tokens per millisecond rise."""
 
     counts: list[int]
     gain: float
 
 
 def choose(drafts: Sequence[LookupDraft], base_tokens: float, ms_of: Callable[[int, int], float]) -> DraftLengths:
-    """The lengths of the drafts that bring the most tokens per millisecond.
+    """Return the lengths of the drafts that maximise tokens per millisecond.
 
-    base_tokens: what the step yields without drafts. ms_of(nodes, trees): its time with so many nodes in so many
-    chains.
+    base_tokens: tokens of the step without drafts. ms_of(nodes, trees): its time with that many draft nodes and chains.
     """
-    # A chain's nodes stay in order: weights never rise along it, and the sort keeps the order of equals.
+    # The sort is stable and weights never rise along a chain, so its nodes stay in order.
     ranked = sorted(((w, i) for i, draft in enumerate(drafts) for w in draft.weights), key=itemgetter(0), reverse=True)
     plain_rate = base_tokens / ms_of(0, 0)
     rate, best, num_trees, counts = _MARGIN * plain_rate, 0, 0, [0] * len(drafts)
@@ -137,29 +140,29 @@ def choose(drafts: Sequence[LookupDraft], base_tokens: float, ms_of: Callable[[i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LookupResult:
-    """What one look found: every candidate, and the part of them that is worth verifying."""
+    """The result of one lookup: every candidate, and the drafts that are worth verifying."""
 
     candidates: Mapping[Request, LookupDraft]
     chosen: Mapping[Request, list[int]]
     gain: float
-    """The factor by which tokens per millisecond rise if all the chosen are verified."""
+    """The factor by which tokens per millisecond rise if all chosen drafts are verified."""
 
     def expected_tokens(self, request: Request) -> float:
-        """Tokens that the request's chosen draft is expected to add; 0 without one."""
+        """Return the expected accepted tokens of the request's chosen draft; 0 without one."""
         return sum(self.candidates[request].weights[: len(self.chosen[request])]) if request in self.chosen else 0.0
 
 
 class PromptLookup:
-    """Finds drafts, and knows how often matches go on and whether looking for them pays."""
+    """Finds lookup drafts, and learns how often matches continue and whether lookups pay."""
 
     def __init__(self) -> None:
         self._acceptance = AcceptanceEstimator()
-        self._profit = 0.1  # of looking, as a share of the step: recent mean, optimistic at first
+        self._profit = 0.1  # of a lookup, as a share of the step: recent mean, optimistic at first
         self._index: WeakKeyDictionary[Request, TokenIndex] = WeakKeyDictionary()
 
     @property
     def pays(self) -> bool:
-        """Whether looking was worth its time lately."""
+        """Return whether recent lookups were worth their time."""
         return self._profit >= _LEAST_PROFIT
 
     def look(
@@ -169,7 +172,7 @@ class PromptLookup:
         base_tokens: float,
         ms_of: Callable[[int, int], float],
     ) -> LookupResult:
-        """depth_of: how long a request's draft may be. base_tokens, ms_of: see `choose`."""
+        """Find and choose drafts. depth_of: the longest draft of a request. base_tokens, ms_of: see `choose`."""
         candidates = {}
         for request in requests:
             assert request.limits is not None
@@ -184,7 +187,7 @@ class PromptLookup:
         return LookupResult(candidates=candidates, chosen=chosen, gain=gain)
 
     def observe(self, found: LookupResult, verdicts: Mapping[Request, Verdict]) -> None:
-        """Learns from what came where there was something to copy, until the first difference."""
+        """Compare every candidate with the tokens that followed, up to the first difference."""
         for request, draft in found.candidates.items():
             for length, (copied, token) in enumerate(
                 zip(draft.tokens, verdicts[request].tokens, strict=False), draft.length
@@ -197,11 +200,11 @@ class PromptLookup:
                     break
 
     def observe_profit(self, profit: float) -> None:
-        """What a look brought, as a share of the step, less what it took."""
+        """Record the gain of a lookup minus its time, as a share of the step."""
         self._profit += _PROFIT_RATE * (profit - self._profit)
 
     def _draft(self, request: Request, most: int) -> LookupDraft | None:
-        """A draft of at most so many tokens, within the thresholds of the request; None if nothing matches."""
+        """Return a draft of at most `most` tokens within the request's thresholds; None without a match."""
         index, text, limits = self._index.setdefault(request, TokenIndex()), request.tokens, request.limits
         match = index.find(text)
         if match is None or limits is None:
