@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import httpx2
 
-from cluster.serve.app import running
+from cluster.serve.launch import running
 from cluster.system.processes import descendants, wait_gone
 from secateur import Client
 from secateur.config import EngineArgs

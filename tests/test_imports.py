@@ -137,15 +137,15 @@ def test_only_the_commands_that_run_models_import_cluster():
     [
         ("secateur.client", "import torch"),
         ("secateur.client", "import ray.serve"),
-        ("secateur.client", "def f():\n    from cluster.serve.app import serve"),
-        ("secateur.cli.serving", "from cluster.serve.app import serve"),
+        ("secateur.client", "def f():\n    from cluster.serve.launch import serve"),
+        ("secateur.cli.serving", "from cluster.serve.launch import serve"),
         ("secateur.cli.serving", "def f():\n    import torch"),
         ("secateur.cli.serving", "def f():\n    import verifier.engine"),
         ("secateur.cli.talking", "from cluster.local_service import local_service"),
         ("secateur.cli.talking", "def f():\n    import ray"),
         ("secateur.cli.bench", "from cluster.bench.step import run"),
         ("secateur.cli.bench", "if True:\n    import cluster.bench.step"),
-        ("secateur.cli.__init__", "def f():\n    from cluster.serve.app import serve"),
+        ("secateur.cli.__init__", "def f():\n    from cluster.serve.launch import serve"),
         ("secateur.cli.checks", "def f():\n    import cluster"),
         ("workers.comm.wire", "import secateur.config"),
         ("workers.comm.wire", "if True:\n    import drafter"),
@@ -162,7 +162,7 @@ def test_the_checker_sees_a_forbidden_import(module, source):
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("secateur.cli.serving", "def f():\n    from cluster.serve.app import serve"),
+        ("secateur.cli.serving", "def f():\n    from cluster.serve.launch import serve"),
         ("secateur.cli.talking", "def f():\n    from cluster.local_service import local_service"),
         ("secateur.cli.bench", "def f():\n    if True:\n        from cluster.bench.step import run"),
         ("drafter.tree.grow", "from workers.types import TreeBatch"),

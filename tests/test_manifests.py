@@ -207,7 +207,7 @@ def test_the_import_path_is_a_builder_of_one_argument(service: dict[str, Any]) -
 
 def test_replicas_are_counted_where_a_change_restarts_none_of_them(service: dict[str, Any]) -> None:
     """Serve takes a change of `args` for new code. What is under `deployments` it finds by the deployment's name."""
-    from cluster.serve.app import APP_NAME
+    from cluster.serve.controller import APP_NAME
 
     built = builder(service)(application(service)["args"])._bound_deployment
     assert deployment(service)["name"] == built.name == APP_NAME

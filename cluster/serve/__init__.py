@@ -1,1 +1,1 @@
-"""The service on Ray: the Serve application, the actors of its ranks, their placement. Alone imports Ray."""
+"""The service on Ray: the Serve application, its worker actors and their placement. Only this package imports Ray."""

@@ -1,4 +1,4 @@
-"""One worker rank as a Ray actor. Imports no torch: the actor sets its environment first, and torch reads it once."""
+"""One worker rank as a Ray actor. It imports torch late: torch reads the environment once, when it is imported."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import ray
 
 import workers
 from cluster.rank_placement import interface_env
-from cluster.serve.progress import tell
+from cluster.serve.progress import report_stage
 from workers.config import EngineConfig
 from workers.logs import log_as
 from workers.models.specs import Specs
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class Worker:
-    """One rank in one process. The environment is set before anything imports torch, which reads it only then."""
+    """One rank in one process. It sets the environment before anything imports torch."""
 
     def __init__(self, config: str, specs: str, rank: int, packages: str, env: Mapping[str, str]) -> None:
         os.environ.update(env)
@@ -35,10 +35,11 @@ class Worker:
         self._stop_listening: Callable[[], None] = lambda: None
 
     def node_id(self) -> str:
+        """Return the id of the Ray node that this actor runs on."""
         return ray.get_runtime_context().get_node_id()
 
     def open_store(self) -> str:
-        """Rank 0: opens the rendezvous store and keeps it alive; its address."""
+        """Open the rendezvous store on rank 0, keep it alive and return its address."""
         from workers.comm.groups import open_store
 
         store, address = open_store(ray.util.get_node_ip_address())
@@ -46,7 +47,7 @@ class Worker:
         return address
 
     def run(self, store: str, front: str | None) -> None:
-        """The engine's life, or this rank's part in it. Returns when the engine was told to stop; raises if it died."""
+        """Run this rank until the engine is told to stop. Raises if the engine dies."""
         if self._rank < self._config.tensor_parallel_size:
             from verifier.worker import run as run_verifier
 
@@ -59,18 +60,19 @@ class Worker:
 
     def _joined(self) -> None:
         self._stop_listening()
-        tell("warming up")
+        report_stage("warming up")
 
 
 def packages_folder() -> str:
-    """Where the flat packages are imported from."""
+    """Return the folder that holds the top-level packages."""
     return str(Path(workers.__file__).resolve().parents[1])
 
 
 def check_packages(expected: str) -> None:
-    """Ray puts the current folder first on a worker's path: a folder named `workers` there would shadow ours.
+    """Raise ImportError if `workers` is not Secateur's package.
 
-    Only a warning when just the place differs (another node, another checkout): what must hold is that it is ours.
+    Ray puts the current folder first on a worker's path, so a folder named `workers` there would shadow ours. Another
+    location of our package (another node, another checkout) is only logged.
     """
     found = packages_folder()
     if not (Path(found) / "workers" / "comm" / "ipc.py").exists():

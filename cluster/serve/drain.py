@@ -1,7 +1,7 @@
-"""`python -m cluster.serve.drain --limit SECONDS` waits until no request is left here; for a hook before `ray stop`.
+"""`python -m cluster.serve.drain --limit SECONDS` waits until this node's replica is idle. Run it before `ray stop`.
 
-Serve drains a replica that Serve replaces. It does not drain one whose node is stopped, as a pod is that Kubernetes
-deletes: `ray stop` ends every answer in the middle.
+Serve drains a replica that it replaces itself. It does not drain one whose node is stopped, such as a pod that
+Kubernetes deletes: `ray stop` cuts off every answer.
 """
 
 from __future__ import annotations
@@ -16,28 +16,30 @@ from cluster.http.metrics import PREFIX
 
 BUSY = {f"{PREFIX}num_requests_running", f"{PREFIX}num_requests_waiting"}
 SETTLE_S = 5.0
-"""Kubernetes takes a pod out of its service while the hook runs: until everybody has heard, requests still come."""
+"""Requests still arrive for this long: Kubernetes removes the pod from its service while the hook runs."""
 PERIOD_S = 1.0
 
 
 def is_busy(url: str) -> bool:
-    """Whether the replica behind `url` holds requests. A scrape reaches one replica: Serve's proxy prefers that of its
-    own node, so a node should hold one. Nothing that answers holds no requests; what is too busy to answer does.
+    """Return whether the replica behind `url` has requests.
+
+    A scrape reaches one replica. Serve's proxy prefers the one on its own node, so a node should hold only one. A
+    refused connection means idle, a timeout means busy.
     """
     try:
-        response = httpx2.get(url, timeout=10, trust_env=False)  # a proxy of the environment is for other machines
+        response = httpx2.get(url, timeout=10, trust_env=False)  # ignore HTTP_PROXY and the like
     except httpx2.ConnectError:
         return False
     except httpx2.HTTPError:
         return True
-    if response.is_error:  # Serve's proxy knows no replica
+    if response.is_error:  # Serve's proxy has no replica
         return False
     families = text_string_to_metric_families(response.text)
     return any(sample.value for family in families if family.name in BUSY for sample in family.samples)
 
 
 def drain(url: str, limit_s: float) -> None:
-    """Returns when nothing is left to answer, at the latest after the limit."""
+    """Wait until the replica is idle, at most `limit_s` seconds."""
     deadline = time.monotonic() + limit_s
     time.sleep(min(SETTLE_S, limit_s))
     while is_busy(url) and time.monotonic() < deadline:

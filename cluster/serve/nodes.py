@@ -1,4 +1,4 @@
-"""The nodes of the connected Ray cluster: what they have, and whether others may come."""
+"""The nodes of the connected Ray cluster: their resources, and whether an autoscaler may add others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cluster.serve.placement import Resources
 
 
 def nodes_of_cluster() -> list[Resources]:
-    """What every node has, and those that an autoscaler says it may start; none without a connection."""
+    """Return the resources of every node, and of those an autoscaler may start; [] without a connection."""
     if not ray.is_initialized():
         return []
     alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -19,15 +19,15 @@ def nodes_of_cluster() -> list[Resources]:
 
 
 def may_grow() -> bool:
-    """Whether an autoscaler may start nodes that are larger than those there are.
+    """Return whether an autoscaler may start larger nodes than the present ones.
 
-    Ray's own switch for it: KubeRay sets it with `enableInTreeAutoscaling`. Ray's first autoscaler, which that one
-    replaced, leaves no such trace.
+    This asks for Ray's autoscaler v2, which KubeRay enables with `enableInTreeAutoscaling`. Autoscaler v1 cannot be
+    detected.
     """
     return bool(_node_groups()) or is_autoscaler_v2(fetch_from_server=True)
 
 
 def _node_groups() -> list[Any]:
-    """Those of an autoscaler that has told Ray what it may start. Ray's private way, by which Ray Data asks, too."""
+    """Return the node groups an autoscaler has declared. Ray Data uses the same private function."""
     config = ray._private.state.state.get_cluster_config()
     return [group for group in config.node_group_configs if group.max_count] if config else []

@@ -1,4 +1,4 @@
-"""The Ray bundles of one replica."""
+"""The placement group of one replica: its Ray bundles, and whether the cluster has room for them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from workers.config import EngineConfig
 
 REPLICA_CPUS = 0.1
 CPU_WORKER_CPUS = 0.1
-"""Logical CPUs a process asks Ray for by default. Small on purpose: Ray counts them, it does not enforce them, and a
-laptop with two cores shall hold a replica, a proxy, two verifier ranks and a drafter."""
+"""Logical CPUs that a process requests from Ray by default.
+
+They are small because Ray counts CPUs but does not enforce them, and a replica, a proxy, two verifier ranks and a
+drafter must fit on a laptop with two cores.
+"""
 
 Bundle = dict[str, float]
 Resources = Mapping[str, float]
-"""Of a node, as Ray names and counts them."""
+"""Resources of one node by Ray's names."""
 
 
 def group_bundles(
@@ -26,9 +29,10 @@ def group_bundles(
     replica_cpus: float = REPLICA_CPUS,
     accelerator_type: str | None = None,
 ) -> list[Bundle]:
-    """A bundle per device; the replica itself lives in bundle 0. Raises ConfigError for bundles that do not fit.
+    """Return one bundle per device; bundle 0 also holds the replica. Raises ConfigError for unsuitable bundles.
 
-    `per_worker` replaces the shape of one bundle, to which the replica's CPUs are added; `given` is the whole list.
+    `per_worker` replaces the resources of each bundle, and the replica's CPUs are added to the first. `given` replaces
+    the whole list.
     """
     count = num_bundles(config)
     if given is not None:
@@ -50,31 +54,31 @@ def group_bundles(
 
 
 def gpus_for(nodes: Sequence[Resources], *, on_one: bool, accelerator_type: str | None = None) -> int:
-    """The GPUs that one engine can have: of the largest node, or of all together; 0 if there are none yet."""
+    """Return how many GPUs one engine can have: those of the largest node if `on_one`, else of all nodes together."""
     fitting = [node for node in nodes if accelerator_type is None or f"accelerator_type:{accelerator_type}" in node]
     counts = [int(node.get("GPU", 0)) for node in fitting]
     return (max if on_one else sum)(counts or [0])
 
 
-def lacking(bundles: Sequence[Bundle], nodes: Sequence[Resources]) -> list[str]:
-    """The resources of which no node has enough for all bundles together; [] if one node holds them.
+def missing_resources(bundles: Sequence[Bundle], nodes: Sequence[Resources]) -> list[str]:
+    """Return the resources of which no node has enough for all bundles; [] if one node can hold them.
 
-    [] too if there is something that no node has any of, such as GPUs while only the head is up: nodes are still to
-    join, and nothing can be said.
+    The result is also [] if no node has any of a resource, such as GPUs while only the head is up: nodes are still
+    joining then, and nothing is certain.
     """
     need = {name: round(sum(bundle.get(name, 0) for bundle in bundles), 4) for bundle in bundles for name in bundle}
     need = {name: amount for name, amount in need.items() if amount > 0}
     most = {name: max((node.get(name, 0) for node in nodes), default=0) for name in need}
     if not all(most.values()) or any(all(node.get(name, 0) >= need[name] for name in need) for node in nodes):
         return []
-    # Each may be there on some node, but not all on the same: then all of them are named.
+    # Each resource may suffice on some node, but not all on the same one. Then all are named.
     return [name for name in need if most[name] < need[name]] or list(need)
 
 
-def no_node_holds(
+def placement_problem(
     bundles: Sequence[Bundle], nodes: Sequence[Resources], short: Sequence[str], config: EngineConfig
 ) -> str:
-    """Why no node of the cluster can hold an engine, and what to write instead. short: what is `lacking`."""
+    """Say why no node can hold an engine and what to write instead; `short` comes from `missing_resources`."""
     counts = [
         (name, sum(bundle.get(name, 0) for bundle in bundles), max(node.get(name, 0) for node in nodes))
         for name in short

@@ -1,7 +1,6 @@
-"""What is being done between start and readiness, with seconds: for whoever waits in front of a terminal.
+"""Progress lines on the terminal while the service starts.
 
-The engine starts in other processes. These write their stage into Ray's key-value store, where the one that waits
-reads it.
+The engine starts in other processes. They write their stage to Ray's key-value store, and the waiting process reads it.
 """
 
 from __future__ import annotations
@@ -15,39 +14,40 @@ from contextlib import contextmanager
 from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
 
 REPEAT_S = 10.0
-"""A line at least so often."""
+"""Repeat the line at this interval."""
 _LOOK_S = 0.5
 _STAGE = b"secateur_stage"
 
 
-def tell(stage: str) -> None:
-    """What the engine's start has come to, for `told` in another process of the same Ray."""
+def report_stage(stage: str) -> None:
+    """Publish the stage that the engine's start has reached, for `current_stage` in another process."""
     _internal_kv_put(_STAGE, stage.encode(), overwrite=True)
 
 
-def told() -> str | None:
-    """The stage, None before the first."""
+def current_stage() -> str | None:
+    """Return the published stage, or None before the first."""
     stage = _internal_kv_get(_STAGE)
     return stage.decode() if stage else None
 
 
-def forget() -> None:
-    """Removes the stage of an earlier start on the same Ray."""
+def clear_stage() -> None:
+    """Remove the stage of an earlier start on the same Ray."""
     _internal_kv_del(_STAGE)
 
 
 class Progress:
-    """Lines such as `secateur: 12 s, starting Ray Serve`, on stderr."""
+    """Prints lines such as `secateur: 12 s, starting Ray Serve` to stderr."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()
 
     def say(self, what: str) -> None:
+        """Print one line with the seconds since the start."""
         print(f"secateur: {time.monotonic() - self._began:.0f} s, {what}", file=sys.stderr, flush=True)
 
     @contextmanager
     def during(self, what: str, stage: Callable[[], str | None] = lambda: None) -> Iterator[None]:
-        """Says `what`, or the stage it is in, at once, when that changes, and again while it lasts."""
+        """Print `what` or the current stage now, at each change, and every REPEAT_S seconds during the context."""
         ended = threading.Event()
         self.say(what)
         thread = threading.Thread(target=self._repeat, args=(what, stage, ended), name="progress", daemon=True)
@@ -56,7 +56,7 @@ class Progress:
             yield
         finally:
             ended.set()
-            thread.join(REPEAT_S)  # `stage` must not ask a Ray that is shut down
+            thread.join(REPEAT_S)  # `stage` must not call a Ray that has shut down
 
     def _repeat(self, what: str, stage: Callable[[], str | None], ended: threading.Event) -> None:
         last, said = what, time.monotonic()

@@ -1,4 +1,4 @@
-"""What SIGINT and SIGTERM do to a service: the first one stops it in order, the third ends it at once."""
+"""SIGINT and SIGTERM handling: the first signal stops the service in order, the third kills it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from cluster.system.processes import descendants, wait_gone
 
 STOPS = (signal.SIGINT, signal.SIGTERM)
 KILLS_AT = 3
-"""So many signals end every process at once. Two are not meant so: some supervisors signal a process and its group."""
+"""The number of signals that kill all processes. Two may be one request: some supervisors signal process and group."""
 
 
 class StopSignals:
-    """A context in which the first signal raises KeyboardInterrupt, so that the `finally` blocks clean up.
+    """A context in which the first signal raises KeyboardInterrupt, so that `finally` blocks clean up.
 
-    No further one breaks that off: half a clean-up leaves processes behind. The third kills all processes below this
-    one, and this one. Both signals are handled even if they were ignored, as SIGINT is where a script has started this
-    with `&`. Outside the main thread, which alone gets signals, nothing changes.
+    The second signal does not interrupt the clean-up, because half a clean-up leaves processes behind. The third kills
+    this process and all its descendants. Both signals are handled even if they were ignored, as SIGINT is in a process
+    that a script started with `&`. Outside the main thread nothing changes: only that thread receives signals.
     """
 
     def __init__(self) -> None:
@@ -30,11 +30,11 @@ class StopSignals:
 
     def __enter__(self) -> Self:
         self._before = {number: signal.getsignal(number) for number in STOPS}
-        self.take()
+        self.install()
         return self
 
-    def take(self) -> None:
-        """Handles the signals, whoever has come to handle them meanwhile: `ray.init` lets SIGTERM abort the process."""
+    def install(self) -> None:
+        """Install the handlers, again if another library has replaced them: `ray.init` lets SIGTERM abort."""
         if threading.current_thread() is threading.main_thread():
             for number in STOPS:
                 signal.signal(number, self._receive)
@@ -45,7 +45,7 @@ class StopSignals:
                 signal.signal(number, handler)
 
     def clean_up(self) -> None:
-        """From now on a first signal interrupts nothing either: the end has come without one."""
+        """Mark the start of the clean-up: from now on even a first signal does not interrupt."""
         self._is_cleaning = True
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
@@ -65,7 +65,7 @@ def _kill_all() -> None:
         for pid in below:
             try:
                 os.kill(pid, signal.SIGKILL)
-            except OSError:  # it has just ended, or is nobody's business of ours
+            except OSError:  # it has just ended, or is not ours
                 pass
         if not wait_gone(below, timeout_s=1.0):
             break
@@ -73,5 +73,5 @@ def _kill_all() -> None:
 
 
 def _say(what: str) -> None:
-    # Not print: the signal may have come in the midst of one.
+    # Not print: the signal may have interrupted one.
     os.write(2, f"Secateur {what}\n".encode())

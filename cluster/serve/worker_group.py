@@ -1,6 +1,6 @@
 """The worker actors of one engine: placed together, watched together, killed together.
 
-Ray places, starts and kills; a step never meets it.
+Ray places, starts and kills them. It takes no part in an engine step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cluster.engine_client import EngineClient
 from cluster.rank_exits import ExitKind, RankExit, root_cause
 from cluster.rank_placement import rank_placements, worker_env
 from cluster.serve.actors import Worker, packages_folder
-from cluster.serve.progress import tell
+from cluster.serve.progress import report_stage
 from cluster.system.temp_dirs import OwnedTempDir
 from workers.config import START_TIMEOUT_S, EngineConfig
 from workers.models.readers import read_specs
@@ -33,43 +33,43 @@ _WATCH_PERIOD_S = 1.0
 class WorkerGroup:
     """All ranks of one engine, placed in the bundles of the replica's placement group.
 
-    They are this process's children in Ray's sense: if it dies, however, they are gone too (0.1 s after a SIGKILL).
-    `on_death` is called once in the event loop of `start`, with the reason, when the ranks have been killed already.
+    The replica owns the actors: Ray kills them when the replica dies (within 0.1 s of a SIGKILL). When a rank dies, the
+    group kills the others and then calls `on_death` once with the reason, in the event loop of `start`.
     """
 
     def __init__(self, config: EngineConfig, client: EngineClient, *, on_death: Callable[[str], None]) -> None:
         self._config = config
         self._client = client
         self._on_death = on_death
-        self._workers: list[Any] = []  # handles: Ray ends an actor that nobody holds
+        self._workers: list[Any] = []  # Ray kills an actor when its last handle is dropped
         self._folder: OwnedTempDir | None = None
         self._closing = threading.Event()
 
     async def start(self, group: PlacementGroup) -> None:
-        """Returns when the engine serves. Raises if a rank dies first; call `close` then."""
+        """Start all ranks and return when the engine is ready. Raises if a rank dies first; then call `close`."""
         config, folder = self._config, packages_folder()
         specs = await asyncio.to_thread(read_specs, config)
-        told = config.to_json(), specs.to_json()
+        engine = config.to_json(), specs.to_json()
         remote = ray.remote(Worker)
-        tell(f"starting the engine's {config.world_size} processes")
+        report_stage(f"starting the engine's {config.world_size} processes")
         for placement in rank_placements(config):
             strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=placement.bundle)
-            # num_cpus=0: the bundle is the reservation. The index is given, or Ray might swap devices.
+            # num_cpus=0, because the bundle is the reservation. Without the index Ray might swap devices.
             options = remote.options(
                 num_cpus=0, num_gpus=placement.num_gpus, scheduling_strategy=strategy, max_restarts=0
             )
-            self._workers.append(options.remote(*told, placement.rank, folder, worker_env(config)))
+            self._workers.append(options.remote(*engine, placement.rank, folder, worker_env(config)))
         nodes: list[str] = await asyncio.gather(*(worker.node_id.remote() for worker in self._workers))
         front = await self._listen(nodes[0])
         store = await self._workers[0].open_store.remote()
         runs = [worker.run.remote(store, front if rank == 0 else None) for rank, worker in enumerate(self._workers)]
-        tell("loading the model")
+        report_stage("loading the model")
         loop = asyncio.get_running_loop()
         threading.Thread(target=self._watch, args=(runs, loop), name="worker-group-watch", daemon=True).start()
         await self._client.wait_ready(START_TIMEOUT_S)
 
     def close(self) -> None:
-        """Kills every rank (SIGKILL: one that waits in a collective for a dead peer hears nothing else)."""
+        """Kill every rank with SIGKILL: a rank blocked in a collective with a dead peer reacts to nothing else."""
         self._closing.set()
         self._kill()
 
@@ -90,7 +90,7 @@ class WorkerGroup:
         return [exit_of(self._config.role_of(rank), run) for rank, run in enumerate(runs) if run in done]
 
     def _watch(self, runs: list[Any], loop: asyncio.AbstractEventLoop) -> None:
-        # A loop with a timeout: a ray.wait without one can crash the process when Ray goes down under it.
+        # A ray.wait without a timeout can crash the process when Ray stops meanwhile.
         while not self._closing.is_set():
             done, _ = ray.wait(runs, num_returns=1, timeout=_WATCH_PERIOD_S)
             if not done or self._closing.is_set():
@@ -98,15 +98,15 @@ class WorkerGroup:
             reason = root_cause(lambda: self._exits(runs)).message
             if self._closing.is_set():
                 return
-            logger.error("%s", reason)  # the front may have seen the socket close before it hears why
+            logger.error("%s", reason)  # the replica may see the socket close before it learns the reason
             self._kill()
-            with contextlib.suppress(RuntimeError):  # the loop closed first: nobody is left to tell
+            with contextlib.suppress(RuntimeError):  # the loop has already closed
                 loop.call_soon_threadsafe(self._on_death, reason)
             return
 
 
 def exit_of(role: str, run: Any) -> RankExit:
-    """How the rank whose life `run` is has ended."""
+    """Return how the rank behind the actor call `run` has ended."""
     try:
         ray.get(run)
     except ray.exceptions.RayTaskError as error:

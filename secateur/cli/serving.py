@@ -34,7 +34,7 @@ def serve(engine: dict[str, Any], model: ModelArgument = None) -> None:
     if find_spec("ray"):  # else the error alone is said
         typer.echo("secateur: importing PyTorch and Ray", err=True)
     try:
-        from cluster.serve.app import serve as serve_on_ray
+        from cluster.serve.launch import serve as serve_on_ray
     except ModuleNotFoundError as error:
         raise needs_extra(error) from error
     serve_on_ray(args)

@@ -55,14 +55,14 @@ def cluster(monkeypatch):
         calls.append(("local_service", args))
         yield "http://local"
 
-    app = types.ModuleType("cluster.serve.app")
+    app = types.ModuleType("cluster.serve.launch")
     app.serve = lambda args: calls.append(("serve", args))  # type: ignore[attr-defined]
     service = types.ModuleType("cluster.local_service")
     service.local_service = local_service  # type: ignore[attr-defined]
     report = types.ModuleType("cluster.planner.report")
     report.run = lambda args, request, **_: f"plan of {args.model}"  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "cluster", types.ModuleType("cluster"))
-    monkeypatch.setitem(sys.modules, "cluster.serve.app", app)
+    monkeypatch.setitem(sys.modules, "cluster.serve.launch", app)
     monkeypatch.setitem(sys.modules, "cluster.local_service", service)
     monkeypatch.setitem(sys.modules, "cluster.planner", types.ModuleType("cluster.planner"))
     monkeypatch.setitem(sys.modules, "cluster.planner.report", report)
@@ -161,10 +161,10 @@ def test_wrong_usage_is_exit_code_2(args, capsys):
 def test_a_missing_ray_names_the_extra(cluster, monkeypatch, capsys):
     class NoRay:
         def find_spec(self, name, path=None, target=None):
-            if name == "cluster.serve.app":
+            if name == "cluster.serve.launch":
                 raise ModuleNotFoundError("No module named 'ray'", name="ray")
 
-    monkeypatch.delitem(sys.modules, "cluster.serve.app")
+    monkeypatch.delitem(sys.modules, "cluster.serve.launch")
     monkeypatch.setattr(sys, "meta_path", [NoRay(), *sys.meta_path])
     monkeypatch.setattr(sys.modules["cluster"], "__path__", [], raising=False)
     assert cli.main(["serve"]) == 1

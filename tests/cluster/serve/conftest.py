@@ -14,7 +14,7 @@ from secateur.config import EngineArgs
 def url() -> Iterator[str]:
     """The service `secateur serve -tp 2` would start; afterwards nothing of it may be left."""
     os.environ.pop("RAY_ADDRESS", None)
-    from cluster.serve.app import running
+    from cluster.serve.launch import running
     from cluster.system.processes import descendants, wait_gone
 
     before = set(descendants())

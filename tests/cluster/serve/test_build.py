@@ -10,6 +10,7 @@ import pytest
 from ray import serve
 
 import cluster.serve.app
+import cluster.serve.launch
 import cluster.serve.nodes
 from cluster.http.server import PENDING_PER_SEQUENCE
 from cluster.serve.app import build
@@ -137,18 +138,18 @@ def on_cluster(monkeypatch: pytest.MonkeyPatch, nodes: Callable[..., None]) -> C
 
         monkeypatch.setenv("RAY_ADDRESS", "head:6379")
         monkeypatch.setattr(
-            cluster.serve.app, "visible_gpus", lambda: pytest.fail("this machine's devices do not matter")
+            cluster.serve.launch, "visible_gpus", lambda: pytest.fail("this machine's devices do not matter")
         )
-        monkeypatch.setattr(cluster.serve.app, "_cluster", lambda *_: nullcontext())
-        monkeypatch.setattr(cluster.serve.app, "_controller", lambda: None)
-        monkeypatch.setattr(cluster.serve.app.ray_serve, "start", lambda **options: None)
+        monkeypatch.setattr(cluster.serve.launch, "ray_cluster", lambda *_: nullcontext())
+        monkeypatch.setattr(cluster.serve.launch, "get_controller", lambda: None)
+        monkeypatch.setattr(cluster.serve.launch.ray_serve, "start", lambda **options: None)
         monkeypatch.setattr(
-            cluster.serve.app.ray_serve, "run", lambda application, **options: given.append(application)
+            cluster.serve.launch.ray_serve, "run", lambda application, **options: given.append(application)
         )
-        monkeypatch.setattr(cluster.serve.app, "_serve_address", lambda: None)
-        monkeypatch.setattr(cluster.serve.app, "_delete", lambda controller: None)
-        monkeypatch.setattr(cluster.serve.app.signal, "pause", leave)
-        cluster.serve.app.serve(EngineArgs.load({"port": 0, **fields}))
+        monkeypatch.setattr(cluster.serve.launch, "_serve_address", lambda: None)
+        monkeypatch.setattr(cluster.serve.launch, "delete_application", lambda controller: None)
+        monkeypatch.setattr(cluster.serve.launch.signal, "pause", leave)
+        cluster.serve.launch.serve(EngineArgs.load({"port": 0, **fields}))
         return given[0]._bound_deployment
 
     return run
@@ -175,7 +176,7 @@ def test_the_device_asked_for_is_what_a_cluster_is_asked_for(
 def test_what_no_cluster_could_serve_is_told_before_serve_starts(
     on_cluster: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster.serve.app, "_free_port", lambda host: pytest.fail("too late"))
+    monkeypatch.setattr(cluster.serve.launch, "_free_port", lambda host: pytest.fail("too late"))
     with pytest.raises(ConfigError, match="triton needs device 'cuda'"):
         on_cluster(0, kernels="triton")
 

@@ -17,15 +17,16 @@ import httpx2
 import pytest
 from ray.serve.config import HTTPOptions
 
-import cluster.serve.app
-from cluster.serve.app import running, stay
+import cluster.serve.controller
+import cluster.serve.launch
+from cluster.serve.launch import running, watch
 from cluster.system.processes import name_of
 from secateur.config import EngineArgs
 from secateur.errors import ConfigError, SecateurError
 from tests.support.fake_service import wait_for
 
-RUNNING = {cluster.serve.app.APP_NAME: {"status": "RUNNING", "message": ""}}
-UNHEALTHY = {cluster.serve.app.APP_NAME: {"status": "UNHEALTHY", "message": "its replica is being replaced"}}
+RUNNING = {cluster.serve.controller.APP_NAME: {"status": "RUNNING", "message": ""}}
+UNHEALTHY = {cluster.serve.controller.APP_NAME: {"status": "UNHEALTHY", "message": "its replica is being replaced"}}
 
 
 class Controller:
@@ -48,15 +49,15 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         {"NodeManagerAddress": "10.0.0.2", "Resources": {"CPU": 8}},
         {"NodeManagerAddress": "10.0.0.1", "Resources": {"node:__internal_head__": 1}},
     ]
-    monkeypatch.setattr(cluster.serve.app, "_cluster", lambda *_: nullcontext())
-    monkeypatch.setattr(cluster.serve.app, "_get_global_client", lambda **options: None)
-    monkeypatch.setattr(cluster.serve.app.ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(cluster.serve.launch, "ray_cluster", lambda *_: nullcontext())
+    monkeypatch.setattr(cluster.serve.launch, "_get_global_client", lambda **options: None)
+    monkeypatch.setattr(cluster.serve.launch.ray, "nodes", lambda: nodes)
     monkeypatch.setattr(
-        cluster.serve.app.ray_serve, "start", lambda http_options, **options: found.append(http_options)
+        cluster.serve.launch.ray_serve, "start", lambda http_options, **options: found.append(http_options)
     )
-    monkeypatch.setattr(cluster.serve.app.ray_serve, "run", lambda application, **options: None)
-    monkeypatch.setattr(cluster.serve.app, "_controller", Controller)
-    monkeypatch.setattr(cluster.serve.app.ray, "get", lambda answer, timeout: answer)
+    monkeypatch.setattr(cluster.serve.launch.ray_serve, "run", lambda application, **options: None)
+    monkeypatch.setattr(cluster.serve.launch, "get_controller", Controller)
+    monkeypatch.setattr(cluster.serve.launch.ray, "get", lambda answer, timeout: answer)
     return found
 
 
@@ -66,7 +67,7 @@ def there(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def run(**options: Any) -> None:
         client = SimpleNamespace(http_config=HTTPOptions(**options))
-        monkeypatch.setattr(cluster.serve.app, "_get_global_client", lambda **options: client)
+        monkeypatch.setattr(cluster.serve.launch, "_get_global_client", lambda **options: client)
 
     return run
 
@@ -118,11 +119,11 @@ def checked(started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> C
             return answer
 
         controller = Controller(*statuses)
-        monkeypatch.setattr(cluster.serve.app, "_controller", lambda: controller)
-        monkeypatch.setattr(cluster.serve.app.httpx2, "get", get)
-        monkeypatch.setattr(cluster.serve.app.time, "sleep", slept.append)
+        monkeypatch.setattr(cluster.serve.launch, "get_controller", lambda: controller)
+        monkeypatch.setattr(cluster.serve.launch.httpx2, "get", get)
+        monkeypatch.setattr(cluster.serve.launch.time, "sleep", slept.append)
         with pytest.raises(SecateurError, match=r"is lost: .* start it again") as error:
-            stay("http://127.0.0.1:8000")
+            watch("http://127.0.0.1:8000")
         assert not left
         assert slept == [5.0] * len(answers)
         return str(error.value)
@@ -157,16 +158,16 @@ def test_a_proxy_that_is_gone_for_minutes_is_waited_for(
 def test_a_service_whose_raylet_has_ended_is_an_error_though_the_proxy_answers(
     started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(cluster.serve.app, "_controller", lambda: Controller(RUNNING))
-    monkeypatch.setattr(cluster.serve.app.httpx2, "get", lambda url, **options: httpx2.Response(200))
-    monkeypatch.setattr(cluster.serve.app, "CHECK_PERIOD_S", 0.01)
+    monkeypatch.setattr(cluster.serve.launch, "get_controller", lambda: Controller(RUNNING))
+    monkeypatch.setattr(cluster.serve.launch.httpx2, "get", lambda url, **options: httpx2.Response(200))
+    monkeypatch.setattr(cluster.serve.launch, "CHECK_PERIOD_S", 0.01)
     (tmp_path / "raylet").symlink_to(shutil.which("sleep"))
     raylet = subprocess.Popen([tmp_path / "raylet", "60"])
     try:
         wait_for(lambda: name_of(raylet.pid) == "raylet")
         threading.Timer(0.5, raylet.kill).start()
         with pytest.raises(SecateurError, match="its Ray"):
-            stay("http://127.0.0.1:8000")
+            watch("http://127.0.0.1:8000")
     finally:
         raylet.kill()
         raylet.wait()
@@ -179,7 +180,7 @@ def test_it_waits_until_serve_has_ended_the_application(
     started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     controller = Controller(RUNNING, RUNNING, {})
-    monkeypatch.setattr(cluster.serve.app, "_controller", lambda: controller)
+    monkeypatch.setattr(cluster.serve.launch, "get_controller", lambda: controller)
     url_of()
     assert controller._answers == [{}]
 
@@ -196,8 +197,8 @@ def test_a_ray_that_answers_no_more_is_not_waited_for_for_ever(
 
     controller = Controller()
     controller.get_serve_instance_details.remote = hang
-    monkeypatch.setattr(cluster.serve.app, "DELETE_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(cluster.serve.app, "_controller", lambda: controller)
+    monkeypatch.setattr(cluster.serve.controller, "DELETE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(cluster.serve.launch, "get_controller", lambda: controller)
     began = time.monotonic()
     url_of()
     assert time.monotonic() - began < 15
@@ -215,7 +216,7 @@ def test_a_serve_that_cannot_end_the_application_is_told_and_ends_nothing_else(
 
     controller = Controller()
     controller.delete_apps.remote = fail
-    monkeypatch.setattr(cluster.serve.app, "_controller", lambda: controller)
+    monkeypatch.setattr(cluster.serve.launch, "get_controller", lambda: controller)
     url_of()
     assert "could not end the application" in caplog.text
 
@@ -226,12 +227,12 @@ def test_a_start_that_is_interrupted_leaves_no_application_on_a_cluster(
     deleted: list[list[str]] = []
     controller = Controller()
     controller.delete_apps.remote = deleted.append
-    monkeypatch.setattr(cluster.serve.app, "_controller", lambda: controller)
+    monkeypatch.setattr(cluster.serve.launch, "get_controller", lambda: controller)
 
     def run(application: Any, **options: Any) -> None:
         signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(cluster.serve.app.ray_serve, "run", run)
+    monkeypatch.setattr(cluster.serve.launch.ray_serve, "run", run)
     with pytest.raises(KeyboardInterrupt):
         url_of()
     assert deleted == [["secateur"]]
@@ -249,7 +250,7 @@ def test_no_signal_breaks_off_the_clean_up(started: list[dict[str, Any]], monkey
         signal.raise_signal(signal.SIGTERM)
         ended.append("whole")
 
-    monkeypatch.setattr(cluster.serve.app, "_delete", delete)
+    monkeypatch.setattr(cluster.serve.launch, "delete_application", delete)
     try:
         args = EngineArgs.load({"device": "cpu"})
         with pytest.raises(KeyboardInterrupt), running(args, address="10.0.0.1:6379"):

@@ -13,10 +13,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-import cluster.serve.app
+import cluster.serve.replica
 from cluster.engine_client import EngineClient, EngineDead, Health
 from cluster.http.streaming import EventStream, cancel_on_disconnect
-from cluster.serve.app import ClientDisconnects, Replica
+from cluster.serve.replica import ClientDisconnects, Replica
 from tests.support.fake_engine import FakeEngine
 from workers.comm.ipc import Submit, TokenChunk
 
@@ -55,8 +55,8 @@ async def test_an_engine_that_hangs_is_ended_before_serve_drains_the_replica(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exits: list[int] = []
-    monkeypatch.setattr(cluster.serve.app.os, "_exit", exits.append)
-    monkeypatch.setattr(cluster.serve.app, "EXIT_GRACE_S", 0.0)
+    monkeypatch.setattr(cluster.serve.replica.os, "_exit", exits.append)
+    monkeypatch.setattr(cluster.serve.replica, "EXIT_GRACE_S", 0.0)
     client = EngineClient(progress_timeout_s=1.0)
     engine = FakeEngine(await client.listen(f"unix:{tmp_path}/socket"), lambda submit: [[1]])
     await client.wait_ready(5)

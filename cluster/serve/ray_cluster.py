@@ -1,0 +1,150 @@
+"""The Ray cluster that a service runs on: one that this process starts and stops, or one that it connects to."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+
+import ray
+import ray._private.ray_constants
+import ray._private.utils
+
+from cluster.serve import proxy
+from cluster.serve.actors import packages_folder
+from cluster.serve.progress import Progress, clear_stage
+from cluster.serve.signals import StopSignals
+from cluster.system.processes import descendants, wait_gone
+from secateur.errors import SecateurError
+
+logger = logging.getLogger(__name__)
+
+OBJECT_STORE_BYTES = 128 << 20  # Secateur stores no objects
+PROCESS_EXIT_TIMEOUT_S = 5.0
+PROXY_CHECK_PERIOD_S = 1
+"""Serve checks its proxy at this interval and replaces it after three failures. By default that takes 30 seconds."""
+
+
+@contextmanager
+def ray_cluster(address: str | None, signals: StopSignals, progress: Progress) -> Iterator[None]:
+    """Connect to the cluster at `address`, or start a Ray on this machine that ends with the context."""
+    with _without_ray_signal_handler():
+        with local_cluster(signals, progress) if address is None else _remote_cluster(address, signals, progress):
+            yield
+
+
+@contextmanager
+def local_cluster(signals: StopSignals, progress: Progress) -> Iterator[None]:
+    """Start a Ray on this machine that ends with the context. Never joins a Ray that is already running."""
+    environment = {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+        # Workers import the same packages as this process, whatever the current folder is.
+        "PYTHONPATH": os.pathsep.join(filter(None, [packages_folder(), os.environ.get("PYTHONPATH")])),
+        **proxy.environment(),
+    }
+    if not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
+        # Ray enables token authentication by default, and would write a token to the user's home without this one.
+        environment |= {"RAY_AUTH_TOKEN": _token()}
+    if (period := "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S") not in os.environ:
+        environment |= {period: str(PROXY_CHECK_PERIOD_S)}
+    saved = {name: os.environ.get(name) for name in (*environment, "RAY_AUTH_MODE")}
+    os.environ.update(environment)
+    others = set(descendants())
+    try:
+        with progress.during("starting Ray"), _on_loopback():
+            try:
+                ray.init(
+                    address="local",
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    object_store_memory=OBJECT_STORE_BYTES,
+                )
+            except OSError as error:  # for example, if the path of its sockets is too long
+                raise SecateurError(f"Ray did not start: {error}; set TMPDIR to a folder with a short path") from error
+        signals.install()
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
+        yield
+    finally:
+        signals.clean_up()
+        ours = set(descendants()) - others
+        with progress.during("stopping Ray"):
+            _shut_down(signals)  # also stops Serve's controller and proxy
+            _kill_leftovers(ours)
+        for name, value in saved.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _remote_cluster(address: str, signals: StopSignals, progress: Progress) -> Iterator[None]:
+    with progress.during(f"connecting to the Ray cluster at {address}"):
+        ray.init(address=address, logging_level=logging.WARNING)
+    try:
+        signals.install()
+        clear_stage()
+        yield
+    finally:
+        signals.clean_up()
+        _shut_down(signals)
+
+
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Make Ray listen on 127.0.0.1 only; the HTTP proxy listens on --host.
+
+    By default Ray listens on every interface. `ray.init` replaces a loopback address by the machine's address, unless
+    clusters are disabled, as they are on macOS.
+    """
+    constants = ray._private.ray_constants
+    before, constants.ENABLE_RAY_CLUSTER = constants.ENABLE_RAY_CLUSTER, False
+    try:
+        yield
+    finally:
+        constants.ENABLE_RAY_CLUSTER = before
+
+
+@contextmanager
+def _without_ray_signal_handler() -> Iterator[None]:
+    """Keep Ray from installing its SIGTERM handler, which exits at once, even during a clean-up."""
+    utils = ray._private.utils
+    before, utils.set_sigterm_handler = utils.set_sigterm_handler, lambda handler: None
+    try:
+        yield
+    finally:
+        utils.set_sigterm_handler = before
+
+
+def _shut_down(signals: StopSignals) -> None:
+    """Run ray.shutdown in a thread, and keep our signal handlers installed meanwhile.
+
+    ray.shutdown restores the default SIGTERM handler halfway through. A SIGTERM would then end this process while half
+    of Ray still runs.
+    """
+    thread = threading.Thread(target=ray.shutdown, name="ray-shutdown")
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.005)
+        signals.install()
+
+
+def _kill_leftovers(pids: set[int]) -> None:
+    """Kill the processes that remain of a Ray that was interrupted while starting; its agents live for 30 s more."""
+    for pid in wait_gone(pids, timeout_s=PROCESS_EXIT_TIMEOUT_S):
+        logger.warning("process %d had not ended and is killed", pid)
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+@cache
+def _token() -> str:
+    """Return the authentication token of this process; Ray reads it once and caches it."""
+    return secrets.token_hex(32)

@@ -1,0 +1,149 @@
+"""The Ray Serve deployment: one replica is one engine, and owns one placement group.
+
+The replica reads the configuration, starts the worker group in its placement group and answers HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from typing import Any
+
+import ray
+import ray.serve._private.replica
+from ray import serve as ray_serve
+from ray.exceptions import TaskCancelledError
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from cluster.convert import engine_config, fetch_weights, with_tokenizer
+from cluster.engine_client import EngineClient
+from cluster.http.server import create_app
+from cluster.http.tokenizer_pool import TokenizerPool
+from cluster.local_service import build_service
+from cluster.serve.progress import report_stage
+from cluster.serve.worker_group import WorkerGroup
+from secateur.api_keys import check_api_keys
+from secateur.config import EngineArgs
+
+EXIT_GRACE_S = 1.0
+"""Delay between the engine's death and the replica's exit, so that running requests can report the error."""
+
+
+class Replica:
+    """The Serve deployment: starts the engine's ranks, submits requests to them and answers HTTP. Never uses CUDA."""
+
+    async def __init__(self, args: dict[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits it
+        _log_through_serve()
+        _bind_replica_to_its_node()
+        report_stage("reading the model's configuration and tokenizer")
+        key = None if args.get("api_key_file") else os.environ.get("SECATEUR_API_KEY") or None
+        self._args = EngineArgs.load({"api_key": key, **args})
+        if self._args.api_key_file:
+            check_api_keys(self._args.api_key_file)
+        self._client = EngineClient()
+        config = await asyncio.to_thread(engine_config, self._args)
+        self._config, self._tokenizer = await asyncio.to_thread(with_tokenizer, self._args, config)
+        await asyncio.to_thread(fetch_weights, self._args, self._config)
+        self._tokenizing = TokenizerPool(self._tokenizer)
+        self._worker_group = WorkerGroup(self._config, self._client, on_death=self._engine_died)
+        self._serving = False
+        self._tokenizing.begin()  # while the ranks import torch
+        try:
+            await self._worker_group.start(ray.util.get_current_placement_group())
+            await self._tokenizing.ready()
+        except BaseException:
+            self._worker_group.close()
+            await self._tokenizing.close()
+            raise
+        self._serving = True
+
+    async def __serve_build_asgi_app__(self) -> Any:
+        """Return the ASGI application; Serve calls this once."""
+        replica = ray_serve.get_replica_context().replica_tag  # the `replica` label of Serve's own metrics
+        service = build_service(
+            self._args, self._config, self._client, self._tokenizer, self._tokenizing, replica=replica
+        )
+        app = create_app(service, echo_request_id=False)
+        app.add_middleware(ClientDisconnects)
+        return app
+
+    async def check_health(self) -> None:
+        """Raise RuntimeError when the engine is dead or hangs, or tokenization fails; Serve then replaces the replica.
+
+        A hung engine is killed here. Otherwise Serve would drain the replica first: clients would wait for answers
+        that cannot come, and the new engine would wait for the GPUs.
+        """
+        ok, reason = self._client.health()
+        if not ok:
+            if self._serving and self._client.dead is None:
+                self._worker_group.close()
+                self._engine_died(reason)
+            raise RuntimeError(reason)
+        ok, reason = self._tokenizing.health()
+        if not ok:
+            raise RuntimeError(reason)
+
+    async def __del__(self) -> None:
+        self._worker_group.close()
+        await self._tokenizing.close()
+        await self._client.close()
+
+    def _engine_died(self, reason: str) -> None:
+        """Fail the running requests, then exit.
+
+        Serve replaces a dead replica in about half the time it needs for an unhealthy one (three failed checks and a
+        drain).
+        """
+        self._client.fail(reason)
+        if self._serving:
+            asyncio.get_running_loop().call_later(EXIT_GRACE_S, os._exit, 1)
+
+
+class ClientDisconnects:
+    """Middleware that turns Serve's TaskCancelledError into ASGI's `http.disconnect`.
+
+    When a client disconnects, Serve's proxy cancels the request and with it the pending `receive`. Without this
+    middleware the error would look like a bug of the application: a traceback in the log, an error in Serve's metrics.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one ASGI connection."""
+        is_gone = False
+
+        async def receive_or_disconnect() -> Message:
+            nonlocal is_gone
+            if not is_gone:  # a second call of Serve's `receive` would never return
+                try:
+                    return await receive()
+                except TaskCancelledError:
+                    is_gone = True
+            return {"type": "http.disconnect"}
+
+        await self._app(scope, receive_or_disconnect, send)
+
+
+def _bind_replica_to_its_node() -> None:
+    """Make the replica's gRPC server listen on the node's address only. Call it before Serve opens the port.
+
+    Serve listens on every interface, and unpickles what it receives. Its own callers use the node's address, which is
+    127.0.0.1 on a Ray that this machine started.
+    """
+    module = ray.serve._private.replica
+    host = ray.util.get_node_ip_address()
+    address = f"[{host}]:0" if ":" in host else f"{host}:0"
+    bind = module.add_port_to_grpc_server
+    module.add_port_to_grpc_server = lambda server, _: bind(server, address)
+
+
+def _log_through_serve() -> None:
+    """Send our log lines to Serve's handlers, which add request ids and Serve's format."""
+    serve_logger = logging.getLogger("ray.serve")
+    for name in ("cluster", "secateur"):
+        ours = logging.getLogger(name)
+        ours.setLevel(logging.INFO)
+        ours.handlers = serve_logger.handlers
+        ours.propagate = False
