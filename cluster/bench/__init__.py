@@ -1,7 +1,7 @@
-"""`secateur bench`: measurements on real engines, as plain processes of this machine.
+"""`secateur bench`: measurements of real engines, run as processes on this machine.
 
-transformers computes in this very process: it is given memory as our workers have it, as far as that can be had once a
-process has started. Small blocks in huge pages cannot: `make bench` starts with them.
+transformers runs in this process, so it gets the same allocator settings as our workers, as far as they can be set
+after start-up. Huge pages for small blocks cannot; `make bench` sets them in the environment.
 """
 
 import ctypes

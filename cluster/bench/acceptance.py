@@ -1,11 +1,11 @@
-"""What a drafter is worth: acceptance by temperature, tree, acceptance rule, node budget and pruning, measured.
+"""`secateur bench acceptance`: acceptance by temperature, tree, acceptance rule, node budget and pruning.
 
-Every cell answers the same prompts with the same seeds. Budget, temperature, rule and pruning are a request's, so one
-engine serves all cells of a kind of tree; only each static tree needs an engine of its own. In this order:
+Every cell answers the same prompts with the same seeds. Budget, temperature, rule and pruning are request parameters,
+so one engine serves all cells of a kind of tree. Only each static tree needs a new engine. The order is:
 
-    chain    also tells how acceptance falls with depth
-    star     a root and its children: how often a child of each rank is the one
-    static   Sequoia's tree for each cell, from the two measurements
+    chain    also measures acceptance by depth
+    star     a root and its children: measures acceptance by child rank
+    static   Sequoia's tree for each cell, computed from these two
     dynamic  without pruning, then with thresholds, then `auto`
 """
 
@@ -41,19 +41,21 @@ PRUNINGS = (
 STEP_MS = 20.0
 PRUNED_TEMPERATURES = (0.0, 1.0)
 SAME_TREE = 0.98
-"""A static tree serves another cell too if it is expected to accept this share of what that cell's own tree would: the
-rates that both are made from are no better known, and every tree costs the start of an engine."""
+"""A cell reuses another cell's static tree if that is expected to accept this share of what its own tree would.
+
+The measured rates are no more precise than that, and every tree costs an engine start.
+"""
 SMOOTHING = 8
-"""Trials that a depth's acceptance rate is shrunk by towards that of the depth above: few paths get deep."""
+"""Pseudo-trials that shrink the acceptance rate of a depth towards that of the depth above: deep samples are few."""
 
 Regime = tuple[Acceptance, float]
 
 
 def run(args: EngineArgs, plan: AcceptancePlan, prompts: Sequence[BenchPrompt], output: Path, say: Say) -> str:
-    """Measures the whole table and writes it as DATE-acceptance.json, .md and two .png; returns the Markdown.
+    """Measure the table, write DATE-acceptance.json, .md and two .png, and return the Markdown.
 
-    An engine that dies, or Ctrl-C, leaves the rows measured until then in the JSON. Raises ConfigError before anything
-    is started, EngineDead.
+    If an engine dies, or on Ctrl-C, the JSON holds the rows measured so far. Raises ConfigError before anything is
+    started, and EngineDead.
     """
     config = _engine(args, plan)
     tokens = encode_prompts(load_tokenizer(args, config), prompts)
@@ -80,8 +82,7 @@ def run(args: EngineArgs, plan: AcceptancePlan, prompts: Sequence[BenchPrompt], 
 
 
 def _engine(args: EngineArgs, plan: AcceptancePlan) -> EngineConfig:
-    """The engine that the trees are put into: no larger than the benchmark fills, and no prompt computed once for all
-    cells."""
+    """Return the engine's configuration: no larger than the benchmark needs, and without prefix caching."""
     config = engine_config(args, num_gpus=visible_gpus())
     return replace(config, max_num_seqs=min(config.max_num_seqs, plan.concurrency), enable_prefix_caching=False)
 
@@ -93,7 +94,7 @@ class _Measured:
 
 
 class _AcceptanceSweep:
-    """Measures cell after cell."""
+    """Measures one cell after the other."""
 
     def __init__(self, config: EngineConfig, plan: AcceptancePlan, prompts: list[list[int]], say: Say) -> None:
         assert config.draft is not None
@@ -104,12 +105,13 @@ class _AcceptanceSweep:
         self._chain_D: dict[Regime, list[float]] = {}  # acceptance of the first child by depth
 
     def rows(self) -> Iterator[AcceptanceRow]:
+        """Measure and yield all rows."""
         yield from self._chains()
         yield from self._statics()
         yield from self._dynamics()
 
     def _chains(self) -> Iterator[AcceptanceRow]:
-        """Full-depth chains, and the dynamic trees' own: of the same budget, cut at the same depth."""
+        """Measure full-depth chains, and chains with the same budget and depth cap as the dynamic trees."""
         own = {num: min(num, self._depth) for num in self._plan.nodes}
         deepest = max(own.values())
         sizes = sorted({*self._plan.nodes, *own.values()})
@@ -121,7 +123,7 @@ class _AcceptanceSweep:
                     measured[size] = (cell, self._measure(runner, cell))
                 self._chain_D[rule, temperature] = _acceptance_by_depth(measured[deepest][1].answers, deepest)
                 for budget in self._plan.nodes:
-                    # One row if the cap is not reached; else the full chain, then the dynamic tree's own.
+                    # One row if the budget is within the depth cap; else the full chain and the capped one.
                     for size, cap in {budget: max(budget, self._depth), own[budget]: self._depth}.items():
                         cell, result = measured[size]
                         yield self._row(cell, result, budget=budget, max_depth=cap)
@@ -146,7 +148,7 @@ class _AcceptanceSweep:
                     yield self._row(cell, self._measure(runner, cell), static_tree=str(list(paths)))
 
     def _stars(self) -> dict[Regime, dict[int, float]]:
-        """For each regime, how often one of a root's first k children is accepted; shorter runs than a cell's."""
+        """Measure how often one of a root's first k children is accepted, with shorter runs than a cell's."""
         most = self._draft.tree.max_children
         widths = sorted({width for width in (1, 2, 4, 8, 16, 32) if width < most} | {most})
         star = TreeConfig(
@@ -187,9 +189,9 @@ class _AcceptanceSweep:
             for cell in cells:
                 yield self._row(cell, self._measure(runner, cell))
         for price in plan.row_prices:
-            # As if each request were alone.
+            # As if each request ran alone.
             costs = SimulatedCosts(step_ms=STEP_MS, row_ms=price * STEP_MS / plan.concurrency)
-            # Trees alone: copies would be credited to pruning.
+            # Without prompt lookup, whose drafts would be credited to pruning.
             prune = PruneConfig(auto=True, prompt_lookup=False, simulated_costs=costs)
             with self._running(replace(tree, prune=prune)) as runner:
                 for cell in cells:
@@ -218,14 +220,14 @@ class _AcceptanceSweep:
 
     @contextmanager
     def _running(self, tree: TreeConfig) -> Iterator[Runner]:
-        """A warm engine with these trees."""
+        """Start an engine with these trees and warm it up."""
         self._say(f"starting an engine for {tree.kind} trees of {tree.num_speculative_tokens} nodes")
         with Runner(replace(self._config, draft=replace(self._draft, tree=tree))) as runner:
             runner.run([GenerationJob(prompt=prompt, max_tokens=8) for prompt in self._prompts], self._plan.concurrency)
             yield runner
 
     def _measure(self, runner: Runner, cell: AcceptanceCell, share: float = 1.0) -> _Measured:
-        """Answers of all prompts, or to begin with of a share of the tokens."""
+        """Run all prompts with this share of the tokens per answer."""
         max_tokens = max(2, round(share * self._plan.max_tokens))
         jobs = [
             GenerationJob(
@@ -244,7 +246,7 @@ class _AcceptanceSweep:
 
 
 def _acceptance_by_depth(answers: Sequence[GeneratedAnswer], max_depth: int) -> list[float]:
-    """[D] how often a chain's node was accepted if its parent was; shrunk towards the rate of the depth above."""
+    """Return [D] the rate at which a node is accepted if its parent was, shrunk towards the depth above."""
     reached = float(sum(answer.stats.num_drafts for answer in answers))
     rates: list[float] = []
     for depth in range(max_depth):
@@ -271,5 +273,5 @@ def _header(args: EngineArgs, config: EngineConfig, plan: AcceptancePlan) -> Abo
 
 
 def _json(rows: Sequence[AcceptanceRow]) -> str:
-    """A list with one line per row, so that two runs can be compared by eye."""
+    """Format one row per line, so that two runs are easy to compare."""
     return "[\n " + ",\n ".join(json.dumps(asdict(row)) for row in rows) + "\n]\n"

@@ -1,7 +1,4 @@
-"""The acceptance table read: what draft probabilities, dynamic trees and pruning gain, as Markdown.
-
-Only reports; nothing here fails on a number.
-"""
+"""The acceptance report in Markdown: the gains of draft probabilities, dynamic trees and pruning."""
 
 from __future__ import annotations
 
@@ -13,11 +10,11 @@ from cluster.bench.acceptance_rows import ACCEPTANCES, Acceptance, AcceptanceRow
 from cluster.bench.output import heading, markdown
 
 KEPT = 0.98
-"""Share of the unpruned tokens per step that a pruning must keep to be called free."""
+"""A pruning counts as free if it keeps this share of the unpruned tokens per step."""
 
 
 class RowKey(NamedTuple):
-    """What unpruned rows are told apart by; `is_full`: a chain deeper than the depth cap of the dynamic trees."""
+    """Identifies an unpruned row. is_full: a chain deeper than the depth cap of the dynamic trees."""
 
     tree: Tree
     acceptance: Acceptance
@@ -27,14 +24,14 @@ class RowKey(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """Of two rows' acceptance lengths, over the prompts they share."""
+    """Difference of two rows' acceptance lengths, paired by prompt."""
 
     mean: float
     error: float
 
     @property
     def sign(self) -> int:
-        """1 or -1 beyond two standard errors, else 0."""
+        """1 or -1 if the difference exceeds two standard errors, else 0."""
         return (self.mean > 2 * self.error) - (self.mean < -2 * self.error)
 
     def __str__(self) -> str:
@@ -43,7 +40,7 @@ class Difference(NamedTuple):
 
 
 class AcceptanceResults:
-    """The rows, findable."""
+    """Rows with an index over the unpruned ones."""
 
     def __init__(self, rows: Sequence[AcceptanceRow]) -> None:
         self.rows = rows
@@ -58,7 +55,7 @@ class AcceptanceResults:
         self.cells = [(t, n) for t in self.temperatures for n in self.nodes]
 
     def gain(self, tree: Tree, temperature: float, num_nodes: int) -> float | None:
-        """Acceptance length with draft probabilities, by the better rule, over that without."""
+        """Return the ratio of acceptance lengths with (by the better rule) and without draft probabilities."""
         coupled, rejection, none = (
             self.by_key.get(RowKey(tree, acceptance, num_nodes, temperature)) for acceptance in ACCEPTANCES
         )
@@ -67,7 +64,7 @@ class AcceptanceResults:
         return max(coupled.acceptance_length, rejection.acceptance_length) / none.acceptance_length
 
     def ahead(self, other: Tree, acceptance: Acceptance, temperature: float, num_nodes: int) -> Difference | None:
-        """The dynamic tree's acceptance length minus another's at the same budget and depth cap, paired by prompt."""
+        """Return the dynamic tree's acceptance length minus another tree's at the same budget and depth cap."""
         mine = self.by_key.get(RowKey("dynamic", acceptance, num_nodes, temperature))
         theirs = self.by_key.get(RowKey(other, acceptance, num_nodes, temperature))
         if not (mine and theirs) or mine.num_prompts < 2:
@@ -78,7 +75,7 @@ class AcceptanceResults:
 
 
 def render(header: Mapping[str, object], rows: Sequence[AcceptanceRow]) -> str:
-    """The whole report."""
+    """Return the whole report."""
     table = AcceptanceResults(rows)
     parts = [
         heading("Acceptance", header, hidden=("nodes", "temperatures")),
@@ -169,13 +166,13 @@ def _saved(row: AcceptanceRow, static: AcceptanceRow) -> float:
 
 
 def _grid(table: AcceptanceResults, cells: Mapping[tuple[float, int], str]) -> str:
-    """Temperatures down, budgets across."""
+    """Format a table with temperatures down and budgets across."""
     lines = [[f"{t:g}", *(cells.get((t, n), "") for n in table.nodes)] for t in table.temperatures]
     return markdown(["T", *(f"{n} nodes" for n in table.nodes)], lines)
 
 
 def _pivot(table: AcceptanceResults, show: Callable[[AcceptanceRow], str]) -> str:
-    """Temperatures across; a line for each tree, rule and budget."""
+    """Format a table with temperatures across and a line for each tree, rule and budget."""
     lines = []
     for key in sorted({key._replace(temperature=0.0) for key in table.by_key}):
         found = [table.by_key.get(key._replace(temperature=t)) for t in table.temperatures]

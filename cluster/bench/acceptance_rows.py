@@ -1,4 +1,4 @@
-"""The rows of the acceptance table: one per cell, with everything the report and the plots need."""
+"""The rows of the acceptance table, one per cell, with all that the report and the plots need."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ ACCEPTANCES: tuple[Acceptance, ...] = ("coupled", "rejection", "none")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PruningSetting:
-    """How a cell prunes its trees; the defaults are not at all."""
+    """How a cell prunes its trees; by default it does not."""
 
     prune: Literal["off", "thresholds", "auto"] = "off"
     min_prob: float = 0.0
     path_prob: float = 0.0
     row_price: float | None = None
-    """`auto` by given costs: what a verified row costs, as a share of a step. None = by what is measured here."""
+    """Cost of a verified row as a share of a step, for `auto` with given costs. None = measured costs."""
 
     def __str__(self) -> str:
         if self.row_price is not None:
@@ -36,7 +36,7 @@ class PruningSetting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcceptanceCell:
-    """What one row is measured on.
+    """The settings of one row.
 
     Example: AcceptanceCell(tree="dynamic", acceptance="coupled", num_nodes=16, temperature=1.0)
     """
@@ -49,8 +49,8 @@ class AcceptanceCell:
 
     @property
     def speculation(self) -> Speculation:
-        """`none` is rejection without draft probabilities: the most likely children, against the target alone."""
-        from workers.comm.ipc import Speculation  # needs msgpack, which those who only draw rows may lack
+        """The request parameters. `none` is rejection without draft probabilities: top-k children, target only."""
+        from workers.comm.ipc import Speculation  # needs msgpack, which plotting does not
 
         return Speculation(
             num_speculative_tokens=self.num_nodes,
@@ -68,7 +68,7 @@ class AcceptanceCell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcceptanceRow:
-    """One line of the table. Counts per token are over all generated tokens, acceptance is over drafted steps."""
+    """One row of the table. Counts per token cover all generated tokens; acceptance covers steps with a draft."""
 
     method: str
     tree: Tree
@@ -77,9 +77,9 @@ class AcceptanceRow:
     """The budget of draft nodes per step."""
     temperature: float
     max_depth: int
-    """The depth cap; a chain is cut at it."""
+    """The depth cap, also of chains."""
     num_nodes: int
-    """Nodes of the largest tree that budget and cap allow."""
+    """Nodes of the largest tree within budget and cap."""
     static_tree: str | None
     prune: Literal["off", "thresholds", "auto"]
     prune_min_prob: float
@@ -87,13 +87,13 @@ class AcceptanceRow:
     prune_row_price: float | None
     """See `PruningSetting`."""
     acceptance_length: float
-    """1 + accepted / drafts, over all prompts: tokens per step that verified at least one draft node."""
+    """1 + accepted / drafts over all prompts: tokens per step with at least one draft node."""
     acceptance_length_se: float | None
     """Standard error of the mean over prompts; None with a single one."""
     acceptance_lengths: list[float]
-    """The same for each prompt, in the order that all rows share."""
+    """The same for each prompt, in the same order in all rows."""
     tokens_per_step: float
-    """Over all decoding steps, also those that pruning left without a draft."""
+    """Over all decoding steps, including those that pruning left without a draft."""
     verified_per_token: float
     drafted_per_token: float
     tokens_per_second: float
@@ -102,6 +102,7 @@ class AcceptanceRow:
 
     @property
     def pruning(self) -> PruningSetting:
+        """How the row's trees were pruned."""
         return PruningSetting(
             prune=self.prune,
             min_prob=self.prune_min_prob,
@@ -120,7 +121,7 @@ def row_of(
     max_depth: int,
     static_tree: str | None = None,
 ) -> AcceptanceRow:
-    """The row of a cell, answered in so many seconds; `budget` is what its nodes were asked under."""
+    """Make the row of a cell that took `seconds`. budget: the node budget the row is listed under."""
     num_tokens = sum(len(answer.tokens) for answer in answers)
     lengths = [acceptance_length([answer]) for answer in answers]
     return AcceptanceRow(
@@ -149,11 +150,11 @@ def row_of(
 
 
 def acceptance_length(answers: Sequence[GeneratedAnswer]) -> float:
-    """1 + accepted / drafts; 1 where nothing was drafted."""
+    """Return 1 + accepted / drafts, or 1 if nothing was drafted."""
     drafts = sum(answer.stats.num_drafts for answer in answers)
     return 1 + sum(answer.stats.num_accepted_tokens for answer in answers) / max(1, drafts)
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Of the mean of two values or more."""
+    """Return the standard error of the mean of two or more values."""
     return statistics.stdev(values) / len(values) ** 0.5

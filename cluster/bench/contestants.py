@@ -1,7 +1,7 @@
-"""Whose speed is compared: our engine, and transformers' `generate` in its ways. All answer the same jobs.
+"""The contestants of a speed benchmark: our engine, and transformers' `generate` with several options.
 
-Everybody computes with one thread per process on CPU. Ours has two processes, drafter and verifier; so that the peer
-may use as many cores, `generate_2_threads` is measured beside it.
+On CPU each process computes with one thread. Ours has two processes, drafter and verifier; `generate_2_threads` gives
+transformers as many cores.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from workers.comm.ipc import Speculation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """One answer. Seconds count from when it was asked for."""
+    """One answer. Seconds count from the request."""
 
     tokens: list[int]
     first_seconds: float
@@ -30,13 +30,13 @@ class Timing:
 
     @property
     def seconds_per_token(self) -> float:
-        """After the first token, as `vllm bench` defines TPOT."""
+        """TPOT as `vllm bench` defines it: the first token does not count."""
         return (self.seconds - self.first_seconds) / (len(self.tokens) - 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """All jobs answered once."""
+    """One contestant's run of all jobs."""
 
     seconds: float
     timings: list[Timing]
@@ -44,12 +44,13 @@ class Turn:
 
     @property
     def tokens_per_second(self) -> float:
+        """Output tokens of all jobs per second."""
         return sum(len(timing.tokens) for timing in self.timings) / self.seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBreakdown:
-    """Means over the steps that only decode, in milliseconds; counts are per request and step."""
+    """Mean milliseconds per part of a decoding step; counts are per request and step."""
 
     num_steps: int
     tokens_per_step: float
@@ -61,16 +62,18 @@ class StepBreakdown:
     forward_ms: float
     accept_ms: float
     commit_ms: float
-    """Making room and committing."""
+    """Allocating pages and committing tokens."""
     between_ms: float
-    """From one step to the next: taking requests, scheduling, telling the front."""
+    """Between two steps: receiving requests, scheduling, sending tokens."""
 
     @property
     def total_ms(self) -> float:
+        """The whole step."""
         return self.draft_ms + self.transfer_ms + self.forward_ms + self.host_ms
 
     @property
     def host_ms(self) -> float:
+        """The time of the engine's host code."""
         return self.pack_ms + self.accept_ms + self.commit_ms + self.between_ms
 
     @property
@@ -80,19 +83,23 @@ class StepBreakdown:
 
 
 class Contestant(Protocol):
+    """Something that answers jobs."""
+
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Its name in the report."""
 
     @property
     def max_batch(self) -> int | None:
-        """Most requests at a time; None = any number."""
+        """The most requests at a time; None = any number."""
 
-    def take_turn(self, jobs: Sequence[GenerationJob], batch: int) -> Turn: ...
+    def take_turn(self, jobs: Sequence[GenerationJob], batch: int) -> Turn:
+        """Answer all jobs, `batch` at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SecateurContestant:
-    """A running engine. Two contestants may share one, told apart by what their requests ask for."""
+    """A running engine. Contestants with different request parameters may share one."""
 
     name: str
     runner: Runner
@@ -100,6 +107,7 @@ class SecateurContestant:
     max_batch: int | None = None
 
     def take_turn(self, jobs: Sequence[GenerationJob], batch: int) -> Turn:
+        """Answer all jobs, `batch` at a time."""
         asked = [replace(job, speculation=self.speculation) for job in jobs]
         began = time.perf_counter()
         answers = self.runner.run(asked, concurrency=batch)
@@ -109,17 +117,17 @@ class SecateurContestant:
                 Timing(tokens=answer.tokens, first_seconds=answer.first_seconds, seconds=answer.seconds)
                 for answer in answers
             ],
-            steps=decoding_steps(self.runner.frames, batch),
+            steps=decoding_steps(self.runner.snapshots, batch),
         )
 
 
-def decoding_steps(frames: Sequence[StatsSnapshot], batch: int) -> StepBreakdown | None:
-    """The steps in which exactly `batch` requests decode and no prompt is computed; None if there is none.
+def decoding_steps(snapshots: Sequence[StatsSnapshot], batch: int) -> StepBreakdown | None:
+    """Average the steps in which exactly `batch` requests decode and no prompt is computed; None without any.
 
-    The first after a prompt does not count either: it feeds the prompt to the drafter.
+    The first step after a prompt does not count, because the drafter reads the prompt in it.
     """
     spans = []
-    for before, old, new in zip(frames, frames[1:], frames[2:], strict=False):
+    for before, old, new in zip(snapshots, snapshots[1:], snapshots[2:], strict=False):
         had_prompt = new.stats.prompt_tokens > before.stats.prompt_tokens
         is_full = old.stats.num_running == batch and old.stats.num_waiting == 0
         if not had_prompt and is_full and new.stats.steps == old.stats.steps + 1:
@@ -154,7 +162,7 @@ def decoding_steps(frames: Sequence[StatsSnapshot], batch: int) -> StepBreakdown
 
 
 def median_steps(turns: Sequence[StepBreakdown]) -> StepBreakdown | None:
-    """Each part's median over the turns; None without any."""
+    """Return the median of each part over the turns; None without any."""
     if not turns:
         return None
     values = [asdict(turn) for turn in turns]
@@ -163,7 +171,7 @@ def median_steps(turns: Sequence[StepBreakdown]) -> StepBreakdown | None:
 
 
 class TransformersContestant:
-    """transformers' `generate`; `options` choose its way. Batches are padded on the left and decode to the end."""
+    """transformers' `generate` with `options`. Batches are padded on the left; all rows run to the same length."""
 
     def __init__(
         self, name: str, model: Any, *, threads: int = 1, max_batch: int | None = None, **options: object
@@ -172,6 +180,7 @@ class TransformersContestant:
         self._model, self._threads, self._options = model, threads, options
 
     def take_turn(self, jobs: Sequence[GenerationJob], batch: int) -> Turn:
+        """Answer all jobs, `batch` at a time."""
         timings: list[Timing] = []
         with _threads(self._threads):
             began = time.perf_counter()
@@ -209,7 +218,7 @@ class TransformersContestant:
 
 
 class _FirstToken:
-    """A stopping criterion that stops nothing: when it is first asked, the first token is there."""
+    """A stopping criterion that never stops; its first call marks the time of the first token."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -224,7 +233,7 @@ class _FirstToken:
 
 
 def load_model(folder: Path | str, dtype: str, device: str) -> Any:
-    """A model as transformers runs it."""
+    """Load a model with transformers."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -235,7 +244,7 @@ def load_model(folder: Path | str, dtype: str, device: str) -> Any:
 
 
 def assistant(model: Any, length: int) -> Any:
-    """The model, to draft chains of always so many tokens."""
+    """Configure a model as an assistant that always drafts `length` tokens."""
     model.generation_config.num_assistant_tokens = length
     model.generation_config.num_assistant_tokens_schedule = "constant"
     model.generation_config.assistant_confidence_threshold = 0.0

@@ -1,4 +1,4 @@
-"""Where a benchmark's results go, and what they are headed by."""
+"""The result files of a benchmark, their header and their Markdown."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ About = Mapping[str, object]
 
 
 def stem_of(output: Path, name: str, *marks: str | None) -> Path:
-    """OUTPUT/DATE-name-mark..., and from a day's second such report on -2, -3, ...: no report replaces another.
+    """Return an unused OUTPUT/DATE-name-mark..., with -2, -3, ... if there is one from today already.
 
-    Makes the folder, and an empty STEM.json, so that who begins meanwhile takes another name. Raises ConfigError.
+    Creates the folder, and an empty STEM.json that reserves the name. Raises ConfigError.
     """
     first = "-".join([datetime.date.today().isoformat(), name, *(mark for mark in marks if mark)])
     try:
@@ -36,11 +36,11 @@ def stem_of(output: Path, name: str, *marks: str | None) -> Path:
                 return stem
     except OSError as error:
         raise ConfigError(Problem("--output", f"cannot write {output}: {error.strerror}")) from None
-    raise AssertionError("numbers do not end")
+    raise AssertionError("unreachable")
 
 
 def about(args: EngineArgs, config: EngineConfig, plan: Mapping[str, object], notes: Sequence[str]) -> About:
-    """What was measured, on what."""
+    """Return the header: settings, versions and hardware."""
     import torch
     import transformers
 
@@ -60,17 +60,18 @@ def about(args: EngineArgs, config: EngineConfig, plan: Mapping[str, object], no
 
 
 def device_mark(config: EngineConfig) -> str | None:
-    """Part of a file's name: CPU is not mentioned."""
+    """Return the device's part of the file name; none on CPU."""
     return "cuda" if config.device == "cuda" else None
 
 
 def target_label(plan: Mapping[str, object]) -> str:
+    """Describe the target: unchanged, or scaled to the cost of a larger model."""
     cost = plan.get("target_cost")
     return f"cost-scaled (same function as the bundled target, cost of a {cost} model)" if cost else "as it is"
 
 
 def hardware(config: EngineConfig) -> str:
-    """What the engine runs on."""
+    """Describe the hardware that the engine runs on."""
     if config.device == "cpu":
         return f"{os.cpu_count()} CPU cores, {platform.machine()}, one thread per process"
     import torch
@@ -81,9 +82,9 @@ def hardware(config: EngineConfig) -> str:
 
 
 def write_json(stem: Path, head: About, tables: Mapping[str, Sequence[Mapping[str, object]]]) -> None:
-    """STEM.json: {"about": {...}, table: [row, ...]}, a line per row so that two runs can be compared by eye.
+    """Write STEM.json: {"about": {...}, table: [row, ...]}, one row per line so that two runs are easy to compare.
 
-    A run that broke off before its first row leaves nothing.
+    Without any row, the file is removed.
     """
     if not any(tables.values()):
         stem.with_suffix(".json").unlink()
@@ -96,11 +97,12 @@ def write_json(stem: Path, head: About, tables: Mapping[str, Sequence[Mapping[st
 
 
 def write_text(stem: Path, text: str) -> None:
+    """Write STEM.md."""
     stem.with_suffix(".md").write_text(text)
 
 
 def draw(say: Say, stem: Path, plot: str, *args: object) -> None:
-    """Calls a function of `cluster.bench.plots`, which needs matplotlib; says so where there is none."""
+    """Call a function of `cluster.bench.plots`, or print a hint if matplotlib is not installed."""
     try:
         plots = importlib.import_module("cluster.bench.plots")
     except ModuleNotFoundError as error:
@@ -113,7 +115,7 @@ def draw(say: Say, stem: Path, plot: str, *args: object) -> None:
 
 
 def heading(title: str, about: About, hidden: Iterable[str] = ()) -> str:
-    """Title, settings and notes as Markdown. A setting of None was not given."""
+    """Return title, settings and notes in Markdown; settings of None are left out."""
     shown = {name: value for name, value in about.items() if name not in (*hidden, "notes") and value is not None}
     lines = [f"- {name}: {value}" for name, value in shown.items()]
     notes = about.get("notes")
@@ -122,10 +124,11 @@ def heading(title: str, about: About, hidden: Iterable[str] = ()) -> str:
 
 
 def markdown(header: Sequence[str], lines: Iterable[Iterable[object]]) -> str:
+    """Return a Markdown table."""
     rows = [header, ["---"] * len(header), *lines]
     return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in rows)
 
 
 def rounded(value: float) -> float:
-    """Four digits: more is noise, and lines get long."""
+    """Round to four significant digits; more is noise."""
     return float(f"{value:.4g}")

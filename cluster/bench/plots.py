@@ -1,4 +1,4 @@
-"""The figures of all benchmarks. The only module that needs matplotlib."""
+"""The figures of all benchmarks. Only this module needs matplotlib."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MARKERS = {"static": "x", "off": "o", "thresholds": ".", "auto": "*"}
 
 
 def acceptance(rows: Sequence[AcceptanceRow], stem: Path) -> None:
-    """Writes STEM-length.png and, if anything was pruned, STEM-pruning.png."""
+    """Write STEM-length.png and, if any row was pruned, STEM-pruning.png."""
     table = AcceptanceResults(rows)
     _lengths(table).savefig(stem.with_name(f"{stem.name}-length.png"), dpi=120)
     if any(row.prune != "off" for row in rows):
@@ -31,7 +31,7 @@ def acceptance(rows: Sequence[AcceptanceRow], stem: Path) -> None:
 
 
 def _lengths(table: AcceptanceResults) -> Figure:
-    """Acceptance length over temperature, a panel per budget."""
+    """Plot acceptance length over temperature, one panel per budget."""
     figure = Figure(figsize=(4 * len(table.nodes), 4.2), layout="constrained")
     panels = figure.subplots(1, len(table.nodes), sharey=True, squeeze=False)[0]
     for num_nodes, axes in zip(table.nodes, panels, strict=True):
@@ -54,7 +54,7 @@ def _lengths(table: AcceptanceResults) -> Figure:
 
 
 def _pruning(table: AcceptanceResults) -> Figure:
-    """Nodes verified per token against acceptance length, a panel per temperature; static trees for comparison."""
+    """Plot acceptance length over verified nodes per token, one panel per temperature, with static trees."""
     pruned = [row for row in table.rows if row.prune != "off"]
     temperatures = sorted({row.temperature for row in pruned})
     cases = {(row.acceptance, row.num_speculative_tokens) for row in pruned}
@@ -85,8 +85,7 @@ def _pruning(table: AcceptanceResults) -> Figure:
 
 
 def speed(rows: Sequence[SpeedRow], stem: Path) -> None:
-    """Writes STEM.png: times no speculation per token, and tokens per second, over the batch; a column per
-    temperature."""
+    """Write STEM.png: speedup per token and throughput over the batch size, one column per temperature."""
     temperatures = sorted({row.temperature for row in rows})
     figure = Figure(figsize=(5 * len(temperatures), 8), layout="constrained")
     panels = figure.subplots(2, len(temperatures), squeeze=False)
@@ -114,7 +113,7 @@ STEP_PARTS = ("draft", "transfer", "pack", "forward", "accept", "commit", "betwe
 
 
 def step(forwards: Sequence[VerifyRow], steps: Sequence[StepRow], stem: Path) -> None:
-    """Writes STEM.png: where the time of a step goes, and the target's forward over rows and over context."""
+    """Write STEM.png: the parts of a step, and the target's forward over rows and over context."""
     figure = Figure(figsize=(16, 4.5), layout="constrained")
     bars, by_rows, by_context = figure.subplots(1, 3)
     labels = [f"{row.batch} x {row.nodes}" for row in steps]
@@ -138,7 +137,7 @@ def step(forwards: Sequence[VerifyRow], steps: Sequence[StepRow], stem: Path) ->
 
 
 def load(rows: Sequence[LoadRow], stem: Path) -> None:
-    """Writes STEM.png: what a request waits for its first token and for each further one, by load."""
+    """Write STEM.png: TTFT, TPOT and E2E by load."""
     figure = Figure(figsize=(12, 4.2), layout="constrained")
     panels: Mapping[str, Axes] = dict(zip(("ttft", "tpot", "e2e"), figure.subplots(1, 3), strict=True))
     for name, axes in panels.items():

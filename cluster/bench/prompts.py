@@ -1,4 +1,4 @@
-"""Prompts as the engine takes them."""
+"""Benchmark prompts as token ids."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from secateur.prompts import BenchPrompt
 
 
 def encode_prompts(tokenizer: Tokenizer, prompts: Sequence[BenchPrompt]) -> list[list[int]]:
-    """Token ids; conversations through the chat template. Raises ConfigError for what the tokenizer refuses."""
+    """Tokenize prompts; conversations use the chat template. Raises ConfigError for invalid prompts."""
     try:
         return [
             tokenizer.encode_chat(prompt.messages) if prompt.messages else tokenizer.encode(prompt.text or "")

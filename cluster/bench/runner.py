@@ -1,4 +1,4 @@
-"""A running engine for synchronous callers: lists of requests in, answers and the engine's counts out."""
+"""Runs an engine synchronously: a list of jobs in, their answers and the engine's statistics out."""
 
 from __future__ import annotations
 
@@ -28,37 +28,37 @@ class GenerationJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratedAnswer:
-    """One request's outcome."""
+    """The result of one job."""
 
     tokens: list[int]
     finish_reason: str
     stats: RequestStats
     num_steps: int
-    """Decoding steps that gave it tokens; the prompt's, which gives the first, is not among them."""
+    """Decoding steps that produced tokens, without the prompt's step, which produces the first."""
     logprobs: list[TokenLogprobs]
     """One per token, if the job asked for them."""
     first_seconds: float
-    """From asking to the first token."""
+    """Seconds from submission to the first token."""
     seconds: float
-    """From asking to the last."""
+    """Seconds from submission to the last token."""
 
 
 class StatsSnapshot(NamedTuple):
-    """What the engine had counted when it was heard."""
+    """The engine's statistics at one time."""
 
     at: float
     stats: EngineStats
 
 
 class Runner:
-    """An engine as plain processes; a context manager."""
+    """An engine in processes of this machine; a context manager."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._loop = asyncio.new_event_loop()
         self._engine = LocalEngine(config)
         self.config = config
-        self.frames: list[StatsSnapshot] = []
-        """Of the latest `run`: one before the first step, then one after each."""
+        self.snapshots: list[StatsSnapshot] = []
+        """Statistics of the latest `run`: one entry before the first step, then one after each step."""
 
     def __enter__(self) -> Runner:
         self._loop.run_until_complete(self._engine.__aenter__())
@@ -70,18 +70,19 @@ class Runner:
 
     @property
     def stats(self) -> EngineStats:
+        """The engine's latest statistics."""
         return self._engine.client.stats
 
     def run(self, jobs: Sequence[GenerationJob], concurrency: int = 1) -> list[GeneratedAnswer]:
-        """Answers in the order of the jobs, `concurrency` at a time. Raises EngineDead if one ends in an error."""
-        self.frames = [StatsSnapshot(time.perf_counter(), self.stats)]
+        """Run `concurrency` jobs at a time and return the answers in order. Raises EngineDead if one fails."""
+        self.snapshots = [StatsSnapshot(time.perf_counter(), self.stats)]
         return self._loop.run_until_complete(self._run(jobs, concurrency))
 
     async def _run(self, jobs: Sequence[GenerationJob], concurrency: int) -> list[GeneratedAnswer]:
-        seats = asyncio.Semaphore(concurrency)
+        slots = asyncio.Semaphore(concurrency)
 
         async def one(job: GenerationJob) -> GeneratedAnswer:
-            async with seats:
+            async with slots:
                 submit = Submit(
                     id=self._engine.client.new_id(),
                     prompt=job.prompt,
@@ -96,8 +97,8 @@ class Runner:
                     now = time.perf_counter()
                     first = first or now - began
                     chunks.append(chunk)
-                    if self.stats is not self.frames[-1].stats:  # every step replaces them
-                        self.frames.append(StatsSnapshot(now, self.stats))
+                    if self.stats is not self.snapshots[-1].stats:  # every step replaces the object
+                        self.snapshots.append(StatsSnapshot(now, self.stats))
                 last = chunks[-1]
                 if last.finish_reason is None or last.stats is None:
                     raise EngineDead(f"a request was not answered: {last.error}")

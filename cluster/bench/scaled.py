@@ -1,15 +1,15 @@
-"""A target of any cost that computes the bundled target's function: what speculation is worth on a larger model.
+"""A larger target that computes the same function as the bundled one, to measure speculation at a larger model's cost.
 
     write_target(base, folder, size, dtype)          a Llama checkpoint, zero-padded from `base`
     write_head(head, base, folder, size, dtype)      the EAGLE-3 head that reads it
     scaled_pair(target, head, size, cache, dtype)    both, or those an earlier run left in `cache`
 
-Logits, features and so drafts and acceptance are the bundled pair's; time and memory are those of a trained model of
-`size`. Wherever a weight is only ever multiplied by zero, or its result is, it is random: nothing can skip the work.
+Logits and features, and so drafts and acceptance, are those of the bundled pair. Time and memory are those of a trained
+model of `size`. Weights that have no effect on the result are random, so that no kernel can skip the work.
 
-    width   The residual stream is [x, 0]. Nothing writes to the added part: rows D.. of o_proj and down_proj are zero.
+    width   The residual stream is [x, 0]. Rows D.. of o_proj and down_proj are zero, so the added part stays zero.
     norm    mean(x'^2) = D/D' mean(x^2), so with eps' = eps D/D' the root is sqrt(D/D') of the old one: weight' =
-            weight sqrt(D/D') makes up for it exactly.
+            weight sqrt(D/D') compensates exactly.
     heads   A pair of rotary dimensions (i, i + d/2) moves to (s i, s i + d'/2) with s = d'/d, where d' wide heads have
             its frequency, theta^(-2 s i / d') = theta^(-2 i / d). The other query dimensions are zero; queries grow by
             sqrt(d'/d) because scores are divided by sqrt(d'). o_proj ignores added heads and dimensions.
@@ -54,7 +54,7 @@ class ScaledPair(NamedTuple):
 
 
 def scaled_pair(target: Path, head: Path, size: TargetSize, cache: Path, dtype: torch.dtype) -> ScaledPair:
-    """The wide target and its head under `cache`, written unless they are there. Raises ValueError."""
+    """Return the wide target and its head under `cache`; write them if they are missing. Raises ValueError."""
     name = f"{size}-{str(dtype).removeprefix('torch.')}-{_digest(target, head)}"
     pair = ScaledPair(cache / f"target-{name}", cache / f"eagle3-{name}")
     _write_once(pair.target, lambda folder: write_target(target, folder, size, dtype))
@@ -63,7 +63,7 @@ def scaled_pair(target: Path, head: Path, size: TargetSize, cache: Path, dtype: 
 
 
 def _digest(*bases: Path) -> str:
-    """Of what is widened, by its files' sizes and times, and of how: a cache must not serve what it no longer is."""
+    """Return a digest of the base files' sizes and times and of this module, so that a stale cache is not used."""
     digest = hashlib.sha256(Path(__file__).read_bytes())
     for path in sorted(path.resolve() for base in bases for path in base.iterdir()):
         status = path.stat()
@@ -72,7 +72,7 @@ def _digest(*bases: Path) -> str:
 
 
 def _write_once(folder: Path, write: Callable[[Path], None]) -> None:
-    """A folder exists only when it is complete."""
+    """Write a folder under another name and rename it, so that it exists only when complete."""
     if folder.exists():
         return
     unfinished = folder.with_name(folder.name + ".unfinished")
@@ -83,9 +83,9 @@ def _write_once(folder: Path, write: Callable[[Path], None]) -> None:
 
 
 def write_target(base: Path, folder: Path, size: TargetSize, dtype: torch.dtype) -> None:
-    """The checkpoint `base`, as wide and deep as `size`: a shard per layer, so that one layer is held in memory.
+    """Write the checkpoint `base`, as wide and deep as `size`, with one shard per layer to save memory.
 
-    Raises ValueError for a base that is no plain Llama, or does not fit into `size`.
+    Raises ValueError if the base is not a plain Llama, or is larger than `size`.
     """
     spec = read_spec(base)
     _check(base, spec, size)
@@ -93,7 +93,7 @@ def write_target(base: Path, folder: Path, size: TargetSize, dtype: torch.dtype)
         if (base / file).exists():
             shutil.copy(base / file, folder)
     widening = _Widening(Weights(base, torch.float32), spec, size, dtype)
-    old = {new: index for index, new in enumerate(_places(spec.num_layers, size.num_layers))}
+    old = {new: index for index, new in enumerate(_layer_positions(spec.num_layers, size.num_layers))}
     files: dict[str, str] = {}
     for index in range(size.num_layers + 1):
         tensors = widening.layer(index, old.get(index)) if index < size.num_layers else widening.ends()
@@ -116,9 +116,9 @@ def write_target(base: Path, folder: Path, size: TargetSize, dtype: torch.dtype)
 
 
 def write_head(head: Path, base: Path, folder: Path, size: TargetSize, dtype: torch.dtype) -> None:
-    """An EAGLE-3 head of `base`, itself as large as before, that reads the wide target's features. Raises ValueError.
+    """Write an EAGLE-3 head of unchanged size that reads the wide target's features. Raises ValueError.
 
-    The embedding and vocabulary head that it shared with the target become its own.
+    It gets its own copy of the embedding and vocabulary head that it shared with the base.
     """
     target = read_spec(base)
     spec = read_eagle3_spec(head, target)
@@ -137,17 +137,17 @@ def write_head(head: Path, base: Path, folder: Path, size: TargetSize, dtype: to
     tensors["fc.weight"] = fc
     cast = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
     save_file({name: tensor.contiguous() for name, tensor in cast.items()}, folder / "model.safetensors")
-    places = [*_places(target.num_layers, size.num_layers), size.num_layers]
+    positions = [*_layer_positions(target.num_layers, size.num_layers), size.num_layers]
     config = read_json(head / "config.json") | {
         "target_hidden_size": size.hidden_size,
-        "eagle_aux_hidden_state_layer_ids": [places[tap] for tap in spec.tap_layers],
+        "eagle_aux_hidden_state_layer_ids": [positions[tap] for tap in spec.tap_layers],
     }
     config.pop("eagle_config", None)  # may name layers too, counted otherwise
     (folder / "config.json").write_text(json.dumps(config, indent=1))
 
 
-def _places(num_old: int, num_new: int) -> list[int]:
-    """Where the old layers stand among the new ones."""
+def _layer_positions(num_old: int, num_new: int) -> list[int]:
+    """Return the positions of the old layers among the new ones."""
     return [index * num_new // num_old for index in range(num_old)]
 
 
@@ -173,8 +173,10 @@ def _check(base: Path, spec: ModelSpec, size: TargetSize) -> None:
 
 
 def _noise(dtype: torch.dtype) -> Noise:
-    """Random matrices from one block of numbers, drawn once: drawing every weight of a large model takes minutes. Of 16
-    bits, like published weights."""
+    """Return a source of random matrices that repeats one block of numbers.
+
+    Drawing every weight of a large model takes minutes. The numbers have 16 bits, as published weights have.
+    """
     block = torch.randn(_NOISE_VALUES, generator=torch.Generator().manual_seed(0)).mul_(0.02).bfloat16().to(dtype)
 
     def noise(num_rows: int, num_columns: int) -> Tensor:
@@ -185,7 +187,7 @@ def _noise(dtype: torch.dtype) -> Noise:
 
 
 class _Widening:
-    """The base's tensors, padded."""
+    """Pads the base's tensors."""
 
     def __init__(self, weights: Weights, spec: ModelSpec, size: TargetSize, dtype: torch.dtype) -> None:
         self._weights, self._spec, self._size, self._dtype = weights, spec, size, dtype
@@ -197,12 +199,12 @@ class _Widening:
         self._kv_rows = self._rows(torch.arange(spec.num_kv_heads))
 
     def _rows(self, head_H: Tensor) -> Tensor:
-        """Rows of a wide projection that hold the dimensions of old heads, given their places."""
+        """Return the rows of a wide projection that hold the old heads' dimensions, given the heads' positions."""
         stride = self._size.head_dim // self._spec.head_dim
         return (head_H[:, None] * self._size.head_dim + stride * torch.arange(self._spec.head_dim)).flatten()
 
     def ends(self) -> dict[str, Tensor]:
-        """Embedding, final norm, vocabulary head."""
+        """Return the embedding, the final norm and the vocabulary head."""
         embedding_VD = self._weights.get("model.embed_tokens.weight")
         is_tied = self._spec.tie_embeddings
         head_VD = embedding_VD if is_tied else self._weights.get("lm_head.weight")
@@ -214,7 +216,7 @@ class _Widening:
         }
 
     def layer(self, index: int, old: int | None) -> dict[str, Tensor]:
-        """Layer `index`, which is the base's layer `old` or does nothing."""
+        """Return layer `index`: the base's layer `old`, or an identity layer if `old` is None."""
         tensors = self._idle_layer() if old is None else self._old_layer(f"model.layers.{old}.")
         return {f"model.layers.{index}.{name}": tensor for name, tensor in tensors.items()}
 
@@ -259,20 +261,20 @@ class _Widening:
         }
 
     def _norm(self, name: str) -> Tensor:
-        """Weights for the same result from a mean over more values; the added ones meet zeros."""
+        """Rescale norm weights for a mean over more values; the added weights multiply zeros."""
         wide = torch.ones(self._size.hidden_size)
         old_D = self._weights.get(name)
         wide[: len(old_D)] = old_D * (len(old_D) / len(wide)) ** 0.5
         return wide.to(self._dtype)
 
     def _reader(self, old_OD: Tensor, num_rows: int, rows_O: Tensor) -> Tensor:
-        """[num_rows, D']: reads the residual stream; the old outputs are at `rows_O`."""
+        """Return [num_rows, D'] weights that read the residual stream; the old outputs are at `rows_O`."""
         wide = self._noise(num_rows, self._size.hidden_size)
         wide[rows_O, : old_OD.shape[1]] = old_OD.to(self._dtype)
         return wide
 
     def _writer(self, old_DI: Tensor, num_columns: int, columns_I: Tensor) -> Tensor:
-        """[D', num_columns]: adds to the old part of the residual stream from the old inputs alone, at `columns_I`."""
+        """Return [D', num_columns] weights that write the old part of the stream from the inputs at `columns_I`."""
         wide = torch.zeros(self._size.hidden_size, num_columns, dtype=self._dtype)
         wide[: len(old_DI), columns_I] = old_DI.to(self._dtype)
         return wide

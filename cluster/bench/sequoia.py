@@ -1,8 +1,8 @@
-"""Static trees of a given size that accept the most, by Sequoia's dynamic program (Chen et al. 2024, section 4.1).
+"""Sequoia's dynamic program for the best static tree of a given size (Chen et al. 2024, section 4.1).
 
-`accept_DK[d][k]` is the chance that the child of rank k of a node at depth d is accepted if that node was. With
-F(d, n, k) the most that n nodes below a node of depth d can be expected to add as its children of rank k and beyond,
-and as their descendants,
+`accept_DK[d][k]` is the probability that the child of rank k of a node at depth d is accepted if that node was. Let
+F(d, n, k) be the most accepted tokens that n nodes can be expected to add as children of rank >= k of a node at depth
+d, and as their descendants. Then
 
     F(d, n, k) = max over 1 <= y <= n of  accept[d][k] * (1 + F(d + 1, y - 1, 0)) + F(d, n - y, k + 1)
 
@@ -23,14 +23,14 @@ AcceptanceRates = Sequence[Sequence[float]]
 
 
 def best_tree(num_nodes: int, accept_DK: AcceptanceRates) -> tuple[NodePath, ...]:
-    """The tree of exactly `num_nodes` nodes of largest expected acceptance, as breadth-first paths of child ranks.
+    """Return the tree of `num_nodes` nodes with the most expected acceptances, as breadth-first paths of child ranks.
 
-    Raises ValueError if the table has no room for so many nodes.
+    Raises ValueError if the table has too few depths and ranks for it.
     """
 
     @cache
     def best(depth: int, num: int, rank: int) -> tuple[float, int]:
-        """F, and the y that attains it."""
+        """Return F and the y that attains it."""
         if num == 0:
             return 0.0, 0
         if depth == len(accept_DK) or rank == len(accept_DK[depth]):
@@ -38,7 +38,7 @@ def best_tree(num_nodes: int, accept_DK: AcceptanceRates) -> tuple[NodePath, ...
         most = (-math.inf, 0)
         for y in range(1, num + 1):
             below, beside = best(depth + 1, y - 1, 0)[0], best(depth, num - y, rank + 1)[0]
-            if below >= 0:  # otherwise there is no room below, whatever the chance of getting there
+            if below >= 0:  # -inf: no tree of this size fits below
                 most = max(most, (accept_DK[depth][rank] * (1 + below) + beside, y))
         return most
 
@@ -55,20 +55,20 @@ def best_tree(num_nodes: int, accept_DK: AcceptanceRates) -> tuple[NodePath, ...
 
 
 def expected_accepted(paths: Sequence[NodePath], accept_DK: AcceptanceRates) -> float:
-    """Draft tokens a tree is expected to have accepted: the sum over its nodes of the chance of their path."""
+    """Return the expected accepted draft tokens of a tree: the sum of its nodes' path probabilities."""
     return sum(math.prod(accept_DK[depth][rank] for depth, rank in enumerate(path)) for path in paths)
 
 
 def acceptance_table(chain_D: Sequence[float], star: dict[int, float], max_children: int) -> list[list[float]]:
-    """accept_DK from two measurements.
+    """Return accept_DK from two measurements.
 
-    chain_D: chance of the first child at a reached node of each depth. star[k]: chance that one of the first k children
-    of a root is accepted, for some numbers k from 1 to `max_children`. A later rank is taken to catch the same share of
-    what the first missed at every depth; between two measured numbers ranks share alike.
+    chain_D: acceptance of the first child by depth. star[k]: the rate at which one of a root's first k children is
+    accepted, for some k from 1 to `max_children`. Every later rank is assumed to catch the same share of what the first
+    child misses at every depth. Ranks between two measured k share equally.
     """
     share_K = [0.0] * max_children
     for low, high in pairwise(sorted(star)):
-        # Never quite 0: what was not seen in a short run is still the better use of a node than nothing.
+        # Never 0: a child that a short run never accepted is still better than an unused node.
         share = max(star[high] - star[low], 1e-4) / max(1 - star[1], 1e-4)
         share_K[low:high] = [share / (high - low)] * (high - low)
     return [[first] + [(1 - first) * share for share in share_K[1:]] for first in chain_D]

@@ -1,8 +1,8 @@
-"""`secateur bench serve`: a service under load, as its clients see it. Figures are named and defined as vLLM's.
+"""`secateur bench serve`: a service under load, as its clients see it. Metrics are defined as in vLLM.
 
-TTFT: from sending a request to its first token. TPOT: time per output token after the first. ITL: time between two
-chunks of a stream, of which speculation makes fewer with more tokens each. E2E: to the last token. Goodput: requests
-per second that kept the asked limits.
+TTFT is the time from sending a request to its first token, TPOT the time per output token after the first, and E2E the
+time to the last token. ITL is the time between two chunks of a stream; with speculation a chunk holds more tokens.
+Goodput is the number of requests per second within the given latency limits.
 """
 
 from __future__ import annotations
@@ -34,23 +34,24 @@ PERCENTILES = (50, 90, 99)
 WARM_REQUESTS = 2
 SPECULATION, PLAIN = "speculation", "no speculation"
 SERVED = "as served"
-"""By a service that was running: whether it speculates is not known."""
+"""The mode of a service that was already running; whether it speculates is unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestResult:
-    """One request. Seconds count from when it was sent."""
+    """One request. Seconds count from sending it."""
 
     num_prompt: int = 0
     num_tokens: int = 0
     first_seconds: float = 0.0
     seconds: float = 0.0
     gaps: list[float] = field(default_factory=list)
-    """Between two chunks."""
+    """Seconds between chunks."""
     error: str | None = None
 
     @property
     def seconds_per_token(self) -> float:
+        """TPOT of this request."""
         return (self.seconds - self.first_seconds) / max(1, self.num_tokens - 1)
 
 
@@ -86,8 +87,11 @@ def run(
     model: str | None = None,
     cache: Path | None = None,
 ) -> str:
-    """Measures and writes DATE-serve.json, .md and .png; returns the Markdown. `args`: the service to start, unless
-    `base_url` is one that runs. What was measured is kept if it breaks off. Raises ConfigError, EngineDead."""
+    """Measure, write DATE-serve.json, .md and .png, and return the Markdown.
+
+    Measures the service at `base_url`, or else starts one from `args`. If the run is interrupted, the JSON keeps the
+    rows so far. Raises ConfigError and EngineDead.
+    """
     head = _about(args, plan, base_url, model or _served_names(base_url, api_key))
     stem = stem_of(output, "serve", plan.target_cost)
     rows: list[LoadRow] = []
@@ -106,7 +110,7 @@ def run(
 
 
 def _about(args: EngineArgs | None, plan: ServePlan, base_url: str | None, model: str) -> About:
-    """Of a service that was running only what it told, and what was asked."""
+    """Return the header. Of a service that was already running only its model names are known."""
     machine, settings = f"{os.cpu_count()} CPU cores, {platform.machine()}", plan.model_dump()
     about: dict[str, object] = {"date": datetime.date.today().isoformat()}
     if args is None:
@@ -136,7 +140,7 @@ def _about(args: EngineArgs | None, plan: ServePlan, base_url: str | None, model
 
 
 def _served_names(base_url: str | None, api_key: str | None) -> str:
-    """What a running service has. Raises SecateurError if it does not answer."""
+    """Return the model names of a running service. Raises SecateurError if it does not answer."""
     if base_url is None:
         return ""
     with Client(base_url, api_key=api_key) as client, suppress(NotFoundError):
@@ -146,7 +150,7 @@ def _served_names(base_url: str | None, api_key: str | None) -> str:
 
 
 def _modes(args: EngineArgs | None, plan: ServePlan) -> tuple[str, ...]:
-    """As the service is set up, and for comparison with every request opting out."""
+    """Return the modes to measure: as configured and, for comparison, without speculation."""
     if args is not None and args.speculative_config is None:
         return (PLAIN,)
     own = SERVED if args is None else SPECULATION
@@ -161,13 +165,13 @@ def _service(
         yield base_url
         return
     assert args is not None
-    # What runs models is needed for this alone: a service that runs is measured with the client's packages.
+    # Imported here because measuring a running service needs only the client's packages.
     from cluster.bench.setup import scaled
     from cluster.local_service import local_service
 
     with scaled(args, plan.size, cache, say) as sized:
         say("starting the service")
-        # Its name for clients is the model's that was asked for, not that of a folder of scaled weights.
+        # Serve under the requested model's name, not that of a folder of scaled weights.
         with local_service(sized.model_copy(update={"served_model_name": args.model_id})) as url:
             yield url
 
@@ -176,7 +180,7 @@ def _service(
 
 
 class _Client(NamedTuple):
-    """Where requests go, and the settings that all of them share."""
+    """The service's address and the parameters that all requests share."""
 
     url: str
     api_key: str | None
@@ -186,7 +190,9 @@ class _Client(NamedTuple):
 def _measure(
     client: _Client, plan: ServePlan, prompts: Sequence[BenchPrompt], modes: Sequence[str], say: Say
 ) -> Iterator[LoadRow]:
-    asyncio.run(_closed(client._replace(settings=client.settings | {"cache_salt": "warm"}), prompts[:WARM_REQUESTS], 1))
+    asyncio.run(
+        _closed_loop(client._replace(settings=client.settings | {"cache_salt": "warm"}), prompts[:WARM_REQUESTS], 1)
+    )
     chosen = [prompts[i % len(prompts)] for i in range(plan.num_requests)]
     for load in plan.request_rates or plan.concurrency:
         for mode in modes:
@@ -197,28 +203,28 @@ def _measure(
             asked = client._replace(settings=settings)
             began = time.perf_counter()
             if plan.request_rates:
-                outcomes = asyncio.run(_open(asked, chosen, load, plan.seed))
+                results = asyncio.run(_open_loop(asked, chosen, load, plan.seed))
             else:
-                outcomes = asyncio.run(_closed(asked, chosen, int(load)))
-            row = row_of(mode, name, outcomes, time.perf_counter() - began, plan)
+                results = asyncio.run(_closed_loop(asked, chosen, int(load)))
+            row = row_of(mode, name, results, time.perf_counter() - began, plan)
             say(f"{name}, {mode}: {row.tokens_per_second:.0f} tokens/s, TPOT {row.tpot_ms['p50']:.1f} ms")
             yield row
 
 
-async def _closed(client: _Client, prompts: Sequence[BenchPrompt], concurrency: int) -> list[RequestResult]:
-    """So many clients, each of whom asks again as soon as it is answered."""
-    seats = asyncio.Semaphore(concurrency)
+async def _closed_loop(client: _Client, prompts: Sequence[BenchPrompt], concurrency: int) -> list[RequestResult]:
+    """Run a closed loop: `concurrency` clients, each with one request at a time."""
+    slots = asyncio.Semaphore(concurrency)
 
     async def one(http: AsyncClient, index: int, prompt: BenchPrompt) -> RequestResult:
-        async with seats:
+        async with slots:
             return await _ask(http, client, index, prompt)
 
     async with AsyncClient(client.url, api_key=client.api_key, retries=0) as http:
         return await asyncio.gather(*(one(http, i, prompt) for i, prompt in enumerate(prompts)))
 
 
-async def _open(client: _Client, prompts: Sequence[BenchPrompt], rate: float, seed: int) -> list[RequestResult]:
-    """Requests arrive as a Poisson process, whether or not earlier ones are answered."""
+async def _open_loop(client: _Client, prompts: Sequence[BenchPrompt], rate: float, seed: int) -> list[RequestResult]:
+    """Run an open loop: requests arrive as a Poisson process, whether or not earlier ones are finished."""
     gaps = random.Random(seed)
     async with AsyncClient(client.url, api_key=client.api_key, retries=0) as http:
         under_way = []
@@ -262,27 +268,27 @@ async def _ask(http: AsyncClient, client: _Client, index: int, prompt: BenchProm
 # -- figures ---------------------------------------------------------------------------------------------------------
 
 
-def row_of(mode: str, load: str, outcomes: Sequence[RequestResult], seconds: float, plan: ServePlan) -> LoadRow:
-    """Figures of one load. Raises SecateurError if no request was answered."""
-    answered = [outcome for outcome in outcomes if outcome.error is None]
+def row_of(mode: str, load: str, results: Sequence[RequestResult], seconds: float, plan: ServePlan) -> LoadRow:
+    """Summarise one load. Raises SecateurError if no request succeeded."""
+    answered = [result for result in results if result.error is None]
     if not answered:
-        raise SecateurError(f"none of {len(outcomes)} requests was answered: {outcomes[0].error}")
-    output_tokens = sum(outcome.num_tokens for outcome in answered)
+        raise SecateurError(f"none of {len(results)} requests was answered: {results[0].error}")
+    output_tokens = sum(result.num_tokens for result in answered)
     return LoadRow(
         mode=mode,
         load=load,
         num_requests=len(answered),
-        num_failed=len(outcomes) - len(answered),
+        num_failed=len(results) - len(answered),
         seconds=round(seconds, 3),
         requests_per_second=round(len(answered) / seconds, 3),
         goodput=_goodput(answered, seconds, plan),
-        input_tokens=sum(outcome.num_prompt for outcome in answered),
+        input_tokens=sum(result.num_prompt for result in answered),
         output_tokens=output_tokens,
         tokens_per_second=round(output_tokens / seconds, 2),
-        ttft_ms=_spread([outcome.first_seconds for outcome in answered]),
-        tpot_ms=_spread([outcome.seconds_per_token for outcome in answered]),
-        itl_ms=_spread([gap for outcome in answered for gap in outcome.gaps]),
-        e2e_ms=_spread([outcome.seconds for outcome in answered]),
+        ttft_ms=_summary_ms([result.first_seconds for result in answered]),
+        tpot_ms=_summary_ms([result.seconds_per_token for result in answered]),
+        itl_ms=_summary_ms([gap for result in answered for gap in result.gaps]),
+        e2e_ms=_summary_ms([result.seconds for result in answered]),
     )
 
 
@@ -294,8 +300,8 @@ def _goodput(answered: Sequence[RequestResult], seconds: float, plan: ServePlan)
     return round(len(good) / seconds, 3)
 
 
-def _spread(seconds: Sequence[float]) -> dict[str, float]:
-    """Mean and percentiles in milliseconds; linear between two values, as numpy's."""
+def _summary_ms(seconds: Sequence[float]) -> dict[str, float]:
+    """Return mean and percentiles in milliseconds, interpolated linearly as in numpy."""
     if not seconds:
         return dict.fromkeys(("mean", *(f"p{p}" for p in PERCENTILES)), 0.0)
     ordered = sorted(seconds)

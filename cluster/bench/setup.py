@@ -1,4 +1,4 @@
-"""From what was asked for to the engines that are measured."""
+"""Engine configuration and prompts of a benchmark."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from workers.config import EngineConfig
 
 @contextmanager
 def scaled(args: EngineArgs, size: TargetSize | None, cache: Path | None, say: Say) -> Iterator[EngineArgs]:
-    """The arguments with target and head as costly as asked; their files live in `cache`, or as long as the context."""
+    """Replace target and head by scaled ones of `size`; without `cache`, their files are deleted after the context."""
     if size is None:
         yield args
         return
@@ -53,14 +53,14 @@ def _with_scaled(args: EngineArgs, size: TargetSize, folder: Path, say: Say) -> 
 
 
 class Workload(NamedTuple):
-    """An engine, and the prompts as it takes them."""
+    """An engine's configuration and the token ids of its prompts."""
 
     config: EngineConfig
     prompts: list[list[int]]
 
 
 def workload(args: EngineArgs, texts: Sequence[BenchPrompt], *, max_tokens: int, max_num_seqs: int) -> Workload:
-    """The engine no larger than the benchmark fills, and computing every prompt anew. Raises ConfigError."""
+    """Configure an engine no larger than the benchmark needs, without prefix caching. Raises ConfigError."""
     config = engine_config(args, num_gpus=visible_gpus())
     prompts = encode_prompts(load_tokenizer(args, config), texts)
     longest, limit = max(map(len, prompts)) + max_tokens, config.max_model_len
@@ -70,6 +70,6 @@ def workload(args: EngineArgs, texts: Sequence[BenchPrompt], *, max_tokens: int,
         )
     fetch_weights(args, config)
     config = replace(config, max_model_len=longest, max_num_seqs=max_num_seqs, enable_prefix_caching=False)
-    # Without a number, each of several engines on one GPU would take all of it.
+    # By default each engine takes all the memory of its GPU; a benchmark may run several on one.
     pages = 1 + max_num_seqs * config.pages_for(longest)
     return Workload(replace(config, num_pages=pages), prompts)

@@ -1,10 +1,10 @@
-"""`secateur bench latency` and `throughput`: one measurement, read in two ways.
+"""`secateur bench latency` and `throughput`: one measurement with two reports.
 
-All contestants stay up and take turns, so that whatever else the machine does hits them alike; every round asks the
-next prompts and goes the other way round. Medians over the rounds, of ratios too: each round gives one.
+All contestants stay loaded and take turns, so that other load on the machine affects them alike. Every round uses the
+next prompts and reverses the order of contestants. Results are medians over the rounds, also of the ratios.
 
-A contestant's ceiling is what its drafts would gain if nothing but the two models took time: tokens per step x V(1) /
-(V(N+1) + D), against our own engine without speculation. V are its and that engine's forwards, D is its drafting.
+A contestant's ceiling is its speedup over our engine without speculation if only the two models took time: tokens per
+step x V(1) / (V(N+1) + D), where V is the forward of the target and D is drafting.
 """
 
 from __future__ import annotations
@@ -45,12 +45,15 @@ from workers.types import SamplingParams
 
 CHAIN_ACCEPTANCE = (0.78, 0.77, 0.77, 0.77, 0.75, 0.75, 0.72, 0.7)
 STAR_ACCEPTANCE = {1: 0.78, 2: 0.89, 4: 0.95, 8: 0.98}
-"""Of the bundled pair at temperature 0, as `secateur bench acceptance` measures them: the static tree is Sequoia's for
-these. By depth that of the first child, and by number of children that of any of them."""
+"""Acceptance of the bundled pair at temperature 0, measured with `secateur bench acceptance`.
+
+The chain is the first child's by depth, the star that of any of the first k children. Sequoia's tree for these is the
+static contestant.
+"""
 
 WARM_TOKENS = 8
-SMALL: tuple[ContestantName, ...] = ("assisted", "draft_model")
-"""These need a small model of the target's family."""
+WITH_SMALL_MODEL: tuple[ContestantName, ...] = ("assisted", "draft_model")
+"""Contestants that draft with a small model of the target's family."""
 
 NOTES = (
     "all contestants answer the same prompts with the same number of tokens and take turns, each round the next "
@@ -79,8 +82,11 @@ def run(
     name: str,
     cache: Path | None = None,
 ) -> str:
-    """Measures and writes DATE-name.json, .md and .png; returns the Markdown. What was measured is kept if it breaks
-    off. Raises ConfigError before anything is started, EngineDead."""
+    """Measure, write DATE-name.json, .md and .png, and return the Markdown.
+
+    If the run is interrupted, the JSON keeps the rows so far. Raises ConfigError before anything is started, and
+    EngineDead.
+    """
     with scaled(args, plan.size, cache, say) as args_:
         config, tokens = workload(args_, prompts, max_tokens=plan.max_tokens, max_num_seqs=max(plan.batches))
         stem = stem_of(output, name, plan.target_cost, device_mark(config))
@@ -99,31 +105,31 @@ def run(
 
 
 def _assistant_folder(args: EngineArgs) -> Path | None:
-    """The small model of assisted generation and of our draft model; None if there is none for this target."""
+    """Return the small model for assisted generation and our draft model, or None if the target has none."""
     spec = args.speculative_config
     if spec is not None and spec.method == "draft_model" and spec.model is not None:
         return model_folder(spec.model)
     return model_folder("bundled:draft") if args.model == BUNDLED_TARGET else None
 
 
-# -- who takes part --------------------------------------------------------------------------------------------------
+# -- contestants ----------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def _contestants(config: EngineConfig, plan: SpeedPlan, small: Path | None, say: Say) -> Iterator[list[Contestant]]:
-    """All that were asked for, up and warm. On CPU this process computes with one thread, as the engines do."""
+    """Start all requested contestants. On CPU this process computes with one thread, as the engines do."""
     assert config.draft is not None
     threads = torch.get_num_threads()
-    asked = [name for name in plan.contestants if small is not None or name not in SMALL]
-    if len(asked) < len(plan.contestants):
-        say(f"{' and '.join(SMALL)} draft with a small model, and none belongs to this target: left out")
+    names = [name for name in plan.contestants if small is not None or name not in WITH_SMALL_MODEL]
+    if len(names) < len(plan.contestants):
+        say(f"{' and '.join(WITH_SMALL_MODEL)} draft with a small model, and none belongs to this target: left out")
     with ExitStack() as stack:
         if config.device == "cpu":
             torch.set_num_threads(1)
             stack.callback(torch.set_num_threads, threads)
         engines: dict[DraftConfig | None, Runner] = {}
         found: list[Contestant] = []
-        for name in asked:
+        for name in names:
             if name in PEERS:
                 continue
             drafter = drafter_of(name, config.draft, plan, small)
@@ -133,7 +139,7 @@ def _contestants(config: EngineConfig, plan: SpeedPlan, small: Path | None, say:
             found.append(
                 SecateurContestant(name=name, runner=engines[drafter], speculation=Speculation(auto=name == "auto"))
             )
-        if peers := [name for name in asked if name in PEERS]:
+        if peers := [name for name in names if name in PEERS]:
             say(f"loading {', '.join(peers)}")
             found += _peers(peers, config, plan, small)
             freeze_start_up()  # as our processes do
@@ -143,7 +149,7 @@ def _contestants(config: EngineConfig, plan: SpeedPlan, small: Path | None, say:
 def drafter_of(
     name: ContestantName, draft: DraftConfig, plan: SpeedPlan, small: Path | None = None
 ) -> DraftConfig | None:
-    """`dynamic` and `auto` have the same, so that one engine serves both: its requests ask for either."""
+    """Return a contestant's drafter. `dynamic` and `auto` share one, and differ in their request parameters."""
     match name:
         case "off":
             return None
@@ -173,14 +179,14 @@ def _tree(name: ContestantName, draft: DraftConfig, plan: SpeedPlan) -> TreeConf
 def _peers(
     names: Sequence[ContestantName], config: EngineConfig, plan: SpeedPlan, small: Path | None
 ) -> Iterator[TransformersContestant]:
-    """One copy of the target for all."""
+    """Make the transformers contestants, which share one copy of the target."""
     model = load_model(config.model_path, config.dtype, config.device)
     for name in names:
         alone = 1 if name in ALONE else None
         match name:
             case "generate":
                 yield TransformersContestant(name, model, max_batch=alone)
-            case "generate_2_threads" if config.device == "cpu":  # on a GPU it would be the same again
+            case "generate_2_threads" if config.device == "cpu":  # on a GPU it would equal `generate`
                 yield TransformersContestant(name, model, threads=2, max_batch=alone)
             case "assisted":
                 assert small is not None
@@ -212,7 +218,7 @@ def _measure(
 
 
 def _turns(prompts: Sequence[list[int]], size: int, plan: SpeedPlan, temperature: float) -> list[list[GenerationJob]]:
-    """What is asked in each round: the next prompts, so that turns can be short and still all kinds are asked."""
+    """Return the jobs of each round. Each takes the next prompts, so that short turns still cover all prompts."""
     endless = cycle(prompts)
     return [_jobs(list(islice(endless, size)), plan.max_tokens, temperature, plan.seed) for _ in range(plan.rounds)]
 
@@ -233,7 +239,7 @@ def _round(contestants: Sequence[Contestant], jobs: Sequence[GenerationJob], bat
 
 
 def row_of(name: str, temperature: float, batch: int, rounds: Sequence[dict[str, Turn]]) -> SpeedRow:
-    """A contestant's medians; `rounds` hold everybody's turns, "off" among them."""
+    """Return a contestant's medians; `rounds` hold the turns of all contestants, including "off"."""
     own, off = [turns[name] for turns in rounds], [turns["off"] for turns in rounds]
     pairs = list(zip(own, off, strict=True))
     ratio = statistics.median(_tpot(plain) / _tpot(turn) for turn, plain in pairs)

@@ -1,4 +1,4 @@
-"""Speed rows as Markdown. Only reports; nothing here fails on a number."""
+"""The Markdown report of `secateur bench latency` and `throughput`."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class SpeedRow:
     ttft_ms: float
     tpot_ms: float
     tpot_ratio: float
-    """Of no speculation's over its own: above 1 is faster."""
+    """TPOT without speculation over its own TPOT: above 1 is faster."""
     tokens_per_second: float
     throughput_ratio: float
     same_tokens: float
-    # Of our own engine's steps, see `StepBreakdown`; transformers' ways have none.
+    # Our own engine's steps, see `StepBreakdown`; None for transformers.
     tokens_per_step: float | None = None
     acceptance_length: float | None = None
     verified_per_step: float | None = None
@@ -38,13 +38,13 @@ class SpeedRow:
     step_ms: float | None = None
     outside_models: float | None = None
     step_gain: float | None = None
-    """Tokens per time of these steps over no speculation's."""
+    """Decoding speed over these steps, relative to no speculation."""
     ceiling: float | None = None
     ceiling_share: float | None = None
 
 
 def render(name: str, about: About, rows: Sequence[SpeedRow]) -> str:
-    """The whole report; `name` is latency or throughput, which only decides what comes first."""
+    """Return the whole report; `name`, latency or throughput, decides which section comes first."""
     sections = [_latency(rows), _throughput(rows)]
     if name == "throughput":
         sections.reverse()
@@ -63,7 +63,7 @@ def _latency(rows: Sequence[SpeedRow]) -> str:
 
 
 def _throughput(rows: Sequence[SpeedRow]) -> str:
-    """Tokens per second of all requests together, by number of requests."""
+    """Tabulate the throughput of all requests together, by batch size."""
     batches = sorted({row.batch for row in rows})
     lines: list[list[str]] = []
     for temperature, contestant in dict.fromkeys((row.temperature, row.contestant) for row in rows):

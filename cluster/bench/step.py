@@ -1,8 +1,8 @@
-"""`secateur bench step`: where the time of a decoding step goes, and what it costs by rows, requests and context.
+"""`secateur bench step`: the parts of a decoding step, and the cost of a forward by rows, requests and context.
 
-Two tables. `forwards`: the target's forward alone, in this process (V). `steps`: whole steps of a running engine, by
-the engine's own clock, without speculation (0 nodes) and with dynamic trees. On CUDA also what reading all weights
-once takes at the memory bandwidth measured here: no forward can be faster.
+There are two tables. `forwards` times the target's forward alone, in this process (V). `steps` reports whole steps of a
+running engine by its own clock, without speculation (0 nodes) and with dynamic trees. On CUDA there is also the time to
+read all weights once at the measured memory bandwidth, a lower bound of any forward.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _BANDWIDTH_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyRow:
-    """V: one forward of the target over `batch` requests with so many rows each, behind `context` tokens each."""
+    """V: one forward of the target over `batch` requests, each with `rows` rows and `context` cached tokens."""
 
     rows: int
     batch: int
@@ -63,7 +63,7 @@ class VerifyRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRow:
-    """Means over decoding steps, milliseconds; see `StepBreakdown`."""
+    """Mean milliseconds of decoding steps; see `StepBreakdown`."""
 
     batch: int
     nodes: int
@@ -83,14 +83,14 @@ class StepRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Streaming:
-    """The least time a forward can take on a GPU: all its weights read once."""
+    """The lower bound of a forward on a GPU: reading all weights once."""
 
     bandwidth_gbs: float
-    """Measured: a copy on the device, both directions counted."""
+    """Measured by a copy on the device; reads and writes both count."""
     weight_gb: float
     floor_ms: float
     share: float
-    """Of the floor in V(1 row, 1 request, the shortest context)."""
+    """The bound over V(1 row, 1 request, the shortest context)."""
 
 
 def run(
@@ -102,8 +102,11 @@ def run(
     *,
     cache: Path | None = None,
 ) -> str:
-    """Measures and writes DATE-step.json, .md and .png; returns the Markdown. What was measured is kept if it breaks
-    off. Raises ConfigError before anything is started, EngineDead."""
+    """Measure, write DATE-step.json, .md and .png, and return the Markdown.
+
+    If the run is interrupted, the JSON keeps the rows so far. Raises ConfigError before anything is started, and
+    EngineDead.
+    """
     with scaled(args, plan.size, cache, say) as args_:
         config, tokens = workload(args_, prompts, max_tokens=plan.max_tokens, max_num_seqs=max(plan.batches))
         stem = stem_of(output, "step", plan.target_cost, device_mark(config))
@@ -115,7 +118,7 @@ def run(
             forwards += _forwards(config, plan, say)
             if config.device == "cuda":
                 streaming.append(_streaming(config, forwards))
-                torch.cuda.empty_cache()  # the engines need the memory that this process has let go of
+                torch.cuda.empty_cache()  # the engines need the memory that this process caches
             for row in _steps(config, plan, tokens, say):
                 steps.append(row)
         finally:
@@ -128,7 +131,7 @@ def run(
 
 
 def _forwards(config: EngineConfig, plan: StepPlan, say: Say) -> list[VerifyRow]:
-    """All shapes take turns in every round."""
+    """Time all shapes in turn in every round."""
     limit = read_spec(config.model_path).max_scaled_positions
     shapes = [
         ForwardShape(rows=rows, batch=batch, context=context)
@@ -169,7 +172,7 @@ def _streaming(config: EngineConfig, forwards: Sequence[VerifyRow]) -> Streaming
 
 
 def measured_bandwidth_gbs(device: torch.device) -> float:
-    """What a copy within the device's memory reaches, best of some."""
+    """Return the best bandwidth of several copies within the device's memory."""
     source = torch.empty(_BANDWIDTH_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     best = float("inf")
@@ -188,7 +191,7 @@ def _wait(device: torch.device) -> None:
 
 
 def _steps(config: EngineConfig, plan: StepPlan, prompts: Sequence[list[int]], say: Say) -> Iterator[StepRow]:
-    """Cells take turns. Trees of all sizes are one engine's, whose requests ask for fewer nodes."""
+    """Measure all cells in turn. One engine serves all tree sizes: its requests set the number of nodes."""
     assert config.draft is not None
     most = max(plan.nodes)
     tree = replace(config.draft.tree, kind="dynamic", num_speculative_tokens=max(most, 1), prune=PruneConfig())
@@ -211,7 +214,7 @@ def _steps(config: EngineConfig, plan: StepPlan, prompts: Sequence[list[int]], s
                     for i in range(batch)
                 ]
                 runner.run(jobs, concurrency=batch)
-                if number and (costs := decoding_steps(runner.frames, batch)) is not None:  # the first warms up
+                if number and (costs := decoding_steps(runner.snapshots, batch)) is not None:  # the first warms up
                     found[batch, nodes].append(costs)
             say(f"round {number} of {plan.rounds}")
     for (batch, nodes), turns in found.items():
@@ -234,6 +237,7 @@ def _row(batch: int, nodes: int, costs: StepBreakdown) -> StepRow:
 
 
 def render(head: About, forwards: Sequence[VerifyRow], steps: Sequence[StepRow], streaming: Sequence[Streaming]) -> str:
+    """Return the whole report."""
     parts = [heading("Step", head, HIDDEN), _step_table(steps), _forward_tables(forwards)]
     parts += [
         f"## Streaming the weights\n\nThe device copies {found.bandwidth_gbs:.0f} GB/s; reading {found.weight_gb:.2f} "

@@ -1,6 +1,6 @@
-"""The target's forward alone, timed in this process: milliseconds by rows, requests and context length.
+"""Times the target's forward alone, in this process, by rows, requests and context length.
 
-Pages hold whatever memory held: time does not depend on it. Legend: B requests, N rows of each request.
+KV pages are not initialised, since time does not depend on their contents. Legend: B requests, N rows of each request.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from workers.types import Rule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardShape:
-    """One step: `batch` requests, each with a tree of `rows` rows (the root is one) behind `context` tokens."""
+    """One step: `batch` requests, each with a tree of `rows` rows (the root is one) after `context` tokens."""
 
     rows: int
     batch: int = 1
@@ -32,12 +32,13 @@ class ForwardShape:
 
 
 class TargetForward:
-    """A loaded target. `milliseconds(shape)` runs one step of it and tells what that took."""
+    """A loaded target."""
 
     def __init__(self, config: EngineConfig, run: Callable[..., object]) -> None:
         self._config, self._run = config, run
 
     def milliseconds(self, shape: ForwardShape) -> float:
+        """Run one step of this shape and return its time in milliseconds."""
         page_size = self._config.page_size
         num_pages = -(-(shape.context + shape.rows) // page_size)
         requests = []
@@ -47,13 +48,13 @@ class TargetForward:
             requests.append(Request(submit, Rule.COUPLED, None, 0, pages=pages))
         step = StepInputs(page_size, ()).target_step(chains([[0] * shape.rows] * shape.batch), requests)
         began = time.perf_counter()
-        self._run(step, 0)  # ends with the drawn tokens on the host, so nothing is still under way on a GPU
+        self._run(step, 0)  # returns with the sampled tokens on the host, so the GPU has finished
         return 1e3 * (time.perf_counter() - began)
 
 
 @contextmanager
 def loaded(config: EngineConfig, shapes: list[ForwardShape]) -> Iterator[TargetForward]:
-    """The target of `config` on one rank of this process, with pages for all of `shapes`, one at a time."""
+    """Load the target of `config` as one rank in this process, with enough pages for the largest of `shapes`."""
     tokens = [(shape.context + shape.rows + config.page_size, shape.batch) for shape in shapes]
     pages = max(batch * -(-length // config.page_size) for length, batch in tokens)
     alone = replace(

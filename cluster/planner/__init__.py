@@ -1,1 +1,1 @@
-"""`secateur plan`: where an engine would go, what its steps take and bring, how large trees should be, whole fleets."""
+"""`secateur plan`: placement and memory of an engine, its predicted speed and tree sizes, and a simulated fleet."""

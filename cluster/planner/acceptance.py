@@ -1,8 +1,8 @@
-"""How many draft tokens a tree of so many nodes is expected to have accepted.
+"""The expected number of accepted draft tokens as a function of tree size.
 
-From the chance p[d][k] of each child, the best tree is Sequoia's (see `cluster.bench.sequoia` for the rule). Here is
-only what it accepts, for all sizes at once: with F(d, k)[n] the most that up to n nodes can add as children of rank k
-and beyond of a node at depth d, and as their descendants,
+Given the acceptance probability p[d][k] of each child, the best tree is Sequoia's (see `cluster.bench.sequoia`). This
+module computes only how much it accepts, for all sizes at once. Let F(d, k)[n] be the most that up to n nodes can add
+as children of rank >= k of a node at depth d, and as their descendants. Then
 
     F(d, k)[n] = max(0, max over 1 <= y <= n of  p[d][k] * (1 + F(d + 1, 0)[y - 1]) + F(d, k + 1)[n - y])
 
@@ -22,14 +22,14 @@ from secateur.token_tree import MAX_NODES
 from workers.config import DraftConfig
 
 TYPICAL = AcceptanceTable(probabilities=(TYPICAL_CHILDREN,) * 8)
-"""What trees are dealt by before anything is known (`drafter.tree.policy`)."""
+"""Assumed where nothing was measured: the drafter's own prior."""
 
 AcceptanceCurve = np.ndarray
-"""[64] accepted draft tokens per step by nodes, 0 first; never falling."""
+"""[64] accepted draft tokens per step by number of nodes (0 to 63), non-decreasing."""
 
 
 def acceptance_curve(table: AcceptanceTable, draft: DraftConfig, temperature: float, context: float) -> AcceptanceCurve:
-    """What trees of the drafter's kind are expected to have accepted. Raises ConfigError if the table knows none."""
+    """Return the curve for the drafter's kind of tree. Raises ConfigError if the table has no matching entry."""
     if not table.probabilities:
         return _measured(table, draft, temperature, context)
     accept_DK = [ranks[: draft.tree.max_children] for ranks in table.probabilities[: draft.tree.max_depth]]
@@ -41,7 +41,7 @@ def acceptance_curve(table: AcceptanceTable, draft: DraftConfig, temperature: fl
 
 
 def best_lengths(accept_DK: Sequence[Sequence[float]]) -> AcceptanceCurve:
-    """Of the best tree of at most 0 .. 63 nodes."""
+    """Return the curve of the best trees of at most 0 to 63 nodes."""
     below = np.zeros(MAX_NODES + 1)  # F(d + 1, 0)
     for chances in reversed(accept_DK):
         beside = np.zeros(MAX_NODES + 1)  # F(d, k + 1)
@@ -55,7 +55,7 @@ def best_lengths(accept_DK: Sequence[Sequence[float]]) -> AcceptanceCurve:
 
 
 def _static(paths: Sequence[Sequence[int]], accept_DK: Sequence[Sequence[float]]) -> AcceptanceCurve:
-    """A static tree under smaller budgets is cut in its own order."""
+    """Return the curve of a static tree, which a smaller budget truncates in its own order."""
     chances = [_chance(path, accept_DK) for path in paths][:MAX_NODES]
     return np.cumsum([0.0, *chances, *[0.0] * (MAX_NODES - len(chances))])
 
@@ -67,14 +67,17 @@ def _chance(path: Sequence[int], accept_DK: Sequence[Sequence[float]]) -> float:
 
 
 def _measured(table: AcceptanceTable, draft: DraftConfig, temperature: float, context: float) -> AcceptanceCurve:
-    """Between measured sizes by the logarithm of 1 + nodes, in which trees gain about evenly; beyond the largest no
-    more than it. Between temperatures and contexts linear, outside them like the nearest."""
+    """Interpolate measured points.
+
+    Interpolation is linear in log(1 + nodes), in which trees gain about evenly, and in temperature and context.
+    Outside the measured range the nearest point counts.
+    """
     rule = rule_name(draft)
     points = [p for p in table.points if p.tree in (None, draft.tree.kind) and p.acceptance in (None, rule)]
     if not points:
         known = sorted({f"{p.tree or 'any'} trees under {p.acceptance or 'any rule'}" for p in table.points})
         asked = f"{draft.tree.kind} trees under {rule}"
-        raise ConfigError(Problem("--acceptance", f"knows nothing of {asked}, but of {', '.join(known)}"))
+        raise ConfigError(Problem("--acceptance", f"has no entry for {asked}, only for {', '.join(known)}"))
 
     def at_temperature(some: Sequence[AcceptancePoint]) -> AcceptanceCurve:
         return _between(some, lambda point: point.context or 0.0, context, _through)
@@ -88,7 +91,7 @@ def _between(
     at: float,
     read: Callable[[Sequence[AcceptancePoint]], AcceptanceCurve],
 ) -> AcceptanceCurve:
-    """The curves of the points that share a key, linear between two keys."""
+    """Interpolate linearly between the curves of the points that share a key."""
     keys = sorted(set(map(key, points)))
     curves = np.array([read([point for point in points if key(point) == one]) for one in keys])
     return np.array([np.interp(at, keys, curves[:, n]) for n in range(MAX_NODES + 1)])
@@ -104,7 +107,7 @@ def _through(points: Sequence[AcceptancePoint]) -> AcceptanceCurve:
 
 
 def rule_name(draft: DraftConfig) -> str:
-    """As `secateur bench acceptance` calls it."""
+    """Return the acceptance rule's name in `secateur bench acceptance`."""
     if draft.acceptance.kind == "rejection" and not draft.acceptance.draft_probs:
         return "none"
     return draft.acceptance.kind

@@ -1,4 +1,4 @@
-"""What a step takes by a cost table, in milliseconds (see `secateur.plan.CostTable` for the terms)."""
+"""Predicted step times in milliseconds from a cost table (see `secateur.plan.CostTable` for the terms)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from secateur.plan import CostTable, DraftCostTable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """Where a step's milliseconds go; one after the other, as in the engine."""
+    """The parts of a step's time; they follow one another, as in the engine."""
 
     verify_ms: float
     draft_ms: float
@@ -25,24 +25,25 @@ class StepTime:
 
     @property
     def ms(self) -> float:
+        """The whole step."""
         return self.verify_ms + self.draft_ms + self.transfer_ms + self.host_ms
 
 
 class PrefillChunk(NamedTuple):
-    """Part of a prompt."""
+    """Part of a prompt that one step computes."""
 
     rows: int
     cached: int
-    """Tokens of the prompt in the cache when it is computed."""
+    """Tokens of the prompt in the cache after the step."""
 
     @property
     def pairs(self) -> float:
-        """Rows x tokens they see: all but, on average, half of the chunk."""
+        """Row-token pairs of attention: on average a row sees all cached tokens but half of the chunk."""
         return self.rows * (self.cached - self.rows / 2)
 
 
 class CostModel:
-    """A cost table, read between its entries."""
+    """Interpolates a cost table."""
 
     def __init__(self, table: CostTable) -> None:
         self.table = table
@@ -50,10 +51,12 @@ class CostModel:
         self._sizes = np.log1p(table.draft.nodes).tolist() if table.draft else []
 
     def step(
-        self, requests: int, nodes: int, kv: float, chunks: Sequence[PrefillChunk] = (), *, feeds: bool = True
+        self, requests: int, nodes: int, kv: float, chunks: Sequence[PrefillChunk] = (), *, feeds_drafter: bool = True
     ) -> StepTime:
-        """Of one step that verifies a tree of `nodes` for each of `requests` with `kv` cached tokens together, and
-        computes `chunks` of prompts. feeds: whether a drafter, if there is one, reads those too."""
+        """Predict a step that verifies a tree of `nodes` for each of `requests` and computes `chunks` of prompts.
+
+        kv: cached tokens of all these requests together. feeds_drafter: whether the drafter reads the chunks too.
+        """
         drafted = requests if nodes else 0
         prompt_rows = sum(chunk.rows for chunk in chunks)
         return StepTime(
@@ -64,12 +67,13 @@ class CostModel:
                 pairs=kv * (1 + nodes) + sum(chunk.pairs for chunk in chunks),
                 trees=drafted,
             ),
-            draft_ms=self._draft_ms(drafted, nodes, kv) + (self._feed_ms * prompt_rows if feeds else 0.0),
+            draft_ms=self._draft_ms(drafted, nodes, kv) + (self._feed_token_ms * prompt_rows if feeds_drafter else 0.0),
             transfer_ms=self._transfer_ms(drafted, nodes),
             host_ms=self._host_ms(requests + len(chunks), drafted),
         )
 
     def verify_ms(self, *, rows: float, requests: int, kv: float, pairs: float, trees: int = 0) -> float:
+        """Predict the verify part of a step. pairs: row-token pairs of attention; trees: requests that have one."""
         verify = self.table.verify
         return (
             along(verify.rows, verify.ms, rows, steep_from=self._middle)
@@ -80,15 +84,15 @@ class CostModel:
         )
 
     def decode(self, batch: int, nodes: int, context: float) -> StepTime:
-        """Of a step of nothing but `batch` trees, each behind `context` cached tokens."""
+        """Predict a step of `batch` trees and no prompts, each request with `context` cached tokens."""
         return self.step(batch, nodes, batch * context)
 
     def kv_slope(self, nodes: int) -> float:
-        """How a step grows with each token in the cache of its requests: costs are linear in that."""
+        """Return the cost of each cached token per step; step time is linear in cached tokens."""
         return self.step(1, nodes, 1.0).ms - self.step(1, nodes, 0.0).ms
 
     @property
-    def _feed_ms(self) -> float:
+    def _feed_token_ms(self) -> float:
         return self.table.draft.prompt_token_ms if self.table.draft else 0.0
 
     def _draft_ms(self, requests: int, nodes: int, kv: float) -> float:
@@ -106,8 +110,10 @@ class CostModel:
         return self._on_grid(self._drafter().transfer_ms, requests, nodes)
 
     def _on_grid(self, grid: Sequence[Sequence[float]], requests: int, nodes: int) -> float:
-        """Linear in the requests and in the logarithm of 1 + nodes, as accepted tokens are: a drafter is paid by the
-        level, and the larger trees are, the fewer levels further nodes add."""
+        """Interpolate linearly in requests and in log(1 + nodes).
+
+        Drafting costs one forward per level, and the larger a tree is, the fewer levels further nodes add.
+        """
         size = math.log1p(nodes)
         return along(self._drafter().requests, [along(self._sizes, line, size) for line in grid], requests)
 
@@ -117,13 +123,15 @@ class CostModel:
 
     def _drafter(self) -> DraftCostTable:
         if self.table.draft is None:
-            raise ConfigError("the cost table has no `draft`: it can only tell of --nodes 0")
+            raise ConfigError("the cost table has no `draft`: it can only predict --nodes 0")
         return self.table.draft
 
 
 def along(xs: Sequence[float], values: Sequence[float], x: float, steep_from: int = -2) -> float:
-    """Linear between the entries, flat below the first, beyond the last as steep as since `steep_from` (by default as
-    between the last two); it never falls there."""
+    """Interpolate linearly; constant below the first entry.
+
+    Beyond the last entry the slope is that since entry `steep_from` (by default the one before the last), at least 0.
+    """
     if x <= xs[0] or len(xs) == 1:
         return values[0]
     right = bisect_left(xs, x)

@@ -1,8 +1,8 @@
-"""A profile as a cost table.
+"""Fits a cost table to a profile.
 
-The target's part is fitted with terms that cannot be negative, in least squares of relative errors: rows between knots,
-requests, cached tokens, row-token pairs. Drafting is kept as measured, by requests and nodes, with one slope over the
-cache. Legend: C cells, J terms.
+The target's costs are fitted by non-negative least squares of relative errors. The terms are rows (piecewise linear),
+requests, cached tokens and row-token pairs. Drafting costs are kept as measured, by requests and nodes, with one slope
+over the cache. Legend: C cells, J terms.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ _KNOT_RATIO = 4
 
 
 def fit(profile: Profile, config: EngineConfig, hardware: str, temperature: float) -> CostTable:
+    """Return the cost table that predicts the profile best, with the median error of its steps."""
     samples_C, draft = profile.samples_C, config.draft
     drafted, plain = [s for s in samples_C if s.nodes], [s for s in samples_C if not s.nodes]
     host_ms, host_request_ms = _line([s.requests - 1 for s in plain], [s.host_ms for s in plain])
-    more_ms = [s.host_ms - host_ms - host_request_ms * (s.requests - 1) for s in drafted]
+    draft_host_ms = [s.host_ms - host_ms - host_request_ms * (s.requests - 1) for s in drafted]
     table = CostTable(
         source="measured",
         hardware=hardware,
@@ -33,7 +34,7 @@ def fit(profile: Profile, config: EngineConfig, hardware: str, temperature: floa
         drafter=draft.method if draft else "",
         temperature=temperature,
         verify=_verify(profile),
-        draft=_draft(drafted, profile.prompts, max(0.0, statistics.median(more_ms))) if drafted else None,
+        draft=_draft(drafted, profile.prompts, max(0.0, statistics.median(draft_host_ms))) if drafted else None,
         host_ms=host_ms,
         host_request_ms=host_request_ms,
         acceptance=_acceptance(profile.accepted, config, temperature) if drafted else None,
@@ -44,7 +45,7 @@ def fit(profile: Profile, config: EngineConfig, hardware: str, temperature: floa
 
 
 def _verify(profile: Profile) -> VerifyCostTable:
-    """From the cells, and from prompts that were computed alone."""
+    """Fit the target's costs to the decoding steps and to prompts that were computed alone."""
     by_rows: dict[int, list[float]] = {}
     for prompt in profile.prompts:
         by_rows.setdefault(prompt.rows, []).append(prompt.verify_ms)
@@ -54,18 +55,18 @@ def _verify(profile: Profile) -> VerifyCostTable:
     rows_C, requests_C, kv_C, pairs_C, trees_C, ms_C = columns
     has_trees_C = np.sign(trees_C)
     if requests_C.min() == requests_C.max():
-        requests_C = trees_C = np.zeros_like(requests_C)  # or they could not be told from what every step takes
+        requests_C = trees_C = np.zeros_like(requests_C)  # else inseparable from the constant term
     if len({s.context for s in profile.samples_C}) == 1:
-        kv_C = pairs_C = np.zeros_like(kv_C)  # likewise
+        kv_C = pairs_C = np.zeros_like(kv_C)  # for the same reason
     knots = _knots(rows_C)
     ends = [*knots[1:], np.inf]
-    rising = [np.clip(rows_C - low, 0, high - low) for low, high in zip(knots, ends, strict=True)]
-    terms_CJ = np.stack([np.ones_like(ms_C), requests_C, kv_C, pairs_C, has_trees_C, trees_C, *rising], axis=1)
-    price_J = nonnegative_least_squares(terms_CJ / ms_C[:, None], np.ones_like(ms_C))
-    # Once more, relative to the fit: relative to the measurements, disturbed ones would count for too little.
-    guess_C = terms_CJ @ price_J
-    price_J = nonnegative_least_squares(terms_CJ / guess_C[:, None], ms_C / guess_C)
-    base, request_ms, kv_ms, pair_ms, tree_ms, tree_request_ms, *slopes = price_J.tolist()
+    segments = [np.clip(rows_C - low, 0, high - low) for low, high in zip(knots, ends, strict=True)]
+    terms_CJ = np.stack([np.ones_like(ms_C), requests_C, kv_C, pairs_C, has_trees_C, trees_C, *segments], axis=1)
+    coefficient_J = nonnegative_least_squares(terms_CJ / ms_C[:, None], np.ones_like(ms_C))
+    # Fit again with errors relative to the first fit: relative to the measurements, slow outliers count too little.
+    guess_C = terms_CJ @ coefficient_J
+    coefficient_J = nonnegative_least_squares(terms_CJ / guess_C[:, None], ms_C / guess_C)
+    base, request_ms, kv_ms, pair_ms, tree_ms, tree_request_ms, *slopes = coefficient_J.tolist()
     steps = [0.0, *(slope * (high - low) for slope, low, high in zip(slopes, knots, knots[1:], strict=False))]
     return VerifyCostTable(
         rows=tuple(knots),
@@ -79,7 +80,7 @@ def _verify(profile: Profile) -> VerifyCostTable:
 
 
 def _knots(rows_C: np.ndarray) -> list[float]:
-    """The fewest and the most rows seen, and between them no more than one knot for every fourfold."""
+    """Return the fewest and the most rows seen, and between them at most one knot per factor of four."""
     knots = [float(rows_C.min())]
     for rows in sorted(rows_C.tolist()):
         if rows >= _KNOT_RATIO * knots[-1]:
@@ -90,7 +91,7 @@ def _knots(rows_C: np.ndarray) -> list[float]:
 
 
 def _draft(drafted: Sequence[StepSample], prompts: Sequence[PrefillSample], host_ms: float) -> DraftCostTable:
-    """By requests and nodes, with a slope over the cache from the shortest to the longest context."""
+    """Tabulate drafting costs by requests and nodes, with one slope per size over the cached tokens."""
     requests, nodes = (tuple(sorted({getattr(s, name) for s in drafted})) for name in ("requests", "nodes"))
 
     def of(r: int, n: int) -> list[StepSample]:
@@ -106,16 +107,16 @@ def _draft(drafted: Sequence[StepSample], prompts: Sequence[PrefillSample], host
     return DraftCostTable(
         requests=requests,
         nodes=nodes,
-        ms=_rising(np.maximum(mean("draft_ms") - mean("kv") * np.array(slopes), 0.0)),
-        transfer_ms=_rising(mean("transfer_ms")),
+        ms=_monotone(np.maximum(mean("draft_ms") - mean("kv") * np.array(slopes), 0.0)),
+        transfer_ms=_monotone(mean("transfer_ms")),
         kv_token_ms=slopes,
         prompt_token_ms=statistics.median(feeds) if feeds else 0.0,
         host_ms=host_ms,
     )
 
 
-def _rising(values: np.ndarray) -> tuple[tuple[float, ...], ...]:
-    """Never falling down or across: halfway between the least such grid above the values and the greatest below."""
+def _monotone(values: np.ndarray) -> tuple[tuple[float, ...], ...]:
+    """Make a grid non-decreasing along both axes: the mean of its tightest upper and lower monotone bounds."""
     above, below = values, values[::-1, ::-1]
     for axis in (0, 1):
         above, below = np.maximum.accumulate(above, axis), np.minimum.accumulate(below, axis)
@@ -127,14 +128,14 @@ def _kv(sample: StepSample) -> float:
 
 
 def _slope(pairs: Sequence[Sequence[StepSample]]) -> float:
-    """What drafting takes longer per cached token, from the shortest to the longest context; not less than nothing."""
+    """Return the drafting time per cached token, from the shortest to the longest context; at least 0."""
     more_ms = sum(cells[-1].draft_ms - cells[0].draft_ms for cells in pairs)
     more_kv = sum(cells[-1].kv - cells[0].kv for cells in pairs)
     return max(0.0, more_ms / more_kv) if more_kv > 0 else 0.0
 
 
 def _acceptance(found: Sequence[AcceptedCounts], config: EngineConfig, temperature: float) -> AcceptanceTable:
-    """What the profile's own trees had accepted, by nodes and context."""
+    """Return the acceptance of the profile's own trees, by nodes and context."""
     assert config.draft is not None
     counts: dict[tuple[int, int], tuple[int, int]] = {}
     for one in found:
@@ -156,23 +157,23 @@ def _acceptance(found: Sequence[AcceptedCounts], config: EngineConfig, temperatu
 
 
 def _line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
-    """Value at 0 and slope, neither negative."""
+    """Fit a line and return its value at 0 and its slope, both non-negative."""
     terms = np.stack([np.ones(len(x)), np.array(x, dtype=float)], axis=1)
     base, slope = nonnegative_least_squares(terms, np.array(y, dtype=float)).tolist()
     return base, slope
 
 
 def nonnegative_least_squares(terms_CJ: np.ndarray, value_C: np.ndarray) -> np.ndarray:
-    """[J] prices >= 0 that minimise |terms @ prices - values|: one after the other exactly, until nothing moves."""
+    """Return the [J] coefficients >= 0 that minimise |terms @ coefficients - values|, by coordinate descent."""
     scale_J = np.linalg.norm(terms_CJ, axis=0)
     scale_J[scale_J == 0] = 1.0
     unit_CJ = terms_CJ / scale_J
     gram_JJ, goal_J = unit_CJ.T @ unit_CJ, unit_CJ.T @ value_C
-    price_J = np.zeros(len(scale_J))
+    coefficient_J = np.zeros(len(scale_J))
     for _ in range(20_000):
-        before_J = price_J.copy()
+        before_J = coefficient_J.copy()
         for j in np.flatnonzero(gram_JJ.diagonal()):
-            price_J[j] = max(0.0, price_J[j] + (goal_J[j] - gram_JJ[j] @ price_J) / gram_JJ[j, j])
-        if np.abs(price_J - before_J).max() <= 1e-10 * max(1e-300, price_J.max()):
+            coefficient_J[j] = max(0.0, coefficient_J[j] + (goal_J[j] - gram_JJ[j] @ coefficient_J) / gram_JJ[j, j])
+        if np.abs(coefficient_J - before_J).max() <= 1e-10 * max(1e-300, coefficient_J.max()):
             break
-    return price_J / scale_J
+    return coefficient_J / scale_J

@@ -1,4 +1,4 @@
-"""What is predicted of an engine: its cost table, what bounds its batch, its speed by batch, a fleet under load."""
+"""The forecast for an engine: its cost table, its largest batch, its speed by batch, and a fleet under load."""
 
 from __future__ import annotations
 
@@ -26,50 +26,55 @@ Say = Callable[[str], None]
 
 PROFILE_ROUNDS = 3
 CPU_PROFILE_BATCH, PROFILE_BATCH = 8, 64
-"""The most requests that are profiled; more are extrapolated."""
+"""The most requests that a profile measures; larger batches are extrapolated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchForecast:
-    """One batch: without speculation and, if there is a drafter, with the trees that were asked for or are best."""
+    """One batch size: without speculation and, if there is a drafter, with the requested or the best tree size."""
 
     off: Prediction
     on: Prediction | None
 
     @property
     def chosen(self) -> Prediction:
+        """With speculation if there is a drafter."""
         return self.on or self.off
 
     @property
     def speedup(self) -> float:
+        """Throughput relative to no speculation."""
         return self.chosen.tokens_per_second / self.off.tokens_per_second
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLimit:
-    """What bounds the requests of one replica."""
+    """The largest batch of one replica, and what limits it."""
 
     pages: int | None
-    """KV pages; None = not known."""
+    """KV pages; None if unknown."""
     batch: int
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """What is predicted of an engine."""
+    """Everything that `secateur plan` predicts of an engine."""
 
     table: CostTable
     accepted_from: str
-    room: BatchLimit
-    lines: tuple[BatchForecast, ...]
+    batch_limit: BatchLimit
+    batches: tuple[BatchForecast, ...]
     fleet: Fleet | None
 
 
 def predict_engine(
-    args: EngineArgs, request: PlanRequest, config: EngineConfig, found: list[ModelShard], say: Say
+    args: EngineArgs, request: PlanRequest, config: EngineConfig, shards: list[ModelShard], say: Say
 ) -> Forecast:
-    """Raises ConfigError before an engine is started, EngineDead while it is profiled. found: `memory.model_shards`."""
+    """Predict an engine's speed. `shards` come from `memory.model_shards`.
+
+    Raises ConfigError before an engine is started, EngineDead while it is profiled.
+    """
     if request.context > config.max_model_len:
         limit = f"{request.context} is more than max_model_len={config.max_model_len}"
         raise ConfigError(Problem("--context", f"{limit}; ask for less"))
@@ -77,31 +82,33 @@ def predict_engine(
         raise ConfigError(Problem("--nodes", "without a drafter there are no trees: give --speculative-config"))
     if request.acceptance is not None and config.draft is not None:
         acceptance_curve(request.acceptance, config.draft, request.temperature, request.context)
-    room = _room(request, config, found)
+    batch_limit = _batch_limit(request, config, shards)
     load = _load(request, config, args.seed or 0) if request.is_simulated else None
-    table = _table(args, request, config, found, say)
-    told = request.acceptance or table.acceptance
+    table = _table(args, request, config, shards, say)
+    acceptance = request.acceptance or table.acceptance
     if config.draft is None or table.draft is None:
         budgets, accepted_from = [0], "no drafter"
     else:
         budgets = [request.nodes] if request.nodes is not None else list(range(max(table.draft.nodes) + 1))
-        accepted_from = "typical, not measured" if told is None else _describe(told)
+        accepted_from = "typical, not measured" if acceptance is None else _describe(acceptance)
 
     no_drafts = np.zeros(MAX_NODES + 1)
 
     def predictor(context: float, is_plain: bool = False) -> Predictor:
         accepted = (
-            acceptance_curve(told or TYPICAL, config.draft, request.temperature, context) if config.draft else no_drafts
+            acceptance_curve(acceptance or TYPICAL, config.draft, request.temperature, context)
+            if config.draft
+            else no_drafts
         )
         return Predictor(CostModel(table), accepted, config.tensor_parallel_size if is_plain else num_bundles(config))
 
     plain, drafting = predictor(request.context, is_plain=True), predictor(request.context)
-    lines = [
+    batches = [
         BatchForecast(
             off=plain(batch, 0, request.context),
             on=best(drafting, batch, request.context, budgets) if budgets != [0] else None,
         )
-        for batch in _batches(request, room)
+        for batch in _batches(request, batch_limit)
     ]
     fleet = None
     if load is not None:
@@ -112,12 +119,14 @@ def predict_engine(
             accepted=loaded.accepted,
             nodes_by_batch=schedule(loaded, config.max_num_seqs, middle, budgets),
             max_num_batched_tokens=config.max_num_batched_tokens,
-            max_kv_tokens=room.pages * config.page_size if room.pages else float("inf"),
+            max_kv_tokens=batch_limit.pages * config.page_size if batch_limit.pages else float("inf"),
             num_devices=num_bundles(config),
             spread=SPREAD,
         )
         fleet = simulate(load, replica, request.replicas or 1, args.seed or 0)
-    return Forecast(table=table, accepted_from=accepted_from, room=room, lines=tuple(lines), fleet=fleet)
+    return Forecast(
+        table=table, accepted_from=accepted_from, batch_limit=batch_limit, batches=tuple(batches), fleet=fleet
+    )
 
 
 def _describe(table: AcceptanceTable) -> str:
@@ -128,12 +137,12 @@ def _describe(table: AcceptanceTable) -> str:
 
 
 def _table(
-    args: EngineArgs, request: PlanRequest, config: EngineConfig, found: list[ModelShard], say: Say
+    args: EngineArgs, request: PlanRequest, config: EngineConfig, shards: list[ModelShard], say: Say
 ) -> CostTable:
     if request.costs is not None:
         return request.costs
     if request.hardware is not None:
-        return cost_table(config, found, request.hardware)
+        return cost_table(config, shards, request.hardware)
     table = profile(args, config, max(request.batches), request.temperature, say)
     if request.costs_output is not None:
         request.costs_output.write_text(table.model_dump_json(indent=1) + "\n")
@@ -142,7 +151,7 @@ def _table(
 
 
 def profile(args: EngineArgs, config: EngineConfig, max_batch: int, temperature: float, say: Say) -> CostTable:
-    """This machine's table for an engine, of up to so many requests. Starts it, and stops it again."""
+    """Measure an engine's cost table on this machine with up to `max_batch` requests. Starts and stops an engine."""
     from cluster.bench.prompts import encode_prompts
     from cluster.bench.runner import Runner
     from cluster.convert import fetch_weights, load_tokenizer
@@ -166,6 +175,7 @@ def profile(args: EngineArgs, config: EngineConfig, max_batch: int, temperature:
 
 
 def hardware_name(config: EngineConfig) -> str:
+    """Name the hardware that the engine runs on."""
     if config.device == "cuda":
         import torch
 
@@ -173,10 +183,10 @@ def hardware_name(config: EngineConfig) -> str:
     return f"{os.cpu_count()} CPU cores, {platform.machine()}"
 
 
-def _room(request: PlanRequest, config: EngineConfig, found: list[ModelShard]) -> BatchLimit:
+def _batch_limit(request: PlanRequest, config: EngineConfig, shards: list[ModelShard]) -> BatchLimit:
     pages = config.num_pages - 1 if config.num_pages else None
     if pages is None and request.hardware is not None:
-        pages = pages_on_device(config, found, 1e9 * request.hardware.memory_gb) - 1
+        pages = pages_on_device(config, shards, 1e9 * request.hardware.memory_gb) - 1
     if pages is None:
         return BatchLimit(pages=None, batch=config.max_num_seqs, reason="max_num_seqs; memory is not counted")
     fits = pages // config.pages_for(request.context)
@@ -191,10 +201,10 @@ def _room(request: PlanRequest, config: EngineConfig, found: list[ModelShard]) -
     return BatchLimit(pages=pages, batch=config.max_num_seqs, reason="max_num_seqs")
 
 
-def _batches(request: PlanRequest, room: BatchLimit) -> list[int]:
-    """Those that were asked for and fit; if one does not, the largest that does."""
-    fitting = {batch for batch in request.batches if batch <= room.batch}
-    return sorted(fitting | ({room.batch} if max(request.batches) > room.batch else set()))
+def _batches(request: PlanRequest, batch_limit: BatchLimit) -> list[int]:
+    """Return the requested batch sizes that fit; if one does not, also the largest that does."""
+    fitting = {batch for batch in request.batches if batch <= batch_limit.batch}
+    return sorted(fitting | ({batch_limit.batch} if max(request.batches) > batch_limit.batch else set()))
 
 
 def _load(request: PlanRequest, config: EngineConfig, seed: int) -> Load:

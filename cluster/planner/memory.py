@@ -1,4 +1,4 @@
-"""What one rank of the target or of the drafter holds and computes: counted from files' headers, nothing is loaded."""
+"""Memory and arithmetic of one rank, counted from the headers of the weight files; nothing is loaded."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from workers.models.specs import DraftSpec, Eagle3Spec, FcHeadSpec, ModelSpec, T
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _TOKEN_ID_BYTES = 4
 _REPLICATED = ("embed_tokens.weight", "fc.weight", "input_proj.weight")
-"""Matrices that every rank holds whole: see `workers.models.decoder`, `eagle3_format` and `drafter.proposers.eagle`."""
+"""Matrices that every rank holds whole, see `workers.models.decoder`, `eagle3_format` and `drafter.proposers.eagle`."""
 
 Shapes = dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShard:
-    """One rank's share of a model; nothing of n-gram lookup but its KV pool, which holds token ids."""
+    """One rank's share of a model. For n-gram lookup it is only the KV pool, which holds token ids."""
 
     weight_bytes: int = 0
-    """Each weight once, see `topology.describe` for the forms that a CPU adds."""
+    """Each weight once; `topology.describe` names the additional copies on CPU."""
     token_bytes: int = 0
-    """Of one token in its KV pool."""
+    """Bytes of one token in the KV pool."""
     state_bytes: int = 0
-    """Of one state that the target's first rank keeps for a drafter: the last of every page, and those that wait."""
+    """Bytes of one hidden state that verifier 0 buffers for the drafter: the last of every page, and pending ones."""
     logits_bytes: int = 0
-    """Of a full step, see `workers.kv_sizing`; the target's."""
+    """Bytes of a full step's logits, see `workers.kv_sizing`; the target only."""
     matmul_items: int = 0
-    """Weights that rows are multiplied with: all matrices but the input embedding."""
+    """Weights that take part in matrix products: all matrices but the input embedding."""
     expert_items: int = 0
-    """Those of them that belong to experts, of which a row goes through `expert_share`."""
+    """The part of `matmul_items` that belongs to experts; each row uses `expert_share` of them."""
     expert_share: float = 1.0
     num_layers: int = 0
     hidden_size: int = 0
@@ -44,7 +44,7 @@ class ModelShard:
 
 
 def model_shards(config: EngineConfig) -> list[ModelShard]:
-    """The target's shard and, if there is one, the drafter's."""
+    """Return the target's shard and, if there is a drafter, the drafter's."""
     from workers.kv_sizing import logits_bytes
 
     specs = read_specs(config)
@@ -81,7 +81,10 @@ def model_shards(config: EngineConfig) -> list[ModelShard]:
 
 
 def model_shard(shapes: Shapes, spec: ModelSpec | Eagle3Spec, ranks: int, item: int) -> ModelShard:
-    """Matrices are split, vectors and the input embedding are not; a tied head multiplies with the embedding."""
+    """Count one rank's weights: matrices are split, vectors and the input embedding are not.
+
+    A tied head multiplies with the embedding.
+    """
     held = multiplied = experts = 0
     for name, shape in shapes.items():
         items = share = math.prod(shape)
@@ -111,9 +114,9 @@ def model_shard(shapes: Shapes, spec: ModelSpec | Eagle3Spec, ranks: int, item: 
 
 
 def tensor_shapes(folder: Path) -> Shapes:
-    """Name -> shape of every tensor that an engine reads from a folder, from the files' headers; {} without weights.
+    """Return the shape of every tensor an engine reads from a folder, by name; {} without weights.
 
-    Without the scales of 8-bit weights, which are kept as the engine's dtype.
+    The scales of 8-bit weights are left out, because those weights are converted to the engine's dtype.
     """
     try:
         weights = Weights(folder)
@@ -123,7 +126,7 @@ def tensor_shapes(folder: Path) -> Shapes:
 
 
 def _of_text_model(shapes: Shapes) -> Shapes:
-    """Without the vision or audio towers beside it, which no engine reads, and under the names that it has alone."""
+    """Drop vision and audio towers, which no engine reads, and rename tensors as in a text-only checkpoint."""
     from workers.models.transformers_load import text_name
 
     if not any("language_model" in name for name in shapes):
@@ -136,7 +139,7 @@ def _of_text_model(shapes: Shapes) -> Shapes:
 
 
 def expected_shapes(spec: DraftSpec, folder: Path | str) -> Shapes:
-    """The matrices of a checkpoint of which only config.json is at hand, in `folder`."""
+    """Return the matrix shapes of a checkpoint when only its config.json is in `folder`."""
     match spec:
         case TransformersSpec():
             from workers.models.transformers_spec import parameter_shapes
@@ -157,7 +160,7 @@ def expected_shapes(spec: DraftSpec, folder: Path | str) -> Shapes:
 
 
 def _layers(spec: ModelSpec | Eagle3Spec, prefix: str, first_input: int | None = None) -> Shapes:
-    """The matrices of decoder layers. first_input: width of what the first one attends to, if not the others'."""
+    """Return the matrix shapes of decoder layers. first_input: input width of the first layer's attention."""
     heads, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     hidden, inner = spec.hidden_size, spec.intermediate_size
     shapes: Shapes = {}
@@ -177,10 +180,10 @@ def _layers(spec: ModelSpec | Eagle3Spec, prefix: str, first_input: int | None =
 
 
 def pages_on_device(config: EngineConfig, found: list[ModelShard], memory_bytes: float) -> int:
-    """KV pages that a device of such a size has room for beside the weights; the smaller of both shards' counts.
+    """Return how many KV pages fit beside the weights on a device of this size; the smaller of the two ranks' counts.
 
-    As `workers.kv_sizing` divides it: a colocated drafter's pages lie beside the target's, as many of them. The
-    target's first rank, which keeps states for the drafter, has the least room.
+    This follows `workers.kv_sizing`: a colocated drafter has as many pages beside the target's. Verifier 0, which
+    buffers hidden states for the drafter, has the least room.
     """
     from verifier.hidden_states import max_buffered_states
 

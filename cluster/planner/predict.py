@@ -1,4 +1,4 @@
-"""What a batch of decoding requests gets: step time, accepted length, tokens per second and per device."""
+"""Predicted decoding speed of a batch, and the tree size with the highest throughput."""
 
 from __future__ import annotations
 
@@ -23,32 +23,35 @@ class Prediction:
 
     @property
     def tokens_per_step(self) -> float:
-        """Of one request: what was accepted, and the target's own token."""
+        """Tokens of one request per step: the accepted ones and the target's own."""
         return 1 + self.accepted
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the whole batch."""
+        """Throughput of the whole batch."""
         return 1e3 * self.batch * self.tokens_per_step / self.step.ms
 
     @property
     def per_request(self) -> float:
+        """Tokens per second of one request."""
         return self.tokens_per_second / self.batch
 
     @property
     def per_device(self) -> float:
+        """Tokens per second and device."""
         return self.tokens_per_second / self.num_devices
 
 
 @dataclass(frozen=True, slots=True)
 class Predictor:
-    """An engine on some devices: what its steps take and bring."""
+    """Predicts an engine's step from its costs and its acceptance curve."""
 
     costs: CostModel
     accepted: AcceptanceCurve
     num_devices: int = 1
 
     def __call__(self, batch: int, nodes: int, context: float) -> Prediction:
+        """Predict `batch` requests with trees of `nodes` and `context` cached tokens each."""
         return Prediction(
             batch=batch,
             nodes=nodes,
@@ -60,10 +63,10 @@ class Predictor:
 
 
 def best(predict: Predictor, batch: int, context: float, budgets: Sequence[int]) -> Prediction:
-    """The most tokens per second; the smallest of equal budgets. 0 among `budgets` lets speculation be off."""
+    """Return the budget with the highest throughput, the smallest of equals. A budget of 0 turns speculation off."""
     return max((predict(batch, nodes, context) for nodes in sorted(budgets)), key=lambda p: p.tokens_per_second)
 
 
 def schedule(predict: Predictor, max_batch: int, context: float, budgets: Sequence[int]) -> list[int]:
-    """[max_batch + 1] the best budget by batch; of an empty one it is 0."""
+    """Return [max_batch + 1] the best budget by batch size; index 0 is unused."""
     return [0, *(best(predict, batch, context, budgets).nodes for batch in range(1, max_batch + 1))]

@@ -1,8 +1,9 @@
-"""This machine's cost table: an engine runs a handful of configurations, its own statistics of every step are read.
+"""Measures an engine on this machine: its own statistics of every step, for a grid of configurations.
 
-A cell is a number of requests with trees of a size behind a context of a length. Only steps count in which exactly
-these requests decode. All cells take turns in every round, so that what else the machine does hits them alike. A cell's
-steps of a round are averaged, because throughput is; of the rounds the median counts. `fit` makes a table of it.
+A cell is a number of requests, a tree size and a context length. Only steps in which exactly these requests decode
+count. All cells take turns in every round, so that other load on the machine affects them alike. The steps of a round
+are averaged, because throughput is an average; over the rounds the median counts. `fit` turns the result into a cost
+table.
 
 Legend: C cells, J terms.
 """
@@ -22,33 +23,37 @@ from workers.config import EngineConfig, PruneConfig
 from workers.types import SamplingParams
 
 OUTPUT_TOKENS = 96
-PLAIN_OUTPUT_TOKENS = 64  # a step gives one
+PLAIN_OUTPUT_TOKENS = 64  # one token per step
 WARM_TOKENS = 8
-WARM_STEPS = 1  # the first after the prompts: it also feeds them to the drafter
+WARM_STEPS = 1  # in the first step after the prompts the drafter reads them
 
 
 class ProfileCell(NamedTuple):
+    """One configuration of the grid."""
+
     requests: int
     nodes: int
     context: int
-    """Tokens in the cache of each, in the middle of its answer."""
+    """Cached tokens of each request, halfway through its answer."""
 
     @property
     def output(self) -> int:
+        """Tokens to generate."""
         return OUTPUT_TOKENS if self.nodes else PLAIN_OUTPUT_TOKENS
 
     @property
     def prompt(self) -> int:
+        """Tokens of the prompt."""
         return max(2, self.context - self.output // 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSample:
-    """One decoding step, or what stands for many."""
+    """One decoding step, or an average of several."""
 
     requests: int
-    nodes: int  # asked for
-    context: int  # likewise
+    nodes: int  # requested
+    context: int  # requested
     rows: float
     kv: float
     wall_ms: float
@@ -58,15 +63,17 @@ class StepSample:
 
     @property
     def pairs(self) -> float:
+        """Row-token pairs of attention."""
         return self.kv * self.rows / self.requests
 
     @property
     def host_ms(self) -> float:
+        """The rest of the step."""
         return max(0.0, self.wall_ms - self.verify_ms - self.draft_ms - self.transfer_ms)
 
 
 class AcceptedCounts(NamedTuple):
-    """Of whole answers: a request that has little accepted takes more steps, and counts for more."""
+    """Acceptance over whole answers. A request with low acceptance takes more steps, so it weighs more."""
 
     nodes: int
     context: int
@@ -76,7 +83,7 @@ class AcceptedCounts(NamedTuple):
 
 
 class PrefillSample(NamedTuple):
-    """One prompt computed alone, in one step, and what feeding it to the drafter took."""
+    """One prompt that was computed alone in one step, and the drafter's time to read it."""
 
     rows: int
     verify_ms: float
@@ -85,6 +92,8 @@ class PrefillSample(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
+    """All measurements of a profile."""
+
     samples_C: tuple[StepSample, ...]
     prompts: tuple[PrefillSample, ...]
     accepted: tuple[AcceptedCounts, ...]
@@ -92,7 +101,7 @@ class Profile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileGrid:
-    """The cells of a profile: all combinations."""
+    """The cells of a profile: all combinations of these values."""
 
     requests: tuple[int, ...]
     nodes: tuple[int, ...]
@@ -100,7 +109,7 @@ class ProfileGrid:
 
     @staticmethod
     def of(config: EngineConfig) -> ProfileGrid:
-        """What the engine can do."""
+        """Return a grid within the engine's limits."""
         most = config.max_num_seqs
         budget = config.draft.tree.num_speculative_tokens if config.draft else 0
         room = config.max_model_len - OUTPUT_TOKENS
@@ -112,13 +121,14 @@ class ProfileGrid:
 
     @property
     def cells(self) -> list[ProfileCell]:
+        """All combinations."""
         return [ProfileCell(*cell) for cell in itertools.product(self.requests, self.nodes, self.contexts)]
 
 
 class UniquePrompts:
-    """UniquePrompts of chosen lengths, each the end of a text that ends with another of the given ones.
+    """Makes prompts of any length from the given texts.
 
-    No two of them begin alike, so that nothing is found in a prefix cache.
+    Each prompt is the end of a concatenation of all texts. No two begin alike, so the prefix cache never matches.
     """
 
     def __init__(self, texts: Sequence[list[int]]) -> None:
@@ -126,11 +136,12 @@ class UniquePrompts:
         self._count = 0
 
     def take(self, length: int) -> list[int]:
+        """Return the next prompt."""
         number, self._count = self._count, self._count + 1
         after = number % len(self._texts) + 1
         text = list(itertools.chain(*self._texts[after:], *self._texts[:after]))
         text *= -(-length // len(text))
-        # One token from anywhere in front: at equal length no two texts share their first page.
+        # A varying first token: no two prompts of equal length share their first page.
         return [self._texts[0][number % len(self._texts[0])], *text[len(text) - length + 1 :]]
 
 
@@ -143,8 +154,10 @@ def watch(
     temperature: float = 0.0,
     concurrency: int = 0,
 ) -> list[StatsSnapshot]:
-    """What the engine counts while it answers; the first frame is from before the first step. concurrency 0: all at
-    once. Raises EngineDead."""
+    """Run the prompts and return the engine's statistics before the first step and after each.
+
+    concurrency 0 runs all prompts at once. Raises EngineDead.
+    """
     speculation = Speculation(enabled=nodes > 0, num_speculative_tokens=nodes or None, auto=False)
     jobs = [
         GenerationJob(
@@ -156,11 +169,11 @@ def watch(
         for number, prompt in enumerate(prompts)
     ]
     runner.run(jobs, concurrency or len(jobs))
-    return runner.frames
+    return runner.snapshots
 
 
 def profiled(config: EngineConfig, max_batch: int) -> EngineConfig:
-    """The engine that is profiled: trees as large as asked, no larger than the profile fills."""
+    """Return the engine configuration to profile: unpruned trees, and no more requests than the profile uses."""
     config = replace(config, max_num_seqs=min(config.max_num_seqs, max_batch))
     if config.draft is None:
         return config
@@ -169,44 +182,46 @@ def profiled(config: EngineConfig, max_batch: int) -> EngineConfig:
 
 
 class Profiler:
-    """Goes through a grid's cells, round by round."""
+    """Measures the cells of a grid, round by round."""
 
     def __init__(self, runner: Runner, grid: ProfileGrid, prompts: UniquePrompts, temperature: float) -> None:
         self._runner, self._grid, self._prompts, self._temperature = runner, grid, prompts, temperature
         self._samples: dict[ProfileCell, list[StepSample]] = {cell: [] for cell in grid.cells}
-        self._alone: list[PrefillSample] = []
+        self._prefills: list[PrefillSample] = []
         self._accepted: list[AcceptedCounts] = []
 
     def warm_up(self) -> None:
+        """Run every cell once without measuring."""
         for cell in self._grid.cells:
             self._run(cell, WARM_TOKENS)
 
     def round(self) -> None:
+        """Measure every cell once."""
         for cell in self._grid.cells:
-            frames = self._run(cell, cell.output)
-            if steps := decoding_steps(frames, cell):
+            snapshots = self._run(cell, cell.output)
+            if steps := decoding_steps(snapshots, cell):
                 self._samples[cell].append(summary(steps, statistics.mean))
-            self._alone += prompt_steps(frames, cell)
-            self._accepted.append(accepted(frames, cell))
+            self._prefills += prompt_steps(snapshots, cell)
+            self._accepted.append(accepted(snapshots, cell))
 
     @property
     def profile(self) -> Profile:
-        """Of the rounds so far. Raises SecateurError if one of the cells has no step to show."""
+        """The medians over the rounds so far. Raises SecateurError if a cell has no valid step."""
         if empty := [cell for cell, found in self._samples.items() if not found]:
             raise SecateurError(f"the profile saw no undisturbed step of {empty[0]}")
         medians = tuple(summary(found, statistics.median) for found in self._samples.values())
-        return Profile(samples_C=medians, prompts=tuple(self._alone), accepted=tuple(self._accepted))
+        return Profile(samples_C=medians, prompts=tuple(self._prefills), accepted=tuple(self._accepted))
 
     def _run(self, cell: ProfileCell, output: int) -> list[StatsSnapshot]:
         prompts = [self._prompts.take(cell.prompt) for _ in range(cell.requests)]
         return watch(self._runner, prompts, cell.nodes, output, temperature=self._temperature)
 
 
-def decoding_steps(frames: Sequence[StatsSnapshot], cell: ProfileCell) -> list[StepSample]:
-    """The steps in which exactly the cell's requests decoded."""
-    began, prompt_tokens = frames[0].stats, cell.requests * cell.prompt
+def decoding_steps(snapshots: Sequence[StatsSnapshot], cell: ProfileCell) -> list[StepSample]:
+    """Return the steps in which exactly the cell's requests decoded."""
+    began, prompt_tokens = snapshots[0].stats, cell.requests * cell.prompt
     found = []
-    for before, after in itertools.pairwise(frames):
+    for before, after in itertools.pairwise(snapshots):
         old, new = before.stats, after.stats
         if (
             old.prompt_tokens - began.prompt_tokens == prompt_tokens
@@ -229,24 +244,25 @@ def decoding_steps(frames: Sequence[StatsSnapshot], cell: ProfileCell) -> list[S
     return found[WARM_STEPS:]
 
 
-def prompt_steps(frames: Sequence[StatsSnapshot], cell: ProfileCell) -> list[PrefillSample]:
-    """Of a cell of one request, its prompt: the first step, and the drafter's first over its usual time."""
-    if cell.requests != 1 or len(frames) < 4 or frames[1].stats.steps != frames[0].stats.steps + 1:
+def prompt_steps(snapshots: Sequence[StatsSnapshot], cell: ProfileCell) -> list[PrefillSample]:
+    """Return the prompt step of a one-request cell: the first step, and how much longer the first draft took."""
+    if cell.requests != 1 or len(snapshots) < 4 or snapshots[1].stats.steps != snapshots[0].stats.steps + 1:
         return []
-    drafts = [1e3 * (new.stats.draft_seconds - old.stats.draft_seconds) for old, new in itertools.pairwise(frames)]
+    drafts = [1e3 * (new.stats.draft_seconds - old.stats.draft_seconds) for old, new in itertools.pairwise(snapshots)]
     feed = max(0.0, drafts[1] - statistics.median(drafts[2:])) if cell.nodes else None
-    verify_ms = 1e3 * (frames[1].stats.verify_seconds - frames[0].stats.verify_seconds)
+    verify_ms = 1e3 * (snapshots[1].stats.verify_seconds - snapshots[0].stats.verify_seconds)
     return [PrefillSample(cell.prompt, verify_ms, feed)]
 
 
-def accepted(frames: Sequence[StatsSnapshot], cell: ProfileCell) -> AcceptedCounts:
-    first, last = frames[0].stats, frames[-1].stats
+def accepted(snapshots: Sequence[StatsSnapshot], cell: ProfileCell) -> AcceptedCounts:
+    """Return how many draft tokens the target accepted over the whole run."""
+    first, last = snapshots[0].stats, snapshots[-1].stats
     num_accepted = last.num_accepted_tokens - first.num_accepted_tokens
     return AcceptedCounts(cell.nodes, cell.context, last.num_drafts - first.num_drafts, num_accepted)
 
 
 def summary(samples: Sequence[StepSample], middle: Callable[[Iterable[float]], float]) -> StepSample:
-    """Of each number by itself."""
+    """Combine samples field by field with `middle`, such as mean or median."""
     return replace(
         samples[0],
         rows=middle(sample.rows for sample in samples),

@@ -1,4 +1,4 @@
-"""`secateur plan`: from what was asked to the page that is printed, or its JSON. Only a profile starts anything."""
+"""`secateur plan`: the printed report or its JSON. Only a profile starts an engine."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ PERCENTILES = (50, 90, 99)
 
 
 def run(args: EngineArgs, request: PlanRequest, *, as_json: bool = False, say: Say = print) -> str:
-    """The whole answer. Raises ConfigError before an engine is started, EngineDead while it is profiled."""
+    """Return the report. Raises ConfigError before an engine is started, EngineDead while it is profiled."""
     if request.hardware is not None:
         args = args if args.device != "auto" else args.model_copy(update={"device": "cuda"})
     # Another machine's devices are not counted here.
     config = engine_config(args, num_gpus=(visible_gpus() or None) if request.hardware is None else None)
     try:
-        found = model_shards(config)
+        shards = model_shards(config)
     except ValueError as error:  # files that cannot be read
         raise ConfigError(str(error)) from error
-    topology = describe(args.model_id, config, found)
+    topology = describe(args.model_id, config, shards)
     forecast = None
     if request.predicts:
         from cluster.planner.forecast import predict_engine  # imports torch, which a topology may do without
 
-        forecast = predict_engine(args, request, config, found, say)
+        forecast = predict_engine(args, request, config, shards, say)
     if as_json:
         return json.dumps({"topology": topology.splitlines(), **(_json(forecast) if forecast else {})}, indent=1)
     return "\n\n".join([topology, *(_text(forecast, config) if forecast else [])])
@@ -64,13 +64,13 @@ def _text(forecast: Forecast, config: EngineConfig) -> list[str]:
     error = f" (median error of a step {table.fit_error:.0%})" if table.fit_error is not None else ""
     head = [
         f"costs    {how}{error}; acceptance {forecast.accepted_from}",
-        f"batch    at most {forecast.room.batch} requests ({forecast.room.reason})",
-        f"decoding behind {forecast.lines[0].off.context:g} tokens each:",
+        f"batch    at most {forecast.batch_limit.batch} requests ({forecast.batch_limit.reason})",
+        f"decoding behind {forecast.batches[0].off.context:g} tokens each:",
     ]
     rows = [
         _cells("batch", "nodes", "tokens/step", "step ms", "verify", "draft", "transfer", "host")
         + _cells("tokens/s", "of each", "per device", "speedup", start=8),
-        *(_line(line) for line in forecast.lines),
+        *(_batch_row(batch) for batch in forecast.batches),
     ]
     parts = ["\n".join(head), "\n".join(row.rstrip() for row in rows)]
     if config.draft is not None and config.device == "cuda":
@@ -80,12 +80,12 @@ def _text(forecast: Forecast, config: EngineConfig) -> list[str]:
     return parts
 
 
-def _line(line: BatchForecast) -> str:
-    p = line.chosen
+def _batch_row(batch: BatchForecast) -> str:
+    p = batch.chosen
     step = (p.step.ms, p.step.verify_ms, p.step.draft_ms, p.step.transfer_ms, p.step.host_ms)
     return _cells(p.batch, p.nodes, f"{p.tokens_per_step:.2f}", *(f"{ms:.2f}" for ms in step)) + _cells(
         *(f"{value:.4g}" for value in (p.tokens_per_second, p.per_request, p.per_device)),
-        f"{line.speedup:.2f}",
+        f"{batch.speedup:.2f}",
         start=8,
     )
 
@@ -95,16 +95,16 @@ def _cells(*cells: object, start: int = 0) -> str:
 
 
 def _placements(forecast: Forecast, config: EngineConfig) -> str:
-    """Today drafting and verifying take turns, so a drafter of its own costs devices and gives room, not speed."""
+    """Compare placements. Drafting and verifying alternate, so a dedicated drafter adds devices but no speed."""
     assert config.draft is not None
-    line = forecast.lines[-1]
+    batch = forecast.batches[-1]
     told = []
     for placement in ("dedicated", "colocated"):
         devices = num_bundles(replace(config, draft=replace(config.draft, placement=placement)))
-        per_device = line.chosen.tokens_per_second / devices
+        per_device = batch.chosen.tokens_per_second / devices
         told.append(f"{placement} {devices} devices, {per_device:.4g} tokens/s each")
-    plain = f"without speculation {line.off.num_devices} devices, {line.off.per_device:.4g} tokens/s each"
-    return f"devices  at batch {line.off.batch}: " + "; ".join([*told, plain])
+    plain = f"without speculation {batch.off.num_devices} devices, {batch.off.per_device:.4g} tokens/s each"
+    return f"devices  at batch {batch.off.batch}: " + "; ".join([*told, plain])
 
 
 def _fleet_text(fleet: Fleet) -> str:
@@ -121,7 +121,7 @@ def _fleet_text(fleet: Fleet) -> str:
 
 
 def _latencies(fleet: Fleet) -> dict[str, dict[str, float]]:
-    """Seconds: to the first token, per further token, to the last."""
+    """Return TTFT, TPOT and E2E percentiles in seconds."""
     seen = {"TTFT": fleet.ttft_J, "TPOT": fleet.tpot_J, "E2E": fleet.e2e_J}
     return {
         name: {f"p{p}": float(np.percentile(values, p)) for p in PERCENTILES} | {"mean": float(values.mean())}
@@ -138,12 +138,12 @@ def _json(forecast: Forecast) -> dict[str, Any]:
     return {
         "costs": forecast.table.model_dump(mode="json"),
         "acceptance": forecast.accepted_from,
-        "max_batch": forecast.room.batch,
-        "max_batch_reason": forecast.room.reason,
-        "kv_pages": forecast.room.pages,
+        "max_batch": forecast.batch_limit.batch,
+        "max_batch_reason": forecast.batch_limit.reason,
+        "kv_pages": forecast.batch_limit.pages,
         "batches": [
-            {"off": _prediction(line.off), "on": _prediction(line.on) if line.on else None, "speedup": line.speedup}
-            for line in forecast.lines
+            {"off": _prediction(batch.off), "on": _prediction(batch.on) if batch.on else None, "speedup": batch.speedup}
+            for batch in forecast.batches
         ],
         "fleet": None if fleet is None else _fleet_json(fleet),
     }

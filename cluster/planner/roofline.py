@@ -1,15 +1,16 @@
-"""A cost table where nothing was measured: what a device's memory, arithmetic and links allow at best (Williams et al.
-2009), with the shares of it that kernels reach and the fixed times as `secateur.plan.Hardware` assumes them.
+"""A cost table from the roofline model (Williams et al. 2009), for hardware where nothing was measured.
 
-A forward of n rows over the matrices takes the longer of reading and multiplying,
+`secateur.plan.Hardware` assumes the fraction of peak bandwidth and arithmetic that kernels reach, and the fixed times.
+The matrices of a forward with n rows take the longer of reading and multiplying:
 
     max(weight bytes / bandwidth, 2 n weights / flops)
 
-of a mixture of experts of which a row goes through the share s, that share of the experts' weights to be multiplied
-with and, if rows choose evenly and each for itself, 1 - (1 - s)^n of them to be read; and beside that, one kernel after
-the other: the keys and values read once per request, four operations per row, cached token and attention width, a fixed
-time per layer, and with T ranks two all-reduces per layer of 2 (T - 1) / T times n rows. Attention's reads and
-arithmetic are added, which is pessimistic by at most a factor of two of that part.
+In a mixture of experts a row uses the share s of the experts' weights. It multiplies with that share. If rows choose
+experts uniformly and independently, 1 - (1 - s)^n of the experts' weights are read.
+
+These are added, because kernels run one after the other: reading keys and values once per request; four operations per
+row, cached token and attention width; a fixed time per layer; and with T ranks two all-reduces per layer, each of
+2 (T - 1) / T times n rows. Adding attention's reads and arithmetic is pessimistic by at most a factor of two.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 63)
 
 
 def cost_table(config: EngineConfig, shards: Sequence[ModelShard], hardware: Hardware) -> CostTable:
-    """Of an engine on such devices; `shards` are one rank of the target and one of the drafter."""
+    """Predict an engine's cost table; `shards` are one rank of the target and one of the drafter."""
     target, ranks = shards[0], config.tensor_parallel_size
     rows = _table_rows(target, hardware)
     return CostTable(
@@ -47,16 +48,21 @@ def cost_table(config: EngineConfig, shards: Sequence[ModelShard], hardware: Har
 
 
 def _table_rows(shard: ModelShard, hardware: Hardware) -> tuple[float, ...]:
-    """Where the arithmetic of rows takes as long as reading all weights, and beyond; of a mixture of experts, whose
-    reading grows with the rows before that, powers of 2 up to there too."""
-    knee = reading_ms(shard, math.inf, hardware) / row_ms(shard, hardware)
-    powers = [2.0**power for power in range(1, math.ceil(math.log2(max(2.0, knee))))] if shard.expert_items else []
-    return tuple(sorted({1.0, *powers, *(max(2.0, factor * knee) for factor in (1, 2, 4))}))
+    """Return the row counts to tabulate: 1, the roofline's ridge point, and twice and four times that.
+
+    A mixture of experts reads more weights with more rows, so it also gets the powers of 2 below the ridge point.
+    """
+    ridge = reading_ms(shard, math.inf, hardware) / row_ms(shard, hardware)
+    powers = [2.0**power for power in range(1, math.ceil(math.log2(max(2.0, ridge))))] if shard.expert_items else []
+    return tuple(sorted({1.0, *powers, *(max(2.0, factor * ridge) for factor in (1, 2, 4))}))
 
 
 def _draft_costs(config: EngineConfig, shard: ModelShard, hardware: Hardware) -> DraftCostTable:
-    """A tree of n nodes is taken to be as deep as it may: best-first trees of a batch nearly are. The first level is
-    fed what the last step committed, about two rows a request; the others share the nodes evenly."""
+    """Predict drafting costs.
+
+    A tree of n nodes counts as deep as allowed, as best-first trees nearly are. Its first level reads the tokens that
+    the last step committed, about two rows per request; the other levels share the nodes evenly.
+    """
     assert config.draft is not None
     ranks, levels = config.draft_ranks, [min(n, config.draft.tree.max_depth) for n in _NODES]
 
@@ -75,7 +81,7 @@ def _draft_costs(config: EngineConfig, shard: ModelShard, hardware: Hardware) ->
 
 
 def forward_ms(shard: ModelShard, rows: float, ranks: int, hardware: Hardware) -> float:
-    """Of one rank's matrices, with the all-reduces of its group; without attention."""
+    """Predict a forward of one rank with its all-reduces, without attention."""
     matrices = max(reading_ms(shard, rows, hardware), rows * row_ms(shard, hardware))
     reduced = rows * shard.hidden_size * shard.item_bytes * 2 * (ranks - 1) / ranks
     reduce_ms = 1e-3 * hardware.link_latency_us + reduced / (1e6 * hardware.link_gbs) if ranks > 1 else 0.0
@@ -83,18 +89,19 @@ def forward_ms(shard: ModelShard, rows: float, ranks: int, hardware: Hardware) -
 
 
 def reading_ms(shard: ModelShard, rows: float, hardware: Hardware) -> float:
-    """Of every matrix once, but for those of experts that no row has chosen."""
+    """Predict the time to read every matrix once, except those of experts that no row has chosen."""
     unread = shard.expert_items * (1 - shard.expert_share) ** rows
     return 1e3 * (shard.matmul_items - unread) * shard.item_bytes / _bandwidth(hardware)
 
 
 def row_ms(shard: ModelShard, hardware: Hardware) -> float:
-    """Of one row's arithmetic."""
+    """Predict the arithmetic of one row."""
     items = shard.matmul_items - (1 - shard.expert_share) * shard.expert_items
     return 1e3 * 2 * items / _flops(hardware)
 
 
 def kv_token_ms(shard: ModelShard, hardware: Hardware) -> float:
+    """Predict the time to read one cached token."""
     return 1e3 * shard.token_bytes / _bandwidth(hardware)
 
 

@@ -1,4 +1,4 @@
-"""Topology, bundles and memory of an engine, as text for people. Touches no device."""
+"""The first part of `secateur plan`: ranks, bundles and memory of an engine as text. It uses no device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from workers.config import EngineConfig
 
 
 def describe(name: str, config: EngineConfig, shards: list[ModelShard]) -> str:
-    """Every rank with its device, weights and KV; the bundles Ray is asked for; what the KV pools may take."""
+    """Describe each rank's device, weights and KV, the Ray bundles, and the memory that KV pools may take."""
     from verifier.hidden_states import max_buffered_states
 
     lines = [
@@ -86,6 +86,7 @@ def _bundle_text(bundle: Bundle) -> str:
 
 
 def bytes_text(count: float) -> str:
+    """Format a number of bytes with three digits, such as `1.23 GB`."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 999.5:  # which three digits round up to 1000
             return f"{count:.3g} {unit}"

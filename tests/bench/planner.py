@@ -72,20 +72,22 @@ def unseen(grid: ProfileGrid) -> list[ProfileCell]:
 
 def measure(runner: Runner, cell: ProfileCell, texts: UniquePrompts) -> Seen:
     asked = [texts.take(cell.prompt) for _ in range(BATCHES_PER_RUN * cell.requests)]
-    frames = watch(runner, asked, cell.nodes, cell.output, concurrency=cell.requests)
+    snapshots = watch(runner, asked, cell.nodes, cell.output, concurrency=cell.requests)
     tokens = len(asked) * cell.output
-    steps, trees = full_steps(frames, cell), accepted(frames, cell)
+    steps, trees = full_steps(snapshots, cell), accepted(snapshots, cell)
     return Seen(
-        tokens_per_second=tokens / (frames[-1].at - frames[0].at),
+        tokens_per_second=tokens / (snapshots[-1].at - snapshots[0].at),
         step_ms=statistics.mean(step.wall_ms for step in steps),
         tokens_per_step=1 + trees.num_accepted / max(1, trees.num_drafts),
     )
 
 
-def full_steps(frames: list[StatsSnapshot], cell: ProfileCell) -> list[StepSample]:
+def full_steps(snapshots: list[StatsSnapshot], cell: ProfileCell) -> list[StepSample]:
     """The steps of the first batch, before the next joins."""
-    done = [i for i, frame in enumerate(frames) if frame.stats.requests_finished > frames[0].stats.requests_finished]
-    return decoding_steps(frames[: done[0]], cell)
+    done = [
+        i for i, frame in enumerate(snapshots) if frame.stats.requests_finished > snapshots[0].stats.requests_finished
+    ]
+    return decoding_steps(snapshots[: done[0]], cell)
 
 
 def predict(table: CostTable, config: EngineConfig, cell: ProfileCell) -> Seen:

@@ -75,9 +75,9 @@ def test_arrivals_follow_the_rate_and_repeat_with_the_seed(monkeypatch: pytest.M
     monkeypatch.setattr(serve, "_ask", ask)
     client = serve._Client("http://127.0.0.1:1", None, {"seed": 0, "cache_salt": ""})
     asked = [BenchPrompt("a", None)] * 4000
-    assert len(asyncio.run(serve._open(client, asked, 50.0, 3))) == 4000
+    assert len(asyncio.run(serve._open_loop(client, asked, 50.0, 3))) == 4000
     first, waits[:] = list(waits), []
-    asyncio.run(serve._open(client, asked, 50.0, 3))
+    asyncio.run(serve._open_loop(client, asked, 50.0, 3))
     assert waits == first and np.mean(first) == pytest.approx(1 / 50, rel=0.1)
     assert np.std(first) == pytest.approx(1 / 50, rel=0.1), "as exponential gaps have it"
 

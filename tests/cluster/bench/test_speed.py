@@ -51,13 +51,13 @@ def frame(at: float, steps: int, *, prompts: int, tokens: int, running: int = 1,
 
 
 def test_neither_a_prompt_nor_the_step_that_feeds_it_to_the_drafter_counts() -> None:
-    frames = [
+    snapshots = [
         frame(0.0, 0, prompts=0, tokens=0, running=0),
         frame(9.0, 1, prompts=50, tokens=1, step=9.0, verify=9.0, forward=9.0),  # the prompt
         frame(12.0, 2, prompts=50, tokens=2, step=12.0, verify=10.0, forward=10.0, draft=1.5),  # and its feed
         frame(14.0, 3, prompts=50, tokens=5, step=13.9, verify=11.0, forward=10.8, accept=0.1, draft=2.0, transfer=0.3),
     ]
-    costs = decoding_steps(frames, batch=1)
+    costs = decoding_steps(snapshots, batch=1)
     assert costs is not None and costs.num_steps == 1 and costs.tokens_per_step == 3
     assert costs.forward_ms == pytest.approx(800) and costs.draft_ms == pytest.approx(500)
     assert costs.pack_ms == pytest.approx(100) and costs.accept_ms == pytest.approx(100)
@@ -66,10 +66,10 @@ def test_neither_a_prompt_nor_the_step_that_feeds_it_to_the_drafter_counts() -> 
 
 
 def test_steps_with_fewer_requests_than_asked_do_not_count() -> None:
-    frames = [frame(float(i), i, prompts=5, tokens=2 * i, running=2 if i < 3 else 1) for i in range(6)]
-    costs = decoding_steps(frames, batch=2)
+    snapshots = [frame(float(i), i, prompts=5, tokens=2 * i, running=2 if i < 3 else 1) for i in range(6)]
+    costs = decoding_steps(snapshots, batch=2)
     assert costs is not None and costs.num_steps == 2 and costs.tokens_per_step == 1  # per request
-    assert decoding_steps(frames, batch=3) is None
+    assert decoding_steps(snapshots, batch=3) is None
 
 
 # -- rows ------------------------------------------------------------------------------------------------------------

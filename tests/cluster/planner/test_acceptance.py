@@ -112,7 +112,9 @@ def test_between_temperatures_and_contexts_it_is_linear() -> None:
 
 def test_points_of_another_tree_or_rule_do_not_count() -> None:
     table = AcceptanceTable(points=(AcceptancePoint(nodes=8, accepted=3, tree="chain", acceptance="rejection"),))
-    with pytest.raises(ConfigError, match="nothing of dynamic trees under coupled, but of chain trees under rejection"):
+    with pytest.raises(
+        ConfigError, match="no entry for dynamic trees under coupled, only for chain trees under rejection"
+    ):
         acceptance_curve(table, drafter(), 0.0, 0)
 
 

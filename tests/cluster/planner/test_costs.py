@@ -144,7 +144,7 @@ def test_prompts_share_a_step_with_trees() -> None:
     # 2 x 3 + 7 = 13 rows.
     assert step.verify_ms == pytest.approx(16 + 4 * 0.5 + (50 + 14) * 0.01 + pairs * 0.001 + trees_ms)
     assert step.draft_ms == pytest.approx(costs.step(2, 2, 50).draft_ms + 7 * 0.1)
-    assert costs.step(2, 2, 50, chunks, feeds=False).draft_ms == costs.step(2, 2, 50).draft_ms
+    assert costs.step(2, 2, 50, chunks, feeds_drafter=False).draft_ms == costs.step(2, 2, 50).draft_ms
 
 
 def test_a_step_with_trees_takes_more_than_their_rows() -> None:

@@ -87,7 +87,7 @@ def stepwise(load: Load, one: ReplicaSpec) -> tuple[np.ndarray, np.ndarray]:
                 budget -= rows
                 chunks.append(PrefillChunk(int(rows), int(prompt[1])))
         cached = sum(r.cached for r in running)
-        now += 1e-3 * one.costs.step(batch, nodes, cached, chunks, feeds=any(one.nodes_by_batch)).ms
+        now += 1e-3 * one.costs.step(batch, nodes, cached, chunks, feeds_drafter=any(one.nodes_by_batch)).ms
         gain = 1 + one.accepted[nodes]
         running = [Running(r.job, r.cached + gain, r.left - gain) for r in running]
         for r in running:

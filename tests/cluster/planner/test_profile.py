@@ -161,7 +161,7 @@ def test_noise_bends_a_table_little_and_never_the_wrong_way() -> None:
 # -- what is read from an engine -------------------------------------------------------------------------------------
 
 
-def frames(*steps: dict[str, float]) -> list[StatsSnapshot]:
+def snapshots(*steps: dict[str, float]) -> list[StatsSnapshot]:
     """Frames from increments of statistics; `running` is a gauge."""
     found, stats = [StatsSnapshot(0.0, EngineStats())], EngineStats()
     for step in steps:
@@ -181,12 +181,12 @@ def frames(*steps: dict[str, float]) -> list[StatsSnapshot]:
 def test_only_steps_of_the_whole_batch_alone_count() -> None:
     cell = ProfileCell(requests=2, nodes=3, context=58)
     assert cell.prompt == 10
-    seen = frames(
+    seen = snapshots(
         {"running": 2, "prompt": 10, "tokens": 1},
         {"running": 2, "prompt": 10, "tokens": 2},  # the second prompt, beside a tree
         {"running": 2, "tokens": 4, "nodes": 6},  # warms up
         {"running": 2, "tokens": 5, "nodes": 6, "accepted": 3},
-        {"running": 2, "tokens": 9, "steps": 2, "nodes": 12},  # two frames at once
+        {"running": 2, "tokens": 9, "steps": 2, "nodes": 12},  # two snapshots at once
         {"running": 2, "tokens": 4, "nodes": 5, "accepted": 2},
         {"running": 1, "tokens": 3, "nodes": 6},  # one finishes
         {"running": 1, "tokens": 1, "nodes": 3},
@@ -217,7 +217,7 @@ def test_a_grid_is_what_the_engine_can_do() -> None:
 
 def test_a_profile_that_saw_nothing_says_so() -> None:
     class Silent:
-        frames = frames({"running": 1, "prompt": 1})
+        snapshots = snapshots({"running": 1, "prompt": 1})
 
         def run(self, *_: object) -> None: ...
 
@@ -240,11 +240,11 @@ class ClockRunner:
     def __init__(self, bench: clockwork.Bench) -> None:
         self._bench = bench
         self._next_id = 0
-        self.frames: list[StatsSnapshot] = []
+        self.snapshots: list[StatsSnapshot] = []
 
     def run(self, jobs: Sequence[GenerationJob], concurrency: int) -> None:
         waiting, num_open = list(jobs), 0
-        self.frames = [self._frame()]
+        self.snapshots = [self._frame()]
         while waiting or num_open:
             while waiting and num_open < concurrency:
                 job = waiting.pop(0)
@@ -256,7 +256,7 @@ class ClockRunner:
                 self._next_id += 1
                 num_open += 1
             num_open -= sum(chunk.finish_reason is not None for chunk in self._bench.here.step())
-            self.frames.append(self._frame())
+            self.snapshots.append(self._frame())
 
     def _frame(self) -> StatsSnapshot:
         stats = copy.deepcopy(self._bench.engine._stats)
