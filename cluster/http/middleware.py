@@ -102,8 +102,8 @@ async def _invalid_body(request: Request, error: Exception) -> Response:
     if "json" not in content_type:
         message = f"send the body as JSON, with Content-Type: application/json (got {content_type or 'none'!r})"
         return error_response(HttpError(400, ErrorResponse.of(message)))
-    if message := _no_object(error):
-        return error_response(HttpError(400, ErrorResponse.of(message)))
+    if problem_with_body := _no_object(error):
+        return error_response(HttpError(400, ErrorResponse.of(problem_with_body)))
     # Both exception classes have the same `errors()`, and nothing else of them is used.
     found = problems_of(cast(ValidationError, error), Speculative.model_fields)
     problems = [_without_body(problem) for problem in found]
