@@ -1,7 +1,7 @@
 """On a CUDA machine: drafter and verifier as plain processes, and the numbers of bfloat16.
 
-One GPU is enough: the drafter is colocated with the verifier. NCCL is run there too, by two ranks on one device that it
-is made to take for two machines. Run with `make gpu`.
+One GPU is enough, because the drafter is colocated with the verifier. Two ranks on one device also test NCCL, which is
+made to believe that they are on two machines. Run with `make gpu`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def test_greedy_tokens_equal_transformers_generate(tree: TreeConfig | None, trut
 
 @pytest.mark.parametrize("options", [{"enforce_eager": True}, {"kernels": "torch"}], ids=["eager", "torch"])
 def test_neither_graphs_nor_kernels_change_a_token(options: dict[str, object], truth: list[list[int]]) -> None:
-    """Above they are Triton's, replayed from graphs."""
+    """The tests above run Triton kernels from graphs."""
     jobs = [GenerationJob(prompt=prompt, max_tokens=NUM_TOKENS) for prompt in prompts(12)]
     with Runner(on_cuda(DYNAMIC, **options)) as runner:
         assert [answer.tokens for answer in runner.run(jobs, concurrency=8)] == truth

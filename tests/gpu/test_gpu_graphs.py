@@ -1,4 +1,4 @@
-"""On a CUDA machine: replayed steps and trees are what they are kernel by kernel."""
+"""On a CUDA machine: replayed steps and trees equal those without graphs."""
 
 from __future__ import annotations
 

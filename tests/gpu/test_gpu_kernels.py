@@ -1,4 +1,4 @@
-"""On a CUDA machine: the tests of `test_kernels.py` again, compiled, and shapes that no interpreter reaches."""
+"""On a CUDA machine: the tests of `test_kernels.py` with compiled kernels, and shapes too large to interpret."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_random_batches_with_windows(seed: int) -> None:
 
 @pytest.mark.parametrize("num_tokens", [1, 17, 300, 2000])
 def test_overlapping_moves_of_real_pools(num_tokens: int) -> None:
-    """Many at once, for a race between the threads of a program would not show with few."""
+    """Many tokens, because a race between the threads of a program would not show with few."""
     pool = torch.randn(8, 4096, 2, 8, 128, dtype=torch.bfloat16, device="cuda")
     expected = pool.clone()
     order = torch.randperm(4096, generator=torch.Generator().manual_seed(num_tokens)).cuda()
@@ -84,7 +84,7 @@ def test_whole_vocabularies_are_drawn_from_as_torch_does(rows: int, vocab: int) 
         kernels.truncation_threshold(logits, top_k, torch.ones_like(tau)) for kernels in (reference, fused)
     )
     assert torch.equal(by_k, fused_by_k)
-    for spread in (1.0, 0.1):  # few tokens left, and more than any list has room for
+    for spread in (1.0, 0.1):  # few tokens are kept, and more than fit into the list
         masses = (spread * logits).softmax(-1)
         cut = fused.truncation_threshold(spread * logits, torch.zeros_like(top_k), torch.full_like(tau, 0.9))[:, None]
         assert (torch.where(spread * logits > cut, masses, 0).sum(-1) < 0.9 + 1e-5).all()

@@ -1,4 +1,4 @@
-"""On a CUDA machine: sampled drafts and their verdicts, which leave the vocabulary on its device, as on the host."""
+"""On a CUDA machine: sampled drafts and their verdicts equal those on the host."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_drafts_are_quantised_alike(temperature: float) -> None:
         quantize(log_q_FV.to(device), DraftVocabulary(target_size=128256, target_ids=target_ids.to(device)))
         for device in ("cpu", "cuda")
     )
-    # What is cut off at the 512th may be another token of the same weight.
+    # The last of 512 tokens may be another token of the same weight.
     kept_FS = here.weight_FS > here.weight_FS[:, -1:]
     assert (here.weight_FS == there.weight_FS).all() and (here.id_FS == there.id_FS)[kept_FS].all()
 

@@ -1,4 +1,4 @@
-"""Rounding a step up to its bucket changes nothing that it says; without a GPU the padded steps run uncaptured."""
+"""Padding a step to its bucket does not change its results; without a GPU, the padded steps run uncaptured."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STEPS = [
     Batch([(5, TWO_BY_TWO), (0, 0), (40, CHAIN), (31, [-1]), (0, 3)], 16),
     Batch([(0, 40)], 16),
 ]
-"""The last is a prompt chunk that is larger than any bucket."""
+"""Steps; the last is a prompt chunk larger than every bucket."""
 
 
 def test_buckets_hold_what_they_are_for_with_at_most_a_third_of_padding() -> None:
@@ -59,7 +59,7 @@ def test_the_rows_added_are_a_request_of_their_own_on_the_null_page() -> None:
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
 def test_padded_steps_say_what_they_say_alone(tmp_path: Path, name: str) -> None:
-    """Steps of any sizes one after the other, through the same buffers; what they write is the same too."""
+    """Steps of all sizes run one after the other through the same buffers and write the same KV."""
     kernels = TORCH
     if name == "triton":
         pytest.importorskip("triton")
@@ -89,7 +89,7 @@ def test_padded_steps_say_what_they_say_alone(tmp_path: Path, name: str) -> None
 
 @pytest.fixture
 def padding() -> Iterator[Bench]:
-    """The bundled pair, both of its models on padded steps."""
+    """Both models of the bundled pair run padded steps."""
     with bench(ClockCosts(fixed=20, row=0.5, message=2, fed=0.1, level=1, node=0.1)) as engine_bench:
         config = bundled(DYNAMIC)
         target = engine_bench.engine._target

@@ -1,4 +1,4 @@
-"""What start-up made is out of the garbage collector's way."""
+"""Objects from start-up are excluded from garbage collection."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from workers.gc_freeze import freeze_start_up
 
 
 class Node:
-    """In a cycle with itself."""
+    """An object in a reference cycle."""
 
     def __init__(self) -> None:
         self.own = self

@@ -1,4 +1,4 @@
-"""How many KV pages there are: what a page costs in the pools of target and drafter together."""
+"""KV sizing: the number of pages follows from a page's size in the pools of target and drafter together."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def pages(
     free: list[float],
     beside: list[int] | None = None,
 ) -> int:
-    """The agreed number of pages, of ranks with such slots and so much free memory on their devices."""
+    """Return the number of pages that ranks with these slot sizes and free memory agree on."""
     beside = beside or [0] * config.world_size
 
     def of(rank: int, agreed: int) -> int:
@@ -63,7 +63,7 @@ def pages(
         (engine(tp=2, draft_tp=1, device="cpu"), [[0, 1, 2]] * 3),
     ],
 )
-def test_who_shares_a_device(config, sharing):
+def test_ranks_on_one_device_share_its_memory(config, sharing):
     assert [ranks_on_device_of(config, rank) for rank in range(config.world_size)] == sharing
 
 
@@ -128,6 +128,6 @@ def test_too_few_configured_pages_are_an_error_that_names_num_pages(monkeypatch)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_slot_takes_what_is_said_of_it(dtype):
+def test_a_slot_takes_the_reported_bytes(dtype):
     pool = KVPool(3, 32, 2, 24, dtype, "cpu")
     assert pool.data.nbytes == 32 * KVPool.bytes_per_slot(3, 2, 24, dtype)

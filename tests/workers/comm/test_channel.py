@@ -1,4 +1,4 @@
-"""Frames between real processes: what is sent arrives, and a lost peer is an error that names it, soon."""
+"""Frames between real processes: messages arrive, and a lost peer soon raises an error that names it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from workers.types import (
 )
 
 SIZES = [(0, None), (1, 4), (60, 16), (63, 16), (400, 64), (5000, None), (3, 8), (20000, 32)]
-"""(fed rows, feature width): bodies around, below and far beyond the 8 KiB that travel with a header."""
+"""(input rows, feature width): bodies below, around and far above the 8 KiB that travel with a header."""
 
 
 def config(
@@ -90,7 +90,7 @@ def assert_same(got: object, expected: object) -> None:
 
 
 def exchange(world: World) -> str:
-    """Verifier 0 sends, drafter 0 answers with the number of rows it got; its peer is told the same bytes."""
+    """Verifier 0 sends; drafter 0 replies with the number of rows it received and forwards the bytes to its peer."""
     for step, (rows, width) in enumerate(SIZES):
         if world.rank == 0:
             world.link.send(draft_request(rows, width), step)
@@ -119,7 +119,7 @@ def exchange(world: World) -> str:
 
 
 def lose_the_drafter(world: World) -> str:
-    """Drafter 0 dies over step 41."""
+    """Drafter 0 dies in step 41."""
     if world.rank == 1:
         world.link.receive()
         os._exit(9)
@@ -130,14 +130,14 @@ def lose_the_drafter(world: World) -> str:
 def wait_for_a_silent_drafter(world: World) -> str:
     if world.rank == 1:
         world.link.receive()
-        time.sleep(8)  # far beyond the step timeout
+        time.sleep(8)  # much longer than the step timeout
         return "awake"
     world.link.send(draft_request(3, 8), 42)
     return what_is_said(world)
 
 
 def wait_for_a_busy_verifier(world: World) -> str:
-    """Verifier 0 works for three step timeouts before it sends anything; drafter 0 passes on what it is told."""
+    """Verifier 0 works for three step timeouts before it sends a message; drafter 0 forwards it."""
     if world.rank == 0:
         time.sleep(3)
         world.peers.send(target_step(2), 44)
@@ -152,7 +152,7 @@ def wait_for_a_busy_verifier(world: World) -> str:
 
 def wait_for_a_silent_verifier(world: World) -> str:
     if world.rank == 0:
-        time.sleep(30)  # far beyond the idle timeout
+        time.sleep(30)  # much longer than the idle timeout
         return "awake"
     return what_is_said(world)
 
@@ -205,7 +205,7 @@ def test_a_silent_drafter_is_lost_after_the_step_timeout():
     assert 0.8 < float(seconds) < 5
 
 
-def test_who_waits_for_its_next_message_waits_longer_than_a_step_timeout():
+def test_waiting_for_the_next_message_may_exceed_the_step_timeout():
     asked = config(tensor_parallel_size=2, draft_tensor_parallel_size=2, step_timeout_s=1.0)
     said = dict(in_processes(wait_for_a_busy_verifier, asked))
     assert said == {

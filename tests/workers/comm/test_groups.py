@@ -1,4 +1,4 @@
-"""The rendezvous store: who can reach it."""
+"""The rendezvous store listens on one address, and only until all ranks have joined."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LISTENING = "0A"
 
 
 def listening_on(port: int) -> set[str]:
-    """Addresses of this machine's sockets that listen on the port, as the kernel writes them: hexadecimal."""
+    """Return the addresses that listen on the port, in the kernel's hexadecimal form."""
     tables = [PROC_NET, PROC_NET.with_name("tcp6")]
     lines = [line.split() for table in tables if table.exists() for line in table.read_text().splitlines()[1:]]
     places = [fields[1].split(":") for fields in lines if fields[3] == LISTENING]
@@ -31,8 +31,8 @@ def test_the_store_listens_on_its_host_s_address_alone() -> None:
     assert (host, int(port)) == ("127.0.0.1", store.port)
 
 
-def test_a_store_that_stopped_listening_keeps_who_has_connected_and_lets_nobody_else_in() -> None:
-    """It has no key: whoever reaches it may set and delete what ranks read."""
+def test_a_store_that_stopped_listening_keeps_its_connections_and_refuses_new_ones() -> None:
+    """The store has no authentication: any client may set and delete what ranks read."""
     store, address = open_store()
     host, _, port = address.rpartition(":")
     peer = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=10))

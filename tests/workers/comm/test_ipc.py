@@ -1,4 +1,4 @@
-"""The socket between front and engine: any pieces, any message, never a blocked step loop."""
+"""The socket between front and engine carries every message in pieces of any size and never blocks the step loop."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_stranger_on_the_socket_is_refused():
         FrameDecoder().feed(b"GET / HTTP/1.1\r\n\r\n")
 
 
-def test_a_frame_that_nobody_would_read_is_not_written():
+def test_a_frame_too_long_to_be_read_is_not_written():
     with pytest.raises(ValueError, match="a Submit of 67108"):
         encode(Submit(id=1, prompt=[], max_tokens=1, cache_salt="a" * ipc.MAX_FRAME_BYTES))
 
@@ -115,7 +115,7 @@ def test_a_front_that_does_not_read_never_blocks_the_engine(ends):
     decoder, got = FrameDecoder(), []
     deadline = time.monotonic() + 20
     while len(got) < 20 and time.monotonic() < deadline:
-        engine.poll(0.0)  # flushes what did not fit
+        engine.poll(0.0)  # flushes the rest
         try:
             got += decoder.feed(front.recv(1 << 20))
         except BlockingIOError:
@@ -147,7 +147,7 @@ def test_the_last_words_of_a_front_are_heard_before_it_is_gone(ends):
         engine.poll(1.0)
 
 
-def test_writing_to_a_gone_front_says_so(ends):
+def test_writing_to_a_closed_front_raises_front_gone(ends):
     engine, front = ends
     front.close()
     with pytest.raises(FrontGone):
@@ -166,7 +166,7 @@ def test_the_engine_connects_to_either_kind_of_address(scheme, tmp_path):
         assert FrameDecoder().feed(front.recv(100)) == [Abort(id=6)]
 
 
-def test_an_unknown_address_says_what_to_write():
+def test_an_unknown_address_raises_an_error_with_the_valid_forms():
     with pytest.raises(ValueError, match="unix:/path or tcp:host:port"):
         ipc.connect("http://host")
 
@@ -188,9 +188,9 @@ def test_accepted_tokens_that_did_not_come_out_are_taken_off_again() -> None:
         num_copied_tokens=4,
         num_accepted_copied_tokens=3,
     )
-    cut = stats.truncate(3, 1, is_copied=True)  # the last step's path was three deep
-    assert (cut.accepted_per_depth, cut.num_accepted_copied_tokens) == ([2, 1, 0], 1)
-    assert (cut.num_drafts, cut.verified_per_depth, cut.num_copied_tokens) == (2, [3, 2, 2], 4)
+    kept = stats.truncate(3, 1, is_copied=True)  # the last step's path was three deep
+    assert (kept.accepted_per_depth, kept.num_accepted_copied_tokens) == ([2, 1, 0], 1)
+    assert (kept.num_drafts, kept.verified_per_depth, kept.num_copied_tokens) == (2, [3, 2, 2], 4)
     assert stats.truncate(3, 1, is_copied=False).num_accepted_copied_tokens == 3
     assert stats.truncate(3, 3, is_copied=True) == stats == stats.truncate(0, 5, is_copied=True)
-    assert stats.accepted_per_depth == [2, 2, 1]  # the engine's own stay as they are
+    assert stats.accepted_per_depth == [2, 2, 1]  # the engine's statistics are unchanged

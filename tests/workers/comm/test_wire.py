@@ -1,4 +1,4 @@
-"""Every message survives the wire: same values, same dtypes, same absences; what does not fit is refused."""
+"""Every message survives the wire with its values, dtypes and missing parts; values that do not fit raise."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def round_trip(message: wire.Message) -> wire.Message:
 
 
 def assert_equal(got: object, expected: object) -> None:
-    """Field by field, dtype and shape included; weights to half precision, seconds to the microsecond."""
+    """Compare all fields with dtype and shape, weights in half precision and seconds to the microsecond."""
     assert type(got) is type(expected)
     for name in [f.name for f in fields(expected)]:  # type: ignore[arg-type]
         a, b = getattr(got, name), getattr(expected, name)
@@ -178,7 +178,7 @@ def test_draft_replies_survive(trees, entries, seconds):
 
 
 def test_of_a_reply_that_took_hours_the_trees_survive():
-    """Microseconds end after 35 minutes: a machine that slept is no error."""
+    """Microseconds overflow after 35 minutes, for example when a machine was suspended."""
     arrived = round_trip(draft_reply(oracles.trees([]), seconds=1e4))
     assert arrived.seconds == pytest.approx(2147.483647)
 

@@ -1,7 +1,6 @@
-"""Both sets of kernels, torch and Triton, do what a slow and obvious oracle does.
+"""Both kernel sets, torch and Triton, agree with slow reference implementations.
 
-Without a GPU the Triton kernels run in Triton's interpreter (`conftest.py`), so shapes are small here; `gpu/` has the
-real ones.
+Without a GPU the Triton kernels run in Triton's interpreter (`conftest.py`), so shapes are small; `gpu/` has real ones.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ def test_cpu_runs_torch_unless_triton_is_interpreted(monkeypatch: pytest.MonkeyP
         kernels_for("cpu", "triton")
 
 
-def test_cuda_runs_triton_with_chains_compiled_unless_told_not_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_runs_triton_with_compiled_chains_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     assert kernels_for("cuda") is compiled and kernels_for("cuda", enforce_eager=True) is fused
 
@@ -116,7 +115,7 @@ def test_a_window_counts_along_the_path(kernels: Kernels, window: int, first_slo
 def test_scores_are_capped_and_sinks_take_their_share(
     kernels: Kernels, prefix: int, softcap: float | None, has_sinks: bool
 ) -> None:
-    """The longer prefix is split, and a sink counts once."""
+    """The longer prefix is split, and a sink is added once."""
     batch = Batch([(prefix, RAGGED), (3, [-1])] if prefix < 1500 else [(prefix, CHAIN)], 16)
     options = dict(q_heads=6, kv_heads=2, softcap=softcap, has_sinks=has_sinks)
     compare(kernels, batch, device=DEVICE, window=None if prefix < 1500 else 1200, **options)  # type: ignore[arg-type]
@@ -137,14 +136,14 @@ def test_an_empty_batch_is_empty(kernels: Kernels) -> None:
 
 @pytest.mark.parametrize("num_rows", [1, 2, 5])
 def test_every_part_of_a_plan_begins_at_16_bytes(num_rows: int) -> None:
-    """Triton compiles a kernel anew for pointers that are less aligned; steps come in every size."""
+    """Triton recompiles a kernel for less aligned pointers, and steps have all sizes."""
     plan = fused.plan(Batch([(3, num_rows), (0, 2)], 16).metadata, 16, windows=(None, 8, 3), device=DEVICE)
     rows = [plan.visible_N, plan.tiles_5T, plan.table_BP, *plan.lows_WN, *plan.ancestors_WN, *plan.tile_lows_WT]
     assert all(row.data_ptr() % 16 == plan.buffer.data_ptr() % 16 for row in rows)
 
 
 def test_a_plan_filled_in_place_is_the_plan_of_the_new_step() -> None:
-    """A captured graph reads the addresses it was captured with."""
+    """A captured graph reads the addresses of its capture."""
     first, second = Batch([(17, CHAIN), (0, 8), (40, RAGGED)], 16), Batch([(2, 8), (40, RAGGED), (9, CHAIN)], 16, 7)
     options = {"windows": (None, 8), "group_size": 2, "device": DEVICE}
     plan = fused.plan(first.metadata, 16, **options)
@@ -157,7 +156,7 @@ def test_a_plan_filled_in_place_is_the_plan_of_the_new_step() -> None:
 @pytest.mark.parametrize("first_slot", [0, 1])
 @pytest.mark.parametrize("window", [None, 1, 2, 3, 24])
 def test_a_plan_takes_other_ancestors_than_it_was_filled_with(window: int | None, first_slot: int) -> None:
-    """A captured graph that grows trees tells who stands above whom from level to level."""
+    """A captured graph that grows trees changes the ancestors at every level."""
     batch = Batch([(17, CHAIN), (3, 0), (40, RAGGED)], 16)
     whole_tree_N = torch.full_like(batch.metadata.ancestors_N, 0xFF)
     metadata = replace(batch.metadata, ancestors_N=whole_tree_N)
@@ -169,8 +168,8 @@ def test_a_plan_takes_other_ancestors_than_it_was_filled_with(window: int | None
     assert (out - batch.dense(q, kv, 0.3, window, first_slot)).abs().max() < 1e-5
 
 
-def test_a_spoilt_neighbour_spoils_nobody_else() -> None:
-    """NaN in another request's keys, in the null page and in slots not yet written stays out of the others."""
+def test_nan_in_one_request_does_not_affect_others() -> None:
+    """NaN in another request's keys, in the null page and in unwritten slots has no effect on other requests."""
     batch = Batch([(15, CHAIN), (40, RAGGED), (33, CHAIN)], 16)
     kv = torch.full((batch.num_slots, 2, 2, 8), float("nan"))
     for request, length in ((0, 19), (2, 37)):
@@ -304,7 +303,7 @@ def test_scores_are_log_p_plus_noise(kernels: Kernels) -> None:
 
 
 @both
-def test_where_all_is_forbidden_the_lowest_token_is_named(kernels: Kernels) -> None:
+def test_a_fully_masked_row_yields_the_lowest_token(kernels: Kernels) -> None:
     params = SamplingBatch.stack([SamplingParams(seed=9), SamplingParams(temperature=0)]).to(DEVICE)
     nothing = torch.full((2, 1500), -torch.inf, device=DEVICE)
     score, ids = kernels.coupled_argmax(nothing, params, torch.zeros(2, dtype=torch.int64, device=DEVICE), 30, None)
@@ -316,8 +315,8 @@ def test_where_all_is_forbidden_the_lowest_token_is_named(kernels: Kernels) -> N
 
 @both
 @pytest.mark.parametrize(("width", "scale"), [(1, 1.0), (30, 9.0), (300, 2.0), (9000, 0.0), (9000, 0.3), (9000, 9.0)])
-def test_a_row_is_cut_where_its_sorted_masses_say(kernels: Kernels, width: int, scale: float) -> None:
-    """Flat rows leave more than either set of kernels lists, steep ones a few; a fifth row has ties everywhere."""
+def test_the_threshold_matches_sorting(kernels: Kernels, width: int, scale: float) -> None:
+    """Flat rows keep more values than either kernel set lists, steep rows a few; every fifth row has ties."""
     x = scale * torch.randn(5, width, generator=torch.Generator().manual_seed(width))
     x[4] = x[4].round()
     x[1, : width // 2] = -torch.inf
@@ -339,7 +338,7 @@ def test_a_row_is_cut_where_its_sorted_masses_say(kernels: Kernels, width: int, 
 
 @both
 def test_a_token_stays_while_the_mass_above_it_is_below_p(kernels: Kernels) -> None:
-    """Masses 1/2, 1/4, 1/8, 1/8, of which equals stay together."""
+    """Masses are 1/2, 1/4, 1/8 and 1/8; equal values are kept together."""
     x = torch.tensor([[3.0, 2.0, 1.0, 1.0]]) * torch.tensor(2.0).log()
     for top_p, kept in ((0.1, 1), (0.499, 1), (0.501, 2), (0.749, 2), (0.751, 4), (0.99, 4)):
         cut = kernels.truncation_threshold(
@@ -360,14 +359,14 @@ def test_rows_with_fewer_possible_tokens_than_top_k_keep_all_of_them(kernels: Ke
 
 
 @both
-def test_zeros_of_both_signs_share_their_fate(kernels: Kernels) -> None:
+def test_zeros_of_both_signs_are_equal(kernels: Kernels) -> None:
     x = torch.tensor([[1.0, 0.0, 0.0, -0.0, -0.0, -0.0, -0.0, -1.0]])
     k_R = torch.tensor([3], dtype=torch.int32, device=DEVICE)
     assert kernels.truncation_threshold(x.to(DEVICE), k_R, torch.tensor([0.55], device=DEVICE)).tolist() == [0.0]
 
 
 @both
-def test_a_row_is_cut_alike_alone_and_beside_others(kernels: Kernels) -> None:
+def test_a_threshold_does_not_depend_on_other_rows(kernels: Kernels) -> None:
     x = torch.linspace(0.1, 4.0, 12)[:, None] * torch.randn(12, 3000, generator=torch.Generator().manual_seed(5))
     x, p_R = x.to(DEVICE), torch.full((12,), 0.9, device=DEVICE)
     k_R = torch.tensor([0, 0, 0, 0, 700, 40, 30, 5] + 4 * [0], dtype=torch.int32, device=DEVICE)
@@ -396,7 +395,7 @@ def test_the_best_of_a_row_and_its_sum(kernels: Kernels, width: int, k: int) -> 
 
 @both
 def test_a_row_of_no_numbers_has_no_weight_and_columns_that_exist(kernels: Kernels) -> None:
-    """The best columns are gathered by, and a column out of range ends a process on CUDA."""
+    """Callers gather by the best columns, and a column out of range kills a process on CUDA."""
     x = torch.stack([torch.full((7,), torch.nan), torch.arange(7.0)]).to(DEVICE)
     found = kernels.top_k(x, 3, torch.full((2,), 0.6, device=DEVICE))
     assert ((found.index_RK >= 0) & (found.index_RK < 7)).all() and found.index_RK[1].tolist() == [6, 5, 4]
@@ -408,7 +407,7 @@ def test_a_row_of_no_numbers_has_no_weight_and_columns_that_exist(kernels: Kerne
 
 
 def test_every_kernel_compiles_for_hopper() -> None:
-    """Ahead of time, which needs no GPU: what the interpreter lets pass, the compiler may not."""
+    """Compile ahead of time, which needs no GPU, because the interpreter accepts more than the compiler."""
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.compile_kernels"], env=environment, capture_output=True, text=True

@@ -1,4 +1,4 @@
-"""A product is torch's own, in whichever layout the weight is kept."""
+"""A linear layer equals torch's in every weight layout."""
 
 from unittest import mock
 
@@ -14,7 +14,7 @@ needs_fbgemm = pytest.mark.skipif(not linear._HAS_FBGEMM, reason="torch without 
 
 
 def stored(dtype: torch.dtype, num_outputs: int, num_inputs: int = 192) -> Tensor:
-    """A weight as a checkpoint of `dtype` gives it to float32."""
+    """Return a float32 weight as read from a checkpoint of `dtype`."""
     generator = torch.Generator().manual_seed(num_outputs)
     return torch.randn(num_outputs, num_inputs, generator=generator).mul_(0.02).to(dtype).float()
 

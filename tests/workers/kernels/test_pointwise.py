@@ -1,4 +1,4 @@
-"""The chains between a layer's products: what their formulas say, and that compiling them changes nothing but speed.
+"""The pointwise chains match their formulas, and compiling them changes nothing but speed.
 
 Without a GPU the compiler emits C++, which shows all but the Triton code; `gpu/` compiles them for CUDA.
 """
@@ -44,7 +44,7 @@ def compiled_chain(name: str) -> Callable[..., Any]:
 
 
 def run(chain: Callable[..., Any], name: str, num_rows: int, dtype: torch.dtype) -> list[Tensor]:
-    """What the chain makes of random rows: its results, or all that it may have written to."""
+    """Run a chain on random rows; return its results, or the tensors that it may write."""
     draw = torch.Generator().manual_seed(num_rows)
 
     def random(*shape: int) -> Tensor:
@@ -115,7 +115,7 @@ def test_compiled_chains_say_what_plain_ones_say(name: str, dtype: torch.dtype) 
 
 @needs_compiler
 @pytest.mark.parametrize("name", CHAINS)
-def test_a_chain_is_compiled_three_times_at_most_however_many_rows_come(name: str) -> None:
+def test_a_chain_is_compiled_at_most_three_times(name: str) -> None:
     """For the first number of rows, for one row, and for any number."""
     torch._dynamo.reset()
     counters.clear()
@@ -125,7 +125,7 @@ def test_a_chain_is_compiled_three_times_at_most_however_many_rows_come(name: st
 
 
 @needs_compiler
-def test_a_model_with_compiled_chains_says_what_it_says_without() -> None:
+def test_compiled_chains_do_not_change_a_model() -> None:
     spec = read_spec(BUNDLED / "target")
     chains = {name: compiled_chain(name) for name in ("rms_norm", "add_rms_norm", "silu_mul", "rotate_")}
     plain = {name: getattr(reference, name) for name in reference.__all__}

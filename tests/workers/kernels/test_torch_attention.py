@@ -1,4 +1,4 @@
-"""Tree attention over paged KV says what dense attention on each row's own keys says."""
+"""Tree attention over the paged KV cache equals dense attention over each row's keys."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ MIXED: list[tuple[int, list[int] | int]] = [
 @pytest.mark.parametrize("first_slot", [0, 1])
 @pytest.mark.parametrize("window", [None, 3, 40])
 def test_mixed_trees_and_prompt_rows_share_one_batch(window: int | None, first_slot: int) -> None:
-    requests = MIXED[:-2] + MIXED[-1:] if first_slot else MIXED  # a lone token in slot 0 would see nothing
+    requests = MIXED[:-2] + MIXED[-1:] if first_slot else MIXED  # a single token in slot 0 would attend to nothing
     requests = [(max(start, first_slot), shape) for start, shape in requests]
     compare(Batch(requests, 16), window=window, first_slot=first_slot)
 
@@ -96,8 +96,8 @@ def test_rows_are_written_to_the_slot_of_their_page() -> None:
     assert prepared.write_slots_N.tolist() == expected
 
 
-def test_a_spoilt_neighbour_spoils_nobody_else() -> None:
-    """NaN in one request's keys, in the null page and in slots not yet written stays out of the others' padding."""
+def test_nan_in_one_request_does_not_affect_others() -> None:
+    """NaN in one request's keys, in the null page and in unwritten slots does not reach other requests' padding."""
     batch = Batch([(15, CHAIN), (40, RAGGED), (33, CHAIN)], 16)
     prepared = plan(batch.metadata, 16, group_size=2)
     assert len(prepared.groups) == 1, "the requests should share one padded group"
@@ -110,7 +110,7 @@ def test_a_spoilt_neighbour_spoils_nobody_else() -> None:
 
 @pytest.mark.parametrize("where", [(4,), (2, 9)])
 def test_single_rows_stay_together_beside_chains_of_any_context(where: tuple[int, ...]) -> None:
-    """Sorted by keys, the chains would cut the single rows of long contexts into several groups."""
+    """Sorted by keys, the chains would split the single rows of long contexts into several groups."""
     requests = [(600 + 20 * n, LONG_CHAIN[:9] if n in where else [-1]) for n in range(12)]
     batch = Batch(requests, 16)
     shapes = sorted(group.shape[:2] for group in plan(batch.metadata, 16).groups)

@@ -1,4 +1,4 @@
-"""Architectures that run through transformers' own classes say what transformers itself says, whole and split in two.
+"""The transformers backend equals transformers itself, on one rank and on two.
 
 The same claims as in test_model_parity.py and test_model_tp.py, for every class that a tiny configuration can build.
 """
@@ -59,7 +59,7 @@ TAPS = (0, 1, 2)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every architecture's checkpoint in a folder of its name."""
+    """Write every architecture's checkpoint to a folder of its name."""
     path = tmp_path_factory.mktemp("architectures")
     for name, (model_type, config) in KNOWN.items():
         checkpoints.write_model(path / name, model_type, **config)
@@ -73,12 +73,12 @@ def load(path: Path, **options: Any) -> TransformersDecoder:
 
 
 def taps(path: Path) -> tuple[int, ...]:
-    """None of Gemma-3n, whose layers hand on four streams."""
+    """Return the tap layers: none for Gemma-3n, whose layers pass on four streams."""
     return TAPS if path.name != "gemma-3n" else ()
 
 
 def assert_close(actual: Tensor, expected: Tensor, scale: float | Tensor) -> None:
-    """Within 1e-4 of how much logits (or features) vary: models scale theirs between 0.1 and 20."""
+    """Compare within 1e-4 of the standard deviation, because models scale logits and features by 0.1 to 20."""
     assert actual.shape == expected.shape
     assert (actual - expected).abs().max() < 1e-4 * scale
 
@@ -125,7 +125,7 @@ def test_logits_of_prompts_trees_and_chunks_equal_transformers(folder: Path, nam
 
 
 def whole_logits(path: Path, tp: TensorParallel) -> dict[str, Tensor]:
-    """Logits and taps of a prompt and of a tree after it."""
+    """Compute logits and taps of a prompt and of a tree after it."""
     decoder = load(path, tp=tp, tap_layers=taps(path))
     run = PagedRun(decoder, seed=4)
     prompt = random_tokens(19, seed=5)
@@ -163,7 +163,7 @@ def test_split_models_equal_the_whole(folder: Path) -> None:
 
 
 def test_ranks_hold_only_their_share(folder: Path) -> None:
-    """Of a fused gate and up each rank has both, of stacked experts a part of each, of the head its own tokens."""
+    """Each rank has a part of gate and up, of each expert, and of the vocabulary."""
     for rank in (0, 1):
         mixtral = load(folder / "mixtral", tp=TensorParallel(rank, 2))._base.layers[0]
         assert mixtral.mlp.experts.gate_up_proj.shape == (4, (48, 64)[rank], 64)
@@ -256,7 +256,7 @@ def test_what_cannot_be_served_is_refused_by_name(
 
 
 def test_the_door_refuses_before_a_process_starts(tmp_path: Path) -> None:
-    """What `secateur serve` and `plan` do first."""
+    """Read the configuration as `secateur serve` and `plan` do first."""
     config = CONFIG_MAPPING["qwen3_next"]().to_dict() | {"architectures": ["Qwen3NextForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(config, default=str))
     with pytest.raises(ConfigError, match="'Qwen3NextForCausalLM' is not supported: layers of type linear_attention"):
@@ -288,7 +288,7 @@ def test_strangers_are_refused_by_name(folder: Path, tmp_path: Path, change: dic
         ),  # has a configuration, but no ForCausalLM
     ],
 )
-def test_code_from_a_checkpoint_is_neither_run_nor_asked_about(
+def test_code_from_a_checkpoint_is_never_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_type: str, auto_map: str, message: str
 ) -> None:
     """transformers would ask at the terminal, and run it on "y"."""
@@ -347,7 +347,7 @@ def runner(folder: Path) -> Iterator[Runner]:
         yield runner
 
 
-def test_an_engine_says_what_transformers_generates(runner: Runner) -> None:
+def test_an_engine_generates_what_transformers_generates(runner: Runner) -> None:
     prompts = [random_tokens(5, seed=seed) * 4 for seed in (1, 2, 3)]
     answers = runner.run([GenerationJob(prompt=prompt, max_tokens=40) for prompt in prompts], concurrency=3)
     generate = partial(

@@ -1,4 +1,4 @@
-"""Checkpoints quantised in FP8 blocks are read as their dequantized weights, whole and slice by slice."""
+"""Checkpoints quantized in FP8 blocks are read as dequantized weights, whole and in slices."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module", params=MODELS)
 def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A quantised checkpoint, and the same one multiplied out."""
+    """Return a quantized checkpoint and its dequantized copy."""
     path = tmp_path_factory.mktemp(request.param)
     checkpoints.write_model(path / "fp8", request.param, **MODELS[request.param])
     return checkpoints.quantize_fp8(path / "fp8", BLOCK), checkpoints.dequantize_fp8(path / "fp8", path / "plain")

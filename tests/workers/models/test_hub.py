@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub: what is fetched of them, and when. The hub is a server on this machine."""
+"""Models of the Hugging Face hub: which files are downloaded, and when. A local server stands in for the hub."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def publish(hub: FakeHub, name: str, *, shards: int = 1, tokenizer: bool = True,
 
 
 def start(**fields: Any) -> EngineConfig:
-    """All that is done with a model before an engine starts."""
+    """Run all preparations of a model before an engine starts."""
     args = EngineArgs.load({"device": "cpu", "no_speculation": "speculative_config" not in fields, **fields})
     config, _ = with_tokenizer(args, engine_config(args))
     fetch_weights(args, config)

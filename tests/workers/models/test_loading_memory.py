@@ -1,4 +1,4 @@
-"""Reading a checkpoint takes little more memory than what is read."""
+"""Reading a checkpoint takes little more memory than its tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ torch.set_num_threads(1)
 
 
 def peak_bytes(act: Callable[[], object]) -> int:
-    """The most that torch held on the CPU while `act` ran, beyond what it held before."""
+    """Return the peak of torch's CPU memory during `act`, minus the memory before."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         kept = act()
     assert kept is not None

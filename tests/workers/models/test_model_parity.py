@@ -1,4 +1,4 @@
-"""The decoder says what transformers' own classes say, and a tree node what its path says as a plain sequence.
+"""The decoder equals transformers' classes, and a tree node equals its path as a plain sequence.
 
 Logits are compared in float32 (< 1e-4): whole prompts, chunks, single tokens over shuffled pages, trees.
 """
@@ -79,7 +79,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 class PagedRun:
-    """One decoder with requests on randomly chosen pages: what the engine does, reduced to lists."""
+    """A decoder with requests on random pages: a minimal engine."""
 
     def __init__(self, decoder: Decoder, num_requests: int = 1, pages_each: int = 24, seed: int = 0) -> None:
         pages = list(range(1, num_requests * pages_each + 1))
@@ -195,7 +195,7 @@ def test_logits_equal_transformers_for_prompts_chunks_and_single_tokens(checkpoi
 
 
 def test_tree_logits_equal_each_path_as_a_sequence_in_a_mixed_batch(checkpoint: Path) -> None:
-    """Ragged trees, a lone root, a request without rows and two prompt chunks, all in one packed forward."""
+    """One packed forward pass contains ragged trees, a single root, a request without rows and two prompt chunks."""
     rng = random.Random(4)
     model, decoder = oracle(checkpoint), load(checkpoint)
     prompts = [random_tokens(n, seed=n) for n in (9, 26, 3, 17, 12, 6, 11)]
@@ -293,7 +293,7 @@ def test_a_pytorch_file_of_either_format_is_read(tmp_path: Path, is_zip: bool) -
 
 
 @pytest.mark.parametrize("is_zip", [True, False])
-def test_a_pickle_that_could_run_code_is_not_read_and_says_how_to_convert_it(tmp_path: Path, is_zip: bool) -> None:
+def test_a_pickle_that_could_run_code_is_rejected_with_advice(tmp_path: Path, is_zip: bool) -> None:
     content = {"fc.weight": torch.ones(2), "arguments": Namespace(lr=1)}
     torch.save(content, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=is_zip)
     with pytest.raises(
@@ -304,7 +304,7 @@ def test_a_pickle_that_could_run_code_is_not_read_and_says_how_to_convert_it(tmp
 
 
 @pytest.mark.parametrize("content", [{"state_dict": {"fc.weight": torch.ones(2)}}, [torch.ones(2)]])
-def test_a_pickle_of_another_shape_says_how_to_convert_it(tmp_path: Path, content: object) -> None:
+def test_a_pickle_of_another_structure_is_rejected_with_advice(tmp_path: Path, content: object) -> None:
     torch.save(content, tmp_path / "pytorch_model.bin")
     with pytest.raises(ValueError, match=r"no plain mapping of names to tensors; .*safetensors.torch.save_file"):
         Weights(tmp_path)
@@ -401,7 +401,7 @@ def test_a_tied_model_that_stores_another_head_uses_that(
         ("vocab_size", 90, "embed_tokens", (96, 64), (90, 64)),
     ],
 )
-def test_a_tensor_of_another_shape_than_the_configuration_says_is_named_with_the_field(
+def test_a_tensor_of_the_wrong_shape_is_named_with_the_field(
     tmp_path: Path, field: str, value: int, tensor: str, found: tuple[int, int], expected: tuple[int, int]
 ) -> None:
     path = checkpoints.write_model(tmp_path, "qwen3", head_dim=8)

@@ -1,4 +1,4 @@
-"""Models split over 2 and 4 gloo processes say what one process says."""
+"""Models split over 2 and 4 gloo processes equal a single process."""
 
 from __future__ import annotations
 

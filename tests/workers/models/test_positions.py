@@ -1,4 +1,4 @@
-"""How long a request may be: what rope scaling in config.json allows, by default and for who asks for it."""
+"""Context lengths that rope scaling allows, by default and with an explicit max_model_len."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def length(path: Path, asked: int | None = None) -> int:
         ("llama", {"max_position_embeddings": 512}, 512, 512),
     ],
 )
-def test_rope_scaling_says_how_long_a_request_may_be(
+def test_rope_scaling_determines_the_context_length(
     tmp_path: Path, model_type: str, config: dict[str, Any], default: int, most: int
 ) -> None:
     path = checkpoints.write_model(tmp_path, model_type, **config)
@@ -86,7 +86,7 @@ def write_longrope(path: Path) -> Path:
     )
 
 
-def test_a_longrope_model_is_served_up_to_its_original_length_unless_more_is_asked_for(tmp_path: Path) -> None:
+def test_a_longrope_model_serves_its_original_length_by_default(tmp_path: Path) -> None:
     path = write_longrope(tmp_path)
     assert (length(path), length(path, 128)) == (32, 128)
     with pytest.raises(ConfigError, match="129 is more than the model's 128 positions"):

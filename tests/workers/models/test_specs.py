@@ -1,4 +1,4 @@
-"""What a model is, on its way to the ranks: nothing is lost, and who is told needs no transformers."""
+"""Model descriptions survive JSON, and parsing them does not import transformers."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ assert "transformers" not in sys.modules
 """
 
 
-def test_ranks_that_are_told_load_their_models_without_transformers() -> None:
+def test_ranks_with_specs_load_their_models_without_transformers() -> None:
     config = bundled(DYNAMIC, num_pages=64)
     assert config.draft is not None
     told = replace(config, draft=None).to_json(), read_specs(config).to_json(), config.draft.model_path

@@ -1,4 +1,4 @@
-"""The noise book gives `gumbel`'s numbers, whatever was asked before."""
+"""The Gumbel cache returns the values of `gumbel`, independent of earlier calls."""
 
 from __future__ import annotations
 
@@ -40,46 +40,46 @@ def test_some_ids_see_the_noise_of_the_whole_vocabulary():
 @pytest.mark.parametrize("most", [1, 3, 1000])
 def test_what_was_kept_or_forgotten_changes_nothing(most, monkeypatch):
     monkeypatch.setattr(workers.sampling.gumbel_cache, "MAX_BYTES", most * 4 * 27)
-    book = GumbelCache(3, 30)
+    cache = GumbelCache(3, 30)
     for step in range(5):
-        book.prepare([8, 9], [step, 2 * step], [4, 0], "cpu")
+        cache.prepare([8, 9], [step, 2 * step], [4, 0], "cpu")
         seeds, indices = [8, 9, 8], [step + 3, 2 * step, step]
-        assert torch.equal(book.rows(seeds, indices, "cpu"), truth(seeds, indices))
+        assert torch.equal(cache.rows(seeds, indices, "cpu"), truth(seeds, indices))
 
 
 def test_prepared_noise_is_not_computed_again(monkeypatch):
-    book = GumbelCache(3, 30)
-    book.prepare([8], [5], [4], "cpu")
+    cache = GumbelCache(3, 30)
+    cache.prepare([8], [5], [4], "cpu")
     monkeypatch.setattr(workers.sampling.gumbel_cache, "gumbel", None)
-    assert torch.equal(book.rows([8, 8], [5, 8], "cpu"), truth([8, 8], [5, 8]))
+    assert torch.equal(cache.rows([8, 8], [5, 8], "cpu"), truth([8, 8], [5, 8]))
 
 
-def test_who_draws_token_by_token_finds_most_of_its_noise(monkeypatch):
+def test_token_by_token_decoding_mostly_hits_the_cache(monkeypatch):
     """Room for a hundred rows of 27 values: those of one request for sixteen steps, or of ten for ten."""
     monkeypatch.setattr(workers.sampling.gumbel_cache, "_VALUES_AHEAD", 100 * 27)
     calls = []
-    book = GumbelCache(3, 30, make=lambda seeds, *own: calls.append(len(seeds)) or gumbel(seeds, *own))
+    cache = GumbelCache(3, 30, make=lambda seeds, *own: calls.append(len(seeds)) or gumbel(seeds, *own))
     for index in range(32):
-        assert torch.equal(book.rows([1], [index], "cpu"), truth([1], [index]))
+        assert torch.equal(cache.rows([1], [index], "cpu"), truth([1], [index]))
     for index in range(20):
-        assert torch.equal(book.rows([*range(2, 12)], [index] * 10, "cpu"), truth([*range(2, 12)], [index] * 10))
+        assert torch.equal(cache.rows([*range(2, 12)], [index] * 10, "cpu"), truth([*range(2, 12)], [index] * 10))
     assert calls == [16, 16, 100, 100]
 
 
 def test_memory_is_bounded(monkeypatch):
     monkeypatch.setattr(workers.sampling.gumbel_cache, "MAX_BYTES", 10 * 4 * 27)
-    book = GumbelCache(3, 30)
+    cache = GumbelCache(3, 30)
     for index in range(100):
-        book.rows([1], [index], "cpu")
-    assert len(book._row) == 10
+        cache.rows([1], [index], "cpu")
+    assert len(cache._row) == 10
 
 
 def test_more_rows_at_once_than_are_kept_are_not_held(monkeypatch):
     monkeypatch.setattr(workers.sampling.gumbel_cache, "MAX_BYTES", 10 * 4 * 27)
-    book = GumbelCache(3, 30)
-    assert torch.equal(book.rows([1] * 30, list(range(30)), "cpu"), truth([1] * 30, list(range(30))))
-    held = {row.untyped_storage().data_ptr(): row.untyped_storage().nbytes() for row in book._row.values()}
-    assert len(book._row) == 10 and sum(held.values()) == 10 * 4 * 27
+    cache = GumbelCache(3, 30)
+    assert torch.equal(cache.rows([1] * 30, list(range(30)), "cpu"), truth([1] * 30, list(range(30))))
+    held = {row.untyped_storage().data_ptr(): row.untyped_storage().nbytes() for row in cache._row.values()}
+    assert len(cache._row) == 10 and sum(held.values()) == 10 * 4 * 27
 
 
 def test_a_drafter_that_looks_ahead_has_the_noise_of_the_next_trees(monkeypatch):

@@ -1,4 +1,4 @@
-"""Constraints along every path of a tree: against plain Python, over any cut of the vocabulary, and lossless."""
+"""Logits processors along every path of a tree equal plain Python, for all vocabulary shards, and are lossless."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_bias_comes_before_the_penalties_and_cannot_lift_a_mask():
     assert edited([2.0] * V, logits_state(both, (5,), ()))[5] == -math.inf
 
 
-def test_a_mask_that_would_leave_nothing_is_not_applied():
+def test_a_mask_of_every_token_is_not_applied():
     allowed = Constraints(allowed_token_ids=[2, 3])
     everything = set(range(V))
     assert forbidden(logits_state(replace(allowed, bad_words=[[2], [1, 3]]), (1,), (1,))) == everything - {2, 3}
@@ -123,7 +123,7 @@ def test_ids_beyond_the_vocabulary_forbid_nothing():
     assert forbidden(state, columns=Columns(0, 2, torch.tensor([-1, 0, -1, 1] + [-1] * 13))) == {1}
 
 
-def test_every_shard_agrees_on_whether_a_mask_leaves_something():
+def test_all_shards_agree_whether_a_mask_applies():
     # Of the allowed ids 2 and 9 a bad word takes 2: the left shard ends up empty, which the right one makes good.
     state = logits_state(Constraints(allowed_token_ids=[2, 9], bad_words=[[2]]), (1,), ())
     assert forbidden(state, columns=Columns(0, 5)) == set(range(5))
@@ -239,7 +239,7 @@ def test_a_row_is_edited_alike_alone_and_in_a_batch(requests, seed):
 
 # ---- reference cases: vLLM's rejection sampler on chains, here as chains of a tree
 
-OTHER = 15  # what the target says if its first choice is forbidden: its logit is 1 less
+OTHER = 15  # the target's token if its first choice is masked: its logit is 1 less
 
 
 def follow(trees: TreeBatch, winner_N: list[int]) -> list[list[int]]:
@@ -424,7 +424,7 @@ def test_a_verifier_that_forgets_the_path_is_caught(active):
     assert any(changed)
 
 
-def test_logits_are_edited_however_they_lie_in_memory():
+def test_logits_are_edited_in_any_memory_layout():
     state = logits_state(Constraints(bad_words=[[5]], frequency_penalty=1.0), (1,), (2,))
     logits_RW = torch.randn(V, 2, generator=torch.Generator().manual_seed(1)).T
     rows = [ConstrainedRow(1, state, ())]

@@ -1,4 +1,4 @@
-"""What is known of a constrained request: its text is counted as far as its penalties ask, and all of it travels."""
+"""The logits-processor state counts tokens as far as penalties need them, and survives serialization."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from workers.types import Constraints
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.lists(st.integers(0, 9)), st.lists(st.lists(st.integers(0, 9), max_size=4), max_size=9))
-def test_a_tally_counts_what_its_penalties_ask_for(prompt, steps):
+def test_a_token_counter_counts_what_the_penalties_need(prompt, steps):
     repetition, frequency, neither = (
         TokenCounter(constraints, prompt)
         for constraints in (Constraints(repetition_penalty=1.1), Constraints(frequency_penalty=1), Constraints())

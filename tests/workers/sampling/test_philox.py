@@ -1,4 +1,4 @@
-"""The noise: Philox as published, Gumbel everywhere finite, and nothing but its keys decides its value."""
+"""Philox equals the published algorithm, and Gumbel noise is finite and depends only on its keys."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_philox_agrees_with_big_integer_arithmetic_on_random_keys():
         assert words((k0, k1), tuple(counter)) == oracles.philox((k0, k1), tuple(counter))
 
 
-def test_philox_says_the_same_of_tensors_arrays_and_integers():
+def test_philox_gives_equal_words_for_tensors_arrays_and_integers():
     keys = torch.from_numpy(np.random.default_rng(1).integers(0, 2**32, size=(4, 100)))
     tensors = philox(*keys, Stream.RESIDUAL)
     arrays = philox(*keys.numpy(), Stream.RESIDUAL)
@@ -80,7 +80,7 @@ def test_noise_at_single_tokens_is_that_of_whole_rows_however_long_the_text_is()
 
 
 def test_every_seed_position_row_and_index_has_a_number_of_its_own():
-    """Of all that one step may ask for, and of a long text's last position."""
+    """Check all positions of one step and the last position of a long text."""
     seeds, positions = np.array([1, 2, 2**40]), np.array([0, 1, 65536, 131071])
     keys = np.ix_(seeds, positions, np.arange(64), np.arange(8))
     numbers = uniform(*keys, Stream.DRAFT)
@@ -103,7 +103,7 @@ def test_gumbel_rises_with_the_word_across_the_middle(monkeypatch):
 
 
 @pytest.mark.parametrize("cuts", [[0, 101], [0, 1, 101], [0, 3, 6, 50, 101], [0, 4, 64, 101], [0, 99, 101]])
-def test_noise_does_not_know_where_the_vocabulary_is_cut(cuts):
+def test_noise_does_not_depend_on_vocabulary_shards(cuts):
     seeds, indices = torch.tensor([7, -7, 7]), torch.tensor([1, 1, 2])
     shards = [gumbel(seeds, indices, a, b) for a, b in itertools.pairwise(cuts)]
     assert torch.equal(torch.cat(shards, dim=1), gumbel(seeds, indices, 0, 101))

@@ -1,4 +1,4 @@
-"""Logits -> the processed law -> the drawn token, against plain Python, in any batch and over any vocabulary cut."""
+"""Sampling from logits equals plain Python, in any batch and for any vocabulary shards."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ def test_processing_is_the_plain_rule_in_any_mixture_of_rows(params, seed, vocab
         assert got == pytest.approx(expected, rel=1e-5)
 
 
-def test_equal_logits_share_their_fate():
+def test_equal_logits_are_kept_or_removed_together():
     assert law(SamplingParams(top_k=2), [3.0, 1.0, 1.0, 1.0, 0.0]).count(0.0) == 1
     assert law(SamplingParams(top_p=0.3), [1.0, 1.0, 1.0, -9.0]) == pytest.approx([1 / 3] * 3 + [0.0])
     assert law(SamplingParams(min_p=1.0), [2.0, 2.0, 1.9]) == pytest.approx([0.5, 0.5, 0.0])
     assert law(SamplingParams(top_k=1), [2.0, 2.0, 1.9]) == pytest.approx([0.5, 0.5, 0.0])
 
 
-def test_a_cut_may_lie_deep_in_some_rows_of_a_batch():
-    """Each row by its own parameters, also where more of its logits have to be looked at than of those before it."""
+def test_some_rows_of_a_batch_may_keep_many_tokens():
+    """Each row follows its own parameters, also if more of its logits must be searched than of earlier rows."""
     rng = np.random.default_rng(1)
     scales, num = (9.0, 0.1, 5.0, 0.05, 0.2), 400
     params = [SamplingParams(top_p=p, top_k=k) for p, k in ((0.3, 0), (0.9, 0), (0.5, 7), (0.4, 0), (0.97, 300))]
@@ -68,7 +68,7 @@ def test_a_cut_may_lie_deep_in_some_rows_of_a_batch():
 
 
 def test_all_that_are_tied_with_the_kth_count_in_the_mass_that_top_k_leaves():
-    """Ten times as likely as each of forty: top-k 5 leaves all of them, and .22 of that is more than the first has."""
+    """One token is ten times as likely as each of forty: top-k 5 keeps all, top-p .22 needs a second one."""
     logits = [math.log(10.0)] + [0.0] * 40 + [-1.0] * 19
     assert law(SamplingParams(top_k=5, top_p=0.22), logits) == pytest.approx([10 / 50] + [1 / 50] * 40 + [0] * 19)
     assert law(SamplingParams(top_k=5, top_p=0.19), logits) == pytest.approx([1] + [0] * 59)
@@ -87,7 +87,7 @@ def test_min_p_is_read_after_the_temperature():
     assert law(SamplingParams(min_p=0.6, temperature=2.0), logits)[1] > 0
 
 
-def test_greedy_rows_are_left_raw_whatever_else_they_ask_for():
+def test_greedy_rows_keep_their_raw_logits():
     greedy = SamplingParams(temperature=0.0, top_k=1, top_p=0.1, min_p=0.9)
     logits_RV = torch.randn(2, 20, generator=torch.Generator().manual_seed(1))
     params = SamplingBatch.stack([greedy, SamplingParams(top_k=3, top_p=0.9, min_p=0.1)])
@@ -114,7 +114,7 @@ def test_a_row_draws_the_same_token_alone_and_in_a_batch(params, seed):
     st.lists(st.integers(1, 52), max_size=4, unique=True),
     st.integers(0, 2**32 - 1),
 )
-def test_the_best_shard_holds_the_drawn_token_for_any_cut_of_the_vocabulary(params, cuts, seed):
+def test_the_best_shard_holds_the_drawn_token_for_any_shards(params, cuts, seed):
     params = [SamplingParams(temperature=p.temperature, min_p=p.min_p, seed=p.seed) for p in params]
     rng = np.random.default_rng(seed)
     logits_RV = torch.from_numpy(rng.normal(scale=2, size=(len(params), 53)).astype(np.float32))
@@ -127,7 +127,7 @@ def test_the_best_shard_holds_the_drawn_token_for_any_cut_of_the_vocabulary(para
     assert torch.equal(ids, draw(logits_RV, batch, index_R))
 
 
-def test_only_sampling_rows_with_a_cut_need_whole_rows():
+def test_only_sampled_rows_with_top_k_or_top_p_need_whole_rows():
     def needs(*params: SamplingParams) -> bool:
         return SamplingBatch.stack(list(params)).needs.top
 
@@ -189,18 +189,18 @@ def test_processed_rows_draw_what_their_logits_draw(params, seed):
     assert torch.equal(draw(processed_RV, left, index_R), draw(logits_RV, batch, index_R))
 
 
-def test_broken_logits_are_cut_without_a_warning(recwarn):
+def test_nan_logits_are_truncated_without_a_warning(recwarn):
     broken = torch.tensor([[torch.nan] * 9, [-torch.inf] * 9, [torch.inf] * 9])
     truncation_threshold(broken, torch.tensor([3, 0, 2]), torch.tensor([1.0, 0.5, 0.5]))
     assert not recwarn.list
 
 
-def test_no_rows_have_no_cuts():
+def test_no_rows_have_no_thresholds():
     assert truncation_threshold(torch.empty(0, 9), torch.empty(0, dtype=torch.int32), torch.empty(0)).shape == (0,)
 
 
-def test_a_row_without_top_p_or_without_top_k_is_cut_deep_too():
-    """More stay than are listed at first: of 300 rather flat logits, 40 by top-k and some 200 by top-p."""
+def test_rows_with_only_top_k_or_only_top_p_may_keep_many_tokens():
+    """More tokens are kept than are listed first: of 300 flat logits, 40 by top-k and about 200 by top-p."""
     logits_RV = np.random.default_rng(3).normal(size=(4, 300)).astype(np.float32)
     params = [SamplingParams(), SamplingParams(top_k=40), SamplingParams(top_p=0.95), SamplingParams(top_k=2)]
     got_RV = process_logits(torch.from_numpy(logits_RV), SamplingBatch.stack(params)).tolist()
