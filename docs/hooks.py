@@ -1,0 +1,145 @@
+"""Pages that mkdocs does not find under docs/: the repository's own documents, and the reference, made from the code."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import click
+import typer
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from pydantic import BaseModel
+
+from secateur import requests
+from secateur.cli import root
+from secateur.config import AppArgs, EngineArgs, ModelLoadingConfig, PlacementGroupConfig
+from secateur.speculative import Speculative, SpeculativeConfig
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "SECURITY.md": "security.md",
+}
+"""Files of the repository's root, by the pages that they become."""
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the generated pages."""
+    pages = {page: _with_site_links((ROOT / name).read_text(encoding="utf-8")) for name, page in DOCUMENTS.items()}
+    pages |= {
+        "reference/configuration.md": configuration(),
+        "reference/http.md": http(),
+        "reference/cli.md": command_line(),
+    }
+    for name, content in pages.items():
+        files.append(File.generated(config, name, content=content))
+    return files
+
+
+def _with_site_links(text: str) -> str:
+    """Point links at pages of the site; what is not on it becomes plain text."""
+
+    def link(match: re.Match[str]) -> str:
+        is_image, label, target = match.groups()
+        if re.match(r"https?:|#", target):
+            return match[0]
+        if target in DOCUMENTS:
+            return f"[{label}]({DOCUMENTS[target]})"
+        if target.startswith("docs/"):
+            return f"{is_image}[{label}]({target.removeprefix('docs/')})"
+        return f"{label} (`{target}`)"
+
+    return re.sub(r"(!?)\[([^\]]*)\]\(([^)]+)\)", link, text)
+
+
+def configuration() -> str:
+    """Return the tables of all configuration keys."""
+    parts = [
+        "# Configuration keys",
+        "A YAML file (`--config FILE`), the flags of `secateur serve` and `engine_kwargs` of a Serve application use "
+        "these names. Every wrong value is reported before a process starts.",
+        "## Engine",
+        _table(EngineArgs),
+        "## `speculative_config`",
+        _table(SpeculativeConfig),
+        "## `speculative`, per request",
+        _table(Speculative),
+        "## Serve application",
+        "The `args` of an application whose `import_path` is `cluster.app:build`.",
+        _table(AppArgs),
+        "### `model_loading_config`",
+        _table(ModelLoadingConfig),
+        "### `placement_group_config`",
+        _table(PlacementGroupConfig),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def http() -> str:
+    """Return the tables of the request bodies."""
+    bodies = {
+        "POST /v1/completions": requests.CompletionRequest,
+        "POST /v1/chat/completions": requests.ChatCompletionRequest,
+        "POST /tokenize": requests.TokenizeRequest,
+        "POST /detokenize": requests.DetokenizeRequest,
+    }
+    parts = [
+        "# HTTP requests",
+        "Answers have OpenAI's shapes. `GET /v1/models`, `/health` and `/metrics` take no parameters. "
+        "The [guide](../guides/http.md) says what differs from OpenAI and vLLM.",
+    ]
+    for route, body in bodies.items():
+        parts += [f"## `{route}`", _table(body)]
+    unsupported = ", ".join(f"`{name}`" for name in sorted(requests.UNSUPPORTED))
+    parts += ["## Not implemented", f"A request that sets one of these is refused with status 400: {unsupported}."]
+    return "\n\n".join(parts) + "\n"
+
+
+def command_line() -> str:
+    """Return every command's help text."""
+    command = typer.main.get_command(root)
+    parts = ["# Command line"]
+
+    def add(command: Any, names: list[str]) -> None:
+        context = click.Context(command, info_name=" ".join(names), terminal_width=100, max_content_width=100)
+        help_text = inspect.cleandoc(command.get_help(context))
+        parts.append(f"{'#' * min(1 + len(names), 4)} `{' '.join(names)}`\n\n```text\n{help_text}\n```")
+        for name, own in getattr(command, "commands", {}).items():
+            add(own, [*names, name])
+
+    add(command, ["secateur"])
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(model: type[BaseModel]) -> str:
+    """Return a Markdown table of a model's fields: name, type, default, docstring."""
+    texts: dict[str, str] = {}
+    for base in reversed(model.__mro__):
+        if issubclass(base, BaseModel) and base is not BaseModel:
+            texts |= _field_docstrings(base)
+    rows = ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
+    for name, field in model.model_fields.items():
+        kind = re.sub(r"\b(typing|secateur)\.(\w+\.)*|<class '([\w.]+)'>", r"\3", str(field.annotation))
+        default = "" if field.is_required() else f"`{field.get_default(call_default_factory=True)!r}`"
+        cells = (f"`{name}`", f"`{kind}`", default, texts.get(name, ""))
+        rows.append("| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(rows)
+
+
+def _field_docstrings(model: type[BaseModel]) -> dict[str, str]:
+    """Return the strings that stand below a class's fields."""
+    [tree] = ast.parse(textwrap.dedent(inspect.getsource(model))).body
+    assert isinstance(tree, ast.ClassDef)
+    return {
+        field.target.id: text.value.value
+        for field, text in zip(tree.body, tree.body[1:], strict=False)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
+    }
