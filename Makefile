@@ -15,7 +15,7 @@ ON_300M := --target-cost 300m --cache build/bench
 ON_8B := --target-cost 8b --cache build/bench
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test parity mutants gpu bench models clean
+.PHONY: help docs demo check test parity mutants gpu bench models clean
 
 help: ## list these targets
 	@sed -nE 's/^([a-z]+):.*## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -67,6 +67,9 @@ bench: $(VENV)/.installed-test ## measure acceptance, speed, the parts of a step
 		--rounds 2 --seconds 150 --out $(RESULTS)
 	$(BIN)/secateur bench step $(ON_300M) --batches 1 8 --nodes 0 4 8 16 --rounds 2 --output $(RESULTS)
 
+docs: $(VENV)/.installed-docs ## build the documentation site into build/docs
+	$(BIN)/mkdocs build --strict
+
 # The corpus is read from the packages of the virtual environment.
 models: $(VENV)/.installed-test ## train the bundled models again (MINUTES=120)
 	$(BIN)/python training/train.py --minutes $(MINUTES)
@@ -94,3 +97,7 @@ $(VENV)/.installed-test: pyproject.toml | $(BIN)/python
 $(VENV)/.installed-mutants: pyproject.toml | $(BIN)/python
 	$(PIP) --editable '.[mutants]'
 	@touch $(VENV)/.installed-serve $(VENV)/.installed-test $@
+
+$(VENV)/.installed-docs: pyproject.toml | $(BIN)/python
+	$(PIP) --editable '.[docs]'
+	@touch $@

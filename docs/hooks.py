@@ -16,7 +16,7 @@ from mkdocs.structure.files import File, Files
 from pydantic import BaseModel
 
 from secateur import requests
-from secateur.cli import root
+from secateur.cli import app
 from secateur.config import AppArgs, EngineArgs, ModelLoadingConfig, PlacementGroupConfig
 from secateur.speculative import Speculative, SpeculativeConfig
 
@@ -104,7 +104,7 @@ def http() -> str:
 
 def command_line() -> str:
     """Return every command's help text."""
-    command = typer.main.get_command(root)
+    command = typer.main.get_command(app)
     parts = ["# Command line"]
 
     def add(command: Any, names: list[str]) -> None:
