@@ -1,4 +1,4 @@
-"""Pages that mkdocs does not find under docs/: the repository's own documents, and the reference, made from the code."""
+"""Pages that mkdocs does not find under docs/: the repository's own documents, and the reference made from the code."""
 
 from __future__ import annotations
 
