@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
 import re
 import textwrap
 from pathlib import Path
@@ -13,6 +14,7 @@ import click
 import typer
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 from pydantic import BaseModel
 
 from secateur import requests
@@ -21,7 +23,7 @@ from secateur.config import AppArgs, EngineArgs, ModelLoadingConfig, PlacementGr
 from secateur.speculative import Speculative, SpeculativeConfig
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = {
+DOCUMENTS: dict[str, str] = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
@@ -57,6 +59,20 @@ def _with_site_links(text: str) -> str:
         return f"{label} (`{target}`)"
 
     return re.sub(r"(!?)\[([^\]]*)\]\(([^)]+)\)", link, text)
+
+
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    """Let pages link at the repository's documents, as they must be read without the site too."""
+    depth = page.file.src_uri.count("/")
+
+    def link(match: re.Match[str]) -> str:
+        label, target, anchor = match.groups()
+        inside = os.path.normpath(f"docs/{os.path.dirname(page.file.src_uri)}/{target}")
+        if inside in DOCUMENTS:
+            return f"[{label}]({'../' * depth}{DOCUMENTS[inside]}{anchor or ''})"
+        return match[0] if inside.startswith("docs/") else f"{label} (`{inside}`)"
+
+    return re.sub(r"\[([^\]]+)\]\((\.\./[^)#:]+)(#[^)]*)?\)", link, markdown)
 
 
 def configuration() -> str:
