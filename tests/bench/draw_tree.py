@@ -1,6 +1,6 @@
 """Draw one step's tree of the bundled pair: what was accepted, what was verified in vain, what pruning kept out.
 
-    python -m tests.bench.draw_tree [--prompt TEXT] [--step 2] [--nodes 12] [--min-prob 0.15]
+python -m tests.bench.draw_tree [--prompt TEXT] [--step 2] [--nodes 12] [--min-prob 0.15]
 """
 
 from __future__ import annotations
