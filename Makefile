@@ -15,7 +15,7 @@ ON_300M := --target-cost 300m --cache build/bench
 ON_8B := --target-cost 8b --cache build/bench
 
 .DEFAULT_GOAL := help
-.PHONY: help docs demo check test parity mutants gpu bench models clean
+.PHONY: help docs demo check quick test parity mutants gpu bench models clean
 
 help: ## list these targets
 	@sed -nE 's/^([a-z]+):.*## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -31,6 +31,9 @@ check: $(VENV)/.installed-test ## lint, check the format and types
 
 test: $(VENV)/.installed-test ## every test that needs no GPU
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n $(JOBS) --dist loadfile
+
+quick: $(VENV)/.installed-test ## the tests that start no engine and no process (a minute or two)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not (engine or serve or slow or gpu)" -n $(JOBS) --dist loadfile
 
 parity: $(VENV)/.installed-test ## the full matrix of comparisons on real engines (long)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --full $(addprefix tests/end_to_end/test_, parity.py constraints_engine.py preemption.py mixed_batch.py simulated_cuda.py captured_classes.py)

@@ -1,7 +1,9 @@
 """Options, hypothesis profiles and Triton's interpreter, for all tests. Helpers are in tests/support."""
 
+import functools
 import importlib.util
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -19,11 +21,25 @@ if importlib.util.find_spec("hypothesis"):  # no test of tests/gpu needs it
     settings.load_profile("patient")
 
 
+# Tests in these folders, or in a module that mentions one of these names, start processes or a whole engine.
+ENGINE_FOLDERS = ("end_to_end", "gpu", "cluster/bench", "cluster/serve", "cluster/system")
+ENGINE_NAMES = re.compile(r"\b(Runner\(|EngineHere|subprocess|multiprocessing|TokenizerPool|local_service\()")
+
+
+@functools.cache
+def starts_an_engine(path: Path) -> bool:
+    folder = path.relative_to(Path(__file__).parent).parent.as_posix()
+    return folder.startswith(ENGINE_FOLDERS) or bool(ENGINE_NAMES.search(path.read_text()))
+
+
 def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="all 50 prompts for parity, not 6; also what is marked `full`")
 
 
 def pytest_collection_modifyitems(config, items):
+    for item in items:
+        if starts_an_engine(item.path):
+            item.add_marker("engine")
     if not config.getoption("--full"):
         skip = pytest.mark.skip(reason="one more engine of its kind: --full")
         for item in items:

@@ -222,8 +222,9 @@ def test_a_bin_file_loads_like_safetensors(tmp_path: Path, target: Path) -> None
 
 def test_a_stored_buffer_of_the_rotary_embedding_is_ignored(tmp_path: Path, target: Path) -> None:
     path = checkpoints.write_eagle3(tmp_path)
+    without = checkpoints.load_eagle3(path, target)
     checkpoints.edit_weights(path, add={"midlayer.self_attn.rotary_emb.inv_freq": torch.ones(4)})
-    checkpoints.load_eagle3(path, target)
+    assert torch.equal(checkpoints.load_eagle3(path, target)._input_norm_H, without._input_norm_H)
 
 
 def test_feature_layers_are_normalised_to_capture_before(tmp_path: Path) -> None:

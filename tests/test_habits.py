@@ -1,0 +1,62 @@
+"""Every test contains an assertion that can fail."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+RAISING = {"raises", "warns", "fail", "deprecated_call"}
+
+
+def functions_of(tree: ast.AST) -> Iterator[Function]:
+    return (node for node in ast.walk(tree) if isinstance(node, Function))
+
+
+def called_names(function: Function) -> set[str]:
+    """Return the names of the functions and methods that `function` calls."""
+    calls = [node.func for node in ast.walk(function) if isinstance(node, ast.Call)]
+    return {getattr(call, "id", None) or getattr(call, "attr", "") for call in calls}
+
+
+def asserts(function: Function) -> bool:
+    """Return whether the body contains an assert, pytest.raises or similar, or a call to a library's assert_*."""
+    if any(isinstance(node, ast.Assert) for node in ast.walk(function)):
+        return True
+    return any(name in RAISING or name.startswith("assert_") for name in called_names(function))
+
+
+def silent_tests(source: str, support: set[str]) -> list[str]:
+    """Return the tests that neither assert nor call an asserting function of their module or of `support`."""
+    functions = list(functions_of(ast.parse(source)))
+    helpers = {function.name for function in functions if asserts(function)} | support
+    return [
+        function.name
+        for function in functions
+        if function.name.startswith("test_") and not asserts(function) and not called_names(function) & helpers
+    ]
+
+
+def test_every_test_asserts_something():
+    sources = {path: path.read_text() for path in sorted(TESTS.rglob("*.py"))}
+    shared = [ast.parse(source).body for path, source in sources.items() if path.parent.name == "support"]
+    functions = [node for body in shared for node in body if isinstance(node, Function)]
+    support = {function.name for function in functions if asserts(function)}
+    found = {str(path.relative_to(TESTS)): silent_tests(source, support) for path, source in sources.items()}
+    assert {path: names for path, names in found.items() if names} == {}
+
+
+@pytest.mark.parametrize("body", ["run()", "run(); asserted = 1", "with suppress(ValueError): run()", "value = helper"])
+def test_the_check_finds_a_test_that_asserts_nothing(body):
+    assert silent_tests(f"def helper(): assert run()\ndef test_it():\n    {body}", set()) == ["test_it"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    ["assert run()", "helper()", "compare(1, 2)", "np.testing.assert_allclose(1, 1)", "with pytest.raises(E): run()"],
+)
+def test_the_check_accepts_a_test_that_can_fail(body):
+    source = f"from tests.support.cases import compare\ndef helper(): assert run()\ndef test_it():\n    {body}"
+    assert silent_tests(source, {"compare"}) == []
