@@ -61,7 +61,9 @@ def cluster(monkeypatch):
     service.local_service = local_service  # type: ignore[attr-defined]
     report = types.ModuleType("cluster.planner.report")
     report.run = lambda args, request, **_: f"plan of {args.model}"  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "cluster", types.ModuleType("cluster"))
+    package = types.ModuleType("cluster")
+    package.__path__ = [str(ROOT / "cluster")]  # what is not replaced is the real one's
+    monkeypatch.setitem(sys.modules, "cluster", package)
     monkeypatch.setitem(sys.modules, "cluster.serve.launch", app)
     monkeypatch.setitem(sys.modules, "cluster.local_service", service)
     monkeypatch.setitem(sys.modules, "cluster.planner", types.ModuleType("cluster.planner"))
@@ -110,7 +112,7 @@ def test_an_illegal_draft_tp_ends_serve_at_once_with_both_sizes_and_the_legal_va
     spec = {"method": "eagle3", "model": "x", "num_speculative_tokens": 8, "draft_tensor_parallel_size": 3}
     started = time.monotonic()
     done = run("serve", "--tensor-parallel-size", "4", "--speculative-config", json.dumps(spec))
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 20
     assert done.returncode == 2 and done.stdout == ""
     assert "draft_tensor_parallel_size=3, tensor_parallel_size=4): use 1 or 4" in done.stderr
     assert "Traceback" not in done.stderr
@@ -166,7 +168,6 @@ def test_a_missing_ray_names_the_extra(cluster, monkeypatch, capsys):
 
     monkeypatch.delitem(sys.modules, "cluster.serve.launch")
     monkeypatch.setattr(sys, "meta_path", [NoRay(), *sys.meta_path])
-    monkeypatch.setattr(sys.modules["cluster"], "__path__", [], raising=False)
     assert cli.main(["serve"]) == 1
     assert re.search(r"needs 'ray', which is not installed: pip install '\S+\[serve\]'\n", capsys.readouterr().err)
 
