@@ -44,6 +44,8 @@ class EngineDead(SecateurError, RuntimeError):
 
 
 class Health(NamedTuple):
+    """Whether the engine makes progress, and if not, why."""
+
     ok: bool
     reason: str
 

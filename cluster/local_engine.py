@@ -60,6 +60,7 @@ class EngineProcesses:
 
     @property
     def pids(self) -> list[int]:
+        """Return the process ids of all ranks."""
         return [child.process.pid for child in self._children]
 
     def start_first(self) -> None:

@@ -183,7 +183,7 @@ def install_problems(text: str) -> list[str]:
     problems = []
     for match in INSTALL.finditer(text):
         target, extras = match[1], (match[2] or "").split(",")
-        is_wheel = target.startswith(PROJECT["name"].replace("-", "_") + "-") and target.endswith(".whl")
+        is_wheel = Path(target).match(PROJECT["name"].replace("-", "_") + "-*.whl")
         if not (target == "." or is_wheel) or not set(extras) <= {"", *PROJECT["optional-dependencies"]}:
             problems.append(match[0])
     return problems

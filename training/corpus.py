@@ -92,6 +92,7 @@ class Document:
 
     @property
     def is_held_out(self) -> bool:
+        """Return whether the file is kept for evaluation."""
         return path_hash(self.path) % HELD_OUT_EVERY == 0
 
 

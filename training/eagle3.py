@@ -41,6 +41,7 @@ class RMSNorm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.ones(dim)), eps
 
     def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension."""
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
 
 
@@ -66,6 +67,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Apply the gated feed-forward network."""
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
@@ -119,6 +121,7 @@ class TrainableEagle3Head(nn.Module):
 
     @property
     def draft_ids(self) -> Tensor:
+        """Return the target ids of the draft vocabulary [D]."""
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     def key_value_query(self, x: Tensor, offset: int) -> tuple[KeyValue, Tensor]:

@@ -50,10 +50,12 @@ class HeadDecoder:
         self.draft_ids = self.weights["d2t"] + torch.arange(len(self.weights["d2t"]))
 
     def norm(self, x: Tensor, name: str) -> Tensor:
+        """Apply the RMS norm called `name`."""
         variance = x.pow(2).mean(-1, keepdim=True)
         return x * torch.rsqrt(variance + self.config["rms_norm_eps"]) * self.weights[f"{name}.weight"]
 
     def project(self, x: Tensor, name: str) -> Tensor:
+        """Multiply by the middle layer's matrix called `name`."""
         return self.weights[f"midlayer.{name}.weight"] @ x
 
     def rotate(self, x: Tensor, position: int) -> Tensor:
@@ -133,6 +135,7 @@ class Comparison(NamedTuple):
         return rounded((self.drafted.argmax(-1) == self.target.argmax(-1)).float().mean(0))
 
     def is_in_top_k(self) -> Tensor:
+        """Return where the target's favourite is among the `TOP_K` drafted favourites."""
         return (self.drafted.topk(TOP_K).indices == self.target.argmax(-1, keepdim=True)).any(-1)
 
     def overlap(self, temperature: float) -> list[float]:
@@ -150,6 +153,7 @@ class Comparison(NamedTuple):
         return round(self.is_in_top_k().int().cumprod(1).sum(1).float().mean().item(), 3)
 
     def summary(self) -> dict:
+        """Return all figures, for metrics.json."""
         return {
             "agreement_per_step": self.agreement(),
             "top4_per_step": rounded(self.is_in_top_k().float().mean(0)),

@@ -80,6 +80,7 @@ class Trained(NamedTuple):
     num_tokens: int
 
     def record(self) -> dict[str, int]:
+        """Return the sizes, for metrics.json."""
         num_parameters = sum(p.numel() for p in self.model.parameters())
         return {"num_parameters": num_parameters, "num_steps": self.num_steps, "num_tokens": self.num_tokens}
 

@@ -29,6 +29,7 @@ class KeyFile:
         self._told = ""
 
     def __call__(self) -> Sequence[str]:
+        """Return the file's keys; the ones read last if it cannot be read."""
         try:
             keys = read_api_keys(self._path)
         except ConfigError as error:

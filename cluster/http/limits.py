@@ -92,14 +92,17 @@ class LimitedProtocol(HttpToolsProtocol):
     # Connections
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
+        """Start the clock of the first request's head."""
         super().connection_made(transport)
         self._expect("head")
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the clock."""
         self._stop_clock()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        """Parse what came, unless the request is refused already; bound what the parser holds back."""
         if self._is_refused:
             return
         if self._expected is None:
@@ -110,25 +113,30 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refuse(self._head_too_large())
 
     def handle_websocket_upgrade(self) -> None:
+        """Leave an upgraded connection to uvicorn."""
         self._stop_clock()
         super().handle_websocket_upgrade()
 
     def send_400_response(self, msg: str) -> None:
+        """Answer a request that the parser gave up on."""
         self._refuse(self._refusal)
 
     # What the parser tells
 
     def on_message_begin(self) -> None:
+        """Reset the counters of a request."""
         self._num_unparsed = self._num_head = self._num_headers = self._num_body = 0
         if self._expected is None:
             self._expect("head")
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
+        """Count the URL towards the head."""
         self._count_head(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:  # a trailer behind a body too
+        """Count a header; too many, or too much of them, end the request."""
         self._num_headers += 1
         if self._num_headers > self.limits.num_headers:
             message = f"the request has more than {self.limits.num_headers} headers; send fewer"
@@ -137,11 +145,13 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        """Start the clock of the body."""
         self._num_unparsed = 0
         super().on_headers_complete()
         self._expect("body")
 
     def on_body(self, body: bytes) -> None:
+        """Count a part of the body; too much of it ends the request."""
         self._num_unparsed = 0
         self._num_body += len(body)
         if self._num_body > self.limits.body_bytes:
@@ -150,6 +160,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        """Stop the clock: the rest is up to the application."""
         self._num_unparsed = 0
         self._stop_clock()
         super().on_message_complete()

@@ -36,6 +36,7 @@ class RequestLimits:
     def of(
         cls, config: EngineConfig, *, max_model_len: int, vocab_size: int, default_max_tokens: int | None = None
     ) -> RequestLimits:
+        """Return the limits that an engine's configuration sets."""
         nodes = config.draft.tree.num_speculative_tokens if config.draft else 0
         return cls(
             max_model_len=max_model_len,
@@ -199,6 +200,7 @@ class SeedSource:
         self._arrivals = 0
 
     def next(self) -> int:
+        """Return the next request's seed."""
         arrival, self._arrivals = self._arrivals, self._arrivals + 1
         if self._server_seed is None:
             return secrets.randbits(63)

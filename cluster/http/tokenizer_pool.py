@@ -83,10 +83,12 @@ class TokenizerForkServer:
 
     @property
     def pid(self) -> int:
+        """Return the process id of the fork server."""
         return self._process.pid
 
     @property
     def is_running(self) -> bool:
+        """Return whether the process is alive."""
         return self._process.poll() is None
 
     def wait_loaded(self) -> None:
@@ -270,9 +272,11 @@ class TokenizerPool:
         )
 
     async def bad_words(self, words: Sequence[str]) -> list[list[int]]:
+        """Return the token sequences that spell each word; see `Tokenizer.bad_words`."""
         return await self._do("bad_words", "bad_words", words=list(words))
 
     async def token_strings(self, ids: Sequence[int]) -> list[str]:
+        """Return the tokens as the vocabulary spells them."""
         return await self._do("token_strings", "prompt", ids=list(ids))
 
     async def decode(self, ids: Sequence[int]) -> str:

@@ -48,10 +48,12 @@ class JobLimits:
     """Beyond what the tokenizer takes: a megabyte of text needs up to 220."""
 
     def to_json(self) -> str:
+        """Return the limits as JSON, for a command line."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> JobLimits:
+        """Read what `to_json` wrote."""
         return cls(**json.loads(text))
 
 
@@ -147,6 +149,7 @@ class _Jobs:
 
 
 def send_frame(to: socket.socket, payload: bytes) -> None:
+    """Send one frame: its length, then its bytes."""
     to.sendall(LENGTH.pack(len(payload)) + payload)
 
 

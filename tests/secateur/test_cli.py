@@ -169,7 +169,8 @@ def test_a_missing_ray_names_the_extra(cluster, monkeypatch, capsys):
     monkeypatch.delitem(sys.modules, "cluster.serve.launch")
     monkeypatch.setattr(sys, "meta_path", [NoRay(), *sys.meta_path])
     assert cli.main(["serve"]) == 1
-    assert re.search(r"needs 'ray', which is not installed: pip install '\S+\[serve\]'\n", capsys.readouterr().err)
+    told = capsys.readouterr().err
+    assert re.search(r"needs 'ray', which is not installed: pip install (-e )?'\S+\[serve\]'\n", told)
 
 
 # -- settings --------------------------------------------------------------------------------------------------------
