@@ -42,7 +42,7 @@ class PrefillChunk(NamedTuple):
         return self.rows * (self.cached - self.rows / 2)
 
 
-class CostModel:
+class PlannerCostModel:
     """Interpolates a cost table."""
 
     def __init__(self, table: CostTable) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from cluster.planner.acceptance import rule_name
-from cluster.planner.cost_model import CostModel
+from cluster.planner.cost_model import PlannerCostModel
 from cluster.planner.profile import AcceptedCounts, PrefillSample, Profile, StepSample
 from secateur.plan import AcceptancePoint, AcceptanceTable, CostTable, DraftCostTable, VerifyCostTable
 from workers.config import EngineConfig
@@ -39,7 +39,7 @@ def fit(profile: Profile, config: EngineConfig, hardware: str, temperature: floa
         host_request_ms=host_request_ms,
         acceptance=_acceptance(profile.accepted, config, temperature) if drafted else None,
     )
-    costs = CostModel(table)
+    costs = PlannerCostModel(table)
     errors = [abs(costs.step(s.requests, s.nodes, s.kv).ms / s.wall_ms - 1) for s in samples_C]
     return table.model_copy(update={"fit_error": statistics.median(errors)})
 

@@ -27,7 +27,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cluster.planner.acceptance import AcceptanceCurve
-from cluster.planner.cost_model import CostModel, PrefillChunk
+from cluster.planner.cost_model import PlannerCostModel, PrefillChunk
 from secateur.errors import ConfigError
 from secateur.plan import Arrival, LengthDistribution
 
@@ -72,7 +72,7 @@ def _draw(lengths: LengthDistribution, count: int, rng: np.random.Generator) -> 
 class ReplicaSpec:
     """One replica's speed and limits."""
 
-    costs: CostModel
+    costs: PlannerCostModel
     accepted: AcceptanceCurve
     nodes_by_batch: Sequence[int]
     """[1 + max_num_seqs] nodes per tree, by the number of decoding requests."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cluster.planner.acceptance import TYPICAL, acceptance_curve
-from cluster.planner.cost_model import CostModel
+from cluster.planner.cost_model import PlannerCostModel
 from cluster.planner.fleet import SPREAD, Fleet, Load, ReplicaSpec, simulate
 from cluster.planner.memory import ModelShard, pages_on_device
 from cluster.planner.predict import Prediction, Predictor, best, schedule
@@ -100,7 +100,9 @@ def predict_engine(
             if config.draft
             else no_drafts
         )
-        return Predictor(CostModel(table), accepted, config.tensor_parallel_size if is_plain else num_bundles(config))
+        return Predictor(
+            PlannerCostModel(table), accepted, config.tensor_parallel_size if is_plain else num_bundles(config)
+        )
 
     plain, drafting = predictor(request.context, is_plain=True), predictor(request.context)
     batches = [

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cluster.planner.acceptance import AcceptanceCurve
-from cluster.planner.cost_model import CostModel, StepTime
+from cluster.planner.cost_model import PlannerCostModel, StepTime
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class Prediction:
 class Predictor:
     """Predicts an engine's step from its costs and its acceptance curve."""
 
-    costs: CostModel
+    costs: PlannerCostModel
     accepted: AcceptanceCurve
     num_devices: int = 1
 

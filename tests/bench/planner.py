@@ -25,7 +25,7 @@ import torch
 
 from cluster.bench.runner import Runner, StatsSnapshot
 from cluster.planner.acceptance import acceptance_curve
-from cluster.planner.cost_model import CostModel
+from cluster.planner.cost_model import PlannerCostModel
 from cluster.planner.fit import fit
 from cluster.planner.fleet import SPREAD, Fleet, Load, ReplicaSpec, simulate
 from cluster.planner.forecast import hardware_name
@@ -93,7 +93,7 @@ def full_steps(snapshots: list[StatsSnapshot], cell: ProfileCell) -> list[StepSa
 def predict(table: CostTable, config: EngineConfig, cell: ProfileCell) -> Seen:
     assert table.acceptance is not None and config.draft is not None
     gained = acceptance_curve(table.acceptance, config.draft, 0.0, cell.context)
-    costs = CostModel(table)
+    costs = PlannerCostModel(table)
     replica = ReplicaSpec(
         costs=costs,
         accepted=gained,

@@ -11,7 +11,7 @@ import pytest
 
 from cluster.bench.sequoia import best_tree, expected_accepted
 from cluster.planner.acceptance import TYPICAL, acceptance_curve, best_lengths
-from cluster.planner.cost_model import CostModel
+from cluster.planner.cost_model import PlannerCostModel
 from cluster.planner.predict import Predictor, best, schedule
 from secateur.errors import ConfigError
 from secateur.plan import AcceptancePoint, AcceptanceTable, CostTable, DraftCostTable, VerifyCostTable, read_acceptance
@@ -131,10 +131,10 @@ def test_the_rows_of_the_benchmark_are_read() -> None:
 # -- node budgets ----------------------------------------------------------------------------------------------------
 
 
-def random_costs(rng: random.Random) -> CostModel:
+def random_costs(rng: random.Random) -> PlannerCostModel:
     ms = tuple(sorted(20 * rng.random() for _ in range(4)))
     lines = ((1.0, 2.0, 4.0), (1.5, 3.0, 9.0))
-    return CostModel(
+    return PlannerCostModel(
         CostTable(
             verify=VerifyCostTable(rows=(1, 16, 64, 256), ms=(ms[0] + 1, ms[1] + 1, ms[2] + 1, 4 * ms[3] + 1)),
             draft=DraftCostTable(requests=(1, 8), nodes=(1, 8, 24), ms=lines, transfer_ms=lines),
@@ -156,11 +156,11 @@ def test_the_chosen_budget_is_the_best_of_all(seed: int) -> None:
 
 
 def test_free_rows_are_used_up_and_dear_ones_left_alone() -> None:
-    def costs(row_ms: float) -> CostModel:
+    def costs(row_ms: float) -> PlannerCostModel:
         verify = VerifyCostTable(rows=(1, 2), ms=(10.0, 10.0 + row_ms))
         grid = ((0.0, 0.0),)
         draft = DraftCostTable(requests=(1,), nodes=(1, 63), ms=grid, transfer_ms=grid)
-        return CostModel(CostTable(verify=verify, draft=draft))
+        return PlannerCostModel(CostTable(verify=verify, draft=draft))
 
     lengths = best_lengths([[0.6, 0.2]] * 6)
     assert best(Predictor(costs(0.0), lengths), 4, 0, range(64)).nodes == 63
@@ -173,7 +173,7 @@ def test_throughput_is_counted_per_request_and_device() -> None:
     verify = VerifyCostTable(rows=(1, 2), ms=(10.0, 10.0))
     grid = ((5.0,),)
     draft = DraftCostTable(requests=(1,), nodes=(4,), ms=grid, transfer_ms=grid)
-    found = Predictor(CostModel(CostTable(verify=verify, draft=draft)), np.full(64, 3.0), num_devices=2)(8, 4, 0)
+    found = Predictor(PlannerCostModel(CostTable(verify=verify, draft=draft)), np.full(64, 3.0), num_devices=2)(8, 4, 0)
     assert found.step.ms == 20 and found.tokens_per_step == 4
     assert math.isclose(found.tokens_per_second, 8 * 4 / 0.02)
     assert (found.per_request, found.per_device) == (200, 800)

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from cluster.planner.cost_model import CostModel, PrefillChunk
+from cluster.planner.cost_model import PlannerCostModel, PrefillChunk
 from cluster.planner.memory import (
     ModelShard,
     expected_shapes,
@@ -100,11 +100,11 @@ def llama_8b(tmp_path: Path) -> EngineConfig:
 
 @pytest.mark.parametrize(("rows", "ms"), [(1, 10), (3, 10), (7, 11), (13, 16), (17, 20), (29, 30)])
 def test_rows_are_read_linearly_and_beyond_the_end_as_steep_as_from_the_middle(rows: int, ms: float) -> None:
-    assert CostModel(TABLE).verify_ms(rows=rows, requests=0, kv=0, pairs=0) == pytest.approx(ms)
+    assert PlannerCostModel(TABLE).verify_ms(rows=rows, requests=0, kv=0, pairs=0) == pytest.approx(ms)
 
 
 def test_a_step_without_trees_is_paid_by_term() -> None:
-    step = CostModel(TABLE).decode(3, 0, context=100)
+    step = PlannerCostModel(TABLE).decode(3, 0, context=100)
     assert step.verify_ms == pytest.approx(10 + 3 * 0.5 + 300 * 0.01 + 300 * 0.001)
     assert (step.draft_ms, step.transfer_ms, step.host_ms) == (0, 0, 3)
     assert step.ms == pytest.approx(step.verify_ms + 3)
@@ -130,13 +130,13 @@ ACROSS = math.log(6 / 3) / math.log(9 / 3)
 def test_drafting_is_read_linearly_in_requests_and_the_logarithm_of_tree_sizes(
     batch: int, nodes: int, draft_ms: float, transfer_ms: float
 ) -> None:
-    step = CostModel(TABLE).decode(batch, nodes, context=0)
+    step = PlannerCostModel(TABLE).decode(batch, nodes, context=0)
     assert (step.draft_ms, step.transfer_ms) == (pytest.approx(draft_ms), pytest.approx(transfer_ms))
     assert step.host_ms == pytest.approx(2 + 0.5 * (batch - 1) + 0.25)
 
 
 def test_prompts_share_a_step_with_trees() -> None:
-    costs = CostModel(TABLE)
+    costs = PlannerCostModel(TABLE)
     chunks = [PrefillChunk(rows=4, cached=4), PrefillChunk(rows=3, cached=10)]
     step = costs.step(2, 2, 50, chunks)
     pairs = 50 * 3 + 4 * 2 + 3 * 8.5
@@ -149,13 +149,13 @@ def test_prompts_share_a_step_with_trees() -> None:
 
 def test_a_step_with_trees_takes_more_than_their_rows() -> None:
     """Six requests and three with a node have as many rows."""
-    costs = CostModel(TABLE)
+    costs = PlannerCostModel(TABLE)
     plain, trees = costs.decode(6, 0, context=0), costs.decode(3, 1, context=0)
     assert trees.verify_ms - plain.verify_ms == pytest.approx(0.75 + 3 * 0.125 - 3 * 0.5)
 
 
 def test_a_step_is_linear_in_the_cache() -> None:
-    costs = CostModel(TABLE)
+    costs = PlannerCostModel(TABLE)
     for nodes in (0, 2, 5, 8):
         expected = costs.decode(3, nodes, 0).ms + 3 * 400 * costs.kv_slope(nodes)
         assert costs.decode(3, nodes, 400).ms == pytest.approx(expected)
@@ -169,7 +169,9 @@ def test_within_a_table_more_of_anything_never_takes_less() -> None:
         lines = (tuple(few), tuple(sorted(ms + rng.random() for ms in few)))
         draft = DraftCostTable(requests=(1, 6), nodes=(1, 4, 16), ms=lines, transfer_ms=lines)
         ms = tuple(sorted(rng.random() for _ in rows))
-        costs = CostModel(CostTable(verify=VerifyCostTable(rows=rows, ms=ms, kv_token_ms=rng.random()), draft=draft))
+        costs = PlannerCostModel(
+            CostTable(verify=VerifyCostTable(rows=rows, ms=ms, kv_token_ms=rng.random()), draft=draft)
+        )
         batch, nodes, context = rng.randint(1, 5), rng.randint(1, 15), rng.randint(0, 99)
         here = costs.decode(batch, nodes, context).ms
         for more in ((batch + 1, nodes, context), (batch, nodes + 1, context), (batch, nodes, context + 1)):
@@ -177,7 +179,7 @@ def test_within_a_table_more_of_anything_never_takes_less() -> None:
 
 
 def test_a_table_without_a_drafter_says_so_when_trees_are_asked_for() -> None:
-    costs = CostModel(CostTable(verify=TABLE.verify))
+    costs = PlannerCostModel(CostTable(verify=TABLE.verify))
     assert costs.decode(2, 0, 0).draft_ms == 0
     with pytest.raises(ConfigError, match="no `draft`"):
         costs.decode(2, 1, 0)
@@ -358,7 +360,7 @@ def test_a_drafter_takes_weights_states_and_where_it_is_colocated_a_place_for_ev
 
 def test_the_roofline_of_llama_3_8b_by_hand(llama_8b: EngineConfig) -> None:
     """7.50e9 weights: 15.0 GB at 2 TB/s take 7.505 ms; a row's 15.0 GFLOP at 400 TFLOP/s 0.0375 ms, so 200 rows."""
-    costs = CostModel(cost_table(llama_8b, model_shards(llama_8b), PLAIN))
+    costs = PlannerCostModel(cost_table(llama_8b, model_shards(llama_8b), PLAIN))
     items = 7_504_658_432
     assert costs.decode(1, 0, 0).ms == pytest.approx(2 * items / 2e12 * 1e3)
     assert costs.decode(199, 0, 0).ms == pytest.approx(2 * items / 2e12 * 1e3)
@@ -372,7 +374,7 @@ def test_the_roofline_of_llama_3_8b_by_hand(llama_8b: EngineConfig) -> None:
 def test_a_mixture_reads_the_experts_that_rows_choose_and_multiplies_with_its_share(llama_8b: EngineConfig) -> None:
     """1e9 weights beside 8e9 of experts, a quarter for each row: 2 GB and 4 to 16 GB at 2 TB/s; 6 GFLOP a row."""
     mixture = ModelShard(matmul_items=9 * 10**9, expert_items=8 * 10**9, expert_share=0.25, item_bytes=2)
-    costs = CostModel(cost_table(llama_8b, [mixture], PLAIN))
+    costs = PlannerCostModel(cost_table(llama_8b, [mixture], PLAIN))
     assert costs.decode(1, 0, 0).ms == pytest.approx(1 + 2)
     assert costs.decode(2, 0, 0).ms == pytest.approx(1 + 8 * (1 - 0.75**2))
     assert costs.decode(16, 0, 0).ms == pytest.approx(1 + 8 * (1 - 0.75**16))
@@ -401,7 +403,7 @@ def test_two_ranks_halve_the_reading_and_pay_two_all_reduces_a_layer(llama_8b: E
     reduces = 32 * 2 * (20e-6 + 3 * 4096 * 2 / 100e9) * 1e3  # with two ranks each row travels once
     assert forward_ms(rank, 3, 2, PLAIN) == pytest.approx(7_504_658_432 / 2e12 * 1e3 + reduces)
     table = cost_table(both, [rank], PLAIN)
-    assert CostModel(table).decode(3, 0, 0).ms == pytest.approx(forward_ms(rank, 3, 2, PLAIN))
+    assert PlannerCostModel(table).decode(3, 0, 0).ms == pytest.approx(forward_ms(rank, 3, 2, PLAIN))
     assert (table.source, table.hardware) == ("predicted", "given")
 
 
@@ -409,7 +411,7 @@ def test_a_tree_is_drafted_level_by_level() -> None:
     config = bundled(DYNAMIC, device="cuda", dtype="bfloat16")
     found = model_shards(config)
     hardware = PLAIN.model_copy(update={"layer_us": 5.0, "transfer_ms": 0.5})
-    costs = CostModel(cost_table(config, found, hardware))
+    costs = PlannerCostModel(cost_table(config, found, hardware))
     level_ms = found[1].matmul_items * 2 / 2e12 * 1e3 + 0.005  # a head of one layer, bound by reading
     for nodes, levels in ((1, 1), (4, 4), (8, 8), (32, 8)):
         step = costs.decode(1, nodes, 0)
@@ -420,7 +422,7 @@ def test_a_tree_is_drafted_level_by_level() -> None:
 def test_published_devices_are_ordered_as_they_should_be(llama_8b: EngineConfig) -> None:
     found = model_shards(llama_8b)
     speed = {
-        name: 1 / CostModel(cost_table(llama_8b, found, device)).decode(1, 0, 1000).ms
+        name: 1 / PlannerCostModel(cost_table(llama_8b, found, device)).decode(1, 0, 1000).ms
         for name, device in HARDWARE.items()
     }
     assert sorted(speed, key=speed.__getitem__) == ["l4", "l40s", "a100", "h100", "h200", "b200"]

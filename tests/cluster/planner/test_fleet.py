@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from cluster.planner.cost_model import CostModel, PrefillChunk
+from cluster.planner.cost_model import PlannerCostModel, PrefillChunk
 from cluster.planner.fleet import Fleet, Load, ReplicaSpec, simulate
 from secateur.errors import ConfigError
 from secateur.plan import Arrival, CostTable, DraftCostTable, LengthDistribution, VerifyCostTable
@@ -36,7 +36,7 @@ ACCEPTED = np.log1p(np.arange(64))
 
 
 def replica(table: CostTable = TABLE, nodes: list[int] | None = None, **more: object) -> ReplicaSpec:
-    return ReplicaSpec(costs=CostModel(table), accepted=ACCEPTED, nodes_by_batch=nodes or [0] * 9, **more)  # type: ignore[arg-type]
+    return ReplicaSpec(costs=PlannerCostModel(table), accepted=ACCEPTED, nodes_by_batch=nodes or [0] * 9, **more)  # type: ignore[arg-type]
 
 
 def flat(step_ms: float) -> CostTable:
@@ -233,7 +233,7 @@ def test_without_trees_no_prompt_is_fed_to_a_drafter() -> None:
 def test_accepted_tokens_save_steps() -> None:
     load = Load(np.zeros(1), np.array([10]), np.array([101]))
     plain = simulate(load, replica(flat(1.0), [0, 0]))
-    twice = ReplicaSpec(costs=CostModel(flat_with_drafts()), accepted=np.ones(64), nodes_by_batch=[0, 5])
+    twice = ReplicaSpec(costs=PlannerCostModel(flat_with_drafts()), accepted=np.ones(64), nodes_by_batch=[0, 5])
     assert plain.num_steps == 101 and plain.seconds == pytest.approx(0.101)
     assert simulate(load, twice).num_steps == 51
     assert simulate(load, twice).tpot_J[0] == pytest.approx(0.5e-3)
@@ -243,7 +243,7 @@ def test_luck_spreads_answers_and_favours_nobody() -> None:
     count = 4000
     load = Load(np.arange(count) * 10.0, np.full(count, 4), np.full(count, 201))
     lucky = ReplicaSpec(
-        costs=CostModel(flat_with_drafts()), accepted=ACCEPTED.clip(0, 1), nodes_by_batch=[0, 5], spread=0.5
+        costs=PlannerCostModel(flat_with_drafts()), accepted=ACCEPTED.clip(0, 1), nodes_by_batch=[0, 5], spread=0.5
     )
     steps = (simulate(load, lucky).finish_J - simulate(load, lucky).first_J) / 1e-3
     assert steps.mean() == pytest.approx(100.5, rel=0.01)  # the last one often brings more than was needed

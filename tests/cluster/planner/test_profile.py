@@ -18,7 +18,7 @@ from scipy.optimize import nnls
 
 from cluster.bench.runner import GenerationJob, StatsSnapshot
 from cluster.planner.acceptance import acceptance_curve
-from cluster.planner.cost_model import CostModel
+from cluster.planner.cost_model import PlannerCostModel
 from cluster.planner.fit import _verify, fit, nonnegative_least_squares
 from cluster.planner.fleet import SPREAD, Load, ReplicaSpec, simulate
 from cluster.planner.profile import (
@@ -79,7 +79,7 @@ def truth() -> CostTable:
     )
 
 
-def samples_of(costs: CostModel) -> Profile:
+def samples_of(costs: PlannerCostModel) -> Profile:
     """What a profile without any noise would see."""
     samples = []
     for requests, nodes, context in [(r, n, c) for r in (1, 4, 8) for n in (0, 1, 4, 16) for c in (100, 400)]:
@@ -108,11 +108,11 @@ def samples_of(costs: CostModel) -> Profile:
 
 
 def test_a_table_is_found_again_from_its_steps() -> None:
-    costs = CostModel(truth())
+    costs = PlannerCostModel(truth())
     table = fit(samples_of(costs), CONFIG, "here", temperature=0.0)
     assert (table.source, table.hardware) == ("measured", "here")
     assert table.fit_error is not None and table.fit_error < 0.01
-    found = CostModel(table)
+    found = PlannerCostModel(table)
     for batch, nodes, context in ((2, 0, 150), (6, 10, 300), (3, 2, 50), (8, 16, 800)):
         assert found.decode(batch, nodes, context).ms == pytest.approx(costs.decode(batch, nodes, context).ms, rel=0.05)
     assert table.draft is not None and table.draft.prompt_token_ms == pytest.approx(0.02)
@@ -123,18 +123,18 @@ def test_a_table_is_found_again_from_its_steps() -> None:
 
 def test_steps_with_and_without_trees_are_told_apart() -> None:
     """Billed by rows alone, plain steps would pay for what only steps with trees take: 14 % too much."""
-    costs = CostModel(truth())
+    costs = PlannerCostModel(truth())
     table = fit(samples_of(costs), CONFIG, "here", temperature=0.0)
     assert table.verify.tree_ms == pytest.approx(3.0, rel=0.1)
     assert table.verify.tree_request_ms == pytest.approx(0.5, rel=0.1)
-    found = CostModel(table)
+    found = PlannerCostModel(table)
     for batch, nodes, context in ((2, 0, 150), (6, 0, 250), (8, 0, 300), (3, 2, 50), (6, 10, 300), (2, 6, 250)):
         known = costs.decode(batch, nodes, context)
         assert found.decode(batch, nodes, context).verify_ms == pytest.approx(known.verify_ms, rel=0.03)
 
 
 def test_one_request_alone_cannot_tell_what_each_one_takes() -> None:
-    exact = samples_of(CostModel(truth()))
+    exact = samples_of(PlannerCostModel(truth()))
     alone = tuple(s for s in exact.samples_C if s.requests == 1)
     table = fit(replace(exact, samples_C=alone), CONFIG, "here", 0.0)
     assert (table.verify.request_ms, table.verify.tree_request_ms) == (0.0, 0.0)
@@ -143,7 +143,7 @@ def test_one_request_alone_cannot_tell_what_each_one_takes() -> None:
 
 def test_noise_bends_a_table_little_and_never_the_wrong_way() -> None:
     rng = random.Random(1)
-    exact = samples_of(CostModel(truth()))
+    exact = samples_of(PlannerCostModel(truth()))
     errors = [rng.uniform(0.85, 1.15) for _ in exact.samples_C]
     noisy = tuple(
         replace(s, verify_ms=s.verify_ms * e, draft_ms=s.draft_ms * e, wall_ms=s.wall_ms * e)
@@ -153,7 +153,7 @@ def test_noise_bends_a_table_little_and_never_the_wrong_way() -> None:
     assert table.verify.ms == tuple(sorted(table.verify.ms)) and table.draft is not None
     for grid in (table.draft.ms, table.draft.transfer_ms):
         assert (np.diff(grid, axis=0) >= 0).all() and (np.diff(grid, axis=1) >= 0).all()
-    known, found = CostModel(truth()), CostModel(table)
+    known, found = PlannerCostModel(truth()), PlannerCostModel(table)
     ratios = [found.decode(b, n, 200).ms / known.decode(b, n, 200).ms for b in (2, 6) for n in (0, 3, 10)]
     assert max(ratios) < 1.15 and min(ratios) > 0.87
 
@@ -287,7 +287,7 @@ def test_what_is_predicted_of_unseen_configurations_is_what_the_engine_then_does
     for cell, rate in zip(unseen, measured, strict=True):
         count = 2 * cell.requests
         replica = ReplicaSpec(
-            costs=CostModel(table),
+            costs=PlannerCostModel(table),
             accepted=acceptance_curve(table.acceptance, config.draft, 0.0, cell.context),
             nodes_by_batch=[0, *[cell.nodes] * cell.requests],
             max_num_batched_tokens=config.max_num_batched_tokens,
