@@ -384,7 +384,7 @@ def test_a_tied_model_that_stores_another_head_uses_that(
     tokens = random_tokens(20)
     with caplog.at_level(logging.INFO):
         decoder = load(path)
-    assert "tie_word_embeddings, but stores another lm_head.weight" in caplog.text
+    assert "tie_word_embeddings, but stores a different lm_head.weight" in caplog.text
     assert_close(PagedRun(decoder).forward([Chunk(tokens, 0)])[0][0], oracle_logits(oracle(path), tokens))
     shards = [Decoder.load(path, read_spec(path), TensorParallel(rank, 2)) for rank in range(2)]
     assert torch.equal(torch.cat([shard.logits(head) for shard in shards], dim=1), decoder.logits(head))
