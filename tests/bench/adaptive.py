@@ -153,6 +153,8 @@ VARIANTS: dict[str, list[Patch]] = {
     "no probes": [(gate, "_FIRST_GAP", 10**9)],
     "probes twice as often": [(gate, "_FIRST_GAP", 16), (gate, "_LONGEST_GAP", 128)],
     "probes half as often": [(gate, "_FIRST_GAP", 64), (gate, "_LONGEST_GAP", 512)],
+    "no hysteresis": [(gate, "_HYSTERESIS", 1.0)],
+    "hysteresis 1.15": [(gate, "_HYSTERESIS", 1.15)],
     "cost rates halved": [(cost_model, "_RATE", 0.05), (cost_model, "_DRAFT_RATE", 0.1)],
     "cost rates doubled": [(cost_model, "_RATE", 0.2), (cost_model, "_DRAFT_RATE", 0.4)],
     "probes told the true costs": [(cost_model, "_PROBE_DISCOUNT", 1.0)],

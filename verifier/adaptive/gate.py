@@ -10,6 +10,7 @@ from __future__ import annotations
 _FIRST_GAP, _LONGEST_GAP = 32, 1024  # steps between two probes
 _WEIGH_EVERY = 64  # steps between two forecasts while drafting is off
 _MEASURE_EVERY = 31  # plain steps between two that are measured while drafting is off; 32 would meet periodic work
+_HYSTERESIS = 1.05
 
 
 class SpeculationGate:
@@ -50,7 +51,7 @@ class SpeculationGate:
     def weigh(self, advantage: float, num_decoding: int) -> None:
         """Switch drafting on or off by this forecast, and make a plain step a probe if one is due."""
         self.advantage, self._batch, self._since_forecast = advantage, num_decoding, 0
-        prefers = advantage > 1
+        prefers = advantage * _HYSTERESIS > 1 if self.is_on else advantage > _HYSTERESIS
         if prefers != self.is_on:
             self.is_on, self._waited, self._gap = prefers, 0, _FIRST_GAP
         self._waited += 1

@@ -1,4 +1,4 @@
-"""The speculation gate: it follows the forecast, and its probes grow rarer."""
+"""The speculation gate: hysteresis, probes that grow rarer, what they teach."""
 
 from __future__ import annotations
 
@@ -53,11 +53,18 @@ def test_what_a_probe_taught_is_weighed_in_the_next_step():
     assert gate.is_on and gate.drafts
 
 
-@pytest.mark.parametrize("was_on", [True, False])
-@pytest.mark.parametrize(("advantage", "is_on"), [(0.99, False), (1.01, True)])
-def test_drafting_is_on_exactly_while_it_is_forecast_to_be_faster(was_on, advantage, is_on):
+@pytest.mark.parametrize(("advantage", "stays_on"), [(0.97, True), (0.94, False)])
+def test_drafting_stays_on_through_a_small_disadvantage(advantage, stays_on):
     gate = SpeculationGate()
     gate.begin_step(1)
-    gate.weigh(2.0 if was_on else 0.5, 1)
     gate.weigh(advantage, 1)
-    assert gate.is_on == is_on
+    assert gate.is_on == stays_on
+
+
+@pytest.mark.parametrize(("advantage", "comes_on"), [(1.03, False), (1.06, True)])
+def test_drafting_comes_on_for_a_real_advantage_only(advantage, comes_on):
+    gate = SpeculationGate()
+    gate.begin_step(1)
+    gate.weigh(0.5, 1)
+    gate.weigh(advantage, 1)
+    assert gate.is_on == comes_on
