@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.support.engines import CHAIN, DYNAMIC, GenerationJob, Runner, bundled, prompts
 from workers.comm.ipc import Speculation
 
@@ -16,6 +18,7 @@ def acceptance_length(runner: Runner, num_tokens: int | None = None) -> float:
     return 1 + sum(s.num_accepted_tokens for s in stats) / sum(s.num_drafts for s in stats)
 
 
+@pytest.mark.slow
 def test_the_dynamic_tree_accepts_three_tokens_a_step_and_never_less_than_its_own_chain() -> None:
     with Runner(bundled(DYNAMIC)) as runner:
         tree, small_tree = acceptance_length(runner), acceptance_length(runner, num_tokens=5)

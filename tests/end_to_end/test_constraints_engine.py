@@ -185,6 +185,7 @@ def test_every_kind_of_constraint_changes_what_is_said() -> None:
             assert all(len(text) >= 11 for text in texts)
 
 
+@pytest.mark.slow
 def test_sampled_drafts_never_break_a_hard_constraint(rejecting: Runner) -> None:
     """`rejection` promises the law, not the tokens: what is forbidden must still never come."""
     sampled = under_rejection("sampled")

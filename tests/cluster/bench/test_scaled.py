@@ -50,6 +50,7 @@ def engine(target: object, head: object) -> EngineConfig:
     return EngineConfig(model_path=str(target), max_model_len=512, max_num_seqs=4, step_timeout_s=120.0, draft=draft)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_drafter_of_the_wide_target_proposes_the_same_trees(tmp_path) -> None:
     pair = scaled_pair(BUNDLED / "target", BUNDLED / "eagle3", TargetSize.parse("512x11"), tmp_path, torch.float32)

@@ -265,6 +265,7 @@ class ClockRunner:
         return StatsSnapshot(self._bench.clock.seconds(), stats)
 
 
+@pytest.mark.slow
 def test_what_is_predicted_of_unseen_configurations_is_what_the_engine_then_does() -> None:
     config = CONFIG
     assert config.draft is not None
