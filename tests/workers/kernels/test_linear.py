@@ -74,3 +74,19 @@ def test_a_large_float32_weight_is_held_once() -> None:
         made = Linear(weight)
     if torch.backends.mkldnn.is_available():
         assert made.weight is not weight and made.weight.is_mkldnn
+
+
+@pytest.mark.skipif(not linear._HAS_BFLOAT16, reason="a CPU that does not multiply bfloat16")
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("num_outputs", [1, 130, 1030])
+def test_bfloat16_is_multiplied_from_a_packed_weight_and_added_in_float32(num_outputs: int, has_bias: bool) -> None:
+    torch.manual_seed(0)
+    weight = stored(torch.bfloat16, num_outputs, 1536).bfloat16()
+    bias = torch.randn(num_outputs).bfloat16() if has_bias else None
+    made = Linear(weight, bias)
+    assert made.weight.is_mkldnn
+    for num_rows in (0, 1, 7, 17, 70):
+        x = torch.randn(num_rows, 1536).bfloat16()
+        exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+        # One rounding of the sum, to 8 bits; sums in bfloat16 would be off by some sqrt(1536) roundings.
+        torch.testing.assert_close(made(x).double(), exact, atol=2e-5, rtol=2**-8)
