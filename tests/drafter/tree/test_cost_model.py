@@ -141,7 +141,12 @@ def test_without_costs_requests_get_the_same_tree_together_and_alone(asks, autos
     asks = [replace(ask, auto=auto) for ask, auto in zip(asks, autos, strict=False)]
     together = grown(asks)
     for b, ask in enumerate(asks):
-        assert weights(together, b) == pytest.approx(weights(grown([ask])), rel=1e-6)
+        # A weight below the rounding error of the sum may be kept or not, as above.
+        got, alone = (
+            {path: weight for path, weight in own.items() if weight > 1e-6}
+            for own in (weights(together, b), weights(grown([ask])))
+        )
+        assert got == pytest.approx(alone, rel=1e-6)
 
 
 def test_growth_ends_when_the_draft_models_rows_do():
