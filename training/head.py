@@ -1,0 +1,343 @@
+"""Train an EAGLE-3 head for a target that this engine serves.
+
+    python training/head.py --target smollm2 --minutes 120 --out secateur/bundled/smollm2-eagle3
+
+Three stages, each of which goes on where an earlier call stopped:
+  answers    the target answers questions, through this engine, half of them greedily and half at temperature 1
+  features   one pass of the target over all conversations; what the head reads and learns from is kept on disk
+  train      the head, by the training-time test, for `--minutes`; the learning rate follows that time
+
+`--out` gets the head after every quarter of the time, so that it can be used at any moment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from eagle3 import TrainableEagle3Head, feature_layers, head_config
+from questions import make_questions
+from safetensors.torch import save_file
+from schedule import Optimisers, TimeBudget
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+from cluster.bench.runner import GenerationJob, Runner
+from cluster.convert import engine_config, fetch_weights, with_tokenizer
+from secateur.config import EngineArgs
+from workers.types import SamplingParams
+
+logger = logging.getLogger("head")
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+NUM_STEPS = 5
+"""Unrolled steps of the training-time test."""
+STEP_DISCOUNT = 0.9
+ROW_LENGTH = 448
+BATCH_ROWS = 6
+HELD_OUT_EVERY = 50
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="smollm2", help="whatever `secateur serve` takes [%(default)s]")
+    parser.add_argument("--minutes", type=float, default=60.0, help="of training [%(default)s]")
+    parser.add_argument("--conversations", type=int, default=4000, help="to have answered in all [%(default)s]")
+    parser.add_argument("--max-tokens", type=int, default=192, help="of an answer [%(default)s]")
+    parser.add_argument("--concurrency", type=int, default=48, help="answers at a time [%(default)s]")
+    parser.add_argument("--draft-vocab", type=int, default=4096, help="tokens that the head can draft [%(default)s]")
+    parser.add_argument("--dtype", default="bfloat16", help="of the target while it answers [%(default)s]")
+    parser.add_argument("--stage", choices=("answers", "features", "train", "all"), default="all")
+    parser.add_argument("--data", type=Path, default=REPOSITORY / "training" / ".data" / "head")
+    parser.add_argument("--out", type=Path, default=REPOSITORY / "secateur" / "bundled" / "smollm2-eagle3")
+    return parser.parse_args()
+
+
+# -- answers ---------------------------------------------------------------------------------------------------------
+
+
+def write_answers(asked: argparse.Namespace) -> None:
+    """Append to answers.jsonl until all questions are answered, one line a turn: {"id", "prompt", "answer"}."""
+    file = asked.data / "answers.jsonl"
+    done = {line["id"] for line in read_lines(file)}
+    questions = [(i, own) for i, own in enumerate(make_questions(asked.conversations, seed=1)) if i not in done]
+    if not questions:
+        return
+    args = EngineArgs.load(
+        {"model": asked.target, "dtype": asked.dtype, "device": "cpu", "max_model_len": 1536, "no_speculation": True}
+    )
+    config, tokenizer = with_tokenizer(args, engine_config(args))
+    fetch_weights(args, config)
+    with Runner(replace(config, max_num_seqs=asked.concurrency)) as runner, file.open("a") as out:
+        for begin in range(0, len(questions), 8 * asked.concurrency):
+            began, num_tokens = time.monotonic(), 0
+            part = dict(questions[begin : begin + 8 * asked.concurrency])
+            chats: dict[int, list[dict[str, str]]] = {number: [] for number in part}
+            lines = []
+            for turn in range(2):
+                own = [number for number, question in part.items() if len(question.turns) > turn]
+                for number in own:
+                    chats[number].append({"role": "user", "content": part[number].turns[turn]})
+                prompts = [tokenizer.encode_chat(chats[number]) for number in own]
+                jobs = [
+                    GenerationJob(
+                        prompt=prompt,
+                        max_tokens=asked.max_tokens,
+                        sampling=SamplingParams(temperature=float(number % 2), seed=number),
+                        ignore_eos=False,
+                    )
+                    for number, prompt in zip(own, prompts, strict=True)
+                ]
+                answers = [answer.tokens for answer in runner.run(jobs, asked.concurrency)]
+                for number, prompt, answer in zip(own, prompts, answers, strict=True):
+                    lines.append({"id": number, "prompt": prompt, "answer": answer})
+                    chats[number].append({"role": "assistant", "content": tokenizer.decode(answer)})
+                    num_tokens += len(answer)
+            out.writelines(json.dumps(line) + "\n" for line in lines)
+            out.flush()
+            rate = num_tokens / (time.monotonic() - began)
+            logger.info("answers: %d of %d questions, %.0f tokens/s", begin + len(part), len(questions), rate)
+
+
+def read_lines(file: Path) -> list[dict]:
+    """Read what has been written whole; a line that was torn off is dropped."""
+    if not file.exists():
+        return []
+    lines = file.read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+# -- features --------------------------------------------------------------------------------------------------------
+
+
+class Rows(NamedTuple):
+    """Rows of one length, as arrays on disk: R rows, N tokens, H hidden."""
+
+    tokens_RN: np.ndarray  # int64
+    features_RNF: np.ndarray  # bfloat16 as uint16, F = 3 H
+    final_RNH: np.ndarray  # bfloat16 as uint16: what the target's output layer reads
+    is_answer_RN: np.ndarray  # bool: the target chose this token
+
+
+def load_target(asked: argparse.Namespace) -> LlamaForCausalLM:
+    """Load the target in bfloat16, frozen."""
+    args = EngineArgs.load({"model": asked.target, "device": "cpu", "no_speculation": True})
+    config = engine_config(args)
+    fetch_weights(args, config)
+    return AutoModelForCausalLM.from_pretrained(config.model_path, dtype=torch.bfloat16).eval().requires_grad_(False)
+
+
+def write_features(asked: argparse.Namespace, target: LlamaForCausalLM) -> Rows:
+    """Compute what is not on disk yet; conversations are cut or padded to `ROW_LENGTH` tokens."""
+    lines = [line for line in read_lines(asked.data / "answers.jsonl") if len(line["prompt"]) < ROW_LENGTH - 32]
+    hidden, count = target.config.hidden_size, len(lines)
+    rows = Rows(
+        *(
+            _array(asked.data / f"{name}.npy", (count, ROW_LENGTH, *rest), dtype)
+            for name, rest, dtype in (
+                ("tokens", (), np.int64),
+                ("features", (3 * hidden,), np.uint16),
+                ("final", (hidden,), np.uint16),
+                ("is_answer", (), np.bool_),
+            )
+        )
+    )
+    progress = asked.data / "features.json"
+    begin = json.loads(progress.read_text())["rows"] if progress.exists() else 0
+    began = time.monotonic()
+    for start in range(begin, count, 8):
+        part = lines[start : start + 8]
+        tokens = torch.full((len(part), ROW_LENGTH), target.config.eos_token_id)
+        for row, line in enumerate(part):
+            own = torch.tensor((line["prompt"] + line["answer"])[:ROW_LENGTH])
+            tokens[row, : len(own)] = own
+            rows.is_answer_RN[start + row, len(line["prompt"]) : len(own)] = True
+        with torch.inference_mode():
+            output = target.model(input_ids=tokens, output_hidden_states=True, use_cache=False)
+        layers = feature_layers(target.config.num_hidden_layers)
+        features = torch.cat([output.hidden_states[layer] for layer in layers], -1)
+        for array, values in ((rows.features_RNF, features), (rows.final_RNH, output.last_hidden_state)):
+            array[start : start + len(part)] = values.view(torch.uint16).numpy()
+        rows.tokens_RN[start : start + len(part)] = tokens.numpy()
+        if start // 8 % 20 == 0 or start + 8 >= count:
+            progress.write_text(json.dumps({"rows": start + len(part)}))
+            rate = (start + len(part) - begin) * ROW_LENGTH / (time.monotonic() - began)
+            logger.info("features: %d of %d rows, %.0f tokens/s", start + len(part), count, rate)
+    return rows
+
+
+def _array(file: Path, shape: tuple[int, ...], dtype: type) -> np.ndarray:
+    """Map a file of whole rows, which grows as answers do."""
+    file.touch()
+    with file.open("r+b") as stream:
+        stream.truncate(int(np.prod(shape)) * np.dtype(dtype).itemsize)
+    return np.memmap(file, dtype=dtype, mode="r+", shape=shape)
+
+
+# -- training --------------------------------------------------------------------------------------------------------
+
+
+class Batch(NamedTuple):
+    """Some rows as tensors; see `Rows`."""
+
+    tokens_BN: Tensor
+    features_BNF: Tensor
+    final_BNH: Tensor
+    is_answer_BN: Tensor
+
+
+def batches(rows: Rows, chosen: list[int], rng: random.Random) -> Iterator[Batch]:
+    """Yield shuffled batches for ever."""
+    while True:
+        rng.shuffle(chosen)
+        for start in range(0, len(chosen) - BATCH_ROWS + 1, BATCH_ROWS):
+            yield batch_of(rows, sorted(chosen[start : start + BATCH_ROWS]))
+
+
+def batch_of(rows: Rows, chosen: list[int]) -> Batch:
+    """Read rows from disk, without the padding that all of them have."""
+    tokens, is_answer = (torch.from_numpy(np.array(a[chosen])) for a in (rows.tokens_RN, rows.is_answer_RN))
+    features, final = (
+        torch.from_numpy(np.array(array[chosen])).view(torch.bfloat16).float()
+        for array in (rows.features_RNF, rows.final_RNH)
+    )
+    longest = int(is_answer.flip(1).int().argmax(1).neg().max()) + tokens.shape[1]
+    return Batch(*(values[:, :longest] for values in (tokens, features, final, is_answer)))
+
+
+def unrolled_loss(head: TrainableEagle3Head, target: LlamaForCausalLM, batch: Batch) -> tuple[Tensor, list[float]]:
+    """Cross-entropy against the target's law over the draft vocabulary, and each step's agreement with its favourite.
+
+    Only tokens that the target chose count, and of these only where its favourite is in the draft vocabulary.
+    """
+    num_starts = batch.tokens_BN.shape[1] - 1 - NUM_STEPS
+    embeds = target.model.embed_tokens(batch.tokens_BN).float()
+    with torch.no_grad():
+        target_logits = (batch.final_BNH.bfloat16() @ target.lm_head.weight.T).float()
+        favourite, law = target_logits.argmax(-1), target_logits[..., head.draft_ids].softmax(-1)
+        is_counted = head.t2d[favourite] & batch.is_answer_BN.roll(-1, 1)  # position n says what comes at n + 1
+    hidden, cache = head.fc(batch.features_BNF[:, :num_starts]), []
+    total, agreement = torch.zeros(()), []
+    for s in range(NUM_STEPS):
+        window = slice(1 + s, 1 + s + num_starts)
+        hidden = head.step(embeds[:, window], hidden, cache)
+        logits = head.lm_head(head.norm(hidden)).float()
+        counted = is_counted[:, window]
+        entropy = -(law[:, window] * logits.log_softmax(-1)).sum(-1)
+        total = total + STEP_DISCOUNT**s * (entropy * counted).sum() / counted.sum().clamp(min=1)
+        hits = head.draft_ids[logits.argmax(-1)] == favourite[:, window]
+        answers = batch.is_answer_BN.roll(-1, 1)[:, window]
+        agreement.append(float((hits & answers).sum() / answers.sum().clamp(min=1)))
+    return total, agreement
+
+
+def new_head(target: LlamaForCausalLM, draft_ids: Tensor) -> TrainableEagle3Head:
+    """Start from the target's last layer: its feed-forward part, its output layer, and the highest feature."""
+    head = TrainableEagle3Head(target.config, draft_ids)
+    hidden, last = target.config.hidden_size, target.model.layers[-1]
+    with torch.no_grad():
+        head.fc.weight.zero_()[:, 2 * hidden :] += torch.eye(hidden)
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            getattr(head.midlayer.mlp, name).weight.copy_(getattr(last.mlp, name).weight)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            getattr(head.midlayer.self_attn, name).weight[:, hidden:].copy_(getattr(last.self_attn, name).weight)
+        head.midlayer.self_attn.o_proj.weight.copy_(last.self_attn.o_proj.weight)
+        head.midlayer.post_attention_layernorm.weight.copy_(last.post_attention_layernorm.weight)
+        head.midlayer.hidden_norm.weight.copy_(last.input_layernorm.weight)
+        head.norm.weight.copy_(target.model.norm.weight)
+        head.lm_head.weight.copy_(target.lm_head.weight[draft_ids])
+    return head
+
+
+def train(asked: argparse.Namespace, target: LlamaForCausalLM, rows: Rows) -> None:
+    """Train for `--minutes`, from the last call's head if there is one."""
+    torch.manual_seed(3)
+    budget = TimeBudget.from_now(60 * asked.minutes)
+    counts = Counter(rows.tokens_RN[rows.is_answer_RN].tolist())
+    draft_ids = torch.tensor(sorted(token for token, _ in counts.most_common(asked.draft_vocab)))
+    coverage = sum(counts[token] for token in draft_ids.tolist()) / counts.total()
+    state_file = asked.data / "head.pt"
+    if state_file.exists():
+        state = torch.load(state_file)
+        head = TrainableEagle3Head(target.config, state["draft_ids"])
+        head.load_state_dict(state["head"])
+    else:
+        head, state = new_head(target, draft_ids), {"draft_ids": draft_ids, "tokens": 0, "log": []}
+    held_out = list(range(0, len(rows.tokens_RN), HELD_OUT_EVERY))
+    chosen = [row for row in range(len(rows.tokens_RN)) if row % HELD_OUT_EVERY]
+    logger.info("train: %d rows, %d answer tokens, coverage %.4f", len(chosen), counts.total(), coverage)
+    optimisers = Optimisers(head, budget, "head")
+    source = batches(rows, chosen, random.Random(len(state["log"])))
+    quarter = 0.0
+    while True:
+        if budget.fraction() >= quarter:
+            state |= {"head": head.state_dict(), "log": [*state["log"], evaluated(head, target, rows, held_out, state)]}
+            torch.save(state, state_file)
+            save(head, asked.out, {"coverage": round(coverage, 4), "log": state["log"]})
+            logger.info("train: %s", state["log"][-1])
+            quarter += 0.125
+        if budget.fraction() >= 1:
+            return
+        batch = next(source)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss, _ = unrolled_loss(head, target, batch)
+        optimisers.step(loss, batch.tokens_BN.numel())
+        state["tokens"] += batch.tokens_BN.numel()
+
+
+@torch.no_grad()
+def evaluated(
+    head: TrainableEagle3Head, target: LlamaForCausalLM, rows: Rows, held_out: list[int], state: dict
+) -> dict:
+    """Agreement with the target's favourite token by step, on rows that are not trained on."""
+    parts = [held_out[start : start + BATCH_ROWS] for start in range(0, min(len(held_out), 60), BATCH_ROWS)]
+    agreement = np.mean([unrolled_loss(head, target, batch_of(rows, part))[1] for part in parts], axis=0)
+    return {"tokens": state["tokens"], "agreement": [round(float(value), 4) for value in agreement]}
+
+
+def save(head: TrainableEagle3Head, folder: Path, record: dict) -> None:
+    """Write config.json, model.safetensors (bfloat16) and training.json, each whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        name: (tensor.bfloat16() if tensor.is_floating_point() else tensor).detach().contiguous()
+        for name, tensor in head.state_dict().items()
+    }
+    save_file(tensors, folder / "new.safetensors", metadata={"format": "pt"})
+    (folder / "new.safetensors").chmod(0o644)
+    (folder / "new.safetensors").replace(folder / "model.safetensors")
+    config = head_config(head.config) | {
+        "bos_token_id": head.config.bos_token_id,
+        "pad_token_id": head.config.eos_token_id,
+        "draft_vocab_size": len(head.draft_ids),
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (folder / "training.json").write_text(json.dumps(record, indent=2) + "\n")
+
+
+def main() -> None:
+    """Run the stages asked for."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    asked = parse_arguments()
+    asked.data.mkdir(parents=True, exist_ok=True)
+    if asked.stage in ("answers", "all"):
+        write_answers(asked)
+    if asked.stage in ("features", "train", "all"):
+        target = load_target(asked)
+        rows = write_features(asked, target)
+        if asked.stage != "features":
+            train(asked, target, rows)
+
+
+if __name__ == "__main__":
+    main()
