@@ -305,6 +305,7 @@ def test_a_request_that_needs_every_page_takes_those_of_the_cache():
 FEW_STEPS, MANY_STEPS = 1000, 10_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "tree", "num_steps"),
     [

@@ -106,6 +106,7 @@ def emitted(rule: Rule, policy: TreePolicy, count: int, length: int, **settings:
     return [x[:length] for x in tokens]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", [Rule.TRAVERSAL, Rule.RECURSIVE])
 @pytest.mark.parametrize("settings", [{}, {"is_hybrid": True}, {"min_prob": 0.4, "path_prob": 0.1}, {"auto": True}])
 @pytest.mark.parametrize("policy", SHAPES)

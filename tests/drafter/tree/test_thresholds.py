@@ -5,6 +5,7 @@ import pytest
 from tests.bench.pruning import sweep
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["min_prob", "path_prob"])
 def test_a_higher_threshold_verifies_fewer_nodes_and_changes_no_output(name: str) -> None:
     rows = sweep(name, num_prompts=6, thresholds=(0.0, 0.1, 0.3, 0.7))

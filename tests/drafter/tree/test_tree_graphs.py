@@ -133,6 +133,7 @@ def assert_same_trees(by_level: Any, at_once: Any, device: str = "cpu") -> None:
             torch.testing.assert_close(getattr(got.trees, name), getattr(expected.trees, name), atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the GPU in gpu/")
 @pytest.mark.parametrize("method", ["eagle3", "draft_model"])
 def test_trees_of_step_after_step_are_those_that_grow_level_by_level(method: str) -> None:
@@ -170,6 +171,7 @@ class Replanning:
         return self._head.forward(tokens_M, features_MH, positions_M, plan.made, kv)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_engines_emit_the_same_tokens_and_gain_as_much(temperature: float) -> None:
     """The bundled pair; all trees grow at once, over the same buffers. Levels cost nothing on either clock."""

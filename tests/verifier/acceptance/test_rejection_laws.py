@@ -307,6 +307,7 @@ GROWN: dict[str, tuple[TreePolicy, dict[str, object]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("grown", GROWN)
 def test_trees_of_the_real_grow_are_lossless(grown, rule):

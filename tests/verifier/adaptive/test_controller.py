@@ -85,6 +85,7 @@ DEAR_ROWS = ClockCosts(fixed=3, row=1.0, message=0.2, fed=0.02, level=0.2, node=
 DEAR_TREES = ClockCosts(fixed=30, row=2.0, message=0.2, fed=0.01, level=0.2, node=0.02, tree=12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("prices", "batch"),
     [(CHEAP_DRAFTS, 1), (DEAR_DRAFTS, 8), (DEAR_ROWS, 1), (DEAR_TREES, 8)],
@@ -108,6 +109,7 @@ def test_auto_verifies_far_fewer_nodes_than_a_full_tree_and_accepts_as_much():
     assert auto.acceptance_length > 0.95 * fixed.acceptance_length
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 8])
 def test_where_drafting_never_pays_probes_take_no_more_than_a_hundredth_of_the_time(batch):
     with bench(DEAR_DRAFTS) as b:

@@ -216,6 +216,7 @@ def test_waiting_for_the_next_message_may_exceed_the_step_timeout():
     }
 
 
+@pytest.mark.slow
 def test_a_silent_verifier_is_lost_after_the_idle_timeout():
     asked = config(step_timeout_s=1.0)
     said = next(in_processes(wait_for_a_silent_verifier, asked))

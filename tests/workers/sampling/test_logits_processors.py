@@ -395,6 +395,7 @@ SAMPLED = {
 LENGTH = 25
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", SAMPLED)
 @pytest.mark.parametrize("active", ACTIVE)
 def test_speculation_never_changes_a_constrained_token(active, sampling):
