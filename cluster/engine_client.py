@@ -44,7 +44,7 @@ class EngineDead(SecateurError, RuntimeError):
 
 
 class Health(NamedTuple):
-    """Whether the engine makes progress, and if not, why."""
+    """Say whether the engine makes progress, and if not, why."""
 
     ok: bool
     reason: str

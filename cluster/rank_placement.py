@@ -1,4 +1,4 @@
-"""Who sits where: one placement per world rank, for plain processes and for a Ray placement group alike.
+"""Places ranks: one placement per world rank, for plain processes and for a Ray placement group alike.
 
 Imports no torch: a worker actor reads its environment from here before torch may be imported.
 """

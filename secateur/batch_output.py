@@ -124,7 +124,7 @@ class _OutputScan:
 
     num_lines: int = 0
     ends_whole: bool = True
-    """Whether the last line ends with a newline."""
+    """True if the last line ends with a newline."""
     current: dict[str, _AnswerLine] = field(default_factory=dict)
     """Answers to current lines, by custom_id."""
     unchecked: dict[str, _AnswerLine] = field(default_factory=dict)

@@ -33,7 +33,7 @@ class ScoredToken(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class TextDelta:
-    """What one engine step added to a choice.
+    """Holds what one engine step added to a choice.
 
     Example, the last of three: TextDelta(text="return", token_ids=[83, 0], num_tokens=7, finish_reason="stop")
     """

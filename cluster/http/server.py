@@ -79,7 +79,7 @@ Body = TypeVar("Body", bound=SamplingRequest)
 
 @dataclass(kw_only=True)
 class Service:
-    """What the routes share: one engine, one tokenizer, one model name; admission and tokenization."""
+    """Holds what the routes share: one engine, one tokenizer, one model name; admission and tokenization."""
 
     engine: EngineClient
     tokenizer: Tokenizer

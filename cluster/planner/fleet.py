@@ -90,7 +90,7 @@ class ReplicaSpec:
 
     @property
     def is_speculating(self) -> bool:
-        """Whether any batch size uses trees; then the drafter reads every prompt."""
+        """Return whether any batch size uses trees; then the drafter reads every prompt."""
         return any(self.nodes_by_batch)
 
     @property

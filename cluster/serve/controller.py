@@ -1,4 +1,4 @@
-"""What Serve's controller knows of the application, and how to delete it.
+"""Asks Serve's controller about the application, and deletes it.
 
 The controller is the actor that holds Serve's state. It is called directly: Serve's own client starts another Ray if
 the one it used has ended.
