@@ -91,7 +91,8 @@ class RendezvousStore(dist.TCPStore):
         silent, self._never_written = os.pipe()
         os.dup2(silent, self._descriptor, inheritable=False)
         os.close(silent)
-        self.set("closed", "")  # wakes the thread, which polls the listener
+        # The thread's poll holds the listener open. The answer shows that this poll has returned.
+        self.add("closed", 1)
 
 
 def open_store(host: str = "127.0.0.1") -> tuple[RendezvousStore, str]:
