@@ -1,19 +1,25 @@
-"""What `auto` earns on a clock of chosen prices, and what each of its parts earns: free of a machine's noise.
+"""What `auto` gains on a clock of given costs, and what each of its parts gains: free of a machine's noise.
 
-    python -m tests.bench.adaptive [--batches 1 8] [--temperatures 0 1] [--variants "as it is" "no calibration"]
+    python -m tests.bench.adaptive [--jobs 2] [--batches 1 8] [--temperatures 0 1] [--variants "no calibration"]
 
-The bundled pair's real tokens; for each set of prices the tokens per millisecond, prompts included, relative to no
-speculation: of trees of 16 and of 2 nodes, of `auto` as it starts, and of `auto` once it has seen the prompts. Each
-variant replaces one part of the controller by a plainer or a richer one, or one constant by another value. Prints one
-Markdown table for each variant.
+The bundled pair generates its real tokens. Gains are tokens per millisecond, prompts included, relative to no
+speculation. Each variant replaces one part of the controller by a plainer or a richer one, or one constant by another
+value. Prints two Markdown tables: the gains of the controller as it is, beside trees of 16 and of 2 nodes; and the
+gains of each variant relative to it.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import statistics
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from multiprocessing import get_context
 from operator import mul
 from typing import Any
 from unittest import mock
@@ -35,6 +41,7 @@ PRICES = {
     "dear drafts": ClockCosts(fixed=3, row=0.5, message=4, fed=0.05, level=3, node=0.3),
 }
 NUM_TOKENS = 48
+NUM_LATER = 4
 
 
 # ---- parts to put in place of the controller's
@@ -81,15 +88,54 @@ class KalmanVerifyCost:
 
 
 class KalmanDraftCost(cost_model._DraftCost):
-    def observe(self, ms: float, work: cost_model.DraftWork) -> None:
-        if self._is_fixed:
+    def __init__(self, guess: cost_model.DraftWork, *, is_fixed: bool = False) -> None:
+        super().__init__(guess, is_fixed=is_fixed)
+        self._filter: _Kalman | None = None
+
+    def ms(self, work: cost_model.DraftWork) -> Any:
+        return self._filter.ms(work) if self._filter else super().ms(work)
+
+    def observe(self, ms: float, work: cost_model.DraftWork, *, is_probe: bool) -> None:
+        if self._filter:
+            self._filter.observe(ms, work)
             return
-        if not self._least_J:
-            super().observe(ms, work)
-            self._filter = _Kalman(self._price_J, self._price_J)
-            return
-        self._filter.observe(ms, work)
-        self._price_J = self._filter.price_J
+        super().observe(ms, work, is_probe=is_probe)
+        if self._is_measured and not self._is_fixed:
+            prices = [self._scale * price for price in self._guess]
+            self._filter = _Kalman(prices, prices)
+
+
+class PricePerTerm(cost_model._DraftCost):
+    """Normalised least mean squares: each term's price moves in proportion to its contribution."""
+
+    def __init__(self, guess: cost_model.DraftWork, *, is_fixed: bool = False) -> None:
+        super().__init__(guess, is_fixed=is_fixed)
+        self._least: list[float] = []
+
+    def observe(self, ms: float, work: cost_model.DraftWork, *, is_probe: bool) -> None:
+        if not self._is_measured:
+            super().observe(ms, work, is_probe=is_probe)
+            self._guess = cost_model.DraftWork(*[self._scale * price for price in self._guess])
+            self._scale, self._least = 1.0, [0.05 * price for price in self._guess]
+        elif not self._is_fixed:
+            estimate = self.ms(work)
+            step_J = [price**2 * quantity for price, quantity in zip(self._guess, work, strict=True)]
+            gain = cost_model._DRAFT_RATE * cost_model._bounded_error(ms, estimate) / sum(map(mul, step_J, work))
+            moved_J = (price + gain * step for price, step in zip(self._guess, step_J, strict=True))
+            self._guess = cost_model.DraftWork(*map(max, moved_J, self._least))
+
+
+class EverRarerProbes(gate.SpeculationGate):
+    """Probes 32 steps apart, then 64, up to 1024, whatever they lose."""
+
+    def weigh(self, advantage: float, num_decoding: int) -> None:
+        was_on = self.is_on
+        super().weigh(advantage, num_decoding)
+        if self.is_on != was_on:
+            self._gap = 32
+
+    def observe_probe(self, loss: float) -> None:
+        self._gap = min(2 * self._gap, 1024)
 
 
 class NoCalibration(calibration.Calibration):
@@ -140,10 +186,11 @@ class OneAverage(prompt_lookup.AcceptanceEstimator):
 
 
 Patch = tuple[Any, str, Any]
+AS_IT_IS = "as it is"
 VARIANTS: dict[str, list[Patch]] = {
-    "as it is": [],
     "Kalman costs": [(cost_model, "_VerifyCost", KalmanVerifyCost), (cost_model, "_DraftCost", KalmanDraftCost)],
-    "costs as first guessed": [(cost_model, "_RATE", 0.0), (cost_model, "_DRAFT_RATE", 0.0)],
+    "a price for each term of drafting": [(cost_model, "_DraftCost", PricePerTerm)],
+    "costs as first measured": [(cost_model, "_RATE", 0.0), (cost_model, "_DRAFT_RATE", 0.0)],
     "no calibration": [(controller, "Calibration", NoCalibration)],
     "calibration by a ratio": [(controller, "Calibration", RatioCalibration)],
     "lookup by temperature": [(controller, "PromptLookup", LookupByTemperature)],
@@ -151,13 +198,13 @@ VARIANTS: dict[str, list[Patch]] = {
     "no factor per request": [(prompt_lookup, "_PRIOR_TOKENS", 1e9)],
     "no lookup": [(prompt_lookup, "_MOST_PLACES", 0)],
     "no probes": [(gate, "_FIRST_GAP", 10**9)],
-    "probes twice as often": [(gate, "_FIRST_GAP", 16), (gate, "_LONGEST_GAP", 128)],
-    "probes half as often": [(gate, "_FIRST_GAP", 64), (gate, "_LONGEST_GAP", 512)],
+    "ever rarer probes": [(controller, "SpeculationGate", EverRarerProbes)],
+    "probes twice as often": [(gate, "_PROBE_SHARE", 0.006)],
+    "probes half as often": [(gate, "_PROBE_SHARE", 0.0015)],
     "no hysteresis": [(gate, "_HYSTERESIS", 1.0)],
     "hysteresis 1.15": [(gate, "_HYSTERESIS", 1.15)],
     "cost rates halved": [(cost_model, "_RATE", 0.05), (cost_model, "_DRAFT_RATE", 0.1)],
     "cost rates doubled": [(cost_model, "_RATE", 0.2), (cost_model, "_DRAFT_RATE", 0.4)],
-    "probes told the true costs": [(cost_model, "_PROBE_DISCOUNT", 1.0)],
     "tree averages twice as fast": [(controller, "_RATE", 0.1)],
     "lookup averages twice as fast": [(prompt_lookup, "_RATE", 0.04)],
     "lookup without a margin": [(prompt_lookup, "_MARGIN", 1.0)],
@@ -167,42 +214,68 @@ VARIANTS: dict[str, list[Patch]] = {
 @contextmanager
 def variant(name: str) -> Iterator[None]:
     with ExitStack() as stack:
-        for owner, attribute, value in VARIANTS[name]:
+        for owner, attribute, value in VARIANTS.get(name, []):
             stack.enter_context(mock.patch.object(owner, attribute, value))
         yield
 
 
-def gains(prices: ClockCosts, temperature: float, batch: int, *, is_whole: bool) -> list[float]:
-    """Rates over that of no speculation: with `is_whole` of 16 and 2 nodes, then of `auto` at first and later."""
-    ways = [OFF, *([FIXED, Speculation(auto=False, num_speculative_tokens=2)] if is_whole else []), AUTO, AUTO, AUTO]
-    with bench(prices) as engine:
-        off, *rates, _, later = (
-            engine.run(way, batch, temperature, max(8, 2 * batch), NUM_TOKENS).rate for way in ways
-        )
-    return [rate / off for rate in (*rates, later)]
+@dataclass(frozen=True, order=True)
+class Cell:
+    """A load on a market."""
+
+    market: str
+    temperature: float
+    requests: int
+
+    def __str__(self) -> str:
+        return f"{self.market}, T={self.temperature:g}, {self.requests}"
+
+
+def rates(cell: Cell, ways: Sequence[Speculation]) -> list[float]:
+    """Return the tokens per millisecond of each way, in turn on one engine."""
+    num_prompts = max(8, 2 * cell.requests)
+    with bench(PRICES[cell.market]) as engine:
+        return [engine.run(way, cell.requests, cell.temperature, num_prompts, NUM_TOKENS).rate for way in ways]
+
+
+def gains(name: str, cell: Cell) -> tuple[float, float, float]:
+    """Return the variant's gain at first, its mean gain once it has seen the prompts twice, and that mean's error."""
+    torch.set_num_threads(1)
+    with variant(name):
+        off, first, _, *later = rates(cell, [OFF, AUTO, AUTO, *[AUTO] * NUM_LATER])
+    return first / off, statistics.mean(later) / off, statistics.stdev(later) / off / math.sqrt(NUM_LATER)
+
+
+def whole_trees(cell: Cell) -> tuple[float, float]:
+    """Return the gains of trees of 16 and of 2 nodes, without any adaptive part."""
+    torch.set_num_threads(1)
+    off, large, small = rates(cell, [OFF, FIXED, Speculation(auto=False, num_speculative_tokens=2)])
+    return large / off, small / off
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
-    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS, metavar="NAME")
+    parser.add_argument("--variants", nargs="*", default=list(VARIANTS), choices=VARIANTS, metavar="NAME")
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    for name in args.variants:
-        is_whole = name == "as it is"
-        columns = (["16 nodes", "2 nodes"] if is_whole else []) + ["auto at first", "later"]
-        print(f"\n**{name}**\n\n| prices | T | requests | {' | '.join(columns)} |\n|{'---|' * (3 + len(columns))}")
-        logs = []
-        for market, prices in PRICES.items():
-            for temperature in args.temperatures:
-                for batch in args.batches:
-                    with variant(name):
-                        found = gains(prices, temperature, batch, is_whole=is_whole)
-                    logs.append(math.log(found[-1]))
-                    cells = " | ".join(f"{gain:.3f}" for gain in found)
-                    print(f"| {market} | {temperature:g} | {batch} | {cells} |", flush=True)
-        print(f"\ngeometric mean, later: {math.exp(sum(logs) / len(logs)):.3f}", flush=True)
+    cells = [Cell(*own) for own in product(PRICES, args.temperatures, args.batches)]
+    with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
+        whole, own = pool.map(whole_trees, cells), pool.map(partial(gains, AS_IT_IS), cells)
+        others = {name: pool.map(partial(gains, name), cells) for name in args.variants}
+        print("| prices | T | requests | 16 nodes | 2 nodes | auto at first | auto later |\n|" + "---|" * 7)
+        base = []
+        for cell, trees, (first, later, error) in zip(cells, whole, own, strict=True):
+            base.append(later)
+            numbers = f"{trees[0]:.3f} | {trees[1]:.3f} | {first:.3f} | {later:.3f} ± {error:.3f}"
+            print(f"| {cell.market} | {cell.temperature:g} | {cell.requests} | {numbers} |", flush=True)
+        print("\n| variant | geometric mean | least | where | most | where |\n|" + "---|" * 6)
+        for name, found in others.items():
+            ratio_C = [later / own for (_, later, _), own in zip(found, base, strict=True)]
+            (least, worst), *_, (most, best) = sorted(zip(ratio_C, cells, strict=True))
+            numbers = f"{statistics.geometric_mean(ratio_C):.3f} | {least:.3f} | {worst} | {most:.3f} | {best}"
+            print(f"| {name} | {numbers} |", flush=True)
 
 
 if __name__ == "__main__":

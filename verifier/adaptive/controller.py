@@ -130,7 +130,7 @@ class Controller:
         inputs = self._sent(inputs, chosen)
         costs = None
         if any(own.num_nodes and r.is_auto for r, own in inputs.items()):
-            costs = self._costs.for_drafter(inputs, step, self._calibration.fit_D2, is_probe=self._gate.is_probe)
+            costs = self._costs.for_drafter(inputs, step, self._calibration.fit_D2)
         has_tree = {r for r, own in inputs.items() if own.num_nodes}
         return Plan(
             inputs=inputs,
@@ -223,6 +223,8 @@ class Controller:
             return
         num_nodes, num_trees = drafts.num_nodes, drafts.num_trees
         verify_ms = self._costs.believed_ms(step, num_nodes, num_trees, outcome.ms - draft_ms)
+        if plan.is_probe:
+            self._observe_probe(plan, outcome, draft_ms + verify_ms)
         if plan.found is not None:
             self._observe_lookup(plan, plan.found, outcome, verify_ms)
         # The first plain step after one with nodes is measured too; otherwise a slow machine would be blamed on nodes.
@@ -232,12 +234,19 @@ class Controller:
         # A step with prompts does not update the costs, so the next plain step must.
         self._had_nodes = num_nodes > 0 or (self._had_nodes and bool(step.prefill))
 
+    def _observe_probe(self, plan: Plan, outcome: StepOutcome, ms: float) -> None:
+        step = outcome.step
+        num_tokens = sum(len(verdict.tokens) for verdict in outcome.verdicts[: len(step.decode)])
+        plain_steps = num_tokens / len(step.decode) / (plan.found.gain if plan.found else 1.0)
+        plain_ms = float(self._costs.verify_ms(step, 0, 0))
+        self._gate.observe_probe((ms - self._costs.prefill_ms(step)) / plain_ms - plain_steps)
+
     def _observe_exchange(self, plan: Plan, exchange: Exchange) -> float:
         """Learn from an exchange; return its milliseconds, by the given prices if there are any."""
         reply = exchange.reply
         if num_trees := len(reply.trees.offsets) - 1:
             self._growth.add(np.array([reply.num_levels, reply.num_run / num_trees]))
-        return self._costs.observe_exchange(plan.inputs, reply, exchange.ms)
+        return self._costs.observe_exchange(plan.inputs, reply, exchange.ms, is_probe=plan.is_probe)
 
     def _observe_trees(self, plan: Plan, outcome: StepOutcome) -> None:
         """Learn from the verdicts on the drafter's trees for requests under `auto`."""

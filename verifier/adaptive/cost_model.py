@@ -24,11 +24,9 @@ from workers.cuda_graphs import bucket
 from workers.types import DraftCosts, DraftReply
 
 _RATE = 0.1  # share of a measurement's error by which the verification cost moves
-_DRAFT_RATE = 0.2  # the same for the drafting cost, which has more terms
+_DRAFT_RATE = 0.2  # the same for the drafting cost, which is measured in fewer steps
 _MAX_ERROR = 0.5  # errors count up to this share of the estimate
-_LEAST_PRICE = 0.05  # lower bound of each price, relative to the first measurement
 _WARM_UP_EXCHANGES = 2  # exchanges with trees that only load and compile code
-_PROBE_DISCOUNT = 0.3
 
 _Quantity = Any  # a number, or an array for several alternatives at once
 
@@ -106,32 +104,27 @@ class _VerifyCost:
 
 
 class _DraftCost:
-    """Milliseconds of an exchange with the drafter: a price for each quantity of `DraftWork`.
+    """Milliseconds of an exchange with the drafter: `scale` x the guess.
 
-    Only the ratios of the first guess matter, because the first measurement sets the scale. Later ones move each price
-    in proportion to its contribution (normalised least mean squares; Widrow and Hoff 1960).
+    The guess gives the ratios of the terms. The first measurement sets the scale, and later ones move it.
     """
 
     def __init__(self, guess: DraftWork, *, is_fixed: bool = False) -> None:
-        self._price_J: list[float] = list(guess)
-        self._least_J: list[float] = []
-        self._is_fixed = is_fixed
+        self._guess, self._scale = guess, 1.0
+        self._is_measured = self._is_fixed = is_fixed
 
     def ms(self, work: DraftWork) -> _Quantity:
-        return sum(map(mul, self._price_J, work))
+        return self._scale * sum(map(mul, self._guess, work))
 
-    def observe(self, ms: float, work: DraftWork) -> None:
+    def observe(self, ms: float, work: DraftWork, *, is_probe: bool) -> None:
+        """Move the scale to the measurement, at once if a probe is faster: no accident makes a step faster."""
         if self._is_fixed:
             return
         estimate = self.ms(work)
-        if not self._least_J:
-            self._price_J = [ms / estimate * price for price in self._price_J]
-            self._least_J = [_LEAST_PRICE * price for price in self._price_J]
-            return
-        step_J = [price**2 * quantity for price, quantity in zip(self._price_J, work, strict=True)]
-        gain = _DRAFT_RATE * _bounded_error(ms, estimate) / sum(map(mul, step_J, work))
-        moved_J = (price + gain * step for price, step in zip(self._price_J, step_J, strict=True))
-        self._price_J = list(map(max, moved_J, self._least_J))
+        is_believed = not self._is_measured or (is_probe and ms < estimate)
+        error = ms - estimate if is_believed else _DRAFT_RATE * _bounded_error(ms, estimate)
+        self._scale *= 1 + error / estimate
+        self._is_measured = True
 
 
 class CostModel:
@@ -185,30 +178,24 @@ class CostModel:
         prefill_ms, cost = self.prefill_ms(step), self._verify_cost
         return lambda num_nodes, num_trees: cost.ms(table_ms_N[num_nodes], num_trees) - prefill_ms
 
-    def for_drafter(
-        self, inputs: Mapping[Request, DraftInput], step: Step, calibration_D2: np.ndarray, *, is_probe: bool
-    ) -> DraftCosts:
-        """Return the costs by which the drafter sizes this step's trees.
-
-        A probe sends lower drafting costs than estimated. Otherwise, while levels look expensive, trees would have few
-        levels and no probe would measure that levels have become cheap.
-        """
+    def for_drafter(self, inputs: Mapping[Request, DraftInput], step: Step, calibration_D2: np.ndarray) -> DraftCosts:
+        """Return the costs by which the drafter sizes this step's trees."""
         first_row, most = _num_rows(step), sum(own.num_nodes for own in inputs.values())
         num_trees = sum(own.num_nodes > 0 for own in inputs.values())
         knots = self._table.rows_T - first_row
         nodes_T = np.array([0, *knots[(knots > 0) & (knots < most)], most])
         work = DraftWork(messages=1, rows_fed=num_rows(inputs)), DraftWork(levels=1), DraftWork(nodes_run=1)
-        discount = _PROBE_DISCOUNT if is_probe and not self.is_given else 1.0
-        draft_ms_3 = [discount * self.draft_ms(part) for part in work]
         return DraftCosts(
             nodes_T=torch.from_numpy(nodes_T.astype(np.int32)),
             verify_ms_T=torch.from_numpy(self.verify_ms(step, nodes_T, num_trees).astype(np.float32)),
-            draft_ms_3=torch.tensor(draft_ms_3, dtype=torch.float32),
+            draft_ms_3=torch.tensor([self.draft_ms(part) for part in work], dtype=torch.float32),
             base_tokens_1=torch.tensor([len(step.decode)], dtype=torch.float32),
             calibration_D2=torch.from_numpy(calibration_D2),
         )
 
-    def observe_exchange(self, inputs: Mapping[Request, DraftInput], reply: DraftReply, ms: float) -> float:
+    def observe_exchange(
+        self, inputs: Mapping[Request, DraftInput], reply: DraftReply, ms: float, *, is_probe: bool
+    ) -> float:
         """Learn from an exchange with the drafter. Return its milliseconds, by the given prices if there are any."""
         levels = max(reply.num_levels - 1, 0)
         work = DraftWork(messages=1, rows_fed=num_rows(inputs), levels=levels, nodes_run=reply.num_run)
@@ -216,7 +203,7 @@ class CostModel:
             return float(self.draft_ms(work))
         self._num_exchanges += len(reply.trees.offsets) > 1
         if self.has_measured_drafting:
-            self._draft_cost.observe(ms, work)
+            self._draft_cost.observe(ms, work, is_probe=is_probe)
         return ms
 
     def believed_ms(self, step: Step, num_nodes: int, num_trees: int, ms: float) -> float:

@@ -1,13 +1,14 @@
 """The speculation gate: whether drafting is on, and when a step probes drafting while it is off.
 
 Drafting is on while its forecast is better than that of plain decoding. While it is off, nothing measures its cost, so
-single steps probe it. Probes grow rarer the longer drafting stays off: 32 steps apart, then 64, up to 1024. Plain
+single steps probe it. After a probe, so many steps pass that the time which the probe lost is 0.3 % of theirs. Plain
 decoding needs no probes, because steps with trees measure the target as well.
 """
 
 from __future__ import annotations
 
-_FIRST_GAP, _LONGEST_GAP = 32, 1024  # steps between two probes
+_PROBE_SHARE = 0.003  # of the time, lost to probes
+_FIRST_GAP, _LEAST_GAP, _MOST_GAP = 32, 8, 512  # steps before the first probe, and between two
 _WEIGH_EVERY = 64  # steps between two forecasts while drafting is off
 _MEASURE_EVERY = 31  # plain steps between two that are measured while drafting is off; 32 would meet periodic work
 _HYSTERESIS = 1.05
@@ -20,7 +21,7 @@ class SpeculationGate:
         self.is_on = True
         self.is_probe = False  # this step drafts although plain decoding is forecast to be faster
         self.advantage = 1.0  # the last forecast: pace with drafts over pace without
-        self._gap = _FIRST_GAP
+        self._gap: float = _FIRST_GAP
         self._waited = 0  # steps since drafting was switched off or probed
         self._since_forecast = 0  # steps since the last forecast
         self._batch = 0  # decoding requests at the last forecast
@@ -53,8 +54,12 @@ class SpeculationGate:
         self.advantage, self._batch, self._since_forecast = advantage, num_decoding, 0
         prefers = advantage * _HYSTERESIS > 1 if self.is_on else advantage > _HYSTERESIS
         if prefers != self.is_on:
-            self.is_on, self._waited, self._gap = prefers, 0, _FIRST_GAP
+            self.is_on, self._waited = prefers, 0
         self._waited += 1
         self.is_probe = not self.is_on and self._waited > self._gap
         if self.is_probe:
-            self._waited, self._gap = 0, min(2 * self._gap, _LONGEST_GAP)
+            self._waited = 0
+
+    def observe_probe(self, loss: float) -> None:
+        """Set the steps until the next probe. loss: the time that this one lost, in plain steps."""
+        self._gap = min(max(loss / _PROBE_SHARE, _LEAST_GAP), _MOST_GAP)

@@ -65,7 +65,7 @@ def budget(verify: RowCosts, count: int) -> TreeCostModel:
         request: DraftInput([1], request.limits.num_speculative_tokens, 8) for request in decode if request.limits
     }
     calibration_D2 = np.array([[1.0, 0.0]], dtype=np.float32)
-    sent = CostModel(verify, None).for_drafter(inputs, step_of(decode), calibration_D2, is_probe=False)
+    sent = CostModel(verify, None).for_drafter(inputs, step_of(decode), calibration_D2)
     return TreeCostModel(replace(sent, draft_ms_3=torch.zeros(3)))
 
 

@@ -113,10 +113,10 @@ def test_auto_verifies_far_fewer_nodes_than_a_full_tree_and_accepts_as_much():
 @pytest.mark.parametrize("batch", [1, 8])
 def test_where_drafting_never_pays_probes_take_no_more_than_a_hundredth_of_the_time(batch):
     with bench(DEAR_DRAFTS) as b:
-        b.run(AUTO, batch, 0.0, num_prompts=8, num_tokens=64)  # learns
+        learning = b.run(AUTO, batch, 0.0, num_prompts=8, num_tokens=64)
         off, auto = (b.run(asked, batch, 0.0, num_prompts=max(36, 5 * batch), num_tokens=64) for asked in (OFF, AUTO))
     assert auto.tokens == off.tokens
-    assert auto.rate > 0.98 * off.rate and auto.num_trees > 0
+    assert auto.rate > 0.98 * off.rate and learning.num_trees + auto.num_trees > 3
 
 
 def decoding(count: int, num_prompt: int = 9, **limits: Any) -> list[Request]:
@@ -263,9 +263,9 @@ def test_code_that_is_compiled_in_the_first_exchanges_is_not_the_price_of_drafti
 
 def test_auto_comes_back_when_drafting_pays_again():
     with bench(DEAR_DRAFTS) as b:
-        b.run(AUTO, 4, 0.0, num_prompts=8, num_tokens=32)
-        assert b.run(AUTO, 4, 0.0, num_prompts=8, num_tokens=32).num_trees < 30
-        b.clock.costs = CHEAP_DRAFTS
-        b.run(AUTO, 4, 0.0, num_prompts=24, num_tokens=96)
-        fast = b.run(AUTO, 4, 0.0, num_prompts=8, num_tokens=32)
-    assert fast.num_trees > 30
+        b.run(AUTO, 1, 0.0, num_prompts=4, num_tokens=32)
+        assert b.run(AUTO, 1, 0.0, num_prompts=8, num_tokens=32).num_trees < 20
+        b.clock.costs = replace(DEAR_DRAFTS, message=0.1, level=0.1, node=0.01)
+        b.run(AUTO, 1, 0.0, num_prompts=12, num_tokens=96)
+        fast = b.run(AUTO, 1, 0.0, num_prompts=8, num_tokens=32)
+    assert fast.num_trees > 40

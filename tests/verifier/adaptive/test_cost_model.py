@@ -15,7 +15,7 @@ def test_beyond_its_last_entry_the_table_goes_on_as_steep():
 
 def test_drafting_costs_are_followed_through_noise_and_hiccups():
     rng, cost = np.random.default_rng(0), _DraftCost(DraftWork(messages=2.0, rows_fed=0.1, levels=1.0, nodes_run=0.1))
-    true = DraftWork(messages=3.0, rows_fed=0.05, levels=0.4, nodes_run=0.02)
+    true = DraftWork(messages=3.0, rows_fed=0.15, levels=1.5, nodes_run=0.15)
     errors = []
     for step in range(800):
         levels = int(rng.integers(0, 8))
@@ -23,20 +23,36 @@ def test_drafting_costs_are_followed_through_noise_and_hiccups():
         ms = float(np.dot(true, work))
         if step >= 600:
             errors.append(abs(cost.ms(work) / ms - 1))
-        cost.observe(ms * rng.lognormal(0, 0.1) * (10 if rng.random() < 0.05 else 1), work)
+        cost.observe(ms * rng.lognormal(0, 0.1) * (10 if rng.random() < 0.05 else 1), work, is_probe=False)
     assert np.mean(errors) < 0.2
 
 
 def test_the_first_measurement_sets_the_scale_of_guesses():
     cost = _DraftCost(DraftWork(messages=1.0, levels=2.0))
-    cost.observe(50.0, DraftWork(messages=1, levels=2))
+    cost.observe(50.0, DraftWork(messages=1, levels=2), is_probe=False)
     assert float(cost.ms(DraftWork(messages=1, levels=2))) == pytest.approx(50.0)
     assert float(cost.ms(DraftWork(messages=1))) == pytest.approx(10.0)
 
 
+@pytest.mark.parametrize(("is_probe", "expected"), [(False, 9.0), (True, 5.0)])
+def test_a_probe_that_is_faster_is_believed(is_probe, expected):
+    cost, work = _DraftCost(DraftWork(messages=1.0)), DraftWork(messages=1)
+    cost.observe(10.0, work, is_probe=False)
+    cost.observe(5.0, work, is_probe=is_probe)
+    assert float(cost.ms(work)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("is_probe", [False, True])
+def test_a_slow_exchange_moves_the_drafting_cost_by_a_tenth(is_probe):
+    cost, work = _DraftCost(DraftWork(messages=1.0)), DraftWork(messages=1)
+    cost.observe(10.0, work, is_probe=False)
+    cost.observe(1e6, work, is_probe=is_probe)
+    assert float(cost.ms(work)) == pytest.approx(11.0)
+
+
 def test_given_prices_stay():
     cost = _DraftCost(DraftWork(messages=1.0, levels=2.0), is_fixed=True)
-    cost.observe(50.0, DraftWork(messages=1, levels=2))
+    cost.observe(50.0, DraftWork(messages=1, levels=2), is_probe=False)
     assert float(cost.ms(DraftWork(messages=1, levels=2))) == 5.0
 
 
