@@ -34,7 +34,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 WORK = ROOT / "build" / "mutants"
 SURVIVED = {"survived", "no tests", "not checked"}
-_UNSEEN = re.compile(r'"[^"]* [^"]*"|\'[^\']* [^\']*\'|, (strict=\w+)?(?=\))')
+_UNSEEN = re.compile(r'"[^"]* [^"]*"|\'[^\']* [^\']*\'|, (strict=\w+)?(?=\)|$)', re.MULTILINE)
 """Strings with a space, which are for people to read, and zip's `strict`, which only our own mistakes can meet."""
 
 

@@ -80,6 +80,7 @@ class Grower:
             vocab=self.vocab,
         )
         assert grown.probs is None
+        assert grown.pruned_BD.dtype == np.int32 and grown.trees.kind_N.dtype == torch.uint8
         return grown.trees
 
     def expand(self, frontier: Frontier) -> torch.Tensor:
