@@ -127,6 +127,7 @@ class Rows(NamedTuple):
     tokens_RN: np.ndarray  # int64
     features_RNF: np.ndarray  # bfloat16 as uint16, F = 3 H
     final_RNH: np.ndarray  # bfloat16 as uint16: what the target's output layer reads
+    favourite_RN: np.ndarray  # int64: the target's likeliest next token
     is_answer_RN: np.ndarray  # bool: the target chose this token
 
 
@@ -149,6 +150,7 @@ def write_features(asked: argparse.Namespace, target: LlamaForCausalLM) -> Rows:
                 ("tokens", (), np.int64),
                 ("features", (3 * hidden,), np.uint16),
                 ("final", (hidden,), np.uint16),
+                ("favourite", (), np.int64),
                 ("is_answer", (), np.bool_),
             )
         )
@@ -169,6 +171,8 @@ def write_features(asked: argparse.Namespace, target: LlamaForCausalLM) -> Rows:
         features = torch.cat([output.hidden_states[layer] for layer in layers], -1)
         for array, values in ((rows.features_RNF, features), (rows.final_RNH, output.last_hidden_state)):
             array[start : start + len(part)] = values.view(torch.uint16).numpy()
+        favourites = [target.lm_head(final).argmax(-1) for final in output.last_hidden_state]
+        rows.favourite_RN[start : start + len(part)] = torch.stack(favourites).numpy()
         rows.tokens_RN[start : start + len(part)] = tokens.numpy()
         if start // 8 % 20 == 0 or start + 8 >= count:
             progress.write_text(json.dumps({"rows": start + len(part)}))
@@ -194,6 +198,7 @@ class Batch(NamedTuple):
     tokens_BN: Tensor
     features_BNF: Tensor
     final_BNH: Tensor
+    favourite_BN: Tensor
     is_answer_BN: Tensor
 
 
@@ -207,13 +212,15 @@ def batches(rows: Rows, chosen: list[int], rng: random.Random) -> Iterator[Batch
 
 def batch_of(rows: Rows, chosen: list[int]) -> Batch:
     """Read rows from disk, without the padding that all of them have."""
-    tokens, is_answer = (torch.from_numpy(np.array(a[chosen])) for a in (rows.tokens_RN, rows.is_answer_RN))
+    tokens, favourite, is_answer = (
+        torch.from_numpy(np.array(array[chosen])) for array in (rows.tokens_RN, rows.favourite_RN, rows.is_answer_RN)
+    )
     features, final = (
         torch.from_numpy(np.array(array[chosen])).view(torch.bfloat16).float()
         for array in (rows.features_RNF, rows.final_RNH)
     )
     longest = int(is_answer.flip(1).int().argmax(1).neg().max()) + tokens.shape[1]
-    return Batch(*(values[:, :longest] for values in (tokens, features, final, is_answer)))
+    return Batch(*(values[:, :longest] for values in (tokens, features, final, favourite, is_answer)))
 
 
 def unrolled_loss(head: TrainableEagle3Head, target: LlamaForCausalLM, batch: Batch) -> tuple[Tensor, list[float]]:
@@ -224,8 +231,8 @@ def unrolled_loss(head: TrainableEagle3Head, target: LlamaForCausalLM, batch: Ba
     num_starts = batch.tokens_BN.shape[1] - 1 - NUM_STEPS
     embeds = target.model.embed_tokens(batch.tokens_BN).float()
     with torch.no_grad():
-        target_logits = (batch.final_BNH.bfloat16() @ target.lm_head.weight.T).float()
-        favourite, law = target_logits.argmax(-1), target_logits[..., head.draft_ids].softmax(-1)
+        favourite = batch.favourite_BN
+        law = (batch.final_BNH.bfloat16() @ target.lm_head.weight[head.draft_ids].T).float().softmax(-1)
         is_counted = head.t2d[favourite] & batch.is_answer_BN.roll(-1, 1)  # position n says what comes at n + 1
     hidden, cache = head.fc(batch.features_BNF[:, :num_starts]), []
     total, agreement = torch.zeros(()), []
