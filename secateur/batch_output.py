@@ -32,8 +32,8 @@ _BEGINNING = b'{"id"'
 
 def digest_of(line: BatchInputLine) -> str:
     """Return the SHA-256 of a line's request; its custom_id and the order of keys do not matter."""
-    asked = json.dumps([line.method, line.url, line.body], sort_keys=True, ensure_ascii=False, separators=(",", ":"))
-    return hashlib.sha256(asked.encode()).hexdigest()
+    request = json.dumps([line.method, line.url, line.body], sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    return hashlib.sha256(request.encode()).hexdigest()
 
 
 class RequestDigest(BaseModel):

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 
 class Problem(NamedTuple):
-    """One thing that is wrong: `field` is a dotted path ('' when the message says it all)."""
+    """One problem of a configuration. `field` is a dotted path, '' if the message needs none."""
 
     field: str
     message: str

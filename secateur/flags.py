@@ -199,8 +199,8 @@ def with_sampling_flags() -> Decorator:
 
 
 def with_speed_flags() -> Decorator:
-    """Give a command the flags of `latency` and `throughput`, as a dict argument `asked`."""
-    return _with_flags("asked", SPEED_FLAGS)
+    """Give a command the flags of `latency` and `throughput`, as a dict argument `options`."""
+    return _with_flags("options", SPEED_FLAGS)
 
 
 def _with_flags(group: str, flags: dict[str, Any]) -> Decorator:

@@ -27,7 +27,7 @@ class SpeculativeConfig(Strict):
     """The drafting and verification settings of a service.
 
     Unset fields hold their resolved value after validation (method inferred, lookup bounds mirrored, tree counted);
-    `model_fields_set` still tells which ones were typed.
+    `model_fields_set` still holds the names of the given ones.
     """
 
     method: Method
@@ -148,7 +148,7 @@ class SpeculativeConfig(Strict):
         return problems
 
     def _chain_rules(self) -> list[Problem]:
-        """A chain of n tokens is n deep and one wide, whatever the defaults of the dynamic tree are."""
+        """Set the depth and width of a chain; return the problems of settings that contradict them."""
         given, num = self.model_fields_set, self.num_speculative_tokens
         problems = []
         if "speculative_tree_max_depth" in given and self.speculative_tree_max_depth < num:

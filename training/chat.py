@@ -49,13 +49,13 @@ class Definition:
 
 
 def render(chat: Chat) -> str:
-    """The template's text of the whole chat; the caller adds <|endoftext|> straight after the last <|im_end|>."""
+    """Return the whole chat in the template's format; the caller appends <|endoftext|>."""
     turns = [f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>" for m in chat.messages]
     return "\n".join(turns)
 
 
 def definitions(text: str) -> Iterator[Definition]:
-    """Documented definitions of a file that are short enough to be an answer; none where it does not parse."""
+    """Yield a file's documented definitions that are short enough to be an answer; none if it does not parse."""
     try:
         module = ast.parse(text)
     except (SyntaxError, ValueError):
@@ -75,7 +75,7 @@ def definitions(text: str) -> Iterator[Definition]:
 
 
 def ask(definition: Definition, rng: random.Random) -> tuple[str, str]:
-    """One question about `definition` and its answer."""
+    """Return a question about `definition` and its answer."""
     d = definition
     summary = d.summary if d.summary[:2].isupper() else d.summary[0].lower() + d.summary[1:]
     fenced = f"```python\n{d.code}\n```"
@@ -91,7 +91,7 @@ def ask(definition: Definition, rng: random.Random) -> tuple[str, str]:
 
 
 def make_chat(path: str, pairs: list[tuple[str, str]], rng: random.Random) -> Chat:
-    """A chat of one or two exchanges, one in five with a system message."""
+    """Return a chat of one or two exchanges; every fifth has a system message."""
     messages: list[Message] = []
     if rng.random() < 0.2:
         messages.append({"role": "system", "content": rng.choice(SYSTEMS)})
@@ -102,7 +102,7 @@ def make_chat(path: str, pairs: list[tuple[str, str]], rng: random.Random) -> Ch
 
 
 def make_chats(files: list[tuple[str, str]], max_chars: int, seed: int = 2) -> list[Chat]:
-    """Shuffled chats about `files` (path, text), at most `max_chars` characters in all; about 3 % are greetings."""
+    """Return shuffled chats about `files` (path, text), up to `max_chars` characters; about 3 % are greetings."""
     rng = random.Random(seed)
     found = [(path, definition) for path, text in files for definition in definitions(text)]
     rng.shuffle(found)

@@ -46,7 +46,7 @@ class SourceFile:
     holder: str
     max_bytes: int = 4_000_000
     skip: str = "\0"
-    """A path fragment left to another source."""
+    """A path fragment that another source reads."""
 
 
 SOURCES = (
@@ -102,7 +102,7 @@ def path_hash(path: str) -> int:
 
 
 def strip_licence_header(text: str) -> str:
-    """Drop a leading comment block with a copyright notice: repeated thousands of times it would be learnt by heart."""
+    """Drop a leading comment block with a copyright notice, which the models would memorize."""
     lines = text.split("\n")
     num_header = next((i for i, line in enumerate(lines) if line.strip() and not line.startswith("#")), len(lines))
     is_licence = "opyright" in "\n".join(lines[:num_header])
@@ -110,7 +110,7 @@ def strip_licence_header(text: str) -> str:
 
 
 def read_source(source: SourceFile, seen: set[int]) -> list[Document]:
-    """Files of one source in hash order up to its share; adds what it read to `seen` (hashes of texts)."""
+    """Return files of one source, in hash order, up to `max_bytes`; add the hashes of their texts to `seen`."""
     paths = sysconfig.get_paths()
     root = Path(paths["purelib"] if source.folder else paths["stdlib"])
     documents, num_bytes = [], 0
@@ -130,7 +130,7 @@ def read_source(source: SourceFile, seen: set[int]) -> list[Document]:
 
 
 def read_sources() -> list[Document]:
-    """Every document of `SOURCES`, identical texts once, shuffled with a fixed seed."""
+    """Return the documents of `SOURCES` without duplicates, shuffled with a fixed seed."""
     seen: set[int] = set()
     documents = [document for source in SOURCES for document in read_source(source, seen)]
     random.Random(0).shuffle(documents)
@@ -138,7 +138,7 @@ def read_sources() -> list[Document]:
 
 
 def train_tokenizer(texts: list[str]) -> Tokenizer:
-    """Byte-level BPE of `VOCAB_SIZE` with `SPECIALS` first."""
+    """Train a byte-level BPE of `VOCAB_SIZE` tokens, `SPECIALS` first."""
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(PRE_TOKENS), "isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -178,7 +178,7 @@ def encode_documents(tokenizer: Tokenizer, texts: list[str]) -> np.ndarray:
 
 
 def cut_prompt(tokenizer: Tokenizer, text: str, rng: random.Random, is_at_line_end: bool) -> str | None:
-    """A prefix of 20-120 tokens of `text` from one of its lines on, or None where the cut falls badly."""
+    """Return 20 to 120 tokens of `text` from the start of a line; None if the cut is not suitable."""
     lines = text.split("\n")
     starts = [i for i, line in enumerate(lines) if line.startswith(("def ", "class ", "    def ", "import ", "@"))]
     start = rng.choice(starts or [0])
@@ -190,7 +190,7 @@ def cut_prompt(tokenizer: Tokenizer, text: str, rng: random.Random, is_at_line_e
 
 
 def code_prompts(tokenizer: Tokenizer, held_out: list[Document], training_text: str, count: int) -> list[dict]:
-    """`count` code prefixes from held-out files, in turn cut at a line end and within a line."""
+    """Return `count` code prefixes from held-out files, alternately cut at a line end and within a line."""
     rng, rows, round_robin = random.Random(1), [], 0
     while len(rows) < count:
         document = held_out[round_robin % len(held_out)]
@@ -203,7 +203,7 @@ def code_prompts(tokenizer: Tokenizer, held_out: list[Document], training_text: 
 
 
 def chat_prompts(chats: list[Chat], licences: dict[str, str], training_text: str, count: int) -> list[dict]:
-    """`count` questions about held-out functions, each from another file; `licences` maps path to licence."""
+    """Return `count` questions about held-out functions of different files. licences: path -> licence."""
     rows, seen = [], set()
     for chat in chats:
         question = next((m["content"] for m in chat.messages if m["role"] == "user"), "")
@@ -224,7 +224,7 @@ def write_jsonl(rows: list[dict], file: Path) -> None:
 
 
 def build_corpus(folder: Path, prompts_file: Path) -> dict:
-    """Read, tokenise and write everything; returns the statistics that also go to `corpus.json`."""
+    """Read, tokenise and write everything; return the statistics, which are also written to `corpus.json`."""
     documents = read_sources()
     training = [d for d in documents if not d.is_held_out]
     held_out = [d for d in documents if d.is_held_out]

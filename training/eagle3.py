@@ -29,7 +29,7 @@ STEP_DISCOUNT = 0.8
 
 
 def feature_layers(num_layers: int) -> tuple[int, int, int]:
-    """Features are the residual stream before these decoder layers, i.e. Hugging Face's `hidden_states[layer]`."""
+    """Return the decoder layers whose input is a feature, i.e. Hugging Face's `hidden_states[layer]`."""
     return 2, num_layers // 2, num_layers - 3
 
 
@@ -97,7 +97,7 @@ class UnrolledStep(NamedTuple):
 
 
 def rotate(x: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
-    """Rotary embedding, rotate-half style. x: [B, heads, T, head_dim], positions: [T]."""
+    """Apply rotary embeddings in rotate-half style. x: [B, heads, T, head_dim], positions: [T]."""
     half = x.shape[-1] // 2
     frequencies = base ** (-torch.arange(half, device=x.device) / half)
     angles = (positions[:, None] * frequencies).repeat(1, 2)
@@ -137,7 +137,7 @@ class TrainableEagle3Head(nn.Module):
         return KeyValue(keys, values), rotate(heads(attention.q_proj(x)), positions)
 
     def step(self, embeds_BTH: Tensor, features_BTH: Tensor, cache: list[KeyValue]) -> Tensor:
-        """One step for all T starts at once; appends this step to `cache`, returns the pre-norm output [B, T, H].
+        """Run one step for all T starts: append its keys to `cache` and return the pre-norm output [B, T, H].
 
         Start i attends to step 0 of starts 0..i and to its own later steps, exactly as when drafting from i.
         """
@@ -182,7 +182,7 @@ class TargetView(NamedTuple):
 
 @torch.no_grad()
 def view_target(target: LlamaForCausalLM, tokens_BT: Tensor) -> TargetView:
-    """Features, embeddings and logits of the target in fp32."""
+    """Return the target's features, embeddings and logits in fp32."""
     output = target(input_ids=tokens_BT, output_hidden_states=True, use_cache=False)
     layers = feature_layers(target.config.num_hidden_layers)
     features = torch.cat([output.hidden_states[layer] for layer in layers], -1)
@@ -190,9 +190,9 @@ def view_target(target: LlamaForCausalLM, tokens_BT: Tensor) -> TargetView:
 
 
 def unrolled_loss(outputs: list[UnrolledStep], t2d: Tensor, draft_ids: Tensor) -> Tensor:
-    """Cross-entropy against the target's law restricted to the draft vocabulary.
+    """Return the cross-entropy against the target's distribution over the draft vocabulary.
 
-    Positions where the target's favourite token is outside that vocabulary do not count.
+    Positions whose most likely target token is outside that vocabulary do not count.
     """
     total = outputs[0].logits_BTD.new_zeros(())
     for s, (logits, target_logits) in enumerate(outputs):
@@ -204,7 +204,7 @@ def unrolled_loss(outputs: list[UnrolledStep], t2d: Tensor, draft_ids: Tensor) -
 
 
 def most_frequent_ids(corpus: Corpus, own_text: Tensor, vocab_size: int) -> Tensor:
-    """The `DRAFT_VOCAB_SIZE` most frequent target ids of the mixture, the ends of text among them, ascending [D]."""
+    """Return the most frequent target ids of the mixture, including the ends of text, ascending [D]."""
     counts = torch.bincount(corpus.code.tokens, minlength=vocab_size).float()
     counts += torch.bincount(corpus.chat.tokens, minlength=vocab_size)
     counts /= counts.sum()
@@ -216,7 +216,7 @@ def most_frequent_ids(corpus: Corpus, own_text: Tensor, vocab_size: int) -> Tens
 def train_head(
     target: LlamaForCausalLM, corpus: Corpus, own_text: Tensor, shapes: Shapes, budget: TimeBudget
 ) -> Trained:
-    """Train against the shipped (rounded) target, every other batch on text it wrote itself [num_texts, length]."""
+    """Train against the saved bf16 target, alternately on the corpus and on its own text [num_texts, length]."""
     torch.manual_seed(2)
     draft_ids = most_frequent_ids(corpus, own_text, target.config.vocab_size)
     head = TrainableEagle3Head(target.config, draft_ids).to(own_text.device)
@@ -233,7 +233,7 @@ def train_head(
 
 
 def head_config(config: LlamaConfig) -> dict:
-    """The head's config.json: Llama fields of the one layer and the size of its vocabulary."""
+    """Return the head's config.json: the Llama fields of its layer, and the size of its vocabulary."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

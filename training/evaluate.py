@@ -1,7 +1,7 @@
-"""Held-out quality of the shipped files: losses, agreement of draft and head with the target, drafted chains.
+"""Evaluates the saved models on held-out text: losses, agreement of draft and head with the target, drafted chains.
 
-The head is run here the way an engine runs it, token by token from the checkpoint's tensors with a key-value cache,
-independently of `eagle3.py`; `check_against_unroll` holds the two against each other.
+The head runs as in an engine, token by token with a KV cache, independently of `eagle3.py`; `check_against_unroll`
+compares the two.
 Letters as in `eagle3.py`: S steps, H hidden, D draft vocabulary, V target vocabulary.
 """
 
@@ -32,7 +32,7 @@ IM_END = 2
 
 
 class Node(NamedTuple):
-    """One drafted position: the pre-norm output that the next step reads, and the cache up to and with it."""
+    """One drafted position: the pre-norm output that the next step reads, and the cache including this position."""
 
     hidden_H: Tensor
     keys: Tensor  # [num_cached, kv_heads, head_dim]
@@ -84,13 +84,13 @@ class HeadDecoder:
         return Node(residual + self.project(gated, "mlp.down_proj"), keys, values)
 
     def logits(self, node: Node) -> Tensor:
-        """Logits [V] over the target's vocabulary, -inf outside the draft vocabulary."""
+        """Return logits [V] over the target's vocabulary, -inf outside the draft vocabulary."""
         full = torch.full((self.config["vocab_size"],), -torch.inf)
         full[self.draft_ids] = self.weights["lm_head.weight"] @ self.norm(node.hidden_H, "norm")
         return full
 
     def draft_along(self, tokens: list[int], features_TF: Tensor, starts: list[int], num_steps: int) -> Tensor:
-        """Logits [num_starts, S, V] of chains drafted from `starts` and forced along `tokens`.
+        """Return logits [num_starts, S, V] of chains drafted from `starts` and forced along `tokens`.
 
         features_TF: target features [num_tokens, 3H]. Start i has features up to i and token i + 1.
         """
@@ -108,7 +108,7 @@ class HeadDecoder:
 
 
 def load_head(folder: Path, target: LlamaForCausalLM) -> TrainableEagle3Head:
-    """The training-time head with the shipped weights."""
+    """Load the saved weights into a training-time head."""
     tensors = load_file(folder / "model.safetensors")
     head = TrainableEagle3Head(target.config, tensors["d2t"] + torch.arange(len(tensors["d2t"])))
     head.load_state_dict(tensors)
@@ -116,7 +116,7 @@ def load_head(folder: Path, target: LlamaForCausalLM) -> TrainableEagle3Head:
 
 
 def check_against_unroll(decoder: HeadDecoder, head: TrainableEagle3Head, view: TargetView, tokens_T: Tensor) -> float:
-    """Largest |difference| of logits between the training unroll and the decoder on one text of T tokens."""
+    """Return the largest |difference| of logits between the training unroll and the decoder on a text of T tokens."""
     steps = head.unroll(view.features_BTF, view.embeds_BTH, view.logits_BTV, NUM_STEPS)
     starts = [0, 1, 7, steps[0].logits_BTD.shape[1] - 1]
     drafted = decoder.draft_along(tokens_T.tolist(), view.features_BTF[0], starts, NUM_STEPS)
@@ -131,25 +131,25 @@ class Comparison(NamedTuple):
     target: Tensor
 
     def agreement(self) -> list[float]:
-        """Per step: how often the favourites agree."""
+        """Return for each step how often the most likely tokens agree."""
         return rounded((self.drafted.argmax(-1) == self.target.argmax(-1)).float().mean(0))
 
     def is_in_top_k(self) -> Tensor:
-        """Return where the target's favourite is among the `TOP_K` drafted favourites."""
+        """Return where the target's most likely token is among the drafter's `TOP_K` most likely."""
         return (self.drafted.topk(TOP_K).indices == self.target.argmax(-1, keepdim=True)).any(-1)
 
     def overlap(self, temperature: float) -> list[float]:
-        """Per step: sum min(p, q), the chance that one sampled token is accepted."""
+        """Return for each step sum min(p, q), the probability that one sampled token is accepted."""
         p, q = (self.target / temperature).softmax(-1), (self.drafted / temperature).softmax(-1)
         return rounded(torch.minimum(p, q).sum(-1).mean(0))
 
     def mean_accepted(self) -> float:
-        """Mean accepted length of a greedy chain; true only on text the target wrote greedily."""
+        """Return the mean accepted length of a greedy chain; valid only for the target's greedy text."""
         hits = (self.drafted.argmax(-1) == self.target.argmax(-1)).int()
         return round(hits.cumprod(1).sum(1).float().mean().item(), 3)
 
     def mean_accepted_tree(self) -> float:
-        """The same for the full tree of the `TOP_K` best children per node."""
+        """Return the same for the full tree with the `TOP_K` most likely children of each node."""
         return round(self.is_in_top_k().int().cumprod(1).sum(1).float().mean().item(), 3)
 
     def summary(self) -> dict:
@@ -181,7 +181,7 @@ def compare_head(decoder: HeadDecoder, target: LlamaForCausalLM, texts_BT: Tenso
 
 
 def compare_draft(draft: LlamaForCausalLM, target: LlamaForCausalLM, texts_BT: Tensor) -> Comparison:
-    """The same positions for the draft model."""
+    """Return the draft model's logits at the positions of `compare_head`."""
     starts = list(range(PROMPT_LENGTH - 2, texts_BT.shape[1] - 1 - NUM_STEPS, START_EVERY))
     drafted, true = (model(input_ids=texts_BT, use_cache=False).logits for model in (draft, target))
     rows = range(len(texts_BT))
@@ -192,12 +192,12 @@ def compare_draft(draft: LlamaForCausalLM, target: LlamaForCausalLM, texts_BT: T
 
 
 def chains_of(logits_TV: Tensor, starts: list[int]) -> Tensor:
-    """Logits [num_starts, S, V] at the positions whose successors a chain from each start drafts."""
+    """Return the logits [num_starts, S, V] at the S positions after each start."""
     return torch.stack([logits_TV[start + 1 : start + 1 + NUM_STEPS] for start in starts])
 
 
 def held_out_quality(model: LlamaForCausalLM, stream: TokenStream, num_windows: int) -> dict[str, float]:
-    """Loss in nats per token and top-1 accuracy on `num_windows` windows of 512 tokens."""
+    """Return loss (nats per token) and top-1 accuracy on `num_windows` windows of 512 tokens."""
     losses, hits = [], []
     for _ in range(num_windows // 8):
         tokens = stream.windows(8, 512)
@@ -208,7 +208,7 @@ def held_out_quality(model: LlamaForCausalLM, stream: TokenStream, num_windows: 
 
 
 def answer(model: LlamaForCausalLM, tokenizer: AutoTokenizer, prompt: dict) -> list[int]:
-    """Greedy continuation of one row of prompts.jsonl, with its end token if it came."""
+    """Return the greedy continuation of one row of prompts.jsonl, including its end token if it has one."""
     if "text" in prompt:
         ids = tokenizer(prompt["text"], return_tensors="pt")["input_ids"]
     else:
@@ -220,7 +220,7 @@ def answer(model: LlamaForCausalLM, tokenizer: AutoTokenizer, prompt: dict) -> l
 
 @torch.inference_mode()
 def evaluate(data: Path, models: Path, prompts_file: Path) -> dict:
-    """Everything the model card reports, in a minute or two of one CPU core."""
+    """Return the figures of the model card. Takes a minute or two on one CPU core."""
     cpu = torch.device("cpu")
     torch.manual_seed(3)
     target, draft = load_model(models / "target", cpu), load_model(models / "draft", cpu)

@@ -2,12 +2,12 @@
 
     python training/head.py --target smollm2 --minutes 120 --out secateur/bundled/smollm2-eagle3
 
-Three stages, each of which goes on where an earlier call stopped:
-  answers    the target answers questions, through this engine, half of them greedily and half at temperature 1
-  features   one pass of the target over all conversations; what the head reads and learns from is kept on disk
-  train      the head, by the training-time test, for `--minutes`; the learning rate follows that time
+Three stages; each continues where an earlier call stopped:
+  answers    the target answers questions in this engine, half of them greedily and half at temperature 1
+  features   the target runs over all conversations once; the head's inputs and targets are written to disk
+  train      the head is trained by the training-time test for `--minutes`, which set the learning-rate schedule
 
-`--out` gets the head after every quarter of the time, so that it can be used at any moment.
+The head is written to `--out` after every eighth of the time, so that it can be used at any moment.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ HELD_OUT_EVERY = 50
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default="smollm2", help="whatever `secateur serve` takes [%(default)s]")
+    parser.add_argument("--target", default="smollm2", help="a model as for `secateur serve` [%(default)s]")
     parser.add_argument("--minutes", type=float, default=60.0, help="of training [%(default)s]")
     parser.add_argument("--conversations", type=int, default=4000, help="to have answered in all [%(default)s]")
     parser.add_argument("--max-tokens", type=int, default=192, help="of an answer [%(default)s]")
@@ -67,22 +67,28 @@ def parse_arguments() -> argparse.Namespace:
 # -- answers ---------------------------------------------------------------------------------------------------------
 
 
-def write_answers(asked: argparse.Namespace) -> None:
-    """Append to answers.jsonl until all questions are answered, one line a turn: {"id", "prompt", "answer"}."""
-    file = asked.data / "answers.jsonl"
+def write_answers(options: argparse.Namespace) -> None:
+    """Append to answers.jsonl until all questions are answered, one line per turn: {"id", "prompt", "answer"}."""
+    file = options.data / "answers.jsonl"
     done = {line["id"] for line in read_lines(file)}
-    questions = [(i, own) for i, own in enumerate(make_questions(asked.conversations, seed=1)) if i not in done]
+    questions = [(i, own) for i, own in enumerate(make_questions(options.conversations, seed=1)) if i not in done]
     if not questions:
         return
     args = EngineArgs.load(
-        {"model": asked.target, "dtype": asked.dtype, "device": "cpu", "max_model_len": 1536, "no_speculation": True}
+        {
+            "model": options.target,
+            "dtype": options.dtype,
+            "device": "cpu",
+            "max_model_len": 1536,
+            "no_speculation": True,
+        }
     )
     config, tokenizer = with_tokenizer(args, engine_config(args))
     fetch_weights(args, config)
-    with Runner(replace(config, max_num_seqs=asked.concurrency)) as runner, file.open("a") as out:
-        for begin in range(0, len(questions), 8 * asked.concurrency):
+    with Runner(replace(config, max_num_seqs=options.concurrency)) as runner, file.open("a") as out:
+        for begin in range(0, len(questions), 8 * options.concurrency):
             began, num_tokens = time.monotonic(), 0
-            part = dict(questions[begin : begin + 8 * asked.concurrency])
+            part = dict(questions[begin : begin + 8 * options.concurrency])
             chats: dict[int, list[dict[str, str]]] = {number: [] for number in part}
             lines = []
             for turn in range(2):
@@ -93,13 +99,13 @@ def write_answers(asked: argparse.Namespace) -> None:
                 jobs = [
                     GenerationJob(
                         prompt=prompt,
-                        max_tokens=asked.max_tokens,
+                        max_tokens=options.max_tokens,
                         sampling=SamplingParams(temperature=float(number % 2), seed=number),
                         ignore_eos=False,
                     )
                     for number, prompt in zip(own, prompts, strict=True)
                 ]
-                answers = [answer.tokens for answer in runner.run(jobs, asked.concurrency)]
+                answers = [answer.tokens for answer in runner.run(jobs, options.concurrency)]
                 for number, prompt, answer in zip(own, prompts, answers, strict=True):
                     lines.append({"id": number, "prompt": prompt, "answer": answer})
                     chats[number].append({"role": "assistant", "content": tokenizer.decode(answer)})
@@ -111,7 +117,7 @@ def write_answers(asked: argparse.Namespace) -> None:
 
 
 def read_lines(file: Path) -> list[dict]:
-    """Read what has been written whole; a line that was torn off is dropped."""
+    """Read the complete lines of a file; a truncated last line is dropped."""
     if not file.exists():
         return []
     lines = file.read_text().splitlines(keepends=True)
@@ -127,25 +133,25 @@ class Rows(NamedTuple):
     tokens_RN: np.ndarray  # int64
     features_RNF: np.ndarray  # bfloat16 as uint16, F = 3 H
     final_RNH: np.ndarray  # bfloat16 as uint16: what the target's output layer reads
-    favourite_RN: np.ndarray  # int64: the target's likeliest next token
+    favourite_RN: np.ndarray  # int64: the target's most likely next token
     is_answer_RN: np.ndarray  # bool: the target chose this token
 
 
-def load_target(asked: argparse.Namespace) -> LlamaForCausalLM:
+def load_target(options: argparse.Namespace) -> LlamaForCausalLM:
     """Load the target in bfloat16, frozen."""
-    args = EngineArgs.load({"model": asked.target, "device": "cpu", "no_speculation": True})
+    args = EngineArgs.load({"model": options.target, "device": "cpu", "no_speculation": True})
     config = engine_config(args)
     fetch_weights(args, config)
     return AutoModelForCausalLM.from_pretrained(config.model_path, dtype=torch.bfloat16).eval().requires_grad_(False)
 
 
-def write_features(asked: argparse.Namespace, target: LlamaForCausalLM) -> Rows:
-    """Compute what is not on disk yet; conversations are cut or padded to `ROW_LENGTH` tokens."""
-    lines = [line for line in read_lines(asked.data / "answers.jsonl") if len(line["prompt"]) < ROW_LENGTH - 32]
+def write_features(options: argparse.Namespace, target: LlamaForCausalLM) -> Rows:
+    """Compute the rows that are not on disk yet; conversations are cut or padded to `ROW_LENGTH` tokens."""
+    lines = [line for line in read_lines(options.data / "answers.jsonl") if len(line["prompt"]) < ROW_LENGTH - 32]
     hidden, count = target.config.hidden_size, len(lines)
     rows = Rows(
         *(
-            _array(asked.data / f"{name}.npy", (count, ROW_LENGTH, *rest), dtype)
+            _array(options.data / f"{name}.npy", (count, ROW_LENGTH, *rest), dtype)
             for name, rest, dtype in (
                 ("tokens", (), np.int64),
                 ("features", (3 * hidden,), np.uint16),
@@ -155,7 +161,7 @@ def write_features(asked: argparse.Namespace, target: LlamaForCausalLM) -> Rows:
             )
         )
     )
-    progress = asked.data / "features.json"
+    progress = options.data / "features.json"
     begin = json.loads(progress.read_text())["rows"] if progress.exists() else 0
     began = time.monotonic()
     for start in range(begin, count, 8):
@@ -182,7 +188,7 @@ def write_features(asked: argparse.Namespace, target: LlamaForCausalLM) -> Rows:
 
 
 def _array(file: Path, shape: tuple[int, ...], dtype: type) -> np.ndarray:
-    """Map a file of whole rows, which grows as answers do."""
+    """Map a file into memory, extended to `shape`."""
     file.touch()
     with file.open("r+b") as stream:
         stream.truncate(int(np.prod(shape)) * np.dtype(dtype).itemsize)
@@ -203,7 +209,7 @@ class Batch(NamedTuple):
 
 
 def batches(rows: Rows, chosen: list[int], rng: random.Random) -> Iterator[Batch]:
-    """Yield shuffled batches for ever."""
+    """Yield shuffled batches without end."""
     while True:
         rng.shuffle(chosen)
         for start in range(0, len(chosen) - BATCH_ROWS + 1, BATCH_ROWS):
@@ -211,7 +217,7 @@ def batches(rows: Rows, chosen: list[int], rng: random.Random) -> Iterator[Batch
 
 
 def batch_of(rows: Rows, chosen: list[int]) -> Batch:
-    """Read rows from disk, without the padding that all of them have."""
+    """Read rows from disk, cut to the longest of them."""
     tokens, favourite, is_answer = (
         torch.from_numpy(np.array(array[chosen])) for array in (rows.tokens_RN, rows.favourite_RN, rows.is_answer_RN)
     )
@@ -224,16 +230,17 @@ def batch_of(rows: Rows, chosen: list[int]) -> Batch:
 
 
 def unrolled_loss(head: TrainableEagle3Head, target: LlamaForCausalLM, batch: Batch) -> tuple[Tensor, list[float]]:
-    """Cross-entropy against the target's law over the draft vocabulary, and each step's agreement with its favourite.
+    """Return the cross-entropy against the target's distribution over the draft vocabulary, and each step's agreement.
 
-    Only tokens that the target chose count, and of these only where its favourite is in the draft vocabulary.
+    Agreement is the share of answer tokens for which the most likely tokens are equal. The loss covers answer tokens
+    whose most likely target token is in the draft vocabulary.
     """
     num_starts = batch.tokens_BN.shape[1] - 1 - NUM_STEPS
     embeds = target.model.embed_tokens(batch.tokens_BN).float()
     with torch.no_grad():
         favourite = batch.favourite_BN
         law = (batch.final_BNH.bfloat16() @ target.lm_head.weight[head.draft_ids].T).float().softmax(-1)
-        is_counted = head.t2d[favourite] & batch.is_answer_BN.roll(-1, 1)  # position n says what comes at n + 1
+        is_counted = head.t2d[favourite] & batch.is_answer_BN.roll(-1, 1)  # position n predicts n + 1
     hidden, cache = head.fc(batch.features_BNF[:, :num_starts]), []
     total, agreement = torch.zeros(()), []
     for s in range(NUM_STEPS):
@@ -250,7 +257,7 @@ def unrolled_loss(head: TrainableEagle3Head, target: LlamaForCausalLM, batch: Ba
 
 
 def new_head(target: LlamaForCausalLM, draft_ids: Tensor) -> TrainableEagle3Head:
-    """Start from the target's last layer: its feed-forward part, its output layer, and the highest feature."""
+    """Initialise a head from the target's last layer and output layer; `fc` selects the highest feature."""
     head = TrainableEagle3Head(target.config, draft_ids)
     hidden, last = target.config.hidden_size, target.model.layers[-1]
     with torch.no_grad():
@@ -267,14 +274,14 @@ def new_head(target: LlamaForCausalLM, draft_ids: Tensor) -> TrainableEagle3Head
     return head
 
 
-def train(asked: argparse.Namespace, target: LlamaForCausalLM, rows: Rows) -> None:
-    """Train for `--minutes`, from the last call's head if there is one."""
+def train(options: argparse.Namespace, target: LlamaForCausalLM, rows: Rows) -> None:
+    """Train for `--minutes`, starting from the head of an earlier call if there is one."""
     torch.manual_seed(3)
-    budget = TimeBudget.from_now(60 * asked.minutes)
+    budget = TimeBudget.from_now(60 * options.minutes)
     counts = Counter(rows.tokens_RN[rows.is_answer_RN].tolist())
-    draft_ids = torch.tensor(sorted(token for token, _ in counts.most_common(asked.draft_vocab)))
+    draft_ids = torch.tensor(sorted(token for token, _ in counts.most_common(options.draft_vocab)))
     coverage = sum(counts[token] for token in draft_ids.tolist()) / counts.total()
-    state_file = asked.data / "head.pt"
+    state_file = options.data / "head.pt"
     if state_file.exists():
         state = torch.load(state_file)
         head = TrainableEagle3Head(target.config, state["draft_ids"])
@@ -286,14 +293,14 @@ def train(asked: argparse.Namespace, target: LlamaForCausalLM, rows: Rows) -> No
     logger.info("train: %d rows, %d answer tokens, coverage %.4f", len(chosen), counts.total(), coverage)
     optimisers = Optimisers(head, budget, "head")
     source = batches(rows, chosen, random.Random(len(state["log"])))
-    quarter = 0.0
+    next_save = 0.0
     while True:
-        if budget.fraction() >= quarter:
+        if budget.fraction() >= next_save:
             state |= {"head": head.state_dict(), "log": [*state["log"], evaluated(head, target, rows, held_out, state)]}
             torch.save(state, state_file)
-            save(head, asked.out, {"coverage": round(coverage, 4), "log": state["log"]})
+            save(head, options.out, {"coverage": round(coverage, 4), "log": state["log"]})
             logger.info("train: %s", state["log"][-1])
-            quarter += 0.125
+            next_save += 0.125
         if budget.fraction() >= 1:
             return
         batch = next(source)
@@ -307,14 +314,14 @@ def train(asked: argparse.Namespace, target: LlamaForCausalLM, rows: Rows) -> No
 def evaluated(
     head: TrainableEagle3Head, target: LlamaForCausalLM, rows: Rows, held_out: list[int], state: dict
 ) -> dict:
-    """Agreement with the target's favourite token by step, on rows that are not trained on."""
+    """Return the agreement with the target's most likely token by step, on held-out rows."""
     parts = [held_out[start : start + BATCH_ROWS] for start in range(0, min(len(held_out), 60), BATCH_ROWS)]
     agreement = np.mean([unrolled_loss(head, target, batch_of(rows, part))[1] for part in parts], axis=0)
     return {"tokens": state["tokens"], "agreement": [round(float(value), 4) for value in agreement]}
 
 
 def save(head: TrainableEagle3Head, folder: Path, record: dict) -> None:
-    """Write config.json, model.safetensors (bfloat16) and training.json, each whole or not at all."""
+    """Write config.json, model.safetensors (bfloat16, atomically) and training.json."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
         name: (tensor.bfloat16() if tensor.is_floating_point() else tensor).detach().contiguous()
@@ -333,17 +340,17 @@ def save(head: TrainableEagle3Head, folder: Path, record: dict) -> None:
 
 
 def main() -> None:
-    """Run the stages asked for."""
+    """Run the requested stages."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
-    asked = parse_arguments()
-    asked.data.mkdir(parents=True, exist_ok=True)
-    if asked.stage in ("answers", "all"):
-        write_answers(asked)
-    if asked.stage in ("features", "train", "all"):
-        target = load_target(asked)
-        rows = write_features(asked, target)
-        if asked.stage != "features":
-            train(asked, target, rows)
+    options = parse_arguments()
+    options.data.mkdir(parents=True, exist_ok=True)
+    if options.stage in ("answers", "all"):
+        write_answers(options)
+    if options.stage in ("features", "train", "all"):
+        target = load_target(options)
+        rows = write_features(options, target)
+        if options.stage != "features":
+            train(options, target, rows)
 
 
 if __name__ == "__main__":

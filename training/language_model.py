@@ -1,4 +1,4 @@
-"""The target and the draft: two small Llamas, the first trained on text, the second on the first."""
+"""The target and the draft model: two small Llamas. The target is trained on text, the draft distilled from it."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def llama_config(**sizes: int) -> LlamaConfig:
 
 
 def target_config() -> LlamaConfig:
-    """heads x head_dim (256) differs from the hidden size (192) on purpose: nobody may assume they are equal."""
+    """Return the target's configuration. heads x head_dim (256) differs from the hidden size (192) on purpose."""
     return llama_config(
         hidden_size=192,
         num_hidden_layers=8,
@@ -125,7 +125,7 @@ def draft_config() -> LlamaConfig:
 
 
 def mixed_precision(device: torch.device) -> torch.autocast:
-    """bfloat16 autocast where it is fast: 1.8x on CPUs with AVX-512 bfloat16 (one thread), a loss on those without."""
+    """Return a bfloat16 autocast, enabled where it is faster: on CUDA and, 1.8 times, on CPUs with AVX-512-BF16."""
     is_fast = device.type == "cuda" or torch.cpu._is_avx512_bf16_supported()
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=is_fast)
 
@@ -151,7 +151,7 @@ def train_target(corpus: Corpus, shapes: Shapes, budget: TimeBudget, device: tor
 
 
 def distil_loss(logits_BTV: Tensor, target_logits_BTV: Tensor, tokens_BT: Tensor) -> Tensor:
-    """Cross-entropy against the target's distribution, with a little of the text itself."""
+    """Return the cross-entropy against the target's distribution, mixed with that of the text."""
     log_q = logits_BTV.float().log_softmax(-1)
     soft = -(target_logits_BTV.float().softmax(-1) * log_q).sum(-1).mean()
     hard = F.nll_loss(log_q[:, :-1].flatten(0, 1), tokens_BT[:, 1:].flatten())
@@ -161,7 +161,7 @@ def distil_loss(logits_BTV: Tensor, target_logits_BTV: Tensor, tokens_BT: Tensor
 def train_draft(
     target: LlamaForCausalLM, corpus: Corpus, own_text: Tensor, shapes: Shapes, budget: TimeBudget, device: torch.device
 ) -> Trained:
-    """Distil the target, in turn on the corpus and on `own_text` [num_texts, length], which the target wrote."""
+    """Distil the target on the corpus and, every third batch, on its own text [num_texts, length]."""
     torch.manual_seed(1)
     model = LlamaForCausalLM(draft_config()).to(device)
     optimisers = Optimisers(model, budget, "draft")
@@ -176,7 +176,7 @@ def train_draft(
 
 
 def mixed_batch(corpus: Corpus, own_text: Tensor, shape: BatchShape, step: int, own_every: int) -> Tensor:
-    """A corpus batch, or every `own_every`-th step rows of the target's own text [num_rows, <= length]."""
+    """Return a corpus batch, or at every `own_every`-th step rows of the target's own text [num_rows, <= length]."""
     if step % own_every == own_every - 1:
         rows = torch.randint(0, len(own_text), (shape.num_rows,), device=own_text.device)
         return own_text[rows, : shape.length]
@@ -185,7 +185,7 @@ def mixed_batch(corpus: Corpus, own_text: Tensor, shape: BatchShape, step: int, 
 
 @torch.inference_mode()
 def continue_greedily_or_sample(model: LlamaForCausalLM, prompts_BT: Tensor, num_new: int, is_greedy: bool) -> Tensor:
-    """Continue all prompts by `num_new` tokens, greedily or at temperature 1: [B, T + num_new]; never stops early."""
+    """Continue all prompts by exactly `num_new` tokens, greedily or at temperature 1; return [B, T + num_new]."""
     pieces, cache, last = [prompts_BT], None, prompts_BT
     for _ in range(num_new):
         with mixed_precision(prompts_BT.device):
@@ -197,9 +197,9 @@ def continue_greedily_or_sample(model: LlamaForCausalLM, prompts_BT: Tensor, num
 
 
 def write_own_text(model: LlamaForCausalLM, corpus: Corpus, shapes: Shapes, budget: TimeBudget) -> Tensor:
-    """Greedy and sampled continuations of corpus and chat windows, in turn until the budget or the count is reached.
+    """Return the target's continuations of corpus and chat windows [num_texts, length of the head's batches].
 
-    Returns [num_texts, length of the head's batches] with at least one batch of each kind.
+    Greedy and sampled batches alternate, at least one of each, until the budget or the count is reached.
     """
     prompt_length = 48 if shapes.head.length > 128 else 16
     num_rows = min(shapes.num_generated, 512)
@@ -213,7 +213,7 @@ def write_own_text(model: LlamaForCausalLM, corpus: Corpus, shapes: Shapes, budg
 
 
 def save_model(model: LlamaForCausalLM, tokenizer_folder: Path, folder: Path) -> None:
-    """Write a Hugging Face checkpoint in bf16 with its tokenizer; `model` itself is left as it was."""
+    """Write a Hugging Face checkpoint in bf16 with its tokenizer; `model` is not changed."""
     folder.mkdir(parents=True, exist_ok=True)
     shipped = LlamaForCausalLM(model.config).to(torch.bfloat16)
     shipped.load_state_dict(model.state_dict())
@@ -226,6 +226,6 @@ def save_model(model: LlamaForCausalLM, tokenizer_folder: Path, folder: Path) ->
 
 
 def load_model(folder: Path, device: torch.device) -> LlamaForCausalLM:
-    """A shipped checkpoint upcast to fp32, frozen."""
+    """Load a saved checkpoint, converted to fp32 and frozen."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
     return model.to(device).eval().requires_grad_(False)

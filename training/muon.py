@@ -1,6 +1,6 @@
 """Muon: momentum whose update is orthogonalised by a Newton-Schulz iteration, matrices of one shape batched.
 
-`torch.optim.Muon` iterates in bf16, slow on CPUs without bf16 units; this one iterates in the dtype of the parameter.
+`torch.optim.Muon` iterates in bf16, which is slow on CPUs without it; this one iterates in the parameter's dtype.
 Source: Keller Jordan, "Muon: an optimizer for hidden layers in neural networks" (2024).
 """
 

@@ -96,7 +96,7 @@ NAMES = ("Anna", "Ben", "Clara", "David", "Emma", "Farid", "Grace", "Hugo", "Ine
 
 
 class Conversation(NamedTuple):
-    """What the user says, turn by turn; the model answers after each.
+    """The user's turns of a conversation; the model answers each.
 
     Example: Conversation(turns=("What is 3 times 4?", "Are you sure? Explain why."))
     """

@@ -3,14 +3,14 @@
     python training/train.py --minutes 120                  # everything
     python training/train.py --stage card                   # one stage: evaluates the models, writes MODEL_CARD.md
 
-`--minutes` is wall-clock time for the three models; it is shared out by `SHARES`.
+`--minutes` is wall-clock time for the three models, divided by `SHARES`.
 """
 
 from __future__ import annotations
 
 import time
 
-STARTED = time.monotonic()  # before the slow imports and the corpus, which the budget pays for too
+STARTED = time.monotonic()  # before the slow imports and the corpus, which count towards the budget
 
 import argparse  # noqa: E402
 import json  # noqa: E402
@@ -43,7 +43,7 @@ SHARES = {"target": 0.55, "eagle3": 0.29, "draft": 0.16}
 OWN_TEXT_SHARE = 0.2
 """Largest share of a stage's time in which the target generates training text."""
 RESERVED_SECONDS = 15.0
-"""Kept for loading and saving."""
+"""Reserved for loading and saving."""
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -59,7 +59,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 class Trainer:
-    """Runs the training stages of one call; each loads from disk what an earlier call has made."""
+    """Runs the training stages of one call; each loads the results of earlier stages from disk."""
 
     def __init__(self, data: Path, out: Path, shapes: Shapes, device: torch.device):
         self.data, self.out, self.shapes, self.device = data, out, shapes, device
@@ -67,7 +67,7 @@ class Trainer:
         self.own_text: torch.Tensor | None = None
 
     def run(self, stages: tuple[str, ...], seconds: float) -> None:
-        """Run `stages` in order within `seconds` of `STARTED`; what one leaves unused goes to the next."""
+        """Run `stages` in order within `seconds` of `STARTED`; later stages may use the time that one leaves."""
         total = TimeBudget(start=STARTED, seconds=seconds - min(RESERVED_SECONDS, seconds / 4))
         for i, stage in enumerate(stages):
             share = SHARES[stage] / sum(SHARES[later] for later in stages[i:])
@@ -97,7 +97,7 @@ class Trainer:
         return trained.record()
 
     def _own_text(self, target: LlamaForCausalLM, budget: TimeBudget) -> torch.Tensor:
-        """Text by the target, written once per call."""
+        """Return text that the target wrote, generated once per call."""
         if self.own_text is None:
             share = TimeBudget.from_now(budget.remaining() * OWN_TEXT_SHARE)
             self.own_text = write_own_text(target, self.corpus, self.shapes, share)
@@ -105,7 +105,7 @@ class Trainer:
         return self.own_text
 
     def _record(self, stage: str, record: dict) -> None:
-        """Merge what a stage did into metrics.json."""
+        """Merge a stage's record into metrics.json."""
         logger.info("%s: %s", stage, record)
         file = self.out / "metrics.json"
         metrics = json.loads(file.read_text()) if file.exists() else {}

@@ -108,9 +108,9 @@ class SecateurContestant:
 
     def take_turn(self, jobs: Sequence[GenerationJob], batch: int) -> Turn:
         """Answer all jobs, `batch` at a time."""
-        asked = [replace(job, speculation=self.speculation) for job in jobs]
+        requested = [replace(job, speculation=self.speculation) for job in jobs]
         began = time.perf_counter()
-        answers = self.runner.run(asked, concurrency=batch)
+        answers = self.runner.run(requested, concurrency=batch)
         return Turn(
             seconds=time.perf_counter() - began,
             timings=[

@@ -40,7 +40,7 @@ from workers.models.eagle3_format import read_eagle3_spec
 from workers.models.readers import read_spec
 from workers.models.specs import ModelSpec
 
-_NOISE_VALUES = 1_000_003  # prime, so that no two rows of a matrix are filled alike
+_NOISE_VALUES = 1_000_003  # prime, so that no two rows of a matrix are equal
 _TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
 
 Noise = Callable[[int, int], Tensor]

@@ -110,7 +110,7 @@ def run(
 
 
 def _about(args: EngineArgs | None, plan: ServePlan, base_url: str | None, model: str) -> About:
-    """Return the header. Of a service that was already running only its model names are known."""
+    """Return the header. For a service that was already running, only its model names are known."""
     machine, settings = f"{os.cpu_count()} CPU cores, {platform.machine()}", plan.model_dump()
     about: dict[str, object] = {"date": datetime.date.today().isoformat()}
     if args is None:

@@ -104,7 +104,7 @@ async def _invalid_body(request: Request, error: Exception) -> Response:
         return error_response(HttpError(400, ErrorResponse.of(message)))
     if problem_with_body := _no_object(error):
         return error_response(HttpError(400, ErrorResponse.of(problem_with_body)))
-    # Both exception classes have the same `errors()`, and nothing else of them is used.
+    # `problems_of` uses `errors()` alone, which both exception classes have.
     found = problems_of(cast(ValidationError, error), Speculative.model_fields)
     problems = [_without_body(problem) for problem in found]
     param = re.split(r"[.:]", problems[0].field or problems[0].message)[0]

@@ -1,6 +1,6 @@
-"""From one HTTP request to what the engine reads: SamplingRequest -> Submit.
+"""Converts a SamplingRequest to the engine's Submits.
 
-Knows the limits of the running engine and answers what does not fit with a BadRequest that says the numbers.
+A request beyond the running engine's limits raises a BadRequest that names the limit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from workers.types import Constraints, SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLimits:
-    """What a request may ask of this engine."""
+    """The engine's limits for a request."""
 
     max_model_len: int
     vocab_size: int
@@ -28,9 +28,9 @@ class RequestLimits:
     """Nodes of the largest tree, without the root; 0 = the service has no drafter."""
     eos_token_ids: tuple[int, ...] = ()
     acceptance: str = "coupled"
-    """The rule of requests that choose none."""
+    """The rule of requests without one."""
     default_max_tokens: int | None = None
-    """Of chats that say nothing; None = to the end of the context."""
+    """For chats without `max_tokens`; None = to the end of the context."""
 
     @classmethod
     def of(
@@ -186,14 +186,14 @@ def _speculation(asked: Speculative | None, limits: RequestLimits) -> Speculatio
 
 
 def ineffective_settings(asked: Speculative | None, limits: RequestLimits) -> list[str]:
-    """Settings of a `speculative` object that its acceptance rule does not read."""
+    """Return the settings of a `speculative` object that have no effect under its acceptance rule."""
     if asked is None or asked.enable_draft_probs is None or (asked.acceptance or limits.acceptance) != "coupled":
         return []
     return ["speculative.enable_draft_probs"]
 
 
 class SeedSource:
-    """Seeds for requests that bring none: H(server seed, arrival number), or drawn if the server has none either."""
+    """Seeds for requests without one: H(server seed, arrival number), or random if the server has no seed."""
 
     def __init__(self, server_seed: int | None) -> None:
         self._server_seed = server_seed
@@ -208,6 +208,6 @@ class SeedSource:
 
 
 def derive_seed(seed: int, number: int) -> int:
-    """H(seed, number): 63 bits of BLAKE2b, the same on every machine and in every version."""
+    """Return H(seed, number), 63 bits of BLAKE2b: the same on every machine and in every version."""
     digest = hashlib.blake2b(f"{seed}:{number}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -116,8 +116,11 @@ class Tokenizer:
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Detokenize. Byte tokens are read as UTF-8: a complete character is kept whatever precedes or follows it, and
-        each invalid part becomes one U+FFFD."""
+        """Return the text of token ids.
+
+        Byte tokens are read as UTF-8: a complete character is kept even between invalid bytes, and each invalid part
+        becomes one U+FFFD.
+        """
         if self._fast is None:
             return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
         text = self._fast.decode(list(ids), skip_special_tokens=skip_special_tokens)

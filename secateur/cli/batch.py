@@ -34,7 +34,7 @@ def batch_run(
 ) -> None:
     """Answer every line of a file. Stop it at any moment and run it again: answered lines are not sent twice.
 
-    Lines that have changed since they were answered are answered again; OUT.jsonl.digests says what was asked.
+    Lines that changed after they were answered are answered again; OUT.jsonl.digests holds the requests' digests.
 
     Example: secateur batch run questions.jsonl -o answers.jsonl --concurrency 32
     """

@@ -68,13 +68,13 @@ def bench_acceptance(
     output: Output = Path("results"),
     quick: Quick = False,
 ) -> None:
-    """Acceptance by temperature, tree, acceptance rule, node budget and pruning: JSON, Markdown and plots.
+    """Measure acceptance by temperature, tree, acceptance rule, node budget and pruning: JSON, Markdown and plots.
 
     Starts its own engines, one after the other, on this machine and without Ray.
 
     Example: secateur bench acceptance --temperatures 0 1 --nodes 8 16 --output results
     """
-    asked = {
+    options = {
         "temperatures": temperatures,
         "nodes": nodes,
         "num_prompts": num_prompts,
@@ -83,7 +83,7 @@ def bench_acceptance(
         "seed": seed,
     }
     base = AcceptancePlan.quick() if quick else AcceptancePlan()
-    plan = AcceptancePlan.load(base.model_dump() | _given(asked))
+    plan = AcceptancePlan.load(base.model_dump() | _given(options))
     args = checked(engine, model=model)
     check_drafter(args, max(plan.nodes))
     texts = read_prompts(prompts, plan.num_prompts)
@@ -102,7 +102,7 @@ def bench_acceptance(
 @with_speed_flags()
 def bench_latency(
     engine: dict[str, Any],
-    asked: dict[str, Any],
+    options: dict[str, Any],
     model: ModelArgument = None,
     target_cost: TargetCost = None,
     cache: Cache = None,
@@ -110,14 +110,14 @@ def bench_latency(
     output: Output = Path("results"),
     quick: Quick = False,
 ) -> None:
-    """Time per output token, without and with speculation and beside transformers: JSON, Markdown and a plot.
+    """Measure the time per token with and without speculation, and of transformers: JSON, Markdown and a plot.
 
     All contestants stay up and take turns, on this machine and without Ray.
 
     Example: secateur bench latency --target-cost 300m --batches 1 4 --output results
     """
     base = SpeedPlan.quick() if quick else SpeedPlan()
-    plan = _speed_plan(base, asked | {"target_cost": target_cost})
+    plan = _speed_plan(base, options | {"target_cost": target_cost})
     args = checked(engine, model=model)
     _bench_speed("latency", args, plan, cache, prompts, output)
 
@@ -127,7 +127,7 @@ def bench_latency(
 @with_speed_flags()
 def bench_throughput(
     engine: dict[str, Any],
-    asked: dict[str, Any],
+    options: dict[str, Any],
     model: ModelArgument = None,
     target_cost: TargetCost = None,
     cache: Cache = None,
@@ -135,23 +135,23 @@ def bench_throughput(
     output: Output = Path("results"),
     quick: Quick = False,
 ) -> None:
-    """Tokens per second of many requests, by how many run at a time: JSON, Markdown and a plot.
+    """Measure tokens per second by the number of concurrent requests: JSON, Markdown and a plot.
 
     All contestants stay up and take turns, on this machine and without Ray.
 
     Example: secateur bench throughput --batches 1 8 32 --contestants off,dynamic,auto,generate --output results
     """
     base = SpeedPlan.quick() if quick else SpeedPlan.throughput()
-    plan = _speed_plan(base, asked | {"target_cost": target_cost})
+    plan = _speed_plan(base, options | {"target_cost": target_cost})
     args = checked(engine, model=model)
     _bench_speed("throughput", args, plan, cache, prompts, output)
 
 
-def _speed_plan(base: SpeedPlan, asked: dict[str, Any]) -> SpeedPlan:
-    if asked["contestants"] is not None:
-        names = [name.strip().replace("-", "_") for name in asked["contestants"].split(",")]
-        asked = asked | {"contestants": names}
-    return SpeedPlan.load(base.model_dump() | _given(asked))
+def _speed_plan(base: SpeedPlan, options: dict[str, Any]) -> SpeedPlan:
+    if options["contestants"] is not None:
+        names = [name.strip().replace("-", "_") for name in options["contestants"].split(",")]
+        options = options | {"contestants": names}
+    return SpeedPlan.load(base.model_dump() | _given(options))
 
 
 def _bench_speed(name: str, args: EngineArgs, plan: SpeedPlan, cache: Path | None, prompts: Path, output: Path) -> None:
@@ -187,13 +187,13 @@ def bench_step(
     output: Output = Path("results"),
     quick: Quick = False,
 ) -> None:
-    """Where the time of a step goes, and its cost by nodes, requests and context: JSON, Markdown and plots.
+    """Measure the parts of a step, and its cost by nodes, requests and context: JSON, Markdown and plots.
 
     On CUDA also the memory bandwidth, and how close a forward comes to reading the weights once.
 
     Example: secateur bench step --target-cost 300m --batches 1 8 --nodes 0 8 16 --output results
     """
-    asked = {
+    options = {
         "rows": rows,
         "batches": batches,
         "contexts": contexts,
@@ -203,7 +203,7 @@ def bench_step(
         "target_cost": target_cost,
     }
     base = StepPlan.quick() if quick else StepPlan()
-    plan = StepPlan.load(base.model_dump() | _given(asked))
+    plan = StepPlan.load(base.model_dump() | _given(options))
     args = checked(engine, model=model)
     check_drafter(args, max(plan.nodes))
     texts = read_prompts(prompts, min(max(plan.batches), MAX_PROMPTS))
@@ -248,13 +248,13 @@ def bench_serve(
     output: Output = Path("results"),
     quick: Quick = False,
 ) -> None:
-    """A service under load: TTFT, TPOT, ITL, E2E percentiles and goodput: JSON, Markdown and plots.
+    """Measure a service under load: TTFT, TPOT, ITL, E2E percentiles and goodput: JSON, Markdown and plots.
 
     Example: secateur bench serve --base-url http://127.0.0.1:8000 --request-rate 1 4 --goodput-tpot-ms 50
     """
     if compare is None:
         compare = base_url is None
-    asked = {
+    options = {
         "num_requests": num_requests,
         "concurrency": concurrency,
         "request_rates": request_rate,
@@ -267,7 +267,7 @@ def bench_serve(
         "target_cost": target_cost,
     }
     base = ServePlan.quick() if quick else ServePlan()
-    plan = ServePlan.load(base.model_dump() | _given(asked))
+    plan = ServePlan.load(base.model_dump() | _given(options))
     if concurrency and request_rate:
         raise ConfigError("--concurrency and --request-rate are two kinds of load; give one of them")
     args = None
@@ -287,9 +287,9 @@ def bench_serve(
     typer.echo(report)
 
 
-def _given(asked: dict[str, Any]) -> dict[str, Any]:
+def _given(options: dict[str, Any]) -> dict[str, Any]:
     """Return the given options, with lists as tuples."""
-    values = {key: tuple(value) if isinstance(value, list) else value for key, value in asked.items()}
+    values = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
     return {key: value for key, value in values.items() if value is not None and value != ()}
 
 

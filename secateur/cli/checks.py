@@ -18,9 +18,8 @@ def checked(flags: dict[str, Any], **more: Any) -> EngineArgs:
     args = engine_args_from(flags)
     if flags.get("api_key") is None and args.api_key_file is None and (key := os.environ.get("SECATEUR_API_KEY")):
         args = args.model_copy(update={"api_key": key})
-    if args.api_key_file is not None and not os.environ.get(
-        "RAY_ADDRESS"
-    ):  # on a cluster, the file is on another machine
+    is_local = not os.environ.get("RAY_ADDRESS")  # on a cluster, the file is on another machine
+    if args.api_key_file is not None and is_local:
         check_api_keys(args.api_key_file)
     resolve_model(args.model)
     if args.speculative_config is not None and args.speculative_config.model is not None:
@@ -36,7 +35,7 @@ def check_none_given(engine: dict[str, Any]) -> None:
 
 
 def needs_extra(error: ModuleNotFoundError, *, or_base_url: bool = False) -> SecateurError:
-    """Return the error for a missing package of the extra `serve`; `or_base_url` says that --base-url also helps."""
+    """Return the error for a missing package of the extra `serve`; with `or_base_url` it suggests --base-url too."""
     return SecateurError(
         f"this command needs {error.name!r}, which is not installed: {install_command('serve')}"
         + (" (or talk to a running service with --base-url)" if or_base_url else "")

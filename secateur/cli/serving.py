@@ -17,21 +17,21 @@ from secateur.plan import HARDWARE, PlanRequest, read_acceptance, read_costs, re
 
 @with_engine_flags(server=True)
 def serve(engine: dict[str, Any], model: ModelArgument = None) -> None:
-    """Serve a model over HTTP, on Ray, until Ctrl-C (SIGINT) or SIGTERM; the third such signal ends it at once.
+    """Serve a model over HTTP, on Ray, until Ctrl-C (SIGINT) or SIGTERM; the third such signal kills it.
 
     Start-up progress goes to stderr; one line on stdout gives the address.
 
     Example: secateur serve meta-llama/Llama-3.1-8B-Instruct -tp 2 -sc '{"method": "eagle3", "model":
     "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", "num_speculative_tokens": 24}'
     """
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a script's shell starts background jobs like that
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in background jobs of a shell script
         signal.signal(signal.SIGINT, signal.default_int_handler)
     args = checked(engine, model=model)
-    if not os.environ.get("RAY_ADDRESS"):  # else it listens on another machine
+    if not os.environ.get("RAY_ADDRESS"):  # otherwise the service listens on another machine
         from cluster.system.listening import check_port
 
         check_port(args.host, args.port)
-    if find_spec("ray"):  # else the error alone is said
+    if find_spec("ray"):  # without Ray, print the error alone
         typer.echo("secateur: importing PyTorch and Ray", err=True)
     try:
         from cluster.serve.launch import serve as serve_on_ray
@@ -95,7 +95,7 @@ def plan(
 
     Example: secateur plan --hardware h100 --batch 1 8 64 --replicas 100 --request-rate 5000
     """
-    asked = {
+    options = {
         "costs": read_costs(costs) if costs else None,
         "profile": profile or None,
         "costs_output": costs_output,
@@ -112,7 +112,7 @@ def plan(
         "prompt_tokens": prompt_tokens,
         "output_tokens": output_tokens,
     }
-    request = PlanRequest.load({key: value for key, value in asked.items() if value is not None})
+    request = PlanRequest.load({key: value for key, value in options.items() if value is not None})
     args = checked(engine, model=model)
     try:
         from cluster.planner.report import run

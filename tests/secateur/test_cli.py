@@ -227,11 +227,13 @@ def test_a_file_of_keys_is_read_at_the_door(cluster, monkeypatch, tmp_path, caps
     assert "api_key_file: contradicts api_key" in capsys.readouterr().err
 
 
+@pytest.mark.filterwarnings("default")
 def test_a_warning_is_one_line(cluster, capsys):
     assert cli.main(["serve", "-sc", '{"model": "x", "enable_draft_probs": true}']) == 0
     assert capsys.readouterr().err.startswith("secateur: warning: enable_draft_probs has no effect")
 
 
+@pytest.mark.filterwarnings("default")
 def test_a_warning_of_the_client_is_one_line_too(monkeypatch, capsys):
     def answer(*_args, **_options):
         warnings.warn("the service ignored x", stacklevel=2)
