@@ -31,12 +31,12 @@ __all__ = [
 ]
 
 BUNDLED_TARGET = "bundled:target"
-BUNDLED_ALIASES = (BUNDLED_TARGET, "bundled:eagle3", "bundled:draft", "bundled:smollm2-eagle3")
+BUNDLED_ALIASES = (BUNDLED_TARGET, "bundled:eagle3", "bundled:draft")
 BUNDLED_MODEL_ID = "secateur-bundled"
 SMOLLM2 = "smollm2"
 DEFAULT_SPECULATION = {
     BUNDLED_TARGET: {"method": "eagle3", "model": "bundled:eagle3"},
-    SMOLLM2: {"method": "eagle3", "model": "bundled:smollm2-eagle3"},
+    SMOLLM2: {"method": "ngram"},
 }
 """By model: how it is speculated for without a `speculative_config`."""
 """SmolLM2-135M-Instruct, a published model that comes as a Python package, quantised to four bits (GGUF)."""

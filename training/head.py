@@ -304,6 +304,7 @@ def train(asked: argparse.Namespace, target: LlamaForCausalLM, rows: Rows) -> No
 
 
 @torch.no_grad()
+@torch.autocast("cpu", torch.bfloat16)
 def evaluated(
     head: TrainableEagle3Head, target: LlamaForCausalLM, rows: Rows, held_out: list[int], state: dict
 ) -> dict:
