@@ -1,1 +1,1 @@
-"""Places, connects and answers: the only package that imports Ray or FastAPI."""
+"""The HTTP service, its engines and their placement: the only package that imports Ray or FastAPI."""

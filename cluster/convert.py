@@ -1,6 +1,6 @@
-"""From what users type to what the engine reads: EngineArgs -> EngineConfig.
+"""Converts what users write to what the engine reads: EngineArgs -> EngineConfig.
 
-Done once, before any process starts, and never initialises CUDA.
+It runs once, before any process starts, and does not initialise CUDA.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from workers.models.hub import resolve_path
 from workers.models.readers import read_draft_spec, read_spec
 from workers.models.specs import DraftSpec, Eagle3Spec, FcHeadSpec, ModelSpec, check_heads, check_parallel
 
-_UNKNOWN_MODEL_LEN = 2048  # placing an engine does not depend on it
+_UNKNOWN_MODEL_LEN = 2048  # the placement does not depend on it
 
 
 def visible_gpus() -> int:
-    """GPUs this process may use, found without touching them: a driver that initialises CUDA holds memory on all."""
+    """Return the number of GPUs this process may use, without initialising CUDA, which would take memory on each."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     installed = len([path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdigit()])
     if visible is None:
@@ -40,10 +40,10 @@ def visible_gpus() -> int:
 
 
 def resolve_devices(args: EngineArgs, *, num_gpus: int | None) -> EngineArgs:
-    """The arguments with device and draft placement decided. Raises ConfigError for what cannot fit.
+    """Return `args` with device and draft placement decided. Raises ConfigError if there are too few GPUs.
 
-    `num_gpus`: the devices there are for one engine. None = not known (a cluster, whose `auto` the builder has decided
-    before): what was asked is trusted, and `auto` means CPU.
+    `num_gpus`: the GPUs available to one engine. None = unknown, in a cluster: the arguments are not checked, and
+    `auto` means CPU, because the builder has already resolved it.
     """
     if args.device == "auto":
         args = args.model_copy(update={"device": "cuda" if num_gpus else "cpu"})
@@ -60,7 +60,10 @@ def resolve_devices(args: EngineArgs, *, num_gpus: int | None) -> EngineArgs:
 
 
 def placement_config(args: EngineArgs) -> EngineConfig:
-    """All that placing the engine needs, without reading a model file. `args` are settled."""
+    """Return the configuration that the placement needs, without reading a model file.
+
+    args: as `resolve_devices` returns them.
+    """
     assert args.device != "auto"
     if args.kernels == "triton" and args.device == "cpu":
         raise ConfigError(Problem("kernels", "triton needs device 'cuda'; on CPU write torch, or leave it out"))
@@ -83,10 +86,10 @@ def placement_config(args: EngineArgs) -> EngineConfig:
 
 
 def engine_config(args: EngineArgs, *, num_gpus: int | None = None) -> EngineConfig:
-    """The complete configuration: models resolved to folders, limits and end tokens read from them. Raises ConfigError.
+    """Return the complete configuration, with model folders and the limits and end tokens read from them.
 
-    Of a Hugging Face id configuration and tokenizer are fetched here, unless they are in the local cache; weights only
-    by `fetch_weights`.
+    Downloads the configuration and tokenizer of a Hugging Face id that is not in the local cache; `fetch_weights`
+    downloads the weights. Raises ConfigError.
     """
     args = resolve_devices(args, num_gpus=num_gpus)
     config = placement_config(args)
@@ -103,20 +106,20 @@ def engine_config(args: EngineArgs, *, num_gpus: int | None = None) -> EngineCon
         max_model_len=_max_model_len(args, spec),
         eos_token_ids=spec.eos_token_ids,
     )
-    sampling_defaults(args, config.model_path)  # which the service asks for when it starts: now is the time to complain
+    sampling_defaults(args, config.model_path)  # report an invalid generation_config.json before anything starts
     if config.draft is None:
         return config
     return replace(config, draft=_checked_draft(config.draft, path, spec))
 
 
 def load_tokenizer(args: EngineArgs, config: EngineConfig) -> Tokenizer:
-    """The tokenizer asked for, else the model's own. Raises ConfigError."""
+    """Load the tokenizer of `args`, by default the model's. Raises ConfigError."""
     folder = Path(config.model_path) if args.tokenizer is None else model_folder(args.tokenizer, args.revision)
-    if lack := lacking_package(folder):  # before transformers guesses at the file and warns
-        raise ConfigError(Problem("tokenizer", lack))
+    if problem := lacking_package(folder):  # transformers would guess the file's format and warn
+        raise ConfigError(Problem("tokenizer", problem))
     try:
         return Tokenizer(str(folder))
-    except Exception as error:  # whatever transformers raises for files that it cannot read
+    except Exception as error:  # transformers raises many kinds for files that it cannot read
         reason = f"none could be read from {folder} ({_first_line(error)})"
         message = f"{reason}; name a folder or a Hugging Face id that has one"
         raise ConfigError(Problem("tokenizer", message)) from error
@@ -128,10 +131,9 @@ def _first_line(error: Exception) -> str:
 
 
 def with_tokenizer(args: EngineArgs, config: EngineConfig) -> tuple[EngineConfig, Tokenizer]:
-    """What serves texts: the tokenizer, and a configuration that its end-of-text token ends answers in, too.
+    """Load the tokenizer and add its end-of-text token to the end tokens of the configuration. Raises ConfigError.
 
-    As in vLLM: fine-tuning for chats often gives the tokenizer another end than the model's files name. Raises
-    ConfigError.
+    As in vLLM: the tokenizer of a model fine-tuned for chats often has another end token than the model's files name.
     """
     tokenizer = load_tokenizer(args, config)
     end = tokenizer.eos_token_id
@@ -141,9 +143,9 @@ def with_tokenizer(args: EngineArgs, config: EngineConfig) -> tuple[EngineConfig
 
 
 def sampling_defaults(args: EngineArgs, model_path: str) -> dict[str, Any]:
-    """What a request's sampling parameters are where it says nothing: the model's own. Raises ConfigError.
+    """Return the model's sampling parameters for requests that leave them out. Raises ConfigError.
 
-    `max_tokens`, if any, is that of chats: completions have OpenAI's, as in vLLM.
+    `max_tokens` applies to chats alone; completions use OpenAI's default, as in vLLM.
     """
     if args.generation_config == "none":
         return {}
@@ -161,13 +163,13 @@ def sampling_defaults(args: EngineArgs, model_path: str) -> dict[str, Any]:
 
 
 def fetch_weights(args: EngineArgs, config: EngineConfig) -> None:
-    """The last thing before an engine starts, when nothing is left to refuse: the weights that it reads, of Hugging
-    Face ids fetched unless they are in the local cache. Raises ConfigError if there are none.
+    """Download the weights of Hugging Face ids that are not in the local cache, and convert those of GGUF files.
 
-    config: what `engine_config` made of `args`.
+    Call it last, when all arguments are checked. config: what `engine_config` returned for `args`. Raises ConfigError
+    if a model has no weights.
     """
     names = [(args.model, config.model_path)]
-    if config.draft is not None and config.draft.method not in ("ngram", "mtp"):  # mtp: the target's own
+    if config.draft is not None and config.draft.method not in ("ngram", "mtp"):  # mtp layers come with the target
         assert args.speculative_config is not None and args.speculative_config.model is not None
         names.append((args.speculative_config.model, config.draft.model_path))
     for name, folder in names:
@@ -182,9 +184,9 @@ def fetch_weights(args: EngineArgs, config: EngineConfig) -> None:
 
 
 def model_folder(name: str, revision: str | None = None) -> Path:
-    """Return the folder of a model by any of its names; its weights may be missing. Raises ConfigError.
+    """Return the folder of a model, given as a path, an id or an alias. Its weights may be missing. Raises ConfigError.
 
-    A GGUF file has its folder in the user's cache, where it is converted.
+    A GGUF file is converted to a folder in the user's cache.
     """
     path = Path(resolve_model(name)).expanduser()
     try:
@@ -196,12 +198,12 @@ def model_folder(name: str, revision: str | None = None) -> Path:
 
 
 def _user_cache() -> Path:
-    """Return the folder for files that can be made again (XDG Base Directory Specification)."""
+    """Return the user's cache folder (XDG Base Directory Specification)."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "secateur"
 
 
 def _checked_draft(draft: DraftConfig, target_path: Path, target: ModelSpec) -> DraftConfig:
-    """The drafter with its folder, whose configuration fits the target. Raises ConfigError."""
+    """Return the drafter's configuration with its folder. Raises ConfigError if the drafter does not fit the target."""
     match draft.method:
         case "ngram":
             return draft
@@ -229,7 +231,7 @@ def _check_draft_parallel(spec: DraftSpec | None, size: int) -> None:
 
 
 def _check_chain_of(tree: TreeConfig, num_layers: int) -> None:
-    """A chain that is longer than the prediction layers must use each of them equally often, as in vLLM."""
+    """Raise ConfigError if a chain longer than the prediction layers uses them unequally often, as vLLM does."""
     length = tree.num_speculative_tokens
     if tree.kind == "chain" and length > num_layers > 0 and length % num_layers:
         raise ConfigError(
@@ -241,22 +243,22 @@ def _check_chain_of(tree: TreeConfig, num_layers: int) -> None:
 
 
 def _placement(target: int, spec: SpeculativeConfig, num_gpus: int | None) -> Literal["dedicated", "colocated"]:
-    """Dedicated devices for the drafter when there are enough. Raises ConfigError if not even colocated fits."""
+    """Return the drafter's placement: by default dedicated devices if there are enough. Raises ConfigError."""
     draft = spec.draft_tensor_parallel_size
     has_room = num_gpus is None or num_gpus >= target + draft
-    chosen = spec.draft_placement or ("dedicated" if has_room and spec.method != "ngram" else "colocated")
-    need = target + draft if chosen == "dedicated" else target
+    placement = spec.draft_placement or ("dedicated" if has_room and spec.method != "ngram" else "colocated")
+    need = target + draft if placement == "dedicated" else target
     if num_gpus is not None and num_gpus < need:
-        hint = "draft_placement='colocated', " if chosen == "dedicated" and num_gpus >= target else ""
-        what = f"tensor_parallel_size={target} and draft_tensor_parallel_size={draft} ({chosen}) need"
-        raise _too_few(what, need, num_gpus, f"{hint}smaller sizes")
-    return chosen
+        hint = "draft_placement='colocated', " if placement == "dedicated" and num_gpus >= target else ""
+        sizes = f"tensor_parallel_size={target} and draft_tensor_parallel_size={draft} ({placement}) need"
+        raise _too_few(sizes, need, num_gpus, f"{hint}smaller sizes")
+    return placement
 
 
-def _too_few(what: str, need: int, num_gpus: int, instead: str) -> ConfigError:
-    """At the door, because a cluster without them waits for more, for ever."""
+def _too_few(sizes: str, need: int, num_gpus: int, instead: str) -> ConfigError:
+    """Return the error for too few GPUs. Without it Ray would wait for them forever."""
     remedies = " or ".join(filter(None, [instead, "device='cpu'"]))
-    return ConfigError(f"{what} {need} GPU{'s' * (need > 1)}, {num_gpus} can be used; write {remedies}")
+    return ConfigError(f"{sizes} {need} GPU{'s' * (need > 1)}, {num_gpus} can be used; write {remedies}")
 
 
 def _draft(spec: SpeculativeConfig, target: str) -> DraftConfig:

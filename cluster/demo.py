@@ -1,4 +1,4 @@
-"""`make demo`: the service on Ray from nothing, a prompt through HTTP, what speculation gains, nothing left behind."""
+"""`make demo`: starts the service on Ray, streams answers over HTTP, measures speculation, and stops everything."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ QUESTION = "Write a function that reads a file."
 WAYS: dict[str, dict[str, Any]] = {
     "off": {"enabled": False},
     "whole trees": {"tree_prune": "off"},
-    "auto (default)": {"tree_prune": "auto"},  # as much as pays on this machine, or a copy of earlier text
+    "auto (default)": {"tree_prune": "auto"},  # adapts trees to this machine and uses prompt lookup
 }
 MAX_TOKENS = 64
 REPETITIONS = 3
@@ -32,7 +32,7 @@ END_TIMEOUT_S = 15.0
 
 
 class Run(NamedTuple):
-    """One prompt answered once."""
+    """One answer to one prompt."""
 
     text: str
     tokens_per_s: float
@@ -40,7 +40,7 @@ class Run(NamedTuple):
 
 
 def main() -> int:
-    """Exit status 0 if the service came up, answered, gave equal texts with and without drafts, and left nothing."""
+    """Run the demo; return 0 if all greedy texts are equal with and without drafts and no process is left, else 1."""
     began = time.monotonic()
     print("Starting the service on Ray: one verifier, one drafter, the bundled models, on CPU ...", flush=True)
     with running(EngineArgs.load({"device": "cpu", "port": 0})) as url:
@@ -77,10 +77,10 @@ def _stream(client: Client) -> None:
 
 
 def _compare(client: Client) -> bool:
-    """Prints each way's speed; whether every greedy text was the same in all of them."""
+    """Print the speed with each setting; return whether all of them gave the same greedy texts."""
     runs: dict[str, list[list[Run]]] = {way: [[] for _ in PROMPTS] for way in WAYS}
     for _ in range(REPETITIONS):
-        for index, prompt in enumerate(PROMPTS):  # interleaved: a machine that slows down slows all
+        for index, prompt in enumerate(PROMPTS):  # interleaved, so that a slower machine slows all settings alike
             for way, speculative in WAYS.items():
                 runs[way][index].append(_run(client, prompt, speculative))
     texts = [{run.text for per_prompt in runs.values() for run in per_prompt[index]} for index in range(len(PROMPTS))]

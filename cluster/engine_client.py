@@ -1,7 +1,7 @@
-"""The front's end of the engine socket: many requests in, each one's tokens out, one reader task.
+"""The service's end of the engine socket: submits requests and distributes their token chunks.
 
-The front listens and the engine connects (workers.comm.ipc). Nothing here blocks the event loop and nothing here knows
-about Ray or HTTP. All methods belong to the loop that called `listen`.
+The service listens and the engine connects (workers.comm.ipc). Nothing here blocks the event loop or depends on Ray or
+HTTP. Call all methods in the loop that called `listen`.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from workers.gc_freeze import freeze_start_up
 logger = logging.getLogger(__name__)
 
 PROGRESS_TIMEOUT_S = 120.0
-"""No frame came for this long: the engine hangs, at work or idle (an idle one sends a frame every second). Above the
-engine's own step timeout (60 s), whose error tells more."""
+"""The engine hangs if no frame arrives for this long, since even an idle engine sends one every second. It is longer
+than the engine's step timeout (60 s), whose error is more precise."""
 CAUSE_WAIT_S = 2.0
-"""Between the loss of the connection and declaring the engine dead for want of a better reason: who watches the ranks
-hears later which of them died."""
+"""Time between losing the connection and declaring the engine dead. The watcher of the ranks may report the cause
+meanwhile."""
 
 
 class EngineDead(SecateurError, RuntimeError):
-    """The engine is gone; what it was doing is lost."""
+    """The engine has died, and its requests are lost."""
 
 
 class Health(NamedTuple):
-    """Say whether the engine makes progress, and if not, why."""
+    """Whether the engine makes progress, and if not, why."""
 
     ok: bool
     reason: str
 
 
 class EngineClient:
-    """One engine's front: `listen`, start the engine with `address`, `wait_ready`, `submit`, ..., `close`."""
+    """The client of one engine: `listen`, start the engine with `address`, `wait_ready`, `submit`, ..., `close`."""
 
     def __init__(self, *, progress_timeout_s: float = PROGRESS_TIMEOUT_S, cause_wait_s: float = CAUSE_WAIT_S) -> None:
         self.address = ""
@@ -69,7 +69,7 @@ class EngineClient:
         self._last_frame = time.monotonic()
 
     async def listen(self, address: str) -> str:
-        """Opens the socket ("unix:/path" or "tcp:host:0") and returns the address the engine shall connect to."""
+        """Open the socket ("unix:/path" or "tcp:host:0") and return the address that the engine connects to."""
         scheme, _, rest = address.partition(":")
         match scheme:
             case "unix":
@@ -86,7 +86,7 @@ class EngineClient:
         return self.address
 
     async def wait_ready(self, timeout_s: float) -> Ready:
-        """The engine's first frame, with which this process has started, too (`freeze_start_up`).
+        """Wait for the engine's Ready and return it; exempt what was allocated so far from garbage collection.
 
         Raises EngineDead if the engine dies first, TimeoutError if it takes too long.
         """
@@ -101,24 +101,24 @@ class EngineClient:
         return self.ready
 
     def new_id(self) -> int:
-        """An id for the next Submit, unique on this socket."""
+        """Return an id for the next Submit, unique on this socket."""
         return next(self._ids)
 
     @property
     def num_pending(self) -> int:
-        """Requests submitted and not finished."""
+        """The number of requests submitted and not finished."""
         return len(self._queues)
 
     @property
     def dead(self) -> str | None:
-        """Why the engine is gone, or None."""
+        """Why the engine is dead; None if it is alive."""
         return self._death
 
     async def submit(self, request: Submit) -> AsyncGenerator[TokenChunk]:
-        """The request's chunks, one per engine step, until one carries a finish_reason.
+        """Yield the request's chunks, one per engine step, until one has a finish_reason.
 
-        Closing the iterator early (or cancelling the task in it) aborts the request in the engine. Raises EngineDead
-        if the engine is gone or dies; finish_reason "error" is the engine's word about this request alone.
+        Closing the iterator early, or cancelling its task, aborts the request in the engine. Raises EngineDead if the
+        engine is dead or dies; a finish_reason "error" concerns this request alone.
         """
         if self._death is not None or self._writer is None:
             raise EngineDead(self._death or "the engine is not connected yet")
@@ -139,7 +139,7 @@ class EngineClient:
                 self._send(Abort(id=request.id))
 
     def health(self) -> Health:
-        """Progress, not a ping: an engine of which no frame arrived for too long hangs."""
+        """Check that frames keep arriving from the engine."""
         if self._death is not None:
             return Health(False, self._death)
         if self.ready is None:
@@ -150,13 +150,13 @@ class EngineClient:
         return Health(True, "")
 
     def fail(self, reason: str) -> None:
-        """Declares the engine dead: every waiting request ends with EngineDead, `submit` raises it from now on."""
+        """Declare the engine dead: pending requests and later calls of `submit` raise EngineDead."""
         if self._death is None:
             logger.error("engine lost with %d requests in flight: %s", len(self._queues), reason)
             self._end(reason)
 
     async def close(self) -> None:
-        """Closes the socket, at which the engine stops by itself."""
+        """Close the socket, which makes the engine stop."""
         if self._death is None:
             self._end("the service is shutting down")
         if self._writer is not None:
@@ -176,13 +176,13 @@ class EngineClient:
         self._ready_event.set()
 
     def _send(self, message: Message) -> None:
-        # No drain(): frames are small and the engine reads between any two steps.
+        # No drain(): frames are small and the engine reads them after every step.
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(encode(message))
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self._writer is not None:
-            logger.warning("a second engine connected and was turned away")
+            logger.warning("rejected the connection of a second engine")
             writer.close()
             return
         self._writer = writer
@@ -192,7 +192,7 @@ class EngineClient:
             while data := await reader.read(1 << 20):
                 for message in decoder.feed(data):
                     self._take(message)
-        except OSError as error:  # its text is of the socket: what happened is another's to tell
+        except OSError as error:  # not the reason: a socket error does not say why the engine died
             logger.warning("the engine's connection broke: %s", error)
         except ValueError as error:
             reason = f"the engine's connection broke: {error}"
@@ -210,13 +210,13 @@ class EngineClient:
             case StepOutput():
                 self.stats = message.stats
                 for chunk in message.chunks:
-                    # Tokens of a request aborted a moment ago may still be on the wire.
+                    # Chunks of a request that was just aborted may still arrive.
                     if (queue := self._queues.get(chunk.id)) is not None:
                         queue.put_nowait(chunk)
-                        if chunk.finish_reason is not None:  # no longer pending, whenever its reader comes for it
+                        if chunk.finish_reason is not None:  # finished, although its reader may not have read it yet
                             del self._queues[chunk.id]
             case Ready():
                 self.ready = message
                 self._ready_event.set()
             case _:
-                raise ValueError(f"the engine sent a {type(message).__name__}, which only the front may send")
+                raise ValueError(f"the engine sent a {type(message).__name__}, which only the service may send")

@@ -4,7 +4,7 @@
         async for chunk in client.submit(Submit(id=client.new_id(), prompt=[1, 2, 3], max_tokens=8)):
             ...
 
-For tests, benchmarks and machines that have none.
+It serves tests, benchmarks and machines without Ray.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from workers.models.specs import Specs
 logger = logging.getLogger(__name__)
 
 STORE_TIMEOUT_S = 120.0
-"""From starting rank 0 to its store line: importing torch, at worst on a cold disk."""
+"""Time for rank 0 to import torch, from a cold disk at worst, and to print its store's address."""
 STOP_TIMEOUT_S = 5.0
 _WATCH_PERIOD_S = 0.2
 
 
 class EngineProcesses:
-    """The processes of one engine. Thread-safe; one dead process is the death of all.
+    """The processes of one engine. Thread-safe. If one process dies, all are killed.
 
-    Start them from a thread that lives as long as the engine (see cluster.system.child): `start_first`, `read_store`,
-    `start_others`; `close` in any case. `on_death` is called once, from the watching thread, with what died and the end
-    of its stderr; not after `close`.
+    Call `start_first`, `read_store` and `start_others` in a thread that lives as long as the engine (see
+    cluster.system.child), and `close` in any case. The watcher thread calls `on_death` once, with the dead rank and the
+    end of its stderr, but not after `close`.
     """
 
     def __init__(self, config: EngineConfig, specs: Specs, front: str, *, on_death: Callable[[str], None]) -> None:
@@ -64,25 +64,25 @@ class EngineProcesses:
         return [child.process.pid for child in self._children]
 
     def start_first(self) -> None:
-        """Starts rank 0. Raises ConfigError if there are too few devices."""
+        """Start rank 0. Raises ConfigError if there are too few devices."""
         self._spawn(0, "--front", self._front)
 
     def read_store(self) -> str:
-        """Waits for rank 0 to name its rendezvous store. Raises EngineDead. The only slow part: seconds of imports."""
+        """Return the address of rank 0's rendezvous store, after seconds of imports. Raises EngineDead."""
         return self._children[0].read_store(STORE_TIMEOUT_S)
 
     def start_others(self, store: str) -> None:
-        """Starts the other ranks and the watch over all."""
+        """Start the other ranks and the thread that watches all ranks."""
         for rank in range(1, self._config.world_size):
             self._spawn(rank, "--store", store)
         threading.Thread(target=self._watch, name="engine-watch", daemon=True).start()
 
     def expect_end(self) -> None:
-        """From now on a process that ends is no death."""
+        """Stop treating the exit of a process as a failure."""
         self._closing.set()
 
     def close(self) -> None:
-        """SIGTERM, a few seconds, SIGKILL; returns when every process is gone. May be called twice."""
+        """Terminate all processes, kill those that do not stop in time, and wait for them. May be called twice."""
         self.expect_end()
         with self._lock:
             children = list(self._children)
@@ -100,23 +100,23 @@ class EngineProcesses:
             child.join()
 
     def kill(self) -> None:
-        """SIGKILL to all: a rank that waits inside a collective for a dead peer does not hear SIGTERM."""
+        """Kill all processes. A rank that waits for a dead peer in a collective does not react to SIGTERM."""
         for child in self._children:
             child.signal(signal.SIGKILL)
 
-    def _spawn(self, rank: int, *where: str) -> None:
+    def _spawn(self, rank: int, *address: str) -> None:
         placement, devices = rank_placements(self._config)[rank], self._devices()
         module = "verifier" if rank < self._config.tensor_parallel_size else "drafter"
         command = [sys.executable, "-P", "-m", "cluster.system.child", str(os.getpid()), module]
         command += ["--rank", str(rank), "--config", self._config.to_json()]
-        command += ["--specs", self._specs.to_json(), *where]
+        command += ["--specs", self._specs.to_json(), *address]
         env = interface_env("127.0.0.1") | os.environ | worker_env(self._config) | {"PYTHONPATH": _python_path()}
         env["CUDA_VISIBLE_DEVICES"] = devices[placement.bundle] if devices else ""
         with self._lock:
             self._children.append(_Child(placement.role, command, env))
 
     def _devices(self) -> list[str]:
-        """Physical devices for the bundles; [] on CPU. Raises ConfigError if fewer are visible."""
+        """Return the devices of the bundles; [] on CPU. Raises ConfigError if too few are visible."""
         if self._config.device == "cpu":
             return []
         need, visible = num_bundles(self._config), os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -140,18 +140,18 @@ class EngineProcesses:
             return
 
     def _exits(self) -> list[RankExit]:
-        return [ending for child in self._children if (ending := child.ending()) is not None]
+        return [exit for child in self._children if (exit := child.exit()) is not None]
 
 
 class _Child:
-    """One worker process and the threads that read its output (a full pipe would stop it)."""
+    """One worker process and the threads that read its output, since it would block on a full pipe."""
 
     def __init__(self, role: str, command: list[str], env: Mapping[str, str]) -> None:
         self.role = role
         self._stderr: deque[str] = deque(maxlen=20)
         self._store: str | None = None
         self._store_known = threading.Event()
-        # A process group of its own: Ctrl-C in a terminal is for the parent, which stops its children in order.
+        # In its own process group it does not get the terminal's Ctrl-C: the parent stops its children in order.
         self.process = subprocess.Popen(
             command,
             env=env,
@@ -171,29 +171,29 @@ class _Child:
             thread.start()
 
     def read_store(self, timeout_s: float) -> str:
-        """The address rank 0 prints first, as `store HOST:PORT`. Raises EngineDead."""
+        """Return the address that rank 0 prints first, as `store HOST:PORT`. Raises EngineDead."""
         if not self._store_known.wait(timeout_s):
             raise EngineDead(f"{self.role} named no rendezvous store within {timeout_s:.0f} s")
         if self._store is None:
             code = self.process.wait()
             self.join()
-            raise EngineDead(f"{self.role} {_ending(code)} before it named a rendezvous store{self.last_words()}")
+            raise EngineDead(f"{self.role} {_describe(code)} before it named a rendezvous store{self.stderr_tail()}")
         return self._store
 
-    def ending(self) -> RankExit | None:
-        """How it has ended; None while it runs."""
+    def exit(self) -> RankExit | None:
+        """Return how the process ended; None while it runs."""
         if (code := self.process.poll()) is None:
             return None
         self.join()
-        words = self.last_words()
+        stderr = self.stderr_tail()
         if code <= 0:
             kind = ExitKind.KILLED if code else ExitKind.STOPPED
         else:
-            kind = ExitKind.LOST_A_PEER if "PeerLost" in words else ExitKind.FAILED
-        return RankExit(kind, f"{self.role} (pid {self.process.pid}) {_ending(code)}{words}")
+            kind = ExitKind.LOST_A_PEER if "PeerLost" in stderr else ExitKind.FAILED
+        return RankExit(kind, f"{self.role} (pid {self.process.pid}) {_describe(code)}{stderr}")
 
-    def last_words(self) -> str:
-        """The end of its stderr, for an error message."""
+    def stderr_tail(self) -> str:
+        """Return the end of its stderr, for an error message."""
         return ":\n" + "".join(self._stderr).rstrip() if self._stderr else ""
 
     def signal(self, number: int) -> None:
@@ -202,7 +202,7 @@ class _Child:
                 os.killpg(self.process.pid, number)
 
     def join(self) -> None:
-        """Waits until its output has been read (briefly: a grandchild may hold the pipe open)."""
+        """Wait until its output has been read, for at most 1 s per pipe: a grandchild may keep the pipe open."""
         for thread in self._threads:
             thread.join(1.0)
 
@@ -224,7 +224,7 @@ class _Child:
 
 
 class LocalEngine:
-    """Socket, processes and supervision of one engine; an async context manager that gives its EngineClient."""
+    """Socket, processes and supervision of one engine. An async context manager that yields its EngineClient."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
@@ -238,8 +238,10 @@ class LocalEngine:
         return self._processes.pids if self._processes else []
 
     async def start(self) -> None:
-        """Returns when the engine serves. Raises EngineDead, TimeoutError, or what `read_specs` does, with nothing left
-        running."""
+        """Start the engine and wait until it is ready.
+
+        Raises EngineDead, TimeoutError, or what `read_specs` raises; no process is left running then.
+        """
         loop = asyncio.get_running_loop()
         self._folder = OwnedTempDir()
         try:
@@ -248,7 +250,7 @@ class LocalEngine:
             self._processes = EngineProcesses(
                 self.config, specs, front, on_death=lambda reason: _call(loop, self.client.fail, reason)
             )
-            # Started in this thread, not in an executor's: children live as long as the thread that starts them.
+            # Start it in this thread, not in an executor: the kernel kills a child when its parent thread ends.
             self._processes.start_first()
             self._processes.start_others(await asyncio.to_thread(self._processes.read_store))
             await self.client.wait_ready(START_TIMEOUT_S)
@@ -257,7 +259,7 @@ class LocalEngine:
             raise
 
     async def close(self) -> None:
-        """Stops the engine and returns when nothing of it is left. May be called twice."""
+        """Stop the engine and wait until all its processes have ended. May be called twice."""
         if self._processes is not None:
             self._processes.expect_end()
         await self.client.close()
@@ -275,15 +277,15 @@ class LocalEngine:
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[[str], None], argument: str) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop closed first: nobody is left to tell
+    with contextlib.suppress(RuntimeError):  # the loop is already closed
         loop.call_soon_threadsafe(function, argument)
 
 
-def _ending(code: int) -> str:
+def _describe(code: int) -> str:
     return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
 
 def _python_path() -> str:
-    """PYTHONPATH that lets children import the same packages we did, from whatever folder they are started."""
+    """Return a PYTHONPATH with which children import the same packages as this process, from any folder."""
     root = str(Path(workers.__file__).parents[1])
     return os.pathsep.join(dict.fromkeys([root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]))

@@ -1,4 +1,4 @@
-"""The HTTP service without Ray: an engine as plain processes, its ingress under uvicorn in one background thread."""
+"""The HTTP service without Ray: uvicorn in a background thread, the engine in processes of this machine."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def build_service(
     *,
     replica: str,
 ) -> Service:
-    """The service of a running engine, with the settings of `args`."""
+    """Return the service of a running engine, with the settings of `args`."""
     if defaults := sampling_defaults(args, config.model_path):
-        told = ", ".join(f"{name}={value}" for name, value in defaults.items())
-        logger.info("requests that leave them out get the model's own %s (generation_config: none = OpenAI's)", told)
+        settings = ", ".join(f"{name}={value}" for name, value in defaults.items())
+        logger.info("default sampling parameters of the model: %s (generation_config: none = OpenAI's)", settings)
     return Service(
         engine=engine,
         tokenizer=tokenizer,
@@ -59,13 +59,13 @@ def build_service(
 
 @contextmanager
 def local_service(args: EngineArgs) -> Iterator[str]:
-    """A running service on this machine as long as the context lasts; gives its base URL. No Ray.
+    """Run a service on this machine, without Ray, and yield its base URL. On exit all its processes have ended.
 
-    Raises ConfigError before anything starts, EngineDead if the engine does not come up. Afterwards nothing is left.
+    Raises ConfigError before anything starts, EngineDead if the engine does not start.
     """
     if args.api_key_file:
         check_api_keys(args.api_key_file)
-    with listening_socket(args.host, args.port) as sock:  # first: what follows takes seconds, or a download
+    with listening_socket(args.host, args.port) as sock:  # first, because the rest takes seconds, or a download
         config, tokenizer = with_tokenizer(args, engine_config(args, num_gpus=visible_gpus()))
         fetch_weights(args, config)
         thread = _ServiceThread(args, config, tokenizer, sock)
@@ -78,7 +78,7 @@ def local_service(args: EngineArgs) -> Iterator[str]:
 
 
 class _ServiceThread(threading.Thread):
-    """Owns the event loop in which engine client and HTTP server live, and with it the engine's processes."""
+    """Runs the event loop of the engine client and the HTTP server. The engine's processes die with this thread."""
 
     def __init__(self, args: EngineArgs, config: EngineConfig, tokenizer: Tokenizer, sock: socket.socket) -> None:
         super().__init__(name="secateur-service", daemon=True)
@@ -103,24 +103,24 @@ class _ServiceThread(threading.Thread):
             self._up.set()
 
     def wait_started(self) -> None:
-        """Raises what kept it from starting."""
+        """Wait until the service has started; raise the error that prevented it."""
         self._up.wait()
         if self._failure is not None:
             raise self._failure
 
     def stop(self) -> None:
-        """Lets running answers end for a moment, then stops everything and waits for it."""
+        """Stop the service and wait for it; running requests have a few seconds to finish."""
         if self._server is not None:
             self._server.should_exit = True
         elif self._loop is not None and self._main is not None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended by itself
+            with contextlib.suppress(RuntimeError):  # the loop is already closed
                 self._loop.call_soon_threadsafe(self._main.cancel)
         self.join()
 
     async def _serve(self) -> None:
         self._loop, self._main = asyncio.get_running_loop(), asyncio.current_task()
         async with (
-            TokenizerPool(self._tokenizer) as tokenizer_pool,  # they start while the ranks import torch
+            TokenizerPool(self._tokenizer) as tokenizer_pool,  # starts while the ranks import torch
             LocalEngine(self._config) as client,
         ):
             await tokenizer_pool.ready()

@@ -1,4 +1,4 @@
-"""Which rank's end was the death of its engine: the others follow within a moment, and may be noticed first."""
+"""Finds the rank whose exit stopped an engine. The other ranks exit soon after it and may be noticed first."""
 
 from __future__ import annotations
 
@@ -12,26 +12,25 @@ _PERIOD_S = 0.05
 
 
 class ExitKind(IntEnum):
-    """How likely an exit is the root_cause of the others, the likeliest first."""
+    """Kinds of exits, from the likeliest root cause to the least likely."""
 
-    KILLED = 0  # from outside, or by a crash: it could not say anything
+    KILLED = 0  # by a signal or a crash, without a message
     FAILED = 1  # with an error of its own
     LOST_A_PEER = 2
     STOPPED = 3
 
 
 class RankExit(NamedTuple):
-    """Example: RankExit(ExitKind.KILLED, "verifier 1 (pid 4711) was ended by SIGKILL")"""
+    """One rank's exit. Example: RankExit(ExitKind.KILLED, "verifier 1 (pid 4711) was ended by SIGKILL")."""
 
     kind: ExitKind
     message: str
 
 
 def root_cause(exits: Callable[[], Sequence[RankExit]], *, wait_s: float = ROOT_CAUSE_WAIT_S) -> RankExit:
-    """The exit that brought about the others. `exits` looks who has ended; at least one has, in rank order.
+    """Return the exit that caused the others. `exits` returns the exits so far, at least one, in rank order.
 
-    Blocks until a rank is found that was killed, at most wait_s seconds: a killed process tells nobody, so the peers
-    that lost it are often heard first.
+    Waits up to `wait_s` seconds for a rank that was killed, since its peers are often noticed before it.
     """
     deadline = time.monotonic() + wait_s
     while True:

@@ -1,8 +1,8 @@
-"""How large a request may be and how long it may take to arrive, the same without Ray and in Serve's proxies.
+"""Limits on the size and the arrival time of a request, the same without Ray and in Ray Serve's proxies.
 
-uvicorn has no such limits: a header grows until memory ends, and one that never ends keeps its connection for ever. So
-both servers use `LimitedProtocol`, uvicorn's own protocol with limits on what clients send. Nothing limits how slowly a
-client reads or how long an answer takes.
+uvicorn has no such limits: it buffers headers of any size and waits for them forever. Both servers therefore use
+`LimitedProtocol`, uvicorn's protocol plus limits on what clients send. There is no limit on how slowly a client reads
+or on how long a response takes.
 """
 
 from __future__ import annotations
@@ -10,22 +10,24 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from cluster.http.errors import HttpError
 from secateur.responses import ErrorResponse
 
 MAX_BODY_BYTES = 16 << 20
-"""Of a request: a million token ids, or a text several times as long as any context. It is read before anything of it
-can be refused."""
+"""Enough for a million token ids, or for a text several times as long as any context. The whole body is read before it
+is validated."""
 LINGER_S = 2.0
-"""After a refusal what still arrives is thrown away for so long: a reset would take the answer from its reader."""
+"""Time between an error response and closing the connection. Data that arrives meanwhile is discarded: closing at once
+would reset the connection, and the client could lose the response."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpLimits:
-    """What a client may send and how long that may take.
+    """Limits on size and arrival time.
 
     Example: HttpLimits(head_s=5.0, num_headers=64)
     """
@@ -33,46 +35,18 @@ class HttpLimits:
     head_s: float = 20.0
     """From connecting, or from the first byte of a further request, to the end of the headers."""
     head_bytes: int = 64 << 10
-    """Of request line and headers together."""
+    """Request line and headers together."""
     num_headers: int = 128
     body_s: float = 30.0
-    """A body may take so long, and in addition what its bytes take at the rate below."""
+    """Time for any body. A large body has `num_bytes / body_bytes_per_s` more."""
     body_bytes_per_s: int = 16 << 10
     body_bytes: int = MAX_BODY_BYTES
 
 
-class Refusal(NamedTuple):
-    """An answer that the protocol writes itself, before it closes the connection."""
-
-    status: int
-    message: str
-    code: str
-
-    def raw(self) -> bytes:
-        """The whole answer as it goes over the wire, in OpenAI's shape."""
-        body = ErrorResponse.of(self.message, code=self.code).model_dump_json().encode()
-        head = (
-            f"HTTP/1.1 {self.status} {HTTPStatus(self.status).phrase}\r\n"
-            f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
-        )
-        return head.encode() + body
-
-
-MALFORMED = Refusal(400, "this is not an HTTP/1.1 request", "malformed_request")
-
-
-class _Refused(Exception):
-    """Stops the parser."""
-
-    def __init__(self, refusal: Refusal) -> None:
-        self.refusal = refusal
-
-
 class LimitedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol, which refuses what is too large (413, 431) and what does not arrive in time (408).
+    """uvicorn's protocol with limits: rejects requests that are too large (413, 431) or arrive too slowly (408).
 
-    A subclass with other `limits` is another server's protocol. Time counts only while the client is to blame: not
-    while reading is paused, nor while an answer is on its way.
+    Subclass it to set other `limits`. Time does not count while reading is paused or a response is being sent.
     """
 
     limits: ClassVar[HttpLimits] = HttpLimits()
@@ -81,10 +55,10 @@ class LimitedProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._expected: Literal["head", "body"] | None = None
         self._since = 0.0
-        self._clock: asyncio.TimerHandle | None = None
-        self._is_refused = False
-        self._refusal = MALFORMED  # what an error of the parser means
-        self._num_unparsed = 0  # bytes since the parser last told anything; it keeps an unfinished header itself
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_rejected = False
+        self._parser_error: HttpError | None = None  # why a callback stopped the parser
+        self._num_unparsed = 0  # bytes since the parser's last callback; it buffers an unfinished header
         self._num_head = 0
         self._num_headers = 0
         self._num_body = 0
@@ -92,39 +66,39 @@ class LimitedProtocol(HttpToolsProtocol):
     # Connections
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
-        """Start the clock of the first request's head."""
+        """Start the timer for the first request's headers."""
         super().connection_made(transport)
         self._expect("head")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the clock."""
-        self._stop_clock()
+        """Stop the timer."""
+        self._stop_timer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse what came, unless the request is refused already; bound what the parser holds back."""
-        if self._is_refused:
+        """Parse `data` unless the request has been rejected; limit what the parser buffers."""
+        if self._is_rejected:
             return
         if self._expected is None:
             self._expect("head")
         self._num_unparsed += len(data)
         super().data_received(data)
         if self._num_unparsed > self.limits.head_bytes:
-            self._refuse(self._head_too_large())
+            self._reject(self._head_too_large())
 
     def handle_websocket_upgrade(self) -> None:
         """Leave an upgraded connection to uvicorn."""
-        self._stop_clock()
+        self._stop_timer()
         super().handle_websocket_upgrade()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer a request that the parser gave up on."""
-        self._refuse(self._refusal)
+        """Reject a request on which the parser failed."""
+        self._reject(self._parser_error or _error(400, "this is not an HTTP/1.1 request", "malformed_request"))
 
-    # What the parser tells
+    # Parser callbacks
 
     def on_message_begin(self) -> None:
-        """Reset the counters of a request."""
+        """Reset the request's counters."""
         self._num_unparsed = self._num_head = self._num_headers = self._num_body = 0
         if self._expected is None:
             self._expect("head")
@@ -135,34 +109,34 @@ class LimitedProtocol(HttpToolsProtocol):
         self._count_head(len(url))
         super().on_url(url)
 
-    def on_header(self, name: bytes, value: bytes) -> None:  # a trailer behind a body too
-        """Count a header; too many, or too much of them, end the request."""
+    def on_header(self, name: bytes, value: bytes) -> None:  # also called for trailers after a body
+        """Count a header; reject the request if it has too many or too large ones."""
         self._num_headers += 1
         if self._num_headers > self.limits.num_headers:
             message = f"the request has more than {self.limits.num_headers} headers; send fewer"
-            self._stop_parser(Refusal(431, message, "too_many_headers"))
+            self._stop_parser(_error(431, message, "too_many_headers"))
         self._count_head(len(name) + len(value))
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Start the clock of the body."""
+        """Start the timer for the body."""
         self._num_unparsed = 0
         super().on_headers_complete()
         self._expect("body")
 
     def on_body(self, body: bytes) -> None:
-        """Count a part of the body; too much of it ends the request."""
+        """Count a part of the body; reject the request if the body is too large."""
         self._num_unparsed = 0
         self._num_body += len(body)
         if self._num_body > self.limits.body_bytes:
             message = f"the body is larger than {self.limits.body_bytes >> 20} MiB; send less at once"
-            self._stop_parser(Refusal(413, message, "body_too_large"))
+            self._stop_parser(_error(413, message, "body_too_large"))
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Stop the clock: the rest is up to the application."""
+        """Stop the timer: the request is complete."""
         self._num_unparsed = 0
-        self._stop_clock()
+        self._stop_timer()
         super().on_message_complete()
 
     def _count_head(self, num_bytes: int) -> None:
@@ -171,55 +145,56 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._num_head > self.limits.head_bytes:
             self._stop_parser(self._head_too_large())
 
-    def _head_too_large(self) -> Refusal:
+    def _head_too_large(self) -> HttpError:
         message = f"request line and headers are larger than {self.limits.head_bytes >> 10} KiB; send less"
-        return Refusal(431, message, "headers_too_large")
+        return _error(431, message, "headers_too_large")
 
-    def _stop_parser(self, refusal: Refusal) -> None:
-        self._refusal = refusal
-        raise _Refused(refusal)  # the parser's error then, which ends in `send_400_response`
+    def _stop_parser(self, error: HttpError) -> None:
+        self._parser_error = error
+        raise error  # uvicorn catches the parser's failure and calls `send_400_response`
 
     # Time
 
-    def _expect(self, what: Literal["head", "body"]) -> None:
-        self._stop_clock()
-        self._expected, self._since = what, self.loop.time()
-        self._clock = self.loop.call_later(self.limits.head_s if what == "head" else self.limits.body_s, self._check)
+    def _expect(self, part: Literal["head", "body"]) -> None:
+        self._stop_timer()
+        self._expected, self._since = part, self.loop.time()
+        seconds = self.limits.head_s if part == "head" else self.limits.body_s
+        self._timer = self.loop.call_later(seconds, self._check_deadline)
 
-    def _stop_clock(self) -> None:
+    def _stop_timer(self) -> None:
         self._expected = None
-        if self._clock is not None:
-            self._clock.cancel()
-            self._clock = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
-    def _check(self) -> None:
-        """The clock has run out: the client is late, or has earned more time."""
+    def _check_deadline(self) -> None:
+        """Reject the request, or extend the deadline for the bytes received and for time that does not count."""
         assert self._expected is not None
         if self.transport.is_closing():
             return
-        if self._is_excused():
+        if self._is_waiting_for_us():
             self._expect(self._expected)
             return
         limits = self.limits
         if self._expected == "head":
-            if not (self._num_unparsed or self._num_head):  # a connection on which nothing was ever asked
+            if not (self._num_unparsed or self._num_head):  # an idle connection without a request
                 self.transport.close()
                 return
-            self._refuse(Refusal(408, f"the headers were not complete within {limits.head_s:g} s", "request_timeout"))
+            self._reject(_error(408, f"the headers were not complete within {limits.head_s:g} s", "request_timeout"))
             return
         allowed_s = limits.body_s + self._num_body / limits.body_bytes_per_s
         left_s = self._since + allowed_s - self.loop.time()
         if left_s > 0:
-            self._clock = self.loop.call_later(left_s, self._check)
+            self._timer = self.loop.call_later(left_s, self._check_deadline)
             return
         message = (
-            f"the body did not arrive in time; it has {limits.body_s:g} s, and more only for what comes at "
+            f"the body did not arrive in time: the limit is {limits.body_s:g} s plus its size at "
             f"{limits.body_bytes_per_s} bytes/s"
         )
-        self._refuse(Refusal(408, message, "request_timeout"))
+        self._reject(_error(408, message, "request_timeout"))
 
-    def _is_excused(self) -> bool:
-        """Whether the client may be waiting for us: nothing is read, or an answer is on its way to it."""
+    def _is_waiting_for_us(self) -> bool:
+        """Return whether the client may be waiting for the server: reading is paused, or a response is being sent."""
         if self.flow.read_paused:
             return True
         cycle = self.cycle
@@ -227,32 +202,46 @@ class LimitedProtocol(HttpToolsProtocol):
             return False
         return self._expected == "head" or cycle.response_started
 
-    # Refusals
+    # Rejection
 
-    def _may_answer(self) -> bool:
-        """Whether an answer would be taken for that of the request that is refused."""
+    def _can_respond(self) -> bool:
+        """Return whether the client would match a response to the rejected request, not to an earlier one."""
         if self._expected == "body":
             return not (self.cycle.response_started or self.pipeline)
         return self.cycle is None or self.cycle.response_complete
 
-    def _refuse(self, refusal: Refusal) -> None:
-        """Answers, unless that would go into the middle of another answer, and closes the connection."""
-        if self._is_refused or self.transport.is_closing():
+    def _reject(self, error: HttpError) -> None:
+        """Close the connection, after an error response if none of another request is being sent."""
+        if self._is_rejected or self.transport.is_closing():
             return
-        self._is_refused = True
-        may_answer, is_body = self._may_answer(), self._expected == "body"
-        self._stop_clock()
+        self._is_rejected = True
+        can_respond, is_body = self._can_respond(), self._expected == "body"
+        self._stop_timer()
         self._unset_keepalive_if_required()
-        if not may_answer:
+        if not can_respond:
             self.transport.close()
             return
-        if is_body:  # the application has this request: nothing of its own may follow our answer
+        if is_body:  # the application already handles this request and must not send a second response
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        self.transport.write(refusal.raw())
+        self.transport.write(_raw_response(error))
         self.flow.resume_reading()
         if self.transport.can_write_eof():
             self.transport.write_eof()
             self.loop.call_later(LINGER_S, self.transport.close)
         else:
             self.transport.close()
+
+
+def _error(status: int, message: str, code: str) -> HttpError:
+    return HttpError(status, ErrorResponse.of(message, code=code))
+
+
+def _raw_response(error: HttpError) -> bytes:
+    """Return the HTTP response, head and body, that closes the connection."""
+    body = error.body.model_dump_json().encode()
+    head = (
+        f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n"
+        f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+    )
+    return head.encode() + body

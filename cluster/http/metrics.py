@@ -1,9 +1,9 @@
-"""Prometheus metrics of one service: vLLM's stems under our prefix, so that its dashboards need a rename only.
+"""Prometheus metrics of one service, with vLLM's names under our prefix.
 
-Request metrics are observed here as requests end, tokens as they are answered; engine metrics are read from the last
-StepOutput at scrape time. Accepted tokens are those of the answers: the engine cannot know what a stop string cuts off.
-Every sample says its model and replica: behind one address a scrape may reach any replica, and without the label their
-counters would take turns in one series. Acceptance length = 1 + num_accepted_tokens / num_drafts.
+Request metrics are observed when a request ends, token metrics at every delta; engine metrics are read from the last
+StepOutput at scrape time. Accepted tokens are counted here and not in the engine, which does not know what a stop
+string cuts off. Every sample has the labels `model_name` and `replica`, because scrapes of one address may reach
+different replicas. Acceptance length = 1 + num_accepted_tokens / num_drafts.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "transfer_seconds": ("Seconds of steps between the two, both ways.", lambda s: s.transfer_seconds),
     "verify_seconds": ("Seconds of steps spent in the target.", lambda s: s.verify_seconds),
 }
-# The same by depth of the tree, which stands for vLLM's position in a chain.
+# The same per depth of the tree, in place of vLLM's position in a chain.
 _PER_POSITION: dict[str, tuple[str, Callable[[EngineStats], list[int]]]] = {
     "spec_decode_num_draft_tokens_per_pos": (
         "Tree nodes drafted at each depth (0 = directly below the root).",
@@ -72,7 +72,7 @@ _GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
 
 
 def by_depth(*counts: Sequence[int]) -> list[int]:
-    """The sum of lists that each have an entry per depth. Example: by_depth([3, 1], [2]) == [5, 1]."""
+    """Add lists of counts per depth. Example: by_depth([3, 1], [2]) == [5, 1]."""
     return [sum(level) for level in zip_longest(*counts, fillvalue=0)]
 
 
@@ -138,25 +138,25 @@ class Metrics:
         )
         self._prompt = Counter(PREFIX + "prompt_tokens", "Prompt tokens of ended requests.", names, registry=registry)
         self._generated = Counter(PREFIX + "generation_tokens", "Tokens answered.", names, registry=registry)
-        self._answered = RequestStats()
+        self._returned = RequestStats()
         self._rejected = Counter(
             PREFIX + "requests_rejected", "Requests turned away: too many were pending.", names, registry=registry
         )
         self._rejected.labels(**self._labels)
-        registry.register(_EngineCollector(self._labels, lambda: self._with_answered(stats())))
+        registry.register(_EngineCollector(self._labels, lambda: self._with_returned(stats())))
 
-    def _with_answered(self, stats: EngineStats) -> EngineStats:
+    def _with_returned(self, stats: EngineStats) -> EngineStats:
         return replace(
             stats,
-            accepted_per_depth=self._answered.accepted_per_depth,
-            num_accepted_copied_tokens=self._answered.num_accepted_copied_tokens,
+            accepted_per_depth=self._returned.accepted_per_depth,
+            num_accepted_copied_tokens=self._returned.num_accepted_copied_tokens,
         )
 
     def observe_tokens(self, num_tokens: int, num_accepted: int, *, is_copied: bool) -> None:
-        """One step's tokens of an answer, of which the leading `num_accepted` were drafted or copied."""
+        """Count the tokens that one step added to a choice; the first `num_accepted` of them were draft tokens."""
         self._generated.labels(**self._labels).inc(num_tokens)
-        self._answered.count_nodes([], [], num_accepted)
-        self._answered.num_accepted_copied_tokens += num_accepted * is_copied
+        self._returned.count_nodes([], [], num_accepted)
+        self._returned.num_accepted_copied_tokens += num_accepted * is_copied
 
     def observe_finished(
         self,
@@ -168,7 +168,7 @@ class Metrics:
         first_token_s: float | None,
         last_token_s: float | None,
     ) -> None:
-        """One prompt's answer ended. Times are seconds since its arrival; None = there was no token."""
+        """Record a finished choice. Times are seconds since the request's arrival; None = it has no token."""
         self._finished.labels(**self._labels, finished_reason=reason).inc()
         self._prompt.labels(**self._labels).inc(prompt_tokens)
         self._e2e.labels(**self._labels).observe(total_s)
@@ -182,5 +182,5 @@ class Metrics:
         self._rejected.labels(**self._labels).inc()
 
     def render(self) -> bytes:
-        """The Prometheus text."""
+        """Return the metrics in Prometheus's text format."""
         return generate_latest(self.registry)

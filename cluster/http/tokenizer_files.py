@@ -1,4 +1,4 @@
-"""Tokenizers in formats that transformers converts with the help of other packages: which of those is missing."""
+"""Checks that the packages which transformers needs to convert a tokenizer's files are installed."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from secateur.install import install_command
 
 _READ_AS_THEY_ARE = ("tokenizer.json", "vocab.json", "vocab.txt")
 
-# Module -> the package that brings it.
+# Module -> the package that contains it.
 _SENTENCEPIECE = {"sentencepiece": "sentencepiece", "google.protobuf": "protobuf"}
 _TIKTOKEN = {"tiktoken": "tiktoken"}
 _TEKKEN = {"mistral_common": "mistral-common"}
 
 
 def lacking_package(folder: Path) -> str | None:
-    """What to install before a folder's tokenizer can be read; None if nothing is missing for it."""
+    """Return a message that says what to install to read a folder's tokenizer; None if nothing is missing."""
     for name, needed in _needs(folder).items():
         if missing := [package for module, package in needed.items() if not _is_installed(module)]:
             return (
@@ -27,7 +27,7 @@ def lacking_package(folder: Path) -> str | None:
 
 
 def _needs(folder: Path) -> dict[str, dict[str, str]]:
-    """File -> what reading it takes; nothing where there are files that are read as they are."""
+    """Return the packages that each tokenizer file needs; {} if the folder has a file that needs none."""
     if any((folder / name).exists() for name in _READ_AS_THEY_ARE):
         return {}
     if (folder / "tekken.json").exists():
@@ -36,7 +36,7 @@ def _needs(folder: Path) -> dict[str, dict[str, str]]:
 
 
 def _is_tiktoken(file: Path) -> bool:
-    """Tiktoken's files are lines of a token in base64 and its rank; SentencePiece's are protocol buffers."""
+    """Return whether a file is tiktoken's (each line a base64 token and its rank) rather than SentencePiece's."""
     with file.open("rb") as opened:
         first = opened.readline(4096).split()
     return len(first) == 2 and first[1].isdigit()

@@ -1,7 +1,7 @@
-"""Rendering and tokenizing in processes of their own, so that no text and no template can keep the service from others.
+"""Renders chat templates and tokenizes in worker processes, so that no text and no template can block other requests.
 
-Each job has a worker for itself. It ends when its worker has answered, when the kernel ends the worker at one of the
-job's limits, or when its client leaves: then the worker is killed. A killed worker is replaced within milliseconds.
+A worker runs one job at a time. The kernel kills a worker whose job exceeds a limit; the pool kills a worker whose
+client disconnects. It replaces a killed worker within milliseconds.
 """
 
 from __future__ import annotations
@@ -33,52 +33,47 @@ from secateur.errors import SecateurError
 logger = logging.getLogger(__name__)
 
 MAX_WORKERS = 4
-"""One per core, up to here: enough for any engine's prompts, and each may take `JobLimits.memory_bytes`."""
+"""One worker per core, up to this number: enough for any engine, and each may take `JobLimits.memory_bytes`."""
 MAX_WAITING = 512
 MAX_WAITING_BYTES = 64 << 20
-"""Jobs that wait for a worker, and the text they hold, before new ones are refused."""
+"""Limits on the number and the size of jobs that wait for a worker; the pool rejects further ones."""
 LOAD_TIMEOUT_S = 120.0
-"""For imports and a tokenizer, at worst on a cold disk."""
+"""Time to import transformers and load a tokenizer, from a cold disk at worst."""
 RESTART_S = 1.0
 WATCH_PERIOD_S = 0.2
 STUCK_S = 30.0
-"""No job has ended for this long although some have begun: more than `JobLimits` allow."""
+"""The pool is unhealthy if jobs are running and none has ended for this long. `JobLimits` allows no job so much time.
+"""
 
 
 class TokenizerPoolFull(SecateurError):
-    """Enough jobs wait already; later there is room."""
+    """Too many jobs are waiting; the client may retry."""
 
 
 class TokenizerPoolDown(SecateurError):
-    """The workers do not run; they are being started again."""
+    """The workers have died or are starting; the pool starts them again."""
 
 
 class JobTooCostly(PromptError):
-    """The kernel ended the job at one of its limits."""
+    """The kernel killed the worker because the job exceeded a limit."""
 
 
 class TokenizerForkServer:
-    """The process that has loaded the tokenizer and forks workers. Thread-safe; it ends with the thread that made it.
+    """The process that loads the tokenizer and forks workers. Thread-safe; it dies with the thread that created it.
 
-    The tokenizer must be in the local cache: this process's own copy was read just before.
+    It works offline: the tokenizer must be in the local cache.
     """
 
     def __init__(self, tokenizer: Tokenizer, limits: JobLimits) -> None:
         self.limits = limits
         self._lock = threading.Lock()
-        self._control, theirs = socket.socketpair()
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "cluster.system.child",
-            str(os.getpid()),
-            "cluster.http.tokenizer_worker",
-        ]
-        command += [str(theirs.fileno()), tokenizer.path, tokenizer.revision or "", limits.to_json()]
-        with theirs:
+        self._control, remote = socket.socketpair()
+        command = [sys.executable, "-P", "-m", "cluster.system.child", str(os.getpid())]
+        command += ["cluster.http.tokenizer_worker", str(remote.fileno())]
+        command += [tokenizer.path, tokenizer.revision or "", limits.to_json()]
+        with remote:
             self._process = subprocess.Popen(
-                command, env=_environment(), stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], process_group=0
+                command, env=_environment(), stdin=subprocess.DEVNULL, pass_fds=[remote.fileno()], process_group=0
             )
 
     @property
@@ -92,7 +87,7 @@ class TokenizerForkServer:
         return self._process.poll() is None
 
     def wait_loaded(self) -> None:
-        """Blocks until the tokenizer is loaded. Raises TokenizerPoolDown."""
+        """Wait until the tokenizer is loaded. Raises TokenizerPoolDown."""
         self._control.settimeout(LOAD_TIMEOUT_S)
         try:
             if self._control.recv(len(READY)) == READY:
@@ -103,33 +98,35 @@ class TokenizerForkServer:
         raise TokenizerPoolDown(f"the process that loads the tokenizer ended with code {self._process.wait()}")
 
     def fork(self) -> socket.socket:
-        """The front's end of a new worker's socket. Raises OSError if the process is gone, or takes no more commands:
-        then it is ended."""
-        ours, theirs = socket.socketpair()
+        """Fork a worker and return the service's end of its socket.
+
+        Raises OSError if the process has died or accepts no commands; it is killed in the latter case.
+        """
+        local, remote = socket.socketpair()
         try:
-            with theirs, self._lock:
-                socket.send_fds(self._control, [COMMAND.pack(0)], [theirs.fileno()])
+            with remote, self._lock:
+                socket.send_fds(self._control, [COMMAND.pack(0)], [remote.fileno()])
         except OSError:
-            ours.close()
+            local.close()
             self._process.kill()
             raise
-        return ours
+        return local
 
     def kill(self, pid: int) -> None:
-        """SIGKILL for one of its workers, by the process that has not waited for it yet: the pid is nobody else's."""
-        with contextlib.suppress(OSError), self._lock:  # the process is gone, and its workers with it
+        """Kill a worker. Its parent does it: the pid cannot be reused before the parent has waited for it."""
+        with contextlib.suppress(OSError), self._lock:  # a dead fork server has no workers
             self._control.sendall(COMMAND.pack(pid))
 
     def close(self) -> None:
-        """Ends the process and its workers. May be called twice."""
+        """Kill the process and its workers. May be called twice."""
         if self.is_running:
-            self._process.send_signal(signal.SIGKILL)  # its workers die with it, whatever they do
+            self._process.send_signal(signal.SIGKILL)  # the kernel kills its workers with it
             self._process.wait()
         self._control.close()
 
 
 class _Worker:
-    """One worker seen from the front."""
+    """The service's handle of one worker."""
 
     def __init__(self, parent: TokenizerForkServer, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.parent = parent
@@ -139,17 +136,21 @@ class _Worker:
 
     @classmethod
     async def forked(cls, parent: TokenizerForkServer) -> Self:
-        """A new one, when it has said its pid. Raises OSError, EOFError if the parent is gone."""
+        """Fork a worker and wait for its pid. Raises OSError or EOFError if the fork server has died."""
         worker = cls(parent, *await asyncio.open_unix_connection(sock=parent.fork()))
-        (worker.pid,) = COMMAND.unpack(await worker._receive())
+        try:
+            (worker.pid,) = COMMAND.unpack(await worker._receive())
+        except BaseException:
+            worker._writer.transport.abort()
+            raise
         return worker
 
     @property
     def has_ended(self) -> bool:
         return self._reader.at_eof()
 
-    async def ask(self, job: bytes) -> Any:
-        """Its reply. Raises OSError, EOFError if it ends instead."""
+    async def run(self, job: bytes) -> Any:
+        """Run a job and return the reply. Raises OSError or EOFError if the worker dies."""
         self._writer.write(LENGTH.pack(len(job)) + job)
         await self._writer.drain()
         return msgpack.unpackb(await self._receive(), unicode_errors="surrogatepass")
@@ -164,11 +165,11 @@ class _Worker:
 
 
 class TokenizerPool:
-    """Workers for a tokenizer's slow methods. An async context manager that begins to start them; await `ready` then.
+    """Runs a tokenizer's slow methods in workers. An async context manager: it starts the workers; then await `ready`.
 
-    Its methods raise PromptError, TokenizerPoolFull and TokenizerPoolDown; cancelling one ends its work. Start it in a
-    thread that lives as long as the service: the processes end with it. `parent`: one that runs already and is somebody
-    else's to close.
+    The methods raise PromptError, TokenizerPoolFull and TokenizerPoolDown; cancelling one kills its worker. Start the
+    pool in a thread that lives as long as the service, because the processes die with that thread. A running fork
+    server may be passed as `parent`; the pool does not close it.
     """
 
     def __init__(
@@ -191,12 +192,12 @@ class TokenizerPool:
         self._last_end = time.monotonic()
         self._down = "they are starting"
         self._starting: asyncio.Task[None] | None = None
-        self._keeper: asyncio.Task[None] | None = None
+        self._watcher: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def pids(self) -> list[int]:
-        """The parent's process id; [] while there is none."""
+        """Return the fork server's process id; [] while there is none."""
         return [self._parent.pid] if self._parent else []
 
     async def __aenter__(self) -> Self:
@@ -207,23 +208,23 @@ class TokenizerPool:
         await self.close()
 
     def begin(self) -> None:
-        """Starts the processes without waiting for them; `ready` does. From here on `close` has to be called."""
+        """Start the processes without waiting for them, as `ready` does. The caller must call `close` afterwards."""
         self._starting = asyncio.create_task(self._start_parent())
 
     async def ready(self) -> None:
-        """Returns when what `begin` began has ended. Raises TokenizerPoolDown."""
+        """Wait until the workers have started. Raises TokenizerPoolDown."""
         assert self._starting is not None
         try:
             await self._starting
         except BaseException:
             await self.close()
             raise
-        self._keeper = asyncio.create_task(self._keep())
+        self._watcher = asyncio.create_task(self._watch())
 
     async def close(self) -> None:
-        """Ends the processes. May be called twice."""
+        """Stop the processes. May be called twice."""
         self._down = "the service is shutting down"
-        tasks = [*self._tasks, *filter(None, [self._starting, self._keeper])]
+        tasks = [*self._tasks, *filter(None, [self._starting, self._watcher])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -234,17 +235,17 @@ class TokenizerPool:
         self._parent = None
 
     def health(self) -> Health:
-        """Whether texts can be tokenized: processes that run, and jobs that end."""
+        """Check that the processes run and that jobs end."""
         if self._parent is None or not self._parent.is_running:
             return Health(False, f"the tokenizing workers do not run: {self._down}")
         silent_s = time.monotonic() - self._last_end
         if self._num_unfinished and silent_s > self._stuck_s:
-            told = f"{self._num_unfinished} jobs have waited {silent_s:.0f} s for the first of them to end"
-            return Health(False, f"the tokenizing workers are stuck: {told}")
+            problem = f"{self._num_unfinished} jobs have waited {silent_s:.0f} s for the first of them to end"
+            return Health(False, f"the tokenizing workers are stuck: {problem}")
         return Health(True, "")
 
     async def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
-        """`Tokenizer.encode` of each."""
+        """Return the token ids of each text; see `Tokenizer.encode`."""
         return await self._do("encode", "prompt", texts=list(texts), add_special_tokens=add_special_tokens)
 
     async def encode_chat(
@@ -258,7 +259,7 @@ class TokenizerPool:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_special_tokens: bool = False,
     ) -> list[int]:
-        """`Tokenizer.encode_chat`, if the rendered text is within `limit`."""
+        """Return the token ids of a conversation whose rendered text is within `limit`; see `Tokenizer.encode_chat`."""
         return await self._do(
             "encode_chat",
             "messages",
@@ -280,20 +281,20 @@ class TokenizerPool:
         return await self._do("token_strings", "prompt", ids=list(ids))
 
     async def decode(self, ids: Sequence[int]) -> str:
-        """With special tokens."""
+        """Return the text of token ids, with special tokens."""
         return await self._do("decode", "tokens", ids=list(ids))
 
     async def _do(self, method: str, param: str, **arguments: Any) -> Any:
         job = pickle.dumps((method, arguments))
         worker = await self._free_worker(len(job))
         try:
-            reply = await worker.ask(job)
+            reply = await worker.run(job)
         except (OSError, EOFError):
             self._replace(worker)
             if not worker.parent.is_running:
                 raise TokenizerPoolDown("the tokenizing workers were lost; try again") from None
             raise JobTooCostly(self._too_costly(), param=param, code="prompt_too_costly") from None
-        except BaseException:  # the client left
+        except BaseException:  # the client disconnected
             self._replace(worker)
             raise
         else:
@@ -304,13 +305,13 @@ class TokenizerPool:
         match reply:
             case {"value": value}:
                 return value
-            case {"refused": [message, at, code]}:
+            case {"rejected": [message, at, code]}:
                 raise PromptError(message, param=at, code=code)
             case _:
                 raise RuntimeError(f"{method} failed in a tokenizing worker: {reply.get('failed')}")
 
     async def _free_worker(self, num_bytes: int) -> _Worker:
-        """One for this job alone, in the order of arrival. Counts the job as unfinished if it gets one."""
+        """Wait for an idle worker, first come, first served. Counts the job as unfinished if it gets one."""
         if not (health := self.health()).ok:
             raise TokenizerPoolDown(health.reason)
         if self._num_waiting >= MAX_WAITING or (
@@ -341,11 +342,11 @@ class TokenizerPool:
             task.add_done_callback(self._tasks.discard)
 
     async def _add_worker(self, parent: TokenizerForkServer) -> None:
-        with contextlib.suppress(OSError, EOFError):  # the parent is gone: its successor has workers of its own
+        with contextlib.suppress(OSError, EOFError):  # the fork server has died; the next one forks its own workers
             self._idle.put_nowait(await _Worker.forked(parent))
 
-    async def _keep(self) -> None:
-        """Starts the parent again whenever it has ended."""
+    async def _watch(self) -> None:
+        """Restart the fork server whenever it has died."""
         while True:
             await asyncio.sleep(WATCH_PERIOD_S)
             if self._parent is not None and self._parent.is_running:
@@ -359,15 +360,15 @@ class TokenizerPool:
                 await asyncio.sleep(RESTART_S)
 
     async def _start_parent(self) -> None:
-        """A parent and its workers, in place of what there was."""
+        """Start a fork server and its workers in place of the previous ones."""
         if self._parent is not None and self._parent is not self._borrowed:
             self._parent.close()
-        while not self._idle.empty():  # of the parent that has ended
+        while not self._idle.empty():  # workers of the dead fork server
             self._idle.get_nowait().kill()
         if self._borrowed is not None and self._borrowed.is_running:
             parent = self._borrowed
         else:
-            # Started in this thread, not in an executor's: children live as long as the thread that starts them.
+            # Start it in this thread, not in an executor: the kernel kills a child when its parent thread ends.
             parent = TokenizerForkServer(self._tokenizer, self._limits)
             try:
                 await asyncio.to_thread(parent.wait_loaded)
@@ -388,7 +389,7 @@ class TokenizerPool:
 
 
 def _environment() -> dict[str, str]:
-    """One thread, so that forking is safe; nothing said about torch; nothing fetched."""
+    """Return the fork server's environment: one thread, so that forking is safe; no warning about torch; offline."""
     root = str(Path(workers.__file__).parents[1])
     path = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return os.environ | {

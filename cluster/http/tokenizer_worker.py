@@ -1,8 +1,7 @@
-"""The processes that render chat templates and tokenize.
+"""The processes that render chat templates and tokenize: one fork server and its workers. They do not import torch.
 
-A parent loads the tokenizer once; whenever the front asks for a worker it forks one, in milliseconds and with nearly no
-memory of its own. So killing a worker is a cheap way to end a job, and the only one that ends any: a template runs in
-Jinja, a text in Rust, and a thread in either cannot be stopped. Neither process imports torch.
+The fork server loads the tokenizer once and forks a worker in milliseconds and with almost no memory of its own.
+Killing a worker is the only way to stop any job, since a thread in Jinja or in the Rust tokenizer cannot be stopped.
 """
 
 from __future__ import annotations
@@ -30,22 +29,22 @@ from cluster.system.child import die_with_parent
 logger = logging.getLogger(__name__)
 
 COMMAND = struct.Struct("<i")
-"""From the front to the parent: the pid of a worker to kill, or 0 with a socket for a new worker to serve."""
+"""From the service to the fork server: the pid of a worker to kill, or 0 and a socket for a new worker."""
 LENGTH = struct.Struct("<I")
-"""Before every frame between the front and a worker."""
+"""Precedes every frame between the service and a worker."""
 READY = b"ready"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobLimits:
-    """What one job may take before the kernel ends its worker."""
+    """The time and memory of one job, beyond which the kernel kills its worker."""
 
     render_s: float = 2.0
-    """A chat template takes milliseconds; on a busy machine some tens of them."""
+    """A chat template takes milliseconds, on a busy machine tens of milliseconds."""
     tokenize_s: float = 10.0
-    """About a million tokens."""
+    """Enough for about a million tokens."""
     memory_bytes: int = 1 << 30
-    """Beyond what the tokenizer takes: a megabyte of text needs up to 220."""
+    """In addition to the tokenizer itself. A megabyte of text needs up to 220 MB."""
 
     def to_json(self) -> str:
         """Return the limits as JSON, for a command line."""
@@ -58,22 +57,22 @@ class JobLimits:
 
 
 def main(fd: int, path: str, revision: str | None, limits: JobLimits) -> None:
-    """The parent's life: loads the tokenizer, says READY, then forks and kills as it is told. Ends with the front."""
+    """Run the fork server: load the tokenizer, send READY, then fork and kill workers until the socket closes."""
     control = socket.socket(fileno=fd)
     tokenizer = Tokenizer(path, revision=revision)
     with contextlib.suppress(PromptError):
         tokenizer.render([{"role": "user", "content": "a"}])  # compiles the template, once for all workers
     gc.collect()
-    gc.freeze()  # what the workers share is not touched by their collections, so it stays shared
+    gc.freeze()  # the workers' garbage collections would write to shared pages, and so copy them
     control.sendall(READY)
     parent, children = os.getpid(), set[int]()
     while True:
         command, fds, _, _ = socket.recv_fds(control, COMMAND.size, 1)
         if not command:
             return
-        children -= {child for child in children if os.waitpid(child, os.WNOHANG) != (0, 0)}  # ended by themselves
+        children -= {child for child in children if os.waitpid(child, os.WNOHANG) != (0, 0)}  # have exited
         (pid,) = COMMAND.unpack(command)
-        if pid in children:  # not yet waited for, so nobody else has this pid
+        if pid in children:  # not yet waited for, so the kernel has not reused the pid
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
             children.remove(pid)
@@ -86,27 +85,27 @@ def main(fd: int, path: str, revision: str | None, limits: JobLimits) -> None:
             children.add(child)
 
 
-def _worker(front: socket.socket, tokenizer: Tokenizer, limits: JobLimits, parent: int) -> None:
-    """A worker's life: one job after the other, until the front hangs up or a limit is passed."""
+def _worker(service: socket.socket, tokenizer: Tokenizer, limits: JobLimits, parent: int) -> None:
+    """Run a worker: one job after the other, until the service closes the socket or the job exceeds a limit."""
     die_with_parent(parent)
-    most = _address_space() + limits.memory_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    max_bytes = _address_space() + limits.memory_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # an allocation that fails in Rust aborts the process
     jobs = _Jobs(tokenizer, limits)
-    send_frame(front, COMMAND.pack(os.getpid()))
-    while (frame := receive_frame(front)) is not None:
-        send_frame(front, msgpack.packb(_reply(jobs, frame), unicode_errors="surrogatepass"))
+    send_frame(service, COMMAND.pack(os.getpid()))
+    while (frame := receive_frame(service)) is not None:
+        send_frame(service, msgpack.packb(_reply(jobs, frame), unicode_errors="surrogatepass"))
 
 
 def _reply(jobs: _Jobs, frame: bytes) -> dict[str, Any]:
-    method, arguments = pickle.loads(frame)  # from the front, which this process belongs to
+    method, arguments = pickle.loads(frame)  # the service is trusted
     del frame
     try:
         return {"value": getattr(jobs, method)(**arguments)}
     except PromptError as error:
-        return {"refused": [str(error), error.param, error.code]}
+        return {"rejected": [str(error), error.param, error.code]}
     except MemoryError:
-        os._exit(1)  # what is left of this process is not to be relied on
+        os._exit(1)  # the process may be in an inconsistent state
     except Exception as error:
         logger.exception("%s failed", method)
         return {"failed": f"{type(error).__name__}: {error}"}
@@ -115,7 +114,7 @@ def _reply(jobs: _Jobs, frame: bytes) -> dict[str, Any]:
 
 
 class _Jobs:
-    """What a worker can do, each part under an alarm that nobody handles: the kernel ends the process."""
+    """A worker's jobs. SIGALRM is not handled, so the kernel kills a process that exceeds its time."""
 
     def __init__(self, tokenizer: Tokenizer, limits: JobLimits) -> None:
         self._tokenizer = tokenizer
@@ -154,7 +153,7 @@ def send_frame(to: socket.socket, payload: bytes) -> None:
 
 
 def receive_frame(source: socket.socket) -> bytes | None:
-    """The next frame, None if the other end has hung up."""
+    """Return the next frame, or None if the other end has closed the socket."""
     if (head := _receive(source, LENGTH.size)) is None:
         return None
     return _receive(source, LENGTH.unpack(head)[0])
@@ -171,14 +170,16 @@ def _receive(source: socket.socket, size: int) -> bytes | None:
 
 
 def _address_space() -> int:
-    """Of this process, in bytes."""
+    """Return the size of this process's address space in bytes."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[0]) * resource.getpagesize()
 
 
 def _hide(package: str) -> None:
-    """Python's own sign for "not installed". Importing torch, as transformers does where it can, takes five times the
-    time and memory of all the rest."""
+    """Make a package look like it is not installed.
+
+    transformers imports torch if it can, which takes five times the time and memory of everything else together.
+    """
     sys.modules[package] = None  # type: ignore[assignment]  # documented: None raises ModuleNotFoundError
 
 

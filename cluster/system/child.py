@@ -1,7 +1,7 @@
-"""Runs a worker module that cannot outlive its parent: `python -m cluster.system.child PARENT_PID MODULE ARGS...`.
+"""Runs a module in a process that dies with its parent: `python -m cluster.system.child PARENT_PID MODULE ARGS...`.
 
 The kernel kills this process when the *thread* that started it ends, so start it from a thread that lives as long as
-the engine. The module sees the arguments as its own, as after `python -m MODULE ARGS...`.
+the engine. The module gets ARGS as after `python -m MODULE ARGS...`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent: int) -> None:
-    """SIGKILL for this process as soon as its parent is gone, however that went. Linux only; elsewhere a no-op."""
+    """Have the kernel kill this process when its parent ends. Does nothing outside Linux."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -26,15 +26,15 @@ def die_with_parent(parent: int) -> None:
 
 
 def run(module: str, arguments: list[str]) -> int:
-    """Runs the module as `python -m` would; its exit code."""
+    """Run the module as `python -m` does and return its exit code."""
     sys.argv = [module, *arguments]
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
-    except SystemExit as ending:
-        if isinstance(ending.code, str):
-            print(ending.code, file=sys.stderr)
+    except SystemExit as exit:
+        if isinstance(exit.code, str):
+            print(exit.code, file=sys.stderr)
             return 1
-        return ending.code or 0
+        return exit.code or 0
     except BaseException:
         traceback.print_exc()
         return 1
@@ -46,5 +46,5 @@ if __name__ == "__main__":
     code = run(sys.argv[2], sys.argv[3:])
     sys.stdout.flush()
     sys.stderr.flush()
-    # Not sys.exit: taking torch and transformers apart in order costs 4 s of a loaded core and gains nothing.
+    # Not sys.exit: the orderly shutdown of torch and transformers takes up to 4 s of CPU time and gains nothing.
     os._exit(code)

@@ -1,4 +1,4 @@
-"""Where the service listens, and how it is reached. Imports nothing large: a port in use is told in an instant."""
+"""The service's listening socket and its URL. Imports nothing large, so that a port in use is reported at once."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from secateur.errors import ConfigError
 
 
 def check_port(host: str, port: int) -> None:
-    """Raises ConfigError if nothing can listen there now."""
+    """Raise ConfigError if the port is in use or the host is invalid."""
     listening_socket(host, port).close()
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """Bound, so that a port in use is known before an engine starts. Raises ConfigError."""
+    """Return a bound socket, so that a port in use is reported before an engine starts. Raises ConfigError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -27,6 +27,6 @@ def listening_socket(host: str, port: int) -> socket.socket:
 
 
 def base_url(host: str, port: int) -> str:
-    """Where to reach a service that listens on `host`; the wildcard addresses are reached as loopback."""
+    """Return the URL of a service that listens on `host`; for a wildcard address, the loopback URL."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,4 +1,4 @@
-"""Which processes come from us, and whether they have gone: proof for the demo and the tests that nothing is left."""
+"""This process's descendants, so that the demo and the tests can check that none is left."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def descendants() -> list[int]:
-    """Process ids below this process, from /proc; [] where there is none."""
+    """Return the ids of this process's descendants, from /proc; [] where /proc does not exist."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*"):
         if (fields := _stat(int(entry.name))) is not None:
@@ -23,7 +23,7 @@ def descendants() -> list[int]:
 
 
 def name_of(pid: int) -> str:
-    """The name of a process, "" when it is gone."""
+    """Return the name of a process, or "" if it does not exist."""
     try:
         return Path(f"/proc/{pid}/comm").read_text().strip()
     except OSError:
@@ -31,13 +31,13 @@ def name_of(pid: int) -> str:
 
 
 def is_running(pid: int) -> bool:
-    """A zombie has ended: it only waits to be noticed."""
+    """Return whether a process exists and is not a zombie."""
     fields = _stat(pid)
     return fields is not None and fields[0] != "Z"
 
 
 def wait_gone(pids: Iterable[int], *, timeout_s: float) -> list[int]:
-    """Those of `pids` that still run after `timeout_s`."""
+    """Wait up to `timeout_s` for processes to end and return those that still run."""
     left, deadline = list(pids), time.monotonic() + timeout_s
     while (left := [pid for pid in left if is_running(pid)]) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -45,7 +45,7 @@ def wait_gone(pids: Iterable[int], *, timeout_s: float) -> list[int]:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """The fields of /proc/PID/stat from the state on: state, parent, ..."""
+    """Return the fields of /proc/PID/stat from the state on: state, parent, ..."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     except OSError:

@@ -38,7 +38,7 @@ PRICES = {
         fixed=38, row=2.9, message=0.7, fed=0.03, level=1, node=0.05, tree=8
     ),
     "a step 20 ms, rows nearly free": ClockCosts(fixed=20, row=0.05, message=0.5, fed=0.01, level=1, node=0.01),
-    "dear drafts": ClockCosts(fixed=3, row=0.5, message=4, fed=0.05, level=3, node=0.3),
+    "expensive drafting": ClockCosts(fixed=3, row=0.5, message=4, fed=0.05, level=3, node=0.3),
 }
 NUM_TOKENS = 48
 NUM_LATER = 3

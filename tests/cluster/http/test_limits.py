@@ -121,7 +121,7 @@ def refusal(answer: bytes) -> tuple[int, dict[str, Any]]:
 GET = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
 STREAM_END = b"end\r\n0\r\n\r\n"
 LATE_HEAD = "the headers were not complete within 1 s"
-LATE_BODY = "the body did not arrive in time; it has 1 s, and more only for what comes at 1000 bytes/s"
+LATE_BODY = "the body did not arrive in time: the limit is 1 s plus its size at 1000 bytes/s"
 HEAD = b"POST / HTTP/1.1\r\nHost: a\r\n"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 

@@ -106,10 +106,10 @@ def test_copied_tokens_are_counted_separately(tokenizer: Tokenizer) -> None:
 
 def test_accepted_copies_are_counted_as_they_are_answered(service: FakeService) -> None:
     metrics = service.service.metrics
-    before = metrics._answered.num_accepted_copied_tokens
+    before = metrics._returned.num_accepted_copied_tokens
     for is_copied in (False, True):
         metrics.observe_tokens(3, 2, is_copied=is_copied)
-    assert metrics._answered.num_accepted_copied_tokens == before + 2
+    assert metrics._returned.num_accepted_copied_tokens == before + 2
 
 
 @pytest.mark.parametrize("wants_ids", [False, True])

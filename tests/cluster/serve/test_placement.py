@@ -281,7 +281,7 @@ def test_a_service_tells_whose_defaults_it_takes(tmp_path: Path, caplog: pytest.
     tokenizer_pool = TokenizerPool(tokenizer)  # not started
     with caplog.at_level(logging.INFO, "cluster"):
         service = build_service(taken, engine_config(taken), EngineClient(), tokenizer, tokenizer_pool, replica="local")
-    assert "the model's own temperature=0.6, top_k=20 " in caplog.text
+    assert "default sampling parameters of the model: temperature=0.6, top_k=20 " in caplog.text
     assert service.sampling_defaults == {"temperature": 0.6, "top_k": 20}
 
 

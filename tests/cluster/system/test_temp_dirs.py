@@ -34,11 +34,10 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def owner() -> Iterator[tuple[subprocess.Popen[str], Path]]:
     """Another process and its folder."""
-    process = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    yield process, Path(process.stdout.readline().strip())
-    process.kill()
-    process.wait()
+    with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        yield process, Path(process.stdout.readline().strip())
+        process.kill()
 
 
 def test_the_next_folder_removes_that_of_a_killed_process(owner: tuple[subprocess.Popen[str], Path]) -> None:
