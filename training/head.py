@@ -311,6 +311,7 @@ def train(options: argparse.Namespace, target: LlamaForCausalLM, rows: Rows) -> 
 
 
 @torch.no_grad()
+@torch.autocast("cpu", torch.bfloat16)
 def evaluated(
     head: TrainableEagle3Head, target: LlamaForCausalLM, rows: Rows, held_out: list[int], state: dict
 ) -> dict:

@@ -41,7 +41,7 @@ PRICES = {
     "expensive drafting": ClockCosts(fixed=3, row=0.5, message=4, fed=0.05, level=3, node=0.3),
 }
 NUM_TOKENS = 48
-NUM_LATER = 4
+NUM_LATER = 3
 
 
 # ---- parts to put in place of the controller's
@@ -233,7 +233,7 @@ class Cell:
 
 def rates(cell: Cell, ways: Sequence[Speculation]) -> list[float]:
     """Return the tokens per millisecond of each way, in turn on one engine."""
-    num_prompts = max(8, 2 * cell.requests)
+    num_prompts = max(8, min(2 * cell.requests, 32))
     with bench(PRICES[cell.market]) as engine:
         return [engine.run(way, cell.requests, cell.temperature, num_prompts, NUM_TOKENS).rate for way in ways]
 

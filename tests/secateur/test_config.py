@@ -480,6 +480,12 @@ def test_an_id_stays_an_id():
     assert resolve_model("org/name") == "org/name"
 
 
+def test_smollm2_is_drafted_for_by_lookup_unless_told_otherwise():
+    spec = EngineArgs(model="smollm2").speculative_config
+    assert spec is not None and spec.method == "ngram"
+    assert EngineArgs(model="smollm2", no_speculation=True).speculative_config is None
+
+
 def test_smollm2_is_a_file_of_its_package_or_the_command_that_installs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -160,7 +160,8 @@ class Controller:
         ranked = sorted(auto, key=self._rows_per_step)
         pace_K = self._paces(ranked, others, step)
         advantage = float(pace_K[1:].max() / pace_K[0])
-        if not self._costs.has_measured_drafting:  # do not switch drafting off by a guess
+        is_guess = not self._costs.has_measured_drafting  # a guess switches nothing off and prefers no lookup
+        if is_guess:
             advantage = max(1.0, advantage)
         self._gate.weigh(advantage, len(step.decode))
         if not self._gate.drafts:
@@ -169,7 +170,7 @@ class Controller:
         if self._gate.is_probe:
             return [min(auto, key=lambda request: (request in has_lookup, backlog(request)))]  # the cheapest probe
         best = 1 + int(pace_K[1:].argmax())
-        if found and has_lookup:
+        if found and has_lookup and not is_guess:
             ranked.sort(key=found.expected_tokens)
             best = int(self._paces(ranked, others, step, found).argmax())
         return ranked[:best]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import re
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -13,6 +15,7 @@ from unittest.mock import MagicMock
 
 import httpx2
 import pytest
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive
@@ -109,6 +112,21 @@ def test_accepted_copies_are_counted_as_they_are_answered(service: FakeService) 
     assert metrics._returned.num_accepted_copied_tokens == before + 2
 
 
+@pytest.mark.parametrize("wants_ids", [False, True])
+def test_prompt_ids_come_once_and_on_request(wants_ids: bool, http: httpx2.Client, tokenizer: Tokenizer) -> None:
+    prompt_ids = tokenizer.encode(PROMPT["prompt"]) if wants_ids else None
+    body = PROMPT | {"return_token_ids": wants_ids}
+    assert http.post("/v1/completions", json=body).json()["choices"][0].get("prompt_token_ids") == prompt_ids
+    events = stream(http, "/v1/completions", **body)[:-1]
+    told = [choice.get("prompt_token_ids") for event in events for choice in event["choices"]]
+    assert len(told) > 2 and told[0] == prompt_ids and not any(told[1:])
+
+
+def test_a_chat_without_log_probabilities_has_none(http: httpx2.Client) -> None:
+    events = stream(http, "/v1/chat/completions", messages=[{"role": "user", "content": "x"}], max_tokens=4)[:-1]
+    assert all(choice.get("logprobs") is None for event in events for choice in event["choices"])
+
+
 def generation(tokenizer: Tokenizer) -> Generation:
     submit = Submit(id=1, prompt=[1], max_tokens=9)
     return Generation(submit=submit, tokenizer=tokenizer, request_id="r", arrival=0.0)
@@ -169,6 +187,7 @@ async def test_the_times_of_the_first_and_the_last_token_are_observed(tokenizer:
     metrics = MagicMock()
     chunks = [TokenChunk(id=1, tokens=[300]), TokenChunk(id=1, tokens=[301], finish_reason="length")]
     await read(tokenizer, metrics, *chunks)
+    assert metrics.observe_finished.call_args.args == ("length",)
     times = metrics.observe_finished.call_args.kwargs
     assert 0 < times["first_token_s"] < times["last_token_s"] < times["total_s"]
 
@@ -192,8 +211,10 @@ def test_a_full_service_says_how_full_it_is(own: Callable[..., FakeService]) -> 
         waiting.start()
         wait_for(lambda: running.client.num_pending == 1)
         error = error_of(http.post("/v1/completions", json=PROMPT))
+        metrics = http.get("/metrics").text
         running.engine.hold.clear()
         waiting.join(20)
+    assert re.search(r"^secateur_requests_rejected_total\{.*\} 1\.0$", metrics, re.MULTILINE)
     assert error["message"] == "1 of at most 1 requests are pending; try later"
     assert (error["type"], error["code"]) == ("rate_limit_error", "too_many_requests")
 
@@ -203,6 +224,24 @@ def test_an_engine_s_failure_is_a_server_error_that_says_which() -> None:
     assert error.body.error.message == "the engine failed: a page was lost"
     assert (error.status, error.body.error.type, error.body.error.code) == (500, "server_error", "engine_error")
     assert to_http_error(GenerationFailed()).body.error.message == "the engine failed: GenerationFailed"
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"), [(405, "invalid_request_error"), (500, "server_error"), (503, "server_error")]
+)
+async def test_starlette_s_errors_are_the_client_s_below_500(status: int, kind: str) -> None:
+    response = await middleware._starlette_error(Receiving(), HTTPException(status))
+    assert response.status_code == status and json.loads(response.body)["error"]["type"] == kind
+
+
+def test_a_body_without_a_content_type_is_told_so(http: httpx2.Client) -> None:
+    message = error_of(http.post("/v1/completions", content=b"hello"))["message"]
+    assert message == "send the body as JSON, with Content-Type: application/json (got 'none')"
+
+
+def test_the_header_of_ignored_fields_has_at_most_1024_characters(http: httpx2.Client) -> None:
+    response = http.post("/v1/completions", json=PROMPT | {"z" * 2000: 1})
+    assert response.headers["x-secateur-ignored"] == "z" * 1024
 
 
 def test_a_place_in_a_list_is_no_parameter() -> None:

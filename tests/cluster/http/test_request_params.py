@@ -44,8 +44,11 @@ def test_a_chat_s_default_length_is_the_model_s_where_the_context_leaves_room() 
 
     assert (length(), length(95), length(max_tokens=40), length(max_completion_tokens=50)) == (30, 5, 40, 50)
     assert first_submit(CompletionRequest(prompt="x"), [1], limits=limits).max_tokens == 16
-    with pytest.raises(BadRequest, match="min_tokens=31 is more than max_tokens=30, this model's default; write max"):
+    with pytest.raises(
+        BadRequest, match="min_tokens=31 is more than max_tokens=30, this model's default; write max"
+    ) as caught:
         length(min_tokens=31)
+    assert caught.value.param == "min_tokens"
 
 
 def test_of_two_lengths_the_newer_name_wins() -> None:

@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerFast
 import secateur
 from cluster.http.detokenizer import IncrementalDetokenizer, StopStrings
 from cluster.http.errors import PromptError
-from cluster.http.tokenizer import Tokenizer
+from cluster.http.tokenizer import Tokenizer, _byte_letters
+from tests.support.tokenizer_kinds import byte_level
 
 MODEL = Path(secateur.__file__).parent / "bundled" / "target"
 TEXT = 'def greet(name):\n    return f"héllo, {name} 🌳 日本語 العربية 👩‍🔬"\n'
@@ -111,6 +112,24 @@ def test_a_chat_is_rendered_by_the_model_s_template(tokenizer: Tokenizer) -> Non
     assert with_prompt[: len(without)] == without
     assert len(with_prompt) > len(without)
     assert "Hi" in tokenizer.decode(with_prompt)
+
+
+def test_a_template_writes_the_special_tokens_of_a_chat_itself(tmp_path: Path) -> None:
+    fast = byte_level()
+    fast.post_processor = tokenizers.processors.TemplateProcessing(
+        single="! $A", special_tokens=[("!", fast.token_to_id("!"))]
+    )
+    PreTrainedTokenizerFast(tokenizer_object=fast, chat_template="{{ messages[0].content }}").save_pretrained(tmp_path)
+    tokenizer = Tokenizer(str(tmp_path))
+    plain = tokenizer.encode_chat([{"role": "user", "content": "a"}])
+    assert plain == tokenizer.encode("a", add_special_tokens=False) != tokenizer.encode("a")
+
+
+def test_the_letters_of_byte_level_vocabularies_stand_for_all_bytes() -> None:
+    letters = _byte_letters()
+    assert sorted(letters.values()) == list(range(256))
+    known = {"!": 0x21, "~": 0x7E, "¡": 0xA1, "¬": 0xAC, "®": 0xAE, "ÿ": 0xFF, "Ġ": 0x20, "Ċ": 0x0A, "Ń": 0xAD}
+    assert {letter: letters[letter] for letter in known} == known
 
 
 def test_continuing_the_last_message_leaves_it_open(tokenizer: Tokenizer) -> None:
@@ -237,6 +256,10 @@ def test_the_first_stop_string_to_be_complete_ends_the_text(
     text: str, stops: list[str], expected: tuple[str, str | None], seed: int
 ) -> None:
     assert cut(text, stops, seed=seed) == expected
+
+
+def test_of_stop_strings_that_end_together_the_longest_is_cut_off() -> None:
+    assert StopStrings(["a", "ba"]).feed("cba") == ("c", "ba")
 
 
 def test_a_stop_string_may_stay_in_the_text() -> None:

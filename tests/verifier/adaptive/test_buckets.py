@@ -175,10 +175,10 @@ def test_an_engine_that_is_told_of_buckets_fills_them(monkeypatch):
             monkeypatch.setattr(b.engine._target, "run", charged)
             b.run(AUTO, 4, 0.0, num_prompts=4, num_tokens=64)  # learns
             is_full.clear()
-            return b.run(AUTO, 4, 0.0, num_prompts=8, num_tokens=48).tokens, float(np.mean(is_full))
+            return b.run(AUTO, 4, 0.0, num_prompts=12, num_tokens=48).tokens, float(np.mean(is_full))
 
     (tokens, told), (same, untold) = ran(prices.rows.in_buckets(512)), ran(prices.rows)
-    assert tokens == same and told > 0.6 > 0.4 > untold
+    assert tokens == same and told > 0.5 > 0.2 > untold
 
 
 # ---- the engine's part
