@@ -114,14 +114,14 @@ def imported_modules(source: str, modules: set[str]) -> set[str]:
     return found & modules
 
 
-def test_no_modules_import_each_other():
+def test_no_import_cycles():
     files = dict(source_files())
     imports = {module: imported_modules(path.read_text(), set(files)) - {module} for module, path in files.items()}
     assert circles(imports) == []
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
 
 
-def test_the_http_service_knows_no_ray_and_the_planner_neither():
+def test_the_http_service_and_the_planner_do_not_import_ray():
     users = {module for module, path in source_files() for name, *_ in imports_of(path.read_text()) if name == "ray"}
     assert users and not {module for module in users if module.split(".")[1] in ("http", "bench", "planner")}
 
@@ -170,7 +170,7 @@ def test_the_checker_sees_a_forbidden_import(module, source):
         ("cluster.serve.app", "import ray, verifier, drafter, workers, secateur"),
     ],
 )
-def test_the_checker_allows_what_the_map_allows(module, source):
+def test_the_checker_accepts_allowed_imports(module, source):
     assert broken_rules(module, source) == []
 
 

@@ -274,7 +274,7 @@ def test_the_ports_are_declared(service: dict[str, Any]) -> None:
     assert ports(ray_container(worker_group(service))) == {"serve": SERVE_PORT, "metrics": 8080}
 
 
-def test_the_head_coordinates_and_computes_nothing(service: dict[str, Any]) -> None:
+def test_the_head_offers_ray_no_cpus_or_gpus(service: dict[str, Any]) -> None:
     group = head(service)
     assert group["rayStartParams"]["num-cpus"] == "0"
     limits = ray_container(group)["resources"]["limits"]
@@ -322,7 +322,7 @@ def test_a_pod_holds_the_bundles_of_a_whole_replica(service: dict[str, Any]) -> 
         assert sum(bundle.get(resource, 0) for bundle in bundles) <= quantity(limits.get(key, "0"))
 
 
-def test_a_pod_answers_what_it_was_asked_before_ray_stops(service: dict[str, Any]) -> None:
+def test_a_pod_finishes_its_requests_before_ray_stops(service: dict[str, Any]) -> None:
     """Deleting a pod starts no drain of Serve's, and `ray stop` ends the replica in the middle of its answers."""
     spec = worker_group(service)["template"]["spec"]
     shell, flag, script = ray_container(worker_group(service))["lifecycle"]["preStop"]["exec"]["command"]

@@ -71,7 +71,7 @@ def test_a_client_installs_neither_torch_nor_ray() -> None:
 
 
 @pytest.mark.parametrize(("extra_name", "package"), [("engine", "torch"), ("engine", "transformers"), ("serve", "ray")])
-def test_what_the_results_depend_on_is_pinned_exactly(extra_name: str, package: str) -> None:
+def test_packages_that_results_depend_on_are_pinned_exactly(extra_name: str, package: str) -> None:
     [specifier] = extra(extra_name)[package].specifier
     assert specifier.operator == "==" and "*" not in specifier.version
 
@@ -102,7 +102,7 @@ def test_triton_comes_with_torch_and_is_asked_for_by_tests_alone() -> None:
     assert "triton" not in extra("serve") and "triton" in extra("test")
 
 
-def test_nothing_says_where_packages_come_from() -> None:
+def test_no_file_names_a_package_source() -> None:
     for path in ("pyproject.toml", "Makefile", ".ci/run"):
         assert not re.search(r"index-url|find-links|file://|https?://", (ROOT / path).read_text()), path
 
@@ -230,7 +230,7 @@ def test_every_make_command_in_the_readme_exists() -> None:
     assert {"demo", "test"} <= {a or b for a, b in named} <= phony_targets()
 
 
-def test_every_link_in_a_readme_leads_somewhere() -> None:
+def test_every_link_in_a_readme_has_a_target() -> None:
     for path in [ROOT / "README.md", *(ROOT / "manifests").glob("*.md")]:
         for link in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
             assert link.startswith("https://") or (path.parent / link).exists(), f"{path.name}: {link}"

@@ -75,7 +75,7 @@ def test_each_step_is_one_chunk(tmp_path: Path) -> None:
     with_fake(tmp_path, body)
 
 
-def test_once_its_engine_is_ready_the_collector_looks_at_nothing_of_the_front(tmp_path: Path) -> None:
+def test_start_up_objects_are_frozen_once_the_engine_is_ready(tmp_path: Path) -> None:
     async def body(client: EngineClient, fake: FakeEngine) -> None:
         assert gc.get_freeze_count() > 10_000
 
@@ -98,7 +98,7 @@ def test_an_iterator_left_early_aborts_its_request(tmp_path: Path) -> None:
     with_fake(tmp_path, body)
 
 
-def test_a_finished_request_is_pending_no_more_though_nobody_reads_its_answer(tmp_path: Path) -> None:
+def test_a_finished_request_is_not_pending_even_if_unread(tmp_path: Path) -> None:
     async def body(client: EngineClient, fake: FakeEngine) -> None:
         chunks = client.submit(Submit(id=7, prompt=[1], max_tokens=10))
         seen = [await anext(chunks)]
@@ -112,7 +112,7 @@ def test_a_finished_request_is_pending_no_more_though_nobody_reads_its_answer(tm
     with_fake(tmp_path, body)
 
 
-def test_a_dead_engine_fails_what_was_waiting_and_what_comes_later(tmp_path: Path) -> None:
+def test_a_dead_engine_fails_pending_and_later_requests(tmp_path: Path) -> None:
     async def body(client: EngineClient, fake: FakeEngine) -> None:
         fake.hold.set()
         waiting = asyncio.create_task(collect(client, Submit(id=1, prompt=[1], max_tokens=10)))
@@ -128,7 +128,7 @@ def test_a_dead_engine_fails_what_was_waiting_and_what_comes_later(tmp_path: Pat
     with_fake(tmp_path, body, cause_wait_s=0.2)
 
 
-def test_who_knows_which_rank_died_is_waited_for(tmp_path: Path) -> None:
+def test_the_report_of_the_dead_rank_is_waited_for(tmp_path: Path) -> None:
     """The socket tells of a death first: of requests from before it and from after it, both hear the reason."""
 
     async def body(client: EngineClient, fake: FakeEngine) -> None:
@@ -150,7 +150,7 @@ def test_who_knows_which_rank_died_is_waited_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_requests", [0, 1])
-def test_silence_is_ill_at_work_and_idle_and_idleness_is_not(tmp_path: Path, num_requests: int) -> None:
+def test_a_silent_engine_is_unhealthy_and_an_idle_one_is_not(tmp_path: Path, num_requests: int) -> None:
     async def body(client: EngineClient, fake: FakeEngine) -> None:
         await asyncio.sleep(1.5)
         assert client.health().ok, "an idle engine says so"
@@ -168,7 +168,7 @@ def test_silence_is_ill_at_work_and_idle_and_idleness_is_not(tmp_path: Path, num
     with_fake(tmp_path, body, progress_timeout_s=1.0)
 
 
-def test_a_request_does_not_make_a_silent_engine_well(tmp_path: Path) -> None:
+def test_a_new_request_does_not_make_a_silent_engine_healthy(tmp_path: Path) -> None:
     async def body(client: EngineClient, fake: FakeEngine) -> None:
         fake.hold.set()
         await asyncio.sleep(0.5)
@@ -186,7 +186,7 @@ def test_a_request_does_not_make_a_silent_engine_well(tmp_path: Path) -> None:
 
 
 @needs_models
-def test_an_engine_answers_and_leaves_nothing_behind(config: EngineConfig) -> None:
+def test_an_engine_answers_and_leaves_no_process(config: EngineConfig) -> None:
     async def main() -> list[int]:
         engine = LocalEngine(config)
         async with engine as client:
@@ -201,7 +201,7 @@ def test_an_engine_answers_and_leaves_nothing_behind(config: EngineConfig) -> No
 
 
 @needs_models
-def test_ranks_listen_on_loopback_alone_and_their_store_no_more(config: EngineConfig) -> None:
+def test_ranks_listen_on_loopback_alone_and_the_store_stops_listening(config: EngineConfig) -> None:
     """Verifier and drafter are in the same groups: a store that listened would be one address more of the verifier."""
 
     async def main() -> list[list[str]]:
@@ -217,7 +217,7 @@ def test_ranks_listen_on_loopback_alone_and_their_store_no_more(config: EngineCo
 
 @needs_models
 @pytest.mark.parametrize("killed", [0, 1])
-def test_one_dead_rank_is_the_death_of_all_and_is_named(config: EngineConfig, killed: int) -> None:
+def test_a_dead_rank_stops_all_and_is_named(config: EngineConfig, killed: int) -> None:
     async def main() -> list[int]:
         engine = LocalEngine(config)
         async with engine as client:
@@ -239,7 +239,7 @@ def test_one_dead_rank_is_the_death_of_all_and_is_named(config: EngineConfig, ki
 
 
 @needs_models
-def test_a_start_that_fails_says_why_and_leaves_nothing_behind(config: EngineConfig, tmp_path: Path) -> None:
+def test_a_failed_start_gives_the_reason_and_leaves_no_process(config: EngineConfig, tmp_path: Path) -> None:
     async def main() -> list[int]:
         nothing = LocalEngine(replace(config, model_path=str(tmp_path)))
         with pytest.raises(FileNotFoundError, match=r"config\.json"):
@@ -287,7 +287,7 @@ def test_the_engine_does_not_outlive_a_killed_parent(config: EngineConfig, tmp_p
 
 
 @needs_models
-def test_a_local_service_answers_over_http_and_leaves_nothing_behind() -> None:
+def test_a_local_service_answers_over_http_and_leaves_no_process() -> None:
     with local_service(EngineArgs.load({"port": 0, "max_model_len": 256})) as url:
         pids = [entry["pid"] for entry in httpx2.get(f"{url}/server_info").json()["topology"]]
         body = {"prompt": "def f(", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
@@ -300,7 +300,7 @@ def test_a_local_service_answers_over_http_and_leaves_nothing_behind() -> None:
     assert_gone(pids)
 
 
-def test_a_port_in_use_is_told_before_anything_starts() -> None:
+def test_a_port_in_use_is_reported_before_anything_starts() -> None:
     import socket
 
     with socket.socket() as taken:

@@ -51,19 +51,19 @@ def check_serves(url: str) -> None:
     assert httpx2.get(url + "/health", timeout=20).status_code == 200
 
 
-def test_a_template_of_the_client_s_own_is_refused(url: str) -> None:
+def test_a_clients_own_template_is_rejected(url: str) -> None:
     body = {"messages": [{"role": "user", "content": "hi"}], "chat_template_kwargs": {"chat_template": NESTED}}
     assert all_at_once(url, CHAT, body, wait_s=3) == [400] * NUM_CLIENTS
     check_serves(url)
 
 
 @pytest.mark.parametrize("path", [CHAT, "/tokenize"])
-def test_templates_that_loop_for_clients_who_leave_stop_nobody_else(url: str, path: str) -> None:
+def test_looping_templates_of_disconnected_clients_block_nobody(url: str, path: str) -> None:
     assert all_at_once(url, path, {"messages": [FOREVER]}, wait_s=1) == [None] * NUM_CLIENTS
     check_serves(url)
 
 
-def test_templates_that_loop_for_clients_who_stay_are_ended(url: str) -> None:
+def test_looping_templates_of_waiting_clients_are_killed(url: str) -> None:
     assert all_at_once(url, CHAT, {"messages": [FOREVER]}) == [400] * NUM_CLIENTS
     check_serves(url)
 

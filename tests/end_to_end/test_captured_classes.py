@@ -40,7 +40,7 @@ STEPS = [
     "name",
     [pytest.param(name, marks=[] if name in IN_BRIEF else pytest.mark.full) for name in KNOWN],
 )
-def test_replayed_steps_of_a_class_are_those_that_it_takes_one_by_one(tmp_path: Path, name: str) -> None:
+def test_replayed_steps_equal_eager_steps(tmp_path: Path, name: str) -> None:
     """Experts in 16 bits: in others their product looks at the host."""
     model_type, settings = checkpoints.ARCHITECTURES[name]
     path = checkpoints.write_model(tmp_path, model_type, **settings)
@@ -72,7 +72,7 @@ def test_replayed_steps_of_a_class_are_those_that_it_takes_one_by_one(tmp_path: 
         assert sum(graph.num_replays for graph in cuda.graphs) == len(STEPS)
 
 
-def test_experts_are_captured_where_their_product_stays_on_the_device(tmp_path: Path) -> None:
+def test_experts_are_captured_if_their_product_needs_no_host(tmp_path: Path) -> None:
     model_type, settings = checkpoints.ARCHITECTURES["mixtral"]
     path = checkpoints.write_model(tmp_path, model_type, **settings)
     with simulated_cuda():

@@ -152,7 +152,7 @@ def runner(request: pytest.FixtureRequest) -> Iterator[Runner]:
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_constrained_tokens_are_those_of_the_plain_loop(runner: Runner, sampling: str) -> None:
+def test_constrained_tokens_equal_the_plain_loops(runner: Runner, sampling: str) -> None:
     answers = runner.run(jobs(sampling), concurrency=8)
     assert [answer.tokens for answer in answers] == truth(sampling)
     if runner.config.draft is not None:
@@ -175,7 +175,7 @@ def test_greedy_tokens_are_the_same_under_rejection(rejecting: Runner) -> None:
     assert [answer.tokens for answer in answers] == truth("greedy")
 
 
-def test_every_kind_of_constraint_changes_what_is_said() -> None:
+def test_every_kind_of_constraint_changes_the_output() -> None:
     of_kind = {kind: truth("greedy")[i :: len(KINDS)] for i, kind in enumerate(KINDS)}
     assert of_kind.pop("unconstrained") == free_texts()
     for kind, texts in of_kind.items():

@@ -187,7 +187,7 @@ def test_whole_texts_of_sampled_drafts_follow_the_targets_law(service):
             assert list(text) == say(LANGUAGE, PROMPT, LENGTH, replace(of.sampling, seed=seed)), kind
 
 
-def test_whole_texts_of_drafts_that_the_targets_own_draws_decide_follow_its_law():
+def test_whole_texts_of_coupled_drafts_follow_the_targets_law():
     kinds = {kind: replace(FEW[kind], num=700) for kind in ("coupled", "deterministic drafts", "plain")}
     with crowd(SERVICES["traversal, tree"]) as engine:
         texts = engine.texts(kinds)

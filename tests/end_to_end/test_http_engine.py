@@ -39,7 +39,7 @@ def complete(client: Client, **asked: Any) -> CompletionResponse:
     return client.complete(PROMPT, **{"max_tokens": 12, "speculative": DRAFTED, **asked})
 
 
-def test_log_probabilities_are_the_target_s_whether_it_drafts_or_not(client: Client) -> None:
+def test_log_probabilities_are_the_targets_with_and_without_drafts(client: Client) -> None:
     drafted, plain = (complete(client, temperature=0, logprobs=2, speculative=how) for how in (DRAFTED, OFF))
     assert drafted.usage.completion_tokens_details.accepted_prediction_tokens > 0
     first, second = drafted.choices[0].logprobs, plain.choices[0].logprobs
@@ -50,14 +50,14 @@ def test_log_probabilities_are_the_target_s_whether_it_drafts_or_not(client: Cli
         assert top[token] == logprob
 
 
-def test_the_first_of_n_answers_is_the_only_one_s(client: Client) -> None:
+def test_the_first_of_n_choices_equals_a_single_choice(client: Client) -> None:
     three, one = (complete(client, seed=3, n=n) for n in (3, 1))
     assert three.choices[0].text == one.choices[0].text
     assert len({choice.text for choice in three.choices}) == 3
     assert three.usage.prompt_tokens == one.usage.prompt_tokens
 
 
-def test_usage_says_what_of_a_prompt_was_found_in_the_cache(client: Client) -> None:
+def test_usage_reports_cached_tokens(client: Client) -> None:
     prompt = "class Cache:\n    def find(self, key):\n        return self.pages[key]\n\n    def drop(self):" * 3
     answers = [
         client.complete(prompt, max_tokens=8, temperature=0, speculative=DRAFTED, cache_salt=salt)
@@ -70,9 +70,7 @@ def test_usage_says_what_of_a_prompt_was_found_in_the_cache(client: Client) -> N
 
 
 @pytest.mark.parametrize("how", [DRAFTED, OFF, REJECTION], ids=["coupled", "off", "rejection"])
-def test_what_is_forbidden_does_not_come_and_what_is_forced_does(
-    client: Client, tokenizer: Tokenizer, how: dict[str, Any]
-) -> None:
+def test_constraints_forbid_and_force_tokens(client: Client, tokenizer: Tokenizer, how: dict[str, Any]) -> None:
     usual = complete(client, temperature=0, speculative=how).text
     word = usual.split(".")[0].strip()
     assert word not in complete(client, temperature=0, speculative=how, bad_words=[word]).text
@@ -82,7 +80,7 @@ def test_what_is_forbidden_does_not_come_and_what_is_forced_does(
     assert forced == tokenizer.decode([letters[0]]) * 12
 
 
-def test_what_a_stop_string_cuts_off_is_not_told_as_accepted(client: Client) -> None:
+def test_tokens_behind_a_stop_string_are_not_reported_as_accepted(client: Client) -> None:
     prompt = "class Point:\n    def __init__(self, x, y):\n        self.x = x\n        self.y = y\n"
     answer = client.complete(prompt, max_tokens=60, temperature=0, stop=["\n"], speculative=DRAFTED)
     details = answer.usage.completion_tokens_details
@@ -105,7 +103,7 @@ def test_min_tokens_keeps_an_answer_from_ending(client: Client) -> None:
     assert kept.text and usual.text.startswith(kept.text)
 
 
-def test_a_request_whose_words_leave_no_token_is_still_answered(client: Client, tokenizer: Tokenizer) -> None:
+def test_a_request_whose_bad_words_leave_no_token_is_still_answered(client: Client, tokenizer: Tokenizer) -> None:
     x, y = (tokenizer.encode(letter)[0] for letter in "xy")
     answer = complete(client, allowed_token_ids=[x, y], bad_words=["xx", "xy", "yx", "yy"])
     assert answer.usage.completion_tokens == 12
@@ -132,7 +130,7 @@ def test_a_request_whose_words_leave_no_token_is_still_answered(client: Client, 
     ],
     ids="+".join,
 )
-def test_the_outermost_that_the_door_lets_through_is_answered(
+def test_requests_at_the_limits_are_answered(
     client: Client, tokenizer: Tokenizer, how: dict[str, Any] | None, asked: dict[str, Any]
 ) -> None:
     """What the engine cannot hold would end it, and everybody's answers."""

@@ -107,7 +107,7 @@ def acceptance_length(answers: list[GeneratedAnswer]) -> float:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_tokens_are_those_without_speculation(runner: Runner, temperature: float) -> None:
+def test_tokens_equal_those_without_speculation(runner: Runner, temperature: float) -> None:
     jobs = [
         GenerationJob(prompt=prompt, max_tokens=32, sampling=SamplingParams(temperature=temperature, seed=seed))
         for seed, prompt in enumerate(some_prompts(runner))

@@ -47,7 +47,7 @@ FEW = ("dynamic", "n-gram", "dynamic, TP 2")
 @pytest.mark.parametrize(
     "engine", [pytest.param(name, marks=[] if name in FEW else pytest.mark.full) for name in ENGINES]
 )
-def test_each_of_a_mixed_batch_gets_what_it_gets_alone(engine):
+def test_requests_in_a_mixed_batch_get_what_they_get_alone(engine):
     texts = prompts(len(KINDS))
     jobs = [
         GenerationJob(prompt=prompt[: 60 + 10 * i], max_tokens=32, sampling=sampling, speculation=speculation)

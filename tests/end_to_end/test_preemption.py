@@ -117,7 +117,7 @@ def test_a_preemption_before_any_step_changes_no_token_no_tree_and_no_logprob(me
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("method", "tree"), SHAPES)
-def test_a_request_preempted_whenever_it_has_said_something_says_the_same(method, tree, kind):
+def test_a_request_preempted_after_every_token_has_the_same_output(method, tree, kind):
     with bench_of(method, tree) as bench:
         undisturbed = alone(bench, KINDS[kind])
         heard = 0
@@ -149,7 +149,7 @@ def test_a_resumed_request_is_computed_in_chunks_up_to_its_root_and_drafted_for_
         assert [(int(f.start_B), len(f.token_M), int(f.num_nodes_B)) for f in feeds] == [(1, 21, 0), (22, rest, 3)]
 
 
-def test_a_preempted_request_goes_before_all_who_wait():
+def test_a_preempted_request_precedes_waiting_ones():
     with bench_of("eagle3", "chain", max_num_seqs=2) as bench:
         first, second, third = (bench.submit([i, 1], 30) for i in range(3))
         bench.step()
@@ -164,7 +164,7 @@ def test_a_preempted_request_goes_before_all_who_wait():
 
 @pytest.mark.parametrize("is_preempted", [False, True], ids=["running", "preempted"])
 @pytest.mark.parametrize(("method", "tree"), [SHAPES[0], SHAPES[3], SHAPES[4]])
-def test_an_abort_at_any_step_frees_everything_and_disturbs_nobody(method, tree, is_preempted):
+def test_an_abort_at_any_step_frees_its_pages_and_affects_no_other(method, tree, is_preempted):
     other = replace(KINDS["coupled"], prompt=[4, 4])
     with bench_of(method, tree) as bench:
         alone(bench, KINDS["logprobs"])
@@ -188,7 +188,7 @@ def test_an_abort_at_any_step_frees_everything_and_disturbs_nobody(method, tree,
 # ---- too few pages
 
 
-def test_when_pages_run_out_the_last_to_arrive_waits_for_the_others():
+def test_when_pages_run_out_the_latest_arrival_waits():
     asked = [replace(KINDS["coupled"], max_tokens=60, prompt=[i]) for i in range(4)]
     with bench_of("eagle3", "dynamic") as roomy, bench_of("eagle3", "dynamic", num_pages=22) as tight:
         ids = [a.submit(bench) for bench in (roomy, tight) for a in asked]
@@ -215,7 +215,7 @@ def test_a_request_that_needs_every_page_runs_alone():
 
 
 @pytest.mark.parametrize(("method", "tree"), [(None, "chain"), ("eagle3", "dynamic"), ("draft_model", "static")])
-def test_a_restless_crowd_in_a_tiny_pool_says_what_each_says_alone(method, tree):
+def test_many_requests_in_a_tiny_pool_get_what_they_get_alone(method, tree):
     rng = random.Random(11)
     kinds = list(KINDS.values())
     settings = {"max_num_seqs": 5, "max_num_batched_tokens": 60, "eos_token_ids": (5,)}
@@ -265,7 +265,7 @@ ENGINES: dict[str, EngineConfig] = {
 @pytest.mark.parametrize(
     "engine", [pytest.param(name, marks=[] if name == "dynamic" else pytest.mark.full) for name in ENGINES]
 )
-def test_a_real_engine_short_of_pages_says_the_same(engine):
+def test_a_real_engine_short_of_pages_has_the_same_output(engine):
     """Texts of many lengths under both rules, which together need several times the pages of the small pool."""
     samplings = [
         SamplingParams(temperature=0.0),

@@ -63,7 +63,7 @@ async def ask(client: EngineClient, prompt: list[int], kind: str, salt: str) -> 
     "engine",
     [pytest.param(e, marks=[] if e in ("off", "eagle3", "draft_model") else pytest.mark.full) for e in ENGINES],
 )
-def test_the_second_of_two_requests_that_share_a_thousand_tokens_computes_its_tail(engine):
+def test_a_request_behind_a_shared_prefix_computes_the_rest_alone(engine):
     async def compare() -> None:
         async with LocalEngine(ENGINES[engine]) as client:
             await ask(client, SECOND[-40:], "greedy", "warm-up")

@@ -47,7 +47,7 @@ torch.set_num_threads(1)
 # ---- the device
 
 
-def test_devices_do_not_mix() -> None:
+def test_tensors_of_two_devices_cannot_be_mixed() -> None:
     with simulated_cuda():
         x = torch.ones(2, 3, device="cuda")
         assert x.is_cuda and x.device == torch.device("cuda", 0) and (x @ x.T).is_cuda
@@ -59,7 +59,7 @@ def test_devices_do_not_mix() -> None:
         assert (x * torch.tensor(2.0)).tolist() == [[2.0] * 3] * 2, "a number is nobody's"
 
 
-def test_it_is_told_when_the_host_waits() -> None:
+def test_waits_of_the_host_are_recorded() -> None:
     with simulated_cuda() as cuda:
         x = torch.arange(4).to("cuda", non_blocking=True)
         y = (x.view(2, 2) * 2)[:, 1]
@@ -83,7 +83,7 @@ def test_it_is_told_when_the_host_waits() -> None:
             y.to("cpu", non_blocking=True)
 
 
-def test_a_replay_sees_its_buffers_and_nothing_else() -> None:
+def test_a_replay_reads_its_buffers_alone() -> None:
     with simulated_cuda():
         buffer, other = torch.zeros(3, device="cuda"), torch.zeros(3, device="cuda")
         baked = 1.0
@@ -273,7 +273,7 @@ def jobs(sampling: list[SamplingParams], *rules: str) -> list[Submit]:
     ]
 
 
-def test_trees_that_grow_in_one_graph_give_the_tokens_of_a_cpu_and_wait_once_a_side(models: Path) -> None:
+def test_tree_graphs_give_the_cpus_tokens_with_one_wait_per_side(models: Path) -> None:
     work = jobs(COUPLED, "coupled")
     config = config_for(models, "eagle3", AUTO)
     on_device, on_cpu = run(config, work), run(replace(config, device="cpu"), work)
@@ -303,7 +303,7 @@ def test_trees_that_grow_in_one_graph_give_the_tokens_of_a_cpu_and_wait_once_a_s
     ],
     ids=["eagle3", "draft-model-auto", "draft-model-eager", "torch-kernels", "ngram"],
 )
-def test_every_kind_of_request_gets_the_tokens_of_a_cpu(
+def test_every_kind_of_request_gets_the_cpus_tokens(
     models: Path, method: str, tree: TreeConfig, options: dict[str, object]
 ) -> None:
     work = jobs(COUPLED + OTHERS, "coupled", "rejection", "rejection")
@@ -325,7 +325,7 @@ def test_a_class_of_transformers_drafts_and_verifies_in_graphs(models: Path) -> 
     assert set(on_device.waits) <= {"verifier.target._draw", "drafter.tree.tree_graphs.__call__"}
 
 
-def test_features_that_travel_between_devices_leave_no_wait_to_their_sender(models: Path) -> None:
+def test_sending_features_does_not_make_the_sender_wait(models: Path) -> None:
     """As over NCCL: the header alone passes through the host, and what the receiver asks of the message."""
     config = config_for(models, "eagle3", DYNAMIC)
     assert config.draft is not None
@@ -347,7 +347,7 @@ def test_features_that_travel_between_devices_leave_no_wait_to_their_sender(mode
     ],
     ids=["2+1", "2+2", "2 shared"],
 )
-def test_processes_that_split_their_models_give_the_tokens_of_a_cpu(
+def test_split_models_give_the_cpus_tokens(
     models: Path, monkeypatch: pytest.MonkeyPatch, tree: TreeConfig, tp: int, draft_tp: int, placement: str
 ) -> None:
     """Workers as they are started on GPUs, collectives in graphs included; gloo carries what NCCL would."""
@@ -367,7 +367,7 @@ def test_processes_that_split_their_models_give_the_tokens_of_a_cpu(
         assert on_devices.stats.num_drafts > 20
 
 
-def test_sixteen_bits(models: Path) -> None:
+def test_a_simulated_engine_runs_in_sixteen_bits(models: Path) -> None:
     """Other tokens than a CPU's, by rounding; but nothing that does not fit together."""
     made = run(config_for(models, "eagle3", AUTO, dtype="bfloat16"), jobs(COUPLED + OTHERS, "coupled", "rejection"))
     assert all(len(tokens) == 16 for tokens in made.tokens.values()) and made.num_drafts > 20

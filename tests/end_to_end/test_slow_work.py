@@ -63,7 +63,7 @@ async def ask(address: str, is_open: threading.Event, answers: list[int]) -> Non
     await client.close()
 
 
-def test_a_drafter_outwaits_a_slow_profile_and_a_slow_prompt():
+def test_a_drafter_waits_for_a_slow_profile_and_a_slow_prompt():
     config = bundled(AUTO, step_timeout_s=STEP_TIMEOUT_S)
     said = dict(in_processes(run_slowly, config, seconds=120.0))
     assert said == {0: f"said {SAID} tokens, slow at [2, {len(PROMPT)}]", 1: "drafted to the end"}

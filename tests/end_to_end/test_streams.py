@@ -69,7 +69,7 @@ class Streams:
                 await client.close()
 
 
-def test_each_of_two_hundred_streams_says_what_it_says_alone() -> None:
+def test_two_hundred_streams_have_the_outputs_of_single_ones() -> None:
     args = {"port": 0, "device": "cpu", "max_num_seqs": 48, "max_model_len": 256, "max_num_batched_tokens": 512}
     with local_service(EngineArgs.load(args)) as url, Client(url) as client:
         streams = Streams()

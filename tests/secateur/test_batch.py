@@ -146,23 +146,23 @@ def test_a_failed_line_is_written_with_its_error_and_fails_the_run(source, outpu
     assert (summary.failed, summary.exit_code) == (2, 1)
 
 
-def test_a_run_tells_its_first_failure(source, output):
+def test_a_run_reports_its_first_failure(source, output):
     summary = Service({"q-3": 400, "q-5": 500}).run(source, output, concurrency=1)
     assert str(summary).splitlines()[1:] == ["first failure: 'q-3': 400: no"]
 
 
-def test_an_interrupted_run_tells_what_was_not_sent():
+def test_an_interrupted_run_reports_the_lines_not_sent():
     summary = BatchSummary(total=10, resumed=2, succeeded=3, failed=1, interrupted=True)
     assert "2 already done, 3 succeeded, 1 failed, 4 not sent (interrupted);" in str(summary)
     assert summary.exit_code == 130
 
 
-def test_a_run_with_nobody_to_send_is_refused(source, output):
+def test_a_concurrency_of_zero_is_an_error(source, output):
     with pytest.raises(BatchError, match="concurrency must be at least 1"):
         Service().run(source, output, concurrency=0)
 
 
-def test_failed_lines_and_only_they_are_sent_again(source, output):
+def test_only_failed_lines_are_sent_again(source, output):
     Service({"q-3": 400}).run(source, output)
     again = Service()
     summary = again.run(source, output)
@@ -186,7 +186,7 @@ def test_without_resume_everything_is_sent_again(source, output):
 
 
 @pytest.mark.parametrize("cut", [1, 20, 60])
-def test_a_torn_last_line_is_dropped_and_sent_again(source, output, cut):
+def test_a_truncated_last_line_is_dropped_and_sent_again(source, output, cut):
     Service().run(source, output)
     output.write_bytes(output.read_bytes()[:-cut])
     again = Service()
@@ -195,7 +195,7 @@ def test_a_torn_last_line_is_dropped_and_sent_again(source, output, cut):
     assert len(read_output(output)) == 30
 
 
-def test_a_torn_multibyte_character_is_no_obstacle(source, output):
+def test_a_truncated_multibyte_character_is_dropped(source, output):
     output.write_bytes('{"id": "é'.encode()[:-1])
     assert Service().run(source, output).succeeded == 30
 
@@ -206,17 +206,17 @@ def test_a_refused_key_ends_the_run_and_keeps_what_was_answered(source, output):
     assert len(read_output(output)) == 9
 
 
-def test_a_service_that_is_not_there_is_one_error(source, output):
+def test_an_unreachable_service_is_one_error(source, output):
     with pytest.raises(APIConnectionError):
         run_batch(source, output, base_url="http://127.0.0.1:9", retries=0)
 
 
-async def test_a_caller_with_a_loop_awaits_the_run(source, output):
+async def test_run_batch_async_runs_in_the_callers_loop(source, output):
     client = AsyncClient(transport=httpx2.MockTransport(Service()))
     assert (await run_batch_async(source, output, client=client)).succeeded == 30
 
 
-def test_answers_and_questions_may_hold_any_character(tmp_path, output):
+def test_requests_and_answers_may_contain_any_character(tmp_path, output):
     odd = "a\u2028b\u2029c\x85d\x0ce\rf"
 
     class Echo(Service):
@@ -258,7 +258,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_changed_line_and_only_it_is_answered_again(source, output, answered, change):
+def test_only_a_changed_line_is_answered_again(source, output, answered, change):
     write(source, *lines_with({3: change}))
     again = Service({"q-3": 200})
     with pytest.warns(UserWarning, match="1 of the lines in .*in.jsonl changed after .* in .*out.jsonl.superseded"):
@@ -270,7 +270,7 @@ def test_a_changed_line_and_only_it_is_answered_again(source, output, answered, 
     assert read_output(superseded_path(output)) == {"q-3": answered["q-3"]}, "an answer may have taken hours"
 
 
-def test_a_line_that_changes_again_leaves_every_old_answer_aside(source, output, answered):
+def test_every_superseded_answer_of_a_line_is_kept(source, output, answered):
     for prompt in ("second", "third", "fourth"):
         if prompt == "fourth":
             with superseded_path(output).open("ab") as file:
@@ -284,7 +284,7 @@ def test_a_line_that_changes_again_leaves_every_old_answer_aside(source, output,
     assert (torn, end) == (b'{"id":"torn', b"") and len(read_output(output)) == 30
 
 
-def test_a_line_moved_or_written_otherwise_has_not_changed(source, output, answered):
+def test_a_moved_or_reformatted_line_has_not_changed(source, output, answered):
     lines = [json.dumps(dict(reversed(item.items())), indent=None) for item in lines_with({})]
     lines = [
         text.replace('{"prompt": "q-3", "max_tokens": 4}', '{"max_tokens":4,  "prompt":"\\u0071-3"}') for text in lines
@@ -296,7 +296,7 @@ def test_a_line_moved_or_written_otherwise_has_not_changed(source, output, answe
 
 
 @pytest.mark.parametrize("number", [0, 29])
-def test_an_output_of_another_input_is_refused_and_left_alone(tmp_path, output, answered, number):
+def test_an_output_of_another_input_is_an_error_and_unchanged(tmp_path, output, answered, number):
     """One line in common, or none: an output of other questions is somebody's work."""
     other = write(tmp_path / "other.jsonl", line(f"q-{number}"), line("mine"))
     before, digests, service = output.read_bytes(), digests_path(output).read_bytes(), Service()
@@ -310,7 +310,7 @@ def test_an_output_of_another_input_is_refused_and_left_alone(tmp_path, output, 
     }
 
 
-def test_a_foreign_output_without_digests_is_refused_too(tmp_path, output, answered):
+def test_an_output_of_another_input_without_digests_is_an_error_too(tmp_path, output, answered):
     digests_path(output).unlink()
     before = output.read_bytes()
     with pytest.raises(BatchError, match="30 answers to lines that the input does not have"):
@@ -318,7 +318,7 @@ def test_a_foreign_output_without_digests_is_refused_too(tmp_path, output, answe
     assert output.read_bytes() == before and not digests_path(output).exists()
 
 
-def test_bad_lines_that_were_taken_out_of_the_input_are_no_foreign_answers(source, output):
+def test_failed_answers_to_removed_lines_are_ignored(source, output):
     Service({"q-3": 400}).run(source, output)
     write(source, *[item for item in lines_with({}) if item["custom_id"] != "q-3"])
     idle = Service()
@@ -327,7 +327,7 @@ def test_bad_lines_that_were_taken_out_of_the_input_are_no_foreign_answers(sourc
 
 
 @pytest.mark.parametrize("lost", ["all", "some"])
-def test_answers_without_digests_are_kept_and_told_once(source, output, answered, lost):
+def test_answers_without_digests_are_kept_with_one_warning(source, output, answered, lost):
     """As older versions leave them."""
     kept = digests_path(output).read_bytes().splitlines(keepends=True)[:10] if lost == "some" else []
     digests_path(output).write_bytes(b"".join(kept))
@@ -342,14 +342,14 @@ def test_answers_without_digests_are_kept_and_told_once(source, output, answered
     assert idle.asked == ["else"]
 
 
-def test_an_answer_to_the_line_as_it_is_counts_more_than_one_of_which_nothing_is_known(source, output, answered):
+def test_an_answer_with_a_matching_digest_replaces_one_without(source, output, answered):
     first = answered["q-0"].model_copy(update={"id": "old"}).model_dump_json().encode()
     output.write_bytes(first + b"\n" + output.read_bytes())
     assert Service().run(source, output).resumed == 30
     assert read_output(output) == answered
 
 
-def test_a_run_killed_at_any_byte_goes_on_where_it_was(tmp_path, output):
+def test_a_run_killed_at_any_byte_can_be_resumed(tmp_path, output):
     """Of the files as they grow together: a digest, then its answer."""
     source = write(tmp_path / "in.jsonl", *[line(f"q-{n}") for n in range(3)])
     Service().run(source, output, concurrency=1)
@@ -380,7 +380,7 @@ def test_a_digest_is_written_before_its_answer(output, answered):
         assert f'"{answered["q-0"].id}"' in digests_path(output).read_text()
 
 
-def test_a_run_killed_between_rewriting_answers_and_digests_forgets_no_change(source, output, answered, monkeypatch):
+def test_a_run_killed_between_the_rewrites_still_detects_changes(source, output, answered, monkeypatch):
     write(source, *lines_with({3: CHANGES[0], 4: {"body": {"prompt": "q-4"}}}))
     replaced, killed = batch_output._replaced, []
 
@@ -399,7 +399,7 @@ def test_a_run_killed_between_rewriting_answers_and_digests_forgets_no_change(so
     assert sorted(again.asked) == ["else", "q-4"] and len(read_output(output)) == 30
 
 
-def test_a_newline_torn_off_does_not_glue_two_answers(source, output, answered):
+def test_a_missing_final_newline_does_not_join_two_answers(source, output, answered):
     """The last of 29 answers is whole but for its newline, and one is still to come."""
     lines = output.read_bytes().splitlines(keepends=True)
     output.write_bytes(b"".join(lines[:-1])[:-1])
@@ -421,7 +421,7 @@ def test_no_body_is_held_in_memory(tmp_path, output):
     tracemalloc.stop()
 
 
-def test_an_input_that_changes_while_it_is_answered_is_told(tmp_path, output):
+def test_an_input_that_changes_during_the_run_is_an_error(tmp_path, output):
     source = write(tmp_path / "in.jsonl", *[line(f"q-{n}") for n in range(300)])  # more than is read at a time
 
     class Rewriting(Service):
@@ -457,7 +457,7 @@ def test_an_input_that_changes_while_it_is_answered_is_told(tmp_path, output):
         (line("b", extra=1), "line 2: unknown key 'extra'"),
     ],
 )
-def test_a_bad_line_is_named_and_nothing_is_sent(tmp_path, output, bad, says):
+def test_an_invalid_line_is_reported_and_nothing_is_sent(tmp_path, output, bad, says):
     service = Service()
     with pytest.raises(BatchError) as caught:
         service.run(write(tmp_path / "in.jsonl", line("a"), bad), output)
@@ -465,12 +465,12 @@ def test_a_bad_line_is_named_and_nothing_is_sent(tmp_path, output, bad, says):
     assert service.asked == [] and not output.exists()
 
 
-def test_all_bad_lines_are_counted_and_some_shown(tmp_path):
+def test_all_invalid_lines_are_counted_and_some_shown(tmp_path):
     with pytest.raises(BatchError, match="and 10 more"):
         read_job(write(tmp_path / "in.jsonl", *["{"] * 30))
 
 
-def test_blank_lines_are_no_lines(tmp_path):
+def test_blank_lines_are_skipped(tmp_path):
     assert read_job(write(tmp_path / "in.jsonl", line("a"), "", line("b"), "")).custom_ids == {"a", "b"}
 
 
@@ -491,14 +491,14 @@ def test_the_input_cannot_be_the_output(source):
 @pytest.mark.parametrize(
     "text", ["my thesis\nis here\n", "my thesis, without a newline", '{"custom_id": "q-1"}', "[1]\n"]
 )
-def test_a_file_that_is_no_batch_output_is_left_alone(source, output, text, resume):
+def test_a_file_that_is_not_a_batch_output_is_unchanged(source, output, text, resume):
     output.write_text(text)
     with pytest.raises(BatchError, match="line 1 is no batch output; name another output file"):
         Service().run(source, output, resume=resume)
     assert output.read_text() == text and not digests_path(output).exists()
 
 
-def test_a_file_of_digests_that_holds_something_else_is_left_alone(source, output):
+def test_an_invalid_digests_file_is_unchanged(source, output):
     digests_path(output).write_text("my thesis\n")
     with pytest.raises(BatchError, match=r"out.jsonl.digests line 1 is no digest of a request; name another"):
         Service().run(source, output)
@@ -573,7 +573,7 @@ def wait_for_lines(output: Path, number: int) -> None:
         time.sleep(0.005)
 
 
-def test_killed_half_way_and_run_again_every_line_is_there_once(tmp_path, output, wire):
+def test_a_killed_and_resumed_run_answers_every_line_once(tmp_path, output, wire):
     url, answered = wire
     source = write(tmp_path / "in.jsonl", *[line(f"q-{n}") for n in range(300)])
     run = start(source, output, url)
@@ -592,7 +592,7 @@ def test_killed_half_way_and_run_again_every_line_is_there_once(tmp_path, output
     assert sum(answered.values()) <= 300 + 4 + 1  # only what was in flight when it was killed was asked twice
 
 
-def test_ctrl_c_drains_what_is_in_flight(tmp_path, output, wire):
+def test_ctrl_c_waits_for_requests_in_flight(tmp_path, output, wire):
     url, answered = wire
     source = write(tmp_path / "in.jsonl", *[line(f"q-{n}") for n in range(300)])
     run = start(source, output, url)
@@ -603,7 +603,7 @@ def test_ctrl_c_drains_what_is_in_flight(tmp_path, output, wire):
     assert read_output(output).keys() == answered.keys() and len(answered) < 300
 
 
-def test_where_all_bad_lines_are_shown_no_more_are_counted(tmp_path):
+def test_a_short_list_of_invalid_lines_has_no_remainder(tmp_path):
     with pytest.raises(BatchError) as caught:
         read_job(write(tmp_path / "in.jsonl", *["{"] * 20))
     assert "line 20: " in str(caught.value) and "and 0 more" not in str(caught.value)
@@ -619,7 +619,7 @@ def test_answers_without_usage_add_no_tokens(monkeypatch, source, output):
 
 
 @pytest.mark.parametrize("concurrency", [1, 4])
-def test_a_signal_ends_a_run_which_tells_that_lines_are_left(source, output, concurrency):
+def test_a_run_ended_by_a_signal_reports_the_lines_left(source, output, concurrency):
     class Interrupting(Service):
         async def __call__(self, request):
             if len(self.asked) == 10:
@@ -631,21 +631,21 @@ def test_a_signal_ends_a_run_which_tells_that_lines_are_left(source, output, con
     assert len(read_output(output)) == summary.succeeded
 
 
-def test_a_run_tells_how_long_it_took_and_no_failure_that_was_not(source, output):
+def test_a_successful_run_reports_its_duration_and_no_failure(source, output):
     began = time.monotonic()
     summary = Service().run(source, output)
     assert 0 < summary.seconds <= time.monotonic() - began
     assert str(summary).endswith(f"in {summary.seconds:.1f} s")
 
 
-def test_the_progress_bar_begins_where_an_earlier_run_has_ended():
+def test_the_progress_bar_starts_at_the_lines_already_done():
     bar = _progress_bar(BatchSummary(total=30, resumed=12), True)
     [task] = bar.tasks
     assert (task.description, task.completed, task.total) == ("batch", 12, 30)
     assert bar.columns[0].render(task).plain == "batch"
 
 
-def test_digests_are_those_of_earlier_versions():
+def test_digests_equal_those_of_earlier_versions():
     """Another spelling would answer every line of every batch again."""
     asked = BatchInputLine.model_validate(line("a", body={"prompt": "世", "max_tokens": 4}))
     same = BatchInputLine.model_validate(line("b", body={"max_tokens": 4, "prompt": "世"}))

@@ -108,7 +108,7 @@ def service(monkeypatch):
 # -- refusals --------------------------------------------------------------------------------------------------------
 
 
-def test_an_illegal_draft_tp_ends_serve_at_once_with_both_sizes_and_the_legal_values():
+def test_an_invalid_draft_tp_is_an_error_with_the_valid_values():
     spec = {"method": "eagle3", "model": "x", "num_speculative_tokens": 8, "draft_tensor_parallel_size": 3}
     started = time.monotonic()
     done = run("serve", "--tensor-parallel-size", "4", "--speculative-config", json.dumps(spec))
@@ -197,14 +197,14 @@ def test_plan_prints_what_the_planner_says(cluster, capsys):
     assert capsys.readouterr().out == "plan of bundled:target\n"
 
 
-def test_the_key_is_read_from_the_environment_at_the_door(cluster, monkeypatch):
+def test_the_key_is_read_from_the_environment(cluster, monkeypatch):
     monkeypatch.setenv("SECATEUR_API_KEY", "from-env")
     cli.main(["serve"])
     cli.main(["serve", "--api-key", "given"])
     assert [args.api_key for _, args in cluster] == ["from-env", "given"]
 
 
-def test_a_file_of_keys_is_read_at_the_door(cluster, monkeypatch, tmp_path, capsys):
+def test_a_key_file_is_checked_before_the_start(cluster, monkeypatch, tmp_path, capsys):
     file = tmp_path / "keys"
     monkeypatch.setenv("SECATEUR_API_KEY", "from-env")
     monkeypatch.chdir(tmp_path)
@@ -344,14 +344,14 @@ def test_a_dash_reads_the_prompt_from_standard_input_as_it_is(command, text, ser
 
 
 @pytest.mark.parametrize("command", ["complete", "chat"])
-def test_standard_input_that_is_no_text_is_told_before_anything_starts(command, service, cluster, monkeypatch, capsys):
+def test_invalid_text_on_standard_input_is_reported_before_the_start(command, service, cluster, monkeypatch, capsys):
     pipe(monkeypatch, b"caf\xe9")
     assert cli.main([command, "-"]) == 2
     assert "standard input is not UTF-8 text" in capsys.readouterr().err
     assert service == [] and cluster == []
 
 
-def test_a_closed_standard_input_is_told(service, monkeypatch, capsys):
+def test_a_closed_standard_input_is_an_error(service, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", None)  # as Python has it after `<&-`
     assert cli.main(["complete", "-", "--base-url", "http://there"]) == 2
     assert "standard input is closed" in capsys.readouterr().err and service == []
@@ -391,14 +391,14 @@ def test_a_conversation_in_json_is_a_line_per_answer(service, monkeypatch, capsy
     assert [turn["content"] for turn in service[1]["messages"]] == ["first", "hi", "second"]
 
 
-def test_complete_without_a_url_starts_a_service_of_its_own(service, cluster, capsys):
+def test_complete_without_a_url_starts_a_service(service, cluster, capsys):
     assert cli.main(["complete", "abc", "--no-speculation"]) == 0
     [(name, args)] = cluster
     assert name == "local_service" and args.port == 0 and args.speculative_config is None
     assert capsys.readouterr().out == "hello\n" and "model" not in service[0]
 
 
-def test_engine_flags_beside_a_url_are_refused(capsys):
+def test_engine_flags_with_a_url_are_an_error(capsys):
     assert cli.main(["complete", "abc", "--base-url", "http://there", "-tp", "2"]) == 2
     assert "--tensor-parallel-size" in capsys.readouterr().err
 
@@ -424,7 +424,7 @@ def test_a_conversation_remembers_its_turns(service, monkeypatch, capsys):
     assert capsys.readouterr().out == "hi\nhi\n"
 
 
-def test_a_service_that_is_not_there_is_exit_code_1(capsys, monkeypatch):
+def test_an_unreachable_service_is_exit_code_1(capsys, monkeypatch):
     monkeypatch.setattr("secateur.client.time.sleep", lambda _: None)
     assert cli.main(["complete", "abc", "--base-url", "http://127.0.0.1:9"]) == 1
     assert "no answer from http://127.0.0.1:9" in capsys.readouterr().err

@@ -126,13 +126,13 @@ def test_a_base_url_with_v1_is_the_same_service():
         ({"timeout": -1}, "timeout: must be more than 0 seconds (got -1)"),
     ],
 )
-def test_settings_of_no_use_are_told_before_anything_is_sent(settings, message):
+def test_invalid_settings_are_reported_before_anything_is_sent(settings, message):
     with pytest.raises(errors.ConfigError) as raised:
         Client(**settings)
     assert str(raised.value) == message
 
 
-def test_what_the_service_ignored_is_warned_of():
+def test_ignored_fields_cause_a_warning():
     answer, chunks = ok(ANSWER), stream_of("a")
     for response in (answer, chunks):
         response.headers["x-secateur-ignored"] = "temprature"
@@ -143,14 +143,14 @@ def test_what_the_service_ignored_is_warned_of():
         list(client.stream_complete("a", temprature=0))
 
 
-async def test_what_the_service_ignored_of_a_stream_is_warned_of_in_async_code_too():
+async def test_ignored_fields_of_an_async_stream_cause_a_warning():
     chunks = stream_of("a")
     chunks.headers["x-secateur-ignored"] = "temprature"
     with pytest.warns(UserWarning, match="ignored temprature"):
         assert [chunk.text async for chunk in Service(chunks).async_client().stream_complete("a")] == ["a"]
 
 
-def test_stream_is_chosen_by_the_method():
+def test_the_method_sets_stream():
     with pytest.raises(TypeError, match="stream_complete"):
         Service().client().complete("a", stream=True)
 
@@ -200,7 +200,7 @@ def test_every_status_is_its_error(status, kind):
 
 
 @pytest.mark.parametrize("text", ["Request dropped due to backpressure", "", '{"detail": "Not Found"}', "[1]"])
-def test_an_error_that_is_no_openai_error_is_still_told(text):
+def test_an_error_in_another_format_is_still_reported(text):
     with pytest.raises(errors.ServiceUnavailableError):
         Service(httpx2.Response(503, text=text)).client(retries=0).complete("a")
 
@@ -214,18 +214,18 @@ def test_an_error_that_is_no_openai_error_is_still_told(text):
         ("{}", "503: Service Una"),
     ],
 )
-def test_an_error_says_what_the_service_said_or_what_its_status_means(text, says):
+def test_an_error_has_the_services_message_or_that_of_its_status(text, says):
     response = httpx2.Response(503, text=text, request=httpx2.Request("GET", "http://h"))
     with pytest.raises(errors.ServiceUnavailableError, match=says):
         client_http.read(client_http.models_call(), response)
 
 
-def test_an_answer_that_is_none_is_an_error():
+def test_an_invalid_response_is_an_error():
     with pytest.raises(errors.APIError, match="no CompletionResponse"):
         Service(httpx2.Response(200, text="<html>")).client().complete("a")
 
 
-def test_no_connection_and_no_answer_in_time_are_errors_of_the_tree():
+def test_connection_and_timeout_errors_are_builtin_errors_too():
     with pytest.raises(ConnectionError):
         Service(httpx2.ConnectError("refused")).client(retries=0).complete("a")
     with pytest.raises(TimeoutError):
@@ -243,7 +243,7 @@ def test_the_docstring_tree_names_every_error():
 @pytest.mark.parametrize(
     ("prompt", "params"), [("half a \ud83c tree", {}), ("x", {"temperature": float("nan")}), ("x", {"request_id": "ü"})]
 )
-async def test_what_cannot_be_written_is_a_bad_request(prompt, params):
+async def test_an_unserializable_body_is_a_bad_request(prompt, params):
     with pytest.raises(errors.BadRequestError, match="cannot be written"), Client() as client:
         client.complete(prompt, **params)
     async with AsyncClient() as client:
@@ -254,14 +254,14 @@ async def test_what_cannot_be_written_is_a_bad_request(prompt, params):
 @pytest.mark.parametrize(
     "failure", [httpx2.Response(status) for status in (408, 429, 500, 502, 503)] + [httpx2.ConnectError("refused")]
 )
-def test_what_may_pass_is_tried_again(failure, no_waiting):
+def test_temporary_errors_are_retried(failure, no_waiting):
     service = Service(failure, ok(ANSWER))
     assert service.client().complete("a").text == "hello"
     assert len(no_waiting) == 1 and 0.25 <= no_waiting[0] <= 0.5
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 501])
-def test_what_will_not_pass_is_not_tried_again(status):
+def test_permanent_errors_are_not_retried(status):
     service = Service(httpx2.Response(status), ok(ANSWER))
     with pytest.raises(errors.APIError):
         service.client().complete("a")
@@ -276,13 +276,13 @@ def test_the_wait_doubles_and_ends(no_waiting):
     assert [0.5 * 2**n / delay <= 2 and delay <= 0.5 * 2**n for n, delay in enumerate(no_waiting)] == [True] * 3
 
 
-def test_the_services_own_wait_is_honoured(no_waiting):
+def test_retry_after_is_honoured(no_waiting):
     service = Service(httpx2.Response(429, headers={"retry-after": "7"}), ok(ANSWER))
     service.client().complete("a")
     assert no_waiting == [7.0]
 
 
-def test_a_wait_too_long_is_left_to_the_caller():
+def test_a_long_retry_after_is_left_to_the_caller():
     error = errors.RateLimitError("busy", status=429, retry_after=3600.0)
     assert Retry(retries=5).delay(0, error) is None
 
@@ -305,7 +305,7 @@ def test_a_stream_yields_chunks_until_done():
     assert service.body()["stream"] is True
 
 
-def test_a_stream_is_tried_again_before_it_begins_only():
+def test_a_stream_is_retried_only_before_its_first_event():
     service = Service(httpx2.Response(503), stream_of("a", end=""))
     chunks = service.client().stream_complete("x")
     assert next(chunks).text == "a"
@@ -358,7 +358,7 @@ def test_a_streams_lines_may_end_in_three_ways_and_be_cut_anywhere(end):
     assert [chunk.text for chunk in service.client().stream_complete("x")] == WIRE_TEXTS
 
 
-def test_a_streams_lines_may_each_end_as_they_like():
+def test_a_streams_lines_may_end_differently():
     rng = random.Random(0)
     for _ in range(200):
         wire, end = b"", b""
@@ -370,7 +370,7 @@ def test_a_streams_lines_may_each_end_as_they_like():
         assert read_events(*[wire[a:b] for a, b in zip([0, *cuts], [*cuts, len(wire)], strict=True)]) == WIRE_TEXTS
 
 
-def test_an_event_that_ends_with_a_lone_cr_is_there_before_the_next_read():
+def test_an_event_that_ends_with_a_lone_cr_is_yielded_at_once():
     events = client_http.Events(client_http.stream_complete_call("x", {}))
     first = WIRE[: WIRE.index(b"\n\n")]
     assert [chunk.text for chunk in events.feed(first + b"\r\r")] == WIRE_TEXTS[:1]
@@ -378,18 +378,18 @@ def test_an_event_that_ends_with_a_lone_cr_is_there_before_the_next_read():
     assert list(events.feed(b"\n")) == []
 
 
-def test_data_of_several_lines_is_one_event_whatever_ends_them():
+def test_several_data_lines_are_one_event_with_any_line_ending():
     wire = WIRE.replace(b'"choices"', b'\ndata: "choices"')
     for end in LINE_ENDS:
         assert read_events(wire.replace(b"\n", end)) == WIRE_TEXTS
 
 
-def test_a_byte_order_mark_before_a_stream_is_no_part_of_it():
+def test_a_byte_order_mark_before_a_stream_is_skipped():
     for wire in (WIRE, WIRE.replace(b": ping\n", b"").replace(b"event: chunk\n", b"")):
         assert read_events(b"\xef", b"\xbb\xbf" + wire) == WIRE_TEXTS
 
 
-def test_text_that_speaks_of_an_error_is_no_error():
+def test_text_that_contains_the_word_error_is_not_an_error():
     chunks = Service(stream_of('{"error": 1}')).client().stream_complete("x")
     assert [chunk.text for chunk in chunks] == ['{"error": 1}']
 
@@ -397,7 +397,7 @@ def test_text_that_speaks_of_an_error_is_no_error():
 # -- async -----------------------------------------------------------------------------------------------------------
 
 
-async def test_the_async_client_does_the_same(no_waiting):
+async def test_the_async_client_behaves_alike(no_waiting):
     service = Service(httpx2.Response(500), ok(ANSWER), ok(CHAT_ANSWER), stream_of("a", "b"), httpx2.Response(200))
     async with service.async_client() as client:
         assert (await client.complete("a")).text == "hello"
@@ -471,6 +471,6 @@ async def test_closing_an_async_stream_closes_the_connection(real_time, wire):
         assert await asyncio.to_thread(reader_left.wait, 10)
 
 
-def test_a_port_nobody_listens_on_is_a_connection_error(real_time):
+def test_an_unused_port_is_a_connection_error(real_time):
     with Client("http://127.0.0.1:9", retries=0) as client, pytest.raises(errors.APIConnectionError):
         client.models()

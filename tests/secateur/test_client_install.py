@@ -90,7 +90,7 @@ RUNS_HERE = [["serve"], ["plan"], ["bench", "latency", "--quick"], ["bench", "st
 
 
 @pytest.mark.parametrize("command", RUNS_HERE)
-def test_what_runs_models_here_names_the_extra_and_no_flag_that_it_lacks(command: list[str]) -> None:
+def test_commands_that_run_models_name_the_missing_extra(command: list[str]) -> None:
     done = run(*command)
     assert done.returncode == 1 and done.stdout == ""
     needs = r"secateur: error: this command needs '\w+', which is not installed: "
@@ -98,13 +98,13 @@ def test_what_runs_models_here_names_the_extra_and_no_flag_that_it_lacks(command
 
 
 @pytest.mark.parametrize("command", [["complete", "x"], ["chat", "x"], ["bench", "serve"]])
-def test_what_can_also_talk_to_a_running_service_says_so(command: list[str]) -> None:
+def test_commands_with_base_url_suggest_it(command: list[str]) -> None:
     done = run(*command)
     assert done.returncode == 1
     assert f"{INSTALL} (or talk to a running service with --base-url)" in done.stderr
 
 
-def test_the_extra_that_is_named_exists() -> None:
+def test_the_suggested_extra_exists() -> None:
     assert "serve" in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
 

@@ -140,7 +140,7 @@ def test_deepseek_mtp_is_mtp_with_a_deprecation_warning(where):
 
 @pytest.mark.parametrize("name", ["mtp", "deepseek_mtp"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_name_that_only_says_mtp_is_no_model(name):
+def test_the_name_mtp_is_not_a_model(name):
     assert SpeculativeConfig(model=name).model is None
 
 
@@ -217,7 +217,7 @@ def test_draft_probability_settings_warn_under_coupled_acceptance(key):
 
 
 @pytest.mark.parametrize("key", ["rejection_method", "draft_sample_method"])
-def test_ways_to_use_draft_probabilities_warn_where_there_are_none(key):
+def test_settings_of_draft_probabilities_warn_without_them(key):
     value = {"rejection_method": "recursive", "draft_sample_method": "hybrid"}[key]
     with pytest.warns(UserWarning, match=f"{key} has no effect with enable_draft_probs=false"):
         SpeculativeConfig(model="x", acceptance="rejection", enable_draft_probs=False, **{key: value})
@@ -305,7 +305,7 @@ def test_a_chain_cut_by_a_depth_limit_is_refused_with_the_count_to_write():
     assert "write num_speculative_tokens=5" in text
 
 
-def test_paths_given_as_tuples_are_checked_alike():
+def test_paths_given_as_tuples_are_checked_too():
     assert check_paths([(0, 0), (0,)]) == ((0,), (0, 0))
 
 
@@ -316,7 +316,7 @@ def test_a_threshold_turns_pruning_on():
     assert SpeculativeConfig(model="x", speculative_tree_prune_min_prob=0.1).speculative_tree_prune == "thresholds"
 
 
-def test_thresholds_of_zero_are_as_good_as_none():
+def test_thresholds_of_zero_are_off():
     spec = SpeculativeConfig(model="x", speculative_tree_prune_min_prob=0.0, speculative_tree_prune_path_prob=0)
     assert spec.speculative_tree_prune == DEFAULT_TREE_PRUNE
 
@@ -327,7 +327,7 @@ def test_automatic_pruning_may_have_thresholds():
 
 
 @pytest.mark.parametrize("chosen", [None, "off", "thresholds", "auto"])
-def test_a_static_tree_is_grown_as_written_unless_something_else_is_asked(chosen):
+def test_a_static_tree_is_not_pruned_by_default(chosen):
     spec = SpeculativeConfig(model="x", speculative_token_tree=TREE, speculative_tree_prune=chosen)
     assert spec.speculative_tree_prune == (chosen or "off")
 
@@ -376,7 +376,7 @@ def test_an_unknown_nested_key_says_where():
     assert text == "speculative_config: unknown key 'metod' (did you mean 'method'?)"
 
 
-def test_a_key_like_nothing_lists_the_valid_ones():
+def test_an_unrecognizable_key_lists_the_valid_ones():
     assert "(valid: api_key, api_key_file, device," in refusal(EngineArgs, zzzzzz=1)
 
 
@@ -400,7 +400,7 @@ def test_model_validate_raises_our_error_too():
     assert "unknown key" in refusal(EngineArgs.model_validate, {"prt": 1})
 
 
-def test_something_else_than_a_mapping_is_refused():
+def test_a_config_that_is_not_a_mapping_is_an_error():
     assert "expected a mapping" in refusal(EngineArgs.load, [1])
 
 
@@ -476,7 +476,7 @@ def test_a_missing_yaml_file_is_refused(tmp_path):
 # -- models ----------------------------------------------------------------------------------------------------------
 
 
-def test_an_id_stays_an_id():
+def test_a_hub_id_is_returned_unchanged():
     assert resolve_model("org/name") == "org/name"
 
 
@@ -560,12 +560,12 @@ def test_application_arguments_describe_an_engine():
     assert app.placement_group_config.strategy == "STRICT_PACK"
 
 
-def test_a_model_id_alone_is_the_source_too():
+def test_a_model_id_alone_is_also_the_model_source():
     args = AppArgs.load({"model_loading_config": {"model_id": "org/llama"}}).engine_args()
     assert (args.model, args.model_id) == ("org/llama", "org/llama")
 
 
-def test_no_application_arguments_are_the_bundled_model():
+def test_the_default_application_arguments_are_the_bundled_model():
     assert AppArgs().engine_args().model == "bundled:target"
 
 
@@ -580,7 +580,7 @@ def test_no_application_arguments_are_the_bundled_model():
         {"speculative_config": {"method": "ngram", "prompt_lookup_max": 3}},
     ],
 )
-def test_engine_arguments_survive_the_trip_through_an_application(settings):
+def test_engine_arguments_survive_application_arguments(settings):
     args = EngineArgs.load(settings)
     app = AppArgs.load(AppArgs.from_engine_args(args).model_dump(exclude_unset=True))
     assert app.engine_args().model_dump() == args.model_dump()
@@ -611,7 +611,7 @@ def test_wrong_application_arguments_are_refused(given, says):
 # -- one request of max_model_len fits the pages -----------------------------------------------------------------------
 
 
-def test_a_service_holds_a_token_of_prompt_and_one_of_answer():
+def test_the_smallest_service_holds_one_prompt_and_one_output_token():
     assert EngineArgs.load({"max_model_len": 2}).max_model_len == 2
     assert "max_model_len: must be greater than or equal to 2 (got 1)" in refusal(EngineArgs.load, {"max_model_len": 1})
 
@@ -636,7 +636,7 @@ def test_fewer_pages_than_one_request_needs_are_refused_with_the_smallest_number
     assert f"a request of max_model_len={length}" in told and f"at least {least}" in told
 
 
-def test_a_refusal_of_too_few_pages_says_which_length_would_fit():
+def test_an_error_about_too_few_pages_gives_the_length_that_fits():
     fields = {"max_model_len": 512, "num_pages": 20, "speculative_config": {"method": "ngram"}}
     assert "lower max_model_len to 287" in refusal(EngineArgs.load, fields)  # 19 pages of 16 tokens, 17 rows of a tree
     assert EngineArgs.load({**fields, "max_model_len": 287}).max_model_len == 287
@@ -650,6 +650,6 @@ def test_pages_that_hold_no_request_at_all_are_refused_before_the_model_is_known
 
 
 @pytest.mark.parametrize("name", ["max_num_seqs", "max_num_batched_tokens", "page_size", "num_pages"])
-def test_numbers_that_no_engine_could_hold_are_refused_before_one_starts(name):
+def test_values_too_large_for_any_engine_are_an_error(name):
     fields = {"max_num_seqs": 1, "model": "/nowhere", name: 10**30}
     assert f"{name}: must be less than" in refusal(EngineArgs.load, fields)

@@ -35,14 +35,14 @@ def test_only_newlines_end_a_line(separator: str) -> None:
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
-def test_a_prompt_holds_what_other_software_takes_for_a_line_end(tmp_path: Path, end: str) -> None:
+def test_a_prompt_may_contain_unicode_line_separators(tmp_path: Path, end: str) -> None:
     rows = [{"text": RAW}, {"messages": [{"role": "user", "content": RAW}]}]
     file = write(tmp_path / "p.jsonl", *[json.dumps(row, ensure_ascii=False) for row in rows], end=end)
     text, chat = read_prompts(file, 2)
     assert text.text == RAW and chat.messages == rows[1]["messages"]
 
 
-def test_a_lone_carriage_return_is_a_space_as_json_has_it(tmp_path: Path) -> None:
+def test_a_lone_carriage_return_is_whitespace(tmp_path: Path) -> None:
     assert [p.text for p in read_prompts(write(tmp_path / "p.jsonl", '{"text":\r"a"}'), 1)] == ["a"]
     fields = '"seconds": 1,\r"prompt_tokens": 2,\r"output_tokens": 3'
     assert [a.output_tokens for a in read_trace(write(tmp_path / "t.jsonl", f"{{{fields}}}"))] == [3]
@@ -58,11 +58,11 @@ def test_a_trace_ends_its_lines_with_newlines_alone(tmp_path: Path) -> None:
         read_trace(write(tmp_path / "odd.jsonl", line.format(1), "", line.format(2) + "\u2028" + line.format(3)))
 
 
-def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
     assert [p.text for p in read_prompts(write(tmp_path / "p.jsonl", '\ufeff{"text": "a"}'), 1)] == ["a"]
     assert read_job(write(tmp_path / "in.jsonl", "\ufeff" + batch_line("a"))).custom_ids == {"a"}
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
-def test_a_batch_line_holds_them_too(tmp_path: Path, end: str) -> None:
+def test_a_batch_line_may_contain_unicode_line_separators(tmp_path: Path, end: str) -> None:
     assert read_job(write(tmp_path / "in.jsonl", batch_line("a"), batch_line("b"), end=end)).custom_ids == {"a", "b"}

@@ -85,12 +85,12 @@ def test_a_completion_stops_after_16_tokens_and_a_chat_at_the_context():
     ("prompt", "prompts"),
     [("ab", ["ab"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]]), ("", [""])],
 )
-def test_a_prompt_has_four_shapes(prompt, prompts):
+def test_a_prompt_has_four_forms(prompt, prompts):
     assert completion(prompt=prompt).prompts == prompts
 
 
 @pytest.mark.parametrize("prompt", [3, [], [[]], [1, "a"], [-1], {"a": 1}, [True]])
-def test_another_prompt_is_refused(prompt):
+def test_a_prompt_of_another_form_is_an_error(prompt):
     assert refusal(completion, prompt=prompt).field == "prompt"
 
 
@@ -234,7 +234,7 @@ def test_a_value_of_another_json_type_is_refused(model, name):
     ],
 )
 @pytest.mark.parametrize("build", [completion, chat])
-def test_what_looks_like_a_number_is_none(build, field, value):
+def test_strings_are_not_numbers(build, field, value):
     assert refusal(build, **{field: value, "stream": True}).field.split(".")[0] == field
 
 
@@ -279,13 +279,13 @@ def test_stop_is_one_text_or_many():
     assert completion(stop=["x", "y"]).stop_strings == ("x", "y")
 
 
-def test_fields_nobody_knows_are_kept_and_named():
+def test_unknown_fields_are_kept_and_named():
     request = completion(zebra=1, apple=None, mango="x")
     assert request.ignored() == ["mango", "zebra"] and request.unsupported() == []
 
 
 @pytest.mark.parametrize("build", [completion, chat])
-def test_what_a_request_forbids_and_favours_is_read(build):
+def test_constraints_of_a_request_are_read(build):
     request = build(
         n=2,
         presence_penalty=-2,
@@ -311,7 +311,7 @@ def test_greedy_sampling_has_one_answer(build, temperature):
     assert build(n=2, temperature=1e-4).n == 2
 
 
-def test_min_tokens_may_reach_max_tokens_and_not_pass_it():
+def test_min_tokens_is_at_most_max_tokens():
     assert completion(min_tokens=16).min_tokens == 16
     assert chat(min_tokens=5000).min_tokens == 5000
     assert "17 is more than max_tokens=16" in refusal(completion, min_tokens=17).message
@@ -333,11 +333,11 @@ def test_min_tokens_may_reach_max_tokens_and_not_pass_it():
         (chat(logprobs=True, top_logprobs=20), 20),
     ],
 )
-def test_log_probabilities_are_asked_for_in_two_ways(request_, num):
+def test_completions_and_chats_request_log_probabilities_differently(request_, num):
     assert request_.num_logprobs == num
 
 
-def test_the_other_way_of_asking_is_told():
+def test_the_other_routes_logprobs_fields_are_an_error():
     assert "write logprobs=true and top_logprobs=5" in refusal(chat, logprobs=5).message
     assert "write logprobs=5" in refusal(completion, top_logprobs=5).message
     assert "only allowed with logprobs=true" in refusal(chat, top_logprobs=5).message
@@ -358,11 +358,11 @@ def test_best_of_is_fine_where_all_answers_are_returned(build):
     ],
 )
 @pytest.mark.parametrize("build", [completion, chat])
-def test_what_is_not_implemented_is_blamed_before_its_consequences(build, param, asked):
+def test_an_unimplemented_parameter_is_reported_first(build, param, asked):
     assert [item.param for item in build(**asked).unsupported()] == [param]
 
 
-def test_all_wrong_keys_of_a_bias_are_named():
+def test_all_invalid_keys_of_a_logit_bias_are_named():
     problem = refusal(completion, logit_bias={"five": 1, "7": 1, "-5": 1, "05": 1})
     assert problem.field == "logit_bias" and "'five', '-5', '05'" in problem.message and "'7'" not in problem.message
     many = refusal(completion, logit_bias={f"x{n}": 1 for n in range(900)}).message
@@ -399,7 +399,7 @@ def test_a_known_parameter_we_do_not_implement_is_named(param):
 
 
 @pytest.mark.parametrize("param", [param for param in UNSUPPORTED if UNSUPPORTED[param][0]])
-def test_a_neutral_value_of_it_is_fine(param):
+def test_a_neutral_value_of_an_unimplemented_parameter_is_accepted(param):
     value = UNSUPPORTED[param][0][0]
     assert completion(**{param: value}).unsupported() == []
 
@@ -446,7 +446,7 @@ def test_what_a_benchmark_client_sends_is_accepted():
         ({"include_obfuscation": False}, False, False, ["include_obfuscation"]),
     ],
 )
-def test_a_stream_tells_usage_as_vllm_does(options, at_end, in_chunks, ignored):
+def test_a_stream_reports_usage_as_vllm_does(options, at_end, in_chunks, ignored):
     request = chat(stream=True, stream_options=options)
     assert (request.stream_options.usage_at_end, request.stream_options.usage_in_chunks) == (at_end, in_chunks)
     assert request.ignored() == [f"stream_options.{name}" for name in ignored]
@@ -471,7 +471,7 @@ def test_special_tokens_are_added_to_texts_and_not_to_chats():
         assert [request.with_special_tokens for request in found] == expected
 
 
-def test_what_tokenize_cannot_use_is_named():
+def test_fields_unsupported_by_tokenize_are_named():
     request = TokenizeRequest.model_validate({"prompt": "a", "continue_final_message": True, "temperature": 1})
     assert request.ignored() == ["continue_final_message", "temperature"]
     request = TokenizeRequest.model_validate({"prompt": "a", "chat_template": "x"})
@@ -562,7 +562,7 @@ def test_openai_reads_the_usage_chunk_and_the_model_list():
         assert isinstance(read_as(openai.types.Model, card), openai.types.Model)
 
 
-def test_a_streamed_completion_is_called_text_completion_as_openai_calls_it():
+def test_a_streamed_completions_object_is_text_completion():
     chunk = json.loads(CompletionChunk(model="m", choices=[CompletionChoice(text="x")]).model_dump_json())
     assert chunk["object"] == "text_completion"
     nulls = dict.fromkeys(
@@ -572,7 +572,7 @@ def test_a_streamed_completion_is_called_text_completion_as_openai_calls_it():
     assert "usage" not in chunk and "speculative" not in chunk
 
 
-def test_what_clients_of_vllm_read_is_null_where_it_was_not_asked_for():
+def test_fields_that_vllms_clients_read_are_null_by_default():
     def written(answer) -> dict:
         return json.loads(answer.model_dump_json())
 

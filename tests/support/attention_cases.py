@@ -27,7 +27,7 @@ def paths_of(parents: list[int]) -> list[list[int]]:
 class Batch:
     """Requests of (prefix length, tree parents) or (first position, number of prompt rows) on shuffled pages.
 
-    `keys[n]` lists the logical slots of row n in path order: the rule spelled out, for the dense oracle.
+    `keys[n]` lists the logical slots that row n attends to, in path order, for the dense reference.
     """
 
     def __init__(self, requests: list[tuple[int, list[int] | int]], page_size: int, seed: int = 42) -> None:

@@ -263,7 +263,7 @@ def edit_weights(path: Path, *, remove: tuple[str, ...] = (), add: dict[str, Ten
 
 
 def sliding(window: int, *layer_types: str) -> dict[str, Any]:
-    """The config.json fields in which speculators' trainer writes the windows of a head's layers."""
+    """Return the config.json fields in which speculators' trainer writes the windows of a head's layers."""
     return {"sliding_window": window, "use_sliding_window": True, "layer_types": list(layer_types)}
 
 
@@ -368,7 +368,7 @@ def write_eagle3(
 
 
 def load_eagle3(path: Path, target: Path, *own: Any, **named: Any) -> Eagle3Head:
-    """Further arguments are those of `Eagle3Head.load`."""
+    """Load a head; further arguments are those of `Eagle3Head.load`."""
     return Eagle3Head.load(read_eagle3_spec(path, read_spec(target)), path, target, *own, **named)
 
 

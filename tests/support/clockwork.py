@@ -31,7 +31,7 @@ class ClockCosts:
     """Simulated costs in milliseconds.
 
     A step of the target takes fixed + row x rows. The drafter takes message + fed x input rows + level x levels +
-    node x nodes. In addition, each request with a tree takes `tree`, which no start-up profile shows.
+    node x nodes. In addition, each request with a tree takes `tree`, which is not part of the start-up profile.
     """
 
     fixed: float

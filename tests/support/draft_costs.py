@@ -10,7 +10,7 @@ CALIBRATION = ((0.8, 0.3), (1.2, -0.4))
 
 
 def costs(node: float = 0.0, level: float = 0.0, run: float = 0.0, sure: float = 1.0) -> DraftCosts:
-    """Verification takes 10 ms plus `node` per node; input rows and the roots' level take 1 ms."""
+    """Return costs: verification takes 10 ms plus `node` per node; input rows and the roots' level take 1 ms."""
     return DraftCosts(
         nodes_T=torch.tensor([0, 1000], dtype=torch.int32),
         verify_ms_T=torch.tensor([10.0, 10.0 + 1000 * node]),

@@ -1,9 +1,8 @@
-"""Exact laws of sampled drafts: every draw, every coin and every last token, each with its weight.
+"""Exact output distributions of sampled drafts, by enumerating every random draw with its probability.
 
-A `Scenario` is a little language, a drafter and a policy that says how many children a node gets. Its law is found by
-running the production code, `drafter.tree.sample.draw_children` and `verifier.acceptance.rejection.decide`, once for
-every way its noise can fall, round after round until enough tokens are out. What a mutant does wrong is a field of the
-scenario.
+A `Scenario` is a small language, a drafter and a policy that gives the number of children of a node. It runs the
+production code, `drafter.tree.sample.draw_children` and `verifier.acceptance.rejection.decide`, once for every outcome
+of the random draws, round after round until enough tokens are emitted. Fields of the scenario select mutants.
 """
 
 from __future__ import annotations
@@ -317,7 +316,7 @@ class GrownScenario(Scenario):
 def draw_by(
     choose: Choose, support: Support, count_F: np.ndarray, num_fixed_F: np.ndarray, max_children: int
 ) -> DrawnChildren:
-    """`draw_children` with every draw replaced by `choose`."""
+    """Run `draw_children` with every random draw replaced by `choose`."""
     column_FK = np.full((len(count_F), max_children), -1)
     kind_FK = np.full(column_FK.shape, NodeKind.SAMPLED, dtype=np.uint8)
     for f, (count, num_fixed) in enumerate(zip(count_F.tolist(), num_fixed_F.tolist(), strict=True)):

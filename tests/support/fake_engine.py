@@ -48,8 +48,8 @@ class FakeEngine:
     """Answers each Submit with its script's steps, one per turn of its loop.
 
     `drafts`: whether all tokens of a step but the last count as drafted and accepted; otherwise every request has the
-    statistics `STATS`. `hold`: while set, it hangs: no step is made (requests stay pending) and nothing is sent.
-    Otherwise it sends a sign of life while idle, as an engine does. `aborted` and `submitted` tell what it was asked.
+    statistics `STATS`. `hold`: while set, the engine hangs: it runs no step and sends nothing. Otherwise it sends
+    heartbeats while idle, as an engine does. `aborted` and `submitted` hold the messages that it received.
     """
 
     address: str

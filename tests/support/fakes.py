@@ -1,7 +1,7 @@
-"""Stand-ins with chosen logits: a target and a draft model that truly read their prefix out of paged memory.
+"""Fake target and draft model with chosen logits, which read their prefix from paged memory.
 
-A fake forward writes each row's token where the real one writes key and value, and a row's context is whatever the
-slots it may see hold. A wrong slot, page, move or mask therefore shows as a wrong token, or fails an assertion here.
+A fake forward writes each row's token to the slot where the real one writes KV, and reads a row's context from the
+slots that the row may attend to. A wrong slot, page, move or mask gives a wrong token, or fails an assertion here.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def write_gguf(
 
 
 def add_tokenizer(writer: GGUFWriter, size: int, pre: str) -> None:
-    """Byte-level letters, two special tokens and two merges; as many tokens as the model has."""
+    """Add a byte-level tokenizer with letters, two special tokens, two merges and as many tokens as the model has."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())[: size - 4]
     tokens = ["<s>", "</s>", *letters, "ab", "12"]
     tokens += [f"<unused{i}>" for i in range(size - len(tokens))]

@@ -1,7 +1,6 @@
 """Triton launches replaced by torch for `simulated_cuda`, because the interpreter takes seconds per step.
 
-What the kernels compute is the business of test_attention.py and test_kernels.py; here they only have to read and write
-the memory that they are given, as they would. One function for each kernel, by its name.
+The kernels themselves are tested elsewhere; these functions, named like them, read and write the same memory.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ Path = tuple[int, ...]
 
 
 def philox(key: tuple[int, int], counter: tuple[int, int, int, int]) -> tuple[int, ...]:
-    """Philox4x32-10 with Python integers, as in the paper's figure: multiply, swap, xor, increment the key."""
+    """Compute Philox4x32-10 with Python integers, as in the paper's figure: multiply, swap, xor, increment the key."""
     a, b, c, d = counter
     k0, k1 = key
     for _ in range(10):
@@ -32,7 +32,7 @@ def philox(key: tuple[int, int], counter: tuple[int, int, int, int]) -> tuple[in
 
 
 def gumbel_of_word(r: int) -> float:
-    """-log(-log u), u = (r + 1/2) / 2^32, in float64 without cancellation near u = 1."""
+    """Return -log(-log u), u = (r + 1/2) / 2^32, in float64 without cancellation near u = 1."""
     if r < 2**31:
         return -math.log(-math.log((r + 0.5) / 2**32))
     return -math.log(-math.log1p(-(2**32 - r - 0.5) / 2**32))

@@ -1,22 +1,21 @@
-"""A CUDA device made of CPU memory, for machines without one: real numbers, and the rules that a real device has.
+"""A simulated CUDA device in CPU memory, with real results and a real device's rules.
 
     with simulated_cuda() as cuda:
-        torch.zeros(3, device="cuda")       .is_cuda; a tensor on the CPU cannot be mixed with it
-        torch.cuda.CUDAGraph(), ...         records operations, and replays these over the same memory
-        cuda.waits                          where the host has waited for the device, one entry a time
-        cuda.graphs                         what was captured, and how often it was replayed
+        torch.zeros(3, device="cuda")       .is_cuda; cannot be mixed with a CPU tensor
+        torch.cuda.CUDAGraph(), ...         records operations and replays them on the same memory
+        cuda.waits                          the places where the host waited for the device, in order
+        cuda.graphs                         the captured graphs, with the number of their replays
 
-What works here may still be wrong on a GPU: its speed, its races, the kernels' own arithmetic. What fails here would
-have failed there:
+It does not simulate speed, races or the kernels' arithmetic. It fails where a GPU fails:
 
-- an operation on tensors of both devices, or a Triton kernel that is given a tensor on the CPU;
-- while a graph is captured: a value looked at on the host, a copy from the host, a shape that depends on values;
-- a replay that does not see a new step, because a value was baked in or because a tensor lies in another place;
-- memory that is read before it is written: `torch.empty` holds NaN and indices that are out of range;
-- a copy to the host that is read before it has arrived.
+- an operation on tensors of both devices, or a CPU tensor as argument of a Triton kernel;
+- during capture: reading a value on the host, copying from the host, a shape that depends on values;
+- a replay that does not see the new inputs, because a value was captured or a tensor has moved;
+- reading memory before it is written: `torch.empty` holds NaN, or indices that are out of range;
+- reading a copy to the host before it has finished.
 
-Operations are intercepted where torch dispatches them and run on the memory of their tensors. Triton's launches are
-done by `kernel_twins`.
+Operations are intercepted where torch dispatches them and run on the tensors' memory. `kernel_twins` replaces Triton's
+launches.
 """
 
 from __future__ import annotations
@@ -152,7 +151,7 @@ class SimulatedCuda(TorchDispatchMode):
 
     @contextmanager
     def capture(self, graph: Graph, pool: Any = None, **_: Any) -> Iterator[None]:
-        """torch.cuda.graph."""
+        """Replace torch.cuda.graph."""
         assert self._captured is None and not graph.work and pool in (None, graph.pool())
         self.graphs.append(graph)
         self._captured = graph

@@ -19,7 +19,7 @@ WORDS = ["▁", "▁▁", "a", "▁a", "b", "\ufffd", "▁\ufffd", "é", "<0x", 
 
 
 def llama() -> tokenizers.Tokenizer:
-    """SentencePiece with byte fallback, as in Llama 2 and Mistral."""
+    """Return a SentencePiece tokenizer with byte fallback, as in Llama 2 and Mistral."""
     vocab = {word: id for id, word in enumerate([*SPECIAL, *BYTES, *WORDS])}
     fast = tokenizers.Tokenizer(models.BPE(vocab, [("▁", "a")], unk_token="<unk>", byte_fallback=True))
     fast.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
@@ -30,7 +30,7 @@ def llama() -> tokenizers.Tokenizer:
 
 
 def gemma() -> tokenizers.Tokenizer:
-    """SentencePiece without the space before a text."""
+    """Return a SentencePiece tokenizer that adds no space before a text."""
     fast = llama()
     fast.normalizer = normalizers.Replace(" ", "▁")
     fast.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
@@ -38,7 +38,7 @@ def gemma() -> tokenizers.Tokenizer:
 
 
 def byte_level() -> tokenizers.Tokenizer:
-    """Byte-level BPE as in GPT-2, with tokens of several bytes that are not whole characters."""
+    """Return a byte-level BPE as in GPT-2, with tokens of several bytes that are not whole characters."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     spell = {char: "".join(letters_of(char)) for char in ("世", "🌳")}
     words = [*SPECIAL, *letters, spell["世"][:2], spell["世"][1:], spell["🌳"][:3], "a" + spell["🌳"][:2], "Ġa"]
@@ -63,7 +63,7 @@ def word_piece() -> tokenizers.Tokenizer:
 
 
 def metaspace() -> tokenizers.Tokenizer:
-    """Unigram as in T5."""
+    """Return a Unigram tokenizer as in T5."""
     fast = tokenizers.Tokenizer(models.Unigram([(word, -1.0) for word in [*SPECIAL, *WORDS]], unk_id=0))
     fast.pre_tokenizer = pre_tokenizers.Metaspace()
     fast.decoder = decoders.Metaspace()
@@ -71,7 +71,7 @@ def metaspace() -> tokenizers.Tokenizer:
 
 
 def word_ends() -> tokenizers.Tokenizer:
-    """BPE as in GPT-1: a word is followed by a space only if another word follows."""
+    """Return a BPE as in GPT-1: a space follows a word only if another word follows."""
     vocab = {word: id for id, word in enumerate([*SPECIAL, "a", "a</w>", "b", "b</w>", "世</w>"])}
     fast = tokenizers.Tokenizer(models.BPE(vocab, [], unk_token="<unk>", end_of_word_suffix="</w>"))
     fast.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -80,7 +80,7 @@ def word_ends() -> tokenizers.Tokenizer:
 
 
 def rewriting() -> tokenizers.Tokenizer:
-    """A decoder that removes a space when the next token arrives, so that no stream can equal the full text."""
+    """Return a tokenizer whose decoder removes a space when the next token arrives, so streams and full text differ."""
     fast = llama()
     fast.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Replace(" a", "a")]

@@ -78,12 +78,12 @@ def test_a_request_narrows_the_services_trees(asked: dict[str, Any], limits: Tre
 
 
 @pytest.mark.parametrize(("max_tokens", "is_drafted"), [(2, False), (3, True)])
-def test_an_answer_is_drafted_for_if_a_draft_can_bring_two_of_its_tokens(max_tokens: int, is_drafted: bool) -> None:
+def test_a_request_gets_drafts_if_a_step_can_give_two_of_its_tokens(max_tokens: int, is_drafted: bool) -> None:
     config = EngineConfig(model_path="target", draft=draft())
     assert (request_of(submit(max_tokens=max_tokens), config).limits is not None) == is_drafted
 
 
-def test_what_fits_exactly_is_taken() -> None:
+def test_a_request_that_fits_exactly_is_accepted() -> None:
     config = EngineConfig(model_path="target")
     limits = Limits(max_num_seqs=1, max_num_batched_tokens=64, page_size=4)
 
@@ -96,7 +96,7 @@ def test_what_fits_exactly_is_taken() -> None:
     assert refused(8, 1, num_pages=2)
 
 
-def test_every_token_that_a_step_brings_is_counted() -> None:
+def test_every_token_of_a_step_is_counted() -> None:
     constraints = Constraints(repetition_penalty=1.2)
     asked = Submit(id=1, prompt=[7, 1], max_tokens=9, sampling=SamplingParams(constraints=constraints))
     request = request_of(asked, EngineConfig(model_path="target"))

@@ -43,7 +43,7 @@ PARAMS = [
 
 
 @pytest.mark.parametrize(("method", "tree"), SPECULATIONS, ids=IDS)
-def test_a_batch_says_what_the_target_says_to_each_alone(method, tree):
+def test_a_batch_gives_every_request_the_targets_output(method, tree):
     language = RandomLanguage()
     with Bench(language, method, tree, max_num_batched_tokens=40, max_num_seqs=3) as bench:
         ids = [bench.submit(list(range(1, 4 + 5 * i)), 20 + i, params) for i, params in enumerate(PARAMS)]
@@ -56,7 +56,7 @@ def test_a_batch_says_what_the_target_says_to_each_alone(method, tree):
 
 @pytest.mark.parametrize("error", [0.0, 100.0])
 @pytest.mark.parametrize("method", ["eagle3", "draft_model"])
-def test_a_perfect_and_a_hopeless_drafter_change_nothing_but_the_number_of_steps(method, error):
+def test_the_drafters_quality_changes_only_the_number_of_steps(method, error):
     language = RandomLanguage(error=error)
     params = SamplingParams(seed=8)
     with Bench(language, method, CHAIN_3) as bench:
@@ -154,7 +154,7 @@ def test_the_context_is_filled_to_its_last_position(num_nodes):
         ([1] * 60, 30, "KV cache of 20 pages"),
     ],
 )
-def test_what_can_never_run_is_answered_with_the_reason(prompt, max_tokens, words):
+def test_an_impossible_request_gets_an_error_with_the_reason(prompt, max_tokens, words):
     with Bench(Counting(), "eagle3", CHAIN_3, num_pages=21, max_model_len=100) as bench:
         answer = bench.ask(prompt, max_tokens)
         assert answer.last.finish_reason == "error" and words in answer.last.error and answer.tokens == []
@@ -268,7 +268,7 @@ CONSTRAINTS = {
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("constraints", CONSTRAINTS.values(), ids=CONSTRAINTS)
-def test_a_draft_that_knows_the_target_is_accepted_whole_under_constraints(constraints, temperature):
+def test_a_perfect_draft_is_accepted_whole_under_constraints(constraints, temperature):
     """The drafter hears of the constraints, and of whom: the request before this one is fed and gets no tree."""
     language, params = RandomLanguage(vocab=8, error=0.0), SamplingParams(temperature=temperature, seed=5)
     with Bench(language, "eagle3", CHAIN_3, eos_token_ids=(7,)) as bench:
@@ -281,7 +281,7 @@ def test_a_draft_that_knows_the_target_is_accepted_whole_under_constraints(const
 
 
 @pytest.mark.parametrize("cut", [{"min_p": 0.3}, {"top_p": 0.6}, {"top_k": 2}, {"temperature": 0.4}], ids=str)
-def test_a_draft_that_knows_the_target_is_accepted_whole_whatever_is_cut_off(cut):
+def test_a_perfect_draft_is_accepted_whole_with_any_truncation(cut):
     with Bench(RandomLanguage(vocab=8, error=0.0), "eagle3", CHAIN_3) as bench:
         bench.submit([7], 60, SamplingParams(seed=9))
         own = bench.submit([5, 6], 60, SamplingParams(seed=5, **cut))
@@ -314,7 +314,7 @@ def test_stop_tokens_wait_for_the_minimum_length_like_the_end_of_text():
 
 @pytest.mark.parametrize("method", ["eagle3", "draft_model"])
 @pytest.mark.parametrize("how", ["probabilistic", "hybrid"])
-def test_each_of_a_crowd_under_rejection_says_what_it_says_alone(method, how):
+def test_concurrent_requests_under_rejection_get_what_they_get_alone(method, how):
     """Its draws, coins and last tokens follow its own seed, temperature and position."""
     language = RandomLanguage(error=1.5)
     sampled = [replace(params, seed=11 + i) for i, params in enumerate(PARAMS * 3)]
@@ -387,7 +387,7 @@ def test_pages_of_an_aborted_request_serve_the_next_without_its_moves():
 # ---- counters
 
 
-def test_the_counters_tell_what_happened():
+def test_the_counters_match_the_steps():
     with Bench(Counting(errs=(16,)), "eagle3", CHAIN_3) as bench:
         answer = bench.ask([9], 11)
         # 10 | 11 12 13 14 | 15 (16 was drafted wrong) 16 | 17 18 19 20
@@ -404,7 +404,7 @@ def test_the_counters_tell_what_happened():
 
 
 @pytest.mark.parametrize("ending", [{"stop_token_ids": [12]}, {}], ids=["stop token", "end of text"])
-def test_no_more_is_counted_as_accepted_than_came_out(ending):
+def test_tokens_behind_a_stop_token_do_not_count_as_accepted(ending):
     with Bench(Counting(), "eagle3", CHAIN_3, eos_token_ids=(() if ending else (12,))) as bench:
         answer = bench.ask([9], 30, **ending)
         # 10 | 11 12, and 13 14 were accepted behind the end
@@ -415,7 +415,7 @@ def test_no_more_is_counted_as_accepted_than_came_out(ending):
         assert (answer.last.num_accepted, answer.last.is_copied) == (2, False)
 
 
-def test_a_chunk_tells_which_of_its_tokens_were_drafted():
+def test_a_chunk_reports_its_drafted_tokens():
     with Bench(Counting(errs=(16,)), "eagle3", CHAIN_3) as bench:
         bench.ask([9], 11)
         chunks = [chunk for frame in bench.frames for chunk in frame.chunks]
@@ -431,7 +431,7 @@ def test_a_step_whose_every_node_was_pruned_is_no_draft():
         assert bench.frames[-1].stats.num_drafts == 0
 
 
-def test_no_more_is_drafted_than_can_still_be_said():
+def test_no_more_is_drafted_than_the_request_can_still_generate():
     with Bench(Counting(), "eagle3", CHAIN_3) as bench:
         bench.ask([1], 3)  # one from the prompt, one draft, one bonus
         assert [r.max_depth_B.tolist() for r in bench.drafter.requests] == [[1]]
@@ -443,14 +443,14 @@ def test_no_more_is_drafted_than_can_still_be_said():
     [(CHAIN_3, 3), (TREES["static"], 3), (TREES["dynamic"], TREES["dynamic"].max_depth)],
     ids=["chain", "static", "dynamic"],
 )
-def test_no_tree_is_asked_to_be_deeper_than_it_can_be(tree, most):
+def test_a_requested_depth_is_at_most_the_trees(tree, most):
     """What a message says of depths is as long as the deepest: not all that a request may still say."""
     with Bench(RandomLanguage(), "eagle3", tree) as bench:
         bench.ask([5, 6], 150, SamplingParams(temperature=0.0))
         assert max(int(request.max_depth_B.max()) for request in bench.drafter.requests) == most
 
 
-def test_a_prompt_that_is_not_done_asks_nothing_of_the_rows_that_are_drawn():
+def test_an_unfinished_prompt_needs_no_whole_rows():
     """Whole rows of the vocabulary are gathered and kept for those alone who draw."""
     wants_all = SamplingParams(temperature=1.0, seed=1, num_logprobs=2)
     with Bench(RandomLanguage(), "eagle3", CHAIN_3, max_num_batched_tokens=12) as bench:
@@ -463,7 +463,7 @@ def test_a_prompt_that_is_not_done_asks_nothing_of_the_rows_that_are_drawn():
         assert len(chunks) > 3 and first == chunks[-1], "from the step on that ends the prompt"
 
 
-def test_gauges_show_who_runs_and_who_waits():
+def test_gauges_count_running_and_waiting_requests():
     with Bench(Counting(), max_num_seqs=2, num_pages=41) as bench:
         for _ in range(5):
             bench.submit([1], 39)
@@ -486,7 +486,7 @@ def test_all_tokens_of_a_step_leave_as_one_frame_with_one_chunk_each():
 # ---- life and death
 
 
-def test_an_idle_engine_gives_signs_of_life_to_everybody(monkeypatch):
+def test_an_idle_engine_sends_heartbeats_to_front_and_peers(monkeypatch):
     monkeypatch.setattr(verifier.engine, "HEARTBEAT_S", 0.02)
     with Bench(Counting(), "eagle3", CHAIN_3) as bench:
         for _ in range(5):
@@ -495,14 +495,14 @@ def test_an_idle_engine_gives_signs_of_life_to_everybody(monkeypatch):
         assert bench.target.heartbeats > 0 and bench.drafter.heartbeats > 0
 
 
-def test_the_drafter_hears_from_an_engine_that_never_drafts(monkeypatch):
+def test_an_engine_that_never_drafts_sends_the_drafter_heartbeats(monkeypatch):
     monkeypatch.setattr(verifier.engine, "HEARTBEAT_S", 0.0)
     with Bench(Counting(), "eagle3", CHAIN_3) as bench:
         bench.ask([1], 10, speculation=Speculation(enabled=False))
         assert bench.drafter.heartbeats >= 10
 
 
-def test_an_engine_whose_front_is_gone_stops_and_tells_the_others():
+def test_an_engine_without_a_front_stops_all_ranks():
     with Bench(Counting(), "eagle3", CHAIN_3) as bench:
         bench.submit([1], 200)
         bench.front.close()
@@ -563,7 +563,7 @@ def test_a_crowd_of_random_requests_with_aborts_leave_every_page_free(method, tr
         assert finished_drafts.sum() > 100
 
 
-def test_peers_hear_from_an_idle_engine_no_more_than_once_a_period(monkeypatch):
+def test_an_idle_engine_sends_one_heartbeat_per_period(monkeypatch):
     monkeypatch.setattr(verifier.engine, "HEARTBEAT_S", 60.0)
     with Bench(Counting()) as bench:
         bench.submit([1], 2)

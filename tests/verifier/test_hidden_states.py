@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_what_is_kept_is_what_is_read_whoever_leaves_in_between(seed):
+def test_kept_states_are_read_unchanged_when_others_leave(seed):
     rng = random.Random(seed)
     pool = HiddenStatePool(200, 3, dtype=torch.float32, device=CPU)
     held: list[tuple[list[int], torch.Tensor]] = []
@@ -53,14 +53,14 @@ def test_what_is_kept_is_what_is_read_whoever_leaves_in_between(seed):
     assert pool.num_free == 200
 
 
-def test_more_than_there_is_room_for_is_a_mistake():
+def test_keeping_more_states_than_fit_is_an_assertion_error():
     pool = HiddenStatePool(4, 1, dtype=torch.float32, device=CPU)
     pool.store(torch.zeros(3, 1))
     with pytest.raises(AssertionError, match="pool of hidden states is full"):
         pool.store(torch.zeros(2, 1))
 
 
-def test_how_many_wait_follows_the_limits():
+def test_backlog_and_message_limits_follow_the_configuration():
     draft = DraftConfig(method="eagle3", model_path="", tree=TreeConfig(num_speculative_tokens=16))
     config = EngineConfig(model_path="", max_num_seqs=64, max_num_batched_tokens=2048, page_size=16, draft=draft)
     assert (max_backlog(config), max_message_rows(config)) == (256, 2048 + 64)
@@ -105,7 +105,7 @@ def buffer_of(num_rows: int) -> tuple[HiddenStatePool, HiddenStateBuffer]:
     return pool, HiddenStateBuffer(pool, lambda rows_by_request, state_NX: None)
 
 
-def test_for_who_leaves_nothing_is_moved():
+def test_states_of_a_leaving_request_are_not_moved():
     pool, buffer = buffer_of(8)
     leaving, staying = _request("leaves", 5), _request("stays", 5)
     buffer.add([(leaving, [0, 2]), (staying, [1])], torch.tensor([[0.0, 0], [1, 1], [2, 2]]))
@@ -123,7 +123,7 @@ def test_a_large_prompts_states_are_not_copied_to_be_beside_others(monkeypatch):
     assert pool.num_free == 2
 
 
-def test_what_is_due_is_fed_first_and_nobody_changes_places():
+def test_due_inputs_are_fed_first_in_the_same_order():
     """Requests that insist on their own trees, then those that are owed too much, then those that could wait."""
     asked = {"waits": 5, "due": 9, "insists": 4, "also due": 8}
     requests = {name: _request(name, count) for name, count in asked.items()}
@@ -159,7 +159,7 @@ def test_the_row_behind_a_shared_prefix_waits_for_the_rest_of_its_prompt():
     assert next_input(request, config) is None, "one more token ends the answer"
 
 
-def test_a_request_is_owed_too_much_when_it_is_owed_more_than_may_wait():
+def test_a_request_is_due_when_its_backlog_exceeds_the_limit():
     assert [is_due(_request("waits", count), 7) for count in (6, 7, 8)] == [False, False, True]
     repeated = _request("waits", 5)
     repeated.is_repeated = True
@@ -171,7 +171,7 @@ def test_a_request_is_owed_too_much_when_it_is_owed_more_than_may_wait():
     assert backlog(behind) == 7 and not is_due(behind, 7), "what is not computed cannot be fed"
 
 
-def test_states_wait_for_those_alone_who_may_still_be_drafted_for():
+def test_states_are_kept_only_for_requests_that_may_get_drafts():
     pool, buffer = buffer_of(8)
     ends, goes_on = _request("ends", 5), _request("goes on", 5)
     plain = Request(Submit(id=0, prompt=[1] * 20, max_tokens=9), Rule.COUPLED, None, 0)

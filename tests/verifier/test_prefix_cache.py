@@ -60,7 +60,7 @@ def allocator_with(*keys: bytes, num_pages: int = 9) -> tuple[PageAllocator, lis
     return allocator, pages
 
 
-def test_a_page_is_free_again_when_its_last_holder_lets_go_and_is_found_until_its_room_is_needed():
+def test_a_released_page_counts_as_free_and_is_found_until_it_is_reused():
     allocator, pages = allocator_with(b"a", b"b", num_pages=5)
     assert allocator.find([b"a", b"b", b"c"], is_drafted=False) == PrefixMatch(pages, 2)
     allocator.share(pages)
@@ -90,7 +90,7 @@ def test_unused_pages_go_first_then_the_longest_idle_and_of_one_request_its_last
     assert allocator.find([b"a"], is_drafted=False).pages == pages[:1]
 
 
-def test_a_gap_ends_what_is_found():
+def test_a_missing_page_ends_the_match():
     allocator, pages = allocator_with(b"a", b"c")
     assert allocator.find([b"a", b"b", b"c"], is_drafted=False).pages == pages[:1]
 
@@ -114,7 +114,7 @@ def test_of_two_pages_with_one_content_the_first_stays_unless_only_the_second_is
 
 
 @pytest.mark.parametrize(("method", "tree"), KINDS)
-def test_the_second_of_two_requests_computes_only_what_is_its_own(method, tree):
+def test_the_second_of_two_requests_computes_only_its_own_tokens(method, tree):
     with bench_of(method, tree) as bench:
         first, second = [*PROMPT, 5], [*PROMPT, 6, 7]
         params = SamplingParams(seed=3)
@@ -194,7 +194,7 @@ def test_pages_of_any_size_are_shared(method, tree, page_size):
 
 
 @pytest.mark.parametrize("method", ["eagle3", "draft_model"])
-def test_a_request_that_drafts_shares_only_what_the_drafter_holds_too(method):
+def test_a_request_with_drafts_shares_drafted_pages_only(method):
     with bench_of(method) as bench:
         for speculation in (OFF, Speculation(), OFF, Speculation()):
             bench.ask(PROMPT, 6, GREEDY, speculation=speculation)
@@ -203,7 +203,7 @@ def test_a_request_that_drafts_shares_only_what_the_drafter_holds_too(method):
         assert bench.answers[3].last.stats == bench.answers[1].last.stats, "the same trees"
 
 
-def test_while_auto_does_not_draft_the_third_request_finds_what_the_second_had_fed(monkeypatch):
+def test_without_drafting_under_auto_the_third_request_shares_the_prefix(monkeypatch):
     monkeypatch.setattr(gate, "_FIRST_GAP", 10**9)  # no probes
     dear = PruneConfig(
         auto=True, simulated_costs=SimulatedCosts(step_ms=1.0, row_ms=1.0, draft_ms=1000.0, level_ms=1000.0)
@@ -216,7 +216,7 @@ def test_while_auto_does_not_draft_the_third_request_finds_what_the_second_had_f
         assert fed == [[], [(41, 0)], [(41, 0)]] and [cached(bench, id) for id in range(3)] == [0, 0, 40]
 
 
-def test_tokens_that_the_drafter_was_not_told_are_not_shared_with_those_who_draft():
+def test_undrafted_tokens_are_not_shared_with_drafting_requests():
     """The last tokens of an answer are not fed: there is nothing left to draft."""
     with Bench(Counting(), "eagle3", TREES["chain"]) as bench:
         said = bench.ask([1, 2], 15, GREEDY).tokens  # 3 .. 17, in four drafts of 4 but for the first token
@@ -243,7 +243,7 @@ def test_a_salt_keeps_prompts_apart():
         assert [cached(bench, id) for id in range(len(salts))] == [0, 0, 0, 0, 40, 40]
 
 
-def test_the_place_of_a_page_counts_not_its_tokens_alone():
+def test_equal_pages_at_different_positions_differ():
     with bench_of("eagle3") as bench:
         bench.ask([1, 2, 3, 4] * 5, 2, GREEDY)
         assert bench.ask([9, 9, 9, 9, *[1, 2, 3, 4] * 5], 2, GREEDY).last.num_cached_tokens == 0
@@ -316,7 +316,7 @@ FEW_STEPS, MANY_STEPS = 1000, 10_000
         pytest.param("draft_model", "static", MANY_STEPS, marks=pytest.mark.full),
     ],
 )
-def test_ten_thousand_steps_of_coming_and_going_lose_no_page_and_mix_nothing_up(method, tree, num_steps):
+def test_ten_thousand_random_steps_lose_no_page_and_mix_no_content(method, tree, num_steps):
     """Joins, ends, aborts, preemptions, shared beginnings, salts, drafting on and off. `Bench.step` checks after every
     step that each page has as many holders as requests hold it, that none is written by two, and what every slot of
     both pools holds."""

@@ -97,7 +97,7 @@ def test_pages_reach_to_the_last_row_of_the_tree_and_no_further():
 
 
 @given(st.integers(1, 99), st.integers(1, 99), st.integers(0, 63), st.sampled_from([1, 2, 16]))
-def test_the_pages_of_a_life_suffice_at_every_moment_of_it(prompt, max_tokens, nodes, page_size):
+def test_a_requests_pages_suffice_in_every_step(prompt, max_tokens, nodes, page_size):
     limits = Limits(max_num_seqs=1, max_num_batched_tokens=1, page_size=page_size)
     life = limits.pages_for_life(request(1, prompt=prompt, max_tokens=max_tokens))
     assert all(
@@ -122,19 +122,19 @@ def test_a_prompt_holds_its_pages_from_the_first_chunk_on():
     assert (chunks(step), step.pages, step.preempted) == ([(1, 50, 80)], [], [])
 
 
-def test_the_last_to_arrive_gives_way_when_the_next_trees_do_not_fit():
+def test_the_latest_arrival_is_preempted_when_the_next_trees_do_not_fit():
     old, middle, young = decoding(1, output=4, pages=1), decoding(2), decoding(3)
     step = schedule([], [old, middle, young], 0, LIMITS)
     assert (ids(step.preempted), ids(step.decode), step.pages) == ([3], [1, 2], [(old, 1)])
 
 
-def test_a_request_gives_way_to_its_own_tree_if_it_is_the_last():
+def test_the_latest_arrival_is_preempted_even_for_its_own_tree():
     old, young = decoding(1), decoding(2, output=4, pages=1)
     step = schedule([], [old, young], 0, LIMITS)
     assert (ids(step.preempted), ids(step.decode), step.pages) == ([2], [1], [])
 
 
-def test_as_many_give_way_as_it_takes_and_no_more():
+def test_no_more_requests_are_preempted_than_necessary():
     running = [decoding(i, output=20, pages=1) for i in range(1, 5)]  # 29 + 4 slots: each wants two more pages
     assert ids(schedule([], running, 5, LIMITS).preempted) == [4]
     assert ids(schedule([], running, 4, LIMITS).preempted) == [4, 3]
@@ -154,7 +154,7 @@ def test_nobody_joins_in_a_step_that_preempts():
     assert (ids(step.preempted), step.admitted) == ([2], [])
 
 
-def test_who_joins_leaves_room_for_the_trees_that_the_others_verify_next():
+def test_a_joining_request_leaves_room_for_the_others_next_trees():
     running = decoding(1, output=3)  # 12 + 4 slots, a full page; if all is accepted the next tree needs another
     assert schedule([request(2)], [running], 1, LIMITS).admitted == []
     assert ids(schedule([request(2)], [running], 2, LIMITS).admitted) == [2]
@@ -213,7 +213,7 @@ def test_shared_tokens_take_nothing_from_the_token_budget():
     assert chunks(step) == [(1, 48, 70), (2, 48, 70)]
 
 
-def test_nobody_is_looked_up_who_cannot_join():
+def test_requests_that_cannot_join_are_not_looked_up():
     asked: list[int] = []
 
     def find(request: Request) -> PrefixMatch:
@@ -224,7 +224,7 @@ def test_nobody_is_looked_up_who_cannot_join():
     assert asked == [3, 4], "two seats"
 
 
-def test_a_preempted_request_gives_back_only_what_nobody_else_holds():
+def test_a_preempted_request_releases_only_unshared_pages():
     old, middle, young = decoding(1, output=20, pages=1), decoding(2, output=20), decoding(3, output=20)
     assert len(middle.pages) == len(young.pages) == 3  # and old wants two more
     assert ids(schedule([], [old, middle, young], 0, LIMITS).preempted) == [3]
@@ -237,11 +237,11 @@ def test_a_preempted_request_gives_back_only_what_nobody_else_holds():
 # ---- seats and the order of arrival
 
 
-def test_nobody_overtakes_a_large_request_at_the_head_of_the_line():
+def test_no_request_overtakes_a_large_one_at_the_head_of_the_queue():
     assert schedule([request(1, prompt=500), request(2)], [], 10, LIMITS).is_empty
 
 
-def test_there_are_only_so_many_seats():
+def test_at_most_max_num_seqs_requests_run():
     step = schedule([request(i) for i in range(3, 7)], [decoding(1), decoding(2)], 99, LIMITS)
     assert [r.id for r in step.admitted] == [3, 4]
 
@@ -260,7 +260,7 @@ def test_prompts_advance_by_a_page_even_when_the_trees_alone_exceed_the_budget()
     assert chunks(step) == [(3, 0, 10), (4, 0, 6)]
 
 
-def test_scheduling_changes_nothing_it_is_shown():
+def test_scheduling_does_not_change_its_arguments():
     waiting, running = [request(4)], [decoding(1), request(2, prompt=80)]
     first = schedule(waiting, running, 99, LIMITS)
     again = schedule(waiting, running, 99, LIMITS)
@@ -274,9 +274,7 @@ def test_scheduling_changes_nothing_it_is_shown():
     st.integers(0, 2**32 - 1), st.integers(1, 6), st.integers(1, 64), st.integers(0, 16), st.sampled_from([1, 4, 16]),
     st.integers(8, 60), st.booleans(),
 )  # fmt: skip
-def test_a_long_life_of_arrivals_ends_with_every_page_free_and_nobody_left(
-    seed, seats, budget, nodes, page_size, pages, is_cached
-):
+def test_many_arrivals_end_with_every_page_free(seed, seats, budget, nodes, page_size, pages, is_cached):
     """All prompts are beginnings of one text, so that with a cache everybody shares pages with everybody."""
     rng = random.Random(seed)
     limits = Limits(max_num_seqs=seats, max_num_batched_tokens=budget, page_size=page_size)

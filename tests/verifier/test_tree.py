@@ -50,7 +50,7 @@ def test_bare_roots_see_alone_what_they_see_beside_trees():
         assert set(range(alone.visible_N[i])) == seen and not alone.ancestors_N[i]
 
 
-def test_nothing_at_all_is_empty_metadata():
+def test_an_empty_batch_has_empty_metadata():
     for meta in (chunk_metadata([]), tree_metadata(oracles.trees([]), np.zeros(0, dtype=np.int32))):
         assert [len(t) for t in meta] == [0, 0, 0, 0]
         assert {t.dtype for t in meta[:3]} == {np.dtype(np.int32)} and meta.ancestors_N.dtype == np.int64
@@ -77,7 +77,7 @@ def entries(probs: DraftProbs) -> list[list[tuple[int, int]]]:
     return [pairs[a:b] for a, b in pairwise(probs.offsets.tolist())]
 
 
-def test_draft_probabilities_stay_with_their_rows_wherever_these_go():
+def test_draft_probabilities_stay_with_their_rows():
     drafted = oracles.trees([TWO_BY_TWO, CHAIN])
     num_rows = len(drafted.token_N)
     sizes = [row % 3 for row in range(num_rows)]
@@ -97,7 +97,7 @@ def test_draft_probabilities_stay_with_their_rows_wherever_these_go():
         assert trees.token_N.tolist() == merged.token_N[rows].tolist() and len(rows) == len(expected)
 
 
-def test_a_step_s_drafts_are_counted_for_whose_they_are():
+def test_a_steps_drafts_are_counted_per_request_and_kind():
     """In order: a bare root, a drafted chain of two, a copy of one, a drafted root that pruning left alone."""
     reply = DraftReply(
         trees=oracles.trees([CHAIN, BARE]), probs=None, pruned_GD=torch.tensor([[0, 1, 0], [3, 0, 0]]),
@@ -114,12 +114,12 @@ def test_chains_are_trees_of_deterministic_nodes():
     assert same(chains(tokens), expected)
 
 
-def test_a_batch_where_nobody_drafts_is_all_bare_roots():
+def test_a_batch_without_drafts_is_all_bare_roots():
     assert same(bare_roots([8, 9]), oracles.trees([([-1], [8]), ([-1], [9])]))
     assert same(completed(oracles.trees([]), [False], [[8]]), oracles.trees([BARE]))
 
 
-def test_a_batch_where_all_draft_is_left_as_it_is():
+def test_a_batch_in_which_all_have_trees_is_unchanged():
     batch = oracles.trees([TWO_BY_TWO, CHAIN])
     assert completed(batch, [True, True], [[50], [1]]) is batch
 

@@ -33,7 +33,7 @@ STEPS = [
 """Steps; the last is a prompt chunk larger than every bucket."""
 
 
-def test_buckets_hold_what_they_are_for_with_at_most_a_third_of_padding() -> None:
+def test_buckets_have_at_most_a_third_of_padding() -> None:
     buckets = [bucket(n) for n in range(1, 1000)]
     assert buckets[:13] == [1, 2, 3, 4, 6, 6, 8, 8, 12, 12, 12, 12, 16]
     assert all(n <= rows and 3 * (rows - n) <= rows for n, rows in enumerate(buckets, 1))
@@ -49,7 +49,7 @@ def test_every_step_of_trees_has_a_bucket(max_requests: int, rows_each: int) -> 
             assert Size.of(num_rows, num_requests) in made
 
 
-def test_the_rows_added_are_a_request_of_their_own_on_the_null_page() -> None:
+def test_padding_rows_are_one_request_on_the_null_page() -> None:
     batch = STEPS[1]
     host = HostMetadata.of(padded(batch.metadata, Size(24, 4)))
     assert host.query_offsets.tolist() == [0, 8, 13, 14, 14, 24]
@@ -58,7 +58,7 @@ def test_the_rows_added_are_a_request_of_their_own_on_the_null_page() -> None:
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
-def test_padded_steps_say_what_they_say_alone(tmp_path: Path, name: str) -> None:
+def test_padded_steps_have_the_same_results(tmp_path: Path, name: str) -> None:
     """Steps of all sizes run one after the other through the same buffers and write the same KV."""
     kernels = TORCH
     if name == "triton":

@@ -25,7 +25,7 @@ def thawed() -> Iterator[None]:
     gc.unfreeze()
 
 
-def test_the_collector_looks_at_nothing_made_before_and_at_all_made_after() -> None:
+def test_only_objects_created_after_the_freeze_are_collected() -> None:
     early = Node()
     freeze_start_up()
     late = Node()
@@ -33,7 +33,7 @@ def test_the_collector_looks_at_nothing_made_before_and_at_all_made_after() -> N
     assert id(early) not in looked_at and id(late) in looked_at
 
 
-def test_garbage_of_start_up_is_freed_first_and_later_garbage_as_ever() -> None:
+def test_start_up_garbage_is_freed_by_the_freeze_and_later_garbage_as_usual() -> None:
     gc.disable()
     try:
         early = weakref.ref(Node())

@@ -67,19 +67,19 @@ def test_ranks_on_one_device_share_its_memory(config, sharing):
     assert [ranks_on_device_of(config, rank) for rank in range(config.world_size)] == sharing
 
 
-def test_a_colocated_drafter_is_paid_from_the_same_memory(monkeypatch):
+def test_a_colocated_drafter_takes_the_same_memory(monkeypatch):
     config = engine(tp=1, draft_tp=1, placement="colocated")
     assert pages(monkeypatch, config, [120_000, 8_000], [8 * GIB, 8 * GIB]) == 8 * GIB // (128_000 * 16)
 
 
-def test_a_dedicated_drafter_takes_nothing_from_the_target_unless_it_has_less_room(monkeypatch):
+def test_a_dedicated_drafter_limits_pages_only_if_it_has_less_memory(monkeypatch):
     config = engine(tp=2, draft_tp=1)
     slots = [64_000, 60_000, 16_000]
     assert pages(monkeypatch, config, slots, [8 * GIB, 8 * GIB, 8 * GIB]) == 8 * GIB // (64_000 * 16)
     assert pages(monkeypatch, config, slots, [8 * GIB, 8 * GIB, 1 * GIB]) == GIB // (16_000 * 16)
 
 
-def test_what_comes_and_goes_beside_the_pages_has_room_of_its_own(monkeypatch):
+def test_temporary_allocations_have_reserved_memory(monkeypatch):
     free = [8 * GIB, 8 * GIB]
     apart, together = engine(tp=1, draft_tp=1), engine(tp=1, draft_tp=1, placement="colocated")
     assert pages(monkeypatch, apart, [64_000, 8_000], free, [GIB, 0]) == 7 * GIB // (64_000 * 16)
@@ -88,7 +88,7 @@ def test_what_comes_and_goes_beside_the_pages_has_room_of_its_own(monkeypatch):
     assert logits_bytes(replace(apart, max_num_seqs=64), 128_256) == 64 * 17 * 128_256 * 12
 
 
-def test_memory_that_loading_let_go_of_is_returned_before_anyone_measures(monkeypatch):
+def test_memory_freed_after_loading_is_returned_before_measuring(monkeypatch):
     done: list[str] = []
 
     def note(event: str, value: Any = None) -> Any:
@@ -109,7 +109,7 @@ def test_memory_that_loading_let_go_of_is_returned_before_anyone_measures(monkey
     assert done == ["empty", "gather", "gather", "measure", "gather", "gather", "measure"]
 
 
-def test_what_is_configured_is_taken_and_more_than_can_be_used_is_not(monkeypatch):
+def test_configured_pages_are_used_up_to_the_useful_number(monkeypatch):
     assert pages(monkeypatch, engine(num_pages=200, max_model_len=1024), [1], [0.0]) == 200
     few = EngineConfig(model_path="", max_num_seqs=3, max_model_len=100, page_size=16)
     assert pages(monkeypatch, few, [1], [float(GIB)]) == 1 + 3 * 7  # 100 tokens and a root

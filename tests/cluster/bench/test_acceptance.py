@@ -53,18 +53,18 @@ def test_no_tree_of_the_same_size_is_expected_to_accept_more(seed: int, max_dept
         assert expected_accepted(tree, table) == pytest.approx(best, abs=1e-12)
 
 
-def test_a_sure_draft_makes_a_chain_and_a_hopeless_second_level_a_star() -> None:
+def test_certain_first_children_give_a_chain_and_a_rejected_second_level_a_star() -> None:
     assert best_tree(3, [[1.0, 0.0]] * 4) == ((0,), (0, 0), (0, 0, 0))
     assert best_tree(3, [[0.3, 0.2, 0.1], [0.0, 0.0, 0.0]]) == ((0,), (1,), (2,))
 
 
-def test_more_nodes_than_the_table_has_room_for_are_refused() -> None:
+def test_a_tree_larger_than_the_table_is_an_error() -> None:
     assert len(best_tree(6, [[0.5, 0.1]] * 2)) == 6
     with pytest.raises(ValueError, match="no tree of 7 nodes"):
         best_tree(7, [[0.5, 0.1]] * 2)
 
 
-def test_later_ranks_share_what_the_first_misses_at_every_depth() -> None:
+def test_later_ranks_divide_the_first_ranks_rejections_at_every_depth() -> None:
     table = acceptance_table([0.6, 0.2], {1: 0.5, 2: 0.7, 4: 0.8}, 4)
     assert table[0] == pytest.approx([0.6, 0.4 * 0.4, 0.4 * 0.1, 0.4 * 0.1])
     assert table[1] == pytest.approx([0.2, 0.8 * 0.4, 0.8 * 0.1, 0.8 * 0.1])
@@ -111,12 +111,12 @@ ROWS = [
 ]
 
 
-def test_draft_probabilities_are_credited_with_the_better_rule() -> None:
+def test_the_gain_of_draft_probabilities_uses_the_better_rule() -> None:
     assert AcceptanceResults(ROWS).gain("dynamic", 1.0, 16) == pytest.approx(2.0)
     assert AcceptanceResults(ROWS).gain("chain", 1.0, 16) is None
 
 
-def test_differences_are_paired_by_prompt_and_against_the_own_chain() -> None:
+def test_differences_are_paired_by_prompt() -> None:
     ahead = AcceptanceResults(ROWS).ahead("chain", "coupled", 1.0, 16)
     assert ahead is not None and ahead.mean == pytest.approx(1.005) and ahead.error == pytest.approx(0.005)
     assert ahead.sign == 1 and RowKey("chain", "coupled", 16, 1.0, is_full=True) in AcceptanceResults(ROWS).by_key
@@ -124,7 +124,7 @@ def test_differences_are_paired_by_prompt_and_against_the_own_chain() -> None:
     assert even is not None and even.sign == 0
 
 
-def test_the_report_says_what_pruning_saves_and_keeps() -> None:
+def test_the_report_shows_nodes_saved_and_tokens_kept_by_pruning() -> None:
     text = render({"model": "m"}, ROWS)
     assert "`coupled`, T = 1, 16 nodes: min_prob 0.1 saves 75%, keeps 99%" in text
     assert "| coupled | 1 | 16 | auto | 0.50 | 1.25 | 1.25 | 88% | 36% | 100 |" in text
@@ -144,7 +144,7 @@ def written(output: Path) -> list[dict]:
     return json.loads(file.read_text())
 
 
-def test_without_matplotlib_the_table_is_written_and_the_extra_named(monkeypatch, tmp_path, capsys) -> None:
+def test_without_matplotlib_the_table_is_written_with_an_install_hint(monkeypatch, tmp_path, capsys) -> None:
     for name in ["matplotlib", *(name for name in sys.modules if name.startswith("matplotlib."))]:
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, "cluster.bench.plots", raising=False)
@@ -153,7 +153,7 @@ def test_without_matplotlib_the_table_is_written_and_the_extra_named(monkeypatch
     assert len(written(tmp_path)) == len(ROWS)
 
 
-def test_an_engine_that_dies_leaves_what_was_measured(monkeypatch, tmp_path) -> None:
+def test_rows_measured_before_the_engine_died_are_written(monkeypatch, tmp_path) -> None:
     def rows():
         yield ROWS[0]
         raise EngineDead("drafter 0 (pid 1) exited with code 1")
@@ -185,7 +185,7 @@ def test_options_take_several_numbers_before_or_after_the_model(asked, capsys, t
     assert capsys.readouterr().out == "done\n"
 
 
-def test_alone_it_measures_the_bundled_pair_on_its_held_out_prompts(asked) -> None:
+def test_the_defaults_are_the_bundled_pair_and_its_held_out_prompts(asked) -> None:
     assert cli.main(["bench", "acceptance"]) == 0
     [(args, plan, prompts, _)] = asked
     assert args.speculative_config.model == "bundled:eagle3" and plan == AcceptancePlan()
@@ -209,7 +209,7 @@ def test_alone_it_measures_the_bundled_pair_on_its_held_out_prompts(asked) -> No
         (["--speculative-tree-prune-threshold", "0.1"], "prune_threshold: is what the benchmark varies; remove it"),
     ],
 )
-def test_what_is_wrong_is_said_before_anything_is_loaded(flags, says, asked, capsys) -> None:
+def test_wrong_arguments_are_reported_before_anything_is_loaded(flags, says, asked, capsys) -> None:
     assert cli.main(["bench", "acceptance", *flags]) == 2
     error = capsys.readouterr().err
     assert says in error and asked == []
@@ -217,7 +217,7 @@ def test_what_is_wrong_is_said_before_anything_is_loaded(flags, says, asked, cap
 
 
 @pytest.mark.parametrize("line", ["{", '"text"', '{"text": ""}', '{"messages": []}', '{"prompt": "a"}'])
-def test_a_bad_line_of_prompts_is_named(line, asked, capsys, tmp_path) -> None:
+def test_an_invalid_line_of_a_prompts_file_is_reported_by_number(line, asked, capsys, tmp_path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"text": "a"}\n' + line + "\n")
     assert cli.main(["bench", "acceptance", "--prompts", str(file), "--num-prompts", "1"]) == 2
@@ -225,13 +225,13 @@ def test_a_bad_line_of_prompts_is_named(line, asked, capsys, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 99])
-def test_a_file_gives_the_prompts_that_it_has(most, tmp_path) -> None:
+def test_a_short_prompts_file_gives_all_its_prompts(most, tmp_path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(f'{{"text": "{name}"}}\n' for name in "abc"))
     assert [prompt.text for prompt in read_prompts(file, most)] == list("abc")[:most]
 
 
-def test_a_file_without_prompts_is_refused(tmp_path) -> None:
+def test_an_empty_prompts_file_is_an_error(tmp_path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text("\n")
     with pytest.raises(ConfigError, match="holds no prompts"):

@@ -36,7 +36,7 @@ def test_the_wide_target_has_the_logits_of_the_bundled_one(size: str, tmp_path) 
     assert layers == wide.layer_parameters
 
 
-def test_nothing_but_what_would_change_the_result_is_zero(tmp_path) -> None:
+def test_only_weights_that_would_change_the_result_are_zero(tmp_path) -> None:
     """A product that is skipped because a weight is zero would make the target look cheap."""
     write_target(BUNDLED / "target", tmp_path, TargetSize.parse("256x9"), torch.float32)
     for file in tmp_path.glob("*.safetensors"):
@@ -75,7 +75,7 @@ def test_the_layers_that_the_head_reads_are_renumbered_and_a_second_call_reuses_
     assert (pair.target / "config.json").stat().st_mtime_ns == written
 
 
-def test_a_cache_does_not_serve_what_another_pair_was_widened_to(tmp_path) -> None:
+def test_a_cache_is_not_reused_for_another_pair(tmp_path) -> None:
     size, base = TargetSize.parse("256x8"), tmp_path / "base"
     shutil.copytree(BUNDLED / "eagle3", base)
     pair = scaled_pair(BUNDLED / "target", base, size, tmp_path, torch.float32)
@@ -87,7 +87,7 @@ def test_a_cache_does_not_serve_what_another_pair_was_widened_to(tmp_path) -> No
     ("size", "says"),
     [("256x7", "number of layers is 8, a target of 256x7 has only 7"), ("256x1", "ask for a larger one")],
 )
-def test_a_target_that_the_bundled_one_does_not_fit_into_is_refused(size: str, says: str, tmp_path) -> None:
+def test_a_size_smaller_than_the_base_is_an_error(size: str, says: str, tmp_path) -> None:
     with pytest.raises(ValueError, match=says):
         write_target(BUNDLED / "target", tmp_path, TargetSize.parse(size), torch.float32)
 
@@ -96,11 +96,11 @@ def test_a_target_that_the_bundled_one_does_not_fit_into_is_refused(size: str, s
     ("text", "says"),
     [("300M", "must be 300m, 8b or"), ("300x", "must be 300m"), ("250x8", "a multiple of 256"), ("0x8", "a multiple")],
 )
-def test_a_size_that_cannot_be_read_says_what_to_write(text: str, says: str) -> None:
+def test_an_invalid_size_is_reported_with_the_valid_forms(text: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         TargetSize.parse(text)
 
 
-def test_the_named_sizes_cost_what_they_are_called() -> None:
+def test_named_sizes_have_the_parameters_of_their_names() -> None:
     assert TargetSize.parse("300m").layer_parameters == pytest.approx(300e6, rel=0.05)
     assert TargetSize.parse("8b").layer_parameters == pytest.approx(6.98e9, rel=0.01)  # Llama-3-8B without vocabulary

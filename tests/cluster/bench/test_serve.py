@@ -32,7 +32,7 @@ def outcome(first: float, each: float, tokens: int = 5) -> RequestResult:
     return RequestResult(num_prompt=7, num_tokens=tokens, first_seconds=first, seconds=first + sum(gaps), gaps=gaps)
 
 
-def test_figures_are_those_of_vllm() -> None:
+def test_latency_metrics_are_defined_as_in_vllm() -> None:
     outcomes = [outcome(0.1, 0.05), outcome(0.3, 0.05), outcome(0.1, 0.2), RequestResult(error="503")]
     row = row_of("speculation", "4 clients", outcomes, 2.0, PLAN)
     assert (row.num_requests, row.num_failed, row.input_tokens, row.output_tokens) == (3, 1, 21, 15)
@@ -42,7 +42,7 @@ def test_figures_are_those_of_vllm() -> None:
     assert row.tpot_ms["p50"] == pytest.approx(50.0) and row.e2e_ms["p99"] == pytest.approx(892)  # of 300, 500, 900
 
 
-def test_percentiles_are_numpys() -> None:
+def test_percentiles_equal_numpys() -> None:
     rng = np.random.default_rng(0)
     firsts = rng.random(37)
     row = row_of("m", "l", [outcome(float(first), 0.1) for first in firsts], 1.0, ServePlan())
@@ -51,13 +51,13 @@ def test_percentiles_are_numpys() -> None:
     assert row.goodput is None
 
 
-def test_chunks_of_several_tokens_count_for_each_of_them() -> None:
+def test_a_chunk_of_several_tokens_counts_once_per_token() -> None:
     stream = RequestResult(num_prompt=1, num_tokens=9, first_seconds=0.1, seconds=0.5, gaps=[0.2, 0.2])
     row = row_of("m", "l", [stream], 1.0, ServePlan())
     assert row.tpot_ms["p50"] == pytest.approx(50.0) and row.itl_ms["p50"] == pytest.approx(200.0)
 
 
-def test_a_load_without_one_answer_is_an_error_that_tells_why() -> None:
+def test_a_load_without_any_answer_raises_the_requests_error() -> None:
     with pytest.raises(SecateurError, match="none of 2 requests was answered: connection refused"):
         row_of("m", "l", [RequestResult(error="connection refused")] * 2, 1.0, ServePlan())
 
@@ -92,7 +92,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
     return calls
 
 
-def test_a_service_of_somebody_else_is_not_asked_to_switch_speculation_off(asked) -> None:
+def test_a_running_service_is_not_compared_by_default(asked) -> None:
     assert cli.main(["bench", "serve", "--base-url", "http://h:1", "--model", "m", "--request-rate", "1", "4"]) == 0
     assert cli.main(["bench", "serve", "--concurrency", "2"]) == 0
     ((args, plan, *_), more), ((own, other, *_), _) = asked
@@ -113,7 +113,7 @@ def test_a_service_of_somebody_else_is_not_asked_to_switch_speculation_off(asked
         (["--max-tokens", "1"], "max_tokens: must be greater than or equal to 2"),
     ],
 )
-def test_what_is_wrong_is_said_before_anything_is_loaded(flags, says, asked, capsys) -> None:
+def test_wrong_arguments_are_reported_before_anything_is_loaded(flags, says, asked, capsys) -> None:
     assert cli.main(["bench", "serve", *flags]) == 2
     assert says in capsys.readouterr().err and asked == []
 
@@ -138,7 +138,7 @@ def bench_serve(service: FakeService, output: Path, *flags: str) -> dict[str, An
     return json.loads(file.read_text())
 
 
-def test_a_report_says_of_a_running_service_only_what_is_known(running, tmp_path, capsys) -> None:
+def test_the_report_of_a_running_service_leaves_out_unknown_settings(running, tmp_path, capsys) -> None:
     result = bench_serve(running, tmp_path)
     assert {row["mode"] for row in result["rows"]} == {"as served"}
     about = result["about"]
@@ -155,7 +155,7 @@ def test_a_running_service_may_be_compared_with_itself_without_speculation(runni
     assert result["about"]["model"] == "fake-model"
 
 
-def test_a_second_report_of_a_day_leaves_the_first_as_it_is(running, tmp_path) -> None:
+def test_a_second_report_of_the_same_day_gets_a_new_name(running, tmp_path) -> None:
     bench_serve(running, tmp_path, "--concurrency", "1")
     first = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     bench_serve(running, tmp_path, "--concurrency", "2")
@@ -165,14 +165,14 @@ def test_a_second_report_of_a_day_leaves_the_first_as_it_is(running, tmp_path) -
     assert endings == ["-2.json", "-2.md", "-2.png", "-3.json", "-3.md", "-3.png", ".json", ".md", ".png"]
 
 
-def test_a_service_that_is_not_there_is_one_error_and_leaves_no_report(tmp_path, capsys) -> None:
+def test_an_unreachable_service_is_one_error_and_writes_no_report(tmp_path, capsys) -> None:
     flags = ["--base-url", "http://127.0.0.1:9", "--quick", "--output", str(tmp_path / "results")]
     assert cli.main(["bench", "serve", *flags]) == 1
     assert "no answer from http://127.0.0.1:9" in capsys.readouterr().err
     assert not list(tmp_path.glob("results/*"))
 
 
-def test_reports_that_begin_together_have_names_of_their_own(tmp_path) -> None:
+def test_concurrent_reports_get_different_names(tmp_path) -> None:
     stems = [stem_of(tmp_path, "latency", "300m") for _ in range(3)]
     assert [stem.name.partition("-latency-")[2] for stem in stems] == ["300m", "300m-2", "300m-3"]
     write_json(stems[1], {}, {"rows": []})

@@ -32,7 +32,7 @@ from workers.comm.ipc import EngineStats
 from workers.types import SamplingParams
 
 
-def test_a_run_without_a_row_leaves_nothing_but_what_was_there(tmp_path: Path) -> None:
+def test_a_run_without_rows_leaves_no_file(tmp_path: Path) -> None:
     first = stem_of(tmp_path, "latency")
     write_json(first, {"date": "today"}, {"rows": [{"ms": 1.5}]})
     written = first.with_suffix(".json").read_text()
@@ -50,7 +50,7 @@ def frame(at: float, steps: int, *, prompts: int, tokens: int, running: int = 1,
     return StatsSnapshot(at, stats)
 
 
-def test_neither_a_prompt_nor_the_step_that_feeds_it_to_the_drafter_counts() -> None:
+def test_steps_with_a_prompt_and_the_following_step_do_not_count() -> None:
     snapshots = [
         frame(0.0, 0, prompts=0, tokens=0, running=0),
         frame(9.0, 1, prompts=50, tokens=1, step=9.0, verify=9.0, forward=9.0),  # the prompt
@@ -65,7 +65,7 @@ def test_neither_a_prompt_nor_the_step_that_feeds_it_to_the_drafter_counts() -> 
     assert costs.total_ms == pytest.approx(2000)
 
 
-def test_steps_with_fewer_requests_than_asked_do_not_count() -> None:
+def test_steps_with_fewer_requests_than_the_batch_do_not_count() -> None:
     snapshots = [frame(float(i), i, prompts=5, tokens=2 * i, running=2 if i < 3 else 1) for i in range(6)]
     costs = decoding_steps(snapshots, batch=2)
     assert costs is not None and costs.num_steps == 2 and costs.tokens_per_step == 1  # per request
@@ -94,7 +94,7 @@ def test_ratios_are_medians_of_ratios_within_a_round() -> None:
     assert row_of("off", 0.0, 1, rounds).tpot_ratio == 1.0
 
 
-def test_the_ceiling_is_what_is_left_when_only_models_take_time() -> None:
+def test_the_ceiling_counts_the_time_of_the_models_alone() -> None:
     off = turn(0.050, [1, 2, 3], forward_ms=40.0, tokens_per_step=1.0, between_ms=10.0)
     own = turn(0.025, [1, 2, 4], forward_ms=60.0, draft_ms=20.0, transfer_ms=5.0, commit_ms=15.0, tokens_per_step=4.0)
     row = row_of("dynamic", 0.0, 1, [{"off": off, "dynamic": own}])
@@ -153,7 +153,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
     return calls
 
 
-def test_latency_and_throughput_are_one_measurement_with_defaults_of_their_own(asked, tmp_path) -> None:
+def test_latency_and_throughput_differ_in_their_defaults(asked, tmp_path) -> None:
     assert cli.main(["bench", "latency", "--contestants", "off, prompt-lookup", "--temperatures", "0", "0.7"]) == 0
     assert cli.main(["bench", "throughput", "--batches", "1", "40", "--cache", str(tmp_path)]) == 0
     ((_, plan, texts, _, _), latency), ((_, other, more, _, _), throughput) = asked
@@ -163,7 +163,7 @@ def test_latency_and_throughput_are_one_measurement_with_defaults_of_their_own(a
     assert other == SpeedPlan.throughput().model_copy(update={"batches": (1, 40)}) and len(more) == MAX_PROMPTS
 
 
-def test_step_takes_its_lists(asked) -> None:
+def test_step_reads_its_list_options(asked) -> None:
     flags = ["--rows", "1", "9", "--contexts", "64", "--nodes", "0", "8", "--target-cost", "512x12"]
     assert cli.main(["bench", "step", *flags]) == 0
     [((_, plan, *_), _)] = asked
@@ -186,13 +186,13 @@ def test_step_takes_its_lists(asked) -> None:
         (["step", "--no-speculation"], "give --speculative-config"),
     ],
 )
-def test_what_is_wrong_is_said_before_anything_is_loaded(flags, says, asked, capsys) -> None:
+def test_wrong_arguments_are_reported_before_anything_is_loaded(flags, says, asked, capsys) -> None:
     assert cli.main(["bench", *flags]) == 2
     assert says in capsys.readouterr().err and asked == []
 
 
 @pytest.mark.slow
-def test_what_only_the_models_can_tell_is_said_before_an_engine_starts(capsys, tmp_path) -> None:
+def test_model_dependent_errors_are_reported_before_an_engine_starts(capsys, tmp_path) -> None:
     method = '{"method": "ngram", "prompt_lookup_max": 3}'
     flags = ["--quick", "--device", "cpu", "--output", str(tmp_path)]
     assert cli.main(["bench", "latency", "--target-cost", "256x9", "-sc", method, *flags]) == 2
@@ -204,7 +204,7 @@ def test_what_only_the_models_can_tell_is_said_before_an_engine_starts(capsys, t
     assert not any(tmp_path.glob("*.json"))
 
 
-def test_the_static_tree_is_made_for_falling_chances() -> None:
+def test_the_static_tree_assumes_falling_acceptance() -> None:
     assert list(CHAIN_ACCEPTANCE) == sorted(CHAIN_ACCEPTANCE, reverse=True)
     assert list(STAR_ACCEPTANCE.values()) == sorted(STAR_ACCEPTANCE.values())
     assert STAR_ACCEPTANCE[1] == CHAIN_ACCEPTANCE[0]
@@ -245,7 +245,7 @@ def test_a_quick_comparison_on_a_cost_scaled_target(tmp_path, capsys) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_quick_look_into_the_step(tmp_path) -> None:
+def test_a_quick_step_benchmark(tmp_path) -> None:
     assert cli.main(["bench", "step", "--quick", "--device", "cpu", "--output", str(tmp_path)]) == 0
     result = written(tmp_path, "step")
     forwards = {(row["rows"], row["batch"], row["context"]): row["ms"] for row in result["forwards"]}

@@ -31,7 +31,7 @@ from workers.comm.ipc import TokenLogprobs
 MODEL = Path(secateur.__file__).parent / "bundled" / "target"
 
 
-def test_a_completion_is_openai_s(http: httpx2.Client) -> None:
+def test_a_completion_has_openais_format(http: httpx2.Client) -> None:
     response = http.post("/v1/completions", json={"prompt": "def", "max_tokens": 64})
     parsed = Completion.model_validate(response.json())
     assert parsed.choices[0].text == ANSWER
@@ -43,7 +43,7 @@ def test_a_completion_is_openai_s(http: httpx2.Client) -> None:
     assert parsed.usage.prompt_tokens_details.cached_tokens == 1
 
 
-def test_a_chat_is_openai_s(http: httpx2.Client) -> None:
+def test_a_chat_completion_has_openais_format(http: httpx2.Client) -> None:
     messages = [{"role": "user", "content": [{"type": "text", "text": "Write "}, {"type": "text", "text": "f."}]}]
     parsed = ChatCompletion.model_validate(http.post("/v1/chat/completions", json={"messages": messages}).json())
     assert parsed.choices[0].message.content == ANSWER
@@ -62,7 +62,7 @@ def frank(tmp_path: Path, script: Any) -> Iterator[FakeService]:
 
 
 @pytest.mark.parametrize("message", [{}, {"name": None}, {"name": "Ann"}, {"name": "Ann", "tool_calls": None}])
-def test_templates_see_what_a_message_has_and_no_null_beside_it(
+def test_templates_get_a_messages_fields_without_nulls(
     frank: FakeService, message: dict[str, Any], tokenizer: Tokenizer
 ) -> None:
     """Templates ask whether a field is there: a null one would be."""
@@ -75,7 +75,7 @@ def test_templates_see_what_a_message_has_and_no_null_beside_it(
         assert json.loads(tokenizer.decode(prompt)) == expected
 
 
-def test_a_completion_without_max_tokens_gets_sixteen(http: httpx2.Client, service: FakeService) -> None:
+def test_a_completion_without_max_tokens_gets_sixteen_tokens(http: httpx2.Client, service: FakeService) -> None:
     response = http.post("/v1/completions", json={"prompt": "def"})
     assert response.json()["usage"]["completion_tokens"] == 16
     assert response.json()["choices"][0]["finish_reason"] == "length"
@@ -97,14 +97,14 @@ def test_every_prompt_gets_a_choice(http: httpx2.Client, prompt: Any, choices: i
     assert all(choice["text"] == ANSWER for choice in body["choices"])
 
 
-def test_token_ids_are_told_on_request(http: httpx2.Client, tokenizer: Tokenizer) -> None:
+def test_token_ids_are_returned_on_request(http: httpx2.Client, tokenizer: Tokenizer) -> None:
     body = {"prompt": [300, 301], "max_tokens": 4, "return_token_ids": True}
     choice = http.post("/v1/completions", json=body).json()["choices"][0]
     assert choice["prompt_token_ids"] == [300, 301]
     assert choice["token_ids"] == tokenizer.encode(ANSWER)[:4]
 
 
-def test_a_chat_tells_its_prompt_s_ids_once(http: httpx2.Client, tokenizer: Tokenizer) -> None:
+def test_a_chat_returns_its_prompts_ids_once(http: httpx2.Client, tokenizer: Tokenizer) -> None:
     """Beside the choices, as vLLM does: all have the same prompt."""
     messages = [{"role": "user", "content": "Hi"}]
     asked = {"messages": messages, "n": 2, "max_tokens": 8, "return_token_ids": True}
@@ -122,14 +122,14 @@ def test_a_chat_tells_its_prompt_s_ids_once(http: httpx2.Client, tokenizer: Toke
         assert [id for chunk in own for id in chunk.choices[0].token_ids or ()] == tokenizer.encode(ANSWER)[:8]
 
 
-def test_speculative_statistics_are_told_on_request(http: httpx2.Client) -> None:
+def test_speculative_statistics_are_returned_on_request(http: httpx2.Client) -> None:
     body = {"prompt": "def", "return_speculative_stats": True}
     stats = http.post("/v1/completions", json=body).json()["speculative"]
     assert stats["acceptance_length"] == 2.5
     assert stats["num_verified"] == 8
 
 
-def test_speculative_statistics_tell_pruned_verified_and_accepted_apart(http: httpx2.Client) -> None:
+def test_speculative_statistics_count_pruned_verified_and_accepted_tokens(http: httpx2.Client) -> None:
     body = {"prompt": ["a", "b"], "n": 2, "return_speculative_stats": True}
     stats = http.post("/v1/completions", json=body).json()["speculative"]
     assert stats["num_drafts"] == 4 * STATS.num_drafts
@@ -147,7 +147,7 @@ def test_an_answer_cut_by_a_stop_string_has_its_statistics_too(http: httpx2.Clie
 
 
 @pytest.mark.parametrize("stop", [None, "return", "🌳", "x"])
-def test_no_more_is_told_as_accepted_than_the_answer_has(
+def test_tokens_behind_a_stop_string_do_not_count_as_accepted(
     own: Callable[..., FakeService], tokenizer: Tokenizer, stop: str | None
 ) -> None:
     """A stop string may end an answer within the tokens that one step brought."""
@@ -186,7 +186,7 @@ def test_sampling_parameters_reach_the_engine(http: httpx2.Client, service: Fake
     assert (submit.speculation.enabled, submit.speculation.path_prob) == (True, None)
 
 
-def test_what_a_request_does_not_say_is_as_the_model_s_makers_say(own: Callable[..., FakeService]) -> None:
+def test_parameters_left_out_come_from_the_models_generation_config(own: Callable[..., FakeService]) -> None:
     running = own(sampling_defaults={"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1})
     with running.http() as http:
         http.post("/v1/completions", json={"prompt": "a", "temperature": 0.9, "top_k": None})
@@ -197,7 +197,7 @@ def test_what_a_request_does_not_say_is_as_the_model_s_makers_say(own: Callable[
     assert [s.constraints.repetition_penalty for s in sent] == [1.1, 1.1]
 
 
-def test_an_answer_is_as_long_as_the_model_s_makers_say(own: Callable[..., FakeService]) -> None:
+def test_a_chats_default_length_comes_from_the_models_generation_config(own: Callable[..., FakeService]) -> None:
     running = own(sampling_defaults={"max_tokens": 9})
     with running.http() as http:
         http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "a"}]})
@@ -205,7 +205,7 @@ def test_an_answer_is_as_long_as_the_model_s_makers_say(own: Callable[..., FakeS
     assert [submit.max_tokens for submit in running.engine.submitted] == [9, 16]
 
 
-def test_what_a_request_forbids_and_favours_reaches_the_engine(
+def test_constraints_of_a_request_reach_the_engine(
     http: httpx2.Client, service: FakeService, tokenizer: Tokenizer
 ) -> None:
     body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8, "min_tokens": 2}
@@ -250,7 +250,7 @@ def test_unseeded_requests_differ(http: httpx2.Client, service: FakeService) -> 
 
 
 @pytest.mark.parametrize("kind", [llama, gemma], ids=lambda kind: kind.__name__)
-def test_the_text_is_the_tokens_whatever_the_steps_and_whoever_tells_it(kind: Kind, tmp_path: Path) -> None:
+def test_text_does_not_depend_on_steps_or_on_streaming(kind: Kind, tmp_path: Path) -> None:
     """Five bytes: a character, and a half that max_tokens cuts off."""
     tokenizer = load(kind, tmp_path)
     ids = tokenizer._tokenizer.convert_tokens_to_ids(["<0xE4>", "<0xB8>", "<0x96>", "<0xF0>", "<0x9F>", "<0x8C>"])
@@ -272,7 +272,7 @@ def test_the_text_is_the_tokens_whatever_the_steps_and_whoever_tells_it(kind: Ki
 # Several answers
 
 
-def test_n_answers_per_prompt_are_told_prompt_by_prompt(http: httpx2.Client, service: FakeService) -> None:
+def test_choices_are_numbered_prompt_by_prompt(http: httpx2.Client, service: FakeService) -> None:
     before = len(service.engine.submitted)
     prompts = [[300], [301, 302]]
     body = http.post(
@@ -291,7 +291,7 @@ def test_n_answers_per_prompt_are_told_prompt_by_prompt(http: httpx2.Client, ser
     assert parsed.usage.completion_tokens == sum(len(choice["token_ids"]) for choice in body["choices"])
 
 
-def test_n_answers_are_streamed_side_by_side(http: httpx2.Client) -> None:
+def test_choices_are_streamed_concurrently(http: httpx2.Client) -> None:
     *chunks, usage, done = stream(
         http,
         "/v1/chat/completions",
@@ -310,7 +310,7 @@ def test_n_answers_are_streamed_side_by_side(http: httpx2.Client) -> None:
     assert usage["usage"]["completion_tokens"] == 3 * alone["completion_tokens"]
 
 
-def test_every_answer_counts_for_admission(own: Callable[..., FakeService]) -> None:
+def test_every_choice_counts_for_admission(own: Callable[..., FakeService]) -> None:
     running = own(max_pending=4)
     with running.http() as http:
         assert http.post("/v1/completions", json={"prompt": ["a", "b"], "n": 2}).status_code == 200
@@ -319,7 +319,7 @@ def test_every_answer_counts_for_admission(own: Callable[..., FakeService]) -> N
         assert "2 x 3 answers (prompts x n) are more than the 4" in error["message"]
 
 
-def test_a_client_that_leaves_ends_all_its_answers(own: Callable[..., FakeService]) -> None:
+def test_a_disconnect_aborts_all_choices(own: Callable[..., FakeService]) -> None:
     running = own(script=lambda submit: [[5]] * 1000, engine={"step_s": 0.02})
     body = {"prompt": "a", "n": 3, "max_tokens": 999, "stream": True}
     with running.http() as http, http.stream("POST", "/v1/completions", json=body) as response:
@@ -331,7 +331,7 @@ def test_a_client_that_leaves_ends_all_its_answers(own: Callable[..., FakeServic
 # Log probabilities
 
 
-def test_a_chat_s_log_probabilities_are_openai_s(http: httpx2.Client, tokenizer: Tokenizer) -> None:
+def test_a_chats_log_probabilities_have_openais_format(http: httpx2.Client, tokenizer: Tokenizer) -> None:
     body = {"messages": [{"role": "user", "content": "Hi"}], "logprobs": True, "top_logprobs": 2}
     parsed = ChatCompletion.model_validate(http.post("/v1/chat/completions", json=body).json())
     assert parsed.choices[0].logprobs is not None
@@ -348,7 +348,7 @@ def test_a_chat_s_log_probabilities_are_openai_s(http: httpx2.Client, tokenizer:
     ]
 
 
-def test_a_completion_s_log_probabilities_are_openai_s(http: httpx2.Client, tokenizer: Tokenizer) -> None:
+def test_a_completions_log_probabilities_have_openais_format(http: httpx2.Client, tokenizer: Tokenizer) -> None:
     body = {"prompt": "def", "max_tokens": 64, "logprobs": 1}
     parsed = Completion.model_validate(http.post("/v1/completions", json=body).json())
     found = parsed.choices[0].logprobs
@@ -362,7 +362,7 @@ def test_a_completion_s_log_probabilities_are_openai_s(http: httpx2.Client, toke
         assert token.startswith("bytes:") or ANSWER[offset:].startswith(token)
 
 
-def test_log_probabilities_are_left_out_unless_asked_for(http: httpx2.Client, service: FakeService) -> None:
+def test_log_probabilities_are_returned_on_request_only(http: httpx2.Client, service: FakeService) -> None:
     choice = http.post("/v1/completions", json={"prompt": "def"}).json()["choices"][0]
     assert choice["logprobs"] is None
     assert service.engine.submitted[-1].sampling.num_logprobs is None
@@ -378,7 +378,7 @@ def test_minus_infinity_is_written_as_a_number(tokenizer: Tokenizer) -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"stop": "x +"}, {"stop": "x +", "include_stop_str_in_output": True}])
 @pytest.mark.parametrize("size", [1, 2, 50])
-def test_log_probabilities_follow_the_text_whatever_the_steps(
+def test_log_probabilities_are_sent_with_their_text_for_any_steps(
     own: Callable[..., FakeService], tokenizer: Tokenizer, settings: Any, size: int
 ) -> None:
     ids = [*tokenizer.encode(ANSWER), 0]
@@ -428,7 +428,7 @@ def test_a_stop_string_is_cut_off_and_ends_the_request_in_the_engine(own: Callab
     wait_for(lambda: running.engine.aborted == [running.engine.submitted[0].id])
 
 
-def test_a_stop_string_costs_the_same_tokens_whatever_the_steps(
+def test_a_stop_string_ends_after_the_same_token_for_any_steps(
     own: Callable[..., FakeService], tokenizer: Tokenizer
 ) -> None:
     counts = set()
@@ -443,7 +443,7 @@ def test_a_stop_string_costs_the_same_tokens_whatever_the_steps(
 
 
 @pytest.mark.parametrize("size", [1, 3, 50])
-def test_a_stop_string_within_the_first_tokens_is_text(
+def test_a_stop_string_before_min_tokens_is_text(
     own: Callable[..., FakeService], tokenizer: Tokenizer, size: int
 ) -> None:
     ids = tokenizer.encode("a b a b a b")
@@ -454,7 +454,7 @@ def test_a_stop_string_within_the_first_tokens_is_text(
         assert http.post("/v1/completions", json=body | {"min_tokens": 0}).json()["choices"][0]["text"] == "a "
 
 
-def test_a_stop_token_is_named_and_not_shown(http: httpx2.Client, tokenizer: Tokenizer) -> None:
+def test_a_stop_token_is_reported_and_not_part_of_the_text(http: httpx2.Client, tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode(ANSWER)
     body = {"prompt": "def", "max_tokens": 64, "stop_token_ids": [ids[4]]}
     [choice] = http.post("/v1/completions", json=body).json()["choices"]

@@ -63,7 +63,7 @@ def ids_of(tokenizer: Tokenizer, parts: list[int | str]) -> list[int]:
 @pytest.mark.parametrize("kind", [*STREAMABLE, rewriting], ids=lambda kind: kind.__name__)
 @settings(max_examples=100)
 @given(prompt=Parts, answer=Parts, cuts=Cuts, skip=st.booleans())
-def test_no_steps_change_the_text(loaded, kind, prompt, answer, cuts, skip) -> None:
+def test_the_text_does_not_depend_on_the_steps(loaded, kind, prompt, answer, cuts, skip) -> None:
     tokenizer = loaded(kind)
     prompt, ids = ids_of(tokenizer, prompt), ids_of(tokenizer, answer)
     cut, single, whole = (
@@ -75,7 +75,7 @@ def test_no_steps_change_the_text(loaded, kind, prompt, answer, cuts, skip) -> N
 @pytest.mark.parametrize("kind", STREAMABLE, ids=lambda kind: kind.__name__)
 @settings(max_examples=100)
 @given(answer=Parts, cuts=Cuts, skip=st.booleans())
-def test_the_pieces_are_the_text_of_all_tokens_together(loaded, kind, answer, cuts, skip) -> None:
+def test_the_deltas_join_to_the_text_of_all_tokens(loaded, kind, answer, cuts, skip) -> None:
     tokenizer = loaded(kind)
     ids = ids_of(tokenizer, answer)
     assert "".join(pieces(tokenizer, [], steps(ids, cuts), skip)) == tokenizer.decode(ids, skip_special_tokens=skip)
@@ -84,7 +84,7 @@ def test_the_pieces_are_the_text_of_all_tokens_together(loaded, kind, answer, cu
 @pytest.mark.parametrize("kind", STREAMABLE, ids=lambda kind: kind.__name__)
 @settings(max_examples=100)
 @given(parts=Parts, cut=st.integers(0, 60), skip=st.booleans())
-def test_an_answer_goes_on_where_its_prompt_ended(loaded, kind, parts, cut, skip) -> None:
+def test_a_character_begun_in_the_prompt_belongs_to_the_answer(loaded, kind, parts, cut, skip) -> None:
     tokenizer = loaded(kind)
     ids = ids_of(tokenizer, parts)
     prompt, answer = ids[:cut], ids[cut:]
@@ -103,7 +103,7 @@ def common(one: str, other: str) -> str:
 @example(parts=["世", b"\xf0\x9f"])
 @example(parts=[b"<0x41>", b"\xff"])  # bytes that spell a byte token
 @example(parts=["▁".encode(), b"\xff"])  # bytes that spell the sign for a space
-def test_bytes_are_utf8_with_a_replacement_per_broken_part(loaded, parts) -> None:
+def test_each_invalid_part_becomes_one_replacement_character(loaded, parts) -> None:
     tokenizer, tokens, utf8 = loaded(gemma), [], b""
     for part in parts:
         tokens += list(map(BYTES.__getitem__, part)) if isinstance(part, bytes) else spelt(part)
@@ -118,7 +118,7 @@ def spelt(text: str) -> list[str]:
     return [token for char in chars for token in ([char] if char in WORDS else map(BYTES.__getitem__, char.encode()))]
 
 
-def test_what_is_complete_is_not_broken_by_what_follows(loaded) -> None:
+def test_a_complete_character_survives_invalid_bytes_behind_it(loaded) -> None:
     tokenizer = loaded(llama)
     ids = tokenizer._tokenizer.convert_tokens_to_ids(["<0xE4>", "<0xB8>", "<0x96>", "<0xF0>", "<0x9F>"])
     assert tokenizer.decode(ids) == "世\ufffd"
@@ -126,7 +126,7 @@ def test_what_is_complete_is_not_broken_by_what_follows(loaded) -> None:
     assert pieces(tokenizer, [], [ids]) == ["世", "\ufffd"]
 
 
-def test_tokens_that_a_text_passes_over_do_not_part_the_bytes_of_a_character(loaded) -> None:
+def test_skipped_tokens_do_not_split_a_character(loaded) -> None:
     tokenizer = loaded(llama)
     first, *rest = tokenizer._tokenizer.convert_tokens_to_ids(["<0xE4>", "<0xB8>", "<0x96>"])
     nothing = [tokenizer._tokenizer.bos_token_id] * 40
@@ -136,7 +136,7 @@ def test_tokens_that_a_text_passes_over_do_not_part_the_bytes_of_a_character(loa
     assert pieces(tokenizer, [word, *nothing], [[word]]) == [" a", ""]  # the first word of a text has no space
 
 
-def test_only_what_may_yet_become_a_character_is_held_back(loaded) -> None:
+def test_only_an_incomplete_character_is_held_back(loaded) -> None:
     """Endless broken bytes leave as they come, and the work per token does not grow with them."""
     tokenizer = loaded(llama)
     [broken] = tokenizer._tokenizer.convert_tokens_to_ids(["<0xFF>"])

@@ -19,14 +19,14 @@ from tests.support.fake_service import ANSWER, FakeService, stream
 # Streams
 
 
-def test_all_chunks_of_a_stream_were_created_at_one_time(own: Callable[..., FakeService]) -> None:
+def test_all_chunks_of_a_stream_have_the_same_created_time(own: Callable[..., FakeService]) -> None:
     with own(engine={"step_s": 0.4}).http() as http:
         *chunks, _ = stream(http, "/v1/completions", prompt="a", max_tokens=64)
     assert len(chunks) >= 3
     assert len({chunk["created"] for chunk in chunks}) == 1
 
 
-def test_a_stream_of_a_chat_is_openai_s(http: httpx2.Client) -> None:
+def test_a_chat_stream_has_openais_format(http: httpx2.Client) -> None:
     messages = [{"role": "user", "content": "Hi"}]
     *chunks, usage, done = stream(
         http, "/v1/chat/completions", messages=messages, stream_options={"include_usage": True}
@@ -42,7 +42,7 @@ def test_a_stream_of_a_chat_is_openai_s(http: httpx2.Client) -> None:
     assert ChatCompletionChunk.model_validate(usage).usage.completion_tokens > 0
 
 
-def test_a_stream_of_completions_tells_every_choice(http: httpx2.Client) -> None:
+def test_a_completion_stream_has_every_choice(http: httpx2.Client) -> None:
     *chunks, done = stream(http, "/v1/completions", prompt=["a", "b"], max_tokens=64)
     texts = ["", ""]
     for chunk in chunks:
@@ -53,7 +53,7 @@ def test_a_stream_of_completions_tells_every_choice(http: httpx2.Client) -> None
     assert done == "[DONE]"
 
 
-def test_a_step_is_one_event_at_once(own: Callable[..., FakeService], tokenizer: Tokenizer) -> None:
+def test_a_step_is_one_event_without_delay(own: Callable[..., FakeService], tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("one two three four five six")
     running = own(engine={"step_s": 0.15}, script=lambda submit: [ids[:2], ids[2:4], ids[4:]])
     times = []
@@ -67,7 +67,7 @@ def test_a_step_is_one_event_at_once(own: Callable[..., FakeService], tokenizer:
     assert all(later - earlier > 0.1 for earlier, later in itertools.pairwise(times))
 
 
-def test_every_chunk_may_tell_its_own_answer_s_usage(http: httpx2.Client) -> None:
+def test_every_chunk_may_report_its_choices_usage(http: httpx2.Client) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     *chunks, totals, _ = stream(
         http, "/v1/completions", prompt=["a", "b c"], n=2, temperature=1, max_tokens=12, stream_options=options
@@ -80,7 +80,7 @@ def test_every_chunk_may_tell_its_own_answer_s_usage(http: httpx2.Client) -> Non
     assert totals["usage"]["prompt_tokens"] == 3
 
 
-def test_every_chunk_of_a_chat_may_tell_its_usage(http: httpx2.Client) -> None:
+def test_every_chunk_of_a_chat_may_report_usage(http: httpx2.Client) -> None:
     """The opening one too: clients read `chunk.usage.prompt_tokens` of each."""
     asked = {"messages": [{"role": "user", "content": "Hi"}], "n": 2, "max_tokens": 6}
     options = {"include_usage": True, "continuous_usage_stats": True}
@@ -94,7 +94,7 @@ def test_every_chunk_of_a_chat_may_tell_its_usage(http: httpx2.Client) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_who_wants_no_usage_gets_none(service: FakeService, path: str) -> None:
+def test_usage_is_streamed_on_request_only(service: FakeService, path: str) -> None:
     asked = {"prompt": "a"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "a"}]}
     options = {"include_usage": False, "continuous_usage_stats": True}
     with service.http() as http:
@@ -120,7 +120,7 @@ def test_statistics_end_a_stream(http: httpx2.Client) -> None:
 # Clients
 
 
-def test_openai_s_own_client_is_content(service: FakeService) -> None:
+def test_openais_client_reads_our_streams(service: FakeService) -> None:
     client = OpenAI(base_url=f"{service.url}/v1", api_key="unused")
     assert client.models.list().data[0].id == "fake-model"
     chunks = client.chat.completions.create(
@@ -132,7 +132,7 @@ def test_openai_s_own_client_is_content(service: FakeService) -> None:
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == ANSWER
 
 
-def test_our_own_client_is_content(service: FakeService) -> None:
+def test_our_client_reads_our_streams(service: FakeService) -> None:
     with Client(service.url) as client:
         assert client.health()
         assert client.complete("def", max_tokens=64).text == ANSWER
@@ -153,7 +153,7 @@ async def test_many_clients_at_once_get_their_own_answers(service: FakeService) 
     assert all(answer.text == ANSWER for answer in answers)
 
 
-async def test_a_stream_that_breaks_closes_what_it_is_made_from_at_once() -> None:
+async def test_a_broken_stream_closes_its_sources_at_once() -> None:
     """Not when the last reference to it goes, which a traceback may hold."""
     closed = []
 

@@ -20,7 +20,7 @@ def status(http: httpx2.Client, authorization: str | None) -> int:
     return http.get("/v1/models", headers=headers).status_code
 
 
-def test_a_key_guards_what_generates_or_tells(own: Callable[..., FakeService]) -> None:
+def test_generation_models_and_server_info_need_a_key(own: Callable[..., FakeService]) -> None:
     running = own(api_key="sesame")
     with running.http() as http:
         for path in ("/v1/models", "/server_info", "/v1/models/fake-model"):
@@ -60,7 +60,7 @@ def test_the_scheme_is_case_insensitive_and_the_key_is_not(
         assert status(http, authorization) == expected
 
 
-def test_keys_of_a_file_are_those_it_has_now(
+def test_a_key_file_is_reread_at_every_request(
     own: Callable[..., FakeService], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "keys"
@@ -106,7 +106,7 @@ BEYOND_ASCII = (b"\xe9", b"\xc3\xa9", b"\xff\xfe", b"mine-\x80")
 
 
 @pytest.mark.parametrize("given", [*BEYOND_ASCII, b"a b", b"\t", b"x" * 513, b""])
-def test_a_request_id_that_is_no_plain_text_is_replaced(service: FakeService, given: bytes) -> None:
+def test_an_invalid_request_id_is_replaced(service: FakeService, given: bytes) -> None:
     code, headers, content = raw(service, JSON, b"X-Request-ID: " + given)
     assert (code, json.loads(content)["object"]) == (200, "text_completion")
     assert headers["x-request-id"].startswith("req-")
@@ -114,7 +114,7 @@ def test_a_request_id_that_is_no_plain_text_is_replaced(service: FakeService, gi
 
 @pytest.mark.parametrize("value", BEYOND_ASCII)
 @pytest.mark.parametrize("name", [b"Authorization", b"Accept", b"User-Agent", b"Cookie", b"traceparent", b"Origin"])
-def test_a_header_beyond_ascii_disturbs_nothing(service: FakeService, name: bytes, value: bytes) -> None:
+def test_an_unrelated_non_ascii_header_has_no_effect(service: FakeService, name: bytes, value: bytes) -> None:
     code, headers, content = raw(service, JSON, name + b": " + value)
     assert (code, headers["content-type"], json.loads(content)["object"]) == (
         200,
@@ -124,7 +124,7 @@ def test_a_header_beyond_ascii_disturbs_nothing(service: FakeService, name: byte
 
 
 @pytest.mark.parametrize("value", BEYOND_ASCII)
-def test_a_header_beyond_ascii_that_matters_is_refused_in_openai_s_shape(
+def test_a_non_ascii_key_gets_an_openai_error(
     own: Callable[..., FakeService], service: FakeService, value: bytes
 ) -> None:
     code, _, content = raw(service, b"Content-Type: text/" + value)
@@ -133,5 +133,5 @@ def test_a_header_beyond_ascii_that_matters_is_refused_in_openai_s_shape(
     assert (code, json.loads(content)["error"]["code"]) == (401, "invalid_api_key")
 
 
-def test_a_key_beyond_ascii_is_sent_as_utf_8(own: Callable[..., FakeService]) -> None:
+def test_a_non_ascii_key_is_sent_as_utf_8(own: Callable[..., FakeService]) -> None:
     assert raw(own(api_key="clé"), JSON, "Authorization: Bearer clé".encode())[0] == 200

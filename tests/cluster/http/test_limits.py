@@ -148,7 +148,7 @@ CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
     ],
     ids=lambda value: None if isinstance(value, bytes) else str(value),
 )  # fmt: skip
-def test_what_is_too_large_is_refused_and_the_reader_is_told(
+def test_too_large_a_request_gets_an_error_response(
     client: Callable[[], socket.socket], sent: bytes, status: int, code: str
 ) -> None:
     sock = client()
@@ -157,7 +157,7 @@ def test_what_is_too_large_is_refused_and_the_reader_is_told(
     assert (found, error["code"], error["type"]) == (status, code, "invalid_request_error")
 
 
-def test_what_fits_is_served_also_twice_over_one_connection(client: Callable[[], socket.socket]) -> None:
+def test_two_requests_within_the_limits_share_a_connection(client: Callable[[], socket.socket]) -> None:
     sock = client()
     request = HEAD + b"X: " + b"a" * 60_000 + b"\r\n" + b"Y: a\r\n" * 100 + b"Content-Length: 1000000\r\n\r\n"
     for _ in range(2):
@@ -166,7 +166,7 @@ def test_what_fits_is_served_also_twice_over_one_connection(client: Callable[[],
 
 
 @pytest.mark.parametrize("size", [997, 4096, 60_001])
-def test_in_what_pieces_a_request_arrives_does_not_matter(client: Callable[[], socket.socket], size: int) -> None:
+def test_a_request_may_arrive_in_any_pieces(client: Callable[[], socket.socket], size: int) -> None:
     def send(data: bytes) -> socket.socket:
         sock = client()
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -204,7 +204,7 @@ def test_headers_of_many_requests_sent_at_once_do_not_add_up(client: Callable[[]
         (CHUNKED, b"1\r\na\r\n", LATE_BODY),
     ],
 )
-def test_what_is_never_finished_is_closed_in_time(
+def test_an_unfinished_request_is_closed_at_its_deadline(
     client: Callable[[], socket.socket], begun: bytes, drip: bytes, told: str | None
 ) -> None:
     """`drip` keeps coming: it must not move the end."""
@@ -232,7 +232,7 @@ def test_what_is_never_finished_is_closed_in_time(
         assert (status, error["message"], error["code"]) == (408, told, "request_timeout")
 
 
-def test_a_second_request_has_its_own_time(client: Callable[[], socket.socket]) -> None:
+def test_a_second_request_has_its_own_deadline(client: Callable[[], socket.socket]) -> None:
     sock = client()
     for _ in range(3):
         time.sleep(0.5)  # less than a limit each, more than one together
@@ -242,7 +242,7 @@ def test_a_second_request_has_its_own_time(client: Callable[[], socket.socket]) 
     assert refusal(rest(sock))[0] == 408
 
 
-def test_a_body_that_keeps_the_pace_may_take_longer(client: Callable[[], socket.socket]) -> None:
+def test_a_body_at_the_required_rate_extends_its_deadline(client: Callable[[], socket.socket]) -> None:
     sock = client()
     sock.sendall(HEAD + b"Content-Length: 3000\r\n\r\n")
     for _ in range(4):
@@ -251,7 +251,7 @@ def test_a_body_that_keeps_the_pace_may_take_longer(client: Callable[[], socket.
     assert until(sock, b"\r\n\r\n3000").startswith(b"HTTP/1.1 200")
 
 
-def test_an_unfinished_body_behind_an_early_answer_is_closed_without_a_second_one(
+def test_an_unfinished_body_gets_no_second_response(
     client: Callable[[], socket.socket],
 ) -> None:
     sock = client()
@@ -260,14 +260,14 @@ def test_an_unfinished_body_behind_an_early_answer_is_closed_without_a_second_on
     assert answer.count(b"HTTP/1.1") == 1 and answer.startswith(b"HTTP/1.1 200")
 
 
-def test_a_slow_answer_and_a_slow_reader_are_left_alone(client: Callable[[], socket.socket]) -> None:
+def test_slow_responses_and_slow_readers_have_no_deadline(client: Callable[[], socket.socket]) -> None:
     sock = client()
     sock.sendall(b"GET /stream HTTP/1.1\r\nHost: a\r\n\r\n")
     time.sleep(3)
     assert until(sock, STREAM_END).count(b"x") >= 8 << 18
 
 
-def test_a_client_that_waits_for_its_answer_may_have_begun_the_next_request(
+def test_the_next_request_has_no_deadline_while_a_response_is_pending(
     client: Callable[[], socket.socket],
 ) -> None:
     sock = client()
@@ -277,7 +277,7 @@ def test_a_client_that_waits_for_its_answer_may_have_begun_the_next_request(
     assert until(sock, b"\r\n\r\n0").startswith(b"HTTP/1.1 200")
 
 
-def test_a_late_body_ends_its_request_in_the_application() -> None:
+def test_a_late_body_disconnects_its_request_in_the_application() -> None:
     over = threading.Event()
 
     async def wait_for_all(scope: Scope, receive: Receive, send: Send) -> None:

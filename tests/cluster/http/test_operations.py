@@ -23,7 +23,7 @@ MODEL = Path(secateur.__file__).parent / "bundled" / "target"
 # Load, loss, leaving
 
 
-def test_too_many_requests_are_told_to_come_back(own: Callable[..., FakeService]) -> None:
+def test_too_many_requests_get_a_429_with_retry_after(own: Callable[..., FakeService]) -> None:
     running = own(max_pending=1)
     running.engine.hold.set()
     with running.http() as http, running.http() as other:
@@ -44,7 +44,7 @@ def test_too_many_requests_are_told_to_come_back(own: Callable[..., FakeService]
         assert "secateur_requests_rejected_total" in other.get("/metrics").text
 
 
-def test_requests_that_are_tokenized_side_by_side_do_not_pass_the_limit_together(
+def test_requests_tokenized_concurrently_do_not_exceed_the_limit(
     own: Callable[..., FakeService], tokenizer: Tokenizer
 ) -> None:
     """All find room when they come; there is room for the first that is ready."""
@@ -80,9 +80,7 @@ def test_a_dead_engine_is_a_503(own: Callable[..., FakeService]) -> None:
         assert http.get("/health").status_code == 503
 
 
-def test_an_engine_that_dies_under_a_stream_ends_it_with_an_error(
-    own: Callable[..., FakeService], tokenizer: Tokenizer
-) -> None:
+def test_an_engine_that_dies_ends_a_stream_with_an_error(own: Callable[..., FakeService], tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode(ANSWER)
     running = own(script=lambda submit: [ids[:3]] + [[ids[3]]] * 500, engine={"step_s": 0.05})
     with running.http() as http:
@@ -98,9 +96,7 @@ def test_an_engine_that_dies_under_a_stream_ends_it_with_an_error(
 
 
 @pytest.mark.parametrize("body", [{"stream": True}, {"stream": False}, {"n": 2}, {"stream": True, "n": 2}])
-def test_an_engine_that_dies_before_an_answer_has_begun_is_a_503_that_names_the_rank(
-    own: Callable[..., FakeService], body: dict[str, Any]
-) -> None:
+def test_a_503_names_the_rank_that_died(own: Callable[..., FakeService], body: dict[str, Any]) -> None:
     """As when a rank is killed: the socket closes, a moment later its watcher says who it was."""
     running = own()
     running.engine.hold.set()
@@ -119,7 +115,7 @@ def test_an_engine_that_dies_before_an_answer_has_begun_is_a_503_that_names_the_
     assert error["message"] == "the engine is not available: verifier 1 died: the actor died unexpectedly"
 
 
-def test_a_request_that_breaks_here_counts_as_an_error(
+def test_a_request_that_fails_in_the_service_counts_as_an_error(
     own: Callable[..., FakeService], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def feed(*args: Any) -> str:
@@ -133,7 +129,7 @@ def test_a_request_that_breaks_here_counts_as_an_error(
 
 
 @pytest.mark.parametrize("streamed", [True, False])
-def test_a_client_that_leaves_ends_its_requests_in_the_engine(
+def test_a_disconnect_aborts_requests_in_the_engine(
     own: Callable[..., FakeService], tokenizer: Tokenizer, streamed: bool
 ) -> None:
     running = own(script=lambda submit: [[5]] * 1000, engine={"step_s": 0.02})
@@ -149,7 +145,7 @@ def test_a_client_that_leaves_ends_its_requests_in_the_engine(
     assert running.client.num_pending == 0
 
 
-def test_a_client_that_leaves_while_it_waits_for_its_turn_is_forgotten(own: Callable[..., FakeService]) -> None:
+def test_a_disconnect_while_waiting_removes_the_request(own: Callable[..., FakeService]) -> None:
     running = own()
     running.engine.hold.set()
     with running.http() as http, pytest.raises(httpx2.ReadTimeout):
@@ -169,7 +165,7 @@ def test_health_metrics_version_and_info(http: httpx2.Client) -> None:
     assert info["config"]["draft"]["tree"]["num_speculative_tokens"] == CONFIG.draft.tree.num_speculative_tokens
 
 
-def test_the_metrics_have_vllm_s_stems(own: Callable[..., FakeService]) -> None:
+def test_the_metrics_have_vllms_names(own: Callable[..., FakeService]) -> None:
     running = own(engine={"drafts": True}, script=lambda submit: [[5, 6, 7], [8, 9], [10]])
     with running.http() as http:
         http.post("/v1/completions", json={"prompt": "a", "max_tokens": 64})
@@ -212,7 +208,7 @@ def test_the_metrics_have_vllm_s_stems(own: Callable[..., FakeService]) -> None:
         ]
 
 
-def test_every_sample_says_which_replica_of_which_model_it_is(own: Callable[..., FakeService]) -> None:
+def test_every_sample_has_model_and_replica_labels(own: Callable[..., FakeService]) -> None:
     running = own()
     with running.http() as http:
         http.post("/v1/completions", json={"prompt": "a", "max_tokens": 64})
@@ -225,7 +221,7 @@ def test_every_sample_says_which_replica_of_which_model_it_is(own: Callable[...,
     assert 'secateur_engine_steps_total{model_name="fake-model",replica="fake-replica"} ' in text
 
 
-def test_no_prompt_gets_into_the_log(service: FakeService, caplog: pytest.LogCaptureFixture) -> None:
+def test_prompts_are_not_logged(service: FakeService, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("DEBUG")
     with service.http() as http:
         http.post("/v1/completions", json={"prompt": "a very secret prompt", "max_tokens": 3, "temperatur": 1})
@@ -241,7 +237,7 @@ def test_tokenize_renders_chats_too(http: httpx2.Client, tokenizer: Tokenizer) -
     assert answer["max_model_len"] == 2048
 
 
-def test_tokenize_counts_what_a_chat_would_send(http: httpx2.Client, service: FakeService) -> None:
+def test_tokenize_counts_the_tokens_of_a_chat_request(http: httpx2.Client, service: FakeService) -> None:
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello, wor"}]
     for asked in ({}, {"continue_final_message": True}, {"add_generation_prompt": False}, {"add_special_tokens": True}):
         told = http.post("/tokenize", json={"messages": messages, **asked}).json()
@@ -250,7 +246,7 @@ def test_tokenize_counts_what_a_chat_would_send(http: httpx2.Client, service: Fa
         assert told["token_strs"] is None
 
 
-def test_tokenize_tells_the_template_of_tools_and_of_its_own_arguments(script: Any, tmp_path: Path) -> None:
+def test_tokenize_passes_tools_and_variables_to_the_template(script: Any, tmp_path: Path) -> None:
     folder = copytree(MODEL, tmp_path / "model", ignore=lambda _, names: [n for n in names if "safetensors" in n])
     tools = "{% for tool in tools or [] %}{{ tool['function']['name'] }}{% endfor %}"
     (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] }}{{ mood }}" + tools)
@@ -261,7 +257,7 @@ def test_tokenize_tells_the_template_of_tools_and_of_its_own_arguments(script: A
         assert tokenizer.decode(http.post("/tokenize", json=asked).json()["tokens"]) == "Hi!f"
 
 
-def test_what_tokenize_ignores_or_refuses_is_named(http: httpx2.Client) -> None:
+def test_tokenize_names_ignored_and_unsupported_fields(http: httpx2.Client) -> None:
     for path, body, named in (
         ("/tokenize", {"prompt": "a", "zeta": 1, "continue_final_message": True}, "continue_final_message, zeta"),
         ("/detokenize", {"tokens": [5], "zeta": 1}, "zeta"),
@@ -276,6 +272,6 @@ def test_detokenizing_an_unknown_id_is_a_400(http: httpx2.Client) -> None:
     assert http.post("/detokenize", json={"tokens": [99999]}).status_code == 400
 
 
-def test_the_schema_of_all_this_is_served(http: httpx2.Client) -> None:
+def test_openapi_json_has_every_route(http: httpx2.Client) -> None:
     paths = http.get("/openapi.json").json()["paths"]
     assert {"/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics"} <= paths.keys()

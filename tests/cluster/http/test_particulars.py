@@ -46,7 +46,7 @@ def test_a_chat_may_continue_its_last_message(http: httpx2.Client, service: Fake
     assert service.engine.submitted[-1].prompt == whole != tokenizer.encode_chat(messages)
 
 
-def test_the_log_names_a_request_as_its_header_does(service: FakeService, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_has_the_request_id_of_the_header(service: FakeService, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "cluster"), service.http() as http:
         http.post("/v1/completions", json=PROMPT, headers={"X-Request-ID": "from-the-header"})
         http.post("/v1/completions", json=PROMPT | {"request_id": "from-the-body"})
@@ -57,7 +57,7 @@ def test_the_log_names_a_request_as_its_header_does(service: FakeService, caplog
 # ---- what answers say
 
 
-def test_an_answer_continues_its_prompt_s_text(tmp_path: Path) -> None:
+def test_an_answer_continues_the_prompts_text(tmp_path: Path) -> None:
     """SentencePiece drops the space of a text's first word, and an answer's first word is none."""
     tokenizer = load(llama, tmp_path)
     [word] = tokenizer.encode("a", add_special_tokens=False)
@@ -104,7 +104,7 @@ def test_copied_tokens_are_counted_separately(tokenizer: Tokenizer) -> None:
     assert (total.num_copied_tokens, total.num_accepted_copied_tokens) == (6, 4)
 
 
-def test_accepted_copies_are_counted_as_they_are_answered(service: FakeService) -> None:
+def test_accepted_copies_are_counted_when_they_are_returned(service: FakeService) -> None:
     metrics = service.service.metrics
     before = metrics._returned.num_accepted_copied_tokens
     for is_copied in (False, True):
@@ -176,7 +176,7 @@ async def read(tokenizer: Tokenizer, metrics: Any, *chunks: TokenChunk) -> list[
 @pytest.mark.parametrize(
     ("error", "message"), [("rank 1 is lost", "rank 1 is lost"), (None, "the engine failed on this request")]
 )
-async def test_a_request_that_the_engine_fails_on_is_told_why(
+async def test_an_engine_error_is_returned_with_its_reason(
     error: str | None, message: str, tokenizer: Tokenizer, service: FakeService
 ) -> None:
     with pytest.raises(GenerationFailed, match=message):
@@ -192,7 +192,7 @@ async def test_the_times_of_the_first_and_the_last_token_are_observed(tokenizer:
     assert 0 < times["first_token_s"] < times["last_token_s"] < times["total_s"]
 
 
-def test_the_model_s_card_says_since_when_it_is_served(
+def test_the_model_card_has_its_creation_time(
     http: httpx2.Client, service: FakeService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service.service, "created", 1_700_000_000)
@@ -203,7 +203,7 @@ def test_the_model_s_card_says_since_when_it_is_served(
 # ---- what refusals say
 
 
-def test_a_full_service_says_how_full_it_is(own: Callable[..., FakeService]) -> None:
+def test_a_429_reports_the_number_of_pending_requests(own: Callable[..., FakeService]) -> None:
     running = own(max_pending=1)
     running.engine.hold.set()
     with running.http() as http, running.http() as other:
@@ -244,12 +244,12 @@ def test_the_header_of_ignored_fields_has_at_most_1024_characters(http: httpx2.C
     assert response.headers["x-secateur-ignored"] == "z" * 1024
 
 
-def test_a_place_in_a_list_is_no_parameter() -> None:
+def test_a_list_index_is_not_reported_as_the_parameter() -> None:
     assert middleware._without_body(Problem("body.3", "Value error, is empty")) == Problem("", "is empty")
     assert middleware._without_body(Problem("body.stop", "Value error, is empty")) == Problem("stop", "is empty")
 
 
-async def test_what_is_no_http_passes_the_middleware_whole() -> None:
+async def test_other_protocols_pass_the_middleware_unchanged() -> None:
     seen: list[Any] = []
 
     async def app(*given: Any) -> None:
@@ -264,7 +264,7 @@ async def test_what_is_no_http_passes_the_middleware_whole() -> None:
     assert seen == [scope, receive, send]
 
 
-def test_the_size_of_a_request_is_that_of_its_texts() -> None:
+def test_text_size_counts_the_strings_of_a_request() -> None:
     assert (text_size("abc"), text_size({"ab": ["c", 7, None]}), text_size([])) == (3, 5, 0)
 
 
@@ -305,7 +305,7 @@ class Receiving(Request):
         return {"type": self._kinds.pop(0)}
 
 
-async def test_work_for_a_client_that_stays_is_done_whatever_it_sends() -> None:
+async def test_further_data_does_not_cancel_a_request() -> None:
     @cancel_on_disconnect
     async def work(request: Request) -> Response:
         await asyncio.sleep(0.05)
@@ -314,7 +314,7 @@ async def test_work_for_a_client_that_stays_is_done_whatever_it_sends() -> None:
     assert (await work(request=Receiving("http.request"))).body == b"done"
 
 
-async def test_work_for_a_client_that_left_has_ended_when_that_is_told() -> None:
+async def test_a_disconnect_is_reported_after_the_work_has_ended() -> None:
     ended: list[bool] = []
 
     @cancel_on_disconnect

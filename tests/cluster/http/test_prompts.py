@@ -70,7 +70,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ("self", 1, "remove it"),
     ],
 )
-def test_a_request_sets_no_variable_that_is_an_argument(
+def test_template_variables_cannot_replace_arguments(
     http: httpx2.Client, jobs: list[str], name: str, value: Any, instead: str
 ) -> None:
     body = {"messages": [HI], "max_tokens": 1, "chat_template_kwargs": {"thinking": False, name: value}}
@@ -81,14 +81,14 @@ def test_a_request_sets_no_variable_that_is_an_argument(
     assert not jobs
 
 
-def test_every_argument_of_rendering_is_such_a_name(http: httpx2.Client, tokenizer: Tokenizer) -> None:
+def test_every_rendering_argument_is_reserved(http: httpx2.Client, tokenizer: Tokenizer) -> None:
     for name in tokenizer.template_arguments:
         response = http.post(CHAT, json={"messages": [HI], "chat_template_kwargs": {name: 1}})
         assert response.status_code == 400
         assert error_of(response)["message"].startswith(f"chat_template_kwargs.{name}: ")
 
 
-def test_a_variable_of_the_template_is_handed_to_it(own: Callable[..., FakeService], looping: Tokenizer) -> None:
+def test_template_variables_reach_the_template(own: Callable[..., FakeService], looping: Tokenizer) -> None:
     template = looping.path + "/chat_template.jinja"
     before = Path(template).read_text()
     Path(template).write_text("{{ greeting }} {{ messages[0].content }}")
@@ -107,9 +107,7 @@ def test_a_variable_of_the_template_is_handed_to_it(own: Callable[..., FakeServi
     assert looping.decode(ids, skip_special_tokens=False) == "Oh, hi"
 
 
-def test_a_template_that_loops_over_a_request_s_data_is_ended(
-    own: Callable[..., FakeService], looping: Tokenizer
-) -> None:
+def test_a_template_that_loops_is_stopped(own: Callable[..., FakeService], looping: Tokenizer) -> None:
     running = own(tokenizer=looping)
     with running.http() as http:
         for path in (CHAT, "/tokenize"):
@@ -164,9 +162,7 @@ def test_a_text_that_just_fits_is_tokenized(http: httpx2.Client, jobs: list[str]
     assert jobs == ["encode"] * 2
 
 
-def test_what_a_template_makes_of_a_request_is_measured_too(
-    own: Callable[..., FakeService], looping: Tokenizer
-) -> None:
+def test_the_rendered_text_is_limited_too(own: Callable[..., FakeService], looping: Tokenizer) -> None:
     running = own(tokenizer=looping)
     with running.http() as http:
         for path in (CHAT, "/tokenize"):
@@ -185,7 +181,7 @@ def test_prompts_of_ids_need_no_tokenizer(http: httpx2.Client, jobs: list[str]) 
 # Who waits, who leaves
 
 
-def test_tokenizing_needs_to_be_admitted_like_generating(own: Callable[..., FakeService], jobs: list[str]) -> None:
+def test_tokenizing_needs_admission_like_generation(own: Callable[..., FakeService], jobs: list[str]) -> None:
     running = own(max_pending=1)
     running.engine.hold.set()
     with running.http() as http, running.http() as other:
@@ -205,7 +201,7 @@ def test_tokenizing_needs_to_be_admitted_like_generating(own: Callable[..., Fake
         assert other.post("/tokenize", json={"prompt": "b"}).status_code == 503
 
 
-def test_more_texts_than_may_wait_are_told_to_come_back(
+def test_too_many_waiting_texts_get_a_429(
     own: Callable[..., FakeService], looping: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cluster.http.tokenizer_pool, "MAX_WAITING", 1)
@@ -238,7 +234,7 @@ def test_more_texts_than_may_wait_are_told_to_come_back(
         ("/detokenize", {"tokens": [5] * 4_000_000}),
     ],
 )
-def test_a_client_that_leaves_ends_the_work_on_its_texts(
+def test_a_disconnect_stops_tokenizing(
     own: Callable[..., FakeService], looping: Tokenizer, path: str, body: Any
 ) -> None:
     running = own(tokenizer=looping, engine={"max_model_len": 1 << 20})
@@ -270,7 +266,7 @@ def busy(tokenizer_pool: TokenizerPool) -> bool:
     return tokenizer_pool._num_unfinished > 0
 
 
-def test_a_front_that_cannot_tokenize_is_not_healthy(own: Callable[..., FakeService]) -> None:
+def test_a_service_that_cannot_tokenize_is_unhealthy(own: Callable[..., FakeService]) -> None:
     running = own(parent=None)
     (pid,) = running.service.tokenizer_pool.pids
     with running.http() as http:

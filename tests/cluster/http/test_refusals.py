@@ -12,7 +12,7 @@ from tests.support.fake_service import FakeService, error_of
 from workers.config import EngineConfig
 
 
-def test_what_contradicts_the_model_s_defaults_is_refused(own: Callable[..., FakeService]) -> None:
+def test_a_parameter_that_contradicts_the_models_defaults_is_a_400(own: Callable[..., FakeService]) -> None:
     running = own(sampling_defaults={"temperature": 0.0})
     with running.http() as http:
         response = http.post("/v1/completions", json={"prompt": "a", "n": 2})
@@ -77,7 +77,7 @@ def test_a_wrong_request_is_a_400_that_names_the_parameter(http: httpx2.Client, 
         ({"role": "user", "content": [{"type": "text", "text": 5}]}, "messages.0.content: must be a text"),
     ],
 )
-def test_a_message_that_openai_would_refuse_is_refused(
+def test_a_message_invalid_for_openai_is_a_400(
     http: httpx2.Client, path: str, message: dict[str, Any], told: str
 ) -> None:
     response = http.post(path, json={"messages": [message]})
@@ -86,7 +86,7 @@ def test_a_message_that_openai_would_refuse_is_refused(
     assert error["param"] == "messages" and told in error["message"]
 
 
-def test_a_number_written_as_a_text_is_refused(http: httpx2.Client) -> None:
+def test_a_number_written_as_a_string_is_a_400(http: httpx2.Client) -> None:
     error = error_of(http.post("/v1/completions", json={"prompt": "a", "temperature": "0.5"}))
     assert (error["param"], error["message"]) == ("temperature", "temperature: must be a valid number (got '0.5')")
 
@@ -97,7 +97,7 @@ def test_all_ids_outside_the_vocabulary_are_named(http: httpx2.Client) -> None:
         assert error["param"] == param and "5000, 6000" in error["message"]
 
 
-def test_too_long_a_request_is_told_in_numbers(http: httpx2.Client) -> None:
+def test_too_long_a_request_is_a_400_with_the_numbers(http: httpx2.Client) -> None:
     message = error_of(http.post("/v1/completions", json={"prompt": [5] * 2000, "max_tokens": 100}))["message"]
     assert "2048" in message
     assert "2000" in message
@@ -106,7 +106,7 @@ def test_too_long_a_request_is_told_in_numbers(http: httpx2.Client) -> None:
 
 
 @pytest.mark.parametrize("content", [b"{", b"[1]", b"null", b"\xff\xfe", b'{"prompt": "\\ud800"}', b"[" * 3000])
-def test_a_body_that_is_no_request_is_a_400(http: httpx2.Client, content: bytes) -> None:
+def test_an_invalid_body_is_a_400(http: httpx2.Client, content: bytes) -> None:
     response = http.post("/v1/completions", content=content, headers={"content-type": "application/json"})
     assert response.status_code == 400
     error_of(response)
@@ -120,7 +120,7 @@ def test_a_body_that_is_no_request_is_a_400(http: httpx2.Client, content: bytes)
         (b'{"prompt":}', "the body is not JSON: Expecting value at character 10"),
     ],
 )
-def test_a_body_that_is_no_object_is_told_what_to_send(http: httpx2.Client, content: bytes, message: str) -> None:
+def test_a_body_that_is_not_an_object_is_a_400_with_advice(http: httpx2.Client, content: bytes, message: str) -> None:
     response = http.post("/v1/completions", content=content, headers={"content-type": "application/json"})
     assert response.status_code == 400
     assert error_of(response)["message"] == message
@@ -145,7 +145,7 @@ def test_a_body_that_is_no_object_is_told_what_to_send(http: httpx2.Client, cont
         ),
     ],
 )
-def test_a_value_of_the_wrong_shape_is_told_the_right_one(
+def test_a_value_of_the_wrong_type_is_a_400_with_the_right_one(
     http: httpx2.Client, path: str, body: dict[str, Any], message: str
 ) -> None:
     response = http.post(f"/v1/{path}", json={"prompt": "a"} | body)
@@ -176,7 +176,7 @@ def test_a_value_of_the_wrong_shape_is_told_the_right_one(
         ("/detokenize", {"tokens": ["a"] * 200_000}, "tokens.0: must be a valid integer"),
     ],
 )
-def test_a_list_without_end_is_read_no_further_than_its_bound(
+def test_a_list_is_validated_only_up_to_its_bound(
     http: httpx2.Client, path: str, body: dict[str, Any], message: str
 ) -> None:
     response = http.post(path, json=body)
@@ -185,7 +185,7 @@ def test_a_list_without_end_is_read_no_further_than_its_bound(
     assert len(response.content) < 1000
 
 
-def test_a_body_of_another_type_is_told_which_to_send(http: httpx2.Client) -> None:
+def test_another_content_type_is_a_400_with_the_right_one(http: httpx2.Client) -> None:
     response = http.post("/v1/completions", content=b'{"prompt": "a"}', headers={"content-type": "text/plain"})
     assert response.status_code == 400
     assert "application/json" in error_of(response)["message"]
@@ -195,7 +195,7 @@ def test_a_body_of_another_type_is_told_which_to_send(http: httpx2.Client) -> No
     ("method", "path", "status"),
     [("GET", "/nowhere", 404), ("GET", "/v1/completions", 405), ("GET", "/v1/models/gpt", 404)],
 )
-def test_a_wrong_path_is_openai_s_error_too(http: httpx2.Client, method: str, path: str, status: int) -> None:
+def test_an_unknown_path_gets_an_openai_error(http: httpx2.Client, method: str, path: str, status: int) -> None:
     response = http.request(method, path)
     assert response.status_code == status
     error_of(response)
@@ -209,7 +209,7 @@ def test_another_model_is_a_404_that_names_ours(http: httpx2.Client) -> None:
     assert "fake-model" in error["message"]
 
 
-def test_a_body_without_end_is_a_413(http: httpx2.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endless_body_is_a_413(http: httpx2.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cluster.http.middleware.MAX_BODY_BYTES", 1 << 20)
     response = http.post("/v1/completions", json={"prompt": "a" * (1 << 20)})
     assert response.status_code == 413
@@ -226,9 +226,7 @@ def test_a_body_without_end_is_a_413(http: httpx2.Client, monkeypatch: pytest.Mo
         ("stop_token_ids", f'["{10_000 * "a"}"]'),
     ],
 )
-def test_what_is_quoted_of_a_wrong_request_is_short_and_can_be_written(
-    http: httpx2.Client, field: str, text: str
-) -> None:
+def test_quotes_of_an_invalid_request_are_short_and_encodable(http: httpx2.Client, field: str, text: str) -> None:
     headers = {"Content-Type": "application/json"}
     response = http.post("/v1/completions", content=f'{{"prompt": "a", "{field}": {text}}}', headers=headers)
     assert response.status_code == 400
@@ -243,14 +241,14 @@ def test_unknown_fields_are_accepted_and_named(http: httpx2.Client) -> None:
 
 
 @pytest.mark.parametrize(("acceptance", "is_named"), [(None, True), ("coupled", True), ("rejection", False)])
-def test_draft_probabilities_under_coupling_are_named_as_without_effect(http, acceptance, is_named) -> None:
+def test_draft_probabilities_are_named_as_ineffective_under_coupled(http, acceptance, is_named) -> None:
     speculative = {"enable_draft_probs": False} | ({"acceptance": acceptance} if acceptance else {})
     response = http.post("/v1/completions", json={"prompt": "a", "speculative": speculative})
     assert response.status_code == 200
     assert response.headers.get("x-secateur-ignored") == ("speculative.enable_draft_probs" if is_named else None)
 
 
-def test_without_a_drafter_asking_for_one_is_a_400(own: Callable[..., FakeService]) -> None:
+def test_speculative_settings_without_a_drafter_are_a_400(own: Callable[..., FakeService]) -> None:
     running = own(config=EngineConfig(model_path="model", max_num_seqs=4))
     with running.http() as http:
         assert http.post("/v1/completions", json={"prompt": "a", "speculative": {"enabled": False}}).status_code == 200

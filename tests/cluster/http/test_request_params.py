@@ -28,14 +28,14 @@ def submit(prompt_length: int = 1, *, bad_words: Any = (), **fields: Any) -> Sub
     return first_submit(request, [1] * prompt_length, bad_words=bad_words)
 
 
-def test_a_default_never_runs_into_the_limit_and_a_wish_does() -> None:
+def test_only_an_explicit_length_can_exceed_the_context() -> None:
     prompt = [1] * 95
     assert first_submit(CompletionRequest(prompt="x"), prompt).max_tokens == 5
     with pytest.raises(BadRequest, match="ask for at most 5"):
         first_submit(CompletionRequest(prompt="x", max_tokens=6), prompt)
 
 
-def test_a_chat_s_default_length_is_the_model_s_where_the_context_leaves_room() -> None:
+def test_a_chats_default_length_is_cut_to_the_context() -> None:
     limits = replace(LIMITS, default_max_tokens=30)
 
     def length(prompt_length: int = 1, **fields: Any) -> int:
@@ -51,7 +51,7 @@ def test_a_chat_s_default_length_is_the_model_s_where_the_context_leaves_room() 
     assert caught.value.param == "min_tokens"
 
 
-def test_of_two_lengths_the_newer_name_wins() -> None:
+def test_max_completion_tokens_overrides_max_tokens() -> None:
     """`max_tokens` is the deprecated one, and clients send both."""
     message = {"messages": [{"role": "user", "content": "x"}]}
     for newer, older in ((5, 9), (9, 5)):
@@ -63,14 +63,14 @@ def test_of_two_lengths_the_newer_name_wins() -> None:
     assert caught.value.param == "max_completion_tokens"
 
 
-def test_a_salt_is_passed_on_and_is_no_empty_word() -> None:
+def test_a_cache_salt_is_passed_on_and_must_not_be_empty() -> None:
     assert submit().cache_salt is None and submit(cache_salt="tenant 1").cache_salt == "tenant 1"
     with pytest.raises(ValueError, match="cache_salt"):
         submit(cache_salt="")
 
 
 @pytest.mark.parametrize(("asked", "engine_s"), [(-1, 0), (0, 0), (1, 1), (49, 49), (50, 0), (2**31, 0), (10**30, 0)])
-def test_top_k_is_off_where_it_cuts_nothing(asked: int, engine_s: int) -> None:
+def test_top_k_is_off_if_it_keeps_every_token(asked: int, engine_s: int) -> None:
     assert submit(top_k=asked).sampling.top_k == engine_s
 
 
@@ -108,7 +108,7 @@ def test_the_speculative_object_reaches_the_engine(asked: dict[str, Any], expect
     assert submit(speculative=asked).speculation == expected
 
 
-def test_what_a_request_forbids_and_favours_reaches_the_engine() -> None:
+def test_constraints_of_a_request_reach_the_engine() -> None:
     asked = {"presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.2, "min_tokens": 4}
     sampling = submit(logit_bias={"7": -3}, allowed_token_ids=[9, 7, 9], bad_words=[[3], [4, 5]], **asked).sampling
     assert sampling.constraints == Constraints(
@@ -152,12 +152,12 @@ def test_a_request_that_forbids_every_token_is_refused(fields: dict[str, Any]) -
         submit(**fields)
 
 
-def test_a_request_that_leaves_one_token_is_taken() -> None:
+def test_a_request_that_allows_one_token_is_accepted() -> None:
     assert submit(allowed_token_ids=[0], min_tokens=1, ignore_eos=True)
     assert submit(allowed_token_ids=[3, 4], bad_words=[[3], [4, 3]])
 
 
-def test_min_tokens_that_the_context_cannot_hold_are_told_in_numbers() -> None:
+def test_too_many_min_tokens_are_an_error_with_the_numbers() -> None:
     with pytest.raises(BadRequest, match="min_tokens=6 is more than the 5 that 95 prompt tokens leave"):
         submit(95, min_tokens=6)
 
@@ -178,7 +178,7 @@ def test_a_vanishing_temperature_is_greedy() -> None:
     assert first_submit(request, [1]).sampling.temperature == 0
 
 
-def test_a_single_token_of_room_is_room() -> None:
+def test_a_prompt_may_leave_room_for_a_single_token() -> None:
     assert submit(99).max_tokens == 1
     with pytest.raises(BadRequest, match="shorten it"):
         submit(100)
@@ -190,13 +190,13 @@ def test_a_request_may_ask_for_the_largest_tree_and_no_larger() -> None:
         submit(speculative={"num_speculative_tokens": 17})
 
 
-def test_what_does_not_fit_says_so_by_code() -> None:
+def test_too_many_min_tokens_have_their_own_error_code() -> None:
     with pytest.raises(BadRequest, match="ask for at most 5") as caught:
         submit(95, min_tokens=9)
     assert (caught.value.param, caught.value.code) == ("min_tokens", "context_length_exceeded")
 
 
-def test_asking_for_drafts_without_a_drafter_is_told_plainly() -> None:
+def test_speculative_settings_without_a_drafter_are_an_error() -> None:
     request = CompletionRequest(prompt="x", speculative={"num_speculative_tokens": 2})  # type: ignore[arg-type]
     with pytest.raises(BadRequest, match=r"^speculative: this service runs without a drafter; leave it out$"):
         first_submit(request, [1], limits=replace(LIMITS, num_speculative_tokens=0))

@@ -59,7 +59,7 @@ def test_the_pieces_join_to_the_decoded_text(tokenizer: Tokenizer, seed: int) ->
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_any_tokens_at_all_join_to_their_decoded_text(tokenizer: Tokenizer, seed: int) -> None:
+def test_random_tokens_join_to_their_decoded_text(tokenizer: Tokenizer, seed: int) -> None:
     chance = random.Random(seed)
     ids = [chance.randrange(tokenizer.vocab_size) for _ in range(60)]
     detokenizer = IncrementalDetokenizer(tokenizer)
@@ -144,14 +144,14 @@ def test_the_bytes_of_the_tokens_join_to_those_of_the_text(tokenizer: Tokenizer,
     assert b"".join(token.utf8 for token in texts) == text.encode()
 
 
-def test_a_token_that_is_no_text_by_itself_is_escaped(tokenizer: Tokenizer) -> None:
+def test_a_token_that_is_invalid_utf8_is_escaped(tokenizer: Tokenizer) -> None:
     first, *_ = tokenizer.encode("🌳")
     assert tokenizer.token_text(first) == ("bytes:\\xf0\\x9f", b"\xf0\x9f")
     assert tokenizer.token_text(tokenizer.encode(" return")[0]) == (" return", b" return")
     assert tokenizer.token_text(0).text == "<|endoftext|>"
 
 
-def test_no_two_tokens_have_one_text(tokenizer: Tokenizer) -> None:
+def test_different_tokens_have_different_strings(tokenizer: Tokenizer) -> None:
     assert len({tokenizer.token_text(id).text for id in range(tokenizer.vocab_size)}) == tokenizer.vocab_size
 
 
@@ -171,13 +171,13 @@ def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer(str(folder))
 
 
-def test_a_word_keeps_its_space_and_a_byte_its_value(sentencepiece: Tokenizer) -> None:
+def test_token_strings_keep_spaces_and_bytes(sentencepiece: Tokenizer) -> None:
     assert sentencepiece.encode("ab é") == [8, 4, 2, 3]
     texts = [sentencepiece.token_text(id) for id in (8, 6, 2, 3)]
     assert texts == [(" ab", b" ab"), ("b", b"b"), ("bytes:\\xc3", b"\xc3"), ("bytes:\\xa9", b"\xa9")]
 
 
-def test_a_bad_word_is_bad_with_and_without_a_space(tokenizer: Tokenizer, sentencepiece: Tokenizer) -> None:
+def test_a_bad_word_has_a_form_with_and_without_a_space(tokenizer: Tokenizer, sentencepiece: Tokenizer) -> None:
     alone, spaced = tokenizer.bad_words([" return"])
     assert tokenizer.decode(alone) == "return"
     assert tokenizer.decode(spaced) == " return"
@@ -186,14 +186,14 @@ def test_a_bad_word_is_bad_with_and_without_a_space(tokenizer: Tokenizer, senten
     assert sentencepiece.bad_words(["ab"]) == [[8]]  # the space is in it already
 
 
-def test_a_bad_word_that_is_no_unicode_is_the_caller_s_error(tokenizer: Tokenizer) -> None:
+def test_a_bad_word_that_is_invalid_unicode_is_a_prompt_error(tokenizer: Tokenizer) -> None:
     with pytest.raises(PromptError) as caught:
         tokenizer.bad_words(["\ud800"])
     assert caught.value.param == "bad_words"
 
 
 @pytest.mark.parametrize("role", ["system", "developer", "user", "assistant", "tool", "function"])
-def test_the_roles_of_openai_are_known(tokenizer: Tokenizer, role: str) -> None:
+def test_openais_roles_are_known(tokenizer: Tokenizer, role: str) -> None:
     assert tokenizer.encode_chat([{"role": role, "content": "x"}])
 
 
@@ -213,14 +213,14 @@ def test_another_role_is_known_if_the_template_names_it(tokenizer: Tokenizer, wr
         wise.encode_chat([{"role": "wiz", "content": "x"}])
 
 
-def test_tools_are_told_to_the_template(tokenizer: Tokenizer) -> None:
+def test_tools_are_passed_to_the_template(tokenizer: Tokenizer) -> None:
     able = Tokenizer(str(MODEL))
     able._tokenizer.chat_template = "{% for t in tools or [] %}{{ t['function']['name'] }} {% endfor %}"
     tools = [{"type": "function", "function": {"name": "f"}}]
     assert able.decode(able.encode_chat([{"role": "user", "content": "x"}], tools=tools)) == "f "
 
 
-def test_what_the_template_refuses_is_the_caller_s_error() -> None:
+def test_a_templates_error_is_a_prompt_error() -> None:
     strict = Tokenizer(str(MODEL))
     strict._tokenizer.chat_template = "{{ raise_exception('no') }}"
     with pytest.raises(PromptError, match="chat template refused"):
@@ -266,7 +266,7 @@ def test_a_stop_string_may_stay_in_the_text() -> None:
     assert cut("one two three", ["two"], seed=0, include=True) == ("one two", "two")
 
 
-def test_what_could_become_a_stop_string_is_held_back() -> None:
+def test_a_possible_stop_string_is_held_back() -> None:
     stops = StopStrings(["###"])
     assert stops.feed("text ##").text == "text "
     assert stops.feed("not").text == "##not"
@@ -282,7 +282,7 @@ def test_what_could_become_a_stop_string_is_held_back() -> None:
         ("ab", "c", ("", "abc")),
     ],
 )
-def test_a_stop_string_complete_too_early_ends_nothing(early: str, late: str, expected: tuple[str, str | None]) -> None:
+def test_a_stop_string_before_min_tokens_does_not_stop(early: str, late: str, expected: tuple[str, str | None]) -> None:
     stops = StopStrings(["two", "b", "abc"])
     first = stops.feed(early, may_stop=False)
     second = stops.feed(late)
@@ -298,7 +298,7 @@ def test_the_cut_does_not_depend_on_the_pieces(seed: int) -> None:
     assert len({cut(text, stops, seed=other) for other in range(5)}) == 1
 
 
-def test_text_that_is_no_unicode_is_refused_with_its_reason(tokenizer: Tokenizer) -> None:
+def test_invalid_unicode_is_a_prompt_error_with_its_reason(tokenizer: Tokenizer) -> None:
     with pytest.raises(PromptError, match=r"^the text is not valid Unicode: surrogates not allowed$") as caught:
         tokenizer.encode("\ud800")
     assert caught.value.param == "prompt"

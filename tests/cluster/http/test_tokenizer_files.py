@@ -61,7 +61,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.usefixtures("without_packages")
 @pytest.mark.parametrize("family", ["mistral", "llama", "qwen3"])
 @pytest.mark.parametrize(("name", "content", "package"), FORMATS)
-def test_a_folder_that_takes_another_package_names_it_and_the_extra_in_one_line(
+def test_a_missing_package_is_reported_with_its_extra_in_one_line(
     models: Path, family: str, name: str, content: bytes, package: str
 ) -> None:
     folder = models / family
@@ -79,7 +79,7 @@ def test_a_folder_that_takes_another_package_names_it_and_the_extra_in_one_line(
 
 @pytest.mark.usefixtures("without_packages")
 @pytest.mark.parametrize("name", ["tokenizer.json", "vocab.json", "vocab.txt"])
-def test_nothing_is_to_be_installed_where_a_file_is_read_as_it_is(tmp_path: Path, name: str) -> None:
+def test_a_folder_with_tokenizer_json_needs_no_package(tmp_path: Path, name: str) -> None:
     (tmp_path / "tokenizer.model").write_bytes(SENTENCEPIECE)
     assert lacking_package(tmp_path) is not None
     (tmp_path / name).write_text("{")
@@ -87,7 +87,7 @@ def test_nothing_is_to_be_installed_where_a_file_is_read_as_it_is(tmp_path: Path
 
 
 @pytest.mark.parametrize(("name", "content", "package"), FORMATS)
-def test_a_damaged_file_is_told_as_such_once_its_package_is_there(
+def test_a_damaged_file_is_reported_if_its_package_is_installed(
     models: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: bytes, package: str
 ) -> None:
     monkeypatch.setattr("cluster.http.tokenizer_files.find_spec", lambda module: ModuleSpec(module, None))
@@ -102,7 +102,7 @@ def test_a_damaged_file_is_told_as_such_once_its_package_is_there(
     assert "\n" not in str(told.value)
 
 
-def test_the_extra_brings_every_package_that_is_named() -> None:
+def test_the_extra_contains_every_package_in_the_message() -> None:
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     extra = {Requirement(line).name for line in project["optional-dependencies"]["tokenizers"]}
     assert {package for _, _, package in FORMATS} | {"protobuf"} == extra

@@ -70,7 +70,7 @@ async def render(pool: TokenizerPool, *messages: dict[str, Any], **options: Any)
 # What they answer
 
 
-async def test_the_workers_say_what_the_tokenizer_says(pool: TokenizerPool, tokenizer: Tokenizer) -> None:
+async def test_workers_return_what_the_tokenizer_returns(pool: TokenizerPool, tokenizer: Tokenizer) -> None:
     texts = ["", "a", "  x\n\t", "Grüße, 世界! 🌳", "<|im_start|>", "def f(x):\n    return x\n" * 50]
     for special in (True, False):
         found = await pool.encode(texts, add_special_tokens=special)
@@ -81,7 +81,7 @@ async def test_the_workers_say_what_the_tokenizer_says(pool: TokenizerPool, toke
     assert await pool.bad_words(["return", " x"]) == tokenizer.bad_words(["return", " x"])
 
 
-async def test_the_workers_render_what_the_tokenizer_renders() -> None:
+async def test_workers_render_what_the_tokenizer_renders() -> None:
     own = Tokenizer(str(MODEL))
     async with TokenizerPool(own, num_workers=1) as pool:
         await pool.ready()
@@ -98,7 +98,7 @@ async def test_the_workers_render_what_the_tokenizer_renders() -> None:
     assert wait_gone(pids, timeout_s=10) == []
 
 
-async def test_what_is_wrong_with_a_prompt_comes_back_as_it_is(pool: TokenizerPool) -> None:
+async def test_a_workers_prompt_error_is_raised_unchanged(pool: TokenizerPool) -> None:
     with pytest.raises(PromptError, match="not valid Unicode") as caught:
         await pool.encode(["a", "\ud800"], add_special_tokens=True)
     assert caught.value.param == "prompt"
@@ -112,7 +112,7 @@ async def test_what_is_wrong_with_a_prompt_comes_back_as_it_is(pool: TokenizerPo
     assert pool.health().ok
 
 
-async def test_what_a_template_makes_is_measured_before_it_is_tokenized(pool: TokenizerPool) -> None:
+async def test_the_rendered_text_is_checked_before_it_is_tokenized(pool: TokenizerPool) -> None:
     with pytest.raises(
         PromptError, match="65536 characters fit into at the most, and the prompt has 1000009"
     ) as caught:
@@ -123,7 +123,7 @@ async def test_what_a_template_makes_is_measured_before_it_is_tokenized(pool: To
 # How jobs end
 
 
-async def test_a_template_that_loops_is_ended_and_others_go_on(pool: TokenizerPool, tokenizer: Tokenizer) -> None:
+async def test_a_looping_template_is_killed_and_other_jobs_continue(pool: TokenizerPool, tokenizer: Tokenizer) -> None:
     looping = [asyncio.create_task(render(pool, FOREVER)) for _ in range(4)]
     await asyncio.sleep(0.1)
     (ids,) = await asyncio.wait_for(pool.encode(["a"], add_special_tokens=True), 30)
@@ -134,14 +134,14 @@ async def test_a_template_that_loops_is_ended_and_others_go_on(pool: TokenizerPo
         assert (caught.value.param, caught.value.code) == ("messages", "prompt_too_costly")
 
 
-async def test_a_text_that_takes_too_long_is_ended(pool: TokenizerPool) -> None:
+async def test_a_job_that_takes_too_long_is_killed(pool: TokenizerPool) -> None:
     with pytest.raises(JobTooCostly) as caught:
         await pool.encode([LONG * 2], add_special_tokens=True)
     assert caught.value.param == "prompt"
     assert await pool.encode(["a"], add_special_tokens=True)
 
 
-async def test_a_text_that_takes_too_much_memory_is_ended(tokenizer: Tokenizer) -> None:
+async def test_a_job_that_takes_too_much_memory_is_killed(tokenizer: Tokenizer) -> None:
     limits = JobLimits(tokenize_s=300.0, memory_bytes=32 << 20)
     async with TokenizerPool(tokenizer, num_workers=1, limits=limits) as pool:
         await pool.ready()
@@ -154,7 +154,7 @@ async def test_a_text_that_takes_too_much_memory_is_ended(tokenizer: Tokenizer) 
         assert await pool.encode(["a"], add_special_tokens=True)
 
 
-async def test_a_client_that_leaves_ends_its_work(pool: TokenizerPool) -> None:
+async def test_a_cancelled_job_is_killed(pool: TokenizerPool) -> None:
     (parent,) = pool.pids
     before = set(workers_of(parent))
     leaving = [asyncio.create_task(render(pool, FOREVER)) for _ in range(2)]
@@ -167,7 +167,7 @@ async def test_a_client_that_leaves_ends_its_work(pool: TokenizerPool) -> None:
     assert await pool.encode(["a"], add_special_tokens=True)
 
 
-async def test_a_client_that_leaves_the_queue_costs_no_worker(pool: TokenizerPool) -> None:
+async def test_a_job_cancelled_in_the_queue_kills_no_worker(pool: TokenizerPool) -> None:
     looping = [asyncio.create_task(render(pool, FOREVER)) for _ in range(2)]
     await asyncio.sleep(0.05)
     waiting = asyncio.create_task(pool.encode(["a"], add_special_tokens=True))
@@ -177,7 +177,7 @@ async def test_a_client_that_leaves_the_queue_costs_no_worker(pool: TokenizerPoo
     assert await asyncio.gather(*(pool.encode(["a"], add_special_tokens=True) for _ in range(20)))
 
 
-async def test_no_more_wait_than_there_is_room_for(pool: TokenizerPool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_queue_is_bounded(pool: TokenizerPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster.http.tokenizer_pool, "MAX_WAITING", 3)
     monkeypatch.setattr(cluster.http.tokenizer_pool, "MAX_WAITING_BYTES", 10_000)
     looping = [asyncio.create_task(render(pool, FOREVER)) for _ in range(2)]
@@ -197,7 +197,7 @@ async def test_no_more_wait_than_there_is_room_for(pool: TokenizerPool, monkeypa
 # How they end
 
 
-async def test_an_idle_worker_that_was_killed_is_no_loss(pool: TokenizerPool) -> None:
+async def test_a_killed_idle_worker_is_replaced(pool: TokenizerPool) -> None:
     (parent,) = pool.pids
     victims = workers_of(parent)
     for pid in victims:
@@ -207,7 +207,7 @@ async def test_an_idle_worker_that_was_killed_is_no_loss(pool: TokenizerPool) ->
     assert await asyncio.gather(*(pool.encode(["a"], add_special_tokens=True) for _ in range(4)))
 
 
-async def test_processes_that_were_killed_are_started_again(tokenizer: Tokenizer) -> None:
+async def test_a_killed_fork_server_is_restarted(tokenizer: Tokenizer) -> None:
     async with TokenizerPool(tokenizer, num_workers=2, limits=JobLimits(render_s=60.0)) as pool:
         await pool.ready()
         (first,) = pool.pids
@@ -224,7 +224,7 @@ async def test_processes_that_were_killed_are_started_again(tokenizer: Tokenizer
         assert pool.pids != [first]
 
 
-async def test_workers_that_cannot_be_started_are_told(tmp_path: Path, tokenizer: Tokenizer) -> None:
+async def test_a_fork_server_that_cannot_start_raises_an_error(tmp_path: Path, tokenizer: Tokenizer) -> None:
     own = Tokenizer(tokenizer.path)
     own.path = str(tmp_path)
     pool = TokenizerPool(own, num_workers=1)
@@ -234,7 +234,7 @@ async def test_workers_that_cannot_be_started_are_told(tmp_path: Path, tokenizer
     assert not pool.health().ok
 
 
-async def test_workers_that_do_not_move_are_not_healthy(tokenizer: Tokenizer, parent: TokenizerForkServer) -> None:
+async def test_stuck_workers_are_unhealthy(tokenizer: Tokenizer, parent: TokenizerForkServer) -> None:
     async with TokenizerPool(tokenizer, num_workers=2, parent=parent, stuck_s=0.3) as pool:
         await pool.ready()
         stopped = workers_of(parent.pid)

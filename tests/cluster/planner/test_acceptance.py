@@ -63,7 +63,7 @@ def test_lengths_of_large_trees_are_those_of_sequoia(seed: int) -> None:
         assert lengths[num_nodes] == pytest.approx(expected_accepted(best_tree(num_nodes, table), table))
 
 
-def test_lengths_grow_by_less_and_less_and_stop_where_there_is_no_room() -> None:
+def test_lengths_grow_ever_more_slowly_up_to_the_largest_tree() -> None:
     lengths = best_lengths([[0.7, 0.2], [0.6, 0.1]])
     assert np.all(np.diff(lengths) >= 0)
     assert lengths[6] == lengths[63] == pytest.approx(0.9 + 0.9 * 0.7)  # all six nodes there can be
@@ -71,7 +71,7 @@ def test_lengths_grow_by_less_and_less_and_stop_where_there_is_no_room() -> None
     assert np.all(np.diff(falling) <= 1e-12)
 
 
-def test_a_chain_adds_up_products_and_is_cut_at_nothing_but_its_length() -> None:
+def test_a_chains_length_is_a_sum_of_products() -> None:
     table = AcceptanceTable(probabilities=((0.8, 0.1), (0.5, 0.2), (0.5, 0.2)))
     assert acceptance_curve(table, drafter("chain", num_speculative_tokens=3), 0.0, 0)[:5].tolist() == pytest.approx(
         [0, 0.8, 1.2, 1.4, 1.4]
@@ -84,7 +84,7 @@ def test_a_dynamic_tree_keeps_to_its_depth_and_children() -> None:
     assert acceptance_curve(table, drafter(max_children=1), 0.0, 0)[63] == pytest.approx(0.8 + 0.4)
 
 
-def test_a_static_tree_is_cut_in_its_own_order() -> None:
+def test_a_static_tree_is_cut_in_breadth_first_order() -> None:
     table = AcceptanceTable(probabilities=((0.6, 0.2, 0.1),) * 4)
     found = acceptance_curve(table, drafter("static", num_speculative_tokens=9, static_paths=STATIC_PATHS), 0.0, 0)
     for count in range(10):
@@ -92,13 +92,13 @@ def test_a_static_tree_is_cut_in_its_own_order() -> None:
     assert found[63] == found[9]
 
 
-def test_measured_sizes_are_met_and_read_by_logarithm_between() -> None:
+def test_lengths_between_measured_sizes_are_interpolated_in_the_logarithm() -> None:
     points = tuple(AcceptancePoint(nodes=n, accepted=a) for n, a in ((3, 1.0), (15, 2.0)))
     found = acceptance_curve(AcceptanceTable(points=points), drafter(), 0.7, 100)
     assert found[[0, 1, 3, 7, 15, 63]].tolist() == pytest.approx([0, 0.5, 1.0, 1.5, 2.0, 2.0])
 
 
-def test_between_temperatures_and_contexts_it_is_linear() -> None:
+def test_lengths_are_interpolated_linearly_in_temperature_and_context() -> None:
     points = tuple(
         AcceptancePoint(nodes=8, accepted=a, temperature=t, context=c)
         for t, c, a in ((0.0, 100, 4.0), (0.0, 300, 3.0), (1.0, 100, 2.0), (1.0, 300, 1.0))
@@ -155,7 +155,7 @@ def test_the_chosen_budget_is_the_best_of_all(seed: int) -> None:
         assert best(predict, batch, 100, range(25)).tokens_per_second == pytest.approx(1e3 * max(rates))
 
 
-def test_free_rows_are_used_up_and_dear_ones_left_alone() -> None:
+def test_free_rows_are_used_and_expensive_ones_are_not() -> None:
     def costs(row_ms: float) -> PlannerCostModel:
         verify = VerifyCostTable(rows=(1, 2), ms=(10.0, 10.0 + row_ms))
         grid = ((0.0, 0.0),)

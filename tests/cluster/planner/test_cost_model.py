@@ -99,11 +99,11 @@ def llama_8b(tmp_path: Path) -> EngineConfig:
 
 
 @pytest.mark.parametrize(("rows", "ms"), [(1, 10), (3, 10), (7, 11), (13, 16), (17, 20), (29, 30)])
-def test_rows_are_read_linearly_and_beyond_the_end_as_steep_as_from_the_middle(rows: int, ms: float) -> None:
+def test_row_costs_are_interpolated_and_extrapolated_with_the_last_slope(rows: int, ms: float) -> None:
     assert PlannerCostModel(TABLE).verify_ms(rows=rows, requests=0, kv=0, pairs=0) == pytest.approx(ms)
 
 
-def test_a_step_without_trees_is_paid_by_term() -> None:
+def test_a_step_without_trees_costs_the_sum_of_its_terms() -> None:
     step = PlannerCostModel(TABLE).decode(3, 0, context=100)
     assert step.verify_ms == pytest.approx(10 + 3 * 0.5 + 300 * 0.01 + 300 * 0.001)
     assert (step.draft_ms, step.transfer_ms, step.host_ms) == (0, 0, 3)
@@ -127,7 +127,7 @@ ACROSS = math.log(6 / 3) / math.log(9 / 3)
         (1, 26, 9, 1),  # 3 to 9 rows, 9 to 27
     ],
 )
-def test_drafting_is_read_linearly_in_requests_and_the_logarithm_of_tree_sizes(
+def test_drafting_is_interpolated_in_requests_and_log_nodes(
     batch: int, nodes: int, draft_ms: float, transfer_ms: float
 ) -> None:
     step = PlannerCostModel(TABLE).decode(batch, nodes, context=0)
@@ -161,7 +161,7 @@ def test_a_step_is_linear_in_the_cache() -> None:
         assert costs.decode(3, nodes, 400).ms == pytest.approx(expected)
 
 
-def test_within_a_table_more_of_anything_never_takes_less() -> None:
+def test_within_a_table_costs_never_fall() -> None:
     rng = random.Random(0)
     for _ in range(200):
         rows = tuple(sorted(rng.sample(range(1, 400), 4)))
@@ -178,7 +178,7 @@ def test_within_a_table_more_of_anything_never_takes_less() -> None:
             assert costs.decode(*more).ms >= here - 1e-9
 
 
-def test_a_table_without_a_drafter_says_so_when_trees_are_asked_for() -> None:
+def test_trees_without_drafting_costs_are_an_error() -> None:
     costs = PlannerCostModel(CostTable(verify=TABLE.verify))
     assert costs.decode(2, 0, 0).draft_ms == 0
     with pytest.raises(ConfigError, match="no `draft`"):
@@ -188,7 +188,7 @@ def test_a_table_without_a_drafter_says_so_when_trees_are_asked_for() -> None:
 # -- what models hold and compute ------------------------------------------------------------------------------------
 
 
-def test_the_matrices_told_by_a_config_are_those_of_the_checkpoint() -> None:
+def test_matrices_from_a_config_equal_the_checkpoints() -> None:
     stored = {name: shape for name, shape in tensor_shapes(BUNDLED / "target").items() if len(shape) == 2}
     assert expected_shapes(read_spec(BUNDLED / "target"), BUNDLED / "target") == stored
 
@@ -215,7 +215,7 @@ def without_weights(folder: Path) -> Path:
         ("llama", {}),
     ],
 )
-def test_a_model_is_counted_alike_from_its_config_alone(tmp_path: Path, family: str, config: dict[str, Any]) -> None:
+def test_a_model_has_the_same_size_with_its_config_alone(tmp_path: Path, family: str, config: dict[str, Any]) -> None:
     whole = checkpoints.write_model(tmp_path / family, family, **config)
     counted = [
         model_shards(EngineConfig(model_path=str(path), draft=DraftConfig(method="draft_model", model_path=str(path))))
@@ -229,13 +229,13 @@ def test_a_model_is_counted_alike_from_its_config_alone(tmp_path: Path, family: 
 
 
 @pytest.mark.parametrize("style", ["safeailab", "speculators"])
-def test_an_eagle_3_head_is_counted_alike_from_its_config_alone(tmp_path: Path, style: Any) -> None:
+def test_an_eagle_3_head_has_the_same_size_with_its_config_alone(tmp_path: Path, style: Any) -> None:
     target = checkpoints.write_model(tmp_path / "target", "llama")
     whole = checkpoints.write_eagle3(tmp_path / "head", style=style, draft_vocab_size=40)
     assert_counted_alike(target, "eagle3", whole, without_weights(whole))
 
 
-def test_heads_with_fc_are_counted_alike_from_their_config_alone(tmp_path: Path) -> None:
+def test_heads_with_fc_have_the_same_size_with_their_config_alone(tmp_path: Path) -> None:
     target = checkpoints.write_model(tmp_path / "target", "llama")
     whole = checkpoints.write_eagle(tmp_path / "head")
     assert_counted_alike(target, "eagle", whole, without_weights(whole))
@@ -256,7 +256,7 @@ def assert_counted_alike(target: Path, method: Any, *heads: Path) -> None:
     assert found[0].weight_bytes == pytest.approx(found[1].weight_bytes, rel=0.01)
 
 
-def test_plan_predicts_from_a_config_alone_whatever_runs_the_model(tmp_path: Path) -> None:
+def test_plan_predicts_from_a_config_alone_for_every_backend(tmp_path: Path) -> None:
     """Qwen3-30B-A3B: 30.5 billion parameters, of which a token goes through 3.3."""
     published = {
         "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "attention_bias": False,
@@ -301,7 +301,7 @@ def test_a_head_stored_as_a_pytorch_file_counts_like_one_in_safetensors(tmp_path
 
 
 @pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
-def test_beside_a_vision_tower_a_text_model_and_its_head_hold_what_they_hold_alone(tmp_path: Path, prefix: str) -> None:
+def test_a_vision_tower_does_not_count_towards_the_text_model(tmp_path: Path, prefix: str) -> None:
     checkpoints.write_multimodal(tmp_path / "both", prefix)
     checkpoints.write_model(tmp_path / "text", "gemma3_text", tie_word_embeddings=True, head_dim=16)
     head = checkpoints.write_eagle3(tmp_path / "head", with_embedding=False)
@@ -313,7 +313,7 @@ def test_beside_a_vision_tower_a_text_model_and_its_head_hold_what_they_hold_alo
     assert both == text
 
 
-def test_a_file_that_repeats_the_weights_counts_once(tmp_path: Path) -> None:
+def test_duplicate_weight_files_count_once(tmp_path: Path) -> None:
     """Mistral publishes consolidated.safetensors beside the shards, with names of its own."""
     path = checkpoints.write_model(tmp_path, "mistral", sliding_window=None, shards=3)
     once = tensor_shapes(path)
@@ -333,7 +333,7 @@ def test_ranks_share_matrices_but_not_the_embedding_nor_few_kv_heads() -> None:
     assert model_shard(shapes, spec, 8, 4).matmul_items == (layers - keys + embedding) / 8 + keys / 4
 
 
-def test_pages_are_what_weights_leave_of_a_device(llama_8b: EngineConfig) -> None:
+def test_pages_fill_the_memory_that_weights_leave(llama_8b: EngineConfig) -> None:
     [target] = model_shards(llama_8b)
     pages = pages_on_device(llama_8b, [target], 80e9)
     assert target.logits_bytes == 3 * 4 * 128256 * 64
@@ -341,7 +341,7 @@ def test_pages_are_what_weights_leave_of_a_device(llama_8b: EngineConfig) -> Non
     assert pages_on_device(llama_8b, [target], 16e9) == 0
 
 
-def test_a_drafter_takes_weights_states_and_where_it_is_colocated_a_place_for_every_page() -> None:
+def test_a_drafter_takes_weights_states_and_pages_if_colocated() -> None:
     config = bundled(DYNAMIC, device="cuda", dtype="bfloat16")
     assert config.draft is not None
     found = model_shards(config)
@@ -371,7 +371,7 @@ def test_the_roofline_of_llama_3_8b_by_hand(llama_8b: EngineConfig) -> None:
     assert more == pytest.approx(4000 * (131072 / 2e12 + 4 * 4096 * 32 / 400e12) * 1e3)
 
 
-def test_a_mixture_reads_the_experts_that_rows_choose_and_multiplies_with_its_share(llama_8b: EngineConfig) -> None:
+def test_a_mixture_reads_the_chosen_experts_and_computes_its_share(llama_8b: EngineConfig) -> None:
     """1e9 weights beside 8e9 of experts, a quarter for each row: 2 GB and 4 to 16 GB at 2 TB/s; 6 GFLOP a row."""
     mixture = ModelShard(matmul_items=9 * 10**9, expert_items=8 * 10**9, expert_share=0.25, item_bytes=2)
     costs = PlannerCostModel(cost_table(llama_8b, [mixture], PLAIN))
@@ -383,7 +383,7 @@ def test_a_mixture_reads_the_experts_that_rows_choose_and_multiplies_with_its_sh
 
 
 @pytest.mark.parametrize("name", ["qwen3-moe", "mixtral", "aria", "ernie-4.5-moe", "glm-4-moe"])
-def test_experts_are_told_from_other_matrices(tmp_path: Path, name: str) -> None:
+def test_experts_are_distinguished_from_other_matrices(tmp_path: Path, name: str) -> None:
     """Four experts, two for each row, in whichever way they are named and stored."""
     model_type, given = checkpoints.ARCHITECTURES[name]
     if model_type not in CONFIG_MAPPING:
@@ -396,7 +396,7 @@ def test_experts_are_told_from_other_matrices(tmp_path: Path, name: str) -> None
     assert (target.expert_items, target.expert_share) == (experts, 0.5)
 
 
-def test_two_ranks_halve_the_reading_and_pay_two_all_reduces_a_layer(llama_8b: EngineConfig) -> None:
+def test_two_ranks_halve_the_reading_and_add_two_all_reduces_per_layer(llama_8b: EngineConfig) -> None:
     both = replace(llama_8b, tensor_parallel_size=2)
     [rank] = model_shards(both)
     assert rank.matmul_items == 7_504_658_432 / 2
@@ -419,7 +419,7 @@ def test_a_tree_is_drafted_level_by_level() -> None:
         assert step.transfer_ms == 0.5
 
 
-def test_published_devices_are_ordered_as_they_should_be(llama_8b: EngineConfig) -> None:
+def test_published_devices_have_the_expected_order_of_speed(llama_8b: EngineConfig) -> None:
     found = model_shards(llama_8b)
     speed = {
         name: 1 / PlannerCostModel(cost_table(llama_8b, found, device)).decode(1, 0, 1000).ms

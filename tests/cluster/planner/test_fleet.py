@@ -116,7 +116,7 @@ def stepwise(load: Load, one: ReplicaSpec) -> tuple[np.ndarray, np.ndarray]:
     ids=["plain", "budgets by batch", "prompts in chunks", "little memory"],
 )
 @pytest.mark.parametrize("rate", [2.0, 60.0])
-def test_events_come_when_step_by_step_they_would(one: ReplicaSpec, rate: float, seed: int) -> None:
+def test_events_happen_when_a_step_by_step_simulation_has_them(one: ReplicaSpec, rate: float, seed: int) -> None:
     load = poisson(rate, 120, seed=seed)
     first, finish = stepwise(load, one)
     found = simulate(load, one)
@@ -127,7 +127,7 @@ def test_events_come_when_step_by_step_they_would(one: ReplicaSpec, rate: float,
 # -- queueing theory -------------------------------------------------------------------------------------------------
 
 
-def test_waiting_for_a_server_of_fixed_speed_is_pollaczek_and_khinchine_s() -> None:
+def test_waiting_for_a_fixed_speed_server_follows_pollaczek_khinchine() -> None:
     """M/D/1: rho D / (2 (1 - rho))."""
     load = poisson(80.0, 25_000, prompt="10", output="1")
     found = simulate(load, replica(flat(10.0), [0, 0]))
@@ -135,7 +135,7 @@ def test_waiting_for_a_server_of_fixed_speed_is_pollaczek_and_khinchine_s() -> N
     assert waited == pytest.approx(0.8 * 0.010 / (2 * 0.2), rel=0.06)
 
 
-def test_waiting_for_one_seat_with_random_answers_is_pollaczek_and_khinchine_s() -> None:
+def test_waiting_for_random_answers_follows_pollaczek_khinchine() -> None:
     """M/G/1: lambda E[S^2] / (2 (1 - rho)), S a step for each token."""
     load = poisson(7.0, 25_000, prompt="10", output="exp:100")
     found = simulate(load, replica(flat(1.0), [0, 0]))
@@ -147,7 +147,7 @@ def test_waiting_for_one_seat_with_random_answers_is_pollaczek_and_khinchine_s()
     assert found.busy_seconds == pytest.approx(service.sum())
 
 
-def test_waiting_for_several_seats_is_erlang_s() -> None:
+def test_waiting_for_several_servers_follows_erlang_c() -> None:
     """M/M/c: P(wait) / (c mu - lambda), with steps too short to matter."""
     seats, mean, rho = 4, 0.2, 0.7
     rate = rho * seats / mean
@@ -161,7 +161,7 @@ def test_waiting_for_several_seats_is_erlang_s() -> None:
     assert found.ttft_J.mean() - 0.00075 == pytest.approx(expected, rel=0.08)
 
 
-def test_two_choices_shorten_queues_as_they_should() -> None:
+def test_two_choices_shorten_queues_as_predicted() -> None:
     """Mitzenmacher 1996: of many single servers a share rho^(2^k - 1) has at least k requests; then Little's law."""
     rho, count = 0.9, 200
     load = poisson(rho * count / 0.1, 25_000, prompt="1", output="exp:200", seed=2)
@@ -189,21 +189,21 @@ def test_every_request_is_served_once_and_in_order(busy_fleet: Fleet) -> None:
     assert served == pytest.approx(load.output_J.sum())
 
 
-def test_nobody_works_more_than_always(busy_fleet: Fleet) -> None:
+def test_utilisation_is_at_most_one(busy_fleet: Fleet) -> None:
     assert 0 < busy_fleet.utilisation <= 1
     assert 0 < busy_fleet.mean_batch <= 8
     assert (busy_fleet.num_replicas, busy_fleet.num_devices) == (12, 24)
     assert busy_fleet.per_device == busy_fleet.tokens_per_second / 24
 
 
-def test_whoever_comes_first_on_a_replica_is_first_to_start(busy_fleet: Fleet) -> None:
+def test_a_replica_starts_requests_in_order_of_arrival(busy_fleet: Fleet) -> None:
     for number in range(12):
         mine = busy_fleet.replica_J == number
         assert (np.diff(busy_fleet.first_J[mine]) >= 0).all()
 
 
 @pytest.mark.parametrize("rate", [1.0, 50.0, 5000.0])
-def test_work_is_the_same_however_it_is_batched(rate: float) -> None:
+def test_total_work_does_not_depend_on_batching(rate: float) -> None:
     """Where only rows cost, a row for each prompt token and each further output token."""
     by_row = CostTable(verify=VerifyCostTable(rows=(1, 2), ms=(1.0, 2.0)))
     load = poisson(rate, 500)
@@ -211,7 +211,7 @@ def test_work_is_the_same_however_it_is_batched(rate: float) -> None:
     assert found.busy_seconds == pytest.approx(1e-3 * (load.prompt_J.sum() + (load.output_J - 1).sum()))
 
 
-def test_the_seed_decides_everything() -> None:
+def test_equal_seeds_give_equal_simulations() -> None:
     def run(seed: int) -> Fleet:
         return simulate(poisson(100.0, 500, seed=seed), replica(), 6, seed)
 
@@ -239,7 +239,7 @@ def test_accepted_tokens_save_steps() -> None:
     assert simulate(load, twice).tpot_J[0] == pytest.approx(0.5e-3)
 
 
-def test_luck_spreads_answers_and_favours_nobody() -> None:
+def test_random_acceptance_spreads_durations_without_changing_the_mean() -> None:
     count = 4000
     load = Load(np.arange(count) * 10.0, np.full(count, 4), np.full(count, 201))
     lucky = ReplicaSpec(
@@ -264,13 +264,13 @@ def test_a_request_that_never_fits_is_refused() -> None:
     assert np.isfinite(simulate(load, replica(max_kv_tokens=121)).finish_J).all()
 
 
-def test_a_trace_is_served_as_it_comes() -> None:
+def test_a_trace_is_simulated_as_recorded() -> None:
     trace = [Arrival(seconds=s, prompt_tokens=4, output_tokens=3) for s in (2.0, 0.5)]
     found = simulate(Load.of_trace(trace), replica(flat(1.0)))
     assert found.finish_J.tolist() == pytest.approx([0.503, 2.003])
 
 
-def test_lengths_are_drawn_as_asked() -> None:
+def test_lengths_follow_the_given_distribution() -> None:
     load = poisson(1.0, 20_000, prompt="64-128", output="exp:50")
     assert (load.prompt_J.min(), load.prompt_J.max()) == (64, 128)
     assert load.prompt_J.mean() == pytest.approx(96, rel=0.01)

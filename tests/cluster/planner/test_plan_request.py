@@ -69,7 +69,7 @@ def answer(request: PlanRequest, **fields: Any) -> dict[str, Any]:
         (["--hardware", "h100", "--request-rate", "1", "--prompt-tokens", "2000"], "have 2128 tokens, max_model_len"),
     ],
 )
-def test_a_wrong_question_is_one_message_and_exit_code_2(flags: list[str], says: str, capsys: Any) -> None:
+def test_wrong_arguments_are_one_message_and_exit_code_2(flags: list[str], says: str, capsys: Any) -> None:
     assert cli.main(["plan", *flags]) == 2
     shown = capsys.readouterr()
     assert says in shown.err and shown.out == ""
@@ -91,7 +91,7 @@ def test_lengths(text: str, low: int, high: int | None, is_exponential: bool) ->
 
 
 @pytest.mark.parametrize("text", ["", "0", "-5", "5-", "5-4", "exp:", "exp:3-4", "log:5", "1.5", "exp5"])
-def test_lengths_that_are_none(text: str) -> None:
+def test_invalid_lengths_are_an_error(text: str) -> None:
     with pytest.raises(ValueError, match=r"write 512, 64-512 or exp:512 tokens|must be at least 1"):
         LengthDistribution.parse(text)
 
@@ -103,7 +103,7 @@ def edited(**changes: Any) -> dict[str, Any]:
     return TABLE | {key: TABLE[key] | value if isinstance(value, dict) else value for key, value in changes.items()}
 
 
-def test_a_table_comes_back_as_it_was_written(tmp_path: Path) -> None:
+def test_a_cost_table_survives_writing_and_reading(tmp_path: Path) -> None:
     table = read_costs(write(tmp_path / "costs.json", TABLE))
     assert table.source == "given" and table.verify.ms == (10, 30.5)
     again = read_costs(write(tmp_path / "again.json", table.model_dump_json()))
@@ -127,14 +127,14 @@ def test_a_table_comes_back_as_it_was_written(tmp_path: Path) -> None:
         ({}, "verify: is required"),
     ],
 )
-def test_a_wrong_table_is_told_by_file_and_field(table: object, says: str, tmp_path: Path) -> None:
+def test_an_invalid_cost_table_is_reported_by_file_and_field(table: object, says: str, tmp_path: Path) -> None:
     path = write(tmp_path / "costs.json", table)
     with pytest.raises(ConfigError) as error:
         read_costs(path)
     assert says in str(error.value) and f"--costs {path}" in str(error.value)
 
 
-def test_hardware_has_a_name_or_a_file(tmp_path: Path) -> None:
+def test_hardware_is_a_name_or_a_file(tmp_path: Path) -> None:
     assert read_hardware("H100") is HARDWARE["h100"]
     mine = {"memory_gb": 10, "bandwidth_gbs": 100, "tflops": 5, "link_gbs": 1}
     assert read_hardware(str(write(tmp_path / "mine.json", mine))).tflops == 5
@@ -142,7 +142,7 @@ def test_hardware_has_a_name_or_a_file(tmp_path: Path) -> None:
         read_hardware(str(write(tmp_path / "none.json", mine | {"memory_gb": 0})))
 
 
-def test_acceptance_may_be_chances(tmp_path: Path) -> None:
+def test_acceptance_may_be_probabilities_by_child(tmp_path: Path) -> None:
     path = write(tmp_path / "chances.json", {"probabilities": [[0.7, 0.2], [0.5]]})
     assert read_acceptance(path).probabilities == ((0.7, 0.2), (0.5,))
     for wrong, says in (
@@ -167,13 +167,13 @@ def test_a_trace_is_sorted_and_checked_line_by_line(tmp_path: Path) -> None:
 # -- the answer ------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_asked_is_the_topology_alone() -> None:
+def test_without_costs_plan_shows_the_topology_alone() -> None:
     text = run(args(), PlanRequest())
     assert "bundles  2, STRICT_PACK" in text and "costs" not in text
     assert list(answer(PlanRequest())) == ["topology"]
 
 
-def test_a_given_table_is_predicted_from() -> None:
+def test_predictions_use_the_given_table() -> None:
     found = answer(PlanRequest(costs=CostTable.load(TABLE), batches=(4, 1), context=100, nodes=16))
     assert [line["on"]["batch"] for line in found["batches"]] == [1, 4]
     one = found["batches"][0]
@@ -208,7 +208,7 @@ def test_memory_bounds_the_batch() -> None:
         answer(PlanRequest(hardware=tiny.model_copy(update={"memory_gb": 0.03})))
 
 
-def test_predictions_from_published_figures_are_labelled_so() -> None:
+def test_predictions_from_published_figures_are_marked() -> None:
     text = run(args(), PlanRequest(hardware=HARDWARE["h100"], batches=(1,)))
     assert "PREDICTED for h100 from published figures and assumptions; nothing was measured" in text
     assert "dedicated 2 devices" in text and "colocated 1 devices" in text

@@ -107,7 +107,7 @@ def samples_of(costs: PlannerCostModel) -> Profile:
     return Profile(samples_C=tuple(samples), prompts=tuple(alone), accepted=(*trees, AcceptedCounts(0, 100, 0, 0)))
 
 
-def test_a_table_is_found_again_from_its_steps() -> None:
+def test_fitting_recovers_the_table_behind_the_steps() -> None:
     costs = PlannerCostModel(truth())
     table = fit(samples_of(costs), CONFIG, "here", temperature=0.0)
     assert (table.source, table.hardware) == ("measured", "here")
@@ -121,7 +121,7 @@ def test_a_table_is_found_again_from_its_steps() -> None:
     assert acceptance_curve(table.acceptance, CONFIG.draft, 0.0, 250)[4] == pytest.approx(0.4 + 0.25)
 
 
-def test_steps_with_and_without_trees_are_told_apart() -> None:
+def test_steps_with_and_without_trees_are_fitted_separately() -> None:
     """Billed by rows alone, plain steps would pay for what only steps with trees take: 14 % too much."""
     costs = PlannerCostModel(truth())
     table = fit(samples_of(costs), CONFIG, "here", temperature=0.0)
@@ -133,7 +133,7 @@ def test_steps_with_and_without_trees_are_told_apart() -> None:
         assert found.decode(batch, nodes, context).verify_ms == pytest.approx(known.verify_ms, rel=0.03)
 
 
-def test_one_request_alone_cannot_tell_what_each_one_takes() -> None:
+def test_a_single_request_cannot_separate_the_cost_per_request() -> None:
     exact = samples_of(PlannerCostModel(truth()))
     alone = tuple(s for s in exact.samples_C if s.requests == 1)
     table = fit(replace(exact, samples_C=alone), CONFIG, "here", 0.0)
@@ -141,7 +141,7 @@ def test_one_request_alone_cannot_tell_what_each_one_takes() -> None:
     assert table.fit_error is not None and table.fit_error < 0.01
 
 
-def test_noise_bends_a_table_little_and_never_the_wrong_way() -> None:
+def test_noise_changes_a_table_little_and_keeps_it_monotonic() -> None:
     rng = random.Random(1)
     exact = samples_of(PlannerCostModel(truth()))
     errors = [rng.uniform(0.85, 1.15) for _ in exact.samples_C]
@@ -178,7 +178,7 @@ def snapshots(*steps: dict[str, float]) -> list[StatsSnapshot]:
     return found
 
 
-def test_only_steps_of_the_whole_batch_alone_count() -> None:
+def test_only_steps_in_which_the_whole_batch_decodes_count() -> None:
     cell = ProfileCell(requests=2, nodes=3, context=58)
     assert cell.prompt == 10
     seen = snapshots(
@@ -199,7 +199,7 @@ def test_only_steps_of_the_whole_batch_alone_count() -> None:
     assert first.host_ms == pytest.approx(1) and first.pairs == 27 * 4
 
 
-def test_prompts_have_their_length_and_no_common_beginning() -> None:
+def test_profile_prompts_have_their_length_and_share_no_prefix() -> None:
     texts = prompts(10)
     made = UniquePrompts(texts)
     taken = [made.take(length) for length in (40, 40, 700, 700) for _ in range(5)]
@@ -208,14 +208,14 @@ def test_prompts_have_their_length_and_no_common_beginning() -> None:
     assert [prompt[-8:] for prompt in taken[:10]] == [text[-8:] for text in texts]
 
 
-def test_a_grid_is_what_the_engine_can_do() -> None:
+def test_the_profiled_grid_fits_the_engine() -> None:
     grid = ProfileGrid.of(profiled(CONFIG, 8))
     assert grid == ProfileGrid(requests=(1, 4, 8), nodes=(0, 1, 4, 8, 16), contexts=(128, 416))
     assert len(grid.cells) == 30
     assert ProfileGrid.of(profiled(bundled(None), 1)) == ProfileGrid(requests=(1,), nodes=(0,), contexts=(128, 416))
 
 
-def test_a_profile_that_saw_nothing_says_so() -> None:
+def test_a_profile_without_steps_is_an_error() -> None:
     class Silent:
         snapshots = snapshots({"running": 1, "prompt": 1})
 
@@ -266,7 +266,7 @@ class ClockRunner:
 
 
 @pytest.mark.slow
-def test_what_is_predicted_of_unseen_configurations_is_what_the_engine_then_does() -> None:
+def test_predictions_for_unprofiled_settings_match_the_engine() -> None:
     config = CONFIG
     assert config.draft is not None
     grid = ProfileGrid(requests=(1, 4), nodes=(0, 4, 16), contexts=(80, 140))
@@ -300,7 +300,7 @@ def test_what_is_predicted_of_unseen_configurations_is_what_the_engine_then_does
         assert predicted == pytest.approx(rate, rel=0.12 if cell.nodes else 1e-3), cell
 
 
-def test_with_one_context_nothing_is_blamed_on_the_cache() -> None:
+def test_with_one_context_cached_tokens_cost_nothing() -> None:
     """Of a profile so small nobody can tell what the cache costs from what a step does: rows must not come for free."""
     plain = StepSample(
         requests=1, nodes=0, context=100, rows=1, kv=130, wall_ms=4, verify_ms=3.0, draft_ms=0, transfer_ms=0

@@ -30,7 +30,7 @@ def address(monkeypatch: pytest.MonkeyPatch) -> str:
     return "127.0.0.1"
 
 
-def test_ranks_talk_through_the_interface_of_their_node_s_address(address: str) -> None:
+def test_ranks_use_the_interface_of_their_nodes_address(address: str) -> None:
     """By themselves gloo and NCCL choose one; on a machine whose name is 127.0.1.1 gloo's is out of others' reach."""
     Worker(CONFIG, SPECS, 0, packages_folder(), {})
     name = interface_of(address)
@@ -38,13 +38,13 @@ def test_ranks_talk_through_the_interface_of_their_node_s_address(address: str) 
     assert [os.environ[variable] for variable in INTERFACES] == [name, f"={name}"]
 
 
-def test_an_interface_that_was_chosen_stays(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_configured_interface_is_kept(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
     Worker(CONFIG, SPECS, 0, packages_folder(), {})
     assert os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
 
 
-def test_an_address_that_no_interface_has_chooses_none(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_without_an_interface_sets_none(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster.serve.actors.ray.util, "get_node_ip_address", lambda: "203.0.113.9")
     Worker(CONFIG, SPECS, 0, packages_folder(), {})
     assert not set(INTERFACES) & os.environ.keys()

@@ -39,12 +39,12 @@ def test_a_replica_is_a_cpu_only_driver_in_its_own_group() -> None:
     assert replica.placement_group_bundles[0]["CPU"] >= replica.ray_actor_options["num_cpus"]
 
 
-def test_serve_lets_through_more_than_the_ingress_admits() -> None:
+def test_serve_admits_more_than_the_ingress() -> None:
     found = deployment({"engine_kwargs": {"max_num_seqs": 4}})
     assert found.max_ongoing_requests > PENDING_PER_SEQUENCE * 4
 
 
-def test_deployment_options_are_handed_on() -> None:
+def test_deployment_options_are_passed_on() -> None:
     found = deployment({"deployment_config": {"num_replicas": 2, "graceful_shutdown_timeout_s": 77}})
     assert found.num_replicas == 2
     assert found._deployment_config.graceful_shutdown_timeout_s == 77
@@ -58,13 +58,13 @@ def test_deployment_options_are_handed_on() -> None:
         ({"num_replicas": "auto", "autoscaling_config": {"target_ongoing_requests": 7}}, 7),
     ],
 )
-def test_autoscaling_aims_at_most_of_the_engine_s_places(options: dict[str, Any], target: float) -> None:
+def test_autoscaling_targets_most_of_the_engines_seats(options: dict[str, Any], target: float) -> None:
     found = deployment({"engine_kwargs": {"max_num_seqs": 50}, "deployment_config": options})._deployment_config
     assert found.autoscaling_config.target_ongoing_requests == target
     assert found.autoscaling_config.max_replicas == options.get("autoscaling_config", {}).get("max_replicas", 100)
 
 
-def test_nothing_scales_by_itself_unless_asked() -> None:
+def test_autoscaling_is_off_by_default() -> None:
     assert deployment({})._deployment_config.autoscaling_config is None
 
 
@@ -72,7 +72,7 @@ def test_nothing_scales_by_itself_unless_asked() -> None:
     ("strategy", "model", "warns"),
     [("PACK", "org/llama", True), ("PACK", "/models/llama", False), ("STRICT_PACK", "org/llama", False)],
 )
-def test_ranks_on_several_nodes_need_a_folder_that_all_see(
+def test_ranks_on_several_nodes_need_a_shared_folder(
     caplog: pytest.LogCaptureFixture, strategy: str, model: str, warns: bool
 ) -> None:
     loading, engine = {"model_source": model}, {"device": "cpu", "no_speculation": True}
@@ -100,7 +100,7 @@ def test_wrong_arguments_are_refused_by_the_builder(args: Any, message: str) -> 
         build(args)
 
 
-def test_engine_arguments_survive_the_way_to_the_replica() -> None:
+def test_engine_arguments_reach_the_replica_unchanged() -> None:
     given = EngineArgs.load({"tensor_parallel_size": 2, "max_num_seqs": 3, "seed": 5, "device": "cpu"})
     [args] = deployment(AppArgs.from_engine_args(given)).init_args
     assert EngineArgs.load(args).model_dump(exclude={"served_model_name"}) == given.model_dump(
@@ -156,15 +156,13 @@ def on_cluster(monkeypatch: pytest.MonkeyPatch, nodes: Callable[..., None]) -> C
 
 
 @pytest.mark.parametrize(("gpus", "device"), [(0, "cpu"), (4, "cuda")])
-def test_auto_is_the_cluster_s_device_and_not_this_machine_s(
-    on_cluster: Callable[..., Any], gpus: int, device: str
-) -> None:
+def test_auto_is_the_clusters_device(on_cluster: Callable[..., Any], gpus: int, device: str) -> None:
     found = on_cluster(gpus)
     assert found.init_args[0]["device"] == device
     assert [bundle.get("GPU", 0) for bundle in found._replica_config.placement_group_bundles] == 2 * [int(gpus > 0)]
 
 
-def test_the_device_asked_for_is_what_a_cluster_is_asked_for(
+def test_an_explicit_device_is_requested_from_the_cluster(
     on_cluster: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     assert on_cluster(4, device="cpu").init_args[0]["device"] == "cpu"
@@ -173,7 +171,7 @@ def test_the_device_asked_for_is_what_a_cluster_is_asked_for(
     assert "needs 2 GPUs, the cluster has 0: it waits until there are more" in caplog.text
 
 
-def test_what_no_cluster_could_serve_is_told_before_serve_starts(
+def test_an_impossible_engine_is_an_error_before_serve_starts(
     on_cluster: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cluster.serve.launch, "_free_port", lambda host: pytest.fail("too late"))
@@ -196,7 +194,7 @@ def num_bundles(args: Any) -> int:
     return len(options(args).placement_group_bundles)
 
 
-def test_a_drafter_for_which_the_largest_node_has_no_gpu_is_colocated_and_said_so(
+def test_a_drafter_without_room_on_the_largest_node_is_colocated(
     nodes: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
     nodes([HEAD, EIGHT, EIGHT])  # 16 GPUs, but no 9 on one node
@@ -206,7 +204,7 @@ def test_a_drafter_for_which_the_largest_node_has_no_gpu_is_colocated_and_said_s
     assert "draft_placement: colocated, since the largest node has 8 GPUs" in caplog.text
 
 
-def test_where_there_is_room_a_drafter_keeps_its_own_device(
+def test_a_drafter_keeps_its_own_device_if_there_is_room(
     nodes: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
     nodes([HEAD, EIGHT])
@@ -227,7 +225,7 @@ def test_where_there_is_room_a_drafter_keeps_its_own_device(
         ({**engine(4), "placement_group_config": {"bundle_per_worker": {"GPU": 1, "CPU": 20}}}, "need CPU: 100.1 on"),
     ],
 )
-def test_what_no_node_can_hold_is_refused_with_what_to_write(
+def test_an_engine_larger_than_every_node_is_an_error_with_advice(
     nodes: Callable[..., None], args: dict[str, Any], told: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     nodes([HEAD, EIGHT, EIGHT, EIGHT])
@@ -238,9 +236,7 @@ def test_what_no_node_can_hold_is_refused_with_what_to_write(
     assert "It waits for such a node" in caplog.text
 
 
-def test_bundles_that_are_written_out_are_waited_for(
-    nodes: Callable[..., None], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_explicit_bundles_are_waited_for(nodes: Callable[..., None], caplog: pytest.LogCaptureFixture) -> None:
     nodes([HEAD, EIGHT])
     bundles = [{"GPU": 1.0, "CPU": 1.0}] * 9
     assert num_bundles({**engine(8), "placement_group_config": {"bundles": bundles}}) == 9

@@ -81,20 +81,18 @@ def url_of(**fields: Any) -> str:
 
 
 @pytest.mark.parametrize(("host", "url"), [("0.0.0.0", "http://10.0.0.1:8123"), ("127.0.0.1", "http://127.0.0.1:8123")])
-def test_on_a_cluster_the_service_is_reached_at_the_head(started: list[dict[str, Any]], host: str, url: str) -> None:
+def test_on_a_cluster_the_url_is_the_heads(started: list[dict[str, Any]], host: str, url: str) -> None:
     assert url_of(host=host, port=8123) == url
     assert started == [{"host": host, "port": 8123}]
 
 
-def test_a_serve_that_runs_already_says_where_it_is_reached(
-    started: list[dict[str, Any]], there: Callable[..., None]
-) -> None:
+def test_a_running_serve_sets_the_url(started: list[dict[str, Any]], there: Callable[..., None]) -> None:
     there(host="0.0.0.0", port=8456)
     assert url_of() == url_of(port=8456) == url_of(port=0) == "http://10.0.0.1:8456"
     assert not started
 
 
-def test_another_port_than_that_of_a_serve_that_runs_is_refused(
+def test_another_port_than_the_running_serves_is_an_error(
     started: list[dict[str, Any]], there: Callable[..., None]
 ) -> None:
     there(host="0.0.0.0", port=8456)
@@ -146,9 +144,7 @@ def test_a_service_that_serve_gives_up_is_an_error(
     assert reason in checked([httpx2.Response(200)] * len(statuses), *statuses)
 
 
-def test_a_proxy_that_is_gone_for_minutes_is_waited_for(
-    checked: Callable[..., str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_dead_proxy_is_waited_for(checked: Callable[..., str], caplog: pytest.LogCaptureFixture) -> None:
     answers = [httpx2.Response(503), *[None] * 50, httpx2.Response(200), *[None] * 3]
     checked(answers, *[RUNNING] * 52, {})
     said = [record.getMessage() for record in caplog.records if "proxy" in record.getMessage()]
@@ -185,7 +181,7 @@ def test_it_waits_until_serve_has_ended_the_application(
     assert controller._answers == [{}]
 
 
-def test_a_ray_that_answers_no_more_is_not_waited_for_for_ever(
+def test_an_unresponsive_ray_is_not_waited_for_forever(
     started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     over, calls = threading.Event(), []
@@ -208,7 +204,7 @@ def test_a_ray_that_answers_no_more_is_not_waited_for_for_ever(
     assert calls == ["status"]
 
 
-def test_a_serve_that_cannot_end_the_application_is_told_and_ends_nothing_else(
+def test_a_failed_deletion_is_reported_and_stops_nothing_else(
     started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(names: list[str]) -> None:
@@ -241,7 +237,7 @@ def test_a_start_that_is_interrupted_leaves_no_application_on_a_cluster(
 # What signals do
 
 
-def test_no_signal_breaks_off_the_clean_up(started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signals_do_not_interrupt_the_shutdown(started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGINT too where it was ignored, as in what a script starts with &."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     ended = []

@@ -69,13 +69,13 @@ def test_a_replica_is_busy_while_requests_run_or_wait(
     assert is_busy(replica(body)) is busy
 
 
-def test_where_nothing_listens_nothing_is_waited_for() -> None:
+def test_a_refused_connection_means_idle() -> None:
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         assert not is_busy(f"http://127.0.0.1:{bound.getsockname()[1]}/metrics")
 
 
-def test_what_is_too_busy_to_answer_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_timeout_means_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     def late(url: str, **options: object) -> None:
         raise httpx2.ReadTimeout("late")
 
@@ -83,11 +83,11 @@ def test_what_is_too_busy_to_answer_is_waited_for(monkeypatch: pytest.MonkeyPatc
     assert is_busy("http://127.0.0.1:8000/metrics")
 
 
-def test_it_waits_for_the_last_answer(replica: Callable[..., str], slept: list[float]) -> None:
+def test_drain_waits_for_the_last_request(replica: Callable[..., str], slept: list[float]) -> None:
     drain(replica(metrics(running=2), metrics(running=1), metrics()), 60)
     assert slept == [5.0, 1.0, 1.0]
 
 
-def test_it_waits_no_longer_than_its_limit(replica: Callable[..., str], slept: list[float]) -> None:
+def test_drain_stops_at_its_limit(replica: Callable[..., str], slept: list[float]) -> None:
     drain(replica(metrics(running=1)), 10)
     assert sum(slept) == 10

@@ -123,7 +123,7 @@ def short() -> Iterator[Path]:
         yield Path(folder)
 
 
-def test_a_port_in_use_is_told_before_anything_is_imported(short: Path) -> None:
+def test_a_port_in_use_is_reported_before_slow_imports(short: Path) -> None:
     for family, host in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::")):
         with socket.socket(family) as taken:
             taken.bind((host, 0))

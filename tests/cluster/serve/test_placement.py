@@ -83,7 +83,7 @@ def test_a_colocated_drafter_shares_its_verifier_s_device() -> None:
 
 @pytest.mark.parametrize(("tp", "draft"), [(1, 1), (2, 1), (2, 2), (4, 4)])
 @pytest.mark.parametrize("placement", ["dedicated", "colocated"])
-def test_no_device_is_promised_twice(tp: int, draft: int, placement: str) -> None:
+def test_no_device_is_placed_twice(tp: int, draft: int, placement: str) -> None:
     engine = config(tp, draft, placement)
     per_bundle = [0.0] * num_bundles(engine)
     for rank in rank_placements(engine):
@@ -93,7 +93,7 @@ def test_no_device_is_promised_twice(tp: int, draft: int, placement: str) -> Non
 
 
 @pytest.mark.parametrize(("placement", "is_through_host"), [("colocated", True), ("dedicated", False)])
-def test_nccl_never_hears_of_two_ranks_on_one_device(placement: str, is_through_host: bool) -> None:
+def test_nccl_never_gets_two_ranks_on_one_device(placement: str, is_through_host: bool) -> None:
     for tp, draft in ((1, 1), (2, 1), (2, 2)):
         assert config(tp, draft, placement).has_host_link == is_through_host
 
@@ -144,7 +144,7 @@ def test_a_worker_on_cpu_keeps_its_weights_in_huge_pages(size: int) -> None:
     ("count", "text"),
     [(0, "0 B"), (999, "999 B"), (999.6, "1 kB"), (8192, "8.19 kB"), (1_099_650_000_000, "1.1 TB")],
 )
-def test_bytes_are_told_in_three_digits(count: float, text: str) -> None:
+def test_bytes_are_formatted_with_three_digits(count: float, text: str) -> None:
     assert bytes_text(count) == text
 
 
@@ -152,11 +152,11 @@ def test_the_replica_lives_in_the_first_bundle() -> None:
     assert group_bundles(config(tp=1), replica_cpus=0.5) == [{"GPU": 1.0, "CPU": 1.5}, {"GPU": 1.0, "CPU": 1.0}]
 
 
-def test_an_accelerator_type_is_asked_of_every_bundle() -> None:
+def test_every_bundle_requests_the_accelerator_type() -> None:
     assert all("accelerator_type:H100" in bundle for bundle in group_bundles(config(), accelerator_type="H100"))
 
 
-def test_a_cpu_engine_asks_for_no_gpu_and_little_cpu() -> None:
+def test_a_cpu_engine_requests_no_gpu_and_little_cpu() -> None:
     bundles = group_bundles(config(tp=2, device="cpu"))
     assert not any("GPU" in bundle for bundle in bundles)
     assert sum(bundle["CPU"] for bundle in bundles) < 1
@@ -217,7 +217,7 @@ def test_pages_that_do_not_hold_a_request_of_the_model_s_own_length_are_refused(
 @pytest.mark.parametrize("length", [2, 300])
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("draft", [{"no_speculation": True}, draft_args(num_speculative_tokens=63)])
-def test_the_door_and_the_engine_agree_on_the_fewest_pages(length: int, page_size: int, draft: dict[str, Any]) -> None:
+def test_validation_and_engine_agree_on_the_fewest_pages(length: int, page_size: int, draft: dict[str, Any]) -> None:
     given = {"max_model_len": length, "page_size": page_size, **draft}
     least = 1 + engine_config(args(**given)).pages_for(length)
     assert args(num_pages=least, **given).num_pages == least
@@ -236,7 +236,7 @@ def test_a_tokenizer_s_own_end_of_text_ends_answers_too(tmp_path: Path) -> None:
     assert ended.eos_token_ids == (*config.eos_token_ids, *tokenizer.encode("a", add_special_tokens=False))
 
 
-def test_a_model_without_a_tokenizer_is_refused_at_the_door(tmp_path: Path) -> None:
+def test_a_model_without_a_tokenizer_is_an_error_before_the_start(tmp_path: Path) -> None:
     model = checkpoints.write_model(tmp_path, "qwen3")
     taken = args(model=str(model), no_speculation=True)
     named = f"tokenizer: none could be read from {re.escape(str(model))} .*; name a folder or a Hugging Face id"
@@ -273,7 +273,7 @@ def test_generation_config_s_values_are_a_request_s(tmp_path: Path) -> None:
             sampling_defaults(args(model=str(model)), str(model))
 
 
-def test_a_service_tells_whose_defaults_it_takes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_service_logs_the_models_sampling_defaults(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = checkpoints.write_model(tmp_path, "qwen3")
     (model / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20}')
     taken = args(model=str(model), no_speculation=True)
@@ -300,7 +300,7 @@ def test_a_generation_config_that_cannot_be_read_is_named(tmp_path: Path, writte
         engine_config(args(model=str(model), no_speculation=True))
 
 
-def test_a_generation_config_that_cannot_be_is_refused_at_the_door(tmp_path: Path) -> None:
+def test_an_invalid_generation_config_is_an_error_before_the_start(tmp_path: Path) -> None:
     model = checkpoints.write_model(tmp_path, "qwen3")
     (model / "generation_config.json").write_text('{"temperature": -1, "top_k": 20}')
     with pytest.raises(ConfigError, match=r"generation_config: .*temperature: .*; correct the file, or write none"):
@@ -308,7 +308,7 @@ def test_a_generation_config_that_cannot_be_is_refused_at_the_door(tmp_path: Pat
     engine_config(args(model=str(model), no_speculation=True, generation_config="none"))
 
 
-def test_the_door_and_the_engine_agree_on_the_largest_tree() -> None:
+def test_validation_and_engine_agree_on_the_largest_tree() -> None:
     assert MAX_NODES + 1 == MAX_TREE_NODES
 
 
@@ -412,7 +412,7 @@ def test_a_drafter_gets_its_own_device_where_there_are_enough(gpus: int | None, 
     assert resolve_devices(settled, num_gpus=None) == settled
 
 
-def test_too_few_devices_are_told_at_the_door() -> None:
+def test_too_few_devices_are_an_error_before_the_start() -> None:
     with pytest.raises(ConfigError, match="need 2 GPUs, 1 can be used"):
         resolve_devices(args(tensor_parallel_size=2, device="cuda", **draft_args()), num_gpus=1)
     with pytest.raises(ConfigError, match="write draft_placement='colocated'"):
@@ -427,12 +427,12 @@ def test_too_few_devices_are_told_at_the_door() -> None:
         (1, "cuda", 0, "tensor_parallel_size=1 needs 1 GPU, 0 can be used; write device='cpu'"),
     ],
 )
-def test_too_few_devices_are_told_without_a_drafter_too(size: int, device: str, gpus: int, says: str) -> None:
+def test_too_few_devices_are_an_error_without_a_drafter_too(size: int, device: str, gpus: int, says: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(says)):
         resolve_devices(args(tensor_parallel_size=size, device=device, no_speculation=True), num_gpus=gpus)
 
 
-def test_without_a_drafter_what_fits_or_is_not_known_passes_the_door() -> None:
+def test_without_a_drafter_enough_or_unknown_devices_are_accepted() -> None:
     asked = args(tensor_parallel_size=4, device="cuda", no_speculation=True)
     assert [resolve_devices(asked, num_gpus=gpus) for gpus in (4, 8, None)] == 3 * [asked]
     assert resolve_devices(args(tensor_parallel_size=4, no_speculation=True), num_gpus=0).device == "cpu"
@@ -448,7 +448,7 @@ def test_the_plan_names_every_rank_and_bundle() -> None:
     assert "bundles  4, STRICT_PACK" in text
 
 
-def test_the_plan_counts_the_weights_there_are() -> None:
+def test_the_plan_counts_the_existing_weights() -> None:
     shapes = tensor_shapes(BUNDLED / "target")
     items = 0
     for shape in shapes.values():

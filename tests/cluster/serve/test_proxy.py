@@ -103,7 +103,7 @@ def refusal(response: httpx2.Response) -> str:
     return error["message"]
 
 
-async def test_before_and_after_its_service_a_proxy_says_so_in_our_words() -> None:
+async def test_a_proxy_without_a_replica_answers_503_in_our_format() -> None:
     async with serving(JSONResponse({"status": "ok"})) as (proxy, client):
         for path in ("/health", "/v1/models", "/nowhere"):
             assert refusal(await client.get(path)) == "the service is starting; try again later"
@@ -117,7 +117,7 @@ async def test_before_and_after_its_service_a_proxy_says_so_in_our_words() -> No
         assert refusal(await client.get("/health", headers={"X-Request-ID": "mine"})).startswith("the service")
 
 
-async def test_what_asks_for_the_first_replica_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_that_starts_the_first_replica_is_forwarded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A deployment of zero replicas starts one when it is asked."""
     monkeypatch.setattr(cluster.serve.proxy, "HOLD_S", 10.0)
     async with serving(JSONResponse({"status": "ok"})) as (proxy, client):
@@ -161,9 +161,7 @@ def told(text: str, status: int) -> ASGIApp:
         (told("Request 1 timed out.", 408), 408, "timeout_error", "Request 1 timed out."),
     ],
 )
-async def test_what_serve_would_write_as_plain_text_has_our_shape(
-    replica: ASGIApp, status: int, kind: str, message: str
-) -> None:
+async def test_serves_plain_text_errors_get_our_format(replica: ASGIApp, status: int, kind: str, message: str) -> None:
     async with serving(replica) as (proxy, client):
         proxy.proxy_router.update_routes(ENDPOINT)
         proxy.handle.is_ready = True
@@ -178,7 +176,7 @@ async def test_what_serve_would_write_as_plain_text_has_our_shape(
     "answer",
     [JSONResponse({"error": {}}, 503), JSONResponse({}, 404), PlainTextResponse("no", 404), PlainTextResponse("x")],
 )
-async def test_what_an_application_answers_passes_as_it_is(answer: Any) -> None:
+async def test_an_applications_responses_pass_unchanged(answer: Any) -> None:
     async with serving(answer) as (proxy, client):
         proxy.proxy_router.update_routes(ENDPOINT)
         proxy.handle.is_ready = True
@@ -187,7 +185,7 @@ async def test_what_an_application_answers_passes_as_it_is(answer: Any) -> None:
         assert response.headers["content-type"] == answer.headers["content-type"]
 
 
-async def test_headers_that_serve_cannot_read_are_no_internal_error() -> None:
+async def test_headers_that_serve_cannot_read_are_a_400() -> None:
     async def echo(scope: Scope, receive: Receive, send: Send) -> None:
         await JSONResponse({"id": dict(scope["headers"])[b"x-request-id"].decode()})(scope, receive, send)
 

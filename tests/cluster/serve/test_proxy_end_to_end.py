@@ -61,7 +61,7 @@ def answer_to(port: int, sent: bytes) -> bytes:
         return answer
 
 
-def test_clients_are_told_what_is_going_on_from_start_to_end() -> None:
+def test_clients_get_our_errors_from_start_to_end() -> None:
     with listening_socket("127.0.0.1", 0) as sock:
         port = sock.getsockname()[1]
     url = f"http://127.0.0.1:{port}"

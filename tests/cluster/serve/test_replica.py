@@ -51,7 +51,7 @@ class ReplicaOf(Replica):
         pass  # Serve would await it
 
 
-async def test_an_engine_that_hangs_is_ended_before_serve_drains_the_replica(
+async def test_a_hung_engine_is_killed_before_serve_drains_the_replica(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exits: list[int] = []
@@ -89,7 +89,7 @@ async def last_chunk(client: EngineClient, submit: Submit) -> TokenChunk:
     return [chunk async for chunk in client.submit(submit)][-1]
 
 
-async def test_a_stream_ends_in_peace_when_serve_cancels_what_waits_for_its_client() -> None:
+async def test_a_stream_survives_serves_cancellation_of_its_disconnect_wait() -> None:
     is_closed = False
 
     async def source() -> AsyncGenerator[str]:
@@ -109,7 +109,7 @@ async def test_a_stream_ends_in_peace_when_serve_cancels_what_waits_for_its_clie
     assert is_closed
 
 
-async def test_who_has_left_has_left_for_good() -> None:
+async def test_a_disconnect_is_final() -> None:
     @cancel_on_disconnect
     async def never(request: Request) -> Response:
         await asyncio.sleep(60)

@@ -98,7 +98,7 @@ def test_the_proxy_leaves_our_errors_and_ids_alone(url: str) -> None:
 
 
 @pytest.mark.parametrize("streamed", [True, False])
-def test_a_client_that_leaves_ends_its_request(url: str, streamed: bool) -> None:
+def test_a_disconnect_aborts_the_request(url: str, streamed: bool) -> None:
     aborted = metric(url, "request_success_total", finished_reason="abort")
     body = {"prompt": PROMPT, "max_tokens": 2000, "ignore_eos": True, "stream": streamed}
     if streamed:
@@ -112,7 +112,7 @@ def test_a_client_that_leaves_ends_its_request(url: str, streamed: bool) -> None
 
 
 @pytest.mark.parametrize(("killed", "role"), [(1, "verifier 1"), (2, "drafter 0")])
-def test_a_lost_rank_fails_what_runs_and_the_service_comes_back(url: str, killed: int, role: str) -> None:
+def test_a_lost_rank_fails_running_requests_and_the_service_recovers(url: str, killed: int, role: str) -> None:
     """Last in this file: it replaces the engine. Nine requests of which eight run: the last one waits for its turn."""
     ranks, before = topology(url), replica(url)
     body = {"prompt": PROMPT, "max_tokens": 2000, "ignore_eos": True}

@@ -40,7 +40,7 @@ def owner() -> Iterator[tuple[subprocess.Popen[str], Path]]:
         process.kill()
 
 
-def test_the_next_folder_removes_that_of_a_killed_process(owner: tuple[subprocess.Popen[str], Path]) -> None:
+def test_a_new_folder_removes_that_of_a_killed_process(owner: tuple[subprocess.Popen[str], Path]) -> None:
     process, folder = owner
     process.send_signal(signal.SIGKILL)
     process.wait()
@@ -49,7 +49,7 @@ def test_the_next_folder_removes_that_of_a_killed_process(owner: tuple[subproces
     assert not folder.exists()
 
 
-def test_the_folder_of_a_process_that_lives_stays(owner: tuple[subprocess.Popen[str], Path]) -> None:
+def test_the_folder_of_a_running_process_is_kept(owner: tuple[subprocess.Popen[str], Path]) -> None:
     _, folder = owner
     mine = OwnedTempDir()
     OwnedTempDir().remove()
@@ -60,7 +60,7 @@ def test_the_folder_of_a_process_that_lives_stays(owner: tuple[subprocess.Popen[
     assert not mine.path.exists()
 
 
-def test_a_folder_that_only_has_such_a_name_stays(temporary: Path) -> None:
+def test_a_folder_without_the_lock_file_is_kept(temporary: Path) -> None:
     others = temporary / "secateur-results"
     others.mkdir()
     (others / "rows.json").touch()

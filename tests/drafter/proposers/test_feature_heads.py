@@ -289,9 +289,7 @@ def test_a_head_shares_the_embeddings_of_a_target_with_a_vision_tower(
         ("MistralForCausalLM", "mistral"),
     ],
 )
-def test_an_eagle_head_has_llamas_layers_whatever_it_calls_itself(
-    tmp_path: Path, architecture: str, model_type: str
-) -> None:
+def test_an_eagle_head_has_llamas_layers_for_any_model_type(tmp_path: Path, architecture: str, model_type: str) -> None:
     target = checkpoints.write_model(tmp_path / "target", "mixtral", num_local_experts=4)
     path = checkpoints.write_eagle(tmp_path / "head", qkv_bias=model_type == "qwen2")
     expected = read_eagle_spec(path, read_spec(target))

@@ -190,7 +190,7 @@ def test_a_match_counts_by_its_length_and_each_step_along_it_adds_one():
     assert shares(candidates) == pytest.approx({1: 15 / 24, 3: 7 / 24}, rel=1e-2)
 
 
-def test_beyond_sixteen_tokens_longer_matches_count_alike():
+def test_matches_beyond_sixteen_tokens_have_equal_weight():
     many = list(range(10, 40))
     _, candidates = propose([[*many, 1, 0, *many[-17:], 2, 0, *many[-15:], 3, 0, *many]], MatchLengths(1, 30))
     one, two, three = 2**16 - 1, 2**16 - 1, 2**15 - 1
@@ -203,7 +203,7 @@ def test_a_node_has_no_more_candidates_than_a_tree_has_rows():
     assert children(candidates) == list(range(2, 66))
 
 
-def test_history_is_read_from_the_pages_alone():
+def test_history_is_read_from_the_pages():
     """Fed in pieces, beside another request that only feeds; the accepted tokens overwrite nothing but their slots."""
     tables = np.array([[3, 1, 5], [2, 6, 4]])
     proposer = NgramProposer(MatchLengths(2, 2), VOCAB, 7, PAGE)

@@ -247,7 +247,7 @@ def bench() -> Bench:
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.lists(ASK, min_size=1, max_size=5))
-def test_trees_are_those_grown_level_by_level_wherever_that_has_enough_rows(bench, asks):
+def test_trees_equal_those_grown_level_by_level_with_enough_rows(bench, asks):
     at_once, draft = bench.grown(asks), Draft(asks)
     by_level = grown(draft)
     for b, ask in enumerate(asks):
@@ -371,7 +371,7 @@ def test_buckets_end_where_the_computation_outweighs_the_launches(max_requests, 
     assert sizes == [n for n in (32, 16, 8, 4, 2, 1) if n <= most]
 
 
-def test_growth_reads_no_value_on_the_host():
+def test_growth_does_not_synchronize_with_the_host():
     """Meta tensors have no values: reading one, a shape that depends on one, or mixing in a tensor of the host, fails.
 
     Torch's own `truncation_threshold` would; Triton's is one launch.

@@ -181,7 +181,7 @@ def test_fewer_nodes_are_run_if_running_one_costs_more():
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.integers(0, 10**6), st.integers(0, 30), st.integers(0, 5), st.floats(0, 2), st.floats(0, 20))
-def test_the_best_count_is_the_one_that_trying_all_finds(seed, count, num_fixed, node, draft_ms):
+def test_the_best_count_equals_exhaustive_search(seed, count, num_fixed, node, draft_ms):
     rng = np.random.default_rng(seed)
     ranked = np.sort(rng.random(count).astype(np.float32))[::-1]
     fixed = rng.random(num_fixed).astype(np.float32)
@@ -193,7 +193,7 @@ def test_the_best_count_is_the_one_that_trying_all_finds(seed, count, num_fixed,
 
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(st.lists(ASK, min_size=1, max_size=4), st.floats(0, 6, width=32))
-def test_one_cut_goes_through_the_whole_batch(asks, node):
+def test_one_threshold_cuts_the_whole_batch(asks, node):
     free, cut = grown(asks), grown(asks, costs(node=node))
     before, after = ([weights(trees, b) for b in range(len(asks))] for trees in (free, cut))
     least_kept, most_cut = 1.0, 0.0
@@ -467,7 +467,7 @@ def test_the_budget_before_drawing_is_that_of_the_plain_rule(plain, most, num_re
 
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(PLAIN, st.integers(0, 1100), st.integers(0, 9), st.integers(0, 300))
-def test_times_are_the_tables(plain, num_nodes, num_levels, num_run):
+def test_times_and_rates_follow_the_tables(plain, num_nodes, num_levels, num_run):
     cost_model = plain.told()
     assert cost_model.draft_ms(num_levels, num_run) == pytest.approx(plain.draft_ms(num_levels, num_run), rel=1e-5)
     at_most = min(num_nodes, 999)

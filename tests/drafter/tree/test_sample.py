@@ -179,7 +179,7 @@ def test_no_global_generator_is_touched():
 # ---- the expected survival of a child before it is drawn
 
 
-def test_survival_falls_and_shares_out_at_most_one():
+def test_survival_falls_and_sums_to_at_most_one():
     for scale, temperature in product((0.1, 1.0, 3.0, 10.0), (0.01, 0.3, 0.5, 1.0, 2.0)):
         log_q_FV = torch.randn(50, 200, generator=torch.Generator().manual_seed(4)) * scale
         survival = expected_survival(quantize(log_q_FV, vocabulary(200)), np.full(50, temperature), 8)
@@ -210,7 +210,7 @@ def test_a_confident_draft_expects_to_be_accepted():
     assert expected_survival(sure, np.ones(1), 2)[0, 0] > 0.99 > 0.6 > expected_survival(lost, np.ones(1), 2)[0, 0]
 
 
-def test_equal_entropy_at_a_lower_temperature_promises_less():
+def test_equal_entropy_at_a_lower_temperature_predicts_less_acceptance():
     support = support_of(5, 2, rows=3)
     first = expected_survival(support, np.array([0.3, 0.5, 1.0]), 2)[:, 0]
     assert first[0] < first[1] < first[2]

@@ -191,7 +191,7 @@ def test_a_support_of_one_token_has_one_child():
     assert oracles.paths_of(grown.trees) == [(), (0,), (0, 0)]
 
 
-def test_requests_of_every_rule_grow_side_by_side_as_they_grow_alone():
+def test_requests_of_every_rule_grow_together_as_alone():
     rules = [Rule.COUPLED, Rule.TRAVERSAL, Rule.TARGET_ONLY, Rule.RECURSIVE, Rule.COUPLED]
     prefixes: list[Path] = [(t,) for t in range(V)]
     sampling = [SamplingParams(seed=7 + i, temperature=0.0 if i == 4 else 1.0) for i in range(V)]
@@ -295,7 +295,7 @@ def test_weights_of_sampled_trees_are_not_calibrated():
 # ---- scores
 
 
-def test_target_only_children_are_the_likeliest_with_weight_q():
+def test_target_only_children_are_the_most_likely_with_weight_q():
     logits = log_law(3, [(t,) for t in range(V)])
     params = SamplingBatch.stack([SamplingParams(temperature=0.7, seed=1)] * V)
     scores = score(logits, params, np.full(V, Rule.TARGET_ONLY), np.arange(V), 3, DraftVocabulary(target_size=V))
@@ -307,7 +307,7 @@ def test_target_only_children_are_the_likeliest_with_weight_q():
 
 @pytest.mark.parametrize("rule", [Rule.COUPLED, Rule.TARGET_ONLY])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_candidates_that_hold_all_mass_score_like_the_logits_they_stand_for(rule, temperature):
+def test_candidates_with_all_mass_score_like_their_logits(rule, temperature):
     log_q = log_law(4, [(t,) for t in range(V)])
     params = SamplingBatch.stack([SamplingParams(temperature=temperature, seed=9)] * V)
     order = log_q.argsort(dim=-1, descending=True)
@@ -319,7 +319,7 @@ def test_candidates_that_hold_all_mass_score_like_the_logits_they_stand_for(rule
     np.testing.assert_allclose(dense.weight_FK, sparse.weight_FK, rtol=1e-3, atol=1e-6)
 
 
-def test_candidates_weigh_no_more_than_their_own_probability():
+def test_a_candidates_weight_is_at_most_its_probability():
     listed = NgramCandidates(np.array([[4, 2, 0]]), np.log(np.array([[0.3, 0.1, 0.0]]) + 1e-30).astype(np.float32))
     params = SamplingBatch.stack([SamplingParams(temperature=1.0, seed=9)])
     scores = score(listed, params, np.array([Rule.COUPLED]), np.array([5]), 3, DraftVocabulary(target_size=V))
@@ -327,7 +327,7 @@ def test_candidates_weigh_no_more_than_their_own_probability():
 
 
 @pytest.mark.parametrize("rule", [Rule.COUPLED, Rule.TARGET_ONLY])
-def test_the_min_threshold_of_lookup_reads_the_likeliest_token_whatever_the_noise(rule):
+def test_the_min_threshold_of_lookup_ignores_the_noise(rule):
     listed = NgramCandidates(np.array([[4, 2, 0]] * 20), np.log([[0.3, 0.2, 0.1]] * 20).astype(np.float32))
     params = SamplingBatch.stack([SamplingParams(temperature=1.0, seed=seed) for seed in range(20)])
     scores = score(listed, params, np.full(20, rule), np.full(20, 5), 3, DraftVocabulary(target_size=V))

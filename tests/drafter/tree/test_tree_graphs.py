@@ -136,13 +136,13 @@ def assert_same_trees(by_level: Any, at_once: Any, device: str = "cpu") -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the GPU in gpu/")
 @pytest.mark.parametrize("method", ["eagle3", "draft_model"])
-def test_trees_of_step_after_step_are_those_that_grow_level_by_level(method: str) -> None:
+def test_replayed_trees_equal_those_grown_level_by_level_in_every_step(method: str) -> None:
     assert_same_trees(*proposers(method))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the GPU in gpu/")
 @pytest.mark.parametrize("window", [3, 9])
-def test_trees_of_a_head_with_a_window_are_those_that_grow_level_by_level(tmp_path: Path, window: int) -> None:
+def test_trees_of_a_head_with_a_window_equal_those_grown_level_by_level(tmp_path: Path, window: int) -> None:
     """A window of 3 is narrower than a tree is deep."""
     head = shutil.copytree(BUNDLED / "eagle3", tmp_path / "head")
     checkpoints.edit_config(head, **checkpoints.sliding(window, "sliding_attention"))

@@ -105,14 +105,14 @@ def ragged_batch():
     return each, params, positions, logits
 
 
-def test_a_ragged_batch_gives_everybody_what_they_get_alone():
+def test_a_ragged_batch_gives_every_request_its_result_alone():
     each, params, positions, logits = ragged_batch()
     together = accept(oracles.trees(each), torch.cat(logits), SamplingBatch.stack(params), torch.tensor(positions))
     for one, p, position, rows, verdict in zip(each, params, positions, logits, together, strict=True):
         assert accept(oracles.tree(*one), rows, SamplingBatch.stack([p]), torch.tensor([position])) == [verdict]
 
 
-def test_every_row_is_decided_by_the_noise_of_the_token_behind_it():
+def test_every_row_uses_the_noise_of_the_next_position():
     """The index of that token: tokens before the root, the root, and those on the way."""
     each, params, positions, logits = ragged_batch()
     batch, one_each = oracles.trees(each), SamplingBatch.stack(params)
@@ -135,7 +135,7 @@ def test_greedy_rows_in_a_mixed_batch_follow_the_argmax():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_nan_logits_end_in_a_short_legal_answer(temperature):
+def test_nan_logits_give_a_short_valid_answer(temperature):
     batch = oracles.trees([oracles.chain([1, 2, 3]), TWO_BY_TWO])
     params = SamplingBatch.stack([SamplingParams(temperature=temperature, top_p=0.9)] * 2)
     for verdict in accept(batch, torch.full((11, V), torch.nan), params, torch.tensor([3, 4])):

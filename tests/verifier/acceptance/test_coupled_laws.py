@@ -315,7 +315,7 @@ def test_the_mutants_harness_is_right_when_nothing_is_replaced():
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_a_wrong_walk_is_caught(mutant):
+def test_a_wrong_walk_is_detected(mutant):
     p = language(0)
     coupled = coupled_law(coupled_points(p, 3, 0), 3, SHAPES["2x2"], MUTANTS[mutant])
     deterministic = deterministic_law(p, 3, lambda history: full_tree([2, 2]), MUTANTS[mutant])

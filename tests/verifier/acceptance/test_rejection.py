@@ -180,7 +180,7 @@ def test_rounding_of_a_likely_token_hardly_moves_the_edges_between_unlikely_ones
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("counts", [CHAIN, TREE, FIXED], ids=["chain", "tree", "fixed"])
-def test_sixty_four_numbers_and_a_scale_say_what_whole_distributions_say(counts, rule):
+def test_sixty_four_weights_and_a_scale_represent_whole_distributions(counts, rule):
     vocab = 40
     for case in range(40):
         rng = np.random.default_rng([case, rule])
@@ -205,7 +205,7 @@ def test_sixty_four_numbers_and_a_scale_say_what_whole_distributions_say(counts,
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_what_rounding_should_never_reject_still_leaves_a_law(rule):
+def test_a_rejection_by_rounding_still_leaves_a_distribution(rule):
     # The draft is the target: every ratio is 1 and nothing is left over, but these coins say no.
     law = RowLaw(np.arange(3), np.array([0.5, 0.25, 0.25]), np.array([2, 1, 1]))
     tree = Tree([-1, 0, 0], [9, 0, 2], [NodeKind.ROOT, NodeKind.SAMPLED, NodeKind.SAMPLED])
@@ -214,7 +214,7 @@ def test_what_rounding_should_never_reject_still_leaves_a_law(rule):
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_the_last_token_is_legal_even_then(rule, monkeypatch):
+def test_a_rejection_by_rounding_gives_a_valid_token(rule, monkeypatch):
     monkeypatch.setattr(verifier.acceptance.rejection, "_toss", lambda *_: False)
     weights = np.array([0, 0, 7, 5, 3, 0])
     tree = Drafted([-1, 0], [0, 2], [NodeKind.ROOT, NodeKind.SAMPLED], [weights, 0 * weights])
@@ -279,7 +279,7 @@ def ragged_batch() -> tuple[list[Drafted], list[torch.Tensor], list[SamplingPara
     return each, logits, params, positions, [RULES[i % 2] for i in range(len(each))]
 
 
-def test_a_ragged_batch_gives_everybody_what_they_get_alone():
+def test_a_ragged_batch_gives_every_request_its_result_alone():
     each, logits, params, positions, rules = ragged_batch()
     together = judge(each, torch.cat(logits), params, positions, rules)
     for i, verdict in enumerate(together):
@@ -325,7 +325,7 @@ def test_a_placeholder_is_never_accepted(temperature):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_nan_logits_end_in_a_short_legal_answer(temperature):
+def test_nan_logits_give_a_short_valid_answer(temperature):
     each, logits, params, positions, rules = ragged_batch()
     params = [SamplingParams(temperature=temperature, top_p=0.9)] * len(each)
     for verdict in judge(each, torch.full_like(torch.cat(logits), torch.nan), params, positions, rules):

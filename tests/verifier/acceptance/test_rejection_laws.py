@@ -129,7 +129,7 @@ def test_sampled_drafts_are_lossless_on_larger_vocabularies(vocab, rule):
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_draft_that_knows_the_target_is_accepted_whole(rule):
+def test_a_perfect_draft_is_accepted_whole(rule):
     p = {0: (2, 1, 1), 1: (0, 3, 1), 2: (1, 1, 2)}
     q: Drafter = lambda prefix: p[len(prefix) % 3]  # noqa: E731
     same = Scenario(p=lambda prefix: np.array(q(prefix)) / 4, q=q, policy=policy_of("chain", "all sampled"), rule=rule)
@@ -241,7 +241,7 @@ HISTORIES: list[History] = [(), ((0,),), ((1,),), ((2, 1),), ((0,), (1,))]
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("pruning", PRUNINGS)
-def test_pruning_that_looks_at_nothing_it_decides_is_lossless(pruning, rule):
+def test_pruning_independent_of_the_pruned_draws_is_lossless(pruning, rule):
     q = drafter(3)
     scenario = Scenario(p=target(3), q=q, policy=PRUNINGS[pruning](q), rule=rule)
     sizes = {len(draft) for history in HISTORIES for _, draft in scenario.drafts(history)}
@@ -250,7 +250,7 @@ def test_pruning_that_looks_at_nothing_it_decides_is_lossless(pruning, rule):
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_later_sibling_may_be_left_out_for_what_an_earlier_one_is(rule):
+def test_a_later_sibling_may_be_pruned_because_of_an_earlier_one(rule):
     def edit(draft: Draft, q: Drafter) -> Draft:
         return without(draft, lambda d, row: d[row - 1].parent == d[row].parent and d[row - 1].path[-1] == 1)
 
@@ -435,12 +435,12 @@ MUTANTS: dict[str, Callable[[Rule], Scenario]] = {
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_a_wrong_way_to_draft_or_verify_is_caught(mutant, rule):
+def test_a_wrong_drafter_or_verifier_is_detected(mutant, rule):
     assert bias(MUTANTS[mutant](rule)) > VISIBLE
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_noise_that_rounds_share_is_only_seen_over_several_rounds(rule):
+def test_noise_shared_between_rounds_is_detected_over_several_rounds(rule):
     assert bias(MUTANTS["coins are keyed on the row alone"](rule), length=1) < TOLERANCE
 
 

@@ -80,7 +80,7 @@ def test_a_stream_decodes_the_same_in_any_pieces(messages, sizes):
     assert got == messages
 
 
-def test_a_stranger_on_the_socket_is_refused():
+def test_a_frame_of_another_protocol_is_an_error():
     with pytest.raises(ValueError, match="protocol"):
         FrameDecoder().feed(b"GET / HTTP/1.1\r\n\r\n")
 
@@ -131,14 +131,14 @@ def test_messages_still_arrive_while_the_other_way_is_full(ends):
     assert engine.poll(1.0) == [Abort(id=8)]
 
 
-def test_end_of_file_is_a_gone_front(ends):
+def test_end_of_file_raises_front_gone(ends):
     engine, front = ends
     front.close()
     with pytest.raises(FrontGone):
         engine.poll(1.0)
 
 
-def test_the_last_words_of_a_front_are_heard_before_it_is_gone(ends):
+def test_messages_before_a_disconnect_are_read(ends):
     engine, front = ends
     front.sendall(encode(Abort(id=4)))
     front.close()
@@ -180,7 +180,7 @@ def test_a_frame_opens_with_its_length():
     assert struct.unpack("<I", frame[:4]) == (len(frame) - 4,)
 
 
-def test_accepted_tokens_that_did_not_come_out_are_taken_off_again() -> None:
+def test_accepted_tokens_that_are_cut_off_are_subtracted() -> None:
     stats = RequestStats(
         num_drafts=2,
         verified_per_depth=[3, 2, 2],

@@ -177,7 +177,7 @@ def test_draft_replies_survive(trees, entries, seconds):
     assert_equal(round_trip(message), message)
 
 
-def test_of_a_reply_that_took_hours_the_trees_survive():
+def test_a_reply_with_an_overflowing_time_survives():
     """Microseconds overflow after 35 minutes, for example when a machine was suspended."""
     arrived = round_trip(draft_reply(oracles.trees([]), seconds=1e4))
     assert arrived.seconds == pytest.approx(2147.483647)

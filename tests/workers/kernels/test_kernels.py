@@ -91,7 +91,7 @@ def test_any_number_of_query_heads_shares_a_key_value_head(kernels: Kernels, hea
 
 @both
 @pytest.mark.parametrize("prefix", [0, 1, 255, 2048])
-def test_a_prefix_of_any_length_is_split_and_put_together_again(kernels: Kernels, prefix: int) -> None:
+def test_a_prefix_of_any_length_is_split_and_merged(kernels: Kernels, prefix: int) -> None:
     batch = Batch([(prefix, TWO_BY_TWO)], 32)
     compare(kernels, batch, device=DEVICE, q_heads=2, kv_heads=1, causal=True)
 
@@ -380,7 +380,7 @@ def test_a_threshold_does_not_depend_on_other_rows(kernels: Kernels) -> None:
 
 @both
 @pytest.mark.parametrize(("width", "k"), [(1, 4), (7, 3), (2048, 1), (5001, 8)])
-def test_the_best_of_a_row_and_its_sum(kernels: Kernels, width: int, k: int) -> None:
+def test_top_k_returns_the_largest_values_and_the_sum(kernels: Kernels, width: int, k: int) -> None:
     x = 3 * torch.randn(3, width, generator=torch.Generator().manual_seed(3))
     x[1, : width // 2] = -torch.inf
     tau = torch.tensor([1.0, 0.6, 0.3])
@@ -394,7 +394,7 @@ def test_the_best_of_a_row_and_its_sum(kernels: Kernels, width: int, k: int) -> 
 
 
 @both
-def test_a_row_of_no_numbers_has_no_weight_and_columns_that_exist(kernels: Kernels) -> None:
+def test_a_nan_row_has_weight_zero_and_valid_columns(kernels: Kernels) -> None:
     """Callers gather by the best columns, and a column out of range kills a process on CUDA."""
     x = torch.stack([torch.full((7,), torch.nan), torch.arange(7.0)]).to(DEVICE)
     found = kernels.top_k(x, 3, torch.full((2,), 0.6, device=DEVICE))

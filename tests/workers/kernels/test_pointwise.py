@@ -102,7 +102,7 @@ def test_rotation_turns_pairs_of_a_head_and_leaves_values_alone() -> None:
 @needs_compiler
 @both
 @pytest.mark.parametrize("name", CHAINS)
-def test_compiled_chains_say_what_plain_ones_say(name: str, dtype: torch.dtype) -> None:
+def test_compiled_chains_equal_eager_ones(name: str, dtype: torch.dtype) -> None:
     torch._dynamo.reset()  # after eight variants of one function torch would go on without compiling
     chain = name.removeprefix("norm_")
     for num_rows in (8, 17, 1, 3):

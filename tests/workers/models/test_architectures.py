@@ -243,7 +243,7 @@ def test_a_tied_model_uses_a_stored_head_that_is_not_its_embedding(tmp_path: Pat
         ("gemma3_text", {"use_bidirectional_attention": True}, "'Gemma3ForCausalLM'.*(looks ahead|neither causal)"),
     ],
 )
-def test_what_cannot_be_served_is_refused_by_name(
+def test_unsupported_features_are_an_error_with_their_name(
     tmp_path: Path, model_type: str, config: dict[str, Any], message: str
 ) -> None:
     if model_type not in CONFIG_MAPPING:
@@ -255,7 +255,7 @@ def test_what_cannot_be_served_is_refused_by_name(
         read_spec(tmp_path)
 
 
-def test_the_door_refuses_before_a_process_starts(tmp_path: Path) -> None:
+def test_unsupported_models_are_an_error_before_a_process_starts(tmp_path: Path) -> None:
     """Read the configuration as `secateur serve` and `plan` do first."""
     config = CONFIG_MAPPING["qwen3_next"]().to_dict() | {"architectures": ["Qwen3NextForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(config, default=str))
@@ -270,7 +270,9 @@ def test_the_door_refuses_before_a_process_starts(tmp_path: Path) -> None:
         ({"architectures": ["NovelForCausalLM"], "model_type": "novel"}, "'NovelForCausalLM'.*cannot read"),
     ],
 )
-def test_strangers_are_refused_by_name(folder: Path, tmp_path: Path, change: dict[str, Any], message: str) -> None:
+def test_unknown_architectures_are_an_error_with_their_name(
+    folder: Path, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
     raw = json.loads((folder / "mixtral" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(raw | change))
     with pytest.raises(ValueError, match=message):

@@ -129,7 +129,7 @@ def test_tensors_without_a_place_are_refused_by_name(llama: Path, tmp_path: Path
         gguf.describe(odd, tmp_path / "cache")
 
 
-def test_what_is_no_gguf_file_is_refused(tmp_path: Path) -> None:
+def test_an_invalid_gguf_file_is_an_error(tmp_path: Path) -> None:
     (file := tmp_path / "model.gguf").write_bytes(b"GGML" + bytes(400))
     with pytest.raises(ValueError, match="is not a GGUF file that can be read"):
         gguf.describe(file, tmp_path)

@@ -74,9 +74,7 @@ def test_weights_are_fetched_last_and_only_those_that_are_read(hub: FakeHub) -> 
     assert Weights(found).names() == Weights(folder).names()
 
 
-def test_what_is_in_the_cache_is_not_fetched_again_nor_needs_a_hub(
-    hub: FakeHub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cached_files_are_not_downloaded_again_and_need_no_hub(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     publish(hub, "org/llama")
     first = start(model="org/llama")
     assert weights(hub.fetched) == ["org/llama:model.safetensors"]
@@ -96,7 +94,7 @@ def test_what_is_in_the_cache_is_not_fetched_again_nor_needs_a_hub(
         ({}, {"speculative_config": {"method": "draft_model", "model": "org/other"}}, "the same vocabulary size"),
     ],
 )
-def test_what_is_refused_costs_no_weights(
+def test_a_rejected_configuration_downloads_no_weights(
     hub: FakeHub, config: dict[str, Any], fields: dict[str, Any], told: str
 ) -> None:
     publish(hub, "org/llama", **config)
@@ -107,7 +105,7 @@ def test_what_is_refused_costs_no_weights(
     assert weights(hub.fetched) == []
 
 
-def test_an_architecture_that_is_refused_costs_no_weights(hub: FakeHub) -> None:
+def test_an_unsupported_architecture_downloads_no_weights(hub: FakeHub) -> None:
     folder = publish(hub, "org/strange")
     raw = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(raw | {"architectures": ["Strange"], "model_type": "strange"}))
@@ -116,7 +114,7 @@ def test_an_architecture_that_is_refused_costs_no_weights(hub: FakeHub) -> None:
     assert "org/strange:config.json" in hub.fetched and weights(hub.fetched) == []
 
 
-def test_a_model_without_a_tokenizer_costs_no_weights(hub: FakeHub) -> None:
+def test_a_model_without_a_tokenizer_downloads_no_weights(hub: FakeHub) -> None:
     publish(hub, "org/llama", tokenizer=False)
     with pytest.raises(ConfigError, match="tokenizer: none could be read"):
         start(model="org/llama")
@@ -131,14 +129,14 @@ def test_a_tokenizer_of_another_repository_comes_without_its_weights(hub: FakeHu
     assert "org/other:tokenizer.json" in hub.fetched
 
 
-def test_a_drafter_s_weights_come_with_the_target_s(hub: FakeHub) -> None:
+def test_the_drafters_weights_are_downloaded_too(hub: FakeHub) -> None:
     publish(hub, "org/llama")
     publish(hub, "org/draft", tokenizer=False, seed=1)
     start(model="org/llama", speculative_config={"method": "draft_model", "model": "org/draft"})
     assert sorted(weights(hub.fetched)) == ["org/draft:model.safetensors", "org/llama:model.safetensors"]
 
 
-def test_pickles_are_fetched_where_there_is_nothing_else(hub: FakeHub) -> None:
+def test_pickles_are_downloaded_only_without_safetensors(hub: FakeHub) -> None:
     publish(hub, "org/target", hidden_size=64)
     head = checkpoints.write_eagle3(hub.root / "org/eagle3-head", bin_file=True)
     assert (head / "pytorch_model.bin").exists()
@@ -149,7 +147,7 @@ def test_pickles_are_fetched_where_there_is_nothing_else(hub: FakeHub) -> None:
     assert sorted(weights(hub.fetched)) == ["org/both:model.safetensors", "org/eagle3-head:pytorch_model.bin"]
 
 
-def test_a_repository_without_weights_is_refused_at_the_door(hub: FakeHub) -> None:
+def test_a_repository_without_weights_is_an_error_before_the_start(hub: FakeHub) -> None:
     folder = publish(hub, "org/llama")
     (folder / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"no weights in .*org--llama.*model.safetensors"):
@@ -163,7 +161,7 @@ def test_a_name_that_the_hub_does_not_know_is_refused(hub: FakeHub) -> None:
         start(model="org/nothing")
 
 
-def test_a_folder_is_itself_and_what_is_neither_a_folder_nor_an_id_is_refused(tmp_path: Path) -> None:
+def test_a_folder_is_returned_and_an_invalid_id_is_an_error(tmp_path: Path) -> None:
     assert resolve_path(str(tmp_path)) == tmp_path
     with pytest.raises(FileNotFoundError, match="no checkpoint folder"):
         resolve_path(str(tmp_path / "nowhere"))

@@ -312,7 +312,7 @@ def test_a_pickle_of_another_structure_is_rejected_with_advice(tmp_path: Path, c
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
 @pytest.mark.parametrize("size", [0, 4, 5000])
-def test_a_file_that_breaks_off_is_named(tmp_path: Path, name: str, size: int) -> None:
+def test_a_truncated_file_is_named(tmp_path: Path, name: str, size: int) -> None:
     content = {"fc.weight": torch.ones(20000)}
     (save_file if name.endswith(".safetensors") else torch.save)(content, tmp_path / name)
     (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:size])
@@ -343,7 +343,7 @@ def test_a_file_that_breaks_off_is_named(tmp_path: Path, name: str, size: int) -
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "not a valid llama configuration.*factor"),
     ],
 )
-def test_a_model_we_cannot_run_is_refused_with_what_we_can(tmp_path: Path, change: dict, message: str) -> None:
+def test_an_unsupported_model_is_an_error_with_the_supported_ones(tmp_path: Path, change: dict, message: str) -> None:
     path = checkpoints.write_model(tmp_path, "llama")
     checkpoints.edit_config(path, **change)
     with pytest.raises(ValueError, match=message):

@@ -27,7 +27,7 @@ def test_rows_are_each_keys_own_noise():
     assert torch.equal(GumbelCache(3, 30).rows(SEEDS, INDICES, "cpu"), truth(SEEDS, INDICES))
 
 
-def test_rows_that_are_all_the_same_are_one():
+def test_equal_rows_are_computed_once():
     assert torch.equal(GumbelCache(3, 30).rows([4, 4], [9, 9], "cpu"), truth([4], [9]))
 
 
@@ -38,7 +38,7 @@ def test_some_ids_see_the_noise_of_the_whole_vocabulary():
 
 
 @pytest.mark.parametrize("most", [1, 3, 1000])
-def test_what_was_kept_or_forgotten_changes_nothing(most, monkeypatch):
+def test_the_caches_content_does_not_change_the_noise(most, monkeypatch):
     monkeypatch.setattr(workers.sampling.gumbel_cache, "MAX_BYTES", most * 4 * 27)
     cache = GumbelCache(3, 30)
     for step in range(5):
@@ -74,7 +74,7 @@ def test_memory_is_bounded(monkeypatch):
     assert len(cache._row) == 10
 
 
-def test_more_rows_at_once_than_are_kept_are_not_held(monkeypatch):
+def test_more_rows_than_the_cache_holds_are_not_kept(monkeypatch):
     monkeypatch.setattr(workers.sampling.gumbel_cache, "MAX_BYTES", 10 * 4 * 27)
     cache = GumbelCache(3, 30)
     assert torch.equal(cache.rows([1] * 30, list(range(30)), "cpu"), truth([1] * 30, list(range(30))))

@@ -207,7 +207,7 @@ def test_every_row_is_edited_by_the_plain_rule_for_its_own_path(requests, seed):
     st.lists(st.integers(1, V - 1), max_size=3, unique=True),
     st.integers(0, 2**32 - 1),
 )
-def test_shards_side_by_side_are_the_whole(requests, cuts, seed):
+def test_joined_shards_equal_the_whole_row(requests, cuts, seed):
     logits_RV, rows, _ = layout(requests, seed)
     whole_RV = torch.from_numpy(logits_RV)
     edges = [0, *sorted(cuts), V]
@@ -416,7 +416,7 @@ def test_a_perfect_draft_under_the_same_constraints_is_always_accepted():
 
 
 @pytest.mark.parametrize("active", ["presence", "frequency", "repetition", "bad words", "min tokens"])
-def test_a_verifier_that_forgets_the_path_is_caught(active):
+def test_a_verifier_that_ignores_the_path_is_detected(active):
     changed = []
     for sampling in SAMPLED.values():
         params = replace(sampling, constraints=ACTIVE[active])

@@ -39,7 +39,7 @@ def test_a_token_counter_counts_what_the_penalties_need(prompt, steps):
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.lists(st.none() | ASKED, max_size=4))
-def test_standings_survive_the_wire(requests):
+def test_logits_states_survive_the_wire(requests):
     logits_states = [asked and asked.logits_state for asked in requests]
     packed_U = pack_logits_states(logits_states)
     assert packed_U.dtype == torch.uint8 and packed_U.ndim == 1
@@ -51,7 +51,7 @@ def test_unconstrained_requests_put_nothing_on_the_wire():
     assert unpack_logits_states(torch.empty(0, dtype=torch.uint8)) == {}
 
 
-def test_fields_arrive_as_what_they_were():
+def test_fields_keep_their_types():
     state = logits_state(Constraints(logit_bias={7: 2}, min_tokens=3, repetition_penalty=1.1), (1, 2), (2,), ends=[4])
     (arrived,) = unpack_logits_states(pack_logits_states([state])).values()
     assert arrived.constraints.allowed_token_ids is None
@@ -59,7 +59,7 @@ def test_fields_arrive_as_what_they_were():
     assert [type(x) for x in arrived.constraints.logit_bias] == [int]
 
 
-def test_what_is_not_plain_is_refused():
+def test_unsupported_types_are_an_error():
     state = replace(logits_state(Constraints(min_tokens=1), (), ()), tail=[np.int64(3)])
     with pytest.raises((TypeError, ValueError, msgpack.PackException)):
         pack_logits_states([state])

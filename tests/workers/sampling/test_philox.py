@@ -109,7 +109,7 @@ def test_noise_does_not_depend_on_vocabulary_shards(cuts):
     assert torch.equal(torch.cat(shards, dim=1), gumbel(seeds, indices, 0, 101))
 
 
-def test_noise_does_not_know_its_batch():
+def test_noise_does_not_depend_on_the_batch():
     seeds, indices = torch.arange(40), torch.arange(40) * 3
     together = gumbel(seeds, indices, 0, 50)
     alone = torch.cat([gumbel(seeds[i : i + 1], indices[i : i + 1], 0, 50) for i in range(40)])
@@ -178,7 +178,7 @@ def test_the_noise_of_a_device_is_that_of_the_host():
 
 
 @pytest.mark.parametrize("at_once", [4, 40, 300])
-def test_noise_does_not_know_how_much_of_it_is_made_at_once(monkeypatch, at_once):
+def test_noise_does_not_depend_on_the_chunk_size(monkeypatch, at_once):
     seeds, indices = torch.tensor([7, -7, 7, 8, 9]), torch.tensor([1, 1, 2, 3, 4])
     whole = gumbel(seeds, indices, 5, 101)
     monkeypatch.setattr(workers.sampling.philox, "_VALUES_AT_ONCE", at_once)

@@ -167,7 +167,7 @@ def test_draws_over_many_indices_follow_the_processed_law(params):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("cuts", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.2}])
-def test_broken_logits_still_draw_a_token_of_the_vocabulary(temperature, cuts):
+def test_invalid_logits_still_draw_a_token_of_the_vocabulary(temperature, cuts):
     params = SamplingBatch.stack([SamplingParams(temperature=temperature, **cuts)])
     for bad in (torch.nan, torch.inf, -torch.inf):
         assert 0 <= draw(torch.full((1, 9), bad), params, torch.tensor([1])).item() < 9
