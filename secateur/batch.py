@@ -178,7 +178,8 @@ def _warn_of(output: Output, input_path: Path, output_path: Path) -> None:
     if output.num_unchecked:
         warnings.warn(
             f"{output.num_unchecked} of the answers in {output_path} are kept although {digests_path(output_path)} "
-            "does not say what was asked (an older version wrote them, or that file was lost); --no-resume asks again",
+            "has no digest of their requests (an older version wrote them, or the file was lost); use --no-resume to "
+            "answer them again",
             stacklevel=2,
         )
 
@@ -212,7 +213,7 @@ class _Run:
             if line.custom_id in self._output.done:
                 continue
             if self._job.digests.get(line.custom_id) != digest_of(line):
-                raise _changed(self._job.path, [f"line {number}: asks something else now"])
+                raise _changed(self._job.path, [f"line {number}: has a different request now"])
             yield line
 
     async def _work(self, todo: Iterator[BatchInputLine]) -> None:

@@ -84,7 +84,7 @@ def _generation(
     path: str, reads: type[Model], content: dict[str, Any], params: Mapping[str, Any], *, stream: bool
 ) -> Call[Model]:
     if "stream" in params:
-        raise TypeError("stream is chosen by the method: use stream_complete or stream_chat")
+        raise TypeError("`stream` is not a parameter here; use stream_complete or stream_chat")
     given = _given(params)
     request_id = given.get("request_id")
     headers = {responses.REQUEST_ID_HEADER: str(request_id)} if request_id else {}
@@ -109,7 +109,7 @@ def request_of(http: httpx2.Client | httpx2.AsyncClient, call: Call[Any]) -> htt
     try:
         return http.build_request(call.method, call.path, json=call.body, headers=call.headers)
     except ValueError as error:
-        raise errors.BadRequestError(f"the request cannot be written: {error}", code="invalid_request") from None
+        raise errors.BadRequestError(f"the request cannot be encoded: {error}", code="invalid_request") from None
 
 
 # -- responses --------------------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ class Events(Generic[Model]):
     def end(self) -> None:
         """Call this at the end of the stream. Raises APIConnectionError if `[DONE]` is missing."""
         if not self.done:
-            raise errors.APIConnectionError("the stream broke off before [DONE]")
+            raise errors.APIConnectionError("the stream ended before [DONE]")
 
     def _chunk(self, data: bytes) -> Model:
         if b'"error"' in data:

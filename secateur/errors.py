@@ -47,7 +47,7 @@ class ConfigError(SecateurError, ValueError):
 
 
 class APIError(SecateurError):
-    """An OpenAI-style error answer. `body` is the decoded JSON, or the text where it was none."""
+    """An error response in OpenAI's format. `body` is the decoded JSON, or the text if it is not JSON."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class ServiceUnavailableError(APIError):
 
 
 class ServerError(APIError):
-    """The service failed on a request that may be right."""
+    """The service failed; the request may be valid."""
 
 
 class APIConnectionError(SecateurError, ConnectionError):

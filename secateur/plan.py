@@ -269,9 +269,9 @@ class PlanRequest(Strict):
         given = [name for name, value in sources.items() if value is not None]
         problems = []
         if len(given) > 1:
-            problems.append(Problem(" and ".join(given), "each say what a step takes; keep one"))
+            problems.append(Problem(" and ".join(given), "each give the time of a step; keep one"))
         if self.costs_output is not None and not self.profile:
-            problems.append(Problem("--costs-output", "needs --profile, which measures what it shall hold"))
+            problems.append(Problem("--costs-output", "needs --profile, which measures the costs"))
         if self.costs_output is not None and not self.costs_output.absolute().parent.is_dir():
             problems.append(Problem("--costs-output", f"there is no folder {self.costs_output.parent}"))
         asked = [f"--{name.replace('_', '-')}" for name in _SIMULATED if name in self.model_fields_set]

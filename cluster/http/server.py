@@ -150,7 +150,7 @@ class Service:
             body = body.filled(self.sampling_defaults)
         except ConfigError as error:
             problem = error.problems[0]
-            message = f"{problem} (left out, a parameter is as the model's makers say)"
+            message = f"{problem} (parameters left out come from the model's generation_config.json)"
             raise BadRequest(message, param=problem.field) from None
         self.admit(num_prompts, body.n)
         return body

@@ -430,7 +430,7 @@ def test_an_input_that_changes_during_the_run_is_an_error(tmp_path, output):
                 source.write_bytes(source.read_bytes().replace(b'{"prompt": "q-299"', b'{"prompt": "other"'))
             return await super().__call__(request)
 
-    with pytest.raises(BatchError, match=r"changed while(.|\n)*line 300: asks something else now"):
+    with pytest.raises(BatchError, match=r"changed while(.|\n)*line 300: has a different request now"):
         Rewriting().run(source, output, concurrency=1)
     assert read_output(output).keys() == {f"q-{n}" for n in range(299)}
     again = Service()

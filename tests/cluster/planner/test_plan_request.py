@@ -52,7 +52,7 @@ def answer(request: PlanRequest, **fields: Any) -> dict[str, Any]:
     [
         (["--context", "64"], "--context: predicts from costs: add --costs FILE, --profile or --hardware NAME"),
         (["--batch", "1", "2"], "--batch: predicts from costs"),
-        (["--hardware", "h100", "--profile"], "--hardware and --profile: each say what a step takes; keep one"),
+        (["--hardware", "h100", "--profile"], "--hardware and --profile: each give the time of a step; keep one"),
         (["--hardware", "h1000"], "'h1000' is not known (did you mean 'h100'?)"),
         (["--costs", "/nowhere.json"], "--costs: cannot read /nowhere.json"),
         (["--hardware", "h100", "--costs-output", "x.json"], "--costs-output: needs --profile"),
