@@ -43,7 +43,7 @@ class Block(NamedTuple):
 
 
 class Command(NamedTuple):
-    """One command line of a block: its words up to the first pipe or redirection, and the line as it stands."""
+    """One command line of a block: its words up to the first pipe or redirection, and the whole line."""
 
     block: Block
     words: list[str]
@@ -126,7 +126,7 @@ def check(words: list[str]) -> None:
 
 
 def check_marker(block: Block) -> None:
-    """Raise unless the marker is one of the known ones and its block bears it out."""
+    """Raise unless the marker is known and true of its block."""
     kind, _, value = block.marker.partition(": ")
     assert kind in {"needs", "long"} and value, f"{block.document}: unknown marker {block.marker!r}"
     if kind == "needs" and value not in NEEDS:

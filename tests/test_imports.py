@@ -1,4 +1,4 @@
-"""Who may import whom, read from the source files themselves.
+"""The allowed imports between packages, checked in the source files.
 
 secateur and workers are leaves; drafter and verifier import workers; cluster may import all. The commands of
 secateur.cli that run models may import cluster inside a function body. Only cluster imports ray and the web framework;
@@ -31,7 +31,7 @@ LATE_IMPORTS = {  # inside a function body only
 
 
 def imports_of(source: str) -> list[tuple[str, bool, int]]:
-    """(top-level package, inside a function body, line) of every absolute import."""
+    """Return (top-level package, whether inside a function, line) of every absolute import."""
     found: list[tuple[str, bool, int]] = []
 
     def visit(node: ast.AST, in_function: bool) -> None:
@@ -49,7 +49,7 @@ def imports_of(source: str) -> list[tuple[str, bool, int]]:
 
 
 def broken_rules(module: str, source: str) -> list[str]:
-    """What the file of dotted name `module` imports against the rules above."""
+    """Return the imports of `module` that violate the rules above."""
     folder = module.split(".")[0]
     broken = []
     for name, in_function, line in imports_of(source):
@@ -74,7 +74,7 @@ def test_every_file_keeps_the_import_direction():
 
 
 def circles(imports: dict[str, set[str]]) -> list[list[str]]:
-    """Modules that import each other, directly or by way of others, at whatever level (Tarjan's components)."""
+    """Return the import cycles, also those of imports inside functions (Tarjan's components)."""
     number: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
@@ -102,7 +102,7 @@ def circles(imports: dict[str, set[str]]) -> list[list[str]]:
 
 
 def imported_modules(source: str, modules: set[str]) -> set[str]:
-    """Those of `modules` that a file imports, also inside functions and for type checkers alone."""
+    """Return the `modules` that a file imports, also inside functions and for type checking."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         match node:
@@ -221,7 +221,7 @@ def test_gpu_tests_need_no_package_that_a_gpu_machine_may_lack():
 
 
 def test_benchmarks_of_make_gpu_need_no_web_framework():
-    """It installs nothing."""
+    """`make gpu` installs nothing."""
     code = (
         "import sys\n"
         "sys.modules.update(dict.fromkeys(['fastapi', 'prometheus_client', 'ray', 'starlette', 'uvicorn']))\n"

@@ -1,4 +1,4 @@
-"""What is under manifests/, checked without a cluster: structure, arithmetic, Serve's schema and our own.
+"""The manifests, checked without a cluster: structure, arithmetic, Serve's schema and our own.
 
 KubeRay's own schema is checked too where SECATEUR_RAYSERVICE_SCHEMA names the OpenAPI schema of RayService v1 as JSON.
 """
@@ -45,7 +45,7 @@ def documents(path: Path) -> list[dict[str, Any]]:
 
 
 def applied_with(overlay: Path) -> Iterator[dict[str, Any]]:
-    """Every object of a kustomization, those of the folders it includes too."""
+    """Return every object of a kustomization, including those of the folders that it includes."""
     for resource in documents(overlay / "kustomization.yaml")[0]["resources"]:
         path = (overlay / resource).resolve()
         yield from applied_with(path) if path.is_dir() else documents(path)
@@ -61,7 +61,7 @@ def application(service: dict[str, Any]) -> dict[str, Any]:
 
 
 def deployment(service: dict[str, Any]) -> dict[str, Any]:
-    """What the application sets of its one deployment outside `args`: a change there restarts no replica."""
+    """Return the deployment settings outside `args`, whose changes restart no replica."""
     [only] = application(service)["deployments"]
     return only
 
@@ -94,7 +94,7 @@ def ports(container: dict[str, Any]) -> dict[str, int]:
 
 
 def quantity(text: str) -> float:
-    """A Kubernetes quantity: '250m' -> 0.25, '5Gi' -> 5 * 2**30."""
+    """Parse a Kubernetes quantity: '250m' -> 0.25, '5Gi' -> 5 * 2**30."""
     units = {"m": 1e-3, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
     number, unit = re.fullmatch(r"([0-9.]+)([A-Za-z]*)", text).groups()
     return float(number) * (units[unit] if unit else 1)
@@ -206,7 +206,7 @@ def test_the_import_path_is_a_builder_of_one_argument(service: dict[str, Any]) -
 
 
 def test_replicas_are_counted_where_a_change_restarts_none_of_them(service: dict[str, Any]) -> None:
-    """Serve takes a change of `args` for new code. What is under `deployments` it finds by the deployment's name."""
+    """Serve treats a change of `args` as new code, and matches `deployments` by name."""
     from cluster.serve.controller import APP_NAME
 
     built = builder(service)(application(service)["args"])._bound_deployment
@@ -283,7 +283,7 @@ def test_the_head_offers_ray_no_cpus_or_gpus(service: dict[str, Any]) -> None:
 
 
 def test_kuberay_sizes_ray_by_the_container(service: dict[str, Any]) -> None:
-    """`resources` of a group beside its rayStartParams, or labels among these, are refused by the operator."""
+    """The operator rejects a group's `resources` beside rayStartParams, and labels in these."""
     for group in (head(service), worker_group(service)):
         assert "resources" not in group and "labels" not in group["rayStartParams"]
 
@@ -323,7 +323,7 @@ def test_a_pod_holds_the_bundles_of_a_whole_replica(service: dict[str, Any]) -> 
 
 
 def test_a_pod_finishes_its_requests_before_ray_stops(service: dict[str, Any]) -> None:
-    """Deleting a pod starts no drain of Serve's, and `ray stop` ends the replica in the middle of its answers."""
+    """Serve does not drain a deleted pod, and `ray stop` cuts off the replica's answers."""
     spec = worker_group(service)["template"]["spec"]
     shell, flag, script = ray_container(worker_group(service))["lifecycle"]["preStop"]["exec"]["command"]
     waits, limit = re.fullmatch(r"python -m ([\w.]+) --limit (\d+); ray stop", script).groups()
@@ -368,7 +368,7 @@ def test_the_pod_that_answers_requests_knows_the_api_key(service: dict[str, Any]
 
 
 def test_the_service_reads_the_api_key_of_its_pod() -> None:
-    """Without this the manifests would start an open service."""
+    """Without it the service would need no key."""
     assert any("SECATEUR_API_KEY" in path.read_text() for path in (ROOT / "cluster").rglob("*.py"))
 
 
@@ -410,7 +410,7 @@ def pod_monitor() -> dict[str, Any]:
 
 
 def scraped(endpoint: dict[str, Any], service: dict[str, Any]) -> list[dict[str, Any]]:
-    """The groups whose pods an endpoint keeps, by its relabeling."""
+    """Return the groups whose pods an endpoint keeps after relabeling."""
     groups = {"head": head(service), "worker": worker_group(service)}
     label = "__meta_kubernetes_pod_label_ray_io_node_type"
     keep = [r["regex"] for r in endpoint["relabelings"] if (r["action"], r["sourceLabels"]) == ("keep", [label])]
@@ -418,7 +418,7 @@ def scraped(endpoint: dict[str, Any], service: dict[str, Any]) -> list[dict[str,
 
 
 def test_the_pod_monitor_finds_the_pods_and_every_port(service: dict[str, Any]) -> None:
-    """A name that no container declares is no error anywhere: Prometheus would find no target."""
+    """An undeclared port name is not an error, but Prometheus would find no target."""
     assert pod_monitor()["selector"]["matchLabels"]["ray.io/originated-from-cr-name"] == service["metadata"]["name"]
     for endpoint in pod_monitor()["podMetricsEndpoints"]:
         groups = scraped(endpoint, service)
@@ -479,7 +479,7 @@ needs_schema = pytest.mark.skipif(
 
 
 def closed(schema: Any) -> Any:
-    """The same schema, refusing keys it does not know: as published it accepts every typo."""
+    """Return the schema with unknown keys forbidden; as published, it accepts typos."""
     if isinstance(schema, list):
         return [closed(item) for item in schema]
     if not isinstance(schema, dict):

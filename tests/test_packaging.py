@@ -1,4 +1,4 @@
-"""The package as it is installed: extras and pins, what the wheel ships, and the commands the README names."""
+"""The installed package: extras and pins, the wheel's content, and the documents' commands."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def requirements(lines: list[str]) -> dict[str, Requirement]:
 
 
 def extra(name: str) -> dict[str, Requirement]:
-    """What an extra installs beyond the base, with the extras of our own it includes."""
+    """Return the packages that an extra adds, including those of extras that it includes."""
     found = requirements(PROJECT["optional-dependencies"][name])
     if own := found.pop(PROJECT["name"], None):
         for included in own.extras:
@@ -44,7 +44,7 @@ def extra(name: str) -> dict[str, Requirement]:
 
 
 def imported(package: str) -> set[str]:
-    """Top-level names of the modules from elsewhere that a package of ours imports, anywhere in its files."""
+    """Return the third-party top-level modules that one of our packages imports."""
     names: set[str] = set()
     for path in (ROOT / package).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -98,7 +98,7 @@ def test_an_extra_includes_the_smaller_ones() -> None:
 
 
 def test_triton_comes_with_torch_and_is_asked_for_by_tests_alone() -> None:
-    """A machine without CUDA never needs it to serve; its tests run the kernels in Triton's interpreter."""
+    """Serving without CUDA does not need Triton; tests run the kernels in its interpreter."""
     assert "triton" not in extra("serve") and "triton" in extra("test")
 
 
@@ -121,7 +121,7 @@ def test_discovery_finds_our_five_packages_and_everything_in_them() -> None:
 
 @pytest.fixture(scope="module")
 def shipped(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """The names in a wheel, built from a copy with the setuptools that is installed."""
+    """Return the names in a wheel built from a copy with the installed setuptools."""
     copy = tmp_path_factory.mktemp("copy")
     for name in ("pyproject.toml", "README.md", "LICENSE", "NOTICE"):
         shutil.copy(ROOT / name, copy)

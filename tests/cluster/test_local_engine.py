@@ -1,4 +1,4 @@
-"""An engine as plain processes: it comes up, it answers, its death is told, and nothing is ever left of it."""
+"""An engine as plain processes: start, requests, failures, and no process left afterwards."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_a_dead_engine_fails_pending_and_later_requests(tmp_path: Path) -> None:
 
 
 def test_the_report_of_the_dead_rank_is_waited_for(tmp_path: Path) -> None:
-    """The socket tells of a death first: of requests from before it and from after it, both hear the reason."""
+    """The socket closes first; requests from before and after it get the watcher's reason."""
 
     async def body(client: EngineClient, fake: FakeEngine) -> None:
         fake.hold.set()
@@ -202,7 +202,7 @@ def test_an_engine_answers_and_leaves_no_process(config: EngineConfig) -> None:
 
 @needs_models
 def test_ranks_listen_on_loopback_alone_and_the_store_stops_listening(config: EngineConfig) -> None:
-    """Verifier and drafter are in the same groups: a store that listened would be one address more of the verifier."""
+    """A store that still listened would be another address of the verifier."""
 
     async def main() -> list[list[str]]:
         engine = LocalEngine(config)

@@ -1,4 +1,4 @@
-"""Which of several ended ranks is blamed."""
+"""The root cause among several exited ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In one message with requests of every kind, each gets the tree that it gets alone."""
+"""In a message with requests of every kind, each gets the same tree as alone."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def requests(has_features: bool) -> list[Request]:
 
 
 def reply(proposer: Proposer, which: list[int], width: int, *, is_even: bool) -> DraftReply:
-    """Build a message about some of the requests. is_even: only with rules that n-gram lookup supports."""
+    """Build a message for some of the requests. is_even: only with rules that n-gram lookup supports."""
     own = [requests(width > 0)[i] for i in which]
     inputs = {r: DraftInput(r.tokens[r.num_fed :], *ASKED[i][3:]) for i, r in zip(which, own, strict=True)}
     if is_even:

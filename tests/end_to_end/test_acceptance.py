@@ -1,4 +1,4 @@
-"""What the bundled EAGLE-3 head is worth on text it has never seen: trees, and the chain of the same head."""
+"""Acceptance of the bundled EAGLE-3 head on held-out text: trees, and the chain of the same head."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from workers.comm.ipc import Speculation
 
 
 def acceptance_length(runner: Runner, num_tokens: int | None = None) -> float:
-    """Greedy tokens per verification that had drafts, 1 + accepted / drafts, over held-out prompts."""
+    """Return the greedy acceptance length, 1 + accepted / drafts, over held-out prompts."""
     jobs = [
         GenerationJob(prompt=prompt, speculation=Speculation(num_speculative_tokens=num_tokens))
         for prompt in prompts(25)

@@ -1,4 +1,4 @@
-"""Requests meant to stop a service, against a real one with a real engine: it goes on serving everybody else."""
+"""Hostile requests to a real service with a real engine, which keeps serving all others."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def ask(url: str, path: str, body: Any, wait_s: float = 60.0) -> int | None:
-    """The status of the answer; None for a client that left after `wait_s`."""
+    """Return the response's status; None if the client disconnected after `wait_s`."""
     try:
         return httpx2.post(url + path, json=body, timeout=httpx2.Timeout(60, read=wait_s)).status_code
     except httpx2.ReadTimeout:
@@ -43,7 +43,7 @@ def all_at_once(url: str, path: str, body: Any, wait_s: float = 60.0) -> list[in
 
 
 def check_serves(url: str) -> None:
-    """A short prompt, a chat and a text get their answers; health says the same."""
+    """Check that a short prompt, a chat and a text are answered and that the service is healthy."""
     chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
     assert ask(url, "/v1/completions", {"prompt": "a", "max_tokens": 1}) == 200
     assert ask(url, CHAT, chat) == 200
@@ -91,6 +91,6 @@ def is_tokenizing(pid: int) -> bool:
 
 
 def peak_of(pid: int) -> int:
-    """Resident memory at its highest, KiB."""
+    """Return the peak resident memory in KiB."""
     status = Path(f"/proc/{pid}/status").read_text()
     return int(status.split("VmHWM:")[1].split()[0])

@@ -1,4 +1,4 @@
-"""Classes of transformers in CUDA graphs, on a simulated device: which can be captured, and what their replays say."""
+"""transformers' classes in CUDA graphs, on a simulated device: which can be captured, and their replays' results."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ STEPS = [
     [pytest.param(name, marks=[] if name in IN_BRIEF else pytest.mark.full) for name in KNOWN],
 )
 def test_replayed_steps_equal_eager_steps(tmp_path: Path, name: str) -> None:
-    """Experts in 16 bits: in others their product looks at the host."""
+    """Experts in 16 bits, because their product synchronizes with the host in other types."""
     model_type, settings = checkpoints.ARCHITECTURES[name]
     path = checkpoints.write_model(tmp_path, model_type, **settings)
     spec = read_spec(path)

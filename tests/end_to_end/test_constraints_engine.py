@@ -1,7 +1,7 @@
-"""Real engines with constrained requests: every token is what a plain loop over transformers' logits says.
+"""Real engines with constrained requests: every token equals that of a plain loop over transformers' logits.
 
-One engine per shape of speculation; all of a kind's requests run among those of the other kinds. The loop has no tree,
-no cache and no tensors but the model's logits: constraints by the oracle, then the shared noise.
+There is one engine per kind of speculation; requests with all kinds of constraints run together. The loop has no trees
+and no cache: it applies the constraints by the oracle and adds the shared noise.
 """
 
 from __future__ import annotations
@@ -57,19 +57,19 @@ def some_prompts() -> list[list[int]]:
 
 @cache
 def free_texts() -> list[list[int]]:
-    """What the target says unconstrained; the constraints are cut to hit it."""
+    """Return the target's unconstrained output, from which the constraints are made."""
     torch.set_num_threads(1)
     return transformers_greedy(some_prompts(), NUM_TOKENS)
 
 
 @cache
 def ends() -> tuple[int, ...]:
-    """End tokens that come early in every text unless something keeps them away."""
+    """Return end tokens that come early in every text unless they are forbidden."""
     return tuple(sorted({text[3] for text in free_texts()}))
 
 
 def constraints(kind: str, free: list[int]) -> Constraints:
-    """Constraints that the unconstrained text `free` violates."""
+    """Return constraints that the unconstrained text `free` violates."""
     frequent = [token for token, _ in Counter(free).most_common(3)]
     bias = {free[0]: -3.0, free[5]: -100.0, 300: 2.5}
     bad_words = [[frequent[0]], free[4:6], free[7:10], free[10:12]]
@@ -103,7 +103,7 @@ def constraints(kind: str, free: list[int]) -> Constraints:
 
 
 def jobs(sampling: str) -> list[GenerationJob]:
-    """Every prompt under every kind of constraint."""
+    """Return jobs for every prompt under every kind of constraint."""
     return [
         GenerationJob(
             prompt=prompt,
@@ -118,7 +118,7 @@ def jobs(sampling: str) -> list[GenerationJob]:
 
 @cache
 def truth(sampling: str) -> list[list[int]]:
-    """Each job's tokens by the plain loop."""
+    """Return each job's tokens by the plain loop."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(BUNDLED / "target", dtype=torch.float32)
@@ -187,7 +187,7 @@ def test_every_kind_of_constraint_changes_the_output() -> None:
 
 @pytest.mark.slow
 def test_sampled_drafts_never_break_a_hard_constraint(rejecting: Runner) -> None:
-    """`rejection` promises the law, not the tokens: what is forbidden must still never come."""
+    """`rejection` guarantees the distribution, not the tokens; forbidden tokens must still never occur."""
     sampled = under_rejection("sampled")
     for job, answer in zip(sampled, rejecting.run(sampled, concurrency=8), strict=True):
         asked = job.sampling.constraints

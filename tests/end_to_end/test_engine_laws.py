@@ -1,9 +1,8 @@
-"""Every acceptance rule through the whole engine: the joint law of a request's first tokens is the target's own.
+"""Every acceptance rule in the whole engine: the joint distribution of a request's first tokens is the target's.
 
-Two tokens may each follow the law and still not be independent: what one step draws must share no noise with the next
-one's. So whole texts are counted, those of many requests that differ by seed alone, against the exact law of all texts
-of that length. Requests of every kind are in one batch, over a language of three tokens; seeds are fixed, so a test
-that passes always does.
+Tokens with the right marginals may still be dependent if two steps share noise. So whole texts of many requests that
+differ by seed alone are compared with the exact distribution of all texts of that length. Requests of every kind are in
+one batch, over a language of three tokens. Seeds are fixed, so the tests are deterministic.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ LEAST_P = 1e-4
 
 
 class Mild(RandomLanguage):
-    """No text is rare, and the draft is wrong often: what is drawn after a rejection shall tell."""
+    """A language without rare texts and a drafter that is often wrong, so that rejections are frequent."""
 
     def __init__(self) -> None:
         super().__init__(vocab=V, error=2.0, seed=5)
@@ -48,14 +47,14 @@ LANGUAGE = Mild()
 
 @dataclass(frozen=True)
 class Kind:
-    """Requests that differ by seed alone."""
+    """Return requests that differ by seed alone."""
 
     num: int
     sampling: SamplingParams = SamplingParams()
     speculation: Speculation = Speculation()
 
     def law(self, length: int) -> dict[Path, float]:
-        """Of the first tokens, whatever is drafted."""
+        """Return the exact distribution of the first tokens."""
         own = self.sampling
 
         def p(output: Path) -> np.ndarray:
@@ -91,7 +90,7 @@ FEW = {
 
 @dataclass(frozen=True)
 class Service:
-    """How an engine drafts."""
+    """The settings of an engine's drafter."""
 
     tree: TreeConfig = TreeConfig(kind="dynamic", num_speculative_tokens=5, max_depth=3, max_children=2)  # noqa: RUF009
     method: Literal["eagle3", "draft_model"] = "eagle3"
@@ -127,14 +126,14 @@ SERVICES = {
 
 
 class Crowd(Bench):
-    """Many short requests, a hundred at a time."""
+    """Run many short requests, a hundred at a time."""
 
     def step(self) -> None:
         self.engine.step()
         self._read()
 
     def texts(self, kinds: dict[str, Kind]) -> dict[str, dict[int, Path]]:
-        """The first tokens of each kind's requests by their seeds; the kinds come mixed."""
+        """Return the first tokens of each kind's requests by seed; requests of all kinds are mixed."""
         order = [kind for kind, of in kinds.items() for _ in range(of.num)]
         np.random.default_rng(0).shuffle(order)
         for seed, kind in enumerate(order):  # also its id here
@@ -155,7 +154,7 @@ def crowd(how: Service) -> Crowd:
 
 
 def p_value(texts: Collection[Path], law: dict[Path, float]) -> float:
-    """Of texts that are said to follow the law, by chi-square."""
+    """Return the p-value of a chi-square test of texts against the distribution."""
     seen = Counter(texts)
     assert not any(count and not law[text] for text, count in seen.items()), "an impossible text"
     often = [text for text in law if law[text] * len(texts) >= MIN_EXPECTED]
@@ -168,7 +167,7 @@ def p_value(texts: Collection[Path], law: dict[Path, float]) -> float:
 
 
 def assert_law(texts: dict[str, dict[int, Path]], kinds: dict[str, Kind]) -> None:
-    """Of whole texts, and of their first two tokens: fewer outcomes show a weaker dependence."""
+    """Test whole texts and their first two tokens, whose fewer outcomes show weaker dependence."""
     for kind, of in kinds.items():
         for length in (2, LENGTH):
             p = p_value([text[:length] for text in texts[kind].values()], of.law(length))

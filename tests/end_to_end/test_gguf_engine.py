@@ -1,4 +1,4 @@
-"""A GGUF file behind an engine says what transformers says of the checkpoint that it becomes."""
+"""An engine with a GGUF file gives the tokens of transformers with the converted checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may be asked of a real engine over HTTP: log probabilities, several answers, forbidden and forced tokens."""
+"""Requests to a real engine over HTTP: log probabilities, several choices, forbidden and forced tokens."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_a_request_whose_bad_words_leave_no_token_is_still_answered(client: Clie
 def test_requests_at_the_limits_are_answered(
     client: Client, tokenizer: Tokenizer, how: dict[str, Any] | None, asked: dict[str, Any]
 ) -> None:
-    """What the engine cannot hold would end it, and everybody's answers."""
+    """A request beyond the engine's limits would stop the engine and all answers."""
     answer = complete(client, **{"ignore_eos": True, "speculative": how, "return_token_ids": True, **asked})
     assert answer.usage.completion_tokens == 12
     for word in tokenizer.bad_words(asked.get("bad_words", ())):  # " returns" is a token of its own, not forbidden

@@ -1,4 +1,4 @@
-"""The law of the served text, end to end: HTTP, tokenizer, engine, drafter and verifier, against the exact one."""
+"""The distribution of served text, end to end: HTTP, tokenizer, engine, drafter and verifier."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MIN_EXPECTED = 8
 
 
 def exact_law() -> dict[tuple[int, ...], float]:
-    """Probability of every continuation of LENGTH tokens under top-k sampling, by enumeration with transformers."""
+    """Return the probability of every continuation of LENGTH tokens under top-k sampling, by enumeration."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(BUNDLED / "target", dtype=torch.float32)
@@ -40,7 +40,7 @@ def exact_law() -> dict[tuple[int, ...], float]:
 
 
 async def sample(base_url: str) -> Counter[tuple[int, ...]]:
-    """SAMPLES answers to one prompt, sixteen at a time, each with a seed of its own."""
+    """Return SAMPLES answers to one prompt, sixteen at a time, with different seeds."""
     seats = asyncio.Semaphore(16)
     async with AsyncClient(base_url) as client:
 

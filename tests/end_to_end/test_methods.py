@@ -1,8 +1,8 @@
-"""Every draft method in a real engine: the output is what the target says without a drafter, greedy and seeded.
+"""Every draft method in a real engine: the output equals that without a drafter, greedy and seeded.
 
-A random head would be accepted by chance alone, whatever it is fed. So target and heads are taught a permutation here:
-after token t the target says p(t), and the head finds p(t_j) from the feature of t_{j-1} only. It is right if and only
-if the features are the right ones, at the right tokens, for committed rows and tree nodes alike.
+Drafts of a random head would be accepted by chance alone, for any input. So the weights implement a permutation: after
+token t the target generates p(t), and the head finds p(t_j) from the feature of t_{j-1} only. Its drafts are accepted
+only if every committed row and tree node gets the right feature with its token.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def engine(target: Path, draft: DraftConfig) -> EngineConfig:
 
 
 def teach_permutation(path: Path) -> Path:
-    """One-hot embeddings, layers that add nothing, and the permutation in the vocabulary head and the head's fc."""
+    """Replace weights: one-hot embeddings, layers that add nothing, the permutation in LM head and fc."""
     size = checkpoints.BASE["hidden_size"]
     assert isinstance(size, int)
     successor = torch.randperm(size, generator=torch.Generator().manual_seed(0))
@@ -94,7 +94,7 @@ def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def some_prompts(runner: Runner) -> list[list[int]]:
-    """The bundled target's prompts repeat themselves, for lookup to find something."""
+    """The bundled target's prompts contain repetitions for lookup to find."""
     if runner.config.model_path == str(BUNDLED / "target"):
         return [prompt[:12] * 6 for prompt in prompts(3)]
     rng = random.Random(0)
@@ -121,7 +121,7 @@ def test_tokens_equal_those_without_speculation(runner: Runner, temperature: flo
 
 
 def test_how_the_service_samples_its_drafts_reaches_the_drafter() -> None:
-    """Trees of other draws, and so other texts: hybrid nodes keep all their children but the last from being drawn."""
+    """Hybrid nodes draw only their last child, so trees and texts differ."""
     jobs = [
         GenerationJob(prompt=prompt, max_tokens=24, sampling=SamplingParams(seed=seed))
         for seed, prompt in enumerate(prompts(3))

@@ -1,7 +1,7 @@
-"""Real engines against the truth: greedy text is transformers' own, seeded text is the same however it is speculated.
+"""Real engines: greedy text equals transformers', and seeded text is the same with any speculation.
 
-One engine per (shape of speculation, target TP, draft TP); each answers alone and among neighbours. `--full` runs all
-50 bundled prompts, none of which was seen in training, instead of 6, and every shape under tensor parallelism.
+There is one engine per (kind of speculation, target TP, draft TP); requests run alone and in batches. `--full` runs all
+50 bundled, held-out prompts instead of 6, and every kind with tensor parallelism.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def truth(some_prompts: list[list[int]]) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def seeded_truth(some_prompts: list[list[int]]) -> list[list[int]]:
-    """Every prompt under every seeded sampling, one request at a time, without speculation."""
+    """Run every prompt under every seeded sampling, one request at a time, without speculation."""
     with Runner(bundled()) as plain:
         return [answer.tokens for answer in plain.run(seeded_jobs(some_prompts))]
 
@@ -102,7 +102,7 @@ def test_seeded_tokens_do_not_depend_on_speculation_or_neighbours(
 def test_seeded_tokens_do_not_depend_on_the_request_s_own_speculation(
     some_prompts: list[list[int]], seeded_truth: list[list[int]]
 ) -> None:
-    """One batch in which every request asks for something else of the drafter."""
+    """One batch in which every request has other speculative settings."""
     settings = [
         Speculation(enabled=False),
         Speculation(num_speculative_tokens=1),

@@ -1,6 +1,6 @@
-"""Requests that lose their pages and compute them again: nothing else about them may change.
+"""Requests that lose their pages and compute them again have the same output.
 
-The fakes read their prefix out of paged memory that is wiped when a page is freed, so that nothing stale survives.
+The fakes read their prefix from paged memory, and a page is wiped when it is freed, so that stale content shows.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def bench_of(method: Any, tree: str, **settings: Any) -> Bench:
 
 
 def chunks(bench: Bench, id: int) -> list[TokenChunk]:
-    """Everything the front was told of a request, with its id made 0."""
+    """Return everything that the front received for a request, with its id replaced by 0."""
     told = [chunk for frame in bench.frames for chunk in frame.chunks if chunk.id == id]
     return [replace(chunk, id=0, num_cached_tokens=0) for chunk in told]
 
@@ -266,7 +266,7 @@ ENGINES: dict[str, EngineConfig] = {
     "engine", [pytest.param(name, marks=[] if name == "dynamic" else pytest.mark.full) for name in ENGINES]
 )
 def test_a_real_engine_short_of_pages_has_the_same_output(engine):
-    """Texts of many lengths under both rules, which together need several times the pages of the small pool."""
+    """Return texts of many lengths under both rules, which need several times the pages of the small pool."""
     samplings = [
         SamplingParams(temperature=0.0),
         SamplingParams(),

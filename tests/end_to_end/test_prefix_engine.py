@@ -1,4 +1,4 @@
-"""A long beginning that two requests share, in real engines: computed once, and nothing said differently.
+"""A long shared prefix of two requests in real engines: computed once, without a change of the output.
 
 `pytest -s` reports the time to the first token with and without it.
 """

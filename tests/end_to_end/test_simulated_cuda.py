@@ -1,4 +1,4 @@
-"""Engines on a simulated CUDA device: graphs, Triton's launches and copies as on a GPU, and the tokens of a CPU."""
+"""Engines on a simulated CUDA device, with graphs, Triton launches and copies, give the CPU's tokens."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_replay_reads_its_buffers_alone() -> None:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target whose middle layer has a window, drafters for it, and both as classes of transformers."""
+    """Write a target whose middle layer has a window, drafters for it, and models for transformers' classes."""
     root = tmp_path_factory.mktemp("models")
     windowed = checkpoints.sliding(9, "full_attention", "sliding_attention", "full_attention")
     checkpoints.write_model(root / "target", "qwen2", num_hidden_layers=3, **windowed)
@@ -121,7 +121,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Alone(World):
-    """A rank whose pools are all that there are."""
+    """A rank that sizes its pools without peers."""
 
     def gather_number(self, value: int) -> list[int]:
         return [value] * self.config.world_size
@@ -131,7 +131,7 @@ class Alone(World):
 
 
 class Drafter:
-    """Both ends of the link to a drafter in this thread; frames are bytes, on the device if that is how they travel."""
+    """Both ends of the link to a drafter in this thread; frames are bytes, on the device if the link is."""
 
     def __init__(self, config: EngineConfig, device: torch.device, draft: Callable[[DraftRequest], Message]) -> None:
         frames: deque[torch.Tensor] = deque()
@@ -174,7 +174,7 @@ class Run:
 
 
 def run(config: EngineConfig, jobs: list[Submit]) -> Run:
-    """All of them at once, by what worker processes would load for this config."""
+    """Run all jobs at once on the models that worker processes would load for this config."""
     with simulated_cuda() if config.device == "cuda" else nullcontext() as cuda:
         device = torch.device("cuda", 0) if cuda else torch.device("cpu")
         verifier, drafter = (
@@ -326,7 +326,7 @@ def test_a_class_of_transformers_drafts_and_verifies_in_graphs(models: Path) -> 
 
 
 def test_sending_features_does_not_make_the_sender_wait(models: Path) -> None:
-    """As over NCCL: the header alone passes through the host, and what the receiver asks of the message."""
+    """As over NCCL, only the header and the values that the receiver reads pass through the host."""
     config = config_for(models, "eagle3", DYNAMIC)
     assert config.draft is not None
     apart = replace(config, draft=replace(config.draft, placement="dedicated"))
@@ -350,7 +350,7 @@ def test_sending_features_does_not_make_the_sender_wait(models: Path) -> None:
 def test_split_models_give_the_cpus_tokens(
     models: Path, monkeypatch: pytest.MonkeyPatch, tree: TreeConfig, tp: int, draft_tp: int, placement: str
 ) -> None:
-    """Workers as they are started on GPUs, collectives in graphs included; gloo carries what NCCL would."""
+    """Start workers as on GPUs, with collectives in graphs; gloo replaces NCCL."""
     config = config_for(models, "eagle3", tree)
     assert config.draft is not None
     draft = replace(config.draft, tensor_parallel_size=draft_tp, placement=placement)  # type: ignore[arg-type]
@@ -368,6 +368,6 @@ def test_split_models_give_the_cpus_tokens(
 
 
 def test_a_simulated_engine_runs_in_sixteen_bits(models: Path) -> None:
-    """Other tokens than a CPU's, by rounding; but nothing that does not fit together."""
+    """Rounding gives other tokens than on a CPU, but all types must fit together."""
     made = run(config_for(models, "eagle3", AUTO, dtype="bfloat16"), jobs(COUPLED + OTHERS, "coupled", "rejection"))
     assert all(len(tokens) == 16 for tokens in made.tokens.values()) and made.num_drafts > 20

@@ -1,4 +1,4 @@
-"""An engine in which a forward takes longer than the step timeout: honest work is not taken for death."""
+"""A forward that takes longer than the step timeout does not count as a lost peer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct, from its package's GGUF file: greedy answers are transformers' own, however they are drafted.
+"""SmolLM2-135M-Instruct, from its package's GGUF file: greedy answers equal transformers' with any drafter.
 
 `--full` asks 50 questions instead of 4. Three key-value heads allow a tensor-parallel size of 3.
 """

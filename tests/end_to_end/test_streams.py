@@ -1,4 +1,4 @@
-"""Two hundred streams at once over HTTP: each says what the same request says alone."""
+"""Two hundred concurrent streams over HTTP: each has the output of the same request alone."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KINDS: list[dict[str, Any]] = [
 
 
 def requests() -> list[dict[str, Any]]:
-    """Prompts of many lengths; every four have the beginning of one text in common."""
+    """Return prompts of many lengths; groups of four share a prefix."""
     texts = prompts()
     return [
         {
@@ -42,13 +42,13 @@ def requests() -> list[dict[str, Any]]:
 
 
 class Streams:
-    """How many are open, and the most that ever were."""
+    """Counts the open streams, and their maximum."""
 
     def __init__(self) -> None:
         self.num_open = self.most = 0
 
     async def read(self, client: AsyncClient, request: dict[str, Any]) -> list[list[int]]:
-        """The tokens of each chunk."""
+        """Return the tokens of each chunk."""
         self.num_open += 1
         self.most = max(self.most, self.num_open)
         asked = {name: value for name, value in request.items() if name != "prompt"}

@@ -63,7 +63,7 @@ def test_greedy_tokens_equal_transformers_generate(tree: TreeConfig | None, trut
 
 @pytest.mark.parametrize("options", [{"enforce_eager": True}, {"kernels": "torch"}], ids=["eager", "torch"])
 def test_neither_graphs_nor_kernels_change_a_token(options: dict[str, object], truth: list[list[int]]) -> None:
-    """The tests above run Triton kernels from graphs."""
+    """The other tests run Triton kernels from graphs."""
     jobs = [GenerationJob(prompt=prompt, max_tokens=NUM_TOKENS) for prompt in prompts(12)]
     with Runner(on_cuda(DYNAMIC, **options)) as runner:
         assert [answer.tokens for answer in runner.run(jobs, concurrency=8)] == truth
@@ -110,7 +110,7 @@ def test_bfloat16_logits_stay_within_five_percent_of_float32() -> None:
 
 
 def prompt_logits(dtype: torch.dtype) -> torch.Tensor:
-    """Logits [N, V] of one prompt, run as a single chunk."""
+    """Return the logits [N, V] of one prompt, run as a single chunk."""
     path, tokens = BUNDLED / "target", torch.tensor(prompts(6)[0], dtype=torch.int32)
     model = Decoder.load(path, read_spec(path), device="cuda", dtype=dtype)
     count, page_size = len(tokens), 16

@@ -57,7 +57,7 @@ def test_random_batches_with_windows(seed: int) -> None:
 
 @pytest.mark.parametrize("num_tokens", [1, 17, 300, 2000])
 def test_overlapping_moves_of_real_pools(num_tokens: int) -> None:
-    """Many tokens, because a race between the threads of a program would not show with few."""
+    """Many tokens, because a race between the threads of a program needs them to show."""
     pool = torch.randn(8, 4096, 2, 8, 128, dtype=torch.bfloat16, device="cuda")
     expected = pool.clone()
     order = torch.randperm(4096, generator=torch.Generator().manual_seed(num_tokens)).cuda()

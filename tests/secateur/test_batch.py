@@ -1,4 +1,4 @@
-"""Batch files: checked whole before anything is sent, and every custom_id answered exactly once, whatever happens."""
+"""Batch files: validated before anything is sent, and every custom_id is answered exactly once in all cases."""
 
 import asyncio
 import hashlib
@@ -52,7 +52,7 @@ def read_output(path: Path) -> dict[str, BatchOutputLine]:
 
 
 class Service:
-    """In-process service: `fails` maps a prompt to the status it gets. Counts what is in flight."""
+    """An in-process service. `fails` maps a prompt to its status. Counts the requests in flight."""
 
     def __init__(self, fails: dict[str, int] | None = None) -> None:
         self.fails = fails or {}
@@ -239,7 +239,7 @@ def test_requests_and_answers_may_contain_any_character(tmp_path, output):
 
 @pytest.fixture
 def answered(source, output) -> dict[str, BatchOutputLine]:
-    """What a run has answered."""
+    """Return the answers of a run."""
     Service().run(source, output)
     return read_output(output)
 
@@ -297,7 +297,7 @@ def test_a_moved_or_reformatted_line_has_not_changed(source, output, answered):
 
 @pytest.mark.parametrize("number", [0, 29])
 def test_an_output_of_another_input_is_an_error_and_unchanged(tmp_path, output, answered, number):
-    """One line in common, or none: an output of other questions is somebody's work."""
+    """An output of another input must not be lost, even if it shares a line."""
     other = write(tmp_path / "other.jsonl", line(f"q-{number}"), line("mine"))
     before, digests, service = output.read_bytes(), digests_path(output).read_bytes(), Service()
     with pytest.raises(BatchError, match=r"out.jsonl holds 29 answers .* not have \(custom_id 'q-\d+' is one\)"):
@@ -328,7 +328,7 @@ def test_failed_answers_to_removed_lines_are_ignored(source, output):
 
 @pytest.mark.parametrize("lost", ["all", "some"])
 def test_answers_without_digests_are_kept_with_one_warning(source, output, answered, lost):
-    """As older versions leave them."""
+    """Older versions wrote no digests."""
     kept = digests_path(output).read_bytes().splitlines(keepends=True)[:10] if lost == "some" else []
     digests_path(output).write_bytes(b"".join(kept))
     idle = Service()
@@ -350,7 +350,7 @@ def test_an_answer_with_a_matching_digest_replaces_one_without(source, output, a
 
 
 def test_a_run_killed_at_any_byte_can_be_resumed(tmp_path, output):
-    """Of the files as they grow together: a digest, then its answer."""
+    """Return every prefix of the two files as they grow: a digest, then its answer."""
     source = write(tmp_path / "in.jsonl", *[line(f"q-{n}") for n in range(3)])
     Service().run(source, output, concurrency=1)
     answers, digests = output.read_bytes(), digests_path(output).read_bytes()
@@ -400,7 +400,7 @@ def test_a_run_killed_between_the_rewrites_still_detects_changes(source, output,
 
 
 def test_a_missing_final_newline_does_not_join_two_answers(source, output, answered):
-    """The last of 29 answers is whole but for its newline, and one is still to come."""
+    """The last of 29 answers lacks its newline, and one answer is missing."""
     lines = output.read_bytes().splitlines(keepends=True)
     output.write_bytes(b"".join(lines[:-1])[:-1])
     again = Service()
@@ -646,7 +646,7 @@ def test_the_progress_bar_starts_at_the_lines_already_done():
 
 
 def test_digests_equal_those_of_earlier_versions():
-    """Another spelling would answer every line of every batch again."""
+    """Another encoding would answer every line of every batch again."""
     asked = BatchInputLine.model_validate(line("a", body={"prompt": "世", "max_tokens": 4}))
     same = BatchInputLine.model_validate(line("b", body={"max_tokens": 4, "prompt": "世"}))
     spelled = '["POST","/v1/completions",{"max_tokens":4,"prompt":"世"}]'

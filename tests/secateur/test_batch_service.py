@@ -1,4 +1,4 @@
-"""A batch job against the real service, killed half-way: nothing is lost, nothing is answered twice."""
+"""A batch job against the real service, killed half-way: every line is answered exactly once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def batch_run(source: Path, output: Path, base_url: str) -> subprocess.Popen[str
 
 
 def write_requests(path: Path) -> set[str]:
-    """Completions and chats in turn, greedy and sampled, some without speculation."""
+    """Return alternating completions and chats, greedy and sampled, some without speculation."""
     ids = [f"line-{n}" for n in range(NUM_LINES)]
     with path.open("w") as file:
         for n, custom_id in enumerate(ids):

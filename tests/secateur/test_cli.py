@@ -1,4 +1,4 @@
-"""The command line: fast refusals before anything starts, flags over file over defaults, streaming to stdout."""
+"""The command line: errors before anything starts, precedence of flags, file and defaults, streaming."""
 
 import contextlib
 import io

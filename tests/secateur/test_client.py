@@ -1,4 +1,4 @@
-"""The client: what it sends, what it makes of answers, when it tries again, and that it closes what it opened."""
+"""The client: requests, responses, retries, and closed connections."""
 
 import asyncio
 import http.server
@@ -44,7 +44,7 @@ def stream_of(*texts: str, end: str = SSE_DONE) -> httpx2.Response:
 
 
 class Service:
-    """Answers in order and remembers the requests. An answer may be an exception to raise."""
+    """Answers in order and records the requests. An answer may be an exception to raise."""
 
     def __init__(self, *answers) -> None:
         self.answers = list(answers)
@@ -69,7 +69,7 @@ class Service:
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch):
-    """Delays are recorded, not slept."""
+    """Record delays instead of sleeping."""
     delays: list[float] = []
     monkeypatch.setattr("secateur.client.time.sleep", delays.append)
 
@@ -411,7 +411,7 @@ async def test_the_async_client_behaves_alike(no_waiting):
 
 
 class Wire(http.server.BaseHTTPRequestHandler):
-    """An endless stream that notices when its reader leaves."""
+    """An endless stream that records when it is closed."""
 
     protocol_version = "HTTP/1.1"
     reader_left: threading.Event

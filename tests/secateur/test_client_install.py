@@ -1,4 +1,4 @@
-"""Where only the client is installed: what works without the packages that run models, and what the rest says."""
+"""A client-only installation: what works without the serving packages, and the errors of the rest."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ BESIDE_PLOTS = [name for name in LACKING if name not in ("matplotlib", "numpy")]
 
 
 def run(*args: str, lacking: list[str] = LACKING) -> subprocess.CompletedProcess[str]:
-    """A command in a process that cannot import what a client's installation lacks."""
+    """Run a command in a process that cannot import the packages missing in a client's installation."""
     code = f"import sys; sys.modules.update(dict.fromkeys({lacking})); from secateur import cli; sys.exit(cli.main())"
     return subprocess.run([sys.executable, "-c", code, *args], cwd=ROOT, capture_output=True, text=True, timeout=60)
 
 
 class Wire(http.server.BaseHTTPRequestHandler):
-    """A service that streams three tokens."""
+    """Run a service that streams three tokens."""
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
@@ -109,7 +109,7 @@ def test_the_suggested_extra_exists() -> None:
 
 
 class Installed:
-    """A distribution of which only direct_url.json is read."""
+    """A distribution with a direct_url.json."""
 
     def __init__(self, origin: dict[str, object] | None) -> None:
         self._origin = origin

@@ -1,4 +1,4 @@
-"""The configuration users type: what is accepted, what it becomes, and what a refusal says."""
+"""The users' configuration: accepted values, derived values, and error messages."""
 
 import sys
 import warnings

@@ -1,4 +1,4 @@
-"""Files of JSON, one value a line: a line ends with \\n or \\r\\n, and no other character ends one."""
+r"""JSON Lines: a line ends with \n or \r\n and with no other character."""
 
 from __future__ import annotations
 

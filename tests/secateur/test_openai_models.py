@@ -1,4 +1,4 @@
-"""The OpenAI wire: what requests are accepted, and that OpenAI's own types read our answers."""
+"""OpenAI's protocol: which requests are accepted, and that OpenAI's types parse our responses."""
 
 import json
 
@@ -54,14 +54,14 @@ def chat(**fields) -> ChatCompletionRequest:
 
 
 def refusal(build, **fields) -> Problem:
-    """The first thing that is wrong."""
+    """Return the first problem."""
     with pytest.raises(ValidationError) as caught:
         build(**fields)
     return problems_of(caught.value, SamplingRequest.model_fields)[0]
 
 
 def read_as(model: type[BaseModel], answer: BaseModel) -> BaseModel:
-    """`answer` through JSON into OpenAI's type, which is strict on literals and required fields."""
+    """Parse `answer` as OpenAI's type, which is strict about literals and required fields."""
     return model.model_validate_json(answer.model_dump_json())
 
 
@@ -180,7 +180,7 @@ AS_VLLM_HAS_IT = {("CompletionRequest", "logprobs", "boolean")}  # true is 1
 
 
 def types_of(schema) -> set[str]:
-    """What JSON types a field's schema allows."""
+    """Return the JSON types that a field's schema allows."""
     found = {schema["type"]} if "type" in schema else {"object"} if "$ref" in schema else set()
     return found.union(*(types_of(option) for option in schema.get("anyOf", [])))
 

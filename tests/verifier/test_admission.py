@@ -1,4 +1,4 @@
-"""What is settled when a request arrives: its acceptance rule, the limits of its trees, whether it fits."""
+"""Admission sets a request's acceptance rule and tree limits, or rejects it."""
 
 from __future__ import annotations
 

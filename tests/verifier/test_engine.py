@@ -1,4 +1,4 @@
-"""The loop over fakes that read their prefix out of paged memory: what comes out, what is counted, what is freed."""
+"""The engine loop with fakes that read their prefix from paged memory: output, counters, freed pages."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_an_impossible_request_gets_an_error_with_the_reason(prompt, max_tokens,
 
 @pytest.mark.parametrize("num_logprobs", [0, 2])
 def test_log_probabilities_are_those_of_the_tokens_that_were_kept(num_logprobs):
-    """Also where a stop token ends the answer inside an accepted draft. Asking for 0 asks for the token's own."""
+    """Also if a stop token ends the answer inside an accepted draft. 0 requests the token's own log probability."""
     language = RandomLanguage(error=0.1)
     params = SamplingParams(seed=3, num_logprobs=num_logprobs)
     text = say(language, [5, 6], 30, params)
@@ -210,7 +210,7 @@ def test_a_long_prompt_does_not_stop_the_others():
 
 @pytest.mark.parametrize("method", [None, "eagle3"])
 def test_plain_rows_keep_their_own_sampling_beside_a_prompt_that_is_not_done(method):
-    """As many rows draw as there are requests that decode, but the step holds one request more."""
+    """As many rows are sampled as requests decode, but the step has one request more."""
     language, off = RandomLanguage(), Speculation(enabled=False)
     with Bench(language, method, CHAIN_3, max_num_batched_tokens=8) as bench:
         ids = [bench.submit([3 + i], 20, params, speculation=off) for i, params in enumerate(PARAMS[1:])]
@@ -269,7 +269,7 @@ CONSTRAINTS = {
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("constraints", CONSTRAINTS.values(), ids=CONSTRAINTS)
 def test_a_perfect_draft_is_accepted_whole_under_constraints(constraints, temperature):
-    """The drafter hears of the constraints, and of whom: the request before this one is fed and gets no tree."""
+    """The drafter gets the constraints with the request's index: the previous request is fed and gets no tree."""
     language, params = RandomLanguage(vocab=8, error=0.0), SamplingParams(temperature=temperature, seed=5)
     with Bench(language, "eagle3", CHAIN_3, eos_token_ids=(7,)) as bench:
         bench.submit([7], 60, params, speculation=Speculation(num_speculative_tokens=0), ignore_eos=True)
@@ -292,7 +292,7 @@ def test_a_perfect_draft_is_accepted_whole_with_any_truncation(cut):
 
 @pytest.mark.parametrize("method", [None, "eagle3"])
 def test_a_bad_word_begins_and_ends_in_the_answer(method):
-    """As in vLLM: what the prompt says is not the model's."""
+    """As in vLLM, words that begin in the prompt do not count."""
     with Bench(Counting(), method, CHAIN_3) as bench:
 
         def text(prompt: list[int], *words: list[int]) -> list[int]:
@@ -315,7 +315,7 @@ def test_stop_tokens_wait_for_the_minimum_length_like_the_end_of_text():
 @pytest.mark.parametrize("method", ["eagle3", "draft_model"])
 @pytest.mark.parametrize("how", ["probabilistic", "hybrid"])
 def test_concurrent_requests_under_rejection_get_what_they_get_alone(method, how):
-    """Its draws, coins and last tokens follow its own seed, temperature and position."""
+    """Its draws, coins and last tokens depend on its own seed, temperature and position."""
     language = RandomLanguage(error=1.5)
     sampled = [replace(params, seed=11 + i) for i, params in enumerate(PARAMS * 3)]
     asked = [(Speculation(acceptance="rejection", draft_probs=i % 5 != 2), params) for i, params in enumerate(sampled)]
@@ -367,7 +367,7 @@ def test_an_abort_frees_a_waiting_and_a_running_request():
 
 
 def test_pages_of_an_aborted_request_serve_the_next_without_its_moves():
-    """A tree path accepted beside the first branch leaves a move pending; its pages may be reused at once."""
+    """A path accepted outside of the first branch leaves a pending move; its pages may be reused at once."""
     language = RandomLanguage(error=1.5)
     tree = TREES["dynamic"]
     with Bench(language, "eagle3", tree, num_pages=17) as bench:
@@ -444,14 +444,14 @@ def test_no_more_is_drafted_than_the_request_can_still_generate():
     ids=["chain", "static", "dynamic"],
 )
 def test_a_requested_depth_is_at_most_the_trees(tree, most):
-    """What a message says of depths is as long as the deepest: not all that a request may still say."""
+    """Arrays by depth in a reply are as long as the largest depth in the message, so it must not exceed the tree's."""
     with Bench(RandomLanguage(), "eagle3", tree) as bench:
         bench.ask([5, 6], 150, SamplingParams(temperature=0.0))
         assert max(int(request.max_depth_B.max()) for request in bench.drafter.requests) == most
 
 
 def test_an_unfinished_prompt_needs_no_whole_rows():
-    """Whole rows of the vocabulary are gathered and kept for those alone who draw."""
+    """Whole vocabulary rows are gathered and kept only for requests that sample."""
     wants_all = SamplingParams(temperature=1.0, seed=1, num_logprobs=2)
     with Bench(RandomLanguage(), "eagle3", CHAIN_3, max_num_batched_tokens=12) as bench:
         bench.submit([5, 6], 40, SamplingParams(temperature=0.0))
@@ -593,7 +593,7 @@ def test_preemptions_and_seconds_of_drafting_add_up():
 
 @pytest.mark.parametrize("tree", [TREES["chain"], TREES["static"]], ids=["chain", "static"])
 def test_sampled_drafts_keep_their_probabilities_beside_a_prompt_that_is_finished(tree):
-    """With fixed trees a seeded request under `rejection` says the same whoever joins."""
+    """With fixed trees a seeded request under `rejection` has the same output in any batch."""
     rejection = AcceptanceConfig(kind="rejection")
     params = SamplingParams(temperature=1.0, seed=7)
     with Bench(RandomLanguage(error=0.3), "eagle3", tree, acceptance=rejection) as bench:

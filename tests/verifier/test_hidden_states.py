@@ -1,4 +1,4 @@
-"""States that wait for the drafter: what is kept is what is read, and however requests come and go, they fit."""
+"""Hidden states that wait for the drafter: they are read as kept, and fit with any arrivals and departures."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_a_large_prompts_states_are_not_copied_to_be_beside_others(monkeypatch):
 
 
 def test_due_inputs_are_fed_first_in_the_same_order():
-    """Requests that insist on their own trees, then those that are owed too much, then those that could wait."""
+    """First requests with their own trees, then those over their backlog, then those that can wait."""
     asked = {"waits": 5, "due": 9, "insists": 4, "also due": 8}
     requests = {name: _request(name, count) for name, count in asked.items()}
     asking = {request: DraftInput([1] * asked[name], 3, 2) for name, request in requests.items()}
@@ -142,7 +142,7 @@ def test_due_inputs_are_fed_first_in_the_same_order():
 
 
 def test_the_row_behind_a_shared_prefix_waits_for_the_rest_of_its_prompt():
-    """Before anything of its own is computed, a request could be fed one row: a message that is saved."""
+    """Before its own tokens are computed, a request could be fed one row, which would cost a message."""
     config = EngineConfig(model_path="", draft=DraftConfig(method="eagle3", model_path="", tree=TreeConfig()))
     request = Request(
         Submit(id=0, prompt=[1] * 40, max_tokens=9), Rule.COUPLED, TreeLimits(num_speculative_tokens=3), 1

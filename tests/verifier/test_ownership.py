@@ -27,7 +27,7 @@ METHODS = {"append", "forget", "share"}
 
 
 def changes_of_requests(source: str) -> list[int]:
-    """The lines that assign to a field of a request, or change one in place."""
+    """Return the lines that assign to a field of a request or change it in place."""
     lines = []
     for node in ast.walk(ast.parse(source)):
         match node:
@@ -84,7 +84,7 @@ def test_no_other_module_has_code_that_changes_a_request():
 
 
 def watched(owner: Any, name: str, requests: list[Request], seen: set[str]) -> None:
-    """Make owner.name fail if a request changes while it runs."""
+    """Make owner.name fail if it changes a request."""
     call = getattr(owner, name)
 
     def checked(*args: Any, **kwargs: Any) -> Any:

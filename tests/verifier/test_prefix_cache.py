@@ -1,4 +1,4 @@
-"""Pages that requests share: who may find what, what is computed, and that no page is ever lost or wrong.
+"""Shared pages: which requests find which pages, what is computed, and that no page is lost or wrong.
 
 The fakes read their prefix out of paged memory that is wiped when a page changes hands; an EAGLE drafter is told the
 position and token of every feature. So a shared page with anything else in it than its tokens shows at once.
@@ -41,7 +41,7 @@ def bench_of(method: Any, tree: str = "dynamic", **settings: Any) -> Bench:
 
 
 def num_computed(bench: Bench, since: int = 0) -> int:
-    """Prompt rows that went through the target: those of a batch without trees."""
+    """Return the number of prompt rows computed by the target."""
     return sum(len(step.token_N) for step in bench.target.steps[since:] if len(step.sample_row_R) < len(step.token_N))
 
 
@@ -217,7 +217,7 @@ def test_without_drafting_under_auto_the_third_request_shares_the_prefix(monkeyp
 
 
 def test_undrafted_tokens_are_not_shared_with_drafting_requests():
-    """The last tokens of an answer are not fed: there is nothing left to draft."""
+    """The last tokens of an answer are not fed, because no drafts follow."""
     with Bench(Counting(), "eagle3", TREES["chain"]) as bench:
         said = bench.ask([1, 2], 15, GREEDY).tokens  # 3 .. 17, in four drafts of 4 but for the first token
         with_drafts, without = (

@@ -1,4 +1,4 @@
-"""One step's work, decided by a pure function of who waits, who runs and what is free."""
+"""The scheduler: a pure function of waiting and running requests and free pages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LIMITS = Limits(max_num_seqs=4, max_num_batched_tokens=50, page_size=16)
 def request(
     id: int, prompt: int = 10, max_tokens: int = 20, computed: int = 0, output: int = 0, pages: int = 0, nodes: int = 3
 ) -> Request:
-    """A request that holds so many pages; 0 nodes: it is never drafted for."""
+    """Return a request that holds this number of pages; 0 nodes: it never gets drafts."""
     limits = TreeLimits(num_speculative_tokens=nodes) if nodes else None
     made = Request(Submit(id=id, prompt=[1] * prompt, max_tokens=max_tokens), Rule.COUPLED, limits, 1)
     made.num_computed = computed
@@ -181,7 +181,7 @@ def test_a_chunk_that_happens_to_end_with_the_prompt_of_a_preempted_request_draw
 
 
 def drawn_rows(step: Step) -> list[int]:
-    """Of the packed step, without decoding requests."""
+    """Return the packed step's sampled rows, without decoding requests."""
     packed = StepInputs(LIMITS.page_size, ()).target_step(bare_roots([]), [], step.prefill)
     return packed.sample_row_R.tolist()
 
@@ -275,7 +275,7 @@ def test_scheduling_does_not_change_its_arguments():
     st.integers(8, 60), st.booleans(),
 )  # fmt: skip
 def test_many_arrivals_end_with_every_page_free(seed, seats, budget, nodes, page_size, pages, is_cached):
-    """All prompts are beginnings of one text, so that with a cache everybody shares pages with everybody."""
+    """All prompts are prefixes of one text, so that with a cache all requests share pages."""
     rng = random.Random(seed)
     limits = Limits(max_num_seqs=seats, max_num_batched_tokens=budget, page_size=page_size)
     allocator = PageAllocator(pages + 1)

@@ -72,7 +72,7 @@ def test_requests_without_a_tree_get_their_chain_or_bare_root_in_place():
 
 
 def entries(probs: DraftProbs) -> list[list[tuple[int, int]]]:
-    """Of each row: (id, weight)."""
+    """Return (id, weight) of each row."""
     pairs = list(zip(probs.id_S.tolist(), probs.weight_S.tolist(), strict=True))
     return [pairs[a:b] for a, b in pairwise(probs.offsets.tolist())]
 

@@ -1,4 +1,4 @@
-"""`secateur bench acceptance`: Sequoia's trees against all trees, the claims read from known rows, a real quick run."""
+"""`secateur bench acceptance`: Sequoia's trees against exhaustive search, the report of known rows, and a quick run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from secateur.token_tree import parse_token_tree
 
 
 def all_trees(num_nodes: int, max_depth: int, max_children: int) -> set[tuple]:
-    """Every tree of so many nodes, grown node by node."""
+    """Return every tree with this number of nodes."""
     trees: set[frozenset] = {frozenset()}
     for _ in range(num_nodes):
         grown = set()
@@ -168,7 +168,7 @@ def test_rows_measured_before_the_engine_died_are_written(monkeypatch, tmp_path)
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
-    """What the command would have measured."""
+    """Return the calls of the measurement."""
     calls: list[tuple] = []
     stand_in = types.ModuleType("cluster.bench.acceptance")
     stand_in.run = lambda *args, say: calls.append(args) or "done"  # type: ignore[attr-defined]

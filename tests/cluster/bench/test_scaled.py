@@ -1,4 +1,4 @@
-"""The cost-scaled target: the bundled one's function in a wider and deeper network, tensor by tensor and end to end."""
+"""The cost-scaled target computes the bundled target's function, tensor by tensor and end to end."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_wide_target_has_the_logits_of_the_bundled_one(size: str, tmp_path) 
 
 
 def test_only_weights_that_would_change_the_result_are_zero(tmp_path) -> None:
-    """A product that is skipped because a weight is zero would make the target look cheap."""
+    """A kernel could skip products with zero weights, and the target would seem cheaper."""
     write_target(BUNDLED / "target", tmp_path, TargetSize.parse("256x9"), torch.float32)
     for file in tmp_path.glob("*.safetensors"):
         for name, tensor in load_file(file).items():

@@ -1,4 +1,4 @@
-"""`secateur bench serve`: the figures of known streams, arrivals, modes; a real service under a quick load."""
+"""`secateur bench serve`: metrics of known streams, arrivals, modes, and a quick load on a real service."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_arrivals_follow_the_rate_and_repeat_with_the_seed(monkeypatch: pytest.M
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
-    """What the command would have measured."""
+    """Return the calls of the measurement."""
     calls: list[tuple] = []
     stand_in = types.ModuleType("cluster.bench.serve")
     stand_in.run = lambda *args, **more: calls.append((args, more)) or "done"  # type: ignore[attr-defined]
@@ -123,7 +123,7 @@ def test_wrong_arguments_are_reported_before_anything_is_loaded(flags, says, ask
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[FakeService]:
-    """Of the name fake-model, which answers everything with three tokens."""
+    """A service named fake-model whose answers have three tokens."""
     tokenizer = Tokenizer(str(BUNDLED_PROMPTS.parent / "target"))
     ids = [*tokenizer.encode("x = 1"), 0]
     with tempfile.TemporaryDirectory() as folder, fake_service(tokenizer, Path(folder), lambda _: [ids]) as service:
@@ -131,7 +131,7 @@ def running() -> Iterator[FakeService]:
 
 
 def bench_serve(service: FakeService, output: Path, *flags: str) -> dict[str, Any]:
-    """What the newest report holds."""
+    """Return the content of the newest report."""
     before = set(output.glob("*.json"))
     assert cli.main(["bench", "serve", "--base-url", service.url, "--quick", "--output", str(output), *flags]) == 0
     [file] = set(output.glob("*.json")) - before

@@ -1,4 +1,4 @@
-"""`secateur bench latency`, `throughput` and `step`: what counts as a decoding step, ratios and ceilings, real runs."""
+"""`secateur bench latency`, `throughput` and `step`: decoding steps, ratios, ceilings, and quick runs."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_steps_with_fewer_requests_than_the_batch_do_not_count() -> None:
 
 
 def turn(seconds_per_token: float, tokens: list[int], **steps: float) -> Turn:
-    """An answer of so many tokens; with `steps`, one of our engine."""
+    """A turn of one answer; with `steps`, by our engine."""
     seconds = 1.0 + seconds_per_token * (len(tokens) - 1)
     costs = None
     if steps:
@@ -86,7 +86,7 @@ def turn(seconds_per_token: float, tokens: list[int], **steps: float) -> Turn:
 
 
 def test_ratios_are_medians_of_ratios_within_a_round() -> None:
-    """The machine is three times as slow in the second round: for both alike."""
+    """In the second round the machine is three times as slow for both."""
     slow = [1.0, 3.0, 1.0]
     rounds = [{"off": turn(0.04 * f, [1, 2, 3]), "dynamic": turn(0.01 * f, [1, 2, 3])} for f in slow]
     row = row_of("dynamic", 0.0, 1, rounds)
@@ -144,7 +144,7 @@ def test_generate_samples_at_a_temperature() -> None:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
-    """What the commands would have measured."""
+    """Return the calls of the measurement."""
     calls: list[tuple] = []
     for name in ("speed", "step"):
         stand_in = types.ModuleType(f"cluster.bench.{name}")

@@ -1,4 +1,4 @@
-"""One service with a fake engine for each module here, and services of one's own."""
+"""A service with a fake engine per test module, and a factory for services with other settings."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def http(service: FakeService) -> Iterator[httpx2.Client]:
 
 @pytest.fixture
 def own(tokenizer: Tokenizer, script: Any) -> Iterator[Callable[..., FakeService]]:
-    """A service of one's own, with settings."""
+    """Start a service with these settings."""
     with ExitStack() as stack:
 
         def start(**settings: Any) -> FakeService:

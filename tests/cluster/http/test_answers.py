@@ -1,4 +1,4 @@
-"""Answers over HTTP: OpenAI's shapes, several at once, log probabilities, what ends them."""
+"""Answers over HTTP: OpenAI's format, several choices, log probabilities, stop conditions."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_chat_completion_has_openais_format(http: httpx2.Client) -> None:
 
 @pytest.fixture
 def frank(tmp_path: Path, script: Any) -> Iterator[FakeService]:
-    """A model whose template writes its messages as they are."""
+    """A model whose template prints its messages."""
     for file in MODEL.glob("*token*.json"):
         shutil.copy(file, tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{% for message in messages %}{{ message | tojson }}{% endfor %}")
@@ -65,7 +65,7 @@ def frank(tmp_path: Path, script: Any) -> Iterator[FakeService]:
 def test_templates_get_a_messages_fields_without_nulls(
     frank: FakeService, message: dict[str, Any], tokenizer: Tokenizer
 ) -> None:
-    """Templates ask whether a field is there: a null one would be."""
+    """Templates test whether a field exists, and a null field would exist."""
     body = {"messages": [{"role": "user", "content": "x"} | message]}
     with frank.http() as http:
         assert http.post("/v1/chat/completions", json=body).status_code == 200
@@ -105,7 +105,7 @@ def test_token_ids_are_returned_on_request(http: httpx2.Client, tokenizer: Token
 
 
 def test_a_chat_returns_its_prompts_ids_once(http: httpx2.Client, tokenizer: Tokenizer) -> None:
-    """Beside the choices, as vLLM does: all have the same prompt."""
+    """As in vLLM, they are outside of the choices, which share the prompt."""
     messages = [{"role": "user", "content": "Hi"}]
     asked = {"messages": messages, "n": 2, "max_tokens": 8, "return_token_ids": True}
     ids = tokenizer.encode_chat(messages)
@@ -150,7 +150,7 @@ def test_an_answer_cut_by_a_stop_string_has_its_statistics_too(http: httpx2.Clie
 def test_tokens_behind_a_stop_string_do_not_count_as_accepted(
     own: Callable[..., FakeService], tokenizer: Tokenizer, stop: str | None
 ) -> None:
-    """A stop string may end an answer within the tokens that one step brought."""
+    """A stop string may end an answer inside the tokens of one step."""
     ids = tokenizer.encode(ANSWER)
     running = own(engine={"drafts": True}, script=lambda submit: [[*ids, 0]])
     body = {"prompt": "def", "max_tokens": 64, "stop": stop, "return_speculative_stats": True}
@@ -251,7 +251,7 @@ def test_unseeded_requests_differ(http: httpx2.Client, service: FakeService) -> 
 
 @pytest.mark.parametrize("kind", [llama, gemma], ids=lambda kind: kind.__name__)
 def test_text_does_not_depend_on_steps_or_on_streaming(kind: Kind, tmp_path: Path) -> None:
-    """Five bytes: a character, and a half that max_tokens cuts off."""
+    """Five bytes: a whole character and half of one, cut by max_tokens."""
     tokenizer = load(kind, tmp_path)
     ids = tokenizer._tokenizer.convert_tokens_to_ids(["<0xE4>", "<0xB8>", "<0x96>", "<0xF0>", "<0x9F>", "<0x8C>"])
     texts = []

@@ -1,4 +1,4 @@
-"""The text of an answer is a function of its tokens: whatever the steps were, whatever the tokenizer's decoder does."""
+"""The text of an answer depends on its tokens alone, for any steps and any tokenizer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STREAMABLE = (llama, gemma, byte_level, word_piece, metaspace, word_ends)
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Kind], Tokenizer]:
-    """The tokenizer of a kind."""
+    """Load a tokenizer of this kind."""
     return cache(lambda kind: load(kind, tmp_path_factory.mktemp(kind.__name__)))
 
 
@@ -113,7 +113,7 @@ def test_each_invalid_part_becomes_one_replacement_character(loaded, parts) -> N
 
 
 def spelt(text: str) -> list[str]:
-    """A token per character that is one, else its bytes."""
+    """Return one token per character in the vocabulary, otherwise its bytes."""
     chars = text.replace(" ", "▁")
     return [token for char in chars for token in ([char] if char in WORDS else map(BYTES.__getitem__, char.encode()))]
 
@@ -137,7 +137,7 @@ def test_skipped_tokens_do_not_split_a_character(loaded) -> None:
 
 
 def test_only_an_incomplete_character_is_held_back(loaded) -> None:
-    """Endless broken bytes leave as they come, and the work per token does not grow with them."""
+    """Any number of invalid bytes is returned at once, with constant work per token."""
     tokenizer = loaded(llama)
     [broken] = tokenizer._tokenizer.convert_tokens_to_ids(["<0xFF>"])
     detokenizer = IncrementalDetokenizer(tokenizer)

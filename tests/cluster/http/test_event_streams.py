@@ -1,4 +1,4 @@
-"""Answers as they come, as server-sent events; OpenAI's clients and ours read them."""
+"""Streams of server-sent events, read by OpenAI's clients and ours."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_every_chunk_may_report_its_choices_usage(http: httpx2.Client) -> None:
 
 
 def test_every_chunk_of_a_chat_may_report_usage(http: httpx2.Client) -> None:
-    """The opening one too: clients read `chunk.usage.prompt_tokens` of each."""
+    """The opening chunk too: clients read `chunk.usage.prompt_tokens` of every chunk."""
     asked = {"messages": [{"role": "user", "content": "Hi"}], "n": 2, "max_tokens": 6}
     options = {"include_usage": True, "continuous_usage_stats": True}
     *chunks, totals, _ = stream(http, "/v1/chat/completions", **asked, stream_options=options)
@@ -154,7 +154,7 @@ async def test_many_clients_at_once_get_their_own_answers(service: FakeService) 
 
 
 async def test_a_broken_stream_closes_its_sources_at_once() -> None:
-    """Not when the last reference to it goes, which a traceback may hold."""
+    """It does not wait until the last reference is dropped, which a traceback may hold."""
     closed = []
 
     async def endless(name: str, source: AsyncGenerator[str] | None = None) -> AsyncGenerator[str]:

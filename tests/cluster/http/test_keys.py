@@ -1,4 +1,4 @@
-"""Who may ask: API keys from the command line or from a file, and headers of any bytes."""
+"""API keys from the command line or a file, and headers with arbitrary bytes."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_key_file_is_reread_at_every_request(
 
 
 def raw(running: FakeService, *headers: bytes) -> tuple[int, dict[str, str], bytes]:
-    """A completion asked for with these headers as they are: status, headers, body."""
+    """Send a completion with these raw headers; return status, headers and body."""
     body = b'{"prompt": "a", "max_tokens": 1}'
     lines = [b"POST /v1/completions HTTP/1.1", b"Host: here", b"Connection: close", *headers]
     lines += [b"Content-Length: %d" % len(body), b"", body]

@@ -1,4 +1,4 @@
-"""What a client may send and how long it may take: raw sockets against the real uvicorn, with short limits."""
+"""Limits on size and time of requests: raw sockets against the real uvicorn, with short limits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PATIENCE_S = 10.0
 
 
 async def read_bodies(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers how much it was sent; `/early` before it has read anything, `/stream` slowly."""
+    """An app that returns the size of the body; `/early` responds before it reads, `/stream` slowly."""
     if scope["path"] == "/stream":
         await send({"type": "http.response.start", "status": 200, "headers": []})
         for _ in range(8):
@@ -50,7 +50,7 @@ class ShortProtocol(LimitedProtocol):
 
 @contextmanager
 def serving(app: ASGIApp, protocol: type[asyncio.Protocol] = ShortProtocol) -> Iterator[int]:
-    """The port of the app under uvicorn in a thread."""
+    """Run the app under uvicorn in a thread and yield its port."""
     sock = listening_socket("127.0.0.1", 0)
     config = uvicorn.Config(app, http=protocol, log_level="critical", lifespan="off", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
@@ -86,7 +86,7 @@ def client(port: int) -> Iterator[Callable[[], socket.socket]]:
 
 
 def rest(sock: socket.socket) -> bytes:
-    """Everything until the server closes; fails after a while."""
+    """Return everything until the server closes; fail after a timeout."""
     data = b""
     while part := sock.recv(1 << 16):
         data += part
@@ -94,7 +94,7 @@ def rest(sock: socket.socket) -> bytes:
 
 
 def until(sock: socket.socket, end: bytes) -> bytes:
-    """An answer up to its known end; fails if the server closes before."""
+    """Return a response up to its known end; fail if the server closes before."""
     data = b""
     while not data.endswith(end):
         part = sock.recv(1 << 16)
@@ -104,7 +104,7 @@ def until(sock: socket.socket, end: bytes) -> bytes:
 
 
 def send_all(sock: socket.socket, data: bytes) -> None:
-    """As much of it as the server takes."""
+    """Send as much as the server accepts."""
     try:
         sock.sendall(data)
     except OSError:
@@ -112,7 +112,7 @@ def send_all(sock: socket.socket, data: bytes) -> None:
 
 
 def refusal(answer: bytes) -> tuple[int, dict[str, Any]]:
-    """Status and error object of the one answer."""
+    """Return status and error object of the only response."""
     head, _, body = answer.partition(b"\r\n\r\n")
     assert b"content-type: application/json" in head and b"connection: close" in head
     return int(head.split()[1]), json.loads(body)["error"]
@@ -207,7 +207,7 @@ def test_headers_of_many_requests_sent_at_once_do_not_add_up(client: Callable[[]
 def test_an_unfinished_request_is_closed_at_its_deadline(
     client: Callable[[], socket.socket], begun: bytes, drip: bytes, told: str | None
 ) -> None:
-    """`drip` keeps coming: it must not move the end."""
+    """Further `drip` must not extend the deadline."""
     sock = client()
     sock.sendall(begun)
     stop = threading.Event()

@@ -1,4 +1,4 @@
-"""A service under load, losing its engine or its clients; what it tells those who run it."""
+"""A service under load that loses its engine or its clients; its health, metrics and logs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_too_many_requests_get_a_429_with_retry_after(own: Callable[..., FakeSer
 def test_requests_tokenized_concurrently_do_not_exceed_the_limit(
     own: Callable[..., FakeService], tokenizer: Tokenizer
 ) -> None:
-    """All find room when they come; there is room for the first that is ready."""
+    """All are admitted on arrival, but there is room only for the first one that is tokenized."""
     running = own(max_pending=16)
     running.engine.hold.set()
     prompts = ["x = 1\n" * 300] * 16
@@ -97,7 +97,7 @@ def test_an_engine_that_dies_ends_a_stream_with_an_error(own: Callable[..., Fake
 
 @pytest.mark.parametrize("body", [{"stream": True}, {"stream": False}, {"n": 2}, {"stream": True, "n": 2}])
 def test_a_503_names_the_rank_that_died(own: Callable[..., FakeService], body: dict[str, Any]) -> None:
-    """As when a rank is killed: the socket closes, a moment later its watcher says who it was."""
+    """As when a rank is killed: the socket closes, and then the watcher names the rank."""
     running = own()
     running.engine.hold.set()
     with running.http() as http:

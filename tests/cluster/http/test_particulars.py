@@ -1,4 +1,4 @@
-"""Particulars of answers and refusals that clients read: codes, names, headers, what continues what."""
+"""Details of responses and errors that clients read: codes, names, headers."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_log_has_the_request_id_of_the_header(service: FakeService, caplog: 
 
 
 def test_an_answer_continues_the_prompts_text(tmp_path: Path) -> None:
-    """SentencePiece drops the space of a text's first word, and an answer's first word is none."""
+    """SentencePiece drops the space of a text's first word, which an answer's first word is not."""
     tokenizer = load(llama, tmp_path)
     [word] = tokenizer.encode("a", add_special_tokens=False)
     with fake_service(tokenizer, tmp_path, lambda submit: [[word]]) as running, running.http() as http:
@@ -143,7 +143,7 @@ def test_a_delta_says_whether_its_draft_was_copied(tokenizer: Tokenizer) -> None
 def test_a_stop_string_may_be_complete_with_the_answer_s_last_bytes(
     min_tokens: int, ends: tuple[str, str | None], tmp_path: Path
 ) -> None:
-    """The bytes of a character that never became whole are shown when nothing can follow them."""
+    """Incomplete bytes of a character are returned at the end of the answer."""
     tokenizer = load(llama, tmp_path)
     [a, half] = (
         tokenizer.encode("a", add_special_tokens=False) + tokenizer.encode("世", add_special_tokens=False)[-3:-2]
@@ -156,7 +156,7 @@ def test_a_stop_string_may_be_complete_with_the_answer_s_last_bytes(
 
 
 class OneAnswer:
-    """An engine that gives every request the same chunks."""
+    """An engine that answers every request with the same chunks."""
 
     def __init__(self, *chunks: TokenChunk) -> None:
         self._chunks = chunks
@@ -289,7 +289,7 @@ async def test_several_streams_are_closed_without_an_error() -> None:
 
 
 class Receiving(Request):
-    """A request whose client sends these messages, and then nothing."""
+    """A request whose client sends these messages and then nothing."""
 
     def __init__(self, *kinds: str) -> None:
         super().__init__({"type": "http"})

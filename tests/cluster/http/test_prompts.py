@@ -1,4 +1,4 @@
-"""Prompts of every size and kind at the door: what may be tokenized, what a template may be told, who has to wait."""
+"""Prompts of every size and kind: limits of tokenizing, template variables, and waiting."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def looping(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @pytest.fixture
 def jobs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The methods that the tokenizing workers are asked for."""
+    """Return the methods called in the tokenizer workers."""
     asked: list[str] = []
     work = TokenizerPool._do
 
@@ -253,7 +253,7 @@ def test_a_disconnect_stops_tokenizing(
 
 
 def leaves(running: FakeService, path: str, body: Any) -> bool:
-    """Whether the answer took longer than this client waits."""
+    """Return whether the response takes longer than this client waits."""
     with running.http() as http:
         try:
             http.post(path, json=body, timeout=httpx2.Timeout(20, read=0.2))

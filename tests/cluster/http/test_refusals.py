@@ -1,4 +1,4 @@
-"""Wrong requests are told what is wrong, in OpenAI's error; keys and request ids."""
+"""Invalid requests get OpenAI's error with the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One HTTP request to what the engine reads: limits, seeds, constraints, the speculative object."""
+"""The conversion of a request to the engine's Submits: limits, seeds, constraints, speculation."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_chats_default_length_is_cut_to_the_context() -> None:
 
 
 def test_max_completion_tokens_overrides_max_tokens() -> None:
-    """`max_tokens` is the deprecated one, and clients send both."""
+    """`max_tokens` is deprecated, and clients send both."""
     message = {"messages": [{"role": "user", "content": "x"}]}
     for newer, older in ((5, 9), (9, 5)):
         request = ChatCompletionRequest.model_validate(message | {"max_completion_tokens": newer, "max_tokens": older})

@@ -1,4 +1,4 @@
-"""Text that grows with its tokens, and stop strings: functions of the sequence alone, however it is cut into steps."""
+"""Incremental text and stop strings depend on the token sequence alone, not on the steps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def bytewise(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """As Llama 2's, of a vocabulary so small that most characters are bytes."""
+    """A tokenizer as Llama 2's, with so small a vocabulary that most characters are bytes."""
     words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "c"]
     vocab = {word: id for id, word in enumerate(words)}
     fast = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
@@ -40,7 +40,7 @@ def bytewise(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def pieces_of(ids: list[int], seed: int) -> list[list[int]]:
-    """The same tokens in steps of 1 to 5."""
+    """Return the same tokens in steps of 1 to 5."""
     chance, steps = random.Random(seed), []
     while ids:
         size = chance.randint(1, 5)

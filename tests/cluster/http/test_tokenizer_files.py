@@ -1,4 +1,4 @@
-"""Tokenizers in formats that take other packages: one line says which, and the extra that brings them."""
+"""Tokenizers in formats that need other packages: the error names these and their extra."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MODULES = {"sentencepiece": "sentencepiece", "tiktoken": "tiktoken", "mistral-co
 
 
 class Absent:
-    """Modules that this installation shall lack, whether it has them or not."""
+    """Make modules look like they are not installed."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         if name.partition(".")[0] in MODULES.values():

@@ -1,4 +1,4 @@
-"""Processes that render and tokenize: what they answer, and how a job ends that would not end by itself."""
+"""Processes that render and tokenize: their results, and the end of endless jobs."""
 
 from __future__ import annotations
 

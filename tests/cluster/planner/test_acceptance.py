@@ -1,4 +1,4 @@
-"""AcceptedCounts length by nodes = the best of all trees; node budgets = an exhaustive search."""
+"""Acceptance by nodes equals that of the best of all trees, and node budgets equal an exhaustive search."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def random_table(rng: random.Random, depth: int, width: int) -> list[list[float]
 
 
 def every_tree(num_nodes: int, depth: int, width: int) -> set[frozenset[tuple[int, ...]]]:
-    """All trees of so many nodes, grown node by node; a child needs its elder siblings."""
+    """Return all trees with this number of nodes; a child needs its elder siblings."""
     trees: set[frozenset[tuple[int, ...]]] = {frozenset()}
     for _ in range(num_nodes):
         trees = {

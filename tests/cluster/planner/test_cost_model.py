@@ -1,4 +1,4 @@
-"""Cost tables read between their entries, and the roofline against numbers worked out by hand."""
+"""Interpolation of cost tables, and the roofline compared with numbers calculated by hand."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ LLAMA_8B = {
 
 @pytest.fixture
 def llama_8b(tmp_path: Path) -> EngineConfig:
-    """Of which there is only config.json."""
+    """Llama 3 8B, from config.json alone."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     return EngineConfig(model_path=str(tmp_path), device="cuda", dtype="bfloat16", max_model_len=8192)
 
@@ -148,7 +148,7 @@ def test_prompts_share_a_step_with_trees() -> None:
 
 
 def test_a_step_with_trees_takes_more_than_their_rows() -> None:
-    """Six requests and three with a node have as many rows."""
+    """Six requests have as many rows as three with one node each."""
     costs = PlannerCostModel(TABLE)
     plain, trees = costs.decode(6, 0, context=0), costs.decode(3, 1, context=0)
     assert trees.verify_ms - plain.verify_ms == pytest.approx(0.75 + 3 * 0.125 - 3 * 0.5)
@@ -194,7 +194,7 @@ def test_matrices_from_a_config_equal_the_checkpoints() -> None:
 
 
 def without_weights(folder: Path) -> Path:
-    """A copy of a checkpoint's config.json alone."""
+    """Copy a checkpoint's config.json."""
     alone = folder.parent / f"{folder.name}-alone"
     alone.mkdir()
     shutil.copy(folder / "config.json", alone)
@@ -257,7 +257,7 @@ def assert_counted_alike(target: Path, method: Any, *heads: Path) -> None:
 
 
 def test_plan_predicts_from_a_config_alone_for_every_backend(tmp_path: Path) -> None:
-    """Qwen3-30B-A3B: 30.5 billion parameters, of which a token goes through 3.3."""
+    """Qwen3-30B-A3B has 30.5 billion parameters and uses 3.3 billion per token."""
     published = {
         "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "attention_bias": False,
         "decoder_sparse_step": 1, "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048,
@@ -314,7 +314,7 @@ def test_a_vision_tower_does_not_count_towards_the_text_model(tmp_path: Path, pr
 
 
 def test_duplicate_weight_files_count_once(tmp_path: Path) -> None:
-    """Mistral publishes consolidated.safetensors beside the shards, with names of its own."""
+    """Mistral also publishes consolidated.safetensors, with other tensor names."""
     path = checkpoints.write_model(tmp_path, "mistral", sliding_window=None, shards=3)
     once = tensor_shapes(path)
     save_file({"layers.0.attention.wq.weight": torch.zeros(64, 64)}, path / "consolidated.safetensors")
@@ -384,7 +384,7 @@ def test_a_mixture_reads_the_chosen_experts_and_computes_its_share(llama_8b: Eng
 
 @pytest.mark.parametrize("name", ["qwen3-moe", "mixtral", "aria", "ernie-4.5-moe", "glm-4-moe"])
 def test_experts_are_distinguished_from_other_matrices(tmp_path: Path, name: str) -> None:
-    """Four experts, two for each row, in whichever way they are named and stored."""
+    """Four experts, two per row, under several names and in several layouts."""
     model_type, given = checkpoints.ARCHITECTURES[name]
     if model_type not in CONFIG_MAPPING:
         pytest.skip(f"this version of transformers has no {model_type}")

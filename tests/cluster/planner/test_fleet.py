@@ -1,4 +1,4 @@
-"""The fleet simulation: against a step-by-step twin, against queueing theory, and what may never be lost."""
+"""The fleet simulation compared with a step-by-step simulation and with queueing theory; its invariants."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def replica(table: CostTable = TABLE, nodes: list[int] | None = None, **more: ob
 
 
 def flat(step_ms: float) -> CostTable:
-    """Every step takes the same, whatever it holds."""
+    """Return costs with which every step takes the same time."""
     return CostTable(verify=VerifyCostTable(rows=(1, 2), ms=(step_ms, step_ms)))
 
 
@@ -58,7 +58,7 @@ class Running(NamedTuple):
 
 
 def stepwise(load: Load, one: ReplicaSpec) -> tuple[np.ndarray, np.ndarray]:
-    """First and last token of every request on a single replica, one step after the other."""
+    """Return the times of every request's first and last token on one replica, step by step."""
     first, finish = np.zeros(len(load.arrival_J)), np.zeros(len(load.arrival_J))
     coming = deque(range(len(load.arrival_J)))
     waiting: deque[int] = deque()
@@ -162,7 +162,7 @@ def test_waiting_for_several_servers_follows_erlang_c() -> None:
 
 
 def test_two_choices_shorten_queues_as_predicted() -> None:
-    """Mitzenmacher 1996: of many single servers a share rho^(2^k - 1) has at least k requests; then Little's law."""
+    """Mitzenmacher 1996: a share rho^(2^k - 1) of many single servers has at least k requests; then Little's law."""
     rho, count = 0.9, 200
     load = poisson(rho * count / 0.1, 25_000, prompt="1", output="exp:200", seed=2)
     found = simulate(load, replica(flat(0.5), [0, 0]), count, seed=3)
@@ -204,7 +204,7 @@ def test_a_replica_starts_requests_in_order_of_arrival(busy_fleet: Fleet) -> Non
 
 @pytest.mark.parametrize("rate", [1.0, 50.0, 5000.0])
 def test_total_work_does_not_depend_on_batching(rate: float) -> None:
-    """Where only rows cost, a row for each prompt token and each further output token."""
+    """If only rows cost time, each prompt token and each further output token is one row."""
     by_row = CostTable(verify=VerifyCostTable(rows=(1, 2), ms=(1.0, 2.0)))
     load = poisson(rate, 500)
     found = simulate(load, replica(by_row), 3)

@@ -1,4 +1,4 @@
-"""What may be asked of `secateur plan`, the files it reads, and what it prints. A real, small profile at the end."""
+"""The arguments, files and output of `secateur plan`; and a small real profile."""
 
 from __future__ import annotations
 

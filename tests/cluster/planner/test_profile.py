@@ -1,4 +1,4 @@
-"""From an engine's steps to a cost table: the fit, and the whole way on a clock that has no noise.
+"""From an engine's steps to a cost table: the fit, and the whole profile on a clock without noise.
 
 On that clock (see `clockwork`) a real engine on the bundled pair is profiled; what is then predicted of configurations
 that the profile lacks is held against the same engine's own run of them.
@@ -80,7 +80,7 @@ def truth() -> CostTable:
 
 
 def samples_of(costs: PlannerCostModel) -> Profile:
-    """What a profile without any noise would see."""
+    """Return the samples of a profile without noise."""
     samples = []
     for requests, nodes, context in [(r, n, c) for r in (1, 4, 8) for n in (0, 1, 4, 16) for c in (100, 400)]:
         step = costs.decode(requests, nodes, context)
@@ -122,7 +122,7 @@ def test_fitting_recovers_the_table_behind_the_steps() -> None:
 
 
 def test_steps_with_and_without_trees_are_fitted_separately() -> None:
-    """Billed by rows alone, plain steps would pay for what only steps with trees take: 14 % too much."""
+    """With a price for rows alone, plain steps would come out 14 % too expensive."""
     costs = PlannerCostModel(truth())
     table = fit(samples_of(costs), CONFIG, "here", temperature=0.0)
     assert table.verify.tree_ms == pytest.approx(3.0, rel=0.1)
@@ -162,7 +162,7 @@ def test_noise_changes_a_table_little_and_keeps_it_monotonic() -> None:
 
 
 def snapshots(*steps: dict[str, float]) -> list[StatsSnapshot]:
-    """Frames from increments of statistics; `running` is a gauge."""
+    """Return snapshots from increments of the statistics; `running` is a gauge."""
     found, stats = [StatsSnapshot(0.0, EngineStats())], EngineStats()
     for step in steps:
         stats = copy.deepcopy(stats)
@@ -235,7 +235,7 @@ PRICES = clockwork.ClockCosts(fixed=12.0, row=0.25, message=1.0, fed=0.02, level
 
 
 class ClockRunner:
-    """A `Runner` whose engine is in this process; the engine's clock moves by prices."""
+    """A `Runner` with an engine in this process and a simulated clock."""
 
     def __init__(self, bench: clockwork.Bench) -> None:
         self._bench = bench
@@ -301,7 +301,7 @@ def test_predictions_for_unprofiled_settings_match_the_engine() -> None:
 
 
 def test_with_one_context_cached_tokens_cost_nothing() -> None:
-    """Of a profile so small nobody can tell what the cache costs from what a step does: rows must not come for free."""
+    """So small a profile cannot separate the cost of the cache from that of rows; rows must not become free."""
     plain = StepSample(
         requests=1, nodes=0, context=100, rows=1, kv=130, wall_ms=4, verify_ms=3.0, draft_ms=0, transfer_ms=0
     )

@@ -1,4 +1,4 @@
-"""One Ray and one service for all tests here: a start costs 20 to 60 s."""
+"""One Ray and one service for all tests of this folder, because a start takes 20 to 60 s."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from secateur.config import EngineArgs
 
 @pytest.fixture(scope="session")
 def url() -> Iterator[str]:
-    """The service `secateur serve -tp 2` would start; afterwards nothing of it may be left."""
+    """The service of `secateur serve -tp 2`. Afterwards no process may be left."""
     os.environ.pop("RAY_ADDRESS", None)
     from cluster.serve.launch import running
     from cluster.system.processes import descendants, wait_gone

@@ -1,4 +1,4 @@
-"""A worker actor's process before it imports torch, without Ray."""
+"""The environment of a worker actor before it imports torch, tested without Ray."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SPECS = read_specs(bundled()).to_json()
 
 @pytest.fixture
 def address(monkeypatch: pytest.MonkeyPatch) -> str:
-    """The node's address as Ray tells it; afterwards the environment is as it was."""
+    """Set the node's address that Ray reports; restore the environment afterwards."""
     for name in INTERFACES:
         monkeypatch.setenv(name, "")  # so that it is restored
         monkeypatch.delenv(name)
@@ -31,7 +31,7 @@ def address(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_ranks_use_the_interface_of_their_nodes_address(address: str) -> None:
-    """By themselves gloo and NCCL choose one; on a machine whose name is 127.0.1.1 gloo's is out of others' reach."""
+    """By default gloo and NCCL choose one; if the host name resolves to 127.0.1.1, other nodes cannot reach gloo's."""
     Worker(CONFIG, SPECS, 0, packages_folder(), {})
     name = interface_of(address)
     assert name is not None and name.startswith("lo")

@@ -1,4 +1,4 @@
-"""The Serve builder: checks and shapes, without starting Ray."""
+"""The Serve builder: validation and placement, without starting Ray."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_engine_arguments_reach_the_replica_unchanged() -> None:
 
 @pytest.fixture
 def nodes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Makes Ray say that it has such nodes, by their resources, and whether an autoscaler may start others."""
+    """Make Ray report these nodes, by their resources, and whether an autoscaler may start others."""
 
     def say(resources: list[dict[str, float]], grows: bool = False) -> None:
         total = {"GPU": sum(node.get("GPU", 0) for node in resources)}
@@ -127,7 +127,7 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 @pytest.fixture
 def on_cluster(monkeypatch: pytest.MonkeyPatch, nodes: Callable[..., None]) -> Callable[..., Any]:
-    """`secateur serve` on a cluster that says it has so many GPUs: the deployment it is given. Ray does nothing."""
+    """Return the deployment of `secateur serve` on a cluster with this number of GPUs. Ray is replaced."""
 
     def run(gpus: int, **fields: Any) -> Any:
         nodes([{"CPU": 8, "GPU": gpus} if gpus else {"CPU": 8}])

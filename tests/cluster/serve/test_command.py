@@ -1,4 +1,4 @@
-"""`secateur serve` around its service: where it says it is reached, what it notices, how it ends. Ray does nothing."""
+"""`secateur serve` around its service: the URL, supervision and shutdown. Ray is replaced."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ UNHEALTHY = {cluster.serve.controller.APP_NAME: {"status": "UNHEALTHY", "message
 
 
 class Controller:
-    """Serve's, in this process: what it tells of the applications, one answer after the other, the last for ever."""
+    """A fake of Serve's controller: returns these statuses of the applications in turn, the last one forever."""
 
     def __init__(self, *answers: dict[str, Any]) -> None:
         self._answers = list(answers or [{}])
@@ -43,7 +43,7 @@ class Controller:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The HTTP options with which Serve was started, on a cluster whose head is 10.0.0.1."""
+    """Record the HTTP options with which Serve was started, on a cluster whose head is 10.0.0.1."""
     found: list[dict[str, Any]] = []
     nodes = [
         {"NodeManagerAddress": "10.0.0.2", "Resources": {"CPU": 8}},
@@ -63,7 +63,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def there(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Lets Serve run on the cluster already."""
+    """Make Serve run on the cluster already."""
 
     def run(**options: Any) -> None:
         client = SimpleNamespace(http_config=HTTPOptions(**options))
@@ -105,7 +105,7 @@ def test_another_port_than_the_running_serves_is_an_error(
 
 @pytest.fixture
 def checked(started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """What ends `stay`, given the proxy's answers and Serve's."""
+    """Return the error that ends `watch`, given the responses of the proxy and of Serve."""
 
     def run(answers: list[httpx2.Response | None], *statuses: dict[str, Any]) -> str:
         left, slept = list(answers), []
@@ -139,7 +139,7 @@ def checked(started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> C
 def test_a_service_that_serve_gives_up_is_an_error(
     checked: Callable[..., str], final: dict[str, Any], reason: str
 ) -> None:
-    """Said three times in a row: a controller that has just come back may not know its applications yet."""
+    """It must be reported three times in a row: a restarted controller may not know its applications yet."""
     statuses = [RUNNING, {}, {}, UNHEALTHY, final, final, final]
     assert reason in checked([httpx2.Response(200)] * len(statuses), *statuses)
 
@@ -238,7 +238,7 @@ def test_a_start_that_is_interrupted_leaves_no_application_on_a_cluster(
 
 
 def test_signals_do_not_interrupt_the_shutdown(started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """SIGINT too where it was ignored, as in what a script starts with &."""
+    """SIGINT too if it was ignored, as in background jobs of a script."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     ended = []
 

@@ -1,4 +1,4 @@
-"""What a pod waits for before it stops Ray."""
+"""A pod waits for its requests before it stops Ray."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from workers.comm.ipc import EngineStats
 
 
 def metrics(running: int = 0, waiting: int = 0) -> bytes:
-    """As a replica tells them."""
+    """Return the metrics of a replica."""
     stats = EngineStats(num_running=running, num_waiting=waiting)
     return Metrics("model", "replica", lambda: stats).render()
 
 
 @pytest.fixture
 def replica() -> Iterator[Callable[..., str]]:
-    """Serves these bodies, each once and the last one from then on; None is 503."""
+    """Serve these bodies in turn, the last one forever; None is a 503."""
     servers: list[http.server.ThreadingHTTPServer] = []
 
     def start(*bodies: bytes | None) -> str:
@@ -53,7 +53,7 @@ def replica() -> Iterator[Callable[..., str]]:
 
 @pytest.fixture
 def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The clock runs by what is slept."""
+    """Replace the clock: it advances by the time slept."""
     found: list[float] = []
     monkeypatch.setattr(cluster.serve.drain.time, "sleep", found.append)
     monkeypatch.setattr(cluster.serve.drain.time, "monotonic", lambda: sum(found))

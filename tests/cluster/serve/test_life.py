@@ -1,4 +1,4 @@
-"""`secateur serve` as a process on a real Ray: how it starts, what it survives, who reaches it, how it ends."""
+"""`secateur serve` as a process on a real Ray: start, failures, open ports and shutdown."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def wait_for(condition: Callable[[], object], timeout_s: float) -> None:
 
 @contextmanager
 def serving(folder: Path, *arguments: str, script: str = 'exec "$@"') -> Iterator[Serving]:
-    """The command, started by a shell script that gets it as its arguments."""
+    """Run the command in a shell script."""
     stdout, stderr = folder / "stdout", folder / "stderr"
     command = [sys.executable, "-m", "secateur", "serve", "--device", "cpu", "--port", "0", *arguments]
     env = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}
@@ -98,7 +98,7 @@ def assert_ended(one: Serving, below: list[psutil.Process]) -> None:
 
 
 def listening(one: Serving) -> dict[str, set[str]]:
-    """Address -> names of the processes that listen on it."""
+    """Return the names of the processes that listen on each address."""
     found: dict[str, set[str]] = {}
     for process in [one.process, *one.below()]:
         with suppress(psutil.Error):
@@ -118,7 +118,7 @@ def complete(url: str) -> int:
 
 @pytest.fixture
 def short() -> Iterator[Path]:
-    """A folder whose path leaves room for Ray's sockets in it: 107 bytes. Those of pytest's workers do not."""
+    """A folder with a path short enough for Ray's sockets (107 bytes), unlike those of pytest's workers."""
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="s", ignore_cleanup_errors=True) as folder:
         yield Path(folder)
 

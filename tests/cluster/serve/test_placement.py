@@ -1,4 +1,4 @@
-"""Arguments to engine configuration, rank placements, bundles, the plan: all before any process starts."""
+"""Engine configuration, rank placements, bundles and the plan, before any process starts."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def args(**fields: Any) -> EngineArgs:
 
 
 def plan(given: EngineArgs) -> str:
-    """What `secateur plan` prints when nothing is to be predicted."""
+    """Return the output of `secateur plan` without predictions."""
     return run(given, PlanRequest())
 
 
@@ -226,7 +226,7 @@ def test_validation_and_engine_agree_on_the_fewest_pages(length: int, page_size:
 
 
 def test_a_tokenizer_s_own_end_of_text_ends_answers_too(tmp_path: Path) -> None:
-    """Fine-tuning for chats often changes it alone."""
+    """Fine-tuning for chats often changes the tokenizer's end token alone."""
     taken = args(model=str(shutil.copytree(BUNDLED / "target", tmp_path / "model")), no_speculation=True)
     config = engine_config(taken)
     assert with_tokenizer(taken, config)[0] == config, "the bundled model's files name its tokenizer's"

@@ -1,4 +1,4 @@
-"""What clients hear from Serve's proxy where no replica answers: Serve's own server and router, without Ray."""
+"""Responses of Serve's proxy if no replica answers: Serve's own server and router, without Ray."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ShortProtocol(LimitedProtocol):
 
 
 class Handle:
-    """Of a deployment; says whether it has ever had a replica."""
+    """A fake handle of a deployment; `is_ready`: whether it has ever had a replica."""
 
     is_ready = False
 
@@ -44,7 +44,7 @@ class Handle:
 
 
 class Proxy:
-    """Serve's, with an application in the place of the replicas."""
+    """Serve's proxy with an application in place of the replicas."""
 
     def __init__(self, replica: ASGIApp) -> None:
         self.handle, self._replica = Handle(), replica
@@ -73,7 +73,7 @@ def protocols(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def serving(replica: ASGIApp) -> AsyncIterator[tuple[Proxy, httpx2.AsyncClient]]:
-    """A proxy as Serve starts it, with our callback, and a client of it."""
+    """Start a proxy as Serve does, with our callback; yield it with a client."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
@@ -92,7 +92,7 @@ async def serving(replica: ASGIApp) -> AsyncIterator[tuple[Proxy, httpx2.AsyncCl
 
 
 def refusal(response: httpx2.Response) -> str:
-    """The message of a 503 as it should be."""
+    """Check a 503 and return its message."""
     assert response.status_code == 503
     assert response.headers["content-type"] == "application/json"
     assert int(response.headers["retry-after"]) > 0
@@ -118,7 +118,7 @@ async def test_a_proxy_without_a_replica_answers_503_in_our_format() -> None:
 
 
 async def test_a_request_that_starts_the_first_replica_is_forwarded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A deployment of zero replicas starts one when it is asked."""
+    """A deployment with zero replicas starts one on request."""
     monkeypatch.setattr(cluster.serve.proxy, "HOLD_S", 10.0)
     async with serving(JSONResponse({"status": "ok"})) as (proxy, client):
         proxy.proxy_router.update_routes(ENDPOINT)
@@ -137,7 +137,7 @@ async def test_serve_s_own_paths_are_left_to_serve() -> None:
 
 
 async def nothing(scope: Scope, receive: Receive, send: Send) -> None:
-    """As Serve, when a replica has died under a request."""
+    """As Serve does when a replica dies during a request."""
 
 
 async def bug(scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,4 +1,4 @@
-"""`secateur serve` as a client sees it from before its first readiness to behind its end, on a real Ray."""
+"""A client's view of `secateur serve` on a real Ray, from before the start until after the end."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def refusal(response: httpx2.Response) -> str:
 
 
 def watch(url: str, path: str, process: subprocess.Popen[bytes]) -> tuple[set[str], float]:
-    """Every reason given until the path answers 200, and the longest wait for one of them."""
+    """Return all reasons until the path answers 200, and the longest wait for a response."""
     reasons, longest, deadline = set(), 0.0, time.monotonic() + START_S
     while time.monotonic() < deadline:
         assert process.poll() is None, "it ended"
@@ -49,7 +49,7 @@ def watch(url: str, path: str, process: subprocess.Popen[bytes]) -> tuple[set[st
 
 
 def answer_to(port: int, sent: bytes) -> bytes:
-    """Everything that comes back until the server closes."""
+    """Return everything until the server closes."""
     with socket.create_connection(("127.0.0.1", port), timeout=30) as sock:
         try:
             sock.sendall(sent)

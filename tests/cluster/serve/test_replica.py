@@ -1,4 +1,4 @@
-"""What the replica does about its engine's health and about clients that leave: a fake engine, no Ray."""
+"""The replica's handling of its engine's health and of disconnects, with a fake engine and without Ray."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class FakeTokenizing:
 
 
 class ReplicaOf(Replica):
-    """One that serves already, without Ray."""
+    """A running replica, without Ray."""
 
     _worker_group: Any
     _tokenizing: Any
@@ -123,7 +123,7 @@ async def test_a_disconnect_is_final() -> None:
 
 
 class CancelledOnce:
-    """`receive`, as Serve has it once the proxy has cancelled it: it raises, and is silent from then on."""
+    """`receive` as Serve has it after the proxy cancelled it: it raises once, then never returns."""
 
     def __init__(self) -> None:
         self._has_raised = False

@@ -34,21 +34,21 @@ def topology(url: str) -> list[dict[str, Any]]:
 
 
 def metric(url: str, name: str, **labels: str) -> float:
-    """Sum of a metric's samples with these labels."""
+    """Return the sum of a metric's samples with these labels."""
     families = text_string_to_metric_families(httpx2.get(f"{url}/metrics", timeout=10).text)
     samples = [sample for family in families for sample in family.samples if sample.name == f"secateur_{name}"]
     return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
 
 
 def replica(url: str) -> str:
-    """The one value of the label `replica`."""
+    """Return the only value of the label `replica`."""
     families = text_string_to_metric_families(httpx2.get(f"{url}/metrics", timeout=10).text)
     [only] = {sample.labels["replica"] for family in families for sample in family.samples}
     return only
 
 
 def serve_replicas() -> set[str]:
-    """Ids of the live replicas, from the names Serve gives their actors (SERVE_REPLICA::application#deployment#id)."""
+    """Return the ids of live replicas, from their actors' names (SERVE_REPLICA::application#deployment#id)."""
     actors = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
     return {name.rpartition("#")[2] for name in actors if name.startswith("SERVE_REPLICA::")}
 
@@ -113,7 +113,7 @@ def test_a_disconnect_aborts_the_request(url: str, streamed: bool) -> None:
 
 @pytest.mark.parametrize(("killed", "role"), [(1, "verifier 1"), (2, "drafter 0")])
 def test_a_lost_rank_fails_running_requests_and_the_service_recovers(url: str, killed: int, role: str) -> None:
-    """Last in this file: it replaces the engine. Nine requests of which eight run: the last one waits for its turn."""
+    """Last in this file, because it replaces the engine. Of nine requests eight run and one waits."""
     ranks, before = topology(url), replica(url)
     body = {"prompt": PROMPT, "max_tokens": 2000, "ignore_eos": True}
     reason = f"the engine is not available: {role} died: "

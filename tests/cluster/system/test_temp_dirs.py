@@ -1,4 +1,4 @@
-"""Folders whose process was killed are removed by the next start, and no others."""
+"""The next start removes the folders of killed processes, and no others."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ time.sleep(60)
 
 @pytest.fixture(autouse=True)
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The temporary directory of this process and those it starts."""
+    """Replace the temporary directory of this process and its children."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     return tmp_path

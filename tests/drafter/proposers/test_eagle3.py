@@ -1,4 +1,4 @@
-"""The EAGLE-3 head equals a straightforward float32 implementation of the published rule; formats and their errors."""
+"""The EAGLE-3 head equals a plain float32 implementation of the paper; checkpoint formats and their errors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOLERANCE = 1e-5
 
 
 class PlainHead:
-    """The rule of the paper's code, one dense sequence at a time, every weight by its SafeAILab name."""
+    """The paper's code for one dense sequence, with SafeAILab's weight names."""
 
     def __init__(self, path: Path, **flags: bool) -> None:
         self.w = {k.replace("layers.0.", "midlayer."): v for k, v in load_file(path / "model.safetensors").items()}
@@ -54,7 +54,7 @@ class PlainHead:
         return torch.cat([low * angle.cos() - high * angle.sin(), high * angle.cos() + low * angle.sin()], dim=-1)
 
     def __call__(self, tokens: Tensor, features: Tensor, positions: Tensor, sees: Tensor, embedding: Tensor) -> Tensor:
-        """out [n, H] of n rows; sees[i, j] says whether row i attends to row j."""
+        """Return the output [n, H] of n rows. sees[i, j]: whether row i attends to row j."""
         layer = "midlayer."
         e = self.norm(embedding[tokens], f"{layer}input_layernorm.weight")
         h = self.norm(features, f"{layer}hidden_norm.weight")
@@ -197,7 +197,7 @@ def test_the_head_equals_a_straightforward_implementation(
 
 
 def sees(num_rows: int, window: int | None) -> Tensor:
-    """Boolean [n, n] for one path: a row sees itself and the rows before it, with a window w the last w of these."""
+    """Return the mask [n, n] of one path: a row attends to itself and earlier rows, within a window to the last w."""
     distance = torch.arange(num_rows)[:, None] - torch.arange(num_rows)
     return (distance >= 0) & (distance < (window or num_rows))
 

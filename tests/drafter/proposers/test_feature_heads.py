@@ -59,13 +59,13 @@ class PlainLayers:
         return torch.cat([low * angle.cos() - high * angle.sin(), high * angle.cos() + low * angle.sin()], dim=-1)
 
     def layer(self, x: Tensor, prefix: str) -> Tensor:
-        """An absent input norm is no norm."""
+        """Without the input norm's weight, apply no norm."""
         has_norm = f"{prefix}input_layernorm.weight" in self.w
         y = self.norm(x, f"{prefix}input_layernorm") if has_norm else x
         return self.mlp(x + self.attention(y, prefix), prefix)
 
     def attention(self, x: Tensor, prefix: str) -> Tensor:
-        """Row i stands at rotary position i."""
+        """Row i has rotary position i."""
         q, k, v = (self.linear(x, f"{prefix}self_attn.{n}_proj").view(len(x), -1, self.head_dim) for n in "qkv")
         if f"{prefix}self_attn.q_norm.weight" in self.w:
             q, k = self.norm(q, f"{prefix}self_attn.q_norm"), self.norm(k, f"{prefix}self_attn.k_norm")
@@ -232,7 +232,7 @@ def test_a_head_equals_a_straightforward_implementation(tmp_path: Path, make: An
 
 
 def assert_close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
-    """Random weights make logits of about 20, so the tolerance is relative to the largest."""
+    """Random weights give logits of about 20, so the tolerance is relative to the largest."""
     scale = expected.abs().max()
     torch.testing.assert_close(actual.double() / scale, expected / scale, atol=tolerance, rtol=0)
 

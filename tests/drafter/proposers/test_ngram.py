@@ -1,4 +1,4 @@
-"""N-gram lookup: reference tables for chains, all continuations as siblings, a brute-force oracle for trees."""
+"""N-gram lookup: reference tables for chains, all continuations as siblings, trees compared with brute force."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VOCAB = 10000
 def draft_request(
     histories: list[list[int]], tables: np.ndarray, *, start: list[int] | None = None, num_nodes: int = 8
 ) -> DraftRequest:
-    """Feeds each request's tokens from `start` on; an empty `start` feeds everything."""
+    """Feed each request's tokens from `start` on; an empty `start` feeds everything."""
     start = start or [0] * len(histories)
     fed = [history[first:] for history, first in zip(histories, start, strict=True)]
     size = len(histories)
@@ -35,7 +35,7 @@ def draft_request(
 
 
 def empty_fields() -> dict[str, torch.Tensor]:
-    """Every other field of a DraftRequest: lookup reads none of them."""
+    """Return the fields of a DraftRequest that lookup does not read."""
     return {name: torch.empty(0) for name in DraftRequest.__dataclass_fields__}
 
 
@@ -56,7 +56,7 @@ def child_level(request: list[int], row: list[int], parent: list[int], token: li
 
 
 def chain(history: list[int], lengths: MatchLengths, num: int) -> list[int]:
-    """The first children from the root down."""
+    """Return the path of first children."""
     proposer, candidates = propose([history], lengths)
     tokens: list[int] = []
     while len(tokens) < num and (found := children(candidates)):
@@ -124,7 +124,7 @@ def test_all_continuations_are_siblings_longest_match_first_then_leftmost():
 
 
 def brute_force(history: list[int], path: list[int], lengths: MatchLengths) -> list[int]:
-    """The candidates after `path`, by the plain rule, one place at a time."""
+    """Return the candidates after `path`, by comparing every position."""
     found: dict[int, tuple[int, int]] = {}
     for place in range(1, len(history)):
         length = 0
@@ -181,7 +181,7 @@ def shares(candidates: NgramCandidates) -> dict[int, float]:
 
 
 def test_a_match_counts_by_its_length_and_each_step_along_it_adds_one():
-    """Each counts 2^n - 1, and unseen tokens count 2."""
+    """A match of length n counts 2^n - 1, unseen tokens count 2."""
     proposer, candidates = propose([[3, 1, 2, 7, 8, 1, 2, 7, 9, 5, 2, 7, 8, 3, 1, 2]], MatchLengths(1, 2))
     assert shares(candidates) == pytest.approx({7: (3 + 3 + 1) / 9})
     candidates = proposer.expand(child_level([0], [1], [0], [7], 1))
@@ -204,7 +204,7 @@ def test_a_node_has_no_more_candidates_than_a_tree_has_rows():
 
 
 def test_history_is_read_from_the_pages():
-    """Fed in pieces, beside another request that only feeds; the accepted tokens overwrite nothing but their slots."""
+    """The history is fed in pieces, beside another request; accepted tokens overwrite their own slots only."""
     tables = np.array([[3, 1, 5], [2, 6, 4]])
     proposer = NgramProposer(MatchLengths(2, 2), VOCAB, 7, PAGE)
     first, second = [1, 2, 3, 4, 1, 2, 3], [8, 9, 7, 8, 9]
@@ -219,7 +219,7 @@ def test_a_request_without_a_match_has_no_candidates():
 
 
 def scored(log_q_FK: np.ndarray, num_children: int) -> ChildScores:
-    """The scores of greedy rows whose candidates are the tokens 0, 1, 2, ..."""
+    """Return the scores of greedy rows whose candidates are the tokens 0, 1, 2, ..."""
     num_rows, count = log_q_FK.shape
     draft = NgramCandidates(np.tile(np.arange(count), (num_rows, 1)), log_q_FK)
     params = SamplingBatch.stack([SamplingParams(temperature=0.0)] * num_rows)

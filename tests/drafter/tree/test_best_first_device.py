@@ -1,4 +1,4 @@
-"""Trees grown on the device are those that best-first growth yields level by level, and the best that there are."""
+"""Trees grown on the device equal those grown level by level, and are the best possible ones."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Ask:
 
     @property
     def logits_state(self) -> LogitsState:
-        """A state after a text whose tokens are partly outside the draft vocabulary."""
+        """Return a logits state after a text with tokens outside the draft vocabulary."""
         counter = TokenCounter(self.constraints, [3, 4, 11])
         counter.add([5, 5, 8, 3 + self.model % 7])
         return LogitsState(
@@ -76,7 +76,7 @@ class Ask:
 
 @functools.cache
 def model_logits(model: int, path: Path, told: int) -> Tensor:
-    """Logits after a path of target tokens below the root; `told` is the feature from the parent."""
+    """Return the logits after a path of target tokens below the root. told: the feature from the parent."""
     if model == FLAT:
         return torch.zeros(V)
     rng = np.random.default_rng([model, told, zlib.crc32(repr(path).encode())])
@@ -84,13 +84,13 @@ def model_logits(model: int, path: Path, told: int) -> Tensor:
 
 
 def telling(told: int, token: int) -> int:
-    """A node's feature for its children, given its own: a number that depends on its whole path."""
+    """Return a node's feature for its children: a number that depends on its whole path."""
     return (31 * told + token + 1) % 65521
 
 
 @dataclass
 class Plan:
-    """A fake attention plan: it knows each row's ancestors."""
+    """A fake attention plan with each row's ancestors."""
 
     ancestors_N: Tensor | None = None
 
@@ -121,7 +121,7 @@ class Draft:
         return roots, torch.tensor([[ask.model] for ask in self.asks]).float()
 
     def expand(self, frontier: Frontier) -> Tensor:
-        """For `grow`, level by level."""
+        """The models for `grow`, level by level."""
         if frontier.depth == 1:
             self._told = {(b, 0): ask.model for b, ask in enumerate(self.asks)}
             self._path = {(b, 0): () for b in range(len(self.asks))}
@@ -134,7 +134,7 @@ class Draft:
         return torch.stack(rows)
 
     def run(self, plan: Any, tokens_N: Tensor, features_N1: Tensor, positions_N: Tensor) -> tuple[Tensor, Tensor]:
-        """For `TreeGraphs`: all rows but the roots; those beyond the asks are padding."""
+        """The models for `TreeGraphs`: all rows but the roots; rows beyond the requests are padding."""
         out_N1, logits_NV = torch.zeros(len(tokens_N), 1), torch.zeros(len(tokens_N), V)
         tokens, masks = tokens_N.tolist(), plan.ancestors_N.tolist()
         for n in range(len(self.asks) * NODES):
@@ -147,7 +147,7 @@ class Draft:
 
 
 class Bench:
-    """One uncaptured TreeGraphs that grows batch after batch over the same buffers."""
+    """An uncaptured TreeGraphs that grows batch after batch in the same buffers."""
 
     def __init__(self, vocab: DraftVocabulary = REDUCED) -> None:
         self.draft = Draft([], vocab)
@@ -316,7 +316,7 @@ def test_rows_write_to_pages_of_their_own_request_or_to_the_null_page(bench):
 
 
 def test_penalties_are_applied_on_the_device(bench):
-    """The first request repeats its path's tokens; penalties keep the others from it."""
+    """The first request repeats its path's tokens; penalties prevent it in the others."""
     plain, often, seen = Constraints(), Constraints(frequency_penalty=9.0), Constraints(repetition_penalty=1.5)
     asks = [
         Ask(constraints=constraints, sampling=SamplingParams(temperature=0.0)) for constraints in (plain, often, seen)

@@ -1,4 +1,4 @@
-"""Trees under `auto`: the best nodes by calibrated survival, as many as their time is worth."""
+"""Trees under `auto`: the best nodes by calibrated survival, as many as pay for their time."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_without_costs_requests_get_the_same_tree_together_and_alone(asks, autos
 
 
 def test_growth_ends_when_the_draft_models_rows_do():
-    """Displaced candidates keep their rows: `grown` asserts that no request is given more than there are."""
+    """Displaced candidates keep their rows: `grown` asserts that no request gets more rows than exist."""
     for model in range(30):
         assert len(weights(grown([Ask(model=model, num_nodes=4)]))) == 4
 
@@ -432,7 +432,7 @@ class PlainCostModel:
 
 
 def floats(least: float, most: float) -> st.SearchStrategy[float]:
-    """Numbers that float32 holds exactly, as on the wire."""
+    """Draw numbers that float32 represents exactly, as on the wire."""
     return st.integers(int(least * 1024), int(most * 1024)).map(lambda n: n / 1024)
 
 
@@ -481,7 +481,7 @@ def test_times_and_rates_follow_the_tables(plain, num_nodes, num_levels, num_run
 
 
 def test_a_weight_of_one_is_calibrated_too():
-    """Without a bound its logit would be infinite, and no fit could change it."""
+    """Without a bound its logit would be infinite, which no fit could change."""
     assert float(calibrate(torch.ones(()), torch.tensor([1.0, -14.0]))) == pytest.approx(0.455, abs=0.01)
 
 

@@ -1,4 +1,4 @@
-"""Where trees begin in the KV pool, and which rows and slots their nodes see."""
+"""The first slots of trees in the KV pool, and the rows and slots that their nodes attend to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Growing and pruning: every tree equals the one of the plain rule, node by node."""
+"""Growing and pruning: every tree equals that of a plain implementation, node by node."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def model_logits(model: int, path: Path) -> np.ndarray:
 
 @dataclass
 class Grower:
-    """Runs `grow` for some asks over the fake draft models and notes every call of `expand`."""
+    """Run `grow` with fake draft models and record every call of `expand`."""
 
     asks: list[Ask]
     policy: TreePolicy
@@ -159,7 +159,7 @@ def test_a_node_may_attend_to_its_path(paths, rows):
     "paths", [((0,),), CHAIN_3, ((0,), (1,), (2,)), THREE_BY_TWO], ids=["1", "chain", "star", "3x2"]
 )
 def test_greedy_children_are_proposed_in_breadth_first_order(paths):
-    """Logits rank base + 0, 1, 2, ... so that a right tree counts up from base in row order."""
+    """The logits rank base + 0, 1, 2, ..., so that a correct tree counts up from base in row order."""
     bases = [42, 60]
     children = [sum(p[:-1] == parent for p in paths) for parent in [(), *paths]]
 

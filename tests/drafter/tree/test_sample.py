@@ -1,4 +1,4 @@
-"""Children are drawn from exactly the integers on the wire, follow their law and depend on their keys alone."""
+"""Children are drawn from exactly the weights on the wire, follow their distribution and depend on their keys alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sampled trees of the real `grow`: budgets set before drawing, draws from what is sent, and a lossless whole."""
+"""Sampled trees of the real `grow`: budgets set before drawing, draws from the weights sent, losslessness."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FREE = DraftCosts(
 
 
 def log_law(seed: int, prefixes: list[Path]) -> torch.Tensor:
-    """Log-probabilities after each prefix, the same for the same prefix; float32 [len, V]."""
+    """Return the log-probabilities after each prefix, float32 [len, V]."""
     rows = [np.log(np.random.default_rng([seed, 77, *prefix]).dirichlet(np.full(V, 0.8)) + 1e-4) for prefix in prefixes]
     return torch.from_numpy(np.stack(rows).astype(np.float32))
 
@@ -58,7 +58,7 @@ def grow_all(
     costs: DraftCosts = FREE,
     drafted: Callable[[list[Path]], torch.Tensor] = lambda prefixes: log_law(2, prefixes),
 ) -> GrownTrees:
-    """Trees for many requests at once, whose tokens so far are `prefixes`."""
+    """Grow trees for requests whose tokens so far are `prefixes`."""
     count = len(prefixes)
     paths: dict[tuple[int, int], Path] = {(b, 0): prefix for b, prefix in enumerate(prefixes)}
 
@@ -86,7 +86,7 @@ def grow_all(
 
 
 def emitted(rule: Rule, policy: TreePolicy, count: int, length: int, **settings: object) -> list[Path]:
-    """The first `length` tokens of `count` requests with different seeds, grown and verified by the real functions."""
+    """Return the first `length` tokens of `count` requests with different seeds, by the real functions."""
     tokens: list[Path] = [()] * count
     while min(map(len, tokens)) < length:
         open_ = [i for i, x in enumerate(tokens) if len(x) < length]
@@ -161,7 +161,7 @@ def test_every_sampled_child_comes_with_the_distribution_it_was_drawn_from(is_hy
 
 
 def test_budgets_do_not_depend_on_the_tokens_drawn():
-    """With one law everywhere, every seed's tree has the same shape, whatever tokens it holds."""
+    """With one distribution everywhere, the trees of all seeds have the same shape."""
     law = torch.tensor([[0.0, -0.5, -1.0, -1.5, -2.0]])
     everywhere = lambda prefixes: law.expand(len(prefixes), -1)  # noqa: E731
     grown = grow_all([()] * 40, np.arange(40), DynamicTreePolicy(3, 3), rule=Rule.TRAVERSAL, drafted=everywhere)
@@ -222,7 +222,7 @@ def test_requests_of_every_rule_grow_together_as_alone():
 
 
 def laws_of(grown: GrownTrees, request: int) -> list[list[tuple[int, int]]]:
-    """Per row of one request, the (id, weight) entries it was drawn from."""
+    """Return for each row of a request the (id, weight) entries that it was drawn from."""
     rows = range(*grown.trees.offsets[request : request + 2].tolist())
     probs: DraftProbs | None = grown.probs
     if probs is None:
@@ -233,7 +233,7 @@ def laws_of(grown: GrownTrees, request: int) -> list[list[tuple[int, int]]]:
 
 @pytest.mark.parametrize("num_fixed", [0, 2])
 def test_children_are_drawn_by_the_seed_the_roots_position_and_the_row(num_fixed):
-    """A root's three children and the children of the first: other keys would be as random, but not the same texts."""
+    """The root's three children and the first one's children; other keys would give other texts."""
     seed, prefix = 12345, (3, 1, 4)
     policy = StaticTreePolicy(((0,), (1,), (2,), (0, 0), (0, 1), (0, 2)))
     grown = grow_all([prefix], np.array([seed]), policy, rule=Rule.TRAVERSAL, is_hybrid=num_fixed > 0)
@@ -247,7 +247,7 @@ def test_children_are_drawn_by_the_seed_the_roots_position_and_the_row(num_fixed
 
 
 def test_fixed_children_have_probabilities_too():
-    """A threshold below all of them prunes nothing."""
+    """A threshold below all probabilities prunes nothing."""
     whole, pruned = (
         grow_all([(2,)], np.array([7]), SHAPES["2x2"], rule=Rule.TRAVERSAL, is_hybrid=True, path_prob=threshold)
         for threshold in (0.0, 1e-9)
@@ -256,7 +256,7 @@ def test_fixed_children_have_probabilities_too():
 
 
 def test_budgets_before_drawing_count_the_sampled_trees_under_auto_alone():
-    """Beside a sampled tree without auto and one under auto that can be cut afterwards."""
+    """The batch also has a sampled tree without auto and one under auto that is cut afterwards."""
     policy, expensive, max_depth = SHAPES["2x2"], draft_costs.costs(node=0.4, level=0.2), 2
     rules, autos = [Rule.TRAVERSAL, Rule.TRAVERSAL, Rule.COUPLED], [False, True, True]
     paths: dict[tuple[int, int], Path] = {(b, 0): (b,) for b in range(3)}

@@ -52,7 +52,7 @@ STEPS: list[dict[int, tuple[int, int, int]]] = [
 
 
 def logits_state(constraints: Constraints) -> LogitsState:
-    """A state after a text of every third token."""
+    """Return a logits state after a text of every third token."""
     counts = TokenCounter(constraints, range(0, 2048, 3)).counts()
     return LogitsState(constraints=constraints, end_token_ids=[], counts=counts, tail=[], num_output=0)
 
@@ -101,7 +101,7 @@ def messages(width: int | None, device: str) -> Iterator[DraftRequest]:
 def proposers(
     method: str, device: str = "cpu", *, is_captured: bool = False, head: Path = BUNDLED / "eagle3"
 ) -> tuple[Any, Any]:
-    """One that grows level by level on torch kernels, and one that grows at once on Triton's."""
+    """Return a proposer that grows level by level with torch, and one that grows whole trees with Triton."""
     from workers.kernels import fused
 
     if method == "eagle3":
@@ -125,7 +125,7 @@ def proposers(
 
 
 def assert_same_trees(by_level: Any, at_once: Any, device: str = "cpu") -> None:
-    """Compare the trees of all STEPS, over the same buffers."""
+    """Compare the trees of all STEPS, with the same buffers."""
     policy = make_tree_policy(TREE)
     for message in messages(by_level._head.width if isinstance(by_level, FeatureProposer) else None, device):
         expected, got = (draft(message, proposer, policy) for proposer in (by_level, at_once))
@@ -143,14 +143,14 @@ def test_replayed_trees_equal_those_grown_level_by_level_in_every_step(method: s
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the GPU in gpu/")
 @pytest.mark.parametrize("window", [3, 9])
 def test_trees_of_a_head_with_a_window_equal_those_grown_level_by_level(tmp_path: Path, window: int) -> None:
-    """A window of 3 is narrower than a tree is deep."""
+    """A window of 3 is smaller than the depth of a tree."""
     head = shutil.copytree(BUNDLED / "eagle3", tmp_path / "head")
     checkpoints.edit_config(head, **checkpoints.sliding(window, "sliding_attention"))
     assert_same_trees(*proposers("eagle3", head=head))
 
 
 class Replanning:
-    """A head on torch kernels, whose plans do not stay in place: they are rebuilt for other ancestors."""
+    """A head with torch kernels, whose plans are rebuilt for other ancestors instead of updated in place."""
 
     def __init__(self, head: Eagle3Head) -> None:
         self._head = head
@@ -174,7 +174,7 @@ class Replanning:
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_engines_emit_the_same_tokens_and_gain_as_much(temperature: float) -> None:
-    """The bundled pair; all trees grow at once, over the same buffers. Levels cost nothing on either clock."""
+    """The bundled pair; all trees grow at once in the same buffers. Levels cost nothing on either clock."""
     work: dict[str, Any] = dict(batch=3, temperature=temperature, num_prompts=24, num_tokens=48)
     clock_costs = ClockCosts(fixed=100, row=0.5, message=2, fed=0.1, level=0, node=0)
     with bench(clock_costs) as plain:

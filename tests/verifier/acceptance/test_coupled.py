@@ -1,4 +1,4 @@
-"""The walk: follow the target's own token down the tree, then emit one more. Every chain is a tree."""
+"""The walk: follow the target's token down the tree, then emit the next one. Chains are trees, too."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_a_ragged_batch_gives_every_request_its_result_alone():
 
 
 def test_every_row_uses_the_noise_of_the_next_position():
-    """The index of that token: tokens before the root, the root, and those on the way."""
+    """The noise's index is the position of the drawn token."""
     each, params, positions, logits = ragged_batch()
     batch, one_each = oracles.trees(each), SamplingBatch.stack(params)
     request_N = torch.arange(len(each)).repeat_interleave(batch.offsets.diff())

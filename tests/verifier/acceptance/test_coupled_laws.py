@@ -1,14 +1,14 @@
-"""Losslessness, by exact enumeration: the emitted tokens follow the target's law, whatever the tree was.
+"""Losslessness by exact enumeration: the emitted tokens follow the target's distribution for any tree.
 
-A little language (V = 3) has a random next-token law p(. | prefix) for every prefix. Rounds of speculate, verify and
-commit run through the real `walk` until L tokens are out; summing the weight of every point of the probability space
-gives the exact law of the first L tokens, to be compared with the product of p.
+A small language (V = 3) has a random distribution p(. | prefix) for every prefix. Rounds of drafting, verification and
+commit run through the real `walk` until L tokens are emitted. The weights of all points of the probability space sum to
+the exact distribution of the first L tokens, which must equal the product of p.
 
-    coupled        the noise of index t picks the winner y at every prefix of length t at once; the tree is any
-                   function of all the noise there is
-    deterministic  the tree is any function of the history; the target draws y ~ p at every row
+    coupled        the noise of index t sets the winner y at every prefix of length t at once; the tree may be any
+                   function of all noise
+    deterministic  the tree may be any function of the history; the target draws y ~ p at every row
 
-Planted mutants of the walk must fail the very same comparison. Sampled drafts: `test_rejection_laws.py`.
+Mutants of the walk must fail the same comparison. Sampled drafts: `test_rejection_laws.py`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Winner = Callable[[Path], int]
 
 
 def language(seed: int) -> Callable[[Path], np.ndarray]:
-    """p(. | prefix), random and peaked, the same for the same prefix."""
+    """Return p(. | prefix): random, peaked, a function of the prefix."""
 
     @cache
     def p(prefix: Path) -> np.ndarray:
@@ -57,7 +57,7 @@ def language(seed: int) -> Callable[[Path], np.ndarray]:
 
 
 def full_tree(shape: list[int]) -> Nodes:
-    """shape[d] children per node at depth d, tokens 0, 1, ..."""
+    """Return a tree with shape[d] children per node at depth d, tokens 0, 1, ..."""
     levels = [[()]]
     for width in shape:
         levels.append([(*path, t) for path in levels[-1] for t in range(width)])
@@ -75,7 +75,7 @@ def random_tree(rng: np.random.Generator, size: int, depth: int) -> Nodes:
 
 
 def pruned(nodes: Nodes, is_cut: Callable[[Path], bool]) -> Nodes:
-    """Without the nodes that are cut, and what hangs below them; the root stays."""
+    """Return the tree without the cut nodes and their descendants; the root stays."""
     kept: Nodes = []
     for path in nodes:
         if not path or (path[:-1] in kept and not is_cut(path)):
@@ -145,7 +145,7 @@ def coupled_points(p: Callable[[Path], np.ndarray], length: int, seed: int) -> l
 
 
 def independent_points(p: Callable[[Path], np.ndarray], length: int) -> list[tuple[float, dict[Path, int]]]:
-    """Every assignment of a winner to every prefix, all independent."""
+    """Enumerate the independent assignments of a winner to every prefix."""
     prefixes = [x for t in range(length) for x in itertools.product(range(V), repeat=t)]
     return [
         (float(np.prod([p(x)[y] for x, y in zip(prefixes, ys, strict=True)])), dict(zip(prefixes, ys, strict=True)))
@@ -156,7 +156,7 @@ def independent_points(p: Callable[[Path], np.ndarray], length: int) -> list[tup
 def coupled_law(
     points: list[tuple[float, dict[Path, int]]], length: int, growth: Growth, walk: Walk = walk
 ) -> dict[Path, float]:
-    """The law of the first `length` tokens, every point of the noise run through as many rounds as it takes."""
+    """Return the distribution of the first `length` tokens, over all noise and the necessary rounds."""
     emitted: list[Path] = [() for _ in points]
     for round_ in range(length):
         open_ = [i for i, x in enumerate(emitted) if len(x) < length]
@@ -210,7 +210,7 @@ def test_the_coupled_rule_emits_the_targets_law_with_independent_winners(growth)
 def deterministic_law(
     p: Callable[[Path], np.ndarray], length: int, tree: Callable[[tuple[Path, ...]], Nodes], walk: Walk = walk
 ) -> dict[Path, float]:
-    """Every draw at every row of every round; the tree is a function of the rounds so far, not of the draws ahead."""
+    """Enumerate every draw at every row of every round; trees depend on past rounds only."""
     law: dict[Path, float] = defaultdict(float)
 
     def rounds(history: tuple[Path, ...], weight: float) -> None:
@@ -238,7 +238,7 @@ def deterministic_law(
 
 
 def from_history(growth: Growth) -> Callable[[tuple[Path, ...]], Nodes]:
-    """A tree that depends on the whole history, the cuts between rounds included."""
+    """Return a tree that depends on the whole history, including the boundaries of rounds."""
 
     def tree(history: tuple[Path, ...]) -> Nodes:
         rng = np.random.default_rng([len(history), *(len(part) for part in history), *sum(history, ())])
@@ -263,7 +263,7 @@ def walk_with(
     winner: Callable[[list[int], list[int], int, int], int] | None = None,
     takes_any_child: bool = False,
 ) -> Walk:
-    """The walk with one line replaced. winner(winners, parents, row, parent row) is the token drawn at a row."""
+    """The walk with one line replaced. winner(winners, parents, row, parent row): the token drawn at a row."""
 
     def wrong_walk(trees: TreeBatch, winners_N: list[int]) -> list[Verdict]:
         verdicts = []
@@ -290,7 +290,7 @@ def siblings_winner(winners: list[int], parents: list[int], row: int, parent: in
 
 
 def shy_walk(trees: TreeBatch, winners_N: list[int]) -> list[Verdict]:
-    """Never says the largest token when the tree offers a smaller one: a biased verifier."""
+    """A biased verifier that never emits the largest token if the tree has a smaller one."""
     verdicts = []
     for begin, verdict in zip(trees.offsets.tolist(), walk(trees, winners_N), strict=False):
         tokens = list(verdict.tokens)
@@ -338,7 +338,7 @@ def test_the_argmax_of_log_p_plus_noise_follows_p():
 def generate(
     params: SamplingParams, length: int, policy: TreePolicy | None, error: float, limits: tuple[int, float, float]
 ) -> Path:
-    """Tokens after the prompt (1,), by rounds of the real grow and the real accept; policy None = no speculation."""
+    """Return the tokens after the prompt (1,), by the real grow and accept; policy None = no speculation."""
     tokens: Path = (1,)
     batch = SamplingBatch.stack([params])
     while len(tokens) < length:

@@ -1,4 +1,4 @@
-"""Ratio tests on real noise: the law by chi-square, the sparse arithmetic by a dense oracle, batches by their parts."""
+"""Ratio tests with real noise: distributions by chi-square, sparse arithmetic by a dense oracle, batches."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def small_q(last: int) -> np.ndarray:
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("num_fixed", [0, 1])
 def test_text_follows_the_targets_law_over_several_rounds(num_fixed, rule):
-    """Requests that differ by seed alone; each round two children at the root, one below each."""
+    """Requests that differ by seed alone; in each round the root has two children with one child each."""
     num, length = 10000, 3
     support = Support(
         np.stack([np.lexsort((np.arange(4), -small_q(t))) for t in range(4)]),
@@ -101,7 +101,7 @@ def test_text_follows_the_targets_law_over_several_rounds(num_fixed, rule):
 
 
 def test_the_token_after_a_rejection_follows_the_residual():
-    """One fixed child that p gives 0.5: half of the requests reject it and draw from the rest of p."""
+    """One fixed child with probability 0.5: half of the requests reject it and draw from the residual."""
     num, p = 20000, np.array([0.5, 0.2, 0.05, 0.15, 0.1])
     each = [Drafted([-1, 0], [0, 0], [NodeKind.ROOT, NodeKind.DETERMINISTIC], [np.zeros(5, dtype=np.int64)] * 2)] * num
     logits = torch.tensor(np.log(p)).expand(2 * num, -1)
@@ -361,7 +361,7 @@ def test_no_global_generator_is_touched():
 
 
 def test_each_request_of_a_mixed_batch_is_judged_by_its_own_rule():
-    """Coupled requests, which walk, among sampled ones, which are tested: everybody gets what they get alone."""
+    """In a batch of coupled and sampled requests, each gets the same result as alone."""
     each, logits, params, positions, rules = ragged_batch()
     drafted = Drafted(
         [-1, 0, 1], [0, 3, 4], [NodeKind.ROOT, *[NodeKind.COUPLED] * 2], [np.zeros(50, dtype=np.int64)] * 3

@@ -1,8 +1,8 @@
-"""Sampled drafts are lossless, by exact enumeration; and what would make them lossy is seen by the same enumeration.
+"""Sampled drafts are lossless by exact enumeration, and the same enumeration detects mutants that are not.
 
-Every law here is of the first tokens over several rounds of draw, verify, commit, with the production `draw_children`
-and `decide` run once for every way their noise can fall (see `enumeration.py`). Fixed trees, every legal way to prune,
-then the mutants: each is one line that an engineer might write, and each must be visibly off.
+Every distribution here is that of the first tokens over several rounds of drawing, verification and commit, by the
+production `draw_children` and `decide` with every outcome of their noise (see `enumeration.py`). It covers fixed trees,
+every valid way to prune, and mutants, each a plausible mistake of one line.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Drafter = Callable[[Path], Weights]
 
 
 def target(seed: int, vocab: int = 3, forbidden: int | None = None) -> Target:
-    """p(. | prefix), random and peaked, the same for the same prefix; `forbidden` has p = 0."""
+    """Return p(. | prefix): random, peaked, a function of the prefix; `forbidden` has p = 0."""
 
     @cache
     def p(prefix: Path) -> np.ndarray:
@@ -58,7 +58,7 @@ def target(seed: int, vocab: int = 3, forbidden: int | None = None) -> Target:
 
 
 def drafter(seed: int, vocab: int = 3, forbidden: int | None = None) -> Drafter:
-    """Small integer weights, some of them 0 or equal; `forbidden` is masked before drawing."""
+    """Return small integer weights, some 0 or equal; `forbidden` is masked before drawing."""
 
     @cache
     def q(prefix: Path) -> Weights:
@@ -175,13 +175,13 @@ def is_unlikely_path(q: Drafter, prefix: Path, draft: Draft, row: int) -> bool:
 
 
 def is_level_cut(q: Drafter, prefix: Path, draft: Draft, row: int) -> bool:
-    """The whole level is left undrawn when its nodes together promise little."""
+    """Leave the whole level undrawn if its nodes' total weight is small."""
     level = [node.path for node in draft if len(node.path) == len(draft[row].path)]
     return sum(path_prob(q, prefix, path) for path in level) < 0.7
 
 
 def counts_by_value(q: Drafter) -> Policy:
-    """As many slots as are worth it, by an estimate that looks at q alone."""
+    """Return the number of children that pays by an estimate from q alone."""
 
     def policy(history: History, draft: Draft, row: int) -> Slots:
         path = draft[row].path
@@ -193,7 +193,7 @@ def counts_by_value(q: Drafter) -> Policy:
 
 
 def sizes_by_earlier_draws(q: Drafter) -> Policy:
-    """A subtree's size follows its ancestors, its root and the siblings before it."""
+    """Set a subtree's size from its ancestors, its root and earlier siblings."""
 
     def policy(history: History, draft: Draft, row: int) -> Slots:
         node = draft[row]
@@ -204,7 +204,7 @@ def sizes_by_earlier_draws(q: Drafter) -> Policy:
 
 
 def sizes_by_all_other_draws(q: Drafter) -> Policy:
-    """A node's children are counted by everything there is but its own subtree, cousins included."""
+    """Set a node's children from everything but its own subtree, including its cousins."""
 
     def policy(history: History, draft: Draft, row: int) -> Slots:
         depth = len(draft[row].path)
@@ -215,7 +215,7 @@ def sizes_by_all_other_draws(q: Drafter) -> Policy:
 
 
 def budget_by_history(q: Drafter) -> Policy:
-    """A budget of nodes that follows how earlier rounds went, dealt breadth-first; off after two rejections."""
+    """A node budget that depends on earlier rounds, spent breadth-first; 0 after two rejections."""
 
     def policy(history: History, draft: Draft, row: int) -> Slots:
         budget = 3 if not history else 1 + 2 * len(history[-1]) - sum(history[0]) % 2
@@ -448,7 +448,7 @@ def test_noise_shared_between_rounds_is_detected_over_several_rounds(rule):
 
 
 def coupled_then_rejection(p: Target, switches: Callable[[Path], bool]) -> dict[Path, float]:
-    """Law of two tokens: one coupled round whose drafter knows the noise, then what `switches` says of the text so far.
+    """Return the distribution of two tokens: a coupled round whose drafter knows the noise, then as `switches` decides.
 
     The drafter offers the first winner only if the winner after it is not token 0; so a round that ends after one token
     has told something about the noise ahead, and only a request that goes on with this noise may use it.

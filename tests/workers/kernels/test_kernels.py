@@ -349,7 +349,7 @@ def test_a_token_stays_while_the_mass_above_it_is_below_p(kernels: Kernels) -> N
 
 @both
 def test_rows_with_fewer_possible_tokens_than_top_k_keep_all_of_them(kernels: Kernels) -> None:
-    """As min-p or allowed ids leave them; no set of kernels looks deeper for more."""
+    """As after min-p or allowed ids; no kernel set searches for more tokens."""
     x = torch.full((2, 9000), -torch.inf)
     x[0, [5, 8000]], x[1, 7] = torch.tensor([1.0, 2.0]), -3.0
     k_R, p_R = torch.tensor([20, 20], dtype=torch.int32), torch.tensor([1.0, 0.5])

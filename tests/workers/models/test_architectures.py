@@ -256,7 +256,7 @@ def test_unsupported_features_are_an_error_with_their_name(
 
 
 def test_unsupported_models_are_an_error_before_a_process_starts(tmp_path: Path) -> None:
-    """Read the configuration as `secateur serve` and `plan` do first."""
+    """Read the configuration as `secateur serve` and `plan` do."""
     config = CONFIG_MAPPING["qwen3_next"]().to_dict() | {"architectures": ["Qwen3NextForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(config, default=str))
     with pytest.raises(ConfigError, match="'Qwen3NextForCausalLM' is not supported: layers of type linear_attention"):

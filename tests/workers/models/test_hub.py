@@ -37,7 +37,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
 
 
 def publish(hub: FakeHub, name: str, *, shards: int = 1, tokenizer: bool = True, **config: Any) -> Path:
-    """A small model under a name, with files beside its weights that no engine reads."""
+    """Add a small model to the hub, with files that no engine reads."""
     folder = checkpoints.write_model(hub.root / name, "llama", shards=shards, **config)
     if tokenizer:
         for file in ("tokenizer.json", "tokenizer_config.json"):

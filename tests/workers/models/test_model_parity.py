@@ -79,7 +79,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 class PagedRun:
-    """A decoder with requests on random pages: a minimal engine."""
+    """A minimal engine: a decoder with requests on random pages."""
 
     def __init__(self, decoder: Decoder, num_requests: int = 1, pages_each: int = 24, seed: int = 0) -> None:
         pages = list(range(1, num_requests * pages_each + 1))
@@ -89,7 +89,7 @@ class PagedRun:
         self.kv = decoder.new_kv_pool((len(pages) + 1) * PAGE)
 
     def forward(self, parts: list[Chunk | Tree | None]) -> tuple[list[Tensor], Hidden]:
-        """One packed forward of one part per request (None = no rows); logits per request."""
+        """Run one packed forward with a part per request (None = no rows); return the logits per request."""
         offsets, tokens, positions, slots, visible, ancestors, base = [0], [], [], [], [], [], []
         for part in parts:
             rows = part.rows() if part else []
@@ -119,7 +119,7 @@ class PagedRun:
 
 
 class Chunk:
-    """Prompt tokens at positions start, start + 1, ..."""
+    """Return prompt tokens at positions start, start + 1, ..."""
 
     def __init__(self, tokens: list[int], start: int) -> None:
         self.tokens, self.start = tokens, start
@@ -129,7 +129,7 @@ class Chunk:
 
 
 class Tree:
-    """A draft tree whose root is the token at position `start`; parents breadth-first, -1 for the root."""
+    """Return a draft tree whose root is the token at `start`; parents breadth-first, -1 for the root."""
 
     def __init__(self, tokens: list[int], parents: list[int], start: int) -> None:
         self.tokens, self.parents, self.start = tokens, parents, start
@@ -145,7 +145,7 @@ class Tree:
 
 
 def random_tree(rng: random.Random, num_nodes: int, start: int, vocab: int) -> Tree:
-    """A breadth-first tree: parents never decrease."""
+    """Return a random tree in breadth-first order, in which parents never decrease."""
     parents, floor = [-1], 0
     for row in range(1, num_nodes):
         floor = rng.randint(floor, row - 1)

@@ -38,7 +38,7 @@ MODELS = {
 
 
 def packed(first_slot: int = 0) -> AttentionMetadata:
-    """A prompt of 9 rows and one of 5, each on its own pages."""
+    """Return prompts of 9 and 5 rows, each on its own pages."""
     slots = [*range(first_slot, first_slot + 9), *range(first_slot, first_slot + 5)]
     return AttentionMetadata(
         query_offsets=torch.tensor([0, 9, 14], dtype=torch.int32),
@@ -56,7 +56,7 @@ def tokens() -> Tensor:
 
 
 def run_models(folder: Path, tp: TensorParallel) -> dict[str, Tensor]:
-    """Full logits and taps of every model, then the draft heads' outputs on the last one's features."""
+    """Return logits and taps of every model, then the draft heads' outputs on the last one's features."""
     results = {}
     metadata = packed()
     taps = torch.zeros(0)

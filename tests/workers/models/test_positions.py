@@ -72,7 +72,7 @@ def test_logits_beyond_max_position_embeddings_equal_transformers(tmp_path: Path
 
 
 def write_longrope(path: Path) -> Path:
-    """A model that was first trained for 32 positions, and has 128."""
+    """A model first trained for 32 positions, extended to 128."""
     scaling = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 1.0}
     scaling |= {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [4.0, 5.0, 6.0, 7.0]}
     scaling |= {"original_max_position_embeddings": 32}
@@ -97,7 +97,7 @@ def test_a_longrope_model_serves_its_original_length_by_default(tmp_path: Path) 
 def test_a_longrope_model_has_one_set_of_frequencies_whatever_the_positions_of_a_batch(
     tmp_path: Path, max_model_len: int | None, num_tokens: int
 ) -> None:
-    """transformers chooses by the longest sequence of a batch: one within its choice has the logits of ours."""
+    """transformers chooses by the longest sequence of a batch; within its choice the logits are ours."""
     path = write_longrope(tmp_path)
     tokens = random_tokens(num_tokens)
     run = PagedRun(load_decoder(path, read_spec(path), max_model_len=max_model_len), num_requests=2)

@@ -55,7 +55,7 @@ def test_prepared_noise_is_not_computed_again(monkeypatch):
 
 
 def test_token_by_token_decoding_mostly_hits_the_cache(monkeypatch):
-    """Room for a hundred rows of 27 values: those of one request for sixteen steps, or of ten for ten."""
+    """A hundred rows of 27 values fit: those of one request in sixteen steps, or of ten in ten."""
     monkeypatch.setattr(workers.sampling.gumbel_cache, "_VALUES_AHEAD", 100 * 27)
     calls = []
     cache = GumbelCache(3, 30, make=lambda seeds, *own: calls.append(len(seeds)) or gumbel(seeds, *own))

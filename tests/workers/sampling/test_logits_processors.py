@@ -158,7 +158,7 @@ CONSTRAINTS = st.builds(
 
 
 class Asked:
-    """One constrained request with the paths of its rows."""
+    """One constrained request and the paths of its rows."""
 
     def __init__(self, constraints: Constraints, prompt: Path, output: Path, ends: list[int], paths: list[Path]):
         self.prompt, self.output, self.paths = prompt, output, paths
@@ -176,7 +176,7 @@ ASKED = st.builds(
 
 
 def layout(requests: list[Asked], seed: int) -> tuple[np.ndarray, list[ConstrainedRow], dict[int, tuple[Asked, Path]]]:
-    """Random logits with the requests' rows shuffled among unconstrained ones."""
+    """Return random logits with the requests' rows shuffled among unconstrained ones."""
     rng = np.random.default_rng(seed)
     wanted = [(asked, path) for asked in requests for path in asked.paths]
     numbers = rng.permutation(len(wanted) + 2)[: len(wanted)].tolist()
@@ -243,7 +243,7 @@ OTHER = 15  # the target's token if its first choice is masked: its logit is 1 l
 
 
 def follow(trees: TreeBatch, winner_N: list[int]) -> list[list[int]]:
-    """Tokens emitted per request when the target says winner_N: down the tree while it holds what is said."""
+    """Return the tokens per request if the target draws winner_N: walk down the tree along these tokens."""
     said = []
     for b, (begin, end) in enumerate(zip(trees.offsets.tolist(), trees.offsets[1:].tolist(), strict=False)):
         row_of = {path: row for row, path in enumerate(oracles.paths_of(trees, b))}
@@ -309,7 +309,7 @@ SMALL = Columns(0, SMALL_V)
 
 
 def plain(params: SamplingParams, length: int) -> Path:
-    """The output of the plain loop: one token at a time, constraints by the oracle."""
+    """Return the output of a plain loop: one token at a time, constraints by the oracle."""
     batch = SamplingBatch.stack([params])
     output: Path = ()
     while len(output) < length:
@@ -321,7 +321,7 @@ def plain(params: SamplingParams, length: int) -> Path:
 
 
 def grown(params: SamplingParams, output: Path, error: float, is_draft_constrained: bool, widths: list[int]) -> Path:
-    """Paths below the root, breadth-first: at each depth the best `widths` children by log q + G."""
+    """Return paths below the root, breadth-first: at each depth the best `widths` children by log q + G."""
     batch = SamplingBatch.stack([params])
     state = logits_state(params.constraints, PROMPT, output, ENDS)
     paths: list[Path] = [()]
@@ -348,7 +348,7 @@ def speculate(
     widths: list[int],
     is_path_forgotten: bool = False,
 ) -> tuple[Path, int]:
-    """Output by rounds of drafting and verifying whole trees with the real `constrain` and `draw`; number of rounds."""
+    """Return the output and the number of rounds of drafting and verifying trees, by the real functions."""
     batch = SamplingBatch.stack([params])
     output: Path = ()
     num_rounds = 0
