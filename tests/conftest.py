@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-# Without a GPU Triton's kernels run in Python; Triton reads this when it is first imported, by whomever.
+# Without a GPU Triton's kernels run in its interpreter. Triton reads this at its first import.
 if not any(Path("/dev").glob("nvidia[0-9]*")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 if importlib.util.find_spec("hypothesis"):  # no test of tests/gpu needs it

@@ -1,4 +1,4 @@
-"""What `auto` gains on a clock of given costs, and what each of its parts gains: free of a machine's noise.
+"""Measures the gain of `auto` and of each of its parts on a simulated clock with given costs, without noise.
 
     python -m tests.bench.adaptive [--jobs 2] [--batches 1 8] [--temperatures 0 1] [--variants "no calibration"]
 
@@ -48,7 +48,7 @@ NUM_LATER = 3
 
 
 class _Kalman:
-    """A sum of terms whose prices follow a Kalman filter: a measurement moves most what is least known of it."""
+    """A sum of terms whose prices follow a Kalman filter: a measurement changes the least certain prices most."""
 
     def __init__(self, prices: Sequence[float], doubts: Sequence[float]) -> None:
         self.price_J, self._doubt_J = list(prices), list(doubts)
@@ -126,7 +126,7 @@ class PricePerTerm(cost_model._DraftCost):
 
 
 class EverRarerProbes(gate.SpeculationGate):
-    """Probes 32 steps apart, then 64, up to 1024, whatever they lose."""
+    """Probes after 32 steps, then 64, up to 1024, independent of their loss."""
 
     def weigh(self, advantage: float, num_decoding: int) -> None:
         was_on = self.is_on
@@ -144,7 +144,7 @@ class NoCalibration(calibration.Calibration):
 
 
 class RatioCalibration(calibration.Calibration):
-    """One factor per depth on the odds of survival: what survived over what was expected to."""
+    """One factor per depth on the odds of survival: observed over expected survivors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ class RatioCalibration(calibration.Calibration):
 
 
 class LookupByTemperature(prompt_lookup.PromptLookup):
-    """Texts of three kinds (T = 0, up to 0.5, hotter), each with averages of its own."""
+    """Separate averages for three ranges of temperature: 0, up to 0.5, above."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ class LookupByTemperature(prompt_lookup.PromptLookup):
 
 
 class OneAverage(prompt_lookup.AcceptanceEstimator):
-    """The same chance for matches of every length."""
+    """The same probability for matches of every length."""
 
     def of(self, length: int) -> float:
         return super().of(1)

@@ -1,4 +1,4 @@
-"""Draw one step's tree of the bundled pair: what was accepted, what was verified in vain, what pruning kept out.
+"""Draws one step's tree of the bundled pair, with accepted, rejected and pruned nodes.
 
 python -m tests.bench.draw_tree [--prompt TEXT] [--step 2] [--nodes 12] [--min-prob 0.15]
 """
@@ -21,7 +21,7 @@ Path = tuple[int, ...]
 
 
 class Step(NamedTuple):
-    """One verification: the tree as paths of tokens, and which of them were accepted."""
+    """One verification: the tree as paths of tokens, and the accepted ones."""
 
     position: int
     paths: list[Path]
@@ -29,7 +29,7 @@ class Step(NamedTuple):
 
 
 def steps(pair: Pair, prompt: list[int], nodes: int, min_prob: float) -> list[Step]:
-    """Run one greedy request and keep what was verified."""
+    """Run one greedy request and record its verifications."""
     seen: list[Step] = []
 
     def verify(trees: TreeBatch, *args: Any, root_position_B: list[int], **named: Any) -> list[Verdict]:
@@ -69,7 +69,7 @@ def draw(whole: Step, pruned: Step, tokenizer: Tokenizer) -> list[str]:
 
 
 def main() -> None:
-    """Print the tree of the step asked for."""
+    """Print the tree of the requested step."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompt", default="def quicksort(items):\n")
     parser.add_argument("--step", type=int, default=2)

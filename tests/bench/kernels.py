@@ -1,4 +1,4 @@
-"""Microseconds of each kernel in torch and in Triton, and of passes and trees launched and replayed. Needs CUDA.
+"""Times each kernel in torch and in Triton, and forwards and trees with and without graphs, in us. Needs CUDA.
 
     python -m tests.bench.kernels
 
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def forward_pass() -> None:
-    """The bundled target: small, so launches are all that it costs."""
+    """Time the bundled target, which is so small that launches dominate."""
     path, config = BUNDLED / "target", bundled(DYNAMIC)
     model = Decoder.load(path, read_spec(path), device="cuda", kernels=fused)
     pool = model.new_kv_pool(4096)
@@ -88,8 +88,10 @@ def forward_pass() -> None:
 
 
 def trees() -> None:
-    """A drafter's whole answer by the bundled EAGLE-3 head, which is small: launches are all that it costs. With one
-    child a node, every way takes all eight levels."""
+    """Time a whole reply of the bundled EAGLE-3 head, which is so small that launches dominate.
+
+    With one child per node, every kind of growth runs all eight levels.
+    """
     tree = replace(DYNAMIC, max_children=1)
     config = bundled(tree)
     head = load_eagle3(BUNDLED / "eagle3", BUNDLED / "target", device="cuda", kernels=fused)
@@ -119,7 +121,7 @@ def report(name: str, calls: Sequence[Callable[[], object]]) -> None:
 
 
 def microseconds(call: Callable[[], object], repeat: int = 50) -> float:
-    """Of one call among many, host and device together."""
+    """Return the mean time of a call, host and device together."""
     for _ in range(3):
         call()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -1,21 +1,21 @@
-"""`auto` and the fixed shapes beside no speculation, all in one process on one copy of the weights.
+"""Compares `auto` and fixed trees with plain decoding, in one process on one copy of the weights.
 
     python -m tests.bench.one_process [--target-cost 300m] [--batches 2 8] [--shapes auto] [--rounds 8] [--seconds 60]
         [--temperatures 0.7 --top-k 20 --top-p 0.8 --repetition-penalty 1.05] [--processes 3] [--out DIR]
 
-`secateur bench throughput` compares running services, each with its own copy of the target. On a shared machine such
-copies are not equal: the same forward takes up to a fifth longer in one process than in another, for as long as they
-live, by some hundredths longer with one engine's KV memory than with another's, and longer in one second than in the
-next. So here two engines of a shape and one without a drafter answer the same prompts in lockstep: a step each, by
-turns, each with a clock of its own that runs in its steps only. One of the two speculates, in the next round the other,
-and what is compared is the geometric mean over both rounds. The drafter answers in the engine's process, over the
-wire's format; a second core is not used, nor needed, since one side always waits for the other.
+`secateur bench throughput` compares running engines, each with its own copy of the target. On a shared machine such
+copies differ: the same forward takes up to a fifth longer in one process than in another as long as they live, a few
+percent longer with one engine's KV memory than with another's, and varies from second to second. So here two engines of
+a kind and one without a drafter answer the same prompts in lockstep: they alternate step by step, and each has a clock
+that runs in its own steps only. One of the two speculates, in the next round the other one; the result is the geometric
+mean of both rounds. The drafter runs in the engine's process and uses the wire format. A second core would not help,
+because engine and drafter wait for each other.
 
-Rounds go on, each with the next prompts, until there are --rounds and --seconds have passed; the first two do not
-count. Time per output token after the first: how many times as fast as without speculation, the median of the ratios
-with its standard error. `no drafter` is the engine that has none, over the one that does not speculate. With
---processes all is measured anew so often, and the rounds are pooled. Prints Markdown; --out also writes JSON named
-after the date and the target, after every process.
+Every round uses the next prompts. Rounds continue until there are --rounds and --seconds have passed; the first two do
+not count. The result is the time per token after the first: the median ratio to plain decoding, with its standard
+error. `no drafter` is the engine without a drafter relative to the one that does not speculate. --processes repeats
+everything in new processes and pools the rounds. Prints Markdown; --out also writes JSON named after the date and the
+target, after every process.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ SHAPES: tuple[ContestantName, ...] = ("chain", "static", "auto")
 
 @dataclass
 class Seat:
-    """An engine and what it is asked to do in a round."""
+    """An engine and its requests of a round."""
 
     here: EngineHere
     speculation: Speculation
-    seconds: float = 0.0  # its own time
+    seconds: float = 0.0  # in its own steps
     _first: dict[int, float] = field(default_factory=dict)
     _last: dict[int, float] = field(default_factory=dict)
 
@@ -76,13 +76,12 @@ class Seat:
         return len(self._last)
 
     def seconds_per_token(self, num_tokens: int) -> float:
-        """After the first, mean over the prompts."""
+        """Return the time per token after the first, as the mean over the prompts."""
         return statistics.mean((self._last[i] - self._first[i]) / (num_tokens - 1) for i in self._first)
 
 
 def race(seats: list[Seat], prompts: list[list[int]], num_tokens: int, sampling: SamplingParams, turn: int) -> None:
-    """All prompts at once, a step of each engine by turns. Nothing is left of earlier rounds, no prefix and no seed's
-    noise."""
+    """Run all prompts at once, alternating between the engines' steps, without cached prefixes or noise."""
     for seat in seats:
         for number, prompt in enumerate(prompts):
             submit = Submit(
@@ -92,13 +91,13 @@ def race(seats: list[Seat], prompts: list[list[int]], num_tokens: int, sampling:
             seat.here.submit(submit)
     order = random.Random(turn)
     while racing := [seat for seat in seats if seat.num_finished < len(prompts)]:
-        order.shuffle(racing)  # or who always comes behind the same would be faster for it, or slower
+        order.shuffle(racing)  # a fixed order could favour an engine
         for seat in racing:
             seat.step()
 
 
 class Contest:
-    """A shape: two engines that can speculate, and one that cannot. turns: numbers that none of them has seen."""
+    """Two engines that can speculate and one that cannot. turns: unused seeds."""
 
     def __init__(self, name: ContestantName, engines: list[EngineHere], turns: Iterator[int]) -> None:
         self.name = name
@@ -106,7 +105,7 @@ class Contest:
         self._turns = turns
 
     def rounds(self, prompts: list[list[int]], num_tokens: int, sampling: SamplingParams) -> Ratios:
-        """Two, in which the engines change roles."""
+        """Run two rounds, in which the engines swap roles."""
         *pair, alone = self._engines
         took: list[list[float]] = []  # on, off, no drafter
         for on, off in (pair, pair[::-1]):
@@ -128,7 +127,7 @@ Cell = tuple[float, int]
 
 
 def measure(args: argparse.Namespace) -> dict[Cell, dict[str, list[Ratios]]]:
-    """By cell and shape. Prints each cell's row as it is known."""
+    """Return the results by cell and kind of tree; print each cell's row when it is measured."""
     torch.set_num_threads(1)
     cells: dict[Cell, dict[str, list[Ratios]]] = {}
     with scaled(EngineArgs(), args.target_cost, args.cache, print) as engine_args, ExitStack() as stack:
@@ -180,7 +179,7 @@ def summary(cell: Cell, seen: dict[str, list[Ratios]]) -> dict[str, float]:
 
 
 def _error_of_median(values: list[float]) -> float:
-    """Its standard error, as if they were normal but for outliers."""
+    """Return the median's standard error, for normal values with outliers."""
     middle = statistics.median(values)
     deviation = 1.4826 * statistics.median(abs(value - middle) for value in values)
     return math.sqrt(math.pi / 2 / len(values)) * deviation

@@ -1,11 +1,11 @@
-"""How well `secateur plan` predicts: profiles an engine at some configurations, predicts others, measures those.
+"""Checks the predictions of `secateur plan`: profiles an engine in some configurations, predicts and measures others.
 
     python -m tests.bench.planner [--target-cost 512x12] [--max-batch 8] [--rounds 3] [--out tests/bench/results]
 
-The unseen configurations have a batch, a node budget and a context that the profile lacks. Each answers four batches of
-requests in a closed loop; what is predicted is the throughput of the whole run, prompts and end included, by simulating
-it, and the decoding step. Profile and measurements take turns in every round, so that whatever else the machine does
-hits them alike; medians over the rounds. Writes JSON and Markdown named after the date and the target, and the table.
+The other configurations have a batch, a node budget and a context that the profile lacks. Each answers four batches of
+requests in a closed loop. A simulation predicts the throughput of the whole run, prompts and end included, and the time
+of a decoding step. Profile and measurements alternate in every round, so that other load affects both; results are
+medians over the rounds. Writes JSON and Markdown named after the date and the target, and the cost table.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ A_MOMENT = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """Of one configuration, measured or predicted."""
+    """The figures of one configuration, measured or predicted."""
 
     tokens_per_second: float
     step_ms: float
@@ -59,7 +59,7 @@ class Seen:
 
 
 def unseen(grid: ProfileGrid) -> list[ProfileCell]:
-    """Between the profiled ones in every respect; the last without speculation."""
+    """Return configurations between the profiled ones; the last one has no speculation."""
     low, high = grid.contexts[0], grid.contexts[-1]
     most = grid.requests[-1]
     return [
@@ -83,7 +83,7 @@ def measure(runner: Runner, cell: ProfileCell, texts: UniquePrompts) -> Seen:
 
 
 def full_steps(snapshots: list[StatsSnapshot], cell: ProfileCell) -> list[StepSample]:
-    """The steps of the first batch, before the next joins."""
+    """Return the steps of the first batch, before the next joins."""
     done = [
         i for i, frame in enumerate(snapshots) if frame.stats.requests_finished > snapshots[0].stats.requests_finished
     ]
@@ -109,8 +109,11 @@ def predict(table: CostTable, config: EngineConfig, cell: ProfileCell) -> Seen:
 
 
 def closed_loop(cell: ProfileCell, replica: ReplicaSpec, seed: int) -> Fleet:
-    """As many clients as requests at a time. One that has its answer asks again at once, but the engine's next step has
-    begun by then: the request joins the one after. Each simulation puts at least one more arrival right."""
+    """Simulate a closed loop with one client per running request.
+
+    A client sends its next request as soon as it has its answer, but the engine's next step has begun by then, so the
+    request joins the step after. Each simulation corrects at least one more arrival.
+    """
     count = BATCHES_PER_RUN * cell.requests
     load = Load(np.zeros(count), np.full(count, cell.prompt), np.full(count, cell.output))
     while True:
@@ -125,7 +128,7 @@ def closed_loop(cell: ProfileCell, replica: ReplicaSpec, seed: int) -> Fleet:
 def run(config: EngineConfig, grid: ProfileGrid, rounds: int) -> tuple[CostTable, list[dict[str, object]]]:
     cells, texts = unseen(grid), prompts(50)
     seen: dict[ProfileCell, list[Seen]] = {cell: [] for cell in cells}
-    # What is predicted continues other texts than what was profiled.
+    # Measure with other texts than the profile's.
     known, new = UniquePrompts(texts[::2]), UniquePrompts(texts[1::2])
     with Runner(config) as runner:
         profiler = Profiler(runner, grid, known, temperature=0.0)

@@ -1,8 +1,6 @@
-"""What the two pruning thresholds cost and save on the bundled pair, and that they change no output:
+"""Measures what the two pruning thresholds cost and save on the bundled pair, and checks that the output is unchanged.
 
-    python -m tests.bench.pruning
-
-prints a table for each.
+python -m tests.bench.pruning
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ HEADER = f"{'threshold':24} {'verified/token':>14} {'drafted/step':>12} {'accept
 
 
 class Row(NamedTuple):
-    """One setting's outcome over all prompts."""
+    """The results of one setting over all prompts."""
 
     speculation: Speculation
     answers: list[GeneratedAnswer]
@@ -32,7 +30,7 @@ class Row(NamedTuple):
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens per verification that had drafts, 1 + accepted / drafts."""
+        """Return the acceptance length, 1 + accepted / drafts."""
         return 1 + self._sum("num_accepted_tokens") / max(1, self._sum("num_drafts"))
 
     def _sum(self, name: str) -> int:
@@ -45,7 +43,7 @@ class Row(NamedTuple):
 
 
 def sweep(name: str, num_prompts: int = 20, thresholds: tuple[float, ...] = THRESHOLDS) -> list[Row]:
-    """Greedy answers to held-out prompts under rising thresholds of one kind, `min_prob` or `path_prob`."""
+    """Run held-out prompts greedily with rising thresholds of one kind, `min_prob` or `path_prob`."""
     with Runner(bundled(pruned())) as runner:
         rows = []
         for threshold in thresholds:

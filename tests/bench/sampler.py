@@ -1,11 +1,10 @@
-"""What draft probabilities cost: time per emitted token with and without them, side by side in one engine.
+"""Measures the cost of draft probabilities: time per token with and without them in one engine.
 
     python -m tests.bench.sampler [--rounds 9] [--prompts 6] [--temperatures 0.3] [--target-cost 300m] [--out FOLDER]
 
 With a target cost, the target computes the bundled one's function at the cost of a larger model. Each prompt is
 answered under `rejection` with draft probabilities (minimum temperature 0), without them (deterministic drafts), and
-under `coupled`, one after the other, each of them first as often as the others. Medians over the rounds, of ratios to
-"without" too.
+under `coupled`, in alternating order. Results are medians over the rounds, also of the ratios to "without".
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ NUM_TOKENS = 64
 
 
 def engine(cost: TargetSize | None, cache: Path) -> EngineConfig:
-    config = bundled(DYNAMIC, enable_prefix_caching=False)  # every way and round asks the same
+    config = bundled(DYNAMIC, enable_prefix_caching=False)  # the same requests in all settings and rounds
     assert config.draft is not None
     pair = ScaledPair(Path(config.model_path), Path(config.draft.model_path))
     if cost is not None:
@@ -71,7 +70,7 @@ def run(config: EngineConfig, temperatures: list[float], rounds: int, num_prompt
 
 
 class Turn(NamedTuple):
-    """What one way took for all prompts of a round."""
+    """The time of one setting for all prompts of a round."""
 
     token_ms: float
     step_ms: float
@@ -79,7 +78,7 @@ class Turn(NamedTuple):
 
 
 def _round(runner: Runner, temperature: float, number: int, asked: list[list[int]]) -> dict[str, Turn]:
-    """Each prompt is answered in all ways before the next: the machine's own speed changes more slowly."""
+    """Answer each prompt in all settings before the next one, because the machine's speed changes slowly."""
     ways = list(WAYS.items())
     seconds, steps, drafts, accepted = ({way: 0.0 for way in WAYS} for _ in range(4))
     for i, prompt in enumerate(asked):

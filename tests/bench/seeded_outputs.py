@@ -1,10 +1,10 @@
-"""Records what real engines answer, or compares it with a record: proof that a change leaves every token as it was.
+"""Records the answers of real engines, or compares them with a record, to show that a change keeps every token.
 
     python -m tests.bench.seeded_outputs record tests/bench/results/seeded-outputs.json
     python -m tests.bench.seeded_outputs compare tests/bench/results/seeded-outputs.json
 
-Greedy and coupled answers hold on every machine, up to near-ties of floating point. Answers under `rejection` hold for
-one seed and one shape of trees, so requests run one at a time and `auto` is off.
+Greedy and coupled answers are the same on every machine, up to near-ties in floating point. Answers under `rejection`
+depend on the shape of the trees, so requests run one at a time and `auto` is off.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Record = dict[str, dict[str, list[list[int]]]]
 
 
 def engines(folder: Path) -> Iterator[tuple[str, EngineConfig]]:
-    """Every method, shape of trees and acceptance rule, and two verifier ranks; checkpoints are written to `folder`."""
+    """Return every method, kind of tree and acceptance rule, and two verifier ranks. folder: for checkpoints."""
     yield "no speculation", bundled()
     yield "eagle3, chain", bundled(CHAIN)
     yield "eagle3, static tree", bundled(STATIC)
@@ -82,7 +82,7 @@ def _job(prompt: list[int], params: SamplingParams) -> GenerationJob:
 
 
 def differences(before: Record, after: Record) -> list[str]:
-    """One line for each engine and sampling whose answers differ or that only one record has."""
+    """Return a line for each engine and sampling whose answers differ or that only one record has."""
     keys = {(engine, sampling) for found in (before, after) for engine, rows in found.items() for sampling in rows}
     return [
         f"{engine}; {sampling}"
