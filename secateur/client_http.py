@@ -263,9 +263,9 @@ class Retry:
         """Return the seconds to wait after failed attempt number `attempt` (from 0), or None to give up."""
         if attempt >= self.retries or not is_transient(error):
             return None
-        asked = getattr(error, "retry_after", None)
-        if asked is not None:
-            return asked if asked <= MAX_RETRY_AFTER_S else None
+        seconds = getattr(error, "retry_after", None)
+        if seconds is not None:
+            return seconds if seconds <= MAX_RETRY_AFTER_S else None
         return min(self.longest_s, self.first_s * 2**attempt) * random.uniform(0.5, 1.0)
 
 

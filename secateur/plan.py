@@ -274,14 +274,14 @@ class PlanRequest(Strict):
             problems.append(Problem("--costs-output", "needs --profile, which measures the costs"))
         if self.costs_output is not None and not self.costs_output.absolute().parent.is_dir():
             problems.append(Problem("--costs-output", f"there is no folder {self.costs_output.parent}"))
-        asked = [f"--{name.replace('_', '-')}" for name in _SIMULATED if name in self.model_fields_set]
-        if self.is_simulated and self.trace and (more := [name for name in asked if name not in _BESIDE_TRACE]):
+        simulated = [f"--{name.replace('_', '-')}" for name in _SIMULATED if name in self.model_fields_set]
+        if self.is_simulated and self.trace and (more := [name for name in simulated if name not in _BESIDE_TRACE]):
             problems.append(Problem(", ".join(more), "come from the --trace; keep one"))
-        if asked and not self.is_simulated:
-            problems.append(Problem(asked[0], "describes a fleet under load: add --request-rate or --trace"))
+        if simulated and not self.is_simulated:
+            problems.append(Problem(simulated[0], "describes a fleet under load: add --request-rate or --trace"))
         predicted = [f"--{_SPELT.get(name, name)}" for name in _PREDICTED if name in self.model_fields_set]
-        if not given and (told := predicted + asked):
-            problems.append(Problem(told[0], "predicts from costs: add --costs FILE, --profile or --hardware NAME"))
+        if not given and (unpriced := predicted + simulated):
+            problems.append(Problem(unpriced[0], "predicts from costs: add --costs FILE, --profile or --hardware NAME"))
         if problems:
             raise ConfigError(*problems)
         return self

@@ -112,9 +112,9 @@ class _AcceptanceSweep:
 
     def _chains(self) -> Iterator[AcceptanceRow]:
         """Measure full-depth chains, and chains with the same budget and depth cap as the dynamic trees."""
-        own = {num: min(num, self._depth) for num in self._plan.nodes}
-        deepest = max(own.values())
-        sizes = sorted({*self._plan.nodes, *own.values()})
+        capped = {num: min(num, self._depth) for num in self._plan.nodes}
+        deepest = max(capped.values())
+        sizes = sorted({*self._plan.nodes, *capped.values()})
         with self._running(TreeConfig(kind="chain", num_speculative_tokens=max(sizes), max_depth=max(sizes))) as runner:
             for rule, temperature in self._regimes:
                 measured = {}
@@ -124,7 +124,7 @@ class _AcceptanceSweep:
                 self._chain_D[rule, temperature] = _acceptance_by_depth(measured[deepest][1].answers, deepest)
                 for budget in self._plan.nodes:
                     # One row if the budget is within the depth cap; else the full chain and the capped one.
-                    for size, cap in {budget: max(budget, self._depth), own[budget]: self._depth}.items():
+                    for size, cap in {budget: max(budget, self._depth), capped[budget]: self._depth}.items():
                         cell, result = measured[size]
                         yield self._row(cell, result, budget=budget, max_depth=cap)
 
@@ -134,10 +134,10 @@ class _AcceptanceSweep:
         for num in self._plan.nodes:
             for regime in self._regimes:
                 accept_DK = acceptance_table(self._chain_D[regime], star[regime], self._draft.tree.max_children)
-                own = best_tree(num, accept_DK)
-                enough = SAME_TREE * expected_accepted(own, accept_DK)
+                best = best_tree(num, accept_DK)
+                enough = SAME_TREE * expected_accepted(best, accept_DK)
                 usable = (t for t in trees if len(t) == num and expected_accepted(t, accept_DK) >= enough)
-                trees.setdefault(next(usable, own), []).append(regime)
+                trees.setdefault(next(usable, best), []).append(regime)
         for paths, regimes in trees.items():
             tree = TreeConfig(
                 kind="static", num_speculative_tokens=len(paths), max_depth=len(paths[-1]), static_paths=paths

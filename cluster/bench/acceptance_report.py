@@ -65,11 +65,11 @@ class AcceptanceResults:
 
     def ahead(self, other: Tree, acceptance: Acceptance, temperature: float, num_nodes: int) -> Difference | None:
         """Return the dynamic tree's acceptance length minus another tree's at the same budget and depth cap."""
-        mine = self.by_key.get(RowKey("dynamic", acceptance, num_nodes, temperature))
-        theirs = self.by_key.get(RowKey(other, acceptance, num_nodes, temperature))
-        if not (mine and theirs) or mine.num_prompts < 2:
+        dynamic = self.by_key.get(RowKey("dynamic", acceptance, num_nodes, temperature))
+        compared = self.by_key.get(RowKey(other, acceptance, num_nodes, temperature))
+        if not (dynamic and compared) or dynamic.num_prompts < 2:
             return None
-        pairs = zip(mine.acceptance_lengths, theirs.acceptance_lengths, strict=True)
+        pairs = zip(dynamic.acceptance_lengths, compared.acceptance_lengths, strict=True)
         differences = [a - b for a, b in pairs]
         return Difference(statistics.mean(differences), standard_error(differences))
 

@@ -153,8 +153,8 @@ def _modes(args: EngineArgs | None, plan: ServePlan) -> tuple[str, ...]:
     """Return the modes to measure: as configured and, for comparison, without speculation."""
     if args is not None and args.speculative_config is None:
         return (PLAIN,)
-    own = SERVED if args is None else SPECULATION
-    return (own, PLAIN) if plan.compare else (own,)
+    as_configured = SERVED if args is None else SPECULATION
+    return (as_configured, PLAIN) if plan.compare else (as_configured,)
 
 
 @contextmanager
@@ -200,12 +200,12 @@ def _measure(
             settings = client.settings | {"cache_salt": f"{name}, {mode}"}
             if mode == PLAIN:
                 settings["speculative"] = {"enabled": False}
-            asked = client._replace(settings=settings)
+            mode_client = client._replace(settings=settings)
             began = time.perf_counter()
             if plan.request_rates:
-                results = asyncio.run(_open_loop(asked, chosen, load, plan.seed))
+                results = asyncio.run(_open_loop(mode_client, chosen, load, plan.seed))
             else:
-                results = asyncio.run(_closed_loop(asked, chosen, int(load)))
+                results = asyncio.run(_closed_loop(mode_client, chosen, int(load)))
             row = row_of(mode, name, results, time.perf_counter() - began, plan)
             say(f"{name}, {mode}: {row.tokens_per_second:.0f} tokens/s, TPOT {row.tpot_ms['p50']:.1f} ms")
             yield row

@@ -240,26 +240,26 @@ def _round(contestants: Sequence[Contestant], jobs: Sequence[GenerationJob], bat
 
 def row_of(name: str, temperature: float, batch: int, rounds: Sequence[dict[str, Turn]]) -> SpeedRow:
     """Return a contestant's medians; `rounds` hold the turns of all contestants, including "off"."""
-    own, off = [turns[name] for turns in rounds], [turns["off"] for turns in rounds]
-    pairs = list(zip(own, off, strict=True))
+    chosen, off = [turns[name] for turns in rounds], [turns["off"] for turns in rounds]
+    pairs = list(zip(chosen, off, strict=True))
     ratio = statistics.median(_tpot(plain) / _tpot(turn) for turn, plain in pairs)
     same = [
-        mine.tokens == theirs.tokens
+        timing.tokens == plain_timing.tokens
         for turn, plain in pairs
-        for mine, theirs in zip(turn.timings, plain.timings, strict=True)
+        for timing, plain_timing in zip(turn.timings, plain.timings, strict=True)
     ]
     row = SpeedRow(
         contestant=name,
         temperature=temperature,
         batch=batch,
-        ttft_ms=rounded(1e3 * statistics.median(t.first_seconds for turn in own for t in turn.timings)),
-        tpot_ms=rounded(1e3 * statistics.median(map(_tpot, own))),
+        ttft_ms=rounded(1e3 * statistics.median(t.first_seconds for turn in chosen for t in turn.timings)),
+        tpot_ms=rounded(1e3 * statistics.median(map(_tpot, chosen))),
         tpot_ratio=rounded(ratio),
-        tokens_per_second=rounded(statistics.median(turn.tokens_per_second for turn in own)),
+        tokens_per_second=rounded(statistics.median(turn.tokens_per_second for turn in chosen)),
         throughput_ratio=rounded(statistics.median(t.tokens_per_second / p.tokens_per_second for t, p in pairs)),
         same_tokens=rounded(statistics.mean(same)),
     )
-    steps = median_steps([turn.steps for turn in own if turn.steps is not None])
+    steps = median_steps([turn.steps for turn in chosen if turn.steps is not None])
     plain = median_steps([turn.steps for turn in off if turn.steps is not None])
     if steps is None or plain is None:
         return row

@@ -113,8 +113,8 @@ def _constraints(request: SamplingRequest, bad_words: Sequence[list[int]], limit
     ):
         if beyond := [id for id in ids if id >= limits.vocab_size]:
             ids_are = "token id {} is" if len(beyond) == 1 else "token ids {} are"
-            told = ids_are.format(listed(map(str, beyond)))
-            raise BadRequest(f"{param}: {told} not in the vocabulary of {limits.vocab_size}", param=param)
+            unknown_ids = ids_are.format(listed(map(str, beyond)))
+            raise BadRequest(f"{param}: {unknown_ids} not in the vocabulary of {limits.vocab_size}", param=param)
     allowed = None if request.allowed_token_ids is None else list(dict.fromkeys(request.allowed_token_ids))
     if allowed is not None:
         never = {word[0] for word in bad_words if len(word) == 1}
@@ -148,46 +148,46 @@ def _max_tokens(request: SamplingRequest, prompt: list[int], limits: RequestLimi
             param="prompt",
             code="context_length_exceeded",
         )
-    asked = request.max_completion_tokens or request.max_tokens
-    if asked is None:  # a default is no promise: it ends where the context does
+    requested = request.max_completion_tokens or request.max_tokens
+    if requested is None:  # a default length is cut to the context
         return min(request.max_output_tokens or limits.default_max_tokens or room, room)
-    if asked > room:
+    if requested > room:
         param = "max_completion_tokens" if request.max_completion_tokens else "max_tokens"
         raise BadRequest(
             f"this model's maximum context length is {context} tokens, but {len(prompt)} prompt tokens and "
-            f"{param}={asked} make {len(prompt) + asked}; ask for at most {room}",
+            f"{param}={requested} make {len(prompt) + requested}; ask for at most {room}",
             param=param,
             code="context_length_exceeded",
         )
-    return asked
+    return requested
 
 
-def _speculation(asked: Speculative | None, limits: RequestLimits) -> Speculation:
-    if asked is None:
+def _speculation(options: Speculative | None, limits: RequestLimits) -> Speculation:
+    if options is None:
         return Speculation()
-    if limits.num_speculative_tokens == 0 and asked.enabled is not False and asked.model_fields_set:
+    if limits.num_speculative_tokens == 0 and options.enabled is not False and options.model_fields_set:
         raise BadRequest("speculative: this service runs without a drafter; leave it out", param="speculative")
-    nodes = asked.num_speculative_tokens
+    nodes = options.num_speculative_tokens
     if nodes is not None and nodes > limits.num_speculative_tokens:
         raise BadRequest(
             f"speculative.num_speculative_tokens: {nodes} is more than this service's {limits.num_speculative_tokens}",
             param="speculative",
         )
-    off = asked.tree_prune == "off"
+    off = options.tree_prune == "off"
     return Speculation(
-        enabled=asked.enabled is not False,
+        enabled=options.enabled is not False,
         num_speculative_tokens=nodes,
-        auto=None if asked.tree_prune is None else asked.tree_prune == "auto",
-        min_prob=0.0 if off else asked.tree_prune_min_prob,
-        path_prob=0.0 if off else asked.tree_prune_path_prob,
-        acceptance=asked.acceptance,
-        draft_probs=asked.enable_draft_probs,
+        auto=None if options.tree_prune is None else options.tree_prune == "auto",
+        min_prob=0.0 if off else options.tree_prune_min_prob,
+        path_prob=0.0 if off else options.tree_prune_path_prob,
+        acceptance=options.acceptance,
+        draft_probs=options.enable_draft_probs,
     )
 
 
-def ineffective_settings(asked: Speculative | None, limits: RequestLimits) -> list[str]:
+def ineffective_settings(options: Speculative | None, limits: RequestLimits) -> list[str]:
     """Return the settings of a `speculative` object that have no effect under its acceptance rule."""
-    if asked is None or asked.enable_draft_probs is None or (asked.acceptance or limits.acceptance) != "coupled":
+    if options is None or options.enable_draft_probs is None or (options.acceptance or limits.acceptance) != "coupled":
         return []
     return ["speculative.enable_draft_probs"]
 

@@ -98,13 +98,13 @@ def _placements(forecast: Forecast, config: EngineConfig) -> str:
     """Compare placements. Drafting and verifying alternate, so a dedicated drafter adds devices but no speed."""
     assert config.draft is not None
     batch = forecast.batches[-1]
-    told = []
+    parts = []
     for placement in ("dedicated", "colocated"):
         devices = num_bundles(replace(config, draft=replace(config.draft, placement=placement)))
         per_device = batch.chosen.tokens_per_second / devices
-        told.append(f"{placement} {devices} devices, {per_device:.4g} tokens/s each")
+        parts.append(f"{placement} {devices} devices, {per_device:.4g} tokens/s each")
     plain = f"without speculation {batch.off.num_devices} devices, {batch.off.per_device:.4g} tokens/s each"
-    return f"devices  at batch {batch.off.batch}: " + "; ".join([*told, plain])
+    return f"devices  at batch {batch.off.batch}: " + "; ".join([*parts, plain])
 
 
 def _fleet_text(fleet: Fleet) -> str:

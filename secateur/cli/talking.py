@@ -133,8 +133,8 @@ def _print_json(ask: Callable[..., Any], params: dict[str, Any], stats: bool) ->
 def _print_stream(ask: Callable[..., Generator[Any]], params: dict[str, Any], stats: bool) -> str:
     """Write chunks to stdout as they arrive, and return the whole text."""
     started, parts, usage, speculation = time.monotonic(), [], None, None
-    asked = {"return_speculative_stats": True, "stream_options": {"include_usage": True}} if stats else {}
-    for chunk in ask(**params, **asked):
+    extra = {"return_speculative_stats": True, "stream_options": {"include_usage": True}} if stats else {}
+    for chunk in ask(**params, **extra):
         sys.stdout.write(chunk.text)
         sys.stdout.flush()
         parts.append(chunk.text)
