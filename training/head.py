@@ -64,6 +64,11 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def target_args(options: argparse.Namespace, **settings: object) -> EngineArgs:
+    """Return the target's engine arguments with these settings."""
+    return EngineArgs.load({"model": options.target, "device": "cpu", "no_speculation": True, **settings})
+
+
 # -- answers ---------------------------------------------------------------------------------------------------------
 
 
@@ -74,15 +79,7 @@ def write_answers(options: argparse.Namespace) -> None:
     questions = [(i, own) for i, own in enumerate(make_questions(options.conversations, seed=1)) if i not in done]
     if not questions:
         return
-    args = EngineArgs.load(
-        {
-            "model": options.target,
-            "dtype": options.dtype,
-            "device": "cpu",
-            "max_model_len": 1536,
-            "no_speculation": True,
-        }
-    )
+    args = target_args(options, dtype=options.dtype, max_model_len=1536)
     config, tokenizer = with_tokenizer(args, engine_config(args))
     fetch_weights(args, config)
     with Runner(replace(config, max_num_seqs=options.concurrency)) as runner, file.open("a") as out:
@@ -139,7 +136,7 @@ class Rows(NamedTuple):
 
 def load_target(options: argparse.Namespace) -> LlamaForCausalLM:
     """Load the target in bfloat16, frozen."""
-    args = EngineArgs.load({"model": options.target, "device": "cpu", "no_speculation": True})
+    args = target_args(options)
     config = engine_config(args)
     fetch_weights(args, config)
     return AutoModelForCausalLM.from_pretrained(config.model_path, dtype=torch.bfloat16).eval().requires_grad_(False)

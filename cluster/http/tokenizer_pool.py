@@ -42,8 +42,7 @@ LOAD_TIMEOUT_S = 120.0
 RESTART_S = 1.0
 WATCH_PERIOD_S = 0.2
 STUCK_S = 30.0
-"""The pool is unhealthy if jobs are running and none has ended for this long. `JobLimits` allows no job so much time.
-"""
+"""The pool is unhealthy if jobs run and none has ended for this long, which exceeds every limit of `JobLimits`."""
 
 
 class TokenizerPoolFull(SecateurError):
@@ -98,10 +97,7 @@ class TokenizerForkServer:
         raise TokenizerPoolDown(f"the process that loads the tokenizer ended with code {self._process.wait()}")
 
     def fork(self) -> socket.socket:
-        """Fork a worker and return the service's end of its socket.
-
-        Raises OSError if the process has died or accepts no commands; it is killed in the latter case.
-        """
+        """Fork a worker and return the service's end of its socket. On failure, kill the process and raise OSError."""
         local, remote = socket.socketpair()
         try:
             with remote, self._lock:
