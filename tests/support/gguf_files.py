@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFWriter, TokenType, quantize
+from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType, TokenType, quantize
 from safetensors.torch import load_file
 from tokenizers import pre_tokenizers
 from torch import Tensor
@@ -50,6 +50,7 @@ def write_gguf(
     """
     config = json.loads((model / "config.json").read_text())
     writer = GGUFWriter(file, architecture)
+    writer.add_file_type(LlamaFileType[f"MOSTLY_{kind}" if kind != "F32" else "ALL_F32"])
     settings: dict[str, Any] = {
         "block_count": config["num_hidden_layers"],
         "context_length": config["max_position_embeddings"],

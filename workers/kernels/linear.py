@@ -67,6 +67,11 @@ class Linear:
         return self._product(x_NI, self.weight, self.bias_O)
 
 
+def bytes_per_weight(weight_OI: Tensor) -> int:
+    """Return the bytes that `Linear` keeps of each element of this weight, and reads for every product."""
+    return 2 if _is_kept_half(weight_OI) else weight_OI.element_size()
+
+
 _Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
@@ -76,13 +81,18 @@ def _pack(weight_OI: Tensor) -> tuple[Tensor, _Product]:
         return weight_OI, F.linear
     if weight_OI.dtype == torch.bfloat16 and _HAS_BFLOAT16:
         return torch.ops.mkldnn._reorder_linear_weight(weight_OI.contiguous(), _TYPICAL_ROWS), _onednn_linear
-    if weight_OI.dtype == torch.float32:
-        if _HAS_FBGEMM and _is_half(weight_OI):
-            packed = torch.fbgemm_pack_gemm_matrix_fp16(weight_OI.contiguous())
-            return packed, torch.fbgemm_linear_fp16_weight_fp32_activation
-        if _HAS_AVX512 and torch.backends.mkldnn.is_available() and weight_OI.numel() >= _WORTH_PACKING:
-            return torch.ops.mkldnn._reorder_linear_weight(weight_OI.contiguous(), _TYPICAL_ROWS), _onednn_linear
+    if _is_kept_half(weight_OI):
+        packed = torch.fbgemm_pack_gemm_matrix_fp16(weight_OI.contiguous())
+        return packed, torch.fbgemm_linear_fp16_weight_fp32_activation
+    is_packed = _HAS_AVX512 and torch.backends.mkldnn.is_available() and weight_OI.numel() >= _WORTH_PACKING
+    if weight_OI.dtype == torch.float32 and is_packed:
+        return torch.ops.mkldnn._reorder_linear_weight(weight_OI.contiguous(), _TYPICAL_ROWS), _onednn_linear
     return weight_OI, F.linear
+
+
+def _is_kept_half(weight_OI: Tensor) -> bool:
+    is_float32_on_cpu = weight_OI.device.type == "cpu" and weight_OI.dtype == torch.float32
+    return is_float32_on_cpu and weight_OI.numel() > 0 and _HAS_FBGEMM and _is_half(weight_OI)
 
 
 def _is_half(weight_OI: Tensor) -> bool:

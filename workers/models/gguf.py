@@ -71,6 +71,12 @@ def is_gguf(path: Path) -> bool:
     return path.suffix == ".gguf" and path.is_file()
 
 
+def bytes_per_weight(file: Path) -> float:
+    """Return the mean size of a weight in a GGUF file, with the scales of quantised ones. Raises ValueError."""
+    tensors = _open(file).tensors
+    return sum(int(tensor.n_bytes) for tensor in tensors) / sum(int(tensor.n_elements) for tensor in tensors)
+
+
 def describe(file: Path, cache: Path) -> Path:
     """Return the folder that stands for a GGUF file, with config.json and tokenizer; write it on first use.
 

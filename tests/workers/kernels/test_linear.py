@@ -54,6 +54,7 @@ def test_linear_equals_torch_for_every_row_count(
 def test_a_weight_is_kept_in_half_precision_where_that_loses_nothing(weight: Tensor, is_kept_in_half: bool) -> None:
     made = Linear(weight)
     assert (made._product is torch.fbgemm_linear_fp16_weight_fp32_activation) == is_kept_in_half
+    assert linear.bytes_per_weight(weight) == (2 if is_kept_in_half else 4)
     x = torch.randn(5, 192, generator=torch.Generator().manual_seed(0))
     exact = x.double() @ weight.double().t()
     torch.testing.assert_close(made(x).double(), exact, atol=2e-6 * float(exact.abs().max()), rtol=0)

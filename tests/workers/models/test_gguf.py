@@ -56,6 +56,12 @@ def test_a_file_becomes_the_checkpoint_it_was_made_from(name: str, tmp_path: Pat
         assert torch.equal(stored.get(tensor_name), values), tensor_name
 
 
+@pytest.mark.parametrize(("kind", "size"), [("Q4_1", 20 / 32), ("Q8_0", 34 / 32), ("F16", 2), ("F32", 4)])
+def test_the_size_of_a_weight_includes_the_scales_of_its_block(kind: str, size: float, tmp_path: Path, llama) -> None:
+    file = write_gguf(tmp_path / "model.gguf", llama, "llama", kind=kind)
+    assert gguf.bytes_per_weight(file) == pytest.approx(size, rel=0.03), "vectors are in float32"
+
+
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "F16"])
 def test_matrices_are_dequantised_and_vectors_stay_as_they_are(kind: str, llama: Path, tmp_path: Path) -> None:
     folder = converted(write_gguf(tmp_path / "model.gguf", llama, "llama", kind=kind))
