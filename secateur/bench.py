@@ -130,9 +130,16 @@ ContestantName = Literal[
     "generate_2_threads",
     "assisted",
     "prompt_lookup",
+    "vllm",
+    "vllm_eagle3",
+    "vllm_ngram",
+    "llamacpp",
+    "openvino",
 ]
-"""The contestants: Secateur without and with speculation, then the generation modes of transformers."""
-PEERS: tuple[ContestantName, ...] = ("generate", "generate_2_threads", "assisted", "prompt_lookup")
+"""Secateur without and with speculation, the generation modes of transformers, and other projects."""
+TRANSFORMERS: tuple[ContestantName, ...] = ("generate", "generate_2_threads", "assisted", "prompt_lookup")
+PEERS: tuple[ContestantName, ...] = ("vllm", "vllm_eagle3", "vllm_ngram", "llamacpp", "openvino")
+"""Contestants from other projects, which run in virtual environments of their own."""
 ALONE: tuple[ContestantName, ...] = ("assisted", "prompt_lookup")
 """Contestants that answer one request at a time."""
 
@@ -159,7 +166,7 @@ class _Scalable(Strict):
 class SpeedPlan(_Scalable):
     """The contestants and batch sizes of a speed comparison. The defaults are those of `latency`."""
 
-    contestants: Some[ContestantName] = get_args(ContestantName)
+    contestants: Some[ContestantName] = tuple(name for name in get_args(ContestantName) if name not in PEERS)
     batches: Some[PositiveInt] = (1, 4)
     """Requests in flight."""
     temperatures: Some[Temperature] = (0.0, 1.0)
@@ -167,6 +174,8 @@ class SpeedPlan(_Scalable):
     """Draft nodes of dynamic and static trees."""
     chain: Annotated[int, Field(ge=1, le=MAX_NODES)] = 5
     """Length of chains, for all contestants."""
+    peer_threads: PositiveInt = 2
+    """Threads with which each peer computes; ours are two processes of one thread, drafter and verifier."""
     num_prompts: PositiveInt = 2
     """Prompts per turn, at least one batch. Short turns end before the machine's speed drifts."""
     max_tokens: Annotated[int, Field(ge=2)] = 48

@@ -149,15 +149,18 @@ SPEED_FLAGS: dict[str, Any] = {
         str,
         "--contestants",
         help="Of off, chain, static, dynamic, auto, draft_model (ours); generate, generate_2_threads, assisted, "
-        "prompt_lookup (transformers) [all that make sense].",
+        "prompt_lookup (transformers) [all of these that make sense]; vllm, vllm_eagle3, vllm_ngram, llamacpp, "
+        "openvino (peers, from `make peers`).",
         metavar="NAME,...",
     ),
     "batches": _flag(list[int], "--batches", help="Requests at a time.", metavar="N ..."),
     "temperatures": _flag(list[float], "--temperatures", help="[0 1]", metavar="T ..."),
     "nodes": _flag(int, "--nodes", help="Draft nodes per step [16]."),
+    "chain": _flag(int, "--chain", help="Draft tokens per chain, ours and the peers' [5]."),
     "num_prompts": _flag(int, "--num-prompts", help="Requests in a turn; at least a batch [latency 2, throughput 1]."),
     "max_tokens": _flag(int, "--max-tokens", help="Tokens per answer [48]."),
     "rounds": _flag(int, "--rounds", help="Rounds per contestant; the report gives medians [latency 6, throughput 8]."),
+    "peer_threads": _flag(int, "--peer-threads", help="Threads with which each peer computes [2]."),
 }
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]

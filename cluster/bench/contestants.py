@@ -1,5 +1,7 @@
 """The contestants of a speed benchmark: our engine, and transformers' `generate` with several options.
 
+Those from other projects are in `peers`.
+
 On CPU each process computes with one thread. Ours has two processes, drafter and verifier; `generate_2_threads` gives
 transformers as many cores.
 """
@@ -41,6 +43,9 @@ class Turn:
     seconds: float
     timings: list[Timing]
     steps: StepBreakdown | None = None
+    """Of our own engine."""
+    acceptance_length: float | None = None
+    """Tokens per verified draft, where a peer counts them."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -93,6 +98,10 @@ class Contestant(Protocol):
     def max_batch(self) -> int | None:
         """The most requests at a time; None = any number."""
 
+    @property
+    def bytes_per_weight(self) -> float:
+        """The mean size of a weight in memory, which every step reads."""
+
     def take_turn(self, jobs: Sequence[GenerationJob], batch: int) -> Turn:
         """Answer all jobs, `batch` at a time."""
 
@@ -103,6 +112,7 @@ class SecateurContestant:
 
     name: str
     runner: Runner
+    bytes_per_weight: float
     speculation: Speculation = Speculation()
     max_batch: int | None = None
 
@@ -177,6 +187,7 @@ class TransformersContestant:
         self, name: str, model: Any, *, threads: int = 1, max_batch: int | None = None, **options: object
     ) -> None:
         self.name, self.max_batch = name, max_batch
+        self.bytes_per_weight = float(model.dtype.itemsize)
         self._model, self._threads, self._options = model, threads, options
 
     def take_turn(self, jobs: Sequence[GenerationJob], batch: int) -> Turn:

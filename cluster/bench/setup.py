@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,6 +21,8 @@ from secateur.config import EngineArgs, resolve_model
 from secateur.errors import ConfigError, Problem
 from secateur.prompts import BenchPrompt
 from workers.config import EngineConfig
+from workers.kernels import linear
+from workers.models.checkpoint import Weights
 
 
 @contextmanager
@@ -73,3 +76,13 @@ def workload(args: EngineArgs, texts: Sequence[BenchPrompt], *, max_tokens: int,
     # By default each engine takes all the memory of its GPU; a benchmark may run several on one.
     pages = 1 + max_num_seqs * config.pages_for(longest)
     return Workload(replace(config, num_pages=pages), prompts)
+
+
+def bytes_per_weight(config: EngineConfig) -> float:
+    """Return the mean size of a weight of the target as our engine keeps it, which each step reads."""
+    dtype = getattr(torch, config.dtype)
+    if config.device != "cpu":
+        return float(dtype.itemsize)
+    weights = Weights(config.model_path, dtype)
+    sizes = {name: math.prod(weights.shape(name)) for name in weights.names() if len(weights.shape(name)) == 2}
+    return sum(size * linear.bytes_per_weight(weights.get(name)) for name, size in sizes.items()) / sum(sizes.values())

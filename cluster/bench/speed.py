@@ -29,13 +29,15 @@ from cluster.bench.contestants import (
     median_steps,
 )
 from cluster.bench.output import Say, about, device_mark, draw, rounded, stem_of, write_json, write_text
+from cluster.bench.peers import NOTES as PEER_NOTES
+from cluster.bench.peers import launches, started, version_of
 from cluster.bench.runner import GenerationJob, Runner
 from cluster.bench.sequoia import acceptance_table, best_tree
-from cluster.bench.setup import scaled, workload
+from cluster.bench.setup import bytes_per_weight, scaled, workload
 from cluster.bench.speed_report import SpeedRow, render
 from cluster.convert import model_folder
 from cluster.http.request_params import derive_seed
-from secateur.bench import ALONE, PEERS, ContestantName, SpeedPlan
+from secateur.bench import ALONE, PEERS, TRANSFORMERS, ContestantName, SpeedPlan
 from secateur.config import BUNDLED_TARGET, EngineArgs
 from secateur.prompts import BenchPrompt
 from workers.comm.ipc import Speculation
@@ -58,7 +60,8 @@ WITH_SMALL_MODEL: tuple[ContestantName, ...] = ("assisted", "draft_model")
 NOTES = (
     "all contestants answer the same prompts with the same number of tokens and take turns, each round the next "
     "prompts; medians over the rounds",
-    "before each new number of requests or temperature ours take a turn that does not count: auto learns what it costs",
+    "before each new number of requests or temperature ours and peers take a turn that does not count: auto learns "
+    "what it costs, others may compile",
     "TPOT is time per output token after the first, mean over the requests; ratios are to our own engine without "
     "speculation in the same round",
     "on CPU everybody has one thread per process: ours is two processes, drafter and verifier; generate_2_threads is "
@@ -81,20 +84,27 @@ def run(
     *,
     name: str,
     cache: Path | None = None,
+    peers: Path = Path(".peers"),
 ) -> str:
     """Measure, write DATE-name.json, .md and .png, and return the Markdown.
 
-    If the run is interrupted, the JSON keeps the rows so far. Raises ConfigError before anything is started, and
-    EngineDead.
+    If the run is interrupted, the JSON keeps the rows so far. Raises ConfigError before anything is started, EngineDead
+    and PeerFailed.
     """
     with scaled(args, plan.size, cache, say) as args_:
         config, tokens = workload(args_, prompts, max_tokens=plan.max_tokens, max_num_seqs=max(plan.batches))
+        launched = launches([c for c in plan.contestants if c in PEERS], args_, config, plan, peers)
         stem = stem_of(output, name, plan.target_cost, device_mark(config))
-        head = about(args, config, plan.model_dump(), NOTES)
+        versions = {launch.peer: version_of(launch) for launch in launched}
+        settings = plan.model_dump() | ({"peers": versions} if versions else {"peer_threads": None})
+        head = about(args, config, settings, NOTES + PEER_NOTES if versions else NOTES)
         rows: list[SpeedRow] = []
         try:
-            with _contestants(config, plan, _assistant_folder(args), say) as contestants:
-                for row in _measure(contestants, plan, tokens, say):
+            with (
+                _contestants(config, plan, _assistant_folder(args), say) as contestants,
+                started(launched, say) as others,
+            ):
+                for row in _measure([*contestants, *others], plan, tokens, say):
                     rows.append(row)
         finally:
             write_json(stem, head, {"rows": [asdict(row) for row in rows]})
@@ -117,31 +127,38 @@ def _assistant_folder(args: EngineArgs) -> Path | None:
 
 @contextmanager
 def _contestants(config: EngineConfig, plan: SpeedPlan, small: Path | None, say: Say) -> Iterator[list[Contestant]]:
-    """Start all requested contestants. On CPU this process computes with one thread, as the engines do."""
+    """Start all contestants but the peers. On CPU this process computes with one thread, as the engines do."""
     assert config.draft is not None
     threads = torch.get_num_threads()
-    names = [name for name in plan.contestants if small is not None or name not in WITH_SMALL_MODEL]
-    if len(names) < len(plan.contestants):
+    asked = [name for name in plan.contestants if name not in PEERS]
+    names = [name for name in asked if small is not None or name not in WITH_SMALL_MODEL]
+    if len(names) < len(asked):
         say(f"{' and '.join(WITH_SMALL_MODEL)} draft with a small model, and none belongs to this target: left out")
     with ExitStack() as stack:
         if config.device == "cpu":
             torch.set_num_threads(1)
             stack.callback(torch.set_num_threads, threads)
+        weight_bytes = bytes_per_weight(config)
         engines: dict[DraftConfig | None, Runner] = {}
         found: list[Contestant] = []
         for name in names:
-            if name in PEERS:
+            if name in TRANSFORMERS:
                 continue
             drafter = drafter_of(name, config.draft, plan, small)
             if drafter not in engines:
                 say(f"starting {name}")
                 engines[drafter] = stack.enter_context(Runner(replace(config, draft=drafter)))
             found.append(
-                SecateurContestant(name=name, runner=engines[drafter], speculation=Speculation(auto=name == "auto"))
+                SecateurContestant(
+                    name=name,
+                    runner=engines[drafter],
+                    bytes_per_weight=weight_bytes,
+                    speculation=Speculation(auto=name == "auto"),
+                )
             )
-        if peers := [name for name in names if name in PEERS]:
-            say(f"loading {', '.join(peers)}")
-            found += _peers(peers, config, plan, small)
+        if modes := [name for name in names if name in TRANSFORMERS]:
+            say(f"loading {', '.join(modes)}")
+            found += _transformers(modes, config, plan, small)
             freeze_start_up()  # as our processes do
         yield found
 
@@ -176,7 +193,7 @@ def _tree(name: ContestantName, draft: DraftConfig, plan: SpeedPlan) -> TreeConf
             return replace(own, kind="dynamic", num_speculative_tokens=plan.nodes, prune=PruneConfig(auto=True))
 
 
-def _peers(
+def _transformers(
     names: Sequence[ContestantName], config: EngineConfig, plan: SpeedPlan, small: Path | None
 ) -> Iterator[TransformersContestant]:
     """Make the transformers contestants, which share one copy of the target."""
@@ -208,11 +225,12 @@ def _measure(
         for batch in plan.batches:
             turns = _turns(prompts, max(batch, plan.num_prompts), plan, temperature)
             present = [c for c in contestants if c.max_batch is None or batch <= c.max_batch]
-            _round([c for c in present if isinstance(c, SecateurContestant)], turns[0], batch)
+            _round([c for c in present if not isinstance(c, TransformersContestant)], turns[0], batch)
             orders = (present, present[::-1])
             rounds = [_round(orders[i % 2], jobs, batch) for i, jobs in enumerate(turns)]
             for contestant in present:
                 row = row_of(contestant.name, temperature, batch, rounds)
+                row = replace(row, bytes_per_weight=rounded(contestant.bytes_per_weight))
                 say(f"T={temperature:g}, batch {batch}, {row.contestant}: {row.tpot_ms:.1f} ms per token")
                 yield row
 
@@ -248,6 +266,7 @@ def row_of(name: str, temperature: float, batch: int, rounds: Sequence[dict[str,
         for turn, plain in pairs
         for timing, plain_timing in zip(turn.timings, plain.timings, strict=True)
     ]
+    lengths = [turn.acceptance_length for turn in chosen if turn.acceptance_length is not None]
     row = SpeedRow(
         contestant=name,
         temperature=temperature,
@@ -258,6 +277,7 @@ def row_of(name: str, temperature: float, batch: int, rounds: Sequence[dict[str,
         tokens_per_second=rounded(statistics.median(turn.tokens_per_second for turn in chosen)),
         throughput_ratio=rounded(statistics.median(t.tokens_per_second / p.tokens_per_second for t, p in pairs)),
         same_tokens=rounded(statistics.mean(same)),
+        acceptance_length=rounded(statistics.median(lengths)) if lengths else None,
     )
     steps = median_steps([turn.steps for turn in chosen if turn.steps is not None])
     plain = median_steps([turn.steps for turn in off if turn.steps is not None])

@@ -24,9 +24,12 @@ class SpeedRow:
     tokens_per_second: float
     throughput_ratio: float
     same_tokens: float
-    # Our own engine's steps, see `StepBreakdown`; None for transformers.
-    tokens_per_step: float | None = None
+    bytes_per_weight: float | None = None
+    """None in results from before it was measured."""
     acceptance_length: float | None = None
+    """Tokens per verified draft; None where nothing is drafted, or the contestant does not tell."""
+    # Our own engine's steps, see `StepBreakdown`; None for all others.
+    tokens_per_step: float | None = None
     verified_per_step: float | None = None
     draft_ms: float | None = None
     transfer_ms: float | None = None
@@ -53,13 +56,24 @@ def render(name: str, about: About, rows: Sequence[SpeedRow]) -> str:
 
 
 def _latency(rows: Sequence[SpeedRow]) -> str:
+    columns = ("TTFT ms", "TPOT ms", "times no speculation", "acceptance length", "same", "bytes per weight")
     lines = [
-        [*_key(row), f"{row.ttft_ms:.1f}", f"{row.tpot_ms:.2f}", f"{row.tpot_ratio:.2f}", f"{row.same_tokens:.0%}"]
+        [
+            *_key(row),
+            f"{row.ttft_ms:.1f}",
+            f"{row.tpot_ms:.2f}",
+            f"{row.tpot_ratio:.2f}",
+            _or_empty(row.acceptance_length),
+            f"{row.same_tokens:.0%}",
+            _or_empty(row.bytes_per_weight),
+        ]
         for row in rows
     ]
-    return "## Time per output token\n\n" + markdown(
-        ["T", "batch", "contestant", "TTFT ms", "TPOT ms", "times no speculation", "same"], lines
-    )
+    return "## Time per output token\n\n" + markdown(["T", "batch", "contestant", *columns], lines)
+
+
+def _or_empty(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
 
 
 def _throughput(rows: Sequence[SpeedRow]) -> str:
@@ -82,7 +96,6 @@ def _gain(rows: Sequence[SpeedRow]) -> str:
         [
             *_key(row),
             f"{row.tokens_per_step:.2f}",
-            f"{row.acceptance_length:.2f}",
             f"{row.verified_per_step:.1f}",
             f"{row.step_gain:.2f}",
             f"{row.ceiling:.2f}",
@@ -97,7 +110,6 @@ def _gain(rows: Sequence[SpeedRow]) -> str:
             "batch",
             "contestant",
             "tokens/step",
-            "acceptance length",
             "nodes/step",
             "gain in decoding",
             "ceiling",

@@ -40,6 +40,17 @@ Cache = Annotated[
     Path | None,
     typer.Option("--cache", metavar="DIR", file_okay=False, help="Keep the padded models there [not kept]."),
 ]
+PeersFolder = Annotated[
+    Path,
+    typer.Option(
+        "--peers",
+        metavar="DIR",
+        file_okay=False,
+        envvar="SECATEUR_PEERS",
+        show_envvar=False,
+        help="Where `make peers` put the other projects [$SECATEUR_PEERS, else .peers].",
+    ),
+]
 
 
 @bench_app.callback()
@@ -106,11 +117,12 @@ def bench_latency(
     model: ModelArgument = None,
     target_cost: TargetCost = None,
     cache: Cache = None,
+    peers: PeersFolder = Path(".peers"),
     prompts: PromptsFile = BUNDLED_PROMPTS,
     output: Output = Path("results"),
     quick: Quick = False,
 ) -> None:
-    """Measure the time per token with and without speculation, and of transformers: JSON, Markdown and a plot.
+    """Measure the time per token of ours, transformers and other projects: JSON, Markdown and a plot.
 
     All contestants stay up and take turns, on this machine and without Ray.
 
@@ -119,7 +131,7 @@ def bench_latency(
     base = SpeedPlan.quick() if quick else SpeedPlan()
     plan = _speed_plan(base, options | {"target_cost": target_cost})
     args = checked(engine, model=model)
-    _bench_speed("latency", args, plan, cache, prompts, output)
+    _bench_speed("latency", args, plan, prompts, output, cache=cache, peers=peers)
 
 
 @bench_app.command("throughput", cls=ManyNumbers)
@@ -131,6 +143,7 @@ def bench_throughput(
     model: ModelArgument = None,
     target_cost: TargetCost = None,
     cache: Cache = None,
+    peers: PeersFolder = Path(".peers"),
     prompts: PromptsFile = BUNDLED_PROMPTS,
     output: Output = Path("results"),
     quick: Quick = False,
@@ -144,7 +157,7 @@ def bench_throughput(
     base = SpeedPlan.quick() if quick else SpeedPlan.throughput()
     plan = _speed_plan(base, options | {"target_cost": target_cost})
     args = checked(engine, model=model)
-    _bench_speed("throughput", args, plan, cache, prompts, output)
+    _bench_speed("throughput", args, plan, prompts, output, cache=cache, peers=peers)
 
 
 def _speed_plan(base: SpeedPlan, options: dict[str, Any]) -> SpeedPlan:
@@ -154,14 +167,16 @@ def _speed_plan(base: SpeedPlan, options: dict[str, Any]) -> SpeedPlan:
     return SpeedPlan.load(base.model_dump() | _given(options))
 
 
-def _bench_speed(name: str, args: EngineArgs, plan: SpeedPlan, cache: Path | None, prompts: Path, output: Path) -> None:
+def _bench_speed(
+    name: str, args: EngineArgs, plan: SpeedPlan, prompts: Path, output: Path, *, cache: Path | None, peers: Path
+) -> None:
     check_drafter(args, plan.nodes)
     texts = read_prompts(prompts, min(max(plan.num_prompts, *plan.batches) * plan.rounds, MAX_PROMPTS))
     try:
         from cluster.bench.speed import run
     except ModuleNotFoundError as error:
         raise needs_extra(error) from error
-    typer.echo(run(args, plan, texts, output, _say, name=name, cache=cache))
+    typer.echo(run(args, plan, texts, output, _say, name=name, cache=cache, peers=peers))
 
 
 @bench_app.command("step", cls=ManyNumbers)

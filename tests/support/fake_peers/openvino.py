@@ -1,0 +1,5 @@
+"""OpenVINO's tensors, as lists."""
+
+
+def Tensor(array):
+    return array.tolist()
