@@ -233,11 +233,12 @@ class PeerProcess:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._signal(signal.SIGTERM)  # so that it removes its shared memory
+        self._signal(signal.SIGTERM)
         self._signal(signal.SIGCONT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(STOP_S)
-        self._signal(signal.SIGKILL)  # also what it started and left
+        deadline = time.monotonic() + STOP_S
+        while self._has_processes() and time.monotonic() < deadline:  # the last one removes their shared memory
+            time.sleep(0.05)
+        self._signal(signal.SIGKILL)
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout, self._log):
             assert stream is not None
@@ -300,9 +301,17 @@ class PeerProcess:
             time.sleep(0.2)
         raise self.failed(f"was not ready within {START_S:.0f} s")
 
-    def _signal(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
+    def _has_processes(self) -> bool:
+        self._process.poll()  # or it would stay in its group as a zombie
+        return self._signal(0)
+
+    def _signal(self, number: int) -> bool:
+        """Send a signal to the group, 0 = none; return whether it has processes."""
+        try:
             os.killpg(self._process.pid, number)
+        except ProcessLookupError:
+            return False
+        return True
 
 
 # -- contestants -----------------------------------------------------------------------------------------------------

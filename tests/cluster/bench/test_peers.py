@@ -47,6 +47,13 @@ PLAN = SpeedPlan(batches=(1, 2), chain=3, peer_threads=2)
 QUIET: Say = lambda line: None  # noqa: E731
 
 
+@pytest.fixture(autouse=True)
+def short_wait(request, monkeypatch) -> None:
+    """Do not wait long for the stand-in of vLLM, one process of which ignores SIGTERM."""
+    if "real" not in request.node.name:
+        monkeypatch.setattr("cluster.bench.peers.STOP_S", 1.0)
+
+
 @pytest.fixture(scope="session")
 def gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bundled target as a GGUF file."""
