@@ -6,12 +6,14 @@ names the folder that `make peers` filled.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -196,10 +198,17 @@ vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="peer",
     assert DraftCounts.read("vllm:num_requests_running 0.0\n").length_since(DraftCounts(0, 0)) is None
 
 
+@pytest.fixture
+def spawned() -> Callable[[], list[int]]:
+    """Return the processes that the test has started so far; earlier tests may have left some of their own."""
+    before = set(descendants())
+    return lambda: [pid for pid in descendants() if pid not in before]
+
+
 @pytest.mark.parametrize("name", ["vllm_eagle3", "llamacpp", "openvino"])
-def test_a_turn_answers_every_job_in_order(name, folder, gguf) -> None:
+def test_a_turn_answers_every_job_in_order(name, folder, gguf, spawned) -> None:
     with started([launch(name, folder, gguf)], QUIET) as [peer]:
-        running = descendants()
+        running = spawned()
         turn = peer.take_turn(jobs(100, 200, 300), 2)
         again = peer.take_turn(jobs(400), 1)
     expected = [list(range(first, first + 5)) for first in (100, 200, 300)]
@@ -212,10 +221,10 @@ def test_a_turn_answers_every_job_in_order(name, folder, gguf) -> None:
     assert wait_gone(running, timeout_s=5) == []
 
 
-def test_a_peer_takes_no_time_from_others_turns(folder, gguf) -> None:
+def test_a_peer_takes_no_time_from_others_turns(folder, gguf, spawned) -> None:
     def states():
         time.sleep(0.2)
-        return {Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] for pid in descendants()}
+        return {Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] for pid in spawned()}
 
     with PeerProcess(launch("vllm", folder, gguf)) as process:
         assert states() == {"T"}
@@ -240,9 +249,9 @@ def test_the_end_of_its_log_explains_why_a_peer_did_not_start(folder, gguf, tmp_
     ("first", "says"),
     [(13, "vllm answered 400: an unlucky prompt"), (66, "(?s)vllm .*no answer from .*out of memory, says the fake")],
 )
-def test_a_peer_that_fails_in_a_turn_is_ended_and_named(first, says, folder, gguf) -> None:
+def test_a_peer_that_fails_in_a_turn_is_ended_and_named(first, says, folder, gguf, spawned) -> None:
     with pytest.raises(PeerFailed, match=says), started([launch("vllm", folder, gguf)], QUIET) as [peer]:
-        running = descendants()
+        running = spawned()
         peer.take_turn(jobs(first), 1)
     assert len(running) == 2 and wait_gone(running, timeout_s=5) == []
 
@@ -286,7 +295,7 @@ with started([launch("vllm", Path(sys.argv[1]), Path(sys.argv[2]))], lambda line
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 @pytest.mark.parametrize("until", ["starting", "ready"])
-def test_no_peer_outlives_the_benchmark(number, until, folder, gguf) -> None:
+def test_no_peer_outlives_the_benchmark(number, until, folder, gguf, spawned) -> None:
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(folder), str(gguf)],
         cwd=ROOT,
@@ -299,7 +308,7 @@ def test_no_peer_outlives_the_benchmark(number, until, folder, gguf) -> None:
         while not holder.stdout.readline().startswith(until):
             assert holder.poll() is None
         deadline = time.monotonic() + 60
-        while not (peers := below(holder.pid)) and time.monotonic() < deadline:
+        while not (peers := of_other_groups(spawned(), holder.pid)) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert peers
         holder.send_signal(number)
@@ -311,16 +320,13 @@ def test_no_peer_outlives_the_benchmark(number, until, folder, gguf) -> None:
         holder.stdout.close()
 
 
-def below(pid: int) -> list[int]:
-    """Processes of a group whose leader is a child of `pid`."""
+def of_other_groups(pids: list[int], holder: int) -> list[int]:
+    """Return those of the processes that are in no group of ours nor in that of `holder`."""
     groups = {}
-    for found in descendants():
-        try:
-            fields = Path(f"/proc/{found}/stat").read_text().rsplit(")", 1)[1].split()
-        except OSError:
-            continue
-        groups[found] = int(fields[2])
-    return [found for found, group in groups.items() if group not in (os.getpgrp(), pid) and is_running(found)]
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            groups[pid] = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[2])
+    return [pid for pid, group in groups.items() if group not in (os.getpgrp(), holder) and is_running(pid)]
 
 
 # -- the real ones ---------------------------------------------------------------------------------------------------
