@@ -26,7 +26,7 @@ tokens a forward of the bundled target took 18 ms instead of 6."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlacement:
-    """Where one rank runs.
+    """The bundle and the GPU share that one rank gets.
 
     Example: drafter 0 beside verifier 0 on one GPU, T = 2:
     RankPlacement(rank=2, role="drafter 0", bundle=0, num_gpus=0.5, is_shared=True)
@@ -38,7 +38,7 @@ class RankPlacement:
     """Index of the Ray bundle, and of the device among the engine's devices."""
     num_gpus: float
     is_shared: bool
-    """Whether another rank has the same device."""
+    """True if another rank uses the same device."""
 
 
 def rank_placements(config: EngineConfig) -> list[RankPlacement]:

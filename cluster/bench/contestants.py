@@ -43,7 +43,7 @@ class Turn:
     seconds: float
     timings: list[Timing]
     steps: StepBreakdown | None = None
-    """Of our own engine."""
+    """The time of each part of a step; only our engine reports it."""
     acceptance_length: float | None = None
     """Tokens per verified draft, where a peer counts them."""
 

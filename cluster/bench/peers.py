@@ -43,7 +43,8 @@ START_S = 900.0
 ANSWER_S = 600.0
 STOP_S = 10.0
 CACHE_GIB = 2
-"""For keys and values. By default vLLM takes half the memory, and several contestants run side by side."""
+"""Each peer gets this much memory for its KV cache. By default vLLM takes half of the machine's memory, but several
+contestants are up at once."""
 MODEL = "peer"
 """The name that vLLM serves the model under."""
 
@@ -207,7 +208,7 @@ class PeerProcess:
     def __init__(self, launch: Launch) -> None:
         self.launch = launch
         self.url: str | None = None
-        """Where it serves HTTP; None = it is asked with `ask`."""
+        """The address of its HTTP server; None if it has none and `ask` sends it lines."""
 
     def __enter__(self) -> PeerProcess:
         launch = self.launch

@@ -30,7 +30,7 @@ class RequestLimits:
     acceptance: str = "coupled"
     """The rule of requests without one."""
     default_max_tokens: int | None = None
-    """For chats without `max_tokens`; None = to the end of the context."""
+    """The `max_tokens` of a chat that sets none. None means the rest of the context."""
 
     @classmethod
     def of(

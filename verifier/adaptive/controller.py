@@ -236,6 +236,7 @@ class Controller:
         self._had_nodes = num_nodes > 0 or (self._had_nodes and bool(step.prefill))
 
     def _observe_probe(self, plan: Plan, outcome: StepOutcome, ms: float) -> None:
+        """Tell the gate what the probe lost: its time minus that of its tokens without it, in plain steps."""
         step = outcome.step
         num_tokens = sum(len(verdict.tokens) for verdict in outcome.verdicts[: len(step.decode)])
         plain_steps = num_tokens / len(step.decode) / (plan.found.gain if plan.found else 1.0)

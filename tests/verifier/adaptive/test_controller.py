@@ -1,4 +1,4 @@
-"""What `auto` plans and learns: whether drafting pays, for whom, and that no output changes."""
+"""The controller drafts where that pays, learns from every outcome, and changes neither outputs nor requests."""
 
 from __future__ import annotations
 
