@@ -360,7 +360,7 @@ async def generate(
     async with aclosing(deltas):
         async for _ in deltas:
             pass
-    if body.num_logprobs is None:
+    if body.num_logprobs is None and not body.return_speculative_trees:
         return _json(response_format.response(generations), headers)
     # 4096 tokens with 20 alternatives are 10^5 objects: a second during which other streams must not wait.
     return await asyncio.to_thread(lambda: _json(response_format.response(generations), headers))
@@ -384,7 +384,8 @@ async def _events(
                         opening.usage = Usage.of(len(generation.submit.prompt), 0)
                     yield opening.sse()
             async for index, delta in prepend(first, rest):
-                if not (delta.text or delta.finish_reason or running or body.return_token_ids):
+                has_more = running or body.return_token_ids or body.return_speculative_trees
+                if not (delta.text or delta.finish_reason or has_more):
                     continue  # the text is held back: half a character, or the beginning of a stop string
                 chunk = response_format.chunk(index, generations[index], delta)
                 if running:

@@ -390,4 +390,4 @@ def test_growth_reads_no_value_on_the_host():
         run, lambda metadata, into=None: Plan(), example_1V, vocab, kernels, CONFIG, is_captured=False
     )
     for (num_requests, *_), grow_all in tree_graphs._grow.items():
-        assert grow_all().shape == (4, num_requests, 1 + NODES)
+        assert grow_all().shape == (5, num_requests, 1 + NODES)
