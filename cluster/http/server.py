@@ -33,6 +33,7 @@ from cluster.engine_client import EngineClient, Health
 from cluster.http import metrics, middleware
 from cluster.http.api_keys import ApiKeys
 from cluster.http.errors import BadRequest, HttpError, not_found, too_many_requests, unavailable
+from cluster.http.inspector import inspector_page
 from cluster.http.openai_format import (
     ChatFormat,
     CompletionFormat,
@@ -316,6 +317,10 @@ def create_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
             raise BadRequest(f"token id {max(body.tokens)} is not in the vocabulary", param="tokens")
         text = await service.tokenizer_pool.decode(body.tokens)
         return _json(DetokenizeResponse(prompt=text), _ignored_header(request, body.ignored()))
+
+    @app.get("/", include_in_schema=False)
+    async def inspector() -> Response:
+        return inspector_page()
 
     @app.get("/health")
     async def health() -> Response:
