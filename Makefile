@@ -21,7 +21,7 @@ ON_300M := --target-cost 300m --cache build/bench
 ON_8B := --target-cost 8b --cache build/bench
 
 .DEFAULT_GOAL := help
-.PHONY: help docs demo check quick test parity mutants gpu bench peers models clean
+.PHONY: help docs demo chat check quick test parity mutants gpu bench peers models clean
 
 help: ## list these targets
 	@sed -nE 's/^([a-z]+):.*## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -29,6 +29,9 @@ help: ## list these targets
 demo: $(VENV)/.installed-serve ## start the service on Ray, talk to it, show what speculation gains, stop it
 	@echo 'Next: the service starts on Ray (one to three minutes), answers a prompt, and is measured (a minute more).'
 	$(BIN)/python -m cluster.demo
+
+chat: $(VENV)/.installed-serve ## start the bundled model and talk to it; Ctrl-D ends it
+	$(BIN)/secateur chat --max-tokens 128
 
 check: $(VENV)/.installed-test ## lint, check the format and types
 	$(BIN)/ruff check .

@@ -131,6 +131,7 @@ def draft(
         costs=request.costs,
         kernels=kernels,
         tree_graphs=proposer.tree_graphs,
+        traced_B=None if request.traced_B is None else request.traced_B[growing].bool().numpy(),
     )
     return DraftReply(
         trees=grown.trees,
@@ -139,6 +140,7 @@ def draft(
         num_levels=grown.num_levels,
         num_run=grown.num_run,
         seconds=time.perf_counter() - began,
+        trace=grown.trace,
     )
 
 

@@ -229,6 +229,8 @@ class SamplingRequest(Body):
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
     return_speculative_stats: bool = False
+    return_speculative_trees: bool = False
+    """Return the tree of each step: its nodes, what became of them, and how each token came."""
     speculative: Speculative | None = None
     request_id: Annotated[str, Field(min_length=1, max_length=512), AfterValidator(_one_line)] | None = None
     user: str | None = None

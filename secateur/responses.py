@@ -1,6 +1,7 @@
 """Responses, stream chunks and errors of the OpenAI API, which the server writes and the client reads.
 
-Responses carry one vendor object, `speculative`, when the request sets `return_speculative_stats`.
+Responses carry two extensions: `speculative` when the request sets `return_speculative_stats`, and each choice's
+`speculative_trees` when it sets `return_speculative_trees`.
 """
 
 from __future__ import annotations
@@ -130,6 +131,58 @@ class SpeculativeStats(BaseModel):
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
 
 
+class TreeNode(Response):
+    """A node of a step's tree.
+
+    Example: TreeNode(parent=0, depth=1, token_id=83, text=" of", draft_prob=0.61, weight=0.7, status="accepted")
+    """
+
+    nullable = frozenset({"parent", "token_id", "text", "draft_prob", "weight"})
+
+    parent: int | None
+    """Index of its parent in `nodes`; null for the root, the last token before the step."""
+    depth: int
+    token_id: int | None
+    """Null stands for children that were not drafted, because their parent was not expanded."""
+    text: str | None
+    draft_prob: float | None
+    """The draft's probability of the token after its path, at the request's temperature; null if there is none."""
+    weight: float | None
+    """The estimated probability that the node survives verification; null if there is none."""
+    status: Literal["root", "accepted", "rejected", "pruned"]
+    """Accepted and rejected nodes were verified, pruned ones were not."""
+    pruned_by: Literal["min_prob", "path_prob", "cost"] | None = None
+    """The threshold that the parent failed, or the cost model of `auto`."""
+
+
+class TreeToken(Response):
+    """A token that a step added to the answer."""
+
+    token_id: int
+    text: str
+    """What the token adds to the answer's text; empty while half a character or a stop string may follow."""
+    origin: Literal["accepted", "copied", "bonus"]
+    """An accepted node of a draft, one that prompt lookup copied, or the verifier's own token."""
+    depth: int
+    """Depth in the tree; the bonus token's is one more than that of the last accepted node."""
+
+
+class SpeculativeTree(Response):
+    """The tree of one verification, and the tokens that it brought."""
+
+    nullable = frozenset({"draft_ms"})
+
+    nodes: list[TreeNode]
+    """The root, the verified nodes by depth, then pruned ones."""
+    tokens: list[TreeToken]
+    is_copied: bool = False
+    """Whether prompt lookup copied the draft from earlier text."""
+    draft_ms: float | None = None
+    """Time that the step, which serves all running requests, waited for the drafter; null if it drafted nothing."""
+    verify_ms: float
+    """Time of the target's forward pass and of the acceptance rule."""
+
+
 FinishReason = Literal["stop", "length"]
 
 
@@ -181,6 +234,8 @@ class Choice(Response):
     stop_reason: int | str | None = None
     """The stop string or stop token id that ended the answer (vLLM's field)."""
     token_ids: list[int] | None = None
+    speculative_trees: list[SpeculativeTree] | None = None
+    """One entry per step, with `return_speculative_trees`."""
 
 
 class CompletionChoice(Choice):

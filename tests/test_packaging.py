@@ -145,6 +145,10 @@ def test_the_wheel_ships_every_file_of_the_bundled_models(shipped: set[str]) -> 
     assert "secateur/py.typed" in shipped
 
 
+def test_the_wheel_ships_the_inspector_s_page(shipped: set[str]) -> None:
+    assert "cluster/http/inspector.html" in shipped
+
+
 def test_the_wheel_ships_licence_and_notice(shipped: set[str]) -> None:
     assert {name.split("/")[-1] for name in shipped if "/licenses/" in name} == {"LICENSE", "NOTICE"}
 

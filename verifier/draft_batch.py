@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
 
 from verifier.tree import chains, with_chains
-from workers.types import DraftProbs, DraftReply, TreeBatch
+from workers.types import DraftProbs, DraftReply, TreeBatch, TreeTrace
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,9 @@ class DraftBatch:
     pruned: list[list[int]]
     copied: list[bool]
     """Whether the request has a lookup draft."""
+    trace: TreeTrace | None = None
+    """Of the reply's trees; `drafted` says whose they are."""
+    drafted: list[bool] = field(default_factory=list)
 
     @property
     def num_nodes(self) -> int:
@@ -55,6 +58,8 @@ class DraftBatch:
             verified=[np.bincount(depth_N[a:b])[1:].tolist() if b - a > 1 else [] for a, b in pairwise(offsets)],
             pruned=[next(cut) if is_drafted else [] for is_drafted in drafted],
             copied=[len(own) > 1 and not is_drafted for own, is_drafted in zip(tokens, drafted, strict=True)],
+            trace=reply.trace,
+            drafted=drafted,
         )
 
 

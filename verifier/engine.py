@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from verifier.acceptance.coupled import verify
@@ -22,8 +23,9 @@ from verifier.scheduler import Limits, Step, schedule
 from verifier.step_inputs import Move, StepInputs
 from verifier.target import Target
 from verifier.tree import with_chains
+from verifier.tree_records import StepTimes, tree_records
 from workers.comm.channel import Channel
-from workers.comm.ipc import Abort, EngineStats, FrameSocket, StepOutput, Submit, TokenChunk
+from workers.comm.ipc import Abort, EngineStats, FrameSocket, StepOutput, Submit, TokenChunk, TreeRecord
 from workers.comm.wire import Kind
 from workers.config import EngineConfig
 from workers.kv_cache import PageAllocator
@@ -95,8 +97,10 @@ class Engine:
         self._make_room(step)
         plan = self._controller.plan(step, self._running)
         drafts, exchange = self._draft(step, plan)
+        drafted_at = time.perf_counter()
         verdicts = self._verify(step, drafts)
-        self._commit(step, drafts, verdicts)
+        times = StepTimes(exchange.ms if exchange else None, 1e3 * (time.perf_counter() - drafted_at))
+        self._commit(step, drafts, verdicts, tree_records(step, drafts, verdicts, times))
         seconds = time.perf_counter() - began
         self._controller.observe(plan, StepOutcome(step, drafts, verdicts, exchange, 1e3 * seconds))
         self._stats.steps += 1
@@ -238,7 +242,9 @@ class Engine:
         self._stats.accept_seconds += verified_at - drawn_at
         return verdicts
 
-    def _commit(self, step: Step, drafts: DraftBatch, verdicts: list[Verdict]) -> None:
+    def _commit(
+        self, step: Step, drafts: DraftBatch, verdicts: list[Verdict], records: Mapping[Request, TreeRecord]
+    ) -> None:
         """Apply the verdicts: KV moves of accepted paths, states for the drafter, new tokens, finished requests."""
         computed = self._advance(step, drafts, verdicts)
         finishing = [request for request, _ in step.finishing]
@@ -248,11 +254,11 @@ class Engine:
         num_decode, num_tree_rows = len(step.decode), len(drafts.trees.token_N)
         for row, (request, own) in enumerate(zip(finishing, new[num_decode:], strict=True), start=num_tree_rows):
             self._stats.prompt_tokens += request.num_prompt
-            self._append(request, own, [row], is_copied=False)
+            self._append(request, own, [row], is_copied=False, tree=records.get(request))
         for (request, rows), own, is_copied in zip(
             computed[len(step.prefill) :], new[:num_decode], drafts.copied, strict=True
         ):
-            self._append(request, own, rows, is_copied=is_copied)
+            self._append(request, own, rows, is_copied=is_copied, tree=records.get(request))
         self._publish(self._running)
 
     def _advance(self, step: Step, drafts: DraftBatch, verdicts: list[Verdict]) -> list[tuple[Request, list[int]]]:
@@ -317,7 +323,9 @@ class Engine:
         for request in requests:
             self._prefix_cache.publish(request, settled.get(request, request.num_computed))
 
-    def _append(self, request: Request, new: _NewTokens, rows: list[int], *, is_copied: bool) -> None:
+    def _append(
+        self, request: Request, new: _NewTokens, rows: list[int], *, is_copied: bool, tree: TreeRecord | None
+    ) -> None:
         """Commit tokens, which were drawn at these sampled rows, and release a finished request."""
         kept, num_logprobs = new.tokens, request.submit.sampling.num_logprobs
         request.append(kept)
@@ -336,6 +344,7 @@ class Engine:
                 num_accepted=new.num_accepted,
                 is_copied=is_copied,
                 stats=request.stats,
+                tree=tree,
             )
         )
 

@@ -61,6 +61,7 @@ class StepInputs:
             sampling=params.sampling,
             costs=costs,
             features_MH=features_MH,
+            traced_B=_traced(requests),
         )
 
     def target_step(
@@ -140,6 +141,12 @@ def _params_of(requests: Sequence[Request], last: _BatchParams | None = None) ->
         has_sampled=any(request.rule.is_sampled for request in requests),
         has_draws=any(not request.rule.is_sampled for request in requests),
     )
+
+
+def _traced(requests: list[Request]) -> Tensor | None:
+    """Return which requests ask for the trace of their trees, or None if none does."""
+    asks = [int(request.submit.has_trees) for request in requests]
+    return _int32(asks) if any(asks) else None
 
 
 def page_table(requests: list[Request]) -> Tensor:

@@ -1,6 +1,7 @@
 """The types that travel between processes and between the stages of a step. Read this file first.
 
-Legend: B requests, N packed rows, M packed drafter rows, V vocabulary, D hidden width, K children, S sparse entries.
+Legend: B requests, N packed rows, M packed drafter rows, V vocabulary, D hidden width, K children, S sparse entries,
+T traced nodes.
 A packed batch of B ragged requests keeps request i's rows at ``offsets[i]:offsets[i+1]``. In memory, integers are
 int32 or int64 and reals are float32; `workers.comm.wire` narrows them for transport.
 """
@@ -79,6 +80,36 @@ class DraftProbs:
     offsets: Tensor  # [N+1] int32
     id_S: Tensor  # [S] int32
     weight_S: Tensor  # [S] int32, 1 .. 65535
+
+
+class PruneReason(IntEnum):
+    """Why a node was kept out of the tree that is verified."""
+
+    KEPT = 0  # it was not
+    MIN_PROB = 1
+    PATH_PROB = 2
+    COST = 3  # under `auto`: it costs more to verify, or to draft, than it is worth
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeTrace:
+    """All nodes that were drafted in one step, for the requests that ask to see them.
+
+    The rows of a request are those of its tree, in their order, then at most `MAX_TREE_NODES` pruned ones; a request
+    that does not ask has none. A pruned row with token -1 stands for children that were not drafted.
+
+    Example: one request whose root (token 7) has child 9; 9 failed the min threshold, and its child would be 5:
+    offsets [0, 3], token [7, 9, 5], parent [-1, 0, 1], depth [0, 1, 2], prob [1, 0.5, 0.1], weight [1, 0.5, 0.05],
+    reason [0, 0, 1].
+    """
+
+    offsets: Tensor  # [G+1] int32
+    token_T: Tensor  # int32
+    parent_T: Tensor  # int32, row within the request, -1 at the root
+    depth_T: Tensor  # int32
+    prob_T: Tensor  # float32, q(token | parent); NaN if it is not known
+    weight_T: Tensor  # float32, as in TreeBatch; NaN if it is not known
+    reason_T: Tensor  # uint8, PruneReason
 
 
 class Verdict(NamedTuple):
@@ -291,6 +322,7 @@ class DraftRequest:
     sampling: SamplingBatch  # of the B requests
     costs: DraftCosts | None  # None = no request uses `auto`
     features_MH: Tensor | None  # [M, H] in the drafter's dtype
+    traced_B: Tensor | None = None  # [B] int32, 1 = the reply has a trace of the request's tree; None = nobody asks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -303,6 +335,7 @@ class DraftReply:
     num_levels: int  # tree levels that were run, the root included
     num_run: int  # rows run through the draft model, padding included, roots excluded
     seconds: float  # time of this step on the drafter's clock
+    trace: TreeTrace | None = None  # of the G requests; None = nobody asked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from cluster.http.metrics import by_depth
-from cluster.http.output_processor import Generation, ScoredToken, TextDelta
+from cluster.http.output_processor import Generation, ScoredToken, StepTree, TextDelta
 from cluster.http.tokenizer import Tokenizer
 from secateur.requests import SamplingRequest
 from secateur.responses import (
@@ -24,12 +24,16 @@ from secateur.responses import (
     CompletionLogprobs,
     CompletionResponse,
     SpeculativeStats,
+    SpeculativeTree,
     TokenLogprob,
     TopLogprob,
+    TreeNode,
+    TreeToken,
     Usage,
     new_id,
 )
 from workers.comm.ipc import RequestStats
+from workers.types import PruneReason
 
 MIN_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot express (the number that OpenAI and vLLM use)."""
@@ -70,13 +74,17 @@ class ResponseFormat(ABC):
         stats = total_stats(generations) if self.body.return_speculative_stats else None
         return {"usage": total_usage(generations), "speculative": stats}
 
-    def choice_fields(self, index: int, delta: TextDelta, ids: Sequence[int]) -> dict[str, Any]:
+    def choice_fields(
+        self, index: int, delta: TextDelta, ids: Sequence[int], trees: Sequence[StepTree]
+    ) -> dict[str, Any]:
         """Return the fields that the choices of all endpoints have."""
+        asks = self.body.return_speculative_trees
         return {
             "index": index,
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
             "token_ids": list(ids) if self.body.return_token_ids else None,
+            "speculative_trees": [speculative_tree(self.tokenizer, tree) for tree in trees] if asks else None,
         }
 
     def prompt_ids(self, generation: Generation) -> list[int] | None:
@@ -98,7 +106,7 @@ class CompletionFormat(ResponseFormat):
                 text=generation.text,
                 logprobs=completion_logprobs(self.tokenizer, generation.scored) if has_logprobs else None,
                 prompt_token_ids=self.prompt_ids(generation),
-                **self.choice_fields(index, generation.last, generation.token_ids),
+                **self.choice_fields(index, generation.last, generation.token_ids, generation.trees),
             )
             for index, generation in enumerate(generations)
         ]
@@ -114,7 +122,7 @@ class CompletionFormat(ResponseFormat):
             text=delta.text,
             logprobs=completion_logprobs(self.tokenizer, delta.scored) if delta.scored else None,
             prompt_token_ids=self.prompt_ids(generation) if is_first else None,
-            **self.choice_fields(index, delta, delta.token_ids),
+            **self.choice_fields(index, delta, delta.token_ids, [delta.tree] if delta.tree else []),
         )
         return CompletionChunk(**self.head, choices=[choice])
 
@@ -132,7 +140,7 @@ class ChatFormat(ResponseFormat):
             ChatChoice(
                 message=AssistantMessage(content=generation.text),
                 logprobs=chat_logprobs(self.tokenizer, generation.scored) if has_logprobs else None,
-                **self.choice_fields(index, generation.last, generation.token_ids),
+                **self.choice_fields(index, generation.last, generation.token_ids, generation.trees),
             )
             for index, generation in enumerate(generations)
         ]
@@ -149,9 +157,54 @@ class ChatFormat(ResponseFormat):
         choice = ChatChunkChoice(
             delta=ChatDelta(content=delta.text),
             logprobs=chat_logprobs(self.tokenizer, delta.scored) if delta.scored else None,
-            **self.choice_fields(index, delta, delta.token_ids),
+            **self.choice_fields(index, delta, delta.token_ids, [delta.tree] if delta.tree else []),
         )
         return ChatCompletionChunk(**self.head, choices=[choice])
+
+
+_REASONS: dict[int, Literal["min_prob", "path_prob", "cost"]] = {
+    PruneReason.MIN_PROB: "min_prob",
+    PruneReason.PATH_PROB: "path_prob",
+    PruneReason.COST: "cost",
+}
+
+
+def speculative_tree(tokenizer: Tokenizer, tree: StepTree) -> SpeculativeTree:
+    """Return one step's tree with its texts."""
+    record, accepted = tree.record, set(tree.record.path)
+    columns = (record.tokens, record.parents, record.depths, record.probs, record.weights, record.reasons)
+    nodes = []
+    for i, (token, parent, depth, prob, weight, reason) in enumerate(zip(*columns, strict=True)):
+        verified = "root" if parent < 0 else "accepted" if i in accepted else "rejected"
+        nodes.append(
+            TreeNode(
+                parent=parent if parent >= 0 else None,
+                depth=depth,
+                token_id=token if token >= 0 else None,
+                text=tokenizer.token_text(token).text if token >= 0 else None,
+                draft_prob=_rounded(prob),
+                weight=_rounded(weight),
+                status="pruned" if reason else verified,  # type: ignore[arg-type]  # mypy widens the literals
+                pruned_by=_REASONS[reason] if reason else None,
+            )
+        )
+    origin: Literal["accepted", "copied"] = "copied" if tree.is_copied else "accepted"
+    tokens = [
+        TreeToken(token_id=token, text=text, origin=origin if number < tree.num_accepted else "bonus", depth=number + 1)
+        for number, (token, text) in enumerate(zip(tree.token_ids, tree.texts, strict=True))
+    ]
+    return SpeculativeTree(
+        nodes=nodes,
+        tokens=tokens,
+        is_copied=tree.is_copied,
+        draft_ms=_rounded(record.draft_ms),
+        verify_ms=round(record.verify_ms, 4),
+    )
+
+
+def _rounded(value: float | None) -> float | None:
+    """Four significant digits: more would double the size of a stream."""
+    return None if value is None else float(f"{value:.4g}")
 
 
 def chat_logprobs(tokenizer: Tokenizer, scored: Sequence[ScoredToken]) -> ChatLogprobs:

@@ -14,7 +14,7 @@ from cluster.engine_client import EngineClient
 from cluster.http.detokenizer import IncrementalDetokenizer, StopStrings
 from cluster.http.metrics import Metrics
 from cluster.http.tokenizer import Tokenizer
-from workers.comm.ipc import RequestStats, Submit, TokenChunk, TokenLogprobs
+from workers.comm.ipc import RequestStats, Submit, TokenChunk, TokenLogprobs, TreeRecord
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +29,16 @@ class ScoredToken(NamedTuple):
     token: int
     score: TokenLogprobs
     offset: int
+
+
+class StepTree(NamedTuple):
+    """A step's tree, and what each of its tokens adds to the text."""
+
+    record: TreeRecord
+    token_ids: Sequence[int]
+    texts: Sequence[str]
+    num_accepted: int
+    is_copied: bool
 
 
 @dataclass(slots=True, kw_only=True)
@@ -54,6 +64,8 @@ class TextDelta:
     """The draft was copied from earlier text (prompt lookup) rather than drafted by the model."""
     stats: RequestStats | None = None
     """Statistics so far. Tokens removed by a stop string count as verified, not as accepted."""
+    tree: StepTree | None = None
+    """The step's tree, if the request asked for trees."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,6 +86,7 @@ class Generation:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     scored: list[ScoredToken] = field(default_factory=list)
+    trees: list[StepTree] = field(default_factory=list)
     last: TextDelta = field(default_factory=TextDelta)
 
     _detokenizer: IncrementalDetokenizer = field(init=False)
@@ -125,26 +138,25 @@ class Generation:
         visible = chunk.tokens
         if chunk.stop_token is not None and not self.include_stop:
             visible = visible[:-1]  # as in vLLM, the stop token is counted and not shown
-        one_by_one = self.stop or chunk.logprobs is not None
+        one_by_one = self.stop or chunk.logprobs is not None or chunk.tree is not None
         groups = [[token] for token in visible] if one_by_one else [visible]
-        text = ""
+        texts: list[str] = []
         for position, group in enumerate(groups, start=1):
             if chunk.logprobs is not None:
                 score = chunk.logprobs[position - 1]
                 self._pending.append(ScoredToken(visible[position - 1], score, self._num_decoded))
             safe, stop = self._check_stop(self._detokenizer.feed(group), position)
-            text += safe
+            texts.append(safe)
             if stop is not None:
-                return self._add(chunk, text, chunk.tokens[:position], "stop", stop)
+                return self._add(chunk, texts, chunk.tokens[:position], "stop", stop)
         if chunk.finish_reason is None:
-            return self._add(chunk, text, chunk.tokens)
+            return self._add(chunk, texts, chunk.tokens)
         safe, stop = self._check_stop(self._detokenizer.flush(), len(chunk.tokens))
-        text += safe
         if stop is not None:
-            return self._add(chunk, text, chunk.tokens, "stop", stop)
-        text += self._stops.flush()
+            return self._add(chunk, [*texts, safe], chunk.tokens, "stop", stop)
+        safe += self._stops.flush()
         stop_token = chunk.stop_token if chunk.stop_token in self.submit.stop_token_ids else None
-        return self._add(chunk, text, chunk.tokens, chunk.finish_reason, stop_token)
+        return self._add(chunk, [*texts, safe], chunk.tokens, chunk.finish_reason, stop_token)
 
     def _check_stop(self, text: str, position: int) -> tuple[str, str | None]:
         """Search `text`, which came with the chunk's token number `position` (from 1), for stop strings."""
@@ -155,7 +167,7 @@ class Generation:
     def _add(
         self,
         chunk: TokenChunk,
-        text: str,
+        texts: list[str],
         ids: list[int],
         finish_reason: str | None = None,
         stop_reason: int | str | None = None,
@@ -163,6 +175,10 @@ class Generation:
         num_accepted, stats = min(chunk.num_accepted, len(ids)), chunk.stats
         if stats is not None and num_accepted < chunk.num_accepted:
             stats = stats.truncate(chunk.num_accepted, num_accepted, is_copied=chunk.is_copied)
+        text, tree = "".join(texts), None
+        if chunk.tree is not None:
+            tree = StepTree(chunk.tree, ids, _text_of_each(texts, len(ids)), num_accepted, chunk.is_copied)
+            self.trees.append(tree)
         self.text += text
         self.token_ids += ids
         self.last = TextDelta(
@@ -176,6 +192,7 @@ class Generation:
             num_accepted=num_accepted,
             is_copied=chunk.is_copied,
             stats=stats or self.last.stats,
+            tree=tree,
         )
         self.scored += self.last.scored
         return self.last
@@ -215,3 +232,10 @@ class Generation:
             total_s,
             self.submit.sampling.seed,
         )
+
+
+def _text_of_each(texts: list[str], num_tokens: int) -> list[str]:
+    """Return each token's text. The last one's includes what was flushed behind it; a hidden stop token has none."""
+    last = max(0, num_tokens - 1)
+    own = [*texts[:last], "".join(texts[last:])]
+    return (own + [""] * num_tokens)[:num_tokens]

@@ -93,6 +93,7 @@ def build_submits(
         ignore_eos=request.ignore_eos,
         cache_salt=request.cache_salt,
         speculation=_speculation(request.speculative, limits),
+        has_trees=request.return_speculative_trees,
     )
     seed = first.sampling.seed
     return [

@@ -33,6 +33,7 @@ from cluster.engine_client import EngineClient, Health
 from cluster.http import metrics, middleware
 from cluster.http.api_keys import ApiKeys
 from cluster.http.errors import BadRequest, HttpError, not_found, too_many_requests, unavailable
+from cluster.http.inspector import inspector_page
 from cluster.http.openai_format import (
     ChatFormat,
     CompletionFormat,
@@ -317,6 +318,10 @@ def create_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
         text = await service.tokenizer_pool.decode(body.tokens)
         return _json(DetokenizeResponse(prompt=text), _ignored_header(request, body.ignored()))
 
+    @app.get("/", include_in_schema=False)
+    async def inspector() -> Response:
+        return inspector_page()
+
     @app.get("/health")
     async def health() -> Response:
         health = service.health()
@@ -360,7 +365,7 @@ async def generate(
     async with aclosing(deltas):
         async for _ in deltas:
             pass
-    if body.num_logprobs is None:
+    if body.num_logprobs is None and not body.return_speculative_trees:
         return _json(response_format.response(generations), headers)
     # 4096 tokens with 20 alternatives are 10^5 objects: a second during which other streams must not wait.
     return await asyncio.to_thread(lambda: _json(response_format.response(generations), headers))
@@ -384,7 +389,8 @@ async def _events(
                         opening.usage = Usage.of(len(generation.submit.prompt), 0)
                     yield opening.sse()
             async for index, delta in prepend(first, rest):
-                if not (delta.text or delta.finish_reason or running or body.return_token_ids):
+                has_more = running or body.return_token_ids or body.return_speculative_trees
+                if not (delta.text or delta.finish_reason or has_more):
                     continue  # the text is held back: half a character, or the beginning of a stop string
                 chunk = response_format.chunk(index, generations[index], delta)
                 if running:

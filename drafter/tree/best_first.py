@@ -11,11 +11,11 @@ from __future__ import annotations
 import numpy as np
 
 from drafter.tree.cost_model import TreeCostModel
-from drafter.tree.frontier import Frontier, GrowLimits, SampledNodes, TreeNodes
+from drafter.tree.frontier import Frontier, GrowLimits, PrunedNodes, SampledNodes, TreeNodes
 from drafter.tree.score import ChildScores
 from drafter.tree.thresholds import passes_min, passes_path
 from workers.config import MAX_TREE_NODES
-from workers.types import NodeKind
+from workers.types import NodeKind, PruneReason
 
 _CANDIDATE = np.dtype(
     [
@@ -38,9 +38,15 @@ class BestFirstGrowth:
     """The candidates [C] of the requests `own`; a request's root is its first."""
 
     def __init__(
-        self, own: np.ndarray, root_token_B: np.ndarray, limits: GrowLimits, cost_model: TreeCostModel
+        self,
+        own: np.ndarray,
+        root_token_B: np.ndarray,
+        limits: GrowLimits,
+        cost_model: TreeCostModel,
+        traced_B: np.ndarray | None = None,
     ) -> None:
         self.sampled: list[SampledNodes] = []  # none ever
+        self._traced_B, self._pruned = traced_B, list[PrunedNodes]()  # their parents are candidates until the end
         self.pruned_BD = np.zeros((len(root_token_B), int(limits.max_depth_B.max(initial=0))), dtype=np.int32)
         self._limits, self._cost_model = limits, cost_model
         roots = np.zeros(len(own), dtype=_CANDIDATE)
@@ -69,6 +75,8 @@ class BestFirstGrowth:
         passes_F = passes_min(scores.top_prob_F, self._limits.min_prob_B[frontier.request_F])
         weight_FK = self._cost_model.calibrated(scores.weight_FK, frontier.depth + 1)
         f, k = ((weight_FK > 0) & passes_F[:, None]).nonzero()
+        if self._traced_B is not None:
+            self._trace_best_child(frontier, scores, weight_FK, self._traced_B[frontier.request_F] & ~passes_F)
         parent = self._open[f]
         first_new = len(self._candidates)
         candidates = np.zeros(first_new + len(f), dtype=_CANDIDATE)
@@ -86,13 +94,20 @@ class BestFirstGrowth:
         index[kept] = np.arange(len(kept))
         parent = self._candidates["parent"]
         self._candidates["parent"] = np.where(parent < 0, -1, index[parent])
+        if self._traced_B is not None:
+            self._pruned = [own.below(index) for own in self._pruned]
         self._open = self._next_open(kept >= first_new)
 
     def _next_open(self, is_new: np.ndarray) -> np.ndarray:
         """Return the new candidates that are worth a level, with rows assigned to them."""
         request, depth = self._candidates["request"], self._candidates["depth"]
         may_open = is_new & (depth < self._limits.max_depth_B[request])
-        may_open &= passes_path(self._candidates["path_prob"], self._limits.path_prob_B[request])
+        passes = passes_path(self._candidates["path_prob"], self._limits.path_prob_B[request])
+        if self._traced_B is not None:
+            (fails,) = (may_open & ~passes & self._traced_B[request]).nonzero()
+            reason = np.full(len(fails), PruneReason.PATH_PROB.value)
+            self._pruned.append(PrunedNodes.undrafted(request[fails], fails, reason))
+        may_open &= passes
         (at,) = may_open.nonzero()
         if not len(at):
             return at
@@ -147,21 +162,48 @@ class BestFirstGrowth:
         """Return the number of entries of each request, int64 [B]."""
         return np.bincount(request, minlength=len(self._num_rows_B))
 
+    def _trace_best_child(
+        self, frontier: Frontier, scores: ChildScores, weight_FK: np.ndarray, is_failing_F: np.ndarray
+    ) -> None:
+        """Record the most likely child of nodes that fail the min threshold: the one that is below it."""
+        (at,) = (is_failing_F & (weight_FK[:, 0] > 0)).nonzero()
+        parent = self._open[at]
+        self._pruned.append(
+            PrunedNodes(
+                request_P=frontier.request_F[at],
+                parent_row_P=parent,
+                token_P=scores.token_FK[at, 0],
+                weight_P=self._candidates["weight"][parent] * weight_FK[at, 0],
+                prob_P=scores.prob_FK[at, 0],
+                reason_P=np.full(len(at), PruneReason.MIN_PROB.value, dtype=np.uint8),
+            )
+        )
+
+    def pruned(self) -> list[PrunedNodes]:
+        """See `drafter.tree.grow.Growth`."""
+        _, row_C = self._by_request()
+        return [own.below(row_C) for own in self._pruned]
+
+    def _by_request(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the candidates' order by request, and each one's row, which is its rank among those of its request."""
+        order = self._candidates["request"].argsort(kind="stable")
+        row_C = np.empty(len(order), dtype=np.int64)
+        row_C[order] = _rank(self._candidates["request"][order])
+        return order, row_C
+
     def nodes(self) -> TreeNodes:
         """Return rows by depth, then by parent, then best first: the order in which candidates were appended."""
-        order = self._candidates["request"].argsort(kind="stable")
+        order, row_of = self._by_request()
         nodes = self._candidates[order]
-        row = _rank(nodes["request"])
-        row_of = np.empty(len(order), dtype=np.int64)
-        row_of[order] = row
         return TreeNodes(
             request_N=nodes["request"],
-            row_N=row,
+            row_N=row_of[order],
             parent_row_N=np.where(nodes["parent"] < 0, -1, row_of[nodes["parent"]]),
             depth_N=nodes["depth"],
             token_N=nodes["token"],
             weight_N=nodes["weight"],
             kind_N=nodes["kind"],
+            path_prob_N=nodes["path_prob"],
         )
 
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 import numpy as np
 
 from drafter.tree.cost_model import TreeCostModel
-from drafter.tree.frontier import Frontier, GrowLimits, SampledNodes, TreeNodes
+from drafter.tree.frontier import Frontier, GrowLimits, PrunedNodes, SampledNodes, TreeNodes
 from drafter.tree.policy import TreePolicy
 from drafter.tree.sample import DrawBits, draw_children, mask_fixed
 from drafter.tree.score import ChildScores
 from drafter.tree.thresholds import passes_min, passes_path
-from workers.types import NodeKind, SamplingBatch
+from workers.types import NodeKind, PruneReason, SamplingBatch
 
 
 class BudgetedGrowth:
@@ -30,8 +30,10 @@ class BudgetedGrowth:
         sampling: SamplingBatch,
         policy: TreePolicy,
         cost_model: TreeCostModel | None,
+        traced_B: np.ndarray | None = None,
     ) -> None:
         self.sampled: list[SampledNodes] = []
+        self._traced_B, self._pruned = traced_B, list[PrunedNodes]()
         self._limits, self._policy, self._cost_model = limits, policy, cost_model
         budget_B = self._root_budget()
         size = (len(root_token_B), 1 + int(budget_B.max(initial=0)))
@@ -87,6 +89,8 @@ class BudgetedGrowth:
             calibrated_FK = self._cost_model.calibrated(weight_FK, depth + 1)
             is_calibrated_F = self._limits.is_auto_B[b] & (scores.kind_F != NodeKind.SAMPLED.value)
             weight_FK = np.where(is_calibrated_F[:, None], calibrated_FK, weight_FK)
+        if self._traced_B is not None:
+            self._trace_children(frontier, scores, weight_FK, self._traced_B[b] & ~passes_F)
         budgets = self._policy.split(
             budget_F * passes_F, self._label[b, row], self._limits.max_depth_B[b] - depth, weight_FK
         )
@@ -136,11 +140,15 @@ class BudgetedGrowth:
     def _open(self, depth: int, b: np.ndarray, row: np.ndarray) -> Frontier:
         """Return the next frontier: nodes with budget and levels left that pass the path threshold and pay."""
         has_budget = (self._budget[b, row] > 0) & (depth < self._limits.max_depth_B[b])
-        passes = passes_path(self._path_prob[b, row], self._limits.path_prob_B[b])
+        passes = passes_path_F = passes_path(self._path_prob[b, row], self._limits.path_prob_B[b])
         if self._cost_model is not None and self._num_levels:
-            passes &= self._level_pays(b, row, has_budget & passes)
+            passes = passes & self._level_pays(b, row, has_budget & passes)
         fails = has_budget & ~passes
         self._count_pruned(depth, b[fails], row[fails])
+        if self._traced_B is not None:
+            at = fails & self._traced_B[b]
+            reason = np.where(passes_path_F[at], PruneReason.COST, PruneReason.PATH_PROB)
+            self._pruned.append(PrunedNodes.undrafted(b[at], row[at], reason))
         b, row = b[has_budget & passes], row[has_budget & passes]
         return Frontier(
             depth=depth,
@@ -156,6 +164,32 @@ class BudgetedGrowth:
         if len(b):
             np.add.at(self.pruned_BD[:, depth], b, self._budget[b, row])
 
+    def _trace_children(
+        self, frontier: Frontier, scores: ChildScores, weight_FK: np.ndarray, is_failing_F: np.ndarray
+    ) -> None:
+        """Record the children that nodes would have had without the min threshold. Sampled ones are not drawn."""
+        (at,) = is_failing_F.nonzero()
+        if not len(at):
+            return
+        b, row = frontier.request_F[at], frontier.row_F[at]
+        budget_F, num_levels_F = self._budget[b, row], self._limits.max_depth_B[b] - frontier.depth
+        size_FK = self._policy.split(budget_F, self._label[b, row], num_levels_F, weight_FK[at]).size_FK
+        size_FK[scores.kind_F[at] == NodeKind.SAMPLED.value] = 0
+        f, k = size_FK.nonzero()
+        self._pruned.append(
+            PrunedNodes(
+                request_P=b[f],
+                parent_row_P=row[f],
+                token_P=scores.token_FK[at[f], k],
+                weight_P=self._weight[b[f], row[f]] * weight_FK[at[f], k],
+                prob_P=scores.prob_FK[at[f], k],
+                reason_P=np.full(len(f), PruneReason.MIN_PROB.value, dtype=np.uint8),
+            )
+        )
+        bare = (budget_F > 0) & (size_FK == 0).all(1)
+        reason_F = np.full(int(bare.sum()), PruneReason.MIN_PROB.value)
+        self._pruned.append(PrunedNodes.undrafted(b[bare], row[bare], reason_F))
+
     def _level_pays(self, b: np.ndarray, row: np.ndarray, is_open: np.ndarray) -> bool:
         """Return True if another level is worth its time, or an open request without `auto` needs it in any case."""
         is_auto = self._limits.is_auto_B[b]
@@ -168,6 +202,10 @@ class BudgetedGrowth:
         frontier = self._weight[b[is_open], row[is_open]]
         return bool(self._cost_model.worth_running(frontier, np.zeros_like(frontier), weights, draft_ms).any())
 
+    def pruned(self) -> list[PrunedNodes]:
+        """See `drafter.tree.grow.Growth`."""
+        return self._pruned
+
     def nodes(self) -> TreeNodes:
         """See `drafter.tree.grow.Growth`."""
         b, row = (np.arange(self._token.shape[1]) < self._count[:, None]).nonzero()
@@ -179,4 +217,5 @@ class BudgetedGrowth:
             token_N=self._token[b, row],
             weight_N=self._weight[b, row],
             kind_N=self._kind[b, row],
+            path_prob_N=self._path_prob[b, row],
         )

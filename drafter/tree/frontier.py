@@ -3,13 +3,16 @@
     TreeRoots      where the trees of one step begin in the KV pool
     Frontier       nodes to run through the draft model next
     TreeNodes      nodes of finished trees
+    PrunedNodes    nodes that were kept out of them, for requests that ask to see them
     UnprunedTrees  all trees of a step before the final cut
 
-Legend: B requests, G of them that grow a tree, N nodes, F frontier nodes, K candidates, V draft vocabulary.
+Legend: B requests, G of them that grow a tree, N nodes, P pruned nodes, F frontier nodes, K candidates,
+V draft vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -103,6 +106,7 @@ class TreeNodes(NamedTuple):
     token_N: np.ndarray
     weight_N: np.ndarray
     kind_N: np.ndarray  # uint8 NodeKind
+    path_prob_N: np.ndarray  # product of draft probabilities from the root, which has 1
 
     def rows(self, at: np.ndarray) -> TreeNodes:
         """Select nodes by mask or index."""
@@ -112,6 +116,33 @@ class TreeNodes(NamedTuple):
     def concatenate(parts: list[TreeNodes]) -> TreeNodes:
         """Join the nodes of several growths."""
         return TreeNodes(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+
+
+class PrunedNodes(NamedTuple):
+    """Nodes that thresholds or the cost model kept out of a growing tree. Host arrays [P], recorded only if asked for.
+
+    A token of -1 stands for children that were not drafted; their weight and probability are NaN.
+    """
+
+    request_P: np.ndarray
+    parent_row_P: np.ndarray
+    token_P: np.ndarray
+    weight_P: np.ndarray
+    prob_P: np.ndarray  # q(token | parent)
+    reason_P: np.ndarray  # uint8 PruneReason
+
+    @staticmethod
+    def undrafted(request_P: np.ndarray, parent_row_P: np.ndarray, reason_P: np.ndarray) -> PrunedNodes:
+        """Return the stand-ins for the children of nodes that were not run through the draft model."""
+        unknown_P = np.full(len(request_P), np.nan)
+        return PrunedNodes(
+            request_P, parent_row_P, np.full(len(request_P), -1), unknown_P, unknown_P, reason_P.astype(np.uint8)
+        )
+
+    def below(self, row_of: np.ndarray) -> PrunedNodes:
+        """Return the nodes after their parents have moved to `row_of`; those whose parent is gone (-1) are left out."""
+        parent_row_P = row_of[self.parent_row_P]
+        return PrunedNodes(*(array[parent_row_P >= 0] for array in self._replace(parent_row_P=parent_row_P)))
 
 
 class SampledNodes(NamedTuple):
@@ -131,6 +162,7 @@ class UnprunedTrees(NamedTuple):
     pruned_BD: np.ndarray  # int32: nodes of depth 1 .. D that thresholds and the cost model kept out so far
     num_levels: int  # levels run, the roots' included
     num_run: int  # rows run through the draft model, whether they held a node or not; roots not counted
+    pruned: Sequence[PrunedNodes] = ()  # of traced requests, from growing; the final cut's are not among them
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,6 +41,7 @@ from drafter.tree.frontier import (
     Frontier,
     GrowLimits,
     NgramCandidates,
+    PrunedNodes,
     SampledNodes,
     TreeNodes,
     UnprunedTrees,
@@ -48,13 +49,14 @@ from drafter.tree.frontier import (
 from drafter.tree.pack import cut, pack_probs, pack_trees
 from drafter.tree.policy import DynamicTreePolicy, TreePolicy
 from drafter.tree.score import ChildScores, score
+from drafter.tree.trace import trace_trees
 from drafter.tree.tree_graphs import TreeGraphs
 from workers.kernels.select import TORCH, Kernels
 from workers.sampling.logits_edits import ConstrainedRow
 from workers.sampling.logits_processors import constrain
 from workers.sampling.logits_state import LogitsState
 from workers.transfer import to_device
-from workers.types import DraftCosts, DraftProbs, Rule, SamplingBatch, TreeBatch
+from workers.types import DraftCosts, DraftProbs, Rule, SamplingBatch, TreeBatch, TreeTrace
 
 Expand = Callable[[Frontier], Tensor | NgramCandidates]
 """Runs a frontier through the draft model and returns its logits [F, V], or n-gram candidates."""
@@ -74,6 +76,10 @@ class Growth(Protocol):
         """Add the frontier's children, given the scores of its candidates."""
         ...
 
+    def pruned(self) -> list[PrunedNodes]:
+        """Return the nodes that were kept out of traced requests' trees, once these are complete."""
+        ...
+
     def nodes(self) -> TreeNodes:
         """Return every node of every tree, the roots included."""
         ...
@@ -87,6 +93,7 @@ class GrownTrees(NamedTuple):
     pruned_BD: np.ndarray  # int32: nodes of depth 1 .. D that pruning kept out
     num_levels: int  # levels run, the roots' included
     num_run: int  # rows run through the draft model; roots not counted
+    trace: TreeTrace | None = None  # None = no request is traced
 
 
 def grow(
@@ -103,6 +110,7 @@ def grow(
     costs: DraftCosts | None = None,
     kernels: Kernels = TORCH,
     tree_graphs: TreeGraphs | None = None,
+    traced_B: np.ndarray | None = None,
 ) -> GrownTrees:
     """Grow one tree per request.
 
@@ -115,6 +123,7 @@ def grow(
         logits_states: the constrained requests.
         costs: required by `limits.auto_B`.
         tree_graphs: grow all levels at once where they can; `expand` is not called then.
+        traced_B: bool, the requests whose nodes are reported, pruned ones included; None = none.
     """
     cost_model = TreeCostModel(costs) if costs is not None else None
     logits_states = logits_states or {}
@@ -123,15 +132,17 @@ def grow(
         assert isinstance(roots, Tensor), "only draft models have tree graphs"
         grown = tree_graphs(roots, root_token_B, root_index_B, limits, sampling, logits_states, costs.calibration_D2)
         if grown is not None:
-            return _finish(grown, limits, cost_model)
+            return _finish(grown, limits, cost_model, traced_B)
 
     growths: list[Growth] = []
     best_first, budgeted = np.flatnonzero(is_best_first_B), np.flatnonzero(~is_best_first_B)
     if len(best_first):
         assert cost_model is not None, "auto needs costs"
-        growths.append(BestFirstGrowth(best_first, root_token_B, limits, cost_model))
+        growths.append(BestFirstGrowth(best_first, root_token_B, limits, cost_model, traced_B))
     if len(budgeted) or not len(best_first):
-        growths.append(BudgetedGrowth(budgeted, root_token_B, root_index_B, limits, sampling, policy, cost_model))
+        growths.append(
+            BudgetedGrowth(budgeted, root_token_B, root_index_B, limits, sampling, policy, cost_model, traced_B)
+        )
     _prepare_noise(roots, root_index_B, limits, sampling, vocab)
     constraints = _PathConstraints(logits_states, vocab)
     has_truncation = sampling.needs.truncates  # read on the host, once for all levels
@@ -165,20 +176,24 @@ def grow(
         pruned_BD=np.add.reduce([growth.pruned_BD for growth in growths], dtype=np.int32),
         num_levels=num_levels,
         num_run=num_run,
+        pruned=[] if traced_B is None else [nodes for growth in growths for nodes in growth.pruned()],
     )
-    return _finish(grown, limits, cost_model)
+    return _finish(grown, limits, cost_model, traced_B)
 
 
-def _finish(grown: UnprunedTrees, limits: GrowLimits, cost_model: TreeCostModel | None) -> GrownTrees:
+def _finish(
+    grown: UnprunedTrees, limits: GrowLimits, cost_model: TreeCostModel | None, traced_B: np.ndarray | None
+) -> GrownTrees:
     """Cut the trees under `auto`, then pack all of them."""
-    nodes, sampled, pruned_BD, num_levels, num_run = grown
+    nodes, sampled, pruned_BD, num_levels, num_run, pruned = grown
+    is_kept_N = None
     if cost_model is not None:
         is_kept_N = cut(nodes, limits, cost_model, cost_model.draft_ms(num_levels, num_run))
         dropped = nodes.rows(~is_kept_N)
         np.add.at(pruned_BD, (dropped.request_N, dropped.depth_N - 1), 1)
-        nodes = nodes.rows(is_kept_N)
-    trees = pack_trees(nodes, len(pruned_BD))
-    return GrownTrees(trees, pack_probs(sampled, trees), pruned_BD, num_levels, num_run)
+    trees = pack_trees(nodes if is_kept_N is None else nodes.rows(is_kept_N), len(pruned_BD))
+    trace = None if traced_B is None else trace_trees(nodes, is_kept_N, pruned, traced_B)
+    return GrownTrees(trees, pack_probs(sampled, trees), pruned_BD, num_levels, num_run, trace)
 
 
 def _only_penalize(logits_states: dict[int, LogitsState]) -> bool:

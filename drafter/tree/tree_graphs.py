@@ -138,7 +138,7 @@ class TreeGraphs:
         if has_penalties:
             write_token_counts(self._count_BV[:num_requests], logits_states, self._vocab.columns)
         self._plan(self._attention(num_requests), into=self._plans[num_requests])
-        token, parent, depth, weight = self._grow[key]().cpu().numpy()[:, :num_trees]
+        token, parent, depth, weight, path_prob = self._grow[key]().cpu().numpy()[:, :num_trees]
         b, row = np.nonzero(weight > 0)
         nodes = TreeNodes(
             request_N=b,
@@ -148,6 +148,7 @@ class TreeGraphs:
             token_N=token[b, row].astype(np.int64),
             weight_N=weight[b, row].astype(np.float32),
             kind_N=np.where(row == 0, NodeKind.ROOT, kind_G[b]).astype(np.uint8),
+            path_prob_N=path_prob[b, row],
         )
         num_levels = self._tree.max_depth
         return UnprunedTrees(
@@ -159,7 +160,7 @@ class TreeGraphs:
         )
 
     def _grow_padded(self, num_requests: int, has_truncation: bool, has_penalties: bool) -> Tensor:
-        """Return token, parent, depth and weight of every row, float64 [4, B, R]; this is what a graph captures."""
+        """Return token, parent, depth, weight and path_prob of every row, float64 [5, B, R]; a graph captures this."""
         parameters = RowParameters(*self._parameters[:num_requests].unbind(1))
         plan = self._plans[num_requests]
 
@@ -186,7 +187,7 @@ class TreeGraphs:
             read,
             options,
         )
-        return torch.stack([field.double() for field in nodes[:4]])
+        return torch.stack([field.double() for field in nodes[:5]])
 
     def _fill_noise(self, noisy: np.ndarray, root_index_G: np.ndarray, sampling: SamplingBatch) -> None:
         """Fill in the noise of the requests `noisy`: the children of depth-d nodes stand for index root + d."""

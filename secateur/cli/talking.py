@@ -1,6 +1,7 @@
 """`secateur complete` and `secateur chat`: talk to a running service, or to one started for this command."""
 
 # No `from __future__ import annotations` here: typer reads the annotations below as objects.
+import os
 import sys
 import time
 from collections.abc import Callable, Generator
@@ -16,6 +17,9 @@ from secateur.errors import ConfigError, Problem
 from secateur.flags import with_engine_flags, with_sampling_flags
 
 Stats = Annotated[bool, typer.Option("--stats", help="Print acceptance length and speed to stderr at the end.")]
+ShowTrees = Annotated[
+    bool, typer.Option("--show-trees", help="Draw the tree of each step; the text follows at the end.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the service's whole answer, as one line of JSON.")]
 
 
@@ -30,6 +34,7 @@ def complete(
     model: ModelName = None,
     stats: Stats = False,
     as_json: AsJson = False,
+    show_trees: ShowTrees = False,
 ) -> None:
     r"""Continue a text, streaming to stdout.
 
@@ -42,9 +47,9 @@ def complete(
     params, prompt = _params(sampling, model if base_url else None), _typed_or_piped(prompt)
     with _service(engine, base_url, model, api_key) as url, Client(url, api_key=api_key) as client:
         if as_json:
-            _print_json(partial(client.complete, prompt), params, stats)
+            _print_json(partial(client.complete, prompt), params, stats, show_trees)
         else:
-            _print_stream(partial(client.stream_complete, prompt), params, stats)
+            _print_stream(partial(client.stream_complete, prompt), params, stats, show_trees)
 
 
 @with_engine_flags(server=False)
@@ -62,6 +67,7 @@ def chat(
     system: Annotated[str | None, typer.Option("--system", help="Instructions before the conversation.")] = None,
     stats: Stats = False,
     as_json: AsJson = False,
+    show_trees: ShowTrees = False,
 ) -> None:
     """Chat with a model: one message, or a conversation (Ctrl-D ends it).
 
@@ -75,9 +81,9 @@ def chat(
         while (text := message if message is not None else _next_message()) is not None:
             turns.append({"role": "user", "content": text})
             if as_json:
-                answer = _print_json(partial(client.chat, turns), params, stats)
+                answer = _print_json(partial(client.chat, turns), params, stats, show_trees)
             else:
-                answer = _print_stream(partial(client.stream_chat, turns), params, stats)
+                answer = _print_stream(partial(client.stream_chat, turns), params, stats, show_trees)
             turns.append({"role": "assistant", "content": answer})
             if message is not None:
                 return
@@ -118,10 +124,10 @@ def _service(
     return service
 
 
-def _print_json(ask: Callable[..., Any], params: dict[str, Any], stats: bool) -> str:
+def _print_json(ask: Callable[..., Any], params: dict[str, Any], stats: bool, show_trees: bool) -> str:
     """Write the whole answer to stdout as one line, and return its text."""
     started = time.monotonic()
-    answer = ask(**params, **({"return_speculative_stats": True} if stats else {}))
+    answer = ask(**params, **_extensions(stats, show_trees))
     sys.stdout.write(answer.model_dump_json() + "\n")
     sys.stdout.flush()
     if stats:
@@ -130,19 +136,33 @@ def _print_json(ask: Callable[..., Any], params: dict[str, Any], stats: bool) ->
     return text
 
 
-def _print_stream(ask: Callable[..., Generator[Any]], params: dict[str, Any], stats: bool) -> str:
-    """Write chunks to stdout as they arrive, and return the whole text."""
+def _print_stream(ask: Callable[..., Generator[Any]], params: dict[str, Any], stats: bool, show_trees: bool) -> str:
+    """Write chunks to stdout as they arrive, or trees as they arrive and then the text; return the whole text."""
+    from secateur.cli.trees import draw_tree
+
     started, parts, usage, speculation = time.monotonic(), [], None, None
-    extra = {"return_speculative_stats": True, "stream_options": {"include_usage": True}} if stats else {}
-    for chunk in ask(**params, **extra):
-        sys.stdout.write(chunk.text)
-        sys.stdout.flush()
+    asked = {**_extensions(stats, show_trees), **({"stream_options": {"include_usage": True}} if stats else {})}
+    num_steps = 0
+    for chunk in ask(**params, **asked):
+        if not show_trees:
+            sys.stdout.write(chunk.text)
+            sys.stdout.flush()
+        for tree in (chunk.choices[0].speculative_trees if chunk.choices else None) or ():
+            num_steps += 1
+            # Without a terminal, echo leaves out the colours.
+            typer.echo("\n".join([*draw_tree(tree, num_steps), ""]), color=False if "NO_COLOR" in os.environ else None)
         parts.append(chunk.text)
         usage, speculation = chunk.usage or usage, chunk.speculative or speculation
-    sys.stdout.write("\n")
+    sys.stdout.write("".join(parts) + "\n" if show_trees else "\n")
     if stats:
         typer.echo(_stats_line(usage, speculation, time.monotonic() - started), err=True)
     return "".join(parts)
+
+
+def _extensions(stats: bool, show_trees: bool) -> dict[str, Any]:
+    """Return the fields that ask for more than the answer."""
+    asked = {"return_speculative_stats": stats, "return_speculative_trees": show_trees}
+    return {name: True for name, is_asked in asked.items() if is_asked}
 
 
 def _stats_line(usage: Any, speculation: Any, seconds: float) -> str:

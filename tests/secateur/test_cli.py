@@ -17,6 +17,7 @@ import pytest
 
 from secateur import cli
 from secateur.cli import checks
+from secateur.cli.trees import draw_tree
 from secateur.client import Client
 from secateur.config import EngineArgs
 from secateur.errors import ConfigError
@@ -33,6 +34,9 @@ from secateur.responses import (
     CompletionChunk,
     CompletionResponse,
     SpeculativeStats,
+    SpeculativeTree,
+    TreeNode,
+    TreeToken,
     Usage,
 )
 
@@ -92,10 +96,12 @@ def service(monkeypatch):
             return httpx2.Response(200, text=whole.model_dump_json())
         if request.url.path == "/v1/completions":
             chunks = [CompletionChunk(model="m", choices=[CompletionChoice(text=text)]) for text in ("he", "llo")]
+            chunks[0].choices[0].speculative_trees = [TREE] if body.get("return_speculative_trees") else None
             chunks.append(CompletionChunk(model="m", choices=[], **stats))
         else:
             deltas = [ChatDelta(role="assistant"), ChatDelta(content="hi")]
             chunks = [ChatCompletionChunk(model="m", choices=[ChatChunkChoice(delta=delta)]) for delta in deltas]
+            chunks[1].choices[0].speculative_trees = [TREE] if body.get("return_speculative_trees") else None
             chunks.append(ChatCompletionChunk(model="m", choices=[], **stats))
         return httpx2.Response(200, text="".join(chunk.sse() for chunk in chunks) + SSE_DONE)
 
@@ -396,6 +402,57 @@ def test_complete_without_a_url_starts_a_service(service, cluster, capsys):
     [(name, args)] = cluster
     assert name == "local_service" and args.port == 0 and args.speculative_config is None
     assert capsys.readouterr().out == "hello\n" and "model" not in service[0]
+
+
+TREE = SpeculativeTree(
+    nodes=[
+        TreeNode(parent=None, depth=0, token_id=1, text="\n", draft_prob=None, weight=1.0, status="root"),
+        TreeNode(parent=0, depth=1, token_id=2, text=" a", draft_prob=0.5, weight=0.6, status="accepted"),
+        TreeNode(parent=0, depth=1, token_id=3, text=" b", draft_prob=0.25, weight=0.2, status="rejected"),
+        TreeNode(
+            parent=1, depth=2, token_id=4, text="\x1b[31m", draft_prob=0.125, weight=0.1, status="pruned",
+            pruned_by="min_prob",
+        ),
+        TreeNode(
+            parent=2, depth=2, token_id=None, text=None, draft_prob=None, weight=None, status="pruned",
+            pruned_by="path_prob",
+        ),
+    ],
+    tokens=[
+        TreeToken(token_id=2, text=" a", origin="accepted", depth=1),
+        TreeToken(token_id=5, text="\n", origin="bonus", depth=2),
+    ],
+    draft_ms=1.25,
+    verify_ms=2.5,
+)  # fmt: skip
+DRAWN = r"""step 1: ' a' '\n'  (1 accepted, draft 1.2 ms, verify 2.5 ms)
+'\n'                                        root
+├─ ' a'                                     accepted            q 0.500
+│  └─ '\x1b[31m'                            pruned: min_prob    q 0.125
+└─ ' b'                                     rejected            q 0.250
+   └─ (not drafted)                         pruned: path_prob
+
+"""
+
+
+@pytest.mark.parametrize(("command", "text"), [("complete", "hello"), ("chat", "hi")])
+def test_trees_are_drawn_as_they_come_and_the_text_follows(command, text, service, capsys):
+    """Plain where the output is no terminal; what a model wrote is escaped."""
+    assert cli.main([command, "abc", "--base-url", "http://there", "--show-trees"]) == 0
+    assert capsys.readouterr().out == f"{DRAWN}{text}\n"
+    assert service[0]["return_speculative_trees"] is True and "stream_options" not in service[0]
+
+
+def test_each_status_has_its_colour_on_a_terminal():
+    heading, root, accepted, pruned, rejected, undrafted = draw_tree(TREE, 1)
+    starts = [line[: line.index("m") + 1] for line in (accepted, rejected, pruned, undrafted)]
+    assert starts == ["\x1b[32m", "\x1b[31m", "\x1b[90m", "\x1b[90m"]
+    assert "\x1b[1m" in heading and not root.startswith("\x1b[3")
+
+
+def test_trees_may_be_part_of_the_json(service):
+    assert cli.main(["complete", "abc", "--base-url", "http://there", "--show-trees", "--json"]) == 0
+    assert service[0]["return_speculative_trees"] is True and service[0]["stream"] is False
 
 
 def test_engine_flags_with_a_url_are_an_error(capsys):

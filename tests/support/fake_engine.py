@@ -19,6 +19,7 @@ from workers.comm.ipc import (
     Submit,
     TokenChunk,
     TokenLogprobs,
+    TreeRecord,
     connect,
 )
 
@@ -33,6 +34,22 @@ def score(token: int, num: int) -> TokenLogprobs:
     """Return the logprobs of a token, which is always the second most likely, after the next id."""
     ranking = [(token + 1, -0.5), (token, -1.0), *((token + place, -float(place)) for place in range(2, 20))]
     return TokenLogprobs(logprob=-1.0, rank=2, top=ranking[:num])
+
+
+def tree_of(tokens: list[int], num_accepted: int) -> TreeRecord:
+    """Return a tree whose accepted nodes are these tokens; a sibling was pruned, and other nodes were not drafted."""
+    path = list(range(1, 1 + num_accepted))
+    return TreeRecord(
+        tokens=[5, *tokens[:num_accepted], 6, -1],
+        parents=[-1, *range(num_accepted), 0, num_accepted],
+        depths=[0, *path, 1, num_accepted + 1],
+        probs=[None, *[0.5] * num_accepted, 1 / 3, None],
+        weights=[1.0, *[0.75] * num_accepted, 0.125, None],
+        reasons=[0] * (1 + num_accepted) + [3, 2],
+        path=path,
+        draft_ms=1.25,
+        verify_ms=2.5,
+    )
 
 
 @dataclass
@@ -131,6 +148,7 @@ class FakeEngine:
             num_cached_tokens=1,
             num_accepted=num_accepted,
             stats=live.stats if self.drafts else STATS,
+            tree=tree_of(tokens, num_accepted) if submit.has_trees else None,
         )
 
     def _stats(self) -> EngineStats:

@@ -14,7 +14,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Literal, Self
 
@@ -281,6 +281,7 @@ class Answer:
     tokens: list[int]
     last: TokenChunk | None = None  # the chunk with the finish reason
     num_chunks: int = 0
+    chunks: list[TokenChunk] = field(default_factory=list)
 
 
 class Bench:
@@ -405,6 +406,7 @@ class Bench:
                 assert answer.last is None, "nothing follows the last chunk"
                 answer.tokens += chunk.tokens
                 answer.num_chunks += 1
+                answer.chunks.append(chunk)
                 if chunk.finish_reason:
                     answer.last = chunk
                     self.open.discard(chunk.id)

@@ -50,6 +50,7 @@ class Submit:
     ignore_eos: bool = False
     cache_salt: str | None = None  # only requests with the same salt share cached prefixes
     speculation: Speculation = Speculation()
+    has_trees: bool = False  # the chunks carry the tree of each step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +128,25 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TreeRecord:
+    """One request's tree in one step: the verified nodes, the root first, then pruned ones (see `TreeTrace`).
+
+    Example: root 7 with children 9 and 4, of which 9 was accepted: tokens [7, 9, 4], parents [-1, 0, 0],
+    depths [0, 1, 1], probs [None, 0.6, 0.2], weights [1.0, 0.7, 0.1], reasons [0, 0, 0], path [1].
+    """
+
+    tokens: list[int]  # -1 = children that were not drafted
+    parents: list[int]
+    depths: list[int]
+    probs: list[float | None]  # q(token | parent); None = unknown
+    weights: list[float | None]  # estimated probability to survive verification; None = unknown
+    reasons: list[int]  # workers.types.PruneReason
+    path: list[int]  # the accepted nodes, in order
+    draft_ms: float | None  # of the whole step: the exchange with the drafter, if there was one ...
+    verify_ms: float  # ... and the target's forward and the verdicts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TokenChunk:
     """The tokens that one request gained in one step."""
 
@@ -140,6 +160,7 @@ class TokenChunk:
     num_accepted: int = 0  # leading `tokens` that were accepted draft tokens ...
     is_copied: bool = False  # ... or, if this is set, tokens from prompt lookup
     stats: RequestStats | None = None  # so far; None with an error
+    tree: TreeRecord | None = None  # if requested
 
 
 @dataclass(slots=True, kw_only=True)
@@ -239,6 +260,8 @@ def _chunk(raw: list[Any]) -> TokenChunk:
     if fields["logprobs"] is not None:
         entries = [_named(TokenLogprobs, entry) for entry in fields["logprobs"]]
         fields["logprobs"] = [TokenLogprobs(**entry | {"top": list(map(tuple, entry["top"]))}) for entry in entries]
+    if fields["tree"] is not None:
+        fields["tree"] = TreeRecord(**_named(TreeRecord, fields["tree"]))
     return TokenChunk(**fields)
 
 

@@ -24,6 +24,7 @@ from workers.types import (
     SamplingBatch,
     TargetStep,
     TreeBatch,
+    TreeTrace,
 )
 
 _ALIGN = 16
@@ -90,6 +91,15 @@ COST_FIELDS = [
     Field("base_tokens_1", _F32, _F32),
     Field("calibration_D2", _F32, _F32, ndim=2),
 ]
+TRACED_FIELDS = _ints("traced_B")
+TRACE_FIELDS = [
+    *_ints("offsets", "token_T"),
+    Field("parent_T", np.dtype(np.int16), _I32),
+    Field("depth_T", np.dtype(np.int8), _I32),
+    Field("prob_T", _F32, _F32),
+    Field("weight_T", np.dtype(np.float16), _F32),
+    Field("reason_T", _U8, _U8),
+]
 PRUNED_FIELDS = [Field("pruned_GD", _I32, _I32, ndim=2)]
 STEP_FIELDS = [
     *_ints("copy_source", "copy_target", "token_N", "position_N"),
@@ -117,9 +127,11 @@ def pack(message: Message) -> Packed:
             bulk = EMPTY if features is None else features.contiguous().reshape(-1).view(torch.uint8)
             width = [-1, 0] if features is None else [features.shape[1], _DTYPES.index(features.dtype)]
             parts = [(REQUEST_FIELDS, message), (SAMPLING_FIELDS, message.sampling), (COST_FIELDS, message.costs)]
+            parts.append((TRACED_FIELDS, message))
             return Packed(Kind.DRAFT_REQUEST, _pack_fields(parts, width), bulk)
         case DraftReply():
             parts = [(TREE_FIELDS, message.trees), (PROBS_FIELDS, message.probs), (PRUNED_FIELDS, message)]
+            parts.append((TRACE_FIELDS, message.trace))
             scalars = [min(int(message.seconds * 1e6), 2**31 - 1), message.num_levels, message.num_run]
             return Packed(Kind.DRAFT_REPLY, _pack_fields(parts, scalars), EMPTY)
         case TargetStep():
@@ -132,18 +144,21 @@ def unpack(kind: Kind, meta: Tensor, bulk: Tensor) -> Message:
     """Convert bytes to a message. Its tensors are copies on the CPU, except for the bulk field, a view of `bulk`."""
     match kind:
         case Kind.DRAFT_REQUEST:
-            parts = [REQUEST_FIELDS, SAMPLING_FIELDS, COST_FIELDS]
-            (fields, sampling, costs), (width, dtype) = _unpack_fields(parts, meta, num_scalars=2)
+            parts = [REQUEST_FIELDS, SAMPLING_FIELDS, COST_FIELDS, TRACED_FIELDS]
+            (fields, sampling, costs, traced), (width, dtype) = _unpack_fields(parts, meta, num_scalars=2)
             assert fields is not None and sampling is not None
             return DraftRequest(
                 **fields,
                 sampling=SamplingBatch(**sampling),
                 costs=DraftCosts(**costs) if costs else None,
                 features_MH=None if width < 0 else bulk.view(_DTYPES[dtype]).reshape(-1, width),
+                traced_B=traced["traced_B"] if traced else None,
             )
         case Kind.DRAFT_REPLY:
-            parts = [TREE_FIELDS, PROBS_FIELDS, PRUNED_FIELDS]
-            (tree, probs, pruned), (microseconds, num_levels, num_run) = _unpack_fields(parts, meta, num_scalars=3)
+            parts = [TREE_FIELDS, PROBS_FIELDS, PRUNED_FIELDS, TRACE_FIELDS]
+            (tree, probs, pruned, trace), (microseconds, num_levels, num_run) = _unpack_fields(
+                parts, meta, num_scalars=3
+            )
             assert tree is not None and pruned is not None
             return DraftReply(
                 trees=TreeBatch(**tree),
@@ -152,6 +167,7 @@ def unpack(kind: Kind, meta: Tensor, bulk: Tensor) -> Message:
                 num_levels=num_levels,
                 num_run=num_run,
                 seconds=microseconds * 1e-6,
+                trace=TreeTrace(**trace) if trace else None,
             )
         case Kind.TARGET_STEP:
             parts = [STEP_FIELDS, ATTENTION_FIELDS, SAMPLING_FIELDS]

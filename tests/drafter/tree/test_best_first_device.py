@@ -295,6 +295,17 @@ def test_the_cut_is_the_same_as_for_trees_grown_level_by_level(bench):
     assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[-1]
 
 
+def test_a_trace_is_the_same_as_of_trees_grown_level_by_level(bench):
+    asks, options = [Ask(model=m, max_depth=1) for m in range(4)], {"traced_B": np.array([True, False, True, True])}
+    at_once = bench.grown(asks, costs(node=1.0), **options).trace
+    by_level = grown(Draft(asks), costs(node=1.0), **options).trace
+    for name in ("offsets", "token_T", "parent_T", "depth_T", "reason_T"):
+        assert torch.equal(getattr(at_once, name), getattr(by_level, name)), name
+    for name in ("prob_T", "weight_T"):
+        torch.testing.assert_close(getattr(at_once, name), getattr(by_level, name), rtol=1e-4, atol=1e-6)
+    assert at_once.reason_T.any()
+
+
 def test_every_level_and_row_of_a_tree_counts_as_run(bench):
     got = bench.grown([Ask(num_nodes=1, max_depth=1), Ask(), Ask(path_prob=1.0)])
     assert (got.num_levels, got.num_run) == (DEPTH, 3 * NODES * (DEPTH - 1))
@@ -390,4 +401,4 @@ def test_growth_does_not_synchronize_with_the_host():
         run, lambda metadata, into=None: Plan(), example_1V, vocab, kernels, CONFIG, is_captured=False
     )
     for (num_requests, *_), grow_all in tree_graphs._grow.items():
-        assert grow_all().shape == (4, num_requests, 1 + NODES)
+        assert grow_all().shape == (5, num_requests, 1 + NODES)

@@ -23,10 +23,22 @@ from workers.comm.ipc import (
     StepOutput,
     Submit,
     TokenChunk,
+    TreeRecord,
     encode,
 )
 from workers.types import SamplingParams
 
+TREE = TreeRecord(
+    tokens=[7, 5, -1],
+    parents=[-1, 0, 1],
+    depths=[0, 1, 2],
+    probs=[None, 0.5, None],
+    weights=[1.0, 0.25, None],
+    reasons=[0, 0, 2],
+    path=[1],
+    draft_ms=None,
+    verify_ms=1.5,
+)
 MESSAGES = [
     Submit(id=0, prompt=[], max_tokens=1),
     Submit(
@@ -36,6 +48,7 @@ MESSAGES = [
         sampling=SamplingParams(temperature=0.7, top_k=3, top_p=0.9, min_p=0.05, seed=2**64 - 1),
         stop_token_ids=[4, 5],
         ignore_eos=True,
+        has_trees=True,
         speculation=Speculation(enabled=False, num_speculative_tokens=0, min_prob=0.1, path_prob=0.0),
     ),
     Abort(id=3),
@@ -44,6 +57,7 @@ MESSAGES = [
         chunks=[
             TokenChunk(id=1, tokens=[1, 2]),
             TokenChunk(id=2, tokens=[9], finish_reason="stop", stop_token=9, stats=RequestStats(num_drafts=4)),
+            TokenChunk(id=4, tokens=[5, 6], num_accepted=1, tree=TREE),
             TokenChunk(id=3, tokens=[], finish_reason="error", error="prompt too long: 7 > 5: ü"),
         ],
         stats=EngineStats(steps=5, accepted_per_depth=[3, 2, 1], kv_usage=0.25, step_seconds=1.5),

@@ -24,6 +24,7 @@ from workers.types import (
     SamplingBatch,
     TargetStep,
     TreeBatch,
+    TreeTrace,
 )
 
 torch.set_num_threads(1)
@@ -43,7 +44,7 @@ def assert_equal(got: object, expected: object) -> None:
         a, b = getattr(got, name), getattr(expected, name)
         if isinstance(b, Tensor):
             assert a.dtype == b.dtype and a.shape == b.shape, name
-            b = b.half().float() if name == "weight_N" else b
+            b = b.half().float() if name in ("weight_N", "weight_T") else b
             assert torch.equal(a, b), name
         elif name == "seconds":
             assert a == pytest.approx(b, abs=1e-6)
@@ -75,11 +76,36 @@ def draft_costs(rng: np.random.Generator, size: int) -> DraftCosts:
     )
 
 
+def tree_trace(rng: np.random.Generator, size: int) -> TreeTrace:
+    small = {name: torch.from_numpy(rng.integers(-1, 100, size).astype(np.int32)) for name in ("parent_T", "depth_T")}
+    return TreeTrace(
+        offsets=ints(rng, 3),
+        token_T=ints(rng, size),
+        prob_T=reals(rng, size),
+        weight_T=reals(rng, size),
+        reason_T=torch.from_numpy(rng.integers(0, 4, size).astype(np.uint8)),
+        **small,
+    )
+
+
 def draft_reply(
-    trees: TreeBatch, probs: DraftProbs | None = None, *, seconds: float = 0.0, pruned: Sequence[Sequence[int]] = ()
+    trees: TreeBatch,
+    probs: DraftProbs | None = None,
+    *,
+    seconds: float = 0.0,
+    pruned: Sequence[Sequence[int]] = (),
+    trace: TreeTrace | None = None,
 ) -> DraftReply:
     pruned_GD = torch.tensor(pruned, dtype=torch.int32).reshape(len(pruned), -1 if pruned else 0)
-    return DraftReply(trees=trees, probs=probs, pruned_GD=pruned_GD, num_levels=len(pruned), num_run=7, seconds=seconds)
+    return DraftReply(
+        trees=trees,
+        probs=probs,
+        pruned_GD=pruned_GD,
+        num_levels=len(pruned),
+        num_run=7,
+        seconds=seconds,
+        trace=trace,
+    )
 
 
 def sampling_batch(rng: np.random.Generator, size: int) -> SamplingBatch:
@@ -104,6 +130,7 @@ def draft_request(
         sampling=sampling_batch(rng, num),
         costs=None if seed % 2 else draft_costs(rng, seed % 4),
         features_MH=None if width is None else reals(rng, rows, width).to(dtype),
+        traced_B=ints(rng, num) if seed % 3 else None,
     )
 
 
@@ -162,9 +189,12 @@ def tree_batches(draw) -> TreeBatch:
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
-    tree_batches(), st.none() | st.lists(st.tuples(st.integers(0, 2**31 - 1), st.integers(1, 65535))), st.floats(0, 99)
+    tree_batches(),
+    st.none() | st.lists(st.tuples(st.integers(0, 2**31 - 1), st.integers(1, 65535))),
+    st.floats(0, 99),
+    st.none() | st.integers(0, 9),
 )
-def test_draft_replies_survive(trees, entries, seconds):
+def test_draft_replies_survive(trees, entries, seconds, traced):
     probs = None
     if entries is not None:
         rows = len(trees.token_N)
@@ -173,7 +203,8 @@ def test_draft_replies_survive(trees, entries, seconds):
             id_S=torch.tensor([id for id, _ in entries], dtype=torch.int32),
             weight_S=torch.tensor([weight for _, weight in entries], dtype=torch.int32),
         )
-    message = draft_reply(trees, probs, seconds=seconds, pruned=[[1, 2]] * (len(trees.offsets) - 1))
+    trace = None if traced is None else tree_trace(np.random.default_rng(traced), traced)
+    message = draft_reply(trees, probs, seconds=seconds, pruned=[[1, 2]] * (len(trees.offsets) - 1), trace=trace)
     assert_equal(round_trip(message), message)
 
 
@@ -240,7 +271,8 @@ def test_every_field_of_every_message_is_on_the_wire():
         (SamplingBatch, wire.SAMPLING_FIELDS, set()),
         (TargetStep, wire.STEP_FIELDS, {"attention", "sampling", "has_logprobs", "has_sampled", "has_draws"}),
         (DraftCosts, wire.COST_FIELDS, set()),
-        (DraftRequest, wire.REQUEST_FIELDS, {"features_MH", "sampling", "costs"}),
-        (DraftReply, wire.PRUNED_FIELDS, {"trees", "probs", "num_levels", "num_run", "seconds"}),
+        (DraftRequest, wire.REQUEST_FIELDS + wire.TRACED_FIELDS, {"features_MH", "sampling", "costs"}),
+        (DraftReply, wire.PRUNED_FIELDS, {"trees", "probs", "num_levels", "num_run", "seconds", "trace"}),
+        (TreeTrace, wire.TRACE_FIELDS, set()),
     ]:
         assert {f.name for f in fields(kind)} - elsewhere == {field.name for field in table}
