@@ -24,7 +24,7 @@ if importlib.util.find_spec("hypothesis"):  # no test of tests/gpu needs it
 # Tests in these folders, or in a module that mentions one of these names, start processes or a whole engine.
 ENGINE_FOLDERS = ("end_to_end", "gpu", "cluster/bench", "cluster/serve", "cluster/system")
 ENGINE_NAMES = re.compile(
-    r"\b(Runner\(|EngineHere|engine_here|clockwork|subprocess|multiprocessing|TokenizerPool|local_service\(|FakeService)"
+    r"\b(Runner\(|EngineHere|engine_here|clockwork|subprocess|multiprocessing|in_processes|TokenizerPool|local_service\(|FakeService)"
 )
 
 
@@ -36,12 +36,24 @@ def starts_an_engine(path: Path) -> bool:
 
 def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="all 50 prompts for parity, not 6; also what is marked `full`")
+    parser.addoption("--quick", action="store_true", help="no engines, no processes, nothing `slow`")
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Do not import what `--quick` leaves out: importing Ray takes longer than most tests."""
+    if config.getoption("--quick") and collection_path.suffix == ".py" and starts_an_engine(collection_path):
+        return True
+    return None
 
 
 def pytest_collection_modifyitems(config, items):
     for item in items:
         if starts_an_engine(item.path):
             item.add_marker("engine")
+    if config.getoption("--quick"):
+        slow = [item for item in items if {"serve", "slow", "gpu"} & set(item.keywords)]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if item not in slow]
     if not config.getoption("--full"):
         skip = pytest.mark.skip(reason="one more engine of its kind: --full")
         for item in items:

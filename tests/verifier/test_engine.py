@@ -515,6 +515,7 @@ def test_an_engine_without_a_front_stops_all_ranks():
 # ---- everything at once
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "tree"), [("eagle3", TREES["dynamic"]), ("draft_model", TREES["static"])], ids=["eagle3", "draft model"]
 )

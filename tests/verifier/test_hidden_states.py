@@ -70,6 +70,7 @@ def test_backlog_and_message_limits_follow_the_configuration():
     assert max_buffered_states(many) == 1024 * (32 + 17) + 2 * (1024 * 17 + 16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_whatever_waits_fits(seed, monkeypatch):
     """Requests of all lengths come, leave and are preempted, and are drafted for at random or not at all. The engine

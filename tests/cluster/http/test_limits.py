@@ -18,6 +18,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from cluster.http.limits import HttpLimits, LimitedProtocol
 from cluster.local_service import listening_socket
 
+pytestmark = pytest.mark.slow  # limits on time have to pass
+
 LIMITS = HttpLimits(head_s=1.0, body_s=1.0, body_bytes_per_s=1000, body_bytes=1 << 20)
 PATIENCE_S = 10.0
 """Far above every limit here, far below the tests' own."""

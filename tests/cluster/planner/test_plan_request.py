@@ -227,6 +227,7 @@ def test_a_fleet_is_simulated_and_the_same_for_the_same_seed() -> None:
     assert "fleet    3 replicas, 6 devices; 500 requests" in run(args(seed=7), request)
 
 
+@pytest.mark.slow
 def test_a_small_profile_of_a_real_engine_becomes_a_table(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr("cluster.planner.forecast.PROFILE_ROUNDS", 1)
     path = tmp_path / "costs.json"

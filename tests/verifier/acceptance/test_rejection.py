@@ -53,6 +53,7 @@ def small_q(last: int) -> np.ndarray:
     return np.random.default_rng([last, 2]).integers(1, 9, size=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("num_fixed", [0, 1])
 def test_text_follows_the_targets_law_over_several_rounds(num_fixed, rule):

@@ -99,6 +99,7 @@ def test_rotation_turns_pairs_of_a_head_and_leaves_values_alone() -> None:
 # Compiled
 
 
+@pytest.mark.slow
 @needs_compiler
 @both
 @pytest.mark.parametrize("name", CHAINS)
@@ -113,6 +114,7 @@ def test_compiled_chains_equal_eager_ones(name: str, dtype: torch.dtype) -> None
             torch.testing.assert_close(got, want, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("name", CHAINS)
 def test_a_chain_is_compiled_at_most_three_times(name: str) -> None:
@@ -124,6 +126,7 @@ def test_a_chain_is_compiled_at_most_three_times(name: str) -> None:
     assert 1 <= counters["stats"]["unique_graphs"] <= 3 and not counters["graph_break"]
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_compiled_chains_do_not_change_a_model() -> None:
     spec = read_spec(BUNDLED / "target")
