@@ -136,6 +136,7 @@ def with_tokenizer(args: EngineArgs, config: EngineConfig) -> tuple[EngineConfig
     As in vLLM: the tokenizer of a model fine-tuned for chats often has another end token than the model's files name.
     """
     tokenizer = load_tokenizer(args, config)
+    config = replace(config, tokenizer_path=tokenizer.path)
     end = tokenizer.eos_token_id
     if end is None or end in config.eos_token_ids:
         return config, tokenizer

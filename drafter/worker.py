@@ -39,6 +39,7 @@ from workers.kv_cache import KVPool
 from workers.kv_sizing import agree_on_pages
 from workers.models.load import load_decoder
 from workers.models.specs import Eagle3Spec, FcHeadSpec, ModelSpec, Specs
+from workers.sampling.grammar import Grammars, TokenTable
 from workers.sampling.logits_state import LogitsState, pack_logits_states, unpack_logits_states
 from workers.types import DraftCosts, DraftReply, DraftRequest, Rule, SamplingBatch, SamplingParams
 
@@ -64,20 +65,25 @@ def run(config: EngineConfig, specs: Specs, rank: int, store_address: str) -> No
             draft(request, proposer, policy, is_hybrid=is_hybrid, kernels=kernels)
     world.gather_topology(report)
     freeze_start_up()
-    _serve(world, proposer, policy, is_hybrid, kernels)
+    grammars = Grammars(TokenTable.of(config, specs.target.vocab_size), config.max_num_seqs)
+    _serve(world, proposer, policy, is_hybrid, kernels, grammars)
     if proposer.graphs is not None:
         proposer.graphs.release()
     groups.leave()
     logger.info("%s: stopped", world.role)
 
 
-def _serve(world: World, proposer: Proposer, policy: TreePolicy, is_hybrid: bool, kernels: Kernels) -> None:
+def _serve(
+    world: World, proposer: Proposer, policy: TreePolicy, is_hybrid: bool, kernels: Kernels, grammars: Grammars
+) -> None:
     while (received := _next_message(world)).kind != Kind.STOP:
         if received.kind == Kind.HEARTBEAT:
             continue
         assert isinstance(received.message, DraftRequest)
         with naming_lost_peers(world.role, received.step):
-            reply = draft(received.message, proposer, policy, is_hybrid=is_hybrid, kernels=kernels)
+            reply = draft(
+                received.message, proposer, policy, is_hybrid=is_hybrid, kernels=kernels, grammars=grammars
+            )
         if world.link is not None:
             world.link.send(reply, received.step)
         if not isinstance(proposer, NgramProposer):
@@ -104,7 +110,13 @@ def _next_message(world: World) -> Received:
 
 @torch.inference_mode()
 def draft(
-    request: DraftRequest, proposer: Proposer, policy: TreePolicy, *, is_hybrid: bool = False, kernels: Kernels = TORCH
+    request: DraftRequest,
+    proposer: Proposer,
+    policy: TreePolicy,
+    *,
+    is_hybrid: bool = False,
+    kernels: Kernels = TORCH,
+    grammars: Grammars | None = None,
 ) -> DraftReply:
     """Feed the new rows and grow one tree for each request that wants one."""
     began = time.perf_counter()
@@ -128,6 +140,7 @@ def draft(
         expand=proposer.expand,
         vocab=proposer.vocab,
         logits_states=_logits_states(request.constraints_U, growing),
+        grammars=grammars,
         costs=request.costs,
         kernels=kernels,
         tree_graphs=proposer.tree_graphs,

@@ -68,7 +68,7 @@ class Engine:
         self._prefix_cache = PrefixCache(self._allocator, config.page_size, is_enabled=config.enable_prefix_caching)
         self._hidden_states = HiddenStateBuffer(target.state_pool, self._prefix_cache.keep_states)
         self._inputs = StepInputs(config.page_size, config.eos_token_ids)
-        self._controller = Controller(config, row_costs)
+        self._controller = Controller(config, row_costs, self._count_allowed)
         self._limits = Limits(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -131,6 +131,9 @@ class Engine:
     def _submit(self, submit: Submit) -> None:
         request = request_of(submit, self._config)
         reason = rejection_reason(request, self._config.max_model_len, self._limits, self._allocator.num_pages - 1)
+        if reason is None and request.has_grammar:
+            grammars = self._target.grammars
+            reason = "no tokenizer" if grammars is None else grammars.problem(submit.sampling.constraints.grammar)
         if reason is None:
             self._waiting.append(request)
         else:
@@ -150,6 +153,8 @@ class Engine:
         self._allocator.free(request.pages)
         self._prefix_cache.release(request)
         self._hidden_states.free(request)
+        if request.has_grammar and self._target.grammars is not None:
+            self._target.grammars.drop(request.id)
         request.forget()
 
     def preempt(self, request: Request) -> None:
@@ -283,7 +288,8 @@ class Engine:
         submit, kept, reason, stop_token = request.submit, [], None, None
         for token in verdict.tokens:
             kept.append(token)
-            is_eos = token in self._config.eos_token_ids and not submit.ignore_eos
+            # Nothing may follow a text that its grammar has let end, so ignore_eos does not apply.
+            is_eos = token in self._config.eos_token_ids and (request.has_grammar or not submit.ignore_eos)
             if is_eos or token in submit.stop_token_ids:
                 reason, stop_token = "stop", token
             elif request.num_output + len(kept) == submit.max_tokens:
@@ -327,6 +333,10 @@ class Engine:
         self, request: Request, new: _NewTokens, rows: list[int], *, is_copied: bool, tree: TreeRecord | None
     ) -> None:
         """Commit tokens, which were drawn at these sampled rows, and release a finished request."""
+        if failure := self._grammar_failure(request):
+            self._release(request)
+            self._chunks.append(TokenChunk(id=request.id, tokens=[], finish_reason="error", error=failure))
+            return
         kept, num_logprobs = new.tokens, request.submit.sampling.num_logprobs
         request.append(kept)
         self._stats.generation_tokens += len(kept)
@@ -347,6 +357,20 @@ class Engine:
                 tree=tree,
             )
         )
+
+    def _grammar_failure(self, request: Request) -> str | None:
+        """Return why the request's grammar could not be followed in this step; None if it was, or there is none."""
+        if not request.has_grammar or self._target.grammars is None:
+            return None
+        failure = self._target.grammars.failure(request.id)
+        return failure and f"the output could not follow its grammar: {failure}"
+
+    def _count_allowed(self, request: Request, tokens: list[int]) -> int:
+        """Return how many of these tokens, from the first, the request's grammar allows next."""
+        state = request.logits_state(self._config.eos_token_ids) if request.has_grammar else None
+        if state is None or self._target.grammars is None:
+            return len(tokens)
+        return self._target.grammars.count_allowed(state, tokens)
 
     def _emit(self) -> None:
         """Send the front one frame with all of the step's chunks; while idle, one per heartbeat."""

@@ -35,6 +35,7 @@ class Request:
     is_repeated: bool = False  # shares its prefix with earlier requests that were not drafted for
     stats: RequestStats = field(default_factory=RequestStats)
     _token_counter: TokenCounter = field(init=False)
+    _output: array[int] = field(default_factory=partial(array, "i"))  # the grammar's, if there is one
 
     def __post_init__(self) -> None:
         self.tokens = list(self.submit.prompt)
@@ -59,6 +60,8 @@ class Request:
         """Commit output tokens."""
         self.tokens += tokens
         self._token_counter.add(tokens)
+        if self.has_grammar:
+            self._output.extend(tokens)
 
     def logits_state(self, eos_token_ids: tuple[int, ...]) -> LogitsState | None:
         """Return what drafter and target need to constrain the next tokens; None without constraints."""
@@ -73,7 +76,14 @@ class Request:
             counts=self._token_counter.counts(),
             tail=self.tokens[max(self.num_prompt, len(self.tokens) - longest + 1) :],
             num_output=self.num_output,
+            id=self.id,
+            output=self._output.tobytes(),
         )
+
+    @property
+    def has_grammar(self) -> bool:
+        """Return whether a grammar constrains the output."""
+        return bool(self.submit.sampling.constraints.grammar)
 
     @property
     def id(self) -> int:

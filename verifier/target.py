@@ -20,6 +20,8 @@ from workers.cuda_graphs import Graphs
 from workers.kv_cache import KVPool
 from workers.models.base import BaseDecoder
 from workers.models.layers import gather_vocab, shard_vocab
+from workers.sampling.grammar import Grammars
+from workers.sampling.grammar_masks import grammar_masks
 from workers.sampling.gumbel_cache import GumbelCache
 from workers.sampling.logits_edits import Columns, ConstrainedRow
 from workers.sampling.logits_processors import constrain
@@ -39,6 +41,7 @@ class Target:
     EAGLE-3. The fc of EAGLE-3 is applied here, so the drafter is sent features of width H instead of 3 D.
     state_pool: with `fuse`, the memory for states that are not fed yet; the engine manages it.
     graphs: the decoder's CUDA graphs over this KV pool (`workers.cuda_graphs.decoder_graphs`); None = eager kernels.
+    grammars: those of the requests; None = no request may have one.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class Target:
         fuse: Fuse | None,
         state_pool: HiddenStatePool | None = None,
         graphs: Graphs | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         self._decoder = decoder
         self._kv = kv
@@ -58,6 +62,7 @@ class Target:
         self._fuse = fuse
         self.state_pool = state_pool
         self.graphs = graphs
+        self.grammars = grammars
         self._role = f"verifier {decoder.tp.rank}"
         vocab_size = decoder.spec.vocab_size
         start, _, width = shard_vocab(vocab_size, decoder.tp)
@@ -178,7 +183,8 @@ class Target:
         params = step.sampling.to(raw_RW.device)
         index_R = to_device(step.draw_index_R, raw_RW.device)
         start, end = self._decoder.vocab_range
-        logits_RW = constrain(raw_RW, _constrained_rows(step), Columns(start, end - start))
+        rows, columns = _constrained_rows(step), Columns(start, end - start)
+        logits_RW = constrain(raw_RW, rows, columns, grammar_masks(rows, columns, self.grammars))
         # Read from the step on the host: reading `params` would wait for the device's forward pass.
         needs = step.sampling.needs
         if step.has_logprobs:

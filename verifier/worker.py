@@ -24,6 +24,7 @@ from workers.kv_sizing import agree_on_pages, logits_bytes
 from workers.models.eagle3_format import FeatureFusion
 from workers.models.load import load_decoder
 from workers.models.specs import Eagle3Spec, Specs
+from workers.sampling.grammar import Grammars, TokenTable
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +115,8 @@ def load(world: World, specs: Specs, graphs_of: EngineConfig | None = None) -> t
     if can_capture(kernels, world.device, config.enforce_eager) and decoder.can_be_captured:
         graphs = decoder_graphs(decoder, kv, graphs_of or config)
         logger.info("%s: captured graphs, %s", world.role, graphs.report)
-    target = Target(decoder, kv, config.page_size, world.peers, features.fuse, state_pool, graphs)
+    grammars = Grammars(TokenTable.of(config, spec.vocab_size), config.max_num_seqs)
+    target = Target(decoder, kv, config.page_size, world.peers, features.fuse, state_pool, graphs, grammars)
     return target, num_pages
 
 

@@ -128,6 +128,8 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     memory_utilization: float = 0.9
     eos_token_ids: tuple[int, ...] = ()
+    tokenizer_path: str = ""
+    """The folder of the tokenizer, which structured outputs need; empty = the model's."""
     kernels: Literal["auto", "torch", "triton"] = "auto"
     """`auto` selects Triton on CUDA and torch on CPU."""
     enforce_eager: bool = False

@@ -137,6 +137,7 @@ class Constraints:
     bad_words: list[list[int]] = field(default_factory=list)  # token sequences that must not be completed
     allowed_token_ids: list[int] | None = None  # None = all are allowed
     min_tokens: int = 0  # no end token may come before this many output tokens
+    grammar: str = ""  # in llguidance's notation, see `workers.sampling.grammar`; "" = none
 
     @property
     def is_empty(self) -> bool:

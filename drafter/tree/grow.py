@@ -52,7 +52,9 @@ from drafter.tree.score import ChildScores, score
 from drafter.tree.trace import trace_trees
 from drafter.tree.tree_graphs import TreeGraphs
 from workers.kernels.select import TORCH, Kernels
-from workers.sampling.logits_edits import ConstrainedRow
+from workers.sampling.grammar import Grammars
+from workers.sampling.grammar_masks import grammar_masks
+from workers.sampling.logits_edits import Columns, ConstrainedRow
 from workers.sampling.logits_processors import constrain
 from workers.sampling.logits_state import LogitsState
 from workers.transfer import to_device
@@ -107,6 +109,7 @@ def grow(
     expand: Expand,
     vocab: DraftVocabulary,
     logits_states: dict[int, LogitsState] | None = None,
+    grammars: Grammars | None = None,
     costs: DraftCosts | None = None,
     kernels: Kernels = TORCH,
     tree_graphs: TreeGraphs | None = None,
@@ -121,6 +124,7 @@ def grow(
         sampling: on the host.
         expand: called once per level below the roots, only with nodes that need it.
         logits_states: the constrained requests.
+        grammars: required if one of them has a grammar.
         costs: required by `limits.auto_B`.
         tree_graphs: grow all levels at once where they can; `expand` is not called then.
         traced_B: bool, the requests whose nodes are reported, pruned ones included; None = none.
@@ -144,7 +148,7 @@ def grow(
             BudgetedGrowth(budgeted, root_token_B, root_index_B, limits, sampling, policy, cost_model, traced_B)
         )
     _prepare_noise(roots, root_index_B, limits, sampling, vocab)
-    constraints = _PathConstraints(logits_states, vocab)
+    constraints = _PathConstraints(logits_states, vocab, grammars)
     has_truncation = sampling.needs.truncates  # read on the host, once for all levels
     num_levels = num_run = 0
     while True:
@@ -152,7 +156,7 @@ def grow(
         if not len(frontier.request_F):
             break
         draft = expand(frontier) if num_levels else _rows(roots, frontier.request_F)
-        draft = constraints.apply(draft, frontier)
+        draft, is_dead_F = constraints.apply(draft, frontier)
         num_run += len(frontier.request_F) if num_levels else 0
         num_levels += 1
         scores = score(
@@ -165,6 +169,8 @@ def grow(
             kernels,
             has_truncation=has_truncation,
         )
+        if is_dead_F is not None:
+            scores = scores.without_children(is_dead_F)
         for i, growth in enumerate(growths):
             if len(growths) == 1:
                 growth.add_children(frontier, scores)
@@ -235,16 +241,24 @@ def _rows(roots: Tensor | NgramCandidates, at: np.ndarray) -> Tensor | NgramCand
 class _PathConstraints:
     """Applies the requests' constraints to draft logits, along each node's own path."""
 
-    def __init__(self, logits_states: dict[int, LogitsState], vocab: DraftVocabulary) -> None:
-        self._logits_states = logits_states
+    def __init__(
+        self, logits_states: dict[int, LogitsState], vocab: DraftVocabulary, grammars: Grammars | None
+    ) -> None:
+        self._logits_states, self._grammars = logits_states, grammars
+        self._has_grammar = any(state.constraints.grammar for state in logits_states.values())
         self._path: dict[tuple[int, int], list[int]] = {}  # tokens below the root, by request and row
         self._vocab = vocab
 
-    def apply(self, draft: Tensor | NgramCandidates, frontier: Frontier) -> Tensor | NgramCandidates:
-        """Return the constrained logits of a frontier; every level must be passed, from the roots on."""
-        # N-gram candidates are proposed as they are: the target's own constraints decide.
-        if not self._logits_states or isinstance(draft, NgramCandidates):
-            return draft
+    def apply(
+        self, draft: Tensor | NgramCandidates, frontier: Frontier
+    ) -> tuple[Tensor | NgramCandidates, np.ndarray | None]:
+        """Return the constrained logits of a frontier; every level must be passed, from the roots on.
+
+        The second result is bool [F], the nodes that no token of the draft vocabulary may follow, or None. N-gram
+        candidates are proposed as they are, since the target's own constraints decide; only grammars mask them.
+        """
+        if not self._logits_states or (isinstance(draft, NgramCandidates) and not self._has_grammar):
+            return draft, None
         rows = []
         columns = (frontier.request_F, frontier.row_F, frontier.parent_row_F, frontier.token_F)
         nodes = zip(*(column.tolist() for column in columns), strict=True)
@@ -253,4 +267,17 @@ class _PathConstraints:
                 path = [*self._path[request, parent], token] if row else []
                 self._path[request, row] = path
                 rows.append(ConstrainedRow(i, self._logits_states[request], path))
-        return constrain(draft, rows, self._vocab.columns)
+        columns = self._vocab.columns if isinstance(draft, Tensor) else Columns(0, self._vocab.target_size)
+        masks = grammar_masks(rows, columns, self._grammars) if self._has_grammar else None
+        is_dead_F = None
+        if masks is not None:
+            is_dead_F = np.zeros(len(frontier.request_F), dtype=bool)
+            is_dead_F[masks.row_Q] = masks.is_dead_Q
+        if isinstance(draft, Tensor):
+            return constrain(draft, rows, columns, masks), is_dead_F
+        if masks is not None:
+            token_QK, log_q_FK = draft.token_FK[masks.row_Q], draft.log_q_FK.copy()
+            is_allowed_QK = np.take_along_axis(masks.allowed(columns.width), token_QK, axis=1)
+            log_q_FK[masks.row_Q] = np.where(is_allowed_QK, log_q_FK[masks.row_Q], -np.inf)
+            draft = NgramCandidates(draft.token_FK, log_q_FK)
+        return draft, is_dead_F

@@ -48,6 +48,17 @@ class ChildScores(NamedTuple):
         return ChildScores(token_FK, weight_FK, prob_FK, top_prob_F, kind_F, support)
 
 
+    def without_children(self, is_dead_F: np.ndarray) -> ChildScores:
+        """Return the scores with no candidates at some nodes."""
+        if not is_dead_F.any():
+            return self
+        support = self.support
+        if support is not None:
+            is_dead = is_dead_F[self.kind_F == NodeKind.SAMPLED.value]
+            support = support._replace(weight_FS=np.where(is_dead[:, None], 0, support.weight_FS))
+        return self._replace(weight_FK=np.where(is_dead_F[:, None], np.float32(0), self.weight_FK), support=support)
+
+
 class TopChildren(NamedTuple):
     """The candidate children of F nodes, best first, before they come to the host."""
 

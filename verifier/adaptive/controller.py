@@ -30,7 +30,7 @@ import numpy as np
 from verifier.adaptive.calibration import Calibration
 from verifier.adaptive.cost_model import CostModel, DraftWork, RowCosts
 from verifier.adaptive.gate import SpeculationGate
-from verifier.adaptive.prompt_lookup import LookupResult, PromptLookup
+from verifier.adaptive.prompt_lookup import CountAllowed, LookupResult, PromptLookup, allow_all
 from verifier.draft_batch import DraftBatch
 from verifier.draft_inputs import (
     DraftInput,
@@ -97,10 +97,13 @@ class StepOutcome(NamedTuple):
 class Controller:
     """Owned by the engine, which calls `plan` before each step and `observe` after it.
 
-    row_costs: the start-up profile of the target. Simulated costs in the configuration replace it.
+    row_costs: the start-up profile of the target. Simulated costs in the configuration replace it. count_allowed: how
+    many of some tokens, from the first, a request's grammar allows next.
     """
 
-    def __init__(self, config: EngineConfig, row_costs: RowCosts) -> None:
+    def __init__(
+        self, config: EngineConfig, row_costs: RowCosts, count_allowed: CountAllowed = allow_all
+    ) -> None:
         prune = config.draft.tree.prune if config.draft else PruneConfig()
         self._has_lookup = prune.prompt_lookup
         self._max_rows, self._max_backlog = max_message_rows(config), max_backlog(config)
@@ -108,7 +111,7 @@ class Controller:
         self._costs = CostModel(row_costs, prune.simulated_costs)
         self._gate = SpeculationGate()
         self._calibration = Calibration()
-        self._lookup = PromptLookup()
+        self._lookup = PromptLookup(count_allowed)
         # Averages over recent trees, optimistic until the first.
         self._tree = _Average(np.array([2.0, 4.0]))  # tokens gained, nodes verified
         self._growth = _Average(np.array([3.0, 4.0]))  # levels of a batch, nodes run per tree

@@ -152,10 +152,23 @@ class LookupResult:
         return sum(self.candidates[request].weights[: len(self.chosen[request])]) if request in self.chosen else 0.0
 
 
-class PromptLookup:
-    """Finds lookup drafts, and learns how often matches continue and whether lookups pay."""
+CountAllowed = Callable[[Request, list[int]], int]
+"""Returns how many of some tokens, from the first, a request's grammar allows next."""
 
-    def __init__(self) -> None:
+
+def allow_all(request: Request, tokens: list[int]) -> int:
+    """Return the number of tokens: without a grammar, all are allowed."""
+    return len(tokens)
+
+
+class PromptLookup:
+    """Finds lookup drafts, and learns how often matches continue and whether lookups pay.
+
+    A draft ends before the first token that the request's grammar forbids.
+    """
+
+    def __init__(self, count_allowed: CountAllowed = allow_all) -> None:
+        self._count_allowed = count_allowed
         self._acceptance = AcceptanceEstimator()
         self._profit = 0.1  # of a lookup, as a share of the step: recent mean, optimistic at first
         self._index: WeakKeyDictionary[Request, TokenIndex] = WeakKeyDictionary()
@@ -211,10 +224,13 @@ class PromptLookup:
             return None
         period = text[match.place : match.place + most + 1]
         tokens = (period * -(-(most + 1) // len(period)))[: most + 1]
+        tokens = tokens[: self._count_allowed(request, tokens)]
+        if not tokens:
+            return None
         factor = (_PRIOR_TOKENS + index.hits) / (_PRIOR_TOKENS + index.expected)
         weights: list[float] = []
         weight = 1.0
-        for length in range(match.length, match.length + most):
+        for length in range(match.length, match.length + min(most, len(tokens))):
             chance = min(1.0, factor * self._acceptance.of(length))
             if weight * chance < _LEAST_WEIGHT or chance < limits.min_prob or weight < limits.path_prob:
                 break

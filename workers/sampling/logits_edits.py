@@ -162,28 +162,32 @@ def _plan_masks(plan: _PlanBuilder, rows: list[ConstrainedRow], vocabulary: Voca
     """Plan the allowed ids, then the masked ids, computed once for all rows whose paths end alike."""
     logits_state = rows[0].logits_state
     constraints = logits_state.constraints
-    if not logits_state.has_masks:
+    if not logits_state.has_masks or constraints.grammar:  # a grammar's masks include these
         return
     allowed: set[int] | None = None
     if constraints.allowed_token_ids is not None:
         allowed = vocabulary.known(constraints.allowed_token_ids) or None
     if allowed is not None:
         plan.allowed.add([row.row for row in rows], vocabulary.columns_of(_ids(allowed)).column_L[None])
-    always = {word[-1] for word in constraints.bad_words if len(word) == 1}
-    longer = [word for word in constraints.bad_words if len(word) > 1]
     rows_of: dict[tuple[frozenset[int], bool], list[int]] = defaultdict(list)
     for row in rows:
-        past = [*logits_state.tail, *row.path]
-        completing = frozenset(word[-1] for word in longer if past[1 - len(word) :] == word[:-1])
+        completing = frozenset(completed_by(logits_state, row.path))
         rows_of[completing, logits_state.num_output + len(row.path) < constraints.min_tokens].append(row.row)
     for (completing, is_too_short), numbers in rows_of.items():
         forbidden: set[int] = set()
-        for mask in (always | completing, logits_state.end_token_ids if is_too_short else ()):
+        for mask in (completing, logits_state.end_token_ids if is_too_short else ()):
             more = forbidden | vocabulary.known(mask)
             if vocabulary.has_more_than(more, allowed):
                 forbidden = more
         if forbidden:
             plan.forbidden.add(numbers, vocabulary.columns_of(_ids(forbidden)).column_L[None])
+
+
+def completed_by(logits_state: LogitsState, path: Sequence[int]) -> set[int]:
+    """Return the tokens that would complete a bad word behind a path below the root."""
+    past = [*logits_state.tail, *path]
+    words = logits_state.constraints.bad_words
+    return {word[-1] for word in words if len(word) == 1 or past[1 - len(word) :] == word[:-1]}
 
 
 def _plan_biases(plan: _PlanBuilder, rows: list[ConstrainedRow], vocabulary: Vocabulary) -> None:

@@ -4,6 +4,7 @@ Drafter and verifier share this definition. It is exact along each path of a tre
 count as output for that row. The processors run before temperature, in the order of vLLM's v1 sampler (x is a row of
 logits):
 
+    0. grammar         x[t] = -inf for every t that the text's grammar forbids
     1. allowed ids     x[t] = -inf for every other t
     2. bad words       x[t] = -inf if t would complete one
     3. min_tokens      x[t] = -inf for end tokens while there are fewer output tokens
@@ -14,7 +15,7 @@ logits):
 
 A mask (1, 2, 3) that would exclude the whole vocabulary is not applied to that row, so every row has a token. For a
 reduced draft vocabulary this means that allowed ids outside it leave the draft's logits unchanged; the verifier then
-rejects the draft.
+rejects the draft. A grammar always holds, and the other masks apply within it (`workers.sampling.grammar_masks`).
 
 `workers.sampling.logits_edits` plans the edits.
 
@@ -30,15 +31,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from workers.sampling.grammar_masks import GrammarMasks, apply_masks
 from workers.sampling.logits_edits import UNSEEN, Columns, ConstrainedRow, EditEntries, Vocabulary, plan_edits
 from workers.sampling.logits_state import LogitsState
 from workers.transfer import to_device
 
 
-def constrain(logits_RW: Tensor, rows: Sequence[ConstrainedRow], columns: Columns) -> Tensor:
+def constrain(
+    logits_RW: Tensor, rows: Sequence[ConstrainedRow], columns: Columns, masks: GrammarMasks | None = None
+) -> Tensor:
     """Return float32 logits with the edits of `rows` applied, or the argument itself without rows.
 
-    Each row may occur once. Rows with the same LogitsState object share its planning. The edits are planned on the host
+    Each row may occur once. masks: those of the rows with a grammar. Rows with the same LogitsState object share its planning. The edits are planned on the host
     and copied to the logits' device at once, without synchronizing.
     """
     if not rows:
@@ -46,6 +50,8 @@ def constrain(logits_RW: Tensor, rows: Sequence[ConstrainedRow], columns: Column
     allowed, forbidden, biased, penalized, on_path_P = plan_edits(rows, columns, logits_RW.device)
     x_RW = logits_RW.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     flat, width = x_RW.view(-1), x_RW.shape[1]
+    if masks is not None:
+        apply_masks(x_RW, masks)
     if allowed is not None:
         place_E = allowed.place_E(width)
         kept_E = flat.index_select(0, place_E)

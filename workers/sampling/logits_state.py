@@ -8,7 +8,8 @@
     unpack_logits_states(packed_U) -> logits_states
 
 Instead of a request's text, only its `TokenCounts` travel to drafter and verifier in every step: 8 bytes per distinct
-token. `workers.sampling.logits_processors` applies them to logits.
+token. A grammar travels with all of the output, 4 bytes per token, so that its matcher can be built again anywhere.
+`workers.sampling.logits_processors` applies them to logits.
 
 Legend: C distinct tokens of a request, U bytes.
 """
@@ -77,12 +78,18 @@ class LogitsState:
     counts: TokenCounts
     tail: list[int]  # last output tokens, the root included, as many as bad words need
     num_output: int
+    id: int = 0  # of the request, for its grammar's matcher
+    output: bytes = b""  # int32, all output tokens, the root included; empty without a grammar
 
     @property
     def has_masks(self) -> bool:
         """True if tokens may be masked here or deeper in the tree."""
         own = self.constraints
-        return bool(own.bad_words) or own.allowed_token_ids is not None or self.num_output < own.min_tokens
+        return (
+            bool(own.bad_words or own.grammar)
+            or own.allowed_token_ids is not None
+            or self.num_output < own.min_tokens
+        )
 
     @property
     def has_only_penalties(self) -> bool:
