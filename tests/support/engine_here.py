@@ -1,4 +1,7 @@
-"""An engine in this process: the real target and EAGLE-3 head, which exchange serialized messages, and a front."""
+"""An engine in this process: the real target and drafter, which exchange serialized messages, and a front.
+
+The drafter is the EAGLE-3 head, or what `proposer` makes.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from drafter.proposers.base import FeatureProposer
+from drafter.proposers.base import FeatureProposer, Proposer
 from drafter.proposers.eagle3 import Eagle3Head
 from drafter.tree.policy import make_tree_policy
 from tests.support.fakes import FakeChannel
@@ -24,6 +27,7 @@ from workers.config import EngineConfig
 from workers.models.decoder import Decoder
 from workers.models.eagle3_format import FeatureFusion, read_eagle3_spec
 from workers.models.readers import read_spec
+from workers.sampling.grammar import Grammars, TokenTable
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,7 @@ class EngineHere:
     """See `engine_here`."""
 
     engine: Engine
+    drafter: FakeChannel | None
     _front: socket.socket
     _frames: FrameDecoder = field(default_factory=FrameDecoder)
 
@@ -77,19 +82,29 @@ def engine_here(
     row_costs: RowCosts | None = None,
     *,
     target: Callable[..., Target] = Target,
-    proposer: Callable[..., FeatureProposer] = FeatureProposer,
+    proposer: Callable[..., Proposer] = FeatureProposer,
 ) -> Iterator[EngineHere]:
     """Start an engine. row_costs: None = measured. target, proposer: factories with their classes' arguments."""
     assert config.num_pages is not None
     num_slots = config.num_pages * config.page_size
-    fusion = pair.fusion if config.draft else None
+    fusion = waiting = None
     width, cpu = 3 * pair.decoder.spec.hidden_size, torch.device("cpu")
-    waiting = HiddenStatePool(max_buffered_states(config), width, dtype=torch.float32, device=cpu)
+    if config.draft is not None and config.draft.reads_features:
+        fusion = pair.fusion
+        waiting = HiddenStatePool(max_buffered_states(config), width, dtype=torch.float32, device=cpu)
     verifier = target(pair.decoder, pair.decoder.new_kv_pool(num_slots), config.page_size, None, fusion, waiting)
+    vocab_size = pair.decoder.spec.vocab_size
+    verifier.grammars = Grammars(TokenTable.of(config, vocab_size))
     drafter = None
     if config.draft is not None:
         own = proposer(pair.head, pair.head.new_kv_pool(num_slots), config.page_size, config.tree_rows)
-        drafter = FakeChannel(own, make_tree_policy(config.draft.tree))
+        is_hybrid = config.draft.acceptance.sample_method == "hybrid"
+        drafter = FakeChannel(
+            own,
+            make_tree_policy(config.draft.tree),
+            is_hybrid=is_hybrid,
+            grammars=Grammars(TokenTable.of(config, vocab_size)),
+        )
     engine_end, front = socket.socketpair()
     front.setblocking(False)
     with engine_end, front:
@@ -97,4 +112,4 @@ def engine_here(
             config, verifier, drafter, FrameSocket(engine_end), config.num_pages,  # type: ignore[arg-type]
             row_costs or profile(verifier, config, config.num_pages),
         )  # fmt: skip
-        yield EngineHere(engine, front)
+        yield EngineHere(engine, drafter, front)

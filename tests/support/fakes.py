@@ -37,8 +37,9 @@ from workers.comm.ipc import Abort, FrameDecoder, FrameSocket, StepOutput, Submi
 from workers.comm.wire import Kind
 from workers.config import AcceptanceConfig, DraftConfig, EngineConfig, TreeConfig
 from workers.kernels.select import TORCH
+from workers.sampling.grammar import Grammars
 from workers.sampling.sampler import draw
-from workers.types import AttentionMetadata, DraftRequest, SamplingBatch, SamplingParams, TargetStep
+from workers.types import AttentionMetadata, DraftReply, DraftRequest, SamplingBatch, SamplingParams, TargetStep
 
 # ---- languages
 
@@ -243,10 +244,13 @@ def worker_slots(request: DraftRequest) -> Tensor:
 class FakeChannel:
     """The link to a drafter in this process; both messages are serialized."""
 
-    def __init__(self, proposer: Proposer, policy: TreePolicy, *, is_hybrid: bool = False) -> None:
-        self._proposer, self._policy, self._is_hybrid = proposer, policy, is_hybrid
+    def __init__(
+        self, proposer: Proposer, policy: TreePolicy, *, is_hybrid: bool = False, grammars: Grammars | None = None
+    ) -> None:
+        self._proposer, self._policy, self._is_hybrid, self._grammars = proposer, policy, is_hybrid, grammars
         self._answers: list[Received] = []
         self.requests: list[DraftRequest] = []
+        self.replies: list[DraftReply] = []
         self.heartbeats = 0
         self.stopped = False
 
@@ -255,7 +259,13 @@ class FakeChannel:
         request = over_the_wire(message)
         assert isinstance(request, DraftRequest)
         self.requests.append(request)
-        reply = over_the_wire(worker.draft(request, self._proposer, self._policy, is_hybrid=self._is_hybrid))
+        reply = over_the_wire(
+            worker.draft(
+                request, self._proposer, self._policy, is_hybrid=self._is_hybrid, grammars=self._grammars
+            )
+        )
+        assert isinstance(reply, DraftReply)
+        self.replies.append(reply)
         self._answers.append(Received(Kind.DRAFT_REPLY, step, reply))
 
     def receive(self) -> Received:

@@ -1,0 +1,221 @@
+"""Structured outputs from the real models in this process: the tokens do not depend on the drafts, and they are valid."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import jsonschema
+import llguidance
+import numpy as np
+import pytest
+import torch
+
+from cluster.http.tokenizer import Tokenizer
+from drafter.proposers.base import DraftModelProposer, FeatureProposer, Proposer
+from drafter.proposers.ngram import MatchLengths, NgramProposer
+from tests.support.engine_here import EngineHere, Pair, engine_here
+from tests.support.engines import AUTO, BUNDLED, CHAIN, DYNAMIC, STATIC, bundled, prompts
+from verifier.adaptive.cost_model import UNPROFILED
+from workers.comm.ipc import Speculation, Submit, TokenChunk
+from workers.config import AcceptanceConfig, EngineConfig, TreeConfig
+from workers.models.decoder import Decoder
+from workers.models.readers import read_spec
+from workers.sampling.grammar import TokenTable, grammar_text
+from workers.sampling.sampler import draw
+from workers.types import Constraints, SamplingBatch, SamplingParams
+
+torch.set_num_threads(1)
+
+ENDS = (0, 2)
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "colour": {"enum": ["red", "green", "dark blue"]},
+        "sizes": {"type": "array", "items": {"enum": [1, 2, 30]}, "minItems": 1, "maxItems": 3},
+    },
+    "required": ["name", "colour", "sizes"],
+    "additionalProperties": False,
+}
+ANSWER = {"anyOf": [{"const": {"answer": None}}, {"type": "array", "items": {"type": "boolean"}, "maxItems": 4}]}
+GRAMMARS: dict[str, tuple[str, Any, Callable[[str], object]]] = {
+    "person": ("json", PERSON, lambda text: jsonschema.validate(json.loads(text), PERSON)),
+    "answer": ("json", ANSWER, lambda text: jsonschema.validate(json.loads(text), ANSWER)),
+    "regex": ("regex", r"[A-Z][a-z]{2,9}( [0-9]{1,4}){0,2}", lambda text: _must(GRAMMARS["regex"][1], text)),
+    "choice": ("choice", ["yes", "yes, but", "no"], lambda text: ["yes", "yes, but", "no"].index(text)),
+    "grammar": ("grammar", 'start: sum\nsum: N ("+" N){0,4}\nN: /[0-9]{1,3}/', lambda text: _must(r"[0-9+]+", text)),
+}
+
+
+def _must(pattern: str, text: str) -> None:
+    assert re.fullmatch(pattern, text), text
+
+
+@cache
+def pair() -> Pair:
+    return Pair.load(BUNDLED / "target", BUNDLED / "eagle3")
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    return Tokenizer(str(BUNDLED / "target"))
+
+
+@cache
+def grammar(name: str) -> str:
+    kind, source, _ = GRAMMARS[name]
+    return grammar_text(kind, source, has_whitespace=False)  # type: ignore[arg-type]
+
+
+def draft_model(head: object, kv: object, page_size: int, tree_rows: int) -> Proposer:
+    path = BUNDLED / "draft"
+    model = Decoder.load(path, read_spec(path))
+    return DraftModelProposer(model, model.new_kv_pool(600 * 16), page_size)
+
+
+def ngram(head: object, kv: object, page_size: int, tree_rows: int) -> Proposer:
+    return NgramProposer(MatchLengths(1, 4), 2048, 600, page_size)
+
+
+PROPOSERS = {"eagle3": FeatureProposer, "draft_model": draft_model, "ngram": ngram}
+
+
+@contextmanager
+def running(tree: TreeConfig | None, method: str = "eagle3", **options: Any) -> Iterator[EngineHere]:
+    config = bundled(tree, method=method, eos_token_ids=ENDS, num_pages=600, **options)
+    with engine_here(config, pair(), UNPROFILED, proposer=PROPOSERS[method]) as here:
+        yield here
+
+
+def submits(temperature: float, speculation: Speculation = Speculation(), seeds: int = 2) -> list[Submit]:  # noqa: B008
+    """Return requests with every grammar and without one, of several seeds."""
+    some = sorted(prompts(8), key=len)[:3]
+    asked = [(name, seed) for seed in range(seeds) for name in (*GRAMMARS, None)]
+    return [
+        Submit(
+            id=i,
+            prompt=some[i % 3],
+            max_tokens=90 if name else 20,
+            sampling=SamplingParams(
+                temperature=temperature,
+                seed=seed,
+                constraints=Constraints(grammar=grammar(name)) if name else Constraints(),
+            ),
+            ignore_eos=name is None,
+            speculation=speculation,
+        )
+        for i, (name, seed) in enumerate(asked)
+    ]
+
+
+def answers(here: EngineHere, asked: list[Submit], preempt_every: int = 0) -> dict[int, list[TokenChunk]]:
+    """Run requests together; return the chunks of each."""
+    chunks: dict[int, list[TokenChunk]] = {submit.id: [] for submit in asked}
+    for submit in asked:
+        here.submit(submit)
+    number = 0
+    while any(not own or own[-1].finish_reason is None for own in chunks.values()):
+        for chunk in here.step():
+            chunks[chunk.id].append(chunk)
+        number += 1
+        if preempt_every and number % preempt_every == 0 and here.engine._running:
+            here.engine.preempt(here.engine._running[number % len(here.engine._running)])
+        assert number < 2000
+    return chunks
+
+
+def tokens_of(chunks: dict[int, list[TokenChunk]]) -> dict[int, list[int]]:
+    return {id: [token for chunk in own for token in chunk.tokens] for id, own in chunks.items()}
+
+
+def check(asked: list[Submit], chunks: dict[int, list[TokenChunk]]) -> None:
+    """Check that every constrained answer stops at an end token and is what its grammar describes."""
+    name_of = {grammar(name): name for name in GRAMMARS}
+    for submit in asked:
+        name = name_of.get(submit.sampling.constraints.grammar)
+        last = chunks[submit.id][-1]
+        assert last.finish_reason == ("length" if name is None else "stop"), (name, last)
+        if name is not None:
+            tokens = tokens_of(chunks)[submit.id]
+            assert tokens[-1] == last.stop_token and tokens[-1] in ENDS
+            GRAMMARS[name][2](tokenizer().decode(tokens[:-1]))
+
+
+# ---- the oracle: a loop over transformers' logits, with a new matcher for every token
+
+
+def may_follow(text: str, tokens: list[int]) -> np.ndarray:
+    table = TokenTable(str(BUNDLED / "target"), 2048, ENDS).load()
+    matcher = llguidance.LLMatcher(table, text, log_level=0)
+    assert matcher.consume_tokens(tokens) and not matcher.is_error()
+    bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+    return np.unpackbits(bits, bitorder="little")[:2048].astype(bool)
+
+
+@torch.inference_mode()
+def plain(model: torch.nn.Module, submit: Submit) -> list[int]:
+    prompt, output, batch = submit.prompt, [], SamplingBatch.stack([submit.sampling])
+    while len(output) < submit.max_tokens and not (output and output[-1] in ENDS and not submit.ignore_eos):
+        logits_1V = model(torch.tensor([prompt + output])).logits[:, -1].float()
+        if text := submit.sampling.constraints.grammar:
+            logits_1V[0, torch.from_numpy(~may_follow(text, output))] = -torch.inf
+        output.append(int(draw(logits_1V, batch, torch.tensor([len(prompt + output)]))))
+    return output
+
+
+@cache
+def truth(temperature: float) -> dict[int, list[int]]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(BUNDLED / "target", dtype=torch.float32)
+    return {submit.id: plain(model, submit) for submit in submits(temperature)}
+
+
+SPECULATIONS = {
+    "none": (None, "eagle3"),
+    "eagle3": (DYNAMIC, "eagle3"),
+    "eagle3, static": (STATIC, "eagle3"),
+    "eagle3, auto": (AUTO, "eagle3"),
+    "draft_model": (CHAIN, "draft_model"),
+    "ngram": (DYNAMIC, "ngram"),
+}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("speculation", SPECULATIONS)
+def test_the_tokens_are_those_of_a_masked_loop_whatever_is_drafted(speculation: str, temperature: float) -> None:
+    asked = submits(temperature)
+    with running(*SPECULATIONS[speculation]) as here:
+        chunks = answers(here, asked)
+        assert tokens_of(chunks) == truth(temperature)
+        check(asked, chunks)
+        accepted = sum(own[-1].stats.num_accepted_tokens for own in chunks.values() if own[-1].stats)
+        assert (accepted > 0) == (here.drafter is not None)
+        check_drafts(here)
+
+
+def check_drafts(here: EngineHere) -> None:
+    """Check that no drafted node is forbidden, by a new matcher for each node."""
+    for request, reply in zip(here.drafter.requests, here.drafter.replies, strict=True) if here.drafter else ():
+        from workers.sampling.logits_state import unpack_logits_states
+
+        states = unpack_logits_states(request.constraints_U)
+        growing = torch.nonzero(request.num_nodes_B > 0)[:, 0].tolist()
+        trees = reply.trees
+        for b, (begin, end) in zip(growing, pairwise(trees.offsets.tolist()), strict=True):
+            if b not in states or not states[b].constraints.grammar:
+                continue
+            output = np.frombuffer(states[b].output, np.int32).tolist()
+            paths: list[list[int]] = [[]]
+            for row in range(begin + 1, end):
+                path = [*paths[int(trees.parent_N[row])], int(trees.token_N[row])]
+                paths.append(path)
+                assert not set(path[:-1]) & set(ENDS), "nothing follows an end token"
+                assert may_follow(states[b].constraints.grammar, output + path[:-1])[path[-1]]
