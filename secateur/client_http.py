@@ -94,7 +94,7 @@ def _generation(
 def _given(params: Mapping[str, Any]) -> dict[str, Any]:
     """Drop None values, which mean "not given", and turn models such as Speculative into dicts."""
     return {
-        key: value.model_dump(exclude_none=True) if isinstance(value, BaseModel) else value
+        key: value.model_dump(exclude_none=True, by_alias=True) if isinstance(value, BaseModel) else value
         for key, value in params.items()
         if value is not None
     }

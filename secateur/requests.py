@@ -40,6 +40,7 @@ MAX_WORD_CHARS = 128
 MAX_SALT_CHARS = 512
 MAX_TOKENS = 2**31 - 1
 _MOST_LISTED = 20
+MAX_CHOICES = 1024
 MAX_ITEMS = 16_384  # messages, parts, prompts: parsing millions of them would block the service
 
 TokenId = Annotated[int, Field(ge=0)]
@@ -70,7 +71,7 @@ def _one_line(text: str) -> str:
 
 
 # param -> (values that change nothing, why others are refused). None always changes nothing.
-_STRUCTURED = "structured outputs are not implemented in this version"
+_OBSOLETE = 'is obsolete; write structured_outputs={{"{}": ...}}'
 _TOOLS = "tools are not implemented in this version"
 UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "best_of": ((), "choosing among more answers than are returned is not implemented; leave it out and set n"),
@@ -80,16 +81,14 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "echo": ((False,), "echo is not implemented in this version"),
     "suffix": (("",), "insertion is not implemented"),
     "logits_processors": (([],), "custom logits processors are not implemented"),
-    "response_format": (({"type": "text"},), _STRUCTURED),
-    "structured_outputs": ((), _STRUCTURED),
-    "guided_json": ((), _STRUCTURED),
-    "guided_regex": ((), _STRUCTURED),
-    "guided_choice": ((), _STRUCTURED),
-    "guided_grammar": ((), _STRUCTURED),
-    "json_schema": ((), _STRUCTURED),
-    "regex": ((), _STRUCTURED),
-    "ebnf": ((), _STRUCTURED),
-    "structural_tag": ((), _STRUCTURED),
+    "guided_json": ((), _OBSOLETE.format("json")),
+    "guided_regex": ((), _OBSOLETE.format("regex")),
+    "guided_choice": ((), _OBSOLETE.format("choice")),
+    "guided_grammar": ((), _OBSOLETE.format("grammar")),
+    "json_schema": ((), 'is not a field; write structured_outputs={"json": ...}'),
+    "regex": ((), 'is not a field; write structured_outputs={"regex": ...}'),
+    "ebnf": ((), 'is not a field; write structured_outputs={"grammar": ...}'),
+    "structural_tag": ((), "structural tags are not implemented"),
     "tools": (([],), _TOOLS),
     "tool_choice": (("none", "auto"), _TOOLS),
     "functions": (([],), _TOOLS),
@@ -186,6 +185,93 @@ def _told(message: str) -> WrapValidator:
     return WrapValidator(checked)
 
 
+class Structure(NamedTuple):
+    """What the answer must be: JSON of a schema, a match of a regular expression, one of some texts, or of a grammar."""
+
+    kind: Literal["json", "regex", "choice", "grammar"]
+    source: dict[str, Any] | str | list[str]
+    param: str
+    """The request's field that asks for it."""
+    has_whitespace: bool = True
+    """JSON may have whitespace between its tokens."""
+
+
+_ANY_OBJECT = {"type": "object"}
+
+
+class JsonSchema(Body):
+    """The `json_schema` of a `response_format`."""
+
+    name: str | None = None
+    description: str | None = None
+    definition: Annotated[dict[str, Any], Field(alias="schema")]
+    """The schema itself. In JSON the field is called `schema`."""
+    strict: bool = True
+    """Has no effect: every schema is followed strictly."""
+
+
+class AnswerFormat(Body):
+    """OpenAI's `response_format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _schema_with_its_type(self) -> Self:
+        if self.type == "json_schema" and self.json_schema is None:
+            raise _wrong("json_schema", 'is missing; write {"name": ..., "schema": {...}}')
+        if self.type != "json_schema" and self.json_schema is not None:
+            raise _wrong("json_schema", f'belongs to the type "json_schema", not to {self.type!r}')
+        return self
+
+    @property
+    def structure(self) -> Structure | None:
+        """Return what the answer must be; None = any text."""
+        if self.json_schema is not None:
+            return Structure("json", self.json_schema.definition, "response_format")
+        return Structure("json", _ANY_OBJECT, "response_format") if self.type == "json_object" else None
+
+
+class StructuredOutputs(Body):
+    """vLLM's `structured_outputs`: exactly one of the first five fields."""
+
+    json_: Annotated[
+        dict[str, Any] | str | None, Field(alias="json"), _told("must be a JSON schema: an object, or its text")
+    ] = None
+    """In JSON the field is called `json`."""
+    regex: str | None = None
+    choice: Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)] | None = None
+    grammar: str | None = None
+    """In Lark's or GBNF's notation."""
+    json_object: bool = False
+    disable_any_whitespace: bool = False
+    """JSON has no whitespace between its tokens."""
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> Self:
+        if len(self._given()) != 1:
+            given = " and ".join(self._given()) or "none"
+            message = f"give exactly one of json, regex, choice, grammar and json_object=true (got {given})"
+            raise ConfigError(Problem("", message))
+        return self
+
+    def _given(self) -> list[str]:
+        values = {"json": self.json_, "regex": self.regex, "choice": self.choice, "grammar": self.grammar}
+        return [name for name, value in values.items() if value is not None] + ["json_object"] * self.json_object
+
+    @property
+    def structure(self) -> Structure:
+        """Return what the answer must be."""
+        param, has_whitespace = "structured_outputs", not self.disable_any_whitespace
+        if self.regex is not None:
+            return Structure("regex", self.regex, param)
+        if self.choice is not None:
+            return Structure("choice", self.choice, param)
+        if self.grammar is not None:
+            return Structure("grammar", self.grammar, param)
+        return Structure("json", _ANY_OBJECT if self.json_ is None else self.json_, param, has_whitespace)
+
+
 class SamplingRequest(Body):
     """Fields that completions and chat completions share."""
 
@@ -224,6 +310,8 @@ class SamplingRequest(Body):
     """Words that must not occur, with or without a leading space."""
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED)] | None = None
     """Only these tokens may be sampled."""
+    response_format: AnswerFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -267,6 +355,8 @@ class SamplingRequest(Body):
             raise _wrong("stop", "an empty string stops nothing; remove it")
         if any(not text for text in self.bad_words):
             raise _wrong("bad_words", "an empty string forbids nothing; remove it")
+        if self.structured_outputs is not None and self.response_format is not None and self.response_format.structure:
+            raise _wrong("structured_outputs", "contradicts response_format; remove one of them")
         if self.stream_options is not None and not self.stream:
             raise _wrong("stream_options", "only allowed with stream=true")
         self._check_number_of_answers()
@@ -280,6 +370,13 @@ class SamplingRequest(Body):
             raise _wrong(
                 "n", f"must be 1 when using greedy sampling, where all {self.n} answers are the same; raise temperature"
             )
+
+    @property
+    def structure(self) -> Structure | None:
+        """Return what the answer must be; None = any text."""
+        if self.structured_outputs is not None:
+            return self.structured_outputs.structure
+        return self.response_format.structure if self.response_format is not None else None
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -310,8 +407,14 @@ class SamplingRequest(Body):
 
     def ignored(self) -> list[str]:
         """Return unknown fields, including those of `stream_options`."""
-        nested = self.stream_options.ignored() if self.stream_options else []
-        return sorted([*super().ignored(), *(f"stream_options.{name}" for name in nested)])
+        parts: dict[str, Body | None] = {
+            "stream_options": self.stream_options,
+            "response_format": self.response_format,
+            "response_format.json_schema": self.response_format.json_schema if self.response_format else None,
+            "structured_outputs": self.structured_outputs,
+        }
+        nested = [f"{name}.{unread}" for name, part in parts.items() if part is not None for unread in part.ignored()]
+        return sorted([*super().ignored(), *nested])
 
 
 def listed(items: Iterable[str]) -> str:

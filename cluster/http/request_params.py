@@ -56,11 +56,12 @@ def build_submits(
     seed: int,
     limits: RequestLimits,
     bad_words: Sequence[list[int]] = (),
+    grammar: str = "",
 ) -> list[Submit]:
     """Return the engine requests of one prompt's `n` choices. Raises BadRequest.
 
     Choice 0 has the request's seed, or `seed` if it has none (see `SeedSource`); choice j has the seed H(seed, j).
-    `bad_words` are the request's, tokenized.
+    `bad_words` are the request's, tokenized; `grammar` is that of its structure.
     """
     max_tokens = _max_tokens(request, prompt, limits)
     if request.min_tokens > max_tokens:
@@ -86,7 +87,7 @@ def build_submits(
             top_p=request.top_p,
             min_p=request.min_p,
             seed=seed if request.seed is None else request.seed,
-            constraints=_constraints(request, bad_words, limits),
+            constraints=replace(_constraints(request, bad_words, limits), grammar=grammar),
             num_logprobs=request.num_logprobs,
         ),
         stop_token_ids=list(dict.fromkeys(request.stop_token_ids)),

@@ -6,7 +6,8 @@ The walk of a generation request, from the HTTP body to the engine and back to t
 2. `middleware` assigns the request id and checks the API key; FastAPI validates the body into a request model.
 3. The route calls `Service.accept`: model name, unsupported parameters, the model's sampling defaults, admission.
 4. `Service.tokenize_*` renders and tokenizes the prompt in a worker process (`tokenizer_pool`).
-5. `Service.prepare` builds one `Submit` per choice (`request_params`), with limits and seed, and its `Generation`.
+5. `Service.prepare` has its grammar compiled there, too, and builds one `Submit` per choice (`request_params`), with
+   limits and seed, and its `Generation`.
 6. `Generation.stream` hands the `Submit` to `EngineClient.submit`, which sends it to rank 0 and yields `TokenChunk`s.
 7. `Generation.process` turns each chunk into a `TextDelta`: detokenizer, stop strings, log probabilities.
 8. `generate` writes the deltas as server-sent events, or the finished generations as one response (`openai_format`).
@@ -219,11 +220,22 @@ class Service:
         Admits the request again, since others may have come while it was tokenized. Raises BadRequest, HttpError.
         """
         bad_words = await self.tokenizer_pool.bad_words(body.bad_words) if body.bad_words else []
-        self.admit(len(prompts), body.n)
         limits = self.limits
+        grammar = ""
+        if (structure := body.structure) is not None:
+            grammar = await self.tokenizer_pool.grammar(
+                structure, end_token_ids=limits.eos_token_ids, vocab_size=limits.vocab_size
+            )
+        self.admit(len(prompts), body.n)
         submits = [
             build_submits(
-                body, prompt, new_id=self.engine.new_id, seed=self.seeds.next(), limits=limits, bad_words=bad_words
+                body,
+                prompt,
+                new_id=self.engine.new_id,
+                seed=self.seeds.next(),
+                limits=limits,
+                bad_words=bad_words,
+                grammar=grammar,
             )
             for prompt in prompts
         ]

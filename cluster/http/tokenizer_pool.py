@@ -1,4 +1,4 @@
-"""Renders chat templates and tokenizes in worker processes, so that no text and no template can block other requests.
+"""Renders chat templates, tokenizes and checks grammars in worker processes, so that none can block other requests.
 
 A worker runs one job at a time. The kernel kills a worker whose job exceeds a limit; the pool kills a worker whose
 client disconnects. It replaces a killed worker within milliseconds.
@@ -29,6 +29,7 @@ from cluster.http.errors import PromptError
 from cluster.http.tokenizer import TextLimit, Tokenizer
 from cluster.http.tokenizer_worker import COMMAND, LENGTH, READY, JobLimits
 from secateur.errors import SecateurError
+from secateur.requests import Structure
 
 logger = logging.getLogger(__name__)
 
@@ -280,6 +281,16 @@ class TokenizerPool:
         """Return the text of token ids, with special tokens."""
         return await self._do("decode", "tokens", ids=list(ids))
 
+    async def grammar(self, structure: Structure, *, end_token_ids: Sequence[int], vocab_size: int) -> str:
+        """Return the grammar of a structure, which can be compiled; see `workers.sampling.grammar`."""
+        return await self._do(
+            "grammar",
+            structure.param,
+            structure=tuple(structure),
+            end_token_ids=tuple(end_token_ids),
+            vocab_size=vocab_size,
+        )
+
     async def _do(self, method: str, param: str, **arguments: Any) -> Any:
         job = pickle.dumps((method, arguments))
         worker = await self._free_worker(len(job))
@@ -289,6 +300,9 @@ class TokenizerPool:
             self._replace(worker)
             if not worker.parent.is_running:
                 raise TokenizerPoolDown("the tokenizing workers were lost; try again") from None
+            if method == "grammar":
+                message = f"{param}: {self._grammar_too_costly()}"
+                raise JobTooCostly(message, param=param, code="grammar_too_costly") from None
             raise JobTooCostly(self._too_costly(), param=param, code="prompt_too_costly") from None
         except BaseException:  # the client disconnected
             self._replace(worker)
@@ -381,6 +395,13 @@ class TokenizerPool:
         return (
             f"this prompt took more than {limits.render_s:g} s to render, {limits.tokenize_s:g} s to tokenize or "
             f"{limits.memory_bytes >> 20} MiB of memory; shorten it"
+        )
+
+    def _grammar_too_costly(self) -> str:
+        limits = self._limits
+        return (
+            f"it took more than {limits.grammar_s:g} s or {limits.memory_bytes >> 20} MiB of memory to compile; "
+            "simplify it"
         )
 
 

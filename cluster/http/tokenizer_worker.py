@@ -1,4 +1,4 @@
-"""The processes that render chat templates and tokenize: one fork server and its workers. They do not import torch.
+"""The processes that render chat templates, tokenize and check grammars: one fork server and its workers. They do not import torch.
 
 The fork server loads the tokenizer once and forks a worker in milliseconds and with almost no memory of its own.
 Killing a worker is the only way to stop any job, since a thread in Jinja or in the Rust tokenizer cannot be stopped.
@@ -25,6 +25,8 @@ import msgpack
 from cluster.http.errors import PromptError
 from cluster.http.tokenizer import TextLimit, Tokenizer
 from cluster.system.child import die_with_parent
+from secateur.requests import Structure
+from workers.sampling.grammar import GrammarError, TokenTable, grammar_text
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +45,8 @@ class JobLimits:
     """A chat template takes milliseconds, on a busy machine tens of milliseconds."""
     tokenize_s: float = 10.0
     """Enough for about a million tokens."""
+    grammar_s: float = 2.0
+    """A JSON schema of 50 kB takes half a second. Every rank compiles it again, and does nothing else meanwhile."""
     memory_bytes: int = 1 << 30
     """In addition to the tokenizer itself. A megabyte of text needs up to 220 MB."""
 
@@ -119,6 +123,7 @@ class _Jobs:
     def __init__(self, tokenizer: Tokenizer, limits: JobLimits) -> None:
         self._tokenizer = tokenizer
         self._limits = limits
+        self._table: TokenTable | None = None
 
     def encode(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
         self._alarm(self._limits.tokenize_s)
@@ -142,6 +147,22 @@ class _Jobs:
     def decode(self, ids: list[int]) -> str:
         self._alarm(self._limits.tokenize_s)
         return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+    def grammar(
+        self, structure: tuple[Any, ...], end_token_ids: tuple[int, ...], vocab_size: int
+    ) -> str:
+        asked = Structure(*structure)
+        self._alarm(self._limits.tokenize_s)
+        try:
+            if self._table is None:
+                self._table = TokenTable(self._tokenizer.path, vocab_size, end_token_ids)
+            self._table.load()
+            self._alarm(self._limits.grammar_s)
+            grammar = grammar_text(asked.kind, asked.source, has_whitespace=asked.has_whitespace)
+            self._table.compile(grammar)
+        except GrammarError as error:
+            raise PromptError(f"{asked.param}: {error}", param=asked.param) from None
+        return grammar
 
     def _alarm(self, seconds: float) -> None:
         signal.setitimer(signal.ITIMER_REAL, seconds)

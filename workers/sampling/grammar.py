@@ -46,11 +46,18 @@ class GrammarError(ValueError):
 
 
 def grammar_text(kind: GrammarKind, source: Any, *, has_whitespace: bool = True) -> str:
-    """Return a grammar in llguidance's notation, which may still be wrong. Raises GrammarError.
+    """Return a grammar in llguidance's notation, which may not compile. Raises GrammarError.
 
     source: a JSON schema (an object, also as a string), a regular expression, a list of strings, or a grammar in Lark's
     or GBNF's notation. has_whitespace: JSON may have whitespace between its tokens.
     """
+    grammar = _notation(kind, source, has_whitespace)
+    if len(grammar) > MAX_GRAMMAR_CHARS:
+        raise GrammarError(f"it has {len(grammar)} characters; at most {MAX_GRAMMAR_CHARS} are allowed")
+    return grammar
+
+
+def _notation(kind: GrammarKind, source: Any, has_whitespace: bool) -> str:
     llguidance = _llguidance()
     try:
         match kind:
