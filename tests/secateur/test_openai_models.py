@@ -375,10 +375,8 @@ NOT_NEUTRAL = {
     "prompt_logprobs": 0,
     "echo": True,
     "suffix": "x",
-    "response_format": {"type": "json_object"},
     "tools": [{"type": "function", "function": {"name": "f"}}],
     "tool_choice": "required",
-    "structured_outputs": {"json": {}},
     "guided_json": {},
     "guided_regex": "a",
     "regex": "a",
@@ -618,3 +616,41 @@ def test_a_batch_line_succeeded_only_without_error():
     assert BatchOutputLine.model_validate(good).succeeded
     assert not BatchOutputLine.model_validate({**good, "error": {"code": "x", "message": "y"}}).succeeded
     assert not BatchOutputLine.model_validate({**good, "response": None}).succeeded
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind", "source", "has_whitespace"),
+    [
+        ({"response_format": {"type": "json_object"}}, "json", {"type": "object"}, True),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": [None]}}}},
+            "json",
+            {"enum": [None]},
+            True,
+        ),
+        ({"structured_outputs": {"json": {"a": None}, "disable_any_whitespace": True}}, "json", {"a": None}, False),
+        ({"structured_outputs": {"json": "{}", "regex": None}}, "json", "{}", True),
+        ({"structured_outputs": {"regex": ""}}, "regex", "", True),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, "choice", ["a", "b"], True),
+        ({"structured_outputs": {"grammar": "start: A"}}, "grammar", "start: A", True),
+        ({"structured_outputs": {"json_object": True}}, "json", {"type": "object"}, True),
+    ],
+)
+def test_a_structure_is_read_from_either_field(asked, kind, source, has_whitespace):
+    for body in (completion(**asked), chat(**asked)):
+        assert body.unsupported() == body.ignored() == []
+        assert body.structure == (kind, source, next(iter(asked)), has_whitespace)
+    assert completion(response_format={"type": "text"}).structure is None
+
+
+def test_two_structures_contradict_each_other():
+    problem = refusal(completion, structured_outputs={"regex": "a"}, response_format={"type": "json_object"})
+    assert problem.field == "structured_outputs" and "contradicts response_format" in problem.message
+    problem = refusal(completion, structured_outputs={"regex": "a", "json_object": True})
+    assert problem.field == "structured_outputs" and "got regex and json_object" in problem.message
+
+
+def test_obsolete_names_of_vllm_say_what_to_write():
+    for kind in ("json", "regex", "choice", "grammar"):
+        [found] = completion(**{f"guided_{kind}": "a"}).unsupported()
+        assert found.param == f"guided_{kind}" and f'structured_outputs={{"{kind}": ...}}' in found.why
