@@ -1,0 +1,203 @@
+"""Grammars are lossless: under every rule, outputs follow the target's law restricted to the grammar, exactly.
+
+Texts over a few tokens are spelt in several ways. Draft and target are masked by the production code, trees are grown by
+the real `grow`, and all draws are enumerated. The truth masks the target by listing the language.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+import drafter.tree.budgeted
+from drafter.tree.frontier import DraftVocabulary, Frontier
+from drafter.tree.grow import grow
+from drafter.tree.policy import DynamicTreePolicy, StaticTreePolicy, TreePolicy
+from drafter.tree.sample import DrawnChildren, Support
+from tests.support import oracles
+from tests.support.enumeration import Choose, Draft, GrownScenario, History, as_draft, draw_by, explore
+from tests.support.grammars import TinyTable, allowed_by, state_of
+from tests.support.oracles import Path, distance, product_law
+from verifier.acceptance.coupled import walk
+from workers.sampling.grammar import Grammars, grammar_text
+from workers.sampling.grammar_masks import grammar_masks
+from workers.sampling.logits_edits import Columns, ConstrainedRow
+from workers.sampling.logits_processors import constrain
+from workers.types import Constraints, Rule, SamplingBatch, SamplingParams, TreeBatch
+
+torch.set_num_threads(1)
+
+TEXTS = ["a", "b", "ab", "c", "<end>"]
+END = 4
+LANGUAGE = ["ab", "c", "abab", "abc", "cab", "cc"]
+GRAMMAR = Constraints(grammar=grammar_text("regex", "(ab|c){1,2}"))
+LENGTH = 3
+TOLERANCE = 1e-7  # log p is float32
+VISIBLE = 0.005
+
+CHAIN, STATIC = StaticTreePolicy(((0,), (0, 0))), StaticTreePolicy(((0,), (1,), (0, 0), (0, 1), (1, 0)))
+SHAPES: dict[str, tuple[TreePolicy, dict[str, object]]] = {
+    "chain": (CHAIN, {}),
+    "static": (STATIC, {}),
+    "dynamic": (DynamicTreePolicy(max_children=2, max_depth=2), {}),
+    "dynamic hybrid": (DynamicTreePolicy(max_children=3, max_depth=2), {"is_hybrid": True}),
+}
+WHOLE, REDUCED = DraftVocabulary(target_size=5), DraftVocabulary(target_size=5, target_ids=torch.tensor([4, 0, 3]))
+
+
+@cache
+def grammars() -> Grammars:
+    return Grammars(TinyTable(TEXTS, [END]))
+
+
+@cache
+def raw(prefix: Path, is_draft: bool = False) -> np.ndarray:
+    return np.random.default_rng([*prefix, 7 + is_draft]).normal(scale=1.2, size=len(TEXTS)).astype(np.float32)
+
+
+@cache
+def p(prefix: Path) -> np.ndarray:
+    """Return the law that the target samples from, masked by the production code; an ended text stays ended."""
+    if END in prefix:
+        return np.eye(len(TEXTS))[END]
+    rows = [ConstrainedRow(0, state_of(GRAMMAR, prefix[:1]), list(prefix[1:]))]
+    columns = Columns(0, len(TEXTS))
+    x_1V = constrain(torch.from_numpy(raw(prefix))[None], rows, columns, grammar_masks(rows, columns, grammars()))
+    return x_1V.double().softmax(-1)[0].numpy()
+
+
+@cache
+def truth(prefix: Path) -> np.ndarray:
+    allowed = sorted(allowed_by(TEXTS, [END], LANGUAGE, prefix)) or [END]  # of impossible prefixes any law will do
+    law = np.zeros(len(TEXTS))
+    law[allowed] = np.exp(raw(prefix)[allowed].astype(np.float64))
+    return law / law.sum()
+
+
+def grown(
+    prefix: Path, rule: Rule, tree_policy: TreePolicy, options: dict[str, object], vocab: DraftVocabulary
+) -> tuple[TreeBatch, Draft]:
+    """Return the tree that the real `grow` draws for a request with this output; none for one that has ended."""
+    if END in prefix:
+        bare = oracles.trees([([-1], [END])])
+        return bare, as_draft(bare, None)
+    paths: dict[int, Path] = {0: ()}
+    ids = np.arange(vocab.target_size) if vocab.target_ids is None else vocab.target_ids.numpy()
+
+    def logits(rows: list[int]) -> torch.Tensor:
+        return torch.from_numpy(np.stack([raw((*prefix, *paths[row]), True)[ids] for row in rows]))
+
+    def expand(level: Frontier) -> torch.Tensor:
+        for row, parent, token in zip(level.row_F, level.parent_row_F, level.token_F, strict=True):
+            paths[int(row)] = (*paths[int(parent)], int(token))
+        return logits(level.row_F.tolist())
+
+    trees = grow(
+        logits([0]),
+        np.zeros(1, dtype=np.int64),
+        np.array([len(prefix) + 1]),
+        limits=oracles.limits([4], [2], rule=[rule], **options),  # type: ignore[arg-type]
+        sampling=SamplingBatch.stack([SamplingParams()]),
+        policy=tree_policy,
+        expand=expand,
+        vocab=vocab,
+        logits_states={0: state_of(GRAMMAR, prefix)},
+        grammars=grammars(),
+    )
+    return trees.trees, as_draft(trees.trees, trees.probs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrammarScenario(GrownScenario):
+    """A scenario whose request has the grammar."""
+
+    options: dict[str, object]
+    vocab: DraftVocabulary
+
+    def drafts(self, history: History) -> Iterator[tuple[float, Draft]]:
+        prefix = sum(history, ())
+
+        def run(choose: Choose) -> Draft:
+            def draw(support: Support, count_F: np.ndarray, num_fixed_F: np.ndarray, *_: object) -> DrawnChildren:
+                return draw_by(choose, support, count_F, num_fixed_F, self.tree_policy.max_children)
+
+            with mock.patch.object(drafter.tree.budgeted, "draw_children", draw):
+                return grown(prefix, self.rule, self.tree_policy, self.options, self.vocab)[1]
+
+        return explore(run)
+
+
+def assert_allowed(history: History, draft: Draft) -> None:
+    """Check that every node is allowed, and that nothing follows an end token."""
+    prefix = sum(history, ())
+    for node in draft[1:]:
+        path = (*prefix, *node.path)
+        assert path[-1] in allowed_by(TEXTS, [END], LANGUAGE, path[:-1]) and END not in path[:-1]
+
+
+@pytest.mark.parametrize("vocab", [WHOLE, REDUCED], ids=["whole", "reduced"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("rule", [Rule.TRAVERSAL, Rule.RECURSIVE])
+def test_sampled_drafts_keep_the_law(rule: Rule, shape: str, vocab: DraftVocabulary) -> None:
+    tree_policy, options = SHAPES[shape]
+    scenario = GrammarScenario(
+        p=p,
+        q=lambda path: (),
+        rule=rule,
+        tree_policy=tree_policy,
+        limits=oracles.limits([4], [2], rule=[rule]),
+        options=options,
+        vocab=vocab,
+    )
+    histories: list[History] = [(), ((0,),), ((2,),), ((3, 3),), ((2, 3),)]
+    for history in histories:
+        for _, draft in scenario.drafts(history):
+            assert_allowed(history, draft)
+    assert max(len(draft) for _, draft in scenario.drafts(())) > 2
+    assert distance(scenario.law(LENGTH), product_law(truth, LENGTH)) < TOLERANCE
+
+
+@pytest.mark.parametrize("vocab", [WHOLE, REDUCED], ids=["whole", "reduced"])
+@pytest.mark.parametrize("shape", ["chain", "static", "dynamic"])
+def test_target_only_acceptance_keeps_the_law(shape: str, vocab: DraftVocabulary) -> None:
+    tree_policy, options = SHAPES[shape]
+    law: dict[Path, float] = defaultdict(float)
+
+    def rounds(history: History, weight: float) -> None:
+        prefix = sum(history, ())
+        if len(prefix) >= LENGTH:
+            law[prefix[:LENGTH]] += weight
+            return
+        trees, draft = grown(prefix, Rule.TARGET_ONLY, tree_policy, options, vocab)
+        assert_allowed(history, draft)
+
+        def run(choose: Choose) -> Path:
+            return walk(trees, [choose(p((*prefix, *node.path)).tolist()) for node in draft])[0].tokens
+
+        for chance, tokens in explore(run):
+            rounds((*history, tokens), weight * chance)
+
+    rounds((), 1.0)
+    assert distance(law, product_law(truth, LENGTH)) < TOLERANCE
+
+
+def test_an_unmasked_draft_would_waste_nodes_and_an_unmasked_target_would_break_the_law() -> None:
+    rule, (tree_policy, options) = Rule.TARGET_ONLY, SHAPES["dynamic"]
+    with mock.patch("drafter.tree.grow.grammar_masks", lambda *_: None):
+        unmasked = [(prefix, grown(prefix, rule, tree_policy, options, WHOLE)[1]) for prefix in [(), (0,), (2,)]]
+    with pytest.raises(AssertionError):
+        for prefix, draft in unmasked:
+            assert_allowed((prefix,), draft)
+
+    def free(prefix: Path) -> np.ndarray:
+        law = np.exp(raw(prefix).astype(np.float64))
+        return law / law.sum()
+
+    assert distance(product_law(free, LENGTH), product_law(truth, LENGTH)) > VISIBLE
