@@ -39,6 +39,7 @@ _STEP_LEXER_FUEL, _STEP_ITEMS = 100_000, 20_000
 """The most work for one mask, about 10 ms; llguidance's own limits are two and a half times as high."""
 _LEXER_STATES = 50_000  # of 1 to 2 kB, per grammar
 _MAX_ERROR_CHARS = 300
+_NO_TOKEN = "no token may follow"
 
 
 class GrammarError(ValueError):
@@ -110,7 +111,8 @@ class TokenTable:
         if matcher.is_error():
             raise GrammarError(_shortened(matcher.get_error()))
         if not self._allows_text(matcher) and not matcher.is_accepting():
-            raise GrammarError("no text matches it")
+            why = _shortened(matcher.get_error())
+            raise GrammarError(why if why and why != _NO_TOKEN else "no text matches it")
         return matcher
 
     def load(self) -> Any:
@@ -294,4 +296,6 @@ def _shortened(message: str) -> str:
     """Return an error of llguidance without its drawing of the place, on one line."""
     lines = (line.strip() for line in message.replace("<non-verbose/>", "").splitlines())
     text = " ".join(line for line in lines if line and not re.match(r"\d+ \||\^", line))
+    if text.startswith("NoExtension"):
+        return _NO_TOKEN
     return text if len(text) <= _MAX_ERROR_CHARS else text[: _MAX_ERROR_CHARS - 3] + "..."
