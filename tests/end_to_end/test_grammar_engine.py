@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
-from itertools import pairwise
 from typing import Any
 
 import jsonschema
@@ -23,13 +22,15 @@ from drafter.proposers.ngram import MatchLengths, NgramProposer
 from tests.support.engine_here import EngineHere, Pair, engine_here
 from tests.support.engines import AUTO, BUNDLED, CHAIN, DYNAMIC, STATIC, bundled, prompts
 from verifier.adaptive.cost_model import UNPROFILED
+from verifier.target import Target
 from workers.comm.ipc import Speculation, Submit, TokenChunk
-from workers.config import AcceptanceConfig, EngineConfig, TreeConfig
+from workers.config import AcceptanceConfig, PruneConfig, SimulatedCosts, TreeConfig
 from workers.models.decoder import Decoder
 from workers.models.readers import read_spec
-from workers.sampling.grammar import TokenTable, grammar_text
+from workers.sampling.grammar import Grammars, TokenTable, grammar_text
+from workers.sampling.logits_state import unpack_logits_states
 from workers.sampling.sampler import draw
-from workers.types import Constraints, SamplingBatch, SamplingParams
+from workers.types import Constraints, SamplingBatch, SamplingParams, TargetStep
 
 torch.set_num_threads(1)
 
@@ -69,6 +70,11 @@ def tokenizer() -> Tokenizer:
 
 
 @cache
+def table() -> llguidance.LLTokenizer:
+    return TokenTable(str(BUNDLED / "target"), 2048, ENDS).load()
+
+
+@cache
 def grammar(name: str) -> str:
     kind, source, _ = GRAMMARS[name]
     return grammar_text(kind, source, has_whitespace=False)  # type: ignore[arg-type]
@@ -87,10 +93,23 @@ def ngram(head: object, kv: object, page_size: int, tree_rows: int) -> Proposer:
 PROPOSERS = {"eagle3": FeatureProposer, "draft_model": draft_model, "ngram": ngram}
 
 
+class RecordingTarget(Target):
+    """A target that keeps its steps."""
+
+    def run(self, step: TargetStep, number: int) -> list[int]:
+        self.steps = [*getattr(self, "steps", []), step]
+        return super().run(step, number)
+
+
 @contextmanager
-def running(tree: TreeConfig | None, method: str = "eagle3", **options: Any) -> Iterator[EngineHere]:
+def running(
+    tree: TreeConfig | None, method: str = "eagle3", acceptance: AcceptanceConfig | None = None, **options: Any
+) -> Iterator[EngineHere]:
     config = bundled(tree, method=method, eos_token_ids=ENDS, num_pages=600, **options)
-    with engine_here(config, pair(), UNPROFILED, proposer=PROPOSERS[method]) as here:
+    if acceptance is not None:
+        assert config.draft is not None
+        config = replace(config, draft=replace(config.draft, acceptance=acceptance))
+    with engine_here(config, pair(), UNPROFILED, target=RecordingTarget, proposer=PROPOSERS[method]) as here:
         yield here
 
 
@@ -152,8 +171,7 @@ def check(asked: list[Submit], chunks: dict[int, list[TokenChunk]]) -> None:
 
 
 def may_follow(text: str, tokens: list[int]) -> np.ndarray:
-    table = TokenTable(str(BUNDLED / "target"), 2048, ENDS).load()
-    matcher = llguidance.LLMatcher(table, text, log_level=0)
+    matcher = llguidance.LLMatcher(table(), text, log_level=0)
     assert matcher.consume_tokens(tokens) and not matcher.is_error()
     bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
     return np.unpackbits(bits, bitorder="little")[:2048].astype(bool)
@@ -178,11 +196,15 @@ def truth(temperature: float) -> dict[int, list[int]]:
     return {submit.id: plain(model, submit) for submit in submits(temperature)}
 
 
+COPYING = replace(  # drafting costs more than it gains
+    AUTO, prune=PruneConfig(auto=True, simulated_costs=SimulatedCosts(step_ms=1.0, row_ms=0.001, draft_ms=90.0))
+)
 SPECULATIONS = {
     "none": (None, "eagle3"),
     "eagle3": (DYNAMIC, "eagle3"),
     "eagle3, static": (STATIC, "eagle3"),
     "eagle3, auto": (AUTO, "eagle3"),
+    "eagle3, auto, mostly copies": (COPYING, "eagle3"),
     "draft_model": (CHAIN, "draft_model"),
     "ngram": (DYNAMIC, "ngram"),
 }
@@ -199,23 +221,125 @@ def test_the_tokens_are_those_of_a_masked_loop_whatever_is_drafted(speculation: 
         accepted = sum(own[-1].stats.num_accepted_tokens for own in chunks.values() if own[-1].stats)
         assert (accepted > 0) == (here.drafter is not None)
         check_drafts(here)
+        if "copies" in speculation:
+            assert sum(own[-1].stats.num_copied_tokens for own in chunks.values() if own[-1].stats) > 0
 
 
 def check_drafts(here: EngineHere) -> None:
-    """Check that no drafted node is forbidden, by a new matcher for each node."""
-    for request, reply in zip(here.drafter.requests, here.drafter.replies, strict=True) if here.drafter else ():
-        from workers.sampling.logits_state import unpack_logits_states
-
-        states = unpack_logits_states(request.constraints_U)
-        growing = torch.nonzero(request.num_nodes_B > 0)[:, 0].tolist()
-        trees = reply.trees
-        for b, (begin, end) in zip(growing, pairwise(trees.offsets.tolist()), strict=True):
-            if b not in states or not states[b].constraints.grammar:
+    """Check that no node that went through the target is forbidden, by a new matcher for each node."""
+    for step in here.engine._target.steps:  # type: ignore[attr-defined]
+        states = unpack_logits_states(step.constraints_U)
+        begins, tokens = step.attention.query_offsets.tolist(), step.token_N.tolist()
+        for request, row in zip(step.request_R.tolist(), step.sample_row_R.tolist(), strict=True):
+            if request not in states or not (text := states[request].constraints.grammar):
                 continue
-            output = np.frombuffer(states[b].output, np.int32).tolist()
-            paths: list[list[int]] = [[]]
-            for row in range(begin + 1, end):
-                path = [*paths[int(trees.parent_N[row])], int(trees.token_N[row])]
-                paths.append(path)
+            ancestors = int(step.attention.ancestors_N[row])
+            path = [tokens[begins[request] + bit] for bit in range(1, 64) if ancestors >> bit & 1]
+            output = np.frombuffer(states[request].output, np.int32).tolist()
+            if path:
                 assert not set(path[:-1]) & set(ENDS), "nothing follows an end token"
-                assert may_follow(states[b].constraints.grammar, output + path[:-1])[path[-1]]
+                assert may_follow(text, output + path[:-1])[path[-1]]
+
+
+# ---- other rules, and requests that are interrupted
+
+REJECTION = {
+    "traversal": AcceptanceConfig(kind="rejection"),
+    "recursive": AcceptanceConfig(kind="rejection", rejection_method="recursive"),
+    "hybrid": AcceptanceConfig(kind="rejection", sample_method="hybrid"),
+    "target only": AcceptanceConfig(kind="rejection", draft_probs=False),
+}
+
+
+@pytest.mark.parametrize("rule", REJECTION)
+@pytest.mark.parametrize("method", ["eagle3", "draft_model"])
+def test_under_rejection_answers_are_valid_and_no_node_is_forbidden(method: str, rule: str) -> None:
+    asked = submits(1.0)
+    coupled = [replace(submit, id=100 + submit.id, speculation=COUPLED) for submit in submits(1.0, seeds=1)]
+    with running(DYNAMIC, method, REJECTION[rule]) as here:
+        chunks = answers(here, asked + coupled)
+        check(asked + coupled, chunks)
+        check_drafts(here)
+        assert sum(own[-1].stats.num_accepted_tokens for own in chunks.values() if own[-1].stats) > 0
+        own_tokens = tokens_of(chunks)
+        assert all(own_tokens[submit.id] == truth(1.0)[submit.id - 100] for submit in coupled)
+
+
+COUPLED = Speculation(acceptance="coupled")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("method", ["eagle3", "draft_model", "ngram"])
+def test_preempted_requests_go_on_where_they_were(method: str, temperature: float) -> None:
+    asked = submits(temperature)
+    with running(DYNAMIC, method, max_num_seqs=5, max_num_batched_tokens=160) as here:
+        chunks = answers(here, asked, preempt_every=2)
+        assert tokens_of(chunks) == truth(temperature)
+        assert here.engine._stats.num_preemptions > 5
+        assert here.engine._target.grammars is not None and not here.engine._target.grammars._matchers
+
+
+def test_other_constraints_apply_within_the_grammar_with_and_without_drafts() -> None:
+    own = [dict(bad_words=[[5], [91, 92]]), dict(min_tokens=12), dict(presence_penalty=1.5, logit_bias={96: 4.0})]
+    asked = [
+        replace(
+            submit,
+            id=10 * i + submit.id,
+            sampling=replace(submit.sampling, constraints=replace(submit.sampling.constraints, **others)),
+        )
+        for i, others in enumerate(own)
+        for submit in submits(1.0, seeds=1)[:5]
+    ]
+    told = []
+    for tree in (None, DYNAMIC):
+        with running(tree) as here:
+            chunks = answers(here, asked)
+            check([submit for submit in asked if not submit.sampling.constraints.bad_words], chunks)
+            told.append(tokens_of(chunks))
+    assert told[0] == told[1]
+    assert told[0] != {submit.id: truth(1.0)[submit.id % 10] for submit in asked}
+
+
+def test_a_complete_text_ends_the_request_even_if_end_tokens_are_ignored() -> None:
+    asked = [replace(submit, ignore_eos=True) for submit in submits(1.0, seeds=1)[:5]]
+    with running(DYNAMIC) as here:
+        chunks = answers(here, asked)
+        check(asked, chunks)
+        assert tokens_of(chunks) == {submit.id: truth(1.0)[submit.id] for submit in asked}
+
+
+# ---- what goes wrong, and what costs nothing
+
+
+def test_a_grammar_that_cannot_be_followed_fails_its_request_alone() -> None:
+    first, *others = submits(1.0, seeds=1)
+    slow = Constraints(grammar=grammar_text("regex", "((a{1,500}){1,500}){1,500}"))
+    wrong = Constraints(grammar=grammar_text("regex", "("))
+    hostile = [
+        replace(first, id=100 + i, sampling=replace(first.sampling, constraints=own), max_tokens=200)
+        for i, own in enumerate([slow, wrong])
+    ]
+    with running(DYNAMIC) as here:
+        chunks = answers(here, [*hostile, *others])
+        check(others, chunks)
+        assert chunks[100][-1].finish_reason == chunks[101][-1].finish_reason == "error"
+        assert "too many expressions" in str(chunks[100][-1].error) and "unclosed group" in str(chunks[101][-1].error)
+        assert tokens_of(chunks) == tokens_of(chunks) | {s.id: truth(1.0)[s.id] for s in others}
+
+
+def test_without_grammars_no_mask_is_computed_and_no_table_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("a request without a grammar paid for one")
+
+    for name in ("masks", "count_allowed", "problem", "_compile"):
+        monkeypatch.setattr(Grammars, name, never)
+    monkeypatch.setattr(TokenTable, "load", never)
+    free = submits(1.0)[5::6]
+    penalized = [replace(s, id=50 + s.id, sampling=replace(s.sampling, constraints=PENALIZED)) for s in free]
+    for tree, method in ((None, "eagle3"), (DYNAMIC, "eagle3"), (DYNAMIC, "ngram")):
+        with running(tree, method) as here:
+            chunks = answers(here, free + penalized)
+            assert tokens_of(chunks) == tokens_of(chunks) | {s.id: truth(1.0)[s.id] for s in free}
+
+
+PENALIZED = Constraints(presence_penalty=1.0, bad_words=[[5]], min_tokens=4)

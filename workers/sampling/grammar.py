@@ -186,9 +186,20 @@ class Grammars:
         return PathMasks(packed_QY, is_over_Q)
 
     def count_allowed(self, logits_state: LogitsState, tokens: Sequence[int]) -> int:
-        """Return how many of these tokens, from the first, may follow the root."""
+        """Return how many of these tokens, from the first, may follow the root.
+
+        A matcher consumes some tokens that its mask excludes: where a text must go on in one way, only the tokenizer's
+        own spelling of it is allowed.
+        """
         matcher = self._at_root(logits_state)
-        count = matcher.own.validate_tokens(list(tokens))
+        count = 0
+        for token in tokens:
+            if not matcher.move(tokens[:count]) or not matcher.allows(token):
+                break
+            count += 1
+            if token in self.table.end_token_ids:
+                break
+        matcher.move(())
         self._check(logits_state, matcher)
         return count
 
@@ -262,6 +273,11 @@ class _Matcher:
         count = self.own.try_consume_tokens(tokens)
         self._output = output[: len(self._output) + 4 * count]
         return count == len(tokens)
+
+    def allows(self, token: int) -> bool:
+        """Return whether the mask here has the token."""
+        mask = self.own.compute_bitmask()
+        return token < 8 * len(mask) and bool(mask[token >> 3] >> (token & 7) & 1)
 
     def move(self, path: Sequence[int]) -> bool:
         """Move to a path below the output. Return False if the grammar forbids it; the matcher then stops before."""

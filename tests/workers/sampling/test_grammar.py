@@ -101,6 +101,22 @@ def test_the_allowed_beginning_of_a_draft_is_counted(grammars: Grammars) -> None
         assert allowed_after(grammars, state, ()) == allowed_by(TEXTS, ENDS, LANGUAGE, (2,)), "it moved"
 
 
+def test_a_draft_is_cut_where_the_mask_ends_it_although_a_matcher_would_consume_it() -> None:
+    table = TokenTable(BUNDLED, 2048, (0, 2))
+    schema = {"type": "object", "properties": {"ab": {"const": 1}}, "required": ["ab"], "additionalProperties": False}
+    grammar = grammar_text("json", schema, has_whitespace=False)
+    [quote], [brace] = (table.load().tokenize_str(text) for text in '"{')
+    matcher = table.compile(grammar)
+    assert matcher.validate_tokens([brace, quote]) == 2
+    state = state_of(Constraints(grammar=grammar), (brace,))
+    grammars = Grammars(table)
+    following = np.flatnonzero(unpacked(grammars.masks(state, [()]).packed_QY, 2048)[0]).tolist()
+    assert len(following) == 1, "the text goes on in one way"
+    others = set(range(3, 2048)) - set(following)
+    assert grammars.count_allowed(state, following) == 1
+    assert not any(grammars.count_allowed(state, [token]) for token in others)
+
+
 # ---- columns
 
 
