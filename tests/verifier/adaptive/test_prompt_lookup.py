@@ -56,6 +56,18 @@ def longest_match(text: list[int]) -> Match | None:
     return best
 
 
+@pytest.mark.parametrize("count", range(9))
+def test_a_draft_ends_before_the_first_token_that_the_grammar_forbids(count):
+    own, asked = request_of([4, 1, 2, 3, 1, 2, 3]), []
+
+    def count_allowed(request: Request, tokens: list[int]) -> int:
+        asked.append((request, tokens))
+        return count
+
+    assert looked_up(own, PromptLookup(count_allowed)) == [1, 2, 3, 1, 2, 3, 1, 2][:count]
+    assert asked == [(own, [1, 2, 3, 1, 2, 3, 1, 2, 3])], "one more than may be drafted"
+
+
 @pytest.mark.parametrize("vocab", [2, 5, 40])
 def test_the_longest_match_is_found_the_latest_of_equals(vocab):
     rng = np.random.default_rng(vocab)
