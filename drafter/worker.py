@@ -81,9 +81,7 @@ def _serve(
             continue
         assert isinstance(received.message, DraftRequest)
         with naming_lost_peers(world.role, received.step):
-            reply = draft(
-                received.message, proposer, policy, is_hybrid=is_hybrid, kernels=kernels, grammars=grammars
-            )
+            reply = draft(received.message, proposer, policy, is_hybrid=is_hybrid, kernels=kernels, grammars=grammars)
         if world.link is not None:
             world.link.send(reply, received.step)
         if not isinstance(proposer, NgramProposer):

@@ -1,4 +1,6 @@
-"""The processes that render chat templates, tokenize and check grammars: one fork server and its workers. They do not import torch.
+"""The processes that render chat templates, tokenize and check grammars: one fork server and its workers.
+
+They do not import torch.
 
 The fork server loads the tokenizer once and forks a worker in milliseconds and with almost no memory of its own.
 Killing a worker is the only way to stop any job, since a thread in Jinja or in the Rust tokenizer cannot be stopped.
@@ -148,9 +150,7 @@ class _Jobs:
         self._alarm(self._limits.tokenize_s)
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
-    def grammar(
-        self, structure: tuple[Any, ...], end_token_ids: tuple[int, ...], vocab_size: int
-    ) -> str:
+    def grammar(self, structure: tuple[Any, ...], end_token_ids: tuple[int, ...], vocab_size: int) -> str:
         asked = Structure(*structure)
         self._alarm(self._limits.tokenize_s)
         try:

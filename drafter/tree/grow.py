@@ -260,8 +260,8 @@ class _PathConstraints:
         if not self._logits_states or (isinstance(draft, NgramCandidates) and not self._has_grammar):
             return draft, None
         rows = []
-        columns = (frontier.request_F, frontier.row_F, frontier.parent_row_F, frontier.token_F)
-        nodes = zip(*(column.tolist() for column in columns), strict=True)
+        fields = (frontier.request_F, frontier.row_F, frontier.parent_row_F, frontier.token_F)
+        nodes = zip(*(field.tolist() for field in fields), strict=True)
         for i, (request, row, parent, token) in enumerate(nodes):
             if request in self._logits_states:
                 path = [*self._path[request, parent], token] if row else []

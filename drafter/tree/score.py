@@ -47,7 +47,6 @@ class ChildScores(NamedTuple):
         token_FK, weight_FK, prob_FK, top_prob_F, kind_F = (array[is_row_F] for array in self[:5])
         return ChildScores(token_FK, weight_FK, prob_FK, top_prob_F, kind_F, support)
 
-
     def without_children(self, is_dead_F: np.ndarray) -> ChildScores:
         """Return the scores with no candidates at some nodes."""
         if not is_dead_F.any():

@@ -1,4 +1,4 @@
-"""Structured outputs from the real models in this process: the tokens do not depend on the drafts, and they are valid."""
+"""Structured outputs from the real models in this process: tokens do not depend on the drafts, and they are valid."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def running(
         yield here
 
 
-def submits(temperature: float, speculation: Speculation = Speculation(), seeds: int = 2) -> list[Submit]:  # noqa: B008
+def submits(temperature: float, speculation: Speculation = Speculation(), seeds: int = 2) -> list[Submit]:
     """Return requests with every grammar and without one, of several seeds."""
     some = sorted(prompts(8), key=len)[:3]
     asked = [(name, seed) for seed in range(seeds) for name in (*GRAMMARS, None)]

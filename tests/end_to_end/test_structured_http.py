@@ -1,4 +1,4 @@
-"""Structured outputs of a real service, tensor-parallel and drafted: valid, the same with and without drafts, streamed."""
+"""Structured outputs of a real tensor-parallel service: valid, and the same with and without drafts and streaming."""
 
 from __future__ import annotations
 

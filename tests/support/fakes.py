@@ -260,9 +260,7 @@ class FakeChannel:
         assert isinstance(request, DraftRequest)
         self.requests.append(request)
         reply = over_the_wire(
-            worker.draft(
-                request, self._proposer, self._policy, is_hybrid=self._is_hybrid, grammars=self._grammars
-            )
+            worker.draft(request, self._proposer, self._policy, is_hybrid=self._is_hybrid, grammars=self._grammars)
         )
         assert isinstance(reply, DraftReply)
         self.replies.append(reply)

@@ -101,9 +101,7 @@ class Controller:
     many of some tokens, from the first, a request's grammar allows next.
     """
 
-    def __init__(
-        self, config: EngineConfig, row_costs: RowCosts, count_allowed: CountAllowed = allow_all
-    ) -> None:
+    def __init__(self, config: EngineConfig, row_costs: RowCosts, count_allowed: CountAllowed = allow_all) -> None:
         prune = config.draft.tree.prune if config.draft else PruneConfig()
         self._has_lookup = prune.prompt_lookup
         self._max_rows, self._max_backlog = max_message_rows(config), max_backlog(config)

@@ -6,10 +6,13 @@
     Grammars(table).count_allowed(state, tokens)  how many of these tokens may follow the root
 
 A grammar is a JSON schema, a regular expression, a list of choices or a context-free grammar; llguidance parses and
-matches it. Each process compiles a request's grammar once and keeps its matcher between steps, where only the new tokens
-are consumed. End tokens may follow exactly where the text may end, and nothing else may follow a complete text.
+matches it. Each process compiles a request's grammar once and keeps its matcher between steps: a step consumes only the
+new tokens. End tokens may follow exactly where the text may end, and nothing else may follow a complete text.
 
-This module imports neither torch nor, before the first grammar, llguidance.
+Where a text must go on in one way, llguidance allows only the tokenizer's own spelling of it. The masks are a function
+of the tokens so far, so this is part of the law that drafts must keep.
+
+This module imports no torch, and llguidance only when a request has a grammar.
 Legend: Q rows, V vocabulary, Y bytes of a mask.
 """
 
@@ -177,7 +180,7 @@ class Grammars:
         is_over_Q = np.zeros(len(paths), dtype=bool)
         matcher = self._at_root(logits_state)
         ends = self.table.end_token_ids
-        for place in sorted(range(len(paths)), key=lambda place: paths[place]):
+        for place in sorted(range(len(paths)), key=lambda place: tuple(paths[place])):
             path = paths[place]
             is_over_Q[place] = not matcher.move(path) or (len(path) > 0 and path[-1] in ends)
             packed_QY[place] = np.frombuffer(matcher.own.compute_bitmask(), np.uint8)[:num_bytes]

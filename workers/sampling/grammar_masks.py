@@ -3,9 +3,9 @@
     grammar_masks(rows, columns, grammars) -> GrammarMasks | None       None if no row has a grammar
     apply_masks(logits, masks)                                          in place
 
-A grammar comes before all other masks. Those of the same request (allowed ids, bad words, min_tokens) are applied within
-it, one after the other, and each only if a token remains. They are computed over the whole vocabulary, so all shards and
-a reduced draft vocabulary agree with the target.
+A grammar comes before all other masks. Those of the same request (allowed ids, bad words, min_tokens) are applied
+within it, one after the other, and each only if a token remains. They are computed over the whole vocabulary, so all
+shards and a reduced draft vocabulary agree with the target.
 
 Legend: R rows, Q rows with a grammar, W columns, Y bytes of a row's mask, V target vocabulary.
 """
@@ -22,7 +22,6 @@ from torch import Tensor
 
 from workers.sampling.grammar import Grammars, unpacked
 from workers.sampling.logits_edits import Columns, ConstrainedRow, completed_by
-from workers.sampling.logits_state import LogitsState
 from workers.transfer import to_device
 
 
@@ -55,10 +54,10 @@ def grammar_masks(rows: Sequence[ConstrainedRow], columns: Columns, grammars: Gr
         is_over.append(masks.is_over_Q)
     packed_QY = _of_columns(np.concatenate(packed), columns, grammars.table.vocab_size)
     row_Q = np.array([row.row for some in of_request.values() for row in some], dtype=np.int64)
-    is_empty_Q = ~packed_QY.any(axis=1)
-    if columns.column_of_V is None and columns.width < grammars.table.vocab_size:
-        is_empty_Q[:] = False  # a shard may have none of the tokens
-    return GrammarMasks(row_Q, packed_QY, is_empty_Q | np.concatenate(is_over))
+    is_dead_Q = np.concatenate(is_over)
+    if columns.column_of_V is not None:  # a shard may have none of the allowed tokens, the whole vocabulary has some
+        is_dead_Q |= packed_QY.max(axis=1, initial=0) == 0
+    return GrammarMasks(row_Q, packed_QY, is_dead_Q)
 
 
 def apply_masks(x_RW: Tensor, masks: GrammarMasks) -> None:

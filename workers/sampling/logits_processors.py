@@ -42,8 +42,8 @@ def constrain(
 ) -> Tensor:
     """Return float32 logits with the edits of `rows` applied, or the argument itself without rows.
 
-    Each row may occur once. masks: those of the rows with a grammar. Rows with the same LogitsState object share its planning. The edits are planned on the host
-    and copied to the logits' device at once, without synchronizing.
+    Each row may occur once. Rows with the same LogitsState object share its planning. The edits are planned on the host
+    and copied to the logits' device at once, without synchronizing. masks: those of the rows with a grammar.
     """
     if not rows:
         return logits_RW

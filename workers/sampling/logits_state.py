@@ -86,9 +86,7 @@ class LogitsState:
         """True if tokens may be masked here or deeper in the tree."""
         own = self.constraints
         return (
-            bool(own.bad_words or own.grammar)
-            or own.allowed_token_ids is not None
-            or self.num_output < own.min_tokens
+            bool(own.bad_words or own.grammar) or own.allowed_token_ids is not None or self.num_output < own.min_tokens
         )
 
     @property

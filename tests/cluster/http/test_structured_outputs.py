@@ -136,9 +136,7 @@ async def test_a_grammar_that_takes_too_long_costs_its_worker_and_nothing_else(t
     parent.close()
 
 
-def test_a_service_whose_model_has_no_end_token_says_so(
-    own: Callable[..., FakeService], service: FakeService
-) -> None:
+def test_a_service_whose_model_has_no_end_token_says_so(own: Callable[..., FakeService], service: FakeService) -> None:
     from dataclasses import replace
 
     running = own(config=replace(service.service.config, eos_token_ids=()), parent=None)

@@ -126,9 +126,7 @@ def test_shards_of_the_vocabulary_together_have_the_whole_mask(grammars: Grammar
     whole = edited(state_of(GRAMMAR, ()), paths, Columns(0, V), grammars)
     assert whole == [allowed_by(TEXTS, ENDS, LANGUAGE, path) for path in paths]
     starts = [V * rank // size for rank in range(size + 1)]
-    shards = [
-        edited(state_of(GRAMMAR, ()), paths, Columns(a, b - a), grammars) for a, b in itertools.pairwise(starts)
-    ]
+    shards = [edited(state_of(GRAMMAR, ()), paths, Columns(a, b - a), grammars) for a, b in itertools.pairwise(starts)]
     for row, allowed in enumerate(whole):
         assert allowed == {start + c for start, shard in zip(starts, shards, strict=False) for c in shard[row]}
 
