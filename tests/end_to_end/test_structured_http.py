@@ -59,6 +59,7 @@ def test_a_chat_follows_its_schema_with_the_same_tokens_whatever_is_drafted(clie
 def test_under_rejection_answers_are_valid_too(client: Client) -> None:
     for asked in ASKED[1:]:
         answer = client.chat("Describe it.", **asked, n=4, speculative={**DRAFTED, "acceptance": "rejection"})
+        assert len(answer.choices) == 4
         for choice in answer.choices:
             jsonschema.validate(json.loads(choice.message.content), SCHEMA)
 

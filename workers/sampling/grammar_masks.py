@@ -52,12 +52,12 @@ def grammar_masks(rows: Sequence[ConstrainedRow], columns: Columns, grammars: Gr
         masks = grammars.masks(some[0].logits_state, [list(row.path) for row in some])
         packed.append(_narrowed(masks.packed_QY, some, grammars.table.vocab_size))
         is_over.append(masks.is_over_Q)
-    packed_QY = _of_columns(np.concatenate(packed), columns, grammars.table.vocab_size)
+    whole_QY = np.concatenate(packed)
+    packed_QY = _of_columns(whole_QY, columns, grammars.table.vocab_size)
     row_Q = np.array([row.row for some in of_request.values() for row in some], dtype=np.int64)
-    is_dead_Q = np.concatenate(is_over)
-    if columns.column_of_V is not None:  # a shard may have none of the allowed tokens, the whole vocabulary has some
-        is_dead_Q |= packed_QY.max(axis=1, initial=0) == 0
-    return GrammarMasks(row_Q, packed_QY, is_dead_Q)
+    # A shard may have none of the allowed tokens; all shards agree on what is dead.
+    seen_QY = whole_QY if columns.column_of_V is None else packed_QY
+    return GrammarMasks(row_Q, packed_QY, np.concatenate(is_over) | (seen_QY.max(axis=1, initial=0) == 0))
 
 
 def apply_masks(x_RW: Tensor, masks: GrammarMasks) -> None:
