@@ -65,11 +65,18 @@ def apply_masks(x_RW: Tensor, masks: GrammarMasks) -> None:
     alive = np.flatnonzero(~masks.is_dead_Q)
     if not len(alive):
         return
-    row_Q = to_device(masks.row_Q[alive], x_RW.device)
-    packed_QY = to_device(masks.packed_QY[alive], x_RW.device)
-    bit_8 = torch.arange(8, dtype=torch.uint8, device=x_RW.device)
-    allowed_QW = (packed_QY[:, :, None] >> bit_8 & 1).view(len(alive), -1)[:, : x_RW.shape[1]]
-    x_RW.index_copy_(0, row_Q, x_RW.index_select(0, row_Q).masked_fill_(allowed_QW == 0, -torch.inf))
+    row_Q, width = to_device(masks.row_Q[alive], x_RW.device), x_RW.shape[1]
+    x_RW.index_copy_(
+        0, row_Q, x_RW[row_Q].masked_fill_(_forbidden(masks.packed_QY[alive], width, x_RW.device), -torch.inf)
+    )
+
+
+def _forbidden(packed_QY: np.ndarray, width: int, device: torch.device) -> Tensor:
+    """Return bool [Q, W] on the device, to which the bits are copied."""
+    if device.type == "cpu":  # faster than shifting bits
+        return torch.from_numpy(~unpacked(packed_QY, width))
+    bit_8 = torch.arange(8, dtype=torch.uint8, device=device)
+    return ((to_device(packed_QY, device)[:, :, None] >> bit_8 & 1) == 0).view(len(packed_QY), -1)[:, :width]
 
 
 def _narrowed(packed_QY: np.ndarray, rows: Sequence[ConstrainedRow], vocab_size: int) -> np.ndarray:
