@@ -7,6 +7,7 @@ the same trees from the same gathered logits.
 from __future__ import annotations
 
 import logging
+import math
 import time
 
 import torch
@@ -39,7 +40,7 @@ from workers.kv_cache import KVPool
 from workers.kv_sizing import agree_on_pages
 from workers.models.load import load_decoder
 from workers.models.specs import Eagle3Spec, FcHeadSpec, ModelSpec, Specs
-from workers.sampling.grammar import Grammars, TokenTable
+from workers.sampling.grammar import MASK_SECONDS, Grammars, TokenTable
 from workers.sampling.logits_state import LogitsState, pack_logits_states, unpack_logits_states
 from workers.types import DraftCosts, DraftReply, DraftRequest, Rule, SamplingBatch, SamplingParams
 
@@ -65,7 +66,11 @@ def run(config: EngineConfig, specs: Specs, rank: int, store_address: str) -> No
             draft(request, proposer, policy, is_hybrid=is_hybrid, kernels=kernels)
     world.gather_topology(report)
     freeze_start_up()
-    grammars = Grammars(TokenTable.of(config, specs.target.vocab_size), config.max_num_seqs)
+    grammars = Grammars(
+        TokenTable.of(config, specs.target.vocab_size),
+        config.max_num_seqs,
+        mask_seconds=MASK_SECONDS if world.tp.size == 1 else math.inf,
+    )
     _serve(world, proposer, policy, is_hybrid, kernels, grammars)
     if proposer.graphs is not None:
         proposer.graphs.release()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ from workers.kv_sizing import agree_on_pages, logits_bytes
 from workers.models.eagle3_format import FeatureFusion
 from workers.models.load import load_decoder
 from workers.models.specs import Eagle3Spec, Specs
-from workers.sampling.grammar import Grammars, TokenTable
+from workers.sampling.grammar import MASK_SECONDS, Grammars, TokenTable
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +116,11 @@ def load(world: World, specs: Specs, graphs_of: EngineConfig | None = None) -> t
     if can_capture(kernels, world.device, config.enforce_eager) and decoder.can_be_captured:
         graphs = decoder_graphs(decoder, kv, graphs_of or config)
         logger.info("%s: captured graphs, %s", world.role, graphs.report)
-    grammars = Grammars(TokenTable.of(config, spec.vocab_size), config.max_num_seqs)
+    grammars = Grammars(
+        TokenTable.of(config, spec.vocab_size),
+        config.max_num_seqs,
+        mask_seconds=MASK_SECONDS if world.tp.size == 1 else math.inf,
+    )
     target = Target(decoder, kv, config.page_size, world.peers, features.fuse, state_pool, graphs, grammars)
     return target, num_pages
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,8 +39,12 @@ GrammarKind = Literal["json", "regex", "choice", "grammar"]
 
 MAX_GRAMMAR_CHARS = 1 << 16
 """A grammar is sent with every step, as all constraints are."""
-_STEP_LEXER_FUEL, _STEP_ITEMS = 100_000, 20_000
-"""The most work for one mask, about 10 ms; llguidance's own limits are two and a half times as high."""
+MASK_SECONDS = 0.5
+"""The most time for a request's masks in one step, after which it fails. Ordinary masks take a few milliseconds."""
+_STEP_LEXER_FUEL, _STEP_ITEMS = 100_000, 20_000  # of one mask
+_ROW_ITEMS = 600
+"""Parses of an ambiguous grammar that are followed at once: with llguidance's own 2,000 a token takes a second, with
+600 at most a tenth. A JSON object of 150 optional properties needs 600."""
 _LEXER_STATES = 50_000  # of 1 to 2 kB, per grammar
 _MAX_ERROR_CHARS = 300
 _NO_TOKEN = "no token may follow"
@@ -107,6 +112,7 @@ class TokenTable:
         limits = llguidance.LLParserLimits(
             step_lexer_fuel=_STEP_LEXER_FUEL,
             step_max_items=_STEP_ITEMS,
+            max_items_in_row=_ROW_ITEMS,
             max_lexer_states=_LEXER_STATES,
             verbose_errors=False,
         )
@@ -145,7 +151,7 @@ class PathMasks(NamedTuple):
     """The tokens that may follow each of Q paths."""
 
     packed_QY: np.ndarray  # uint8, one bit per token, lowest first
-    is_over_Q: np.ndarray  # bool: the path has ended the text, or the grammar forbids it; its mask is arbitrary
+    is_over_Q: np.ndarray  # bool: the path has ended the text, is forbidden, or the request failed; no mask then
 
 
 class Grammars:
@@ -153,11 +159,13 @@ class Grammars:
 
     The states that drafter and verifier exchange carry the grammar and all of the output, so a matcher can always be
     built again. At most `capacity` matchers and compiled grammars are kept, the last used ones.
+
+    mask_seconds: the most time for a request's masks in one call. Ranks that must agree on masks have no such limit.
     """
 
-    def __init__(self, table: TokenTable, capacity: int = 256) -> None:
+    def __init__(self, table: TokenTable, capacity: int = 256, *, mask_seconds: float = MASK_SECONDS) -> None:
         self.table = table
-        self._capacity = capacity
+        self._capacity, self._mask_seconds = capacity, mask_seconds
         self._compiled: OrderedDict[str, Any] = OrderedDict()  # LLMatchers at the beginning, to be copied
         self._matchers: OrderedDict[int, _Matcher] = OrderedDict()
         self._failures: dict[int, str] = {}
@@ -176,11 +184,17 @@ class Grammars:
         The paths are visited in lexicographic order, which is depth first, so siblings share the walk to their parent.
         """
         num_bytes = -(-self.table.vocab_size // 8)
-        packed_QY = np.empty((len(paths), num_bytes), dtype=np.uint8)
-        is_over_Q = np.zeros(len(paths), dtype=bool)
+        packed_QY = np.zeros((len(paths), num_bytes), dtype=np.uint8)
+        is_over_Q = np.ones(len(paths), dtype=bool)
+        if logits_state.id in self._failures:
+            return PathMasks(packed_QY, is_over_Q)
+        began = time.thread_time()
         matcher = self._at_root(logits_state)
         ends = self.table.end_token_ids
         for place in sorted(range(len(paths)), key=lambda place: tuple(paths[place])):
+            if time.thread_time() - began > self._mask_seconds:
+                self._fail(logits_state.id, f"its masks take more than {self._mask_seconds:g} s")
+                break
             path = paths[place]
             is_over_Q[place] = not matcher.move(path) or (len(path) > 0 and path[-1] in ends)
             packed_QY[place] = np.frombuffer(matcher.own.compute_bitmask(), np.uint8)[:num_bytes]
@@ -194,6 +208,8 @@ class Grammars:
         A matcher consumes some tokens that its mask excludes: where a text must go on in one way, only the tokenizer's
         own spelling of it is allowed.
         """
+        if logits_state.id in self._failures:
+            return 0
         matcher = self._at_root(logits_state)
         count = 0
         for token in tokens:
@@ -207,7 +223,7 @@ class Grammars:
         return count
 
     def failure(self, id: int) -> str | None:
-        """Return why the request's matcher gave up, if it did: one of its masks exceeded the limits."""
+        """Return why the request's matcher gave up, if it did: its masks exceeded a limit, or no token may follow."""
         return self._failures.get(id)
 
     def drop(self, id: int) -> None:
@@ -238,12 +254,12 @@ class Grammars:
         return self._compiled[grammar]
 
     def _check(self, logits_state: LogitsState, matcher: _Matcher) -> None:
-        """Record a matcher's failure and drop it, because a failed one never recovers."""
+        """Record a matcher's failure, from which it never recovers."""
         if matcher.own.is_error():
             self._fail(logits_state.id, _shortened(matcher.own.get_error()))
-            del self._matchers[logits_state.id]
 
     def _fail(self, id: int, why: str) -> None:
+        self._matchers.pop(id, None)
         if id not in self._failures:
             logger.warning("request %d: its grammar failed: %s", id, why)
             self._failures[id] = why

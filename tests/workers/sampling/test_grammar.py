@@ -6,6 +6,7 @@ import itertools
 import random
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path as File
 from typing import Any
@@ -254,6 +255,32 @@ def test_a_matcher_that_exceeds_its_limits_is_reported_and_dropped() -> None:
     grammars.drop(7)
     assert grammars.failure(7) is None
     assert (grammars.masks(other, [()]).packed_QY == before).all()
+
+
+def test_masks_that_take_too_long_fail_their_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count()
+    monkeypatch.setattr(module.time, "thread_time", lambda: float(next(clock)))
+    grammars = Grammars(TinyTable(TEXTS, ENDS), mask_seconds=2.5)
+    slow, other = state_of(GRAMMAR, (), id=1), state_of(GRAMMAR, (), id=2)
+    masks = grammars.masks(slow, [(), (0,), (2,), (3,)])
+    assert masks.is_over_Q.tolist() == [False, False, True, True]
+    assert grammars.failure(1) == "its masks take more than 2.5 s" and 1 not in grammars._matchers
+    assert grammars.masks(slow, [()]).is_over_Q.all() and grammars.count_allowed(slow, [0]) == 0
+    assert allowed_after(grammars, other, (3,)) == allowed_by(TEXTS, ENDS, LANGUAGE, (3,))
+    assert grammars.failure(2) is None
+
+
+def test_a_very_ambiguous_grammar_fails_before_its_masks_take_long() -> None:
+    grammars = Grammars(TokenTable(BUNDLED, 2048, (0, 2)))
+    text = grammar_text("grammar", 'start: e\ne: e e e | e e | /[a-z]/ | "(" e ")"')
+    letters = [token for letter in "abcdefgh" * 8 for token in grammars.table.load().tokenize_str(letter)]
+    for length in range(len(letters)):
+        began = time.thread_time()
+        grammars.masks(state_of(Constraints(grammar=text), letters[:length]), [(), letters[length : length + 1]])
+        assert time.thread_time() - began < 5, "a second without the limit on parses, and growing"
+        if grammars.failure(0):
+            break
+    assert "items" in str(grammars.failure(0)) and 4 < length < 60
 
 
 # ---- grammars and tables
