@@ -241,7 +241,7 @@ class Grammars:
                 self._matchers.popitem(last=False)
         self._matchers.move_to_end(id)
         if not matcher.advance(logits_state.output):
-            self._fail(id, "the output does not match it")
+            self._fail(id, _shortened(matcher.own.get_error()) or "the output does not match it")
         return matcher
 
     def _compile(self, grammar: str) -> Any:
