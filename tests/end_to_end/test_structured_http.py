@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import jsonschema
+import openai
 import pytest
+from pydantic import BaseModel
 
 from cluster.local_service import local_service
 from secateur import Client
@@ -36,9 +38,15 @@ ASKED: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def client() -> Iterator[Client]:
+def url() -> Iterator[str]:
     args = {"port": 0, "device": "cpu", "max_num_seqs": 8, "max_model_len": 512, "tensor_parallel_size": 2}
-    with local_service(EngineArgs.load(args)) as url, Client(url) as client:
+    with local_service(EngineArgs.load(args)) as url:
+        yield url
+
+
+@pytest.fixture
+def client(url: str) -> Iterator[Client]:
+    with Client(url) as client:
         yield client
 
 
@@ -89,3 +97,17 @@ def test_a_model_of_the_request_is_sent_under_its_json_name(client: Client) -> N
 def test_drafts_are_accepted_under_a_grammar(client: Client) -> None:
     answer = client.chat("Describe it.", **ASKED[0], speculative=DRAFTED, return_speculative_stats=True)
     assert answer.usage.completion_tokens_details.accepted_prediction_tokens > 3
+
+
+class Thing(BaseModel):
+    colour: Literal["red", "green"]
+    size: Literal[1, 2]
+
+
+def test_openais_client_parses_an_answer(url: str) -> None:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none") as theirs:
+        model = theirs.models.list().data[0].id
+        answer = theirs.chat.completions.parse(
+            model=model, messages=[{"role": "user", "content": "a"}], response_format=Thing, temperature=0, seed=1
+        )
+    assert isinstance(answer.choices[0].message.parsed, Thing)
