@@ -20,7 +20,7 @@ from cluster.http.tokenizer import Tokenizer
 from drafter.proposers.base import DraftModelProposer, FeatureProposer, Proposer
 from drafter.proposers.ngram import MatchLengths, NgramProposer
 from tests.support.engine_here import EngineHere, Pair, engine_here
-from tests.support.engines import AUTO, BUNDLED, CHAIN, DYNAMIC, STATIC, bundled, prompts
+from tests.support.engines import AUTO, BUNDLED, CHAIN, DYNAMIC, STATIC, GenerationJob, Runner, bundled, prompts
 from verifier.adaptive.cost_model import UNPROFILED
 from verifier.target import Target
 from workers.comm.ipc import Speculation, Submit, TokenChunk
@@ -343,3 +343,18 @@ def test_without_grammars_no_mask_is_computed_and_no_table_is_read(monkeypatch: 
 
 
 PENALIZED = Constraints(presence_penalty=1.0, bad_words=[[5]], min_tokens=4)
+
+
+@pytest.mark.full
+def test_tensor_parallel_ranks_of_target_and_drafter_agree_on_the_masks() -> None:
+    asked = submits(1.0)
+    jobs = [
+        GenerationJob(
+            prompt=submit.prompt, max_tokens=submit.max_tokens, sampling=submit.sampling, ignore_eos=submit.ignore_eos
+        )
+        for submit in asked
+    ]
+    with Runner(bundled(DYNAMIC, tp=2, draft_tp=2, eos_token_ids=ENDS)) as runner:
+        told = runner.run(jobs, concurrency=6)
+    assert [answer.tokens for answer in told] == [truth(1.0)[submit.id] for submit in asked]
+    assert sum(answer.stats.num_accepted_tokens for answer in told) > 0
