@@ -147,6 +147,23 @@ def test_a_reduced_vocabulary_has_its_part_of_the_mask_and_tells_where_that_is_e
     assert masks.is_dead_Q.any() and not masks.is_dead_Q.all()
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the simulated device takes the real one's place")
+@pytest.mark.parametrize("columns", [Columns(0, V), Columns(3, 4)])
+def test_masks_on_a_device_are_those_on_the_host_without_waiting_for_it(grammars: Grammars, columns: Columns) -> None:
+    rows = [ConstrainedRow(row, state_of(GRAMMAR, ()), list(path)) for row, path in enumerate(PATHS)]
+    x_RW = torch.arange(len(rows) * columns.width).view(len(rows), -1).float()
+    masks = grammar_masks(rows, columns, grammars)
+    on_host = constrain(x_RW, rows, columns, masks)
+    pytest.importorskip("triton")
+    from tests.support.simulated_cuda import simulated_cuda
+
+    with simulated_cuda() as cuda:
+        x_there = x_RW.to("cuda", non_blocking=True)
+        on_device = constrain(x_there, rows, columns, masks)
+        assert on_device.is_cuda and not cuda.waits
+        assert on_device.tolist() == on_host.tolist()
+
+
 # ---- with other constraints
 
 
