@@ -27,7 +27,7 @@ import workers
 from cluster.engine_client import Health
 from cluster.http.errors import PromptError
 from cluster.http.tokenizer import TextLimit, Tokenizer
-from cluster.http.tokenizer_worker import COMMAND, LENGTH, READY, JobLimits
+from cluster.http.tokenizer_worker import COMMAND, GRAMMAR_STACK_BYTES, LENGTH, READY, JobLimits
 from secateur.errors import SecateurError
 from secateur.requests import Structure
 
@@ -400,8 +400,8 @@ class TokenizerPool:
     def _grammar_too_costly(self) -> str:
         limits = self._limits
         return (
-            f"it took more than {limits.grammar_s:g} s or {limits.memory_bytes >> 20} MiB of memory to compile; "
-            "simplify it"
+            f"it took more than {limits.grammar_s:g} s, {limits.memory_bytes >> 20} MiB of memory or "
+            f"{GRAMMAR_STACK_BYTES >> 20} MiB of stack to compile; simplify it"
         )
 
 

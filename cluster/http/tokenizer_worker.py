@@ -19,7 +19,11 @@ import signal
 import socket
 import struct
 import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import msgpack
@@ -37,6 +41,8 @@ COMMAND = struct.Struct("<i")
 LENGTH = struct.Struct("<I")
 """Precedes every frame between the service and a worker."""
 READY = b"ready"
+GRAMMAR_STACK_BYTES = 2 << 20
+"""A quarter of what the ranks have: a grammar that compiles here does not overflow their stacks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,14 +164,25 @@ class _Jobs:
                 self._table = TokenTable(self._tokenizer.path, vocab_size, end_token_ids)
             self._table.load()
             self._alarm(self._limits.grammar_s)
-            grammar = grammar_text(asked.kind, asked.source, has_whitespace=asked.has_whitespace)
-            self._table.compile(grammar)
+            return _on_small_stack(partial(_compiled, asked, self._table))
         except GrammarError as error:
             raise PromptError(f"{asked.param}: {error}", param=asked.param) from None
-        return grammar
 
     def _alarm(self, seconds: float) -> None:
         signal.setitimer(signal.ITIMER_REAL, seconds)
+
+
+def _compiled(asked: Structure, table: TokenTable) -> str:
+    grammar = grammar_text(asked.kind, asked.source, has_whitespace=asked.has_whitespace)
+    table.compile(grammar)
+    return grammar
+
+
+def _on_small_stack(function: Callable[[], str]) -> str:
+    """Call a function on a stack of `GRAMMAR_STACK_BYTES`. A stack that overflows kills the process."""
+    threading.stack_size(GRAMMAR_STACK_BYTES)
+    with ThreadPoolExecutor(1) as executor:
+        return executor.submit(function).result()
 
 
 def send_frame(to: socket.socket, payload: bytes) -> None:

@@ -186,10 +186,9 @@ class Grammars:
         num_bytes = -(-self.table.vocab_size // 8)
         packed_QY = np.zeros((len(paths), num_bytes), dtype=np.uint8)
         is_over_Q = np.ones(len(paths), dtype=bool)
-        if logits_state.id in self._failures:
-            return PathMasks(packed_QY, is_over_Q)
         began = time.thread_time()
-        matcher = self._at_root(logits_state)
+        if (matcher := self._at_root(logits_state)) is None:
+            return PathMasks(packed_QY, is_over_Q)
         ends = self.table.end_token_ids
         for place in sorted(range(len(paths)), key=lambda place: tuple(paths[place])):
             if time.thread_time() - began > self._mask_seconds:
@@ -208,9 +207,8 @@ class Grammars:
         A matcher consumes some tokens that its mask excludes: where a text must go on in one way, only the tokenizer's
         own spelling of it is allowed.
         """
-        if logits_state.id in self._failures:
+        if (matcher := self._at_root(logits_state)) is None:
             return 0
-        matcher = self._at_root(logits_state)
         count = 0
         for token in tokens:
             if not matcher.move(tokens[:count]) or not matcher.allows(token):
@@ -231,17 +229,25 @@ class Grammars:
         self._matchers.pop(id, None)
         self._failures.pop(id, None)
 
-    def _at_root(self, logits_state: LogitsState) -> _Matcher:
-        """Return the request's matcher behind all of its output."""
+    def _at_root(self, logits_state: LogitsState) -> _Matcher | None:
+        """Return the request's matcher behind all of its output; None if it failed."""
         id, grammar = logits_state.id, logits_state.constraints.grammar
+        if id in self._failures:
+            return None
         matcher = self._matchers.get(id)
         if matcher is None or matcher.grammar != grammar:
-            matcher = self._matchers[id] = _Matcher(grammar, self._compile(grammar).deep_copy())
+            try:
+                compiled = self._compile(grammar)
+            except GrammarError as error:  # a node whose files or packages are not those of the others
+                self._fail(id, str(error))
+                return None
+            matcher = self._matchers[id] = _Matcher(grammar, compiled.deep_copy())
             while len(self._matchers) > self._capacity:
                 self._matchers.popitem(last=False)
         self._matchers.move_to_end(id)
         if not matcher.advance(logits_state.output):
             self._fail(id, _shortened(matcher.own.get_error()) or "the output does not match it")
+            return None
         return matcher
 
     def _compile(self, grammar: str) -> Any:

@@ -20,6 +20,8 @@ from workers.sampling.grammar import MAX_GRAMMAR_CHARS, TokenTable
 
 CHAT = {"messages": [{"role": "user", "content": "a"}]}
 SCHEMA = {"type": "object", "properties": {"a": {"enum": ["x", 5]}}, "required": ["a"], "additionalProperties": False}
+LONG_CHAIN = "start: r0\n" + "".join(f"r{n}: r{n + 1}\n" for n in range(3000)) + 'r3000: "a"'
+"""Overflows a stack of 8 MiB."""
 HOSTILE = {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(2500)}}
 
 
@@ -97,6 +99,7 @@ def test_without_a_structure_there_is_no_grammar(http: httpx2.Client, service: F
         ({"structured_outputs": {"regex": "a" * MAX_GRAMMAR_CHARS}}, "structured_outputs", "characters; at most"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs", "must have at least 1 item"),
         ({"structured_outputs": {"grammar": "start: stop"}}, "structured_outputs", 'unknown name: "stop"'),
+        ({"structured_outputs": {"grammar": LONG_CHAIN}}, "structured_outputs", "2 MiB of stack to compile"),
         (
             {"structured_outputs": {"choice": ["a"]}, "response_format": {"type": "json_object"}},
             "structured_outputs",
@@ -129,7 +132,7 @@ async def test_a_grammar_that_takes_too_long_costs_its_worker_and_nothing_else(t
     async with TokenizerPool(tokenizer, num_workers=1, parent=parent) as pool:
         await pool.ready()
         asked = {"end_token_ids": (0, 2), "vocab_size": 2048}
-        with pytest.raises(JobTooCostly, match=r"response_format: it took more than 0.05 s") as refused:
+        with pytest.raises(JobTooCostly, match=r"response_format: it took more than 0\.05 s") as refused:
             await pool.grammar(Structure("json", HOSTILE, "response_format"), **asked)
         assert (refused.value.param, refused.value.code) == ("response_format", "grammar_too_costly")
         assert await pool.grammar(Structure("choice", ["a"], "structured_outputs"), **asked)
