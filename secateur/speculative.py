@@ -60,6 +60,9 @@ class SpeculativeConfig(Strict):
     draft_tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
     draft_placement: Literal["dedicated", "colocated"] | None = None
     """None = dedicated if there are enough devices."""
+    draft_link: Literal["auto", "nccl", "host"] = "auto"
+    """How trees and draft probabilities travel between dedicated GPUs: over NCCL with the features, or through host
+    memory. 'auto' times both at start-up. On CPUs and on a shared GPU everything travels through host memory."""
     prompt_lookup_max: Annotated[int, Field(ge=1)] | None = None
     prompt_lookup_min: Annotated[int, Field(ge=1)] | None = None
     max_model_len: Annotated[int, Field(ge=1)] | None = None

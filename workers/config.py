@@ -99,6 +99,8 @@ class DraftConfig:
     """Shortest and longest match in tokens, for n-gram lookup only."""
     tensor_parallel_size: int = 1
     placement: Literal["dedicated", "colocated"] = "dedicated"
+    link: Literal["auto", "nccl", "host"] = "auto"
+    """Between devices: whether trees and draft probabilities travel over NCCL like features, or through the host."""
     tree: TreeConfig = TreeConfig()
     acceptance: AcceptanceConfig = AcceptanceConfig()
 

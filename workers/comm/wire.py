@@ -39,6 +39,7 @@ class Kind(IntEnum):
     DRAFT_REQUEST = 2
     DRAFT_REPLY = 3
     TARGET_STEP = 4
+    PROBE = 5
 
 
 class Field(NamedTuple):
