@@ -60,6 +60,9 @@ class SpeculativeConfig(Strict):
     draft_tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
     draft_placement: Literal["dedicated", "colocated"] | None = None
     """None = dedicated if there are enough devices."""
+    overlap: Literal["auto", "none", "predraft"] = "auto"
+    """'predraft': while the target verifies, the drafter grows the next trees below the likeliest outcomes. 'auto' does
+    so where that takes no longer than the target; not on a shared GPU, with draft tensor parallelism or 'rejection'."""
     draft_link: Literal["auto", "nccl", "host"] = "auto"
     """How trees and draft probabilities travel between dedicated GPUs: over NCCL with the features, or through host
     memory. 'auto' times both at start-up. On CPUs and on a shared GPU everything travels through host memory."""
@@ -107,6 +110,7 @@ class SpeculativeConfig(Strict):
     @model_validator(mode="after")
     def _rules(self) -> Self:
         problems = [*self._model_rule(), *self._tree_rules(), *self._pruning_rules(), *self._lookup_rules()]
+        problems += self._overlap_rules()
         if problems:
             raise ConfigError(*problems)
         self._warn_unused()
@@ -188,6 +192,15 @@ class SpeculativeConfig(Strict):
         elif has_threshold and self.speculative_tree_prune == "off":
             problems.append(Problem("speculative_tree_prune", OFF_WITH_THRESHOLDS))
         return problems
+
+    def _overlap_rules(self) -> list[Problem]:
+        if self.overlap != "predraft":
+            return []
+        if self.method == "ngram":
+            return [Problem("overlap", "method 'ngram' takes no time that could be hidden; write 'auto' or 'none'")]
+        if self.draft_tensor_parallel_size > 1:
+            return [Problem("overlap", "'predraft' needs draft_tensor_parallel_size=1; write 'auto' or 'none'")]
+        return []
 
     def _lookup_rules(self) -> list[Problem]:
         low, high = self.prompt_lookup_min, self.prompt_lookup_max

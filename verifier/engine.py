@@ -211,6 +211,8 @@ class Engine:
         seconds = time.perf_counter() - began
         self._stats.draft_seconds += reply.seconds
         self._stats.transfer_seconds += seconds - reply.seconds
+        self._stats.num_trees += len(reply.pruned_GD)
+        self._stats.num_predrafted += reply.num_predrafted
         return Exchange(reply, 1e3 * seconds)
 
     def _verify(self, step: Step, drafts: DraftBatch) -> list[Verdict]:

@@ -68,15 +68,22 @@ class HostLink:
                 raise ConnectionResetError("it closed the link")
             rest = rest[received:]
 
+    def has_bytes(self) -> bool:
+        """Return whether something has arrived, or the peer is gone."""
+        return bool(self._poll(select.POLLIN, 0.0))
+
     def close(self) -> None:
         """Close this end; the peer's next operation fails."""
         self._socket.close()
 
     def _wait(self, event: int) -> None:
+        if not self._poll(event, self._timeout_s):
+            raise TimeoutError(f"it was silent for {self._timeout_s:g} s")
+
+    def _poll(self, event: int, timeout_s: float) -> list[tuple[int, int]]:
         poller = select.poll()
         poller.register(self._socket, event)
-        if not poller.poll(1e3 * self._timeout_s):
-            raise TimeoutError(f"it was silent for {self._timeout_s:g} s")
+        return poller.poll(1e3 * timeout_s)
 
 
 def listen(store: Store, host: str, timeout_s: float, connect_timeout_s: float) -> HostLink:
