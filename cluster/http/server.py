@@ -99,6 +99,10 @@ class Service:
     """The model's sampling parameters for requests that leave them out; its `max_tokens` applies to chats alone."""
     max_pending: int | None = None
     """Choices running or waiting beyond which the service answers 429; None = 8 per running sequence."""
+    cors: middleware.Cors | None = None
+    """None = browsers let no script of another origin use the service."""
+    root_path: str = ""
+    """The prefix under which clients see the service, such as /llm."""
     created: int = field(default_factory=lambda: int(time.time()))
     seeds: SeedSource = field(init=False)
     metrics: metrics.Metrics = field(init=False)
@@ -261,6 +265,8 @@ def create_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
         api_keys=service.api_keys,
         echo_request_id=echo_request_id,
         on_rejected=service.metrics.observe_rejected,
+        root_path=service.root_path,
+        cors=service.cors,
     )
 
     @app.post("/v1/completions", response_model=CompletionResponse)
@@ -326,6 +332,15 @@ def create_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
     async def health() -> Response:
         health = service.health()
         return JSONResponse({"status": "ok"}) if health.ok else middleware.error_response(unavailable(health.reason))
+
+    @app.get("/ping")
+    @app.post("/ping")
+    async def ping() -> Response:
+        return await health()
+
+    @app.get("/load")
+    async def load() -> dict[str, int]:
+        return {"server_load": service.engine.num_pending}
 
     @app.get("/metrics")
     async def prometheus() -> Response:

@@ -97,6 +97,17 @@ def test_the_proxy_leaves_our_errors_and_ids_alone(url: str) -> None:
     assert httpx2.get(f"{url}/nowhere").json()["error"]["type"] == "not_found_error"
 
 
+def test_the_proxy_passes_head_preflight_requests_and_prefixes(url: str) -> None:
+    head = httpx2.head(f"{url}/v1/models/", timeout=10)
+    assert (head.status_code, head.content) == (200, b"")
+    assert httpx2.get(f"{url}/llm/openapi.json", timeout=10).json()["servers"] == [{"url": "/llm"}]
+    asked = {"Origin": "https://app.example", "Access-Control-Request-Method": "POST"}
+    preflight = httpx2.options(f"{url}/v1/completions", headers=asked, timeout=10)
+    assert preflight.status_code == 200 and preflight.headers["access-control-allow-origin"] == asked["Origin"]
+    refused = httpx2.post(f"{url}/llm/v1/completions/", json={"prompt": 1}, headers=asked, timeout=10)
+    assert refused.status_code == 400 and refused.headers["access-control-allow-origin"] == asked["Origin"]
+
+
 @pytest.mark.parametrize("streamed", [True, False])
 def test_a_disconnect_aborts_the_request(url: str, streamed: bool) -> None:
     aborted = metric(url, "request_success_total", finished_reason="abort")
