@@ -50,6 +50,15 @@ StopString = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
 NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
+def _some_or_all(value: int) -> int:
+    if value == 0:
+        raise ValueError("must be -1 or at least 1: no prompt is empty")
+    return value
+
+
+Truncation = Annotated[int, Field(ge=-1, le=MAX_TOKENS), AfterValidator(_some_or_all)]
+
+
 class Unsupported(NamedTuple):
     """A known parameter with a value that is not implemented."""
 
@@ -99,14 +108,13 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "modalities": ((["text"],), "only text is produced"),
     "audio": ((), "only text is produced"),
     "prediction": ((), "predicted outputs are not implemented"),
-    "truncate_prompt_tokens": ((), "prompts are never truncated here; shorten the prompt"),
     "chat_template": ((), "the model's own chat template is used; it cannot be replaced per request"),
     "documents": (([],), "documents are not implemented; put them into the messages"),
     "priority": ((0,), "priorities are not implemented in this version"),
     "lora_path": ((), "adapters are not implemented"),
     "kv_transfer_params": ((), "KV transfer is not implemented"),
     "spaces_between_special_tokens": ((True,), "is not implemented; leave it out"),
-    "return_tokens_as_token_ids": ((False,), "use return_token_ids"),
+    "logprob_token_ids": ((), "log probabilities of chosen tokens are not implemented; logprobs gives the likeliest"),
     "return_spec_tokens_details": ((False,), "use return_speculative_stats"),
     "no_stop_trim": ((False,), "use include_stop_str_in_output"),
     "rid": ((), "use request_id"),
@@ -228,6 +236,10 @@ class SamplingRequest(Body):
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    """Write the tokens of log probabilities as `token_id:123`, which tells apart tokens of the same text."""
+    truncate_prompt_tokens: Truncation | None = None
+    """Keep this many of the prompt's last tokens; -1 keeps as many as fit beside the tokens to generate."""
     return_speculative_stats: bool = False
     return_speculative_trees: bool = False
     """Return the tree of each step: its nodes, what became of them, and how each token came."""
@@ -309,9 +321,10 @@ class SamplingRequest(Body):
         return _unsupported(values)
 
     def ignored(self) -> list[str]:
-        """Return unknown fields, including those of `stream_options`."""
+        """Return unknown fields, including those of `stream_options`, and fields without effect."""
         nested = self.stream_options.ignored() if self.stream_options else []
-        return sorted([*super().ignored(), *(f"stream_options.{name}" for name in nested)])
+        unread = ["return_tokens_as_token_ids"] if self.return_tokens_as_token_ids and self.num_logprobs is None else []
+        return sorted([*super().ignored(), *(f"stream_options.{name}" for name in nested), *unread])
 
 
 def listed(items: Iterable[str]) -> str:
@@ -487,6 +500,8 @@ class TokenizeRequest(Rendered):
     add_special_tokens: bool | None = None
     """None adds them to a prompt only, because chat templates add them themselves."""
     return_token_strs: bool = False
+    truncate_prompt_tokens: Truncation | None = None
+    """Keep this many of the last tokens; -1 keeps as many as the context has."""
 
     @property
     def with_special_tokens(self) -> bool:

@@ -104,7 +104,7 @@ class CompletionFormat(ResponseFormat):
         choices = [
             CompletionChoice(
                 text=generation.text,
-                logprobs=completion_logprobs(self.tokenizer, generation.scored) if has_logprobs else None,
+                logprobs=self._logprobs(generation.scored) if has_logprobs else None,
                 prompt_token_ids=self.prompt_ids(generation),
                 **self.choice_fields(index, generation.last, generation.token_ids, generation.trees),
             )
@@ -120,11 +120,14 @@ class CompletionFormat(ResponseFormat):
         is_first = delta.num_tokens == len(delta.token_ids)
         choice = CompletionChoice(
             text=delta.text,
-            logprobs=completion_logprobs(self.tokenizer, delta.scored) if delta.scored else None,
+            logprobs=self._logprobs(delta.scored) if delta.scored else None,
             prompt_token_ids=self.prompt_ids(generation) if is_first else None,
             **self.choice_fields(index, delta, delta.token_ids, [delta.tree] if delta.tree else []),
         )
         return CompletionChunk(**self.head, choices=[choice])
+
+    def _logprobs(self, scored: Sequence[ScoredToken]) -> CompletionLogprobs:
+        return completion_logprobs(self.tokenizer, scored, as_ids=self.body.return_tokens_as_token_ids)
 
 
 class ChatFormat(ResponseFormat):
@@ -139,7 +142,7 @@ class ChatFormat(ResponseFormat):
         choices = [
             ChatChoice(
                 message=AssistantMessage(content=generation.text),
-                logprobs=chat_logprobs(self.tokenizer, generation.scored) if has_logprobs else None,
+                logprobs=self._logprobs(generation.scored) if has_logprobs else None,
                 **self.choice_fields(index, generation.last, generation.token_ids, generation.trees),
             )
             for index, generation in enumerate(generations)
@@ -156,10 +159,13 @@ class ChatFormat(ResponseFormat):
         """Build the chunk of one delta."""
         choice = ChatChunkChoice(
             delta=ChatDelta(content=delta.text),
-            logprobs=chat_logprobs(self.tokenizer, delta.scored) if delta.scored else None,
+            logprobs=self._logprobs(delta.scored) if delta.scored else None,
             **self.choice_fields(index, delta, delta.token_ids, [delta.tree] if delta.tree else []),
         )
         return ChatCompletionChunk(**self.head, choices=[choice])
+
+    def _logprobs(self, scored: Sequence[ScoredToken]) -> ChatLogprobs:
+        return chat_logprobs(self.tokenizer, scored, as_ids=self.body.return_tokens_as_token_ids)
 
 
 _REASONS: dict[int, Literal["min_prob", "path_prob", "cost"]] = {
@@ -207,21 +213,23 @@ def _rounded(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.4g}")
 
 
-def chat_logprobs(tokenizer: Tokenizer, scored: Sequence[ScoredToken]) -> ChatLogprobs:
-    """Return the log probabilities of a chat's tokens: one object per token."""
+def chat_logprobs(tokenizer: Tokenizer, scored: Sequence[ScoredToken], *, as_ids: bool = False) -> ChatLogprobs:
+    """Return the log probabilities of a chat's tokens: one object per token. `as_ids` names tokens by their ids."""
     return ChatLogprobs(
         content=[
             TokenLogprob(
-                **_logprob_fields(tokenizer, token, score.logprob),
-                top_logprobs=[TopLogprob(**_logprob_fields(tokenizer, *pair)) for pair in score.top],
+                **_logprob_fields(tokenizer, token, score.logprob, as_ids),
+                top_logprobs=[TopLogprob(**_logprob_fields(tokenizer, *pair, as_ids)) for pair in score.top],
             )
             for token, score, _ in scored
         ]
     )
 
 
-def completion_logprobs(tokenizer: Tokenizer, scored: Sequence[ScoredToken]) -> CompletionLogprobs:
-    """Return the log probabilities of a completion's tokens: four parallel lists.
+def completion_logprobs(
+    tokenizer: Tokenizer, scored: Sequence[ScoredToken], *, as_ids: bool = False
+) -> CompletionLogprobs:
+    """Return the log probabilities of a completion's tokens: four parallel lists. `as_ids` names tokens by their ids.
 
     As in vLLM, `top_logprobs` includes the generated token even if it is not one of the most likely.
     """
@@ -230,17 +238,21 @@ def completion_logprobs(tokenizer: Tokenizer, scored: Sequence[ScoredToken]) -> 
         top: dict[str, float] = {}
         for id, logprob in [*score.top, (token, score.logprob)]:
             # Two tokens may have the same text; the more likely one stays.
-            top.setdefault(tokenizer.token_text(id).text, max(logprob, MIN_LOGPROB))
-        lists.tokens.append(tokenizer.token_text(token).text)
+            top.setdefault(_token_name(tokenizer, id, as_ids), max(logprob, MIN_LOGPROB))
+        lists.tokens.append(_token_name(tokenizer, token, as_ids))
         lists.token_logprobs.append(max(score.logprob, MIN_LOGPROB))
         lists.top_logprobs.append(top)
         lists.text_offset.append(offset)
     return lists
 
 
-def _logprob_fields(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
-    text, utf8 = tokenizer.token_text(token)
-    return {"token": text, "logprob": max(logprob, MIN_LOGPROB), "bytes": list(utf8)}
+def _token_name(tokenizer: Tokenizer, token: int, as_id: bool) -> str:
+    return f"token_id:{token}" if as_id else tokenizer.token_text(token).text
+
+
+def _logprob_fields(tokenizer: Tokenizer, token: int, logprob: float, as_id: bool) -> dict[str, Any]:
+    name, utf8 = _token_name(tokenizer, token, as_id), tokenizer.token_text(token).utf8
+    return {"token": name, "logprob": max(logprob, MIN_LOGPROB), "bytes": list(utf8)}
 
 
 def total_usage(generations: Sequence[Generation]) -> Usage:

@@ -62,6 +62,7 @@ def build_submits(
     Choice 0 has the request's seed, or `seed` if it has none (see `SeedSource`); choice j has the seed H(seed, j).
     `bad_words` are the request's, tokenized.
     """
+    prompt = truncate(prompt, request.truncate_prompt_tokens, limits, room_for=request.max_output_tokens or 1)
     max_tokens = _max_tokens(request, prompt, limits)
     if request.min_tokens > max_tokens:
         if max_tokens == limits.default_max_tokens:
@@ -103,6 +104,21 @@ def build_submits(
             for number in range(1, request.n)
         ),
     ]
+
+
+def truncate(prompt: list[int], keep: int | None, limits: RequestLimits, *, room_for: int = 0) -> list[int]:
+    """Return the last `keep` tokens of a prompt; None keeps all, -1 what the context has beside `room_for` tokens.
+
+    Raises BadRequest if `keep` is more than the context.
+    """
+    if keep is None:
+        return prompt
+    if keep > limits.max_model_len:
+        raise BadRequest(
+            f"truncate_prompt_tokens={keep} is more than this model's maximum context length of {limits.max_model_len}",
+            param="truncate_prompt_tokens",
+        )
+    return prompt[-max(1, limits.max_model_len - room_for) :] if keep == -1 else prompt[-keep:]
 
 
 def _constraints(request: SamplingRequest, bad_words: Sequence[list[int]], limits: RequestLimits) -> Constraints:

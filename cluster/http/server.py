@@ -43,7 +43,7 @@ from cluster.http.openai_format import (
     total_usage,
 )
 from cluster.http.output_processor import Generation, TextDelta
-from cluster.http.request_params import RequestLimits, SeedSource, build_submits, ineffective_settings
+from cluster.http.request_params import RequestLimits, SeedSource, build_submits, ineffective_settings, truncate
 from cluster.http.streaming import EventStream, cancel_on_disconnect, merge, prepend
 from cluster.http.tokenizer import TextLimit, Tokenizer, text_size
 from cluster.http.tokenizer_pool import TokenizerPool
@@ -309,6 +309,7 @@ def create_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
             ids = await service.tokenize_chat(body, add_special_tokens=special)
         else:
             [ids] = await service.tokenize_texts([body.prompt or ""], add_special_tokens=special)
+        ids = truncate(ids, body.truncate_prompt_tokens, service.limits)
         if body.return_token_strs:
             strings = await service.tokenizer_pool.token_strings(ids)
         limit = service.limits.max_model_len

@@ -343,6 +343,19 @@ def test_the_other_routes_logprobs_fields_are_an_error():
     assert "only allowed with logprobs=true" in refusal(chat, top_logprobs=5).message
 
 
+@pytest.mark.parametrize("build", [completion, chat, lambda **more: TokenizeRequest(prompt="a", **more)])
+def test_a_prompt_is_cut_to_some_tokens_or_to_what_fits(build):
+    assert [build(truncate_prompt_tokens=value).truncate_prompt_tokens for value in (-1, 1, 99)] == [-1, 1, 99]
+    for wrong in (0, -2, True, 1.5, "1"):
+        assert refusal(build, truncate_prompt_tokens=wrong).field == "truncate_prompt_tokens"
+
+
+def test_token_names_without_log_probabilities_have_no_effect():
+    assert completion(return_tokens_as_token_ids=True).ignored() == ["return_tokens_as_token_ids"]
+    assert completion(return_tokens_as_token_ids=True, logprobs=0).ignored() == []
+    assert chat(return_tokens_as_token_ids=True, logprobs=True).ignored() == []
+
+
 @pytest.mark.parametrize("build", [completion, chat])
 def test_best_of_is_fine_where_all_answers_are_returned(build):
     assert build(n=3, best_of=3).unsupported() == [] and build(best_of=1).unsupported() == []
@@ -354,7 +367,7 @@ def test_best_of_is_fine_where_all_answers_are_returned(build):
     [
         ("use_beam_search", {"use_beam_search": True, "n": 2, "temperature": 0}),
         ("best_of", {"best_of": 3, "n": 2, "temperature": 0}),
-        ("truncate_prompt_tokens", {"truncate_prompt_tokens": 5, "min_tokens": 9, "max_tokens": 5}),
+        ("logprob_token_ids", {"logprob_token_ids": [5], "min_tokens": 9, "max_tokens": 5}),
     ],
 )
 @pytest.mark.parametrize("build", [completion, chat])
@@ -384,7 +397,7 @@ NOT_NEUTRAL = {
     "regex": "a",
     "ebnf": "a",
     "use_beam_search": True,
-    "truncate_prompt_tokens": 5,
+    "logprob_token_ids": [5],
     "priority": 1,
     "spaces_between_special_tokens": False,
 }
