@@ -102,6 +102,8 @@ class EngineArgs(Strict):
     """Let browsers add cookies to the requests of such scripts. API keys do not need it."""
     root_path: str = ""
     """The prefix under which clients see the service behind a proxy, such as /llm."""
+    enable_tokenizer_info_endpoint: bool = False
+    """Answer /tokenizer_info: the tokenizer's configuration with the chat template."""
 
     @property
     def model_id(self) -> str:

@@ -137,6 +137,11 @@ SERVER_FLAGS: dict[str, Any] = {
     "root_path": _flag(
         str, "--root-path", metavar="PATH", help="The prefix under which clients see the service, e.g. /llm."
     ),
+    "enable_tokenizer_info_endpoint": _flag(
+        bool,
+        "--enable-tokenizer-info-endpoint",
+        help="Answer /tokenizer_info with the tokenizer's configuration and chat template.",
+    ),
 }
 
 

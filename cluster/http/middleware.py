@@ -33,7 +33,7 @@ from secateur.speculative import Speculative
 
 logger = logging.getLogger(__name__)
 
-PROTECTED = ("/v1/", "/tokenize", "/detokenize", "/server_info")
+PROTECTED = ("/v1/", "/tokenize", "/detokenize", "/tokenizer_info", "/server_info")
 _SANE_ID = re.compile(r"[!-~]{1,512}")
 """Printable ASCII: ids go into logs and headers, and Serve's proxies fail on some other characters."""
 

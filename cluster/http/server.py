@@ -101,6 +101,8 @@ class Service:
     """Choices running or waiting beyond which the service answers 429; None = 8 per running sequence."""
     cors: middleware.Cors | None = None
     """None = browsers let no script of another origin use the service."""
+    has_tokenizer_info: bool = False
+    """Whether /tokenizer_info exists."""
     root_path: str = ""
     """The prefix under which clients see the service, such as /llm."""
     created: int = field(default_factory=lambda: int(time.time()))
@@ -324,6 +326,12 @@ def create_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
             raise BadRequest(f"token id {max(body.tokens)} is not in the vocabulary", param="tokens")
         text = await service.tokenizer_pool.decode(body.tokens)
         return _json(DetokenizeResponse(prompt=text), _ignored_header(request, body.ignored()))
+
+    if service.has_tokenizer_info:
+
+        @app.get("/tokenizer_info")
+        async def tokenizer_info() -> dict[str, Any]:
+            return service.tokenizer.info()
 
     @app.get("/", include_in_schema=False)
     async def inspector() -> Response:
