@@ -85,8 +85,6 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "best_of": ((), "choosing among more answers than are returned is not implemented; leave it out and set n"),
     "use_beam_search": ((False,), "beam search is not implemented"),
     "length_penalty": ((1,), "belongs to beam search, which is not implemented"),
-    "prompt_logprobs": ((), "log probabilities of the prompt are not implemented; logprobs gives the answer's"),
-    "echo": ((False,), "echo is not implemented in this version"),
     "suffix": (("",), "insertion is not implemented"),
     "logits_processors": (([],), "custom logits processors are not implemented"),
     "response_format": (({"type": "text"},), _STRUCTURED),
@@ -236,6 +234,8 @@ class SamplingRequest(Body):
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
+    prompt_logprobs: NumLogprobs | None = None
+    """Most likely tokens to report per prompt token, beside the prompt's own. Not in streams."""
     return_tokens_as_token_ids: bool = False
     """Write the tokens of log probabilities as `token_id:123`, which tells apart tokens of the same text."""
     truncate_prompt_tokens: Truncation | None = None
@@ -281,6 +281,8 @@ class SamplingRequest(Body):
             raise _wrong("bad_words", "an empty string forbids nothing; remove it")
         if self.stream_options is not None and not self.stream:
             raise _wrong("stream_options", "only allowed with stream=true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise _wrong("prompt_logprobs", "not available with stream=true; leave one of the two out")
         self._check_number_of_answers()
         limit = self.max_output_tokens
         if limit is not None and self.min_tokens > limit:
@@ -312,6 +314,11 @@ class SamplingRequest(Body):
     def num_logprobs(self) -> int | None:
         """Return the number of most likely tokens to report per token; None = no log probabilities."""
         raise NotImplementedError
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """Return the number of most likely tokens to report per prompt token; None = no log probabilities."""
+        return self.prompt_logprobs
 
     def unsupported(self) -> list[Unsupported]:
         """Return every known parameter with a value that is not implemented."""
@@ -353,7 +360,10 @@ class CompletionRequest(SamplingRequest):
         ),
     ]
     add_special_tokens: bool = True
+    max_tokens: Annotated[NumTokens, Field(ge=0)] | None = None
+    """0 returns the prompt alone, with `echo` or `prompt_logprobs`."""
     echo: bool = False
+    """Begin the answer's text with the prompt, and its log probabilities with the prompt's."""
     best_of: Annotated[int, Field(ge=1)] | None = None
     logprobs: NumLogprobs | None = None
     """Most likely tokens to report per token; `true` is 1."""
@@ -378,12 +388,19 @@ class CompletionRequest(SamplingRequest):
     @property
     def max_output_tokens(self) -> int | None:
         """Return the token limit; OpenAI's default is 16."""
-        return super().max_output_tokens or DEFAULT_COMPLETION_TOKENS
+        limit = super().max_output_tokens
+        return DEFAULT_COMPLETION_TOKENS if limit is None else limit
 
     @property
     def num_logprobs(self) -> int | None:
         """Return the number of logprobs per token, or None."""
         return self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """Return the number of logprobs per prompt token, or None; an echo needs them as well."""
+        asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((num for num in asked if num is not None), default=None)
 
     @model_validator(mode="after")
     def _some_prompt(self) -> Self:
@@ -391,6 +408,8 @@ class CompletionRequest(SamplingRequest):
             raise _wrong("prompt", "an empty list has nothing to complete; give a text or token ids")
         if top := (self.model_extra or {}).get("top_logprobs"):
             raise _wrong("top_logprobs", f"belongs to chats; for a completion write logprobs={top!r}")
+        if self.max_output_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            raise _wrong("max_tokens", "0 is only allowed with echo or prompt_logprobs; ask for at least 1")
         return self
 
 
@@ -486,6 +505,8 @@ class ChatCompletionRequest(SamplingRequest, Rendered):
     def _top_of_something(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             raise _wrong("top_logprobs", "only allowed with logprobs=true")
+        if (self.model_extra or {}).get("echo"):
+            raise _wrong("echo", "belongs to completions; remove it")
         return self
 
 

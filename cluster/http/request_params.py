@@ -80,7 +80,7 @@ def build_submits(
     first = Submit(
         id=new_id(),
         prompt=prompt,
-        max_tokens=max_tokens,
+        max_tokens=max(1, max_tokens),  # the only token of an answer of 0 tokens is not returned
         sampling=SamplingParams(
             temperature=0.0 if request.is_greedy else request.temperature,
             top_k=request.top_k if 0 < request.top_k < limits.vocab_size else 0,
@@ -94,13 +94,20 @@ def build_submits(
         ignore_eos=request.ignore_eos,
         cache_salt=request.cache_salt,
         speculation=_speculation(request.speculative, limits),
-        has_trees=request.return_speculative_trees,
+        has_trees=request.return_speculative_trees and max_tokens > 0,
+        num_prompt_logprobs=request.num_prompt_logprobs,
     )
     seed = first.sampling.seed
     return [
         first,
         *(
-            replace(first, id=new_id(), sampling=replace(first.sampling, seed=derive_seed(seed, number)))
+            replace(
+                first,
+                id=new_id(),
+                sampling=replace(first.sampling, seed=derive_seed(seed, number)),
+                # A whole response takes the prompt's log-probabilities from the first choice.
+                num_prompt_logprobs=first.num_prompt_logprobs if request.stream else None,
+            )
             for number in range(1, request.n)
         ),
     ]

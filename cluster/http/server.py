@@ -243,6 +243,7 @@ class Service:
                 stop=body.stop_strings,
                 include_stop=body.include_stop_str_in_output,
                 skip_special_tokens=body.skip_special_tokens,
+                is_empty=body.max_output_tokens == 0,
             )
             for choices in submits
             for number, submit in enumerate(choices)
@@ -381,6 +382,8 @@ async def generate(
     """Run all choices in the engine; return the whole response, or an event stream."""
     body = response_format.body
     headers = _ignored_header(request, [*body.ignored(), *ineffective_settings(body.speculative, service.limits)])
+    if response_format.reads_prompts:
+        await asyncio.to_thread(response_format.read_prompts, generations)
     deltas = merge([generation.stream(service.engine, service.metrics) for generation in generations])
     if body.stream:
         # Errors before the first delta get their own HTTP status.
@@ -389,7 +392,7 @@ async def generate(
     async with aclosing(deltas):
         async for _ in deltas:
             pass
-    if body.num_logprobs is None and not body.return_speculative_trees:
+    if body.num_logprobs is None and body.num_prompt_logprobs is None and not body.return_speculative_trees:
         return _json(response_format.response(generations), headers)
     # 4096 tokens with 20 alternatives are 10^5 objects: a second during which other streams must not wait.
     return await asyncio.to_thread(lambda: _json(response_format.response(generations), headers))

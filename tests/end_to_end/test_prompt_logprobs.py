@@ -6,11 +6,14 @@ import asyncio
 import random
 from functools import cache
 
+import httpx2
 import pytest
 import torch
 
 from cluster.engine_client import EngineClient
 from cluster.local_engine import LocalEngine
+from cluster.local_service import local_service
+from secateur.config import EngineArgs
 from tests.support.engines import BUNDLED, DYNAMIC, bundled
 from workers.comm.ipc import Submit, TokenLogprobs
 from workers.config import EngineConfig
@@ -86,3 +89,23 @@ def test_scores_of_random_prompts_are_those_of_transformers(kind: str) -> None:
                 assert client.stats.num_preemptions > 0
 
     asyncio.run(compare())
+
+
+def test_a_service_answers_the_requests_of_evaluation_harnesses() -> None:
+    """lm-eval's `local-completions` sums these for multiple choice and perplexity."""
+    args = EngineArgs.load({"port": 0, "device": "cpu", "max_num_seqs": 4, "max_num_batched_tokens": 70})
+    prompts, logp = random_prompts()[2:4], reference()[2:4]
+    with local_service(args) as url:
+        body = {"prompt": prompts, "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
+        choices = httpx2.post(f"{url}/v1/completions", json=body, timeout=60).raise_for_status().json()["choices"]
+        alone = body | {"max_tokens": 0, "return_tokens_as_token_ids": True}
+        others = httpx2.post(f"{url}/v1/completions", json=alone, timeout=60).raise_for_status().json()["choices"]
+    for prompt, choice, other, logp_NV in zip(prompts, choices, others, logp, strict=True):
+        found = choice["logprobs"]
+        assert len(found["tokens"]) == len(prompt) + 1 and found["token_logprobs"][0] is None
+        begin = len(prompt) // 2  # where the continuation begins
+        wanted = sum(float(logp_NV[at - 1, prompt[at]]) for at in range(begin, len(prompt)))
+        assert sum(found["token_logprobs"][begin:-1]) == pytest.approx(wanted, abs=1e-3 * len(prompt))
+        assert other["logprobs"]["tokens"] == [f"token_id:{id}" for id in prompt]
+        best = [max(top, key=top.__getitem__) for top in other["logprobs"]["top_logprobs"][1:]]
+        assert best == [f"token_id:{id}" for id in logp_NV[:-1].argmax(-1).tolist()]

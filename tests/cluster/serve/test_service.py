@@ -90,8 +90,8 @@ def test_a_stream_is_the_whole_answer_in_pieces(url: str) -> None:
 
 
 def test_the_proxy_leaves_our_errors_and_ids_alone(url: str) -> None:
-    with pytest.raises(APIError, match="prompt_logprobs"), Client(url) as client:
-        client.complete(PROMPT, prompt_logprobs=1)
+    with pytest.raises(APIError, match="best_of"), Client(url) as client:
+        client.complete(PROMPT, best_of=2)
     response = httpx2.get(f"{url}/health", headers={"X-Request-ID": "mine"})
     assert response.headers.get_list("x-request-id") == ["mine"]
     assert httpx2.get(f"{url}/nowhere").json()["error"]["type"] == "not_found_error"
