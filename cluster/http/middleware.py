@@ -75,6 +75,11 @@ def to_http_error(error: Exception) -> HttpError:
             return HttpError(500, ErrorResponse.of("internal error; see the server's log", type="server_error"))
 
 
+def is_protected(path: str) -> bool:
+    """Return whether a path needs an API key, if the service has keys."""
+    return f"{path}/".startswith(PROTECTED)
+
+
 def error_response(error: HttpError) -> Response:
     """Serialize an error, with Retry-After if it has one."""
     headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
@@ -223,7 +228,7 @@ class _ApiKeyMiddleware:
         if scope["type"] == "http":
             path = scope["path"].removeprefix(scope.get("root_path", ""))
             given = Headers(scope=scope).get("authorization", "").encode("latin-1")
-            if f"{path}/".startswith(PROTECTED) and not is_authorised(given, self._keys()):
+            if is_protected(path) and not is_authorised(given, self._keys()):
                 message = "missing or wrong API key; send 'Authorization: Bearer KEY'"
                 body = ErrorResponse.of(message, type="authentication_error", code="invalid_api_key")
                 response = error_response(HttpError(401, body))

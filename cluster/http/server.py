@@ -27,10 +27,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from cluster.engine_client import EngineClient, Health
-from cluster.http import metrics, middleware
+from cluster.http import metrics, middleware, openapi
 from cluster.http.api_keys import ApiKeys
 from cluster.http.errors import BadRequest, HttpError, not_found, too_many_requests, unavailable
 from cluster.http.inspector import inspector_page
@@ -42,6 +42,7 @@ from cluster.http.openai_format import (
     total_stats,
     total_usage,
 )
+from cluster.http.openapi import STREAM, WITH_BODY, errors
 from cluster.http.output_processor import Generation, TextDelta
 from cluster.http.request_params import RequestLimits, SeedSource, build_submits, ineffective_settings, truncate
 from cluster.http.streaming import EventStream, cancel_on_disconnect, merge, prepend
@@ -272,7 +273,7 @@ def create_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
         cors=service.cors,
     )
 
-    @app.post("/v1/completions", response_model=CompletionResponse)
+    @app.post("/v1/completions", response_model=CompletionResponse, responses={200: STREAM, **WITH_BODY})
     @cancel_on_disconnect
     async def completions(body: CompletionRequest, request: Request) -> Response:
         arrival = time.perf_counter()
@@ -283,7 +284,7 @@ def create_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
             service, CompletionFormat(body, service.model_id, service.tokenizer), generations, request
         )
 
-    @app.post("/v1/chat/completions", response_model=ChatCompletionResponse)
+    @app.post("/v1/chat/completions", response_model=ChatCompletionResponse, responses={200: STREAM, **WITH_BODY})
     @cancel_on_disconnect
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
         arrival = time.perf_counter()
@@ -297,12 +298,12 @@ def create_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
     async def models() -> Response:
         return _json(ModelList(data=[service.card()]))
 
-    @app.get("/v1/models/{model:path}", response_model=ModelCard)
+    @app.get("/v1/models/{model:path}", response_model=ModelCard, responses=errors(404))
     async def model(model: str) -> Response:
         service.check_model(model)
         return _json(service.card())
 
-    @app.post("/tokenize", response_model=TokenizeResponse)
+    @app.post("/tokenize", response_model=TokenizeResponse, responses=WITH_BODY)
     @cancel_on_disconnect
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         service.check_body(body)
@@ -319,7 +320,7 @@ def create_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
         answer = TokenizeResponse(tokens=ids, count=len(ids), max_model_len=limit, token_strs=strings)
         return _json(answer, _ignored_header(request, body.ignored()))
 
-    @app.post("/detokenize", response_model=DetokenizeResponse)
+    @app.post("/detokenize", response_model=DetokenizeResponse, responses=WITH_BODY)
     @cancel_on_disconnect
     async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
         service.check_body(body)
@@ -338,13 +339,13 @@ def create_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
     async def inspector() -> Response:
         return inspector_page()
 
-    @app.get("/health")
+    @app.get("/health", responses=errors(503))
     async def health() -> Response:
         health = service.health()
         return JSONResponse({"status": "ok"}) if health.ok else middleware.error_response(unavailable(health.reason))
 
-    @app.get("/ping")
-    @app.post("/ping")
+    @app.get("/ping", responses=errors(503))
+    @app.post("/ping", responses=errors(503))
     async def ping() -> Response:
         return await health()
 
@@ -352,7 +353,7 @@ def create_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
     async def load() -> dict[str, int]:
         return {"server_load": service.engine.num_pending}
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def prometheus() -> Response:
         return Response(service.metrics.render(), media_type=metrics.CONTENT_TYPE)
 
@@ -373,6 +374,7 @@ def create_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
             "config": asdict(service.config),
         }
 
+    openapi.complete(app, has_keys=service.api_keys is not None)
     return app
 
 
