@@ -146,7 +146,9 @@ def _params_of(requests: Sequence[Request], last: _BatchParams | None = None) ->
 
 def _scored_rows(prefill: Sequence[tuple[Request, PromptChunk]], begins: Sequence[int]) -> ScoredRows | None:
     """Return the prompt rows to score; `begins` are the rows at which the chunks begin. None if there are none."""
-    rows, tokens, num_top = [], [], []
+    rows: list[int] = []
+    tokens: list[int] = []
+    num_top: list[int] = []
     for (request, chunk), begin in zip(prefill, begins, strict=False):
         if positions := request.to_score(chunk.start, chunk.stop):
             rows += range(begin + positions.start - chunk.start, begin + positions.stop - chunk.start)

@@ -58,7 +58,7 @@ class ResponseFormat(ABC):
 
     @property
     def reads_prompts(self) -> bool:
-        """Return whether `read_prompts` must be called first."""
+        """Return whether `read_prompts` must be called before `chunk`."""
         return False
 
     def read_prompts(self, generations: Sequence[Generation]) -> None:
@@ -151,6 +151,8 @@ class CompletionFormat(ResponseFormat):
 
     def response(self, generations: Sequence[Generation]) -> CompletionResponse:
         """Build the whole response."""
+        if self._is_echo:
+            self.read_prompts(generations)
         choices = [
             CompletionChoice(
                 text=self._echo_text(index) + generation.text,

@@ -384,8 +384,6 @@ async def generate(
     """Run all choices in the engine; return the whole response, or an event stream."""
     body = response_format.body
     headers = _ignored_header(request, [*body.ignored(), *ineffective_settings(body.speculative, service.limits)])
-    if response_format.reads_prompts:
-        await asyncio.to_thread(response_format.read_prompts, generations)
     deltas = merge([generation.stream(service.engine, service.metrics) for generation in generations])
     if body.stream:
         # Errors before the first delta get their own HTTP status.
@@ -394,7 +392,8 @@ async def generate(
     async with aclosing(deltas):
         async for _ in deltas:
             pass
-    if body.num_logprobs is None and body.num_prompt_logprobs is None and not body.return_speculative_trees:
+    scores = body.num_logprobs is not None or body.num_prompt_logprobs is not None
+    if not (scores or body.return_speculative_trees or response_format.reads_prompts):
         return _json(response_format.response(generations), headers)
     # 4096 tokens with 20 alternatives are 10^5 objects: a second during which other streams must not wait.
     return await asyncio.to_thread(lambda: _json(response_format.response(generations), headers))
@@ -412,6 +411,8 @@ async def _events(
     running = options is not None and options.usage_in_chunks
     try:
         async with aclosing(rest):
+            if response_format.reads_prompts:
+                await asyncio.to_thread(response_format.read_prompts, generations)
             for index, generation in enumerate(generations):
                 if (opening := response_format.opening_chunk(index, generation)) is not None:
                     if running:
