@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from secateur.errors import ConfigError, Problem
 from secateur.schema import Strict, normalise_keys
@@ -234,14 +234,22 @@ class SpeculativeConfig(Strict):
 class Speculative(Strict):
     """The `speculative` object of a request; omitted fields follow the service's configuration."""
 
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
     enabled: bool | None = None
+    """Whether to draft for this request."""
     num_speculative_tokens: Annotated[int, Field(gt=0, le=MAX_NODES)] | None = None
+    """The most draft nodes per step, at most the service's number."""
     tree_prune: TreePrune | None = None
+    """How trees are pruned: by the two thresholds, by a cost model (auto), or not at all (off)."""
     tree_prune_min_prob: Probability | None = None
+    """Do not expand a node whose best next token is less probable than this."""
     tree_prune_path_prob: Probability | None = None
+    """Do not expand a node whose path from the root is less probable than this."""
     acceptance: Literal["coupled", "rejection"] | None = None
+    """The acceptance rule. Both emit the target's distribution."""
     enable_draft_probs: bool | None = None
-    """Applies to acceptance 'rejection' only."""
+    """Test drafts against their probabilities; applies to acceptance 'rejection' only."""
 
     @model_validator(mode="before")
     @classmethod

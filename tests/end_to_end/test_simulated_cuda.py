@@ -33,7 +33,7 @@ from verifier.adaptive.profile import warm_up
 from verifier.engine import Engine
 from workers.comm.channel import Channel, DevicePart, Received, Transport
 from workers.comm.groups import World
-from workers.comm.ipc import FrameDecoder, FrameSocket, Speculation, StepOutput, Submit, encode
+from workers.comm.ipc import FrameDecoder, FrameSocket, Speculation, StepOutput, Submit, TokenLogprobs, encode
 from workers.comm.wire import Message
 from workers.config import DraftConfig, EngineConfig, PruneConfig, SimulatedCosts, TreeConfig
 from workers.cuda_graphs import Recorder
@@ -177,6 +177,7 @@ class Drafter:
 @dataclass
 class Run:
     tokens: dict[int, list[int]]
+    scores: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # of prompts
     num_steps: int = 0
     num_drafts: int = 0
     num_replays: int = 0
@@ -229,6 +230,7 @@ def run(config: EngineConfig, jobs: list[Submit]) -> Run:
                     assert isinstance(frame, StepOutput)
                     for chunk in frame.chunks:
                         made.tokens[chunk.id] += chunk.tokens
+                        made.scores.setdefault(chunk.id, []).extend(chunk.prompt_logprobs or ())
                         unfinished -= chunk.finish_reason is not None
         made.num_drafts = engine._stats.num_drafts
         if cuda:
@@ -321,6 +323,18 @@ def test_every_kind_of_request_gets_the_cpus_tokens(
     on_device, on_cpu = run(config, work), run(replace(config, device="cpu", kernels="auto"), work)
     assert on_device.tokens == on_cpu.tokens and on_device.num_drafts == on_cpu.num_drafts > 10
     assert (on_device.num_replays > on_device.num_steps // 2) is (not options)
+
+
+def test_prompts_are_scored_as_on_the_cpu(models: Path) -> None:
+    work = [replace(job, num_prompt_logprobs=job.id) for job in jobs(COUPLED, "coupled")]
+    config = config_for(models, "eagle3", DYNAMIC)
+    on_device, on_cpu = run(config, work), run(replace(config, device="cpu"), work)
+    assert on_device.tokens == on_cpu.tokens and on_device.num_replays > on_device.num_steps
+    for job in work:
+        mine, other = on_device.scores[job.id], on_cpu.scores[job.id]
+        assert len(mine) == len(job.prompt) - 1
+        assert [score.logprob for score in mine] == pytest.approx([score.logprob for score in other], abs=1e-4)
+        assert [len(score.top) for score in mine] == [job.id] * len(mine)
 
 
 def test_a_class_of_transformers_drafts_and_verifies_in_graphs(models: Path) -> None:

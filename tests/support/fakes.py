@@ -30,7 +30,7 @@ from drafter.tree.policy import TreePolicy, make_tree_policy
 from verifier.engine import Engine
 from verifier.hidden_states import HiddenStatePool, max_buffered_states
 from verifier.request import Request
-from verifier.target import Target
+from verifier.target import Target, token_logprobs
 from workers.comm import groups, wire
 from workers.comm.channel import Received
 from workers.comm.groups import World
@@ -152,6 +152,10 @@ class FakeTarget(Target):
         held |= dict(zip(step.copy_target.tolist(), moved, strict=True))
         assert int(step.position_N.max()) < self._max_model_len
         contexts = self.memory.forward(step.attention, step.position_N, step.token_N)
+        if step.scored is not None:
+            told = [self._language.target(contexts[row]) for row in step.scored.row_S.tolist()]
+            args = (step.scored.token_S.tolist(), step.scored.num_top_S.tolist())
+            self._scores_S = token_logprobs(torch.from_numpy(np.stack(told)), *args)
         rows = step.sample_row_R.tolist()
         assert step.draw_index_R.tolist() == [len(contexts[row]) for row in rows], "noise is keyed on the prefix length"
         if not rows:

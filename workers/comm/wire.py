@@ -22,6 +22,7 @@ from workers.types import (
     DraftReply,
     DraftRequest,
     SamplingBatch,
+    ScoredRows,
     TargetStep,
     TreeBatch,
     TreeTrace,
@@ -107,6 +108,7 @@ STEP_FIELDS = [
     *_ints("sample_row_R", "request_R", "draw_index_R"),
     Field("constraints_U", _U8, _U8),
 ]
+SCORED_FIELDS = _ints("row_S", "token_S", "num_top_S")
 
 Message = DraftRequest | DraftReply | TargetStep
 EMPTY = torch.empty(0, dtype=torch.uint8)
@@ -138,6 +140,7 @@ def pack(message: Message) -> Packed:
             return Packed(Kind.DRAFT_REPLY, _pack_fields(parts, scalars), EMPTY)
         case TargetStep():
             parts = [(STEP_FIELDS, message), (ATTENTION_FIELDS, message.attention), (SAMPLING_FIELDS, message.sampling)]
+            parts.append((SCORED_FIELDS, message.scored))
             scalars = [int(message.has_logprobs), int(message.has_sampled), int(message.has_draws)]
             return Packed(Kind.TARGET_STEP, _pack_fields(parts, scalars), EMPTY)
 
@@ -172,8 +175,8 @@ def unpack(kind: Kind, meta: Tensor, bulk: Tensor) -> Message:
                 num_predrafted=num_predrafted,
             )
         case Kind.TARGET_STEP:
-            parts = [STEP_FIELDS, ATTENTION_FIELDS, SAMPLING_FIELDS]
-            (fields, attention, sampling), flags = _unpack_fields(parts, meta, num_scalars=3)
+            parts = [STEP_FIELDS, ATTENTION_FIELDS, SAMPLING_FIELDS, SCORED_FIELDS]
+            (fields, attention, sampling, scored), flags = _unpack_fields(parts, meta, num_scalars=3)
             assert fields is not None and attention is not None and sampling is not None
             return TargetStep(
                 **fields,
@@ -182,6 +185,7 @@ def unpack(kind: Kind, meta: Tensor, bulk: Tensor) -> Message:
                 has_logprobs=bool(flags[0]),
                 has_sampled=bool(flags[1]),
                 has_draws=bool(flags[2]),
+                scored=ScoredRows(**scored) if scored else None,
             )
         case _:
             raise ValueError(f"a {kind.name} frame carries no message")
