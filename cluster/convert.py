@@ -271,6 +271,8 @@ def _draft(spec: SpeculativeConfig, target: str) -> DraftConfig:
         tensor_parallel_size=spec.draft_tensor_parallel_size,
         # N-gram lookup needs no device.
         placement=spec.draft_placement or ("colocated" if spec.method == "ngram" else "dedicated"),
+        link=spec.draft_link,
+        overlap=spec.overlap,
         tree=TreeConfig(
             kind=spec.speculative_tree,
             num_speculative_tokens=spec.num_speculative_tokens,

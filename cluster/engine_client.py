@@ -122,7 +122,7 @@ class EngineClient:
         """
         if self._death is not None or self._writer is None:
             raise EngineDead(self._death or "the engine is not connected yet")
-        # Unbounded, but max_tokens bounds what can be in it.
+        # Unbounded, but prompt and max_tokens bound what can be in it.
         queue: asyncio.Queue[TokenChunk | EngineDead] = asyncio.Queue()
         self._queues[request.id] = queue
         try:

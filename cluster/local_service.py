@@ -16,6 +16,7 @@ from cluster.convert import engine_config, fetch_weights, sampling_defaults, vis
 from cluster.engine_client import EngineClient
 from cluster.http.api_keys import KeyFile
 from cluster.http.limits import LimitedProtocol
+from cluster.http.middleware import Cors
 from cluster.http.server import Service, create_app
 from cluster.http.tokenizer import Tokenizer
 from cluster.http.tokenizer_pool import TokenizerPool
@@ -54,6 +55,21 @@ def build_service(
         api_keys=KeyFile(args.api_key_file) if args.api_key_file else None,
         seed=args.seed,
         sampling_defaults=defaults,
+        cors=_cors(args),
+        root_path=args.root_path,
+        has_tokenizer_info=args.enable_tokenizer_info_endpoint,
+    )
+
+
+def _cors(args: EngineArgs) -> Cors | None:
+    """Return the settings of cross-origin requests; None if no origin is allowed."""
+    if not args.allowed_origins:
+        return None
+    return Cors(
+        origins=args.allowed_origins,
+        methods=args.allowed_methods,
+        headers=args.allowed_headers,
+        credentials=args.allow_credentials,
     )
 
 

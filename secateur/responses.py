@@ -196,7 +196,21 @@ class CompletionLogprobs(BaseModel):
     top_logprobs: list[dict[str, float] | None] = []
     """The most likely tokens at that position, and the sampled one."""
     text_offset: list[int] = []
-    """Offset of the token in the answer's text, in characters."""
+    """Offset of the token in the answer's text, in characters. With `echo`, the text begins with the prompt."""
+
+
+class PromptLogprob(BaseModel):
+    """The log probability of a token at a position of the prompt, its rank (1 = the likeliest) and its text."""
+
+    model_config = ConfigDict(extra="allow")
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+PromptLogprobs = list[dict[int, PromptLogprob] | None]
+"""Per prompt token: token id -> log probability, of the prompt's own token and of the likeliest; null for the first."""
 
 
 class TopLogprob(BaseModel):
@@ -246,8 +260,7 @@ class CompletionChoice(Choice):
     text: str = ""
     prompt_token_ids: list[int] | None = None
     """Token ids of the prompt; in a stream, on the first chunk."""
-    prompt_logprobs: None = None
-    """Not implemented; vLLM clients expect the null."""
+    prompt_logprobs: PromptLogprobs | None = None
     logprobs: CompletionLogprobs | None = None
 
 
@@ -319,8 +332,7 @@ class ChatCompletionResponse(GenerationResponse):
     choices: list[ChatChoice]
     prompt_token_ids: list[int] | None = None
     """Token ids of the prompt, which all choices share."""
-    prompt_logprobs: None = None
-    """Not implemented; vLLM clients expect the null."""
+    prompt_logprobs: PromptLogprobs | None = None
 
     @property
     def text(self) -> str:

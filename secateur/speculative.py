@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from secateur.errors import ConfigError, Problem
 from secateur.schema import Strict, normalise_keys
@@ -60,6 +60,12 @@ class SpeculativeConfig(Strict):
     draft_tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
     draft_placement: Literal["dedicated", "colocated"] | None = None
     """None = dedicated if there are enough devices."""
+    overlap: Literal["auto", "none", "predraft"] = "auto"
+    """'predraft': while the target verifies, the drafter grows the next trees below the likeliest outcomes. 'auto' does
+    so where that takes no longer than the target; not on a shared GPU, with draft tensor parallelism or 'rejection'."""
+    draft_link: Literal["auto", "nccl", "host"] = "auto"
+    """How trees and draft probabilities travel between dedicated GPUs: over NCCL with the features, or through host
+    memory. 'auto' times both at start-up. On CPUs and on a shared GPU everything travels through host memory."""
     prompt_lookup_max: Annotated[int, Field(ge=1)] | None = None
     prompt_lookup_min: Annotated[int, Field(ge=1)] | None = None
     max_model_len: Annotated[int, Field(ge=1)] | None = None
@@ -104,6 +110,7 @@ class SpeculativeConfig(Strict):
     @model_validator(mode="after")
     def _rules(self) -> Self:
         problems = [*self._model_rule(), *self._tree_rules(), *self._pruning_rules(), *self._lookup_rules()]
+        problems += self._overlap_rules()
         if problems:
             raise ConfigError(*problems)
         self._warn_unused()
@@ -186,6 +193,15 @@ class SpeculativeConfig(Strict):
             problems.append(Problem("speculative_tree_prune", OFF_WITH_THRESHOLDS))
         return problems
 
+    def _overlap_rules(self) -> list[Problem]:
+        if self.overlap != "predraft":
+            return []
+        if self.method == "ngram":
+            return [Problem("overlap", "method 'ngram' takes no time that could be hidden; write 'auto' or 'none'")]
+        if self.draft_tensor_parallel_size > 1:
+            return [Problem("overlap", "'predraft' needs draft_tensor_parallel_size=1; write 'auto' or 'none'")]
+        return []
+
     def _lookup_rules(self) -> list[Problem]:
         low, high = self.prompt_lookup_min, self.prompt_lookup_max
         if self.method != "ngram":
@@ -218,14 +234,22 @@ class SpeculativeConfig(Strict):
 class Speculative(Strict):
     """The `speculative` object of a request; omitted fields follow the service's configuration."""
 
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
     enabled: bool | None = None
+    """Whether to draft for this request."""
     num_speculative_tokens: Annotated[int, Field(gt=0, le=MAX_NODES)] | None = None
+    """The most draft nodes per step, at most the service's number."""
     tree_prune: TreePrune | None = None
+    """How trees are pruned: by the two thresholds, by a cost model (auto), or not at all (off)."""
     tree_prune_min_prob: Probability | None = None
+    """Do not expand a node whose best next token is less probable than this."""
     tree_prune_path_prob: Probability | None = None
+    """Do not expand a node whose path from the root is less probable than this."""
     acceptance: Literal["coupled", "rejection"] | None = None
+    """The acceptance rule. Both emit the target's distribution."""
     enable_draft_probs: bool | None = None
-    """Applies to acceptance 'rejection' only."""
+    """Test drafts against their probabilities; applies to acceptance 'rejection' only."""
 
     @model_validator(mode="before")
     @classmethod

@@ -25,7 +25,7 @@ from verifier.target import Target
 from verifier.tree import with_chains
 from verifier.tree_records import StepTimes, tree_records
 from workers.comm.channel import Channel
-from workers.comm.ipc import Abort, EngineStats, FrameSocket, StepOutput, Submit, TokenChunk, TreeRecord
+from workers.comm.ipc import Abort, EngineStats, FrameSocket, StepOutput, Submit, TokenChunk, TokenLogprobs, TreeRecord
 from workers.comm.wire import Kind
 from workers.config import EngineConfig
 from workers.kv_cache import PageAllocator
@@ -216,6 +216,8 @@ class Engine:
         seconds = time.perf_counter() - began
         self._stats.draft_seconds += reply.seconds
         self._stats.transfer_seconds += seconds - reply.seconds
+        self._stats.num_trees += len(reply.pruned_GD)
+        self._stats.num_predrafted += reply.num_predrafted
         return Exchange(reply, 1e3 * seconds)
 
     def _verify(self, step: Step, drafts: DraftBatch) -> list[Verdict]:
@@ -226,6 +228,8 @@ class Engine:
         packed_at = time.perf_counter()
         drawn = self._target.run(target_step, self._stats.steps)
         drawn_at = time.perf_counter()
+        if target_step.scored is not None:
+            self._report_scores(step, self._target.scores())
         finishing = [request for request, _ in step.finishing]
         trees, probs = drafts.trees, drafts.probs
         if finishing:
@@ -246,6 +250,14 @@ class Engine:
         self._stats.forward_seconds += drawn_at - packed_at
         self._stats.accept_seconds += verified_at - drawn_at
         return verdicts
+
+    def _report_scores(self, step: Step, scores: list[TokenLogprobs]) -> None:
+        """Send the log-probabilities of the step's prompt tokens; `scores` are those of all its chunks, in order."""
+        for request, chunk in step.prefill:
+            if positions := request.to_score(chunk.start, chunk.stop):
+                own, scores = scores[: len(positions)], scores[len(positions) :]
+                request.num_scored = positions.stop
+                self._chunks.append(TokenChunk(id=request.id, tokens=[], prompt_logprobs=own))
 
     def _commit(
         self, step: Step, drafts: DraftBatch, verdicts: list[Verdict], records: Mapping[Request, TreeRecord]

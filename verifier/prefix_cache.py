@@ -48,7 +48,7 @@ class PrefixCache:
         """Return the pages that a waiting request may share.
 
         The request computes at least the token before its root itself. For a prompt that token's row draws the first
-        output token.
+        output token. A request that asks for log-probabilities of its prompt computes all rows that they need.
         """
         return self._find(request, is_drafted=request.limits is not None)
 
@@ -111,7 +111,7 @@ class PrefixCache:
     def _find(self, request: Request, *, is_drafted: bool) -> PrefixMatch:
         if not self._is_enabled:
             return NO_MATCH
-        keys = self._keys(request, (request.root - 1) // self._page_size)
+        keys = self._keys(request, request.num_shareable // self._page_size)
         return self._allocator.find(keys, is_drafted=is_drafted)
 
     def _keys(self, request: Request, count: int) -> list[bytes]:

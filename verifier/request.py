@@ -31,6 +31,7 @@ class Request:
     pages: array[int] = field(default_factory=partial(array, "i"))  # may be thousands, and every step reads them
     num_computed: int = 0  # positions whose KV the target holds
     num_fed: int = field(init=False)  # drafter slots filled
+    num_scored: int = 0  # leading prompt positions whose next token's log-probability is known; see `to_score`
     num_cached: int | None = None  # prompt tokens found in the prefix cache when it first joined; None before that
     is_repeated: bool = False  # shares its prefix with earlier requests that were not drafted for
     stats: RequestStats = field(default_factory=RequestStats)
@@ -79,6 +80,21 @@ class Request:
             id=self.id,
             output=self._output.tobytes(),
         )
+
+    def to_score(self, start: int, stop: int) -> range:
+        """Return the positions of a prompt chunk whose next token's log-probability is asked for and still unknown."""
+        if self.submit.num_prompt_logprobs is None:
+            return range(0)
+        return range(max(start, self.num_scored), min(stop, self.num_prompt - 1))
+
+    @property
+    def num_shareable(self) -> int:
+        """Return how many leading positions a shared page may hold: not those of rows that the request needs itself.
+
+        These are the one before the root, and those that `to_score` still names.
+        """
+        unknown = self.to_score(0, self.num_prompt)
+        return min(unknown.start, self.root - 1) if unknown else self.root - 1
 
     @property
     def has_grammar(self) -> bool:

@@ -33,6 +33,8 @@ class Limits:
     max_num_seqs: int
     max_num_batched_tokens: int
     page_size: int
+    max_scored_rows: int = 1 << 16
+    """Prompt rows of one step with log-probabilities: 20 MB for the front, with 20 alternatives each."""
 
     def pages_for(self, request: Request, num_trees: int = 1) -> int:
         """Return the pages up to the end of the next tree, or of the num_trees-th if all are fully accepted."""
@@ -102,11 +104,15 @@ def schedule(
     decode = [request for request in kept if request.is_decoding]
     # Prompts advance by at least a page however many trees there are, so no request starves.
     budget = max(limits.page_size, limits.max_num_batched_tokens - sum(request.tree_rows for request in decode))
+    num_scorable = limits.max_scored_rows
     prefill: list[tuple[Request, PromptChunk]] = []
 
     def take(request: Request, start: int) -> None:
-        nonlocal budget
+        nonlocal budget, num_scorable
         stop = min(request.root, start + budget)
+        if unknown := request.to_score(start, stop):
+            stop = min(stop, unknown.start + max(limits.page_size, num_scorable))
+            num_scorable -= stop - unknown.start
         prefill.append((request, PromptChunk(start, stop)))
         budget -= stop - start
 

@@ -18,7 +18,7 @@ from verifier.draft_inputs import DraftInput
 from verifier.request import Request
 from verifier.tree import PromptChunk, TreeMetadata, chunk_metadata, tree_metadata
 from workers.sampling.logits_state import pack_logits_states
-from workers.types import AttentionMetadata, DraftCosts, DraftRequest, SamplingBatch, TargetStep, TreeBatch
+from workers.types import AttentionMetadata, DraftCosts, DraftRequest, SamplingBatch, ScoredRows, TargetStep, TreeBatch
 
 
 class Move(NamedTuple):
@@ -113,6 +113,7 @@ class StepInputs:
             has_logprobs=sampled.has_logprobs,
             has_sampled=sampled.has_sampled,
             has_draws=sampled.has_draws,
+            scored=_scored_rows(prefill, offsets[num_trees:]),
         )
 
 
@@ -141,6 +142,19 @@ def _params_of(requests: Sequence[Request], last: _BatchParams | None = None) ->
         has_sampled=any(request.rule.is_sampled for request in requests),
         has_draws=any(not request.rule.is_sampled for request in requests),
     )
+
+
+def _scored_rows(prefill: Sequence[tuple[Request, PromptChunk]], begins: Sequence[int]) -> ScoredRows | None:
+    """Return the prompt rows to score; `begins` are the rows at which the chunks begin. None if there are none."""
+    rows: list[int] = []
+    tokens: list[int] = []
+    num_top: list[int] = []
+    for (request, chunk), begin in zip(prefill, begins, strict=False):
+        if positions := request.to_score(chunk.start, chunk.stop):
+            rows += range(begin + positions.start - chunk.start, begin + positions.stop - chunk.start)
+            tokens += request.tokens[positions.start + 1 : positions.stop + 1]
+            num_top += [request.submit.num_prompt_logprobs or 0] * len(positions)
+    return ScoredRows(row_S=_int32(rows), token_S=_int32(tokens), num_top_S=_int32(num_top)) if rows else None
 
 
 def _traced(requests: list[Request]) -> Tensor | None:

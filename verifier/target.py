@@ -1,7 +1,7 @@
 """The target model on one verifier rank: runs a TargetStep, draws the target's tokens, keeps the EAGLE-3 taps.
 
 Every rank runs the same step. Rank 0 sends it to its peers first, and it alone receives the drawn tokens.
-Legend: N packed rows, R sampled rows, T ranks, V vocabulary, W shard width, H draft hidden width.
+Legend: N packed rows, R sampled rows, S scored prompt rows, T ranks, V vocabulary, W shard width, H draft hidden width.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from workers.comm.ipc import TokenLogprobs
 from workers.comm.wire import Kind
 from workers.cuda_graphs import Graphs
 from workers.kv_cache import KVPool
+from workers.kv_sizing import SCORED_ROWS
 from workers.models.base import BaseDecoder
 from workers.models.layers import gather_vocab, shard_vocab
 from workers.sampling.grammar import Grammars
@@ -28,7 +29,7 @@ from workers.sampling.logits_processors import constrain
 from workers.sampling.logits_state import unpack_logits_states
 from workers.sampling.sampler import params_after_processing, process_logits_static
 from workers.transfer import to_device, to_host
-from workers.types import Hidden, TargetStep
+from workers.types import Hidden, ScoredRows, TargetStep
 
 Fuse = Callable[[Tensor], Tensor]
 """Maps the states of rows [N, X] to their features [N, H], in the model's dtype."""
@@ -71,6 +72,7 @@ class Target:
         self._hidden: Hidden | None = None
         self._processed_RV: Tensor | None = None
         self._raw_RV: Tensor | None = None
+        self._scores_S: list[TokenLogprobs] = []
 
     def run(self, step: TargetStep, number: int) -> list[int]:
         """Rank 0: run one step on all ranks. Return the token drawn at each sampled row, or [] if no row draws one."""
@@ -139,15 +141,11 @@ class Target:
     def logprobs(self, rows: list[int], tokens: list[int], num_top: int) -> list[TokenLogprobs]:
         """Rank 0: return the tokens' log-probabilities in the raw distribution at sampled rows of the last step."""
         assert self._raw_RV is not None
-        logp_NV = self._raw_RV[to_device(rows, self._raw_RV.device)].log_softmax(-1)
-        own_N1 = logp_NV.gather(1, to_device(tokens, logp_NV.device)[:, None])
-        rank_N = (logp_NV > own_N1).sum(-1) + 1
-        top = logp_NV.topk(num_top, dim=-1)
-        columns = (column.tolist() for column in to_host(own_N1[:, 0], rank_N, top.indices, top.values))
-        return [
-            TokenLogprobs(logprob=own, rank=rank, top=list(zip(ids, values, strict=True)))
-            for own, rank, ids, values in zip(*columns, strict=True)
-        ]
+        return token_logprobs(self._raw_RV[to_device(rows, self._raw_RV.device)], tokens, [num_top] * len(tokens))
+
+    def scores(self) -> list[TokenLogprobs]:
+        """Rank 0: return the log-probabilities of the last step's scored prompt rows, in the raw distribution."""
+        return self._scores_S
 
     @torch.inference_mode()
     def _execute(self, step: TargetStep) -> list[int] | None:
@@ -166,6 +164,7 @@ class Target:
             final_ND, *taps = self.graphs(step.attention, step.token_N, step.position_N)
             hidden = Hidden(final_ND, taps[0] if taps else None)
         self._hidden = hidden
+        self._scores_S = [] if step.scored is None else self._score(hidden.final_ND, step.scored)
         if len(step.sample_row_R) == 0:
             return []
         if len(step.sample_row_R) == len(step.token_N):
@@ -173,6 +172,21 @@ class Target:
         else:
             sampled = hidden.final_ND[to_device(step.sample_row_R, device)]
         return self._draw(self._decoder.logits(sampled), step)
+
+    def _score(self, final_ND: Tensor, scored: ScoredRows) -> list[TokenLogprobs]:
+        """Return the log-probabilities of the scored rows' next tokens on rank 0, [] on other ranks.
+
+        The logits of a few rows exist at a time, since those of a long prompt may take more memory than its KV.
+        """
+        tp, vocab_size, found = self._decoder.tp, self._decoder.spec.vocab_size, []
+        tokens, num_top = scored.token_S.tolist(), scored.num_top_S.tolist()
+        for begin in range(0, len(tokens), SCORED_ROWS):
+            own = slice(begin, begin + SCORED_ROWS)
+            rows = to_device(scored.row_S[own], final_ND.device)
+            logits_NV = gather_vocab(self._decoder.logits(final_ND[rows]), tp, vocab_size)
+            if tp.rank == 0:
+                found += token_logprobs(logits_NV, tokens[own], num_top[own])
+        return found
 
     def _draw(self, raw_RW: Tensor, step: TargetStep) -> list[int] | None:
         """Return the drawn tokens on rank 0, None on other ranks.
@@ -221,6 +235,19 @@ class Target:
         # Among equal scores the first shard holds the lowest id, as argmax over the whole row would pick.
         best_1R = score_TR.argmax(0, keepdim=True)
         return id_TR.gather(0, best_1R)[0].long().tolist() if tp.rank == 0 else None
+
+
+def token_logprobs(logits_NV: Tensor, tokens: list[int], num_top: list[int]) -> list[TokenLogprobs]:
+    """Return the log-probability of one token at each row, with the row's `num_top` most likely tokens."""
+    logp_NV = logits_NV.log_softmax(-1)
+    own_N1 = logp_NV.gather(1, to_device(tokens, logp_NV.device)[:, None])
+    rank_N = (logp_NV > own_N1).sum(-1) + 1
+    top = logp_NV.topk(max(num_top), dim=-1)
+    columns = (column.tolist() for column in to_host(own_N1[:, 0], rank_N, top.indices, top.values))
+    return [
+        TokenLogprobs(logprob=own, rank=rank, top=list(zip(ids[:num], values[:num], strict=True)))
+        for own, rank, ids, values, num in zip(*columns, num_top, strict=True)
+    ]
 
 
 def _constrained_rows(step: TargetStep) -> list[ConstrainedRow]:

@@ -14,6 +14,8 @@ from pydantic import TypeAdapter
 
 MAX_TREE_NODES = 64
 """Maximum number of nodes in a request's tree, root included: ancestors are stored as one 64-bit mask per node."""
+MIN_OUTCOMES = 32
+"""Room for predicted outcomes, however few requests run at once."""
 START_TIMEOUT_S = 3600.0
 """Timeout from starting an engine until it serves. Reading a large checkpoint from a cold disk falls within it."""
 
@@ -99,6 +101,10 @@ class DraftConfig:
     """Shortest and longest match in tokens, for n-gram lookup only."""
     tensor_parallel_size: int = 1
     placement: Literal["dedicated", "colocated"] = "dedicated"
+    link: Literal["auto", "nccl", "host"] = "auto"
+    """Between devices: whether trees and draft probabilities travel over NCCL like features, or through the host."""
+    overlap: Literal["auto", "none", "predraft"] = "auto"
+    """Whether the drafter works while the target verifies; `auto`: where that takes no longer than the target."""
     tree: TreeConfig = TreeConfig()
     acceptance: AcceptanceConfig = AcceptanceConfig()
 
@@ -165,6 +171,34 @@ class EngineConfig:
         split a tensor-parallel group.
         """
         return self.device == "cpu" or (self.draft is not None and self.draft.placement == "colocated")
+
+    @property
+    def has_predrafting(self) -> bool:
+        """True if the drafter may grow trees below the likeliest outcomes while the target verifies.
+
+        Only a drafter without peers of its own can, because its ranks would have to agree on when to stop. On a shared
+        GPU it would slow the target down.
+        """
+        draft = self.draft
+        if draft is None or draft.method == "ngram" or draft.tensor_parallel_size > 1 or draft.overlap == "none":
+            return False
+        shares_gpu = self.device == "cuda" and draft.placement == "colocated"
+        return draft.overlap == "predraft" or (draft.acceptance.kind == "coupled" and not shares_gpu)
+
+    @property
+    def outcome_pages(self) -> int:
+        """Number of pages that one predicted outcome uses in the drafter's pool: the root's page, path and tree."""
+        return self.pages_for(self.page_size + 1 + self.draft.tree.longest_path) if self.draft else 0
+
+    @property
+    def draft_table_width(self) -> int:
+        """Most pages of a request, or of a predicted outcome, in a message to draft from."""
+        return self.pages_for(self.max_model_len) + (self.outcome_pages if self.has_predrafting else 0)
+
+    @property
+    def scratch_pages(self) -> int:
+        """Number of pages that the drafter's pool has beyond the shared page ids, for pre-drafting."""
+        return max(MIN_OUTCOMES, self.max_num_seqs) * self.outcome_pages if self.has_predrafting else 0
 
     @property
     def tree_rows(self) -> int:

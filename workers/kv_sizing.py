@@ -16,16 +16,18 @@ from workers.config import EngineConfig
 
 _LOGITS_COPIES = 3
 """Float32 copies of a step's logits that exist at once: raw, after the logits processors, after truncation."""
+SCORED_ROWS = 64
+"""Prompt rows whose logits exist at once, when a request asks for the log-probabilities of its prompt."""
 _CPU_SHARE = 0.25
 """Share of the machine's free memory for all pools on CPU, where a page takes no memory until it is written."""
 
 
 def logits_bytes(config: EngineConfig, vocab_size: int) -> int:
-    """Memory that a verifier rank needs for the logits of a full step's tree rows.
+    """Memory that a verifier rank needs for the logits of a full step's tree rows, or of a block of prompt rows.
 
     With large trees this is the largest temporary allocation.
     """
-    return _LOGITS_COPIES * 4 * vocab_size * config.max_num_seqs * config.tree_rows
+    return _LOGITS_COPIES * 4 * vocab_size * max(config.max_num_seqs * config.tree_rows, SCORED_ROWS)
 
 
 def agree_on_pages(world: World, bytes_per_slot: int, *, bytes_beside: int = 0) -> int:

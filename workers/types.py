@@ -337,6 +337,16 @@ class DraftReply:
     num_run: int  # rows run through the draft model, padding included, roots excluded
     seconds: float  # time of this step on the drafter's clock
     trace: TreeTrace | None = None  # of the G requests; None = nobody asked
+    num_predrafted: int = 0  # how many of the trees were grown before the request arrived
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredRows:
+    """Prompt rows of a step whose requests ask for the log-probability of the prompt's next token."""
+
+    row_S: Tensor  # [S] int32
+    token_S: Tensor  # [S] int32, the prompt's token after the row's
+    num_top_S: Tensor  # [S] int32, how many of the most likely tokens to report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -356,3 +366,4 @@ class TargetStep:
     has_logprobs: bool  # some request wants logprobs: rank 0 keeps the logits
     has_sampled: bool  # some request's drafts are sampled: rank 0 keeps the full distributions
     has_draws: bool  # some request follows the target's own draws: every sampled row gets one
+    scored: ScoredRows | None = None  # None = no request asks for log-probabilities of its prompt

@@ -40,6 +40,11 @@ _COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
         "Of the accepted: copied from earlier text.",
         lambda s: s.num_accepted_copied_tokens,
     ),
+    "spec_decode_num_trees": ("Trees that the drafter sent.", lambda s: s.num_trees),
+    "spec_decode_num_predrafted_trees": (
+        "Of them: grown while the target verified.",
+        lambda s: s.num_predrafted,
+    ),
     "num_preemptions": ("Requests that lost their KV pages to others.", lambda s: s.num_preemptions),
     "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", lambda s: s.prefix_cache_queries),
     "prefix_cache_hits": ("Prompt tokens found there.", lambda s: s.prefix_cache_hits),

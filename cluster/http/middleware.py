@@ -1,11 +1,12 @@
-"""Middleware and error handlers: request ids, API keys, and errors in OpenAI's format."""
+"""Middleware and error handlers: CORS, request ids, API keys, and errors in OpenAI's format."""
 
 from __future__ import annotations
 
 import logging
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import cast
 
@@ -15,6 +16,7 @@ from fastapi.responses import Response
 from pydantic import ValidationError
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.engine_client import EngineDead
@@ -22,17 +24,34 @@ from cluster.http.api_keys import ApiKeys, is_authorised
 from cluster.http.errors import BadRequest, HttpError, not_found, too_many_requests, unavailable
 from cluster.http.limits import MAX_BODY_BYTES
 from cluster.http.output_processor import GenerationFailed
+from cluster.http.paths import PathMiddleware
 from cluster.http.tokenizer_pool import TokenizerPoolDown, TokenizerPoolFull
 from secateur.errors import Problem
-from secateur.responses import REQUEST_ID_HEADER, ErrorResponse
+from secateur.responses import IGNORED_HEADER, REQUEST_ID_HEADER, ErrorResponse
 from secateur.schema import problems_of
 from secateur.speculative import Speculative
 
 logger = logging.getLogger(__name__)
 
-PROTECTED = ("/v1/", "/tokenize", "/detokenize", "/server_info")
+PROTECTED = ("/v1/", "/tokenize", "/detokenize", "/tokenizer_info", "/server_info")
 _SANE_ID = re.compile(r"[!-~]{1,512}")
 """Printable ASCII: ids go into logs and headers, and Serve's proxies fail on some other characters."""
+
+EXPOSED_HEADERS = (REQUEST_ID_HEADER, IGNORED_HEADER, "retry-after")
+"""Response headers that scripts of other origins may read, beside those that every script may read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cors:
+    """Which scripts of other origins may use the service (cross-origin resource sharing).
+
+    Example: Cors(origins=["https://app.example"])
+    """
+
+    origins: Sequence[str]
+    methods: Sequence[str] = ("*",)
+    headers: Sequence[str] = ("*",)
+    credentials: bool = False
 
 
 def to_http_error(error: Exception) -> HttpError:
@@ -56,6 +75,11 @@ def to_http_error(error: Exception) -> HttpError:
             return HttpError(500, ErrorResponse.of("internal error; see the server's log", type="server_error"))
 
 
+def is_protected(path: str) -> bool:
+    """Return whether a path needs an API key, if the service has keys."""
+    return f"{path}/".startswith(PROTECTED)
+
+
 def error_response(error: HttpError) -> Response:
     """Serialize an error, with Retry-After if it has one."""
     headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
@@ -64,7 +88,15 @@ def error_response(error: HttpError) -> Response:
     )
 
 
-def install(app: FastAPI, *, api_keys: ApiKeys | None, echo_request_id: bool, on_rejected: Callable[[], None]) -> None:
+def install(
+    app: FastAPI,
+    *,
+    api_keys: ApiKeys | None,
+    echo_request_id: bool,
+    on_rejected: Callable[[], None],
+    root_path: str = "",
+    cors: Cors | None = None,
+) -> None:
     """Add the exception handlers and middlewares. `on_rejected` is called for every 429."""
 
     async def known(_: Request, error: Exception) -> Response:
@@ -80,7 +112,17 @@ def install(app: FastAPI, *, api_keys: ApiKeys | None, echo_request_id: bool, on
     # The middleware added last is the outermost: responses to requests without a key have a request id, too.
     if api_keys is not None:
         app.add_middleware(_ApiKeyMiddleware, keys=api_keys)
+    app.add_middleware(PathMiddleware, root_path=root_path)
     app.add_middleware(_RequestIdMiddleware, echo=echo_request_id)
+    if cors is not None:  # it answers preflight requests, which have no API key, and adds its headers to errors
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=cors.origins,
+            allow_methods=cors.methods,
+            allow_headers=cors.headers,
+            allow_credentials=cors.credentials,
+            expose_headers=EXPOSED_HEADERS,
+        )
 
 
 async def _starlette_error(_: Request, error: Exception) -> Response:
@@ -186,7 +228,7 @@ class _ApiKeyMiddleware:
         if scope["type"] == "http":
             path = scope["path"].removeprefix(scope.get("root_path", ""))
             given = Headers(scope=scope).get("authorization", "").encode("latin-1")
-            if f"{path}/".startswith(PROTECTED) and not is_authorised(given, self._keys()):
+            if is_protected(path) and not is_authorised(given, self._keys()):
                 message = "missing or wrong API key; send 'Authorization: Bearer KEY'"
                 body = ErrorResponse.of(message, type="authentication_error", code="invalid_api_key")
                 response = error_response(HttpError(401, body))

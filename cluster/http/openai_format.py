@@ -5,12 +5,15 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar, Literal
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any, ClassVar, Literal, NamedTuple
 
+from cluster.http.detokenizer import IncrementalDetokenizer
 from cluster.http.metrics import by_depth
 from cluster.http.output_processor import Generation, ScoredToken, StepTree, TextDelta
 from cluster.http.tokenizer import Tokenizer
-from secateur.requests import SamplingRequest
+from secateur.requests import CompletionRequest, SamplingRequest
 from secateur.responses import (
     AssistantMessage,
     ChatChoice,
@@ -23,6 +26,8 @@ from secateur.responses import (
     CompletionChunk,
     CompletionLogprobs,
     CompletionResponse,
+    PromptLogprob,
+    PromptLogprobs,
     SpeculativeStats,
     SpeculativeTree,
     TokenLogprob,
@@ -50,6 +55,15 @@ class ResponseFormat(ABC):
         self.tokenizer = tokenizer
         # As at OpenAI, all chunks of a stream have one creation time.
         self.head: dict[str, Any] = {"id": new_id(self.id_prefix), "created": int(time.time()), "model": model}
+
+    @property
+    def reads_prompts(self) -> bool:
+        """Return whether `read_prompts` must be called before `chunk`."""
+        return False
+
+    def read_prompts(self, generations: Sequence[Generation]) -> None:
+        """Prepare what answers repeat of the prompts. It may take a second: call it in another thread."""
+        return
 
     @abstractmethod
     def response(self, generations: Sequence[Generation]) -> CompletionResponse | ChatCompletionResponse:
@@ -87,9 +101,21 @@ class ResponseFormat(ABC):
             "speculative_trees": [speculative_tree(self.tokenizer, tree) for tree in trees] if asks else None,
         }
 
+    def prompt_logprobs(self, generation: Generation) -> PromptLogprobs | None:
+        """Return the log probabilities of the prompt's tokens if the request asked for them."""
+        num = self.body.prompt_logprobs
+        return None if num is None else prompt_logprobs(self.tokenizer, generation, num)
+
     def prompt_ids(self, generation: Generation) -> list[int] | None:
         """Return the prompt's token ids if the request asked for them."""
         return generation.submit.prompt if self.body.return_token_ids else None
+
+
+class _EchoedPrompt(NamedTuple):
+    """The beginning of an answer that repeats its prompt: the text, and where each of the prompt's tokens begins."""
+
+    text: str
+    offsets: list[int]
 
 
 class CompletionFormat(ResponseFormat):
@@ -98,14 +124,41 @@ class CompletionFormat(ResponseFormat):
     id_prefix = "cmpl"
     chunk_type = CompletionChunk
 
+    def __init__(self, body: CompletionRequest, model: str, tokenizer: Tokenizer) -> None:
+        super().__init__(body, model, tokenizer)
+        self._texts = [None if body.truncate_prompt_tokens else prompt for prompt in body.prompts]
+        self._echoes: list[_EchoedPrompt] = []  # by choice
+        self._echoed: set[int] = set()  # choices of the stream whose first chunk has been built
+        self._num_logprobs = body.logprobs
+        self._is_echo = body.echo
+
+    @property
+    def reads_prompts(self) -> bool:
+        """Return whether answers begin with their prompts."""
+        return self._is_echo
+
+    def read_prompts(self, generations: Sequence[Generation]) -> None:
+        """Compute the texts and offsets of the prompts, once for all answers to a prompt."""
+        for index, generation in enumerate(generations):
+            if generation.number == 0:
+                given, ids = self._texts[index // self.body.n], generation.submit.prompt
+                detokenizer = IncrementalDetokenizer(self.tokenizer, skip_special_tokens=generation.skip_special_tokens)
+                parts = [detokenizer.feed([id]) for id in ids]
+                offsets = list(accumulate(map(len, parts[:-1]), initial=0))
+                text = given if isinstance(given, str) else "".join([*parts, detokenizer.flush()])
+                echo = _EchoedPrompt(text, offsets)
+            self._echoes.append(echo)
+
     def response(self, generations: Sequence[Generation]) -> CompletionResponse:
         """Build the whole response."""
-        has_logprobs = self.body.num_logprobs is not None
+        if self._is_echo:
+            self.read_prompts(generations)
         choices = [
             CompletionChoice(
-                text=generation.text,
-                logprobs=completion_logprobs(self.tokenizer, generation.scored) if has_logprobs else None,
+                text=self._echo_text(index) + generation.text,
+                logprobs=self._logprobs(index, generation.scored, generations[index - generation.number]),
                 prompt_token_ids=self.prompt_ids(generation),
+                prompt_logprobs=self.prompt_logprobs(generations[index - generation.number]),
                 **self.choice_fields(index, generation.last, generation.token_ids, generation.trees),
             )
             for index, generation in enumerate(generations)
@@ -116,15 +169,42 @@ class CompletionFormat(ResponseFormat):
         """Return None: completions have no opening chunk."""
 
     def chunk(self, index: int, generation: Generation, delta: TextDelta) -> CompletionChunk:
-        """Build the chunk of one delta; a choice's first one has the prompt's ids."""
+        """Build the chunk of one delta; a choice's first one has the prompt's ids, and the prompt if it is echoed."""
         is_first = delta.num_tokens == len(delta.token_ids)
+        is_echo = self._is_echo and index not in self._echoed
+        self._echoed.add(index)
+        has_logprobs = is_echo or delta.scored
         choice = CompletionChoice(
-            text=delta.text,
-            logprobs=completion_logprobs(self.tokenizer, delta.scored) if delta.scored else None,
+            text=self._echo_text(index) + delta.text if is_echo else delta.text,
+            logprobs=self._logprobs(index, delta.scored, generation if is_echo else None) if has_logprobs else None,
             prompt_token_ids=self.prompt_ids(generation) if is_first else None,
             **self.choice_fields(index, delta, delta.token_ids, [delta.tree] if delta.tree else []),
         )
         return CompletionChunk(**self.head, choices=[choice])
+
+    def _echo_text(self, index: int) -> str:
+        return self._echoes[index].text if self._is_echo else ""
+
+    def _logprobs(
+        self, index: int, scored: Sequence[ScoredToken], prompt: Generation | None
+    ) -> CompletionLogprobs | None:
+        """Return the log probabilities of these tokens of a choice, behind those of its `prompt` if it is echoed."""
+        if self._num_logprobs is None:
+            return None
+        as_ids = self.body.return_tokens_as_token_ids
+        lists = completion_logprobs(self.tokenizer, scored, as_ids=as_ids, start=len(self._echo_text(index)))
+        if not self._is_echo or prompt is None:
+            return lists
+        first, *others = prompt.submit.prompt
+        _, *offsets = self._echoes[index].offsets
+        scores = [replace(score, top=score.top[: self._num_logprobs]) for score in prompt.prompt_scores]
+        before = completion_logprobs(self.tokenizer, list(map(ScoredToken, others, scores, offsets)), as_ids=as_ids)
+        return CompletionLogprobs(
+            tokens=[_token_name(self.tokenizer, first, as_ids), *before.tokens, *lists.tokens],
+            token_logprobs=[None, *before.token_logprobs, *lists.token_logprobs],
+            top_logprobs=[None, *before.top_logprobs, *lists.top_logprobs],
+            text_offset=[0, *before.text_offset, *lists.text_offset],
+        )
 
 
 class ChatFormat(ResponseFormat):
@@ -139,13 +219,18 @@ class ChatFormat(ResponseFormat):
         choices = [
             ChatChoice(
                 message=AssistantMessage(content=generation.text),
-                logprobs=chat_logprobs(self.tokenizer, generation.scored) if has_logprobs else None,
+                logprobs=self._logprobs(generation.scored) if has_logprobs else None,
                 **self.choice_fields(index, generation.last, generation.token_ids, generation.trees),
             )
             for index, generation in enumerate(generations)
         ]
-        ids = self.prompt_ids(generations[0])
-        return ChatCompletionResponse(**self.head, choices=choices, prompt_token_ids=ids, **self.totals(generations))
+        return ChatCompletionResponse(
+            **self.head,
+            choices=choices,
+            prompt_token_ids=self.prompt_ids(generations[0]),
+            prompt_logprobs=self.prompt_logprobs(generations[0]),
+            **self.totals(generations),
+        )
 
     def opening_chunk(self, index: int, generation: Generation) -> ChatCompletionChunk:
         """Build the chunk that names the role and, on request, the prompt's ids."""
@@ -156,10 +241,13 @@ class ChatFormat(ResponseFormat):
         """Build the chunk of one delta."""
         choice = ChatChunkChoice(
             delta=ChatDelta(content=delta.text),
-            logprobs=chat_logprobs(self.tokenizer, delta.scored) if delta.scored else None,
+            logprobs=self._logprobs(delta.scored) if delta.scored else None,
             **self.choice_fields(index, delta, delta.token_ids, [delta.tree] if delta.tree else []),
         )
         return ChatCompletionChunk(**self.head, choices=[choice])
+
+    def _logprobs(self, scored: Sequence[ScoredToken]) -> ChatLogprobs:
+        return chat_logprobs(self.tokenizer, scored, as_ids=self.body.return_tokens_as_token_ids)
 
 
 _REASONS: dict[int, Literal["min_prob", "path_prob", "cost"]] = {
@@ -207,22 +295,25 @@ def _rounded(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.4g}")
 
 
-def chat_logprobs(tokenizer: Tokenizer, scored: Sequence[ScoredToken]) -> ChatLogprobs:
-    """Return the log probabilities of a chat's tokens: one object per token."""
+def chat_logprobs(tokenizer: Tokenizer, scored: Sequence[ScoredToken], *, as_ids: bool = False) -> ChatLogprobs:
+    """Return the log probabilities of a chat's tokens: one object per token. `as_ids` names tokens by their ids."""
     return ChatLogprobs(
         content=[
             TokenLogprob(
-                **_logprob_fields(tokenizer, token, score.logprob),
-                top_logprobs=[TopLogprob(**_logprob_fields(tokenizer, *pair)) for pair in score.top],
+                **_logprob_fields(tokenizer, token, score.logprob, as_ids),
+                top_logprobs=[TopLogprob(**_logprob_fields(tokenizer, *pair, as_ids)) for pair in score.top],
             )
             for token, score, _ in scored
         ]
     )
 
 
-def completion_logprobs(tokenizer: Tokenizer, scored: Sequence[ScoredToken]) -> CompletionLogprobs:
-    """Return the log probabilities of a completion's tokens: four parallel lists.
+def completion_logprobs(
+    tokenizer: Tokenizer, scored: Sequence[ScoredToken], *, as_ids: bool = False, start: int = 0
+) -> CompletionLogprobs:
+    """Return the log probabilities of a completion's tokens: four parallel lists. `as_ids` names tokens by their ids.
 
+    start: offset of the completion in the choice's text.
     As in vLLM, `top_logprobs` includes the generated token even if it is not one of the most likely.
     """
     lists = CompletionLogprobs()
@@ -230,17 +321,38 @@ def completion_logprobs(tokenizer: Tokenizer, scored: Sequence[ScoredToken]) -> 
         top: dict[str, float] = {}
         for id, logprob in [*score.top, (token, score.logprob)]:
             # Two tokens may have the same text; the more likely one stays.
-            top.setdefault(tokenizer.token_text(id).text, max(logprob, MIN_LOGPROB))
-        lists.tokens.append(tokenizer.token_text(token).text)
+            top.setdefault(_token_name(tokenizer, id, as_ids), max(logprob, MIN_LOGPROB))
+        lists.tokens.append(_token_name(tokenizer, token, as_ids))
         lists.token_logprobs.append(max(score.logprob, MIN_LOGPROB))
         lists.top_logprobs.append(top)
-        lists.text_offset.append(offset)
+        lists.text_offset.append(start + offset)
     return lists
 
 
-def _logprob_fields(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
-    text, utf8 = tokenizer.token_text(token)
-    return {"token": text, "logprob": max(logprob, MIN_LOGPROB), "bytes": list(utf8)}
+def prompt_logprobs(tokenizer: Tokenizer, generation: Generation, num_top: int) -> PromptLogprobs:
+    """Return the log probabilities of a prompt in vLLM's format; there is none for the first token."""
+    found: PromptLogprobs = [None]
+    for own, score in zip(generation.submit.prompt[1:], generation.prompt_scores, strict=True):
+        ranked = [(own, score.logprob, score.rank)]
+        ranked += [(id, logprob, rank) for rank, (id, logprob) in enumerate(score.top[:num_top], start=1) if id != own]
+        found.append(
+            {
+                id: PromptLogprob(
+                    logprob=max(logprob, MIN_LOGPROB), rank=rank, decoded_token=tokenizer.token_text(id).text
+                )
+                for id, logprob, rank in ranked
+            }
+        )
+    return found
+
+
+def _token_name(tokenizer: Tokenizer, token: int, as_id: bool) -> str:
+    return f"token_id:{token}" if as_id else tokenizer.token_text(token).text
+
+
+def _logprob_fields(tokenizer: Tokenizer, token: int, logprob: float, as_id: bool) -> dict[str, Any]:
+    name, utf8 = _token_name(tokenizer, token, as_id), tokenizer.token_text(token).utf8
+    return {"token": name, "logprob": max(logprob, MIN_LOGPROB), "bytes": list(utf8)}
 
 
 def total_usage(generations: Sequence[Generation]) -> Usage:

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from cluster.engine_client import EngineClient
@@ -82,7 +82,11 @@ class Generation:
     stop: tuple[str, ...] = ()
     include_stop: bool = False
     skip_special_tokens: bool = True
+    is_empty: bool = False
+    """Nothing is returned of the answer: the request is about its prompt."""
 
+    prompt_scores: list[TokenLogprobs] = field(default_factory=list)
+    """Of the prompt's tokens from the second on, if the request asked for them."""
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     scored: list[ScoredToken] = field(default_factory=list)
@@ -113,6 +117,9 @@ class Generation:
                 async for chunk in chunks:
                     if chunk.finish_reason == "error":
                         raise GenerationFailed(chunk.error or "the engine failed on this request")
+                    if chunk.prompt_logprobs is not None:
+                        self.prompt_scores += chunk.prompt_logprobs
+                        continue
                     if chunk.tokens:
                         self._last_token_s = self._elapsed_s()
                         if self._first_token_s is None:
@@ -135,6 +142,8 @@ class Generation:
         With stop strings, tokens are decoded one at a time, so a stop string ends the choice at the same token however
         the engine grouped them. As in vLLM, a stop string completed within the first min_tokens tokens is ignored.
         """
+        if self.is_empty:
+            return self._add(replace(chunk, num_accepted=0), [], [], "length")
         visible = chunk.tokens
         if chunk.stop_token is not None and not self.include_stop:
             visible = visible[:-1]  # as in vLLM, the stop token is counted and not shown

@@ -63,6 +63,7 @@ def build_submits(
     Choice 0 has the request's seed, or `seed` if it has none (see `SeedSource`); choice j has the seed H(seed, j).
     `bad_words` are the request's, tokenized; `grammar` is that of its structure.
     """
+    prompt = truncate(prompt, request.truncate_prompt_tokens, limits, room_for=request.max_output_tokens or 1)
     max_tokens = _max_tokens(request, prompt, limits)
     if request.min_tokens > max_tokens:
         if max_tokens == limits.default_max_tokens:
@@ -80,7 +81,7 @@ def build_submits(
     first = Submit(
         id=new_id(),
         prompt=prompt,
-        max_tokens=max_tokens,
+        max_tokens=max(1, max_tokens),  # the only token of an answer of 0 tokens is not returned
         sampling=SamplingParams(
             temperature=0.0 if request.is_greedy else request.temperature,
             top_k=request.top_k if 0 < request.top_k < limits.vocab_size else 0,
@@ -94,16 +95,38 @@ def build_submits(
         ignore_eos=request.ignore_eos,
         cache_salt=request.cache_salt,
         speculation=_speculation(request.speculative, limits),
-        has_trees=request.return_speculative_trees,
+        has_trees=request.return_speculative_trees and max_tokens > 0,
+        num_prompt_logprobs=request.num_prompt_logprobs,
     )
     seed = first.sampling.seed
     return [
         first,
         *(
-            replace(first, id=new_id(), sampling=replace(first.sampling, seed=derive_seed(seed, number)))
+            replace(
+                first,
+                id=new_id(),
+                sampling=replace(first.sampling, seed=derive_seed(seed, number)),
+                # A whole response takes the prompt's log-probabilities from the first choice.
+                num_prompt_logprobs=first.num_prompt_logprobs if request.stream else None,
+            )
             for number in range(1, request.n)
         ),
     ]
+
+
+def truncate(prompt: list[int], keep: int | None, limits: RequestLimits, *, room_for: int = 0) -> list[int]:
+    """Return the last `keep` tokens of a prompt; None keeps all, -1 what the context has beside `room_for` tokens.
+
+    Raises BadRequest if `keep` is more than the context.
+    """
+    if keep is None:
+        return prompt
+    if keep > limits.max_model_len:
+        raise BadRequest(
+            f"truncate_prompt_tokens={keep} is more than this model's maximum context length of {limits.max_model_len}",
+            param="truncate_prompt_tokens",
+        )
+    return prompt[-max(1, limits.max_model_len - room_for) :] if keep == -1 else prompt[-keep:]
 
 
 def _constraints(request: SamplingRequest, bad_words: Sequence[list[int]], limits: RequestLimits) -> Constraints:

@@ -28,10 +28,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from cluster.engine_client import EngineClient, Health
-from cluster.http import metrics, middleware
+from cluster.http import metrics, middleware, openapi
 from cluster.http.api_keys import ApiKeys
 from cluster.http.errors import BadRequest, HttpError, not_found, too_many_requests, unavailable
 from cluster.http.inspector import inspector_page
@@ -43,8 +43,9 @@ from cluster.http.openai_format import (
     total_stats,
     total_usage,
 )
+from cluster.http.openapi import STREAM, WITH_BODY, errors
 from cluster.http.output_processor import Generation, TextDelta
-from cluster.http.request_params import RequestLimits, SeedSource, build_submits, ineffective_settings
+from cluster.http.request_params import RequestLimits, SeedSource, build_submits, ineffective_settings, truncate
 from cluster.http.streaming import EventStream, cancel_on_disconnect, merge, prepend
 from cluster.http.tokenizer import TextLimit, Tokenizer, text_size
 from cluster.http.tokenizer_pool import TokenizerPool
@@ -100,6 +101,12 @@ class Service:
     """The model's sampling parameters for requests that leave them out; its `max_tokens` applies to chats alone."""
     max_pending: int | None = None
     """Choices running or waiting beyond which the service answers 429; None = 8 per running sequence."""
+    cors: middleware.Cors | None = None
+    """None = browsers let no script of another origin use the service."""
+    has_tokenizer_info: bool = False
+    """Whether /tokenizer_info exists."""
+    root_path: str = ""
+    """The prefix under which clients see the service, such as /llm."""
     created: int = field(default_factory=lambda: int(time.time()))
     seeds: SeedSource = field(init=False)
     metrics: metrics.Metrics = field(init=False)
@@ -249,6 +256,7 @@ class Service:
                 stop=body.stop_strings,
                 include_stop=body.include_stop_str_in_output,
                 skip_special_tokens=body.skip_special_tokens,
+                is_empty=body.max_output_tokens == 0,
             )
             for choices in submits
             for number, submit in enumerate(choices)
@@ -273,9 +281,11 @@ def create_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
         api_keys=service.api_keys,
         echo_request_id=echo_request_id,
         on_rejected=service.metrics.observe_rejected,
+        root_path=service.root_path,
+        cors=service.cors,
     )
 
-    @app.post("/v1/completions", response_model=CompletionResponse)
+    @app.post("/v1/completions", response_model=CompletionResponse, responses={200: STREAM, **WITH_BODY})
     @cancel_on_disconnect
     async def completions(body: CompletionRequest, request: Request) -> Response:
         arrival = time.perf_counter()
@@ -286,7 +296,7 @@ def create_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
             service, CompletionFormat(body, service.model_id, service.tokenizer), generations, request
         )
 
-    @app.post("/v1/chat/completions", response_model=ChatCompletionResponse)
+    @app.post("/v1/chat/completions", response_model=ChatCompletionResponse, responses={200: STREAM, **WITH_BODY})
     @cancel_on_disconnect
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
         arrival = time.perf_counter()
@@ -300,12 +310,12 @@ def create_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
     async def models() -> Response:
         return _json(ModelList(data=[service.card()]))
 
-    @app.get("/v1/models/{model:path}", response_model=ModelCard)
+    @app.get("/v1/models/{model:path}", response_model=ModelCard, responses=errors(404))
     async def model(model: str) -> Response:
         service.check_model(model)
         return _json(service.card())
 
-    @app.post("/tokenize", response_model=TokenizeResponse)
+    @app.post("/tokenize", response_model=TokenizeResponse, responses=WITH_BODY)
     @cancel_on_disconnect
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         service.check_body(body)
@@ -315,13 +325,14 @@ def create_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
             ids = await service.tokenize_chat(body, add_special_tokens=special)
         else:
             [ids] = await service.tokenize_texts([body.prompt or ""], add_special_tokens=special)
+        ids = truncate(ids, body.truncate_prompt_tokens, service.limits)
         if body.return_token_strs:
             strings = await service.tokenizer_pool.token_strings(ids)
         limit = service.limits.max_model_len
         answer = TokenizeResponse(tokens=ids, count=len(ids), max_model_len=limit, token_strs=strings)
         return _json(answer, _ignored_header(request, body.ignored()))
 
-    @app.post("/detokenize", response_model=DetokenizeResponse)
+    @app.post("/detokenize", response_model=DetokenizeResponse, responses=WITH_BODY)
     @cancel_on_disconnect
     async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
         service.check_body(body)
@@ -330,16 +341,31 @@ def create_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
         text = await service.tokenizer_pool.decode(body.tokens)
         return _json(DetokenizeResponse(prompt=text), _ignored_header(request, body.ignored()))
 
+    if service.has_tokenizer_info:
+
+        @app.get("/tokenizer_info")
+        async def tokenizer_info() -> dict[str, Any]:
+            return service.tokenizer.info()
+
     @app.get("/", include_in_schema=False)
     async def inspector() -> Response:
         return inspector_page()
 
-    @app.get("/health")
+    @app.get("/health", responses=errors(503))
     async def health() -> Response:
         health = service.health()
         return JSONResponse({"status": "ok"}) if health.ok else middleware.error_response(unavailable(health.reason))
 
-    @app.get("/metrics")
+    @app.get("/ping", responses=errors(503))
+    @app.post("/ping", responses=errors(503))
+    async def ping() -> Response:
+        return await health()
+
+    @app.get("/load")
+    async def load() -> dict[str, int]:
+        return {"server_load": service.engine.num_pending}
+
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def prometheus() -> Response:
         return Response(service.metrics.render(), media_type=metrics.CONTENT_TYPE)
 
@@ -360,6 +386,7 @@ def create_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
             "config": asdict(service.config),
         }
 
+    openapi.complete(app, has_keys=service.api_keys is not None)
     return app
 
 
@@ -377,7 +404,8 @@ async def generate(
     async with aclosing(deltas):
         async for _ in deltas:
             pass
-    if body.num_logprobs is None and not body.return_speculative_trees:
+    scores = body.num_logprobs is not None or body.num_prompt_logprobs is not None
+    if not (scores or body.return_speculative_trees or response_format.reads_prompts):
         return _json(response_format.response(generations), headers)
     # 4096 tokens with 20 alternatives are 10^5 objects: a second during which other streams must not wait.
     return await asyncio.to_thread(lambda: _json(response_format.response(generations), headers))
@@ -395,6 +423,8 @@ async def _events(
     running = options is not None and options.usage_in_chunks
     try:
         async with aclosing(rest):
+            if response_format.reads_prompts:
+                await asyncio.to_thread(response_format.read_prompts, generations)
             for index, generation in enumerate(generations):
                 if (opening := response_format.opening_chunk(index, generation)) is not None:
                     if running:

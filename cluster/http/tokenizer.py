@@ -25,6 +25,19 @@ _ADVICE = {
 }
 """Reserved template variable -> what to write instead of setting it."""
 
+_LOADING = {
+    "name_or_path",
+    "is_local",
+    "local_files_only",
+    "tokenizer_object",
+    "_commit_hash",
+    "backend",
+    "trust_remote_code",
+}
+"""Arguments of transformers about loading, which say nothing about the tokenizer."""
+_TOKEN_FIELDS = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
+"""Of an added token, in tokenizer_config.json."""
+
 
 class TextLimit(NamedTuple):
     """The longest text that could fit the context: `chars` = `tokens` times the length of the longest token."""
@@ -106,6 +119,17 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         """True if conversations can be rendered."""
         return bool(self._tokenizer.chat_template)
+
+    def info(self) -> dict[str, Any]:
+        """Return what tokenizer_config.json says, with the tokenizer's class and chat template, without local paths."""
+        given = {
+            key: value
+            for key, value in self._tokenizer.init_kwargs.items()
+            if key not in _LOADING and not key.endswith("_file")
+        }
+        settings = {key: plain for key, value in given.items() if (plain := _plain(value)) is not None}
+        template = self._tokenizer.chat_template
+        return settings | {"tokenizer_class": type(self._tokenizer).__name__, "chat_template": template or None}
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Tokenize a text. Raises PromptError for invalid Unicode (JSON can spell half a surrogate pair)."""
@@ -251,6 +275,21 @@ class Tokenizer:
         templates = self._tokenizer.chat_template
         sources = templates.values() if isinstance(templates, Mapping) else [templates]
         return any(f"{quote}{word}{quote}" in source for source in sources for quote in "'\"")
+
+
+def _plain(value: Any) -> Any:
+    """Return a setting as JSON has it, as tokenizer_config.json writes it; None if it has no such form."""
+    match value:
+        case None | bool() | int() | float() | str():
+            return value
+        case Mapping() if all(hasattr(token, "content") for token in value.values()):
+            return {str(id): {name: getattr(token, name) for name in _TOKEN_FIELDS} for id, token in value.items()}
+        case Mapping():
+            return {str(key): _plain(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_plain(item) for item in value]
+        case _:
+            return getattr(value, "content", None)  # a special token is written as its text
 
 
 def _shorten(text: str) -> str:

@@ -50,6 +50,19 @@ class Proposer(Protocol):
         ...
 
 
+class ModelProposer(Proposer, Protocol):
+    """A draft model that runs on a KV pool: what pre-drafting needs beyond `Proposer`."""
+
+    @property
+    def node_features(self) -> Tensor | None:
+        """Return the features [G, R, H] with which nodes' children are fed, by row; None if tokens alone are fed."""
+        ...
+
+    def copy_slots(self, source: Tensor, target: Tensor) -> None:
+        """Copy KV entries between slots of the pool, int64."""
+        ...
+
+
 def fed_slots(request: DraftRequest) -> Tensor:
     """Return the slot of every fed row, int32 [M]."""
     rows_B = request.offsets.diff()
@@ -91,6 +104,7 @@ class FeatureProposer:
         self.vocab = head.vocab
         self.width = head.width  # of the features
         self.graphs, self.tree_graphs = graphs, tree_graphs
+        self.num_pages = kv.num_slots // page_size
         self._head, self._kv, self._page_size, self._tree_rows = head, kv, page_size, tree_rows
         self._roots: TreeRoots
         self._hidden_GRH: Tensor  # each node's feature for its children
@@ -119,6 +133,16 @@ class FeatureProposer:
         self._hidden_GRH[g, row] = hidden_FH
         return self._head.logits(hidden_FH)
 
+    @property
+    def node_features(self) -> Tensor:
+        """See `Proposer`."""
+        return self._hidden_GRH
+
+    def copy_slots(self, source: Tensor, target: Tensor) -> None:
+        """See `Proposer`."""
+        device = self._head.device
+        self._head.kernels.copy_slots(self._kv.data, to_device(source, device), to_device(target, device))
+
     def _run(self, tokens: Tensor, features: Tensor, positions: Tensor, attention: AttentionMetadata) -> Tensor:
         if self.graphs is not None:
             return self.graphs(attention, tokens, features, positions)[0]
@@ -140,7 +164,7 @@ def head_graphs(head: FeatureHead, kv: KVPool, config: EngineConfig, *, is_captu
         partial(head.plan, page_size=config.page_size),
         (one, torch.zeros(1, head.width, dtype=head.dtype, device=head.device), one),
         buckets=sizes(config.max_num_seqs, config.tree_rows),
-        table_width=config.pages_for(config.max_model_len),
+        table_width=config.draft_table_width,
         is_captured=is_captured,
     )
 
@@ -177,6 +201,7 @@ class DraftModelProposer:
         self.vocab = DraftVocabulary(target_size=model.spec.vocab_size, kernels=model.kernels)
         self.width = 0  # it reads no features
         self.graphs, self.tree_graphs = graphs, tree_graphs
+        self.num_pages = kv.num_slots // page_size
         self._model, self._kv, self._page_size = model, kv, page_size
         self._roots: TreeRoots
 
@@ -194,6 +219,16 @@ class DraftModelProposer:
         """See `Proposer`."""
         position_F, attention = self._roots.position_F(frontier), self._roots.attention(frontier)
         return self._model.full_logits(self._run(torch.from_numpy(frontier.token_F), position_F, attention))
+
+    @property
+    def node_features(self) -> None:
+        """See `Proposer`."""
+        return None
+
+    def copy_slots(self, source: Tensor, target: Tensor) -> None:
+        """See `Proposer`."""
+        device = self._model.device
+        self._model.kernels.copy_slots(self._kv.data, to_device(source, device), to_device(target, device))
 
     def _run(self, tokens: Tensor, positions: Tensor, attention: AttentionMetadata) -> Tensor:
         if self.graphs is not None:

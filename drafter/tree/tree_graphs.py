@@ -74,7 +74,7 @@ class TreeGraphs:
         assert config.draft is not None
         self._run, self._plan, self._page_size = run, plan, config.page_size
         self._tree, self._vocab, self._kernels = config.draft.tree, vocab, kernels
-        self._table_width = config.pages_for(config.max_model_len)
+        self._table_width = config.draft_table_width
         sizes = buckets(config.max_num_seqs, self._tree.num_speculative_tokens, vocab.size)
         B, D, V = max(sizes, default=0), self._tree.max_depth, vocab.size
         self._features_BH = example_1H.new_zeros(B, example_1H.shape[1])

@@ -31,9 +31,9 @@ from verifier import worker as verifier_worker
 from verifier.adaptive.cost_model import UNPROFILED
 from verifier.adaptive.profile import warm_up
 from verifier.engine import Engine
-from workers.comm.channel import Channel, Received
+from workers.comm.channel import Channel, DevicePart, Received, Transport
 from workers.comm.groups import World
-from workers.comm.ipc import FrameDecoder, FrameSocket, Speculation, StepOutput, Submit, encode
+from workers.comm.ipc import FrameDecoder, FrameSocket, Speculation, StepOutput, Submit, TokenLogprobs, encode
 from workers.comm.wire import Message
 from workers.config import DraftConfig, EngineConfig, PruneConfig, SimulatedCosts, TreeConfig
 from workers.cuda_graphs import Recorder
@@ -130,26 +130,36 @@ class Alone(World):
         return value
 
 
+def stream() -> Transport:
+    """A stream of bytes within this thread."""
+    sent: deque[torch.Tensor] = deque()
+
+    def take(tensor: torch.Tensor) -> None:
+        tensor.copy_(sent[0][: len(tensor)], non_blocking=tensor.is_cuda)
+        sent[0] = sent[0][len(tensor) :]
+        if not len(sent[0]):
+            sent.popleft()
+
+    return Transport(put=lambda tensor: sent.append(tensor.clone()), take=take)
+
+
 class Drafter:
     """Both ends of the link to a drafter in this thread; frames are bytes, on the device if the link is."""
 
     def __init__(self, config: EngineConfig, device: torch.device, draft: Callable[[DraftRequest], Message]) -> None:
-        frames: deque[torch.Tensor] = deque()
-
-        def take(tensor: torch.Tensor) -> None:
-            tensor.copy_(frames.popleft(), non_blocking=tensor.is_cuda)
-
-        where = torch.device("cpu") if config.has_host_link else device
+        assert config.draft is not None
+        part, between_devices = DevicePart.NONE, None
+        if not config.has_host_link:
+            part = DevicePart.BULK if config.draft.link == "host" else DevicePart.BODY
+            between_devices = stream()
+        through_host = stream()
         self._verifier_end, self._drafter_end = (
             Channel(
-                me=me,
-                peer="the other end",
-                device=where,
-                put=lambda tensor: frames.append(tensor.clone()),
-                take=take,
+                me=me, peer="the other end", host=through_host, first_bytes=None,
+                device_part=part, device=between_devices, where=None if between_devices is None else device,
             )
             for me in ("verifier 0", "drafter 0")
-        )
+        )  # fmt: skip
         self._draft = draft
 
     def send(self, message: Message, step: int) -> None:
@@ -167,6 +177,7 @@ class Drafter:
 @dataclass
 class Run:
     tokens: dict[int, list[int]]
+    scores: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # of prompts
     num_steps: int = 0
     num_drafts: int = 0
     num_replays: int = 0
@@ -219,6 +230,7 @@ def run(config: EngineConfig, jobs: list[Submit]) -> Run:
                     assert isinstance(frame, StepOutput)
                     for chunk in frame.chunks:
                         made.tokens[chunk.id] += chunk.tokens
+                        made.scores.setdefault(chunk.id, []).extend(chunk.prompt_logprobs or ())
                         unfinished -= chunk.finish_reason is not None
         made.num_drafts = engine._stats.num_drafts
         if cuda:
@@ -313,6 +325,18 @@ def test_every_kind_of_request_gets_the_cpus_tokens(
     assert (on_device.num_replays > on_device.num_steps // 2) is (not options)
 
 
+def test_prompts_are_scored_as_on_the_cpu(models: Path) -> None:
+    work = [replace(job, num_prompt_logprobs=job.id) for job in jobs(COUPLED, "coupled")]
+    config = config_for(models, "eagle3", DYNAMIC)
+    on_device, on_cpu = run(config, work), run(replace(config, device="cpu"), work)
+    assert on_device.tokens == on_cpu.tokens and on_device.num_replays > on_device.num_steps
+    for job in work:
+        mine, other = on_device.scores[job.id], on_cpu.scores[job.id]
+        assert len(mine) == len(job.prompt) - 1
+        assert [score.logprob for score in mine] == pytest.approx([score.logprob for score in other], abs=1e-4)
+        assert [len(score.top) for score in mine] == [job.id] * len(mine)
+
+
 def test_a_class_of_transformers_drafts_and_verifies_in_graphs(models: Path) -> None:
     work = jobs(COUPLED, "coupled")
     config = config_for(models, "draft_model", AUTO)
@@ -325,17 +349,17 @@ def test_a_class_of_transformers_drafts_and_verifies_in_graphs(models: Path) -> 
     assert set(on_device.waits) <= {"verifier.target._draw", "drafter.tree.tree_graphs.__call__"}
 
 
-def test_sending_features_does_not_make_the_sender_wait(models: Path) -> None:
-    """As over NCCL, only the header and the values that the receiver reads pass through the host."""
+@pytest.mark.parametrize("link", ["nccl", "host"])
+def test_sending_features_does_not_make_the_sender_wait(models: Path, link: str) -> None:
+    """Over NCCL the receiver waits for what it reads; through the host it has that without a wait for the device."""
     config = config_for(models, "eagle3", DYNAMIC)
     assert config.draft is not None
-    apart = replace(config, draft=replace(config.draft, placement="dedicated"))
+    apart = replace(config, draft=replace(config.draft, placement="dedicated", link=link))
     work = jobs(COUPLED, "coupled")
     made = run(apart, work)
     assert made.tokens == run(replace(apart, device="cpu"), work).tokens
-    assert (
-        made.waits["workers.comm.channel._send"] == 0 < made.waits["workers.comm.channel.receive"] <= 2 * made.num_steps
-    )
+    assert made.waits["workers.comm.channel._send"] == 0
+    assert (0 < made.waits["workers.comm.channel.receive"] <= 2 * made.num_steps) is (link == "nccl")
 
 
 @pytest.mark.parametrize(

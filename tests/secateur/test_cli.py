@@ -210,6 +210,27 @@ def test_the_key_is_read_from_the_environment(cluster, monkeypatch):
     assert [args.api_key for _, args in cluster] == ["from-env", "given"]
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--allowed-origins", "https://a.example", "--allowed-origins", "https://b.example"],
+        ["--allowed-origins", '["https://a.example", "https://b.example"]'],  # vLLM's way
+    ],
+)
+def test_origins_are_a_repeated_flag_or_a_json_list(cluster, flags, tmp_path):
+    assert cli.main(["serve", *flags, "--allow-credentials", "--root-path", "/llm"]) == 0
+    (tmp_path / "config.yaml").write_text("allowed_origins: [https://a.example, https://b.example]\nroot_path: /llm\n")
+    assert cli.main(["serve", "--config", str(tmp_path / "config.yaml")]) == 0
+    assert [args.allowed_origins for _, args in cluster] == [["https://a.example", "https://b.example"]] * 2
+    assert [(args.allow_credentials, args.root_path) for _, args in cluster] == [(True, "/llm"), (False, "/llm")]
+
+
+@pytest.mark.parametrize("given", ["[1]", "https://a.example/x"])
+def test_a_wrong_origin_is_an_error_before_the_start(cluster, given, capsys):
+    assert cli.main(["serve", "--allowed-origins", given]) != 0
+    assert "allowed_origins" in capsys.readouterr().err and not cluster
+
+
 def test_a_key_file_is_checked_before_the_start(cluster, monkeypatch, tmp_path, capsys):
     file = tmp_path / "keys"
     monkeypatch.setenv("SECATEUR_API_KEY", "from-env")

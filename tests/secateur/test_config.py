@@ -377,7 +377,7 @@ def test_an_unknown_nested_key_says_where():
 
 
 def test_an_unrecognizable_key_lists_the_valid_ones():
-    assert "(valid: api_key, api_key_file, device," in refusal(EngineArgs, zzzzzz=1)
+    assert "allowed_origins, api_key, api_key_file, device," in refusal(EngineArgs, zzzzzz=1)
 
 
 def test_dashes_in_keys_read_as_underscores():
@@ -653,3 +653,47 @@ def test_pages_that_hold_no_request_at_all_are_refused_before_the_model_is_known
 def test_values_too_large_for_any_engine_are_an_error(name):
     fields = {"max_num_seqs": 1, "model": "/nowhere", name: 10**30}
     assert f"{name}: must be less than" in refusal(EngineArgs.load, fields)
+
+
+# -- what a browser and a proxy need ---------------------------------------------------------------------------------
+
+
+def test_no_origin_is_allowed_by_default():
+    args = EngineArgs()
+    assert (args.allowed_origins, args.allowed_methods, args.allowed_headers) == ([], ["*"], ["*"])
+    assert args.allow_credentials is False and args.root_path == ""
+
+
+@pytest.mark.parametrize(
+    "origin", ["https://a.example/", "a.example", "https://a.example/page", "https://A.example", ""]
+)
+def test_an_origin_that_no_browser_sends_is_refused(origin):
+    assert f"allowed_origins: {origin!r} is not an origin" in refusal(EngineArgs, allowed_origins=[origin])
+
+
+@pytest.mark.parametrize("origin", ["*", "null", "https://a.example", "http://127.0.0.1:8000", "http://[::1]:3000"])
+def test_an_origin_that_browsers_send_is_taken(origin):
+    assert EngineArgs.load({"allowed-origins": [origin]}).allowed_origins == [origin]
+
+
+def test_credentials_of_every_page_are_refused():
+    told = refusal(EngineArgs, allowed_origins=["*"], allow_credentials=True)
+    assert told == "allow_credentials: with allowed_origins '*' every page could act as its visitor; name the origins"
+
+
+@pytest.mark.parametrize(
+    "settings", [{"allowed_methods": ["GET"]}, {"allowed_headers": ["x"]}, {"allow_credentials": True}]
+)
+def test_cors_settings_without_origins_are_refused(settings):
+    [name] = settings
+    assert f"{name}: has no effect without allowed_origins" in refusal(EngineArgs, **settings)
+
+
+@pytest.mark.parametrize("path", ["llm", "/", "/llm/", "/a//b", "/a?b", "https://a/llm"])
+def test_a_root_path_is_a_prefix(path):
+    assert "must begin with a slash and end without one" in refusal(EngineArgs, root_path=path)
+
+
+def test_a_serve_application_takes_the_same_keys():
+    given = EngineArgs(allowed_origins=["https://a.example"], allow_credentials=True, root_path="/a/b")
+    assert AppArgs.from_engine_args(given).engine_args() == given

@@ -337,10 +337,46 @@ def test_completions_and_chats_request_log_probabilities_differently(request_, n
     assert request_.num_logprobs == num
 
 
+def test_prompts_are_scored_on_request_and_for_an_echo_with_log_probabilities():
+    asked = [{}, {"echo": True}, {"logprobs": 3}, {"echo": True, "logprobs": 3}, {"prompt_logprobs": 0}]
+    assert [completion(**fields).num_prompt_logprobs for fields in asked] == [None, None, None, 3, 0]
+    assert completion(echo=True, logprobs=3, prompt_logprobs=5).num_prompt_logprobs == 5
+    assert chat(prompt_logprobs=2).num_prompt_logprobs == 2 and chat(logprobs=True).num_prompt_logprobs is None
+    for build in (completion, chat):
+        assert refusal(build, prompt_logprobs=1, stream=True).field == "prompt_logprobs"
+        for wrong in (-1, 21, True):
+            assert refusal(build, prompt_logprobs=wrong).field == "prompt_logprobs"
+    assert completion(echo=True, logprobs=1, stream=True).num_prompt_logprobs == 1
+    assert refusal(chat, echo=True).field == "echo"
+
+
+def test_an_answer_may_be_empty_where_the_prompt_is_returned():
+    for more in ({"echo": True}, {"prompt_logprobs": 0}):
+        assert completion(max_tokens=0, **more).max_output_tokens == 0
+    assert completion(max_tokens=0, max_completion_tokens=3).max_output_tokens == 3
+    assert "only allowed with echo" in refusal(completion, max_tokens=0).message
+    assert refusal(completion, max_tokens=0, echo=True, min_tokens=1).field == "min_tokens"
+    assert refusal(completion, max_completion_tokens=0, echo=True).field == "max_completion_tokens"
+    assert refusal(chat, max_tokens=0).field == "max_tokens"
+
+
 def test_the_other_routes_logprobs_fields_are_an_error():
     assert "write logprobs=true and top_logprobs=5" in refusal(chat, logprobs=5).message
     assert "write logprobs=5" in refusal(completion, top_logprobs=5).message
     assert "only allowed with logprobs=true" in refusal(chat, top_logprobs=5).message
+
+
+@pytest.mark.parametrize("build", [completion, chat, lambda **more: TokenizeRequest(prompt="a", **more)])
+def test_a_prompt_is_cut_to_some_tokens_or_to_what_fits(build):
+    assert [build(truncate_prompt_tokens=value).truncate_prompt_tokens for value in (-1, 1, 99)] == [-1, 1, 99]
+    for wrong in (0, -2, True, 1.5, "1"):
+        assert refusal(build, truncate_prompt_tokens=wrong).field == "truncate_prompt_tokens"
+
+
+def test_token_names_without_log_probabilities_have_no_effect():
+    assert completion(return_tokens_as_token_ids=True).ignored() == ["return_tokens_as_token_ids"]
+    assert completion(return_tokens_as_token_ids=True, logprobs=0).ignored() == []
+    assert chat(return_tokens_as_token_ids=True, logprobs=True).ignored() == []
 
 
 @pytest.mark.parametrize("build", [completion, chat])
@@ -354,7 +390,7 @@ def test_best_of_is_fine_where_all_answers_are_returned(build):
     [
         ("use_beam_search", {"use_beam_search": True, "n": 2, "temperature": 0}),
         ("best_of", {"best_of": 3, "n": 2, "temperature": 0}),
-        ("truncate_prompt_tokens", {"truncate_prompt_tokens": 5, "min_tokens": 9, "max_tokens": 5}),
+        ("logprob_token_ids", {"logprob_token_ids": [5], "min_tokens": 9, "max_tokens": 5}),
     ],
 )
 @pytest.mark.parametrize("build", [completion, chat])
@@ -372,8 +408,6 @@ def test_all_invalid_keys_of_a_logit_bias_are_named():
 NOT_NEUTRAL = {
     "best_of": 2,
     "length_penalty": 1.5,
-    "prompt_logprobs": 0,
-    "echo": True,
     "suffix": "x",
     "tools": [{"type": "function", "function": {"name": "f"}}],
     "tool_choice": "required",
@@ -382,7 +416,7 @@ NOT_NEUTRAL = {
     "regex": "a",
     "ebnf": "a",
     "use_beam_search": True,
-    "truncate_prompt_tokens": 5,
+    "logprob_token_ids": [5],
     "priority": 1,
     "spaces_between_special_tokens": False,
 }

@@ -108,7 +108,7 @@ class FakeEngine:
                             self._live.pop(id, None)
                 if self.hold.is_set():
                     continue
-                if chunks := [self._step(live) for live in list(self._live.values())]:
+                if chunks := [chunk for live in list(self._live.values()) for chunk in self._step(live)]:
                     self._stop.wait(self.step_s)
                     stats = self._stats()
                 if chunks or time.monotonic() - said >= HEARTBEAT_S:
@@ -116,7 +116,15 @@ class FakeEngine:
                     said = time.monotonic()
         socket.close()
 
-    def _step(self, live: _Live) -> TokenChunk:
+    def _step(self, live: _Live) -> list[TokenChunk]:
+        """Return the chunk of one step; before the first one, the log-probabilities of the prompt in two parts."""
+        submit, num, before = live.submit, live.submit.num_prompt_logprobs, []
+        if num is not None and not live.sent:
+            scores = [score(token, num) for token in submit.prompt[1:]]
+            before = [TokenChunk(id=submit.id, tokens=[], prompt_logprobs=part) for part in (scores[:2], scores[2:])]
+        return [*before, self._answer(live)]
+
+    def _answer(self, live: _Live) -> TokenChunk:
         submit = live.submit
         tokens = live.steps.pop(0) if live.steps else []
         num_drafted = max(0, len(tokens) - 1)

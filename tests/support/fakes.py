@@ -23,13 +23,14 @@ import torch
 from torch import Tensor
 
 from drafter import worker
+from drafter.predraft import PreDrafter
 from drafter.proposers.base import Proposer
 from drafter.tree.frontier import DraftVocabulary, Frontier
 from drafter.tree.policy import TreePolicy, make_tree_policy
 from verifier.engine import Engine
 from verifier.hidden_states import HiddenStatePool, max_buffered_states
 from verifier.request import Request
-from verifier.target import Target
+from verifier.target import Target, token_logprobs
 from workers.comm import groups, wire
 from workers.comm.channel import Received
 from workers.comm.groups import World
@@ -152,6 +153,10 @@ class FakeTarget(Target):
         held |= dict(zip(step.copy_target.tolist(), moved, strict=True))
         assert int(step.position_N.max()) < self._max_model_len
         contexts = self.memory.forward(step.attention, step.position_N, step.token_N)
+        if step.scored is not None:
+            told = [self._language.target(contexts[row]) for row in step.scored.row_S.tolist()]
+            args = (step.scored.token_S.tolist(), step.scored.num_top_S.tolist())
+            self._scores_S = token_logprobs(torch.from_numpy(np.stack(told)), *args)
         rows = step.sample_row_R.tolist()
         assert step.draw_index_R.tolist() == [len(contexts[row]) for row in rows], "noise is keyed on the prefix length"
         if not rows:
@@ -203,6 +208,11 @@ class FakeProposer:
         self._pages = request.page_table_BP[self._growing]
         self._base = slot_M[(request.offsets[1:] - 1)[self._growing]]
         roots = (request.offsets[1:] - 1)[self._growing].tolist()
+        self._features = None
+        if request.features_MH is not None:
+            self._features = torch.full((len(roots), 64, 2), torch.nan)
+            for g, row in enumerate(roots):
+                self._features[g, 0] = torch.tensor([int(slot_M[row]), int(request.token_M[row])])
         return self._logits([contexts[row] for row in roots])
 
     def expand(self, level: Frontier) -> Tensor:
@@ -217,7 +227,19 @@ class FakeProposer:
             visible_N=base_F,
             ancestors_N=torch.from_numpy(level.ancestors_F),
         )
+        if self._features is not None:
+            for g, row, token in zip(level.request_F, level.row_F, level.token_F, strict=True):
+                self._features[g, row] = torch.tensor([int(self._base[g]) + level.depth, int(token)])
         return self._logits(self.memory.forward(attention, base_F + level.depth, torch.from_numpy(level.token_F)))
+
+    @property
+    def node_features(self) -> Tensor | None:
+        return self._features
+
+    def copy_slots(self, source: Tensor, target: Tensor) -> None:
+        held = self.memory.held
+        copied = [(place, held.get(origin)) for origin, place in zip(source.tolist(), target.tolist(), strict=True)]
+        held |= {place: entry for place, entry in copied if entry is not None}
 
     def _take_features(self, request: DraftRequest, slot_M: Tensor) -> None:
         """Check that f_{j-1} comes with t_j. An EAGLE head gets only the feature of token 0; slot 0 stays empty."""
@@ -245,9 +267,17 @@ class FakeChannel:
     """The link to a drafter in this process; both messages are serialized."""
 
     def __init__(
-        self, proposer: Proposer, policy: TreePolicy, *, is_hybrid: bool = False, grammars: Grammars | None = None
+        self,
+        proposer: Proposer,
+        policy: TreePolicy,
+        *,
+        is_hybrid: bool = False,
+        grammars: Grammars | None = None,
+        ahead: PreDrafter | None = None,
+        is_interrupted: Callable[[], bool] = lambda: False,
     ) -> None:
         self._proposer, self._policy, self._is_hybrid, self._grammars = proposer, policy, is_hybrid, grammars
+        self._ahead, self._is_interrupted = ahead, is_interrupted
         self._answers: list[Received] = []
         self.requests: list[DraftRequest] = []
         self.replies: list[DraftReply] = []
@@ -259,9 +289,14 @@ class FakeChannel:
         request = over_the_wire(message)
         assert isinstance(request, DraftRequest)
         self.requests.append(request)
-        reply = over_the_wire(
-            worker.draft(request, self._proposer, self._policy, is_hybrid=self._is_hybrid, grammars=self._grammars)
-        )
+        if self._ahead is not None:
+            with torch.inference_mode():
+                reply = over_the_wire(self._ahead.reply(request))
+                self._ahead.draft_ahead(self._is_interrupted)
+        else:
+            reply = over_the_wire(
+                worker.draft(request, self._proposer, self._policy, is_hybrid=self._is_hybrid, grammars=self._grammars)
+            )
         assert isinstance(reply, DraftReply)
         self.replies.append(reply)
         self._answers.append(Received(Kind.DRAFT_REPLY, step, reply))
@@ -302,9 +337,13 @@ class Bench:
         tree: TreeConfig = TreeConfig(),  # noqa: B008
         num_pages: int = 65,
         acceptance: AcceptanceConfig = AcceptanceConfig(),  # noqa: B008
+        overlap: Literal["auto", "none", "predraft"] = "none",
+        is_interrupted: Callable[[], bool] = lambda: False,
         **settings: Any,
     ) -> None:
-        draft = DraftConfig(method=method, model_path="fake", tree=tree, acceptance=acceptance) if method else None
+        draft = None
+        if method:
+            draft = DraftConfig(method=method, model_path="fake", tree=tree, acceptance=acceptance, overlap=overlap)
         config = EngineConfig(model_path="fake", draft=draft, **{"page_size": 4, "max_model_len": 256} | settings)
         waiting = None
         if method == "eagle3":
@@ -312,7 +351,21 @@ class Bench:
         self.target = FakeTarget(language, config.page_size, config.max_model_len, waiting)
         self.proposer = FakeProposer(language, config.page_size)
         is_hybrid = acceptance.sample_method == "hybrid"
-        self.drafter = FakeChannel(self.proposer, make_tree_policy(tree), is_hybrid=is_hybrid) if method else None
+        policy, ahead = make_tree_policy(tree), None
+        if config.has_predrafting:
+            ahead = PreDrafter(
+                self.proposer,
+                lambda request, roots: worker.grow_trees(request, roots, self.proposer, policy),
+                page_size=config.page_size,
+                scratch=range(num_pages, num_pages + config.scratch_pages),
+                outcome_pages=config.outcome_pages,
+                is_forced=True,
+            )
+        self.drafter = None
+        if method:
+            self.drafter = FakeChannel(
+                self.proposer, policy, is_hybrid=is_hybrid, ahead=ahead, is_interrupted=is_interrupted
+            )
         engine_end, self.front = socket.socketpair()
         self.front.setblocking(False)
         self.engine = Engine(config, self.target, self.drafter, FrameSocket(engine_end), num_pages)  # type: ignore[arg-type]

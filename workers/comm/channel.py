@@ -1,18 +1,21 @@
-"""Channels between ranks: drafter 0 <-> verifier 0 (`link`), and a side's first rank -> its peers (`fan_out`).
+"""Channels between ranks: verifier 0 <-> drafter 0 (the link), and a side's first rank -> its peers (the fan-out).
 
-A frame starts on the CPU, over gloo: the header [kind, step, meta bytes, bulk bytes] and, on CPU devices, the first
-bytes of the body, so that most messages take one send. On CUDA the header announces the body, which goes over NCCL from
-one device buffer that holds meta and bulk. A channel may be on the CPU although the model is not; features are then
-copied to the host. Nothing is pickled. Buffers are reused and never shrink.
+A frame is the header [kind, step, meta bytes, bulk bytes] and a body of meta and bulk bytes. What starts on the CPU
+travels over the host link, or over gloo between the ranks of a side; what is for the device travels over NCCL from one
+device buffer (see `DevicePart`). Nothing is pickled. Buffers are reused and never shrink.
 
-If a peer dies, or is silent for longer than this process's timeout for the group, the channel raises PeerLost, which
-names the peer (see "Lost ranks" in `workers/README.md`). An idle sender sends heartbeats, so silence means a failure.
+If a peer dies, or is silent for longer than this process's timeout, the channel raises PeerLost, which names the peer
+(see "Lost ranks" in `workers/README.md`). An idle sender sends heartbeats, so silence means a failure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from enum import Enum
 from typing import NamedTuple
 
 import torch
@@ -20,10 +23,25 @@ import torch.distributed as dist
 from torch import Tensor
 
 from workers.comm import wire
+from workers.comm.host_link import HostLink
 from workers.comm.wire import EMPTY, Kind, Message, Packed
 
+logger = logging.getLogger(__name__)
+
 _HEADER_BYTES = 32  # 4 int64
-_INLINE_BYTES = 8192
+_BROADCAST_BYTES = 8192
+"""How much of a body is broadcast with its header, so that most messages take one collective."""
+_NUM_PROBES = 32
+_REQUEST_BYTES, _REPLY_BYTES = (2048, 65536), (4096, 0)
+"""(meta, bulk) bytes of a probe: eight rows of 4096 features in 16 bits, and a tree of 16 nodes with probabilities."""
+
+
+class DevicePart(Enum):
+    """The part of a body that travels from device to device."""
+
+    NONE = "none"
+    BULK = "bulk"
+    BODY = "body"
 
 
 class PeerLost(ConnectionError):
@@ -41,31 +59,49 @@ def naming_lost_peers(me: str, step: int) -> Iterator[None]:
         raise
 
 
+class Transport(NamedTuple):
+    """How the bytes of one tensor are sent, and received into another."""
+
+    put: Callable[[Tensor], None]
+    take: Callable[[Tensor], None]
+    has_bytes: Callable[[], bool] | None = None  # whether something has arrived; None = unknown
+
+
 class Received(NamedTuple):
     """A received frame."""
 
     kind: Kind
     step: int
-    message: Message | None  # None for STOP and HEARTBEAT
+    message: Message | None  # None for STOP, HEARTBEAT and PROBE
 
 
 class Channel:
-    """Sends and receives messages; see `link` and `fan_out` for the ranks that may do so.
+    """Sends and receives messages; see the functions below for the ranks that may do so.
 
-    `put` sends one tensor, and `take` receives one. A received message's bulk tensor is a view of this channel's buffer
-    and is valid until the next `receive`.
+    host and device: put and take one tensor's bytes. first_bytes: what every frame begins with, which the receiver
+    takes before it knows the frame's size; None = a stream, where it takes as much as it wants. A received message's
+    bulk tensor is a view of this channel's buffer and is valid until the next `receive`.
     """
 
     def __init__(
-        self, *, me: str, peer: str, device: torch.device, put: Callable[[Tensor], None], take: Callable[[Tensor], None]
+        self,
+        *,
+        me: str,
+        peer: str,
+        host: Transport,
+        first_bytes: int | None,
+        device_part: DevicePart = DevicePart.NONE,
+        device: Transport | None = None,
+        where: torch.device | None = None,
     ) -> None:
-        self._me, self._peer, self._device = me, peer, device
-        self._put, self._take = put, take
-        self._on_cuda = device.type == "cuda"
-        self._frame_bytes = _HEADER_BYTES + (0 if self._on_cuda else _INLINE_BYTES)
+        assert (device_part == DevicePart.NONE) == (device is None) == (where is None)
+        self._me, self._peer = me, peer
+        self._host_transport, self._device_transport = host, device
+        self._device_part = device_part
+        self._first_bytes = first_bytes
         self._step = -1  # of the last frame sent or received, for errors
-        self._host = torch.zeros(self._frame_bytes, dtype=torch.uint8)
-        self._body = torch.zeros(0, dtype=torch.uint8, device=device)  # CUDA only
+        self._host = torch.zeros(first_bytes or _HEADER_BYTES, dtype=torch.uint8)
+        self._on_device = torch.zeros(0, dtype=torch.uint8, device=where)
 
     def send(self, message: Message, step: int) -> None:
         """Send a message. Raises PeerLost."""
@@ -75,51 +111,84 @@ class Channel:
         """Tell the peer that this rank is alive. Raises PeerLost."""
         self._send(Packed(Kind.HEARTBEAT, EMPTY, EMPTY), step)
 
+    def probe(self, meta_bytes: int, bulk_bytes: int) -> None:
+        """Send a frame of this size without content, to time the link. Raises PeerLost."""
+        meta = torch.zeros(meta_bytes, dtype=torch.uint8)
+        bulk = torch.zeros(bulk_bytes, dtype=torch.uint8, device=self._on_device.device)
+        self._send(Packed(Kind.PROBE, meta, bulk), -1)
+
     def stop(self, step: int) -> None:
         """Tell the peer to shut down. Raises PeerLost."""
         self._send(Packed(Kind.STOP, EMPTY, EMPTY), step)
 
     def receive(self) -> Received:
         """Wait for the next frame. Raises PeerLost."""
-        self._move(self._take, self._host[: self._frame_bytes])
+        first = self._first_bytes or _HEADER_BYTES
+        self._move(self._host_transport.take, self._host[:first])
         kind, step, meta_bytes, bulk_bytes = self._host[:_HEADER_BYTES].view(torch.int64).tolist()
         self._step = step
-        size = meta_bytes + bulk_bytes
-        if size == 0:
+        if meta_bytes + bulk_bytes == 0:
             return Received(Kind(kind), step, None)
-        if self._on_cuda:
-            body = self._device_body(size)
-            self._move(self._take, body)
-            meta, bulk = body[:meta_bytes].cpu(), body[meta_bytes:]
-        else:
-            self._reserve_host(_HEADER_BYTES + size)
-            if _HEADER_BYTES + size > self._frame_bytes:
-                self._move(self._take, self._host[self._frame_bytes : _HEADER_BYTES + size])
-            body = self._host[_HEADER_BYTES : _HEADER_BYTES + size]
-            meta, bulk = body[:meta_bytes], body[meta_bytes:]
+        in_host, in_device = self._split(meta_bytes, bulk_bytes)
+        self._reserve_host(_HEADER_BYTES + in_host)
+        if _HEADER_BYTES + in_host > first:
+            self._move(self._host_transport.take, self._host[first : _HEADER_BYTES + in_host])
+        on_host, on_device = self._host[_HEADER_BYTES : _HEADER_BYTES + in_host], self._reserve_device(in_device)
+        if in_device:
+            assert self._device_transport is not None
+            self._move(self._device_transport.take, on_device)
+        meta = on_host[:meta_bytes] if in_host else on_device[:meta_bytes].cpu()
+        bulk = on_device[in_device - bulk_bytes :] if in_device else on_host[meta_bytes:]
+        if kind == Kind.PROBE:
+            return Received(Kind(kind), step, None)
         return Received(Kind(kind), step, wire.unpack(Kind(kind), meta, bulk))
+
+    def has_frame(self) -> bool:
+        """Return whether a frame has arrived, or the peer is gone. Only links can tell."""
+        assert self._host_transport.has_bytes is not None
+        return self._host_transport.has_bytes()
 
     def _send(self, packed: Packed, step: int) -> None:
         self._step = step
         meta_bytes, bulk_bytes = packed.meta.numel(), packed.bulk.numel()
-        size = meta_bytes + bulk_bytes
+        in_host, in_device = self._split(meta_bytes, bulk_bytes)
+        size = _HEADER_BYTES + in_host
+        self._reserve_host(size)
         header = torch.tensor([packed.kind, step, meta_bytes, bulk_bytes], dtype=torch.int64)
-        self._reserve_host(_HEADER_BYTES if self._on_cuda else _HEADER_BYTES + size)
         self._host[:_HEADER_BYTES] = header.view(torch.uint8)
-        body = self._device_body(size) if self._on_cuda else self._host[_HEADER_BYTES : _HEADER_BYTES + size]
-        # Copies to a device need not complete here, see `workers.transfer`; copies from a device must.
-        body[:meta_bytes].copy_(packed.meta, non_blocking=self._on_cuda)
-        body[meta_bytes:].copy_(packed.bulk, non_blocking=self._on_cuda)
-        self._move(self._put, self._host[: self._frame_bytes])
-        if self._on_cuda and size:
-            self._move(self._put, body)
-        elif not self._on_cuda and _HEADER_BYTES + size > self._frame_bytes:
-            self._move(self._put, self._host[self._frame_bytes : _HEADER_BYTES + size])
+        body = self._host[_HEADER_BYTES:size]
+        if in_host:
+            body[:meta_bytes] = packed.meta
+        if in_host > meta_bytes:
+            body[meta_bytes:] = packed.bulk
+        # One write of a stream wakes the peer once.
+        first = size if self._first_bytes is None else self._first_bytes
+        self._move(self._host_transport.put, self._host[:first])
+        if size > first:
+            self._move(self._host_transport.put, self._host[first:size])
+        if in_device:
+            assert self._device_transport is not None
+            on_device = self._reserve_device(in_device)
+            # Copies to a device need not complete here, see `workers.transfer`; copies from a device must.
+            if in_device > bulk_bytes:
+                on_device[:meta_bytes].copy_(packed.meta, non_blocking=True)
+            on_device[in_device - bulk_bytes :].copy_(packed.bulk, non_blocking=True)
+            self._move(self._device_transport.put, on_device)
+
+    def _split(self, meta_bytes: int, bulk_bytes: int) -> tuple[int, int]:
+        """Return how many bytes of a body travel through host memory, and how many between devices."""
+        match self._device_part:
+            case DevicePart.NONE:
+                return meta_bytes + bulk_bytes, 0
+            case DevicePart.BULK:
+                return meta_bytes, bulk_bytes
+            case DevicePart.BODY:
+                return 0, meta_bytes + bulk_bytes
 
     def _move(self, operation: Callable[[Tensor], None], tensor: Tensor) -> None:
         try:
             operation(tensor)
-        except RuntimeError as error:  # gloo and NCCL raise it for a lost peer and for a timeout
+        except (RuntimeError, OSError) as error:  # gloo and NCCL raise the former for a lost peer and for a timeout
             when = f"at step {self._step}" if self._step >= 0 else "before the first step"
             raise PeerLost(f"{self._me} lost {self._peer} {when}: {error}") from error
 
@@ -129,25 +198,63 @@ class Channel:
             grown[: self._host.numel()] = self._host
             self._host = grown
 
-    def _device_body(self, size: int) -> Tensor:
-        if self._body.numel() < size:
-            self._body = torch.zeros(2 * size, dtype=torch.uint8, device=self._device)
-        return self._body[:size]
+    def _reserve_device(self, size: int) -> Tensor:
+        if self._on_device.numel() < size:
+            self._on_device = torch.zeros(2 * size, dtype=torch.uint8, device=self._on_device.device)
+        return self._on_device[:size]
 
 
-def link(group: dist.ProcessGroup, peer_rank: int, *, me: str, peer: str, device: torch.device) -> Channel:
-    """Open a point-to-point channel in both directions; the protocol defines whose turn it is.
+def link_through_host(host: HostLink, *, me: str, peer: str) -> Channel:
+    """Open a channel in both directions through host memory; the protocol defines whose turn it is."""
+    return Channel(me=me, peer=peer, host=Transport(host.put, host.take, host.has_bytes), first_bytes=None)
 
-    gloo's send and recv sleep while they wait (a rank that only echoes uses 5 % of its core). On two CPU cores a round
-    trip takes 0.2 ms back to back, and 0.35 to 0.5 ms if both sides slept for a few ms before it (2026-11).
-    """
-    return Channel(
-        me=me,
-        peer=peer,
-        device=device,
+
+def link_between_devices(
+    host: HostLink,
+    group: dist.ProcessGroup,
+    peer_rank: int,
+    *,
+    me: str,
+    peer: str,
+    device_part: DevicePart,
+    where: torch.device,
+) -> Channel:
+    """Open a channel in both directions whose `device_part` travels from device to device over NCCL."""
+    over_nccl = Transport(
         put=lambda tensor: dist.send(tensor, dst=peer_rank, group=group),
         take=lambda tensor: _ignore(dist.recv(tensor, src=peer_rank, group=group)),
     )
+    through_host = Transport(host.put, host.take, host.has_bytes)
+    return Channel(
+        me=me, peer=peer, host=through_host, first_bytes=None, device_part=device_part, device=over_nccl, where=where
+    )
+
+
+def faster_link(links: Mapping[DevicePart, Channel], host: HostLink, *, leads: bool) -> DevicePart:
+    """Time a step's two messages on each channel, and return the faster one's device part on both ends.
+
+    leads: True on verifier 0, whose clock decides. Call it on both ends.
+    """
+    seconds = {}
+    for part, channel in links.items():
+        rounds = []
+        for _ in range(_NUM_PROBES):
+            began = time.perf_counter()
+            if leads:
+                channel.probe(*_REQUEST_BYTES)
+            channel.receive()
+            if not leads:
+                channel.probe(*_REPLY_BYTES)
+            rounds.append(time.perf_counter() - began)
+        seconds[part] = statistics.median(rounds)
+    parts = list(links)
+    choice = torch.tensor([parts.index(min(parts, key=seconds.__getitem__))], dtype=torch.uint8)
+    (host.put if leads else host.take)(choice)
+    chosen = parts[int(choice)]
+    if leads:
+        times = ", ".join(f"{part.value} {1e6 * value:.0f} us" for part, value in seconds.items())
+        logger.info("from device to device: %s of a message (round trips: %s)", chosen.value, times)
+    return chosen
 
 
 def fan_out(group: dist.ProcessGroup, source_rank: int, *, me: str, peer: str, device: torch.device) -> Channel:
@@ -156,7 +263,13 @@ def fan_out(group: dist.ProcessGroup, source_rank: int, *, me: str, peer: str, d
     def broadcast(tensor: Tensor) -> None:
         dist.broadcast(tensor, src=source_rank, group=group)
 
-    return Channel(me=me, peer=peer, device=device, put=broadcast, take=broadcast)
+    transport = Transport(put=broadcast, take=broadcast)
+    if device.type == "cuda":
+        return Channel(
+            me=me, peer=peer, host=transport, first_bytes=_HEADER_BYTES,
+            device_part=DevicePart.BODY, device=transport, where=device,
+        )  # fmt: skip
+    return Channel(me=me, peer=peer, host=transport, first_bytes=_HEADER_BYTES + _BROADCAST_BYTES)
 
 
 def _ignore(_: object) -> None:

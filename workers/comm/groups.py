@@ -15,7 +15,15 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from workers.comm.channel import Channel, fan_out, link
+from workers.comm.channel import (
+    Channel,
+    DevicePart,
+    fan_out,
+    faster_link,
+    link_between_devices,
+    link_through_host,
+)
+from workers.comm.host_link import HostLink, connect, listen
 from workers.config import START_TIMEOUT_S, EngineConfig
 from workers.models.layers import TensorParallel
 
@@ -115,7 +123,8 @@ def join(config: EngineConfig, rank: int, store_address: str) -> World:
     sides = [list(range(size)), list(range(size, config.world_size))]
     # Every rank creates every group, in this order.
     side_groups = [_new_group(config, rank, ranks) for ranks in sides]
-    link_group = _new_group(config, rank, [0, size]) if sides[1] else None
+    has_nccl_link = bool(sides[1]) and not config.has_host_link
+    link_group = _new_group(config, rank, [0, size]) if has_nccl_link else None
 
     side = 0 if rank < size else 1
     ranks, group = sides[side], side_groups[side]
@@ -127,12 +136,13 @@ def join(config: EngineConfig, rank: int, store_address: str) -> World:
         others = "its tensor-parallel peers" if rank == ranks[0] else config.role_of(ranks[0])
         peers = fan_out(group, ranks[0], me=role, peer=others, device=device)
     to_peer = None
-    if link_group is not None and rank in (0, size):
-        other = size if rank == 0 else 0
-        where = torch.device("cpu") if config.has_host_link else device
-        if where.type == "cuda":
-            _connect(link_group, rank, other, device)
-        to_peer = link(link_group, other, me=role, peer=config.role_of(other), device=where)
+    if sides[1] and rank in (0, size):
+        through_host = _host_link(config, rank, store, host)
+        peer_rank = size if rank == 0 else 0
+        if link_group is None:
+            to_peer = link_through_host(through_host, me=role, peer=config.role_of(peer_rank))
+        else:
+            to_peer = _device_link(config, rank, peer_rank, through_host, link_group, device)
     return World(
         config=config,
         rank=rank,
@@ -142,6 +152,38 @@ def join(config: EngineConfig, rank: int, store_address: str) -> World:
         peers=peers,
         link=to_peer,
     )
+
+
+def _host_link(config: EngineConfig, rank: int, store: dist.Store, host: str) -> HostLink:
+    """Open this rank's end of the host link. Verifier 0 listens at the store's address, which is its own."""
+    if rank == 0:
+        return listen(store, host, config.step_timeout_s, START_TIMEOUT_S)
+    return connect(store, config.idle_timeout_s)
+
+
+def _device_link(
+    config: EngineConfig,
+    rank: int,
+    peer_rank: int,
+    through_host: HostLink,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> Channel:
+    """Open the NCCL link to the other side's first rank, as `draft_link` says or as measured."""
+    assert config.draft is not None
+    _connect(group, rank, peer_rank, device)
+    me, peer = config.role_of(rank), config.role_of(peer_rank)
+    links = {
+        part: link_between_devices(through_host, group, peer_rank, me=me, peer=peer, device_part=part, where=device)
+        for part in (DevicePart.BODY, DevicePart.BULK)
+    }
+    match config.draft.link:
+        case "auto":
+            return links[faster_link(links, through_host, leads=rank == 0)]
+        case "nccl":
+            return links[DevicePart.BODY]
+        case "host":
+            return links[DevicePart.BULK]
 
 
 def _new_group(config: EngineConfig, rank: int, ranks: list[int]) -> dist.ProcessGroup | None:

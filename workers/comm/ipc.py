@@ -51,6 +51,7 @@ class Submit:
     cache_salt: str | None = None  # only requests with the same salt share cached prefixes
     speculation: Speculation = Speculation()
     has_trees: bool = False  # the chunks carry the tree of each step
+    num_prompt_logprobs: int | None = None  # most likely tokens to report per prompt token; None = no log-probabilities
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +121,7 @@ class RequestStats(_NodeCounts):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprobs:
-    """The log probability of one emitted token in the target's raw distribution, before any sampling parameter."""
+    """The log probability of one token in the target's raw distribution, before any sampling parameter."""
 
     logprob: float
     rank: int  # 1 = the most likely token
@@ -148,7 +149,7 @@ class TreeRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenChunk:
-    """The tokens that one request gained in one step."""
+    """The tokens that one request gained in one step, or the log-probabilities of prompt tokens that it computed."""
 
     id: int
     tokens: list[int]
@@ -161,6 +162,7 @@ class TokenChunk:
     is_copied: bool = False  # ... or, if this is set, tokens from prompt lookup
     stats: RequestStats | None = None  # so far; None with an error
     tree: TreeRecord | None = None  # if requested
+    prompt_logprobs: list[TokenLogprobs] | None = None  # of the next prompt tokens, from the second on, if requested
 
 
 @dataclass(slots=True, kw_only=True)
@@ -175,6 +177,8 @@ class EngineStats(_NodeCounts):
     prompt_tokens: int = 0
     generation_tokens: int = 0
     num_drafts: int = 0
+    num_trees: int = 0  # drafted ...
+    num_predrafted: int = 0  # ... and those of them that were grown while the target verified
     pruned_per_depth: list[int] = field(default_factory=list)
     verified_per_depth: list[int] = field(default_factory=list)
     accepted_per_depth: list[int] = field(default_factory=list)
@@ -257,9 +261,10 @@ def _chunk(raw: list[Any]) -> TokenChunk:
     fields = _named(TokenChunk, raw)
     if fields["stats"] is not None:
         fields["stats"] = RequestStats(**_named(RequestStats, fields["stats"]))
-    if fields["logprobs"] is not None:
-        entries = [_named(TokenLogprobs, entry) for entry in fields["logprobs"]]
-        fields["logprobs"] = [TokenLogprobs(**entry | {"top": list(map(tuple, entry["top"]))}) for entry in entries]
+    for name in ("logprobs", "prompt_logprobs"):
+        if fields[name] is not None:
+            entries = [_named(TokenLogprobs, entry) for entry in fields[name]]
+            fields[name] = [TokenLogprobs(**entry | {"top": list(map(tuple, entry["top"]))}) for entry in entries]
     if fields["tree"] is not None:
         fields["tree"] = TreeRecord(**_named(TreeRecord, fields["tree"]))
     return TokenChunk(**fields)

@@ -22,6 +22,7 @@ from workers.types import (
     DraftReply,
     DraftRequest,
     SamplingBatch,
+    ScoredRows,
     TargetStep,
     TreeBatch,
     TreeTrace,
@@ -39,6 +40,7 @@ class Kind(IntEnum):
     DRAFT_REQUEST = 2
     DRAFT_REPLY = 3
     TARGET_STEP = 4
+    PROBE = 5
 
 
 class Field(NamedTuple):
@@ -106,6 +108,7 @@ STEP_FIELDS = [
     *_ints("sample_row_R", "request_R", "draw_index_R"),
     Field("constraints_U", _U8, _U8),
 ]
+SCORED_FIELDS = _ints("row_S", "token_S", "num_top_S")
 
 Message = DraftRequest | DraftReply | TargetStep
 EMPTY = torch.empty(0, dtype=torch.uint8)
@@ -133,9 +136,11 @@ def pack(message: Message) -> Packed:
             parts = [(TREE_FIELDS, message.trees), (PROBS_FIELDS, message.probs), (PRUNED_FIELDS, message)]
             parts.append((TRACE_FIELDS, message.trace))
             scalars = [min(int(message.seconds * 1e6), 2**31 - 1), message.num_levels, message.num_run]
+            scalars.append(message.num_predrafted)
             return Packed(Kind.DRAFT_REPLY, _pack_fields(parts, scalars), EMPTY)
         case TargetStep():
             parts = [(STEP_FIELDS, message), (ATTENTION_FIELDS, message.attention), (SAMPLING_FIELDS, message.sampling)]
+            parts.append((SCORED_FIELDS, message.scored))
             scalars = [int(message.has_logprobs), int(message.has_sampled), int(message.has_draws)]
             return Packed(Kind.TARGET_STEP, _pack_fields(parts, scalars), EMPTY)
 
@@ -156,9 +161,8 @@ def unpack(kind: Kind, meta: Tensor, bulk: Tensor) -> Message:
             )
         case Kind.DRAFT_REPLY:
             parts = [TREE_FIELDS, PROBS_FIELDS, PRUNED_FIELDS, TRACE_FIELDS]
-            (tree, probs, pruned, trace), (microseconds, num_levels, num_run) = _unpack_fields(
-                parts, meta, num_scalars=3
-            )
+            (tree, probs, pruned, trace), scalars = _unpack_fields(parts, meta, num_scalars=4)
+            microseconds, num_levels, num_run, num_predrafted = scalars
             assert tree is not None and pruned is not None
             return DraftReply(
                 trees=TreeBatch(**tree),
@@ -168,10 +172,11 @@ def unpack(kind: Kind, meta: Tensor, bulk: Tensor) -> Message:
                 num_run=num_run,
                 seconds=microseconds * 1e-6,
                 trace=TreeTrace(**trace) if trace else None,
+                num_predrafted=num_predrafted,
             )
         case Kind.TARGET_STEP:
-            parts = [STEP_FIELDS, ATTENTION_FIELDS, SAMPLING_FIELDS]
-            (fields, attention, sampling), flags = _unpack_fields(parts, meta, num_scalars=3)
+            parts = [STEP_FIELDS, ATTENTION_FIELDS, SAMPLING_FIELDS, SCORED_FIELDS]
+            (fields, attention, sampling, scored), flags = _unpack_fields(parts, meta, num_scalars=3)
             assert fields is not None and attention is not None and sampling is not None
             return TargetStep(
                 **fields,
@@ -180,6 +185,7 @@ def unpack(kind: Kind, meta: Tensor, bulk: Tensor) -> Message:
                 has_logprobs=bool(flags[0]),
                 has_sampled=bool(flags[1]),
                 has_draws=bool(flags[2]),
+                scored=ScoredRows(**scored) if scored else None,
             )
         case _:
             raise ValueError(f"a {kind.name} frame carries no message")

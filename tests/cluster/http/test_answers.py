@@ -348,6 +348,23 @@ def test_a_chats_log_probabilities_have_openais_format(http: httpx2.Client, toke
     ]
 
 
+def test_tokens_of_log_probabilities_can_be_named_by_their_ids(http: httpx2.Client, tokenizer: Tokenizer) -> None:
+    ids, more = tokenizer.encode(ANSWER), {"return_tokens_as_token_ids": True}
+    names = [f"token_id:{id}" for id in ids]
+    response = http.post("/v1/completions", json={"prompt": "def", "max_tokens": 64, "logprobs": 1, **more})
+    found = response.json()["choices"][0]["logprobs"]
+    assert found["tokens"] == names and "x-secateur-ignored" not in response.headers
+    assert found["top_logprobs"][0] == {f"token_id:{ids[0] + 1}": -0.5, names[0]: -1.0}
+    chunks = stream(http, "/v1/completions", prompt="def", max_tokens=64, logprobs=1, **more)
+    parts = [chunk["choices"][0]["logprobs"] or {"tokens": []} for chunk in chunks[:-1]]
+    assert [name for part in parts for name in part["tokens"]] == names
+    body = {"messages": [{"role": "user", "content": "Hi"}], "logprobs": True, "top_logprobs": 1, **more}
+    content = http.post("/v1/chat/completions", json=body).json()["choices"][0]["logprobs"]["content"]
+    assert [entry["token"] for entry in content] == names
+    assert [entry["top_logprobs"][0]["token"] for entry in content] == [f"token_id:{id + 1}" for id in ids]
+    assert bytes(byte for entry in content for byte in entry["bytes"]).decode() == ANSWER
+
+
 def test_a_completions_log_probabilities_have_openais_format(http: httpx2.Client, tokenizer: Tokenizer) -> None:
     body = {"prompt": "def", "max_tokens": 64, "logprobs": 1}
     parsed = Completion.model_validate(http.post("/v1/completions", json=body).json())

@@ -268,6 +268,27 @@ def test_tokenize_names_ignored_and_unsupported_fields(http: httpx2.Client) -> N
     assert (response.status_code, error_of(response)["param"]) == (400, "chat_template")
 
 
+def test_the_tokenizers_configuration_is_told_on_request_alone(
+    own: Callable[..., FakeService], tokenizer: Tokenizer, http: httpx2.Client
+) -> None:
+    refused = http.get("/tokenizer_info")
+    assert (refused.status_code, error_of(refused)["type"]) == (404, "not_found_error")
+    assert "/tokenizer_info" not in http.get("/openapi.json").json()["paths"]
+    with own(has_tokenizer_info=True, api_key="sesame").http() as allowed:
+        assert allowed.get("/tokenizer_info").status_code == 401
+        response = allowed.get("/tokenizer_info", headers={"Authorization": "Bearer sesame"})
+    info = response.json()
+    config = json.loads((MODEL / "tokenizer_config.json").read_text())
+    assert {key: info[key] for key in config.keys() - {"tokenizer_class"}} == {
+        key: value for key, value in config.items() if key != "tokenizer_class"
+    }
+    assert info["chat_template"] == (MODEL / "chat_template.jinja").read_text()
+    assert info["tokenizer_class"] == type(tokenizer._tokenizer).__name__
+    end = {"content": "<|endoftext|>", "lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
+    assert info["added_tokens_decoder"]["0"] == end | {"special": True}
+    assert str(MODEL) not in response.text and "name_or_path" not in info
+
+
 def test_detokenizing_an_unknown_id_is_a_400(http: httpx2.Client) -> None:
     assert http.post("/detokenize", json={"tokens": [99999]}).status_code == 400
 

@@ -281,3 +281,19 @@ def test_a_service_that_cannot_tokenize_is_unhealthy(own: Callable[..., FakeServ
         assert "Retry-After" in response.headers
         wait_for(lambda: http.get("/health").status_code == 200, 60)  # it helps itself
         assert http.post("/v1/completions", json={"prompt": "a"}).status_code == 200
+
+
+def test_every_route_keeps_a_prompts_last_tokens(http: httpx2.Client, service: FakeService) -> None:
+    text, messages = "one two three four five six", [{"role": "user", "content": "one two three four five six"}]
+    for path, body in (("/v1/completions", {"prompt": text}), ("/v1/chat/completions", {"messages": messages})):
+        whole = http.post("/tokenize", json=body).json()["tokens"]
+        for keep in (3, -1, 1000):
+            answer = http.post(path, json={**body, "max_tokens": 1, "truncate_prompt_tokens": keep})
+            assert service.engine.submitted[-1].prompt == (whole[-3:] if keep == 3 else whole)
+            assert answer.json()["usage"]["prompt_tokens"] == len(service.engine.submitted[-1].prompt)
+            told = http.post("/tokenize", json={**body, "truncate_prompt_tokens": keep, "return_token_strs": True})
+            assert told.json()["tokens"] == service.engine.submitted[-1].prompt
+            assert len(told.json()["token_strs"]) == told.json()["count"] == len(told.json()["tokens"])
+    for path in ("/v1/completions", "/tokenize"):
+        refused = http.post(path, json={"prompt": text, "truncate_prompt_tokens": 2049})
+        assert (refused.status_code, error_of(refused)["param"]) == (400, "truncate_prompt_tokens")

@@ -35,6 +35,37 @@ def test_only_an_explicit_length_can_exceed_the_context() -> None:
         first_submit(CompletionRequest(prompt="x", max_tokens=6), prompt)
 
 
+def test_the_last_tokens_of_a_prompt_are_kept() -> None:
+    prompt = list(range(50)) * 4
+
+    def kept(**fields: Any) -> list[int]:
+        return first_submit(CompletionRequest(prompt="x", **fields), prompt).prompt
+
+    assert kept(truncate_prompt_tokens=3) == [47, 48, 49]
+    assert kept(truncate_prompt_tokens=84) == prompt[-84:]
+    assert kept(truncate_prompt_tokens=-1) == prompt[-84:]  # 16 are left for the answer, OpenAI's default
+    assert kept(truncate_prompt_tokens=-1, max_tokens=70) == prompt[-30:]
+    assert kept(truncate_prompt_tokens=-1, max_completion_tokens=99, max_tokens=5) == prompt[-1:]
+    chat = {"messages": [{"role": "user", "content": "x"}], "truncate_prompt_tokens": -1}
+    assert first_submit(ChatCompletionRequest.model_validate(chat), prompt).prompt == prompt[-99:]
+    assert first_submit(ChatCompletionRequest.model_validate(chat), [7]).prompt == [7]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"truncate_prompt_tokens": 101}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": 90, "max_tokens": 11}, "max_tokens"),
+        ({"truncate_prompt_tokens": 100}, "prompt"),
+        ({"truncate_prompt_tokens": -1, "max_tokens": 100}, "max_tokens"),
+    ],
+)
+def test_a_truncated_prompt_must_leave_room(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        submit(200, **fields)
+    assert caught.value.param == param
+
+
 def test_a_chats_default_length_is_cut_to_the_context() -> None:
     limits = replace(LIMITS, default_max_tokens=30)
 

@@ -18,7 +18,8 @@ def url() -> Iterator[str]:
     from cluster.system.processes import descendants, wait_gone
 
     before = set(descendants())
-    args = EngineArgs.load({"tensor_parallel_size": 2, "device": "cpu", "port": 0, "max_num_seqs": 8})
+    front = {"port": 0, "allowed_origins": ["https://app.example"], "root_path": "/llm"}
+    args = EngineArgs.load({"tensor_parallel_size": 2, "device": "cpu", "max_num_seqs": 8, **front})
     with running(args) as base_url:
         yield base_url
         ours = set(descendants()) - before

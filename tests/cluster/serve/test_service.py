@@ -90,11 +90,22 @@ def test_a_stream_is_the_whole_answer_in_pieces(url: str) -> None:
 
 
 def test_the_proxy_leaves_our_errors_and_ids_alone(url: str) -> None:
-    with pytest.raises(APIError, match="prompt_logprobs"), Client(url) as client:
-        client.complete(PROMPT, prompt_logprobs=1)
+    with pytest.raises(APIError, match="best_of"), Client(url) as client:
+        client.complete(PROMPT, best_of=2)
     response = httpx2.get(f"{url}/health", headers={"X-Request-ID": "mine"})
     assert response.headers.get_list("x-request-id") == ["mine"]
     assert httpx2.get(f"{url}/nowhere").json()["error"]["type"] == "not_found_error"
+
+
+def test_the_proxy_passes_head_preflight_requests_and_prefixes(url: str) -> None:
+    head = httpx2.head(f"{url}/v1/models/", timeout=10)
+    assert (head.status_code, head.content) == (200, b"")
+    assert httpx2.get(f"{url}/llm/openapi.json", timeout=10).json()["servers"] == [{"url": "/llm"}]
+    asked = {"Origin": "https://app.example", "Access-Control-Request-Method": "POST"}
+    preflight = httpx2.options(f"{url}/v1/completions", headers=asked, timeout=10)
+    assert preflight.status_code == 200 and preflight.headers["access-control-allow-origin"] == asked["Origin"]
+    refused = httpx2.post(f"{url}/llm/v1/completions/", json={"prompt": 1}, headers=asked, timeout=10)
+    assert refused.status_code == 400 and refused.headers["access-control-allow-origin"] == asked["Origin"]
 
 
 @pytest.mark.parametrize("streamed", [True, False])

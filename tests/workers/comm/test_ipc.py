@@ -23,6 +23,7 @@ from workers.comm.ipc import (
     StepOutput,
     Submit,
     TokenChunk,
+    TokenLogprobs,
     TreeRecord,
     encode,
 )
@@ -49,6 +50,7 @@ MESSAGES = [
         stop_token_ids=[4, 5],
         ignore_eos=True,
         has_trees=True,
+        num_prompt_logprobs=0,
         speculation=Speculation(enabled=False, num_speculative_tokens=0, min_prob=0.1, path_prob=0.0),
     ),
     Abort(id=3),
@@ -58,6 +60,7 @@ MESSAGES = [
             TokenChunk(id=1, tokens=[1, 2]),
             TokenChunk(id=2, tokens=[9], finish_reason="stop", stop_token=9, stats=RequestStats(num_drafts=4)),
             TokenChunk(id=4, tokens=[5, 6], num_accepted=1, tree=TREE),
+            TokenChunk(id=5, tokens=[], prompt_logprobs=[TokenLogprobs(logprob=-0.5, rank=2, top=[(3, -0.25)])]),
             TokenChunk(id=3, tokens=[], finish_reason="error", error="prompt too long: 7 > 5: ü"),
         ],
         stats=EngineStats(steps=5, accepted_per_depth=[3, 2, 1], kv_usage=0.25, step_seconds=1.5),

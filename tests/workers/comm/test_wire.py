@@ -22,6 +22,7 @@ from workers.types import (
     DraftReply,
     DraftRequest,
     SamplingBatch,
+    ScoredRows,
     TargetStep,
     TreeBatch,
     TreeTrace,
@@ -155,6 +156,9 @@ def target_step(seed: int, num: int, rows: int, sampled: int, moves: int) -> Tar
         has_logprobs=bool(seed % 2),
         has_sampled=bool(seed % 3),
         has_draws=bool(seed % 5),
+        scored=ScoredRows(**{f"{name}_S": ints(rng, rows) for name in ("row", "token", "num_top")})
+        if seed % 4
+        else None,
     )
 
 
@@ -269,7 +273,8 @@ def test_every_field_of_every_message_is_on_the_wire():
         (DraftProbs, wire.PROBS_FIELDS, set()),
         (AttentionMetadata, wire.ATTENTION_FIELDS, set()),
         (SamplingBatch, wire.SAMPLING_FIELDS, set()),
-        (TargetStep, wire.STEP_FIELDS, {"attention", "sampling", "has_logprobs", "has_sampled", "has_draws"}),
+        (TargetStep, wire.STEP_FIELDS, {"attention", "sampling", "has_logprobs", "has_sampled", "has_draws", "scored"}),
+        (ScoredRows, wire.SCORED_FIELDS, set()),
         (DraftCosts, wire.COST_FIELDS, set()),
         (DraftRequest, wire.REQUEST_FIELDS + wire.TRACED_FIELDS, {"features_MH", "sampling", "costs"}),
         (DraftReply, wire.PRUNED_FIELDS, {"trees", "probs", "num_levels", "num_run", "seconds", "trace"}),

@@ -1,0 +1,66 @@
+"""The OpenAPI document: which errors each route sends, which routes need an API key, and what streams send."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI
+
+from cluster.http.middleware import is_protected
+from secateur.responses import ErrorResponse
+
+_WHY = {
+    HTTPStatus.BAD_REQUEST: "The body is not JSON, or a parameter is wrong or not implemented; `param` names it.",
+    HTTPStatus.UNAUTHORIZED: "The API key is missing or wrong.",
+    HTTPStatus.NOT_FOUND: "The service has another model.",
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "The body is too large.",
+    HTTPStatus.TOO_MANY_REQUESTS: "Too many requests are pending; try later.",
+    HTTPStatus.INTERNAL_SERVER_ERROR: "The engine failed on this request, or the service has a bug.",
+    HTTPStatus.SERVICE_UNAVAILABLE: "The engine or the tokenizer is not available; try later.",
+}
+_RETRY_AFTER = {"Retry-After": {"description": "Seconds to wait.", "schema": {"type": "integer"}}}
+_REF = {"$ref": "#/components/schemas/ErrorResponse"}
+STREAM = {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
+"""The second form of an answer: `data:` lines with one chunk each, then `data: [DONE]`."""
+
+Responses = dict[int | str, dict[str, Any]]
+
+
+def errors(*statuses: int) -> Responses:
+    """Return the declaration of these error responses, for FastAPI's `responses`."""
+    declared: Responses = {}
+    for status in statuses:
+        has_retry = status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
+        declared[status] = {"model": ErrorResponse, "description": _WHY[HTTPStatus(status)]}
+        declared[status] |= {"headers": _RETRY_AFTER} if has_retry else {}
+    return declared
+
+
+WITH_BODY = errors(400, 404, 413, 429, 500, 503)
+"""Errors of the routes that take a body."""
+
+
+def complete(app: FastAPI, *, has_keys: bool) -> None:
+    """Make the app's document true: no 422, which is never sent, and API keys where they are needed."""
+    document = app.openapi
+
+    def completed() -> dict[str, Any]:
+        schema = document()  # cached by FastAPI; what follows changes nothing the second time
+        for path, operations in schema["paths"].items():
+            for operation in operations.values():
+                operation["responses"].pop("422", None)
+                if has_keys and is_protected(path):
+                    operation["security"] = [{"api_key": []}]
+                    operation["responses"]["401"] = {
+                        "description": _WHY[HTTPStatus.UNAUTHORIZED],
+                        "content": {"application/json": {"schema": _REF}},
+                    }
+        components = schema["components"]
+        for unused in ("HTTPValidationError", "ValidationError"):
+            components["schemas"].pop(unused, None)
+        if has_keys:
+            components["securitySchemes"] = {"api_key": {"type": "http", "scheme": "bearer"}}
+        return schema
+
+    app.openapi = completed  # type: ignore[method-assign]  # as FastAPI documents

@@ -1,0 +1,44 @@
+"""Middleware that lets a request reach its route: behind a proxy's prefix, with a trailing slash, or as HEAD."""
+
+from __future__ import annotations
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+
+class PathMiddleware:
+    """Gives the router the path that a route has.
+
+    - `root_path` is the prefix under which clients see the service. It replaces the server's own, and the proxy in
+      front may remove it or not.
+    - Trailing slashes are removed. A redirect would lose the body with some clients.
+    - HEAD becomes GET. The server sends no body, because its own copy of the scope still says HEAD.
+    """
+
+    def __init__(self, app: ASGIApp, root_path: str = "") -> None:
+        self._app = app
+        self._root_path = root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one ASGI connection."""
+        if scope["type"] == "http":
+            scope = {**scope, **self._changes(scope)}
+        await self._app(scope, receive, send)
+
+    def _changes(self, scope: Scope) -> dict[str, str]:
+        server_root = scope.get("root_path", "").rstrip("/")
+        root, path = self._root_path or server_root, scope["path"]
+        for prefix in (server_root, self._root_path):
+            path = _without(prefix, path)
+        if path:  # else the prefix alone: the router redirects to the prefix with a slash, as relative links need
+            path = path.rstrip("/") or "/"
+        return {
+            "root_path": root,
+            "path": root + path,
+            "method": "GET" if scope["method"] == "HEAD" else scope["method"],
+        }
+
+
+def _without(prefix: str, path: str) -> str:
+    """Remove a prefix that ends where a part of the path ends."""
+    rest = path.removeprefix(prefix)
+    return rest if not rest or rest.startswith("/") else path
