@@ -211,7 +211,9 @@ class JsonSchema(Body):
     """The `json_schema` of a `response_format`."""
 
     name: str | None = None
+    """The schema's name; no effect."""
     description: str | None = None
+    """What the schema is for; no effect."""
     definition: Annotated[dict[str, Any], Field(alias="schema")]
     """The schema itself. In JSON the field is called `schema`."""
     strict: bool = True
@@ -222,7 +224,9 @@ class AnswerFormat(Body):
     """OpenAI's `response_format`."""
 
     type: Literal["text", "json_object", "json_schema"]
+    """Any text, any JSON object, or JSON of the schema."""
     json_schema: JsonSchema | None = None
+    """The schema, with the type `json_schema`."""
 
     @model_validator(mode="after")
     def _schema_with_its_type(self) -> Self:
@@ -246,12 +250,15 @@ class StructuredOutputs(Body):
     json_: Annotated[
         dict[str, Any] | str | None, Field(alias="json"), _told("must be a JSON schema: an object, or its text")
     ] = None
-    """In JSON the field is called `json`."""
+    """A JSON schema, as an object or as its text. In JSON the field is called `json`."""
     regex: str | None = None
+    """A regular expression that the whole answer matches."""
     choice: Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)] | None = None
+    """The texts of which the answer is one."""
     grammar: str | None = None
-    """In Lark's or GBNF's notation."""
+    """A context-free grammar in Lark's or GBNF's notation."""
     json_object: bool = False
+    """The answer is any JSON object."""
     disable_any_whitespace: bool = False
     """JSON has no whitespace between its tokens."""
 
@@ -332,7 +339,9 @@ class SamplingRequest(Body):
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED)] | None = None
     """Only these tokens may be sampled."""
     response_format: AnswerFormat | None = None
+    """JSON that the answer must be."""
     structured_outputs: StructuredOutputs | None = None
+    """A JSON schema, regular expression, list of choices or grammar that the answer must follow."""
 
     stream: bool = False
     """Send the answer in server-sent events, one per step."""
