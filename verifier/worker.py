@@ -119,7 +119,8 @@ def load(world: World, specs: Specs, graphs_of: EngineConfig | None = None) -> t
     grammars = Grammars(
         TokenTable.of(config, spec.vocab_size),
         config.max_num_seqs,
-        mask_seconds=MASK_SECONDS if world.tp.size == 1 else math.inf,
+        mask_seconds=MASK_SECONDS if world.tp.rank == 0 else math.inf,
+        is_alone=world.tp.size == 1,
     )
     target = Target(decoder, kv, config.page_size, world.peers, features.fuse, state_pool, graphs, grammars)
     return target, num_pages

@@ -160,12 +160,16 @@ class Grammars:
     The states that drafter and verifier exchange carry the grammar and all of the output, so a matcher can always be
     built again. At most `capacity` matchers and compiled grammars are kept, the last used ones.
 
-    mask_seconds: the most time for a request's masks in one call. Ranks that must agree on masks have no such limit.
+    mask_seconds: the most time for a request's masks in one call; a request that takes more fails. is_alone: no other
+    rank must have the same masks, so the call ends there. Of ranks that must agree, one may have a limit, and that one
+    ends the request.
     """
 
-    def __init__(self, table: TokenTable, capacity: int = 256, *, mask_seconds: float = MASK_SECONDS) -> None:
+    def __init__(
+        self, table: TokenTable, capacity: int = 256, *, mask_seconds: float = MASK_SECONDS, is_alone: bool = True
+    ) -> None:
         self.table = table
-        self._capacity, self._mask_seconds = capacity, mask_seconds
+        self._capacity, self._mask_seconds, self._is_alone = capacity, mask_seconds, is_alone
         self._compiled: OrderedDict[str, Any] = OrderedDict()  # LLMatchers at the beginning, to be copied
         self._matchers: OrderedDict[int, _Matcher] = OrderedDict()
         self._failures: dict[int, str] = {}
@@ -193,7 +197,8 @@ class Grammars:
         for place in sorted(range(len(paths)), key=lambda place: tuple(paths[place])):
             if time.thread_time() - began > self._mask_seconds:
                 self._fail(logits_state.id, f"its masks take more than {self._mask_seconds:g} s")
-                break
+                if self._is_alone:
+                    break
             path = paths[place]
             is_over_Q[place] = not matcher.move(path) or (len(path) > 0 and path[-1] in ends)
             packed_QY[place] = np.frombuffer(matcher.own.compute_bitmask(), np.uint8)[:num_bytes]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import subprocess
 import sys
@@ -284,6 +285,19 @@ def test_masks_that_take_too_long_fail_their_request_alone(monkeypatch: pytest.M
     assert grammars.masks(slow, [()]).is_over_Q.all() and grammars.count_allowed(slow, [0]) == 0
     assert allowed_after(grammars, other, (3,)) == allowed_by(TEXTS, ENDS, LANGUAGE, (3,))
     assert grammars.failure(2) is None
+
+
+def test_a_rank_that_must_agree_with_others_computes_all_masks_before_it_fails_a_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = itertools.count()
+    monkeypatch.setattr(module.time, "thread_time", lambda: float(next(clock)))
+    table, paths = TinyTable(TEXTS, ENDS), [(), (0,), (2,), (3,)]
+    leader = Grammars(table, mask_seconds=2.5, is_alone=False)
+    follower = Grammars(table, mask_seconds=math.inf, is_alone=False)
+    masks, theirs = (grammars.masks(state_of(GRAMMAR, ()), paths) for grammars in (leader, follower))
+    assert (masks.packed_QY == theirs.packed_QY).all() and not (masks.is_over_Q | theirs.is_over_Q).any()
+    assert leader.failure(0) == "its masks take more than 2.5 s" and follower.failure(0) is None
 
 
 def test_a_very_ambiguous_grammar_fails() -> None:
