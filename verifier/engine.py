@@ -31,6 +31,8 @@ from workers.config import EngineConfig
 from workers.kv_cache import PageAllocator
 from workers.types import DraftReply, SamplingBatch, Verdict
 
+GRAMMAR_FAILED = "grammar_failed"
+"""Error code of a request whose output could not follow its grammar."""
 HEARTBEAT_S = 1.0
 """While idle, the engine sends a heartbeat this often. A peer that stays silent for longer is dead."""
 
@@ -131,13 +133,18 @@ class Engine:
     def _submit(self, submit: Submit) -> None:
         request = request_of(submit, self._config)
         reason = rejection_reason(request, self._config.max_model_len, self._limits, self._allocator.num_pages - 1)
+        code = None
         if reason is None and request.has_grammar:
-            grammars = self._target.grammars
+            grammars, code = self._target.grammars, GRAMMAR_FAILED
             reason = "no tokenizer" if grammars is None else grammars.problem(submit.sampling.constraints.grammar)
         if reason is None:
             self._waiting.append(request)
         else:
-            self._chunks.append(TokenChunk(id=submit.id, tokens=[], finish_reason="error", error=reason))
+            self._fail(request, reason, code)
+
+    def _fail(self, request: Request, error: str, code: str | None) -> None:
+        chunk = TokenChunk(id=request.id, tokens=[], finish_reason="error", error=error, error_code=code)
+        self._chunks.append(chunk)
 
     def _abort(self, id: int) -> None:
         for request in [r for r in (*self._waiting, *self._running) if r.id == id]:
@@ -347,7 +354,7 @@ class Engine:
         """Commit tokens, which were drawn at these sampled rows, and release a finished request."""
         if failure := self._grammar_failure(request):
             self._release(request)
-            self._chunks.append(TokenChunk(id=request.id, tokens=[], finish_reason="error", error=failure))
+            self._fail(request, failure, GRAMMAR_FAILED)
             return
         kept, num_logprobs = new.tokens, request.submit.sampling.num_logprobs
         request.append(kept)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from cluster.engine_client import EngineClient
 from cluster.http.detokenizer import IncrementalDetokenizer, StopStrings
+from cluster.http.errors import BadRequest
 from cluster.http.metrics import Metrics
 from cluster.http.tokenizer import Tokenizer
 from workers.comm.ipc import RequestStats, Submit, TokenChunk, TokenLogprobs, TreeRecord
@@ -109,12 +110,14 @@ class Generation:
     async def stream(self, engine: EngineClient, metrics: Metrics) -> AsyncGenerator[TextDelta]:
         """Run the request in the engine and yield one delta per engine step; the last has a finish_reason.
 
-        Closing the generator early aborts the request. Raises GenerationFailed, EngineDead.
+        Closing the generator early aborts the request. Raises GenerationFailed, EngineDead, BadRequest.
         """
         reason = "abort"  # cancelled or closed early
         try:
             async with aclosing(engine.submit(self.submit)) as chunks:
                 async for chunk in chunks:
+                    if chunk.finish_reason == "error" and chunk.error_code is not None:
+                        raise BadRequest(chunk.error or "the request failed", param=None, code=chunk.error_code)
                     if chunk.finish_reason == "error":
                         raise GenerationFailed(chunk.error or "the engine failed on this request")
                     if chunk.prompt_logprobs is not None:

@@ -323,6 +323,7 @@ def test_a_grammar_that_cannot_be_followed_fails_its_request_alone() -> None:
         chunks = answers(here, [*hostile, *others])
         check(others, chunks)
         assert chunks[100][-1].finish_reason == chunks[101][-1].finish_reason == "error"
+        assert chunks[100][-1].error_code == chunks[101][-1].error_code == "grammar_failed"
         assert "too many expressions" in str(chunks[100][-1].error) and "unclosed group" in str(chunks[101][-1].error)
         assert tokens_of(chunks) == tokens_of(chunks) | {s.id: truth(1.0)[s.id] for s in others}
 

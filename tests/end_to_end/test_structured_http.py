@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from cluster.local_service import local_service
 from secateur import Client
 from secateur.config import EngineArgs
+from secateur.errors import APIError, BadRequestError
 from secateur.requests import AnswerFormat
 
 pytestmark = pytest.mark.slow
@@ -97,6 +98,16 @@ def test_a_model_of_the_request_is_sent_under_its_json_name(client: Client) -> N
 def test_drafts_are_accepted_under_a_grammar(client: Client) -> None:
     answer = client.chat("Describe it.", **ASKED[0], speculative=DRAFTED, return_speculative_stats=True)
     assert answer.usage.completion_tokens_details.accepted_prediction_tokens > 3
+
+
+def test_a_grammar_that_becomes_too_complex_is_a_400_of_its_request(client: Client) -> None:
+    asked = {"structured_outputs": {"regex": "((a{1,500}){1,500}){1,500}"}, "max_tokens": 200, "temperature": 0}
+    with pytest.raises(BadRequestError, match="could not follow its grammar") as refused:
+        client.complete("a", **asked)
+    assert refused.value.code == "grammar_failed"
+    with pytest.raises(APIError, match="could not follow its grammar"):
+        list(client.stream_complete("a", **asked))
+    assert client.complete("a", structured_outputs={"choice": ["b"]}).choices[0].text == "b"
 
 
 class Thing(BaseModel):

@@ -156,6 +156,7 @@ class TokenChunk:
     finish_reason: str | None = None  # "stop" | "length" | "error"; None = not finished
     stop_token: int | None = None  # the stop or EOS token if finish_reason is "stop" (also in `tokens`)
     error: str | None = None
+    error_code: str | None = None  # set if the error lies in the request; None = in the engine
     logprobs: list[TokenLogprobs] | None = None  # one per token, if requested
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
     num_accepted: int = 0  # leading `tokens` that were accepted draft tokens ...

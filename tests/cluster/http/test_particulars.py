@@ -21,6 +21,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive
 
 from cluster.http import middleware
+from cluster.http.errors import BadRequest
 from cluster.http.middleware import to_http_error
 from cluster.http.openai_format import total_stats
 from cluster.http.output_processor import Generation, GenerationFailed, TextDelta
@@ -181,6 +182,15 @@ async def test_an_engine_error_is_returned_with_its_reason(
 ) -> None:
     with pytest.raises(GenerationFailed, match=message):
         await read(tokenizer, service.service.metrics, TokenChunk(id=1, tokens=[], finish_reason="error", error=error))
+
+
+async def test_an_error_that_lies_in_the_request_is_a_400_with_its_code(
+    tokenizer: Tokenizer, service: FakeService
+) -> None:
+    chunk = TokenChunk(id=1, tokens=[], finish_reason="error", error="no token may follow", error_code="grammar_failed")
+    with pytest.raises(BadRequest, match="no token may follow") as refused:
+        await read(tokenizer, service.service.metrics, chunk)
+    assert refused.value.code == "grammar_failed" and to_http_error(refused.value).status == 400
 
 
 async def test_the_times_of_the_first_and_the_last_token_are_observed(tokenizer: Tokenizer) -> None:
