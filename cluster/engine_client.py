@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from typing import NamedTuple
 
 from secateur.errors import SecateurError
@@ -61,6 +61,7 @@ class EngineClient:
         self._cause_wait_s = cause_wait_s
         self._ids = itertools.count(1)
         self._queues: dict[int, asyncio.Queue[TokenChunk | EngineDead]] = {}
+        self._reserved: set[int] = set()  # admitted, not submitted yet
         self._server: asyncio.Server | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._ready_event = asyncio.Event()
@@ -104,10 +105,18 @@ class EngineClient:
         """Return an id for the next Submit, unique on this socket."""
         return next(self._ids)
 
+    def reserve(self, ids: Iterable[int]) -> None:
+        """Count requests as pending that are about to be submitted, so that no others are admitted in their place."""
+        self._reserved.update(ids)
+
+    def release(self, ids: Iterable[int]) -> None:
+        """Undo `reserve` for requests that will not be submitted; it does nothing for those that were."""
+        self._reserved.difference_update(ids)
+
     @property
     def num_pending(self) -> int:
-        """The number of requests submitted and not finished."""
-        return len(self._queues)
+        """The number of requests reserved or submitted, and not finished."""
+        return len(self._queues) + len(self._reserved)
 
     @property
     def dead(self) -> str | None:
@@ -120,6 +129,7 @@ class EngineClient:
         Closing the iterator early, or cancelling its task, aborts the request in the engine. Raises EngineDead if the
         engine is dead or dies; a finish_reason "error" concerns this request alone.
         """
+        self._reserved.discard(request.id)
         if self._death is not None or self._writer is None:
             raise EngineDead(self._death or "the engine is not connected yet")
         # Unbounded, but prompt and max_tokens bound what can be in it.

@@ -224,7 +224,8 @@ class Service:
     ) -> list[Generation]:
         """Return a Generation for each choice: the `n` choices of the first prompt, then those of the next.
 
-        Admits the request again, since others may have come while it was tokenized. Raises BadRequest, HttpError.
+        Admits the request again, since others may have come while it was tokenized, and reserves its places until
+        `generate` submits it. Raises BadRequest, HttpError.
         """
         bad_words = await self.tokenizer_pool.bad_words(body.bad_words) if body.bad_words else []
         limits = self.limits
@@ -246,6 +247,7 @@ class Service:
             )
             for prompt in prompts
         ]
+        self.engine.reserve(submit.id for choices in submits for submit in choices)
         return [
             Generation(
                 submit=submit,
@@ -397,13 +399,16 @@ async def generate(
     body = response_format.body
     headers = _ignored_header(request, [*body.ignored(), *ineffective_settings(body.speculative, service.limits)])
     deltas = merge([generation.stream(service.engine, service.metrics) for generation in generations])
-    if body.stream:
-        # Errors before the first delta get their own HTTP status.
-        first = await anext(deltas)
-        return EventStream(_events(response_format, generations, first, deltas), deltas, headers)
-    async with aclosing(deltas):
-        async for _ in deltas:
-            pass
+    try:
+        if body.stream:
+            # Errors before the first delta get their own HTTP status.
+            first = await anext(deltas)
+            return EventStream(_events(response_format, generations, first, deltas), deltas, headers)
+        async with aclosing(deltas):
+            async for _ in deltas:
+                pass
+    finally:
+        service.engine.release(generation.submit.id for generation in generations)
     scores = body.num_logprobs is not None or body.num_prompt_logprobs is not None
     if not (scores or body.return_speculative_trees or response_format.reads_prompts):
         return _json(response_format.response(generations), headers)

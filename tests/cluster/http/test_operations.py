@@ -68,6 +68,21 @@ def test_requests_tokenized_concurrently_do_not_exceed_the_limit(
     assert sorted(codes) == [200, 429, 429, 429]
 
 
+def test_a_request_that_fails_or_leaves_gives_its_places_back(own: Callable[..., FakeService]) -> None:
+    """Places are reserved before the engine has the request; none may stay reserved for ever."""
+    running = own(max_pending=4, script=lambda submit: [[1]] * 400, engine={"step_s": 0.05})
+    body = {"prompt": ["a", "b"], "n": 2, "max_tokens": 400, "stream": True}
+    with running.http() as http, http.stream("POST", "/v1/completions", json=body) as response:
+        assert response.status_code == 200
+        wait_for(lambda: running.client.num_pending == 4)
+    wait_for(lambda: running.client.num_pending == 0)
+    running.engine.die()
+    wait_for(lambda: running.client.dead is not None)
+    with running.http() as http:
+        assert http.post("/v1/completions", json=body).status_code == 503
+    assert running.client.num_pending == 0
+
+
 def test_a_dead_engine_is_a_503(own: Callable[..., FakeService]) -> None:
     running = own()
     running.engine.die()
