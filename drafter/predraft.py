@@ -96,6 +96,7 @@ class PreDrafter:
         self._gap_s: float | None = None  # average time between a reply and the next message
         self._num_skipped = 0
 
+    @torch.inference_mode()
     def reply(self, request: DraftRequest, *, has_waited: bool = False) -> DraftReply:
         """Return the trees for a message. has_waited: it arrived while this side was working."""
         began = time.perf_counter()
@@ -127,6 +128,7 @@ class PreDrafter:
             num_predrafted=num_hits,
         )
 
+    @torch.inference_mode()
     def draft_ahead(self, is_interrupted: Callable[[], bool]) -> None:
         """Finish the last message, then draft for the predicted outcomes, unless the next message arrives first."""
         request, began = self._request, time.perf_counter()

@@ -97,7 +97,7 @@ def _serve(
         if received.kind == Kind.HEARTBEAT:
             continue
         assert isinstance(received.message, DraftRequest)
-        with naming_lost_peers(world.role, received.step), torch.inference_mode():
+        with naming_lost_peers(world.role, received.step):
             if ahead is not None:
                 reply = ahead.reply(received.message, has_waited=has_waited)
             else:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         ServerError,
         ServiceUnavailableError,
     )
+    from secateur.offline import LLM, CompletionOutput, RequestOutput, SamplingParams
     from secateur.requests import ChatCompletionRequest, CompletionRequest
     from secateur.responses import (
         ChatCompletionChunk,
@@ -57,6 +58,7 @@ _HOMES = {
         "ServerError",
         "ServiceUnavailableError",
     ),
+    "offline": ("LLM", "CompletionOutput", "RequestOutput", "SamplingParams"),
     "requests": ("ChatCompletionRequest", "CompletionRequest"),
     "responses": (
         "ChatCompletionChunk",
@@ -72,6 +74,7 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 __version__ = installed_version()
 
 __all__ = [  # resolved by __getattr__
+    "LLM",
     "APIConnectionError",
     "APIError",
     "APITimeoutError",
@@ -86,12 +89,15 @@ __all__ = [  # resolved by __getattr__
     "ChatCompletionResponse",
     "Client",
     "CompletionChunk",
+    "CompletionOutput",
     "CompletionRequest",
     "CompletionResponse",
     "ConfigError",
     "EngineArgs",
     "NotFoundError",
     "RateLimitError",
+    "RequestOutput",
+    "SamplingParams",
     "SecateurError",
     "ServerError",
     "ServiceUnavailableError",

@@ -37,7 +37,7 @@ from secateur.responses import (
     Usage,
     new_id,
 )
-from workers.comm.ipc import RequestStats
+from workers.comm.ipc import RequestStats, TokenLogprobs
 from workers.types import PruneReason
 
 MIN_LOGPROB = -9999.0
@@ -331,19 +331,20 @@ def completion_logprobs(
 
 def prompt_logprobs(tokenizer: Tokenizer, generation: Generation, num_top: int) -> PromptLogprobs:
     """Return the log probabilities of a prompt in vLLM's format; there is none for the first token."""
-    found: PromptLogprobs = [None]
-    for own, score in zip(generation.submit.prompt[1:], generation.prompt_scores, strict=True):
-        ranked = [(own, score.logprob, score.rank)]
-        ranked += [(id, logprob, rank) for rank, (id, logprob) in enumerate(score.top[:num_top], start=1) if id != own]
-        found.append(
-            {
-                id: PromptLogprob(
-                    logprob=max(logprob, MIN_LOGPROB), rank=rank, decoded_token=tokenizer.token_text(id).text
-                )
-                for id, logprob, rank in ranked
-            }
-        )
-    return found
+    scored = zip(generation.submit.prompt[1:], generation.prompt_scores, strict=True)
+    return [None, *(token_logprobs(tokenizer, own, score, num_top) for own, score in scored)]
+
+
+def token_logprobs(
+    tokenizer: Tokenizer, own: int, score: TokenLogprobs, num_top: int | None = None
+) -> dict[int, PromptLogprob]:
+    """Return the log probabilities of one token and of the likeliest ones by token id, in vLLM's format."""
+    ranked = [(own, score.logprob, score.rank)]
+    ranked += [(id, logprob, rank) for rank, (id, logprob) in enumerate(score.top[:num_top], start=1) if id != own]
+    return {
+        id: PromptLogprob(logprob=max(logprob, MIN_LOGPROB), rank=rank, decoded_token=tokenizer.token_text(id).text)
+        for id, logprob, rank in ranked
+    }
 
 
 def _token_name(tokenizer: Tokenizer, token: int, as_id: bool) -> str:

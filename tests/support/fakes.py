@@ -290,9 +290,8 @@ class FakeChannel:
         assert isinstance(request, DraftRequest)
         self.requests.append(request)
         if self._ahead is not None:
-            with torch.inference_mode():
-                reply = over_the_wire(self._ahead.reply(request))
-                self._ahead.draft_ahead(self._is_interrupted)
+            reply = over_the_wire(self._ahead.reply(request))
+            self._ahead.draft_ahead(self._is_interrupted)
         else:
             reply = over_the_wire(
                 worker.draft(request, self._proposer, self._policy, is_hybrid=self._is_hybrid, grammars=self._grammars)

@@ -1,0 +1,222 @@
+"""Offline generation in this Python process, with vLLM's names: no server, no port, no Ray.
+
+    from secateur import LLM, SamplingParams
+
+    with LLM("smollm2", dtype="bfloat16") as llm:
+        for output in llm.generate(["Hello,", "The sea"], SamplingParams(temperature=0, max_tokens=32)):
+            print(output.prompt, output.outputs[0].text)
+
+The engine's processes start with the object. They end with `close`, with the `with` block, when the object is garbage,
+or with this process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from pydantic import ValidationError
+
+from secateur.config import EngineArgs
+from secateur.errors import ConfigError, Problem, SecateurError
+from secateur.install import install_command
+from secateur.requests import ChatCompletionRequest, CompletionRequest, SamplingRequest
+from secateur.responses import PromptLogprob, SpeculativeStats
+from secateur.schema import problems_of
+
+if TYPE_CHECKING:
+    from cluster.offline import OfflineEngine
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""A text, token ids, {"prompt": text} or {"prompt_token_ids": ids}."""
+Conversation = Sequence[Mapping[str, Any]]
+Logprobs = dict[int, PromptLogprob]
+"""Token id -> log probability, of the token itself and of the likeliest."""
+_Body = TypeVar("_Body", bound=SamplingRequest)
+
+
+@dataclass(kw_only=True)
+class SamplingParams:
+    """How to sample, with vLLM's names and defaults; the fields are those of an HTTP request. None = not given."""
+
+    n: int = 1
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    max_tokens: int | None = 16
+    """None = to the end of the context."""
+    min_tokens: int = 0
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    logprobs: int | None = None
+    """Most likely tokens to report per token, beside the token itself."""
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
+    speculative: dict[str, Any] | None = None
+    """Settings of speculation, as in a request; {"enabled": False} decodes without a drafter."""
+
+
+@dataclass(kw_only=True)
+class CompletionOutput:
+    """One answer to a prompt."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None
+    logprobs: list[Logprobs] | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+
+@dataclass(kw_only=True)
+class RequestOutput:
+    """A prompt and its `n` answers."""
+
+    request_id: str
+    prompt: str | None
+    """The text; None if the prompt was given as token ids or is a conversation."""
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[Logprobs | None] | None
+    outputs: list[CompletionOutput]
+    num_cached_tokens: int
+    """Prompt tokens found in the prefix cache."""
+    speculative: SpeculativeStats
+    """What speculation did for all answers together."""
+    finished: bool = field(default=True, init=False)
+
+
+class _Completion(CompletionRequest):
+    """A completion whose `max_tokens` has no default of 16."""
+
+    @property
+    def max_output_tokens(self) -> int | None:
+        """Return the token limit; None = up to the end of the context."""
+        return self.max_completion_tokens or self.max_tokens
+
+
+class LLM:
+    """An engine on this machine. `settings` are those of `secateur serve`, such as `tensor_parallel_size`.
+
+    Raises ConfigError before anything starts.
+    """
+
+    def __init__(self, model: str | None = None, **settings: Any) -> None:
+        args = EngineArgs.load({**settings, **({"model": model} if model is not None else {})})
+        try:
+            from cluster.offline import OfflineEngine
+        except ModuleNotFoundError as error:
+            message = f"LLM needs {error.name!r}, which is not installed: {install_command('serve')}"
+            raise SecateurError(message) from error
+        self._engine: OfflineEngine = OfflineEngine(args)
+        self._finalizer = weakref.finalize(self, self._engine.stop)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete prompts, all at once, and return the outputs in their order.
+
+        sampling_params: for all prompts, or one for each; None = the model's own, as `default_sampling_params`.
+        Raises ConfigError if a prompt or a parameter is wrong, before anything is generated.
+        """
+        texts = _prompts(prompts)
+        bodies = [
+            _body(_Completion, own, prompt=text)
+            for text, own in zip(texts, self._params(sampling_params, len(texts)), strict=True)
+        ]
+        return self._engine.run(bodies, has_progress=use_tqdm)
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or each of several, and return the outputs in their order.
+
+        sampling_params and errors: see `generate`.
+        """
+        many: list[Any] = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        template = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "chat_template_kwargs": chat_template_kwargs,
+        }
+        bodies = [
+            _body(ChatCompletionRequest, own, messages=[dict(message) for message in conversation], **template)
+            for conversation, own in zip(many, self._params(sampling_params, len(many)), strict=True)
+        ]
+        return self._engine.run(bodies, has_progress=use_tqdm)
+
+    def default_sampling_params(self) -> SamplingParams:
+        """Return parameters that follow the model's generation_config.json, up to the end of the context."""
+        return SamplingParams(max_tokens=None)
+
+    def close(self) -> None:
+        """Stop the engine and wait until its processes have ended."""
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _params(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+        if given is None:
+            given = self.default_sampling_params()
+        if isinstance(given, SamplingParams):
+            return [given] * count
+        if len(given) != count:
+            problem = f"{len(given)} for {count} prompts; give one for all, or one for each"
+            raise ConfigError(Problem("sampling_params", problem))
+        return list(given)
+
+
+def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[str | list[int]]:
+    """Return the prompts, of which there may be one, as texts or token ids."""
+    is_one = isinstance(prompts, str | Mapping) or (bool(prompts) and all(isinstance(item, int) for item in prompts))
+    many: list[Any] = [prompts] if is_one else list(prompts)
+    found: list[str | list[int]] = []
+    for prompt in many:
+        if isinstance(prompt, Mapping):
+            if prompt.keys() not in ({"prompt"}, {"prompt_token_ids"}):
+                raise ConfigError(Problem("prompts", 'a dict has exactly one key, "prompt" or "prompt_token_ids"'))
+            (prompt,) = prompt.values()
+        found.append(prompt if isinstance(prompt, str) else list(prompt))
+    return found
+
+
+def _body(model: type[_Body], params: SamplingParams, **fields: Any) -> _Body:
+    """Return a prompt and its parameters as the body of a request, which has the checks."""
+    given = {name: value for name, value in dataclasses.asdict(params).items() if value is not None}
+    num_logprobs = given.pop("logprobs", None)
+    if num_logprobs is not None:
+        is_chat = model is ChatCompletionRequest
+        given |= {"logprobs": True, "top_logprobs": num_logprobs} if is_chat else {"logprobs": num_logprobs}
+    try:
+        return model.model_validate({**given, **{name: value for name, value in fields.items() if value is not None}})
+    except ValidationError as error:
+        raise ConfigError(*problems_of(error, model.model_fields)) from None
