@@ -62,6 +62,8 @@ class SamplingParams:
     logit_bias: dict[int, float] | None = None
     bad_words: list[str] | None = None
     allowed_token_ids: list[int] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    """What the answer must be, as in a request: exactly one of json, regex, choice, grammar and json_object."""
     logprobs: int | None = None
     """Most likely tokens to report per token, beside the token itself."""
     prompt_logprobs: int | None = None

@@ -48,6 +48,14 @@ def test_one_prompt_may_be_text_ids_or_a_dict(llm: LLM) -> None:
         assert texts(llm.generate(same, GREEDY, use_tqdm=False)) == [output.outputs[0].text]
 
 
+def test_answers_follow_the_structure_that_each_prompt_asks_for(llm: LLM, plain: LLM) -> None:
+    asked = [{"choice": ["yes", "no"]}, {"regex": "[0-9]{4}"}, {"json": {"enum": [None, 5]}}]
+    params = [SamplingParams(temperature=1, seed=4, max_tokens=40, structured_outputs=own) for own in asked]
+    told = texts(llm.generate(PROMPTS[:1] * 3, params, use_tqdm=False))
+    assert told[0] in ("yes", "no") and len(told[1]) == 4 and told[1].isdigit() and told[2] in ("null", "5")
+    assert told == texts(plain.generate(PROMPTS[:1] * 3, params, use_tqdm=False))
+
+
 def test_each_prompt_may_have_parameters_of_its_own(llm: LLM) -> None:
     params = [
         SamplingParams(temperature=0, max_tokens=3),
@@ -103,6 +111,7 @@ def test_without_a_limit_an_answer_runs_to_its_end_or_to_that_of_the_context(llm
         ("a b c " * 600, GREEDY, "prompt"),
         ("a", SamplingParams(n=2, temperature=0), "n: must be 1"),
         ("a", SamplingParams(speculative={"colour": 1}), "colour"),
+        ("a", SamplingParams(structured_outputs={"regex": "("}), "unclosed group"),
     ],
 )
 def test_what_is_wrong_is_told_before_anything_is_generated(
