@@ -204,20 +204,22 @@ class PreDrafter:
         """
         owner_G = torch.nonzero(request.num_nodes_B > 0)[:, 0]
         index_G = (request.start_B + request.offsets.diff())[owner_G].numpy()
-        offsets, trees = self._trees.offsets.numpy(), self._trees
+        trees, offsets = self._trees, self._trees.offsets.numpy()
         token_N, parent_N, depth_N = (
             a.numpy().astype(np.int64) for a in (trees.token_N, trees.parent_N, trees.depth_N)
         )
         owner_N = np.arange(len(offsets) - 1).repeat(np.diff(offsets))
         row_N = np.arange(len(token_N)) - offsets[owner_N]
-        survival_N = np.ones(len(token_N))
-        children: list[set[int]] = [set() for _ in token_N]
+        survival_N = [1.0] * len(token_N)
+        paths: list[list[int]] = [[] for _ in token_N]  # rows below the root
+        children: list[dict[int, int]] = [{} for _ in token_N]  # token -> node
         for n in np.flatnonzero(parent_N >= 0).tolist():
-            children[offsets[owner_N[n]] + parent_N[n]].add(int(token_N[n]))
+            parent = int(offsets[owner_N[n]] + parent_N[n])
+            children[parent][int(token_N[n])] = n
+            paths[n] = [*paths[parent], int(row_N[n])]
         predictions: list[list[_Prediction]] = [[] for _ in owner_G]
         for depth in range(int(depth_N.max()) + 1):
-            at = np.flatnonzero(depth_N == depth)
-            logits = logits_GV
+            at, logits = np.flatnonzero(depth_N == depth), logits_GV
             if depth:
                 if is_interrupted():
                     return []
@@ -238,16 +240,12 @@ class PreDrafter:
             for n, tokens, weights in zip(
                 at.tolist(), scores.token_FK.tolist(), scores.weight_FK.tolist(), strict=True
             ):
-                g, first = int(owner_N[n]), int(offsets[owner_N[n]])
-                chances = dict(zip(tokens, (survival_N[n] * np.array(weights)).tolist(), strict=True))
-                for child in np.flatnonzero((parent_N == row_N[n]) & (owner_N == g)).tolist():
-                    survival_N[child] = chances.get(int(token_N[child]), 0.0)
-                path = [row for row in range(1, 64) if int(trees.ancestors_N[n]) >> row & 1]
-                assert first + (path[-1] if path else 0) == n
+                chances = {token: survival_N[n] * weight for token, weight in zip(tokens, weights, strict=True)}
+                for token, child in children[n].items():
+                    survival_N[child] = chances.pop(token, 0.0)
+                g = int(owner_N[n])
                 predictions[g] += [
-                    _Prediction(g, path, token, chance)
-                    for token, chance in chances.items()
-                    if token not in children[n] and chance > _MIN_CHANCE
+                    _Prediction(g, paths[n], token, chance) for token, chance in chances.items() if chance > _MIN_CHANCE
                 ]
         likeliest = [sorted(own, key=lambda p: -p.chance)[: self._fanout] for own in predictions]
         return sorted((p for own in likeliest for p in own), key=lambda p: -p.chance)[: len(self._scratch_OP)]
