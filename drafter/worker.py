@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -91,7 +92,17 @@ def _serve(
     ahead = None
     if config.has_predrafting:
         assert not isinstance(proposer, NgramProposer)
-        ahead = _pre_drafter(config, proposer, policy, kernels, grammars)
+        grow_each = partial(
+            grow_trees, proposer=proposer, policy=policy, is_hybrid=is_hybrid, kernels=kernels, grammars=grammars
+        )
+        ahead = PreDrafter(
+            proposer,
+            grow_each,
+            page_size=config.page_size,
+            scratch=range(proposer.num_pages - config.scratch_pages, proposer.num_pages),
+            outcome_pages=config.outcome_pages,
+            is_forced=config.draft is not None and config.draft.overlap == "predraft",
+        )
     has_waited = False
     while (received := _next_message(world)).kind != Kind.STOP:
         if received.kind == Kind.HEARTBEAT:
@@ -112,24 +123,6 @@ def _serve(
             assert world.link is not None, "pre-drafting is for a drafter without peers"
             ahead.draft_ahead(world.link.has_frame)
             has_waited = world.link.has_frame()
-
-
-def _pre_drafter(
-    config: EngineConfig,
-    proposer: FeatureProposer | DraftModelProposer,
-    policy: TreePolicy,
-    kernels: Kernels,
-    grammars: Grammars,
-) -> PreDrafter:
-    assert config.draft is not None
-    return PreDrafter(
-        proposer,
-        lambda request, roots: grow_trees(request, roots, proposer, policy, kernels=kernels, grammars=grammars),
-        page_size=config.page_size,
-        scratch=range(proposer.num_pages - config.scratch_pages, proposer.num_pages),
-        outcome_pages=config.outcome_pages,
-        is_forced=config.draft.overlap == "predraft",
-    )
 
 
 def _next_message(world: World) -> Received:

@@ -130,6 +130,15 @@ def test_rejection_by_default_leaves_pre_drafting_to_requests_that_are_coupled()
         assert own.engine._stats.num_predrafted > 0
 
 
+def test_hybrid_trees_are_drafted_as_usual() -> None:
+    """Whatever a deployment's rule is, every tree is grown by its settings."""
+    hybrid = AcceptanceConfig(kind="rejection", sample_method="hybrid")
+    params = SamplingParams(seed=4)
+    with bench(acceptance=hybrid) as own, Bench(LANGUAGE, "eagle3", TREES["dynamic"], acceptance=hybrid) as usual:
+        assert own.ask([5, 6], 60, params).tokens == usual.ask([5, 6], 60, params).tokens
+        assert own.engine._stats.accepted_per_depth == usual.engine._stats.accepted_per_depth
+
+
 def test_smaller_limits_than_the_pre_drafted_tree_are_kept() -> None:
     """Near the end of an output trees become shallower than those that were grown before."""
     with bench(language=Counting()) as own:

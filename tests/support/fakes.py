@@ -354,7 +354,7 @@ class Bench:
         if config.has_predrafting:
             ahead = PreDrafter(
                 self.proposer,
-                lambda request, roots: worker.grow_trees(request, roots, self.proposer, policy),
+                functools.partial(worker.grow_trees, proposer=self.proposer, policy=policy, is_hybrid=is_hybrid),
                 page_size=config.page_size,
                 scratch=range(num_pages, num_pages + config.scratch_pages),
                 outcome_pages=config.outcome_pages,
