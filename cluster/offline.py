@@ -22,7 +22,7 @@ from cluster.local_engine import LocalEngine
 from cluster.local_service import build_service
 from secateur.config import EngineArgs
 from secateur.errors import ConfigError, Problem
-from secateur.offline import CompletionOutput, RequestOutput
+from secateur.outputs import CompletionOutput, RequestOutput
 from secateur.requests import ChatCompletionRequest, CompletionRequest
 
 Body = CompletionRequest | ChatCompletionRequest

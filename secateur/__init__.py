@@ -29,7 +29,8 @@ if TYPE_CHECKING:
         ServerError,
         ServiceUnavailableError,
     )
-    from secateur.offline import LLM, CompletionOutput, RequestOutput, SamplingParams
+    from secateur.offline import LLM, SamplingParams
+    from secateur.outputs import CompletionOutput, RequestOutput
     from secateur.requests import ChatCompletionRequest, CompletionRequest
     from secateur.responses import (
         ChatCompletionChunk,
@@ -58,7 +59,8 @@ _HOMES = {
         "ServerError",
         "ServiceUnavailableError",
     ),
-    "offline": ("LLM", "CompletionOutput", "RequestOutput", "SamplingParams"),
+    "offline": ("LLM", "SamplingParams"),
+    "outputs": ("CompletionOutput", "RequestOutput"),
     "requests": ("ChatCompletionRequest", "CompletionRequest"),
     "responses": (
         "ChatCompletionChunk",

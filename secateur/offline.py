@@ -15,26 +15,21 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from dataclasses import dataclass
+from typing import Any, Self, TypeVar
 
 from pydantic import ValidationError
 
 from secateur.config import EngineArgs
 from secateur.errors import ConfigError, Problem, SecateurError
 from secateur.install import install_command
+from secateur.outputs import RequestOutput
 from secateur.requests import ChatCompletionRequest, CompletionRequest, SamplingRequest
-from secateur.responses import PromptLogprob, SpeculativeStats
 from secateur.schema import problems_of
-
-if TYPE_CHECKING:
-    from cluster.offline import OfflineEngine
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """A text, token ids, {"prompt": text} or {"prompt_token_ids": ids}."""
 Conversation = Sequence[Mapping[str, Any]]
-Logprobs = dict[int, PromptLogprob]
-"""Token id -> log probability, of the token itself and of the likeliest."""
 _Body = TypeVar("_Body", bound=SamplingRequest)
 
 
@@ -72,36 +67,6 @@ class SamplingParams:
     """Settings of speculation, as in a request; {"enabled": False} decodes without a drafter."""
 
 
-@dataclass(kw_only=True)
-class CompletionOutput:
-    """One answer to a prompt."""
-
-    index: int
-    text: str
-    token_ids: list[int]
-    cumulative_logprob: float | None
-    logprobs: list[Logprobs] | None
-    finish_reason: str | None
-    stop_reason: int | str | None
-
-
-@dataclass(kw_only=True)
-class RequestOutput:
-    """A prompt and its `n` answers."""
-
-    request_id: str
-    prompt: str | None
-    """The text; None if the prompt was given as token ids or is a conversation."""
-    prompt_token_ids: list[int]
-    prompt_logprobs: list[Logprobs | None] | None
-    outputs: list[CompletionOutput]
-    num_cached_tokens: int
-    """Prompt tokens found in the prefix cache."""
-    speculative: SpeculativeStats
-    """What speculation did for all answers together."""
-    finished: bool = field(default=True, init=False)
-
-
 class _Completion(CompletionRequest):
     """A completion whose `max_tokens` has no default of 16."""
 
@@ -124,7 +89,7 @@ class LLM:
         except ModuleNotFoundError as error:
             message = f"LLM needs {error.name!r}, which is not installed: {install_command('serve')}"
             raise SecateurError(message) from error
-        self._engine: OfflineEngine = OfflineEngine(args)
+        self._engine = OfflineEngine(args)
         self._finalizer = weakref.finalize(self, self._engine.stop)
 
     def generate(

@@ -203,10 +203,26 @@ def test_defaults_are_those_of_the_manual():
         "draft_probs_min_temperature": 0.3,
         "draft_tensor_parallel_size": 1,
         "draft_placement": None,
+        "overlap": "auto",
+        "draft_link": "auto",
         "prompt_lookup_max": None,
         "prompt_lookup_min": None,
         "max_model_len": None,
     }
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"method": "ngram"}, "method 'ngram' takes no time that could be hidden"),
+        ({"model": "x", "draft_tensor_parallel_size": 2}, "'predraft' needs draft_tensor_parallel_size=1"),
+    ],
+)
+def test_pre_drafting_that_cannot_be_is_an_error(settings, problem):
+    with pytest.raises(ConfigError, match=problem):
+        SpeculativeConfig(overlap="predraft", **settings)
+    for overlap in ("auto", "none"):
+        assert SpeculativeConfig(overlap=overlap, **settings).overlap == overlap
 
 
 @pytest.mark.parametrize("key", ["enable_draft_probs", "draft_sample_method"])
