@@ -217,6 +217,16 @@ def test_an_endless_body_is_a_413(http: httpx2.Client, monkeypatch: pytest.Monke
     assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
 
 
+def test_a_body_of_just_the_limit_is_read(http: httpx2.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = b'{"prompt": "a", "max_tokens": 1}'
+    for limit, status in ((len(body), 200), (len(body) - 1, 413)):
+        monkeypatch.setattr("cluster.http.middleware.MAX_BODY_BYTES", limit)
+        headers = {"Content-Type": "application/json"}
+        # In pieces, so that the body's size is not announced.
+        response = http.post("/v1/completions", content=iter([body[:9], body[9:]]), headers=headers)
+        assert response.status_code == status
+
+
 @pytest.mark.parametrize(
     ("field", "text"),
     [

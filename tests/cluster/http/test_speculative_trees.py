@@ -45,6 +45,12 @@ def test_a_tree_names_what_became_of_each_node(tokenizer: Tokenizer) -> None:
     assert (got["is_copied"], got["draft_ms"], got["verify_ms"]) == (False, 1.25, 2.5)
 
 
+def test_token_0_is_a_token(tokenizer: Tokenizer) -> None:
+    """Only a negative id stands for children that were not drafted."""
+    got = speculative_tree(tokenizer, StepTree(tree_of([0, 301, 302], 2), [0, 301, 302], ["", "a", "b"], 2, False))
+    assert (got.nodes[1].token_id, got.nodes[1].text) == (0, tokenizer.token_text(0).text)
+
+
 def test_a_copy_is_told_from_a_draft(tokenizer: Tokenizer) -> None:
     got = speculative_tree(tokenizer, StepTree(tree_of([300, 301], 1), [300, 301], ["a", "b"], 1, True))
     assert got.is_copied and [token.origin for token in got.tokens] == ["copied", "bonus"]

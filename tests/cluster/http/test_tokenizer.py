@@ -39,6 +39,15 @@ def bytewise(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer(str(folder))
 
 
+def test_a_tokenizer_without_a_rust_part_decodes_by_its_python_part(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of SentencePiece alone, and of some repositories' own code."""
+    ids = tokenizer.encode(TEXT)
+    monkeypatch.setattr(tokenizer, "_fast", None)
+    assert tokenizer.decode(ids, skip_special_tokens=True) == TEXT
+
+
 def pieces_of(ids: list[int], seed: int) -> list[list[int]]:
     """Return the same tokens in steps of 1 to 5."""
     chance, steps = random.Random(seed), []
