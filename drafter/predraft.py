@@ -100,8 +100,10 @@ class PreDrafter:
     def reply(self, request: DraftRequest, *, has_waited: bool = False) -> DraftReply:
         """Return the trees for a message. has_waited: it arrived while this side was working."""
         began = time.perf_counter()
-        if not has_waited and self._replied_at:
-            self._gap_s = _average(self._gap_s, began - self._replied_at)
+        if self._replied_at:
+            gap_s = began - self._replied_at  # of a message that has waited, more than the target took
+            if not has_waited or self._gap_s is None or gap_s < self._gap_s:
+                self._gap_s = _average(self._gap_s, gap_s)
         trees_G = self._predrafted(request)
         num_hits = sum(tree is not None for tree in trees_G)
         # A batch does not wait for the requests whose outcome was not predicted: they verify their roots alone.
@@ -139,36 +141,40 @@ class PreDrafter:
             assert isinstance(roots, Tensor)
             self._roots = roots
         self._request = None
-        if not _can_predict(request) or not self._pays() or is_interrupted():
+        if not _can_predict(request) or not self._has_time():
             return
-        predictions = self._predict(request, self._roots, is_interrupted)
-        if not predictions or is_interrupted():
-            return
-        message = self._message(request, predictions)
-        roots = self._proposer.extend(message)
-        assert isinstance(roots, Tensor)
-        self._grown = self._grow(message, roots)
-        self._tree_of = self._outcomes(request, predictions)
-        self._ahead_s = _average(self._ahead_s, time.perf_counter() - began)
-        if not self._is_forced and self._gap_s is not None:
-            self._adapt(self._ahead_s, self._gap_s)
+        is_done = self._draft_outcomes(request, self._roots, is_interrupted)
+        elapsed_s = time.perf_counter() - began
+        # Growing the trees takes about as long as reading the last ones.
+        self._ahead_s = _average(self._ahead_s, elapsed_s if is_done else 2 * elapsed_s)
 
-    def _adapt(self, ahead_s: float, gap_s: float) -> None:
-        """Predict more outcomes while the target takes long, fewer where the drafter would make it wait."""
-        if ahead_s > gap_s and self._fanout > 1:
-            self._fanout //= 2
-        elif 2 * ahead_s < gap_s and self._fanout < MAX_FANOUT:
-            self._fanout *= 2
-        else:
-            return
-        self._ahead_s = None  # it belongs to the other fan-out
+    def _draft_outcomes(self, request: DraftRequest, logits_GV: Tensor, is_interrupted: Callable[[], bool]) -> bool:
+        """Grow trees below the predicted outcomes; return False if the next message arrived first."""
+        predictions = self._predict(request, logits_GV, is_interrupted)
+        if predictions is None or is_interrupted():
+            return False
+        if predictions:
+            message = self._message(request, predictions)
+            roots = self._proposer.extend(message)
+            assert isinstance(roots, Tensor)
+            self._grown = self._grow(message, roots)
+            self._tree_of = self._outcomes(request, predictions)
+        return True
 
-    def _pays(self) -> bool:
-        """Return whether working ahead ends before the next message, as far as known."""
-        if self._is_forced or self._ahead_s is None or self._gap_s is None or self._ahead_s <= self._gap_s:
+    def _has_time(self) -> bool:
+        """Set the number of outcomes by the time that they took so far; return whether there is time for any."""
+        if self._is_forced or self._ahead_s is None or self._gap_s is None:
             return True
-        self._num_skipped = (self._num_skipped + 1) % _RETRY_EVERY
-        return self._num_skipped == 0
+        if self._ahead_s > self._gap_s:
+            if self._fanout == 1:
+                self._num_skipped = (self._num_skipped + 1) % _RETRY_EVERY
+                return self._num_skipped == 0
+            self._fanout //= 2
+            self._ahead_s = None
+        elif 2 * self._ahead_s < self._gap_s and self._fanout < MAX_FANOUT:
+            self._fanout *= 2
+            self._ahead_s = None
+        return True
 
     def _predrafted(self, request: DraftRequest) -> list[int | None]:
         """Return each growing request's tree among the pre-drafted ones."""
@@ -197,8 +203,8 @@ class PreDrafter:
 
     def _predict(
         self, request: DraftRequest, logits_GV: Tensor, is_interrupted: Callable[[], bool]
-    ) -> list[_Prediction]:
-        """Read the trees of the reply once more, and return the likeliest outcomes; none if the next message arrives.
+    ) -> list[_Prediction] | None:
+        """Read the trees of the reply once more, and return the likeliest outcomes; None if the next message arrives.
 
         The root's feature is the target's own now, and the candidates that were not chosen are kept this time.
         """
@@ -222,7 +228,7 @@ class PreDrafter:
             at, logits = np.flatnonzero(depth_N == depth), logits_GV
             if depth:
                 if is_interrupted():
-                    return []
+                    return None
                 ancestors = trees.ancestors_N.numpy()[at]
                 frontier = Frontier(depth, owner_N[at], row_N[at], parent_N[at], token_N[at], ancestors)
                 expanded = self._proposer.expand(frontier)

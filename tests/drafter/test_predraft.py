@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from drafter.predraft import PreDrafter
 from tests.support.fakes import Bench, Counting, RandomLanguage, say
 from workers.comm.ipc import Speculation
 from workers.config import AcceptanceConfig, PruneConfig, TreeConfig
@@ -24,7 +25,7 @@ METHODS = ["eagle3", "draft_model"]
 
 
 def bench(method: Any = "eagle3", tree: str = "dynamic", **settings: Any) -> Bench:
-    return Bench(settings.pop("language", LANGUAGE), method, TREES[tree], overlap="predraft", **settings)
+    return Bench(settings.pop("language", LANGUAGE), method, TREES[tree], **{"overlap": "predraft"} | settings)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -159,3 +160,59 @@ def test_trees_are_traced_as_usual() -> None:
         for tree in drafted:
             assert tree.parents[0] == -1 and all(0 <= p < i for i, p in enumerate(tree.parents) if i)
             assert all(np.isfinite(p) for p in tree.probs[1:] if p is not None)
+
+
+# ---- `auto`, on a clock that passes while the drafter works and until the next message
+
+
+class Clock:
+    """Each pass of the drafter takes 1 ms for each of its requests; a message comes `gap_s` after the last reply."""
+
+    def __init__(self, gap_s: float) -> None:
+        self.now, self._gap_s = 100.0, gap_s
+        self._replied_at = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def is_interrupted(self) -> bool:
+        return self.now - self._replied_at > self._gap_s
+
+    def drives(self, own: Bench) -> PreDrafter:
+        assert own.drafter is not None and own.drafter._ahead is not None
+        proposer, ahead = own.proposer, own.drafter._ahead
+        extend, expand, draft_ahead = proposer.extend, proposer.expand, ahead.draft_ahead
+
+        def timed_extend(request: Any) -> Any:
+            self.now += 1e-3 * len(request.start_B)
+            return extend(request)
+
+        def timed_expand(frontier: Any) -> Any:
+            self.now += 1e-3 * len(set(frontier.request_F.tolist()))
+            return expand(frontier)
+
+        def timed_ahead(is_interrupted: Any) -> None:
+            self._replied_at = self.now
+            draft_ahead(is_interrupted)
+            self.now = max(self.now, self._replied_at + self._gap_s)
+
+        proposer.extend, proposer.expand = timed_extend, timed_expand  # type: ignore[method-assign]
+        ahead.draft_ahead = timed_ahead  # type: ignore[method-assign]
+        return ahead
+
+
+@pytest.mark.parametrize(
+    ("gap_s", "fanout", "is_used"), [(1.0, 16, True), (0.045, 8, True), (0.015, 2, True), (0.002, 1, False)]
+)
+def test_auto_predicts_as_many_outcomes_as_there_is_time_for(
+    gap_s: float, fanout: int, is_used: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there is no time for one, it tries again once in 64 messages."""
+    clock = Clock(gap_s)
+    monkeypatch.setattr("drafter.predraft.time", clock)
+    with bench(overlap="auto", is_interrupted=clock.is_interrupted) as own:
+        ahead = clock.drives(own)
+        assert own.ask([3, 1], 100).tokens == say(LANGUAGE, [3, 1], 100, SamplingParams())
+        assert ahead._fanout == fanout, (ahead._ahead_s, ahead._gap_s)
+        assert (own.engine._stats.num_predrafted > 0) is is_used
+        assert (ahead._num_skipped > 10) is not is_used

@@ -277,7 +277,7 @@ class FakeChannel:
         is_interrupted: Callable[[], bool] = lambda: False,
     ) -> None:
         self._proposer, self._policy, self._is_hybrid, self._grammars = proposer, policy, is_hybrid, grammars
-        self._ahead, self._is_interrupted = ahead, is_interrupted
+        self._ahead, self._is_interrupted, self._has_waited = ahead, is_interrupted, False
         self._answers: list[Received] = []
         self.requests: list[DraftRequest] = []
         self.replies: list[DraftReply] = []
@@ -290,8 +290,9 @@ class FakeChannel:
         assert isinstance(request, DraftRequest)
         self.requests.append(request)
         if self._ahead is not None:
-            reply = over_the_wire(self._ahead.reply(request))
+            reply = over_the_wire(self._ahead.reply(request, has_waited=self._has_waited))
             self._ahead.draft_ahead(self._is_interrupted)
+            self._has_waited = self._is_interrupted()
         else:
             reply = over_the_wire(
                 worker.draft(request, self._proposer, self._policy, is_hybrid=self._is_hybrid, grammars=self._grammars)
@@ -358,7 +359,7 @@ class Bench:
                 page_size=config.page_size,
                 scratch=range(num_pages, num_pages + config.scratch_pages),
                 outcome_pages=config.outcome_pages,
-                is_forced=True,
+                is_forced=overlap == "predraft",
             )
         self.drafter = None
         if method:
