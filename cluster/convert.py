@@ -17,7 +17,7 @@ from cluster.http.tokenizer_files import lacking_package
 from secateur.config import EngineArgs, SpeculativeConfig, resolve_model
 from secateur.errors import ConfigError, Problem
 from secateur.install import install_command
-from secateur.requests import DEFAULTED, CompletionRequest
+from secateur.requests import DEFAULTED, ChatCompletionRequest
 from secateur.schema import problems_of
 from workers.config import AcceptanceConfig, DraftConfig, EngineConfig, PruneConfig, TreeConfig
 from workers.models.config_json import read_json
@@ -27,6 +27,7 @@ from workers.models.hub import resolve_path
 from workers.models.readers import read_draft_spec, read_spec
 from workers.models.specs import DraftSpec, Eagle3Spec, FcHeadSpec, ModelSpec, check_heads, check_parallel
 
+_SOME_MESSAGES = [{"role": "user", "content": ""}]
 _UNKNOWN_MODEL_LEN = 2048  # the placement does not depend on it
 
 
@@ -154,9 +155,9 @@ def sampling_defaults(args: EngineArgs, model_path: str) -> dict[str, Any]:
     written = {"max_tokens" if name == "max_new_tokens" else name: value for name, value in read_json(path).items()}
     given = {name: written[name] for name in (*DEFAULTED, "max_tokens") if written.get(name) is not None}
     try:
-        request = CompletionRequest.model_validate({"prompt": "", **given})
+        request = ChatCompletionRequest.model_validate({"messages": _SOME_MESSAGES, **given})
     except ValidationError as error:
-        problems = "; ".join(map(str, problems_of(error, CompletionRequest.model_fields)))
+        problems = "; ".join(map(str, problems_of(error, ChatCompletionRequest.model_fields)))
         problems = problems.replace("max_tokens", "max_new_tokens")
         message = f"{path}: {problems}; correct the file, or write none to do without it"
         raise ConfigError(Problem("generation_config", message)) from None

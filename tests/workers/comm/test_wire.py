@@ -277,7 +277,11 @@ def test_every_field_of_every_message_is_on_the_wire():
         (ScoredRows, wire.SCORED_FIELDS, set()),
         (DraftCosts, wire.COST_FIELDS, set()),
         (DraftRequest, wire.REQUEST_FIELDS + wire.TRACED_FIELDS, {"features_MH", "sampling", "costs"}),
-        (DraftReply, wire.PRUNED_FIELDS, {"trees", "probs", "num_levels", "num_run", "seconds", "trace"}),
+        (
+            DraftReply,
+            wire.PRUNED_FIELDS,
+            {"trees", "probs", "num_levels", "num_run", "num_predrafted", "seconds", "trace"},
+        ),
         (TreeTrace, wire.TRACE_FIELDS, set()),
     ]:
         assert {f.name for f in fields(kind)} - elsewhere == {field.name for field in table}
