@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from drafter.tree.frontier import Frontier, TreeRoots
+from drafter.tree.frontier import Frontier, PrunedNodes, TreeRoots
 from drafter.tree.grow import _only_penalize
 from tests.drafter.tree.test_tree_graphs import logits_state, message
-from workers.types import Constraints
+from workers.types import Constraints, PruneReason
 
 
 @pytest.fixture
@@ -63,3 +63,17 @@ def test_siblings_have_the_position_of_their_depth(roots, frontier):
 )
 def test_tree_graphs_apply_penalties_and_nothing_else(constraints, expected):
     assert _only_penalize({b: logits_state(own) for b, own in enumerate(constraints)}) == expected
+
+
+def test_children_that_were_not_drafted_have_no_token_and_a_reason_in_a_byte() -> None:
+    nodes = PrunedNodes.undrafted(
+        np.array([0, 1]), np.array([3, 0]), np.array([PruneReason.COST, PruneReason.PATH_PROB])
+    )
+    assert nodes.token_P.tolist() == [-1, -1] and np.isnan(nodes.weight_P).all() and np.isnan(nodes.prob_P).all()
+    assert nodes.reason_P.dtype == np.uint8 and nodes.reason_P.tolist() == [PruneReason.COST, PruneReason.PATH_PROB]
+
+
+def test_pruned_nodes_follow_their_parents_and_leave_with_them() -> None:
+    """Row 0, the root, is a parent like any other."""
+    nodes = PrunedNodes.undrafted(np.array([0, 0, 0]), np.array([0, 1, 2]), np.zeros(3, dtype=int))
+    assert nodes.below(np.array([0, -1, 1])).parent_row_P.tolist() == [0, 1]
