@@ -66,11 +66,10 @@ def test_tree_graphs_apply_penalties_and_nothing_else(constraints, expected):
 
 
 def test_children_that_were_not_drafted_have_no_token_and_a_reason_in_a_byte() -> None:
-    nodes = PrunedNodes.undrafted(
-        np.array([0, 1]), np.array([3, 0]), np.array([PruneReason.COST, PruneReason.PATH_PROB])
-    )
+    reasons = np.array([PruneReason.COST, PruneReason.PATH_PROB])
+    nodes = PrunedNodes.undrafted(np.array([0, 1]), np.array([3, 0]), reasons)
     assert nodes.token_P.tolist() == [-1, -1] and np.isnan(nodes.weight_P).all() and np.isnan(nodes.prob_P).all()
-    assert nodes.reason_P.dtype == np.uint8 and nodes.reason_P.tolist() == [PruneReason.COST, PruneReason.PATH_PROB]
+    assert nodes.reason_P.dtype == np.uint8 and nodes.reason_P.tolist() == reasons.tolist()
 
 
 def test_pruned_nodes_follow_their_parents_and_leave_with_them() -> None:
