@@ -14,6 +14,8 @@ from workers.comm.ipc import Speculation
 from workers.config import AcceptanceConfig, PruneConfig, TreeConfig
 from workers.types import Constraints, SamplingParams
 
+pytestmark = pytest.mark.slow  # every context is a Python list
+
 LANGUAGE = RandomLanguage()
 TREES = {
     "dynamic": TreeConfig(num_speculative_tokens=8),
