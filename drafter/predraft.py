@@ -104,7 +104,7 @@ class PreDrafter:
             gap_s = began - self._replied_at  # of a message that has waited, more than the target took
             if not has_waited or self._gap_s is None or gap_s < self._gap_s:
                 self._gap_s = _average(self._gap_s, gap_s)
-        trees_G = self._predrafted(request)
+        trees_G = self._predrafted(request) if _can_predict(request) else []
         num_hits = sum(tree is not None for tree in trees_G)
         # A batch does not wait for the requests whose outcome was not predicted: they verify their roots alone.
         if num_hits == len(trees_G) > 0 or (len(trees_G) > 1 and 2 * num_hits >= len(trees_G)):
@@ -305,6 +305,7 @@ class PreDrafter:
 
 
 def _can_predict(request: DraftRequest) -> bool:
+    """Return whether all growing requests are coupled and unconstrained."""
     growing = request.num_nodes_B > 0
     is_free = (request.rule_B[growing] == Rule.COUPLED.value).all()
     return bool(growing.any()) and bool(is_free) and request.constraints_U.numel() == 0

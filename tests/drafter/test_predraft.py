@@ -133,6 +133,24 @@ def test_rejection_by_default_leaves_pre_drafting_to_requests_that_are_coupled()
         assert own.engine._stats.num_predrafted > 0
 
 
+def test_a_sampled_request_gets_its_trees_whatever_was_predicted_for_others() -> None:
+    """Its tokens depend on its trees, so no root may stand for one because the outcomes of others were predicted."""
+    special, params = Speculation(acceptance="rejection"), SamplingParams(seed=3)
+    with bench(language=Counting()) as alone:
+        expected = alone.ask([5, 6], 30, params, speculation=special)
+    with bench(language=Counting()) as own:
+        for first in (1, 20, 40):
+            own.submit([first], 60)
+        own.step()
+        own.step()
+        own.step()
+        answer = own.ask([5, 6], 30, params, speculation=special)
+        assert own.engine._stats.num_predrafted > 0, "the others' outcomes were predicted"
+        assert answer.tokens == expected.tokens
+        assert answer.last is not None and expected.last is not None
+        assert answer.last.stats == expected.last.stats, "the same trees"
+
+
 def test_hybrid_trees_are_drafted_as_usual() -> None:
     """Whatever a deployment's rule is, every tree is grown by its settings."""
     hybrid = AcceptanceConfig(kind="rejection", sample_method="hybrid")
