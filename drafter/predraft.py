@@ -47,7 +47,7 @@ Grow = Callable[[DraftRequest, Tensor], GrownTrees]
 
 
 class _Outcome(NamedTuple):
-    """What the next message says of a request if the prediction holds."""
+    """One request's rows of the next message, if a prediction holds."""
 
     start: int  # slot of the first fed row
     tokens: tuple[int, ...]  # accepted path and bonus token
@@ -119,16 +119,7 @@ class PreDrafter:
         self._request, self._trees = request, grown.trees
         self._grown, self._tree_of = None, {}
         self._replied_at = time.perf_counter()
-        return DraftReply(
-            trees=grown.trees,
-            probs=grown.probs,
-            pruned_GD=torch.from_numpy(grown.pruned_BD),
-            num_levels=grown.num_levels,
-            num_run=grown.num_run,
-            seconds=self._replied_at - began,
-            trace=grown.trace,
-            num_predrafted=num_hits,
-        )
+        return grown.reply(self._replied_at - began, num_hits)
 
     @torch.inference_mode()
     def draft_ahead(self, is_interrupted: Callable[[], bool]) -> None:
@@ -186,14 +177,8 @@ class PreDrafter:
         ends = trees.offsets.tolist()
         found: list[int | None] = []
         for b in growing.tolist():
-            start = int(request.start_B[b])
-            outcome = _Outcome(
-                start,
-                tuple(tokens[offsets[b] : offsets[b + 1]]),
-                int(request.sampling.seed_B[b]),
-                int(request.page_table_BP[b, (start - 1) // self._page_size]),
-            )
-            tree = self._tree_of.get(outcome)
+            own = tuple(tokens[offsets[b] : offsets[b + 1]])
+            tree = self._tree_of.get(self._outcome(request, b, int(request.start_B[b]), own))
             if tree is not None:
                 size, depth = ends[tree + 1] - ends[tree], int(depth_N[ends[tree + 1] - 1])
                 if size - 1 > request.num_nodes_B[b] or depth > request.max_depth_B[b]:
@@ -292,16 +277,19 @@ class PreDrafter:
         )
 
     def _outcomes(self, request: DraftRequest, predictions: Sequence[_Prediction]) -> dict[_Outcome, int]:
+        """Return which pre-drafted tree belongs to which outcome."""
         owners = torch.nonzero(request.num_nodes_B > 0)[:, 0].tolist()
         start_B = (request.start_B + request.offsets.diff()).tolist()
         offsets, tokens = self._trees.offsets.tolist(), self._trees.token_N.tolist()
         outcomes = {}
         for tree, p in enumerate(predictions):
-            b = owners[p.g]
-            path = tuple(tokens[offsets[p.g] + row] for row in p.path)
-            page = int(request.page_table_BP[b, (start_B[b] - 1) // self._page_size])
-            outcomes[_Outcome(start_B[b], (*path, p.bonus), int(request.sampling.seed_B[b]), page)] = tree
+            b, path = owners[p.g], [tokens[offsets[p.g] + row] for row in p.path]
+            outcomes[self._outcome(request, b, start_B[b], (*path, p.bonus))] = tree
         return outcomes
+
+    def _outcome(self, request: DraftRequest, b: int, start: int, tokens: tuple[int, ...]) -> _Outcome:
+        page = int(request.page_table_BP[b, (start - 1) // self._page_size])
+        return _Outcome(start, tokens, int(request.sampling.seed_B[b]), page)
 
 
 def _can_predict(request: DraftRequest) -> bool:

@@ -157,15 +157,7 @@ def draft(
     began = time.perf_counter()
     roots = proposer.extend(request)
     grown = grow_trees(request, roots, proposer, policy, is_hybrid=is_hybrid, kernels=kernels, grammars=grammars)
-    return DraftReply(
-        trees=grown.trees,
-        probs=grown.probs,
-        pruned_GD=torch.from_numpy(grown.pruned_BD),
-        num_levels=grown.num_levels,
-        num_run=grown.num_run,
-        seconds=time.perf_counter() - began,
-        trace=grown.trace,
-    )
+    return grown.reply(time.perf_counter() - began)
 
 
 def grow_trees(

@@ -58,7 +58,7 @@ from workers.sampling.logits_edits import Columns, ConstrainedRow
 from workers.sampling.logits_processors import constrain
 from workers.sampling.logits_state import LogitsState
 from workers.transfer import to_device
-from workers.types import DraftCosts, DraftProbs, Rule, SamplingBatch, TreeBatch, TreeTrace
+from workers.types import DraftCosts, DraftProbs, DraftReply, Rule, SamplingBatch, TreeBatch, TreeTrace
 
 Expand = Callable[[Frontier], Tensor | NgramCandidates]
 """Runs a frontier through the draft model and returns its logits [F, V], or n-gram candidates."""
@@ -96,6 +96,19 @@ class GrownTrees(NamedTuple):
     num_levels: int  # levels run, the roots' included
     num_run: int  # rows run through the draft model; roots not counted
     trace: TreeTrace | None = None  # None = no request is traced
+
+    def reply(self, seconds: float, num_predrafted: int = 0) -> DraftReply:
+        """Return the message that answers a DraftRequest. seconds: of this step on the drafter's clock."""
+        return DraftReply(
+            trees=self.trees,
+            probs=self.probs,
+            pruned_GD=torch.from_numpy(self.pruned_BD),
+            num_levels=self.num_levels,
+            num_run=self.num_run,
+            seconds=seconds,
+            trace=self.trace,
+            num_predrafted=num_predrafted,
+        )
 
 
 def grow(
