@@ -14,14 +14,14 @@ from tqdm import tqdm
 from cluster.convert import engine_config, fetch_weights, visible_gpus, with_tokenizer
 from cluster.http.errors import BadRequest, HttpError
 from cluster.http.openai_format import prompt_logprobs, token_logprobs, total_stats
-from cluster.http.output_processor import Generation
+from cluster.http.output_processor import Generation, GenerationFailed
 from cluster.http.server import Service
 from cluster.http.streaming import merge
 from cluster.http.tokenizer_pool import TokenizerPool
 from cluster.local_engine import LocalEngine
 from cluster.local_service import build_service
 from secateur.config import EngineArgs
-from secateur.errors import ConfigError, Problem
+from secateur.errors import BadRequestError, ConfigError, Problem, ServerError, ServiceUnavailableError
 from secateur.outputs import CompletionOutput, RequestOutput
 from secateur.requests import ChatCompletionRequest, CompletionRequest
 
@@ -54,7 +54,11 @@ class OfflineEngine:
             raise
 
     def run(self, bodies: Sequence[Body], *, has_progress: bool) -> list[RequestOutput]:
-        """Run all requests and return their outputs in order. Raises ConfigError if the engine cannot run one."""
+        """Run all requests and return their outputs in order.
+
+        Raises ConfigError before any of them runs if one is wrong, and an error of `secateur.errors` or EngineDead if
+        one fails, which ends the others.
+        """
         if self._loop.is_closed():
             raise RuntimeError("this LLM is closed; make another one")
         with tqdm(total=len(bodies), desc="prompts", disable=not has_progress, file=sys.stderr) as bar:
@@ -99,12 +103,17 @@ class OfflineEngine:
             bar.update()
             return self._output(body, generations)
 
-        async with asyncio.TaskGroup() as group:
-            tasks = [
-                group.create_task(generate(body, generations))
-                for body, generations in zip(bodies, prepared, strict=True)
-            ]
-        return [task.result() for task in tasks]
+        tasks = [asyncio.create_task(generate(*own)) for own in zip(bodies, prepared, strict=True)]
+        try:
+            return list(await asyncio.gather(*tasks))
+        except BadRequest as error:  # an output that cannot follow its grammar
+            raise BadRequestError(str(error), param=error.param, code=error.code) from None
+        except GenerationFailed as error:
+            raise ServerError(str(error)) from None
+        finally:  # the first error ends all requests
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _prepare(self, body: Body) -> list[Generation]:
         """Check and tokenize a request, before any of them runs."""
@@ -121,6 +130,8 @@ class OfflineEngine:
         except BadRequest as error:
             raise ConfigError(Problem(error.param or "", str(error))) from None
         except HttpError as error:
+            if error.status == 503:
+                raise ServiceUnavailableError(error.body.error.message) from None
             raise ConfigError(Problem(error.body.error.param or "", error.body.error.message)) from None
         service.engine.release(generation.submit.id for generation in generations)
         return generations

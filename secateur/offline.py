@@ -102,7 +102,8 @@ class LLM:
         """Complete prompts, all at once, and return the outputs in their order.
 
         sampling_params: for all prompts, or one for each; None = the model's own, as `default_sampling_params`.
-        Raises ConfigError if a prompt or a parameter is wrong, before anything is generated.
+        Raises ConfigError if a prompt or a parameter is wrong, before anything is generated, BadRequestError if an
+        output cannot follow its grammar, and SecateurError if the engine is lost.
         """
         texts = _prompts(prompts)
         bodies = [

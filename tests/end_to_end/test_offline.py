@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 
 import psutil
 import pytest
 
-from secateur import LLM, ConfigError, RequestOutput, SamplingParams
+from secateur import LLM, ConfigError, RequestOutput, SamplingParams, SecateurError, ServiceUnavailableError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 PROMPTS = ["def quicksort(items):\n", "class Point:\n", "import os\n"]
@@ -140,6 +141,18 @@ def test_nothing_is_left_of_an_engine_that_is_closed_or_forgotten() -> None:
     del forgotten
     gc.collect()
     assert not own_children()
+
+
+def test_a_lost_engine_is_an_error_now_and_later() -> None:
+    before = set(psutil.Process().children(recursive=True))
+    with LLM(max_model_len=512) as own:
+        ranks = [child for child in psutil.Process().children(recursive=True) if child not in before]
+        (drafter,) = (rank for rank in ranks if "drafter" in rank.cmdline())
+        threading.Timer(1.0, drafter.kill).start()
+        with pytest.raises(SecateurError, match="drafter 0"):
+            own.generate(PROMPTS * 40, SamplingParams(max_tokens=400, ignore_eos=True), use_tqdm=False)
+        with pytest.raises(ServiceUnavailableError, match="drafter 0"):
+            own.generate("a", use_tqdm=False)
 
 
 def test_a_script_that_never_closes_it_ends_all_the_same() -> None:
