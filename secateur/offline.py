@@ -58,7 +58,7 @@ class SamplingParams:
     bad_words: list[str] | None = None
     allowed_token_ids: list[int] | None = None
     structured_outputs: dict[str, Any] | None = None
-    """What the answer must be, as in a request: exactly one of json, regex, choice, grammar and json_object."""
+    """The structure of the answer, as in a request: exactly one of json, regex, choice, grammar and json_object."""
     logprobs: int | None = None
     """Most likely tokens to report per token, beside the token itself."""
     prompt_logprobs: int | None = None

@@ -1,4 +1,4 @@
-"""What offline generation returns (`secateur.offline`), with vLLM's names."""
+"""The results of offline generation (`secateur.offline`), with vLLM's names."""
 
 from __future__ import annotations
 
@@ -36,5 +36,5 @@ class RequestOutput:
     num_cached_tokens: int
     """Prompt tokens found in the prefix cache."""
     speculative: SpeculativeStats
-    """What speculation did for all answers together."""
+    """Speculative statistics of all answers together."""
     finished: bool = field(default=True, init=False)

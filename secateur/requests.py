@@ -194,7 +194,7 @@ def _told(message: str) -> WrapValidator:
 
 
 class Structure(NamedTuple):
-    """What the answer must be: JSON of a schema, a match of a regular expression or a grammar, or one of some texts."""
+    """A structured output: JSON of a schema, a match of a regular expression or a grammar, or one of some texts."""
 
     kind: Literal["json", "regex", "choice", "grammar"]
     source: dict[str, Any] | str | list[str]

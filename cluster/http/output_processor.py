@@ -87,7 +87,7 @@ class Generation:
     """Nothing is returned of the answer: the request is about its prompt."""
 
     prompt_scores: list[TokenLogprobs] = field(default_factory=list)
-    """Of the prompt's tokens from the second on, if the request asked for them."""
+    """Log probabilities of the prompt's tokens from the second on, if the request asked for them."""
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     scored: list[ScoredToken] = field(default_factory=list)

@@ -104,7 +104,7 @@ class Service:
     cors: middleware.Cors | None = None
     """None = browsers let no script of another origin use the service."""
     has_tokenizer_info: bool = False
-    """Whether /tokenizer_info exists."""
+    """Serve /tokenizer_info."""
     root_path: str = ""
     """The prefix under which clients see the service, such as /llm."""
     created: int = field(default_factory=lambda: int(time.time()))

@@ -36,7 +36,7 @@ _LOADING = {
 }
 """Arguments of transformers about loading, which say nothing about the tokenizer."""
 _TOKEN_FIELDS = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
-"""Of an added token, in tokenizer_config.json."""
+"""The fields of an added token in tokenizer_config.json."""
 
 
 class TextLimit(NamedTuple):

@@ -112,6 +112,7 @@ def test_a_step_scores_a_limited_number_of_rows(monkeypatch: pytest.MonkeyPatch)
         assert bench.answers[plain].tokens == say(LANGUAGE, PROMPT, 3, SEEDED)
 
 
+@pytest.mark.slow
 def test_the_logits_of_a_long_prompt_never_exist_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.support.engines import BUNDLED, bundled
     from verifier.target import Target

@@ -148,6 +148,7 @@ def test_a_reduced_vocabulary_has_its_part_of_the_mask_and_tells_where_that_is_e
     assert masks.is_dead_Q.any() and not masks.is_dead_Q.all()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the simulated device takes the real one's place")
 @pytest.mark.parametrize("columns", [Columns(0, V), Columns(3, 4)])
 def test_masks_on_a_device_are_those_on_the_host_without_waiting_for_it(grammars: Grammars, columns: Columns) -> None:
@@ -342,6 +343,7 @@ def test_the_state_with_its_grammar_survives_the_wire() -> None:
 # ---- the cost without a grammar
 
 
+@pytest.mark.slow
 def test_without_a_grammar_no_mask_is_computed_and_the_library_is_not_imported() -> None:
     code = """
 import sys
