@@ -56,6 +56,7 @@ def assert_agrees(answer: Answer, prompt: list[int]) -> None:
     assert tokens == prompt + answer.tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("params", [GREEDY, HOT], ids=["greedy", "hot"])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("tree", TREES)

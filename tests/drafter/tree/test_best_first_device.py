@@ -245,6 +245,7 @@ def bench() -> Bench:
     return Bench()
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.lists(ASK, min_size=1, max_size=5))
 def test_trees_equal_those_grown_level_by_level_with_enough_rows(bench, asks):

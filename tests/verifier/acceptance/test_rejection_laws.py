@@ -120,6 +120,7 @@ def test_sampled_drafts_are_lossless_for_every_shape_and_kind_of_node(shape, fix
     check(Scenario(p=target(1), q=drafter(1), policy=policy_of(shape, fixed), rule=rule))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("vocab", [4, 5])
 def test_sampled_drafts_are_lossless_on_larger_vocabularies(vocab, rule):

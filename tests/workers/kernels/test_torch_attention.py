@@ -43,6 +43,7 @@ def test_nodes_equal_causal_attention_on_their_path(
     compare(Batch([(prefix, parents)] * batch_size, 32), q_heads=q_heads, head_dim=128)
 
 
+@pytest.mark.slow
 def test_the_largest_batch_of_long_prefixes_in_bfloat16() -> None:
     batch = Batch([(2048, TWO_BY_TWO)] * 32, 32)
     compare(batch, head_dim=128, dtype=torch.bfloat16, tolerance=7.81e-3)
