@@ -44,7 +44,7 @@ from workers.models.load import load_decoder
 from workers.models.specs import Eagle3Spec, FcHeadSpec, ModelSpec, Specs
 from workers.sampling.grammar import MASK_SECONDS, Grammars, TokenTable
 from workers.sampling.logits_state import LogitsState, pack_logits_states, unpack_logits_states
-from workers.types import DraftCosts, DraftReply, DraftRequest, Rule, SamplingBatch, SamplingParams
+from workers.types import DraftCosts, DraftReply, DraftRequest, Rule, SamplingBatch, SamplingSettings
 
 logger = logging.getLogger(__name__)
 
@@ -233,9 +233,9 @@ def warm_up_requests(config: EngineConfig, width: int) -> list[DraftRequest]:
             features_MH=torch.zeros(1, width, dtype=getattr(torch, config.dtype)) if width else None,
         )
         for rule, sampling in (
-            (Rule.COUPLED, SamplingParams(temperature=0.0)),
-            (Rule.COUPLED, SamplingParams()),
-            (Rule.TRAVERSAL, SamplingParams(top_p=0.999)),
+            (Rule.COUPLED, SamplingSettings(temperature=0.0)),
+            (Rule.COUPLED, SamplingSettings()),
+            (Rule.TRAVERSAL, SamplingSettings(top_p=0.999)),
         )
     ]
 

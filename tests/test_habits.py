@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).parents[1]
+
 TESTS = Path(__file__).parent
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 RAISING = {"raises", "warns", "fail", "deprecated_call"}
@@ -60,3 +62,13 @@ def test_the_check_finds_a_test_that_asserts_nothing(body):
 def test_the_check_accepts_a_test_that_can_fail(body):
     source = f"from tests.support.cases import compare\ndef helper(): assert run()\ndef test_it():\n    {body}"
     assert silent_tests(source, {"compare"}) == []
+
+
+def test_no_two_classes_of_the_product_have_the_same_name() -> None:
+    homes: dict[str, list[str]] = {}
+    for folder in ("secateur", "workers", "drafter", "verifier", "cluster"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ClassDef):
+                    homes.setdefault(node.name, []).append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert homes and {name: places for name, places in homes.items() if len(places) > 1} == {}

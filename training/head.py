@@ -35,7 +35,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from cluster.bench.runner import GenerationJob, Runner
 from cluster.convert import engine_config, fetch_weights, with_tokenizer
 from secateur.config import EngineArgs
-from workers.types import SamplingParams
+from workers.types import SamplingSettings
 
 logger = logging.getLogger("head")
 
@@ -97,7 +97,7 @@ def write_answers(options: argparse.Namespace) -> None:
                     GenerationJob(
                         prompt=prompt,
                         max_tokens=options.max_tokens,
-                        sampling=SamplingParams(temperature=float(number % 2), seed=number),
+                        sampling=SamplingSettings(temperature=float(number % 2), seed=number),
                         ignore_eos=False,
                     )
                     for number, prompt in zip(own, prompts, strict=True)

@@ -159,7 +159,7 @@ _UNCONSTRAINED = Constraints()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
+class SamplingSettings:
     """One request's validated sampling parameters. Temperature 0 is greedy; top_k 0 and top_p 1 are disabled."""
 
     temperature: float = 1.0
@@ -187,7 +187,7 @@ class SamplingNeeds(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)  # no slots, because of the cached property
 class SamplingBatch:
-    """SamplingParams of B rows as tensors."""
+    """SamplingSettings of B rows as tensors."""
 
     temperature_B: Tensor  # float32
     top_k_B: Tensor  # int32
@@ -196,7 +196,7 @@ class SamplingBatch:
     seed_B: Tensor  # int64
 
     @staticmethod
-    def stack(params: list[SamplingParams], device: torch.device | str = "cpu") -> SamplingBatch:
+    def stack(params: list[SamplingSettings], device: torch.device | str = "cpu") -> SamplingBatch:
         """Build a batch of one row per entry."""
 
         def column(values: list[float] | list[int], dtype: DTypeLike) -> Tensor:

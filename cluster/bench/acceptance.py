@@ -31,7 +31,7 @@ from secateur.config import EngineArgs
 from secateur.errors import ConfigError, Problem
 from secateur.prompts import BenchPrompt
 from workers.config import EngineConfig, PruneConfig, SimulatedCosts, TreeConfig
-from workers.types import SamplingParams
+from workers.types import SamplingSettings
 
 PRUNINGS = (
     *(PruningSetting(prune="thresholds", min_prob=value) for value in (0.05, 0.1, 0.2, 0.4)),
@@ -233,7 +233,7 @@ class _AcceptanceSweep:
             GenerationJob(
                 prompt=prompt,
                 max_tokens=max_tokens,
-                sampling=SamplingParams(temperature=cell.temperature, seed=derive_seed(self._plan.seed, i)),
+                sampling=SamplingSettings(temperature=cell.temperature, seed=derive_seed(self._plan.seed, i)),
                 speculation=cell.speculation,
             )
             for i, prompt in enumerate(self._prompts)

@@ -12,7 +12,7 @@ from cluster.engine_client import EngineDead
 from cluster.local_engine import LocalEngine
 from workers.comm.ipc import EngineStats, RequestStats, Speculation, Submit, TokenLogprobs
 from workers.config import EngineConfig
-from workers.types import SamplingParams
+from workers.types import SamplingSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +21,7 @@ class GenerationJob:
 
     prompt: list[int]
     max_tokens: int = 64
-    sampling: SamplingParams = SamplingParams(temperature=0.0)
+    sampling: SamplingSettings = SamplingSettings(temperature=0.0)
     ignore_eos: bool = True
     speculation: Speculation = Speculation()
 

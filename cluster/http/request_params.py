@@ -15,7 +15,7 @@ from secateur.requests import SamplingRequest, listed
 from secateur.speculative import Speculative
 from workers.comm.ipc import Speculation, Submit
 from workers.config import EngineConfig
-from workers.types import Constraints, SamplingParams
+from workers.types import Constraints, SamplingSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ def build_submits(
         id=new_id(),
         prompt=prompt,
         max_tokens=max(1, max_tokens),  # the only token of an answer of 0 tokens is not returned
-        sampling=SamplingParams(
+        sampling=SamplingSettings(
             temperature=0.0 if request.is_greedy else request.temperature,
             top_k=request.top_k if 0 < request.top_k < limits.vocab_size else 0,
             top_p=request.top_p,

@@ -20,7 +20,7 @@ from cluster.bench.runner import GenerationJob, Runner, StatsSnapshot
 from secateur.errors import SecateurError
 from workers.comm.ipc import Speculation
 from workers.config import EngineConfig, PruneConfig
-from workers.types import SamplingParams
+from workers.types import SamplingSettings
 
 OUTPUT_TOKENS = 96
 PLAIN_OUTPUT_TOKENS = 64  # one token per step
@@ -163,7 +163,7 @@ def watch(
         GenerationJob(
             prompt=prompt,
             max_tokens=output,
-            sampling=SamplingParams(temperature=temperature, seed=number),
+            sampling=SamplingSettings(temperature=temperature, seed=number),
             speculation=speculation,
         )
         for number, prompt in enumerate(prompts)

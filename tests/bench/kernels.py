@@ -26,7 +26,7 @@ from workers.cuda_graphs import decoder_graphs
 from workers.kernels import fused, reference
 from workers.models.decoder import Decoder
 from workers.models.readers import read_spec
-from workers.types import SamplingBatch, SamplingParams
+from workers.types import SamplingBatch, SamplingSettings
 
 SETS = (reference, fused)
 
@@ -52,7 +52,7 @@ def main() -> None:
         report(f"copy of {count} tokens, 32 layers", [partial(k.copy_slots, pool, source, target) for k in SETS])
     for rows, vocab in ((17, 128_256), (272, 128_256)):
         logits = torch.randn(rows, vocab, device="cuda", generator=generator)
-        params = SamplingBatch.stack([SamplingParams(seed=row // 17) for row in range(rows)], device="cuda")
+        params = SamplingBatch.stack([SamplingSettings(seed=row // 17) for row in range(rows)], device="cuda")
         index = torch.arange(rows, device="cuda") % 17 // 3
         tau = torch.full((rows,), 0.6, device="cuda")
         draws = [partial(k.coupled_argmax, logits, params, index, 0, None) for k in SETS]

@@ -46,7 +46,7 @@ from secateur.prompts import BUNDLED_PROMPTS, read_prompts
 from tests.support.engine_here import EngineHere, Pair, engine_here
 from workers.comm.ipc import Speculation, Submit
 from workers.gc_freeze import freeze_start_up
-from workers.types import Constraints, SamplingParams
+from workers.types import Constraints, SamplingSettings
 
 OFF = Speculation(enabled=False)
 SHAPES: tuple[ContestantName, ...] = ("chain", "static", "auto")
@@ -80,7 +80,7 @@ class Seat:
         return statistics.mean((self._last[i] - self._first[i]) / (num_tokens - 1) for i in self._first)
 
 
-def race(seats: list[Seat], prompts: list[list[int]], num_tokens: int, sampling: SamplingParams, turn: int) -> None:
+def race(seats: list[Seat], prompts: list[list[int]], num_tokens: int, sampling: SamplingSettings, turn: int) -> None:
     """Run all prompts at once, alternating between the engines' steps, without cached prefixes or noise."""
     for seat in seats:
         for number, prompt in enumerate(prompts):
@@ -104,7 +104,7 @@ class Contest:
         self._engines = engines
         self._turns = turns
 
-    def rounds(self, prompts: list[list[int]], num_tokens: int, sampling: SamplingParams) -> Ratios:
+    def rounds(self, prompts: list[list[int]], num_tokens: int, sampling: SamplingSettings) -> Ratios:
         """Run two rounds, in which the engines swap roles."""
         *pair, alone = self._engines
         took: list[list[float]] = []  # on, off, no drafter
@@ -147,7 +147,7 @@ def measure(args: argparse.Namespace) -> dict[Cell, dict[str, list[Ratios]]]:
         freeze_start_up()  # as workers do
         print(head(args.shapes))
         for temperature, batch in product(args.temperatures, args.batches):
-            sampling = SamplingParams(
+            sampling = SamplingSettings(
                 temperature=temperature,
                 top_k=args.top_k,
                 top_p=args.top_p,

@@ -24,7 +24,7 @@ from secateur.config import EngineArgs
 from secateur.prompts import read_prompts
 from workers.comm.ipc import EngineStats
 from workers.config import EngineConfig
-from workers.types import SamplingParams
+from workers.types import SamplingSettings
 
 BUNDLED_PROMPTS = Path(__file__).parents[2] / "secateur" / "bundled" / "prompts.jsonl"
 OVERLAPS: tuple[Literal["none", "auto", "predraft"], ...] = ("none", "auto", "predraft")
@@ -92,7 +92,7 @@ def print_cell(
             GenerationJob(
                 prompt=prompts[(number * batch + i) % len(prompts)],
                 max_tokens=options.max_tokens,
-                sampling=SamplingParams(temperature=temperature, seed=i),
+                sampling=SamplingSettings(temperature=temperature, seed=i),
             )
             for i in range(max(batch, 2))
         ]

@@ -29,7 +29,7 @@ from secateur.bench import TargetSize
 from tests.support.engines import DYNAMIC, GenerationJob, Runner, bundled, prompts
 from workers.comm.ipc import Speculation
 from workers.config import AcceptanceConfig, EngineConfig
-from workers.types import SamplingParams
+from workers.types import SamplingSettings
 
 WAYS = {
     "without": Speculation(acceptance="rejection", draft_probs=False),
@@ -84,7 +84,7 @@ def _round(runner: Runner, temperature: float, number: int, asked: list[list[int
     for i, prompt in enumerate(asked):
         first = (number + i) % len(ways)
         for way, speculation in ways[first:] + ways[:first]:
-            sampling = SamplingParams(temperature=temperature, seed=number)
+            sampling = SamplingSettings(temperature=temperature, seed=number)
             job = GenerationJob(prompt=prompt, max_tokens=NUM_TOKENS, sampling=sampling, speculation=speculation)
             steps_before, began = runner.stats.steps, time.perf_counter()
             (answer,) = runner.run([job])

@@ -20,15 +20,15 @@ from pathlib import Path
 from tests.end_to_end.test_methods import METHODS, some_prompts
 from tests.support.engines import AUTO, CHAIN, DYNAMIC, STATIC, GenerationJob, Runner, bundled, prompts, pruned
 from workers.config import AcceptanceConfig, EngineConfig
-from workers.types import Constraints, SamplingParams
+from workers.types import Constraints, SamplingSettings
 
 NUM_TOKENS = 32
 SAMPLINGS = {
-    "greedy": SamplingParams(temperature=0.0),
-    "T 0.7, top-p 0.9": SamplingParams(temperature=0.7, top_p=0.9, seed=11),
-    "T 1": SamplingParams(temperature=1.0, seed=(1 << 64) - 3),
-    "T 1.3, top-k 20, min-p 0.02": SamplingParams(temperature=1.3, top_k=20, min_p=0.02, seed=14),
-    "T 1, penalties": SamplingParams(
+    "greedy": SamplingSettings(temperature=0.0),
+    "T 0.7, top-p 0.9": SamplingSettings(temperature=0.7, top_p=0.9, seed=11),
+    "T 1": SamplingSettings(temperature=1.0, seed=(1 << 64) - 3),
+    "T 1.3, top-k 20, min-p 0.02": SamplingSettings(temperature=1.3, top_k=20, min_p=0.02, seed=14),
+    "T 1, penalties": SamplingSettings(
         temperature=1.0, seed=15, constraints=Constraints(repetition_penalty=1.2, presence_penalty=0.5, min_tokens=8)
     ),
 }
@@ -77,7 +77,7 @@ def record(num_prompts: int) -> Record:
     return found
 
 
-def _job(prompt: list[int], params: SamplingParams) -> GenerationJob:
+def _job(prompt: list[int], params: SamplingSettings) -> GenerationJob:
     return GenerationJob(prompt=prompt, max_tokens=NUM_TOKENS, sampling=params)
 
 

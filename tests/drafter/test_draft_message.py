@@ -23,7 +23,7 @@ from workers.comm.ipc import Submit
 from workers.config import TreeConfig
 from workers.models.decoder import Decoder
 from workers.models.readers import read_spec
-from workers.types import Constraints, DraftReply, Rule, SamplingParams, TreeLimits
+from workers.types import Constraints, DraftReply, Rule, SamplingSettings, TreeLimits
 
 torch.set_num_threads(1)
 
@@ -47,32 +47,44 @@ def ngram() -> NgramProposer:
 FEW_IDS = Constraints(allowed_token_ids=[5, 6])
 PENALTIES = Constraints(frequency_penalty=1.0, repetition_penalty=1.5)
 # Rule, sampling, limits, nodes of this step (0 = only fed), depth.
-ASKED: list[tuple[Rule, SamplingParams, TreeLimits, int, int]] = [
-    (Rule.RECURSIVE, SamplingParams(temperature=1.7, seed=1), TreeLimits(num_speculative_tokens=7, min_prob=0.9), 0, 0),
-    (Rule.COUPLED, SamplingParams(temperature=0.0), TreeLimits(num_speculative_tokens=7), 7, 4),
-    (Rule.TRAVERSAL, SamplingParams(seed=3, top_k=9), TreeLimits(num_speculative_tokens=5), 5, 2),
+ASKED: list[tuple[Rule, SamplingSettings, TreeLimits, int, int]] = [
+    (
+        Rule.RECURSIVE,
+        SamplingSettings(temperature=1.7, seed=1),
+        TreeLimits(num_speculative_tokens=7, min_prob=0.9),
+        0,
+        0,
+    ),
+    (Rule.COUPLED, SamplingSettings(temperature=0.0), TreeLimits(num_speculative_tokens=7), 7, 4),
+    (Rule.TRAVERSAL, SamplingSettings(seed=3, top_k=9), TreeLimits(num_speculative_tokens=5), 5, 2),
     (
         Rule.COUPLED,
-        SamplingParams(seed=4, constraints=FEW_IDS),
+        SamplingSettings(seed=4, constraints=FEW_IDS),
         TreeLimits(num_speculative_tokens=7, path_prob=0.9),
         0,
         0,
     ),
     (
         Rule.TARGET_ONLY,
-        SamplingParams(temperature=0.8, seed=5),
+        SamplingSettings(temperature=0.8, seed=5),
         TreeLimits(num_speculative_tokens=6, path_prob=0.1),
         6,
         4,
     ),
     (
         Rule.COUPLED,
-        SamplingParams(seed=6, constraints=PENALTIES),
+        SamplingSettings(seed=6, constraints=PENALTIES),
         TreeLimits(num_speculative_tokens=7, auto=True),
         7,
         3,
     ),
-    (Rule.RECURSIVE, SamplingParams(temperature=0.6, seed=7), TreeLimits(num_speculative_tokens=3, min_prob=0.2), 3, 4),
+    (
+        Rule.RECURSIVE,
+        SamplingSettings(temperature=0.6, seed=7),
+        TreeLimits(num_speculative_tokens=3, min_prob=0.2),
+        3,
+        4,
+    ),
 ]
 
 

@@ -12,7 +12,7 @@ from drafter.predraft import PreDrafter
 from tests.support.fakes import Bench, Counting, RandomLanguage, say
 from workers.comm.ipc import Speculation
 from workers.config import AcceptanceConfig, PruneConfig, TreeConfig
-from workers.types import Constraints, SamplingParams
+from workers.types import Constraints, SamplingSettings
 
 pytestmark = pytest.mark.slow  # every context is a Python list
 
@@ -34,7 +34,7 @@ def bench(method: Any = "eagle3", tree: str = "dynamic", **settings: Any) -> Ben
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("method", METHODS)
 def test_one_request_gets_the_targets_tokens(method: str, tree: str, temperature: float) -> None:
-    params = SamplingParams(temperature=temperature, seed=5)
+    params = SamplingSettings(temperature=temperature, seed=5)
     with bench(method, tree) as own:
         assert own.ask([3, 1, 4], 60, params).tokens == say(LANGUAGE, [3, 1, 4], 60, params)
         stats = own.engine._stats
@@ -82,7 +82,7 @@ def test_a_crowd_with_interruptions_aborts_and_preemptions_gets_the_targets_toke
         asked = {}
         for _ in range(24):
             prompt = [rng.randrange(32) for _ in range(rng.randrange(1, 20))]
-            params = SamplingParams(temperature=rng.choice([0.0, 0.7, 1.0]), seed=rng.randrange(2**40))
+            params = SamplingSettings(temperature=rng.choice([0.0, 0.7, 1.0]), seed=rng.randrange(2**40))
             asked[own.submit(prompt, rng.randrange(1, 30), params)] = (prompt, params)
             for _ in range(rng.randrange(4)):
                 own.step()
@@ -113,12 +113,12 @@ def test_a_batch_does_not_wait_for_those_that_were_not_predicted() -> None:
     "special",
     [
         {"speculation": Speculation(acceptance="rejection")},
-        {"params": SamplingParams(seed=3, constraints=Constraints(presence_penalty=0.5))},
+        {"params": SamplingSettings(seed=3, constraints=Constraints(presence_penalty=0.5))},
     ],
     ids=["rejection", "constrained"],
 )
 def test_messages_with_sampled_trees_or_constraints_are_drafted_as_usual(special: dict[str, Any]) -> None:
-    params = special.get("params", SamplingParams(seed=3))
+    params = special.get("params", SamplingSettings(seed=3))
     more = {"speculation": special["speculation"]} if "speculation" in special else {}
     with bench() as own, Bench(LANGUAGE, "eagle3", TREES["dynamic"]) as usual:
         assert own.ask([5, 6], 40, params, **more).tokens == usual.ask([5, 6], 40, params, **more).tokens
@@ -127,7 +127,7 @@ def test_messages_with_sampled_trees_or_constraints_are_drafted_as_usual(special
 
 def test_rejection_by_default_leaves_pre_drafting_to_requests_that_are_coupled() -> None:
     with bench(acceptance=AcceptanceConfig(kind="rejection")) as own:
-        params = SamplingParams(seed=9)
+        params = SamplingSettings(seed=9)
         coupled = Speculation(acceptance="coupled")
         assert own.ask([1, 2], 40, params, speculation=coupled).tokens == say(LANGUAGE, [1, 2], 40, params)
         assert own.engine._stats.num_predrafted > 0
@@ -135,7 +135,7 @@ def test_rejection_by_default_leaves_pre_drafting_to_requests_that_are_coupled()
 
 def test_a_sampled_request_gets_its_trees_whatever_was_predicted_for_others() -> None:
     """Its tokens depend on its trees, so no root may stand for one because the outcomes of others were predicted."""
-    special, params = Speculation(acceptance="rejection"), SamplingParams(seed=3)
+    special, params = Speculation(acceptance="rejection"), SamplingSettings(seed=3)
     with bench(language=Counting()) as alone:
         expected = alone.ask([5, 6], 30, params, speculation=special)
     with bench(language=Counting()) as own:
@@ -154,7 +154,7 @@ def test_a_sampled_request_gets_its_trees_whatever_was_predicted_for_others() ->
 def test_hybrid_trees_are_drafted_as_usual() -> None:
     """Whatever a deployment's rule is, every tree is grown by its settings."""
     hybrid = AcceptanceConfig(kind="rejection", sample_method="hybrid")
-    params = SamplingParams(seed=4)
+    params = SamplingSettings(seed=4)
     with bench(acceptance=hybrid) as own, Bench(LANGUAGE, "eagle3", TREES["dynamic"], acceptance=hybrid) as usual:
         assert own.ask([5, 6], 60, params).tokens == usual.ask([5, 6], 60, params).tokens
         assert own.engine._stats.accepted_per_depth == usual.engine._stats.accepted_per_depth
@@ -232,7 +232,7 @@ def test_auto_predicts_as_many_outcomes_as_there_is_time_for(
     monkeypatch.setattr("drafter.predraft.time", clock)
     with bench(overlap="auto", is_interrupted=clock.is_interrupted) as own:
         ahead = clock.drives(own)
-        assert own.ask([3, 1], 100).tokens == say(LANGUAGE, [3, 1], 100, SamplingParams())
+        assert own.ask([3, 1], 100).tokens == say(LANGUAGE, [3, 1], 100, SamplingSettings())
         assert ahead._fanout == fanout, (ahead._ahead_s, ahead._gap_s)
         assert (own.engine._stats.num_predrafted > 0) is is_used
         assert (ahead._num_skipped > 10) is not is_used

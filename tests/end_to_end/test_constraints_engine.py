@@ -29,13 +29,13 @@ from tests.support.engines import (
 from workers.comm.ipc import Speculation
 from workers.config import EngineConfig
 from workers.sampling.sampler import draw
-from workers.types import Constraints, SamplingBatch, SamplingParams
+from workers.types import Constraints, SamplingBatch, SamplingSettings
 
 NUM_TOKENS = 24
 SAMPLINGS = {
-    "greedy": SamplingParams(temperature=0.0),
-    "sampled": SamplingParams(temperature=1.0, seed=(1 << 64) - 3),
-    "cut": SamplingParams(temperature=1.0, top_p=0.9, min_p=0.01, seed=21),
+    "greedy": SamplingSettings(temperature=0.0),
+    "sampled": SamplingSettings(temperature=1.0, seed=(1 << 64) - 3),
+    "cut": SamplingSettings(temperature=1.0, top_p=0.9, min_p=0.01, seed=21),
 }
 KINDS = [
     "presence", "frequency", "repetition", "bias", "bad words", "allowed ids", "min tokens", "all", "unconstrained"

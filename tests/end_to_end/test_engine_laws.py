@@ -22,7 +22,7 @@ from tests.support.fakes import Bench, RandomLanguage, say
 from tests.support.oracles import Path, product_law
 from workers.comm.ipc import Speculation
 from workers.config import AcceptanceConfig, PruneConfig, SimulatedCosts, TreeConfig
-from workers.types import Constraints, SamplingParams
+from workers.types import Constraints, SamplingSettings
 
 torch.set_num_threads(1)
 
@@ -50,7 +50,7 @@ class Kind:
     """Return requests that differ by seed alone."""
 
     num: int
-    sampling: SamplingParams = SamplingParams()
+    sampling: SamplingSettings = SamplingSettings()
     speculation: Speculation = Speculation()
 
     def law(self, length: int) -> dict[Path, float]:
@@ -72,10 +72,10 @@ SAMPLED_KINDS = {
     "rejection": Kind(700, speculation=REJECTION),
     "rejection of short drafts": Kind(200, speculation=replace(REJECTION, num_speculative_tokens=1)),
     "rejection without drafts": Kind(200, speculation=replace(REJECTION, num_speculative_tokens=0)),
-    "rejection at another temperature": Kind(300, SamplingParams(temperature=1.6, top_k=2), REJECTION),
+    "rejection at another temperature": Kind(300, SamplingSettings(temperature=1.6, top_k=2), REJECTION),
     "rejection under penalties": Kind(
         300,
-        SamplingParams(constraints=Constraints(frequency_penalty=0.6, repetition_penalty=1.3, bad_words=[[1, 2]])),
+        SamplingSettings(constraints=Constraints(frequency_penalty=0.6, repetition_penalty=1.3, bad_words=[[1, 2]])),
         REJECTION,
     ),
 }
@@ -83,7 +83,7 @@ FEW = {
     "coupled": Kind(30),
     "deterministic drafts": Kind(30, speculation=DETERMINISTIC),
     "plain": Kind(30, speculation=PLAIN),
-    "greedy": Kind(10, SamplingParams(temperature=0.0), REJECTION),
+    "greedy": Kind(10, SamplingSettings(temperature=0.0), REJECTION),
 }
 """What these say follows from seed and position alone, so few suffice: they are compared token by token."""
 

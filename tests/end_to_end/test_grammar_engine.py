@@ -30,7 +30,7 @@ from workers.models.readers import read_spec
 from workers.sampling.grammar import Grammars, TokenTable, grammar_text
 from workers.sampling.logits_state import unpack_logits_states
 from workers.sampling.sampler import draw
-from workers.types import Constraints, SamplingBatch, SamplingParams, TargetStep
+from workers.types import Constraints, SamplingBatch, SamplingSettings, TargetStep
 
 torch.set_num_threads(1)
 
@@ -122,7 +122,7 @@ def submits(temperature: float, speculation: Speculation = Speculation(), seeds:
             id=i,
             prompt=some[i % 3],
             max_tokens=90 if name else 20,
-            sampling=SamplingParams(
+            sampling=SamplingSettings(
                 temperature=temperature,
                 seed=seed,
                 constraints=Constraints(grammar=grammar(name)) if name else Constraints(),

@@ -20,7 +20,7 @@ from tests.support import checkpoints
 from tests.support.engines import BUNDLED, GeneratedAnswer, GenerationJob, Runner, bundled, prompts
 from workers.comm.ipc import Speculation
 from workers.config import AcceptanceConfig, DraftConfig, EngineConfig, TreeConfig
-from workers.types import SamplingParams
+from workers.types import SamplingSettings
 
 TREE = TreeConfig(num_speculative_tokens=12, max_depth=5, max_children=4)
 CHAIN = TreeConfig(kind="chain", num_speculative_tokens=4)
@@ -109,7 +109,7 @@ def acceptance_length(answers: list[GeneratedAnswer]) -> float:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_tokens_equal_those_without_speculation(runner: Runner, temperature: float) -> None:
     jobs = [
-        GenerationJob(prompt=prompt, max_tokens=32, sampling=SamplingParams(temperature=temperature, seed=seed))
+        GenerationJob(prompt=prompt, max_tokens=32, sampling=SamplingSettings(temperature=temperature, seed=seed))
         for seed, prompt in enumerate(some_prompts(runner))
     ]
     plain = runner.run([replace(job, speculation=OFF) for job in jobs])
@@ -123,7 +123,7 @@ def test_tokens_equal_those_without_speculation(runner: Runner, temperature: flo
 def test_how_the_service_samples_its_drafts_reaches_the_drafter() -> None:
     """Hybrid nodes draw only their last child, so trees and texts differ."""
     jobs = [
-        GenerationJob(prompt=prompt, max_tokens=24, sampling=SamplingParams(seed=seed))
+        GenerationJob(prompt=prompt, max_tokens=24, sampling=SamplingSettings(seed=seed))
         for seed, prompt in enumerate(prompts(3))
     ]
     texts = {}

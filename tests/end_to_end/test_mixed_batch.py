@@ -9,24 +9,24 @@ import pytest
 from tests.support.engines import CHAIN, DYNAMIC, GeneratedAnswer, GenerationJob, Runner, bundled, in_turn, prompts
 from workers.comm.ipc import Speculation
 from workers.config import DraftConfig
-from workers.types import Constraints, SamplingParams
+from workers.types import Constraints, SamplingSettings
 
 PENALTIES = Constraints(presence_penalty=0.3, frequency_penalty=0.6, repetition_penalty=1.1, min_tokens=20)
 REJECTION = Speculation(acceptance="rejection")
 KINDS = {
-    "greedy": (SamplingParams(temperature=0.0), Speculation()),
-    "greedy under rejection": (SamplingParams(temperature=0.0), REJECTION),
-    "seeded": (SamplingParams(seed=2**64 - 9), Speculation()),
-    "penalised": (SamplingParams(temperature=0.9, seed=12, constraints=PENALTIES), Speculation()),
-    "logprobs": (SamplingParams(temperature=0.7, seed=13, num_logprobs=3), Speculation()),
-    "speculation off": (SamplingParams(seed=14), Speculation(enabled=False)),
-    "rejection": (SamplingParams(seed=15), REJECTION),
-    "rejection, penalised": (SamplingParams(seed=16, num_logprobs=1, constraints=PENALTIES), REJECTION),
-    "rejection without probabilities": (SamplingParams(seed=17), replace(REJECTION, draft_probs=False)),
-    "top-p": (SamplingParams(temperature=0.8, top_p=0.85, seed=18), Speculation()),
-    "top-k under rejection": (SamplingParams(top_k=20, seed=19), REJECTION),
-    "min-p": (SamplingParams(temperature=1.3, min_p=0.05, seed=20), Speculation()),
-    "a narrow tree": (SamplingParams(seed=21), Speculation(num_speculative_tokens=2)),
+    "greedy": (SamplingSettings(temperature=0.0), Speculation()),
+    "greedy under rejection": (SamplingSettings(temperature=0.0), REJECTION),
+    "seeded": (SamplingSettings(seed=2**64 - 9), Speculation()),
+    "penalised": (SamplingSettings(temperature=0.9, seed=12, constraints=PENALTIES), Speculation()),
+    "logprobs": (SamplingSettings(temperature=0.7, seed=13, num_logprobs=3), Speculation()),
+    "speculation off": (SamplingSettings(seed=14), Speculation(enabled=False)),
+    "rejection": (SamplingSettings(seed=15), REJECTION),
+    "rejection, penalised": (SamplingSettings(seed=16, num_logprobs=1, constraints=PENALTIES), REJECTION),
+    "rejection without probabilities": (SamplingSettings(seed=17), replace(REJECTION, draft_probs=False)),
+    "top-p": (SamplingSettings(temperature=0.8, top_p=0.85, seed=18), Speculation()),
+    "top-k under rejection": (SamplingSettings(top_k=20, seed=19), REJECTION),
+    "min-p": (SamplingSettings(temperature=1.3, min_p=0.05, seed=20), Speculation()),
+    "a narrow tree": (SamplingSettings(seed=21), Speculation(num_speculative_tokens=2)),
 }
 ENGINES = {
     "no speculation": lambda: bundled(max_num_batched_tokens=128),

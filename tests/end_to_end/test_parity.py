@@ -14,14 +14,14 @@ import torch
 
 from tests.support.engines import CHAIN, DYNAMIC, STATIC, GenerationJob, Runner, bundled, prompts, transformers_greedy
 from workers.comm.ipc import Speculation
-from workers.types import SamplingParams
+from workers.types import SamplingSettings
 
 NUM_TOKENS = 64
 SEEDED = [
-    SamplingParams(temperature=0.7, top_p=0.9, seed=11),
-    SamplingParams(temperature=1.0, top_p=0.9, seed=12),
-    SamplingParams(temperature=1.0, seed=(1 << 64) - 3),
-    SamplingParams(temperature=1.3, top_k=20, min_p=0.02, seed=14),
+    SamplingSettings(temperature=0.7, top_p=0.9, seed=11),
+    SamplingSettings(temperature=1.0, top_p=0.9, seed=12),
+    SamplingSettings(temperature=1.0, seed=(1 << 64) - 3),
+    SamplingSettings(temperature=1.3, top_k=20, min_p=0.02, seed=14),
 ]
 """Beyond top-p: plain temperature (which the shards decide alone under TP), a seed of 64 bits, top-k with min-p."""
 

@@ -17,7 +17,7 @@ from tests.support.engines import CHAIN, DYNAMIC, GenerationJob, Runner, bundled
 from tests.support.fakes import Bench, RandomLanguage
 from workers.comm.ipc import Speculation, TokenChunk
 from workers.config import DraftConfig, EngineConfig, TreeConfig
-from workers.types import Constraints, SamplingParams
+from workers.types import Constraints, SamplingSettings
 
 torch.set_num_threads(1)
 
@@ -39,7 +39,7 @@ REJECTION = Speculation(acceptance="rejection")
 class Asked:
     prompt: list[int] = field(default_factory=lambda: [i * 5 % 31 for i in range(29)])
     max_tokens: int = 14
-    params: SamplingParams
+    params: SamplingSettings
     more: dict[str, Any] = field(default_factory=dict)
 
     def submit(self, bench: Bench, **more: Any) -> int:
@@ -47,15 +47,15 @@ class Asked:
 
 
 KINDS = {
-    "greedy": Asked(params=SamplingParams(temperature=0.0)),
-    "coupled": Asked(params=SamplingParams(seed=3)),
-    "penalised": Asked(params=SamplingParams(temperature=0.8, seed=4, constraints=PENALISED)),
-    "logprobs": Asked(params=SamplingParams(temperature=0.9, top_p=0.9, seed=5, num_logprobs=2)),
-    "rejection": Asked(params=SamplingParams(seed=6), more={"speculation": REJECTION}),
+    "greedy": Asked(params=SamplingSettings(temperature=0.0)),
+    "coupled": Asked(params=SamplingSettings(seed=3)),
+    "penalised": Asked(params=SamplingSettings(temperature=0.8, seed=4, constraints=PENALISED)),
+    "logprobs": Asked(params=SamplingSettings(temperature=0.9, top_p=0.9, seed=5, num_logprobs=2)),
+    "rejection": Asked(params=SamplingSettings(seed=6), more={"speculation": REJECTION}),
     "rejection, penalised": Asked(
-        params=SamplingParams(seed=7, constraints=PENALISED, num_logprobs=1), more={"speculation": REJECTION}
+        params=SamplingSettings(seed=7, constraints=PENALISED, num_logprobs=1), more={"speculation": REJECTION}
     ),
-    "not drafted for": Asked(params=SamplingParams(seed=8), more={"speculation": Speculation(enabled=False)}),
+    "not drafted for": Asked(params=SamplingSettings(seed=8), more={"speculation": Speculation(enabled=False)}),
 }
 SHAPES = [
     (None, "chain"),
@@ -272,9 +272,9 @@ FEW = ("dynamic", "dynamic, pre-drafted")
 def test_a_real_engine_short_of_pages_has_the_same_output(engine):
     """Return texts of many lengths under both rules, which need several times the pages of the small pool."""
     samplings = [
-        SamplingParams(temperature=0.0),
-        SamplingParams(),
-        SamplingParams(temperature=0.8, top_p=0.9, constraints=Constraints(frequency_penalty=0.5)),
+        SamplingSettings(temperature=0.0),
+        SamplingSettings(),
+        SamplingSettings(temperature=0.8, top_p=0.9, constraints=Constraints(frequency_penalty=0.5)),
     ]
     jobs = [
         GenerationJob(

@@ -16,7 +16,7 @@ from cluster.local_engine import LocalEngine
 from tests.support.engines import DYNAMIC, bundled, prompts
 from workers.comm.ipc import RequestStats, Speculation, Submit
 from workers.config import DraftConfig
-from workers.types import SamplingParams
+from workers.types import SamplingSettings
 
 PREFIX = [token for prompt in prompts() for token in prompt][:1000]
 FIRST, SECOND = (PREFIX + prompt[:11] for prompt in prompts(2))
@@ -31,9 +31,9 @@ ENGINES = {
     "eagle3, TP 2": bundled(DYNAMIC, tp=2, **LONG),
 }
 ASKED = {
-    "greedy": (SamplingParams(temperature=0.0), Speculation()),
-    "seeded": (SamplingParams(seed=5), Speculation()),
-    "rejection": (SamplingParams(seed=6), Speculation(acceptance="rejection")),
+    "greedy": (SamplingSettings(temperature=0.0), Speculation()),
+    "seeded": (SamplingSettings(seed=5), Speculation()),
+    "rejection": (SamplingSettings(seed=6), Speculation(acceptance="rejection")),
 }
 
 

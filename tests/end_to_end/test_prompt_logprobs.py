@@ -17,7 +17,7 @@ from secateur.config import EngineArgs
 from tests.support.engines import BUNDLED, DYNAMIC, bundled
 from workers.comm.ipc import Submit, TokenLogprobs
 from workers.config import EngineConfig
-from workers.types import SamplingParams
+from workers.types import SamplingSettings
 
 VOCAB = 2048
 NUM_TOP = 3
@@ -52,7 +52,7 @@ async def ask(client: EngineClient, prompt: list[int], max_tokens: int) -> tuple
         id=client.new_id(),
         prompt=prompt,
         max_tokens=max_tokens,
-        sampling=SamplingParams(temperature=0.0),
+        sampling=SamplingSettings(temperature=0.0),
         ignore_eos=True,
         num_prompt_logprobs=NUM_TOP,
     )

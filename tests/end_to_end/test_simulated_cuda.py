@@ -40,7 +40,7 @@ from workers.cuda_graphs import Recorder
 from workers.kernels.select import kernels_for
 from workers.models.layers import TensorParallel
 from workers.models.readers import read_specs
-from workers.types import Constraints, DraftRequest, SamplingParams
+from workers.types import Constraints, DraftRequest, SamplingSettings
 
 torch.set_num_threads(1)
 
@@ -260,18 +260,18 @@ AUTO = replace(
 )
 CHAIN = TreeConfig(kind="chain", num_speculative_tokens=3)
 COUPLED = [
-    SamplingParams(temperature=0.0),
-    SamplingParams(seed=1),
-    SamplingParams(temperature=0.8, top_p=0.9, top_k=20, seed=2),
-    SamplingParams(seed=3, constraints=Constraints(repetition_penalty=1.2, presence_penalty=0.3)),
+    SamplingSettings(temperature=0.0),
+    SamplingSettings(seed=1),
+    SamplingSettings(temperature=0.8, top_p=0.9, top_k=20, seed=2),
+    SamplingSettings(seed=3, constraints=Constraints(repetition_penalty=1.2, presence_penalty=0.3)),
 ]
 OTHERS = [
-    SamplingParams(seed=4, min_p=0.05, num_logprobs=2),
-    SamplingParams(seed=5, constraints=Constraints(logit_bias={3: 2.0}, bad_words=[[5], [7, 8]], min_tokens=4)),
+    SamplingSettings(seed=4, min_p=0.05, num_logprobs=2),
+    SamplingSettings(seed=5, constraints=Constraints(logit_bias={3: 2.0}, bad_words=[[5], [7, 8]], min_tokens=4)),
 ]
 
 
-def jobs(sampling: list[SamplingParams], *rules: str) -> list[Submit]:
+def jobs(sampling: list[SamplingSettings], *rules: str) -> list[Submit]:
     return [
         Submit(
             id=number,

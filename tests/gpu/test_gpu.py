@@ -29,7 +29,7 @@ from tests.support.engines import (
 from workers.config import EngineConfig, TreeConfig
 from workers.models.decoder import Decoder
 from workers.models.readers import read_spec
-from workers.types import AttentionMetadata, SamplingParams
+from workers.types import AttentionMetadata, SamplingSettings
 
 pytestmark = [
     pytest.mark.gpu,
@@ -70,7 +70,7 @@ def test_neither_graphs_nor_kernels_change_a_token(options: dict[str, object], t
 
 
 def test_seeded_tokens_do_not_depend_on_speculation() -> None:
-    sampling = SamplingParams(temperature=1.0, top_p=0.9, seed=5)
+    sampling = SamplingSettings(temperature=1.0, top_p=0.9, seed=5)
     jobs = [GenerationJob(prompt=prompt, sampling=sampling) for prompt in prompts(12)]
     with Runner(on_cuda(None)) as plain, Runner(on_cuda(DYNAMIC)) as drafted:
         alone = [answer.tokens for answer in plain.run(jobs)]

@@ -16,7 +16,7 @@ from workers.kernels.select import kernels_for
 from workers.models.decoder import Decoder
 from workers.models.readers import read_spec
 from workers.sampling.sampler import process_logits_static
-from workers.types import SamplingBatch, SamplingParams
+from workers.types import SamplingBatch, SamplingSettings
 
 pytestmark = [
     pytest.mark.gpu,
@@ -58,7 +58,7 @@ def test_replayed_trees_are_those_that_grow_level_by_level(method: str) -> None:
 
 def test_top_k_and_top_p_of_a_large_vocabulary_are_replayed() -> None:
     logits_RV = torch.zeros(64, 32_000, device="cuda")
-    params = SamplingBatch.stack([SamplingParams(temperature=0.7, top_k=50, top_p=0.9, min_p=0.01)] * 64, "cuda")
+    params = SamplingBatch.stack([SamplingSettings(temperature=0.7, top_k=50, top_p=0.9, min_p=0.01)] * 64, "cuda")
     run = partial(
         process_logits_static,
         logits_RV,

@@ -12,7 +12,7 @@ from tests.workers.kernels.test_kernels import *  # noqa: F403  # the tests
 from tests.workers.kernels.test_kernels import TOLERANCE
 from tests.workers.kernels.test_pointwise import *  # noqa: F403  # the tests
 from workers.kernels import fused, reference
-from workers.types import SamplingBatch, SamplingParams
+from workers.types import SamplingBatch, SamplingSettings
 
 pytestmark = [
     pytest.mark.gpu,
@@ -71,7 +71,10 @@ def test_overlapping_moves_of_real_pools(num_tokens: int) -> None:
 def test_whole_vocabularies_are_drawn_from_as_torch_does(rows: int, vocab: int) -> None:
     logits = 4 * torch.randn(rows, vocab, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
     params = SamplingBatch.stack(
-        [SamplingParams(temperature=(0.0, 0.6, 1.0)[row % 3], seed=row, min_p=0.05 * (row % 2)) for row in range(rows)],
+        [
+            SamplingSettings(temperature=(0.0, 0.6, 1.0)[row % 3], seed=row, min_p=0.05 * (row % 2))
+            for row in range(rows)
+        ],
         device="cuda",
     )
     index = torch.arange(rows, device="cuda") // 2

@@ -10,7 +10,7 @@ from drafter.tree.frontier import DraftVocabulary
 from drafter.tree.sample import quantize
 from tests.support.sampled_trees import TREE, draft, pack
 from verifier.acceptance.rejection import accept_rejection
-from workers.types import Rule, SamplingBatch, SamplingParams, Verdict
+from workers.types import Rule, SamplingBatch, SamplingSettings, Verdict
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,7 +37,7 @@ def test_verdicts_are_those_of_the_host(rule: Rule) -> None:
     rng, vocab, num = np.random.default_rng(0), 500, 60
     each = [draft(rng, vocab, TREE, seed, root_position=3) for seed in range(num)]
     trees, probs = pack(each)
-    params = SamplingBatch.stack([SamplingParams(seed=seed) for seed in range(num)])
+    params = SamplingBatch.stack([SamplingSettings(seed=seed) for seed in range(num)])
     logits_NV = torch.from_numpy(rng.dirichlet(np.full(vocab, 0.3), size=len(trees.token_N))).log().float()
 
     def verdicts(device: str) -> list[Verdict]:

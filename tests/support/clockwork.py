@@ -21,7 +21,7 @@ from verifier.adaptive import controller
 from verifier.adaptive.cost_model import RowCosts
 from verifier.target import Target
 from workers.comm.ipc import EngineStats, Speculation, Submit
-from workers.types import DraftRequest, SamplingParams, TargetStep
+from workers.types import DraftRequest, SamplingSettings, TargetStep
 
 OFF, FIXED, AUTO = Speculation(enabled=False), Speculation(auto=False), Speculation(auto=True)
 
@@ -138,7 +138,7 @@ class Bench:
         while waiting or num_open:
             while waiting and num_open < batch:
                 number, prompt = waiting.pop(0)
-                sampling = SamplingParams(temperature=temperature, seed=number)
+                sampling = SamplingSettings(temperature=temperature, seed=number)
                 submit = Submit(
                     id=self._num_submitted, prompt=prompt, max_tokens=num_tokens, sampling=sampling, ignore_eos=True,
                     speculation=speculation,

@@ -26,7 +26,7 @@ from drafter.tree.policy import TreePolicy
 from drafter.tree.sample import DrawBits, DrawnChildren, Support, draw_children, mask_fixed
 from tests.support.oracles import Path, paths_of
 from verifier.acceptance.rejection import Decision, Residual, RowLaw, Tree, decide
-from workers.types import DraftCosts, DraftProbs, NodeKind, Rule, SamplingBatch, SamplingParams, TreeBatch
+from workers.types import DraftCosts, DraftProbs, NodeKind, Rule, SamplingBatch, SamplingSettings, TreeBatch
 
 Choose = Callable[[list[float]], int]
 """choose(probabilities) -> index of the outcome."""
@@ -302,7 +302,7 @@ class GrownScenario(Scenario):
                     np.zeros(1, dtype=np.int64),
                     np.array([len(prefix) + 1]),
                     limits=self.limits,
-                    sampling=SamplingBatch.stack([SamplingParams()]),
+                    sampling=SamplingBatch.stack([SamplingSettings()]),
                     policy=self.tree_policy,
                     expand=expand,
                     vocab=DraftVocabulary(target_size=len(self.q(prefix))),

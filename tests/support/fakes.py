@@ -40,7 +40,7 @@ from workers.config import AcceptanceConfig, DraftConfig, EngineConfig, TreeConf
 from workers.kernels.select import TORCH
 from workers.sampling.grammar import Grammars
 from workers.sampling.sampler import draw
-from workers.types import AttentionMetadata, DraftReply, DraftRequest, SamplingBatch, SamplingParams, TargetStep
+from workers.types import AttentionMetadata, DraftReply, DraftRequest, SamplingBatch, SamplingSettings, TargetStep
 
 # ---- languages
 
@@ -80,7 +80,7 @@ class Counting:
 Language = RandomLanguage | Counting
 
 
-def say(language: Language, prompt: list[int], num: int, params: SamplingParams) -> list[int]:
+def say(language: Language, prompt: list[int], num: int, params: SamplingSettings) -> list[int]:
     """Return the target's output after a prompt, decoded token by token."""
     tokens, batch = list(prompt), SamplingBatch.stack([params])
     for _ in range(num):
@@ -385,10 +385,10 @@ class Bench:
         self.front.close()
         self.engine._front.close()
 
-    def submit(self, prompt: list[int], max_tokens: int, params: SamplingParams | None = None, **more: Any) -> int:
+    def submit(self, prompt: list[int], max_tokens: int, params: SamplingSettings | None = None, **more: Any) -> int:
         id = len(self.answers)
         self.front.sendall(
-            encode(Submit(id=id, prompt=prompt, max_tokens=max_tokens, sampling=params or SamplingParams(), **more))
+            encode(Submit(id=id, prompt=prompt, max_tokens=max_tokens, sampling=params or SamplingSettings(), **more))
         )
         self.answers[id] = Answer([])
         self.open.add(id)
@@ -424,7 +424,7 @@ class Bench:
             self.step()
         raise AssertionError("requests that never finish")
 
-    def ask(self, prompt: list[int], max_tokens: int, params: SamplingParams | None = None, **more: Any) -> Answer:
+    def ask(self, prompt: list[int], max_tokens: int, params: SamplingSettings | None = None, **more: Any) -> Answer:
         """Run a single request to its end."""
         id = self.submit(prompt, max_tokens, params, **more)
         self.run()

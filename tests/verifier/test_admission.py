@@ -11,7 +11,7 @@ from verifier.admission import rejection_reason, request_of, rule_of
 from verifier.scheduler import Limits
 from workers.comm.ipc import Speculation, Submit
 from workers.config import AcceptanceConfig, DraftConfig, EngineConfig, PruneConfig, TreeConfig
-from workers.types import Constraints, Rule, SamplingParams, TreeLimits
+from workers.types import Constraints, Rule, SamplingSettings, TreeLimits
 
 REJECTION, COUPLED = Speculation(acceptance="rejection"), Speculation(acceptance="coupled")
 TREE = TreeConfig(num_speculative_tokens=6, prune=PruneConfig(auto=True, min_prob=0.2, path_prob=0.1))
@@ -24,7 +24,7 @@ def draft(method: Any = "eagle3", tree: TreeConfig = TREE, **acceptance: Any) ->
 
 
 def submit(speculation: Speculation = REJECTION, temperature: float = 1.0, max_tokens: int = 9) -> Submit:
-    sampling = SamplingParams(temperature=temperature)
+    sampling = SamplingSettings(temperature=temperature)
     return Submit(id=1, prompt=[1, 2], max_tokens=max_tokens, sampling=sampling, speculation=speculation)
 
 
@@ -98,7 +98,7 @@ def test_a_request_that_fits_exactly_is_accepted() -> None:
 
 def test_every_token_of_a_step_is_counted() -> None:
     constraints = Constraints(repetition_penalty=1.2)
-    asked = Submit(id=1, prompt=[7, 1], max_tokens=9, sampling=SamplingParams(constraints=constraints))
+    asked = Submit(id=1, prompt=[7, 1], max_tokens=9, sampling=SamplingSettings(constraints=constraints))
     request = request_of(asked, EngineConfig(model_path="target"))
     request.append([3, 3, 1])
     logits_state = request.logits_state((0,))

@@ -14,7 +14,7 @@ import verifier.engine
 from tests.support.fakes import Bench, Counting, RandomLanguage, say
 from workers.comm.ipc import FrontGone, RequestStats, Speculation
 from workers.config import AcceptanceConfig, PruneConfig, TreeConfig
-from workers.types import Constraints, SamplingParams
+from workers.types import Constraints, SamplingSettings
 
 torch.set_num_threads(1)
 
@@ -32,10 +32,10 @@ TREES = {
 SPECULATIONS = [(None, TreeConfig()), *(("eagle3", tree) for tree in TREES.values()), ("draft_model", TREES["dynamic"])]
 IDS = ["plain", *TREES, "draft model"]
 PARAMS = [
-    SamplingParams(temperature=0.0),
-    SamplingParams(temperature=1.0, seed=3),
-    SamplingParams(temperature=0.7, top_p=0.9, seed=2**64 - 5),
-    SamplingParams(temperature=1.2, top_k=6, min_p=0.02, seed=4),
+    SamplingSettings(temperature=0.0),
+    SamplingSettings(temperature=1.0, seed=3),
+    SamplingSettings(temperature=0.7, top_p=0.9, seed=2**64 - 5),
+    SamplingSettings(temperature=1.2, top_k=6, min_p=0.02, seed=4),
 ]
 
 
@@ -58,7 +58,7 @@ def test_a_batch_gives_every_request_the_targets_output(method, tree):
 @pytest.mark.parametrize("method", ["eagle3", "draft_model"])
 def test_the_drafters_quality_changes_only_the_number_of_steps(method, error):
     language = RandomLanguage(error=error)
-    params = SamplingParams(seed=8)
+    params = SamplingSettings(seed=8)
     with Bench(language, method, CHAIN_3) as bench:
         answer = bench.ask([5, 6], 41, params)
         assert answer.tokens == say(language, [5, 6], 41, params)
@@ -66,7 +66,7 @@ def test_the_drafters_quality_changes_only_the_number_of_steps(method, error):
 
 
 def test_higher_thresholds_verify_fewer_nodes_and_change_no_token():
-    language, params = RandomLanguage(error=0.5), SamplingParams(temperature=0.8, seed=11)
+    language, params = RandomLanguage(error=0.5), SamplingSettings(temperature=0.8, seed=11)
     tokens, verified = [], []
     for threshold in (0.0, 0.15, 0.3, 0.6):
         tree = TreeConfig(num_speculative_tokens=16, prune=PruneConfig(min_prob=threshold, path_prob=threshold))
@@ -169,7 +169,7 @@ def test_an_impossible_request_gets_an_error_with_the_reason(prompt, max_tokens,
 def test_log_probabilities_are_those_of_the_tokens_that_were_kept(num_logprobs):
     """Also if a stop token ends the answer inside an accepted draft. 0 requests the token's own log probability."""
     language = RandomLanguage(error=0.1)
-    params = SamplingParams(seed=3, num_logprobs=num_logprobs)
+    params = SamplingSettings(seed=3, num_logprobs=num_logprobs)
     text = say(language, [5, 6], 30, params)
     for at in range(2, 30):
         if text[at] in text[:at]:
@@ -270,7 +270,7 @@ CONSTRAINTS = {
 @pytest.mark.parametrize("constraints", CONSTRAINTS.values(), ids=CONSTRAINTS)
 def test_a_perfect_draft_is_accepted_whole_under_constraints(constraints, temperature):
     """The drafter gets the constraints with the request's index: the previous request is fed and gets no tree."""
-    language, params = RandomLanguage(vocab=8, error=0.0), SamplingParams(temperature=temperature, seed=5)
+    language, params = RandomLanguage(vocab=8, error=0.0), SamplingSettings(temperature=temperature, seed=5)
     with Bench(language, "eagle3", CHAIN_3, eos_token_ids=(7,)) as bench:
         bench.submit([7], 60, params, speculation=Speculation(num_speculative_tokens=0), ignore_eos=True)
         own = bench.submit([5, 6], 60, replace(params, constraints=constraints), ignore_eos=True)
@@ -283,8 +283,8 @@ def test_a_perfect_draft_is_accepted_whole_under_constraints(constraints, temper
 @pytest.mark.parametrize("cut", [{"min_p": 0.3}, {"top_p": 0.6}, {"top_k": 2}, {"temperature": 0.4}], ids=str)
 def test_a_perfect_draft_is_accepted_whole_with_any_truncation(cut):
     with Bench(RandomLanguage(vocab=8, error=0.0), "eagle3", CHAIN_3) as bench:
-        bench.submit([7], 60, SamplingParams(seed=9))
-        own = bench.submit([5, 6], 60, SamplingParams(seed=5, **cut))
+        bench.submit([7], 60, SamplingSettings(seed=9))
+        own = bench.submit([5, 6], 60, SamplingSettings(seed=5, **cut))
         bench.run()
         stats = bench.answers[own].last.stats
         assert stats.num_accepted_tokens == stats.num_verified_tokens > 40
@@ -297,7 +297,7 @@ def test_a_bad_word_begins_and_ends_in_the_answer(method):
 
         def text(prompt: list[int], *words: list[int]) -> list[int]:
             constraints = Constraints(bad_words=list(words))
-            return bench.ask(prompt, 5, SamplingParams(temperature=0.0, constraints=constraints)).tokens
+            return bench.ask(prompt, 5, SamplingSettings(temperature=0.0, constraints=constraints)).tokens
 
         assert text([9, 10], [10, 11]) == text([8, 9, 10], [9, 10, 11]) == [11, 12, 13, 14, 15]
         assert text([9, 10], [11, 12]) == [11, 0, 1, 2, 3]
@@ -306,7 +306,7 @@ def test_a_bad_word_begins_and_ends_in_the_answer(method):
 
 def test_stop_tokens_wait_for_the_minimum_length_like_the_end_of_text():
     with Bench(Counting(), "eagle3", CHAIN_3, eos_token_ids=(12,)) as bench:
-        params = SamplingParams(temperature=0.0, constraints=Constraints(min_tokens=4))
+        params = SamplingSettings(temperature=0.0, constraints=Constraints(min_tokens=4))
         assert bench.ask([9], 9, params, stop_token_ids=[11]).tokens == [10, 0, 1, 2, 3, 4, 5, 6, 7]
         assert bench.ask([8], 9, params, stop_token_ids=[15]).tokens == [9, 10, 11, 0, 1, 2, 3, 4, 5]
         assert bench.ask([7], 9, params).tokens == [8, 9, 10, 11, 12]
@@ -372,15 +372,15 @@ def test_pages_of_an_aborted_request_serve_the_next_without_its_moves():
     tree = TREES["dynamic"]
     with Bench(language, "eagle3", tree, num_pages=17) as bench:
         for n in range(12):
-            victim = bench.submit([n, 1], 40, SamplingParams(seed=n))
+            victim = bench.submit([n, 1], 40, SamplingSettings(seed=n))
             for _ in range(40):
                 bench.step()
                 if bench.engine._moves or victim not in bench.open:
                     break
             bench.abort(victim)
-            after = bench.submit([n, 2, 3, 4, 5], 10, SamplingParams(seed=n))
+            after = bench.submit([n, 2, 3, 4, 5], 10, SamplingSettings(seed=n))
             bench.run()
-            assert bench.answers[after].tokens == say(language, [n, 2, 3, 4, 5], 10, SamplingParams(seed=n))
+            assert bench.answers[after].tokens == say(language, [n, 2, 3, 4, 5], 10, SamplingSettings(seed=n))
     assert any(len(step.copy_source) for step in bench.target.steps)
 
 
@@ -426,7 +426,7 @@ def test_a_chunk_reports_its_drafted_tokens():
 def test_a_step_whose_every_node_was_pruned_is_no_draft():
     tree = TreeConfig(kind="chain", num_speculative_tokens=3, prune=PruneConfig(min_prob=1.0))
     with Bench(RandomLanguage(), "eagle3", tree) as bench:
-        stats = bench.ask([5, 6], 20, SamplingParams(seed=3)).last.stats
+        stats = bench.ask([5, 6], 20, SamplingSettings(seed=3)).last.stats
         assert (stats.num_drafts, stats.num_verified_tokens) == (0, 0) < (1, stats.num_draft_tokens)
         assert bench.frames[-1].stats.num_drafts == 0
 
@@ -446,15 +446,15 @@ def test_no_more_is_drafted_than_the_request_can_still_generate():
 def test_a_requested_depth_is_at_most_the_trees(tree, most):
     """Arrays by depth in a reply are as long as the largest depth in the message, so it must not exceed the tree's."""
     with Bench(RandomLanguage(), "eagle3", tree) as bench:
-        bench.ask([5, 6], 150, SamplingParams(temperature=0.0))
+        bench.ask([5, 6], 150, SamplingSettings(temperature=0.0))
         assert max(int(request.max_depth_B.max()) for request in bench.drafter.requests) == most
 
 
 def test_an_unfinished_prompt_needs_no_whole_rows():
     """Whole vocabulary rows are gathered and kept only for requests that sample."""
-    wants_all = SamplingParams(temperature=1.0, seed=1, num_logprobs=2)
+    wants_all = SamplingSettings(temperature=1.0, seed=1, num_logprobs=2)
     with Bench(RandomLanguage(), "eagle3", CHAIN_3, max_num_batched_tokens=12) as bench:
-        bench.submit([5, 6], 40, SamplingParams(temperature=0.0))
+        bench.submit([5, 6], 40, SamplingSettings(temperature=0.0))
         bench.step()
         bench.submit(list(range(32)), 4, wants_all, speculation=Speculation(acceptance="rejection"))
         bench.run()
@@ -529,7 +529,7 @@ def test_a_crowd_of_random_requests_with_aborts_leave_every_page_free(method, tr
         while len(asked) < 150 or bench.open:
             while len(asked) < 150 and rng.random() < 0.35:
                 prompt = [rng.randrange(24) for _ in range(rng.choice([1, 2, 7, 30, 100]))]
-                params = SamplingParams(
+                params = SamplingSettings(
                     temperature=rng.choice([0.0, 0.8, 1.0]), top_p=rng.choice([1.0, 0.9]), seed=rng.getrandbits(64)
                 )
                 speculation = Speculation(
@@ -577,7 +577,7 @@ def test_an_idle_engine_sends_one_heartbeat_per_period(monkeypatch):
 
 def test_preemptions_and_seconds_of_drafting_add_up():
     with Bench(RandomLanguage(), "eagle3", CHAIN_3) as bench:
-        bench.submit([1, 2, 3], 40, SamplingParams(seed=1))
+        bench.submit([1, 2, 3], 40, SamplingSettings(seed=1))
         told = []
         receive = bench.drafter.receive
         bench.drafter.receive = lambda: (told.append(receive()), told[-1])[1]
@@ -596,7 +596,7 @@ def test_preemptions_and_seconds_of_drafting_add_up():
 def test_sampled_drafts_keep_their_probabilities_beside_a_prompt_that_is_finished(tree):
     """With fixed trees a seeded request under `rejection` has the same output in any batch."""
     rejection = AcceptanceConfig(kind="rejection")
-    params = SamplingParams(temperature=1.0, seed=7)
+    params = SamplingSettings(temperature=1.0, seed=7)
     with Bench(RandomLanguage(error=0.3), "eagle3", tree, acceptance=rejection) as bench:
         alone = bench.ask([5, 6], 40, params).tokens
     with Bench(RandomLanguage(error=0.3), "eagle3", tree, acceptance=rejection) as bench:

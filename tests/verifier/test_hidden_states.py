@@ -25,7 +25,7 @@ from verifier.hidden_states import HiddenStateBuffer, HiddenStatePool, max_buffe
 from verifier.request import Request
 from workers.comm.ipc import Speculation, Submit
 from workers.config import DraftConfig, EngineConfig, PruneConfig, TreeConfig
-from workers.types import Rule, SamplingParams, TreeLimits
+from workers.types import Rule, SamplingSettings, TreeLimits
 
 CPU = torch.device("cpu")
 
@@ -87,14 +87,14 @@ def test_whatever_waits_fits(seed, monkeypatch):
         for _ in range(40):
             prompt = [int(t) for t in rng.integers(0, 32, rng.integers(1, 90))]
             b.submit(
-                prompt, int(rng.integers(1, 40)), SamplingParams(temperature=0.0),
+                prompt, int(rng.integers(1, 40)), SamplingSettings(temperature=0.0),
                 speculation=Speculation(auto=bool(rng.random() < 0.8)),
             )  # fmt: skip
             for _ in range(int(rng.integers(0, 6))):
                 b.step()
                 least = min(least, pool.num_free)
         for token in range(2):  # 80 tokens fit into 39 pages of 4, 200 do not, whoever is drafted for
-            b.submit([token] * 40, 60, SamplingParams(temperature=0.0), ignore_eos=True)
+            b.submit([token] * 40, 60, SamplingSettings(temperature=0.0), ignore_eos=True)
         b.run()
         num_preempted = b.frames[-1].stats.num_preemptions
         assert pool.num_free == max_buffered_states(b.engine._config) > least

@@ -18,7 +18,7 @@ from verifier import engine
 from verifier.request import Request
 from workers.comm.ipc import Speculation
 from workers.config import PruneConfig, SimulatedCosts, TreeConfig
-from workers.types import SamplingParams
+from workers.types import SamplingSettings
 
 OWNERS = {"engine.py", "request.py"}
 FIELDS = {field.name for field in dataclasses.fields(Request)}
@@ -133,7 +133,7 @@ def test_no_collaborator_of_the_engine_changes_a_request_while_it_serves(languag
         for number in range(10):
             prompt = [n % 8 for n in range(int(rng.integers(8, 60)))]
             id = b.submit(
-                prompt, int(rng.integers(2, 40)), SamplingParams(temperature=0.0), ignore_eos=True,
+                prompt, int(rng.integers(2, 40)), SamplingSettings(temperature=0.0), ignore_eos=True,
                 speculation=Speculation(auto=number % 3 > 0),
             )  # fmt: skip
             b.step()

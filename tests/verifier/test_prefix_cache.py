@@ -18,7 +18,7 @@ from verifier.adaptive import gate
 from workers.comm.ipc import Speculation
 from workers.config import PruneConfig, SimulatedCosts, TreeConfig
 from workers.kv_cache import OutOfPages, PageAllocator, PrefixMatch
-from workers.types import SamplingParams
+from workers.types import SamplingSettings
 
 torch.set_num_threads(1)
 
@@ -32,7 +32,7 @@ TREES = {
 }
 KINDS = [(None, "chain"), ("eagle3", "dynamic"), ("draft_model", "static")]
 OFF = Speculation(enabled=False)
-GREEDY = SamplingParams(temperature=0.0)
+GREEDY = SamplingSettings(temperature=0.0)
 PROMPT = [i * 7 % 31 for i in range(41)]  # ten pages of 4 and a token
 
 
@@ -117,7 +117,7 @@ def test_of_two_pages_with_one_content_the_first_stays_unless_only_the_second_is
 def test_the_second_of_two_requests_computes_only_its_own_tokens(method, tree):
     with bench_of(method, tree) as bench:
         first, second = [*PROMPT, 5], [*PROMPT, 6, 7]
-        params = SamplingParams(seed=3)
+        params = SamplingSettings(seed=3)
         assert bench.ask(first, 12, params).tokens == say(RandomLanguage(), first, 12, params)
         begin = len(bench.target.steps)
         answer = bench.ask(second, 12, params)
@@ -155,15 +155,15 @@ def test_a_conversation_finds_its_earlier_answers(method, tree):
 @pytest.mark.parametrize(("method", "tree"), KINDS)
 def test_requests_that_share_a_running_prompt_hold_its_pages_together(method, tree):
     with bench_of(method, tree, num_pages=60) as bench:
-        ids = [bench.submit(PROMPT, 20, SamplingParams(seed=0))]
+        ids = [bench.submit(PROMPT, 20, SamplingSettings(seed=0))]
         for _ in range(3):  # the prompt, and the drafter told of it
             bench.step()
-        ids += [bench.submit(PROMPT, 20, SamplingParams(seed=n)) for n in range(1, 6)]
+        ids += [bench.submit(PROMPT, 20, SamplingSettings(seed=n)) for n in range(1, 6)]
         bench.step()
         assert len(bench.engine._running) == 6, "six times 11 pages would not fit 59"
         bench.run()
         for n, id in enumerate(ids):
-            assert bench.answers[id].tokens == say(RandomLanguage(), PROMPT, 20, SamplingParams(seed=n))
+            assert bench.answers[id].tokens == say(RandomLanguage(), PROMPT, 20, SamplingSettings(seed=n))
             assert cached(bench, id) == (40 if n else 0)
         assert bench.num_free == 59
 
@@ -184,7 +184,7 @@ def test_a_prompt_is_shared_while_it_is_still_being_computed():
 def test_pages_of_any_size_are_shared(method, tree, page_size):
     with bench_of(method, tree, page_size=page_size, num_pages=150) as bench:
         for n in (30, 33, 41):
-            params = SamplingParams(seed=n)
+            params = SamplingSettings(seed=n)
             answer = bench.ask(PROMPT[:n], 9, params)
             assert answer.tokens == say(RandomLanguage(), PROMPT[:n], 9, params)
         assert answer.last.num_cached_tokens == 33 // page_size * page_size
@@ -325,12 +325,12 @@ def test_ten_thousand_random_steps_lose_no_page_and_mix_no_content(method, tree,
     settings = {"max_num_seqs": 5, "max_num_batched_tokens": 40, "eos_token_ids": (5,), "max_model_len": 120}
     texts = [[rng.randrange(24) for _ in range(40)] for _ in range(5)]
     with Bench(language, method, TREES[tree], num_pages=36, **settings) as bench:
-        asked: dict[int, tuple[list[int], SamplingParams, Speculation]] = {}
+        asked: dict[int, tuple[list[int], SamplingSettings, Speculation]] = {}
         num_forced = 0
         while len(bench.target.steps) < num_steps:
             if len(bench.open) < 8 and rng.random() < 0.3:
                 prompt = rng.choice(texts)[: rng.randint(1, 60)] + [rng.randrange(24) for _ in range(rng.randint(0, 6))]
-                params = SamplingParams(temperature=rng.choice([0.0, 0.0, 1.0]), seed=rng.getrandbits(32))
+                params = SamplingSettings(temperature=rng.choice([0.0, 0.0, 1.0]), seed=rng.getrandbits(32))
                 speculation = rng.choice([Speculation(), Speculation(num_speculative_tokens=2), OFF])
                 if rng.random() < 0.2:
                     speculation = replace(speculation, acceptance="rejection")

@@ -12,13 +12,13 @@ import verifier.target
 from tests.support.fakes import Bench, RandomLanguage, say
 from verifier.target import token_logprobs
 from workers.comm.ipc import TokenLogprobs
-from workers.types import SamplingParams
+from workers.types import SamplingSettings
 
 torch.set_num_threads(1)
 
 LANGUAGE = RandomLanguage()
 PROMPT = [i * 5 % 31 for i in range(29)]
-SEEDED = SamplingParams(seed=3)
+SEEDED = SamplingSettings(seed=3)
 
 
 def wanted(prompt: list[int], num_top: int) -> list[TokenLogprobs]:

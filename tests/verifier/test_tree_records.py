@@ -10,7 +10,7 @@ import torch
 from tests.support.fakes import Answer, Bench, Counting, RandomLanguage
 from workers.comm.ipc import Speculation, TreeRecord
 from workers.config import AcceptanceConfig, PruneConfig, SimulatedCosts, TreeConfig
-from workers.types import SamplingParams
+from workers.types import SamplingSettings
 
 torch.set_num_threads(1)
 
@@ -26,7 +26,7 @@ RULES = {
     "traversal": AcceptanceConfig(kind="rejection"),
     "recursive": AcceptanceConfig(kind="rejection", rejection_method="recursive"),
 }
-GREEDY, HOT = SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, seed=3)
+GREEDY, HOT = SamplingSettings(temperature=0.0), SamplingSettings(temperature=1.0, seed=3)
 
 
 def records(answer: Answer) -> list[TreeRecord]:

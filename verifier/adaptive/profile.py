@@ -18,14 +18,14 @@ from workers.comm.ipc import Submit
 from workers.config import EngineConfig
 from workers.cuda_graphs import bucket
 from workers.cuda_graphs import sizes as graph_sizes
-from workers.types import Rule, SamplingParams
+from workers.types import Rule, SamplingSettings
 
 _FIRST_ROUND_S, _PROFILE_S = 0.4, 1.2
 """Approximate start-up time for finding the sizes, and for the whole profile; two rounds are always run."""
 _MIN_ROUNDS, _MAX_ROUNDS = 2, 8
 _PROFILE_SLOTS = 128
 _TREE_ROWS = 8
-_PLAIN = SamplingParams()
+_PLAIN = SamplingSettings()
 
 
 def profile(target: Target, config: EngineConfig, num_pages: int) -> RowCosts:
@@ -61,12 +61,12 @@ def warm_up(target: Target, config: EngineConfig, num_pages: int) -> None:
 
     Called on rank 0; its peers follow.
     """
-    for sampling in (_PLAIN, SamplingParams(top_p=0.5)):
+    for sampling in (_PLAIN, SamplingSettings(top_p=0.5)):
         _timed(target, config, num_pages, 1, sampling)
 
 
 def _timed(
-    target: Target, config: EngineConfig, num_pages: int, num_rows: int, sampling: SamplingParams = _PLAIN
+    target: Target, config: EngineConfig, num_pages: int, num_rows: int, sampling: SamplingSettings = _PLAIN
 ) -> float:
     """Time one forward of `num_rows` rows, in trees behind a short context.
 

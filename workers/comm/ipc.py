@@ -19,7 +19,7 @@ from typing import Any
 
 import msgpack
 
-from workers.types import Constraints, SamplingParams
+from workers.types import Constraints, SamplingSettings
 
 _LENGTH = struct.Struct("<I")
 MAX_FRAME_BYTES = 64 << 20
@@ -45,7 +45,7 @@ class Submit:
     id: int
     prompt: list[int]
     max_tokens: int
-    sampling: SamplingParams = field(default_factory=SamplingParams)
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)
     stop_token_ids: list[int] = field(default_factory=list)
     ignore_eos: bool = False
     cache_salt: str | None = None  # only requests with the same salt share cached prefixes
@@ -248,9 +248,9 @@ def _rebuild(kind: str, raw: list[Any]) -> Message:
     fields = _named(_KINDS[kind], raw)
     match kind:
         case "Submit":
-            sampling = _named(SamplingParams, fields["sampling"])
+            sampling = _named(SamplingSettings, fields["sampling"])
             sampling["constraints"] = Constraints(**_named(Constraints, sampling["constraints"]))
-            fields["sampling"] = SamplingParams(**sampling)
+            fields["sampling"] = SamplingSettings(**sampling)
             fields["speculation"] = Speculation(**_named(Speculation, fields["speculation"]))
         case "StepOutput":
             fields["stats"] = EngineStats(**_named(EngineStats, fields["stats"]))

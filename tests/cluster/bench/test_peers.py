@@ -42,7 +42,7 @@ from secateur.config import EngineArgs
 from secateur.errors import ConfigError
 from tests.support.engines import BUNDLED, CHAIN, ROOT, bundled, prompts
 from tests.support.gguf_files import write_gguf
-from workers.types import SamplingParams
+from workers.types import SamplingSettings
 
 FAKES = ROOT / "tests" / "support" / "fake_peers"
 PLAN = SpeedPlan(batches=(1, 2), chain=3, peer_threads=2)
@@ -81,7 +81,7 @@ def launch(name, folder, gguf, plan=PLAN, **changes):
 
 
 def jobs(*firsts, count=5, temperature=0.0):
-    sampling = SamplingParams(temperature=temperature, seed=2**40 + 3)
+    sampling = SamplingSettings(temperature=temperature, seed=2**40 + 3)
     return [GenerationJob(prompt=[first, 1, 2], max_tokens=count, sampling=sampling) for first in firsts]
 
 
@@ -356,7 +356,7 @@ def test_a_real_peer_computes_the_same_model(name, model, tmp_path) -> None:
     reference = TransformersContestant("generate", load_model(BUNDLED / model, "float32", "cpu")).take_turn(asked, 1)
     with started([launch(name, REAL, file)], QUIET) as [peer]:
         turn = peer.take_turn(asked, 2)
-        warm = replace(asked[0], sampling=SamplingParams(temperature=1.5, seed=1))
+        warm = replace(asked[0], sampling=SamplingSettings(temperature=1.5, seed=1))
         [sampled] = peer.take_turn([warm], 1).timings
     same = [
         mine == theirs

@@ -13,7 +13,7 @@ from cluster.bench.scaled import scaled_pair, write_target
 from secateur.bench import TargetSize
 from tests.support.engines import BUNDLED, DYNAMIC, GenerationJob, Runner, bundled, in_turn, prompts
 from workers.config import DraftConfig, EngineConfig
-from workers.types import SamplingParams
+from workers.types import SamplingSettings
 
 SIZES = ["256x9", "1024x8", "2048x11"]  # heads as wide as the bundled target's, twice and four times as wide
 
@@ -55,7 +55,7 @@ def engine(target: object, head: object) -> EngineConfig:
 def test_the_drafter_of_the_wide_target_proposes_the_same_trees(tmp_path) -> None:
     pair = scaled_pair(BUNDLED / "target", BUNDLED / "eagle3", TargetSize.parse("512x11"), tmp_path, torch.float32)
     jobs = [
-        GenerationJob(prompt=prompt, max_tokens=48, sampling=SamplingParams(temperature=temperature, seed=5))
+        GenerationJob(prompt=prompt, max_tokens=48, sampling=SamplingSettings(temperature=temperature, seed=5))
         for prompt in prompts(3)
         for temperature in (0.0, 1.0)
     ]

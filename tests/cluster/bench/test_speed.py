@@ -29,7 +29,7 @@ from secateur.bench import SpeedPlan, StepPlan
 from secateur.cli.bench import MAX_PROMPTS
 from tests.support.engines import BUNDLED, prompts, transformers_greedy
 from workers.comm.ipc import EngineStats
-from workers.types import SamplingParams
+from workers.types import SamplingSettings
 
 
 def test_a_run_without_rows_leaves_no_file(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_generate_answers_a_padded_batch_as_it_answers_each_alone() -> None:
 def test_generate_samples_at_a_temperature() -> None:
     model = load_model(BUNDLED / "target", "float32", "cpu")
     jobs = [
-        GenerationJob(prompt=prompts(1)[0], max_tokens=24, sampling=SamplingParams(temperature=1.5, seed=i))
+        GenerationJob(prompt=prompts(1)[0], max_tokens=24, sampling=SamplingSettings(temperature=1.5, seed=i))
         for i in (1, 2)
     ]
     first, second = TransformersContestant("generate", model).take_turn(jobs, 1).timings

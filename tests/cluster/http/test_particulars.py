@@ -31,7 +31,7 @@ from secateur.errors import Problem
 from tests.support.fake_service import FakeService, error_of, fake_service, stream, wait_for
 from tests.support.tokenizer_kinds import llama, load
 from workers.comm.ipc import RequestStats, Submit, TokenChunk
-from workers.types import Constraints, SamplingParams
+from workers.types import Constraints, SamplingSettings
 
 PROMPT = {"prompt": "def", "max_tokens": 64}
 
@@ -149,7 +149,7 @@ def test_a_stop_string_may_be_complete_with_the_answer_s_last_bytes(
     [a, half] = (
         tokenizer.encode("a", add_special_tokens=False) + tokenizer.encode("世", add_special_tokens=False)[-3:-2]
     )
-    sampling = SamplingParams(constraints=Constraints(min_tokens=min_tokens))
+    sampling = SamplingSettings(constraints=Constraints(min_tokens=min_tokens))
     submit = Submit(id=1, prompt=[a], max_tokens=2, sampling=sampling)
     running = Generation(submit=submit, tokenizer=tokenizer, request_id="r", arrival=0.0, stop=("\ufffd",))
     delta = running.process(TokenChunk(id=1, tokens=[a, half], finish_reason="length"))

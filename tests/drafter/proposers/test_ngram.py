@@ -9,7 +9,7 @@ import torch
 from drafter.proposers.ngram import MatchLengths, NgramProposer, find_matches
 from drafter.tree.frontier import DraftVocabulary, Frontier, NgramCandidates
 from drafter.tree.score import ChildScores, score
-from workers.types import DraftRequest, Rule, SamplingBatch, SamplingParams
+from workers.types import DraftRequest, Rule, SamplingBatch, SamplingSettings
 
 PAGE = 4
 VOCAB = 10000
@@ -222,7 +222,7 @@ def scored(log_q_FK: np.ndarray, num_children: int) -> ChildScores:
     """Return the scores of greedy rows whose candidates are the tokens 0, 1, 2, ..."""
     num_rows, count = log_q_FK.shape
     draft = NgramCandidates(np.tile(np.arange(count), (num_rows, 1)), log_q_FK)
-    params = SamplingBatch.stack([SamplingParams(temperature=0.0)] * num_rows)
+    params = SamplingBatch.stack([SamplingSettings(temperature=0.0)] * num_rows)
     rule_F, index_F = np.full(num_rows, Rule.COUPLED.value), np.full(num_rows, 7)
     return score(draft, params, rule_F, index_F, num_children, DraftVocabulary(target_size=count))
 

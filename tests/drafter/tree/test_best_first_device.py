@@ -28,7 +28,7 @@ from workers.kernels import reference
 from workers.kernels.host import HostMetadata, keys_N
 from workers.kernels.select import TORCH
 from workers.sampling.logits_state import LogitsState, TokenCounter
-from workers.types import AttentionMetadata, Constraints, DraftCosts, Rule, SamplingBatch, SamplingParams
+from workers.types import AttentionMetadata, Constraints, DraftCosts, Rule, SamplingBatch, SamplingSettings
 
 torch.set_num_threads(1)
 
@@ -60,7 +60,7 @@ class Ask:
     min_prob: float = 0.0
     path_prob: float = 0.0
     rule: Rule = Rule.COUPLED
-    sampling: SamplingParams = SamplingParams(temperature=1.0)
+    sampling: SamplingSettings = SamplingSettings(temperature=1.0)
     constraints: Constraints = Constraints()
     base: int = 5
 
@@ -190,7 +190,7 @@ def grown(draft: Draft, draft_costs: DraftCosts = FREE, **options: Any) -> Grown
 
 THRESHOLD = st.one_of(st.just(0.0), st.floats(0, 0.5, width=32))
 SAMPLING = st.builds(
-    SamplingParams,
+    SamplingSettings,
     temperature=st.sampled_from([0.0, 0.4, 1.0]),
     top_k=st.sampled_from([0, 0, 4]),
     top_p=st.sampled_from([1.0, 1.0, 0.8]),
@@ -224,7 +224,7 @@ UNTRUNCATED = st.builds(
     max_depth=st.integers(1, 3),
     min_prob=THRESHOLD,
     path_prob=THRESHOLD,
-    sampling=st.builds(SamplingParams, temperature=st.sampled_from([0.0, 0.4, 1.0]), seed=st.integers(0, 99)),
+    sampling=st.builds(SamplingSettings, temperature=st.sampled_from([0.0, 0.4, 1.0]), seed=st.integers(0, 99)),
 )
 """Requests without truncation, with few enough levels to enumerate every tree."""
 
@@ -331,13 +331,13 @@ def test_penalties_are_applied_on_the_device(bench):
     """The first request repeats its path's tokens; penalties prevent it in the others."""
     plain, often, seen = Constraints(), Constraints(frequency_penalty=9.0), Constraints(repetition_penalty=1.5)
     asks = [
-        Ask(constraints=constraints, sampling=SamplingParams(temperature=0.0)) for constraints in (plain, often, seen)
+        Ask(constraints=constraints, sampling=SamplingSettings(temperature=0.0)) for constraints in (plain, often, seen)
     ]
     got = bench.grown(asks)
     assert not any(bench.draft.last_row_B), "nothing grows level by level"
     tokens = [tree(got, b)["token_N"] for b in range(3)]
     assert tokens[0] != tokens[1] != tokens[2] != tokens[0]
-    bare = bench.grown([Ask(sampling=SamplingParams(temperature=0.0))])
+    bare = bench.grown([Ask(sampling=SamplingSettings(temperature=0.0))])
     assert tree(bare, 0) == tree(got, 0), "a request without penalties is left alone beside others"
 
 
@@ -369,7 +369,7 @@ def test_more_requests_than_any_bucket_has_grow_level_by_level(bench):
 
 def test_the_earlier_of_equal_candidates_is_kept(bench):
     """All children of all nodes are equally likely."""
-    asks = [Ask(model=FLAT, num_nodes=n, sampling=SamplingParams(temperature=0.0)) for n in (1, 2, 5, 11)]
+    asks = [Ask(model=FLAT, num_nodes=n, sampling=SamplingSettings(temperature=0.0)) for n in (1, 2, 5, 11)]
     at_once, by_level = bench.grown(asks), grown(Draft(asks))
     assert [tree(at_once, b) for b in range(4)] == [tree(by_level, b) for b in range(4)]
 

@@ -21,7 +21,7 @@ from drafter.tree.policy import TYPICAL_CHILDREN, DynamicTreePolicy, StaticTreeP
 from tests.support import oracles
 from tests.support.draft_costs import CALIBRATION, FREE, costs
 from tests.support.oracles import Path
-from workers.types import DraftCosts, SamplingBatch, SamplingParams
+from workers.types import DraftCosts, SamplingBatch, SamplingSettings
 
 torch.set_num_threads(1)
 
@@ -87,7 +87,7 @@ def grown(asks: Sequence[Ask], draft_costs: DraftCosts = FREE, policy: TreePolic
             [ask.path_prob for ask in asks],
             auto=[ask.auto for ask in asks],
         ),
-        sampling=SamplingBatch.stack([SamplingParams(temperature=ask.temperature, seed=ask.model) for ask in asks]),
+        sampling=SamplingBatch.stack([SamplingSettings(temperature=ask.temperature, seed=ask.model) for ask in asks]),
         policy=policy,
         expand=expand,
         vocab=DraftVocabulary(target_size=V),

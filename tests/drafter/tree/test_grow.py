@@ -19,7 +19,7 @@ from drafter.tree.policy import DynamicTreePolicy, StaticTreePolicy, TreePolicy,
 from tests.support import oracles
 from tests.support.oracles import Path
 from workers.config import MAX_TREE_NODES, TreeConfig
-from workers.types import NodeKind, SamplingBatch, SamplingParams, TreeBatch
+from workers.types import NodeKind, SamplingBatch, SamplingSettings, TreeBatch
 
 torch.set_num_threads(1)
 
@@ -40,7 +40,7 @@ class Ask:
     max_depth: int = 3
     min_prob: float = 0.0
     path_prob: float = 0.0
-    params: SamplingParams = SamplingParams(temperature=0.0)
+    params: SamplingSettings = SamplingSettings(temperature=0.0)
     model: int = 0  # seed of its draft model
 
 
@@ -180,7 +180,7 @@ def test_greedy_children_are_proposed_in_breadth_first_order(paths):
         np.array([1, 2]),
         np.array([5, 9]),
         limits=oracles.limits([count] * 2, [9] * 2),
-        sampling=SamplingBatch.stack([SamplingParams(temperature=0.0)] * 2),
+        sampling=SamplingBatch.stack([SamplingSettings(temperature=0.0)] * 2),
         policy=StaticTreePolicy(paths),
         expand=expand,
         vocab=DraftVocabulary(target_size=100),
@@ -229,7 +229,7 @@ def test_a_budget_goes_to_the_largest_expected_values(seed, children, room, slot
 @pytest.mark.parametrize("seed", range(12))
 def test_a_dynamic_tree_is_what_the_rule_grows_node_by_node(seed, temperature):
     rng = np.random.default_rng(seed)
-    params = SamplingParams(
+    params = SamplingSettings(
         temperature=temperature, seed=int(rng.integers(2**63)), top_k=int(rng.choice([0, 9])),
         top_p=float(rng.choice([1.0, 0.9])), min_p=float(rng.choice([0.0, 0.05])),
     )  # fmt: skip
@@ -262,7 +262,10 @@ def test_a_dynamic_tree_is_what_the_rule_grows_node_by_node(seed, temperature):
 def test_no_tree_ever_exceeds_its_budget_or_depth(seed, num_nodes, depth, children, temperature):
     asks = [
         Ask(
-            num_nodes=num_nodes, max_depth=depth, model=seed, params=SamplingParams(temperature=temperature, seed=seed)
+            num_nodes=num_nodes,
+            max_depth=depth,
+            model=seed,
+            params=SamplingSettings(temperature=temperature, seed=seed),
         ),
         Ask(num_nodes=5, max_depth=2, model=seed + 1),
     ]
@@ -289,13 +292,13 @@ def test_a_confident_draft_grows_deep_and_an_uncertain_one_wide():
 
 def mixed_asks() -> list[Ask]:
     return [
-        Ask(num_nodes=12, max_depth=4, model=1, params=SamplingParams(temperature=0.9, seed=5, top_p=0.9)),
+        Ask(num_nodes=12, max_depth=4, model=1, params=SamplingSettings(temperature=0.9, seed=5, top_p=0.9)),
         Ask(num_nodes=0, model=2),
         Ask(num_nodes=3, max_depth=1, model=3),
         Ask(num_nodes=20, max_depth=5, model=4, path_prob=0.05),
         Ask(num_nodes=9, max_depth=0, model=5),
-        Ask(num_nodes=16, max_depth=3, model=6, min_prob=0.25, params=SamplingParams(seed=2**64 - 1, min_p=0.1)),
-        Ask(num_nodes=7, max_depth=6, model=1, index=21, params=SamplingParams(temperature=0.9, seed=5, top_k=4)),
+        Ask(num_nodes=16, max_depth=3, model=6, min_prob=0.25, params=SamplingSettings(seed=2**64 - 1, min_p=0.1)),
+        Ask(num_nodes=7, max_depth=6, model=1, index=21, params=SamplingSettings(temperature=0.9, seed=5, top_k=4)),
     ]
 
 
@@ -383,7 +386,7 @@ THRESHOLD = st.one_of(st.just(0.0), st.floats(0, 1, width=32))
 def test_pruning_removes_exactly_the_descendants_of_failing_nodes(
     seed, policy, min_prob, path_prob, temperature, nodes
 ):
-    whole = Ask(num_nodes=nodes, max_depth=4, model=seed, params=SamplingParams(temperature=temperature, seed=seed))
+    whole = Ask(num_nodes=nodes, max_depth=4, model=seed, params=SamplingSettings(temperature=temperature, seed=seed))
     pruned = Ask(**{**vars(whole), "min_prob": min_prob, "path_prob": path_prob})
 
     def is_expanded(path: Path) -> bool:
@@ -403,7 +406,7 @@ def test_pruning_removes_exactly_the_descendants_of_failing_nodes(
 )
 def test_a_higher_threshold_gives_a_subset(seed, policy, values, is_min, temperature):
     low, high = sorted(values)
-    params = SamplingParams(temperature=temperature, seed=seed)
+    params = SamplingSettings(temperature=temperature, seed=seed)
     trees = [
         grown(Ask(num_nodes=16, max_depth=4, model=seed, params=params, **{name: value}), policy)
         for value in (low, high)
@@ -438,7 +441,7 @@ def test_the_path_test_is_made_before_the_forward_pass():
 
 def test_children_are_ranked_by_the_noise_the_verifier_will_use():
     """With the target's own logits the first child of every node is the token the target draws there."""
-    params = SamplingParams(temperature=1.0, seed=77)
+    params = SamplingSettings(temperature=1.0, seed=77)
     ask = Ask(num_nodes=4, max_depth=4, params=params, model=9, index=31)
     path = oracles.paths_of(grown(ask, make_tree_policy(TreeConfig(kind="chain", num_speculative_tokens=4))))[-1]
     for depth in range(4):
@@ -450,7 +453,7 @@ def test_children_are_ranked_by_the_noise_the_verifier_will_use():
 @pytest.mark.parametrize("seed", range(6))
 def test_a_reduced_draft_vocabulary_sees_the_noise_of_its_target_ids(seed, temperature):
     ids = np.sort(np.random.default_rng(seed).choice(1000, size=V, replace=False))
-    ask = Ask(num_nodes=14, max_depth=4, model=seed, params=SamplingParams(temperature=temperature, seed=seed + 50))
+    ask = Ask(num_nodes=14, max_depth=4, model=seed, params=SamplingSettings(temperature=temperature, seed=seed + 50))
 
     def draft_path(path: Path) -> Path:
         return tuple(np.searchsorted(ids, path).tolist())
@@ -472,7 +475,7 @@ def test_a_reduced_draft_vocabulary_sees_the_noise_of_its_target_ids(seed, tempe
 
 def test_forbidden_tokens_never_become_children():
     """top-k 2 leaves two tokens: a budget of six per node, but no third child."""
-    params = SamplingParams(temperature=1.0, top_k=2, seed=1)
+    params = SamplingSettings(temperature=1.0, top_k=2, seed=1)
     batch = grown(Ask(num_nodes=40, max_depth=2, params=params), DynamicTreePolicy(8, 2))
     assert np.bincount(batch.parent_N[1:]).tolist() == [2, 2, 2]
 

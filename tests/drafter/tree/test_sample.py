@@ -25,7 +25,7 @@ from drafter.tree.sample import (
 from drafter.tree.score import score
 from tests.support import oracles
 from workers.sampling.philox import Stream
-from workers.types import NodeKind, Rule, SamplingBatch, SamplingParams
+from workers.types import NodeKind, Rule, SamplingBatch, SamplingSettings
 
 torch.set_num_threads(1)
 
@@ -220,7 +220,7 @@ def test_each_sampled_row_reports_its_largest_probability():
     """`min_prob` is compared with that probability."""
     logits = torch.zeros(2, 8)
     logits[1, 3] = 9.0
-    params = SamplingBatch.stack([SamplingParams(seed=1), SamplingParams(seed=2)])
+    params = SamplingBatch.stack([SamplingSettings(seed=1), SamplingSettings(seed=2)])
     rule_F = np.full(2, Rule.TRAVERSAL.value)
     scores = score(logits, params, rule_F, np.array([5, 5]), 3, DraftVocabulary(target_size=8))
     assert scores.top_prob_F.tolist() == pytest.approx([1 / 8, np.exp(9) / (np.exp(9) + 7)], rel=1e-5)

@@ -19,7 +19,7 @@ from drafter.tree.score import score
 from tests.support import draft_costs, oracles
 from tests.support.oracles import Path
 from verifier.acceptance.coupled import accept
-from workers.types import DraftCosts, DraftProbs, NodeKind, Rule, SamplingBatch, SamplingParams, TreeBatch
+from workers.types import DraftCosts, DraftProbs, NodeKind, Rule, SamplingBatch, SamplingSettings, TreeBatch
 
 torch.set_num_threads(1)
 
@@ -77,7 +77,7 @@ def grow_all(
             [num_nodes] * count, [3] * count, [min_prob] * count, [path_prob] * count, [rule] * count, [auto] * count,
             is_hybrid=is_hybrid,
         ),
-        sampling=SamplingBatch.stack([SamplingParams(seed=int(seed)) for seed in seeds]),
+        sampling=SamplingBatch.stack([SamplingSettings(seed=int(seed)) for seed in seeds]),
         policy=policy,
         expand=expand,
         vocab=DraftVocabulary(target_size=V),
@@ -96,7 +96,7 @@ def emitted(rule: Rule, policy: TreePolicy, count: int, length: int, **settings:
         verdicts = accept(
             grown.trees,
             log_law(1, rows),
-            SamplingBatch.stack([SamplingParams(seed=int(seed)) for seed in seeds]),
+            SamplingBatch.stack([SamplingSettings(seed=int(seed)) for seed in seeds]),
             torch.tensor([len(tokens[i]) for i in open_]),
             [rule] * len(open_),
             grown.probs,
@@ -194,7 +194,7 @@ def test_a_support_of_one_token_has_one_child():
 def test_requests_of_every_rule_grow_together_as_alone():
     rules = [Rule.COUPLED, Rule.TRAVERSAL, Rule.TARGET_ONLY, Rule.RECURSIVE, Rule.COUPLED]
     prefixes: list[Path] = [(t,) for t in range(V)]
-    sampling = [SamplingParams(seed=7 + i, temperature=0.0 if i == 4 else 1.0) for i in range(V)]
+    sampling = [SamplingSettings(seed=7 + i, temperature=0.0 if i == 4 else 1.0) for i in range(V)]
 
     def run(own: list[int], auto: bool) -> GrownTrees:
         paths = {(b, 0): prefixes[i] for b, i in enumerate(own)}
@@ -271,7 +271,7 @@ def test_budgets_before_drawing_count_the_sampled_trees_under_auto_alone():
     grown = grow(
         log_law(2, [(b,) for b in range(3)]), np.arange(3), np.full(3, 2),
         limits=oracles.limits([6] * 3, [max_depth] * 3, rule=rules, auto=autos),
-        sampling=SamplingBatch.stack([SamplingParams(seed=b) for b in range(3)]), policy=policy, expand=expand,
+        sampling=SamplingBatch.stack([SamplingSettings(seed=b) for b in range(3)]), policy=policy, expand=expand,
         vocab=DraftVocabulary(target_size=V), costs=expensive,
     )  # fmt: skip
     one, two = (TreeCostModel(expensive).budget_before_drawing(policy.expected_J, count, max_depth) for count in (1, 2))
@@ -297,7 +297,7 @@ def test_weights_of_sampled_trees_are_not_calibrated():
 
 def test_target_only_children_are_the_most_likely_with_weight_q():
     logits = log_law(3, [(t,) for t in range(V)])
-    params = SamplingBatch.stack([SamplingParams(temperature=0.7, seed=1)] * V)
+    params = SamplingBatch.stack([SamplingSettings(temperature=0.7, seed=1)] * V)
     scores = score(logits, params, np.full(V, Rule.TARGET_ONLY), np.arange(V), 3, DraftVocabulary(target_size=V))
     q = (logits / 0.7).softmax(-1).topk(3)
     assert scores.token_FK.tolist() == q.indices.tolist()
@@ -309,7 +309,7 @@ def test_target_only_children_are_the_most_likely_with_weight_q():
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_candidates_with_all_mass_score_like_their_logits(rule, temperature):
     log_q = log_law(4, [(t,) for t in range(V)])
-    params = SamplingBatch.stack([SamplingParams(temperature=temperature, seed=9)] * V)
+    params = SamplingBatch.stack([SamplingSettings(temperature=temperature, seed=9)] * V)
     order = log_q.argsort(dim=-1, descending=True)
     listed = NgramCandidates(order.numpy(), log_q.log_softmax(-1).gather(-1, order).numpy())
     args = (params, np.full(V, rule), np.arange(V), 4, DraftVocabulary(target_size=V))
@@ -321,7 +321,7 @@ def test_candidates_with_all_mass_score_like_their_logits(rule, temperature):
 
 def test_a_candidates_weight_is_at_most_its_probability():
     listed = NgramCandidates(np.array([[4, 2, 0]]), np.log(np.array([[0.3, 0.1, 0.0]]) + 1e-30).astype(np.float32))
-    params = SamplingBatch.stack([SamplingParams(temperature=1.0, seed=9)])
+    params = SamplingBatch.stack([SamplingSettings(temperature=1.0, seed=9)])
     scores = score(listed, params, np.array([Rule.COUPLED]), np.array([5]), 3, DraftVocabulary(target_size=V))
     assert scores.weight_FK.sum() == pytest.approx(0.4, rel=1e-4)
 
@@ -329,7 +329,7 @@ def test_a_candidates_weight_is_at_most_its_probability():
 @pytest.mark.parametrize("rule", [Rule.COUPLED, Rule.TARGET_ONLY])
 def test_the_min_threshold_of_lookup_ignores_the_noise(rule):
     listed = NgramCandidates(np.array([[4, 2, 0]] * 20), np.log([[0.3, 0.2, 0.1]] * 20).astype(np.float32))
-    params = SamplingBatch.stack([SamplingParams(temperature=1.0, seed=seed) for seed in range(20)])
+    params = SamplingBatch.stack([SamplingSettings(temperature=1.0, seed=seed) for seed in range(20)])
     scores = score(listed, params, np.full(20, rule), np.full(20, 5), 3, DraftVocabulary(target_size=V))
     assert len(set(scores.token_FK[:, 0].tolist())) == (3 if rule == Rule.COUPLED else 1)
     np.testing.assert_allclose(scores.top_prob_F, 0.3, rtol=1e-5)

@@ -17,7 +17,7 @@ from drafter.tree.policy import DynamicTreePolicy, StaticTreePolicy, TreePolicy
 from tests.support import oracles
 from tests.support.draft_costs import costs
 from workers.config import MAX_TREE_NODES
-from workers.types import PruneReason, Rule, SamplingBatch, SamplingParams, TreeTrace
+from workers.types import PruneReason, Rule, SamplingBatch, SamplingSettings, TreeTrace
 
 torch.set_num_threads(1)
 
@@ -62,7 +62,7 @@ def grown(
         np.zeros(num, dtype=np.int64),
         np.full(num, 20),
         limits=oracles.limits([NODES] * num, [4] * num, *limits, [rule] * num, auto=[auto] * num),
-        sampling=SamplingBatch.stack([SamplingParams(temperature=temperature, seed=b) for b in range(num)]),
+        sampling=SamplingBatch.stack([SamplingSettings(temperature=temperature, seed=b) for b in range(num)]),
         policy=policy,
         expand=expand,
         vocab=DraftVocabulary(target_size=V),

@@ -29,7 +29,7 @@ from workers.kv_cache import KVPool
 from workers.models.decoder import Decoder
 from workers.models.readers import read_spec
 from workers.sampling.logits_state import LogitsState, TokenCounter, pack_logits_states
-from workers.types import AttentionMetadata, Constraints, DraftRequest, Rule, SamplingBatch, SamplingParams, TreeBatch
+from workers.types import AttentionMetadata, Constraints, DraftRequest, Rule, SamplingBatch, SamplingSettings, TreeBatch
 
 pytest.importorskip("triton")
 torch.set_num_threads(1)
@@ -38,9 +38,9 @@ PAGE, TREE = 16, TreeConfig(num_speculative_tokens=14, max_depth=4, max_children
 """As many nodes as three levels may have, so growth level by level never lacks rows."""
 CONFIG = bundled(TREE, max_num_seqs=3, max_model_len=64)
 SAMPLING = [
-    SamplingParams(temperature=0.0),
-    SamplingParams(temperature=1.0, seed=3),
-    SamplingParams(temperature=0.8, top_p=0.9, seed=4, constraints=Constraints(repetition_penalty=1.5)),
+    SamplingSettings(temperature=0.0),
+    SamplingSettings(temperature=1.0, seed=3),
+    SamplingSettings(temperature=0.8, top_p=0.9, seed=4, constraints=Constraints(repetition_penalty=1.5)),
 ]
 STEPS: list[dict[int, tuple[int, int, int]]] = [
     {0: (9, 14, 4), 1: (20, 14, 4), 2: (31, 6, 3)},

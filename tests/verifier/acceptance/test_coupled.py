@@ -8,12 +8,12 @@ import torch
 from tests.support import oracles
 from verifier.acceptance.coupled import accept, walk
 from workers.sampling.sampler import draw
-from workers.types import DraftProbs, SamplingBatch, SamplingParams
+from workers.types import DraftProbs, SamplingBatch, SamplingSettings
 
 torch.set_num_threads(1)
 
 V = 100
-GREEDY = SamplingParams(temperature=0.0)
+GREEDY = SamplingSettings(temperature=0.0)
 
 
 def one_hot(tokens: list[int]) -> torch.Tensor:
@@ -23,7 +23,7 @@ def one_hot(tokens: list[int]) -> torch.Tensor:
 
 
 def emitted_by_chains(
-    spec: list[list[int]], target: list[list[int]], params: SamplingParams = GREEDY
+    spec: list[list[int]], target: list[list[int]], params: SamplingSettings = GREEDY
 ) -> list[list[int]]:
     batch = oracles.trees([oracles.chain(drafts) for drafts in spec])
     logits_NV = one_hot([token for row in target for token in row])
@@ -49,7 +49,7 @@ def emitted_by_chains(
 )
 def test_a_chain_is_accepted_up_to_the_targets_first_other_token(spec, target, expected, temperature):
     # A gap of 200 between logits is far beyond any noise: both temperatures must say the same.
-    assert emitted_by_chains(spec, target, SamplingParams(temperature=temperature, seed=3)) == expected
+    assert emitted_by_chains(spec, target, SamplingSettings(temperature=temperature, seed=3)) == expected
 
 
 def test_a_placeholder_is_never_accepted():
@@ -93,11 +93,11 @@ def test_a_depth_first_order_is_walked_too():
 def ragged_batch():
     each = [oracles.chain([1, 2, 3]), oracles.chain([4]), oracles.chain([]), oracles.chain([2, 2]), TWO_BY_TWO]
     params = [
-        SamplingParams(temperature=1.0, seed=1),
+        SamplingSettings(temperature=1.0, seed=1),
         GREEDY,
-        SamplingParams(temperature=0.0, top_k=2, min_p=0.5),
-        SamplingParams(temperature=0.6, top_p=0.7, seed=4),
-        SamplingParams(temperature=1.0, top_k=4, seed=2**63 + 5),
+        SamplingSettings(temperature=0.0, top_k=2, min_p=0.5),
+        SamplingSettings(temperature=0.6, top_p=0.7, seed=4),
+        SamplingSettings(temperature=1.0, top_k=4, seed=2**63 + 5),
     ]
     positions = [3, 77, 0, 12, 400]
     rows = [len(tokens) for _, tokens in each]
@@ -137,7 +137,7 @@ def test_greedy_rows_in_a_mixed_batch_follow_the_argmax():
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_nan_logits_give_a_short_valid_answer(temperature):
     batch = oracles.trees([oracles.chain([1, 2, 3]), TWO_BY_TWO])
-    params = SamplingBatch.stack([SamplingParams(temperature=temperature, top_p=0.9)] * 2)
+    params = SamplingBatch.stack([SamplingSettings(temperature=temperature, top_p=0.9)] * 2)
     for verdict in accept(batch, torch.full((11, V), torch.nan), params, torch.tensor([3, 4])):
         assert 1 <= len(verdict.tokens) <= 4
         assert all(0 <= token < V for token in verdict.tokens)

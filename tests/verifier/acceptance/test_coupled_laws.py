@@ -30,7 +30,7 @@ from tests.support import oracles
 from tests.support.oracles import SMALL_V, Path, distance, draft_logits, product_law, target_logits
 from verifier.acceptance.coupled import accept, walk
 from workers.sampling.sampler import draw
-from workers.types import SamplingBatch, SamplingParams, TreeBatch, Verdict
+from workers.types import SamplingBatch, SamplingSettings, TreeBatch, Verdict
 
 torch.set_num_threads(1)
 
@@ -329,14 +329,14 @@ def test_a_wrong_walk_is_detected(mutant):
 def test_the_argmax_of_log_p_plus_noise_follows_p():
     p = language(1)((1, 2))
     num = 30000
-    params = SamplingBatch.stack([SamplingParams(seed=12345)]).rows(torch.zeros(num, dtype=torch.long))
+    params = SamplingBatch.stack([SamplingSettings(seed=12345)]).rows(torch.zeros(num, dtype=torch.long))
     logits_RV = torch.tensor(np.log(p), dtype=torch.float32).expand(num, -1)
     count = np.bincount(draw(logits_RV, params, torch.arange(num)).numpy(), minlength=V)
     assert scipy.stats.chisquare(count, p * num).pvalue > 1e-3
 
 
 def generate(
-    params: SamplingParams, length: int, policy: TreePolicy | None, error: float, limits: tuple[int, float, float]
+    params: SamplingSettings, length: int, policy: TreePolicy | None, error: float, limits: tuple[int, float, float]
 ) -> Path:
     """Return the tokens after the prompt (1,), by the real grow and accept; policy None = no speculation."""
     tokens: Path = (1,)
@@ -368,10 +368,10 @@ def generate(
 @pytest.mark.parametrize(
     "params",
     [
-        SamplingParams(temperature=0.0),
-        SamplingParams(temperature=1.0, seed=2**64 - 9),
-        SamplingParams(temperature=0.7, top_p=0.9, seed=3),
-        SamplingParams(temperature=1.3, top_k=4, min_p=0.05, seed=4),
+        SamplingSettings(temperature=0.0),
+        SamplingSettings(temperature=1.0, seed=2**64 - 9),
+        SamplingSettings(temperature=0.7, top_p=0.9, seed=3),
+        SamplingSettings(temperature=1.3, top_k=4, min_p=0.05, seed=4),
     ],
     ids=["greedy", "sampled", "top-p", "top-k and min-p"],
 )

@@ -30,7 +30,7 @@ from workers.sampling.grammar import Grammars, grammar_text
 from workers.sampling.grammar_masks import grammar_masks
 from workers.sampling.logits_edits import Columns, ConstrainedRow
 from workers.sampling.logits_processors import constrain
-from workers.types import Constraints, Rule, SamplingBatch, SamplingParams, TreeBatch
+from workers.types import Constraints, Rule, SamplingBatch, SamplingSettings, TreeBatch
 
 torch.set_num_threads(1)
 
@@ -104,7 +104,7 @@ def grown(
         np.zeros(1, dtype=np.int64),
         np.array([len(prefix) + 1]),
         limits=oracles.limits([4], [2], rule=[rule], **options),  # type: ignore[arg-type]
-        sampling=SamplingBatch.stack([SamplingParams()]),
+        sampling=SamplingBatch.stack([SamplingSettings()]),
         policy=tree_policy,
         expand=expand,
         vocab=vocab,

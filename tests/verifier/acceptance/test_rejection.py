@@ -18,7 +18,7 @@ from verifier.acceptance.coupled import accept, walk
 from verifier.acceptance.rejection import Residual, RowLaw, Tree, accept_rejection, decide
 from workers.sampling.philox import Stream, uniform
 from workers.sampling.sampler import process_logits
-from workers.types import NodeKind, Rule, SamplingBatch, SamplingParams, Verdict
+from workers.types import NodeKind, Rule, SamplingBatch, SamplingSettings, Verdict
 
 torch.set_num_threads(1)
 
@@ -28,7 +28,7 @@ RULES = [Rule.TRAVERSAL, Rule.RECURSIVE]
 def judge(
     each: list[Drafted],
     logits_NV: torch.Tensor,
-    params: list[SamplingParams],
+    params: list[SamplingSettings],
     root_positions: list[int],
     rules: list[Rule],
     with_probs: bool = True,
@@ -86,7 +86,7 @@ def test_text_follows_the_targets_law_over_several_rounds(num_fixed, rule):
             weights = [weights_below(root, num_fixed), *(weights_below(t, 0) for t in pair), *[0 * small_q(0)] * 2]
             each.append(Drafted([-1, 0, 0, 1, 2], [root, *pair, *below], list(kinds), weights))
         logits_NV = torch.tensor(np.log(np.stack([small_p(t) for tree in each for t in tree.tokens])))
-        params = [SamplingParams(seed=int(seed)) for seed in seeds]
+        params = [SamplingSettings(seed=int(seed)) for seed in seeds]
         for i, verdict in zip(open_, judge(each, logits_NV, params, roots.tolist(), [rule] * len(each)), strict=True):
             texts[i] += verdict.tokens
     law = oracles.product_law(lambda prefix: small_p(prefix[-1] if prefix else 0), length)
@@ -106,7 +106,7 @@ def test_the_token_after_a_rejection_follows_the_residual():
     num, p = 20000, np.array([0.5, 0.2, 0.05, 0.15, 0.1])
     each = [Drafted([-1, 0], [0, 0], [NodeKind.ROOT, NodeKind.DETERMINISTIC], [np.zeros(5, dtype=np.int64)] * 2)] * num
     logits = torch.tensor(np.log(p)).expand(2 * num, -1)
-    verdicts = judge(each, logits, [SamplingParams(seed=i) for i in range(num)], [4] * num, [Rule.RECURSIVE] * num)
+    verdicts = judge(each, logits, [SamplingSettings(seed=i) for i in range(num)], [4] * num, [Rule.RECURSIVE] * num)
     rest = np.bincount([v.tokens[0] for v in verdicts if not v.path], minlength=5)
     assert rest[0] == 0
     assert scipy.stats.chisquare(rest[1:], p[1:] / 0.5 * rest.sum()).pvalue > 1e-3
@@ -115,7 +115,7 @@ def test_the_token_after_a_rejection_follows_the_residual():
 
 def test_last_tokens_of_different_rounds_and_rows_are_independent():
     num, p = 5000, np.array([0.4, 0.3, 0.2, 0.1])
-    params = [SamplingParams(seed=i) for i in range(num)]
+    params = [SamplingSettings(seed=i) for i in range(num)]
     weights = [np.zeros(4, dtype=np.int64)] * 2
     bare = [Drafted([-1], [0], [NodeKind.ROOT], weights[:1])] * num
     # A fixed child that is always accepted: the last token is drawn at row 1.
@@ -139,7 +139,7 @@ def test_the_last_token_is_where_a_uniform_of_its_own_row_falls():
     tree = Drafted([-1, 0], [0, 2], [NodeKind.ROOT, NodeKind.DETERMINISTIC], [np.zeros(5, dtype=np.int64)] * 2)
     logits = torch.stack([torch.tensor([0, 0, 1.0, 0, 0]), p]).log()
     for seed in range(200):
-        (verdict,) = judge([tree], logits, [SamplingParams(seed=seed)], [7], [Rule.TRAVERSAL])
+        (verdict,) = judge([tree], logits, [SamplingSettings(seed=seed)], [7], [Rule.TRAVERSAL])
         u = uniform(seed, 7, 1, 0, Stream.RESIDUAL)
         heaviest_first = [2, 3, 4, 0]
         place = int(np.searchsorted(np.cumsum([0.4, 0.3, 0.2, 0.1]), u, side="right"))
@@ -225,7 +225,7 @@ def test_a_rejection_by_rounding_gives_a_valid_token(rule, monkeypatch):
         .masked_fill(torch.tensor(weights == 0), -torch.inf)
     )
     for seed in range(20):
-        (verdict,) = judge([tree], logits, [SamplingParams(seed=seed)], [5], [rule])
+        (verdict,) = judge([tree], logits, [SamplingSettings(seed=seed)], [5], [rule])
         assert weights[verdict.bonus_token] > 0
 
 
@@ -251,7 +251,7 @@ def test_greedy_requests_walk_along_the_argmax(counts, rule):
         each.append(draft(rng, vocab, counts, seed=case, root_position=case))
         logits.append(torch.tensor(rng.normal(size=(len(each[-1].parents), vocab))).float())
     logits_NV = torch.cat(logits)
-    verdicts = judge(each, logits_NV, [SamplingParams(temperature=0.0)] * 60, list(range(60)), [rule] * 60)
+    verdicts = judge(each, logits_NV, [SamplingSettings(temperature=0.0)] * 60, list(range(60)), [rule] * 60)
     assert verdicts == walk(pack(each)[0], logits_NV.argmax(-1).tolist())
     assert max(len(verdict.path) for verdict in verdicts) > 1
 
@@ -259,17 +259,17 @@ def test_greedy_requests_walk_along_the_argmax(counts, rule):
 # ---- batches
 
 
-def ragged_batch() -> tuple[list[Drafted], list[torch.Tensor], list[SamplingParams], list[int], list[Rule]]:
+def ragged_batch() -> tuple[list[Drafted], list[torch.Tensor], list[SamplingSettings], list[int], list[Rule]]:
     vocab, positions = 50, [3, 77, 0, 12, 400, 9, 21]
     shapes = [CHAIN, TREE, [[(0, 0)]], TREE, FIXED, [[(4, 2)]], TREE]
     params = [
-        SamplingParams(seed=1),
-        SamplingParams(temperature=0.0),
-        SamplingParams(temperature=0.8, top_k=3, seed=2),
-        SamplingParams(temperature=0.6, top_p=0.7, seed=4),
-        SamplingParams(seed=2**63 + 5),
-        SamplingParams(min_p=0.2, seed=6),
-        SamplingParams(temperature=1.5, seed=7),
+        SamplingSettings(seed=1),
+        SamplingSettings(temperature=0.0),
+        SamplingSettings(temperature=0.8, top_k=3, seed=2),
+        SamplingSettings(temperature=0.6, top_p=0.7, seed=4),
+        SamplingSettings(seed=2**63 + 5),
+        SamplingSettings(min_p=0.2, seed=6),
+        SamplingSettings(temperature=1.5, seed=7),
     ]
     rng = np.random.default_rng(8)
     each = [
@@ -310,7 +310,7 @@ def test_fixed_drafts_need_no_draft_probabilities():
     rng = np.random.default_rng(3)
     tree = draft(rng, 20, FIXED, seed=1, root_position=5)
     logits = torch.tensor(rng.normal(size=(len(tree.parents), 20))).float()
-    arguments = ([tree], logits, [SamplingParams(seed=9)], [5], [Rule.TRAVERSAL])
+    arguments = ([tree], logits, [SamplingSettings(seed=9)], [5], [Rule.TRAVERSAL])
     assert judge(*arguments) == judge(*arguments, with_probs=False)
 
 
@@ -321,14 +321,14 @@ def test_a_placeholder_is_never_accepted(temperature):
     logits = torch.full((3, 6), -100.0)
     logits[:, 3] = 100.0
     for rule in RULES:
-        (verdict,) = judge([tree], logits, [SamplingParams(temperature=temperature)], [0], [rule])
+        (verdict,) = judge([tree], logits, [SamplingSettings(temperature=temperature)], [0], [rule])
         assert verdict.tokens == (3, 3)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_nan_logits_give_a_short_valid_answer(temperature):
     each, logits, params, positions, rules = ragged_batch()
-    params = [SamplingParams(temperature=temperature, top_p=0.9)] * len(each)
+    params = [SamplingSettings(temperature=temperature, top_p=0.9)] * len(each)
     for verdict in judge(each, torch.full_like(torch.cat(logits), torch.nan), params, positions, rules):
         assert 1 <= len(verdict.tokens) <= 5
         assert all(0 <= token < 50 for token in verdict.tokens)
@@ -340,7 +340,7 @@ def test_logits_have_one_row_per_tree_row_exactly():
         accept_rejection(
             trees,
             torch.zeros(6, 9),
-            SamplingBatch.stack([SamplingParams()]),
+            SamplingBatch.stack([SamplingSettings()]),
             np.array([0]),
             probs,
             [Rule.TRAVERSAL],
@@ -349,7 +349,7 @@ def test_logits_have_one_row_per_tree_row_exactly():
 
 def test_coupled_drafts_are_refused():
     with pytest.raises(AssertionError, match="coupled"):
-        params = SamplingBatch.stack([SamplingParams()])
+        params = SamplingBatch.stack([SamplingSettings()])
         accept_rejection(oracles.tree([-1, 0], [0, 1]), torch.zeros(2, 9), params, np.array([0]), None, RULES[:1])
 
 
@@ -371,7 +371,7 @@ def test_each_request_of_a_mixed_batch_is_judged_by_its_own_rule():
     for place in (1, 4, len(each)):
         each.insert(place, drafted)
         logits.insert(place, own_logits)
-        params.insert(place, SamplingParams(seed=place))
+        params.insert(place, SamplingSettings(seed=place))
         positions.insert(place, 30 + place)
         rules.insert(place, Rule.COUPLED)
     trees, probs = pack(each)

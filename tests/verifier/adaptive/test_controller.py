@@ -25,7 +25,7 @@ from verifier.tree import PromptChunk
 from workers import config
 from workers.comm.ipc import Speculation, Submit
 from workers.config import PruneConfig, TreeConfig
-from workers.types import DraftReply, Rule, SamplingParams, TreeLimits, Verdict
+from workers.types import DraftReply, Rule, SamplingSettings, TreeLimits, Verdict
 
 torch.set_num_threads(1)
 
@@ -43,7 +43,7 @@ def test_tokens_are_those_of_the_target_whatever_auto_decides(monkeypatch, metho
         b.engine._controller._max_rows, b.engine._controller._max_backlog = 10, 6
         asked = []
         for n in range(6):
-            params = SamplingParams(temperature=temperature, seed=n)
+            params = SamplingSettings(temperature=temperature, seed=n)
             prompt = [int(t) for t in rng.integers(0, 32, 3 + 5 * n)]
             speculation = Speculation(auto=n != 3)
             asked.append((b.submit(prompt, 30, params, speculation=speculation), prompt, params))
@@ -58,10 +58,10 @@ def test_tokens_are_those_of_the_target_whatever_auto_decides(monkeypatch, metho
 
 def test_auto_asks_for_costs_and_others_do_not():
     with Bench(Counting(), "eagle3", TREE) as b:
-        b.ask([1, 2, 3], 12, SamplingParams(temperature=0.0))
+        b.ask([1, 2, 3], 12, SamplingSettings(temperature=0.0))
         assert any(request.costs is not None for request in b.drafter.requests)
     with Bench(Counting(), "eagle3", TREE) as b:
-        b.ask([1, 2, 3], 12, SamplingParams(temperature=0.0), speculation=Speculation(auto=False))
+        b.ask([1, 2, 3], 12, SamplingSettings(temperature=0.0), speculation=Speculation(auto=False))
         assert all(request.costs is None for request in b.drafter.requests)
 
 

@@ -19,13 +19,13 @@ from verifier.draft_batch import DraftBatch
 from verifier.request import Request
 from workers.comm.ipc import Speculation, Submit
 from workers.config import PruneConfig, SimulatedCosts, TreeConfig
-from workers.types import DraftReply, Rule, SamplingParams, TreeLimits, Verdict
+from workers.types import DraftReply, Rule, SamplingSettings, TreeLimits, Verdict
 
 torch.set_num_threads(1)
 
 
 def request_of(text: list[int], temperature: float = 0.0, **limits: float) -> Request:
-    submit = Submit(id=0, prompt=text, max_tokens=64, sampling=SamplingParams(temperature=temperature))
+    submit = Submit(id=0, prompt=text, max_tokens=64, sampling=SamplingSettings(temperature=temperature))
     return Request(submit, Rule.COUPLED, TreeLimits(num_speculative_tokens=16, auto=True, **limits), 0)
 
 
@@ -212,7 +212,7 @@ LOOP = [*range(8), *range(8), 0, 1]  # what `Counting(8)` goes on with is what w
 @pytest.mark.parametrize("method", ["eagle3", "draft_model"])
 def test_copies_of_a_loop_are_all_accepted(method, temperature):
     with Bench(Counting(8), method, TREE) as b:
-        answer = b.ask(LOOP, 60, SamplingParams(temperature=temperature))
+        answer = b.ask(LOOP, 60, SamplingSettings(temperature=temperature))
         assert answer.tokens == [(2 + n) % 8 for n in range(60)]
         stats = b.engine._stats
         assert stats.num_accepted_tokens == stats.num_verified_tokens > 40
@@ -227,7 +227,7 @@ def test_copies_that_are_mostly_wrong_change_no_token(temperature):
     with Bench(language, "eagle3", TREE, max_num_batched_tokens=24) as b:
         asked = []
         for n in range(5):
-            params = SamplingParams(temperature=temperature, seed=n)
+            params = SamplingSettings(temperature=temperature, seed=n)
             prompt = [n % 6, 1, 2, 3, 1, 2]
             asked.append((b.submit(prompt, 40, params), prompt, params))
         b.run()
@@ -248,9 +248,9 @@ def test_nothing_is_copied_for_who_did_not_ask_for_it(speculation, monkeypatch):
         PromptLookup, "look", lambda self, requests, *own: (looked.extend(requests), real(self, requests, *own))[1]
     )
     with Bench(Counting(8), "eagle3", TREE) as b:
-        b.ask(LOOP, 20, SamplingParams(temperature=1.0), speculation=speculation)
+        b.ask(LOOP, 20, SamplingSettings(temperature=1.0), speculation=speculation)
         assert not looked
-        b.ask(LOOP, 20, SamplingParams(temperature=1.0))
+        b.ask(LOOP, 20, SamplingSettings(temperature=1.0))
         assert looked
 
 
@@ -258,7 +258,7 @@ def test_requests_may_allow_trees_of_different_size():
     with Bench(Counting(8), "eagle3", TREE) as b:
         for num_tokens in (1, 7, 2):
             answer = b.ask(
-                LOOP, 12, SamplingParams(temperature=0.0), speculation=Speculation(num_speculative_tokens=num_tokens)
+                LOOP, 12, SamplingSettings(temperature=0.0), speculation=Speculation(num_speculative_tokens=num_tokens)
             )
             assert answer.tokens == [(2 + n) % 8 for n in range(12)]
             assert 1 < max(len(step.sample_row_R) for step in b.target.steps[-3:]) <= 1 + num_tokens
@@ -270,10 +270,10 @@ def test_a_drafter_that_costs_nothing_is_asked_where_there_is_nothing_to_copy():
         TREE, prune=PruneConfig(auto=True, simulated_costs=SimulatedCosts(step_ms=10, row_ms=0.01, draft_ms=1.0))
     )
     with Bench(Counting(32), "eagle3", cheap) as b:
-        b.ask([0, 1], 30, SamplingParams(temperature=0.0))
+        b.ask([0, 1], 30, SamplingSettings(temperature=0.0))
         drafted = len(b.drafter.requests)
         assert drafted >= 5
-        b.ask([*range(32), *range(32), 0, 1], 30, SamplingParams(temperature=0.0))
+        b.ask([*range(32), *range(32), 0, 1], 30, SamplingSettings(temperature=0.0))
         trees = sum(int((request.num_nodes_B > 0).sum()) for request in b.drafter.requests[drafted:])
         assert trees <= 2 and len(b.target.steps) < 30
 
@@ -301,9 +301,9 @@ def test_a_step_with_a_prompt_does_not_tell_what_looking_brings():
                 looked.append(controller._lookup._profit == before)
 
         controller.observe = watched
-        b.submit(LOOP, 60, SamplingParams(temperature=0.0))
+        b.submit(LOOP, 60, SamplingSettings(temperature=0.0))
         b.step()
-        b.submit([n % 8 for n in range(120)], 3, SamplingParams(temperature=0.0))
+        b.submit([n % 8 for n in range(120)], 3, SamplingSettings(temperature=0.0))
         for _ in range(15):
             b.step()
         assert len(looked) > 3 and all(looked)
@@ -318,7 +318,7 @@ def test_copies_are_counted_apart_from_drafts(copies):
         ),
     )
     with Bench(Counting(8), "eagle3", tree) as b:
-        answer = b.ask(LOOP, 30, SamplingParams(temperature=0.0))
+        answer = b.ask(LOOP, 30, SamplingSettings(temperature=0.0))
         stats, total = answer.last.stats, b.frames[-1].stats
         for counts in (stats, total):
             drafted = sum(int((request.num_nodes_B > 0).sum()) for request in b.drafter.requests)
@@ -331,7 +331,7 @@ def test_copies_are_counted_apart_from_drafts(copies):
 
 def test_copies_beyond_the_end_are_not_counted_as_accepted():
     with Bench(Counting(8), "eagle3", TREE) as b:
-        answer = b.ask(LOOP, 60, SamplingParams(temperature=0.0), stop_token_ids=[5])
+        answer = b.ask(LOOP, 60, SamplingSettings(temperature=0.0), stop_token_ids=[5])
         assert answer.tokens == [2, 3, 4, 5]  # of 3 4 5 6 7, all right
         for stats in (answer.last.stats, b.frames[-1].stats):
             assert stats.num_copied_tokens == stats.num_verified_tokens == 5

@@ -22,7 +22,7 @@ from workers.types import (
     DraftReply,
     DraftRequest,
     SamplingBatch,
-    SamplingParams,
+    SamplingSettings,
     TargetStep,
     TreeBatch,
 )
@@ -42,7 +42,7 @@ def config(
 
 def draft_request(rows: int, width: int | None) -> DraftRequest:
     rng = np.random.default_rng(rows)
-    sampling = SamplingBatch.stack([SamplingParams(seed=2**64 - 1 - rows)])
+    sampling = SamplingBatch.stack([SamplingSettings(seed=2**64 - 1 - rows)])
     one, none = torch.ones(1, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
     return DraftRequest(
         offsets=torch.tensor([0, rows], dtype=torch.int32),
@@ -66,7 +66,7 @@ def draft_reply(seconds: float) -> DraftReply:
 
 def target_step(rows: int) -> TargetStep:
     request = draft_request(rows, None)
-    ints, sampling = torch.arange(rows, dtype=torch.int32), SamplingBatch.stack([SamplingParams()] * rows)
+    ints, sampling = torch.arange(rows, dtype=torch.int32), SamplingBatch.stack([SamplingSettings()] * rows)
     attention = AttentionMetadata(
         query_offsets=request.offsets, page_table_BP=request.page_table_BP, base_B=request.start_B, slot_N=ints,
         visible_N=ints, ancestors_N=torch.full((rows,), -(2**63)),

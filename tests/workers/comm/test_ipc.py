@@ -27,7 +27,7 @@ from workers.comm.ipc import (
     TreeRecord,
     encode,
 )
-from workers.types import SamplingParams
+from workers.types import SamplingSettings
 
 TREE = TreeRecord(
     tokens=[7, 5, -1],
@@ -46,7 +46,7 @@ MESSAGES = [
         id=2**40,
         prompt=[0, 2**31 - 1],
         max_tokens=7,
-        sampling=SamplingParams(temperature=0.7, top_k=3, top_p=0.9, min_p=0.05, seed=2**64 - 1),
+        sampling=SamplingSettings(temperature=0.7, top_k=3, top_p=0.9, min_p=0.05, seed=2**64 - 1),
         stop_token_ids=[4, 5],
         ignore_eos=True,
         has_trees=True,

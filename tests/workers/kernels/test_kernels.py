@@ -29,7 +29,7 @@ from workers.kernels.triton_sampling import _gumbel, _philox
 from workers.sampling import sampler
 from workers.sampling.philox import gumbel
 from workers.sampling.sampler import draw
-from workers.types import SamplingBatch, SamplingParams
+from workers.types import SamplingBatch, SamplingSettings
 
 DEVICE = "cpu" if is_interpreted() else "cuda"
 both = pytest.mark.parametrize("kernels", [reference, fused], ids=["torch", "triton"])
@@ -253,11 +253,11 @@ def test_noise_is_exact_at_every_kind_of_word() -> None:
 
 
 PARAMS = [
-    SamplingParams(seed=5),
-    SamplingParams(temperature=0, seed=2, min_p=0.3),
-    SamplingParams(temperature=0.7, min_p=0.1, seed=-1),
-    SamplingParams(temperature=2.0, seed=1 << 63),
-    SamplingParams(min_p=0.5, seed=77),
+    SamplingSettings(seed=5),
+    SamplingSettings(temperature=0, seed=2, min_p=0.3),
+    SamplingSettings(temperature=0.7, min_p=0.1, seed=-1),
+    SamplingSettings(temperature=2.0, seed=1 << 63),
+    SamplingSettings(min_p=0.5, seed=77),
 ]
 
 
@@ -297,14 +297,14 @@ def test_noise_for_drafts_is_the_targets(kernels: Kernels, start: int, stop: int
 @both
 def test_scores_are_log_p_plus_noise(kernels: Kernels) -> None:
     logits, index = torch.zeros(40, 1), torch.arange(40)
-    params = SamplingBatch.stack([SamplingParams(seed=9)] * 40)
+    params = SamplingBatch.stack([SamplingSettings(seed=9)] * 40)
     score, ids = kernels.coupled_argmax(logits.to(DEVICE), params.to(DEVICE), index.to(DEVICE), 7, None)
     assert (score.cpu() - gumbel(params.seed_B, index, 7, 8)[:, 0]).abs().max() < 5e-6 and (ids == 7).all()
 
 
 @both
 def test_a_fully_masked_row_yields_the_lowest_token(kernels: Kernels) -> None:
-    params = SamplingBatch.stack([SamplingParams(seed=9), SamplingParams(temperature=0)]).to(DEVICE)
+    params = SamplingBatch.stack([SamplingSettings(seed=9), SamplingSettings(temperature=0)]).to(DEVICE)
     nothing = torch.full((2, 1500), -torch.inf, device=DEVICE)
     score, ids = kernels.coupled_argmax(nothing, params, torch.zeros(2, dtype=torch.int64, device=DEVICE), 30, None)
     assert ids.tolist() == [30, 30] and (score == -torch.inf).all()

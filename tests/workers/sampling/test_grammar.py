@@ -25,7 +25,7 @@ from workers.sampling.grammar_masks import grammar_masks
 from workers.sampling.logits_edits import Columns, ConstrainedRow
 from workers.sampling.logits_processors import constrain
 from workers.sampling.logits_state import LogitsState, pack_logits_states, unpack_logits_states
-from workers.types import Constraints, Rule, SamplingParams
+from workers.types import Constraints, Rule, SamplingSettings
 
 torch.set_num_threads(1)
 
@@ -365,8 +365,8 @@ assert "llguidance" not in sys.modules
 
 
 def test_the_state_without_a_grammar_carries_no_output() -> None:
-    penalized = SamplingParams(constraints=Constraints(presence_penalty=1.0))
-    for sampling, size in ((penalized, 0), (SamplingParams(constraints=GRAMMAR), 8)):
+    penalized = SamplingSettings(constraints=Constraints(presence_penalty=1.0))
+    for sampling, size in ((penalized, 0), (SamplingSettings(constraints=GRAMMAR), 8)):
         request = Request(Submit(id=3, prompt=[1], max_tokens=9, sampling=sampling), Rule.COUPLED, None, 0)
         request.append([5, 2])
         state = request.logits_state(ENDS)

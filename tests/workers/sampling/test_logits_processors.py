@@ -21,7 +21,7 @@ from workers.sampling.logits_processors import constrain, write_token_counts
 from workers.sampling.logits_state import LogitsState, TokenCounter
 from workers.sampling.philox import gumbel
 from workers.sampling.sampler import draw, process_logits
-from workers.types import Constraints, SamplingBatch, SamplingParams, TreeBatch
+from workers.types import Constraints, SamplingBatch, SamplingSettings, TreeBatch
 
 torch.set_num_threads(1)
 
@@ -308,7 +308,7 @@ ENDS = [0, 3]
 SMALL = Columns(0, SMALL_V)
 
 
-def plain(params: SamplingParams, length: int) -> Path:
+def plain(params: SamplingSettings, length: int) -> Path:
     """Return the output of a plain loop: one token at a time, constraints by the oracle."""
     batch = SamplingBatch.stack([params])
     output: Path = ()
@@ -320,7 +320,7 @@ def plain(params: SamplingParams, length: int) -> Path:
     return output
 
 
-def grown(params: SamplingParams, output: Path, error: float, is_draft_constrained: bool, widths: list[int]) -> Path:
+def grown(params: SamplingSettings, output: Path, error: float, is_draft_constrained: bool, widths: list[int]) -> Path:
     """Return paths below the root, breadth-first: at each depth the best `widths` children by log q + G."""
     batch = SamplingBatch.stack([params])
     state = logits_state(params.constraints, PROMPT, output, ENDS)
@@ -341,7 +341,7 @@ def grown(params: SamplingParams, output: Path, error: float, is_draft_constrain
 
 
 def speculate(
-    params: SamplingParams,
+    params: SamplingSettings,
     length: int,
     error: float,
     is_draft_constrained: bool,
@@ -388,9 +388,9 @@ ACTIVE = {
     "masks that leave nothing": Constraints(allowed_token_ids=[0, 3], bad_words=[[0], [3]], min_tokens=9),
 }
 SAMPLED = {
-    "greedy": SamplingParams(temperature=0.0),
-    "sampled": SamplingParams(seed=2**64 - 9),
-    "cut": SamplingParams(temperature=1.3, top_k=5, top_p=0.95, min_p=0.02, seed=4),
+    "greedy": SamplingSettings(temperature=0.0),
+    "sampled": SamplingSettings(seed=2**64 - 9),
+    "cut": SamplingSettings(temperature=1.3, top_k=5, top_p=0.95, min_p=0.02, seed=4),
 }
 LENGTH = 25
 
