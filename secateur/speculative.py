@@ -225,7 +225,14 @@ class SpeculativeConfig(Strict):
         elif not self.enable_draft_probs:
             names, why = [*USES_DRAFT_PROBS], "with enable_draft_probs=false, but on requests that set it"
         else:
-            return
+            names, why = [], ""
+        if self.acceptance == "rejection" and self.overlap == "predraft":
+            warnings.warn(
+                "overlap='predraft' has no effect with acceptance 'rejection' (sampled trees must not depend on "
+                "timing), but on requests with 'coupled'",
+                UserWarning,
+                stacklevel=2,
+            )
         if unused := [name for name in names if name in self.model_fields_set]:
             has = "has" if len(unused) == 1 else "have"
             warnings.warn(f"{' and '.join(unused)} {has} no effect {why}", UserWarning, stacklevel=2)

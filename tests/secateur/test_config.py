@@ -225,6 +225,11 @@ def test_pre_drafting_that_cannot_be_is_an_error(settings, problem):
         assert SpeculativeConfig(overlap=overlap, **settings).overlap == overlap
 
 
+def test_pre_drafting_of_sampled_trees_warns():
+    with pytest.warns(UserWarning, match="overlap='predraft' has no effect with acceptance 'rejection'"):
+        SpeculativeConfig(model="x", acceptance="rejection", overlap="predraft")
+
+
 @pytest.mark.parametrize("key", ["enable_draft_probs", "draft_sample_method"])
 def test_draft_probability_settings_warn_under_coupled_acceptance(key):
     value = {"enable_draft_probs": False, "draft_sample_method": "greedy"}[key]
