@@ -68,7 +68,9 @@ def test_replayed_steps_equal_eager_steps(tmp_path: Path, name: str) -> None:
             assert not cuda.waits
             alone = model.forward(tokens.to(device), positions.to(device), model.plan(step.metadata, 16), pools[1])
             assert alone.final_ND.std() > 1e-3
-            torch.testing.assert_close(final_ND.cpu(), alone.final_ND.cpu(), atol=1e-4, rtol=0)
+            # A padded step may sum in another order, so numbers of 16 bits may be rounded differently.
+            error_N = (final_ND.float() - alone.final_ND.float()).norm(dim=-1) / alone.final_ND.float().norm(dim=-1)
+            assert float(error_N.max()) < (0.02 if dtype == torch.bfloat16 else 1e-4)
         assert sum(graph.num_replays for graph in cuda.graphs) == len(STEPS)
 
 
