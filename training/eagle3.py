@@ -136,17 +136,21 @@ class TrainableEagle3Head(nn.Module):
         values = heads(attention.v_proj(x)).repeat_interleave(repeats, 1)
         return KeyValue(keys, values), rotate(heads(attention.q_proj(x)), positions)
 
-    def step(self, embeds_BTH: Tensor, features_BTH: Tensor, cache: list[KeyValue]) -> Tensor:
-        """Run one step for all T starts: append its keys to `cache` and return the pre-norm output [B, T, H].
+    def step(self, embeds_BTH: Tensor, features_BTH: Tensor, cache: list[KeyValue], first: int = 0) -> Tensor:
+        """Run one step: append its keys to `cache` and return the pre-norm output [B, T - first, H].
 
-        Start i attends to step 0 of starts 0..i and to its own later steps, exactly as when drafting from i.
+        Start i attends to step 0 of starts 0..i and to its own later steps, exactly as when drafting from i. Only
+        starts from `first` on are drafted from. Step 0 takes all T starts, later steps those T - first.
         """
-        layer, num_starts = self.midlayer, embeds_BTH.shape[1]
+        layer, is_first_step = self.midlayer, not cache
         x = torch.cat([layer.input_layernorm(embeds_BTH), layer.hidden_norm(features_BTH)], -1)
-        key_value, queries = self.key_value_query(x, offset=len(cache))
+        key_value, queries = self.key_value_query(x, offset=0 if is_first_step else len(cache) + first)
         cache.append(key_value)
+        if is_first_step:
+            queries, features_BTH = queries[:, :, first:], features_BTH[:, first:]
+        num_starts = cache[0].keys.shape[2]
         scale = 1 / math.sqrt(self.config.head_dim)
-        future = torch.ones(num_starts, num_starts, dtype=torch.bool, device=x.device).triu(1)
+        future = torch.ones(queries.shape[2], num_starts, dtype=torch.bool, device=x.device).triu(1 + first)
         scores = [(queries @ cache[0].keys.transpose(2, 3) * scale).masked_fill(future, -torch.inf)]
         scores += [(queries * own.keys).sum(-1, keepdim=True) * scale for own in cache[1:]]
         weights = torch.cat(scores, -1).softmax(-1)

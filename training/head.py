@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from eagle3 import TrainableEagle3Head, feature_layers, head_config
 from questions import make_questions
 from safetensors.torch import save_file
@@ -42,9 +43,11 @@ logger = logging.getLogger("head")
 REPOSITORY = Path(__file__).resolve().parent.parent
 NUM_STEPS = 5
 """Unrolled steps of the training-time test."""
+FIRST_STEPS = 2
+"""Unrolled steps in the first half of the time, which sees twice as many tokens then."""
 STEP_DISCOUNT = 0.9
 ROW_LENGTH = 448
-BATCH_ROWS = 6
+BATCH_ROWS = 8
 HELD_OUT_EVERY = 50
 
 
@@ -206,11 +209,15 @@ class Batch(NamedTuple):
 
 
 def batches(rows: Rows, chosen: list[int], rng: random.Random) -> Iterator[Batch]:
-    """Yield shuffled batches without end."""
+    """Yield shuffled batches without end, each of rows whose answers begin at about the same position."""
+    begins = rows.is_answer_RN.argmax(1)
     while True:
         rng.shuffle(chosen)
-        for start in range(0, len(chosen) - BATCH_ROWS + 1, BATCH_ROWS):
-            yield batch_of(rows, sorted(chosen[start : start + BATCH_ROWS]))
+        for start in range(0, len(chosen), 8 * BATCH_ROWS):
+            part = sorted(chosen[start : start + 8 * BATCH_ROWS], key=begins.__getitem__)
+            some = [part[first : first + BATCH_ROWS] for first in range(0, len(part) - BATCH_ROWS + 1, BATCH_ROWS)]
+            rng.shuffle(some)
+            yield from (batch_of(rows, sorted(own)) for own in some)
 
 
 def batch_of(rows: Rows, chosen: list[int]) -> Batch:
@@ -226,30 +233,36 @@ def batch_of(rows: Rows, chosen: list[int]) -> Batch:
     return Batch(*(values[:, :longest] for values in (tokens, features, final, favourite, is_answer)))
 
 
-def unrolled_loss(head: TrainableEagle3Head, target: LlamaForCausalLM, batch: Batch) -> tuple[Tensor, list[float]]:
+def unrolled_loss(
+    head: TrainableEagle3Head, target: LlamaForCausalLM, batch: Batch, num_steps: int = NUM_STEPS
+) -> tuple[Tensor, list[float]]:
     """Return the cross-entropy against the target's distribution over the draft vocabulary, and each step's agreement.
 
     Agreement is the share of answer tokens for which the most likely tokens are equal. The loss covers answer tokens
-    whose most likely target token is in the draft vocabulary.
+    whose most likely target token is in the draft vocabulary. Drafts start before the first answer token at the
+    earliest.
     """
-    num_starts = batch.tokens_BN.shape[1] - 1 - NUM_STEPS
+    num_starts = batch.tokens_BN.shape[1] - 1 - num_steps
     embeds = target.model.embed_tokens(batch.tokens_BN).float()
-    with torch.no_grad():
-        favourite = batch.favourite_BN
-        law = (batch.final_BNH.bfloat16() @ target.lm_head.weight[head.draft_ids].T).float().softmax(-1)
-        is_counted = head.t2d[favourite] & batch.is_answer_BN.roll(-1, 1)  # position n predicts n + 1
+    is_answer = batch.is_answer_BN.roll(-1, 1)  # position n predicts n + 1
+    is_answer[:, -1] = False
+    first = max(int(is_answer.int().argmax(1).min()) - num_steps, 0)
     hidden, cache = head.fc(batch.features_BNF[:, :num_starts]), []
     total, agreement = torch.zeros(()), []
-    for s in range(NUM_STEPS):
-        window = slice(1 + s, 1 + s + num_starts)
-        hidden = head.step(embeds[:, window], hidden, cache)
-        logits = head.lm_head(head.norm(hidden)).float()
-        counted = is_counted[:, window]
-        entropy = -(law[:, window] * logits.log_softmax(-1)).sum(-1)
-        total = total + STEP_DISCOUNT**s * (entropy * counted).sum() / counted.sum().clamp(min=1)
-        hits = head.draft_ids[logits.argmax(-1)] == favourite[:, window]
-        answers = batch.is_answer_BN.roll(-1, 1)[:, window]
-        agreement.append(float((hits & answers).sum() / answers.sum().clamp(min=1)))
+    for s in range(num_steps):
+        begin = 1 + s if s == 0 else 1 + s + first
+        hidden = head.step(embeds[:, begin : 1 + s + num_starts], hidden, cache, first)
+        window = slice(1 + s + first, 1 + s + num_starts)
+        answers, favourite = is_answer[:, window], batch.favourite_BN[:, window]
+        logits = head.lm_head(head.norm(hidden[answers])).float()
+        with torch.no_grad():
+            final = batch.final_BNH[:, window][answers].bfloat16()
+            law = (final @ target.lm_head.weight[head.draft_ids].T).float().softmax(-1)
+            is_counted = head.t2d[favourite[answers]]
+            hits = head.draft_ids[logits.argmax(-1)] == favourite[answers]
+        entropy = F.cross_entropy(logits, law, reduction="none")
+        total = total + STEP_DISCOUNT**s * (entropy * is_counted).sum() / is_counted.sum().clamp(min=1)
+        agreement.append(float(hits.float().mean()))
     return total, agreement
 
 
@@ -302,9 +315,10 @@ def train(options: argparse.Namespace, target: LlamaForCausalLM, rows: Rows) -> 
             return
         batch = next(source)
         with torch.autocast("cpu", torch.bfloat16):
-            loss, _ = unrolled_loss(head, target, batch)
-        optimisers.step(loss, batch.tokens_BN.numel())
-        state["tokens"] += batch.tokens_BN.numel()
+            loss, _ = unrolled_loss(head, target, batch, FIRST_STEPS if budget.fraction() < 0.5 else NUM_STEPS)
+        num_tokens = int(batch.is_answer_BN.sum())
+        optimisers.step(loss, num_tokens)
+        state["tokens"] += num_tokens
 
 
 @torch.no_grad()
