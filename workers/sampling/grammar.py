@@ -76,8 +76,6 @@ def _notation(kind: GrammarKind, source: Any, has_whitespace: bool) -> str:
                     raise GrammarError(f"a JSON schema is an object, not {json.dumps(schema)[:40]}")
                 options = None if has_whitespace else {"whitespace_flexible": False}
                 return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=options)
-            case "choice":
-                return llguidance.grammar_from("choice", json.dumps(source))
             case _:
                 return llguidance.grammar_from(kind, source)
     except GrammarError:

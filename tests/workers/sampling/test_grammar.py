@@ -133,9 +133,9 @@ def test_shards_of_the_vocabulary_together_have_the_whole_mask(grammars: Grammar
 
 
 def test_a_reduced_vocabulary_has_its_part_of_the_mask_and_tells_where_that_is_empty(grammars: Grammars) -> None:
-    ids = [3, 7, 4, 1]
-    column_of_V = torch.full((V,), -1)
-    column_of_V[torch.tensor(ids)] = torch.arange(4)
+    ids = [7, 4, 1]
+    column_of_V = torch.full((V + 2,), -1)  # a head may know ids that have no logit
+    column_of_V[torch.tensor([*ids, V])] = torch.arange(4)
     columns = Columns(0, 4, column_of_V)
     rows = [ConstrainedRow(5 + row, state_of(GRAMMAR, ()), list(path)) for row, path in enumerate(PATHS)]
     masks = grammar_masks(rows, columns, grammars)
@@ -145,7 +145,20 @@ def test_a_reduced_vocabulary_has_its_part_of_the_mask_and_tells_where_that_is_e
         wanted = allowed_by(TEXTS, ENDS, LANGUAGE, path) & set(ids) if not set(path) & set(ENDS) else set()
         assert {ids[column] for column in np.flatnonzero(allowed_W)} == wanted
         assert is_dead == (not wanted)
-    assert masks.is_dead_Q.any() and not masks.is_dead_Q.all()
+    assert masks.is_dead_Q[PATHS.index(())], "only other tokens may follow"
+    assert not masks.is_dead_Q.all()
+
+
+@pytest.mark.parametrize("columns", [Columns(1024, 1024), Columns(36, 8), Columns(40, 12), Columns(0, 2048)])
+def test_columns_are_taken_from_whole_bytes_only_where_they_begin_and_end_with_one(columns: Columns) -> None:
+    grammars = Grammars(TokenTable(BUNDLED, 2048, (0, 2)))
+    state = state_of(Constraints(grammar=grammar_text("regex", "[ACEGIKMO0-9a-z]*")), ())
+    masks = grammar_masks([ConstrainedRow(0, state, [])], columns, grammars)
+    assert masks is not None
+    whole_V = unpacked(grammars.masks(state, [()]).packed_QY, 2048)[0]
+    part_W = whole_V[columns.start : columns.start + columns.width]
+    assert masks.allowed(columns.width).tolist() == [part_W.tolist()]
+    assert part_W.any() and not part_W.all()
 
 
 @pytest.mark.slow
@@ -269,7 +282,8 @@ def test_a_matcher_that_exceeds_its_limits_is_reported_and_dropped() -> None:
     state = state_of(slowly, [68] * 12, id=7)
     for _ in range(3):
         grammars.masks(state, [(68,) * length for length in range(40)])
-        assert "too many expressions" in str(grammars.failure(7)) and 7 not in grammars._matchers
+        assert grammars.failure(7) == "lexer error: too many expressions constructed"
+        assert 7 not in grammars._matchers
     grammars.drop(7)
     assert grammars.failure(7) is None
     assert (grammars.masks(other, [()]).packed_QY == before).all()
@@ -278,11 +292,11 @@ def test_a_matcher_that_exceeds_its_limits_is_reported_and_dropped() -> None:
 def test_masks_that_take_too_long_fail_their_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.count()
     monkeypatch.setattr(module.time, "thread_time", lambda: float(next(clock)))
-    grammars = Grammars(TinyTable(TEXTS, ENDS), mask_seconds=2.5)
+    grammars = Grammars(TinyTable(TEXTS, ENDS), mask_seconds=2.0)
     slow, other = state_of(GRAMMAR, (), id=1), state_of(GRAMMAR, (), id=2)
     masks = grammars.masks(slow, [(), (0,), (2,), (3,)])
     assert masks.is_over_Q.tolist() == [False, False, True, True]
-    assert grammars.failure(1) == "its masks take more than 2.5 s" and 1 not in grammars._matchers
+    assert grammars.failure(1) == "its masks take more than 2 s" and 1 not in grammars._matchers
     assert grammars.masks(slow, [()]).is_over_Q.all() and grammars.count_allowed(slow, [0]) == 0
     assert allowed_after(grammars, other, (3,)) == allowed_by(TEXTS, ENDS, LANGUAGE, (3,))
     assert grammars.failure(2) is None
@@ -294,11 +308,11 @@ def test_a_rank_that_must_agree_with_others_computes_all_masks_before_it_fails_a
     clock = itertools.count()
     monkeypatch.setattr(module.time, "thread_time", lambda: float(next(clock)))
     table, paths = TinyTable(TEXTS, ENDS), [(), (0,), (2,), (3,)]
-    leader = Grammars(table, mask_seconds=2.5, is_alone=False)
+    leader = Grammars(table, mask_seconds=2.0, is_alone=False)
     follower = Grammars(table, mask_seconds=math.inf, is_alone=False)
     masks, theirs = (grammars.masks(state_of(GRAMMAR, ()), paths) for grammars in (leader, follower))
     assert (masks.packed_QY == theirs.packed_QY).all() and not (masks.is_over_Q | theirs.is_over_Q).any()
-    assert leader.failure(0) == "its masks take more than 2.5 s" and follower.failure(0) is None
+    assert leader.failure(0) == "its masks take more than 2 s" and follower.failure(0) is None
 
 
 def test_a_very_ambiguous_grammar_fails() -> None:
@@ -333,6 +347,30 @@ def test_logits_may_be_more_or_fewer_than_the_tokenizers_tokens() -> None:
         masks = grammars.masks(state_of(Constraints(grammar=grammar_text("regex", "[a-c]")), ()), [()])
         allowed_V = unpacked(masks.packed_QY, vocab_size)[0]
         assert len(allowed_V) == vocab_size and allowed_V.sum() == 3
+        behind = state_of(Constraints(grammar=grammar_text("regex", "[a-c]")), np.flatnonzero(allowed_V)[:1].tolist())
+        assert np.flatnonzero(unpacked(grammars.masks(behind, [()]).packed_QY, vocab_size)[0]).tolist() == [0]
+
+
+def test_json_may_have_whitespace_unless_told_otherwise() -> None:
+    spaced, dense = (grammar_text("json", {"type": "object"}, has_whitespace=own) for own in (True, False))
+    assert grammar_text("json", {"type": "object"}) == spaced != dense
+
+
+def test_a_grammar_that_only_this_process_cannot_compile_fails_its_request_with_the_reason() -> None:
+    grammars = Grammars(TokenTable("nowhere", 9, (0,)))
+    masks = grammars.masks(state_of(GRAMMAR, (), id=5), [()])
+    assert masks.is_over_Q.all()
+    assert grammars.failure(5) == "structured outputs need a model with a tokenizer.json, and this one has none"
+
+
+def test_an_error_is_the_library_s_own_words_on_one_line_of_bounded_length() -> None:
+    table = TokenTable(BUNDLED, 2048, (0, 2))
+    with pytest.raises(GrammarError) as short:
+        table.compile(grammar_text("regex", "(a"))
+    with pytest.raises(GrammarError) as long:
+        table.compile(grammar_text("grammar", f"start: {'x' * 500}"))
+    assert str(short.value) == ('at 1(8): invalid regex "(a" (in regex): regex parse error: (a error: unclosed group')
+    assert len(str(long.value)) == 300 and str(long.value).endswith("...")
 
 
 def test_the_state_with_its_grammar_survives_the_wire() -> None:
