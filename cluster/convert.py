@@ -273,6 +273,7 @@ def _draft(spec: SpeculativeConfig, target: str) -> DraftConfig:
         # N-gram lookup needs no device.
         placement=spec.draft_placement or ("colocated" if spec.method == "ngram" else "dedicated"),
         link=spec.draft_link,
+        fallback=spec.draft_fallback,
         overlap=spec.overlap,
         tree=TreeConfig(
             kind=spec.speculative_tree,

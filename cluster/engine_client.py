@@ -11,12 +11,13 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from typing import NamedTuple
 
 from secateur.errors import SecateurError
 from workers.comm.ipc import (
     Abort,
+    DrafterLost,
     EngineStats,
     FrameDecoder,
     Message,
@@ -44,10 +45,10 @@ class EngineDead(SecateurError, RuntimeError):
 
 
 class Health(NamedTuple):
-    """Whether the engine makes progress, and if not, why."""
+    """Whether the engine makes progress."""
 
     ok: bool
-    reason: str
+    reason: str  # why not; if it does, what is amiss all the same, or nothing
 
 
 class EngineClient:
@@ -57,6 +58,8 @@ class EngineClient:
         self.address = ""
         self.ready: Ready | None = None
         self.stats = EngineStats()
+        self.on_drafter_lost: Callable[[DrafterLost], None] = lambda _: None
+        self._drafter_loss = ""  # why the engine is without its drafter now
         self._progress_timeout_s = progress_timeout_s
         self._cause_wait_s = cause_wait_s
         self._ids = itertools.count(1)
@@ -157,7 +160,7 @@ class EngineClient:
         silent_s = time.monotonic() - self._last_frame
         if silent_s > self._progress_timeout_s:
             return Health(False, f"the engine is silent for {silent_s:.0f} s with {len(self._queues)} requests pending")
-        return Health(True, "")
+        return Health(True, self._drafter_loss)
 
     def fail(self, reason: str) -> None:
         """Declare the engine dead: pending requests and later calls of `submit` raise EngineDead."""
@@ -219,12 +222,18 @@ class EngineClient:
         match message:
             case StepOutput():
                 self.stats = message.stats
+                if message.stats.has_drafter:
+                    self._drafter_loss = ""
                 for chunk in message.chunks:
                     # Chunks of a request that was just aborted may still arrive.
                     if (queue := self._queues.get(chunk.id)) is not None:
                         queue.put_nowait(chunk)
                         if chunk.finish_reason is not None:  # finished, although its reader may not have read it yet
                             del self._queues[chunk.id]
+            case DrafterLost():
+                self.stats.has_drafter = False  # the step's own statistics follow
+                self._drafter_loss = f"{message.reason.splitlines()[0]}; requests are answered without drafts"
+                self.on_drafter_lost(message)
             case Ready():
                 self.ready = message
                 self._ready_event.set()

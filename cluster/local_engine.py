@@ -20,16 +20,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import IO
 
 import workers
+from cluster.drafter_restart import DrafterRestart
 from cluster.engine_client import EngineClient, EngineDead
 from cluster.rank_exits import ExitKind, RankExit, root_cause
 from cluster.rank_placement import interface_env, num_bundles, rank_placements, worker_env
 from cluster.system.temp_dirs import OwnedTempDir
 from secateur.errors import ConfigError
-from workers.config import START_TIMEOUT_S, EngineConfig
+from workers.config import DRAFT_LINK_VARIABLE, START_TIMEOUT_S, EngineConfig
 from workers.models.readers import read_specs
 from workers.models.specs import Specs
 
@@ -42,7 +45,7 @@ _WATCH_PERIOD_S = 0.2
 
 
 class EngineProcesses:
-    """The processes of one engine. Thread-safe. If one process dies, all are killed.
+    """The processes of one engine. Thread-safe. If one process dies, all are killed, but see `tolerate_drafter_loss`.
 
     Call `start_first`, `read_store` and `start_others` in a thread that lives as long as the engine (see
     cluster.system.child), and `close` in any case. The watcher thread calls `on_death` once, with the dead rank and the
@@ -54,28 +57,60 @@ class EngineProcesses:
         self._specs = specs
         self._front = front
         self._on_death = on_death
-        self._children: list[_Child] = []
+        self._children: dict[int, _Child] = {}  # by rank
+        self._num_essential = config.world_size  # the engine ends with any of these first ranks
         self._closing = threading.Event()
         self._lock = threading.Lock()
 
     @property
     def pids(self) -> list[int]:
         """Return the process ids of all ranks."""
-        return [child.process.pid for child in self._children]
+        return [child.process.pid for _, child in sorted(self._children.items())]
 
     def start_first(self) -> None:
         """Start rank 0. Raises ConfigError if there are too few devices."""
         self._spawn(0, "--front", self._front)
 
-    def read_store(self) -> str:
-        """Return the address of rank 0's rendezvous store, after seconds of imports. Raises EngineDead."""
-        return self._children[0].read_store(STORE_TIMEOUT_S)
+    def read_store(self, rank: int = 0) -> str:
+        """Return the address of the rank's rendezvous store, after seconds of imports. Raises EngineDead."""
+        return self._children[rank].read_store(STORE_TIMEOUT_S)
 
     def start_others(self, store: str) -> None:
         """Start the other ranks and the thread that watches all ranks."""
         for rank in range(1, self._config.world_size):
             self._spawn(rank, "--store", store)
         threading.Thread(target=self._watch, name="engine-watch", daemon=True).start()
+
+    def tolerate_drafter_loss(self) -> None:
+        """Stop treating the exit of a drafter rank as the end of the engine."""
+        self._num_essential = self._config.tensor_parallel_size
+
+    def kill_drafter(self) -> None:
+        """Kill the drafter's ranks, and wait for them."""
+        for child in self._drafter():
+            child.signal(signal.SIGKILL)
+            child.process.wait()
+            child.join()
+
+    def start_drafter(self, num_pages: int, link: str) -> None:
+        """Start drafter 0 in place of a killed one.
+
+        num_pages: as the engine's ranks have agreed. link: the address that the engine offers.
+        """
+        self._start_successor(self._config.tensor_parallel_size, num_pages, link)
+
+    def start_other_drafters(self, store: str, num_pages: int, link: str) -> None:
+        """Start the ranks that join drafter 0 at its store."""
+        for rank in range(self._config.tensor_parallel_size + 1, self._config.world_size):
+            self._start_successor(rank, num_pages, link, "--store", store)
+
+    def has_lost_drafter(self) -> bool:
+        """Return whether a rank of the drafter has ended."""
+        return any(child.process.poll() is not None for child in self._drafter())
+
+    def _drafter(self) -> list[_Child]:
+        with self._lock:
+            return [child for rank, child in self._children.items() if rank >= self._config.tensor_parallel_size]
 
     def expect_end(self) -> None:
         """Stop treating the exit of a process as a failure."""
@@ -85,7 +120,7 @@ class EngineProcesses:
         """Terminate all processes, kill those that do not stop in time, and wait for them. May be called twice."""
         self.expect_end()
         with self._lock:
-            children = list(self._children)
+            children = list(self._children.values())
         for child in children:
             child.signal(signal.SIGTERM)
         deadline = time.monotonic() + STOP_TIMEOUT_S
@@ -101,19 +136,29 @@ class EngineProcesses:
 
     def kill(self) -> None:
         """Kill all processes. A rank that waits for a dead peer in a collective does not react to SIGTERM."""
-        for child in self._children:
+        with self._lock:
+            children = list(self._children.values())
+        for child in children:
             child.signal(signal.SIGKILL)
 
-    def _spawn(self, rank: int, *address: str) -> None:
+    def _start_successor(self, rank: int, num_pages: int, link: str, *address: str) -> None:
+        config = replace(self._config, num_pages=num_pages)
+        self._spawn(rank, *address, config=config, env={DRAFT_LINK_VARIABLE: link})
+
+    def _spawn(
+        self, rank: int, *address: str, config: EngineConfig | None = None, env: Mapping[str, str] | None = None
+    ) -> None:
         placement, devices = rank_placements(self._config)[rank], self._devices()
         module = "verifier" if rank < self._config.tensor_parallel_size else "drafter"
         command = [sys.executable, "-P", "-m", "cluster.system.child", str(os.getpid()), module]
-        command += ["--rank", str(rank), "--config", self._config.to_json()]
+        command += ["--rank", str(rank), "--config", (config or self._config).to_json()]
         command += ["--specs", self._specs.to_json(), *address]
-        env = interface_env("127.0.0.1") | os.environ | worker_env(self._config) | {"PYTHONPATH": _python_path()}
-        env["CUDA_VISIBLE_DEVICES"] = devices[placement.bundle] if devices else ""
+        given = interface_env("127.0.0.1") | os.environ | worker_env(self._config) | {"PYTHONPATH": _python_path()}
+        given["CUDA_VISIBLE_DEVICES"] = devices[placement.bundle] if devices else ""
         with self._lock:
-            self._children.append(_Child(placement.role, command, env))
+            if self._closing.is_set():
+                raise EngineDead("the engine is shutting down")
+            self._children[rank] = _Child(placement.role, command, {**given, **(env or {})})
 
     def _devices(self) -> list[str]:
         """Return the devices of the bundles; [] on CPU. Raises ConfigError if too few are visible."""
@@ -129,9 +174,10 @@ class EngineProcesses:
 
     def _watch(self) -> None:
         while not self._closing.wait(_WATCH_PERIOD_S):
-            if not self._exits():
+            essential = self._num_essential
+            if not self._exits(essential):
                 continue
-            reason = root_cause(self._exits).message
+            reason = root_cause(partial(self._exits, essential)).message
             if self._closing.is_set():
                 return
             self.kill()
@@ -139,8 +185,10 @@ class EngineProcesses:
             self._on_death(reason)
             return
 
-    def _exits(self) -> list[RankExit]:
-        return [exit for child in self._children if (exit := child.exit()) is not None]
+    def _exits(self, num_ranks: int) -> list[RankExit]:
+        with self._lock:
+            children = [child for rank, child in sorted(self._children.items()) if rank < num_ranks]
+        return [exit for child in children if (exit := child.exit()) is not None]
 
 
 class _Child:
@@ -230,6 +278,7 @@ class LocalEngine:
         self.config = config
         self.client = EngineClient()
         self._processes: EngineProcesses | None = None
+        self._restart: DrafterRestart | None = None
         self._folder: OwnedTempDir | None = None
 
     @property
@@ -254,12 +303,34 @@ class LocalEngine:
             self._processes.start_first()
             self._processes.start_others(await asyncio.to_thread(self._processes.read_store))
             await self.client.wait_ready(START_TIMEOUT_S)
+            if self.config.draft is not None and self.config.draft.fallback:
+                self._tolerate_drafter_loss(self._processes)
         except BaseException:
             await self.close()
             raise
 
+    def _tolerate_drafter_loss(self, processes: EngineProcesses) -> None:
+        ready = self.client.ready
+        assert ready is not None
+
+        async def start(link: str) -> None:
+            processes.start_drafter(ready.num_pages, link)  # in this thread, as in `start`
+            if self.config.draft_ranks > 1:
+                store = await asyncio.to_thread(processes.read_store, self.config.tensor_parallel_size)
+                processes.start_other_drafters(store, ready.num_pages, link)
+
+        self._restart = DrafterRestart(
+            self.client,
+            kill=lambda: asyncio.to_thread(processes.kill_drafter),
+            start=start,
+            has_exited=processes.has_lost_drafter,
+        )
+        processes.tolerate_drafter_loss()
+
     async def close(self) -> None:
         """Stop the engine and wait until all its processes have ended. May be called twice."""
+        if self._restart is not None:
+            self._restart.cancel()
         if self._processes is not None:
             self._processes.expect_end()
         await self.client.close()

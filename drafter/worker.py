@@ -49,11 +49,14 @@ from workers.types import DraftCosts, DraftReply, DraftRequest, Rule, SamplingBa
 logger = logging.getLogger(__name__)
 
 
-def run(config: EngineConfig, specs: Specs, rank: int, store_address: str) -> None:
-    """Serve draft requests until verifier 0 sends STOP; errors such as PeerLost end it early."""
+def run(config: EngineConfig, specs: Specs, rank: int, store_address: str, *, link: str | None = None) -> None:
+    """Serve draft requests until verifier 0 sends STOP; errors such as PeerLost end it early.
+
+    link: for the ranks that replace a lost drafter, the address at which verifier 0 offers a link.
+    """
     assert config.draft is not None
-    world = groups.join(config, rank, store_address)
-    logger.info("%s: joined a world of %d", world.role, config.world_size)
+    world = (groups.join if link is None else groups.join_successors)(config, rank, store_address)
+    logger.info("%s: joined the engine's ranks", world.role)
     is_model = config.draft.method != "ngram"
     kernels = kernels_for(world.device, config.kernels, config.enforce_eager) if is_model else TORCH
     proposer = _load(world, specs, kernels)
@@ -73,6 +76,8 @@ def run(config: EngineConfig, specs: Specs, rank: int, store_address: str) -> No
         config.max_num_seqs,
         mask_seconds=MASK_SECONDS if world.tp.size == 1 else math.inf,
     )
+    if link is not None and world.leads:
+        world = world.connected(link)
     _serve(world, proposer, policy, is_hybrid, kernels, grammars)
     if proposer.graphs is not None:
         proposer.graphs.release()

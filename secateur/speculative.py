@@ -66,6 +66,8 @@ class SpeculativeConfig(Strict):
     draft_link: Literal["auto", "nccl", "host"] = "auto"
     """How trees and draft probabilities travel between dedicated GPUs: over NCCL with the features, or through host
     memory. 'auto' times both at start-up. On CPUs and on a shared GPU everything travels through host memory."""
+    draft_fallback: bool = True
+    """If the drafter dies, go on without drafts and start another one; False = restart the engine, losing requests."""
     prompt_lookup_max: Annotated[int, Field(ge=1)] | None = None
     prompt_lookup_min: Annotated[int, Field(ge=1)] | None = None
     max_model_len: Annotated[int, Field(ge=1)] | None = None

@@ -41,10 +41,11 @@ class DraftInput(NamedTuple):
 
 def next_input(request: Request, config: EngineConfig) -> DraftInput | None:
     """Return the request's next input; None if it gets no drafts, has no new rows, or ends with the next token."""
-    if request.limits is None or not request.num_computed or request.draft_room <= 0:
+    if not request.has_drafter or not request.num_computed or request.draft_room <= 0:
         return None
     tokens = request.tokens[request.num_fed : request.num_feedable]
     if request.is_decoding:
+        assert request.limits is not None
         return DraftInput(tokens, request.limits.num_speculative_tokens, draft_depth(request, config))
     # A single row can wait: it is the first row behind a shared prefix, and nothing else is computed yet.
     return DraftInput(tokens, 0, 0) if len(tokens) > 1 else None

@@ -1,14 +1,16 @@
 """The engine loop, on verifier rank 0: take -> schedule -> draft -> verify -> commit -> emit.
 
 The engine owns every request's state, and the page allocator for the target's and the drafter's KV pools. Requests join
-and leave between steps. Only the drafter's reply and the target's forward block the loop.
+and leave between steps. Only the drafter's reply and the target's forward block the loop. An engine that may lose its
+drafter goes on without drafts until a new one connects.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from verifier.acceptance.coupled import verify
@@ -24,12 +26,24 @@ from verifier.step_inputs import Move, StepInputs
 from verifier.target import Target
 from verifier.tree import with_chains
 from verifier.tree_records import StepTimes, tree_records
-from workers.comm.channel import Channel
-from workers.comm.ipc import Abort, EngineStats, FrameSocket, StepOutput, Submit, TokenChunk, TokenLogprobs, TreeRecord
+from workers.comm.channel import Channel, ChannelOffer, PeerLost
+from workers.comm.ipc import (
+    Abort,
+    DrafterLost,
+    EngineStats,
+    FrameSocket,
+    StepOutput,
+    Submit,
+    TokenChunk,
+    TokenLogprobs,
+    TreeRecord,
+)
 from workers.comm.wire import Kind
 from workers.config import EngineConfig
 from workers.kv_cache import PageAllocator
 from workers.types import DraftReply, SamplingBatch, Verdict
+
+logger = logging.getLogger(__name__)
 
 GRAMMAR_FAILED = "grammar_failed"
 """Error code of a request whose output could not follow its grammar."""
@@ -50,7 +64,8 @@ class Engine:
     """Runs steps until its front disconnects.
 
     drafter: the link to drafter rank 0, or None without a drafter. num_pages: includes the null page. row_costs: the
-    start-up profile of the target, for `auto`.
+    start-up profile of the target, for `auto`. offer_link: opens the link on which a lost drafter's successor connects;
+    None = the loss of the drafter ends the engine.
     """
 
     def __init__(
@@ -61,10 +76,13 @@ class Engine:
         front: FrameSocket,
         num_pages: int,
         row_costs: RowCosts = UNPROFILED,
+        offer_link: Callable[[], ChannelOffer] | None = None,
     ) -> None:
         self._config = config
         self._target = target
         self._drafter = drafter
+        self._offer_link = offer_link
+        self._offer: ChannelOffer | None = None  # while the drafter is lost
         self._front = front
         self._allocator = PageAllocator(num_pages)
         self._prefix_cache = PrefixCache(self._allocator, config.page_size, is_enabled=config.enable_prefix_caching)
@@ -113,10 +131,18 @@ class Engine:
         """Tell every other rank to leave."""
         self._target.stop(self._stats.steps)
         if self._drafter is not None:
-            self._drafter.stop(self._stats.steps)
+            try:
+                self._drafter.stop(self._stats.steps)
+            except PeerLost as error:
+                logger.warning("%s, while the engine stops", error)
+        if self._offer is not None:
+            self._offer.close()
 
     def _take(self) -> None:
         """Read the front's messages. Without requests, wait for a message and send heartbeats."""
+        if self._offer is not None and (drafter := self._offer.accepted()) is not None:
+            self._drafter, self._offer = drafter, None
+            logger.warning("a new drafter has connected; requests from now on are drafted for")
         idle = not self._waiting and not self._running
         for message in self._front.poll(HEARTBEAT_S if idle else 0.0):
             match message:
@@ -127,11 +153,36 @@ class Engine:
         if idle and time.monotonic() - self._last_emit >= HEARTBEAT_S:
             self._target.heartbeat(self._stats.steps)
         if self._drafter is not None and time.monotonic() - self._last_draft >= HEARTBEAT_S:
-            self._drafter.heartbeat(self._stats.steps)
             self._last_draft = time.monotonic()
+            try:
+                self._drafter.heartbeat(self._stats.steps)
+            except PeerLost as error:
+                self._lose_drafter(error)
+
+    def _lose_drafter(self, error: PeerLost) -> None:
+        """Go on without drafts. Nothing is drafted any more for requests that are here now.
+
+        A successor's KV cache is empty, and the features that would fill it for these requests were not kept. Raises
+        the error if the engine must not lose its drafter.
+        """
+        if self._offer_link is None:
+            raise error
+        logger.error("%s; the engine goes on without drafts", error)
+        self._drafter, self._offer = None, self._offer_link()
+        self._stats.num_drafter_losses += 1
+        self._allocator.forget_drafter()
+        for request in (*self._waiting, *self._running):
+            self._drop_drafter_of(request)
+        self._front.send(DrafterLost(reason=str(error), link=self._offer.address))
+
+    def _drop_drafter_of(self, request: Request) -> None:
+        request.has_drafter = False
+        self._hidden_states.free(request)
 
     def _submit(self, submit: Submit) -> None:
         request = request_of(submit, self._config)
+        if self._drafter is None:
+            self._drop_drafter_of(request)
         reason = rejection_reason(request, self._config.max_model_len, self._limits, self._allocator.num_pages - 1)
         code = None
         if reason is None and request.has_grammar:
@@ -193,7 +244,7 @@ class Engine:
             self._prefix_cache.share(request, pages)
             request.share(pages, self._config.page_size)
             state_1X = self._prefix_cache.last_state(pages)
-            if state_1X is not None and request.limits is not None:
+            if state_1X is not None and request.has_drafter:
                 self._hidden_states.put(request, state_1X)
         if request.num_cached is None:  # a request that rejoins after a preemption is not counted again
             request.num_cached = request.num_computed
@@ -203,20 +254,25 @@ class Engine:
     def _draft(self, step: Step, plan: Plan) -> tuple[DraftBatch, Exchange | None]:
         """Return the trees of all decoding requests: the drafter's trees, lookup drafts and bare roots."""
         exchange = self._exchange(plan) if plan.inputs else None
-        drafted = [plan.is_drafted(request) for request in step.decode]
+        drafted = [exchange is not None and plan.is_drafted(request) for request in step.decode]
         chains = [[request.tokens[-1], *plan.lookup_drafts.get(request, ())] for request in step.decode]
         return DraftBatch.of(exchange.reply if exchange else None, drafted, chains), exchange
 
-    def _exchange(self, plan: Plan) -> Exchange:
-        """Feed the drafter each request's new tokens and receive its trees."""
+    def _exchange(self, plan: Plan) -> Exchange | None:
+        """Feed the drafter each request's new tokens and receive its trees; None if the drafter is lost."""
         assert self._drafter is not None
         began = time.perf_counter()
         state_MX = self._hidden_states.take({request: len(own.tokens) for request, own in plan.inputs.items()})
         features_MH = None if state_MX is None else self._target.features(state_MX)
-        self._drafter.send(self._inputs.draft_request(plan.inputs, features_MH, plan.costs), self._stats.steps)
+        message = self._inputs.draft_request(plan.inputs, features_MH, plan.costs)
+        try:
+            self._drafter.send(message, self._stats.steps)
+            received = self._drafter.receive()
+        except PeerLost as error:
+            self._lose_drafter(error)
+            return None
         for request, own in plan.inputs.items():
             request.num_fed += len(own.tokens)
-        received = self._drafter.receive()
         assert received.kind == Kind.DRAFT_REPLY and isinstance(received.message, DraftReply)
         reply = received.message
         self._last_draft = time.monotonic()
@@ -334,8 +390,8 @@ class Engine:
                     stats.num_accepted_copied_tokens += own.num_accepted
 
     def _buffer_states(self, computed: list[tuple[Request, list[int]]]) -> None:
-        """Buffer the new positions' states for the drafter, unless no request may be drafted for."""
-        if any(request.limits is not None for request, _ in computed):
+        """Buffer the new positions' states for the drafter, unless no request has one."""
+        if any(request.has_drafter for request, _ in computed):
             state_NX = self._target.states()
             if state_NX is not None:
                 self._hidden_states.add(computed, state_NX)
@@ -396,6 +452,7 @@ class Engine:
         now = time.monotonic()
         if not self._chunks and now - self._last_emit < HEARTBEAT_S:
             return
+        self._stats.has_drafter = self._drafter is not None
         self._stats.num_running, self._stats.num_waiting = len(self._running), len(self._waiting)
         self._stats.kv_usage = 1 - self._allocator.num_free / (self._allocator.num_pages - 1)
         self._front.send(StepOutput(chunks=self._chunks, stats=self._stats))

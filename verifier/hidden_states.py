@@ -155,7 +155,7 @@ class HiddenStateBuffer:
         begin = 0
         for computed, state_NX in zip(self._computed, self._states, strict=True):
             for request, rows in computed:
-                if request.limits is not None:
+                if request.has_drafter:
                     rows_by_request.setdefault(request, []).extend(map(begin.__add__, rows))
             begin += len(state_NX)
         return rows_by_request

@@ -2,7 +2,7 @@
 
 A page's key is the chained 256-bit BLAKE2b digest of the request's salt and of all tokens up to the page's end, so two
 different prefixes never collide. A page is published when its slots hold final KV; it is never written again. It is
-marked as drafted when the drafter's pool holds its tokens as well. A request that is never drafted for shares any
+marked as drafted when the drafter's pool holds its tokens as well. A request without a drafter shares any
 published page. One that is drafted for shares drafted pages only: shared pages are read-only, and the target's states
 that an EAGLE head would need to fill them in later were not kept.
 
@@ -50,18 +50,18 @@ class PrefixCache:
         The request computes at least the token before its root itself. For a prompt that token's row draws the first
         output token. A request that asks for log-probabilities of its prompt computes all rows that they need.
         """
-        return self._find(request, is_drafted=request.limits is not None)
+        return self._find(request, is_drafted=request.has_drafter)
 
     def is_repeated(self, request: Request, pages: list[int]) -> bool:
         """Return whether more than `pages`, which `find` returned, hold the request's beginning but are undrafted."""
-        return request.limits is not None and len(self._find(request, is_drafted=False).pages) > len(pages)
+        return request.has_drafter and len(self._find(request, is_drafted=False).pages) > len(pages)
 
     def share(self, request: Request, pages: list[int]) -> None:
         """Count a joining request among the holders of the pages that `find` returned for it."""
         self._allocator.share(pages)
         published = self._published.setdefault(request, _Published())
         published.num_pages = len(pages)
-        published.num_drafted = len(pages) if request.limits is not None else 0
+        published.num_drafted = len(pages) if request.has_drafter else 0
 
     def last_state(self, pages: list[int]) -> Tensor | None:
         """Return the state [1, X] of the last token of these pages; None if no states are kept."""
@@ -91,7 +91,7 @@ class PrefixCache:
         if not self._is_enabled:
             return
         full = min(num_settled, len(request.tokens)) // self._page_size
-        fed = min(request.num_fed // self._page_size, full) if request.limits is not None else 0
+        fed = min(request.num_fed // self._page_size, full) if request.has_drafter else 0
         published = self._published.setdefault(request, _Published())
         if full <= published.num_pages and fed <= published.num_drafted:
             return

@@ -27,6 +27,7 @@ class Request:
     num_prompt: int = field(init=False)
     tree_rows: int = field(init=False)  # the most rows of one tree, root included
     is_auto: bool = field(init=False)  # the adaptive controller decides whether it gets a tree
+    has_drafter: bool = field(init=False)  # the drafter holds its beginning and may be fed the rest
     is_constrained: bool = field(init=False)
     pages: array[int] = field(default_factory=partial(array, "i"))  # may be thousands, and every step reads them
     num_computed: int = 0  # positions whose KV the target holds
@@ -43,6 +44,7 @@ class Request:
         self.num_prompt = len(self.tokens)
         self.tree_rows = 1 + (self.limits.num_speculative_tokens if self.limits else 0)
         self.is_auto = self.limits is not None and self.limits.auto
+        self.has_drafter = self.limits is not None
         self.num_fed = self.first_draft_slot
         self.is_constrained = not self.submit.sampling.constraints.is_empty
         self._token_counter = TokenCounter(self.submit.sampling.constraints, self.submit.prompt)
@@ -52,9 +54,9 @@ class Request:
         self.pages, self.num_computed, self.num_fed = array("i"), 0, self.first_draft_slot
 
     def share(self, pages: list[int], page_size: int) -> None:
-        """Begin with shared pages: their positions are computed, and fed if the request may be drafted for."""
+        """Begin with shared pages: their positions are computed, and fed if the request has a drafter."""
         self.pages, self.num_computed = array("i", pages), len(pages) * page_size
-        if self.limits is not None:
+        if self.has_drafter:
             self.num_fed = self.num_computed
 
     def append(self, tokens: list[int]) -> None:

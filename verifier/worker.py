@@ -69,7 +69,9 @@ def run(
                 num_pages=num_pages,
             )
         )
-        engine = Engine(config, target, world.link, socket, num_pages, row_costs)
+        may_lose = config.draft is not None and config.draft.fallback
+        offer_link = world.offer_link if may_lose else None
+        engine = Engine(config, target, world.link, socket, num_pages, row_costs, offer_link)
         try:
             engine.run()
         except ipc.FrontGone:

@@ -16,6 +16,8 @@ MAX_TREE_NODES = 64
 """Maximum number of nodes in a request's tree, root included: ancestors are stored as one 64-bit mask per node."""
 MIN_OUTCOMES = 32
 """Room for predicted outcomes, however few requests run at once."""
+DRAFT_LINK_VARIABLE = "SECATEUR_DRAFT_LINK"
+"""Environment variable of drafters that replace lost ones: the address at which verifier 0 offers a link."""
 START_TIMEOUT_S = 3600.0
 """Timeout from starting an engine until it serves. Reading a large checkpoint from a cold disk falls within it."""
 
@@ -105,6 +107,8 @@ class DraftConfig:
     """Between devices: whether trees and draft probabilities travel over NCCL like features, or through the host."""
     overlap: Literal["auto", "none", "predraft"] = "auto"
     """Whether the drafter works while the target verifies; `auto`: where that takes no longer than the target."""
+    fallback: bool = True
+    """Whether the engine goes on without drafts if it loses its drafter, until a new one connects."""
     tree: TreeConfig = TreeConfig()
     acceptance: AcceptanceConfig = AcceptanceConfig()
 

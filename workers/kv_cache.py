@@ -161,6 +161,10 @@ class PageAllocator:
         if is_drafted:
             self._drafted.add(page)
 
+    def forget_drafter(self) -> None:
+        """Mark every page as undrafted, because a new drafter's pool is empty."""
+        self._drafted.clear()
+
     def _unpublish(self, page: int) -> None:
         del self._page_of[self._key_of.pop(page)]
         self._drafted.discard(page)

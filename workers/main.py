@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from workers.comm import groups
-from workers.config import EngineConfig
+from workers.config import DRAFT_LINK_VARIABLE, EngineConfig
 from workers.logs import log_as
 from workers.models.specs import Specs
 
@@ -19,27 +21,35 @@ def main(run: Callable[..., None], description: str) -> None:
     """Parse the arguments and run one rank until the engine stops.
 
     Rank 0 takes --front and opens the rendezvous store, whose address it prints as `store HOST:PORT`. Every other rank
-    takes --store.
+    takes --store. Drafters that replace lost ones are a world of their own: drafter 0 opens its store, and gets the
+    address of verifier 0's link, which is a secret, from the environment.
     """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--rank", type=int, required=True, help="world rank: verifiers first, then drafters")
     parser.add_argument("--config", required=True, help="EngineConfig as JSON")
     parser.add_argument("--specs", required=True, help="Specs of its checkpoints as JSON")
-    parser.add_argument("--store", help="rendezvous address HOST:PORT printed by rank 0")
+    parser.add_argument("--store", help="rendezvous address HOST:PORT printed by the first rank")
     parser.add_argument("--front", help="rank 0 only: unix:/path or tcp:host:port of the service front")
-    parser.add_argument("--host", default="127.0.0.1", help="rank 0 only: address the store listens on")
+    parser.add_argument("--host", default="127.0.0.1", help="first rank only: address the store listens on")
     args = parser.parse_args()
-    if (args.rank == 0) != (args.front is not None) or (args.rank == 0) == (args.store is not None):
-        parser.error("rank 0 takes --front and no --store; every other rank takes --store and no --front")
+    if (args.rank == 0) != (args.front is not None):
+        parser.error("rank 0 takes --front, the other ranks do not")
     config = EngineConfig.from_json(args.config)
     specs = Specs.from_json(args.specs)
+    link = os.environ.get(DRAFT_LINK_VARIABLE)
+    own: dict[str, Any] = {} if link is None else {"link": link}
+    opens_store = args.rank == (0 if link is None else config.tensor_parallel_size)
+    if opens_store == (args.store is not None):
+        parser.error("the first rank takes no --store, the other ranks do")
     log_as(config.role_of(args.rank))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     torch.set_num_threads(1 if config.device == "cpu" else torch.get_num_threads())
-    if args.rank == 0:
-        store, address = groups.open_store(args.host)
+    address, store = args.store, None
+    if opens_store:
+        store, address = groups.open_store(args.host)  # the rendezvous lives as long as this rank runs
         print(f"store {address}", flush=True)
-        run(config, specs, args.rank, address, front=args.front, on_joined=store.stop_listening)
-        del store  # the rendezvous lives as long as rank 0 runs
-    else:
-        run(config, specs, args.rank, args.store)
+    if args.rank == 0:
+        assert store is not None
+        own = {"front": args.front, "on_joined": store.stop_listening}
+    run(config, specs, args.rank, address, **own)
+    del store

@@ -45,6 +45,7 @@ _COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
         "Of them: grown while the target verified.",
         lambda s: s.num_predrafted,
     ),
+    "num_drafter_losses": ("Times that the engine lost its drafter and went on.", lambda s: s.num_drafter_losses),
     "num_preemptions": ("Requests that lost their KV pages to others.", lambda s: s.num_preemptions),
     "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", lambda s: s.prefix_cache_queries),
     "prefix_cache_hits": ("Prompt tokens found there.", lambda s: s.prefix_cache_hits),
@@ -72,6 +73,7 @@ _PER_POSITION: dict[str, tuple[str, Callable[[EngineStats], list[int]]]] = {
 _GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "num_requests_running": ("Requests in the running batch.", lambda s: s.num_running),
     "num_requests_waiting": ("Requests that wait for a place in it.", lambda s: s.num_waiting),
+    "drafter_connected": ("1 while the engine has its drafter, 0 without one.", lambda s: s.has_drafter),
     "kv_cache_usage_perc": ("Share of KV pages that requests hold, 0 to 1.", lambda s: s.kv_usage),
 }
 

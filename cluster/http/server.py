@@ -135,10 +135,21 @@ class Service:
         context = self.limits.max_model_len
         return TextLimit(tokens=context, chars=context * self.tokenizer.longest_token)
 
+    @property
+    def topology(self) -> list[dict[str, str | int]]:
+        """The engine's ranks, as they were when it started; a drafter that was lost since has no process id."""
+        ready = self.engine.ready
+        return [
+            {key: value for key, value in entry.items() if key != "pid"}
+            if entry["role"] == "drafter" and self.engine.stats.num_drafter_losses
+            else entry
+            for entry in (ready.topology if ready else [])
+        ]
+
     def health(self) -> Health:
         """Check that the engine makes progress and that the tokenizer workers run."""
-        engine = self.engine.health()
-        return self.tokenizer_pool.health() if engine.ok else engine
+        engine, tokenizing = self.engine.health(), self.tokenizer_pool.health()
+        return engine if tokenizing.ok or not engine.ok else tokenizing
 
     def check_body(self, body: SamplingRequest | TokenizeRequest | DetokenizeRequest) -> None:
         """Raise HttpError for another model (404) and for valid parameters that are not implemented (400)."""
@@ -356,7 +367,9 @@ def create_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
     @app.get("/health", responses=errors(503))
     async def health() -> Response:
         health = service.health()
-        return JSONResponse({"status": "ok"}) if health.ok else middleware.error_response(unavailable(health.reason))
+        if not health.ok:
+            return middleware.error_response(unavailable(health.reason))
+        return JSONResponse({"status": "degraded", "reason": health.reason} if health.reason else {"status": "ok"})
 
     @app.get("/ping", responses=errors(503))
     @app.post("/ping", responses=errors(503))
@@ -382,7 +395,7 @@ def create_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
             "version": __version__,
             "model": service.model_id,
             "front": {"role": "front", "pid": os.getpid()},
-            "topology": ready.topology if ready else [],
+            "topology": service.topology,
             "num_pages": ready.num_pages if ready else 0,
             "sampling_defaults": dict(service.sampling_defaults),
             "config": asdict(service.config),

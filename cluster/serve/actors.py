@@ -39,15 +39,18 @@ class Worker:
         return ray.get_runtime_context().get_node_id()
 
     def open_store(self) -> str:
-        """Open the rendezvous store on rank 0, keep it alive and return its address."""
+        """Open the rendezvous store on the first rank, keep it alive and return its address."""
         from workers.comm.groups import open_store
 
         store, address = open_store(ray.util.get_node_ip_address())
         self._stop_listening = store.stop_listening
         return address
 
-    def run(self, store: str, front: str | None) -> None:
-        """Run this rank until the engine is told to stop. Raises if the engine dies."""
+    def run(self, store: str, front: str | None, link: str | None = None) -> None:
+        """Run this rank until the engine is told to stop. Raises if the engine dies.
+
+        link: for a rank that replaces one of a lost drafter, the address at which verifier 0 offers a link.
+        """
         if self._rank < self._config.tensor_parallel_size:
             from verifier.worker import run as run_verifier
 
@@ -56,7 +59,7 @@ class Worker:
         else:
             from drafter.worker import run as run_drafter
 
-            run_drafter(self._config, self._specs, self._rank, store)
+            run_drafter(self._config, self._specs, self._rank, store, link=link)
 
     def _joined(self) -> None:
         self._stop_listening()

@@ -219,7 +219,8 @@ def test_ranks_listen_on_loopback_alone_and_the_store_stops_listening(config: En
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_dead_rank_stops_all_and_is_named(config: EngineConfig, killed: int) -> None:
     async def main() -> list[int]:
-        engine = LocalEngine(config)
+        assert config.draft is not None
+        engine = LocalEngine(replace(config, draft=replace(config.draft, fallback=False)))
         async with engine as client:
             submit = Submit(id=1, prompt=[300], max_tokens=250, ignore_eos=True)
             waiting = asyncio.create_task(collect(client, submit))
@@ -233,6 +234,53 @@ def test_a_dead_rank_stops_all_and_is_named(config: EngineConfig, killed: int) -
             role = "drafter 0" if killed else "verifier 0"
             assert client.dead.startswith(f"{role} (pid {engine.pids[killed]}) was ended by SIGKILL")
             assert_gone(engine.pids)
+        return engine.pids
+
+    assert_gone(asyncio.run(main()))
+
+
+@needs_models
+@pytest.mark.parametrize(
+    ("sizes", "killed", "number"),
+    [((1, 1), 1, signal.SIGKILL), ((1, 1), 1, signal.SIGSTOP), ((2, 2), 3, signal.SIGKILL)],
+    ids=["killed", "hung", "one of two ranks"],
+)
+def test_a_lost_drafter_is_replaced_and_changes_no_token(
+    sizes: tuple[int, int], killed: int, number: signal.Signals
+) -> None:
+    speculation = {"model": "bundled:eagle3", "draft_tensor_parallel_size": sizes[1], "speculative_tree_prune": "off"}
+    config = engine_config(
+        EngineArgs.load({"max_model_len": 512, "tensor_parallel_size": sizes[0], "speculative_config": speculation})
+    )
+    config = replace(config, step_timeout_s=3.0)
+
+    async def main() -> list[int]:
+        engine = LocalEngine(config)
+        async with engine as client:
+            pids = engine.pids
+
+            async def answer() -> tuple[list[int], int]:
+                submit = Submit(id=client.new_id(), prompt=[300], max_tokens=400, ignore_eos=True)
+                chunks = await collect(client, submit)
+                assert chunks[-1].stats is not None
+                return [t for chunk in chunks for t in chunk.tokens], chunks[-1].stats.num_accepted_tokens
+
+            before, accepted = await answer()
+            waiting = asyncio.create_task(answer())
+            await asyncio.sleep(0.1)
+            os.kill(pids[killed], number)
+            async with asyncio.timeout(90):
+                while not client.health().reason:
+                    await asyncio.sleep(0.02)
+                ok, reason = client.health()
+                assert ok and "without drafts" in reason
+                assert (await waiting)[0] == before
+                while not client.stats.has_drafter:
+                    await asyncio.sleep(0.05)
+            assert client.health() == (True, "")
+            assert await answer() == (before, accepted)
+            assert engine.pids[: sizes[0]] == pids[: sizes[0]] and set(engine.pids) != set(pids)
+        assert_gone([*pids, *engine.pids])
         return engine.pids
 
     assert_gone(asyncio.run(main()))

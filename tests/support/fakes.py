@@ -32,9 +32,9 @@ from verifier.hidden_states import HiddenStatePool, max_buffered_states
 from verifier.request import Request
 from verifier.target import Target, token_logprobs
 from workers.comm import groups, wire
-from workers.comm.channel import Received
+from workers.comm.channel import PeerLost, Received
 from workers.comm.groups import World
-from workers.comm.ipc import Abort, FrameDecoder, FrameSocket, StepOutput, Submit, TokenChunk, encode
+from workers.comm.ipc import Abort, DrafterLost, FrameDecoder, FrameSocket, StepOutput, Submit, TokenChunk, encode
 from workers.comm.wire import Kind
 from workers.config import AcceptanceConfig, DraftConfig, EngineConfig, TreeConfig
 from workers.kernels.select import TORCH
@@ -283,8 +283,12 @@ class FakeChannel:
         self.replies: list[DraftReply] = []
         self.heartbeats = 0
         self.stopped = False
+        self.is_lost = False
+        self.dies_with_next_message = False
 
     def send(self, message: wire.Message, step: int) -> None:
+        self._check()
+        self.is_lost = self.dies_with_next_message
         assert not self._answers, "the last answer was not read"
         request = over_the_wire(message)
         assert isinstance(request, DraftRequest)
@@ -302,13 +306,32 @@ class FakeChannel:
         self._answers.append(Received(Kind.DRAFT_REPLY, step, reply))
 
     def receive(self) -> Received:
+        self._check()
         return self._answers.pop()
 
     def heartbeat(self, step: int) -> None:
+        self._check()
         self.heartbeats += 1
+
+    def _check(self) -> None:
+        if self.is_lost:
+            raise PeerLost("verifier 0 lost drafter 0 at step 9: it closed the link")
 
     def stop(self, step: int) -> None:
         self.stopped = True
+
+
+class FakeOffer:
+    """The offer of a link, which the next drafter takes when a test says so."""
+
+    def __init__(self) -> None:
+        self.address, self.drafter, self.is_closed = "fake", None, False
+
+    def accepted(self) -> FakeChannel | None:
+        return self.drafter
+
+    def close(self) -> None:
+        self.is_closed = True
 
 
 def over_the_wire(message: wire.Message) -> wire.Message:
@@ -339,6 +362,7 @@ class Bench:
         acceptance: AcceptanceConfig = AcceptanceConfig(),  # noqa: B008
         overlap: Literal["auto", "none", "predraft"] = "none",
         is_interrupted: Callable[[], bool] = lambda: False,
+        may_lose_drafter: bool = False,
         **settings: Any,
     ) -> None:
         draft = None
@@ -361,14 +385,22 @@ class Bench:
                 outcome_pages=config.outcome_pages,
                 is_forced=overlap == "predraft",
             )
-        self.drafter = None
-        if method:
-            self.drafter = FakeChannel(
-                self.proposer, policy, is_hybrid=is_hybrid, ahead=ahead, is_interrupted=is_interrupted
-            )
+        self._new_drafter = functools.partial(
+            FakeChannel, self.proposer, policy, is_hybrid=is_hybrid, ahead=ahead, is_interrupted=is_interrupted
+        )
+        self.drafter = self._new_drafter() if method else None
+        self.offers: list[FakeOffer] = []
+        self.losses: list[DrafterLost] = []
         engine_end, self.front = socket.socketpair()
         self.front.setblocking(False)
-        self.engine = Engine(config, self.target, self.drafter, FrameSocket(engine_end), num_pages)  # type: ignore[arg-type]
+        self.engine = Engine(
+            config,
+            self.target,
+            self.drafter,  # type: ignore[arg-type]
+            FrameSocket(engine_end),
+            num_pages,
+            offer_link=self._offer if may_lose_drafter else None,  # type: ignore[arg-type]
+        )
         self._allocator = self.engine._allocator
         self._free_pages, self._alloc_pages = self._allocator.free, self._allocator.alloc
         self._allocator.free = self._free_and_wipe  # type: ignore[method-assign]
@@ -397,6 +429,20 @@ class Bench:
     def abort(self, id: int) -> None:
         self.front.sendall(encode(Abort(id=id)))
         self.open.discard(id)
+
+    def lose_drafter(self, *, with_next_message: bool = False) -> None:
+        """Kill the drafter, now or between its next message and the reply."""
+        assert self.drafter is not None
+        self.drafter.is_lost, self.drafter.dies_with_next_message = not with_next_message, with_next_message
+
+    def replace_drafter(self) -> None:
+        """Connect a new drafter, whose memory is empty, to the engine's offer."""
+        self.proposer.memory.held.clear()
+        self.drafter = self.offers[-1].drafter = self._new_drafter()
+
+    def _offer(self) -> FakeOffer:
+        self.offers.append(FakeOffer())
+        return self.offers[-1]
 
     def step(self) -> None:
         self.engine.step()
@@ -451,7 +497,7 @@ class Bench:
     def _first_written(self, request: Request) -> int:
         """Return the index of the first page that the next steps may write in either pool."""
         moved = [move.target for move in self.engine._moves if move.request is request]
-        fed = [request.num_fed] if request.limits is not None else []
+        fed = [request.num_fed] if request.has_drafter else []
         return min([request.num_computed, *moved, *fed]) // self.engine._config.page_size
 
     def _read(self) -> None:
@@ -460,6 +506,9 @@ class Bench:
         except BlockingIOError:
             return
         for frame in self._decoder.feed(data):
+            if isinstance(frame, DrafterLost):
+                self.losses.append(frame)
+                continue
             assert isinstance(frame, StepOutput)
             self.frames.append(frame)
             for chunk in frame.chunks:
@@ -482,7 +531,7 @@ class Bench:
         view |= {move.target: held[place(move.source)] for move in moves}
         wanted = {slot: (slot, request.tokens[slot]) for slot in range(request.num_computed)}
         assert view == wanted, "the target's memory is wrong"
-        if self.drafter is not None and request.limits is not None:
+        if self.engine._drafter is not None and request.has_drafter:
             mine = self.proposer.memory.held
             for slot in range(request.first_draft_slot, request.num_fed):
                 assert mine[place(slot)] == (slot, request.tokens[slot]), "the drafter's memory is wrong"

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from workers.comm import wire
-from workers.comm.host_link import HostLink
+from workers.comm.host_link import HostLink, LinkOffer
 from workers.comm.wire import EMPTY, Kind, Message, Packed
 
 logger = logging.getLogger(__name__)
@@ -207,6 +207,23 @@ class Channel:
 def link_through_host(host: HostLink, *, me: str, peer: str) -> Channel:
     """Open a channel in both directions through host memory; the protocol defines whose turn it is."""
     return Channel(me=me, peer=peer, host=Transport(host.put, host.take, host.has_bytes), first_bytes=None)
+
+
+class ChannelOffer:
+    """A link offered to a peer, as a channel once the peer has connected."""
+
+    def __init__(self, offer: LinkOffer, *, me: str, peer: str) -> None:
+        self.address = offer.address
+        self._offer, self._me, self._peer = offer, me, peer
+
+    def accepted(self) -> Channel | None:
+        """Return the channel if the peer has connected; None if it has not. Never waits. Call it until it does."""
+        link = self._offer.accepted()
+        return None if link is None else link_through_host(link, me=self._me, peer=self._peer)
+
+    def close(self) -> None:
+        """Withdraw the offer."""
+        self._offer.close()
 
 
 def link_between_devices(

@@ -2,14 +2,15 @@
 
 Rank 0 opens a TCPStore on a free port at each engine start, so a restarted engine never meets a stale rank. All ranks
 then create the same groups in the same order: verifier tensor parallelism, drafter tensor parallelism, and the link
-between verifier 0 and drafter 0.
+between verifier 0 and drafter 0. The ranks that replace a lost drafter are a world of their own, and their link to
+verifier 0 is a host link.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -17,13 +18,14 @@ import torch.distributed as dist
 
 from workers.comm.channel import (
     Channel,
+    ChannelOffer,
     DevicePart,
     fan_out,
     faster_link,
     link_between_devices,
     link_through_host,
 )
-from workers.comm.host_link import HostLink, connect, listen
+from workers.comm.host_link import HostLink, LinkOffer, connect, connect_through, offer_through
 from workers.config import START_TIMEOUT_S, EngineConfig
 from workers.models.layers import TensorParallel
 
@@ -39,6 +41,7 @@ class World:
     tp: TensorParallel  # of this rank's side, verifier or drafter
     peers: Channel | None  # rank 0 of this side -> its other ranks; None when the side has one rank
     link: Channel | None  # verifier 0 <-> drafter 0, on those two ranks only
+    host: str  # verifier 0's address
 
     @property
     def leads(self) -> bool:
@@ -54,13 +57,13 @@ class World:
         entry: dict[str, str | int] = {
             "role": side, "tp_rank": self.tp.rank, "rank": self.rank, "pid": os.getpid(), "device": str(self.device)
         }  # fmt: skip
-        entries: list[dict[str, str | int]] = [{} for _ in range(self.config.world_size)]
+        entries: list[dict[str, str | int]] = [{} for _ in range(dist.get_world_size())]
         dist.all_gather_object(entries, entry | report)
         return entries
 
     def gather_number(self, value: int) -> list[int]:
         """Gather every rank's value, on every rank. Collective."""
-        every = [torch.zeros(1, dtype=torch.int64) for _ in range(self.config.world_size)]
+        every = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
         dist.all_gather(every, torch.tensor([value], dtype=torch.int64))
         return [int(number) for number in every]
 
@@ -69,6 +72,16 @@ class World:
         tensor = torch.tensor([value], dtype=torch.int64)
         dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
         return int(tensor)
+
+    def offer_link(self) -> ChannelOffer:
+        """Offer a link to the successor of a lost drafter. On verifier 0."""
+        offer = LinkOffer(self.host, self.config.step_timeout_s)
+        return ChannelOffer(offer, me=self.role, peer=self.config.role_of(self.config.tensor_parallel_size))
+
+    def connected(self, address: str) -> World:
+        """Return this world with a link to verifier 0, which offers it at `address`. On a drafter's first rank."""
+        link = connect(address, self.config.idle_timeout_s)
+        return replace(self, link=link_through_host(link, me=self.role, peer=self.config.role_of(0)))
 
 
 class RendezvousStore(dist.TCPStore):
@@ -111,15 +124,8 @@ def open_store(host: str = "127.0.0.1") -> tuple[RendezvousStore, str]:
 
 def join(config: EngineConfig, rank: int, store_address: str) -> World:
     """Connect this rank to the engine's other ranks. Blocks until every rank has joined."""
-    host, _, port = store_address.rpartition(":")
-    device = torch.device(config.device, 0) if config.device == "cuda" else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    store = dist.TCPStore(host_name=host, port=int(port), is_master=False, wait_for_workers=False)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    timeout = timedelta(seconds=START_TIMEOUT_S)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=config.world_size, timeout=timeout)
-    size = config.tensor_parallel_size
+    store = _join(config, rank, config.world_size, store_address)
+    host, device, size = store_address.rpartition(":")[0], _device(config), config.tensor_parallel_size
     sides = [list(range(size)), list(range(size, config.world_size))]
     # Every rank creates every group, in this order.
     side_groups = [_new_group(config, rank, ranks) for ranks in sides]
@@ -127,38 +133,67 @@ def join(config: EngineConfig, rank: int, store_address: str) -> World:
     link_group = _new_group(config, rank, [0, size]) if has_nccl_link else None
 
     side = 0 if rank < size else 1
-    ranks, group = sides[side], side_groups[side]
-    role = config.role_of(rank)
-    peers = None
-    if group is not None:
-        if device.type == "cuda":  # NCCL allocates memory when it connects: before the KV cache is sized
-            dist.all_reduce(torch.zeros(1, device=device), group=group)
-        others = "its tensor-parallel peers" if rank == ranks[0] else config.role_of(ranks[0])
-        peers = fan_out(group, ranks[0], me=role, peer=others, device=device)
+    peers = _peers(config, rank, side_groups[side], rank - sides[side][0], device)
     to_peer = None
     if sides[1] and rank in (0, size):
         through_host = _host_link(config, rank, store, host)
         peer_rank = size if rank == 0 else 0
         if link_group is None:
-            to_peer = link_through_host(through_host, me=role, peer=config.role_of(peer_rank))
+            to_peer = link_through_host(through_host, me=config.role_of(rank), peer=config.role_of(peer_rank))
         else:
             to_peer = _device_link(config, rank, peer_rank, through_host, link_group, device)
+    tp = TensorParallel(rank=rank - sides[side][0], size=len(sides[side]), group=side_groups[side])
     return World(
-        config=config,
-        rank=rank,
-        role=role,
-        device=device,
-        tp=TensorParallel(rank=rank - ranks[0], size=len(ranks), group=group),
-        peers=peers,
-        link=to_peer,
+        config=config, rank=rank, role=config.role_of(rank), device=device, tp=tp, peers=peers, link=to_peer, host=host
     )
+
+
+def join_successors(config: EngineConfig, rank: int, store_address: str) -> World:
+    """Connect this rank to the others that replace a lost drafter, without a link yet (see `World.connected`)."""
+    own, size, device = rank - config.tensor_parallel_size, config.draft_ranks, _device(config)
+    _join(config, own, size, store_address)
+    group = _new_group(config, own, list(range(size)))
+    peers = _peers(config, rank, group, own, device)
+    tp = TensorParallel(rank=own, size=size, group=group)
+    return World(
+        config=config, rank=rank, role=config.role_of(rank), device=device, tp=tp, peers=peers, link=None, host=""
+    )
+
+
+def _device(config: EngineConfig) -> torch.device:
+    return torch.device(config.device, 0) if config.device == "cuda" else torch.device("cpu")
+
+
+def _join(config: EngineConfig, rank: int, world_size: int, store_address: str) -> dist.Store:
+    """Join the ranks that share a store."""
+    host, _, port = store_address.rpartition(":")
+    if config.device == "cuda":
+        torch.cuda.set_device(_device(config))
+    store = dist.TCPStore(host_name=host, port=int(port), is_master=False, wait_for_workers=False)
+    backend = "cpu:gloo,cuda:nccl" if config.device == "cuda" else "gloo"
+    timeout = timedelta(seconds=START_TIMEOUT_S)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    return store
+
+
+def _peers(
+    config: EngineConfig, rank: int, group: dist.ProcessGroup | None, own: int, device: torch.device
+) -> Channel | None:
+    """Open the channel from a side's first rank to its others; None for one rank. own: this rank within its side."""
+    if group is None:
+        return None
+    if device.type == "cuda":  # NCCL allocates memory when it connects: before the KV cache is sized
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+    source = dist.get_process_group_ranks(group)[0]
+    others = "its tensor-parallel peers" if own == 0 else config.role_of(rank - own)
+    return fan_out(group, source, me=config.role_of(rank), peer=others, device=device)
 
 
 def _host_link(config: EngineConfig, rank: int, store: dist.Store, host: str) -> HostLink:
     """Open this rank's end of the host link. Verifier 0 listens at the store's address, which is its own."""
     if rank == 0:
-        return listen(store, host, config.step_timeout_s, START_TIMEOUT_S)
-    return connect(store, config.idle_timeout_s)
+        return offer_through(store, host, config.step_timeout_s, START_TIMEOUT_S)
+    return connect_through(store, config.idle_timeout_s)
 
 
 def _device_link(

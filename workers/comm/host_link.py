@@ -1,7 +1,8 @@
 """A duplex byte stream between verifier 0 and drafter 0: a Unix socket on one node, TCP between nodes.
 
-A receiver polls for a bounded time before it sleeps, because waking a process costs more than a short message. A peer
-that dies closes its socket, so the other side notices at once.
+Verifier 0 offers the link and drafter 0 connects to it, at start-up and after a drafter was lost. A receiver polls for
+a bounded time before it sleeps, because waking a process costs more than a short message. A peer that dies closes its
+socket, so the other side notices at once.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import secrets
 import select
 import socket
 import sys
+import threading
 import time
 from contextlib import ExitStack
 from typing import Protocol
@@ -86,61 +88,98 @@ class HostLink:
         return poller.poll(1e3 * timeout_s)
 
 
-def listen(store: Store, host: str, timeout_s: float, connect_timeout_s: float) -> HostLink:
-    """Publish this end's addresses in the store and wait for the other one. Verifier 0 calls it.
+class LinkOffer:
+    """A link to which one peer may connect. A thread waits for it, so the caller never does.
 
-    host: address to listen on for a drafter on another node.
+    host: address to listen on for a peer on another node. timeout_s: of the link's operations. connect_timeout_s: how
+    long to wait for the peer; None = forever. `address` tells the peer where to connect, and holds a secret.
     """
-    token = secrets.token_hex(_TOKEN_BYTES)
-    with ExitStack() as stack:
+
+    def __init__(self, host: str, timeout_s: float, connect_timeout_s: float | None = None) -> None:
+        token = secrets.token_hex(_TOKEN_BYTES)
+        self._timeout_s, self._connect_timeout_s = timeout_s, connect_timeout_s
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listeners = [stack.enter_context(socket.create_server((host, 0), family=family))]
-        name = ""
+        self._stack, name = ExitStack(), ""
+        self._listeners = [self._stack.enter_context(socket.create_server((host, 0), family=family))]
         if sys.platform == "linux":  # an abstract address: no file to leave behind
             name = f"secateur-{secrets.token_hex(8)}"
-            listeners.append(stack.enter_context(socket.socket(socket.AF_UNIX)))
-            listeners[-1].bind(f"\0{name}")
-            listeners[-1].listen()
-        address = {"host": host, "port": listeners[0].getsockname()[1], "name": name, "token": token}
-        store.set(_STORE_KEY, json.dumps(address))
-        return HostLink(_accept(listeners, token.encode(), connect_timeout_s), timeout_s)
+            self._listeners.append(self._stack.enter_context(socket.socket(socket.AF_UNIX)))
+            self._listeners[-1].bind(f"\0{name}")
+            self._listeners[-1].listen()
+        self._waker, woken = socket.socketpair()
+        self._stack.enter_context(self._waker)
+        self._woken = self._stack.enter_context(woken)
+        place = {"host": host, "port": self._listeners[0].getsockname()[1], "name": name, "token": token}
+        self.address = json.dumps(place)
+        self._connection: socket.socket | None = None
+        self._thread = threading.Thread(target=self._accept, args=(token.encode(),), name="link-offer", daemon=True)
+        self._thread.start()
+
+    def accepted(self) -> HostLink | None:
+        """Return the link if the peer has connected; None if it has not. Never waits."""
+        return None if self._connection is None else HostLink(self._connection, self._timeout_s)
+
+    def wait(self) -> HostLink:
+        """Wait for the peer. Raises TimeoutError."""
+        self._thread.join()
+        if (link := self.accepted()) is None:
+            raise TimeoutError(f"the peer did not connect within {self._connect_timeout_s:g} s")
+        return link
+
+    def close(self) -> None:
+        """Stop listening, if no peer has connected."""
+        self._waker.close()
+        self._thread.join()
+
+    def _accept(self, token: bytes) -> None:
+        """Take the first connection that opens with the token, and turn away whoever else connects."""
+        deadline = None if self._connect_timeout_s is None else time.monotonic() + self._connect_timeout_s
+        poller, by_descriptor = select.poll(), {listener.fileno(): listener for listener in self._listeners}
+        for descriptor in (*by_descriptor, self._woken.fileno()):
+            poller.register(descriptor, select.POLLIN)
+        with self._stack:
+            while ready := poller.poll(None if deadline is None else 1e3 * max(0.0, deadline - time.monotonic())):
+                for descriptor, _ in ready:
+                    if descriptor not in by_descriptor:
+                        return
+                    connection, _ = by_descriptor[descriptor].accept()
+                    connection.settimeout(5.0)
+                    try:
+                        if hmac.compare_digest(connection.recv(len(token), socket.MSG_WAITALL), token):
+                            self._connection = connection
+                            return
+                    except OSError:
+                        pass
+                    connection.close()
 
 
-def connect(store: Store, timeout_s: float) -> HostLink:
-    """Connect to the end that the store names, on the same node if it is there. Drafter 0 calls it."""
-    address = json.loads(store.get(_STORE_KEY))
-    connection = _connected(address)
-    connection.sendall(address["token"].encode())
+def offer_through(store: Store, host: str, timeout_s: float, connect_timeout_s: float) -> HostLink:
+    """Offer a link through the store and wait for the peer. Verifier 0 calls it at start-up."""
+    offer = LinkOffer(host, timeout_s, connect_timeout_s)
+    store.set(_STORE_KEY, offer.address)
+    return offer.wait()
+
+
+def connect_through(store: Store, timeout_s: float) -> HostLink:
+    """Connect to the link that the store names. Drafter 0 calls it at start-up."""
+    return connect(store.get(_STORE_KEY).decode(), timeout_s)
+
+
+def connect(address: str, timeout_s: float) -> HostLink:
+    """Connect to the `address` of a LinkOffer, on the same node if it is there."""
+    place = json.loads(address)
+    connection = _connected(place)
+    connection.sendall(place["token"].encode())
     return HostLink(connection, timeout_s)
 
 
-def _connected(address: dict) -> socket.socket:
-    if address["name"]:
+def _connected(place: dict) -> socket.socket:
+    if place["name"]:
         here = socket.socket(socket.AF_UNIX)
         try:
-            here.connect(f"\0{address['name']}")
+            here.connect(f"\0{place['name']}")
         except OSError:  # another node, or another network namespace
             here.close()
         else:
             return here
-    return socket.create_connection((address["host"], address["port"]))
-
-
-def _accept(listeners: list[socket.socket], token: bytes, timeout_s: float) -> socket.socket:
-    """Return the first connection that opens with the token; whoever else connects is turned away."""
-    deadline = time.monotonic() + timeout_s
-    poller = select.poll()
-    for listener in listeners:
-        poller.register(listener, select.POLLIN)
-    by_descriptor = {listener.fileno(): listener for listener in listeners}
-    while ready := poller.poll(1e3 * max(0.0, deadline - time.monotonic())):
-        for descriptor, _ in ready:
-            connection, _ = by_descriptor[descriptor].accept()
-            connection.settimeout(5.0)
-            try:
-                if hmac.compare_digest(connection.recv(len(token), socket.MSG_WAITALL), token):
-                    return connection
-            except OSError:
-                pass
-            connection.close()
-    raise TimeoutError(f"the drafter did not connect within {timeout_s:g} s")
+    return socket.create_connection((place["host"], place["port"]))

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from workers.comm.host_link import HostLink, connect, listen
+from workers.comm.host_link import HostLink, LinkOffer, connect, connect_through, offer_through
 
 SIZES = [1, 32, 4096, 200_001, 3_000_000, 7]
 """Around and far above what a socket buffers."""
@@ -44,8 +44,8 @@ def opened() -> Iterator[ExitStack]:
 
 def connected(opened: ExitStack, store: FakeStore) -> Ends:
     with ThreadPoolExecutor() as pool:
-        listening = pool.submit(listen, store, "127.0.0.1", 5.0, 5.0)
-        ends = connect(store, 5.0), listening.result(10)
+        listening = pool.submit(offer_through, store, "127.0.0.1", 5.0, 5.0)
+        ends = connect_through(store, 5.0), listening.result(10)
     return closed_later(opened, ends)
 
 
@@ -92,12 +92,12 @@ def test_nobody_without_the_token_becomes_the_peer(opened: ExitStack) -> None:
     """A stranger sends something else, and the listeners are closed as soon as the peer is there."""
     store = FakeStore()
     with ThreadPoolExecutor() as pool:
-        listening = pool.submit(listen, store, "127.0.0.1", 5.0, 5.0)
+        listening = pool.submit(offer_through, store, "127.0.0.1", 5.0, 5.0)
         address = json.loads(store.get(""))
         with socket.create_connection((address["host"], address["port"])) as stranger:
             stranger.sendall(b"x" * len(address["token"]))
             assert stranger.recv(1) == b""
-        end, other = closed_later(opened, (connect(store, 5.0), listening.result(10)))
+        end, other = closed_later(opened, (connect_through(store, 5.0), listening.result(10)))
         other.put(torch.tensor([7], dtype=torch.uint8))
     got = torch.zeros(1, dtype=torch.uint8)
     end.take(got)
@@ -108,7 +108,24 @@ def test_nobody_without_the_token_becomes_the_peer(opened: ExitStack) -> None:
 
 def test_a_drafter_that_never_connects_is_an_error() -> None:
     with pytest.raises(TimeoutError, match=r"did not connect within 0\.1 s"):
-        listen(FakeStore(), "127.0.0.1", 5.0, 0.1)
+        offer_through(FakeStore(), "127.0.0.1", 5.0, 0.1)
+
+
+def test_an_offer_is_open_until_a_peer_connects_or_it_is_withdrawn(opened: ExitStack) -> None:
+    offer = LinkOffer("127.0.0.1", 5.0)
+    assert offer.accepted() is None
+    there = connect(offer.address, 5.0)
+    here, there = closed_later(opened, (offer.wait(), there))
+    there.put(torch.tensor([7], dtype=torch.uint8))
+    got = torch.zeros(1, dtype=torch.uint8)
+    here.take(got)
+    assert got.item() == 7
+    withdrawn = LinkOffer("127.0.0.1", 5.0)
+    withdrawn.close()
+    assert withdrawn.accepted() is None
+    for address in (offer.address, withdrawn.address):
+        with pytest.raises(ConnectionRefusedError):
+            connect(address, 5.0)
 
 
 @pytest.mark.parametrize("spin_s", [0.0, 0.05])

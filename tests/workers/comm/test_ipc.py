@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from workers.comm import ipc
 from workers.comm.ipc import (
     Abort,
+    DrafterLost,
     EngineStats,
     FrameDecoder,
     FrameSocket,
@@ -65,6 +66,7 @@ MESSAGES = [
         ],
         stats=EngineStats(steps=5, accepted_per_depth=[3, 2, 1], kv_usage=0.25, step_seconds=1.5),
     ),
+    DrafterLost(reason="verifier 0 lost drafter 0 at step 7: it closed the link", link='{"port": 1}'),
     Ready(topology=[{"role": "verifier", "rank": 0}], max_model_len=2048, vocab_size=512, num_pages=9),
 ]
 

@@ -1,0 +1,68 @@
+"""Replaces the drafter of a running engine each time it is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterator
+
+from cluster.engine_client import EngineClient
+from workers.comm.ipc import DrafterLost
+
+logger = logging.getLogger(__name__)
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+_POLL_S = 0.2
+
+
+class DrafterRestart:
+    """Starts a new drafter when the engine reports that it has lost its own. Use it in the client's event loop.
+
+    kill: ends what is left of the old ranks and returns when they are gone. start: starts the drafter's ranks, given
+    the address of the link that the engine offers. has_exited: whether one of these ranks has ended since. Pauses
+    between attempts double up to a minute, so a drafter that cannot start does not keep a node busy.
+    """
+
+    def __init__(
+        self,
+        client: EngineClient,
+        *,
+        kill: Callable[[], Awaitable[None]],
+        start: Callable[[str], Awaitable[None]],
+        has_exited: Callable[[], bool],
+    ) -> None:
+        self._client, self._kill, self._start, self._has_exited = client, kill, start, has_exited
+        self._task: asyncio.Task[None] | None = None
+        client.on_drafter_lost = self._lost
+
+    def cancel(self) -> None:
+        """Start no more drafters."""
+        if self._task is not None:
+            self._task.cancel()
+
+    def _lost(self, message: DrafterLost) -> None:
+        self.cancel()  # if a new drafter was lost before this one learned that it had connected
+        self._task = asyncio.get_running_loop().create_task(self._replace(message.link))
+
+    async def _replace(self, link: str) -> None:
+        for pause_s in _pauses():
+            await self._kill()
+            await asyncio.sleep(pause_s)
+            logger.warning("starting a new drafter")
+            try:
+                await self._start(link)
+            except Exception:
+                logger.exception("the new drafter did not start")
+                continue
+            while not self._has_exited():
+                if self._client.stats.has_drafter:
+                    return
+                await asyncio.sleep(_POLL_S)
+            logger.warning("the new drafter ended before it had connected")
+
+
+def _pauses() -> Iterator[float]:
+    pause_s = FIRST_PAUSE_S
+    while True:
+        yield pause_s
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)

@@ -1,0 +1,177 @@
+"""An engine that loses its drafter goes on with the same tokens, and drafts again once a new drafter connects."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import verifier.engine
+from tests.support.fakes import Bench, Counting, RandomLanguage, say
+from workers.comm.channel import PeerLost
+from workers.config import AcceptanceConfig, PruneConfig, SimulatedCosts, TreeConfig
+from workers.types import SamplingSettings
+
+torch.set_num_threads(1)
+
+TREE = TreeConfig(num_speculative_tokens=8, max_depth=4, max_children=3)
+COSTS = SimulatedCosts(step_ms=10.0, row_ms=0.1, draft_ms=0.1)
+AUTO = replace(TREE, prune=PruneConfig(auto=True, simulated_costs=COSTS))
+GREEDY = SamplingSettings(temperature=0.0)
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    with Bench(Counting(), "eagle3", TREE, may_lose_drafter=True) as made:
+        yield made
+
+
+def steps_until_lost(bench: Bench) -> None:
+    while not bench.losses:
+        bench.step()
+
+
+@pytest.mark.parametrize("with_next_message", [False, True], ids=["before the message", "before the reply"])
+def test_the_request_ends_with_its_tokens_and_without_further_drafts(bench: Bench, with_next_message: bool) -> None:
+    id = bench.submit([3, 4], 40, GREEDY)
+    while len(bench.answers[id].tokens) < 12:
+        bench.step()
+    bench.lose_drafter(with_next_message=with_next_message)
+    steps_until_lost(bench)
+    verified = bench.engine._stats.num_verified_tokens
+    assert verified > 0
+    bench.run()
+    assert bench.answers[id].tokens == say(Counting(), [3, 4], 40, GREEDY)
+    assert bench.engine._stats.num_verified_tokens == verified
+    assert bench.losses[0].link == "fake" and "lost drafter 0" in bench.losses[0].reason
+    last = bench.frames[-1].stats
+    assert (last.num_drafter_losses, last.has_drafter) == (1, False)
+    assert bench.num_free == 64
+
+
+def test_requests_that_come_while_it_is_lost_are_answered_without_drafts(bench: Bench) -> None:
+    bench.ask([1, 2], 10, GREEDY)
+    bench.lose_drafter()
+    first = bench.submit([5, 6], 12, GREEDY)
+    steps_until_lost(bench)
+    answer = bench.ask([7, 8, 9], 12, GREEDY)
+    assert answer.tokens == say(Counting(), [7, 8, 9], 12, GREEDY) and answer.last.stats.num_drafts == 0
+    assert bench.answers[first].tokens == say(Counting(), [5, 6], 12, GREEDY)
+
+
+def test_a_new_drafter_drafts_for_new_requests_only(bench: Bench) -> None:
+    old = bench.submit([3, 4], 60, GREEDY)
+    for _ in range(4):
+        bench.step()
+    bench.lose_drafter()
+    steps_until_lost(bench)
+    bench.replace_drafter()
+    drafts = bench.answers[old].chunks[-1].stats.num_drafts
+    new = bench.ask([8, 9], 30, GREEDY)
+    bench.run()
+    assert new.tokens == say(Counting(), [8, 9], 30, GREEDY) and new.last.stats.num_accepted_tokens > 10
+    assert bench.answers[old].tokens == say(Counting(), [3, 4], 60, GREEDY)
+    assert bench.answers[old].last.stats.num_drafts == drafts
+    assert bench.frames[-1].stats.has_drafter and bench.frames[-1].stats.num_drafter_losses == 1
+
+
+def test_pages_that_only_the_old_drafter_held_are_not_shared_with_requests_of_the_new_one(bench: Bench) -> None:
+    """The fake drafter fails on a slot that nobody has written."""
+    prompt = list(range(2, 26))
+    assert bench.ask(prompt, 8, GREEDY).last.num_cached_tokens == 0
+    assert bench.ask(prompt, 8, GREEDY).last.num_cached_tokens == 20
+    bench.lose_drafter()
+    plain = bench.ask(prompt, 8, GREEDY)
+    assert plain.last.num_cached_tokens == 20, "it was lost while the request was fed"
+    assert bench.ask(prompt, 8, GREEDY).last.num_cached_tokens == 20, "any page serves a request without a drafter"
+    bench.replace_drafter()
+    bench.step()
+    cached = [bench.ask(prompt, 8, GREEDY) for _ in range(2)]
+    assert [answer.last.num_cached_tokens for answer in cached] == [0, 20]
+    assert all(answer.last.stats.num_accepted_tokens > 3 for answer in cached)
+    assert all(answer.tokens == say(Counting(), prompt, 8, GREEDY) for answer in cached)
+
+
+def test_an_idle_engine_notices_the_loss_by_its_heartbeat(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verifier.engine, "HEARTBEAT_S", 0.0)
+    bench.ask([1, 2], 10, GREEDY)
+    bench.lose_drafter()
+    bench.step()
+    assert len(bench.losses) == 1
+    bench.step()
+    assert len(bench.losses) == 1
+
+
+def test_a_stopping_engine_withdraws_its_offer(bench: Bench) -> None:
+    bench.ask([1, 2], 10, GREEDY)
+    bench.lose_drafter()
+    bench.ask([1, 2], 10, GREEDY)
+    bench.engine.stop()
+    assert bench.offers[0].is_closed and not bench.drafter.stopped
+
+
+def test_a_drafter_that_is_lost_while_the_engine_stops_is_no_error(bench: Bench) -> None:
+    bench.ask([1, 2], 10, GREEDY)
+    bench.lose_drafter()
+    bench.engine.stop()
+    assert bench.target.stopped
+
+
+def test_without_a_fallback_the_loss_ends_the_engine() -> None:
+    with Bench(Counting(), "eagle3", TREE) as bench:
+        bench.submit([3, 4], 40, GREEDY)
+        bench.step()
+        bench.lose_drafter()
+        with pytest.raises(PeerLost, match="lost drafter 0"):
+            for _ in range(5):
+                bench.step()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "tree", "more"),
+    [
+        ("eagle3", TREE, {}),
+        ("eagle3", AUTO, {}),
+        ("eagle3", TREE, {"overlap": "predraft"}),
+        ("draft_model", AUTO, {}),
+        ("draft_model", TREE, {"acceptance": AcceptanceConfig(kind="rejection", min_temperature=0.0)}),
+    ],
+    ids=["eagle3", "auto", "predraft", "draft model", "rejection"],
+)
+def test_any_losses_change_no_token_and_leave_every_page_free(
+    method: Any, tree: TreeConfig, more: dict[str, Any]
+) -> None:
+    """Requests share beginnings, end, are aborted and preempted while drafters are lost and replaced."""
+    language, rng = RandomLanguage(), random.Random(5)
+    with Bench(
+        language, method, tree, num_pages=48, max_num_seqs=4, max_num_batched_tokens=24, may_lose_drafter=True, **more
+    ) as bench:
+        wanted, is_lost = {}, False
+        while bench.open or len(wanted) < 90:
+            if len(bench.open) < 6 and len(wanted) < 90:
+                prompt = [*range(1, rng.choice([3, 9, 17, 30])), rng.randrange(9)]
+                params = rng.choice([GREEDY, SamplingSettings(temperature=0.9, seed=rng.randrange(99))])
+                id = bench.submit(prompt, rng.randrange(1, 30), params)
+                wanted[id] = (prompt, params)
+            if bench.open and rng.random() < 0.02:
+                bench.abort(rng.choice(sorted(bench.open)))
+            if bench.engine._running and rng.random() < 0.03:
+                bench.engine.preempt(rng.choice(bench.engine._running))
+            if not is_lost and rng.random() < 0.08:
+                bench.lose_drafter(with_next_message=rng.random() < 0.5)
+                is_lost = True
+            elif is_lost and bench.engine._offer and rng.random() < 0.2:
+                bench.replace_drafter()
+                is_lost = False
+            bench.step()
+        assert len(bench.losses) > 8 and bench.engine._stats.num_accepted_tokens > 50
+        for id, (prompt, params) in wanted.items():
+            answer = bench.answers[id]
+            if answer.last is not None and (params is GREEDY or "acceptance" not in more):
+                assert answer.tokens == say(language, prompt, len(answer.tokens), params)
+        assert bench.num_free == 47
