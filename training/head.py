@@ -171,19 +171,20 @@ def write_features(options: argparse.Namespace, target: LlamaForCausalLM) -> Row
             own = torch.tensor((line["prompt"] + line["answer"])[:ROW_LENGTH])
             tokens[row, : len(own)] = own
             rows.is_answer_RN[start + row, len(line["prompt"]) : len(own)] = True
+        longest = max(min(len(line["prompt"] + line["answer"]), ROW_LENGTH) for line in part)
         with torch.inference_mode():
-            output = target.model(input_ids=tokens, output_hidden_states=True, use_cache=False)
+            output = target.model(input_ids=tokens[:, :longest], output_hidden_states=True, use_cache=False)
         layers = feature_layers(target.config.num_hidden_layers)
         features = torch.cat([output.hidden_states[layer] for layer in layers], -1)
         for array, values in ((rows.features_RNF, features), (rows.final_RNH, output.last_hidden_state)):
-            array[start : start + len(part)] = values.view(torch.uint16).numpy()
+            array[start : start + len(part), :longest] = values.view(torch.uint16).numpy()
         favourites = [target.lm_head(final).argmax(-1) for final in output.last_hidden_state]
-        rows.favourite_RN[start : start + len(part)] = torch.stack(favourites).numpy()
+        rows.favourite_RN[start : start + len(part), :longest] = torch.stack(favourites).numpy()
         rows.tokens_RN[start : start + len(part)] = tokens.numpy()
         if start // 8 % 20 == 0 or start + 8 >= count:
             progress.write_text(json.dumps({"rows": start + len(part)}))
-            rate = (start + len(part) - begin) * ROW_LENGTH / (time.monotonic() - began)
-            logger.info("features: %d of %d rows, %.0f tokens/s", start + len(part), count, rate)
+            rate = (start + len(part) - begin) / (time.monotonic() - began)
+            logger.info("features: %d of %d rows, %.1f rows/s", start + len(part), count, rate)
     return rows
 
 

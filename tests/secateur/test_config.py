@@ -205,6 +205,7 @@ def test_defaults_are_those_of_the_manual():
         "draft_placement": None,
         "overlap": "auto",
         "draft_link": "auto",
+        "draft_fallback": True,
         "prompt_lookup_max": None,
         "prompt_lookup_min": None,
         "max_model_len": None,
