@@ -1,7 +1,8 @@
 """The service's end of the engine socket: submits requests and distributes their token chunks.
 
-The service listens and the engine connects (workers.comm.ipc). Nothing here blocks the event loop or depends on Ray or
-HTTP. Call all methods in the loop that called `listen`.
+The service listens and the engine connects (workers.comm.ipc). A lost engine may be replaced: its requests wait, and
+the next engine goes on with them, with the tokens that they would have had. Nothing here blocks the event loop or
+depends on Ray or HTTP. Call all methods in the loop that called `listen`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import itertools
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from secateur.errors import SecateurError
@@ -22,6 +24,8 @@ from workers.comm.ipc import (
     FrameDecoder,
     Message,
     Ready,
+    RequestStats,
+    Resumption,
     StepOutput,
     Submit,
     TokenChunk,
@@ -40,6 +44,10 @@ CAUSE_WAIT_S = 2.0
 meanwhile."""
 
 
+MAX_REPLAYS = 2
+"""How often a request is sent again without gaining a token before it fails. It may be what kills the engines."""
+
+
 class EngineDead(SecateurError, RuntimeError):
     """The engine has died, and its requests are lost."""
 
@@ -51,29 +59,66 @@ class Health(NamedTuple):
     reason: str  # why not; if it does, what is amiss all the same, or nothing
 
 
+@dataclass(slots=True, kw_only=True)
+class _Pending:
+    """A submitted request, and what it has been sent."""
+
+    submit: Submit
+    # Unbounded, but prompt and max_tokens bound what can be in it.
+    queue: asyncio.Queue[TokenChunk | EngineDead] = field(default_factory=asyncio.Queue)
+    output: list[int] = field(default_factory=list)
+    num_prompt_logprobs: int = 0
+    stats: RequestStats = field(default_factory=RequestStats)
+    num_sent: int = 0  # how many engines have had it since its last token
+
+    def take(self, chunk: TokenChunk) -> None:
+        self.output += chunk.tokens
+        self.num_prompt_logprobs += len(chunk.prompt_logprobs or ())
+        self.stats = chunk.stats or self.stats
+        self.num_sent = 0
+        self.queue.put_nowait(chunk)
+
+    def next_submit(self) -> Submit:
+        self.num_sent += 1
+        if not self.output and not self.num_prompt_logprobs:
+            return self.submit
+        resumption = Resumption(output=self.output, num_prompt_logprobs=self.num_prompt_logprobs, stats=self.stats)
+        return replace(self.submit, resumption=resumption)
+
+
 class EngineClient:
-    """The client of one engine: `listen`, start the engine with `address`, `wait_ready`, `submit`, ..., `close`."""
+    """The client of one engine: `listen`, start the engine with `address`, `wait_ready`, `submit`, ..., `close`.
+
+    on_loss: called with the reason when the connection breaks and nobody has reported the engine's death within
+    `cause_wait_s`; by default the engine is dead then. To replace a lost engine, call `interrupt`, and `listen` and
+    `wait_ready` again for the next one.
+    """
 
     def __init__(self, *, progress_timeout_s: float = PROGRESS_TIMEOUT_S, cause_wait_s: float = CAUSE_WAIT_S) -> None:
         self.address = ""
         self.ready: Ready | None = None
         self.stats = EngineStats()
+        self.on_loss: Callable[[str], None] = self.fail
         self.on_drafter_lost: Callable[[DrafterLost], None] = lambda _: None
         self._drafter_loss = ""  # why the engine is without its drafter now
         self._progress_timeout_s = progress_timeout_s
         self._cause_wait_s = cause_wait_s
         self._ids = itertools.count(1)
-        self._queues: dict[int, asyncio.Queue[TokenChunk | EngineDead]] = {}
+        self._pending: dict[int, _Pending] = {}
         self._reserved: set[int] = set()  # admitted, not submitted yet
         self._server: asyncio.Server | None = None
         self._writer: asyncio.StreamWriter | None = None
-        self._ready_event = asyncio.Event()
+        self._start: asyncio.Event = asyncio.Event()  # the engine is ready, or it has died while it started
+        self._interruption: str | None = None  # why there is no engine at the moment
         self._death: str | None = None
         self._loss: asyncio.TimerHandle | None = None
         self._last_frame = time.monotonic()
 
     async def listen(self, address: str) -> str:
         """Open the socket ("unix:/path" or "tcp:host:0") and return the address that the engine connects to."""
+        if self._server is not None:
+            self._server.close()
+        self._start = asyncio.Event()
         scheme, _, rest = address.partition(":")
         match scheme:
             case "unix":
@@ -96,11 +141,12 @@ class EngineClient:
         """
         try:
             async with asyncio.timeout(timeout_s):
-                await self._ready_event.wait()
+                await self._start.wait()
         except TimeoutError:
             raise TimeoutError(f"the engine was not ready after {timeout_s:.0f} s") from None
-        if self.ready is None:
-            raise EngineDead(self._death or "the engine died while it started")
+        if (reason := self._death or self._interruption) is not None:
+            raise EngineDead(reason)
+        assert self.ready is not None
         freeze_start_up()
         return self.ready
 
@@ -119,7 +165,7 @@ class EngineClient:
     @property
     def num_pending(self) -> int:
         """The number of requests reserved or submitted, and not finished."""
-        return len(self._queues) + len(self._reserved)
+        return len(self._pending) + len(self._reserved)
 
     @property
     def dead(self) -> str | None:
@@ -130,42 +176,61 @@ class EngineClient:
         """Yield the request's chunks, one per engine step, until one has a finish_reason.
 
         Closing the iterator early, or cancelling its task, aborts the request in the engine. Raises EngineDead if the
-        engine is dead or dies; a finish_reason "error" concerns this request alone.
+        engine is dead or dies and is not replaced; a finish_reason "error" concerns this request alone.
         """
         self._reserved.discard(request.id)
-        if self._death is not None or self._writer is None:
+        if self._death is not None or (self._writer is None and self._interruption is None):
             raise EngineDead(self._death or "the engine is not connected yet")
-        # Unbounded, but prompt and max_tokens bound what can be in it.
-        queue: asyncio.Queue[TokenChunk | EngineDead] = asyncio.Queue()
-        self._queues[request.id] = queue
+        pending = self._pending[request.id] = _Pending(submit=request)
         try:
-            self._send(request)
+            if self._interruption is None:
+                self._send(pending.next_submit())
             while True:
-                chunk = await queue.get()
+                chunk = await pending.queue.get()
                 if isinstance(chunk, EngineDead):
                     raise chunk
                 yield chunk
                 if chunk.finish_reason is not None:
                     return
         finally:
-            if self._queues.pop(request.id, None) is not None:
+            if self._pending.pop(request.id, None) is not None:
                 self._send(Abort(id=request.id))
 
     def health(self) -> Health:
         """Check that frames keep arriving from the engine."""
         if self._death is not None:
             return Health(False, self._death)
+        if self._interruption is not None:
+            return Health(True, f"requests wait for a new engine: {self._interruption.splitlines()[0]}")
         if self.ready is None:
             return Health(False, "the engine is starting")
         silent_s = time.monotonic() - self._last_frame
         if silent_s > self._progress_timeout_s:
-            return Health(False, f"the engine is silent for {silent_s:.0f} s with {len(self._queues)} requests pending")
+            return Health(False, f"the engine is silent for {silent_s:.0f} s with {self.num_pending} requests pending")
         return Health(True, self._drafter_loss)
+
+    def interrupt(self, reason: str) -> None:
+        """Let requests wait for the next engine, because this one is lost.
+
+        Those that were sent again `MAX_REPLAYS` times without gaining a token fail.
+        """
+        if self._death is not None:
+            return
+        logger.error("engine lost with %d requests in flight: %s", len(self._pending), reason)
+        self._interruption, self._drafter_loss = reason, ""
+        self._disconnect()
+        for id, pending in list(self._pending.items()):
+            if pending.num_sent > MAX_REPLAYS:
+                del self._pending[id]
+                pending.queue.put_nowait(
+                    EngineDead(f"{pending.num_sent} engines have died with this request: {reason}")
+                )
+        self._start.set()
 
     def fail(self, reason: str) -> None:
         """Declare the engine dead: pending requests and later calls of `submit` raise EngineDead."""
         if self._death is None:
-            logger.error("engine lost with %d requests in flight: %s", len(self._queues), reason)
+            logger.error("engine lost with %d requests in flight: %s", len(self._pending), reason)
             self._end(reason)
 
     async def close(self) -> None:
@@ -183,10 +248,17 @@ class EngineClient:
         self._death = reason
         if self._loss is not None:
             self._loss.cancel()
-        for queue in self._queues.values():
-            queue.put_nowait(EngineDead(reason))
-        self._queues.clear()
-        self._ready_event.set()
+        for pending in self._pending.values():
+            pending.queue.put_nowait(EngineDead(reason))
+        self._pending.clear()
+        self._start.set()
+
+    def _disconnect(self) -> None:
+        if self._loss is not None:
+            self._loss.cancel()
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
 
     def _send(self, message: Message) -> None:
         # No drain(): frames are small and the engine reads them after every step.
@@ -214,8 +286,8 @@ class EngineClient:
             raise
         finally:
             writer.close()
-            if self._death is None:
-                self._loss = asyncio.get_running_loop().call_later(self._cause_wait_s, self.fail, reason)
+            if self._death is None and self._writer is writer:
+                self._loss = asyncio.get_running_loop().call_later(self._cause_wait_s, self.on_loss, reason)
 
     def _take(self, message: Message) -> None:
         self._last_frame = time.monotonic()
@@ -226,16 +298,18 @@ class EngineClient:
                     self._drafter_loss = ""
                 for chunk in message.chunks:
                     # Chunks of a request that was just aborted may still arrive.
-                    if (queue := self._queues.get(chunk.id)) is not None:
-                        queue.put_nowait(chunk)
+                    if (pending := self._pending.get(chunk.id)) is not None:
+                        pending.take(chunk)
                         if chunk.finish_reason is not None:  # finished, although its reader may not have read it yet
-                            del self._queues[chunk.id]
+                            del self._pending[chunk.id]
             case DrafterLost():
                 self.stats.has_drafter = False  # the step's own statistics follow
                 self._drafter_loss = f"{message.reason.splitlines()[0]}; requests are answered without drafts"
                 self.on_drafter_lost(message)
             case Ready():
-                self.ready = message
-                self._ready_event.set()
+                self.ready, self._interruption = message, None
+                for pending in self._pending.values():
+                    self._send(pending.next_submit())
+                self._start.set()
             case _:
                 raise ValueError(f"the engine sent a {type(message).__name__}, which only the service may send")

@@ -67,7 +67,7 @@ class SpeculativeConfig(Strict):
     """How trees and draft probabilities travel between dedicated GPUs: over NCCL with the features, or through host
     memory. 'auto' times both at start-up. On CPUs and on a shared GPU everything travels through host memory."""
     draft_fallback: bool = True
-    """If the drafter dies, go on without drafts and start another one; False = restart the engine, losing requests."""
+    """If the drafter dies, go on without drafts and start another one; False = replace the whole engine."""
     prompt_lookup_max: Annotated[int, Field(ge=1)] | None = None
     prompt_lookup_min: Annotated[int, Field(ge=1)] | None = None
     max_model_len: Annotated[int, Field(ge=1)] | None = None

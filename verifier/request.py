@@ -14,7 +14,7 @@ from workers.types import Rule, TreeLimits
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Request:
     """A request goes through prefill and decoding, and starts again after each preemption: its tokens stay, and the KV
-    of its pages is recomputed from them.
+    of its pages is recomputed from them. A request that a lost engine has begun is in the same state.
 
     Invariant while decoding: num_computed == len(tokens) - 1. The last token is the root of the next tree.
     """
@@ -48,6 +48,9 @@ class Request:
         self.num_fed = self.first_draft_slot
         self.is_constrained = not self.submit.sampling.constraints.is_empty
         self._token_counter = TokenCounter(self.submit.sampling.constraints, self.submit.prompt)
+        if (resumption := self.submit.resumption) is not None:
+            self.stats, self.num_scored = resumption.stats, resumption.num_prompt_logprobs
+            self.append(resumption.output)
 
     def forget(self) -> None:
         """Reset everything that the request's pages hold, when they are released."""

@@ -26,8 +26,12 @@ from cluster.serve.worker_group import WorkerGroup
 from secateur.api_keys import check_api_keys
 from secateur.config import EngineArgs
 
+logger = logging.getLogger(__name__)
+
 EXIT_GRACE_S = 1.0
-"""Delay between the engine's death and the replica's exit, so that running requests can report the error."""
+"""Delay between the last engine's death and the replica's exit, so that running requests can report the error."""
+MAX_STARTS = 3
+"""How often a new engine is started in place of a lost one, until one is ready."""
 
 
 class Replica:
@@ -46,11 +50,14 @@ class Replica:
         self._config, self._tokenizer = await asyncio.to_thread(with_tokenizer, self._args, config)
         await asyncio.to_thread(fetch_weights, self._args, self._config)
         self._tokenizing = TokenizerPool(self._tokenizer)
-        self._worker_group = WorkerGroup(self._config, self._client, on_death=self._engine_died)
+        self._client.on_loss = self._engine_died
+        self._worker_group = self._new_worker_group()
+        self._replacing: asyncio.Task[None] | None = None
         self._serving = False
         self._tokenizing.begin()  # while the ranks import torch
         try:
-            await self._worker_group.start(ray.util.get_current_placement_group())
+            self._placement_group = ray.util.get_current_placement_group()
+            await self._worker_group.start(self._placement_group)
             await self._tokenizing.ready()
         except BaseException:
             self._worker_group.close()
@@ -69,35 +76,57 @@ class Replica:
         return app
 
     async def check_health(self) -> None:
-        """Raise RuntimeError when the engine is dead or hangs, or tokenization fails; Serve then replaces the replica.
+        """Raise RuntimeError when the engine is dead, or tokenization fails; Serve then replaces the replica.
 
-        A hung engine is killed here. Otherwise Serve would drain the replica first: clients would wait for answers
-        that cannot come, and the new engine would wait for the GPUs.
+        A hung engine is replaced here.
         """
         ok, reason = self._client.health()
         if not ok:
-            if self._serving and self._client.dead is None:
-                self._worker_group.close()
-                self._engine_died(reason)
-            raise RuntimeError(reason)
+            if not self._serving or self._client.dead is not None:
+                raise RuntimeError(reason)
+            self._engine_died(reason)
         ok, reason = self._tokenizing.health()
         if not ok:
             raise RuntimeError(reason)
 
     async def __del__(self) -> None:
+        if self._replacing is not None:
+            self._replacing.cancel()
         self._worker_group.close()
         await self._tokenizing.close()
         await self._client.close()
 
+    def _new_worker_group(self) -> WorkerGroup:
+        return WorkerGroup(self._config, self._client, on_death=self._engine_died)
+
     def _engine_died(self, reason: str) -> None:
-        """Fail the running requests, then exit.
+        """Replace the engine; its requests wait for the next one. While the replica starts, the start fails."""
+        if not self._serving:
+            self._client.fail(reason)
+            return
+        self._client.interrupt(reason)
+        if self._replacing is None or self._replacing.done():
+            self._replacing = asyncio.get_running_loop().create_task(self._replace_engine(reason))
+
+    async def _replace_engine(self, reason: str) -> None:
+        """Start a new engine in the placement group. If none becomes ready, fail all requests and exit.
 
         Serve replaces a dead replica in about half the time it needs for an unhealthy one (three failed checks and a
         drain).
         """
+        for _ in range(MAX_STARTS):
+            self._worker_group.close()
+            self._worker_group = self._new_worker_group()
+            try:
+                await self._worker_group.start(self._placement_group)
+            except Exception:
+                logger.exception("a new engine did not start")
+            else:
+                logger.warning("a new engine goes on with %d requests", self._client.num_pending)
+                return
+        self._worker_group.close()
         self._client.fail(reason)
-        if self._serving:
-            asyncio.get_running_loop().call_later(EXIT_GRACE_S, os._exit, 1)
+        asyncio.get_running_loop().call_later(EXIT_GRACE_S, os._exit, 1)
 
 
 class ClientDisconnects:

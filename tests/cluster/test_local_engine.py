@@ -112,6 +112,79 @@ def test_a_finished_request_is_not_pending_even_if_unread(tmp_path: Path) -> Non
     with_fake(tmp_path, body)
 
 
+def test_requests_go_on_in_the_next_engine(tmp_path: Path) -> None:
+    """Of two running requests one has gained tokens; a third one arrives while there is no engine."""
+    script = {1: [[1, 2], [3], [4, 5]], 2: [[7], [8]], 3: [[9]]}
+
+    def rest(submit: Submit) -> list[list[int]]:
+        done = len(submit.resumption.output) if submit.resumption else 0
+        tokens = [token for step in script[submit.id] for token in step]
+        return [[token] for token in tokens[done:]]
+
+    async def body(client: EngineClient, fake: FakeEngine) -> None:
+        fake.script, fake.step_s = lambda submit: list(script[submit.id]), 0.3
+        first = client.submit(Submit(id=1, prompt=[1], max_tokens=10))
+        tokens = list((await anext(first)).tokens)
+        second = asyncio.create_task(collect(client, Submit(id=2, prompt=[1], max_tokens=10)))
+        await asyncio.sleep(0.05)
+        fake.hold.set()
+        client.interrupt("verifier 0 was killed")
+        fake.die()
+        third = asyncio.create_task(collect(client, Submit(id=3, prompt=[1], max_tokens=10)))
+        await asyncio.sleep(0.05)
+        assert client.health() == (True, "requests wait for a new engine: verifier 0 was killed")
+        assert client.num_pending == 3
+        other = FakeEngine(await client.listen(f"unix:{tmp_path}/other"), rest)
+        await client.wait_ready(5)
+        tokens += [token for chunk in [chunk async for chunk in first] for token in chunk.tokens]
+        assert tokens == [1, 2, 3, 4, 5]
+        assert [chunk.tokens for chunk in await second] == [[7], [8]]
+        assert [chunk.tokens for chunk in await third] == [[9]]
+        told = {submit.id: submit.resumption and submit.resumption.output for submit in other.submitted}
+        assert told[1] in ([1, 2], [1, 2, 3]) and told[2] in (None, [7]) and told[3] is None
+        assert client.health() == (True, "") and client.num_pending == 0
+        other.die()
+
+    with_fake(tmp_path, body)
+
+
+def test_a_request_with_which_engine_after_engine_dies_fails_alone(tmp_path: Path) -> None:
+    async def body(client: EngineClient, fake: FakeEngine) -> None:
+        fake.hold.set()
+        waiting = asyncio.create_task(collect(client, Submit(id=1, prompt=[1], max_tokens=10)))
+        for number in range(3):
+            await asyncio.sleep(0.05)
+            client.interrupt("verifier 0 was killed")
+            fake.die()
+            await asyncio.sleep(0.05)
+            assert waiting.done() == (number == 2)
+            fake = FakeEngine(await client.listen(f"unix:{tmp_path}/{number}"), lambda submit: [[1]])
+            fake.hold.set()
+            await client.wait_ready(5)
+        with pytest.raises(EngineDead, match="3 engines have died with this request: verifier 0 was killed"):
+            await waiting
+        fake.hold.clear()
+        assert len(await collect(client, Submit(id=9, prompt=[1], max_tokens=10))) == 1
+        fake.die()
+
+    with_fake(tmp_path, body)
+
+
+def test_an_engine_that_dies_while_it_replaces_another_fails_its_start(tmp_path: Path) -> None:
+    async def body(client: EngineClient, fake: FakeEngine) -> None:
+        client.interrupt("verifier 0 was killed")
+        fake.die()
+        await client.listen(f"unix:{tmp_path}/other")
+        asyncio.get_running_loop().call_later(0.05, client.interrupt, "verifier 1 ran out of memory")
+        with pytest.raises(EngineDead, match="out of memory"):
+            await client.wait_ready(5)
+        client.fail("no engine starts")
+        with pytest.raises(EngineDead, match="no engine starts"):
+            await collect(client, Submit(id=1, prompt=[1], max_tokens=10))
+
+    with_fake(tmp_path, body)
+
+
 def test_a_dead_engine_fails_pending_and_later_requests(tmp_path: Path) -> None:
     async def body(client: EngineClient, fake: FakeEngine) -> None:
         fake.hold.set()

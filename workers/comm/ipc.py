@@ -39,29 +39,6 @@ class Speculation:
     draft_probs: bool | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Submit:
-    """A new request. The front chooses `id`, which is unique on this socket."""
-
-    id: int
-    prompt: list[int]
-    max_tokens: int
-    sampling: SamplingSettings = field(default_factory=SamplingSettings)
-    stop_token_ids: list[int] = field(default_factory=list)
-    ignore_eos: bool = False
-    cache_salt: str | None = None  # only requests with the same salt share cached prefixes
-    speculation: Speculation = Speculation()
-    has_trees: bool = False  # the chunks carry the tree of each step
-    num_prompt_logprobs: int | None = None  # most likely tokens to report per prompt token; None = no log-probabilities
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Abort:
-    """Stop a request. Unknown ids are ignored, because the request may just have finished."""
-
-    id: int
-
-
 class _NodeCounts:
     """Node counts by depth, starting at 1. Drafted nodes are pruned or verified; accepted nodes are also verified."""
 
@@ -118,6 +95,39 @@ class RequestStats(_NodeCounts):
             ],
             num_accepted_copied_tokens=self.num_accepted_copied_tokens - num_lost * is_copied,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumption:
+    """What a request has been sent by an engine that was lost. Another engine goes on from there."""
+
+    output: list[int]
+    num_prompt_logprobs: int  # prompt tokens whose log-probabilities were sent
+    stats: RequestStats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submit:
+    """A new request. The front chooses `id`, which is unique on this socket."""
+
+    id: int
+    prompt: list[int]
+    max_tokens: int
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    stop_token_ids: list[int] = field(default_factory=list)
+    ignore_eos: bool = False
+    cache_salt: str | None = None  # only requests with the same salt share cached prefixes
+    speculation: Speculation = Speculation()
+    has_trees: bool = False  # the chunks carry the tree of each step
+    num_prompt_logprobs: int | None = None  # most likely tokens to report per prompt token; None = no log-probabilities
+    resumption: Resumption | None = None  # in an engine that was lost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abort:
+    """Stop a request. Unknown ids are ignored, because the request may just have finished."""
+
+    id: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,6 +273,10 @@ def _rebuild(kind: str, raw: list[Any]) -> Message:
             sampling["constraints"] = Constraints(**_named(Constraints, sampling["constraints"]))
             fields["sampling"] = SamplingSettings(**sampling)
             fields["speculation"] = Speculation(**_named(Speculation, fields["speculation"]))
+            if fields["resumption"] is not None:
+                resumption = _named(Resumption, fields["resumption"])
+                resumption["stats"] = RequestStats(**_named(RequestStats, resumption["stats"]))
+                fields["resumption"] = Resumption(**resumption)
         case "StepOutput":
             fields["stats"] = EngineStats(**_named(EngineStats, fields["stats"]))
             fields["chunks"] = [_chunk(chunk) for chunk in fields["chunks"]]

@@ -21,14 +21,6 @@ from tests.support.fake_engine import FakeEngine
 from workers.comm.ipc import Submit, TokenChunk
 
 
-class FakeWorkerGroup:
-    def __init__(self) -> None:
-        self.is_closed = False
-
-    def close(self) -> None:
-        self.is_closed = True
-
-
 class FakeTokenizing:
     def __init__(self) -> None:
         self.reason = ""
@@ -37,31 +29,59 @@ class FakeTokenizing:
         return Health(not self.reason, self.reason)
 
 
+class FakeWorkerGroup:
+    """Starts a fake engine, or fails."""
+
+    def __init__(self, client: EngineClient, address: str, error: Exception | None = None) -> None:
+        self._client, self._address, self._error = client, address, error
+        self.engine: FakeEngine | None = None
+        self.is_closed = False
+
+    async def start(self, group: Any) -> None:
+        if self._error is not None:
+            raise self._error
+        self.engine = FakeEngine(await self._client.listen(self._address), lambda submit: [[1]])
+        await self._client.wait_ready(5)
+
+    def close(self) -> None:
+        self.is_closed = True
+        if self.engine is not None:
+            self.engine.die()
+
+
 class ReplicaOf(Replica):
-    """A running replica, without Ray."""
+    """A running replica, without Ray; `groups` are its worker groups, the first one started."""
 
     _worker_group: Any
     _tokenizing: Any
 
-    def __init__(self, client: EngineClient) -> None:
-        self._client, self._worker_group, self._serving = client, FakeWorkerGroup(), True
-        self._tokenizing = FakeTokenizing()
+    def __init__(self, client: EngineClient, groups: list[FakeWorkerGroup]) -> None:
+        self._client, self._serving, self._replacing, self._placement_group = client, True, None, None
+        self._tokenizing, self._groups = FakeTokenizing(), iter(groups)
+        self._client.on_loss = self._engine_died
+        self._worker_group = self._new_worker_group()
+
+    def _new_worker_group(self) -> Any:
+        return next(self._groups)
 
     def __del__(self) -> None:
         pass  # Serve would await it
 
 
-async def test_a_hung_engine_is_killed_before_serve_drains_the_replica(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    exits: list[int] = []
-    monkeypatch.setattr(cluster.serve.replica.os, "_exit", exits.append)
+@pytest.fixture
+def exits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    made: list[int] = []
+    monkeypatch.setattr(cluster.serve.replica.os, "_exit", made.append)
     monkeypatch.setattr(cluster.serve.replica, "EXIT_GRACE_S", 0.0)
+    return made
+
+
+async def test_a_hung_engine_is_replaced_and_its_requests_go_on(tmp_path: Path, exits: list[int]) -> None:
     client = EngineClient(progress_timeout_s=1.0)
-    engine = FakeEngine(await client.listen(f"unix:{tmp_path}/socket"), lambda submit: [[1]])
-    await client.wait_ready(5)
+    groups = [FakeWorkerGroup(client, f"unix:{tmp_path}/{number}") for number in range(2)]
+    replica = ReplicaOf(client, groups)
+    await groups[0].start(None)
     await asyncio.sleep(0.2)  # collecting garbage at the end of the start took a while
-    replica = ReplicaOf(client)
     await replica.check_health()
     replica._tokenizing.reason = "no text can be tokenized"
     with pytest.raises(RuntimeError, match="no text can be tokenized"):
@@ -69,20 +89,57 @@ async def test_a_hung_engine_is_killed_before_serve_drains_the_replica(
     replica._tokenizing.reason = ""
     await replica.check_health()
 
-    engine.hold.set()
+    assert groups[0].engine is not None
+    groups[0].engine.hold.set()
     waiting = asyncio.create_task(last_chunk(client, Submit(id=1, prompt=[1], max_tokens=10)))
     await asyncio.sleep(1.5)
-    with pytest.raises(RuntimeError, match="the engine is silent"):
-        await replica.check_health()
-    assert replica._worker_group.is_closed
-    with pytest.raises(EngineDead, match="the engine is silent"):
-        await asyncio.wait_for(waiting, 5)
-    await asyncio.sleep(0.1)
-    with pytest.raises(RuntimeError, match="the engine is silent"):
-        await replica.check_health()
-    assert exits == [1]
+    await replica.check_health()
+    assert "the engine is silent" in client.health().reason
+    assert (await asyncio.wait_for(waiting, 5)).tokens == [1]
+    assert groups[0].is_closed and not groups[1].is_closed and client.health() == (True, "")
+    await replica.check_health()
+    assert exits == []
     await client.close()
-    engine.die()
+    groups[1].close()
+
+
+async def test_a_broken_connection_alone_replaces_the_engine(tmp_path: Path, exits: list[int]) -> None:
+    client = EngineClient(cause_wait_s=0.1)
+    groups = [FakeWorkerGroup(client, f"unix:{tmp_path}/{number}") for number in range(2)]
+    ReplicaOf(client, groups)
+    await groups[0].start(None)
+    assert groups[0].engine is not None
+    groups[0].engine.die()
+    async with asyncio.timeout(5):
+        while groups[1].engine is None or client.health() != (True, ""):
+            await asyncio.sleep(0.02)
+    assert len(await asyncio.wait_for(collected(client), 5)) == 1 and exits == []
+    await client.close()
+    groups[1].close()
+
+
+async def test_a_replica_whose_engines_do_not_start_fails_its_requests_and_exits(
+    tmp_path: Path, exits: list[int]
+) -> None:
+    client = EngineClient()
+    broken = [FakeWorkerGroup(client, "", RuntimeError("no GPU is left")) for _ in range(3)]
+    replica = ReplicaOf(client, [FakeWorkerGroup(client, f"unix:{tmp_path}/socket"), *broken])
+    await replica._worker_group.start(None)
+    replica._worker_group.engine.hold.set()
+    waiting = asyncio.create_task(last_chunk(client, Submit(id=1, prompt=[1], max_tokens=10)))
+    await asyncio.sleep(0.05)
+    replica._engine_died("verifier 1 was killed")
+    with pytest.raises(EngineDead, match="verifier 1 was killed"):
+        await asyncio.wait_for(waiting, 5)
+    await asyncio.sleep(0.05)
+    with pytest.raises(RuntimeError, match="verifier 1 was killed"):
+        await replica.check_health()
+    assert exits == [1] and all(group.is_closed for group in broken)
+    await client.close()
+
+
+async def collected(client: EngineClient) -> list[TokenChunk]:
+    return [chunk async for chunk in client.submit(Submit(id=9, prompt=[1], max_tokens=10))]
 
 
 async def last_chunk(client: EngineClient, submit: Submit) -> TokenChunk:

@@ -20,6 +20,7 @@ from workers.comm.ipc import (
     FrontGone,
     Ready,
     RequestStats,
+    Resumption,
     Speculation,
     StepOutput,
     Submit,
@@ -53,6 +54,14 @@ MESSAGES = [
         has_trees=True,
         num_prompt_logprobs=0,
         speculation=Speculation(enabled=False, num_speculative_tokens=0, min_prob=0.1, path_prob=0.0),
+    ),
+    Submit(
+        id=6,
+        prompt=[1],
+        max_tokens=7,
+        resumption=Resumption(
+            output=[4, 2], num_prompt_logprobs=3, stats=RequestStats(num_drafts=2, accepted_per_depth=[1])
+        ),
     ),
     Abort(id=3),
     StepOutput(chunks=[], stats=EngineStats()),
