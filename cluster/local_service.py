@@ -57,6 +57,7 @@ def build_service(
         sampling_defaults=defaults,
         cors=_cors(args),
         root_path=args.root_path,
+        tool_call_parser=args.tool_call_parser,
         has_tokenizer_info=args.enable_tokenizer_info_endpoint,
     )
 

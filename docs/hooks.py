@@ -17,7 +17,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 from pydantic import BaseModel
 
-from secateur import requests
+from secateur import bodies, requests
 from secateur.cli import app
 from secateur.config import AppArgs, EngineArgs, ModelLoadingConfig, PlacementGroupConfig
 from secateur.speculative import Speculative, SpeculativeConfig
@@ -113,7 +113,7 @@ def http() -> str:
     ]
     for route, body in bodies.items():
         parts += [f"## `{route}`", _table(body)]
-    unsupported = ", ".join(f"`{name}`" for name in sorted(requests.UNSUPPORTED))
+    unsupported = ", ".join(f"`{name}`" for name in sorted(bodies.UNSUPPORTED))
     parts += ["## Not implemented", f"A request that sets one of these is refused with status 400: {unsupported}."]
     return "\n\n".join(parts) + "\n"
 

@@ -134,6 +134,12 @@ SERVER_FLAGS: dict[str, Any] = {
         list[str], "--allowed-headers", metavar="HEADER", help="Request headers of such scripts, likewise [*]."
     ),
     "allow_credentials": _flag(bool, "--allow-credentials", help="Let browsers send cookies with such requests."),
+    "tool_call_parser": _flag(
+        str,
+        "--tool-call-parser",
+        metavar="FORMAT",
+        help="How the model writes tool calls: auto (as its chat template teaches), hermes, llama3_json or mistral.",
+    ),
     "root_path": _flag(
         str, "--root-path", metavar="PATH", help="The prefix under which clients see the service, e.g. /llm."
     ),

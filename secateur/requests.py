@@ -9,22 +9,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
-    ConfigDict,
     Field,
-    ValidationError,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
     field_validator,
     model_validator,
 )
 
+from secateur.bodies import Body, Structure, Unsupported, told, unsupported_of, wrong
 from secateur.errors import ConfigError, Problem
 from secateur.speculative import Speculative
+from secateur.tools import MAX_TOOLS, NamedTool, Tool, calls_of
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; chat runs to the end of the context
 MAX_ANSWERS = 128  # OpenAI's limit of `n`
@@ -60,96 +57,11 @@ def _some_or_all(value: int) -> int:
 Truncation = Annotated[int, Field(ge=-1, le=MAX_TOKENS), AfterValidator(_some_or_all)]
 
 
-class Unsupported(NamedTuple):
-    """A known parameter with a value that is not implemented."""
-
-    param: str
-    why: str
-
-
-def _wrong(field: str, message: str) -> ConfigError:
-    """Return an error that names `field`, for validators that look at several fields."""
-    return ConfigError(Problem(field, message))
-
-
 def _one_line(text: str) -> str:
     """Check that a text is one printable line: it is logged and must not forge log lines."""
     if not text.isprintable():
         raise ValueError(f"must be printable characters of one line (got {text!r})")
     return text
-
-
-# param -> (values that change nothing, why others are refused). None always changes nothing.
-_OBSOLETE = 'is obsolete; write structured_outputs={{"{}": ...}}'
-_TOOLS = "tools are not implemented in this version"
-UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "best_of": ((), "choosing among more answers than are returned is not implemented; leave it out and set n"),
-    "use_beam_search": ((False,), "beam search is not implemented"),
-    "length_penalty": ((1,), "belongs to beam search, which is not implemented"),
-    "suffix": (("",), "insertion is not implemented"),
-    "logits_processors": (([],), "custom logits processors are not implemented"),
-    "guided_json": ((), _OBSOLETE.format("json")),
-    "guided_regex": ((), _OBSOLETE.format("regex")),
-    "guided_choice": ((), _OBSOLETE.format("choice")),
-    "guided_grammar": ((), _OBSOLETE.format("grammar")),
-    "json_schema": ((), 'is not a field; write structured_outputs={"json": ...}'),
-    "regex": ((), 'is not a field; write structured_outputs={"regex": ...}'),
-    "ebnf": ((), 'is not a field; write structured_outputs={"grammar": ...}'),
-    "structural_tag": ((), "structural tags are not implemented"),
-    "tools": (([],), _TOOLS),
-    "tool_choice": (("none", "auto"), _TOOLS),
-    "functions": (([],), _TOOLS),
-    "function_call": (("none", "auto"), _TOOLS),
-    "parallel_tool_calls": ((True, False), _TOOLS),
-    "reasoning_effort": (("none",), "reasoning effort is not implemented"),
-    "modalities": ((["text"],), "only text is produced"),
-    "audio": ((), "only text is produced"),
-    "prediction": ((), "predicted outputs are not implemented"),
-    "chat_template": ((), "the model's own chat template is used; it cannot be replaced per request"),
-    "documents": (([],), "documents are not implemented; put them into the messages"),
-    "priority": ((0,), "priorities are not implemented in this version"),
-    "lora_path": ((), "adapters are not implemented"),
-    "kv_transfer_params": ((), "KV transfer is not implemented"),
-    "spaces_between_special_tokens": ((True,), "is not implemented; leave it out"),
-    "logprob_token_ids": ((), "log probabilities of chosen tokens are not implemented; logprobs gives the likeliest"),
-    "return_spec_tokens_details": ((False,), "use return_speculative_stats"),
-    "no_stop_trim": ((False,), "use include_stop_str_in_output"),
-    "rid": ((), "use request_id"),
-}
-
-
-class Body(BaseModel):
-    """Base of all request models. Types are strict; null means "not given"."""
-
-    model_config = ConfigDict(
-        extra="allow", strict=True, allow_inf_nan=False, protected_namespaces=(), use_attribute_docstrings=True
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_nulls(cls, data: Any) -> Any:
-        return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
-
-    def unsupported(self) -> list[Unsupported]:
-        """Return every known parameter with a value that is not implemented."""
-        return _unsupported(self.model_extra or {})
-
-    def ignored(self) -> list[str]:
-        """Return unknown fields, sorted; the server accepts them and lists them in `x-secateur-ignored`."""
-        return sorted((self.model_extra or {}).keys() - UNSUPPORTED.keys())
-
-
-def _unsupported(values: Mapping[str, Any]) -> list[Unsupported]:
-    return [
-        Unsupported(param, why)
-        for param, (neutral, why) in UNSUPPORTED.items()
-        if values.get(param) is not None and not any(_is_same(values[param], value) for value in neutral)
-    ]
-
-
-def _is_same(value: Any, other: Any) -> bool:
-    """Compare as JSON does: true is not 1."""
-    return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
 class StreamOptions(Body):
@@ -181,29 +93,6 @@ DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Parameters whose defaults a model's generation_config.json may change, as in vLLM."""
 
 
-def _told(message: str) -> WrapValidator:
-    """Replace pydantic's list of errors, one for each type of a union, by `message`."""
-
-    def checked(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-        try:
-            return handler(value)
-        except ValidationError:
-            raise ValueError(message) from None
-
-    return WrapValidator(checked)
-
-
-class Structure(NamedTuple):
-    """A structured output: JSON of a schema, a match of a regular expression or a grammar, or one of some texts."""
-
-    kind: Literal["json", "regex", "choice", "grammar"]
-    source: dict[str, Any] | str | list[str]
-    param: str
-    """The request's field that asks for it."""
-    has_whitespace: bool = True
-    """JSON may have whitespace between its tokens."""
-
-
 _ANY_OBJECT = {"type": "object"}
 
 
@@ -231,9 +120,9 @@ class AnswerFormat(Body):
     @model_validator(mode="after")
     def _schema_with_its_type(self) -> Self:
         if self.type == "json_schema" and self.json_schema is None:
-            raise _wrong("json_schema", 'is missing; write {"name": ..., "schema": {...}}')
+            raise wrong("json_schema", 'is missing; write {"name": ..., "schema": {...}}')
         if self.type != "json_schema" and self.json_schema is not None:
-            raise _wrong("json_schema", f'belongs to the type "json_schema", not to {self.type!r}')
+            raise wrong("json_schema", f'belongs to the type "json_schema", not to {self.type!r}')
         return self
 
     @property
@@ -248,7 +137,7 @@ class StructuredOutputs(Body):
     """vLLM's `structured_outputs`: exactly one of the first five fields."""
 
     json_: Annotated[
-        dict[str, Any] | str | None, Field(alias="json"), _told("must be a JSON schema: an object, or its text")
+        dict[str, Any] | str | None, Field(alias="json"), told("must be a JSON schema: an object, or its text")
     ] = None
     """A JSON schema, as an object or as its text. In JSON the field is called `json`."""
     regex: str | None = None
@@ -313,7 +202,7 @@ class SamplingRequest(Body):
     """Minimum number of tokens before an end-of-sequence token, stop token or stop string ends the answer."""
     stop: Annotated[
         StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None,
-        _told(f"must be a text or a list of texts, at most {MAX_STOPS} of up to {MAX_STOP_CHARS:,} characters"),
+        told(f"must be a text or a list of texts, at most {MAX_STOPS} of up to {MAX_STOP_CHARS:,} characters"),
     ] = None
     """Texts that end the answer before them."""
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_TOKEN_IDS)] = []
@@ -396,24 +285,24 @@ class SamplingRequest(Body):
         if self.unsupported():  # the caller rejects these by name, so other checks would mislead
             return self
         if any(not text for text in self.stop_strings):
-            raise _wrong("stop", "an empty string stops nothing; remove it")
+            raise wrong("stop", "an empty string stops nothing; remove it")
         if any(not text for text in self.bad_words):
-            raise _wrong("bad_words", "an empty string forbids nothing; remove it")
+            raise wrong("bad_words", "an empty string forbids nothing; remove it")
         if self.structured_outputs is not None and self.response_format is not None and self.response_format.structure:
-            raise _wrong("structured_outputs", "contradicts response_format; remove one of them")
+            raise wrong("structured_outputs", "contradicts response_format; remove one of them")
         if self.stream_options is not None and not self.stream:
-            raise _wrong("stream_options", "only allowed with stream=true")
+            raise wrong("stream_options", "only allowed with stream=true")
         if self.prompt_logprobs is not None and self.stream:
-            raise _wrong("prompt_logprobs", "not available with stream=true; leave one of the two out")
+            raise wrong("prompt_logprobs", "not available with stream=true; leave one of the two out")
         self._check_number_of_answers()
         limit = self.max_output_tokens
         if limit is not None and self.min_tokens > limit:
-            raise _wrong("min_tokens", f"{self.min_tokens} is more than max_tokens={limit}; lower it or raise that")
+            raise wrong("min_tokens", f"{self.min_tokens} is more than max_tokens={limit}; lower it or raise that")
         return self
 
     def _check_number_of_answers(self) -> None:
         if self.n > 1 and self.is_greedy:
-            raise _wrong(
+            raise wrong(
                 "n", f"must be 1 when using greedy sampling, where all {self.n} answers are the same; raise temperature"
             )
 
@@ -454,7 +343,7 @@ class SamplingRequest(Body):
         values = {**(self.model_extra or {}), **{name: getattr(self, name) for name in type(self).model_fields}}
         if values.get("best_of") == self.n:
             del values["best_of"]  # all answers are returned
-        return _unsupported(values)
+        return unsupported_of(values)
 
     def ignored(self) -> list[str]:
         """Return unknown fields, including those of nested objects, and fields without effect."""
@@ -489,7 +378,7 @@ class CompletionRequest(SamplingRequest):
         | Annotated[list[TokenId], Field(fail_fast=True)]
         | Annotated[list[str], Field(fail_fast=True, max_length=MAX_ITEMS)]
         | Annotated[list[Annotated[list[TokenId], Field(fail_fast=True)]], Field(fail_fast=True, max_length=MAX_ITEMS)],
-        _told(
+        told(
             "must be a text, a list of texts, token ids, or a list of lists of token ids, "
             f"of which there may be {MAX_ITEMS:,}"
         ),
@@ -544,11 +433,11 @@ class CompletionRequest(SamplingRequest):
     @model_validator(mode="after")
     def _some_prompt(self) -> Self:
         if isinstance(self.prompt, list) and (not self.prompt or any(item == [] for item in self.prompt)):
-            raise _wrong("prompt", "an empty list has nothing to complete; give a text or token ids")
+            raise wrong("prompt", "an empty list has nothing to complete; give a text or token ids")
         if top := (self.model_extra or {}).get("top_logprobs"):
-            raise _wrong("top_logprobs", f"belongs to chats; for a completion write logprobs={top!r}")
+            raise wrong("top_logprobs", f"belongs to chats; for a completion write logprobs={top!r}")
         if self.max_output_tokens == 0 and not self.echo and self.prompt_logprobs is None:
-            raise _wrong("max_tokens", "0 is only allowed with echo or prompt_logprobs; ask for at least 1")
+            raise wrong("max_tokens", "0 is only allowed with echo or prompt_logprobs; ask for at least 1")
         return self
 
 
@@ -568,7 +457,7 @@ class ChatMessage(Body):
     """One of `ROLES`, or another role that the model's chat template supports."""
     content: Annotated[
         str | Annotated[list[ContentPart], Field(fail_fast=True, max_length=MAX_ITEMS)] | None,
-        _told(
+        told(
             'must be a text or a list of {"type": "text", "text": ...}; nothing but text is understood, '
             f"in at most {MAX_ITEMS:,} parts"
         ),
@@ -588,7 +477,7 @@ class ChatMessage(Body):
         has_calls = bool(self.tool_calls or (self.model_extra or {}).keys() & {"function_call", "refusal"})
         if self.role in _WITH_CONTENT and not (self.role == "assistant" and has_calls):
             instead = " or tool_calls" if self.role == "assistant" else ""
-            raise _wrong("content", f"a message of the role {self.role!r} needs content{instead}")
+            raise wrong("content", f"a message of the role {self.role!r} needs content{instead}")
         return self
 
     @property
@@ -618,13 +507,16 @@ class Rendered(Body):
     def _one_ending(self) -> Self:
         if self.continue_final_message and self.add_generation_prompt:
             if "add_generation_prompt" in self.model_fields_set:
-                raise _wrong("continue_final_message", "contradicts add_generation_prompt=true; set one to false")
+                raise wrong("continue_final_message", "contradicts add_generation_prompt=true; set one to false")
             # vLLM's rule: continuing the last message implies that no new one is opened.
             self.__dict__["add_generation_prompt"] = False  # not given, therefore not in `model_fields_set`
         return self
 
 
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_ITEMS)]
+
+
+_FIELDS_OF_TOOLS = {"tools", "tool_choice", "parallel_tool_calls"}
 
 
 class ChatCompletionRequest(SamplingRequest, Rendered):
@@ -638,6 +530,16 @@ class ChatCompletionRequest(SamplingRequest, Rendered):
     """Return the log probabilities of the answer's tokens."""
     top_logprobs: NumLogprobs = 0
     """Most likely tokens to report per token, with logprobs=true."""
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    """Functions that the model may call."""
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | NamedTool | None,
+        told('must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}'),
+    ] = None
+    """Whether the answer calls functions: never, if the model writes calls (`auto`), always (`required`), or this one.
+    None = `auto` with tools. Calls that are demanded follow their schemas exactly."""
+    parallel_tool_calls: bool = True
+    """The answer may have several calls."""
 
     @field_validator("logprobs", mode="before")
     @classmethod
@@ -651,12 +553,63 @@ class ChatCompletionRequest(SamplingRequest, Rendered):
         """Return the number of logprobs per token, or None."""
         return self.top_logprobs if self.logprobs else None
 
+    @property
+    def calls(self) -> Literal["none", "auto", "required", "named"]:
+        """Return whether the answer calls functions."""
+        if not self.tools:
+            return "none"
+        return "named" if isinstance(self.tool_choice, NamedTool) else self.tool_choice or "auto"
+
+    @property
+    def called_function(self) -> str | None:
+        """Return the only function that the answer calls; None if the choice names none."""
+        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+
+    @property
+    def structure(self) -> Structure | None:
+        """Return what the answer must be: the calls that the tool choice demands, or what other fields say."""
+        tools = {tool.function.name: tool.function for tool in self.tools or ()}
+        if self.called_function is not None:
+            return Structure("json", tools[self.called_function].schema_of_arguments, "tools")
+        if self.calls == "required":
+            return calls_of(self.tools or (), parallel=self.parallel_tool_calls)
+        return super().structure
+
+    def unsupported(self) -> list[Unsupported]:
+        """Return every known parameter with a value that is not implemented."""
+        return [each for each in super().unsupported() if each.param not in _FIELDS_OF_TOOLS]
+
+    def ignored(self) -> list[str]:
+        """Return unknown fields, including those of nested objects, and fields without effect."""
+        nested = [
+            f"{name}.{field}"
+            for place, tool in enumerate(self.tools or ())
+            for name, part in ((f"tools.{place}", tool), (f"tools.{place}.function", tool.function))
+            for field in part.ignored()
+        ]
+        return sorted([*super().ignored(), *nested])
+
+    @model_validator(mode="after")
+    def _calls_of_known_tools(self) -> Self:
+        names = [tool.function.name for tool in self.tools or ()]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise wrong("tools", f"{twice[0]!r} is there twice; function names must differ")
+        if (name := self.called_function) is not None and name not in names:
+            raise wrong("tool_choice", f"there is no function {name!r} in tools; it has {listed(names) or 'none'}")
+        if self.tool_choice == "required" and not names:
+            raise wrong("tool_choice", '"required" needs tools; give some, or leave it out')
+        has_format = super().structure is not None
+        if has_format and self.calls != "none":
+            field = "structured_outputs" if self.structured_outputs is not None else "response_format"
+            raise wrong(field, 'contradicts tools; remove one of them, or write tool_choice="none"')
+        return self
+
     @model_validator(mode="after")
     def _top_of_something(self) -> Self:
         if self.top_logprobs and not self.logprobs:
-            raise _wrong("top_logprobs", "only allowed with logprobs=true")
+            raise wrong("top_logprobs", "only allowed with logprobs=true")
         if (self.model_extra or {}).get("echo"):
-            raise _wrong("echo", "belongs to completions; remove it")
+            raise wrong("echo", "belongs to completions; remove it")
         return self
 
 
@@ -691,7 +644,7 @@ class TokenizeRequest(Rendered):
     @model_validator(mode="after")
     def _one_input(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
-            raise _wrong("prompt", "give either prompt or messages")
+            raise wrong("prompt", "give either prompt or messages")
         return self
 
 

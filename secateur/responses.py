@@ -19,7 +19,7 @@ from pydantic import (
     model_serializer,
 )
 
-from secateur.requests import Unsupported
+from secateur.bodies import Unsupported
 
 IGNORED_HEADER = "x-secateur-ignored"
 REQUEST_ID_HEADER = "x-request-id"
@@ -183,7 +183,7 @@ class SpeculativeTree(Response):
     """Time of the target's forward pass and of the acceptance rule."""
 
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class CompletionLogprobs(BaseModel):
@@ -264,6 +264,31 @@ class CompletionChoice(Choice):
     logprobs: CompletionLogprobs | None = None
 
 
+class FunctionCall(Response):
+    """A function's name and its arguments; in a stream, the piece of the arguments that a chunk adds."""
+
+    name: str | None = None
+    arguments: str = ""
+    """JSON, as the model wrote it."""
+
+
+class ToolCall(Response):
+    """A call that an answer makes."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class ToolCallDelta(Response):
+    """What a chunk adds to the answer's call number `index`. The first piece has id, type and name."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionCall
+
+
 class AssistantMessage(Response):
     """The message of a chat answer."""
 
@@ -272,6 +297,7 @@ class AssistantMessage(Response):
     role: Literal["assistant"] = "assistant"
     content: str | None = None
     refusal: str | None = None
+    tool_calls: list[ToolCall] | None = None
 
 
 class ChatChoice(Choice):
@@ -286,6 +312,7 @@ class ChatDelta(Response):
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChatChunkChoice(Choice):

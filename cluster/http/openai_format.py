@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -13,7 +13,8 @@ from cluster.http.detokenizer import IncrementalDetokenizer
 from cluster.http.metrics import by_depth
 from cluster.http.output_processor import Generation, ScoredToken, StepTree, TextDelta
 from cluster.http.tokenizer import Tokenizer
-from secateur.requests import CompletionRequest, SamplingRequest
+from cluster.http.tool_calls import ToolCallReader
+from secateur.requests import ChatCompletionRequest, CompletionRequest, SamplingRequest
 from secateur.responses import (
     AssistantMessage,
     ChatChoice,
@@ -26,11 +27,14 @@ from secateur.responses import (
     CompletionChunk,
     CompletionLogprobs,
     CompletionResponse,
+    FunctionCall,
     PromptLogprob,
     PromptLogprobs,
     SpeculativeStats,
     SpeculativeTree,
     TokenLogprob,
+    ToolCall,
+    ToolCallDelta,
     TopLogprob,
     TreeNode,
     TreeToken,
@@ -74,8 +78,10 @@ class ResponseFormat(ABC):
         """Build the chunk that precedes a choice's first token, if the endpoint has one."""
 
     @abstractmethod
-    def chunk(self, index: int, generation: Generation, delta: TextDelta) -> CompletionChunk | ChatCompletionChunk:
-        """Build the chunk of one delta of choice `index`."""
+    def chunk(
+        self, index: int, generation: Generation, delta: TextDelta
+    ) -> CompletionChunk | ChatCompletionChunk | None:
+        """Build the chunk of one delta of choice `index`; None if its text is held back."""
 
     def closing_chunk(
         self, usage: Usage | None, speculative: SpeculativeStats | None
@@ -213,16 +219,32 @@ class ChatFormat(ResponseFormat):
     id_prefix = "chatcmpl"
     chunk_type = ChatCompletionChunk
 
+    def __init__(
+        self,
+        body: ChatCompletionRequest,
+        model: str,
+        tokenizer: Tokenizer,
+        new_reader: Callable[[], ToolCallReader] | None = None,
+    ) -> None:
+        """`new_reader` makes what reads the calls of one answer; None = there are none to read."""
+        super().__init__(body, model, tokenizer)
+        self._new_reader = new_reader
+        self._ends_with_calls = body.calls != "named"  # as at OpenAI, a call that was demanded by name just stops
+        self._readers: dict[int, ToolCallReader] = {}  # by choice, of a stream
+
     def response(self, generations: Sequence[Generation]) -> ChatCompletionResponse:
         """Build the whole response; all choices have the same prompt."""
         has_logprobs = self.body.num_logprobs is not None
         choices = [
             ChatChoice(
-                message=AssistantMessage(content=generation.text),
+                message=message,
                 logprobs=self._logprobs(generation.scored) if has_logprobs else None,
-                **self.choice_fields(index, generation.last, generation.token_ids, generation.trees),
+                **self.choice_fields(
+                    index, self._ended(generation.last, message.tool_calls), generation.token_ids, generation.trees
+                ),
             )
             for index, generation in enumerate(generations)
+            for message in [self._message(generation.text)]
         ]
         return ChatCompletionResponse(
             **self.head,
@@ -237,10 +259,54 @@ class ChatFormat(ResponseFormat):
         choice = ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=""))
         return ChatCompletionChunk(**self.head, choices=[choice], prompt_token_ids=self.prompt_ids(generation))
 
-    def chunk(self, index: int, generation: Generation, delta: TextDelta) -> ChatCompletionChunk:
-        """Build the chunk of one delta."""
+    def _message(self, text: str) -> AssistantMessage:
+        """Return a whole answer."""
+        if self._new_reader is None:
+            return AssistantMessage(content=text)
+        reader = self._new_reader()
+        parts = [reader.feed(text), reader.finish()]
+        calls: list[ToolCall] = []
+        for part in (call for read in parts for call in read.calls):
+            if part.id is not None:
+                calls.append(ToolCall(id=part.id, function=FunctionCall(name=part.name)))
+            calls[part.number].function.arguments += part.arguments
+        content = "".join(read.content for read in parts)
+        return AssistantMessage(content=content or (None if calls else ""), tool_calls=calls or None)
+
+    def _delta(self, index: int, delta: TextDelta) -> ChatDelta:
+        """Return what a delta of a stream adds to the message."""
+        if self._new_reader is None:
+            return ChatDelta(content=delta.text)
+        reader = self._readers.setdefault(index, self._new_reader())
+        read = [reader.feed(delta.text), *([reader.finish()] if delta.finish_reason else [])]
+        calls = [
+            ToolCallDelta(
+                index=part.number,
+                id=part.id,
+                type="function" if part.id is not None else None,
+                function=FunctionCall(name=part.name, arguments=part.arguments),
+            )
+            for each in read
+            for part in each.calls
+        ]
+        content = "".join(each.content for each in read)
+        return ChatDelta(content=content or None, tool_calls=calls or None)
+
+    def _ended(self, delta: TextDelta, calls: object) -> TextDelta:
+        """Return the last delta, with the reason that an answer with calls has."""
+        has_ended = delta.finish_reason == "stop" and calls and self._ends_with_calls
+        return replace(delta, finish_reason="tool_calls") if has_ended else delta
+
+    def chunk(self, index: int, generation: Generation, delta: TextDelta) -> ChatCompletionChunk | None:
+        """Build the chunk of one delta; None if all of its text is held back."""
+        added = self._delta(index, delta)
+        if self._new_reader is not None:
+            delta = self._ended(delta, self._readers[index].num_calls)
+            has_more = delta.finish_reason or delta.scored or delta.tree or self.body.return_token_ids
+            if added.content is None and added.tool_calls is None and not has_more:
+                return None
         choice = ChatChunkChoice(
-            delta=ChatDelta(content=delta.text),
+            delta=added,
             logprobs=self._logprobs(delta.scored) if delta.scored else None,
             **self.choice_fields(index, delta, delta.token_ids, [delta.tree] if delta.tree else []),
         )

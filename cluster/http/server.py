@@ -25,7 +25,8 @@ import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
-from typing import Any, TypeVar
+from functools import cached_property
+from typing import Any, Literal, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
@@ -49,6 +50,15 @@ from cluster.http.request_params import RequestLimits, SeedSource, build_submits
 from cluster.http.streaming import EventStream, cancel_on_disconnect, merge, prepend
 from cluster.http.tokenizer import TextLimit, Tokenizer, text_size
 from cluster.http.tokenizer_pool import TokenizerPool
+from cluster.http.tool_calls import (
+    TAUGHT_FORMAT,
+    ToolCallFormat,
+    decoded_calls,
+    format_of_template,
+    reader_of_calls,
+    shows_special_tokens,
+    tools_of,
+)
 from secateur import __version__
 from secateur.errors import ConfigError
 from secateur.requests import (
@@ -107,6 +117,8 @@ class Service:
     """Serve /tokenizer_info."""
     root_path: str = ""
     """The prefix under which clients see the service, such as /llm."""
+    tool_call_parser: Literal["auto"] | ToolCallFormat = "auto"
+    """How the model writes tool calls; auto: as its chat template teaches."""
     created: int = field(default_factory=lambda: int(time.time()))
     seeds: SeedSource = field(init=False)
     metrics: metrics.Metrics = field(init=False)
@@ -211,7 +223,7 @@ class Service:
 
         The text limit applies to the messages and again to the rendered text, which may repeat them.
         """
-        variables, tools = body.chat_template_kwargs, body.tools if isinstance(body, TokenizeRequest) else None
+        variables, tools = body.chat_template_kwargs, tools_of(body)
         self.tokenizer.check_template_variables(variables)
         # Templates expect text: content parts are joined. Other fields, such as `name`, are kept.
         messages = [
@@ -220,6 +232,9 @@ class Service:
         ]
         limit = self.text_limit
         limit.check(text_size([messages, variables, tools]), param="messages")
+        for number, message in enumerate(messages):
+            if calls := message.get("tool_calls"):
+                message["tool_calls"] = decoded_calls(calls, number)
         return await self.tokenizer_pool.encode_chat(
             messages,
             limit=limit,
@@ -229,6 +244,14 @@ class Service:
             tools=tools,
             add_special_tokens=add_special_tokens,
         )
+
+    @cached_property
+    def tool_call_format(self) -> ToolCallFormat | None:
+        """How the model writes calls; None = in no way that is known."""
+        if self.tool_call_parser != "auto":
+            return self.tool_call_parser
+        tokenizer = self.tokenizer
+        return format_of_template(tokenizer.template_source) if tokenizer.has_tools_template else TAUGHT_FORMAT
 
     async def prepare(
         self, body: SamplingRequest, prompts: Sequence[list[int]], *, request_id: str, arrival: float
@@ -268,12 +291,17 @@ class Service:
                 number=number,
                 stop=body.stop_strings,
                 include_stop=body.include_stop_str_in_output,
-                skip_special_tokens=body.skip_special_tokens,
+                skip_special_tokens=body.skip_special_tokens and not self._reads_special_tokens(body),
                 is_empty=body.max_output_tokens == 0,
             )
             for choices in submits
             for number, submit in enumerate(choices)
         ]
+
+    def _reads_special_tokens(self, body: SamplingRequest) -> bool:
+        """Return whether special tokens of the answer mark its calls."""
+        may_call = isinstance(body, ChatCompletionRequest) and body.calls == "auto"
+        return may_call and shows_special_tokens(self.tool_call_format)
 
     def card(self) -> ModelCard:
         """Return the model's entry in /v1/models."""
@@ -314,9 +342,10 @@ def create_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
         arrival = time.perf_counter()
         body = service.accept(body)
+        new_reader = reader_of_calls(body, service.tool_call_format)
         prompt = await service.tokenize_chat(body, add_special_tokens=body.add_special_tokens)
         generations = await service.prepare(body, [prompt], request_id=request.state.request_id, arrival=arrival)
-        response_format = ChatFormat(body, service.model_id, service.tokenizer)
+        response_format = ChatFormat(body, service.model_id, service.tokenizer, new_reader)
         return await generate(service, response_format, generations, request)
 
     @app.get("/v1/models", response_model=ModelList)
@@ -453,6 +482,8 @@ async def _events(
                 if not (delta.text or delta.finish_reason or has_more):
                     continue  # the text is held back: half a character, or the beginning of a stop string
                 chunk = response_format.chunk(index, generations[index], delta)
+                if chunk is None:
+                    continue
                 if running:
                     chunk.usage = running_usage(generations[index], delta)
                 yield chunk.sse()

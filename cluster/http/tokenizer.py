@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from cluster.http.errors import PromptError
+from cluster.http.tool_calls import taught
 from secateur.requests import ROLES
 
 _MAX_QUOTED_CHARS = 64  # of what a client sent, in an error message
@@ -120,6 +121,17 @@ class Tokenizer:
         """True if conversations can be rendered."""
         return bool(self._tokenizer.chat_template)
 
+    @cached_property
+    def template_source(self) -> str:
+        """The text of the chat template, or of all of them."""
+        templates = self._tokenizer.chat_template or ""
+        return "\n".join(templates.values()) if isinstance(templates, Mapping) else templates
+
+    @property
+    def has_tools_template(self) -> bool:
+        """True if the chat template renders tools."""
+        return re.search(r"\btools\b", self.template_source) is not None
+
     def info(self) -> dict[str, Any]:
         """Return what tokenizer_config.json says, with the tokenizer's class and chat template, without local paths."""
         given = {
@@ -226,7 +238,7 @@ class Tokenizer:
         template_kwargs: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """Render a conversation with the chat template.
+        """Render a conversation with the chat template. A template without tools gets them as text.
 
         Raises PromptError for messages that the template rejects and for reserved variables in `template_kwargs`.
         """
@@ -235,6 +247,8 @@ class Tokenizer:
         if template_kwargs:
             self.check_template_variables(template_kwargs)
         self._check_roles(messages)
+        if not self.has_tools_template:
+            messages, tools = taught(messages, tools), None
         try:
             return self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
@@ -272,9 +286,7 @@ class Tokenizer:
 
     def _template_quotes(self, word: str) -> bool:
         """Return True if the chat template contains this word as a string literal."""
-        templates = self._tokenizer.chat_template
-        sources = templates.values() if isinstance(templates, Mapping) else [templates]
-        return any(f"{quote}{word}{quote}" in source for source in sources for quote in "'\"")
+        return any(f"{quote}{word}{quote}" in self.template_source for quote in "'\"")
 
 
 def _plain(value: Any) -> Any:

@@ -28,8 +28,8 @@ from cluster.engine_client import Health
 from cluster.http.errors import PromptError
 from cluster.http.tokenizer import TextLimit, Tokenizer
 from cluster.http.tokenizer_worker import COMMAND, GRAMMAR_STACK_BYTES, LENGTH, READY, JobLimits
+from secateur.bodies import Structure
 from secateur.errors import SecateurError
-from secateur.requests import Structure
 
 logger = logging.getLogger(__name__)
 

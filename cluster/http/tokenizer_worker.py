@@ -31,7 +31,7 @@ import msgpack
 from cluster.http.errors import PromptError
 from cluster.http.tokenizer import TextLimit, Tokenizer
 from cluster.system.child import die_with_parent
-from secateur.requests import Structure
+from secateur.bodies import Structure
 from workers.sampling.grammar import GrammarError, TokenTable, grammar_text
 
 logger = logging.getLogger(__name__)

@@ -8,9 +8,9 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from secateur.batch_lines import BatchOutputLine
+from secateur.bodies import UNSUPPORTED
 from secateur.errors import ConfigError, Problem
 from secateur.requests import (
-    UNSUPPORTED,
     ChatCompletionRequest,
     ChatMessage,
     CompletionRequest,

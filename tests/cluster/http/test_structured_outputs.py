@@ -14,7 +14,7 @@ import pytest
 from cluster.http.tokenizer import Tokenizer
 from cluster.http.tokenizer_pool import JobTooCostly, TokenizerForkServer, TokenizerPool
 from cluster.http.tokenizer_worker import JobLimits
-from secateur.requests import Structure
+from secateur.bodies import Structure
 from tests.support.fake_service import FakeService, error_of, stream
 from workers.sampling.grammar import MAX_GRAMMAR_CHARS, TokenTable
 

@@ -1,0 +1,104 @@
+"""Functions that a chat may call: what a request says about them, and the JSON schema of calls that it demands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from secateur.bodies import Body, Structure
+
+MAX_TOOLS = 128  # OpenAI's
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+
+
+class ToolFunction(Body):
+    """A function's name, purpose and parameters."""
+
+    name: ToolName
+    """Letters, digits, underscores, dots and dashes."""
+    description: str | None = None
+    """What it does, for the model."""
+    parameters: dict[str, Any] | None = None
+    """A JSON schema of its arguments; None = it has none."""
+    strict: bool = False
+    """Has no effect: calls that `tool_choice` demands always follow the schema, and calls of the model's own choice are
+    whatever it writes."""
+
+    @property
+    def schema_of_arguments(self) -> dict[str, Any]:
+        """Return the JSON schema of the arguments, an object."""
+        if self.parameters is None:
+            return {"type": "object", "properties": {}, "additionalProperties": False}
+        return self.parameters if "$ref" in self.parameters else {"type": "object", **self.parameters}
+
+
+class Tool(Body):
+    """One entry of `tools`."""
+
+    type: Literal["function"]
+    """Only functions are supported."""
+    function: ToolFunction
+    """The function."""
+
+
+class NamedFunction(Body):
+    """The function of a `tool_choice`."""
+
+    name: ToolName
+    """One of the functions in `tools`."""
+
+
+class NamedTool(Body):
+    """A `tool_choice` that demands one function."""
+
+    type: Literal["function"]
+    """Only functions are supported."""
+    function: NamedFunction
+    """The function to call."""
+
+
+def calls_of(tools: Sequence[Tool], *, parallel: bool) -> Structure:
+    """Return the structure of at least one call: a JSON array of {"name": ..., "parameters": ...}."""
+    calls = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"const": tool.function.name},
+                "parameters": {"$ref": f"#/$defs/{_escaped(tool.function.name)}"},
+            },
+            "required": ["name", "parameters"],
+            "additionalProperties": False,
+        }
+        for tool in tools
+    ]
+    schema: dict[str, Any] = {
+        "type": "array",
+        "minItems": 1,
+        "items": {"anyOf": calls},
+        "$defs": {tool.function.name: _moved(tool.function) for tool in tools},
+    }
+    return Structure("json", schema if parallel else schema | {"maxItems": 1}, "tools")
+
+
+def _moved(function: ToolFunction) -> Any:
+    """Return the schema of the arguments with references for its place below `$defs`."""
+    place = f"#/$defs/{_escaped(function.name)}"
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, list):
+            return [moved(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        return {
+            key: place + item[1:] if key == "$ref" and isinstance(item, str) and item.startswith("#") else moved(item)
+            for key, item in value.items()
+        }
+
+    return moved(function.schema_of_arguments)
+
+
+def _escaped(name: str) -> str:
+    """Return a part of a JSON pointer."""
+    return name.replace("~", "~0").replace("/", "~1")

@@ -1,0 +1,358 @@
+"""Tools: calls that models write in several formats, calls that are demanded, and what templates and clients get."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from shutil import copytree
+from typing import Any
+
+import httpx2
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.http.tokenizer import Tokenizer
+from cluster.http.tool_calls import ToolCallReader, format_of_template, taught
+from tests.cluster.http.conftest import MODEL
+from tests.cluster.http.test_structured_outputs import matches
+from tests.support.fake_service import FakeService, error_of, fake_service, stream
+
+CHAT = "/v1/chat/completions"
+HI = {"role": "user", "content": "a"}
+ORDER = {
+    "type": "object",
+    "properties": {"what": {"$ref": "#/$defs/thing"}, "more": {"$ref": "#"}},
+    "required": ["what"],
+    "additionalProperties": False,
+    "$defs": {"thing": {"enum": ["tea", 5]}},
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "order", "description": "Orders a thing.", "parameters": ORDER}},
+    {"type": "function", "function": {"name": "stop"}},
+]
+Calls = list[tuple[str, str]]
+
+
+def read(format: Any, pieces: list[str], **options: Any) -> tuple[str, Calls]:
+    """Return the content and the calls, each with its name and arguments."""
+    reader = ToolCallReader(format, **options)
+    content, calls, ids = "", [], set()
+    for part in [*(reader.feed(piece) for piece in pieces), reader.finish()]:
+        content += part.content
+        for number, arguments, id, name in part.calls:
+            if id is not None:
+                assert number == len(calls) and name
+                calls.append((name, ""))
+                ids.add(id)
+            name, before = calls[number]
+            calls[number] = (name, before + arguments)
+    assert len(ids) == len(calls)
+    return content, calls
+
+
+WRITTEN: list[tuple[str, str, str, Calls]] = [
+    # Hermes
+    ("hermes", "no call < here <tool", "no call < here <tool", []),
+    ("hermes", '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>', "", [("f", '{"a": 1}')]),
+    (
+        "hermes",
+        'Let me see.\n\n<tool_call>{"name": "f", "arguments": {"a": "}\\"{"}}</tool_call>\n'
+        '<tool_call>\n{"arguments": {}, "name": "g"}</tool_call>\n Done.',
+        "Let me see.\nDone.",
+        [("f", '{"a": "}\\"{"}'), ("g", "{}")],
+    ),
+    ("hermes", ' <tool_call>{"name": "f", "arguments": [1, {"a": null}]}', "", [("f", '[1, {"a": null}]')]),
+    ("hermes", '<tool_call>{"name": "f"}</tool_call>', "", [("f", "")]),
+    ("hermes", "<tool_call>f(1)</tool_call>", "<tool_call>f(1)</tool_call>", []),
+    ("hermes", '<tool_call>{"a": 1}</tool_call>', '<tool_call>{"a": 1}</tool_call>', []),
+    ("hermes", '<tool_call>{"name": 5, "arguments": {}}', '<tool_call>{"name": 5, "arguments": {}}', []),
+    ("hermes", '<tool_call>{"na', '<tool_call>{"na', []),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a"', "", [("f", '{"a"')]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("f", '{"a": 1}')]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": 5, "x": [true]}</tool_call>', "", [("f", "5")]),
+    # Llama
+    ("llama3_json", '{"name": "f", "parameters": {"a": 1}}', "", [("f", '{"a": 1}')]),
+    (
+        "llama3_json",
+        '<|python_tag|>{"name": "f", "parameters": {}}; {"name": "g", "parameters": {"b": 2}}',
+        "",
+        [("f", "{}"), ("g", '{"b": 2}')],
+    ),
+    ("llama3_json", '{"answer": 5}\n', '{"answer": 5}\n', []),
+    ("llama3_json", 'Say {"name": "f", "parameters": {}}', 'Say {"name": "f", "parameters": {}}', []),
+    ("llama3_json", "<|pyth", "<|pyth", []),
+    ("llama3_json", "", "", []),
+    # Mistral
+    (
+        "mistral",
+        '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]',
+        "",
+        [("f", '{"a": 1}'), ("g", "{}")],
+    ),
+    ("mistral", 'So:[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g{}', "So:", [("f", '{"a": 1}'), ("g", "{}")]),
+    ("mistral", "Hello [TOOL", "Hello [TOOL", []),
+    # demanded calls
+    (
+        "list",
+        '[{"name": "f", "parameters": {"a": [1, 2]}} ,\n {"name": "g", "parameters": {}}]',
+        "",
+        [("f", '{"a": [1, 2]}'), ("g", "{}")],
+    ),
+]
+
+
+@pytest.mark.parametrize(("format", "text", "content", "calls"), WRITTEN)
+@given(data=st.data())
+def test_an_answer_is_read_the_same_in_any_pieces(
+    format: str, text: str, content: str, calls: Calls, data: st.DataObject
+) -> None:
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)))))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert read(format, pieces) == (content, calls)
+    assert read(format, list(text)) == (content, calls)
+
+
+@given(text=st.text(st.sampled_from('<tool_call>{}[]":,\\ /nameargumts5[TOOL_CALLS]|;\n'), max_size=60))
+@pytest.mark.parametrize("format", ["hermes", "llama3_json", "mistral", "list"])
+def test_any_text_is_read_to_its_end(format: str, text: str) -> None:
+    assert read(format, list(text)) == read(format, [text])
+
+
+def test_arguments_are_sent_as_they_are_written() -> None:
+    reader = ToolCallReader("hermes")
+    seen = [reader.feed(piece).calls for piece in ('<tool_call>{"name": "f", "argu', 'ments": {"a', '": 1', "}}")]
+    assert [[part.arguments for part in parts] for parts in seen] == [[""], ['{"a'], ['": 1'], ["}"]]
+
+
+def test_one_call_is_read_of_several_if_no_more_are_wanted() -> None:
+    text = '<tool_call>{"name": "f", "arguments": {}}</tool_call><tool_call>{"name": "g", "arguments": {}}</tool_call>'
+    assert read("hermes", list(text), most=1) == ("", [("f", "{}")])
+    assert read("arguments", list('{"a": 1}'), name="f") == ("", [("f", '{"a": 1}')])
+
+
+def test_mistrals_call_ids_have_the_length_that_its_templates_demand() -> None:
+    for format, length in (("mistral", 9), ("hermes", 29)):
+        opening = "[TOOL_CALLS]" if format == "mistral" else "<tool_call>"
+        [part] = ToolCallReader(format).feed(opening + '{"name": "f", "arg').calls
+        assert part.id is not None and len(part.id) == length
+
+
+@pytest.mark.parametrize(
+    ("template", "format"),
+    [
+        ("{{ tools }}<tool_call>", "hermes"),
+        ("{{ tools }}[TOOL_CALLS]", "mistral"),
+        ("{{ tools }}<|python_tag|>", "llama3_json"),
+        ('{{ tools }}{"name": function name, "parameters": dictionary}', "llama3_json"),
+        ("{{ tools }}<tool_call><function=f><parameter=a>", None),
+        ("{{ tools }}", None),
+    ],
+)
+def test_the_format_is_that_of_the_template(template: str, format: str | None) -> None:
+    assert format_of_template(template) == format
+
+
+# ---- templates
+
+
+def test_a_template_without_tools_gets_them_and_all_calls_as_text() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "order", "arguments": {"what": "tea"}}}
+    messages = [
+        {"role": "system", "content": "Be short."},
+        HI,
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "done", "tool_call_id": "1"},
+    ]
+    system, user, assistant, result = taught(messages, TOOLS)
+    assert system["content"].startswith("Be short.\n\n") and '"name": "order"' in system["content"]
+    assert user == HI
+    assert assistant["content"] == '<tool_call>\n{"name": "order", "arguments": {"what": "tea"}}\n</tool_call>'
+    assert (result["role"], result["content"]) == ("user", "<tool_response>\ndone\n</tool_response>")
+    assert read("hermes", [assistant["content"]]) == ("", [("order", '{"what": "tea"}')])
+    [only, *rest] = taught([HI], TOOLS)
+    assert only["role"] == "system" and rest == [HI] and taught([HI], None) == [HI]
+
+
+def test_a_template_with_tools_gets_the_arguments_of_earlier_calls_as_objects(script: Any, tmp_path: Path) -> None:
+    folder = copied_tokenizer(
+        tmp_path,
+        "{% for m in messages %}{{ m['content'] }}{% for c in m['tool_calls'] or [] %}"
+        "{{ c['function']['arguments']['what'] }}{% endfor %}{% endfor %}"
+        "{% for tool in tools or [] %}|{{ tool['function']['name'] }}{% endfor %}<tool_call>",
+    )
+    arguments = json.dumps({"what": "tea"})
+    call = {"id": "1", "type": "function", "function": {"name": "order", "arguments": arguments}}
+    messages = [HI, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "ok"}]
+    with fake_service(Tokenizer(str(folder)), tmp_path, script) as own, own.http() as http:
+        body = {"messages": messages, "tools": TOOLS, "max_tokens": 1}
+        assert http.post(CHAT, json=body).status_code == 200
+        told = own.engine.submitted[-1].prompt
+        assert own.service.tokenizer.decode(told) == "ateaok|order|stop<tool_call>"
+        call["function"]["arguments"] = "{'what'"
+        error = error_of(http.post(CHAT, json=body))
+        assert error["message"].startswith("messages.1.tool_calls.0.function.arguments: is not JSON")
+
+
+# ---- answers
+
+
+@pytest.fixture
+def answering(tokenizer: Tokenizer, tmp_path: Path) -> Callable[..., Any]:
+    """Return a service whose engine writes this text, three tokens a step."""
+
+    def service(text: str, **settings: Any) -> Any:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        steps = [ids[start : start + 3] for start in range(0, len(ids), 3)]
+        steps[-1] = [*steps[-1], 0]
+        return fake_service(tokenizer, tmp_path, lambda submit: [list(step) for step in steps], **settings)
+
+    return service
+
+
+def assembled(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the message and the reason of a stream, as clients assemble them."""
+    message: dict[str, Any] = {"content": None, "tool_calls": []}
+    for event in events:
+        for choice in event["choices"]:
+            delta = choice["delta"]
+            assert delta or choice["finish_reason"], "an empty chunk"
+            if delta.get("content"):
+                message["content"] = (message["content"] or "") + delta["content"]
+            for part in delta.get("tool_calls", ()):
+                if "id" in part:
+                    assert part["index"] == len(message["tool_calls"])
+                    message["tool_calls"].append(part | {"function": dict(part["function"])})
+                else:
+                    own = message["tool_calls"][part["index"]]["function"]
+                    own["arguments"] += part["function"]["arguments"]
+            message["finish_reason"] = choice["finish_reason"]
+    return message
+
+
+CALLED = 'I order.\n<tool_call>\n{"name": "order", "arguments": {"what": "tea"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "asked", "content", "calls", "reason"),
+    [
+        (CALLED, {}, "I order.", [("order", '{"what": "tea"}')], "tool_calls"),
+        (CALLED, {"tool_choice": "auto"}, "I order.", [("order", '{"what": "tea"}')], "tool_calls"),
+        (CALLED, {"tool_choice": "none"}, CALLED, [], "stop"),
+        ("No call.", {}, "No call.", [], "stop"),
+        (CALLED + CALLED, {"parallel_tool_calls": False}, "I order.\nI order.", [("order", '{"what": "tea"}')], None),
+        (
+            '[{"name": "order", "parameters": {"what": 5}}, {"name": "stop", "parameters": {}}]',
+            {"tool_choice": "required"},
+            None,
+            [("order", '{"what": 5}'), ("stop", "{}")],
+            "tool_calls",
+        ),
+        (
+            '{"what": 5}',
+            {"tool_choice": {"type": "function", "function": {"name": "order"}}},
+            None,
+            [("order", '{"what": 5}')],
+            "stop",
+        ),
+    ],
+)
+def test_calls_reach_the_client_whole_and_in_a_stream(
+    answering: Any, text: str, asked: Any, content: str | None, calls: Calls, reason: str | None
+) -> None:
+    with answering(text) as service, service.http() as http:
+        body = {"messages": [HI], "tools": TOOLS, **asked}
+        choice = http.post(CHAT, json=body).raise_for_status().json()["choices"][0]
+        message = choice["message"]
+        got = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
+        assert (message["content"], got, choice["finish_reason"]) == (content, calls, reason or "tool_calls")
+        assert all(call["type"] == "function" and call["id"] for call in message.get("tool_calls", ()))
+        streamed = assembled(stream(http, CHAT, **body)[:-1])
+        got = [(call["function"]["name"], call["function"]["arguments"]) for call in streamed["tool_calls"]]
+        assert (streamed["content"], got, streamed["finish_reason"]) == (content, calls, reason or "tool_calls")
+
+
+def test_an_answer_that_is_cut_in_a_call_says_so(answering: Any) -> None:
+    with answering(CALLED) as service, service.http() as http:
+        body = {"messages": [HI], "tools": TOOLS, "max_tokens": 12}
+        choice = http.post(CHAT, json=body).json()["choices"][0]
+        assert choice["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(
+    ("asked", "right", "wrong"),
+    [
+        (
+            {"tool_choice": "required"},
+            '[{"name": "order", "parameters": {"what": "tea", "more": {"what": 5}}}, '
+            '{"name": "stop", "parameters": {}}]',
+            '[{"name": "order", "parameters": {"what": 6}}]',
+        ),
+        ({"tool_choice": "required"}, '[{"name": "stop", "parameters": {}}]', "[]"),
+        (
+            {"tool_choice": "required", "parallel_tool_calls": False},
+            '[{"name": "stop", "parameters": {}}]',
+            '[{"name": "stop", "parameters": {}}, {"name": "stop", "parameters": {}}]',
+        ),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "order"}}},
+            '{"what": "tea", "more": {"what": "tea"}}',
+            '{"what": "tea", "more": {}}',
+        ),
+        ({"tool_choice": {"type": "function", "function": {"name": "stop"}}}, "{}", '{"a": 1}'),
+    ],
+)
+def test_demanded_calls_follow_their_schemas(
+    http: httpx2.Client, service: FakeService, tokenizer: Tokenizer, asked: Any, right: str, wrong: str
+) -> None:
+    assert http.post(CHAT, json={"messages": [HI], "tools": TOOLS, **asked}).status_code == 200
+    grammar = service.engine.submitted[-1].sampling.constraints.grammar
+    assert matches(grammar, right, tokenizer.path) and not matches(grammar, wrong, tokenizer.path)
+
+
+@pytest.mark.parametrize(
+    ("asked", "param", "words"),
+    [
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "pattern"),
+        ({"tools": [{"type": "code"}]}, "tools", "function"),
+        ({"tools": [TOOLS[0], TOOLS[0]]}, "tools", "'order' is there twice"),
+        ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+        ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice", '"none", "auto", "required" or'),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
+            "tool_choice",
+            "no function 'x' in tools; it has order, stop",
+        ),
+        ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format", "contradicts tools"),
+        ({"functions": [{"name": "f"}]}, "functions", "write tools"),
+    ],
+)
+def test_what_cannot_be_called_is_refused(http: httpx2.Client, asked: Any, param: str, words: str) -> None:
+    response = http.post(CHAT, json={"messages": [HI], **asked})
+    error = error_of(response)
+    assert response.status_code == 400 and error["param"].startswith(param) and words in error["message"]
+
+
+def test_tools_beside_a_format_are_accepted_if_none_is_called(http: httpx2.Client) -> None:
+    body = {"messages": [HI], "tools": TOOLS, "tool_choice": "none", "response_format": {"type": "json_object"}}
+    assert http.post(CHAT, json=body).status_code == 200
+
+
+def test_a_template_of_an_unknown_format_refuses_calls_of_the_models_own_choice(script: Any, tmp_path: Path) -> None:
+    folder = copied_tokenizer(tmp_path, "{{ messages[0]['content'] }}{{ tools }}")
+    with fake_service(Tokenizer(str(folder)), tmp_path, script) as own, own.http() as http:
+        error = error_of(http.post(CHAT, json={"messages": [HI], "tools": TOOLS}))
+        assert "--tool-call-parser" in error["message"]
+        body = {"messages": [HI], "tools": TOOLS, "tool_choice": "required"}
+        assert http.post(CHAT, json=body).status_code == 200
+        own.service.tool_call_parser = "mistral"
+        del own.service.tool_call_format
+        assert http.post(CHAT, json={"messages": [HI], "tools": TOOLS}).status_code == 200
+
+
+def copied_tokenizer(tmp_path: Path, template: str) -> Path:
+    """Return a folder with the bundled tokenizer and another chat template."""
+    folder = copytree(MODEL, tmp_path / "model", ignore=lambda _, names: [n for n in names if "safetensors" in n])
+    (folder / "chat_template.jinja").write_text(template)
+    return folder
