@@ -21,7 +21,7 @@ ON_300M := --target-cost 300m --cache build/bench
 ON_8B := --target-cost 8b --cache build/bench
 
 .DEFAULT_GOAL := help
-.PHONY: help docs demo chat check quick test parity mutants gpu bench peers models clean
+.PHONY: help docs demo chat check quick test parity mutants clients gpu bench peers models clean
 
 help: ## list these targets
 	@sed -nE 's/^([a-z]+):.*## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -49,6 +49,9 @@ parity: $(VENV)/.installed-test ## the full matrix of comparisons on real engine
 
 mutants: $(VENV)/.installed-mutants ## plant small faults one by one, show those that no quick test notices (MODULES=...; under an hour)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants.run --jobs $(JOBS) $(MODULES)
+
+clients: $(VENV)/.installed-test ## other projects' clients against a service; installs each once (some minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.clients.run --environments .clients
 
 gpu: ## tests and benchmarks on a CUDA machine, with the interpreter PYTHON as it is; installs nothing
 	@$(PYTHON) -c 'import pytest, torch' || { echo 'make gpu: $(PYTHON) lacks pytest or torch; set PYTHON=...' >&2; exit 1; }
@@ -93,7 +96,7 @@ models: $(VENV)/.installed-test ## train the bundled models again (MINUTES=120)
 	$(BIN)/python training/train.py --minutes $(MINUTES)
 
 clean: ## remove the virtual environment, build outputs and caches
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) .clients build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:

@@ -17,7 +17,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 from pydantic import BaseModel
 
-from secateur import bodies, requests
+from secateur import requests
 from secateur.cli import app
 from secateur.config import AppArgs, EngineArgs, ModelLoadingConfig, PlacementGroupConfig
 from secateur.speculative import Speculative, SpeculativeConfig

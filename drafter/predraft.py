@@ -18,7 +18,7 @@ Legend: G growing requests, N nodes of their trees, O outcomes, K candidates, V 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -303,7 +303,7 @@ def _select(grown: GrownTrees, trees_G: Sequence[int | None], request: DraftRequ
     """Return the chosen trees in this order, as a level of no work; None stands for a root alone."""
     roots = request.token_M[root_rows(request)]
     return GrownTrees(
-        trees=_join([_tree(grown.trees, tree, roots[g : g + 1]) for g, tree in enumerate(trees_G)]),
+        trees=_trees(grown.trees, trees_G, roots),
         probs=None,
         pruned_BD=np.stack([grown.pruned_BD[tree] if tree is not None else 0 * grown.pruned_BD[0] for tree in trees_G]),
         num_levels=1,
@@ -312,57 +312,54 @@ def _select(grown: GrownTrees, trees_G: Sequence[int | None], request: DraftRequ
     )
 
 
-def _tree(trees: TreeBatch, tree: int | None, root_1: Tensor) -> TreeBatch:
-    if tree is None:
-        one = torch.zeros(1, dtype=torch.int32)
-        return TreeBatch(
-            offsets=torch.tensor([0, 1], dtype=torch.int32),
-            token_N=root_1,
-            parent_N=one - 1,
-            depth_N=one,
-            ancestors_N=one.long() + 1,
-            kind_N=one.byte() + NodeKind.ROOT.value,
-            weight_N=one.float() + 1,
-        )
-    own = slice(*trees.offsets[tree : tree + 2].tolist())
-    return TreeBatch(
-        offsets=torch.tensor([0, own.stop - own.start], dtype=torch.int32),
-        **{name: getattr(trees, name)[own] for name in _TREE_COLUMNS},
-    )
+def _trees(trees: TreeBatch, trees_G: Sequence[int | None], roots: Tensor) -> TreeBatch:
+    one = torch.zeros(1, dtype=torch.int32)
+    alone = {
+        "parent_N": one - 1,
+        "depth_N": one,
+        "ancestors_N": one.long() + 1,
+        "kind_N": one.byte() + NodeKind.ROOT.value,
+        "weight_N": one.float() + 1,
+    }
+    parts = []
+    for g, tree in enumerate(trees_G):
+        if tree is None:
+            parts.append({"token_N": roots[g : g + 1], **alone})
+        else:
+            own = slice(*trees.offsets[tree : tree + 2].tolist())
+            parts.append({name: getattr(trees, name)[own] for name in ("token_N", *alone)})
+    return TreeBatch(**_joined(parts))
 
 
 def _traces(trace: TreeTrace, trees_G: Sequence[int | None], request: DraftRequest, roots: Tensor) -> TreeTrace:
     assert request.traced_B is not None
-    asks = request.traced_B[request.num_nodes_B > 0].tolist()
+    is_asked_G = request.traced_B[request.num_nodes_B > 0].tolist()
+    one = torch.zeros(1, dtype=torch.int32)
+    alone = {
+        "parent_T": one - 1,
+        "depth_T": one,
+        "prob_T": one.float() + 1,
+        "weight_T": one.float() + 1,
+        "reason_T": one.byte(),
+    }
     parts = []
     for g, tree in enumerate(trees_G):
-        own = slice(*trace.offsets[tree : tree + 2].tolist()) if tree is not None else slice(0, 0)
-        part = {name: getattr(trace, name)[own] for name in _TRACE_COLUMNS}
-        if tree is None and asks[g]:
-            one = torch.zeros(1, dtype=torch.int32)
-            part = dict(
-                token_T=roots[g : g + 1], parent_T=one - 1, depth_T=one,
-                prob_T=one.float() + 1, weight_T=one.float() + 1, reason_T=one.byte(),
-            )  # fmt: skip
-        parts.append(part)
-    sizes = torch.tensor([0] + [len(part["token_T"]) for part in parts], dtype=torch.int32)
-    return TreeTrace(
-        offsets=sizes.cumsum(0, dtype=torch.int32),
-        **{name: torch.cat([part[name] for part in parts]) for name in _TRACE_COLUMNS},
-    )
+        if tree is None and is_asked_G[g]:
+            parts.append({"token_T": roots[g : g + 1], **alone})
+        else:
+            own = slice(*trace.offsets[tree : tree + 2].tolist()) if tree is not None else slice(0, 0)
+            parts.append({name: getattr(trace, name)[own] for name in ("token_T", *alone)})
+    return TreeTrace(**_joined(parts))
 
 
-def _join(parts: list[TreeBatch]) -> TreeBatch:
-    sizes = torch.tensor([0] + [len(part.token_N) for part in parts], dtype=torch.int32)
-    return TreeBatch(
-        offsets=sizes.cumsum(0, dtype=torch.int32),
-        **{name: torch.cat([getattr(part, name) for part in parts]) for name in _TREE_COLUMNS},
-    )
+def _joined(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the columns of several trees as those of one batch, with offsets."""
+    sizes = torch.tensor([0, *(len(next(iter(part.values()))) for part in parts)], dtype=torch.int32)
+    columns = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    return {"offsets": sizes.cumsum(0, dtype=torch.int32), **columns}
 
 
 _LIMITS = ("rule_B", "auto_B", "num_nodes_B", "max_depth_B", "min_prob_B", "path_prob_B")
-_TREE_COLUMNS = ("token_N", "parent_N", "depth_N", "ancestors_N", "kind_N", "weight_N")
-_TRACE_COLUMNS = ("token_T", "parent_T", "depth_T", "prob_T", "weight_T", "reason_T")
 
 
 def _average(average: float | None, value: float) -> float:

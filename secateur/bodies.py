@@ -123,5 +123,5 @@ class Structure(NamedTuple):
     source: dict[str, Any] | str | list[str]
     param: str
     """The request's field that asks for it."""
-    has_whitespace: bool = True
-    """JSON may have whitespace between its tokens."""
+    whitespace: Literal["free", "none", "usual"] = "free"
+    """Between the tokens of JSON: any, none, or a space behind each comma and colon."""

@@ -166,14 +166,15 @@ class StructuredOutputs(Body):
     @property
     def structure(self) -> Structure:
         """Return what the answer must be."""
-        param, has_whitespace = "structured_outputs", not self.disable_any_whitespace
+        param = "structured_outputs"
         if self.regex is not None:
             return Structure("regex", self.regex, param)
         if self.choice is not None:
             return Structure("choice", self.choice, param)
         if self.grammar is not None:
             return Structure("grammar", self.grammar, param)
-        return Structure("json", _ANY_OBJECT if self.json_ is None else self.json_, param, has_whitespace)
+        whitespace: Literal["none", "free"] = "none" if self.disable_any_whitespace else "free"
+        return Structure("json", _ANY_OBJECT if self.json_ is None else self.json_, param, whitespace)
 
 
 class SamplingRequest(Body):
@@ -570,7 +571,7 @@ class ChatCompletionRequest(SamplingRequest, Rendered):
         """Return what the answer must be: the calls that the tool choice demands, or what other fields say."""
         tools = {tool.function.name: tool.function for tool in self.tools or ()}
         if self.called_function is not None:
-            return Structure("json", tools[self.called_function].schema_of_arguments, "tools")
+            return Structure("json", tools[self.called_function].schema_of_arguments, "tools", "usual")
         if self.calls == "required":
             return calls_of(self.tools or (), parallel=self.parallel_tool_calls)
         return super().structure

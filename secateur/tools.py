@@ -79,7 +79,7 @@ def calls_of(tools: Sequence[Tool], *, parallel: bool) -> Structure:
         "items": {"anyOf": calls},
         "$defs": {tool.function.name: _moved(tool.function) for tool in tools},
     }
-    return Structure("json", schema if parallel else schema | {"maxItems": 1}, "tools")
+    return Structure("json", schema if parallel else schema | {"maxItems": 1}, "tools", "usual")
 
 
 def _moved(function: ToolFunction) -> Any:

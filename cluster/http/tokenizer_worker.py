@@ -173,7 +173,7 @@ class _Jobs:
 
 
 def _compiled(asked: Structure, table: TokenTable) -> str:
-    grammar = grammar_text(asked.kind, asked.source, has_whitespace=asked.has_whitespace)
+    grammar = grammar_text(asked.kind, asked.source, whitespace=asked.whitespace)
     table.compile(grammar)
     return grammar
 

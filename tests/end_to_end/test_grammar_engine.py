@@ -77,7 +77,7 @@ def table() -> llguidance.LLTokenizer:
 @cache
 def grammar(name: str) -> str:
     kind, source, _ = GRAMMARS[name]
-    return grammar_text(kind, source, has_whitespace=False)  # type: ignore[arg-type]
+    return grammar_text(kind, source, whitespace="none")  # type: ignore[arg-type]
 
 
 def draft_model(head: object, kv: object, page_size: int, tree_rows: int) -> Proposer:

@@ -653,27 +653,27 @@ def test_a_batch_line_succeeded_only_without_error():
 
 
 @pytest.mark.parametrize(
-    ("asked", "kind", "source", "has_whitespace"),
+    ("asked", "kind", "source", "whitespace"),
     [
-        ({"response_format": {"type": "json_object"}}, "json", {"type": "object"}, True),
+        ({"response_format": {"type": "json_object"}}, "json", {"type": "object"}, "free"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": [None]}}}},
             "json",
             {"enum": [None]},
-            True,
+            "free",
         ),
-        ({"structured_outputs": {"json": {"a": None}, "disable_any_whitespace": True}}, "json", {"a": None}, False),
-        ({"structured_outputs": {"json": "{}", "regex": None}}, "json", "{}", True),
-        ({"structured_outputs": {"regex": ""}}, "regex", "", True),
-        ({"structured_outputs": {"choice": ["a", "b"]}}, "choice", ["a", "b"], True),
-        ({"structured_outputs": {"grammar": "start: A"}}, "grammar", "start: A", True),
-        ({"structured_outputs": {"json_object": True}}, "json", {"type": "object"}, True),
+        ({"structured_outputs": {"json": {"a": None}, "disable_any_whitespace": True}}, "json", {"a": None}, "none"),
+        ({"structured_outputs": {"json": "{}", "regex": None}}, "json", "{}", "free"),
+        ({"structured_outputs": {"regex": ""}}, "regex", "", "free"),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, "choice", ["a", "b"], "free"),
+        ({"structured_outputs": {"grammar": "start: A"}}, "grammar", "start: A", "free"),
+        ({"structured_outputs": {"json_object": True}}, "json", {"type": "object"}, "free"),
     ],
 )
-def test_a_structure_is_read_from_either_field(asked, kind, source, has_whitespace):
+def test_a_structure_is_read_from_either_field(asked, kind, source, whitespace):
     for body in (completion(**asked), chat(**asked)):
         assert body.unsupported() == body.ignored() == []
-        assert body.structure == (kind, source, next(iter(asked)), has_whitespace)
+        assert body.structure == (kind, source, next(iter(asked)), whitespace)
     assert completion(response_format={"type": "text"}).structure is None
 
 

@@ -182,14 +182,16 @@ class FakeTarget(Target):
 class FakeProposer:
     """A `drafter.proposers.base.Proposer` over a language, as an EAGLE head (with features) or a draft model."""
 
-    def __init__(self, language: Language, page_size: int) -> None:
+    def __init__(self, language: Language, page_size: int, *, reads_features: bool = False) -> None:
         self.vocab = DraftVocabulary(target_size=language.vocab)
+        self._reads_features = reads_features
         self.tree_graphs = None
         self._language = language
         self.memory = Memory(page_size)
 
     def extend(self, request: DraftRequest) -> Tensor:
         slot_M = worker_slots(request)
+        assert (request.features_MH is not None) == self._reads_features
         if request.features_MH is not None:
             self._take_features(request, slot_M)
         attention = AttentionMetadata(
@@ -373,7 +375,7 @@ class Bench:
         if method == "eagle3":
             waiting = HiddenStatePool(max_buffered_states(config), 2, dtype=torch.float32, device=torch.device("cpu"))
         self.target = FakeTarget(language, config.page_size, config.max_model_len, waiting)
-        self.proposer = FakeProposer(language, config.page_size)
+        self.proposer = FakeProposer(language, config.page_size, reads_features=method == "eagle3")
         is_hybrid = acceptance.sample_method == "hybrid"
         policy, ahead = make_tree_policy(tree), None
         if config.has_predrafting:

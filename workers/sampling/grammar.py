@@ -36,6 +36,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 GrammarKind = Literal["json", "regex", "choice", "grammar"]
+Whitespace = Literal["free", "none", "usual"]
+_WHITESPACE: dict[Whitespace, dict[str, Any] | None] = {
+    "free": None,
+    "none": {"whitespace_flexible": False},
+    "usual": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
+}
 
 MAX_GRAMMAR_CHARS = 1 << 16
 """A grammar is sent with every step, as all constraints are."""
@@ -54,19 +60,19 @@ class GrammarError(ValueError):
     """A grammar that cannot be compiled, or a process that cannot compile any. The message is for the client."""
 
 
-def grammar_text(kind: GrammarKind, source: Any, *, has_whitespace: bool = True) -> str:
+def grammar_text(kind: GrammarKind, source: Any, *, whitespace: Whitespace = "free") -> str:
     """Return a grammar in llguidance's notation, which may not compile. Raises GrammarError.
 
     source: a JSON schema (an object, also as a string), a regular expression, a list of strings, or a grammar in Lark's
-    or GBNF's notation. has_whitespace: JSON may have whitespace between its tokens.
+    or GBNF's notation. whitespace: between JSON's tokens.
     """
-    grammar = _notation(kind, source, has_whitespace)
+    grammar = _notation(kind, source, whitespace)
     if len(grammar) > MAX_GRAMMAR_CHARS:
         raise GrammarError(f"it has {len(grammar)} characters; at most {MAX_GRAMMAR_CHARS} are allowed")
     return grammar
 
 
-def _notation(kind: GrammarKind, source: Any, has_whitespace: bool) -> str:
+def _notation(kind: GrammarKind, source: Any, whitespace: Whitespace) -> str:
     llguidance = _llguidance()
     try:
         match kind:
@@ -74,8 +80,7 @@ def _notation(kind: GrammarKind, source: Any, has_whitespace: bool) -> str:
                 schema = json.loads(source) if isinstance(source, str) else source
                 if not isinstance(schema, dict):
                     raise GrammarError(f"a JSON schema is an object, not {json.dumps(schema)[:40]}")
-                options = None if has_whitespace else {"whitespace_flexible": False}
-                return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=options)
+                return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=_WHITESPACE[whitespace])
             case _:
                 return llguidance.grammar_from(kind, source)
     except GrammarError:

@@ -105,7 +105,7 @@ def test_the_allowed_beginning_of_a_draft_is_counted(grammars: Grammars) -> None
 def test_a_draft_is_cut_where_the_mask_ends_it_although_a_matcher_would_consume_it() -> None:
     table = TokenTable(BUNDLED, 2048, (0, 2))
     schema = {"type": "object", "properties": {"ab": {"const": 1}}, "required": ["ab"], "additionalProperties": False}
-    grammar = grammar_text("json", schema, has_whitespace=False)
+    grammar = grammar_text("json", schema, whitespace="none")
     [quote], [brace] = (table.load().tokenize_str(text) for text in '"{')
     matcher = table.compile(grammar)
     assert matcher.validate_tokens([brace, quote]) == 2
@@ -352,8 +352,18 @@ def test_logits_may_be_more_or_fewer_than_the_tokenizers_tokens() -> None:
 
 
 def test_json_may_have_whitespace_unless_told_otherwise() -> None:
-    spaced, dense = (grammar_text("json", {"type": "object"}, has_whitespace=own) for own in (True, False))
-    assert grammar_text("json", {"type": "object"}) == spaced != dense
+    table = TokenTable(BUNDLED, 2048, (0, 2))
+    texts = ['{"a": [1, {}]}', '{"a":[1,{}]}', '{ "a": [1,\n{}] }']
+    for options, accepted in (
+        ({}, [True, True, True]),
+        ({"whitespace": "free"}, [True, True, True]),
+        ({"whitespace": "none"}, [False, True, False]),
+        ({"whitespace": "usual"}, [True, False, False]),
+    ):
+        for text, is_accepted in zip(texts, accepted, strict=True):
+            matcher = table.compile(grammar_text("json", {"type": "object"}, **options))
+            ids = table.load().tokenize_str(text)
+            assert (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()) == is_accepted
 
 
 def test_a_grammar_that_only_this_process_cannot_compile_fails_its_request_with_the_reason() -> None:

@@ -1,0 +1,65 @@
+# /// script
+# dependencies = ["openai"]
+# ///
+"""openai: chats, streams, parsed answers, tools, completions with log probabilities, models."""
+
+import json
+import os
+from typing import Literal
+
+from openai import BadRequestError, OpenAI, pydantic_function_tool
+from pydantic import BaseModel
+
+client = OpenAI(base_url=f"{os.environ['SECATEUR_URL']}/v1", api_key="none")
+MODEL = client.models.list().data[0].id
+MESSAGES = [{"role": "user", "content": "What is the weather in Paris?"}]
+
+
+class Weather(BaseModel):
+    """Tells the weather of a city."""
+
+    city: Literal["Paris", "Rome"]
+    days: Literal[1, 2, 3]
+
+
+TOOL = pydantic_function_tool(Weather)
+
+answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=16, seed=1)
+assert answer.usage.completion_tokens <= 16 and answer.choices[0].message.role == "assistant"
+chunks = list(client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=16, seed=1, stream=True))
+assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == answer.choices[0].message.content
+
+parsed = client.chat.completions.parse(model=MODEL, messages=MESSAGES, response_format=Weather)
+assert isinstance(parsed.choices[0].message.parsed, Weather)
+
+called = client.chat.completions.parse(model=MODEL, messages=MESSAGES, tools=[TOOL], tool_choice="required", seed=3)
+calls = called.choices[0].message.tool_calls
+assert called.choices[0].finish_reason == "tool_calls" and calls
+assert all(isinstance(call.function.parsed_arguments, Weather) for call in calls)
+with client.chat.completions.stream(
+    model=MODEL, messages=MESSAGES, tools=[TOOL], tool_choice="required", seed=3
+) as stream:
+    streamed = stream.get_final_completion().choices[0]
+assert [call.function.arguments for call in streamed.message.tool_calls] == [call.function.arguments for call in calls]
+
+named = client.chat.completions.create(
+    model=MODEL, messages=MESSAGES, tools=[TOOL], tool_choice={"type": "function", "function": {"name": "Weather"}}
+)
+[call] = named.choices[0].message.tool_calls
+Weather.model_validate(json.loads(call.function.arguments))
+history = [
+    *MESSAGES,
+    named.choices[0].message,
+    {"role": "tool", "tool_call_id": call.id, "content": "sunny"},
+]
+free = client.chat.completions.create(model=MODEL, messages=history, tools=[TOOL], max_tokens=16)
+assert free.choices[0].finish_reason in ("length", "stop", "tool_calls")
+
+text = client.completions.create(model=MODEL, prompt="def f(", max_tokens=4, logprobs=2, echo=True)
+assert text.choices[0].text.startswith("def f(") and text.choices[0].logprobs.token_logprobs[0] is None
+status = None
+try:
+    client.chat.completions.create(model=MODEL, messages=MESSAGES, temperature=-1)
+except BadRequestError as error:
+    status = error.status_code, error.param
+assert status == (400, "temperature")

@@ -1,0 +1,25 @@
+# /// script
+# dependencies = ["pydantic-ai-slim[openai]"]
+# ///
+"""pydantic-ai: an agent whose output is a type, by a tool and by a JSON schema."""
+
+import os
+from typing import Literal
+
+from pydantic import BaseModel
+from pydantic_ai import Agent, NativeOutput
+from pydantic_ai.models.openai import OpenAIChatModel
+from pydantic_ai.providers.openai import OpenAIProvider
+
+
+class Weather(BaseModel):
+    """Tells the weather of a city."""
+
+    city: Literal["Paris", "Rome"]
+    days: Literal[1, 2, 3]
+
+
+model = OpenAIChatModel("secateur", provider=OpenAIProvider(f"{os.environ['SECATEUR_URL']}/v1", api_key="none"))
+for output in (Weather, NativeOutput(Weather)):
+    answer = Agent(model, output_type=output).run_sync("What is the weather in Paris?").output
+    assert isinstance(answer, Weather), output
