@@ -130,3 +130,24 @@ def test_an_answer_to_the_end_of_the_context(own: Callable[..., FakeService]) ->
         assert http.post("/v1/completions", json={"prompt": [5] * 2047, **body}).status_code == 200
         refused = http.post("/v1/completions", json={"prompt": [5] * 2048, **body})
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_an_echo_is_the_text_as_it_was_given_even_where_its_tokens_read_otherwise(
+    http: httpx2.Client, tokenizer: Tokenizer, is_streamed: bool
+) -> None:
+    prompt = "a<|im_start|>b"
+    assert tokenizer.decode(tokenizer.encode(prompt)) == "ab", "special tokens are left out of answers"
+    body = {"prompt": prompt, "echo": True, "max_tokens": 1}
+    if is_streamed:
+        events = stream(http, "/v1/completions", **body)[:-1]
+        text = "".join(choice["text"] for event in events for choice in event["choices"])
+    else:
+        text = choice_of(http, **body)["text"]
+    assert text.startswith(prompt)
+
+
+def test_prompt_logprobs_have_as_many_tokens_as_asked_even_if_an_echo_asks_for_more(http: httpx2.Client) -> None:
+    choice = choice_of(http, prompt="a b c", echo=True, logprobs=5, prompt_logprobs=2, max_tokens=1)
+    assert {len(entry) for entry in choice["prompt_logprobs"][1:]} == {2}
+    assert {len(entry) for entry in choice["logprobs"]["top_logprobs"][1:]} == {5}

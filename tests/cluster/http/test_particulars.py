@@ -123,6 +123,18 @@ def test_prompt_ids_come_once_and_on_request(wants_ids: bool, http: httpx2.Clien
     assert len(told) > 2 and told[0] == prompt_ids and not any(told[1:])
 
 
+def test_a_stream_tells_the_ids_of_tokens_whose_text_is_held_back(
+    own: Callable[..., FakeService], tokenizer: Tokenizer
+) -> None:
+    """Half a character has an id and no text yet."""
+    ids = [*tokenizer.encode("a🌳"), 0]
+    with own(script=lambda submit: [[id] for id in ids]).http() as http:
+        events = stream(http, "/v1/completions", **PROMPT, return_token_ids=True)[:-1]
+    choices = [choice for event in events for choice in event["choices"]]
+    assert [id for choice in choices for id in choice["token_ids"]] == ids
+    assert any(choice["token_ids"] and not choice["text"] for choice in choices[:-1])
+
+
 def test_a_chat_without_log_probabilities_has_none(http: httpx2.Client) -> None:
     events = stream(http, "/v1/chat/completions", messages=[{"role": "user", "content": "x"}], max_tokens=4)[:-1]
     assert all(choice.get("logprobs") is None for event in events for choice in event["choices"])
