@@ -3,7 +3,8 @@
     python training/head.py --target smollm2 --minutes 120 --out secateur/bundled/smollm2-eagle3
 
 Three stages; each continues where an earlier call stopped:
-  answers    the target answers questions in this engine, half of them greedily and half at temperature 1
+  answers    the target answers questions in this engine, half of them greedily and half at temperature 1; those in
+             TARGET-answers.jsonl.xz beside this file need not be answered again
   features   the target runs over all conversations once; the head's inputs and targets are written to disk
   train      the head is trained by the training-time test for `--minutes`, which set the learning-rate schedule
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import lzma
 import random
 import time
 from collections import Counter
@@ -78,6 +80,8 @@ def target_args(options: argparse.Namespace, **settings: object) -> EngineArgs:
 def write_answers(options: argparse.Namespace) -> None:
     """Append to answers.jsonl until all questions are answered, one line per turn: {"id", "prompt", "answer"}."""
     file = options.data / "answers.jsonl"
+    if (kept := Path(__file__).with_name(f"{options.target}-answers.jsonl.xz")).exists() and not file.exists():
+        file.write_bytes(lzma.decompress(kept.read_bytes()))
     done = {line["id"] for line in read_lines(file)}
     questions = [(i, own) for i, own in enumerate(make_questions(options.conversations, seed=1)) if i not in done]
     if not questions:
