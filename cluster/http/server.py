@@ -47,6 +47,13 @@ from cluster.http.openai_format import (
 from cluster.http.openapi import STREAM, WITH_BODY, errors
 from cluster.http.output_processor import Generation, TextDelta
 from cluster.http.request_params import RequestLimits, SeedSource, build_submits, ineffective_settings, truncate
+from cluster.http.responses_api import (
+    ResponseBuilder,
+    ResponseStore,
+    chat_of,
+    events_of,
+    in_words_of_responses,
+)
 from cluster.http.streaming import EventStream, cancel_on_disconnect, merge, prepend
 from cluster.http.tokenizer import TextLimit, Tokenizer, text_size
 from cluster.http.tokenizer_pool import TokenizerPool
@@ -80,6 +87,7 @@ from secateur.responses import (
     TokenizeResponse,
     Usage,
 )
+from secateur.responses_api import DeletedResponse, InputItems, ResponseObject, ResponsesRequest
 from workers.config import EngineConfig
 
 logger = logging.getLogger(__name__)
@@ -120,6 +128,7 @@ class Service:
     tool_call_parser: Literal["auto"] | ToolCallFormat = "auto"
     """How the model writes tool calls; auto: as its chat template teaches."""
     created: int = field(default_factory=lambda: int(time.time()))
+    responses: ResponseStore = field(init=False, default_factory=ResponseStore)
     seeds: SeedSource = field(init=False)
     metrics: metrics.Metrics = field(init=False)
 
@@ -163,7 +172,7 @@ class Service:
         engine, tokenizing = self.engine.health(), self.tokenizer_pool.health()
         return engine if tokenizing.ok or not engine.ok else tokenizing
 
-    def check_body(self, body: SamplingRequest | TokenizeRequest | DetokenizeRequest) -> None:
+    def check_body(self, body: SamplingRequest | ResponsesRequest | TokenizeRequest | DetokenizeRequest) -> None:
         """Raise HttpError for another model (404) and for valid parameters that are not implemented (400)."""
         self.check_model(body.model)
         if found := body.unsupported():
@@ -348,6 +357,35 @@ def create_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
         response_format = ChatFormat(body, service.model_id, service.tokenizer, new_reader)
         return await generate(service, response_format, generations, request)
 
+    @app.post("/v1/responses", response_model=ResponseObject, responses={200: STREAM, **WITH_BODY})
+    @cancel_on_disconnect
+    async def responses(body: ResponsesRequest, request: Request) -> Response:
+        arrival = time.perf_counter()
+        with in_words_of_responses():
+            service.check_body(body)
+            history: list[dict[str, Any]] = []
+            if (id := body.previous_response_id) is not None:
+                history = service.responses.get(id, param="previous_response_id").messages
+            chat = service.accept(chat_of(body, history))
+            new_reader = reader_of_calls(chat, service.tool_call_format)
+            prompt = await service.tokenize_chat(chat, add_special_tokens=chat.add_special_tokens)
+            [generation] = await service.prepare(chat, [prompt], request_id=request.state.request_id, arrival=arrival)
+        builder = ResponseBuilder(body, chat, service.model_id, service.tokenizer, new_reader)
+        return await respond(service, body, builder, generation, history, request)
+
+    @app.get("/v1/responses/{id}", response_model=ResponseObject, responses=errors(404))
+    async def response(id: str) -> Response:
+        return _json(service.responses.get(id).response)
+
+    @app.delete("/v1/responses/{id}", response_model=DeletedResponse, responses=errors(404))
+    async def delete_response(id: str) -> Response:
+        service.responses.delete(id)
+        return _json(DeletedResponse(id=id))
+
+    @app.get("/v1/responses/{id}/input_items", response_model=InputItems, responses=errors(404))
+    async def input_items(id: str) -> Response:
+        return _json(InputItems(data=service.responses.get(id).input))
+
     @app.get("/v1/models", response_model=ModelList)
     async def models() -> Response:
         return _json(ModelList(data=[service.card()]))
@@ -456,6 +494,36 @@ async def generate(
         return _json(response_format.response(generations), headers)
     # 4096 tokens with 20 alternatives are 10^5 objects: a second during which other streams must not wait.
     return await asyncio.to_thread(lambda: _json(response_format.response(generations), headers))
+
+
+async def respond(
+    service: Service,
+    body: ResponsesRequest,
+    builder: ResponseBuilder,
+    generation: Generation,
+    history: list[dict[str, Any]],
+    request: Request,
+) -> Response:
+    """Run the request in the engine; return the whole response, or its events. Store the conversation at its end."""
+
+    def keep() -> None:
+        if body.store:
+            service.responses.put(body, history, builder.response)
+
+    headers = _ignored_header(request, [*body.ignored(), *ineffective_settings(body.speculative, service.limits)])
+    deltas = merge([generation.stream(service.engine, service.metrics)])
+    try:
+        if body.stream:
+            first = await anext(deltas)  # errors before the first delta get their own HTTP status
+            return EventStream(events_of(builder, generation, first, deltas, keep), deltas, headers)
+        async with aclosing(deltas):
+            async for _, delta in deltas:
+                builder.feed(delta)
+    finally:
+        service.engine.release([generation.submit.id])
+    builder.end(generation)
+    keep()
+    return _json(builder.response, headers)
 
 
 async def _events(

@@ -1,7 +1,7 @@
 # /// script
 # dependencies = ["openai"]
 # ///
-"""openai: chats, streams, parsed answers, tools, completions with log probabilities, models."""
+"""openai: chats, responses, streams, parsed answers, tools, completions with log probabilities, models."""
 
 import json
 import os
@@ -63,3 +63,28 @@ try:
 except BadRequestError as error:
     status = error.status_code, error.param
 assert status == (400, "temperature")
+
+first = client.responses.create(model=MODEL, input="Hello", instructions="Be short.", max_output_tokens=16)
+assert first.output_text and first.usage.output_tokens <= 16
+second = client.responses.create(
+    model=MODEL, input="Go on.", previous_response_id=first.id, max_output_tokens=16, store=False
+)
+assert second.previous_response_id == first.id and client.responses.retrieve(first.id).output == first.output
+assert [item.content for item in client.responses.input_items.list(first.id).data]
+bound = client.responses.parse(model=MODEL, input="What is the weather?", text_format=Weather)
+assert isinstance(bound.output_parsed, Weather)
+FLAT = {"type": "function", "name": "Weather", "parameters": Weather.model_json_schema(), "strict": True}
+demanded = client.responses.create(model=MODEL, input="Weather?", tools=[FLAT], tool_choice="required")
+assert all(Weather.model_validate_json(item.arguments) for item in demanded.output if item.type == "function_call")
+results = [
+    {"type": "function_call_output", "call_id": item.call_id, "output": "sunny"}
+    for item in demanded.output
+    if item.type == "function_call"
+]
+assert results and client.responses.create(
+    model=MODEL, input=[{"role": "user", "content": "Weather?"}, *demanded.output, *results], max_output_tokens=16
+)
+with client.responses.stream(model=MODEL, input="Hello", max_output_tokens=16) as told:
+    text = "".join(event.delta for event in told if event.type == "response.output_text.delta")
+    assert text == told.get_final_response().output_text
+client.responses.delete(first.id)

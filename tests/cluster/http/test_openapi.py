@@ -14,16 +14,18 @@ from cluster.http.limits import MAX_BODY_BYTES
 from cluster.http.tokenizer_pool import TokenizerPoolDown, TokenizerPoolFull
 from secateur.requests import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from secateur.responses import ErrorResponse
+from secateur.responses_api import ResponsesRequest
 from tests.support.fake_service import FakeService, wait_for
 
 KEY = {"Authorization": "Bearer sesame"}
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "a"},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
+    "/v1/responses": {"input": "a"},
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [5]},
 }
-MODELS = (CompletionRequest, ChatCompletionRequest, TokenizeRequest, DetokenizeRequest)
+MODELS = (CompletionRequest, ChatCompletionRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest)
 
 
 def document_of(http: httpx2.Client) -> dict[str, Any]:
@@ -56,6 +58,7 @@ def test_routes_with_a_body_send_the_errors_that_the_document_declares(
 ) -> None:
     running = own(api_key="sesame", max_pending=1)
     service, sent = running.service, {path: set[int]() for path in BODIES}
+    admitted = BODIES.keys() - {"/detokenize"}
     with running.http(headers=KEY) as http:
         document = document_of(http)
 
@@ -68,7 +71,7 @@ def test_routes_with_a_body_send_the_errors_that_the_document_declares(
             sent[path].add(expected)
 
         for path in BODIES:
-            send(path, 400, prompt=5, messages=5, tokens=5)
+            send(path, 400, prompt=5, messages=5, tokens=5, input=5)
             send(path, 401, headers={"Authorization": "Bearer wrong"})
             send(path, 404, model="another")
             response = http.post(path, content=b" " * (MAX_BODY_BYTES + 1))
@@ -78,7 +81,7 @@ def test_routes_with_a_body_send_the_errors_that_the_document_declares(
                 broken.setattr(service, "check_body", a_bug)
                 send(path, 500)
         with full(running):
-            for path in ("/v1/completions", "/v1/chat/completions", "/tokenize"):
+            for path in admitted:
                 send(path, 429)
         for error, status in ((TokenizerPoolFull("full"), 429), (TokenizerPoolDown("down"), 503)):
             with monkeypatch.context() as broken:
@@ -90,7 +93,7 @@ def test_routes_with_a_body_send_the_errors_that_the_document_declares(
                 send("/detokenize", status)
         running.engine.die()
         wait_for(lambda: running.client.dead is not None)
-        for path in ("/v1/completions", "/v1/chat/completions", "/tokenize"):
+        for path in admitted:
             send(path, 503)
     assert sent == {path: errors_of(document, path, "post") for path in BODIES}
 
@@ -108,6 +111,9 @@ def test_routes_without_a_body_declare_their_errors(own: Callable[..., FakeServi
         assert declared == {
             ("/v1/models", "get"): {401},
             ("/v1/models/{model}", "get"): {401, 404},
+            ("/v1/responses/{id}", "get"): {401, 404},
+            ("/v1/responses/{id}", "delete"): {401, 404},
+            ("/v1/responses/{id}/input_items", "get"): {401, 404},
             ("/tokenizer_info", "get"): {401},
             ("/server_info", "get"): {401},
             ("/health", "get"): {503},
@@ -133,7 +139,8 @@ def test_api_keys_are_declared_where_they_are_needed(own: Callable[..., FakeServ
     with own(api_key=key).http() as http:
         document = document_of(http)
     secured = {path for path, own in document["paths"].items() if any("security" in op for op in own.values())}
-    assert secured == ({*BODIES, "/v1/models", "/v1/models/{model}", "/server_info"} if key else set())
+    stored = ("/v1/responses/{id}", "/v1/responses/{id}/input_items")
+    assert secured == ({*BODIES, *stored, "/v1/models", "/v1/models/{model}", "/server_info"} if key else set())
     assert ("securitySchemes" in document["components"]) == bool(key)
     assert (401 in errors_of(document, "/v1/completions", "post")) == bool(key)
 

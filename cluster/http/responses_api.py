@@ -1,0 +1,300 @@
+"""/v1/responses: an answer as items, whole or as events, and the conversations that later requests continue."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from cluster.http import middleware
+from cluster.http.errors import BadRequest, HttpError, not_found
+from cluster.http.openai_format import chat_logprobs, total_usage
+from cluster.http.output_processor import Generation, TextDelta
+from cluster.http.streaming import prepend
+from cluster.http.tokenizer import Tokenizer, text_size
+from cluster.http.tool_calls import CallPart, ReadText, ToolCallReader
+from secateur.requests import ChatCompletionRequest
+from secateur.responses import TokenLogprob, new_id
+from secateur.responses_api import (
+    NAMES,
+    InputTokensDetails,
+    OutputCall,
+    OutputMessage,
+    OutputText,
+    OutputTokensDetails,
+    ResponseObject,
+    ResponsesRequest,
+    ResponseUsage,
+)
+from secateur.schema import problems_of
+from secateur.speculative import Speculative
+
+MAX_STORED, MAX_STORED_CHARS = 1024, 64 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredResponse:
+    """A response, and the conversation up to it, without instructions."""
+
+    response: ResponseObject
+    messages: list[dict[str, Any]]
+    input: list[dict[str, Any]]
+    num_chars: int
+
+
+class ResponseStore:
+    """The latest responses of this process; the oldest give way."""
+
+    def __init__(self) -> None:
+        self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
+        self._num_chars = 0
+
+    def get(self, id: str, *, param: str | None = None) -> StoredResponse:
+        """Return a stored response. Raises HttpError (404)."""
+        if (found := self._stored.get(id)) is None:
+            raise not_found(
+                f"there is no response {id!r}; this replica keeps the latest {MAX_STORED} in memory, if store is true",
+                param=param,
+            )
+        return found
+
+    def put(self, body: ResponsesRequest, history: list[dict[str, Any]], response: ResponseObject) -> None:
+        """Keep the conversation of a response."""
+        given = body.messages()
+        messages = [*history, *given, response.message()]
+        stored = StoredResponse(response=response, messages=messages, input=given, num_chars=text_size(messages))
+        self._stored[response.id] = stored
+        self._num_chars += stored.num_chars
+        while len(self._stored) > MAX_STORED or self._num_chars > MAX_STORED_CHARS:
+            self._num_chars -= self._stored.popitem(last=False)[1].num_chars
+
+    def delete(self, id: str) -> None:
+        """Forget a response. Raises HttpError (404)."""
+        self._num_chars -= self.get(id).num_chars
+        del self._stored[id]
+
+
+@contextmanager
+def in_words_of_responses() -> Iterator[None]:
+    """Let errors about the chat name the fields of the request that it was made from."""
+    try:
+        yield
+    except BadRequest as error:
+        raise BadRequest(
+            _renamed(str(error)), param=NAMES.get(error.param or "", error.param), code=error.code
+        ) from None
+    except HttpError as error:
+        error.body.error.message = _renamed(error.body.error.message)
+        error.body.error.param = NAMES.get(error.body.error.param or "", error.body.error.param)
+        raise
+
+
+def _renamed(message: str) -> str:
+    for name in ("max_completion_tokens", "max_tokens"):
+        message = message.replace(name, NAMES[name])
+    return message
+
+
+def chat_of(body: ResponsesRequest, history: list[dict[str, Any]]) -> ChatCompletionRequest:
+    """Return the chat that answers a request. Raises BadRequest."""
+    try:
+        return ChatCompletionRequest.model_validate(body.chat(history))
+    except ValidationError as error:
+        problem = problems_of(error, Speculative.model_fields)[0]
+        raise BadRequest(str(problem), param=problem.field.partition(".")[0]) from None
+
+
+class ResponseBuilder:
+    """Builds a response from its deltas. Every method returns the events that tell of what it did."""
+
+    def __init__(
+        self,
+        body: ResponsesRequest,
+        chat: ChatCompletionRequest,
+        model: str,
+        tokenizer: Tokenizer,
+        new_reader: Callable[[], ToolCallReader] | None,
+    ) -> None:
+        self.response = ResponseObject(
+            id=new_id("resp"),
+            created_at=int(time.time()),
+            model=model,
+            instructions=body.instructions,
+            previous_response_id=body.previous_response_id,
+            max_output_tokens=body.max_output_tokens,
+            temperature=chat.temperature,
+            top_p=chat.top_p,
+            text=_text_options(body),
+            tools=[tool.model_dump(exclude_none=True) for tool in body.tools or ()],
+            tool_choice="auto" if body.tool_choice is None else _plain(body.tool_choice),
+            parallel_tool_calls=body.parallel_tool_calls,
+            store=body.store,
+            metadata=body.metadata or {},
+        )
+        self._tokenizer, self._has_logprobs = tokenizer, body.has_logprobs
+        self._reader = None if new_reader is None else new_reader()
+        self._number = 0
+        self._open: OutputMessage | OutputCall | None = None
+
+    def begin(self) -> list[dict[str, Any]]:
+        """Open the response."""
+        return [self._event("response.created"), self._event("response.in_progress")]
+
+    def feed(self, delta: TextDelta) -> list[dict[str, Any]]:
+        """Add one delta."""
+        events: list[dict[str, Any]] = []
+        for read in self._read(delta):
+            if read.content:
+                events += self._add_text(read.content, delta)
+            for part in read.calls:
+                events += self._add_call(part)
+        return events
+
+    def end(self, generation: Generation) -> list[dict[str, Any]]:
+        """Close the response."""
+        events: list[dict[str, Any]] = []
+        is_cut = generation.last.finish_reason == "length"
+        if not self.response.output:
+            events += self._open_message()
+        events += self._close("incomplete" if is_cut else "completed")
+        usage = total_usage([generation])
+        cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0
+        self.response.usage = ResponseUsage(
+            input_tokens=usage.prompt_tokens,
+            input_tokens_details=InputTokensDetails(cached_tokens=cached),
+            output_tokens=usage.completion_tokens,
+            output_tokens_details=OutputTokensDetails(),
+            total_tokens=usage.total_tokens,
+        )
+        self.response.status = "incomplete" if is_cut else "completed"
+        if is_cut:
+            self.response.incomplete_details = {"reason": "max_output_tokens"}
+        return [*events, self._event(f"response.{self.response.status}")]
+
+    def fail(self, error: HttpError) -> list[dict[str, Any]]:
+        """Close the response with an error."""
+        told = error.body.error
+        self.response.status = "failed"
+        self.response.error = {"code": told.code or told.type, "message": told.message}
+        return [self._event("response.failed")]
+
+    def _read(self, delta: TextDelta) -> list[ReadText]:
+        if self._reader is None:
+            return [ReadText(delta.text)]
+        return [self._reader.feed(delta.text), *([self._reader.finish()] if delta.finish_reason else [])]
+
+    def _add_text(self, text: str, delta: TextDelta) -> list[dict[str, Any]]:
+        events = [] if isinstance(self._open, OutputMessage) else [*self._close("completed"), *self._open_message()]
+        assert isinstance(self._open, OutputMessage)
+        part = self._open.content[0]
+        scores: list[TokenLogprob] = []
+        if self._has_logprobs:
+            scores = chat_logprobs(self._tokenizer, delta.scored).content or []
+        part.text += text
+        part.logprobs = [*part.logprobs, *scores]
+        place = {"item_id": self._open.id, "output_index": self._index, "content_index": 0}
+        told = [score.model_dump() for score in scores]
+        return [*events, self._told("response.output_text.delta", **place, delta=text, logprobs=told)]
+
+    def _add_call(self, call: CallPart) -> list[dict[str, Any]]:
+        events = []
+        if call.id is not None:
+            events = self._close("completed")
+            self._open = OutputCall(id=new_id("fc"), call_id=call.id, name=call.name or "")
+            events += self._add_item()
+        if call.arguments:
+            assert isinstance(self._open, OutputCall)
+            self._open.arguments += call.arguments
+            place = {"item_id": self._open.id, "output_index": self._index}
+            events.append(self._told("response.function_call_arguments.delta", **place, delta=call.arguments))
+        return events
+
+    def _open_message(self) -> list[dict[str, Any]]:
+        self._open = OutputMessage(id=new_id("msg"), content=[])
+        events = self._add_item()
+        part = OutputText()
+        self._open.content = [part]
+        place = {"item_id": self._open.id, "output_index": self._index, "content_index": 0}
+        return [*events, self._told("response.content_part.added", **place, part=part.model_dump())]
+
+    def _add_item(self) -> list[dict[str, Any]]:
+        assert self._open is not None
+        self.response.output = [*self.response.output, self._open]
+        return [self._told("response.output_item.added", output_index=self._index, item=self._open.model_dump())]
+
+    def _close(self, status: Any) -> list[dict[str, Any]]:
+        """Close the open item, if there is one."""
+        item, self._open = self._open, None
+        events = []
+        match item:
+            case OutputMessage():
+                [part] = item.content
+                place = {"item_id": item.id, "output_index": self._index, "content_index": 0}
+                scores = [score.model_dump() for score in part.logprobs]
+                events = [
+                    self._told("response.output_text.done", **place, text=part.text, logprobs=scores),
+                    self._told("response.content_part.done", **place, part=part.model_dump()),
+                ]
+            case OutputCall():
+                place = {"item_id": item.id, "output_index": self._index, "name": item.name}
+                events = [self._told("response.function_call_arguments.done", **place, arguments=item.arguments)]
+            case None:
+                return []
+        item.status = status
+        return [*events, self._told("response.output_item.done", output_index=self._index, item=item.model_dump())]
+
+    @property
+    def _index(self) -> int:
+        return len(self.response.output) - 1
+
+    def _event(self, type: str) -> dict[str, Any]:
+        return self._told(type, response=self.response.model_dump())
+
+    def _told(self, type: str, **fields: Any) -> dict[str, Any]:
+        event = {"type": type, "sequence_number": self._number, **fields}
+        self._number += 1
+        return event
+
+
+def _text_options(body: ResponsesRequest) -> dict[str, Any]:
+    if body.text is None:
+        return {"format": {"type": "text"}}
+    return body.text.model_dump(by_alias=True, exclude_none=True)
+
+
+def _plain(choice: Any) -> Any:
+    return choice.model_dump() if hasattr(choice, "model_dump") else choice
+
+
+def sse(event: dict[str, Any]) -> str:
+    """Return an event as OpenAI sends it: its type, then its data."""
+    return f"event: {event['type']}\ndata: {json.dumps(event, ensure_ascii=False)}\n\n"
+
+
+async def events_of(
+    builder: ResponseBuilder,
+    generation: Generation,
+    first: tuple[int, TextDelta],
+    rest: AsyncGenerator[tuple[int, TextDelta]],
+    on_end: Callable[[], None],
+) -> AsyncGenerator[str]:
+    """Yield the events of a stream; `on_end` is called before the last one."""
+    try:
+        async with aclosing(rest):
+            for event in builder.begin():
+                yield sse(event)
+            async for _, delta in prepend(first, rest):
+                for event in builder.feed(delta):
+                    yield sse(event)
+        last = builder.end(generation)
+        on_end()
+    except Exception as error:
+        last = builder.fail(middleware.to_http_error(error))
+    for event in last:
+        yield sse(event)

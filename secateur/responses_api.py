@@ -1,0 +1,384 @@
+"""The bodies of /v1/responses: what a request says, and the objects of its answer.
+
+A request is a chat in other words: `ResponsesRequest.messages` and `ResponsesRequest.chat` translate it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from secateur.bodies import Body, Unsupported, told, wrong
+from secateur.requests import MAX_ITEMS, NumLogprobs, NumTokens
+from secateur.responses import FunctionCall, Response, TokenLogprob
+from secateur.speculative import Speculative
+from secateur.tools import MAX_TOOLS, ToolName
+
+LOGPROBS = "message.output_text.logprobs"
+"""The entry of `include` that asks for log probabilities."""
+NAMES = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text",
+}
+"""Fields of chats, and what they are called here."""
+
+
+class InputPart(Body):
+    """A part of a message; only text is supported."""
+
+    type: Literal["input_text", "output_text", "text", "refusal"]
+    """Whose text it is; no effect."""
+    text: str = ""
+    """The part's text; parts are joined."""
+    refusal: str = ""
+    """The text of a refusal."""
+
+
+Content = Annotated[
+    str | Annotated[list[InputPart], Field(fail_fast=True, max_length=MAX_ITEMS)] | None,
+    told('must be a text or a list of {"type": "input_text", "text": ...}; nothing but text is understood'),
+]
+
+
+class InputItem(Body):
+    """A message, an earlier call, its result, or earlier reasoning, which is left out."""
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    """What it is."""
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    """Who wrote a message."""
+    content: Content = None
+    """A message's text or text parts."""
+    call_id: str | None = None
+    """Connects a call and its result."""
+    name: ToolName | None = None
+    """The function that was called."""
+    arguments: str | None = None
+    """The call's arguments, as JSON."""
+    output: Content = None
+    """The call's result."""
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        needed = {
+            "message": ("role", "content"),
+            "function_call": ("call_id", "name", "arguments"),
+            "function_call_output": ("call_id", "output"),
+            "reasoning": (),
+        }[self.type]
+        if missing := [name for name in needed if getattr(self, name) is None]:
+            raise wrong(missing[0], f"is missing; an item of the type {self.type!r} needs it")
+        return self
+
+
+class ResponsesTool(Body):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    """Only functions are supported."""
+    name: ToolName
+    """Letters, digits, underscores, dots and dashes."""
+    description: str | None = None
+    """What it does, for the model."""
+    parameters: dict[str, Any] | None = None
+    """A JSON schema of its arguments; None = it has none."""
+    strict: bool = True
+    """Has no effect, as in chats."""
+
+
+class ResponsesToolChoice(Body):
+    """A `tool_choice` that demands one function."""
+
+    type: Literal["function"]
+    """Only functions are supported."""
+    name: ToolName
+    """The function to call."""
+
+
+class TextFormat(Body):
+    """What the answer's text must be."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    """Any text, any JSON object, or JSON of the schema."""
+    name: str | None = None
+    """The schema's name; no effect."""
+    description: str | None = None
+    """What the schema is for; no effect."""
+    definition: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    """The schema itself. In JSON the field is called `schema`."""
+    strict: bool = True
+    """Has no effect: every schema is followed strictly."""
+
+    @model_validator(mode="after")
+    def _schema_with_its_type(self) -> Self:
+        if (self.type == "json_schema") != (self.definition is not None):
+            raise wrong("schema", f'belongs to the type "json_schema", and only to it (got {self.type!r})')
+        return self
+
+
+class TextOptions(Body):
+    """The `text` of a request."""
+
+    format: TextFormat | None = None
+    """None = any text."""
+
+
+class ResponsesRequest(Body):
+    """POST /v1/responses."""
+
+    model: str | None = None
+    """None = the service's only model."""
+    input: Annotated[
+        str | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_ITEMS)],
+        Field(union_mode="left_to_right"),
+    ]
+    """A user's message, or a list of messages, calls and results."""
+    instructions: str | None = None
+    """A system message before the input. It does not carry over to later responses."""
+    previous_response_id: str | None = None
+    """A stored response, whose conversation this one continues."""
+    store: bool = True
+    """Keep the conversation for `previous_response_id`, in this replica's memory."""
+    stream: bool = False
+    """Send events instead of one response."""
+    max_output_tokens: Annotated[NumTokens, Field(ge=1)] | None = None
+    """The most tokens to generate; None = the model's default or the rest of the context."""
+    temperature: float | None = None
+    """As in chats."""
+    top_p: float | None = None
+    """As in chats."""
+    top_logprobs: NumLogprobs | None = None
+    """Most likely tokens to report per token, with `message.output_text.logprobs` in `include`."""
+    seed: int | None = None
+    """The same seed gives the same answer. An extension of OpenAI's fields."""
+    include: list[str] = []
+    """What to return as well; `message.output_text.logprobs` is known."""
+    text: TextOptions | None = None
+    """The answer's format."""
+    tools: Annotated[list[ResponsesTool], Field(max_length=MAX_TOOLS)] | None = None
+    """Functions that the model may call."""
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | ResponsesToolChoice | None,
+        told('must be "none", "auto", "required" or {"type": "function", "name": ...}'),
+    ] = None
+    """As in chats."""
+    parallel_tool_calls: bool = True
+    """The answer may have several calls."""
+    metadata: dict[str, str] | None = None
+    """Returned as it is."""
+    speculative: Speculative | None = None
+    """As in chats."""
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Return whether the answer carries log probabilities."""
+        return LOGPROBS in self.include
+
+    def messages(self) -> list[dict[str, Any]]:
+        """Return the input as the messages of a chat."""
+        if isinstance(self.input, str):
+            return [{"role": "user", "content": self.input}]
+        return messages_of(self.input)
+
+    def chat(self, history: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return the body of the chat that answers this request after `history`."""
+        first = [{"role": "system", "content": self.instructions}] if self.instructions is not None else []
+        body: dict[str, Any] = {
+            "model": self.model,
+            "messages": [*first, *history, *self.messages()],
+            "stream": self.stream,
+            "max_completion_tokens": self.max_output_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "seed": self.seed,
+            "logprobs": self.has_logprobs,
+            "top_logprobs": self.top_logprobs if self.has_logprobs else None,
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "speculative": None if self.speculative is None else self.speculative.model_dump(exclude_unset=True),
+        }
+        if self.tools:
+            fields = {"name", "description", "parameters"}
+            body["tools"] = [
+                {"type": "function", "function": tool.model_dump(include=fields, exclude_none=True)}
+                for tool in self.tools
+            ]
+        if isinstance(self.tool_choice, ResponsesToolChoice):
+            body["tool_choice"] = {"type": "function", "function": {"name": self.tool_choice.name}}
+        else:
+            body["tool_choice"] = self.tool_choice
+        if self.text is not None and (format := self.text.format) is not None:
+            schema = {"json_schema": {"schema": format.definition}} if format.definition is not None else {}
+            body["response_format"] = {"type": format.type, **schema}
+        return body
+
+    def unsupported(self) -> list[Unsupported]:
+        """Return every known parameter with a value that is not implemented."""
+        extra = self.model_extra or {}
+        return super().unsupported() + [
+            Unsupported(name, why)
+            for name, (neutral, why) in _UNSUPPORTED.items()
+            if extra.get(name, neutral) != neutral
+        ]
+
+    def ignored(self) -> list[str]:
+        """Return unknown fields, including those of nested objects, and fields without effect."""
+        unread = [f"include.{name}" for name in self.include if name != LOGPROBS]
+        if self.top_logprobs is not None and not self.has_logprobs:
+            unread.append("top_logprobs")
+        return sorted([*(name for name in super().ignored() if name not in _UNSUPPORTED), *unread])
+
+
+_UNSUPPORTED: dict[str, tuple[Any, str]] = {
+    "background": (False, "responses in the background are not implemented"),
+    "conversation": (None, "conversations are not implemented; write previous_response_id"),
+    "prompt": (None, "prompt templates are not implemented; write instructions and input"),
+    "truncation": ("disabled", "the input is never shortened"),
+}
+
+
+def messages_of(items: Iterable[InputItem]) -> list[dict[str, Any]]:
+    """Return items as the messages of a chat. Calls join the assistant's message before them."""
+    messages: list[dict[str, Any]] = []
+    for item in items:
+        match item.type:
+            case "message":
+                messages.append({"role": item.role, "content": _text(item.content)})
+            case "function_call":
+                call = {"id": item.call_id, "type": "function"}
+                call["function"] = {"name": item.name, "arguments": item.arguments}  # type: ignore[assignment]
+                if not messages or messages[-1]["role"] != "assistant":
+                    messages.append({"role": "assistant", "content": ""})
+                messages[-1].setdefault("tool_calls", []).append(call)
+            case "function_call_output":
+                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+    return messages
+
+
+def _text(content: str | list[InputPart] | None) -> str:
+    if isinstance(content, list):
+        return "".join(part.text or part.refusal for part in content)
+    return content or ""
+
+
+class OutputText(Response):
+    """The text of an output message."""
+
+    type: Literal["output_text"] = "output_text"
+    text: str = ""
+    annotations: list[Any] = []
+    logprobs: list[TokenLogprob] = []
+
+
+class OutputMessage(Response):
+    """A message of the answer."""
+
+    type: Literal["message"] = "message"
+    id: str
+    status: Literal["in_progress", "completed", "incomplete"] = "in_progress"
+    role: Literal["assistant"] = "assistant"
+    content: list[OutputText] = []
+
+
+class OutputCall(Response):
+    """A call of the answer."""
+
+    type: Literal["function_call"] = "function_call"
+    id: str
+    call_id: str
+    name: str
+    arguments: str = ""
+    status: Literal["in_progress", "completed", "incomplete"] = "in_progress"
+
+
+class InputTokensDetails(Response):
+    """How many input tokens the prefix cache held."""
+
+    cached_tokens: int = 0
+
+
+class OutputTokensDetails(Response):
+    """How many output tokens were reasoning."""
+
+    reasoning_tokens: int = 0
+
+
+class ResponseUsage(Response):
+    """Token counts."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class ResponseObject(Response):
+    """The answer of /v1/responses. Fields of the request are repeated in it, as at OpenAI."""
+
+    nullable = frozenset(
+        {
+            "error",
+            "incomplete_details",
+            "instructions",
+            "previous_response_id",
+            "max_output_tokens",
+            "metadata",
+            "usage",
+        }
+    )
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    status: Literal["in_progress", "completed", "incomplete", "failed"] = "in_progress"
+    model: str
+    output: list[OutputMessage | OutputCall] = []
+    error: dict[str, Any] | None = None
+    incomplete_details: dict[str, str] | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    text: dict[str, Any] = {}
+    tools: list[dict[str, Any]] = []
+    tool_choice: Any = "auto"
+    parallel_tool_calls: bool = True
+    store: bool = True
+    truncation: Literal["disabled"] = "disabled"
+    metadata: dict[str, str] | None = None
+    usage: ResponseUsage | None = None
+
+    def message(self) -> dict[str, Any]:
+        """Return the answer as the message of a chat."""
+        text = "".join(part.text for item in self.output if isinstance(item, OutputMessage) for part in item.content)
+        calls = [
+            {
+                "id": item.call_id,
+                "type": "function",
+                "function": FunctionCall(name=item.name, arguments=item.arguments).model_dump(),
+            }
+            for item in self.output
+            if isinstance(item, OutputCall)
+        ]
+        return {"role": "assistant", "content": text} | ({"tool_calls": calls} if calls else {})
+
+
+class InputItems(Response):
+    """GET /v1/responses/{id}/input_items."""
+
+    object: str = "list"
+    data: list[dict[str, Any]] = []
+    has_more: bool = False
+
+
+class DeletedResponse(Response):
+    """DELETE /v1/responses/{id}."""
+
+    id: str
+    object: str = "response"
+    deleted: bool = True

@@ -1,0 +1,224 @@
+"""/v1/responses: whole answers, events, calls, structured text, and conversations that go on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from cluster.http import responses_api
+from cluster.http.tokenizer import Tokenizer
+from tests.cluster.http.test_structured_outputs import matches
+from tests.cluster.http.test_tool_calls import CALLED
+from tests.support.fake_service import ANSWER, FakeService, error_of, fake_service
+from workers.comm.ipc import Submit
+
+PATH = "/v1/responses"
+TOOL = {"type": "function", "name": "order", "parameters": {"type": "object", "properties": {"what": {}}}}
+
+
+def create(http: httpx2.Client, **body: Any) -> dict[str, Any]:
+    response = http.post(PATH, json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def events(http: httpx2.Client, **body: Any) -> list[dict[str, Any]]:
+    with http.stream("POST", PATH, json={**body, "stream": True}) as response:
+        assert response.status_code == 200 and response.headers["content-type"].startswith("text/event-stream")
+        lines = [line for line in response.iter_lines() if line]
+    types = [line.removeprefix("event: ") for line in lines[::2]]
+    found = [json.loads(line.removeprefix("data: ")) for line in lines[1::2]]
+    assert [event["type"] for event in found] == types
+    assert [event["sequence_number"] for event in found] == list(range(len(found)))
+    return found
+
+
+def rendered(tokenizer: Tokenizer, service: FakeService) -> str:
+    return tokenizer.decode(service.engine.submitted[-1].prompt, skip_special_tokens=False)
+
+
+def writing(tokenizer: Tokenizer, text: str) -> Callable[[Submit], list[list[int]]]:
+    """Return the script of an engine that writes this text, three tokens a step."""
+    ids = [*tokenizer.encode(text, add_special_tokens=False), 0]
+    return lambda submit: [ids[start : start + 3] for start in range(0, len(ids), 3)]
+
+
+def test_a_response_has_openais_fields(http: httpx2.Client, service: FakeService, tokenizer: Tokenizer) -> None:
+    answer = create(http, input="Hi", instructions="Be short.", metadata={"a": "b"}, temperature=0.5)
+    assert answer["id"].startswith("resp_") or answer["id"].startswith("resp-")
+    assert (answer["object"], answer["status"], answer["model"]) == ("response", "completed", "fake-model")
+    [message] = answer["output"]
+    assert (message["type"], message["role"], message["status"]) == ("message", "assistant", "completed")
+    assert message["content"] == [{"type": "output_text", "text": ANSWER, "annotations": [], "logprobs": []}]
+    assert answer["usage"]["total_tokens"] == answer["usage"]["input_tokens"] + answer["usage"]["output_tokens"]
+    assert answer["usage"]["input_tokens_details"] == {"cached_tokens": 1}
+    assert (answer["instructions"], answer["metadata"], answer["temperature"]) == ("Be short.", {"a": "b"}, 0.5)
+    assert answer["error"] is answer["incomplete_details"] is answer["previous_response_id"] is None
+    assert rendered(tokenizer, service) == (
+        "<|im_start|>system\nBe short.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_a_response_that_is_cut_is_incomplete(http: httpx2.Client) -> None:
+    answer = create(http, input="Hi", max_output_tokens=4)
+    assert answer["status"] == answer["output"][0]["status"] == "incomplete"
+    assert answer["incomplete_details"] == {"reason": "max_output_tokens"} and answer["usage"]["output_tokens"] == 4
+
+
+def test_the_events_tell_of_every_part(http: httpx2.Client) -> None:
+    told = events(http, input="Hi")
+    types = [event["type"] for event in told]
+    deltas = [event for event in told if event["type"] == "response.output_text.delta"]
+    assert types[:4] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+    ]
+    assert types[4:-4] == ["response.output_text.delta"] * len(deltas) and len(deltas) > 2
+    assert types[-4:] == [
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
+    assert "".join(event["delta"] for event in deltas) == told[-4]["text"] == ANSWER
+    final = told[-1]["response"]
+    assert final["output"][0]["content"][0]["text"] == ANSWER and final["status"] == "completed"
+    assert final["output"] == [told[-2]["item"]]
+    assert told[0]["response"]["status"] == "in_progress" and told[0]["response"]["usage"] is None
+    assert events(http, input="Hi", max_output_tokens=3)[-1]["type"] == "response.incomplete"
+
+
+def test_log_probabilities_come_on_request(http: httpx2.Client) -> None:
+    asked = {"input": "Hi", "include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    [part] = create(http, **asked)["output"][0]["content"]
+    assert "".join(entry["token"] for entry in part["logprobs"]) and len(part["logprobs"][0]["top_logprobs"]) == 2
+    told = [event for event in events(http, **asked) if event["type"] == "response.output_text.delta"]
+    assert [entry for event in told for entry in event["logprobs"]] == part["logprobs"]
+
+
+def test_text_may_be_bound_to_a_schema(http: httpx2.Client, service: FakeService, tokenizer: Tokenizer) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": [5]}}, "required": ["a"], "additionalProperties": False}
+    create(http, input="Hi", text={"format": {"type": "json_schema", "name": "a", "schema": schema}})
+    grammar = service.engine.submitted[-1].sampling.constraints.grammar
+    assert matches(grammar, '{"a": 5}', tokenizer.path) and not matches(grammar, '{"a": 6}', tokenizer.path)
+
+
+def test_calls_are_items_whole_and_in_events(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    with fake_service(tokenizer, tmp_path, writing(tokenizer, CALLED)) as own, own.http() as http:
+        message, call = create(http, input="Hi", tools=[TOOL])["output"]
+        assert message["content"][0]["text"] == "I order."
+        assert (call["type"], call["name"], call["arguments"]) == ("function_call", "order", '{"what": "tea"}')
+        told = events(http, input="Hi", tools=[TOOL])
+        pieces = [event["delta"] for event in told if event["type"] == "response.function_call_arguments.delta"]
+        assert "".join(pieces) == '{"what": "tea"}' and len(pieces) > 1
+        added = [event["item"]["type"] for event in told if event["type"] == "response.output_item.added"]
+        done = [event["item"] for event in told if event["type"] == "response.output_item.done"]
+        assert added == ["message", "function_call"] and done[1]["arguments"] == '{"what": "tea"}'
+        assert [event["output_index"] for event in told if event["type"] == "response.output_item.done"] == [0, 1]
+        items = [
+            {"role": "user", "content": [{"type": "input_text", "text": "Hi"}]},
+            message,
+            call,
+            {"type": "function_call_output", "call_id": call["call_id"], "output": "done"},
+        ]
+        create(http, input=items, tools=[TOOL], tool_choice="none")
+        text = rendered(tokenizer, own)
+        assert 'I order.\n<tool_call>\n{"name": "order", "arguments": {"what": "tea"}}\n</tool_call>' in text
+        assert "<tool_response>\ndone\n</tool_response>" in text
+
+
+def test_a_demanded_call_is_a_structured_output(
+    http: httpx2.Client, service: FakeService, tokenizer: Tokenizer
+) -> None:
+    for choice, right in (
+        ("required", '[{"name": "order", "parameters": {"what": 1}}]'),
+        ({"type": "function", "name": "order"}, '{"what": 1}'),
+    ):
+        create(http, input="Hi", tools=[TOOL], tool_choice=choice)
+        assert matches(service.engine.submitted[-1].sampling.constraints.grammar, right, tokenizer.path)
+
+
+def test_a_conversation_goes_on(http: httpx2.Client, service: FakeService, tokenizer: Tokenizer) -> None:
+    first = create(http, input="One", instructions="Be short.")
+    second = create(http, input="Two", previous_response_id=first["id"])
+    assert second["previous_response_id"] == first["id"]
+    assert rendered(tokenizer, service) == (
+        f"<|im_start|>user\nOne<|im_end|>\n<|im_start|>assistant\n{ANSWER}<|im_end|>\n"
+        "<|im_start|>user\nTwo<|im_end|>\n<|im_start|>assistant\n"
+    ), "instructions do not carry over"
+    streamed = events(http, input="Three", previous_response_id=second["id"])[-1]["response"]
+    create(http, input="Four", previous_response_id=streamed["id"])
+    assert rendered(tokenizer, service).count(ANSWER) == 3
+    assert http.get(f"{PATH}/{first['id']}").json() == first
+    assert http.get(f"{PATH}/{second['id']}/input_items").json()["data"] == [{"role": "user", "content": "Two"}]
+    assert http.delete(f"{PATH}/{first['id']}").json() == {"id": first["id"], "object": "response", "deleted": True}
+    for method, path in (("GET", ""), ("DELETE", ""), ("GET", "/input_items")):
+        gone = http.request(method, f"{PATH}/{first['id']}{path}")
+        assert gone.status_code == 404 and first["id"] in error_of(gone)["message"]
+    lost = http.post(PATH, json={"input": "a", "previous_response_id": first["id"]})
+    assert (lost.status_code, error_of(lost)["param"]) == (404, "previous_response_id")
+
+
+def test_what_is_not_to_be_stored_is_not(http: httpx2.Client) -> None:
+    answer = create(http, input="One", store=False)
+    assert answer["store"] is False and http.get(f"{PATH}/{answer['id']}").status_code == 404
+
+
+def test_the_oldest_responses_give_way(http: httpx2.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(responses_api, "MAX_STORED", 2)
+    ids = [create(http, input="a")["id"] for _ in range(4)]
+    assert [http.get(f"{PATH}/{id}").status_code for id in ids] == [404, 404, 200, 200]
+    monkeypatch.setattr(responses_api, "MAX_STORED_CHARS", 900)
+    ids = [create(http, input="a" * 200)["id"] for _ in range(4)]
+    assert [http.get(f"{PATH}/{id}").status_code for id in ids][-1] == 200
+    assert http.get(f"{PATH}/{ids[0]}").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({}, "input", "required"),
+        ({"input": []}, "input", "at least 1"),
+        ({"input": [{"type": "image"}]}, "input", "message"),
+        ({"input": [{"role": "user"}]}, "input", "needs it"),
+        ({"input": [{"type": "function_call", "name": "f"}]}, "input", "call_id"),
+        ({"input": "a", "tools": [{"type": "web_search"}]}, "tools", "function"),
+        ({"input": "a", "tool_choice": "required"}, "tool_choice", "needs tools"),
+        ({"input": "a", "background": True}, "background", "not implemented"),
+        ({"input": "a", "truncation": "auto"}, "truncation", "never shortened"),
+        ({"input": "a", "temperature": -1.0}, "temperature", "greater than or equal to 0"),
+        ({"input": "a", "max_output_tokens": 99_999}, "max_output_tokens", "max_output_tokens=99999"),
+        ({"input": "a", "text": {"format": {"type": "json_schema"}}}, "text", "schema"),
+        ({"input": "a", "model": "other"}, "model", "does not exist"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_in_the_requests_own_words(
+    http: httpx2.Client, body: Any, param: str, words: str
+) -> None:
+    response = http.post(PATH, json=body)
+    error = error_of(response)
+    assert response.status_code in (400, 404)
+    assert str(error["param"]).startswith(param) and words in error["message"], error
+
+
+def test_fields_without_effect_are_named(http: httpx2.Client) -> None:
+    response = http.post(PATH, json={"input": "a", "zeta": 1, "top_logprobs": 2, "include": ["reasoning.x"]})
+    assert response.headers["x-secateur-ignored"] == "include.reasoning.x, top_logprobs, zeta"
+
+
+def test_an_engine_that_fails_ends_the_events_with_the_reason(own: Callable[..., FakeService]) -> None:
+    running = own(script=lambda submit: [[300]] * 50, engine={"step_s": 0.05})
+    with running.http() as http, http.stream("POST", PATH, json={"input": "a", "stream": True}) as response:
+        lines = response.iter_lines()
+        next(lines)
+        running.fail("verifier 0 was killed")
+        last = [line for line in lines if line][-1]
+    told = json.loads(last.removeprefix("data: "))
+    assert told["type"] == "response.failed" and "verifier 0 was killed" in told["response"]["error"]["message"]
