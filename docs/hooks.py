@@ -18,8 +18,10 @@ from mkdocs.structure.pages import Page
 from pydantic import BaseModel
 
 from secateur import requests
+from secateur.bodies import UNSUPPORTED
 from secateur.cli import app
 from secateur.config import AppArgs, EngineArgs, ModelLoadingConfig, PlacementGroupConfig
+from secateur.responses_api import ResponsesRequest
 from secateur.speculative import Speculative, SpeculativeConfig
 
 ROOT = Path(__file__).parents[1]
@@ -100,9 +102,10 @@ def configuration() -> str:
 
 def http() -> str:
     """Return the tables of the request bodies."""
-    bodies = {
+    by_route = {
         "POST /v1/completions": requests.CompletionRequest,
         "POST /v1/chat/completions": requests.ChatCompletionRequest,
+        "POST /v1/responses": ResponsesRequest,
         "POST /tokenize": requests.TokenizeRequest,
         "POST /detokenize": requests.DetokenizeRequest,
     }
@@ -111,9 +114,9 @@ def http() -> str:
         "Answers have OpenAI's shapes. `GET /v1/models`, `/health` and `/metrics` take no parameters. "
         "The [guide](../guides/http.md) says what differs from OpenAI and vLLM.",
     ]
-    for route, body in bodies.items():
+    for route, body in by_route.items():
         parts += [f"## `{route}`", _table(body)]
-    unsupported = ", ".join(f"`{name}`" for name in sorted(bodies.UNSUPPORTED))
+    unsupported = ", ".join(f"`{name}`" for name in sorted(UNSUPPORTED))
     parts += ["## Not implemented", f"A request that sets one of these is refused with status 400: {unsupported}."]
     return "\n\n".join(parts) + "\n"
 
