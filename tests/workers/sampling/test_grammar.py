@@ -133,7 +133,7 @@ def test_shards_of_the_vocabulary_together_have_the_whole_mask(grammars: Grammar
 
 
 def test_a_reduced_vocabulary_has_its_part_of_the_mask_and_tells_where_that_is_empty(grammars: Grammars) -> None:
-    ids = [7, 4, 1]
+    ids = [4, 7, 1]
     column_of_V = torch.full((V + 2,), -1)  # a head may know ids that have no logit
     column_of_V[torch.tensor([*ids, V])] = torch.arange(4)
     columns = Columns(0, 4, column_of_V)
@@ -343,12 +343,18 @@ def test_choices_are_taken_literally(choices: list[str]) -> None:
 
 def test_logits_may_be_more_or_fewer_than_the_tokenizers_tokens() -> None:
     for vocab_size in (2048 + 120, 2048, 2000):
-        grammars = Grammars(TokenTable(BUNDLED, vocab_size, (0, 5000)))
+        grammars = Grammars(TokenTable(BUNDLED, vocab_size, (7, 5000)))
         masks = grammars.masks(state_of(Constraints(grammar=grammar_text("regex", "[a-c]")), ()), [()])
         allowed_V = unpacked(masks.packed_QY, vocab_size)[0]
         assert len(allowed_V) == vocab_size and allowed_V.sum() == 3
         behind = state_of(Constraints(grammar=grammar_text("regex", "[a-c]")), np.flatnonzero(allowed_V)[:1].tolist())
-        assert np.flatnonzero(unpacked(grammars.masks(behind, [()]).packed_QY, vocab_size)[0]).tolist() == [0]
+        assert np.flatnonzero(unpacked(grammars.masks(behind, [()]).packed_QY, vocab_size)[0]).tolist() == [7]
+
+
+def test_a_schema_that_is_nested_too_deeply_is_refused() -> None:
+    schema = '{"not": ' * 100_000 + "true" + "}" * 100_000
+    with pytest.raises(GrammarError, match="^it is nested too deeply$"):
+        grammar_text("json", schema)
 
 
 def test_json_may_have_whitespace_unless_told_otherwise() -> None:
