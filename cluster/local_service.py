@@ -58,6 +58,7 @@ def build_service(
         cors=_cors(args),
         root_path=args.root_path,
         tool_call_parser=args.tool_call_parser,
+        reasoning_parser=args.reasoning_parser,
         has_tokenizer_info=args.enable_tokenizer_info_endpoint,
     )
 

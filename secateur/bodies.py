@@ -52,7 +52,7 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "functions": (([],), _FUNCTIONS),
     "function_call": (("none", "auto"), _FUNCTIONS),
     "parallel_tool_calls": ((True, False), _TOOLS),
-    "reasoning_effort": (("none",), "reasoning effort is not implemented"),
+    "reasoning_effort": (("none",), "belongs to chats; remove it"),
     "modalities": ((["text"],), "only text is produced"),
     "audio": ((), "only text is produced"),
     "prediction": ((), "predicted outputs are not implemented"),

@@ -100,6 +100,8 @@ class EngineArgs(Strict):
     """Request headers that such scripts may send; '*' is all."""
     allow_credentials: bool = False
     """Let browsers add cookies to the requests of such scripts. API keys do not need it."""
+    reasoning_parser: Literal["auto", "none", "think"] = "auto"
+    """Whether answers begin with reasoning between <think> and </think>; auto: if the chat template has these marks."""
     tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral"] = "auto"
     """How the model writes tool calls; auto: as its chat template teaches."""
     root_path: str = ""

@@ -134,6 +134,12 @@ SERVER_FLAGS: dict[str, Any] = {
         list[str], "--allowed-headers", metavar="HEADER", help="Request headers of such scripts, likewise [*]."
     ),
     "allow_credentials": _flag(bool, "--allow-credentials", help="Let browsers send cookies with such requests."),
+    "reasoning_parser": _flag(
+        str,
+        "--reasoning-parser",
+        metavar="FORMAT",
+        help="How the model writes reasoning: auto (as its chat template has it), think (<think>...</think>) or none.",
+    ),
     "tool_call_parser": _flag(
         str,
         "--tool-call-parser",

@@ -517,7 +517,7 @@ class Rendered(Body):
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_ITEMS)]
 
 
-_FIELDS_OF_TOOLS = {"tools", "tool_choice", "parallel_tool_calls"}
+_FIELDS_OF_CHATS = {"tools", "tool_choice", "parallel_tool_calls", "reasoning_effort"}
 
 
 class ChatCompletionRequest(SamplingRequest, Rendered):
@@ -541,6 +541,10 @@ class ChatCompletionRequest(SamplingRequest, Rendered):
     None = `auto` with tools. Calls that are demanded follow their schemas exactly."""
     parallel_tool_calls: bool = True
     """The answer may have several calls."""
+    include_reasoning: bool = True
+    """Return the reasoning of models that reason, as `reasoning_content`."""
+    reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
+    """For chat templates that know it, such as `low`, `medium` and `high`."""
 
     @field_validator("logprobs", mode="before")
     @classmethod
@@ -578,7 +582,7 @@ class ChatCompletionRequest(SamplingRequest, Rendered):
 
     def unsupported(self) -> list[Unsupported]:
         """Return every known parameter with a value that is not implemented."""
-        return [each for each in super().unsupported() if each.param not in _FIELDS_OF_TOOLS]
+        return [each for each in super().unsupported() if each.param not in _FIELDS_OF_CHATS]
 
     def ignored(self) -> list[str]:
         """Return unknown fields, including those of nested objects, and fields without effect."""

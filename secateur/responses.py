@@ -297,6 +297,8 @@ class AssistantMessage(Response):
     role: Literal["assistant"] = "assistant"
     content: str | None = None
     refusal: str | None = None
+    reasoning_content: str | None = None
+    """The model's reasoning, as DeepSeek and vLLM have it."""
     tool_calls: list[ToolCall] | None = None
 
 
@@ -312,6 +314,7 @@ class ChatDelta(Response):
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str | None = None
     tool_calls: list[ToolCallDelta] | None = None
 
 

@@ -127,6 +127,13 @@ class TextOptions(Body):
     """None = any text."""
 
 
+class ReasoningOptions(Body):
+    """The `reasoning` of a request."""
+
+    effort: Annotated[str, Field(max_length=32)] | None = None
+    """For chat templates that know it, such as `low`, `medium` and `high`."""
+
+
 class ResponsesRequest(Body):
     """POST /v1/responses."""
 
@@ -170,6 +177,8 @@ class ResponsesRequest(Body):
     """The answer may have several calls."""
     metadata: dict[str, str] | None = None
     """Returned as it is."""
+    reasoning: ReasoningOptions | None = None
+    """How much the model reasons."""
     speculative: Speculative | None = None
     """As in chats."""
 
@@ -198,6 +207,7 @@ class ResponsesRequest(Body):
             "logprobs": self.has_logprobs,
             "top_logprobs": self.top_logprobs if self.has_logprobs else None,
             "parallel_tool_calls": self.parallel_tool_calls,
+            "reasoning_effort": self.reasoning.effort if self.reasoning is not None else None,
             "speculative": None if self.speculative is None else self.speculative.model_dump(exclude_unset=True),
         }
         if self.tools:
@@ -229,6 +239,8 @@ class ResponsesRequest(Body):
         unread = [f"include.{name}" for name in self.include if name != LOGPROBS]
         if self.top_logprobs is not None and not self.has_logprobs:
             unread.append("top_logprobs")
+        if self.reasoning is not None:
+            unread += [f"reasoning.{name}" for name in self.reasoning.ignored()]
         return sorted([*(name for name in super().ignored() if name not in _UNSUPPORTED), *unread])
 
 
@@ -294,6 +306,23 @@ class OutputCall(Response):
     status: Literal["in_progress", "completed", "incomplete"] = "in_progress"
 
 
+class ReasoningText(Response):
+    """The text of reasoning."""
+
+    type: Literal["reasoning_text"] = "reasoning_text"
+    text: str = ""
+
+
+class OutputReasoning(Response):
+    """The model's reasoning."""
+
+    type: Literal["reasoning"] = "reasoning"
+    id: str
+    summary: list[Any] = []
+    content: list[ReasoningText] = []
+    status: Literal["in_progress", "completed", "incomplete"] = "in_progress"
+
+
 class InputTokensDetails(Response):
     """How many input tokens the prefix cache held."""
 
@@ -336,7 +365,7 @@ class ResponseObject(Response):
     created_at: int
     status: Literal["in_progress", "completed", "incomplete", "failed"] = "in_progress"
     model: str
-    output: list[OutputMessage | OutputCall] = []
+    output: list[OutputMessage | OutputCall | OutputReasoning] = []
     error: dict[str, Any] | None = None
     incomplete_details: dict[str, str] | None = None
     instructions: str | None = None

@@ -9,11 +9,11 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any, ClassVar, Literal, NamedTuple
 
+from cluster.http.answer_reader import AnswerReader
 from cluster.http.detokenizer import IncrementalDetokenizer
 from cluster.http.metrics import by_depth
 from cluster.http.output_processor import Generation, ScoredToken, StepTree, TextDelta
 from cluster.http.tokenizer import Tokenizer
-from cluster.http.tool_calls import ToolCallReader
 from secateur.requests import ChatCompletionRequest, CompletionRequest, SamplingRequest
 from secateur.responses import (
     AssistantMessage,
@@ -224,13 +224,14 @@ class ChatFormat(ResponseFormat):
         body: ChatCompletionRequest,
         model: str,
         tokenizer: Tokenizer,
-        new_reader: Callable[[], ToolCallReader] | None = None,
+        new_reader: Callable[[], AnswerReader] | None = None,
     ) -> None:
-        """`new_reader` makes what reads the calls of one answer; None = there are none to read."""
+        """`new_reader` makes what reads the parts of one answer; None = all of it is content."""
         super().__init__(body, model, tokenizer)
         self._new_reader = new_reader
         self._ends_with_calls = body.calls != "named"  # as at OpenAI, a call that was demanded by name just stops
-        self._readers: dict[int, ToolCallReader] = {}  # by choice, of a stream
+        self._readers: dict[int, AnswerReader] = {}  # by choice, of a stream
+        self._has_reasoning = body.include_reasoning
 
     def response(self, generations: Sequence[Generation]) -> ChatCompletionResponse:
         """Build the whole response; all choices have the same prompt."""
@@ -263,22 +264,24 @@ class ChatFormat(ResponseFormat):
         """Return a whole answer."""
         if self._new_reader is None:
             return AssistantMessage(content=text)
-        reader = self._new_reader()
-        parts = [reader.feed(text), reader.finish()]
+        read = self._new_reader().feed(text, is_last=True)
         calls: list[ToolCall] = []
-        for part in (call for read in parts for call in read.calls):
+        for part in read.calls:
             if part.id is not None:
                 calls.append(ToolCall(id=part.id, function=FunctionCall(name=part.name)))
             calls[part.number].function.arguments += part.arguments
-        content = "".join(read.content for read in parts)
-        return AssistantMessage(content=content or (None if calls else ""), tool_calls=calls or None)
+        return AssistantMessage(
+            content=read.content or (None if calls else ""),
+            reasoning_content=(read.reasoning or None) if self._has_reasoning else None,
+            tool_calls=calls or None,
+        )
 
     def _delta(self, index: int, delta: TextDelta) -> ChatDelta:
         """Return what a delta of a stream adds to the message."""
         if self._new_reader is None:
             return ChatDelta(content=delta.text)
         reader = self._readers.setdefault(index, self._new_reader())
-        read = [reader.feed(delta.text), *([reader.finish()] if delta.finish_reason else [])]
+        read = reader.feed(delta.text, is_last=delta.finish_reason is not None)
         calls = [
             ToolCallDelta(
                 index=part.number,
@@ -286,11 +289,10 @@ class ChatFormat(ResponseFormat):
                 type="function" if part.id is not None else None,
                 function=FunctionCall(name=part.name, arguments=part.arguments),
             )
-            for each in read
-            for part in each.calls
+            for part in read.calls
         ]
-        content = "".join(each.content for each in read)
-        return ChatDelta(content=content or None, tool_calls=calls or None)
+        reasoning = read.reasoning if self._has_reasoning else ""
+        return ChatDelta(content=read.content or None, reasoning_content=reasoning or None, tool_calls=calls or None)
 
     def _ended(self, delta: TextDelta, calls: object) -> TextDelta:
         """Return the last delta, with the reason that an answer with calls has."""
@@ -303,7 +305,7 @@ class ChatFormat(ResponseFormat):
         if self._new_reader is not None:
             delta = self._ended(delta, self._readers[index].num_calls)
             has_more = delta.finish_reason or delta.scored or delta.tree or self.body.return_token_ids
-            if added.content is None and added.tool_calls is None and not has_more:
+            if not (added.content or added.reasoning_content or added.tool_calls or has_more):
                 return None
         choice = ChatChunkChoice(
             delta=added,

@@ -13,12 +13,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from cluster.http import middleware
+from cluster.http.answer_reader import AnswerPart, AnswerReader
 from cluster.http.errors import BadRequest, HttpError, not_found
 from cluster.http.openai_format import chat_logprobs, total_usage
 from cluster.http.output_processor import Generation, TextDelta
 from cluster.http.streaming import prepend
 from cluster.http.tokenizer import Tokenizer, text_size
-from cluster.http.tool_calls import CallPart, ReadText, ToolCallReader
+from cluster.http.tool_calls import CallPart
 from secateur.requests import ChatCompletionRequest
 from secateur.responses import TokenLogprob, new_id
 from secateur.responses_api import (
@@ -26,8 +27,10 @@ from secateur.responses_api import (
     InputTokensDetails,
     OutputCall,
     OutputMessage,
+    OutputReasoning,
     OutputText,
     OutputTokensDetails,
+    ReasoningText,
     ResponseObject,
     ResponsesRequest,
     ResponseUsage,
@@ -119,7 +122,7 @@ class ResponseBuilder:
         chat: ChatCompletionRequest,
         model: str,
         tokenizer: Tokenizer,
-        new_reader: Callable[[], ToolCallReader] | None,
+        new_reader: Callable[[], AnswerReader] | None,
     ) -> None:
         self.response = ResponseObject(
             id=new_id("resp"),
@@ -140,7 +143,7 @@ class ResponseBuilder:
         self._tokenizer, self._has_logprobs = tokenizer, body.has_logprobs
         self._reader = None if new_reader is None else new_reader()
         self._number = 0
-        self._open: OutputMessage | OutputCall | None = None
+        self._open: OutputMessage | OutputCall | OutputReasoning | None = None
 
     def begin(self) -> list[dict[str, Any]]:
         """Open the response."""
@@ -149,11 +152,15 @@ class ResponseBuilder:
     def feed(self, delta: TextDelta) -> list[dict[str, Any]]:
         """Add one delta."""
         events: list[dict[str, Any]] = []
-        for read in self._read(delta):
-            if read.content:
-                events += self._add_text(read.content, delta)
-            for part in read.calls:
-                events += self._add_call(part)
+        read = AnswerPart(content=delta.text)
+        if self._reader is not None:
+            read = self._reader.feed(delta.text, is_last=delta.finish_reason is not None)
+        if read.reasoning:
+            events += self._add_reasoning(read.reasoning)
+        if read.content:
+            events += self._add_text(read.content, delta)
+        for part in read.calls:
+            events += self._add_call(part)
         return events
 
     def end(self, generation: Generation) -> list[dict[str, Any]]:
@@ -184,10 +191,16 @@ class ResponseBuilder:
         self.response.error = {"code": told.code or told.type, "message": told.message}
         return [self._event("response.failed")]
 
-    def _read(self, delta: TextDelta) -> list[ReadText]:
-        if self._reader is None:
-            return [ReadText(delta.text)]
-        return [self._reader.feed(delta.text), *([self._reader.finish()] if delta.finish_reason else [])]
+    def _add_reasoning(self, text: str) -> list[dict[str, Any]]:
+        events = []
+        if not isinstance(self._open, OutputReasoning):
+            events = self._close("completed")
+            self._open = OutputReasoning(id=new_id("rs"), content=[ReasoningText()])
+            events += self._add_item()
+        assert isinstance(self._open, OutputReasoning)
+        self._open.content[0].text += text
+        place = {"item_id": self._open.id, "output_index": self._index, "content_index": 0}
+        return [*events, self._told("response.reasoning_text.delta", **place, delta=text)]
 
     def _add_text(self, text: str, delta: TextDelta) -> list[dict[str, Any]]:
         events = [] if isinstance(self._open, OutputMessage) else [*self._close("completed"), *self._open_message()]
@@ -241,6 +254,9 @@ class ResponseBuilder:
                     self._told("response.output_text.done", **place, text=part.text, logprobs=scores),
                     self._told("response.content_part.done", **place, part=part.model_dump()),
                 ]
+            case OutputReasoning():
+                place = {"item_id": item.id, "output_index": self._index, "content_index": 0}
+                events = [self._told("response.reasoning_text.done", **place, text=item.content[0].text)]
             case OutputCall():
                 place = {"item_id": item.id, "output_index": self._index, "name": item.name}
                 events = [self._told("response.function_call_arguments.done", **place, arguments=item.arguments)]

@@ -22,7 +22,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -33,6 +33,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from cluster.engine_client import EngineClient, Health
 from cluster.http import metrics, middleware, openapi
+from cluster.http.answer_reader import AnswerReader
 from cluster.http.api_keys import ApiKeys
 from cluster.http.errors import BadRequest, HttpError, not_found, too_many_requests, unavailable
 from cluster.http.inspector import inspector_page
@@ -46,6 +47,7 @@ from cluster.http.openai_format import (
 )
 from cluster.http.openapi import STREAM, WITH_BODY, errors
 from cluster.http.output_processor import Generation, TextDelta
+from cluster.http.reasoning import ReasoningReader, teaches_reasoning
 from cluster.http.request_params import RequestLimits, SeedSource, build_submits, ineffective_settings, truncate
 from cluster.http.responses_api import (
     ResponseBuilder,
@@ -60,6 +62,7 @@ from cluster.http.tokenizer_pool import TokenizerPool
 from cluster.http.tool_calls import (
     TAUGHT_FORMAT,
     ToolCallFormat,
+    ToolCallReader,
     decoded_calls,
     format_of_template,
     reader_of_calls,
@@ -92,6 +95,7 @@ from workers.config import EngineConfig
 
 logger = logging.getLogger(__name__)
 
+_END_TOKENS = 16  # of a prompt, enough for the mark with which it may end
 PENDING_PER_SEQUENCE = 8
 """Pending requests per place in the running batch beyond which the service answers 429."""
 
@@ -125,6 +129,8 @@ class Service:
     """Serve /tokenizer_info."""
     root_path: str = ""
     """The prefix under which clients see the service, such as /llm."""
+    reasoning_parser: Literal["auto", "none", "think"] = "auto"
+    """Whether answers begin with reasoning; auto: if the chat template has its marks."""
     tool_call_parser: Literal["auto"] | ToolCallFormat = "auto"
     """How the model writes tool calls; auto: as its chat template teaches."""
     created: int = field(default_factory=lambda: int(time.time()))
@@ -234,6 +240,8 @@ class Service:
         """
         variables, tools = body.chat_template_kwargs, tools_of(body)
         self.tokenizer.check_template_variables(variables)
+        if isinstance(body, ChatCompletionRequest) and body.reasoning_effort is not None:
+            variables = {"reasoning_effort": body.reasoning_effort, **variables}
         # Templates expect text: content parts are joined. Other fields, such as `name`, are kept.
         messages = [
             message.model_dump(exclude={"content"}, exclude_none=True) | {"content": message.text}
@@ -261,6 +269,25 @@ class Service:
             return self.tool_call_parser
         tokenizer = self.tokenizer
         return format_of_template(tokenizer.template_source) if tokenizer.has_tools_template else TAUGHT_FORMAT
+
+    @cached_property
+    def reasons(self) -> bool:
+        """Whether the model writes reasoning before its answers."""
+        return self.reasoning_parser == "think" or (
+            self.reasoning_parser == "auto" and teaches_reasoning(self.tokenizer.template_source)
+        )
+
+    def answer_reader(
+        self, prompt: Sequence[int], new_call_reader: Callable[[], ToolCallReader] | None
+    ) -> Callable[[], AnswerReader] | None:
+        """Return what makes the readers of a chat's answers; None if they are content alone."""
+        if not self.reasons:
+            return None if new_call_reader is None else lambda: AnswerReader(None, new_call_reader())
+        end = self.tokenizer.decode(prompt[-_END_TOKENS:], skip_special_tokens=False).rstrip()
+        begins_inside = end.endswith("<think>")
+        return lambda: AnswerReader(
+            ReasoningReader(begins_inside=begins_inside), None if new_call_reader is None else new_call_reader()
+        )
 
     async def prepare(
         self, body: SamplingRequest, prompts: Sequence[list[int]], *, request_id: str, arrival: float
@@ -312,6 +339,12 @@ class Service:
         may_call = isinstance(body, ChatCompletionRequest) and body.calls == "auto"
         return may_call and shows_special_tokens(self.tool_call_format)
 
+    def ignored(self, body: SamplingRequest) -> list[str]:
+        """Return fields without effect, also those that this model's chat template does not read."""
+        asks = isinstance(body, ChatCompletionRequest) and body.reasoning_effort is not None
+        unread = ["reasoning_effort"] if asks and "reasoning_effort" not in self.tokenizer.template_source else []
+        return sorted([*body.ignored(), *unread])
+
     def card(self) -> ModelCard:
         """Return the model's entry in /v1/models."""
         return ModelCard(
@@ -351,8 +384,9 @@ def create_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
         arrival = time.perf_counter()
         body = service.accept(body)
-        new_reader = reader_of_calls(body, service.tool_call_format)
+        new_call_reader = reader_of_calls(body, service.tool_call_format)
         prompt = await service.tokenize_chat(body, add_special_tokens=body.add_special_tokens)
+        new_reader = service.answer_reader(prompt, new_call_reader)
         generations = await service.prepare(body, [prompt], request_id=request.state.request_id, arrival=arrival)
         response_format = ChatFormat(body, service.model_id, service.tokenizer, new_reader)
         return await generate(service, response_format, generations, request)
@@ -367,8 +401,9 @@ def create_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
             if (id := body.previous_response_id) is not None:
                 history = service.responses.get(id, param="previous_response_id").messages
             chat = service.accept(chat_of(body, history))
-            new_reader = reader_of_calls(chat, service.tool_call_format)
+            new_call_reader = reader_of_calls(chat, service.tool_call_format)
             prompt = await service.tokenize_chat(chat, add_special_tokens=chat.add_special_tokens)
+            new_reader = service.answer_reader(prompt, new_call_reader)
             [generation] = await service.prepare(chat, [prompt], request_id=request.state.request_id, arrival=arrival)
         builder = ResponseBuilder(body, chat, service.model_id, service.tokenizer, new_reader)
         return await respond(service, body, builder, generation, history, request)
@@ -477,7 +512,8 @@ async def generate(
 ) -> Response:
     """Run all choices in the engine; return the whole response, or an event stream."""
     body = response_format.body
-    headers = _ignored_header(request, [*body.ignored(), *ineffective_settings(body.speculative, service.limits)])
+    unread = [*service.ignored(body), *ineffective_settings(body.speculative, service.limits)]
+    headers = _ignored_header(request, unread)
     deltas = merge([generation.stream(service.engine, service.metrics) for generation in generations])
     try:
         if body.stream:

@@ -353,7 +353,7 @@ def test_logits_may_be_more_or_fewer_than_the_tokenizers_tokens() -> None:
 
 def test_a_schema_that_is_nested_too_deeply_is_refused() -> None:
     schema = '{"not": ' * 100_000 + "true" + "}" * 100_000
-    with pytest.raises(GrammarError, match="^it is nested too deeply$"):
+    with pytest.raises(GrammarError, match=r"^it is nested too deeply$"):
         grammar_text("json", schema)
 
 

@@ -1,0 +1,77 @@
+"""Separates a model's reasoning, between <think> and </think>, from its answer while both are written."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+_OPENING, _CLOSING = "<think>", "</think>"
+
+
+class Thought(NamedTuple):
+    """What some text was: reasoning, and the answer behind it."""
+
+    reasoning: str = ""
+    answer: str = ""
+
+
+def teaches_reasoning(template: str) -> bool:
+    """Return whether a chat template is for a model that reasons."""
+    return _CLOSING in template or _OPENING in template
+
+
+class ReasoningReader:
+    """Reads one answer. begins_inside: the prompt ends with the opening mark.
+
+    An answer without an opening mark at its beginning has no reasoning, and everything before a closing mark that is
+    missing is reasoning.
+    """
+
+    def __init__(self, *, begins_inside: bool) -> None:
+        self._state = "inside" if begins_inside else "start"  # or "behind" the reasoning, or in the "answer"
+        self._rest = ""  # read, but not understood yet
+        self._space = ""  # behind reasoning: dropped if it ends
+        self._has_reasoning = False
+
+    def feed(self, text: str) -> Thought:
+        """Read more of the answer."""
+        self._rest += text
+        reasoning = ""
+        if self._state == "start":
+            stripped = self._rest.lstrip()
+            if stripped.startswith(_OPENING):
+                self._state, self._rest = "inside", stripped[len(_OPENING) :]
+            elif not _OPENING.startswith(stripped):
+                self._state = "answer"
+        if self._state == "inside":
+            before, found, behind = self._rest.partition(_CLOSING)
+            kept = len(before) if found else len(before) - _overlap(before)
+            reasoning = self._reasoning(before[:kept])
+            self._rest = before[kept:]
+            if found:
+                self._state, self._rest = "behind", behind
+        if self._state == "behind" and (stripped := self._rest.lstrip()):
+            self._state, self._rest = "answer", stripped
+        answer = ""
+        if self._state == "answer":
+            answer, self._rest = self._rest, ""
+        return Thought(reasoning, answer)
+
+    def finish(self) -> Thought:
+        """Return what is left at the end of the answer."""
+        rest, self._rest = self._rest, ""
+        if self._state == "inside":
+            return Thought(self._reasoning(rest))
+        return Thought(answer=rest if self._state == "start" else "")
+
+    def _reasoning(self, text: str) -> str:
+        """Return reasoning without the space around it."""
+        text = self._space + text if self._has_reasoning else text.lstrip()
+        kept = text.rstrip()
+        self._space = text[len(kept) :]
+        self._has_reasoning = self._has_reasoning or bool(kept)
+        return kept
+
+
+def _overlap(text: str) -> int:
+    """Return the length of the longest end of `text` with which the closing mark begins."""
+    return next((size for size in range(len(_CLOSING) - 1, 0, -1) if text.endswith(_CLOSING[:size])), 0)
