@@ -85,6 +85,7 @@ assert results and client.responses.create(
     model=MODEL, input=[{"role": "user", "content": "Weather?"}, *demanded.output, *results], max_output_tokens=16
 )
 with client.responses.stream(model=MODEL, input="Hello", max_output_tokens=16) as told:
-    text = "".join(event.delta for event in told if event.type == "response.output_text.delta")
-    assert text == told.get_final_response().output_text
+    events = list(told)
+text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+assert text and text == events[-1].response.output_text
 client.responses.delete(first.id)
