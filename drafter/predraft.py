@@ -347,7 +347,7 @@ def _traces(trace: TreeTrace, trees_G: Sequence[int | None], request: DraftReque
         if tree is None and is_asked_G[g]:
             parts.append({"token_T": roots[g : g + 1], **alone})
         else:
-            own = slice(*trace.offsets[tree : tree + 2].tolist()) if tree is not None else slice(0, 0)
+            own = slice(*trace.offsets[tree : tree + 2].tolist()) if tree is not None else slice(0)
             parts.append({name: getattr(trace, name)[own] for name in ("token_T", *alone)})
     return TreeTrace(**_joined(parts))
 

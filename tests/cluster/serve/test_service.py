@@ -123,7 +123,7 @@ def test_a_disconnect_aborts_the_request(url: str, streamed: bool) -> None:
 
 
 def test_clients_do_not_notice_a_killed_drafter_and_another_one_takes_its_place(url: str) -> None:
-    body = {"prompt": PROMPT, "max_tokens": 400, "temperature": 0, "ignore_eos": True}
+    body = {"prompt": PROMPT, "max_tokens": 800, "temperature": 0, "ignore_eos": True}
     ranks, before = topology(url), replica(url)
     wanted = httpx2.post(f"{url}/v1/completions", json=body, timeout=60).json()["choices"][0]["text"]
     with ThreadPoolExecutor(8) as pool:
@@ -150,7 +150,7 @@ def test_clients_see_only_a_pause_when_a_verifier_is_killed(url: str, killed: in
     """Last in this file, because it replaces the engine. Of nine requests eight run and one waits."""
     ranks, before = topology(url), replica(url)
     bodies = [
-        {"prompt": PROMPT, "max_tokens": 200, "temperature": 0.8 * (seed % 2), "seed": seed, "ignore_eos": True}
+        {"prompt": PROMPT, "max_tokens": 1000, "temperature": 0.8 * (seed % 2), "seed": seed, "ignore_eos": True}
         for seed in range(9)
     ]
 
@@ -158,7 +158,7 @@ def test_clients_see_only_a_pause_when_a_verifier_is_killed(url: str, killed: in
         answer = httpx2.post(f"{url}/v1/completions", json=body, timeout=120)
         assert answer.status_code == 200, answer.text
         choice, usage = answer.json()["choices"][0], answer.json()["usage"]
-        assert (choice["finish_reason"], usage["completion_tokens"]) == ("length", 200)
+        assert (choice["finish_reason"], usage["completion_tokens"]) == ("length", 1000)
         return choice["text"]
 
     with ThreadPoolExecutor(9) as pool:
