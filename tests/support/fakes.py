@@ -173,6 +173,7 @@ class FakeTarget(Target):
         return torch.stack([last.position_N.float(), last.token_N.float()], dim=1)
 
     def heartbeat(self, number: int) -> None:
+        assert number == len(self.steps)
         self.heartbeats += 1
 
     def stop(self, number: int) -> None:
@@ -312,6 +313,7 @@ class FakeChannel:
         return self._answers.pop()
 
     def heartbeat(self, step: int) -> None:
+        assert step >= 0
         self._check()
         self.heartbeats += 1
 
