@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -49,10 +50,19 @@ from workers.types import DraftCosts, DraftReply, DraftRequest, Rule, SamplingBa
 logger = logging.getLogger(__name__)
 
 
-def run(config: EngineConfig, specs: Specs, rank: int, store_address: str, *, link: str | None = None) -> None:
+def run(
+    config: EngineConfig,
+    specs: Specs,
+    rank: int,
+    store_address: str,
+    *,
+    link: str | None = None,
+    on_joined: Callable[[], None] | None = None,
+) -> None:
     """Serve draft requests until verifier 0 sends STOP; errors such as PeerLost end it early.
 
-    link: for the ranks that replace a lost drafter, the address at which verifier 0 offers a link.
+    link: for the ranks that replace a lost drafter, the address at which verifier 0 offers a link. on_joined: called
+    when all ranks are connected and have loaded their models.
     """
     assert config.draft is not None
     world = (groups.join if link is None else groups.join_successors)(config, rank, store_address)
@@ -70,6 +80,8 @@ def run(config: EngineConfig, specs: Specs, rank: int, store_address: str, *, li
         for request in warm_up_requests(config, proposer.width):
             draft(request, proposer, policy, is_hybrid=is_hybrid, kernels=kernels)
     world.gather_topology(report)
+    if on_joined is not None:
+        on_joined()
     freeze_start_up()
     grammars = Grammars(
         TokenTable.of(config, specs.target.vocab_size),

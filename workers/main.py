@@ -48,8 +48,8 @@ def main(run: Callable[..., None], description: str) -> None:
     if opens_store:
         store, address = groups.open_store(args.host)  # the rendezvous lives as long as this rank runs
         print(f"store {address}", flush=True)
+        own["on_joined"] = store.stop_listening
     if args.rank == 0:
-        assert store is not None
-        own = {"front": args.front, "on_joined": store.stop_listening}
+        own["front"] = args.front
     run(config, specs, args.rank, address, **own)
     del store

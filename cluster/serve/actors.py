@@ -59,7 +59,7 @@ class Worker:
         else:
             from drafter.worker import run as run_drafter
 
-            run_drafter(self._config, self._specs, self._rank, store, link=link)
+            run_drafter(self._config, self._specs, self._rank, store, link=link, on_joined=self._stop_listening)
 
     def _joined(self) -> None:
         self._stop_listening()

@@ -39,6 +39,12 @@ def assert_gone(pids: list[int]) -> None:
     assert wait_gone(pids, timeout_s=5.0) == []
 
 
+def listening(pid: int) -> list[str]:
+    """Return the addresses on which a process listens."""
+    sockets = psutil.Process(pid).net_connections(kind="inet")
+    return [each.laddr.ip for each in sockets if each.status == psutil.CONN_LISTEN]
+
+
 async def collect(client: EngineClient, submit: Submit) -> list[TokenChunk]:
     return [chunk async for chunk in client.submit(submit)]
 
@@ -280,8 +286,7 @@ def test_ranks_listen_on_loopback_alone_and_the_store_stops_listening(config: En
     async def main() -> list[list[str]]:
         engine = LocalEngine(config)
         async with engine:
-            ranks = [psutil.Process(pid).net_connections(kind="inet") for pid in engine.pids]
-        return [[each.laddr.ip for each in sockets if each.status == psutil.CONN_LISTEN] for sockets in ranks]
+            return [listening(pid) for pid in engine.pids]
 
     verifier, drafter = asyncio.run(main())
     assert set(verifier + drafter) == {"127.0.0.1"}
@@ -331,6 +336,7 @@ def test_a_lost_drafter_is_replaced_and_changes_no_token(
         engine = LocalEngine(config)
         async with engine as client:
             pids = engine.pids
+            ports = [len(listening(pid)) for pid in pids]
 
             async def answer() -> tuple[list[int], int]:
                 submit = Submit(id=client.new_id(), prompt=[300], max_tokens=400, ignore_eos=True)
@@ -353,6 +359,9 @@ def test_a_lost_drafter_is_replaced_and_changes_no_token(
             assert client.health() == (True, "")
             assert await answer() == (before, accepted)
             assert engine.pids[: sizes[0]] == pids[: sizes[0]] and set(engine.pids) != set(pids)
+            assert all(len(listening(pid)) <= most for pid, most in zip(engine.pids, ports, strict=True)), (
+                "a store or an offer is still open"
+            )
         assert_gone([*pids, *engine.pids])
         return engine.pids
 
