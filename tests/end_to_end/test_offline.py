@@ -147,11 +147,11 @@ def test_a_lost_engine_is_an_error_now_and_later() -> None:
     before = set(psutil.Process().children(recursive=True))
     with LLM(max_model_len=512) as own:
         ranks = [child for child in psutil.Process().children(recursive=True) if child not in before]
-        (drafter,) = (rank for rank in ranks if "drafter" in rank.cmdline())
-        threading.Timer(1.0, drafter.kill).start()
-        with pytest.raises(SecateurError, match="drafter 0"):
+        (verifier,) = (rank for rank in ranks if "verifier" in rank.cmdline())
+        threading.Timer(1.0, verifier.kill).start()
+        with pytest.raises(SecateurError, match="verifier 0"):
             own.generate(PROMPTS * 40, SamplingParams(max_tokens=400, ignore_eos=True), use_tqdm=False)
-        with pytest.raises(ServiceUnavailableError, match="drafter 0"):
+        with pytest.raises(ServiceUnavailableError, match="verifier 0"):
             own.generate("a", use_tqdm=False)
 
 

@@ -41,7 +41,7 @@ class World:
     tp: TensorParallel  # of this rank's side, verifier or drafter
     peers: Channel | None  # rank 0 of this side -> its other ranks; None when the side has one rank
     link: Channel | None  # verifier 0 <-> drafter 0, on those two ranks only
-    host: str  # verifier 0's address
+    host: str = ""  # verifier 0's address, on the ranks that have joined it
 
     @property
     def leads(self) -> bool:
