@@ -331,7 +331,7 @@ def test_a_lost_drafter_is_replaced_and_changes_no_token(
     config = engine_config(
         EngineArgs.load({"max_model_len": 512, "tensor_parallel_size": sizes[0], "speculative_config": speculation})
     )
-    config = replace(config, step_timeout_s=3.0)
+    config = replace(config, step_timeout_s=6.0)
 
     async def main() -> list[int]:
         engine = LocalEngine(config)

@@ -171,7 +171,7 @@ def test_clients_see_only_a_pause_when_a_verifier_is_killed(url: str, killed: in
             answers = [pool.submit(ask, body) for body in bodies[1:]]
             wait_for(lambda: metric(url, "num_requests_waiting") > 0, 20)
             os.kill(ranks[killed]["pid"], signal.SIGKILL)
-            wait_for(lambda: "wait for a new engine" in httpx2.get(f"{url}/health", timeout=10).text, 10)
+            wait_for(lambda: "wait for a new engine" in httpx2.get(f"{url}/health", timeout=10).text, 30)
             late = pool.submit(ask, bodies[0])
             events += [json.loads(line) for line in lines if line != "[DONE]"]
         assert "".join(event["choices"][0]["text"] for event in events) == wanted[0]
