@@ -235,14 +235,25 @@ def test_too_many_waiting_texts_get_a_429(
     ],
 )
 def test_a_disconnect_stops_tokenizing(
-    own: Callable[..., FakeService], looping: Tokenizer, path: str, body: Any
+    own: Callable[..., FakeService],
+    looping: Tokenizer,
+    path: str,
+    body: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     running = own(tokenizer=looping, engine={"max_model_len": 1 << 20})
     with running.http() as http:
-        tokenizer_pool, left = running.service.tokenizer_pool, list[bool]()
+        tokenizer_pool, left, begun = running.service.tokenizer_pool, list[bool](), threading.Event()
+        do = tokenizer_pool._do
+
+        async def noted(*args: Any, **arguments: Any) -> Any:
+            begun.set()
+            return await do(*args, **arguments)
+
+        monkeypatch.setattr(tokenizer_pool, "_do", noted)
         leaving = threading.Thread(target=lambda: left.append(leaves(running, path, body)))
         leaving.start()
-        wait_for(lambda: busy(tokenizer_pool), 60)  # millions of ids are read first
+        assert begun.wait(60)  # millions of ids are read first, and the client may have left by then
         started = time.monotonic()
         leaving.join()
         assert left == [True]
