@@ -65,6 +65,7 @@ WRITTEN: list[tuple[str, str, str, Calls]] = [
     ),
     ("hermes", ' <tool_call>{"name": "f", "arguments": [1, {"a": null}]}', "", [("f", '[1, {"a": null}]')]),
     ("hermes", '<tool_call>{"name": "f"}</tool_call>', "", [("f", "")]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {}}</tool_call>\nDone.', "Done.", [("f", "{}")]),
     ("hermes", "<tool_call>f(1)</tool_call>", "<tool_call>f(1)</tool_call>", []),
     ("hermes", '<tool_call>{"a": 1}</tool_call>', '<tool_call>{"a": 1}</tool_call>', []),
     ("hermes", '<tool_call>{"name": 5, "arguments": {}}', '<tool_call>{"name": 5, "arguments": {}}', []),
