@@ -34,6 +34,8 @@ class DrafterRestart:
         self._client, self._kill, self._start, self._has_exited = client, kill, start, has_exited
         self._task: asyncio.Task[None] | None = None
         client.on_drafter_lost = self._lost
+        if client.drafter_lost is not None:  # before anybody listened
+            self._lost(client.drafter_lost)
 
     def cancel(self) -> None:
         """Start no more drafters."""

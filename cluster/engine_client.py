@@ -53,7 +53,7 @@ class EngineDead(SecateurError, RuntimeError):
 
 
 class Health(NamedTuple):
-    """Whether the engine makes progress."""
+    """Says whether the engine makes progress."""
 
     ok: bool
     reason: str  # why not; if it does, what is amiss all the same, or nothing
@@ -100,7 +100,7 @@ class EngineClient:
         self.stats = EngineStats()
         self.on_loss: Callable[[str], None] = self.fail
         self.on_drafter_lost: Callable[[DrafterLost], None] = lambda _: None
-        self._drafter_loss = ""  # why the engine is without its drafter now
+        self.drafter_lost: DrafterLost | None = None  # while the engine is without its drafter
         self._progress_timeout_s = progress_timeout_s
         self._cause_wait_s = cause_wait_s
         self._ids = itertools.count(1)
@@ -207,7 +207,9 @@ class EngineClient:
         silent_s = time.monotonic() - self._last_frame
         if silent_s > self._progress_timeout_s:
             return Health(False, f"the engine is silent for {silent_s:.0f} s with {self.num_pending} requests pending")
-        return Health(True, self._drafter_loss)
+        if (lost := self.drafter_lost) is not None:
+            return Health(True, f"{lost.reason.splitlines()[0]}; requests are answered without drafts")
+        return Health(True, "")
 
     def interrupt(self, reason: str) -> None:
         """Let requests wait for the next engine, because this one is lost.
@@ -217,7 +219,7 @@ class EngineClient:
         if self._death is not None:
             return
         logger.error("engine lost with %d requests in flight: %s", len(self._pending), reason)
-        self._interruption, self._drafter_loss = reason, ""
+        self._interruption, self.drafter_lost = reason, None
         self._disconnect()
         for id, pending in list(self._pending.items()):
             if pending.num_sent > MAX_REPLAYS:
@@ -295,7 +297,7 @@ class EngineClient:
             case StepOutput():
                 self.stats = message.stats
                 if message.stats.has_drafter:
-                    self._drafter_loss = ""
+                    self.drafter_lost = None
                 for chunk in message.chunks:
                     # Chunks of a request that was just aborted may still arrive.
                     if (pending := self._pending.get(chunk.id)) is not None:
@@ -304,7 +306,7 @@ class EngineClient:
                             del self._pending[chunk.id]
             case DrafterLost():
                 self.stats.has_drafter = False  # the step's own statistics follow
-                self._drafter_loss = f"{message.reason.splitlines()[0]}; requests are answered without drafts"
+                self.drafter_lost = message
                 self.on_drafter_lost(message)
             case Ready():
                 self.ready, self._interruption = message, None

@@ -1,4 +1,4 @@
-"""What all request bodies of the OpenAI API have in common: strict types, null, unknown and unsupported fields."""
+"""The base of all request bodies of the OpenAI API: strict types, null, unknown and unsupported fields."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class EngineArgs(Strict):
     allow_credentials: bool = False
     """Let browsers add cookies to the requests of such scripts. API keys do not need it."""
     reasoning_parser: Literal["auto", "none", "think"] = "auto"
-    """Whether answers begin with reasoning between <think> and </think>; auto: if the chat template has these marks."""
+    """How the model writes reasoning: think = between <think> and </think>; auto = so if the chat template has them."""
     tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral"] = "auto"
     """How the model writes tool calls; auto: as its chat template teaches."""
     root_path: str = ""

@@ -47,7 +47,7 @@ def run(
     """
     assert (rank == 0) == (front is not None), "exactly rank 0 has a front"
     world = groups.join(config, rank, store_address)
-    logger.info("%s: joined a world of %d", world.role, config.world_size)
+    logger.info("%s: joined the engine's ranks", world.role)
     target, num_pages = load(world, specs)
     topology = world.gather_topology({} if target.graphs is None else target.graphs.report)
     if on_joined is not None:

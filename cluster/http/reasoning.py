@@ -8,7 +8,7 @@ _OPENING, _CLOSING = "<think>", "</think>"
 
 
 class Thought(NamedTuple):
-    """What some text was: reasoning, and the answer behind it."""
+    """Holds the reasoning and the answer that some text added."""
 
     reasoning: str = ""
     answer: str = ""

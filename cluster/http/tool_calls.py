@@ -61,7 +61,7 @@ class CallPart(NamedTuple):
 
 
 class ReadText(NamedTuple):
-    """What some text was: content, and parts of calls."""
+    """Holds the content and the parts of calls that some text added."""
 
     content: str = ""
     calls: tuple[CallPart, ...] = ()
@@ -233,7 +233,6 @@ class ToolCallReader:
         elif self._state in (self._read_text, self._read_start, self._read_name):
             self._add_content(self._rest)
         self._content += self._space
-        self._rest = self._space = ""
         return self._take()
 
     def _take(self) -> ReadText:

@@ -16,8 +16,9 @@ from workers.comm.ipc import DrafterLost
 class Drafters:
     """Drafters that fail to start, end early or connect, as `outcomes` say in turn."""
 
-    def __init__(self, outcomes: list[str]) -> None:
+    def __init__(self, outcomes: list[str], lost: DrafterLost | None = None) -> None:
         self.client = EngineClient()
+        self.client.drafter_lost = lost
         self.calls: list[str] = []
         self._outcomes, self._now = iter(outcomes), ""
         self.restart = DrafterRestart(
@@ -76,6 +77,15 @@ def test_attempts_go_on_with_growing_pauses_until_a_drafter_connects(pauses: lis
     drafters = run(["fails", "ends", "fails", "fails", "ends", "fails", "fails", "connects"], body)
     assert drafters.calls == ["kill", "start a"] * 8
     assert pauses == [1, 2, 4, 8, 16, 32, 60, 60]
+
+
+def test_a_drafter_that_was_lost_before_anybody_listened_is_replaced_as_well(pauses: list[float]) -> None:
+    async def main() -> list[str]:
+        drafters = Drafters(["connects"], DrafterLost(reason="it was killed", link="a"))
+        await finished(drafters)
+        return drafters.calls
+
+    assert asyncio.run(main()) == ["kill", "start a"]
 
 
 def test_a_second_loss_begins_again_with_its_own_link(pauses: list[float]) -> None:

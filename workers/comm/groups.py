@@ -155,9 +155,7 @@ def join_successors(config: EngineConfig, rank: int, store_address: str) -> Worl
     group = _new_group(config, own, list(range(size)))
     peers = _peers(config, rank, group, own, device)
     tp = TensorParallel(rank=own, size=size, group=group)
-    return World(
-        config=config, rank=rank, role=config.role_of(rank), device=device, tp=tp, peers=peers, link=None, host=""
-    )
+    return World(config=config, rank=rank, role=config.role_of(rank), device=device, tp=tp, peers=peers, link=None)
 
 
 def _device(config: EngineConfig) -> torch.device:
