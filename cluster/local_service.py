@@ -17,7 +17,8 @@ from cluster.engine_client import EngineClient
 from cluster.http.api_keys import KeyFile
 from cluster.http.limits import LimitedProtocol
 from cluster.http.middleware import Cors
-from cluster.http.server import Service, create_app
+from cluster.http.server import create_app
+from cluster.http.service import Service
 from cluster.http.tokenizer import Tokenizer
 from cluster.http.tokenizer_pool import TokenizerPool
 from cluster.local_engine import LocalEngine

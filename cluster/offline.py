@@ -15,7 +15,7 @@ from cluster.convert import engine_config, fetch_weights, visible_gpus, with_tok
 from cluster.http.errors import BadRequest, HttpError
 from cluster.http.openai_format import prompt_logprobs, token_logprobs, total_stats
 from cluster.http.output_processor import Generation, GenerationFailed
-from cluster.http.server import Service
+from cluster.http.service import Service
 from cluster.http.streaming import merge
 from cluster.http.tokenizer_pool import TokenizerPool
 from cluster.local_engine import LocalEngine

@@ -1,15 +1,32 @@
-"""Reads an answer's text as its parts: reasoning, content and tool calls."""
+"""Reads an answer's text as its parts: reasoning, content and tool calls.
+
+new_reader = AnswerReaders(tokenizer).of(body, prompt)      for each chat
+part = new_reader().feed(text, is_last=False)               for each of its answers
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
 
-from cluster.http.reasoning import ReasoningReader
-from cluster.http.tool_calls import CallPart, ToolCallReader
+from cluster.http.reasoning import ReasoningReader, ends_inside, teaches_reasoning
+from cluster.http.tokenizer import Tokenizer
+from cluster.http.tool_calls import (
+    TAUGHT_FORMAT,
+    CallPart,
+    ToolCallFormat,
+    ToolCallReader,
+    format_of_template,
+    reader_of_calls,
+    shows_special_tokens,
+)
+from secateur.requests import ChatCompletionRequest, SamplingRequest
+
+_END_TOKENS = 16  # of a prompt, enough for the mark with which it may end
 
 
 class AnswerPart(NamedTuple):
-    """What some text was."""
+    """Holds what some text added to an answer."""
 
     reasoning: str = ""
     content: str = ""
@@ -29,14 +46,48 @@ class AnswerReader:
 
     def feed(self, text: str, *, is_last: bool) -> AnswerPart:
         """Read more of the answer."""
-        reasoning, answers = "", [text]
+        reasoning, answer = "", text
         if self._reasoning is not None:
             thoughts = [self._reasoning.feed(text), *([self._reasoning.finish()] if is_last else [])]
-            reasoning, answers = "".join(each.reasoning for each in thoughts), [each.answer for each in thoughts]
-        answer = "".join(answers)
+            reasoning, answer = ("".join(parts) for parts in zip(*thoughts, strict=True))
         if self._calls is None:
             return AnswerPart(reasoning, answer)
         read = [self._calls.feed(answer), *([self._calls.finish()] if is_last else [])]
-        return AnswerPart(
-            reasoning, "".join(each.content for each in read), tuple(c for each in read for c in each.calls)
+        calls = tuple(call for each in read for call in each.calls)
+        return AnswerPart(reasoning, "".join(each.content for each in read), calls)
+
+
+class AnswerReaders:
+    """Knows how a model writes reasoning and calls, and makes the readers of its answers."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        reasoning_parser: Literal["auto", "none", "think"] = "auto",
+        tool_call_parser: Literal["auto"] | ToolCallFormat = "auto",
+    ) -> None:
+        self._tokenizer, template = tokenizer, tokenizer.template_source
+        self._reasons = reasoning_parser == "think" or (reasoning_parser == "auto" and teaches_reasoning(template))
+        self._call_format: ToolCallFormat | None = TAUGHT_FORMAT
+        if tool_call_parser != "auto":
+            self._call_format = tool_call_parser
+        elif tokenizer.has_tools_template:
+            self._call_format = format_of_template(template)
+
+    def of(self, body: ChatCompletionRequest, prompt: Sequence[int]) -> Callable[[], AnswerReader] | None:
+        """Return what makes the reader of each of a chat's answers; None if they are content alone.
+
+        Raises BadRequest if the model may write calls and how it does is unknown.
+        """
+        new_calls = reader_of_calls(body, self._call_format)
+        if not self._reasons:
+            return None if new_calls is None else lambda: AnswerReader(None, new_calls())
+        begins_inside = ends_inside(self._tokenizer.decode(prompt[-_END_TOKENS:], skip_special_tokens=False))
+        return lambda: AnswerReader(
+            ReasoningReader(begins_inside=begins_inside), None if new_calls is None else new_calls()
         )
+
+    def read_special_tokens(self, body: SamplingRequest) -> bool:
+        """Return whether special tokens in the answer's text mark its calls."""
+        may_call = isinstance(body, ChatCompletionRequest) and body.calls == "auto"
+        return may_call and shows_special_tokens(self._call_format)

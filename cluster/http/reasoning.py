@@ -19,6 +19,11 @@ def teaches_reasoning(template: str) -> bool:
     return _CLOSING in template or _OPENING in template
 
 
+def ends_inside(prompt: str) -> bool:
+    """Return whether a prompt ends with the opening mark, so that the answer begins with reasoning."""
+    return prompt.rstrip().endswith(_OPENING)
+
+
 class ReasoningReader:
     """Reads one answer. begins_inside: the prompt ends with the opening mark.
 

@@ -114,7 +114,7 @@ def chat_of(body: ResponsesRequest, history: list[dict[str, Any]]) -> ChatComple
 
 
 class ResponseBuilder:
-    """Builds a response from its deltas. Every method returns the events that tell of what it did."""
+    """Builds a response from its deltas. Every method returns the events of a stream that tell what it did."""
 
     def __init__(
         self,
@@ -210,7 +210,7 @@ class ResponseBuilder:
         if self._has_logprobs:
             scores = chat_logprobs(self._tokenizer, delta.scored).content or []
         part.text += text
-        part.logprobs = [*part.logprobs, *scores]
+        part.logprobs += scores
         place = {"item_id": self._open.id, "output_index": self._index, "content_index": 0}
         told = [score.model_dump() for score in scores]
         return [*events, self._told("response.output_text.delta", **place, delta=text, logprobs=told)]

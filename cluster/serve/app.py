@@ -13,7 +13,7 @@ import ray
 from ray import serve as ray_serve
 
 from cluster.convert import placement_config, resolve_devices
-from cluster.http.server import PENDING_PER_SEQUENCE
+from cluster.http.service import PENDING_PER_SEQUENCE
 from cluster.serve.controller import APP_NAME
 from cluster.serve.nodes import may_grow, nodes_of_cluster
 from cluster.serve.placement import REPLICA_CPUS, gpus_for, group_bundles, missing_resources, placement_problem

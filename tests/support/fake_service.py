@@ -17,7 +17,8 @@ import uvicorn
 
 from cluster.engine_client import EngineClient
 from cluster.http.limits import LimitedProtocol
-from cluster.http.server import Service, create_app
+from cluster.http.server import create_app
+from cluster.http.service import Service
 from cluster.http.tokenizer import Tokenizer
 from cluster.http.tokenizer_pool import TokenizerForkServer, TokenizerPool
 from cluster.http.tokenizer_worker import JobLimits

@@ -209,8 +209,10 @@ def test_what_cannot_be_done_is_refused_in_the_requests_own_words(
 
 
 def test_fields_without_effect_are_named(http: httpx2.Client) -> None:
-    response = http.post(PATH, json={"input": "a", "zeta": 1, "top_logprobs": 2, "include": ["reasoning.x"]})
-    assert response.headers["x-secateur-ignored"] == "include.reasoning.x, top_logprobs, zeta"
+    body = {"input": "a", "zeta": 1, "top_logprobs": 2, "include": ["reasoning.x"]}
+    body["speculative"] = {"enable_draft_probs": True}  # under the coupled rule
+    ignored = http.post(PATH, json=body).headers["x-secateur-ignored"]
+    assert ignored == "include.reasoning.x, top_logprobs, zeta, speculative.enable_draft_probs"
 
 
 def test_an_engine_that_fails_ends_the_events_with_the_reason(own: Callable[..., FakeService]) -> None:

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.http.answer_reader import AnswerReaders
 from cluster.http.tokenizer import Tokenizer
 from cluster.http.tool_calls import ToolCallReader, format_of_template, taught
 from tests.cluster.http.conftest import MODEL
@@ -94,6 +95,8 @@ WRITTEN: list[tuple[str, str, str, Calls]] = [
     ),
     ("mistral", 'So:[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g{}', "So:", [("f", '{"a": 1}'), ("g", "{}")]),
     ("mistral", "Hello [TOOL", "Hello [TOOL", []),
+    ("mistral", f"[TOOL_CALLS]{'f' * 64}[ARGS]{{}}", "", [("f" * 64, "{}")]),
+    ("mistral", f"[TOOL_CALLS]{'f' * 90}", "f" * 90, []),
     # demanded calls
     (
         "list",
@@ -125,6 +128,11 @@ def test_arguments_are_sent_as_they_are_written() -> None:
     reader = ToolCallReader("hermes")
     seen = [reader.feed(piece).calls for piece in ('<tool_call>{"name": "f", "argu', 'ments": {"a', '": 1', "}}")]
     assert [[part.arguments for part in parts] for parts in seen] == [[""], ['{"a'], ['": 1'], ["}"]]
+
+
+def test_content_is_sent_at_once_unless_it_may_be_the_beginning_of_a_call() -> None:
+    reader = ToolCallReader("hermes")
+    assert [reader.feed(piece).content for piece in ("a", "b<", "c", " <tool")] == ["a", "b", "<c", ""]
 
 
 def test_one_call_is_read_of_several_if_no_more_are_wanted() -> None:
@@ -172,6 +180,12 @@ def test_a_template_without_tools_gets_them_and_all_calls_as_text() -> None:
     assert assistant["content"] == '<tool_call>\n{"name": "order", "arguments": {"what": "tea"}}\n</tool_call>'
     assert (result["role"], result["content"]) == ("user", "<tool_response>\ndone\n</tool_response>")
     assert read("hermes", [assistant["content"]]) == ("", [("order", '{"what": "tea"}')])
+    assert "tool_calls" not in assistant
+    said = taught([{"role": "assistant", "content": "So:", "tool_calls": [call]}], None)[0]["content"]
+    assert said == 'So:\n<tool_call>\n{"name": "order", "arguments": {"what": "tea"}}\n</tool_call>'
+    assert (
+        "Café" in taught([HI], [{"type": "function", "function": {"name": "f", "description": "Café"}}])[0]["content"]
+    )
     [only, *rest] = taught([HI], TOOLS)
     assert only["role"] == "system" and rest == [HI] and taught([HI], None) == [HI]
 
@@ -194,6 +208,7 @@ def test_a_template_with_tools_gets_the_arguments_of_earlier_calls_as_objects(sc
         call["function"]["arguments"] = "{'what'"
         error = error_of(http.post(CHAT, json=body))
         assert error["message"].startswith("messages.1.tool_calls.0.function.arguments: is not JSON")
+        assert error["param"] == "messages"
 
 
 # ---- answers
@@ -206,7 +221,7 @@ def answering(tokenizer: Tokenizer, tmp_path: Path) -> Callable[..., Any]:
     def service(text: str, **settings: Any) -> Any:
         ids = tokenizer.encode(text, add_special_tokens=False)
         steps = [ids[start : start + 3] for start in range(0, len(ids), 3)]
-        steps[-1] = [*steps[-1], 0]
+        steps = [*steps[:-1], [*(steps[-1] if steps else []), 0]]
         return fake_service(tokenizer, tmp_path, lambda submit: [list(step) for step in steps], **settings)
 
     return service
@@ -242,6 +257,7 @@ CALLED = 'I order.\n<tool_call>\n{"name": "order", "arguments": {"what": "tea"}}
         (CALLED, {"tool_choice": "auto"}, "I order.", [("order", '{"what": "tea"}')], "tool_calls"),
         (CALLED, {"tool_choice": "none"}, CALLED, [], "stop"),
         ("No call.", {}, "No call.", [], "stop"),
+        ("", {}, "", [], "stop"),
         (CALLED + CALLED, {"parallel_tool_calls": False}, "I order.\nI order.", [("order", '{"what": "tea"}')], None),
         (
             '[{"name": "order", "parameters": {"what": 5}}, {"name": "stop", "parameters": {}}]',
@@ -271,7 +287,7 @@ def test_calls_reach_the_client_whole_and_in_a_stream(
         assert all(call["type"] == "function" and call["id"] for call in message.get("tool_calls", ()))
         streamed = assembled(stream(http, CHAT, **body)[:-1])
         got = [(call["function"]["name"], call["function"]["arguments"]) for call in streamed["tool_calls"]]
-        assert (streamed["content"], got, streamed["finish_reason"]) == (content, calls, reason or "tool_calls")
+        assert (streamed["content"], got, streamed["finish_reason"]) == (content or None, calls, reason or "tool_calls")
 
 
 def test_an_answer_that_is_cut_in_a_call_says_so(answering: Any) -> None:
@@ -347,8 +363,7 @@ def test_a_template_of_an_unknown_format_refuses_calls_of_the_models_own_choice(
         assert "--tool-call-parser" in error["message"]
         body = {"messages": [HI], "tools": TOOLS, "tool_choice": "required"}
         assert http.post(CHAT, json=body).status_code == 200
-        own.service.tool_call_parser = "mistral"
-        del own.service.tool_call_format
+        own.service.answers = AnswerReaders(own.service.tokenizer, tool_call_parser="mistral")
         assert http.post(CHAT, json={"messages": [HI], "tools": TOOLS}).status_code == 200
 
 

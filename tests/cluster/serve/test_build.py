@@ -12,7 +12,7 @@ from ray import serve
 import cluster.serve.app
 import cluster.serve.launch
 import cluster.serve.nodes
-from cluster.http.server import PENDING_PER_SEQUENCE
+from cluster.http.service import PENDING_PER_SEQUENCE
 from cluster.serve.app import build
 from secateur.config import AppArgs, EngineArgs
 from secateur.errors import ConfigError
