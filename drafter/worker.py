@@ -31,6 +31,7 @@ from drafter.proposers.ngram import MatchLengths, NgramProposer
 from drafter.tree.frontier import DraftVocabulary, GrowLimits, NgramCandidates
 from drafter.tree.grow import GrownTrees, grow
 from drafter.tree.policy import TreePolicy, make_tree_policy
+from workers import trace
 from workers.comm import groups
 from workers.comm.channel import Received, naming_lost_peers
 from workers.comm.groups import World
@@ -125,6 +126,7 @@ def _serve(
         if received.kind == Kind.HEARTBEAT:
             continue
         assert isinstance(received.message, DraftRequest)
+        began = time.perf_counter()
         with naming_lost_peers(world.role, received.step):
             if ahead is not None:
                 reply = ahead.reply(received.message, has_waited=has_waited)
@@ -134,12 +136,15 @@ def _serve(
                 )
         if world.link is not None:
             world.link.send(reply, received.step)
+        replied_at = time.perf_counter()
+        trace.record("draft", began, replied_at)
         if not isinstance(proposer, NgramProposer):
             prefetch_noise(received.message, proposer.vocab, world.device)
         if ahead is not None:
             assert world.link is not None, "pre-drafting is for a drafter without peers"
             ahead.draft_ahead(world.link.has_frame)
             has_waited = world.link.has_frame()
+        trace.record("draft ahead", replied_at, time.perf_counter())
 
 
 def _next_message(world: World) -> Received:

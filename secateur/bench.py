@@ -222,6 +222,31 @@ class StepPlan(_Scalable):
         return cls(rows=(1, 9), batches=(1, 2), contexts=(128, 256), nodes=(0, 8), max_tokens=16, rounds=2)
 
 
+class TracePlan(_Scalable):
+    """The runs to record, each with every mode of `overlap` in turn."""
+
+    modes: Some[Literal["none", "predraft", "auto"]] = ("none", "predraft", "auto")
+    """Settings of `overlap`. The others are compared with `none`, so it must be among them."""
+    nodes: Annotated[int, Field(ge=1, le=MAX_NODES)] = 16
+    """Draft nodes per tree."""
+    batches: Some[PositiveInt] = (1, 8)
+    """Requests in flight."""
+    temperatures: Some[Temperature] = (0.0, 1.0)
+    max_tokens: Annotated[int, Field(ge=2)] = 48
+    rounds: PositiveInt = 3
+
+    @model_validator(mode="after")
+    def _has_a_measure(self) -> Self:
+        if "none" not in self.modes:
+            raise ConfigError(Problem("modes", "must include none, which the others are compared with"))
+        return self
+
+    @classmethod
+    def quick(cls) -> TracePlan:
+        """Return a plan that takes about half a minute."""
+        return cls(modes=("none", "predraft"), batches=(1,), temperatures=(0.0,), max_tokens=24, rounds=1)
+
+
 class ServePlan(_Scalable):
     """The load on a service: a closed loop of `concurrency` clients, or Poisson arrivals at `request_rates`."""
 
@@ -259,3 +284,14 @@ def check_drafter(args: EngineArgs, nodes: int) -> None:
         raise ConfigError(
             Problem("--nodes", f"no tree of depth {depth} with {children} children per node has {nodes} nodes")
         )
+
+
+def check_overlap(args: EngineArgs) -> None:
+    """Raise ConfigError unless a drafter is configured that can draft ahead, and whose `overlap` is not set."""
+    spec = args.speculative_config
+    if spec is None or spec.method == "ngram":
+        raise ConfigError("nothing can be hidden without a draft model or head: give --speculative-config '{...}'")
+    if spec.draft_tensor_parallel_size != 1:
+        raise ConfigError(Problem("speculative_config.draft_tensor_parallel_size", "must be 1 to draft ahead"))
+    if "overlap" in spec.model_fields_set:
+        raise ConfigError(Problem("speculative_config.overlap", "is what the benchmark varies; remove it"))

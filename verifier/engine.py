@@ -26,6 +26,7 @@ from verifier.step_inputs import Move, StepInputs
 from verifier.target import Target
 from verifier.tree import with_chains
 from verifier.tree_records import StepTimes, tree_records
+from workers import trace
 from workers.comm.channel import Channel, ChannelOffer, PeerLost
 from workers.comm.ipc import (
     Abort,
@@ -121,7 +122,9 @@ class Engine:
         verdicts = self._verify(step, drafts)
         times = StepTimes(exchange.ms if exchange else None, 1e3 * (time.perf_counter() - drafted_at))
         self._commit(step, drafts, verdicts, tree_records(step, drafts, verdicts, times))
-        seconds = time.perf_counter() - began
+        ended = time.perf_counter()
+        seconds = ended - began
+        trace.record("step", began, ended)
         self._controller.observe(plan, StepOutcome(step, drafts, verdicts, exchange, 1e3 * seconds))
         self._stats.steps += 1
         self._stats.step_seconds += seconds
@@ -276,7 +279,9 @@ class Engine:
         assert received.kind == Kind.DRAFT_REPLY and isinstance(received.message, DraftReply)
         reply = received.message
         self._last_draft = time.monotonic()
-        seconds = time.perf_counter() - began
+        ended = time.perf_counter()
+        trace.record("wait for drafts", began, ended)
+        seconds = ended - began
         self._stats.draft_seconds += reply.seconds
         self._stats.transfer_seconds += seconds - reply.seconds
         self._stats.num_trees += len(reply.pruned_GD)
@@ -309,6 +314,8 @@ class Engine:
             processed=self._target.processed,
         )
         verified_at = time.perf_counter()
+        trace.record("forward", packed_at, drawn_at)
+        trace.record("accept", drawn_at, verified_at)
         self._stats.verify_seconds += verified_at - began
         self._stats.forward_seconds += drawn_at - packed_at
         self._stats.accept_seconds += verified_at - drawn_at

@@ -147,6 +147,8 @@ class EngineConfig:
     step_timeout_s: float = 60.0
     """A rank is considered lost when its group's leader has waited this long for its answer."""
     draft: DraftConfig | None = None
+    trace_path: str = ""
+    """Folder for the timelines of all ranks, see `workers.trace`; empty = none."""
 
     @property
     def idle_timeout_s(self) -> float:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from cluster.bench.serve import LoadRow
     from cluster.bench.speed import SpeedRow
     from cluster.bench.step import StepRow, VerifyRow
+    from cluster.bench.trace import Timeline
 
 COLOURS = {"coupled": "tab:blue", "rejection": "tab:orange", "none": "tab:gray"}
 LINES = {"dynamic": "-", "static": "--", "chain": ":"}
@@ -133,6 +134,32 @@ def step(forwards: Sequence[VerifyRow], steps: Sequence[StepRow], stem: Path) ->
     by_rows.legend(fontsize="x-small")
     _label(by_rows, f"the target's forward behind {short} tokens", "rows of each request", "milliseconds")
     _label(by_context, f"the target's forward, {long} rows each", "tokens of context", "milliseconds")
+    figure.savefig(stem.with_suffix(".png"), dpi=120)
+
+
+def timelines(timelines: Mapping[str, Timeline], shown: Mapping[str, tuple[float, float]], stem: Path) -> None:
+    """Write STEM.png: what each rank does in some steps of each mode. shown: the seconds to show of each."""
+    figure = Figure(figsize=(12, 1.2 + 1.6 * len(timelines)), layout="constrained")
+    panels = figure.subplots(len(timelines), 1, squeeze=False)[:, 0]
+    parts = ("wait for drafts", "forward", "accept", "draft", "draft ahead")
+    colours = dict(zip(parts, ("lightgray", "tab:blue", "tab:cyan", "tab:orange", "tab:green"), strict=True))
+    for axes, (mode, timeline) in zip(panels, timelines.items(), strict=True):
+        begin, end = shown[mode]
+        for line, spans in enumerate(timeline.values()):
+            for part, colour in colours.items():
+                bars = [
+                    (1e3 * (span.began - begin), 1e3 * (span.ended - span.began))
+                    for span in spans
+                    if span.part == part and span.ended > begin and span.began < end
+                ]
+                axes.broken_barh(bars, (line - 0.4, 0.8), color=colour, label=part)
+        axes.set_xlim(0, 1e3 * (end - begin))
+        axes.set_yticks(range(len(timeline)), list(timeline))
+        axes.invert_yaxis()
+        _label(axes, f"overlap {mode}", "milliseconds", "")
+    handles, labels = panels[0].get_legend_handles_labels()
+    by_label = dict(zip(labels, handles, strict=True))
+    figure.legend(by_label.values(), by_label.keys(), loc="outside lower center", ncols=len(parts), fontsize="small")
     figure.savefig(stem.with_suffix(".png"), dpi=120)
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from secateur.bench import AcceptancePlan, ServePlan, SpeedPlan, StepPlan, check_drafter
+from secateur.bench import AcceptancePlan, ServePlan, SpeedPlan, StepPlan, TracePlan, check_drafter, check_overlap
 from secateur.cli.checks import check_none_given, checked, needs_extra
 from secateur.cli.options import ApiKey, BaseUrl, ModelArgument, ModelName
 from secateur.client import check_base_url
@@ -224,6 +224,53 @@ def bench_step(
     texts = read_prompts(prompts, min(max(plan.batches), MAX_PROMPTS))
     try:
         from cluster.bench.step import run
+    except ModuleNotFoundError as error:
+        raise needs_extra(error) from error
+    typer.echo(run(args, plan, texts, output, _say, cache=cache))
+
+
+@bench_app.command("trace", cls=ManyNumbers)
+@with_engine_flags(server=False)
+def bench_trace(
+    engine: dict[str, Any],
+    model: ModelArgument = None,
+    modes: Annotated[
+        list[str] | None, typer.Option("--modes", metavar="MODE ...", help="Of overlap [none predraft auto].")
+    ] = None,
+    nodes: Annotated[int | None, typer.Option("--nodes", help="Draft nodes per step [16].")] = None,
+    batches: Batches = None,
+    temperatures: Annotated[list[float] | None, typer.Option("--temperatures", metavar="T ...", help="[0 1]")] = None,
+    max_tokens: MaxTokens = None,
+    rounds: Rounds = None,
+    target_cost: TargetCost = None,
+    cache: Cache = None,
+    prompts: PromptsFile = BUNDLED_PROMPTS,
+    output: Output = Path("results"),
+    quick: Quick = False,
+) -> None:
+    """Record what drafter and verifier do at the same time: timelines, the share of drafting that is hidden, a plot.
+
+    The timelines are in Chrome's trace format; chrome://tracing and Perfetto show them.
+
+    Example: secateur bench trace --target-cost 300m --batches 1 8 --output results
+    """
+    options = {
+        "modes": modes,
+        "nodes": nodes,
+        "batches": batches,
+        "temperatures": temperatures,
+        "max_tokens": max_tokens,
+        "rounds": rounds,
+        "target_cost": target_cost,
+    }
+    base = TracePlan.quick() if quick else TracePlan()
+    plan = TracePlan.load(base.model_dump() | _given(options))
+    args = checked(engine, model=model)
+    check_drafter(args, plan.nodes)
+    check_overlap(args)
+    texts = read_prompts(prompts, min(max(plan.batches) * (plan.rounds + 1), MAX_PROMPTS))
+    try:
+        from cluster.bench.trace import run
     except ModuleNotFoundError as error:
         raise needs_extra(error) from error
     typer.echo(run(args, plan, texts, output, _say, cache=cache))
