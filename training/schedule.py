@@ -51,22 +51,23 @@ def lr_factor(step: int, fraction: float) -> float:
 class Optimisers:
     """Muon for hidden matrices, AdamW for embeddings, output heads and gains; both follow a `TimeBudget`."""
 
-    def __init__(self, model: nn.Module, budget: TimeBudget, name: str):
+    def __init__(self, model: nn.Module, budget: TimeBudget, name: str, muon_lr: float = MUON_LR):
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         hidden = [p for n, p in named if p.ndim == 2 and "embed" not in n and "lm_head" not in n]
         others = [p for n, p in named if p.ndim != 2 or "embed" in n or "lm_head" in n]
         self.optimisers = (
-            Muon(hidden, lr=MUON_LR, weight_decay=MUON_WEIGHT_DECAY),
+            Muon(hidden, lr=muon_lr, weight_decay=MUON_WEIGHT_DECAY),
             torch.optim.AdamW(others, lr=ADAMW_LR, betas=(0.9, 0.95), weight_decay=0.0),
         )
+        self.peak_lrs = (muon_lr, ADAMW_LR)
         self.budget, self.name = budget, name
         self.num_steps, self.num_tokens, self.last_log = 0, 0, time.monotonic()
 
     def step(self, loss: Tensor, num_tokens: int) -> None:
         """Backpropagate, clip and update. Every 20 steps, synchronize the device, so that timing is right, and log."""
         factor = lr_factor(self.num_steps, self.budget.fraction())
-        for optimiser, lr in zip(self.optimisers, (MUON_LR, ADAMW_LR), strict=True):
+        for optimiser, lr in zip(self.optimisers, self.peak_lrs, strict=True):
             optimiser.param_groups[0]["lr"] = lr * factor
         loss.backward()
         nn.utils.clip_grad_norm_(self.parameters, 1.0)

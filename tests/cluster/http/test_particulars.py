@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -20,11 +21,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive
 
+from cluster.engine_client import Health
 from cluster.http import middleware
 from cluster.http.errors import BadRequest
 from cluster.http.middleware import to_http_error
 from cluster.http.openai_format import total_stats
 from cluster.http.output_processor import Generation, GenerationFailed, TextDelta
+from cluster.http.service import Service
 from cluster.http.streaming import cancel_on_disconnect, merge
 from cluster.http.tokenizer import Tokenizer, text_size
 from secateur.errors import Problem
@@ -350,3 +353,19 @@ async def test_a_disconnect_is_reported_after_the_work_has_ended() -> None:
 
     assert (await work(request=Receiving("http.disconnect"))).status_code == 499
     assert ended == [True]
+
+
+DEGRADED = Health(True, "requests are answered without drafts")
+DEAD = Health(False, "the engine died")
+STUCK = Health(False, "the tokenizing workers are stuck")
+FINE = Health(True, "")
+
+
+@pytest.mark.parametrize(
+    ("engine", "tokenizing", "whole"),
+    [(FINE, FINE, FINE), (DEGRADED, FINE, DEGRADED), (DEGRADED, STUCK, STUCK), (DEAD, FINE, DEAD), (DEAD, STUCK, DEAD)],
+)
+def test_health_is_that_of_what_fails_and_of_the_engine_first(engine, tokenizing, whole) -> None:
+    parts = {"engine": engine, "tokenizer_pool": tokenizing}
+    service = SimpleNamespace(**{name: SimpleNamespace(health=lambda own=own: own) for name, own in parts.items()})
+    assert Service.health(service) == whole  # type: ignore[arg-type]  # only these two parts are asked
