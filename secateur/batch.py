@@ -31,6 +31,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from secateur.batch_lines import BatchInputLine, BatchLineError, BatchOutputLine, BatchResponse
 from secateur.batch_output import Output, digest_of, digests_path, open_output, superseded_path
+from secateur.batch_progress import progress_lines
 from secateur.client import DEFAULT_BASE_URL, DEFAULT_TIMEOUT_S, AsyncClient
 from secateur.client_http import Call
 from secateur.errors import APIConnectionError, APIError, AuthenticationError, BatchError
@@ -111,9 +112,9 @@ def run_batch(
 
     `client` replaces base_url, api_key, retries and timeout (seconds per read), and is closed by the caller.
     `resume=False` starts over; otherwise lines that changed since they were answered are answered again, and a warning
-    gives their number. `progress=None` shows a progress bar on a terminal only. The first Ctrl-C waits for the requests
-    in flight; the second stops at once. Raises BatchError, before anything is sent, if a file cannot be used, and
-    AuthenticationError or APIConnectionError if the service cannot be used.
+    gives their number. `progress=None` shows a progress bar on a terminal, elsewhere a line every ten seconds. The
+    first Ctrl-C waits for the requests in flight; the second stops at once. Raises BatchError, before anything is
+    sent, if a file cannot be used, and AuthenticationError or APIConnectionError if the service cannot be used.
     """
     return asyncio.run(
         run_batch_async(
@@ -161,6 +162,8 @@ async def run_batch_async(
             client = await stack.enter_async_context(owned)
         await client.models()  # fail once now rather than once per line
         bar = stack.enter_context(_progress_bar(summary, progress))
+        if progress is None and bar.disable:
+            await stack.enter_async_context(progress_lines(summary))
         stop = stack.enter_context(_stop_on_signal())
         started = time.monotonic()
         await _Run(client, job, output, summary, bar, stop).answer_all(concurrency)

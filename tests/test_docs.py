@@ -30,7 +30,7 @@ NEEDS = {"gpu", "cluster", "hub", "build"}
 DOCUMENTED_URL = "http://127.0.0.1:8000"
 FENCE = re.compile(r"(?:<!-- ([^\n]*?) -->\n+)?^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 TALKING = {("secateur", "complete"), ("secateur", "chat")}
-RUN = TALKING | {("secateur", "plan")}
+RUN = TALKING | {("secateur", "plan"), ("secateur", "completion")}
 
 
 class Block(NamedTuple):

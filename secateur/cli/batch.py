@@ -1,12 +1,15 @@
 """`secateur batch run`: answer a file of requests with a running service; `secateur.batch` does the work."""
 
 # No `from __future__ import annotations` here: typer reads the annotations below as objects.
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from secateur.cli.options import ApiKey
+from secateur.cli.command import Command
+from secateur.cli.options import ApiKey, AsJson
 from secateur.errors import ConfigError
 
 batch_app = typer.Typer(
@@ -19,7 +22,7 @@ def batch_root() -> None:
     """Answer files of requests (OpenAI's batch format)."""
 
 
-@batch_app.command("run")
+@batch_app.command("run", cls=Command)
 def batch_run(
     input_path: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="One request per line.")],
     output_path: Annotated[Path, typer.Option("-o", "--output", metavar="OUT.jsonl", help="One answer per line.")],
@@ -31,6 +34,7 @@ def batch_run(
     ] = True,
     retries: Annotated[int, typer.Option("--retries", min=0, help="Tries again per request.")] = 5,
     timeout: Annotated[float, typer.Option("--timeout", help="Seconds to wait for an answer.")] = 600.0,
+    as_json: AsJson = False,
 ) -> None:
     """Answer every line of a file. Stop it at any moment and run it again: answered lines are not sent twice.
 
@@ -53,4 +57,6 @@ def batch_run(
         timeout=timeout,
     )
     typer.echo(str(summary), err=True)
+    if as_json:
+        typer.echo(json.dumps(asdict(summary)))
     raise typer.Exit(summary.exit_code)

@@ -5,6 +5,7 @@ import hashlib
 import http.server
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,15 +13,17 @@ import threading
 import time
 import tracemalloc
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import httpx2
 import pytest
 
-from secateur import batch_output
+from secateur import batch, batch_output
 from secateur.batch import BatchSummary, _progress_bar, read_job, run_batch, run_batch_async
 from secateur.batch_lines import BatchInputLine, BatchOutputLine
 from secateur.batch_output import digest_of, digests_path, open_output, superseded_path
+from secateur.batch_progress import progress_line, progress_lines
 from secateur.client import AsyncClient
 from secateur.errors import APIConnectionError, AuthenticationError, BatchError
 from secateur.responses import CompletionChoice, CompletionResponse, ModelList, Usage
@@ -643,6 +646,33 @@ def test_the_progress_bar_starts_at_the_lines_already_done():
     [task] = bar.tasks
     assert (task.description, task.completed, task.total) == ("batch", 12, 30)
     assert bar.columns[0].render(task).plain == "batch"
+
+
+def test_without_a_terminal_a_line_tells_of_the_progress(source, output, monkeypatch, capsys):
+    service = Service(fails={"q-3": 400})
+    monkeypatch.setattr(batch, "progress_lines", partial(progress_lines, period_s=0.002))
+    run_batch(source, output, client=AsyncClient(transport=httpx2.MockTransport(service), retries=0), concurrency=2)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines and all(re.fullmatch(r"secateur: batch: \d+ of 30 lines(, 1 failed)?, .*", line) for line in lines)
+    Service().run(source, tmp := output.with_name("other.jsonl"))
+    assert tmp.exists() and capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("counts", "seconds", "line"),
+    [
+        ({}, 10.0, "0 of 5000 lines, 0.0 lines/s"),
+        ({"succeeded": 100}, 10.0, "100 of 5000 lines, 10.0 lines/s, 8 min left"),
+        (
+            {"resumed": 4000, "succeeded": 490, "failed": 10},
+            50.0,
+            "4500 of 5000 lines, 10 failed, 10.0 lines/s, 50 s left",
+        ),
+        ({"succeeded": 1}, 10.0, "1 of 5000 lines, 0.1 lines/s, 13.9 h left"),
+    ],
+)
+def test_a_progress_line_estimates_the_rest_from_this_run(counts, seconds, line):
+    assert progress_line(BatchSummary(total=5000, **counts), seconds) == f"secateur: batch: {line}"
 
 
 def test_digests_equal_those_of_earlier_versions():
