@@ -18,6 +18,7 @@ from secateur.cli.command import Command
 from secateur.cli.completion import COMPLETE_VARIABLE, completion, prepare_completion
 from secateur.cli.serving import plan, serve
 from secateur.cli.talking import chat, complete
+from secateur.cli.top import top
 from secateur.errors import ConfigError, SecateurError
 
 # rich's tables would fold the examples, and its tracebacks would bury our one-line errors.
@@ -29,7 +30,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for command in (serve, plan, complete, chat, completion):
+for command in (serve, plan, complete, chat, top, completion):
     app.command(cls=Command)(command)
 app.add_typer(batch_app, name="batch")
 app.add_typer(bench_app, name="bench")
