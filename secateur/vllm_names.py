@@ -31,7 +31,7 @@ _KV = "KV pages stay in the memory of their GPU; leave it out"
 _TEMPLATE = "the model's own chat template is used; write it into the model's folder"
 _PLUGIN = "code of others is not loaded into the service; leave it out"
 
-_ADVICE: dict[str, str] = {
+ADVICE: dict[str, str] = {  # also the reference page reference/vllm.md
     "trust-remote-code": "code of a model's repository is never run; a model must be one that transformers knows",
     "quantization": _QUANTISED,
     "load-format": "the format follows from the files (safetensors or GGUF); leave it out",
@@ -172,6 +172,20 @@ _ADVICE: dict[str, str] = {
     "fully-sharded-loras": _LORA,
     "pooler-config": "models generate text; leave it out",
 }
+SPECULATIVE_ADVICE: dict[str, str] = {
+    "disable_by_batch_size": "speculative_tree_prune 'auto' shrinks trees where they do not pay; leave it out",
+    "quantization": "the drafter's format follows from its files; leave it out",
+    "revision": "give the drafter as a folder of that revision",
+    "code_revision": ADVICE["code-revision"],
+    "enforce_eager": "--enforce-eager holds for the drafter too; leave it out",
+    "attention_backend": "--kernels holds for the drafter too; leave it out",
+    "moe_backend": "--kernels holds for the drafter too; leave it out",
+    "parallel_drafting": "trees grow level by level; leave it out",
+    "disable_padded_drafter_batch": "the drafter's batches are not padded; leave it out",
+    "rejection_sample_method": "write acceptance ('coupled' or 'rejection') and rejection_method",
+    "use_local_argmax_reduction": "shards exchange their best token by themselves; leave it out",
+}
+"""The same for keys of vLLM's speculative configuration."""
 _FAMILIES = {"ssl-": _TLS, "enable-ssl-": _TLS, "enable-lora": _LORA, "lora-": _LORA, "mm-": _MULTIMODAL}
 """Settings by the beginning of their name."""
 SHORT_NAMES = {
@@ -200,8 +214,8 @@ def advice_about(name: str) -> str | None:
     if long.removeprefix("no-") == "enable-chunked-prefill" and long.startswith("no-"):
         return "prompts are always computed in chunks; leave it out, and raise --max-num-batched-tokens"
     for known in (long, long.removeprefix("no-")):
-        if known in _ADVICE:
-            return _ADVICE[known]
+        if known in ADVICE:
+            return ADVICE[known]
         if found := [text for start, text in _FAMILIES.items() if known.startswith(start)]:
             return found[0]
     return None

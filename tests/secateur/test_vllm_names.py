@@ -1,11 +1,14 @@
 """vLLM's spellings of settings mean what they mean there, and its other settings name what replaces them."""
 
+import re
+
 import pytest
 
 from secateur.config import AppArgs, EngineArgs
 from secateur.errors import ConfigError
 from secateur.flags import ENGINE_FLAGS, SERVER_FLAGS
-from secateur.vllm_names import _ADVICE, SHORT_NAMES, advice_about, read_count
+from secateur.speculative import SpeculativeConfig
+from secateur.vllm_names import ADVICE, SHORT_NAMES, SPECULATIVE_ADVICE, advice_about, read_count
 
 
 @pytest.mark.parametrize(
@@ -120,19 +123,25 @@ def test_other_names_have_no_replacement(name):
 def test_no_replacement_hides_a_setting_of_ours():
     ours = {*EngineArgs.model_fields, *ENGINE_FLAGS, *SERVER_FLAGS}
     assert [name for name in ours if advice_about(name)] == []
-    assert set(SHORT_NAMES.values()) <= set(_ADVICE)
+    assert set(SHORT_NAMES.values()) <= set(ADVICE)
 
 
-def test_every_option_that_a_replacement_names_exists(monkeypatch):
-    import re
-
-    from secateur.speculative import SpeculativeConfig
-
+def test_every_option_that_a_replacement_names_exists():
     ours = {*EngineArgs.model_fields, *ENGINE_FLAGS, *SERVER_FLAGS}
-    named = {flag for text in _ADVICE.values() for flag in re.findall(r"--([a-z-]+)", text)}
+    named = {
+        flag for text in [*ADVICE.values(), *SPECULATIVE_ADVICE.values()] for flag in re.findall(r"--([a-z-]+)", text)
+    }
     assert {flag.replace("-", "_") for flag in named} <= ours
-    keys = {key for text in _ADVICE.values() for key in re.findall(r"write (\w+) .*in --speculative-config", text)}
+    keys = {key for text in ADVICE.values() for key in re.findall(r"write (\w+) .*in --speculative-config", text)}
     assert keys and keys <= set(SpeculativeConfig.model_fields)
+
+
+def test_a_speculative_key_of_vllm_names_its_replacement():
+    assert not SpeculativeConfig.model_fields.keys() & SPECULATIVE_ADVICE.keys()
+    with pytest.raises(ConfigError) as told:
+        EngineArgs.load({"speculative_config": {"model": "x", "disable_by_batch_size": 4, "revision": "main"}})
+    assert "speculative_config.disable_by_batch_size: is a key of vLLM that Secateur does not have" in str(told.value)
+    assert "speculative_config.revision" in str(told.value)
 
 
 def test_a_key_of_vllm_is_an_error_that_names_its_replacement():
