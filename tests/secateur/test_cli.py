@@ -515,6 +515,18 @@ def test_batch_run_names_the_bad_line(tmp_path, capsys):
     assert "line 1: not JSON" in capsys.readouterr().err
 
 
+def test_a_batch_may_have_several_services_and_an_order(monkeypatch):
+    calls = []
+    monkeypatch.setattr("secateur.batch.run_batch", lambda *args, **options: calls.append(options) or BatchSummary())
+    urls = ["--base-url", "http://a", "--base-url", "http://b"]
+    assert cli.main(["batch", "run", "in.jsonl", "-o", "out.jsonl", *urls, "--ordered"]) == 0
+    assert cli.main(["batch", "run", "in.jsonl", "-o", "out.jsonl"]) == 0
+    assert [(call["base_url"], call["ordered"]) for call in calls] == [
+        (["http://a", "http://b"], True),
+        ("http://127.0.0.1:8000", False),
+    ]
+
+
 @pytest.mark.parametrize("flags", [[], ["--json"]])
 def test_a_batch_prints_its_summary(flags, tmp_path, monkeypatch, capsys):
     summary = BatchSummary(total=3, resumed=1, succeeded=2, completion_tokens=8, seconds=1.5)
