@@ -49,14 +49,23 @@ class EngineProcesses:
 
     Call `start_first`, `read_store` and `start_others` in a thread that lives as long as the engine (see
     cluster.system.child), and `close` in any case. The watcher thread calls `on_death` once, with the dead rank and the
-    end of its stderr, but not after `close`.
+    end of its stderr, but not after `close`. A thread calls `on_joined` when all ranks have loaded their models.
     """
 
-    def __init__(self, config: EngineConfig, specs: Specs, front: str, *, on_death: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        specs: Specs,
+        front: str,
+        *,
+        on_death: Callable[[str], None],
+        on_joined: Callable[[], None] = lambda: None,
+    ) -> None:
         self._config = config
         self._specs = specs
         self._front = front
         self._on_death = on_death
+        self._on_joined = on_joined
         self._children: dict[int, _Child] = {}  # by rank
         self._num_essential = config.world_size  # the engine ends with any of these first ranks
         self._closing = threading.Event()
@@ -158,7 +167,7 @@ class EngineProcesses:
         with self._lock:
             if self._closing.is_set():
                 raise EngineDead("the engine is shutting down")
-            self._children[rank] = _Child(placement.role, command, {**given, **(env or {})})
+            self._children[rank] = _Child(placement.role, command, {**given, **(env or {})}, self._on_joined)
 
     def _devices(self) -> list[str]:
         """Return the devices of the bundles; [] on CPU. Raises ConfigError if too few are visible."""
@@ -194,8 +203,9 @@ class EngineProcesses:
 class _Child:
     """One worker process and the threads that read its output, since it would block on a full pipe."""
 
-    def __init__(self, role: str, command: list[str], env: Mapping[str, str]) -> None:
+    def __init__(self, role: str, command: list[str], env: Mapping[str, str], on_joined: Callable[[], None]) -> None:
         self.role = role
+        self._on_joined = on_joined
         self._stderr: deque[str] = deque(maxlen=20)
         self._store: str | None = None
         self._store_known = threading.Event()
@@ -260,6 +270,8 @@ class _Child:
                 if not self._store_known.is_set() and line.startswith("store "):
                     self._store = line.split()[1]
                     self._store_known.set()
+                elif line == "joined\n":
+                    self._on_joined()
                 else:
                     logger.info("%s: %s", self.role, line.rstrip())
         self._store_known.set()
@@ -277,6 +289,8 @@ class LocalEngine:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.client = EngineClient()
+        self.stage = f"starting the engine's {config.world_size} processes"
+        """What the start is doing, for progress lines."""
         self._processes: EngineProcesses | None = None
         self._restart: DrafterRestart | None = None
         self._folder: OwnedTempDir | None = None
@@ -297,11 +311,16 @@ class LocalEngine:
             front = await self.client.listen(f"unix:{self._folder.path}/engine.sock")
             specs = await asyncio.to_thread(read_specs, self.config)
             self._processes = EngineProcesses(
-                self.config, specs, front, on_death=lambda reason: _call(loop, self.client.fail, reason)
+                self.config,
+                specs,
+                front,
+                on_death=lambda reason: _call(loop, self.client.fail, reason),
+                on_joined=lambda: setattr(self, "stage", "warming up"),
             )
             # Start it in this thread, not in an executor: the kernel kills a child when its parent thread ends.
             self._processes.start_first()
             self._processes.start_others(await asyncio.to_thread(self._processes.read_store))
+            self.stage = "loading the model"
             await self.client.wait_ready(START_TIMEOUT_S)
             if self.config.draft is not None and self.config.draft.fallback:
                 self._tolerate_drafter_loss(self._processes)

@@ -23,6 +23,7 @@ from cluster.http.tokenizer import Tokenizer
 from cluster.http.tokenizer_pool import TokenizerPool
 from cluster.local_engine import LocalEngine
 from cluster.system.listening import base_url, listening_socket
+from cluster.system.progress import Progress
 from secateur.api_keys import check_api_keys
 from secateur.config import EngineArgs
 from workers.config import EngineConfig
@@ -77,20 +78,25 @@ def _cors(args: EngineArgs) -> Cors | None:
 
 
 @contextmanager
-def local_service(args: EngineArgs) -> Iterator[str]:
+def local_service(args: EngineArgs, progress: Progress | None = None) -> Iterator[str]:
     """Run a service on this machine, without Ray, and yield its base URL. On exit all its processes have ended.
 
     Raises ConfigError before anything starts, EngineDead if the engine does not start.
     """
+    progress = progress or Progress(is_shown=False)
     if args.api_key_file:
         check_api_keys(args.api_key_file)
     with listening_socket(args.host, args.port) as sock:  # first, because the rest takes seconds, or a download
-        config, tokenizer = with_tokenizer(args, engine_config(args, num_gpus=visible_gpus()))
-        fetch_weights(args, config)
+        with progress.during("reading the model's configuration and tokenizer"):
+            config, tokenizer = with_tokenizer(args, engine_config(args, num_gpus=visible_gpus()))
+        with progress.during("fetching weights that are not here yet"):
+            fetch_weights(args, config)
         thread = _ServiceThread(args, config, tokenizer, sock)
         thread.start()
         try:
-            thread.wait_started()
+            with progress.during(thread.stage(), stage=thread.stage):
+                thread.wait_started()
+            progress.say("ready")
             yield base_url(args.host, sock.getsockname()[1])
         finally:
             thread.stop()
@@ -102,6 +108,7 @@ class _ServiceThread(threading.Thread):
     def __init__(self, args: EngineArgs, config: EngineConfig, tokenizer: Tokenizer, sock: socket.socket) -> None:
         super().__init__(name="secateur-service", daemon=True)
         self._args = args
+        self._engine = LocalEngine(config)
         self._config = config
         self._tokenizer = tokenizer
         self._sock = sock
@@ -120,6 +127,10 @@ class _ServiceThread(threading.Thread):
             self._failure = error
         finally:
             self._up.set()
+
+    def stage(self) -> str:
+        """Return what the start is doing."""
+        return self._engine.stage
 
     def wait_started(self) -> None:
         """Wait until the service has started; raise the error that prevented it."""
@@ -140,7 +151,7 @@ class _ServiceThread(threading.Thread):
         self._loop, self._main = asyncio.get_running_loop(), asyncio.current_task()
         async with (
             TokenizerPool(self._tokenizer) as tokenizer_pool,  # starts while the ranks import torch
-            LocalEngine(self._config) as client,
+            self._engine as client,
         ):
             await tokenizer_pool.ready()
             service = build_service(self._args, self._config, client, self._tokenizer, tokenizer_pool, replica="local")

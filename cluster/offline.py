@@ -157,7 +157,10 @@ class OfflineEngine:
             text=generation.text,
             token_ids=list(generation.token_ids),
             cumulative_logprob=sum(own.score.logprob for own in generation.scored) if has_logprobs else None,
-            logprobs=[token_logprobs(self._tokenizer, own.token, own.score) for own in generation.scored]
+            logprobs=[
+                token_logprobs(self._tokenizer, own.token, own.score, has_ranks=body.logprob_token_ids is None)
+                for own in generation.scored
+            ]
             if has_logprobs
             else None,
             finish_reason=generation.last.finish_reason,

@@ -23,6 +23,7 @@ from secateur.cli import app
 from secateur.config import AppArgs, EngineArgs, ModelLoadingConfig, PlacementGroupConfig
 from secateur.responses_api import ResponsesRequest
 from secateur.speculative import Speculative, SpeculativeConfig
+from secateur.vllm_names import ADVICE, SPECULATIVE_ADVICE
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS: dict[str, str] = {
@@ -41,6 +42,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         "reference/configuration.md": configuration(),
         "reference/http.md": http(),
         "reference/cli.md": command_line(),
+        "reference/vllm.md": vllm(),
     }
     for name, content in pages.items():
         files.append(File.generated(config, name, content=content))
@@ -134,6 +136,22 @@ def command_line() -> str:
             add(own, [*names, name])
 
     add(command, ["secateur"])
+    return "\n\n".join(parts) + "\n"
+
+
+def vllm() -> str:
+    """Return the table of vLLM's settings that have another name here, or none."""
+    rows = [f"| `--{name}` | {text} |" for name, text in sorted(ADVICE.items())]
+    keys = [f"| `{name}` | {text} |" for name, text in sorted(SPECULATIVE_ADVICE.items())]
+    parts = [
+        "# vLLM's other settings",
+        "Options of vLLM that Secateur does not have, and what to do instead. Options with the prefixes `--ssl-`, "
+        "`--lora-` and `--mm-` are answered alike. [Coming from vLLM](../guides/coming-from-vllm.md) has those that "
+        "both have.",
+        "\n".join(["| vLLM | here |", "| --- | --- |", *rows]),
+        "## Keys of `speculative_config`",
+        "\n".join(["| vLLM | here |", "| --- | --- |", *keys]),
+    ]
     return "\n\n".join(parts) + "\n"
 
 

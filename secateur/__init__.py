@@ -9,9 +9,8 @@ Names are imported on first use, so that `import secateur` costs nothing. Nothin
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from secateur.install import installed_version
-
 if TYPE_CHECKING:
+    __version__: str
     from secateur.batch import BatchSummary, run_batch, run_batch_async
     from secateur.client import AsyncClient, Client
     from secateur.config import AppArgs, EngineArgs, Speculative, SpeculativeConfig
@@ -73,8 +72,6 @@ _HOMES = {
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
-__version__ = installed_version()
-
 __all__ = [  # resolved by __getattr__
     "LLM",
     "APIConnectionError",
@@ -114,6 +111,10 @@ __all__ = [  # resolved by __getattr__
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from secateur.install import installed_version
+
+        return installed_version()
     if name not in _HOME_OF:
         raise AttributeError(f"module 'secateur' has no attribute {name!r}")
     return getattr(import_module(f"secateur.{_HOME_OF[name]}"), name)

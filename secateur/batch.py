@@ -20,7 +20,7 @@ import threading
 import time
 import uuid
 import warnings
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,8 +31,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from secateur.batch_lines import BatchInputLine, BatchLineError, BatchOutputLine, BatchResponse
 from secateur.batch_output import Output, digest_of, digests_path, open_output, superseded_path
+from secateur.batch_progress import progress_lines
 from secateur.client import DEFAULT_BASE_URL, DEFAULT_TIMEOUT_S, AsyncClient
 from secateur.client_http import Call
+from secateur.endpoints import EndpointPool
 from secateur.errors import APIConnectionError, APIError, AuthenticationError, BatchError
 from secateur.responses import REQUEST_ID_HEADER, ChatCompletionResponse, CompletionResponse
 from secateur.schema import problems_of
@@ -98,22 +100,26 @@ def run_batch(
     input_path: str | Path,
     output_path: str | Path,
     *,
-    base_url: str = DEFAULT_BASE_URL,
+    base_url: str | Sequence[str] = DEFAULT_BASE_URL,
     client: AsyncClient | None = None,
     api_key: str | None = None,
     concurrency: int = 16,
     resume: bool = True,
+    ordered: bool = False,
     retries: int = 5,
     timeout: float = DEFAULT_TIMEOUT_S,
     progress: bool | None = None,
 ) -> BatchSummary:
     """Answer every line of `input_path` into `output_path`, `concurrency` at a time.
 
+    Of several `base_url`, each line goes to the one with the fewest pending requests (see `secateur.endpoints`).
     `client` replaces base_url, api_key, retries and timeout (seconds per read), and is closed by the caller.
+    `ordered` puts the answers into the order of the input when the run ends; before, they are in the order in which
+    they came.
     `resume=False` starts over; otherwise lines that changed since they were answered are answered again, and a warning
-    gives their number. `progress=None` shows a progress bar on a terminal only. The first Ctrl-C waits for the requests
-    in flight; the second stops at once. Raises BatchError, before anything is sent, if a file cannot be used, and
-    AuthenticationError or APIConnectionError if the service cannot be used.
+    gives their number. `progress=None` shows a progress bar on a terminal, elsewhere a line every ten seconds. The
+    first Ctrl-C waits for the requests in flight; the second stops at once. Raises BatchError, before anything is
+    sent, if a file cannot be used, and AuthenticationError or APIConnectionError if the service cannot be used.
     """
     return asyncio.run(
         run_batch_async(
@@ -124,6 +130,7 @@ def run_batch(
             api_key=api_key,
             concurrency=concurrency,
             resume=resume,
+            ordered=ordered,
             retries=retries,
             timeout=timeout,
             progress=progress,
@@ -135,11 +142,12 @@ async def run_batch_async(
     input_path: str | Path,
     output_path: str | Path,
     *,
-    base_url: str = DEFAULT_BASE_URL,
+    base_url: str | Sequence[str] = DEFAULT_BASE_URL,
     client: AsyncClient | None = None,
     api_key: str | None = None,
     concurrency: int = 16,
     resume: bool = True,
+    ordered: bool = False,
     retries: int = 5,
     timeout: float = DEFAULT_TIMEOUT_S,
     progress: bool | None = None,
@@ -154,18 +162,33 @@ async def run_batch_async(
         output = stack.enter_context(open_output(output_path, job.digests, resume=resume))
         _warn_of(output, job.path, output_path)
         summary = BatchSummary(total=len(job.digests), resumed=len(output.done), changed=output.num_changed)
+        if ordered:
+            stack.callback(output.put_in_order, job.custom_ids)
         if summary.resumed == summary.total:
             return summary
-        if client is None:
-            owned = AsyncClient(base_url, api_key=api_key, retries=retries, timeout=timeout)
-            client = await stack.enter_async_context(owned)
-        await client.models()  # fail once now rather than once per line
+        service: AsyncClient | EndpointPool
+        if client is not None:
+            service = client
+        else:
+            service = await stack.enter_async_context(_client_of(base_url, api_key, retries, timeout))
+        await service.models()  # fail once now rather than once per line
         bar = stack.enter_context(_progress_bar(summary, progress))
+        if progress is None and bar.disable:
+            await stack.enter_async_context(progress_lines(summary))
         stop = stack.enter_context(_stop_on_signal())
         started = time.monotonic()
-        await _Run(client, job, output, summary, bar, stop).answer_all(concurrency)
+        await _Run(service, job, output, summary, bar, stop).answer_all(concurrency)
         summary.seconds = time.monotonic() - started
     return summary
+
+
+def _client_of(
+    base_url: str | Sequence[str], api_key: str | None, retries: int, timeout: float
+) -> AsyncClient | EndpointPool:
+    urls = [base_url] if isinstance(base_url, str) else list(base_url)
+    if len(urls) == 1:
+        return AsyncClient(urls[0], api_key=api_key, retries=retries, timeout=timeout)
+    return EndpointPool(urls, api_key=api_key, retries=retries, timeout=timeout)
 
 
 def _warn_of(output: Output, input_path: Path, output_path: Path) -> None:
@@ -189,7 +212,7 @@ class _Run:
 
     def __init__(
         self,
-        client: AsyncClient,
+        client: AsyncClient | EndpointPool,
         job: BatchInput,
         output: Output,
         summary: BatchSummary,

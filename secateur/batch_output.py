@@ -47,7 +47,10 @@ class RequestDigest(BaseModel):
 class Output:
     """An output and its digests, open and locked."""
 
-    def __init__(self, answers: IO[bytes], digests: IO[bytes], found: _OutputScan) -> None:
+    def __init__(
+        self, path: Path, stack: contextlib.ExitStack, answers: IO[bytes], digests: IO[bytes], found: _OutputScan
+    ) -> None:
+        self._path, self._stack = path, stack
         self._answers, self._digests = answers, digests
         self.done = frozenset(found.kept)
         """The custom_ids that an earlier run answered."""
@@ -64,6 +67,23 @@ class Output:
         ):
             file.write(_encoded(line))
             file.flush()
+
+    def put_in_order(self, custom_ids: Iterable[str]) -> None:
+        """Rewrite the answers atomically in the order of these custom_ids, all that the output may have.
+
+        Raises BatchError if that fails; the answers stay in the order in which they came.
+        """
+        places, place = dict[str, int](), 0
+        try:
+            with self._path.open("rb") as file:
+                for raw in file:
+                    places[json.loads(raw)["custom_id"]] = place
+                    place += len(raw)
+                order = [places[custom_id] for custom_id in custom_ids if custom_id in places]
+                if order != sorted(order):
+                    self._answers = _replaced(self._stack, self._path, _lines_at(file, order))
+        except OSError as error:
+            raise BatchError(f"cannot put {self._path} into the order of the input: {error.strerror}") from None
 
 
 def digests_path(output: Path) -> Path:
@@ -109,7 +129,7 @@ def _opened(stack: contextlib.ExitStack, path: Path, requests: Mapping[str, str]
         kept = _lines(answers, {answer.number for answer in found.kept.values()})
         answers = _replaced(stack, path, kept)
     digests = (RequestDigest(id=a.id, custom_id=name, digest=requests[name]) for name, a in found.kept.items())
-    return Output(answers, _replaced(stack, digests_path(path), map(_encoded, digests)), found)
+    return Output(path, stack, answers, _replaced(stack, digests_path(path), map(_encoded, digests)), found)
 
 
 class _AnswerLine(NamedTuple):
@@ -200,6 +220,13 @@ def _lines(file: IO[bytes], numbers: set[int]) -> Iterator[bytes]:
     """Return the lines with these numbers, each with a newline."""
     file.seek(0)
     return (raw.removesuffix(b"\n") + b"\n" for number, raw in enumerate(file, 1) if number in numbers)
+
+
+def _lines_at(file: IO[bytes], places: Iterable[int]) -> Iterator[bytes]:
+    """Return the lines that begin at these places."""
+    for place in places:
+        file.seek(place)
+        yield file.readline()
 
 
 def _replaced(stack: contextlib.ExitStack, path: Path, lines: Iterable[bytes]) -> IO[bytes]:

@@ -62,7 +62,6 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "lora_path": ((), "adapters are not implemented"),
     "kv_transfer_params": ((), "KV transfer is not implemented"),
     "spaces_between_special_tokens": ((True,), "is not implemented; leave it out"),
-    "logprob_token_ids": ((), "log probabilities of chosen tokens are not implemented; logprobs gives the likeliest"),
     "return_spec_tokens_details": ((False,), "use return_speculative_stats"),
     "no_stop_trim": ((False,), "use include_stop_str_in_output"),
     "rid": ((), "use request_id"),

@@ -15,9 +15,10 @@ from pydantic import Field, model_validator
 
 from secateur.errors import ConfigError, Problem
 from secateur.install import smollm2_command
-from secateur.schema import Strict, did_you_mean, unknown_key
+from secateur.schema import Strict, did_you_mean, normalise_keys, unknown_key
 from secateur.speculative import Speculative, SpeculativeConfig, infer_method
 from secateur.token_tree import parse_token_tree
+from secateur.vllm_names import in_our_words
 
 __all__ = [
     "AppArgs",
@@ -113,6 +114,11 @@ class EngineArgs(Strict):
     def model_id(self) -> str:
         """Return the name that clients use in `model`."""
         return self.served_model_name or (BUNDLED_MODEL_ID if self.model == BUNDLED_TARGET else self.model)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_vllm_spellings(cls, data: Any) -> Any:
+        return in_our_words(normalise_keys(data), cls.model_fields) if isinstance(data, dict) else data
 
     @model_validator(mode="after")
     def _rules(self) -> Self:

@@ -1,7 +1,7 @@
 """Flags that commands share, and how flags, a `--config` file and defaults become EngineArgs.
 
-Precedence: flag, then file, then default. The pruning flags are merged into the speculative configuration; two flags
-of one command line that contradict each other are an error.
+Precedence: flag, then file, then default. Flags for single keys of the speculative configuration (pruning, and
+`--speculative-config.KEY`) are merged into it; two flags of one command line that contradict each other are an error.
 """
 
 # No `from __future__ import annotations` here: typer reads the annotations below as objects.
@@ -12,14 +12,15 @@ import json
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
-from secateur.config import BUNDLED_TARGET, DEFAULT_SPECULATION, EngineArgs, read_yaml
 from secateur.errors import ConfigError, Problem
-from secateur.schema import normalise_keys
+from secateur.vllm_names import in_our_words
+
+if TYPE_CHECKING:  # pydantic takes longer to import than --help may take
+    from secateur.config import EngineArgs
 
 
 class Device(StrEnum):
@@ -52,11 +53,23 @@ class Dtype(StrEnum):
     float32 = "float32"
     bfloat16 = "bfloat16"
     float16 = "float16"
+    half = "half"
+    float = "float"
 
 
 def _flag(kind: Any, *names: str, help: str, **extra: Any) -> Any:
     # EngineArgs alone checks ranges, so that every error has one wording; flags have no bounds or defaults.
     return Annotated[kind | None, typer.Option(*names, help=help, **extra)]
+
+
+_model = functools.partial(_flag, rich_help_panel="Model")
+_speculation = functools.partial(_flag, rich_help_panel="Speculation")
+_limit = functools.partial(_flag, rich_help_panel="Limits")
+_serving = functools.partial(_flag, rich_help_panel="Serving")
+_sampling = functools.partial(_flag, rich_help_panel="Sampling")
+
+SPECULATIVE_KEYS = "--speculative-config-keys"
+"""A hidden flag: `--speculative-config.KEY VALUE` arrives as an object of these keys, see `secateur.cli.command`."""
 
 
 PRUNING = {
@@ -67,89 +80,96 @@ PRUNING = {
 
 ENGINE_FLAGS: dict[str, Any] = {
     "config": _flag(Path, "--config", help="YAML file of these settings; flags override it.", metavar="FILE"),
-    "tokenizer": _flag(str, "--tokenizer", help="Folder or id [the model's own]."),
-    "generation_config": _flag(
+    "tokenizer": _model(str, "--tokenizer", help="Folder or id [the model's own]."),
+    "generation_config": _model(
         DefaultSampling,
         "--generation-config",
         help="Default sampling parameters: the model's generation_config.json (auto) or OpenAI's (none) [auto].",
     ),
-    "revision": _flag(str, "--revision", help="Branch, tag or commit of a Hugging Face id."),
-    "tensor_parallel_size": _flag(int, "--tensor-parallel-size", "-tp", help="Devices of the verifier [1]."),
-    "speculative_config": _flag(
+    "revision": _model(str, "--revision", help="Branch, tag or commit of a Hugging Face id."),
+    "tensor_parallel_size": _model(int, "--tensor-parallel-size", "-tp", help="Devices of the verifier [1]."),
+    "speculative_config": _speculation(
         str,
         "--speculative-config",
         "-sc",
         metavar="JSON",
-        help='How to draft, e.g. \'{"method": "eagle3", "model": "FOLDER", "num_speculative_tokens": 16}\'.',
+        help='How to draft, e.g. \'{"method": "eagle3", "model": "FOLDER", "num_speculative_tokens": 16}\'. '
+        "--speculative-config.KEY VALUE sets one key.",
     ),
     **{
-        name: _flag(float, "--" + name.replace("_", "-"), help=text + " 0 is off [0].", metavar="X")
+        name: _speculation(float, "--" + name.replace("_", "-"), help=text + " 0 is off [0].", metavar="X")
         for name, text in PRUNING.items()
     },
-    "no_speculation": _flag(bool, "--no-speculation", help="Decode without a drafter."),
-    "max_model_len": _flag(int, "--max-model-len", help="Prompt plus output, in tokens [the model's]."),
-    "max_num_seqs": _flag(int, "--max-num-seqs", help="Requests running at once [64]."),
-    "max_num_batched_tokens": _flag(int, "--max-num-batched-tokens", help="Tokens per step [2048]."),
-    "page_size": _flag(int, "--page-size", help="Tokens per KV page [16]."),
-    "num_pages": _flag(int, "--num-pages", help="KV pages, of which one is never used [as many as fit]."),
-    "enable_prefix_caching": _flag(
+    "speculative_config_keys": _speculation(str, SPECULATIVE_KEYS, hidden=True, help="See SPECULATIVE_KEYS."),
+    "no_speculation": _speculation(bool, "--no-speculation", help="Decode without a drafter."),
+    "max_model_len": _limit(
+        str,
+        "--max-model-len",
+        metavar="N",
+        help="Prompt plus output, in tokens, such as 8192, 32k or 32K [the model's].",
+    ),
+    "max_num_seqs": _limit(int, "--max-num-seqs", help="Requests running at once [64]."),
+    "max_num_batched_tokens": _limit(str, "--max-num-batched-tokens", metavar="N", help="Tokens per step [2048]."),
+    "page_size": _limit(int, "--page-size", help="Tokens per KV page [16]."),
+    "num_pages": _limit(int, "--num-pages", help="KV pages, of which one is never used [as many as fit]."),
+    "enable_prefix_caching": _limit(
         bool,
         "--enable-prefix-caching/--no-enable-prefix-caching",
         help="Reuse the KV cache of common prompt prefixes [on].",
     ),
-    "gpu_memory_utilization": _flag(float, "--gpu-memory-utilization", help="Share of each GPU to use [0.9]."),
-    "dtype": _flag(Dtype, "--dtype", help="[auto: float32 on CPU, the checkpoint's on CUDA]"),
-    "device": _flag(Device, "--device", help="[auto]"),
-    "kernels": _flag(KernelSet, "--kernels", help="[auto: triton on CUDA, torch on CPU]"),
-    "enforce_eager": _flag(bool, "--enforce-eager", help="Do not capture CUDA graphs."),
+    "gpu_memory_utilization": _limit(float, "--gpu-memory-utilization", help="Share of each GPU to use [0.9]."),
+    "dtype": _model(Dtype, "--dtype", help="[auto: float32 on CPU, the checkpoint's on CUDA]"),
+    "device": _model(Device, "--device", help="[auto]"),
+    "kernels": _model(KernelSet, "--kernels", help="[auto: triton on CUDA, torch on CPU]"),
+    "enforce_eager": _model(bool, "--enforce-eager", help="Do not capture CUDA graphs."),
 }
 SERVER_FLAGS: dict[str, Any] = {
-    "seed": _flag(int, "--seed", help="Seed for requests that do not set one."),
-    "served_model_name": _flag(str, "--served-model-name", help="The name clients use [the model's]."),
-    "host": _flag(str, "--host", help="Address to listen on [127.0.0.1]."),
-    "port": _flag(int, "--port", help="Port to listen on; 0 takes a free one [8000]."),
-    "api_key": _flag(
+    "seed": _serving(int, "--seed", help="Seed for requests that do not set one."),
+    "served_model_name": _serving(str, "--served-model-name", help="The name clients use [the model's]."),
+    "host": _serving(str, "--host", help="Address to listen on [127.0.0.1]."),
+    "port": _serving(int, "--port", help="Port to listen on; 0 takes a free one [8000]."),
+    "api_key": _serving(
         str,
         "--api-key",
         help="Require this key [the environment's SECATEUR_API_KEY, else none]. `ps` shows it to every user of this "
         "machine; the environment and --api-key-file are not shown.",
     ),
-    "api_key_file": _flag(
+    "api_key_file": _serving(
         str,
         "--api-key-file",
         metavar="FILE",
         help="Require one of the keys in this file, one per line. Changes apply to the next request.",
     ),
-    "allowed_origins": _flag(
+    "allowed_origins": _serving(
         list[str],
         "--allowed-origins",
         metavar="ORIGIN",
         help="Let scripts of pages from here use the service, e.g. https://app.example; '*' is all. Repeat the flag, "
         "or write a JSON list [none].",
     ),
-    "allowed_methods": _flag(
+    "allowed_methods": _serving(
         list[str], "--allowed-methods", metavar="METHOD", help="HTTP methods of such scripts, likewise [*]."
     ),
-    "allowed_headers": _flag(
+    "allowed_headers": _serving(
         list[str], "--allowed-headers", metavar="HEADER", help="Request headers of such scripts, likewise [*]."
     ),
-    "allow_credentials": _flag(bool, "--allow-credentials", help="Let browsers send cookies with such requests."),
-    "reasoning_parser": _flag(
+    "allow_credentials": _serving(bool, "--allow-credentials", help="Let browsers send cookies with such requests."),
+    "reasoning_parser": _serving(
         str,
         "--reasoning-parser",
         metavar="FORMAT",
         help="How the model writes reasoning: auto (as its chat template has it), think (<think>...</think>) or none.",
     ),
-    "tool_call_parser": _flag(
+    "tool_call_parser": _serving(
         str,
         "--tool-call-parser",
         metavar="FORMAT",
         help="How the model writes tool calls: auto (as its chat template teaches), hermes, llama3_json or mistral.",
     ),
-    "root_path": _flag(
+    "root_path": _serving(
         str, "--root-path", metavar="PATH", help="The prefix under which clients see the service, e.g. /llm."
     ),
-    "enable_tokenizer_info_endpoint": _flag(
+    "enable_tokenizer_info_endpoint": _serving(
         bool,
         "--enable-tokenizer-info-endpoint",
         help="Answer /tokenizer_info with the tokenizer's configuration and chat template.",
@@ -159,23 +179,23 @@ SERVER_FLAGS: dict[str, Any] = {
 
 # The service checks all ranges; these bounds catch common mistakes before a service starts.
 SAMPLING_FLAGS: dict[str, Any] = {
-    "max_tokens": _flag(int, "--max-tokens", help="The most tokens to generate [complete: 16].", min=1),
-    "temperature": _flag(float, "--temperature", help="0 is greedy [the model's own, else 1.0].", min=0.0),
-    "top_p": _flag(float, "--top-p", help="Keep the most probable tokens up to this mass."),
-    "top_k": _flag(int, "--top-k", help="Keep this many of the most probable tokens; 0 keeps all.", min=-1),
-    "stop": _flag(list[str], "--stop", help="Stop before this text; repeat the flag for several.", metavar="TEXT"),
-    "presence_penalty": _flag(
+    "max_tokens": _sampling(int, "--max-tokens", help="The most tokens to generate [complete: 16].", min=1),
+    "temperature": _sampling(float, "--temperature", help="0 is greedy [the model's own, else 1.0].", min=0.0),
+    "top_p": _sampling(float, "--top-p", help="Keep the most probable tokens up to this mass."),
+    "top_k": _sampling(int, "--top-k", help="Keep this many of the most probable tokens; 0 keeps all.", min=-1),
+    "stop": _sampling(list[str], "--stop", help="Stop before this text; repeat the flag for several.", metavar="TEXT"),
+    "presence_penalty": _sampling(
         float, "--presence-penalty", help="Subtracted from the logits of tokens that occurred [0]."
     ),
-    "frequency_penalty": _flag(
+    "frequency_penalty": _sampling(
         float, "--frequency-penalty", help="The same, multiplied by the number of occurrences [0]."
     ),
-    "repetition_penalty": _flag(
+    "repetition_penalty": _sampling(
         float,
         "--repetition-penalty",
         help="Values above 1 make tokens that occurred less likely [the model's own, else 1].",
     ),
-    "seed": _flag(int, "--seed", help="The same seed gives the same text."),
+    "seed": _sampling(int, "--seed", help="The same seed gives the same text."),
 }
 
 # `latency` and `throughput` share these; `secateur.bench` holds ranges and defaults.
@@ -199,31 +219,6 @@ SPEED_FLAGS: dict[str, Any] = {
 }
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
-
-
-class ManyNumbers(TyperCommand):
-    """A command whose repeatable options also take several numbers at once: `--nodes 4 8` is `--nodes 4 --nodes 8`."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Repeat an option's name before each further number, then parse as usual."""
-        repeatable = {name for option in self.params if getattr(option, "multiple", False) for name in option.opts}
-        spread: list[str] = []
-        option = None  # the repeatable option that the current numbers belong to
-        for arg in args:
-            if option is None or not _is_number(arg):
-                option = arg if arg in repeatable else None
-            elif spread[-1] != option:
-                spread.append(option)
-            spread.append(arg)
-        return super().parse_args(ctx, spread)
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def with_engine_flags(*, server: bool) -> Decorator:
@@ -264,20 +259,32 @@ def _with_flags(group: str, flags: dict[str, Any]) -> Decorator:
     return decorate
 
 
-def engine_args_from(flags: dict[str, Any]) -> EngineArgs:
+def engine_args_from(flags: dict[str, Any]) -> "EngineArgs":
     """Return EngineArgs from flags (None = not given), including `config`. Raises ConfigError."""
+    from secateur.config import EngineArgs, read_yaml
+    from secateur.schema import normalise_keys
+
     given = {name: _plain(value) for name, value in flags.items() if value is not None}
-    settings = normalise_keys(read_yaml(given.pop("config"))) if "config" in given else {}
-    pruning = {name: given.pop(name) for name in PRUNING if name in given}
+    settings: dict[str, Any] = {}
+    if "config" in given:
+        settings = in_our_words(normalise_keys(read_yaml(given.pop("config"))), EngineArgs.model_fields)
+    keys = _single_keys(given)
+    given = in_our_words(given, EngineArgs.model_fields)
     if "speculative_config" in given:
-        given["speculative_config"] = _add(pruning, _parse_json(given["speculative_config"]))
+        given["speculative_config"] = _add(keys, normalise_keys(given["speculative_config"]))
         settings.pop("no_speculation", None)
     if given.get("no_speculation"):
         settings.pop("speculative_config", None)
     settings.update(given)
-    if pruning and "speculative_config" not in given:
-        settings["speculative_config"] = _override(pruning, _speculation_of(settings, next(iter(pruning))))
+    if keys and "speculative_config" not in given:
+        settings["speculative_config"] = _override(keys, _speculation_of(settings, next(iter(keys))))
     return EngineArgs.load(settings)
+
+
+def _single_keys(given: dict[str, Any]) -> dict[str, Any]:
+    """Take the flags for single keys of the speculative configuration out of the given ones."""
+    pruning = {name: given.pop(name) for name in PRUNING if name in given}
+    return _add(pruning, json.loads(given.pop("speculative_config_keys", "{}")))
 
 
 def _plain(value: Any) -> Any:
@@ -294,45 +301,45 @@ def _listed(text: str) -> list[Any]:
     return [text]
 
 
-def _parse_json(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(Problem("--speculative-config", f"not JSON: {error}; quote it with '...'")) from None
-    if not isinstance(value, dict):
-        raise ConfigError(Problem("--speculative-config", f"must be a JSON object, got {text}"))
-    return normalise_keys(value)
+def _speculation_of(settings: dict[str, Any], key: str) -> dict[str, Any]:
+    """Return the file's speculative configuration, or the model's default, to merge single keys into."""
+    from secateur.config import BUNDLED_TARGET, DEFAULT_SPECULATION
+    from secateur.schema import normalise_keys
 
-
-def _speculation_of(settings: dict[str, Any], flag: str) -> dict[str, Any]:
-    """Return the file's speculative configuration, or the model's default, to merge pruning flags into."""
     if settings.get("no_speculation"):
-        raise ConfigError(Problem(_spelt(flag), "contradicts --no-speculation; keep one of the two"))
+        raise ConfigError(Problem(_spelt(key), "contradicts --no-speculation; keep one of the two"))
     if isinstance(found := settings.get("speculative_config"), dict):
         return normalise_keys(found)
     if default := DEFAULT_SPECULATION.get(settings.get("model", BUNDLED_TARGET)):
         return dict(default)
-    raise ConfigError(Problem(_spelt(flag), "prunes a draft tree, but nothing drafts: add --speculative-config"))
+    if key in PRUNING:
+        raise ConfigError(Problem(_spelt(key), "prunes a draft tree, but nothing drafts: add --speculative-config"))
+    return {}
 
 
-def _add(pruning: dict[str, Any], speculation: dict[str, Any]) -> dict[str, Any]:
-    """Add pruning flags to --speculative-config. Neither overrides the other, so they must agree."""
-    for name, value in pruning.items():
+def _add(keys: dict[str, Any], speculation: dict[str, Any]) -> dict[str, Any]:
+    """Add single keys to --speculative-config. Neither overrides the other, so they must agree."""
+    for name, value in keys.items():
         if speculation.get(name, value) != value:
             other = f"{name}={speculation[name]} in --speculative-config"
             raise ConfigError(Problem(_spelt(name), f"{value} contradicts {other}; keep one"))
-    return {**speculation, **pruning}
+    return {**speculation, **keys}
 
 
-def _override(pruning: dict[str, Any], speculation: dict[str, Any]) -> dict[str, Any]:
-    """Override a file's configuration by pruning flags, after expanding its single threshold into both."""
+def _override(keys: dict[str, Any], speculation: dict[str, Any]) -> dict[str, Any]:
+    """Override a file's configuration by single keys, after expanding its single threshold into both.
+
+    Another method or model is another drafter: of the file's keys, none stays then.
+    """
+    if {"method", "model"} & keys.keys():
+        return keys
     base = dict(speculation)
     if (both := base.pop("speculative_tree_prune_threshold", None)) is not None:
         base = {"speculative_tree_prune_min_prob": both, "speculative_tree_prune_path_prob": both} | base
-    if "speculative_tree_prune_threshold" in pruning:
+    if "speculative_tree_prune_threshold" in keys:
         base = {name: value for name, value in base.items() if name not in PRUNING}
-    return {**base, **pruning}
+    return {**base, **keys}
 
 
 def _spelt(name: str) -> str:
-    return "--" + name.replace("_", "-")
+    return "--" + name.replace("_", "-") if name in PRUNING else f"--speculative-config.{name}"

@@ -61,6 +61,8 @@ class SamplingParams:
     """The structure of the answer, as in a request: exactly one of json, regex, choice, grammar and json_object."""
     logprobs: int | None = None
     """Most likely tokens to report per token, beside the token itself."""
+    logprob_token_ids: list[int] | None = None
+    """Report these tokens instead of the most likely ones."""
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
     speculative: dict[str, Any] | None = None
@@ -180,7 +182,7 @@ def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[str | list[int]]:
 def _body(model: type[_Body], params: SamplingParams, **fields: Any) -> _Body:
     """Return a prompt and its parameters as the body of a request, which has the checks."""
     given = {name: value for name, value in dataclasses.asdict(params).items() if value is not None}
-    num_logprobs = given.pop("logprobs", None)
+    num_logprobs = given.pop("logprobs", 0 if params.logprob_token_ids is not None else None)
     if num_logprobs is not None:
         is_chat = model is ChatCompletionRequest
         given |= {"logprobs": True, "top_logprobs": num_logprobs} if is_chat else {"logprobs": num_logprobs}

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from secateur.config import read_text
 from secateur.errors import ConfigError, Problem
 from secateur.jsonl import lines_of
 
@@ -26,6 +25,8 @@ def read_prompts(path: Path, most: int) -> list[BenchPrompt]:
 
     Raises ConfigError, also for a file without prompts.
     """
+    from secateur.config import read_text  # it imports pydantic, and --help reads BUNDLED_PROMPTS alone
+
     lines = lines_of(read_text(path, "--prompts"))
     prompts = [_parse(line, f"{path}, line {number}") for number, line in lines]
     if not prompts:

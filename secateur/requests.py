@@ -26,6 +26,7 @@ from secateur.tools import MAX_TOOLS, NamedTool, Tool, calls_of
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; chat runs to the end of the context
 MAX_ANSWERS = 128  # OpenAI's limit of `n`
 MAX_LOGPROBS = 20  # OpenAI's for chats, vLLM's for both
+MAX_LOGPROB_IDS = 128  # vLLM's limit
 MAX_BAD_WORDS = 128
 GREEDY_BELOW = 1e-5
 """A temperature below this is greedy, as in vLLM: dividing logits by less overflows, and the argmax is left anyway."""
@@ -241,6 +242,9 @@ class SamplingRequest(Body):
     """Return the token ids of prompt and answer."""
     prompt_logprobs: NumLogprobs | None = None
     """Most likely tokens to report per prompt token, beside the prompt's own. Not in streams."""
+    logprob_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_LOGPROB_IDS)] | None = None
+    """Tokens whose log probabilities to report at each position of the answer, beside the answer's own and instead of
+    the most likely ones. It needs `logprobs`."""
     return_tokens_as_token_ids: bool = False
     """Write the tokens of log probabilities as `token_id:123`, which tells apart tokens of the same text."""
     truncate_prompt_tokens: Truncation | None = None
@@ -293,6 +297,10 @@ class SamplingRequest(Body):
             raise wrong("structured_outputs", "contradicts response_format; remove one of them")
         if self.stream_options is not None and not self.stream:
             raise wrong("stream_options", "only allowed with stream=true")
+        if self.logprob_token_ids is not None and self.num_logprobs is None:
+            raise wrong("logprob_token_ids", "needs logprobs: true in a chat, 0 or more in a completion")
+        if self.logprob_token_ids is not None and self.max_output_tokens == 0:
+            raise wrong("logprob_token_ids", "max_tokens=0 has no answer to report them for; remove one of the two")
         if self.prompt_logprobs is not None and self.stream:
             raise wrong("prompt_logprobs", "not available with stream=true; leave one of the two out")
         self._check_number_of_answers()

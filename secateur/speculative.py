@@ -10,6 +10,7 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 from secateur.errors import ConfigError, Problem
 from secateur.schema import Strict, normalise_keys
 from secateur.token_tree import MAX_NODES, Path, parse_token_tree
+from secateur.vllm_names import SPECULATIVE_ADVICE
 
 Method = Literal["ngram", "draft_model", "eagle", "eagle3", "mtp"]
 TreePrune = Literal["off", "thresholds", "auto"]
@@ -89,6 +90,12 @@ class SpeculativeConfig(Strict):
             raise ConfigError(
                 "tensor_parallel_size belongs to the target model; for the drafter write draft_tensor_parallel_size"
             )
+        if problems := [
+            Problem(key, f"is a key of vLLM that Secateur does not have: {SPECULATIVE_ADVICE[key]}")
+            for key in data
+            if key in SPECULATIVE_ADVICE
+        ]:
+            raise ConfigError(*problems)
         method, model = data.get("method"), data.get("model")
         if method is None:
             if not isinstance(model, str):

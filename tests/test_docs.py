@@ -30,7 +30,8 @@ NEEDS = {"gpu", "cluster", "hub", "build"}
 DOCUMENTED_URL = "http://127.0.0.1:8000"
 FENCE = re.compile(r"(?:<!-- ([^\n]*?) -->\n+)?^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 TALKING = {("secateur", "complete"), ("secateur", "chat")}
-RUN = TALKING | {("secateur", "plan")}
+WATCHING = {("secateur", "top")}
+RUN = TALKING | WATCHING | {("secateur", "plan"), ("secateur", "completion")}
 
 
 class Block(NamedTuple):
@@ -165,7 +166,7 @@ def test_unmarked_commands_succeed(
         assert output
         return
     words = [word.replace(DOCUMENTED_URL, url) for word in command.words[1:]]
-    if tuple(command.words[:2]) in TALKING and url not in words:
+    if tuple(command.words[:2]) in TALKING | WATCHING and url not in words:
         words += ["--base-url", url]
     assert main(words) == 0
     assert capfd.readouterr().out

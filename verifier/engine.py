@@ -419,7 +419,7 @@ class Engine:
             self._release(request)
             self._fail(request, failure, GRAMMAR_FAILED)
             return
-        kept, num_logprobs = new.tokens, request.submit.sampling.num_logprobs
+        kept, sampling = new.tokens, request.submit.sampling
         request.append(kept)
         self._stats.generation_tokens += len(kept)
         if new.finish_reason:
@@ -431,7 +431,9 @@ class Engine:
                 tokens=kept,
                 finish_reason=new.finish_reason,
                 stop_token=new.stop_token,
-                logprobs=None if num_logprobs is None else self._target.logprobs(rows[: len(kept)], kept, num_logprobs),
+                logprobs=None
+                if sampling.num_logprobs is None
+                else self._target.logprobs(rows[: len(kept)], kept, sampling.num_logprobs, sampling.logprob_token_ids),
                 num_cached_tokens=request.num_cached or 0,
                 num_accepted=new.num_accepted,
                 is_copied=is_copied,

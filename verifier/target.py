@@ -138,10 +138,18 @@ class Target:
         return self._processed_RV[to_device(rows_R, self._processed_RV.device)]
 
     @torch.inference_mode()
-    def logprobs(self, rows: list[int], tokens: list[int], num_top: int) -> list[TokenLogprobs]:
-        """Rank 0: return the tokens' log-probabilities in the raw distribution at sampled rows of the last step."""
+    def logprobs(
+        self, rows: list[int], tokens: list[int], num_top: int, chosen: list[int] | None = None
+    ) -> list[TokenLogprobs]:
+        """Rank 0: return the tokens' log-probabilities in the raw distribution at sampled rows of the last step.
+
+        With each come those of the `num_top` most likely tokens, or of the `chosen` ones instead.
+        """
         assert self._raw_RV is not None
-        return token_logprobs(self._raw_RV[to_device(rows, self._raw_RV.device)], tokens, [num_top] * len(tokens))
+        logits_NV = self._raw_RV[to_device(rows, self._raw_RV.device)]
+        if chosen is not None:
+            return chosen_logprobs(logits_NV, tokens, chosen)
+        return token_logprobs(logits_NV, tokens, [num_top] * len(tokens))
 
     def scores(self) -> list[TokenLogprobs]:
         """Rank 0: return the log-probabilities of the last step's scored prompt rows, in the raw distribution."""
@@ -237,13 +245,29 @@ class Target:
         return id_TR.gather(0, best_1R)[0].long().tolist() if tp.rank == 0 else None
 
 
+def chosen_logprobs(logits_NV: Tensor, tokens: list[int], chosen: list[int]) -> list[TokenLogprobs]:
+    """Return the log-probability of one token at each row, with those of the same chosen tokens at every row."""
+    logp_NV = logits_NV.log_softmax(-1)
+    own_N, rank_N = _own(logp_NV, tokens)
+    columns = (column.tolist() for column in to_host(own_N, rank_N, logp_NV[:, to_device(chosen, logp_NV.device)]))
+    return [
+        TokenLogprobs(logprob=own, rank=rank, top=list(({token: own} | dict(zip(chosen, row, strict=True))).items()))
+        for token, own, rank, row in zip(tokens, *columns, strict=True)
+    ]
+
+
+def _own(logp_NV: Tensor, tokens: list[int]) -> tuple[Tensor, Tensor]:
+    """Return the log-probability of one token at each row, and its rank there."""
+    own_N1 = logp_NV.gather(1, to_device(tokens, logp_NV.device)[:, None])
+    return own_N1[:, 0], (logp_NV > own_N1).sum(-1) + 1
+
+
 def token_logprobs(logits_NV: Tensor, tokens: list[int], num_top: list[int]) -> list[TokenLogprobs]:
     """Return the log-probability of one token at each row, with the row's `num_top` most likely tokens."""
     logp_NV = logits_NV.log_softmax(-1)
-    own_N1 = logp_NV.gather(1, to_device(tokens, logp_NV.device)[:, None])
-    rank_N = (logp_NV > own_N1).sum(-1) + 1
+    own_N, rank_N = _own(logp_NV, tokens)
     top = logp_NV.topk(max(num_top), dim=-1)
-    columns = (column.tolist() for column in to_host(own_N1[:, 0], rank_N, top.indices, top.values))
+    columns = (column.tolist() for column in to_host(own_N, rank_N, top.indices, top.values))
     return [
         TokenLogprobs(logprob=own, rank=rank, top=list(zip(ids[:num], values[:num], strict=True)))
         for own, rank, ids, values, num in zip(*columns, num_top, strict=True)

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,10 @@ from workers.models.specs import Specs
 def main(run: Callable[..., None], description: str) -> None:
     """Parse the arguments and run one rank until the engine stops.
 
-    Rank 0 takes --front and opens the rendezvous store, whose address it prints as `store HOST:PORT`. Every other rank
-    takes --store. Drafters that replace lost ones are a world of their own: drafter 0 opens its store, and gets the
-    address of verifier 0's link, which is a secret, from the environment.
+    Rank 0 takes --front and opens the rendezvous store, whose address it prints as `store HOST:PORT`; once all ranks
+    have loaded their models, it prints `joined`. Every other rank takes --store. Drafters that replace lost ones are a
+    world of their own: drafter 0 opens its store, and gets the address of verifier 0's link, which is a secret, from
+    the environment.
     """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--rank", type=int, required=True, help="world rank: verifiers first, then drafters")
@@ -51,10 +53,15 @@ def main(run: Callable[..., None], description: str) -> None:
     if opens_store:
         store, address = groups.open_store(args.host)  # the rendezvous lives as long as this rank runs
         print(f"store {address}", flush=True)
-        own["on_joined"] = store.stop_listening
+        own["on_joined"] = partial(_joined, store)
     if args.rank == 0:
         own["front"] = args.front
     file = Path(config.trace_path) / f"{config.role_of(args.rank)}.json"
     with trace.recorded(file) if config.trace_path else nullcontext():
         run(config, specs, args.rank, address, **own)
     del store
+
+
+def _joined(store: groups.RendezvousStore) -> None:
+    store.stop_listening()
+    print("joined", flush=True)

@@ -169,6 +169,7 @@ class SamplingSettings:
     seed: int = 0  # any 64-bit value
     constraints: Constraints = _UNCONSTRAINED
     num_logprobs: int | None = None  # most likely tokens to report with each emitted one; None = no logprobs
+    logprob_token_ids: list[int] | None = None  # with num_logprobs: report these instead of the most likely ones
 
 
 class SamplingNeeds(NamedTuple):

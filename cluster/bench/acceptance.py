@@ -51,8 +51,16 @@ SMOOTHING = 8
 Regime = tuple[Acceptance, float]
 
 
-def run(args: EngineArgs, plan: AcceptancePlan, prompts: Sequence[BenchPrompt], output: Path, say: Say) -> str:
-    """Measure the table, write DATE-acceptance.json, .md and two .png, and return the Markdown.
+def run(
+    args: EngineArgs,
+    plan: AcceptancePlan,
+    prompts: Sequence[BenchPrompt],
+    output: Path,
+    say: Say,
+    *,
+    as_json: bool = False,
+) -> str:
+    """Measure the table, write DATE-acceptance.json, .md and two .png, and return the Markdown, or the JSON.
 
     If an engine dies, or on Ctrl-C, the JSON holds the rows measured so far. Raises ConfigError before anything is
     started, and EngineDead.
@@ -76,9 +84,9 @@ def run(args: EngineArgs, plan: AcceptancePlan, prompts: Sequence[BenchPrompt], 
         else:
             stem.with_suffix(".json").unlink()
     text = render(_header(args, config, plan), rows)
-    write_text(stem, text)
+    shown = write_text(stem, text, as_json=as_json)
     draw(say, stem, "acceptance", rows)
-    return text
+    return shown
 
 
 def _engine(args: EngineArgs, plan: AcceptancePlan) -> EngineConfig:

@@ -96,9 +96,10 @@ def write_json(stem: Path, head: About, tables: Mapping[str, Sequence[Mapping[st
     stem.with_suffix(".json").write_text("{\n" + ",\n".join(parts) + "\n}\n")
 
 
-def write_text(stem: Path, text: str) -> None:
-    """Write STEM.md."""
+def write_text(stem: Path, text: str, *, as_json: bool) -> str:
+    """Write STEM.md; return its text for the terminal, or with `as_json` that of STEM.json."""
     stem.with_suffix(".md").write_text(text)
+    return stem.with_suffix(".json").read_text() if as_json else text
 
 
 def draw(say: Say, stem: Path, plot: str, *args: object) -> None:

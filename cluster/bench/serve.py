@@ -85,9 +85,10 @@ def run(
     base_url: str | None = None,
     api_key: str | None = None,
     model: str | None = None,
+    as_json: bool = False,
     cache: Path | None = None,
 ) -> str:
-    """Measure, write DATE-serve.json, .md and .png, and return the Markdown.
+    """Measure, write DATE-serve.json, .md and .png, and return the Markdown, or the JSON.
 
     Measures the service at `base_url`, or else starts one from `args`. If the run is interrupted, the JSON keeps the
     rows so far. Raises ConfigError and EngineDead.
@@ -104,9 +105,9 @@ def run(
     finally:
         write_json(stem, head, {"rows": [asdict(row) for row in rows]})
     text = "\n\n".join([heading("Serve", head, HIDDEN), _summary(rows), *_latencies(rows)]) + "\n"
-    write_text(stem, text)
+    shown = write_text(stem, text, as_json=as_json)
     draw(say, stem, "load", rows)
-    return text
+    return shown
 
 
 def _about(args: EngineArgs | None, plan: ServePlan, base_url: str | None, model: str) -> About:

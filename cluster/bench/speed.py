@@ -83,10 +83,11 @@ def run(
     say: Say,
     *,
     name: str,
+    as_json: bool = False,
     cache: Path | None = None,
     peers: Path = Path(".peers"),
 ) -> str:
-    """Measure, write DATE-name.json, .md and .png, and return the Markdown.
+    """Measure, write DATE-name.json, .md and .png, and return the Markdown, or the JSON.
 
     If the run is interrupted, the JSON keeps the rows so far. Raises ConfigError before anything is started, EngineDead
     and PeerFailed.
@@ -109,9 +110,9 @@ def run(
         finally:
             write_json(stem, head, {"rows": [asdict(row) for row in rows]})
     text = render(name, head, rows)
-    write_text(stem, text)
+    shown = write_text(stem, text, as_json=as_json)
     draw(say, stem, "speed", rows)
-    return text
+    return shown
 
 
 def _assistant_folder(args: EngineArgs) -> Path | None:

@@ -100,9 +100,10 @@ def run(
     output: Path,
     say: Say,
     *,
+    as_json: bool = False,
     cache: Path | None = None,
 ) -> str:
-    """Measure, write DATE-step.json, .md and .png, and return the Markdown.
+    """Measure, write DATE-step.json, .md and .png, and return the Markdown, or the JSON.
 
     If the run is interrupted, the JSON keeps the rows so far. Raises ConfigError before anything is started, and
     EngineDead.
@@ -125,9 +126,9 @@ def run(
             tables = {"forwards": forwards, "steps": steps, "streaming": streaming}
             write_json(stem, head, {name: [asdict(row) for row in rows] for name, rows in tables.items()})  # type: ignore[attr-defined]
     text = render(head, forwards, steps, streaming)
-    write_text(stem, text)
+    shown = write_text(stem, text, as_json=as_json)
     draw(say, stem, "step", forwards, steps)
-    return text
+    return shown
 
 
 def _forwards(config: EngineConfig, plan: StepPlan, say: Say) -> list[VerifyRow]:

@@ -97,9 +97,10 @@ def run(
     output: Path,
     say: Say,
     *,
+    as_json: bool = False,
     cache: Path | None = None,
 ) -> str:
-    """Measure, write DATE-trace.json, .md, .png and a timeline for each mode, and return the Markdown.
+    """Measure, write DATE-trace.json, .md, .png and a timeline for each mode, and return the Markdown, or the JSON.
 
     Raises ConfigError before anything is started, and EngineDead.
     """
@@ -119,10 +120,10 @@ def run(
     for mode, timeline in timelines.items():
         stem.with_name(f"{stem.name}-{mode}.trace.json").write_text(json.dumps(chrome_trace(timeline)))
     text = f"{heading('Trace', head, HIDDEN)}\n\n{_table(rows)}\n"
-    write_text(stem, text)
+    shown = write_text(stem, text, as_json=as_json)
     middle = {mode: _middle(windows[mode][plan.batches[0], plan.temperatures[0]][-1]) for mode in plan.modes}
     draw(say, stem, "timelines", timelines, middle)
-    return text
+    return shown
 
 
 def _run(

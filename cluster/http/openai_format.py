@@ -389,7 +389,8 @@ def completion_logprobs(
         top: dict[str, float] = {}
         for id, logprob in [*score.top, (token, score.logprob)]:
             # Two tokens may have the same text; the more likely one stays.
-            top.setdefault(_token_name(tokenizer, id, as_ids), max(logprob, MIN_LOGPROB))
+            name = _token_name(tokenizer, id, as_ids)
+            top[name] = max(logprob, top.get(name, MIN_LOGPROB))
         lists.tokens.append(_token_name(tokenizer, token, as_ids))
         lists.token_logprobs.append(max(score.logprob, MIN_LOGPROB))
         lists.top_logprobs.append(top)
@@ -404,11 +405,18 @@ def prompt_logprobs(tokenizer: Tokenizer, generation: Generation, num_top: int) 
 
 
 def token_logprobs(
-    tokenizer: Tokenizer, own: int, score: TokenLogprobs, num_top: int | None = None
+    tokenizer: Tokenizer, own: int, score: TokenLogprobs, num_top: int | None = None, *, has_ranks: bool = True
 ) -> dict[int, PromptLogprob]:
-    """Return the log probabilities of one token and of the likeliest ones by token id, in vLLM's format."""
-    ranked = [(own, score.logprob, score.rank)]
-    ranked += [(id, logprob, rank) for rank, (id, logprob) in enumerate(score.top[:num_top], start=1) if id != own]
+    """Return the log probabilities of one token and of the likeliest ones by token id, in vLLM's format.
+
+    `has_ranks=False`: the others are not the likeliest ones but chosen ones, whose ranks are not known.
+    """
+    ranked: list[tuple[int, float, int | None]] = [(own, score.logprob, score.rank)]
+    ranked += [
+        (id, logprob, rank if has_ranks else None)
+        for rank, (id, logprob) in enumerate(score.top[:num_top], start=1)
+        if id != own
+    ]
     return {
         id: PromptLogprob(logprob=max(logprob, MIN_LOGPROB), rank=rank, decoded_token=tokenizer.token_text(id).text)
         for id, logprob, rank in ranked

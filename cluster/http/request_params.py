@@ -90,6 +90,7 @@ def build_submits(
             seed=seed if request.seed is None else request.seed,
             constraints=replace(_constraints(request, bad_words, limits), grammar=grammar),
             num_logprobs=request.num_logprobs,
+            logprob_token_ids=_distinct(request.logprob_token_ids),
         ),
         stop_token_ids=list(dict.fromkeys(request.stop_token_ids)),
         ignore_eos=request.ignore_eos,
@@ -134,13 +135,14 @@ def _constraints(request: SamplingRequest, bad_words: Sequence[list[int]], limit
         ("stop_token_ids", request.stop_token_ids),
         ("logit_bias", request.logit_bias),
         ("allowed_token_ids", request.allowed_token_ids or ()),
+        ("logprob_token_ids", request.logprob_token_ids or ()),
         ("bad_words", [id for word in bad_words for id in word]),
     ):
         if beyond := [id for id in ids if id >= limits.vocab_size]:
             ids_are = "token id {} is" if len(beyond) == 1 else "token ids {} are"
             unknown_ids = ids_are.format(listed(map(str, beyond)))
             raise BadRequest(f"{param}: {unknown_ids} not in the vocabulary of {limits.vocab_size}", param=param)
-    allowed = None if request.allowed_token_ids is None else list(dict.fromkeys(request.allowed_token_ids))
+    allowed = _distinct(request.allowed_token_ids)
     if allowed is not None:
         never = {word[0] for word in bad_words if len(word) == 1}
         if request.min_tokens:
@@ -159,6 +161,10 @@ def _constraints(request: SamplingRequest, bad_words: Sequence[list[int]], limit
         allowed_token_ids=allowed,
         min_tokens=request.min_tokens,
     )
+
+
+def _distinct(ids: list[int] | None) -> list[int] | None:
+    return None if ids is None else list(dict.fromkeys(ids))
 
 
 def _max_tokens(request: SamplingRequest, prompt: list[int], limits: RequestLimits) -> int:

@@ -19,11 +19,12 @@ from cluster.convert import engine_config, fetch_weights, resolve_devices, visib
 from cluster.serve import proxy
 from cluster.serve.app import build
 from cluster.serve.controller import APP_NAME, DRAIN_S, delete_application, get_controller, loss_reason, start_failure
-from cluster.serve.progress import Progress, current_stage
+from cluster.serve.progress import current_stage
 from cluster.serve.ray_cluster import ray_cluster
 from cluster.serve.signals import StopSignals
 from cluster.system.listening import base_url, check_port, listening_socket
 from cluster.system.processes import descendants, is_running, name_of
+from cluster.system.progress import Progress
 from secateur.config import AppArgs, EngineArgs
 from secateur.errors import ConfigError, Problem, SecateurError
 

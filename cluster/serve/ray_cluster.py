@@ -17,9 +17,10 @@ import ray._private.utils
 
 from cluster.serve import proxy
 from cluster.serve.actors import packages_folder
-from cluster.serve.progress import Progress, clear_stage
+from cluster.serve.progress import clear_stage
 from cluster.serve.signals import StopSignals
 from cluster.system.processes import descendants, wait_gone
+from cluster.system.progress import Progress
 from secateur.errors import SecateurError
 
 logger = logging.getLogger(__name__)

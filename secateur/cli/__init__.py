@@ -1,22 +1,25 @@
 """The `secateur` command: its subcommands, and how it ends.
 
-Validation comes first and is fast; what needs Ray or torch is imported inside a command's body, after it.
+Validation comes first and is fast; what needs Ray or torch is imported inside a command's body, after it. So are our
+own modules with pydantic, httpx2 or rich: --help and the completion of a line in a shell take a fraction of a second.
 Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 130 interrupted.
 """
 
 # No `from __future__ import annotations` here: typer reads the annotations below as objects.
+import os
 import warnings
 from typing import Annotated
 
 import typer
 
-from secateur import __version__
 from secateur.cli.batch import batch_app
 from secateur.cli.bench import bench_app
+from secateur.cli.command import Command
+from secateur.cli.completion import COMPLETE_VARIABLE, completion, prepare_completion
 from secateur.cli.serving import plan, serve
 from secateur.cli.talking import chat, complete
+from secateur.cli.top import top
 from secateur.errors import ConfigError, SecateurError
-from secateur.flags import ManyNumbers
 
 # rich's tables would fold the examples, and its tracebacks would bury our one-line errors.
 app = typer.Typer(
@@ -27,10 +30,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command()(serve)
-app.command(cls=ManyNumbers)(plan)
-app.command()(complete)
-app.command()(chat)
+for command in (serve, plan, complete, chat, top, completion):
+    app.command(cls=Command)(command)
 app.add_typer(batch_app, name="batch")
 app.add_typer(bench_app, name="bench")
 
@@ -39,12 +40,16 @@ app.add_typer(bench_app, name="bench")
 def root(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
     """Handle the options that stand before any subcommand."""
     if version:
+        from secateur import __version__
+
         typer.echo(__version__)
         raise typer.Exit
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; errors become one message on stderr and an exit code, warnings a line each."""
+    if COMPLETE_VARIABLE in os.environ:
+        prepare_completion()
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _warn

@@ -2,18 +2,20 @@
 
 # No `from __future__ import annotations` here: typer reads the annotations below as objects.
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from secateur.bench import AcceptancePlan, ServePlan, SpeedPlan, StepPlan, TracePlan, check_drafter, check_overlap
 from secateur.cli.checks import check_none_given, checked, needs_extra
-from secateur.cli.options import ApiKey, BaseUrl, ModelArgument, ModelName
-from secateur.client import check_base_url
-from secateur.config import EngineArgs
+from secateur.cli.command import Command
+from secateur.cli.options import ApiKey, AsJson, BaseUrl, ModelArgument, ModelName
 from secateur.errors import ConfigError, Problem
-from secateur.flags import ManyNumbers, with_engine_flags, with_speed_flags
+from secateur.flags import with_engine_flags, with_speed_flags
 from secateur.prompts import BUNDLED_PROMPTS, read_prompts
+
+if TYPE_CHECKING:  # pydantic takes longer to import than --help may take
+    from secateur.bench import SpeedPlan
+    from secateur.config import EngineArgs
 
 MAX_PROMPTS = 32
 """Most prompts that the speed benchmarks read; further requests repeat them."""
@@ -58,7 +60,7 @@ def bench_root() -> None:
     """Measure what speculation gains."""
 
 
-@bench_app.command("acceptance", cls=ManyNumbers)
+@bench_app.command("acceptance", cls=Command)
 @with_engine_flags(server=False)
 def bench_acceptance(
     engine: dict[str, Any],
@@ -78,6 +80,7 @@ def bench_acceptance(
     prompts: PromptsFile = BUNDLED_PROMPTS,
     output: Output = Path("results"),
     quick: Quick = False,
+    as_json: AsJson = False,
 ) -> None:
     """Measure acceptance by temperature, tree, acceptance rule, node budget and pruning: JSON, Markdown and plots.
 
@@ -85,6 +88,8 @@ def bench_acceptance(
 
     Example: secateur bench acceptance --temperatures 0 1 --nodes 8 16 --output results
     """
+    from secateur.bench import AcceptancePlan, check_drafter
+
     options = {
         "temperatures": temperatures,
         "nodes": nodes,
@@ -105,10 +110,10 @@ def bench_acceptance(
         from cluster.bench.acceptance import run
     except ModuleNotFoundError as error:
         raise needs_extra(error) from error
-    typer.echo(run(args, plan, texts, output, say=_say))
+    typer.echo(run(args, plan, texts, output, say=_say, as_json=as_json))
 
 
-@bench_app.command("latency", cls=ManyNumbers)
+@bench_app.command("latency", cls=Command)
 @with_engine_flags(server=False)
 @with_speed_flags()
 def bench_latency(
@@ -121,6 +126,7 @@ def bench_latency(
     prompts: PromptsFile = BUNDLED_PROMPTS,
     output: Output = Path("results"),
     quick: Quick = False,
+    as_json: AsJson = False,
 ) -> None:
     """Measure the time per token of ours, transformers and other projects: JSON, Markdown and a plot.
 
@@ -128,13 +134,15 @@ def bench_latency(
 
     Example: secateur bench latency --target-cost 300m --batches 1 4 --output results
     """
+    from secateur.bench import SpeedPlan
+
     base = SpeedPlan.quick() if quick else SpeedPlan()
     plan = _speed_plan(base, options | {"target_cost": target_cost})
     args = checked(engine, model=model)
-    _bench_speed("latency", args, plan, prompts, output, cache=cache, peers=peers)
+    _bench_speed("latency", args, plan, prompts, output, as_json=as_json, cache=cache, peers=peers)
 
 
-@bench_app.command("throughput", cls=ManyNumbers)
+@bench_app.command("throughput", cls=Command)
 @with_engine_flags(server=False)
 @with_speed_flags()
 def bench_throughput(
@@ -147,6 +155,7 @@ def bench_throughput(
     prompts: PromptsFile = BUNDLED_PROMPTS,
     output: Output = Path("results"),
     quick: Quick = False,
+    as_json: AsJson = False,
 ) -> None:
     """Measure tokens per second by the number of concurrent requests: JSON, Markdown and a plot.
 
@@ -154,32 +163,44 @@ def bench_throughput(
 
     Example: secateur bench throughput --batches 1 8 32 --contestants off,dynamic,auto,generate --output results
     """
+    from secateur.bench import SpeedPlan
+
     base = SpeedPlan.quick() if quick else SpeedPlan.throughput()
     plan = _speed_plan(base, options | {"target_cost": target_cost})
     args = checked(engine, model=model)
-    _bench_speed("throughput", args, plan, prompts, output, cache=cache, peers=peers)
+    _bench_speed("throughput", args, plan, prompts, output, as_json=as_json, cache=cache, peers=peers)
 
 
-def _speed_plan(base: SpeedPlan, options: dict[str, Any]) -> SpeedPlan:
+def _speed_plan(base: "SpeedPlan", options: dict[str, Any]) -> "SpeedPlan":
     if options["contestants"] is not None:
         names = [name.strip().replace("-", "_") for name in options["contestants"].split(",")]
         options = options | {"contestants": names}
-    return SpeedPlan.load(base.model_dump() | _given(options))
+    return type(base).load(base.model_dump() | _given(options))
 
 
 def _bench_speed(
-    name: str, args: EngineArgs, plan: SpeedPlan, prompts: Path, output: Path, *, cache: Path | None, peers: Path
+    name: str,
+    args: "EngineArgs",
+    plan: "SpeedPlan",
+    prompts: Path,
+    output: Path,
+    *,
+    as_json: bool,
+    cache: Path | None,
+    peers: Path,
 ) -> None:
+    from secateur.bench import check_drafter
+
     check_drafter(args, plan.nodes)
     texts = read_prompts(prompts, min(max(plan.num_prompts, *plan.batches) * plan.rounds, MAX_PROMPTS))
     try:
         from cluster.bench.speed import run
     except ModuleNotFoundError as error:
         raise needs_extra(error) from error
-    typer.echo(run(args, plan, texts, output, _say, name=name, cache=cache, peers=peers))
+    typer.echo(run(args, plan, texts, output, _say, name=name, as_json=as_json, cache=cache, peers=peers))
 
 
-@bench_app.command("step", cls=ManyNumbers)
+@bench_app.command("step", cls=Command)
 @with_engine_flags(server=False)
 def bench_step(
     engine: dict[str, Any],
@@ -201,6 +222,7 @@ def bench_step(
     prompts: PromptsFile = BUNDLED_PROMPTS,
     output: Output = Path("results"),
     quick: Quick = False,
+    as_json: AsJson = False,
 ) -> None:
     """Measure the parts of a step, and its cost by nodes, requests and context: JSON, Markdown and plots.
 
@@ -208,6 +230,8 @@ def bench_step(
 
     Example: secateur bench step --target-cost 300m --batches 1 8 --nodes 0 8 16 --output results
     """
+    from secateur.bench import StepPlan, check_drafter
+
     options = {
         "rows": rows,
         "batches": batches,
@@ -226,10 +250,10 @@ def bench_step(
         from cluster.bench.step import run
     except ModuleNotFoundError as error:
         raise needs_extra(error) from error
-    typer.echo(run(args, plan, texts, output, _say, cache=cache))
+    typer.echo(run(args, plan, texts, output, _say, as_json=as_json, cache=cache))
 
 
-@bench_app.command("trace", cls=ManyNumbers)
+@bench_app.command("trace", cls=Command)
 @with_engine_flags(server=False)
 def bench_trace(
     engine: dict[str, Any],
@@ -247,6 +271,7 @@ def bench_trace(
     prompts: PromptsFile = BUNDLED_PROMPTS,
     output: Output = Path("results"),
     quick: Quick = False,
+    as_json: AsJson = False,
 ) -> None:
     """Record what drafter and verifier do at the same time: timelines, the share of drafting that is hidden, a plot.
 
@@ -254,6 +279,8 @@ def bench_trace(
 
     Example: secateur bench trace --target-cost 300m --batches 1 8 --output results
     """
+    from secateur.bench import TracePlan, check_drafter, check_overlap
+
     options = {
         "modes": modes,
         "nodes": nodes,
@@ -273,10 +300,10 @@ def bench_trace(
         from cluster.bench.trace import run
     except ModuleNotFoundError as error:
         raise needs_extra(error) from error
-    typer.echo(run(args, plan, texts, output, _say, cache=cache))
+    typer.echo(run(args, plan, texts, output, _say, as_json=as_json, cache=cache))
 
 
-@bench_app.command("serve", cls=ManyNumbers)
+@bench_app.command("serve", cls=Command)
 @with_engine_flags(server=False)
 def bench_serve(
     engine: dict[str, Any],
@@ -309,11 +336,15 @@ def bench_serve(
     prompts: PromptsFile = BUNDLED_PROMPTS,
     output: Output = Path("results"),
     quick: Quick = False,
+    as_json: AsJson = False,
 ) -> None:
     """Measure a service under load: TTFT, TPOT, ITL, E2E percentiles and goodput: JSON, Markdown and plots.
 
     Example: secateur bench serve --base-url http://127.0.0.1:8000 --request-rate 1 4 --goodput-tpot-ms 50
     """
+    from secateur.bench import ServePlan
+    from secateur.client import check_base_url
+
     if compare is None:
         compare = base_url is None
     options = {
@@ -343,7 +374,8 @@ def bench_serve(
     try:
         from cluster.bench.serve import run
 
-        report = run(args, plan, texts, output, _say, base_url=base_url, api_key=api_key, model=name, cache=cache)
+        service = {"base_url": base_url, "api_key": api_key, "model": name}
+        report = run(args, plan, texts, output, _say, **service, as_json=as_json, cache=cache)
     except ModuleNotFoundError as error:  # only a service of our own needs more than the client's packages
         raise needs_extra(error, or_base_url=True) from error
     typer.echo(report)

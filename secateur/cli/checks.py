@@ -1,17 +1,22 @@
 """Checks that commands run before they start anything, and the error for missing packages."""
 
-import os
-from typing import Any
+from __future__ import annotations
 
-from secateur.api_keys import check_api_keys
-from secateur.config import EngineArgs, resolve_model
+import os
+from typing import TYPE_CHECKING, Any
+
 from secateur.errors import ConfigError, SecateurError
 from secateur.flags import engine_args_from
-from secateur.install import install_command
+
+if TYPE_CHECKING:  # pydantic takes longer to import than --help may take
+    from secateur.config import EngineArgs
 
 
 def checked(flags: dict[str, Any], **more: Any) -> EngineArgs:
     """Return valid engine arguments whose local files exist. Raises ConfigError."""
+    from secateur.api_keys import check_api_keys
+    from secateur.config import resolve_model
+
     flags = {**flags, **{key: value for key, value in more.items() if value is not None}}
     if flags.get("api_key_file") is not None:  # the service may run in another folder
         flags["api_key_file"] = os.path.abspath(os.path.expanduser(flags["api_key_file"]))
@@ -29,13 +34,15 @@ def checked(flags: dict[str, Any], **more: Any) -> EngineArgs:
 
 def check_none_given(engine: dict[str, Any]) -> None:
     """Raise ConfigError if engine flags are given beside --base-url, where they have no effect."""
-    if given := sorted(name for name, value in engine.items() if value is not None):
+    if given := sorted({name.removesuffix("_keys") for name, value in engine.items() if value is not None}):
         flags = ", ".join("--" + name.replace("_", "-") for name in given)
         raise ConfigError(f"{flags}: for a service started here, which --base-url replaces; remove one of them")
 
 
 def needs_extra(error: ModuleNotFoundError, *, or_base_url: bool = False) -> SecateurError:
     """Return the error for a missing package of the extra `serve`; with `or_base_url` it suggests --base-url too."""
+    from secateur.install import install_command
+
     return SecateurError(
         f"this command needs {error.name!r}, which is not installed: {install_command('serve')}"
         + (" (or talk to a running service with --base-url)" if or_base_url else "")

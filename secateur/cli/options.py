@@ -14,3 +14,4 @@ ModelName = Annotated[
     str | None,
     typer.Option("--model", help="The model to start [the bundled one]; with --base-url, its name there."),
 ]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result to stdout as JSON.")]

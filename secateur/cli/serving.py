@@ -10,9 +10,11 @@ from typing import Annotated, Any
 import typer
 
 from secateur.cli.checks import checked, needs_extra
-from secateur.cli.options import ModelArgument
+from secateur.cli.options import AsJson, ModelArgument
 from secateur.flags import with_engine_flags
-from secateur.plan import HARDWARE, PlanRequest, read_acceptance, read_costs, read_hardware, read_trace
+
+HARDWARE_NAMES = ("a100", "l4", "l40s", "h100", "h200", "b200")
+"""The keys of `secateur.plan.HARDWARE`."""
 
 
 @with_engine_flags(server=True)
@@ -56,7 +58,9 @@ def plan(
     hardware: Annotated[
         str | None,
         typer.Option(
-            "--hardware", metavar="NAME|FILE", help=f"Predict from published figures: {', '.join(HARDWARE)}, or JSON."
+            "--hardware",
+            metavar="NAME|FILE",
+            help=f"Predict from published figures: {', '.join(HARDWARE_NAMES)}, or JSON.",
         ),
     ] = None,
     acceptance: Annotated[
@@ -84,7 +88,7 @@ def plan(
         str | None, typer.Option("--prompt-tokens", metavar="N", help="Such as 512, 64-512 or exp:512 [512].")
     ] = None,
     output_tokens: Annotated[str | None, typer.Option("--output-tokens", metavar="N", help="Likewise [128].")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show where drafter and verifier would run and whether they fit; predict speed, tree sizes and whole fleets.
 
@@ -95,6 +99,8 @@ def plan(
 
     Example: secateur plan --hardware h100 --batch 1 8 64 --replicas 100 --request-rate 5000
     """
+    from secateur.plan import PlanRequest, read_acceptance, read_costs, read_hardware, read_trace
+
     options = {
         "costs": read_costs(costs) if costs else None,
         "profile": profile or None,

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from importlib.util import find_spec
 from typing import Annotated, Any
 
 import typer
@@ -116,11 +117,15 @@ def _service(
         check_none_given(engine)
         return nullcontext(base_url)
     args = checked(engine, model=model, port=0, api_key=api_key)
+    has_terminal = sys.stderr is not None and sys.stderr.isatty()
+    if has_terminal and find_spec("torch"):  # without it, print the error alone
+        typer.echo("secateur: importing PyTorch", err=True)
     try:
         from cluster.local_service import local_service
+        from cluster.system.progress import Progress
     except ModuleNotFoundError as error:
         raise needs_extra(error, or_base_url=True) from error
-    service: AbstractContextManager[str] = local_service(args)
+    service: AbstractContextManager[str] = local_service(args, Progress(is_shown=has_terminal))
     return service
 
 

@@ -25,6 +25,7 @@ from cluster.engine_client import EngineClient, EngineDead
 from cluster.local_engine import LocalEngine
 from cluster.local_service import local_service
 from cluster.system.processes import wait_gone
+from cluster.system.progress import Progress
 from secateur.config import EngineArgs
 from secateur.errors import ConfigError
 from tests.support.fake_engine import FakeEngine
@@ -418,8 +419,12 @@ def test_the_engine_does_not_outlive_a_killed_parent(config: EngineConfig, tmp_p
 
 
 @needs_models
-def test_a_local_service_answers_over_http_and_leaves_no_process() -> None:
-    with local_service(EngineArgs.load({"port": 0, "max_model_len": 256})) as url:
+def test_a_local_service_answers_over_http_and_leaves_no_process(capfd: pytest.CaptureFixture[str]) -> None:
+    with local_service(EngineArgs.load({"port": 0, "max_model_len": 256}), Progress()) as url:
+        told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("secateur: ")]
+        stages = [line.partition(" s, ")[2] for line in told if "still" not in line]
+        assert stages[0] == "reading the model's configuration and tokenizer"
+        assert stages[-2:] == ["warming up", "ready"]
         pids = [entry["pid"] for entry in httpx2.get(f"{url}/server_info").json()["topology"]]
         body = {"prompt": "def f(", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
         with_drafts = httpx2.post(f"{url}/v1/completions", json=body, timeout=60).json()

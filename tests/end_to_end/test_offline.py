@@ -83,6 +83,23 @@ def test_log_probabilities_are_by_token_id(llm: LLM) -> None:
         assert scores is not None and token in scores
 
 
+def test_log_probabilities_of_chosen_tokens_are_those_among_the_likeliest(llm: LLM) -> None:
+    asked = {"temperature": 0, "max_tokens": 5, "ignore_eos": True}
+    ((most,), (chosen,)) = (
+        llm.generate(PROMPTS[0], params, use_tqdm=False)[0].outputs
+        for params in (SamplingParams(logprobs=20, **asked), SamplingParams(logprob_token_ids=[4, 9, 300], **asked))
+    )
+    assert most.token_ids == chosen.token_ids and len(chosen.logprobs) == 5
+    num_compared = 0
+    for token, all_, own in zip(most.token_ids, most.logprobs, chosen.logprobs, strict=True):
+        assert own.keys() == {token, 4, 9, 300} and own[token].rank == 1
+        assert {own[id].rank for id in own if id != token} == {None}
+        for id in own.keys() & all_.keys():
+            num_compared += 1
+            assert own[id].logprob == pytest.approx(all_[id].logprob, abs=1e-4)
+    assert num_compared >= 5
+
+
 def test_a_conversation_is_rendered_by_the_models_template(llm: LLM) -> None:
     conversation = [{"role": "user", "content": "What is a list?"}]
     one = llm.chat(conversation, GREEDY, use_tqdm=False)

@@ -5,6 +5,7 @@ import hashlib
 import http.server
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,15 +13,17 @@ import threading
 import time
 import tracemalloc
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import httpx2
 import pytest
 
-from secateur import batch_output
+from secateur import batch, batch_output, endpoints
 from secateur.batch import BatchSummary, _progress_bar, read_job, run_batch, run_batch_async
 from secateur.batch_lines import BatchInputLine, BatchOutputLine
 from secateur.batch_output import digest_of, digests_path, open_output, superseded_path
+from secateur.batch_progress import progress_line, progress_lines
 from secateur.client import AsyncClient
 from secateur.errors import APIConnectionError, AuthenticationError, BatchError
 from secateur.responses import CompletionChoice, CompletionResponse, ModelList, Usage
@@ -408,6 +411,137 @@ def test_a_missing_final_newline_does_not_join_two_answers(source, output, answe
     assert read_output(output).keys() == answered.keys()
 
 
+class Shuffled(Service):
+    """Answers the first of every two requests after the second."""
+
+    async def __call__(self, request: httpx2.Request) -> httpx2.Response:
+        if request.method == "POST" and len(self.asked) % 2 == 0:
+            self.asked.append("")
+            await asyncio.sleep(0.01)
+            self.asked.pop()
+        return await super().__call__(request)
+
+
+def order_of(output: Path) -> list[str]:
+    return [json.loads(raw)["custom_id"] for raw in output.read_bytes().splitlines()]
+
+
+def test_answers_are_put_into_the_order_of_the_input_on_request(source, output):
+    in_order = [f"q-{n}" for n in range(30)]
+    Shuffled().run(source, output, concurrency=4)
+    came, answers = order_of(output), read_output(output)
+    assert came != in_order
+    again = Service()
+    summary = again.run(source, output, ordered=True)
+    assert summary.resumed == 30 and not again.asked
+    assert order_of(output) == in_order and read_output(output) == answers
+    assert not list(output.parent.glob("*.tmp"))
+    digests = digests_path(output).read_bytes()
+    Shuffled().run(source, output, concurrency=4, ordered=True, resume=False)
+    assert order_of(output) == in_order and digests_path(output).read_bytes() != digests
+
+
+def test_a_stopped_run_is_ordered_as_far_as_it_went_and_can_be_resumed(source, output):
+    with pytest.raises(AuthenticationError):
+        Shuffled(fails={"q-11": 401}).run(source, output, concurrency=4, ordered=True)
+    found = order_of(output)
+    assert 5 < len(found) < 30 and found == sorted(found, key=lambda name: int(name[2:]))
+    service = Service()
+    assert service.run(source, output, ordered=True).resumed == len(found)
+    assert len(service.asked) == 30 - len(found) and order_of(output) == [f"q-{n}" for n in range(30)]
+
+
+def test_an_ordered_output_is_locked_until_the_end(source, output, monkeypatch):
+    Shuffled().run(source, output, concurrency=4)
+    replaced, locked = batch_output._replaced, []
+
+    def replace_and_look(stack, path, lines):
+        file = replaced(stack, path, lines)
+        if path == output:
+            with path.open("ab") as other, pytest.raises(BatchError, match="another run is writing"):
+                batch_output._lock(other, path)
+            locked.append(path)
+        return file
+
+    monkeypatch.setattr(batch_output, "_replaced", replace_and_look)
+    Service().run(source, output, ordered=True)
+    assert order_of(output) == [f"q-{n}" for n in range(30)] and locked == [output]
+
+
+def test_an_output_that_cannot_be_rewritten_keeps_its_answers(source, output, monkeypatch):
+    Shuffled().run(source, output, concurrency=4)
+    came = output.read_bytes()
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(batch_output, "_lines_at", full)
+    with pytest.raises(BatchError, match="into the order of the input: No space left"):
+        Service().run(source, output, ordered=True)
+    assert output.read_bytes() == came
+
+
+MEMORY = """
+import json, resource, sys
+from secateur.batch import run_batch
+from secateur.responses import CompletionChoice, CompletionResponse, ModelList, Usage
+from pathlib import Path
+
+size, folder = int(sys.argv[1]), Path(sys.argv[2])
+with (folder / "in.jsonl").open("w") as file:
+    for number in range(50_000):
+        body = {"prompt": "x" * size, "seed": number}
+        line = {"custom_id": f"line-{number}", "method": "POST", "url": "/v1/completions", "body": body}
+        file.write(json.dumps(line) + "\\n")
+
+class Service:
+    async def models(self):
+        return ModelList()
+
+    async def call(self, call):
+        choice = CompletionChoice(text="y" * size, finish_reason="stop")
+        return CompletionResponse(model="m", choices=[choice], usage=Usage.of(2, 3))
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+
+before = peak()
+summary = run_batch(folder / "in.jsonl", folder / "out.jsonl", client=Service(), progress=False, ordered=True)
+print(summary.succeeded, peak() - before)
+"""
+
+
+@pytest.mark.slow
+def test_fifty_thousand_lines_take_the_same_memory_whatever_their_size(tmp_path):
+    """About 300 bytes a line for ids and digests, and as much again for the order."""
+    size = 2000
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY, str(size), str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    succeeded, megabytes = map(int, done.stdout.split())
+    assert succeeded == 50_000
+    assert megabytes < 50 < (tmp_path / "out.jsonl").stat().st_size / 1e6
+
+
+async def test_lines_go_to_the_least_busy_of_several_services(source, output, monkeypatch):
+    """With the pool's own client for each; one of them refuses connections."""
+    asked: Counter[str] = Counter()
+
+    class Host(Service):
+        async def __call__(self, request: httpx2.Request) -> httpx2.Response:
+            if request.url.host == "gone":
+                raise httpx2.ConnectError("refused")
+            asked[request.url.host] += request.method == "POST"
+            return await super().__call__(request)
+
+    monkeypatch.setattr(endpoints, "AsyncClient", partial(AsyncClient, transport=httpx2.MockTransport(Host())))
+    urls = ["http://a", "http://gone", "http://b"]
+    summary = await run_batch_async(source, output, base_url=urls, progress=False, concurrency=6)
+    assert (summary.succeeded, summary.failed) == (30, 0) and asked == {"a": 15, "b": 15}
+    assert len(read_output(output)) == 30
+
+
 def test_no_body_is_held_in_memory(tmp_path, output):
     source = write(tmp_path / "in.jsonl", *[line(f"q-{n}") for n in range(200)])
     Service().run(source, output)
@@ -643,6 +777,33 @@ def test_the_progress_bar_starts_at_the_lines_already_done():
     [task] = bar.tasks
     assert (task.description, task.completed, task.total) == ("batch", 12, 30)
     assert bar.columns[0].render(task).plain == "batch"
+
+
+def test_without_a_terminal_a_line_tells_of_the_progress(source, output, monkeypatch, capsys):
+    service = Service(fails={"q-3": 400})
+    monkeypatch.setattr(batch, "progress_lines", partial(progress_lines, period_s=0.002))
+    run_batch(source, output, client=AsyncClient(transport=httpx2.MockTransport(service), retries=0), concurrency=2)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines and all(re.fullmatch(r"secateur: batch: \d+ of 30 lines(, 1 failed)?, .*", line) for line in lines)
+    Service().run(source, tmp := output.with_name("other.jsonl"))
+    assert tmp.exists() and capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("counts", "seconds", "line"),
+    [
+        ({}, 10.0, "0 of 5000 lines, 0.0 lines/s"),
+        ({"succeeded": 100}, 10.0, "100 of 5000 lines, 10.0 lines/s, 8 min left"),
+        (
+            {"resumed": 4000, "succeeded": 490, "failed": 10},
+            50.0,
+            "4500 of 5000 lines, 10 failed, 10.0 lines/s, 50 s left",
+        ),
+        ({"succeeded": 1}, 10.0, "1 of 5000 lines, 0.1 lines/s, 13.9 h left"),
+    ],
+)
+def test_a_progress_line_estimates_the_rest_from_this_run(counts, seconds, line):
+    assert progress_line(BatchSummary(total=5000, **counts), seconds) == f"secateur: batch: {line}"
 
 
 def test_digests_equal_those_of_earlier_versions():

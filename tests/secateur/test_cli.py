@@ -10,13 +10,14 @@ import sys
 import time
 import types
 import warnings
+from dataclasses import asdict
 from pathlib import Path
 
 import httpx2
 import pytest
 
-from secateur import cli
-from secateur.cli import checks
+from secateur import cli, config
+from secateur.batch import BatchSummary
 from secateur.cli.trees import draw_tree
 from secateur.client import Client
 from secateur.config import EngineArgs
@@ -55,7 +56,7 @@ def cluster(monkeypatch):
     calls: list[tuple[str, EngineArgs]] = []
 
     @contextlib.contextmanager
-    def local_service(args):
+    def local_service(args, progress):
         calls.append(("local_service", args))
         yield "http://local"
 
@@ -72,7 +73,7 @@ def cluster(monkeypatch):
     monkeypatch.setitem(sys.modules, "cluster.local_service", service)
     monkeypatch.setitem(sys.modules, "cluster.planner", types.ModuleType("cluster.planner"))
     monkeypatch.setitem(sys.modules, "cluster.planner.report", report)
-    monkeypatch.setattr(checks, "resolve_model", lambda name: name)
+    monkeypatch.setattr(config, "resolve_model", lambda name: name)
     monkeypatch.delenv("SECATEUR_API_KEY", raising=False)
     return calls
 
@@ -512,6 +513,28 @@ def test_batch_run_names_the_bad_line(tmp_path, capsys):
     (tmp_path / "in.jsonl").write_text("{\n")
     assert cli.main(["batch", "run", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl")]) == 1
     assert "line 1: not JSON" in capsys.readouterr().err
+
+
+def test_a_batch_may_have_several_services_and_an_order(monkeypatch):
+    calls = []
+    monkeypatch.setattr("secateur.batch.run_batch", lambda *args, **options: calls.append(options) or BatchSummary())
+    urls = ["--base-url", "http://a", "--base-url", "http://b"]
+    assert cli.main(["batch", "run", "in.jsonl", "-o", "out.jsonl", *urls, "--ordered"]) == 0
+    assert cli.main(["batch", "run", "in.jsonl", "-o", "out.jsonl"]) == 0
+    assert [(call["base_url"], call["ordered"]) for call in calls] == [
+        (["http://a", "http://b"], True),
+        ("http://127.0.0.1:8000", False),
+    ]
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_a_batch_prints_its_summary(flags, tmp_path, monkeypatch, capsys):
+    summary = BatchSummary(total=3, resumed=1, succeeded=2, completion_tokens=8, seconds=1.5)
+    monkeypatch.setattr("secateur.batch.run_batch", lambda *args, **options: summary)
+    assert cli.main(["batch", "run", "in.jsonl", "-o", "out.jsonl", *flags]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == f"{summary}\n"
+    assert (json.loads(shown.out) if flags else shown.out) == (asdict(summary) if flags else "")
 
 
 def test_version_and_help(capsys):

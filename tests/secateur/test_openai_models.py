@@ -390,12 +390,28 @@ def test_best_of_is_fine_where_all_answers_are_returned(build):
     [
         ("use_beam_search", {"use_beam_search": True, "n": 2, "temperature": 0}),
         ("best_of", {"best_of": 3, "n": 2, "temperature": 0}),
-        ("logprob_token_ids", {"logprob_token_ids": [5], "min_tokens": 9, "max_tokens": 5}),
     ],
 )
 @pytest.mark.parametrize("build", [completion, chat])
 def test_an_unimplemented_parameter_is_reported_first(build, param, asked):
     assert [item.param for item in build(**asked).unsupported()] == [param]
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({}, "needs logprobs: true in a chat, 0 or more in a completion"),
+        ({"logprobs": 1, "logprob_token_ids": []}, "must have at least 1 item"),
+        ({"logprobs": 1, "logprob_token_ids": list(range(129))}, "must have at most 128 items"),
+        ({"logprobs": 1, "max_tokens": 0, "echo": True}, "max_tokens=0 has no answer to report them for"),
+    ],
+)
+def test_chosen_log_probabilities_need_log_probabilities_and_an_answer(fields, says):
+    assert says in refusal(completion, **{"logprob_token_ids": [5], **fields}).message
+    if not fields:
+        assert says in refusal(chat, logprob_token_ids=[5]).message
+    assert completion(logprob_token_ids=[5], logprobs=0).num_logprobs == 0
+    assert chat(logprob_token_ids=[5], logprobs=True).num_logprobs == 0
 
 
 def test_all_invalid_keys_of_a_logit_bias_are_named():
@@ -416,7 +432,6 @@ NOT_NEUTRAL = {
     "regex": "a",
     "ebnf": "a",
     "use_beam_search": True,
-    "logprob_token_ids": [5],
     "priority": 1,
     "spaces_between_special_tokens": False,
 }

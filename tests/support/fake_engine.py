@@ -30,8 +30,15 @@ HEARTBEAT_S = 0.05
 STATS = RequestStats(num_drafts=2, pruned_per_depth=[2, 1, 1], verified_per_depth=[5, 3], accepted_per_depth=[2, 1])
 
 
-def score(token: int, num: int) -> TokenLogprobs:
-    """Return the logprobs of a token, which is always the second most likely, after the next id."""
+def score(token: int, num: int, chosen: list[int] | None = None) -> TokenLogprobs:
+    """Return the logprobs of a token, which is always the second most likely, after the next id.
+
+    A chosen token has its id / -1000, if it is not the token itself.
+    """
+    if chosen is not None:
+        return TokenLogprobs(
+            logprob=-1.0, rank=2, top=[(token, -1.0), *((id, id / -1000) for id in chosen if id != token)]
+        )
     ranking = [(token + 1, -0.5), (token, -1.0), *((token + place, -float(place)) for place in range(2, 20))]
     return TokenLogprobs(logprob=-1.0, rank=2, top=ranking[:num])
 
@@ -146,13 +153,13 @@ class FakeEngine:
         if self.drafts:
             live.stats.num_drafts += num_drafted > 0
             live.stats.count_nodes([], [1] * num_drafted, num_accepted)
-        num_logprobs = submit.sampling.num_logprobs
+        num_logprobs, chosen = submit.sampling.num_logprobs, submit.sampling.logprob_token_ids
         return TokenChunk(
             id=submit.id,
             tokens=tokens,
             finish_reason=reason,
             stop_token=stop,
-            logprobs=None if num_logprobs is None else [score(token, num_logprobs) for token in tokens],
+            logprobs=None if num_logprobs is None else [score(token, num_logprobs, chosen) for token in tokens],
             num_cached_tokens=1,
             num_accepted=num_accepted,
             stats=live.stats if self.drafts else STATS,

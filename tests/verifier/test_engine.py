@@ -185,6 +185,27 @@ def test_log_probabilities_are_those_of_the_tokens_that_were_kept(num_logprobs):
             assert [token for token, _ in one.top] == logp.argsort(descending=True)[:num_logprobs].tolist()
 
 
+def test_log_probabilities_of_chosen_tokens_come_with_every_token():
+    """Whether the token was drafted or drawn, and whatever constraints shape the draw."""
+    language = RandomLanguage(error=0.1)
+    chosen = [7, 2, 9]
+    constraints = Constraints(logit_bias={2: 5.0}, presence_penalty=1.0)
+    params = SamplingSettings(seed=3, num_logprobs=1, logprob_token_ids=chosen, constraints=constraints)
+    with Bench(language, "eagle3", CHAIN_3) as bench:
+        answer = bench.ask([5, 6], 20, params)
+        told = [one for frame in bench.frames for chunk in frame.chunks for one in chunk.logprobs]
+        assert any(chunk.num_accepted for frame in bench.frames for chunk in frame.chunks)
+    assert len(told) == len(answer.tokens) == 20
+    for i, (token, one) in enumerate(zip(answer.tokens, told, strict=True)):
+        logp = torch.from_numpy(language.target([5, 6, *answer.tokens[:i]])).log_softmax(-1)
+        assert [id for id, _ in one.top] == list(dict.fromkeys([token, *chosen]))
+        assert [value for _, value in one.top] == pytest.approx([float(logp[id]) for id, _ in one.top], abs=1e-4)
+        assert (one.logprob, one.rank) == (
+            pytest.approx(float(logp[token]), abs=1e-4),
+            1 + int((logp > logp[token]).sum()),
+        )
+
+
 # ---- prompts in chunks
 
 

@@ -136,7 +136,8 @@ class TokenLogprobs:
 
     logprob: float
     rank: int  # 1 = the most likely token
-    top: list[tuple[int, float]]  # (token, logprob) of the most likely tokens, in descending order
+    top: list[tuple[int, float]]  # (token, logprob) of the most likely tokens in descending order, or, if the request
+    # chose tokens, of the token itself and of these in its order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

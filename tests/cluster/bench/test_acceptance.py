@@ -171,7 +171,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
     """Return the calls of the measurement."""
     calls: list[tuple] = []
     stand_in = types.ModuleType("cluster.bench.acceptance")
-    stand_in.run = lambda *args, say: calls.append(args) or "done"  # type: ignore[attr-defined]
+    stand_in.run = lambda *args, say, as_json: calls.append(args) or "done"  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "cluster.bench.acceptance", stand_in)
     return calls
 

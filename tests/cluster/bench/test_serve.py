@@ -149,6 +149,11 @@ def test_the_report_of_a_running_service_leaves_out_unknown_settings(running, tm
     assert "None" not in shown and "| speculation |" not in shown
 
 
+def test_the_report_may_be_printed_as_json(running, tmp_path, capsys) -> None:
+    result = bench_serve(running, tmp_path, "--concurrency", "1", "--json")
+    assert json.loads(capsys.readouterr().out) == result and result["rows"]
+
+
 def test_a_running_service_may_be_compared_with_itself_without_speculation(running, tmp_path) -> None:
     result = bench_serve(running, tmp_path, "--compare", "--model", "fake-model", "--concurrency", "2")
     assert [row["mode"] for row in result["rows"]] == ["as served", "no speculation"]

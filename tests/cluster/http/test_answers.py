@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2
@@ -363,6 +364,48 @@ def test_tokens_of_log_probabilities_can_be_named_by_their_ids(http: httpx2.Clie
     assert [entry["token"] for entry in content] == names
     assert [entry["top_logprobs"][0]["token"] for entry in content] == [f"token_id:{id + 1}" for id in ids]
     assert bytes(byte for entry in content for byte in entry["bytes"]).decode() == ANSWER
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_chosen_tokens_replace_the_likeliest_at_every_position(
+    streamed: bool, http: httpx2.Client, tokenizer: Tokenizer
+) -> None:
+    """As in vLLM: whatever number of likeliest ones is asked for, and beside the answer's own token."""
+    ids = tokenizer.encode(ANSWER)
+    chosen, more = [9, 8, ids[1]], {"return_tokens_as_token_ids": True, "max_tokens": 64}
+    body = {"prompt": "def", "logprobs": 1, "logprob_token_ids": chosen, **more}
+    if streamed:
+        parts = [chunk["choices"][0]["logprobs"] or {} for chunk in stream(http, "/v1/completions", **body)[:-1]]
+        tops = [top for part in parts for top in part.get("top_logprobs", ())]
+    else:
+        tops = http.post("/v1/completions", json=body).json()["choices"][0]["logprobs"]["top_logprobs"]
+    told = {f"token_id:{id}": id / -1000 for id in chosen}
+    assert tops == [told | {f"token_id:{id}": -1.0} for id in ids]
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "logprobs": True, "logprob_token_ids": chosen, **more}
+    if streamed:
+        choices = [chunk["choices"][0] for chunk in stream(http, "/v1/chat/completions", **chat)[:-1]]
+        content = [entry for choice in choices for entry in (choice.get("logprobs") or {}).get("content", ())]
+    else:
+        content = http.post("/v1/chat/completions", json=chat).json()["choices"][0]["logprobs"]["content"]
+    for id, entry in zip(ids, content, strict=True):
+        expected = [f"token_id:{other}" for other in dict.fromkeys([id, *chosen])]
+        assert [item["token"] for item in entry["top_logprobs"]] == expected
+        assert entry["top_logprobs"][0]["logprob"] == entry["logprob"] == -1.0
+
+
+def test_prompts_of_an_echo_keep_their_likeliest_tokens(http: httpx2.Client) -> None:
+    body = {"prompt": [5, 6], "echo": True, "logprobs": 2, "logprob_token_ids": [9], "return_tokens_as_token_ids": True}
+    tops = http.post("/v1/completions", json=body).json()["choices"][0]["logprobs"]["top_logprobs"]
+    assert tops[1] == {"token_id:7": -0.5, "token_id:6": -1.0} and tops[2]["token_id:9"] == -0.009
+
+
+def test_of_two_tokens_with_the_same_text_the_more_likely_one_is_told(tokenizer: Tokenizer) -> None:
+    same = [(5, -3.0), (6, -1.0), (7, -2.0)]
+    names = {5: "a", 6: "b", 7: "b", 8: "a"}
+    tokenizer = SimpleNamespace(token_text=lambda id: SimpleNamespace(text=names[id]))
+    for top in (same, same[::-1]):
+        entry = ScoredToken(8, TokenLogprobs(logprob=-4.0, rank=9, top=top), 0)
+        assert completion_logprobs(tokenizer, [entry]).top_logprobs == [{"a": -3.0, "b": -1.0}]
 
 
 def test_a_completions_log_probabilities_have_openais_format(http: httpx2.Client, tokenizer: Tokenizer) -> None:

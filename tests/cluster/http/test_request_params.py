@@ -153,6 +153,9 @@ def test_log_probabilities_reach_the_engine_as_a_number() -> None:
     assert submit(logprobs=0).sampling.num_logprobs == 0
     chat = ChatCompletionRequest(messages=[{"role": "user", "content": "x"}], logprobs=True, top_logprobs=4)
     assert first_submit(chat, [1]).sampling.num_logprobs == 4
+    assert first_submit(chat, [1]).sampling.logprob_token_ids is None
+    chosen = submit(logprobs=2, logprob_token_ids=[7, 3, 7]).sampling
+    assert (chosen.num_logprobs, chosen.logprob_token_ids) == (2, [7, 3])
 
 
 @pytest.mark.parametrize(
@@ -162,6 +165,7 @@ def test_log_probabilities_reach_the_engine_as_a_number() -> None:
         ("stop_token_ids", {"stop_token_ids": [1, 50]}),
         ("allowed_token_ids", {"allowed_token_ids": [1, 50]}),
         ("bad_words", {"bad_words": [[1, 50]]}),
+        ("logprob_token_ids", {"logprobs": 1, "logprob_token_ids": [1, 50]}),
     ],
 )
 def test_ids_outside_the_vocabulary_are_refused(param: str, fields: dict[str, Any]) -> None:

@@ -1,0 +1,146 @@
+"""The class of all commands: options in groups, several numbers at once, and vLLM's spellings of options.
+
+- `--nodes 4 8` is `--nodes 4 --nodes 8`.
+- `--max_model_len` is `--max-model-len`; `--model X` is X where the model is an argument.
+- `--speculative-config.num_speculative_tokens 3` sets one key of a JSON option; `key+ value` appends to a list.
+- An unknown option names the nearest known one, or what replaces an option of vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from typing import Any
+
+from typer.core import TyperCommand
+
+from secateur.errors import SecateurError
+from secateur.flags import SPECULATIVE_KEYS
+from secateur.vllm_names import SHORT_NAMES, advice_about
+
+GROUPS = ("Arguments", "Options", "Sampling", "Model", "Speculation", "Limits", "Serving")
+"""The order of the sections of --help."""
+_JSON_OPTION = "--speculative-config"
+
+
+class Command(TyperCommand):
+    """A command of `secateur`; see the module."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Rewrite what is spelt otherwise, then parse as usual."""
+        # A line that is being completed in a shell may be wrong still.
+        return super().parse_args(ctx, args if ctx.resilient_parsing else _Rewriter(self, ctx).rewritten(args))
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write a section for each group of options; typer has groups in its rich output only."""
+        groups: dict[str, list[tuple[str, str]]] = {title: [] for title in GROUPS}
+        for param in self.get_params(ctx):
+            if (record := param.get_help_record(ctx)) is not None:
+                is_argument = param.param_type_name == "argument"
+                title = "Arguments" if is_argument else getattr(param, "rich_help_panel", None) or "Options"
+                groups[title].append(record)
+        for title, records in groups.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
+
+
+class _Rewriter:
+    """Rewrites the arguments of one call."""
+
+    def __init__(self, command: Command, ctx: Any) -> None:
+        self._ctx = ctx
+        params: list[Any] = command.get_params(ctx)
+        options = [param for param in params if param.param_type_name == "option"]
+        self._options = {name: option for option in options for name in (*option.opts, *option.secondary_opts)}
+        self._takes_model = any(param.name == "model" and param.param_type_name == "argument" for param in params)
+        self._json: dict[str, Any] = {}
+
+    def rewritten(self, args: list[str]) -> list[str]:
+        found: list[str] = []
+        rest = deque(args)
+        repeatable = ""  # the option that further numbers belong to
+        while rest:
+            arg = rest.popleft()
+            if repeatable and _is_number(arg):
+                found += [repeatable, arg]
+                continue
+            repeatable = ""
+            if arg == "--":
+                found += [arg, *rest]
+                break
+            if not arg.startswith("-") or arg == "-" or _is_number(arg):
+                found.append(arg)
+                continue
+            name, equals, value = arg.partition("=")
+            name, dot, path = _spelt(name).partition(".")
+            if dot:
+                self._set_key(name, path, value if equals else self._next(rest, arg))
+            elif name == "--model" and self._takes_model:
+                found.append(value if equals else self._next(rest, arg))
+            elif (option := self._options.get(name)) is None:
+                self._refuse_unknown(name)
+                found.append(arg)  # several short options in one, for the parser to judge
+            else:
+                found.append(name + equals + value)
+                if not (equals or option.is_flag) and rest:
+                    found.append(rest.popleft())
+                repeatable = name if option.multiple else ""
+        return found + ([SPECULATIVE_KEYS, json.dumps(self._json)] if self._json else [])
+
+    def _next(self, rest: deque[str], arg: str) -> str:
+        if not rest:
+            self._ctx.fail(f"Option {arg!r} requires an argument.")
+        return rest.popleft()
+
+    def _set_key(self, name: str, path: str, text: str) -> None:
+        """Set one key of a JSON option."""
+        option = self._options.get(name)
+        if option is None or _JSON_OPTION not in option.opts:
+            self._refuse_unknown(name)
+            self._ctx.fail(f"{name}.{path}: {name} holds no keys; only {_JSON_OPTION} does.")
+        value, key = _parsed(text), path.removesuffix("+").replace("-", "_")
+        if path.endswith("+"):
+            value = self._json.get(key, []) + text.split(",")
+        elif self._json.get(key, value) != value:
+            self._ctx.fail(f"{name}.{path} is given twice, as {self._json[key]!r} and {value!r}; keep one.")
+        self._json[key] = value
+
+    def _refuse_unknown(self, name: str) -> None:
+        if name in self._options or not (name.startswith("--") or name[:2] == "-O" or name in SHORT_NAMES):
+            return
+        if advice := advice_about(name):
+            self._ctx.fail(f"{name} is an option of vLLM that Secateur does not have: {advice}.")
+        from difflib import get_close_matches  # only where something is wrong
+
+        known = sorted(option for option in self._options if option.startswith("--"))
+        near = get_close_matches(name, known, n=1)
+        self._ctx.fail(f"No such option: {name}" + (f" (did you mean {near[0]}?)" if near else ""))
+
+
+def _spelt(name: str) -> str:
+    """Return an option's name with dashes; the keys after its first dot stay as they are."""
+    option, dot, path = name.partition(".")
+    return option.replace("_", "-") + dot + path
+
+
+def _parsed(text: str) -> Any:
+    """Return a key's value: JSON, a number such as 1k, or the text itself."""
+    from secateur.vllm_names import read_count
+
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        pass
+    try:
+        return read_count(text)
+    except (SecateurError, ValueError):
+        return text
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
