@@ -150,6 +150,12 @@ class Metrics:
             PREFIX + "requests_rejected", "Requests turned away: too many were pending.", names, registry=registry
         )
         self._rejected.labels(**self._labels)
+        self._batch_lines = Counter(
+            PREFIX + "batch_lines",
+            "Lines of batch jobs that this replica answered, by result (completed, failed).",
+            [*names, "result"],
+            registry=registry,
+        )
         registry.register(_EngineCollector(self._labels, lambda: self._with_returned(stats())))
 
     def _with_returned(self, stats: EngineStats) -> EngineStats:
@@ -187,6 +193,11 @@ class Metrics:
     def observe_rejected(self) -> None:
         """Count a request answered with 429."""
         self._rejected.labels(**self._labels).inc()
+
+    def observe_batch_lines(self, num_completed: int, num_failed: int) -> None:
+        """Count lines of batch jobs whose answers were recorded."""
+        for result, number in (("completed", num_completed), ("failed", num_failed)):
+            self._batch_lines.labels(**self._labels, result=result).inc(number)
 
     def render(self) -> bytes:
         """Return the metrics in Prometheus's text format."""

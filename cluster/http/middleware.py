@@ -22,7 +22,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cluster.engine_client import EngineDead
 from cluster.http.api_keys import ApiKeys, is_authorised
 from cluster.http.errors import BadRequest, HttpError, not_found, too_many_requests, unavailable
-from cluster.http.limits import MAX_BODY_BYTES
+from cluster.http.in_process import IN_PROCESS
+from cluster.http.limits import HttpLimits
 from cluster.http.output_processor import GenerationFailed
 from cluster.http.paths import PathMiddleware
 from cluster.http.tokenizer_pool import TokenizerPoolDown, TokenizerPoolFull
@@ -97,11 +98,11 @@ def install(
     root_path: str = "",
     cors: Cors | None = None,
 ) -> None:
-    """Add the exception handlers and middlewares. `on_rejected` is called for every 429."""
+    """Add the exception handlers and middlewares. `on_rejected` is called for every 429 of a client."""
 
-    async def known(_: Request, error: Exception) -> Response:
+    async def known(request: Request, error: Exception) -> Response:
         http_error = to_http_error(error)
-        if http_error.status == HTTPStatus.TOO_MANY_REQUESTS:
+        if http_error.status == HTTPStatus.TOO_MANY_REQUESTS and IN_PROCESS not in request.scope:
             on_rejected()
         return error_response(http_error)
 
@@ -138,14 +139,20 @@ async def _starlette_error(_: Request, error: Exception) -> Response:
 
 
 async def _invalid_body(request: Request, error: Exception) -> Response:
-    """Handle a body that fails validation: OpenAI's 400 instead of FastAPI's 422."""
+    """Handle a body or a query that fails validation: OpenAI's 400 instead of FastAPI's 422."""
     assert isinstance(error, RequestValidationError)
+    if error.errors()[0]["loc"][0] == "query":  # a request that has no body
+        return _invalid_fields(error)
     content_type = request.headers.get("content-type", "")
     if "json" not in content_type:
         message = f"send the body as JSON, with Content-Type: application/json (got {content_type or 'none'!r})"
         return error_response(HttpError(400, ErrorResponse.of(message)))
     if problem_with_body := _no_object(error):
         return error_response(HttpError(400, ErrorResponse.of(problem_with_body)))
+    return _invalid_fields(error)
+
+
+def _invalid_fields(error: RequestValidationError) -> Response:
     # `problems_of` uses `errors()` alone, which both exception classes have.
     found = problems_of(cast(ValidationError, error), Speculative.model_fields)
     problems = [_without_body(problem) for problem in found]
@@ -192,13 +199,14 @@ class _RequestIdMiddleware:
         scope.setdefault("state", {})["request_id"] = request_id
 
         started, num_bytes = False, 0
+        max_bytes = HttpLimits().max_body_bytes(scope["method"], scope["path"])
 
         async def receive_limited() -> Message:
             nonlocal num_bytes
             message = await receive()
             num_bytes += len(message.get("body", b""))
-            if num_bytes > MAX_BODY_BYTES:
-                raise HTTPException(413, f"the body is larger than {MAX_BODY_BYTES >> 20} MiB; send less at once")
+            if num_bytes > max_bytes:
+                raise HTTPException(413, f"the body is larger than {max_bytes >> 20} MiB; send less at once")
             return message
 
         async def send_with_id(message: Message) -> None:
@@ -225,7 +233,7 @@ class _ApiKeyMiddleware:
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
+        if scope["type"] == "http" and IN_PROCESS not in scope:
             path = scope["path"].removeprefix(scope.get("root_path", ""))
             given = Headers(scope=scope).get("authorization", "").encode("latin-1")
             if is_protected(path) and not is_authorised(given, self._keys()):
