@@ -6,6 +6,7 @@ import logging
 import re
 import secrets
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import cast
@@ -95,10 +96,15 @@ def install(
     api_keys: ApiKeys | None,
     echo_request_id: bool,
     on_rejected: Callable[[], None],
+    client_request: Callable[[], AbstractContextManager[None]],
     root_path: str = "",
     cors: Cors | None = None,
 ) -> None:
-    """Add the exception handlers and middlewares. `on_rejected` is called for every 429 of a client."""
+    """Add the exception handlers and middlewares.
+
+    `on_rejected` is called for every 429 of a client; each of its requests to a protected path runs inside a
+    `client_request`.
+    """
 
     async def known(request: Request, error: Exception) -> Response:
         http_error = to_http_error(error)
@@ -113,6 +119,7 @@ def install(
     # The middleware added last is the outermost: responses to requests without a key have a request id, too.
     if api_keys is not None:
         app.add_middleware(_ApiKeyMiddleware, keys=api_keys)
+    app.add_middleware(_ClientRequestMiddleware, running=client_request)
     app.add_middleware(PathMiddleware, root_path=root_path)
     app.add_middleware(_RequestIdMiddleware, echo=echo_request_id)
     if cors is not None:  # it answers preflight requests, which have no API key, and adds its headers to errors
@@ -234,7 +241,7 @@ class _ApiKeyMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and IN_PROCESS not in scope:
-            path = scope["path"].removeprefix(scope.get("root_path", ""))
+            path = _path_of(scope)
             given = Headers(scope=scope).get("authorization", "").encode("latin-1")
             if is_protected(path) and not is_authorised(given, self._keys()):
                 message = "missing or wrong API key; send 'Authorization: Bearer KEY'"
@@ -244,6 +251,25 @@ class _ApiKeyMiddleware:
                 await response(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+class _ClientRequestMiddleware:
+    """Runs the requests of clients, but for those of monitoring, inside a context that counts them."""
+
+    def __init__(self, app: ASGIApp, running: Callable[[], AbstractContextManager[None]]) -> None:
+        self._app = app
+        self._running = running
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_counted = scope["type"] == "http" and IN_PROCESS not in scope and is_protected(_path_of(scope))
+        with self._running() if is_counted else nullcontext():
+            await self._app(scope, receive, send)
+
+
+def _path_of(scope: Scope) -> str:
+    """Return the path below the service's prefix."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
 
 
 def _first_line(error: Exception) -> str:

@@ -101,6 +101,7 @@ def create_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
         api_keys=service.api_keys,
         echo_request_id=echo_request_id,
         on_rejected=service.metrics.observe_rejected,
+        client_request=service.metrics.client_request,
         root_path=service.root_path,
         cors=service.cors,
     )

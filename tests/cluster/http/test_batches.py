@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
@@ -395,12 +396,19 @@ def test_a_batch_expires(own: Own, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert http.get(f"/v1/files/{file['id']}").status_code == 404
 
 
+def clients(http: httpx2.Client) -> float:
+    """Return how many requests of clients the metrics tell of."""
+    [found] = re.findall(r"^secateur_client_requests_running{.*} (.*)$", http.get("/metrics").text, re.MULTILINE)
+    return float(found)
+
+
 def test_interactive_requests_find_room_beside_a_batch(own: Own, tmp_path: Path) -> None:
     running = own(batch_dir=tmp_path, engine={"step_s": 0.005})
     most = 0
     with running.http() as http:
         batch = create(http, jsonl(*[line(str(n)) for n in range(120)]))
         while http.get(f"/v1/batches/{batch['id']}").json()["status"] not in ENDED:
+            assert clients(http) == 0
             most = max(most, running.client.num_pending)
             assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 3}).status_code == 200
         assert 1 < most <= 4 == running.service.config.max_num_seqs
