@@ -37,8 +37,8 @@ class FileFolder:
         self._folder = folder
 
     def make(self) -> None:
-        """Make the folder; only its owner may read what users send."""
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        """Make the folder."""
+        self._folder.mkdir(mode=0o700, exist_ok=True)
 
     def path(self, id: str) -> Path:
         """Return where the content of a file is."""

@@ -49,6 +49,7 @@ class BatchService:
         on_recorded: Callable[[int, int], None],
     ) -> AsyncIterator[None]:
         """Open the folder and answer batches in the background. For the arguments see `BatchRunner`."""
+        self._path.mkdir(mode=0o700, parents=True, exist_ok=True)  # only its owner may read what users send
         self.folder.make()
         await self._database.open()
         self._runner = BatchRunner(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
@@ -11,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import openai.types
 import pytest
 
 from cluster.batches import batches, input_lines, runner
 from cluster.http import limits, uploads
 from secateur.batches_api import BatchObject
-from tests.support.fake_service import ANSWER, FakeService, error_of, wait_for
+from tests.support.fake_service import ANSWER, FakeService, error_of, fake_service, wait_for
 
 Own = Callable[..., FakeService]
 COMPLETIONS = "/v1/completions"
@@ -66,8 +68,6 @@ def change(folder: Path, statement: str, *values: Any) -> None:
 
 @pytest.fixture(scope="module")
 def batching(tokenizer: Any, script: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeService]:
-    from tests.support.fake_service import fake_service
-
     folder = tmp_path_factory.mktemp("b")
     with fake_service(tokenizer, folder, script, batch_dir=folder / "batches") as running:
         yield running
@@ -103,8 +103,10 @@ def test_a_batch_answers_every_line_in_openais_form(api: httpx2.Client) -> None:
     assert len({answer["id"] for answer in [*answers, failed]}) == 21
     made = api.get(f"/v1/files/{batch['output_file_id']}").json()
     assert (made["purpose"], made["filename"]) == ("batch_output", f"{batch['id']}_output.jsonl")
-    assert api.get(f"/v1/files/{made['id']}/content").content.__len__() == made["bytes"]
+    assert len(api.get(f"/v1/files/{made['id']}/content").content) == made["bytes"]
     [old] = [each for each in api.get("/v1/batches").json()["data"] if each["id"] == batch["id"]]
+    assert openai.types.Batch.model_validate(batch, strict=True).request_counts.total == 21
+    assert openai.types.FileObject.model_validate(made, strict=True).filename == made["filename"]
     assert old == batch and BatchObject.model_validate(batch).model_dump() == batch
 
 
@@ -132,6 +134,16 @@ def test_the_first_batch_file_line_may_begin_with_a_byte_order_mark(api: httpx2.
     text = b"\xef\xbb\xbf" + jsonl(line("a")) + b"\r\n \n" + jsonl(line("b")).replace(b"\n", b"\r\n")
     batch = ended(api, create(api, text.removesuffix(b"\r\n"))["id"])
     assert [answer["custom_id"] for answer in content(api, batch["output_file_id"])] == ["a", "b"]
+
+
+def test_texts_reach_the_route_as_they_are(api: httpx2.Client, batching: FakeService, tokenizer: Any) -> None:
+    text = jsonl(line("good", prompt="木 é \u2028", max_tokens=3), line("half", prompt="\ud800"))
+    before = len(batching.engine.submitted)
+    batch = ended(api, create(api, text)["id"])
+    [submitted] = batching.engine.submitted[before:]
+    assert tokenizer.decode(submitted.prompt) == "木 é \u2028"
+    [failed] = content(api, batch["error_file_id"])
+    assert failed["custom_id"] == "half" and failed["response"]["status_code"] == 400
 
 
 def test_wrong_lines_are_listed_by_number_and_nothing_runs(api: httpx2.Client, batching: FakeService) -> None:
@@ -257,6 +269,7 @@ def test_files_are_listed_by_pages_and_deleted(own: Own, tmp_path: Path) -> None
         assert http.get(f"/v1/files/{ids[3]}/content").content == b"line 3\n"
         assert http.delete(f"/v1/files/{ids[3]}").json() == {"id": ids[3], "object": "file", "deleted": True}
         assert http.get(f"/v1/files/{ids[3]}").status_code == http.delete(f"/v1/files/{ids[3]}").status_code == 404
+        assert (tmp_path / "new" / "folder").stat().st_mode & 0o077 == 0
         assert {path.name for path in (tmp_path / "new" / "folder" / "files").iterdir()} == {*ids} - {ids[3]}
         for query, words in (("limit=0", "greater than or equal to 1"), ("order=up", "asc"), ("limit=a", "integer")):
             response = http.get(f"/v1/files?{query}")
@@ -310,6 +323,18 @@ def test_an_upload_that_is_no_form_or_too_large_is_refused(api: httpx2.Client, m
     monkeypatch.setattr(uploads, "MAX_FILE_BYTES", 1 << 20)
     response = upload(api, b"x" * ((1 << 20) + 1))
     assert (response.status_code, error_of(response)["code"]) == (413, "file_too_large")
+
+
+def test_an_upload_that_breaks_off_leaves_nothing(own: Own, tmp_path: Path) -> None:
+    running = own(batch_dir=tmp_path)
+    with socket.create_connection(("127.0.0.1", int(running.url.rsplit(":", 1)[1]))) as connection:
+        head = "POST /v1/files HTTP/1.1\r\nHost: here\r\nContent-Length: 5000000\r\n"
+        part = '--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n' + "y" * 3_000_000
+        connection.sendall(f"{head}Content-Type: multipart/form-data; boundary=x\r\n\r\n{part}".encode())
+        wait_for(lambda: any((tmp_path / "files").iterdir()))
+    wait_for(lambda: not any((tmp_path / "files").iterdir()))
+    with running.http() as http:
+        assert http.get("/v1/files").json()["data"] == []
 
 
 def test_an_upload_may_be_larger_than_other_bodies(api: httpx2.Client) -> None:
@@ -465,8 +490,6 @@ def test_a_line_that_engines_are_lost_with_again_and_again_gets_an_error(
 def test_a_service_that_stops_leaves_its_work_to_the_next(
     own: Own, tmp_path: Path, tokenizer: Any, script: Any
 ) -> None:
-    from tests.support.fake_service import fake_service
-
     folder = tmp_path / "batches"
     (tmp_path / "a").mkdir()
     with fake_service(tokenizer, tmp_path / "a", script, batch_dir=folder) as first, first.http() as http:
