@@ -149,11 +149,15 @@ def retire(db: sqlite3.Connection, worker: str) -> None:
     db.execute("DELETE FROM workers WHERE id = ?", (worker,))
 
 
-def claim(db: sqlite3.Connection, worker: str) -> BatchClaim | None:
-    """Claim the oldest batch that nobody validates, or whose files nobody writes. Lines of an earlier try are gone."""
+def claim(db: sqlite3.Connection, worker: str, model: str) -> BatchClaim | None:
+    """Claim the oldest batch of a model that nobody validates, or of any model whose files nobody writes.
+
+    The lines of an earlier validation are gone.
+    """
     row = db.execute(
         "SELECT * FROM batches WHERE status IN ('validating', 'finalizing', 'cancelling') AND worker IS NULL "
-        "ORDER BY seq LIMIT 1"
+        "AND (model = ? OR status != 'validating') ORDER BY seq LIMIT 1",
+        (model,),
     ).fetchone()
     if row is None:
         return None

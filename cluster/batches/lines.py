@@ -68,11 +68,14 @@ def add(db: sqlite3.Connection, batch: BatchClaim, worker: str, found: Sequence[
     return problems
 
 
-def claim(db: sqlite3.Connection, worker: str, limit: int) -> list[LineClaim]:
-    """Claim up to `limit` lines, those of the oldest batch first."""
+def claim(db: sqlite3.Connection, worker: str, model: str, limit: int) -> list[LineClaim]:
+    """Claim up to `limit` lines of batches that were sent to this model, those of the oldest batch first."""
     found: list[LineClaim] = []
-    open_batches = "SELECT id, endpoint, input_file_id FROM batches WHERE status = 'in_progress' ORDER BY seq"
-    for batch in db.execute(open_batches).fetchall():
+    open_batches = db.execute(
+        "SELECT id, endpoint, input_file_id FROM batches WHERE status = 'in_progress' AND model = ? ORDER BY seq",
+        (model,),
+    )
+    for batch in open_batches.fetchall():
         rows = db.execute(
             "SELECT number, custom_id, offset, length, num_losses FROM lines "
             "WHERE batch_id = ? AND answer IS NULL AND worker IS NULL ORDER BY number LIMIT ?",

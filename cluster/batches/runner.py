@@ -88,11 +88,6 @@ class BatchRunner:
         self._swept = 0.0
         self._news, self._beat, self._more, self._freed, self._written = (asyncio.Event() for _ in range(5))
 
-    @property
-    def num_running(self) -> int:
-        """The number of lines that are being answered."""
-        return len(self._running)
-
     def wake(self) -> None:
         """Look for work now."""
         for event in (self._news, self._beat, self._more):
@@ -140,7 +135,7 @@ class BatchRunner:
     # Batches
 
     async def _work_on_batches(self) -> None:
-        batch = await self._database.run(batches.claim, self._worker)
+        batch = await self._database.run(batches.claim, self._worker, self._model)
         if batch is None:
             if time.monotonic() > self._swept + SWEEP_S:
                 self._swept = time.monotonic()
@@ -166,7 +161,7 @@ class BatchRunner:
             await _wait(self._more, POLL_S)
             return
         if not self._claimed:
-            claims = await self._database.run(lines.claim, self._worker, self._max_running)
+            claims = await self._database.run(lines.claim, self._worker, self._model, self._max_running)
             self._claimed.extend(claims)  # in its own statement: `_stop` may put another deque there meanwhile
         if not self._claimed:
             await _wait(self._more, POLL_S)

@@ -33,11 +33,6 @@ class BatchService:
         self._database = BatchDatabase(path / "batches.sqlite3")
         self._runner: BatchRunner | None = None
 
-    @property
-    def num_running(self) -> int:
-        """The number of lines that this replica is answering."""
-        return self._runner.num_running if self._runner else 0
-
     @asynccontextmanager
     async def running(
         self,

@@ -80,8 +80,10 @@ def add_batch_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/batches", response_model=BatchObject, responses=errors(400, 404, 413))
     async def create_batch(body: CreateBatchRequest, request: Request) -> Response:
         created = await folder().create_batch(body, owner(request))
-        ignored = ", ".join(name for name in body.ignored() if name.isascii() and name.isprintable())
-        return _json(created, {IGNORED_HEADER: ignored} if ignored else None)
+        # The client chose these names: remove what could end the header, and bound its length.
+        ignored = ", ".join(body.ignored())[:1024].encode("ascii", "replace").decode()
+        names = "".join(char if char.isprintable() else "?" for char in ignored)
+        return _json(created, {IGNORED_HEADER: names} if names else None)
 
     @app.get("/v1/batches", response_model=BatchList, responses=errors(400, 404))
     async def list_batches(request: Request, limit: NumBatches = 20, after: After = None) -> Response:

@@ -15,7 +15,7 @@ from cluster.batches.input_lines import InputLine
 from cluster.batches.lines import LineAnswer, LineClaim
 from secateur.batches_api import CreateBatchRequest, FileObject
 
-NUM_LINES = 40
+NUM_LINES, MODEL = 40, "model"
 
 
 @pytest.fixture
@@ -31,9 +31,9 @@ def started(db: sqlite3.Connection, num_lines: int = NUM_LINES, now: float = 0.0
     file = FileObject(id=f"file-{random.random()}", bytes=1, created_at=0, filename="a", purpose="batch")
     files.insert(db, file, "")
     body = CreateBatchRequest(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
-    batch = batches.create(db, body, None, "model", now)
+    batch = batches.create(db, body, None, MODEL, now)
     assert batch is not None and batch.status == "validating"
-    claim = batches.claim(db, "validator")
+    claim = batches.claim(db, "validator", MODEL)
     assert claim is not None and claim.id == batch.id
     lines.add(db, claim, "validator", [InputLine(n, f"id-{n}", n, 1) for n in range(1, num_lines + 1)])
     batches.start(db, claim, "validator", now)
@@ -59,7 +59,7 @@ async def test_every_line_is_recorded_once(database: BatchDatabase, seed: int) -
                 await database.run(batches.keep_alive, worker, now)
             case "claim":
                 await database.run(batches.keep_alive, worker, now)
-                held[worker] += await database.run(lines.claim, worker, rng.randint(1, 4))
+                held[worker] += await database.run(lines.claim, worker, MODEL, rng.randint(1, 4))
             case "record" if held[worker]:  # perhaps long after the lease
                 done = [answer(line, f"{worker} {step}") for line in held[worker][:2]]
                 recorded += [
@@ -82,17 +82,17 @@ async def test_every_line_is_recorded_once(database: BatchDatabase, seed: int) -
     assert batch is not None and batch.status == "finalizing"
     counts = batch.request_counts
     assert (counts.total, counts.failed, counts.completed) == (NUM_LINES, NUM_LINES // 3, NUM_LINES - NUM_LINES // 3)
-    assert await database.run(lines.claim, "w", 5) == []
+    assert await database.run(lines.claim, "w", MODEL, 5) == []
 
 
 async def test_a_line_has_one_worker_until_the_lease_ends(database: BatchDatabase) -> None:
     await database.run(started, 3)
     await database.run(batches.keep_alive, "a", 0.0)
-    mine = await database.run(lines.claim, "a", 3)
+    mine = await database.run(lines.claim, "a", MODEL, 3)
     await database.run(batches.keep_alive, "b", LEASE_S)
-    assert await database.run(lines.claim, "b", 3) == []
+    assert await database.run(lines.claim, "b", MODEL, 3) == []
     await database.run(batches.keep_alive, "b", LEASE_S + 1)
-    theirs = await database.run(lines.claim, "b", 3)
+    theirs = await database.run(lines.claim, "b", MODEL, 3)
     assert [line.number for line in theirs] == [1, 2, 3] and {line.num_losses for line in theirs} == {1}
     assert await database.run(lines.record, "a", [answer(mine[0], "late")], LEASE_S + 2) == []
     assert len(await database.run(lines.record, "b", [answer(theirs[0], "right")], LEASE_S + 2)) == 1
@@ -103,15 +103,15 @@ async def test_a_line_has_one_worker_until_the_lease_ends(database: BatchDatabas
 
 async def test_nothing_is_recorded_once_a_batch_is_being_cancelled(database: BatchDatabase) -> None:
     batch_id = await database.run(started, 2)
-    [line, _] = await database.run(lines.claim, "a", 2)
+    [line, _] = await database.run(lines.claim, "a", MODEL, 2)
     await database.run(batches.cancel, batch_id, None, 1.0)
     assert await database.run(lines.record, "a", [answer(line, "late")], 2.0) == []
-    assert await database.run(lines.claim, "b", 2) == []
+    assert await database.run(lines.claim, "b", MODEL, 2) == []
 
 
 async def test_a_batch_with_all_answers_cannot_be_cancelled(database: BatchDatabase) -> None:
     batch_id = await database.run(started, 2)
-    done = [answer(line, "") for line in await database.run(lines.claim, "a", 2)]
+    done = [answer(line, "") for line in await database.run(lines.claim, "a", MODEL, 2)]
     assert await database.run(lines.record, "a", done, 1.0) == done
     with pytest.raises(batches.NotCancellable, match="finalizing"):
         await database.run(batches.cancel, batch_id, None, 2.0)
@@ -121,34 +121,51 @@ async def test_a_lost_validator_begins_anew_and_cannot_start_the_batch(database:
     def validating(db: sqlite3.Connection) -> BatchClaim:
         files.insert(db, FileObject(id="f", bytes=1, created_at=0, filename="a", purpose="batch"), "")
         body = CreateBatchRequest(input_file_id="f", endpoint="/v1/completions", completion_window="24h")
-        assert batches.create(db, body, None, "model", 0.0)
+        assert batches.create(db, body, None, MODEL, 0.0)
         batches.keep_alive(db, "a", 0.0)
-        claim = batches.claim(db, "a")
+        claim = batches.claim(db, "a", MODEL)
         assert claim is not None and lines.add(db, claim, "a", [InputLine(1, "x", 0, 1)]) == []
-        assert batches.claim(db, "b") is None
+        assert batches.claim(db, "b", MODEL) is None
         return claim
 
     old = await database.run(validating)
     await database.run(batches.keep_alive, "b", LEASE_S + 1)
-    new = await database.run(batches.claim, "b")
+    new = await database.run(batches.claim, "b", MODEL)
     assert new is not None and await database.run(lines.add, old, "a", [InputLine(2, "y", 5, 1)]) is None
     await database.run(batches.start, old, "a", 1.0)
     assert await database.run(lines.add, new, "b", [InputLine(1, "x", 0, 1), InputLine(2, "z", 0, 1)]) == []
     await database.run(batches.start, new, "b", 1.0)
-    found = await database.run(lines.claim, "b", 9)
+    found = await database.run(lines.claim, "b", MODEL, 9)
     assert [(line.number, line.custom_id) for line in found] == [(1, "x"), (2, "z")]
+
+
+async def test_a_batch_waits_for_its_model_and_anybody_ends_it(database: BatchDatabase) -> None:
+    batch_id = await database.run(started, 2)
+    assert await database.run(lines.claim, "other", "another model", 9) == []
+    await database.run(batches.cancel, batch_id, None, 1.0)
+    ending = await database.run(batches.claim, "other", "another model")
+    assert ending is not None and ending.id == batch_id
+
+    def create(db: sqlite3.Connection) -> None:
+        files.insert(db, FileObject(id="f", bytes=1, created_at=0, filename="a", purpose="batch"), "")
+        body = CreateBatchRequest(input_file_id="f", endpoint="/v1/completions", completion_window="24h")
+        assert batches.create(db, body, None, MODEL, 0.0)
+
+    await database.run(create)
+    assert await database.run(batches.claim, "other", "another model") is None
+    assert await database.run(batches.claim, "own", MODEL) is not None
 
 
 async def test_a_transaction_that_fails_changes_nothing(database: BatchDatabase) -> None:
     batch_id = await database.run(started, 2)
 
     def breaks(db: sqlite3.Connection) -> None:
-        lines.claim(db, "a", 2)
+        lines.claim(db, "a", MODEL, 2)
         raise OSError("no space left")
 
     with pytest.raises(OSError, match="no space"):
         await database.run(breaks)
-    assert len(await database.run(lines.claim, "b", 9)) == 2 and batch_id
+    assert len(await database.run(lines.claim, "b", MODEL, 9)) == 2 and batch_id
 
 
 async def test_a_folder_of_another_version_is_refused(tmp_path: Path) -> None:

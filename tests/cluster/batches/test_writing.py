@@ -49,14 +49,14 @@ async def test_a_large_batch_takes_no_memory(database: BatchDatabase, folder: Fi
     created = await database.run(batches.create, body, None, "model", time.time())
     assert created is not None
     tracemalloc.start()
-    claim = await database.run(batches.claim, "w")
+    claim = await database.run(batches.claim, "w", "model")
     assert claim is not None
     await writing.validate(database, folder, claim, "w", "model")
     num_recorded = 0
-    while claims := await database.run(lines.claim, "w", 1000):
+    while claims := await database.run(lines.claim, "w", "model", 1000):
         done = [LineAnswer(line, json.dumps({"n": line.number, "text": FILLER}), False) for line in claims]
         num_recorded += len(await database.run(lines.record, "w", done, 0.0))
-    ending = await database.run(batches.claim, "w")
+    ending = await database.run(batches.claim, "w", "model")
     assert ending is not None and ending.status == "finalizing"
     await writing.write_files(database, folder, ending, "w")
     _, peak = tracemalloc.get_traced_memory()

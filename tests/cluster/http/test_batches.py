@@ -238,6 +238,13 @@ def test_what_does_not_exist_is_not_found(api: httpx2.Client) -> None:
         assert "_x" in error_of(response)["message"] or "file-x" in error_of(response)["message"]
 
 
+def test_fields_of_a_batch_without_effect_are_named(api: httpx2.Client) -> None:
+    id = upload(api, jsonl(line("a"))).json()["id"]
+    body = {"input_file_id": id, "endpoint": COMPLETIONS, "completion_window": "24h", "priority": 1, "é\n": 2}
+    response = api.post("/v1/batches", json=body).raise_for_status()
+    assert response.headers["x-secateur-ignored"] == "priority, ??"
+
+
 def test_an_output_is_no_input(api: httpx2.Client) -> None:
     made = ended(api, create(api, jsonl(line("a")))["id"])["output_file_id"]
     body = {"input_file_id": made, "endpoint": COMPLETIONS, "completion_window": "24h"}
