@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import uvicorn
 
@@ -25,6 +26,7 @@ from cluster.local_engine import LocalEngine
 from cluster.system.listening import base_url, listening_socket
 from cluster.system.progress import Progress
 from secateur.api_keys import check_api_keys
+from secateur.batch_dir import check_batch_dir
 from secateur.config import EngineArgs
 from workers.config import EngineConfig
 
@@ -58,6 +60,7 @@ def build_service(
         seed=args.seed,
         sampling_defaults=defaults,
         cors=_cors(args),
+        batch_dir=Path(args.batch_dir) if args.batch_dir else None,
         root_path=args.root_path,
         tool_call_parser=args.tool_call_parser,
         reasoning_parser=args.reasoning_parser,
@@ -86,6 +89,8 @@ def local_service(args: EngineArgs, progress: Progress | None = None) -> Iterato
     progress = progress or Progress(is_shown=False)
     if args.api_key_file:
         check_api_keys(args.api_key_file)
+    if args.batch_dir:
+        check_batch_dir(args.batch_dir)
     with listening_socket(args.host, args.port) as sock:  # first, because the rest takes seconds, or a download
         with progress.during("reading the model's configuration and tokenizer"):
             config, tokenizer = with_tokenizer(args, engine_config(args, num_gpus=visible_gpus()))

@@ -18,6 +18,7 @@ from mkdocs.structure.pages import Page
 from pydantic import BaseModel
 
 from secateur import requests
+from secateur.batches_api import CreateBatchRequest
 from secateur.bodies import UNSUPPORTED
 from secateur.cli import app
 from secateur.config import AppArgs, EngineArgs, ModelLoadingConfig, PlacementGroupConfig
@@ -108,6 +109,7 @@ def http() -> str:
         "POST /v1/completions": requests.CompletionRequest,
         "POST /v1/chat/completions": requests.ChatCompletionRequest,
         "POST /v1/responses": ResponsesRequest,
+        "POST /v1/batches": CreateBatchRequest,
         "POST /tokenize": requests.TokenizeRequest,
         "POST /detokenize": requests.DetokenizeRequest,
     }

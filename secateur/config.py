@@ -93,6 +93,8 @@ class EngineArgs(Strict):
     api_key: str | None = Field(default=None, repr=False)
     api_key_file: str | None = None
     """A file of keys, one per line; every request rereads it."""
+    batch_dir: str | None = None
+    """Folder of /v1/files and /v1/batches, an absolute path; None = the service has neither."""
     allowed_origins: list[str] = Field(default_factory=list)
     """Origins of pages whose scripts may use the service, such as https://app.example; '*' is all."""
     allowed_methods: list[str] = Field(default_factory=lambda: ["*"])
@@ -134,6 +136,9 @@ class EngineArgs(Strict):
             problems.append(Problem("api_key", "is empty; write a key, or leave it out"))
         if self.api_key is not None and self.api_key_file is not None:
             problems.append(Problem("api_key_file", "contradicts api_key; write that key into the file, or keep one"))
+        if self.batch_dir is not None and not self.batch_dir.startswith("/"):
+            told = f"{self.batch_dir!r} must be an absolute path, because the service runs in another folder"
+            problems.append(Problem("batch_dir", f"{told}; write one such as '/var/lib/secateur'"))
         problems += [*self._cors_problems(), *self._root_path_problems()]
         if self.max_num_batched_tokens < self.max_num_seqs:
             problems.append(

@@ -140,6 +140,12 @@ SERVER_FLAGS: dict[str, Any] = {
         metavar="FILE",
         help="Require one of the keys in this file, one per line. Changes apply to the next request.",
     ),
+    "batch_dir": _serving(
+        str,
+        "--batch-dir",
+        metavar="DIR",
+        help="Serve /v1/files and /v1/batches, and keep them in this folder [none].",
+    ),
     "allowed_origins": _serving(
         list[str],
         "--allowed-origins",

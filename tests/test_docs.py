@@ -135,8 +135,9 @@ def check_marker(block: Block) -> None:
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with local_service(EngineArgs.load({"port": 0, "device": "cpu", "max_num_seqs": 2})) as url:
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    settings = {"port": 0, "device": "cpu", "max_num_seqs": 2, "batch_dir": str(tmp_path_factory.mktemp("batches"))}
+    with local_service(EngineArgs.load(settings)) as url:
         yield url
 
 

@@ -20,6 +20,11 @@ from secateur.responses import ErrorResponse
 MAX_BODY_BYTES = 16 << 20
 """Enough for a million token ids, or for a text several times as long as any context. The whole body is read before it
 is validated."""
+UPLOAD_PATH = "/v1/files"
+MAX_FILE_BYTES = 200 << 20
+"""OpenAI's limit of a file. An uploaded file is written to the disk as it arrives."""
+MAX_UPLOAD_BYTES = MAX_FILE_BYTES + (1 << 20)
+"""A file in a form, with the form's other fields."""
 LINGER_S = 2.0
 """Time between an error response and closing the connection. Data that arrives meanwhile is discarded: closing at once
 would reset the connection, and the client could lose the response."""
@@ -41,6 +46,13 @@ class HttpLimits:
     """Time for any body. A large body has `num_bytes / body_bytes_per_s` more."""
     body_bytes_per_s: int = 16 << 10
     body_bytes: int = MAX_BODY_BYTES
+    upload_bytes: int = MAX_UPLOAD_BYTES
+    """The same for uploads of files."""
+
+    def max_body_bytes(self, method: str, path: str) -> int:
+        """Return the size that the body of a request may have."""
+        is_upload = method == "POST" and path.rstrip("/").endswith(UPLOAD_PATH)
+        return self.upload_bytes if is_upload else self.body_bytes
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -61,7 +73,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._num_unparsed = 0  # bytes since the parser's last callback; it buffers an unfinished header
         self._num_head = 0
         self._num_headers = 0
-        self._num_body = 0
+        self._num_body = self._max_body = 0
 
     # Connections
 
@@ -121,6 +133,8 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Start the timer for the body."""
         self._num_unparsed = 0
+        path = self.url.partition(b"?")[0].decode("latin-1")
+        self._max_body = self.limits.max_body_bytes(self.parser.get_method().decode(), path)
         super().on_headers_complete()
         self._expect("body")
 
@@ -128,8 +142,8 @@ class LimitedProtocol(HttpToolsProtocol):
         """Count a part of the body; reject the request if the body is too large."""
         self._num_unparsed = 0
         self._num_body += len(body)
-        if self._num_body > self.limits.body_bytes:
-            message = f"the body is larger than {self.limits.body_bytes >> 20} MiB; send less at once"
+        if self._num_body > self._max_body:
+            message = f"the body is larger than {self._max_body >> 20} MiB; send less at once"
             self._stop_parser(_error(413, message, "body_too_large"))
         super().on_body(body)
 

@@ -9,10 +9,11 @@ different replicas. Acceptance length = 1 + num_accepted_tokens / num_drafts.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import zip_longest
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -150,6 +151,19 @@ class Metrics:
             PREFIX + "requests_rejected", "Requests turned away: too many were pending.", names, registry=registry
         )
         self._rejected.labels(**self._labels)
+        self._client_requests = Gauge(
+            PREFIX + "client_requests_running",
+            "HTTP requests of clients, from their first byte to the last of the answer; batch jobs are not among them.",
+            names,
+            registry=registry,
+        )
+        self._client_requests.labels(**self._labels)
+        self._batch_lines = Counter(
+            PREFIX + "batch_lines",
+            "Lines of batch jobs that this replica answered, by result (completed, failed).",
+            [*names, "result"],
+            registry=registry,
+        )
         registry.register(_EngineCollector(self._labels, lambda: self._with_returned(stats())))
 
     def _with_returned(self, stats: EngineStats) -> EngineStats:
@@ -187,6 +201,15 @@ class Metrics:
     def observe_rejected(self) -> None:
         """Count a request answered with 429."""
         self._rejected.labels(**self._labels).inc()
+
+    def client_request(self) -> AbstractContextManager[None]:
+        """Return a context in which one more request of a client is running."""
+        return self._client_requests.labels(**self._labels).track_inprogress()
+
+    def observe_batch_lines(self, num_completed: int, num_failed: int) -> None:
+        """Count lines of batch jobs whose answers were recorded."""
+        for result, number in (("completed", num_completed), ("failed", num_failed)):
+            self._batch_lines.labels(**self._labels, result=result).inc(number)
 
     def render(self) -> bytes:
         """Return the metrics in Prometheus's text format."""

@@ -6,6 +6,7 @@ import logging
 import re
 import secrets
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import cast
@@ -22,7 +23,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cluster.engine_client import EngineDead
 from cluster.http.api_keys import ApiKeys, is_authorised
 from cluster.http.errors import BadRequest, HttpError, not_found, too_many_requests, unavailable
-from cluster.http.limits import MAX_BODY_BYTES
+from cluster.http.in_process import IN_PROCESS
+from cluster.http.limits import HttpLimits
 from cluster.http.output_processor import GenerationFailed
 from cluster.http.paths import PathMiddleware
 from cluster.http.tokenizer_pool import TokenizerPoolDown, TokenizerPoolFull
@@ -94,14 +96,19 @@ def install(
     api_keys: ApiKeys | None,
     echo_request_id: bool,
     on_rejected: Callable[[], None],
+    client_request: Callable[[], AbstractContextManager[None]],
     root_path: str = "",
     cors: Cors | None = None,
 ) -> None:
-    """Add the exception handlers and middlewares. `on_rejected` is called for every 429."""
+    """Add the exception handlers and middlewares.
 
-    async def known(_: Request, error: Exception) -> Response:
+    `on_rejected` is called for every 429 of a client; each of its requests to a protected path runs inside a
+    `client_request`.
+    """
+
+    async def known(request: Request, error: Exception) -> Response:
         http_error = to_http_error(error)
-        if http_error.status == HTTPStatus.TOO_MANY_REQUESTS:
+        if http_error.status == HTTPStatus.TOO_MANY_REQUESTS and IN_PROCESS not in request.scope:
             on_rejected()
         return error_response(http_error)
 
@@ -112,6 +119,7 @@ def install(
     # The middleware added last is the outermost: responses to requests without a key have a request id, too.
     if api_keys is not None:
         app.add_middleware(_ApiKeyMiddleware, keys=api_keys)
+    app.add_middleware(_ClientRequestMiddleware, running=client_request)
     app.add_middleware(PathMiddleware, root_path=root_path)
     app.add_middleware(_RequestIdMiddleware, echo=echo_request_id)
     if cors is not None:  # it answers preflight requests, which have no API key, and adds its headers to errors
@@ -138,14 +146,20 @@ async def _starlette_error(_: Request, error: Exception) -> Response:
 
 
 async def _invalid_body(request: Request, error: Exception) -> Response:
-    """Handle a body that fails validation: OpenAI's 400 instead of FastAPI's 422."""
+    """Handle a body or a query that fails validation: OpenAI's 400 instead of FastAPI's 422."""
     assert isinstance(error, RequestValidationError)
+    if error.errors()[0]["loc"][0] == "query":  # a request that has no body
+        return _invalid_fields(error)
     content_type = request.headers.get("content-type", "")
     if "json" not in content_type:
         message = f"send the body as JSON, with Content-Type: application/json (got {content_type or 'none'!r})"
         return error_response(HttpError(400, ErrorResponse.of(message)))
     if problem_with_body := _no_object(error):
         return error_response(HttpError(400, ErrorResponse.of(problem_with_body)))
+    return _invalid_fields(error)
+
+
+def _invalid_fields(error: RequestValidationError) -> Response:
     # `problems_of` uses `errors()` alone, which both exception classes have.
     found = problems_of(cast(ValidationError, error), Speculative.model_fields)
     problems = [_without_body(problem) for problem in found]
@@ -192,13 +206,14 @@ class _RequestIdMiddleware:
         scope.setdefault("state", {})["request_id"] = request_id
 
         started, num_bytes = False, 0
+        max_bytes = HttpLimits().max_body_bytes(scope["method"], scope["path"])
 
         async def receive_limited() -> Message:
             nonlocal num_bytes
             message = await receive()
             num_bytes += len(message.get("body", b""))
-            if num_bytes > MAX_BODY_BYTES:
-                raise HTTPException(413, f"the body is larger than {MAX_BODY_BYTES >> 20} MiB; send less at once")
+            if num_bytes > max_bytes:
+                raise HTTPException(413, f"the body is larger than {max_bytes >> 20} MiB; send less at once")
             return message
 
         async def send_with_id(message: Message) -> None:
@@ -225,8 +240,8 @@ class _ApiKeyMiddleware:
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if scope["type"] == "http" and IN_PROCESS not in scope:
+            path = _path_of(scope)
             given = Headers(scope=scope).get("authorization", "").encode("latin-1")
             if is_protected(path) and not is_authorised(given, self._keys()):
                 message = "missing or wrong API key; send 'Authorization: Bearer KEY'"
@@ -236,6 +251,25 @@ class _ApiKeyMiddleware:
                 await response(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+class _ClientRequestMiddleware:
+    """Runs the requests of clients, but for those of monitoring, inside a context that counts them."""
+
+    def __init__(self, app: ASGIApp, running: Callable[[], AbstractContextManager[None]]) -> None:
+        self._app = app
+        self._running = running
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_counted = scope["type"] == "http" and IN_PROCESS not in scope and is_protected(_path_of(scope))
+        with self._running() if is_counted else nullcontext():
+            await self._app(scope, receive, send)
+
+
+def _path_of(scope: Scope) -> str:
+    """Return the path below the service's prefix."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
 
 
 def _first_line(error: Exception) -> str:

@@ -13,7 +13,8 @@ from secateur.responses import ErrorResponse
 _WHY = {
     HTTPStatus.BAD_REQUEST: "The body is not JSON, or a parameter is wrong or not implemented; `param` names it.",
     HTTPStatus.UNAUTHORIZED: "The API key is missing or wrong.",
-    HTTPStatus.NOT_FOUND: "The service has another model.",
+    HTTPStatus.NOT_FOUND: "There is no such model, response, file or batch; or the service keeps no files and batches.",
+    HTTPStatus.CONFLICT: "The state of the file or the batch does not allow it.",
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "The body is too large.",
     HTTPStatus.TOO_MANY_REQUESTS: "Too many requests are pending; try later.",
     HTTPStatus.INTERNAL_SERVER_ERROR: "The engine failed on this request, or the service has a bug.",

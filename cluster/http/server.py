@@ -22,15 +22,17 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
-from cluster.http import metrics, middleware, openapi
+from cluster.http import in_process, metrics, middleware, openapi
+from cluster.http.batch_routes import add_batch_routes
 from cluster.http.errors import BadRequest, unavailable
 from cluster.http.inspector import inspector_page
 from cluster.http.openai_format import (
@@ -50,7 +52,7 @@ from cluster.http.responses_api import (
     events_of,
     in_words_of_responses,
 )
-from cluster.http.service import Service
+from cluster.http.service import Service, batch_share
 from cluster.http.streaming import EventStream, cancel_on_disconnect, merge, prepend
 from secateur import __version__
 from secateur.requests import (
@@ -78,12 +80,28 @@ logger = logging.getLogger(__name__)
 def create_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
     """Return the HTTP application of one engine. Behind Ray Serve's proxy, which echoes request ids itself, pass
     `echo_request_id=False`."""
-    app = FastAPI(title="Secateur", version=__version__)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        if service.batches is None:
+            yield
+            return
+        async with service.batches.running(
+            post=partial(in_process.post, app),
+            num_pending=lambda: service.engine.num_pending,
+            is_healthy=lambda: service.health().ok,
+            max_running=batch_share(service.config.max_num_seqs),
+            on_recorded=service.metrics.observe_batch_lines,
+        ):
+            yield
+
+    app = FastAPI(title="Secateur", version=__version__, lifespan=lifespan)
     middleware.install(
         app,
         api_keys=service.api_keys,
         echo_request_id=echo_request_id,
         on_rejected=service.metrics.observe_rejected,
+        client_request=service.metrics.client_request,
         root_path=service.root_path,
         cors=service.cors,
     )
@@ -221,6 +239,7 @@ def create_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
             "config": asdict(service.config),
         }
 
+    add_batch_routes(app, service)
     openapi.complete(app, has_keys=service.api_keys is not None)
     return app
 

@@ -6,8 +6,10 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from cluster.batches.service import BatchService
 from cluster.engine_client import EngineClient, Health
 from cluster.http import metrics, middleware
 from cluster.http.answer_reader import AnswerReaders
@@ -39,6 +41,9 @@ logger = logging.getLogger(__name__)
 PENDING_PER_SEQUENCE = 8
 """Pending requests per place in the running batch beyond which the service answers 429."""
 
+BATCH_SHARE = 0.75
+"""The share of the running batch that batch jobs may fill; interactive requests find the rest free."""
+
 Body = TypeVar("Body", bound=SamplingRequest)
 
 
@@ -67,6 +72,8 @@ class Service:
     """None = browsers let no script of another origin use the service."""
     has_tokenizer_info: bool = False
     """Serve /tokenizer_info."""
+    batch_dir: Path | None = None
+    """Folder of /v1/files and /v1/batches; None = they are not served."""
     root_path: str = ""
     """The prefix under which clients see the service, such as /llm."""
     reasoning_parser: Literal["auto", "none", "think"] = "auto"
@@ -74,6 +81,7 @@ class Service:
     tool_call_parser: Literal["auto"] | ToolCallFormat = "auto"
     created: int = field(default_factory=lambda: int(time.time()))
     answers: AnswerReaders = field(init=False)
+    batches: BatchService | None = field(init=False, default=None)
     responses: ResponseStore = field(init=False, default_factory=ResponseStore)
     seeds: SeedSource = field(init=False)
     metrics: metrics.Metrics = field(init=False)
@@ -84,6 +92,8 @@ class Service:
         self.answers = AnswerReaders(self.tokenizer, self.reasoning_parser, self.tool_call_parser)
         self.seeds = SeedSource(self.seed)
         self.metrics = metrics.Metrics(self.model_id, self.replica, lambda: self.engine.stats)
+        if self.batch_dir is not None:
+            self.batches = BatchService(self.batch_dir, model=self.model_id)
         self.max_pending = self.max_pending or PENDING_PER_SEQUENCE * self.config.max_num_seqs
 
     @property
@@ -262,3 +272,8 @@ class Service:
             root=self.config.model_path,
             max_model_len=self.limits.max_model_len,
         )
+
+
+def batch_share(max_num_seqs: int) -> int:
+    """Return how many requests the engine may have when a line of a batch job joins them."""
+    return max(1, int(BATCH_SHARE * max_num_seqs))

@@ -14,7 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.http.metrics import PREFIX
 
-BUSY = {f"{PREFIX}num_requests_running", f"{PREFIX}num_requests_waiting"}
+BUSY = f"{PREFIX}client_requests_running"
+"""Batch jobs are not among them: other replicas, or the next one, go on with those."""
 SETTLE_S = 5.0
 """Requests still arrive for this long: Kubernetes removes the pod from its service while the hook runs."""
 PERIOD_S = 1.0
@@ -35,7 +36,7 @@ def is_busy(url: str) -> bool:
     if response.is_error:  # Serve's proxy has no replica
         return False
     families = text_string_to_metric_families(response.text)
-    return any(sample.value for family in families if family.name in BUSY for sample in family.samples)
+    return any(sample.value for family in families if family.name == BUSY for sample in family.samples)
 
 
 def drain(url: str, limit_s: float) -> None:

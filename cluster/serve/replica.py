@@ -24,6 +24,7 @@ from cluster.local_service import build_service
 from cluster.serve.progress import report_stage
 from cluster.serve.worker_group import WorkerGroup
 from secateur.api_keys import check_api_keys
+from secateur.batch_dir import check_batch_dir
 from secateur.config import EngineArgs
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,8 @@ class Replica:
         self._args = EngineArgs.load({"api_key": key, **args})
         if self._args.api_key_file:
             check_api_keys(self._args.api_key_file)
+        if self._args.batch_dir:
+            check_batch_dir(self._args.batch_dir)
         self._client = EngineClient()
         config = await asyncio.to_thread(engine_config, self._args)
         self._config, self._tokenizer = await asyncio.to_thread(with_tokenizer, self._args, config)

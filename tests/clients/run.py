@@ -13,6 +13,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
 import tomllib
 from hashlib import sha256
@@ -50,9 +51,12 @@ def main() -> int:
     scripts = {script.stem.removeprefix("with_"): script for script in sorted(SCRIPTS.glob("with_*.py"))}
     chosen = asked.only or list(scripts)
     pythons = {name: interpreter(scripts[name], asked.environments.resolve()) for name in chosen}
-    args = EngineArgs.load({"model": asked.model, "port": 0, "served_model_name": "secateur"})
+    settings = {"model": asked.model, "port": 0, "served_model_name": "secateur"}
     num_failed = 0
-    with local_service(args) as url:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        local_service(EngineArgs.load({**settings, "batch_dir": folder})) as url,
+    ):
         # Without proxies and telemetry, which need a network.
         env = os.environ | {"SECATEUR_URL": url, "NO_PROXY": "*", "DO_NOT_TRACK": "1", "OPENAI_API_KEY": "none"}
         env.pop("PYTHONPATH", None)

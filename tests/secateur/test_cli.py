@@ -255,6 +255,17 @@ def test_a_key_file_is_checked_before_the_start(cluster, monkeypatch, tmp_path, 
     assert "api_key_file: contradicts api_key" in capsys.readouterr().err
 
 
+def test_the_batch_folder_is_checked_before_the_start(cluster, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    for folder in ("file", "file/below"):
+        assert cli.main(["serve", "--batch-dir", folder]) != 0
+        assert f"batch_dir: {tmp_path / 'file'} is a file; name a folder" in capsys.readouterr().err
+    assert cli.main(["serve", "--batch-dir", "new/folder"]) == 0
+    [(_, args)] = cluster
+    assert args.batch_dir == str(tmp_path / "new" / "folder") and not (tmp_path / "new").exists()
+
+
 @pytest.mark.filterwarnings("default")
 def test_a_warning_is_one_line(cluster, capsys):
     assert cli.main(["serve", "-sc", '{"model": "x", "enable_draft_probs": true}']) == 0

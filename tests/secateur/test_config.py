@@ -399,7 +399,7 @@ def test_an_unknown_nested_key_says_where():
 
 
 def test_an_unrecognizable_key_lists_the_valid_ones():
-    assert "allowed_origins, api_key, api_key_file, device," in refusal(EngineArgs, zzzzzz=1)
+    assert "allowed_origins, api_key, api_key_file, batch_dir, device," in refusal(EngineArgs, zzzzzz=1)
 
 
 def test_dashes_in_keys_read_as_underscores():
@@ -464,6 +464,11 @@ def test_values_out_of_range_name_their_field(key, value):
 def test_a_key_and_a_file_of_keys_contradict_each_other_and_no_key_is_empty():
     assert "api_key_file: contradicts api_key" in refusal(EngineArgs, api_key="a", api_key_file="keys")
     assert "api_key: is empty; write a key, or leave it out" in refusal(EngineArgs, api_key=" ")
+
+
+def test_the_batch_folder_is_an_absolute_path():
+    assert EngineArgs(batch_dir="/var/lib/secateur").batch_dir == "/var/lib/secateur"
+    assert "batch_dir: 'jobs' must be an absolute path" in refusal(EngineArgs, batch_dir="jobs")
 
 
 def test_the_api_key_is_not_shown():

@@ -1,13 +1,14 @@
 # /// script
 # dependencies = ["openai"]
 # ///
-"""openai: chats, responses, streams, parsed answers, tools, completions with log probabilities, models."""
+"""openai: chats, responses, streams, parsed answers, tools, completions with log probabilities, models, batches."""
 
 import json
 import os
+import time
 from typing import Literal
 
-from openai import BadRequestError, OpenAI, pydantic_function_tool
+from openai import BadRequestError, ConflictError, NotFoundError, OpenAI, pydantic_function_tool
 from pydantic import BaseModel
 
 client = OpenAI(base_url=f"{os.environ['SECATEUR_URL']}/v1", api_key="none")
@@ -89,3 +90,42 @@ with client.responses.stream(model=MODEL, input="Hello", max_output_tokens=16) a
 text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
 assert text and text == events[-1].response.output_text
 client.responses.delete(first.id)
+
+CHAT = {"model": MODEL, "messages": MESSAGES, "max_tokens": 8, "seed": 1}
+lines = [
+    {"custom_id": f"line {n}", "method": "POST", "url": "/v1/chat/completions", "body": {**CHAT, "seed": n}}
+    for n in range(20)
+]
+lines[7]["body"]["temperature"] = -1
+sent = client.files.create(file=("in.jsonl", "".join(json.dumps(line) + "\n" for line in lines)), purpose="batch")
+assert sent.id in [file.id for file in client.files.list(purpose="batch", limit=5)]
+assert len(client.files.content(sent.id).text.splitlines()) == len(lines)
+batch = client.batches.create(
+    input_file_id=sent.id, endpoint="/v1/chat/completions", completion_window="24h", metadata={"made by": "a client"}
+)
+while batch.status not in ("completed", "failed", "expired", "cancelled"):
+    time.sleep(0.2)
+    batch = client.batches.retrieve(batch.id)
+assert batch.status == "completed" and batch.metadata == {"made by": "a client"}, batch
+assert (batch.request_counts.total, batch.request_counts.completed, batch.request_counts.failed) == (20, 19, 1)
+answers = [json.loads(line) for line in client.files.content(batch.output_file_id).text.splitlines()]
+assert [answer["custom_id"] for answer in answers] == [f"line {n}" for n in range(20) if n != 7]
+assert answers[1]["response"]["body"]["choices"][0]["message"]["content"] == (
+    client.chat.completions.create(**CHAT).choices[0].message.content
+)
+[wrong] = [json.loads(line) for line in client.files.content(batch.error_file_id).text.splitlines()]
+assert wrong["custom_id"] == "line 7" and wrong["response"]["body"]["error"]["param"] == "temperature"
+pages = list(client.batches.list(limit=1))
+assert [each.id for each in pages] == [batch.id]
+status = None
+try:
+    client.batches.cancel(batch.id)
+except ConflictError as error:
+    status = error.status_code
+assert status == 409
+assert client.files.delete(sent.id).deleted
+try:
+    client.files.retrieve(sent.id)
+except NotFoundError as error:
+    status = error.status_code
+assert status == 404

@@ -12,6 +12,7 @@ import pytest
 
 from cluster.http.limits import MAX_BODY_BYTES
 from cluster.http.tokenizer_pool import TokenizerPoolDown, TokenizerPoolFull
+from secateur.batches_api import CreateBatchRequest
 from secateur.requests import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from secateur.responses import ErrorResponse
 from secateur.responses_api import ResponsesRequest
@@ -25,7 +26,14 @@ BODIES: dict[str, dict[str, Any]] = {
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [5]},
 }
-MODELS = (CompletionRequest, ChatCompletionRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest)
+MODELS = (
+    CompletionRequest,
+    ChatCompletionRequest,
+    ResponsesRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+    CreateBatchRequest,
+)
 
 
 def document_of(http: httpx2.Client) -> dict[str, Any]:
@@ -114,6 +122,15 @@ def test_routes_without_a_body_declare_their_errors(own: Callable[..., FakeServi
             ("/v1/responses/{id}", "get"): {401, 404},
             ("/v1/responses/{id}", "delete"): {401, 404},
             ("/v1/responses/{id}/input_items", "get"): {401, 404},
+            ("/v1/files", "post"): {400, 401, 404, 413},
+            ("/v1/files", "get"): {400, 401, 404},
+            ("/v1/files/{id}", "get"): {401, 404},
+            ("/v1/files/{id}", "delete"): {401, 404, 409},
+            ("/v1/files/{id}/content", "get"): {401, 404},
+            ("/v1/batches", "post"): {400, 401, 404, 413},
+            ("/v1/batches", "get"): {400, 401, 404},
+            ("/v1/batches/{id}", "get"): {401, 404},
+            ("/v1/batches/{id}/cancel", "post"): {401, 404, 409},
             ("/tokenizer_info", "get"): {401},
             ("/server_info", "get"): {401},
             ("/health", "get"): {503},
@@ -139,8 +156,11 @@ def test_api_keys_are_declared_where_they_are_needed(own: Callable[..., FakeServ
     with own(api_key=key).http() as http:
         document = document_of(http)
     secured = {path for path, own in document["paths"].items() if any("security" in op for op in own.values())}
-    stored = ("/v1/responses/{id}", "/v1/responses/{id}/input_items")
-    assert secured == ({*BODIES, *stored, "/v1/models", "/v1/models/{model}", "/server_info"} if key else set())
+    stored = ("/v1/responses/{id}", "/v1/responses/{id}/input_items", "/v1/files", "/v1/files/{id}")
+    batches = ("/v1/files/{id}/content", "/v1/batches", "/v1/batches/{id}", "/v1/batches/{id}/cancel")
+    assert secured == (
+        {*BODIES, *stored, *batches, "/v1/models", "/v1/models/{model}", "/server_info"} if key else set()
+    )
     assert ("securitySchemes" in document["components"]) == bool(key)
     assert (401 in errors_of(document, "/v1/completions", "post")) == bool(key)
 

@@ -6,6 +6,7 @@ import http.server
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import httpx2
 import pytest
@@ -16,10 +17,13 @@ from cluster.serve.drain import drain, is_busy
 from workers.comm.ipc import EngineStats
 
 
-def metrics(running: int = 0, waiting: int = 0) -> bytes:
-    """Return the metrics of a replica."""
-    stats = EngineStats(num_running=running, num_waiting=waiting)
-    return Metrics("model", "replica", lambda: stats).render()
+def metrics(clients: int = 0, in_batches: int = 0) -> bytes:
+    """Return the metrics of a replica with requests of clients and of batch jobs."""
+    found = Metrics("model", "replica", lambda: EngineStats(num_running=clients + in_batches))
+    with ExitStack() as running:
+        for _ in range(clients):
+            running.enter_context(found.client_request())
+        return found.render()
 
 
 @pytest.fixture
@@ -61,9 +65,10 @@ def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("body", "busy"), [(metrics(running=1), True), (metrics(waiting=2), True), (metrics(), False), (None, False)]
+    ("body", "busy"),
+    [(metrics(1), True), (metrics(1, 2), True), (metrics(0, 2), False), (metrics(), False), (None, False)],
 )
-def test_a_replica_is_busy_while_requests_run_or_wait(
+def test_a_replica_is_busy_while_requests_of_clients_run(
     replica: Callable[..., str], body: bytes | None, busy: bool
 ) -> None:
     assert is_busy(replica(body)) is busy
@@ -84,10 +89,10 @@ def test_a_timeout_means_busy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_drain_waits_for_the_last_request(replica: Callable[..., str], slept: list[float]) -> None:
-    drain(replica(metrics(running=2), metrics(running=1), metrics()), 60)
+    drain(replica(metrics(2), metrics(1), metrics()), 60)
     assert slept == [5.0, 1.0, 1.0]
 
 
 def test_drain_stops_at_its_limit(replica: Callable[..., str], slept: list[float]) -> None:
-    drain(replica(metrics(running=1)), 10)
+    drain(replica(metrics(1)), 10)
     assert sum(slept) == 10

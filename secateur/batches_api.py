@@ -1,0 +1,162 @@
+"""The bodies of /v1/files and /v1/batches: what a request says, and the objects of the answers."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from secateur.bodies import Body
+from secateur.responses import Response
+
+MAX_PAIRS, MAX_KEY_CHARS, MAX_VALUE_CHARS = 16, 64, 512
+HOUR_S, MONTH_S = 3600, 30 * 24 * 3600
+
+Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
+BatchStatus = Literal[
+    "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
+]
+_Key = Annotated[str, Field(max_length=MAX_KEY_CHARS)]
+_Value = Annotated[str, Field(max_length=MAX_VALUE_CHARS)]
+
+
+class ExpiresAfter(Body):
+    """When a file is deleted."""
+
+    anchor: Literal["created_at"]
+    """The moment from which the seconds count: the file's creation."""
+    seconds: Annotated[int, Field(ge=HOUR_S, le=MONTH_S)]
+    """Seconds until then, an hour to 30 days."""
+
+
+class CreateBatchRequest(Body):
+    """POST /v1/batches."""
+
+    input_file_id: str
+    """An uploaded file with a request in each line."""
+    endpoint: Endpoint
+    """The route of all its requests."""
+    completion_window: Literal["24h"]
+    """The time after which requests without an answer are given up."""
+    metadata: Annotated[dict[_Key, _Value], Field(max_length=MAX_PAIRS)] | None = None
+    """Returned as it is."""
+    output_expires_after: ExpiresAfter | None = None
+    """When the files with the answers are deleted; without it, they stay."""
+
+    def ignored(self) -> list[str]:
+        """Return unknown fields, sorted."""
+        return sorted(self.model_extra or {})
+
+
+class FileObject(Response):
+    """An uploaded file, or one with the answers of a batch."""
+
+    id: str
+    object: str = "file"
+    bytes: int
+    created_at: int
+    expires_at: int | None = None
+    filename: str
+    purpose: Literal["batch", "batch_output"]
+    status: str = "processed"
+
+
+class FileList(Response):
+    """GET /v1/files."""
+
+    nullable = frozenset({"first_id", "last_id"})
+
+    object: str = "list"
+    data: list[FileObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class DeletedFile(Response):
+    """DELETE /v1/files/{id}."""
+
+    id: str
+    object: str = "file"
+    deleted: bool = True
+
+
+class InvalidLine(Response):
+    """Why a batch cannot be run: the problem, the field, and the number of the line, which counts from 1."""
+
+    nullable = frozenset({"param", "line"})
+
+    code: str
+    message: str
+    param: str | None = None
+    line: int | None = None
+
+
+class InvalidLines(Response):
+    """The `errors` of a batch that failed."""
+
+    object: str = "list"
+    data: list[InvalidLine]
+
+
+class RequestCounts(Response):
+    """How many requests a batch has, how many of them have an answer, and how many an error."""
+
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+
+
+class BatchObject(Response):
+    """A batch. Times are Unix seconds, null until they come."""
+
+    nullable = frozenset(
+        {
+            "errors",
+            "output_file_id",
+            "error_file_id",
+            "in_progress_at",
+            "expires_at",
+            "finalizing_at",
+            "completed_at",
+            "failed_at",
+            "expired_at",
+            "cancelling_at",
+            "cancelled_at",
+            "metadata",
+        }
+    )
+
+    id: str
+    object: str = "batch"
+    endpoint: str
+    model: str | None = None
+    errors: InvalidLines | None = None
+    input_file_id: str
+    completion_window: str
+    status: BatchStatus
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    created_at: int
+    in_progress_at: int | None = None
+    expires_at: int | None = None
+    finalizing_at: int | None = None
+    completed_at: int | None = None
+    failed_at: int | None = None
+    expired_at: int | None = None
+    cancelling_at: int | None = None
+    cancelled_at: int | None = None
+    request_counts: RequestCounts
+    metadata: dict[str, Any] | None = None
+
+
+class BatchList(Response):
+    """GET /v1/batches."""
+
+    nullable = frozenset({"first_id", "last_id"})
+
+    object: str = "list"
+    data: list[BatchObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool

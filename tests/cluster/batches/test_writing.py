@@ -1,0 +1,85 @@
+"""Any number of lines is checked and written in constant memory; expired and orphaned files are swept."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+from cluster.batches import batches, files, lines, writing
+from cluster.batches.database import BatchDatabase
+from cluster.batches.files import FileFolder
+from cluster.batches.lines import LineAnswer
+from cluster.batches.runner import sweep
+from secateur.batches_api import CreateBatchRequest, FileObject
+
+NUM_LINES, FILLER = 20_000, "y" * 2000
+
+
+@pytest.fixture
+async def database(tmp_path: Path):
+    opened = BatchDatabase(tmp_path / "batches.sqlite3")
+    await opened.open()
+    yield opened
+    await opened.close()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> FileFolder:
+    made = FileFolder(tmp_path / "files")
+    made.make()
+    return made
+
+
+@pytest.mark.slow
+async def test_a_large_batch_takes_no_memory(database: BatchDatabase, folder: FileFolder) -> None:
+    with folder.path("input").open("w") as file:
+        for n in range(NUM_LINES):
+            request = {"custom_id": f"r{n}", "method": "POST", "url": "/v1/completions", "body": {"prompt": FILLER}}
+            file.write(json.dumps(request) + "\n")
+    size = folder.path("input").stat().st_size
+    await database.run(
+        files.insert, FileObject(id="input", bytes=size, created_at=0, filename="a", purpose="batch"), ""
+    )
+    body = CreateBatchRequest(input_file_id="input", endpoint="/v1/completions", completion_window="24h")
+    created = await database.run(batches.create, body, None, "model", time.time())
+    assert created is not None
+    tracemalloc.start()
+    claim = await database.run(batches.claim, "w", "model")
+    assert claim is not None
+    await writing.validate(database, folder, claim, "w", "model")
+    num_recorded = 0
+    while claims := await database.run(lines.claim, "w", "model", 1000):
+        done = [LineAnswer(line, json.dumps({"n": line.number, "text": FILLER}), False) for line in claims]
+        num_recorded += len(await database.run(lines.record, "w", done, 0.0))
+    ending = await database.run(batches.claim, "w", "model")
+    assert ending is not None and ending.status == "finalizing"
+    await writing.write_files(database, folder, ending, "w")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    batch = await database.run(batches.find, created.id, None)
+    assert batch is not None and batch.output_file_id is not None and batch.status == "completed"
+    assert num_recorded == batch.request_counts.total == NUM_LINES
+    with folder.path(batch.output_file_id).open() as file:
+        assert [json.loads(line)["n"] for line in file] == list(range(1, NUM_LINES + 1))
+    assert peak < 20 << 20 < size, f"{peak >> 20} MiB"
+
+
+async def test_expired_files_and_content_without_a_file_are_swept(database: BatchDatabase, folder: FileFolder) -> None:
+    now, long_ago = int(time.time()), time.time() - files.ORPHAN_S - 5
+    for id, expires_at in (("kept", None), ("future", now + 100), ("over", now - 1), ("used", now - 1)):
+        folder.path(id).write_bytes(b"a")
+        file = FileObject(id=id, bytes=1, created_at=0, filename=id, purpose="batch", expires_at=expires_at)
+        await database.run(files.insert, file, "")
+    for name, age in (("old-orphan", long_ago), ("old.part", long_ago), ("new.part", now), ("kept", long_ago)):
+        folder.path(name).touch()
+        os.utime(folder.path(name), (age, age))
+    body = CreateBatchRequest(input_file_id="used", endpoint="/v1/completions", completion_window="24h")
+    assert await database.run(batches.create, body, None, "model", now - 100)
+    await sweep(database, folder)
+    assert {path.name for path in folder.path("x").parent.iterdir()} == {"kept", "future", "used", "new.part"}
+    assert await database.run(files.find, "over", None, 0.0) is None

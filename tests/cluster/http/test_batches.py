@@ -1,0 +1,515 @@
+"""/v1/files and /v1/batches over a fake engine: objects, errors, the life of a batch, services that share a folder."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai.types
+import pytest
+
+from cluster.batches import batches, input_lines, runner
+from cluster.http import limits, uploads
+from secateur.batches_api import BatchObject
+from tests.support.fake_service import ANSWER, FakeService, error_of, fake_service, wait_for
+
+Own = Callable[..., FakeService]
+COMPLETIONS = "/v1/completions"
+ENDED = ("completed", "failed", "expired", "cancelled")
+
+
+def line(custom_id: str, url: str = COMPLETIONS, **body: Any) -> dict[str, Any]:
+    body = body or {"prompt": "a", "max_tokens": 3}
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
+
+
+def jsonl(*lines: Any) -> bytes:
+    return b"".join(json.dumps(each).encode() + b"\n" for each in lines)
+
+
+def upload(http: httpx2.Client, content: bytes, **fields: str) -> httpx2.Response:
+    return http.post("/v1/files", data={"purpose": "batch", **fields}, files={"file": ("in.jsonl", content)})
+
+
+def create(http: httpx2.Client, content: bytes, endpoint: str = COMPLETIONS, **more: Any) -> dict[str, Any]:
+    id = upload(http, content).raise_for_status().json()["id"]
+    body = {"input_file_id": id, "endpoint": endpoint, "completion_window": "24h", **more}
+    response = http.post("/v1/batches", json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def ended(http: httpx2.Client, id: str, timeout_s: float = 20.0) -> dict[str, Any]:
+    deadline = time.monotonic() + timeout_s
+    while (batch := http.get(f"/v1/batches/{id}").raise_for_status().json())["status"] not in ENDED:
+        assert time.monotonic() < deadline, batch
+        time.sleep(0.02)
+    return batch
+
+
+def content(http: httpx2.Client, id: str) -> list[dict[str, Any]]:
+    text = http.get(f"/v1/files/{id}/content").raise_for_status().text
+    assert text.endswith("\n")
+    return [json.loads(each) for each in text.removesuffix("\n").split("\n")]
+
+
+def change(folder: Path, statement: str, *values: Any) -> None:
+    with sqlite3.connect(folder / "batches.sqlite3") as database:
+        database.execute(statement, values)
+    database.close()
+
+
+@pytest.fixture(scope="module")
+def batching(tokenizer: Any, script: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeService]:
+    folder = tmp_path_factory.mktemp("b")
+    with fake_service(tokenizer, folder, script, batch_dir=folder / "batches") as running:
+        yield running
+
+
+@pytest.fixture
+def api(batching: FakeService) -> Iterator[httpx2.Client]:
+    with batching.http() as client:
+        yield client
+
+
+def test_a_batch_answers_every_line_in_openais_form(api: httpx2.Client) -> None:
+    wrong = line("wrong", prompt="a", temperature=-1)
+    created = create(api, jsonl(*[line(f"é{n}") for n in range(20)], wrong), metadata={"a": "b"})
+    assert created["object"] == "batch" and created["id"].startswith("batch_")
+    assert (created["status"], created["errors"], created["output_file_id"]) == ("validating", None, None)
+    assert created["expires_at"] == created["created_at"] + 24 * 3600 and created["metadata"] == {"a": "b"}
+    batch = ended(api, created["id"])
+    assert (batch["status"], batch["model"]) == ("completed", "fake-model")
+    assert batch["request_counts"] == {"total": 21, "completed": 20, "failed": 1}
+    assert batch["created_at"] <= batch["in_progress_at"] <= batch["finalizing_at"] <= batch["completed_at"]
+    assert batch["failed_at"] is batch["expired_at"] is batch["cancelling_at"] is batch["cancelled_at"] is None
+    answers = content(api, batch["output_file_id"])
+    assert [answer["custom_id"] for answer in answers] == [f"é{n}" for n in range(20)]
+    for answer in answers:
+        assert answer.keys() == {"id", "custom_id", "response", "error"} and answer["error"] is None
+        assert answer["response"].keys() == {"status_code", "request_id", "body"}
+        assert answer["response"]["status_code"] == 200 and answer["id"].startswith("batch_req_")
+        assert ANSWER.startswith(answer["response"]["body"]["choices"][0]["text"])
+    [failed] = content(api, batch["error_file_id"])
+    assert (failed["custom_id"], failed["error"], failed["response"]["status_code"]) == ("wrong", None, 400)
+    assert failed["response"]["body"]["error"]["param"] == "temperature"
+    assert len({answer["id"] for answer in [*answers, failed]}) == 21
+    made = api.get(f"/v1/files/{batch['output_file_id']}").json()
+    assert (made["purpose"], made["filename"]) == ("batch_output", f"{batch['id']}_output.jsonl")
+    assert len(api.get(f"/v1/files/{made['id']}/content").content) == made["bytes"]
+    [old] = [each for each in api.get("/v1/batches").json()["data"] if each["id"] == batch["id"]]
+    assert openai.types.Batch.model_validate(batch, strict=True).request_counts.total == 21
+    assert openai.types.FileObject.model_validate(made, strict=True).filename == made["filename"]
+    assert old == batch and BatchObject.model_validate(batch).model_dump() == batch
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "kind"),
+    [
+        (COMPLETIONS, {"prompt": "a"}, "text_completion"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, "chat.completion"),
+        ("/v1/responses", {"input": "a"}, "response"),
+    ],
+)
+def test_every_endpoint_is_the_route_of_that_name(api: httpx2.Client, endpoint: str, body: Any, kind: str) -> None:
+    batch = ended(api, create(api, jsonl(line("a", endpoint, **body)), endpoint)["id"])
+    [answer] = content(api, batch["output_file_id"])
+    assert answer["response"]["body"]["object"] == kind and batch["error_file_id"] is None
+
+
+def test_ignored_fields_are_named_with_the_answer(api: httpx2.Client) -> None:
+    batch = ended(api, create(api, jsonl(line("a", prompt="a", zeta=1)))["id"])
+    [answer] = content(api, batch["output_file_id"])
+    assert answer["response"]["headers"] == {"x-secateur-ignored": "zeta"}
+
+
+def test_the_first_batch_file_line_may_begin_with_a_byte_order_mark(api: httpx2.Client) -> None:
+    text = b"\xef\xbb\xbf" + jsonl(line("a")) + b"\r\n \n" + jsonl(line("b")).replace(b"\n", b"\r\n")
+    batch = ended(api, create(api, text.removesuffix(b"\r\n"))["id"])
+    assert [answer["custom_id"] for answer in content(api, batch["output_file_id"])] == ["a", "b"]
+
+
+def test_texts_reach_the_route_as_they_are(api: httpx2.Client, batching: FakeService, tokenizer: Any) -> None:
+    text = jsonl(line("good", prompt="木 é \u2028", max_tokens=3), line("half", prompt="\ud800"))
+    before = len(batching.engine.submitted)
+    batch = ended(api, create(api, text)["id"])
+    [submitted] = batching.engine.submitted[before:]
+    assert tokenizer.decode(submitted.prompt) == "木 é \u2028"
+    [failed] = content(api, batch["error_file_id"])
+    assert failed["custom_id"] == "half" and failed["response"]["status_code"] == 400
+
+
+def test_wrong_lines_are_listed_by_number_and_nothing_runs(api: httpx2.Client, batching: FakeService) -> None:
+    good = line("good")
+    wrong: list[tuple[Any, str, str | None]] = [
+        (b"{", "invalid_json_line", None),
+        (b"[1]", "invalid_json_line", None),
+        (
+            b'{"custom_id": "n", "method": "POST", "url": "/v1/completions", "body": {"n": NaN}}',
+            "invalid_json_line",
+            None,
+        ),
+        (b"\xff", "invalid_json_line", None),
+        (b"[" * 100_000, "invalid_json_line", None),
+        (good, "duplicate_custom_id", "custom_id"),
+        ({**good, "custom_id": 5}, "invalid_type", "custom_id"),
+        ({**good, "custom_id": "\ud800"}, "invalid_type", "custom_id"),
+        ({**good, "custom_id": "x" * 513}, "invalid_type", "custom_id"),
+        ({"method": "POST", "url": COMPLETIONS, "body": {}}, "missing_required_parameter", "custom_id"),
+        ({**line("m"), "method": "GET"}, "invalid_method", "method"),
+        (line("u", "/v1/chat/completions"), "url_mismatch", "url"),
+        ({**line("b"), "body": []}, "invalid_type", "body"),
+        (line("s", prompt="a", stream=True), "invalid_request", "body.stream"),
+        (line("o", prompt="a", model="other"), "model_not_found", "body.model"),
+        ({**line("k"), "extra": 1}, "unknown_parameter", "extra"),
+    ]
+    before = len(batching.engine.submitted)
+    text = jsonl(good) + b"".join(
+        (each if isinstance(each, bytes) else json.dumps(each).encode()) + b"\n" for each, *_ in wrong
+    )
+    batch = ended(api, create(api, text)["id"])
+    assert batch["status"] == "failed" and batch["failed_at"] and batch["errors"]["object"] == "list"
+    found = [(error["line"], error["code"], error["param"]) for error in batch["errors"]["data"]]
+    assert found == [(number, code, param) for number, (_, code, param) in enumerate(wrong, start=2)]
+    assert all(len(error["message"]) > 10 for error in batch["errors"]["data"])
+    assert batch["request_counts"] == {"total": 0, "completed": 0, "failed": 0}
+    assert batch["output_file_id"] is batch["error_file_id"] is None and len(batching.engine.submitted) == before
+
+
+def test_files_without_requests_with_too_many_and_with_too_long_lines_fail(
+    api: httpx2.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def codes(content: bytes) -> list[tuple[str, int | None]]:
+        batch = ended(api, create(api, content)["id"])
+        return [(error["code"], error["line"]) for error in batch["errors"]["data"]]
+
+    assert codes(b"\n \n") == [("empty_file", None)]
+    assert codes(b"{\n" * 300)[99:] == [("invalid_json_line", 100), ("too_many_errors", None)]
+    monkeypatch.setattr(input_lines, "MAX_LINES", 2)
+    assert codes(jsonl(*map(line, "abcd"))) == [("too_many_tasks", 3)]
+    monkeypatch.setattr(input_lines, "MAX_LINE_BYTES", 200)
+    assert codes(jsonl(line("a"), line("b", prompt="x" * 500), line("a"))) == [
+        ("invalid_request", 2),
+        ("too_many_tasks", 3),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({"endpoint": COMPLETIONS, "completion_window": "24h"}, "input_file_id", "required"),
+        ({"endpoint": "/v1/embeddings"}, "endpoint", "/v1/completions"),
+        ({"completion_window": "1h"}, "completion_window", "24h"),
+        ({"metadata": {"a": 1}}, "metadata", "string"),
+        ({"metadata": {str(n): "" for n in range(17)}}, "metadata", "16"),
+        ({"output_expires_after": {"anchor": "created_at", "seconds": 60}}, "output_expires_after", "3600"),
+    ],
+)
+def test_a_wrong_batch_gets_an_error_that_names_the_field(
+    api: httpx2.Client, body: Any, param: str, words: str
+) -> None:
+    valid = {"input_file_id": "file-a", "endpoint": COMPLETIONS, "completion_window": "24h"}
+    response = api.post("/v1/batches", json=body if "endpoint" in body and len(body) == 2 else valid | body)
+    error = error_of(response)
+    assert (response.status_code, error["param"]) == (400, param) and words in error["message"]
+
+
+def test_what_does_not_exist_is_not_found(api: httpx2.Client) -> None:
+    batch = {"input_file_id": "file-x", "endpoint": COMPLETIONS, "completion_window": "24h"}
+    for method, path, param in (
+        ("GET", "/v1/files/file-x", "id"),
+        ("GET", "/v1/files/file-x/content", "id"),
+        ("DELETE", "/v1/files/file-x", "id"),
+        ("GET", "/v1/files?after=file-x", "after"),
+        ("GET", "/v1/batches/batch_x", "id"),
+        ("POST", "/v1/batches/batch_x/cancel", "id"),
+        ("GET", "/v1/batches?after=batch_x", "after"),
+        ("POST", "/v1/batches", "input_file_id"),
+    ):
+        response = api.request(method, path, json=batch if method == "POST" else None)
+        assert (response.status_code, error_of(response)["param"]) == (404, param), path
+        assert "_x" in error_of(response)["message"] or "file-x" in error_of(response)["message"]
+
+
+def test_fields_of_a_batch_without_effect_are_named(api: httpx2.Client) -> None:
+    id = upload(api, jsonl(line("a"))).json()["id"]
+    body = {"input_file_id": id, "endpoint": COMPLETIONS, "completion_window": "24h", "priority": 1, "é\n": 2}
+    response = api.post("/v1/batches", json=body).raise_for_status()
+    assert response.headers["x-secateur-ignored"] == "priority, ??"
+
+
+def test_an_output_is_no_input(api: httpx2.Client) -> None:
+    made = ended(api, create(api, jsonl(line("a")))["id"])["output_file_id"]
+    body = {"input_file_id": made, "endpoint": COMPLETIONS, "completion_window": "24h"}
+    response = api.post("/v1/batches", json=body)
+    assert response.status_code == 400 and "batch_output" in error_of(response)["message"]
+
+
+def test_files_are_listed_by_pages_and_deleted(own: Own, tmp_path: Path) -> None:
+    with own(batch_dir=tmp_path / "new" / "folder").http() as http:
+        assert http.get("/v1/files").json() == {
+            "object": "list",
+            "data": [],
+            "first_id": None,
+            "last_id": None,
+            "has_more": False,
+        }
+        made = [upload(http, f"line {n}\n".encode()).json() for n in range(5)]
+        assert made[0].keys() == {"id", "object", "bytes", "created_at", "filename", "purpose", "status"}
+        assert (made[0]["bytes"], made[0]["filename"], made[0]["purpose"]) == (7, "in.jsonl", "batch")
+        ids = [file["id"] for file in made]
+        assert http.get("/v1/files").json()["data"] == made[::-1]
+        page = http.get("/v1/files?limit=2&order=asc").json()
+        assert ([file["id"] for file in page["data"]], page["has_more"]) == (ids[:2], True)
+        page = http.get(f"/v1/files?limit=3&order=asc&after={page['last_id']}").json()
+        assert ([file["id"] for file in page["data"]], page["has_more"]) == (ids[2:], False)
+        assert http.get(f"/v1/files?limit=2&after={ids[2]}").json()["data"] == [made[1], made[0]]
+        assert http.get("/v1/files?purpose=batch_output").json()["data"] == []
+        assert http.get(f"/v1/files/{ids[3]}").json() == made[3]
+        assert http.get(f"/v1/files/{ids[3]}/content").content == b"line 3\n"
+        assert http.delete(f"/v1/files/{ids[3]}").json() == {"id": ids[3], "object": "file", "deleted": True}
+        assert http.get(f"/v1/files/{ids[3]}").status_code == http.delete(f"/v1/files/{ids[3]}").status_code == 404
+        assert (tmp_path / "new" / "folder").stat().st_mode & 0o077 == 0
+        assert {path.name for path in (tmp_path / "new" / "folder" / "files").iterdir()} == {*ids} - {ids[3]}
+        for query, words in (("limit=0", "greater than or equal to 1"), ("order=up", "asc"), ("limit=a", "integer")):
+            response = http.get(f"/v1/files?{query}")
+            assert (response.status_code, error_of(response)["param"]) == (400, query.partition("=")[0])
+            assert words in error_of(response)["message"]
+
+
+def test_batches_are_listed_by_pages_the_newest_first(own: Own, tmp_path: Path) -> None:
+    with own(batch_dir=tmp_path).http() as http:
+        ids = [create(http, jsonl(line("a")))["id"] for _ in range(3)]
+        for id in ids:
+            ended(http, id)
+        page = http.get("/v1/batches?limit=2").json()
+        assert [batch["id"] for batch in page["data"]] == [ids[2], ids[1]] and page["has_more"] is True
+        assert (page["first_id"], page["last_id"], page["object"]) == (ids[2], ids[1], "list")
+        page = http.get(f"/v1/batches?after={ids[1]}").json()
+        assert [batch["id"] for batch in page["data"]] == [ids[0]] and page["has_more"] is False
+
+
+@pytest.mark.parametrize(
+    ("fields", "file", "param", "words"),
+    [
+        ({"purpose": "fine-tune"}, b"a", "purpose", "'batch'"),
+        ({"purpose": ""}, b"a", "purpose", "'batch'"),
+        ({"zeta": "1"}, b"a", "zeta", "unknown field"),
+        ({}, b"", "file", "empty"),
+        ({}, None, "file", "no field"),
+        ({"expires_after[anchor]": "created_at", "expires_after[seconds]": "5"}, b"a", "expires_after", "3600"),
+        ({"expires_after[seconds]": "5000"}, b"a", "expires_after", "anchor"),
+        ({"expires_after[anchor]": "created_at", "expires_after[seconds]": "x"}, b"a", "expires_after", "integer"),
+    ],
+)
+def test_a_wrong_upload_gets_an_error_and_leaves_nothing(
+    own: Own, tmp_path: Path, fields: dict[str, str], file: bytes | None, param: str, words: str
+) -> None:
+    with own(batch_dir=tmp_path).http() as http:
+        parts = [("purpose", (None, "batch")), *((name, (None, value)) for name, value in fields.items())]
+        form: list[Any] = list(dict(parts).items())
+        response = http.post("/v1/files", files=form + ([] if file is None else [("file", ("in.jsonl", file))]))
+        assert (response.status_code, error_of(response)["param"]) == (400, param)
+        assert words in error_of(response)["message"]
+        assert list((tmp_path / "files").iterdir()) == [] and http.get("/v1/files").json()["data"] == []
+
+
+def test_an_upload_that_is_no_form_or_too_large_is_refused(api: httpx2.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    response = api.post("/v1/files", json={"purpose": "batch"})
+    assert response.status_code == 400 and "multipart/form-data" in error_of(response)["message"]
+    cut = b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+    response = api.post("/v1/files", content=cut, headers={"Content-Type": "multipart/form-data; boundary=x"})
+    assert response.status_code == 400 and "not complete" in error_of(response)["message"]
+    monkeypatch.setattr(uploads, "MAX_FILE_BYTES", 1 << 20)
+    response = upload(api, b"x" * ((1 << 20) + 1))
+    assert (response.status_code, error_of(response)["code"]) == (413, "file_too_large")
+
+
+def test_an_upload_that_breaks_off_leaves_nothing(own: Own, tmp_path: Path) -> None:
+    running = own(batch_dir=tmp_path)
+    with socket.create_connection(("127.0.0.1", int(running.url.rsplit(":", 1)[1]))) as connection:
+        head = "POST /v1/files HTTP/1.1\r\nHost: here\r\nContent-Length: 5000000\r\n"
+        part = '--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n' + "y" * 3_000_000
+        connection.sendall(f"{head}Content-Type: multipart/form-data; boundary=x\r\n\r\n{part}".encode())
+        wait_for(lambda: any((tmp_path / "files").iterdir()))
+    wait_for(lambda: not any((tmp_path / "files").iterdir()))
+    with running.http() as http:
+        assert http.get("/v1/files").json()["data"] == []
+
+
+def test_an_upload_may_be_larger_than_other_bodies(api: httpx2.Client) -> None:
+    data = b"x" * (limits.MAX_BODY_BYTES + (1 << 20))
+    made = upload(api, data).raise_for_status().json()
+    assert made["bytes"] == len(data) and api.get(f"/v1/files/{made['id']}/content").content == data
+    api.delete(f"/v1/files/{made['id']}").raise_for_status()
+
+
+def test_without_a_folder_the_routes_say_how_to_get_one(http: httpx2.Client) -> None:
+    for method, path in (("GET", "/v1/files"), ("GET", "/v1/batches"), ("POST", "/v1/batches/b/cancel")):
+        response = http.request(method, path)
+        error = error_of(response)
+        assert (response.status_code, error["code"]) == (404, "batches_not_enabled")
+        assert "--batch-dir DIR" in error["message"]
+    assert upload(http, b"a").status_code == 404
+
+
+def test_files_and_batches_belong_to_their_key(own: Own, tmp_path: Path) -> None:
+    running = own(batch_dir=tmp_path, api_keys=lambda: ("one", "two"))
+    one, two = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
+    with running.http(headers=one) as mine, running.http(headers=two) as other:
+        batch = ended(mine, create(mine, jsonl(line("a")))["id"])
+        assert batch["request_counts"]["completed"] == 1
+        for path in (
+            f"/v1/batches/{batch['id']}",
+            f"/v1/files/{batch['input_file_id']}",
+            f"/v1/files/{batch['output_file_id']}/content",
+        ):
+            assert (mine.get(path).status_code, other.get(path).status_code) == (200, 404)
+        assert other.delete(f"/v1/files/{batch['input_file_id']}").status_code == 404
+        assert other.get("/v1/files").json()["data"] == other.get("/v1/batches").json()["data"] == []
+        assert other.get(f"/v1/files?after={batch['input_file_id']}").status_code == 404
+        body = {"input_file_id": batch["input_file_id"], "endpoint": COMPLETIONS, "completion_window": "24h"}
+        assert other.post("/v1/batches", json=body).status_code == 404
+        assert mine.get("/v1/files", headers={"Authorization": "bearer  one"}).json()["data"]
+
+
+def test_a_cancelled_batch_keeps_its_answers(own: Own, tmp_path: Path) -> None:
+    running = own(batch_dir=tmp_path)
+    with running.http() as http:
+        ids = [f"r{n}" for n in range(200)]
+        batch = create(http, jsonl(*[line(id, prompt="a") for id in ids]))
+        wait_for(lambda: http.get(f"/v1/batches/{batch['id']}").json()["request_counts"]["completed"] > 5)
+        running.engine.hold.set()
+        wait_for(lambda: running.client.num_pending > 0)
+        held = http.delete(f"/v1/files/{batch['input_file_id']}")
+        assert (held.status_code, error_of(held)["code"]) == (409, "file_in_use") and batch["id"] in held.text
+        cancelling = http.post(f"/v1/batches/{batch['id']}/cancel").raise_for_status().json()
+        assert cancelling["status"] == "cancelling" and cancelling["cancelling_at"]
+        done = ended(http, batch["id"])
+        assert done["status"] == "cancelled" and done["cancelled_at"] and done["completed_at"] is None
+        wait_for(lambda: running.client.num_pending == 0)  # those that ran are aborted
+        running.engine.hold.clear()
+        good, failed = content(http, done["output_file_id"]), content(http, done["error_file_id"])
+        assert len(good) == done["request_counts"]["completed"] < 200 == done["request_counts"]["total"]
+        assert {answer["error"]["code"] for answer in failed} == {"batch_cancelled"}
+        assert sorted(answer["custom_id"] for answer in good + failed) == sorted(ids)
+        again = http.post(f"/v1/batches/{batch['id']}/cancel")
+        assert again.status_code == 409 and "cancelled" in error_of(again)["message"]
+        assert http.delete(f"/v1/files/{batch['input_file_id']}").status_code == 200
+
+
+def test_a_batch_expires(own: Own, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "LEASE_S", 1.0)
+    running = own(batch_dir=tmp_path)
+    with running.http() as http:
+        running.engine.hold.set()
+        batch = create(
+            http, jsonl(*map(line, "abcdefgh")), output_expires_after={"anchor": "created_at", "seconds": 3600}
+        )
+        wait_for(lambda: running.client.num_pending == 3)
+        change(tmp_path, "UPDATE batches SET expires_at = created_at")
+        done = ended(http, batch["id"])
+        assert (done["status"], done["completed_at"], done["output_file_id"]) == ("expired", None, None)
+        assert done["expired_at"] and done["request_counts"] == {"total": 8, "completed": 0, "failed": 0}
+        failed = content(http, done["error_file_id"])
+        assert [(each["custom_id"], each["response"], each["error"]["code"]) for each in failed] == [
+            (id, None, "batch_expired") for id in "abcdefgh"
+        ]
+        file = http.get(f"/v1/files/{done['error_file_id']}").json()
+        assert file["expires_at"] == file["created_at"] + 3600
+        change(tmp_path, "UPDATE files SET expires_at = ? WHERE id = ?", 5, file["id"])
+        assert http.get(f"/v1/files/{file['id']}").status_code == 404
+
+
+def clients(http: httpx2.Client) -> float:
+    """Return how many requests of clients the metrics tell of."""
+    [found] = re.findall(r"^secateur_client_requests_running{.*} (.*)$", http.get("/metrics").text, re.MULTILINE)
+    return float(found)
+
+
+def test_interactive_requests_find_room_beside_a_batch(own: Own, tmp_path: Path) -> None:
+    running = own(batch_dir=tmp_path, engine={"step_s": 0.005})
+    most = 0
+    with running.http() as http:
+        batch = create(http, jsonl(*[line(str(n)) for n in range(120)]))
+        while http.get(f"/v1/batches/{batch['id']}").json()["status"] not in ENDED:
+            assert clients(http) == 0
+            most = max(most, running.client.num_pending)
+            assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 3}).status_code == 200
+        assert 1 < most <= 4 == running.service.config.max_num_seqs
+        metrics = http.get("/metrics").text
+        assert (
+            'secateur_batch_lines_total{model_name="fake-model",replica="fake-replica",result="completed"} 120.0'
+            in metrics
+        )
+
+
+def test_too_many_requests_are_tried_again_and_not_recorded(own: Own, tmp_path: Path) -> None:
+    running = own(batch_dir=tmp_path, max_pending=1)
+    with running.http() as http:
+        batch = ended(http, create(http, jsonl(*[line(str(n)) for n in range(12)]))["id"], 60)
+        assert batch["request_counts"] == {"total": 12, "completed": 12, "failed": 0}
+        rejected = [each for each in http.get("/metrics").text.splitlines() if "requests_rejected_total{" in each]
+        assert [each.split()[-1] for each in rejected] == ["0.0"]
+
+
+def test_what_an_engine_was_lost_with_is_answered_by_another_service_exactly_once(
+    own: Own, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batches, "LEASE_S", 1.0)
+    dying, other = own(batch_dir=tmp_path), own(batch_dir=tmp_path)
+    dying.engine.hold.set()
+    other.engine.hold.set()
+    with dying.http() as http:
+        batch = create(http, jsonl(*[line(str(n)) for n in range(50)]))
+        wait_for(lambda: dying.client.num_pending > 0 and other.client.num_pending > 0)
+        dying.fail("a rank was killed")
+        other.engine.hold.clear()
+        done = ended(http, batch["id"])
+        assert done["request_counts"] == {"total": 50, "completed": 50, "failed": 0}
+        answers = content(http, done["output_file_id"])
+        assert [answer["custom_id"] for answer in answers] == [str(n) for n in range(50)]
+
+
+def test_a_line_that_engines_are_lost_with_again_and_again_gets_an_error(
+    own: Own, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "RETRY_S", 0.01)
+    running = own(batch_dir=tmp_path)
+
+    async def lost(*_: Any, **__: Any) -> Any:
+        return runner.PostedAnswer(503, {}, "{}")
+
+    monkeypatch.setattr(running.service.batches._runner, "_post", lost)
+    with running.http() as http:
+        batch = ended(http, create(http, jsonl(line("a"), line("b")))["id"])
+        assert batch["request_counts"] == {"total": 2, "completed": 0, "failed": 2}
+        assert [each["error"]["code"] for each in content(http, batch["error_file_id"])] == ["request_lost"] * 2
+
+
+def test_a_service_that_stops_leaves_its_work_to_the_next(
+    own: Own, tmp_path: Path, tokenizer: Any, script: Any
+) -> None:
+    folder = tmp_path / "batches"
+    (tmp_path / "a").mkdir()
+    with fake_service(tokenizer, tmp_path / "a", script, batch_dir=folder) as first, first.http() as http:
+        batch = create(http, jsonl(*[line(str(n)) for n in range(300)]))
+        wait_for(lambda: http.get(f"/v1/batches/{batch['id']}").json()["request_counts"]["completed"] > 5)
+    database = sqlite3.connect(folder / "batches.sqlite3")
+    assert database.execute("SELECT count(*) FROM lines WHERE worker IS NOT NULL").fetchone() == (0,)
+    assert database.execute("SELECT count(*) FROM workers").fetchone() == (0,)
+    assert database.execute("SELECT max(num_losses) FROM lines").fetchone() == (0,)
+    [before] = database.execute("SELECT completed FROM batches").fetchone()
+    database.close()
+    assert 5 < before < 300
+    with own(batch_dir=folder).http() as http:
+        done = ended(http, batch["id"])
+        assert done["request_counts"] == {"total": 300, "completed": 300, "failed": 0}
+        assert [answer["custom_id"] for answer in content(http, done["output_file_id"])] == [str(n) for n in range(300)]
