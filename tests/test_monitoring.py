@@ -15,7 +15,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.http.metrics import Metrics
+from cluster.http.metrics import Metrics, RequestTimes, descriptions
 from tests.support.manifests import MANIFESTS, ROOT
 from workers.comm.ipc import EngineStats
 
@@ -35,11 +35,12 @@ def exported() -> dict[str, set[str]]:
     """Return the label names of every sample that a service exports once it has seen every kind of event."""
     stats = EngineStats(pruned_per_depth=[1], verified_per_depth=[1])
     metrics = Metrics("model", "replica", lambda: replace(stats))
-    metrics.observe_tokens(2, 1, is_copied=False)
+    metrics.observe_tokens(2, 1, is_copied=False, gap_s=0.1)
     metrics.observe_rejected()
-    metrics.observe_finished(
-        "stop", prompt_tokens=1, generation_tokens=2, total_s=1.0, first_token_s=0.5, last_token_s=1.0
-    )
+    metrics.observe_queued(0.1)
+    times = RequestTimes(scheduled=0.1, first_token=0.5, last_token=1.0, end=1.0)
+    metrics.observe_finished("stop", times, prompt_tokens=1, generation_tokens=2, max_tokens=8)
+    metrics.observe_http("GET", "/health", 200, 0.01)
     found: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(metrics.render().decode()):
         for sample in family.samples:
@@ -48,6 +49,23 @@ def exported() -> dict[str, set[str]]:
 
 
 METRICS = exported()
+
+
+def test_the_reference_describes_exactly_what_is_exported() -> None:
+    described = {d.name + ("_total" if d.kind == "counter" else ""): set(d.labels) for d in descriptions()}
+    families = {name.removesuffix("_count") for name in METRICS if name.endswith("_count")}
+    found = {name: labels for name, labels in METRICS.items() if not re.search(r"_(bucket|sum|count|created)$", name)}
+    found |= {family: METRICS[f"{family}_count"] for family in families}
+    assert described == {name: labels for name, labels in found.items() if not name.startswith("process_")}
+
+
+def test_the_reference_names_metrics_that_exist() -> None:
+    hooks = (ROOT / "docs" / "hooks.py").read_text()
+    stems = re.search(r"VLLM_METRICS = frozenset\((.*?)\.split", hooks, re.DOTALL)[1]
+    same = {f"secateur_{stem}" for line in re.findall(r'"(.*?)"', stems) for stem in line.split()}
+    assert len(same) > 20 and same <= {description.name for description in descriptions()}
+    mentioned = {name for name in re.findall(r"\b(?:secateur|process)_\w+", hooks) if name != "secateur_"}
+    assert len(mentioned) > 8 and mentioned <= set(METRICS) | {description.name for description in descriptions()}
 
 
 class Query(NamedTuple):
@@ -209,6 +227,8 @@ SCENARIOS = {
             f"secateur_num_preemptions_total{{{ONE}}}": "5x90",
             f'secateur_request_success_total{{{ONE}, finished_reason="stop"}}': "0+99x90",
             f'secateur_request_success_total{{{ONE}, finished_reason="error"}}': "0+1x90",
+            f'secateur_http_requests_total{{{ONE}, method="GET", handler="/health", status="503"}}': "0+9x90",
+            f'secateur_http_requests_total{{{ONE}, method="POST", handler="/v1/completions", status="200"}}': "0+9x90",
         },
         set(),
     ),
@@ -243,6 +263,13 @@ SCENARIOS = {
         RUNNING | {
             f'secateur_request_success_total{{{ONE}, finished_reason="stop"}}': "0+90x90",
             f'secateur_request_success_total{{{ONE}, finished_reason="error"}}': "0+10x90",
+        },
+        {"SecateurErrorRatio"},
+    ),
+    "the service is unavailable": Scenario(
+        RUNNING | {
+            f'secateur_http_requests_total{{{ONE}, method="POST", handler="/v1/completions", status="503"}}': "0+1x90",
+            f'secateur_http_requests_total{{{ONE}, method="POST", handler="/v1/completions", status="200"}}': "0+9x90",
         },
         {"SecateurErrorRatio"},
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -94,10 +95,12 @@ def install(
     api_keys: ApiKeys | None,
     echo_request_id: bool,
     on_rejected: Callable[[], None],
+    on_response: Callable[[str, str, int, float], None],
     root_path: str = "",
     cors: Cors | None = None,
 ) -> None:
-    """Add the exception handlers and middlewares. `on_rejected` is called for every 429."""
+    """Add the exception handlers and middlewares. `on_rejected` is called for every 429, `on_response` with
+    method, route, status and seconds of every response."""
 
     async def known(_: Request, error: Exception) -> Response:
         http_error = to_http_error(error)
@@ -112,6 +115,7 @@ def install(
     # The middleware added last is the outermost: responses to requests without a key have a request id, too.
     if api_keys is not None:
         app.add_middleware(_ApiKeyMiddleware, keys=api_keys)
+    app.add_middleware(_ResponseObserver, on_response=on_response)
     app.add_middleware(PathMiddleware, root_path=root_path)
     app.add_middleware(_RequestIdMiddleware, echo=echo_request_id)
     if cors is not None:  # it answers preflight requests, which have no API key, and adds its headers to errors
@@ -171,6 +175,33 @@ def _without_body(problem: Problem) -> Problem:
     _, _, field = problem.field.partition(".")
     message = problem.message.removeprefix("Value error, ")
     return Problem("" if field.isdigit() else field, message)
+
+
+class _ResponseObserver:
+    """Reports every response, with the status with which it began. It sees the paths and methods of routes."""
+
+    def __init__(self, app: ASGIApp, on_response: Callable[[str, str, int, float], None]) -> None:
+        self._app = app
+        self._on_response = on_response
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status, began = 500, time.perf_counter()  # what an exception becomes further out
+
+        async def observed(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, observed)
+        finally:
+            # Set by the router; requests that end before it, such as those without a key, have none.
+            handler = getattr(scope.get("route"), "path", "none")
+            self._on_response(scope["method"], handler, status, time.perf_counter() - began)
 
 
 class _RequestIdMiddleware:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from cluster.engine_client import EngineClient
 from cluster.http.detokenizer import IncrementalDetokenizer, StopStrings
 from cluster.http.errors import BadRequest
-from cluster.http.metrics import Metrics
+from cluster.http.metrics import Metrics, RequestTimes
 from cluster.http.tokenizer import Tokenizer
 from workers.comm.ipc import RequestStats, Submit, TokenChunk, TokenLogprobs, TreeRecord
 
@@ -98,6 +98,7 @@ class Generation:
     _stops: StopStrings = field(init=False)
     _num_decoded: int = field(init=False, default=0)  # characters that the detokenizer has returned
     _pending: deque[ScoredToken] = field(init=False, default_factory=deque)  # tokens whose text is still held back
+    _scheduled_s: float | None = field(init=False, default=None)
     _first_token_s: float | None = field(init=False, default=None)
     _last_token_s: float | None = field(init=False, default=None)
 
@@ -113,6 +114,7 @@ class Generation:
         Closing the generator early aborts the request. Raises GenerationFailed, EngineDead, BadRequest.
         """
         reason = "abort"  # cancelled or closed early
+        submitted_s = self._elapsed_s()
         try:
             async with aclosing(engine.submit(self.submit)) as chunks:
                 async for chunk in chunks:
@@ -123,12 +125,14 @@ class Generation:
                     if chunk.prompt_logprobs is not None:
                         self.prompt_scores += chunk.prompt_logprobs
                         continue
-                    if chunk.tokens:
-                        self._last_token_s = self._elapsed_s()
-                        if self._first_token_s is None:
-                            self._first_token_s = self._last_token_s
+                    if self._scheduled_s is None:
+                        self._scheduled_s = submitted_s + chunk.queued_s
+                        metrics.observe_queued(chunk.queued_s)
+                    gap_s = self._note_tokens() if chunk.tokens else None
                     delta = self.process(chunk)
-                    metrics.observe_tokens(len(delta.token_ids), delta.num_accepted, is_copied=delta.is_copied)
+                    metrics.observe_tokens(
+                        len(delta.token_ids), delta.num_accepted, is_copied=delta.is_copied, gap_s=gap_s
+                    )
                     reason = delta.finish_reason or reason
                     yield delta
                     if delta.finish_reason is not None:
@@ -221,6 +225,14 @@ class Generation:
             taken.append(self._pending.popleft())
         return taken
 
+    def _note_tokens(self) -> float | None:
+        """Note that tokens have come; return the seconds since the last ones, None for the first."""
+        before, self._last_token_s = self._last_token_s, self._elapsed_s()
+        if before is None:
+            self._first_token_s = self._last_token_s
+            return None
+        return self._last_token_s - before
+
     def _elapsed_s(self) -> float:
         return time.perf_counter() - self.arrival
 
@@ -228,11 +240,15 @@ class Generation:
         prompt_tokens, generation_tokens, total_s = len(self.submit.prompt), len(self.token_ids), self._elapsed_s()
         metrics.observe_finished(
             reason,
+            RequestTimes(
+                scheduled=self._scheduled_s,
+                first_token=self._first_token_s,
+                last_token=self._last_token_s,
+                end=total_s,
+            ),
             prompt_tokens=prompt_tokens,
             generation_tokens=generation_tokens,
-            total_s=total_s,
-            first_token_s=self._first_token_s,
-            last_token_s=self._last_token_s,
+            max_tokens=self.submit.max_tokens,
         )
         logger.info(
             "request %s/%d: %s after %d prompt and %d new tokens, %.3f s, seed %d",

@@ -84,6 +84,7 @@ def create_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
         api_keys=service.api_keys,
         echo_request_id=echo_request_id,
         on_rejected=service.metrics.observe_rejected,
+        on_response=service.metrics.observe_http,
         root_path=service.root_path,
         cors=service.cors,
     )

@@ -12,7 +12,7 @@ import time
 import httpx2
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.http.metrics import PREFIX
+from cluster.http.engine_metrics import PREFIX
 
 BUSY = {f"{PREFIX}num_requests_running", f"{PREFIX}num_requests_waiting"}
 SETTLE_S = 5.0
