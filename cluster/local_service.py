@@ -25,6 +25,7 @@ from cluster.local_engine import LocalEngine
 from cluster.system.listening import base_url, listening_socket
 from secateur.api_keys import check_api_keys
 from secateur.config import EngineArgs
+from secateur.tls import check_tls
 from workers.config import EngineConfig
 
 logger = logging.getLogger(__name__)
@@ -84,6 +85,8 @@ def local_service(args: EngineArgs) -> Iterator[str]:
     """
     if args.api_key_file:
         check_api_keys(args.api_key_file)
+    if args.ssl_certfile and args.ssl_keyfile:
+        check_tls(args.ssl_certfile, args.ssl_keyfile)
     with listening_socket(args.host, args.port) as sock:  # first, because the rest takes seconds, or a download
         config, tokenizer = with_tokenizer(args, engine_config(args, num_gpus=visible_gpus()))
         fetch_weights(args, config)
@@ -91,7 +94,7 @@ def local_service(args: EngineArgs) -> Iterator[str]:
         thread.start()
         try:
             thread.wait_started()
-            yield base_url(args.host, sock.getsockname()[1])
+            yield base_url(args.host, sock.getsockname()[1], tls=args.ssl_certfile is not None)
         finally:
             thread.stop()
 
@@ -147,7 +150,13 @@ class _ServiceThread(threading.Thread):
             app = create_app(service)
             server = uvicorn.Server(
                 uvicorn.Config(
-                    app, http=LimitedProtocol, log_level="warning", access_log=False, timeout_graceful_shutdown=_GRACE_S
+                    app,
+                    http=LimitedProtocol,
+                    log_level="warning",
+                    access_log=False,
+                    timeout_graceful_shutdown=_GRACE_S,
+                    ssl_certfile=self._args.ssl_certfile,
+                    ssl_keyfile=self._args.ssl_keyfile,
                 )
             )
             serving = asyncio.create_task(server.serve(sockets=[self._sock]))

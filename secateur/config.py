@@ -92,6 +92,10 @@ class EngineArgs(Strict):
     api_key: str | None = Field(default=None, repr=False)
     api_key_file: str | None = None
     """A file of keys, one per line; every request rereads it."""
+    ssl_certfile: str | None = None
+    """A PEM certificate, or a chain that begins with it; with ssl_keyfile the service speaks HTTPS alone."""
+    ssl_keyfile: str | None = None
+    """The certificate's key, PEM without a password."""
     allowed_origins: list[str] = Field(default_factory=list)
     """Origins of pages whose scripts may use the service, such as https://app.example; '*' is all."""
     allowed_methods: list[str] = Field(default_factory=lambda: ["*"])
@@ -128,7 +132,7 @@ class EngineArgs(Strict):
             problems.append(Problem("api_key", "is empty; write a key, or leave it out"))
         if self.api_key is not None and self.api_key_file is not None:
             problems.append(Problem("api_key_file", "contradicts api_key; write that key into the file, or keep one"))
-        problems += [*self._cors_problems(), *self._root_path_problems()]
+        problems += [*self._cors_problems(), *self._root_path_problems(), *self._tls_problems()]
         if self.max_num_batched_tokens < self.max_num_seqs:
             problems.append(
                 Problem(
@@ -171,6 +175,12 @@ class EngineArgs(Strict):
     def _root_path_problems(self) -> Iterator[Problem]:
         if self.root_path and not _ROOT_PATH.fullmatch(self.root_path):
             yield Problem("root_path", f"{self.root_path!r} must begin with a slash and end without one, as in '/llm'")
+
+    def _tls_problems(self) -> Iterator[Problem]:
+        if self.ssl_certfile is not None and self.ssl_keyfile is None:
+            yield Problem("ssl_keyfile", "is missing; name the file with the key of ssl_certfile")
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            yield Problem("ssl_certfile", "is missing; name the file with the certificate of ssl_keyfile")
 
     def _draft_rules(self, spec: SpeculativeConfig) -> list[Problem]:
         problems = []
@@ -251,6 +261,8 @@ ELSEWHERE = {
     "tokenizer": "model_loading_config.tokenizer_source",
     "host": "http_options.host of the Serve config",
     "port": "http_options.port of the Serve config",
+    "ssl_certfile": "http_options.ssl_certfile of the Serve config",
+    "ssl_keyfile": "http_options.ssl_keyfile of the Serve config",
 }
 
 

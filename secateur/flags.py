@@ -120,6 +120,12 @@ SERVER_FLAGS: dict[str, Any] = {
         metavar="FILE",
         help="Require one of the keys in this file, one per line. Changes apply to the next request.",
     ),
+    "ssl_certfile": _flag(
+        str, "--ssl-certfile", metavar="FILE", help="Speak HTTPS with this certificate (PEM) [plain HTTP]."
+    ),
+    "ssl_keyfile": _flag(
+        str, "--ssl-keyfile", metavar="FILE", help="The key of --ssl-certfile (PEM without a password)."
+    ),
     "allowed_origins": _flag(
         list[str],
         "--allowed-origins",

@@ -8,19 +8,23 @@ from secateur.config import EngineArgs, resolve_model
 from secateur.errors import ConfigError, SecateurError
 from secateur.flags import engine_args_from
 from secateur.install import install_command
+from secateur.tls import check_tls
 
 
 def checked(flags: dict[str, Any], **more: Any) -> EngineArgs:
     """Return valid engine arguments whose local files exist. Raises ConfigError."""
     flags = {**flags, **{key: value for key, value in more.items() if value is not None}}
-    if flags.get("api_key_file") is not None:  # the service may run in another folder
-        flags["api_key_file"] = os.path.abspath(os.path.expanduser(flags["api_key_file"]))
+    for name in ("api_key_file", "ssl_certfile", "ssl_keyfile"):  # the service may run in another folder
+        if flags.get(name) is not None:
+            flags[name] = os.path.abspath(os.path.expanduser(flags[name]))
     args = engine_args_from(flags)
     if flags.get("api_key") is None and args.api_key_file is None and (key := os.environ.get("SECATEUR_API_KEY")):
         args = args.model_copy(update={"api_key": key})
     is_local = not os.environ.get("RAY_ADDRESS")  # on a cluster, the file is on another machine
     if args.api_key_file is not None and is_local:
         check_api_keys(args.api_key_file)
+    if args.ssl_certfile is not None and args.ssl_keyfile is not None and is_local:
+        check_tls(args.ssl_certfile, args.ssl_keyfile)
     resolve_model(args.model)
     if args.speculative_config is not None and args.speculative_config.model is not None:
         resolve_model(args.speculative_config.model)
