@@ -91,7 +91,7 @@ class EngineArgs(Strict):
     """0 = any free port."""
     api_key: str | None = Field(default=None, repr=False)
     api_key_file: str | None = None
-    """A file of keys, one per line; every request rereads it."""
+    """A file of keys, one per line, with names and limits; every request rereads it."""
     ssl_certfile: str | None = None
     """A PEM certificate, or a chain that begins with it; with ssl_keyfile the service speaks HTTPS alone."""
     ssl_keyfile: str | None = None

@@ -40,6 +40,8 @@ def exported() -> dict[str, set[str]]:
     metrics.observe_queued(0.1)
     times = RequestTimes(scheduled=0.1, first_token=0.5, last_token=1.0, end=1.0)
     metrics.observe_finished("stop", times, prompt_tokens=1, generation_tokens=2, max_tokens=8)
+    metrics.observe_key_request("team", "accepted")
+    metrics.observe_key_tokens("team", 1, 1)
     metrics.observe_http("GET", "/health", 200, 0.01)
     found: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(metrics.render().decode()):

@@ -50,7 +50,12 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "request_success": ("Requests that ended, by reason: stop, length, abort, error.", ("finished_reason",)),
     "prompt_tokens": ("Prompt tokens of ended requests.", ()),
     "generation_tokens": ("Tokens answered.", ()),
-    "requests_rejected": ("Requests turned away with 429.", ()),
+    "requests_rejected": ("Requests turned away: too many were pending.", ()),
+    "key_requests": (
+        "POST requests with an API key, by its name; outcome: accepted, requests_limited, tokens_limited.",
+        ("key", "outcome"),
+    ),
+    "key_tokens": ("Tokens used by the holders of API keys; type: prompt, generation.", ("key", "type")),
     "http_requests": ("HTTP responses, by status.", ("method", "handler", "status")),
 }
 _HTTP_SECONDS = "http_request_duration_seconds"
@@ -181,6 +186,16 @@ class Metrics:
     def observe_rejected(self) -> None:
         """Count a request answered with 429."""
         self._count("requests_rejected")
+
+    def observe_key_request(self, name: str, outcome: str) -> None:
+        """Count a request of an API key's holder. `name` is the key's name, never the key."""
+        self._count("key_requests", key=name, outcome=outcome)
+
+    def observe_key_tokens(self, name: str, prompt_tokens: int, generation_tokens: int) -> None:
+        """Count tokens that the holder of an API key used."""
+        for kind, number in (("prompt", prompt_tokens), ("generation", generation_tokens)):
+            if number:
+                self._count("key_tokens", number, key=name, type=kind)
 
     def observe_http(self, method: str, handler: str, status: int, seconds: float) -> None:
         """Count an HTTP response. `handler` is the route's pattern, so that clients cannot add series."""

@@ -21,11 +21,12 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.engine_client import EngineDead
-from cluster.http.api_keys import ApiKeys, is_authorised
+from cluster.http.api_keys import ApiKeys, matching_key
 from cluster.http.errors import BadRequest, HttpError, not_found, too_many_requests, unavailable
 from cluster.http.limits import MAX_BODY_BYTES
 from cluster.http.output_processor import GenerationFailed
 from cluster.http.paths import PathMiddleware
+from cluster.http.rate_limits import Callers
 from cluster.http.tokenizer_pool import TokenizerPoolDown, TokenizerPoolFull
 from secateur.errors import Problem
 from secateur.responses import IGNORED_HEADER, REQUEST_ID_HEADER, ErrorResponse
@@ -93,6 +94,7 @@ def install(
     app: FastAPI,
     *,
     api_keys: ApiKeys | None,
+    callers: Callers,
     echo_request_id: bool,
     on_rejected: Callable[[], None],
     on_response: Callable[[str, str, int, float], None],
@@ -114,7 +116,7 @@ def install(
     app.add_exception_handler(HTTPException, _starlette_error)
     # The middleware added last is the outermost: responses to requests without a key have a request id, too.
     if api_keys is not None:
-        app.add_middleware(_ApiKeyMiddleware, keys=api_keys)
+        app.add_middleware(_ApiKeyMiddleware, keys=api_keys, callers=callers)
     app.add_middleware(_ResponseObserver, on_response=on_response)
     app.add_middleware(PathMiddleware, root_path=root_path)
     app.add_middleware(_RequestIdMiddleware, echo=echo_request_id)
@@ -249,22 +251,30 @@ class _RequestIdMiddleware:
 
 
 class _ApiKeyMiddleware:
-    """Answers 401 to requests of PROTECTED paths without `Authorization: Bearer <key>`."""
+    """Answers 401 to requests of PROTECTED paths without `Authorization: Bearer <key>`, and 429 beyond a key's limits.
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
+    Sets `request.state.caller`. Only POST counts: other methods cost next to nothing.
+    """
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys, callers: Callers) -> None:
         self._app = app
         self._keys = keys
+        self._callers = callers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            path = scope["path"].removeprefix(scope.get("root_path", ""))
-            given = Headers(scope=scope).get("authorization", "").encode("latin-1")
-            if is_protected(path) and not is_authorised(given, self._keys()):
+        if scope["type"] == "http" and is_protected(scope["path"].removeprefix(scope.get("root_path", ""))):
+            keys, given = self._keys(), Headers(scope=scope).get("authorization", "").encode("latin-1")
+            if (key := matching_key(given, keys)) is None:
                 message = "missing or wrong API key; send 'Authorization: Bearer KEY'"
                 body = ErrorResponse.of(message, type="authentication_error", code="invalid_api_key")
                 response = error_response(HttpError(401, body))
                 response.headers["WWW-Authenticate"] = "Bearer"
                 await response(scope, receive, send)
+                return
+            caller = self._callers.of(key, keys)
+            scope.setdefault("state", {})["caller"] = caller
+            if scope["method"] == "POST" and (refusal := caller.admit()) is not None:
+                await error_response(refusal)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 

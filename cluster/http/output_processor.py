@@ -14,6 +14,7 @@ from cluster.engine_client import EngineClient
 from cluster.http.detokenizer import IncrementalDetokenizer, StopStrings
 from cluster.http.errors import BadRequest
 from cluster.http.metrics import Metrics, RequestTimes
+from cluster.http.rate_limits import Caller
 from cluster.http.tokenizer import Tokenizer
 from workers.comm.ipc import RequestStats, Submit, TokenChunk, TokenLogprobs, TreeRecord
 
@@ -108,13 +109,19 @@ class Generation:
         )
         self._stops = StopStrings(self.stop, include=self.include_stop)
 
-    async def stream(self, engine: EngineClient, metrics: Metrics) -> AsyncGenerator[TextDelta]:
+    async def stream(
+        self, engine: EngineClient, metrics: Metrics, caller: Caller | None = None
+    ) -> AsyncGenerator[TextDelta]:
         """Run the request in the engine and yield one delta per engine step; the last has a finish_reason.
+
+        Its tokens are charged to `caller`, those of a prompt once for all its choices.
 
         Closing the generator early aborts the request. Raises GenerationFailed, EngineDead, BadRequest.
         """
         reason = "abort"  # cancelled or closed early
         submitted_s = self._elapsed_s()
+        if caller is not None and self.number == 0:
+            caller.charge(prompt_tokens=len(self.submit.prompt))
         try:
             async with aclosing(engine.submit(self.submit)) as chunks:
                 async for chunk in chunks:
@@ -133,6 +140,8 @@ class Generation:
                     metrics.observe_tokens(
                         len(delta.token_ids), delta.num_accepted, is_copied=delta.is_copied, gap_s=gap_s
                     )
+                    if caller is not None:
+                        caller.charge(generation_tokens=len(delta.token_ids))
                     reason = delta.finish_reason or reason
                     yield delta
                     if delta.finish_reason is not None:

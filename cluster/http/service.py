@@ -19,6 +19,7 @@ from cluster.http.responses_api import ResponseStore
 from cluster.http.tokenizer import TextLimit, Tokenizer, text_size
 from cluster.http.tokenizer_pool import TokenizerPool
 from cluster.http.tool_calls import ToolCallFormat, decoded_calls, tools_of
+from secateur.api_keys import ApiKey
 from secateur.errors import ConfigError
 from secateur.requests import (
     ChatCompletionRequest,
@@ -80,7 +81,8 @@ class Service:
 
     def __post_init__(self) -> None:
         if self.api_keys is None and (key := self.api_key) is not None:
-            self.api_keys = lambda: (key,)
+            keys = (ApiKey(key=key),)
+            self.api_keys = lambda: keys
         self.answers = AnswerReaders(self.tokenizer, self.reasoning_parser, self.tool_call_parser)
         self.seeds = SeedSource(self.seed)
         self.metrics = metrics.Metrics(self.model_id, self.replica, lambda: self.engine.stats)
