@@ -346,7 +346,7 @@ def test_an_upgrade_never_needs_the_resources_twice(service: dict[str, Any]) -> 
 
 
 def test_the_ray_cluster_asks_for_a_token_which_its_version_knows(service: dict[str, Any]) -> None:
-    from ray._raylet import AuthenticationMode
+    from ray._raylet import AuthenticationMode  # type: ignore[attr-defined]  # compiled
 
     mode = service["spec"]["rayClusterConfig"]["authOptions"]["mode"]
     assert mode == "token" and hasattr(AuthenticationMode, mode.upper())

@@ -69,9 +69,11 @@ _METHODS = frozenset({"GET", "HEAD", "POST", "DELETE", "OPTIONS"})
 class RequestTimes:
     """When a request got how far, in seconds since its arrival; None = it did not.
 
-    Example: RequestTimes(scheduled=0.02, first_token=0.1, last_token=0.9, end=0.9)
+    Example: RequestTimes(submitted=0.01, scheduled=0.02, first_token=0.1, last_token=0.9, end=0.9)
     """
 
+    submitted: float | None = None
+    """It went to the engine."""
     scheduled: float | None = None
     """It joined the running batch."""
     first_token: float | None = None
@@ -199,9 +201,9 @@ class Metrics:
 
     def observe_http(self, method: str, handler: str, status: int, seconds: float) -> None:
         """Count an HTTP response. `handler` is the route's pattern, so that clients cannot add series."""
-        labels = {"method": method if method in _METHODS else "other", "handler": handler}
-        self._count("http_requests", **labels, status=str(status))
-        self._http_seconds.labels(**self._labels, **labels).observe(seconds)
+        method = method if method in _METHODS else "other"
+        self._count("http_requests", method=method, handler=handler, status=str(status))
+        self._http_seconds.labels(**self._labels, method=method, handler=handler).observe(seconds)
 
     def render(self) -> bytes:
         """Return the metrics in Prometheus's text format."""

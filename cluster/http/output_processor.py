@@ -16,6 +16,7 @@ from cluster.http.errors import BadRequest
 from cluster.http.metrics import Metrics, RequestTimes
 from cluster.http.rate_limits import Caller
 from cluster.http.tokenizer import Tokenizer
+from cluster.http.tracing import Trace
 from workers.comm.ipc import RequestStats, Submit, TokenChunk, TokenLogprobs, TreeRecord
 
 logger = logging.getLogger(__name__)
@@ -99,6 +100,7 @@ class Generation:
     _stops: StopStrings = field(init=False)
     _num_decoded: int = field(init=False, default=0)  # characters that the detokenizer has returned
     _pending: deque[ScoredToken] = field(init=False, default_factory=deque)  # tokens whose text is still held back
+    _submitted_s: float | None = field(init=False, default=None)
     _scheduled_s: float | None = field(init=False, default=None)
     _first_token_s: float | None = field(init=False, default=None)
     _last_token_s: float | None = field(init=False, default=None)
@@ -110,16 +112,16 @@ class Generation:
         self._stops = StopStrings(self.stop, include=self.include_stop)
 
     async def stream(
-        self, engine: EngineClient, metrics: Metrics, caller: Caller | None = None
+        self, engine: EngineClient, metrics: Metrics, caller: Caller | None = None, trace: Trace | None = None
     ) -> AsyncGenerator[TextDelta]:
         """Run the request in the engine and yield one delta per engine step; the last has a finish_reason.
 
-        Its tokens are charged to `caller`, those of a prompt once for all its choices.
+        Its tokens are charged to `caller`, those of a prompt once for all its choices. `trace` gets its spans.
 
         Closing the generator early aborts the request. Raises GenerationFailed, EngineDead, BadRequest.
         """
         reason = "abort"  # cancelled or closed early
-        submitted_s = self._elapsed_s()
+        self._submitted_s = self._elapsed_s()
         if caller is not None and self.number == 0:
             caller.charge(prompt_tokens=len(self.submit.prompt))
         try:
@@ -133,7 +135,7 @@ class Generation:
                         self.prompt_scores += chunk.prompt_logprobs
                         continue
                     if self._scheduled_s is None:
-                        self._scheduled_s = submitted_s + chunk.queued_s
+                        self._scheduled_s = self._submitted_s + chunk.queued_s
                         metrics.observe_queued(chunk.queued_s)
                     gap_s = self._note_tokens() if chunk.tokens else None
                     delta = self.process(chunk)
@@ -150,7 +152,7 @@ class Generation:
             reason = "error"
             raise
         finally:
-            self._record_end(reason, metrics)
+            self._record_end(reason, metrics, trace)
 
     def process(self, chunk: TokenChunk) -> TextDelta:
         """Convert one chunk of tokens to text and add it to the output.
@@ -245,20 +247,30 @@ class Generation:
     def _elapsed_s(self) -> float:
         return time.perf_counter() - self.arrival
 
-    def _record_end(self, reason: str, metrics: Metrics) -> None:
+    def _record_end(self, reason: str, metrics: Metrics, trace: Trace | None) -> None:
         prompt_tokens, generation_tokens, total_s = len(self.submit.prompt), len(self.token_ids), self._elapsed_s()
+        times = RequestTimes(
+            submitted=self._submitted_s,
+            scheduled=self._scheduled_s,
+            first_token=self._first_token_s,
+            last_token=self._last_token_s,
+            end=total_s,
+        )
         metrics.observe_finished(
             reason,
-            RequestTimes(
-                scheduled=self._scheduled_s,
-                first_token=self._first_token_s,
-                last_token=self._last_token_s,
-                end=total_s,
-            ),
+            times,
             prompt_tokens=prompt_tokens,
             generation_tokens=generation_tokens,
             max_tokens=self.submit.max_tokens,
         )
+        if trace is not None:
+            attributes: dict[str, str | int] = {
+                "gen_ai.request.id": self.request_id,
+                "gen_ai.request.max_tokens": self.submit.max_tokens,
+                "gen_ai.usage.input_tokens": prompt_tokens,
+                "gen_ai.usage.output_tokens": generation_tokens,
+            }
+            trace.record(reason, times, attributes)
         logger.info(
             "request %s/%d: %s after %d prompt and %d new tokens, %.3f s, seed %d",
             self.request_id,

@@ -235,8 +235,8 @@ async def generate(
     body = response_format.body
     unread = [*service.ignored(body), *ineffective_settings(body.speculative, service.limits)]
     headers = _ignored_header(request, unread)
-    caller = _caller(request)
-    deltas = merge([generation.stream(service.engine, service.metrics, caller) for generation in generations])
+    caller, trace = _caller(request), service.tracing.of(request.headers)
+    deltas = merge([generation.stream(service.engine, service.metrics, caller, trace) for generation in generations])
     try:
         if body.stream:
             # Errors before the first delta get their own HTTP status.
@@ -269,7 +269,8 @@ async def respond(
             service.responses.put(body, history, builder.response)
 
     headers = _ignored_header(request, [*body.ignored(), *ineffective_settings(body.speculative, service.limits)])
-    deltas = merge([generation.stream(service.engine, service.metrics, _caller(request))])
+    caller, trace = _caller(request), service.tracing.of(request.headers)
+    deltas = merge([generation.stream(service.engine, service.metrics, caller, trace)])
     try:
         if body.stream:
             first = await anext(deltas)  # errors before the first delta get their own HTTP status

@@ -19,6 +19,7 @@ from cluster.http.responses_api import ResponseStore
 from cluster.http.tokenizer import TextLimit, Tokenizer, text_size
 from cluster.http.tokenizer_pool import TokenizerPool
 from cluster.http.tool_calls import ToolCallFormat, decoded_calls, tools_of
+from cluster.http.tracing import Tracing
 from secateur.api_keys import ApiKey
 from secateur.errors import ConfigError
 from secateur.requests import (
@@ -73,6 +74,7 @@ class Service:
     reasoning_parser: Literal["auto", "none", "think"] = "auto"
     """See `AnswerReaders`, as for the next one."""
     tool_call_parser: Literal["auto"] | ToolCallFormat = "auto"
+    tracing: Tracing = field(default_factory=Tracing.from_environment)
     created: int = field(default_factory=lambda: int(time.time()))
     answers: AnswerReaders = field(init=False)
     responses: ResponseStore = field(init=False, default_factory=ResponseStore)

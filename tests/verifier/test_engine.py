@@ -75,7 +75,7 @@ def test_a_request_reports_how_long_it_waited_for_its_seat():
         total = time.perf_counter() - began
         waited = bench.answers[second].last.queued_s
         assert bench.answers[first].last.queued_s < waited / 2
-        assert total / 4 < waited < total
+        assert total / 10 < waited < total
 
 
 def test_higher_thresholds_verify_fewer_nodes_and_change_no_token():
