@@ -16,12 +16,16 @@ VLLM := 0.32.0
 LLAMACPP := 2026.10.11549
 OPENVINO := 2026.4.1.0
 PEER_PIP = $(@D)/bin/python -m pip install --disable-pip-version-check
+# Tools with many dependencies of their own: a virtual environment each, of these versions.
+TOOLS := build/tools
+PIP_AUDIT := 2.10.1
+CYCLONEDX := 7.5.0
 # Targets of the bundled one's function at a larger one's cost; make clean removes their files.
 ON_300M := --target-cost 300m --cache build/bench
 ON_8B := --target-cost 8b --cache build/bench
 
 .DEFAULT_GOAL := help
-.PHONY: help docs demo chat check quick test parity mutants clients gpu bench peers models clean
+.PHONY: help docs demo chat check quick test parity mutants clients audit sbom gpu bench peers models clean
 
 help: ## list these targets
 	@sed -nE 's/^([a-z]+):.*## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -52,6 +56,15 @@ mutants: $(VENV)/.installed-mutants ## plant small faults one by one, show those
 
 clients: $(VENV)/.installed-test ## other projects' clients against a service; installs each once (some minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.clients.run --environments .clients
+
+audit: $(VENV)/.installed-serve $(TOOLS)/pip-audit/.installed-$(PIP_AUDIT) ## look for known vulnerabilities in the installed packages (asks PyPI's database)
+	$(BIN)/python -m pip list --format freeze --exclude-editable | sed 's/+.*//' > build/installed.txt
+	$(TOOLS)/pip-audit/bin/pip-audit --requirement build/installed.txt --no-deps --disable-pip --strict --progress-spinner off
+
+sbom: $(VENV)/.installed-serve $(TOOLS)/cyclonedx/.installed-$(CYCLONEDX) ## list the installed packages with licences in build/sbom.cdx.json (CycloneDX)
+	$(TOOLS)/cyclonedx/bin/cyclonedx-py environment --pyproject pyproject.toml --mc-type application \
+		--output-reproducible --output-file build/sbom.cdx.json $(BIN)/python
+	@echo 'make sbom: wrote build/sbom.cdx.json; it lists all of $(VENV), what tests as well if that is installed'
 
 gpu: ## tests and benchmarks on a CUDA machine, with the interpreter PYTHON as it is; installs nothing
 	@$(PYTHON) -c 'import pytest, torch' || { echo 'make gpu: $(PYTHON) lacks pytest or torch; set PYTHON=...' >&2; exit 1; }
@@ -140,4 +153,14 @@ $(PEERS_DIR)/llamacpp/.installed-$(LLAMACPP):
 $(PEERS_DIR)/openvino/.installed-$(OPENVINO):
 	$(PYTHON) -m venv --clear $(PEERS_DIR)/openvino
 	$(PEER_PIP) openvino-genai==$(OPENVINO)
+	@touch $@
+
+$(TOOLS)/pip-audit/.installed-$(PIP_AUDIT):
+	$(PYTHON) -m venv --clear $(@D)
+	$(PEER_PIP) pip-audit==$(PIP_AUDIT)
+	@touch $@
+
+$(TOOLS)/cyclonedx/.installed-$(CYCLONEDX):
+	$(PYTHON) -m venv --clear $(@D)
+	$(PEER_PIP) cyclonedx-bom==$(CYCLONEDX)
 	@touch $@

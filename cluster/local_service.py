@@ -28,6 +28,7 @@ from cluster.system.progress import Progress
 from secateur.api_keys import check_api_keys
 from secateur.batch_dir import check_batch_dir
 from secateur.config import EngineArgs
+from secateur.tls import check_tls
 from workers.config import EngineConfig
 
 logger = logging.getLogger(__name__)
@@ -91,6 +92,8 @@ def local_service(args: EngineArgs, progress: Progress | None = None) -> Iterato
         check_api_keys(args.api_key_file)
     if args.batch_dir:
         check_batch_dir(args.batch_dir)
+    if args.ssl_certfile and args.ssl_keyfile:
+        check_tls(args.ssl_certfile, args.ssl_keyfile)
     with listening_socket(args.host, args.port) as sock:  # first, because the rest takes seconds, or a download
         with progress.during("reading the model's configuration and tokenizer"):
             config, tokenizer = with_tokenizer(args, engine_config(args, num_gpus=visible_gpus()))
@@ -102,7 +105,7 @@ def local_service(args: EngineArgs, progress: Progress | None = None) -> Iterato
             with progress.during(thread.stage(), stage=thread.stage):
                 thread.wait_started()
             progress.say("ready")
-            yield base_url(args.host, sock.getsockname()[1])
+            yield base_url(args.host, sock.getsockname()[1], tls=args.ssl_certfile is not None)
         finally:
             thread.stop()
 
@@ -163,7 +166,13 @@ class _ServiceThread(threading.Thread):
             app = create_app(service)
             server = uvicorn.Server(
                 uvicorn.Config(
-                    app, http=LimitedProtocol, log_level="warning", access_log=False, timeout_graceful_shutdown=_GRACE_S
+                    app,
+                    http=LimitedProtocol,
+                    log_level="warning",
+                    access_log=False,
+                    timeout_graceful_shutdown=_GRACE_S,
+                    ssl_certfile=self._args.ssl_certfile,
+                    ssl_keyfile=self._args.ssl_keyfile,
                 )
             )
             serving = asyncio.create_task(server.serve(sockets=[self._sock]))

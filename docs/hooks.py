@@ -17,6 +17,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 from pydantic import BaseModel
 
+from cluster.http.metrics import descriptions
 from secateur import requests
 from secateur.batches_api import CreateBatchRequest
 from secateur.bodies import UNSUPPORTED
@@ -44,6 +45,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         "reference/http.md": http(),
         "reference/cli.md": command_line(),
         "reference/vllm.md": vllm(),
+        "reference/metrics.md": metrics(),
     }
     for name, content in pages.items():
         files.append(File.generated(config, name, content=content))
@@ -122,6 +124,51 @@ def http() -> str:
         parts += [f"## `{route}`", _table(body)]
     unsupported = ", ".join(f"`{name}`" for name in sorted(UNSUPPORTED))
     parts += ["## Not implemented", f"A request that sets one of these is refused with status 400: {unsupported}."]
+    return "\n\n".join(parts) + "\n"
+
+
+VLLM_METRICS = frozenset(
+    "num_requests_running num_requests_waiting kv_cache_usage_perc num_preemptions prefix_cache_queries "
+    "prefix_cache_hits prompt_tokens generation_tokens request_success request_prompt_tokens "
+    "request_generation_tokens request_params_max_tokens time_to_first_token_seconds inter_token_latency_seconds "
+    "request_time_per_output_token_seconds e2e_request_latency_seconds request_queue_time_seconds "
+    "request_inference_time_seconds request_prefill_time_seconds request_decode_time_seconds spec_decode_num_drafts "
+    "spec_decode_num_draft_tokens spec_decode_num_accepted_tokens spec_decode_num_accepted_tokens_per_pos".split()
+)
+"""vLLM's metrics that we export under the same name, with `secateur_` in place of `vllm:`."""
+VLLM_OTHERS = {
+    "vllm:iteration_tokens_total": "the mean: `secateur_engine_generation_tokens_total` (or prompt tokens) by "
+    "`secateur_engine_steps_total`",
+    "vllm:request_max_num_generation_tokens": "`secateur_request_generation_tokens`, which has an entry per choice",
+    "vllm:request_params_n": "none",
+    "vllm:cache_config_info": "`num_pages` and `config` of `/server_info`",
+    "vllm:lora_requests_info": "none: there are no adapters",
+    "http_requests_total": "`secateur_http_requests_total`, with exact statuses",
+    "http_request_duration_seconds": "`secateur_http_request_duration_seconds`",
+}
+"""Others of vLLM's, and what to use in their place."""
+
+
+def metrics() -> str:
+    """Return the tables of the metrics."""
+    rows = ["| metric | type | labels | meaning | vLLM has it |", "| --- | --- | --- | --- | --- |"]
+    for name, kind, labels, text in descriptions():
+        name_there = "yes" if name.removeprefix("secateur_") in VLLM_METRICS else ""
+        sample = f"{name}_total" if kind == "counter" else name
+        rows.append(f"| `{sample}` | {kind} | {', '.join(labels)} | {text} | {name_there} |")
+    others = ["| vLLM's | here |", "| --- | --- |", *(f"| `{name}` | {ours} |" for name, ours in VLLM_OTHERS.items())]
+    parts = [
+        "# Metrics",
+        "`GET /metrics` answers in Prometheus's text format. [Metrics and dashboards](../guides/monitoring.md) says "
+        "how to query several replicas. Names that vLLM has, too, mean the same, with `secateur_` in place of `vllm:`.",
+        "\n".join(rows),
+        "The replica's process has Prometheus's standard metrics `process_cpu_seconds_total`, "
+        "`process_resident_memory_bytes`, `process_virtual_memory_bytes`, `process_start_time_seconds`, "
+        "`process_open_fds` and `process_max_fds`, with the labels `model_name` and `replica`. The ranks are other "
+        "processes.",
+        "## Others of vLLM's",
+        "\n".join(others),
+    ]
     return "\n\n".join(parts) + "\n"
 
 

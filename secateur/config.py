@@ -92,9 +92,13 @@ class EngineArgs(Strict):
     """0 = any free port."""
     api_key: str | None = Field(default=None, repr=False)
     api_key_file: str | None = None
-    """A file of keys, one per line; every request rereads it."""
+    """A file of keys, one per line, with names and limits; every request rereads it."""
     batch_dir: str | None = None
     """Folder of /v1/files and /v1/batches, an absolute path; None = the service has neither."""
+    ssl_certfile: str | None = None
+    """A PEM certificate, or a chain that begins with it; with ssl_keyfile the service speaks HTTPS alone."""
+    ssl_keyfile: str | None = None
+    """The certificate's key, PEM without a password."""
     allowed_origins: list[str] = Field(default_factory=list)
     """Origins of pages whose scripts may use the service, such as https://app.example; '*' is all."""
     allowed_methods: list[str] = Field(default_factory=lambda: ["*"])
@@ -139,7 +143,7 @@ class EngineArgs(Strict):
         if self.batch_dir is not None and not self.batch_dir.startswith("/"):
             told = f"{self.batch_dir!r} must be an absolute path, because the service runs in another folder"
             problems.append(Problem("batch_dir", f"{told}; write one such as '/var/lib/secateur'"))
-        problems += [*self._cors_problems(), *self._root_path_problems()]
+        problems += [*self._cors_problems(), *self._root_path_problems(), *self._tls_problems()]
         if self.max_num_batched_tokens < self.max_num_seqs:
             problems.append(
                 Problem(
@@ -182,6 +186,12 @@ class EngineArgs(Strict):
     def _root_path_problems(self) -> Iterator[Problem]:
         if self.root_path and not _ROOT_PATH.fullmatch(self.root_path):
             yield Problem("root_path", f"{self.root_path!r} must begin with a slash and end without one, as in '/llm'")
+
+    def _tls_problems(self) -> Iterator[Problem]:
+        if self.ssl_certfile is not None and self.ssl_keyfile is None:
+            yield Problem("ssl_keyfile", "is missing; name the file with the key of ssl_certfile")
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            yield Problem("ssl_certfile", "is missing; name the file with the certificate of ssl_keyfile")
 
     def _draft_rules(self, spec: SpeculativeConfig) -> list[Problem]:
         problems = []
@@ -262,6 +272,8 @@ ELSEWHERE = {
     "tokenizer": "model_loading_config.tokenizer_source",
     "host": "http_options.host of the Serve config",
     "port": "http_options.port of the Serve config",
+    "ssl_certfile": "http_options.ssl_certfile of the Serve config",
+    "ssl_keyfile": "http_options.ssl_keyfile of the Serve config",
 }
 
 

@@ -138,7 +138,14 @@ SERVER_FLAGS: dict[str, Any] = {
         str,
         "--api-key-file",
         metavar="FILE",
-        help="Require one of the keys in this file, one per line. Changes apply to the next request.",
+        help="Require one of the keys in this file, one per line, each with settings if you like: KEY name=team-a "
+        "requests-per-minute=60 tokens-per-minute=20000. Changes apply to the next request.",
+    ),
+    "ssl_certfile": _flag(
+        str, "--ssl-certfile", metavar="FILE", help="Speak HTTPS with this certificate (PEM) [plain HTTP]."
+    ),
+    "ssl_keyfile": _flag(
+        str, "--ssl-keyfile", metavar="FILE", help="The key of --ssl-certfile (PEM without a password)."
     ),
     "batch_dir": _serving(
         str,

@@ -1,4 +1,5 @@
-"""The manifests, checked without a cluster: structure, arithmetic, Serve's schema and our own.
+"""The manifests as kubectl renders them, checked without a cluster: structure, arithmetic, Serve's schema, Kubernetes'
+and our own.
 
 KubeRay's own schema is checked too where SECATEUR_RAYSERVICE_SCHEMA names the OpenAPI schema of RayService v1 as JSON.
 """
@@ -11,10 +12,8 @@ import inspect
 import json
 import os
 import re
-import shutil
-import subprocess
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,23 @@ import yaml
 
 from secateur.config import AppArgs
 from secateur.errors import ConfigError
+from tests.support.manifests import (
+    MANIFESTS,
+    OVERLAYS,
+    ROOT,
+    application,
+    needs_kubectl,
+    render,
+    serve_config,
+    service_of,
+)
 
-ROOT = Path(__file__).parents[1]
-MANIFESTS = ROOT / "manifests"
-OVERLAYS = sorted(path.parent for path in MANIFESTS.glob("overlays/*/rayservice.yaml"))
+pytestmark = needs_kubectl
+
 KUSTOMIZATIONS = sorted(path.parent for path in MANIFESTS.rglob("kustomization.yaml"))
-FILES = sorted(MANIFESTS.rglob("*.yaml"))
+APPLIED = [*OVERLAYS, MANIFESTS / "batch", MANIFESTS / "monitoring"]
 SERVE_PORT = 8000
+KUBERNETES = "1.34"
 RAY_STOP_S = 20
 """It kills after 16 s what has not ended by itself."""
 CLOSED_PORTS = {6379, 8265, 10001}  # GCS, dashboard and jobs, Ray client: whoever reaches them runs code
@@ -44,20 +53,12 @@ def documents(path: Path) -> list[dict[str, Any]]:
     return list(yaml.safe_load_all(path.read_text()))
 
 
-def applied_with(overlay: Path) -> Iterator[dict[str, Any]]:
-    """Return every object of a kustomization, including those of the folders that it includes."""
-    for resource in documents(overlay / "kustomization.yaml")[0]["resources"]:
-        path = (overlay / resource).resolve()
-        yield from applied_with(path) if path.is_dir() else documents(path)
+def objects(folder: Path, kind: str) -> list[dict[str, Any]]:
+    return [document for document in render(folder) if document["kind"] == kind]
 
 
-def serve_config(service: dict[str, Any]) -> dict[str, Any]:
-    return yaml.safe_load(service["spec"]["serveConfigV2"])
-
-
-def application(service: dict[str, Any]) -> dict[str, Any]:
-    [only] = serve_config(service)["applications"]
-    return only
+def engine_args(service: dict[str, Any]) -> Any:
+    return AppArgs.load(application(service)["args"]).engine_args()
 
 
 def deployment(service: dict[str, Any]) -> dict[str, Any]:
@@ -79,10 +80,14 @@ def pod_specs(document: dict[str, Any]) -> list[dict[str, Any]]:
     match document["kind"]:
         case "RayService":
             return [group["template"]["spec"] for group in (head(document), worker_group(document))]
-        case "Job":
+        case "Job" | "StatefulSet":
             return [document["spec"]["template"]["spec"]]
         case _:
             return []
+
+
+def containers(spec: dict[str, Any]) -> list[dict[str, Any]]:
+    return [*spec.get("initContainers", []), *spec["containers"]]
 
 
 def ray_container(group: dict[str, Any]) -> dict[str, Any]:
@@ -113,44 +118,41 @@ def overlay(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture
 def service(overlay: Path) -> dict[str, Any]:
-    [only] = documents(overlay / "rayservice.yaml")
-    return only
+    return service_of(overlay)
 
 
 # Files
 
 
-def test_there_is_one_service_for_cpus_and_one_for_gpus() -> None:
-    assert [path.name for path in OVERLAYS] == ["cpu-bundled", "gpu-llama3-8b"]
+def test_the_readme_lists_every_overlay_and_component() -> None:
+    text = (MANIFESTS / "README.md").read_text()
+    folders = [*OVERLAYS, *(MANIFESTS / "components").iterdir()]
+    assert len(folders) == 9
+    assert all(f"`{short(folder)}`" in text for folder in folders)
 
 
-@pytest.mark.parametrize("path", FILES, ids=short)
-def test_every_document_names_its_kind(path: Path) -> None:
-    for document in documents(path):
-        assert document["apiVersion"] and document["kind"]
-        assert document["kind"] == "Kustomization" or document["metadata"]["name"]
+@pytest.mark.parametrize("folder", APPLIED, ids=short)
+def test_every_object_names_its_kind(folder: Path) -> None:
+    for document in render(folder):
+        assert document["apiVersion"] and document["kind"] and document["metadata"]["name"]
+        assert document["metadata"]["name"].startswith("secateur")
 
 
 @pytest.mark.parametrize("folder", KUSTOMIZATIONS, ids=short)
-def test_a_kustomization_lists_exactly_the_files_beside_it(folder: Path) -> None:
+def test_a_kustomization_uses_exactly_the_files_beside_it(folder: Path) -> None:
     [kustomization] = documents(folder / "kustomization.yaml")
-    listed = {(folder / resource).resolve() for resource in kustomization["resources"]}
+    patches = [patch["path"] for patch in kustomization.get("patches", []) if "path" in patch]
+    named = [*kustomization.get("resources", []), *kustomization.get("components", []), *patches]
+    listed = {(folder / name).resolve() for name in named}
     assert {path for path in listed if path.is_file()} == set(folder.glob("*.yaml")) - {folder / "kustomization.yaml"}
     assert all((path / "kustomization.yaml").is_file() for path in listed if path.is_dir())
-    for generator in kustomization.get("configMapGenerator", []):
-        assert all((folder / name).is_file() for name in generator["files"])
 
 
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
-@pytest.mark.parametrize("folder", KUSTOMIZATIONS, ids=short)
-def test_kubectl_renders_every_kustomization(folder: Path) -> None:
-    rendered = subprocess.run(["kubectl", "kustomize", str(folder)], capture_output=True, text=True, timeout=60)
-    assert rendered.returncode == 0, rendered.stderr
-    [kustomization] = documents(folder / "kustomization.yaml")
-    names = {image["newName"] + ":" + image["newTag"] for image in kustomization.get("images", [])}
-    for document in yaml.safe_load_all(rendered.stdout):
-        for spec in pod_specs(document):
-            assert {container["image"] for container in spec["containers"]} == names, "the image is set in one place"
+@pytest.mark.parametrize("folder", APPLIED, ids=short)
+def test_the_image_is_set_in_one_place(folder: Path) -> None:
+    images = {container["image"] for d in render(folder) for spec in pod_specs(d) for container in containers(spec)}
+    assert len({image for image in images if "secateur" in image}) <= 1
+    assert not any(image.startswith("secateur:") for image in images), "no overlay names the registry"
 
 
 # The Serve application
@@ -169,8 +171,7 @@ def test_serve_accepts_the_configuration(service: dict[str, Any]) -> None:
 
 
 def test_our_own_schema_accepts_the_arguments(service: dict[str, Any]) -> None:
-    args = AppArgs.load(application(service)["args"])
-    assert args.engine_args().speculative_config.method == "eagle3"
+    assert engine_args(service).speculative_config.num_speculative_tokens == 16
 
 
 @pytest.mark.parametrize(
@@ -231,12 +232,10 @@ def test_kuberay_accepts_the_name(service: dict[str, Any]) -> None:
     assert len(service["metadata"]["name"]) <= 47
 
 
-def test_the_ray_version_is_the_image_s_and_the_pinned_one(service: dict[str, Any], overlay: Path) -> None:
+def test_the_ray_version_is_the_image_s_and_the_pinned_one(service: dict[str, Any]) -> None:
     assert service["spec"]["rayClusterConfig"]["rayVersion"] == pinned_ray()
     for spec in pod_specs(service):
         assert f"-ray{pinned_ray()}-" in spec["containers"][0]["image"]
-    for image in documents(overlay / "kustomization.yaml")[0]["images"]:
-        assert f"-ray{pinned_ray()}-" in image["newTag"]
     assert f"ARG BASE=rayproject/ray:{pinned_ray()}-" in (MANIFESTS / "Dockerfile").read_text()
 
 
@@ -247,15 +246,12 @@ def test_the_proxies_of_every_pod_load_our_limits_and_errors() -> None:
     assert f"\nENV {name}={callback}\n" in (MANIFESTS / "Dockerfile").read_text()
 
 
-def test_every_image_has_a_tag_that_never_moves() -> None:
+@pytest.mark.parametrize("folder", APPLIED, ids=short)
+def test_every_image_has_a_tag_that_never_moves(folder: Path) -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    for path in FILES:
-        for document in documents(path):
-            for spec in pod_specs(document):
-                for container in spec["containers"] + spec.get("initContainers", []):
-                    assert container["image"].startswith(f"secateur:{version}-"), short(path)
-            for image in document.get("images", []) if document["kind"] == "Kustomization" else []:
-                assert image["newTag"].startswith(f"{version}-"), short(path)
+    for container in (c for document in render(folder) for spec in pod_specs(document) for c in containers(spec)):
+        name, tag = container["image"].rsplit(":", 1)
+        assert tag.startswith(f"{version}-") if name.endswith("/secateur") else re.fullmatch(r"\d+\.\d+\.\d+", tag)
 
 
 def test_the_ray_container_comes_first(service: dict[str, Any]) -> None:
@@ -291,11 +287,11 @@ def test_kuberay_sizes_ray_by_the_container(service: dict[str, Any]) -> None:
 def test_the_worker_count_lies_between_its_bounds(service: dict[str, Any]) -> None:
     group = worker_group(service)
     assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
-    assert deployment(service)["num_replicas"] <= group["replicas"], "one pod holds one replica"
+    assert deployment(service)["num_replicas"] == group["replicas"], "one pod holds one replica"
 
 
 def test_a_pod_has_a_gpu_for_every_rank(service: dict[str, Any]) -> None:
-    args = AppArgs.load(application(service)["args"]).engine_args()
+    args = engine_args(service)
     resources = ray_container(worker_group(service))["resources"]
     ranks = args.tensor_parallel_size + args.speculative_config.draft_tensor_parallel_size
     gpus = int(resources["limits"].get("nvidia.com/gpu", 0))
@@ -316,10 +312,14 @@ def test_a_pod_holds_the_bundles_of_a_whole_replica(service: dict[str, Any]) -> 
     config = placement_config(resolve_devices(args.engine_args(), num_gpus=None))
     bundles = group_bundles(config, per_worker=placement.bundle_per_worker, given=placement.bundles)
     assert placement.strategy == "STRICT_PACK"
-    assert len(bundles) == config.world_size, "drafter and verifier have a bundle each"
+    copies = args.engine_args().speculative_config.method == "ngram"
+    assert len(bundles) == config.world_size - copies, "every rank has a bundle; looking up n-grams needs none"
     limits = ray_container(worker_group(service))["resources"]["limits"]
+    fitting = []
     for resource, key in (("CPU", "cpu"), ("GPU", "nvidia.com/gpu")):
-        assert sum(bundle.get(resource, 0) for bundle in bundles) <= quantity(limits.get(key, "0"))
+        if needed := sum(bundle.get(resource, 0) for bundle in bundles):
+            fitting.append(int(quantity(limits[key]) // needed))
+    assert min(fitting) == 1, "one pod holds one replica"
 
 
 def test_a_pod_finishes_its_requests_before_ray_stops(service: dict[str, Any]) -> None:
@@ -345,45 +345,60 @@ def test_an_upgrade_never_needs_the_resources_twice(service: dict[str, Any]) -> 
 # Safety
 
 
-def test_the_ray_cluster_asks_for_a_token(service: dict[str, Any]) -> None:
-    assert service["spec"]["rayClusterConfig"]["authOptions"]["mode"] == "token"
+def test_the_ray_cluster_asks_for_a_token_which_its_version_knows(service: dict[str, Any]) -> None:
+    from ray._raylet import AuthenticationMode  # type: ignore[attr-defined]  # compiled
+
+    mode = service["spec"]["rayClusterConfig"]["authOptions"]["mode"]
+    assert mode == "token" and hasattr(AuthenticationMode, mode.upper())
 
 
-def test_secrets_are_only_referred_to() -> None:
-    for path in FILES:
-        for document in documents(path):
-            assert document["kind"] != "Secret", short(path)
-            for spec in pod_specs(document):
-                for container in spec["containers"]:
-                    for variable in container.get("env", []):
-                        if SECRET_NAME.search(variable["name"]):
-                            assert "value" not in variable, short(path)
-                            assert set(variable["valueFrom"]["secretKeyRef"]) == {"name", "key"}, short(path)
+@pytest.mark.parametrize("folder", APPLIED, ids=short)
+def test_secrets_are_only_referred_to(folder: Path) -> None:
+    for document in render(folder):
+        assert document["kind"] != "Secret"
+        for variable in (v for spec in pod_specs(document) for c in containers(spec) for v in c.get("env", [])):
+            if SECRET_NAME.search(variable["name"]):
+                assert "value" not in variable
+                assert {"name", "key"} <= set(variable["valueFrom"]["secretKeyRef"]) <= {"name", "key", "optional"}
 
 
-def test_the_pod_that_answers_requests_knows_the_api_key(service: dict[str, Any]) -> None:
-    variables = {variable["name"] for variable in ray_container(worker_group(service))["env"]}
-    assert "SECATEUR_API_KEY" in variables
-    assert "api_key" not in application(service)["args"]["engine_kwargs"]
+def test_the_service_reads_its_keys_from_a_mounted_secret(service: dict[str, Any]) -> None:
+    """Without keys the service would answer everyone."""
+    file = Path(engine_args(service).api_key_file)
+    [mount] = [m for m in ray_container(worker_group(service))["volumeMounts"] if Path(m["mountPath"]) == file.parent]
+    assert mount["readOnly"] is True and "subPath" not in mount, "Kubernetes never updates a file mounted by subPath"
+    volumes = {volume["name"]: volume for volume in worker_group(service)["template"]["spec"]["volumes"]}
+    secret = volumes[mount["name"]]["secret"]["secretName"]
+    assert f"secret generic {secret} --from-file={file.name}=" in (MANIFESTS / "README.md").read_text()
 
 
-def test_the_service_reads_the_api_key_of_its_pod() -> None:
-    """Without it the service would need no key."""
-    assert any("SECATEUR_API_KEY" in path.read_text() for path in (ROOT / "cluster").rglob("*.py"))
+@pytest.mark.parametrize("folder", APPLIED, ids=short)
+def test_no_container_may_gain_privileges(folder: Path) -> None:
+    for spec in (spec for document in render(folder) for spec in pod_specs(document)):
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        for container in containers(spec):
+            assert container["securityContext"]["allowPrivilegeEscalation"] is False
+            assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
 
 
-def test_no_container_may_gain_privileges() -> None:
-    for path in FILES:
-        for document in documents(path):
-            for spec in pod_specs(document):
-                assert spec["securityContext"]["runAsNonRoot"] is True, short(path)
-                for container in spec["containers"]:
-                    assert container["securityContext"]["allowPrivilegeEscalation"] is False, short(path)
+def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
+    return selector.get("matchLabels", {}).items() <= labels.items()
+
+
+RAY_POD = {"ray.io/originated-from-cr-name": "secateur", "ray.io/node-type": "worker"}
+
+
+def ingress_rules(overlay: Path) -> list[dict[str, Any]]:
+    """Return the rules that say who may reach a Ray pod."""
+    policies = [policy["spec"] for policy in objects(overlay, "NetworkPolicy")]
+    mine = [policy for policy in policies if selects(policy["podSelector"], RAY_POD)]
+    assert any("Ingress" in policy["policyTypes"] for policy in mine)
+    return [rule for policy in mine for rule in policy.get("ingress", [])]
 
 
 def test_only_the_http_port_is_open_to_everyone(overlay: Path) -> None:
-    policies = [document for document in applied_with(overlay) if document["kind"] == "NetworkPolicy"]
-    rules = [rule for policy in policies for rule in policy["spec"].get("ingress", [])]
+    rules = ingress_rules(overlay)
     assert [{port["port"] for port in rule["ports"]} for rule in rules if "from" not in rule] == [{SERVE_PORT}]
     operator = [rule for rule in rules if "kuberay-operator" in json.dumps(rule)]
     assert [{port["port"] for port in rule["ports"]} for rule in operator] == [{8265, SERVE_PORT}]
@@ -392,16 +407,27 @@ def test_only_the_http_port_is_open_to_everyone(overlay: Path) -> None:
             assert all(set(peer) == {"namespaceSelector", "podSelector"} for peer in rule["from"])
 
 
-def test_policies_and_budgets_select_the_pods_of_the_service(service: dict[str, Any], overlay: Path) -> None:
-    name = service["metadata"]["name"]
-    kinds = {}
-    for document in applied_with(overlay):
-        kinds.setdefault(document["kind"], []).append(document["spec"])
-    selectors = [spec["podSelector"] for spec in kinds["NetworkPolicy"]]
-    selectors += [spec["selector"] for spec in kinds["PodDisruptionBudget"]]
-    assert all(s["matchLabels"]["ray.io/originated-from-cr-name"] == name for s in selectors)
-    budgets = [spec["selector"]["matchLabels"]["ray.io/node-type"] for spec in kinds["PodDisruptionBudget"]]
-    assert budgets == ["head", "worker"]
+def test_every_pod_is_under_a_policy_for_both_directions(overlay: Path) -> None:
+    pods = [RAY_POD, *(d["spec"]["template"]["metadata"]["labels"] for kind in ("Job", "StatefulSet")
+                       for d in objects(overlay, kind))]  # fmt: skip
+    policies = [policy["spec"] for policy in objects(overlay, "NetworkPolicy")]
+    for labels in pods:
+        mine = [policy for policy in policies if selects(policy["podSelector"], labels)]
+        types = {kind for policy in mine for kind in policy["policyTypes"]}
+        assert types == {"Ingress", "Egress"}
+
+
+def test_only_the_download_reaches_the_internet(overlay: Path) -> None:
+    for policy in objects(overlay, "NetworkPolicy"):
+        everywhere = [rule for rule in policy["spec"].get("egress", []) if "to" not in rule]
+        reached = {port["port"] for rule in everywhere for port in rule["ports"]}
+        assert reached <= ({53, 443} if policy["metadata"]["name"] == "secateur-models" else {53})
+
+
+def test_budgets_select_the_pods_of_the_service(service: dict[str, Any], overlay: Path) -> None:
+    selectors = [budget["spec"]["selector"]["matchLabels"] for budget in objects(overlay, "PodDisruptionBudget")]
+    assert {s["ray.io/originated-from-cr-name"] for s in selectors} == {service["metadata"]["name"]}
+    assert [s["ray.io/node-type"] for s in selectors] == ["head", "worker"]
 
 
 def pod_monitor() -> dict[str, Any]:
@@ -433,9 +459,8 @@ def test_our_metrics_are_collected_where_a_replica_runs(service: dict[str, Any])
 
 
 def test_prometheus_may_reach_every_port_it_scrapes(service: dict[str, Any], overlay: Path) -> None:
-    policies = [document for document in applied_with(overlay) if document["kind"] == "NetworkPolicy"]
-    rules = [rule for policy in policies for rule in policy["spec"].get("ingress", [])]
-    [allowed] = [{port["port"] for port in rule["ports"]} for rule in rules if '"monitoring"' in json.dumps(rule)]
+    rules = [rule for rule in ingress_rules(overlay) if '"monitoring"' in json.dumps(rule)]
+    [allowed] = [{port["port"] for port in rule["ports"]} for rule in rules]
     assert allowed == {
         ports(ray_container(group))[endpoint["port"]]
         for endpoint in pod_monitor()["podMetricsEndpoints"]
@@ -443,32 +468,124 @@ def test_prometheus_may_reach_every_port_it_scrapes(service: dict[str, Any], ove
     }
 
 
-def test_every_mounted_volume_and_claim_exists(overlay: Path) -> None:
-    objects = list(applied_with(overlay))
-    claims = {document["metadata"]["name"] for document in objects if document["kind"] == "PersistentVolumeClaim"}
-    for spec in (spec for document in objects for spec in pod_specs(document)):
-        volumes = {volume["name"]: volume for volume in spec.get("volumes", [])}
-        mounts = {mount["name"] for container in spec["containers"] for mount in container.get("volumeMounts", [])}
-        assert mounts == set(volumes)
-        assert {volume["persistentVolumeClaim"]["claimName"] for volume in volumes.values()} <= claims
+def claims(folder: Path) -> set[str]:
+    return {claim["metadata"]["name"] for claim in objects(folder, "PersistentVolumeClaim")}
 
 
-def test_the_model_cache_is_where_hugging_face_looks() -> None:
-    [service] = documents(MANIFESTS / "overlays" / "gpu-llama3-8b" / "rayservice.yaml")
-    container = ray_container(worker_group(service))
-    variables = {variable["name"]: variable.get("value") for variable in container["env"]}
-    assert variables["HF_HOME"] in {mount["mountPath"] for mount in container["volumeMounts"]}
+@pytest.mark.parametrize("folder", APPLIED, ids=short)
+def test_every_mounted_volume_claim_and_config_map_exists(folder: Path) -> None:
+    maps = {document["metadata"]["name"]: document["data"] for document in objects(folder, "ConfigMap")}
+    for document in render(folder):
+        templates = document["spec"].get("volumeClaimTemplates", []) if "spec" in document else []
+        for spec in pod_specs(document):
+            volumes = {volume["name"]: volume for volume in spec.get("volumes", [])}
+            mounts = {mount["name"] for c in containers(spec) for mount in c.get("volumeMounts", [])}
+            assert mounts == set(volumes) | {template["metadata"]["name"] for template in templates}
+            named = [volume["persistentVolumeClaim"]["claimName"] for volume in volumes.values()
+                     if "persistentVolumeClaim" in volume]  # fmt: skip
+            assert set(named) <= claims(folder)
+            assert {volume["configMap"]["name"] for volume in volumes.values() if "configMap" in volume} <= set(maps)
+            for variable in (v for c in containers(spec) for v in c.get("env", [])):
+                if reference := variable.get("valueFrom", {}).get("configMapKeyRef"):
+                    assert reference["key"] in maps[reference["name"]]
+
+
+# The model cache
+
+CACHED = [overlay for overlay in OVERLAYS if overlay.name.startswith("llama")]
+
+
+@pytest.mark.parametrize("overlay", CACHED, ids=short)
+def test_the_download_fetches_the_models_that_are_served(overlay: Path) -> None:
+    args = engine_args(service_of(overlay))
+    [models] = [config_map["data"]["models"] for config_map in objects(overlay, "ConfigMap")]
+    assert models.split() == [args.model, args.speculative_config.model]
+
+
+@pytest.mark.parametrize("overlay", CACHED, ids=short)
+def test_everyone_looks_for_the_models_where_the_download_puts_them(overlay: Path) -> None:
+    pod = worker_group(service_of(overlay))["template"]["spec"]
+    [job] = [spec for document in objects(overlay, "Job") for spec in pod_specs(document)]
+    download, waiting, worker = job["containers"][0], pod["initContainers"][0], pod["containers"][0]
+    for container in (download, waiting, worker):
+        variables = {variable["name"]: variable.get("value") for variable in container["env"]}
+        mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
+        assert variables["HF_HOME"] in mounts
+        assert mounts[variables["HF_HOME"]].get("readOnly", False) is (container is not download)
+        assert ("HF_HUB_OFFLINE" in variables) is (container is not download)
+    assert [c["command"][2] for c in (download, waiting)] == [
+        "exec python -m cluster.fetch $MODELS",
+        "exec python -m cluster.fetch --wait $MODELS",
+    ]
+
+
+# High availability
+
+
+def test_the_state_of_the_head_outlives_it() -> None:
+    overlay = MANIFESTS / "overlays" / "ha"
+    service = service_of(overlay)
+    options = service["spec"]["rayClusterConfig"]["gcsFaultToleranceOptions"]
+    [redis], [address] = objects(overlay, "StatefulSet"), objects(overlay, "Service")
+    assert options["redisAddress"] == f"{address['metadata']['name']}:{address['spec']['ports'][0]['port']}"
+    labels = redis["spec"]["template"]["metadata"]["labels"]
+    assert selects({"matchLabels": address["spec"]["selector"]}, labels)
+    [password] = redis["spec"]["template"]["spec"]["containers"][0]["env"]
+    assert options["redisPassword"]["valueFrom"] == password["valueFrom"]
+    # The operator refuses these beside the options.
+    names = {v["name"] for group in (head(service), worker_group(service)) for v in ray_container(group)["env"]}
+    assert not names & {"REDIS_PASSWORD", "RAY_REDIS_ADDRESS"}
+    assert "redis-password" not in head(service)["rayStartParams"]
+    [policy] = [p["spec"] for p in objects(overlay, "NetworkPolicy") if selects(p["spec"]["podSelector"], labels)]
+    assert policy["ingress"] == [
+        {"from": [{"podSelector": {"matchLabels": {"ray.io/originated-from-cr-name": service["metadata"]["name"]}}}],
+         "ports": [{"protocol": "TCP", "port": 6379}]}
+    ]  # fmt: skip
+
+
+def test_ha_differs_from_dev_cpu_only_in_what_changes_in_place() -> None:
+    ha, dev = (application(service_of(MANIFESTS / "overlays" / name)) for name in ("ha", "dev-cpu"))
+    assert (ha["deployments"][0].pop("num_replicas"), dev["deployments"][0].pop("num_replicas")) == (2, 1)
+    assert ha == dev
+
+
+def test_the_kueue_component_labels_the_service(tmp_path: Path) -> None:
+    (tmp_path / "kustomization.yaml").write_text("")
+    base, component = (os.path.relpath(MANIFESTS / name, tmp_path) for name in ("overlays/dev-cpu", "components/kueue"))
+    content = {"resources": [base], "components": [component]}
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(content))
+    queued, plain = service_of(tmp_path), service_of(MANIFESTS / "overlays" / "dev-cpu")
+    assert queued["metadata"]["labels"].pop("kueue.x-k8s.io/queue-name") == "secateur"
+    assert queued == plain
+    assert "enableInTreeAutoscaling" not in plain["spec"]["rayClusterConfig"]
+
+
+# Batch
 
 
 def test_the_batch_job_asks_the_service_by_its_name_and_can_resume() -> None:
-    objects = {document["kind"]: document for document in applied_with(MANIFESTS / "batch")}
-    [spec] = pod_specs(objects["Job"])
+    [job] = objects(MANIFESTS / "batch", "Job")
+    [spec] = pod_specs(job)
     [container] = spec["containers"]
-    names = {documents(path / "rayservice.yaml")[0]["metadata"]["name"] for path in OVERLAYS}
+    names = {service_of(path)["metadata"]["name"] for path in OVERLAYS}
     url = container["command"][container["command"].index("--base-url") + 1]
     assert {url} == {f"http://{name}-serve-svc:{SERVE_PORT}" for name in names}
-    claims = {v["persistentVolumeClaim"]["claimName"] for v in spec["volumes"] if "persistentVolumeClaim" in v}
-    assert claims == {objects["PersistentVolumeClaim"]["metadata"]["name"]}
+    named = {v["persistentVolumeClaim"]["claimName"] for v in spec["volumes"] if "persistentVolumeClaim" in v}
+    assert named == claims(MANIFESTS / "batch")
+
+
+# Kubernetes' own schemas
+
+
+@pytest.mark.parametrize("folder", APPLIED, ids=short)
+def test_kubernetes_accepts_every_object_of_its_own(folder: Path) -> None:
+    validator = pytest.importorskip("kubernetes_validate")
+    checked = 0
+    for document in render(folder):
+        if re.fullmatch(r"v1|(apps|batch|policy)/v1|networking\.k8s\.io/v1", document["apiVersion"]):
+            validator.validate(document, KUBERNETES, strict=True)
+            checked += 1
+    assert checked or folder.name == "monitoring"
 
 
 # KubeRay's schema
@@ -517,7 +634,7 @@ TYPOS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "min_replicas": worker_group,
     "toleration": lambda service: worker_group(service)["template"]["spec"],
     "resource": lambda service: ray_container(worker_group(service)),
-    "secretRef": lambda service: ray_container(worker_group(service))["env"][0]["valueFrom"],
+    "secretName": lambda service: worker_group(service)["template"]["spec"]["volumes"][0],
 }
 
 

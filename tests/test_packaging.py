@@ -26,7 +26,7 @@ PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
 BUNDLED = ROOT / "secateur" / "bundled"
 MAX_BUNDLED_BYTES = 20_000_000
-IMPORTED_AS = {"yaml": "pyyaml"}
+IMPORTED_AS = {"opentelemetry": "opentelemetry-sdk", "yaml": "pyyaml"}
 """Distributions whose name is not their module's."""
 
 
@@ -83,7 +83,7 @@ def test_packages_that_results_depend_on_are_pinned_exactly(extra_name: str, pac
 def test_everything_a_package_imports_is_declared(package: str, extra_name: str | None) -> None:
     allowed = requirements(PROJECT["dependencies"]) if package in ("secateur", "cluster") else {}
     if package == "cluster":
-        allowed |= extra("bench")  # its plots, which say so where it is missing
+        allowed |= extra("bench") | extra("tracing")  # which say so where they are missing
         allowed |= requirements(["openvino", "openvino-genai", "xllamacpp"])  # `make peers`: peer_process.py runs there
     if package == "workers":
         allowed |= extra("gguf")  # one format of models, which says so where it is missing

@@ -251,6 +251,7 @@ class Engine:
                 self._hidden_states.put(request, state_1X)
         if request.num_cached is None:  # a request that rejoins after a preemption is not counted again
             request.num_cached = request.num_computed
+            request.queued_s = time.perf_counter() - request.arrived_s
             self._stats.prefix_cache_queries += request.num_prompt * self._config.enable_prefix_caching
             self._stats.prefix_cache_hits += request.num_cached
 
@@ -439,6 +440,7 @@ class Engine:
                 is_copied=is_copied,
                 stats=request.stats,
                 tree=tree,
+                queued_s=request.queued_s,
             )
         )
 

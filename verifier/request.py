@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,6 +35,8 @@ class Request:
     num_fed: int = field(init=False)  # drafter slots filled
     num_scored: int = 0  # leading prompt positions whose next token's log-probability is known; see `to_score`
     num_cached: int | None = None  # prompt tokens found in the prefix cache when it first joined; None before that
+    arrived_s: float = field(default_factory=time.perf_counter)
+    queued_s: float = 0.0  # seconds from its arrival until it first joined
     is_repeated: bool = False  # shares its prefix with earlier requests that were not drafted for
     stats: RequestStats = field(default_factory=RequestStats)
     _token_counter: TokenCounter = field(init=False)

@@ -1,113 +1,113 @@
 """Prometheus metrics of one service, with vLLM's names under our prefix.
 
-Request metrics are observed when a request ends, token metrics at every delta; engine metrics are read from the last
-StepOutput at scrape time. Accepted tokens are counted here and not in the engine, which does not know what a stop
-string cuts off. Every sample has the labels `model_name` and `replica`, because scrapes of one address may reach
-different replicas. Acceptance length = 1 + num_accepted_tokens / num_drafts.
+Request metrics are observed when a request ends, token metrics at every delta; `engine_metrics` reads the engine's at
+scrape time. Accepted tokens are counted here and not in the engine, which does not know what a stop string cuts off.
+Every sample has the labels `model_name` and `replica`, because scrapes of one address may reach different replicas.
+Acceptance length = 1 + num_accepted_tokens / num_drafts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
-from itertools import zip_longest
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from cluster.http.engine_metrics import COUNTERS as ENGINE_COUNTERS
+from cluster.http.engine_metrics import GAUGES, PER_POSITION, PREFIX, EngineCollector
 from workers.comm.ipc import EngineStats, RequestStats
 
-PREFIX = "secateur_"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _TPOT_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0)
 _E2E_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_PHASE_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_LENGTH_BUCKETS = tuple(1 << power for power in range(0, 18))
 
-# stem -> (what it counts, how to read it)
-_COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
-    "spec_decode_num_drafts": ("Steps that verified at least one draft node.", lambda s: s.num_drafts),
-    "spec_decode_num_draft_tokens": ("Tree nodes drafted or copied: pruned or verified.", lambda s: s.num_draft_tokens),
-    "spec_decode_num_pruned_tokens": ("Draft nodes that pruning kept out.", lambda s: sum(s.pruned_per_depth)),
-    "spec_decode_num_verified_tokens": ("Draft nodes that went through the target.", lambda s: s.num_verified_tokens),
-    "spec_decode_num_accepted_tokens": ("Draft tokens accepted and answered.", lambda s: s.num_accepted_tokens),
-    "spec_decode_num_copied_tokens": (
-        "Of the verified: copied from earlier text instead of drafted.",
-        lambda s: s.num_copied_tokens,
+# stem -> (what it measures, buckets)
+_HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
+    "time_to_first_token_seconds": ("From the request's arrival to its first token.", _TTFT_BUCKETS),
+    "inter_token_latency_seconds": ("From a step with tokens of a request to its next one.", _TPOT_BUCKETS),
+    "request_time_per_output_token_seconds": (
+        "Per request: time from the first to the last token, per further token.",
+        _TPOT_BUCKETS,
     ),
-    "spec_decode_num_accepted_copied_tokens": (
-        "Of the accepted: copied from earlier text.",
-        lambda s: s.num_accepted_copied_tokens,
-    ),
-    "spec_decode_num_trees": ("Trees that the drafter sent.", lambda s: s.num_trees),
-    "spec_decode_num_predrafted_trees": (
-        "Of them: grown while the target verified.",
-        lambda s: s.num_predrafted,
-    ),
-    "num_drafter_losses": ("Times that the engine lost its drafter and went on.", lambda s: s.num_drafter_losses),
-    "num_preemptions": ("Requests that lost their KV pages to others.", lambda s: s.num_preemptions),
-    "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", lambda s: s.prefix_cache_queries),
-    "prefix_cache_hits": ("Prompt tokens found there.", lambda s: s.prefix_cache_hits),
-    "engine_steps": ("Engine steps.", lambda s: s.steps),
-    "engine_prompt_tokens": ("Prompt tokens computed or found in the prefix cache.", lambda s: s.prompt_tokens),
-    "engine_generation_tokens": ("Tokens committed.", lambda s: s.generation_tokens),
-    "step_seconds": ("Seconds spent in steps.", lambda s: s.step_seconds),
-    "draft_seconds": ("Seconds of steps spent in the drafter.", lambda s: s.draft_seconds),
-    "transfer_seconds": ("Seconds of steps between the two, both ways.", lambda s: s.transfer_seconds),
-    "verify_seconds": ("Seconds of steps spent in the target.", lambda s: s.verify_seconds),
+    "e2e_request_latency_seconds": ("From arrival to the last token.", _E2E_BUCKETS),
+    "request_queue_time_seconds": ("In the engine, before the request first joins the running batch.", _PHASE_BUCKETS),
+    "request_prefill_time_seconds": ("From then to the first token.", _PHASE_BUCKETS),
+    "request_decode_time_seconds": ("From the first to the last token.", _PHASE_BUCKETS),
+    "request_inference_time_seconds": ("Prefill and decode: from the running batch to the last token.", _PHASE_BUCKETS),
+    "request_prompt_tokens": ("Prompt tokens of a request.", _LENGTH_BUCKETS),
+    "request_generation_tokens": ("Tokens that a request got.", _LENGTH_BUCKETS),
+    "request_params_max_tokens": ("Tokens that a request asked for at most.", _LENGTH_BUCKETS),
 }
-# The same per depth of the tree, in place of vLLM's position in a chain.
-_PER_POSITION: dict[str, tuple[str, Callable[[EngineStats], list[int]]]] = {
-    "spec_decode_num_draft_tokens_per_pos": (
-        "Tree nodes drafted at each depth (0 = directly below the root).",
-        lambda s: by_depth(s.pruned_per_depth, s.verified_per_depth),
+# stem -> (what it counts, further labels)
+_COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "request_success": ("Requests that ended, by reason: stop, length, abort, error.", ("finished_reason",)),
+    "prompt_tokens": ("Prompt tokens of ended requests.", ()),
+    "generation_tokens": ("Tokens answered.", ()),
+    "requests_rejected": ("Requests turned away: too many were pending.", ()),
+    "key_requests": (
+        "POST requests with an API key, by its name; outcome: accepted, requests_limited, tokens_limited.",
+        ("key", "outcome"),
     ),
-    "spec_decode_num_pruned_tokens_per_pos": ("Draft nodes pruned at each depth.", lambda s: s.pruned_per_depth),
-    "spec_decode_num_verified_tokens_per_pos": ("Draft nodes verified at each depth.", lambda s: s.verified_per_depth),
-    "spec_decode_num_accepted_tokens_per_pos": (
-        "Draft tokens accepted and answered at each depth.",
-        lambda s: s.accepted_per_depth,
-    ),
+    "key_tokens": ("Tokens used by the holders of API keys; type: prompt, generation.", ("key", "type")),
+    "batch_lines": ("Lines of batch jobs that this replica answered; result: completed, failed.", ("result",)),
+    "http_requests": ("HTTP responses, by status.", ("method", "handler", "status")),
 }
-_GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
-    "num_requests_running": ("Requests in the running batch.", lambda s: s.num_running),
-    "num_requests_waiting": ("Requests that wait for a place in it.", lambda s: s.num_waiting),
-    "drafter_connected": ("1 while the engine has its drafter, 0 without one.", lambda s: s.has_drafter),
-    "kv_cache_usage_perc": ("Share of KV pages that requests hold, 0 to 1.", lambda s: s.kv_usage),
-}
+_HTTP_SECONDS = "http_request_duration_seconds"
+_HTTP_SECONDS_TEXT = "From a request's headers to the end of its response."
+_CLIENT_REQUESTS = "client_requests_running"
+_CLIENT_REQUESTS_TEXT = "HTTP requests of clients that are being answered; those of batch jobs are not among them."
+_COMMON = ("model_name", "replica")
+_FINISH_REASONS = ("stop", "length", "abort", "error")
+_METHODS = frozenset({"GET", "HEAD", "POST", "DELETE", "OPTIONS"})
 
 
-def by_depth(*counts: Sequence[int]) -> list[int]:
-    """Add lists of counts per depth. Example: by_depth([3, 1], [2]) == [5, 1]."""
-    return [sum(level) for level in zip_longest(*counts, fillvalue=0)]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestTimes:
+    """When a request got how far, in seconds since its arrival; None = it did not.
+
+    Example: RequestTimes(submitted=0.01, scheduled=0.02, first_token=0.1, last_token=0.9, end=0.9)
+    """
+
+    submitted: float | None = None
+    """It went to the engine."""
+    scheduled: float | None = None
+    """It joined the running batch."""
+    first_token: float | None = None
+    last_token: float | None = None
+    end: float
 
 
-class _EngineCollector(Collector):
-    def __init__(self, labels: Mapping[str, str], stats: Callable[[], EngineStats]) -> None:
-        self._names = list(labels)
-        self._values = list(labels.values())
-        self._stats = stats
+class Description(NamedTuple):
+    """What a metric is, as documents list it. `name` is the family's; Prometheus adds _total to counters."""
 
-    def describe(self) -> list[Metric]:
-        return []
+    name: str
+    kind: str
+    labels: tuple[str, ...]
+    text: str
 
-    def collect(self) -> Iterator[Metric]:
-        stats = self._stats()
-        for stem, (text, read) in _COUNTERS.items():
-            counter = CounterMetricFamily(PREFIX + stem, text, labels=self._names)
-            counter.add_metric(self._values, read(stats))
-            yield counter
-        for stem, (text, per_depth) in _PER_POSITION.items():
-            counter = CounterMetricFamily(PREFIX + stem, text, labels=[*self._names, "position"])
-            for position, number in enumerate(per_depth(stats)):
-                counter.add_metric([*self._values, str(position)], number)
-            yield counter
-        for stem, (text, read) in _GAUGES.items():
-            gauge = GaugeMetricFamily(PREFIX + stem, text, labels=self._names)
-            gauge.add_metric(self._values, read(stats))
-            yield gauge
+
+def descriptions() -> list[Description]:
+    """Return all metrics of a service, without the standard ones of its process."""
+    return [
+        *(Description(PREFIX + stem, "histogram", _COMMON, text) for stem, (text, _) in _HISTOGRAMS.items()),
+        Description(PREFIX + _HTTP_SECONDS, "histogram", (*_COMMON, "method", "handler"), _HTTP_SECONDS_TEXT),
+        *(Description(PREFIX + stem, "counter", (*_COMMON, *own), text) for stem, (text, own) in _COUNTERS.items()),
+        Description(PREFIX + _CLIENT_REQUESTS, "gauge", _COMMON, _CLIENT_REQUESTS_TEXT),
+        *(Description(PREFIX + stem, "gauge", _COMMON, text) for stem, (text, _) in GAUGES.items()),
+        *(Description(PREFIX + stem, "counter", _COMMON, text) for stem, (text, _) in ENGINE_COUNTERS.items()),
+        *(
+            Description(PREFIX + stem, "counter", (*_COMMON, "position"), text)
+            for stem, (text, _) in PER_POSITION.items()
+        ),
+    ]
 
 
 class Metrics:
@@ -115,56 +115,35 @@ class Metrics:
 
     def __init__(self, model_name: str, replica: str, stats: Callable[[], EngineStats]) -> None:
         self.registry = CollectorRegistry()
-        self._labels = {"model_name": model_name, "replica": replica}
-        names, registry = list(self._labels), self.registry
-        self._ttft = Histogram(
-            PREFIX + "time_to_first_token_seconds",
-            "From the request's arrival to its first token.",
-            names,
-            registry=registry,
-            buckets=_TTFT_BUCKETS,
-        )
-        self._tpot = Histogram(
-            PREFIX + "request_time_per_output_token_seconds",
-            "Per request: time from the first to the last token, per further token.",
-            names,
-            registry=registry,
-            buckets=_TPOT_BUCKETS,
-        )
-        self._e2e = Histogram(
-            PREFIX + "e2e_request_latency_seconds",
-            "From arrival to the last token.",
-            names,
-            registry=registry,
+        self._labels = dict(zip(_COMMON, (model_name, replica), strict=True))
+        self._histograms = {
+            stem: Histogram(PREFIX + stem, text, list(self._labels), registry=self.registry, buckets=buckets)
+            for stem, (text, buckets) in _HISTOGRAMS.items()
+        }
+        self._counters = {
+            stem: Counter(PREFIX + stem, text, [*self._labels, *own], registry=self.registry)
+            for stem, (text, own) in _COUNTERS.items()
+        }
+        self._http_seconds = Histogram(
+            PREFIX + _HTTP_SECONDS,
+            _HTTP_SECONDS_TEXT,
+            [*self._labels, "method", "handler"],
+            registry=self.registry,
             buckets=_E2E_BUCKETS,
         )
-        self._finished = Counter(
-            PREFIX + "request_success",
-            "Requests that ended, by reason (stop, length, abort, error).",
-            [*names, "finished_reason"],
-            registry=registry,
-        )
-        self._prompt = Counter(PREFIX + "prompt_tokens", "Prompt tokens of ended requests.", names, registry=registry)
-        self._generated = Counter(PREFIX + "generation_tokens", "Tokens answered.", names, registry=registry)
+        # A counter that begins at 0 lets `rate` see its first event.
+        for reason in _FINISH_REASONS:
+            self._count("request_success", 0, finished_reason=reason)
+        self.observe_batch_lines(0, 0)
+        for stem in ("prompt_tokens", "generation_tokens", "requests_rejected"):
+            self._count(stem, 0)
         self._returned = RequestStats()
-        self._rejected = Counter(
-            PREFIX + "requests_rejected", "Requests turned away: too many were pending.", names, registry=registry
-        )
-        self._rejected.labels(**self._labels)
         self._client_requests = Gauge(
-            PREFIX + "client_requests_running",
-            "HTTP requests of clients, from their first byte to the last of the answer; batch jobs are not among them.",
-            names,
-            registry=registry,
+            PREFIX + _CLIENT_REQUESTS, _CLIENT_REQUESTS_TEXT, list(self._labels), registry=self.registry
         )
         self._client_requests.labels(**self._labels)
-        self._batch_lines = Counter(
-            PREFIX + "batch_lines",
-            "Lines of batch jobs that this replica answered, by result (completed, failed).",
-            [*names, "result"],
-            registry=registry,
-        )
-        registry.register(_EngineCollector(self._labels, lambda: self._with_returned(stats())))
+        self.registry.register(EngineCollector(self._labels, lambda: self._with_returned(stats())))
+        self.registry.register(_ProcessCollector(self._labels))
 
     def _with_returned(self, stats: EngineStats) -> EngineStats:
         return replace(
@@ -173,34 +152,68 @@ class Metrics:
             num_accepted_copied_tokens=self._returned.num_accepted_copied_tokens,
         )
 
-    def observe_tokens(self, num_tokens: int, num_accepted: int, *, is_copied: bool) -> None:
-        """Count the tokens that one step added to a choice; the first `num_accepted` of them were draft tokens."""
-        self._generated.labels(**self._labels).inc(num_tokens)
+    def _count(self, stem: str, amount: float = 1, **labels: str) -> None:
+        self._counters[stem].labels(**self._labels, **labels).inc(amount)
+
+    def _observe(self, stem: str, value: float) -> None:
+        self._histograms[stem].labels(**self._labels).observe(value)
+
+    def observe_tokens(
+        self, num_tokens: int, num_accepted: int, *, is_copied: bool, gap_s: float | None = None
+    ) -> None:
+        """Count the tokens that one step added to a choice; the first `num_accepted` of them were draft tokens.
+
+        gap_s: seconds since the choice's last step with tokens; None = this is the first.
+        """
+        self._count("generation_tokens", num_tokens)
         self._returned.count_nodes([], [], num_accepted)
         self._returned.num_accepted_copied_tokens += num_accepted * is_copied
+        if gap_s is not None:
+            self._observe("inter_token_latency_seconds", gap_s)
 
     def observe_finished(
-        self,
-        reason: str,
-        *,
-        prompt_tokens: int,
-        generation_tokens: int,
-        total_s: float,
-        first_token_s: float | None,
-        last_token_s: float | None,
+        self, reason: str, times: RequestTimes, *, prompt_tokens: int, generation_tokens: int, max_tokens: int
     ) -> None:
-        """Record a finished choice. Times are seconds since the request's arrival; None = it has no token."""
-        self._finished.labels(**self._labels, finished_reason=reason).inc()
-        self._prompt.labels(**self._labels).inc(prompt_tokens)
-        self._e2e.labels(**self._labels).observe(total_s)
-        if first_token_s is not None and last_token_s is not None:
-            self._ttft.labels(**self._labels).observe(first_token_s)
-            if generation_tokens > 1:
-                self._tpot.labels(**self._labels).observe((last_token_s - first_token_s) / (generation_tokens - 1))
+        """Record a finished choice."""
+        self._count("request_success", finished_reason=reason)
+        self._count("prompt_tokens", prompt_tokens)
+        self._observe("e2e_request_latency_seconds", times.end)
+        self._observe("request_prompt_tokens", prompt_tokens)
+        self._observe("request_generation_tokens", generation_tokens)
+        self._observe("request_params_max_tokens", max_tokens)
+        if times.scheduled is None or times.first_token is None or times.last_token is None:
+            return
+        decode_s = times.last_token - times.first_token
+        self._observe("time_to_first_token_seconds", times.first_token)
+        self._observe("request_prefill_time_seconds", times.first_token - times.scheduled)
+        self._observe("request_decode_time_seconds", decode_s)
+        self._observe("request_inference_time_seconds", times.last_token - times.scheduled)
+        if generation_tokens > 1:
+            self._observe("request_time_per_output_token_seconds", decode_s / (generation_tokens - 1))
+
+    def observe_queued(self, seconds: float) -> None:
+        """Record how long a choice waited in the engine's queue."""
+        self._observe("request_queue_time_seconds", seconds)
 
     def observe_rejected(self) -> None:
         """Count a request answered with 429."""
-        self._rejected.labels(**self._labels).inc()
+        self._count("requests_rejected")
+
+    def observe_key_request(self, name: str, outcome: str) -> None:
+        """Count a request of an API key's holder. `name` is the key's name, never the key."""
+        self._count("key_requests", key=name, outcome=outcome)
+
+    def observe_key_tokens(self, name: str, prompt_tokens: int, generation_tokens: int) -> None:
+        """Count tokens that the holder of an API key used."""
+        for kind, number in (("prompt", prompt_tokens), ("generation", generation_tokens)):
+            if number:
+                self._count("key_tokens", number, key=name, type=kind)
+
+    def observe_http(self, method: str, handler: str, status: int, seconds: float) -> None:
+        """Count an HTTP response. `handler` is the route's pattern, so that clients cannot add series."""
+        method = method if method in _METHODS else "other"
+        self._count("http_requests", method=method, handler=handler, status=str(status))
+        self._http_seconds.labels(**self._labels, method=method, handler=handler).observe(seconds)
 
     def client_request(self) -> AbstractContextManager[None]:
         """Return a context in which one more request of a client is running."""
@@ -209,8 +222,24 @@ class Metrics:
     def observe_batch_lines(self, num_completed: int, num_failed: int) -> None:
         """Count lines of batch jobs whose answers were recorded."""
         for result, number in (("completed", num_completed), ("failed", num_failed)):
-            self._batch_lines.labels(**self._labels, result=result).inc(number)
+            self._count("batch_lines", number, result=result)
 
     def render(self) -> bytes:
         """Return the metrics in Prometheus's text format."""
         return generate_latest(self.registry)
+
+
+class _ProcessCollector(Collector):
+    """Prometheus's standard metrics of this process, with our labels."""
+
+    def __init__(self, labels: Mapping[str, str]) -> None:
+        self._labels = dict(labels)
+        self._process = ProcessCollector(registry=CollectorRegistry())
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self._process.collect():
+            family.samples = [sample._replace(labels={**sample.labels, **self._labels}) for sample in family.samples]
+            yield family

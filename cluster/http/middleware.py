@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -21,12 +22,13 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.engine_client import EngineDead
-from cluster.http.api_keys import ApiKeys, is_authorised
+from cluster.http.api_keys import ApiKeys, matching_key
 from cluster.http.errors import BadRequest, HttpError, not_found, too_many_requests, unavailable
 from cluster.http.in_process import IN_PROCESS
 from cluster.http.limits import HttpLimits
 from cluster.http.output_processor import GenerationFailed
 from cluster.http.paths import PathMiddleware
+from cluster.http.rate_limits import Callers
 from cluster.http.tokenizer_pool import TokenizerPoolDown, TokenizerPoolFull
 from secateur.errors import Problem
 from secateur.responses import IGNORED_HEADER, REQUEST_ID_HEADER, ErrorResponse
@@ -94,16 +96,18 @@ def install(
     app: FastAPI,
     *,
     api_keys: ApiKeys | None,
+    callers: Callers,
     echo_request_id: bool,
     on_rejected: Callable[[], None],
     client_request: Callable[[], AbstractContextManager[None]],
+    on_response: Callable[[str, str, int, float], None],
     root_path: str = "",
     cors: Cors | None = None,
 ) -> None:
     """Add the exception handlers and middlewares.
 
     `on_rejected` is called for every 429 of a client; each of its requests to a protected path runs inside a
-    `client_request`.
+    `client_request`. `on_response` gets method, route, status and seconds of every response to a client.
     """
 
     async def known(request: Request, error: Exception) -> Response:
@@ -118,8 +122,9 @@ def install(
     app.add_exception_handler(HTTPException, _starlette_error)
     # The middleware added last is the outermost: responses to requests without a key have a request id, too.
     if api_keys is not None:
-        app.add_middleware(_ApiKeyMiddleware, keys=api_keys)
+        app.add_middleware(_ApiKeyMiddleware, keys=api_keys, callers=callers)
     app.add_middleware(_ClientRequestMiddleware, running=client_request)
+    app.add_middleware(_ResponseObserver, on_response=on_response)
     app.add_middleware(PathMiddleware, root_path=root_path)
     app.add_middleware(_RequestIdMiddleware, echo=echo_request_id)
     if cors is not None:  # it answers preflight requests, which have no API key, and adds its headers to errors
@@ -187,6 +192,33 @@ def _without_body(problem: Problem) -> Problem:
     return Problem("" if field.isdigit() else field, message)
 
 
+class _ResponseObserver:
+    """Reports every response, with the status with which it began. It sees the paths and methods of routes."""
+
+    def __init__(self, app: ASGIApp, on_response: Callable[[str, str, int, float], None]) -> None:
+        self._app = app
+        self._on_response = on_response
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or IN_PROCESS in scope:
+            await self._app(scope, receive, send)
+            return
+        status, began = 500, time.perf_counter()  # what an exception becomes further out
+
+        async def observed(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, observed)
+        finally:
+            # Set by the router; requests that end before it, such as those without a key, have none.
+            handler = getattr(scope.get("route"), "path", "none")
+            self._on_response(scope["method"], handler, status, time.perf_counter() - began)
+
+
 class _RequestIdMiddleware:
     """Sets `request.state.request_id` to the client's X-Request-ID if it is valid, else to a new one, and echoes it.
 
@@ -233,22 +265,30 @@ class _RequestIdMiddleware:
 
 
 class _ApiKeyMiddleware:
-    """Answers 401 to requests of PROTECTED paths without `Authorization: Bearer <key>`."""
+    """Answers 401 to requests of PROTECTED paths without `Authorization: Bearer <key>`, and 429 beyond a key's limits.
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
+    Sets `request.state.caller`. Only POST counts: other methods cost next to nothing.
+    """
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys, callers: Callers) -> None:
         self._app = app
         self._keys = keys
+        self._callers = callers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and IN_PROCESS not in scope:
-            path = _path_of(scope)
-            given = Headers(scope=scope).get("authorization", "").encode("latin-1")
-            if is_protected(path) and not is_authorised(given, self._keys()):
+        if scope["type"] == "http" and IN_PROCESS not in scope and is_protected(_path_of(scope)):
+            keys, given = self._keys(), Headers(scope=scope).get("authorization", "").encode("latin-1")
+            if (key := matching_key(given, keys)) is None:
                 message = "missing or wrong API key; send 'Authorization: Bearer KEY'"
                 body = ErrorResponse.of(message, type="authentication_error", code="invalid_api_key")
                 response = error_response(HttpError(401, body))
                 response.headers["WWW-Authenticate"] = "Bearer"
                 await response(scope, receive, send)
+                return
+            caller = self._callers.of(key, keys)
+            scope.setdefault("state", {})["caller"] = caller
+            if scope["method"] == "POST" and (refusal := caller.admit()) is not None:
+                await error_response(refusal)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from cluster.http.answer_reader import AnswerReader
 from cluster.http.detokenizer import IncrementalDetokenizer
-from cluster.http.metrics import by_depth
+from cluster.http.engine_metrics import by_depth
 from cluster.http.output_processor import Generation, ScoredToken, StepTree, TextDelta
 from cluster.http.tokenizer import Tokenizer
 from secateur.requests import ChatCompletionRequest, CompletionRequest, SamplingRequest

@@ -13,8 +13,10 @@ from typing import NamedTuple
 from cluster.engine_client import EngineClient
 from cluster.http.detokenizer import IncrementalDetokenizer, StopStrings
 from cluster.http.errors import BadRequest
-from cluster.http.metrics import Metrics
+from cluster.http.metrics import Metrics, RequestTimes
+from cluster.http.rate_limits import Caller
 from cluster.http.tokenizer import Tokenizer
+from cluster.http.tracing import Trace
 from workers.comm.ipc import RequestStats, Submit, TokenChunk, TokenLogprobs, TreeRecord
 
 logger = logging.getLogger(__name__)
@@ -98,6 +100,8 @@ class Generation:
     _stops: StopStrings = field(init=False)
     _num_decoded: int = field(init=False, default=0)  # characters that the detokenizer has returned
     _pending: deque[ScoredToken] = field(init=False, default_factory=deque)  # tokens whose text is still held back
+    _submitted_s: float | None = field(init=False, default=None)
+    _scheduled_s: float | None = field(init=False, default=None)
     _first_token_s: float | None = field(init=False, default=None)
     _last_token_s: float | None = field(init=False, default=None)
 
@@ -107,12 +111,19 @@ class Generation:
         )
         self._stops = StopStrings(self.stop, include=self.include_stop)
 
-    async def stream(self, engine: EngineClient, metrics: Metrics) -> AsyncGenerator[TextDelta]:
+    async def stream(
+        self, engine: EngineClient, metrics: Metrics, caller: Caller | None = None, trace: Trace | None = None
+    ) -> AsyncGenerator[TextDelta]:
         """Run the request in the engine and yield one delta per engine step; the last has a finish_reason.
+
+        Its tokens are charged to `caller`, those of a prompt once for all its choices. `trace` gets its spans.
 
         Closing the generator early aborts the request. Raises GenerationFailed, EngineDead, BadRequest.
         """
         reason = "abort"  # cancelled or closed early
+        self._submitted_s = self._elapsed_s()
+        if caller is not None and self.number == 0:
+            caller.charge(prompt_tokens=len(self.submit.prompt))
         try:
             async with aclosing(engine.submit(self.submit)) as chunks:
                 async for chunk in chunks:
@@ -123,12 +134,16 @@ class Generation:
                     if chunk.prompt_logprobs is not None:
                         self.prompt_scores += chunk.prompt_logprobs
                         continue
-                    if chunk.tokens:
-                        self._last_token_s = self._elapsed_s()
-                        if self._first_token_s is None:
-                            self._first_token_s = self._last_token_s
+                    if self._scheduled_s is None:
+                        self._scheduled_s = self._submitted_s + chunk.queued_s
+                        metrics.observe_queued(chunk.queued_s)
+                    gap_s = self._note_tokens() if chunk.tokens else None
                     delta = self.process(chunk)
-                    metrics.observe_tokens(len(delta.token_ids), delta.num_accepted, is_copied=delta.is_copied)
+                    metrics.observe_tokens(
+                        len(delta.token_ids), delta.num_accepted, is_copied=delta.is_copied, gap_s=gap_s
+                    )
+                    if caller is not None:
+                        caller.charge(generation_tokens=len(delta.token_ids))
                     reason = delta.finish_reason or reason
                     yield delta
                     if delta.finish_reason is not None:
@@ -137,7 +152,7 @@ class Generation:
             reason = "error"
             raise
         finally:
-            self._record_end(reason, metrics)
+            self._record_end(reason, metrics, trace)
 
     def process(self, chunk: TokenChunk) -> TextDelta:
         """Convert one chunk of tokens to text and add it to the output.
@@ -221,19 +236,41 @@ class Generation:
             taken.append(self._pending.popleft())
         return taken
 
+    def _note_tokens(self) -> float | None:
+        """Note that tokens have come; return the seconds since the last ones, None for the first."""
+        before, self._last_token_s = self._last_token_s, self._elapsed_s()
+        if before is None:
+            self._first_token_s = self._last_token_s
+            return None
+        return self._last_token_s - before
+
     def _elapsed_s(self) -> float:
         return time.perf_counter() - self.arrival
 
-    def _record_end(self, reason: str, metrics: Metrics) -> None:
+    def _record_end(self, reason: str, metrics: Metrics, trace: Trace | None) -> None:
         prompt_tokens, generation_tokens, total_s = len(self.submit.prompt), len(self.token_ids), self._elapsed_s()
+        times = RequestTimes(
+            submitted=self._submitted_s,
+            scheduled=self._scheduled_s,
+            first_token=self._first_token_s,
+            last_token=self._last_token_s,
+            end=total_s,
+        )
         metrics.observe_finished(
             reason,
+            times,
             prompt_tokens=prompt_tokens,
             generation_tokens=generation_tokens,
-            total_s=total_s,
-            first_token_s=self._first_token_s,
-            last_token_s=self._last_token_s,
+            max_tokens=self.submit.max_tokens,
         )
+        if trace is not None:
+            attributes: dict[str, str | int] = {
+                "gen_ai.request.id": self.request_id,
+                "gen_ai.request.max_tokens": self.submit.max_tokens,
+                "gen_ai.usage.input_tokens": prompt_tokens,
+                "gen_ai.usage.output_tokens": generation_tokens,
+            }
+            trace.record(reason, times, attributes)
         logger.info(
             "request %s/%d: %s after %d prompt and %d new tokens, %.3f s, seed %d",
             self.request_id,

@@ -45,6 +45,7 @@ from cluster.http.openai_format import (
 )
 from cluster.http.openapi import STREAM, WITH_BODY, errors
 from cluster.http.output_processor import Generation, TextDelta
+from cluster.http.rate_limits import Caller, Callers
 from cluster.http.request_params import ineffective_settings, truncate
 from cluster.http.responses_api import (
     ResponseBuilder,
@@ -99,9 +100,11 @@ def create_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
     middleware.install(
         app,
         api_keys=service.api_keys,
+        callers=Callers(service.metrics),
         echo_request_id=echo_request_id,
         on_rejected=service.metrics.observe_rejected,
         client_request=service.metrics.client_request,
+        on_response=service.metrics.observe_http,
         root_path=service.root_path,
         cors=service.cors,
     )
@@ -251,7 +254,8 @@ async def generate(
     body = response_format.body
     unread = [*service.ignored(body), *ineffective_settings(body.speculative, service.limits)]
     headers = _ignored_header(request, unread)
-    deltas = merge([generation.stream(service.engine, service.metrics) for generation in generations])
+    caller, trace = _caller(request), service.tracing.of(request.headers)
+    deltas = merge([generation.stream(service.engine, service.metrics, caller, trace) for generation in generations])
     try:
         if body.stream:
             # Errors before the first delta get their own HTTP status.
@@ -284,7 +288,8 @@ async def respond(
             service.responses.put(body, history, builder.response)
 
     headers = _ignored_header(request, [*body.ignored(), *ineffective_settings(body.speculative, service.limits)])
-    deltas = merge([generation.stream(service.engine, service.metrics)])
+    caller, trace = _caller(request), service.tracing.of(request.headers)
+    deltas = merge([generation.stream(service.engine, service.metrics, caller, trace)])
     try:
         if body.stream:
             first = await anext(deltas)  # errors before the first delta get their own HTTP status
@@ -337,6 +342,11 @@ async def _events(
     except Exception as error:
         yield middleware.to_http_error(error).body.sse()
     yield SSE_DONE
+
+
+def _caller(request: Request) -> Caller | None:
+    """Return whose API key the request came with; None if the service needs no keys."""
+    return getattr(request.state, "caller", None)
 
 
 def _ignored_header(request: Request, ignored: Sequence[str]) -> dict[str, str]:

@@ -21,6 +21,8 @@ from cluster.http.responses_api import ResponseStore
 from cluster.http.tokenizer import TextLimit, Tokenizer, text_size
 from cluster.http.tokenizer_pool import TokenizerPool
 from cluster.http.tool_calls import ToolCallFormat, decoded_calls, tools_of
+from cluster.http.tracing import Tracing
+from secateur.api_keys import ApiKey
 from secateur.errors import ConfigError
 from secateur.requests import (
     ChatCompletionRequest,
@@ -79,6 +81,7 @@ class Service:
     reasoning_parser: Literal["auto", "none", "think"] = "auto"
     """See `AnswerReaders`, as for the next one."""
     tool_call_parser: Literal["auto"] | ToolCallFormat = "auto"
+    tracing: Tracing = field(default_factory=Tracing.from_environment)
     created: int = field(default_factory=lambda: int(time.time()))
     answers: AnswerReaders = field(init=False)
     batches: BatchService | None = field(init=False, default=None)
@@ -88,7 +91,8 @@ class Service:
 
     def __post_init__(self) -> None:
         if self.api_keys is None and (key := self.api_key) is not None:
-            self.api_keys = lambda: (key,)
+            keys = (ApiKey(key=key),)
+            self.api_keys = lambda: keys
         self.answers = AnswerReaders(self.tokenizer, self.reasoning_parser, self.tool_call_parser)
         self.seeds = SeedSource(self.seed)
         self.metrics = metrics.Metrics(self.model_id, self.replica, lambda: self.engine.stats)

@@ -122,7 +122,8 @@ def watch(url: str) -> None:
 def _answers(url: str) -> bool:
     """Return whether Serve's proxy responds at all; its status depends on replicas, which come and go."""
     try:
-        httpx2.get(f"{url}/-/healthz", timeout=10, trust_env=False)  # ignore HTTP_PROXY and the like
+        # Ignore HTTP_PROXY and the like; and the certificate, which need not name this machine's own address.
+        httpx2.get(f"{url}/-/healthz", timeout=10, trust_env=False, verify=False)
     except httpx2.HTTPError:
         return False
     return True
@@ -131,29 +132,43 @@ def _answers(url: str) -> bool:
 def _start_own_serve(args: EngineArgs) -> str:
     port = args.port or _free_port(args.host)
     check_port(args.host, port)  # checked again, because starting Ray takes a while
-    ray_serve.start(proxy_location="HeadOnly", http_options={"host": args.host, "port": port})
-    return base_url(args.host, port)
+    ray_serve.start(proxy_location="HeadOnly", http_options={"host": args.host, "port": port, **_tls(args)})
+    return base_url(args.host, port, tls=args.ssl_certfile is not None)
 
 
 def _find_or_start_serve(args: EngineArgs) -> str:
     """Return the base URL of the cluster's Serve, and start Serve if it is not running.
 
     A running Serve keeps its address: Serve takes the options of its first caller. Raises ConfigError if the
-    arguments ask for another port.
+    arguments ask for another port or certificate.
     """
     found = _serve_address()
     if found is None:
         port = args.port or _free_port(args.host)
         ray_serve.start(
             proxy_location="HeadOnly",
-            http_options={"host": args.host, "port": port},
+            http_options={"host": args.host, "port": port, **_tls(args)},
             controller_options={"runtime_env": {"env_vars": proxy.environment()}},  # the proxies inherit it
         )
-        return base_url(_seen_from_outside(args.host), port)
+        return base_url(_seen_from_outside(args.host), port, tls=args.ssl_certfile is not None)
+    if args.ssl_certfile not in (None, found.ssl_certfile):
+        told = f"Serve runs on this cluster already, {_certificate_of(found)}; leave it out, or shut Serve down first"
+        raise ConfigError(Problem("ssl_certfile", told))
     if "port" in args.model_fields_set and args.port not in (0, found.port):
         told = f"Serve runs on this cluster already and listens on {found.port}; write that or leave the port out"
         raise ConfigError(Problem("port", told))
-    return base_url(_seen_from_outside(str(found.host)), found.port)
+    return base_url(_seen_from_outside(str(found.host)), found.port, tls=found.ssl_certfile is not None)
+
+
+def _tls(args: EngineArgs) -> dict[str, str]:
+    """Return the HTTP options of Serve that make it speak HTTPS, {} for plain HTTP."""
+    if args.ssl_certfile is None or args.ssl_keyfile is None:
+        return {}
+    return {"ssl_certfile": args.ssl_certfile, "ssl_keyfile": args.ssl_keyfile}
+
+
+def _certificate_of(found: HTTPOptions) -> str:
+    return f"with the certificate {found.ssl_certfile}" if found.ssl_certfile else "without a certificate"
 
 
 def _serve_address() -> HTTPOptions | None:

@@ -26,7 +26,8 @@ def listening_socket(host: str, port: int) -> socket.socket:
     return sock
 
 
-def base_url(host: str, port: int) -> str:
+def base_url(host: str, port: int, *, tls: bool = False) -> str:
     """Return the URL of a service that listens on `host`; for a wildcard address, the loopback URL."""
+    scheme = "https" if tls else "http"
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

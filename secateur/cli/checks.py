@@ -17,9 +17,10 @@ def checked(flags: dict[str, Any], **more: Any) -> EngineArgs:
     from secateur.api_keys import check_api_keys
     from secateur.batch_dir import check_batch_dir
     from secateur.config import resolve_model
+    from secateur.tls import check_tls
 
     flags = {**flags, **{key: value for key, value in more.items() if value is not None}}
-    for name in ("api_key_file", "batch_dir"):
+    for name in ("api_key_file", "batch_dir", "ssl_certfile", "ssl_keyfile"):
         if flags.get(name) is not None:  # the service may run in another folder
             flags[name] = os.path.abspath(os.path.expanduser(flags[name]))
     args = engine_args_from(flags)
@@ -30,6 +31,8 @@ def checked(flags: dict[str, Any], **more: Any) -> EngineArgs:
         check_api_keys(args.api_key_file)
     if args.batch_dir is not None and is_local:
         check_batch_dir(args.batch_dir)
+    if args.ssl_certfile is not None and args.ssl_keyfile is not None and is_local:
+        check_tls(args.ssl_certfile, args.ssl_keyfile)
     resolve_model(args.model)
     if args.speculative_config is not None and args.speculative_config.model is not None:
         resolve_model(args.speculative_config.model)

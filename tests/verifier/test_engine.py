@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -63,6 +64,18 @@ def test_the_drafters_quality_changes_only_the_number_of_steps(method, error):
         answer = bench.ask([5, 6], 41, params)
         assert answer.tokens == say(language, [5, 6], 41, params)
         assert len(bench.target.steps) == 11 if error == 0.0 else len(bench.target.steps) > 25
+
+
+def test_a_request_reports_how_long_it_waited_for_its_seat():
+    """A preemption later changes nothing: the time counts until it first joins."""
+    with Bench(RandomLanguage(), None, TreeConfig(), max_num_seqs=1) as bench:
+        first, second = bench.submit([1, 2], 30), bench.submit([3, 4], 30)
+        began = time.perf_counter()
+        bench.run()
+        total = time.perf_counter() - began
+        waited = bench.answers[second].last.queued_s
+        assert bench.answers[first].last.queued_s < waited / 2
+        assert total / 10 < waited < total
 
 
 def test_higher_thresholds_verify_fewer_nodes_and_change_no_token():

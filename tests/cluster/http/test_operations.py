@@ -140,7 +140,9 @@ def test_a_request_that_fails_in_the_service_counts_as_an_error(
     with own().http() as http:
         assert http.post("/v1/completions", json={"prompt": "a"}).status_code == 500
         metrics = http.get("/metrics").text
-    assert 'finished_reason="error"' in metrics and 'finished_reason="abort"' not in metrics
+    ended = {line.partition("finished_reason=")[2].split(",")[0]: line.split()[-1] for line in metrics.splitlines()
+             if line.startswith("secateur_request_success_total")}  # fmt: skip
+    assert ended == {'"stop"': "0.0", '"length"': "0.0", '"abort"': "0.0", '"error"': "1.0"}
 
 
 @pytest.mark.parametrize("streamed", [True, False])
@@ -197,7 +199,15 @@ def test_the_metrics_have_vllms_names(own: Callable[..., FakeService]) -> None:
         "prefix_cache_hits",
         "time_to_first_token_seconds",
         "request_time_per_output_token_seconds",
+        "inter_token_latency_seconds",
         "e2e_request_latency_seconds",
+        "request_queue_time_seconds",
+        "request_prefill_time_seconds",
+        "request_decode_time_seconds",
+        "request_inference_time_seconds",
+        "request_prompt_tokens",
+        "request_generation_tokens",
+        "request_params_max_tokens",
         "request_success",
         "prompt_tokens",
         "generation_tokens",
@@ -229,7 +239,7 @@ def test_every_sample_has_model_and_replica_labels(own: Callable[..., FakeServic
         http.post("/v1/completions", json={"prompt": "a", "max_tokens": 64})
         text = http.get("/metrics").text
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
-    assert {sample.name.split("_")[0] for sample in samples} == {"secateur"}
+    assert {sample.name.split("_")[0] for sample in samples} == {"secateur", "process"}
     assert {(s.labels["model_name"], s.labels["replica"]) for s in samples} == {("fake-model", "fake-replica")}
     # One metric observed here, one read from the engine, as Prometheus reads them.
     assert 'secateur_prompt_tokens_total{model_name="fake-model",replica="fake-replica"} ' in text

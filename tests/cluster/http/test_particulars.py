@@ -210,11 +210,17 @@ async def test_an_error_that_lies_in_the_request_is_a_400_with_its_code(
 
 async def test_the_times_of_the_first_and_the_last_token_are_observed(tokenizer: Tokenizer) -> None:
     metrics = MagicMock()
-    chunks = [TokenChunk(id=1, tokens=[300]), TokenChunk(id=1, tokens=[301], finish_reason="length")]
+    chunks = [
+        TokenChunk(id=1, tokens=[], prompt_logprobs=[]),
+        TokenChunk(id=1, tokens=[300], queued_s=1e-6),
+        TokenChunk(id=1, tokens=[301], queued_s=1e-6, finish_reason="length"),
+    ]
     await read(tokenizer, metrics, *chunks)
-    assert metrics.observe_finished.call_args.args == ("length",)
-    times = metrics.observe_finished.call_args.kwargs
-    assert 0 < times["first_token_s"] < times["last_token_s"] < times["total_s"]
+    reason, times = metrics.observe_finished.call_args.args
+    assert reason == "length" and 0 < times.scheduled < times.first_token < times.last_token < times.end
+    assert [call.args for call in metrics.observe_queued.call_args_list] == [(1e-6,)]
+    first, second = (call.kwargs["gap_s"] for call in metrics.observe_tokens.call_args_list)
+    assert first is None and second == pytest.approx(times.last_token - times.first_token)
 
 
 def test_the_model_card_has_its_creation_time(

@@ -20,6 +20,8 @@ import httpx2
 import psutil
 import pytest
 
+from tests.support.certificates import assert_speaks_tls_alone, self_signed
+
 START_S = 240
 STOP_S = 60
 ROOT = Path(__file__).parents[3]
@@ -31,7 +33,7 @@ class Serving(NamedTuple):
     stderr: Path
 
     def url(self) -> str | None:
-        found = re.search(r"http://\S+(?=/v1)", self.stdout.read_text())
+        found = re.search(r"https?://\S+(?=/v1)", self.stdout.read_text())
         return found and found[0]
 
     def below(self) -> list[psutil.Process]:
@@ -205,12 +207,14 @@ def test_two_sigterms_while_it_starts_leave_nothing_and_start_nothing(short: Pat
 @pytest.mark.serve
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_only_http_is_open_to_others_and_the_third_signal_ends_everything_at_once(short: Path) -> None:
-    with serving(short, "--host", "0.0.0.0") as one:
-        ready(one)
+def test_only_https_is_open_to_others_and_the_third_signal_ends_everything_at_once(short: Path) -> None:
+    pair = self_signed(short)
+    with serving(short, "--host", "0.0.0.0", *pair.flags) as one:
+        url = ready(one)
+        assert_speaks_tls_alone(url, pair)
         found = listening(one)
         assert set(found) == {"127.0.0.1", "0.0.0.0"}
-        assert found["0.0.0.0"] == {"ray::ProxyActor"}, "the HTTP port alone is open to others"
+        assert found["0.0.0.0"] == {"ray::ProxyActor"}, "the HTTPS port alone is open to others"
         below = one.below()
         began = time.monotonic()
         for _ in range(3):

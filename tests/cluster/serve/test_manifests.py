@@ -1,0 +1,117 @@
+"""The Serve configurations of the manifests on a real Ray: `dev-cpu`, and then `ha` applied over it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.support.manifests import MANIFESTS, ROOT, needs_kubectl, serve_config, service_of
+
+pytestmark = [needs_kubectl, pytest.mark.serve]
+
+START_S = 240
+OFFERED_CPUS = 8
+"""Two pods have as many; the machine may have fewer, since bundles only count."""
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def adapted(overlay: str, port: int, keys: Path) -> dict[str, Any]:
+    """Return an overlay's Serve configuration with what belongs to its pods replaced: the address, the mounted file."""
+    config = serve_config(service_of(MANIFESTS / "overlays" / overlay))
+    config["http_options"] |= {"host": "127.0.0.1", "port": port}
+    [application] = config["applications"]
+    application["args"]["engine_kwargs"]["api_key_file"] = str(keys)
+    return config
+
+
+@contextmanager
+def deploying(folder: Path) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Start a Ray; yield a function that applies a configuration to it."""
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "TMPDIR": str(folder),
+        "RAY_OVERRIDE_RESOURCES": f'{{"CPU": {OFFERED_CPUS}}}',
+    }
+    command = [sys.executable, "-m", "tests.cluster.serve.deploy_configs"]
+    with (
+        (folder / "log").open("w") as log,
+        subprocess.Popen(
+            command, env=environment, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+        ) as process,
+    ):
+
+        def apply(config: dict[str, Any]) -> None:
+            (folder / "config.yaml").write_text(yaml.safe_dump(config))
+            process.stdin.write(f"{folder / 'config.yaml'}\n")
+            process.stdin.flush()
+            assert process.stdout.readline() == "applied\n", (folder / "log").read_text()
+
+        try:
+            yield apply
+        finally:
+            process.stdin.close()
+            process.wait(60)
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.5)
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx2.get(f"{url}/health", timeout=10).status_code == 200
+    except httpx2.HTTPError:
+        return False
+
+
+def replica(url: str) -> str:
+    """Return the id of the replica that a scrape reaches."""
+    families = text_string_to_metric_families(httpx2.get(f"{url}/metrics", timeout=10).text)
+    [only] = {sample.labels["replica"] for family in families for sample in family.samples}
+    return only
+
+
+def complete(url: str, key: str) -> httpx2.Response:
+    body = {"prompt": "def add(a, b):", "max_tokens": 8, "temperature": 0, "return_speculative_stats": True}
+    return httpx2.post(f"{url}/v1/completions", json=body, headers={"Authorization": f"Bearer {key}"}, timeout=60)
+
+
+def test_dev_cpu_answers_and_ha_adds_a_replica_without_a_restart(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("m")  # short, because Ray's sockets lie below it
+    keys, port = folder / "api-keys", free_port()
+    keys.write_text("first\n")
+    url = f"http://127.0.0.1:{port}"
+    with deploying(folder) as apply:
+        apply(adapted("dev-cpu", port, keys))
+        wait_for(lambda: answers(url), START_S)
+        first = replica(url)
+        assert complete(url, "wrong").status_code == 401
+        answer = complete(url, "first").raise_for_status().json()
+        assert answer["usage"]["completion_tokens"] == 8 and answer["speculative"]["num_drafts"] > 0
+        keys.write_text("second\n")
+        assert (complete(url, "first").status_code, complete(url, "second").status_code) == (401, 200)
+
+        apply(adapted("ha", port, keys))
+        seen = {first}
+        wait_for(lambda: not seen.add(replica(url)) and len(seen) == 2, START_S)
+        assert len({replica(url) for _ in range(20)} | {first}) == 2, "the first replica stayed"
+        assert all(complete(url, "second").status_code == 200 for _ in range(4))
