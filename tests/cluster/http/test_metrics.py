@@ -106,10 +106,9 @@ def test_a_request_without_tokens_has_no_phases(own: Callable[..., FakeService])
     running = own()
     running.engine.hold.set()
     body = json.dumps(BODY)
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
     with socket.create_connection(("127.0.0.1", int(running.url.rsplit(":", 1)[1]))) as leaver:
-        leaver.sendall(
-            f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
-        )
+        leaver.sendall(f"{head}\r\n\r\n{body}".encode())
         wait_for(lambda: running.client.num_pending == 1)
     wait_for(lambda: running.client.num_pending == 0)
     running.engine.hold.clear()
