@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -318,6 +319,25 @@ def test_every_choice_counts_for_admission(own: Callable[..., FakeService]) -> N
         error = error_of(http.post("/v1/completions", json={"prompt": ["a", "b"], "n": 3}))
         assert error["param"] == "n"
         assert "2 x 3 answers (prompts x n) are more than the 4" in error["message"]
+
+
+def test_every_choice_counts_when_requests_arrive_at_once(own: Callable[..., FakeService]) -> None:
+    running = own(max_pending=4)
+    running.engine.hold.set()
+    statuses: list[int] = []
+
+    def ask() -> None:
+        with running.http() as http:
+            statuses.append(http.post("/v1/completions", json={"prompt": "a", "n": 3}).status_code)
+
+    clients = [threading.Thread(target=ask) for _ in range(6)]
+    for client in clients:
+        client.start()
+    wait_for(lambda: len(statuses) == 5)  # all are admitted before any is tokenized, so they are counted again then
+    running.engine.hold.clear()
+    for client in clients:
+        client.join(20)
+    assert sorted(statuses) == [200, *[429] * 5]
 
 
 def test_a_disconnect_aborts_all_choices(own: Callable[..., FakeService]) -> None:

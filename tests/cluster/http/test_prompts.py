@@ -308,3 +308,4 @@ def test_every_route_keeps_a_prompts_last_tokens(http: httpx2.Client, service: F
     for path in ("/v1/completions", "/tokenize"):
         refused = http.post(path, json={"prompt": text, "truncate_prompt_tokens": 2049})
         assert (refused.status_code, error_of(refused)["param"]) == (400, "truncate_prompt_tokens")
+        assert "truncate_prompt_tokens=2049 is more than this model's maximum" in error_of(refused)["message"]
