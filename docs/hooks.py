@@ -194,8 +194,8 @@ def vllm() -> str:
     keys = [f"| `{name}` | {text} |" for name, text in sorted(SPECULATIVE_ADVICE.items())]
     parts = [
         "# vLLM's other settings",
-        "Options of vLLM that Secateur does not have, and what to do instead. Options with the prefixes `--ssl-`, "
-        "`--lora-` and `--mm-` are answered alike. [Coming from vLLM](../guides/coming-from-vllm.md) has those that "
+        "Options of vLLM that Secateur does not have, and what to do instead. Options that begin with "
+        "`--lora-` or `--mm-` are answered alike. [Coming from vLLM](../guides/coming-from-vllm.md) has those that "
         "both have.",
         "\n".join(["| vLLM | here |", "| --- | --- |", *rows]),
         "## Keys of `speculative_config`",

@@ -141,10 +141,10 @@ SERVER_FLAGS: dict[str, Any] = {
         help="Require one of the keys in this file, one per line, each with settings if you like: KEY name=team-a "
         "requests-per-minute=60 tokens-per-minute=20000. Changes apply to the next request.",
     ),
-    "ssl_certfile": _flag(
+    "ssl_certfile": _serving(
         str, "--ssl-certfile", metavar="FILE", help="Speak HTTPS with this certificate (PEM) [plain HTTP]."
     ),
-    "ssl_keyfile": _flag(
+    "ssl_keyfile": _serving(
         str, "--ssl-keyfile", metavar="FILE", help="The key of --ssl-certfile (PEM without a password)."
     ),
     "batch_dir": _serving(

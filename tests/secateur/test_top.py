@@ -12,7 +12,7 @@ from importlib import import_module
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.http.metrics import Metrics
+from cluster.http.metrics import Metrics, RequestTimes
 from secateur import cli
 from secateur.errors import SecateurError
 from secateur.top import Watch, lines_of_view, parse_metrics, readings_of, view_of
@@ -26,9 +26,8 @@ def metrics_text(model: str = "m", replica: str = "r1", **counts) -> str:
     metrics = Metrics(model, replica, lambda: EngineStats(**counts))
     metrics.observe_tokens(2, 1, is_copied=False)
     metrics.observe_tokens(3, 2, is_copied=False)
-    metrics.observe_finished(
-        "stop", prompt_tokens=4, generation_tokens=5, total_s=1.0, first_token_s=0.25, last_token_s=1.0
-    )
+    times = RequestTimes(submitted=0.1, scheduled=0.2, first_token=0.25, last_token=1.0, end=1.0)
+    metrics.observe_finished("stop", times, prompt_tokens=4, generation_tokens=5, max_tokens=8)
     return metrics.render().decode()
 
 

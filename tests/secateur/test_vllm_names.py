@@ -106,7 +106,7 @@ def test_spellings_hold_in_the_arguments_of_an_application():
         ("--no-enable-chunked-prefill", "max-num-batched-tokens"),
         ("--enable-chunked-prefill", "always"),
         ("--no-async-scheduling", "overlap"),
-        ("--ssl-keyfile", "proxy"),
+        ("--ssl-ciphers", "proxy"),
         ("--lora-dtype", "merge the adapter"),
         ("--mm-encoder-tp-mode", "text models"),
     ],
