@@ -22,7 +22,7 @@ _QUANTISED = "block FP8 and GGUF are read without a setting, other methods are n
 _PARALLEL = "an engine has tensor parallelism alone (--tensor-parallel-size); for more throughput add replicas"
 _REPLICAS = "add replicas: num_replicas of the Serve application, see the guide on Kubernetes"
 _ALWAYS = "it is always so; leave it out"
-_TLS = "the service speaks HTTP; let a proxy in front of it speak TLS"
+_TLS = "HTTPS takes --ssl-certfile and --ssl-keyfile alone; let a proxy in front of the service do the rest"
 _LOGS = "requests and their texts are never logged; leave it out"
 _GRAPHS = "CUDA graphs are captured by themselves; --enforce-eager switches them off"
 _SPECULATIVE = 'it is a key of --speculative-config, as in \'{"method": "eagle3", "model": ...}\''
@@ -150,8 +150,8 @@ ADVICE: dict[str, str] = {  # also the reference page reference/vllm.md
     "disable-access-log-for-endpoints": _LOGS,
     "log-config-file": "logs follow Ray's settings; leave it out",
     "log-error-stack": "errors of the service are logged with their stacks; leave it out",
-    "otlp-traces-endpoint": "there are no traces; read /metrics",
-    "collect-detailed-traces": "there are no traces; `secateur bench step` measures the parts of a step",
+    "otlp-traces-endpoint": "set OTEL_EXPORTER_OTLP_ENDPOINT in the environment",
+    "collect-detailed-traces": "`secateur bench step` measures the parts of a step; leave it out",
     "show-hidden-metrics-for-version": "no metric is hidden; leave it out",
     "disable-fastapi-docs": "/docs and /openapi.json hold no secret; let the proxy forward only what clients need",
     "disable-frontend-multiprocessing": "the front and the engine are processes of their own; leave it out",
@@ -186,7 +186,12 @@ SPECULATIVE_ADVICE: dict[str, str] = {
     "use_local_argmax_reduction": "shards exchange their best token by themselves; leave it out",
 }
 """The same for keys of vLLM's speculative configuration."""
-_FAMILIES = {"ssl-": _TLS, "enable-ssl-": _TLS, "enable-lora": _LORA, "lora-": _LORA, "mm-": _MULTIMODAL}
+_FAMILIES = {
+    **dict.fromkeys(("ssl-ca-", "ssl-cert-", "ssl-ciphers", "enable-ssl-"), _TLS),
+    "enable-lora": _LORA,
+    "lora-": _LORA,
+    "mm-": _MULTIMODAL,
+}
 """Settings by the beginning of their name."""
 SHORT_NAMES = {
     "-pp": "pipeline-parallel-size",
