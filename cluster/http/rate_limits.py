@@ -21,7 +21,7 @@ _MINUTE_S = 60.0
 
 
 @dataclass(slots=True)
-class _Allowance:
+class _TokenBucket:
     """Holds up to `per_minute` units, and refills at that rate. `level` may be negative."""
 
     per_minute: int
@@ -45,8 +45,8 @@ class Caller:
     def __init__(self, key: ApiKey, metrics: Metrics, clock: Callable[[], float]) -> None:
         self._metrics = metrics
         self._clock = clock
-        self._requests: _Allowance | None = None
-        self._tokens: _Allowance | None = None
+        self._requests: _TokenBucket | None = None
+        self._tokens: _TokenBucket | None = None
         self.update(key)
 
     def update(self, key: ApiKey) -> None:
@@ -55,11 +55,11 @@ class Caller:
         self._requests = self._resized(self._requests, key.requests_per_minute)
         self._tokens = self._resized(self._tokens, key.tokens_per_minute)
 
-    def _resized(self, bucket: _Allowance | None, per_minute: int | None) -> _Allowance | None:
+    def _resized(self, bucket: _TokenBucket | None, per_minute: int | None) -> _TokenBucket | None:
         if per_minute is None:
             return None
         if bucket is None:
-            return _Allowance(per_minute, per_minute, self._clock())
+            return _TokenBucket(per_minute, per_minute, self._clock())
         bucket.resize(per_minute, self._clock())
         return bucket
 

@@ -17,6 +17,7 @@ import pytest
 
 from cluster.batches import batches, input_lines, runner
 from cluster.http import limits, uploads
+from secateur.api_keys import ApiKey
 from secateur.batches_api import BatchObject
 from tests.support.fake_service import ANSWER, FakeService, error_of, fake_service, wait_for
 
@@ -361,7 +362,7 @@ def test_without_a_folder_the_routes_say_how_to_get_one(http: httpx2.Client) -> 
 
 
 def test_files_and_batches_belong_to_their_key(own: Own, tmp_path: Path) -> None:
-    running = own(batch_dir=tmp_path, api_keys=lambda: ("one", "two"))
+    running = own(batch_dir=tmp_path, api_keys=lambda: (ApiKey(key="one"), ApiKey(key="two")))
     one, two = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
     with running.http(headers=one) as mine, running.http(headers=two) as other:
         batch = ended(mine, create(mine, jsonl(line("a")))["id"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 from collections.abc import Callable
 
 import httpx2
@@ -11,7 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from tests.support.fake_service import FakeService
+from tests.support.fake_service import FakeService, wait_for
 
 BODY = {"prompt": "a", "max_tokens": 5}
 
@@ -103,8 +105,12 @@ def test_the_phases_of_a_request_add_up(own: Callable[..., FakeService]) -> None
 def test_a_request_without_tokens_has_no_phases(own: Callable[..., FakeService]) -> None:
     running = own()
     running.engine.hold.set()
-    with running.http() as http, pytest.raises(httpx2.ReadTimeout):
-        http.post("/v1/completions", json=BODY, timeout=0.3)
+    body = json.dumps(BODY)
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    with socket.create_connection(("127.0.0.1", int(running.url.rsplit(":", 1)[1]))) as leaver:
+        leaver.sendall(f"{head}\r\n\r\n{body}".encode())
+        wait_for(lambda: running.client.num_pending == 1)
+    wait_for(lambda: running.client.num_pending == 0)
     running.engine.hold.clear()
     with running.http() as http:
         assert samples(http, "secateur_request_prefill_time_seconds_count") == []
