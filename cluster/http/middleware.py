@@ -106,8 +106,9 @@ def install(
 ) -> None:
     """Add the exception handlers and middlewares.
 
-    `on_rejected` is called for every 429 of a client; each of its requests to a protected path runs inside a
-    `client_request`. `on_response` gets method, route, status and seconds of every response to a client.
+    `on_rejected` is called for every 429 of a client but those of its key's limits; each of its requests to a protected
+    path runs inside a `client_request`. `on_response` gets method, route, status and seconds of every response to a
+    client.
     """
 
     async def known(request: Request, error: Exception) -> Response:

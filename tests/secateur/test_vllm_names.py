@@ -107,6 +107,8 @@ def test_spellings_hold_in_the_arguments_of_an_application():
         ("--enable-chunked-prefill", "always"),
         ("--no-async-scheduling", "overlap"),
         ("--ssl-ciphers", "proxy"),
+        ("--ssl-ca-certs", "proxy"),
+        ("--otlp-traces-endpoint", "OTEL_EXPORTER_OTLP_ENDPOINT"),
         ("--lora-dtype", "merge the adapter"),
         ("--mm-encoder-tp-mode", "text models"),
     ],
