@@ -52,6 +52,10 @@ class EngineDead(SecateurError, RuntimeError):
     """The engine has died, and its requests are lost."""
 
 
+class DeadlyRequest(EngineDead):
+    """Several engines have died with this request: it is not to be sent again."""
+
+
 class Health(NamedTuple):
     """Says whether the engine makes progress."""
 
@@ -225,7 +229,7 @@ class EngineClient:
             if pending.num_sent > MAX_REPLAYS:
                 del self._pending[id]
                 pending.queue.put_nowait(
-                    EngineDead(f"{pending.num_sent} engines have died with this request: {reason}")
+                    DeadlyRequest(f"{pending.num_sent} engines have died with this request: {reason}")
                 )
         self._start.set()
 

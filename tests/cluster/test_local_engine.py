@@ -21,7 +21,7 @@ import pytest
 
 import secateur
 from cluster.convert import engine_config
-from cluster.engine_client import EngineClient, EngineDead
+from cluster.engine_client import DeadlyRequest, EngineClient, EngineDead
 from cluster.local_engine import LocalEngine
 from cluster.local_service import local_service
 from cluster.system.processes import wait_gone
@@ -167,7 +167,7 @@ def test_a_request_with_which_engine_after_engine_dies_fails_alone(tmp_path: Pat
             fake = FakeEngine(await client.listen(f"unix:{tmp_path}/{number}"), lambda submit: [[1]])
             fake.hold.set()
             await client.wait_ready(5)
-        with pytest.raises(EngineDead, match="3 engines have died with this request: verifier 0 was killed"):
+        with pytest.raises(DeadlyRequest, match="3 engines have died with this request: verifier 0 was killed"):
             await waiting
         fake.hold.clear()
         assert len(await collect(client, Submit(id=9, prompt=[1], max_tokens=10))) == 1
