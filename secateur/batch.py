@@ -34,7 +34,8 @@ from secateur.batch_output import Output, digest_of, digests_path, open_output, 
 from secateur.client import DEFAULT_BASE_URL, DEFAULT_TIMEOUT_S, AsyncClient
 from secateur.client_http import Call
 from secateur.errors import APIConnectionError, APIError, AuthenticationError, BatchError
-from secateur.responses import REQUEST_ID_HEADER, ChatCompletionResponse, CompletionResponse
+from secateur.responses import IDEMPOTENCY_HEADER, REQUEST_ID_HEADER, ChatCompletionResponse, CompletionResponse
+from secateur.retries import OUTAGE_TIMEOUT_S
 from secateur.schema import problems_of
 
 MAX_PROBLEMS_SHOWN = 20
@@ -105,11 +106,13 @@ def run_batch(
     resume: bool = True,
     retries: int = 5,
     timeout: float = DEFAULT_TIMEOUT_S,
+    outage_timeout: float = OUTAGE_TIMEOUT_S,
     progress: bool | None = None,
 ) -> BatchSummary:
     """Answer every line of `input_path` into `output_path`, `concurrency` at a time.
 
-    `client` replaces base_url, api_key, retries and timeout (seconds per read), and is closed by the caller.
+    `client` replaces base_url, api_key, retries, timeout (seconds per read) and outage_timeout (seconds that a service
+    which was there may be gone), and is closed by the caller.
     `resume=False` starts over; otherwise lines that changed since they were answered are answered again, and a warning
     gives their number. `progress=None` shows a progress bar on a terminal only. The first Ctrl-C waits for the requests
     in flight; the second stops at once. Raises BatchError, before anything is sent, if a file cannot be used, and
@@ -126,6 +129,7 @@ def run_batch(
             resume=resume,
             retries=retries,
             timeout=timeout,
+            outage_timeout=outage_timeout,
             progress=progress,
         )
     )
@@ -142,6 +146,7 @@ async def run_batch_async(
     resume: bool = True,
     retries: int = 5,
     timeout: float = DEFAULT_TIMEOUT_S,
+    outage_timeout: float = OUTAGE_TIMEOUT_S,
     progress: bool | None = None,
 ) -> BatchSummary:
     """Run `run_batch` in the caller's event loop."""
@@ -157,7 +162,9 @@ async def run_batch_async(
         if summary.resumed == summary.total:
             return summary
         if client is None:
-            owned = AsyncClient(base_url, api_key=api_key, retries=retries, timeout=timeout)
+            owned = AsyncClient(
+                base_url, api_key=api_key, retries=retries, timeout=timeout, outage_timeout=outage_timeout
+            )
             client = await stack.enter_async_context(owned)
         await client.models()  # fail once now rather than once per line
         bar = stack.enter_context(_progress_bar(summary, progress))
@@ -228,7 +235,10 @@ class _Run:
     async def _answer(self, line: BatchInputLine) -> BatchOutputLine:
         request_id = f"batch-{self._job.job_id}-{_header_safe(line.custom_id)}"
         call: Call[CompletionResponse | ChatCompletionResponse] = Call(
-            path=line.url, reads=READS[line.url], body=line.body, headers={REQUEST_ID_HEADER: request_id}
+            path=line.url,
+            reads=READS[line.url],
+            body=line.body,
+            headers={REQUEST_ID_HEADER: request_id, IDEMPOTENCY_HEADER: request_id},
         )
         response, error = None, None
         try:
