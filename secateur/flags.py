@@ -98,6 +98,9 @@ ENGINE_FLAGS: dict[str, Any] = {
         help="Reuse the KV cache of common prompt prefixes [on].",
     ),
     "gpu_memory_utilization": _flag(float, "--gpu-memory-utilization", help="Share of each GPU to use [0.9]."),
+    "hang_timeout": _flag(
+        float, "--hang-timeout", help="Seconds after which a rank that does not get on is replaced; 0 = never [10]."
+    ),
     "dtype": _flag(Dtype, "--dtype", help="[auto: float32 on CPU, the checkpoint's on CUDA]"),
     "device": _flag(Device, "--device", help="[auto]"),
     "kernels": _flag(KernelSet, "--kernels", help="[auto: triton on CUDA, torch on CPU]"),

@@ -211,8 +211,8 @@ def test_our_clients_see_only_a_pause_when_the_proxy_and_the_replica_are_killed(
     assert httpx2.get(f"{url}/health", timeout=10).json() == {"status": "ok"}
 
 
-@pytest.mark.parametrize("killed", [1, 0])
-def test_clients_see_only_a_pause_when_a_verifier_is_killed(url: str, killed: int) -> None:
+@pytest.mark.parametrize(("lost", "number"), [(1, signal.SIGSTOP), (0, signal.SIGKILL)], ids=["hung", "killed"])
+def test_clients_see_only_a_pause_when_a_verifier_is_lost(url: str, lost: int, number: signal.Signals) -> None:
     """Last in this file, because it replaces the engine. Of nine requests eight run and one waits."""
     ranks, before = topology(url), replica(url)
     bodies = [
@@ -236,7 +236,7 @@ def test_clients_see_only_a_pause_when_a_verifier_is_killed(url: str, killed: in
             events.append(json.loads(next(lines)))
             answers = [pool.submit(ask, body) for body in bodies[1:]]
             wait_for(lambda: metric(url, "num_requests_waiting") > 0, 20)
-            os.kill(ranks[killed]["pid"], signal.SIGKILL)
+            os.kill(ranks[lost]["pid"], number)
             wait_for(lambda: "wait for a new engine" in httpx2.get(f"{url}/health", timeout=10).text, 30)
             late = pool.submit(ask, bodies[0])
             events += [json.loads(line) for line in lines if line != "[DONE]"]
