@@ -82,6 +82,7 @@ def placement_config(args: EngineArgs) -> EngineConfig:
         memory_utilization=args.gpu_memory_utilization,
         kernels=args.kernels,
         enforce_eager=args.enforce_eager,
+        hang_timeout_s=args.hang_timeout,
         draft=_draft(spec, args.model) if spec else None,
     )
 

@@ -37,8 +37,8 @@ from workers.gc_freeze import freeze_start_up
 logger = logging.getLogger(__name__)
 
 PROGRESS_TIMEOUT_S = 120.0
-"""The engine hangs if no frame arrives for this long, since even an idle engine sends one every second. It is longer
-than the engine's step timeout (60 s), whose error is more precise."""
+"""The engine hangs if no frame arrives for this long, since even an idle engine sends one every second. `HangMonitor`
+notices most hangs long before. It is longer than the engine's step timeout (60 s), whose error is more precise."""
 CAUSE_WAIT_S = 2.0
 """Time between losing the connection and declaring the engine dead. The watcher of the ranks may report the cause
 meanwhile."""
@@ -50,6 +50,10 @@ MAX_REPLAYS = 2
 
 class EngineDead(SecateurError, RuntimeError):
     """The engine has died, and its requests are lost."""
+
+
+class DeadlyRequest(EngineDead):
+    """Several engines have died with this request: it is not to be sent again."""
 
 
 class Health(NamedTuple):
@@ -225,7 +229,7 @@ class EngineClient:
             if pending.num_sent > MAX_REPLAYS:
                 del self._pending[id]
                 pending.queue.put_nowait(
-                    EngineDead(f"{pending.num_sent} engines have died with this request: {reason}")
+                    DeadlyRequest(f"{pending.num_sent} engines have died with this request: {reason}")
                 )
         self._start.set()
 

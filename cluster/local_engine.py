@@ -28,11 +28,12 @@ from typing import IO
 import workers
 from cluster.drafter_restart import DrafterRestart
 from cluster.engine_client import EngineClient, EngineDead
+from cluster.hang_monitor import HangMonitor
 from cluster.rank_exits import ExitKind, RankExit, root_cause
 from cluster.rank_placement import interface_env, num_bundles, rank_placements, worker_env
 from cluster.system.temp_dirs import OwnedTempDir
 from secateur.errors import ConfigError
-from workers.config import DRAFT_LINK_VARIABLE, START_TIMEOUT_S, EngineConfig
+from workers.config import DRAFT_LINK_VARIABLE, PULSE_VARIABLE, START_TIMEOUT_S, EngineConfig
 from workers.models.readers import read_specs
 from workers.models.specs import Specs
 
@@ -60,10 +61,13 @@ class EngineProcesses:
         *,
         on_death: Callable[[str], None],
         on_joined: Callable[[], None] = lambda: None,
+        pulse: str = "",
     ) -> None:
+        """pulse: the address to which ranks send signs of life, if they do."""
         self._config = config
         self._specs = specs
         self._front = front
+        self._env = {PULSE_VARIABLE: pulse}
         self._on_death = on_death
         self._on_joined = on_joined
         self._children: dict[int, _Child] = {}  # by rank
@@ -121,6 +125,13 @@ class EngineProcesses:
         with self._lock:
             return [child for rank, child in self._children.items() if rank >= self._config.tensor_parallel_size]
 
+    def kill_rank(self, rank: int, why: str) -> None:
+        """Kill a rank that hangs. Its exit is treated like any other."""
+        with self._lock:
+            child = self._children[rank]
+        child.why_killed = why
+        child.signal(signal.SIGKILL)
+
     def expect_end(self) -> None:
         """Stop treating the exit of a process as a failure."""
         self._closing.set()
@@ -167,7 +178,9 @@ class EngineProcesses:
         with self._lock:
             if self._closing.is_set():
                 raise EngineDead("the engine is shutting down")
-            self._children[rank] = _Child(placement.role, command, {**given, **(env or {})}, self._on_joined)
+            self._children[rank] = _Child(
+                placement.role, command, {**given, **self._env, **(env or {})}, self._on_joined
+            )
 
     def _devices(self) -> list[str]:
         """Return the devices of the bundles; [] on CPU. Raises ConfigError if too few are visible."""
@@ -206,6 +219,7 @@ class _Child:
     def __init__(self, role: str, command: list[str], env: Mapping[str, str], on_joined: Callable[[], None]) -> None:
         self.role = role
         self._on_joined = on_joined
+        self.why_killed: str | None = None
         self._stderr: deque[str] = deque(maxlen=20)
         self._store: str | None = None
         self._store_known = threading.Event()
@@ -248,6 +262,8 @@ class _Child:
             kind = ExitKind.KILLED if code else ExitKind.STOPPED
         else:
             kind = ExitKind.LOST_A_PEER if "PeerLost" in stderr else ExitKind.FAILED
+        if self.why_killed is not None:
+            return RankExit(ExitKind.KILLED, f"{self.why_killed} and was killed (pid {self.process.pid}){stderr}")
         return RankExit(kind, f"{self.role} (pid {self.process.pid}) {_describe(code)}{stderr}")
 
     def stderr_tail(self) -> str:
@@ -293,6 +309,7 @@ class LocalEngine:
         """What the start is doing, for progress lines."""
         self._processes: EngineProcesses | None = None
         self._restart: DrafterRestart | None = None
+        self._monitor: HangMonitor | None = None
         self._folder: OwnedTempDir | None = None
 
     @property
@@ -310,12 +327,17 @@ class LocalEngine:
         try:
             front = await self.client.listen(f"unix:{self._folder.path}/engine.sock")
             specs = await asyncio.to_thread(read_specs, self.config)
+            pulse = ""
+            if self.config.hang_timeout_s:
+                self._monitor = HangMonitor(self.config, self._kill_rank)
+                pulse = await self._monitor.listen("127.0.0.1")
             self._processes = EngineProcesses(
                 self.config,
                 specs,
                 front,
                 on_death=lambda reason: _call(loop, self.client.fail, reason),
                 on_joined=lambda: setattr(self, "stage", "warming up"),
+                pulse=pulse,
             )
             # Start it in this thread, not in an executor: the kernel kills a child when its parent thread ends.
             self._processes.start_first()
@@ -327,6 +349,10 @@ class LocalEngine:
         except BaseException:
             await self.close()
             raise
+
+    def _kill_rank(self, rank: int, why: str) -> None:
+        if self._processes is not None:
+            self._processes.kill_rank(rank, why)
 
     def _tolerate_drafter_loss(self, processes: EngineProcesses) -> None:
         ready = self.client.ready
@@ -350,6 +376,8 @@ class LocalEngine:
         """Stop the engine and wait until all its processes have ended. May be called twice."""
         if self._restart is not None:
             self._restart.cancel()
+        if self._monitor is not None:
+            self._monitor.close()
         if self._processes is not None:
             self._processes.expect_end()
         await self.client.close()

@@ -15,7 +15,7 @@ from cluster.convert import engine_config, fetch_weights, visible_gpus, with_tok
 from cluster.http.errors import BadRequest, HttpError
 from cluster.http.openai_format import prompt_logprobs, token_logprobs, total_stats
 from cluster.http.output_processor import Generation, GenerationFailed
-from cluster.http.service import Service
+from cluster.http.service import RequestHead, Service
 from cluster.http.streaming import merge
 from cluster.http.tokenizer_pool import TokenizerPool
 from cluster.local_engine import LocalEngine
@@ -126,7 +126,8 @@ class OfflineEngine:
             else:
                 body = service.accept(body)
                 prompts = [await service.tokenize_chat(body, add_special_tokens=body.add_special_tokens)]
-            generations = await service.prepare(body, prompts, request_id=str(self._num_requests - 1), arrival=0.0)
+            head = RequestHead(request_id=str(self._num_requests - 1), arrival=0.0)
+            generations = await service.prepare(body, prompts, head)
         except BadRequest as error:
             raise ConfigError(Problem(error.param or "", str(error))) from None
         except HttpError as error:

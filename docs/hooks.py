@@ -105,6 +105,20 @@ def configuration() -> str:
     return "\n\n".join(parts) + "\n"
 
 
+_EVENT_ID = """\
+Every event of their streams has an `id:` line behind its `data:` line. Treat it as opaque; it has only printable ASCII
+characters. It names the request, its seeds and how many tokens of each choice its reader has, so any replica can go on
+from it, also after a restart. An error event has none. Wrong ids are refused with status 400 and one of these codes:
+
+| code | why |
+| --- | --- |
+| `invalid_event_id` | it is no id of this service |
+| `event_id_of_another_request` | path, model, body or the model's sampling defaults differ |
+| `not_resumable` | the answer does not repeat, see the [guide](../guides/http.md#streams-that-break-off) |
+
+`answer_changed` (status 409, or an error event) tells that the answer came out differently: nothing is spliced."""
+
+
 def http() -> str:
     """Return the tables of the request bodies."""
     by_route = {
@@ -122,6 +136,8 @@ def http() -> str:
     ]
     for route, body in by_route.items():
         parts += [f"## `{route}`", _table(body)]
+    headers = "\n".join(f"| `{name}` | {meaning} |" for name, meaning in requests.RESUMPTION_HEADERS.items())
+    parts += ["## Headers of completions and chats", f"| header | meaning |\n| --- | --- |\n{headers}", _EVENT_ID]
     unsupported = ", ".join(f"`{name}`" for name in sorted(UNSUPPORTED))
     parts += ["## Not implemented", f"A request that sets one of these is refused with status 400: {unsupported}."]
     return "\n\n".join(parts) + "\n"

@@ -44,6 +44,7 @@ from workers.kv_cache import KVPool
 from workers.kv_sizing import agree_on_pages
 from workers.models.load import load_decoder
 from workers.models.specs import Eagle3Spec, FcHeadSpec, ModelSpec, Specs
+from workers.pulse import PULSE
 from workers.sampling.grammar import MASK_SECONDS, Grammars, TokenTable
 from workers.sampling.logits_state import LogitsState, pack_logits_states, unpack_logits_states
 from workers.types import DraftCosts, DraftReply, DraftRequest, Rule, SamplingBatch, SamplingSettings
@@ -122,6 +123,7 @@ def _serve(
             is_forced=config.draft is not None and config.draft.overlap == "predraft",
         )
     has_waited = False
+    PULSE.serve()
     while (received := _next_message(world)).kind != Kind.STOP:
         if received.kind == Kind.HEARTBEAT:
             continue

@@ -36,7 +36,8 @@ from secateur.client import DEFAULT_BASE_URL, DEFAULT_TIMEOUT_S, AsyncClient
 from secateur.client_http import Call
 from secateur.endpoints import EndpointPool
 from secateur.errors import APIConnectionError, APIError, AuthenticationError, BatchError
-from secateur.responses import REQUEST_ID_HEADER, ChatCompletionResponse, CompletionResponse
+from secateur.responses import IDEMPOTENCY_HEADER, REQUEST_ID_HEADER, ChatCompletionResponse, CompletionResponse
+from secateur.retries import OUTAGE_TIMEOUT_S
 from secateur.schema import problems_of
 
 MAX_PROBLEMS_SHOWN = 20
@@ -108,12 +109,14 @@ def run_batch(
     ordered: bool = False,
     retries: int = 5,
     timeout: float = DEFAULT_TIMEOUT_S,
+    outage_timeout: float = OUTAGE_TIMEOUT_S,
     progress: bool | None = None,
 ) -> BatchSummary:
     """Answer every line of `input_path` into `output_path`, `concurrency` at a time.
 
     Of several `base_url`, each line goes to the one with the fewest pending requests (see `secateur.endpoints`).
-    `client` replaces base_url, api_key, retries and timeout (seconds per read), and is closed by the caller.
+    `client` replaces base_url, api_key, retries, timeout (seconds per read) and outage_timeout (seconds that a service
+    which was there may be gone), and is closed by the caller.
     `ordered` puts the answers into the order of the input when the run ends; before, they are in the order in which
     they came.
     `resume=False` starts over; otherwise lines that changed since they were answered are answered again, and a warning
@@ -133,6 +136,7 @@ def run_batch(
             ordered=ordered,
             retries=retries,
             timeout=timeout,
+            outage_timeout=outage_timeout,
             progress=progress,
         )
     )
@@ -150,6 +154,7 @@ async def run_batch_async(
     ordered: bool = False,
     retries: int = 5,
     timeout: float = DEFAULT_TIMEOUT_S,
+    outage_timeout: float = OUTAGE_TIMEOUT_S,
     progress: bool | None = None,
 ) -> BatchSummary:
     """Run `run_batch` in the caller's event loop."""
@@ -170,7 +175,10 @@ async def run_batch_async(
         if client is not None:
             service = client
         else:
-            service = await stack.enter_async_context(_client_of(base_url, api_key, retries, timeout))
+            owned = _client_of(
+                base_url, api_key=api_key, retries=retries, timeout=timeout, outage_timeout=outage_timeout
+            )
+            service = await stack.enter_async_context(owned)
         await service.models()  # fail once now rather than once per line
         bar = stack.enter_context(_progress_bar(summary, progress))
         if progress is None and bar.disable:
@@ -182,13 +190,9 @@ async def run_batch_async(
     return summary
 
 
-def _client_of(
-    base_url: str | Sequence[str], api_key: str | None, retries: int, timeout: float
-) -> AsyncClient | EndpointPool:
+def _client_of(base_url: str | Sequence[str], **settings: Any) -> AsyncClient | EndpointPool:
     urls = [base_url] if isinstance(base_url, str) else list(base_url)
-    if len(urls) == 1:
-        return AsyncClient(urls[0], api_key=api_key, retries=retries, timeout=timeout)
-    return EndpointPool(urls, api_key=api_key, retries=retries, timeout=timeout)
+    return AsyncClient(urls[0], **settings) if len(urls) == 1 else EndpointPool(urls, **settings)
 
 
 def _warn_of(output: Output, input_path: Path, output_path: Path) -> None:
@@ -251,7 +255,10 @@ class _Run:
     async def _answer(self, line: BatchInputLine) -> BatchOutputLine:
         request_id = f"batch-{self._job.job_id}-{_header_safe(line.custom_id)}"
         call: Call[CompletionResponse | ChatCompletionResponse] = Call(
-            path=line.url, reads=READS[line.url], body=line.body, headers={REQUEST_ID_HEADER: request_id}
+            path=line.url,
+            reads=READS[line.url],
+            body=line.body,
+            headers={REQUEST_ID_HEADER: request_id, IDEMPOTENCY_HEADER: request_id},
         )
         response, error = None, None
         try:

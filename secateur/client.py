@@ -6,12 +6,14 @@
             print(chunk.text, end="", flush=True)
 
 Methods raise the errors of `secateur.errors` and warn about parameters that the service ignored. Calls are retried up
-to `retries` times after 408, 429, 5xx and connection errors, but never after a stream has begun.
+to `retries` times after 408, 429 and 5xx. If the service goes away, they wait for it up to `outage_timeout` seconds,
+and streams then go on where they broke off.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from collections.abc import AsyncGenerator, Generator
@@ -21,8 +23,8 @@ import httpx2
 from pydantic import BaseModel
 
 from secateur import client_http
-from secateur.client_http import Call, Events, Messages, Retry
-from secateur.errors import ConfigError, Problem, SecateurError
+from secateur.client_http import Call, Events, Messages
+from secateur.errors import APIConnectionError, APIError, ConfigError, Problem, SecateurError
 from secateur.responses import (
     ChatCompletionChunk,
     ChatCompletionResponse,
@@ -32,6 +34,9 @@ from secateur.responses import (
     ModelList,
     TokenizeResponse,
 )
+from secateur.retries import OUTAGE_TIMEOUT_S, Attempts, Retry
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_BASE_URL = "http://127.0.0.1:8000"
 DEFAULT_TIMEOUT_S = 600.0
@@ -49,7 +54,10 @@ def check_base_url(base_url: str) -> None:
 
 
 class _Settings:
-    """The settings of both clients. `timeout` is in seconds per read; connecting takes at most 10 s."""
+    """The settings of both clients. `timeout` is in seconds per read; connecting takes at most 10 s.
+
+    outage_timeout: seconds that a service which has answered may be gone; 0 = fail at once.
+    """
 
     def __init__(
         self,
@@ -58,18 +66,34 @@ class _Settings:
         api_key: str | None = None,
         timeout: float = DEFAULT_TIMEOUT_S,
         retries: int = 2,
+        outage_timeout: float = OUTAGE_TIMEOUT_S,
     ) -> None:
         check_base_url(base_url)
         if not timeout > 0:
             raise ConfigError(Problem("timeout", f"must be more than 0 seconds (got {timeout})"))
         self.base_url = base_url.rstrip("/").removesuffix("/v1")  # OpenAI's clients write it with /v1
-        self._retry = Retry(retries)
+        if not outage_timeout >= 0:
+            raise ConfigError(Problem("outage_timeout", f"must be 0 seconds or more (got {outage_timeout})"))
+        self._retry = Retry(retries, outage_timeout)
+        self._was_there = False  # the service has answered this client
         key = api_key if api_key is not None else os.environ.get("SECATEUR_API_KEY")
         self._options: dict[str, Any] = {
             "base_url": self.base_url,
             "headers": {"Authorization": f"Bearer {key}"} if key else {},
             "timeout": httpx2.Timeout(timeout, connect=min(timeout, CONNECT_TIMEOUT_S)),
         }
+
+    def _attempts(self) -> Attempts:
+        return Attempts(self._retry, self._was_there)
+
+    def _delay_after(self, attempts: Attempts, failure: SecateurError, *, can_continue: bool = True) -> float:
+        """Return the seconds to wait before the next attempt. Raises the failure if there is none."""
+        delay = attempts.delay_after(failure) if can_continue else None
+        if delay is None:
+            raise failure
+        if attempts.has_lost_service:
+            logger.warning("%s; trying again for up to %.0f s", failure, self._retry.outage_s)
+        return delay
 
 
 class Client(_Settings):
@@ -130,42 +154,47 @@ class Client(_Settings):
         self.close()
 
     def _call(self, call: Call[Model]) -> Model:
-        response = self._send(call, stream=False)
+        response = self._send(call, self._attempts(), stream=False)
         return client_http.read(call, response)
 
     def _stream(self, call: Call[Model]) -> Generator[Model]:
-        response = self._send(call, stream=True)
-        events = Events(call)
-        try:
-            client_http.warn_of_ignored(response.headers)
-            for data in response.iter_bytes():
-                yield from events.feed(data)
-                if events.done:
-                    return
-            events.end()
-        except httpx2.TransportError as error:
-            raise client_http.connection_error(error, self.base_url) from error
-        finally:
-            response.close()
+        attempts, events = self._attempts(), Events(call)
+        while True:
+            response = self._send(call.after(events.last_id), attempts, stream=True)
+            events = Events(call, events.last_id)
+            failure: SecateurError
+            try:
+                client_http.warn_of_ignored(response.headers)
+                for data in response.iter_bytes():
+                    for chunk in events.feed(data):
+                        attempts.progressed()
+                        yield chunk
+                    if events.done:
+                        return
+                events.end()
+            except httpx2.TransportError as error:
+                failure = client_http.connection_error(error, self.base_url)
+            except (APIError, APIConnectionError) as error:
+                failure = error
+            finally:
+                response.close()
+            time.sleep(self._delay_after(attempts, failure, can_continue=events.can_continue))
 
-    def _send(self, call: Call[Any], *, stream: bool) -> httpx2.Response:
+    def _send(self, call: Call[Any], attempts: Attempts, *, stream: bool) -> httpx2.Response:
         """Return a successful response; its body is read unless `stream`. Retries, then raises."""
         request = client_http.request_of(self._http, call)
-        for attempt in range(self._retry.retries + 1):
+        while True:
             failure: SecateurError
             try:
                 response = self._http.send(request, stream=stream)
                 if response.is_success:
+                    self._was_there = True
                     return response
                 response.read()  # which closes it
                 failure = client_http.error_of(response)
             except httpx2.TransportError as error:
                 failure = client_http.connection_error(error, self.base_url)
-            delay = self._retry.delay(attempt, failure)
-            if delay is None:
-                raise failure
-            time.sleep(delay)
-        raise AssertionError("the last attempt returns or raises")
+            time.sleep(self._delay_after(attempts, failure))
 
 
 class AsyncClient(_Settings):
@@ -226,39 +255,43 @@ class AsyncClient(_Settings):
 
     async def call(self, call: Call[Model]) -> Model:
         """Send a prepared call; the batch runner builds its own."""
-        response = await self._send(call, stream=False)
+        response = await self._send(call, self._attempts(), stream=False)
         return client_http.read(call, response)
 
     async def _stream(self, call: Call[Model]) -> AsyncGenerator[Model]:
-        response = await self._send(call, stream=True)
-        events = Events(call)
-        try:
-            client_http.warn_of_ignored(response.headers)
-            async for data in response.aiter_bytes():
-                for chunk in events.feed(data):
-                    yield chunk
-                if events.done:
-                    return
-            events.end()
-        except httpx2.TransportError as error:
-            raise client_http.connection_error(error, self.base_url) from error
-        finally:
-            await response.aclose()
+        attempts, events = self._attempts(), Events(call)
+        while True:
+            response = await self._send(call.after(events.last_id), attempts, stream=True)
+            events = Events(call, events.last_id)
+            failure: SecateurError
+            try:
+                client_http.warn_of_ignored(response.headers)
+                async for data in response.aiter_bytes():
+                    for chunk in events.feed(data):
+                        attempts.progressed()
+                        yield chunk
+                    if events.done:
+                        return
+                events.end()
+            except httpx2.TransportError as error:
+                failure = client_http.connection_error(error, self.base_url)
+            except (APIError, APIConnectionError) as error:
+                failure = error
+            finally:
+                await response.aclose()
+            await asyncio.sleep(self._delay_after(attempts, failure, can_continue=events.can_continue))
 
-    async def _send(self, call: Call[Any], *, stream: bool) -> httpx2.Response:
+    async def _send(self, call: Call[Any], attempts: Attempts, *, stream: bool) -> httpx2.Response:
         request = client_http.request_of(self._http, call)
-        for attempt in range(self._retry.retries + 1):
+        while True:
             failure: SecateurError
             try:
                 response = await self._http.send(request, stream=stream)
                 if response.is_success:
+                    self._was_there = True
                     return response
                 await response.aread()
                 failure = client_http.error_of(response)
             except httpx2.TransportError as error:
                 failure = client_http.connection_error(error, self.base_url)
-            delay = self._retry.delay(attempt, failure)
-            if delay is None:
-                raise failure
-            await asyncio.sleep(delay)
-        raise AssertionError("the last attempt returns or raises")
+            await asyncio.sleep(self._delay_after(attempts, failure))

@@ -1,32 +1,32 @@
-"""The client's HTTP as pure functions: build requests, parse responses and event streams, decide on retries.
+"""The client's HTTP as pure functions: build requests, parse responses and event streams.
 
-`client.py` adds sockets and clocks, once blocking and once async.
+`client.py` adds sockets and clocks, once blocking and once async; `retries.py` decides on retries.
 """
 
 from __future__ import annotations
 
 import codecs
-import email.utils
 import json
-import random
 import re
-import time
+import uuid
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 import httpx2
 from pydantic import BaseModel, ValidationError
 
 from secateur import errors, responses
+from secateur.retries import retry_after
 
 Model = TypeVar("Model", bound=BaseModel)
 Messages = str | list[dict[str, Any]]
 
-MAX_RETRY_AFTER_S = 120.0  # a longer Retry-After is not waited for; the caller gets the error
-
 _LINE_END = re.compile(rb"\r\n|\r|\n")
+_LAST_EVENT_ID = responses.LAST_EVENT_ID_HEADER
+_EVENT_ID = re.compile(rb"1:[0-9a-f]{16}:[!-~]+")
+"""Our services' ids. Others may send ids and not continue streams behind them: answers would begin again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +38,10 @@ class Call(Generic[Model]):
     body: dict[str, Any] | None = None
     method: str = "POST"
     headers: dict[str, str] = field(default_factory=dict)
+
+    def after(self, event_id: str | None) -> Call[Model]:
+        """Return the call that continues a stream behind this event."""
+        return self if event_id is None else replace(self, headers={**self.headers, _LAST_EVENT_ID: event_id})
 
 
 def complete_call(prompt: Any, params: Mapping[str, Any]) -> Call[responses.CompletionResponse]:
@@ -87,7 +91,9 @@ def _generation(
         raise TypeError("`stream` is not a parameter here; use stream_complete or stream_chat")
     given = _given(params)
     request_id = given.get("request_id")
-    headers = {responses.REQUEST_ID_HEADER: str(request_id)} if request_id else {}
+    headers = {responses.IDEMPOTENCY_HEADER: uuid.uuid4().hex}  # every attempt gets the same answer
+    if request_id:
+        headers[responses.REQUEST_ID_HEADER] = str(request_id)
     return Call(path=path, reads=reads, body={**content, **given, "stream": stream}, headers=headers)
 
 
@@ -174,8 +180,13 @@ def api_error(
 def connection_error(error: httpx2.TransportError, url: str) -> errors.APIConnectionError:
     """Return our error for a failed connection or a timeout."""
     if isinstance(error, httpx2.TimeoutException):
-        return errors.APITimeoutError(f"{url} did not answer in time ({type(error).__name__})")
-    return errors.APIConnectionError(f"no answer from {url}: {error or type(error).__name__}")
+        failure: errors.APIConnectionError = errors.APITimeoutError(
+            f"{url} did not answer in time ({type(error).__name__})"
+        )
+    else:
+        failure = errors.APIConnectionError(f"no answer from {url}: {error or type(error).__name__}")
+    failure.__cause__ = error
+    return failure
 
 
 class Events(Generic[Model]):
@@ -185,13 +196,17 @@ class Events(Generic[Model]):
     iterator also splits at U+2028 and U+0085, which models write and JSON does not escape.
     """
 
-    def __init__(self, call: Call[Model]) -> None:
+    def __init__(self, call: Call[Model], last_id: str | None = None) -> None:
         self._call = call
         self._rest = b""
         self._is_start = True
         self._ends_in_cr = False
         self._data: list[bytes] = []
+        self._id = last_id
         self.done = False
+        self.last_id = last_id
+        """The id of the last event, behind which the stream can be continued; None if it cannot."""
+        self._is_empty = True
 
     def feed(self, data: bytes) -> Iterator[Model]:
         """Yield the chunks that these bytes complete. Raises APIError for an error event."""
@@ -201,7 +216,9 @@ class Events(Generic[Model]):
             if event == b"[DONE]":
                 self.done = True
                 return
-            yield self._chunk(event)
+            chunk = self._chunk(event)
+            self._is_empty, self.last_id = False, self._id
+            yield chunk
 
     def _lines(self, data: bytes) -> list[bytes]:
         """Return the lines that these bytes complete, without line ends."""
@@ -221,11 +238,19 @@ class Events(Generic[Model]):
         """Return the event's data if this line ends an event with data, else None."""
         if line:
             name, _, value = line.partition(b":")
-            if name == b"data":  # comments (": ping"), event names and ids are not used
-                self._data.append(value.removeprefix(b" "))
+            value = value.removeprefix(b" ")
+            if name == b"data":  # comments (": ping") and event names are not used
+                self._data.append(value)
+            elif name == b"id":
+                self._id = value.decode() if _EVENT_ID.fullmatch(value) else None
             return None
         data, self._data = b"\n".join(self._data), []
         return data or None
+
+    @property
+    def can_continue(self) -> bool:
+        """Whether another stream can go on where this one broke off."""
+        return self._is_empty or self.last_id is not None
 
     def end(self) -> None:
         """Call this at the end of the stream. Raises APIConnectionError if `[DONE]` is missing."""
@@ -246,45 +271,3 @@ def _parse(model: type[Model], data: str | bytes) -> Model:
         return model.model_validate_json(data)
     except ValidationError as error:
         raise errors.APIError(f"the service sent no {model.__name__}: {error}", body=data) from None
-
-
-# -- retries -----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Retry:
-    """Exponential backoff with jitter: 0.5, 1, 2, ... up to 30 seconds, each times 0.5 to 1."""
-
-    retries: int = 2
-    first_s: float = 0.5
-    longest_s: float = 30.0
-
-    def delay(self, attempt: int, error: errors.SecateurError) -> float | None:
-        """Return the seconds to wait after failed attempt number `attempt` (from 0), or None to give up."""
-        if attempt >= self.retries or not is_transient(error):
-            return None
-        seconds = getattr(error, "retry_after", None)
-        if seconds is not None:
-            return seconds if seconds <= MAX_RETRY_AFTER_S else None
-        return min(self.longest_s, self.first_s * 2**attempt) * random.uniform(0.5, 1.0)
-
-
-def is_transient(error: errors.SecateurError) -> bool:
-    """Return whether a retry may help: 408, 429, 5xx except 501, connection errors. Timeouts mean overload."""
-    if isinstance(error, errors.APIError):
-        status = error.status or 0
-        return status in (408, 429) or (status >= 500 and status != 501)
-    return isinstance(error, errors.APIConnectionError) and not isinstance(error, errors.APITimeoutError)
-
-
-def retry_after(headers: Mapping[str, str]) -> float | None:
-    """Return the Retry-After header, seconds or a date, as seconds from now."""
-    value = headers.get("retry-after", "").strip()
-    try:
-        return max(0.0, float(value))
-    except ValueError:
-        pass
-    try:
-        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
-    except ValueError:
-        return None

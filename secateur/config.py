@@ -49,6 +49,8 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#@A-Z]+")
 _ROOT_PATH = re.compile(r"(/[^/\s?#]+)+")
 
 PositiveInt = Annotated[int, Field(ge=1)]
+SHORTEST_HANG_TIMEOUT_S = 2.0
+"""Ranks show signs of life twice a second; several must be missed."""
 SHORTEST_REQUEST = 2
 """One prompt token and one output token."""
 
@@ -85,6 +87,9 @@ class EngineArgs(Strict):
     enable_prefix_caching: bool = True
     """Reuse the KV cache of common prompt prefixes."""
     gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] = 0.9
+    hang_timeout: Annotated[float, Field(ge=0.0, le=3600.0)] = 10.0
+    """Seconds without a sign of life, or without progress of a step, after which a rank is killed and replaced;
+    0 = never. On GPUs one forward pass must take less."""
     speculative_config: SpeculativeConfig | None = None
     no_speculation: bool = False
     host: str = "127.0.0.1"
@@ -152,6 +157,9 @@ class EngineArgs(Strict):
                     "each running request needs a token per step; raise it or lower max_num_seqs",
                 )
             )
+        if 0 < self.hang_timeout < SHORTEST_HANG_TIMEOUT_S:
+            message = f"must be at least {SHORTEST_HANG_TIMEOUT_S:g} seconds, or 0 for never (got {self.hang_timeout})"
+            problems.append(Problem("hang_timeout", message))
         # A length that is only in the model's files is checked after they are read.
         problems += self.page_problems(self.max_model_len or SHORTEST_REQUEST)
         if problems:

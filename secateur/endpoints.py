@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
 from secateur.client import AsyncClient
-from secateur.client_http import Call, Model, Retry, is_transient
+from secateur.client_http import Call, Model
 from secateur.errors import ConfigError, Problem, SecateurError
 from secateur.responses import ModelList
+from secateur.retries import OUTAGE_TIMEOUT_S, Attempts, Retry, is_transient
 
 T = TypeVar("T")
 
@@ -31,13 +32,22 @@ class EndpointPool:
     """Clients of several services. An async context manager that closes them.
 
     A request that fails for a passing reason (no answer, 429, 5xx) goes on to another service at once, and the one that
-    failed rests for a time that grows with its failures. A request is tried at most `retries` + 1 times per service.
-    `settings` are those of AsyncClient. Raises ConfigError if an address is given twice.
+    failed rests for a time that grows with its failures. A request is tried at most `retries` + 1 times per service; if
+    services that were there are gone, for up to `outage_timeout` seconds. `settings` are those of AsyncClient. Raises
+    ConfigError if an address is given twice.
     """
 
-    def __init__(self, base_urls: Sequence[str], *, retries: int = 2, **settings: Any) -> None:
-        self._retry = Retry(retries)
-        self._endpoints = [_Endpoint(AsyncClient(url, retries=0, **settings)) for url in base_urls]
+    def __init__(
+        self,
+        base_urls: Sequence[str],
+        *,
+        retries: int = 2,
+        outage_timeout: float = OUTAGE_TIMEOUT_S,
+        **settings: Any,
+    ) -> None:
+        self._endpoints = [_Endpoint(AsyncClient(url, retries=0, outage_timeout=0, **settings)) for url in base_urls]
+        self._retry = Retry((retries + 1) * len(self._endpoints) - 1, outage_timeout)
+        self._was_there = False  # a service has answered
         addresses = [endpoint.client.base_url for endpoint in self._endpoints]
         if not addresses:
             raise ConfigError(Problem("base_url", "is empty; give at least one address"))
@@ -58,6 +68,7 @@ class EndpointPool:
                 raise answer
         for answer in answers:
             if isinstance(answer, ModelList):
+                self._was_there = True
                 return answer
         raise next(answer for answer in answers if isinstance(answer, BaseException))
 
@@ -67,7 +78,7 @@ class EndpointPool:
 
     async def use(self, ask: Callable[[AsyncClient], Awaitable[T]]) -> T:
         """Await `ask` with the client of the service that has the fewest pending requests, and again if that fails."""
-        num_failures = 0
+        attempts = Attempts(self._retry, self._was_there)
         while True:
             endpoint = await self._least_pending()
             endpoint.num_pending += 1
@@ -75,12 +86,11 @@ class EndpointPool:
             try:
                 answer = await ask(endpoint.client)
             except SecateurError as failure:
-                if self._retry.delay(num_failures // len(self._endpoints), failure) is None:
+                if attempts.delay_after(failure) is None:
                     raise
-                num_failures += 1
                 self._rest(endpoint, failure)
             else:
-                endpoint.num_failures = 0
+                endpoint.num_failures, self._was_there = 0, True
                 return answer
             finally:
                 endpoint.num_pending -= 1

@@ -118,6 +118,9 @@ ENGINE_FLAGS: dict[str, Any] = {
         help="Reuse the KV cache of common prompt prefixes [on].",
     ),
     "gpu_memory_utilization": _limit(float, "--gpu-memory-utilization", help="Share of each GPU to use [0.9]."),
+    "hang_timeout": _limit(
+        float, "--hang-timeout", help="Seconds after which a rank that does not get on is replaced; 0 = never [10]."
+    ),
     "dtype": _model(Dtype, "--dtype", help="[auto: float32 on CPU, the checkpoint's on CUDA]"),
     "device": _model(Device, "--device", help="[auto]"),
     "kernels": _model(KernelSet, "--kernels", help="[auto: triton on CUDA, torch on CPU]"),

@@ -37,6 +37,14 @@ MAX_TOKEN_IDS, MAX_ALLOWED = 1024, 8192  # these token ids are sent with every s
 MAX_WORD_CHARS = 128
 MAX_SALT_CHARS = 512
 MAX_TOKENS = 2**31 - 1
+RESUMPTION_HEADERS = {
+    "Last-Event-ID": "The `id:` of the last event of a stream that broke off. With the same body, byte for byte, the "
+    "stream goes on behind that event.",
+    "Idempotency-Key": "Requests with the same key and body get the same answer, as with a `seed`. It has no effect "
+    "beside a `seed`, or if the service has one.",
+}
+"""Headers of completions and chats, and what they do."""
+
 _MOST_LISTED = 20
 MAX_CHOICES = 1024
 MAX_ITEMS = 16_384  # messages, parts, prompts: parsing millions of them would block the service

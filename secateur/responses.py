@@ -23,6 +23,8 @@ from secateur.bodies import Unsupported
 
 IGNORED_HEADER = "x-secateur-ignored"
 REQUEST_ID_HEADER = "x-request-id"
+LAST_EVENT_ID_HEADER = "last-event-id"
+IDEMPOTENCY_HEADER = "idempotency-key"
 SSE_DONE = "data: [DONE]\n\n"
 
 

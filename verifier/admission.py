@@ -15,7 +15,7 @@ _DRAFTABLE_TOKENS = 3
 def request_of(submit: Submit, config: EngineConfig) -> Request:
     """Return the engine's state of a submitted request."""
     first_draft_slot = int(config.draft is not None and config.draft.reads_features)
-    return Request(submit, rule_of(submit, config.draft), _tree_limits(submit, config.draft), first_draft_slot)
+    return Request(submit, rule_of(submit, config.draft), tree_limits(submit, config.draft), first_draft_slot)
 
 
 def rejection_reason(request: Request, max_model_len: int, limits: Limits, num_pages: int) -> str | None:
@@ -55,7 +55,7 @@ def rule_of(submit: Submit, draft: DraftConfig | None) -> Rule:
     return Rule.TRAVERSAL if acceptance.rejection_method == "traversal" else Rule.RECURSIVE
 
 
-def _tree_limits(submit: Submit, draft: DraftConfig | None) -> TreeLimits | None:
+def tree_limits(submit: Submit, draft: DraftConfig | None) -> TreeLimits | None:
     """Return the server's tree limits, narrowed by the request's `speculative` object; None if it gets no drafts."""
     asked = submit.speculation
     if draft is None or not asked.enabled or submit.max_tokens < _DRAFTABLE_TOKENS:

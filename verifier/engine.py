@@ -42,6 +42,7 @@ from workers.comm.ipc import (
 from workers.comm.wire import Kind
 from workers.config import EngineConfig
 from workers.kv_cache import PageAllocator
+from workers.pulse import PULSE
 from workers.types import DraftReply, SamplingBatch, Verdict
 
 logger = logging.getLogger(__name__)
@@ -107,6 +108,7 @@ class Engine:
         """Run steps forever. Raise FrontGone when the front disconnects, and PeerLost when a rank is lost."""
         while True:
             self.step()
+            PULSE.advance()
 
     def step(self) -> None:
         """Run one step, or only send what is to be sent if there is nothing to compute."""

@@ -21,6 +21,7 @@ from workers.kv_cache import KVPool
 from workers.kv_sizing import SCORED_ROWS
 from workers.models.base import BaseDecoder
 from workers.models.layers import gather_vocab, shard_vocab
+from workers.pulse import PULSE
 from workers.sampling.grammar import Grammars
 from workers.sampling.grammar_masks import grammar_masks
 from workers.sampling.gumbel_cache import GumbelCache
@@ -86,6 +87,7 @@ class Target:
     def follow(self) -> None:
         """Other ranks: execute the steps that rank 0 sends until it sends STOP. Raise PeerLost if rank 0 is gone."""
         assert self._peers is not None
+        PULSE.serve()
         while True:
             received = self._peers.receive()
             match received.kind:
@@ -222,10 +224,12 @@ class Target:
             )
             if not step.has_draws:
                 if whole_RV.is_cuda:
-                    torch.cuda.current_stream().synchronize()  # so that the forward's time is measured here
+                    with PULSE.on_device():
+                        torch.cuda.current_stream().synchronize()  # so that the forward's time is measured here
                 return []
             draw = self._decoder.kernels.coupled_argmax
-            return draw(self._processed_RV, params_after_processing(params), index_R, 0, None, self._noise)[1].tolist()
+            drawn = draw(self._processed_RV, params_after_processing(params), index_R, 0, None, self._noise)
+            return _to_list(drawn[1])
         row_max_R = None
         if needs.min_p:
             row_max_R = logits_RW.amax(-1)
@@ -235,14 +239,21 @@ class Target:
             logits_RW, params, index_R, start, row_max_R, self._shard_noise
         )
         if tp.size == 1:
-            return id_R.tolist()
+            return _to_list(id_R)
         mine = torch.stack([score_R.double(), id_R.double()])  # ids are exact in float64
         shards = [torch.empty_like(mine) for _ in range(tp.size)]
         dist.all_gather(shards, mine, group=tp.group)
         score_TR, id_TR = torch.stack(shards, dim=1)
         # Among equal scores the first shard holds the lowest id, as argmax over the whole row would pick.
         best_1R = score_TR.argmax(0, keepdim=True)
-        return id_TR.gather(0, best_1R)[0].long().tolist() if tp.rank == 0 else None
+        return _to_list(id_TR.gather(0, best_1R)[0].long()) if tp.rank == 0 else None
+
+
+def _to_list(id_R: Tensor) -> list[int]:
+    """Wait for the device's forward pass and return its tokens."""
+    with PULSE.on_device():
+        ids: list[int] = id_R.tolist()
+    return ids
 
 
 def chosen_logprobs(logits_NV: Tensor, tokens: list[int], chosen: list[int]) -> list[TokenLogprobs]:

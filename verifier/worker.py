@@ -25,6 +25,7 @@ from workers.kv_sizing import agree_on_pages, logits_bytes
 from workers.models.eagle3_format import FeatureFusion
 from workers.models.load import load_decoder
 from workers.models.specs import Eagle3Spec, Specs
+from workers.pulse import PULSE
 from workers.sampling.grammar import MASK_SECONDS, Grammars, TokenTable
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ def run(
         warm_up(target, config, num_pages)
         row_costs = profile(target, config, num_pages) if needs_profile else UNPROFILED
         freeze_start_up()  # before Ready is sent
+        PULSE.serve()
         socket = ipc.FrameSocket(ipc.connect(front))
         socket.send(
             ipc.Ready(

@@ -18,6 +18,8 @@ MIN_OUTCOMES = 32
 """Room for predicted outcomes, however few requests run at once."""
 DRAFT_LINK_VARIABLE = "SECATEUR_DRAFT_LINK"
 """Environment variable of drafters that replace lost ones: the address at which verifier 0 offers a link."""
+PULSE_VARIABLE = "SECATEUR_PULSE"
+"""Environment variable of ranks: the address to which they send signs of life."""
 START_TIMEOUT_S = 3600.0
 """Timeout from starting an engine until it serves. Reading a large checkpoint from a cold disk falls within it."""
 
@@ -144,6 +146,8 @@ class EngineConfig:
     """`auto` selects Triton on CUDA and torch on CPU."""
     enforce_eager: bool = False
     """On CUDA, launch every kernel separately instead of replaying captured graphs."""
+    hang_timeout_s: float = 10.0
+    """A rank that shows no sign of life or no progress for this long is killed; 0 = never (see `workers.pulse`)."""
     step_timeout_s: float = 60.0
     """A rank is considered lost when its group's leader has waited this long for its answer."""
     draft: DraftConfig | None = None

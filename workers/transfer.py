@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from workers.pulse import PULSE
+
 
 def to_device(values: Tensor | np.ndarray | Sequence[int], device: torch.device | str) -> Tensor:
     """Copy host values to a device; Python integers become int64.
@@ -31,7 +33,9 @@ def to_host(*tensors: Tensor) -> list[np.ndarray]:
     """Copy tensors of one device, of any numpy dtypes, to the host."""
     if tensors[0].device.type == "cpu":
         return [tensor.numpy() for tensor in tensors]
-    packed = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors]).cpu()
+    on_device = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
+    with PULSE.on_device():
+        packed = on_device.cpu()
     parts = packed.split([tensor.numel() * tensor.element_size() for tensor in tensors])
     return [
         part.numpy().view(str(tensor.dtype).removeprefix("torch.")).reshape(tensor.shape)

@@ -21,7 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.engine_client import EngineDead
+from cluster.engine_client import DeadlyRequest, EngineDead
 from cluster.http.api_keys import ApiKeys, matching_key
 from cluster.http.errors import BadRequest, HttpError, not_found, too_many_requests, unavailable
 from cluster.http.in_process import IN_PROCESS
@@ -69,6 +69,9 @@ def to_http_error(error: Exception) -> HttpError:
             return too_many_requests(str(error))
         case TokenizerPoolDown():
             return unavailable(str(error))
+        case DeadlyRequest():
+            message = f"the engine failed: {_first_line(error)}"
+            return HttpError(500, ErrorResponse.of(message, type="server_error", code="engine_error"))
         case EngineDead():
             return unavailable(f"the engine is not available: {_first_line(error)}")
         case GenerationFailed():

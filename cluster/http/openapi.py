@@ -8,13 +8,15 @@ from typing import Any
 from fastapi import FastAPI
 
 from cluster.http.middleware import is_protected
+from secateur.requests import RESUMPTION_HEADERS
 from secateur.responses import ErrorResponse
 
 _WHY = {
     HTTPStatus.BAD_REQUEST: "The body is not JSON, or a parameter is wrong or not implemented; `param` names it.",
     HTTPStatus.UNAUTHORIZED: "The API key is missing or wrong.",
     HTTPStatus.NOT_FOUND: "There is no such model, response, file or batch; or the service keeps no files and batches.",
-    HTTPStatus.CONFLICT: "The state of the file or the batch does not allow it.",
+    HTTPStatus.CONFLICT: "The state of the file or the batch does not allow it; or a stream cannot go on, because its "
+    "answer is not the one that it began with.",
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "The body is too large.",
     HTTPStatus.TOO_MANY_REQUESTS: "Too many requests are pending; try later.",
     HTTPStatus.INTERNAL_SERVER_ERROR: "The engine failed on this request, or the service has a bug.",
@@ -24,6 +26,13 @@ _RETRY_AFTER = {"Retry-After": {"description": "Seconds to wait.", "schema": {"t
 _REF = {"$ref": "#/components/schemas/ErrorResponse"}
 STREAM = {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
 """The second form of an answer: `data:` lines with one chunk each, then `data: [DONE]`."""
+RESUMABLE = {
+    "parameters": [
+        {"name": name, "in": "header", "required": False, "description": why, "schema": {"type": "string"}}
+        for name, why in RESUMPTION_HEADERS.items()
+    ]
+}
+"""The headers of a request, for FastAPI's `openapi_extra`."""
 
 Responses = dict[int | str, dict[str, Any]]
 

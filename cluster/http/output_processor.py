@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -15,6 +15,7 @@ from cluster.http.detokenizer import IncrementalDetokenizer, StopStrings
 from cluster.http.errors import BadRequest
 from cluster.http.metrics import Metrics, RequestTimes
 from cluster.http.rate_limits import Caller
+from cluster.http.resumption import Replay
 from cluster.http.tokenizer import Tokenizer
 from cluster.http.tracing import Trace
 from workers.comm.ipc import RequestStats, Submit, TokenChunk, TokenLogprobs, TreeRecord
@@ -69,6 +70,8 @@ class TextDelta:
     """Statistics so far. Tokens removed by a stop string count as verified, not as accepted."""
     tree: StepTree | None = None
     """The step's tree, if the request asked for trees."""
+    is_replayed: bool = False
+    """The client has it from an earlier stream of the same answer."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -87,6 +90,8 @@ class Generation:
     skip_special_tokens: bool = True
     is_empty: bool = False
     """Nothing is returned of the answer: the request is about its prompt."""
+    replay: Replay | None = None
+    """Knows the tokens that the client has; None = it has none."""
 
     prompt_scores: list[TokenLogprobs] = field(default_factory=list)
     """Log probabilities of the prompt's tokens from the second on, if the request asked for them."""
@@ -118,7 +123,8 @@ class Generation:
 
         Its tokens are charged to `caller`, those of a prompt once for all its choices. `trace` gets its spans.
 
-        Closing the generator early aborts the request. Raises GenerationFailed, EngineDead, BadRequest.
+        A step that ends behind what the client has gives two. Closing the generator early aborts the request. Raises
+        GenerationFailed, EngineDead, BadRequest, and HttpError (409) if the answer is not the one that it continues.
         """
         reason = "abort"  # cancelled or closed early
         self._submitted_s = self._elapsed_s()
@@ -138,21 +144,34 @@ class Generation:
                         self._scheduled_s = self._submitted_s + chunk.queued_s
                         metrics.observe_queued(chunk.queued_s)
                     gap_s = self._note_tokens() if chunk.tokens else None
-                    delta = self.process(chunk)
-                    metrics.observe_tokens(
-                        len(delta.token_ids), delta.num_accepted, is_copied=delta.is_copied, gap_s=gap_s
-                    )
-                    if caller is not None:
-                        caller.charge(generation_tokens=len(delta.token_ids))
-                    reason = delta.finish_reason or reason
-                    yield delta
-                    if delta.finish_reason is not None:
-                        return
+                    for delta in self._deltas(chunk):
+                        metrics.observe_tokens(
+                            len(delta.token_ids), delta.num_accepted, is_copied=delta.is_copied, gap_s=gap_s
+                        )
+                        gap_s = None
+                        if caller is not None:
+                            caller.charge(generation_tokens=len(delta.token_ids))
+                        reason = delta.finish_reason or reason
+                        yield delta
+                        if delta.finish_reason is not None:
+                            return
         except Exception:
             reason = "error"
             raise
         finally:
             self._record_end(reason, metrics, trace)
+
+    def _deltas(self, chunk: TokenChunk) -> Iterator[TextDelta]:
+        if self.replay is None or self.replay.is_over:
+            yield self.process(chunk)
+            return
+        known, rest = self.replay.split(chunk)
+        delta = self.process(known)
+        delta.is_replayed = True
+        self.replay.process(delta.token_ids, is_finished=delta.finish_reason is not None)
+        yield delta
+        if rest is not None:
+            yield self.process(rest)
 
     def process(self, chunk: TokenChunk) -> TextDelta:
         """Convert one chunk of tokens to text and add it to the output.

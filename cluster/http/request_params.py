@@ -230,8 +230,15 @@ class SeedSource:
         self._server_seed = server_seed
         self._arrivals = 0
 
+    def draw(self, count: int, key: str | None = None) -> tuple[int, ...]:
+        """Return the seeds of a request's prompts. Without a server seed, the same key gives the same ones again."""
+        if key is None or self._server_seed is not None:
+            return tuple(self.next() for _ in range(count))
+        digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
+        return tuple(derive_seed(int.from_bytes(digest, "little"), number) for number in range(count))
+
     def next(self) -> int:
-        """Return the next request's seed."""
+        """Return the next prompt's seed."""
         arrival, self._arrivals = self._arrivals, self._arrivals + 1
         if self._server_seed is None:
             return secrets.randbits(63)

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from fastapi import Request
+
 from cluster.batches.service import BatchService
 from cluster.engine_client import EngineClient, Health
 from cluster.http import metrics, middleware
@@ -18,6 +20,7 @@ from cluster.http.errors import BadRequest, HttpError, not_found, too_many_reque
 from cluster.http.output_processor import Generation
 from cluster.http.request_params import RequestLimits, SeedSource, build_submits
 from cluster.http.responses_api import ResponseStore
+from cluster.http.resumption import EventId, Replay, digest_of, read_event_id
 from cluster.http.tokenizer import TextLimit, Tokenizer, text_size
 from cluster.http.tokenizer_pool import TokenizerPool
 from cluster.http.tool_calls import ToolCallFormat, decoded_calls, tools_of
@@ -32,6 +35,8 @@ from secateur.requests import (
     TokenizeRequest,
 )
 from secateur.responses import (
+    IDEMPOTENCY_HEADER,
+    LAST_EVENT_ID_HEADER,
     ErrorResponse,
     ModelCard,
 )
@@ -47,6 +52,21 @@ BATCH_SHARE = 0.75
 """The share of the running batch that batch jobs may fill; interactive requests find the rest free."""
 
 Body = TypeVar("Body", bound=SamplingRequest)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestHead:
+    """Holds what a generation request brings beside its body."""
+
+    request_id: str
+    arrival: float
+    """time.perf_counter() at its arrival."""
+    idempotency_key: str | None = None
+    """Requests with the same key and without a seed get the same seed."""
+    digest: str = ""
+    """Of a stream's request, see `resumption.digest_of`."""
+    resumed: EventId | None = None
+    """Where the stream goes on; None = it is new."""
 
 
 @dataclass(kw_only=True)
@@ -157,6 +177,22 @@ class Service:
         self.admit(num_prompts, body.n)
         return body
 
+    async def head_of(
+        self, request: Request, kind: str, body: SamplingRequest, *, arrival: float, num_prompts: int = 1
+    ) -> RequestHead:
+        """Read the headers of an accepted request to the endpoint `kind`. Raises BadRequest for a wrong event id."""
+        digest = ""
+        if body.stream:
+            digest = digest_of(kind, self.model_id, self.sampling_defaults, await request.body())
+        header = request.headers.get(LAST_EVENT_ID_HEADER)
+        return RequestHead(
+            request_id=request.state.request_id,
+            arrival=arrival,
+            idempotency_key=request.headers.get(IDEMPOTENCY_HEADER),
+            digest=digest,
+            resumed=None if header is None else read_event_id(header, body, num_prompts=num_prompts, digest=digest),
+        )
+
     def admit(self, num_prompts: int, choices_each: int = 1) -> None:
         """Raise HttpError if engine or tokenizer workers are down (503) or too many choices are pending (429)."""
         assert self.max_pending is not None
@@ -217,9 +253,7 @@ class Service:
             add_special_tokens=add_special_tokens,
         )
 
-    async def prepare(
-        self, body: SamplingRequest, prompts: Sequence[list[int]], *, request_id: str, arrival: float
-    ) -> list[Generation]:
+    async def prepare(self, body: SamplingRequest, prompts: Sequence[list[int]], head: RequestHead) -> list[Generation]:
         """Return a Generation for each choice: the `n` choices of the first prompt, then those of the next.
 
         Admits the request again, since others may have come while it was tokenized, and reserves its places until
@@ -233,33 +267,38 @@ class Service:
                 structure, end_token_ids=limits.eos_token_ids, vocab_size=limits.vocab_size
             )
         self.admit(len(prompts), body.n)
+        resumed = head.resumed
+        seeds = resumed.origin.seeds if resumed else self.seeds.draw(len(prompts), head.idempotency_key)
+        places = list(resumed.places) if resumed else [None] * (len(prompts) * body.n)
         submits = [
             build_submits(
                 body,
                 prompt,
                 new_id=self.engine.new_id,
-                seed=self.seeds.next(),
+                seed=seed,
                 limits=limits,
                 bad_words=bad_words,
                 grammar=grammar,
             )
-            for prompt in prompts
+            for prompt, seed in zip(prompts, seeds, strict=True)
         ]
         self.engine.reserve(submit.id for choices in submits for submit in choices)
         return [
             Generation(
                 submit=submit,
                 tokenizer=self.tokenizer,
-                request_id=body.request_id or request_id,
-                arrival=arrival,
+                request_id=body.request_id or (resumed.origin.request_id if resumed else head.request_id),
+                arrival=head.arrival,
                 number=number,
                 stop=body.stop_strings,
                 include_stop=body.include_stop_str_in_output,
                 skip_special_tokens=body.skip_special_tokens and not self.answers.read_special_tokens(body),
                 is_empty=body.max_output_tokens == 0,
+                replay=None if place is None else Replay(place),
             )
-            for choices in submits
-            for number, submit in enumerate(choices)
+            for (number, submit), place in zip(
+                [each for choices in submits for each in enumerate(choices)], places, strict=True
+            )
         ]
 
     def ignored(self, body: SamplingRequest) -> list[str]:

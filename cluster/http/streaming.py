@@ -80,6 +80,11 @@ async def prepend(first: T, rest: AsyncIterator[T]) -> AsyncIterator[T]:
         yield item
 
 
+def with_id(event: str, id: str | None) -> str:
+    """Return a server-sent event with an id, behind its data: some clients look for these in the first line."""
+    return event if id is None else f"{event[:-1]}id: {id}\n\n"
+
+
 def cancel_on_disconnect(handler: Callable[P, Awaitable[Response]]) -> Callable[P, Awaitable[Response]]:
     """Cancel a route handler when its client disconnects before the response starts.
 

@@ -35,7 +35,7 @@ TAUGHT_FORMAT: ToolCallFormat = "hermes"
 _OPENINGS = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]"}
 _CLOSING = "</tool_call>"  # of hermes
 _PYTHON_TAG = "<|python_tag|>"  # Llama 3 may write it before a call
-_MAX_NAME_CHARS = 64
+_MAX_HEAD_CHARS = 72  # of Mistral's newer form: a name, [ARGS] and the opening brace
 _NAMES, _ARGUMENTS = ("name", "function"), ("arguments", "parameters")
 _ALPHANUMERIC = string.ascii_letters + string.digits
 
@@ -134,11 +134,16 @@ class JsonCall:
         self._value: JsonValue | None = None  # the key or value that is being read ...
         self._text = ""  # ... and what was read of it
         self._arguments = ""
+        self._has_arguments = False  # complete; those of a second key are dropped
         self._num_taken = 0
 
     def feed(self, text: str) -> str:
-        """Read up to the end of the object or the first mistake; return the rest."""
-        while text and not (self.is_complete or self.is_broken):
+        """Read up to the name, the end of the object or the first mistake; return the rest.
+
+        It stops behind the name, so that a call is announced there, however the text is split, even if it breaks later.
+        """
+        was_named = self.name is not None
+        while text and not (self.is_complete or self.is_broken or (self.name is not None and not was_named)):
             if self._value is None:
                 char, text = text[0], text[1:]
                 self.raw += char
@@ -147,7 +152,7 @@ class JsonCall:
             used = self._value.feed(text)
             self._text += text[:used]
             self.raw, text = self.raw + text[:used], text[used:]
-            if self._key in _ARGUMENTS and not self._text.startswith('"'):  # a string is decoded when it is complete
+            if self._reads_arguments and not self._text.startswith('"'):  # a string is decoded when it is complete
                 self._arguments = self._text
             if self._value.is_complete:
                 self._end_value()
@@ -184,9 +189,15 @@ class JsonCall:
         if self._key in _NAMES and self.name is None:
             self.name = _decoded(text) or None
             self.is_broken = self.name is None
-        elif self._key in _ARGUMENTS and text.startswith('"'):
-            self._arguments = _decoded(text) or ""
+        elif self._reads_arguments:
+            self._has_arguments = True
+            if text.startswith('"'):
+                self._arguments = _decoded(text) or ""
         self._key, self._expects = None, ","
+
+    @property
+    def _reads_arguments(self) -> bool:
+        return self._key in _ARGUMENTS and not self._has_arguments
 
 
 class ToolCallReader:
@@ -285,12 +296,14 @@ class ToolCallReader:
 
     def _read_name(self, text: str) -> str | None:
         """Read Mistral's newer form: name{...} or name[ARGS]{...}."""
-        found = re.match(r"\s*([\w.-]+)\s*(?:\[ARGS\])?\s*(?=\{)", text)
+        blank = text.find("\n\n")
+        most = blank + 2 if 0 <= blank < _MAX_HEAD_CHARS else _MAX_HEAD_CHARS
+        found = re.match(r"\s*([\w.-]+)\s*(?:\[ARGS\])?\s*(?=\{)", text[:most])
         if found:
             self._announce(found[1])
             self._state = self._read_arguments
             return text[found.end() :]
-        if len(text) <= _MAX_NAME_CHARS + len(" [ARGS]") and "\n\n" not in text:
+        if len(text) < most:
             return None
         self._state = self._read_text
         return text

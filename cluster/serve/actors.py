@@ -13,9 +13,10 @@ import ray
 import workers
 from cluster.rank_placement import interface_env
 from cluster.serve.progress import report_stage
-from workers.config import EngineConfig
+from workers.config import PULSE_VARIABLE, EngineConfig
 from workers.logs import log_as
 from workers.models.specs import Specs
+from workers.pulse import send_beats_if_asked
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,7 @@ class Worker:
         self._specs = Specs.from_json(specs)
         self._rank = rank
         log_as(self._config.role_of(rank))
+        send_beats_if_asked(PULSE_VARIABLE, rank)
         self._stop_listening: Callable[[], None] = lambda: None
 
     def node_id(self) -> str:

@@ -20,12 +20,13 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.drafter_restart import DrafterRestart
 from cluster.engine_client import EngineClient
+from cluster.hang_monitor import HangMonitor
 from cluster.rank_exits import ExitKind, RankExit, root_cause
 from cluster.rank_placement import RankPlacement, rank_placements, worker_env
 from cluster.serve.actors import Worker, packages_folder
 from cluster.serve.progress import report_stage
 from cluster.system.temp_dirs import OwnedTempDir
-from workers.config import START_TIMEOUT_S, EngineConfig
+from workers.config import PULSE_VARIABLE, START_TIMEOUT_S, EngineConfig
 from workers.models.readers import read_specs
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,9 @@ class WorkerGroup:
         self._runs: list[Any] = []  # their calls of `run`
         self._num_essential = config.world_size  # the engine ends with any of these first ranks
         self._restart: DrafterRestart | None = None
+        self._monitor: HangMonitor | None = None
+        self._pulse = ""  # the address to which ranks send signs of life, if they do
+        self._hangs: dict[int, str] = {}  # why ranks were killed
         self._folder: OwnedTempDir | None = None
         self._closing = threading.Event()
 
@@ -57,7 +61,10 @@ class WorkerGroup:
         config = self._config
         specs = (await asyncio.to_thread(read_specs, config)).to_json()
         report_stage(f"starting the engine's {config.world_size} processes")
-        self._workers = [_worker(group, config, specs, placement) for placement in rank_placements(config)]
+        if config.hang_timeout_s:
+            self._monitor = HangMonitor(config, self._kill_rank)
+            self._pulse = await self._monitor.listen(ray.util.get_node_ip_address())
+        self._workers = [_worker(group, config, specs, placement, self._pulse) for placement in rank_placements(config)]
         nodes: list[str] = await asyncio.gather(*(worker.node_id.remote() for worker in self._workers))
         front = await self._listen(nodes[0])
         store = await self._workers[0].open_store.remote()
@@ -77,6 +84,10 @@ class WorkerGroup:
                 has_exited=lambda: bool(ray.wait(self._runs[config.tensor_parallel_size :], timeout=0)[0]),
             )
 
+    def _kill_rank(self, rank: int, why: str) -> None:
+        self._hangs[rank] = f"{why} and was killed"
+        ray.kill(self._workers[rank])
+
     async def _kill_drafter(self) -> None:
         for worker in self._workers[self._config.tensor_parallel_size :]:
             ray.kill(worker)
@@ -84,7 +95,9 @@ class WorkerGroup:
     async def _start_drafter(self, group: PlacementGroup, config: EngineConfig, specs: str, link: str) -> None:
         """Start the drafter's ranks in their old bundles. config: with the pages that the engine has agreed on."""
         first = config.tensor_parallel_size
-        workers = [_worker(group, config, specs, placement) for placement in rank_placements(config)[first:]]
+        workers = [
+            _worker(group, config, specs, placement, self._pulse) for placement in rank_placements(config)[first:]
+        ]
         self._workers[first:] = workers
         store = await workers[0].open_store.remote()
         self._runs[first:] = [worker.run.remote(store, None, link) for worker in workers]
@@ -94,6 +107,8 @@ class WorkerGroup:
         self._closing.set()
         if self._restart is not None:
             self._restart.cancel()
+        if self._monitor is not None:
+            self._monitor.close()
         self._kill()
 
     async def _listen(self, node_of_rank_0: str) -> str:
@@ -110,7 +125,13 @@ class WorkerGroup:
 
     def _exits(self, runs: list[Any]) -> list[RankExit]:
         done, _ = ray.wait(runs, num_returns=len(runs), timeout=0.05)
-        return [exit_of(self._config.role_of(rank), run) for rank, run in enumerate(runs) if run in done]
+        return [
+            RankExit(ExitKind.KILLED, self._hangs[rank])
+            if rank in self._hangs
+            else exit_of(self._config.role_of(rank), run)
+            for rank, run in enumerate(runs)
+            if run in done
+        ]
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
         # A ray.wait without a timeout can crash the process when Ray stops meanwhile.
@@ -129,14 +150,15 @@ class WorkerGroup:
             return
 
 
-def _worker(group: PlacementGroup, config: EngineConfig, specs: str, placement: RankPlacement) -> Any:
-    """Start the actor of one rank in its bundle."""
+def _worker(group: PlacementGroup, config: EngineConfig, specs: str, placement: RankPlacement, pulse: str) -> Any:
+    """Start the actor of one rank in its bundle. pulse: see `WorkerGroup`."""
     strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=placement.bundle)
     # num_cpus=0, because the bundle is the reservation. Without the index Ray might swap devices.
     options = ray.remote(Worker).options(
         num_cpus=0, num_gpus=placement.num_gpus, scheduling_strategy=strategy, max_restarts=0
     )
-    return options.remote(config.to_json(), specs, placement.rank, packages_folder(), worker_env(config))
+    env = worker_env(config) | {PULSE_VARIABLE: pulse}
+    return options.remote(config.to_json(), specs, placement.rank, packages_folder(), env)
 
 
 def exit_of(role: str, run: Any) -> RankExit:

@@ -40,6 +40,9 @@ def batch_run(
     ] = False,
     retries: Annotated[int, typer.Option("--retries", min=0, help="Tries again per request.")] = 5,
     timeout: Annotated[float, typer.Option("--timeout", help="Seconds to wait for an answer.")] = 600.0,
+    outage_timeout: Annotated[
+        float, typer.Option("--outage-timeout", min=0, help="Seconds that the service may be gone, once it was there.")
+    ] = 300.0,
     as_json: AsJson = False,
 ) -> None:
     """Answer every line of a file. Stop it at any moment and run it again: answered lines are not sent twice.
@@ -65,6 +68,7 @@ def batch_run(
         ordered=ordered,
         retries=retries,
         timeout=timeout,
+        outage_timeout=outage_timeout,
     )
     typer.echo(str(summary), err=True)
     if as_json:

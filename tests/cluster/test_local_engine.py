@@ -21,7 +21,7 @@ import pytest
 
 import secateur
 from cluster.convert import engine_config
-from cluster.engine_client import EngineClient, EngineDead
+from cluster.engine_client import DeadlyRequest, EngineClient, EngineDead
 from cluster.local_engine import LocalEngine
 from cluster.local_service import local_service
 from cluster.system.processes import wait_gone
@@ -33,6 +33,7 @@ from workers.comm.ipc import Submit, TokenChunk
 from workers.config import EngineConfig
 
 BUNDLED = Path(secateur.__file__).parent / "bundled"
+HANG_S = 4.0
 needs_models = pytest.mark.skipif(not (BUNDLED / "target").is_dir(), reason="the bundled models are not there yet")
 
 
@@ -168,7 +169,7 @@ def test_a_request_with_which_engine_after_engine_dies_fails_alone(tmp_path: Pat
             fake = FakeEngine(await client.listen(f"unix:{tmp_path}/{number}"), lambda submit: [[1]])
             fake.hold.set()
             await client.wait_ready(5)
-        with pytest.raises(EngineDead, match="3 engines have died with this request: verifier 0 was killed"):
+        with pytest.raises(DeadlyRequest, match="3 engines have died with this request: verifier 0 was killed"):
             await waiting
         fake.hold.clear()
         assert len(await collect(client, Submit(id=9, prompt=[1], max_tokens=10))) == 1
@@ -295,27 +296,56 @@ def test_ranks_listen_on_loopback_alone_and_the_store_stops_listening(config: En
 
 
 @needs_models
-@pytest.mark.parametrize("killed", [0, 1])
-def test_a_dead_rank_stops_all_and_is_named(config: EngineConfig, killed: int) -> None:
+@pytest.mark.parametrize(
+    ("killed", "number"), [(0, signal.SIGKILL), (1, signal.SIGKILL), (0, signal.SIGSTOP)], ids=lambda each: str(each)
+)
+def test_a_dead_or_hung_rank_stops_all_and_is_named(config: EngineConfig, killed: int, number: signal.Signals) -> None:
     async def main() -> list[int]:
         assert config.draft is not None
-        engine = LocalEngine(replace(config, draft=replace(config.draft, fallback=False)))
+        draft = replace(config.draft, fallback=False)
+        engine = LocalEngine(replace(config, draft=draft, hang_timeout_s=HANG_S))
         async with engine as client:
             submit = Submit(id=1, prompt=[300], max_tokens=250, ignore_eos=True)
             waiting = asyncio.create_task(collect(client, submit))
-            await asyncio.sleep(0.05)
-            os.kill(engine.pids[killed], signal.SIGKILL)
+            await asyncio.sleep(0.05 if number == signal.SIGKILL else 1.0)  # a beat says that it serves
+            os.kill(engine.pids[killed], number)
             with suppress(EngineDead):  # or it was done before
-                await asyncio.wait_for(waiting, 10)
-            async with asyncio.timeout(10):
+                await asyncio.wait_for(waiting, 10 + HANG_S)
+            async with asyncio.timeout(10 + HANG_S):
                 while client.dead is None:
                     await asyncio.sleep(0.05)
-            role = "drafter 0" if killed else "verifier 0"
-            assert client.dead.startswith(f"{role} (pid {engine.pids[killed]}) was ended by SIGKILL")
+            role, pid = "drafter 0" if killed else "verifier 0", f"(pid {engine.pids[killed]})"
+            if number == signal.SIGSTOP:
+                assert client.dead.startswith(f"{role} gave no sign of life for {HANG_S:g} s and was killed {pid}")
+            else:
+                assert client.dead.startswith(f"{role} {pid} was ended by SIGKILL")
             assert_gone(engine.pids)
         return engine.pids
 
     assert_gone(asyncio.run(main()))
+
+
+@needs_models
+def test_a_step_that_takes_longer_than_the_hang_timeout_is_not_cut() -> None:
+    """All prompts are computed in one forward pass, during which no message is sent."""
+    args = {"max_model_len": 2048, "max_num_batched_tokens": 1 << 16, "no_speculation": True, "device": "cpu"}
+    config = replace(engine_config(EngineArgs.load(args)), hang_timeout_s=2.0, enable_prefix_caching=False)
+
+    async def main() -> tuple[float, list[int]]:
+        engine = LocalEngine(config)
+        async with engine as client:
+
+            async def ask(number: int) -> None:
+                prompt = [300 + (7 * number + place) % 50 for place in range(2000)]
+                await collect(client, Submit(id=client.new_id(), prompt=prompt, max_tokens=1, ignore_eos=True))
+
+            await asyncio.gather(*map(ask, range(8)))
+            assert client.health() == (True, "") and client.dead is None
+            return client.stats.forward_seconds / client.stats.steps, engine.pids
+
+    seconds, pids = asyncio.run(main())
+    assert seconds > config.hang_timeout_s, "raise the number of prompts"
+    assert_gone(pids)
 
 
 @needs_models
@@ -332,7 +362,7 @@ def test_a_lost_drafter_is_replaced_and_changes_no_token(
     config = engine_config(
         EngineArgs.load({"max_model_len": 512, "tensor_parallel_size": sizes[0], "speculative_config": speculation})
     )
-    config = replace(config, step_timeout_s=6.0)
+    config = replace(config, hang_timeout_s=HANG_S)
 
     async def main() -> list[int]:
         engine = LocalEngine(config)

@@ -11,9 +11,8 @@ from email.utils import formatdate
 import httpx2
 import pytest
 
-from secateur import client_http, errors
+from secateur import client_http, errors, retries
 from secateur.client import AsyncClient, Client
-from secateur.client_http import Retry
 from secateur.config import Speculative
 from secateur.responses import (
     SSE_DONE,
@@ -284,16 +283,16 @@ def test_retry_after_is_honoured(no_waiting):
 
 def test_a_long_retry_after_is_left_to_the_caller():
     error = errors.RateLimitError("busy", status=429, retry_after=3600.0)
-    assert Retry(retries=5).delay(0, error) is None
+    assert retries.Retry(retries=5).delay(0, error) is None
 
 
 def test_a_retry_after_may_be_a_date():
-    seconds = client_http.retry_after({"retry-after": formatdate(time.time() + 30, usegmt=True)})
+    seconds = retries.retry_after({"retry-after": formatdate(time.time() + 30, usegmt=True)})
     assert seconds is not None and 27 <= seconds <= 30
-    assert client_http.retry_after({"retry-after": formatdate(time.time() - 30, usegmt=True)}) == 0.0
-    assert client_http.retry_after({"retry-after": "-5"}) == 0.0
-    assert client_http.retry_after({"retry-after": "soon"}) is None
-    assert client_http.retry_after({}) is None
+    assert retries.retry_after({"retry-after": formatdate(time.time() - 30, usegmt=True)}) == 0.0
+    assert retries.retry_after({"retry-after": "-5"}) == 0.0
+    assert retries.retry_after({"retry-after": "soon"}) is None
+    assert retries.retry_after({}) is None
 
 
 # -- streams ---------------------------------------------------------------------------------------------------------

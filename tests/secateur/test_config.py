@@ -449,6 +449,11 @@ def test_no_speculation_beside_a_drafter_is_refused():
     assert "no_speculation: contradicts speculative_config" in text
 
 
+def test_a_hang_timeout_is_longer_than_several_beats_or_off() -> None:
+    assert "must be at least 2 seconds, or 0 for never (got 1.5)" in refusal(EngineArgs, hang_timeout=1.5)
+    assert EngineArgs.load({"hang_timeout": 0}).hang_timeout == 0
+
+
 def test_a_step_too_small_for_the_running_requests_is_refused():
     assert "less than max_num_seqs=64" in refusal(EngineArgs, max_num_batched_tokens=32)
 

@@ -7,7 +7,7 @@ from collections import Counter
 import httpx2
 import pytest
 
-from secateur import client_http, endpoints
+from secateur import endpoints
 from secateur.client_http import complete_call
 from secateur.endpoints import EndpointPool
 from secateur.errors import (
@@ -18,6 +18,7 @@ from secateur.errors import (
     ServiceUnavailableError,
 )
 from secateur.responses import CompletionChoice, CompletionResponse, ModelList
+from secateur.retries import Retry
 
 ANSWER = CompletionResponse(model="m", choices=[CompletionChoice(text="x")]).model_dump_json()
 
@@ -48,13 +49,16 @@ class Services:
         headers = {"retry-after": "0.05"} if status == 503 else {}
         return httpx2.Response(status, headers=headers, json={"error": {"message": f"from {host}", "code": "c"}})
 
-    def pool(self, *hosts: str, retries: int = 2) -> EndpointPool:
-        return EndpointPool([f"http://{host}" for host in hosts], retries=retries, transport=httpx2.MockTransport(self))
+    def pool(self, *hosts: str, retries: int = 2, outage_timeout: float = 0.0) -> EndpointPool:
+        urls = [f"http://{host}" for host in hosts]
+        return EndpointPool(urls, retries=retries, outage_timeout=outage_timeout, transport=httpx2.MockTransport(self))
 
 
 @pytest.fixture(autouse=True)
 def short_rests(monkeypatch):
-    monkeypatch.setattr(endpoints, "Retry", lambda retries: client_http.Retry(retries, first_s=0.02, longest_s=0.1))
+    monkeypatch.setattr(
+        endpoints, "Retry", lambda retries, outage_s: Retry(retries, outage_s, first_s=0.02, longest_s=0.1)
+    )
 
 
 async def ask(pool: EndpointPool, number: int, concurrency: int = 8) -> list[object]:
@@ -109,6 +113,17 @@ async def test_without_any_service_the_last_failure_is_raised_after_the_retries(
     async with services.pool("a", "b", retries=2) as pool:
         (failure,) = await ask(pool, 1)
     assert isinstance(failure, APIConnectionError) and 5 <= len(services.asked) <= 6
+
+
+@pytest.mark.parametrize(("outage_timeout", "is_answered"), [(20.0, True), (0.1, False)])
+async def test_services_that_were_there_are_waited_for(outage_timeout, is_answered):
+    services = Services()
+    async with services.pool("a", "b", retries=0, outage_timeout=outage_timeout) as pool:
+        await ask(pool, 2)
+        services.status = {"a": 0, "b": 503}
+        asyncio.get_running_loop().call_later(0.6, services.status.clear)
+        (answer,) = await ask(pool, 1)
+    assert isinstance(answer, CompletionResponse) == is_answered
 
 
 async def test_a_wrong_request_is_not_repeated():

@@ -119,7 +119,7 @@ def stream(http: httpx2.Client, path: str, **body: Any) -> list[Any]:
     with http.stream("POST", path, json={**body, "stream": True}) as response:
         assert response.status_code == 200
         assert response.headers["content-type"].startswith("text/event-stream")
-        payloads = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+        payloads = [line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: ")]
     return [text if text == "[DONE]" else json.loads(text) for text in payloads]
 
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from workers.comm import wire
 from workers.comm.host_link import HostLink, LinkOffer
 from workers.comm.wire import EMPTY, Kind, Message, Packed
+from workers.pulse import PULSE
 
 logger = logging.getLogger(__name__)
 
@@ -187,7 +188,8 @@ class Channel:
 
     def _move(self, operation: Callable[[Tensor], None], tensor: Tensor) -> None:
         try:
-            operation(tensor)
+            with PULSE.waiting():
+                operation(tensor)
         except (RuntimeError, OSError) as error:  # gloo and NCCL raise the former for a lost peer and for a timeout
             when = f"at step {self._step}" if self._step >= 0 else "before the first step"
             raise PeerLost(f"{self._me} lost {self._peer} {when}: {error}") from error

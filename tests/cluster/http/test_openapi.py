@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -88,6 +89,12 @@ def test_routes_with_a_body_send_the_errors_that_the_document_declares(
             with monkeypatch.context() as broken:
                 broken.setattr(service, "check_body", a_bug)
                 send(path, 500)
+        for path in ("/v1/completions", "/v1/chat/completions"):
+            stream = http.post(path, json=BODIES[path] | {"stream": True}).text
+            ids = [line.removeprefix("id: ") for line in stream.splitlines() if line.startswith("id: ")]
+            first = next(id for id in ids if ":0~" not in id)  # behind the first tokens
+            other = re.sub("~[0-9a-f]{8}", "~00000000", first)
+            send(path, 409, headers={"Last-Event-ID": other}, stream=True)
         with full(running):
             for path in admitted:
                 send(path, 429)

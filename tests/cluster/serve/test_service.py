@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx2
+import psutil
 import pytest
 import ray
 from prometheus_client.parser import text_string_to_metric_families
@@ -145,8 +148,71 @@ def test_clients_do_not_notice_a_killed_drafter_and_another_one_takes_its_place(
     assert metric(url, "spec_decode_num_accepted_tokens_total") > drafted
 
 
-@pytest.mark.parametrize("killed", [1, 0])
-def test_clients_see_only_a_pause_when_a_verifier_is_killed(url: str, killed: int) -> None:
+def pid_of_proxy(url: str) -> int:
+    """Return the process that listens on the service's port."""
+    port = urlsplit(url).port
+    [pid] = {
+        process.pid
+        for process in psutil.process_iter()
+        if any(c.status == "LISTEN" and c.laddr.port == port for c in _connections(process))
+    }
+    return pid
+
+
+def _connections(process: psutil.Process) -> list[Any]:
+    try:
+        return process.net_connections("tcp")
+    except psutil.Error:
+        return []
+
+
+def test_our_clients_see_only_a_pause_when_the_proxy_and_the_replica_are_killed(url: str) -> None:
+    """Nothing of a request is left then but its event id. A plain client sees its stream break."""
+    greedy = {"max_tokens": 250, "temperature": 0, "ignore_eos": True}
+    drawn = {"max_tokens": 250, "temperature": 0.8, "ignore_eos": True, "n": 2}
+    ids = {"return_token_ids": True, "stream_options": {"include_usage": True}}
+
+    def stream(client: Client, params: dict[str, Any], begun: threading.Barrier | None) -> list[Any]:
+        chunks = []
+        for chunk in client.stream_complete(PROMPT, **params, **ids):
+            chunks.append(chunk)
+            if len(chunks) == 8 and begun is not None:
+                begun.wait(60)
+        return chunks
+
+    def told(chunks: list[Any]) -> Any:
+        tokens: dict[int, list[int]] = {}
+        for choice in (choice for chunk in chunks for choice in chunk.choices):
+            tokens.setdefault(choice.index, []).extend(choice.token_ids or [])
+        reasons = sorted(choice.index for chunk in chunks for choice in chunk.choices if choice.finish_reason)
+        [usage] = [chunk.usage.completion_tokens for chunk in chunks if chunk.usage]
+        return tokens, reasons, usage, len({chunk.id for chunk in chunks})
+
+    with Client(url) as client, ThreadPoolExecutor(4) as pool:
+        client.models()
+        wanted = [told(stream(client, greedy, None)), told(stream(client, drawn | {"seed": 3}, None))]
+        whole = client.complete(PROMPT, **greedy).text
+        for process in (pid_of_proxy(url), httpx2.get(f"{url}/server_info").json()["front"]["pid"]):
+            begun = threading.Barrier(3)
+            streams = [pool.submit(stream, client, params, begun) for params in (greedy, drawn | {"seed": 3})]
+            answer = pool.submit(client.complete, PROMPT, **greedy)
+            with httpx2.stream(
+                "POST", f"{url}/v1/completions", json={"prompt": PROMPT, **greedy, "stream": True}, timeout=60
+            ) as response:
+                lines = response.iter_lines()
+                next(lines)
+                begun.wait(60)
+                os.kill(process, signal.SIGKILL)
+                with pytest.raises(httpx2.TransportError):
+                    for _ in lines:
+                        pass
+            assert [told(future.result()) for future in streams] == wanted
+            assert answer.result().text == whole
+    assert httpx2.get(f"{url}/health", timeout=10).json() == {"status": "ok"}
+
+
+@pytest.mark.parametrize(("lost", "number"), [(1, signal.SIGSTOP), (0, signal.SIGKILL)], ids=["hung", "killed"])
+def test_clients_see_only_a_pause_when_a_verifier_is_lost(url: str, lost: int, number: signal.Signals) -> None:
     """Last in this file, because it replaces the engine. Of nine requests eight run and one waits."""
     ranks, before = topology(url), replica(url)
     bodies = [
@@ -166,11 +232,11 @@ def test_clients_see_only_a_pause_when_a_verifier_is_killed(url: str, killed: in
         events: list[dict[str, Any]] = []
         streamed = bodies[0] | {"stream": True}
         with httpx2.stream("POST", f"{url}/v1/completions", json=streamed, timeout=120) as response:
-            lines = (line.removeprefix("data: ") for line in response.iter_lines() if line)
+            lines = (line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: "))
             events.append(json.loads(next(lines)))
             answers = [pool.submit(ask, body) for body in bodies[1:]]
             wait_for(lambda: metric(url, "num_requests_waiting") > 0, 20)
-            os.kill(ranks[killed]["pid"], signal.SIGKILL)
+            os.kill(ranks[lost]["pid"], number)
             wait_for(lambda: "wait for a new engine" in httpx2.get(f"{url}/health", timeout=10).text, 30)
             late = pool.submit(ask, bodies[0])
             events += [json.loads(line) for line in lines if line != "[DONE]"]
