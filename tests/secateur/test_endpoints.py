@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections import Counter
+from functools import partial
 
 import httpx2
 import pytest
@@ -24,10 +25,10 @@ ANSWER = CompletionResponse(model="m", choices=[CompletionChoice(text="x")]).mod
 
 
 class Services:
-    """In-process services by host. `status` maps a host to what it answers, 0 = nothing; `delay` to seconds."""
+    """In-process services by host. `status` maps a host to what it answers, 0 = nothing; `held` holds its answers."""
 
-    def __init__(self, status: dict[str, int] | None = None, delay: dict[str, float] | None = None) -> None:
-        self.status, self.delay = status or {}, delay or {}
+    def __init__(self, status: dict[str, int] | None = None, held: dict[str, asyncio.Event] | None = None) -> None:
+        self.status, self.held = status or {}, held or {}
         self.asked: list[str] = []
         self.pending: Counter[str] = Counter()
         self.most: Counter[str] = Counter()
@@ -40,13 +41,13 @@ class Services:
         self.asked.append(host)
         self.pending[host] += 1
         self.most[host] = max(self.most[host], self.pending[host])
-        await asyncio.sleep(self.delay.get(host, 0.001))
+        await (self.held[host].wait() if host in self.held else asyncio.sleep(0.001))
         self.pending[host] -= 1
         if status == 0:
             raise httpx2.ConnectError("refused")
         if status == 200:
             return httpx2.Response(200, text=ANSWER)
-        headers = {"retry-after": "0.05"} if status == 503 else {}
+        headers = {"retry-after": "30"} if status == 503 else {}
         return httpx2.Response(status, headers=headers, json={"error": {"message": f"from {host}", "code": "c"}})
 
     def pool(self, *hosts: str, retries: int = 2, outage_timeout: float = 0.0) -> EndpointPool:
@@ -79,22 +80,27 @@ async def test_equal_services_share_equally():
 
 
 async def test_a_slow_service_gets_less():
-    services = Services(delay={"slow": 0.05, "fast": 0.002})
+    held = asyncio.Event()
+    services = Services(held={"slow": held})
     async with services.pool("slow", "fast") as pool:
-        answers = await ask(pool, 60, concurrency=4)
-    assert all(isinstance(answer, CompletionResponse) for answer in answers)
-    count = Counter(services.asked)
-    assert count["fast"] > 3 * count["slow"] > 0 and services.most["slow"] <= 2
+        asking = asyncio.create_task(ask(pool, 60, concurrency=4))
+        async with asyncio.timeout(30):
+            while services.asked.count("fast") < 58:
+                await asyncio.sleep(0.001)
+        assert services.asked.count("slow") == services.most["slow"] == 2
+        held.set()
+        assert all(isinstance(answer, CompletionResponse) for answer in await asking)
 
 
 @pytest.mark.parametrize("status", [0, 500, 503])
-async def test_a_service_that_fails_rests_and_its_requests_go_elsewhere(status):
+async def test_a_service_that_fails_rests_and_its_requests_go_elsewhere(status, monkeypatch):
+    monkeypatch.setattr(endpoints, "Retry", partial(Retry, first_s=30.0))
     services = Services(status={"bad": status})
     async with services.pool("bad", "good") as pool:
         answers = await ask(pool, 60, concurrency=4)
     assert all(isinstance(answer, CompletionResponse) for answer in answers)
     count = Counter(services.asked)
-    assert count["good"] == 60 and 1 <= count["bad"] < 20
+    assert count["good"] == 60 and 1 <= count["bad"] <= 4, "no more than were in flight when it failed first"
 
 
 async def test_a_service_that_comes_back_is_asked_again():
