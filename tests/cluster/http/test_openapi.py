@@ -11,6 +11,7 @@ from typing import Any
 import httpx2
 import pytest
 
+import secateur
 from cluster.http.limits import MAX_BODY_BYTES
 from cluster.http.tokenizer_pool import TokenizerPoolDown, TokenizerPoolFull
 from secateur.batches_api import CreateBatchRequest
@@ -60,6 +61,10 @@ def full(running: FakeService) -> Iterator[None]:
 
 def a_bug(*_: Any, **__: Any) -> Any:
     raise RuntimeError("a bug")
+
+
+def test_the_document_names_the_service_and_its_version(http: httpx2.Client) -> None:
+    assert document_of(http)["info"] == {"title": "Secateur", "version": secateur.__version__}
 
 
 def test_routes_with_a_body_send_the_errors_that_the_document_declares(
