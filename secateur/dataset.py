@@ -18,6 +18,7 @@ from secateur.client import DEFAULT_BASE_URL, DEFAULT_TIMEOUT_S
 from secateur.client_http import Call, chat_call, complete_call
 from secateur.endpoints import EndpointPool
 from secateur.errors import APIError, AuthenticationError, ConfigError, Problem
+from secateur.retries import OUTAGE_TIMEOUT_S
 
 COLUMNS = ("text", "finish_reason", "prompt_tokens", "completion_tokens", "error")
 """The columns that answers add."""
@@ -37,7 +38,7 @@ class AnswerRows:
     A row is a column `prompt` (a text) or `messages` (a text or a conversation). `params` are fields of every request.
     Of several `base_url`, each row goes to the one with the fewest pending requests. A row that the service refuses has
     nulls and an `error`. Raises ConfigError for a table without either column, AuthenticationError for a wrong key, and
-    APIConnectionError if no service answers, so that Ray repeats the batch or ends the job.
+    APIConnectionError if none answers for `outage_timeout` seconds, so that Ray repeats the batch or ends the job.
     """
 
     def __init__(
@@ -47,10 +48,16 @@ class AnswerRows:
         api_key: str | None = None,
         retries: int = 5,
         timeout: float = DEFAULT_TIMEOUT_S,
+        outage_timeout: float = OUTAGE_TIMEOUT_S,
         **params: Any,
     ) -> None:
         self._base_urls = [base_url] if isinstance(base_url, str) else list(base_url)
-        self._settings: dict[str, Any] = {"api_key": api_key, "retries": retries, "timeout": timeout}
+        self._settings: dict[str, Any] = {
+            "api_key": api_key,
+            "retries": retries,
+            "timeout": timeout,
+            "outage_timeout": outage_timeout,
+        }
         self._params = params
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:

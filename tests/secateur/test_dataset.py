@@ -91,7 +91,7 @@ def test_a_table_without_questions_is_an_error(batch):
 @pytest.mark.parametrize(("text", "error"), [("denied", AuthenticationError), ("gone", APIConnectionError)])
 def test_what_every_row_would_meet_ends_the_batch(text, error, service):
     with pytest.raises(error):
-        AnswerRows(retries=0)({"prompt": ["x", text]})
+        AnswerRows(retries=0, outage_timeout=0)({"prompt": ["x", text]})
 
 
 @pytest.fixture

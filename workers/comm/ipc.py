@@ -176,7 +176,8 @@ class TokenChunk:
     stats: RequestStats | None = None  # so far; None with an error
     tree: TreeRecord | None = None  # if requested
     prompt_logprobs: list[TokenLogprobs] | None = None  # of the next prompt tokens, from the second on, if requested
-    queued_s: float = 0.0  # seconds that the request waited in the engine before it first joined the running batch
+    queued_s: float = field(default=0.0, compare=False)
+    """Seconds that the request waited in the engine before it first joined the running batch."""
 
 
 @dataclass(slots=True, kw_only=True)
