@@ -39,7 +39,7 @@ def assert_speaks_tls_alone(url: str, pair: Pair) -> None:
         assert trusting.get("/health").json() == {"status": "ok"}
         assert trusting.post("/v1/completions", json=body).json()["usage"]["completion_tokens"] == 4
         with trusting.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
-            assert [line for line in response.iter_lines() if line][-1] == "data: [DONE]"
+            assert [line for line in response.iter_lines() if line.startswith("data:")][-1] == "data: [DONE]"
         too_large = trusting.get("/health", headers={"X-Large": "x" * (1 << 17)})
         assert too_large.status_code == 431, "the limits hold inside TLS"
     with pytest.raises(httpx2.ConnectError, match=r"(?i)certificate"):

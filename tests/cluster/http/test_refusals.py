@@ -8,6 +8,7 @@ from typing import Any
 import httpx2
 import pytest
 
+from cluster.http.limits import HttpLimits
 from tests.support.fake_service import FakeService, error_of
 from workers.config import EngineConfig
 
@@ -210,7 +211,7 @@ def test_another_model_is_a_404_that_names_ours(http: httpx2.Client) -> None:
 
 
 def test_an_endless_body_is_a_413(http: httpx2.Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.http.middleware.MAX_BODY_BYTES", 1 << 20)
+    monkeypatch.setattr("cluster.http.middleware.HttpLimits", lambda: HttpLimits(body_bytes=1 << 20))
     response = http.post("/v1/completions", json={"prompt": "a" * (1 << 20)})
     assert response.status_code == 413
     assert error_of(response)["message"] == "the body is larger than 1 MiB; send less at once"
@@ -220,7 +221,8 @@ def test_an_endless_body_is_a_413(http: httpx2.Client, monkeypatch: pytest.Monke
 def test_a_body_of_just_the_limit_is_read(http: httpx2.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     body = b'{"prompt": "a", "max_tokens": 1}'
     for limit, status in ((len(body), 200), (len(body) - 1, 413)):
-        monkeypatch.setattr("cluster.http.middleware.MAX_BODY_BYTES", limit)
+        limits = HttpLimits(body_bytes=limit)
+        monkeypatch.setattr("cluster.http.middleware.HttpLimits", lambda own=limits: own)
         headers = {"Content-Type": "application/json"}
         # In pieces, so that the body's size is not announced.
         response = http.post("/v1/completions", content=iter([body[:9], body[9:]]), headers=headers)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx2
@@ -95,8 +96,14 @@ def complete(url: str, key: str) -> httpx2.Response:
     return httpx2.post(f"{url}/v1/completions", json=body, headers={"Authorization": f"Bearer {key}"}, timeout=60)
 
 
-def test_dev_cpu_answers_and_ha_adds_a_replica_without_a_restart(tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = tmp_path_factory.mktemp("m")  # short, because Ray's sockets lie below it
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder with a short path, because Ray's sockets lie below it."""
+    with TemporaryDirectory(prefix="m") as name:
+        yield Path(name)
+
+
+def test_dev_cpu_answers_and_ha_adds_a_replica_without_a_restart(folder: Path) -> None:
     keys, port = folder / "api-keys", free_port()
     keys.write_text("first\n")
     url = f"http://127.0.0.1:{port}"
