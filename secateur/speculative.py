@@ -34,7 +34,7 @@ class SpeculativeConfig(Strict):
     method: Method
     """Inferred from `model` when not given: a name with 'eagle3', then 'eagle-', else draft_model."""
     model: str | None = None
-    """Drafter checkpoint: folder, Hugging Face id or alias ('bundled:eagle3', 'bundled:draft')."""
+    """Drafter checkpoint: folder, Hugging Face id or alias such as 'bundled:eagle3'."""
     num_speculative_tokens: Annotated[int, Field(gt=0, le=MAX_NODES)] = 16
     """Tree nodes drafted per step, without the root."""
     speculative_tree: Literal["dynamic", "chain", "static"] = "dynamic"

@@ -125,6 +125,7 @@ def test_ngram_takes_no_model_but_its_own_name():
         ("Qwen/Qwen3-0.6B", "draft_model"),
         ("bundled:eagle3", "eagle3"),
         ("bundled:draft", "draft_model"),
+        ("bundled:smollm2-eagle3", "eagle3"),
     ],
 )
 def test_the_method_is_inferred_from_the_model(model, method):
@@ -512,9 +513,10 @@ def test_a_hub_id_is_returned_unchanged():
     assert resolve_model("org/name") == "org/name"
 
 
-def test_smollm2_is_drafted_for_by_lookup_unless_told_otherwise():
+def test_smollm2_is_drafted_for_by_its_head_unless_told_otherwise():
     spec = EngineArgs(model="smollm2").speculative_config
-    assert spec is not None and spec.method == "ngram"
+    assert spec is not None and (spec.method, spec.model) == ("eagle3", "bundled:smollm2-eagle3")
+    assert (Path(resolve_model("bundled:smollm2-eagle3")) / "model.safetensors").stat().st_size <= 16e6
     assert EngineArgs(model="smollm2", no_speculation=True).speculative_config is None
 
 
