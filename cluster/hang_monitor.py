@@ -33,7 +33,7 @@ _MAX_LINE = 4096
 
 
 class ProcessState(NamedTuple):
-    """What Linux tells of a process: a letter for its first thread's state, and the CPU time of all in ticks."""
+    """Holds a process's entry in /proc: the letter of its first thread's state, and the CPU time of all in ticks."""
 
     letter: str
     cpu: int

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, Generic, Literal, Self, TypeVar
 
 from pydantic import Field
 
@@ -48,6 +49,9 @@ class CreateBatchRequest(Body):
         return sorted(self.model_extra or {})
 
 
+Listed = TypeVar("Listed", "FileObject", "BatchObject")
+
+
 class FileObject(Response):
     """An uploaded file, or one with the answers of a batch."""
 
@@ -59,18 +63,6 @@ class FileObject(Response):
     filename: str
     purpose: Literal["batch", "batch_output"]
     status: str = "processed"
-
-
-class FileList(Response):
-    """GET /v1/files."""
-
-    nullable = frozenset({"first_id", "last_id"})
-
-    object: str = "list"
-    data: list[FileObject]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 class DeletedFile(Response):
@@ -150,13 +142,26 @@ class BatchObject(Response):
     metadata: dict[str, Any] | None = None
 
 
-class BatchList(Response):
-    """GET /v1/batches."""
-
+class _List(Response, Generic[Listed]):
     nullable = frozenset({"first_id", "last_id"})
 
     object: str = "list"
-    data: list[BatchObject]
+    data: list[Listed]
     first_id: str | None
     last_id: str | None
     has_more: bool
+
+    @classmethod
+    def page(cls, found: Sequence[Listed], limit: int) -> Self:
+        """Return the first `limit` of these objects; any further one shows that there are more."""
+        data = list(found[:limit])
+        first, last = (data[0].id, data[-1].id) if data else (None, None)
+        return cls(data=data, first_id=first, last_id=last, has_more=len(found) > limit)
+
+
+class FileList(_List[FileObject]):
+    """GET /v1/files."""
+
+
+class BatchList(_List[BatchObject]):
+    """GET /v1/batches."""

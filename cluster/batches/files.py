@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from secateur.batches_api import FileObject
+from secateur.responses import new_id
 
 ORPHAN_S = 3600
 """Content without a row is deleted at this age: an upload or a replica ended before it made the row."""
@@ -48,16 +49,28 @@ class FileFolder:
         """Return a new path for content that is being written."""
         return self._folder / f"{uuid.uuid4().hex}.part"
 
-    def keep(self, draft: Path, id: str) -> None:
-        """Make a draft the content of a file; it is on the disk when this returns."""
+    def keep(
+        self, draft: Path, filename: str, purpose: Literal["batch", "batch_output"], expires_s: int | None
+    ) -> FileObject:
+        """Make a draft the content of a new file; it is on the disk when this returns. expires_s: None = never."""
+        now = int(time.time())
+        kept = FileObject(
+            id=new_id("file"),
+            bytes=draft.stat().st_size,
+            created_at=now,
+            expires_at=None if expires_s is None else now + expires_s,
+            filename=filename,
+            purpose=purpose,
+        )
         with draft.open("rb") as file:
             os.fsync(file.fileno())
-        draft.rename(self.path(id))
+        draft.rename(self.path(kept.id))
         directory = os.open(self._folder, os.O_RDONLY)
         try:
             os.fsync(directory)
         finally:
             os.close(directory)
+        return kept
 
     def delete(self, ids: Iterable[str]) -> None:
         """Delete content."""

@@ -1,4 +1,4 @@
-"""What the routes of /v1/files and /v1/batches call: one folder, its database, and this replica's runner.
+"""Serves the routes of /v1/files and /v1/batches from one folder, its database, and this replica's runner.
 
 An `owner` is what identifies an API key; None sees everything, and is what services without keys pass.
 """
@@ -19,7 +19,7 @@ from cluster.batches.files import FileFolder, FileInUse, Page
 from cluster.batches.runner import BatchRunner, Post
 from cluster.http.errors import BadRequest, HttpError
 from secateur.batches_api import BatchList, BatchObject, CreateBatchRequest, FileList, FileObject
-from secateur.responses import ErrorResponse, new_id
+from secateur.responses import ErrorResponse
 
 CONFLICT = 409
 
@@ -67,16 +67,7 @@ class BatchService:
 
     async def add_file(self, draft: Path, filename: str, expires_s: int | None, owner: str | None) -> FileObject:
         """Keep an uploaded draft as a file."""
-        now = int(time.time())
-        file = FileObject(
-            id=new_id("file"),
-            bytes=draft.stat().st_size,
-            created_at=now,
-            expires_at=None if expires_s is None else now + expires_s,
-            filename=filename,
-            purpose="batch",
-        )
-        await asyncio.to_thread(self.folder.keep, draft, file.id)
+        file = await asyncio.to_thread(self.folder.keep, draft, filename, "batch", expires_s)
         await self._database.run(files.insert, file, owner or "")
         return file
 
@@ -85,9 +76,7 @@ class BatchService:
         found = await self._database.run(files.page, part, owner, time.time(), purpose)
         if found is None:
             raise _no_file(part.after, "after")
-        data = found[: part.limit]
-        first, last = (data[0].id, data[-1].id) if data else (None, None)
-        return FileList(data=data, first_id=first, last_id=last, has_more=len(found) > part.limit)
+        return FileList.page(found, part.limit)
 
     async def file(self, id: str, owner: str | None) -> FileObject:
         """Return a file. Raises HttpError."""
@@ -121,9 +110,7 @@ class BatchService:
         found = await self._database.run(batches.page, part, owner)
         if found is None:
             raise _no_batch(part.after, "after")
-        data = found[: part.limit]
-        first, last = (data[0].id, data[-1].id) if data else (None, None)
-        return BatchList(data=data, first_id=first, last_id=last, has_more=len(found) > part.limit)
+        return BatchList.page(found, part.limit)
 
     async def batch(self, id: str, owner: str | None) -> BatchObject:
         """Return a batch. Raises HttpError."""

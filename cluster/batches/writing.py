@@ -16,7 +16,6 @@ from cluster.batches.files import FileFolder
 from cluster.batches.input_lines import InputLine, read_lines
 from cluster.batches.lines import StoredLine
 from secateur.batches_api import FileObject, InvalidLine
-from secateur.responses import new_id
 
 MAX_PROBLEMS = 100
 """How many wrong lines a batch names."""
@@ -93,14 +92,4 @@ def _keep(folder: FileFolder, draft: Path, filename: str, seconds: int | None) -
     """Keep what has been written; None if there is nothing."""
     if not draft.exists():
         return None
-    now = int(time.time())
-    file = FileObject(
-        id=new_id("file"),
-        bytes=draft.stat().st_size,
-        created_at=now,
-        expires_at=None if seconds is None else now + seconds,
-        filename=filename,
-        purpose="batch_output",
-    )
-    folder.keep(draft, file.id)
-    return file
+    return folder.keep(draft, filename, "batch_output", seconds)

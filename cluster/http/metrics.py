@@ -86,7 +86,7 @@ class RequestTimes:
 
 
 class Description(NamedTuple):
-    """What a metric is, as documents list it. `name` is the family's; Prometheus adds _total to counters."""
+    """Describes a metric for the reference. `name` is the family's; Prometheus adds _total to counters."""
 
     name: str
     kind: str

@@ -55,10 +55,10 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """What makes an answer the one that it is, the same in all ids of its stream."""
+    """Identifies an answer. It is the same in all ids of a stream."""
 
     digest: str
-    """Of the request, see `digest_of`."""
+    """The request's, as `digest_of` computes it."""
     created: int
     response_id: str
     seeds: tuple[int, ...]
@@ -196,7 +196,7 @@ class EventIds:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the event with the totals was sent."""
+        """Return whether the event with the totals was sent."""
         return bool(self._end)
 
     def is_over(self, *, has_totals: bool) -> bool:
@@ -219,7 +219,7 @@ class Replay:
 
     @property
     def is_over(self) -> bool:
-        """Whether the next chunk is new to the client."""
+        """Return whether the next chunk is new to the client."""
         return self._place == self._goal
 
     def split(self, chunk: TokenChunk) -> tuple[TokenChunk, TokenChunk | None]:

@@ -1,4 +1,4 @@
-"""What the routes share: one engine, one tokenizer, one model name; admission, tokenization, the engine's requests."""
+"""Holds what the routes share: one engine, one tokenizer, one model name; admits and tokenizes their requests."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Rows of a table are answered in their order; the recipe of the guide runs on a local Ray."""
 
 import http.server
-import importlib.util
 import json
 import os
 import re
@@ -121,7 +120,6 @@ def wire() -> Iterator[tuple[str, Counter[str]]]:
 
 @pytest.mark.serve
 @pytest.mark.slow
-@pytest.mark.skipif(not importlib.util.find_spec("pyarrow"), reason="Ray Data needs pyarrow: pip install '.[data]'")
 def test_the_recipe_of_the_guide_runs_on_a_local_ray(tmp_path, wire):
     url, answered = wire
     guide = (ROOT / "docs/guides/batch.md").read_text()
