@@ -99,6 +99,7 @@ class WorkerGroup:
             _worker(group, config, specs, placement, self._pulse) for placement in rank_placements(config)[first:]
         ]
         self._workers[first:] = workers
+        self._hangs = {rank: why for rank, why in self._hangs.items() if rank < first}  # those of the lost drafter
         store = await workers[0].open_store.remote()
         self._runs[first:] = [worker.run.remote(store, None, link) for worker in workers]
 
