@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from email.message import Message
 from typing import NamedTuple
 
-from cluster.http.errors import BadRequest
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
 
-MAX_HEADER_BYTES = 8 << 10
+from cluster.http.errors import BadRequest
 
 
 class FormPart(NamedTuple):
@@ -25,66 +25,64 @@ class FormReader:
     """
 
     def __init__(self, content_type: str) -> None:
-        kind = _header("content-type", content_type)
-        boundary = kind.get_boundary()
-        if kind.get_content_type() != "multipart/form-data" or not boundary:
+        kind, options = parse_options_header(content_type)
+        boundary = options.get(b"boundary")
+        if kind.lower() != b"multipart/form-data" or not boundary:
             sent = content_type or "none"
             told = f"send the file as a form, with Content-Type: multipart/form-data; boundary=... (got {sent!r})"
             raise BadRequest(told, param=None)
-        self._delimiter = b"\r\n--" + boundary.encode("latin-1", "replace")
-        self._buffer = bytearray(b"\r\n")  # the first delimiter has no line before it
-        self._is_in_part = False
         self.is_complete = False
+        self._found: list[FormPart | bytes] = []
+        self._name = self._value = self._disposition = b""
+        self._parser = MultipartParser(
+            boundary,
+            {
+                "on_part_begin": self._on_part_begin,
+                "on_header_field": self._on_header_field,
+                "on_header_value": self._on_header_value,
+                "on_header_end": self._on_header_end,
+                "on_headers_finished": self._on_headers_finished,
+                "on_part_data": self._on_part_data,
+                "on_end": self._on_end,
+            },
+        )
 
     def feed(self, data: bytes) -> Iterator[FormPart | bytes]:
-        """Yield what the next bytes bring: the beginning of each part, then its content in pieces."""
-        self._buffer += data
-        while not self.is_complete:
-            found = self._buffer.find(self._delimiter)
-            if found < 0:  # the end of the buffer may be the beginning of a delimiter
-                yield from self._content(max(0, len(self._buffer) - len(self._delimiter) + 1))
-                return
-            yield from self._content(found)
-            after = len(self._delimiter)
-            if self._buffer[after : after + 2] == b"--":
-                self.is_complete = True
-                return
-            end = self._buffer.find(b"\r\n\r\n", after)
-            if end < 0:
-                if len(self._buffer) > MAX_HEADER_BYTES:
-                    raise BadRequest("the form has a part without headers, or with too long ones", param=None)
-                return
-            part = _part(self._buffer[after:end])
-            del self._buffer[: end + 2]  # the delimiter of an empty part begins with the second line end
-            if self._buffer.startswith(self._delimiter):
-                self._is_in_part = False
-            else:
-                del self._buffer[:2]
-                self._is_in_part = True
-            yield part
+        """Return what the next bytes bring: the beginning of each part, then its content in pieces."""
+        try:
+            self._parser.write(data)
+        except FormParserError as error:
+            raise BadRequest(f"the body is not the form that its Content-Type announces: {error}", param=None) from None
+        found, self._found = self._found, []
+        return iter(found)
 
-    def _content(self, size: int) -> Iterator[bytes]:
-        """Take `size` bytes off the buffer; those before the first part are not content."""
-        content = bytes(self._buffer[:size])
-        del self._buffer[:size]
-        if content and self._is_in_part:
-            yield content
+    def _on_part_begin(self) -> None:
+        self._disposition = b""
 
+    def _on_header_field(self, data: bytes, start: int, end: int) -> None:
+        self._name += data[start:end]
 
-def _part(head: bytearray) -> FormPart:
-    """Return the part whose headers these are."""
-    for line in head.decode("utf-8", "replace").split("\r\n"):
-        name, _, value = line.partition(":")
-        if name.strip().lower() != "content-disposition":
-            continue
-        found = _header("content-disposition", value.strip())
-        field = found.get_param("name", header="content-disposition")
-        if isinstance(field, str):
-            return FormPart(field, found.get_filename())
-    raise BadRequest("the form has a part without a name", param=None)
+    def _on_header_value(self, data: bytes, start: int, end: int) -> None:
+        self._value += data[start:end]
+
+    def _on_header_end(self) -> None:
+        if self._name.lower() == b"content-disposition":
+            self._disposition = self._value
+        self._name = self._value = b""
+
+    def _on_headers_finished(self) -> None:
+        _, options = parse_options_header(self._disposition)
+        if (name := options.get(b"name")) is None:
+            raise BadRequest("the form has a part without a name", param=None)
+        filename = options.get(b"filename")
+        self._found.append(FormPart(_text(name), None if filename is None else _text(filename)))
+
+    def _on_part_data(self, data: bytes, start: int, end: int) -> None:
+        self._found.append(data[start:end])
+
+    def _on_end(self) -> None:
+        self.is_complete = True
 
 
-def _header(name: str, value: str) -> Message:
-    message = Message()
-    message[name] = value
-    return message
+def _text(value: bytes) -> str:
+    return value.decode("utf-8", "replace")
