@@ -96,6 +96,8 @@ class EngineArgs(Strict):
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     """0 = any free port."""
+    shutdown_timeout: Annotated[float, Field(ge=0.0, le=86400.0)] = 20.0
+    """Seconds that running answers may still take once the service is told to stop; later ones are cut."""
     api_key: str | None = Field(default=None, repr=False)
     api_key_file: str | None = None
     """A file of keys, one per line, with names and limits; every request rereads it."""
@@ -281,6 +283,7 @@ ELSEWHERE = {
     "tokenizer": "model_loading_config.tokenizer_source",
     "host": "http_options.host of the Serve config",
     "port": "http_options.port of the Serve config",
+    "shutdown_timeout": "deployment_config.graceful_shutdown_timeout_s",
     "ssl_certfile": "http_options.ssl_certfile of the Serve config",
     "ssl_keyfile": "http_options.ssl_keyfile of the Serve config",
 }

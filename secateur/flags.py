@@ -131,6 +131,9 @@ SERVER_FLAGS: dict[str, Any] = {
     "served_model_name": _serving(str, "--served-model-name", help="The name clients use [the model's]."),
     "host": _serving(str, "--host", help="Address to listen on [127.0.0.1]."),
     "port": _serving(int, "--port", help="Port to listen on; 0 takes a free one [8000]."),
+    "shutdown_timeout": _serving(
+        float, "--shutdown-timeout", help="Seconds that running answers may still take when the service stops [20]."
+    ),
     "api_key": _serving(
         str,
         "--api-key",

@@ -18,9 +18,8 @@ from ray.serve.context import _get_global_client
 logger = logging.getLogger(__name__)
 
 APP_NAME = "secateur"
-DRAIN_S = 20.0
-"""How long Serve lets running requests finish before it stops a replica; Serve's default."""
-DELETE_TIMEOUT_S = DRAIN_S + 10.0
+DELETE_TIMEOUT_S = 10.0
+"""How long Serve may take to end the application once running answers have ended."""
 STATUS_TIMEOUT_S = 30.0
 
 
@@ -55,18 +54,19 @@ def start_failure() -> str:
     return found[-1] if found else "\n".join(texts)
 
 
-def delete_application(controller: Any) -> None:
-    """Delete the application and wait until it is gone, at most DELETE_TIMEOUT_S.
+def delete_application(controller: Any, drain_s: float) -> None:
+    """Delete the application and wait until it is gone, at most `drain_s` and DELETE_TIMEOUT_S.
 
     Runs in a thread, because a call to a dead Ray never returns.
     """
+    timeout_s = drain_s + DELETE_TIMEOUT_S
     given_up = threading.Event()
     thread = threading.Thread(target=_wait_deleted, args=(controller, given_up), name="serve-delete", daemon=True)
     thread.start()
-    thread.join(DELETE_TIMEOUT_S)
+    thread.join(timeout_s)
     given_up.set()
     if thread.is_alive():
-        logger.warning("Serve has not ended the application within %.0f s", DELETE_TIMEOUT_S)
+        logger.warning("Serve has not ended the application within %.0f s", timeout_s)
 
 
 def _wait_deleted(controller: Any, given_up: threading.Event) -> None:

@@ -18,7 +18,7 @@ from ray.serve.context import _get_global_client
 from cluster.convert import engine_config, fetch_weights, resolve_devices, visible_gpus, with_tokenizer
 from cluster.serve import proxy
 from cluster.serve.app import build
-from cluster.serve.controller import APP_NAME, DRAIN_S, delete_application, get_controller, loss_reason, start_failure
+from cluster.serve.controller import APP_NAME, delete_application, get_controller, loss_reason, start_failure
 from cluster.serve.progress import current_stage
 from cluster.serve.ray_cluster import ray_cluster
 from cluster.serve.signals import StopSignals
@@ -77,7 +77,7 @@ def running(args: EngineArgs, *, address: str | None = None, progress: Progress 
 def _deploy(args: EngineArgs, address: str | None, signals: StopSignals, progress: Progress) -> Iterator[str]:
     app = AppArgs.from_engine_args(args)
     # Serve retries a failed constructor 20 times by default; that does not help a wrong configuration.
-    options = {"max_constructor_retry_count": 1, "graceful_shutdown_timeout_s": DRAIN_S}
+    options = {"max_constructor_retry_count": 1, "graceful_shutdown_timeout_s": args.shutdown_timeout}
     # An error here leaves no Serve behind: on a cluster a Serve that was started keeps running.
     application = build(app.model_copy(update={"deployment_config": options}))
     with progress.during("starting Ray Serve"):
@@ -96,7 +96,7 @@ def _deploy(args: EngineArgs, address: str | None, signals: StopSignals, progres
         signals.clean_up()
         if is_ready or address is not None:  # else the end of our Ray ends it
             with progress.during("letting running answers end"):
-                delete_application(controller)  # other applications on a shared cluster stay
+                delete_application(controller, args.shutdown_timeout)  # other applications on a shared cluster stay
 
 
 def watch(url: str) -> None:

@@ -147,7 +147,7 @@ def on_cluster(monkeypatch: pytest.MonkeyPatch, nodes: Callable[..., None]) -> C
             cluster.serve.launch.ray_serve, "run", lambda application, **options: given.append(application)
         )
         monkeypatch.setattr(cluster.serve.launch, "_serve_address", lambda: None)
-        monkeypatch.setattr(cluster.serve.launch, "delete_application", lambda controller: None)
+        monkeypatch.setattr(cluster.serve.launch, "delete_application", lambda *_: None)
         monkeypatch.setattr(cluster.serve.launch.signal, "pause", leave)
         cluster.serve.launch.serve(EngineArgs.load({"port": 0, **fields}))
         return given[0]._bound_deployment
@@ -177,6 +177,12 @@ def test_an_impossible_engine_is_an_error_before_serve_starts(
     monkeypatch.setattr(cluster.serve.launch, "_free_port", lambda host: pytest.fail("too late"))
     with pytest.raises(ConfigError, match="triton needs device 'cuda'"):
         on_cluster(0, kernels="triton")
+
+
+def test_running_answers_have_the_shutdown_timeout(on_cluster: Callable[..., Any]) -> None:
+    found = on_cluster(0, shutdown_timeout=77)
+    assert found._deployment_config.graceful_shutdown_timeout_s == 77
+    assert "shutdown_timeout" not in found.init_args[0]
 
 
 # -- an engine on one node -------------------------------------------------------------------------------------------

@@ -196,7 +196,7 @@ def test_an_unresponsive_ray_is_not_waited_for_forever(
     monkeypatch.setattr(cluster.serve.controller, "DELETE_TIMEOUT_S", 0.3)
     monkeypatch.setattr(cluster.serve.launch, "get_controller", lambda: controller)
     began = time.monotonic()
-    url_of()
+    url_of(shutdown_timeout=0.5)
     assert time.monotonic() - began < 15
     assert "has not ended the application" in caplog.text
     over.set()
@@ -242,7 +242,7 @@ def test_signals_do_not_interrupt_the_shutdown(started: list[dict[str, Any]], mo
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     ended = []
 
-    def delete(controller: Controller) -> None:
+    def delete(controller: Controller, drain_s: float) -> None:
         signal.raise_signal(signal.SIGTERM)
         ended.append("whole")
 

@@ -71,6 +71,7 @@ def test_clients_get_our_errors_from_start_to_end() -> None:
         "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "tests.cluster.serve.short_proxy:middlewares",
     }
     command = [sys.executable, "-m", "secateur", "serve", "--device", "cpu", "--port", str(port)]
+    command += ["--shutdown-timeout", "120"]  # on a busy machine the running answer takes longer than 20 s
     process = subprocess.Popen(command, env=environment)
     try:
         # Before the first readiness
