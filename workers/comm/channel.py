@@ -2,7 +2,8 @@
 
 A frame is the header [kind, step, meta bytes, bulk bytes] and a body of meta and bulk bytes. What starts on the CPU
 travels over the host link, or over gloo between the ranks of a side; what is for the device travels over NCCL from one
-device buffer (see `DevicePart`). Nothing is pickled. Buffers are reused and never shrink.
+device buffer (see `DevicePart`). Nothing is pickled. Each direction has buffers of its own, which are reused and never
+shrink.
 
 If a peer dies, or is silent for longer than this process's timeout, the channel raises PeerLost, which names the peer
 (see "Lost ranks" in `workers/README.md`). An idle sender sends heartbeats, so silence means a failure.
@@ -68,6 +69,23 @@ class Transport(NamedTuple):
     has_bytes: Callable[[], bool] | None = None  # whether something has arrived; None = unknown
 
 
+class _Buffers:
+    """The bytes of one direction's last frame: header and host part on the host, the rest on the device."""
+
+    def __init__(self, first_bytes: int, where: torch.device | None) -> None:
+        self.host = torch.zeros(first_bytes, dtype=torch.uint8)
+        self.device = torch.zeros(0, dtype=torch.uint8, device=where)
+
+    def reserve(self, in_host: int, in_device: int) -> None:
+        """Grow to hold these bytes. The host's bytes stay."""
+        if self.host.numel() < in_host:
+            grown = torch.zeros(2 * in_host, dtype=torch.uint8)
+            grown[: self.host.numel()] = self.host
+            self.host = grown
+        if self.device.numel() < in_device:
+            self.device = torch.zeros(2 * in_device, dtype=torch.uint8, device=self.device.device)
+
+
 class Received(NamedTuple):
     """A received frame."""
 
@@ -81,7 +99,7 @@ class Channel:
 
     host and device: put and take one tensor's bytes. first_bytes: what every frame begins with, which the receiver
     takes before it knows the frame's size; None = a stream, where it takes as much as it wants. A received message's
-    bulk tensor is a view of this channel's buffer and is valid until the next `receive`.
+    bulk tensor is a view of this channel's buffer and is valid until the next `receive`, whatever is sent meanwhile.
     """
 
     def __init__(
@@ -101,8 +119,7 @@ class Channel:
         self._device_part = device_part
         self._first_bytes = first_bytes
         self._step = -1  # of the last frame sent or received, for errors
-        self._host = torch.zeros(first_bytes or _HEADER_BYTES, dtype=torch.uint8)
-        self._on_device = torch.zeros(0, dtype=torch.uint8, device=where)
+        self._sent, self._received = (_Buffers(first_bytes or _HEADER_BYTES, where) for _ in range(2))
 
     def send(self, message: Message, step: int) -> None:
         """Send a message. Raises PeerLost."""
@@ -115,7 +132,7 @@ class Channel:
     def probe(self, meta_bytes: int, bulk_bytes: int) -> None:
         """Send a frame of this size without content, to time the link. Raises PeerLost."""
         meta = torch.zeros(meta_bytes, dtype=torch.uint8)
-        bulk = torch.zeros(bulk_bytes, dtype=torch.uint8, device=self._on_device.device)
+        bulk = torch.zeros(bulk_bytes, dtype=torch.uint8, device=self._sent.device.device)
         self._send(Packed(Kind.PROBE, meta, bulk), -1)
 
     def stop(self, step: int) -> None:
@@ -124,17 +141,17 @@ class Channel:
 
     def receive(self) -> Received:
         """Wait for the next frame. Raises PeerLost."""
-        first = self._first_bytes or _HEADER_BYTES
-        self._move(self._host_transport.take, self._host[:first])
-        kind, step, meta_bytes, bulk_bytes = self._host[:_HEADER_BYTES].view(torch.int64).tolist()
+        first, buffers = self._first_bytes or _HEADER_BYTES, self._received
+        self._move(self._host_transport.take, buffers.host[:first])
+        kind, step, meta_bytes, bulk_bytes = buffers.host[:_HEADER_BYTES].view(torch.int64).tolist()
         self._step = step
         if meta_bytes + bulk_bytes == 0:
             return Received(Kind(kind), step, None)
         in_host, in_device = self._split(meta_bytes, bulk_bytes)
-        self._reserve_host(_HEADER_BYTES + in_host)
+        buffers.reserve(_HEADER_BYTES + in_host, in_device)
         if _HEADER_BYTES + in_host > first:
-            self._move(self._host_transport.take, self._host[first : _HEADER_BYTES + in_host])
-        on_host, on_device = self._host[_HEADER_BYTES : _HEADER_BYTES + in_host], self._reserve_device(in_device)
+            self._move(self._host_transport.take, buffers.host[first : _HEADER_BYTES + in_host])
+        on_host, on_device = buffers.host[_HEADER_BYTES : _HEADER_BYTES + in_host], buffers.device[:in_device]
         if in_device:
             assert self._device_transport is not None
             self._move(self._device_transport.take, on_device)
@@ -153,23 +170,23 @@ class Channel:
         self._step = step
         meta_bytes, bulk_bytes = packed.meta.numel(), packed.bulk.numel()
         in_host, in_device = self._split(meta_bytes, bulk_bytes)
-        size = _HEADER_BYTES + in_host
-        self._reserve_host(size)
+        size, buffers = _HEADER_BYTES + in_host, self._sent
+        buffers.reserve(size, in_device)
         header = torch.tensor([packed.kind, step, meta_bytes, bulk_bytes], dtype=torch.int64)
-        self._host[:_HEADER_BYTES] = header.view(torch.uint8)
-        body = self._host[_HEADER_BYTES:size]
+        buffers.host[:_HEADER_BYTES] = header.view(torch.uint8)
+        body = buffers.host[_HEADER_BYTES:size]
         if in_host:
             body[:meta_bytes] = packed.meta
         if in_host > meta_bytes:
             body[meta_bytes:] = packed.bulk
         # One write of a stream wakes the peer once.
         first = size if self._first_bytes is None else self._first_bytes
-        self._move(self._host_transport.put, self._host[:first])
+        self._move(self._host_transport.put, buffers.host[:first])
         if size > first:
-            self._move(self._host_transport.put, self._host[first:size])
+            self._move(self._host_transport.put, buffers.host[first:size])
         if in_device:
             assert self._device_transport is not None
-            on_device = self._reserve_device(in_device)
+            on_device = buffers.device[:in_device]
             # Copies to a device need not complete here, see `workers.transfer`; copies from a device must.
             if in_device > bulk_bytes:
                 on_device[:meta_bytes].copy_(packed.meta, non_blocking=True)
@@ -193,17 +210,6 @@ class Channel:
         except (RuntimeError, OSError) as error:  # gloo and NCCL raise the former for a lost peer and for a timeout
             when = f"at step {self._step}" if self._step >= 0 else "before the first step"
             raise PeerLost(f"{self._me} lost {self._peer} {when}: {error}") from error
-
-    def _reserve_host(self, size: int) -> None:
-        if self._host.numel() < size:
-            grown = torch.zeros(2 * size, dtype=torch.uint8)
-            grown[: self._host.numel()] = self._host
-            self._host = grown
-
-    def _reserve_device(self, size: int) -> Tensor:
-        if self._on_device.numel() < size:
-            self._on_device = torch.zeros(2 * size, dtype=torch.uint8, device=self._on_device.device)
-        return self._on_device[:size]
 
 
 def link_through_host(host: HostLink, *, me: str, peer: str) -> Channel:

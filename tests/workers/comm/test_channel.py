@@ -56,12 +56,14 @@ def draft_request(rows: int, width: int | None) -> DraftRequest:
 
 
 def draft_reply(seconds: float) -> DraftReply:
-    none = torch.zeros(0, dtype=torch.int32)
+    """Return a reply that is longer than most of the requests."""
+    ones = torch.ones(64, dtype=torch.int32)
     trees = TreeBatch(
-        offsets=torch.zeros(1, dtype=torch.int32), token_N=none, parent_N=none, depth_N=none,
-        ancestors_N=none.long(), kind_N=none.byte(), weight_N=none.float(),
+        offsets=torch.tensor([0, 64], dtype=torch.int32), token_N=ones, parent_N=ones, depth_N=ones,
+        ancestors_N=ones.long(), kind_N=ones.byte(), weight_N=ones.float(),
     )  # fmt: skip
-    return DraftReply(trees=trees, probs=None, pruned_GD=none.reshape(0, 0), num_levels=0, num_run=0, seconds=seconds)
+    none = torch.zeros(1, 0, dtype=torch.int32)
+    return DraftReply(trees=trees, probs=None, pruned_GD=none, num_levels=0, num_run=0, seconds=seconds)
 
 
 def target_step(rows: int) -> TargetStep:
@@ -103,8 +105,8 @@ def exchange(world: World) -> str:
         elif world.role == "drafter 0":
             asked = world.link.receive()
             assert (asked.kind, asked.step) == (Kind.DRAFT_REQUEST, step)
-            assert_same(asked.message, draft_request(rows, width))
             world.link.send(draft_reply(rows / 1000), step)
+            assert_same(asked.message, draft_request(rows, width))  # the reply did not overwrite it
         else:
             told = world.peers.receive()
             assert (told.kind, told.step) == (Kind.TARGET_STEP, step)
@@ -141,8 +143,9 @@ def exchange_between_devices(world: World) -> str:
                 channel.send(draft_request(rows, width), step)
                 assert channel.receive().message.seconds == pytest.approx(rows / 1000)
             else:
-                assert_same(channel.receive().message, draft_request(rows, width))
+                asked = channel.receive().message
                 channel.send(draft_reply(rows / 1000), step)
+                assert_same(asked, draft_request(rows, width))
     return faster_link(links, host, leads=world.rank == 0).value
 
 
