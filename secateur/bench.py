@@ -225,7 +225,7 @@ class StepPlan(_Scalable):
 class TracePlan(_Scalable):
     """The runs to record, each with every mode of `overlap` in turn."""
 
-    modes: Some[Literal["none", "predraft", "auto"]] = ("none", "predraft", "auto")
+    modes: Some[Literal["none", "predraft", "alternate", "auto"]] = ("none", "predraft", "alternate", "auto")
     """Settings of `overlap`. The others are compared with `none`, so it must be among them."""
     nodes: Annotated[int, Field(ge=1, le=MAX_NODES)] = 16
     """Draft nodes per tree."""

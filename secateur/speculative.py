@@ -61,9 +61,10 @@ class SpeculativeConfig(Strict):
     draft_tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
     draft_placement: Literal["dedicated", "colocated"] | None = None
     """None = dedicated if there are enough devices."""
-    overlap: Literal["auto", "none", "predraft"] = "auto"
-    """'predraft': while the target verifies, the drafter grows the next trees below the likeliest outcomes. 'auto' does
-    so where that takes no longer than the target; not on a shared GPU, with draft tensor parallelism or 'rejection'."""
+    overlap: Literal["auto", "none", "predraft", "alternate"] = "auto"
+    """What the drafter does while the target verifies. 'predraft': it grows the next trees below the likeliest
+    outcomes; not with draft tensor parallelism or 'rejection'. 'alternate': the target verifies one half of the batch,
+    and the drafter drafts for the other. 'auto' does what is measured to pay, and neither on a shared GPU."""
     draft_link: Literal["auto", "nccl", "host"] = "auto"
     """How trees and draft probabilities travel between dedicated GPUs: over NCCL with the features, or through host
     memory. 'auto' times both at start-up. On CPUs and on a shared GPU everything travels through host memory."""
@@ -203,12 +204,12 @@ class SpeculativeConfig(Strict):
         return problems
 
     def _overlap_rules(self) -> list[Problem]:
-        if self.overlap != "predraft":
+        if self.overlap in ("auto", "none"):
             return []
         if self.method == "ngram":
             return [Problem("overlap", "method 'ngram' takes no time that could be hidden; write 'auto' or 'none'")]
-        if self.draft_tensor_parallel_size > 1:
-            return [Problem("overlap", "'predraft' needs draft_tensor_parallel_size=1; write 'auto' or 'none'")]
+        if self.overlap == "predraft" and self.draft_tensor_parallel_size > 1:
+            return [Problem("overlap", "'predraft' needs draft_tensor_parallel_size=1; write 'auto' or 'alternate'")]
         return []
 
     def _lookup_rules(self) -> list[Problem]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 from verifier.acceptance.coupled import verify
@@ -26,6 +26,7 @@ from verifier.step_inputs import Move, StepInputs
 from verifier.target import Target
 from verifier.tree import with_chains
 from verifier.tree_records import StepTimes, tree_records
+from verifier.turns import Asked, next_turn
 from workers import trace
 from workers.comm.channel import Channel, ChannelOffer, PeerLost
 from workers.comm.ipc import (
@@ -98,6 +99,7 @@ class Engine:
         )
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
+        self._asked: Asked | None = None  # while half-batches alternate: whose trees the drafter grows now
         self._moves: list[Move] = []  # accepted paths to compact before the next forward
         self._chunks: list[TokenChunk] = []  # for the front, sent at the end of the step
         self._stats = EngineStats()
@@ -113,13 +115,20 @@ class Engine:
     def step(self) -> None:
         """Run one step, or only send what is to be sent if there is nothing to compute."""
         self._take()
-        step = schedule(self._waiting, self._running, self._allocator.num_free, self._limits, self._prefix_cache.find)
+        step = schedule(
+            self._waiting,
+            self._running,
+            self._allocator.num_free,
+            self._limits,
+            self._prefix_cache.find,
+            self._resting(),
+        )
         if step.is_empty:
             return self._emit()
         began = time.perf_counter()
         self._make_room(step)
-        plan = self._controller.plan(step, self._running)
-        drafts, exchange = self._draft(step, plan)
+        num_decoding = len(self._decoding())
+        plan, drafts, exchange = self._draft(step)
         drafted_at = time.perf_counter()
         verdicts = self._verify(step, drafts)
         times = StepTimes(exchange.ms if exchange else None, 1e3 * (time.perf_counter() - drafted_at))
@@ -127,7 +136,7 @@ class Engine:
         ended = time.perf_counter()
         seconds = ended - began
         trace.record("step", began, ended)
-        self._controller.observe(plan, StepOutcome(step, drafts, verdicts, exchange, 1e3 * seconds))
+        self._controller.observe(plan, StepOutcome(step, drafts, verdicts, exchange, 1e3 * seconds, num_decoding))
         self._stats.steps += 1
         self._stats.step_seconds += seconds
         self._emit()
@@ -157,7 +166,9 @@ class Engine:
                     self._abort(id)
         if idle and time.monotonic() - self._last_emit >= HEARTBEAT_S:
             self._target.heartbeat(self._stats.steps)
-        if self._drafter is not None and time.monotonic() - self._last_draft >= HEARTBEAT_S:
+        # A drafter that owes a reply is at work, and the reply shows that it lives.
+        owes_reply = self._asked is not None and self._asked.sent_s is not None
+        if self._drafter is not None and not owes_reply and time.monotonic() - self._last_draft >= HEARTBEAT_S:
             self._last_draft = time.monotonic()
             try:
                 self._drafter.heartbeat(self._stats.steps)
@@ -257,15 +268,50 @@ class Engine:
             self._stats.prefix_cache_queries += request.num_prompt * self._config.enable_prefix_caching
             self._stats.prefix_cache_hits += request.num_cached
 
-    def _draft(self, step: Step, plan: Plan) -> tuple[DraftBatch, Exchange | None]:
-        """Return the trees of all decoding requests: the drafter's trees, lookup drafts and bare roots."""
-        exchange = self._exchange(plan) if plan.inputs else None
-        drafted = [exchange is not None and plan.is_drafted(request) for request in step.decode]
-        chains = [[request.tokens[-1], *plan.lookup_drafts.get(request, ())] for request in step.decode]
-        return DraftBatch.of(exchange.reply if exchange else None, drafted, chains), exchange
+    def _resting(self) -> Collection[Request]:
+        """Return the decoding requests whose turn it is not; none unless half-batches take turns."""
+        if self._asked is not None and not any(request in self._running for request in self._asked.turn):
+            self._receive(self._asked)  # all of them have left
+            self._asked = None
+        decoding = self._decoding()
+        if self._asked is not None:
+            turn = self._asked.turn
+        elif self._takes_turns(decoding):
+            turn = next_turn(decoding, ())
+        else:
+            return ()
+        return set(decoding).difference(turn)
 
-    def _exchange(self, plan: Plan) -> Exchange | None:
-        """Feed the drafter each request's new tokens and receive its trees; None if the drafter is lost."""
+    def _decoding(self) -> list[Request]:
+        return [request for request in self._running if request.is_decoding]
+
+    def _takes_turns(self, decoding: list[Request]) -> bool:
+        return self._drafter is not None and self._controller.takes_turns(len(decoding))
+
+    def _draft(self, step: Step) -> tuple[Plan, DraftBatch, Exchange | None]:
+        """Return the trees of all decoding requests: the drafter's trees, lookup drafts and bare roots.
+
+        While half-batches take turns, they were asked for in the last step, and the next step's are asked for here.
+        """
+        asked, self._asked = self._asked or self._ask(step), None
+        exchange = self._receive(asked)
+        if self._takes_turns(decoding := self._decoding()) and (turn := next_turn(decoding, step.decode)):
+            self._asked = self._ask(Step(preempted=[], shared=[], pages=[], decode=turn, prefill=[]))
+        plan, reply = asked.plan, None
+        if exchange is not None:
+            reply = asked.only(exchange.reply, step.decode)
+        drafted = [reply is not None and plan.is_drafted(request) for request in step.decode]
+        chains = [[request.tokens[-1], *plan.lookup_drafts.get(request, ())] for request in step.decode]
+        return plan, DraftBatch.of(reply, drafted, chains), exchange
+
+    def _ask(self, step: Step) -> Asked:
+        """Plan the drafts of a step, and send the drafter the requests' new tokens."""
+        mine = set(step.decode)
+        plan = self._controller.plan(step, [r for r in self._running if r in mine or not r.is_decoding])
+        return Asked(plan, step.decode, self._send(plan) if plan.inputs else None)
+
+    def _send(self, plan: Plan) -> float | None:
+        """Send the drafter a plan's message; return the seconds that this took, or None if the drafter is lost."""
         assert self._drafter is not None
         began = time.perf_counter()
         state_MX = self._hidden_states.take({request: len(own.tokens) for request, own in plan.inputs.items()})
@@ -273,18 +319,29 @@ class Engine:
         message = self._inputs.draft_request(plan.inputs, features_MH, plan.costs)
         try:
             self._drafter.send(message, self._stats.steps)
-            received = self._drafter.receive()
         except PeerLost as error:
             self._lose_drafter(error)
             return None
         for request, own in plan.inputs.items():
             request.num_fed += len(own.tokens)
+        return time.perf_counter() - began
+
+    def _receive(self, asked: Asked) -> Exchange | None:
+        """Wait for the trees that were asked for; None if there are none to come, or the drafter is lost."""
+        if asked.sent_s is None or self._drafter is None:
+            return None
+        began = time.perf_counter()
+        try:
+            received = self._drafter.receive()
+        except PeerLost as error:
+            self._lose_drafter(error)
+            return None
         assert received.kind == Kind.DRAFT_REPLY and isinstance(received.message, DraftReply)
         reply = received.message
         self._last_draft = time.monotonic()
         ended = time.perf_counter()
         trace.record("wait for drafts", began, ended)
-        seconds = ended - began
+        seconds = asked.sent_s + ended - began
         self._stats.draft_seconds += reply.seconds
         self._stats.transfer_seconds += seconds - reply.seconds
         self._stats.num_trees += len(reply.pruned_GD)
@@ -360,7 +417,7 @@ class Engine:
             row += chunk.stop - chunk.start
             request.num_computed = chunk.stop
         for i, (request, begin, verdict) in enumerate(zip(step.decode, begins, verdicts, strict=False)):
-            root = len(request.tokens) - 1
+            root, request.last_step = len(request.tokens) - 1, self._stats.steps
             computed.append((request, [begin, *(begin + row for row in verdict.path)]))
             self._moves += [
                 Move(request, root + row, root + 1 + i) for i, row in enumerate(verdict.path) if row != i + 1

@@ -144,13 +144,15 @@ def select(
     offsets = trees.offsets.tolist()
     if len(requests) == len(offsets) - 1:
         return trees, probs, torch.arange(offsets[-1])
-    rows = torch.cat([torch.arange(offsets[i], offsets[i + 1]) for i in requests])
-    kept = _rows(trees, trees.offsets.diff()[torch.tensor(requests)], rows)
+    rows = torch.cat([torch.arange(0), *(torch.arange(offsets[i], offsets[i + 1]) for i in requests)])
+    kept = _rows(trees, trees.offsets.diff()[requests], rows)
     if probs is None:
         return kept, None, rows
     sizes = probs.offsets.diff()[rows]
     begins = probs.offsets[:-1][rows]
-    entries = torch.cat([torch.arange(b, b + n) for b, n in zip(begins.tolist(), sizes.tolist(), strict=True)])
+    entries = torch.cat(
+        [torch.arange(0), *(torch.arange(b, b + n) for b, n in zip(begins.tolist(), sizes.tolist(), strict=True))]
+    )
     return kept, DraftProbs(offsets=_offsets(sizes), id_S=probs.id_S[entries], weight_S=probs.weight_S[entries]), rows
 
 

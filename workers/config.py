@@ -107,8 +107,9 @@ class DraftConfig:
     placement: Literal["dedicated", "colocated"] = "dedicated"
     link: Literal["auto", "nccl", "host"] = "auto"
     """Between devices: whether trees and draft probabilities travel over NCCL like features, or through the host."""
-    overlap: Literal["auto", "none", "predraft"] = "auto"
-    """Whether the drafter works while the target verifies; `auto`: where that takes no longer than the target."""
+    overlap: Literal["auto", "none", "predraft", "alternate"] = "auto"
+    """What the drafter does while the target verifies: grow the next trees below the likeliest outcomes, or those of
+    the other half of the batch; `auto`: what is measured to pay."""
     fallback: bool = True
     """Whether the engine goes on without drafts if it loses its drafter, until a new one connects."""
     tree: TreeConfig = TreeConfig()
@@ -190,10 +191,15 @@ class EngineConfig:
         GPU it would slow the target down.
         """
         draft = self.draft
-        if draft is None or draft.method == "ngram" or draft.tensor_parallel_size > 1 or draft.overlap == "none":
+        if draft is None or draft.method == "ngram" or draft.tensor_parallel_size > 1:
             return False
-        shares_gpu = self.device == "cuda" and draft.placement == "colocated"
-        return draft.overlap == "predraft" or (draft.acceptance.kind == "coupled" and not shares_gpu)
+        can_pay = draft.acceptance.kind == "coupled" and not self.shares_gpu
+        return draft.overlap == "predraft" or (draft.overlap == "auto" and can_pay)
+
+    @property
+    def shares_gpu(self) -> bool:
+        """True if the drafter runs on a GPU of the verifier, so that one's work slows down the other's."""
+        return self.device == "cuda" and self.draft is not None and self.draft.placement == "colocated"
 
     @property
     def outcome_pages(self) -> int:

@@ -42,7 +42,8 @@ NOTES = (
     "whole trees, T = temperature; means over the steps of a run that ask the drafter, medians over the rounds",
     "wait: the verifier waits for drafts; drafter: all that the drafter does, of which ahead is done after its answer; "
     "both: drafter and target's forward at the same time",
-    "hidden: the share of the wait of overlap none that is gone; hits: answers that were drafted ahead",
+    "hidden: the share of the whole wait of overlap none that is gone; hits: answers that were drafted ahead; a step "
+    "of overlap alternate verifies half of the requests",
     "speed: tokens per second against overlap none; bound: what it would be if all drafting were hidden, (V + D) / "
     "max(V, D) with the step V and the wait D of overlap none",
 )
@@ -251,13 +252,14 @@ def rows_of(
             mode: statistics.median(window.tokens_per_second for window in own[cell]) for mode, own in windows.items()
         }
         wait, alone = means["none"].wait_ms, means["none"].step_ms - means["none"].wait_ms
+        whole_wait = wait * means["none"].num_steps
         for mode, own in means.items():
             rows.append(
                 TraceRow(
                     overlap=mode,
                     batch=cell[0],
                     temperature=cell[1],
-                    hidden=rounded(1 - own.wait_ms / wait if wait else 0.0),
+                    hidden=rounded(1 - own.wait_ms * own.num_steps / whole_wait if whole_wait else 0.0),
                     hit_rate=rounded(statistics.mean(window.hit_rate for window in windows[mode][cell])),
                     tokens_per_second=rounded(rates[mode]),
                     speed=rounded(rates[mode] / rates["none"]),

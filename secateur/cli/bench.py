@@ -259,7 +259,7 @@ def bench_trace(
     engine: dict[str, Any],
     model: ModelArgument = None,
     modes: Annotated[
-        list[str] | None, typer.Option("--modes", metavar="MODE ...", help="Of overlap [none predraft auto].")
+        list[str] | None, typer.Option("--modes", metavar="MODE ...", help="Of overlap [none predraft alternate auto].")
     ] = None,
     nodes: Annotated[int | None, typer.Option("--nodes", help="Draft nodes per step [16].")] = None,
     batches: Batches = None,

@@ -1,4 +1,4 @@
-"""What pre-drafting gains: engines with each `overlap`, and one without a drafter, side by side.
+"""What overlapping drafting and verification gains: engines with each `overlap`, and one without drafter.
 
     python -m tests.bench.overlap [--target-cost 300m] [--batches 1 8] [--temperatures 0 1]
 
@@ -27,7 +27,7 @@ from workers.config import EngineConfig
 from workers.types import SamplingSettings
 
 BUNDLED_PROMPTS = Path(__file__).parents[2] / "secateur" / "bundled" / "prompts.jsonl"
-OVERLAPS: tuple[Literal["none", "auto", "predraft"], ...] = ("none", "auto", "predraft")
+OVERLAPS: tuple[Literal["none", "auto", "predraft", "alternate"], ...] = ("none", "auto", "predraft", "alternate")
 ENGINES = (*OVERLAPS, "off")
 
 

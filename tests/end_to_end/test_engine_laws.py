@@ -95,6 +95,7 @@ class Service:
     tree: TreeConfig = TreeConfig(kind="dynamic", num_speculative_tokens=5, max_depth=3, max_children=2)  # noqa: RUF009
     method: Literal["eagle3", "draft_model"] = "eagle3"
     acceptance: AcceptanceConfig = field(default_factory=AcceptanceConfig)
+    overlap: Literal["none", "alternate"] = "none"
 
 
 CHAIN = TreeConfig(kind="chain", num_speculative_tokens=3)
@@ -105,6 +106,7 @@ SERVICES = {
     "traversal, tree": Service(),
     "recursive, chain": Service(CHAIN, acceptance=RECURSIVE),
     "recursive, tree": Service(STATIC, "draft_model", RECURSIVE),
+    "half-batches in turns": Service(overlap="alternate"),
     "traversal, hybrid": Service(STATIC, acceptance=AcceptanceConfig(sample_method="hybrid")),
     "recursive, hybrid": Service(acceptance=replace(RECURSIVE, sample_method="hybrid")),
     "thresholds": Service(
@@ -150,7 +152,15 @@ class Crowd(Bench):
 
 
 def crowd(how: Service) -> Crowd:
-    return Crowd(LANGUAGE, how.method, how.tree, num_pages=1500, max_num_seqs=100, acceptance=how.acceptance)
+    return Crowd(
+        LANGUAGE,
+        how.method,
+        how.tree,
+        num_pages=1500,
+        max_num_seqs=100,
+        acceptance=how.acceptance,
+        overlap=how.overlap,
+    )
 
 
 def p_value(texts: Collection[Path], law: dict[Path, float]) -> float:

@@ -364,7 +364,7 @@ class Bench:
         tree: TreeConfig = TreeConfig(),  # noqa: B008
         num_pages: int = 65,
         acceptance: AcceptanceConfig = AcceptanceConfig(),  # noqa: B008
-        overlap: Literal["auto", "none", "predraft"] = "none",
+        overlap: Literal["auto", "none", "predraft", "alternate"] = "none",
         is_interrupted: Callable[[], bool] = lambda: False,
         may_lose_drafter: bool = False,
         **settings: Any,

@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from verifier.adaptive.alternation import Alternation, Round
 from verifier.adaptive.calibration import Calibration
 from verifier.adaptive.cost_model import CostModel, DraftWork, RowCosts
 from verifier.adaptive.gate import SpeculationGate
@@ -92,6 +93,7 @@ class StepOutcome(NamedTuple):
     verdicts: list[Verdict]  # of decoding requests, then of completed prompts
     exchange: Exchange | None
     ms: float  # of the whole step
+    num_decoding: int  # requests that decode, those that rested included
 
 
 class Controller:
@@ -110,6 +112,9 @@ class Controller:
         self._gate = SpeculationGate()
         self._calibration = Calibration()
         self._lookup = PromptLookup(count_allowed)
+        self._alternation = Alternation(
+            config.draft.overlap if config.draft else "none", is_possible=not config.shares_gpu
+        )
         # Averages over recent trees, optimistic until the first.
         self._tree = _Average(np.array([2.0, 4.0]))  # tokens gained, nodes verified
         self._growth = _Average(np.array([3.0, 4.0]))  # levels of a batch, nodes run per tree
@@ -117,6 +122,10 @@ class Controller:
         self._had_nodes = False  # a step had draft nodes, and no plain step was measured since
 
     # ---- before a step
+
+    def takes_turns(self, num_decoding: int) -> bool:
+        """Return whether half-batches take turns while so many requests decode. The same during a whole step."""
+        return self._alternation.is_on(num_decoding)
 
     def plan(self, step: Step, running: list[Request]) -> Plan:
         """Plan the step: trees where they pay, and inputs without trees only where they cannot wait."""
@@ -221,6 +230,10 @@ class Controller:
         """Learn from the step's outcome. Takes almost no time without requests under `auto`."""
         step, drafts = outcome.step, outcome.drafts
         draft_ms = self._observe_exchange(plan, outcome.exchange) if outcome.exchange else 0.0
+        if plan.is_idle:
+            self._alternation.rest()
+        elif outcome.exchange and drafts.num_nodes and not step.prefill:
+            self._alternation.observe(outcome.num_decoding, self._round(outcome, outcome.exchange, draft_ms))
         if not any(request.is_auto for request in step.decode):
             return
         num_nodes, num_trees = drafts.num_nodes, drafts.num_trees
@@ -235,6 +248,14 @@ class Controller:
             self._observe_trees(plan, outcome)
         # A step with prompts does not update the costs, so the next plain step must.
         self._had_nodes = num_nodes > 0 or (self._had_nodes and bool(step.prefill))
+
+    def _round(self, outcome: StepOutcome, exchange: Exchange, wait_ms: float) -> Round:
+        """Return what a step shows about whole batches and half-batches."""
+        reply, drafts = exchange.reply, outcome.drafts
+        verify_ms = self._costs.believed_ms(outcome.step, drafts.num_nodes, drafts.num_trees, outcome.ms - wait_ms)
+        halved = self._costs.half_shares(outcome.step, drafts.num_nodes, drafts.num_trees, reply)
+        draft_ms = wait_ms if self._costs.is_given else 1e3 * reply.seconds
+        return Round(verify_ms, wait_ms, halved.verify * verify_ms, halved.draft * draft_ms)
 
     def _observe_probe(self, plan: Plan, outcome: StepOutcome, ms: float) -> None:
         """Tell the gate what the probe lost: its time minus that of its tokens without it, in plain steps."""

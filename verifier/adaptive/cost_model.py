@@ -81,6 +81,13 @@ class DraftWork(NamedTuple):
     nodes_run: _Quantity = 0.0  # on those levels; all rows of the graph for static growth
 
 
+class HalfShares(NamedTuple):
+    """The shares of its milliseconds that a step would take with half of its requests."""
+
+    verify: float
+    draft: float
+
+
 class _VerifyCost:
     """Milliseconds of a step without its drafting: `scale` x table + `tree_ms` x trees.
 
@@ -192,6 +199,14 @@ class CostModel:
             base_tokens_1=torch.tensor([len(step.decode)], dtype=torch.float32),
             calibration_D2=torch.from_numpy(calibration_D2),
         )
+
+    def half_shares(self, step: Step, num_nodes: int, num_trees: int, reply: DraftReply) -> HalfShares:
+        """Forecast what half of the requests would take of a step without prompts."""
+        shares, num_requests = np.array([0.5, 1.0]), len(step.decode)
+        verify_ms = self._verify_cost.ms(self._table.ms(shares * (num_requests + num_nodes)), shares * num_trees)
+        levels = max(reply.num_levels - 1, 0)
+        draft_ms = self.draft_ms(DraftWork(1, shares * num_requests, levels, shares * reply.num_run))
+        return HalfShares(float(verify_ms[0] / verify_ms[1]), float(draft_ms[0] / draft_ms[1]))
 
     def observe_exchange(
         self, inputs: Mapping[Request, DraftInput], reply: DraftReply, ms: float, *, is_probe: bool

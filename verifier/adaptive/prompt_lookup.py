@@ -200,8 +200,13 @@ class PromptLookup:
         return LookupResult(candidates=candidates, chosen=chosen, gain=gain)
 
     def observe(self, found: LookupResult, verdicts: Mapping[Request, Verdict]) -> None:
-        """Compare every candidate with the tokens that followed, up to the first difference."""
+        """Compare every candidate with the tokens that followed, up to the first difference.
+
+        Requests without a verdict have left since the lookup.
+        """
         for request, draft in found.candidates.items():
+            if request not in verdicts:
+                continue
             for length, (copied, token) in enumerate(
                 zip(draft.tokens, verdicts[request].tokens, strict=False), draft.length
             ):
