@@ -79,6 +79,7 @@ def placement_config(args: EngineArgs) -> EngineConfig:
         page_size=args.page_size,
         num_pages=args.num_pages,
         enable_prefix_caching=args.enable_prefix_caching,
+        scheduling_policy=args.scheduling_policy,
         memory_utilization=args.gpu_memory_utilization,
         kernels=args.kernels,
         enforce_eager=args.enforce_eager,

@@ -58,7 +58,6 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "prediction": ((), "predicted outputs are not implemented"),
     "chat_template": ((), "the model's own chat template is used; it cannot be replaced per request"),
     "documents": (([],), "documents are not implemented; put them into the messages"),
-    "priority": ((0,), "priorities are not implemented in this version"),
     "lora_path": ((), "adapters are not implemented"),
     "kv_transfer_params": ((), "KV transfer is not implemented"),
     "spaces_between_special_tokens": ((True,), "is not implemented; leave it out"),

@@ -87,6 +87,9 @@ class EngineArgs(Strict):
     """KV pages, of which page 0 is never used; None fits them to memory."""
     enable_prefix_caching: bool = True
     """Reuse the KV cache of common prompt prefixes."""
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    """fcfs: requests are served in order of arrival; priority: by their `priority`, and in order of arrival among equal
+    ones."""
     gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] = 0.9
     hang_timeout: Annotated[float, Field(ge=0.0, le=3600.0)] = 10.0
     """Seconds without a sign of life, or without progress of a step, after which a rank is killed and replaced;

@@ -46,6 +46,13 @@ class KernelSet(StrEnum):
     triton = "triton"
 
 
+class SchedulingPolicy(StrEnum):
+    """Values of --scheduling-policy."""
+
+    fcfs = "fcfs"
+    priority = "priority"
+
+
 class Dtype(StrEnum):
     """Values of --dtype."""
 
@@ -116,6 +123,11 @@ ENGINE_FLAGS: dict[str, Any] = {
         bool,
         "--enable-prefix-caching/--no-enable-prefix-caching",
         help="Reuse the KV cache of common prompt prefixes [on].",
+    ),
+    "scheduling_policy": _limit(
+        SchedulingPolicy,
+        "--scheduling-policy",
+        help="Serve requests in order of arrival, or by their `priority`, lower numbers first [fcfs].",
     ),
     "gpu_memory_utilization": _limit(float, "--gpu-memory-utilization", help="Share of each GPU to use [0.9]."),
     "hang_timeout": _limit(

@@ -269,8 +269,12 @@ class SamplingRequest(Body):
     """Accepted as at OpenAI; it has no effect."""
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
     """Requests share prefix-cache entries only with requests of the same salt."""
-    priority: int = 0
-    """Only 0: priorities are not implemented."""
+    priority: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
+    """Lower is served earlier, before all requests of higher numbers. Other values than 0 need a service with
+    `--scheduling-policy priority`."""
+    first_token_timeout_s: Annotated[float, Field(gt=0.0, le=86_400.0)] | None = None
+    """Seconds after its arrival within which the answer must begin. A request that would wait longer, or has, is
+    refused with status 429 instead of being run. None waits as long as it takes."""
 
     def filled(self, defaults: Mapping[str, Any]) -> Self:
         """Return a copy with `defaults` for the parameters of `DEFAULTED` that the request leaves out.

@@ -181,6 +181,10 @@ class ResponsesRequest(Body):
     """How much the model reasons."""
     speculative: Speculative | None = None
     """As in chats."""
+    priority: int = 0
+    """As in chats."""
+    first_token_timeout_s: float | None = None
+    """As in chats."""
 
     @property
     def has_logprobs(self) -> bool:
@@ -208,6 +212,8 @@ class ResponsesRequest(Body):
             "top_logprobs": self.top_logprobs if self.has_logprobs else None,
             "parallel_tool_calls": self.parallel_tool_calls,
             "reasoning_effort": self.reasoning.effort if self.reasoning is not None else None,
+            "priority": self.priority,
+            "first_token_timeout_s": self.first_token_timeout_s,
             "speculative": None if self.speculative is None else self.speculative.model_dump(exclude_unset=True),
         }
         if self.tools:

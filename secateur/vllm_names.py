@@ -96,7 +96,6 @@ ADVICE: dict[str, str] = {  # also the reference page reference/vllm.md
     "max-num-partial-prefills": "the scheduler shares a step's tokens among prompts by itself; leave it out",
     "max-long-partial-prefills": "the scheduler shares a step's tokens among prompts by itself; leave it out",
     "long-prefill-token-threshold": "the scheduler shares a step's tokens among prompts by itself; leave it out",
-    "scheduling-policy": "requests are served in the order of their arrival (fcfs); leave it out",
     "scheduler-cls": _PLUGIN,
     "async-scheduling": "the drafter works while the target verifies: the key `overlap` of --speculative-config",
     "num-scheduler-steps": "there are no multi-step schedules; leave it out",

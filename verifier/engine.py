@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
+from bisect import insort
 from collections.abc import Callable, Collection, Mapping
+from operator import attrgetter
 from typing import NamedTuple
 
 from verifier.acceptance.coupled import verify
@@ -52,6 +53,9 @@ GRAMMAR_FAILED = "grammar_failed"
 """Error code of a request whose output could not follow its grammar."""
 HEARTBEAT_S = 1.0
 """While idle, the engine sends a heartbeat this often. A peer that stays silent for longer is dead."""
+
+
+_ORDER = attrgetter("order")
 
 
 class _NewTokens(NamedTuple):
@@ -97,7 +101,7 @@ class Engine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             page_size=config.page_size,
         )
-        self._waiting: deque[Request] = deque()
+        self._waiting: list[Request] = []  # by `Request.order`, as the next one
         self._running: list[Request] = []
         self._asked: Asked | None = None  # while half-batches alternate: whose trees the drafter grows now
         self._moves: list[Move] = []  # accepted paths to compact before the next forward
@@ -123,6 +127,7 @@ class Engine:
             self._prefix_cache.find,
             self._resting(),
         )
+        self._stats.lacks_pages = step.lacks_pages
         if step.is_empty:
             return self._emit()
         began = time.perf_counter()
@@ -205,7 +210,7 @@ class Engine:
             grammars, code = self._target.grammars, GRAMMAR_FAILED
             reason = "no tokenizer" if grammars is None else grammars.problem(submit.sampling.constraints.grammar)
         if reason is None:
-            self._waiting.append(request)
+            insort(self._waiting, request, key=_ORDER)
         else:
             self._fail(request, reason, code)
 
@@ -232,12 +237,12 @@ class Engine:
         request.forget()
 
     def preempt(self, request: Request) -> None:
-        """Return a running request to the head of the queue and release its pages. Call it between steps only.
+        """Return a running request to its place in the queue and release its pages. Call it between steps only.
 
         Its tokens stay. When it rejoins, the KV that the prefix cache has lost is recomputed, and decoding goes on.
         """
         self._release(request)
-        self._waiting.appendleft(request)
+        insort(self._waiting, request, key=_ORDER)
         self._stats.num_preemptions += 1
 
     def _make_room(self, step: Step) -> None:
@@ -254,7 +259,7 @@ class Engine:
     def _join(self, request: Request, pages: list[int]) -> None:
         """Give a waiting request its seat and the pages that hold the beginning of its tokens."""
         self._waiting.remove(request)
-        self._running.append(request)
+        insort(self._running, request, key=_ORDER)
         request.is_repeated = self._prefix_cache.is_repeated(request, pages)
         if pages:
             self._prefix_cache.share(request, pages)

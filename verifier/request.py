@@ -116,6 +116,11 @@ class Request:
         return self.submit.id
 
     @property
+    def order(self) -> tuple[int, float]:
+        """Return the request's place among all others, a sort key: lower priorities first, then earlier arrivals."""
+        return self.submit.priority, self.arrived_s
+
+    @property
     def num_output(self) -> int:
         """Return the number of output tokens so far."""
         return len(self.tokens) - self.num_prompt

@@ -1,18 +1,23 @@
 """The scheduler: decides which requests decode, prefill, join and are preempted in one step. A pure function.
 
 Every decoding request verifies one tree. The rest of the step's token budget, but at least one page, goes to prompts in
-chunks, oldest first. Then waiting requests join while seats and pages last.
+chunks, in order. Then waiting requests join in order, while seats and pages last. The order is that of priorities, and
+of arrival among equal ones; without priorities it is that of arrival alone.
+
+A prompt that needs several steps leaves up to half of each to shorter prompts behind it, those that fit whole; it gets
+back what they do not need. So a long prompt delays them by a step, and they delay it by as much again at most.
 
 A joining request shares the pages that already hold the beginning of its tokens and computes the rest: at least its
 last prompt token, whose row draws the first output token. Shared pages that other requests hold cost nothing. Shared
 pages without a holder count as free until the request takes them.
 
 Pages are allocated on demand. A running request holds pages up to the end of its next tree. When the next trees do not
-fit, the latest arrivals are preempted until they do. A preempted request releases its pages and moves to the head of
-the queue. Later it recomputes the KV that the prefix cache has lost, in chunks like a prompt.
+fit, the last in order are preempted until they do. A preempted request releases its pages and returns to its place in
+the queue, before all later arrivals of its priority. Later it recomputes the KV that the prefix cache has lost, in
+chunks like a prompt.
 
-No deadlock: a request that fits the pool alone can finish, because the oldest is never preempted. No thrashing: a
-preempted request needs more pages than it released, so it rejoins only after another request has left; and a request
+No deadlock: a request that fits the pool alone can finish, because the first in order is never preempted. No thrashing:
+a preempted request needs more pages than it released, so it rejoins only after another request has left; and a request
 joins only if the other requests' trees of the next step fit as well.
 """
 
@@ -56,11 +61,12 @@ class Step:
     allocates `pages`.
     """
 
-    preempted: list[Request]  # latest arrival first
+    preempted: list[Request]  # the last in order first
     shared: list[tuple[Request, list[int]]]  # joining requests with their shared pages
     pages: list[tuple[Request, int]]  # the pages to allocate for each request
     decode: list[Request]
     prefill: list[tuple[Request, PromptChunk]]
+    lacks_pages: bool = False  # requests wait for pages rather than for a seat or the step's token budget
 
     @property
     def admitted(self) -> list[Request]:
@@ -90,7 +96,7 @@ def schedule(
     find: Callable[[Request], PrefixMatch] = lambda request: NO_MATCH,
     resting: Collection[Request] = (),
 ) -> Step:
-    """Return the next step. `waiting` and `running` are in order of arrival; neither is changed.
+    """Return the next step. `waiting` and `running` are sorted by `Request.order`; neither is changed.
 
     find: returns the shareable pages of a waiting request (`PrefixCache.find`). Every request must fit the pool alone.
     resting: decoding requests whose turn it is not; they verify nothing in this step unless all others are preempted.
@@ -109,10 +115,17 @@ def schedule(
     budget = max(limits.page_size, limits.max_num_batched_tokens - sum(request.tree_rows for request in decode))
     num_scorable = limits.max_scored_rows
     prefill: list[tuple[Request, PromptChunk]] = []
+    long: int | None = None  # the place in `prefill` of a prompt that this step does not finish; none behind it does so
+
+    def fits(request: Request, start: int) -> bool:
+        return budget > 0 and (long is None or request.root - start <= budget)
 
     def take(request: Request, start: int) -> None:
-        nonlocal budget, num_scorable
+        nonlocal budget, num_scorable, long
         stop = min(request.root, start + budget)
+        if stop < request.root:
+            long = len(prefill)
+            stop -= max(0, min(budget // 2, budget - limits.page_size))
         if unknown := request.to_score(start, stop):
             stop = min(stop, unknown.start + max(limits.page_size, num_scorable))
             num_scorable -= stop - unknown.start
@@ -120,10 +133,10 @@ def schedule(
         budget -= stop - start
 
     for request in kept:
-        if not request.is_decoding and budget > 0:
+        if not request.is_decoding and fits(request, request.num_computed):
             take(request, request.num_computed)
     shared: list[tuple[Request, list[int]]] = []
-    candidates = [] if preempted else waiting
+    candidates, lacks_pages = [] if preempted else waiting, bool(preempted)
     room = num_free_pages
     if candidates:
         room -= sum(limits.pages_for(request, 2) - limits.pages_for(request) for request in decoding)
@@ -131,11 +144,19 @@ def schedule(
         if budget <= 0 or len(kept) + len(shared) >= limits.max_num_seqs:
             break
         found = find(request)
+        start = len(found.pages) * limits.page_size
+        if not fits(request, start):
+            break
         room -= limits.pages_for(request) - found.num_held
         if room < 0:
-            break  # strictly first come, first served
+            lacks_pages = True
+            break  # nobody overtakes for want of pages, or large requests would starve
         shared.append((request, found.pages))
-        take(request, len(found.pages) * limits.page_size)
+        take(request, start)
+    if long is not None and budget > 0:
+        request, chunk = prefill[long]
+        if not request.to_score(chunk.start, chunk.stop + budget):  # scored rows have a limit of their own
+            prefill[long] = request, PromptChunk(chunk.start, min(request.root, chunk.stop + budget))
     taken = [(request, limits.pages_for(request) - len(request.pages)) for request in kept]
     taken += [(request, limits.pages_for(request) - len(pages)) for request, pages in shared]
     return Step(
@@ -144,4 +165,5 @@ def schedule(
         pages=[(request, count) for request, count in taken if count],
         decode=decode,
         prefill=prefill,
+        lacks_pages=lacks_pages,
     )

@@ -139,6 +139,8 @@ class EngineConfig:
     num_pages: int | None = None
     """KV pages per pool. None means as many as memory allows, up to the number that can ever be used."""
     enable_prefix_caching: bool = True
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    """Whether requests may have priorities; without them they are served in order of arrival."""
     memory_utilization: float = 0.9
     eos_token_ids: tuple[int, ...] = ()
     tokenizer_path: str = ""

@@ -31,6 +31,7 @@ class RequestLimits:
     """The rule of requests without one."""
     default_max_tokens: int | None = None
     """The `max_tokens` of a chat that sets none. None means the rest of the context."""
+    has_priorities: bool = False
 
     @classmethod
     def of(
@@ -45,6 +46,7 @@ class RequestLimits:
             eos_token_ids=config.eos_token_ids,
             acceptance=config.draft.acceptance.kind if config.draft else "coupled",
             default_max_tokens=default_max_tokens,
+            has_priorities=config.scheduling_policy == "priority",
         )
 
 
@@ -63,6 +65,12 @@ def build_submits(
     Choice 0 has the request's seed, or `seed` if it has none (see `SeedSource`); choice j has the seed H(seed, j).
     `bad_words` are the request's, tokenized; `grammar` is that of its structure.
     """
+    if request.priority and not limits.has_priorities:
+        raise BadRequest(
+            f"priority={request.priority}: this service serves requests in order of arrival; leave it out, or start "
+            "the service with --scheduling-policy priority",
+            param="priority",
+        )
     prompt = truncate(prompt, request.truncate_prompt_tokens, limits, room_for=request.max_output_tokens or 1)
     max_tokens = _max_tokens(request, prompt, limits)
     if request.min_tokens > max_tokens:
@@ -98,6 +106,7 @@ def build_submits(
         speculation=_speculation(request.speculative, limits),
         has_trees=request.return_speculative_trees and max_tokens > 0,
         num_prompt_logprobs=request.num_prompt_logprobs,
+        priority=request.priority,
     )
     seed = first.sampling.seed
     return [

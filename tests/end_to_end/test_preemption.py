@@ -204,6 +204,39 @@ def test_when_pages_run_out_the_latest_arrival_waits():
         assert next(iter(dict.fromkeys(finished))) == 0, "the oldest never waits"
 
 
+def test_when_pages_run_out_the_least_urgent_waits():
+    asked = replace(KINDS["coupled"], max_tokens=60)
+    priorities = {0: 3, 1: -(2**63), 2: 0, 3: 2**63 - 1}  # of requests in the order of their arrival
+    with bench_of("eagle3", "dynamic", num_pages=22) as tight:
+        for number, priority in priorities.items():
+            replace(asked, prompt=[number]).submit(tight, priority=priority)
+        tight.run()
+        told = [chunk for frame in tight.frames for chunk in frame.chunks]
+        finished = [chunk.id for chunk in told if chunk.finish_reason]
+        assert list(dict.fromkeys(chunk.id for chunk in told)) == finished == [1, 2, 0, 3]
+        assert tight.frames[-1].stats.num_preemptions > 0 and tight.num_free == 21
+
+
+def test_an_urgent_request_overtakes_those_that_wait_and_not_those_that_run():
+    with bench_of("eagle3", "chain", max_num_seqs=1) as bench:
+        patient, running, second = (bench.submit([1], 30, priority=n, ignore_eos=True) for n in (5, 0, 0))
+        bench.step()
+        urgent = bench.submit([1], 30, priority=-1)
+        bench.step()
+        assert [r.id for r in bench.engine._running] == [running]
+        assert [r.id for r in bench.engine._waiting] == [urgent, second, patient]
+
+
+def test_a_preempted_request_returns_before_later_ones_of_its_priority_alone():
+    with bench_of("eagle3", "chain", max_num_seqs=1) as bench:
+        first, second = (bench.submit([1], 30, priority=2, ignore_eos=True) for _ in range(2))
+        bench.step()
+        urgent = bench.submit([1], 30, priority=1)
+        bench.step()
+        preempt_all(bench)
+        assert [r.id for r in bench.engine._waiting] == [urgent, first, second]
+
+
 def test_a_request_that_needs_every_page_runs_alone():
     with bench_of("eagle3", "chain", num_pages=17) as bench:
         for prompt, max_tokens in [([1], 20), ([2], 20), ([1] * 30, 31), ([3], 20)]:
@@ -214,8 +247,17 @@ def test_a_request_that_needs_every_page_runs_alone():
         assert "do not fit" in too_large.last.error and bench.num_free == 16
 
 
-@pytest.mark.parametrize(("method", "tree"), [(None, "chain"), ("eagle3", "dynamic"), ("draft_model", "static")])
-def test_many_requests_in_a_tiny_pool_get_what_they_get_alone(method, tree):
+@pytest.mark.parametrize(
+    ("method", "tree", "priorities"),
+    [
+        (None, "chain", (0,)),
+        (None, "chain", (-1, 0, 7)),
+        ("eagle3", "dynamic", (0,)),
+        ("draft_model", "static", (0,)),
+        pytest.param("eagle3", "dynamic", (-1, 0, 7), marks=pytest.mark.full),
+    ],
+)
+def test_many_requests_in_a_tiny_pool_get_what_they_get_alone(method, tree, priorities):
     rng = random.Random(11)
     kinds = list(KINDS.values())
     settings = {"max_num_seqs": 5, "max_num_batched_tokens": 60, "eos_token_ids": (5,)}
@@ -227,7 +269,7 @@ def test_many_requests_in_a_tiny_pool_get_what_they_get_alone(method, tree):
                 kind = rng.choice(kinds)
                 params = replace(kind.params, seed=rng.getrandbits(64))
                 prompt = [rng.randrange(32) for _ in range(rng.choice([1, 2, 7, 20]))]
-                more = kind.more | {"ignore_eos": rng.random() < 0.8}
+                more = kind.more | {"ignore_eos": rng.random() < 0.8, "priority": rng.choice(priorities)}
                 asked = replace(kind, prompt=prompt, max_tokens=rng.randint(1, 44), params=params, more=more)
                 crowd[asked.submit(bench)] = asked
             if bench.open and rng.random() < 0.04:

@@ -432,7 +432,6 @@ NOT_NEUTRAL = {
     "regex": "a",
     "ebnf": "a",
     "use_beam_search": True,
-    "priority": 1,
     "spaces_between_special_tokens": False,
 }
 

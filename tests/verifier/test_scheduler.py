@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from array import array
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -77,6 +78,33 @@ def test_decoding_requests_go_first_and_prompts_get_what_their_trees_leave():
 def test_older_prompts_are_served_before_newer_ones():
     step = schedule([request(3, prompt=30)], [request(1, prompt=20), request(2, prompt=25)], 99, LIMITS)
     assert chunks(step) == [(1, 0, 20), (2, 0, 25), (3, 0, 5)]
+
+
+def test_a_long_prompt_leaves_half_of_a_step_to_shorter_ones_behind_it():
+    long, shorts = request(1, prompt=500), [request(id, prompt=10) for id in (2, 3, 4)]
+    step = schedule(shorts[1:], [long, shorts[0]], 99, LIMITS)
+    assert chunks(step) == [(1, 0, 30), (2, 0, 10), (3, 0, 10)], "the last one waits for a step"
+    assert chunks(schedule([long, *shorts], [], 99, LIMITS)) == chunks(step)
+
+
+def test_what_shorter_prompts_leave_goes_to_the_long_one():
+    long, short = request(1, prompt=500), request(2, prompt=10)
+    assert chunks(schedule([short], [long], 99, LIMITS)) == [(1, 0, 40), (2, 0, 10)]
+    assert chunks(schedule([short], [long], 0, LIMITS)) == [], "the long one lacks pages itself"
+    long.pages = array("i", range(LIMITS.pages_for(long)))
+    assert chunks(schedule([short], [long], 0, LIMITS)) == [(1, 0, 50)], "the short one has no pages"
+
+
+def test_long_prompts_follow_one_another():
+    longs, short = [request(id, prompt=500) for id in (1, 2)], request(3, prompt=10)
+    step = schedule([longs[1], short], longs[:1], 99, LIMITS)
+    assert (chunks(step), step.admitted) == ([(1, 0, 50)], []), "nobody overtakes the second one"
+
+
+def test_a_step_of_one_page_goes_to_the_first_prompt_whole():
+    crowd = [decoding(id) for id in range(13)]
+    step = schedule([request(99, prompt=4)], [*crowd, request(98, prompt=500)], 99, replace(LIMITS, max_num_seqs=99))
+    assert chunks(step) == [(98, 0, 16)]
 
 
 # ---- pages
@@ -235,6 +263,18 @@ def test_a_preempted_request_releases_only_unshared_pages():
 
 
 # ---- seats and the order of arrival
+
+
+def test_a_step_tells_whether_requests_wait_for_pages():
+    others = [request(i, prompt=20) for i in range(2, 4)]
+    assert not schedule(others, [decoding(1)], 99, LIMITS).lacks_pages
+    assert schedule(others, [decoding(1)], 3, LIMITS).lacks_pages
+    assert schedule([], [decoding(1, pages=1, output=4), decoding(2)], 0, LIMITS).lacks_pages, "one is preempted"
+    seated = [decoding(i) for i in range(4)]
+    assert not schedule(others, seated, 0, LIMITS).lacks_pages, "they wait for a seat"
+    busy = [request(1, prompt=80)]
+    longer = [request(2, prompt=60)]
+    assert not schedule(longer, busy, 6, LIMITS).lacks_pages, "it waits for the step's tokens"
 
 
 def test_no_request_overtakes_a_large_one_at_the_head_of_the_queue():

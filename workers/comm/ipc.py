@@ -121,6 +121,7 @@ class Submit:
     has_trees: bool = False  # the chunks carry the tree of each step
     num_prompt_logprobs: int | None = None  # most likely tokens to report per prompt token; None = no log-probabilities
     resumption: Resumption | None = None  # in an engine that was lost
+    priority: int = 0  # lower is served earlier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,6 +214,7 @@ class EngineStats(_NodeCounts):
     num_running: int = 0
     num_waiting: int = 0
     kv_usage: float = 0.0  # 0 .. 1
+    lacks_pages: bool = False  # requests wait for KV pages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,6 +51,15 @@ def test_the_last_tokens_of_a_prompt_are_kept() -> None:
     assert first_submit(ChatCompletionRequest.model_validate(chat), [7]).prompt == [7]
 
 
+def test_a_priority_needs_a_service_that_serves_by_priority() -> None:
+    urgent = CompletionRequest(prompt="x", priority=-3)
+    assert first_submit(urgent, [1], limits=replace(LIMITS, has_priorities=True)).priority == -3
+    with pytest.raises(BadRequest, match="--scheduling-policy priority") as refused:
+        first_submit(urgent, [1])
+    assert refused.value.param == "priority"
+    assert submit(priority=0).priority == 0
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
