@@ -44,6 +44,8 @@ CAUSE_WAIT_S = 2.0
 meanwhile."""
 
 
+SERVICE_WEIGHT = 1 / 16
+"""Share of the last request in the average time that requests spend in the running batch."""
 MAX_REPLAYS = 2
 """How often a request is sent again without gaining a token before it fails. It may be what kills the engines."""
 
@@ -74,6 +76,7 @@ class _Pending:
     num_prompt_logprobs: int = 0
     stats: RequestStats = field(default_factory=RequestStats)
     num_sent: int = 0  # how many engines have had it since its last token
+    submitted_s: float = field(default_factory=time.monotonic)
 
     def take(self, chunk: TokenChunk) -> None:
         self.output += chunk.tokens
@@ -102,6 +105,8 @@ class EngineClient:
         self.address = ""
         self.ready: Ready | None = None
         self.stats = EngineStats()
+        self.service_s = 0.0
+        """Average seconds from joining the running batch to the last token; 0 before the first request has ended."""
         self.on_loss: Callable[[str], None] = self.fail
         self.on_drafter_lost: Callable[[DrafterLost], None] = lambda _: None
         self.drafter_lost: DrafterLost | None = None  # while the engine is without its drafter
@@ -170,6 +175,10 @@ class EngineClient:
     def num_pending(self) -> int:
         """The number of requests reserved or submitted, and not finished."""
         return len(self._pending) + len(self._reserved)
+
+    def num_before(self, priority: int) -> int:
+        """Return how many of them are served before a new request of this priority; reserved ones all count."""
+        return len(self._reserved) + sum(own.submit.priority <= priority for own in self._pending.values())
 
     @property
     def dead(self) -> str | None:
@@ -308,6 +317,7 @@ class EngineClient:
                         pending.take(chunk)
                         if chunk.finish_reason is not None:  # finished, although its reader may not have read it yet
                             del self._pending[chunk.id]
+                            self._note_service(pending, chunk)
             case DrafterLost():
                 self.stats.has_drafter = False  # the step's own statistics follow
                 self.drafter_lost = message
@@ -319,3 +329,10 @@ class EngineClient:
                 self._start.set()
             case _:
                 raise ValueError(f"the engine sent a {type(message).__name__}, which only the service may send")
+
+    def _note_service(self, pending: _Pending, last: TokenChunk) -> None:
+        if last.finish_reason == "error":
+            return
+        seconds = time.monotonic() - pending.submitted_s - last.queued_s
+        weight = SERVICE_WEIGHT if self.service_s else 1.0
+        self.service_s += weight * (seconds - self.service_s)

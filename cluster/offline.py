@@ -87,7 +87,7 @@ class OfflineEngine:
         client = await self._running.enter_async_context(LocalEngine(self._config))
         await pool.ready()
         service = build_service(self._args, self._config, client, self._tokenizer, pool, replica="offline")
-        service.max_pending = sys.maxsize  # `_run` bounds how many there are
+        service.admission.max_pending = sys.maxsize  # `_run` bounds how many there are
         return service
 
     async def _run(self, bodies: Sequence[Body], bar: Any) -> list[RequestOutput]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from secateur.responses import ErrorResponse
 
-RETRY_WHEN_FULL_S = 1
 RETRY_WHEN_DOWN_S = 10
 """Replacing a replica takes about this long."""
 
@@ -37,10 +36,10 @@ def not_found(message: str, *, code: str | None = None, param: str | None = None
     return HttpError(404, ErrorResponse.of(message, type="not_found_error", param=param, code=code))
 
 
-def too_many_requests(message: str) -> HttpError:
+def too_many_requests(message: str, *, retry_after_s: int = 1) -> HttpError:
     """Return a 429 with Retry-After."""
     body = ErrorResponse.of(message, type="rate_limit_error", code="too_many_requests")
-    return HttpError(429, body, retry_after_s=RETRY_WHEN_FULL_S)
+    return HttpError(429, body, retry_after_s=retry_after_s)
 
 
 def unavailable(message: str) -> HttpError:

@@ -37,6 +37,8 @@ from secateur.speculative import Speculative
 
 logger = logging.getLogger(__name__)
 
+ADMITTED = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize")
+"""Paths of requests that need the engine or the tokenizer workers."""
 PROTECTED = ("/v1/", "/tokenize", "/detokenize", "/tokenizer_info", "/server_info")
 _SANE_ID = re.compile(r"[!-~]{1,512}")
 """Printable ASCII: ids go into logs and headers, and Serve's proxies fail on some other characters."""
@@ -101,6 +103,7 @@ def install(
     api_keys: ApiKeys | None,
     callers: Callers,
     echo_request_id: bool,
+    refusal: Callable[[], HttpError | None],
     on_rejected: Callable[[], None],
     client_request: Callable[[], AbstractContextManager[None]],
     on_response: Callable[[str, str, int, float], None],
@@ -109,9 +112,9 @@ def install(
 ) -> None:
     """Add the exception handlers and middlewares.
 
-    `on_rejected` is called for every 429 of a client but those of its key's limits; each of its requests to a protected
-    path runs inside a `client_request`. `on_response` gets method, route, status and seconds of every response to a
-    client.
+    `refusal` returns why no request can be admitted at the moment. `on_rejected` is called for every 429 of a client
+    but those of its key's limits; each of its requests to a protected path runs inside a `client_request`.
+    `on_response` gets method, route, status and seconds of every response to a client.
     """
 
     async def known(request: Request, error: Exception) -> Response:
@@ -125,6 +128,7 @@ def install(
     app.add_exception_handler(RequestValidationError, _invalid_body)
     app.add_exception_handler(HTTPException, _starlette_error)
     # The middleware added last is the outermost: responses to requests without a key have a request id, too.
+    app.add_middleware(_AdmissionMiddleware, refusal=refusal, on_rejected=on_rejected)
     if api_keys is not None:
         app.add_middleware(_ApiKeyMiddleware, keys=api_keys, callers=callers)
     app.add_middleware(_ClientRequestMiddleware, running=client_request)
@@ -219,14 +223,16 @@ class _ResponseObserver:
             await self._app(scope, receive, observed)
         finally:
             # Set by the router; requests that end before it, such as those without a key, have none.
-            handler = getattr(scope.get("route"), "path", "none")
+            before_router = path if (path := _path_of(scope)) in ADMITTED else "none"
+            handler = getattr(scope.get("route"), "path", before_router)
             self._on_response(scope["method"], handler, status, time.perf_counter() - began)
 
 
 class _RequestIdMiddleware:
     """Sets `request.state.request_id` to the client's X-Request-ID if it is valid, else to a new one, and echoes it.
 
-    Also bounds the body, and answers unhandled exceptions with a 500 without a traceback.
+    Also bounds the body, refuses compressed ones (a few KiB may be gigabytes), and answers unhandled exceptions with a
+    500 without a traceback.
     """
 
     def __init__(self, app: ASGIApp, echo: bool) -> None:
@@ -237,7 +243,8 @@ class _RequestIdMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
+        headers = Headers(scope=scope)
+        given, encoding = headers.get(REQUEST_ID_HEADER, ""), headers.get("content-encoding", "identity")
         request_id = given if _SANE_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
         scope.setdefault("state", {})["request_id"] = request_id
 
@@ -261,6 +268,9 @@ class _RequestIdMiddleware:
             await send(message)
 
         try:
+            if encoding.lower() != "identity":
+                message = f"the body is compressed ({encoding[:32]!r}); send it as it is, without Content-Encoding"
+                raise BadRequest(message, param=None, code="unsupported_encoding")
             await self._app(scope, receive_limited, send_with_id)
         except Exception as error:
             if started:
@@ -295,6 +305,27 @@ class _ApiKeyMiddleware:
                 await error_response(refusal)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+class _AdmissionMiddleware:
+    """Refuses requests before their body is read, where it would make no difference.
+
+    An overloaded service refuses most requests, and reading and validating a body takes longer than the rest.
+    """
+
+    def __init__(self, app: ASGIApp, refusal: Callable[[], HttpError | None], on_rejected: Callable[[], None]) -> None:
+        self._app = app
+        self._refusal = refusal
+        self._on_rejected = on_rejected
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_admitted = scope["type"] == "http" and scope["method"] == "POST" and _path_of(scope) in ADMITTED
+        if not is_admitted or IN_PROCESS in scope or (refusal := self._refusal()) is None:
+            await self._app(scope, receive, send)
+            return
+        if refusal.status == HTTPStatus.TOO_MANY_REQUESTS:
+            self._on_rejected()
+        await error_response(refusal)(scope, receive, send)
 
 
 class _ClientRequestMiddleware:

@@ -3,8 +3,9 @@
 The walk of a generation request, from the HTTP body to the engine and back to the event:
 
 1. `limits.LimitedProtocol` (uvicorn's protocol) bounds the size and the arrival time of the HTTP request.
-2. `middleware` assigns the request id and checks the API key; FastAPI validates the body into a request model.
-3. The route calls `Service.accept`: model name, unsupported parameters, the model's sampling defaults, admission.
+2. `middleware` assigns the request id, checks the API key, and refuses what the full queue will not take anyway;
+   FastAPI validates the body into a request model.
+3. The route calls `Service.accept`: model name, unsupported parameters, the model's sampling defaults, `admission`.
 4. `Service.tokenize_*` renders and tokenizes the prompt in a worker process (`tokenizer_pool`).
 5. `Service.prepare` has its grammar compiled there, too, and builds one `Submit` per choice (`request_params`), with
    limits and seed, and its `Generation`.
@@ -109,6 +110,7 @@ def create_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
         api_keys=service.api_keys,
         callers=Callers(service.metrics),
         echo_request_id=echo_request_id,
+        refusal=service.admission.refusal,
         on_rejected=service.metrics.observe_rejected,
         client_request=service.metrics.client_request,
         on_response=service.metrics.observe_http,
@@ -172,7 +174,7 @@ def create_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
             head = RequestHead(request_id=request.state.request_id, arrival=arrival, idempotency_key=key)
             [generation] = await service.prepare(chat, [prompt], head)
         builder = ResponseBuilder(body, chat, service.model_id, service.tokenizer, new_reader)
-        return await respond(service, body, builder, generation, history, request)
+        return await respond(service, body, builder, generation, history, head.wait_s(chat), request)
 
     @app.get("/v1/responses/{id}", response_model=ResponseObject, responses=errors(404))
     async def response(id: str) -> Response:
@@ -200,7 +202,7 @@ def create_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
     @cancel_on_disconnect
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         service.check_body(body)
-        service.admit(1)
+        service.admission.admit(1)
         special, strings = body.with_special_tokens, None
         if body.messages is not None:
             ids = await service.tokenize_chat(body, add_special_tokens=special)
@@ -292,8 +294,9 @@ async def generate(
             ids = _event_ids(service, response_format, generations, head)
             if ids is not None and ids.is_over(has_totals=_has_totals(body)):
                 return Response(with_id(SSE_DONE, ids.last), media_type=EventStream.media_type, headers=headers)
-            # Errors before the first delta get their own HTTP status.
-            first = await anext(deltas)
+        # Errors before the first delta get their own HTTP status.
+        first = await service.admission.first(deltas, head.wait_s(body))
+        if body.stream:
             return EventStream(_events(response_format, generations, first, deltas, ids), deltas, headers)
         async with aclosing(deltas):
             async for _ in deltas:
@@ -313,9 +316,13 @@ async def respond(
     builder: ResponseBuilder,
     generation: Generation,
     history: list[dict[str, Any]],
+    wait_s: float | None,
     request: Request,
 ) -> Response:
-    """Run the request in the engine; return the whole response, or its events. Store the conversation at its end."""
+    """Run the request in the engine; return the whole response, or its events. Store the conversation at its end.
+
+    wait_s: how long the first token may take.
+    """
 
     def keep() -> None:
         if body.store:
@@ -325,11 +332,11 @@ async def respond(
     caller, trace = _caller(request), service.tracing.of(request.headers)
     deltas = merge([generation.stream(service.engine, service.metrics, caller, trace)])
     try:
+        first = await service.admission.first(deltas, wait_s)  # errors before it get their own HTTP status
         if body.stream:
-            first = await anext(deltas)  # errors before the first delta get their own HTTP status
             return EventStream(events_of(builder, generation, first, deltas, keep), deltas, headers)
         async with aclosing(deltas):
-            async for _, delta in deltas:
+            async for _, delta in prepend(first, deltas):
                 builder.feed(delta)
     finally:
         service.engine.release([generation.submit.id])

@@ -14,9 +14,10 @@ from fastapi import Request
 from cluster.batches.service import BatchService
 from cluster.engine_client import EngineClient, Health
 from cluster.http import metrics, middleware
+from cluster.http.admission import Admission
 from cluster.http.answer_reader import AnswerReaders
 from cluster.http.api_keys import ApiKeys
-from cluster.http.errors import BadRequest, HttpError, not_found, too_many_requests, unavailable
+from cluster.http.errors import BadRequest, HttpError, not_found
 from cluster.http.output_processor import Generation
 from cluster.http.request_params import RequestLimits, SeedSource, build_submits
 from cluster.http.responses_api import ResponseStore
@@ -45,9 +46,6 @@ from workers.config import EngineConfig
 
 logger = logging.getLogger(__name__)
 
-PENDING_PER_SEQUENCE = 8
-"""Pending requests per place in the running batch beyond which the service answers 429."""
-
 BATCH_SHARE = 0.75
 """The share of the running batch that batch jobs may fill; interactive requests find the rest free."""
 
@@ -67,6 +65,11 @@ class RequestHead:
     """Of a stream's request, see `resumption.digest_of`."""
     resumed: EventId | None = None
     """Where the stream goes on; None = it is new."""
+
+    def wait_s(self, body: SamplingRequest) -> float | None:
+        """Return how much longer the answer's first token may take; None = as long as it takes."""
+        limit_s = body.first_token_timeout_s
+        return None if limit_s is None else max(0.0, self.arrival + limit_s - time.perf_counter())
 
 
 @dataclass(kw_only=True)
@@ -103,6 +106,7 @@ class Service:
     tool_call_parser: Literal["auto"] | ToolCallFormat = "auto"
     tracing: Tracing = field(default_factory=Tracing.from_environment)
     created: int = field(default_factory=lambda: int(time.time()))
+    admission: Admission = field(init=False)
     answers: AnswerReaders = field(init=False)
     batches: BatchService | None = field(init=False, default=None)
     responses: ResponseStore = field(init=False, default_factory=ResponseStore)
@@ -118,7 +122,7 @@ class Service:
         self.metrics = metrics.Metrics(self.model_id, self.replica, lambda: self.engine.stats)
         if self.batch_dir is not None:
             self.batches = BatchService(self.batch_dir, model=self.model_id)
-        self.max_pending = self.max_pending or PENDING_PER_SEQUENCE * self.config.max_num_seqs
+        self.admission = Admission(self.engine, self.tokenizer_pool, self.config.max_num_seqs, self.max_pending)
 
     @property
     def limits(self) -> RequestLimits:
@@ -166,7 +170,10 @@ class Service:
             raise not_found(message, code="model_not_found", param="model")
 
     def accept(self, body: Body, *, num_prompts: int = 1) -> Body:
-        """Check and admit a generation request; return it with the model's sampling defaults filled in."""
+        """Check and admit a generation request; return it with the model's sampling defaults filled in.
+
+        Raises HttpError, BadRequest.
+        """
         self.check_body(body)
         try:
             body = body.filled(self.sampling_defaults)
@@ -174,7 +181,7 @@ class Service:
             problem = error.problems[0]
             message = f"{problem} (parameters left out come from the model's generation_config.json)"
             raise BadRequest(message, param=problem.field) from None
-        self.admit(num_prompts, body.n)
+        self.admission.admit(num_prompts, body.n, priority=body.priority, wait_s=body.first_token_timeout_s)
         return body
 
     async def head_of(
@@ -192,23 +199,6 @@ class Service:
             digest=digest,
             resumed=None if header is None else read_event_id(header, body, num_prompts=num_prompts, digest=digest),
         )
-
-    def admit(self, num_prompts: int, choices_each: int = 1) -> None:
-        """Raise HttpError if engine or tokenizer workers are down (503) or too many choices are pending (429)."""
-        assert self.max_pending is not None
-        if not (health := self.engine.health()).ok:
-            raise unavailable(f"the engine is not available: {health.reason.splitlines()[0]}")
-        if not (health := self.tokenizer_pool.health()).ok:
-            raise unavailable(health.reason)
-        num_choices, num_pending = num_prompts * choices_each, self.engine.num_pending
-        if num_choices > self.max_pending:
-            raise BadRequest(
-                f"{num_prompts} x {choices_each} answers (prompts x n) are more than the {self.max_pending} that this "
-                "service holds at once; split the request",
-                param="prompt" if choices_each == 1 else "n",
-            )
-        if num_pending + num_choices > self.max_pending:
-            raise too_many_requests(f"{num_pending} of at most {self.max_pending} requests are pending; try later")
 
     async def tokenize_prompts(self, body: CompletionRequest) -> list[list[int]]:
         """Return the token ids of a completion's prompts, which are all texts or all token ids."""
@@ -266,7 +256,7 @@ class Service:
             grammar = await self.tokenizer_pool.grammar(
                 structure, end_token_ids=limits.eos_token_ids, vocab_size=limits.vocab_size
             )
-        self.admit(len(prompts), body.n)
+        self.admission.admit(len(prompts), body.n, priority=body.priority, wait_s=head.wait_s(body))
         resumed = head.resumed
         seeds = resumed.origin.seeds if resumed else self.seeds.draw(len(prompts), head.idempotency_key)
         places = list(resumed.places) if resumed else [None] * (len(prompts) * body.n)

@@ -13,7 +13,7 @@ import ray
 from ray import serve as ray_serve
 
 from cluster.convert import placement_config, resolve_devices
-from cluster.http.service import PENDING_PER_SEQUENCE
+from cluster.http.admission import PENDING_PER_PLACE
 from cluster.serve.controller import APP_NAME
 from cluster.serve.nodes import may_grow, nodes_of_cluster
 from cluster.serve.placement import REPLICA_CPUS, gpus_for, group_bundles, missing_resources, placement_problem
@@ -27,8 +27,9 @@ logger = logging.getLogger(__name__)
 
 TARGET_SHARE = 0.6
 """Autoscaling aims at this share of an engine's max_num_seqs: starting another engine takes minutes."""
-SERVE_HEADROOM = 64
-"""Requests that Serve lets through beyond the server's own limit, so that the server answers them in OpenAI's shape."""
+SERVE_HEADROOM = 1024
+"""Requests that Serve lets through beyond those that the server takes. The server refuses them in about a millisecond;
+Serve itself would let them wait for seconds. Answers that their clients have not yet read count, too."""
 
 
 def build(args: AppArgs | Mapping[str, Any]) -> ray_serve.Application:
@@ -50,7 +51,7 @@ def build(args: AppArgs | Mapping[str, Any]) -> ray_serve.Application:
     config = placement_config(engine_args)
     options: dict[str, Any] = {
         "name": APP_NAME,
-        "max_ongoing_requests": PENDING_PER_SEQUENCE * config.max_num_seqs + SERVE_HEADROOM,
+        "max_ongoing_requests": PENDING_PER_PLACE * config.max_num_seqs + SERVE_HEADROOM,
         "health_check_period_s": 5,
         "health_check_timeout_s": 30,
         **app.deployment_config,

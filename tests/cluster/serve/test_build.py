@@ -12,7 +12,7 @@ from ray import serve
 import cluster.serve.app
 import cluster.serve.launch
 import cluster.serve.nodes
-from cluster.http.service import PENDING_PER_SEQUENCE
+from cluster.http.admission import PENDING_PER_PLACE
 from cluster.serve.app import build
 from secateur.config import AppArgs, EngineArgs
 from secateur.errors import ConfigError
@@ -41,7 +41,7 @@ def test_a_replica_is_a_cpu_only_driver_in_its_own_group() -> None:
 
 def test_serve_admits_more_than_the_ingress() -> None:
     found = deployment({"engine_kwargs": {"max_num_seqs": 4}})
-    assert found.max_ongoing_requests > PENDING_PER_SEQUENCE * 4
+    assert found.max_ongoing_requests > PENDING_PER_PLACE * 4
 
 
 def test_deployment_options_are_passed_on() -> None:

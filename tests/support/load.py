@@ -1,0 +1,142 @@
+"""Load on a service from one event loop: more requests than it can serve, clients that leave, clients that read slowly.
+
+It speaks HTTP over plain sockets, because a client library would need more time than the service.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import socket
+import time
+from collections import Counter
+from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+Body = Mapping[str, Any]
+PATH = "/v1/completions"
+HURRY_B = 1 << 16
+"""How much a client reads at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How one request ended."""
+
+    status: int
+    """0: the connection broke."""
+    seconds: float
+    retry_after: str | None = None
+
+    @property
+    def is_sane(self) -> bool:
+        """Return whether a client knows what to do: it has an answer, or is told when to come again."""
+        waits = self.retry_after or ""
+        return self.status == 200 or (self.status == 429 and waits.isdecimal() and 1 <= int(waits) <= 60)
+
+
+async def connect(url: str, body: Body, *, buffer_bytes: int | None = None) -> tuple[Any, asyncio.StreamWriter]:
+    """Send a request and return the ends of its connection."""
+    parts = urlsplit(url)
+    sock = socket.socket()
+    if buffer_bytes is not None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
+    sock.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(sock, (parts.hostname, parts.port))
+    reader, writer = await asyncio.open_connection(sock=sock, limit=buffer_bytes or HURRY_B)
+    content = json.dumps(body).encode()
+    head = f"POST {parts.path}{PATH} HTTP/1.1\r\nHost: {parts.netloc}\r\nConnection: close\r\n"
+    writer.write(f"{head}Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content)
+    return reader, writer
+
+
+async def ask(url: str, body: Body) -> Outcome:
+    """Send one request and read its answer to the end."""
+    began, answer = time.perf_counter(), bytearray()
+    with suppress(OSError):
+        reader, writer = await connect(url, body)
+        try:
+            while data := await reader.read(HURRY_B):
+                answer += data
+        finally:
+            writer.close()
+    head = answer.partition(b"\r\n\r\n")[0].decode("latin-1").lower().split("\r\n")
+    headers = dict(line.split(": ", 1) for line in head[1:])
+    status = int(head[0].split()[1]) if head[0] else 0
+    return Outcome(status=status, seconds=time.perf_counter() - began, retry_after=headers.get("retry-after"))
+
+
+async def closed_loop(url: str, body: Body, *, num_clients: int, seconds: float) -> list[Outcome]:
+    """Let each client ask again as soon as it is answered; return the outcomes in the order of their ends."""
+    ends, outcomes = time.perf_counter() + seconds, list[Outcome]()
+
+    async def client() -> None:
+        while time.perf_counter() < ends:
+            outcomes.append(await ask(url, body))
+
+    await asyncio.gather(*(client() for _ in range(num_clients)))
+    return outcomes
+
+
+async def open_loop(url: str, body: Body, *, per_second: float, seconds: float) -> list[Outcome]:
+    """Let clients arrive at random, whatever becomes of those before them."""
+    return list(await asyncio.gather(*await _arrivals(lambda: ask(url, body), per_second, seconds)))
+
+
+async def leavers(url: str, body: Body, *, num: int, per_second: float, patience_s: float) -> None:
+    """Let clients arrive at random and disconnect after up to `patience_s`, half of them with a stream."""
+    rng = random.Random(5)
+
+    async def leave(number: int) -> None:
+        with suppress(TimeoutError, OSError):
+            async with asyncio.timeout(rng.uniform(0, patience_s)):
+                await ask(url, {**body, "stream": number % 2 == 0})
+
+    numbers = iter(range(num))
+    await asyncio.gather(*await _arrivals(lambda: leave(next(numbers)), per_second, num / per_second, num=num))
+
+
+async def slow_readers(url: str, body: Body, *, num: int, leave: asyncio.Event) -> list[int]:
+    """Let clients read their streams at a byte a second; return how much each has read when all `leave`."""
+
+    async def read() -> int:
+        reader, writer = await connect(url, {**body, "stream": True}, buffer_bytes=2048)
+        num_read = 0
+        try:
+            while not leave.is_set() and await reader.read(1):
+                num_read += 1
+                await asyncio.sleep(1)
+        finally:
+            writer.transport.abort()
+        return num_read
+
+    return list(await asyncio.gather(*(read() for _ in range(num))))
+
+
+async def _arrivals(
+    arrive: Any, per_second: float, seconds: float, *, num: int | None = None
+) -> list[asyncio.Task[Any]]:
+    """Start a task at each arrival of a Poisson process, for this time, or this many."""
+    rng, at, tasks = random.Random(7), 0.0, list[asyncio.Task[Any]]()
+    began = time.perf_counter()
+    while at < seconds if num is None else len(tasks) < num:
+        at += rng.expovariate(per_second)
+        await asyncio.sleep(max(0.0, began + at - time.perf_counter()))
+        work: Coroutine[Any, Any, Any] = arrive()
+        tasks.append(asyncio.create_task(work))
+    return tasks
+
+
+def statuses(outcomes: Sequence[Outcome]) -> Counter[int]:
+    """Count the outcomes by status."""
+    return Counter(outcome.status for outcome in outcomes)
+
+
+def quantile_ms(outcomes: Sequence[Outcome], status: int, share: float) -> float:
+    """Return a quantile of the time that answers of this status took; NaN without any."""
+    taken = sorted(outcome.seconds for outcome in outcomes if outcome.status == status)
+    return 1e3 * taken[min(len(taken) - 1, int(share * len(taken)))] if taken else float("nan")
