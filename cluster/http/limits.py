@@ -105,7 +105,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Reject a request on which the parser failed."""
-        self._reject(self._parser_error or _error(400, "this is not an HTTP/1.1 request", "malformed_request"))
+        self._reject(self._parser_error or _not_http())
 
     # Parser callbacks
 
@@ -131,8 +131,10 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Start the timer for the body."""
+        """Start the timer for the body; refuse HTTP/0.9, which the parser accepts."""
         self._num_unparsed = 0
+        if self.parser.get_http_version() not in ("1.0", "1.1"):
+            self._stop_parser(_not_http())
         path = self.url.partition(b"?")[0].decode("latin-1")
         self._max_body = self.limits.max_body_bytes(self.parser.get_method().decode(), path)
         super().on_headers_complete()
@@ -249,6 +251,10 @@ class LimitedProtocol(HttpToolsProtocol):
 
 def _error(status: int, message: str, code: str) -> HttpError:
     return HttpError(status, ErrorResponse.of(message, code=code))
+
+
+def _not_http() -> HttpError:
+    return _error(400, "this is not an HTTP/1.1 request", "malformed_request")
 
 
 def _raw_response(error: HttpError) -> bytes:
