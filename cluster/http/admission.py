@@ -54,8 +54,11 @@ class Admission:
             raise refusal
 
     def refusal(self, num_choices: int = 1, *, priority: int = 0, wait_s: float | None = None) -> HttpError | None:
-        """Return why a request may not join: engine or tokenizer workers are down (503), too many choices are pending,
-        or it would wait for longer than `wait_s` (429). None if it may."""
+        """Return why a request may not join; None if it may.
+
+        503: engine or tokenizer workers are down. 429: too many choices are pending, or, at this priority, the request
+        would wait for longer than `wait_s`.
+        """
         if not (health := self._engine.health()).ok:
             return unavailable(f"the engine is not available: {health.reason.splitlines()[0]}")
         if not (health := self._tokenizer_pool.health()).ok:
