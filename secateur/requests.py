@@ -257,6 +257,8 @@ class SamplingRequest(Body):
     """Write the tokens of log probabilities as `token_id:123`, which tells apart tokens of the same text."""
     truncate_prompt_tokens: Truncation | None = None
     """Keep this many of the prompt's last tokens; -1 keeps as many as fit beside the tokens to generate."""
+    truncation_side: Literal["left", "right"] = "left"
+    """Where a prompt is cut; right keeps its first tokens. It needs `truncate_prompt_tokens`."""
     return_speculative_stats: bool = False
     """Return how many tokens were drafted, pruned, verified and accepted, by depth."""
     return_speculative_trees: bool = False
@@ -376,6 +378,8 @@ class SamplingRequest(Body):
         }
         nested = [f"{name}.{field}" for name, part in parts.items() if part is not None for field in part.ignored()]
         unread = ["return_tokens_as_token_ids"] if self.return_tokens_as_token_ids and self.num_logprobs is None else []
+        if "truncation_side" in self.model_fields_set and self.truncate_prompt_tokens is None:
+            unread.append("truncation_side")
         return sorted([*super().ignored(), *nested, *unread])
 
 

@@ -124,6 +124,16 @@ class _EchoedPrompt(NamedTuple):
     offsets: list[int]
 
 
+def echoed_prompt(tokenizer: Tokenizer, ids: Sequence[int], given: str | None) -> _EchoedPrompt:
+    """Return the echo of a prompt: the text that was given; None = the text of the ids, special tokens included."""
+    detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=False)
+    parts = [detokenizer.feed([id]) for id in ids]
+    if given is not None and not tokenizer.is_visible(ids[0]) and not given.startswith(parts[0]):
+        parts[0] = ""  # the tokenizer has put this token before the text
+    offsets = list(accumulate(map(len, parts[:-1]), initial=0))
+    return _EchoedPrompt("".join([*parts, detokenizer.flush()]) if given is None else given, offsets)
+
+
 class CompletionFormat(ResponseFormat):
     """Responses of /v1/completions."""
 
@@ -147,12 +157,10 @@ class CompletionFormat(ResponseFormat):
         """Compute the texts and offsets of the prompts, once for all answers to a prompt."""
         for index, generation in enumerate(generations):
             if generation.number == 0:
-                given, ids = self._texts[index // self.body.n], generation.submit.prompt
-                detokenizer = IncrementalDetokenizer(self.tokenizer, skip_special_tokens=generation.skip_special_tokens)
-                parts = [detokenizer.feed([id]) for id in ids]
-                offsets = list(accumulate(map(len, parts[:-1]), initial=0))
-                text = given if isinstance(given, str) else "".join([*parts, detokenizer.flush()])
-                echo = _EchoedPrompt(text, offsets)
+                given = self._texts[index // self.body.n]
+                echo = echoed_prompt(
+                    self.tokenizer, generation.submit.prompt, given if isinstance(given, str) else None
+                )
             self._echoes.append(echo)
 
     def response(self, generations: Sequence[Generation]) -> CompletionResponse:

@@ -9,6 +9,7 @@ import hashlib
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from cluster.http.errors import BadRequest
 from secateur.requests import SamplingRequest, listed
@@ -71,7 +72,13 @@ def build_submits(
             "the service with --scheduling-policy priority",
             param="priority",
         )
-    prompt = truncate(prompt, request.truncate_prompt_tokens, limits, room_for=request.max_output_tokens or 1)
+    prompt = truncate(
+        prompt,
+        request.truncate_prompt_tokens,
+        limits,
+        room_for=request.max_output_tokens or 1,
+        side=request.truncation_side,
+    )
     max_tokens = _max_tokens(request, prompt, limits)
     if request.min_tokens > max_tokens:
         if max_tokens == limits.default_max_tokens:
@@ -124,10 +131,17 @@ def build_submits(
     ]
 
 
-def truncate(prompt: list[int], keep: int | None, limits: RequestLimits, *, room_for: int = 0) -> list[int]:
+def truncate(
+    prompt: list[int],
+    keep: int | None,
+    limits: RequestLimits,
+    *,
+    room_for: int = 0,
+    side: Literal["left", "right"] = "left",
+) -> list[int]:
     """Return the last `keep` tokens of a prompt; None keeps all, -1 what the context has beside `room_for` tokens.
 
-    Raises BadRequest if `keep` is more than the context.
+    side: right keeps the first tokens instead. Raises BadRequest if `keep` is more than the context.
     """
     if keep is None:
         return prompt
@@ -136,7 +150,8 @@ def truncate(prompt: list[int], keep: int | None, limits: RequestLimits, *, room
             f"truncate_prompt_tokens={keep} is more than this model's maximum context length of {limits.max_model_len}",
             param="truncate_prompt_tokens",
         )
-    return prompt[-max(1, limits.max_model_len - room_for) :] if keep == -1 else prompt[-keep:]
+    number = max(1, limits.max_model_len - room_for) if keep == -1 else keep
+    return prompt[-number:] if side == "left" else prompt[:number]
 
 
 def _constraints(request: SamplingRequest, bad_words: Sequence[list[int]], limits: RequestLimits) -> Constraints:

@@ -373,6 +373,14 @@ def test_a_prompt_is_cut_to_some_tokens_or_to_what_fits(build):
         assert refusal(build, truncate_prompt_tokens=wrong).field == "truncate_prompt_tokens"
 
 
+@pytest.mark.parametrize("build", [completion, chat])
+def test_a_prompt_is_cut_on_the_side_that_is_named(build):
+    assert build().truncation_side == "left"
+    assert build(truncation_side="right").ignored() == ["truncation_side"], "nothing is cut"
+    assert build(truncation_side="right", truncate_prompt_tokens=3).ignored() == []
+    assert refusal(build, truncation_side="middle").field == "truncation_side"
+
+
 def test_token_names_without_log_probabilities_have_no_effect():
     assert completion(return_tokens_as_token_ids=True).ignored() == ["return_tokens_as_token_ids"]
     assert completion(return_tokens_as_token_ids=True, logprobs=0).ignored() == []

@@ -8,6 +8,7 @@ from typing import Any
 import httpx2
 import pytest
 
+from cluster.http.openai_format import echoed_prompt
 from cluster.http.tokenizer import Tokenizer
 from secateur.responses import CompletionResponse
 from tests.support.fake_service import ANSWER, FakeService, stream
@@ -145,6 +146,22 @@ def test_an_echo_is_the_text_as_it_was_given_even_where_its_tokens_read_otherwis
     else:
         text = choice_of(http, **body)["text"]
     assert text.startswith(prompt)
+    given_as_ids = choice_of(http, prompt=tokenizer.encode(prompt), echo=True, max_tokens=0, logprobs=0)
+    assert given_as_ids["text"] == prompt, "special tokens are part of what was given"
+    assert [prompt[offset:] for offset in given_as_ids["logprobs"]["text_offset"]] == [prompt, prompt[1:], "b"]
+
+
+def test_a_token_that_the_tokenizer_adds_is_no_part_of_a_text_that_was_given(tokenizer: Tokenizer) -> None:
+    class Beginning:
+        """A tokenizer that puts <|im_start|> before every text."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(tokenizer, name)
+
+    begin, rest = tokenizer.encode("<|im_start|>"), tokenizer.encode("ab c")
+    for given, offsets in (("ab c", [0, 0]), ("<|im_start|>ab c", [0, len("<|im_start|>")])):
+        echo = echoed_prompt(Beginning(), [*begin, *rest], given)  # type: ignore[arg-type]
+        assert echo.text == given and echo.offsets[: len(offsets)] == offsets
 
 
 def test_prompt_logprobs_have_as_many_tokens_as_asked_even_if_an_echo_asks_for_more(http: httpx2.Client) -> None:

@@ -49,6 +49,9 @@ def test_the_last_tokens_of_a_prompt_are_kept() -> None:
     chat = {"messages": [{"role": "user", "content": "x"}], "truncate_prompt_tokens": -1}
     assert first_submit(ChatCompletionRequest.model_validate(chat), prompt).prompt == prompt[-99:]
     assert first_submit(ChatCompletionRequest.model_validate(chat), [7]).prompt == [7]
+    assert kept(truncate_prompt_tokens=3, truncation_side="right") == [0, 1, 2]
+    assert kept(truncate_prompt_tokens=3, truncation_side="left") == [47, 48, 49]
+    assert kept(truncate_prompt_tokens=-1, truncation_side="right", max_tokens=70) == prompt[:30]
 
 
 def test_a_priority_needs_a_service_that_serves_by_priority() -> None:
