@@ -80,6 +80,7 @@ def _notation(kind: GrammarKind, source: Any, whitespace: Whitespace) -> str:
                 schema = json.loads(source) if isinstance(source, str) else source
                 if not isinstance(schema, dict):
                     raise GrammarError(f"a JSON schema is an object, not {json.dumps(schema)[:40]}")
+                _check_names_suffice(schema)
                 return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=_WHITESPACE[whitespace])
             case _:
                 return llguidance.grammar_from(kind, source)
@@ -193,9 +194,9 @@ class Grammars:
         num_bytes = -(-self.table.vocab_size // 8)
         packed_QY = np.zeros((len(paths), num_bytes), dtype=np.uint8)
         is_over_Q = np.ones(len(paths), dtype=bool)
-        began = time.thread_time()
         if (matcher := self._at_root(logits_state)) is None:
             return PathMasks(packed_QY, is_over_Q)
+        began = time.thread_time()  # without compiling, for which the first request also reads the tokens' table
         ends = self.table.end_token_ids
         for place in sorted(range(len(paths)), key=lambda place: tuple(paths[place])):
             if time.thread_time() - began > self._mask_seconds:
@@ -326,6 +327,27 @@ class _Matcher:
             rest = list(path[common:])
             self._path += rest[: self.own.try_consume_tokens(rest)]
         return len(self._path) == len(path)
+
+
+def _check_names_suffice(schema: Any) -> None:
+    """Raise GrammarError if an answer could only seem to have enough properties, because names may come twice.
+
+    llguidance follows `minProperties` by counting. Properties that the schema names come once each, but free names may
+    repeat, and JSON's readers keep one of two equal names. One free name is always enough of one.
+    """
+    if isinstance(schema, list):
+        for part in schema:
+            _check_names_suffice(part)
+    if isinstance(schema, dict):
+        least, required = schema.get("minProperties"), schema.get("required", [])
+        if isinstance(least, int) and isinstance(required, list) and least > len(required) + 1:
+            raise GrammarError(
+                f"minProperties: {least} is not supported beside {len(required)} required properties, because names "
+                "could repeat; require the properties by their names"
+            )
+        for keyword, part in schema.items():
+            if keyword not in ("const", "enum", "default", "examples"):
+                _check_names_suffice(part)
 
 
 def unpacked(packed_QY: np.ndarray, vocab_size: int) -> np.ndarray:

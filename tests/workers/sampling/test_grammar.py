@@ -302,6 +302,22 @@ def test_masks_that_take_too_long_fail_their_request_alone(monkeypatch: pytest.M
     assert grammars.failure(2) is None
 
 
+def test_the_tokens_table_that_the_first_request_reads_does_not_count_as_its_masks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(module.time, "thread_time", lambda: now[0])
+
+    class Slow(TinyTable):
+        def load(self) -> Any:
+            now[0] += 5.0
+            return super().load()
+
+    grammars, state = Grammars(Slow(TEXTS, ENDS), mask_seconds=2.0), state_of(GRAMMAR, ())
+    assert not grammars.masks(state, [(), (3,)]).is_over_Q.any()
+    assert now[0] >= 5.0 and grammars.failure(0) is None
+
+
 def test_a_rank_that_must_agree_with_others_computes_all_masks_before_it_fails_a_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -355,6 +371,22 @@ def test_a_schema_that_is_nested_too_deeply_is_refused() -> None:
     schema = '{"not": ' * 100_000 + "true" + "}" * 100_000
     with pytest.raises(GrammarError, match=r"^it is nested too deeply$"):
         grammar_text("json", schema)
+
+
+@pytest.mark.parametrize(
+    ("least", "required", "is_refused"), [(1, [], False), (2, ["a"], False), (2, [], True), (3, ["a"], True)]
+)
+def test_a_minimum_of_properties_that_repeated_names_would_meet_is_refused(
+    least: int, required: list[str], is_refused: bool
+) -> None:
+    own = {"type": "object", "properties": {"a": {}} if required else {}, "required": required, "minProperties": least}
+    for schema in (own, {"anyOf": [{"type": "null"}, {"type": "array", "items": own}]}):
+        if is_refused:
+            with pytest.raises(GrammarError, match=f"minProperties: {least} .* require the properties by their names"):
+                grammar_text("json", schema)
+        else:
+            assert str(least) in grammar_text("json", schema)
+    grammar_text("json", {"enum": [own], "default": own, "properties": {"minProperties": {"const": own}}})
 
 
 def test_json_may_have_whitespace_unless_told_otherwise() -> None:
