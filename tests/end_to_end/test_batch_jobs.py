@@ -1,11 +1,13 @@
-"""/v1/batches on a real engine: a service killed in the middle of a batch, and its successor on the same folder."""
+"""/v1/batches on a real engine: a service killed in the middle of a batch, and its successor on the same folder.
+
+`--full` sends 5,000 lines instead of 300.
+"""
 
 from __future__ import annotations
 
 import json
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,47 +17,39 @@ import httpx2
 import pytest
 
 from tests.support.fake_service import wait_for
+from tests.support.service_process import service_process
 
 pytestmark = pytest.mark.slow
 
-NUM_LINES = 300
+NUM_LINES, NUM_LINES_FULL = 300, 5000
 ENDPOINT = "/v1/completions"
-START_S = 120.0
-SERVICE = """
-import sys, time
-from cluster.local_service import local_service
-from secateur.config import EngineArgs
-args = {"port": 0, "device": "cpu", "max_model_len": 256, "max_num_seqs": 8, "batch_dir": sys.argv[1]}
-with local_service(EngineArgs.load(args)) as url:
-    print(url, flush=True)
-    time.sleep(3600)
-"""
+PROGRESS_S = 1800.0
 
 
 @contextmanager
-def service(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], httpx2.Client]]:
-    """Run a service in a process of its own, which may be killed."""
-    stdout = folder.with_suffix(".stdout")
-    with stdout.open("w") as out:
-        process = subprocess.Popen([sys.executable, "-c", SERVICE, str(folder)], stdout=out)
-    try:
-        wait_for(lambda: process.poll() is not None or "\n" in stdout.read_text(), START_S)
-        assert process.poll() is None, "the service did not start"
-        with httpx2.Client(base_url=stdout.read_text().strip(), timeout=30) as http:
-            yield process, http
-    finally:
-        process.kill()
-        process.wait()
+def service(folder: Path, name: str) -> Iterator[tuple[subprocess.Popen[bytes], httpx2.Client]]:
+    """Run a service that keeps its batches in a folder."""
+    stdout = folder.with_name(name)
+    with (
+        service_process(stdout, max_num_seqs=8, batch_dir=str(folder)) as (process, url),
+        httpx2.Client(base_url=url, timeout=60) as http,
+    ):
+        yield process, http
 
 
-def requests() -> bytes:
+@pytest.fixture
+def num_lines(request: pytest.FixtureRequest) -> int:
+    return NUM_LINES_FULL if request.config.getoption("--full") else NUM_LINES
+
+
+def requests(num_lines: int) -> bytes:
     """Return seeded requests, greedy and sampled, with and without speculation, and one that is wrong."""
     found = []
-    for n in range(NUM_LINES):
+    for n in range(num_lines):
         body: dict[str, Any] = {"prompt": f"def function_{n}(", "max_tokens": 8, "temperature": n % 3 / 2, "seed": n}
         if n % 5 == 0:
             body["speculative"] = {"enabled": False}
-        if n == NUM_LINES // 2:
+        if n == num_lines // 2:
             body["max_tokens"] = -5
         found.append({"custom_id": f"line-{n}", "method": "POST", "url": ENDPOINT, "body": body})
     return b"".join(json.dumps(line).encode() + b"\n" for line in found)
@@ -71,14 +65,14 @@ def num_answered(http: httpx2.Client, id: str) -> int:
     return counts["completed"] + counts["failed"]
 
 
-def outcome(http: httpx2.Client, id: str) -> dict[str, list[Any]]:
+def outcome(http: httpx2.Client, id: str, num_lines: int) -> dict[str, list[Any]]:
     """Wait for the batch; return every custom_id's answers: its text, or its error."""
 
     def batch() -> dict[str, Any]:
         return http.get(f"/v1/batches/{id}").raise_for_status().json()
 
-    wait_for(lambda: batch()["status"] == "completed", 120)
-    assert batch()["request_counts"] == {"total": NUM_LINES, "completed": NUM_LINES - 1, "failed": 1}
+    wait_for(lambda: batch()["status"] == "completed", PROGRESS_S)
+    assert batch()["request_counts"] == {"total": num_lines, "completed": num_lines - 1, "failed": 1}
     answers: dict[str, list[Any]] = {}
     for file in ("output_file_id", "error_file_id"):
         for line in http.get(f"/v1/files/{batch()[file]}/content").raise_for_status().text.splitlines():
@@ -89,20 +83,22 @@ def outcome(http: httpx2.Client, id: str) -> dict[str, list[Any]]:
     return answers
 
 
-def test_a_service_killed_in_a_batch_is_replaced_and_every_line_is_answered_once(tmp_path: Path) -> None:
-    with service(tmp_path / "batches") as (process, http):
+def test_a_service_killed_in_a_batch_is_replaced_and_every_line_is_answered_once(
+    tmp_path: Path, num_lines: int
+) -> None:
+    with service(tmp_path / "batches", "killed") as (process, http):
         form = {"purpose": "batch"}
-        input_id = http.post("/v1/files", data=form, files={"file": ("in.jsonl", requests())}).json()["id"]
+        input_id = http.post("/v1/files", data=form, files={"file": ("in.jsonl", requests(num_lines))}).json()["id"]
         killed = begin(http, input_id)
-        wait_for(lambda: num_answered(http, killed) > NUM_LINES // 4, 60)
+        wait_for(lambda: num_answered(http, killed) > num_lines // 4, PROGRESS_S)
         process.send_signal(signal.SIGKILL)
         process.wait()
-    with service(tmp_path / "batches") as (_, http):
+    with service(tmp_path / "batches", "second") as (_, http):
         before = num_answered(http, killed)
-        assert NUM_LINES // 4 < before < NUM_LINES, "it ended before it could be killed"
-        resumed = outcome(http, killed)
-        undisturbed = outcome(http, begin(http, input_id))
-    assert sorted(resumed) == sorted(f"line-{n}" for n in range(NUM_LINES))
+        assert num_lines // 4 < before < num_lines, "it ended before it could be killed"
+        resumed = outcome(http, killed, num_lines)
+        undisturbed = outcome(http, begin(http, input_id), num_lines)
+    assert sorted(resumed) == sorted(f"line-{n}" for n in range(num_lines))
     assert all(len(answers) == 1 for answers in resumed.values())
-    assert resumed == undisturbed and len({text for [text] in resumed.values()}) > NUM_LINES // 2
-    assert "max_tokens" in resumed[f"line-{NUM_LINES // 2}"][0]
+    assert resumed == undisturbed and len({text for [text] in resumed.values()}) > num_lines // 2
+    assert "max_tokens" in resumed[f"line-{num_lines // 2}"][0]

@@ -1,26 +1,24 @@
-"""A batch job against the real service, killed half-way: every line is answered exactly once."""
+"""A batch job against the real service, both killed on the way: every line is answered once, as without it.
+
+`--full` sends 5,000 lines instead of 300.
+"""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
-from cluster.local_service import local_service
-from secateur.config import EngineArgs
+from tests.support.fake_service import wait_for
+from tests.support.service_process import service_process
 
-NUM_LINES = 300
-
-
-@pytest.fixture(scope="module")
-def base_url() -> Iterator[str]:
-    with local_service(EngineArgs.load({"port": 0, "device": "cpu", "max_model_len": 256})) as url:
-        yield url
+NUM_LINES, NUM_LINES_FULL = 300, 5000
+PROGRESS_S = 1800.0
 
 
 def batch_run(source: Path, output: Path, base_url: str) -> subprocess.Popen[str]:
@@ -28,11 +26,10 @@ def batch_run(source: Path, output: Path, base_url: str) -> subprocess.Popen[str
     return subprocess.Popen([*command, "--base-url", base_url], stderr=subprocess.PIPE, text=True)
 
 
-def write_requests(path: Path) -> set[str]:
-    """Return alternating completions and chats, greedy and sampled, some without speculation."""
-    ids = [f"line-{n}" for n in range(NUM_LINES)]
+def write_requests(path: Path, num_lines: int) -> None:
+    """Write alternating completions and chats, greedy and sampled, some without speculation."""
     with path.open("w") as file:
-        for n, custom_id in enumerate(ids):
+        for n in range(num_lines):
             body: dict[str, object] = {"max_tokens": 8, "temperature": n % 3 / 2, "seed": n}
             if n % 5 == 0:
                 body["speculative"] = {"enabled": False}
@@ -40,28 +37,48 @@ def write_requests(path: Path) -> set[str]:
                 body["prompt"], url = f"def function_{n}(", "/v1/completions"
             else:
                 body["messages"], url = [{"role": "user", "content": f"Write number {n}."}], "/v1/chat/completions"
-            file.write(json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": body}) + "\n")
-    return set(ids)
+            file.write(json.dumps({"custom_id": f"line-{n}", "method": "POST", "url": url, "body": body}) + "\n")
+
+
+def wait_for_answers(run: subprocess.Popen[str], output: Path, number: int) -> None:
+    """Wait until the output has so many lines; fail if the run ends before."""
+    wait_for(
+        lambda: run.poll() is not None or (output.exists() and output.read_bytes().count(b"\n") >= number), PROGRESS_S
+    )
+    assert run.poll() is None, "it finished before it could be killed"
+
+
+def answers(output: Path) -> dict[str, Any]:
+    """Return what was answered to each custom_id; every line has one answer, and no error."""
+    lines = [json.loads(line) for line in output.read_bytes().removesuffix(b"\n").split(b"\n")]
+    assert all(line["error"] is None and line["response"]["status_code"] == 200 for line in lines)
+    found = {line["custom_id"]: line["response"]["body"]["choices"] for line in lines}
+    assert len(found) == len(lines), "a line is answered twice"
+    return found
 
 
 @pytest.mark.slow
-def test_a_batch_killed_half_way_and_run_again_answers_every_line_exactly_once(tmp_path: Path, base_url: str) -> None:
-    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    ids = write_requests(source)
-    first = batch_run(source, output, base_url)
-    deadline = time.monotonic() + 120
-    while not output.exists() or output.read_bytes().count(b"\n") < NUM_LINES // 2:
-        assert first.poll() is None and time.monotonic() < deadline, first.communicate()
-        time.sleep(0.02)
-    first.kill()
-    first.communicate()
-    assert output.read_bytes().count(b"\n") < NUM_LINES, "it finished before it could be killed"
-
-    again = batch_run(source, output, base_url)
-    _, errors = again.communicate(timeout=200)
-    assert again.returncode == 0, errors
-    answers = [json.loads(line) for line in output.read_bytes().removesuffix(b"\n").split(b"\n")]
-    assert len(answers) == NUM_LINES and {answer["custom_id"] for answer in answers} == ids
-    for answer in answers:
-        assert answer["error"] is None and answer["response"]["status_code"] == 200
-        assert answer["response"]["body"]["usage"]["completion_tokens"] >= 1
+def test_a_batch_whose_client_and_service_are_killed_has_the_answers_of_an_undisturbed_one(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    num_lines = NUM_LINES_FULL if request.config.getoption("--full") else NUM_LINES
+    source, output, undisturbed = (tmp_path / f"{name}.jsonl" for name in ("in", "out", "undisturbed"))
+    write_requests(source, num_lines)
+    with service_process(tmp_path / "killed") as (service, url):
+        for fifths in (1, 2, 3):
+            run = batch_run(source, output, url)
+            wait_for_answers(run, output, num_lines * fifths // 5)
+            run.kill()
+            run.communicate()
+        run = batch_run(source, output, url)
+        wait_for_answers(run, output, num_lines * 4 // 5)
+        service.kill()
+        service.wait()
+    with service_process(tmp_path / "second", port=urlsplit(url).port) as (_, url):
+        _, errors = run.communicate(timeout=PROGRESS_S)
+        assert run.returncode == 0, errors
+        again = batch_run(source, undisturbed, url)
+        _, errors = again.communicate(timeout=PROGRESS_S)
+        assert again.returncode == 0, errors
+    assert answers(output) == answers(undisturbed)
+    assert answers(output).keys() == {f"line-{n}" for n in range(num_lines)}
