@@ -551,6 +551,8 @@ class ChatCompletionRequest(SamplingRequest, Rendered):
     """The conversation so far."""
     add_special_tokens: bool = False
     """Add the tokenizer's special tokens. False by default, because chat templates add them themselves."""
+    echo: bool = False
+    """Begin the answer with the last message if it is the assistant's."""
     logprobs: bool = False
     """Return the log probabilities of the answer's tokens."""
     top_logprobs: NumLogprobs = 0
@@ -576,6 +578,12 @@ class ChatCompletionRequest(SamplingRequest, Rendered):
         if type(value) is int:
             raise ValueError(f"is true or false in a chat; write logprobs=true and top_logprobs={value}")
         return value
+
+    @property
+    def echoed_text(self) -> str:
+        """Return what the answer repeats."""
+        last = self.messages[-1]
+        return last.text if self.echo and last.role == "assistant" else ""
 
     @property
     def num_logprobs(self) -> int | None:
@@ -637,8 +645,6 @@ class ChatCompletionRequest(SamplingRequest, Rendered):
     def _top_of_something(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             raise wrong("top_logprobs", "only allowed with logprobs=true")
-        if (self.model_extra or {}).get("echo"):
-            raise wrong("echo", "belongs to completions; remove it")
         return self
 
 

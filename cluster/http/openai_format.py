@@ -240,6 +240,7 @@ class ChatFormat(ResponseFormat):
         self._ends_with_calls = body.calls != "named"  # as at OpenAI, a call that was demanded by name just stops
         self._readers: dict[int, AnswerReader] = {}  # by choice, of a stream
         self._has_reasoning = body.include_reasoning
+        self._echo = body.echoed_text
 
     def response(self, generations: Sequence[Generation]) -> ChatCompletionResponse:
         """Build the whole response; all choices have the same prompt."""
@@ -264,14 +265,14 @@ class ChatFormat(ResponseFormat):
         )
 
     def opening_chunk(self, index: int, generation: Generation) -> ChatCompletionChunk:
-        """Build the chunk that names the role and, on request, the prompt's ids."""
-        choice = ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=""))
+        """Build the chunk that names the role and, on request, repeats the last message or has the prompt's ids."""
+        choice = ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=self._echo))
         return ChatCompletionChunk(**self.head, choices=[choice], prompt_token_ids=self.prompt_ids(generation))
 
     def _message(self, text: str) -> AssistantMessage:
         """Return a whole answer."""
         if self._new_reader is None:
-            return AssistantMessage(content=text)
+            return AssistantMessage(content=self._echo + text)
         read = self._new_reader().feed(text, is_last=True)
         calls: list[ToolCall] = []
         for part in read.calls:
@@ -279,7 +280,7 @@ class ChatFormat(ResponseFormat):
                 calls.append(ToolCall(id=part.id, function=FunctionCall(name=part.name)))
             calls[part.number].function.arguments += part.arguments
         return AssistantMessage(
-            content=read.content or (None if calls else ""),
+            content=self._echo + read.content or (None if calls else ""),
             reasoning_content=(read.reasoning or None) if self._has_reasoning else None,
             tool_calls=calls or None,
         )

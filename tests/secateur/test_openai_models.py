@@ -347,7 +347,7 @@ def test_prompts_are_scored_on_request_and_for_an_echo_with_log_probabilities():
         for wrong in (-1, 21, True):
             assert refusal(build, prompt_logprobs=wrong).field == "prompt_logprobs"
     assert completion(echo=True, logprobs=1, stream=True).num_prompt_logprobs == 1
-    assert refusal(chat, echo=True).field == "echo"
+    assert chat(echo=True).echoed_text == "", "only the assistant's words are repeated"
 
 
 def test_an_answer_may_be_empty_where_the_prompt_is_returned():

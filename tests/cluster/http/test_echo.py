@@ -118,6 +118,32 @@ def test_a_chats_prompt_logprobs_are_the_responses(http: httpx2.Client, service:
     assert [submit.num_prompt_logprobs for submit in service.engine.submitted[-2:]] == [1, None]
 
 
+@pytest.mark.parametrize("tools", [None, [{"type": "function", "function": {"name": "f"}}]])
+@pytest.mark.parametrize(
+    ("last", "repeated"),
+    [
+        ({"role": "assistant", "content": "An apple"}, "An apple"),
+        (
+            {"role": "assistant", "content": [{"type": "text", "text": "An "}, {"type": "text", "text": "apple"}]},
+            "An apple",
+        ),
+        ({"role": "user", "content": "Go on."}, ""),
+    ],
+)
+def test_a_chats_echo_is_the_assistants_last_message(http: httpx2.Client, last: Any, repeated: str, tools: Any) -> None:
+    messages = [{"role": "user", "content": "Hi"}, last]
+    body = {"messages": messages, "echo": True, "n": 2, "seed": 1, **({"tools": tools} if tools else {})}
+    plain = http.post("/v1/chat/completions", json={**body, "echo": False}).json()["choices"]
+    whole = http.post("/v1/chat/completions", json=body).json()["choices"]
+    told = [choice["message"]["content"] for choice in whole]
+    assert told == [repeated + choice["message"]["content"] for choice in plain]
+    parts = ["", ""]
+    for chunk in stream(http, "/v1/chat/completions", **body)[:-1]:
+        [choice] = chunk["choices"]
+        parts[choice["index"]] += choice["delta"].get("content") or ""
+    assert parts == told
+
+
 def test_an_echo_without_log_probabilities_scores_nothing(http: httpx2.Client, service: FakeService) -> None:
     choice_of(http, prompt=PROMPT, echo=True, **WHOLE)
     assert service.engine.submitted[-1].num_prompt_logprobs is None
