@@ -30,7 +30,7 @@ NAMES = {
 class InputPart(Body):
     """A part of a message; only text is supported."""
 
-    type: Literal["input_text", "output_text", "text", "refusal"]
+    type: Literal["input_text", "output_text", "text", "refusal", "reasoning_text"]
     """Whose text it is; no effect."""
     text: str = ""
     """The part's text; parts are joined."""

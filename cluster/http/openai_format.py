@@ -266,7 +266,8 @@ class ChatFormat(ResponseFormat):
 
     def opening_chunk(self, index: int, generation: Generation) -> ChatCompletionChunk:
         """Build the chunk that names the role and, on request, repeats the last message or has the prompt's ids."""
-        choice = ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=self._echo))
+        delta = ChatDelta(role="assistant", content=self._echo)
+        choice = ChatChunkChoice(index=index, delta=delta, token_ids=[] if self.body.return_token_ids else None)
         return ChatCompletionChunk(**self.head, choices=[choice], prompt_token_ids=self.prompt_ids(generation))
 
     def _message(self, text: str) -> AssistantMessage:

@@ -19,11 +19,11 @@ import pytest
 from tests.support.fake_service import wait_for
 from tests.support.service_process import service_process
 
-pytestmark = pytest.mark.slow
-
 NUM_LINES, NUM_LINES_FULL = 300, 5000
 ENDPOINT = "/v1/completions"
 PROGRESS_S = 1800.0
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3 * PROGRESS_S)]
 
 
 @contextmanager

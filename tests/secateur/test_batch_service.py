@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,16 +23,23 @@ NUM_LINES, NUM_LINES_FULL = 300, 5000
 PROGRESS_S = 1800.0
 
 
-def batch_run(source: Path, output: Path, base_url: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "secateur", "batch", "run", str(source), "-o", str(output)]
-    return subprocess.Popen([*command, "--base-url", base_url], stderr=subprocess.PIPE, text=True)
+@contextmanager
+def batch_run(source: Path, output: Path, base_url: str) -> Iterator[subprocess.Popen[str]]:
+    """Run a batch job; what is still running at the end is killed."""
+    command = [sys.executable, "-m", "secateur", "batch", "run", str(source), "-o", str(output), "--base-url", base_url]
+    run = subprocess.Popen([*command, "--concurrency", "48"], stderr=subprocess.PIPE, text=True)
+    try:
+        yield run
+    finally:
+        run.kill()
+        run.communicate()
 
 
 def write_requests(path: Path, num_lines: int) -> None:
     """Write alternating completions and chats, greedy and sampled, some without speculation."""
     with path.open("w") as file:
         for n in range(num_lines):
-            body: dict[str, object] = {"max_tokens": 8, "temperature": n % 3 / 2, "seed": n}
+            body: dict[str, object] = {"max_tokens": 4, "temperature": n % 3 / 2, "seed": n}
             if n % 5 == 0:
                 body["speculative"] = {"enabled": False}
             if n % 2:
@@ -58,6 +67,7 @@ def answers(output: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3 * PROGRESS_S)
 def test_a_batch_whose_client_and_service_are_killed_has_the_answers_of_an_undisturbed_one(
     tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -66,19 +76,17 @@ def test_a_batch_whose_client_and_service_are_killed_has_the_answers_of_an_undis
     write_requests(source, num_lines)
     with service_process(tmp_path / "killed") as (service, url):
         for fifths in (1, 2, 3):
-            run = batch_run(source, output, url)
-            wait_for_answers(run, output, num_lines * fifths // 5)
-            run.kill()
-            run.communicate()
-        run = batch_run(source, output, url)
-        wait_for_answers(run, output, num_lines * 4 // 5)
-        service.kill()
-        service.wait()
-    with service_process(tmp_path / "second", port=urlsplit(url).port) as (_, url):
-        _, errors = run.communicate(timeout=PROGRESS_S)
-        assert run.returncode == 0, errors
-        again = batch_run(source, undisturbed, url)
-        _, errors = again.communicate(timeout=PROGRESS_S)
-        assert again.returncode == 0, errors
+            with batch_run(source, output, url) as run:
+                wait_for_answers(run, output, num_lines * fifths // 5)
+        with batch_run(source, output, url) as run:
+            wait_for_answers(run, output, num_lines * 4 // 5)
+            service.kill()
+            service.wait()
+            with service_process(tmp_path / "second", port=urlsplit(url).port) as (_, url):
+                _, errors = run.communicate(timeout=PROGRESS_S)
+                assert run.returncode == 0, errors
+                with batch_run(source, undisturbed, url) as again:
+                    _, errors = again.communicate(timeout=PROGRESS_S)
+                    assert again.returncode == 0, errors
     assert answers(output) == answers(undisturbed)
     assert answers(output).keys() == {f"line-{n}" for n in range(num_lines)}

@@ -12,7 +12,7 @@ from typing import Any
 
 from tests.support.fake_service import wait_for
 
-_START_S = 120.0
+_START_S = 600.0
 _PROGRAM = """
 import json, sys, time
 from cluster.local_service import local_service

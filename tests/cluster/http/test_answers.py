@@ -120,8 +120,8 @@ def test_a_chat_returns_its_prompts_ids_once(http: httpx2.Client, tokenizer: Tok
     for index in (0, 1):
         own = [chunk for chunk in read if chunk.choices[0].index == index]
         assert [chunk.prompt_token_ids for chunk in own] == [ids] + [None] * (len(own) - 1)
-        assert own[0].choices[0].delta.role == "assistant"
-        assert [id for chunk in own for id in chunk.choices[0].token_ids or ()] == tokenizer.encode(ANSWER)[:8]
+        assert own[0].choices[0].delta.role == "assistant" and own[0].choices[0].token_ids == []
+        assert [id for chunk in own for id in chunk.choices[0].token_ids] == tokenizer.encode(ANSWER)[:8]
 
 
 def test_speculative_statistics_are_returned_on_request(http: httpx2.Client) -> None:

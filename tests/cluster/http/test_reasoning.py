@@ -77,6 +77,10 @@ def test_chats_and_responses_tell_reasoning_apart(tmp_path: Path, inside: bool) 
         deltas = [event["delta"] for event in told if event["type"] == "response.reasoning_text.delta"]
         kinds = [item["type"] for item in told[-1]["response"]["output"]]
         assert "".join(deltas) == "Hm, tea." and kinds == ["reasoning", "message"]
+        again = http.post("/v1/responses", json={"input": [HI, *told[-1]["response"]["output"], HI]})
+        assert again.status_code == 200, again.text
+        prompt = tokenizer.decode(own.engine.submitted[-1].prompt)
+        assert "I order." in prompt and "Hm, tea." not in prompt
 
 
 def test_the_effort_reaches_a_template_that_knows_it(tmp_path: Path, script: Any, tokenizer: Tokenizer) -> None:
