@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Any, Generic, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from secateur.bodies import Body
-from secateur.responses import Response
+from secateur.responses import Listed, ObjectList, Response
 
 MAX_PAIRS, MAX_KEY_CHARS, MAX_VALUE_CHARS = 16, 64, 512
 HOUR_S, MONTH_S = 3600, 30 * 24 * 3600
@@ -49,13 +48,9 @@ class CreateBatchRequest(Body):
         return sorted(self.model_extra or {})
 
 
-Listed = TypeVar("Listed", "FileObject", "BatchObject")
-
-
-class FileObject(Response):
+class FileObject(Listed):
     """An uploaded file, or one with the answers of a batch."""
 
-    id: str
     object: str = "file"
     bytes: int
     created_at: int
@@ -99,7 +94,7 @@ class RequestCounts(Response):
     failed: int = 0
 
 
-class BatchObject(Response):
+class BatchObject(Listed):
     """A batch. Times are Unix seconds, null until they come."""
 
     nullable = frozenset(
@@ -142,26 +137,9 @@ class BatchObject(Response):
     metadata: dict[str, Any] | None = None
 
 
-class _List(Response, Generic[Listed]):
-    nullable = frozenset({"first_id", "last_id"})
-
-    object: str = "list"
-    data: list[Listed]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
-
-    @classmethod
-    def page(cls, found: Sequence[Listed], limit: int) -> Self:
-        """Return the first `limit` of these objects; any further one shows that there are more."""
-        data = list(found[:limit])
-        first, last = (data[0].id, data[-1].id) if data else (None, None)
-        return cls(data=data, first_id=first, last_id=last, has_more=len(found) > limit)
-
-
-class FileList(_List[FileObject]):
+class FileList(ObjectList[FileObject]):
     """GET /v1/files."""
 
 
-class BatchList(_List[BatchObject]):
+class BatchList(ObjectList[BatchObject]):
     """GET /v1/batches."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 import uuid
-from typing import ClassVar, Literal, Self
+from collections.abc import Sequence
+from typing import ClassVar, Generic, Literal, Self, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -51,6 +52,34 @@ class Response(BaseModel):
     def sse(self) -> str:
         """Return this object as one server-sent event."""
         return f"data: {self.model_dump_json()}\n\n"
+
+
+class Listed(Response):
+    """Base of what lists contain."""
+
+    id: str
+
+
+Entry = TypeVar("Entry", bound=Listed)
+
+
+class ObjectList(Response, Generic[Entry]):
+    """A page of a list. `last_id` is the `after` of the next page."""
+
+    nullable = frozenset({"first_id", "last_id"})
+
+    object: str = "list"
+    data: list[Entry]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+    @classmethod
+    def page(cls, found: Sequence[Entry], limit: int) -> Self:
+        """Return the first `limit` of these objects; any further one shows that there are more."""
+        data = list(found[:limit])
+        first, last = (data[0].id, data[-1].id) if data else (None, None)
+        return cls(data=data, first_id=first, last_id=last, has_more=len(found) > limit)
 
 
 class CompletionTokensDetails(Response):

@@ -8,14 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from secateur.bodies import Body, Unsupported, told, wrong
 from secateur.requests import MAX_ITEMS, NumLogprobs, NumTokens
-from secateur.responses import FunctionCall, Response, TokenLogprob
+from secateur.responses import FunctionCall, Listed, ObjectList, Response, TokenLogprob, new_id
 from secateur.speculative import Speculative
 from secateur.tools import MAX_TOOLS, ToolName
 
+MAX_ID_CHARS = 256
 LOGPROBS = "message.output_text.logprobs"
 """The entry of `include` that asks for log probabilities."""
 NAMES = {
@@ -45,10 +46,12 @@ Content = Annotated[
 
 
 class InputItem(Body):
-    """A message, an earlier call, its result, or earlier reasoning, which is left out."""
+    """A message, an earlier call, its result, earlier reasoning, which is left out, or the id of a stored item."""
 
-    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    type: Literal["message", "function_call", "function_call_output", "reasoning", "item_reference"] = "message"
     """What it is."""
+    id: Annotated[str, Field(max_length=MAX_ID_CHARS)] | None = None
+    """The item's id; an `item_reference` has the id of an item of a stored response."""
     role: Literal["user", "assistant", "system", "developer"] | None = None
     """Who wrote a message."""
     content: Content = None
@@ -69,6 +72,7 @@ class InputItem(Body):
             "function_call": ("call_id", "name", "arguments"),
             "function_call_output": ("call_id", "output"),
             "reasoning": (),
+            "item_reference": ("id",),
         }[self.type]
         if missing := [name for name in needed if getattr(self, name) is None]:
             raise wrong(missing[0], f"is missing; an item of the type {self.type!r} needs it")
@@ -140,10 +144,11 @@ class ResponsesRequest(Body):
     model: str | None = None
     """None = the service's only model."""
     input: Annotated[
-        str | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_ITEMS)],
-        Field(union_mode="left_to_right"),
+        Annotated[str, Tag("text")]
+        | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_ITEMS), Tag("items")],
+        Discriminator(lambda given: "text" if isinstance(given, str) else "items"),
     ]
-    """A user's message, or a list of messages, calls and results."""
+    """A user's message, or a list of messages, calls, results, and ids of stored items."""
     instructions: str | None = None
     """A system message before the input. It does not carry over to later responses."""
     previous_response_id: str | None = None
@@ -191,11 +196,15 @@ class ResponsesRequest(Body):
         """Return whether the answer carries log probabilities."""
         return LOGPROBS in self.include
 
-    def messages(self) -> list[dict[str, Any]]:
-        """Return the input as the messages of a chat."""
+    def items(self) -> list[InputItem]:
+        """Return the input as items."""
         if isinstance(self.input, str):
-            return [{"role": "user", "content": self.input}]
-        return messages_of(self.input)
+            return [InputItem(role="user", content=self.input)]
+        return self.input
+
+    def messages(self) -> list[dict[str, Any]]:
+        """Return the input as the messages of a chat. Its references must have been resolved."""
+        return messages_of(self.items())
 
     def chat(self, history: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the body of the chat that answers this request after `history`."""
@@ -273,6 +282,8 @@ def messages_of(items: Iterable[InputItem]) -> list[dict[str, Any]]:
                 messages[-1].setdefault("tool_calls", []).append(call)
             case "function_call_output":
                 messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+            case "item_reference":
+                raise AssertionError(f"item {item.id!r} has not been looked up")
     return messages
 
 
@@ -341,6 +352,9 @@ class OutputTokensDetails(Response):
     reasoning_tokens: int = 0
 
 
+OutputItem = OutputMessage | OutputCall | OutputReasoning
+
+
 class ResponseUsage(Response):
     """Token counts."""
 
@@ -371,7 +385,7 @@ class ResponseObject(Response):
     created_at: int
     status: Literal["in_progress", "completed", "incomplete", "failed"] = "in_progress"
     model: str
-    output: list[OutputMessage | OutputCall | OutputReasoning] = []
+    output: list[OutputItem] = []
     error: dict[str, Any] | None = None
     incomplete_details: dict[str, str] | None = None
     instructions: str | None = None
@@ -403,12 +417,41 @@ class ResponseObject(Response):
         return {"role": "assistant", "content": text} | ({"tool_calls": calls} if calls else {})
 
 
-class InputItems(Response):
-    """GET /v1/responses/{id}/input_items."""
+class ListedItem(Listed):
+    """An item of a request's input, as OpenAI lists it."""
 
-    object: str = "list"
-    data: list[dict[str, Any]] = []
-    has_more: bool = False
+    type: Literal["message", "function_call", "function_call_output", "reasoning"]
+    status: Literal["completed"] = "completed"
+    role: str | None = None
+    content: list[dict[str, str]] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | None = None
+    summary: list[Any] | None = None
+
+    @classmethod
+    def of(cls, item: InputItem) -> Self:
+        """Return an item whose reference, if it was one, has been resolved. One without an id gets a new one."""
+        match item.type:
+            case "message":
+                kind = "output_text" if item.role == "assistant" else "input_text"
+                content = [{"type": kind, "text": _text(item.content)}]
+                return cls(id=item.id or new_id("msg"), type=item.type, role=item.role, content=content)
+            case "function_call":
+                id, name, arguments = item.id or new_id("fc"), item.name, item.arguments
+                return cls(id=id, type=item.type, call_id=item.call_id, name=name, arguments=arguments)
+            case "function_call_output":
+                id = item.id or new_id("fco")
+                return cls(id=id, type=item.type, call_id=item.call_id, output=_text(item.output))
+            case "reasoning":
+                return cls(id=item.id or new_id("rs"), type=item.type, summary=[])
+            case "item_reference":
+                raise AssertionError(f"item {item.id!r} has not been looked up")
+
+
+class InputItems(ObjectList[ListedItem]):
+    """GET /v1/responses/{id}/input_items."""
 
 
 class DeletedResponse(Response):

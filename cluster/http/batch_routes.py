@@ -20,11 +20,11 @@ from cluster.http.uploads import FORM, receive_upload
 from secateur.batches_api import BatchList, BatchObject, CreateBatchRequest, DeletedFile, FileList, FileObject
 from secateur.responses import IGNORED_HEADER
 
-MAX_FILES_LISTED, MAX_BATCHES_LISTED = 10_000, 100
+MAX_FILES_LISTED, MAX_LISTED = 10_000, 100
 
 After = Annotated[str | None, Query(description="The id of the entry before the page.")]
 NumFiles = Annotated[int, Query(ge=1, le=MAX_FILES_LISTED, description="How many entries a page has at most.")]
-NumBatches = Annotated[int, Query(ge=1, le=MAX_BATCHES_LISTED, description="How many entries a page has at most.")]
+NumEntries = Annotated[int, Query(ge=1, le=MAX_LISTED, description="How many entries a page has at most.")]
 Order = Annotated[Literal["asc", "desc"], Query(description="The oldest first, or the newest.")]
 Purpose = Annotated[str | None, Query(description="Only files of this purpose: batch, or batch_output.")]
 
@@ -86,7 +86,7 @@ def add_batch_routes(app: FastAPI, service: Service) -> None:
         return _json(created, {IGNORED_HEADER: names} if names else None)
 
     @app.get("/v1/batches", response_model=BatchList, responses=errors(400, 404))
-    async def list_batches(request: Request, limit: NumBatches = 20, after: After = None) -> Response:
+    async def list_batches(request: Request, limit: NumEntries = 20, after: After = None) -> Response:
         return _json(await folder().list_batches(Page(limit, after), owner(request)))
 
     @app.get("/v1/batches/{id}", response_model=BatchObject, responses=errors(404))

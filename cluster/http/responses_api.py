@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
@@ -24,8 +24,12 @@ from secateur.requests import ChatCompletionRequest
 from secateur.responses import TokenLogprob, new_id
 from secateur.responses_api import (
     NAMES,
+    InputItem,
+    InputItems,
     InputTokensDetails,
+    ListedItem,
     OutputCall,
+    OutputItem,
     OutputMessage,
     OutputReasoning,
     OutputText,
@@ -47,8 +51,13 @@ class StoredResponse:
 
     response: ResponseObject
     messages: list[dict[str, Any]]
-    input: list[dict[str, Any]]
+    input: list[ListedItem]
     num_chars: int
+
+    @property
+    def items(self) -> list[ListedItem | OutputItem]:
+        """Return the items of input and output."""
+        return [*self.input, *self.response.output]
 
 
 class ResponseStore:
@@ -56,6 +65,8 @@ class ResponseStore:
 
     def __init__(self) -> None:
         self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
+        self._items: dict[str, ListedItem | OutputItem] = {}
+        self._uses: Counter[str] = Counter()  # how many responses have the item
         self._num_chars = 0
 
     def get(self, id: str, *, param: str | None = None) -> StoredResponse:
@@ -69,18 +80,50 @@ class ResponseStore:
 
     def put(self, body: ResponsesRequest, history: list[dict[str, Any]], response: ResponseObject) -> None:
         """Keep the conversation of a response."""
-        given = body.messages()
-        messages = [*history, *given, response.message()]
+        messages = [*history, *body.messages(), response.message()]
+        given = [ListedItem.of(item) for item in body.items()]
         stored = StoredResponse(response=response, messages=messages, input=given, num_chars=text_size(messages))
         self._stored[response.id] = stored
         self._num_chars += stored.num_chars
+        for item in stored.items:
+            self._items.setdefault(item.id, item)
+            self._uses[item.id] += 1
         while len(self._stored) > MAX_STORED or self._num_chars > MAX_STORED_CHARS:
-            self._num_chars -= self._stored.popitem(last=False)[1].num_chars
+            self.delete(next(iter(self._stored)))
 
     def delete(self, id: str) -> None:
         """Forget a response. Raises HttpError (404)."""
-        self._num_chars -= self.get(id).num_chars
+        stored = self.get(id)
         del self._stored[id]
+        self._num_chars -= stored.num_chars
+        for item in stored.items:
+            self._uses[item.id] -= 1
+            if not self._uses[item.id]:
+                del self._uses[item.id], self._items[item.id]
+
+    def resolve(self, body: ResponsesRequest) -> ResponsesRequest:
+        """Return a request with stored items in the place of references to them. Raises HttpError (404)."""
+        items = [self._item(item) if item.type == "item_reference" else item for item in body.items()]
+        return body.model_copy(update={"input": items})
+
+    def _item(self, reference: InputItem) -> InputItem:
+        if (found := self._items.get(reference.id or "")) is None:
+            raise not_found(
+                f"there is no item {reference.id!r}; this replica keeps those of the latest {MAX_STORED} responses in "
+                "memory, if store is true; send the item itself (some clients do so once store is false)",
+                param="input",
+            )
+        return InputItem.model_validate(found.model_dump())
+
+    def input_items(self, id: str, *, limit: int, after: str | None, order: Literal["asc", "desc"]) -> InputItems:
+        """Return a page of a response's input, behind the item `after`. Raises HttpError (404)."""
+        items = self.get(id).input[:: 1 if order == "asc" else -1]
+        if after is not None:
+            ids = [item.id for item in items]
+            if after not in ids:
+                raise not_found(f"the input of response {id!r} has no item {after!r}", param="after")
+            items = items[ids.index(after) + 1 :]
+        return InputItems.page(items, limit)
 
 
 @contextmanager
@@ -143,7 +186,7 @@ class ResponseBuilder:
         self._tokenizer, self._has_logprobs = tokenizer, body.has_logprobs
         self._reader = None if new_reader is None else new_reader()
         self._number = 0
-        self._open: OutputMessage | OutputCall | OutputReasoning | None = None
+        self._open: OutputItem | None = None
 
     def begin(self) -> list[dict[str, Any]]:
         """Open the response."""

@@ -33,7 +33,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from cluster.http import in_process, metrics, middleware, openapi
-from cluster.http.batch_routes import add_batch_routes
+from cluster.http.batch_routes import After, NumEntries, Order, add_batch_routes
 from cluster.http.errors import BadRequest, unavailable
 from cluster.http.inspector import inspector_page
 from cluster.http.openai_format import (
@@ -164,6 +164,7 @@ def create_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
                     param=None,
                     code="not_resumable",
                 )
+            body = service.responses.resolve(body)
             history: list[dict[str, Any]] = []
             if (id := body.previous_response_id) is not None:
                 history = service.responses.get(id, param="previous_response_id").messages
@@ -185,9 +186,9 @@ def create_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
         service.responses.delete(id)
         return _json(DeletedResponse(id=id))
 
-    @app.get("/v1/responses/{id}/input_items", response_model=InputItems, responses=errors(404))
-    async def input_items(id: str) -> Response:
-        return _json(InputItems(data=service.responses.get(id).input))
+    @app.get("/v1/responses/{id}/input_items", response_model=InputItems, responses=errors(400, 404))
+    async def input_items(id: str, limit: NumEntries = 20, after: After = None, order: Order = "desc") -> Response:
+        return _json(service.responses.input_items(id, limit=limit, after=after, order=order))
 
     @app.get("/v1/models", response_model=ModelList)
     async def models() -> Response:

@@ -133,7 +133,7 @@ def test_routes_without_a_body_declare_their_errors(own: Callable[..., FakeServi
             ("/v1/models/{model}", "get"): {401, 404},
             ("/v1/responses/{id}", "get"): {401, 404},
             ("/v1/responses/{id}", "delete"): {401, 404},
-            ("/v1/responses/{id}/input_items", "get"): {401, 404},
+            ("/v1/responses/{id}/input_items", "get"): {400, 401, 404},
             ("/v1/files", "post"): {400, 401, 404, 413},
             ("/v1/files", "get"): {400, 401, 404},
             ("/v1/files/{id}", "get"): {401, 404},

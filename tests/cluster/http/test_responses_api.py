@@ -157,13 +157,93 @@ def test_a_conversation_goes_on(http: httpx2.Client, service: FakeService, token
     create(http, input="Four", previous_response_id=streamed["id"])
     assert rendered(tokenizer, service).count(ANSWER) == 3
     assert http.get(f"{PATH}/{first['id']}").json() == first
-    assert http.get(f"{PATH}/{second['id']}/input_items").json()["data"] == [{"role": "user", "content": "Two"}]
+    [given] = http.get(f"{PATH}/{second['id']}/input_items").json()["data"]
+    assert given["role"] == "user" and given["content"] == [{"type": "input_text", "text": "Two"}]
     assert http.delete(f"{PATH}/{first['id']}").json() == {"id": first["id"], "object": "response", "deleted": True}
     for method, path in (("GET", ""), ("DELETE", ""), ("GET", "/input_items")):
         gone = http.request(method, f"{PATH}/{first['id']}{path}")
         assert gone.status_code == 404 and first["id"] in error_of(gone)["message"]
     lost = http.post(PATH, json={"input": "a", "previous_response_id": first["id"]})
     assert (lost.status_code, error_of(lost)["param"]) == (404, "previous_response_id")
+
+
+USER = {"role": "user", "content": "Hi"}
+CALL = {"type": "function_call", "id": "fc-1", "call_id": "call-1", "name": "order", "arguments": '{"what": "tea"}'}
+RESULT = {"type": "function_call_output", "call_id": "call-1", "output": [{"type": "input_text", "text": "done"}]}
+SAID = {"role": "assistant", "content": [{"type": "output_text", "text": "It is done."}]}
+
+
+def test_a_responses_input_is_listed_as_items_page_by_page(http: httpx2.Client) -> None:
+    given = [USER, {"type": "reasoning", "summary": []}, CALL, RESULT, SAID]
+    path = f"{PATH}/{create(http, input=given)['id']}/input_items"
+    listed = http.get(path, params={"order": "asc"}).json()
+    ids = [item.pop("id") for item in listed["data"]]
+    assert len(set(ids)) == 5 and ids[2] == "fc-1"
+    assert listed == {
+        "object": "list",
+        "data": [
+            {
+                "type": "message",
+                "status": "completed",
+                "role": "user",
+                "content": [{"type": "input_text", "text": "Hi"}],
+            },
+            {"type": "reasoning", "status": "completed", "summary": []},
+            {"type": "function_call", "status": "completed", **{name: CALL[name] for name in list(CALL)[2:]}},
+            {"type": "function_call_output", "status": "completed", "call_id": "call-1", "output": "done"},
+            {
+                "type": "message",
+                "status": "completed",
+                "role": "assistant",
+                "content": [{"type": "output_text", "text": "It is done."}],
+            },
+        ],
+        "first_id": ids[0],
+        "last_id": ids[4],
+        "has_more": False,
+    }
+    first = http.get(path, params={"limit": 3}).json()
+    assert [item["id"] for item in first["data"]] == ids[:1:-1] and first["has_more"] is True
+    rest = http.get(path, params={"limit": 3, "after": first["last_id"]}).json()
+    assert [item["id"] for item in rest["data"]] == ids[1::-1] and rest["has_more"] is False
+    assert [item["id"] for item in http.get(path, params={"order": "asc", "after": ids[3]}).json()["data"]] == ids[4:]
+    lost = http.get(path, params={"after": "msg-0"})
+    assert (lost.status_code, error_of(lost)["param"]) == (404, "after")
+    assert http.get(path, params={"limit": 0}).status_code == 400
+
+
+def test_items_of_stored_responses_may_be_named_instead_of_repeated(
+    http: httpx2.Client, service: FakeService, tokenizer: Tokenizer
+) -> None:
+    def named(id: str) -> dict[str, str]:
+        return {"type": "item_reference", "id": id}
+
+    first = create(http, input=[USER, CALL, RESULT])
+    [answer] = first["output"]
+    ids = [item["id"] for item in http.get(f"{PATH}/{first['id']}/input_items").json()["data"][::-1]]
+    whole = [USER, CALL, RESULT, {"type": "message", "role": "assistant", "content": ANSWER}, USER]
+    create(http, input=whole)
+    expected = rendered(tokenizer, service)
+    second = create(http, input=[*map(named, ids), named(answer["id"]), USER])
+    assert rendered(tokenizer, service) == expected
+    http.delete(f"{PATH}/{first['id']}")
+    third = create(http, input=[*map(named, ids), named(answer["id"]), USER])
+    assert rendered(tokenizer, service) == expected, "the second response still has the items"
+    for response in (second, third):
+        http.delete(f"{PATH}/{response['id']}")
+    lost = http.post(PATH, json={"input": [USER, named(answer["id"])]})
+    assert (lost.status_code, error_of(lost)["param"]) == (404, "input") and answer["id"] in error_of(lost)["message"]
+    unstored = create(http, input="Hi", store=False)["output"][0]["id"]
+    assert http.post(PATH, json={"input": [named(unstored)]}).status_code == 404
+
+
+def test_an_item_keeps_the_content_that_it_was_stored_with(
+    http: httpx2.Client, service: FakeService, tokenizer: Tokenizer
+) -> None:
+    create(http, input=[{**USER, "id": "msg-1"}])
+    create(http, input=[{**USER, "id": "msg-1", "content": "Another text"}])
+    create(http, input=[{"type": "item_reference", "id": "msg-1"}])
+    assert "Another text" not in rendered(tokenizer, service)
 
 
 def test_what_is_not_to_be_stored_is_not(http: httpx2.Client) -> None:
@@ -186,7 +266,10 @@ def test_the_oldest_responses_give_way(http: httpx2.Client, monkeypatch: pytest.
     [
         ({}, "input", "required"),
         ({"input": []}, "input", "at least 1"),
-        ({"input": [{"type": "image"}]}, "input", "message"),
+        ({"input": 5}, "input", "input.items: must be a valid list"),
+        ({"input": [{"type": "image"}]}, "input", "input.items.0.type: must be 'message'"),
+        ({"input": [{"type": "item_reference"}]}, "input", "needs it"),
+        ({"input": [{"type": "item_reference", "id": "msg-0"}]}, "input", "send the item itself"),
         ({"input": [{"role": "user"}]}, "input", "needs it"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input", "call_id"),
         ({"input": "a", "tools": [{"type": "web_search"}]}, "tools", "function"),
