@@ -17,6 +17,7 @@ from cluster.http.tool_calls import (
     ToolCallFormat,
     ToolCallReader,
     format_of_template,
+    joined,
     reader_of_calls,
     shows_special_tokens,
 )
@@ -53,7 +54,7 @@ class AnswerReader:
         if self._calls is None:
             return AnswerPart(reasoning, answer)
         read = [self._calls.feed(answer), *([self._calls.finish()] if is_last else [])]
-        calls = tuple(call for each in read for call in each.calls)
+        calls = joined(call for each in read for call in each.calls)
         return AnswerPart(reasoning, "".join(each.content for each in read), calls)
 
 

@@ -21,7 +21,7 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -58,6 +58,15 @@ class CallPart(NamedTuple):
     arguments: str
     id: str | None = None
     name: str | None = None
+
+
+def joined(parts: Iterable[CallPart]) -> tuple[CallPart, ...]:
+    """Return one part per call: of several of one call, some clients read only the first."""
+    found: dict[int, CallPart] = {}
+    for part in parts:
+        before = found.get(part.number)
+        found[part.number] = part if before is None else before._replace(arguments=before.arguments + part.arguments)
+    return tuple(found.values())
 
 
 class ReadText(NamedTuple):

@@ -236,6 +236,8 @@ def assembled(events: list[dict[str, Any]]) -> dict[str, Any]:
             assert delta or choice["finish_reason"], "an empty chunk"
             if delta.get("content"):
                 message["content"] = (message["content"] or "") + delta["content"]
+            numbers = [part["index"] for part in delta.get("tool_calls", ())]
+            assert len(set(numbers)) == len(numbers), "some clients read only the first part of a call"
             for part in delta.get("tool_calls", ()):
                 if "id" in part:
                     assert part["index"] == len(message["tool_calls"])
