@@ -1,5 +1,5 @@
 # /// script
-# dependencies = ["openai"]
+# dependencies = ["openai==3.57.0"]
 # ///
 """openai: chats, responses, streams, parsed answers, tools, completions with log probabilities, models, batches."""
 

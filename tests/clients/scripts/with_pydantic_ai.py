@@ -1,5 +1,5 @@
 # /// script
-# dependencies = ["pydantic-ai-slim[openai]"]
+# dependencies = ["pydantic-ai-slim[openai]==2.68.0"]
 # ///
 """pydantic-ai: an agent whose output is a type, by a tool and by a JSON schema, over chats and responses."""
 
