@@ -52,9 +52,13 @@ const result = { role: "tool", tool_call_id: call.id, content: "sunny" };
 const after = await client.chat.completions.create({ ...asked, messages: [...messages, called.message, result] });
 assert.equal(after.choices[0].message.role, "assistant");
 const runnable = zodFunction({ name: "weather", parameters: Weather, function: () => "sunny" });
-const runner = client.chat.completions.runTools({ ...asked, tools: [runnable] }, { maxChatCompletions: 2 });
+const runner = client.chat.completions.runTools({ ...demand, tools: [runnable] }, { maxChatCompletions: 2 });
 await runner.done();
-assert.equal(runner.messages[1].role, "assistant");
+assert.deepEqual(
+  runner.messages.map((message) => message.role),
+  ["user", "assistant", "tool", "assistant", "tool"],
+);
+assert.equal(runner.messages[2].content, "sunny");
 
 const completed = { model, prompt: "def f(", max_tokens: 8, seed: 1 };
 const scored = (await client.completions.create({ ...completed, logprobs: 2, echo: true })).choices[0];
