@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import time
 from collections.abc import Awaitable, Callable, Iterator
 
 from cluster.engine_client import EngineClient
@@ -33,6 +35,7 @@ class DrafterRestart:
     ) -> None:
         self._client, self._kill, self._start, self._has_exited = client, kill, start, has_exited
         self._task: asyncio.Task[None] | None = None
+        self._last_start = -math.inf
         client.on_drafter_lost = self._lost
         if client.drafter_lost is not None:  # before anybody listened
             self._lost(client.drafter_lost)
@@ -47,10 +50,12 @@ class DrafterRestart:
         self._task = asyncio.get_running_loop().create_task(self._replace(message.link))
 
     async def _replace(self, link: str) -> None:
-        for pause_s in _pauses():
+        is_first = time.monotonic() - self._last_start > LONGEST_PAUSE_S
+        for pause_s in _pauses(0.0 if is_first else FIRST_PAUSE_S):
             await self._kill()
             await asyncio.sleep(pause_s)
             logger.warning("starting a new drafter")
+            self._last_start = time.monotonic()
             try:
                 await self._start(link)
             except Exception:
@@ -58,13 +63,13 @@ class DrafterRestart:
                 continue
             while not self._has_exited():
                 if self._client.stats.has_drafter:
+                    logger.warning("the new drafter is connected after %.1f s", time.monotonic() - self._last_start)
                     return
                 await asyncio.sleep(_POLL_S)
             logger.warning("the new drafter ended before it had connected")
 
 
-def _pauses() -> Iterator[float]:
-    pause_s = FIRST_PAUSE_S
+def _pauses(pause_s: float) -> Iterator[float]:
     while True:
         yield pause_s
-        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S) or FIRST_PAUSE_S

@@ -133,6 +133,11 @@ ENGINE_FLAGS: dict[str, Any] = {
     "hang_timeout": _limit(
         float, "--hang-timeout", help="Seconds after which a rank that does not get on is replaced; 0 = never [10]."
     ),
+    "standby": _limit(
+        bool,
+        "--standby/--no-standby",
+        help="Keep a process of some 200 MB, from which lost ranks are started again in seconds [on].",
+    ),
     "dtype": _model(Dtype, "--dtype", help="[auto: float32 on CPU, the checkpoint's on CUDA]"),
     "device": _model(Device, "--device", help="[auto]"),
     "kernels": _model(KernelSet, "--kernels", help="[auto: triton on CUDA, torch on CPU]"),

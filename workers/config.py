@@ -153,6 +153,8 @@ class EngineConfig:
     """A rank that shows no sign of life or no progress for this long is killed; 0 = never (see `workers.pulse`)."""
     step_timeout_s: float = 60.0
     """A rank is considered lost when its group's leader has waited this long for its answer."""
+    standby: bool = True
+    """Whether a process that has imported what ranks need starts them by forking: so lost ones come back sooner."""
     draft: DraftConfig | None = None
     trace_path: str = ""
     """Folder for the timelines of all ranks, see `workers.trace`; empty = none."""

@@ -1,7 +1,6 @@
 """Runs a module in a process that dies with its parent: `python -m cluster.system.child PARENT_PID MODULE ARGS...`.
 
-The kernel kills this process when the *thread* that started it ends, so start it from a thread that lives as long as
-the engine. The module gets ARGS as after `python -m MODULE ARGS...`.
+The module gets ARGS as after `python -m MODULE ARGS...`. `start_child` starts such a process.
 """
 
 from __future__ import annotations
@@ -10,10 +9,26 @@ import ctypes
 import os
 import runpy
 import signal
+import subprocess
 import sys
 import traceback
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 _PR_SET_PDEATHSIG = 1
+_STARTER = ThreadPoolExecutor(1, "children")
+"""The kernel kills a child when the *thread* that started it ends. This one ends with the process."""
+
+
+def start_child(module: str, arguments: Sequence[str], **options: Any) -> subprocess.Popen[str]:
+    """Start a module in a process that dies with this one. options: of `subprocess.Popen`, beside the defaults here.
+
+    In its own process group it does not get the terminal's Ctrl-C: this process stops its children in order.
+    """
+    command = [sys.executable, "-P", "-m", __spec__.name, str(os.getpid()), module, *arguments]
+    options = {"stdin": subprocess.DEVNULL, "text": True, "errors": "replace", "process_group": 0} | options
+    return _STARTER.submit(subprocess.Popen, command, **options).result()
 
 
 def die_with_parent(parent: int) -> None:

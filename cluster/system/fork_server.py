@@ -1,0 +1,209 @@
+"""A process that has imported what other processes need, and becomes them by forking, in milliseconds.
+
+with ForkServer(["verifier.worker"], os.environ) as server:
+    process = server.start("verifier", ["--rank", "0", ...], {"CUDA_VISIBLE_DEVICES": "0"})
+
+Forking is safe because the server has one thread and touches no device. Its memory is shared with its children until
+they write to it. The kernel kills it with this process, and its children with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from typing import IO, Self
+
+from cluster.system.child import die_with_parent, run, start_child
+from secateur.errors import SecateurError
+
+IMPORT_TIMEOUT_S = 120.0
+"""Time to import the modules, from a cold disk at worst."""
+_MAX_BYTES = 1 << 17  # of a message, which Linux takes whole (SOCK_SEQPACKET); no longer than an argument of a command
+_CHILD_SIGNALS = {signal.SIGCHLD}
+
+
+class ForkServerDown(SecateurError, RuntimeError):
+    """The fork server could not start, or it has died with its processes."""
+
+
+class ForkedProcess:
+    """A process that a fork server started, with the part of `subprocess.Popen`'s interface that is needed here."""
+
+    def __init__(self, pid: int, stdout: IO[str], stderr: IO[str]) -> None:
+        self.pid, self.stdout, self.stderr = pid, stdout, stderr
+        self._code: int | None = None
+        self._has_ended = threading.Event()
+
+    def poll(self) -> int | None:
+        """Return its exit code, negative for a signal; None while it runs."""
+        return self._code
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end and return its exit code. Raises subprocess.TimeoutExpired."""
+        if not self._has_ended.wait(timeout):
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+        assert self._code is not None
+        return self._code
+
+    def end(self, code: int) -> None:
+        """Note its end. The fork server's owner calls it."""
+        self._code = code
+        self._has_ended.set()
+
+
+class ForkServer:
+    """The owner's end. Thread-safe. Starts importing at once; `start` waits for that."""
+
+    def __init__(self, modules: Sequence[str], env: Mapping[str, str]) -> None:
+        self._control, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with remote:
+            arguments = [str(remote.fileno()), *modules]
+            self._process = start_child(__spec__.name, arguments, env=env, pass_fds=[remote.fileno()])
+        self._starting = threading.Lock()
+        self._forked: queue.SimpleQueue[ForkedProcess | None] = queue.SimpleQueue()  # None = the server has died
+        self._pipes: tuple[IO[str], IO[str]] | None = None  # of the process that is being forked
+        self._children: dict[int, ForkedProcess] = {}
+        self._has_imported = threading.Event()
+        self._is_down = False
+        threading.Thread(target=self._read, name="fork-server", daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        """Return the process id of the server."""
+        return self._process.pid
+
+    @property
+    def is_down(self) -> bool:
+        """Return whether the server has ended."""
+        return self._is_down
+
+    def start(self, module: str, arguments: Sequence[str], env: Mapping[str, str]) -> ForkedProcess:
+        """Run a module as `python -m` does, in a process group of its own, with these additions to the environment.
+
+        Raises ForkServerDown.
+        """
+        self.wait_imported()
+        message = json.dumps({"module": module, "arguments": list(arguments), "env": dict(env)}).encode()
+        with self._starting, contextlib.ExitStack() as remotes:
+            ends = [os.pipe() for _ in range(2)]
+            stdout, stderr = (os.fdopen(end, errors="replace") for end, _ in ends)
+            for _, end in ends:
+                remotes.callback(os.close, end)
+            self._pipes = stdout, stderr
+            try:
+                socket.send_fds(self._control, [message], [end for _, end in ends])
+                forked = self._forked.get()
+            except OSError:
+                forked = None
+            if forked is None:
+                stdout.close()
+                stderr.close()
+                raise ForkServerDown(f"the fork server (pid {self.pid}) has ended")
+            return forked
+
+    def wait_imported(self) -> None:
+        """Wait until the modules are imported, or the server has ended. Raises ForkServerDown if it takes too long."""
+        if not self._has_imported.wait(IMPORT_TIMEOUT_S):
+            raise ForkServerDown(f"the fork server had not imported its modules after {IMPORT_TIMEOUT_S:.0f} s")
+
+    def close(self) -> None:
+        """Kill the server and its processes. May be called twice."""
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _read(self) -> None:
+        with contextlib.suppress(OSError):
+            while data := self._control.recv(_MAX_BYTES):
+                self._take(**json.loads(data))
+        self._is_down = True
+        self._forked.put(None)
+        self._has_imported.set()
+        for child in self._children.values():
+            child.end(-signal.SIGKILL)
+        self._control.close()
+
+    def _take(self, has_imported: bool = False, forked: int = 0, ended: int = 0, code: int = 0) -> None:
+        if has_imported:
+            self._has_imported.set()
+        elif forked:
+            assert self._pipes is not None
+            self._children[forked] = ForkedProcess(forked, *self._pipes)
+            self._forked.put(self._children[forked])
+        else:
+            self._children.pop(ended).end(code)
+
+
+def serve(control: socket.socket, modules: Sequence[str]) -> None:
+    """Import the modules, then fork a process for each message and report the ends of processes, until there are none.
+
+    The first message tells that all is imported.
+    """
+    for module in modules:
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # the children's garbage collections would write to shared pages, and so copy them
+    server = os.getpid()
+    signal.signal(signal.SIGCHLD, lambda *_: _report_ends(control))
+    _send(control, has_imported=True)
+    while True:
+        message, fds, _, _ = socket.recv_fds(control, _MAX_BYTES, 2)
+        if not message:
+            return
+        signal.pthread_sigmask(signal.SIG_BLOCK, _CHILD_SIGNALS)  # its end must not be reported before its begin
+        if (pid := os.fork()) == 0:
+            control.close()
+            _become(server, fds, **json.loads(message))
+        for fd in fds:
+            os.close(fd)
+        _send(control, forked=pid)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _CHILD_SIGNALS)
+
+
+def _become(server: int, fds: Sequence[int], module: str, arguments: list[str], env: Mapping[str, str]) -> None:
+    code = 1
+    try:
+        os.setpgid(0, 0)  # as for every child: the owner stops it, not the terminal's Ctrl-C
+        die_with_parent(server)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _CHILD_SIGNALS)
+        for fd, standard in zip(fds, (1, 2), strict=True):
+            os.dup2(fd, standard)
+            os.close(fd)
+        os.environ.update(env)
+        code = run(module, arguments)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+def _report_ends(control: socket.socket) -> None:
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG)) != (0, 0):
+            pid, status = ended
+            _send(control, ended=pid, code=os.waitstatus_to_exitcode(status))
+
+
+def _send(control: socket.socket, **message: int) -> None:
+    control.send(json.dumps(message).encode())
+
+
+if __name__ == "__main__":
+    serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])
