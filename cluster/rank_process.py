@@ -76,7 +76,7 @@ class RankStarter:
             process = self._running_server().start(module, arguments, env)
         else:
             pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-            process = start_child(module, arguments, env=self._env | env, **pipes)
+            process = start_child(module, arguments, env={**self._env, **env}, **pipes)
         return RankProcess(config.role_of(rank), process, on_joined)
 
     def close(self) -> None:

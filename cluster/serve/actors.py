@@ -1,71 +1,80 @@
-"""One worker rank as a Ray actor. It imports torch late: torch reads the environment once, when it is imported."""
+"""The place of one rank in a Ray cluster: an actor that starts the rank as its child, and again after it was lost.
+
+The actor holds the bundle, and its GPU, while ranks come and go. It imports no torch.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
-import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import ray
 
 import workers
+from cluster.rank_exits import RankExit
 from cluster.rank_placement import interface_env
+from cluster.rank_process import RankProcess, RankStarter
 from cluster.serve.progress import report_stage
-from workers.config import PULSE_VARIABLE, EngineConfig
-from workers.logs import log_as
+from workers.config import EngineConfig
 from workers.models.specs import Specs
-from workers.pulse import send_beats_if_asked
 
 logger = logging.getLogger(__name__)
 
+_POLL_S = 0.05
+
 
 class Worker:
-    """One rank in one process. It sets the environment before anything imports torch."""
+    """One rank's actor. Ray runs its methods in one event loop. The rank ends with it."""
 
-    def __init__(self, config: str, specs: str, rank: int, packages: str, env: Mapping[str, str]) -> None:
-        os.environ.update(env)
-        for name, value in interface_env(ray.util.get_node_ip_address()).items():
-            os.environ.setdefault(name, value)
+    def __init__(self, config: str, rank: int, packages: str) -> None:
         check_packages(packages)
-        self._config = EngineConfig.from_json(config)
-        self._specs = Specs.from_json(specs)
         self._rank = rank
-        log_as(self._config.role_of(rank))
-        send_beats_if_asked(PULSE_VARIABLE, rank)
-        self._stop_listening: Callable[[], None] = lambda: None
+        self._host = ray.util.get_node_ip_address()
+        self._starter = RankStarter(EngineConfig.from_json(config), interface_env(self._host))
+        self._process: RankProcess | None = None
 
-    def node_id(self) -> str:
+    async def node_id(self) -> str:
         """Return the id of the Ray node that this actor runs on."""
         return ray.get_runtime_context().get_node_id()
 
-    def open_store(self) -> str:
-        """Open the rendezvous store on the first rank, keep it alive and return its address."""
-        from workers.comm.groups import open_store
+    async def start(
+        self, config: str, specs: str, *, env: Mapping[str, str], front: str | None = None, store: str | None = None
+    ) -> str:
+        """Start the rank and return the address of the rendezvous store, which a first rank opens.
 
-        store, address = open_store(ray.util.get_node_ip_address())
-        self._stop_listening = store.stop_listening
-        return address
-
-    def run(self, store: str, front: str | None, link: str | None = None) -> None:
-        """Run this rank until the engine is told to stop. Raises if the engine dies.
-
-        link: for a rank that replaces one of a lost drafter, the address at which verifier 0 offers a link.
+        env: the rank's own additions to the environment. front: for rank 0, the address on which its service front
+        listens. store: for all but a first rank, the address of its store.
+        Raises EngineDead if a first rank opens no store, ForkServerDown.
         """
-        if self._rank < self._config.tensor_parallel_size:
-            from verifier.worker import run as run_verifier
+        address = ["--front", front] if front else []
+        address += ["--store", store] if store is not None else ["--host", self._host]
+        await asyncio.to_thread(self._starter.wait_ready)
+        await self.kill()
+        self._process = self._starter.start(
+            EngineConfig.from_json(config),
+            Specs.from_json(specs),
+            self._rank,
+            *address,
+            env=env,
+            on_joined=lambda: report_stage("warming up"),
+        )
+        return await asyncio.to_thread(self._process.read_store) if store is None else store
 
-            on_joined = self._joined if front is not None else None
-            run_verifier(self._config, self._specs, self._rank, store, front=front, on_joined=on_joined)
-        else:
-            from drafter.worker import run as run_drafter
+    async def wait(self) -> RankExit:
+        """Return how the rank ends, when it has."""
+        assert self._process is not None
+        while (exit := self._process.exit()) is None:
+            await asyncio.sleep(_POLL_S)
+        return exit
 
-            run_drafter(self._config, self._specs, self._rank, store, link=link, on_joined=self._stop_listening)
-
-    def _joined(self) -> None:
-        self._stop_listening()
-        report_stage("warming up")
+    async def kill(self, why: str | None = None) -> None:
+        """Kill the rank, if it runs, and wait for its end. why: see `RankProcess.kill`."""
+        if self._process is not None:
+            self._process.kill(why)
+            await asyncio.to_thread(self._process.process.wait)
 
 
 def packages_folder() -> str:

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.convert import engine_config, fetch_weights, with_tokenizer
 from cluster.engine_client import EngineClient
+from cluster.engine_restart import EngineRestart
 from cluster.http.server import create_app
 from cluster.http.tokenizer_pool import TokenizerPool
 from cluster.local_service import build_service
@@ -31,8 +32,6 @@ logger = logging.getLogger(__name__)
 
 EXIT_GRACE_S = 1.0
 """Delay between the last engine's death and the replica's exit, so that running requests can report the error."""
-MAX_STARTS = 3
-"""How often a new engine is started in place of a lost one, until one is ready."""
 
 
 class Replica:
@@ -54,13 +53,13 @@ class Replica:
         await asyncio.to_thread(fetch_weights, self._args, self._config)
         self._tokenizing = TokenizerPool(self._tokenizer)
         self._client.on_loss = self._engine_died
-        self._worker_group = self._new_worker_group()
-        self._replacing: asyncio.Task[None] | None = None
+        self._worker_group = WorkerGroup(self._config, self._client, on_death=self._engine_died)
+        self._restart = EngineRestart(self._client, self._start_engine, on_failure=self._give_up)
         self._serving = False
         self._tokenizing.begin()  # while the ranks import torch
         try:
             self._placement_group = ray.util.get_current_placement_group()
-            await self._worker_group.start(self._placement_group)
+            await self._start_engine()
             await self._tokenizing.ready()
         except BaseException:
             self._worker_group.close()
@@ -93,42 +92,28 @@ class Replica:
             raise RuntimeError(reason)
 
     async def __del__(self) -> None:
-        if self._replacing is not None:
-            self._replacing.cancel()
+        self._restart.cancel()
         self._worker_group.close()
         await self._tokenizing.close()
         await self._client.close()
 
-    def _new_worker_group(self) -> WorkerGroup:
-        return WorkerGroup(self._config, self._client, on_death=self._engine_died)
+    async def _start_engine(self) -> None:
+        await self._worker_group.start(self._placement_group)
 
     def _engine_died(self, reason: str) -> None:
         """Replace the engine; its requests wait for the next one. While the replica starts, the start fails."""
-        if not self._serving:
+        if self._serving:
+            self._restart.lost(reason)
+        else:
             self._client.fail(reason)
-            return
-        self._client.interrupt(reason)
-        if self._replacing is None or self._replacing.done():
-            self._replacing = asyncio.get_running_loop().create_task(self._replace_engine(reason))
 
-    async def _replace_engine(self, reason: str) -> None:
-        """Start a new engine in the placement group. If none becomes ready, fail all requests and exit.
+    def _give_up(self) -> None:
+        """Exit, because no engine starts.
 
         Serve replaces a dead replica in about half the time it needs for an unhealthy one (three failed checks and a
         drain).
         """
-        for _ in range(MAX_STARTS):
-            self._worker_group.close()
-            self._worker_group = self._new_worker_group()
-            try:
-                await self._worker_group.start(self._placement_group)
-            except Exception:
-                logger.exception("a new engine did not start")
-            else:
-                logger.warning("a new engine goes on with %d requests", self._client.num_pending)
-                return
         self._worker_group.close()
-        self._client.fail(reason)
         asyncio.get_running_loop().call_later(EXIT_GRACE_S, os._exit, 1)
 
 

@@ -1,61 +1,106 @@
-"""The environment of a worker actor before it imports torch, tested without Ray."""
+"""A rank's actor, without Ray: the environment of its ranks, and ranks that come and go."""
 
 from __future__ import annotations
 
+import asyncio
 import os
-import subprocess
-import sys
+import signal
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 import cluster.serve.actors
+from cluster.engine_client import EngineDead
+from cluster.rank_exits import ExitKind
 from cluster.rank_placement import interface_of
 from cluster.serve.actors import Worker, packages_folder
+from cluster.system.processes import is_running
 from tests.support.engines import bundled
 from workers.config import EngineConfig
 from workers.models.readers import read_specs
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-CONFIG = EngineConfig(model_path="model").to_json()
-SPECS = read_specs(bundled()).to_json()
 
 
 @pytest.fixture
-def address(monkeypatch: pytest.MonkeyPatch) -> str:
-    """Set the node's address that Ray reports; restore the environment afterwards."""
+def address(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The node's address that Ray reports; a test may change it."""
+    reported = ["127.0.0.1"]
     for name in INTERFACES:
-        monkeypatch.setenv(name, "")  # so that it is restored
-        monkeypatch.delenv(name)
-    monkeypatch.setattr(cluster.serve.actors.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
-    return "127.0.0.1"
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(cluster.serve.actors.ray.util, "get_node_ip_address", lambda: reported[0])
+    return reported
 
 
-def test_ranks_use_the_interface_of_their_nodes_address(address: str) -> None:
+def worker(config: EngineConfig) -> Worker:
+    return Worker(config.to_json(), 0, packages_folder())
+
+
+def environment(pid: int) -> dict[str, str]:
+    entries = Path(f"/proc/{pid}/environ").read_text().split("\0")
+    return dict(entry.split("=", 1) for entry in entries if entry)
+
+
+@pytest.mark.parametrize("is_configured", [False, True])
+def test_ranks_use_the_interface_of_their_nodes_address_or_the_configured_one(
+    address: list[str], is_configured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By default gloo and NCCL choose one; if the host name resolves to 127.0.1.1, other nodes cannot reach gloo's."""
-    Worker(CONFIG, SPECS, 0, packages_folder(), {})
-    name = interface_of(address)
+    if is_configured:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+    own = worker(bundled())
+    pid = own._starter.standby_pid
+    assert pid is not None
+    name = interface_of(address[0])
     assert name is not None and name.startswith("lo")
-    assert [os.environ[variable] for variable in INTERFACES] == [name, f"={name}"]
+    found = environment(pid)
+    assert [found[variable] for variable in INTERFACES] == ["ib0" if is_configured else name, f"={name}"]
+    own._starter.close()
 
 
-def test_a_configured_interface_is_kept(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
-    Worker(CONFIG, SPECS, 0, packages_folder(), {})
-    assert os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
+def test_an_address_without_an_interface_sets_none(address: list[str]) -> None:
+    address[0] = "203.0.113.9"
+    own = worker(bundled())
+    assert own._starter.standby_pid is not None
+    assert not set(INTERFACES) & environment(own._starter.standby_pid).keys()
+    own._starter.close()
 
 
-def test_an_address_without_an_interface_sets_none(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster.serve.actors.ray.util, "get_node_ip_address", lambda: "203.0.113.9")
-    Worker(CONFIG, SPECS, 0, packages_folder(), {})
-    assert not set(INTERFACES) & os.environ.keys()
+@pytest.mark.parametrize("has_standby", [True, False])
+def test_a_rank_starts_again_after_each_end_and_its_end_is_told(
+    address: list[str], has_standby: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = replace(bundled(), standby=has_standby)
+    specs = read_specs(config).to_json()
 
+    async def main() -> None:
+        own = worker(config)
+        assert (own._starter.standby_pid is not None) == has_standby
+        pids = []
+        for why in (None, "verifier 0 gave no sign of life", "unused"):
+            store = await own.start(config.to_json(), specs, env={}, front="unix:/nowhere")
+            assert store.startswith("127.0.0.1:")
+            assert own._process is not None
+            pids.append(own._process.process.pid)
+            ended = asyncio.create_task(own.wait())
+            await asyncio.sleep(0.1)
+            if why == "unused":
+                os.kill(pids[-1], signal.SIGTERM)
+            else:
+                assert not ended.done()
+                await own.kill(why)
+            exit = await asyncio.wait_for(ended, 5)
+            if why is None:
+                assert exit.kind is ExitKind.KILLED and f"(pid {pids[-1]}) was ended by SIGKILL" in exit.message
+            elif why == "unused":
+                assert exit.kind is ExitKind.STOPPED
+            else:
+                assert exit.kind is ExitKind.KILLED and exit.message.startswith(f"{why} and was killed")
+        with pytest.raises(EngineDead, match="exited with code 2 before it named a rendezvous store"):
+            await own.start(config.to_json(), specs, env={})  # without its front
+        own._starter.close()
+        assert not any(map(is_running, pids)) and len(set(pids)) == 3
 
-def test_an_actor_logs_what_a_process_logs() -> None:
-    code = f"""if True:
-        import logging
-        from cluster.serve.actors import Worker, packages_folder
-        Worker({CONFIG!r}, {SPECS!r}, 0, packages_folder(), {{}})
-        logging.getLogger("verifier.worker").info("joined a world")
-    """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    assert "verifier 0 INFO verifier.worker: joined a world" in done.stderr
+    asyncio.run(main())
+    assert "[verifier 0] " in capfd.readouterr().err, "its log is the actor's"

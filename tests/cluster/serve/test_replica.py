@@ -15,6 +15,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 import cluster.serve.replica
 from cluster.engine_client import EngineClient, EngineDead, Health
+from cluster.engine_restart import EngineRestart
 from cluster.http.streaming import EventStream, cancel_on_disconnect
 from cluster.serve.replica import ClientDisconnects, Replica
 from tests.support.fake_engine import FakeEngine
@@ -30,39 +31,40 @@ class FakeTokenizing:
 
 
 class FakeWorkerGroup:
-    """Starts a fake engine, or fails."""
+    """Starts a fake engine each time, or fails if `error` is set."""
 
-    def __init__(self, client: EngineClient, address: str, error: Exception | None = None) -> None:
-        self._client, self._address, self._error = client, address, error
-        self.engine: FakeEngine | None = None
+    def __init__(self, client: EngineClient, folder: Path) -> None:
+        self._client, self._folder = client, folder
+        self.error: Exception | None = None
+        self.engines: list[FakeEngine] = []
         self.is_closed = False
 
     async def start(self, group: Any) -> None:
-        if self._error is not None:
-            raise self._error
-        self.engine = FakeEngine(await self._client.listen(self._address), lambda submit: [[1]])
+        if self.error is not None:
+            raise self.error
+        if self.engines:
+            self.engines[-1].die()
+        address = await self._client.listen(f"unix:{self._folder}/socket")
+        self.engines.append(FakeEngine(address, lambda submit: [[1]]))
         await self._client.wait_ready(5)
 
     def close(self) -> None:
         self.is_closed = True
-        if self.engine is not None:
-            self.engine.die()
+        self.engines[-1].die()
 
 
 class ReplicaOf(Replica):
-    """A running replica, without Ray; `groups` are its worker groups, the first one started."""
+    """A running replica, without Ray."""
 
     _worker_group: Any
     _tokenizing: Any
 
-    def __init__(self, client: EngineClient, groups: list[FakeWorkerGroup]) -> None:
-        self._client, self._serving, self._replacing, self._placement_group = client, True, None, None
-        self._tokenizing, self._groups = FakeTokenizing(), iter(groups)
+    def __init__(self, client: EngineClient, folder: Path) -> None:
+        self._client, self._serving, self._placement_group = client, True, None
+        self._tokenizing = FakeTokenizing()
         self._client.on_loss = self._engine_died
-        self._worker_group = self._new_worker_group()
-
-    def _new_worker_group(self) -> Any:
-        return next(self._groups)
+        self._worker_group = FakeWorkerGroup(client, folder)
+        self._restart = EngineRestart(client, self._start_engine, on_failure=self._give_up)
 
     def __del__(self) -> None:
         pass  # Serve would await it
@@ -78,9 +80,9 @@ def exits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 async def test_a_hung_engine_is_replaced_and_its_requests_go_on(tmp_path: Path, exits: list[int]) -> None:
     client = EngineClient(progress_timeout_s=1.0)
-    groups = [FakeWorkerGroup(client, f"unix:{tmp_path}/{number}") for number in range(2)]
-    replica = ReplicaOf(client, groups)
-    await groups[0].start(None)
+    replica = ReplicaOf(client, tmp_path)
+    group = replica._worker_group
+    await group.start(None)
     await asyncio.sleep(0.2)  # collecting garbage at the end of the start took a while
     await replica.check_health()
     replica._tokenizing.reason = "no text can be tokenized"
@@ -89,43 +91,41 @@ async def test_a_hung_engine_is_replaced_and_its_requests_go_on(tmp_path: Path, 
     replica._tokenizing.reason = ""
     await replica.check_health()
 
-    assert groups[0].engine is not None
-    groups[0].engine.hold.set()
+    group.engines[0].hold.set()
     waiting = asyncio.create_task(last_chunk(client, Submit(id=1, prompt=[1], max_tokens=10)))
     await asyncio.sleep(1.5)
     await replica.check_health()
     assert "the engine is silent" in client.health().reason
     assert (await asyncio.wait_for(waiting, 5)).tokens == [1]
-    assert groups[0].is_closed and not groups[1].is_closed and client.health() == (True, "")
+    assert len(group.engines) == 2 and client.health() == (True, "")
     await replica.check_health()
-    assert exits == []
+    assert exits == [] and not group.is_closed
     await client.close()
-    groups[1].close()
+    group.close()
 
 
 async def test_a_broken_connection_alone_replaces_the_engine(tmp_path: Path, exits: list[int]) -> None:
     client = EngineClient(cause_wait_s=0.1)
-    groups = [FakeWorkerGroup(client, f"unix:{tmp_path}/{number}") for number in range(2)]
-    ReplicaOf(client, groups)
-    await groups[0].start(None)
-    assert groups[0].engine is not None
-    groups[0].engine.die()
+    group = ReplicaOf(client, tmp_path)._worker_group
+    await group.start(None)
+    group.engines[0].die()
     async with asyncio.timeout(5):
-        while groups[1].engine is None or client.health() != (True, ""):
+        while len(group.engines) < 2 or client.health() != (True, ""):
             await asyncio.sleep(0.02)
     assert len(await asyncio.wait_for(collected(client), 5)) == 1 and exits == []
     await client.close()
-    groups[1].close()
+    group.close()
 
 
 async def test_a_replica_whose_engines_do_not_start_fails_its_requests_and_exits(
     tmp_path: Path, exits: list[int]
 ) -> None:
     client = EngineClient()
-    broken = [FakeWorkerGroup(client, "", RuntimeError("no GPU is left")) for _ in range(3)]
-    replica = ReplicaOf(client, [FakeWorkerGroup(client, f"unix:{tmp_path}/socket"), *broken])
-    await replica._worker_group.start(None)
-    replica._worker_group.engine.hold.set()
+    replica = ReplicaOf(client, tmp_path)
+    group = replica._worker_group
+    await group.start(None)
+    group.engines[0].hold.set()
+    group.error = RuntimeError("no GPU is left")
     waiting = asyncio.create_task(last_chunk(client, Submit(id=1, prompt=[1], max_tokens=10)))
     await asyncio.sleep(0.05)
     replica._engine_died("verifier 1 was killed")
@@ -134,7 +134,7 @@ async def test_a_replica_whose_engines_do_not_start_fails_its_requests_and_exits
     await asyncio.sleep(0.05)
     with pytest.raises(RuntimeError, match="verifier 1 was killed"):
         await replica.check_health()
-    assert exits == [1] and all(group.is_closed for group in broken)
+    assert exits == [1] and group.is_closed
     await client.close()
 
 
