@@ -116,7 +116,7 @@ class _ServiceThread(threading.Thread):
     def __init__(self, args: EngineArgs, config: EngineConfig, tokenizer: Tokenizer, sock: socket.socket) -> None:
         super().__init__(name="secateur-service", daemon=True)
         self._args = args
-        self._engine = LocalEngine(config)
+        self._engine = LocalEngine(config, restarts=True)
         self._config = config
         self._tokenizer = tokenizer
         self._sock = sock

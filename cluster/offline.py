@@ -84,7 +84,7 @@ class OfflineEngine:
 
     async def _start(self) -> Service:
         pool = await self._running.enter_async_context(TokenizerPool(self._tokenizer))
-        client = await self._running.enter_async_context(LocalEngine(self._config))
+        client = await self._running.enter_async_context(LocalEngine(self._config, restarts=True))
         await pool.ready()
         service = build_service(self._args, self._config, client, self._tokenizer, pool, replica="offline")
         service.admission.max_pending = sys.maxsize  # `_run` bounds how many there are

@@ -17,7 +17,7 @@ import torch
 from workers import trace
 from workers.comm import groups
 from workers.config import DRAFT_LINK_VARIABLE, PULSE_VARIABLE, EngineConfig
-from workers.logs import log_as
+from workers.logs import log_as, name_process
 from workers.models.specs import Specs
 from workers.pulse import send_beats_if_asked
 
@@ -48,6 +48,7 @@ def main(run: Callable[..., None], description: str) -> None:
     if opens_store == (args.store is not None):
         parser.error("the first rank takes no --store, the other ranks do")
     log_as(config.role_of(args.rank))
+    name_process(config.role_of(args.rank))
     send_beats_if_asked(PULSE_VARIABLE, args.rank)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     torch.set_num_threads(1 if config.device == "cpu" else torch.get_num_threads())

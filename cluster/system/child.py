@@ -27,8 +27,8 @@ def start_child(module: str, arguments: Sequence[str], **options: Any) -> subpro
     In its own process group it does not get the terminal's Ctrl-C: this process stops its children in order.
     """
     command = [sys.executable, "-P", "-m", __spec__.name, str(os.getpid()), module, *arguments]
-    options = {"stdin": subprocess.DEVNULL, "text": True, "errors": "replace", "process_group": 0} | options
-    return _STARTER.submit(subprocess.Popen, command, **options).result()
+    given: dict[str, Any] = {"stdin": subprocess.DEVNULL, "text": True, "errors": "replace", "process_group": 0}
+    return _STARTER.submit(lambda: subprocess.Popen(command, **{**given, **options})).result()
 
 
 def die_with_parent(parent: int) -> None:

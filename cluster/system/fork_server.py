@@ -132,6 +132,7 @@ class ForkServer:
         with contextlib.suppress(OSError):
             while data := self._control.recv(_MAX_BYTES):
                 self._take(**json.loads(data))
+        self._process.wait()
         self._is_down = True
         self._forked.put(None)
         self._has_imported.set()

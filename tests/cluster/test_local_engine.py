@@ -31,6 +31,7 @@ from secateur.errors import ConfigError
 from tests.support.fake_engine import FakeEngine
 from workers.comm.ipc import Submit, TokenChunk
 from workers.config import EngineConfig
+from workers.types import SamplingSettings
 
 BUNDLED = Path(secateur.__file__).parent / "bundled"
 HANG_S = 4.0
@@ -321,6 +322,46 @@ def test_a_dead_or_hung_rank_stops_all_and_is_named(config: EngineConfig, killed
                 assert client.dead.startswith(f"{role} {pid} was ended by SIGKILL")
             assert_gone(engine.pids)
         return engine.pids
+
+    assert_gone(asyncio.run(main()))
+
+
+@needs_models
+@pytest.mark.parametrize("has_standby", [True, False])
+def test_a_lost_engine_is_replaced_and_changes_no_token(config: EngineConfig, has_standby: bool) -> None:
+    async def main() -> list[int]:
+        engine = LocalEngine(replace(config, standby=has_standby, hang_timeout_s=HANG_S), restarts=True)
+        async with engine as client:
+            standby, seen = engine.standby_pid, list(engine.pids)
+            assert (standby is not None) == has_standby
+            settings = [SamplingSettings(temperature=0.0), SamplingSettings(temperature=0.8, seed=3)]
+
+            async def answer(sampling: SamplingSettings) -> list[int]:
+                submit = Submit(id=client.new_id(), prompt=[300], max_tokens=250, ignore_eos=True, sampling=sampling)
+                return [token for chunk in await collect(client, submit) for token in chunk.tokens]
+
+            async def answers() -> list[list[int]]:
+                return list(await asyncio.gather(*map(answer, settings)))
+
+            wanted = await answers()
+            for number in (signal.SIGKILL, signal.SIGSTOP) if has_standby else (signal.SIGKILL,):
+                waiting = asyncio.create_task(answers())
+                while client.stats.num_running < 2:
+                    await asyncio.sleep(0.01)
+                os.kill(engine.pids[0], number)
+                assert await asyncio.wait_for(waiting, 120) == wanted
+                assert not {*seen} & {*engine.pids} and client.health() == (True, "")
+                seen += engine.pids
+            assert engine.standby_pid == standby
+            if standby is not None:
+                os.kill(standby, signal.SIGKILL)  # its ranks end with it
+                async with asyncio.timeout(60):
+                    while client.health() == (True, "") or engine.standby_pid == standby:
+                        await asyncio.sleep(0.02)
+                assert await answers() == wanted
+                assert engine.standby_pid is not None
+                seen += [standby, engine.standby_pid, *engine.pids]
+        return seen
 
     assert_gone(asyncio.run(main()))
 
