@@ -25,7 +25,7 @@ ON_300M := --target-cost 300m --cache build/bench
 ON_8B := --target-cost 8b --cache build/bench
 
 .DEFAULT_GOAL := help
-.PHONY: help docs demo chat check quick test parity mutants clients fuzz audit sbom gpu bench peers models clean
+.PHONY: help docs demo chat check quick test parity mutants clients fuzz chaos audit sbom gpu bench peers models clean
 
 help: ## list these targets
 	@sed -nE 's/^([a-z]+):.*## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -59,6 +59,9 @@ clients: $(VENV)/.installed-test ## other projects' clients against a service; i
 
 fuzz: $(VENV)/.installed-test ## a quarter of an hour of requests made from the OpenAPI document; no server error, nothing undocumented
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --full tests/cluster/http/test_fuzz.py
+
+chaos: $(VENV)/.installed-test ## kill and stop every process of a service while it answers, check every token (a quarter of an hour)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos.run
 
 audit: $(VENV)/.installed-serve $(TOOLS)/pip-audit/.installed-$(PIP_AUDIT) ## look for known vulnerabilities in the installed packages (asks PyPI's database)
 	$(BIN)/python -m pip list --format freeze --exclude-editable | sed 's/+.*//' > build/installed.txt
