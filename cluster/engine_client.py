@@ -16,7 +16,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from secateur.errors import SecateurError
+from cluster.rank_exits import EngineDead
 from workers.comm.ipc import (
     Abort,
     DrafterLost,
@@ -48,10 +48,6 @@ SERVICE_WEIGHT = 1 / 16
 """Share of the last request in the average time that requests spend in the running batch."""
 MAX_REPLAYS = 2
 """How often a request is sent again without gaining a token before it fails. It may be what kills the engines."""
-
-
-class EngineDead(SecateurError, RuntimeError):
-    """The engine has died, and its requests are lost."""
 
 
 class DeadlyRequest(EngineDead):

@@ -22,10 +22,10 @@ from dataclasses import replace
 from functools import partial
 
 from cluster.drafter_restart import DrafterRestart
-from cluster.engine_client import EngineClient, EngineDead
+from cluster.engine_client import EngineClient
 from cluster.engine_restart import EngineRestart
 from cluster.hang_monitor import HangMonitor
-from cluster.rank_exits import RankExit, root_cause
+from cluster.rank_exits import EngineDead, RankExit, root_cause
 from cluster.rank_placement import interface_env, num_bundles, rank_placements
 from cluster.rank_process import RankProcess, RankStarter
 from cluster.system.temp_dirs import OwnedTempDir

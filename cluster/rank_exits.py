@@ -7,8 +7,14 @@ from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
+from secateur.errors import SecateurError
+
 ROOT_CAUSE_WAIT_S = 1.0
 _PERIOD_S = 0.05
+
+
+class EngineDead(SecateurError, RuntimeError):
+    """The engine has died, and its requests are lost."""
 
 
 class ExitKind(IntEnum):

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import IO
 
 import workers
-from cluster.engine_client import EngineDead
-from cluster.rank_exits import ExitKind, RankExit
+from cluster.rank_exits import EngineDead, ExitKind, RankExit
 from cluster.rank_placement import worker_env
 from cluster.system.child import start_child
 from cluster.system.fork_server import ForkedProcess, ForkServer

@@ -136,7 +136,7 @@ ENGINE_FLAGS: dict[str, Any] = {
     "standby": _limit(
         bool,
         "--standby/--no-standby",
-        help="Keep a process of some 200 MB, from which lost ranks are started again in seconds [on].",
+        help="Keep a process from which lost ranks are forked, and so are back in seconds [on].",
     ),
     "dtype": _model(Dtype, "--dtype", help="[auto: float32 on CPU, the checkpoint's on CUDA]"),
     "device": _model(Device, "--device", help="[auto]"),

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from cluster.engine_client import EngineDead
 from cluster.local_engine import LocalEngine
+from cluster.rank_exits import EngineDead
 from workers.comm.ipc import EngineStats, RequestStats, Speculation, Submit, TokenLogprobs
 from workers.config import EngineConfig
 from workers.types import SamplingSettings

@@ -21,7 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.engine_client import DeadlyRequest, EngineDead
+from cluster.engine_client import DeadlyRequest
 from cluster.http.api_keys import ApiKeys, matching_key
 from cluster.http.errors import BadRequest, HttpError, not_found, too_many_requests, unavailable
 from cluster.http.in_process import IN_PROCESS
@@ -30,6 +30,7 @@ from cluster.http.output_processor import GenerationFailed
 from cluster.http.paths import PathMiddleware
 from cluster.http.rate_limits import Callers
 from cluster.http.tokenizer_pool import TokenizerPoolDown, TokenizerPoolFull
+from cluster.rank_exits import EngineDead
 from secateur.errors import Problem
 from secateur.responses import IGNORED_HEADER, REQUEST_ID_HEADER, ErrorResponse
 from secateur.schema import problems_of

@@ -276,12 +276,14 @@ def _is_used(path: Path) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [fault.name for fault in FAULTS]
-    parser.add_argument("only", nargs="*", choices=[*names, []], help="faults, all if there are none")
+    parser.add_argument("only", nargs="*", help=f"faults, all if there are none: {', '.join(names)}")
     parser.add_argument("--streams", type=int, default=40, help="streams per fault [%(default)s]")
     parser.add_argument("--max-tokens", type=int, default=200, help="tokens of each [%(default)s]")
     parser.add_argument("--requests", type=int, default=1000, help="small ones during the upgrade; 0 = none [1000]")
     parser.add_argument("--no-standby", action="store_true", help="start lost ranks from nothing, to compare")
     asked = parser.parse_args()
+    if unknown := set(asked.only) - set(names):
+        parser.error(f"there is no fault {', '.join(sorted(unknown))}; choose from {', '.join(names)}")
     settings = {"tensor_parallel_size": 2, "device": "cpu", "port": 0, "standby": not asked.no_standby}
     args = EngineArgs.load(settings | {"max_num_seqs": 64, "max_model_len": 1024})
     from cluster.serve.launch import running

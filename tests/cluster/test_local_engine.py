@@ -21,9 +21,10 @@ import pytest
 
 import secateur
 from cluster.convert import engine_config
-from cluster.engine_client import DeadlyRequest, EngineClient, EngineDead
+from cluster.engine_client import DeadlyRequest, EngineClient
 from cluster.local_engine import LocalEngine
 from cluster.local_service import local_service
+from cluster.rank_exits import EngineDead
 from cluster.system.processes import wait_gone
 from cluster.system.progress import Progress
 from secateur.config import EngineArgs

@@ -14,7 +14,7 @@ from cluster.bench import acceptance
 from cluster.bench.acceptance_report import AcceptanceResults, RowKey, render
 from cluster.bench.acceptance_rows import ACCEPTANCES, AcceptanceRow
 from cluster.bench.sequoia import acceptance_table, best_tree, expected_accepted
-from cluster.engine_client import EngineDead
+from cluster.rank_exits import EngineDead
 from secateur import cli
 from secateur.bench import AcceptancePlan
 from secateur.config import EngineArgs

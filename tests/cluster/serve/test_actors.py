@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import cluster.serve.actors
-from cluster.engine_client import EngineDead
-from cluster.rank_exits import ExitKind
+from cluster.rank_exits import EngineDead, ExitKind
 from cluster.rank_placement import interface_of
 from cluster.serve.actors import Worker, packages_folder
 from cluster.system.processes import is_running
@@ -104,3 +105,10 @@ def test_a_rank_starts_again_after_each_end_and_its_end_is_told(
 
     asyncio.run(main())
     assert "[verifier 0] " in capfd.readouterr().err, "its log is the actor's"
+
+
+def test_an_actor_imports_no_torch() -> None:
+    """It would take as much memory as a rank, and none of its own needs it."""
+    code = "import sys, cluster.serve.actors; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == "False\n"

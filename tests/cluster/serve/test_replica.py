@@ -14,9 +14,10 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 import cluster.serve.replica
-from cluster.engine_client import EngineClient, EngineDead, Health
+from cluster.engine_client import EngineClient, Health
 from cluster.engine_restart import EngineRestart
 from cluster.http.streaming import EventStream, cancel_on_disconnect
+from cluster.rank_exits import EngineDead
 from cluster.serve.replica import ClientDisconnects, Replica
 from tests.support.fake_engine import FakeEngine
 from workers.comm.ipc import Submit, TokenChunk
