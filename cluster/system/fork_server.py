@@ -13,6 +13,7 @@ import contextlib
 import gc
 import importlib
 import json
+import math
 import os
 import queue
 import signal
@@ -20,14 +21,20 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import IO, Self
 
 from cluster.system.child import die_with_parent, run, start_child
+from cluster.system.processes import is_running
 from secateur.errors import SecateurError
 
 IMPORT_TIMEOUT_S = 120.0
 """Time to import the modules, from a cold disk at worst."""
+FORK_TIMEOUT_S = 20.0
+"""A server that has not forked in this time is stopped itself. It is killed then."""
+REPORT_S = 1.0
+"""Time to report the end of a process, after which the process counts as killed."""
 _MAX_BYTES = 1 << 17  # of a message, which Linux takes whole (SOCK_SEQPACKET); no longer than an argument of a command
 _CHILD_SIGNALS = {signal.SIGCHLD}
 
@@ -46,18 +53,22 @@ class ForkedProcess:
 
     def poll(self) -> int | None:
         """Return its exit code, negative for a signal; None while it runs."""
+        if self._code is None and not is_running(self.pid) and not self._has_ended.wait(REPORT_S):
+            self.end(-signal.SIGKILL)  # the server hangs
         return self._code
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for its end and return its exit code. Raises subprocess.TimeoutExpired."""
-        if not self._has_ended.wait(timeout):
-            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
-        assert self._code is not None
-        return self._code
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if not self._has_ended.wait(min(REPORT_S, max(0.0, deadline - time.monotonic()))):
+                if time.monotonic() >= deadline:
+                    raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+        return code
 
     def end(self, code: int) -> None:
-        """Note its end. The fork server's owner calls it."""
-        self._code = code
+        """Note its end, if that is news. The fork server's owner calls it."""
+        self._code = code if self._code is None else self._code
         self._has_ended.set()
 
 
@@ -102,8 +113,9 @@ class ForkServer:
             self._pipes = stdout, stderr
             try:
                 socket.send_fds(self._control, [message], [end for _, end in ends])
-                forked = self._forked.get()
-            except OSError:
+                forked = self._forked.get(timeout=FORK_TIMEOUT_S)
+            except (OSError, queue.Empty):
+                self._process.kill()
                 forked = None
             if forked is None:
                 stdout.close()
@@ -114,6 +126,7 @@ class ForkServer:
     def wait_imported(self) -> None:
         """Wait until the modules are imported, or the server has ended. Raises ForkServerDown if it takes too long."""
         if not self._has_imported.wait(IMPORT_TIMEOUT_S):
+            self._process.kill()
             raise ForkServerDown(f"the fork server had not imported its modules after {IMPORT_TIMEOUT_S:.0f} s")
 
     def close(self) -> None:

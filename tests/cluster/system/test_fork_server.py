@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import cluster.system.fork_server as module
 from cluster.system.fork_server import ForkedProcess, ForkServer, ForkServerDown
 from cluster.system.processes import is_running, wait_gone
 
@@ -101,6 +102,21 @@ def test_processes_end_with_a_server_that_ends(server: ForkServer, number: signa
     for _ in range(2):
         with pytest.raises(ForkServerDown, match=rf"\(pid {server.pid}\) has ended"):
             server.start("sleeps", [], {})
+
+
+def test_a_stopped_server_hides_no_end_and_is_killed_when_it_does_not_fork(
+    server: ForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "FORK_TIMEOUT_S", 0.5)
+    with running(server) as first, running(server) as second:
+        os.kill(server.pid, signal.SIGSTOP)
+        assert first.poll() is None
+        os.kill(first.pid, signal.SIGKILL)
+        assert first.wait(10) == first.poll() == -signal.SIGKILL
+        with pytest.raises(ForkServerDown):
+            server.start("sleeps", [], {})
+        assert second.wait(5) == -signal.SIGKILL
+        assert wait_gone([server.pid, first.pid, second.pid], timeout_s=5) == []
 
 
 def test_a_server_that_cannot_import_is_down(env: dict[str, str]) -> None:
