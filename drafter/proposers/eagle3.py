@@ -25,7 +25,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from drafter.proposers.feature_head import FeatureHead, name_in_target
@@ -136,9 +135,9 @@ class Eagle3Head(FeatureHead):
         """See `FeatureHead`."""
         spec, eps, kernels = self.spec, self.spec.rms_norm_eps, self.kernels
         g_MH = features_MH.to(self.dtype)
-        e_MH = kernels.rms_norm(F.embedding(tokens_M, self._embedding_VH), self._input_norm_H, eps)
-        h_MH = kernels.rms_norm(g_MH, self._hidden_norm_H, eps)
-        x_M2H = torch.cat((e_MH, h_MH), dim=-1)
+        x_M2H, h_MH = kernels.head_input(
+            tokens_M, self._embedding_VH, self._input_norm_H, g_MH, self._hidden_norm_H, eps
+        )
         residual_MH = h_MH if spec.norm_before_residual else g_MH
         rotation = self._rope(positions_M)
         delta_MH = self._attention(x_M2H, rotation, plan, kv, 0)

@@ -46,7 +46,7 @@ class FeatureHead(ABC):
         self.heads = HeadSplit.of(layers.num_heads, layers.num_kv_heads, tp)
         self._layer_shapes = layers
         self._embedding_VH = embedding_VH
-        self._rope = Rope(layers.rope, self.dtype, self.device)
+        self._rope = Rope(layers.rope, self.dtype, self.device, kernels.rotation)
 
     @abstractmethod
     def forward(

@@ -30,9 +30,11 @@ __all__ = [
     "copy_slots",
     "coupled_argmax",
     "gumbel",
+    "head_input",
     "plan",
     "rms_norm",
     "rotate_",
+    "rotation",
     "silu_mul",
     "top_k",
     "tree_attention",
@@ -54,5 +56,7 @@ def compiled(chain: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
 
 rms_norm = compiled(pointwise.rms_norm)
 add_rms_norm = compiled(pointwise.add_rms_norm)
+head_input = compiled(pointwise.head_input)
+rotation = compiled(pointwise.rotation)
 silu_mul = compiled(pointwise.silu_mul)
 rotate_ = compiled(pointwise.rotate_)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from workers.kernels.pointwise import add_rms_norm, rms_norm, rotate_, silu_mul
+from workers.kernels.pointwise import add_rms_norm, head_input, rms_norm, rotate_, rotation, silu_mul
 from workers.kernels.triton_attention import plan, tree_attention
 from workers.kernels.triton_copy import copy_slots
 from workers.kernels.triton_sampling import coupled_argmax, gumbel, top_k
@@ -17,9 +17,11 @@ __all__ = [
     "copy_slots",
     "coupled_argmax",
     "gumbel",
+    "head_input",
     "plan",
     "rms_norm",
     "rotate_",
+    "rotation",
     "silu_mul",
     "top_k",
     "tree_attention",

@@ -2,9 +2,11 @@
 
     rms_norm(x, weight, eps)                         add_rms_norm(x, delta, weight, eps) -> (sum, norm of the sum)
     silu_mul(gate_up_N2I) -> [N, I]                  rotate_(qk_NHd, rotation, norm_Hd=None, eps=0.0)
+    rotation(positions_N, ...) -> Rotation           head_input(tokens_N, ...) -> (input [N, 2 D], normed feature)
 
 `workers.kernels.compiled` compiles them for CUDA, so they must not read values on the host or keep state.
-Legend: N packed rows, D hidden width, I intermediate width, H heads (queries then keys), d head width.
+`rotation` is defined in `workers.models.rope`.
+Legend: N packed rows, V vocabulary, D hidden width, I intermediate width, H heads (queries then keys), d head width.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workers.models.rope import Rotation
+from workers.models.rope import Rotation, rotation
+
+__all__ = ["add_rms_norm", "head_input", "rms_norm", "rotate_", "rotation", "silu_mul"]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -41,6 +45,14 @@ def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[
     """Return the residual stream after a sublayer, x + delta, and its norm."""
     total = x + delta
     return total, rms_norm(total, weight, eps)
+
+
+def head_input(
+    tokens_N: Tensor, embedding_VD: Tensor, token_norm_D: Tensor, feature_ND: Tensor, feature_norm_D: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Return the normed embeddings beside the normed features [N, 2 D], and the normed features alone."""
+    normed_ND = rms_norm(feature_ND, feature_norm_D, eps)
+    return torch.cat((rms_norm(F.embedding(tokens_N, embedding_VD), token_norm_D, eps), normed_ND), dim=-1), normed_ND
 
 
 def silu_mul(gate_up_N2I: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from workers.kernels.pointwise import add_rms_norm, rms_norm, rotate_, silu_mul
+from workers.kernels.pointwise import add_rms_norm, head_input, rms_norm, rotate_, rotation, silu_mul
 from workers.kernels.torch_attention import plan, tree_attention
 from workers.sampling.philox import gumbel
 from workers.sampling.sampler import shard_best as coupled_argmax
@@ -22,9 +22,11 @@ __all__ = [
     "copy_slots",
     "coupled_argmax",
     "gumbel",
+    "head_input",
     "plan",
     "rms_norm",
     "rotate_",
+    "rotation",
     "silu_mul",
     "top_k",
     "tree_attention",

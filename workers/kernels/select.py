@@ -144,6 +144,22 @@ class Kernels(Protocol):
         """Return x + delta and its `rms_norm`."""
         ...
 
+    def head_input(
+        self,
+        tokens_N: Tensor,
+        embedding_VD: Tensor,
+        token_norm_D: Tensor,
+        feature_ND: Tensor,
+        feature_norm_D: Tensor,
+        eps: float,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the `rms_norm` of the tokens' embeddings beside that of their features, [N, 2 D], and the latter."""
+        ...
+
+    def rotation(self, positions_N: Tensor, signed_freq_d: Tensor, scaling: float, dtype: torch.dtype) -> Rotation:
+        """Return scaling times the cos and sin of every position's angles, computed in float32, as `dtype`."""
+        ...
+
     def silu_mul(self, gate_up_N2I: Tensor) -> Tensor:
         """Return silu(gate) * up, [N, I], of the two halves of the input."""
         ...

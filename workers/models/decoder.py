@@ -129,7 +129,7 @@ class Decoder(BaseDecoder):
             layers=layers,
             final_norm_D=final_norm_D,
             head=head,
-            rope=Rope(spec.rope, dtype, device),
+            rope=Rope(spec.rope, dtype, device, kernels.rotation),
             tap_layers=tuple(tap_layers),
             kernels=kernels,
         )

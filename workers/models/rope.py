@@ -9,6 +9,7 @@ Legend: N packed rows, d head width. `workers.kernels.pointwise.rotate_` applies
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -84,19 +85,34 @@ def rope_spec(config: Any) -> RopeSpec:
     return RopeSpec(inv_freq=tuple(inv_freq.tolist()), scaling=float(scaling))
 
 
-class Rope:
-    """Computes the Rotation of positions once per step for all layers, without a table."""
+def rotation(positions_N: Tensor, signed_freq_d: Tensor, scaling: float, dtype: torch.dtype) -> Rotation:
+    """Compute the Rotation of integer positions [N] in float32 and cast it, as transformers does."""
+    angle_N1d = positions_N[:, None, None] * signed_freq_d
+    cos_N1d, sin_N1d = angle_N1d.cos(), angle_N1d.sin()
+    if scaling != 1:
+        cos_N1d, sin_N1d = cos_N1d * scaling, sin_N1d * scaling
+    return Rotation(cos_N1d.to(dtype), sin_N1d.to(dtype))
 
-    def __init__(self, spec: RopeSpec, dtype: torch.dtype, device: torch.device | str) -> None:
+
+class Rope:
+    """Computes the Rotation of positions once per step for all layers, without a table.
+
+    compute: the `rotation` of the kernels in use.
+    """
+
+    def __init__(
+        self,
+        spec: RopeSpec,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        compute: Callable[[Tensor, Tensor, float, torch.dtype], Rotation] = rotation,
+    ) -> None:
         inv_freq = torch.tensor(spec.inv_freq, dtype=torch.float32, device=device)
         self.signed_freq_d = torch.cat((-inv_freq, inv_freq))  # cos(-x) = cos x and sin(-x) = -sin x
         self.scaling = spec.scaling
         self.dtype = dtype
+        self._compute = compute
 
     def __call__(self, positions_N: Tensor) -> Rotation:
-        """Compute the Rotation of integer positions [N] in float32 and cast it, as transformers does."""
-        angle_N1d = positions_N[:, None, None] * self.signed_freq_d
-        cos_N1d, sin_N1d = angle_N1d.cos(), angle_N1d.sin()
-        if self.scaling != 1:
-            cos_N1d, sin_N1d = cos_N1d * self.scaling, sin_N1d * self.scaling
-        return Rotation(cos_N1d.to(self.dtype), sin_N1d.to(self.dtype))
+        """Return the Rotation of integer positions [N]."""
+        return self._compute(positions_N, self.signed_freq_d, self.scaling, self.dtype)

@@ -28,7 +28,7 @@ torch.set_num_threads(1)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HEADS, KV_HEADS, WIDTH, HEAD_DIM, EPS = 6, 2, 192, 32, 1e-6
-CHAINS = ["rms_norm", "add_rms_norm", "silu_mul", "rotate_", "norm_rotate_"]
+CHAINS = ["rms_norm", "add_rms_norm", "head_input", "silu_mul", "rotation", "rotate_", "norm_rotate_"]
 
 needs_compiler = pytest.mark.skipif(
     DEVICE == "cpu" and not (shutil.which("g++") or shutil.which("clang++")),
@@ -56,6 +56,13 @@ def run(chain: Callable[..., Any], name: str, num_rows: int, dtype: torch.dtype)
                 return [chain(random(num_rows, WIDTH), random(WIDTH), EPS)]
             case "add_rms_norm":
                 return [*chain(random(num_rows, WIDTH), random(num_rows, WIDTH), random(WIDTH), EPS)]
+            case "head_input":
+                tokens = torch.arange(num_rows, device=DEVICE) % 7
+                norms = random(WIDTH), random(WIDTH)
+                return [*chain(tokens, random(7, WIDTH), norms[0], random(num_rows, WIDTH), norms[1], EPS)]
+            case "rotation":
+                freq = rope(dtype).signed_freq_d
+                return [*chain(torch.arange(num_rows, device=DEVICE), freq, 1.5, dtype)]
             case "silu_mul":
                 return [chain(random(num_rows, 2 * WIDTH))]
             case _:
@@ -130,7 +137,7 @@ def test_a_chain_is_compiled_at_most_three_times(name: str) -> None:
 @needs_compiler
 def test_compiled_chains_do_not_change_a_model() -> None:
     spec = read_spec(BUNDLED / "target")
-    chains = {name: compiled_chain(name) for name in ("rms_norm", "add_rms_norm", "silu_mul", "rotate_")}
+    chains = {name: compiled_chain(name) for name in pointwise.__all__}
     plain = {name: getattr(reference, name) for name in reference.__all__}
     models = [
         Decoder.load(BUNDLED / "target", spec, device=DEVICE, kernels=SimpleNamespace(**plain | more))  # type: ignore[arg-type]
