@@ -181,6 +181,7 @@ class Run:
     num_steps: int = 0
     num_drafts: int = 0
     num_replays: int = 0
+    num_calls: int = 0  # launches, copies and replays behind start-up
     waits: Counter[str] = field(default_factory=Counter)  # behind start-up
 
 
@@ -219,6 +220,7 @@ def run(config: EngineConfig, jobs: list[Submit]) -> Run:
             engine = Engine(config, target, link, FrameSocket(engine_end), num_pages, UNPROFILED)  # type: ignore[arg-type]
             for job in jobs:
                 front.sendall(encode(job))
+            calls_before = cuda.num_calls if cuda else 0
             if cuda:
                 cuda.waits.clear()
             made, frames, unfinished = Run({job.id: [] for job in jobs}), FrameDecoder(), len(jobs)
@@ -235,6 +237,7 @@ def run(config: EngineConfig, jobs: list[Submit]) -> Run:
         made.num_drafts = engine._stats.num_drafts
         if cuda:
             made.waits, made.num_replays = Counter(cuda.waits), sum(graph.num_replays for graph in cuda.graphs)
+            made.num_calls = cuda.num_calls - calls_before
     return made
 
 

@@ -1,6 +1,6 @@
-"""Compiles every Triton kernel for an H100 or H200 without a GPU, and reports its resources. Run by `test_kernels.py`.
+"""Compiles every Triton kernel without a GPU and reports what it takes of one. Run by `test_kernels.py`.
 
-    python -m tests.support.compile_kernels
+    python -m tests.support.compile_kernels [--archs 80 90 100] [--json]
 
 Triton must not be interpreted in this process. Shapes are those of common models. An argument that is 1 at run time
 may be a constant to the compiler, so the narrowest cases are compiled too. Pointers are aligned and strides even, as
@@ -9,6 +9,14 @@ they are at run time: only then are loads of keys and values vectors, and staged
 
 from __future__ import annotations
 
+import argparse
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import triton
@@ -17,75 +25,171 @@ from triton.compiler import ASTSource
 
 from workers.kernels import triton_attention, triton_copy, triton_sampling, triton_truncation
 
-HOPPER = GPUTarget("cuda", 90, 32)
-SHARED_BYTES = 227 * 1024  # limit per program on Hopper
+SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+"""The limit per program by compute capability."""
 INT64, FLOAT = "*i64", "*fp32"
+_TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
-def compile_kernel(kernel: Any, constants: dict[str, Any], types: dict[str, str], num_warps: int = 4) -> None:
-    """Compile one kernel. types: of the arguments that are not 32-bit integers."""
-    names = kernel.arg_names
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A kernel and its arguments. types: of the arguments that are not 32-bit integers."""
+
+    name: str
+    kernel: Any
+    constants: dict[str, Any]
+    types: dict[str, str]
+    num_warps: int = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resources:
+    """What a compiled kernel takes. Registers and stack (spilled registers) are per thread, shared memory per program.
+
+    loops: machine instructions of each loop of more than 99, in the order of the code.
+    """
+
+    name: str
+    arch: int
+    registers: int
+    stack_bytes: int
+    shared_bytes: int
+    instructions: int
+    loops: list[int]
+
+
+def compile_case(case: Case, arch: int) -> Resources:
+    """Compile one kernel for a compute capability of 10 x major + minor."""
+    kernel, constants, names = case.kernel, case.constants, case.kernel.arg_names
+    signature = {name: "constexpr" if name in constants else case.types.get(name, "i32") for name in names}
     places = {(names.index(name),): value for name, value in constants.items()}
     aligned = [name for name in names if name.endswith(("_ptr", "_stride")) and name not in constants]
     attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(fn=kernel, signature=signature, constexprs=places, attrs=attrs)
-    compiled = triton.compile(source, target=HOPPER, options={"num_warps": num_warps, "num_stages": 2})
-    assert compiled.asm["cubin"] and compiled.metadata.shared <= SHARED_BYTES
-    print(f"{kernel.__name__:15} {compiled.metadata.shared / 1024:6.1f} KiB shared  {constants}")
-
-
-def attention(dtype: str, width: int, *, pairs: int, keys: int, is_split: bool, **constants: int) -> None:
-    padded = max(16, triton.next_power_of_2(width))
-    out = FLOAT if is_split else dtype
-    compile_kernel(
-        triton_attention._attend,
-        dict(KV_HEADS=8, GROUP=4, WIDTH=width, PADDED_WIDTH=padded, PAGE=16, PAIRS=pairs, KEYS=keys, IS_SPLIT=is_split)
-        | dict(HAS_SOFTCAP=False, HAS_SINKS=False, UPCAST=False)
-        | constants,
-        dict(q_ptr=dtype, kv_ptr=dtype, out_ptr=dtype, partial_ptr=out, lse_ptr=out, sink_ptr=dtype)
-        | dict(scale="fp32", softcap="fp32")
-        | dict.fromkeys(("tiles_ptr", "tile_lows_ptr", "table_ptr", "visible_ptr", "lows_ptr", "ancestors_ptr"), INT64),
+    options = {"num_warps": case.num_warps, "num_stages": 2}
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    assert compiled.metadata.shared <= SHARED_BYTES[arch], case
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(compiled.asm["cubin"])
+        usage = _run(_TOOL, "-res-usage", file.name)
+        code = _run(_TOOL, "-sass", file.name)
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found is not None, usage
+    instructions = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", code, re.MULTILINE)
+    return Resources(
+        name=case.name,
+        arch=arch,
+        registers=int(found[1]),
+        stack_bytes=int(found[2]),
+        shared_bytes=compiled.metadata.shared,
+        instructions=sum(text.strip() != "NOP" for _, text in instructions),
+        loops=[length for length in _loops(instructions) if length > 99],
     )
 
 
-def main() -> None:
-    attention("*bf16", 128, pairs=64, keys=64, is_split=True)
-    attention("*bf16", 128, pairs=16, keys=64, is_split=False, q_head_stride=1)
-    attention("*fp16", 80, pairs=64, keys=64, is_split=False)
-    attention("*bf16", 256, pairs=64, keys=64, is_split=True)
-    attention("*bf16", 256, pairs=64, keys=64, is_split=True, HAS_SOFTCAP=True, HAS_SINKS=True)
-    attention("*fp32", 64, pairs=32, keys=64, is_split=True)
-    attention("*fp32", 256, pairs=16, keys=32, is_split=False)
-    compile_kernel(
-        triton_attention._combine,
-        dict(WIDTH=80, PADDED_WIDTH=128, SPLITS=8),
-        dict(partial_ptr=FLOAT, lse_ptr=FLOAT, out_ptr="*bf16"),
+def _loops(instructions: list[tuple[str, str]]) -> Iterator[int]:
+    """Yield the length of each loop: from the target of a branch backwards up to the branch."""
+    for place, text in instructions:
+        if jump := re.search(r"\bBRA(?:\.\w+)* (?:\S+, )?0x([0-9a-f]+)", text):
+            length = (int(place, 16) - int(jump[1], 16)) // 16 + 1
+            if length > 1:
+                yield length
+
+
+def _run(*command: str | Path) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def attention(
+    name: str, dtype: str, width: int, *, pairs: int, keys: int, is_split: bool, num_warps: int = 4, **constants: Any
+) -> Case:
+    """Return a case of the attention kernel."""
+    padded = max(16, triton.next_power_of_2(width))
+    out = FLOAT if is_split else dtype
+    return Case(
+        name=f"attend: {name}",
+        kernel=triton_attention._attend,
+        constants=dict(
+            KV_HEADS=8, GROUP=4, WIDTH=width, PADDED_WIDTH=padded, PAGE=16, PAIRS=pairs, KEYS=keys, IS_SPLIT=is_split
+        )
+        | dict(HAS_SOFTCAP=False, HAS_SINKS=False, UPCAST=False)
+        | constants,
+        types=dict(q_ptr=dtype, kv_ptr=dtype, out_ptr=dtype, partial_ptr=out, lse_ptr=out, sink_ptr=dtype)
+        | dict(scale="fp32", softcap="fp32")
+        | dict.fromkeys(("tiles_ptr", "tile_lows_ptr", "table_ptr", "visible_ptr", "lows_ptr", "ancestors_ptr"), INT64),
+        num_warps=num_warps,
+    )
+
+
+def cases() -> Iterator[Case]:
+    """Yield a case for each kernel and each kind of its shapes."""
+    yield attention("a tree of 17 rows, bf16, 128", "*bf16", 128, pairs=64, keys=64, is_split=True)
+    yield attention("a prompt, bf16, 128", "*bf16", 128, pairs=64, keys=64, is_split=False)
+    yield attention("plain decoding, bf16, 128", "*bf16", 128, pairs=16, keys=64, is_split=True)
+    yield attention("plain decoding, bf16, 128, odd", "*bf16", 128, pairs=16, keys=64, is_split=False, q_head_stride=1)
+    yield attention("fp16, 80", "*fp16", 80, pairs=64, keys=64, is_split=False)
+    yield attention("bf16, 256", "*bf16", 256, pairs=64, keys=64, is_split=True)
+    yield attention(
+        "bf16, 256, softcap, sinks", "*bf16", 256, pairs=64, keys=64, is_split=True, HAS_SOFTCAP=True, HAS_SINKS=True
+    )
+    yield attention("71 heads a group, bf16, 64", "*bf16", 64, pairs=128, keys=64, is_split=True, GROUP=71, KV_HEADS=1)
+    yield attention("fp32, 64", "*fp32", 64, pairs=64, keys=64, is_split=True)
+    yield attention("fp32, 128", "*fp32", 128, pairs=64, keys=64, is_split=True)
+    yield attention("fp32, 256", "*fp32", 256, pairs=16, keys=32, is_split=False)
+    yield Case(
+        name="combine",
+        kernel=triton_attention._combine,
+        constants=dict(WIDTH=80, PADDED_WIDTH=128, SPLITS=8),
+        types=dict(partial_ptr=FLOAT, lse_ptr=FLOAT, out_ptr="*bf16"),
         num_warps=1,
     )
     for tokens, block in ((32, 256), (512, 16)):
-        slots = dict(words_ptr=INT64, source_ptr=INT64, target_ptr=INT64, layer_stride="i64")
-        compile_kernel(triton_copy._copy, dict(TOKENS=tokens, BLOCK=block), slots, num_warps=8)
+        yield Case(
+            name=f"copy {tokens} tokens",
+            kernel=triton_copy._copy,
+            constants=dict(TOKENS=tokens, BLOCK=block),
+            types=dict(words_ptr=INT64, source_ptr=INT64, target_ptr=INT64, layer_stride="i64"),
+            num_warps=8,
+        )
     rows = dict(
         logits_ptr=FLOAT, temperature_ptr=FLOAT, floor_ptr=FLOAT, scores_ptr=FLOAT, score_ptr=FLOAT, out_ptr=FLOAT
     )
     rows |= dict(seed_ptr=INT64, index_ptr=INT64, ids_ptr=INT64, id_ptr=INT64)
-    compile_kernel(triton_sampling._draw, dict(BLOCK=1024), rows)
-    compile_kernel(triton_sampling._draw, dict(BLOCK=1024, num_columns=1, row_stride=1, start=1), rows)
-    compile_kernel(triton_sampling._fill, dict(BLOCK=1024), rows)
-    compile_kernel(triton_sampling._choose, dict(SPLITS=512), rows, num_warps=1)
+    narrow = dict(BLOCK=1024, num_columns=1, row_stride=1, start=1)
+    yield Case(name="draw", kernel=triton_sampling._draw, constants=dict(BLOCK=1024), types=rows)
+    yield Case(name="draw, one column", kernel=triton_sampling._draw, constants=narrow, types=rows)
+    yield Case(name="gumbel", kernel=triton_sampling._fill, constants=dict(BLOCK=1024), types=rows)
+    yield Case(name="choose", kernel=triton_sampling._choose, constants=dict(SPLITS=512), types=rows, num_warps=1)
     top = dict(x_ptr=FLOAT, tau_ptr=FLOAT, values_ptr=FLOAT, value_ptr=FLOAT, lse_ptr=FLOAT, lses_ptr=FLOAT)
     top |= dict(indices_ptr=INT64, index_ptr=INT64)
-    compile_kernel(triton_sampling._top_of_block, dict(BLOCK=2048), top)
-    compile_kernel(triton_sampling._top_of_row, dict(FOUND=512, SPLITS=64), top)
-    compile_kernel(triton_sampling._top_of_row, dict(FOUND=1, SPLITS=1), top)
-    threshold = dict(x_ptr=FLOAT, top_k_ptr="*i32", top_p_ptr=FLOAT, lists_ptr=FLOAT, threshold_ptr=FLOAT)
-    compile_kernel(
-        triton_truncation._threshold,
-        dict(LISTED=triton_truncation._LISTED, BLOCK=triton_truncation._BLOCK),
-        threshold,
+    yield Case(name="top of block", kernel=triton_sampling._top_of_block, constants=dict(BLOCK=2048), types=top)
+    for found, splits in ((512, 64), (1, 1)):
+        constants = dict(FOUND=found, SPLITS=splits)
+        yield Case(
+            name=f"top of row, {splits} blocks", kernel=triton_sampling._top_of_row, constants=constants, types=top
+        )
+    yield Case(
+        name="threshold",
+        kernel=triton_truncation._threshold,
+        constants=dict(LISTED=triton_truncation._LISTED, BLOCK=triton_truncation._BLOCK),
+        types=dict(x_ptr=FLOAT, top_k_ptr="*i32", top_p_ptr=FLOAT, lists_ptr=FLOAT, threshold_ptr=FLOAT),
         num_warps=16,
     )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--archs", type=int, nargs="+", default=[90], choices=list(SHARED_BYTES))
+    parser.add_argument("--json", action="store_true", help="one JSON list of rows")
+    options = parser.parse_args()
+    rows = []
+    for case in cases():
+        for arch in options.archs:
+            rows.append(asdict(compile_case(case, arch)))
+            if not options.json:
+                print(*rows[-1].values(), sep="  ", flush=True)
+    if options.json:
+        print(json.dumps({"triton": triton.__version__, "rows": rows}))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@
         torch.cuda.CUDAGraph(), ...         records operations and replays them on the same memory
         cuda.waits                          the places where the host waited for the device, in order
         cuda.graphs                         the captured graphs, with the number of their replays
+        cuda.num_calls                      launches and copies outside of graphs so far, a replay being one
 
 It does not simulate speed, races or the kernels' arithmetic. It fails where a GPU fails:
 
@@ -135,7 +136,13 @@ class SimulatedCuda(TorchDispatchMode):
         super().__init__()
         self.waits: list[str] = []
         self.graphs: list[Graph] = []
+        self._num_calls = 0
         self._captured: Graph | None = None
+
+    @property
+    def num_calls(self) -> int:
+        """Number of launches, copies and replays that the host has made."""
+        return self._num_calls + sum(graph.num_replays for graph in self.graphs)
 
     def wait(self, why: str) -> None:
         """Record that the host waits for the device."""
@@ -148,6 +155,8 @@ class SimulatedCuda(TorchDispatchMode):
         kernel()
         if self._captured is not None:
             self._captured.work.append(kernel)
+        else:
+            self._num_calls += 1
 
     @contextmanager
     def capture(self, graph: Graph, pool: Any = None, **_: Any) -> Iterator[None]:
@@ -205,6 +214,7 @@ class SimulatedCuda(TorchDispatchMode):
             raise RuntimeError("a graph would copy from the host's memory, where later something else is")
         elif not is_async:  # a copy without non_blocking synchronizes, although the driver stages the source
             self.wait("a copy to the device")
+        self._num_calls += 1
         if name == "copy_":
             _memory(args[0]).copy_(_memory(source))
             return args[0]
@@ -224,7 +234,11 @@ class SimulatedCuda(TorchDispatchMode):
         if name in _EMPTY:
             for one in made:
                 _spoil(one)
-        elif self._captured is not None and (any(new) or is_mutable):  # else it is a view
+        elif not any(new) and not is_mutable:  # a view
+            pass
+        elif self._captured is None:
+            self._num_calls += 1
+        else:
 
             def again() -> None:
                 leaves = tree_leaves(operation(*arguments, **options))

@@ -1,0 +1,362 @@
+"""What a step costs around the GPU's arithmetic, counted without a GPU: launches, the host's time, instructions.
+
+    python -m tests.bench.gpu_counts [--parts launches calls host kernels] [--archs 80 90 100] [--out FILE]
+
+It prints one Markdown table per part:
+
+    launches   kernels in the graph of a whole tree, on the simulated device
+    calls      launches, copies and replays that the host makes in a step, on the simulated device
+    host       thread CPU time of the host's code in a step; the models' own time is left out
+    kernels    registers, spills, shared memory and instructions of every Triton kernel, compiled ahead of time
+
+Compiling takes minutes. The Triton that PyTorch's CUDA build pins may come first on PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from functools import cache, partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+import numpy as np
+import torch
+from torch import Tensor
+
+from drafter.proposers.base import FeatureProposer, head_graphs, head_tree_graphs
+from drafter.tree.policy import make_tree_policy
+from drafter.worker import draft
+from tests.support import checkpoints
+from tests.support.engine_here import Pair, engine_here
+from tests.support.engines import BUNDLED, DYNAMIC, bundled
+from tests.support.simulated_cuda import SimulatedCuda, simulated_cuda
+from verifier.adaptive.cost_model import RowCosts
+from workers.comm import wire
+from workers.comm.channel import Received
+from workers.comm.ipc import Submit
+from workers.comm.wire import Kind
+from workers.config import DraftConfig, EngineConfig, PruneConfig, SimulatedCosts
+from workers.cuda_graphs import decoder_graphs
+from workers.kernels import fused, pointwise
+from workers.types import AttentionMetadata, Constraints, DraftReply, DraftRequest, SamplingSettings, TargetStep
+
+PARTS = ("launches", "calls", "host", "kernels")
+BATCHES = (1, 8, 32)
+NUM_STEPS, WARM_UP, NUM_ROUNDS = 50, 20, 5
+AUTO = replace(
+    DYNAMIC, prune=PruneConfig(auto=True, prompt_lookup=False, simulated_costs=SimulatedCosts(step_ms=10, row_ms=0.01))
+)
+"""Trees of 16 nodes and 8 levels, with costs that make every step draft."""
+Table = Iterator[list[object]]
+
+
+# ---- launches
+
+
+@contextmanager
+def as_one_launch(cuda: SimulatedCuda) -> Iterator[Any]:
+    """Yield Triton's kernel set with each pointwise chain as one launch, as `workers.kernels.compiled` has it."""
+
+    def chain(name: str, *args: Any, **options: Any) -> Any:
+        work = cuda._captured.work if cuda._captured is not None else []
+        before = len(work)
+        result = getattr(fused, name)(*args, **options)
+        merged = work[before:]
+        work[before:] = [lambda: [again() for again in merged]]
+        return result
+
+    kernels = SimpleNamespace(**{name: getattr(fused, name) for name in fused.__all__})
+    for name in pointwise.__all__:
+        setattr(kernels, name, partial(chain, name))
+    yield kernels
+
+
+def launches() -> Table:
+    """Yield the tree graph of one request for each kind of sampling parameters; a compiled chain counts as one."""
+    yield ["a tree of 8 levels and 16 nodes", "launches", "of the draft model", "others"]
+    config = bundled(AUTO, max_num_seqs=1, device="cuda")
+    with simulated_cuda() as cuda, as_one_launch(cuda) as kernels:
+        head = checkpoints.load_eagle3(BUNDLED / "eagle3", BUNDLED / "target", device="cuda", kernels=kernels)
+        pool = head.new_kv_pool(64 * config.page_size)
+        in_model: Counter[int] = Counter()
+        forward, logits = head.forward, head.logits
+
+        def counted(run: Callable[..., Tensor], *args: Any) -> Tensor:
+            graph = cuda._captured
+            before = len(graph.work) if graph else 0
+            result = run(*args)
+            if graph is not None:
+                in_model[id(graph)] += len(graph.work) - before
+            return result
+
+        head.forward, head.logits = partial(counted, forward), partial(counted, logits)  # type: ignore[method-assign]
+        graphs = head_tree_graphs(head, pool, config)
+        for (_, has_truncation, has_penalties), graph in zip(graphs._grow, cuda.graphs, strict=True):
+            name = "with penalties" if has_penalties else "with top-k and top-p" if has_truncation else "plain"
+            yield [name, len(graph.work), in_model[id(graph)], len(graph.work) - in_model[id(graph)]]
+
+
+# ---- calls
+
+
+def calls() -> Table:
+    """Yield the mean number of device calls of a step by an engine with two requests, its drafter's included."""
+    from tests.end_to_end.test_simulated_cuda import config_for, jobs, run
+
+    yield ["two requests, on the engine's and the drafter's side", "calls a step", "steps"]
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        checkpoints.write_model(root / "target", "qwen2", num_hidden_layers=3)
+        checkpoints.write_eagle3(root / "eagle3")
+        for name, sampling in (
+            ("greedy", [SamplingSettings(temperature=0.0)] * 2),
+            ("T=1", [SamplingSettings(seed=seed) for seed in range(2)]),
+            ("top-k and top-p", [SamplingSettings(top_p=0.9, top_k=20, seed=seed) for seed in range(2)]),
+            ("penalties", [SamplingSettings(constraints=Constraints(presence_penalty=0.3), seed=s) for s in range(2)]),
+        ):
+            made = run(config_for(root, "eagle3", AUTO), jobs(sampling, "coupled"))
+            yield [name, round(made.num_calls / made.num_steps, 1), made.num_steps]
+
+
+# ---- the host's time
+
+
+def host() -> Table:
+    """Yield means in ms over decoding steps. Each part runs alone, several times; the fastest round counts."""
+    yield ["ms of thread CPU time", *(f"{batch} requests" for batch in BATCHES)]
+    gc.freeze()
+    with _small_models() as (config, pair):
+        columns = [_host_column(config, pair, batch) for batch in BATCHES]
+    for name in columns[0]:
+        yield [name, *(round(column[name], 3) for column in columns)]
+    yield ["together", *(round(sum(column.values()), 3) for column in columns)]
+    yardstick = round(_fastest_ms(_yardstick, [None] * NUM_STEPS), 3)
+    yield ["yardstick: 100 sums of two arrays of 16", *[yardstick] * len(columns)]
+
+
+def _yardstick(_: None) -> None:
+    """Do a fixed amount of the same kind of work, because the machine's speed varies with its load."""
+    one = np.ones(16)
+    for _i in range(100):
+        one + one
+
+
+def _fastest_ms(call: Callable[[Any], object], arguments: Sequence[Any]) -> float:
+    """Return the mean time of a call in the fastest round over all arguments. Reading the clock is not cheap."""
+    rounds = []
+    for _ in range(NUM_ROUNDS):
+        began = time.thread_time()
+        for argument in arguments:
+            call(argument)
+        rounds.append(time.thread_time() - began)
+    return 1e3 * min(rounds) / len(arguments)
+
+
+@contextmanager
+def _small_models() -> Iterator[tuple[EngineConfig, Pair]]:
+    """Yield a target of three layers and a head, with a configuration for them."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        checkpoints.write_model(root / "target", "qwen2", num_hidden_layers=3)
+        checkpoints.write_eagle3(root / "eagle3")
+        draft = DraftConfig(method="eagle3", model_path=str(root / "eagle3"), placement="colocated", tree=AUTO)
+        yield (
+            EngineConfig(
+                model_path=str(root / "target"),
+                max_model_len=512,
+                max_num_seqs=max(BATCHES),
+                num_pages=1 + 32 * max(BATCHES),
+                enable_prefix_caching=False,
+                draft=draft,
+            ),
+            Pair.load(root / "target", root / "eagle3"),
+        )
+
+
+def _host_column(config: EngineConfig, pair: Pair, batch: int) -> dict[str, float]:
+    recorded = Recorded()
+    _run_engine(config, pair, batch, recorded)
+    requests, replies = recorded.requests[-NUM_STEPS:], recorded.replies[-NUM_STEPS:]
+    assert all(len(reply.pruned_GD) == batch for reply in replies), "every step drafts for every request"
+    column = {
+        "engine": min(_run_engine(config, pair, batch, replace(recorded, is_replayed=True)) for _ in range(NUM_ROUNDS))
+    }
+    for name, sent in (("request to and from bytes", requests), ("reply to and from bytes", replies)):
+        column[name] = _fastest_ms(lambda message: wire.unpack(*wire.pack(message)), sent)
+    column["target's attention plan and inputs"] = _plan_ms(recorded.steps[-NUM_STEPS:], pair, config)
+    return column | _drafter_times(requests, pair, config)
+
+
+@dataclass
+class Recorded:
+    """What models and drafter answered in a run of an engine, so that another run takes only the engine's time."""
+
+    steps: list[TargetStep] = field(default_factory=list)
+    drawn: list[list[int]] = field(default_factory=list)
+    states: list[Tensor | None] = field(default_factory=list)
+    requests: list[DraftRequest] = field(default_factory=list)
+    replies: list[DraftReply] = field(default_factory=list)
+    is_replayed: bool = False
+
+
+def _run_engine(config: EngineConfig, pair: Pair, batch: int, recorded: Recorded) -> float:
+    """Run WARM_UP + NUM_STEPS steps; return the mean of the last ones in ms of thread CPU time."""
+    with engine_here(config, pair, RowCosts(np.array([1.0, 512.0]), np.array([10.0, 15.0]))) as here:
+        target, drafter = here.engine._target, here.engine._drafter
+        if recorded.is_replayed:
+            drawn, states, replies = iter(recorded.drawn), iter(recorded.states), iter(recorded.replies)
+            features = torch.zeros(1 + 9 * max(BATCHES) + 64 * max(BATCHES), pair.head.width)
+            target.run = lambda step, number: next(drawn)  # type: ignore[method-assign]
+            target.states = lambda: next(states)  # type: ignore[method-assign]
+            target.features = lambda state_NX: features[: len(state_NX)]  # type: ignore[method-assign]
+            drafter.send = lambda message, step: None  # type: ignore[union-attr]
+            drafter.receive = lambda: Received(Kind.DRAFT_REPLY, 0, next(replies))  # type: ignore[union-attr]
+        else:
+            run, keep_states = target.run, target.states
+
+            def kept(step: TargetStep, number: int) -> list[int]:
+                recorded.steps.append(step)
+                recorded.drawn.append(run(step, number))
+                return recorded.drawn[-1]
+
+            def kept_states() -> Tensor | None:
+                recorded.states.append(keep_states())
+                return recorded.states[-1]
+
+            target.run, target.states = kept, kept_states  # type: ignore[method-assign]
+        for id in range(batch):
+            sampling, prompt = SamplingSettings(temperature=1.0, seed=id), [2 + (7 * id + n) % 90 for n in range(40)]
+            here.submit(Submit(id=id, prompt=prompt, max_tokens=450, sampling=sampling, ignore_eos=True))
+        for _ in range(WARM_UP):
+            here.step()
+        began = time.thread_time()
+        for _ in range(NUM_STEPS):
+            here.engine.step()
+        passed = time.thread_time() - began
+        if not recorded.is_replayed:
+            recorded.requests, recorded.replies = drafter.requests, drafter.replies  # type: ignore[union-attr]
+    return 1e3 * passed / NUM_STEPS
+
+
+def _plan_ms(steps: list[TargetStep], pair: Pair, config: EngineConfig) -> float:
+    """Time the host's part of a replayed forward: its plan and the copies of its inputs."""
+    decoder = pair.decoder
+    with _triton(decoder):
+        graphs = decoder_graphs(decoder, decoder.new_kv_pool(16), config, is_captured=False)
+        for size, bucket in graphs._buckets.items():
+            bucket.replay = partial(tuple, [torch.zeros(size.rows, 1)])
+        return _fastest_ms(lambda step: graphs(step.attention, step.token_N, step.position_N), steps)
+
+
+@contextmanager
+def _triton(model: Any) -> Iterator[None]:
+    """Let a model plan for Triton kernels."""
+    kept, model.kernels = model.kernels, fused
+    try:
+        yield
+    finally:
+        model.kernels = kept
+
+
+def _drafter_times(requests: list[DraftRequest], pair: Pair, config: EngineConfig) -> dict[str, float]:
+    """Time `draft` with replays that take no time and return a chain, and the two attention plans in it."""
+    head, planned = pair.head, []
+    with _triton(head):
+        pool = head.new_kv_pool(16)
+        graphs = head_graphs(head, pool, config, is_captured=False)
+        trees = head_tree_graphs(head, pool, config, is_captured=False)
+        for size, bucket in graphs._buckets.items():
+            bucket.replay = partial(tuple, [torch.zeros(size.rows, head.width)])
+        trees._grow = {key: partial(_chains, key[0], AUTO.num_speculative_tokens) for key in trees._grow}
+        root_logits = [torch.zeros(n, head.vocab.size) for n in range(1 + max(BATCHES))]
+        logits, head.logits = head.logits, lambda hidden: root_logits[len(hidden)]  # type: ignore[method-assign]
+        proposer = FeatureProposer(head, pool, config.page_size, config.tree_rows, graphs, trees)
+        call = partial(draft, proposer=proposer, policy=make_tree_policy(AUTO), kernels=fused)
+        plan = graphs._plan
+        try:
+            whole_ms = _fastest_ms(call, requests)
+
+            def kept(metadata: AttentionMetadata, into: Any) -> Any:
+                planned.append((metadata, into))
+                return plan(metadata, into=into)
+
+            graphs._plan = trees._plan = kept
+            for request in requests:
+                call(request)
+        finally:
+            head.logits = logits  # type: ignore[method-assign]
+        plan_ms = 2 * _fastest_ms(lambda given: plan(given[0], into=given[1]), planned)
+    return {"drafter's two attention plans": plan_ms, "drafter's other Python": whole_ms - plan_ms}
+
+
+@cache
+def _chains(num_requests: int, num_nodes: int) -> Tensor:
+    """Return what a tree graph does for chains of 8 nodes."""
+    row = torch.arange(1 + num_nodes, dtype=torch.float64)
+    fields = torch.stack([row, (row - 1).clamp(min=0), row, (row < 9) * 0.8**row, 0.8**row])
+    return fields[:, None].repeat(1, num_requests, 1)
+
+
+# ---- kernels
+
+
+def kernels(archs: Sequence[int]) -> Table:
+    """Yield the resources of every kernel, from a process whose Triton compiles."""
+    command = [sys.executable, "-m", "tests.support.compile_kernels", "--json", "--archs", *map(str, archs)]
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout)
+    yield [
+        f"Triton {found['triton']}", "sm", "registers", "stack bytes", "shared KiB", "instructions",
+        "instructions of each loop",
+    ]  # fmt: skip
+    for row in found["rows"]:
+        loops = ", ".join(map(str, row["loops"]))
+        yield [
+            row["name"], row["arch"], row["registers"], row["stack_bytes"], round(row["shared_bytes"] / 1024, 1),
+            row["instructions"], loops,
+        ]  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
+    parser.add_argument("--archs", type=int, nargs="+", default=[80, 90, 100], help="compute capabilities x 10")
+    parser.add_argument("--out", type=Path, help="also write the tables to this file")
+    options = parser.parse_args()
+    counters = {"launches": launches, "calls": calls, "host": host, "kernels": partial(kernels, options.archs)}
+    torch.set_num_threads(1)
+    lines: list[str] = []
+
+    def say(line: str) -> None:
+        lines.append(line)
+        print(line, flush=True)
+        if options.out is not None:
+            options.out.write_text("\n".join(lines) + "\n")
+
+    say(f"# GPU counts, {datetime.now(UTC):%Y-%m-%d}, torch {torch.__version__}")
+    say(f"\n`python -m tests.bench.gpu_counts {' '.join(sys.argv[1:])}`, without a GPU.")
+    for part in options.parts:
+        table = counters[part]()
+        say(f"\n## {part}")
+        for number, row in enumerate(table):
+            say("| " + " | ".join(map(str, row)) + " |")
+            if not number:
+                say("|---" * len(row) + "|")
+
+
+if __name__ == "__main__":
+    main()
