@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,7 +24,6 @@ from drafter.proposers.base import (
     decoder_tree_graphs,
     head_graphs,
     head_tree_graphs,
-    root_rows,
 )
 from drafter.proposers.eagle import FcHead
 from drafter.proposers.eagle3 import Eagle3Head
@@ -195,30 +195,40 @@ def grow_trees(
     grammars: Grammars | None = None,
 ) -> GrownTrees:
     """Grow one tree for each request that wants one, given the distributions at the roots, whose rows are fed."""
-    growing = request.num_nodes_B > 0
+    is_growing_B = request.num_nodes_B.numpy() > 0
+    own: Callable[[Tensor], np.ndarray]
+    if is_growing_B.all():  # nearly always
+        own, sampling = Tensor.numpy, request.sampling
+    else:
+        own, sampling = (
+            lambda column: column.numpy()[is_growing_B],
+            request.sampling.rows(torch.from_numpy(is_growing_B)),
+        )
+    offsets = request.offsets.numpy()
+    last_row_G = offsets[1:][is_growing_B] - 1
     return grow(
         roots,
-        request.token_M[root_rows(request)].numpy(),
-        (request.start_B + request.offsets.diff())[growing].long().numpy(),
+        request.token_M.numpy()[last_row_G],
+        own(request.start_B).astype(np.int64) + (offsets[1:] - offsets[:-1])[is_growing_B],
         limits=GrowLimits(
-            num_nodes_B=request.num_nodes_B[growing].numpy(),
-            max_depth_B=request.max_depth_B[growing].numpy(),
-            min_prob_B=request.min_prob_B[growing].numpy(),
-            path_prob_B=request.path_prob_B[growing].numpy(),
-            rule_B=request.rule_B[growing].numpy(),
-            auto_B=request.auto_B[growing].numpy(),
+            num_nodes_B=own(request.num_nodes_B),
+            max_depth_B=own(request.max_depth_B),
+            min_prob_B=own(request.min_prob_B),
+            path_prob_B=own(request.path_prob_B),
+            rule_B=own(request.rule_B),
+            auto_B=own(request.auto_B),
             is_hybrid=is_hybrid,
         ),
-        sampling=request.sampling.rows(growing),
+        sampling=sampling,
         policy=policy,
         expand=proposer.expand,
         vocab=proposer.vocab,
-        logits_states=_logits_states(request.constraints_U, growing),
+        logits_states=_logits_states(request.constraints_U, is_growing_B),
         grammars=grammars,
         costs=request.costs,
         kernels=kernels,
         tree_graphs=proposer.tree_graphs,
-        traced_B=None if request.traced_B is None else request.traced_B[growing].bool().numpy(),
+        traced_B=None if request.traced_B is None else own(request.traced_B).astype(bool),
     )
 
 
@@ -275,12 +285,11 @@ def prefetch_noise(request: DraftRequest, vocab: DraftVocabulary, device: torch.
     vocab.noise.prepare(seeds, first, num, device)
 
 
-def _logits_states(constraints_U: Tensor, growing: Tensor) -> dict[int, LogitsState]:
+def _logits_states(constraints_U: Tensor, is_growing_B: np.ndarray) -> dict[int, LogitsState]:
     """Return the state of each constrained request, by its index among the growing ones."""
-    index_B = growing.cumsum(0) - 1
-    return {
-        int(index_B[b]): logits_state for b, logits_state in unpack_logits_states(constraints_U).items() if growing[b]
-    }
+    index_B = is_growing_B.cumsum() - 1
+    states = unpack_logits_states(constraints_U)
+    return {int(index_B[b]): logits_state for b, logits_state in states.items() if is_growing_B[b]}
 
 
 def _load(world: World, specs: Specs, kernels: Kernels) -> FeatureProposer | DraftModelProposer | NgramProposer:

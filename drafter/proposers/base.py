@@ -16,6 +16,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -65,24 +66,25 @@ class ModelProposer(Proposer, Protocol):
 
 def fed_slots(request: DraftRequest) -> Tensor:
     """Return the slot of every fed row, int32 [M]."""
-    rows_B = request.offsets.diff()
-    first_M = (request.start_B - request.offsets[:-1]).repeat_interleave(rows_B)
-    return first_M + torch.arange(len(request.token_M), dtype=torch.int32)
+    offsets, start_B = request.offsets.numpy(), request.start_B.numpy()
+    first_M = (start_B - offsets[:-1]).repeat(offsets[1:] - offsets[:-1])
+    return torch.from_numpy(first_M + np.arange(len(first_M), dtype=np.int32))
 
 
 def root_rows(request: DraftRequest) -> Tensor:
     """Return the fed row of each growing request's root, int64 [G]: its last one."""
-    return (request.offsets[1:] - 1)[request.num_nodes_B > 0].long()
+    last_B = request.offsets.numpy()[1:] - np.int64(1)
+    return torch.from_numpy(last_B[request.num_nodes_B.numpy() > 0])
 
 
 def _fed_attention(request: DraftRequest, slot_M: Tensor) -> AttentionMetadata:
     return AttentionMetadata(
         query_offsets=request.offsets,
         page_table_BP=request.page_table_BP,
-        base_B=torch.zeros_like(request.start_B),
+        base_B=torch.from_numpy(np.zeros(len(request.start_B), dtype=np.int32)),
         slot_N=slot_M,
-        visible_N=slot_M + 1,
-        ancestors_N=torch.zeros(len(slot_M), dtype=torch.int64),
+        visible_N=torch.from_numpy(slot_M.numpy() + np.int32(1)),
+        ancestors_N=torch.from_numpy(np.zeros(len(slot_M), dtype=np.int64)),
     )
 
 
@@ -173,7 +175,7 @@ def head_tree_graphs(head: FeatureHead, kv: KVPool, config: EngineConfig, *, is_
     """Capture the growth of whole trees by a head."""
 
     def run(plan: AttentionPlan, tokens_N: Tensor, features_NH: Tensor, positions_N: Tensor) -> tuple[Tensor, Tensor]:
-        hidden_NH = head.forward(tokens_N, features_NH, positions_N - 1, plan, kv)
+        hidden_NH = head.forward(tokens_N, features_NH, positions_N, plan, kv)
         return hidden_NH, head.logits(hidden_NH)
 
     return TreeGraphs(
@@ -183,6 +185,7 @@ def head_tree_graphs(head: FeatureHead, kv: KVPool, config: EngineConfig, *, is_
         head.vocab,
         head.kernels,
         config,
+        root_position=-1,
         is_captured=is_captured,
     )
 

@@ -1,8 +1,10 @@
 """Best-first growth on the device, in static shapes: one CUDA graph grows every level of every tree.
 
     grow_on_device(...) -> NodeTensors      a function of tensors that reads no value on the host
+    Levels                                  its steps 2 and 3, in torch (`TorchLevels`) or in Triton
 
-`drafter.tree.tree_graphs` owns the buffers with its inputs, and captures and replays it.
+`drafter.tree.tree_graphs` owns the buffers with its inputs, and captures and replays it. `drafter.tree.triton_growth`
+has the Triton kernels, three a level where torch launches eighty.
 
 A tree has 1 + N rows, whether they hold a node or not; a row without a node has weight 0. Each level takes three steps:
 
@@ -23,7 +25,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -31,16 +34,17 @@ from torch import Tensor
 
 from drafter.tree.cost_model import calibrate
 from drafter.tree.frontier import DraftVocabulary, GrowLimits
-from drafter.tree.score import TopChildren, confidence_tau, draft_log_probs, top_children
+from drafter.tree.score import TopChildren, confidence_tau, top_children
 from drafter.tree.thresholds import passes_min, passes_path
 from workers.config import TreeConfig
 from workers.kernels.select import Kernels
 from workers.sampling.logits_processors import penalize
+from workers.sampling.sampler import process_logits_static
 from workers.types import Rule, SamplingBatch
 
 ReadRows = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""The draft model: (token, feature, depth, ancestors) of all rows but the roots -> (features for the children, logits),
-each [B, N, ...]."""
+"""The draft model: (token, feature, position, ancestors) of all rows but the roots -> (features for the children,
+logits), each [B, N, ...] and contiguous."""
 
 
 class RowParameters(NamedTuple):
@@ -50,7 +54,7 @@ class RowParameters(NamedTuple):
     """
 
     token_B: Tensor  # the root's
-    base_B: Tensor  # the root's slot and position
+    position_B: Tensor  # the root's, as the draft model counts
     has_noise_B: Tensor  # 1 = children are ranked under the target's noise
     num_nodes_B: Tensor
     max_depth_B: Tensor
@@ -66,23 +70,25 @@ class RowParameters(NamedTuple):
     presence_B: Tensor
 
     @staticmethod
-    def table(
+    def fill(
+        table: np.ndarray,
         token_B: np.ndarray,
-        base_B: Tensor,
+        position_B: np.ndarray,
         has_noise_B: np.ndarray,
         limits: GrowLimits,
         sampling: SamplingBatch,
         penalties_B3: np.ndarray,
-    ) -> Tensor:
-        """Return the table [B, columns] on the host; `RowParameters(*table.unbind(1))` reads it."""
+    ) -> None:
+        """Fill in the table [B, columns] on the host; `RowParameters(*table.unbind(1))` reads it."""
+        temperature_B = sampling.temperature_B.numpy()
         columns = (
-            token_B, base_B, has_noise_B,
+            token_B, position_B, has_noise_B,
             limits.num_nodes_B, limits.max_depth_B, limits.min_prob_B, limits.path_prob_B,
-            sampling.temperature_B, sampling.top_k_B, sampling.top_p_B, sampling.min_p_B,
-            confidence_tau(sampling.temperature_B.numpy(), limits.rule_B == Rule.COUPLED.value),
-            *penalties_B3.T,
+            temperature_B, sampling.top_k_B.numpy(), sampling.top_p_B.numpy(), sampling.min_p_B.numpy(),
+            confidence_tau(temperature_B, limits.rule_B == Rule.COUPLED.value), *penalties_B3.T,
         )  # fmt: skip
-        return torch.stack([torch.as_tensor(column).double() for column in columns], dim=1)
+        for place, column in enumerate(columns):
+            table[:, place] = column
 
     def scoring(self, num_rows: int) -> ScoringParameters:
         """Repeat the parameters of logits and weights for `num_rows` rows of each request."""
@@ -115,6 +121,15 @@ class NodeTensors(NamedTuple):
     column: Tensor  # int64, the token's column in the logits
 
 
+class RowInputs(NamedTuple):
+    """The draft model's inputs at all rows but the roots, int64 [B, N] each. Rows without a node have valid ones."""
+
+    token: Tensor
+    position: Tensor
+    ancestors: Tensor  # bitmask over the R rows, itself included
+    old_parent: Tensor  # the row that its parent had at the level before
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StaticOptions:
     """The choices that a captured graph fixes."""
@@ -126,78 +141,154 @@ class StaticOptions:
     has_penalties: bool
 
 
-def grow_on_device(
-    roots_BV: Tensor,
-    features_BH: Tensor,
-    noise_BDV: Tensor,
-    count_BV: Tensor,
-    parameters: RowParameters,
-    fit_D2: Tensor,
-    read: ReadRows,
-    options: StaticOptions,
-) -> NodeTensors:
-    """Grow the trees [B, R].
+@dataclass(frozen=True, kw_only=True)  # no slots, because of the cached properties
+class GrowInputs:
+    """The tensors that growth reads; a graph reads them anew at every replay."""
 
-    Args:
-        roots_BV: the draft's logits at each root.
-        features_BH: each root's feature for its children.
-        noise_BDV: the target's noise for the children of each level.
-        count_BV: the token counts that `penalize` takes.
-        fit_D2: calibration of each level's children.
-    """
-    num_nodes = options.tree.num_speculative_tokens
-    row_N = torch.arange(1, 1 + num_nodes, device=roots_BV.device)
-    is_root_R = torch.arange(1 + num_nodes, device=roots_BV.device) == 0
-    is_root_BR = is_root_R.expand(len(roots_BV), -1)
-    zeros_BR = torch.zeros_like(is_root_BR, dtype=torch.int64)
-    nodes = NodeTensors(
-        token=parameters.token_B.long()[:, None] * is_root_R,
-        parent=zeros_BR,
-        depth=zeros_BR,
-        weight=is_root_BR.float(),
-        path_prob=is_root_BR.double(),
-        column=zeros_BR,
-    )
-    # Requests without noise have stale values in the buffer.
-    noise_BDV = noise_BDV * parameters.has_noise_B.float()[:, None, None]
-    hidden_BRH, old_parent_BR = features_BH[:, None], zeros_BR
-    logits_BFV, scoring, level_scoring = roots_BV[:, None], parameters.scoring(1), parameters.scoring(num_nodes)
-    path_BFN = zeros_BR[:, None, 1:]  # 1 = this row, of those below the root, is on the path to the scored one
+    roots_BV: Tensor  # the draft's logits at each root
+    features_BH: Tensor  # each root's feature for its children
+    noise_BDV: Tensor  # the target's noise for the children of each level; stale where a request has none
+    count_BV: Tensor  # the token counts that `penalize` takes
+    table: Tensor  # [B, columns], see `RowParameters`
+    fit_D2: Tensor  # calibration of each level's children
+    num_nodes: int
+
+    @cached_property
+    def parameters(self) -> RowParameters:
+        """The columns of the table."""
+        return RowParameters(*self.table.unbind(1))
+
+    def scoring(self, num_rows: int) -> ScoringParameters:
+        """Return the parameters of a level that scores this many rows of each request: 1 or N."""
+        return self._root_scoring if num_rows == 1 else self._scoring
+
+    @cached_property
+    def _root_scoring(self) -> ScoringParameters:
+        return self.parameters.scoring(1)
+
+    @cached_property
+    def _scoring(self) -> ScoringParameters:
+        return self.parameters.scoring(self.num_nodes)
+
+
+class Levels(Protocol):
+    """Trees that grow level by level. Made from `GrowInputs` and `StaticOptions`."""
+
+    @property
+    def nodes(self) -> NodeTensors:
+        """The trees so far."""
+        ...
+
+    def add(self, logits_BFV: Tensor, depth: int) -> RowInputs:
+        """Add the children of the nodes of this depth, keep the best of all, and return the inputs of the new rows.
+
+        logits_BFV: at the roots (depth 0, F = 1), or at all other rows (F = N), penalties applied.
+        """
+        ...
+
+    def features(self, rows: RowInputs, hidden_BNH: Tensor | None) -> Tensor:
+        """Return the feature of each row's parent [B, N, H]. hidden_BNH: of the level before; None behind the roots."""
+        ...
+
+
+def grow_on_device(inputs: GrowInputs, read: ReadRows, options: StaticOptions) -> NodeTensors:
+    """Grow the trees [B, R]."""
+    levels: Levels
+    if options.kernels.NAME == "triton":
+        from drafter.tree.triton_growth import TritonLevels  # torch kernels do not need Triton
+
+        levels = TritonLevels(inputs, options)
+    else:
+        levels = TorchLevels(inputs, options)
+    rows = hidden_BNH = None
+    logits_BFV = inputs.roots_BV[:, None]
     for depth in range(options.tree.max_depth):
-        if depth > 0:
-            feature_BRH = hidden_BRH.gather(1, old_parent_BR[:, :, None].expand(-1, -1, hidden_BRH.shape[-1]))
-            ancestors_BR = _ancestors(nodes.parent, depth)
-            inputs = (nodes.token, feature_BRH, nodes.depth, ancestors_BR)
-            hidden_BNH, logits_BFV = read(*(field[:, 1:] for field in inputs))
-            hidden_BRH, scoring = torch.cat((features_BH[:, None], hidden_BNH), dim=1), level_scoring
-            path_BFN = ancestors_BR[:, 1:, None] >> row_N & 1
+        if rows is not None:
+            feature_BNH = levels.features(rows, hidden_BNH)
+            hidden_BNH, logits_BFV = read(rows.token, feature_BNH, rows.position, rows.ancestors)
         if options.has_penalties:
-            logits_BFV = _penalized(logits_BFV.float(), count_BV, path_BFN, nodes.column[:, 1:], parameters)
-        top = _score(logits_BFV, noise_BDV[:, depth], scoring, options)
-        children = _children(nodes, depth, top, parameters, fit_D2[depth])
-        nodes, old_parent_BR = _keep_best(nodes, children, parameters.num_nodes_B)
-    return nodes
+            logits_BFV = _penalized(logits_BFV.float(), rows, levels, inputs)
+        rows = levels.add(logits_BFV, depth)
+    return levels.nodes
 
 
-def _penalized(
-    logits_BFV: Tensor, count_BV: Tensor, path_BFN: Tensor, column_BN: Tensor, parameters: RowParameters
-) -> Tensor:
+class TorchLevels:
+    """`Levels` in torch, the twin of `drafter.tree.triton_growth.TritonLevels`."""
+
+    def __init__(self, inputs: GrowInputs, options: StaticOptions) -> None:
+        self._inputs, self._options = inputs, options
+        is_root_R = torch.arange(1 + inputs.num_nodes, device=inputs.table.device) == 0
+        is_root_BR = is_root_R.expand(len(inputs.table), -1)
+        zeros_BR = torch.zeros_like(is_root_BR, dtype=torch.int64)
+        self.nodes = NodeTensors(
+            token=inputs.parameters.token_B.long()[:, None] * is_root_R,
+            parent=zeros_BR,
+            depth=zeros_BR,
+            weight=is_root_BR.float(),
+            path_prob=is_root_BR.double(),
+            column=zeros_BR,
+        )
+
+    def add(self, logits_BFV: Tensor, depth: int) -> RowInputs:
+        """See `Levels`."""
+        parameters = self._inputs.parameters
+        top = self._score(logits_BFV, depth)
+        children = _children(self.nodes, depth, top, parameters, self._inputs.fit_D2[depth])
+        self.nodes, old_parent_BR = _keep_best(self.nodes, children, parameters.num_nodes_B)
+        position_BR = parameters.position_B.long()[:, None] + self.nodes.depth
+        fields = (self.nodes.token, position_BR, _ancestors(self.nodes.parent, depth + 1), old_parent_BR)
+        return RowInputs(*(field[:, 1:].contiguous() for field in fields))
+
+    def features(self, rows: RowInputs, hidden_BNH: Tensor | None) -> Tensor:
+        """See `Levels`."""
+        hidden_BRH = self._inputs.features_BH[:, None]
+        if hidden_BNH is not None:
+            hidden_BRH = torch.cat((hidden_BRH, hidden_BNH), dim=1)
+        return hidden_BRH.gather(1, rows.old_parent[:, :, None].expand(-1, -1, hidden_BRH.shape[-1]))
+
+    def _score(self, logits_BFV: Tensor, depth: int) -> TopChildren:
+        """Return the candidate children of each row, [B, F, ...]."""
+        inputs, options = self._inputs, self._options
+        # Requests without noise have stale values in the buffer.
+        noise_BV = torch.where(inputs.parameters.has_noise_B[:, None] > 0, inputs.noise_BDV[:, depth], 0.0)
+        log_q_BFV = processed(logits_BFV, inputs, options).log_softmax(-1)
+        scored_FV = (log_q_BFV + noise_BV[:, None]).flatten(0, 1)
+        top = top_children(
+            log_q_BFV.flatten(0, 1),
+            scored_FV,
+            inputs.scoring(logits_BFV.shape[1]).tau_F,
+            options.tree.max_children,
+            options.vocab,
+            options.kernels,
+        )
+        return TopChildren(*(field.unflatten(0, logits_BFV.shape[:2]) for field in top))
+
+
+def processed(logits_BFV: Tensor, inputs: GrowInputs, options: StaticOptions) -> Tensor:
+    """Return the logits after temperature and truncation, whose softmax is q."""
+    x_FV = process_logits_static(
+        logits_BFV.flatten(0, 1),
+        inputs.scoring(logits_BFV.shape[1]).params,
+        has_min_p=options.has_truncation,
+        has_top=options.has_truncation,
+        threshold=options.kernels.truncation_threshold,
+    )
+    return x_FV.view_as(logits_BFV)
+
+
+def _penalized(logits_BFV: Tensor, rows: RowInputs | None, levels: Levels, inputs: GrowInputs) -> Tensor:
     """Apply penalties as `workers.sampling.logits_processors` does, to all columns at once."""
     on_path_BFV = torch.zeros_like(logits_BFV)
-    on_path_BFV.scatter_add_(2, column_BN[:, None].expand_as(path_BFN), path_BFN.to(logits_BFV.dtype))
+    if rows is not None:
+        row_N = torch.arange(1, 1 + inputs.num_nodes, device=logits_BFV.device)
+        # 1 = this row, of those below the root, is on the path to the scored one
+        path_BFN = (rows.ancestors[:, :, None] >> row_N & 1).to(logits_BFV.dtype)
+        on_path_BFV.scatter_add_(2, levels.nodes.column[:, None, 1:].expand_as(path_BFN), path_BFN)
+    parameters = inputs.parameters
     penalties = (parameters.repetition_B, parameters.frequency_B, parameters.presence_B)
     return penalize(
-        logits_BFV, count_BV[:, None], on_path_BFV, *(each_B.float()[:, None, None] for each_B in penalties)
+        logits_BFV, inputs.count_BV[:, None], on_path_BFV, *(each_B.float()[:, None, None] for each_B in penalties)
     )
-
-
-def _score(logits_BFV: Tensor, noise_BV: Tensor, scoring: ScoringParameters, options: StaticOptions) -> TopChildren:
-    """Return the candidate children of each row, [B, F, ...]."""
-    kernels = options.kernels
-    log_q_FV = draft_log_probs(logits_BFV.flatten(0, 1), scoring.params, kernels, has_truncation=options.has_truncation)
-    scored_FV = (log_q_FV.view_as(logits_BFV) + noise_BV[:, None]).flatten(0, 1)
-    top = top_children(log_q_FV, scored_FV, scoring.tau_F, options.tree.max_children, options.vocab, kernels)
-    return TopChildren(*(field.unflatten(0, logits_BFV.shape[:2]) for field in top))
 
 
 def _children(

@@ -51,9 +51,13 @@ class TreeRoots(NamedTuple):
     @staticmethod
     def of(request: DraftRequest) -> TreeRoots:
         """Return the roots of the requests that want a tree: their last fed rows."""
-        growing = request.num_nodes_B > 0
-        last_slot_B = request.start_B + request.offsets.diff() - 1
-        return TreeRoots(last_slot_B[growing], request.page_table_BP[growing])
+        is_growing_B = request.num_nodes_B.numpy() > 0
+        offsets = request.offsets.numpy()
+        last_slot_B = request.start_B.numpy() + (offsets[1:] - offsets[:-1]) - 1
+        table_BP = request.page_table_BP
+        if is_growing_B.all():
+            return TreeRoots(torch.from_numpy(last_slot_B), table_BP)
+        return TreeRoots(torch.from_numpy(last_slot_B[is_growing_B]), torch.from_numpy(table_BP.numpy()[is_growing_B]))
 
     def attention(self, frontier: Frontier) -> AttentionMetadata:
         """Return the attention of a frontier: each node sees its prefix and its own ancestors."""

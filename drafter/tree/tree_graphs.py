@@ -17,10 +17,9 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from drafter.tree.best_first_device import RowParameters, StaticOptions, grow_on_device
+from drafter.tree.best_first_device import GrowInputs, RowParameters, StaticOptions, grow_on_device
 from drafter.tree.frontier import DraftVocabulary, GrowLimits, TreeNodes, TreeRoots, UnprunedTrees
 from drafter.tree.score import child_kinds
 from workers.config import EngineConfig
@@ -35,6 +34,9 @@ MAX_LOGITS = 1 << 24
 
 _LOGITS_EDITS = ((False, False), (True, False), (True, True))
 """The combinations of (truncation, penalties) that have a graph. Truncation leaves requests without it unchanged."""
+
+_NO_PENALTIES = np.array([[1.0, 0.0, 0.0]])
+"""Repetition, frequency and presence."""
 
 RunRows = Callable[[Any, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(plan, tokens_N, features_NH, positions_N) -> (features for the children [N, H], logits [N, V]) of packed rows."""
@@ -57,6 +59,7 @@ class TreeGraphs:
         run: the draft model's pass over tree rows.
         plan: plans its attention, for kernels whose plans stay in place.
         example_1H: a feature, on the device.
+        root_position: the root's position in the draft model, less the root's slot.
         is_captured: see `workers.cuda_graphs.Graphs`.
     """
 
@@ -69,10 +72,12 @@ class TreeGraphs:
         kernels: Kernels,
         config: EngineConfig,
         *,
+        root_position: int = 0,
         is_captured: bool = True,
     ) -> None:
         assert config.draft is not None
         self._run, self._plan, self._page_size = run, plan, config.page_size
+        self._root_position = root_position
         self._tree, self._vocab, self._kernels = config.draft.tree, vocab, kernels
         self._table_width = config.draft_table_width
         sizes = buckets(config.max_num_seqs, self._tree.num_speculative_tokens, vocab.size)
@@ -83,6 +88,11 @@ class TreeGraphs:
         self._count_BV = example_1H.new_zeros(B, V, dtype=torch.float32)
         self._parameters = example_1H.new_zeros(B, len(RowParameters._fields), dtype=torch.float64)
         self._fit_D2 = example_1H.new_zeros(D, 2, dtype=torch.float32)
+        N = self._tree.num_speculative_tokens
+        self._row_N = np.arange(1, 1 + N, dtype=np.int32)
+        self._offsets = torch.arange(B + 1, dtype=torch.int32) * N
+        # While the tree grows, any row may become an ancestor of any other.
+        self._any_row = torch.full((B * N,), as_signed64((2 << N) - 1), dtype=torch.int64)
         no_table = torch.zeros(0, self._table_width, dtype=torch.int32)
         self.set_roots(TreeRoots(torch.zeros(0, dtype=torch.int32), no_table), self._features_BH[:0])
         self._plans: dict[int, Any] = {n: plan(self._attention(n)) for n in sizes}
@@ -123,17 +133,21 @@ class TreeGraphs:
         if not num_trees or key not in self._grow:
             return None
         kind_G = child_kinds(limits.rule_B, sampling.temperature_B.numpy() > 0)
-        penalties_G3 = np.array([[1.0, 0.0, 0.0]] * num_trees)
-        for g, logits_state in logits_states.items():
-            penalties_G3[g] = logits_state.constraints.penalties
+        penalties_G3 = _NO_PENALTIES
+        if has_penalties:
+            penalties_G3 = np.repeat(_NO_PENALTIES, num_trees, axis=0)
+            for g, logits_state in logits_states.items():
+                penalties_G3[g] = logits_state.constraints.penalties
         has_noise_G = kind_G == NodeKind.COUPLED.value
-        table = RowParameters.table(root_token_G, self._roots.base_G, has_noise_G, limits, sampling, penalties_G3)
+        position_G = self._roots.base_G.numpy() + self._root_position
         # Padding requests have parameters of zero, so their stale values in other buffers have no effect.
-        self._parameters[:num_requests].copy_(F.pad(table, (0, 0, 0, num_requests - num_trees)), non_blocking=True)
+        table = np.zeros((num_requests, self._parameters.shape[1]))
+        RowParameters.fill(table[:num_trees], root_token_G, position_G, has_noise_G, limits, sampling, penalties_G3)
+        self._parameters[:num_requests].copy_(torch.from_numpy(table), non_blocking=True)
         self._roots_BV[:num_trees].copy_(roots_GV)
         self._features_BH[:num_trees].copy_(self._root_features_GH)
-        level_D = torch.arange(self._tree.max_depth).clamp(max=len(fit_D2) - 1)
-        self._fit_D2.copy_(fit_D2[level_D], non_blocking=True)
+        level_D = np.minimum(np.arange(self._tree.max_depth), len(fit_D2) - 1)
+        self._fit_D2.copy_(torch.from_numpy(fit_D2.numpy()[level_D]), non_blocking=True)
         self._fill_noise(np.flatnonzero(has_noise_G), root_index_G, sampling)
         if has_penalties:
             write_token_counts(self._count_BV[:num_requests], logits_states, self._vocab.columns)
@@ -161,12 +175,10 @@ class TreeGraphs:
 
     def _grow_padded(self, num_requests: int, has_truncation: bool, has_penalties: bool) -> Tensor:
         """Return token, parent, depth, weight and path_prob of every row, float64 [5, B, R]; a graph captures this."""
-        parameters = RowParameters(*self._parameters[:num_requests].unbind(1))
         plan = self._plans[num_requests]
 
-        def read(token_BN: Tensor, in_BNH: Tensor, depth_BN: Tensor, ancestors_BN: Tensor) -> tuple[Tensor, Tensor]:
+        def read(token_BN: Tensor, in_BNH: Tensor, position_BN: Tensor, ancestors_BN: Tensor) -> tuple[Tensor, Tensor]:
             plan.set_ancestors(ancestors_BN.flatten())
-            position_BN = parameters.base_B.long()[:, None] + depth_BN
             out_NH, logits_NV = self._run(plan, token_BN.flatten(), in_BNH.flatten(0, 1), position_BN.flatten())
             return out_NH.view_as(in_BNH), logits_NV.view(*token_BN.shape, -1)
 
@@ -177,16 +189,16 @@ class TreeGraphs:
             has_truncation=has_truncation,
             has_penalties=has_penalties,
         )
-        nodes = grow_on_device(
-            self._roots_BV[:num_requests],
-            self._features_BH[:num_requests],
-            self._noise_BDV[:num_requests],
-            self._count_BV[:num_requests],
-            parameters,
-            self._fit_D2,
-            read,
-            options,
+        inputs = GrowInputs(
+            roots_BV=self._roots_BV[:num_requests],
+            features_BH=self._features_BH[:num_requests],
+            noise_BDV=self._noise_BDV[:num_requests],
+            count_BV=self._count_BV[:num_requests],
+            table=self._parameters[:num_requests],
+            fit_D2=self._fit_D2,
+            num_nodes=self._tree.num_speculative_tokens,
         )
+        nodes = grow_on_device(inputs, read, options)
         return torch.stack([field.double() for field in nodes[:5]])
 
     def _fill_noise(self, noisy: np.ndarray, root_index_G: np.ndarray, sampling: SamplingBatch) -> None:
@@ -194,10 +206,13 @@ class TreeGraphs:
         if not len(noisy):
             return
         D = self._tree.max_depth
-        seeds = sampling.seed_B[noisy].repeat_interleave(D).tolist()
+        seeds = sampling.seed_B.numpy()[noisy].repeat(D).tolist()
         indices = (root_index_G[noisy, None] + np.arange(D)).ravel().tolist()
-        noise_NV = self._vocab.noise.rows(seeds, indices, self._noise_BDV.device)
-        for g, noise_DV in zip(noisy.tolist(), noise_NV.expand(len(seeds), -1).split(D), strict=True):
+        noise_NV = self._vocab.noise.rows(seeds, indices, self._noise_BDV.device).expand(len(seeds), -1)
+        if len(noisy) == noisy[-1] + 1:  # the first ones, which is all but always so: one copy
+            self._noise_BDV[: len(noisy)].copy_(noise_NV.view(len(noisy), D, -1))
+            return
+        for g, noise_DV in zip(noisy.tolist(), noise_NV.split(D), strict=True):
             self._noise_BDV[g].copy_(noise_DV)
 
     def _attention(self, num_requests: int) -> AttentionMetadata:
@@ -205,15 +220,19 @@ class TreeGraphs:
 
         Padding requests, and rows beyond the pages of their request, write to the null page and read it.
         """
-        N, padding = self._tree.num_speculative_tokens, num_requests - len(self._roots.base_G)
-        base_B = F.pad(self._roots.base_G, (0, padding), value=1)  # never before a model's first slot
-        more_pages = min(-(-N // self._page_size), self._table_width - self._roots.page_table_GP.shape[1])
+        N, roots = self._tree.num_speculative_tokens, self._roots
+        num_roots, num_pages = roots.page_table_GP.shape
+        base_B = np.ones(num_requests, dtype=np.int32)  # never before a model's first slot
+        base_B[:num_roots] = roots.base_G.numpy()
+        width = min(num_pages + -(-N // self._page_size), self._table_width)
+        table_BP = np.zeros((num_requests, width), dtype=np.int32)
+        table_BP[:num_roots, :num_pages] = roots.page_table_GP.numpy()
+        slot_BN = base_B[:, None] + self._row_N
         return AttentionMetadata(
-            query_offsets=torch.arange(num_requests + 1, dtype=torch.int32) * N,
-            page_table_BP=F.pad(self._roots.page_table_GP, (0, more_pages, 0, padding)),
-            base_B=base_B,
-            slot_N=(base_B[:, None] + torch.arange(1, 1 + N)).flatten(),
-            visible_N=base_B.repeat_interleave(N),
-            # While the tree grows, any row may become an ancestor of any other.
-            ancestors_N=torch.full((num_requests * N,), as_signed64((2 << N) - 1), dtype=torch.int64),
+            query_offsets=self._offsets[: num_requests + 1],
+            page_table_BP=torch.from_numpy(table_BP),
+            base_B=torch.from_numpy(base_B),
+            slot_N=torch.from_numpy(slot_BN.reshape(-1)),
+            visible_N=torch.from_numpy(base_B.repeat(N)),
+            ancestors_N=self._any_row[: num_requests * N],
         )

@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drafter.tree import best_first_device
+from drafter.tree.best_first_device import NodeTensors, RowParameters
+from drafter.tree.score import TopChildren
 from workers.sampling.philox import gumbel
 
 
@@ -97,7 +100,102 @@ def _copy(words: Tensor, source: Tensor, target: Tensor, *_: Any, **__: Any) -> 
     words[:, target] = words[:, source]
 
 
+def _best_of_block(
+    logits: Tensor, noise: Tensor, table: Tensor, values: Tensor, columns: Tensor, sums: Tensor,
+    num_columns: int, noise_stride: int, table_width: int, num_scored: int, num_splits: int, k: int,
+    *, IS_PROCESSED: bool, **_: Any,
+) -> None:  # fmt: skip
+    assert num_splits == 1, "rows of one block"
+    own = RowParameters(*table.repeat_interleave(num_scored, dim=0).unbind(1))
+    x = logits.flatten(0, 1).float()
+    if not IS_PROCESSED:
+        x = x / torch.where(own.temperature_B > 0, own.temperature_B, 1.0).float()[:, None]
+    tau = torch.where(own.tau_B > 0, own.tau_B, 1.0).float()[:, None]
+    s = x + torch.where(own.has_noise_B[:, None] > 0, noise.repeat_interleave(num_scored, dim=0), 0.0)
+    best = s.sort(dim=1, descending=True, stable=True)
+    values[0, :, 0].copy_(best.values[:, :k])
+    values[1, :, 0].copy_(x.gather(1, best.indices[:, :k]))
+    columns[:, 0].copy_(best.indices[:, :k])
+    for total, value in zip(sums, (x.amax(1), x.logsumexp(1), (s / tau).logsumexp(1)), strict=True):
+        total[:, 0].copy_(value)
+
+
+def _score_children(
+    values: Tensor, columns: Tensor, sums: Tensor, table: Tensor, fit: Tensor, ids: Tensor,
+    old_depth: Tensor, old_weight: Tensor, old_path_prob: Tensor, children: Tensor, weight: Tensor, path_prob: Tensor,
+    table_width: int, num_scored: int, num_splits: int, k: int, num_rows: int, num_children: int, depth: int,
+    *, IS_FIRST: bool, HAS_IDS: bool, **_: Any,
+) -> None:  # fmt: skip
+    """Score as the torch twin does, from the sums of the one block."""
+    parameters, column = RowParameters(*table.unbind(1)), columns[:, 0]
+    tau = torch.where(parameters.tau_B > 0, parameters.tau_B, 1.0).float().repeat_interleave(num_scored)[:, None]
+    top = TopChildren(
+        token_FK=ids[column] if HAS_IDS else column,
+        weight_FK=torch.exp(values[0, :, 0] / tau - sums[2]),
+        prob_FK=torch.exp(values[1, :, 0] - sums[1]),
+        top_prob_F=torch.exp(sums[0] - sums[1])[:, 0],
+        column_FK=column,
+    )
+    top = TopChildren(*(each.unflatten(0, (len(table), num_scored)) for each in top))
+    if IS_FIRST:
+        one = torch.ones(len(table), 1)
+        nodes = NodeTensors(*[0 * one.long()] * 3, one, one.double(), 0 * one.long())
+    else:
+        nodes = NodeTensors(*[old_depth] * 3, old_weight, old_path_prob, old_depth)
+    found = best_first_device._children(nodes, depth, top, parameters, fit)
+    for place, value in zip((*children, weight, path_prob), (found.token, found.column, *found[3:5]), strict=True):
+        place.copy_(value)
+
+
+def _keep_best(
+    old: Tensor, old_weight: Tensor, old_path_prob: Tensor, children: Tensor, child_weight: Tensor,
+    child_path_prob: Tensor, table: Tensor, new: Tensor, weight: Tensor, path_prob: Tensor, rows: Tensor,
+    new_row: Tensor, table_width: int, num_requests: int, num_nodes: int, num_children: int, k: int, depth: int,
+    *, IS_FIRST: bool, **_: Any,
+) -> None:  # fmt: skip
+    parameters, num_rows = RowParameters(*table.unbind(1)), 1 + num_nodes
+    if IS_FIRST:
+        is_root = (torch.arange(num_rows) == 0).expand(num_requests, -1)
+        none = torch.zeros_like(is_root, dtype=torch.int64)
+        token = parameters.token_B.long()[:, None] * is_root
+        nodes = NodeTensors(token, none, none, is_root.float(), is_root.double(), none)
+    else:
+        token, parent, old_depth, column, _ = old.as_strided(new.shape, new.stride())
+        nodes = NodeTensors(token, parent, old_depth, old_weight, old_path_prob, column)
+    parent = (torch.arange(num_children) // k + (depth > 0)).expand(num_requests, -1)
+    token, column = children
+    below = NodeTensors(token, parent, torch.full_like(parent, depth + 1), child_weight, child_path_prob, column)
+    kept, old_parent = best_first_device._keep_best(nodes, below, parameters.num_nodes_B)
+    ancestors = best_first_device._ancestors(kept.parent, depth + 1)
+    for place, value in zip(new, (*kept[:3], kept.column, ancestors), strict=True):
+        place.copy_(value)
+    weight.copy_(kept.weight)
+    path_prob.copy_(kept.path_prob)
+    position = parameters.position_B.long()[:, None] + kept.depth
+    for place, value in zip(rows, (kept.token, position, ancestors, old_parent), strict=True):
+        place.copy_(value[:, 1:])
+
+
+def _gather_features(roots: Tensor, hidden: Tensor, old_parent: Tensor, out: Tensor, *_: Any, **__: Any) -> None:
+    both = torch.cat([roots[:, None], hidden], dim=1)
+    out.copy_(both.gather(1, old_parent[:, :, None].expand(-1, -1, out.shape[2])))
+
+
 TWINS = {
     twin.__name__: twin
-    for twin in (_attend, _combine, _draw, _choose, _fill, _top_of_block, _top_of_row, _threshold, _copy)
+    for twin in (
+        _attend,
+        _combine,
+        _draw,
+        _choose,
+        _fill,
+        _top_of_block,
+        _top_of_row,
+        _threshold,
+        _copy,
+        _best_of_block,
+        _score_children,
+        _keep_best,
+        _gather_features,
+    )
 }

@@ -1,0 +1,359 @@
+"""A level of best-first growth in Triton: the counterpart of `drafter.tree.best_first_device.TorchLevels`.
+
+Three launches a level replace about eighty, and a fourth collects the features that the draft model reads next:
+
+    _best_of_block       a program per row and block of columns: its best children, and its part of both sums
+    _score_children     a program per row: the best of the blocks, their weights and path probabilities
+    _keep_best          a program per request: ranks tree and children, keeps the best, renumbers their rows
+    _gather_features    a program per row: the feature of its parent, wherever the parent's row was
+
+Ranks are counted, not sorted: a candidate's rank is the number of better ones, which needs no memory between threads.
+
+Legend: B requests, N nodes of a tree, R = 1 + N rows, F rows that are scored, K children, C = R + F K candidates,
+D levels, V draft vocabulary, S blocks of a row, H width of a feature.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from drafter.tree.best_first_device import GrowInputs, NodeTensors, RowInputs, StaticOptions, processed
+from workers.kernels.triton_sampling import _log
+
+_BLOCK = 2048
+_FEATURE_BLOCK = 1024
+
+
+class TritonLevels:
+    """See `drafter.tree.best_first_device.Levels`."""
+
+    def __init__(self, inputs: GrowInputs, options: StaticOptions) -> None:
+        self._inputs, self._options = inputs, options
+        self._num_nodes = options.tree.num_speculative_tokens
+        self._nodes: NodeTensors | None = None
+        self._ancestors_BR: Tensor | None = None
+
+    @property
+    def nodes(self) -> NodeTensors:
+        """See `Levels`."""
+        assert self._nodes is not None
+        return self._nodes
+
+    def features(self, rows: RowInputs, hidden_BNH: Tensor | None) -> Tensor:
+        """See `Levels`."""
+        features_BH = self._inputs.features_BH
+        (B, H), N = features_BH.shape, self._num_nodes
+        out_BNH = features_BH.new_empty(B, N, H)
+        if H:
+            assert hidden_BNH is None or hidden_BNH.is_contiguous()
+            _gather_features[(B * N, triton.cdiv(H, _FEATURE_BLOCK))](
+                features_BH, out_BNH if hidden_BNH is None else hidden_BNH, rows.old_parent, out_BNH,
+                N, H, features_BH.stride(0), BLOCK=_FEATURE_BLOCK,
+            )  # fmt: skip
+        return out_BNH
+
+    def add(self, logits_BFV: Tensor, depth: int) -> RowInputs:
+        """See `Levels`."""
+        inputs, options = self._inputs, self._options
+        B, F, V = logits_BFV.shape
+        N, K, device = self._num_nodes, min(options.tree.max_children, V), logits_BFV.device
+        R = 1 + N
+        if options.has_truncation:
+            logits_BFV = processed(logits_BFV, inputs, options)
+        splits = triton.cdiv(V, _BLOCK)
+        value_2 = torch.empty(2, B * F, splits, K, dtype=torch.float32, device=device)  # s, x
+        column = torch.empty(B * F, splits, K, dtype=torch.int64, device=device)
+        sums_3 = torch.empty(3, B * F, splits, dtype=torch.float32, device=device)
+        noise_BV = inputs.noise_BDV[:, depth]
+        table, width = inputs.table, inputs.table.shape[1]
+        assert logits_BFV.is_contiguous() and noise_BV.stride(1) == 1
+        _best_of_block[(B * F, splits)](
+            logits_BFV, noise_BV, table, value_2, column, sums_3, V, noise_BV.stride(0), width, F, splits, K,
+            IS_PROCESSED=options.has_truncation, BLOCK=_BLOCK,
+        )  # fmt: skip
+        child_2 = torch.empty(2, B, F * K, dtype=torch.int64, device=device)  # token, column
+        weight_BC = torch.empty(B, F * K, dtype=torch.float32, device=device)
+        path_prob_BC = torch.empty(B, F * K, dtype=torch.float64, device=device)
+        old = self._nodes
+        is_first = old is None
+        depth_BR, old_weight_BR, old_path_prob_BR = (
+            (column, weight_BC, path_prob_BC) if old is None else (old.depth, old.weight, old.path_prob)
+        )
+        ids = options.vocab.target_ids
+        _score_children[(B * F,)](
+            value_2, column, sums_3, table, inputs.fit_D2[depth], column if ids is None else ids,
+            depth_BR, old_weight_BR, old_path_prob_BR, child_2, weight_BC, path_prob_BC,
+            width, F, splits, K, R, B * F * K, depth,
+            IS_FIRST=is_first, HAS_IDS=ids is not None,
+            FOUND=triton.next_power_of_2(splits * K), SPLITS=triton.next_power_of_2(splits),
+        )  # fmt: skip
+        state_5 = torch.empty(5, B, R, dtype=torch.int64, device=device)  # token, parent, depth, column, ancestors
+        weight_BR = torch.empty(B, R, dtype=torch.float32, device=device)
+        path_prob_BR = torch.empty(B, R, dtype=torch.float64, device=device)
+        rows_4 = torch.empty(4, B, N, dtype=torch.int64, device=device)  # token, position, ancestors, old parent
+        new_row_BR = torch.empty(B, R, dtype=torch.int64, device=device)
+        _keep_best[(B,)](
+            state_5 if old is None else old.token, old_weight_BR, old_path_prob_BR,
+            child_2, weight_BC, path_prob_BC, table,
+            state_5, weight_BR, path_prob_BR, rows_4, new_row_BR,
+            width, B, N, F * K, K, depth,
+            IS_FIRST=is_first, ROWS=triton.next_power_of_2(R), CANDIDATES=triton.next_power_of_2(R + F * K), CHUNK=16,
+        )  # fmt: skip
+        token, parent, depths, column_BR, _ = state_5.unbind(0)
+        self._nodes = NodeTensors(token, parent, depths, weight_BR, path_prob_BR, column_BR)
+        return RowInputs(*rows_4.unbind(0))
+
+
+# The columns of the table of `RowParameters`.
+_TOKEN, _BASE, _HAS_NOISE, _NUM_NODES, _MAX_DEPTH, _MIN_PROB, _PATH_PROB, _TEMPERATURE, _TAU = (
+    tl.constexpr(column) for column in (0, 1, 2, 3, 4, 5, 6, 7, 11)
+)
+
+
+@triton.jit
+def _tau(table_ptr):
+    tau = tl.load(table_ptr + _TAU)
+    return tl.where(tau > 0.0, tau, 1.0).to(tl.float32)  # padding must not produce NaN
+
+
+@triton.jit(do_not_specialize=["num_columns", "num_scored", "num_splits", "k"])
+def _best_of_block(
+    logits_ptr, noise_ptr, table_ptr, values_ptr, columns_ptr, sums_ptr,
+    num_columns, noise_stride, table_width, num_scored, num_splits, k,
+    IS_PROCESSED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """x = logits / temperature, s = x + G: store the k largest s with their x, and max and sum of both."""
+    row, split = tl.program_id(0), tl.program_id(1)
+    request = row // num_scored
+    table_ptr += request * table_width
+    column = split * BLOCK + tl.arange(0, BLOCK)
+    is_column = column < num_columns
+    x = tl.load(logits_ptr + row.to(tl.int64) * num_columns + column, mask=is_column, other=float("-inf"))
+    x = x.to(tl.float32)
+    if not IS_PROCESSED:
+        temperature = tl.load(table_ptr + _TEMPERATURE).to(tl.float32)
+        x = tl.div_rn(x, tl.where(temperature > 0.0, temperature, 1.0))
+    s = x
+    if tl.load(table_ptr + _HAS_NOISE) > 0.0:  # else the buffer holds another step's noise
+        s = x + tl.load(noise_ptr + request.to(tl.int64) * noise_stride + column, mask=is_column, other=0.0)
+    tau = _tau(table_ptr)
+    x_max, s_max = tl.max(x, 0), tl.max(s, 0)
+    x_anchor = tl.where(x_max == float("-inf"), 0.0, x_max)
+    s_anchor = tl.where(s_max == float("-inf"), 0.0, s_max)
+    part = row * num_splits + split
+    num_parts = tl.num_programs(0) * num_splits
+    tl.store(sums_ptr + part, x_max)
+    tl.store(sums_ptr + num_parts + part, x_anchor + _log(tl.sum(tl.exp(x - x_anchor), 0)))
+    tl.store(sums_ptr + 2 * num_parts + part, s_anchor / tau + _log(tl.sum(tl.exp((s - s_anchor) / tau), 0)))
+    is_left = is_column
+    found = part.to(tl.int64) * k
+    num_found = num_parts.to(tl.int64) * k
+    for i in range(k):
+        value = tl.max(tl.where(is_left, s, float("-inf")), 0)
+        chosen = tl.min(tl.where(is_left & (s == value), column, 0x7FFFFFFF), 0)
+        tl.store(values_ptr + found + i, value)
+        tl.store(values_ptr + num_found + found + i, tl.max(tl.where(column == chosen, x, float("-inf")), 0))
+        tl.store(columns_ptr + found + i, chosen.to(tl.int64))  # 0x7FFFFFFF if the block has no more columns
+        is_left = is_left & (column != chosen)
+
+
+@triton.jit
+def _lse(parts_ptr, num_splits, SPLITS: tl.constexpr):
+    """Return the log of the sum of the blocks' sums."""
+    split = tl.arange(0, SPLITS)
+    lses = tl.load(parts_ptr + split, mask=split < num_splits, other=float("-inf"))
+    largest = tl.max(lses, 0)
+    anchor = tl.where(largest == float("-inf"), 0.0, largest)
+    return anchor + _log(tl.sum(tl.exp(lses - anchor), 0))
+
+
+@triton.jit(do_not_specialize=["num_scored", "num_splits", "k", "num_rows", "num_children", "depth"])
+def _score_children(
+    values_ptr, columns_ptr, sums_ptr, table_ptr, fit_ptr, ids_ptr, depth_ptr, weight_ptr, path_prob_ptr,
+    children_ptr, child_weight_ptr, child_path_prob_ptr,
+    table_width, num_scored, num_splits, k, num_rows, num_children, depth,
+    IS_FIRST: tl.constexpr, HAS_IDS: tl.constexpr, FOUND: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Merge a row's blocks; a child's weight is 0 unless its parent is open (`drafter.tree.thresholds`)."""
+    row = tl.program_id(0)
+    request = row // num_scored
+    table_ptr += request * table_width
+    tau = _tau(table_ptr)
+    num_parts = tl.num_programs(0) * num_splits
+    split = tl.arange(0, SPLITS)
+    maxima = tl.load(sums_ptr + row * num_splits + split, mask=split < num_splits, other=float("-inf"))
+    x_lse = _lse(sums_ptr + num_parts + row * num_splits, num_splits, SPLITS)
+    s_lse = _lse(sums_ptr + 2 * num_parts + row * num_splits, num_splits, SPLITS)
+    top_prob = tl.exp(tl.max(maxima, 0) - x_lse)
+    a, b = tl.load(fit_ptr), tl.load(fit_ptr + 1)
+    parent_weight = tl.full([], 1.0, tl.float32)
+    parent_prob = tl.full([], 1.0, tl.float64)
+    is_open = depth < tl.load(table_ptr + _MAX_DEPTH)
+    if not IS_FIRST:
+        parent = request * num_rows + 1 + row % num_scored
+        parent_weight = tl.load(weight_ptr + parent)
+        parent_prob = tl.load(path_prob_ptr + parent)
+        is_open = is_open & (tl.load(depth_ptr + parent) == depth)
+    is_open = is_open & (parent_prob >= tl.load(table_ptr + _PATH_PROB))
+    is_open = is_open & (top_prob.to(tl.float64) >= tl.load(table_ptr + _MIN_PROB))
+    place = tl.arange(0, FOUND)
+    is_found = place < num_splits * k
+    mine = row.to(tl.int64) * num_splits * k + place
+    values = tl.load(values_ptr + mine, mask=is_found, other=float("-inf"))
+    xs = tl.load(values_ptr + num_parts.to(tl.int64) * k + mine, mask=is_found, other=float("-inf"))
+    columns = tl.load(columns_ptr + mine, mask=is_found, other=0x7FFFFFFF)
+    is_left = columns != 0x7FFFFFFF
+    out = row.to(tl.int64) * k
+    for i in range(k):
+        value = tl.max(tl.where(is_left, values, float("-inf")), 0)
+        chosen = tl.min(tl.where(is_left & (values == value), columns, 0x7FFFFFFF), 0)
+        x = tl.max(tl.where(columns == chosen, xs, float("-inf")), 0)
+        is_left = is_left & (columns != chosen)
+        column = tl.where(chosen == 0x7FFFFFFF, 0, chosen)  # with NaN logits no value is the largest
+        confidence = tl.exp(value / tau - s_lse)
+        # `drafter.tree.cost_model.calibrate`
+        inner = tl.minimum(tl.maximum(confidence, 1e-6), 1.0 - 1e-6)
+        calibrated = 1.0 / (1.0 + tl.exp(-(a * tl.log(inner / (1.0 - inner)) + b)))
+        weight = parent_weight * calibrated
+        is_child = is_open & (confidence > 0.0) & (weight > 0.0)  # NaN is no child
+        token = column
+        if HAS_IDS:
+            token = tl.load(ids_ptr + column)
+        tl.store(children_ptr + out + i, token)
+        tl.store(children_ptr + num_children + out + i, column)
+        tl.store(child_weight_ptr + out + i, tl.where(is_child, weight, 0.0))
+        tl.store(child_path_prob_ptr + out + i, parent_prob * tl.exp(x - x_lse).to(tl.float64))
+
+
+@triton.jit(do_not_specialize=["num_requests", "num_nodes", "num_children", "k", "depth"])
+def _keep_best(
+    old_ptr, old_weight_ptr, old_path_prob_ptr, children_ptr, child_weight_ptr, child_path_prob_ptr, table_ptr,
+    new_ptr, weight_ptr, path_prob_ptr, rows_ptr, new_row_ptr,
+    table_width, num_requests, num_nodes, num_children, k, depth,
+    IS_FIRST: tl.constexpr, ROWS: tl.constexpr, CANDIDATES: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Keep a request's root and its best candidates in their order; ties go to the earlier one.
+
+    Candidates are the rows of the tree, then the children of its rows in their order.
+    """
+    request = tl.program_id(0)
+    num_rows = 1 + num_nodes
+    table_ptr += request * table_width
+    old = request * num_rows
+    field = num_requests * num_rows  # from one field of the rows to the next
+    own_children = request * num_children
+    candidate = tl.arange(0, CANDIDATES)
+    is_row = candidate < num_rows
+    is_child = (candidate >= num_rows) & (candidate < num_rows + num_children)
+    child = own_children + candidate - num_rows
+    child_weight = tl.load(child_weight_ptr + child, mask=is_child, other=0.0)
+    child_prob = tl.load(child_path_prob_ptr + child, mask=is_child, other=0.0)
+    child_token = tl.load(children_ptr + child, mask=is_child, other=0)
+    child_column = tl.load(children_ptr + num_requests * num_children + child, mask=is_child, other=0)
+    if IS_FIRST:
+        is_root = candidate == 0
+        old_weight = tl.where(is_root, 1.0, 0.0)
+        old_prob = tl.where(is_root, 1.0, 0.0).to(tl.float64)
+        old_token = tl.where(is_root, tl.load(table_ptr + _TOKEN).to(tl.int64), 0)
+        old_parent = tl.zeros([CANDIDATES], tl.int64)
+        old_depth = old_parent
+        old_column = old_parent
+        parent = old_parent
+        old_ancestors = old_parent + 1
+    else:
+        row = old + candidate
+        old_weight = tl.load(old_weight_ptr + row, mask=is_row, other=0.0)
+        old_prob = tl.load(old_path_prob_ptr + row, mask=is_row, other=0.0)
+        old_token = tl.load(old_ptr + row, mask=is_row, other=0)
+        old_parent = tl.load(old_ptr + field + row, mask=is_row, other=0)
+        old_depth = tl.load(old_ptr + 2 * field + row, mask=is_row, other=0)
+        old_column = tl.load(old_ptr + 3 * field + row, mask=is_row, other=0)
+        parent = tl.where(is_row, old_parent, 1 + (candidate - num_rows) // k)
+        known = tl.where(is_row, candidate, parent)  # a child's path is its parent's and itself
+        old_ancestors = tl.load(old_ptr + 4 * field + old + known, mask=is_row | is_child, other=0)
+    weight = tl.where(is_row, old_weight, child_weight)
+
+    rank = tl.zeros([CANDIDATES], tl.int32)
+    for begin in range(0, num_rows + num_children, CHUNK):
+        other = begin + tl.arange(0, CHUNK)
+        other_weight = tl.load(
+            child_weight_ptr + own_children + other - num_rows,
+            mask=(other >= num_rows) & (other < num_rows + num_children),
+            other=0.0,
+        )
+        if IS_FIRST:
+            other_weight = tl.where(other == 0, 1.0, other_weight)
+        else:
+            own_weight = tl.load(old_weight_ptr + old + other, mask=other < num_rows, other=0.0)
+            other_weight = tl.where(other < num_rows, own_weight, other_weight)
+        is_better = (other_weight[None, :] > weight[:, None]) | (
+            (other_weight[None, :] == weight[:, None]) & (other[None, :] < candidate[:, None])
+        )
+        rank += tl.sum(is_better.to(tl.int32), 1)
+    is_kept = (weight > 0.0) & (rank <= tl.load(table_ptr + _NUM_NODES)) & (rank < num_rows)
+    new_row = tl.cumsum(is_kept.to(tl.int32), 0).to(tl.int64) - 1
+    num_kept = tl.sum(is_kept.to(tl.int32), 0)
+
+    tl.store(new_row_ptr + old + candidate, new_row, mask=is_row)
+    tl.debug_barrier()  # other threads read what this one has written
+    new_parent = tl.load(new_row_ptr + old + parent, mask=is_kept, other=0)
+    one = tl.full([CANDIDATES], 1, tl.int64)
+    ancestors = tl.where(is_child, one << tl.where(is_kept, new_row, 0), 0)
+    for ancestor in range(num_rows):
+        ancestors |= ((old_ancestors >> ancestor) & 1) << tl.maximum(tl.load(new_row_ptr + old + ancestor), 0)
+
+    token = tl.where(is_row, old_token, child_token)
+    new_depth = tl.where(is_row, old_depth, depth + 1)
+    out = new_ptr + old + new_row
+    tl.store(out, token, mask=is_kept)
+    tl.store(out + field, new_parent, mask=is_kept)
+    tl.store(out + 2 * field, new_depth, mask=is_kept)
+    tl.store(out + 3 * field, tl.where(is_row, old_column, child_column), mask=is_kept)
+    tl.store(out + 4 * field, ancestors, mask=is_kept)
+    tl.store(weight_ptr + old + new_row, weight, mask=is_kept)
+    tl.store(path_prob_ptr + old + new_row, tl.where(is_row, old_prob, child_prob), mask=is_kept)
+    base = tl.load(table_ptr + _BASE).to(tl.int64)
+    is_input = is_kept & (new_row > 0)
+    out = rows_ptr + request * num_nodes + new_row - 1
+    field_N = num_requests * num_nodes
+    tl.store(out, token, mask=is_input)
+    tl.store(out + field_N, base + new_depth, mask=is_input)
+    tl.store(out + 2 * field_N, ancestors, mask=is_input)
+    tl.store(out + 3 * field_N, parent, mask=is_input)
+
+    # Rows without a node: any valid token, position and parent; each sees the root and itself.
+    row_R = tl.arange(0, ROWS)
+    is_empty = (row_R >= num_kept) & (row_R < num_rows)
+    nothing = tl.zeros([ROWS], tl.int64)
+    own_bit = 1 | (tl.full([ROWS], 1, tl.int64) << tl.where(is_empty, row_R, 0).to(tl.int64))
+    out = new_ptr + old + row_R
+    tl.store(out, nothing, mask=is_empty)
+    tl.store(out + field, nothing, mask=is_empty)
+    tl.store(out + 2 * field, nothing, mask=is_empty)
+    tl.store(out + 3 * field, nothing, mask=is_empty)
+    tl.store(out + 4 * field, own_bit, mask=is_empty)
+    tl.store(weight_ptr + old + row_R, tl.zeros([ROWS], tl.float32), mask=is_empty)
+    tl.store(path_prob_ptr + old + row_R, tl.zeros([ROWS], tl.float64), mask=is_empty)
+    is_input = is_empty & (row_R > 0)
+    out = rows_ptr + request * num_nodes + row_R - 1
+    tl.store(out, nothing, mask=is_input)
+    tl.store(out + field_N, nothing + base, mask=is_input)
+    tl.store(out + 2 * field_N, own_bit, mask=is_input)
+    tl.store(out + 3 * field_N, nothing, mask=is_input)
+
+
+@triton.jit(do_not_specialize=["num_nodes"])
+def _gather_features(roots_ptr, hidden_ptr, parent_ptr, out_ptr, num_nodes, width, root_stride, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    request = row // num_nodes
+    parent = tl.load(parent_ptr + row)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_column = column < width
+    if parent == 0:
+        feature = tl.load(roots_ptr + request * root_stride + column, mask=is_column)
+    else:
+        feature = tl.load(hidden_ptr + (request * num_nodes + parent - 1) * width + column, mask=is_column)
+    tl.store(out_ptr + row * width + column, feature, mask=is_column)

@@ -1,0 +1,140 @@
+"""Trees grown by Triton's kernels equal those of their torch twin; without a GPU they run in Triton's interpreter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from drafter.tree.best_first_device import GrowInputs, NodeTensors, RowParameters, StaticOptions, grow_on_device
+from drafter.tree.frontier import DraftVocabulary
+from workers.config import TreeConfig
+from workers.kernels import fused, reference
+from workers.kernels.interpreted import is_interpreted
+
+torch.set_num_threads(1)
+
+DEVICE = "cpu" if is_interpreted() else "cuda"
+DEPTH, CHILDREN, WIDTH = 3, 2, 5
+PLAIN = dict(
+    token=3, position=20, has_noise=0, num_nodes=6, max_depth=DEPTH, min_prob=0, path_prob=0, temperature=1, top_k=0,
+    top_p=1, min_p=0, tau=0.6, repetition=1, frequency=0, presence=0,
+)  # fmt: skip
+NOISY = PLAIN | dict(has_noise=1, temperature=0.7)
+PADDING = dict.fromkeys(PLAIN, 0)
+BATCHES = {
+    "plain and noisy": [PLAIN, NOISY, PADDING],
+    "cold": [PLAIN | dict(temperature=0, tau=0.45)],
+    "fewer nodes": [NOISY | dict(num_nodes=1), PLAIN | dict(num_nodes=4, max_depth=1), NOISY | dict(max_depth=2)],
+    "thresholds": [PLAIN | dict(min_prob=0.35), NOISY | dict(path_prob=0.2), PLAIN | dict(min_prob=1.0)],
+    "truncated": [NOISY | dict(top_k=4), PLAIN | dict(top_p=0.6), NOISY | dict(min_p=0.3)],
+    "penalized": [PLAIN | dict(repetition=1.5, presence=0.4), NOISY | dict(frequency=1.0), PLAIN],
+}  # fmt: skip
+
+
+class Model:
+    """A draft model whose logits depend on everything it is given."""
+
+    def __init__(self, vocab_size: int, num_rows: int, flat: bool = False) -> None:
+        draw = torch.Generator().manual_seed(vocab_size)
+        scale = 0.0 if flat else 1.0
+        self.by_token, self.by_feature, self.by_position, self.by_ancestor = (
+            (scale * torch.randn(n, vocab_size, generator=draw)).to(DEVICE) for n in (400, WIDTH, 64, num_rows)
+        )
+
+    def read(self, token: Tensor, feature: Tensor, position: Tensor, ancestors: Tensor) -> tuple[Tensor, Tensor]:
+        bit_R = torch.arange(len(self.by_ancestor), device=DEVICE)
+        own = (ancestors[..., None] >> bit_R & 1).float()
+        logits = self.by_token[token % 400] + feature @ self.by_feature + self.by_position[position % 64]
+        return feature.roll(1, -1) + token[..., None] % 7 * 0.1, logits + own @ self.by_ancestor
+
+
+def grown(
+    kernels: Any, batch: list[dict[str, float]], vocab: DraftVocabulary, num_nodes: int = 6, *, flat: bool = False
+) -> NodeTensors:
+    draw, size = torch.Generator().manual_seed(1), len(batch)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=draw).to(DEVICE)
+
+    inputs = GrowInputs(
+        roots_BV=(0 if flat else 2) * random(size, vocab.size),
+        features_BH=random(size, WIDTH),
+        noise_BDV=2 * random(size, DEPTH, vocab.size),
+        count_BV=(random(size, vocab.size) * 2).round().clamp(min=-1),
+        table=torch.tensor([list(row.values()) for row in batch], dtype=torch.float64, device=DEVICE),
+        fit_D2=torch.tensor([[1.0, 0.0], [0.8, -0.3], [1.2, 0.4]], device=DEVICE),
+        num_nodes=num_nodes,
+    )
+    options = StaticOptions(
+        tree=TreeConfig(num_speculative_tokens=num_nodes, max_depth=DEPTH, max_children=CHILDREN),
+        vocab=vocab,
+        kernels=kernels,
+        has_truncation=any(row["top_k"] or row["top_p"] not in (0, 1) or row["min_p"] for row in batch),
+        has_penalties=any(row["repetition"] not in (0, 1) for row in batch),
+    )
+    return grow_on_device(inputs, Model(vocab.size, 1 + num_nodes, flat).read, options)
+
+
+def assert_same_trees(got: NodeTensors, expected: NodeTensors) -> None:
+    is_node = expected.weight > 0
+    assert torch.equal(got.weight > 0, is_node)
+    for name in ("token", "parent", "depth", "column"):
+        assert torch.equal(getattr(got, name)[is_node], getattr(expected, name)[is_node]), name
+    for name in ("weight", "path_prob"):
+        torch.testing.assert_close(getattr(got, name)[is_node], getattr(expected, name)[is_node], rtol=1e-4, atol=0)
+
+
+def vocabulary(size: int, *, is_reduced: bool) -> DraftVocabulary:
+    ids = (torch.arange(size) * 2 + 3).to(DEVICE) if is_reduced else None
+    return DraftVocabulary(target_size=2 * size + 3 if is_reduced else size, target_ids=ids)
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_trees_are_those_of_the_torch_twin(name: str) -> None:
+    assert RowParameters._fields == tuple(f"{field}_B" for field in PLAIN)
+    for vocab in (vocabulary(9, is_reduced=True), vocabulary(11, is_reduced=False)):
+        assert_same_trees(grown(fused, BATCHES[name], vocab), grown(reference, BATCHES[name], vocab))
+
+
+def test_a_row_of_several_blocks_is_merged() -> None:
+    vocab = vocabulary(4100, is_reduced=True)
+    batch = [NOISY | dict(temperature=0.2)]
+    assert_same_trees(grown(fused, batch, vocab, 2), grown(reference, batch, vocab, 2))
+
+
+def test_the_earlier_of_equal_candidates_is_kept() -> None:
+    """All tokens are equally likely, so all children of all nodes are."""
+    vocab, batch = vocabulary(4, is_reduced=False), [PLAIN | dict(num_nodes=n, temperature=0) for n in (2, 5)]
+    got, expected = (grown(kernels, batch, vocab, flat=True) for kernels in (fused, reference))
+    is_node = expected.weight > 0
+    assert torch.equal(got.weight > 0, is_node) and is_node.sum(1).tolist() == [3, 6]
+    assert torch.equal(got.parent[is_node], expected.parent[is_node])  # which of equal tokens is first is open
+
+
+def test_the_largest_tree_fills_its_masks() -> None:
+    """Row 63 is the sign bit."""
+    vocab, batch = vocabulary(40, is_reduced=False), [NOISY | dict(num_nodes=63)]
+    assert_same_trees(grown(fused, batch, vocab, 63), grown(reference, batch, vocab, 63))
+
+
+def test_rows_without_a_node_have_inputs_that_the_draft_model_can_read() -> None:
+    seen = []
+    read = Model.read
+
+    def kept(self: Model, *given: Tensor) -> tuple[Tensor, Tensor]:
+        seen.append(given)
+        return read(self, *given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Model, "read", kept)
+        grown(fused, [PADDING, PLAIN | dict(num_nodes=2)], vocabulary(9, is_reduced=True))
+    for token, feature, position, ancestors in seen:
+        row = torch.arange(1, 7, device=DEVICE)
+        assert ((token >= 0) & (token < 21)).all() and ((position >= 0) & (position <= 20 + DEPTH)).all()
+        assert (ancestors >> row & ancestors & 1 == 1).all(), "each sees itself and the root"
+        assert feature.isfinite().all()
