@@ -17,7 +17,7 @@ BITS = np.arange(64)
 
 
 class HostMetadata(NamedTuple):
-    """`AttentionMetadata` as int64 arrays. Converting metadata on CUDA synchronizes."""
+    """`AttentionMetadata` as arrays, int32 but for the ancestors' int64. Converting metadata on CUDA synchronizes."""
 
     query_offsets: np.ndarray
     page_table_BP: np.ndarray
@@ -25,11 +25,23 @@ class HostMetadata(NamedTuple):
     slot_N: np.ndarray
     visible_N: np.ndarray
     ancestors_N: np.ndarray
+    has_ancestors: bool
 
     @staticmethod
     def of(metadata: AttentionMetadata) -> HostMetadata:
         """Convert from tensors."""
-        return HostMetadata(*(getattr(metadata, name).cpu().numpy().astype(np.int64) for name in HostMetadata._fields))
+        offsets, table, base, slot, visible, ancestors = (
+            tensor.cpu().numpy()
+            for tensor in (
+                metadata.query_offsets,
+                metadata.page_table_BP,
+                metadata.base_B,
+                metadata.slot_N,
+                metadata.visible_N,
+                metadata.ancestors_N,
+            )
+        )
+        return HostMetadata(offsets, table, base, slot, visible, ancestors, bool(ancestors.any()))
 
     @property
     def num_requests(self) -> int:
@@ -39,11 +51,14 @@ class HostMetadata(NamedTuple):
     @property
     def owner_N(self) -> np.ndarray:
         """The request of each row."""
+        if self.num_requests == 1:
+            return np.zeros(len(self.slot_N), dtype=np.int64)
         return np.arange(self.num_requests).repeat(self.query_offsets[1:] - self.query_offsets[:-1])
 
     def physical(self, owner: np.ndarray, slot: np.ndarray, page_size: int) -> np.ndarray:
-        """Map logical slots of requests `owner` to physical slots (broadcast together)."""
-        return self.page_table_BP[owner, slot // page_size] * page_size + slot % page_size
+        """Map logical slots of requests `owner` to physical slots, int64 (broadcast together)."""
+        page, place = np.divmod(slot, page_size)
+        return self.page_table_BP[owner, page].astype(np.int64) * page_size + place
 
 
 def bits_of(mask: np.ndarray) -> np.ndarray:
@@ -53,7 +68,7 @@ def bits_of(mask: np.ndarray) -> np.ndarray:
 
 def keys_N(host: HostMetadata, owner_N: np.ndarray) -> np.ndarray:
     """Return one past the last slot that each row may attend to."""
-    if not host.ancestors_N.any():
+    if not host.has_ancestors:
         return host.visible_N
     # Each half is exact in float64, whose exponent gives the highest bit: a tenth of the time of testing all 64.
     high_N, low_N = host.ancestors_N >> 32 & 0xFFFFFFFF, host.ancestors_N & 0xFFFFFFFF

@@ -76,7 +76,7 @@ class PlanShape:
 
 
 class TiledPlan:
-    """One step's attention, for all layers: int64 on the device, all but the page table in one buffer."""
+    """One step's attention, for all layers: on the device, all but the page table (int32) in one buffer (int64)."""
 
     def __init__(self, shape: PlanShape, device: torch.device | str) -> None:
         # With even widths, every row starts at a multiple of 16 bytes, and one compiled kernel serves all steps.
@@ -96,23 +96,28 @@ class TiledPlan:
         self.visible_N = parts["visible"]
         self.lows_WN, self.ancestors_WN = parts["lows"].view(W, N), parts["ancestors"].view(W, N)
         self.tiles_5T, self.tile_lows_WT = parts["tiles"].view(5, T), parts["tile_lows"].view(W, T)
-        self.table_BP = torch.zeros(shape.num_requests, shape.table_width, dtype=torch.int64, device=device)
+        self.table_BP = torch.zeros(shape.num_requests, shape.table_width, dtype=torch.int32, device=device)
+        # The host's image of the buffer, by the same parts: one vectorised pass fills it, and one copy sends it.
+        self._image = np.zeros(len(self.buffer), dtype=np.int64)
+        rows, tiles = np.split(self._image, [(2 + 2 * W) * N])
+        self._rows, self._tiles = rows.reshape(-1, N)[:, : shape.num_rows], tiles.reshape(-1, T)
+        self._sent = torch.from_numpy(self._image)
 
     def fill(self, metadata: AttentionMetadata, first_slot: int) -> None:
         """Write another step of the same shape; its page table may be narrower. Takes two copies to the device."""
-        shape, host = self.shape, HostMetadata.of(metadata)
+        shape, host, W = self.shape, HostMetadata.of(metadata), len(self.shape.windows)
         owner_N = host.owner_N
-        seen = [_narrowed(host, owner_N, window, first_slot) for window in shape.windows]
-        low_WN, ancestors_WN = (np.array(rows).reshape(len(seen), -1) for rows in zip(*seen, strict=True))
-        write_slots_N = host.physical(owner_N, host.slot_N, shape.page_size)
-        of_rows = np.vstack([write_slots_N[None], host.visible_N[None], low_WN, ancestors_WN])
-        of_tiles = np.vstack(_tiles(host, owner_N, low_WN, shape))
-        parts = [np.pad(part, ((0, 0), (0, part.shape[1] % 2))).reshape(-1) for part in (of_rows, of_tiles)]
+        rows = self._rows
+        rows[0] = host.physical(owner_N, host.slot_N, shape.page_size)
+        rows[1] = host.visible_N
+        for w, window in enumerate(shape.windows):
+            rows[2 + w], rows[2 + W + w] = _narrowed(host, owner_N, window, first_slot)
+        _fill_tiles(self._tiles, host, owner_N, rows[2 : 2 + W], shape)
         # The driver stages pageable memory before it returns, so this need not synchronize.
-        self.buffer.copy_(torch.from_numpy(np.concatenate(parts)), non_blocking=True)
+        self.buffer.copy_(self._sent, non_blocking=True)
         self._first_slot = first_slot
         # Entries beyond a request's pages are never read, so stale ones are harmless.
-        self.table_BP[:, : host.page_table_BP.shape[1]].copy_(torch.from_numpy(host.page_table_BP), non_blocking=True)
+        self.table_BP[:, : host.page_table_BP.shape[1]].copy_(metadata.page_table_BP, non_blocking=True)
 
     def set_ancestors(self, ancestors_N: Tensor) -> None:
         """Replace the ancestors (int64, on the device) of the rows of the last `fill`.
@@ -216,14 +221,15 @@ def _power_of_2(value: int) -> int:
 
 def _narrowed(
     host: HostMetadata, owner_N: np.ndarray, window: int | None, first_slot: int
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[np.ndarray | int, np.ndarray]:
     """Restrict each row's prefix and ancestors to a window and the first slot; return (low_N, ancestors_N).
 
     Along a row's path, the prefix has positions 0 .. visible - 1, followed by the ancestors in row order, with the row
     itself last. A window w keeps the last w positions.
     """
-    low_N, ancestors_N = np.full_like(host.visible_N, first_slot), host.ancestors_N
-    if window is None and (not ancestors_N.any() or (host.base_B >= first_slot).all()):
+    low_N: np.ndarray | int = first_slot
+    ancestors_N = host.ancestors_N
+    if window is None and (not first_slot or not host.has_ancestors or host.base_B.min(initial=64) >= first_slot):
         return low_N, ancestors_N
     bit_N64 = bits_of(ancestors_N)
     keep_N64 = host.base_B[owner_N][:, None] + BITS >= first_slot
@@ -234,29 +240,35 @@ def _narrowed(
     return low_N, np.bitwise_or.reduce(kept_N64, axis=-1).view(np.int64)
 
 
-def _tiles(
-    host: HostMetadata, owner_N: np.ndarray, low_WN: np.ndarray, shape: PlanShape
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tiles [5, T] of a `TiledPlan` and their first slots [W, T]; unused tiles have no rows."""
-    R = shape.tile_rows
-    count_B = np.diff(host.query_offsets)
-    tiles_B = -(-count_B // R)
-    request = np.repeat(np.arange(host.num_requests), tiles_B)
-    ordinal = np.arange(len(request)) - np.repeat(np.cumsum(tiles_B) - tiles_B, tiles_B)
-    first = host.query_offsets[request] + ordinal * R
-    tiles_5T = np.zeros((5, shape.num_tiles), dtype=np.int64)
-    tile_lows_WT = np.zeros((len(low_WN), shape.num_tiles), dtype=np.int64)
-    if len(first):
-        # The tiles partition the rows in order, so `reduceat` over their first rows reduces each tile.
-        last = np.maximum.reduceat(keys_N(host, owner_N), first)
+def _fill_tiles(
+    tiles_XT: np.ndarray, host: HostMetadata, owner_N: np.ndarray, low_WN: np.ndarray, shape: PlanShape
+) -> None:
+    """Write the tiles of a `TiledPlan` and behind them their first slots; unused tiles have no rows."""
+    tiles_XT[:] = 0
+    if not len(owner_N):
+        return
+    R, offsets = shape.tile_rows, host.query_offsets
+    count_B = offsets[1:] - offsets[:-1]
+    if count_B.max() <= R:  # one tile for each request with rows
+        (request,) = count_B.nonzero()
+        first, count = offsets[request], count_B[request]
+    else:
+        tiles_B = -(-count_B // R)
+        request = np.arange(len(count_B)).repeat(tiles_B)
+        ordinal = np.arange(len(request)) - (tiles_B.cumsum() - tiles_B)[request]
+        first = offsets[request] + ordinal * R
         count = np.minimum(R, count_B[request] - ordinal * R)
-        tiles_5T[:, : len(first)] = first, count, request, host.base_B[request], last
-        tile_lows_WT[:, : len(first)] = np.minimum.reduceat(_lowest(host, owner_N, low_WN), first, axis=1)
-    return tiles_5T, tile_lows_WT
+    # The tiles partition the rows in order, so `reduceat` over their first rows reduces each tile.
+    own = tiles_XT[:, : len(first)]
+    own[0], own[1], own[2], own[3] = first, count, request, host.base_B[request]
+    np.maximum.reduceat(keys_N(host, owner_N), first, out=own[4])
+    np.minimum.reduceat(_lowest(host, owner_N, low_WN), first, axis=1, out=own[5:])
 
 
 def _lowest(host: HostMetadata, owner_N: np.ndarray, low_WN: np.ndarray) -> np.ndarray:
     """Return [W, N], the first slot of each row: `low`, or the tree's base if the window excludes the prefix."""
+    if not host.has_ancestors:
+        return low_WN
     return np.where(host.ancestors_N != 0, np.minimum(low_WN, host.base_B[owner_N]), low_WN)
 
 
@@ -304,7 +316,7 @@ def _attend(
     for start in range(begin, end, KEYS):
         slot = start + tl.arange(0, KEYS)
         is_slot = slot < end
-        page = tl.load(table_ptr + request * table_width + slot // PAGE, mask=is_slot, other=0)
+        page = tl.load(table_ptr + request * table_width + slot // PAGE, mask=is_slot, other=0).to(tl.int64)
         place = (page * PAGE + slot % PAGE) * (2 * KV_HEADS * WIDTH) + head * WIDTH
         here = is_slot[:, None] & is_dim[None, :]
         k = tl.load(kv_ptr + place[:, None] + dim[None, :], mask=here, other=0.0)
