@@ -68,7 +68,10 @@ async function calls(model) {
     prepareStep: ({ stepNumber }) => ({ toolChoice: stepNumber === 0 ? "required" : "none" }),
   };
   const answered = await generateText(inSteps);
-  assert.deepEqual([answered.steps.length, answered.toolCalls.length], [2, 0]);
+  assert.deepEqual(
+    answered.steps.map((step) => step.toolCalls.length),
+    [1, 0],
+  );
   const streamed = streamText({ ...inSteps, onError });
   await all(streamed.fullStream);
   assert.equal((await streamed.steps).length, 2);
