@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 TARGET_SHARE = 0.6
 """Autoscaling aims at this share of an engine's max_num_seqs: starting another engine takes minutes."""
 SERVE_HEADROOM = 1024
-"""Requests that Serve lets through beyond those that the server takes. The server refuses them in about a millisecond;
-Serve itself would let them wait for seconds. Answers that their clients have not yet read count, too."""
+"""Requests that Serve lets through beyond those that the server takes, which refuses them at once. Serve itself would
+let them wait, and ask again every half second. Answers that their clients have not yet read count, too."""
 
 
 def build(args: AppArgs | Mapping[str, Any]) -> ray_serve.Application:
