@@ -208,14 +208,13 @@ async def upgrade(url: str, args: EngineArgs, *, num_requests: int, concurrency:
 def drain(num_requests: int, max_tokens: int) -> list[str]:
     """Send SIGTERM twice to a service that answers, and return what was wrong."""
     command = [sys.executable, "-m", "secateur", "serve", "--device", "cpu", "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process, ThreadPoolExecutor(1) as pool:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
         url = line.partition(" at ")[2].partition("/v1")[0]
         if not url:
             return [f"the service did not start: {line}"]
-        answers = pool.submit(asyncio.run, _drained(url, process, bodies(num_requests, max_tokens)))
-        problems = answers.result()
+        problems = asyncio.run(_drained(url, process, bodies(num_requests, max_tokens)))
         try:
             process.wait(TIMEOUT_S)
         except subprocess.TimeoutExpired:

@@ -342,6 +342,11 @@ def test_the_acceptance_rule_and_automatic_pruning_are_carried_over() -> None:
     assert not engine_config(args(**draft_args(speculative_tree_prune="off"))).draft.tree.prune.auto
 
 
+def test_the_standby_process_can_be_switched_off() -> None:
+    assert engine_config(args()).standby
+    assert not engine_config(args(standby=False)).standby
+
+
 def test_a_size_the_heads_do_not_allow_is_refused() -> None:
     with pytest.raises(ConfigError, match="tensor_parallel_size 3 does not fit"):
         engine_config(args(tensor_parallel_size=3, no_speculation=True))
