@@ -32,6 +32,9 @@ STORE_TIMEOUT_S = 120.0
 PRELOADED = ("workers.main", "verifier.worker", "drafter.worker", "pydantic.dataclasses", "safetensors")
 """What all ranks import. Not Triton: whether its import touches a device is its own affair."""
 
+ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
+"""NumPy starts threads when it is imported, but for this. Ranks compute with torch."""
+
 
 class RankStarter:
     """Starts ranks, and keeps the process from which they are forked, if `config.standby`. Thread-safe.
@@ -40,8 +43,10 @@ class RankStarter:
     """
 
     def __init__(self, config: EngineConfig, env: Mapping[str, str]) -> None:
-        self._env = {**env, **os.environ, **worker_env(config), "PYTHONPATH": _python_path()}
         self._has_standby = config.standby and sys.platform == "linux"
+        self._env = {**env, **os.environ, **worker_env(config), "PYTHONPATH": _python_path()}
+        if self._has_standby:
+            self._env |= ONE_THREAD
         self._lock = threading.Lock()
         self._server = ForkServer(PRELOADED, self._env) if self._has_standby else None
 
