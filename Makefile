@@ -88,6 +88,7 @@ bench: $(VENV)/.installed-test ## measure acceptance, speed, the parts of a step
 	$(BIN)/python -m tests.bench.sampler --prompts 30 --rounds 4 --temperatures 0.3 0.5 0.7
 	$(BIN)/python -m tests.bench.sampler --target-cost 300m --prompts 12 --rounds 4
 	$(BIN)/python -m tests.bench.planner --rounds 3
+	$(BIN)/python -m tests.bench.structured
 	$(BIN)/secateur bench acceptance --concurrency 16 --output $(RESULTS)
 	$(BIN)/secateur bench latency --output $(RESULTS)
 	$(BIN)/secateur bench throughput --output $(RESULTS)
