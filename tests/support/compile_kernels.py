@@ -23,6 +23,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from drafter.tree import triton_growth
 from workers.kernels import triton_attention, triton_copy, triton_sampling, triton_truncation
 
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
@@ -100,11 +101,10 @@ def _run(*command: str | Path) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def attention(
-    name: str, dtype: str, width: int, *, pairs: int, keys: int, is_split: bool, num_warps: int = 4, **constants: Any
-) -> Case:
-    """Return a case of the attention kernel."""
+def attention(name: str, dtype: str, width: int, *, pairs: int, is_split: bool, **constants: Any) -> Case:
+    """Return a case of the attention kernel, launched as `tree_attention` does."""
     padded = max(16, triton.next_power_of_2(width))
+    keys = triton_attention.keys_of_block(padded, 4 if dtype == FLOAT else 2)
     out = FLOAT if is_split else dtype
     return Case(
         name=f"attend: {name}",
@@ -116,32 +116,32 @@ def attention(
         | constants,
         types=dict(q_ptr=dtype, kv_ptr=dtype, out_ptr=dtype, partial_ptr=out, lse_ptr=out, sink_ptr=dtype)
         | dict(scale="fp32", softcap="fp32")
-        | dict.fromkeys(("tiles_ptr", "tile_lows_ptr", "table_ptr", "visible_ptr", "lows_ptr", "ancestors_ptr"), INT64),
-        num_warps=num_warps,
+        | dict.fromkeys(("tiles_ptr", "tile_lows_ptr", "visible_ptr", "lows_ptr", "ancestors_ptr"), INT64)
+        | dict(table_ptr="*i32"),
+        num_warps=triton_attention.warps_of_tile(pairs),
     )
 
 
 def cases() -> Iterator[Case]:
     """Yield a case for each kernel and each kind of its shapes."""
-    yield attention("a tree of 17 rows, bf16, 128", "*bf16", 128, pairs=64, keys=64, is_split=True)
-    yield attention("a prompt, bf16, 128", "*bf16", 128, pairs=64, keys=64, is_split=False)
-    yield attention("plain decoding, bf16, 128", "*bf16", 128, pairs=16, keys=64, is_split=True)
-    yield attention("plain decoding, bf16, 128, odd", "*bf16", 128, pairs=16, keys=64, is_split=False, q_head_stride=1)
-    yield attention("fp16, 80", "*fp16", 80, pairs=64, keys=64, is_split=False)
-    yield attention("bf16, 256", "*bf16", 256, pairs=64, keys=64, is_split=True)
+    yield attention("a tree of 17 rows, bf16, 128", "*bf16", 128, pairs=128, is_split=True)
+    yield attention("a prompt, bf16, 128", "*bf16", 128, pairs=128, is_split=False)
+    yield attention("plain decoding, bf16, 128", "*bf16", 128, pairs=16, is_split=True)
+    yield attention("plain decoding, bf16, 128, odd", "*bf16", 128, pairs=16, is_split=False, q_head_stride=1)
+    yield attention("fp16, 80", "*fp16", 80, pairs=128, is_split=False)
+    yield attention("bf16, 256", "*bf16", 256, pairs=128, is_split=True)
     yield attention(
-        "bf16, 256, softcap, sinks", "*bf16", 256, pairs=64, keys=64, is_split=True, HAS_SOFTCAP=True, HAS_SINKS=True
+        "bf16, 256, softcap, sinks", "*bf16", 256, pairs=128, is_split=True, HAS_SOFTCAP=True, HAS_SINKS=True
     )
-    yield attention("71 heads a group, bf16, 64", "*bf16", 64, pairs=128, keys=64, is_split=True, GROUP=71, KV_HEADS=1)
-    yield attention("fp32, 64", "*fp32", 64, pairs=64, keys=64, is_split=True)
-    yield attention("fp32, 128", "*fp32", 128, pairs=64, keys=64, is_split=True)
-    yield attention("fp32, 256", "*fp32", 256, pairs=16, keys=32, is_split=False)
+    yield attention("71 heads a group, bf16, 64", "*bf16", 64, pairs=128, is_split=True, GROUP=71, KV_HEADS=1)
+    yield attention("fp32, 64", "*fp32", 64, pairs=16, is_split=True)
+    yield attention("fp32, 128", "*fp32", 128, pairs=16, is_split=True)
+    yield attention("fp32, 256", "*fp32", 256, pairs=16, is_split=False)
     yield Case(
         name="combine",
         kernel=triton_attention._combine,
-        constants=dict(WIDTH=80, PADDED_WIDTH=128, SPLITS=8),
+        constants=dict(WIDTH=128, PADDED_WIDTH=128, SPLITS=64),
         types=dict(partial_ptr=FLOAT, lse_ptr=FLOAT, out_ptr="*bf16"),
-        num_warps=1,
     )
     for tokens, block in ((32, 256), (512, 16)):
         yield Case(
@@ -177,13 +177,49 @@ def cases() -> Iterator[Case]:
     )
 
 
+def growth() -> Iterator[Case]:
+    """Yield the kernels that grow trees, for 16 nodes of 8 children in a vocabulary of 32,000."""
+    double = "*fp64"
+    block = dict(logits_ptr=FLOAT, noise_ptr=FLOAT, table_ptr=double, values_ptr=FLOAT, columns_ptr=INT64)
+    yield Case(
+        name="tree: best of block",
+        kernel=triton_growth._best_of_block,
+        constants=dict(IS_PROCESSED=False, BLOCK=2048),
+        types=block | dict(sums_ptr=FLOAT),
+    )
+    scores = dict(values_ptr=FLOAT, columns_ptr=INT64, sums_ptr=FLOAT, table_ptr=double, fit_ptr=FLOAT, ids_ptr=INT64)
+    scores |= dict(depth_ptr=INT64, weight_ptr=FLOAT, path_prob_ptr=double, children_ptr=INT64)
+    yield Case(
+        name="tree: score children",
+        kernel=triton_growth._score_children,
+        constants=dict(IS_FIRST=False, HAS_IDS=True, FOUND=128, SPLITS=16),
+        types=scores | dict(child_weight_ptr=FLOAT, child_path_prob_ptr=double),
+    )
+    best = dict(old_ptr=INT64, old_weight_ptr=FLOAT, old_path_prob_ptr=double, children_ptr=INT64, table_ptr=double)
+    best |= dict(child_weight_ptr=FLOAT, child_path_prob_ptr=double, new_ptr=INT64, weight_ptr=FLOAT)
+    best |= dict(path_prob_ptr=double, rows_ptr=INT64, new_row_ptr=INT64)
+    for is_first, candidates in ((False, 256), (True, 32)):
+        yield Case(
+            name=f"tree: keep best{' of the first level' if is_first else ''}",
+            kernel=triton_growth._keep_best,
+            constants=dict(IS_FIRST=is_first, ROWS=32, CANDIDATES=candidates, CHUNK=16),
+            types=best,
+        )
+    yield Case(
+        name="tree: gather features",
+        kernel=triton_growth._gather_features,
+        constants=dict(BLOCK=1024),
+        types=dict(roots_ptr="*bf16", hidden_ptr="*bf16", parent_ptr=INT64, out_ptr="*bf16"),
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--archs", type=int, nargs="+", default=[90], choices=list(SHARED_BYTES))
     parser.add_argument("--json", action="store_true", help="one JSON list of rows")
     options = parser.parse_args()
     rows = []
-    for case in cases():
+    for case in (*cases(), *growth()):
         for arch in options.archs:
             rows.append(asdict(compile_case(case, arch)))
             if not options.json:

@@ -38,7 +38,11 @@ _PROGRAMS = 256
 """Work is split until there are this many programs: about two per multiprocessor of an H100 or H200."""
 _KEYS_PER_SPLIT = 256
 """Minimum number of keys per split."""
-_MAX_SPLITS = 16
+_MAX_SPLITS = 64
+_MAX_PAIRS = 128
+"""With four query heads to a key-value head, the 17 rows of the default tree fill one tile, and read every key once."""
+_MAX_FLOAT32_PAIRS = 16
+"""float32 is multiplied without tensor cores, and operands wait in registers: 64 pairs spilled 5 to 7 KB a thread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,12 +55,17 @@ class PlanShape:
     page_size: int
     group_size: int
     windows: tuple[int | None, ...]
+    is_float32: bool = False
 
     @property
     def tile_pairs(self) -> int:
-        """M: (row, query head) pairs per tile: the average of a request, between 16 and 64."""
-        rows = -(-self.num_rows // max(1, self.num_requests))
-        return max(16, min(64, _power_of_2(rows * self.group_size)), _power_of_2(self.group_size))
+        """M: (row, query head) pairs per tile: those of an average request, between 16 and 128.
+
+        In a graph's bucket the last request owns the padding alone, so it is not counted.
+        """
+        rows = -(-self.num_rows // max(1, self.num_requests - 1))
+        most = _MAX_FLOAT32_PAIRS if self.is_float32 else _MAX_PAIRS
+        return max(16, min(most, _power_of_2(rows * self.group_size)), _power_of_2(self.group_size))
 
     @property
     def tile_rows(self) -> int:
@@ -161,6 +170,7 @@ def plan(
         page_size=page_size,
         group_size=group_size,
         windows=tuple(dict.fromkeys(windows)),
+        is_float32=dtype == torch.float32,
     )
     prepared = TiledPlan(shape, device) if into is None else into
     room = replace(shape, table_width=max(table_width, prepared.shape.table_width))
@@ -193,21 +203,33 @@ def tree_attention(
         partial = torch.empty(splits, N, num_heads, d, dtype=torch.float32, device=q_NHd.device)
         lse = torch.empty(splits, N, num_heads, dtype=torch.float32, device=q_NHd.device)
     padded_d = max(16, _power_of_2(d))
-    wide = padded_d * q_NHd.element_size() > 512  # keys and values of a block must fit into shared memory
     _attend[(shape.num_tiles, H, splits)](
         q_NHd, kv_slots, out_NHd, partial, lse, q_NHd if sink_H is None else sink_H,
         plan.tiles_5T, plan.tile_lows_WT[w], plan.table_BP, plan.visible_N, plan.lows_WN[w], plan.ancestors_WN[w],
         scale, softcap or 0.0, N, plan.tiles_5T.shape[1], shape.table_width, splits, q_NHd.stride(0), q_NHd.stride(1),
         KV_HEADS=H, GROUP=shape.group_size, WIDTH=d, PADDED_WIDTH=padded_d, PAGE=shape.page_size,
-        PAIRS=shape.tile_pairs, KEYS=32 if wide else 64, IS_SPLIT=splits > 1,
+        PAIRS=shape.tile_pairs, KEYS=keys_of_block(padded_d, q_NHd.element_size()), IS_SPLIT=splits > 1,
         HAS_SOFTCAP=softcap is not None, HAS_SINKS=sink_H is not None, UPCAST=is_interpreted(),
-        num_warps=4, num_stages=2,
+        num_warps=warps_of_tile(shape.tile_pairs), num_stages=2,
     )  # fmt: skip
     if splits > 1:
         _combine[(N * num_heads,)](
-            partial, lse, out_NHd, N * num_heads, WIDTH=d, PADDED_WIDTH=padded_d, SPLITS=splits, num_warps=1
-        )
+            partial, lse, out_NHd, N * num_heads, WIDTH=d, PADDED_WIDTH=padded_d, SPLITS=splits,
+            num_warps=4 if splits > 16 else 1,
+        )  # fmt: skip
     return out_NHd.view(N, num_heads * d)
+
+
+def keys_of_block(padded_width: int, element_size: int) -> int:
+    """Return how many keys a program reads at once: what fits into shared memory, and in float32 into registers."""
+    if element_size == 4:
+        return 16 if padded_width > 64 else 32
+    return 32 if padded_width > 128 else 64
+
+
+def warps_of_tile(pairs: int) -> int:
+    """Return the warps of a program: more than 64 pairs need the registers of eight."""
+    return 8 if pairs > 64 else 4
 
 
 def _even(value: int) -> int:
@@ -272,6 +294,55 @@ def _lowest(host: HostMetadata, owner_N: np.ndarray, low_WN: np.ndarray) -> np.n
     return np.where(host.ancestors_N != 0, np.minimum(low_WN, host.base_B[owner_N]), low_WN)
 
 
+@triton.jit
+def _add_block(
+    q, m, total, out, start, end, row_low, row_visible, ancestors, base, kv_ptr, table_ptr, scale, softcap,
+    KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr,
+    IS_MASKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Attend to KEYS slots from `start`. Without masks every row sees all of them."""
+    slot = start + tl.arange(0, KEYS)
+    dim = tl.arange(0, PADDED_WIDTH)
+    here = (dim < WIDTH)[None, :]
+    if IS_MASKED:
+        is_slot = slot < end
+        here = here & is_slot[:, None]
+        page = tl.load(table_ptr + slot // PAGE, mask=is_slot, other=0)
+    else:
+        page = tl.load(table_ptr + slot // PAGE)
+    SLOT: tl.constexpr = 2 * KV_HEADS * WIDTH
+    place = page.to(tl.int64) * (PAGE * SLOT) + (slot % PAGE) * SLOT
+    if IS_MASKED or WIDTH < PADDED_WIDTH:
+        k = tl.load(kv_ptr + place[:, None] + dim[None, :], mask=here, other=0.0)
+        v = tl.load(kv_ptr + KV_HEADS * WIDTH + place[:, None] + dim[None, :], mask=here, other=0.0)
+    else:
+        k = tl.load(kv_ptr + place[:, None] + dim[None, :])
+        v = tl.load(kv_ptr + KV_HEADS * WIDTH + place[:, None] + dim[None, :])
+    if UPCAST:
+        k = k.to(tl.float32)
+        v = v.to(tl.float32)
+    score = tl.dot(q, tl.trans(k), input_precision="ieee")  # in powers of 2
+    if HAS_SOFTCAP:  # tanh x = 1 - 2 / (e^2x + 1)
+        score = softcap - 2.0 * softcap / (tl.exp(score * (scale * 2.0 / softcap)) + 1.0)
+        score = score * 1.4426950408889634
+    else:
+        score = score * (scale * 1.4426950408889634)
+    if IS_MASKED:
+        node = slot - base
+        bit = tl.minimum(tl.maximum(node, 0), 63)
+        is_ancestor = ((ancestors[:, None] >> bit[None, :].to(tl.int64)) & 1) == 1
+        is_ancestor = is_ancestor & ((node >= 0) & (node < 64))[None, :]
+        is_prefix = (slot[None, :] >= row_low[:, None]) & (slot[None, :] < row_visible[:, None])
+        score = tl.where((is_prefix | is_ancestor) & is_slot[None, :], score, float("-inf"))
+    new_m = tl.maximum(m, tl.max(score, 1))
+    anchor = tl.where(new_m == float("-inf"), 0.0, new_m)  # no key so far: -inf - -inf would be NaN
+    weight = tl.exp2(score - anchor[:, None])
+    shrink = tl.exp2(m - anchor)
+    total = total * shrink + tl.sum(weight, 1)
+    out = out * shrink[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
+    return new_m, total, out
+
+
 # Numbers that change between steps are not specialized, because each value could compile another kernel.
 @triton.jit(do_not_specialize=["num_rows", "num_tiles", "table_width", "num_splits"])
 def _attend(
@@ -284,11 +355,11 @@ def _attend(
 ):  # fmt: skip
     tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first_row = tl.load(tiles_ptr + tile)
-    tile_rows = tl.load(tiles_ptr + num_tiles + tile)
+    tile_rows = tl.load(tiles_ptr + num_tiles + tile).to(tl.int32)
     request = tl.load(tiles_ptr + 2 * num_tiles + tile)
-    base = tl.load(tiles_ptr + 3 * num_tiles + tile)
-    last_slot = tl.load(tiles_ptr + 4 * num_tiles + tile)
-    first_slot = tl.load(tile_lows_ptr + tile)
+    base = tl.load(tiles_ptr + 3 * num_tiles + tile).to(tl.int32)
+    last_slot = tl.load(tiles_ptr + 4 * num_tiles + tile).to(tl.int32)
+    first_slot = tl.load(tile_lows_ptr + tile).to(tl.int32)
 
     pair = tl.arange(0, PAIRS)
     is_row = pair // GROUP < tile_rows
@@ -303,44 +374,36 @@ def _attend(
     )
     if UPCAST:  # 16-bit arithmetic is silently wrong in Triton 3.9's interpreter; loads, stores and casts are correct
         q = q.to(tl.float32)
-    visible = tl.load(visible_ptr + row, mask=is_row, other=0)
-    low = tl.load(lows_ptr + row, mask=is_row, other=0)
+    visible = tl.load(visible_ptr + row, mask=is_row, other=0).to(tl.int32)
+    low = tl.load(lows_ptr + row, mask=is_row, other=0).to(tl.int32)
     ancestors = tl.load(ancestors_ptr + row, mask=is_row, other=0)
 
     blocks_each = tl.cdiv(tl.cdiv(last_slot - first_slot, KEYS), num_splits)
     begin = first_slot + split * blocks_each * KEYS
     end = tl.minimum(last_slot, begin + blocks_each * KEYS)
+    # Blocks begin .. plain_begin are masked where windows differ, and those from plain_end on where rows end; between
+    # them every row of the tile sees every slot.
+    common_low = tl.max(tl.where(is_row, low, 0), 0)
+    common_end = tl.min(tl.where(is_row, visible, last_slot), 0)
+    num_blocks = tl.maximum(tl.cdiv(end - begin, KEYS), 0)
+    num_before = tl.minimum(tl.cdiv(tl.maximum(common_low - begin, 0), KEYS), num_blocks)
+    num_plain = tl.maximum(tl.maximum(tl.minimum(common_end, end) - begin, 0) // KEYS - num_before, 0)
     m = tl.full([PAIRS], float("-inf"), tl.float32)
     total = tl.zeros([PAIRS], tl.float32)
     out = tl.zeros([PAIRS, PADDED_WIDTH], tl.float32)
-    for start in range(begin, end, KEYS):
-        slot = start + tl.arange(0, KEYS)
-        is_slot = slot < end
-        page = tl.load(table_ptr + request * table_width + slot // PAGE, mask=is_slot, other=0).to(tl.int64)
-        place = (page * PAGE + slot % PAGE) * (2 * KV_HEADS * WIDTH) + head * WIDTH
-        here = is_slot[:, None] & is_dim[None, :]
-        k = tl.load(kv_ptr + place[:, None] + dim[None, :], mask=here, other=0.0)
-        v = tl.load(kv_ptr + KV_HEADS * WIDTH + place[:, None] + dim[None, :], mask=here, other=0.0)
-        if UPCAST:
-            k = k.to(tl.float32)
-            v = v.to(tl.float32)
-        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        if HAS_SOFTCAP:  # tanh x = 1 - 2 / (e^2x + 1)
-            score = softcap - 2.0 * softcap / (tl.exp(score * (2.0 / softcap)) + 1.0)
-        score = score * 1.4426950408889634  # in powers of 2
-        node = slot - base
-        bit = tl.minimum(tl.maximum(node, 0), 63)
-        is_ancestor = ((ancestors[:, None] >> bit[None, :]) & 1) == 1
-        is_ancestor = is_ancestor & ((node >= 0) & (node < 64))[None, :]
-        is_prefix = (slot[None, :] >= low[:, None]) & (slot[None, :] < visible[:, None])
-        score = tl.where((is_prefix | is_ancestor) & is_slot[None, :], score, float("-inf"))
-        new_m = tl.maximum(m, tl.max(score, 1))
-        anchor = tl.where(new_m == float("-inf"), 0.0, new_m)  # no key so far: -inf - -inf would be NaN
-        weight = tl.exp2(score - anchor[:, None])
-        shrink = tl.exp2(m - anchor)
-        total = total * shrink + tl.sum(weight, 1)
-        out = out * shrink[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
-        m = new_m
+    kv_ptr += head * WIDTH
+    table_ptr += request * table_width
+    for block in range(num_before, num_before + num_plain):
+        m, total, out = _add_block(
+            q, m, total, out, begin + block * KEYS, end, low, visible, ancestors, base, kv_ptr, table_ptr,
+            scale, softcap, KV_HEADS, WIDTH, PADDED_WIDTH, PAGE, KEYS, False, HAS_SOFTCAP, UPCAST,
+        )  # fmt: skip
+    for masked in range(num_blocks - num_plain):
+        block = tl.where(masked < num_before, masked, masked + num_plain)
+        m, total, out = _add_block(
+            q, m, total, out, begin + block * KEYS, end, low, visible, ancestors, base, kv_ptr, table_ptr,
+            scale, softcap, KV_HEADS, WIDTH, PADDED_WIDTH, PAGE, KEYS, True, HAS_SOFTCAP, UPCAST,
+        )  # fmt: skip
     if HAS_SINKS:
         if split == 0:
             sink = tl.load(sink_ptr + q_head).to(tl.float32) * 1.4426950408889634
@@ -357,6 +420,8 @@ def _attend(
     is_out = is_row[:, None] & is_dim[None, :]
     if IS_SPLIT:
         place += split.to(tl.int64) * num_rows * (KV_HEADS * GROUP)
+        if not HAS_SINKS:  # the combination reads no values of a split without keys
+            is_out = (pair // GROUP < tl.where(num_blocks > 0, tile_rows, 0))[:, None] & is_dim[None, :]
         tl.store(partial_ptr + place[:, None] * WIDTH + dim[None, :], out, mask=is_out)
         tl.store(lse_ptr + place, tl.where(is_empty, float("-inf"), m + tl.log2(total)), mask=is_row)
     else:
@@ -376,7 +441,8 @@ def _combine(
     lse = tl.load(lse_ptr + place)
     best = tl.max(lse, 0)
     weight = tl.exp2(lse - tl.where(best == float("-inf"), 0.0, best))
-    partial = tl.load(partial_ptr + place[:, None] * WIDTH + dim[None, :], mask=is_dim[None, :], other=0.0)
+    is_read = is_dim[None, :] & (weight > 0.0)[:, None]  # most splits of a short prefix have no key
+    partial = tl.load(partial_ptr + place[:, None] * WIDTH + dim[None, :], mask=is_read, other=0.0)
     total = tl.sum(weight, 0)
     out = tl.sum(partial * weight[:, None], 0) / tl.where(total == 0.0, 1.0, total)
     tl.store(out_ptr + pair * WIDTH + dim, out.to(out_ptr.dtype.element_ty), mask=is_dim)
