@@ -1,7 +1,7 @@
 """CUDA graphs: a forward pass is captured once per bucket of sizes and replayed with one launch.
 
     bucket(n) -> int                                    number of rows that a forward pass of n rows runs
-    sizes(max_requests, rows_each) -> list[Size]        the buckets of an engine
+    sizes(config) -> list[Size]                         the buckets of an engine
     Graphs(run, plan, example, buckets, table_width)    captures at start-up
         (metadata, *inputs_N) -> tuple of outputs       [N, ...] each, valid until the next call
     Recorder(device)                                    captures single graphs
@@ -11,7 +11,8 @@
 A step is padded to its bucket: its inputs are copied into static buffers, and its plan is filled in place
 (`Kernels.plan(into=...)`). The padding rows belong to an additional request whose only page is the null page, where
 they write and which is all they attend to. Rows of different requests never attend to each other, so padding does not
-change the results. A step larger than every bucket, such as a long prompt chunk, runs without a graph.
+change the results. A step runs in the smallest bucket that holds its rows and its requests: up to MAX_ROWS rows there
+are buckets for few and for many requests, for larger prompt chunks only for as many as there may be.
 
 Legend: N packed rows, B requests.
 """
@@ -19,7 +20,7 @@ Legend: N packed rows, B requests.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -36,7 +37,10 @@ from workers.transfer import to_device
 from workers.types import AttentionMetadata
 
 MAX_ROWS = 512
-"""A larger step keeps a GPU busy for longer than it takes to launch its kernels."""
+"""Up to here buckets grow by a third; above, where padding costs more than launches, by `_LARGE_STEP` rows."""
+_LARGE_STEP = 256
+MOST_ROWS = 2048
+"""A larger step keeps any GPU busy for longer than it takes to launch its kernels."""
 
 Run = Callable[..., tuple[Tensor, ...]]
 """(plan, *inputs [N, ...]) -> outputs [N, ...] on the device, without synchronizing with the host."""
@@ -66,24 +70,40 @@ class Size(NamedTuple):
 
 
 def bucket(n: int) -> int:
-    """Round n >= 1 up to one of 1, 2, 3, 4, 6, 8, 12, 16, 24, ...: at most a third of the rows are padding."""
+    """Round n >= 1 up to one of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... 512, 768, 1024, 1280, ...
+
+    At most a third of the rows are padding.
+    """
+    if n > MAX_ROWS:
+        return -(-n // _LARGE_STEP) * _LARGE_STEP
     power = 1 << (n - 1).bit_length()
     return power // 4 * 3 if n <= power // 4 * 3 else power
 
 
-def sizes(max_requests: int, rows_each: int) -> list[Size]:
-    """Return all buckets for steps of up to max_requests requests with up to rows_each rows, limited to MAX_ROWS.
+def sizes(config: EngineConfig) -> list[Size]:
+    """Return all buckets of an engine's steps, the largest first, so that smaller graphs reuse their memory.
 
-    The largest come first, so that smaller graphs reuse their memory.
+    Each number of requests has buckets for as many rows as that many trees have; the largest also has those of prompt
+    chunks, which a step of few requests then shares.
     """
-    top = Size.of(1, max_requests).requests
-    steps = [rows for rows in range(MAX_ROWS, 0, -1) if bucket(rows) == rows]
+    top = Size.of(1, config.max_num_seqs).requests
+    most = bucket(min(MOST_ROWS, max(config.max_num_seqs * config.tree_rows, config.max_num_batched_tokens)))
+    steps = [rows for rows in range(most, 0, -1) if bucket(rows) == rows]
     return [
         Size(rows, requests)
         for requests in (top >> i for i in range(top.bit_length()))
         for rows in steps
-        if requests // 2 < rows <= bucket(requests * rows_each)
+        if requests // 2 < rows and (requests == top or rows <= min(MAX_ROWS, bucket(requests * config.tree_rows)))
     ]
+
+
+def fitting(size: Size, buckets: Container[Size], most_requests: int) -> Size | None:
+    """Return the bucket of these rows with the fewest requests that holds a step; None if it has too many rows."""
+    while size.requests <= most_requests:
+        if size in buckets:
+            return size
+        size = Size(size.rows, 2 * size.requests)
+    return None
 
 
 def padded(metadata: AttentionMetadata, size: Size) -> AttentionMetadata:
@@ -121,7 +141,7 @@ class _Bucket:
 class Recorder:
     """Captures graphs that share one memory pool, because they never run at the same time.
 
-    Each graph keeps its outputs alive, so that the pool does not reuse their memory.
+    A graph keeps what it returns alive, so that the pool does not reuse its memory.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -193,14 +213,15 @@ class Graphs:
     ) -> None:
         self._run, self._plan = run, plan
         self._device = example[0].device
-        most = max(size.rows for size in buckets)
+        most, self._most_requests = (max(column) for column in zip(*buckets, strict=True))
         self._buffers = [one.new_zeros(most, *one.shape[1:]) for one in example]
+        self._outputs: list[Tensor] = []  # of every graph: 76 of them would each keep their own
         self._recorder = Recorder(self._device)
         self._buckets: dict[Size, _Bucket] = {}
         for size in buckets:
             made = self._buckets[size] = self._bucket(size, table_width)
             if is_captured:
-                made.replay = self._recorder.record(partial(run, made.plan, *made.inputs))
+                made.replay = self._recorder.record(partial(self._run_bucket, made))
 
     @property
     def report(self) -> dict[str, str | int]:
@@ -215,16 +236,26 @@ class Graphs:
     def __call__(self, metadata: AttentionMetadata, *inputs_N: Tensor) -> tuple[Tensor, ...]:
         """Run one forward pass. Inputs [N, ...] may be on any device. The next call overwrites the outputs."""
         num_rows, num_requests = len(metadata.slot_N), len(metadata.base_B)
-        size = Size.of(num_rows, num_requests)
-        chosen = self._buckets.get(size)
-        if chosen is None:
+        size = fitting(Size.of(num_rows, num_requests), self._buckets, self._most_requests)
+        if size is None:
             return self._run(self._plan(metadata), *(to_device(given, self._device) for given in inputs_N))
+        chosen = self._buckets[size]
         # Padding rows keep the inputs of an earlier step, which are valid tokens.
         for static, given in zip(chosen.inputs, inputs_N, strict=True):
             static[:num_rows].copy_(given, non_blocking=True)
         plan = self._plan(padded(metadata, size), into=chosen.plan)
         outputs = self._run(plan, *chosen.inputs) if chosen.replay is None else chosen.replay()
         return tuple(output[:num_rows] for output in outputs)
+
+    def _run_bucket(self, bucket: _Bucket) -> tuple[Tensor, ...]:
+        """Run a bucket's pass and copy its outputs to those that all graphs share."""
+        outputs = self._run(bucket.plan, *bucket.inputs)
+        if not self._outputs:  # of the first bucket, which has the most rows, before it is captured
+            self._outputs = [torch.empty_like(output) for output in outputs]
+        shared = tuple(static[: len(output)] for static, output in zip(self._outputs, outputs, strict=True))
+        for static, output in zip(shared, outputs, strict=True):
+            static.copy_(output)
+        return shared
 
     def _bucket(self, size: Size, table_width: int) -> _Bucket:
         none = torch.zeros(0, dtype=torch.int32)
@@ -252,7 +283,7 @@ def decoder_graphs(decoder: BaseDecoder, kv: KVPool, config: EngineConfig, *, is
         run,
         plan,
         (one, one),
-        buckets=sizes(config.max_num_seqs, config.tree_rows),
+        buckets=sizes(config),
         table_width=config.pages_for(config.max_model_len),
         is_captured=is_captured,
     )

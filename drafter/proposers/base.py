@@ -165,7 +165,7 @@ def head_graphs(head: FeatureHead, kv: KVPool, config: EngineConfig, *, is_captu
         run,
         partial(head.plan, page_size=config.page_size),
         (one, torch.zeros(1, head.width, dtype=head.dtype, device=head.device), one),
-        buckets=sizes(config.max_num_seqs, config.tree_rows),
+        buckets=sizes(config),
         table_width=config.draft_table_width,
         is_captured=is_captured,
     )

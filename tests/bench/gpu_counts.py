@@ -1,12 +1,13 @@
 """What a step costs around the GPU's arithmetic, counted without a GPU: launches, the host's time, instructions.
 
-    python -m tests.bench.gpu_counts [--parts launches calls host kernels] [--archs 80 90 100] [--out FILE]
+    python -m tests.bench.gpu_counts [--parts launches calls host buckets kernels] [--archs 80 90 100] [--out FILE]
 
 It prints one Markdown table per part:
 
     launches   kernels in the graph of a whole tree, on the simulated device
     calls      launches, copies and replays that the host makes in a step, on the simulated device
     host       thread CPU time of the host's code in a step; the models' own time is left out
+    buckets    the share of steps that are replayed from a graph, in simulated traffic
     kernels    registers, spills, shared memory and instructions of every Triton kernel, compiled ahead of time
 
 Compiling takes minutes. The Triton that PyTorch's CUDA build pins may come first on PYTHONPATH.
@@ -50,11 +51,11 @@ from workers.comm.channel import Received
 from workers.comm.ipc import Submit
 from workers.comm.wire import Kind
 from workers.config import DraftConfig, EngineConfig, PruneConfig, SimulatedCosts
-from workers.cuda_graphs import decoder_graphs
+from workers.cuda_graphs import Size, decoder_graphs, fitting, sizes
 from workers.kernels import fused, pointwise
 from workers.types import AttentionMetadata, Constraints, DraftReply, DraftRequest, SamplingSettings, TargetStep
 
-PARTS = ("launches", "calls", "host", "kernels")
+PARTS = ("launches", "calls", "host", "buckets", "kernels")
 BATCHES = (1, 8, 32)
 NUM_STEPS, WARM_UP, NUM_ROUNDS = 50, 20, 5
 AUTO = replace(
@@ -311,6 +312,45 @@ def _chains(num_requests: int, num_nodes: int) -> Tensor:
     return fields[:, None].repeat(1, num_requests, 1)
 
 
+# ---- buckets
+
+
+def buckets() -> Table:
+    """Yield the share of replayed steps by the number of concurrent requests, with trees of up to 17 rows."""
+    yield ["concurrent requests", "steps", "replayed", "rows in them that are padding", "largest step"]
+    config = EngineConfig(model_path="", draft=DraftConfig(method="ngram", model_path="", tree=AUTO))
+    made = sizes(config)
+    for concurrency in (1, 4, 16, 32, 64):
+        steps = _traffic(concurrency, config.max_num_batched_tokens)
+        found = [fitting(Size.of(*step), made, config.max_num_seqs) for step in steps]
+        num_rows = [(size.rows, rows) for size, (rows, _) in zip(found, steps, strict=True) if size is not None]
+        ran, needed = map(sum, zip(*num_rows, strict=True))
+        replayed = f"{sum(size is not None for size in found) / len(steps):.2%}"
+        yield [concurrency, len(steps), replayed, f"{1 - needed / ran:.1%}", max(rows for rows, _ in steps)]
+    yield ["graphs of a forward", len(made), "", "", made[0].rows]
+
+
+def _traffic(concurrency: int, most_rows: int, num_steps: int = 4000) -> list[tuple[int, int]]:
+    """Return (rows, requests) of the steps of requests that follow one another.
+
+    Prompts have 20 to 8000 tokens, of median 400, and answers of median 200, at 3.5 tokens a step.
+    """
+    rng, steps = np.random.default_rng(concurrency), []
+    prompt, left = np.zeros(concurrency, dtype=int), np.zeros(concurrency)
+    while len(steps) < num_steps:
+        is_new = (prompt == 0) & (left <= 0)
+        prompt[is_new] = np.clip(rng.lognormal(6.0, 1.0, is_new.sum()), 20, 8000)
+        left[is_new] = rng.lognormal(5.3, 0.7, is_new.sum())
+        is_decoding = prompt == 0
+        rows, requests = int(rng.integers(1, 18, is_decoding.sum()).sum()), int(is_decoding.sum())
+        left[is_decoding] -= rng.uniform(1, 6, is_decoding.sum())
+        for request in np.flatnonzero(~is_decoding):
+            chunk = min(prompt[request], most_rows - rows)
+            rows, requests, prompt[request] = rows + int(chunk), requests + bool(chunk), prompt[request] - chunk
+        steps.append((rows, requests))
+    return steps
+
+
 # ---- kernels
 
 
@@ -337,7 +377,10 @@ def main() -> None:
     parser.add_argument("--archs", type=int, nargs="+", default=[80, 90, 100], help="compute capabilities x 10")
     parser.add_argument("--out", type=Path, help="also write the tables to this file")
     options = parser.parse_args()
-    counters = {"launches": launches, "calls": calls, "host": host, "kernels": partial(kernels, options.archs)}
+    counters = {
+        "launches": launches, "calls": calls, "host": host, "buckets": buckets,
+        "kernels": partial(kernels, options.archs),
+    }  # fmt: skip
     torch.set_num_threads(1)
     lines: list[str] = []
 

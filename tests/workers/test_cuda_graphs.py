@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -15,7 +16,7 @@ from tests.support.attention_cases import CHAIN, RAGGED, TWO_BY_TWO, Batch
 from tests.support.clockwork import AUTO, OFF, Bench, ClockCosts, bench
 from tests.support.engines import DYNAMIC, bundled
 from workers import cuda_graphs
-from workers.cuda_graphs import MAX_ROWS, Size, bucket, can_capture, decoder_graphs, padded, sizes
+from workers.cuda_graphs import MAX_ROWS, MOST_ROWS, Size, bucket, can_capture, decoder_graphs, fitting, padded, sizes
 from workers.kernels.host import HostMetadata
 from workers.kernels.select import TORCH
 from workers.models.decoder import Decoder
@@ -29,8 +30,9 @@ STEPS = [
     Batch([(9, [-1])], 16),
     Batch([(5, TWO_BY_TWO), (0, 0), (40, CHAIN), (31, [-1]), (0, 3)], 16),
     Batch([(0, 40)], 16),
+    Batch([(0, 70)], 16),
 ]
-"""Steps; the last is a prompt chunk larger than every bucket."""
+"""Steps; the last two are prompt chunks, one of them larger than every bucket."""
 
 
 def test_buckets_have_at_most_a_third_of_padding() -> None:
@@ -40,13 +42,26 @@ def test_buckets_have_at_most_a_third_of_padding() -> None:
     assert [bucket(rows) for rows in buckets] == buckets == sorted(buckets)
 
 
-@pytest.mark.parametrize(("max_requests", "rows_each"), [(1, 1), (8, 17), (64, 17), (5, 64)])
-def test_every_step_of_trees_has_a_bucket(max_requests: int, rows_each: int) -> None:
-    made = sizes(max_requests, rows_each)
-    assert len(set(made)) == len(made) and made[0] == Size(max(size.rows for size in made), made[0].requests)
+@pytest.mark.parametrize(("max_requests", "num_nodes"), [(1, 0), (8, 16), (64, 16), (5, 63)])
+def test_every_step_up_to_the_budget_has_a_bucket(max_requests: int, num_nodes: int) -> None:
+    """One prompt of any length, trees beside a chunk, 32 trees of 17 rows: nothing runs without a graph."""
+    tree = replace(DYNAMIC, num_speculative_tokens=num_nodes) if num_nodes else None
+    config = bundled(tree, max_num_seqs=max_requests, max_num_batched_tokens=1500)
+    made = sizes(config)
+    assert len(set(made)) == len(made) and made[0] == Size(1536, max(size.requests for size in made))
     for num_requests in range(1, max_requests + 1):
-        for num_rows in range(num_requests, min(num_requests * rows_each, MAX_ROWS) + 1):
-            assert Size.of(num_rows, num_requests) in made
+        for num_rows in range(num_requests, 1501):
+            size = fitting(Size.of(num_rows, num_requests), made, made[0].requests)
+            assert size is not None and size.rows == bucket(num_rows) and size.requests >= num_requests
+    assert fitting(Size.of(1537, 1), made, made[0].requests) is None
+
+
+def test_a_step_of_trees_runs_with_as_few_requests_as_it_has() -> None:
+    made = sizes(bundled(DYNAMIC, max_num_seqs=64))
+    for num_requests in (1, 2, 3, 8, 20):
+        trees = Size.of(17 * num_requests, num_requests)
+        assert fitting(trees, made, 64) == trees
+    assert fitting(Size.of(200, 4), made, 64) == Size(256, 16)
 
 
 def test_padding_rows_are_one_request_on_the_null_page() -> None:
@@ -58,7 +73,7 @@ def test_padding_rows_are_one_request_on_the_null_page() -> None:
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
-def test_padded_steps_have_the_same_results(tmp_path: Path, name: str) -> None:
+def test_padded_steps_have_the_same_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
     """Steps of all sizes run one after the other through the same buffers and write the same KV."""
     kernels = TORCH
     if name == "triton":
@@ -68,6 +83,7 @@ def test_padded_steps_have_the_same_results(tmp_path: Path, name: str) -> None:
         from workers.kernels import fused as kernels  # type: ignore[no-redef]
     path = checkpoints.write_model(tmp_path, "llama", num_hidden_layers=2)
     model = Decoder.load(path, read_spec(path), tap_layers=(0, 2), kernels=kernels)
+    monkeypatch.setattr(cuda_graphs, "MOST_ROWS", 64)
     config = bundled(DYNAMIC, max_num_seqs=8, max_model_len=128)
     pools = [model.new_kv_pool(32 * 16) for _ in range(2)]
     context = torch.randn(pools[0].data[:, 16:].shape, generator=torch.Generator().manual_seed(1))
@@ -75,8 +91,8 @@ def test_padded_steps_have_the_same_results(tmp_path: Path, name: str) -> None:
         for pool in pools:
             pool.data[:, 16:] = context
     replayed = decoder_graphs(model, pools[1], config, is_captured=False)
-    fits = [Size.of(len(step.keys), len(step.metadata.base_B)) in replayed._buckets for step in STEPS]
-    assert fits == [True, True, True, True, False]
+    fits = [fitting(Size.of(len(step.keys), len(step.metadata.base_B)), replayed._buckets, 8) for step in STEPS]
+    assert all(fits[:-1]) and fits[-1] is None
     for number, step in enumerate(STEPS):
         tokens = torch.randint(0, 96, (len(step.keys),), generator=torch.Generator().manual_seed(number))
         positions = torch.tensor([len(keys) - 1 for keys in step.keys], dtype=torch.int32)
@@ -118,4 +134,4 @@ def test_graphs_need_cuda_and_kernels_that_stay_in_place() -> None:
     assert not can_capture(TORCH, torch.device("cuda"), False)
     fused = pytest.importorskip("workers.kernels.fused")
     assert can_capture(fused, torch.device("cuda"), False) and not can_capture(fused, torch.device("cuda"), True)
-    assert bucket(MAX_ROWS) == cuda_graphs.MAX_ROWS
+    assert bucket(MAX_ROWS) == cuda_graphs.MAX_ROWS and bucket(MOST_ROWS) == MOST_ROWS

@@ -16,8 +16,7 @@ from verifier.target import Target
 from verifier.tree import chains
 from workers.comm.ipc import Submit
 from workers.config import EngineConfig
-from workers.cuda_graphs import bucket
-from workers.cuda_graphs import sizes as graph_sizes
+from workers.cuda_graphs import MOST_ROWS, bucket
 from workers.types import Rule, SamplingSettings
 
 _FIRST_ROUND_S, _PROFILE_S = 0.4, 1.2
@@ -53,7 +52,8 @@ def profile(target: Target, config: EngineConfig, num_pages: int) -> RowCosts:
     timed = RowCosts(np.array(list(least_ms), dtype=np.float64), ms_T)
     if not has_graphs:
         return timed
-    return timed.in_buckets(max(size.rows for size in graph_sizes(config.max_num_seqs, config.tree_rows)))
+    # Larger buckets hold prompts, which no trees are timed as.
+    return timed.in_buckets(bucket(min(MOST_ROWS, config.max_num_seqs * config.tree_rows)))
 
 
 def warm_up(target: Target, config: EngineConfig, num_pages: int) -> None:

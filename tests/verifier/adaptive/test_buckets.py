@@ -27,7 +27,7 @@ from verifier.draft_inputs import DraftInput
 from verifier.request import Request
 from verifier.scheduler import Step
 from workers.comm.ipc import Submit
-from workers.cuda_graphs import Size, bucket, decoder_graphs
+from workers.cuda_graphs import Size, bucket, decoder_graphs, fitting
 from workers.types import Rule, TreeLimits
 
 torch.set_num_threads(1)
@@ -113,9 +113,10 @@ def test_what_start_up_times_is_in_a_graph(monkeypatch):
         monkeypatch.setattr(profiling, "_MAX_ROUNDS", 1)
         profile(target, config, b.engine._allocator.num_pages)
     timed = {Size.of(len(step.slot_N), len(step.base_B)) for step in ran}
-    largest = max(size.rows for size in graphs._buckets)
-    assert {size.rows for size in timed if size.rows <= largest} == {size.rows for size in graphs._buckets}
-    assert all(size in graphs._buckets for size in timed if size.rows <= largest)
+    largest, most = bucket(config.max_num_seqs * config.tree_rows), graphs._most_requests
+    with_graph = {size.rows for size in graphs._buckets if size.rows <= largest}
+    assert {size.rows for size in timed if size.rows <= largest} == with_graph
+    assert all(fitting(size, graphs._buckets, most) for size in timed if size.rows <= largest)
 
 
 # ---- how many nodes
