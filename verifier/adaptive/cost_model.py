@@ -195,8 +195,8 @@ class CostModel:
         return DraftCosts(
             nodes_T=torch.from_numpy(nodes_T.astype(np.int32)),
             verify_ms_T=torch.from_numpy(self.verify_ms(step, nodes_T, num_trees).astype(np.float32)),
-            draft_ms_3=torch.tensor([self.draft_ms(part) for part in work], dtype=torch.float32),
-            base_tokens_1=torch.tensor([len(step.decode)], dtype=torch.float32),
+            draft_ms_3=torch.from_numpy(np.array([self.draft_ms(part) for part in work], dtype=np.float32)),
+            base_tokens_1=torch.from_numpy(np.array([len(step.decode)], dtype=np.float32)),
             calibration_D2=torch.from_numpy(calibration_D2),
         )
 

@@ -29,6 +29,7 @@ from workers.types import (
 )
 
 _ALIGN = 16
+_PADDING = [bytes(count) for count in range(_ALIGN)]
 _I32, _I64, _F32, _U8 = np.dtype(np.int32), np.dtype(np.int64), np.dtype(np.float32), np.dtype(np.uint8)
 
 
@@ -146,7 +147,7 @@ def pack(message: Message) -> Packed:
 
 
 def unpack(kind: Kind, meta: Tensor, bulk: Tensor) -> Message:
-    """Convert bytes to a message. Its tensors are copies on the CPU, except for the bulk field, a view of `bulk`."""
+    """Convert bytes to a message. Its tensors are on the CPU, copied, except for the bulk field, a view of `bulk`."""
     match kind:
         case Kind.DRAFT_REQUEST:
             parts = [REQUEST_FIELDS, SAMPLING_FIELDS, COST_FIELDS, TRACED_FIELDS]
@@ -196,61 +197,58 @@ _DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 def _pack_fields(parts: list[tuple[list[Field], Any]], scalars: list[int]) -> Tensor:
     dims: list[int] = list(scalars)
-    pieces: list[np.ndarray] = []
+    pieces: list[bytes] = []
     for fields, value in parts:
         for spec in fields:
             tensor = None if value is None else getattr(value, spec.name)
             if tensor is None:
                 dims += [-1] * spec.ndim
                 continue
-            dims += tensor.shape
-            pieces.append(_narrow(spec, tensor.cpu().numpy()))
-    table = np.array(dims, dtype=np.int32).view(np.uint8)
-    ends = [_aligned(table.size)]
-    for piece in pieces:
-        ends.append(_aligned(ends[-1] + piece.size))
-    out = np.zeros(ends[-1], dtype=np.uint8)
-    out[: table.size] = table
-    for begin, piece in zip(ends, pieces, strict=False):
-        out[begin : begin + piece.size] = piece
-    return torch.from_numpy(out)
+            array = tensor.numpy() if tensor.is_cpu else tensor.cpu().numpy()
+            dims += array.shape
+            piece = _narrow(spec, array).tobytes()
+            pieces += (piece, _PADDING[-len(piece) % _ALIGN])
+    table = np.array(dims, dtype=np.int32).tobytes()
+    # Joining bytes takes a third of the time of copying each field into an array.
+    return torch.frombuffer(bytearray().join((table, _PADDING[-len(table) % _ALIGN], *pieces)), dtype=torch.uint8)
 
 
 def _unpack_fields(
     parts: list[list[Field]], meta: Tensor, num_scalars: int
 ) -> tuple[list[dict[str, Tensor] | None], list[int]]:
-    data = meta.numpy()
+    data = meta.numpy().copy()  # the channel reuses its buffer
     num_dims = num_scalars + sum(spec.ndim for fields in parts for spec in fields)
     table = data[: 4 * num_dims].view(np.int32).tolist()
-    scalars, dims = table[:num_scalars], table[num_scalars:]
+    scalars, at = table[:num_scalars], num_scalars
     begin = _aligned(4 * num_dims)
     values: list[dict[str, Tensor] | None] = []
     for fields in parts:
         value: dict[str, Tensor] | None = {}
         for spec in fields:
-            shape, dims = dims[: spec.ndim], dims[spec.ndim :]
+            shape = table[at : at + spec.ndim]
+            at += spec.ndim
             if shape[0] < 0:
                 value = None
                 continue
             assert value is not None
-            size = math.prod(shape) * spec.wire.itemsize
-            array = data[begin : begin + size].view(spec.wire).reshape(shape)
-            value[spec.name] = torch.from_numpy(
-                array.astype(spec.memory)
-            )  # astype copies, because the buffer is reused
-            begin = _aligned(begin + size)
+            end = begin + math.prod(shape) * spec.wire.itemsize
+            array = data[begin:end].view(spec.wire)
+            if spec.ndim > 1:
+                array = array.reshape(shape)
+            value[spec.name] = torch.from_numpy(array if spec.wire is spec.memory else array.astype(spec.memory))
+            begin = _aligned(end)
         values.append(value)
     return values, scalars
 
 
 def _narrow(spec: Field, array: np.ndarray) -> np.ndarray:
     assert array.dtype == spec.memory and array.ndim == spec.ndim, (spec, array.dtype, array.shape)
-    if spec.wire == spec.memory:
-        return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    if spec.wire is spec.memory:
+        return array
     narrow = array.astype(spec.wire)
     if spec.wire.kind in "iu" and not np.array_equal(narrow, array):
         raise OverflowError(f"{spec.name} holds a value that does not fit {spec.wire}")
-    return narrow.reshape(-1).view(np.uint8)
+    return narrow
 
 
 def _aligned(size: int) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 import torch
+import torch._inductor.config
 
 from workers.kernels import pointwise
 from workers.kernels.fused import (
@@ -40,6 +41,9 @@ __all__ = [
     "tree_attention",
     "truncation_threshold",
 ]
+
+# Each rank has a few small chains to compile, and would start a process per core for them.
+torch._inductor.config.compile_threads = 1
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
