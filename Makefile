@@ -22,7 +22,6 @@ PIP_AUDIT := 2.10.1
 CYCLONEDX := 7.5.0
 # Targets of the bundled one's function at a larger one's cost; make clean removes their files.
 ON_300M := --target-cost 300m --cache build/bench
-ON_8B := --target-cost 8b --cache build/bench
 
 .DEFAULT_GOAL := help
 .PHONY: help docs demo chat check quick test parity mutants clients fuzz chaos audit sbom gpu bench peers models clean
@@ -72,15 +71,9 @@ sbom: $(VENV)/.installed-serve $(TOOLS)/cyclonedx/.installed-$(CYCLONEDX) ## lis
 		--output-reproducible --output-file build/sbom.cdx.json $(BIN)/python
 	@echo 'make sbom: wrote build/sbom.cdx.json; it lists all of $(VENV), what tests as well if that is installed'
 
-gpu: ## tests and benchmarks on a CUDA machine, with the interpreter PYTHON as it is; installs nothing
+gpu: ## tests and benchmarks on a CUDA machine, what is worth most in 25 minutes, with PYTHON as it is; installs nothing
 	@$(PYTHON) -c 'import pytest, torch' || { echo 'make gpu: $(PYTHON) lacks pytest or torch; set PYTHON=...' >&2; exit 1; }
-	PYTHONPATH=. $(PYTHON) -m pytest tests/gpu
-	@if $(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; \
-	then set -e; PYTHONPATH=. $(PYTHON) -m tests.bench.kernels; \
-	for command in latency throughput step 'latency $(ON_8B) --contestants off,dynamic,auto,generate,assisted' \
-		'throughput $(ON_8B) --contestants off,dynamic,auto --temperatures 0' 'step $(ON_8B)'; \
-	do PYTHONPATH=. $(PYTHON) -m secateur bench $$command --device cuda --output $(RESULTS); done; \
-	else echo 'make gpu: no CUDA device here, so nothing was measured'; fi
+	PYTHONPATH=. $(PYTHON) -m tests.gpu.run --output $(RESULTS)
 
 bench: export GLIBC_TUNABLES = glibc.malloc.hugetlb=1
 bench: $(VENV)/.installed-test ## measure acceptance, speed, the parts of a step, a service and predictions (some three hours)

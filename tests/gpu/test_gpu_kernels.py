@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from tests.drafter.tree.test_triton_growth import *  # noqa: F403  # the tests
 from tests.support.attention_cases import CHAIN, LONG_CHAIN, RAGGED, TWO_BY_TWO, Batch, compare
 from tests.workers.kernels.test_kernels import *  # noqa: F403  # the tests
 from tests.workers.kernels.test_kernels import TOLERANCE

@@ -1,0 +1,108 @@
+"""All that a GPU can show, in the order of what is worth most, within 25 minutes of one H100.
+
+    python -m tests.gpu.run [--output DIR] [--only smoke twins ...]
+
+Every part is a process with a time limit. Its output goes to DIR/gpu-PART.log while it runs, and its result is appended
+to DIR/gpu.jsonl before the next part begins, so that a machine that is taken away leaves what was shown until then. A
+part that fails or takes too long does not stop the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+TESTS = "tests/gpu/test_gpu.py"
+ON_8B = ("--target-cost", "8b", "--cache", "build/bench")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A command of `python -m` and its limit."""
+
+    name: str
+    what: str
+    minutes: float
+    command: tuple[str, ...]
+
+
+def bench(*arguments: str) -> tuple[str, ...]:
+    return ("secateur", "bench", *arguments, "--device", "cuda", "--output", "{output}")
+
+
+PARTS = [
+    Part("smoke", "an engine under auto gives transformers' tokens", 2,
+         ("pytest", "-x", TESTS, "-k", "greedy and auto")),
+    Part("twins", "every kernel against its twin", 4,
+         ("pytest", "tests/gpu/test_gpu_kernels.py", "tests/gpu/test_gpu_rejection.py")),
+    Part("graphs", "replays against eager steps", 3,
+         ("pytest", "tests/gpu/test_gpu_graphs.py", TESTS, "-k", "replayed or neither")),
+    Part("link", "the NCCL link between drafter and verifier", 2, ("pytest", TESTS, "-k", "nccl")),
+    Part("floor", "the verify step of a target padded to 8B, against reading its weights once", 4,
+         bench("step", *ON_8B)),
+    Part("peers", "per-token latency of that target beside generate and assisted generation", 4,
+         bench("latency", *ON_8B, "--contestants", "off,dynamic,auto,generate,assisted")),
+    Part("kernels", "each kernel's time beside its twin's", 2, ("tests.bench.kernels",)),
+    Part("tests", "the other tests of engines", 4,
+         ("pytest", TESTS, "-k", "not (nccl or neither or (greedy and auto))")),
+]  # fmt: skip
+"""25 minutes at most. What follows in AFTERWARDS takes longer."""
+AFTERWARDS = [
+    Part("throughput", "several requests on the 8B target", 15,
+         bench("throughput", *ON_8B, "--contestants", "off,dynamic,auto", "--temperatures", "0")),
+    Part("bundled-latency", "the bundled pair", 10, bench("latency")),
+    Part("bundled-throughput", "the bundled pair, several requests", 10, bench("throughput")),
+    Part("bundled-step", "the parts of its step", 5, bench("step")),
+]  # fmt: skip
+
+
+def run(part: Part, output: Path) -> bool:
+    """Run one part and record its result; return whether it succeeded."""
+    command = [sys.executable, "-m", *(argument.format(output=output) for argument in part.command)]
+    log, began = output / f"gpu-{part.name}.log", time.monotonic()
+    print(f"{part.name}: {part.what} (up to {part.minutes:g} minutes; {log})", flush=True)
+    with log.open("w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+        try:
+            status: int | None = process.wait(timeout=60 * part.minutes)
+        except subprocess.TimeoutExpired:
+            status = None
+            process.terminate()  # engines end with the process that started them
+            try:
+                process.wait(timeout=20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+    result = "passed" if status == 0 else "took too long" if status is None else f"failed with status {status}"
+    seconds = round(time.monotonic() - began, 1)
+    row = {"at": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}", "part": part.name, "result": result, "seconds": seconds}
+    with (output / "gpu.jsonl").open("a") as file:
+        file.write(json.dumps(row | {"command": " ".join(part.command)}) + "\n")
+    print(f"{part.name}: {result} after {seconds:g} s", flush=True)
+    return status == 0
+
+
+def main() -> None:
+    parts = {part.name: part for part in (*PARTS, *AFTERWARDS)}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("tests/bench/results"))
+    parser.add_argument("--only", nargs="+", choices=parts, help="these parts alone")
+    options = parser.parse_args()
+    options.output.mkdir(parents=True, exist_ok=True)
+    import torch
+
+    if not torch.cuda.is_available():
+        sys.exit("tests.gpu.run: no CUDA device here, so nothing was shown")
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
+    results = [run(part, options.output) for part in ([parts[name] for name in options.only or parts])]
+    sys.exit(0 if all(results) else 1)
+
+
+if __name__ == "__main__":
+    main()
