@@ -223,7 +223,7 @@ class _ResponseObserver:
         try:
             await self._app(scope, receive, observed)
         finally:
-            # Set by the router; requests that end before it, such as those without a key, have none.
+            # Set by the router. Of the requests that end before it, such as those without a key, only these are named.
             before_router = path if (path := _path_of(scope)) in ADMITTED else "none"
             handler = getattr(scope.get("route"), "path", before_router)
             self._on_response(scope["method"], handler, status, time.perf_counter() - began)

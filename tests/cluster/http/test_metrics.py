@@ -47,7 +47,7 @@ def test_every_response_is_counted_by_route_and_status(own: Callable[..., FakeSe
         http.get("/nowhere")
         http.request("PUT", "/health")
         assert responses(http) == {
-            ("POST", "none", "401"): 1,
+            ("POST", "/v1/completions", "401"): 1,
             ("POST", "/v1/completions", "200"): 2,
             ("POST", "/v1/completions", "400"): 1,
             ("GET", "/v1/models/{model:path}", "404"): 1,
