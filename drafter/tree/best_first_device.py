@@ -162,6 +162,21 @@ class GrowInputs:
         """Return the parameters of a level that scores this many rows of each request: 1 or N."""
         return self._root_scoring if num_rows == 1 else self._scoring
 
+    def cuts(self, num_rows: int) -> tuple[Tensor, Tensor]:
+        """Return top-k int32 and top-p float32 of such a level's rows; greedy ones have none."""
+        return self._root_cuts if num_rows == 1 else self._cuts
+
+    @cached_property
+    def _root_cuts(self) -> tuple[Tensor, Tensor]:
+        params = self._root_scoring.params
+        is_hot_B = params.temperature_B > 0
+        return torch.where(is_hot_B, params.top_k_B, 0), torch.where(is_hot_B, params.top_p_B, 1.0)
+
+    @cached_property
+    def _cuts(self) -> tuple[Tensor, Tensor]:
+        top_k_B, top_p_B = self._root_cuts
+        return top_k_B.repeat_interleave(self.num_nodes), top_p_B.repeat_interleave(self.num_nodes)
+
     @cached_property
     def _root_scoring(self) -> ScoringParameters:
         return self.parameters.scoring(1)
@@ -182,7 +197,7 @@ class Levels(Protocol):
     def add(self, logits_BFV: Tensor, depth: int) -> RowInputs:
         """Add the children of the nodes of this depth, keep the best of all, and return the inputs of the new rows.
 
-        logits_BFV: at the roots (depth 0, F = 1), or at all other rows (F = N), penalties applied.
+        logits_BFV: at the roots (depth 0, F = 1), or at all other rows (F = N).
         """
         ...
 
@@ -206,8 +221,6 @@ def grow_on_device(inputs: GrowInputs, read: ReadRows, options: StaticOptions) -
         if rows is not None:
             feature_BNH = levels.features(rows, hidden_BNH)
             hidden_BNH, logits_BFV = read(rows.token, feature_BNH, rows.position, rows.ancestors)
-        if options.has_penalties:
-            logits_BFV = _penalized(logits_BFV.float(), rows, levels, inputs)
         rows = levels.add(logits_BFV, depth)
     return levels.nodes
 
@@ -217,6 +230,7 @@ class TorchLevels:
 
     def __init__(self, inputs: GrowInputs, options: StaticOptions) -> None:
         self._inputs, self._options = inputs, options
+        self._rows: RowInputs | None = None
         is_root_R = torch.arange(1 + inputs.num_nodes, device=inputs.table.device) == 0
         is_root_BR = is_root_R.expand(len(inputs.table), -1)
         zeros_BR = torch.zeros_like(is_root_BR, dtype=torch.int64)
@@ -232,12 +246,15 @@ class TorchLevels:
     def add(self, logits_BFV: Tensor, depth: int) -> RowInputs:
         """See `Levels`."""
         parameters = self._inputs.parameters
+        if self._options.has_penalties:
+            logits_BFV = self._penalized(logits_BFV.float())
         top = self._score(logits_BFV, depth)
         children = _children(self.nodes, depth, top, parameters, self._inputs.fit_D2[depth])
         self.nodes, old_parent_BR = _keep_best(self.nodes, children, parameters.num_nodes_B)
         position_BR = parameters.position_B.long()[:, None] + self.nodes.depth
         fields = (self.nodes.token, position_BR, _ancestors(self.nodes.parent, depth + 1), old_parent_BR)
-        return RowInputs(*(field[:, 1:].contiguous() for field in fields))
+        self._rows = RowInputs(*(field[:, 1:].contiguous() for field in fields))
+        return self._rows
 
     def features(self, rows: RowInputs, hidden_BNH: Tensor | None) -> Tensor:
         """See `Levels`."""
@@ -246,12 +263,38 @@ class TorchLevels:
             hidden_BRH = torch.cat((hidden_BRH, hidden_BNH), dim=1)
         return hidden_BRH.gather(1, rows.old_parent[:, :, None].expand(-1, -1, hidden_BRH.shape[-1]))
 
+    def _penalized(self, logits_BFV: Tensor) -> Tensor:
+        """Apply penalties as `workers.sampling.logits_processors` does, to all columns at once."""
+        inputs, on_path_BFV = self._inputs, torch.zeros_like(logits_BFV)
+        if self._rows is not None:
+            row_N = torch.arange(1, 1 + inputs.num_nodes, device=logits_BFV.device)
+            # 1 = this row, of those below the root, is on the path to the scored one
+            path_BFN = (self._rows.ancestors[:, :, None] >> row_N & 1).to(logits_BFV.dtype)
+            on_path_BFV.scatter_add_(2, self.nodes.column[:, None, 1:].expand_as(path_BFN), path_BFN)
+        parameters = inputs.parameters
+        penalties = (parameters.repetition_B, parameters.frequency_B, parameters.presence_B)
+        return penalize(
+            logits_BFV, inputs.count_BV[:, None], on_path_BFV, *(each_B.float()[:, None, None] for each_B in penalties)
+        )
+
+    def _processed(self, logits_BFV: Tensor) -> Tensor:
+        """Return the logits after temperature and truncation, whose softmax is q."""
+        options = self._options
+        x_FV = process_logits_static(
+            logits_BFV.flatten(0, 1),
+            self._inputs.scoring(logits_BFV.shape[1]).params,
+            has_min_p=options.has_truncation,
+            has_top=options.has_truncation,
+            threshold=options.kernels.truncation_threshold,
+        )
+        return x_FV.view_as(logits_BFV)
+
     def _score(self, logits_BFV: Tensor, depth: int) -> TopChildren:
         """Return the candidate children of each row, [B, F, ...]."""
         inputs, options = self._inputs, self._options
         # Requests without noise have stale values in the buffer.
         noise_BV = torch.where(inputs.parameters.has_noise_B[:, None] > 0, inputs.noise_BDV[:, depth], 0.0)
-        log_q_BFV = processed(logits_BFV, inputs, options).log_softmax(-1)
+        log_q_BFV = self._processed(logits_BFV).log_softmax(-1)
         scored_FV = (log_q_BFV + noise_BV[:, None]).flatten(0, 1)
         top = top_children(
             log_q_BFV.flatten(0, 1),
@@ -262,33 +305,6 @@ class TorchLevels:
             options.kernels,
         )
         return TopChildren(*(field.unflatten(0, logits_BFV.shape[:2]) for field in top))
-
-
-def processed(logits_BFV: Tensor, inputs: GrowInputs, options: StaticOptions) -> Tensor:
-    """Return the logits after temperature and truncation, whose softmax is q."""
-    x_FV = process_logits_static(
-        logits_BFV.flatten(0, 1),
-        inputs.scoring(logits_BFV.shape[1]).params,
-        has_min_p=options.has_truncation,
-        has_top=options.has_truncation,
-        threshold=options.kernels.truncation_threshold,
-    )
-    return x_FV.view_as(logits_BFV)
-
-
-def _penalized(logits_BFV: Tensor, rows: RowInputs | None, levels: Levels, inputs: GrowInputs) -> Tensor:
-    """Apply penalties as `workers.sampling.logits_processors` does, to all columns at once."""
-    on_path_BFV = torch.zeros_like(logits_BFV)
-    if rows is not None:
-        row_N = torch.arange(1, 1 + inputs.num_nodes, device=logits_BFV.device)
-        # 1 = this row, of those below the root, is on the path to the scored one
-        path_BFN = (rows.ancestors[:, :, None] >> row_N & 1).to(logits_BFV.dtype)
-        on_path_BFV.scatter_add_(2, levels.nodes.column[:, None, 1:].expand_as(path_BFN), path_BFN)
-    parameters = inputs.parameters
-    penalties = (parameters.repetition_B, parameters.frequency_B, parameters.presence_B)
-    return penalize(
-        logits_BFV, inputs.count_BV[:, None], on_path_BFV, *(each_B.float()[:, None, None] for each_B in penalties)
-    )
 
 
 def _children(

@@ -7,6 +7,8 @@ Three launches a level replace about eighty, and a fourth collects the features 
     _keep_best          a program per request: ranks tree and children, keeps the best, renumbers their rows
     _gather_features    a program per row: the feature of its parent, wherever the parent's row was
 
+With truncation or penalties, `_penalize` and `_mask_min_p` edit the logits first, a program per row and block.
+
 Ranks are counted, not sorted: a candidate's rank is the number of better ones, which needs no memory between threads.
 
 Legend: B requests, N nodes of a tree, R = 1 + N rows, F rows that are scored, K children, C = R + F K candidates,
@@ -20,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from drafter.tree.best_first_device import GrowInputs, NodeTensors, RowInputs, StaticOptions, processed
+from drafter.tree.best_first_device import GrowInputs, NodeTensors, RowInputs, StaticOptions
 from workers.kernels.triton_sampling import _log
 
 _BLOCK = 2048
@@ -34,7 +36,7 @@ class TritonLevels:
         self._inputs, self._options = inputs, options
         self._num_nodes = options.tree.num_speculative_tokens
         self._nodes: NodeTensors | None = None
-        self._ancestors_BR: Tensor | None = None
+        self._rows: RowInputs | None = None
 
     @property
     def nodes(self) -> NodeTensors:
@@ -61,18 +63,19 @@ class TritonLevels:
         B, F, V = logits_BFV.shape
         N, K, device = self._num_nodes, min(options.tree.max_children, V), logits_BFV.device
         R = 1 + N
-        if options.has_truncation:
-            logits_BFV = processed(logits_BFV, inputs, options)
         splits = triton.cdiv(V, _BLOCK)
+        floor_F = table = inputs.table
+        if is_processed := options.has_truncation or options.has_penalties:
+            logits_BFV, floor_F = self._processed(logits_BFV, splits)
         value_2 = torch.empty(2, B * F, splits, K, dtype=torch.float32, device=device)  # s, x
         column = torch.empty(B * F, splits, K, dtype=torch.int64, device=device)
         sums_3 = torch.empty(3, B * F, splits, dtype=torch.float32, device=device)
         noise_BV = inputs.noise_BDV[:, depth]
-        table, width = inputs.table, inputs.table.shape[1]
+        width = table.shape[1]
         assert logits_BFV.is_contiguous() and noise_BV.stride(1) == 1
         _best_of_block[(B * F, splits)](
-            logits_BFV, noise_BV, table, value_2, column, sums_3, V, noise_BV.stride(0), width, F, splits, K,
-            IS_PROCESSED=options.has_truncation, BLOCK=_BLOCK,
+            logits_BFV, noise_BV, table, floor_F, value_2, column, sums_3, V, noise_BV.stride(0), width, F, splits, K,
+            IS_PROCESSED=is_processed, BLOCK=_BLOCK,
         )  # fmt: skip
         child_2 = torch.empty(2, B, F * K, dtype=torch.int64, device=device)  # token, column
         weight_BC = torch.empty(B, F * K, dtype=torch.float32, device=device)
@@ -104,13 +107,85 @@ class TritonLevels:
         )  # fmt: skip
         token, parent, depths, column_BR, _ = state_5.unbind(0)
         self._nodes = NodeTensors(token, parent, depths, weight_BR, path_prob_BR, column_BR)
-        return RowInputs(*rows_4.unbind(0))
+        self._rows = RowInputs(*rows_4.unbind(0))
+        return self._rows
+
+    def _processed(self, logits_BFV: Tensor, splits: int) -> tuple[Tensor, Tensor]:
+        """Return the logits after penalties, temperature and min-p, and the threshold of top-k and top-p [B F]."""
+        inputs, options = self._inputs, self._options
+        B, F, V = logits_BFV.shape
+        table, count_BV, rows = inputs.table, inputs.count_BV, self._rows
+        assert logits_BFV.is_contiguous() and count_BV.stride(1) == 1
+        x_FV = torch.empty(B * F, V, dtype=torch.float32, device=logits_BFV.device)
+        maxima = torch.empty(B * F, splits, dtype=torch.float32, device=logits_BFV.device)
+        _penalize[(B * F, splits)](
+            logits_BFV, count_BV, table if rows is None else rows.ancestors,
+            table if self._nodes is None else self._nodes.column, table, x_FV, maxima,
+            V, count_BV.stride(0), table.shape[1], F, self._num_nodes, splits,
+            HAS_PENALTIES=options.has_penalties, IS_FIRST=rows is None, BLOCK=_BLOCK,
+        )  # fmt: skip
+        _mask_min_p[(B * F, splits)](
+            x_FV, maxima, table, V, table.shape[1], F, splits, BLOCK=_BLOCK, SPLITS=triton.next_power_of_2(splits)
+        )
+        return x_FV.view(B, F, V), options.kernels.truncation_threshold(x_FV, *inputs.cuts(F))
 
 
 # The columns of the table of `RowParameters`.
-_TOKEN, _BASE, _HAS_NOISE, _NUM_NODES, _MAX_DEPTH, _MIN_PROB, _PATH_PROB, _TEMPERATURE, _TAU = (
-    tl.constexpr(column) for column in (0, 1, 2, 3, 4, 5, 6, 7, 11)
-)
+_TOKEN, _BASE, _HAS_NOISE, _NUM_NODES, _MAX_DEPTH, _MIN_PROB, _PATH_PROB, _TEMPERATURE = map(tl.constexpr, range(8))
+_MIN_P, _TAU, _REPETITION, _FREQUENCY, _PRESENCE = map(tl.constexpr, range(10, 15))
+
+
+@triton.jit(do_not_specialize=["num_columns", "num_scored", "num_nodes", "num_splits"])
+def _penalize(
+    logits_ptr, count_ptr, ancestors_ptr, node_column_ptr, table_ptr, out_ptr, maxima_ptr,
+    num_columns, count_stride, table_width, num_scored, num_nodes, num_splits,
+    HAS_PENALTIES: tl.constexpr, IS_FIRST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Penalties along each row's own path (`workers.sampling.logits_processors`), then temperature."""
+    row, split = tl.program_id(0), tl.program_id(1)
+    request = row // num_scored
+    table_ptr += request * table_width
+    column = split * BLOCK + tl.arange(0, BLOCK)
+    is_column = column < num_columns
+    place = row.to(tl.int64) * num_columns + column
+    x = tl.load(logits_ptr + place, mask=is_column, other=float("-inf")).to(tl.float32)
+    if HAS_PENALTIES:
+        count = tl.load(count_ptr + request.to(tl.int64) * count_stride + column, mask=is_column, other=0.0)
+        on_path = tl.zeros([BLOCK], tl.float32)
+        if not IS_FIRST:
+            ancestors = tl.load(ancestors_ptr + row)
+            for node in range(1, 1 + num_nodes):
+                node_column = tl.load(node_column_ptr + request * (1 + num_nodes) + node)
+                bit = ((ancestors >> node) & 1).to(tl.float32)
+                on_path += tl.where(column == node_column, bit, 0.0)
+        repetition = tl.load(table_ptr + _REPETITION).to(tl.float32)
+        repeated = tl.where(x > 0.0, tl.div_rn(x, repetition + tl.zeros([BLOCK], tl.float32)), x * repetition)
+        repeated = tl.where((count != -1.0) | (on_path > 0.0), repeated, x)
+        count = tl.maximum(count, 0.0) + on_path
+        x = repeated - tl.load(table_ptr + _FREQUENCY).to(tl.float32) * count
+        x = x - tl.load(table_ptr + _PRESENCE).to(tl.float32) * (count > 0.0).to(tl.float32)
+    temperature = tl.load(table_ptr + _TEMPERATURE).to(tl.float32)
+    x = tl.div_rn(x, tl.where(temperature > 0.0, temperature, 1.0) + tl.zeros([BLOCK], tl.float32))
+    tl.store(out_ptr + place, x, mask=is_column)
+    tl.store(maxima_ptr + row * num_splits + split, tl.max(tl.where(is_column, x, float("-inf")), 0))
+
+
+@triton.jit(do_not_specialize=["num_columns", "num_scored", "num_splits"])
+def _mask_min_p(
+    x_ptr, maxima_ptr, table_ptr, num_columns, table_width, num_scored, num_splits,
+    BLOCK: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    row, split = tl.program_id(0), tl.program_id(1)
+    table_ptr += (row // num_scored) * table_width
+    min_p = tl.load(table_ptr + _MIN_P).to(tl.float32)
+    if (min_p > 0.0) & (tl.load(table_ptr + _TEMPERATURE) > 0.0):
+        part = tl.arange(0, SPLITS)
+        maxima = tl.load(maxima_ptr + row * num_splits + part, mask=part < num_splits, other=float("-inf"))
+        floor = tl.max(maxima, 0) + tl.log(min_p)
+        column = split * BLOCK + tl.arange(0, BLOCK)
+        place = x_ptr + row.to(tl.int64) * num_columns + column
+        x = tl.load(place, mask=column < num_columns, other=0.0)
+        tl.store(place, tl.where(x < floor, float("-inf"), x), mask=column < num_columns)
 
 
 @triton.jit
@@ -121,7 +196,7 @@ def _tau(table_ptr):
 
 @triton.jit(do_not_specialize=["num_columns", "num_scored", "num_splits", "k"])
 def _best_of_block(
-    logits_ptr, noise_ptr, table_ptr, values_ptr, columns_ptr, sums_ptr,
+    logits_ptr, noise_ptr, table_ptr, floor_ptr, values_ptr, columns_ptr, sums_ptr,
     num_columns, noise_stride, table_width, num_scored, num_splits, k,
     IS_PROCESSED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -133,7 +208,9 @@ def _best_of_block(
     is_column = column < num_columns
     x = tl.load(logits_ptr + row.to(tl.int64) * num_columns + column, mask=is_column, other=float("-inf"))
     x = x.to(tl.float32)
-    if not IS_PROCESSED:
+    if IS_PROCESSED:
+        x = tl.where(x < tl.load(floor_ptr + row), float("-inf"), x)
+    else:
         temperature = tl.load(table_ptr + _TEMPERATURE).to(tl.float32)
         x = tl.div_rn(x, tl.where(temperature > 0.0, temperature, 1.0))
     s = x

@@ -180,7 +180,21 @@ def cases() -> Iterator[Case]:
 def growth() -> Iterator[Case]:
     """Yield the kernels that grow trees, for 16 nodes of 8 children in a vocabulary of 32,000."""
     double = "*fp64"
+    edits = dict(logits_ptr=FLOAT, count_ptr=FLOAT, ancestors_ptr=INT64, node_column_ptr=INT64, table_ptr=double)
+    yield Case(
+        name="tree: penalize",
+        kernel=triton_growth._penalize,
+        constants=dict(HAS_PENALTIES=True, IS_FIRST=False, BLOCK=2048),
+        types=edits | dict(out_ptr=FLOAT, maxima_ptr=FLOAT),
+    )
+    yield Case(
+        name="tree: mask min-p",
+        kernel=triton_growth._mask_min_p,
+        constants=dict(BLOCK=2048, SPLITS=16),
+        types=dict(x_ptr=FLOAT, maxima_ptr=FLOAT, table_ptr=double),
+    )
     block = dict(logits_ptr=FLOAT, noise_ptr=FLOAT, table_ptr=double, values_ptr=FLOAT, columns_ptr=INT64)
+    block |= dict(floor_ptr=FLOAT)
     yield Case(
         name="tree: best of block",
         kernel=triton_growth._best_of_block,

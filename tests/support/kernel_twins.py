@@ -13,6 +13,7 @@ from torch import Tensor
 from drafter.tree import best_first_device
 from drafter.tree.best_first_device import NodeTensors, RowParameters
 from drafter.tree.score import TopChildren
+from workers.sampling.logits_processors import penalize
 from workers.sampling.philox import gumbel
 
 
@@ -100,15 +101,43 @@ def _copy(words: Tensor, source: Tensor, target: Tensor, *_: Any, **__: Any) -> 
     words[:, target] = words[:, source]
 
 
+def _penalize(
+    logits: Tensor, count: Tensor, ancestors: Tensor, columns: Tensor, table: Tensor, out: Tensor, maxima: Tensor,
+    num_columns: int, count_stride: int, table_width: int, num_scored: int, num_nodes: int, num_splits: int,
+    *, HAS_PENALTIES: bool, IS_FIRST: bool, **_: Any,
+) -> None:  # fmt: skip
+    assert num_splits == 1, "rows of one block"
+    own, x = RowParameters(*table.repeat_interleave(num_scored, dim=0).unbind(1)), logits.flatten(0, 1).float()
+    if HAS_PENALTIES:
+        on_path = torch.zeros_like(x)
+        if not IS_FIRST:
+            bits = (ancestors.flatten()[:, None] >> torch.arange(1, 1 + num_nodes) & 1).float()
+            on_path.scatter_add_(1, columns[:, 1:].repeat_interleave(num_scored, dim=0), bits)
+        penalties = (each.float()[:, None] for each in (own.repetition_B, own.frequency_B, own.presence_B))
+        x = penalize(x, count.repeat_interleave(num_scored, dim=0), on_path, *penalties)
+    out.copy_(x / torch.where(own.temperature_B > 0, own.temperature_B, 1.0).float()[:, None])
+    maxima[:, 0].copy_(out.amax(1))
+
+
+def _mask_min_p(
+    x: Tensor, maxima: Tensor, table: Tensor, num_columns: int, table_width: int, num_scored: int, *_: Any, **__: Any
+) -> None:
+    own = RowParameters(*table.repeat_interleave(num_scored, dim=0).unbind(1))
+    floor = maxima[:, 0] + torch.where(own.temperature_B > 0, own.min_p_B, 0.0).float().log()
+    x.masked_fill_(x < floor[:, None], -torch.inf)
+
+
 def _best_of_block(
-    logits: Tensor, noise: Tensor, table: Tensor, values: Tensor, columns: Tensor, sums: Tensor,
+    logits: Tensor, noise: Tensor, table: Tensor, floor: Tensor, values: Tensor, columns: Tensor, sums: Tensor,
     num_columns: int, noise_stride: int, table_width: int, num_scored: int, num_splits: int, k: int,
     *, IS_PROCESSED: bool, **_: Any,
 ) -> None:  # fmt: skip
     assert num_splits == 1, "rows of one block"
     own = RowParameters(*table.repeat_interleave(num_scored, dim=0).unbind(1))
     x = logits.flatten(0, 1).float()
-    if not IS_PROCESSED:
+    if IS_PROCESSED:
+        x = x.masked_fill(x < floor[:, None], -torch.inf)
+    else:
         x = x / torch.where(own.temperature_B > 0, own.temperature_B, 1.0).float()[:, None]
     tau = torch.where(own.tau_B > 0, own.tau_B, 1.0).float()[:, None]
     s = x + torch.where(own.has_noise_B[:, None] > 0, noise.repeat_interleave(num_scored, dim=0), 0.0)
@@ -193,6 +222,8 @@ TWINS = {
         _top_of_row,
         _threshold,
         _copy,
+        _penalize,
+        _mask_min_p,
         _best_of_block,
         _score_children,
         _keep_best,
