@@ -145,7 +145,6 @@ class StaticOptions:
 class GrowInputs:
     """The tensors that growth reads; a graph reads them anew at every replay."""
 
-    roots_BV: Tensor  # the draft's logits at each root
     features_BH: Tensor  # each root's feature for its children
     noise_BDV: Tensor  # the target's noise for the children of each level; stale where a request has none
     count_BV: Tensor  # the token counts that `penalize` takes
@@ -206,18 +205,11 @@ class Levels(Protocol):
         ...
 
 
-def grow_on_device(inputs: GrowInputs, read: ReadRows, options: StaticOptions) -> NodeTensors:
-    """Grow the trees [B, R]."""
-    levels: Levels
-    if options.kernels.NAME == "triton":
-        from drafter.tree.triton_growth import TritonLevels  # torch kernels do not need Triton
-
-        levels = TritonLevels(inputs, options)
-    else:
-        levels = TorchLevels(inputs, options)
+def grow_on_device(levels: Levels, roots_BV: Tensor, read: ReadRows, max_depth: int) -> NodeTensors:
+    """Grow the trees [B, R]. roots_BV: the draft's logits at each root."""
     rows = hidden_BNH = None
-    logits_BFV = inputs.roots_BV[:, None]
-    for depth in range(options.tree.max_depth):
+    logits_BFV = roots_BV[:, None]
+    for depth in range(max_depth):
         if rows is not None:
             feature_BNH = levels.features(rows, hidden_BNH)
             hidden_BNH, logits_BFV = read(rows.token, feature_BNH, rows.position, rows.ancestors)

@@ -19,7 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drafter.tree.best_first_device import GrowInputs, RowParameters, StaticOptions, grow_on_device
+from drafter.tree.best_first_device import (
+    GrowInputs,
+    Levels,
+    RowParameters,
+    StaticOptions,
+    TorchLevels,
+    grow_on_device,
+)
 from drafter.tree.frontier import DraftVocabulary, GrowLimits, TreeNodes, TreeRoots, UnprunedTrees
 from drafter.tree.score import child_kinds
 from workers.config import EngineConfig
@@ -50,6 +57,15 @@ def buckets(max_requests: int, num_nodes: int, vocab_size: int) -> list[int]:
         for requests in (top >> i for i in range(top.bit_length()))
         if requests * num_nodes <= min(MAX_ROWS, MAX_LOGITS // vocab_size)
     ]
+
+
+def make_levels(inputs: GrowInputs, options: StaticOptions) -> Levels:
+    """Return the levels in Triton if the kernels are, otherwise in torch."""
+    if options.kernels.NAME != "triton":
+        return TorchLevels(inputs, options)
+    from drafter.tree.triton_growth import TritonLevels  # torch kernels do not need Triton
+
+    return TritonLevels(inputs, options)
 
 
 class TreeGraphs:
@@ -190,7 +206,6 @@ class TreeGraphs:
             has_penalties=has_penalties,
         )
         inputs = GrowInputs(
-            roots_BV=self._roots_BV[:num_requests],
             features_BH=self._features_BH[:num_requests],
             noise_BDV=self._noise_BDV[:num_requests],
             count_BV=self._count_BV[:num_requests],
@@ -198,7 +213,8 @@ class TreeGraphs:
             fit_D2=self._fit_D2,
             num_nodes=self._tree.num_speculative_tokens,
         )
-        nodes = grow_on_device(inputs, read, options)
+        levels = make_levels(inputs, options)
+        nodes = grow_on_device(levels, self._roots_BV[:num_requests], read, self._tree.max_depth)
         return torch.stack([field.double() for field in nodes[:5]])
 
     def _fill_noise(self, noisy: np.ndarray, root_index_G: np.ndarray, sampling: SamplingBatch) -> None:

@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 
 from drafter.tree.best_first_device import GrowInputs, NodeTensors, RowParameters, StaticOptions, grow_on_device
 from drafter.tree.frontier import DraftVocabulary
+from drafter.tree.tree_graphs import make_levels
 from workers.config import TreeConfig
 from workers.kernels import fused, reference
 from workers.kernels.interpreted import is_interpreted
@@ -61,8 +62,8 @@ def grown(
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=draw).to(DEVICE)
 
+    roots_BV = (0 if flat else 2) * random(size, vocab.size)
     inputs = GrowInputs(
-        roots_BV=(0 if flat else 2) * random(size, vocab.size),
         features_BH=random(size, WIDTH),
         noise_BDV=2 * random(size, DEPTH, vocab.size),
         count_BV=(random(size, vocab.size) * 2).round().clamp(min=-1),
@@ -77,7 +78,7 @@ def grown(
         has_truncation=any(row["top_k"] or row["top_p"] not in (0, 1) or row["min_p"] for row in batch),
         has_penalties=any(row["repetition"] not in (0, 1) for row in batch),
     )
-    return grow_on_device(inputs, Model(vocab.size, 1 + num_nodes, flat).read, options)
+    return grow_on_device(make_levels(inputs, options), roots_BV, Model(vocab.size, 1 + num_nodes, flat).read, DEPTH)
 
 
 def assert_same_trees(got: NodeTensors, expected: NodeTensors) -> None:
