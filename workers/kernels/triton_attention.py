@@ -109,7 +109,7 @@ class TiledPlan:
         # The host's image of the buffer, by the same parts: one vectorised pass fills it, and one copy sends it.
         self._image = np.zeros(len(self.buffer), dtype=np.int64)
         rows, tiles = np.split(self._image, [(2 + 2 * W) * N])
-        self._rows, self._tiles = rows.reshape(-1, N)[:, : shape.num_rows], tiles.reshape(-1, T)
+        self._rows, self._tiles = rows.reshape(2 + 2 * W, N)[:, : shape.num_rows], tiles.reshape(5 + W, T)
         self._sent = torch.from_numpy(self._image)
 
     def fill(self, metadata: AttentionMetadata, first_slot: int) -> None:
