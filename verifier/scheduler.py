@@ -155,8 +155,10 @@ def schedule(
         take(request, start)
     if long is not None and budget > 0:
         request, chunk = prefill[long]
-        if not request.to_score(chunk.start, chunk.stop + budget):  # scored rows have a limit of their own
-            prefill[long] = request, PromptChunk(chunk.start, min(request.root, chunk.stop + budget))
+        stop = min(request.root, chunk.stop + budget)
+        if unknown := request.to_score(chunk.stop, stop):
+            stop = min(stop, unknown.start + max(0, num_scorable))
+        prefill[long] = request, PromptChunk(chunk.start, stop)
     taken = [(request, limits.pages_for(request) - len(request.pages)) for request in kept]
     taken += [(request, limits.pages_for(request) - len(pages)) for request, pages in shared]
     return Step(

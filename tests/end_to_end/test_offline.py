@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
+from cluster.local_engine import EngineProcesses
 from secateur import LLM, ConfigError, RequestOutput, SamplingParams, SecateurError, ServiceUnavailableError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
@@ -160,11 +161,29 @@ def test_nothing_is_left_of_an_engine_that_is_closed_or_forgotten() -> None:
     assert not own_children()
 
 
-def test_a_lost_engine_is_an_error_now_and_later() -> None:
+def test_a_lost_engine_is_replaced_and_changes_no_token() -> None:
+    before = set(psutil.Process().children(recursive=True))
+    params = SamplingParams(max_tokens=400, ignore_eos=True, seed=3)
+    with LLM(max_model_len=512) as own:
+        expected = own.generate(PROMPTS * 8, params, use_tqdm=False)
+        ranks = [child for child in psutil.Process().children(recursive=True) if child not in before]
+        [verifier] = (rank for rank in ranks if rank.name() == "verifier 0")
+        threading.Timer(1.0, verifier.kill).start()
+        answers = own.generate(PROMPTS * 8, params, use_tqdm=False)
+        assert not verifier.is_running(), "it was killed in time"
+    assert [answer.outputs[0].token_ids for answer in answers] == [one.outputs[0].token_ids for one in expected]
+
+
+def test_an_engine_that_cannot_be_replaced_is_an_error_now_and_later(monkeypatch: pytest.MonkeyPatch) -> None:
     before = set(psutil.Process().children(recursive=True))
     with LLM(max_model_len=512) as own:
         ranks = [child for child in psutil.Process().children(recursive=True) if child not in before]
-        (verifier,) = (rank for rank in ranks if "verifier" in rank.cmdline())
+        [verifier] = (rank for rank in ranks if rank.name() == "verifier 0")
+
+        def fail(*_: object) -> None:
+            raise RuntimeError("no device is left")
+
+        monkeypatch.setattr(EngineProcesses, "start", fail)
         threading.Timer(1.0, verifier.kill).start()
         with pytest.raises(SecateurError, match="verifier 0"):
             own.generate(PROMPTS * 40, SamplingParams(max_tokens=400, ignore_eos=True), use_tqdm=False)

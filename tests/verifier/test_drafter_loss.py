@@ -162,14 +162,14 @@ def test_any_losses_change_no_token_and_leave_every_page_free(
                 bench.abort(rng.choice(sorted(bench.open)))
             if bench.engine._running and rng.random() < 0.03:
                 bench.engine.preempt(rng.choice(bench.engine._running))
-            if not is_lost and rng.random() < 0.08:
+            if not is_lost and rng.random() < 0.05:
                 bench.lose_drafter(with_next_message=rng.random() < 0.5)
                 is_lost = True
             elif is_lost and bench.engine._offer and rng.random() < 0.2:
                 bench.replace_drafter()
                 is_lost = False
             bench.step()
-        assert len(bench.losses) > 8 and bench.engine._stats.num_accepted_tokens > 50
+        assert len(bench.losses) > 5 and bench.engine._stats.num_accepted_tokens > 50
         for id, (prompt, params) in wanted.items():
             answer = bench.answers[id]
             if answer.last is not None and (params is GREEDY or "acceptance" not in more):

@@ -206,7 +206,7 @@ class CostModel:
         verify_ms = self._verify_cost.ms(self._table.ms(shares * (num_requests + num_nodes)), shares * num_trees)
         levels = max(reply.num_levels - 1, 0)
         draft_ms = self.draft_ms(DraftWork(1, shares * num_requests, levels, shares * reply.num_run))
-        return HalfShares(float(verify_ms[0] / verify_ms[1]), float(draft_ms[0] / draft_ms[1]))
+        return HalfShares(_share(*verify_ms), _share(*draft_ms))
 
     def observe_exchange(
         self, inputs: Mapping[Request, DraftInput], reply: DraftReply, ms: float, *, is_probe: bool
@@ -235,6 +235,10 @@ class CostModel:
 
 def _bounded_error(ms: float, estimate: float) -> float:
     return min(max(ms - estimate, -_MAX_ERROR * estimate), _MAX_ERROR * estimate)
+
+
+def _share(part: float, whole: float) -> float:
+    return float(part / whole) if whole else 1.0
 
 
 def _num_rows(step: Step) -> int:
