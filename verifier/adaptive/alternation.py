@@ -2,17 +2,20 @@
 
 A round of a whole batch takes its verification and the wait for its drafts. A round in turns takes twice the longer of
 verifying and drafting half of the batch. So turns pay where drafting is dear and half a batch is verified in much less
-time than a whole one. They are tried where that is forecast, and kept while they are measured to be faster. Every
-decision depends on past steps only, so it may concern sampled trees as well.
+time than a whole one. For each size of batch they are tried where that is forecast, and kept while they are measured to
+be faster. Every decision depends on past steps only, so it may concern sampled trees as well.
 """
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from typing import Literal, NamedTuple
 
 _LEAST_ROUNDS = 8  # measured before a decision
 _MARGIN = 1.03  # by which turns must be forecast to be faster
 _FIRST_PAUSE, _MOST_PAUSE = 256, 4096  # rounds before turns that did not pay are tried again
+_MOST_ROUNDS = 4096  # in turns, before whole batches are measured again
 _RATE = 0.1  # of the averages, after 1 / _RATE rounds
 
 
@@ -26,42 +29,59 @@ class Round(NamedTuple):
 
 
 class Alternation:
-    """Decides whether half-batches take turns. `is_on` changes in `observe` and `rest` alone."""
+    """Decides whether half-batches take turns, for each size of batch. It changes in `observe` and `rest` alone."""
 
     def __init__(self, overlap: Literal["auto", "none", "predraft", "alternate"], *, is_possible: bool) -> None:
         self._is_forced = overlap == "alternate"
         self._is_open = overlap == "auto" and is_possible
-        self._is_on = False
-        self._num_decoding = 0  # of the measured rounds
-        self._whole, self._forecast, self._turns = _Mean(), _Mean(), _Mean()  # milliseconds of a round
-        self._pause, self._num_paused = 0, 0
+        self._rests = False
+        self._sizes: defaultdict[int, _Size] = defaultdict(_Size)
 
     def is_on(self, num_decoding: int) -> bool:
         """Return whether the next step verifies only half of so many requests."""
-        return num_decoding > 1 and (self._is_forced or self._is_on)
+        return num_decoding > 1 and (self._is_forced or (not self._rests and self._size(num_decoding).is_on))
 
     def rest(self) -> None:
-        """Verify whole batches: drafting is off."""
-        self._is_on, self._num_decoding = False, 0
+        """Verify whole batches until the next step with trees: drafting is off."""
+        self._rests = True
 
     def observe(self, num_decoding: int, own: Round) -> None:
         """Learn from a step. num_decoding: of all requests, those that rested included."""
-        if not self._is_open or num_decoding < 2:
-            return
-        if 4 * abs(num_decoding - self._num_decoding) > self._num_decoding:
-            self._is_on, self._num_decoding = False, num_decoding
-            self._whole, self._forecast = _Mean(), _Mean()
-        self._num_paused += 1
-        if self._is_on:
+        if self._is_open and num_decoding > 1:
+            self._size(num_decoding).observe(own)
+            self._rests = False
+
+    def _size(self, num_decoding: int) -> _Size:
+        """Return what is known of batches that are larger or smaller by a tenth at most."""
+        return self._sizes[round(4 * math.log2(num_decoding))]
+
+
+class _Size:
+    """Batches of about one size: the milliseconds of their rounds, and whether they take turns."""
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self._pause, self._num_whole = 0, 0
+        self._measure()
+
+    def _measure(self) -> None:
+        self.is_on, self._num_whole = False, 0
+        self._whole, self._forecast, self._turns = _Mean(), _Mean(), _Mean()
+
+    def observe(self, own: Round) -> None:
+        if self.is_on:
             self._turns.add(2 * (own.verify_ms + own.wait_ms))
-            if self._turns.count >= _LEAST_ROUNDS and self._turns.value > self._whole.value:
-                self._is_on, self._num_paused = False, 0
+            if self._turns.count >= _MOST_ROUNDS:
+                self._measure()
+            elif self._turns.count >= _LEAST_ROUNDS and self._turns.value > self._whole.value:
+                self._measure()
                 self._pause = min(max(2 * self._pause, _FIRST_PAUSE), _MOST_PAUSE)
             return
+        self._num_whole += 1
         self._whole.add(own.verify_ms + own.wait_ms)
         self._forecast.add(2 * max(own.half_verify_ms, own.half_draft_ms))
-        if self._whole.count >= _LEAST_ROUNDS and self._num_paused >= self._pause:
-            self._is_on = _MARGIN * self._forecast.value < self._whole.value
+        if self._num_whole >= max(_LEAST_ROUNDS, self._pause):
+            self.is_on = _MARGIN * self._forecast.value < self._whole.value
             self._turns = _Mean(count=-1)  # the first one waits for its own drafts
 
 

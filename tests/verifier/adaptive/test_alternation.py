@@ -72,11 +72,27 @@ def test_another_batch_is_measured_anew() -> None:
     for _ in range(20):
         PAST_THE_KNEE.step(own, 8)
     assert own.is_on(8)
-    BOUND_BY_WEIGHTS.step(own, 3)
-    assert not own.is_on(3)
     for _ in range(20):
         BOUND_BY_WEIGHTS.step(own, 3)
     assert not own.is_on(3)
+
+
+def test_each_size_of_batch_is_remembered() -> None:
+    own = alternation()
+    for _ in range(3):
+        for batch in (8, 6, 4, 3, 2):
+            for _ in range(5):
+                PAST_THE_KNEE.step(own, batch)
+    for batch in (8, 6, 4, 3, 2):
+        assert own.is_on(batch)
+
+
+def test_whole_batches_are_measured_again_after_thousands_of_turns() -> None:
+    own, num_whole = alternation(), 0
+    for _ in range(10_000):
+        num_whole += not own.is_on(8)
+        PAST_THE_KNEE.step(own, 8)
+    assert 16 <= num_whole < 40
 
 
 def test_without_drafting_nobody_rests() -> None:
@@ -85,8 +101,7 @@ def test_without_drafting_nobody_rests() -> None:
         PAST_THE_KNEE.step(own, 8)
     own.rest()
     assert not own.is_on(8)
-    for _ in range(20):
-        PAST_THE_KNEE.step(own, 8)
+    PAST_THE_KNEE.step(own, 8)
     assert own.is_on(8)
 
 
