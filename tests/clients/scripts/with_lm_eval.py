@@ -29,8 +29,11 @@ QUESTIONS = [
         "choices": [f" {sign} {n}" for sign in SIGNS],
         "answer": n % 4,
     }
-    for n in range(50)
+    for n in range(49)
 ]
+QUESTIONS.append(
+    {"question": "class Point:\n    def __init__(", "choices": ["self", "def", "import", "("], "answer": 0}
+)
 TEXTS = [
     inspect.getsource(textwrap.fill),
     inspect.getsource(textwrap.dedent),
