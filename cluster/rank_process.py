@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 STORE_TIMEOUT_S = 120.0
 """Time for a first rank to import torch, from a cold disk at worst, and to print its store's address."""
 PRELOADED = ("workers.main", "verifier.worker", "drafter.worker", "pydantic.dataclasses", "safetensors")
-"""What all ranks import. Not Triton: whether its import touches a device is its own affair."""
+"""Modules that all ranks import. Triton is not among them, because its import might touch a device."""
 
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
 """NumPy starts threads when it is imported, but for this. Ranks compute with torch."""

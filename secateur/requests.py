@@ -258,7 +258,7 @@ class SamplingRequest(Body):
     truncate_prompt_tokens: Truncation | None = None
     """Keep this many of the prompt's last tokens; -1 keeps as many as fit beside the tokens to generate."""
     truncation_side: Literal["left", "right"] = "left"
-    """Where a prompt is cut; right keeps its first tokens. It needs `truncate_prompt_tokens`."""
+    """The side on which a prompt is cut: `right` keeps its first tokens. It needs `truncate_prompt_tokens`."""
     return_speculative_stats: bool = False
     """Return how many tokens were drafted, pruned, verified and accepted, by depth."""
     return_speculative_trees: bool = False

@@ -62,7 +62,7 @@ class SpeculativeConfig(Strict):
     draft_placement: Literal["dedicated", "colocated"] | None = None
     """None = dedicated if there are enough devices."""
     overlap: Literal["auto", "none", "predraft", "alternate"] = "auto"
-    """What the drafter does while the target verifies. 'predraft': it grows the next trees below the likeliest
+    """The drafter's work while the target verifies. 'predraft': it grows the next trees below the likeliest
     outcomes; not with draft tensor parallelism or 'rejection'. 'alternate': the target verifies one half of the batch,
     and the drafter drafts for the other. 'auto' does what is measured to pay, and neither on a shared GPU."""
     draft_link: Literal["auto", "nccl", "host"] = "auto"

@@ -103,7 +103,7 @@ class Engine:
         )
         self._waiting: list[Request] = []  # by `Request.order`, as the next one
         self._running: list[Request] = []
-        self._asked: Asked | None = None  # while half-batches alternate: whose trees the drafter grows now
+        self._asked: Asked | None = None  # while half-batches take turns: whose trees the drafter grows now
         self._moves: list[Move] = []  # accepted paths to compact before the next forward
         self._chunks: list[TokenChunk] = []  # for the front, sent at the end of the step
         self._stats = EngineStats()

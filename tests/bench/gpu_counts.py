@@ -1,4 +1,4 @@
-"""What a step costs around the GPU's arithmetic, counted without a GPU: launches, the host's time, instructions.
+"""Counts what a step costs around the GPU's arithmetic, without a GPU: launches, host time, instructions.
 
     python -m tests.bench.gpu_counts [--parts launches calls host buckets kernels] [--archs 80 90 100] [--out FILE]
 
@@ -204,7 +204,7 @@ def _host_column(config: EngineConfig, pair: Pair, batch: int) -> dict[str, floa
 
 @dataclass
 class Recorded:
-    """What models and drafter answered in a run of an engine, so that another run takes only the engine's time."""
+    """The answers of models and drafter in a run of an engine, so that another run takes only the engine's time."""
 
     steps: list[TargetStep] = field(default_factory=list)
     drawn: list[list[int]] = field(default_factory=list)

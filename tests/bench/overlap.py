@@ -1,4 +1,4 @@
-"""What overlapping drafting and verification gains: engines with each `overlap`, and one without drafter.
+"""Measures what overlapping drafting and verification gains, for each `overlap` and without a drafter.
 
     python -m tests.bench.overlap [--target-cost 300m] [--batches 1 8] [--temperatures 0 1]
 

@@ -19,7 +19,7 @@ class Fault:
     process: str
     number: signal.Signals
     is_seen: bool = False
-    """Whether clients without retries may see it: their connection is the process's own."""
+    """True if clients without retries may see it: their connection is the process's own."""
 
     def strike(self, among: Collection[int]) -> int:
         """Send the signal to the process and return its id. among: processes that do not belong to the service."""

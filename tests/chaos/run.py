@@ -241,7 +241,7 @@ async def _drained(url: str, process: subprocess.Popen[str], given: Sequence[Bod
 
 
 class Leftovers:
-    """What is there before a run: processes below this one, shared memory, temporary folders with their sockets."""
+    """Records what is there before a run: processes below this one, shared memory, temporary folders and sockets."""
 
     def __init__(self) -> None:
         self.processes = set(descendants())

@@ -39,7 +39,9 @@ class Alternation:
 
     def is_on(self, num_decoding: int) -> bool:
         """Return whether the next step verifies only half of so many requests."""
-        return num_decoding > 1 and (self._is_forced or (not self._rests and self._size(num_decoding).is_on))
+        if num_decoding < 2 or self._rests:
+            return False
+        return self._is_forced or (self._is_open and self._size(num_decoding).is_on)
 
     def rest(self) -> None:
         """Verify whole batches until the next step with trees: drafting is off."""
@@ -47,9 +49,9 @@ class Alternation:
 
     def observe(self, num_decoding: int, own: Round) -> None:
         """Learn from a step. num_decoding: of all requests, those that rested included."""
+        self._rests = False
         if self._is_open and num_decoding > 1:
             self._size(num_decoding).observe(own)
-            self._rests = False
 
     def _size(self, num_decoding: int) -> _Size:
         """Return what is known of batches that are larger or smaller by a tenth at most."""

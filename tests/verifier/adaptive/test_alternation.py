@@ -105,6 +105,14 @@ def test_without_drafting_nobody_rests() -> None:
     assert own.is_on(8)
 
 
+def test_without_drafting_a_forced_mode_halves_nothing() -> None:
+    own = alternation("alternate")
+    own.rest()
+    assert not own.is_on(8)
+    PAST_THE_KNEE.step(own, 8)
+    assert own.is_on(8)
+
+
 @pytest.mark.parametrize(("overlap", "is_on"), [("none", False), ("predraft", False), ("alternate", True)])
 def test_a_forced_mode_stays(overlap: str, is_on: bool) -> None:
     own = alternation(overlap)
