@@ -174,12 +174,13 @@ def nodes() -> Iterator[TwoNodes]:
 
 
 def ranks(nodes: TwoNodes) -> dict[str, tuple[int, str]]:
-    """Return the process id and the node of each rank, by its role."""
+    """Return the process id and the node of each rank on the two nodes, by its role."""
     found = {}
     for pid in descendants():
         with suppress(OSError):  # it has just ended
-            if (name := name_of(pid)).startswith("verifier"):
-                found[name] = pid, nodes.node_of(pid)
+            # Ranks on neither node belong to services that other tests have left running.
+            if (name := name_of(pid)).startswith("verifier") and (node := nodes.node_of(pid)):
+                found[name] = pid, node
     return found
 
 
