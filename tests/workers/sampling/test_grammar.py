@@ -374,12 +374,15 @@ def test_a_schema_that_is_nested_too_deeply_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("least", "required", "is_refused"), [(1, [], False), (2, ["a"], False), (2, [], True), (3, ["a"], True)]
+    ("least", "required", "is_refused"),
+    [(1, [], False), (2, ["a"], False), (2, [], True), (3, ["a"], True), (1, None, False), (2, None, True)],
 )
 def test_a_minimum_of_properties_that_repeated_names_would_meet_is_refused(
-    least: int, required: list[str], is_refused: bool
+    least: int, required: list[str] | None, is_refused: bool
 ) -> None:
-    own = {"type": "object", "properties": {"a": {}} if required else {}, "required": required, "minProperties": least}
+    own: dict[str, Any] = {"type": "object", "properties": {"a": {}} if required else {}, "minProperties": least}
+    if required is not None:
+        own["required"] = required
     for schema in (own, {"anyOf": [{"type": "null"}, {"type": "array", "items": own}]}):
         if is_refused:
             with pytest.raises(GrammarError, match=f"minProperties: {least} .* require the properties by their names"):
