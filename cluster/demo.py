@@ -23,7 +23,8 @@ PROMPTS = (
 QUESTION = "Write a function that reads a file."
 WAYS: dict[str, dict[str, Any]] = {
     "off": {"enabled": False},
-    "whole trees": {"tree_prune": "off"},
+    "trees of 4 nodes": {"tree_prune": "off", "num_speculative_tokens": 4},
+    "trees of 16 nodes": {"tree_prune": "off"},
     "auto (default)": {"tree_prune": "auto"},  # adapts trees to this machine and uses prompt lookup
 }
 MAX_TOKENS = 64
@@ -35,8 +36,10 @@ class Run(NamedTuple):
     """One answer to one prompt."""
 
     text: str
-    tokens_per_s: float
+    num_tokens: int
+    seconds: float
     acceptance_length: float
+    num_verified: int  # nodes of trees
 
 
 def main() -> int:
@@ -56,6 +59,7 @@ def main() -> int:
         print(f"Still running: {left}", file=sys.stderr)
     if not same:
         print("Greedy texts differ with and without speculation", file=sys.stderr)
+    print("Next: `make chat` talks to a larger model; `.venv/bin/secateur serve` has a page that shows the trees.")
     return 0 if same and not left else 1
 
 
@@ -86,11 +90,12 @@ def _compare(client: Client) -> bool:
     texts = [{run.text for per_prompt in runs.values() for run in per_prompt[index]} for index in range(len(PROMPTS))]
     same = all(len(different) == 1 for different in texts)
     print(f"\n{len(PROMPTS)} prompts, greedy, {MAX_TOKENS} tokens each; medians of {REPETITIONS} interleaved runs")
-    print(f"{'speculation':<20}{'tokens/s':<11}{'ratio':<8}acceptance length")
+    print(f"{'speculation':<20}{'tokens/s':<11}{'ratio':<8}{'acceptance length':<20}nodes verified per token")
     for way, per_prompt in runs.items():
-        speed = _median(per_prompt)
-        length = statistics.mean(run.acceptance_length for each in per_prompt for run in each)
-        print(f"{way:<20}{speed:<11.1f}{speed / _median(runs['off']):<8.2f}{length:.2f}")
+        speed, all_runs = _median_speed(per_prompt), [run for each in per_prompt for run in each]
+        length = statistics.mean(run.acceptance_length for run in all_runs)
+        nodes = sum(run.num_verified for run in all_runs) / sum(run.num_tokens for run in all_runs)
+        print(f"{way:<20}{speed:<11.1f}{speed / _median_speed(runs['off']):<8.2f}{length:<20.2f}{nodes:.2f}")
     print(f"greedy texts {'equal' if same else 'DIFFERENT'}")
     return same
 
@@ -106,12 +111,13 @@ def _run(client: Client, prompt: str, speculative: dict[str, Any]) -> Run:
         return_speculative_stats=True,
     )
     seconds = time.perf_counter() - began
-    assert answer.usage is not None and answer.speculative is not None
-    return Run(answer.text, answer.usage.completion_tokens / seconds, answer.speculative.acceptance_length)
+    usage, stats = answer.usage, answer.speculative
+    assert usage is not None and stats is not None
+    return Run(answer.text, usage.completion_tokens, seconds, stats.acceptance_length, stats.num_verified)
 
 
-def _median(runs: list[list[Run]]) -> float:
-    return statistics.median(run.tokens_per_s for per_prompt in runs for run in per_prompt)
+def _median_speed(runs: list[list[Run]]) -> float:
+    return statistics.median(run.num_tokens / run.seconds for per_prompt in runs for run in per_prompt)
 
 
 if __name__ == "__main__":
