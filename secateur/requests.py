@@ -269,6 +269,8 @@ class SamplingRequest(Body):
     """The request's id in the service's log; None takes that of the header X-Request-ID."""
     user: str | None = None
     """Accepted as at OpenAI; it has no effect."""
+    prompt_cache_key: str | None = None
+    """Requests with the same key go to the same replica, which may have their prefix in its cache."""
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
     """Requests share prefix-cache entries only with requests of the same salt."""
     priority: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0

@@ -190,6 +190,8 @@ class ResponsesRequest(Body):
     """As in chats."""
     first_token_timeout_s: float | None = None
     """As in chats."""
+    prompt_cache_key: str | None = None
+    """As in chats."""
 
     @property
     def has_logprobs(self) -> bool:

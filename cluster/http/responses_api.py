@@ -166,9 +166,10 @@ class ResponseBuilder:
         model: str,
         tokenizer: Tokenizer,
         new_reader: Callable[[], AnswerReader] | None,
+        replica: str,
     ) -> None:
         self.response = ResponseObject(
-            id=new_id("resp"),
+            id=f"{new_id('resp')}-{replica}",  # for the proxy, which sends what refers to the response to the replica
             created_at=int(time.time()),
             model=model,
             instructions=body.instructions,

@@ -174,7 +174,7 @@ def create_app(service: Service, *, echo_request_id: bool = True) -> FastAPI:
             key = request.headers.get(IDEMPOTENCY_HEADER)
             head = RequestHead(request_id=request.state.request_id, arrival=arrival, idempotency_key=key)
             [generation] = await service.prepare(chat, [prompt], head)
-        builder = ResponseBuilder(body, chat, service.model_id, service.tokenizer, new_reader)
+        builder = ResponseBuilder(body, chat, service.model_id, service.tokenizer, new_reader, service.replica)
         return await respond(service, body, builder, generation, history, head.wait_s(chat), request)
 
     @app.get("/v1/responses/{id}", response_model=ResponseObject, responses=errors(404))

@@ -18,6 +18,7 @@ from cluster.serve.controller import APP_NAME
 from cluster.serve.nodes import may_grow, nodes_of_cluster
 from cluster.serve.placement import REPLICA_CPUS, gpus_for, group_bundles, missing_resources, placement_problem
 from cluster.serve.replica import Replica
+from cluster.serve.routing import router_config
 from secateur.config import AppArgs, EngineArgs
 from secateur.errors import ConfigError
 
@@ -53,7 +54,8 @@ def build(args: AppArgs | Mapping[str, Any]) -> ray_serve.Application:
         "name": APP_NAME,
         "max_ongoing_requests": PENDING_PER_PLACE * config.max_num_seqs + SERVE_HEADROOM,
         "health_check_period_s": 5,
-        "health_check_timeout_s": 30,
+        "health_check_timeout_s": 10,
+        "request_router_config": router_config(slack=max(1, config.max_num_seqs // 4)),
         **app.deployment_config,
         **_autoscaling(app.deployment_config, config.max_num_seqs),
     }

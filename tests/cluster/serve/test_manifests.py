@@ -96,6 +96,25 @@ def complete(url: str, key: str) -> httpx2.Response:
     return httpx2.post(f"{url}/v1/completions", json=body, headers={"Authorization": f"Bearer {key}"}, timeout=60)
 
 
+def check_that_conversations_stay(url: str, key: str) -> None:
+    """Hold conversations; each turn must find its prefix cached, and each stored response must be found."""
+    with httpx2.Client(base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=60) as http:
+        for n in range(6):
+            messages = [{"role": "user", "content": f"Write function number {n}: it adds {n} numbers to a sum. " * 2}]
+            body = {"max_completion_tokens": 24, "temperature": 0}
+            answers = []
+            for _ in range(3):
+                answer = http.post("/v1/chat/completions", json=body | {"messages": messages}).raise_for_status().json()
+                answers.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+                messages += [answer["choices"][0]["message"], {"role": "user", "content": "And now?"}]
+            assert answers[0] < answers[1] < answers[2], "each turn adds to the prefix that the next one finds"
+            response = None
+            for _ in range(3):
+                body = {"input": f"Add {n}.", "max_output_tokens": 4, "previous_response_id": response}
+                response = http.post("/v1/responses", json=body).raise_for_status().json()["id"]
+            assert http.delete(f"/v1/responses/{response}").status_code == 200
+
+
 @pytest.fixture
 def folder() -> Iterator[Path]:
     """A folder with a short path, because Ray's sockets lie below it."""
@@ -122,3 +141,4 @@ def test_dev_cpu_answers_and_ha_adds_a_replica_without_a_restart(folder: Path) -
         wait_for(lambda: not seen.add(replica(url)) and len(seen) == 2, START_S)
         assert len({replica(url) for _ in range(20)} | {first}) == 2, "the first replica stayed"
         assert all(complete(url, "second").status_code == 200 for _ in range(4))
+        check_that_conversations_stay(url, "second")

@@ -24,6 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.config import HTTP_PROTOCOLS
 
 import cluster.serve.proxy
+import cluster.serve.sessions
 from cluster.http.limits import HttpLimits, LimitedProtocol
 from cluster.serve.proxy import environment, middlewares
 
@@ -211,7 +212,7 @@ async def test_a_proxy_s_server_has_our_limits() -> None:
 async def test_the_environment_makes_serve_call_us(monkeypatch: pytest.MonkeyPatch) -> None:
     [(name, path)] = environment().items()
     monkeypatch.setattr(f"ray.serve._private.http_util.{name}", path)
-    [middleware] = configure_http_middlewares(HTTPOptions()).middlewares
-    assert middleware.cls is cluster.serve.proxy.OpenAIErrors
+    middlewares = configure_http_middlewares(HTTPOptions()).middlewares
+    assert [each.cls for each in middlewares] == [cluster.serve.proxy.OpenAIErrors, cluster.serve.sessions.Sessions]
     monkeypatch.setenv(name, "mine:callback")
     assert environment() == {name: "mine:callback"}
