@@ -24,7 +24,7 @@ CYCLONEDX := 7.5.0
 ON_300M := --target-cost 300m --cache build/bench
 
 .DEFAULT_GOAL := help
-.PHONY: help docs demo chat check quick test parity mutants clients fuzz chaos audit sbom gpu bench peers models clean
+.PHONY: help docs demo chat check quick test parity mutants clients fuzz chaos soak audit sbom gpu bench peers models clean
 
 help: ## list these targets
 	@sed -nE 's/^([a-z]+):.*## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -61,6 +61,9 @@ fuzz: $(VENV)/.installed-test ## a quarter of an hour of requests made from the 
 
 chaos: $(VENV)/.installed-test ## kill and stop every process of a service while it answers, check every token (a quarter of an hour)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos.run
+
+soak: $(VENV)/.installed-test ## half an hour of load with a fault every two minutes: every token right, and nothing grows
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos.soak
 
 audit: $(VENV)/.installed-serve $(TOOLS)/pip-audit/.installed-$(PIP_AUDIT) ## look for known vulnerabilities in the installed packages (asks PyPI's database)
 	$(BIN)/python -m pip list --format freeze --exclude-editable | sed 's/+.*//' > build/installed.txt

@@ -89,6 +89,13 @@ class Chaos:
             assert record.end == DONE, record.end
             self._wanted[record.body["seed"]] = record.tokens
 
+    async def calm(self) -> list[str]:
+        """Ask for all answers; return what is wrong with them."""
+        async with self._http() as http:
+            records = [Record(body) for body in self._bodies]
+            await asyncio.gather(*(plain(http, record) for record in records))
+        return [problem for record in records if (problem := self._problem_of(record))]
+
     async def strike(self, fault: Fault) -> Round:
         """Let all streams and a batch job run, strike, and wait until they and the service have recovered."""
         records = [Record(body) for body in self._bodies]

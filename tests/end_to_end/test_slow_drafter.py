@@ -1,0 +1,106 @@
+"""A drafter that answers late, or not at all for a while, changes no token, however drafting and verifying overlap."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import tempfile
+import threading
+import time
+from dataclasses import replace
+from typing import Any, Literal
+
+import pytest
+
+import drafter.worker
+import verifier.worker
+from cluster.engine_client import EngineClient
+from tests.support.engines import DYNAMIC, bundled, prompts
+from tests.support.fakes import in_processes
+from workers.comm import groups
+from workers.comm.channel import Channel
+from workers.comm.groups import World
+from workers.comm.ipc import Submit
+from workers.config import EngineConfig
+from workers.models.readers import read_specs
+from workers.types import DraftReply, SamplingSettings
+
+NUM_REQUESTS, NUM_TOKENS = 6, 48
+MOST_LATE_S, STALL_S = 0.05, 2.0
+STALLED = 9
+"""The reply before which the drafter stalls."""
+
+
+def run(world: World) -> str:
+    """Each rank as its worker runs it, but the drafter's replies are late. In rank 0's process a front asks."""
+    groups.join, specs = lambda *_: world, read_specs(world.config)
+    if world.rank > 0:
+        _reply_late()
+        drafter.worker.run(world.config, specs, world.rank, "")
+        return ""
+    said: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        address, is_open = f"unix:{folder}/engine.sock", threading.Event()
+        front = threading.Thread(target=lambda: said.update(asyncio.run(_ask(address, is_open))))
+        front.start()
+        is_open.wait()
+        verifier.worker.run(world.config, specs, 0, "", front=address)
+        front.join()
+    return json.dumps(said)
+
+
+def _reply_late() -> None:
+    send, late, replies = Channel.send, random.Random(1), 0
+
+    def send_late(self: Channel, message: Any, step: int) -> None:
+        nonlocal replies
+        if isinstance(message, DraftReply):
+            replies += 1
+            time.sleep(STALL_S if replies == STALLED else late.uniform(0.0, MOST_LATE_S))
+        send(self, message, step)
+
+    Channel.send = send_late  # type: ignore[method-assign]
+
+
+async def _ask(address: str, is_open: threading.Event) -> dict[str, Any]:
+    client = EngineClient()
+    await client.listen(address)
+    is_open.set()
+    await client.wait_ready(60)
+
+    async def answer(number: int, prompt: list[int]) -> list[int]:
+        sampling = SamplingSettings(temperature=float(number % 2), seed=number)
+        request = Submit(id=number, prompt=prompt, max_tokens=NUM_TOKENS, ignore_eos=True, sampling=sampling)
+        return [token async for chunk in client.submit(request) for token in chunk.tokens]
+
+    answers = await asyncio.gather(*map(answer, range(NUM_REQUESTS), prompts(NUM_REQUESTS)))
+    stats = client.stats
+    await client.close()
+    return {"answers": answers, "drafts": stats.num_drafts, "predrafted": stats.num_predrafted}
+
+
+def said_with(config: EngineConfig) -> dict[str, Any]:
+    """Return what the front of an engine with this configuration got."""
+    [text] = filter(None, dict(in_processes(run, config, seconds=120.0)).values())
+    said: dict[str, Any] = json.loads(text)
+    return said
+
+
+@pytest.fixture(scope="module")
+def plain_answers() -> list[list[int]]:
+    answers: list[list[int]] = said_with(bundled())["answers"]
+    assert [len(answer) for answer in answers] == [NUM_TOKENS] * NUM_REQUESTS
+    return answers
+
+
+@pytest.mark.parametrize("overlap", ["none", "predraft", "alternate"])
+def test_a_late_drafter_changes_no_token(
+    overlap: Literal["none", "predraft", "alternate"], plain_answers: list[list[int]]
+) -> None:
+    config = bundled(DYNAMIC)
+    assert config.draft is not None
+    said = said_with(replace(config, draft=replace(config.draft, overlap=overlap)))
+    assert said["answers"] == plain_answers
+    assert said["drafts"] > 2 * STALLED, "it drafted after the stall"
+    assert (said["predrafted"] > 0) == (overlap == "predraft")
