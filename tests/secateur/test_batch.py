@@ -533,11 +533,12 @@ async def test_lines_go_to_the_least_busy_of_several_services(source, output, mo
             if request.url.host == "gone":
                 raise httpx2.ConnectError("refused")
             asked[request.url.host] += request.method == "POST"
+            assert request.headers["authorization"] == "Bearer key"
             return await super().__call__(request)
 
     monkeypatch.setattr(endpoints, "AsyncClient", partial(AsyncClient, transport=httpx2.MockTransport(Host())))
     urls = ["http://a", "http://gone", "http://b"]
-    summary = await run_batch_async(source, output, base_url=urls, progress=False, concurrency=6)
+    summary = await run_batch_async(source, output, base_url=urls, api_key="key", progress=False, concurrency=6)
     assert (summary.succeeded, summary.failed) == (30, 0) and asked == {"a": 15, "b": 15}
     assert len(read_output(output)) == 30
 

@@ -84,6 +84,8 @@ def test_pages_that_only_the_old_drafter_held_are_not_shared_with_requests_of_th
     prompt = list(range(2, 26))
     assert bench.ask(prompt, 8, GREEDY).last.num_cached_tokens == 0
     assert bench.ask(prompt, 8, GREEDY).last.num_cached_tokens == 20
+    stats = bench.frames[-1].stats
+    assert (stats.prefix_cache_hits, stats.prefix_cache_queries) == (20, 2 * len(prompt))
     bench.lose_drafter()
     plain = bench.ask(prompt, 8, GREEDY)
     assert plain.last.num_cached_tokens == 20, "it was lost while the request was fed"

@@ -435,6 +435,7 @@ def test_the_counters_match_the_steps():
         assert (stats.num_running, stats.num_waiting, stats.kv_usage) == (0, 0, 0.0)
         assert 0 < stats.draft_seconds and 0 < stats.transfer_seconds and 0 < stats.verify_seconds
         assert stats.draft_seconds + stats.transfer_seconds + stats.verify_seconds < stats.step_seconds
+        assert stats.forward_seconds + stats.accept_seconds <= stats.verify_seconds, "of all steps, not of the last"
 
 
 @pytest.mark.parametrize("ending", [{"stop_token_ids": [12]}, {}], ids=["stop token", "end of text"])
