@@ -1,4 +1,4 @@
-"""A drafter that answers late, or not at all for a while, changes no token, however drafting and verifying overlap."""
+"""Drafter and target take their time, the drafter once very long: no token changes, however their work overlaps."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ import verifier.worker
 from cluster.engine_client import EngineClient
 from tests.support.engines import DYNAMIC, bundled, prompts
 from tests.support.fakes import in_processes
+from verifier.target import Target
 from workers.comm import groups
 from workers.comm.channel import Channel
 from workers.comm.groups import World
 from workers.comm.ipc import Submit
 from workers.config import EngineConfig
 from workers.models.readers import read_specs
-from workers.types import DraftReply, SamplingSettings
+from workers.types import DraftReply, SamplingSettings, TargetStep
 
 NUM_REQUESTS, NUM_TOKENS = 6, 48
 MOST_LATE_S, STALL_S = 0.05, 2.0
@@ -33,12 +34,13 @@ STALLED = 9
 
 
 def run(world: World) -> str:
-    """Each rank as its worker runs it, but the drafter's replies are late. In rank 0's process a front asks."""
+    """Each rank as its worker runs it, but the drafter and the target are late. In rank 0's process a front asks."""
     groups.join, specs = lambda *_: world, read_specs(world.config)
     if world.rank > 0:
         _reply_late()
         drafter.worker.run(world.config, specs, world.rank, "")
         return ""
+    _execute_late()
     said: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         address, is_open = f"unix:{folder}/engine.sock", threading.Event()
@@ -61,6 +63,16 @@ def _reply_late() -> None:
         send(self, message, step)
 
     Channel.send = send_late  # type: ignore[method-assign]
+
+
+def _execute_late() -> None:
+    execute, late = Target._execute, random.Random(2)
+
+    def executed(self: Target, step: TargetStep) -> list[int] | None:
+        time.sleep(late.uniform(0.0, MOST_LATE_S))
+        return execute(self, step)
+
+    Target._execute = executed  # type: ignore[method-assign]
 
 
 async def _ask(address: str, is_open: threading.Event) -> dict[str, Any]:
@@ -95,7 +107,7 @@ def plain_answers() -> list[list[int]]:
 
 
 @pytest.mark.parametrize("overlap", ["none", "predraft", "alternate"])
-def test_a_late_drafter_changes_no_token(
+def test_late_ranks_change_no_token(
     overlap: Literal["none", "predraft", "alternate"], plain_answers: list[list[int]]
 ) -> None:
     config = bundled(DYNAMIC)
