@@ -19,6 +19,8 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 
 LOAD_FACTOR = 1.25
 """A preferred replica may have this many times the mean number of running requests, and `slack` more."""
+NUM_TRIES = 3
+"""How often a replica is asked before the next one is. A busy node may miss Serve's first deadlines, of 0.1 s."""
 REPLICA_PREFIX = "replica:"
 """A session of this form names a replica: the one that has stored what the request refers to."""
 
@@ -59,7 +61,8 @@ class SessionRouter(RequestRouter):
             return [random.sample(candidate_replicas, min(2, len(candidate_replicas))), candidate_replicas]
         by_id: dict[str, RunningReplica] = {each.replica_id.unique_id: each for each in candidate_replicas}
         num_running = {id: self.replica_queue_len_cache.get(each.replica_id) or 0 for id, each in by_id.items()}
-        return [[by_id[id]] for id in preferred_order(session, num_running, self._slack)]
+        first, *others = preferred_order(session, num_running, self._slack)
+        return [[by_id[id]] for id in [first] * NUM_TRIES + others]
 
 
 def router_config(slack: int) -> dict[str, Any]:

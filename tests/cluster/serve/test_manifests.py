@@ -97,22 +97,27 @@ def complete(url: str, key: str) -> httpx2.Response:
 
 
 def check_that_conversations_stay(url: str, key: str) -> None:
-    """Hold conversations; each turn must find its prefix cached, and each stored response must be found."""
+    """Hold conversations: turns find their prefix cached (half of them would by chance), stored responses are found."""
+    num_found = 0
     with httpx2.Client(base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=60) as http:
         for n in range(6):
             messages = [{"role": "user", "content": f"Write function number {n}: it adds {n} numbers to a sum. " * 2}]
-            body = {"max_completion_tokens": 24, "temperature": 0}
-            answers = []
+            # What is never drafted for shares every page: `auto` may not have fed the drafter with a short prompt.
+            body = {"max_completion_tokens": 24, "temperature": 0, "speculative": {"enabled": False}}
+            num_before = None
             for _ in range(3):
                 answer = http.post("/v1/chat/completions", json=body | {"messages": messages}).raise_for_status().json()
-                answers.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+                usage = answer["usage"]
+                if num_before is not None:  # all full pages of 16 but the last one, which may end differently
+                    num_found += usage["prompt_tokens_details"]["cached_tokens"] >= num_before - 2 * 16
+                num_before = usage["prompt_tokens"]
                 messages += [answer["choices"][0]["message"], {"role": "user", "content": "And now?"}]
-            assert answers[0] < answers[1] < answers[2], "each turn adds to the prefix that the next one finds"
             response = None
             for _ in range(3):
                 body = {"input": f"Add {n}.", "max_output_tokens": 4, "previous_response_id": response}
                 response = http.post("/v1/responses", json=body).raise_for_status().json()["id"]
             assert http.delete(f"/v1/responses/{response}").status_code == 200
+    assert num_found >= 10, "of 12 turns; a busy node may miss the router's deadlines"
 
 
 @pytest.fixture
