@@ -21,13 +21,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive
 
-from cluster.engine_client import Health
+from cluster.engine_client import DeadlyRequest, Health
 from cluster.http import middleware
 from cluster.http.errors import BadRequest
 from cluster.http.middleware import to_http_error
 from cluster.http.openai_format import total_stats
 from cluster.http.output_processor import Generation, GenerationFailed, TextDelta
-from cluster.http.service import Service
+from cluster.http.service import Service, batch_share
 from cluster.http.streaming import cancel_on_disconnect, merge
 from cluster.http.tokenizer import Tokenizer, text_size
 from secateur.errors import Problem
@@ -255,6 +255,12 @@ def test_an_engine_s_failure_is_a_server_error_that_says_which() -> None:
     assert error.body.error.message == "the engine failed: a page was lost"
     assert (error.status, error.body.error.type, error.body.error.code) == (500, "server_error", "engine_error")
     assert to_http_error(GenerationFailed()).body.error.message == "the engine failed: GenerationFailed"
+    error = to_http_error(DeadlyRequest("three engines died with it\nat line 3"))
+    assert (error.status, error.body.error.message) == (500, "the engine failed: three engines died with it")
+
+
+def test_a_batch_job_may_always_have_a_request_in_the_engine() -> None:
+    assert [batch_share(num_seats) for num_seats in (1, 2, 16)] == [1, 1, 12]
 
 
 @pytest.mark.parametrize(
