@@ -68,6 +68,8 @@ def placement_config(args: EngineArgs) -> EngineConfig:
     assert args.device != "auto"
     if args.kernels == "triton" and args.device == "cpu":
         raise ConfigError(Problem("kernels", "triton needs device 'cuda'; on CPU write torch, or leave it out"))
+    if args.threads is not None and args.device == "cuda":
+        raise ConfigError(Problem("threads", "applies on CPU only; leave it out"))
     spec = args.speculative_config
     return EngineConfig(
         model_path=args.model,
@@ -103,10 +105,12 @@ def engine_config(args: EngineArgs, *, num_gpus: int | None = None) -> EngineCon
         check_parallel(spec, config.tensor_parallel_size)
     except (ValueError, FileNotFoundError) as error:
         raise ConfigError(str(error)) from error
+    dtype = _dtype(args, config.device, spec)
     config = replace(
         config,
         model_path=str(path),
-        dtype=_dtype(args, config.device, spec),
+        dtype=dtype,
+        threads=args.threads or _threads(config, dtype),
         max_model_len=_max_model_len(args, spec),
         eos_token_ids=spec.eos_token_ids,
     )
@@ -310,6 +314,14 @@ def _dtype(args: EngineArgs, device: str, spec: ModelSpec) -> Literal["float32",
             return spec.dtype
         case other:
             raise ConfigError(Problem("dtype", f"the checkpoint's {other} is not supported; write bfloat16"))
+
+
+def _threads(config: EngineConfig, dtype: str) -> int:
+    """Return the threads of a verifier rank, where they are not given: see `EngineArgs.threads`."""
+    drafts_with_a_model = config.draft is not None and config.draft.method != "ngram"
+    if config.device == "cuda" or dtype != "bfloat16" or drafts_with_a_model:
+        return 1
+    return max(1, len(os.sched_getaffinity(0)) // config.tensor_parallel_size)
 
 
 def _max_model_len(args: EngineArgs, spec: ModelSpec) -> int:

@@ -69,7 +69,8 @@ def num_bundles(config: EngineConfig) -> int:
 def worker_env(config: EngineConfig) -> dict[str, str]:
     """Return the environment of every worker process, without its devices.
 
-    On CPU each worker gets one thread: two busy multi-threaded processes on two cores drop to a tenth of their speed.
+    On CPU each worker begins with one thread, and sets `EngineConfig.threads` itself: two busy multi-threaded processes
+    on two cores drop to a tenth of their speed.
     """
     env = {"TOKENIZERS_PARALLELISM": "false"}
     if config.device == "cpu":

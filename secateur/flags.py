@@ -142,6 +142,11 @@ ENGINE_FLAGS: dict[str, Any] = {
     "device": _model(Device, "--device", help="[auto]"),
     "kernels": _model(KernelSet, "--kernels", help="[auto: triton on CUDA, torch on CPU]"),
     "enforce_eager": _model(bool, "--enforce-eager", help="Do not capture CUDA graphs."),
+    "threads": _model(
+        int,
+        "--threads",
+        help="Threads of a verifier rank on CPU [with bfloat16 and no drafting model all, else 1].",
+    ),
 }
 SERVER_FLAGS: dict[str, Any] = {
     "seed": _serving(int, "--seed", help="Seed for requests that do not set one."),

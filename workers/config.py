@@ -149,6 +149,8 @@ class EngineConfig:
     """`auto` selects Triton on CUDA and torch on CPU."""
     enforce_eager: bool = False
     """On CUDA, launch every kernel separately instead of replaying captured graphs."""
+    threads: int = 1
+    """Threads of a verifier rank on CPU. A drafter rank has one."""
     hang_timeout_s: float = 10.0
     """A rank that shows no sign of life or no progress for this long is killed; 0 = never (see `workers.pulse`)."""
     step_timeout_s: float = 60.0

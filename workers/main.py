@@ -51,7 +51,8 @@ def main(run: Callable[..., None], description: str) -> None:
     name_process(config.role_of(args.rank))
     send_beats_if_asked(PULSE_VARIABLE, args.rank)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    torch.set_num_threads(1 if config.device == "cpu" else torch.get_num_threads())
+    if config.device == "cpu":
+        torch.set_num_threads(config.threads if args.rank < config.tensor_parallel_size else 1)
     address, store = args.store, None
     if opens_store:
         store, address = groups.open_store(args.host)  # the rendezvous lives as long as this rank runs

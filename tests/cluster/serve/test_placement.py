@@ -193,6 +193,25 @@ def test_on_cuda_the_checkpoint_s_dtype_is_kept() -> None:
     assert engine_config(args(device="cuda")).dtype == "bfloat16"
 
 
+def test_products_in_bfloat16_get_the_cores_that_no_drafter_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(7))
+
+    def threads(**settings: Any) -> int:
+        return engine_config(args(device="cpu", **settings)).threads
+
+    alone: dict[str, Any] = {"dtype": "bfloat16", "no_speculation": True}
+    assert threads(**alone) == 7
+    assert threads(**alone, tensor_parallel_size=2) == 3
+    assert threads(**alone, threads=2) == 2
+    assert threads(dtype="bfloat16", speculative_config={"method": "ngram"}) == 7
+    assert threads(dtype="bfloat16") == threads(no_speculation=True) == threads() == 1
+    assert threads(threads=3) == 3
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(1))
+    assert threads(**alone, tensor_parallel_size=2) == 1
+    with pytest.raises(ConfigError, match="threads: applies on CPU only; leave it out"):
+        engine_config(args(device="cuda", threads=2))
+
+
 def test_kernels_and_graphs_are_carried_over_and_triton_needs_cuda() -> None:
     engine = engine_config(args(device="cuda", kernels="torch", enforce_eager=True))
     assert (engine.kernels, engine.enforce_eager) == ("torch", True)
