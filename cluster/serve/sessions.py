@@ -57,22 +57,24 @@ def session_of(body: bytes) -> str | None:
         return None
     try:
         fields = json.loads(body)
-    except ValueError:  # also UnicodeDecodeError; the replica says what is wrong
+        return _session_of(fields) if isinstance(fields, dict) else None
+    except (ValueError, RecursionError):  # no JSON, no UTF-8 or nested too deeply: the replica says what is wrong
         return None
-    if not isinstance(fields, dict):
-        return None
-    if isinstance(id := fields.get("previous_response_id"), str):
-        return session_of_response(id)
-    if isinstance(key := fields.get("prompt_cache_key"), str) and key:
-        return _digest(key)
-    start = _start_of(fields)
-    return None if start is None else _digest(start)
 
 
 def session_of_response(id: str) -> str | None:
     """Return the session that reaches the replica of a stored response, whose id ends with the replica's."""
     _, _, replica = id.removeprefix("resp-").partition("-")
     return f"{REPLICA_PREFIX}{replica}" if re.fullmatch("[0-9a-z]+", replica) else None
+
+
+def _session_of(fields: Mapping[str, Any]) -> str | None:
+    if isinstance(id := fields.get("previous_response_id"), str):
+        return session_of_response(id)
+    if isinstance(key := fields.get("prompt_cache_key"), str) and key:
+        return _digest(key)
+    start = _start_of(fields)
+    return None if start is None else _digest(start)
 
 
 def _start_of(fields: Mapping[str, Any]) -> Any:

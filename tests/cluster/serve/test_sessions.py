@@ -55,7 +55,17 @@ def test_what_names_a_stored_response_has_the_session_of_its_replica() -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"[]", b"{", b"\xff", b'{"messages": 3}', b'{"prompt": null}', b'{"prompt": "' + b"x" * MAX_BODY]
+    "body",
+    [
+        b"",
+        b"[]",
+        b"{",
+        b"\xff",
+        b'{"messages": 3}',
+        b'{"prompt": null}',
+        b'{"prompt": "' + b"x" * MAX_BODY,
+        b"[" * 100_000,
+    ],
 )
 def test_a_body_that_tells_of_no_session_has_none(body: bytes) -> None:
     assert session_of(body) is None
