@@ -189,8 +189,9 @@ def grow(
                 growth.add_children(frontier, scores)
             elif (owner_F == i).any():
                 growth.add_children(frontier.rows(owner_F == i), scores.rows(owner_F == i))
+    nodes = TreeNodes.concatenate([growth.nodes() for growth in growths])
     grown = UnprunedTrees(
-        nodes=TreeNodes.concatenate([growth.nodes() for growth in growths]),
+        nodes=nodes.rows(np.lexsort((nodes.row_N, nodes.request_N))),
         sampled=[nodes for growth in growths for nodes in growth.sampled],
         pruned_BD=np.add.reduce([growth.pruned_BD for growth in growths], dtype=np.int32),
         num_levels=num_levels,
@@ -208,8 +209,7 @@ def _finish(
     is_kept_N = None
     if cost_model is not None:
         is_kept_N = cut(nodes, limits, cost_model, cost_model.draft_ms(num_levels, num_run))
-        dropped = nodes.rows(~is_kept_N)
-        np.add.at(pruned_BD, (dropped.request_N, dropped.depth_N - 1), 1)
+        np.add.at(pruned_BD, (nodes.request_N[~is_kept_N], nodes.depth_N[~is_kept_N] - 1), 1)
     trees = pack_trees(nodes if is_kept_N is None else nodes.rows(is_kept_N), len(pruned_BD))
     trace = None if traced_B is None else trace_trees(nodes, is_kept_N, pruned, traced_B)
     return GrownTrees(trees, pack_probs(sampled, trees), pruned_BD, num_levels, num_run, trace)

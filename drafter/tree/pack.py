@@ -13,34 +13,39 @@ from workers.types import DraftProbs, TreeBatch
 
 
 def cut(nodes: TreeNodes, limits: GrowLimits, cost_model: TreeCostModel, draft_ms: float) -> np.ndarray:
-    """Return bool [N]: the nodes worth verifying. The best node of each request stays, so that none starves."""
-    may_cut_N = (limits.is_auto_B & ~limits.is_sampled_B)[nodes.request_N]
+    """Return bool [N]: the nodes worth verifying. The best node of each request stays, so that none starves.
+
+    nodes: sorted by request, then row.
+    """
+    may_cut_B = limits.is_auto_B & ~limits.is_sampled_B
+    may_cut_N = may_cut_B[nodes.request_N]
     is_candidate_N = may_cut_N & (nodes.row_N > 0)
     is_kept_N = ~is_candidate_N
     (at,) = is_candidate_N.nonzero()
     if len(at):
-        ranked = at[np.lexsort((nodes.row_N[at], nodes.request_N[at], -nodes.weight_N[at]))]
+        ranked = at[(-nodes.weight_N[at]).argsort(kind="stable")]  # in their order among equals
         fixed = nodes.weight_N[(nodes.row_N > 0) & ~may_cut_N]  # other requests' trees stay in any case
         is_kept_N[ranked[: cost_model.best_count(nodes.weight_N[ranked], draft_ms, fixed)]] = True
-        first_of_request = np.unique(nodes.request_N[ranked], return_index=True)[1]
-        is_kept_N[ranked[first_of_request]] = True
+        best_B = np.full(len(may_cut_B), -1)
+        best_B[nodes.request_N[ranked[::-1]]] = ranked[::-1]  # of several, the last one stays
+        is_kept_N[best_B[best_B >= 0]] = True
     return is_kept_N
 
 
 def pack_trees(nodes: TreeNodes, num_requests: int) -> TreeBatch:
-    """Pack nodes by request, then row; rows are renumbered without gaps."""
-    order = np.lexsort((nodes.row_N, nodes.request_N))
-    nodes = nodes.rows(order)
+    """Pack nodes, which are sorted by request, then row; rows are renumbered without gaps."""
     count_B = np.bincount(nodes.request_N, minlength=num_requests)
     offsets = np.concatenate([[0], count_B.cumsum()])
-    row_N = np.arange(len(order)) - offsets[nodes.request_N]
+    begin_N = offsets[nodes.request_N]
+    row_N = np.arange(len(begin_N)) - begin_N
     new_row = np.full((num_requests, int(nodes.row_N.max(initial=0)) + 1), -1, dtype=np.int64)
     new_row[nodes.request_N, nodes.row_N] = row_N
     parent_N = np.where(nodes.parent_row_N < 0, -1, new_row[nodes.request_N, nodes.parent_row_N])
     ancestors_N = np.uint64(1) << row_N.astype(np.uint64)
-    for depth in range(1, int(nodes.depth_N.max(initial=0)) + 1):
-        (at,) = (nodes.depth_N == depth).nonzero()
-        ancestors_N[at] |= ancestors_N[offsets[nodes.request_N[at]] + parent_N[at]]
+    up_N = begin_N + np.maximum(parent_N, 0)
+    for _ in range(int(nodes.depth_N.max(initial=0)).bit_length()):  # each time, twice as many ancestors are known
+        ancestors_N |= ancestors_N[up_N]
+        up_N = up_N[up_N]
     return TreeBatch(
         offsets=torch.from_numpy(offsets.astype(np.int32)),
         token_N=torch.from_numpy(nodes.token_N.astype(np.int32)),
