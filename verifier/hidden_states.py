@@ -55,7 +55,7 @@ class HiddenStatePool:
     def take(self, rows: list[int]) -> Tensor:
         """Return the states [N, X] of these rows and free the rows."""
         self._free += rows
-        return self._state_NX.index_select(0, to_device(rows, self._state_NX.device))
+        return _select(self._state_NX, rows)
 
     def free(self, rows: list[int]) -> None:
         """Free these rows."""
@@ -93,11 +93,12 @@ class HiddenStateBuffer:
 
     def add(self, computed: Computed, state_NX: Tensor) -> None:
         """Add a step's states. The caller must not write to `state_NX` afterwards."""
-        if self._num_unsorted + len(state_NX) > _MAX_UNSORTED_ROWS:
+        num_rows = len(state_NX)
+        if self._num_unsorted + num_rows > _MAX_UNSORTED_ROWS:
             self.flush()  # otherwise a later flush would concatenate, and so copy, a large prompt's states
         self._computed.append(computed)
         self._states.append(state_NX)
-        self._num_unsorted += len(state_NX)
+        self._num_unsorted += num_rows
         if self._num_unsorted > _MAX_UNSORTED_ROWS:
             self.flush()
 
@@ -111,28 +112,22 @@ class HiddenStateBuffer:
 
         Must precede feeding the drafter and sharing a prefix. The states of `leaving` are not pooled.
         """
-        if not self._states:
-            return
-        assert self._pool is not None
-        rows_by_request = self._rows_by_request()
-        state_NX = torch.cat(self._states) if len(self._states) > 1 else self._states[0]
-        self._keep_page_ends(rows_by_request, state_NX)
-        to_feed = {r: rows for r, rows in rows_by_request.items() if r.draft_room > 0 and r is not leaving}
-        wanted: Sequence[int] = range(len(state_NX))
-        if sum(map(len, to_feed.values())) < len(wanted):
-            wanted = list(chain.from_iterable(to_feed.values()))
-            state_NX = state_NX.index_select(0, to_device(wanted, state_NX.device))
-        pool_row = dict(zip(wanted, self._pool.store(state_NX), strict=True))
-        for request, rows in to_feed.items():
-            self._pooled.setdefault(request, []).extend(map(pool_row.__getitem__, rows))
-        self._computed, self._states, self._num_unsorted = [], [], 0
+        if self._states:
+            to_feed, state_NX = self._sorted(leaving)
+            self._store(to_feed, state_NX)
 
     def take(self, counts: Mapping[Request, int]) -> Tensor | None:
         """Remove and return the oldest `counts[request]` states of each request, in order [N, X]. Flushes first.
 
+        While trees are drafted in every step, these are all of the last step's: they do not go through the pool.
         Returns None without a pool or without states.
         """
-        self.flush()
+        if self._states:
+            to_feed, state_NX = self._sorted()
+            takes_all = counts == {request: len(rows) for request, rows in to_feed.items()}
+            if takes_all and counts and not any(map(self._pooled.get, counts)):
+                return _select(state_NX, list(chain.from_iterable(map(to_feed.__getitem__, counts))))
+            self._store(to_feed, state_NX)
         taken: list[int] = []
         for request, count in counts.items():
             if rows := self._pooled.get(request):
@@ -149,6 +144,25 @@ class HiddenStateBuffer:
         if self._pool is not None:
             self._pool.free(self._pooled.pop(request, []))
 
+    def _sorted(self, leaving: Request | None = None) -> tuple[dict[Request, list[int]], Tensor]:
+        """Return the added states, and which rows of them each request will feed. Nothing is added any more then."""
+        rows_by_request = self._rows_by_request()
+        state_NX = torch.cat(self._states) if len(self._states) > 1 else self._states[0]
+        self._computed, self._states, self._num_unsorted = [], [], 0
+        self._keep_page_ends(rows_by_request, state_NX)
+        return {r: rows for r, rows in rows_by_request.items() if r.draft_room > 0 and r is not leaving}, state_NX
+
+    def _store(self, to_feed: Mapping[Request, list[int]], state_NX: Tensor) -> None:
+        """Put these rows into the pool."""
+        assert self._pool is not None
+        wanted: Sequence[int] = range(len(state_NX))
+        if sum(map(len, to_feed.values())) < len(wanted):
+            wanted = list(chain.from_iterable(to_feed.values()))
+            state_NX = _select(state_NX, wanted)
+        pool_row = dict(zip(wanted, self._pool.store(state_NX), strict=True))
+        for request, rows in to_feed.items():
+            self._pooled.setdefault(request, []).extend(map(pool_row.__getitem__, rows))
+
     def _rows_by_request(self) -> dict[Request, list[int]]:
         """Return the rows of every request that may be drafted for, in the concatenation of all steps' states."""
         rows_by_request: dict[Request, list[int]] = {}
@@ -159,3 +173,7 @@ class HiddenStateBuffer:
                     rows_by_request.setdefault(request, []).extend(map(begin.__add__, rows))
             begin += len(state_NX)
         return rows_by_request
+
+
+def _select(state_NX: Tensor, rows: Sequence[int]) -> Tensor:
+    return state_NX.index_select(0, to_device(rows, state_NX.device))

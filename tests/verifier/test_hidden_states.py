@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -122,6 +123,23 @@ def test_a_large_prompts_states_are_not_copied_to_be_beside_others(monkeypatch):
     buffer.add([(_request("decodes", 5), [0])], torch.zeros(1, 2))
     buffer.add([(_request("joins", 8), [0, 1, 2, 3, 4])], torch.zeros(5, 2))
     assert pool.num_free == 2
+
+
+def test_states_that_are_all_fed_at_once_do_not_go_through_the_pool():
+    pool, buffer = buffer_of(8)
+    one, other, ends = _request("one", 5), _request("other", 5), _request("ends", 5)
+    ends.append([2] * 8)
+    states = torch.tensor([[0.0, 0], [1, 1], [2, 2], [3, 3], [4, 4]])
+    with mock.patch.object(pool, "store", None):
+        for _ in range(2):
+            buffer.add([(one, [0, 3]), (ends, [1]), (other, [2])], states)
+            assert buffer.take({other: 1, one: 2}).tolist() == [[2.0, 2], [0, 0], [3, 3]]
+    assert pool.num_free == 8 and buffer.take({one: 1}) is None
+    buffer.add([(one, [0, 3]), (other, [2])], states)
+    assert buffer.take({one: 2}).tolist() == [[0.0, 0], [3, 3]], "the other one's wait"
+    buffer.add([(one, [1]), (other, [4])], states)
+    assert buffer.take({one: 1, other: 1}).tolist() == [[1.0, 1], [2, 2]], "the oldest first"
+    assert buffer.take({other: 1}).tolist() == [[4.0, 4]] and pool.num_free == 8
 
 
 def test_due_inputs_are_fed_first_in_the_same_order():
