@@ -36,7 +36,7 @@ class DraftBatch:
     @property
     def num_trees(self) -> int:
         """Return the number of trees with at least one draft node."""
-        return sum(map(any, self.verified)) if self.num_nodes else 0
+        return sum(map(any, self.verified))
 
     @staticmethod
     def of(reply: DraftReply | None, drafted: list[bool], tokens: list[list[int]]) -> DraftBatch:

@@ -151,7 +151,7 @@ class RatioCalibration(calibration.Calibration):
         self._survived_D, self._expected_D = np.full(8, 4.0), np.full(8, 4.0)
 
     def learn(self, trees: Any, verdicts: Any, is_shown_B: Any) -> None:
-        logit_O, survived_O, depth_O = calibration._observations(trees, verdicts, is_shown_B)
+        logit_O, survived_O, depth_O = calibration._observations([(trees, verdicts, is_shown_B)])
         depth_O = np.minimum(depth_O, 7)
         raw_O = 1 / (1 + np.exp(-logit_O)) * (self._expected_D / self._survived_D)[depth_O]
         for total_D, seen_O in ((self._survived_D, survived_O), (self._expected_D, raw_O)):

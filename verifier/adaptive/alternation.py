@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 _LEAST_ROUNDS = 8  # measured before a decision
@@ -47,11 +48,14 @@ class Alternation:
         """Verify whole batches until the next step with trees: drafting is off."""
         self._rests = True
 
-    def observe(self, num_decoding: int, own: Round) -> None:
-        """Learn from a step. num_decoding: of all requests, those that rested included."""
+    def observe(self, num_decoding: int, measure: Callable[[], Round]) -> None:
+        """Learn from a step. num_decoding: of all requests, those that rested included.
+
+        measure: called where turns can be taken.
+        """
         self._rests = False
         if self._is_open and num_decoding > 1:
-            self._size(num_decoding).observe(own)
+            self._size(num_decoding).observe(measure())
 
     def _size(self, num_decoding: int) -> _Size:
         """Return what is known of batches that are larger or smaller by a tenth at most."""

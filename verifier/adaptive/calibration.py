@@ -11,7 +11,7 @@ choice does not bias the fit. Legend: D depths, N packed rows, O observations.
 
 from __future__ import annotations
 
-from itertools import starmap
+from itertools import chain
 
 import numpy as np
 
@@ -26,6 +26,9 @@ _IDENTITY_WEIGHT = np.diag([4.0, 2.0])  # and the shared fit to the identity
 _BOUNDS = np.array([[0.3, -4.0], [3.0, 4.0]])
 _MAX_LOGIT = 7.0  # weights travel as float16
 
+_Seen = tuple[TreeBatch, list[Verdict], np.ndarray]
+"""The arguments of `Calibration.learn`."""
+
 
 class Calibration:
     """The current fit, which starts as the identity."""
@@ -34,7 +37,7 @@ class Calibration:
         self._shared_2 = np.array([1.0, 0.0])
         self._fit_D2 = np.tile(self._shared_2, (_NUM_DEPTHS, 1))
         self._curvature_D22 = np.zeros((_NUM_DEPTHS, 2, 2))
-        self._pending: list[tuple[TreeBatch, list[Verdict], np.ndarray]] = []  # all calibrated by the current fit
+        self._pending: list[_Seen] = []  # all calibrated by the current fit
 
     @property
     def fit_D2(self) -> np.ndarray:
@@ -48,9 +51,8 @@ class Calibration:
         """
         self._pending.append((trees, verdicts, is_shown_B))
         if len(self._pending) == _STEPS_AT_ONCE:
-            seen = zip(*starmap(_observations, self._pending), strict=True)
-            self._pending = []
-            self._step(*map(np.concatenate, seen))
+            seen, self._pending = self._pending, []
+            self._step(*_observations(seen))
 
     def _step(self, calibrated_O: np.ndarray, survived_O: np.ndarray, depth_O: np.ndarray) -> None:
         if not len(depth_O):
@@ -73,20 +75,24 @@ class Calibration:
         self._fit_D2 = np.clip(self._fit_D2 + step_D2, *_BOUNDS)
 
 
-def _observations(
-    trees: TreeBatch, verdicts: list[Verdict], is_shown_B: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (logit of the calibrated confidence, whether it survived, depth - 1) of each accepted node's children."""
-    offsets, depth_N = trees.offsets.numpy(), trees.depth_N.numpy()
-    weight_N = trees.weight_N.numpy().astype(np.float64)
-    begin_N = np.repeat(offsets[:-1], np.diff(offsets))
-    parent_N = begin_N + np.maximum(trees.parent_N.numpy(), 0)
+def _observations(seen: list[_Seen]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return (logit of the calibrated confidence, whether it survived, depth - 1) of each accepted node's children.
+
+    The trees of all steps are read in one pass, because its cost is per call, too.
+    """
+    trees, verdicts, is_shown = zip(*seen, strict=True)
+    size_B = np.concatenate([own.offsets.numpy()[1:] - own.offsets.numpy()[:-1] for own in trees])
+    depth_N, parent_N, weight_N = (
+        np.concatenate([getattr(own, name).numpy() for own in trees]) for name in ("depth_N", "parent_N", "weight_N")
+    )
+    weight_N = weight_N.astype(np.float64)
+    begin_B = size_B.cumsum() - size_B
+    parent_N = begin_B.repeat(size_B) + np.maximum(parent_N, 0)
     accepted_N = np.zeros(len(depth_N), dtype=bool)
-    accepted_N[offsets[:-1]] = True
-    for begin, verdict in zip(offsets, verdicts, strict=False):
-        accepted_N[[begin + row for row in verdict.path]] = True
+    paths = zip(begin_B.tolist(), chain.from_iterable(verdicts), strict=True)
+    accepted_N[[begin + row for begin, verdict in paths for row in (0, *verdict.path)]] = True
     is_seen_N = (depth_N > 0) & accepted_N[parent_N] & (weight_N[parent_N] > 1e-3)
-    at = np.flatnonzero(is_seen_N & np.repeat(is_shown_B, np.diff(offsets)))
+    (at,) = (is_seen_N & np.concatenate(is_shown).repeat(size_B)).nonzero()
     return _logit(weight_N[at] / weight_N[parent_N[at]]), accepted_N[at], depth_N[at] - 1
 
 

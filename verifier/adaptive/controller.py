@@ -228,15 +228,14 @@ class Controller:
 
     def observe(self, plan: Plan, outcome: StepOutcome) -> None:
         """Learn from the step's outcome. Takes almost no time without requests under `auto`."""
-        step, drafts = outcome.step, outcome.drafts
+        step, num_nodes, num_trees = outcome.step, outcome.drafts.num_nodes, outcome.drafts.num_trees
         draft_ms = self._observe_exchange(plan, outcome.exchange) if outcome.exchange else 0.0
         if plan.is_idle:
             self._alternation.rest()
-        elif outcome.exchange and drafts.num_nodes and not step.prefill:
-            self._alternation.observe(outcome.num_decoding, self._round(outcome, outcome.exchange, draft_ms))
+        elif outcome.exchange and num_nodes and not step.prefill:
+            self._alternation.observe(outcome.num_decoding, partial(self._round, outcome, outcome.exchange, draft_ms))
         if not any(request.is_auto for request in step.decode):
             return
-        num_nodes, num_trees = drafts.num_nodes, drafts.num_trees
         verify_ms = self._costs.believed_ms(step, num_nodes, num_trees, outcome.ms - draft_ms)
         if plan.is_probe:
             self._observe_probe(plan, outcome, draft_ms + verify_ms)

@@ -28,11 +28,11 @@ class Machine(NamedTuple):
         """Run one step; return its share of a round, in milliseconds."""
         if not own.is_on(batch):
             verify, draft = self.verify(batch), self.draft(batch)
-            own.observe(batch, Round(verify, draft, self.verify(batch / 2), self.draft(batch / 2)))
+            own.observe(batch, lambda: Round(verify, draft, self.verify(batch / 2), self.draft(batch / 2)))
             return verify + draft
         verify, draft = self.contention * self.verify(batch / 2), self.contention * self.draft(batch / 2)
         wait = max(0.0, draft - verify)
-        own.observe(batch, Round(verify, wait, self.verify(batch / 4), self.draft(batch / 4)))
+        own.observe(batch, lambda: Round(verify, wait, self.verify(batch / 4), self.draft(batch / 4)))
         return verify + wait
 
 
@@ -123,8 +123,10 @@ def test_a_forced_mode_stays(overlap: str, is_on: bool) -> None:
     assert not own.is_on(1)
 
 
-def test_on_a_shared_gpu_auto_takes_no_turns() -> None:
+def test_on_a_shared_gpu_auto_takes_no_turns_and_measures_nothing() -> None:
     own = alternation(is_possible=False)
     for _ in range(20):
         PAST_THE_KNEE.step(own, 8)
     assert not own.is_on(8)
+    for alone in (own, alternation("none"), alternation()):
+        alone.observe(8 if alone is own else 1, lambda: pytest.fail("a round that nobody reads"))
