@@ -50,7 +50,7 @@ class StepInputs:
             offsets=_int32(list(accumulate((len(own.tokens) for own in inputs.values()), initial=0))),
             start_B=_int32([request.num_fed for request in requests]),
             token_M=_int32([token for own in inputs.values() for token in own.tokens]),
-            page_table_BP=page_table(requests),
+            page_table_BP=torch.from_numpy(page_table(requests)),
             rule_B=params.rule_B,
             auto_B=_int32([limit.auto for limit in limits]),
             num_nodes_B=_int32([own.num_nodes for own in inputs.values()]),
@@ -102,12 +102,12 @@ class StepInputs:
             draw_index_R=torch.from_numpy(meta.position_N[sample_row_R] + 1),
             constraints_U=pack_logits_states([request.logits_state(self._eos_token_ids) for request in requests]),
             attention=AttentionMetadata(
-                query_offsets=_int32(offsets),
+                query_offsets=np.array(offsets, dtype=np.int32),
                 page_table_BP=page_table(requests),
-                base_B=torch.from_numpy(_append(root_B, [0] * len(prefill))),
-                slot_N=torch.from_numpy(meta.slot_N),
-                visible_N=torch.from_numpy(meta.visible_N),
-                ancestors_N=torch.from_numpy(meta.ancestors_N),
+                base_B=_append(root_B, [0] * len(prefill)),
+                slot_N=meta.slot_N,
+                visible_N=meta.visible_N,
+                ancestors_N=meta.ancestors_N,
             ),
             sampling=params.sampling if is_one_row_each else params.sampling.rows(torch.from_numpy(request_R)),
             has_logprobs=sampled.has_logprobs,
@@ -163,12 +163,11 @@ def _traced(requests: list[Request]) -> Tensor | None:
     return _int32(asks) if any(asks) else None
 
 
-def page_table(requests: list[Request]) -> Tensor:
+def page_table(requests: list[Request]) -> np.ndarray:
     """Return the page table [B, P] int32, padded with the null page 0."""
     width = max((len(request.pages) for request in requests), default=0)
     rows = (request.pages.tobytes().ljust(4 * width, b"\0") for request in requests)
-    table = np.frombuffer(bytearray().join(rows), dtype=np.int32)
-    return torch.from_numpy(table.reshape(len(requests), width))
+    return np.frombuffer(bytearray().join(rows), dtype=np.int32).reshape(len(requests), width)
 
 
 def _physical_slot(request: Request, slot: int, page_size: int) -> int:

@@ -112,18 +112,17 @@ def padded(metadata: AttentionMetadata, size: Size) -> AttentionMetadata:
     offsets = _resized(metadata.query_offsets, requests + 1, num_rows)
     offsets[-1] = size.rows
     return AttentionMetadata(
-        query_offsets=torch.from_numpy(offsets),
-        page_table_BP=torch.from_numpy(_resized(metadata.page_table_BP, requests)),
-        base_B=torch.from_numpy(_resized(metadata.base_B, requests)),
-        slot_N=torch.from_numpy(_resized(metadata.slot_N, size.rows)),
-        visible_N=torch.from_numpy(_resized(metadata.visible_N, size.rows, 1)),
-        ancestors_N=torch.from_numpy(_resized(metadata.ancestors_N, size.rows)),
+        query_offsets=offsets,
+        page_table_BP=_resized(metadata.page_table_BP, requests),
+        base_B=_resized(metadata.base_B, requests),
+        slot_N=_resized(metadata.slot_N, size.rows),
+        visible_N=_resized(metadata.visible_N, size.rows, 1),
+        ancestors_N=_resized(metadata.ancestors_N, size.rows),
     )
 
 
-def _resized(values: Tensor, length: int, fill: int = 0) -> np.ndarray:
-    """Return a longer copy. Every step waits for this, and numpy takes a fifth of the time of `F.pad`."""
-    array = values.numpy()
+def _resized(array: np.ndarray, length: int, fill: int = 0) -> np.ndarray:
+    """Return a longer copy."""
     out = np.empty((length, *array.shape[1:]), dtype=array.dtype)
     out[: len(array)], out[len(array) :] = array, fill
     return out
@@ -232,9 +231,11 @@ class Graphs:
         """See `Recorder.release`."""
         self._recorder.release()
 
-    @torch.inference_mode()
     def __call__(self, metadata: AttentionMetadata, *inputs_N: Tensor) -> tuple[Tensor, ...]:
-        """Run one forward pass. Inputs [N, ...] may be on any device. The next call overwrites the outputs."""
+        """Run one forward pass. Inputs [N, ...] may be on any device. The next call overwrites the outputs.
+
+        The caller is in inference mode, which takes longer to enter than most operations here take.
+        """
         num_rows, num_requests = len(metadata.slot_N), len(metadata.base_B)
         size = fitting(Size.of(num_rows, num_requests), self._buckets, self._most_requests)
         if size is None:
@@ -258,14 +259,14 @@ class Graphs:
         return shared
 
     def _bucket(self, size: Size, table_width: int) -> _Bucket:
-        none = torch.zeros(0, dtype=torch.int32)
+        none = np.zeros(0, dtype=np.int32)
         empty = AttentionMetadata(
-            query_offsets=torch.zeros(1, dtype=torch.int32),
-            page_table_BP=torch.zeros(0, table_width, dtype=torch.int32),
+            query_offsets=np.zeros(1, dtype=np.int32),
+            page_table_BP=np.zeros((0, table_width), dtype=np.int32),
             base_B=none,
             slot_N=none,
             visible_N=none,
-            ancestors_N=none.long(),
+            ancestors_N=none.astype(np.int64),
         )
         inputs = tuple(static[: size.rows] for static in self._buffers)
         return _Bucket(inputs=inputs, plan=self._plan(padded(empty, size)))

@@ -256,9 +256,12 @@ class TreeLimits(PruneThresholds):
     auto: bool = False  # `auto` chooses node budgets from calibrated acceptance probabilities and measured costs
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # no slots, because of the cached property
 class AttentionMetadata:
     """The attention pattern of one packed forward pass over the paged KV cache.
+
+    Its fields are arrays, because planning consists of many small integer operations on the critical path of every
+    step: in numpy each takes a third of the time it takes in torch.
 
     Each request owns logical KV slots 0, 1, 2, ...; slot s lives at ``page_table[b, s // page_size] * page_size +
     s % page_size``. Row n of request b writes its own key and value to slot ``slot_N[n]`` and then attends to
@@ -271,12 +274,34 @@ class AttentionMetadata:
     A prompt chunk of positions 4..6 of another request: base 0, slot [4, 5, 6], visible [5, 6, 7], ancestors [0, 0, 0].
     """
 
-    query_offsets: Tensor  # [B+1] int32, rows of request b
-    page_table_BP: Tensor  # [B, P] int32, padded with page 0
-    base_B: Tensor  # [B] int32
-    slot_N: Tensor  # [N] int32, logical slot the row writes
-    visible_N: Tensor  # [N] int32
-    ancestors_N: Tensor  # [N] int64
+    query_offsets: np.ndarray  # [B+1] int32, rows of request b
+    page_table_BP: np.ndarray  # [B, P] int32, padded with page 0
+    base_B: np.ndarray  # [B] int32
+    slot_N: np.ndarray  # [N] int32, logical slot the row writes
+    visible_N: np.ndarray  # [N] int32
+    ancestors_N: np.ndarray  # [N] int64
+
+    @property
+    def num_requests(self) -> int:
+        """Number of requests."""
+        return len(self.base_B)
+
+    @property
+    def owner_N(self) -> np.ndarray:
+        """The request of each row."""
+        if self.num_requests == 1:
+            return np.zeros(len(self.slot_N), dtype=np.int64)
+        return np.arange(self.num_requests).repeat(self.query_offsets[1:] - self.query_offsets[:-1])
+
+    @cached_property
+    def has_ancestors(self) -> bool:
+        """True if some row is one of a tree."""
+        return bool(self.ancestors_N.any())
+
+    def physical(self, owner: np.ndarray, slot: np.ndarray, page_size: int) -> np.ndarray:
+        """Map logical slots of requests `owner` to physical slots, int64 (broadcast together)."""
+        page, place = np.divmod(slot, page_size)
+        return self.page_table_BP[owner, page].astype(np.int64) * page_size + place
 
 
 class Hidden(NamedTuple):

@@ -64,11 +64,11 @@ class ModelProposer(Proposer, Protocol):
         ...
 
 
-def fed_slots(request: DraftRequest) -> Tensor:
+def fed_slots(request: DraftRequest) -> np.ndarray:
     """Return the slot of every fed row, int32 [M]."""
     offsets, start_B = request.offsets.numpy(), request.start_B.numpy()
     first_M = (start_B - offsets[:-1]).repeat(offsets[1:] - offsets[:-1])
-    return torch.from_numpy(first_M + np.arange(len(first_M), dtype=np.int32))
+    return first_M + np.arange(len(first_M), dtype=np.int32)
 
 
 def root_rows(request: DraftRequest) -> Tensor:
@@ -77,14 +77,14 @@ def root_rows(request: DraftRequest) -> Tensor:
     return torch.from_numpy(last_B[request.num_nodes_B.numpy() > 0])
 
 
-def _fed_attention(request: DraftRequest, slot_M: Tensor) -> AttentionMetadata:
+def _fed_attention(request: DraftRequest, slot_M: np.ndarray) -> AttentionMetadata:
     return AttentionMetadata(
-        query_offsets=request.offsets,
-        page_table_BP=request.page_table_BP,
-        base_B=torch.from_numpy(np.zeros(len(request.start_B), dtype=np.int32)),
+        query_offsets=request.offsets.numpy(),
+        page_table_BP=request.page_table_BP.numpy(),
+        base_B=np.zeros_like(request.start_B.numpy()),
         slot_N=slot_M,
-        visible_N=torch.from_numpy(slot_M.numpy() + np.int32(1)),
-        ancestors_N=torch.from_numpy(np.zeros(len(slot_M), dtype=np.int64)),
+        visible_N=slot_M + np.int32(1),
+        ancestors_N=np.zeros(len(slot_M), dtype=np.int64),
     )
 
 
@@ -115,15 +115,16 @@ class FeatureProposer:
         """See `Proposer`."""
         assert request.features_MH is not None, "a feature head is fed features"
         slot_M = fed_slots(request)
-        hidden_MH = self._run(request.token_M, request.features_MH, slot_M - 1, _fed_attention(request, slot_M))
+        position_M, attention = torch.from_numpy(slot_M - np.int32(1)), _fed_attention(request, slot_M)
+        hidden_MH = self._run(request.token_M, request.features_MH, position_M, attention)
         self._roots = TreeRoots.of(request)
         root_GH = hidden_MH[to_device(root_rows(request), hidden_MH.device)]
-        self._hidden_GRH = root_GH.new_empty(len(root_GH), self._tree_rows, root_GH.shape[-1])
+        self._hidden_GRH = root_GH.new_empty(root_GH.shape[0], self._tree_rows, root_GH.shape[1])
         self._hidden_GRH[:, 0] = root_GH
         if self.tree_graphs is not None:
             self.tree_graphs.set_roots(self._roots, root_GH)
         # Zero rows would make compiled kernels compile once more.
-        return self._head.logits(root_GH) if len(root_GH) else root_GH.new_zeros(0, self.vocab.size).float()
+        return self._head.logits(root_GH) if root_GH.shape[0] else root_GH.new_zeros(0, self.vocab.size).float()
 
     def expand(self, frontier: Frontier) -> Tensor:
         """See `Proposer`."""
@@ -211,7 +212,7 @@ class DraftModelProposer:
     def extend(self, request: DraftRequest) -> Tensor:
         """See `Proposer`."""
         slot_M = fed_slots(request)
-        hidden_MD = self._run(request.token_M, slot_M, _fed_attention(request, slot_M))
+        hidden_MD = self._run(request.token_M, torch.from_numpy(slot_M), _fed_attention(request, slot_M))
         self._roots = TreeRoots.of(request)
         root_GD = hidden_MD[to_device(root_rows(request), hidden_MD.device)]
         if self.tree_graphs is not None:

@@ -91,7 +91,7 @@ class NgramProposer:
     def extend(self, request: DraftRequest) -> NgramCandidates:
         """Store the fed tokens and look up the ends of the histories of the requests that want a tree."""
         table_BP, page_size = request.page_table_BP.numpy(), self._pages.shape[1]
-        slot_M = fed_slots(request).numpy()
+        slot_M = fed_slots(request)
         rows_B = request.offsets.diff().numpy()
         owner_M = np.repeat(np.arange(len(rows_B)), rows_B)
         self._pages[table_BP[owner_M, slot_M // page_size], slot_M % page_size] = request.token_M.numpy()

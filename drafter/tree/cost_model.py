@@ -36,7 +36,7 @@ class TreeCostModel:
             np.float32
         )
         self._first_level_ms, self._level_ms, self._node_ms = costs.draft_ms_3.numpy()
-        self._base_tokens = np.float32(costs.base_tokens_1[0])
+        (self._base_tokens,) = costs.base_tokens_1.numpy()
         self._calibration_D2 = costs.calibration_D2
 
     def calibrated(self, weight_FK: np.ndarray, depth: int) -> np.ndarray:

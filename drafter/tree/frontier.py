@@ -43,10 +43,10 @@ class Frontier(NamedTuple):
 
 
 class TreeRoots(NamedTuple):
-    """The KV slots behind which the trees of one step grow; int32 tensors on the host."""
+    """The KV slots behind which the trees of one step grow; int32 arrays."""
 
-    base_G: Tensor  # each root's slot and position
-    page_table_GP: Tensor
+    base_G: np.ndarray  # each root's slot and position
+    page_table_GP: np.ndarray
 
     @staticmethod
     def of(request: DraftRequest) -> TreeRoots:
@@ -54,27 +54,27 @@ class TreeRoots(NamedTuple):
         is_growing_B = request.num_nodes_B.numpy() > 0
         offsets = request.offsets.numpy()
         last_slot_B = request.start_B.numpy() + (offsets[1:] - offsets[:-1]) - 1
-        table_BP = request.page_table_BP
+        table_BP = request.page_table_BP.numpy()
         if is_growing_B.all():
-            return TreeRoots(torch.from_numpy(last_slot_B), table_BP)
-        return TreeRoots(torch.from_numpy(last_slot_B[is_growing_B]), torch.from_numpy(table_BP.numpy()[is_growing_B]))
+            return TreeRoots(last_slot_B, table_BP)
+        return TreeRoots(last_slot_B[is_growing_B], table_BP[is_growing_B])
 
     def attention(self, frontier: Frontier) -> AttentionMetadata:
         """Return the attention of a frontier: each node sees its prefix and its own ancestors."""
-        base_F = self.base_G[torch.from_numpy(frontier.request_F)]
+        base_F = self.base_G[frontier.request_F]
         counts = np.bincount(frontier.request_F, minlength=len(self.base_G))
         return AttentionMetadata(
-            query_offsets=torch.from_numpy(np.concatenate([[0], counts.cumsum()]).astype(np.int32)),
+            query_offsets=np.concatenate([[0], counts.cumsum()]).astype(np.int32),
             page_table_BP=self.page_table_GP,
             base_B=self.base_G,
-            slot_N=base_F + torch.from_numpy(frontier.row_F.astype(np.int32)),
+            slot_N=base_F + frontier.row_F.astype(np.int32),
             visible_N=base_F,
-            ancestors_N=torch.from_numpy(frontier.ancestors_F),
+            ancestors_N=frontier.ancestors_F,
         )
 
     def position_F(self, frontier: Frontier) -> Tensor:
         """Return the positions of a frontier's tokens: root position + depth."""
-        return self.base_G[torch.from_numpy(frontier.request_F)] + frontier.depth
+        return torch.from_numpy(self.base_G[frontier.request_F] + np.int32(frontier.depth))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +161,7 @@ class SampledNodes(NamedTuple):
 class UnprunedTrees(NamedTuple):
     """Trees before the final cut, and the work that growing them took."""
 
-    nodes: TreeNodes
+    nodes: TreeNodes  # by request, then row
     sampled: list[SampledNodes]
     pruned_BD: np.ndarray  # int32: nodes of depth 1 .. D that thresholds and the cost model kept out so far
     num_levels: int  # levels run, the roots' included

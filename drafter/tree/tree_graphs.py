@@ -30,7 +30,7 @@ from drafter.tree.best_first_device import (
 from drafter.tree.frontier import DraftVocabulary, GrowLimits, TreeNodes, TreeRoots, UnprunedTrees
 from drafter.tree.score import child_kinds
 from workers.config import EngineConfig
-from workers.cuda_graphs import MAX_ROWS, Planner, Recorder, Size
+from workers.cuda_graphs import MAX_ROWS, Recorder, Size
 from workers.kernels.select import Kernels
 from workers.sampling.logits_processors import write_token_counts
 from workers.sampling.logits_state import LogitsState
@@ -41,6 +41,9 @@ MAX_LOGITS = 1 << 24
 
 _LOGITS_EDITS = ((False, False), (True, False), (True, True))
 """The combinations of (truncation, penalties) that have a graph. Truncation leaves requests without it unchanged."""
+
+_NO_BASE = 1
+"""The root's slot of a padding request, never before a model's first slot."""
 
 _NO_PENALTIES = np.array([[1.0, 0.0, 0.0]])
 """Repetition, frequency and presence."""
@@ -73,7 +76,7 @@ class TreeGraphs:
 
     Args:
         run: the draft model's pass over tree rows.
-        plan: plans its attention, for kernels whose plans stay in place.
+        plan: plans its attention, for kernels whose plans can be moved.
         example_1H: a feature, on the device.
         root_position: the root's position in the draft model, less the root's slot.
         is_captured: see `workers.cuda_graphs.Graphs`.
@@ -82,7 +85,7 @@ class TreeGraphs:
     def __init__(
         self,
         run: RunRows,
-        plan: Planner,
+        plan: Callable[[AttentionMetadata], Any],
         example_1H: Tensor,
         vocab: DraftVocabulary,
         kernels: Kernels,
@@ -92,7 +95,7 @@ class TreeGraphs:
         is_captured: bool = True,
     ) -> None:
         assert config.draft is not None
-        self._run, self._plan, self._page_size = run, plan, config.page_size
+        self._run, self._page_size = run, config.page_size
         self._root_position = root_position
         self._tree, self._vocab, self._kernels = config.draft.tree, vocab, kernels
         self._table_width = config.draft_table_width
@@ -104,13 +107,6 @@ class TreeGraphs:
         self._count_BV = example_1H.new_zeros(B, V, dtype=torch.float32)
         self._parameters = example_1H.new_zeros(B, len(RowParameters._fields), dtype=torch.float64)
         self._fit_D2 = example_1H.new_zeros(D, 2, dtype=torch.float32)
-        N = self._tree.num_speculative_tokens
-        self._row_N = np.arange(1, 1 + N, dtype=np.int32)
-        self._offsets = torch.arange(B + 1, dtype=torch.int32) * N
-        # While the tree grows, any row may become an ancestor of any other.
-        self._any_row = torch.full((B * N,), as_signed64((2 << N) - 1), dtype=torch.int64)
-        no_table = torch.zeros(0, self._table_width, dtype=torch.int32)
-        self.set_roots(TreeRoots(torch.zeros(0, dtype=torch.int32), no_table), self._features_BH[:0])
         self._plans: dict[int, Any] = {n: plan(self._attention(n)) for n in sizes}
         self._recorder = Recorder(example_1H.device)
         self._grow: dict[tuple[int, bool, bool], Callable[[], Tensor]] = {}
@@ -127,7 +123,6 @@ class TreeGraphs:
         """Set where the trees of this step begin, and each root's feature for its children."""
         self._roots, self._root_features_GH = roots, features_GH
 
-    @torch.inference_mode()
     def __call__(
         self,
         roots_GV: Tensor,
@@ -140,10 +135,12 @@ class TreeGraphs:
     ) -> UnprunedTrees | None:
         """Grow the trees of this step, or return None if no graph fits them; arguments as in `drafter.tree.grow`.
 
+        The caller is in inference mode, which takes longer to enter than most operations here take.
         logits_states: with no constraints but penalties. fit_D2: calibration as it travels. All levels and rows count
         as run, whatever they hold, because all of them took time.
         """
-        num_trees, num_requests = len(roots_GV), Size.of(1, len(roots_GV)).requests
+        num_trees = len(root_token_G)
+        num_requests = Size.of(1, num_trees).requests
         has_penalties = bool(logits_states)
         key = num_requests, has_penalties or sampling.needs.truncates, has_penalties
         if not num_trees or key not in self._grow:
@@ -155,30 +152,31 @@ class TreeGraphs:
             for g, logits_state in logits_states.items():
                 penalties_G3[g] = logits_state.constraints.penalties
         has_noise_G = kind_G == NodeKind.COUPLED.value
-        position_G = self._roots.base_G.numpy() + self._root_position
+        position_G = self._roots.base_G + self._root_position
         # Padding requests have parameters of zero, so their stale values in other buffers have no effect.
         table = np.zeros((num_requests, self._parameters.shape[1]))
         RowParameters.fill(table[:num_trees], root_token_G, position_G, has_noise_G, limits, sampling, penalties_G3)
         self._parameters[:num_requests].copy_(torch.from_numpy(table), non_blocking=True)
         self._roots_BV[:num_trees].copy_(roots_GV)
         self._features_BH[:num_trees].copy_(self._root_features_GH)
-        level_D = np.minimum(np.arange(self._tree.max_depth), len(fit_D2) - 1)
-        self._fit_D2.copy_(torch.from_numpy(fit_D2.numpy()[level_D]), non_blocking=True)
-        self._fill_noise(np.flatnonzero(has_noise_G), root_index_G, sampling)
+        levels = range(self._tree.max_depth)
+        self._fit_D2.copy_(torch.from_numpy(fit_D2.numpy().take(levels, axis=0, mode="clip")), non_blocking=True)
+        self._fill_noise(has_noise_G.nonzero()[0], root_index_G, sampling)
         if has_penalties:
             write_token_counts(self._count_BV[:num_requests], logits_states, self._vocab.columns)
-        self._plan(self._attention(num_requests), into=self._plans[num_requests])
-        token, parent, depth, weight, path_prob = self._grow[key]().cpu().numpy()[:, :num_trees]
-        b, row = np.nonzero(weight > 0)
+        self._plans[num_requests].move(*self._places(num_requests))
+        grown_5BR = self._grow[key]().cpu().numpy()
+        b, row = np.nonzero(grown_5BR[3, :num_trees] > 0)
+        token, parent, depth, weight, path_prob = grown_5BR[:, b, row]
         nodes = TreeNodes(
             request_N=b,
             row_N=row,
-            parent_row_N=np.where(row == 0, -1, parent[b, row]).astype(np.int64),
-            depth_N=depth[b, row].astype(np.int64),
-            token_N=token[b, row].astype(np.int64),
-            weight_N=weight[b, row].astype(np.float32),
-            kind_N=np.where(row == 0, NodeKind.ROOT, kind_G[b]).astype(np.uint8),
-            path_prob_N=path_prob[b, row],
+            parent_row_N=np.where(row == 0, -1, parent).astype(np.int64),
+            depth_N=depth.astype(np.int64),
+            token_N=token.astype(np.int64),
+            weight_N=weight.astype(np.float32),
+            kind_N=np.where(row == 0, NodeKind.ROOT.value, kind_G[b]).astype(np.uint8),
+            path_prob_N=path_prob,
         )
         num_levels = self._tree.max_depth
         return UnprunedTrees(
@@ -232,23 +230,30 @@ class TreeGraphs:
             self._noise_BDV[g].copy_(noise_DV)
 
     def _attention(self, num_requests: int) -> AttentionMetadata:
-        """Return the attention of all rows but the roots.
+        """Return the attention of all rows but the roots, for trees on the null page: `_places` moves them."""
+        N = self._tree.num_speculative_tokens
+        row_N = np.arange(1, 1 + N, dtype=np.int32)
+        base_B = np.full(num_requests, _NO_BASE, dtype=np.int32)
+        return AttentionMetadata(
+            query_offsets=np.arange(num_requests + 1, dtype=np.int32) * N,
+            page_table_BP=np.zeros((num_requests, self._table_width), dtype=np.int32),
+            base_B=base_B,
+            slot_N=(base_B[:, None] + row_N).ravel(),
+            visible_N=base_B.repeat(N),
+            # While the tree grows, any row may become an ancestor of any other.
+            ancestors_N=np.full(num_requests * N, as_signed64((2 << N) - 1)),
+        )
+
+    def _places(self, num_requests: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return base and pages of each tree.
 
         Padding requests, and rows beyond the pages of their request, write to the null page and read it.
         """
-        N, roots = self._tree.num_speculative_tokens, self._roots
-        num_roots, num_pages = roots.page_table_GP.shape
-        base_B = np.ones(num_requests, dtype=np.int32)  # never before a model's first slot
-        base_B[:num_roots] = roots.base_G.numpy()
-        width = min(num_pages + -(-N // self._page_size), self._table_width)
+        table_GP = self._roots.page_table_GP
+        num_trees, num_pages = table_GP.shape
+        base_B = np.full(num_requests, _NO_BASE, dtype=np.int32)
+        base_B[:num_trees] = self._roots.base_G
+        width = min(num_pages + -(-self._tree.num_speculative_tokens // self._page_size), self._table_width)
         table_BP = np.zeros((num_requests, width), dtype=np.int32)
-        table_BP[:num_roots, :num_pages] = roots.page_table_GP.numpy()
-        slot_BN = base_B[:, None] + self._row_N
-        return AttentionMetadata(
-            query_offsets=self._offsets[: num_requests + 1],
-            page_table_BP=torch.from_numpy(table_BP),
-            base_B=torch.from_numpy(base_B),
-            slot_N=torch.from_numpy(slot_BN.reshape(-1)),
-            visible_N=torch.from_numpy(base_B.repeat(N)),
-            ancestors_N=self._any_row[: num_requests * N],
-        )
+        table_BP[:num_trees, :num_pages] = table_GP
+        return base_B, table_BP

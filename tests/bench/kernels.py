@@ -81,6 +81,7 @@ def forward_pass() -> None:
             on_device = tokens.cuda()
             model.forward(on_device, on_device, model.plan(step.metadata, 16), pool)
 
+        @torch.inference_mode()
         def replayed(step: Batch = step, tokens: torch.Tensor = tokens) -> None:
             graphs(step.metadata, tokens, tokens)
 

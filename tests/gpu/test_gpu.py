@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
+import numpy as np
 import pytest
 import torch
 
@@ -117,12 +118,12 @@ def prompt_logits(dtype: torch.dtype) -> torch.Tensor:
     position = torch.arange(count, dtype=torch.int32)
     num_pages = -(-count // page_size)
     metadata = AttentionMetadata(
-        query_offsets=torch.tensor([0, count], dtype=torch.int32),
-        page_table_BP=torch.arange(1, 1 + num_pages, dtype=torch.int32)[None],
-        base_B=torch.zeros(1, dtype=torch.int32),
-        slot_N=position,
-        visible_N=position + 1,
-        ancestors_N=torch.zeros(count, dtype=torch.int64),
+        query_offsets=np.array([0, count], dtype=np.int32),
+        page_table_BP=np.arange(1, 1 + num_pages, dtype=np.int32)[None],
+        base_B=np.zeros(1, dtype=np.int32),
+        slot_N=position.numpy(),
+        visible_N=position.numpy() + 1,
+        ancestors_N=np.zeros(count, dtype=np.int64),
     )
     pool = model.new_kv_pool((1 + num_pages) * page_size)
     hidden = model.forward(tokens.cuda(), position.cuda(), model.plan(metadata, page_size), pool)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,6 +24,18 @@ def paths_of(parents: list[int]) -> list[list[int]]:
     for row, parent in enumerate(parents):
         paths.append([*(paths[parent] if parent >= 0 else []), row])
     return paths
+
+
+def moved(metadata: AttentionMetadata, base_B: np.ndarray, page_table_BP: np.ndarray) -> AttentionMetadata:
+    """Return the same rows behind other bases and on other pages: the twin of `TiledPlan.move`."""
+    shift_N = (base_B - metadata.base_B)[metadata.owner_N]
+    return replace(
+        metadata,
+        page_table_BP=page_table_BP,
+        base_B=base_B,
+        slot_N=metadata.slot_N + shift_N,
+        visible_N=metadata.visible_N + shift_N,
+    )
 
 
 class Batch:
@@ -62,12 +76,12 @@ class Batch:
             self.table[request, -(-length // page_size) :] = 0  # padded as by the scheduler
         self.num_slots = (len(order) + 1) * page_size
         self.metadata = AttentionMetadata(
-            query_offsets=torch.tensor(offsets, dtype=torch.int32),
-            page_table_BP=self.table,
-            base_B=torch.tensor(base, dtype=torch.int32),
-            slot_N=torch.tensor(slots, dtype=torch.int32),
-            visible_N=torch.tensor(visible, dtype=torch.int32),
-            ancestors_N=torch.tensor(ancestors, dtype=torch.int64),
+            query_offsets=np.array(offsets, dtype=np.int32),
+            page_table_BP=self.table.numpy(),
+            base_B=np.array(base, dtype=np.int32),
+            slot_N=np.array(slots, dtype=np.int32),
+            visible_N=np.array(visible, dtype=np.int32),
+            ancestors_N=np.array(ancestors, dtype=np.int64),
         )
 
     def physical(self, request: int, logical: list[int]) -> Tensor:

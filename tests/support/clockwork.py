@@ -87,8 +87,8 @@ class _Target(Target):
 
     def run(self, step: TargetStep, number: int) -> list[int]:
         costs, attention = self.clock.costs, step.attention
-        first_rows = attention.query_offsets[:-1].long()
-        has_tree_B = (attention.ancestors_N[first_rows] != 0) & (attention.query_offsets.diff() > 1)
+        offsets = attention.query_offsets
+        has_tree_B = (attention.ancestors_N[offsets[:-1]] != 0) & (offsets[1:] - offsets[:-1] > 1)
         self.clock.ms += costs.fixed + costs.row * len(step.token_N) + costs.tree * int(has_tree_B.sum())
         return super().run(step, number)
 

@@ -112,7 +112,7 @@ class Memory:
     def forward(self, attention: AttentionMetadata, position_N: Tensor, token_N: Tensor) -> list[list[int]]:
         """Write every row, then read every row's context in order of positions."""
         tables = attention.page_table_BP.tolist()
-        owner = torch.arange(len(tables)).repeat_interleave(attention.query_offsets.diff()).tolist()
+        owner = attention.owner_N.tolist()
         rows = list(zip(owner, attention.slot_N.tolist(), position_N.tolist(), token_N.tolist(), strict=True))
         places = [self.place(tables[b], slot) for b, slot, _, _ in rows]
         assert len(set(places)) == len(places), "two rows write one slot"
@@ -196,12 +196,12 @@ class FakeProposer:
         if request.features_MH is not None:
             self._take_features(request, slot_M)
         attention = AttentionMetadata(
-            query_offsets=request.offsets,
-            page_table_BP=request.page_table_BP,
-            base_B=request.start_B,
-            slot_N=slot_M,
-            visible_N=slot_M + 1,
-            ancestors_N=torch.zeros(len(slot_M), dtype=torch.int64),
+            query_offsets=request.offsets.numpy(),
+            page_table_BP=request.page_table_BP.numpy(),
+            base_B=request.start_B.numpy(),
+            slot_N=slot_M.numpy(),
+            visible_N=slot_M.numpy() + 1,
+            ancestors_N=np.zeros(len(slot_M), dtype=np.int64),
         )
         contexts = self.memory.forward(attention, slot_M, request.token_M)
         if request.features_MH is not None:
@@ -223,12 +223,12 @@ class FakeProposer:
         counts = np.bincount(level.request_F, minlength=len(self._base))
         base_F = self._base[request_F]
         attention = AttentionMetadata(
-            query_offsets=torch.from_numpy(np.concatenate([[0], np.cumsum(counts)])),
-            page_table_BP=self._pages,
-            base_B=self._base,
-            slot_N=base_F + torch.from_numpy(level.row_F),
-            visible_N=base_F,
-            ancestors_N=torch.from_numpy(level.ancestors_F),
+            query_offsets=np.concatenate([[0], np.cumsum(counts)]),
+            page_table_BP=self._pages.numpy(),
+            base_B=self._base.numpy(),
+            slot_N=base_F.numpy() + level.row_F,
+            visible_N=base_F.numpy(),
+            ancestors_N=level.ancestors_F,
         )
         if self._features is not None:
             for g, row, token in zip(level.request_F, level.row_F, level.token_F, strict=True):

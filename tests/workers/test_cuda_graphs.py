@@ -17,7 +17,6 @@ from tests.support.clockwork import AUTO, OFF, Bench, ClockCosts, bench
 from tests.support.engines import DYNAMIC, bundled
 from workers import cuda_graphs
 from workers.cuda_graphs import MAX_ROWS, MOST_ROWS, Size, bucket, can_capture, decoder_graphs, fitting, padded, sizes
-from workers.kernels.host import HostMetadata
 from workers.kernels.select import TORCH
 from workers.models.decoder import Decoder
 from workers.models.readers import read_spec
@@ -66,10 +65,10 @@ def test_a_step_of_trees_runs_with_as_few_requests_as_it_has() -> None:
 
 def test_padding_rows_are_one_request_on_the_null_page() -> None:
     batch = STEPS[1]
-    host = HostMetadata.of(padded(batch.metadata, Size(24, 4)))
-    assert host.query_offsets.tolist() == [0, 8, 13, 14, 14, 24]
-    assert (host.physical(host.owner_N, host.slot_N, 16)[14:] == 0).all() and (host.visible_N[14:] == 1).all()
-    assert not host.ancestors_N[14:].any() and not host.page_table_BP[3:].any()
+    step = padded(batch.metadata, Size(24, 4))
+    assert step.query_offsets.tolist() == [0, 8, 13, 14, 14, 24]
+    assert (step.physical(step.owner_N, step.slot_N, 16)[14:] == 0).all() and (step.visible_N[14:] == 1).all()
+    assert not step.ancestors_N[14:].any() and not step.page_table_BP[3:].any()
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
@@ -97,7 +96,8 @@ def test_padded_steps_have_the_same_results(monkeypatch: pytest.MonkeyPatch, tmp
         tokens = torch.randint(0, 96, (len(step.keys),), generator=torch.Generator().manual_seed(number))
         positions = torch.tensor([len(keys) - 1 for keys in step.keys], dtype=torch.int32)
         alone = model.forward(tokens, positions, model.plan(step.metadata, 16), pools[0])
-        final_ND, taps_N3D = replayed(step.metadata, tokens, positions)
+        with torch.inference_mode():
+            final_ND, taps_N3D = replayed(step.metadata, tokens, positions)
         assert (final_ND - alone.final_ND).abs().max() < 2e-4
         assert (taps_N3D - alone.taps_N3D).abs().max() < 2e-4
     assert (pools[1].data[:, 16:] - pools[0].data[:, 16:]).abs().max() < 2e-4

@@ -45,12 +45,13 @@ class Kind(IntEnum):
 
 
 class Field(NamedTuple):
-    """One tensor field: its width on the wire, its dtype in memory, its rank."""
+    """One field: its width on the wire, its dtype in memory, its rank, and whether it is an array or a tensor."""
 
     name: str
     wire: np.dtype
     memory: np.dtype
     ndim: int = 1
+    is_array: bool = False
 
 
 def _ints(*names: str) -> list[Field]:
@@ -73,10 +74,10 @@ SAMPLING_FIELDS = [
     Field("seed_B", _I64, _I64),
 ]
 ATTENTION_FIELDS = [
-    *_ints("query_offsets"),
-    Field("page_table_BP", _I32, _I32, ndim=2),
-    *_ints("base_B", "slot_N", "visible_N"),
-    Field("ancestors_N", _I64, _I64),
+    Field("query_offsets", _I32, _I32, is_array=True),
+    Field("page_table_BP", _I32, _I32, ndim=2, is_array=True),
+    *(Field(name, _I32, _I32, is_array=True) for name in ("base_B", "slot_N", "visible_N")),
+    Field("ancestors_N", _I64, _I64, is_array=True),
 ]
 PROBS_FIELDS = [*_ints("offsets", "id_S"), Field("weight_S", np.dtype(np.uint16), _I32)]
 REQUEST_FIELDS = [
@@ -147,7 +148,7 @@ def pack(message: Message) -> Packed:
 
 
 def unpack(kind: Kind, meta: Tensor, bulk: Tensor) -> Message:
-    """Convert bytes to a message. Its tensors are on the CPU, copied, except for the bulk field, a view of `bulk`."""
+    """Convert bytes to a message. Its fields are on the CPU, copied, except for the bulk field, a view of `bulk`."""
     match kind:
         case Kind.DRAFT_REQUEST:
             parts = [REQUEST_FIELDS, SAMPLING_FIELDS, COST_FIELDS, TRACED_FIELDS]
@@ -200,11 +201,12 @@ def _pack_fields(parts: list[tuple[list[Field], Any]], scalars: list[int]) -> Te
     pieces: list[bytes] = []
     for fields, value in parts:
         for spec in fields:
-            tensor = None if value is None else getattr(value, spec.name)
-            if tensor is None:
+            array = None if value is None else getattr(value, spec.name)
+            if array is None:
                 dims += [-1] * spec.ndim
                 continue
-            array = tensor.numpy() if tensor.is_cpu else tensor.cpu().numpy()
+            if not spec.is_array:
+                array = array.numpy() if array.is_cpu else array.cpu().numpy()
             dims += array.shape
             piece = _narrow(spec, array).tobytes()
             pieces += (piece, _PADDING[-len(piece) % _ALIGN])
@@ -215,15 +217,15 @@ def _pack_fields(parts: list[tuple[list[Field], Any]], scalars: list[int]) -> Te
 
 def _unpack_fields(
     parts: list[list[Field]], meta: Tensor, num_scalars: int
-) -> tuple[list[dict[str, Tensor] | None], list[int]]:
+) -> tuple[list[dict[str, Any] | None], list[int]]:
     data = meta.numpy().copy()  # the channel reuses its buffer
     num_dims = num_scalars + sum(spec.ndim for fields in parts for spec in fields)
     table = data[: 4 * num_dims].view(np.int32).tolist()
     scalars, at = table[:num_scalars], num_scalars
     begin = _aligned(4 * num_dims)
-    values: list[dict[str, Tensor] | None] = []
+    values: list[dict[str, Any] | None] = []
     for fields in parts:
-        value: dict[str, Tensor] | None = {}
+        value: dict[str, Any] | None = {}
         for spec in fields:
             shape = table[at : at + spec.ndim]
             at += spec.ndim
@@ -235,7 +237,8 @@ def _unpack_fields(
             array = data[begin:end].view(spec.wire)
             if spec.ndim > 1:
                 array = array.reshape(shape)
-            value[spec.name] = torch.from_numpy(array if spec.wire is spec.memory else array.astype(spec.memory))
+            array = array if spec.wire is spec.memory else array.astype(spec.memory)
+            value[spec.name] = array if spec.is_array else torch.from_numpy(array)
             begin = _aligned(end)
         values.append(value)
     return values, scalars

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workers.kernels.host import HostMetadata, bits_of, keys_N
+from workers.kernels.host import bits_of, keys_N
 from workers.transfer import to_device
 from workers.types import AttentionMetadata
 
@@ -75,18 +75,17 @@ def plan(
     into: MaskedPlan | None = None,
 ) -> MaskedPlan:
     """See `workers.kernels.select.Kernels.plan`. Masks are additive in `dtype`."""
-    host = HostMetadata.of(metadata)
-    offsets = host.query_offsets
-    owner_N = host.owner_N
-    write_slots_N = host.physical(owner_N, host.slot_N, page_size)
+    offsets = metadata.query_offsets
+    owner_N = metadata.owner_N
+    write_slots_N = metadata.physical(owner_N, metadata.slot_N, page_size)
 
     # Keys of a request: logical slots 0 .. the last one that any of its rows may attend to.
     rows_B = offsets[1:] - offsets[:-1]
     (some,) = rows_B.nonzero()
-    last = np.maximum.reduceat(keys_N(host, owner_N), offsets[some]) if len(some) else some
+    last = np.maximum.reduceat(keys_N(metadata, owner_N), offsets[some]) if len(some) else some
     sizes = dict(zip(some.tolist(), zip(rows_B[some].tolist(), last.tolist(), strict=True), strict=True))
     parts = [
-        _plan_group(members, sizes, host, page_size, windows, group_size, first_slot, dtype, device)
+        _plan_group(members, sizes, metadata, page_size, windows, group_size, first_slot, dtype, device)
         for members in _group_by_size(sizes)
     ]
     in_order = len(parts) <= 1 and all(isinstance(group.rows, slice) for group, _ in parts)
@@ -184,7 +183,7 @@ def _groups(ordered: list[tuple[int, tuple[int, int]]]) -> tuple[list[list[int]]
 def _plan_group(
     members: list[int],
     sizes: dict[int, tuple[int, int]],
-    host: HostMetadata,
+    metadata: AttentionMetadata,
     page_size: int,
     windows: Sequence[int | None],
     group_size: int,
@@ -197,21 +196,21 @@ def _plan_group(
     rows_B, keys_B = (np.array([sizes[b][i] for b in members]) for i in (0, 1))
     R, S = int(rows_B.max()), int(keys_B.max())
     member_B = np.array(members)
-    start_B = host.query_offsets[member_B]
+    start_B = metadata.query_offsets[member_B]
     row_R, key_S = np.arange(R), np.arange(S)
     row_BR = start_B[:, None] + np.minimum(row_R, rows_B[:, None] - 1)
     # Padding repeats the request's last key, so that no other request's slots are read.
     key_BS = np.minimum(key_S, keys_B[:, None] - 1)
-    slots_BS = host.physical(member_B[:, None], key_BS, page_size)
+    slots_BS = metadata.physical(member_B[:, None], key_BS, page_size)
     masks = {
         window: to_device(
-            _additive(_visible(host, member_B, row_BR, key_S, window, first_slot), group_size, dtype), device
+            _additive(_visible(metadata, member_B, row_BR, key_S, window, first_slot), group_size, dtype), device
         )
         for window in dict.fromkeys(windows)
     }
     first = int(start_B[0])
     is_plain = members[-1] - members[0] == B - 1 and bool((rows_B == R).all())
-    is_plain = is_plain and host.query_offsets[members[-1] + 1] - first == B * R
+    is_plain = is_plain and metadata.query_offsets[members[-1] + 1] - first == B * R
     group = RowGroup(
         rows=slice(first, first + B * R) if is_plain else to_device(row_BR.reshape(-1), device),
         slots=_one_run(slots_BS) or to_device(slots_BS.reshape(-1), device),
@@ -236,16 +235,21 @@ def _additive(visible_BRS: np.ndarray, group_size: int, dtype: torch.dtype) -> T
 
 
 def _visible(
-    host: HostMetadata, member_B: np.ndarray, row_BR: np.ndarray, key_S: np.ndarray, window: int | None, first_slot: int
+    metadata: AttentionMetadata,
+    member_B: np.ndarray,
+    row_BR: np.ndarray,
+    key_S: np.ndarray,
+    window: int | None,
+    first_slot: int,
 ) -> np.ndarray:
     """Return bool [B, R, S], True if the row attends to the key: the rule of `AttentionMetadata`, then the window."""
-    visible_BR1 = host.visible_N[row_BR][..., None]
-    ancestors_BR = host.ancestors_N[row_BR]
+    visible_BR1 = metadata.visible_N[row_BR][..., None]
+    ancestors_BR = metadata.ancestors_N[row_BR]
     is_prefix_BRS = key_S < visible_BR1
     if not ancestors_BR.any():
         allowed_BRS = is_prefix_BRS & (key_S >= first_slot)
         return allowed_BRS if window is None else allowed_BRS & (key_S > visible_BR1 - 1 - window)
-    base_B = host.base_B[member_B]
+    base_B = metadata.base_B[member_B]
     allowed_BRS, first = is_prefix_BRS.copy(), int(base_B.min())
     node_B1T = key_S[first:] - base_B[:, None, None]  # for keys that may be in a tree
     shift_B1T = np.minimum(np.maximum(node_B1T, 0), 63)  # numpy's clip takes three times as long

@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from workers.kernels.host import BITS, HostMetadata, bits_of, keys_N
+from workers.kernels.host import BITS, bits_of, keys_N
 from workers.kernels.interpreted import is_interpreted
 from workers.types import AttentionMetadata
 
@@ -111,22 +111,47 @@ class TiledPlan:
         rows, tiles = np.split(self._image, [(2 + 2 * W) * N])
         self._rows, self._tiles = rows.reshape(2 + 2 * W, N)[:, : shape.num_rows], tiles.reshape(5 + W, T)
         self._sent = torch.from_numpy(self._image)
+        self._tile_rows = shape.tile_rows
 
     def fill(self, metadata: AttentionMetadata, first_slot: int) -> None:
         """Write another step of the same shape; its page table may be narrower. Takes two copies to the device."""
-        shape, host, W = self.shape, HostMetadata.of(metadata), len(self.shape.windows)
-        owner_N = host.owner_N
+        shape, W = self.shape, len(self.shape.windows)
+        owner_N = metadata.owner_N
         rows = self._rows
-        rows[0] = host.physical(owner_N, host.slot_N, shape.page_size)
-        rows[1] = host.visible_N
+        rows[0] = metadata.physical(owner_N, metadata.slot_N, shape.page_size)
+        rows[1] = metadata.visible_N
         for w, window in enumerate(shape.windows):
-            rows[2 + w], rows[2 + W + w] = _narrowed(host, owner_N, window, first_slot)
-        _fill_tiles(self._tiles, host, owner_N, rows[2 : 2 + W], shape)
+            rows[2 + w], rows[2 + W + w] = _narrowed(metadata, owner_N, window, first_slot)
+        _fill_tiles(self._tiles, metadata, owner_N, rows[2 : 2 + W], self._tile_rows)
+        self._metadata, self._owner_N, self._first_slot = metadata, owner_N, first_slot
+        self._send()
+
+    def move(self, base_B: np.ndarray, page_table_BP: np.ndarray) -> None:
+        """Move the requests of the last step to other bases and pages: a third of `fill`'s time.
+
+        Their rows keep their places behind their base. With windows, `set_ancestors` must follow.
+        """
+        last, owner_N, tiles = self._metadata, self._owner_N, self._tiles
+        shift_B = base_B - last.base_B
+        shift_N = shift_B[owner_N]
+        moved = self._metadata = replace(
+            last,
+            page_table_BP=page_table_BP,
+            base_B=base_B,
+            slot_N=last.slot_N + shift_N,
+            visible_N=last.visible_N + shift_N,
+        )
+        self._rows[0] = moved.physical(owner_N, moved.slot_N, self.shape.page_size)
+        self._rows[1] = moved.visible_N
+        tiles[3:5] += shift_B[tiles[2]] * (tiles[1] > 0)
+        self._send()
+
+    def _send(self) -> None:
         # The driver stages pageable memory before it returns, so this need not synchronize.
         self.buffer.copy_(self._sent, non_blocking=True)
-        self._first_slot = first_slot
         # Entries beyond a request's pages are never read, so stale ones are harmless.
-        self.table_BP[:, : host.page_table_BP.shape[1]].copy_(metadata.page_table_BP, non_blocking=True)
+        table_BP = torch.from_numpy(self._metadata.page_table_BP)
+        self.table_BP[:, : table_BP.shape[1]].copy_(table_BP, non_blocking=True)
 
     def set_ancestors(self, ancestors_N: Tensor) -> None:
         """Replace the ancestors (int64, on the device) of the rows of the last `fill`.
@@ -162,21 +187,24 @@ def plan(
     into: TiledPlan | None = None,
 ) -> TiledPlan:
     """See `workers.kernels.select.Kernels.plan`."""
-    num_requests, table_width = metadata.page_table_BP.shape
-    shape = PlanShape(
-        num_rows=len(metadata.slot_N),
-        num_requests=num_requests,
-        table_width=table_width,
-        page_size=page_size,
-        group_size=group_size,
-        windows=tuple(dict.fromkeys(windows)),
-        is_float32=dtype == torch.float32,
+    num_rows, (num_requests, table_width) = len(metadata.slot_N), metadata.page_table_BP.shape
+    if into is None:
+        shape = PlanShape(
+            num_rows=num_rows,
+            num_requests=num_requests,
+            table_width=table_width,
+            page_size=page_size,
+            group_size=group_size,
+            windows=tuple(dict.fromkeys(windows)),
+            is_float32=dtype == torch.float32,
+        )
+        into = TiledPlan(shape, device)
+    room = into.shape
+    assert (room.num_rows, room.num_requests) == (num_rows, num_requests) and room.table_width >= table_width, (
+        f"a plan for {room} cannot be filled for {num_rows} rows of {num_requests} requests and {table_width} pages"
     )
-    prepared = TiledPlan(shape, device) if into is None else into
-    room = replace(shape, table_width=max(table_width, prepared.shape.table_width))
-    assert prepared.shape == room, f"a plan for {prepared.shape} cannot be filled for {shape}"
-    prepared.fill(metadata, first_slot)
-    return prepared
+    into.fill(metadata, first_slot)
+    return into
 
 
 def tree_attention(
@@ -242,7 +270,7 @@ def _power_of_2(value: int) -> int:
 
 
 def _narrowed(
-    host: HostMetadata, owner_N: np.ndarray, window: int | None, first_slot: int
+    metadata: AttentionMetadata, owner_N: np.ndarray, window: int | None, first_slot: int
 ) -> tuple[np.ndarray | int, np.ndarray]:
     """Restrict each row's prefix and ancestors to a window and the first slot; return (low_N, ancestors_N).
 
@@ -250,26 +278,27 @@ def _narrowed(
     itself last. A window w keeps the last w positions.
     """
     low_N: np.ndarray | int = first_slot
-    ancestors_N = host.ancestors_N
-    if window is None and (not first_slot or not host.has_ancestors or host.base_B.min(initial=64) >= first_slot):
+    ancestors_N = metadata.ancestors_N
+    is_behind = not first_slot or not metadata.has_ancestors or metadata.base_B.min(initial=64) >= first_slot
+    if window is None and is_behind:
         return low_N, ancestors_N
     bit_N64 = bits_of(ancestors_N)
-    keep_N64 = host.base_B[owner_N][:, None] + BITS >= first_slot
+    keep_N64 = metadata.base_B[owner_N][:, None] + BITS >= first_slot
     if window is not None:
-        low_N = np.maximum(low_N, host.visible_N + bit_N64.sum(-1) - window)
+        low_N = np.maximum(low_N, metadata.visible_N + bit_N64.sum(-1) - window)
         keep_N64 &= bit_N64[:, ::-1].cumsum(-1)[:, ::-1] <= window
     kept_N64 = (bit_N64 & keep_N64).astype(np.uint64) << BITS.astype(np.uint64)
     return low_N, np.bitwise_or.reduce(kept_N64, axis=-1).view(np.int64)
 
 
 def _fill_tiles(
-    tiles_XT: np.ndarray, host: HostMetadata, owner_N: np.ndarray, low_WN: np.ndarray, shape: PlanShape
+    tiles_XT: np.ndarray, metadata: AttentionMetadata, owner_N: np.ndarray, low_WN: np.ndarray, tile_rows: int
 ) -> None:
     """Write the tiles of a `TiledPlan` and behind them their first slots; unused tiles have no rows."""
     tiles_XT[:] = 0
     if not len(owner_N):
         return
-    R, offsets = shape.tile_rows, host.query_offsets
+    R, offsets = tile_rows, metadata.query_offsets
     count_B = offsets[1:] - offsets[:-1]
     if count_B.max() <= R:  # one tile for each request with rows
         (request,) = count_B.nonzero()
@@ -282,16 +311,16 @@ def _fill_tiles(
         count = np.minimum(R, count_B[request] - ordinal * R)
     # The tiles partition the rows in order, so `reduceat` over their first rows reduces each tile.
     own = tiles_XT[:, : len(first)]
-    own[0], own[1], own[2], own[3] = first, count, request, host.base_B[request]
-    np.maximum.reduceat(keys_N(host, owner_N), first, out=own[4])
-    np.minimum.reduceat(_lowest(host, owner_N, low_WN), first, axis=1, out=own[5:])
+    own[0], own[1], own[2], own[3] = first, count, request, metadata.base_B[request]
+    np.maximum.reduceat(keys_N(metadata, owner_N), first, out=own[4])
+    np.minimum.reduceat(_lowest(metadata, owner_N, low_WN), first, axis=1, out=own[5:])
 
 
-def _lowest(host: HostMetadata, owner_N: np.ndarray, low_WN: np.ndarray) -> np.ndarray:
+def _lowest(metadata: AttentionMetadata, owner_N: np.ndarray, low_WN: np.ndarray) -> np.ndarray:
     """Return [W, N], the first slot of each row: `low`, or the tree's base if the window excludes the prefix."""
-    if not host.has_ancestors:
+    if not metadata.has_ancestors:
         return low_WN
-    return np.where(host.ancestors_N != 0, np.minimum(low_WN, host.base_B[owner_N]), low_WN)
+    return np.where(metadata.ancestors_N != 0, np.minimum(low_WN, metadata.base_B[owner_N]), low_WN)
 
 
 @triton.jit

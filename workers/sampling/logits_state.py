@@ -105,7 +105,7 @@ def pack_logits_states(logits_states: Sequence[LogitsState | None]) -> Tensor:
 
 def unpack_logits_states(packed_U: Tensor) -> dict[int, LogitsState]:
     """Return the constrained requests by their index in the message."""
-    if not len(packed_U):
+    if not packed_U.numel():
         return {}
     raw = msgpack.unpackb(packed_U.numpy().tobytes(), strict_map_key=False)
     return {

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -121,12 +122,12 @@ class Run:
         rope: Tensor,
     ) -> Tensor:
         metadata = AttentionMetadata(
-            query_offsets=torch.tensor([0, len(tokens)], dtype=torch.int32),
-            page_table_BP=self.table,
-            base_B=torch.tensor([base], dtype=torch.int32),
-            slot_N=slots.int(),
-            visible_N=visible.int(),
-            ancestors_N=torch.tensor(masks, dtype=torch.int64),
+            query_offsets=np.array([0, len(tokens)], dtype=np.int32),
+            page_table_BP=self.table.numpy(),
+            base_B=np.array([base], dtype=np.int32),
+            slot_N=slots.int().numpy(),
+            visible_N=visible.int().numpy(),
+            ancestors_N=np.array(masks, dtype=np.int64),
         )
         return self.head.forward(tokens, features, rope, self.head.plan(metadata, PAGE), self.kv)
 

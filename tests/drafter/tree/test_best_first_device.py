@@ -21,11 +21,12 @@ from drafter.tree.grow import GrownTrees, grow
 from drafter.tree.policy import DynamicTreePolicy, StaticTreePolicy
 from drafter.tree.tree_graphs import TreeGraphs, buckets
 from tests.support import oracles
+from tests.support.attention_cases import moved
 from tests.support.draft_costs import CALIBRATION, FREE, costs
 from tests.support.oracles import Path
 from workers.config import DraftConfig, EngineConfig, TreeConfig
 from workers.kernels import reference
-from workers.kernels.host import HostMetadata, keys_N
+from workers.kernels.host import keys_N
 from workers.kernels.select import TORCH
 from workers.sampling.logits_state import LogitsState, TokenCounter
 from workers.types import AttentionMetadata, Constraints, DraftCosts, Rule, SamplingBatch, SamplingSettings
@@ -92,7 +93,11 @@ def telling(told: int, token: int) -> int:
 class Plan:
     """A fake attention plan with each row's ancestors."""
 
+    metadata: AttentionMetadata
     ancestors_N: Tensor | None = None
+
+    def move(self, base_B: np.ndarray, page_table_BP: np.ndarray) -> None:
+        self.metadata = moved(self.metadata, base_B, page_table_BP)
 
     def set_ancestors(self, ancestors_N: Tensor) -> None:
         self.ancestors_N = ancestors_N
@@ -114,10 +119,10 @@ class Draft:
     @property
     def start(self) -> tuple[TreeRoots, Tensor]:
         bases = [ask.base for ask in self.asks]
-        table = torch.zeros(len(bases), 1 + max(bases) // PAGE, dtype=torch.int32)
+        table = np.zeros((len(bases), 1 + max(bases) // PAGE), dtype=np.int32)
         for b, base in enumerate(bases):
-            table[b, : 1 + base // PAGE] = 1 + 20 * b + torch.arange(1 + base // PAGE)
-        roots = TreeRoots(torch.tensor(bases, dtype=torch.int32), table)
+            table[b, : 1 + base // PAGE] = 1 + 20 * b + np.arange(1 + base // PAGE)
+        roots = TreeRoots(np.array(bases, dtype=np.int32), table)
         return roots, torch.tensor([[ask.model] for ask in self.asks]).float()
 
     def expand(self, frontier: Frontier) -> Tensor:
@@ -151,14 +156,9 @@ class Bench:
 
     def __init__(self, vocab: DraftVocabulary = REDUCED) -> None:
         self.draft = Draft([], vocab)
-        self.metadata: AttentionMetadata
         self.tree_graphs = TreeGraphs(
-            lambda *given: self.draft.run(*given), self.plan, torch.zeros(1, 1), vocab, TORCH, CONFIG, is_captured=False
+            lambda *given: self.draft.run(*given), Plan, torch.zeros(1, 1), vocab, TORCH, CONFIG, is_captured=False
         )
-
-    def plan(self, metadata: AttentionMetadata, *, into: Any = None) -> Plan:
-        self.metadata = metadata
-        return into or Plan()
 
     def grown(self, asks: Sequence[Ask], draft_costs: DraftCosts = FREE, **options: Any) -> GrownTrees:
         self.draft = Draft(asks, self.draft.vocab)
@@ -315,13 +315,14 @@ def test_every_level_and_row_of_a_tree_counts_as_run(bench):
 def test_rows_write_to_pages_of_their_own_request_or_to_the_null_page(bench):
     bases = [3, 30, 8]
     bench.grown([Ask(base=base) for base in bases])
-    host = HostMetadata.of(bench.metadata)
-    assert host.query_offsets.tolist() == [0, NODES, 2 * NODES, 3 * NODES, 4 * NODES]
-    assert (keys_N(host, host.owner_N) == host.base_B[host.owner_N] + 1 + NODES).all(), "any row may be an ancestor"
-    slots = host.physical(host.owner_N, host.slot_N, PAGE).reshape(4, NODES)
+    metadata = bench.tree_graphs._plans[4].metadata
+    assert metadata.query_offsets.tolist() == [0, NODES, 2 * NODES, 3 * NODES, 4 * NODES]
+    owner_N = metadata.owner_N
+    assert (keys_N(metadata, owner_N) == metadata.base_B[owner_N] + 1 + NODES).all(), "any row may be an ancestor"
+    slots = metadata.physical(owner_N, metadata.slot_N, PAGE).reshape(4, NODES)
     for b, base in enumerate(bases):
         own = PAGE - 1 - base % PAGE  # rows behind the root on the last page that the request has
-        page = int(host.page_table_BP[b, base // PAGE])
+        page = int(metadata.page_table_BP[b, base // PAGE])
         assert slots[b, :own].tolist() == [page * PAGE + base % PAGE + 1 + i for i in range(own)]
         assert (slots[b, own:] < PAGE).all()
     assert (slots[3] < PAGE).all()
@@ -398,8 +399,6 @@ def test_growth_does_not_synchronize_with_the_host():
         return out_NV, out_NV
 
     example_1V = torch.empty(1, V, device="meta")
-    tree_graphs = TreeGraphs(
-        run, lambda metadata, into=None: Plan(), example_1V, vocab, kernels, CONFIG, is_captured=False
-    )
+    tree_graphs = TreeGraphs(run, Plan, example_1V, vocab, kernels, CONFIG, is_captured=False)
     for (num_requests, *_), grow_all in tree_graphs._grow.items():
         assert grow_all().shape == (5, num_requests, 1 + NODES)

@@ -42,8 +42,8 @@ def test_a_tree_grows_behind_the_last_fed_row(roots):
 
 def test_a_node_sees_its_prefix_and_its_ancestors(roots, frontier):
     attention = roots.attention(frontier)
-    assert attention.query_offsets.tolist() == [0, 2, 3] and attention.query_offsets.dtype == torch.int32
-    assert attention.slot_N.tolist() == [9, 10, 7] and attention.slot_N.dtype == torch.int32
+    assert attention.query_offsets.tolist() == [0, 2, 3] and attention.query_offsets.dtype == np.int32
+    assert attention.slot_N.tolist() == [9, 10, 7] and attention.slot_N.dtype == np.int32
     assert attention.visible_N.tolist() == [6, 6, 6]
     assert attention.ancestors_N.tolist() == [0b1011, 0b10101, 3]
 

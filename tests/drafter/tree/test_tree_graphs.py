@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,7 @@ from drafter.proposers.eagle3 import Eagle3Head
 from drafter.tree.policy import make_tree_policy
 from drafter.worker import draft
 from tests.support import checkpoints
+from tests.support.attention_cases import moved
 from tests.support.clockwork import AUTO, ClockCosts, bench
 from tests.support.draft_costs import FREE
 from tests.support.engines import BUNDLED, DYNAMIC, bundled
@@ -150,7 +152,7 @@ def test_trees_of_a_head_with_a_window_equal_those_grown_level_by_level(tmp_path
 
 
 class Replanning:
-    """A head with torch kernels, whose plans are rebuilt for other ancestors instead of updated in place."""
+    """A head with torch kernels, whose plans are rebuilt for other places and ancestors instead of updated."""
 
     def __init__(self, head: Eagle3Head) -> None:
         self._head = head
@@ -158,13 +160,17 @@ class Replanning:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._head, name)
 
-    def plan(self, metadata: AttentionMetadata, page_size: int, into: Any = None) -> SimpleNamespace:
-        plan = into or SimpleNamespace()
+    def plan(self, metadata: AttentionMetadata, page_size: int) -> SimpleNamespace:
+        plan = SimpleNamespace()
+
+        def move(base_B: np.ndarray, page_table_BP: np.ndarray) -> None:
+            nonlocal metadata
+            metadata = moved(metadata, base_B, page_table_BP)
 
         def set_ancestors(ancestors_N: Tensor) -> None:
-            plan.made = self._head.plan(replace(metadata, ancestors_N=ancestors_N), page_size)
+            plan.made = self._head.plan(replace(metadata, ancestors_N=ancestors_N.numpy()), page_size)
 
-        plan.set_ancestors = set_ancestors
+        plan.move, plan.set_ancestors = move, set_ancestors
         return plan
 
     def forward(self, tokens_M: Tensor, features_MH: Tensor, positions_M: Tensor, plan: Any, kv: KVPool) -> Tensor:

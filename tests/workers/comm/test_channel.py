@@ -70,8 +70,9 @@ def target_step(rows: int) -> TargetStep:
     request = draft_request(rows, None)
     ints, sampling = torch.arange(rows, dtype=torch.int32), SamplingBatch.stack([SamplingSettings()] * rows)
     attention = AttentionMetadata(
-        query_offsets=request.offsets, page_table_BP=request.page_table_BP, base_B=request.start_B, slot_N=ints,
-        visible_N=ints, ancestors_N=torch.full((rows,), -(2**63)),
+        query_offsets=request.offsets.numpy(), page_table_BP=request.page_table_BP.numpy(),
+        base_B=request.start_B.numpy(), slot_N=ints.numpy(), visible_N=ints.numpy(),
+        ancestors_N=np.full(rows, -(2**63)),
     )  # fmt: skip
     return TargetStep(
         copy_source=ints[:0], copy_target=ints[:0], token_N=request.token_M, position_N=ints,
@@ -87,7 +88,8 @@ def assert_same(got: object, expected: object) -> None:
         if dataclasses.is_dataclass(b):
             assert_same(a, b)
         else:
-            assert torch.equal(a, b) if isinstance(b, torch.Tensor) else a == b, field.name
+            is_same = torch.equal(a, b) if isinstance(b, torch.Tensor) else np.array_equal(a, b)
+            assert is_same, field.name
 
 
 # ---- what each rank does, in its own process

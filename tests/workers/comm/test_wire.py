@@ -47,6 +47,8 @@ def assert_equal(got: object, expected: object) -> None:
             assert a.dtype == b.dtype and a.shape == b.shape, name
             b = b.half().float() if name in ("weight_N", "weight_T") else b
             assert torch.equal(a, b), name
+        elif isinstance(b, np.ndarray):
+            assert a.dtype == b.dtype and np.array_equal(a, b), name
         elif name == "seconds":
             assert a == pytest.approx(b, abs=1e-6)
         elif b is None or isinstance(b, int):
@@ -145,12 +147,12 @@ def target_step(seed: int, num: int, rows: int, sampled: int, moves: int) -> Tar
         **{f"{name}_R": ints(rng, sampled) for name in ("sample_row", "request", "draw_index")},
         constraints_U=torch.from_numpy(rng.integers(0, 256, size=seed % 7).astype(np.uint8)),
         attention=AttentionMetadata(
-            query_offsets=ints(rng, num + 1),
-            page_table_BP=ints(rng, num, seed % 5),
-            base_B=ints(rng, num),
-            slot_N=ints(rng, rows),
-            visible_N=ints(rng, rows),
-            ancestors_N=long_ints(rng, rows),
+            query_offsets=ints(rng, num + 1).numpy(),
+            page_table_BP=ints(rng, num, seed % 5).numpy(),
+            base_B=ints(rng, num).numpy(),
+            slot_N=ints(rng, rows).numpy(),
+            visible_N=ints(rng, rows).numpy(),
+            ancestors_N=long_ints(rng, rows).numpy(),
         ),
         sampling=sampling_batch(rng, sampled),
         has_logprobs=bool(seed % 2),

@@ -11,10 +11,11 @@ import sys
 from dataclasses import replace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
-from tests.support.attention_cases import CHAIN, LONG_CHAIN, RAGGED, TWO_BY_TWO, Batch, compare
+from tests.support.attention_cases import CHAIN, LONG_CHAIN, RAGGED, TWO_BY_TWO, Batch, compare, moved
 
 pytest.importorskip("triton", reason="Triton is not installed: nothing was shown about its kernels")
 import triton
@@ -158,14 +159,32 @@ def test_a_plan_filled_in_place_is_the_plan_of_the_new_step() -> None:
 def test_a_plan_takes_other_ancestors_than_it_was_filled_with(window: int | None, first_slot: int) -> None:
     """A captured graph that grows trees changes the ancestors at every level."""
     batch = Batch([(17, CHAIN), (3, 0), (40, RAGGED)], 16)
-    whole_tree_N = torch.full_like(batch.metadata.ancestors_N, 0xFF)
+    whole_tree_N = np.full_like(batch.metadata.ancestors_N, 0xFF)
     metadata = replace(batch.metadata, ancestors_N=whole_tree_N)
     options = {"windows": (None, window), "group_size": 2, "first_slot": first_slot, "device": DEVICE}
     plan = fused.plan(metadata, 16, **options)
     q, kv = torch.randn(12, 4, 8), torch.randn(batch.num_slots, 2, 2, 8)
-    plan.set_ancestors(batch.metadata.ancestors_N.to(DEVICE))
+    plan.set_ancestors(torch.from_numpy(batch.metadata.ancestors_N).to(DEVICE))
     out = fused.tree_attention(q.to(DEVICE), kv.to(DEVICE), plan, 0.3, window).cpu()
     assert (out - batch.dense(q, kv, 0.3, window, first_slot)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_moved_plan_is_the_plan_of_the_same_trees_elsewhere(window: int | None) -> None:
+    """A drafter's trees have the same rows in every step, behind other roots and on other pages."""
+    there, here = Batch([(40, CHAIN), (70, RAGGED)], 16), Batch([(70, CHAIN), (3, RAGGED)], 16, 7)
+    options = {"windows": (None, window), "group_size": 2, "device": DEVICE}
+    plan = fused.plan(there.metadata, 16, **options)
+    plan.move(here.metadata.base_B, here.metadata.page_table_BP)
+    anew = fused.plan(moved(there.metadata, here.metadata.base_B, here.metadata.page_table_BP), 16, **options)
+    assert torch.equal(plan.table_BP, anew.table_BP) and torch.equal(plan.write_slots_N, anew.write_slots_N)
+    assert window is not None or torch.equal(plan.buffer, anew.buffer)
+    plan.set_ancestors(torch.from_numpy(here.metadata.ancestors_N).to(DEVICE))
+    q, kv = torch.randn(12, 4, 8), torch.randn(here.num_slots, 2, 2, 8)
+    out = fused.tree_attention(q.to(DEVICE), kv.to(DEVICE), plan, 0.3, window).cpu()
+    assert (out - here.dense(q, kv, 0.3, window)).abs().max() < 1e-5
+    fused.plan(there.metadata, 16, **options, into=plan)
+    assert torch.equal(plan.buffer, fused.plan(there.metadata, 16, **options).buffer)
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # from the interpreter's maximum

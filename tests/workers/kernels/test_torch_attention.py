@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
@@ -122,7 +123,7 @@ def test_single_rows_stay_together_beside_chains_of_any_context(where: tuple[int
 def test_pages_that_follow_one_another_are_read_in_place() -> None:
     batch = Batch([(70, RAGGED)], 16)
     pages = batch.metadata.page_table_BP
-    in_order = replace(batch.metadata, page_table_BP=torch.arange(3, 3 + pages.shape[1], dtype=torch.int32)[None])
+    in_order = replace(batch.metadata, page_table_BP=np.arange(3, 3 + pages.shape[1], dtype=np.int32)[None])
     scattered, run = plan(batch.metadata, 16), plan(in_order, 16)
     assert isinstance(scattered.groups[0].slots, torch.Tensor) and isinstance(run.groups[0].slots, slice)
     kv = torch.randn(16 * (3 + pages.shape[1]), 2, 1, 8)
@@ -133,13 +134,13 @@ def test_pages_that_follow_one_another_are_read_in_place() -> None:
 
 
 def test_an_empty_batch_is_empty() -> None:
-    empty = torch.zeros(0, dtype=torch.int32)
+    empty = np.zeros(0, dtype=np.int32)
     metadata = AttentionMetadata(
-        query_offsets=torch.zeros(1, dtype=torch.int32),
-        page_table_BP=torch.zeros(0, 1, dtype=torch.int32),
+        query_offsets=np.zeros(1, dtype=np.int32),
+        page_table_BP=np.zeros((0, 1), dtype=np.int32),
         base_B=empty,
         slot_N=empty,
         visible_N=empty,
-        ancestors_N=empty.long(),
+        ancestors_N=empty.astype(np.int64),
     )
     assert tree_attention(torch.zeros(0, 4, 8), torch.zeros(16, 2, 2, 8), plan(metadata, 16), 1.0).shape == (0, 32)

@@ -15,6 +15,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -102,12 +103,12 @@ class PagedRun:
             offsets.append(offsets[-1] + len(rows))
             base.append(part.start if isinstance(part, Tree) else 0)
         metadata = AttentionMetadata(
-            query_offsets=torch.tensor(offsets, dtype=torch.int32),
-            page_table_BP=self.table,
-            base_B=torch.tensor(base, dtype=torch.int32),
-            slot_N=torch.tensor(slots, dtype=torch.int32),
-            visible_N=torch.tensor(visible, dtype=torch.int32),
-            ancestors_N=torch.tensor(ancestors, dtype=torch.int64),
+            query_offsets=np.array(offsets, dtype=np.int32),
+            page_table_BP=self.table.numpy(),
+            base_B=np.array(base, dtype=np.int32),
+            slot_N=np.array(slots, dtype=np.int32),
+            visible_N=np.array(visible, dtype=np.int32),
+            ancestors_N=np.array(ancestors, dtype=np.int64),
         )
         plan = self.decoder.plan(metadata, PAGE)
         hidden = self.decoder.forward(torch.tensor(tokens), torch.tensor(positions), plan, self.kv)

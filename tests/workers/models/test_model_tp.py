@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -41,12 +42,12 @@ def packed(first_slot: int = 0) -> AttentionMetadata:
     """Return prompts of 9 and 5 rows, each on its own pages."""
     slots = [*range(first_slot, first_slot + 9), *range(first_slot, first_slot + 5)]
     return AttentionMetadata(
-        query_offsets=torch.tensor([0, 9, 14], dtype=torch.int32),
-        page_table_BP=torch.tensor([[5, 2, 7], [1, 6, 3]], dtype=torch.int32),
-        base_B=torch.zeros(2, dtype=torch.int32),
-        slot_N=torch.tensor(slots, dtype=torch.int32),
-        visible_N=torch.tensor(slots, dtype=torch.int32) + 1,
-        ancestors_N=torch.zeros(14, dtype=torch.int64),
+        query_offsets=np.array([0, 9, 14], dtype=np.int32),
+        page_table_BP=np.array([[5, 2, 7], [1, 6, 3]], dtype=np.int32),
+        base_B=np.zeros(2, dtype=np.int32),
+        slot_N=np.array(slots, dtype=np.int32),
+        visible_N=np.array(slots, dtype=np.int32) + 1,
+        ancestors_N=np.zeros(14, dtype=np.int64),
     )
 
 
@@ -63,7 +64,7 @@ def run_models(folder: Path, tp: TensorParallel) -> dict[str, Tensor]:
     for name in MODELS:
         decoder = Decoder.load(folder / name, read_spec(folder / name), tp, tap_layers=(0, 1, 2))
         kv = decoder.new_kv_pool(8 * PAGE)
-        hidden = decoder.forward(tokens(), metadata.slot_N, decoder.plan(metadata, PAGE), kv)
+        hidden = decoder.forward(tokens(), torch.from_numpy(metadata.slot_N), decoder.plan(metadata, PAGE), kv)
         results[name] = decoder.full_logits(hidden.final_ND)
         shard = decoder.logits(hidden.final_ND)
         start, end = decoder.vocab_range
@@ -81,7 +82,7 @@ def run_models(folder: Path, tp: TensorParallel) -> dict[str, Tensor]:
     metadata = packed(first_slot=1)
     for name, (head, features) in heads.items():
         kv = head.new_kv_pool(8 * PAGE)
-        out = head.forward(tokens(), features, metadata.slot_N - 1, head.plan(metadata, PAGE), kv)
+        out = head.forward(tokens(), features, torch.from_numpy(metadata.slot_N - 1), head.plan(metadata, PAGE), kv)
         results |= {name: out, f"{name} logits": head.logits(out)}
     return results
 
