@@ -1,11 +1,12 @@
 """Counts what a step costs around the GPU's arithmetic, without a GPU: launches, host time, instructions.
 
-    python -m tests.bench.gpu_counts [--parts launches calls host buckets kernels] [--archs 80 90 100] [--out FILE]
+    python -m tests.bench.gpu_counts [--parts launches calls bytes host ...] [--archs 80 90 100] [--out FILE]
 
 It prints one Markdown table per part:
 
     launches   kernels in the graph of a whole tree, on the simulated device
     calls      launches, copies and replays that the host makes in a step, on the simulated device
+    bytes      what a forward's attention plan sends to the device, on the simulated device
     host       thread CPU time of the host's code in a step; the models' own time is left out
     buckets    the share of steps that are replayed from a graph, in simulated traffic
     kernels    registers, spills, shared memory and instructions of every Triton kernel, compiled ahead of time
@@ -55,7 +56,7 @@ from workers.cuda_graphs import Size, decoder_graphs, fitting, sizes
 from workers.kernels import fused, pointwise
 from workers.types import AttentionMetadata, Constraints, DraftReply, DraftRequest, SamplingSettings, TargetStep
 
-PARTS = ("launches", "calls", "host", "buckets", "kernels")
+PARTS = ("launches", "calls", "bytes", "host", "buckets", "kernels")
 BATCHES = (1, 8, 32)
 NUM_STEPS, WARM_UP, NUM_ROUNDS = 50, 20, 5
 AUTO = replace(
@@ -131,6 +132,44 @@ def calls() -> Table:
         ):
             made = run(config_for(root, "eagle3", AUTO), jobs(sampling, "coupled"))
             yield [name, round(made.num_calls / made.num_steps, 1), made.num_steps]
+
+
+# ---- bytes
+
+
+def bytes_sent() -> Table:
+    """Yield the mean bytes of a decoding step in which every request gains 4 tokens; its tree has 17 rows."""
+    yield ["requests and their tokens", "bytes a step of rows and tiles", "of page tables", "whole page tables"]
+    for num_requests, num_tokens in ((1, 2048), (32, 2048), (1, 32768), (32, 32768)):
+        config = EngineConfig(model_path="", max_model_len=num_tokens + 512)
+        size, num_steps = config.page_size, 64
+        width = config.pages_for(config.max_model_len)
+        with simulated_cuda() as cuda:
+            plan, sent = None, 0
+            for step in range(-1, num_steps):
+                # Lengths differ, so that some requests gain a page in every step.
+                base_B = num_tokens + 4 * step + np.arange(num_requests, dtype=np.int32)
+                num_pages_B = -(-(base_B + 17) // size)
+                page_BP = 1 + np.arange(num_requests, dtype=np.int32)[:, None] * width + np.arange(num_pages_B.max())
+                table_BP = np.where(np.arange(num_pages_B.max()) < num_pages_B[:, None], page_BP, 0).astype(np.int32)
+                row_N = np.tile(np.arange(17), num_requests)
+                metadata = AttentionMetadata(
+                    query_offsets=17 * np.arange(num_requests + 1, dtype=np.int32),
+                    page_table_BP=table_BP,
+                    base_B=base_B,
+                    slot_N=base_B.repeat(17) + row_N.astype(np.int32),
+                    visible_N=base_B.repeat(17),
+                    ancestors_N=(2 << row_N) - 1,
+                )
+                before = cuda.num_bytes_sent
+                if plan is None:  # as a graph's, for the longest request; filled for the first time
+                    widest = np.pad(table_BP, ((0, 0), (0, width - table_BP.shape[1])))
+                    plan = fused.plan(replace(metadata, page_table_BP=widest), size, group_size=4, device="cuda")
+                else:
+                    fused.plan(metadata, size, group_size=4, device="cuda", into=plan)
+                    sent += cuda.num_bytes_sent - before
+        rest = plan.buffer.nbytes
+        yield [f"{num_requests} x {num_tokens}", rest, round(sent / num_steps) - rest, 4 * table_BP.size]
 
 
 # ---- the host's time
@@ -385,7 +424,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="also write the tables to this file")
     options = parser.parse_args()
     counters = {
-        "launches": launches, "calls": calls, "host": host, "buckets": buckets,
+        "launches": launches, "calls": calls, "bytes": bytes_sent, "host": host, "buckets": buckets,
         "kernels": partial(kernels, options.archs),
     }  # fmt: skip
     torch.set_num_threads(1)

@@ -6,6 +6,7 @@
         cuda.waits                          the places where the host waited for the device, in order
         cuda.graphs                         the captured graphs, with the number of their replays
         cuda.num_calls                      launches and copies outside of graphs so far, a replay being one
+        cuda.num_bytes_sent                 bytes copied to the device so far
 
 It does not simulate speed, races or the kernels' arithmetic. It fails where a GPU fails:
 
@@ -136,6 +137,7 @@ class SimulatedCuda(TorchDispatchMode):
         super().__init__()
         self.waits: list[str] = []
         self.graphs: list[Graph] = []
+        self.num_bytes_sent = 0
         self._num_calls = 0
         self._captured: Graph | None = None
 
@@ -215,6 +217,7 @@ class SimulatedCuda(TorchDispatchMode):
         elif not is_async:  # a copy without non_blocking synchronizes, although the driver stages the source
             self.wait("a copy to the device")
         self._num_calls += 1
+        self.num_bytes_sent += source.nbytes * (target.type == "cuda")
         if name == "copy_":
             _memory(args[0]).copy_(_memory(source))
             return args[0]

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from workers.kernels.host import BITS, bits_of, keys_N
 from workers.kernels.interpreted import is_interpreted
+from workers.transfer import to_device
 from workers.types import AttentionMetadata
 
 _PROGRAMS = 256
@@ -84,8 +85,39 @@ class PlanShape:
         return _power_of_2(max(1, min(most, wanted, _MAX_SPLITS)))
 
 
+_SMALL_TABLE = 1 << 15
+"""Bytes of a page table that are copied to the device in less time than it takes to launch two kernels more."""
+
+
+class DeviceTable:
+    """A page table [B, P] on the device, int32, and the host's image of it: only what has changed is sent.
+
+    From one step to the next most requests keep their pages, and the others gain one or two. Entries beyond a request's
+    pages are never read, so those of an earlier, wider table stay.
+    """
+
+    def __init__(self, num_requests: int, width: int, device: torch.device | str) -> None:
+        self.on_device_BP = torch.zeros(num_requests, width, dtype=torch.int32, device=device)
+        self._image_BP = np.zeros((num_requests, width), dtype=np.int32)
+
+    def update(self, table_BP: np.ndarray) -> None:
+        """Bring the table up to date; the new one may be narrower. Few changes of a large one are sent one by one."""
+        width = table_BP.shape[1]
+        (changed_C,) = (self._image_BP[:, :width] != table_BP).ravel().nonzero()
+        if not len(changed_C):
+            return
+        self._image_BP[:, :width] = table_BP
+        if table_BP.nbytes <= _SMALL_TABLE or 8 * len(changed_C) > table_BP.size:
+            # The driver stages pageable memory before it returns, so no copy need synchronize.
+            self.on_device_BP[:, :width].copy_(torch.from_numpy(table_BP), non_blocking=True)
+            return
+        row_C, column_C = np.divmod(changed_C, width)
+        changes_3C = to_device(np.stack([row_C, column_C, table_BP[row_C, column_C]]), self.on_device_BP.device)
+        self.on_device_BP[changes_3C[0], changes_3C[1]] = changes_3C[2].int()
+
+
 class TiledPlan:
-    """One step's attention, for all layers: on the device, all but the page table (int32) in one buffer (int64)."""
+    """One step's attention, for all layers: on the device, all but the page table in one buffer (int64)."""
 
     def __init__(self, shape: PlanShape, device: torch.device | str) -> None:
         # With even widths, every row starts at a multiple of 16 bytes, and one compiled kernel serves all steps.
@@ -105,7 +137,8 @@ class TiledPlan:
         self.visible_N = parts["visible"]
         self.lows_WN, self.ancestors_WN = parts["lows"].view(W, N), parts["ancestors"].view(W, N)
         self.tiles_5T, self.tile_lows_WT = parts["tiles"].view(5, T), parts["tile_lows"].view(W, T)
-        self.table_BP = torch.zeros(shape.num_requests, shape.table_width, dtype=torch.int32, device=device)
+        self._table = DeviceTable(shape.num_requests, shape.table_width, device)
+        self.table_BP = self._table.on_device_BP
         # The host's image of the buffer, by the same parts: one vectorised pass fills it, and one copy sends it.
         self._image = np.zeros(len(self.buffer), dtype=np.int64)
         rows, tiles = np.split(self._image, [(2 + 2 * W) * N])
@@ -114,7 +147,7 @@ class TiledPlan:
         self._tile_rows = shape.tile_rows
 
     def fill(self, metadata: AttentionMetadata, first_slot: int) -> None:
-        """Write another step of the same shape; its page table may be narrower. Takes two copies to the device."""
+        """Write another step of the same shape; its page table may be narrower. Takes one copy and `DeviceTable`'s."""
         shape, W = self.shape, len(self.shape.windows)
         owner_N = metadata.owner_N
         rows = self._rows
@@ -149,9 +182,7 @@ class TiledPlan:
     def _send(self) -> None:
         # The driver stages pageable memory before it returns, so this need not synchronize.
         self.buffer.copy_(self._sent, non_blocking=True)
-        # Entries beyond a request's pages are never read, so stale ones are harmless.
-        table_BP = torch.from_numpy(self._metadata.page_table_BP)
-        self.table_BP[:, : table_BP.shape[1]].copy_(table_BP, non_blocking=True)
+        self._table.update(self._metadata.page_table_BP)
 
     def set_ancestors(self, ancestors_N: Tensor) -> None:
         """Replace the ancestors (int64, on the device) of the rows of the last `fill`.

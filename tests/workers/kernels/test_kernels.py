@@ -22,10 +22,10 @@ import triton
 import triton.language as tl
 
 from drafter.tree.frontier import DraftVocabulary
-from workers.kernels import compiled, fused, reference
+from workers.kernels import compiled, fused, reference, triton_attention
 from workers.kernels.interpreted import is_interpreted
 from workers.kernels.select import TORCH, Kernels, kernels_for
-from workers.kernels.triton_attention import PlanShape
+from workers.kernels.triton_attention import DeviceTable, PlanShape
 from workers.kernels.triton_sampling import _gumbel, _philox
 from workers.sampling import sampler
 from workers.sampling.philox import gumbel
@@ -152,6 +152,32 @@ def test_a_plan_filled_in_place_is_the_plan_of_the_new_step() -> None:
     assert fused.plan(second.metadata, 16, **options, into=plan) is plan
     assert before == {name: tensor.data_ptr() for name, tensor in vars(plan).items() if name in before}
     assert torch.equal(plan.buffer, fused.plan(second.metadata, 16, **options).buffer)
+
+
+@pytest.mark.parametrize("small", [0, 1 << 15])
+def test_the_changes_of_a_page_table_give_what_sending_it_whole_gives(
+    monkeypatch: pytest.MonkeyPatch, small: int
+) -> None:
+    """Requests gain pages, leave and join; tables have all widths. The twin receives every table whole."""
+    monkeypatch.setattr(triton_attention, "_SMALL_TABLE", small)
+    rng = np.random.default_rng(1)
+    table, twin_BP = DeviceTable(4, 40, DEVICE), np.zeros((4, 40), dtype=np.int32)
+    pages = [list(rng.integers(1, 1000, rng.integers(1, 30))) for _ in range(4)]
+    num_alone = 0
+    for step in range(200):
+        for own in pages:
+            own.extend(rng.integers(1, 1000, rng.integers(0, 2)))
+        if step % 20 == 0 or max(map(len, pages)) > 40:
+            pages = [own for own in pages if len(own) <= 30][-3:]
+            pages += [list(rng.integers(1, 1000, rng.integers(1, 30))) for _ in range(4 - len(pages))]
+        new_BP = np.zeros((4, max(map(len, pages))), dtype=np.int32)
+        for row, own in enumerate(pages):
+            new_BP[row, : len(own)] = own
+        num_alone += 0 < (twin_BP[:, : new_BP.shape[1]] != new_BP).sum() <= new_BP.size // 8
+        twin_BP[:, : new_BP.shape[1]] = new_BP
+        table.update(new_BP)
+        assert (table.on_device_BP.cpu().numpy() == twin_BP).all()
+    assert num_alone > 100
 
 
 @pytest.mark.parametrize("first_slot", [0, 1])
