@@ -288,7 +288,9 @@ def jobs(sampling: list[SamplingSettings], *rules: str) -> list[Submit]:
     ]
 
 
-def test_tree_graphs_give_the_cpus_tokens_with_one_wait_per_side(models: Path) -> None:
+def test_tree_graphs_give_the_cpus_tokens_with_one_wait_per_side(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The changes of page tables are sent one by one, as those of large tables are."""
+    monkeypatch.setattr("workers.kernels.triton_attention._SMALL_TABLE", 0)
     work = jobs(COUPLED, "coupled")
     config = config_for(models, "eagle3", AUTO)
     on_device, on_cpu = run(config, work), run(replace(config, device="cpu"), work)
