@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -12,6 +13,7 @@ from cluster.http.openai_format import echoed_prompt
 from cluster.http.tokenizer import Tokenizer
 from secateur.responses import CompletionResponse
 from tests.support.fake_service import ANSWER, FakeService, stream
+from tests.support.tokenizer_kinds import load, rewriting
 
 PROMPT = "def grüße(🌳):\n    "
 WHOLE = {"max_tokens": 64}
@@ -175,6 +177,16 @@ def test_an_echo_is_the_text_as_it_was_given_even_where_its_tokens_read_otherwis
     given_as_ids = choice_of(http, prompt=tokenizer.encode(prompt), echo=True, max_tokens=0, logprobs=0)
     assert given_as_ids["text"] == prompt, "special tokens are part of what was given"
     assert [prompt[offset:] for offset in given_as_ids["logprobs"]["text_offset"]] == [prompt, prompt[1:], "b"]
+
+
+def test_a_text_is_echoed_as_it_was_given_by_a_tokenizer_that_rewrites(
+    own: Callable[..., FakeService], tmp_path: Path
+) -> None:
+    rewriter, prompt = load(rewriting, tmp_path), "b a"
+    ids = rewriter.encode(prompt)
+    assert rewriter.decode(ids) != prompt
+    with own(tokenizer=rewriter, script=lambda submit: [[ids[0]]]).http() as http:
+        assert choice_of(http, prompt=prompt, echo=True, max_tokens=0)["text"] == prompt
 
 
 def test_a_token_that_the_tokenizer_adds_is_no_part_of_a_text_that_was_given(tokenizer: Tokenizer) -> None:

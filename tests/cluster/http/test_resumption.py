@@ -160,6 +160,16 @@ def test_a_stream_cut_behind_any_event_goes_on_as_if_it_was_not(
         )
 
 
+def test_the_rest_of_a_stream_that_was_whole_is_its_end_with_the_same_headers(resumable: FakeService) -> None:
+    body = {"prompt": "Hi", "stream": True, "colour": "red"}
+    with resumable.http() as http:
+        whole = http.post("/v1/completions", json=body)
+        last = {"Last-Event-ID": events_of(whole.text)[-1].id or ""}
+        rest = http.post("/v1/completions", json=body, headers=last)
+    assert [event.data for event in events_of(rest.text)] == ["[DONE]"]
+    assert rest.headers["x-secateur-ignored"] == whole.headers["x-secateur-ignored"] == "colour"
+
+
 def test_a_stream_may_break_off_many_times(resumable: FakeService, answers: dict[str, str]) -> None:
     answers["text"] = CALLS
     body = {"messages": HI, "tools": TOOLS, "n": 2, "temperature": 1, "logprobs": True, **TOTALS}
