@@ -86,6 +86,7 @@ def placement_config(args: EngineArgs) -> EngineConfig:
         kernels=args.kernels,
         enforce_eager=args.enforce_eager,
         hang_timeout_s=args.hang_timeout,
+        startup_timeout_s=args.startup_timeout,
         standby=args.standby,
         draft=_draft(spec, args.model) if spec else None,
     )

@@ -148,7 +148,7 @@ class EngineClient:
             async with asyncio.timeout(timeout_s):
                 await self._start.wait()
         except TimeoutError:
-            raise TimeoutError(f"the engine was not ready after {timeout_s:.0f} s") from None
+            raise TimeoutError(f"the engine was not ready after {timeout_s:g} s; raise startup_timeout") from None
         if (reason := self._death or self._interruption) is not None:
             raise EngineDead(reason)
         assert self.ready is not None

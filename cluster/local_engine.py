@@ -30,7 +30,7 @@ from cluster.rank_placement import interface_env, num_bundles, rank_placements
 from cluster.rank_process import RankProcess, RankStarter
 from cluster.system.temp_dirs import OwnedTempDir
 from secateur.errors import ConfigError
-from workers.config import DRAFT_LINK_VARIABLE, PULSE_VARIABLE, START_TIMEOUT_S, EngineConfig
+from workers.config import DRAFT_LINK_VARIABLE, PULSE_VARIABLE, EngineConfig
 from workers.models.readers import read_specs
 from workers.models.specs import Specs
 
@@ -262,7 +262,7 @@ class LocalEngine:
         )
         await asyncio.to_thread(self._processes.start)
         self.stage = "loading the model"
-        await self.client.wait_ready(START_TIMEOUT_S)
+        await self.client.wait_ready(self.config.startup_timeout_s)
         if self.config.draft is not None and self.config.draft.fallback:
             self._tolerate_drafter_loss(self._processes)
 

@@ -122,10 +122,13 @@ def _serve(
             outcome_pages=config.outcome_pages,
             is_forced=config.draft is not None and config.draft.overlap == "predraft",
         )
-    has_waited = False
+    has_waited = has_started = False
     PULSE.serve()
     while (received := _next_message(world)).kind != Kind.STOP:
         if received.kind == Kind.HEARTBEAT:
+        if not has_started:  # and so have the others
+            world.end_start_up()
+            has_started = True
             continue
         assert isinstance(received.message, DraftRequest)
         began = time.perf_counter()

@@ -97,6 +97,8 @@ class EngineArgs(Strict):
     hang_timeout: Annotated[float, Field(ge=0.0, le=3600.0)] = 10.0
     """Seconds without a sign of life, or without progress of a step, after which a rank is killed and replaced;
     0 = never. On GPUs one forward pass must take less."""
+    startup_timeout: Annotated[float, Field(gt=0.0, le=86400.0)] = 3600.0
+    """Seconds in which an engine must load its weights, compile and capture CUDA graphs."""
     standby: bool = True
     """Keep a process that has imported what ranks need, from which lost ones are started again in seconds."""
     speculative_config: SpeculativeConfig | None = None

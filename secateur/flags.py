@@ -133,6 +133,11 @@ ENGINE_FLAGS: dict[str, Any] = {
     "hang_timeout": _limit(
         float, "--hang-timeout", help="Seconds after which a rank that does not get on is replaced; 0 = never [10]."
     ),
+    "startup_timeout": _limit(
+        float,
+        "--startup-timeout",
+        help="Seconds in which an engine must load its weights, compile and capture CUDA graphs [3600].",
+    ),
     "standby": _limit(
         bool,
         "--standby/--no-standby",

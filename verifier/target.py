@@ -84,19 +84,14 @@ class Target:
         assert drawn is not None
         return drawn
 
-    def follow(self) -> None:
-        """Other ranks: execute the steps that rank 0 sends until it sends STOP. Raise PeerLost if rank 0 is gone."""
+    def follow(self, until: Kind) -> None:
+        """Other ranks: execute the steps that rank 0 sends until it sends `until`. Raise PeerLost if rank 0 is gone."""
         assert self._peers is not None
-        PULSE.serve()
-        while True:
-            received = self._peers.receive()
-            match received.kind:
-                case Kind.STOP:
-                    return
-                case Kind.TARGET_STEP:
-                    assert isinstance(received.message, TargetStep)
-                    with naming_lost_peers(self._role, received.step):
-                        self._execute(received.message)
+        while (received := self._peers.receive()).kind != until:
+            if received.kind == Kind.TARGET_STEP:
+                assert isinstance(received.message, TargetStep)
+                with naming_lost_peers(self._role, received.step):
+                    self._execute(received.message)
 
     def heartbeat(self, number: int) -> None:
         """Rank 0: show the other ranks that the engine is alive."""

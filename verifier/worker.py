@@ -17,6 +17,7 @@ from verifier.target import Fuse, Target
 from workers.comm import groups, ipc
 from workers.comm.groups import World
 from workers.config import EngineConfig
+from workers.comm.wire import Kind
 from workers.cuda_graphs import can_capture, decoder_graphs
 from workers.gc_freeze import freeze_start_up
 from workers.kernels.select import Kernels, kernels_for
@@ -55,7 +56,10 @@ def run(
         on_joined()
     if front is None:
         freeze_start_up()
-        target.follow()
+        target.follow(until=Kind.HEARTBEAT)  # the steps of rank 0's start-up
+        PULSE.serve()
+        world.end_start_up()
+        target.follow(until=Kind.STOP)
     else:
         needs_profile = config.draft is not None and config.draft.tree.prune.simulated_costs is None
         warm_up(target, config, num_pages)
@@ -63,6 +67,10 @@ def run(
         freeze_start_up()  # before Ready is sent
         PULSE.serve()
         socket = ipc.FrameSocket(ipc.connect(front))
+        world.end_start_up()
+        target.heartbeat(0)
+        if world.link is not None:
+            world.link.heartbeat(0)
         socket.send(
             ipc.Ready(
                 topology=topology,

@@ -20,8 +20,6 @@ DRAFT_LINK_VARIABLE = "SECATEUR_DRAFT_LINK"
 """Environment variable of drafters that replace lost ones: the address at which verifier 0 offers a link."""
 PULSE_VARIABLE = "SECATEUR_PULSE"
 """Environment variable of ranks: the address to which they send signs of life."""
-START_TIMEOUT_S = 3600.0
-"""Timeout from starting an engine until it serves. Reading a large checkpoint from a cold disk falls within it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,8 +151,11 @@ class EngineConfig:
     """Threads of a verifier rank on CPU. A drafter rank has one."""
     hang_timeout_s: float = 10.0
     """A rank that shows no sign of life or no progress for this long is killed; 0 = never (see `workers.pulse`)."""
+    startup_timeout_s: float = 3600.0
+    """Timeout from starting an engine until it serves, also of each wait for another rank before its first step.
+    Reading a large checkpoint from a cold disk, compiling and capturing fall within it."""
     step_timeout_s: float = 60.0
-    """A rank is considered lost when its group's leader has waited this long for its answer."""
+    """A rank is considered lost when its group's leader has waited this long for its answer in a step."""
     standby: bool = True
     """Whether a process that has imported what ranks need starts them by forking: so lost ones come back sooner."""
     draft: DraftConfig | None = None
@@ -165,8 +166,7 @@ class EngineConfig:
     def idle_timeout_s(self) -> float:
         """How long a rank waits for its next message before it considers the sender lost.
 
-        It is ten times `step_timeout_s`, because the sender may be busy: rank 0 with a prompt chunk on a CPU, or with
-        its start-up profile.
+        It is ten times `step_timeout_s`, because the sender may be busy: rank 0 with a prompt chunk on a CPU.
         """
         return 10 * self.step_timeout_s
 

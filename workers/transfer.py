@@ -33,7 +33,8 @@ def to_host(*tensors: Tensor) -> list[np.ndarray]:
     """Copy tensors of one device, of any numpy dtypes, to the host."""
     if tensors[0].device.type == "cpu":
         return [tensor.numpy() for tensor in tensors]
-    on_device = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
+    each = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
+    on_device = torch.cat(each) if len(each) > 1 else each[0]
     with PULSE.on_device():
         packed = on_device.cpu()
     parts = packed.split([tensor.numel() * tensor.element_size() for tensor in tensors])

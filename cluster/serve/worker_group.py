@@ -26,7 +26,7 @@ from cluster.rank_placement import RankPlacement, rank_placements
 from cluster.serve.actors import Worker, packages_folder
 from cluster.serve.progress import report_stage
 from cluster.system.temp_dirs import OwnedTempDir
-from workers.config import DRAFT_LINK_VARIABLE, PULSE_VARIABLE, START_TIMEOUT_S, EngineConfig
+from workers.config import DRAFT_LINK_VARIABLE, PULSE_VARIABLE, EngineConfig
 from workers.models.readers import read_specs
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class WorkerGroup:
         report_stage("loading the model")
         watch = partial(self._watch, asyncio.get_running_loop(), self._ended)
         threading.Thread(target=watch, name="worker-group-watch", daemon=True).start()
-        ready = await self._client.wait_ready(START_TIMEOUT_S)
+        ready = await self._client.wait_ready(config.startup_timeout_s)
         if config.draft is not None and config.draft.fallback:
             self._num_essential = config.tensor_parallel_size
             self._restart = DrafterRestart(

@@ -163,11 +163,12 @@ def _score_sampled(log_q: Tensor, temperature_F: Tensor, num_children: int, voca
     """Score nodes whose children are not drawn yet: they have weights, but no tokens."""
     support = quantize(log_q, vocab)
     size = (len(log_q), min(num_children, log_q.shape[-1]))
+    (top_prob_F,) = to_host(log_q.amax(-1).exp())
     return ChildScores(
         token_FK=np.zeros(size, dtype=np.int64),
         weight_FK=expected_survival(support, temperature_F.numpy(), size[1]),
         prob_FK=np.zeros(size, dtype=np.float32),
-        top_prob_F=log_q.amax(-1).exp().cpu().numpy(),
+        top_prob_F=top_prob_F,
         kind_F=np.full(size[0], NodeKind.SAMPLED.value, dtype=np.uint8),
         support=support,
     )

@@ -34,6 +34,7 @@ from workers.cuda_graphs import MAX_ROWS, Recorder, Size
 from workers.kernels.select import Kernels
 from workers.sampling.logits_processors import write_token_counts
 from workers.sampling.logits_state import LogitsState
+from workers.transfer import to_host
 from workers.types import AttentionMetadata, NodeKind, SamplingBatch, as_signed64
 
 MAX_LOGITS = 1 << 24
@@ -165,7 +166,7 @@ class TreeGraphs:
         if has_penalties:
             write_token_counts(self._count_BV[:num_requests], logits_states, self._vocab.columns)
         self._plans[num_requests].move(*self._places(num_requests))
-        grown_5BR = self._grow[key]().cpu().numpy()
+        (grown_5BR,) = to_host(self._grow[key]())
         b, row = np.nonzero(grown_5BR[3, :num_trees] > 0)
         token, parent, depth, weight, path_prob = grown_5BR[:, b, row]
         nodes = TreeNodes(

@@ -284,6 +284,14 @@ def test_an_engine_answers_and_leaves_no_process(config: EngineConfig) -> None:
 
 
 @needs_models
+def test_an_engine_that_does_not_start_in_time_leaves_nothing_behind(config: EngineConfig) -> None:
+    engine = LocalEngine(replace(config, startup_timeout_s=0.2))
+    with pytest.raises(TimeoutError, match=r"not ready after 0.2 s; raise startup_timeout"):
+        asyncio.run(engine.start())
+    assert_gone(engine.pids)
+
+
+@needs_models
 def test_ranks_listen_on_loopback_alone_and_the_store_stops_listening(config: EngineConfig) -> None:
     """A store that still listened would be another address of the verifier."""
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import select
+import signal
 import socket
 from collections import Counter, deque
 from collections.abc import Callable
@@ -23,6 +25,9 @@ if torch.cuda.is_available():
     pytest.skip("runs on the GPU in gpu/", allow_module_level=True)
 
 from cluster.bench.runner import GenerationJob, Runner
+from cluster.engine_client import EngineClient
+from cluster.local_engine import LocalEngine
+from cluster.rank_exits import EngineDead
 from drafter import worker as drafter_worker
 from drafter.proposers.ngram import NgramProposer
 from drafter.tree.policy import make_tree_policy
@@ -183,6 +188,7 @@ class Run:
     num_replays: int = 0
     num_calls: int = 0  # launches, copies and replays behind start-up
     waits: Counter[str] = field(default_factory=Counter)  # behind start-up
+    untold: Counter[str] = field(default_factory=Counter)  # those that the rank's pulse is not told of
 
 
 def run(config: EngineConfig, jobs: list[Submit]) -> Run:
@@ -223,6 +229,7 @@ def run(config: EngineConfig, jobs: list[Submit]) -> Run:
             calls_before = cuda.num_calls if cuda else 0
             if cuda:
                 cuda.waits.clear()
+                cuda.untold.clear()
             made, frames, unfinished = Run({job.id: [] for job in jobs}), FrameDecoder(), len(jobs)
             while unfinished:
                 engine.step()
@@ -236,7 +243,8 @@ def run(config: EngineConfig, jobs: list[Submit]) -> Run:
                         unfinished -= chunk.finish_reason is not None
         made.num_drafts = engine._stats.num_drafts
         if cuda:
-            made.waits, made.num_replays = Counter(cuda.waits), sum(graph.num_replays for graph in cuda.graphs)
+            made.waits, made.untold = Counter(cuda.waits), Counter(cuda.untold)
+            made.num_replays = sum(graph.num_replays for graph in cuda.graphs)
             made.num_calls = cuda.num_calls - calls_before
     return made
 
@@ -257,6 +265,7 @@ def config_for(models: Path, method: str, tree: TreeConfig, **options: object) -
 
 
 ROOT = Path(__file__).parents[2]
+HANG_S = 4.0
 DYNAMIC = TreeConfig(num_speculative_tokens=6, max_depth=3, max_children=2)
 AUTO = replace(
     DYNAMIC, prune=PruneConfig(auto=True, prompt_lookup=False, simulated_costs=SimulatedCosts(step_ms=10, row_ms=0.01))
@@ -272,6 +281,10 @@ OTHERS = [
     SamplingSettings(seed=4, min_p=0.05, num_logprobs=2),
     SamplingSettings(seed=5, constraints=Constraints(logit_bias={3: 2.0}, bad_words=[[5], [7, 8]], min_tokens=4)),
 ]
+
+
+ONCE = {"drafter.tree.frontier.columns"}
+"""Where the host waits for the device a single time."""
 
 
 def jobs(sampling: list[SamplingSettings], *rules: str) -> list[Submit]:
@@ -307,6 +320,7 @@ def test_tree_graphs_give_the_cpus_tokens_with_one_wait_per_side(models: Path, m
         "drafter.tree.frontier.columns": 1,  # the vocabulary, for the first penalty
     }
     assert drafts <= on_device.waits["workers.comm.channel._send"] <= on_device.num_steps
+    assert set(on_device.untold) <= ONCE
 
 
 @pytest.mark.parametrize(
@@ -328,6 +342,7 @@ def test_every_kind_of_request_gets_the_cpus_tokens(
     on_device, on_cpu = run(config, work), run(replace(config, device="cpu", kernels="auto"), work)
     assert on_device.tokens == on_cpu.tokens and on_device.num_drafts == on_cpu.num_drafts > 10
     assert (on_device.num_replays > on_device.num_steps // 2) is (not options)
+    assert set(on_device.untold) <= ONCE, "a device that hangs is noticed wherever the host waits for it"
 
 
 def test_prompts_are_scored_as_on_the_cpu(models: Path) -> None:
@@ -394,6 +409,39 @@ def test_split_models_give_the_cpus_tokens(
     with Runner(split) as on_devices:
         assert [answer.tokens for answer in on_devices.run(work, concurrency=2)] == expected
         assert on_devices.stats.num_drafts > 20
+
+
+@pytest.mark.parametrize(
+    ("hung", "named"), [([0, 1], "verifier"), ([2], "drafter 0")], ids=["collective", "tree graph"]
+)
+def test_a_device_that_stops_within_a_graph_is_noticed_in_time(
+    models: Path, monkeypatch: pytest.MonkeyPatch, hung: list[int], named: str
+) -> None:
+    """The ranks whose collective does not end wait and spin, and NCCL's watchdog does not see replayed collectives."""
+    config = config_for(models, "eagle3", AUTO, tensor_parallel_size=2, hang_timeout_s=HANG_S, step_timeout_s=300.0)
+    assert config.draft is not None
+    draft = replace(config.draft, fallback=False)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "tests" / "support" / "simulated"), str(ROOT)]))
+
+    async def main() -> None:
+        engine = LocalEngine(replace(config, draft=draft))
+        async with engine as client:
+            submit = Submit(id=client.new_id(), prompt=[5] * 8, max_tokens=80, ignore_eos=True)
+            waiting = asyncio.create_task(answered(client, submit))
+            while client.stats.steps < 3:
+                await asyncio.sleep(0.01)
+            for rank in hung:
+                os.kill(engine.pids[rank], signal.SIGUSR1)
+            with pytest.raises(EngineDead):
+                await asyncio.wait_for(waiting, 10 + 2 * HANG_S)
+            assert client.dead is not None
+            assert client.dead.startswith(named) and f"made no progress for {HANG_S:g} s and was killed" in client.dead
+
+    asyncio.run(main())
+
+
+async def answered(client: EngineClient, submit: Submit) -> int:
+    return sum([len(chunk.tokens) async for chunk in client.submit(submit)])
 
 
 def test_a_simulated_engine_runs_in_sixteen_bits(models: Path) -> None:

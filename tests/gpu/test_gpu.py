@@ -6,6 +6,7 @@ made to believe that they are on two machines. Run with `make gpu`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 from uuid import uuid4
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from cluster import local_engine, rank_placement
+from cluster.rank_process import RankProcess, RankStarter
 from tests.support.engines import (
     AUTO,
     BUNDLED,
@@ -82,11 +83,13 @@ def test_seeded_tokens_do_not_depend_on_speculation() -> None:
 def test_nccl_carries_the_same_tokens(
     monkeypatch: pytest.MonkeyPatch, tree: TreeConfig, truth: list[list[int]]
 ) -> None:
-    def worker_env(config: EngineConfig) -> dict[str, str]:
-        own_machine = {"NCCL_HOSTID": str(uuid4()), "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
-        return rank_placement.worker_env(config) | own_machine
+    start = RankStarter.start
 
-    monkeypatch.setattr(local_engine, "worker_env", worker_env)
+    def start_elsewhere(*args: Any, env: Mapping[str, str], **options: Any) -> RankProcess:
+        own_machine = {"NCCL_HOSTID": str(uuid4()), "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+        return start(*args, env={**env, **own_machine}, **options)
+
+    monkeypatch.setattr(RankStarter, "start", start_elsewhere)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,0")
     config = on_cuda(tree, num_pages=1000)
     assert config.draft is not None

@@ -450,6 +450,12 @@ def test_no_speculation_beside_a_drafter_is_refused():
     assert "no_speculation: contradicts speculative_config" in text
 
 
+@pytest.mark.parametrize("seconds", [0, -1, 86401, float("inf")])
+def test_a_startup_timeout_is_positive_and_bounded(seconds: float) -> None:
+    assert "startup_timeout: must be" in refusal(EngineArgs, startup_timeout=seconds)
+    assert EngineArgs.load({"startup-timeout": 0.5}).startup_timeout == 0.5
+
+
 def test_a_hang_timeout_is_longer_than_several_beats_or_off() -> None:
     assert "must be at least 2 seconds, or 0 for never (got 1.5)" in refusal(EngineArgs, hang_timeout=1.5)
     assert EngineArgs.load({"hang_timeout": 0}).hang_timeout == 0

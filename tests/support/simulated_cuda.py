@@ -4,9 +4,13 @@
         torch.zeros(3, device="cuda")       .is_cuda; cannot be mixed with a CPU tensor
         torch.cuda.CUDAGraph(), ...         records operations and replays them on the same memory
         cuda.waits                          the places where the host waited for the device, in order
+        cuda.untold                         those where it did so without telling the rank's pulse
         cuda.graphs                         the captured graphs, with the number of their replays
         cuda.num_calls                      launches and copies outside of graphs so far, a replay being one
         cuda.num_bytes_sent                 bytes copied to the device so far
+        cuda.grids                          the kernels launched and their numbers of programs, in order
+        cuda.memory.num_bytes, .most_bytes  of the tensors that live on the device, now and at most
+        cuda.hang()                         makes replays end nothing, and whoever waits for the device wait forever
 
 It does not simulate speed, races or the kernels' arithmetic. It fails where a GPU fails:
 
@@ -22,7 +26,10 @@ launches.
 
 from __future__ import annotations
 
+import math
 import sys
+import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -36,6 +43,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.support.kernel_twins import TWINS
+from workers.pulse import PULSE
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 _ROOT = Path(__file__).parents[2]
@@ -58,6 +66,39 @@ _ONLY_THERE: dict[str, Callable[..., Any]] = {
 """Operations that CUDA supports for these types and a CPU does not."""
 
 
+class DeviceMemory:
+    """Counts the bytes of all tensors that live on the device; views share theirs.
+
+    What is captured counts only while it is: the caching allocator reuses a graph's memory in the same way.
+    """
+
+    def __init__(self) -> None:
+        self.num_bytes = self.most_bytes = 0
+        self._num_users: Counter[int] = Counter()
+
+    def reset(self) -> int:
+        """Forget what was held at most until now, and return what is held."""
+        self.most_bytes = self.num_bytes
+        return self.num_bytes
+
+    def hold(self, tensor: OnDevice) -> None:
+        """Count a new tensor, until it is collected."""
+        storage = tensor.memory.untyped_storage()
+        if not self._num_users[storage._cdata]:
+            self.num_bytes += storage.nbytes()
+            self.most_bytes = max(self.most_bytes, self.num_bytes)
+        self._num_users[storage._cdata] += 1
+        weakref.finalize(tensor, self._release, storage._cdata, storage.nbytes()).atexit = False
+
+    def _release(self, storage: int, num_bytes: int) -> None:
+        self._num_users[storage] -= 1
+        if not self._num_users[storage]:
+            self.num_bytes -= num_bytes
+
+
+_MEMORY = DeviceMemory()  # of the one device that there is
+
+
 class OnDevice(Tensor):
     """A tensor on the device; `memory` holds its values."""
 
@@ -70,6 +111,7 @@ class OnDevice(Tensor):
             cls, memory.shape, strides=memory.stride(), storage_offset=memory.storage_offset(), dtype=memory.dtype
         )
         made.memory = memory
+        _MEMORY.hold(made)
         return made
 
     @classmethod
@@ -105,12 +147,15 @@ class OnDevice(Tensor):
 class Graph:
     """torch.cuda.CUDAGraph: the operations recorded during its capture."""
 
+    device: SimulatedCuda
     work: list[Callable[[], object]] = field(default_factory=list)
     num_replays: int = 0
 
     def replay(self) -> None:
         assert self.work, "nothing was captured, or the graph was reset"
         self.num_replays += 1
+        if self.device.is_hung:
+            return
         with _disable_current_modes(), torch.inference_mode():
             for again in self.work:
                 again()
@@ -136,8 +181,12 @@ class SimulatedCuda(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.waits: list[str] = []
+        self.untold: list[str] = []
+        self.is_hung = False
+        self.grids: list[tuple[str, int]] = []
         self.graphs: list[Graph] = []
         self.num_bytes_sent = 0
+        self.memory = _MEMORY
         self._num_calls = 0
         self._captured: Graph | None = None
 
@@ -151,6 +200,14 @@ class SimulatedCuda(TorchDispatchMode):
         if self._captured is not None:
             raise RuntimeError(f"operation not permitted when stream is capturing: {why}")
         self.waits.append(_caller())
+        if PULSE._frozen_s is None:
+            self.untold.append(_caller())
+        while self.is_hung:  # as the driver spins, while what was launched never ends
+            pass
+
+    def hang(self) -> None:
+        """Stop the device, as a collective in a graph does whose peers do not come."""
+        self.is_hung = True
 
     def launch(self, kernel: Callable[[], object]) -> None:
         """Run an operation on memory, now and in every replay."""
@@ -278,6 +335,7 @@ def simulated_cuda() -> Iterator[SimulatedCuda]:
         if any(isinstance(one, Tensor) and not isinstance(one, OnDevice) for one in (*args, *kwargs.values())):
             raise ValueError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
         arguments, options = _on_cpu(args), _on_cpu(kwargs)
+        cuda.grids.append((executor.fn.__name__, math.prod(executor.grid)))
         cuda.launch(lambda: TWINS[executor.fn.__name__](*arguments, **options))
 
     patches = {
@@ -291,7 +349,7 @@ def simulated_cuda() -> Iterator[SimulatedCuda]:
         "torch.cuda.Stream": Stream,
         "torch.cuda.current_stream": lambda device=None: mock.Mock(synchronize=lambda: cuda.wait("synchronize")),
         "torch.cuda.stream": lambda stream: nullcontext(),
-        "torch.cuda.CUDAGraph": Graph,
+        "torch.cuda.CUDAGraph": lambda: Graph(cuda),
         "torch.cuda.graph": cuda.capture,
     }
     with ExitStack() as stack:

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from workers.sampling.philox import Stream, uniform
-from workers.transfer import to_device
+from workers.transfer import to_device, to_host
 from workers.types import DraftProbs, NodeKind, Rule, SamplingBatch, TreeBatch, Verdict
 
 
@@ -249,7 +249,7 @@ def _probabilities(log_p_NV: Tensor, row_E: np.ndarray, id_E: np.ndarray) -> np.
     is_token_E = (id_E >= 0) & (id_E < log_p_NV.shape[-1])
     index_2E = torch.from_numpy(np.array([row_E, np.where(is_token_E, id_E, 0)]))
     row, token = to_device(index_2E, log_p_NV.device)
-    log_p_E = log_p_NV[row, token].cpu().numpy()
+    (log_p_E,) = to_host(log_p_NV[row, token])
     return np.where(is_token_E & ~np.isnan(log_p_E), np.exp(log_p_E.astype(np.float64)), 0.0)
 
 
@@ -280,4 +280,5 @@ def _draw_residual(laws: list[Residual], log_p_BV: Tensor, u_B: list[float]) -> 
     id_BV = exponent_BV.sort(dim=-1, descending=True, stable=True).indices
     sum_BV = mass_BV.gather(-1, id_BV).cumsum(-1)
     place_B1 = torch.searchsorted(sum_BV, u_B1 * sum_BV[:, -1:], right=True)
-    return id_BV.gather(-1, place_B1.clamp(max=vocab - 1))[:, 0].tolist()  # rows of NaN have no mass
+    (last_B,) = to_host(id_BV.gather(-1, place_B1.clamp(max=vocab - 1))[:, 0])  # rows of NaN have no mass
+    return last_B.tolist()

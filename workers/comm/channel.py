@@ -155,7 +155,11 @@ class Channel:
         if in_device:
             assert self._device_transport is not None
             self._move(self._device_transport.take, on_device)
-        meta = on_host[:meta_bytes] if in_host else on_device[:meta_bytes].cpu()
+        if in_host:
+            meta = on_host[:meta_bytes]
+        else:
+            with PULSE.on_device():
+                meta = on_device[:meta_bytes].cpu()
         bulk = on_device[in_device - bulk_bytes :] if in_device else on_host[meta_bytes:]
         if kind == Kind.PROBE:
             return Received(Kind(kind), step, None)
@@ -178,7 +182,8 @@ class Channel:
         if in_host:
             body[:meta_bytes] = packed.meta
         if in_host > meta_bytes:
-            body[meta_bytes:] = packed.bulk
+            with PULSE.on_device():  # where the features are
+                body[meta_bytes:] = packed.bulk
         # One write of a stream wakes the peer once.
         first = size if self._first_bytes is None else self._first_bytes
         self._move(self._host_transport.put, buffers.host[:first])

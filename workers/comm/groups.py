@@ -12,6 +12,7 @@ import os
 import socket
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,8 +27,23 @@ from workers.comm.channel import (
     link_through_host,
 )
 from workers.comm.host_link import HostLink, LinkOffer, connect, connect_through, offer_through
-from workers.config import START_TIMEOUT_S, EngineConfig
+from workers.config import EngineConfig
 from workers.models.layers import TensorParallel
+
+
+class Waiting(Protocol):
+    """What a rank waits on for another: a process group or a link."""
+
+    def set_timeout(self, timeout: timedelta, /) -> None:
+        """Set how long its operations may wait from now on."""
+        ...
+
+
+class StepTimeout(NamedTuple):
+    """How long a rank waits on a connection once steps run."""
+
+    connection: Waiting
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +58,20 @@ class World:
     peers: Channel | None  # rank 0 of this side -> its other ranks; None when the side has one rank
     link: Channel | None  # verifier 0 <-> drafter 0, on those two ranks only
     host: str = ""  # verifier 0's address, on the ranks that have joined it
+    step_timeouts: tuple[StepTimeout, ...] = ()
 
     @property
     def leads(self) -> bool:
         """True on the first rank of each side."""
         return self.tp.rank == 0
+
+    def end_start_up(self) -> None:
+        """Let the timeouts of steps apply. Until then every wait has the start-up's, whatever ranks load or compile.
+
+        Rank 0 calls it before it sends its first heartbeat, the others when that arrives.
+        """
+        for connection, seconds in self.step_timeouts:
+            connection.set_timeout(timedelta(seconds=seconds))
 
     def gather_topology(self, report: dict[str, str | int]) -> list[dict[str, str | int]]:
         """Gather every rank's identity and `report`, on every rank.
@@ -128,23 +153,32 @@ def join(config: EngineConfig, rank: int, store_address: str) -> World:
     host, device, size = store_address.rpartition(":")[0], _device(config), config.tensor_parallel_size
     sides = [list(range(size)), list(range(size, config.world_size))]
     # Every rank creates every group, in this order.
-    side_groups = [_new_group(config, rank, ranks) for ranks in sides]
+    side_groups = [_new_group(config, ranks) for ranks in sides]
     has_nccl_link = bool(sides[1]) and not config.has_host_link
-    link_group = _new_group(config, rank, [0, size]) if has_nccl_link else None
+    link_group = _new_group(config, [0, size]) if has_nccl_link else None
 
     side = 0 if rank < size else 1
-    peers = _peers(config, rank, side_groups[side], rank - sides[side][0], device)
-    to_peer = None
+    own = rank - sides[side][0]
+    peers = _peers(config, rank, side_groups[side], own, device)
+    to_peer, timeouts = None, _step_timeouts(config, side_groups[side], leads=own == 0)
     if sides[1] and rank in (0, size):
         through_host = _host_link(config, rank, store, host)
+        timeouts += _step_timeouts(config, through_host, link_group, leads=rank == 0)
         peer_rank = size if rank == 0 else 0
         if link_group is None:
             to_peer = link_through_host(through_host, me=config.role_of(rank), peer=config.role_of(peer_rank))
         else:
             to_peer = _device_link(config, rank, peer_rank, through_host, link_group, device)
-    tp = TensorParallel(rank=rank - sides[side][0], size=len(sides[side]), group=side_groups[side])
     return World(
-        config=config, rank=rank, role=config.role_of(rank), device=device, tp=tp, peers=peers, link=to_peer, host=host
+        config=config,
+        rank=rank,
+        role=config.role_of(rank),
+        device=device,
+        tp=TensorParallel(rank=own, size=len(sides[side]), group=side_groups[side]),
+        peers=peers,
+        link=to_peer,
+        host=host,
+        step_timeouts=timeouts,
     )
 
 
@@ -152,10 +186,17 @@ def join_successors(config: EngineConfig, rank: int, store_address: str) -> Worl
     """Connect this rank to the others that replace a lost drafter, without a link yet (see `World.connected`)."""
     own, size, device = rank - config.tensor_parallel_size, config.draft_ranks, _device(config)
     _join(config, own, size, store_address)
-    group = _new_group(config, own, list(range(size)))
-    peers = _peers(config, rank, group, own, device)
-    tp = TensorParallel(rank=own, size=size, group=group)
-    return World(config=config, rank=rank, role=config.role_of(rank), device=device, tp=tp, peers=peers, link=None)
+    group = _new_group(config, list(range(size)))
+    return World(
+        config=config,
+        rank=rank,
+        role=config.role_of(rank),
+        device=device,
+        tp=TensorParallel(rank=own, size=size, group=group),
+        peers=_peers(config, rank, group, own, device),
+        link=None,
+        step_timeouts=_step_timeouts(config, group, leads=own == 0),
+    )
 
 
 def _device(config: EngineConfig) -> torch.device:
@@ -167,9 +208,9 @@ def _join(config: EngineConfig, rank: int, world_size: int, store_address: str) 
     host, _, port = store_address.rpartition(":")
     if config.device == "cuda":
         torch.cuda.set_device(_device(config))
-    store = dist.TCPStore(host_name=host, port=int(port), is_master=False, wait_for_workers=False)
+    timeout = _startup_timeout(config)
+    store = dist.TCPStore(host_name=host, port=int(port), is_master=False, wait_for_workers=False, timeout=timeout)
     backend = "cpu:gloo,cuda:nccl" if config.device == "cuda" else "gloo"
-    timeout = timedelta(seconds=START_TIMEOUT_S)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     return store
 
@@ -190,8 +231,8 @@ def _peers(
 def _host_link(config: EngineConfig, rank: int, store: dist.Store, host: str) -> HostLink:
     """Open this rank's end of the host link. Verifier 0 listens at the store's address, which is its own."""
     if rank == 0:
-        return offer_through(store, host, config.step_timeout_s, START_TIMEOUT_S)
-    return connect_through(store, config.idle_timeout_s)
+        return offer_through(store, host, config.startup_timeout_s, config.startup_timeout_s)
+    return connect_through(store, config.startup_timeout_s)
 
 
 def _device_link(
@@ -219,15 +260,19 @@ def _device_link(
             return links[DevicePart.BULK]
 
 
-def _new_group(config: EngineConfig, rank: int, ranks: list[int]) -> dist.ProcessGroup | None:
-    """Create a group, or return None for fewer than two ranks.
+def _new_group(config: EngineConfig, ranks: list[int]) -> dist.ProcessGroup | None:
+    """Create a group, or return None for fewer than two ranks."""
+    return None if len(ranks) < 2 else dist.new_group(ranks, timeout=_startup_timeout(config))
 
-    Each process has a timeout of its own: the first rank waits for replies only, the others also for new messages.
-    """
-    if len(ranks) < 2:
-        return None
-    seconds = config.step_timeout_s if rank == ranks[0] else config.idle_timeout_s
-    return dist.new_group(ranks, timeout=timedelta(seconds=seconds))
+
+def _step_timeouts(config: EngineConfig, *connections: Waiting | None, leads: bool) -> tuple[StepTimeout, ...]:
+    """Return this rank's timeouts on connections: the first rank waits for replies only, others also for messages."""
+    seconds = config.step_timeout_s if leads else config.idle_timeout_s
+    return tuple(StepTimeout(connection, seconds) for connection in connections if connection is not None)
+
+
+def _startup_timeout(config: EngineConfig) -> timedelta:
+    return timedelta(seconds=config.startup_timeout_s)
 
 
 def _connect(group: dist.ProcessGroup, rank: int, other: int, device: torch.device) -> None:

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from contextlib import ExitStack
+from datetime import timedelta
 from typing import Protocol
 
 from torch import Tensor
@@ -45,6 +46,10 @@ class HostLink:
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket, self._timeout_s, self._spin_s = connection, timeout_s, spin_s
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set how long an operation may wait from now on."""
+        self._timeout_s = timeout.total_seconds()
 
     def put(self, tensor: Tensor) -> None:
         """Send all bytes of a contiguous uint8 tensor."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from workers.sampling.gumbel_cache import GumbelCache
+from workers.transfer import to_host
 from workers.types import SamplingBatch
 
 ThresholdKernel = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -41,7 +42,7 @@ def truncation_threshold(x_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor) -> Tens
     Usually few logits are kept, so only the largest are sorted, and more of them for rows whose threshold is lower.
     Sorting whole rows of 128,256 takes ten to fifty times as long. A row's threshold does not depend on other rows.
     """
-    threshold_R = _threshold_among(x_RV, top_k_R.cpu().numpy(), top_p_R.cpu().numpy(), _LISTED)
+    threshold_R = _threshold_among(x_RV, *to_host(top_k_R, top_p_R), _LISTED)
     return torch.from_numpy(threshold_R).to(x_RV.device)
 
 
@@ -142,7 +143,7 @@ def _threshold_among(x_RV: Tensor, top_k_R: np.ndarray, top_p_R: np.ndarray, lis
     V = x_RV.shape[-1]
     listed = min(max(listed, int(top_k_R.min(initial=V)) + 1), V)
     best = x_RV.topk(listed).values
-    best_RK, row_R = best.cpu().numpy(), np.arange(len(x_RV))
+    (best_RK,), row_R = to_host(best), np.arange(len(x_RV))
     has_k_R, has_p_R = top_k_R > 0, top_p_R < 1
     kth_R = best_RK[row_R, np.minimum(top_k_R, listed) - 1]
     kth_R[~has_k_R] = -np.inf
@@ -152,7 +153,8 @@ def _threshold_among(x_RV: Tensor, top_k_R: np.ndarray, top_p_R: np.ndarray, lis
     mass_RK = weight_RK.cumsum(1)
     total_R = mass_RK[:, -1]
     if (has_p_R > has_k_R).any():
-        total_R = np.where(has_k_R, total_R, (x_RV - best[:, :1]).exp_().sum(-1).cpu().numpy())
+        (whole_R,) = to_host((x_RV - best[:, :1]).exp_().sum(-1))
+        total_R = np.where(has_k_R, total_R, whole_R)
     # A token stays while the mass before it is below p. The first always stays.
     num_kept_R = (mass_RK[:, :-1] < (top_p_R * total_R)[:, None]).sum(1)
     last_R = best_RK[row_R, num_kept_R]

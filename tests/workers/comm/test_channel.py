@@ -32,11 +32,18 @@ SIZES = [(0, None), (1, 4), (60, 16), (63, 16), (400, 64), (5000, None), (3, 8),
 
 
 def config(
-    tensor_parallel_size: int = 1, step_timeout_s: float = 20.0, draft_tensor_parallel_size: int = 1
+    tensor_parallel_size: int = 1,
+    step_timeout_s: float = 20.0,
+    draft_tensor_parallel_size: int = 1,
+    startup_timeout_s: float = 60.0,
 ) -> EngineConfig:
     draft = DraftConfig(method="eagle3", model_path="", tensor_parallel_size=draft_tensor_parallel_size)
     return EngineConfig(
-        model_path="", tensor_parallel_size=tensor_parallel_size, step_timeout_s=step_timeout_s, draft=draft
+        model_path="",
+        tensor_parallel_size=tensor_parallel_size,
+        step_timeout_s=step_timeout_s,
+        startup_timeout_s=startup_timeout_s,
+        draft=draft,
     )
 
 
@@ -160,7 +167,31 @@ def lose_the_drafter(world: World) -> str:
     return what_is_said(world)
 
 
+def come_late(world: World) -> str:
+    """Verifier 1 comes three step timeouts late to a collective of the start-up, and to one of a step."""
+    if world.tp.group is None:
+        return "the drafter is not concerned"
+    for is_step in (False, True):
+        if world.rank == 1:
+            time.sleep(3)
+        began = time.monotonic()
+        try:
+            dist.all_reduce(torch.ones(1), group=world.tp.group)
+        except RuntimeError:
+            return f"{time.monotonic() - began:.1f} {'in a step' if is_step else 'in the start-up'}"
+        world.end_start_up()
+    return "nothing"
+
+
+def wait_in_the_start_up(world: World) -> str:
+    if world.rank == 1:
+        time.sleep(8)
+        return "awake"
+    return what_is_said(world)
+
+
 def wait_for_a_silent_drafter(world: World) -> str:
+    world.end_start_up()
     if world.rank == 1:
         world.link.receive()
         time.sleep(8)  # much longer than the step timeout
@@ -171,6 +202,7 @@ def wait_for_a_silent_drafter(world: World) -> str:
 
 def wait_for_a_busy_verifier(world: World) -> str:
     """Verifier 0 works for three step timeouts before it sends a message; drafter 0 forwards it."""
+    world.end_start_up()
     if world.rank == 0:
         time.sleep(3)
         world.peers.send(target_step(2), 44)
@@ -184,6 +216,7 @@ def wait_for_a_busy_verifier(world: World) -> str:
 
 
 def wait_for_a_silent_verifier(world: World) -> str:
+    world.end_start_up()
     if world.rank == 0:
         time.sleep(30)  # much longer than the idle timeout
         return "awake"
@@ -252,6 +285,21 @@ def test_waiting_for_the_next_message_may_exceed_the_step_timeout():
         2: "got DRAFT_REQUEST",
         3: "got DRAFT_REQUEST",
     }
+
+
+def test_a_slow_start_is_allowed_more_time_than_a_step():
+    said = dict(in_processes(come_late, config(tensor_parallel_size=2, step_timeout_s=1.0)))
+    seconds, _, words = said[0].partition(" ")
+    assert words == "in a step", said
+    assert 0.8 < float(seconds) < 2.5
+
+
+def test_a_start_up_has_a_timeout_of_its_own():
+    said = next(in_processes(wait_in_the_start_up, config(startup_timeout_s=3.0)))
+    assert said[0] == 0
+    seconds, _, words = said[1].partition(" ")
+    assert words.startswith("verifier 0 lost drafter 0 before the first step:"), said[1]
+    assert 2.5 < float(seconds) < 6
 
 
 @pytest.mark.slow
