@@ -9,6 +9,7 @@ It prints one Markdown table per part:
     bytes      what a forward's attention plan sends to the device, on the simulated device
     host       thread CPU time of the host's code in a step; the models' own time is left out
     buckets    the share of steps that are replayed from a graph, in simulated traffic
+    cuts       the launches that find the threshold of top-k and top-p, and the programs of each
     kernels    registers, spills, shared memory and instructions of every Triton kernel, compiled ahead of time
 
 Compiling takes minutes. The Triton that PyTorch's CUDA build pins may come first on PYTHONPATH.
@@ -30,6 +31,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -56,7 +58,7 @@ from workers.cuda_graphs import Size, decoder_graphs, fitting, sizes
 from workers.kernels import fused, pointwise
 from workers.types import AttentionMetadata, Constraints, DraftReply, DraftRequest, SamplingSettings, TargetStep
 
-PARTS = ("launches", "calls", "bytes", "host", "buckets", "kernels")
+PARTS = ("launches", "calls", "bytes", "host", "buckets", "cuts", "kernels")
 BATCHES = (1, 8, 32)
 NUM_STEPS, WARM_UP, NUM_ROUNDS = 50, 20, 5
 AUTO = replace(
@@ -397,6 +399,21 @@ def _traffic(concurrency: int, most_rows: int, num_steps: int = 4000) -> list[tu
     return steps
 
 
+# ---- cuts
+
+
+def cuts() -> Table:
+    """Yield the programs of each launch by the numbers of rows and columns. An H100 has 132 multiprocessors."""
+    yield ["rows", "columns", "programs of each launch"]
+    with simulated_cuda() as cuda:
+        for rows, columns in product((1, 17, 32), (32_000, 128_256, 151_936)):
+            cuda.grids.clear()
+            x = torch.zeros(rows, columns, device="cuda")
+            top_k, top_p = torch.zeros(rows, dtype=torch.int32, device="cuda"), torch.ones(rows, device="cuda")
+            fused.truncation_threshold(x, top_k, top_p)
+            yield [rows, columns, ", ".join(f"{name} {programs}" for name, programs in cuda.grids)]
+
+
 # ---- kernels
 
 
@@ -424,7 +441,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="also write the tables to this file")
     options = parser.parse_args()
     counters = {
-        "launches": launches, "calls": calls, "bytes": bytes_sent, "host": host, "buckets": buckets,
+        "launches": launches, "calls": calls, "bytes": bytes_sent, "host": host, "buckets": buckets, "cuts": cuts,
         "kernels": partial(kernels, options.archs),
     }  # fmt: skip
     torch.set_num_threads(1)

@@ -168,12 +168,41 @@ def cases() -> Iterator[Case]:
         yield Case(
             name=f"top of row, {splits} blocks", kernel=triton_sampling._top_of_row, constants=constants, types=top
         )
+    yield from cuts()
+
+
+def cuts() -> Iterator[Case]:
+    """Yield the kernels that find the threshold of top-k and top-p, for 128,256 and for 152,064 columns."""
+    cut = triton_truncation
+    types = dict(x_ptr=FLOAT, top_k_ptr="*i32", top_p_ptr=FLOAT, maxima_ptr=FLOAT, sums_ptr=FLOAT, largest_ptr=FLOAT)
+    types |= dict(total_ptr=FLOAT, bound_ptr="*i32", count_ptr="*i32", lists_ptr=FLOAT, threshold_ptr=FLOAT)
+    groups = cut._BLOCK // cut._GROUP
     yield Case(
-        name="threshold",
-        kernel=triton_truncation._threshold,
-        constants=dict(LISTED=triton_truncation._LISTED, BLOCK=triton_truncation._BLOCK),
-        types=dict(x_ptr=FLOAT, top_k_ptr="*i32", top_p_ptr=FLOAT, lists_ptr=FLOAT, threshold_ptr=FLOAT),
-        num_warps=16,
+        name="cut: groups",
+        kernel=cut._groups,
+        constants=dict(GROUP=cut._GROUP, BLOCK=cut._BLOCK),
+        types=types,
+    )
+    for found in (4096, 8192):
+        yield Case(
+            name=f"cut: bound among {found} groups",
+            kernel=cut._bound,
+            constants=dict(GROUP=cut._GROUP, GROUPS=groups, FOUND=found),
+            types=types,
+            num_warps=cut._warps(found),
+        )
+    yield Case(
+        name="cut: list",
+        kernel=cut._list,
+        constants=dict(GROUPS=groups, BLOCK=cut._BLOCK, LISTED=cut._LISTED),
+        types=types,
+    )
+    yield Case(
+        name="cut: search",
+        kernel=cut._search,
+        constants=dict(LISTED=cut._LISTED, BLOCK=cut._ROW_BLOCK),
+        types=types,
+        num_warps=cut._warps(cut._LISTED),
     )
 
 

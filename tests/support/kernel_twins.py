@@ -91,7 +91,14 @@ def _top_of_row(
         told.copy_(found[:, 0])
 
 
-def _threshold(x: Tensor, top_k: Tensor, top_p: Tensor, lists: Tensor, threshold: Tensor, *_: Any, **__: Any) -> None:
+def _nothing(*_: Any, **__: Any) -> None:
+    """Stand in for the launches before `_search`, which does the whole work."""
+
+
+def _search(
+    x: Tensor, top_k: Tensor, top_p: Tensor, largest: Tensor, total: Tensor, bound: Tensor, count: Tensor,
+    lists: Tensor, threshold: Tensor, *_: Any, **__: Any,
+) -> None:  # fmt: skip
     from workers.sampling import sampler
 
     threshold.copy_(sampler.truncation_threshold(x, top_k, top_p))
@@ -220,7 +227,7 @@ TWINS = {
         _fill,
         _top_of_block,
         _top_of_row,
-        _threshold,
+        _search,
         _copy,
         _penalize,
         _mask_min_p,
@@ -229,4 +236,4 @@ TWINS = {
         _keep_best,
         _gather_features,
     )
-}
+} | dict.fromkeys(("_groups", "_bound", "_list"), _nothing)

@@ -42,7 +42,8 @@ def truncation_threshold(x_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor) -> Tens
     Usually few logits are kept, so only the largest are sorted, and more of them for rows whose threshold is lower.
     Sorting whole rows of 128,256 takes ten to fifty times as long. A row's threshold does not depend on other rows.
     """
-    threshold_R = _threshold_among(x_RV, *to_host(top_k_R, top_p_R), _LISTED)
+    top_k, top_p = to_host(top_k_R, top_p_R)
+    threshold_R = _threshold_among(x_RV, top_k, top_p, _LISTED)
     return torch.from_numpy(threshold_R).to(x_RV.device)
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -22,7 +24,7 @@ import triton
 import triton.language as tl
 
 from drafter.tree.frontier import DraftVocabulary
-from workers.kernels import compiled, fused, reference, triton_attention
+from workers.kernels import compiled, fused, reference, triton_attention, triton_truncation
 from workers.kernels.interpreted import is_interpreted
 from workers.kernels.select import TORCH, Kernels, kernels_for
 from workers.kernels.triton_attention import DeviceTable, PlanShape
@@ -380,6 +382,47 @@ def test_the_threshold_matches_sorting(kernels: Kernels, width: int, scale: floa
             else:
                 assert lowest in left and mass[left > lowest].sum() < p + 1e-6
                 assert mass[left >= lowest].sum() >= p - 1e-6
+
+
+@pytest.mark.skipif(not is_interpreted(), reason="runs on the GPU in gpu/")
+@pytest.mark.parametrize("width", [31, 2047, 2048, 2049, 6200])
+def test_rows_split_over_programs_keep_the_tokens_that_sorted_rows_keep(width: int) -> None:
+    """Lists of one value, of ties and of nearly all values, and where a block ends."""
+    generator = torch.Generator().manual_seed(width)
+    x = torch.tensor([0.1, 1.0, 8.0, 2.0, 2.0])[:, None] * torch.randn(5, width, generator=generator)
+    x[3] = x[3].round()
+    x[4, 1::2] = -torch.inf
+    for k, p in ((0, 0.9), (50, 0.95), (3000, 0.8)):
+        top_k, top_p = torch.full((5,), k, dtype=torch.int32), torch.full((5,), p)
+        found = fused.truncation_threshold(x, top_k, top_p)
+        assert torch.equal(found, sampler.truncation_threshold(x, top_k, top_p))
+    alone = fused.truncation_threshold(x[3:4], top_k[:1], top_p[:1])
+    assert torch.equal(alone, found[3:4]), "other rows change nothing"
+
+
+@pytest.mark.skipif(not is_interpreted(), reason="reads a list that the GPU's kernels keep to themselves")
+@pytest.mark.parametrize("top_p", [0.5, 0.9, 0.95])
+def test_few_values_are_listed_wherever_the_likely_tokens_are(top_p: float) -> None:
+    """Likely tokens of neighbouring ids share a group; the bound must hold, and still be close to the threshold."""
+    x = torch.randn(3, 16_000, generator=torch.Generator().manual_seed(1))
+    x[0, 640:664] += 12
+    x[1, ::640] += 12
+    x[2] = -2 * torch.arange(1, 16_001).log()
+    listed = []
+    search = triton_truncation._search
+
+    class Looked:
+        def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+            def run(*args: Any, **options: Any) -> None:
+                listed.extend(args[6].tolist())
+                search[grid](*args, **options)
+
+            return run
+
+    with mock.patch.object(triton_truncation, "_search", Looked()):
+        cut = fused.truncation_threshold(x, torch.zeros(3, dtype=torch.int32), torch.full((3,), top_p))
+    kept = (x >= cut[:, None]).sum(-1).tolist()
+    assert all(n <= count <= 2 * n + 100 for n, count in zip(kept, listed, strict=True)), (kept, listed)
 
 
 @both
